@@ -6,6 +6,7 @@ position t, or IGNORE_INDEX. No collectives: every rank calls the same and gets 
 
 import hashlib
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from . import world
 from .args_rules import check_named, check_records, name_of_set
 from .data_batches import Packs, Turns
 from .data_chat import ChatRenderer, chat_renderer
-from .data_encode import BAD, UNUSABLE, Encoder, Reader, Shard, load_shard, shifted
+from .data_encode import Encoder, Reader, Shard, load_shard, shifted
 from .data_files import SIDES, DatasetSpec, resolve
 from .data_stream import CHUNK_RECORDS, HeldOut, TokenStream
 from .errors import Judge, refuse
@@ -220,42 +221,23 @@ def show_document(document: dict, tokenizer) -> str:
     return repr(text)
 
 
-def _describe(
-    spec: DatasetSpec, shard: Shard, first: list[dict] | None, objective: Objective, tokenizer
-) -> list[str]:
-    """Lines for the report. first: the first sample, None without one."""
-    formats = shard.meta["formats"]
-    tally = shard.tally
+def _describe(spec: DatasetSpec, formats: list[str], facts: str, objective: Objective) -> list[str]:
+    """Lines for the report: formats of the files, facts, notes."""
+    ending = "-chosen-rejected records" if objective.has_pairs else " records"
+    files = zip(spec.files, formats, strict=True)
+    notes = [f"  note: {note}" for note in spec.notes]
+    return [*(f"{file}: {form}{ending}" for file, form in files), f"{spec.name}: {facts}", *notes]
+
+
+def _describe_shard(spec: DatasetSpec, shard: Shard, objective: Objective, tokenizer) -> list[str]:
     lengths = shard.document_lengths.sum(axis=1)
-    # The cache knows a file by its content: it may have had another name when it was written.
-    names = dict(zip(shard.meta["sources"], spec.files, strict=True))
-
-    def renamed(line: str) -> str:
-        file = next((file for file in names if line.startswith(f"{file}:")), "")
-        return names.get(file, file) + line.removeprefix(file)
-
-    lines = []
-    for source, file in names.items():
-        form = formats.get(source, "not read")
-        if objective.has_pairs and source in formats:
-            form += "-chosen-rejected"
-        lines.append(f"{file}: {form} records")
-    line = f"{tally.records:,} records -> {len(lengths):,} {objective.unit}s, "
-    line += f"{lengths.sum():,} tokens"
-    if first is not None:
-        share = 100 * shard.learned.sum() / max(lengths.sum(), 1)
-        line += f" ({share:.1f} % trained), longest {lengths.max():,}"
-    lines += [f"{spec.name}: {line}", *_notes(spec)]
-    bad = []
-    for count in tally.counts.values():
-        if count.kind == BAD:
-            bad.append(f"    {count.number:,}: {count.text}")
-        else:
-            lines.append(f"  warning: {count}, the first at {renamed(count.place)}")
-    if bad:
-        lines += [f"  warning: {tally.number(BAD):,} {UNUSABLE}", *bad, "  the first of them:"]
-        lines += [f"    {renamed(line)}" for line in tally.first_bad]
-    return lines + _show(first, tokenizer)
+    tokens = lengths.sum()
+    share = 100 * shard.learned.sum() / max(tokens, 1)
+    facts = f"{shard.tally.records:,} records -> {len(shard):,} {objective.unit}s, "
+    facts += f"{tokens:,} tokens ({share:.1f} % trained), longest {lengths.max(initial=0):,}"
+    lines = _describe(spec, shard.meta["formats"], facts, objective)
+    lines += [f"  warning: {line}" for line in shard.tally.lines()]
+    return lines + _show(itertools.islice(shard, 1), tokenizer)
 
 
 def _describe_stream(reader: Reader, encoder: Encoder) -> list[str]:
@@ -263,33 +245,23 @@ def _describe_stream(reader: Reader, encoder: Encoder) -> list[str]:
     records = itertools.islice(reader.records(), CHUNK_RECORDS)
     samples, _ = encoder.encode([record for record, _ in records])
     spec = reader.spec
-    first = next(iter(spec.files))
     size = sum(Path(file).stat().st_size for file in spec.files) / 2**30
-    lines = [
-        f"{first}: {reader.formats.get(first, 'not read')} records",
-        f"{spec.name}: files of {size:,.2f} GiB, tokenised as they are read",
-        *_notes(spec),
-    ]
-    whole = [file for file, kind in spec.files.items() if kind.startswith((".json", ".csv"))]
-    whole = [file for file in whole if not spec.files[file].startswith(".jsonl")]
-    if whole:
-        note = f"{whole[0]} is read into memory as a whole: of .jsonl only lines are"
-        lines.append(f"  note: {note}")
-    sample = [shifted(*document) for document in samples[0]] if samples else None
-    return lines + _show(sample, encoder.tokenizer)
+    facts = f"files of {size:,.2f} GiB, tokenised as they are read"
+    lines = _describe(spec, list(reader.formats.values()), facts, reader.objective)
+    for file, kind in spec.files.items():
+        if kind.removesuffix(".gz") in (".json", ".csv"):
+            lines.append(f"  note: {file} is read into memory as a whole: of .jsonl only lines are")
+    first = ([shifted(*document) for document in sample] for sample in samples[:1])
+    return lines + _show(first, encoder.tokenizer)
 
 
-def _notes(spec: DatasetSpec) -> list[str]:
-    return [f"  note: {note}" for note in spec.notes]
-
-
-def _show(sample: list[dict] | None, tokenizer) -> list[str]:
+def _show(samples: Iterable[list[dict]], tokenizer) -> list[str]:
     """Lines with the text of each document."""
-    documents = sample or []
-    parts = SIDES if len(documents) > 1 else ("sample",)
+    documents = list(itertools.chain(*samples))
+    names = SIDES if len(documents) > 1 else ("sample",)
     return [
-        f"  first {part}, trained tokens in «»: {show_document(document, tokenizer)}"
-        for part, document in zip(parts, documents, strict=False)
+        f"  first {name}, trained tokens in «»: {show_document(document, tokenizer)}"
+        for name, document in zip(names, documents, strict=False)
     ]
 
 
@@ -325,30 +297,39 @@ def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBu
     report: list[str] = []
     if not objective.joins_documents:
         renderer, report = chat_renderer(tokenizer, data_args)
-    specs = resolve(data_args.dataset, data_args, objective)
-    eval_specs = resolve(data_args.eval_dataset or [], data_args, objective)
     encoder = Encoder(tokenizer, renderer, objective, data_args)
     packs = data_args.neat_packing or (bool(data_args.packing) and not objective.joins_documents)
+
+    def readers(entries: list[str] | None) -> list[Reader]:
+        specs = resolve(entries or [], data_args, objective)
+        return [Reader(spec, objective, data_args) for spec in specs]
+
+    def load(reader: Reader) -> Shard:
+        shard = load_shard(reader, encoder, data_args)
+        report.extend(_describe_shard(reader.spec, shard, objective, tokenizer))
+        if not len(shard):
+            nothing = f"{reader.spec.name}: no {objective.unit} is left to train on"
+            raise ValueError("\n".join([nothing, *report]))
+        return shard
+
     bundle = DatasetBundle(None, None, report)
     held_out: dict = {}
-    if specs and data_args.streaming:
-        readers = [Reader(spec, objective, data_args) for spec in specs]
-        report += [line for reader in readers for line in _describe_stream(reader, encoder)]
-        stream = bundle.train = TokenStream(readers, encoder, data_args, packs, seed)
+    trained = readers(data_args.dataset)
+    evaluated = readers(data_args.eval_dataset)
+    if trained and data_args.streaming:
+        for reader in trained:
+            report += _describe_stream(reader, encoder)
+        stream = bundle.train = TokenStream(trained, encoder, data_args, packs, seed)
+        trained = []
         if count := data_args.val_size:
             held_out["eval"] = rows = stream.hold_out(count)
             report.append(f"eval: {len(rows):,} rows of the first {count:,} records")
-        specs = []
-    shards = []
-    for spec in (*specs, *eval_specs):
-        shard = load_shard(Reader(spec, objective, data_args), encoder, data_args)
-        first = shard[0] if len(shard) else None
-        report += _describe(spec, shard, first, objective, tokenizer)
-        if first is None:
-            nothing = f"{spec.name}: no {objective.unit} is left to train on"
-            raise ValueError("\n".join([nothing, *report]))
-        shards.append(shard)
-    sets, lines = _arranged(shards[: len(specs)], shards[len(specs) :], data_args, seed)
+    sets, lines = _arranged(
+        [load(reader) for reader in trained],
+        [load(reader) for reader in evaluated],
+        data_args,
+        seed,
+    )
     sets |= held_out
     for name, dataset in sets.items():
         tokens = f"{dataset.num_tokens:,} tokens an epoch"
