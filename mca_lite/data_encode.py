@@ -705,8 +705,8 @@ class Shard:
     [n] each, shifted: labels[t] is the token after input_ids[t], or IGNORE_INDEX.
 
     document_lengths int64 [samples, documents of a sample]: every n. learned int64 [samples]:
-    labels that are not IGNORE_INDEX. columns [documents, registered columns]: NaN for none. meta: of meta.json. tally: counts of its records. identity: names its files, keys
-    and tokenizer.
+    labels that are not IGNORE_INDEX. columns [documents, registered columns]: NaN for none. meta:
+    of meta.json. tally: counts of its records. identity: names its files, keys and tokenizer.
     """
 
     def __init__(self, folder: Path, documents_per_sample: int, identity: str):

@@ -645,17 +645,17 @@ PIXELS = {"pixel_values": np.ones((3, 4)), "image_grid_thw": [[1, 2, 2]]}
         ({**ROW, "loss_weights": [0.0, 1.0, 1.0]}, "'loss_weights'"),
         ({"chosen": ROW, "rejected": ROW, "images": ["a.jpg"]}, "'images'"),
         ([ROW, {**ROW, "videos": ["a.mp4"]}], "'videos'"),
-        ({"chosen": "a text", "rejected": "another"}, "this one has str"),
-        ({**ROW, "input_ids": [1.5, 2.0, 3.0]}, "expected whole numbers .n., got torch.float32"),
-        ({**ROW, "labels": np.array([1.0, 2.0, 3.0])}, "labels of a sample: expected whole"),
-        ({**ROW, "input_ids": [[1, 2, 3]]}, r"got torch.int64 of shape \(1, 3\)"),
-        ({**ROW, "input_ids": ["a", "b", "c"]}, "input_ids of a sample: expected a list of token"),
-        ({**ROW, "input_ids": [1, None, 3]}, "input_ids of a sample: expected a list of token"),
-        ({**ROW, "input_ids": [1, 2**70, 3]}, "input_ids of a sample: expected a list of token"),
-        ({"input_ids": [], "labels": []}, "expected as many, at least one"),
-        ([], "expected as many, at least one"),
-        ({**ROW, "attention_mask": [1, 1]}, r"shape \(2,\): expected that of its input_ids"),
-        ({**ROW, "attention_mask": np.ones((1, 3, 3))}, r"shape \(1, 3, 3\): expected"),
+        ({"chosen": "a text", "rejected": "another"}, "this one has <class .str.>"),
+        ({**ROW, "input_ids": [1.5, 2.0, 3.0]}, r"expected int64 \[3\], .* got torch.float32"),
+        ({**ROW, "labels": np.array([1.0, 2.5, 3.0])}, "labels of a sample: expected int64"),
+        ({**ROW, "input_ids": [[1, 2, 3]]}, r"got torch.int64 of shape \[1, 3\]"),
+        ({**ROW, "input_ids": ["a", "b", "c"]}, "input_ids of a sample: expected numbers"),
+        ({**ROW, "input_ids": [1, None, 3]}, "input_ids of a sample: expected numbers"),
+        ({**ROW, "input_ids": [1, 2**70, 3]}, "input_ids of a sample: expected numbers"),
+        ({"input_ids": [], "labels": []}, r"documents of \[0\] tokens: expected"),
+        ([], r"documents of \[\] tokens: expected"),
+        ({**ROW, "attention_mask": [1, 1]}, r"attention_mask of a sample: expected int64 \[3\]"),
+        ({**ROW, "attention_mask": np.ones((1, 3, 3))}, r"got .* of shape \[1, 3, 3\]"),
     ],
 )  # fmt: skip
 def test_the_collator_refuses_what_would_be_dropped_or_cut(sample, said):
@@ -677,9 +677,12 @@ def test_columns_without_content_or_without_meaning_for_the_model_pass():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"attention_mask": torch.ones(1, 1, 3, 3)}, r"mask \(1, 1, 3, 3\): expected .rows, posi"),
-        ({"input_ids": torch.ones(3).long(), "labels": torch.ones(3).long()}, r"input_ids \(3,\)"),
-        ({"input_ids": torch.ones(1, 0), "labels": torch.ones(1, 0)}, r"input_ids \(1, 0\)"),
+        (
+            {"attention_mask": torch.ones(1, 1, 3, 3)},
+            r"3\], \[1, 1, 3, 3\]\]: expected .rows, posi",
+        ),
+        ({"input_ids": torch.ones(3).long(), "labels": torch.ones(3).long()}, r"shapes \[\[3\]"),
+        ({"input_ids": torch.ones(1, 0), "labels": torch.ones(1, 0)}, r"shapes \[\[1, 0\]"),
         ({"input_ids": torch.ones(1, 3)}, "input_ids of a batch are torch.float32"),
         ({"labels": torch.ones(1, 3)}, "labels of a batch are torch.float32"),
         ({"input_ids": torch.tensor([[1, 2, 9]])}, "input_ids from 1 to 9: expected 0 to 8"),
@@ -826,7 +829,7 @@ def test_what_cannot_be_planned_is_an_error():
     with pytest.raises(ValueError, match="has 2 samples, its plan is for 3"):
         make_loader([1, 2], rows, plan)
     with pytest.raises(ValueError, match='"labels" of 2 rows'):
-        list(make_loader([1, 2, 3], lambda samples: {"input_ids": samples}, plan, num_epochs=1))
+        list(make_loader([1, 2, 3], lambda samples: {"labels": [[1]]}, plan, num_epochs=1))
     with pytest.raises(ValueError, match="0 samples"):
         BatchPlan(0, 1, 1, 0, 1, seed=0)
     with pytest.raises(ValueError, match="rank 2 of 2"):
