@@ -138,7 +138,7 @@ class Reader:
         # only the first so many records
         self.limit = min(filter(None, (data_args.max_samples, spec.num_samples)), default=None)
         self.formats = dict.fromkeys(spec.files, _UNREAD)
-        self.columns = data_records.dataset_columns(spec.name)
+        self.columns = data_records.dataset_columns(spec, data_args)
 
     def records(
         self, start: Place = BEGINNING, refuse_empty: bool = False

@@ -1,5 +1,7 @@
 """Columns that a script registers, from samples to the loss hooks. The values are by hand."""
 
+import json
+
 import pytest
 import torch
 
@@ -126,11 +128,19 @@ def texts(folder, **keys) -> list:
 def test_a_records_column_is_in_the_cache_and_a_changed_one_is_read_again(tmp_path):
     for value in (5.0, 6.0, None):
         del COLUMNS["weight"]
-        register_column("weight", of_dataset=lambda name, value=value: value)
+        register_column("weight", of_dataset=lambda spec, keys, value=value: value)
         for _ in range(2):  # written, then read
             assert texts(tmp_path, packing=False) == [2.0, value]
     with pytest.raises(ValueError, match="registered columns: texts are joined: set packing"):
         texts(tmp_path)
+    entry = {"file_name": "a.jsonl", "values": {"weight": 7}}  # before of_dataset, after a record
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"a": entry}))
+    keys = dict(dataset_dir=str(tmp_path), cache_dir=str(tmp_path), packing=False)
+    data = load_datasets(DataArguments(dataset=["a"], **keys), "pt", byte_tokenizer())
+    assert [document["weight"] for [document] in data.train] == [2.0, 7.0]
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"a": {**entry, "values": {"w": 7}}}))
+    with pytest.raises(ValueError, match="dataset 'a': values {'w': 7}: expected registered"):
+        load_datasets(DataArguments(dataset=["a"], **keys), "pt", byte_tokenizer())
     (tmp_path / "b.jsonl").write_text('{"text": "ab", "weight": "much"}\n')
     keys = dict(dataset=[str(tmp_path / "b.jsonl")], cache_dir=str(tmp_path), packing=False)
     with pytest.raises(ValueError, match="b.jsonl:1: .*'weight': expected a number, got 'much'"):
