@@ -131,56 +131,17 @@ def split_off(
 
 
 def mix(dataset: TokenDataset, data_args, seed: int) -> tuple[TokenDataset, list[str]]:
-    """(dataset, lines for the report): the samples by mix_strategy and mix_weights."""
+    """(dataset, lines for the report): the samples in the turns of mix_strategy. Each shard is read
+    in its order, and again if the strategy repeats it."""
     strategy = data_args.mix_strategy
-    weights = data_args.mix_weights
-    if strategy == "concat" and not weights:
+    if strategy == "concat":
         return dataset, []
     shard_of = dataset.shard_numbers
     shards = [np.flatnonzero(shard_of == number) for number in range(len(dataset.shards))]
-    for number, rows_of_shard in enumerate(shards, 1):
-        if not len(rows_of_shard):
-            reason = f"it leaves no sample of dataset {number} of {len(shards)} to mix"
-            refuse("val_size", None, reason, "a lower val_size")
-    if strategy == "concat":
-        rows = _in_shares(shards, weights, seed)
-        name = "mix"
-    else:
-        turns = Turns(len(shards), strategy, weights, seed)
-        rows = np.array(_in_turns(shards, turns))
-        name = f"mix: {strategy}"
-    counts = np.bincount(shard_of[rows], minlength=len(shards)).tolist()
-    lines = [
-        f"{name}: {counts[n]:,} samples an epoch from the {len(shards[n]):,} of dataset {n + 1}"
-        for n in range(len(shards))
-    ]
-    return dataset.subset(rows), lines
-
-
-def _in_shares(shards: list[np.ndarray], weights: list[float], seed: int) -> np.ndarray:
-    """As many rows as the shards have, in the proportions of the weights.
-
-    A shard too small for its share repeats, one too large is subsampled (the same choice in every
-    epoch). The shards are spread evenly over the result: the proportions hold without shuffling.
-    """
-    size = sum(map(len, shards))
-    exact = np.asarray(weights, dtype=np.float64) / sum(weights) * size
-    counts = np.floor(exact).astype(np.int64)
-    largest_remainders = np.argsort(counts - exact, kind="stable")[: size - counts.sum()]
-    counts[largest_remainders] += 1
-    rows = []
-    places = []
-    for number, (shard, count) in enumerate(zip(shards, counts.tolist(), strict=True)):
-        repeats, rest = divmod(count, len(shard))
-        extra = np.sort(np.random.default_rng([seed, number]).permutation(len(shard))[:rest])
-        rows += [np.tile(shard, repeats), shard[extra]]
-        places.append((np.arange(count) + 0.5) / max(count, 1))
-    return np.concatenate(rows)[np.argsort(np.concatenate(places), kind="stable")]
-
-
-def _in_turns(shards: list[np.ndarray], turns: Turns) -> list[int]:
-    """The rows of the shards in turns. Each shard is read in its order, and again if the strategy
-    repeats it."""
+    if not all(map(len, shards)):
+        reason = "it leaves no sample of a dataset to mix"
+        refuse("val_size", None, reason, "a lower val_size")
+    turns = Turns(len(shards), strategy, data_args.mix_weights, seed)
     counts = [0] * len(shards)
     rows = []
     for number in turns:
@@ -189,7 +150,11 @@ def _in_turns(shards: list[np.ndarray], turns: Turns) -> list[int]:
         counts[number] += 1
         if counts[number] >= len(shard):
             turns.exhausted.add(number)
-    return rows
+    lines = [
+        f"mix: {strategy}: {count:,} samples an epoch from the {len(shard):,} of dataset {number}"
+        for number, (count, shard) in enumerate(zip(counts, shards, strict=True), 1)
+    ]
+    return dataset.subset(rows), lines
 
 
 # -- the report
@@ -246,11 +211,8 @@ def _describe_stream(reader: Reader, encoder: Encoder) -> list[str]:
     samples, _ = encoder.encode([record for record, _ in records])
     spec = reader.spec
     size = sum(Path(file).stat().st_size for file in spec.files) / 2**30
-    facts = f"files of {size:,.2f} GiB, tokenised as they are read"
+    facts = f"files of {size:,.2f} GiB, tokenised as they are read (.json and .csv as a whole)"
     lines = _describe(spec, list(reader.formats.values()), facts, reader.objective)
-    for file, kind in spec.files.items():
-        if kind.removesuffix(".gz") in (".json", ".csv"):
-            lines.append(f"  note: {file} is read into memory as a whole: of .jsonl only lines are")
     first = ([shifted(*document) for document in sample] for sample in samples[:1])
     return lines + _show(first, encoder.tokenizer)
 

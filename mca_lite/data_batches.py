@@ -401,21 +401,23 @@ def _shuffled(num_samples: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(num_samples)
 
 
+@dataclass
 class _MicroBatches:
     """The plan from a position on, as the batch sampler of a DataLoader."""
 
-    def __init__(self, plan: BatchPlan, start_epoch: int, start_step: int, num_epochs: int | None):
-        self.plan = plan
-        self.start = (start_epoch, start_step)
-        self.num_epochs = num_epochs
+    plan: BatchPlan
+    start_epoch: int
+    start_step: int
+    num_epochs: int | None
 
-    def __iter__(self):
-        epoch, first_step = self.start
-        while self.num_epochs is None or epoch < self.num_epochs:
-            for i in range(first_step, self.plan.steps_per_epoch):
+    def __iter__(self) -> Iterator[list[int]]:
+        step = self.start_step
+        for epoch in itertools.count(self.start_epoch):
+            if epoch == self.num_epochs:
+                return
+            for i in range(step, self.plan.steps_per_epoch):
                 yield from self.plan.step(epoch, i)
-            epoch = epoch + 1
-            first_step = 0
+            step = 0
 
 
 class _Filled(Dataset):

@@ -1,7 +1,6 @@
 """From the files of a dataset to token ids with a loss mask: Reader reads records, Encoder makes
 unshifted documents of them, load_shard keeps these in the token cache."""
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -11,7 +10,6 @@ import json
 import os
 import re
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -260,10 +258,10 @@ class Encoder:
         }
         if self.joins and registered_columns():
             raise ValueError("registered columns: texts are joined: set packing: false")
-        if self.is_text and tokenizer.eos_token_id is None:
+        if self.is_text and not (tokenizer.is_fast and tokenizer.eos_token_id is not None):
             raise ValueError(
-                "the tokenizer has no eos_token to end a document of stage: "
-                f"{objective.stage}: set it in its config"
+                f"stage {objective.stage} ends documents with the tokenizer's eos_token: set it in "
+                "its config, and expected a fast tokenizer (one with a tokenizer.json)"
             )
 
     def encode(self, chunk: list[Record]) -> tuple[list[Sample], Tally]:
@@ -548,26 +546,10 @@ def cache_folder(data_args) -> Path:
 
 def tokenizer_identity(tokenizer) -> list:
     """A key, equal for tokenizers that produce the same tokens."""
-    if tokenizer.is_fast:
-        core = tokenizer.backend_tokenizer.to_str()
-    else:
-        core = json.dumps([sorted(tokenizer.get_vocab().items()), *_slow_identity(tokenizer)])
-    identity = [type(tokenizer).__name__, core, tokenizer.chat_template]
-    identity.append(sorted(map(str, tokenizer.special_tokens_map.items())))
-    if getattr(tokenizer, "split_special_tokens", False):  # no part of `core`
-        identity.append("split_special_tokens")
-    return identity
-
-
-def _slow_identity(tokenizer) -> list:
-    """Parts of a tokenizer in Python beside its vocabulary: hashes of the files it saves, with its
-    merges, and samples of the special tokens it adds."""
-    hashes: list[str] = []
-    # suppressed: transformers' error for a tokenizer without files
-    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(NotImplementedError):
-        for path in tokenizer.save_vocabulary(folder) or ():
-            hashes.append(hashlib.sha256(Path(path).read_bytes()).hexdigest())
-    return [*hashes, tokenizer.encode(""), tokenizer.encode(" Ab  c\n")]
+    special = sorted(map(str, tokenizer.special_tokens_map.items()))
+    # split_special_tokens is no part of tokenizer.json
+    parts = (tokenizer.chat_template, special, getattr(tokenizer, "split_special_tokens", False))
+    return [type(tokenizer).__name__, tokenizer.backend_tokenizer.to_str(), *parts]
 
 
 def _keys(reader: Reader, encoder: Encoder, cache_dir: Path) -> tuple[str, str]:
@@ -609,20 +591,17 @@ def _content_hash(path: Path, cache_dir: Path) -> str:
     target = cache_dir / "hashes" / hashlib.sha256(version.encode()).hexdigest()
 
     def build(temporary: Path, progress: Progress) -> None:
-        write_file(temporary, _sha256_of_file(path, progress))
+        write_file(temporary, _sha256_of_file(path))
 
     build_once(target, build, f"hashing {path}")
     return target.read_text()
 
 
-def _sha256_of_file(path: Path, progress: Progress = lambda text: None) -> str:
+def _sha256_of_file(path: Path) -> str:
     digest = hashlib.sha256()
-    done = 0
     with open(path, "rb") as file:
         while block := file.read(8 << 20):
             digest.update(block)
-            done += len(block)
-            progress(f"{done / 2**30:.1f} GiB")
     return digest.hexdigest()
 
 
@@ -639,27 +618,24 @@ def write_shard(
     into rows of so many tokens, as row_spans does (None: leave them).
     """
     folder.mkdir()
-    lengths = []
-    learned = []
-    columns = []
+    rows = []
     tally = Tally()
     with open(folder / "ids.bin", "wb") as tokens:
         for samples, tally in parts:
             for document, values in itertools.chain(*samples):
                 tokens.write(document.tobytes())
-                lengths.append(len(document))
-                learned.append(num_learned(document))
-                columns.append([values.get(name, np.nan) for name in reader.columns])
+                columns = (values.get(name, np.nan) for name in reader.columns)
+                rows.append((len(document), num_learned(document), *columns))
             progress(f"{tally.records:,} records, {tokens.tell() // 4:,} tokens")
     tally.check()
-    stops = np.array(lengths, dtype=np.int64).cumsum()
-    spans = np.stack([stops - lengths, stops], axis=1).astype(np.int64)
+    table = np.array(rows).reshape(len(rows), 2 + len(reader.columns))
+    lengths, learned = table[:, :2].astype(np.int64).T
+    stops = lengths.cumsum()
+    spans = np.stack([stops - lengths, stops], axis=1)
     if row_length is not None:
-        spans = row_spans(sum(lengths), row_length)
+        spans = row_spans(lengths.sum(), row_length)
         learned = spans[:, 1] - spans[:, 0] - 1
-    np.savez(
-        folder / "index.npz", spans=spans, learned=np.array(learned, np.int64), columns=columns
-    )
+    np.savez(folder / "index.npz", spans=spans, learned=learned, columns=table[:, 2:])
     files = sorted(folder.iterdir())
     meta = {
         "formats": list(reader.formats.values()),

@@ -86,8 +86,9 @@ def dataset_columns(spec: DatasetSpec, data_args) -> dict[str, float | None]:
     columns = dict(sorted(registered_columns().items()))
     if not isinstance(spec.values, dict) or not spec.values.keys() <= columns.keys():
         raise ValueError(
-            f"dataset {spec.name!r}: values {spec.values!r:.80}: expected registered columns, and there "
-            f"are {list(columns)}: call register_column before the data is read"
+            f"dataset {spec.name!r}: values {spec.values!r:.80}: expected "
+            f"registered columns, and there are {list(columns)}: call "
+            "register_column before the data is read"
         )
     of_keys = {name: c.of_dataset(spec, data_args) for name, c in columns.items() if c.of_dataset}
     return {**dict.fromkeys(columns), **of_keys, **spec.values}

@@ -194,29 +194,12 @@ def test_the_split_is_seeded_disjoint_and_complete(tokenizer, tmp_path):
         load(tokenizer, "sft", file, val_size=10)
 
 
-def test_mix_weights_give_the_proportions_of_an_epoch(tokenizer, tmp_path):
+def test_mix_weights_are_rates_of_interleaving(tokenizer, tmp_path):
     files = write(tmp_path / "a.jsonl", "b", "c"), write(tmp_path / "b.jsonl", *"defghijklm")
-    bundle = load(tokenizer, "sft", *files, mix_weights=[3.0, 1.0])
-    read = [text[0] for text in texts(tokenizer, bundle.train)]
-    assert (
-        len(read) == 12
-    )  # 9 from the first: every one 4 times and one more; 3 different ones from the second
-    assert sorted(read.count(c) for c in "bc") == [4, 5]
-    assert len({c for c in read if c in "defghijklm"}) == 3
-    assert [sum(c in "bc" for c in read[i : i + 4]) for i in (0, 4, 8)] == [
-        3,
-        3,
-        3,
-    ]  # spread evenly
-    again, other = (
-        texts(tokenizer, load(tokenizer, "sft", *files, mix_weights=[3.0, 1.0], seed=seed).train)
-        for seed in (42, 7)
-    )
-    assert [text[0] for text in again] == read != [text[0] for text in other]  # which 3 is drawn
-    assert "mix: 9 samples an epoch from the 2 of dataset 1" in bundle.report
-    for wrong in ([1.0], [1.0, -1.0]):
+    for wrong in ({"mix_strategy": "concat"}, {"mix_weights": [1.0]}, {"mix_weights": [1.0, -1.0]}):
+        keys = {"mix_strategy": "interleave_over", "mix_weights": [3.0, 1.0], **wrong}
         with pytest.raises(ValueError, match="(?s)mix_weights.*rate"):
-            load(tokenizer, "sft", *files, mix_weights=wrong)
+            load(tokenizer, "sft", *files, **keys)
 
 
 def test_subsets_of_several_shards_give_the_samples_asked_for(tokenizer, tmp_path):
@@ -319,25 +302,12 @@ def test_a_tokenizer_that_cuts_special_tokens_is_another_one(tokenizer):
     assert data_encode.tokenizer_identity(changed) != data_encode.tokenizer_identity(tokenizer)
 
 
-def test_tokenizers_in_python_differ_by_their_merges_and_by_what_they_add(tmp_path):
-    from transformers import CTRLTokenizer
-
-    class Begins(CTRLTokenizer):
-        def build_inputs_with_special_tokens(self, ids, other=None):
-            return [0, *ids]
-
-    Begins.__name__ = CTRLTokenizer.__name__
-    tokens = ("<unk>", "a@@", "b@@", "c", "ab@@", "bc")
-    (tmp_path / "vocab.json").write_text(json.dumps({t: n for n, t in enumerate(tokens)}))
-    identities = []
-    for kind, merges in ((CTRLTokenizer, "a b"), (CTRLTokenizer, "b c</w>"), (Begins, "a b")):
-        (tmp_path / "merges.txt").write_text(f"#version\n{merges}\n")
-        made = [kind(tmp_path / "vocab.json", tmp_path / "merges.txt") for _ in range(2)]
-        assert not made[0].is_fast
-        one, again = map(data_encode.tokenizer_identity, made)
-        assert one == again
-        identities.append(str(one))
-    assert len(set(identities)) == 3
+def test_a_tokenizer_in_python_is_refused(tokenizer, tmp_path):
+    slow = SimpleNamespace(is_fast=False, eos_token_id=1)
+    (tmp_path / "a.txt").write_text("abc\n")
+    for bad in (slow, SimpleNamespace(is_fast=True, eos_token_id=None)):
+        with pytest.raises(ValueError, match="stage pt .* eos_token: .* expected a fast tokenizer"):
+            load(bad, "pt", str(tmp_path / "a.txt"))
 
 
 def test_another_template_or_another_column_is_not_read_from_the_cache(tokenizer, tmp_path):

