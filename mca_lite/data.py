@@ -286,12 +286,7 @@ def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBu
         if count := data_args.val_size:
             held_out["eval"] = rows = stream.hold_out(count)
             report.append(f"eval: {len(rows):,} rows of the first {count:,} records")
-    sets, lines = _arranged(
-        [load(reader) for reader in trained],
-        [load(reader) for reader in evaluated],
-        data_args,
-        seed,
-    )
+    sets, lines = _arranged(list(map(load, trained)), list(map(load, evaluated)), data_args, seed)
     sets |= held_out
     for name, dataset in sets.items():
         tokens = f"{dataset.num_tokens:,} tokens an epoch"

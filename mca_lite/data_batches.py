@@ -70,8 +70,9 @@ def _given_by(giver: str) -> dict[str, Column]:
 
 def _refuse_columns(whose: str, columns: Mapping, known: Collection[str]) -> None:
     """ValueError for columns with values that are neither known nor harmless."""
-    more = {name: str(columns[name]) for name in columns if name not in _HARMLESS.union(known)}
-    more = [name for name, value in more.items() if value not in _NOTHING]
+    passing = _HARMLESS.union(known)
+    more = [name for name in columns if name not in passing]
+    more = [name for name in more if str(columns[name]) not in _NOTHING]
     _expect(
         not more,
         f"{whose} has {', '.join(map(repr, more))}, which the model would not be given: "
@@ -294,33 +295,29 @@ class Turns:
         taken: int = 0,
         exhausted: Sequence[int] = (),
     ):
-        self.num_datasets = num_datasets
         self.strategy = strategy
         self.taken = taken
         self.exhausted = set(exhausted)
-        self._draws: Iterator[int] | None = None
+        self._numbers = range(num_datasets)
+        self._round = 1  # turns that belong together
+        self._enough = 1 if strategy == "interleave_under" else num_datasets  # exhausted ones
+        self._repeats = strategy in ("interleave_under", "interleave_over")
         if weights is not None:
-            self._draws = itertools.islice(_drawn(weights, seed), taken, None)
+            turns = _drawn(weights, seed)
+        else:
+            turns = itertools.cycle(self._numbers)
+            if self._repeats:
+                self._round = num_datasets
+        self._turns = itertools.islice(turns, taken, None)
 
     def __iter__(self) -> Iterator[int]:
-        repeats = self.strategy in ("interleave_under", "interleave_over")
-        while not self._is_over(finishes_rounds=repeats and self._draws is None):
+        while len(self.exhausted) < self._enough or self.taken % self._round:
+            number = next(self._turns)
             if self.strategy == "concat":
-                number = min(set(range(self.num_datasets)) - self.exhausted)
-            elif self._draws is None:
-                number = self.taken % self.num_datasets
-            else:
-                number = next(self._draws)
+                number = min(set(self._numbers) - self.exhausted)
             self.taken += 1
-            if repeats or number not in self.exhausted:
+            if self._repeats or number not in self.exhausted:
                 yield number
-
-    def _is_over(self, finishes_rounds: bool) -> bool:
-        if finishes_rounds and self.taken % self.num_datasets:
-            return False
-        if self.strategy == "interleave_under":
-            return bool(self.exhausted)
-        return len(self.exhausted) == self.num_datasets
 
 
 def _drawn(weights: Sequence[float], seed: int) -> Iterator[int]:

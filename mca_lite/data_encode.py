@@ -138,37 +138,28 @@ class Reader:
         self.formats = dict.fromkeys(spec.files, _UNREAD)
         self.columns = data_records.dataset_columns(spec, data_args)
 
-    def records(
-        self, start: Place = BEGINNING, refuse_empty: bool = False
-    ) -> Iterator[tuple[Record, Place]]:
-        """(record, place of the next one) of the records from `start` on.
-
-        Raises: ValueError without any record; with refuse_empty for each file without one.
-        """
+    def records(self, start: Place = BEGINNING) -> Iterator[tuple[Record, Place]]:
+        """(record, place of the next one) of the records from `start` on. ValueError without
+        any."""
         first, number, offset, taken = start
         cursor = Cursor(number, offset)
         files = list(enumerate(self.spec.files.items()))
         for at, (file, kind) in files[first:]:
             if cursor.number:
                 self._detect_format(file, kind)
-            taken_before = taken
             for where, record in read_records(file, kind, self.skips, cursor):
                 taken += 1
                 read = self._read(file, where, record)
                 yield (where, *read), (at, cursor.number, cursor.offset, taken)
                 if taken == self.limit:
                     return
-            if refuse_empty and taken == taken_before:
-                raise ValueError(f"{file}: the file holds no record")
             cursor = Cursor()
         if taken == start[-1]:
-            after = ", without those that val_size holds out" if taken else ""
-            raise ValueError(f"{self.spec.name}: there is no record to train on{after}")
+            raise ValueError(f"{self.spec.name}: there is no record to train on")
 
     def _detect_format(self, file: str, kind: str) -> None:
         """Read a file from its beginning until a record shows its format."""
-        records = read_records(file, kind, self.skips)
-        for where, record in records:
+        for where, record in read_records(file, kind, self.skips):
             self._read(file, where, record)
             if self.formats[file] != _UNREAD:
                 return
@@ -460,15 +451,11 @@ def encode_all(
     workers: number of tokenising processes, without effect on the result; None: chosen here.
     """
     tally = Tally()
-    for samples, of_chunk in _in_processes(encoder, _chunks(reader), workers):
+    records = (record for record, _ in reader.records())
+    chunks = iter(lambda: list(itertools.islice(records, CHUNK_RECORDS)), [])
+    for samples, of_chunk in _in_processes(encoder, chunks, workers):
         tally.add(of_chunk)
         yield samples, tally
-
-
-def _chunks(reader: Reader) -> Iterator[list[Record]]:
-    records = (record for record, _ in reader.records(refuse_empty=True))
-    while chunk := list(itertools.islice(records, CHUNK_RECORDS)):
-        yield chunk
 
 
 def _in_processes(

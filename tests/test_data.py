@@ -162,7 +162,7 @@ def test_unpacked_documents_keep_a_row_each(tokenizer, tmp_path):
 def test_bad_sets_of_files_are_errors(tokenizer, tmp_path):
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n")
-    with pytest.raises(ValueError, match=r"empty\.jsonl: the file holds no record"):
+    with pytest.raises(ValueError, match=r"empty\.jsonl: there is no record to train on"):
         load(tokenizer, "sft", str(empty))
     nothing = DataArguments(dataset=["x"])
     nothing.dataset = []
