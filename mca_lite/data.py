@@ -202,7 +202,7 @@ def _describe_shard(spec: DatasetSpec, shard: Shard, objective: Objective, token
     facts += f"{tokens:,} tokens ({share:.1f} % trained), longest {lengths.max(initial=0):,}"
     lines = _describe(spec, shard.meta["formats"], facts, objective)
     lines += [f"  warning: {line}" for line in shard.tally.lines()]
-    return lines + _show(itertools.islice(shard, 1), tokenizer)
+    return lines + _show([shard[row] for row in range(len(shard))[:1]], tokenizer)
 
 
 def _describe_stream(reader: Reader, encoder: Encoder) -> list[str]:

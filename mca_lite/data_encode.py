@@ -18,6 +18,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from multiprocessing import cpu_count, get_context
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import psutil
@@ -40,7 +41,7 @@ _UNREAD = "not read"  # in place of a format
 # ValueError of an unusable one
 Record = tuple[str, str | list[Conversation] | ValueError, dict[str, float]]
 # int32 [n], the tokens of a document: id of a trained one, ~id (below 0) of one without loss
-Document = np.ndarray
+Document: TypeAlias = np.ndarray
 Sample = list[tuple[Document, dict[str, float]]]  # with those columns
 # (file, lines or records of it, bytes of it, records of the dataset) read so far
 Place = tuple[int, ...]
