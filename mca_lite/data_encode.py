@@ -28,7 +28,7 @@ from .data_chat import ChatRenderer, Rendered, in_time
 from .data_files import SIDES, Cursor, DatasetSpec, Progress, build_once, read_records
 from .data_records import Conversation, conversations, detect_format, document
 from .files import IGNORE_INDEX, checksum, describe_error, sync, write_file, write_json
-from .tables import Objective, registered_columns
+from .tables import Objective
 
 _MAX_BAD_SHARE = 0.1  # of the records: a larger share points to a wrong declaration
 _MOST_CHARACTERS = 1_000_000  # of a text to be cut to cutoff_len; or 32 a token if that is more
@@ -248,8 +248,6 @@ class Encoder:
             "skips": self.skips,
             **{key: getattr(data_args, key) for key in keys},
         }
-        if self.joins and registered_columns():
-            raise ValueError("registered columns: texts are joined: set packing: false")
         if self.is_text and not (tokenizer.is_fast and tokenizer.eos_token_id is not None):
             raise ValueError(
                 f"stage {objective.stage} ends documents with the tokenizer's eos_token: set it in "
@@ -269,6 +267,9 @@ class Encoder:
             nonlocal current
             for current, content, values in chunk:
                 try:
+                    if values and self.joins:
+                        has = f"{current}: the record or its dataset has {list(values)}"
+                        raise ValueError(f"{has}, and texts are joined: set packing: false")
                     texts = self._render(current, content, tally)
                 except ValueError as error:
                     if not self.skips:

@@ -131,7 +131,7 @@ def test_a_records_column_is_in_the_cache_and_a_changed_one_is_read_again(tmp_pa
         register_column("weight", of_dataset=lambda spec, keys, value=value: value)
         for _ in range(2):  # written, then read
             assert texts(tmp_path, packing=False) == [2.0, value]
-    with pytest.raises(ValueError, match="registered columns: texts are joined: set packing"):
+    with pytest.raises(ValueError, match="a.jsonl:1: .*weight.*texts are joined: set packing"):
         texts(tmp_path)
     entry = {"file_name": "a.jsonl", "values": {"weight": 7}}  # before of_dataset, after a record
     (tmp_path / "dataset_info.json").write_text(json.dumps({"a": entry}))
