@@ -102,9 +102,7 @@ class DataArguments(ArgumentGroup):
         "(under), until all are, with repeats (over), or without repeats (once)",
     )
     mix_weights: list[float] | None = arg(
-        None,
-        "relative sampling rate of each dataset (None: every sample once an epoch); interleave: "
-        "its probability (None: round robin)",
+        None, "relative sampling rate of each dataset, for interleave (None: round robin)"
     )
     streaming: bool = arg(
         False, "pt, sft: tokenise `dataset` on the fly, without a cache; needs max_steps"

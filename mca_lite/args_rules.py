@@ -39,8 +39,8 @@ _DATA = (
     ),
     Rule("mask_history train_on_prompt", "train_on_prompt is on too", "one of the two"),
     Rule(
-        "mix_weights mix_strategy=concat streaming",
-        "a stream of one dataset after another has no rates",
+        "mix_weights mix_strategy=concat",
+        "one dataset after another has no rates",
         "mix_strategy: interleave_over",
     ),
 )

@@ -43,17 +43,35 @@ def document_lengths(mask: torch.Tensor) -> list[list[int]]:
     return [of_row[of_row > 0].tolist() for of_row in counts]
 
 
-def _pieces(column: torch.Tensor, lengths: list[list[int]]) -> list[torch.Tensor]:
-    """The documents of [b, s], one after another."""
-    rows = zip(column, lengths, strict=True)
-    return [piece for row, of_row in rows for piece in row[: sum(of_row)].split(of_row)]
+def _places(lengths: list[list[int]], width: int) -> list[torch.Tensor]:
+    """The places of each document in rows of `width` that are laid end to end."""
+    rows = enumerate(lengths)
+    return [
+        places
+        for number, of_row in rows
+        for places in (torch.arange(sum(of_row)) + number * width).split(of_row)
+    ]
 
 
-def _values(name: str, column: torch.Tensor, lengths: list[list[int]], per_sample: int):
-    """A column [b, most documents of a row] as [documents], or [samples], without fillers."""
-    rows = zip(column, lengths, strict=True)
-    documents = torch.cat([row[: len(of_row)] for row, of_row in rows])
-    return documents[::per_sample] if COLUMNS[name].per == "sample" else documents
+def _taken(
+    batch: dict,
+    places: torch.Tensor | None,
+    lengths: list[list[int]],
+    per_sample: int,
+    pad_token_id: int,
+) -> dict:
+    """The batch with its tokens at these places of its rows end to end, -1 for padding (None: as
+    they are), and its other columns without fillers, as [documents] or [samples]."""
+    taken = {}
+    for name, column in batch.items():
+        if not _is_of_tokens(name):
+            rows = zip(column, lengths, strict=True)
+            documents = torch.cat([row[: len(of_row)] for row, of_row in rows])
+            column = documents[::per_sample] if COLUMNS[name].per == "sample" else documents
+        elif places is not None:
+            column = F.pad(column.flatten(), (0, 1), value=padding_of(name, pad_token_id))[places]
+        taken[name] = column
+    return taken
 
 
 def _with_masks(batch: dict) -> dict:
@@ -78,21 +96,16 @@ def pack(
     gives an empty document, as every rank has to take part in a step.
     """
     batch = _with_masks(batch)
-    lengths = document_lengths(batch.pop("attention_mask"))
-    counts = list(itertools.chain(*lengths)) or [0]
-    sizes = [max(1, -(-n // document_multiple)) * document_multiple for n in counts]
-    packed: dict = {"cu_seqlens": tuple(itertools.accumulate(sizes, initial=0))}
-    for name, column in batch.items():
-        if _is_of_tokens(name):
-            value = padding_of(name, pad_token_id)
-            pieces = _pieces(column, lengths) or [column.new_empty(0)]
-            padded = [
-                F.pad(piece, (0, size - len(piece)), value=value)
-                for piece, size in zip(pieces, sizes, strict=True)
-            ]
-            packed[name] = torch.cat(padded)[None]
-        else:
-            packed[name] = _values(name, column, lengths, documents_per_sample)
+    mask = batch.pop("attention_mask")
+    lengths = document_lengths(mask)
+    documents = _places(lengths, mask.shape[1]) or [torch.arange(0)]
+    padded = []
+    for places in documents:
+        chunks = max(1, -(-len(places) // document_multiple))
+        padded.append(F.pad(places, (0, chunks * document_multiple - len(places)), value=-1))
+    row = torch.cat(padded)[None]
+    packed = _taken(batch, row, lengths, documents_per_sample, pad_token_id)
+    packed["cu_seqlens"] = tuple(itertools.accumulate(map(len, padded), initial=0))
     return packed
 
 
@@ -105,27 +118,20 @@ def split(batch: dict, documents_per_sample: int = 1, pad_token_id: int = 0) -> 
     batch = _with_masks(batch)
     mask = batch["attention_mask"]
     lengths = document_lengths(mask)
-    rows = {}
-    # all micro-batches of a pipeline have one shape: a filler has rows too
-    places = [of_row or [1] * documents_per_sample for of_row in lengths]
+    rows = None
     if documents_per_sample > 1:
-        for of_row in places:
-            if len(of_row) != documents_per_sample:
-                raise ValueError(
-                    f"a row holds {len(of_row)} documents, expected {documents_per_sample}: set "
-                    "sequence_packing: true"
-                )
         batch["attention_mask"] = (mask != 0).long()
-    for name, column in batch.items():
-        if not _is_of_tokens(name):
-            rows[name] = _values(name, column, lengths, documents_per_sample)
-        elif documents_per_sample == 1:
-            rows[name] = column
-        else:
-            pieces = _pieces(column, places)
-            value = padding_of(name, pad_token_id)
-            rows[name] = pad_sequence(pieces, batch_first=True, padding_value=value)
-    return rows
+        counts = set(map(len, lengths)) - {0, documents_per_sample}
+        if counts:
+            raise ValueError(
+                f"rows hold {sorted(counts)} documents, expected {documents_per_sample}: set "
+                "sequence_packing: true"
+            )
+        # all micro-batches of a pipeline have one shape: a filler has rows too
+        with_fillers = [of_row or [1] * documents_per_sample for of_row in lengths]
+        places = _places(with_fillers, mask.shape[1])
+        rows = pad_sequence(places, batch_first=True, padding_value=-1)
+    return _taken(batch, rows, lengths, documents_per_sample, pad_token_id)
 
 
 def pad(batch: dict, length: int, pad_token_id: int = 0) -> dict:
@@ -150,29 +156,26 @@ def real_documents(batch: dict) -> torch.Tensor:
     return ~batch["padding_mask"][:, 0]
 
 
+def _without_tail(packed: dict) -> dict:
+    """A packed batch without the documents that only pad."""
+    count = int(real_documents(packed).sum())
+    borders = packed["cu_seqlens"][: count + 1]
+    tokens = {name: packed[name][:, : borders[-1]] for name in packed if _is_of_tokens(name)}
+    return {**packed, **tokens, "cu_seqlens": borders}
+
+
 def join(batches: list[dict]) -> dict:
     """Arranged batches as one: packed rows end to end, without their tails; rows of one length one
     below the other."""
-    joined: dict = {}
-    ends = []
+    joined = {}
     is_packed = "cu_seqlens" in batches[0]
     if is_packed:
-        cu = [0]
-        for batch in batches:
-            borders = batch["cu_seqlens"][1 : int(real_documents(batch).sum()) + 1]
-            start = cu[-1]
-            cu += [start + border for border in borders]
-            ends.append(borders[-1])
-        joined["cu_seqlens"] = tuple(cu)
-    for name in batches[0]:
-        if name == "cu_seqlens":
-            continue
-        columns = [batch[name] for batch in batches]
-        if is_packed and _is_of_tokens(name):
-            columns = [column[:, :end] for column, end in zip(columns, ends, strict=True)]
-            joined[name] = torch.cat(columns, 1)
-        else:
-            joined[name] = torch.cat(columns)
+        batches = list(map(_without_tail, batches))
+        sizes = [np.diff(batch["cu_seqlens"]) for batch in batches]
+        joined["cu_seqlens"] = (0, *np.concatenate(sizes).cumsum().tolist())
+    for name in batches[0].keys() - joined.keys():
+        end_to_end = is_packed and _is_of_tokens(name)
+        joined[name] = torch.cat([batch[name] for batch in batches], dim=int(end_to_end))
     return joined
 
 
@@ -263,9 +266,8 @@ def get_seqlens_in_batch(attention_mask: torch.Tensor) -> tuple[torch.Tensor, to
     lengths: list[int] = []
     for of_row in document_lengths(attention_mask):
         padding = attention_mask.shape[1] - sum(of_row)
-        lengths += [*of_row, padding] if padding else of_row
-    cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
-    cu = cu.to(attention_mask.device)
+        lengths += filter(None, [*of_row, padding])
+    cu = _borders(torch.tensor(lengths)).to(attention_mask.device)
     return cu, cu.diff().max()
 
 
@@ -309,16 +311,20 @@ class RowLayout:
         context parallelism: the keys are in order."""
         if self.order is None:
             return self.borders, self.borders, None, self.longest, self.longest
-        device = self.positions.device
-        q = np.array([b - a for a, b, _, _ in self.segments])
-        k = np.array([d - c for _, _, c, d in self.segments])
-        cu_q, cu_k = (
-            to_device(torch.tensor(np.concatenate([[0], n.cumsum()]), dtype=torch.int32), device)
-            for n in (q, k)
+        q0, q1, k0, k1 = torch.tensor(self.segments).T
+        queries = q1 - q0
+        keys = k1 - k0
+        runs = [torch.arange(start, stop) for _, _, start, stop in self.segments]
+        cu_q, cu_k, places = (
+            to_device(x, self.positions.device)
+            for x in (_borders(queries), _borders(keys), torch.cat(runs))
         )
-        runs = [np.arange(c, d) for _, _, c, d in self.segments]
-        places = to_device(torch.from_numpy(np.concatenate(runs)), device)
-        return cu_q, cu_k, places, int(q.max()), int(k.max())
+        return cu_q, cu_k, places, int(queries.max()), int(keys.max())
+
+
+def _borders(lengths: torch.Tensor) -> torch.Tensor:
+    """int32 [n + 1]: cu_seqlens of n lengths."""
+    return F.pad(lengths.cumsum(0), (1, 0)).int()
 
 
 def zigzag(cu: tuple[int, ...], cp_size: int, cp_rank: int) -> torch.Tensor:
@@ -326,7 +332,7 @@ def zigzag(cu: tuple[int, ...], cp_size: int, cp_rank: int) -> torch.Tensor:
     if cp_size == 1:
         return torch.arange(cu[-1])
     parts = []
-    for start, end in zip(cu, cu[1:], strict=False):
+    for start, end in itertools.pairwise(cu):
         chunk, rest = divmod(end - start, 2 * cp_size)
         if rest:
             raise ValueError(
@@ -341,27 +347,27 @@ def zigzag(cu: tuple[int, ...], cp_size: int, cp_rank: int) -> torch.Tensor:
 @functools.lru_cache(64)
 def row_layout(cu: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.device) -> RowLayout:
     """The layout of a row with borders `cu` on a context-parallel rank, on `device`."""
+    borders = torch.tensor(cu)
+    lengths = borders.diff()
     segments = []
-    for start, end in zip(cu, cu[1:], strict=False):
+    for start, end in itertools.pairwise(cu):
         if cp_size == 1:
             segments.append((start, end, start, end))
             continue
         chunk = (end - start) // (2 * cp_size)
         local = start // cp_size
-        for n, i in enumerate((cp_rank, 2 * cp_size - 1 - cp_rank)):
-            segments.append(
-                (local + n * chunk, local + (n + 1) * chunk, start, start + (i + 1) * chunk)
-            )
+        for i in (cp_rank, 2 * cp_size - 1 - cp_rank):
+            segments.append((local, local + chunk, start, start + (i + 1) * chunk))
+            local += chunk
     index = zigzag(cu, cp_size, cp_rank)
-    starts = torch.tensor(cu[:-1]).repeat_interleave(torch.tensor(cu).diff())
     order = None
     if cp_size > 1:
         parts = torch.cat([zigzag(cu, cp_size, r) for r in range(cp_size)])
         order = to_device(parts.argsort(), device)
-    longest = max(end - start for start, end in zip(cu, cu[1:], strict=False))
-    borders = torch.tensor(cu, dtype=torch.int32)
-    positions, borders = (to_device(x, device) for x in (index - starts[index], borders))
-    return RowLayout(segments, positions, index, order, borders, longest)
+    starts = borders[:-1].repeat_interleave(lengths)
+    positions = to_device(index - starts[index], device)
+    borders = to_device(borders.int(), device)
+    return RowLayout(segments, positions, index, order, borders, int(lengths.max()))
 
 
 @dataclass

@@ -6,6 +6,7 @@ position t, or IGNORE_INDEX. No collectives: every rank calls the same and gets 
 
 import hashlib
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from . import world
 from .args_rules import check_named, check_records, name_of_set
 from .data_batches import Packs, Turns
 from .data_chat import ChatRenderer, chat_renderer
-from .data_encode import BAD, UNUSABLE, Encoder, Reader, Shard, load_shard, shifted
+from .data_encode import Encoder, Reader, Shard, load_shard, shifted
 from .data_files import SIDES, DatasetSpec, resolve
 from .data_stream import CHUNK_RECORDS, HeldOut, TokenStream
 from .errors import Judge, refuse
@@ -130,56 +131,17 @@ def split_off(
 
 
 def mix(dataset: TokenDataset, data_args, seed: int) -> tuple[TokenDataset, list[str]]:
-    """(dataset, lines for the report): the samples by mix_strategy and mix_weights."""
+    """(dataset, lines for the report): the samples in the turns of mix_strategy. Each shard is read
+    in its order, and again if the strategy repeats it."""
     strategy = data_args.mix_strategy
-    weights = data_args.mix_weights
-    if strategy == "concat" and not weights:
+    if strategy == "concat":
         return dataset, []
     shard_of = dataset.shard_numbers
     shards = [np.flatnonzero(shard_of == number) for number in range(len(dataset.shards))]
-    for number, rows_of_shard in enumerate(shards, 1):
-        if not len(rows_of_shard):
-            reason = f"it leaves no sample of dataset {number} of {len(shards)} to mix"
-            refuse("val_size", None, reason, "a lower val_size")
-    if strategy == "concat":
-        rows = _in_shares(shards, weights, seed)
-        name = "mix"
-    else:
-        turns = Turns(len(shards), strategy, weights, seed)
-        rows = np.array(_in_turns(shards, turns))
-        name = f"mix: {strategy}"
-    counts = np.bincount(shard_of[rows], minlength=len(shards)).tolist()
-    lines = [
-        f"{name}: {counts[n]:,} samples an epoch from the {len(shards[n]):,} of dataset {n + 1}"
-        for n in range(len(shards))
-    ]
-    return dataset.subset(rows), lines
-
-
-def _in_shares(shards: list[np.ndarray], weights: list[float], seed: int) -> np.ndarray:
-    """As many rows as the shards have, in the proportions of the weights.
-
-    A shard too small for its share repeats, one too large is subsampled (the same choice in every
-    epoch). The shards are spread evenly over the result: the proportions hold without shuffling.
-    """
-    size = sum(map(len, shards))
-    exact = np.asarray(weights, dtype=np.float64) / sum(weights) * size
-    counts = np.floor(exact).astype(np.int64)
-    largest_remainders = np.argsort(counts - exact, kind="stable")[: size - counts.sum()]
-    counts[largest_remainders] += 1
-    rows = []
-    places = []
-    for number, (shard, count) in enumerate(zip(shards, counts.tolist(), strict=True)):
-        repeats, rest = divmod(count, len(shard))
-        extra = np.sort(np.random.default_rng([seed, number]).permutation(len(shard))[:rest])
-        rows += [np.tile(shard, repeats), shard[extra]]
-        places.append((np.arange(count) + 0.5) / max(count, 1))
-    return np.concatenate(rows)[np.argsort(np.concatenate(places), kind="stable")]
-
-
-def _in_turns(shards: list[np.ndarray], turns: Turns) -> list[int]:
-    """The rows of the shards in turns. Each shard is read in its order, and again if the strategy
-    repeats it."""
+    if not all(map(len, shards)):
+        reason = "it leaves no sample of a dataset to mix"
+        refuse("val_size", None, reason, "a lower val_size")
+    turns = Turns(len(shards), strategy, data_args.mix_weights, seed)
     counts = [0] * len(shards)
     rows = []
     for number in turns:
@@ -188,7 +150,11 @@ def _in_turns(shards: list[np.ndarray], turns: Turns) -> list[int]:
         counts[number] += 1
         if counts[number] >= len(shard):
             turns.exhausted.add(number)
-    return rows
+    lines = [
+        f"mix: {strategy}: {count:,} samples an epoch from the {len(shard):,} of dataset {number}"
+        for number, (count, shard) in enumerate(zip(counts, shards, strict=True), 1)
+    ]
+    return dataset.subset(rows), lines
 
 
 # -- the report
@@ -220,42 +186,23 @@ def show_document(document: dict, tokenizer) -> str:
     return repr(text)
 
 
-def _describe(
-    spec: DatasetSpec, shard: Shard, first: list[dict] | None, objective: Objective, tokenizer
-) -> list[str]:
-    """Lines for the report. first: the first sample, None without one."""
-    formats = shard.meta["formats"]
-    tally = shard.tally
+def _describe(spec: DatasetSpec, formats: list[str], facts: str, objective: Objective) -> list[str]:
+    """Lines for the report: formats of the files, facts, notes."""
+    ending = "-chosen-rejected records" if objective.has_pairs else " records"
+    files = zip(spec.files, formats, strict=True)
+    notes = [f"  note: {note}" for note in spec.notes]
+    return [*(f"{file}: {form}{ending}" for file, form in files), f"{spec.name}: {facts}", *notes]
+
+
+def _describe_shard(spec: DatasetSpec, shard: Shard, objective: Objective, tokenizer) -> list[str]:
     lengths = shard.document_lengths.sum(axis=1)
-    # The cache knows a file by its content: it may have had another name when it was written.
-    names = dict(zip(shard.meta["sources"], spec.files, strict=True))
-
-    def renamed(line: str) -> str:
-        file = next((file for file in names if line.startswith(f"{file}:")), "")
-        return names.get(file, file) + line.removeprefix(file)
-
-    lines = []
-    for source, file in names.items():
-        form = formats.get(source, "not read")
-        if objective.has_pairs and source in formats:
-            form += "-chosen-rejected"
-        lines.append(f"{file}: {form} records")
-    line = f"{tally.records:,} records -> {len(lengths):,} {objective.unit}s, "
-    line += f"{lengths.sum():,} tokens"
-    if first is not None:
-        share = 100 * shard.learned.sum() / max(lengths.sum(), 1)
-        line += f" ({share:.1f} % trained), longest {lengths.max():,}"
-    lines += [f"{spec.name}: {line}", *_notes(spec)]
-    bad = []
-    for count in tally.counts.values():
-        if count.kind == BAD:
-            bad.append(f"    {count.number:,}: {count.text}")
-        else:
-            lines.append(f"  warning: {count}, the first at {renamed(count.place)}")
-    if bad:
-        lines += [f"  warning: {tally.number(BAD):,} {UNUSABLE}", *bad, "  the first of them:"]
-        lines += [f"    {renamed(line)}" for line in tally.first_bad]
-    return lines + _show(first, tokenizer)
+    tokens = lengths.sum()
+    share = 100 * shard.learned.sum() / max(tokens, 1)
+    facts = f"{shard.tally.records:,} records -> {len(shard):,} {objective.unit}s, "
+    facts += f"{tokens:,} tokens ({share:.1f} % trained), longest {lengths.max(initial=0):,}"
+    lines = _describe(spec, shard.meta["formats"], facts, objective)
+    lines += [f"  warning: {line}" for line in shard.tally.lines()]
+    return lines + _show([shard[row] for row in range(len(shard))[:1]], tokenizer)
 
 
 def _describe_stream(reader: Reader, encoder: Encoder) -> list[str]:
@@ -263,33 +210,20 @@ def _describe_stream(reader: Reader, encoder: Encoder) -> list[str]:
     records = itertools.islice(reader.records(), CHUNK_RECORDS)
     samples, _ = encoder.encode([record for record, _ in records])
     spec = reader.spec
-    first = next(iter(spec.files))
     size = sum(Path(file).stat().st_size for file in spec.files) / 2**30
-    lines = [
-        f"{first}: {reader.formats.get(first, 'not read')} records",
-        f"{spec.name}: files of {size:,.2f} GiB, tokenised as they are read",
-        *_notes(spec),
-    ]
-    whole = [file for file, kind in spec.files.items() if kind.startswith((".json", ".csv"))]
-    whole = [file for file in whole if not spec.files[file].startswith(".jsonl")]
-    if whole:
-        note = f"{whole[0]} is read into memory as a whole: of .jsonl only lines are"
-        lines.append(f"  note: {note}")
-    sample = [shifted(*document) for document in samples[0]] if samples else None
-    return lines + _show(sample, encoder.tokenizer)
+    facts = f"files of {size:,.2f} GiB, tokenised as they are read (.json and .csv as a whole)"
+    lines = _describe(spec, list(reader.formats.values()), facts, reader.objective)
+    first = ([shifted(*document) for document in sample] for sample in samples[:1])
+    return lines + _show(first, encoder.tokenizer)
 
 
-def _notes(spec: DatasetSpec) -> list[str]:
-    return [f"  note: {note}" for note in spec.notes]
-
-
-def _show(sample: list[dict] | None, tokenizer) -> list[str]:
+def _show(samples: Iterable[list[dict]], tokenizer) -> list[str]:
     """Lines with the text of each document."""
-    documents = sample or []
-    parts = SIDES if len(documents) > 1 else ("sample",)
+    documents = list(itertools.chain(*samples))
+    names = SIDES if len(documents) > 1 else ("sample",)
     return [
-        f"  first {part}, trained tokens in «»: {show_document(document, tokenizer)}"
-        for part, document in zip(parts, documents, strict=False)
+        f"  first {name}, trained tokens in «»: {show_document(document, tokenizer)}"
+        for name, document in zip(names, documents, strict=False)
     ]
 
 
@@ -325,30 +259,34 @@ def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBu
     report: list[str] = []
     if not objective.joins_documents:
         renderer, report = chat_renderer(tokenizer, data_args)
-    specs = resolve(data_args.dataset, data_args, objective)
-    eval_specs = resolve(data_args.eval_dataset or [], data_args, objective)
     encoder = Encoder(tokenizer, renderer, objective, data_args)
     packs = data_args.neat_packing or (bool(data_args.packing) and not objective.joins_documents)
+
+    def readers(entries: list[str] | None) -> list[Reader]:
+        specs = resolve(entries or [], data_args, objective)
+        return [Reader(spec, objective, data_args) for spec in specs]
+
+    def load(reader: Reader) -> Shard:
+        shard = load_shard(reader, encoder, data_args)
+        report.extend(_describe_shard(reader.spec, shard, objective, tokenizer))
+        if not len(shard):
+            nothing = f"{reader.spec.name}: no {objective.unit} is left to train on"
+            raise ValueError("\n".join([nothing, *report]))
+        return shard
+
     bundle = DatasetBundle(None, None, report)
     held_out: dict = {}
-    if specs and data_args.streaming:
-        readers = [Reader(spec, objective, data_args) for spec in specs]
-        report += [line for reader in readers for line in _describe_stream(reader, encoder)]
-        stream = bundle.train = TokenStream(readers, encoder, data_args, packs, seed)
+    trained = readers(data_args.dataset)
+    evaluated = readers(data_args.eval_dataset)
+    if trained and data_args.streaming:
+        for reader in trained:
+            report += _describe_stream(reader, encoder)
+        stream = bundle.train = TokenStream(trained, encoder, data_args, packs, seed)
+        trained = []
         if count := data_args.val_size:
             held_out["eval"] = rows = stream.hold_out(count)
             report.append(f"eval: {len(rows):,} rows of the first {count:,} records")
-        specs = []
-    shards = []
-    for spec in (*specs, *eval_specs):
-        shard = load_shard(Reader(spec, objective, data_args), encoder, data_args)
-        first = shard[0] if len(shard) else None
-        report += _describe(spec, shard, first, objective, tokenizer)
-        if first is None:
-            nothing = f"{spec.name}: no {objective.unit} is left to train on"
-            raise ValueError("\n".join([nothing, *report]))
-        shards.append(shard)
-    sets, lines = _arranged(shards[: len(specs)], shards[len(specs) :], data_args, seed)
+    sets, lines = _arranged(list(map(load, trained)), list(map(load, evaluated)), data_args, seed)
     sets |= held_out
     for name, dataset in sets.items():
         tokens = f"{dataset.num_tokens:,} tokens an epoch"

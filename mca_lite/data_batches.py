@@ -8,10 +8,11 @@ here is collective: the plan of each rank is arithmetic.
 """
 
 import copy
+import functools
 import itertools
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,119 +31,102 @@ from .watchdog import end_with_rank
 _HARMLESS = frozenset(
     "token_type_ids special_tokens_mask length text prompt id idx index data_position".split()
 )
+_NOTHING = ("None", "[]", "()", "")  # texts of columns without a value
 FILLER = -1  # stands for "no sample left": collated like sample 0, without labels
 _DRAWS = 1000  # at once, as Hugging Face's datasets does
 
 # -- samples to a padded batch
 
 
+def _expect(holds: bool | torch.Tensor, otherwise: str) -> None:
+    """ValueError with this text for a condition that does not hold."""
+    if not holds:
+        raise ValueError(otherwise)
+
+
 def documents_of(sample) -> list[Mapping]:
     """The documents of a sample. A lone document {"input_ids", "labels"}, a pair {"chosen",
-    "rejected"} and a list of pairs are samples too; registered columns of a pair are those of its
+    "rejected"} and a list of pairs are samples too; other columns of a pair are those of its
     documents. ValueError for anything else."""
     if isinstance(sample, (list, tuple)):
         return [document for part in sample for document in documents_of(part)]
-    if isinstance(sample, Mapping) and "input_ids" in sample and "labels" in sample:
+    columns = sample.keys() if isinstance(sample, Mapping) else set()
+    if columns >= {"input_ids", "labels"}:
         return [sample]
-    if isinstance(sample, Mapping) and all(side in sample for side in SIDES):
-        columns = registered_columns()
-        refuse_columns("a sample", sample, [*SIDES, *columns])
-        shared = {name: sample[name] for name in columns if name in sample}
-        documents = [document for side in SIDES for document in documents_of(sample[side])]
-        return [{**shared, **document} for document in documents] if shared else documents
-    got = sorted(sample) if isinstance(sample, Mapping) else type(sample).__name__
+    if columns >= {*SIDES}:
+        shared = {name: sample[name] for name in columns - {*SIDES}}
+        documents = documents_of([sample[side] for side in SIDES])
+        return [{**shared, **document} for document in documents]
     raise ValueError(
         'a sample is a list of documents {"input_ids", "labels"}, or one document, or a pair '
-        f'{{"chosen", "rejected"}} of them, and this one has {got}'
+        f'{{"chosen", "rejected"}} of them, and this one has {sorted(columns) or type(sample)}'
     )
 
 
-def _known(giver: str) -> list[str]:
+def _given_by(giver: str) -> dict[str, Column]:
     """The columns that a sample or a collator may give."""
-    return [name for name, column in COLUMNS.items() if giver in column.given_by]
+    return {name: column for name, column in COLUMNS.items() if giver in column.given_by}
 
 
-def refuse_columns(whose: str, columns: Mapping, known: Sequence[str]) -> None:
-    """ValueError for columns with values that are not in tables.COLUMNS."""
-    more = [name for name in columns if name not in known and name not in _HARMLESS]
-    more = [name for name in more if not _is_empty(columns[name])]
-    if more:
-        raise ValueError(
-            f"{whose} has {', '.join(map(repr, more))}, which the model would not be given: "
-            f"expected {', '.join(known)}; images and audio are not trained: remove the columns "
-            "(dataset.remove_columns), or register_column one that a loss reads"
-        )
-
-
-def _is_empty(column) -> bool:
-    return column is None or (isinstance(column, (list, tuple, str)) and not column)
-
-
-def _tokens(document: Mapping, column: str) -> torch.Tensor:
-    """A column of a document, int64 [n]. ValueError for anything but a row of whole numbers."""
-    try:
-        values = torch.as_tensor(document[column])
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise ValueError(f"{column} of a sample: expected a list of token ids: {error}") from None
-    if values.dim() != 1 or (len(values) and values.is_floating_point()):
-        got = f"{values.dtype} of shape {tuple(values.shape)}"
-        raise ValueError(f"{column} of a sample: expected whole numbers [n], got {got}")
-    return values.long()
+def _refuse_columns(whose: str, columns: Mapping, known: Collection[str]) -> None:
+    """ValueError for columns with values that are neither known nor harmless."""
+    passing = _HARMLESS.union(known)
+    more = [name for name in columns if name not in passing]
+    more = [name for name in more if str(columns[name]) not in _NOTHING]
+    _expect(
+        not more,
+        f"{whose} has {', '.join(map(repr, more))}, which the model would not be given: "
+        f"expected {', '.join(known)}; images and audio are not trained: remove the columns "
+        "(dataset.remove_columns), or register_column one that a loss reads",
+    )
 
 
 def _row(sample) -> dict[str, torch.Tensor]:
     """The documents of a sample one after another: columns of tokens [n], with the number of each
     token's document from 1 as attention_mask; other columns [documents]."""
     documents = documents_of(sample)
+    given = _given_by("sample")
     for document in documents:
-        refuse_columns("a sample", document, _known("sample"))
-    ids = [_tokens(document, "input_ids") for document in documents]
-    labels = [_tokens(document, "labels") for document in documents]
-    lengths = [len(part) for part in ids]
+        _refuse_columns("a sample", document, given)
+    lengths = [np.asarray(document["input_ids"]).size for document in documents]
     # an empty document among others would be lost from their numbers
-    if lengths != [len(part) for part in labels] or min(lengths, default=0) == 0:
-        raise ValueError(
-            f"the documents of a sample have {lengths} input_ids and {[len(x) for x in labels]} "
-            "labels: expected as many, at least one"
-        )
-    mask = torch.arange(1, len(lengths) + 1).repeat_interleave(torch.tensor(lengths))
-    if len(documents) == 1 and documents[0].get("attention_mask") is not None:
-        mask = torch.as_tensor(documents[0]["attention_mask"]).long()
-        if mask.shape != ids[0].shape:
-            raise ValueError(
-                f"attention_mask of a sample has the shape {tuple(mask.shape)}: expected that of "
-                f"its input_ids, {tuple(ids[0].shape)}"
-            )
-    row = {"input_ids": torch.cat(ids), "labels": torch.cat(labels), "attention_mask": mask}
-    if all("reference" in document for document in documents):
-        row["reference"] = torch.tensor([float(document["reference"]) for document in documents])
-    for name, column in registered_columns().items():
-        values = [
-            _value(name, column, document.get(name), length)
-            for document, length in zip(documents, lengths, strict=True)
-        ]
-        row[name] = torch.cat(values)
+    _expect(
+        min(lengths, default=0) > 0,
+        f"a sample has documents of {lengths} tokens: expected one document, and one token of each",
+    )
+    row = {}
+    for name, column in given.items():
+        if column.is_registered or all(document.get(name) is not None for document in documents):
+            parts = zip(documents, lengths, strict=True)
+            values = [_value(name, column, document.get(name), size) for document, size in parts]
+            row[name] = torch.cat(values)
+    if len(documents) > 1 or "attention_mask" not in row:
+        numbers = torch.arange(1, len(documents) + 1)
+        row["attention_mask"] = numbers.repeat_interleave(torch.tensor(lengths))
     return row
 
 
 def _value(name: str, column: Column, value, length: int) -> torch.Tensor:
-    """A registered column of a document of `length` tokens: [length], or [1]. ValueError for other
-    shapes, and for no value at all."""
-    value = column.default if value is None else value
+    """A column of a document of `length` tokens: [length], or [1]. ValueError for other shapes,
+    other numbers, and for no value at all."""
     if value is None:
-        raise ValueError(f"a sample has no {name!r}: give one, or register the column's default")
-    try:
-        values = torch.as_tensor(value, dtype=getattr(torch, column.dtype))
-    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise ValueError(f"{name} of a sample: expected numbers, got {value!r:.60}") from error
+        value = column.default
     if column.per != "token":
         length = 1
-    if values.dim() == 0:
-        return values.repeat(length)
-    if values.shape != (length,):
-        raise ValueError(
-            f"{name} of a sample: expected one number or {length}, got shape {tuple(values.shape)}"
-        )
+    try:
+        given = torch.as_tensor(value)
+        values = given.to(getattr(torch, column.dtype))
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        reason = f"expected numbers, got {value!r:.60}: set them, or a registered column's default"
+        raise ValueError(f"{name} of a sample: {reason}") from error
+    if given.dim() == 0:
+        values = values.repeat(length)
+    is_exact = values.is_floating_point() or (values == given).all()
+    _expect(
+        values.shape == (length,) and is_exact,
+        f"{name} of a sample: expected {column.dtype} [{length}], or one number, got {given.dtype} "
+        f"of shape {list(given.shape)}",
+    )
     return values
 
 
@@ -162,11 +146,10 @@ class Collator:
     def __call__(self, samples: list) -> dict[str, torch.Tensor]:
         rows = [_row(sample) for sample in samples]
         batch = {}
-        for name in rows[0]:
-            if all(name in row for row in rows):
-                columns = [row[name] for row in rows]
-                value = padding_of(name, self.pad_token_id)
-                batch[name] = pad_sequence(columns, batch_first=True, padding_value=value)
+        for name in sorted(set.intersection(*map(set, rows))):
+            columns = [row[name] for row in rows]
+            value = padding_of(name, self.pad_token_id)
+            batch[name] = pad_sequence(columns, batch_first=True, padding_value=value)
         return batch
 
 
@@ -179,23 +162,26 @@ class Limits(NamedTuple):
     @classmethod
     def of(cls, hf_config: dict) -> "Limits":
         """Limits of a config.json; none for keys that it lacks."""
-        text = hf_config.get("text_config") or hf_config
-        positions = text.get("max_position_embeddings") or math.inf
-        rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+        keys = _without_nulls(hf_config)
+        keys = _without_nulls(keys.get("text_config", keys))
+        positions = keys.get("max_position_embeddings", math.inf)
+        rope = _without_nulls(keys.get("rope_parameters", keys.get("rope_scaling", {})))
         # max_position_embeddings may be the number before scaling
-        before = rope.get("original_max_position_embeddings") or positions
-        return cls(
-            text.get("vocab_size") or math.inf, max(positions, before * (rope.get("factor") or 1))
-        )
+        before = rope.get("original_max_position_embeddings", positions)
+        return cls(keys.get("vocab_size", math.inf), max(positions, before * rope.get("factor", 1)))
 
     def check_positions(self, longest: int) -> None:
         """ValueError if the longest document has more tokens than the model has positions."""
-        if longest > self.positions:
-            raise ValueError(
-                f"a document of {longest:,} tokens: the model has {self.positions:,} positions "
-                "(max_position_embeddings of its config.json): cut the documents (cutoff_len), or "
-                "raise it there"
-            )
+        _expect(
+            longest <= self.positions,
+            f"a document of {longest:,} tokens: the model has {self.positions:,} positions "
+            "(max_position_embeddings of its config.json): cut the documents (cutoff_len), or "
+            "raise it there",
+        )
+
+
+def _without_nulls(keys: dict) -> dict:
+    return {key: value for key, value in keys.items() if value is not None}
 
 
 def check_batch(batch: Mapping, packs: bool, limits: Limits) -> dict:
@@ -206,67 +192,59 @@ def check_batch(batch: Mapping, packs: bool, limits: Limits) -> dict:
     """
     if not isinstance(batch, Mapping):
         raise ValueError(f"the data collator gave {batch!r:.100}: expected a mapping of columns")
-    missing = [k for k in ("input_ids", "labels") if batch.get(k) is None]
-    if missing:
-        raise ValueError(
-            f"the data collator gave {sorted(batch)}: expected {missing} too, labels already "
-            "shifted"
-        )
-    known = _known("collator")
-    refuse_columns("a batch of the data collator", batch, known)
+    known = _given_by("collator")
+    _refuse_columns("a batch of the data collator", batch, known)
     batch = {k: torch.as_tensor(batch[k]) for k in known if batch.get(k) is not None}
+    missing = sorted({"input_ids", "labels"} - batch.keys())
+    _expect(
+        not missing,
+        f"the data collator gave {sorted(batch)}: expected {missing} too, labels already shifted",
+    )
     ids = batch["input_ids"]
-    if batch["labels"].shape != ids.shape:
-        shapes = tuple(batch["labels"].shape), tuple(ids.shape)
-        raise ValueError(f"labels {shapes[0]} and input_ids {shapes[1]} differ in shape")
     mask = batch.setdefault("attention_mask", torch.ones_like(ids))
-    if ids.dim() != 2 or not ids.numel() or mask.shape != ids.shape:
-        raise ValueError(
-            f"input_ids {tuple(ids.shape)} and attention_mask {tuple(mask.shape)}: expected [rows, "
-            "positions] of both: 1 for a token and 0 for padding, or with sequence_packing: true "
-            "the number of each token's document in its row, in place of a mask of 4 dimensions"
-        )
-    if ((mask[:, 1:] != 0) & (mask[:, :-1] == 0)).any():
-        raise ValueError(
-            "attention_mask has padding on the left: set the tokenizer's padding_side to 'right'"
-        )
-    if not packs and (mask > 1).any():
-        raise ValueError(
-            "attention_mask numbers several documents in a row, which would see each other: set "
-            "sequence_packing: true"
-        )
+    shapes = [list(batch[name].shape) for name in ("input_ids", "labels", "attention_mask")]
+    is_table = ids.dim() == 2 and ids.numel() > 0
+    _expect(
+        is_table and shapes == 3 * shapes[:1],
+        f"input_ids, labels and attention_mask have the shapes {shapes}: expected [rows, positions]"
+        " of all: in the mask 1 for a token and 0 for padding, or with sequence_packing: true the "
+        "number of each token's document in its row, in place of a mask of 4 dimensions",
+    )
+    _expect(
+        not ((mask[:, 1:] != 0) & (mask[:, :-1] == 0)).any(),
+        "attention_mask has padding on the left: set the tokenizer's padding_side to 'right'",
+    )
+    _expect(
+        packs or not (mask > 1).any(),
+        "attention_mask numbers several documents in a row, which would see each other: set "
+        "sequence_packing: true",
+    )
+    positions = batch.pop("position_ids", torch.arange(ids.shape[1]))
+    _expect(
+        packs or (positions == torch.arange(positions.shape[-1])).all(),
+        "position_ids other than 0, 1, 2, ... belong to packed rows: set sequence_packing: true",
+    )
     _check_limits(batch, limits)
-    for name, column in registered_columns().items():
-        batch[name] = _checked(name, column, batch)
-    positions = batch.pop("position_ids", None)
-    if positions is None or packs:
-        return batch
-    if not (positions == torch.arange(positions.shape[-1])).all():
-        raise ValueError(
-            "position_ids other than 0, 1, 2, ... belong to packed rows: set sequence_packing: true"
-        )
-    return batch
+    more = registered_columns()
+    return batch | {name: _checked(name, column, batch) for name, column in more.items()}
 
 
 def _checked(name: str, column: Column, batch: dict) -> torch.Tensor:
     """A registered column of a batch: [b, s] per token, else [b, most documents of a row]."""
-    mask = batch["attention_mask"]
-    shape = list(mask.shape)
-    if column.per != "token":
-        shape[1] = max(map(len, document_lengths(mask)))
-    values = batch.get(name, column.default)
-    if values is None:
-        raise ValueError(f"the data collator gave no {name!r}, a registered column of {shape}")
-    values = torch.as_tensor(values, dtype=getattr(torch, column.dtype))
-    got = list(values.shape)
-    if values.dim() == 1:  # one number a row
-        values = values[:, None]
-    if values.dim() == 2 and column.per != "token":  # a filler's row may have more documents
-        values = values[:, : shape[1]]
+    shape = list(batch["attention_mask"].shape)
+    given = batch.get(name, column.default)
     try:
+        values = torch.as_tensor(given, dtype=getattr(torch, column.dtype))
+        values = values.reshape(*values.shape, *[1] * (2 - values.dim()))  # one number a row
+        if column.per != "token":
+            shape[1] = max(map(len, document_lengths(batch["attention_mask"])))
+            values = values[:, : shape[1]]  # a filler's row may have more documents
         return values.expand(shape)
-    except RuntimeError:
-        raise ValueError(f"{name} of a batch: expected {shape}, got {got}") from None
+    except (RuntimeError, TypeError):
+        got = list(getattr(given, "shape", [given]))
+        raise ValueError(
+            f"{name} of a batch, a registered column: expected {shape}, got {got}"
+        ) from None
 
 
 def _check_limits(batch: dict, limits: Limits) -> None:
@@ -274,16 +252,15 @@ def _check_limits(batch: dict, limits: Limits) -> None:
     ids = batch["input_ids"]
     labels = batch["labels"]
     for name, used in {"input_ids": ids, "labels": labels[labels != IGNORE_INDEX]}.items():
-        if used.is_floating_point():
-            raise ValueError(f"{name} of a batch are {used.dtype}: expected whole numbers")
-        if not (used.is_cpu and used.numel()):  # for another device the host would wait
-            continue
-        low, high = map(int, used.aminmax())
-        if low < 0 or high >= limits.vocab_size:
-            raise ValueError(
+        kind = f"{name} of a batch are {used.dtype}: expected whole numbers"
+        _expect(not used.is_floating_point(), kind)
+        if used.is_cpu and used.numel():  # for another device the host would wait
+            low, high = map(int, used.aminmax())
+            _expect(
+                0 <= low <= high < limits.vocab_size,
                 f"{name} from {low} to {high}: expected 0 to {limits.vocab_size - 1}, the tokens "
                 f"of the model, and {IGNORE_INDEX} for a label without loss: the tokenizer is "
-                "another model's, or has more tokens (resize_vocab: true)"
+                "another model's, or has more tokens (resize_vocab: true)",
             )
     if ids.shape[1] > limits.positions:
         lengths = itertools.chain(*document_lengths(batch["attention_mask"]))
@@ -318,33 +295,29 @@ class Turns:
         taken: int = 0,
         exhausted: Sequence[int] = (),
     ):
-        self.num_datasets = num_datasets
         self.strategy = strategy
         self.taken = taken
         self.exhausted = set(exhausted)
-        self._draws: Iterator[int] | None = None
+        self._numbers = range(num_datasets)
+        self._round = 1  # turns that belong together
+        self._enough = 1 if strategy == "interleave_under" else num_datasets  # exhausted ones
+        self._repeats = strategy in ("interleave_under", "interleave_over")
         if weights is not None:
-            self._draws = itertools.islice(_drawn(weights, seed), taken, None)
+            turns = _drawn(weights, seed)
+        else:
+            turns = itertools.cycle(self._numbers)
+            if self._repeats:
+                self._round = num_datasets
+        self._turns = itertools.islice(turns, taken, None)
 
     def __iter__(self) -> Iterator[int]:
-        repeats = self.strategy in ("interleave_under", "interleave_over")
-        while not self._is_over(finishes_rounds=repeats and self._draws is None):
+        while len(self.exhausted) < self._enough or self.taken % self._round:
+            number = next(self._turns)
             if self.strategy == "concat":
-                number = min(set(range(self.num_datasets)) - self.exhausted)
-            elif self._draws is None:
-                number = self.taken % self.num_datasets
-            else:
-                number = next(self._draws)
+                number = min(set(self._numbers) - self.exhausted)
             self.taken += 1
-            if repeats or number not in self.exhausted:
+            if self._repeats or number not in self.exhausted:
                 yield number
-
-    def _is_over(self, finishes_rounds: bool) -> bool:
-        if finishes_rounds and self.taken % self.num_datasets:
-            return False
-        if self.strategy == "interleave_under":
-            return bool(self.exhausted)
-        return len(self.exhausted) == self.num_datasets
 
 
 def _drawn(weights: Sequence[float], seed: int) -> Iterator[int]:
@@ -376,31 +349,29 @@ class BatchPlan:
     costs: np.ndarray | None = None
 
     def __post_init__(self):
-        if self.num_samples < 1:
-            raise ValueError(f"the dataset has {self.num_samples} samples: expected at least one")
         sizes = (self.micro_batch_size, self.gradient_accumulation_steps, self.dp_size)
-        if min(sizes) < 1 or not 0 <= self.dp_rank < self.dp_size:
-            raise ValueError(
-                f"micro batch {sizes[0]}, accumulation {sizes[1]}, data parallel rank "
-                f"{self.dp_rank} of {sizes[2]}: expected sizes of at least 1, a rank below dp_size"
-            )
+        _expect(
+            self.num_samples > 0,
+            f"the dataset has {self.num_samples} samples: expected at least one",
+        )
+        _expect(
+            min(sizes) > 0 and 0 <= self.dp_rank < self.dp_size,
+            f"micro batch {sizes[0]}, accumulation {sizes[1]}, data parallel rank {self.dp_rank} "
+            f"of {sizes[2]}: expected sizes of at least 1, a rank below dp_size",
+        )
         self.global_batch_size = math.prod(sizes)
         self.steps_per_epoch = math.ceil(self.num_samples / self.global_batch_size)
-        self._order: tuple[int, np.ndarray] | None = None
 
     def order(self, epoch: int) -> Sequence[int]:
         """The permutation of an epoch; the identity without shuffling."""
         if not self.shuffle:
             return range(self.num_samples)  # of a stream there may be very many
-        if self._order is None or self._order[0] != epoch:
-            order = np.random.default_rng([self.seed, epoch]).permutation(self.num_samples)
-            self._order = epoch, order
-        return self._order[1]
+        return _shuffled(self.num_samples, self.seed, epoch)
 
     def num_samples_of(self, i: int) -> int:
         """Samples of all ranks, without fillers, in step i of an epoch."""
-        if not 0 <= i < self.steps_per_epoch:
-            raise ValueError(f"step {i} of an epoch that has {self.steps_per_epoch} steps")
+        steps = self.steps_per_epoch
+        _expect(0 <= i < steps, f"step {i} of an epoch that has {steps} steps")
         return min(self.global_batch_size, self.num_samples - i * self.global_batch_size)
 
     def num_micro_batches(self, i: int) -> int:
@@ -418,26 +389,32 @@ class BatchPlan:
         chosen.reshape(-1)[: len(samples)] = samples
         if self.costs is not None:
             # every second micro-batch is dealt from the last rank to the first, for balance
-            for number in range(1, count, 2):
-                chosen[number] = chosen[number, ::-1].copy()
+            chosen[1::2] = chosen[1::2, ::-1].copy()
         return chosen[:, self.dp_rank].tolist()
 
 
+@functools.lru_cache(2)
+def _shuffled(num_samples: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch]).permutation(num_samples)
+
+
+@dataclass
 class _MicroBatches:
     """The plan from a position on, as the batch sampler of a DataLoader."""
 
-    def __init__(self, plan: BatchPlan, start_epoch: int, start_step: int, num_epochs: int | None):
-        self.plan = plan
-        self.start = (start_epoch, start_step)
-        self.num_epochs = num_epochs
+    plan: BatchPlan
+    start_epoch: int
+    start_step: int
+    num_epochs: int | None
 
-    def __iter__(self):
-        epoch, first_step = self.start
-        while self.num_epochs is None or epoch < self.num_epochs:
-            for i in range(first_step, self.plan.steps_per_epoch):
+    def __iter__(self) -> Iterator[list[int]]:
+        step = self.start_step
+        for epoch in itertools.count(self.start_epoch):
+            if epoch == self.num_epochs:
+                return
+            for i in range(step, self.plan.steps_per_epoch):
                 yield from self.plan.step(epoch, i)
-            epoch = epoch + 1
-            first_step = 0
+            step = 0
 
 
 class _Filled(Dataset):
@@ -456,17 +433,17 @@ class _Filled(Dataset):
         batch = self.user_collate([sample for _, sample in items])
         if not fillers.any():
             return batch
-        labels = batch.get("labels") if hasattr(batch, "get") else None
-        if labels is None or len(labels) != len(items):
-            raise ValueError(
-                "the last batch is filled up with samples of weight zero: expected the collate "
-                f'function to return a mapping with "labels" of {len(items)} rows, one a sample'
-            )
         for key, value in (("labels", IGNORE_INDEX), ("attention_mask", 0)):
             if key in batch:
                 # labels may be the same tensor as input_ids
-                batch[key] = torch.as_tensor(batch[key]).clone()
-                batch[key][fillers] = value
+                column = torch.as_tensor(batch[key]).clone()
+                _expect(
+                    len(column) == len(items),
+                    "the last batch is filled up with samples of weight zero: expected the collate "
+                    f'function to return "{key}" of {len(items)} rows, got {len(column)}',
+                )
+                column[fillers] = value
+                batch[key] = column
         return batch
 
 
@@ -494,10 +471,10 @@ def make_loader(
             "dataset, because the steps of an epoch are planned ahead; read an iterable dataset "
             "into a list"
         )
-    if len(dataset) != plan.num_samples:
-        raise ValueError(
-            f"the dataset has {len(dataset)} samples, its plan is for {plan.num_samples}"
-        )
+    _expect(
+        len(dataset) == plan.num_samples,
+        f"the dataset has {len(dataset)} samples, its plan is for {plan.num_samples}",
+    )
     filled = _Filled(dataset, collate)
     with warnings.catch_warnings(record=True):  # its iterator warns of too many workers again
         return DataLoader(

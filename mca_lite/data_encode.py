@@ -1,8 +1,8 @@
 """From the files of a dataset to token ids with a loss mask: Reader reads records, Encoder makes
 unshifted documents of them, load_shard keeps these in the token cache."""
 
-import contextlib
 import dataclasses
+import functools
 import hashlib
 import inspect
 import itertools
@@ -10,15 +10,15 @@ import json
 import os
 import re
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from multiprocessing import get_context
+from multiprocessing import cpu_count, get_context
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import psutil
@@ -27,21 +27,22 @@ from . import data_chat, data_files, data_records
 from .data_chat import ChatRenderer, Rendered, in_time
 from .data_files import SIDES, Cursor, DatasetSpec, Progress, build_once, read_records
 from .data_records import Conversation, conversations, detect_format, document
-from .files import IGNORE_INDEX, checksum, sync, write_file, write_json
-from .tables import Objective, registered_columns
+from .files import IGNORE_INDEX, checksum, describe_error, sync, write_file, write_json
+from .tables import Objective
 
 _MAX_BAD_SHARE = 0.1  # of the records: a larger share points to a wrong declaration
 _MOST_CHARACTERS = 1_000_000  # of a text to be cut to cutoff_len; or 32 a token if that is more
-_LISTED = 10  # bad records listed with their places
 CHUNK_RECORDS = 500  # records tokenised at once
 PARALLEL_FROM_RECORDS = 10_000  # below this, starting worker processes takes longer than they save
+_MOST_WORKERS = 8
+_UNREAD = "not read"  # in place of a format
 
 # (place, content, registered columns) of a record; content: a text, or conversations, or the
 # ValueError of an unusable one
 Record = tuple[str, str | list[Conversation] | ValueError, dict[str, float]]
-# (ids int32 [n], mask uint8 [n]: 1 for trained tokens; None: all are) of a document
-Document = tuple[np.ndarray, np.ndarray | None]
-Sample = list[tuple[np.ndarray, np.ndarray | None, dict[str, float]]]  # with those columns
+# int32 [n], the tokens of a document: id of a trained one, ~id (below 0) of one without loss
+Document: TypeAlias = np.ndarray
+Sample = list[tuple[Document, dict[str, float]]]  # with those columns
 # (file, lines or records of it, bytes of it, records of the dataset) read so far
 Place = tuple[int, ...]
 BEGINNING: Place = (0, 0, 0, 0)
@@ -55,7 +56,6 @@ UNLABELED = "label-less"  # left out: no token to train on
 LEFT_OUT = "left out besides"
 NOTE = "note"  # worth a warning, and trained
 
-UNUSABLE = "records cannot be used and were left out"
 _IDENTICAL = "pairs have the same chosen and rejected answer and were left out"
 _PLAIN = "prompts and completions are texts, trained without a chat template"
 _SEVERAL = "conversations became several samples, for the template strips their thinking"
@@ -63,8 +63,8 @@ _SEVERAL = "conversations became several samples, for the template strips their 
 
 @dataclass
 class Count:
-    """Records of one kind. text: the reason of BAD ones, else the end of a sentence that begins
-    with the number. place: "file:line" of the first."""
+    """Records of one kind. text: the end of a sentence that begins with the number. place:
+    "file:line" of the first."""
 
     kind: str
     text: str
@@ -72,32 +72,29 @@ class Count:
     number: int = 0
 
     def __str__(self) -> str:
-        text = f"{UNUSABLE}: {self.text}" if self.kind == BAD else self.text
-        return f"{self.number:,} {text}"
+        return f"{self.number:,} {self.text}"
 
 
 @dataclass
 class Tally:
-    """Counts of `records` that were read, by their texts. first_bad: "place: reason" of the first
-    ten BAD ones."""
+    """Counts of `records` that were read, by their texts."""
 
     records: int = 0
     counts: dict[str, Count] = field(default_factory=dict)
-    first_bad: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, meta: dict) -> "Tally":
         """The Tally in a shard's meta.json."""
         counts = {text: Count(**count) for text, count in meta["counts"].items()}
-        return cls(meta["records"], counts, meta["first_bad"])
+        return cls(meta["records"], counts)
 
     def count(self, kind: str, text: str, place: str, number: int = 1) -> None:
         self.counts.setdefault(text, Count(kind, text, place)).number += number
 
     def refuse(self, place: str, reason: str) -> None:
         # numbers of messages are replaced: they would give each record a reason of its own
-        self.count(BAD, re.sub(r"\d+", "N", reason)[:120], place)
-        self.first_bad = [*self.first_bad, f"{place}: {reason[:300]}"][:_LISTED]
+        reason = re.sub(r"\d+", "N", reason)[:200]
+        self.count(BAD, f"records cannot be used and were left out: {reason}", place)
 
     def number(self, kind: str) -> int:
         """Records of a kind."""
@@ -108,7 +105,10 @@ class Tally:
         self.records += later.records
         for count in later.counts.values():
             self.count(count.kind, count.text, count.place, count.number)
-        self.first_bad = [*self.first_bad, *later.first_bad][:_LISTED]
+
+    def lines(self) -> list[str]:
+        """A line for each count, with its first place."""
+        return [f"{count}, the first at {count.place}" for count in self.counts.values()]
 
     def check(self, few_records: int = 0) -> None:
         """ValueError for too many bad records. few_records: their share is taken of so many at
@@ -117,8 +117,7 @@ class Tally:
         if bad > _MAX_BAD_SHARE * max(self.records, few_records):
             raise ValueError(
                 f"{bad:,} of {self.records:,} records cannot be used, and on_bad_record: skip "
-                f"leaves out at most {100 * _MAX_BAD_SHARE:.0f} %; the first:\n  "
-                + "\n  ".join(self.first_bad)
+                f"leaves out at most {100 * _MAX_BAD_SHARE:.0f} %:\n  " + "\n  ".join(self.lines())
             )
 
 
@@ -126,8 +125,8 @@ class Tally:
 
 
 class Reader:
-    """Reads the records of one dataset. formats: name in FORMATS of each file, from its first
-    usable record on."""
+    """Reads the records of one dataset. formats: name in FORMATS of each file, "not read"
+    before its first usable record."""
 
     def __init__(self, spec: DatasetSpec, objective: Objective, data_args):
         self.spec = spec
@@ -137,41 +136,34 @@ class Reader:
         self.ignored = data_args.ignore_message_keys
         # only the first so many records
         self.limit = min(filter(None, (data_args.max_samples, spec.num_samples)), default=None)
-        self.formats: dict[str, str] = {}
-        self.columns = data_records.dataset_columns(spec.name)
+        self.formats = dict.fromkeys(spec.files, _UNREAD)
+        self.columns = data_records.dataset_columns(spec, data_args)
 
-    def records(
-        self, start: Place = BEGINNING, refuse_empty: bool = False
-    ) -> Iterator[tuple[Record, Place]]:
-        """(record, place of the next one) of the records from `start` on.
-
-        Raises: ValueError without any record; with refuse_empty for each file without one.
-        """
+    def records(self, start: Place = BEGINNING) -> Iterator[tuple[Record, Place]]:
+        """(record, place of the next one) of the records from `start` on. ValueError without
+        any."""
         first, number, offset, taken = start
         cursor = Cursor(number, offset)
         files = list(enumerate(self.spec.files.items()))
         for at, (file, kind) in files[first:]:
             if cursor.number:
                 self._detect_format(file, kind)
-            taken_before = taken
             for where, record in read_records(file, kind, self.skips, cursor):
                 taken += 1
                 read = self._read(file, where, record)
                 yield (where, *read), (at, cursor.number, cursor.offset, taken)
                 if taken == self.limit:
                     return
-            if refuse_empty and taken == taken_before:
-                raise ValueError(f"{file}: the file holds no record")
             cursor = Cursor()
         if taken == start[-1]:
-            after = ", without those that val_size holds out" if taken else ""
-            raise ValueError(f"{self.spec.name}: there is no record to train on{after}")
+            raise ValueError(f"{self.spec.name}: there is no record to train on")
 
     def _detect_format(self, file: str, kind: str) -> None:
         """Read a file from its beginning until a record shows its format."""
-        records = read_records(file, kind, self.skips)
-        while file not in self.formats and (item := next(records, None)):
-            self._read(file, *item)
+        for where, record in read_records(file, kind, self.skips):
+            self._read(file, where, record)
+            if self.formats[file] != _UNREAD:
+                return
 
     def _read(self, file: str, where: str, record):
         """(content or the ValueError of an unusable one, registered columns) of a record.
@@ -184,7 +176,7 @@ class Reader:
         try:
             _refuse_other_kinds(record, self.objective, where)
             values = data_records.column_values(record, self.columns, where)
-            if file not in self.formats:
+            if self.formats[file] == _UNREAD:
                 self.formats[file] = detect_format(record, self.spec, self.objective, where)
             if self.objective.joins_documents:
                 return document(record, self.spec, where), values
@@ -193,7 +185,7 @@ class Reader:
             options = (self.system, where, self.ignored)
             return conversations(record, self.spec, form, pairs, *options), values
         except ValueError as error:
-            if file not in self.formats and not self.skips:
+            if self.formats[file] == _UNREAD and not self.skips:
                 raise
             return error, {}
 
@@ -239,6 +231,7 @@ class Encoder:
         # not the objective: worker processes need not import a script that registers its own
         self.has_pairs = objective.has_pairs
         self.is_text = objective.joins_documents
+        self.units = f"{objective.unit}s"
         self.cutoff_len = data_args.cutoff_len
         self.skips = data_args.on_bad_record == "skip"
         self.joins = self.is_text and joins_texts(data_args)
@@ -247,22 +240,18 @@ class Encoder:
         self.trained = "last" if last_answer_only else "answers"
         if data_args.train_on_prompt:
             self.trained = "all"
-        keys = ("cutoff_len", "train_on_prompt", "default_system", "enable_thinking")
+        keys = ("cutoff_len", "default_system", "enable_thinking", "ignore_message_keys")
         self.options = {
             "records": [self.is_text, self.has_pairs],
             "joins": self.joins,
-            "last_answer_only": last_answer_only,
+            "trained": self.trained,
             "skips": self.skips,
             **{key: getattr(data_args, key) for key in keys},
         }
-        if data_args.ignore_message_keys:  # only then: checkpoints of earlier versions lack it
-            self.options["ignored"] = sorted(data_args.ignore_message_keys)
-        if self.joins and registered_columns():
-            raise ValueError("registered columns: texts are joined: set packing: false")
-        if self.is_text and tokenizer.eos_token_id is None:
+        if self.is_text and not (tokenizer.is_fast and tokenizer.eos_token_id is not None):
             raise ValueError(
-                "the tokenizer has no eos_token to end a document of stage: "
-                f"{objective.stage}: set it in its config"
+                f"stage {objective.stage} ends documents with the tokenizer's eos_token: set it in "
+                "its config, and expected a fast tokenizer (one with a tokenizer.json)"
             )
 
     def encode(self, chunk: list[Record]) -> tuple[list[Sample], Tally]:
@@ -278,6 +267,9 @@ class Encoder:
             nonlocal current
             for current, content, values in chunk:
                 try:
+                    if values and self.joins:
+                        has = f"{current}: the record or its dataset has {list(values)}"
+                        raise ValueError(f"{has}, and texts are joined: set packing: false")
                     texts = self._render(current, content, tally)
                 except ValueError as error:
                     if not self.skips:
@@ -294,25 +286,21 @@ class Encoder:
             sample = documents[first : first + self.documents_per_sample]
             sample = self._cut(sample, tally, where)
             if not self._leaves_out(sample, tally, where):
-                kept.append([(*document, values) for document in sample])
+                kept.append([(document, values) for document in sample])
         return kept, tally
 
     def _render(self, where: str, content, tally: Tally) -> list[Rendered]:
         """Each document of a record as text, [] for one to be left out."""
         if isinstance(content, ValueError):
             raise content
+        self._check_size(len(str(content)), where)
         if self.renderer is None:
-            self._check_size(len(content), where)
             return [Rendered(content, [], is_plain=True)]
-        for conversation in content:
-            values = [value for message in conversation.messages for value in message.values()]
-            self._check_size(sum(len(text) for text in values if isinstance(text, str)), where)
         if any(_is_empty(conversation.messages[-1]) for conversation in content):
-            what = "pairs" if self.has_pairs else "samples"
-            tally.count(LEFT_OUT, f"{what} have an empty answer and were left out", where)
+            tally.count(LEFT_OUT, f"{self.units} have an empty answer and were left out", where)
             return []
-        first = content[0]
-        if first in content[1:]:
+        first, *others = content
+        if first in others:
             tally.count(LEFT_OUT, _IDENTICAL, where)
             return []
         for option in first.options:
@@ -321,13 +309,10 @@ class Encoder:
                 tally.count(NOTE, what, where)
         if first.is_plain:
             tally.count(NOTE, _PLAIN, where)
-        rendered: list[Rendered] = []
-        for conversation in content:
-            samples = self.renderer.render(conversation, self.trained, where)
-            if len(samples) > 1:
-                tally.count(NOTE, _SEVERAL, where)
-            rendered += samples
-        return rendered
+        samples = [self.renderer.render(each, self.trained, where) for each in content]
+        if max(map(len, samples)) > 1:
+            tally.count(NOTE, _SEVERAL, where)
+        return list(itertools.chain(*samples))
 
     def _check_size(self, size: int, where: str) -> None:
         """ValueError with the place for a text far longer than the part that is kept: tokenising
@@ -341,7 +326,7 @@ class Encoder:
             )
 
     def _tokenize(self, rendered: list[Rendered]) -> list[Document]:
-        """The document of each text, with the mask of its spans.
+        """The document of each text, its spans trained.
 
         Plain texts get the special tokens that the tokenizer adds: bos, if the model was trained
         with it. A chat template has written its special tokens. Texts are tokenised whole, so that
@@ -352,13 +337,12 @@ class Encoder:
             alike = list(group)
             batch = self._tokens([one.text for one in alike], is_plain)
             if self.is_text:
-                texts = zip(alike, batch["input_ids"], strict=True)
-                documents += [(self._ended(one.text, ids), None) for one, ids in texts]
+                documents += map(self._ended, alike, batch["input_ids"])
                 continue
             rows = zip(batch["input_ids"], batch["offset_mapping"], alike, strict=True)
             for ids, offsets, one in rows:
-                mask = mask_of_spans(offsets, one.spans)
-                documents.append((np.array(ids, dtype=np.int32), mask))
+                tokens = np.array(ids, dtype=np.int32)
+                documents.append(np.where(mask_of_spans(offsets, one.spans), tokens, ~tokens))
         return documents
 
     def _tokens(self, texts: list[str], is_plain: bool):
@@ -379,62 +363,59 @@ class Encoder:
                 f"({error}): its tokenizer.json has an expression that takes too long"
             ) from None
 
-    def _ended(self, text: str, ids: list[int]) -> np.ndarray:
+    def _ended(self, rendered: Rendered, ids: list[int]) -> Document:
         """The tokens of a text with the end token; none of an empty one."""
         eos = self.tokenizer.eos_token_id
-        if not text:
+        if not rendered.text:
             ids = []
-        elif ids and ids[-1] != eos:
+        elif ids[-1:] != [eos]:
             ids = [*ids, eos]
         return np.array(ids, dtype=np.int32)
 
     def _cut(self, documents: list[Document], tally: Tally, where: str) -> list[Document]:
         """The documents cut to cutoff_len + 1 tokens."""
         limit = self.cutoff_len + 1
-        longest = max(len(ids) for ids, _ in documents)
+        longest = max(map(len, documents))
         if self.joins or longest <= limit:
             return documents
         start = 0
-        what = f"samples were longer than cutoff_len {limit - 1} and cut"
+        what = f"{self.units} were longer than cutoff_len {limit - 1} and cut"
         if self.has_pairs:
             start = min(longest - limit, max(_shared_prompt(*documents) - 1, 0))
-            what = f"pairs were longer than cutoff_len {limit - 1}: "
-            what += "the beginning of their prompt was cut"
+            what += " at the beginning of their prompt"
         tally.count(CUT, what, where)
         if self.has_pairs and longest - start > limit:
             what = "of them had an answer too long without its prompt: its end was cut"
             tally.count(NOTE, what, where)
-        kept = slice(start, start + limit)
-        return [(ids[kept], mask if mask is None else mask[kept]) for ids, mask in documents]
+        return [document[start : start + limit] for document in documents]
 
     def _leaves_out(self, documents: list[Document], tally: Tally, where: str) -> bool:
         """True if a sample has nothing to learn, which is counted."""
         first, *others = documents
-        is_unlabeled = not all(num_learned(*document) for document in documents)
-        is_identical = any(np.array_equal(first[0], other[0]) for other in others)
-        if is_unlabeled:
-            what = "pairs have an answer without a" if self.has_pairs else "samples have no"
-            tally.count(UNLABELED, f"{what} token to train on and were left out", where)
-        elif is_identical:
+        if not all(map(num_learned, documents)):
+            what = f"{self.units} have no token to train on and were left out"
+            tally.count(UNLABELED, what, where)
+        elif any(np.array_equal(first, other) for other in others):
             tally.count(LEFT_OUT, _IDENTICAL, where)
-        return is_unlabeled or is_identical
+        else:
+            return False
+        return True
 
 
-def num_learned(ids: np.ndarray, mask: np.ndarray | None) -> int:
+def num_learned(document: Document) -> int:
     """Labels of a document that are not IGNORE_INDEX: its first token is no target."""
-    return max(len(ids) - 1, 0) if mask is None else int(mask[1:].sum())
+    return int((document[1:] >= 0).sum())
 
 
 def _is_empty(answer: dict) -> bool:
     return not answer["content"].strip() and not answer.get("tool_calls")
 
 
-def _shared_prompt(chosen: tuple, rejected: tuple) -> int:
-    """Number of untrained tokens at the beginning of both (ids, mask)."""
-    size = min(len(chosen[0]), len(rejected[0]))
+def _shared_prompt(chosen: Document, rejected: Document) -> int:
+    """Number of untrained tokens at the beginning of both."""
+    size = min(len(chosen), len(rejected))
     # The token at the border may belong to one answer alone.
-    learned = (chosen[1][:size] | rejected[1][:size]).astype(bool)
-    differ = (chosen[0][:size] != rejected[0][:size]) | learned
+    differ = (chosen[:size] != rejected[:size]) | (chosen[:size] >= 0)
     return int(np.append(differ, True).argmax())
 
 
@@ -472,29 +453,21 @@ def encode_all(
     workers: number of tokenising processes, without effect on the result; None: chosen here.
     """
     tally = Tally()
-    for samples, of_chunk in _in_processes(encoder, _chunks(reader), workers):
+    records = (record for record, _ in reader.records())
+    chunks = iter(lambda: list(itertools.islice(records, CHUNK_RECORDS)), [])
+    for samples, of_chunk in _in_processes(encoder, chunks, workers):
         tally.add(of_chunk)
         yield samples, tally
-
-
-def _chunks(reader: Reader) -> Iterator[list[Record]]:
-    records = (record for record, _ in reader.records(refuse_empty=True))
-    while chunk := list(itertools.islice(records, CHUNK_RECORDS)):
-        yield chunk
 
 
 def _in_processes(
     encoder: Encoder, chunks: Iterator[list[Record]], workers: int | None
 ) -> Iterator[tuple[list[Sample], Tally]]:
+    head = list(itertools.islice(chunks, PARALLEL_FROM_RECORDS // CHUNK_RECORDS))
+    chunks = itertools.chain(head, chunks)
     if workers is None:
-        head = list(itertools.islice(chunks, PARALLEL_FROM_RECORDS // CHUNK_RECORDS))
-        chunks = itertools.chain(head, chunks)
-        cpus = os.cpu_count() or 1
-        if hasattr(os, "sched_getaffinity"):
-            cpus = len(os.sched_getaffinity(0))
-        workers = min(8, cpus)
-        if len(head) * CHUNK_RECORDS < PARALLEL_FROM_RECORDS:
-            workers = 1
+        is_long = len(head) * CHUNK_RECORDS >= PARALLEL_FROM_RECORDS
+        workers = min(_MOST_WORKERS, cpu_count()) if is_long else 1
     if workers <= 1:
         yield from map(encoder.encode, chunks)
         return
@@ -518,11 +491,10 @@ def _in_processes(
 
 # -- the token cache
 
-CACHE_FORMAT = 4
+CACHE_FORMAT = 5
 HASH_DIRECTLY_BELOW_BYTES = 64 << 20
-_META = {"sources", "formats", "columns", "created", "checksums"}
-_META |= {field.name for field in dataclasses.fields(Tally)}
-_whole: set[tuple[Path, bytes]] = set()  # (folder, its meta.json) checked by this process
+META_NAME = "meta.json"
+_whole: set[tuple] = set()  # (path, time, size) of files checked by this process
 
 
 def load_shard(reader: Reader, encoder: Encoder, data_args) -> "Shard":
@@ -538,24 +510,18 @@ def load_shard(reader: Reader, encoder: Encoder, data_args) -> "Shard":
     cache_dir = cache_folder(data_args)
     key, identity = _keys(reader, encoder, cache_dir)
     folder = cache_dir / "tokens" / key
+    # a shard younger than this process may be another rank's
+    oldest = psutil.Process().create_time() if data_args.overwrite_cache else 0
+
+    def is_good() -> bool:
+        return damage(folder) is None and (folder / META_NAME).stat().st_mtime >= oldest
 
     def build(temporary: Path, progress: Progress) -> None:
         if folder.exists() and (harm := damage(folder)):
             print(f"{folder}: {harm}: tokenising {name} anew", file=sys.stderr, flush=True)
-        parts = encode_all(reader, encoder, data_args.preprocessing_num_workers)
-        meta = {"sources": list(reader.spec.files), "formats": reader.formats}
-        meta["columns"] = list(reader.columns)
         row_length = data_args.cutoff_len + 1 if encoder.joins else None
-        write_shard(temporary, parts, meta, row_length, progress)
-
-    def is_good() -> bool:
-        if not folder.exists() or damage(folder):
-            return False
-        if not data_args.overwrite_cache:
-            return True
-        # a shard younger than this process may be another rank's
-        created = json.loads((folder / "meta.json").read_text())["created"]
-        return created >= psutil.Process().create_time()
+        parts = encode_all(reader, encoder, data_args.preprocessing_num_workers)
+        write_shard(temporary, parts, reader, row_length, progress)
 
     build_once(folder, build, f"tokenising {name}", is_good)
     return Shard(folder, encoder.documents_per_sample, identity)
@@ -569,26 +535,10 @@ def cache_folder(data_args) -> Path:
 
 def tokenizer_identity(tokenizer) -> list:
     """A key, equal for tokenizers that produce the same tokens."""
-    if tokenizer.is_fast:
-        core = tokenizer.backend_tokenizer.to_str()
-    else:
-        core = json.dumps([sorted(tokenizer.get_vocab().items()), *_slow_identity(tokenizer)])
-    identity = [type(tokenizer).__name__, core, tokenizer.chat_template]
-    identity.append(sorted(map(str, tokenizer.special_tokens_map.items())))
-    if getattr(tokenizer, "split_special_tokens", False):  # no part of `core`
-        identity.append("split_special_tokens")
-    return identity
-
-
-def _slow_identity(tokenizer) -> list:
-    """Parts of a tokenizer in Python beside its vocabulary: hashes of the files it saves, with its
-    merges, and samples of the special tokens it adds."""
-    hashes: list[str] = []
-    # suppressed: transformers' error for a tokenizer without files
-    with tempfile.TemporaryDirectory() as folder, contextlib.suppress(NotImplementedError):
-        for path in tokenizer.save_vocabulary(folder) or ():
-            hashes.append(hashlib.sha256(Path(path).read_bytes()).hexdigest())
-    return [*hashes, tokenizer.encode(""), tokenizer.encode(" Ab  c\n")]
+    special = sorted(map(str, tokenizer.special_tokens_map.items()))
+    # split_special_tokens is no part of tokenizer.json
+    parts = (tokenizer.chat_template, special, getattr(tokenizer, "split_special_tokens", False))
+    return [type(tokenizer).__name__, tokenizer.backend_tokenizer.to_str(), *parts]
 
 
 def _keys(reader: Reader, encoder: Encoder, cache_dir: Path) -> tuple[str, str]:
@@ -603,13 +553,12 @@ def _keys(reader: Reader, encoder: Encoder, cache_dir: Path) -> tuple[str, str]:
         "tokenizer": tokenizer_identity(encoder.tokenizer),
         "options": {**encoder.options, "limit": reader.limit},
         "declaration": {key: getattr(spec, key) for key in declared},
+        "columns": reader.columns,
         # the kind determines how a file is read; its name does not matter
         "files": [
             [kind, _content_hash(Path(file), cache_dir)] for file, kind in spec.files.items()
         ],
     }
-    if reader.columns:  # only then: checkpoints of earlier versions lack it
-        identity["columns"] = reader.columns
     modules = (data_files, data_records, data_chat, sys.modules[__name__])
     code = {"format": CACHE_FORMAT, "code": [inspect.getsource(module) for module in modules]}
     return _hash_of(identity | code), _hash_of(identity)
@@ -631,20 +580,17 @@ def _content_hash(path: Path, cache_dir: Path) -> str:
     target = cache_dir / "hashes" / hashlib.sha256(version.encode()).hexdigest()
 
     def build(temporary: Path, progress: Progress) -> None:
-        write_file(temporary, _sha256_of_file(path, progress))
+        write_file(temporary, _sha256_of_file(path))
 
     build_once(target, build, f"hashing {path}")
     return target.read_text()
 
 
-def _sha256_of_file(path: Path, progress: Progress = lambda text: None) -> str:
+def _sha256_of_file(path: Path) -> str:
     digest = hashlib.sha256()
-    done = 0
     with open(path, "rb") as file:
         while block := file.read(8 << 20):
             digest.update(block)
-            done += len(block)
-            progress(f"{done / 2**30:.1f} GiB")
     return digest.hexdigest()
 
 
@@ -652,47 +598,43 @@ def _sha256_of_file(path: Path, progress: Progress = lambda text: None) -> str:
 
 
 def write_shard(
-    folder: Path, parts: Iterator, meta: dict, row_length: int | None, progress: Progress
+    folder: Path, parts: Iterator, reader: Reader, row_length: int | None, progress: Progress
 ) -> None:
-    """Write a new folder with the documents of `parts`, synced to disk.
+    """Write a new folder with the documents of `parts`, synced to disk: ids.bin, the documents end
+    to end; index.npz, the arrays of a Shard; meta.json.
 
-    parts: of encode_all. meta: "sources" and "formats" of the report, complete once the parts are
-    used up, and the names of registered "columns". row_length: join the documents and cut them into
-    rows of so many tokens, as row_spans does (None: leave them).
+    parts: of encode_all, from the reader's records. row_length: join the documents and cut them
+    into rows of so many tokens, as row_spans does (None: leave them).
     """
     folder.mkdir()
-    lengths = []
-    learned = []
-    columns = []
+    rows = []
     tally = Tally()
-    with open(folder / "ids.bin", "wb") as tokens, open(folder / "mask.bin", "wb") as masks:
+    with open(folder / "ids.bin", "wb") as tokens:
         for samples, tally in parts:
-            for ids, mask, values in itertools.chain(*samples):
-                columns.append([values.get(name, np.nan) for name in meta["columns"]])
-                tokens.write(ids.tobytes())
-                if mask is not None:
-                    masks.write(mask.tobytes())
-                lengths.append(len(ids))
-                learned.append(num_learned(ids, mask))
+            for document, values in itertools.chain(*samples):
+                tokens.write(document.tobytes())
+                columns = (values.get(name, np.nan) for name in reader.columns)
+                rows.append((len(document), num_learned(document), *columns))
             progress(f"{tally.records:,} records, {tokens.tell() // 4:,} tokens")
     tally.check()
-    if (folder / "mask.bin").stat().st_size == 0:
-        (folder / "mask.bin").unlink()
-    if meta["columns"]:
-        np.array(columns, dtype=np.float64).tofile(folder / "columns.bin")
-    stops = np.array(lengths, dtype=np.int64).cumsum()
+    table = np.array(rows).reshape(len(rows), 2 + len(reader.columns))
+    lengths, learned = table[:, :2].astype(np.int64).T
+    stops = lengths.cumsum()
     spans = np.stack([stops - lengths, stops], axis=1)
     if row_length is not None:
-        spans = row_spans(sum(lengths), row_length)
+        spans = row_spans(lengths.sum(), row_length)
         learned = spans[:, 1] - spans[:, 0] - 1
-    spans.astype(np.int64).tofile(folder / "spans.bin")
-    np.array(learned, dtype=np.int64).tofile(folder / "learned.bin")
-    checksums = {path.name: checksum(path) for path in folder.iterdir()}
-    for name in checksums:
-        sync(folder / name)
-    meta = {**meta, **dataclasses.asdict(tally), "created": time.time(), "checksums": checksums}
-    write_json(folder / "meta.json", meta)
-    sync(folder)
+    np.savez(folder / "index.npz", spans=spans, learned=learned, columns=table[:, 2:])
+    files = sorted(folder.iterdir())
+    meta = {
+        "formats": list(reader.formats.values()),
+        "columns": list(reader.columns),
+        "checksums": {path.name: checksum(path) for path in files},
+        **dataclasses.asdict(tally),
+    }
+    write_json(folder / META_NAME, meta)
+    for path in (*files, folder):
+        sync(path)
 
 
 def row_spans(num_tokens: int, row_length: int) -> np.ndarray:
@@ -708,24 +650,18 @@ def row_spans(num_tokens: int, row_length: int) -> np.ndarray:
 def damage(folder: Path) -> str | None:
     """A description of the damage to a shard's folder, None for a whole one.
 
-    Sizes are compared at each call, checksums once in a process for each shard.
+    A file is read once in a process, and again if its size or time has changed.
     """
     try:
-        text = (folder / "meta.json").read_bytes()
-        meta = json.loads(text)
-        if not isinstance(meta, dict) or set(meta) != _META:
-            return "meta.json is not whole"
-        for name, (written, _) in meta["checksums"].items():
-            size = (folder / name).stat().st_size
-            if size != written:
-                return f"{name} has {size:,} bytes and had {written:,}"
-        if (folder, text) not in _whole:
-            for name, (_, crc) in meta["checksums"].items():
-                if checksum(folder / name)[1] != crc:
-                    return f"{name} has other content than was written"
-            _whole.add((folder, text))
-    except (OSError, ValueError, TypeError, AttributeError) as error:
-        return f"it cannot be read ({error})"
+        meta = json.loads((folder / META_NAME).read_text())
+        for name, written in meta["checksums"].items():
+            path = folder / name
+            version = (path, path.stat().st_mtime_ns, path.stat().st_size)
+            if version not in _whole and list(checksum(path)) != written:
+                return f"{name} has other content than was written"
+            _whole.add(version)
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        return f"it cannot be read ({describe_error(error)})"
     return None
 
 
@@ -734,60 +670,45 @@ class Shard:
     [n] each, shifted: labels[t] is the token after input_ids[t], or IGNORE_INDEX.
 
     document_lengths int64 [samples, documents of a sample]: every n. learned int64 [samples]:
-    labels that are not IGNORE_INDEX. meta: of meta.json. tally: counts of its records. identity:
-    names its files, keys and tokenizer. Files are mapped in the process that reads samples.
+    labels that are not IGNORE_INDEX. columns [documents, registered columns]: NaN for none. meta:
+    of meta.json. tally: counts of its records. identity: names its files, keys and tokenizer.
     """
 
     def __init__(self, folder: Path, documents_per_sample: int, identity: str):
         self.folder = folder
+        self.documents_per_sample = documents_per_sample
         self.identity = identity
-        self.meta = json.loads((folder / "meta.json").read_text())
+        self.meta = json.loads((folder / META_NAME).read_text())
         self.tally = Tally.of(self.meta)
-        spans = np.fromfile(folder / "spans.bin", dtype=np.int64)
-        learned = np.fromfile(folder / "learned.bin", dtype=np.int64)
-        self.spans = spans.reshape(-1, documents_per_sample, 2)
+        index = np.load(folder / "index.npz")
+        self.spans = index["spans"].reshape(-1, documents_per_sample, 2)
         self.document_lengths = self.spans[..., 1] - self.spans[..., 0] - 1
-        self.columns = None  # registered ones of each document, NaN: none
-        if self.meta["columns"]:
-            columns = np.fromfile(folder / "columns.bin")
-            self.columns = columns.reshape(*self.spans.shape[:2], -1)
-        self.learned = learned.reshape(-1, documents_per_sample).sum(axis=1)
-        self._maps: tuple[np.ndarray, np.ndarray | None] | None = None
+        self.learned = index["learned"].reshape(-1, documents_per_sample).sum(axis=1)
+        self.columns = index["columns"]
 
-    def __getstate__(self) -> dict:
-        return {**self.__dict__, "_maps": None}  # numpy would pickle a map as a copy of the file
+    def __reduce__(self):  # numpy would pickle the map as a copy of the file
+        return Shard, (self.folder, self.documents_per_sample, self.identity)
 
     def __len__(self) -> int:
         return len(self.spans)
 
     def __getitem__(self, row: int) -> list[dict]:
-        ids, mask = self.maps()
-        documents = [
-            shifted(ids[start:stop], mask if mask is None else mask[start:stop])
-            for start, stop in self.spans[row]
-        ]
-        of_row = () if self.columns is None else self.columns[row].tolist()
-        for document_, values in zip(documents, of_row, strict=False):
+        documents = [shifted(self.tokens[start:stop]) for start, stop in self.spans[row]]
+        first = row * self.documents_per_sample
+        values_of = self.columns[first : first + len(documents)].tolist()
+        for document_, values in zip(documents, values_of, strict=False):
             columns = zip(self.meta["columns"], values, strict=True)
             document_.update((name, value) for name, value in columns if value == value)
         return documents
 
-    def maps(self) -> tuple[np.ndarray, np.ndarray | None]:
-        """(tokens of all documents one after another, 1 for each trained one; None: all are)."""
-        if self._maps is None:
-            ids = np.memmap(self.folder / "ids.bin", dtype=np.int32, mode="r")
-            mask = None
-            if "mask.bin" in self.meta["checksums"]:
-                mask = np.memmap(self.folder / "mask.bin", dtype=np.uint8, mode="r")
-            self._maps = ids, mask
-        return self._maps
+    @functools.cached_property
+    def tokens(self) -> np.ndarray:
+        """All documents end to end, mapped in the process that reads samples."""
+        return np.memmap(self.folder / "ids.bin", dtype=np.int32, mode="r")
 
 
-def shifted(ids: np.ndarray, mask: np.ndarray | None, columns=()) -> dict:
-    """{"input_ids", "labels"} int64 [n - 1] of n tokens, and registered columns. mask: 1 for
-    trained tokens, None: all are."""
-    tokens = np.array(ids, dtype=np.int64)
-    labels = tokens[1:].copy()
-    if mask is not None:
-        labels[mask[1:] == 0] = IGNORE_INDEX
+def shifted(document: Document, columns=()) -> dict:
+    """{"input_ids", "labels"} int64 [n - 1] of n tokens, and registered columns."""
+    tokens = np.maximum(document, ~document).astype(np.int64)
+    labels = np.where(document[1:] >= 0, tokens[1:], IGNORE_INDEX)
     return {"input_ids": tokens[:-1], "labels": labels, **dict(columns)}

@@ -44,6 +44,7 @@ SIDES = ("chosen", "rejected")  # the two answers of a preference pair, in this 
 _HUB_KEYS = ("ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
 _UNUSED_KEYS = ("subset", "split", "folder")  # they select within a hub repository
 _KEYS = ("file_name", "hf_hub_url", "formatting", "columns", "tags", "num_samples", "ranking")
+_KEYS += ("values",)
 _FORMATTINGS = ("alpaca", "sharegpt", "openai")
 _TEXT_COLUMNS = ("prompt", "query", "response", "history", "messages", "system", "tools", "text")
 _OTHER_COLUMNS = ("images", "videos", "audios", *SIDES, "kto_tag")
@@ -65,7 +66,8 @@ class DatasetSpec:
 
     files: path -> kind, which selects the reader. formatting: the name of a record format. columns:
     name of a column in dataset_info.json -> in the files. tags: names within messages. num_samples:
-    only the first so many records. notes: lines for the report.
+    only the first so many records. notes: lines for the report. values: of registered columns, for
+    records without one of their own.
     """
 
     name: str
@@ -75,6 +77,7 @@ class DatasetSpec:
     tags: dict = field(default_factory=dict)
     num_samples: int | None = None
     notes: list[str] = field(default_factory=list)
+    values: dict = field(default_factory=dict)
 
 
 # -- which files
@@ -224,7 +227,8 @@ def _declared(
     _check_entry(entry, columns, tags, objective, here)
     formatting = entry.get("formatting")
     num_samples = entry.get("num_samples")
-    spec = DatasetSpec(name, {}, formatting, columns, tags, num_samples)
+    values = entry.get("values") or {}
+    spec = DatasetSpec(name, {}, formatting, columns, tags, num_samples, values=values)
     if repository:
         return spec, _files_of_hub(repository, entry, here)
     path = info_file.parent / entry["file_name"]

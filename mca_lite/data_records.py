@@ -80,12 +80,18 @@ _ROLE_TAGS["observation_tag"] = "tool"
 # -- registered columns
 
 
-def dataset_columns(dataset: str) -> dict[str, float | None]:
-    """Each registered column's value for the records of a dataset, None: the column's default."""
-    return {
-        name: column.of_dataset(dataset) if column.of_dataset else None
-        for name, column in sorted(registered_columns().items())
-    }
+def dataset_columns(spec: DatasetSpec, data_args) -> dict[str, float | None]:
+    """Each registered column's value for the records of a dataset, None: the column's default.
+    ValueError for a value of another column."""
+    columns = dict(sorted(registered_columns().items()))
+    if not isinstance(spec.values, dict) or not spec.values.keys() <= columns.keys():
+        raise ValueError(
+            f"dataset {spec.name!r}: values {spec.values!r:.80}: expected "
+            f"registered columns, and there are {list(columns)}: call "
+            "register_column before the data is read"
+        )
+    of_keys = {name: c.of_dataset(spec, data_args) for name, c in columns.items() if c.of_dataset}
+    return {**dict.fromkeys(columns), **of_keys, **spec.values}
 
 
 def column_values(record, of_dataset: dict[str, float | None], where: str) -> dict[str, float]:

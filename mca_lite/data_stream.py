@@ -245,15 +245,12 @@ class TokenStream:
             chunk = 0
 
     def _tokenize(self, chunk: list[Record]) -> list[Sample]:
-        """The samples of some records. Prints each count at its first time and each tenfold, and
-        the first ten unusable records. ValueError for too many of these."""
+        """The samples of some records. Prints each count at its first time and each tenfold.
+        ValueError for too many of these."""
         samples, tally = self.encoder.encode(chunk)
         total = self._tally
-        listed = len(total.first_bad)
         total.add(tally)
         if self._speaks:
-            for line in total.first_bad[listed:]:
-                print(f"stream: left out {line}", flush=True)
             for text, new in tally.counts.items():
                 count = total.counts[text]
                 before = count.number - new.number
@@ -296,9 +293,9 @@ def _joined(samples: Iterator, row_length: int, token: int) -> Iterator:
     tokens = np.zeros(0, np.int32)
     begins: list[tuple[int, Position]] = []  # of the documents: number in tokens, position
     position = Position()
-    for position, [(ids, *_)] in samples:
+    for position, [(document, _)] in samples:
         begins.append((len(tokens) - token, position))
-        tokens = np.concatenate([tokens, ids[token:]])
+        tokens = np.concatenate([tokens, document[token:]])
         token = 0
         num_full = max(len(tokens) - 1, 0) // (row_length - 1)
         for start, stop in row_spans(len(tokens), row_length)[:num_full]:
@@ -306,12 +303,12 @@ def _joined(samples: Iterator, row_length: int, token: int) -> Iterator:
                 begins.pop(0)
             begin, first = begins[0]
             after = dataclasses.replace(first, token=int(stop) - 1 - begin)
-            yield [shifted(tokens[start:stop], None)], after
+            yield [shifted(tokens[start:stop])], after
         used = num_full * (row_length - 1)
         tokens = tokens[used:]
         begins = [(begin - used, first) for begin, first in begins]
     if len(tokens) > 1:  # of records that are held out
-        yield [shifted(tokens, None)], position
+        yield [shifted(tokens)], position
 
 
 class HeldOut(list):

@@ -140,7 +140,7 @@ class DataInspector:
 
     def _ends_of_texts(self, shard) -> np.ndarray:
         """Places after the end token of each joined text."""
-        return np.flatnonzero(shard.maps()[0] == self.tokenizer.eos_token_id) + 1
+        return np.flatnonzero(shard.tokens == self.tokenizer.eos_token_id) + 1
 
     def _lengths(self, dataset: TokenDataset) -> np.ndarray:
         """Tokens of each document, or of each joined text."""
@@ -175,7 +175,7 @@ class DataInspector:
                 yield number, [tokens_of(document) for document in dataset[number]]
             return
         texts = itertools.chain.from_iterable(
-            np.split(shard.maps()[0], self._ends_of_texts(shard)[:-1]) for shard in dataset.shards
+            np.split(shard.tokens, self._ends_of_texts(shard)[:-1]) for shard in dataset.shards
         )
         for number, text in enumerate(texts):
             yield number, [(text.astype(np.int64), np.ones(len(text), bool))]

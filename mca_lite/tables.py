@@ -539,16 +539,16 @@ class Column:
 
     per: "token", cut by context parallelism at the rank's places of a row; "document", or "sample":
     one value each. dtype: torch's name. padding: the value in positions that only pad. default: of
-    a document without the column. of_dataset: the name of a dataset -> its documents' value, None:
-    the default. to_model: the forward pass gets it, under its name. given_by: where it may come
-    from; "record" is a field of a dataset's files.
+    a document without the column. of_dataset: (DatasetSpec, DataArguments) -> the value of its
+    documents by the keys of a run, None: the default. to_model: the forward pass gets it, under its
+    name. given_by: where it may come from; "record" is a field of a dataset's files.
     """
 
     per: str
     dtype: str = "float32"
     padding: float = 0
     default: float | None = None
-    of_dataset: Callable[[str], float | None] | None = None
+    of_dataset: Callable[[Any, Any], float | None] | None = None
     to_model: bool = False
     given_by: tuple[str, ...] = ("record", "sample", "collator")
 
@@ -578,15 +578,17 @@ def register_column(
     dtype: str = "float32",
     padding: float = 0,
     default: float | None = None,
-    of_dataset: Callable[[str], float | None] | None = None,
+    of_dataset: Callable[[Any, Any], float | None] | None = None,
     to_model: bool = False,
 ) -> None:
     """Add a column to samples and micro-batches (see Column). The loss hooks get it in `batch`, cut
     and on the rank's device as the tokens are: [b, s], or of real documents or samples [n].
 
     A document of a Python dataset has it as a number, or a list of its length; a record of a file
-    as a number. One number per token counts for all tokens of the document. A document without the
-    column and without a default is a ValueError. Call it before the data is read, on every rank.
+    as a number. For the records without it a dataset gives a number, by `values` of its entry in
+    dataset_info.json, or of_dataset. One number counts for all tokens of a document. A document
+    without the column and without a default is a ValueError. Call it before the data is read, on
+    every rank.
     Raises: ValueError for a name that is taken, and for another `per`.
     """
     if name in COLUMNS:

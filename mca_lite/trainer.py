@@ -259,11 +259,12 @@ class McaTrainer:
         """The micro-batches of a step before they run, with what another model says of them."""
         return micro_batches
 
-    def _pre_compute_loss(self, batch: dict, inputs: dict):
+    def _pre_compute_loss(self, batch: dict, inputs: dict, *more):
         """The loss_func of a micro-batch, on every pipeline stage. batch: the whole rows, and the
-        columns for losses alone (see register_column) as this rank has them; inputs: the model's.
+        columns for losses alone (see register_column) as this rank has them; inputs: the model's;
+        more: arguments of _post_compute_loss between labels and losses.
         """
-        return functools.partial(self._post_compute_loss, inputs["labels"])
+        return functools.partial(self._post_compute_loss, inputs["labels"], *more)
 
     def _prepare_train_inputs(self, data_iterator: Iterator) -> dict[str, Any]:
         """The next micro-batch as the model takes it, on this rank's device, cut for its

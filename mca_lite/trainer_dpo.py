@@ -237,11 +237,11 @@ class DPOTrainer(McaTrainer):
         responses = Responses(*logps, None, None, *reference)
         return tables.dpo_loss(responses, self.train_config)
 
-    def _pre_compute_loss(self, batch: dict, inputs: dict):
+    def _pre_compute_loss(self, batch: dict, inputs: dict, *more):
         of_reference = (None, None)
         if "reference" in batch:
             of_reference = batch["reference"].view(-1, len(SIDES)).unbind(-1)
-        return functools.partial(self._post_compute_loss, inputs["labels"], batch, *of_reference)
+        return super()._pre_compute_loss(batch, inputs, batch, *of_reference, *more)
 
     def _post_compute_loss(self, labels, batch, ref_chosen_logps, ref_rejected_logps, losses):
         """Token losses [b, s] -> (sum of the pairs' losses, pairs int32, {metric: (sum, pairs)}).

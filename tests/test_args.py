@@ -80,7 +80,7 @@ def test_yaml_scalars_take_the_type_of_their_field(tmp_path, base):
         "no\nrun_name: 2024-01-31\ndataset: a, b\n"
         "lr_scheduler_kwargs: {min_lr: 1e-6}\nlr_scheduler_type: "
         "cosine_with_min_lr\nsave_total_limit: null\n"
-        "mix_weights: 1, 3\n"
+        "mix_weights: 1, 3\nmix_strategy: interleave_over\n"
     )
     run = parse_args([str(path), base[0], base[2]])
     assert run.training.learning_rate == 1e-5

@@ -122,7 +122,7 @@ def test_what_is_split_off_for_evaluation_is_not_interleaved(tmp_path):
     held = answers(bundle.eval)
     assert len(held) == len(set(held)) == 4
     assert set(answers(bundle.train)) == {0, 1, 2, *range(10, 19)} - set(held)
-    with pytest.raises(ConfigError, match="it leaves no sample of dataset 1 of 2 to mix"):
+    with pytest.raises(ConfigError, match="it leaves no sample of a dataset to mix"):
         load(tmp_path, write(tmp_path, (1, 9)), mix_strategy="interleave_over", val_size=9)
 
 

@@ -189,7 +189,7 @@ def test_the_template_s_own_bos_is_not_doubled():
 
 def test_train_on_prompt_trains_every_token():
     _, part = encode(TWO_TURNS, CHATML, train_on_prompt=True)
-    assert part.mask.all() and num_learned(part.ids, part.mask) == len(part.ids) - 1
+    assert part.mask.all() and num_learned(part.tokens) == len(part.ids) - 1
 
 
 def test_token_borders_are_those_of_the_whole_text():
@@ -577,7 +577,7 @@ def test_many_brackets_are_no_depth(tmp_path):
 
 def test_a_record_far_longer_than_cutoff_len_is_refused_with_its_size():
     long = "a" * 1_000_000
-    words = r"t.json:1: the record has 1,000,0\d\d characters, .*cutoff_len 128 at most 1,000,000"
+    words = r"t.json:1: the record has 1,000,\d\d\d characters, .*cutoff_len 128 at most 1,000,000"
     with pytest.raises(ValueError, match=words):
         encode(chat(long, "b"), CHATML, cutoff_len=128)
     with pytest.raises(ValueError, match=words):

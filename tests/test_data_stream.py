@@ -226,8 +226,7 @@ def test_every_kind_of_file_is_streamed(tmp_path):
         data = gzip.compress(text.encode()) if name.endswith(".gz") else text.encode()
         (tmp_path / name).write_bytes(data)
         bundle = load(tmp_path, str(tmp_path / name), streaming=True, buffer_size=7)
-        train, said = bundle.train, "\n".join(bundle.report)
-        assert ("read into memory as a whole" in said) == (name in ("a.json", "a.csv"))
+        train = bundle.train
         found = list(itertools.islice(train.rows(), 40))
         rows[name] = [plain(row) for row, _ in found]
         assert take(train, 5, found[20][1]) == rows[name][21:26]
@@ -277,8 +276,7 @@ def test_records_that_cannot_be_used_stop_or_are_said_and_left_out(tmp_path, cap
     said = capsys.readouterr().out.splitlines()
     what = "records cannot be used and were left out: message N: unknown role 'alien'"
     assert [line for line in said if what in line and line.startswith("stream: 12 ")]
-    listed = [line for line in said if line.startswith("stream: left out ")]
-    assert len(listed) == 10 and all("b.jsonl" in line and "alien" in line for line in listed)
+    assert all("one of them at" in line and "b.jsonl" in line for line in said if what in line)
     assert [line for line in said if "samples have an empty answer and were left out" in line]
     worse = write(tmp_path / "c.jsonl", 400, bad=150)
     with pytest.raises(
@@ -303,7 +301,8 @@ def test_the_first_records_that_cannot_be_used_are_left_out_too(tmp_path):
     assert rows[0] == rows[1] and len(rows[0]) == 26
     assert reports == [f"{file}: openai records"] * 2
     (tmp_path / "a.jsonl").write_text('{"none": 1}\n' * 1000)
-    with pytest.raises(ValueError, match="(?s)200 of 200 records cannot be used.*a.jsonl:1: "):
+    words = "(?s)200 of 200 records cannot be used.*the first at .*a.jsonl:1$"
+    with pytest.raises(ValueError, match=words):
         take(stream(tmp_path, file, on_bad_record="skip", disable_shuffling=True), 1)
 
 

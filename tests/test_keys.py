@@ -47,7 +47,7 @@ CHANGES_A_RUN = {
     "cutoff_len": ("12", ""),
     "train_on_prompt": ("true", ""),
     "mask_history": ("true", ""),
-    "mix_weights": ("5,1", TWO_SETS),
+    "mix_weights": ("5,1", f"{TWO_SETS} mix_strategy=interleave_over"),
     "mix_strategy": ("interleave_over", TWO_SETS),
     "buffer_size": ("4", "streaming=true"),
     "max_samples": ("6", ""),

@@ -142,17 +142,32 @@ def weighted_losses(folder, weights: dict[str, float]) -> list[dict]:
     return lines
 
 
-def train_weighted(words: str, folder: str, weights: dict) -> int:
+def train_weighted(words: str, folder: str) -> int:
     os.chdir(ROOT)
-    module = example("dataset_weights")
-    module.WEIGHTS.update(weights)
     places = [f"output_dir={folder}/run", f"cache_dir={folder}/cache"]
-    return module.main([*words.split(), *places])
+    return example("dataset_weights").main([*words.split(), *places])
+
+
+def train_weighted_pairs(words: str, folder: str, weight: float) -> int:
+    """DPO whose token losses are weighed by the hook of a trainer that knows no pairs."""
+    from mca_lite import DPOTrainer, cli, register_column, register_objective
+    from mca_lite.tables import OBJECTIVES
+
+    class WeightedPairs(DPOTrainer, example("dataset_weights").WeightedTrainer):
+        pass
+
+    os.chdir(ROOT)
+    dpo = OBJECTIVES["dpo"]
+    register_column("weight", of_dataset=lambda spec, keys: weight * keys.cutoff_len / 128)
+    fields = dict(trainer=WeightedPairs, metrics=dpo.metrics, keys=dpo.keys)
+    register_objective("weighted_pairs", records="pairs", **fields)
+    places = [f"output_dir={folder}/run", f"cache_dir={folder}/cache"]
+    return cli.main([*MODEL.split(), *SHORT.split(), *words.split(), *places])
 
 
 @pytest.fixture(scope="module")
 def weighted(tmp_path_factory):
-    """(folder, a weight of each file, the lines of plain torch)"""
+    """(folder with dataset_info.json, its entries with weights, the lines of plain torch)"""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     folder = tmp_path_factory.mktemp("weighted")
@@ -168,29 +183,45 @@ def weighted(tmp_path_factory):
         file = folder / f"{name}.jsonl"
         file.write_text("\n".join(part))
         weights[str(file)] = weight
-    return folder, weights, weighted_losses(folder, weights)
+    info = {
+        Path(file).stem: {"file_name": file, "values": {"weight": weight}}
+        for file, weight in weights.items()
+    }
+    (folder / "dataset_info.json").write_text(json.dumps(info))
+    return folder, info, weighted_losses(folder, weights)
 
 
 @pytest.mark.parametrize("layout", WEIGHTED, ids=lambda layout: "-".join(map(str, layout)))
 def test_a_weight_per_dataset_from_outside_equals_plain_torch(weighted, tmp_path, layout):
-    folder, weights, wanted = weighted
+    folder, info, wanted = weighted
     dp = layout.get("dp", 1)
     sizes = {key: layout[key] for key in NAMES_OF.keys() & layout.keys()}
     keys = {NAMES_OF.get(key, key): value for key, value in layout.items() if key != "dp"}
     keys |= dict(model_name_or_path=folder / "model", stage="sft_weighted", global_batch_size=8)
-    keys |= dict(
-        train_from_scratch="false", per_device_train_batch_size=2, dataset=",".join(weights)
-    )
+    keys |= dict(train_from_scratch="false", per_device_train_batch_size=2)
+    keys |= dict(dataset_dir=folder, dataset=",".join(info))
     keys |= dict(cutoff_len=64, max_steps=2, logging_steps=1, warmup_steps=0, learning_rate=1e-2)
     keys |= dict(lr_scheduler_type="constant", weight_decay=0, max_grad_norm=0, optim="sgd")
     keys |= dict(eval_strategy="no", save_strategy="no", disable_tqdm="true")
     words = "configs/sft.yaml eval_dataset=null " + " ".join(f"{k}={v}" for k, v in keys.items())
     ranks = dp * math.prod(sizes.values())
-    codes = world.run(train_weighted, ranks, words, str(tmp_path), weights)
+    codes = world.run(train_weighted, ranks, words, str(tmp_path))
     assert codes == [0] * ranks
     for got, line in zip(read_log(tmp_path / "run"), wanted, strict=True):
         for name, value in line.items():
             assert got[name] == pytest.approx(value, rel=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["tensor_model_parallel_size=2", "use_mca=false"])
+def test_a_column_s_hook_reaches_the_loss_of_pairs(tmp_path, backend):
+    words = f"configs/orpo.yaml stage=weighted_pairs save_strategy=no {backend}"
+    lines = []
+    for weight in (1.0, 0.5):
+        folder = tmp_path / str(weight)
+        assert world.run(train_weighted_pairs, 2, words, str(folder), weight) == [0, 0]
+        lines.append(read_log(folder / "run")[0])
+    for name in ("logps/chosen", "logps/rejected"):
+        assert lines[1][name] == pytest.approx(0.5 * lines[0][name], rel=1e-5)
 
 
 def test_the_data_of_a_run_is_looked_at_without_the_run(tmp_path, capsys):

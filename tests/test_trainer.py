@@ -367,7 +367,7 @@ def with_batch(path: str, out: str, changes: dict) -> str:
     "changes, words",
     [
         ({"labels": None}, "labels"),
-        ({"labels": torch.ones(1, 3, dtype=torch.long)}, "differ in shape"),
+        ({"labels": torch.ones(1, 3, dtype=torch.long)}, "have the shapes"),
         ({"attention_mask": torch.tensor([[0, 1, 1, 1]])}, "padding_side"),
         ({"position_ids": torch.tensor([[0, 1, 0, 1]])}, "position_ids"),
         ({"pixel_values": torch.ones(1, 3)}, "'pixel_values', which the model would not be given"),

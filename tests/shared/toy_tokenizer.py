@@ -85,10 +85,12 @@ def encode(tokenizer, record, form: str = "openai", spec=None, **keys) -> Simple
     samples, tally = encoder.encode(
         [(where, conversations(record, spec, form, False, system, where, ignored), {})]
     )
-    documents = list(itertools.chain(*samples))
+    documents = [document for document, _ in itertools.chain(*samples)]
+    tokens = np.concatenate([np.zeros(0, np.int32), *documents])
     return SimpleNamespace(
-        ids=np.concatenate([np.zeros(0, np.int32), *(ids for ids, *_ in documents)]),
-        mask=np.concatenate([np.zeros(0, np.uint8), *(mask for _, mask, _ in documents)]),
-        lengths=[len(ids) for ids, *_ in documents],
+        tokens=tokens,
+        ids=np.where(tokens < 0, ~tokens, tokens),
+        mask=(tokens >= 0).astype(np.uint8),
+        lengths=list(map(len, documents)),
         tallies={what: (count.number, count.place) for what, count in tally.counts.items()},
     )
