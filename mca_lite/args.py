@@ -28,7 +28,6 @@ from .args_keys import (
     HINTS,
     IGNORED_KEYS,
     NOT_OF_TRAINING,
-    SWITCHES,
     UNSUPPORTED,
     lookup,
     unsupported,
@@ -50,7 +49,7 @@ from .args_rules_training import (
     normalise_training,
     parse_steps,
 )
-from .args_values import ArgumentGroup, arg, cast, default_of, loads_yaml, read_config_file
+from .args_values import ArgumentGroup, arg, default_of, loads_yaml, read_config_file
 from .errors import ConfigError, Judge, Problem
 from .files import parse_size, read_model_config, write_file
 from .tables import LOSSES, OBJECTIVES, OPTIMIZER_ALIASES, OPTIMIZERS, TEMPLATES, check_template
@@ -153,30 +152,22 @@ class FinetuningArguments(ArgumentGroup):
     finetuning_type: Literal["full", "lora"] = arg(
         "full", "full: train every weight; lora (LLaMA-Factory's default): train adapters"
     )
-    lora_rank: int = arg(8, "rank of the adapters", low=1, high=65_536, lora=True)
+    lora_rank: int = arg(8, "rank of the adapters", low=1, high=65_536)
     lora_alpha: float | None = arg(
-        None, "adapters are scaled by alpha / rank (None: twice the rank)", above=0, lora=True
+        None, "adapters are scaled by alpha / rank (None: twice the rank)", above=0
     )
     lora_dropout: float | None = arg(
-        None,
-        "dropout on adapters' input (None: 0, or the loaded adapter's)",
-        low=0,
-        below=1,
-        lora=True,
+        None, "dropout on adapters' input (None: 0, or the loaded adapter's)", low=0, below=1
     )
     lora_target: list[str] = arg(
-        ["all"], "all (every linear layer except the head), module names, or patterns", lora=True
+        ["all"], "all (every linear layer except the head), module names, or patterns"
     )
-    use_rslora: bool = arg(False, "scale adapters by alpha / sqrt(rank)", lora=True)
+    use_rslora: bool = arg(False, "scale adapters by alpha / sqrt(rank)")
     modules_to_save: list[str] | None = arg(
-        None, "modules trained in full beside the adapters, such as lm_head", lora=True
+        None, "modules trained in full beside the adapters, such as lm_head"
     )
-    adapter_name_or_path: str | None = arg(
-        None, "folder of a PEFT adapter to train further", lora=True
-    )
-    save_merged_model: bool = arg(
-        False, "also export the merged model, to output_dir/merged", lora=True
-    )
+    adapter_name_or_path: str | None = arg(None, "folder of a PEFT adapter to train further")
+    save_merged_model: bool = arg(False, "also export the merged model, to output_dir/merged")
     pref_loss: str = arg(
         "sigmoid", "stage dpo: sigmoid is DPO, orpo needs no reference", choices=LOSSES
     )
@@ -420,7 +411,10 @@ class TrainingArguments(ArgumentGroup):
 
     # memory, kernels and the model
     recompute_granularity: Literal["full", "selective"] | None = mca(
-        None, "recomputation of activations in the backward pass", model="always"
+        None,
+        "recomputation of activations in the backward pass",
+        model="always",
+        words={"true": "full", "false": None},  # of gradient_checkpointing
     )
     recompute_method: Literal["uniform", "block"] | None = mca(
         None, "full recomputation by uniform units or blocks (None: uniform)", model="always"
@@ -489,6 +483,17 @@ class TrainingArguments(ArgumentGroup):
 
     normalise = normalise_training
     check = check_training
+
+    def leave_out_megatron(self) -> None:
+        """Reset the keys of megatron-core, for the plain torch backend; a note names them."""
+        of_torch = {f.name for f in dataclasses.fields(self) if f.metadata.get("torch", True)}
+        left_out = [key for key in self.changed if key not in of_torch]
+        for key in left_out:
+            setattr(self, key, default_of(FIELDS[key]))
+            self.changed.remove(key)
+        if left_out:
+            names = ", ".join(left_out)
+            self.notes.append(f"use_mca is false: plain torch DDP does without {names}")
 
     @property
     def world_size(self) -> int:
@@ -585,8 +590,7 @@ class RunArguments:
 
     def to_dict(self) -> dict[str, Any]:
         """Flat key -> value in effect, of all groups."""
-        groups = map(dataclasses.asdict, self.groups)
-        return {key: value for group in groups for key, value in group.items()}
+        return {key: getattr(self, key) for key in FIELDS}
 
     def to_yaml_dict(self) -> dict[str, Any]:
         """Flat key -> value in effect, without None, which means the same as an absent key.
@@ -645,14 +649,15 @@ def parse_args(argv: list[str] | None = None, *, needs_world: bool = True) -> Ru
     if any(problem.reason == _IN_GROUPS or problem.key in NOT_OF_TRAINING for problem in problems):
         raise ConfigError(problems)  # missing keys may be in those groups, or not needed
     judge = Judge(None, problems)
-    backend = UseMcaArguments.read(keys, judge)
     judge.arguments = run = RunArguments(
         ModelArguments.read(keys, judge),
         DataArguments.read(keys, judge),
         FinetuningArguments.read(keys, judge),
-        TrainingArguments.read(keys, judge, backend.use_mca),
-        backend,
+        TrainingArguments.read(keys, judge),
+        UseMcaArguments.read(keys, judge),
     )
+    if not run.use_mca:
+        run.training.leave_out_megatron()
     model = run.model
     if model.model_name_or_path:
         run.model_config = read_model_config(
@@ -663,7 +668,7 @@ def parse_args(argv: list[str] | None = None, *, needs_world: bool = True) -> Ru
         check_world(run.training, judge)
     run.data.resolve(judge)
     run.finetuning.resolve(judge)
-    run.warnings = [*ignored, *check_run(run, keys, judge)]
+    run.warnings = [*ignored, *check_run(run, judge)]
     if run.model_config:
         # a degree may fit neither the number of processes nor the model: both problems are shown
         judge.bad.discard("tensor_model_parallel_size")
@@ -686,32 +691,24 @@ def read_words(argv: list[str]) -> tuple[dict[str, Any], list[Problem]]:
     rest = list(argv)
     while rest:
         word = rest.pop(0)
-        key, equals, text = word.partition("=")
-        if word.startswith("--"):
-            key = key[2:].replace("-", "_")
-            if not equals:
-                text = rest.pop(0) if rest and _is_value(key, rest[0]) else "true"
-            words.append((key, _word_value(text)))
-        elif equals and key.isidentifier():
+        key, equals, text = word.removeprefix("--").partition("=")
+        is_option = word.startswith("--")
+        if is_option:
+            key = key.replace("-", "_")
+        if is_option and not equals:
+            text = rest.pop(0) if rest and _is_value(key, rest[0]) else "true"
+        if is_option or (equals and key.isidentifier()):
             words.append((key, _word_value(text)))
         elif word.endswith(_FILE_SUFFIXES):
             paths.append(word)
         else:
             reason = "expected a YAML file, key=value or --key value"
-            remedy = "key=value"
-            if _is_known(word) and rest and _is_value(word, rest[0]):
-                remedy = f"{word}={rest.pop(0).lstrip('=')}"
-            problems.append(Problem(word, None, reason, remedy))
+            problems.append(Problem(word, None, reason, f"{word}=<value>, or --{word} <value>"))
     if len(paths) > 1:
         remedy = "one file, then key=value"
         problems.append(Problem("config file", ", ".join(paths), "one file is read", remedy))
-    values: dict[str, Any] = {}
-    for path in paths:
-        try:
-            values |= read_config_file(path)
-        except ConfigError as error:
-            # its keys are unknown, among them perhaps the missing ones
-            raise ConfigError([*problems, *error.problems]) from None
+    # without the file its keys are unknown, among them perhaps the missing ones
+    values = read_config_file(paths[0]) if paths else {}
     for key, value in words:
         # a word replaces the file's value under each name of the key
         values = {n: v for n, v in values.items() if ALIASES.get(n, n) != ALIASES.get(key, key)}
@@ -719,15 +716,10 @@ def read_words(argv: list[str]) -> tuple[dict[str, Any], list[Problem]]:
     return values, problems
 
 
-def _is_known(key: str) -> bool:
-    tables = (FIELDS, ALIASES, SWITCHES, IGNORED_KEYS, UNSUPPORTED)
-    return any(lookup(table, key) for table in tables)
-
-
 def _is_value(option: str, word: str) -> bool:
     """True if the word after `--option` is its value, not the next key or a flag's file."""
     key, equals, _ = word.partition("=")
-    if word.startswith("--") or (equals and _is_known(key)):
+    if word.startswith("--") or (equals and key.isidentifier()):
         return False
     is_flag = option in FIELDS and isinstance(default_of(FIELDS[option]), bool)
     return not (is_flag and word.endswith(_FILE_SUFFIXES))
@@ -755,15 +747,11 @@ def known_keys(values: dict[str, Any], problems: list[Problem]) -> tuple[dict[st
             problems.append(Problem(name, value, same, f"only {key}"))
         elif key in FIELDS:
             keys[key] = value
-        elif name in SWITCHES:
-            continue  # the key of a switch may come later
         elif reason:
             ignored.append(f"{name} ({reason})")
         elif refused := _refuse_key(name, value):
             problems.append(refused)
-    notes = _turn_switches(values, keys, problems)
-    if ignored:
-        notes.append("these keys have no effect: " + ", ".join(ignored))
+    notes = ["these keys have no effect: " + ", ".join(ignored)] if ignored else []
     return keys, notes
 
 
@@ -778,22 +766,6 @@ def _refuse_key(name: str, value: Any) -> Problem | None:
     near = difflib.get_close_matches(name, [*FIELDS, *ALIASES], n=1, cutoff=0.6)
     [remedy] = near or ["one of the keys that --help lists"]
     return Problem(name, value, "no such key", HINTS.get(name, remedy))
-
-
-def _turn_switches(values: dict[str, Any], keys: dict[str, Any], problems: list) -> list[str]:
-    """Set the keys of switches, unless they have a value -> a note about each."""
-    notes = []
-    for name in filter(values.__contains__, SWITCHES):
-        key, setting = SWITCHES[name]
-        try:
-            is_on = cast(values[name], bool | None)
-        except ValueError as error:
-            problems.append(Problem(name, values[name], str(error), f"{key}: {setting}"))
-            continue
-        if is_on and keys.get(key) is None:
-            keys[key] = setting
-            notes.append(f"{name} is {key}: {setting} here")
-    return notes
 
 
 def format_help() -> str:

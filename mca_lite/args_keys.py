@@ -5,7 +5,6 @@ Keys with an effect are fields in args.py.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any, NamedTuple
 
 # Names of other trainers -> keys of this package.
@@ -18,12 +17,9 @@ ALIASES = {
     "moe_aux_loss_coef": "moe_aux_loss_coeff",
     "router_aux_loss_coef": "moe_aux_loss_coeff",
     "optimizer": "optim",
+    "gradient_checkpointing": "recompute_granularity",
+    "activation_checkpointing": "recompute_granularity",
 }
-
-# Switches of other trainers -> the key set by each one, and its value.
-SWITCHES = dict.fromkeys(
-    ("gradient_checkpointing", "activation_checkpointing"), ("recompute_granularity", "full")
-)
 
 # Known keys without support: (the missing feature, the nearest way; "" for the key left out) -> the
 # keys. None is accepted, and the value after =, the default elsewhere; without one false, 0 and
@@ -40,7 +36,7 @@ _REFUSED_BY_REASON = {
     ("weight-decomposed adapters", "use_rslora: true"): "use_dora",
     ("adapters that change the base weights", ""): "pissa_init pissa_convert pissa_iter=16",
     ("learning rates for each matrix", "a higher learning_rate"): (
-        "loraplus_lr_ratio loraplus_lr_embedding=1e-6"
+        "loraplus_lr_ratio loraplus_lr_embedding=1e-06"
     ),
     ("experts other than those of the model's config.json", ""): "num_experts num_moe_experts",
     ("a limit on an expert's tokens: every token reaches its experts", ""): (
@@ -127,6 +123,9 @@ _REFUSED_BY_REASON = {
 }
 # Keys of files without training: keys required for training are not required beside these.
 NOT_OF_TRAINING = ("export_dir",)
+
+
+_OFF = ("", "none", "null", "false", "no", "0", "0.0", "[]", "{}")  # default values, in lower case
 
 
 class Refused(NamedTuple):
@@ -319,12 +318,8 @@ def lookup(table: dict[str, Any], key: str) -> Any:
 
 
 def unsupported(key: str, value: Any) -> tuple[str, str] | None:
-    """Why a value of a key is refused, and what to write; None for an accepted one."""
+    """Why a value of a key of UNSUPPORTED is refused, and what to write; None for its default."""
     row = lookup(UNSUPPORTED, key)
-    text = "" if value is None else str(value).strip().lower()
-    if row is None or text in ("", "none", "null", "[]", "{}", row.default):
+    if str(value).strip().lower() in (*_OFF, row.default):
         return None
-    with contextlib.suppress(ValueError):
-        if float({"true": 1, "false": 0, "no": 0}.get(text, text)) == float(row.default or 0):
-            return None
     return f"not in this version: {row.reason}", row.remedy or "the key left out"

@@ -86,6 +86,11 @@ class Judge:
         if not name:
             self.bad.add(first)
 
+    def expect(self, holds: object, keys: str, reason: str, suggestion: str, **shown: Any) -> None:
+        """Refuse `keys` unless the condition `holds` is true. shown: value and name of refuse()."""
+        if not holds:
+            self.refuse(keys, reason, suggestion, **shown)
+
     def holds(self, condition: str) -> bool:
         """True if a condition of a Rule is met. AttributeError for a key that does not exist."""
         return any([self._is_met(part) for part in condition.split("|")])

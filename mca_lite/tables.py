@@ -167,6 +167,12 @@ def check_template(name: str) -> None:
         raise ValueError(f"LLaMA-Factory has no template of this name{reason}")
 
 
+def _add(table: dict[str, Any], kind: str, name: str, row: Any) -> None:
+    if name in table:
+        raise ValueError(f"{kind} {name} is registered already: choose another name")
+    table[name] = row
+
+
 # -- preference losses
 
 if TYPE_CHECKING:
@@ -209,7 +215,6 @@ class PreferenceLoss(NamedTuple):
     formula: Callable[[Responses, Any], tuple]
     has_reference: bool
     keys: tuple[str, ...] = ("pref_beta",)
-    help: str = ""
 
 
 LOSSES: dict[str, PreferenceLoss] = {}
@@ -221,7 +226,6 @@ def register_loss(
     *,
     has_reference: bool,
     keys: tuple[str, ...] = ("pref_beta",),
-    help: str = "",
 ) -> None:
     """Add a row to LOSSES: `pref_loss: <name>` trains with `formula` (see PreferenceLoss).
 
@@ -230,9 +234,7 @@ def register_loss(
     """
     if not callable(formula):
         raise TypeError(f"pref_loss {name}: expected a function of responses, got {formula!r}")
-    if name in LOSSES:
-        raise ValueError(f"pref_loss {name} is registered already: choose another name")
-    LOSSES[name] = PreferenceLoss(formula, has_reference, tuple(keys), help)
+    _add(LOSSES, "pref_loss", name, PreferenceLoss(formula, has_reference, tuple(keys)))
 
 
 def log1mexp(x: torch.Tensor) -> torch.Tensor:
@@ -284,10 +286,8 @@ def odds_ratio_loss(r: Responses, config):
     return losses, config.beta * chosen.detach(), config.beta * rejected.detach()
 
 
-register_loss(
-    "sigmoid", dpo_loss, has_reference=True, keys=("pref_beta", "dpo_label_smoothing"), help="DPO"
-)
-register_loss("orpo", odds_ratio_loss, has_reference=False, help="odds ratio, needs no reference")
+register_loss("sigmoid", dpo_loss, has_reference=True, keys=("pref_beta", "dpo_label_smoothing"))
+register_loss("orpo", odds_ratio_loss, has_reference=False)
 
 
 # -- stages
@@ -300,6 +300,10 @@ PAIRS = "pairs"  # a prompt with a chosen and a rejected answer
 
 def _describe_nothing(keys: Any) -> str:
     return ""
+
+
+def _check_nothing(keys: Any, judge: Judge) -> None:
+    """Apply no rule."""
 
 
 @dataclass(kw_only=True)
@@ -319,10 +323,9 @@ class Objective:
     trainer: type | str = "trainer:McaTrainer"
     metrics: tuple[str, ...] = ("loss",)
     keys: tuple[str, ...] = ()
-    check_keys: Callable[[Any, Judge], None] | None = None
-    check_run: Callable[[Any, Judge], None] | None = None
+    check_keys: Callable[[Any, Judge], None] = _check_nothing
+    check_run: Callable[[Any, Judge], None] = _check_nothing
     describe: Callable[[Any], str] = _describe_nothing
-    help: str = ""
 
     def __post_init__(self) -> None:
         # packing joins and cuts documents; else it puts whole samples in a row
@@ -351,12 +354,10 @@ def register_objective(stage: str, **fields: Any) -> Objective:
     objective = Objective(stage=stage, **fields)
     if not isinstance(objective.trainer, (type, str)):
         raise TypeError(f"stage {stage}: expected a trainer's class, got {objective.trainer!r}")
-    if stage in OBJECTIVES:
-        raise ValueError(f"stage {stage} is registered already: choose another name")
     if objective.records not in (TEXT, CONVERSATIONS, PAIRS):
         kinds = ", ".join((TEXT, CONVERSATIONS, PAIRS))
         raise ValueError(f"stage {stage}: records {objective.records!r}: expected one of {kinds}")
-    OBJECTIVES[stage] = objective
+    _add(OBJECTIVES, "stage", stage, objective)
     return objective
 
 
@@ -426,8 +427,8 @@ def _check_preference_keys(a: Any, judge: Judge) -> None:
         judge.refuse("dpo_label_smoothing pref_loss", reason, "dpo_label_smoothing: 0")
 
 
-register_objective("pt", records=TEXT, help="plain text")
-register_objective("sft", records=CONVERSATIONS, help="conversations")
+register_objective("pt", records=TEXT)
+register_objective("sft", records=CONVERSATIONS)
 register_objective(
     "dpo",
     records=PAIRS,
@@ -437,7 +438,6 @@ register_objective(
     check_keys=_check_preference_keys,
     check_run=_check_preferences,
     describe=_describe_preferences,
-    help="preference pairs",
 )
 
 
@@ -484,9 +484,10 @@ def register_optimizer(
     """
     if not callable(make):
         raise TypeError(f"optim {name}: expected a function of (groups, args), got {make!r}")
-    for taken in {name, *aliases} & {*OPTIMIZERS, *OPTIMIZER_ALIASES}:
-        raise ValueError(f"optim {taken} is registered already: choose another name")
-    OPTIMIZERS[name] = Optimizer(make, tuple(states), counts_steps)
+    row = Optimizer(make, tuple(states), counts_steps)
+    for alias in (name, *aliases):
+        _add({**OPTIMIZERS, **OPTIMIZER_ALIASES}, "optim", alias, row)
+    OPTIMIZERS[name] = row
     OPTIMIZER_ALIASES.update({alias.lower(): name for alias in aliases})
 
 
@@ -589,11 +590,9 @@ def register_column(
     column and without a default is a ValueError. Call it before the data is read, on every rank.
     Raises: ValueError for a name that is taken, and for another `per`.
     """
-    if name in COLUMNS:
-        raise ValueError(f"column {name} is registered already: choose another name")
     if per not in ("token", "document", "sample"):
         raise ValueError(f"column {name}: expected per token, document or sample, got {per!r}")
-    COLUMNS[name] = Column(per, dtype, padding, default, of_dataset, to_model)
+    _add(COLUMNS, "column", name, Column(per, dtype, padding, default, of_dataset, to_model))
 
 
 def registered_columns() -> dict[str, Column]:

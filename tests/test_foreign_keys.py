@@ -17,7 +17,6 @@ from mca_lite.args_keys import (
     FOREIGN_VALUES,
     HINTS,
     IGNORED_KEYS,
-    SWITCHES,
     UNSUPPORTED,
     lookup,
     unsupported,
@@ -46,7 +45,7 @@ REFUSED_WITH_ITS_DEFAULT = "max_length"
 
 
 def fate_of(name: str) -> str:
-    if ALIASES.get(name, name) in FIELDS or name in SWITCHES:
+    if ALIASES.get(name, name) in FIELDS:
         return "in effect"
     if lookup(IGNORED_KEYS, name):
         return "without meaning"
@@ -112,7 +111,7 @@ def test_what_is_refused_says_why_and_what_to_write():
 
 
 def test_no_key_stands_in_two_tables():
-    keys = [*FIELDS, *ALIASES, *SWITCHES, *IGNORED_KEYS, *UNSUPPORTED]
+    keys = [*FIELDS, *ALIASES, *IGNORED_KEYS, *UNSUPPORTED]
     assert sorted(keys) == sorted(set(keys))
     covered = [key for key in UNSUPPORTED if lookup(IGNORED_KEYS, key)]
     assert covered == [], "a pattern of the keys without meaning hides them"
@@ -136,7 +135,8 @@ def test_the_page_says_of_which_versions_the_arguments_are():
 
 
 def test_the_page_for_those_who_move_in_names_keys_that_are_known():
-    others = {"router_aux_loss_coef", "max_lr", "constant_with_warmup", "register_loss"}
+    others = {"lr_decay_steps", "wsd_decay_steps", "lr_wsd_decay_style", "max_lr"}
+    others |= {"router_aux_loss_coef", "constant_with_warmup", "register_loss"}
     theirs = [key for there, _ in ROWS for key in keys_in(there)]
     assert len(theirs) > 30
     assert [k for k in theirs if fate_of(k) == "unknown" and k not in HINTS] == []

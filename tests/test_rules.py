@@ -262,6 +262,9 @@ NOTED = {
     "hysteresis": (3, {}, FP16, "fp16 is false"),
     "mtp_loss_scaling_factor": (0.5, dict(mtp_num_layers=0), {}, "mtp_num_layers is 0"),
     "run_name": ("a", {}, dict(report_to="wandb"), "report_to is not set"),
+    "num_train_epochs": (2, dict(max_steps=5), {}, "max_steps is 5"),
+    "warmup_ratio": (0.5, dict(lr_scheduler_type="constant"), {}, "lr_scheduler_type is constant"),
+    "warmup_steps": (5, dict(lr_scheduler_type="constant"), {}, "lr_scheduler_type is constant"),
 }
 
 
