@@ -33,7 +33,7 @@ from .args_keys import (
     unsupported,
 )
 from .args_rules import (
-    check_backend,
+    BACKEND,
     check_data,
     check_finetuning,
     check_objective_run,
@@ -60,6 +60,11 @@ from .tables import LOSSES, OBJECTIVES, OPTIMIZER_ALIASES, OPTIMIZERS, TEMPLATES
 def mca(default: Any, text: str, **metadata: Any) -> Any:
     """A key of megatron-core, always the default on the plain torch backend."""
     return arg(default, text, torch=False, **metadata)
+
+
+def of_config(default: Any, text: str, model: bool | str = True, **metadata: Any) -> Any:
+    """A key of megatron-core that is a field of McaModelConfig."""
+    return mca(default, text, model=model, **metadata)
 
 
 @dataclass(kw_only=True)
@@ -342,22 +347,18 @@ class TrainingArguments(ArgumentGroup):
     # precision
     bf16: bool = arg(False, "bfloat16 weights and activations, fp32 master weights", model=True)
     fp16: bool = arg(False, "float16 with loss scaling", model=True)
-    fp8: Literal["hybrid", "e4m3"] | None = mca(
+    fp8: Literal["hybrid", "e4m3"] | None = of_config(
         None,
         "8-bit matrix products of Transformer Engine; hybrid: gradients as e5m2",
         model="always",
         words={"true": "hybrid", "false": None},  # LLaMA-Factory's
     )
-    fp8_recipe: Literal["tensorwise", "delayed", "blockwise"] | None = mca(
-        None,
-        "scales by tensor, by its past values, by blocks of 128 (None: tensorwise)",
-        model=True,
+    fp8_recipe: Literal["tensorwise", "delayed", "blockwise"] | None = of_config(
+        None, "scales by tensor, by its past values, by blocks of 128 (None: tensorwise)"
     )
-    first_last_layers_bf16: bool = mca(
-        False, "bf16 for first and last layers under fp8", model=True
-    )
-    num_layers_at_start_in_bf16: int = mca(1, "first layers in bf16", low=0, model=True)
-    num_layers_at_end_in_bf16: int = mca(1, "last layers in bf16", low=0, model=True)
+    first_last_layers_bf16: bool = of_config(False, "bf16 for first and last layers under fp8")
+    num_layers_at_start_in_bf16: int = of_config(1, "first layers in bf16", low=0)
+    num_layers_at_end_in_bf16: int = of_config(1, "last layers in bf16", low=0)
     loss_scale: float | None = arg(
         None, "constant loss scale (None: dynamic)", above=0, high=1e38, optimizer=True
     )
@@ -371,24 +372,24 @@ class TrainingArguments(ArgumentGroup):
     hysteresis: int = arg(2, "overflows before the scale halves", low=1, optimizer=True)
 
     # parallel layout
-    tensor_model_parallel_size: int = mca(1, "ranks that split each matrix", low=1, model=True)
-    pipeline_model_parallel_size: int = mca(1, "ranks that split the layers", low=1, model=True)
-    virtual_pipeline_model_parallel_size: int | None = mca(
+    tensor_model_parallel_size: int = of_config(1, "ranks that split each matrix", low=1)
+    pipeline_model_parallel_size: int = of_config(1, "ranks that split the layers", low=1)
+    virtual_pipeline_model_parallel_size: int | None = of_config(
         None, "chunks of layers on each pipeline rank", low=1, model="always"
     )
-    context_parallel_size: int = mca(1, "ranks that split each sequence", low=1, model=True)
-    expert_model_parallel_size: int = mca(1, "ranks that split the experts", low=1, model=True)
-    expert_tensor_parallel_size: int | None = mca(
+    context_parallel_size: int = of_config(1, "ranks that split each sequence", low=1)
+    expert_model_parallel_size: int = of_config(1, "ranks that split the experts", low=1)
+    expert_tensor_parallel_size: int | None = of_config(
         None, "ranks that split each expert's matrices", low=1, model="always"
     )
-    sequence_parallel: bool = mca(
-        False, "split activations of norms and dropout over tensor parallel ranks", model=True
+    sequence_parallel: bool = of_config(
+        False, "split activations of norms and dropout over tensor parallel ranks"
     )
-    pipeline_model_parallel_layout: str | None = mca(
+    pipeline_model_parallel_layout: str | None = of_config(
         None, 'layers of each stage, such as "Et*3|t*4|t*3L"', model="always", check=check_layout
     )
-    variable_seq_lengths: bool = mca(
-        False, "micro-batches of different lengths: pipeline stages exchange shapes", model=True
+    variable_seq_lengths: bool = of_config(
+        False, "micro-batches of different lengths: pipeline stages exchange shapes"
     )
     sequence_packing: bool = arg(
         False, "join the samples of a micro-batch; packing fills rows of cutoff_len from all data"
@@ -410,48 +411,44 @@ class TrainingArguments(ArgumentGroup):
     )
 
     # memory, kernels and the model
-    recompute_granularity: Literal["full", "selective"] | None = mca(
+    recompute_granularity: Literal["full", "selective"] | None = of_config(
         None,
         "recomputation of activations in the backward pass",
         model="always",
         words={"true": "full", "false": None},  # of gradient_checkpointing
     )
-    recompute_method: Literal["uniform", "block"] | None = mca(
+    recompute_method: Literal["uniform", "block"] | None = of_config(
         None, "full recomputation by uniform units or blocks (None: uniform)", model="always"
     )
-    recompute_num_layers: int | None = mca(
+    recompute_num_layers: int | None = of_config(
         None, "full: layers of a unit, or of a stage (None: 1)", low=1, model="always"
     )
     recompute_modules: (
         list[Literal["core_attn", "mlp", "layernorm", "moe", "shared_experts"]] | None
-    ) = mca(None, "selective: core_attn, mlp, layernorm, moe, shared_experts", model="always")
-    distribute_saved_activations: bool = mca(
-        False, "split recomputation's inputs over tensor parallel ranks", model=True
+    ) = of_config(None, "selective: core_attn, mlp, layernorm, moe, shared_experts", model="always")
+    distribute_saved_activations: bool = of_config(
+        False, "split recomputation's inputs over tensor parallel ranks"
     )
-    transformer_impl: Literal["auto", "local", "transformer_engine"] = mca(
-        "auto",
-        "auto: Transformer Engine in bf16 or fp16, if installed and suitable for the model",
-        model=True,
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = of_config(
+        "auto", "auto: Transformer Engine in bf16 or fp16, if installed and suitable for the model"
     )
-    attention_dropout: float | None = mca(
-        None, "dropout of attention (None: the model's)", low=0, below=1, model=True
+    attention_dropout: float | None = of_config(
+        None, "dropout of attention (None: the model's)", low=0, below=1
     )
-    hidden_dropout: float | None = mca(
-        None, "dropout of activations (None: the model's)", low=0, below=1, model=True
+    hidden_dropout: float | None = of_config(
+        None, "dropout of activations (None: the model's)", low=0, below=1
     )
     torch_compile: bool | None = arg(
         None, "compile elementwise code between matrix products (None: on a GPU with a compiler)"
     )
-    bias_activation_fusion: bool | None = mca(
-        None, "fused bias and activation (None: chosen)", model=True
+    bias_activation_fusion: bool | None = of_config(
+        None, "fused bias and activation (None: chosen)"
     )
-    bias_dropout_fusion: bool | None = mca(
-        None, "fused bias and dropout (None: chosen)", model=True
-    )
-    apply_rope_fusion: bool | None = mca(None, "fused rotary embedding (None: chosen)", model=True)
-    moe_grouped_gemm: bool = mca(True, "one grouped matrix product for all experts", model=True)
-    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = mca(
-        "alltoall", "exchange of tokens between expert ranks", model=True
+    bias_dropout_fusion: bool | None = of_config(None, "fused bias and dropout (None: chosen)")
+    apply_rope_fusion: bool | None = of_config(None, "fused rotary embedding (None: chosen)")
+    moe_grouped_gemm: bool = of_config(True, "one grouped matrix product for all experts")
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = of_config(
+        "alltoall", "exchange of tokens between expert ranks"
     )
     moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] = arg(
         "aux_loss", "load-balancing loss: over a micro-batch, or over each row", model=True
@@ -463,8 +460,8 @@ class TrainingArguments(ArgumentGroup):
         model=True,
     )
     moe_z_loss_coeff: float | None = arg(None, "weight of the router z-loss", low=0, model="always")
-    moe_router_dtype: Literal["fp32", "fp64"] = mca(
-        "fp32", "dtype of the router's logits and scores", model=True
+    moe_router_dtype: Literal["fp32", "fp64"] = of_config(
+        "fp32", "dtype of the router's logits and scores"
     )
     mtp_num_layers: int | None = arg(
         None, "multi-token prediction layers (None: the model's; 0: none)", low=0
@@ -475,8 +472,8 @@ class TrainingArguments(ArgumentGroup):
     moe_router_bias_update_rate: float = arg(
         0.0, "update rate of the load-balancing router bias", low=0, model=True
     )
-    moe_shared_expert_overlap: bool = mca(False, "overlap shared experts with dispatch", model=True)
-    moe_permute_fusion: bool = mca(False, "Transformer Engine's fused permutation", model=True)
+    moe_shared_expert_overlap: bool = of_config(False, "overlap shared experts with dispatch")
+    moe_permute_fusion: bool = of_config(False, "Transformer Engine's fused permutation")
     additional_configs: dict[str, Any] = mca(
         {}, f"fields of megatron's TransformerConfig: {', '.join(ADDITIONAL_FIELDS)}"
     )
@@ -623,7 +620,7 @@ def check_together(args: TrainingArguments, *, stage: str | None = None, **keys:
     """
     defaults = {name: default_of(item) for name, item in FIELDS.items()}
     judge = Judge(SimpleNamespace(**defaults | args.to_dict() | keys))
-    check_backend(judge)
+    judge.apply(BACKEND)
     if stage is not None:
         judge.arguments.stage = stage
         check_objective_run(judge.arguments, judge)

@@ -6,7 +6,6 @@ the same rules.
 """
 
 import contextlib
-import difflib
 import fnmatch
 import json
 import math
@@ -14,6 +13,7 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from .args_rules_training import Need, check_needs
@@ -44,9 +44,9 @@ _NEEDS_OF_ADAPTERS = (
 )
 _ON_ADAPTERS = "it is not supported together with adapters"
 
-_NAMED = (Rule("!dataset !eval_dataset", "it names no data", SOME_DATA),)
+NAMED = (Rule("!dataset !eval_dataset", "it names no data", SOME_DATA),)
 _DATA = (
-    *_NAMED,
+    *NAMED,
     Rule(
         "eval_on_each_dataset !eval_dataset",
         "eval_dataset names none",
@@ -84,7 +84,7 @@ _OF_PAIRS = (
         "streaming: false",
     ),
 )
-_BACKEND = (
+BACKEND = (
     Rule(
         "mtp_num_layers !use_mca",
         "plain torch has no layers for multi-token prediction",
@@ -131,11 +131,6 @@ _GENERATION = (
 
 
 # -- within a group
-
-
-def check_named(judge: Judge) -> None:
-    """Check DataArguments for data."""
-    judge.apply(_NAMED)
 
 
 def name_of_set(file: str) -> str:
@@ -249,15 +244,10 @@ def check_objective_run(a: Any, judge: Judge) -> None:
     objective.check_run(a, judge)
 
 
-def check_backend(judge: Judge) -> None:
-    """Check the keys of training against adapters and the backend."""
-    judge.apply(_BACKEND)
-
-
 def check_run(a: Any, judge: Judge) -> list[str]:
     """Check the groups of a run (RunArguments) against each other -> notes about values without
     effect."""
-    check_backend(judge)
+    judge.apply(BACKEND)
     check_objective_run(a, judge)
     judge.apply(_RUN)
     evaluated = {"eval_strategy": "no", "do_eval": False, "do_predict": False}
@@ -315,6 +305,14 @@ _PLAIN |= {
 }
 
 
+_TYPES: dict[str, tuple[type, ...]] = {
+    "r": (int,),
+    "lora_alpha": (int, float),
+    "lora_dropout": (int, float, NoneType),
+    "modules_to_save": (list, NoneType),
+}
+
+
 def check_adapter_config(values: dict, path, judge: Judge) -> None:
     """Check the raw values of an adapter_config.json for supported ones."""
 
@@ -322,18 +320,11 @@ def check_adapter_config(values: dict, path, judge: Judge) -> None:
         name = f"{key} of {path}"
         judge.expect(holds, "adapter_name_or_path", reason, remedy, value=None, name=name)
 
-    rank = values.get("r")
-    names = values.get("modules_to_save") or []
-    is_list_of_names = isinstance(names, list) and set(map(type, names)) <= {str}
-    types = {
-        "r": ("a whole number above 0", type(rank) is int and rank > 0),
-        "lora_alpha": ("a number", type(values.get("lora_alpha")) in (int, float)),
-        "lora_dropout": ("a number", type(values.get("lora_dropout")) in (int, float, type(None))),
-        "modules_to_save": ("a list of names", is_list_of_names),
-    }
-    for key, (expected, fits) in types.items():
-        reason = f"expected {expected}, got {values.get(key)!r:.80}"
-        expect(fits, key, reason, "the file as PEFT wrote it")
+    for key, types in _TYPES.items():
+        value = values.get(key)
+        expected = " or ".join(kind.__name__ for kind in types)
+        reason = f"expected {expected}, got {value!r:.80}"
+        expect(type(value) in types, key, reason, "the file as PEFT wrote it")
     for key, plain in _PLAIN.items():
         value = values.get(key, plain[0])
         reason = f"{key} is {json.dumps(value)}, which is not supported"
@@ -361,12 +352,10 @@ def resolve_targets(targets: Iterable[str], candidates: list, judge: Judge) -> t
 def _refuse_target(target: str, candidates: list, judge: Judge) -> None:
     names = [name for c in candidates for name in (c.hf, c.mca) if name]
     known = list(dict.fromkeys(map(_last, names)))
-    near = difflib.get_close_matches(target, known, n=1)
     judge.refuse(
         "lora_target",
         "it means no layer of this model",
-        f"{', '.join(near) or 'all'}, some of {', '.join(known)}, or a pattern over names such as "
-        f"{candidates[-2].hf}",
+        f"all, some of {', '.join(known)}, or a pattern over names such as {candidates[-2].hf}",
         target,
     )
 

@@ -67,6 +67,8 @@ _OF_EXPERTS: dict[str, tuple] = {
     "moe_shared_expert_overlap": (False,),
     "moe_permute_fusion": (False,),
 }
+# keys for multi-token prediction
+_OF_PREDICTION: dict[str, tuple] = {"mtp_num_layers": (0, None), "mtp_loss_scaling_factor": (0.1,)}
 
 
 def numbers_of(values: dict[str, Any]) -> SimpleNamespace:
@@ -118,7 +120,7 @@ def check_model(m: Any, a: Any, judge: Judge, te_works: bool | None = None) -> N
     if m.num_moe_experts:
         _check_experts(m, a, judge)
     else:
-        _check_no_experts(a, judge)
+        _check_unused(_OF_EXPERTS, "the model has no experts", a, judge)
     _check_prediction_layers(m, a, judge)
     if a.fp8:
         _check_fp8(m, a, judge)
@@ -191,29 +193,21 @@ def _check_experts(m: Any, a: Any, judge: Judge) -> None:
     )
 
 
-def _check_no_experts(a: Any, judge: Judge) -> None:
-    for key, plain in _OF_EXPERTS.items():
-        judge.expect(getattr(a, key) in plain, key, "the model has no experts", f"{key} left out")
+def _check_unused(keys: dict[str, tuple], reason: str, a: Any, judge: Judge) -> None:
+    for key, plain in keys.items():
+        judge.expect(getattr(a, key) in plain, key, reason, f"{key} left out")
 
 
 def _check_prediction_layers(m: Any, a: Any, judge: Judge) -> None:
-    family = _family_of(m)
-    having = [name for name, other in FAMILIES.items() if other.prediction_layers]
-    has_none = family is not None and m.hf_model_type not in having
-    reason = (
-        f"{m.hf_model_type} has no layers for multi-token prediction ({', '.join(having)} have)"
-    )
-    remedy = "mtp_num_layers: 0"
-    key = "mtp_loss_scaling_factor"
-    judge.expect(not (has_none and a.mtp_num_layers), "mtp_num_layers", reason, remedy)
+    having = [name for name, family in FAMILIES.items() if family.prediction_layers]
+    if _family_of(m) is not None and m.hf_model_type not in having:
+        reason = f"{m.hf_model_type} has no layers for multi-token prediction"
+        _check_unused(_OF_PREDICTION, f"{reason} ({', '.join(having)} have)", a, judge)
     judge.expect(
-        not has_none or getattr(a, key) == 0.1, f"{key} mtp_num_layers", reason, f"{key} left out"
-    )
-    judge.expect(
-        not (a.mtp_num_layers and m.tie_embeddings_and_output_weights),
+        not a.mtp_num_layers or not m.tie_embeddings_and_output_weights,
         "mtp_num_layers",
         "it is not supported for a model whose embedding is its head",
-        remedy,
+        "mtp_num_layers: 0",
     )
 
 
@@ -328,19 +322,13 @@ def balanced_layout(num_layers: int, pp: int, vpp: int | None = None) -> str:
             "is at most that"
         )
     counts = [num_layers // stages] * stages
-    extra_on_rank = [0] * pp
-    free = list(range(stages))
-
-    def cost(stage: int) -> tuple:
-        rank = stage % pp
-        ends = (rank == pp - 1, rank == 0, stage == stages - 1, stage == 0)
-        return (extra_on_rank[rank], *ends, stage)
-
-    for _ in range(num_layers % stages):
-        best = min(free, key=cost)
-        free.remove(best)
-        counts[best] += 1
-        extra_on_rank[best % pp] += 1
+    # the ranks of the embedding and the loss get additional layers last, stage 0 last of its rank
+    ranks = list(dict.fromkeys([*range(1, pp - 1), 0, pp - 1]))
+    for extra in range(num_layers % stages):
+        turn, place = divmod(extra, pp)
+        rank = ranks[place]
+        chunk = (turn + 1) % (vpp or 1) if rank == 0 else turn
+        counts[chunk * pp + rank] += 1
     texts = ["t" if count == 1 else f"t*{count}" for count in counts]
     return "E" + "|".join(texts) + "L"
 
@@ -364,14 +352,12 @@ def check_numbers(values: dict[str, Any], judge: Judge) -> None:
         )
 
     expect(isinstance(values.get("model_type", ""), str), "model_type", "the name of a model type")
-    for name in ("rope_theta", "factor"):  # transformers does not check their types
-        is_number = type(values.get(name)) in (int, float, type(None))
-        expect(is_number, name, "a number")
     for name, (least, most) in _LIMITS.items():
         value = values.get(name)
+        fits = not isinstance(value, (str, dict))
         if type(value) in (int, float):
             fits = least <= value <= most
-            expect(fits, name, f"a number of at least {least} and at most {most}")
+        expect(fits, name, f"a number of at least {least} and at most {most}")
     for part in _PARTS:
         if isinstance(values.get(part), dict):
             check_numbers(values[part], judge)

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import enum
 import functools
+import json
 import math
 import operator
 import os
@@ -70,11 +71,8 @@ def read_config_file(path: str | os.PathLike) -> dict[str, Any]:
         if not Path(path).is_file():
             raise OSError("it is absent, or no file")
         text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        refuse("config file", str(path), f"it cannot be read: {error}", "the path of a YAML file")
-    if str(path).endswith(".json"):
-        text = text.replace("\t", " ")  # JSON is YAML but for tabs between tokens
-    try:
+        if str(path).endswith(".json"):
+            text = text.replace("\t", " ")  # JSON is YAML but for tabs between tokens
         values = loads_yaml(text) or {}
         if not isinstance(values, dict):
             raise yaml.YAMLError("expected key: value lines")
@@ -82,8 +80,8 @@ def read_config_file(path: str | os.PathLike) -> dict[str, Any]:
     except Exception as error:  # a tag such as !!bool fails with any of Python's
         mark = getattr(error, "problem_mark", None)
         line = f" (line {mark.line + 1})" if mark else ""
-        reason = f"it is no valid configuration: {getattr(error, 'problem', error)}{line}"
-    refuse("config file", str(path), reason, "key: value, each key once")
+        reason = f"it cannot be read: {getattr(error, 'problem', error)}{line}"
+    refuse("config file", str(path), reason, "a YAML file of key: value lines, each key once")
 
 
 # -- casting
@@ -232,13 +230,12 @@ def default_of(item: dataclasses.Field) -> Any:
 def example(item: dataclasses.Field) -> str:
     """A line with a value that works: the key with its default, or with its help text."""
     default = default_of(item)
-    if default is None and "low" in item.metadata:
-        default = item.metadata["low"]
-    if isinstance(default, bool):
-        default = str(default).lower()
+    if default is None:
+        default = item.metadata.get("low")
+    text = f"<{item.metadata['help']}>"
     if isinstance(default, (str, int, float)):
-        return f"{item.name}: {default}"
-    return f"{item.name}: <{item.metadata['help']}>"
+        text = json.dumps(default)
+    return f"{item.name}: {text}"
 
 
 def _check_value(value: Any, metadata: Mapping[str, Any]) -> None:

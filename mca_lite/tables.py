@@ -399,10 +399,13 @@ _REFERENCE = (
 
 def _check_preferences(a: Any, judge: Judge) -> None:
     judge.apply(_PREFERENCES)
-    known = a.ref_model in (None, *REFERENCES, a.model_name_or_path)
-    if not known and not os.path.isfile(os.path.join(a.ref_model, HF_CONFIG_NAME)):
-        remedy = f"ref_model: {', '.join(REFERENCES)}, or a model's folder"
-        judge.refuse("ref_model", f"it is no folder with {HF_CONFIG_NAME}", remedy)
+    path = os.path.join(a.ref_model or "", HF_CONFIG_NAME)
+    judge.expect(
+        a.ref_model in (None, *REFERENCES, a.model_name_or_path) or os.path.isfile(path),
+        "ref_model",
+        f"it is no folder with {HF_CONFIG_NAME}",
+        f"ref_model: {', '.join(REFERENCES)}, or a model's folder",
+    )
 
 
 def _describe_preferences(keys: Any) -> str:
@@ -417,14 +420,19 @@ def _describe_preferences(keys: Any) -> str:
 def _check_preference_keys(a: Any, judge: Judge) -> None:
     """Check the keys of a loss and its reference."""
     loss = LOSSES[a.pref_loss]
-    if not loss.has_reference and a.ref_model is not None:
-        reason = f"pref_loss {a.pref_loss} has no reference model"
-        judge.refuse("ref_model pref_loss", reason, "ref_model left out")
+    judge.expect(
+        loss.has_reference or a.ref_model is None,
+        "ref_model pref_loss",
+        f"pref_loss {a.pref_loss} has no reference model",
+        "ref_model left out",
+    )
     judge.apply(_REFERENCE)
-    if a.dpo_label_smoothing and "dpo_label_smoothing" not in loss.keys:
-        having = [name for name, row in LOSSES.items() if "dpo_label_smoothing" in row.keys]
-        reason = f"only pref_loss {', '.join(having)} has it"
-        judge.refuse("dpo_label_smoothing pref_loss", reason, "dpo_label_smoothing: 0")
+    judge.expect(
+        not a.dpo_label_smoothing or "dpo_label_smoothing" in loss.keys,
+        "dpo_label_smoothing pref_loss",
+        f"no effect, since pref_loss is {a.pref_loss}",
+        "dpo_label_smoothing: 0",
+    )
 
 
 register_objective("pt", records=TEXT)

@@ -78,7 +78,7 @@ def test_targets_mean_these_modules(base, tmp_path, targets, backend):
     [
         (
             dict(targets=("q_porj",)),
-            ("lora_target: 'q_porj'", "means no layer", "try: q_proj, some of", "linear_qkv"),
+            ("lora_target: 'q_porj'", "means no layer", "try: all, some of", "linear_qkv"),
         ),
         (dict(targets=("*.layers.7.*",)), ("means no layer", "pattern")),
         (dict(rank=0), ("lora_rank: 0", "lora_rank: 8")),

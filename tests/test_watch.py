@@ -432,7 +432,10 @@ FILES = {  # name: (file, what it holds; None: a pipe, the words of `report` on 
     "a config that is a pipe": ("config.yaml", None, "no file"),
     "a config with a huge number": ("config.yaml", f"a: [{TAGS[-1]}]", ""),
     "a config with bytes as key": ("config.yaml", "a: [{!!binary aGk=: 1}]", ""),
-    **{f"a config with {tag:.12}": ("config.yaml", f"a: [{tag}]", "no valid") for tag in TAGS[:-1]},
+    **{
+        f"a config with {tag:.12}": ("config.yaml", f"a: [{tag}]", "cannot be read")
+        for tag in TAGS[:-1]
+    },
 }
 
 
