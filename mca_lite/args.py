@@ -8,12 +8,12 @@ a typing error shows in a fraction of a second.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import json
 import math
 import os
+import re
 import sys
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
@@ -49,7 +49,7 @@ from .args_rules_training import (
     normalise_training,
     parse_steps,
 )
-from .args_values import ArgumentGroup, arg, default_of, loads_yaml, read_config_file
+from .args_values import ArgumentGroup, arg, default_of, read_config_file
 from .errors import ConfigError, Judge, Problem
 from .files import parse_size, read_model_config, write_file
 from .tables import LOSSES, OBJECTIVES, OPTIMIZER_ALIASES, OPTIMIZERS, TEMPLATES, check_template
@@ -290,7 +290,7 @@ class TrainingArguments(ArgumentGroup):
     )
 
     # optimizer and schedule
-    learning_rate: float = arg(5e-5, "peak learning rate", low=0, high=1e38, optimizer="lr")
+    learning_rate: float = arg(5e-5, "peak learning rate", low=0, optimizer="lr")
     lr_scheduler_type: str = arg(
         "linear",
         "schedule of the learning rate; constant has no warm-up, constant_with_warmup has",
@@ -360,11 +360,9 @@ class TrainingArguments(ArgumentGroup):
     num_layers_at_start_in_bf16: int = of_config(1, "first layers in bf16", low=0)
     num_layers_at_end_in_bf16: int = of_config(1, "last layers in bf16", low=0)
     loss_scale: float | None = arg(
-        None, "constant loss scale (None: dynamic)", above=0, high=1e38, optimizer=True
+        None, "constant loss scale (None: dynamic)", above=0, optimizer=True
     )
-    initial_loss_scale: float = arg(
-        2.0**16, "initial loss scale", above=0, high=1e38, optimizer=True
-    )
+    initial_loss_scale: float = arg(2.0**16, "initial loss scale", above=0, optimizer=True)
     min_loss_scale: float = arg(1.0, "minimum loss scale", above=0, optimizer=True)
     loss_scale_window: int = arg(
         1000, "steps without overflow before the scale doubles", low=1, optimizer=True
@@ -482,15 +480,12 @@ class TrainingArguments(ArgumentGroup):
     check = check_training
 
     def leave_out_megatron(self) -> None:
-        """Reset the keys of megatron-core, for the plain torch backend; a note names them."""
-        of_torch = {f.name for f in dataclasses.fields(self) if f.metadata.get("torch", True)}
-        left_out = [key for key in self.changed if key not in of_torch]
-        for key in left_out:
-            setattr(self, key, default_of(FIELDS[key]))
-            self.changed.remove(key)
-        if left_out:
-            names = ", ".join(left_out)
-            self.notes.append(f"use_mca is false: plain torch DDP does without {names}")
+        """Reset the keys of megatron-core, for the plain torch backend; notes name them."""
+        for item in dataclasses.fields(self):
+            if item.name in self.changed and not item.metadata.get("torch", True):
+                setattr(self, item.name, default_of(item))
+                self.changed.remove(item.name)
+                self.notes.append(f"{item.name}: no effect, since use_mca is false")
 
     @property
     def world_size(self) -> int:
@@ -582,8 +577,8 @@ class RunArguments:
 
     @property
     def groups(self) -> tuple[ArgumentGroup, ...]:
-        """The five groups, in the order of a saved file."""
-        return self.model, self.finetuning, self.data, self.training, self.backend
+        """The five groups, in the order of GROUPS."""
+        return self.model, self.data, self.finetuning, self.training, self.backend
 
     def to_dict(self) -> dict[str, Any]:
         """Flat key -> value in effect, of all groups."""
@@ -646,25 +641,19 @@ def parse_args(argv: list[str] | None = None, *, needs_world: bool = True) -> Ru
     if any(problem.reason == _IN_GROUPS or problem.key in NOT_OF_TRAINING for problem in problems):
         raise ConfigError(problems)  # missing keys may be in those groups, or not needed
     judge = Judge(None, problems)
-    judge.arguments = run = RunArguments(
-        ModelArguments.read(keys, judge),
-        DataArguments.read(keys, judge),
-        FinetuningArguments.read(keys, judge),
-        TrainingArguments.read(keys, judge),
-        UseMcaArguments.read(keys, judge),
-    )
+    groups: list[Any] = [group.read(keys, judge) for group in GROUPS]
+    judge.arguments = run = RunArguments(*groups)
     if not run.use_mca:
         run.training.leave_out_megatron()
-    model = run.model
-    if model.model_name_or_path:
+    if run.model_name_or_path:
+        is_trained = not run.train_from_scratch
         run.model_config = read_model_config(
-            model.model_name_or_path, judge, model.model_revision, not model.train_from_scratch
+            run.model_name_or_path, judge, run.model_revision, is_trained
         )
-    run.training.resolve(judge)
+    for group in run.groups:
+        group.resolve(judge)
     if needs_world and not world.current().is_given:
         check_world(run.training, judge)
-    run.data.resolve(judge)
-    run.finetuning.resolve(judge)
     run.warnings = [*ignored, *check_run(run, judge)]
     if run.model_config:
         # a degree may fit neither the number of processes nor the model: both problems are shown
@@ -726,10 +715,8 @@ def _word_value(text: str) -> str | None:
     """A word's value before its cast: None, or text without its quotes."""
     if text.strip().lower() in ("", "~", "null"):
         return None
-    if text[0] in "\"'":
-        with contextlib.suppress(yaml.YAMLError):  # an open quote is a character like others
-            return str(loads_yaml(text))
-    return text
+    quoted = re.fullmatch("([\"'])(.*)\\1", text)
+    return quoted[2] if quoted else text
 
 
 def known_keys(values: dict[str, Any], problems: list[Problem]) -> tuple[dict[str, Any], list[str]]:

@@ -5,6 +5,7 @@ Keys with an effect are fields in args.py.
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 # Names of other trainers -> keys of this package.
@@ -109,7 +110,7 @@ _REFUSED_BY_REASON = {
     ("a length of prompt and answer together", "max_new_tokens"): "generation_max_length",
     ("it is a feature of other trainers or engines", ""): (
         "ref_model_* pref_bco_weight pissa_init pissa_convert pissa_iter=16 "
-        "moe_enable_routing_replay cuda_graph_impl=none cuda_graph_* "
+        "cuda_graph_impl=none cuda_graph_* "
         "enable_cuda_graph external_cuda_graph lora_task_type=causal_lm is_encoder_decoder "
         "neftune_noise_alpha preserve_thinking split_special_tokens shift_attn mixture_of_depths "
         "use_llama_pro ld_alpha full_determinism debug"
@@ -215,35 +216,6 @@ _IGNORED_BY_REASON = {
 }
 IGNORED_KEYS = {key: reason for reason, keys in _IGNORED_BY_REASON.items() for key in keys.split()}
 
-# Unsupported values of other trainers: key -> value -> (reason, what to write).
-FOREIGN_VALUES = {
-    "stage": {
-        "rm": (
-            "a reward model, with a head of its own, is not trained",
-            "stage: dpo, which learns from the same pairs without one",
-        ),
-        "ppo": (
-            "reinforcement learning is not in this version",
-            "stage: dpo, with pairs of answers",
-        ),
-        "kto": (
-            "KTO, the loss of answers with a label each, is not in this version",
-            "stage: dpo, with pairs of answers",
-        ),
-    },
-    "finetuning_type": {
-        "freeze": (
-            "training some layers alone is not in this version",
-            "finetuning_type: lora, with lora_target",
-        ),
-        "oft": ("orthogonal adapters are not in this version", "finetuning_type: lora"),
-    },
-    "pref_loss": dict.fromkeys(
-        ("simpo", "ipo", "hinge", "kto_pair"),
-        ("not in this version", "pref_loss: sigmoid, or register_loss, which adds one"),
-    ),
-}
-
 _OF_THE_MODEL = "model_name_or_path: <a folder>, whose config.json decides it"
 _OF_THE_TOKENIZER = "model_name_or_path: <a folder>, whose tokenizer decides it"
 _OF_THE_DATASET = "dataset_dir: <a folder>, whose dataset_info.json has "
@@ -302,13 +274,8 @@ HINTS = {key: remedy for remedy, keys in _HINTS_BY_REMEDY.items() for key in key
 
 
 def lookup(table: dict[str, Any], key: str) -> Any:
-    """The table's row for a key, exact or by a prefix with *; None for an unknown key."""
-    if key in table:
-        return table[key]
-    return next(
-        (row for name, row in table.items() if name.endswith("*") and key.startswith(name[:-1])),
-        None,
-    )
+    """The row of the first name or pattern of a table that fits a key; None for an unknown key."""
+    return next((row for name, row in table.items() if fnmatchcase(key, name)), None)
 
 
 def unsupported(key: str, value: Any) -> tuple[str, str] | None:

@@ -120,8 +120,6 @@ _RUN = (
         "there is nothing to do",
         "do_train: true, or do_eval: true",
     ),
-)
-_GENERATION = (
     Rule(
         "predict_with_generate train_on_prompt",
         "an answer begins at the first trained token, and the prompt is trained too",
@@ -237,7 +235,6 @@ def check_objective_run(a: Any, judge: Judge) -> None:
         f"stage {objective.stage} has no prompts with one answer",
         "predict_with_generate: false",
     )
-    judge.apply(_GENERATION)
     sets = a.eval_dataset if a.eval_on_each_dataset else None
     check_metric(a, metrics, map(name_of_set, sets or ()), judge)
     check_records(objective, judge)
@@ -250,8 +247,8 @@ def check_run(a: Any, judge: Judge) -> list[str]:
     judge.apply(BACKEND)
     check_objective_run(a, judge)
     judge.apply(_RUN)
-    evaluated = {"eval_strategy": "no", "do_eval": False, "do_predict": False}
-    on = [key for key, off in evaluated.items() if getattr(a, key) != off]
+    evaluations = ("eval_strategy", "do_eval", "do_predict")
+    on = [key for key in evaluations if getattr(a, key) not in ("no", False)]
     has_data = a.eval_dataset or a.val_size > 0
     judge.expect(
         has_data or not on,
@@ -309,7 +306,6 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "r": (int,),
     "lora_alpha": (int, float),
     "lora_dropout": (int, float, NoneType),
-    "modules_to_save": (list, NoneType),
 }
 
 
@@ -318,13 +314,17 @@ def check_adapter_config(values: dict, path, judge: Judge) -> None:
 
     def expect(holds: object, key: str, reason: str, remedy: str) -> None:
         name = f"{key} of {path}"
-        judge.expect(holds, "adapter_name_or_path", reason, remedy, value=None, name=name)
+        judge.expect(holds, "adapter_name_or_path", reason, remedy, None, name)
 
     for key, types in _TYPES.items():
         value = values.get(key)
         expected = " or ".join(kind.__name__ for kind in types)
         reason = f"expected {expected}, got {value!r:.80}"
         expect(type(value) in types, key, reason, "the file as PEFT wrote it")
+    names = values.get("modules_to_save") or []
+    is_list_of_names = isinstance(names, list) and set(map(type, names)) <= {str}
+    reason = f"expected a list of names, got {names!r:.80}"
+    expect(is_list_of_names, "modules_to_save", reason, "the file as PEFT wrote it")
     for key, plain in _PLAIN.items():
         value = values.get(key, plain[0])
         reason = f"{key} is {json.dumps(value)}, which is not supported"
@@ -387,7 +387,7 @@ def check_other_model(folder, spec, candidates: list, judge: Judge) -> None:
         f"it is an adapter of another model: of its {len(spec.targets)} modules this model "
         f"lacks {len(unknown)}, such as {min(unknown, default='all')}",
         "model_name_or_path: its base",
-        value=str(folder),
+        str(folder),
     )
 
 
@@ -420,41 +420,24 @@ def check_saved(spec, weights: Iterable, judge: Judge) -> None:
         unused -= {name for name in unused if any(module.endswith(name) for module in saved)}
         if not saved:
             continue
-        twice = set(saved) & set(spec.modules)
-        judge.expect(
-            not weight.is_expert,
-            key,
-            "experts are not trained whole",
-            "experts in lora_target",
-            value=saved[0],
-        )
-        judge.expect(
-            not weight.is_tied,
-            key,
-            "the embedding is the head in this model: PEFT would train a copy for one of the two",
-            "modules_to_save without it, or embed_tokens in lora_target",
-            value=saved[0],
-        )
-        judge.expect(
-            len(saved) == len(weight.modules),
-            key,
-            f"{', '.join(weight.modules)} are one matrix here",
-            "all of them or none",
-            value=saved[0],
-        )
-        judge.expect(
-            not twice,
-            key,
-            "it is in lora_target too",
-            "one of the two",
-            value=min(twice, default=""),
-        )
+        defects = {
+            "experts are not trained whole": weight.is_expert,
+            "the embedding is the head in this model: PEFT would train a copy for one of the two": (
+                weight.is_tied
+            ),
+            f"{', '.join(weight.modules)} are one matrix: all of them or none": (
+                len(saved) < len(weight.modules)
+            ),
+            "it is in lora_target too": not set(saved).isdisjoint(spec.modules),
+        }
+        for reason, applies in defects.items():
+            judge.expect(not applies, key, reason, f"{key} without it", saved[0])
     judge.expect(
         not unused,
         key,
         "it is the end of no module's name in this model",
         "some of embed_tokens, lm_head, or left out",
-        value=min(unused, default=""),
+        min(unused, default=""),
     )
 
 
@@ -469,14 +452,14 @@ def check_new_rows(modules_to_save, num_new: int, is_tied: bool, judge: Judge) -
         f"the rows of {num_new} new tokens are trained through modules_to_save, for models "
         "with a head apart from the embedding, and this model's embedding is its head",
         "finetuning_type: full, or no new tokens",
-        value=saved,
+        saved,
     )
     judge.expect(
         not lacking,
         key,
         f"the rows of {num_new} new tokens would not be trained: {', '.join(lacking)} is not in it",
         f"modules_to_save: {', '.join(EMBEDDING_AND_HEAD)}",
-        value=saved,
+        saved,
     )
 
 
@@ -488,7 +471,7 @@ def check_on_torch(spec, linears: Iterable[str], judge: Judge) -> None:
         "lora_dropout",
         "adapters of experts and routers have none on plain torch",
         "lora_dropout: 0, or use_mca: true",
-        value=spec.dropout,
+        spec.dropout,
     )
 
 
@@ -499,8 +482,8 @@ def check_on_megatron(spec, config, rows, candidates: list, judge: Judge) -> Non
     groups = config.num_query_groups
     tp = config.tensor_model_parallel_size
     mtp = config.mtp_num_layers
-    judge.expect(not mtp, "mtp_num_layers", _ON_ADAPTERS, "mtp_num_layers: 0", value=mtp)
-    _check_fused(spec, config.hf_model_type, rows, candidates, judge)
+    judge.expect(not mtp, "mtp_num_layers", _ON_ADAPTERS, "mtp_num_layers: 0", mtp)
+    _check_fused(spec, config.hf_model_type, rows, judge)
     # ranks that share a query group would have unequal parts of q_proj, k_proj and v_proj
     judge.expect(
         groups % tp == 0 or not any(name.endswith("linear_qkv") for name in adapted),
@@ -508,7 +491,7 @@ def check_on_megatron(spec, config, rows, candidates: list, judge: Judge) -> Non
         f"adapters on q_proj, k_proj or v_proj of a model with {groups} query groups are not "
         f"supported for tensor_model_parallel_size {tp}",
         f"tensor_model_parallel_size: {math.gcd(groups, tp)}, or lora_target without them",
-        value=targets,
+        targets,
     )
     # overlapped linears of shared experts leave their communication to other code, without the
     # adapters
@@ -519,7 +502,7 @@ def check_on_megatron(spec, config, rows, candidates: list, judge: Judge) -> Non
         "adapters on shared experts that overlap with the dispatch are not supported under tensor "
         "parallelism",
         "moe_shared_expert_overlap: false",
-        value=targets,
+        targets,
     )
     is_cut = (config.expert_tensor_parallel_size or 1) > 1
     judge.expect(
@@ -527,23 +510,22 @@ def check_on_megatron(spec, config, rows, candidates: list, judge: Judge) -> Non
         "lora_dropout",
         "ranks that share an expert's columns would drop different inputs",
         "expert_tensor_parallel_size: 1, or lora_dropout: 0",
-        value=spec.dropout,
+        spec.dropout,
     )
 
 
-def _check_fused(spec, model_type: str, rows, candidates: list, judge: Judge) -> None:
+def _check_fused(spec, model_type: str, rows, judge: Judge) -> None:
     # PEFT has one A and one B for all projections of a fused tensor, and tensor parallelism cuts
     # each projection
     fused = {_last(name.removesuffix(".weight")) for row in rows if row.fused for name in row.hf}
     adapted = sorted(fused.intersection(map(_last, spec.modules)))
-    others = {_last(c.hf) for c in candidates if c.in_all} - fused
     judge.expect(
         not adapted,
         "lora_target",
         f"adapters on {', '.join(adapted)} of {model_type}, several projections in one tensor, are "
         "not supported",
-        f"lora_target: {', '.join(sorted(others))}, or use_mca: false",
-        value=list(spec.targets),
+        "lora_target: <other modules>, or use_mca: false",
+        list(spec.targets),
     )
 
 
@@ -555,5 +537,5 @@ def check_mergeable(spec, is_tied: bool, judge: Judge, key: str = "save_merged_m
         key,
         ONE_SIDED.format(", ".join(one_sided)),
         f"take it out of lora_target, or set {key}: false",
-        value=True,
+        True,
     )

@@ -76,7 +76,7 @@ def numbers_of(values: dict[str, Any]) -> SimpleNamespace:
     known, and no rule about it applies."""
     numbers = SimpleNamespace(hf_model_type=values.get("model_type", values.get("hf_model_type")))
     for field, names in _IN_CONFIG_JSON.items():
-        known = (values[name] for name in (field, *names.split()) if name in values)
+        known = [values.get(name) for name in (field, *names.split())]
         setattr(numbers, field, next((value for value in known if isinstance(value, int)), None))
     family = _family_of(numbers)
     if family is not None and numbers.qk_norm_over_heads is None:
@@ -175,7 +175,7 @@ def _check_experts(m: Any, a: Any, judge: Judge) -> None:
         "expert_tensor_parallel_size",
         f"an expert has {columns} columns: no multiple of {etp}",
         "expert_tensor_parallel_size: 1",
-        value=etp,
+        etp,
     )
     judge.expect(
         not a.moe_shared_expert_overlap
@@ -301,12 +301,8 @@ def check_layout(layout: str) -> None:
         raise ValueError(
             "it repeats something more than 999 times, and no model has so many layers"
         )
-    letters = "".join(layout_stages(layout.replace(" ", "")))
-    unknown = "".join(sorted(set(letters) - set("EtL")))
-    if unknown:
-        raise ValueError(f"unknown letters {unknown!r}: E is the embedding, t a layer, L the loss")
-    if not re.fullmatch("Et*L", letters):
-        raise ValueError("it must begin with the embedding E and end with the loss L, once each")
+    if not re.fullmatch("Et*L", "".join(layout_stages(layout.replace(" ", "")))):
+        raise ValueError("expected E for the embedding, t for each layer, and L for the loss")
 
 
 def balanced_layout(num_layers: int, pp: int, vpp: int | None = None) -> str:
@@ -347,14 +343,15 @@ def check_numbers(values: dict[str, Any], judge: Judge) -> None:
             "model_name_or_path",
             f"expected {expected} in config.json",
             "config.json as the model's authors wrote it",
-            value=values.get(name),
-            name=name,
+            values.get(name),
+            name,
         )
 
     expect(isinstance(values.get("model_type", ""), str), "model_type", "the name of a model type")
     for name, (least, most) in _LIMITS.items():
-        value = values.get(name)
-        fits = not isinstance(value, (str, dict))
+        value: Any = values.get(name)
+        is_real = name in ("rope_theta", "factor")
+        fits = not isinstance(value, (str, dict, list) if is_real else (str, dict))
         if type(value) in (int, float):
             fits = least <= value <= most
         expect(fits, name, f"a number of at least {least} and at most {most}")
@@ -429,7 +426,7 @@ def check_torch_experts(hf_config: Any, judge: Judge) -> None:
         "use_mca",
         "config.json has num_experts_per_tok: null, and transformers needs a number",
         "use_mca: true, or num_experts_per_tok: <a number> in config.json",
-        value=False,
+        False,
     )
 
 
@@ -445,6 +442,6 @@ def check_torch_packing(hf_config: Any, judge: Judge) -> None:
         f"{config.model_type} has a sliding window of {window} tokens, and the mask of packed "
         "rows would replace it",
         "packing: false",
-        value=True,
-        name="packing",
+        True,
+        "packing",
     )

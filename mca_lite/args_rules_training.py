@@ -123,6 +123,7 @@ NEEDS = (
         "predict_with_generate",
         "predict_with_generate: true",
     ),
+    Need("sequence_parallel", f"!{TP}=1", f"{TP}: 2", is_harmless=True),
     Need("num_train_epochs", "max_steps=-1", "max_steps: -1", is_harmless=True),
     Need("warmup_ratio", "!warmup_steps", "warmup_steps: 0", is_harmless=True),
     Need(
@@ -195,7 +196,7 @@ def check_needs(needs: Iterable[Need], a: Any, judge: Judge) -> None:
 
 
 def normalise_training(a: Any) -> None:
-    """Fill in the values that follow from other keys; `a.notes` names those switched off."""
+    """Fill in the values that follow from other keys."""
     a.report_to = [name for name in REPORTERS if {name, "all"}.intersection(a.report_to)]
     if 0 < a.warmup_steps < 1 and not a.warmup_ratio:
         a.warmup_ratio = a.warmup_steps
@@ -204,9 +205,7 @@ def normalise_training(a: Any) -> None:
         a.warmup_steps = int(a.warmup_steps)
     normalise_additional_configs(a)
     _normalise_schedule(a)
-    if a.sequence_parallel and a.tensor_model_parallel_size == 1:
-        a.sequence_parallel = False
-        a.notes.append(f"sequence_parallel is switched off: {TP} is 1")
+    a.sequence_parallel &= a.tensor_model_parallel_size > 1
     layout = (a.pipeline_model_parallel_layout or "").replace(" ", "")
     a.pipeline_model_parallel_layout = layout or None
     derived = {
@@ -239,21 +238,16 @@ def normalise_additional_configs(a: Any) -> None:
 
 
 def _cast_values(values: dict[str, Any], types: dict[str, Any]) -> dict[str, Any]:
-    """Values cast by the types of their names, but for those with a defect."""
-    hints = {key: types.get(key, Any) for key in values}
-    return {
-        key: value if _defect(value, hints[key]) else cast(value, hints[key])
-        for key, value in values.items()
-    }
+    """Values cast by the types of their names; those with a defect are kept."""
+    return {key: _try_cast(value, types.get(key, Any))[0] for key, value in values.items()}
 
 
-def _defect(value: Any, hint: Any) -> str:
-    """The expected type of a value that has another one, or ""."""
+def _try_cast(value: Any, hint: Any) -> tuple[Any, str]:
+    """(the cast value, ""), or of another type (the value, the expected one)."""
     try:
-        cast(value, hint)
+        return cast(value, hint), ""
     except ValueError as error:
-        return str(error)
-    return ""
+        return value, str(error)
 
 
 # -- rules
@@ -287,19 +281,13 @@ def check_world(a: Any, judge: Judge) -> None:
         _check_expert_world(a, judge)
         return
     degrees = {name: getattr(a, name) for name in (TP, PP, CP) if getattr(a, name) > 1}
-    fitting = {}
-    rest = size
-    for name, degree in degrees.items():
-        fitting[name] = math.gcd(degree, rest)
-        rest //= fitting[name]
     sizes = " x ".join(f"{name.split('_')[0]} {degree}" for name, degree in degrees.items())
-    lower = ", ".join(f"{name}: {degree}" for name, degree in fitting.items())
     judge.refuse(
         " ".join(degrees),
         f"a copy of the model takes {sizes} = {product} ranks, and the number of processes, "
         f"{size}, is no multiple",
         f"a multiple of {product} processes (torchrun --nproc_per_node {product}; of plan and "
-        f"inspect --gpus {product}), or {lower}",
+        f"inspect --gpus {product}), or a product that divides {size}",
     )
 
 
@@ -324,19 +312,18 @@ def _check_batches(a: Any, judge: Judge) -> None:
     unit = _samples_at_once(a)
     total = a.global_batch_size or unit * steps
     count = total // unit
-    product = f"micro-batch {a.per_device_train_batch_size} (per_device_train_batch_size) x data "
-    product += f"parallel {a.data_parallel_size}"
+    product = f"{unit}, which is per_device_train_batch_size x data parallel size"
     sizes = f"per_device_train_batch_size {TP} {PP} {CP}"
     judge.expect(
         total % unit == 0,
         f"global_batch_size gradient_accumulation_steps {sizes}",
-        f"it is no multiple of {product} = {unit}",
+        f"it is no multiple of {product}",
         f"global_batch_size: {max(count, 1) * unit} or {(max(count, 1) + 1) * unit}",
     )
     judge.expect(
         count == steps,
         f"gradient_accumulation_steps global_batch_size {sizes}",
-        f"global_batch_size {total} = {product} x {count}, not x {steps}",
+        f"global_batch_size {total} is {count}, not {steps} times {product}",
         f"gradient_accumulation_steps left out or {count}, or global_batch_size: {unit * steps}",
     )
 
@@ -416,8 +403,8 @@ def check_additional_configs(a: Any, judge: Judge) -> None:
     for name, value in given.items():
         reason, remedy = _other_source(name, value, a)
         if name in ADDITIONAL_FIELDS:
-            reason = _defect(value, ADDITIONAL_FIELDS[name])
-        judge.expect(not reason, key, reason, remedy, value=value, name=f"{key}.{name}")
+            _, reason = _try_cast(value, ADDITIONAL_FIELDS[name])
+        judge.expect(not reason, key, reason, remedy, value, f"{key}.{name}")
     for need, name, switch, reason in _unmet(NEEDS, given, judge):
         remedy = f"{need.setting}, or {name} left out"
         judge.refuse(f"{key} {switch}", reason, remedy, given[name], f"{key}.{name}")
@@ -449,10 +436,12 @@ SCHEDULES = {
     "inverse_sqrt": "inverse-square-root",
     STABLE: "WSD",
 }
-DECAY_TYPES = ("linear", "cosine", "exponential", "minus_sqrt")
 # lr_scheduler_kwargs of the schedules that decay, and of the one with a stable phase
 _OF_DECAY: dict[str, Any] = {"min_lr": float, "min_lr_rate": float, "num_decay_steps": int}
-_OF_STABLE = _OF_DECAY | {"num_stable_steps": int, "decay_type": Literal[DECAY_TYPES]}
+_OF_STABLE = _OF_DECAY | {
+    "num_stable_steps": int,
+    "decay_type": Literal["linear", "cosine", "exponential", "minus_sqrt"],
+}
 # megatron's and other spellings -> Hugging Face's; of the first row, only without a stable phase
 OTHER_SPELLINGS = {
     "lr_decay_steps": "num_decay_steps",
@@ -465,10 +454,10 @@ OTHER_SPELLINGS = {
 
 def parse_steps(text: str) -> tuple[int, int]:
     """(first, last) of "10-12", or of "10". Raises ValueError for anything else."""
-    first, _, last = text.partition("-")
     with contextlib.suppress(ValueError):
-        if 1 <= int(first) <= int(last or first):
-            return int(first), int(last or first)
+        first, last = map(int, text.split("-") if "-" in text else (text, text))
+        if 1 <= first <= last:
+            return first, last
     raise ValueError(f"{text!r} are no steps, expected something like 10-12 or 10")
 
 
@@ -480,15 +469,16 @@ def _kwargs_of(schedule: str) -> dict[str, Any]:
 def _normalise_schedule(a: Any) -> None:
     """Rename and cast lr_scheduler_kwargs; leave out None."""
     given = a.lr_scheduler_kwargs
+    types = _kwargs_of(a.lr_scheduler_type)
     values: dict[str, Any] = {}
     for name, value in given.items():
         key = OTHER_SPELLINGS.get(name, name)
         ends_with_run = name == "lr_decay_steps" and a.lr_scheduler_type == STABLE
         if ends_with_run or key in given:
             key = name
-        if value is not None:
+        if value is not None or key not in types:
             values[key] = OTHER_SPELLINGS.get(str(value), value)
-    a.lr_scheduler_kwargs = _cast_values(values, _kwargs_of(a.lr_scheduler_type))
+    a.lr_scheduler_kwargs = _cast_values(values, types)
 
 
 def _check_schedule(a: Any, judge: Judge) -> None:
@@ -508,11 +498,11 @@ def _check_schedule(a: Any, judge: Judge) -> None:
     def expect(holds: object, name: str, reason: str, remedy: str = "the key left out") -> None:
         value = kwargs.get(name)
         keys = f"{key} lr_scheduler_type"
-        judge.expect(holds, keys, reason, remedy, value=value, name=f"{key}.{name}")
+        judge.expect(holds, keys, reason, remedy, value, f"{key}.{name}")
 
     for name, value in kwargs.items():
         takes = f"{a.lr_scheduler_type} takes {', '.join(types) or 'none'}, each once"
-        defect = _defect(value, types[name]) if name in types else takes
+        _, defect = _try_cast(value, types[name]) if name in types else (value, takes)
         expect(not defect, name, defect)
         number = value if isinstance(value, (int, float)) and not defect else 0
         limit = most.get(name, math.inf)
@@ -558,29 +548,27 @@ def _schedule_steps(a: Any, num_training_steps: int, judge: Judge) -> ScheduleSt
     kwargs = a.lr_scheduler_kwargs
     end = num_training_steps
     warmup = warmup_steps(a, num_training_steps)
-    decay = kwargs.get("num_decay_steps")
+    decay = None
     if a.lr_scheduler_type != STABLE:
-        end = decay if decay is not None else end
-        decay = None
+        end = kwargs.get("num_decay_steps", end)
     else:
-        stable = kwargs.get("num_stable_steps")
-        if decay is None:
-            decay = max(end - warmup - stable, 1)
-        if stable is not None:
+        stable = kwargs.get("num_stable_steps", 0)
+        decay = kwargs.get("num_decay_steps", max(end - warmup - stable, 1))
+        if "num_stable_steps" in kwargs:
             end = warmup + stable + decay
     judge.expect(
         warmup < end or SCHEDULES[a.lr_scheduler_type] == "constant",
         "warmup_steps lr_scheduler_kwargs max_steps",
         f"{warmup} warm-up steps leave nothing of the {end} steps to decay in",
         "warmup_steps: 0.1, a share of all steps",
-        value=warmup,
+        warmup,
     )
     judge.expect(
         decay is None or decay <= end - warmup,
         "lr_scheduler_kwargs warmup_steps max_steps",
         f"it is more than the {end - warmup} steps that {warmup} warm-up steps leave of {end}",
         f"num_decay_steps: {end - warmup}",
-        value=decay,
-        name="lr_scheduler_kwargs.num_decay_steps",
+        decay,
+        "lr_scheduler_kwargs.num_decay_steps",
     )
     return ScheduleSteps(warmup, end, decay)

@@ -10,7 +10,6 @@ import dataclasses
 import enum
 import functools
 import json
-import math
 import operator
 import os
 import re
@@ -19,11 +18,10 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import yaml
 
-from .args_keys import FOREIGN_VALUES
 from .errors import Judge, Problem, refuse
 
 # -- YAML
@@ -33,7 +31,7 @@ class ConfigLoader(yaml.SafeLoader):
     """YAML without aliases and duplicate keys. Every value but null is text, cast later by the type
     of its field: 007 stays a name, and 1e-5 is a number."""
 
-    yaml_implicit_resolvers = {}  # noqa: RUF012
+    yaml_implicit_resolvers: ClassVar[dict] = {}
 
     def fetch_alias(self) -> None:
         problem = "a word that begins with * is an alias, which is not read: quote it"
@@ -153,7 +151,7 @@ def _cast_int(value: Any) -> int:
 def _cast_float(value: Any) -> float:
     with contextlib.suppress(TypeError, ValueError, OverflowError):
         number = float(value)
-        if math.isfinite(number) and not isinstance(value, bool):
+        if abs(number) <= 1e38 and not isinstance(value, bool):  # within float32
             return number
     raise ValueError("expected a finite number")
 
@@ -215,9 +213,7 @@ def arg(default: Any, text: str, **metadata: Any) -> Any:
     metadata = {"help": text, **metadata}
     if isinstance(default, (list, dict)):
         return field(default_factory=default.copy, metadata=metadata)
-    if default is MISSING:
-        return field(metadata=metadata, kw_only=False)
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata=metadata, kw_only=default is not MISSING)
 
 
 def default_of(item: dataclasses.Field) -> Any:
@@ -302,13 +298,7 @@ class ArgumentGroup:
             if value is not None:
                 _check_value(value, known)
         except ValueError as error:
-            reason = str(error)
-            remedy = example(item)
-            foreign = FOREIGN_VALUES.get(key, {}).get(str(value).lower())
-            if foreign:
-                reason = f"{foreign[0]}: {error}"
-                remedy = foreign[1]
-            judge.refuse(key, reason, remedy, value)
+            judge.refuse(key, str(error), example(item), value)
             value = "" if default is MISSING else default
         setattr(self, key, value)
 
@@ -335,15 +325,11 @@ class ArgumentGroup:
         return dataclasses.asdict(self)
 
 
-_type_hints = functools.cache(typing.get_type_hints)
+_type_hints: Callable[[type], dict[str, Any]] = functools.cache(typing.get_type_hints)
 
 
 def check_keys(group_type: type[ArgumentGroup], **values: Any) -> list[Problem]:
     """The Problems of single values by the types and limits of a group's keys."""
-    group = group_type.__new__(group_type)
-    judge = Judge(group)
-    for item in dataclasses.fields(group_type):
-        if item.name in values:
-            setattr(group, item.name, values[item.name])
-            group.check_field(item, judge)
-    return judge.problems
+    judge = Judge(None)
+    group_type.read(values, judge)
+    return [problem for problem in judge.problems if problem.key in values]

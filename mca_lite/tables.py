@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -167,10 +167,9 @@ def check_template(name: str) -> None:
         raise ValueError(f"LLaMA-Factory has no template of this name{reason}")
 
 
-def _add(table: dict[str, Any], kind: str, name: str, row: Any) -> None:
+def _refuse_taken(kind: str, name: str, table: Container[str]) -> None:
     if name in table:
         raise ValueError(f"{kind} {name} is registered already: choose another name")
-    table[name] = row
 
 
 # -- preference losses
@@ -220,21 +219,17 @@ class PreferenceLoss(NamedTuple):
 LOSSES: dict[str, PreferenceLoss] = {}
 
 
-def register_loss(
-    name: str,
-    formula: Callable[[Responses, Any], tuple],
-    *,
-    has_reference: bool,
-    keys: tuple[str, ...] = ("pref_beta",),
-) -> None:
-    """Add a row to LOSSES: `pref_loss: <name>` trains with `formula` (see PreferenceLoss).
+def register_loss(name: str, formula: Callable[[Responses, Any], tuple], **fields: Any) -> None:
+    """Add a row to LOSSES: `pref_loss: <name>` trains with `formula`. fields: the others of
+    PreferenceLoss, with `has_reference` required.
 
     Call it before the configuration is parsed, on every rank. Raises ValueError for a taken name,
     TypeError for a formula that is no function.
     """
     if not callable(formula):
         raise TypeError(f"pref_loss {name}: expected a function of responses, got {formula!r}")
-    _add(LOSSES, "pref_loss", name, PreferenceLoss(formula, has_reference, tuple(keys)))
+    _refuse_taken("pref_loss", name, LOSSES)
+    LOSSES[name] = PreferenceLoss(formula, **fields)
 
 
 def log1mexp(x: torch.Tensor) -> torch.Tensor:
@@ -357,7 +352,8 @@ def register_objective(stage: str, **fields: Any) -> Objective:
     if objective.records not in (TEXT, CONVERSATIONS, PAIRS):
         kinds = ", ".join((TEXT, CONVERSATIONS, PAIRS))
         raise ValueError(f"stage {stage}: records {objective.records!r}: expected one of {kinds}")
-    _add(OBJECTIVES, "stage", stage, objective)
+    _refuse_taken("stage", stage, OBJECTIVES)
+    OBJECTIVES[stage] = objective
     return objective
 
 
@@ -409,12 +405,8 @@ def _check_preferences(a: Any, judge: Judge) -> None:
 
 
 def _describe_preferences(keys: Any) -> str:
-    words = [f"pref_loss {keys.pref_loss}", f"beta {keys.pref_beta:g}"]
-    if keys.pref_ftx:
-        words.append(f"sft term {keys.pref_ftx:g}")
-    if keys.dpo_label_smoothing:
-        words.append(f"label smoothing {keys.dpo_label_smoothing:g}")
-    return ", ".join(words)
+    text = f"pref_loss {keys.pref_loss}, beta {keys.pref_beta:g}, sft term {keys.pref_ftx:g}"
+    return f"{text}, label smoothing {keys.dpo_label_smoothing:g}"
 
 
 def _check_preference_keys(a: Any, judge: Judge) -> None:
@@ -480,22 +472,21 @@ def register_optimizer(
     name: str,
     make: Callable[[list[dict], Any], Any],
     *,
-    states: tuple[str, ...],
-    counts_steps: bool = False,
     aliases: tuple[str, ...] = (),
+    **fields: Any,
 ) -> None:
-    """Add a row to OPTIMIZERS: `optim: <name>` trains with the optimizer of `make` (see Optimizer)
-    on both backends, with float32 master weights under megatron-core.
+    """Add a row to OPTIMIZERS: `optim: <name>` trains with the optimizer of `make` on both
+    backends, with float32 master weights under megatron-core. fields: `states`, required, and
+    `counts_steps` of Optimizer.
 
     Call it before the configuration is parsed, on every rank. Raises ValueError for a taken name,
     TypeError for a `make` that is no function.
     """
     if not callable(make):
         raise TypeError(f"optim {name}: expected a function of (groups, args), got {make!r}")
-    row = Optimizer(make, tuple(states), counts_steps)
-    for alias in (name, *aliases):
-        _add({**OPTIMIZERS, **OPTIMIZER_ALIASES}, "optim", alias, row)
-    OPTIMIZERS[name] = row
+    for taken in (name, *aliases):
+        _refuse_taken("optim", taken, {*OPTIMIZERS, *OPTIMIZER_ALIASES})
+    OPTIMIZERS[name] = Optimizer(make, **fields)
     OPTIMIZER_ALIASES.update({alias.lower(): name for alias in aliases})
 
 
@@ -580,18 +571,10 @@ COLUMNS = {
 }
 
 
-def register_column(
-    name: str,
-    per: str = "token",
-    *,
-    dtype: str = "float32",
-    padding: float = 0,
-    default: float | None = None,
-    of_dataset: Callable[[str], float | None] | None = None,
-    to_model: bool = False,
-) -> None:
-    """Add a column to samples and micro-batches (see Column). The loss hooks get it in `batch`, cut
-    and on the rank's device as the tokens are: [b, s], or of real documents or samples [n].
+def register_column(name: str, per: str = "token", **fields: Any) -> None:
+    """Add a column to samples and micro-batches, with the fields of Column. The loss hooks get it
+    in `batch`, cut and on the rank's device as the tokens are: [b, s], or of real documents or
+    samples [n].
 
     A document of a Python dataset has it as a number, or a list of its length; a record of a file
     as a number. One number per token counts for all tokens of the document. A document without the
@@ -600,7 +583,8 @@ def register_column(
     """
     if per not in ("token", "document", "sample"):
         raise ValueError(f"column {name}: expected per token, document or sample, got {per!r}")
-    _add(COLUMNS, "column", name, Column(per, dtype, padding, default, of_dataset, to_model))
+    _refuse_taken("column", name, COLUMNS)
+    COLUMNS[name] = Column(per, **fields)
 
 
 def registered_columns() -> dict[str, Column]:

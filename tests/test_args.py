@@ -248,7 +248,7 @@ def test_all_errors_of_a_run_are_shown_at_once(base):
         "dataset",
     }
     assert problems["tensor_model_paralel_size"].suggestion == "tensor_model_parallel_size"
-    assert "stage: dpo" in problems["stage"].suggestion
+    assert "pt, sft, dpo" in problems["stage"].reason
     text = str(ConfigError(list(problems.values())))
     assert all(problem.key in text and problem.reason in text for problem in problems.values())
 
@@ -486,7 +486,7 @@ def test_layout_must_divide_the_world(world, base):
     )
     world(6)
     problem = keys_of(training, tensor_model_parallel_size=4)["tensor_model_parallel_size"]
-    assert problem.suggestion.endswith("tensor_model_parallel_size: 2")
+    assert problem.suggestion.endswith("a product that divides 6")
 
 
 def test_virtual_stages_need_whole_groups_of_micro_batches():
@@ -514,8 +514,7 @@ def test_plain_torch_backend_counts_every_rank_as_data_parallel(world, base):
         args.gradient_accumulation_steps,
     ) == (1, 4, 2)
     assert not args.sequence_parallel and not args.use_distributed_optimizer
-    (line,) = run.warnings
-    assert all(word.split("=")[0] in line for word in words)
+    assert {line.split(":")[0] for line in run.warnings} == {w.split("=")[0] for w in words}
 
 
 @pytest.mark.parametrize(
@@ -743,7 +742,7 @@ def test_checkpointing_of_activations_is_full_recomputation(base, name):
 def test_plain_torch_says_that_it_recomputes_nothing(base):
     run = parse_args([*base, "gradient_checkpointing=true", "use_mca=false"])
     assert run.training.recompute_granularity is None
-    assert run.warnings == ["use_mca is false: plain torch DDP does without recompute_granularity"]
+    assert run.warnings == ["recompute_granularity: no effect, since use_mca is false"]
 
 
 def test_a_name_for_wandb_is_said_to_have_no_effect_without_it(base):
