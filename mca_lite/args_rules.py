@@ -484,9 +484,11 @@ def check_on_megatron(spec, config, rows, candidates: list, judge: Judge) -> Non
     mtp = config.mtp_num_layers
     judge.expect(not mtp, "mtp_num_layers", _ON_ADAPTERS, "mtp_num_layers: 0", mtp)
     _check_fused(spec, config.hf_model_type, rows, judge)
+    has_qkv = any(name.endswith("linear_qkv") for name in adapted)
+    has_shared = any(".shared_experts." in name for name in adapted)
     # ranks that share a query group would have unequal parts of q_proj, k_proj and v_proj
     judge.expect(
-        groups % tp == 0 or not any(name.endswith("linear_qkv") for name in adapted),
+        groups % tp == 0 or not has_qkv,
         "lora_target",
         f"adapters on q_proj, k_proj or v_proj of a model with {groups} query groups are not "
         f"supported for tensor_model_parallel_size {tp}",
@@ -495,9 +497,8 @@ def check_on_megatron(spec, config, rows, candidates: list, judge: Judge) -> Non
     )
     # overlapped linears of shared experts leave their communication to other code, without the
     # adapters
-    overlaps = config.moe_shared_expert_overlap and tp > 1
     judge.expect(
-        not overlaps or not any(".shared_experts." in name for name in adapted),
+        tp == 1 or not config.moe_shared_expert_overlap or not has_shared,
         "lora_target",
         "adapters on shared experts that overlap with the dispatch are not supported under tensor "
         "parallelism",

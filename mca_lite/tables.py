@@ -452,15 +452,14 @@ class Optimizer(NamedTuple):
     decay should be decoupled. states: the names of its tensors of a parameter's shape, for
     checkpoints. counts_steps: True with the number of updates as a tensor "step" beside them.
     megatron: its name in megatron-core, used on that backend; None: make() is used there too.
-    distributed: True if megatron-core's distributed optimizer can shard its states. halves(groups,
-    args) -> the optimizer for bf16 weights that are the upper halves of fp32 masters, or None.
+    halves(groups, args) -> the optimizer for bf16 weights that are the upper halves of fp32
+    masters, or None.
     """
 
     make: Callable[[list[dict], Any], Any]
     states: tuple[str, ...]
     counts_steps: bool = False
     megatron: str | None = None
-    distributed: bool = False
     halves: Callable[[list[dict], Any], Any] | None = None
 
 
@@ -523,7 +522,6 @@ OPTIMIZERS["adam"] = Optimizer(
     states=("exp_avg", "exp_avg_sq"),
     counts_steps=True,
     megatron="adam",
-    distributed=True,
     halves=_adam_of_halves,
 )
 OPTIMIZERS["sgd"] = Optimizer(_sgd, states=("momentum_buffer",), megatron="sgd")
