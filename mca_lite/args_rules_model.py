@@ -277,8 +277,8 @@ def _refuse_stages(layers: int, pp: int, vpp: int, judge: Judge) -> None:
         reason = f"there are more stages than the model's {layers} layers"
         judge.refuse(PP, reason, f"{PP}: {layers}")
     elif layers % pp == 0:
-        reason = f"it counts chunks on each rank, not layers in a chunk: {layers // pp} layers of "
-        reason += f"a rank cannot be shared evenly by {vpp} chunks"
+        reason = "it counts chunks on each rank, not layers in a chunk: the "
+        reason += f"layers of a rank, {layers // pp}, cannot be shared evenly by {vpp} chunks"
         judge.refuse(VPP, reason, f"{VPP}: {math.gcd(layers // pp, vpp)}")
     else:
         reason = f"the model's {layers} layers cannot be shared evenly by {pp} x {vpp} stages"
