@@ -8,12 +8,12 @@ a typing error shows in a fraction of a second.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import json
 import math
 import os
+import re
 import sys
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
@@ -28,13 +28,12 @@ from .args_keys import (
     HINTS,
     IGNORED_KEYS,
     NOT_OF_TRAINING,
-    SWITCHES,
     UNSUPPORTED,
     lookup,
     unsupported,
 )
 from .args_rules import (
-    check_backend,
+    BACKEND,
     check_data,
     check_finetuning,
     check_objective_run,
@@ -50,7 +49,7 @@ from .args_rules_training import (
     normalise_training,
     parse_steps,
 )
-from .args_values import ArgumentGroup, arg, cast, default_of, loads_yaml, read_config_file
+from .args_values import ArgumentGroup, arg, default_of, read_config_file
 from .errors import ConfigError, Judge, Problem
 from .files import parse_size, read_model_config, write_file
 from .tables import LOSSES, OBJECTIVES, OPTIMIZER_ALIASES, OPTIMIZERS, TEMPLATES, check_template
@@ -61,6 +60,11 @@ from .tables import LOSSES, OBJECTIVES, OPTIMIZER_ALIASES, OPTIMIZERS, TEMPLATES
 def mca(default: Any, text: str, **metadata: Any) -> Any:
     """A key of megatron-core, always the default on the plain torch backend."""
     return arg(default, text, torch=False, **metadata)
+
+
+def of_config(default: Any, text: str, model: bool | str = True, **metadata: Any) -> Any:
+    """A key of megatron-core that is a field of McaModelConfig."""
+    return mca(default, text, model=model, **metadata)
 
 
 @dataclass(kw_only=True)
@@ -151,30 +155,22 @@ class FinetuningArguments(ArgumentGroup):
     finetuning_type: Literal["full", "lora"] = arg(
         "full", "full: train every weight; lora (LLaMA-Factory's default): train adapters"
     )
-    lora_rank: int = arg(8, "rank of the adapters", low=1, high=65_536, lora=True)
+    lora_rank: int = arg(8, "rank of the adapters", low=1, high=65_536)
     lora_alpha: float | None = arg(
-        None, "adapters are scaled by alpha / rank (None: twice the rank)", above=0, lora=True
+        None, "adapters are scaled by alpha / rank (None: twice the rank)", above=0
     )
     lora_dropout: float | None = arg(
-        None,
-        "dropout on adapters' input (None: 0, or the loaded adapter's)",
-        low=0,
-        below=1,
-        lora=True,
+        None, "dropout on adapters' input (None: 0, or the loaded adapter's)", low=0, below=1
     )
     lora_target: list[str] = arg(
-        ["all"], "all (every linear layer except the head), module names, or patterns", lora=True
+        ["all"], "all (every linear layer except the head), module names, or patterns"
     )
-    use_rslora: bool = arg(False, "scale adapters by alpha / sqrt(rank)", lora=True)
+    use_rslora: bool = arg(False, "scale adapters by alpha / sqrt(rank)")
     modules_to_save: list[str] | None = arg(
-        None, "modules trained in full beside the adapters, such as lm_head", lora=True
+        None, "modules trained in full beside the adapters, such as lm_head"
     )
-    adapter_name_or_path: str | None = arg(
-        None, "folder of a PEFT adapter to train further", lora=True
-    )
-    save_merged_model: bool = arg(
-        False, "also export the merged model, to output_dir/merged", lora=True
-    )
+    adapter_name_or_path: str | None = arg(None, "folder of a PEFT adapter to train further")
+    save_merged_model: bool = arg(False, "also export the merged model, to output_dir/merged")
     pref_loss: str = arg(
         "sigmoid", "stage dpo: sigmoid is DPO, orpo needs no reference", choices=LOSSES
     )
@@ -292,7 +288,7 @@ class TrainingArguments(ArgumentGroup):
     )
 
     # optimizer and schedule
-    learning_rate: float = arg(5e-5, "peak learning rate", low=0, high=1e38, optimizer="lr")
+    learning_rate: float = arg(5e-5, "peak learning rate", low=0, optimizer="lr")
     lr_scheduler_type: str = arg(
         "linear",
         "schedule of the learning rate; constant has no warm-up, constant_with_warmup has",
@@ -349,28 +345,22 @@ class TrainingArguments(ArgumentGroup):
     # precision
     bf16: bool = arg(False, "bfloat16 weights and activations, fp32 master weights", model=True)
     fp16: bool = arg(False, "float16 with loss scaling", model=True)
-    fp8: Literal["hybrid", "e4m3"] | None = mca(
+    fp8: Literal["hybrid", "e4m3"] | None = of_config(
         None,
         "8-bit matrix products of Transformer Engine; hybrid: gradients as e5m2",
         model="always",
         words={"true": "hybrid", "false": None},  # LLaMA-Factory's
     )
-    fp8_recipe: Literal["tensorwise", "delayed", "blockwise"] | None = mca(
-        None,
-        "scales by tensor, by its past values, by blocks of 128 (None: tensorwise)",
-        model=True,
+    fp8_recipe: Literal["tensorwise", "delayed", "blockwise"] | None = of_config(
+        None, "scales by tensor, by its past values, by blocks of 128 (None: tensorwise)"
     )
-    first_last_layers_bf16: bool = mca(
-        False, "bf16 for first and last layers under fp8", model=True
-    )
-    num_layers_at_start_in_bf16: int = mca(1, "first layers in bf16", low=0, model=True)
-    num_layers_at_end_in_bf16: int = mca(1, "last layers in bf16", low=0, model=True)
+    first_last_layers_bf16: bool = of_config(False, "bf16 for first and last layers under fp8")
+    num_layers_at_start_in_bf16: int = of_config(1, "first layers in bf16", low=0)
+    num_layers_at_end_in_bf16: int = of_config(1, "last layers in bf16", low=0)
     loss_scale: float | None = arg(
-        None, "constant loss scale (None: dynamic)", above=0, high=1e38, optimizer=True
+        None, "constant loss scale (None: dynamic)", above=0, optimizer=True
     )
-    initial_loss_scale: float = arg(
-        2.0**16, "initial loss scale", above=0, high=1e38, optimizer=True
-    )
+    initial_loss_scale: float = arg(2.0**16, "initial loss scale", above=0, optimizer=True)
     min_loss_scale: float = arg(1.0, "minimum loss scale", above=0, optimizer=True)
     loss_scale_window: int = arg(
         1000, "steps without overflow before the scale doubles", low=1, optimizer=True
@@ -378,24 +368,24 @@ class TrainingArguments(ArgumentGroup):
     hysteresis: int = arg(2, "overflows before the scale halves", low=1, optimizer=True)
 
     # parallel layout
-    tensor_model_parallel_size: int = mca(1, "ranks that split each matrix", low=1, model=True)
-    pipeline_model_parallel_size: int = mca(1, "ranks that split the layers", low=1, model=True)
-    virtual_pipeline_model_parallel_size: int | None = mca(
+    tensor_model_parallel_size: int = of_config(1, "ranks that split each matrix", low=1)
+    pipeline_model_parallel_size: int = of_config(1, "ranks that split the layers", low=1)
+    virtual_pipeline_model_parallel_size: int | None = of_config(
         None, "chunks of layers on each pipeline rank", low=1, model="always"
     )
-    context_parallel_size: int = mca(1, "ranks that split each sequence", low=1, model=True)
-    expert_model_parallel_size: int = mca(1, "ranks that split the experts", low=1, model=True)
-    expert_tensor_parallel_size: int | None = mca(
+    context_parallel_size: int = of_config(1, "ranks that split each sequence", low=1)
+    expert_model_parallel_size: int = of_config(1, "ranks that split the experts", low=1)
+    expert_tensor_parallel_size: int | None = of_config(
         None, "ranks that split each expert's matrices", low=1, model="always"
     )
-    sequence_parallel: bool = mca(
-        False, "split activations of norms and dropout over tensor parallel ranks", model=True
+    sequence_parallel: bool = of_config(
+        False, "split activations of norms and dropout over tensor parallel ranks"
     )
-    pipeline_model_parallel_layout: str | None = mca(
+    pipeline_model_parallel_layout: str | None = of_config(
         None, 'layers of each stage, such as "Et*3|t*4|t*3L"', model="always", check=check_layout
     )
-    variable_seq_lengths: bool = mca(
-        False, "micro-batches of different lengths: pipeline stages exchange shapes", model=True
+    variable_seq_lengths: bool = of_config(
+        False, "micro-batches of different lengths: pipeline stages exchange shapes"
     )
     sequence_packing: bool = arg(
         False, "join the samples of a micro-batch; packing fills rows of cutoff_len from all data"
@@ -417,45 +407,44 @@ class TrainingArguments(ArgumentGroup):
     )
 
     # memory, kernels and the model
-    recompute_granularity: Literal["full", "selective"] | None = mca(
-        None, "recomputation of activations in the backward pass", model="always"
+    recompute_granularity: Literal["full", "selective"] | None = of_config(
+        None,
+        "recomputation of activations in the backward pass",
+        model="always",
+        words={"true": "full", "false": None},  # of gradient_checkpointing
     )
-    recompute_method: Literal["uniform", "block"] | None = mca(
+    recompute_method: Literal["uniform", "block"] | None = of_config(
         None, "full recomputation by uniform units or blocks (None: uniform)", model="always"
     )
-    recompute_num_layers: int | None = mca(
+    recompute_num_layers: int | None = of_config(
         None, "full: layers of a unit, or of a stage (None: 1)", low=1, model="always"
     )
     recompute_modules: (
         list[Literal["core_attn", "mlp", "layernorm", "moe", "shared_experts"]] | None
-    ) = mca(None, "selective: core_attn, mlp, layernorm, moe, shared_experts", model="always")
-    distribute_saved_activations: bool = mca(
-        False, "split recomputation's inputs over tensor parallel ranks", model=True
+    ) = of_config(None, "selective: core_attn, mlp, layernorm, moe, shared_experts", model="always")
+    distribute_saved_activations: bool = of_config(
+        False, "split recomputation's inputs over tensor parallel ranks"
     )
-    transformer_impl: Literal["auto", "local", "transformer_engine"] = mca(
-        "auto",
-        "auto: Transformer Engine in bf16 or fp16, if installed and suitable for the model",
-        model=True,
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = of_config(
+        "auto", "auto: Transformer Engine in bf16 or fp16, if installed and suitable for the model"
     )
-    attention_dropout: float | None = mca(
-        None, "dropout of attention (None: the model's)", low=0, below=1, model=True
+    attention_dropout: float | None = of_config(
+        None, "dropout of attention (None: the model's)", low=0, below=1
     )
-    hidden_dropout: float | None = mca(
-        None, "dropout of activations (None: the model's)", low=0, below=1, model=True
+    hidden_dropout: float | None = of_config(
+        None, "dropout of activations (None: the model's)", low=0, below=1
     )
     torch_compile: bool | None = arg(
         None, "compile elementwise code between matrix products (None: on a GPU with a compiler)"
     )
-    bias_activation_fusion: bool | None = mca(
-        None, "fused bias and activation (None: chosen)", model=True
+    bias_activation_fusion: bool | None = of_config(
+        None, "fused bias and activation (None: chosen)"
     )
-    bias_dropout_fusion: bool | None = mca(
-        None, "fused bias and dropout (None: chosen)", model=True
-    )
-    apply_rope_fusion: bool | None = mca(None, "fused rotary embedding (None: chosen)", model=True)
-    moe_grouped_gemm: bool = mca(True, "one grouped matrix product for all experts", model=True)
-    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = mca(
-        "alltoall", "exchange of tokens between expert ranks", model=True
+    bias_dropout_fusion: bool | None = of_config(None, "fused bias and dropout (None: chosen)")
+    apply_rope_fusion: bool | None = of_config(None, "fused rotary embedding (None: chosen)")
+    moe_grouped_gemm: bool = of_config(True, "one grouped matrix product for all experts")
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = of_config(
+        "alltoall", "exchange of tokens between expert ranks"
     )
     moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] = arg(
         "aux_loss", "load-balancing loss: over a micro-batch, or over each row", model=True
@@ -467,8 +456,8 @@ class TrainingArguments(ArgumentGroup):
         model=True,
     )
     moe_z_loss_coeff: float | None = arg(None, "weight of the router z-loss", low=0, model="always")
-    moe_router_dtype: Literal["fp32", "fp64"] = mca(
-        "fp32", "dtype of the router's logits and scores", model=True
+    moe_router_dtype: Literal["fp32", "fp64"] = of_config(
+        "fp32", "dtype of the router's logits and scores"
     )
     mtp_num_layers: int | None = arg(
         None, "multi-token prediction layers (None: the model's; 0: none)", low=0
@@ -479,14 +468,22 @@ class TrainingArguments(ArgumentGroup):
     moe_router_bias_update_rate: float = arg(
         0.0, "update rate of the load-balancing router bias", low=0, model=True
     )
-    moe_shared_expert_overlap: bool = mca(False, "overlap shared experts with dispatch", model=True)
-    moe_permute_fusion: bool = mca(False, "Transformer Engine's fused permutation", model=True)
+    moe_shared_expert_overlap: bool = of_config(False, "overlap shared experts with dispatch")
+    moe_permute_fusion: bool = of_config(False, "Transformer Engine's fused permutation")
     additional_configs: dict[str, Any] = mca(
         {}, f"fields of megatron's TransformerConfig: {', '.join(ADDITIONAL_FIELDS)}"
     )
 
     normalise = normalise_training
     check = check_training
+
+    def leave_out_megatron(self) -> None:
+        """Reset the keys of megatron-core, for the plain torch backend; notes name them."""
+        for item in dataclasses.fields(self):
+            if item.name in self.changed and not item.metadata.get("torch", True):
+                setattr(self, item.name, default_of(item))
+                self.changed.remove(item.name)
+                self.notes.append(f"{item.name}: no effect, since use_mca is false")
 
     @property
     def world_size(self) -> int:
@@ -578,13 +575,12 @@ class RunArguments:
 
     @property
     def groups(self) -> tuple[ArgumentGroup, ...]:
-        """The five groups, in the order of a saved file."""
-        return self.model, self.finetuning, self.data, self.training, self.backend
+        """The five groups, in the order of GROUPS."""
+        return self.model, self.data, self.finetuning, self.training, self.backend
 
     def to_dict(self) -> dict[str, Any]:
         """Flat key -> value in effect, of all groups."""
-        groups = map(dataclasses.asdict, self.groups)
-        return {key: value for group in groups for key, value in group.items()}
+        return {key: getattr(self, key) for key in FIELDS}
 
     def to_yaml_dict(self) -> dict[str, Any]:
         """Flat key -> value in effect, without None, which means the same as an absent key.
@@ -617,7 +613,7 @@ def check_together(args: TrainingArguments, *, stage: str | None = None, **keys:
     """
     defaults = {name: default_of(item) for name, item in FIELDS.items()}
     judge = Judge(SimpleNamespace(**defaults | args.to_dict() | keys))
-    check_backend(judge)
+    judge.apply(BACKEND)
     if stage is not None:
         judge.arguments.stage = stage
         check_objective_run(judge.arguments, judge)
@@ -643,25 +639,20 @@ def parse_args(argv: list[str] | None = None, *, needs_world: bool = True) -> Ru
     if any(problem.reason == _IN_GROUPS or problem.key in NOT_OF_TRAINING for problem in problems):
         raise ConfigError(problems)  # missing keys may be in those groups, or not needed
     judge = Judge(None, problems)
-    backend = UseMcaArguments.read(keys, judge)
-    judge.arguments = run = RunArguments(
-        ModelArguments.read(keys, judge),
-        DataArguments.read(keys, judge),
-        FinetuningArguments.read(keys, judge),
-        TrainingArguments.read(keys, judge, backend.use_mca),
-        backend,
-    )
-    model = run.model
-    if model.model_name_or_path:
+    groups: list[Any] = [group.read(keys, judge) for group in GROUPS]
+    judge.arguments = run = RunArguments(*groups)
+    if not run.use_mca:
+        run.training.leave_out_megatron()
+    if run.model_name_or_path:
+        is_trained = not run.train_from_scratch
         run.model_config = read_model_config(
-            model.model_name_or_path, judge, model.model_revision, not model.train_from_scratch
+            run.model_name_or_path, judge, run.model_revision, is_trained
         )
-    run.training.resolve(judge)
+    for group in run.groups:
+        group.resolve(judge)
     if needs_world and not world.current().is_given:
         check_world(run.training, judge)
-    run.data.resolve(judge)
-    run.finetuning.resolve(judge)
-    run.warnings = [*ignored, *check_run(run, keys, judge)]
+    run.warnings = [*ignored, *check_run(run, judge)]
     if run.model_config:
         # a degree may fit neither the number of processes nor the model: both problems are shown
         judge.bad.discard("tensor_model_parallel_size")
@@ -684,32 +675,24 @@ def read_words(argv: list[str]) -> tuple[dict[str, Any], list[Problem]]:
     rest = list(argv)
     while rest:
         word = rest.pop(0)
-        key, equals, text = word.partition("=")
-        if word.startswith("--"):
-            key = key[2:].replace("-", "_")
-            if not equals:
-                text = rest.pop(0) if rest and _is_value(key, rest[0]) else "true"
-            words.append((key, _word_value(text)))
-        elif equals and key.isidentifier():
+        key, equals, text = word.removeprefix("--").partition("=")
+        is_option = word.startswith("--")
+        if is_option:
+            key = key.replace("-", "_")
+        if is_option and not equals:
+            text = rest.pop(0) if rest and _is_value(key, rest[0]) else "true"
+        if is_option or (equals and key.isidentifier()):
             words.append((key, _word_value(text)))
         elif word.endswith(_FILE_SUFFIXES):
             paths.append(word)
         else:
             reason = "expected a YAML file, key=value or --key value"
-            remedy = "key=value"
-            if _is_known(word) and rest and _is_value(word, rest[0]):
-                remedy = f"{word}={rest.pop(0).lstrip('=')}"
-            problems.append(Problem(word, None, reason, remedy))
+            problems.append(Problem(word, None, reason, f"{word}=<value>, or --{word} <value>"))
     if len(paths) > 1:
         remedy = "one file, then key=value"
         problems.append(Problem("config file", ", ".join(paths), "one file is read", remedy))
-    values: dict[str, Any] = {}
-    for path in paths:
-        try:
-            values |= read_config_file(path)
-        except ConfigError as error:
-            # its keys are unknown, among them perhaps the missing ones
-            raise ConfigError([*problems, *error.problems]) from None
+    # without the file its keys are unknown, among them perhaps the missing ones
+    values = read_config_file(paths[0]) if paths else {}
     for key, value in words:
         # a word replaces the file's value under each name of the key
         values = {n: v for n, v in values.items() if ALIASES.get(n, n) != ALIASES.get(key, key)}
@@ -717,15 +700,10 @@ def read_words(argv: list[str]) -> tuple[dict[str, Any], list[Problem]]:
     return values, problems
 
 
-def _is_known(key: str) -> bool:
-    tables = (FIELDS, ALIASES, SWITCHES, IGNORED_KEYS, UNSUPPORTED)
-    return any(lookup(table, key) for table in tables)
-
-
 def _is_value(option: str, word: str) -> bool:
     """True if the word after `--option` is its value, not the next key or a flag's file."""
     key, equals, _ = word.partition("=")
-    if word.startswith("--") or (equals and _is_known(key)):
+    if word.startswith("--") or (equals and key.isidentifier()):
         return False
     is_flag = option in FIELDS and isinstance(default_of(FIELDS[option]), bool)
     return not (is_flag and word.endswith(_FILE_SUFFIXES))
@@ -735,10 +713,8 @@ def _word_value(text: str) -> str | None:
     """A word's value before its cast: None, or text without its quotes."""
     if text.strip().lower() in ("", "~", "null"):
         return None
-    if text[0] in "\"'":
-        with contextlib.suppress(yaml.YAMLError):  # an open quote is a character like others
-            return str(loads_yaml(text))
-    return text
+    quoted = re.fullmatch("([\"'])(.*)\\1", text)
+    return quoted[2] if quoted else text
 
 
 def known_keys(values: dict[str, Any], problems: list[Problem]) -> tuple[dict[str, Any], list[str]]:
@@ -753,15 +729,11 @@ def known_keys(values: dict[str, Any], problems: list[Problem]) -> tuple[dict[st
             problems.append(Problem(name, value, same, f"only {key}"))
         elif key in FIELDS:
             keys[key] = value
-        elif name in SWITCHES:
-            continue  # the key of a switch may come later
         elif reason:
             ignored.append(f"{name} ({reason})")
         elif refused := _refuse_key(name, value):
             problems.append(refused)
-    notes = _turn_switches(values, keys, problems)
-    if ignored:
-        notes.append("these keys have no effect: " + ", ".join(ignored))
+    notes = ["these keys have no effect: " + ", ".join(ignored)] if ignored else []
     return keys, notes
 
 
@@ -776,22 +748,6 @@ def _refuse_key(name: str, value: Any) -> Problem | None:
     near = difflib.get_close_matches(name, [*FIELDS, *ALIASES], n=1, cutoff=0.6)
     [remedy] = near or ["one of the keys that --help lists"]
     return Problem(name, value, "no such key", HINTS.get(name, remedy))
-
-
-def _turn_switches(values: dict[str, Any], keys: dict[str, Any], problems: list) -> list[str]:
-    """Set the keys of switches, unless they have a value -> a note about each."""
-    notes = []
-    for name in filter(values.__contains__, SWITCHES):
-        key, setting = SWITCHES[name]
-        try:
-            is_on = cast(values[name], bool | None)
-        except ValueError as error:
-            problems.append(Problem(name, values[name], str(error), f"{key}: {setting}"))
-            continue
-        if is_on and keys.get(key) is None:
-            keys[key] = setting
-            notes.append(f"{name} is {key}: {setting} here")
-    return notes
 
 
 def format_help() -> str:

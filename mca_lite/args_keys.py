@@ -5,7 +5,7 @@ Keys with an effect are fields in args.py.
 
 from __future__ import annotations
 
-import contextlib
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 # Names of other trainers -> keys of this package.
@@ -18,19 +18,14 @@ ALIASES = {
     "moe_aux_loss_coef": "moe_aux_loss_coeff",
     "router_aux_loss_coef": "moe_aux_loss_coeff",
     "optimizer": "optim",
+    "gradient_checkpointing": "recompute_granularity",
+    "activation_checkpointing": "recompute_granularity",
 }
-
-# Switches of other trainers -> the key set by each one, and its value.
-SWITCHES = dict.fromkeys(
-    ("gradient_checkpointing", "activation_checkpointing"), ("recompute_granularity", "full")
-)
 
 # Known keys without support: (the missing feature, the nearest way; "" for the key left out) -> the
 # keys. None is accepted, and the value after =, the default elsewhere; without one false, 0 and
 # nothing. A * at the end stands for every ending.
 _REFUSED_BY_REASON = {
-    ("a reference with adapters of its own or quantised weights", ""): "ref_model_*",
-    ("the loss of a binary classifier", ""): "pref_bco_weight",
     ("an adapter on top of another", "adapter_name_or_path trains one further"): (
         "create_new_adapter"
     ),
@@ -38,11 +33,9 @@ _REFUSED_BY_REASON = {
         "adapter_folder"
     ),
     ("weight-decomposed adapters", "use_rslora: true"): "use_dora",
-    ("adapters that change the base weights", ""): "pissa_init pissa_convert pissa_iter=16",
     ("learning rates for each matrix", "a higher learning_rate"): (
-        "loraplus_lr_ratio loraplus_lr_embedding=1e-6"
+        "loraplus_lr_ratio loraplus_lr_embedding=1e-06"
     ),
-    ("experts other than those of the model's config.json", ""): "num_experts num_moe_experts",
     ("a limit on an expert's tokens: every token reaches its experts", ""): (
         "moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy=probs"
     ),
@@ -50,8 +43,6 @@ _REFUSED_BY_REASON = {
         "a switch for one module, which has become a list",
         "recompute_granularity: selective, and recompute_modules: moe",
     ): "moe_layer_recompute",
-    ("the experts that another engine chose", ""): "moe_enable_routing_replay",
-    ("routing other than that of the model's config.json", ""): "moe_*",
     ("weights kept in 8 bits: a checkpoint would hold rounded ones", "fp8: hybrid"): "fp8_param",
     ("attention in 8 bits", "fp8: hybrid"): "fp8_dot_product_attention fp8_multi_head_attention",
     ("4-bit products", "fp8: hybrid"): "fp4*",
@@ -59,9 +50,10 @@ _REFUSED_BY_REASON = {
         "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
         "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage"
     ),
-    ("CUDA graphs", ""): "cuda_graph_impl=none cuda_graph_* enable_cuda_graph external_cuda_graph",
     ("quantised weights", "fp8, or finetuning_type: lora in bf16"): "quantization_bit",
-    ("rope scaling other than that of the model's config.json", "config.json"): "rope_scaling",
+    ("values other than those of the model's config.json", "config.json"): (
+        "rope_scaling num_experts num_moe_experts moe_*"
+    ),
     (
         "label smoothing of tokens (dpo_label_smoothing is that of pairs)",
         "register_objective, with a loss on the logits",
@@ -87,16 +79,11 @@ _REFUSED_BY_REASON = {
     ),
     ("activations in host memory", "recompute_granularity: full"): "activation_offloading",
     ("samples cut at their beginning", "a higher cutoff_len"): "truncation_mode=keep_start",
-    ("models and adapters for other tasks", ""): "lora_task_type=causal_lm is_encoder_decoder",
     ("options of other loaders", "the keys that --help lists"): "model_init_kwargs dataset_kwargs",
     ("answers during an evaluation of pairs", "predict_with_generate: true with stage: sft"): (
         "generate_during_eval"
     ),
-    ("noise on embeddings", ""): "neftune_noise_alpha",
-    ("chat templates with options of their own", ""): "preserve_thinking",
     ("tokens in a file", "add_special_tokens: <the tokens>"): "new_special_tokens_config",
-    ("texts cut at special tokens", ""): "split_special_tokens",
-    ("layers that transformers does not have so", ""): "shift_attn mixture_of_depths use_llama_pro",
     ("optimizers that are not in the table", "optim: adam, or register_optimizer"): (
         "use_galore use_apollo use_badam use_adam_mini use_muon optim_args optim_target_modules"
     ),
@@ -104,7 +91,6 @@ _REFUSED_BY_REASON = {
     ("losses of tokens with weights of their own", "register_objective"): (
         "use_dft_loss use_asft_loss use_eaft_loss"
     ),
-    ("responses weighed by their length", ""): "ld_alpha",
     ("another backend", "use_mca: true, or false for plain torch"): (
         "use_megatron_bridge use_hyper_parallel use_kt use_v1_kernels"
     ),
@@ -114,7 +100,6 @@ _REFUSED_BY_REASON = {
     ("a resume that begins the data anew", "model_name_or_path: <the checkpoint>"): (
         "ignore_data_skip"
     ),
-    ("slow kernels that repeat themselves bit for bit", ""): "full_determinism",
     ("samples in another order", "disable_shuffling: true for that of the file"): (
         "train_sampling_strategy=random sortish_sampler"
     ),
@@ -123,10 +108,19 @@ _REFUSED_BY_REASON = {
         "cutoff_len for samples, max_new_tokens for answers",
     ): "max_length",
     ("a length of prompt and answer together", "max_new_tokens"): "generation_max_length",
-    ("debugging aids of transformers", ""): "debug",
+    ("it is a feature of other trainers or engines", ""): (
+        "ref_model_* pref_bco_weight pissa_init pissa_convert pissa_iter=16 "
+        "cuda_graph_impl=none cuda_graph_* "
+        "enable_cuda_graph external_cuda_graph lora_task_type=causal_lm is_encoder_decoder "
+        "neftune_noise_alpha preserve_thinking split_special_tokens shift_attn mixture_of_depths "
+        "use_llama_pro ld_alpha full_determinism debug"
+    ),
 }
 # Keys of files without training: keys required for training are not required beside these.
 NOT_OF_TRAINING = ("export_dir",)
+
+
+_OFF = ("", "none", "null", "false", "no", "0", "0.0", "[]", "{}")  # default values, in lower case
 
 
 class Refused(NamedTuple):
@@ -222,35 +216,6 @@ _IGNORED_BY_REASON = {
 }
 IGNORED_KEYS = {key: reason for reason, keys in _IGNORED_BY_REASON.items() for key in keys.split()}
 
-# Unsupported values of other trainers: key -> value -> (reason, what to write).
-FOREIGN_VALUES = {
-    "stage": {
-        "rm": (
-            "a reward model, with a head of its own, is not trained",
-            "stage: dpo, which learns from the same pairs without one",
-        ),
-        "ppo": (
-            "reinforcement learning is not in this version",
-            "stage: dpo, with pairs of answers",
-        ),
-        "kto": (
-            "KTO, the loss of answers with a label each, is not in this version",
-            "stage: dpo, with pairs of answers",
-        ),
-    },
-    "finetuning_type": {
-        "freeze": (
-            "training some layers alone is not in this version",
-            "finetuning_type: lora, with lora_target",
-        ),
-        "oft": ("orthogonal adapters are not in this version", "finetuning_type: lora"),
-    },
-    "pref_loss": dict.fromkeys(
-        ("simpo", "ipo", "hinge", "kto_pair"),
-        ("not in this version", "pref_loss: sigmoid, or register_loss, which adds one"),
-    ),
-}
-
 _OF_THE_MODEL = "model_name_or_path: <a folder>, whose config.json decides it"
 _OF_THE_TOKENIZER = "model_name_or_path: <a folder>, whose tokenizer decides it"
 _OF_THE_DATASET = "dataset_dir: <a folder>, whose dataset_info.json has "
@@ -309,22 +274,13 @@ HINTS = {key: remedy for remedy, keys in _HINTS_BY_REMEDY.items() for key in key
 
 
 def lookup(table: dict[str, Any], key: str) -> Any:
-    """The table's row for a key, exact or by a prefix with *; None for an unknown key."""
-    if key in table:
-        return table[key]
-    return next(
-        (row for name, row in table.items() if name.endswith("*") and key.startswith(name[:-1])),
-        None,
-    )
+    """The row of the first name or pattern of a table that fits a key; None for an unknown key."""
+    return next((row for name, row in table.items() if fnmatchcase(key, name)), None)
 
 
 def unsupported(key: str, value: Any) -> tuple[str, str] | None:
-    """Why a value of a key is refused, and what to write; None for an accepted one."""
+    """Why a value of a key of UNSUPPORTED is refused, and what to write; None for its default."""
     row = lookup(UNSUPPORTED, key)
-    text = "" if value is None else str(value).strip().lower()
-    if row is None or text in ("", "none", "null", "[]", "{}", row.default):
+    if str(value).strip().lower() in (*_OFF, row.default):
         return None
-    with contextlib.suppress(ValueError):
-        if float({"true": 1, "false": 0, "no": 0}.get(text, text)) == float(row.default or 0):
-            return None
     return f"not in this version: {row.reason}", row.remedy or "the key left out"

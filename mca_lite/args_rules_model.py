@@ -11,24 +11,24 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from types import SimpleNamespace
 from typing import Any
 
 from .errors import Judge, Rule
 from .families import FAMILIES, Family, check_type
 
-# numbers of a config.json by the least that they can be
-_NUMBERS = {
-    1: "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim vocab_size "
-    "max_position_embeddings rope_theta factor num_hidden_layers",
-    0: "num_experts n_routed_experts num_local_experts num_experts_per_tok moe_intermediate_size "
-    "decoder_sparse_step first_k_dense_replace n_group topk_group n_shared_experts kv_lora_rank "
-    "q_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim sliding_window rms_norm_eps "
-    "initializer_range attention_dropout",
+# numbers of a config.json by the least and the most that they can be
+_COUNTS = {
+    (1, 10**15): "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim "
+    "vocab_size max_position_embeddings rope_theta factor",
+    (0, 10**15): "num_experts n_routed_experts num_local_experts num_experts_per_tok "
+    "moe_intermediate_size decoder_sparse_step first_k_dense_replace n_group topk_group "
+    "n_shared_experts kv_lora_rank q_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim "
+    "sliding_window rms_norm_eps initializer_range",
+    (1, 9999): "num_hidden_layers",
+    (0, 1): "attention_dropout",
 }
-_AT_MOST = {"num_hidden_layers": 9999, "attention_dropout": 1}
-_REAL = ("rope_theta", "factor")  # transformers does not check their types
+_LIMITS = {name: limits for limits, names in _COUNTS.items() for name in names.split()}
 # parts of a config.json with such numbers
 _PARTS = "text_config rope_parameters rope_scaling full_attention sliding_attention".split()
 
@@ -67,6 +67,8 @@ _OF_EXPERTS: dict[str, tuple] = {
     "moe_shared_expert_overlap": (False,),
     "moe_permute_fusion": (False,),
 }
+# keys for multi-token prediction
+_OF_PREDICTION: dict[str, tuple] = {"mtp_num_layers": (0, None), "mtp_loss_scaling_factor": (0.1,)}
 
 
 def numbers_of(values: dict[str, Any]) -> SimpleNamespace:
@@ -74,7 +76,7 @@ def numbers_of(values: dict[str, Any]) -> SimpleNamespace:
     known, and no rule about it applies."""
     numbers = SimpleNamespace(hf_model_type=values.get("model_type", values.get("hf_model_type")))
     for field, names in _IN_CONFIG_JSON.items():
-        known = (values[name] for name in (field, *names.split()) if name in values)
+        known = [values.get(name) for name in (field, *names.split())]
         setattr(numbers, field, next((value for value in known if isinstance(value, int)), None))
     family = _family_of(numbers)
     if family is not None and numbers.qk_norm_over_heads is None:
@@ -118,7 +120,7 @@ def check_model(m: Any, a: Any, judge: Judge, te_works: bool | None = None) -> N
     if m.num_moe_experts:
         _check_experts(m, a, judge)
     else:
-        _check_no_experts(a, judge)
+        _check_unused(_OF_EXPERTS, "the model has no experts", a, judge)
     _check_prediction_layers(m, a, judge)
     if a.fp8:
         _check_fp8(m, a, judge)
@@ -130,96 +132,114 @@ def check_model(m: Any, a: Any, judge: Judge, te_works: bool | None = None) -> N
 
 def _check_tensor_parallel(m: Any, a: Any, judge: Judge) -> None:
     tp = a.tensor_model_parallel_size
-    counts = {"attention heads": m.num_attention_heads, "MLP columns": m.ffn_hidden_size}
-    groups = m.num_query_groups or m.num_attention_heads
-    # several ranks may share a group, the same number for each; a norm over heads needs them apart
-    if groups and (tp % groups or m.qk_norm_over_heads):
-        counts["query groups"] = groups
-    known = {name: count for name, count in counts.items() if count}
-    uneven = [f"{count} {name}" for name, count in known.items() if count % tp]
-    if uneven:
-        reason = f"the model has {' and '.join(uneven)}: no multiple of {tp}"
-        judge.refuse(TP, reason, f"{TP}: {math.gcd(tp, *known.values())}")
+    groups = m.num_query_groups or m.num_attention_heads or tp
+    if groups < tp and tp % groups == 0 and not m.qk_norm_over_heads:
+        groups = tp  # as many ranks share each group; a norm over heads needs the groups apart
+    counts = {
+        "attention heads": m.num_attention_heads,
+        "MLP columns": m.ffn_hidden_size,
+        "query groups": groups,
+    }
+    uneven = {name: count for name, count in counts.items() if count and count % tp}
+    judge.expect(
+        not uneven,
+        TP,
+        f"the model has {' and '.join(f'{count} {name}' for name, count in uneven.items())}: no "
+        f"multiple of {tp}",
+        f"{TP}: {math.gcd(tp, *uneven.values())}",
+    )
 
 
 def _check_experts(m: Any, a: Any, judge: Judge) -> None:
     ep = a.expert_model_parallel_size
     tp = a.tensor_model_parallel_size
-    experts = m.num_moe_experts
-    if experts % ep:
-        key = "expert_model_parallel_size"
-        reason = f"the model's {experts} experts cannot be shared evenly by {ep} ranks"
-        judge.refuse(key, reason, f"{key}: {math.gcd(experts, ep)}")
-    if tp > 1 and not a.sequence_parallel:
-        reason = "experts and tensor parallelism need sequence parallelism"
-        judge.refuse("sequence_parallel", reason, "sequence_parallel: true")
-    columns = m.moe_ffn_hidden_size or m.ffn_hidden_size or 0
     etp = a.expert_tensor_parallel_size or tp
-    if columns % etp:
-        key = "expert_tensor_parallel_size"
-        reason = f"an expert has {columns} columns: no multiple of {etp}"
-        judge.refuse(key, reason, f"{key}: 1", etp)
+    experts = m.num_moe_experts
+    columns = m.moe_ffn_hidden_size or m.ffn_hidden_size or 0
     family = _family_of(m)
-    if a.moe_shared_expert_overlap and family is not None:
-        key = "moe_shared_expert_overlap"
-        if not any("shared_experts" in row.mca for row in family.rows):
-            judge.refuse(key, f"{m.hf_model_type} has no shared experts", f"{key} left out")
-    if m.moe_router_enable_expert_bias is False and a.moe_router_bias_update_rate:
-        key = "moe_router_bias_update_rate"
-        reason = "the routers of this model have no bias to update"
-        judge.refuse(key, reason, f"{key}: 0, and moe_aux_loss_coeff evens out the loads")
+    rows = family.rows if family is not None else ()
+    judge.expect(
+        experts % ep == 0,
+        "expert_model_parallel_size",
+        f"the model's {experts} experts cannot be shared evenly by {ep} ranks",
+        f"expert_model_parallel_size: {math.gcd(experts, ep)}",
+    )
+    judge.expect(
+        tp == 1 or a.sequence_parallel,
+        "sequence_parallel",
+        "experts and tensor parallelism need sequence parallelism",
+        "sequence_parallel: true",
+    )
+    judge.expect(
+        columns % etp == 0,
+        "expert_tensor_parallel_size",
+        f"an expert has {columns} columns: no multiple of {etp}",
+        "expert_tensor_parallel_size: 1",
+        etp,
+    )
+    judge.expect(
+        not a.moe_shared_expert_overlap
+        or family is None
+        or any("shared_experts" in row.mca for row in rows),
+        "moe_shared_expert_overlap",
+        f"{m.hf_model_type} has no shared experts",
+        "moe_shared_expert_overlap left out",
+    )
+    judge.expect(
+        m.moe_router_enable_expert_bias is not False or not a.moe_router_bias_update_rate,
+        "moe_router_bias_update_rate",
+        "the routers of this model have no bias to update",
+        "moe_router_bias_update_rate: 0, and moe_aux_loss_coeff evens out the loads",
+    )
 
 
-def _check_no_experts(a: Any, judge: Judge) -> None:
-    for key, plain in _OF_EXPERTS.items():
-        if getattr(a, key) not in plain:
-            judge.refuse(key, "the model has no experts", f"{key} left out")
+def _check_unused(keys: dict[str, tuple], reason: str, a: Any, judge: Judge) -> None:
+    for key, plain in keys.items():
+        judge.expect(getattr(a, key) in plain, key, reason, f"{key} left out")
 
 
 def _check_prediction_layers(m: Any, a: Any, judge: Judge) -> None:
-    family = _family_of(m)
-    if family is not None and not family.prediction_layers:
-        names = ", ".join(name for name, other in FAMILIES.items() if other.prediction_layers)
-        reason = f"{m.hf_model_type} has no layers for multi-token prediction ({names} have)"
-        if a.mtp_num_layers:
-            judge.refuse("mtp_num_layers", reason, "mtp_num_layers: 0")
-        if a.mtp_loss_scaling_factor != 0.1:
-            key = "mtp_loss_scaling_factor"
-            judge.refuse(f"{key} mtp_num_layers", reason, f"{key} left out")
-    elif a.mtp_num_layers and m.tie_embeddings_and_output_weights:
-        reason = "it is not supported for a model whose embedding is its head"
-        judge.refuse("mtp_num_layers", reason, "mtp_num_layers: 0")
+    having = [name for name, family in FAMILIES.items() if family.prediction_layers]
+    if _family_of(m) is not None and m.hf_model_type not in having:
+        reason = f"{m.hf_model_type} has no layers for multi-token prediction"
+        _check_unused(_OF_PREDICTION, f"{reason} ({', '.join(having)} have)", a, judge)
+    judge.expect(
+        not a.mtp_num_layers or not m.tie_embeddings_and_output_weights,
+        "mtp_num_layers",
+        "it is not supported for a model whose embedding is its head",
+        "mtp_num_layers: 0",
+    )
 
 
 def _check_fp8(m: Any, a: Any, judge: Judge) -> None:
     # Transformer Engine's 8-bit products need sizes that 16 divides
     tp = a.tensor_model_parallel_size
-    pp = a.pipeline_model_parallel_size
-    heads = m.num_attention_heads
-    hidden = m.hidden_size
-    cut = {
-        "MLP columns": m.ffn_hidden_size,
-        "columns of shared experts": m.moe_shared_expert_intermediate_size,
+    size = {field: getattr(m, field) or 0 for field in _IN_CONFIG_JSON}
+    heads = size["num_attention_heads"]
+    channels = size["kv_channels"] or size["hidden_size"] // max(heads, 1)
+    groups = size["num_query_groups"] or heads
+    of_a_rank = {
+        "hidden size": size["hidden_size"],
+        "MLP columns": size["ffn_hidden_size"] / tp,
+        "columns of shared experts": size["moe_shared_expert_intermediate_size"] / tp,
+        "channels of all queries": heads * channels / tp,
+        "channels of queries, keys and values": (heads + 2 * groups) * channels / tp,
     }
-    if heads:
-        channels = m.kv_channels or (hidden or 0) // heads
-        groups = m.num_query_groups or heads
-        cut["channels of all queries"] = heads * channels
-        cut["channels of queries, keys and values"] = (heads + 2 * groups) * channels
-    sizes = {name: (size or 0) / tp for name, size in cut.items()}
-    odd = [f"{size:g} {name}" for name, size in sizes.items() if size % 16]
-    if hidden and hidden % 16:
-        odd.append(f"hidden size {hidden}")
-    if odd:
-        reason = f"8-bit products need sizes that 16 divides, and a rank has {', '.join(odd)}"
-        judge.refuse("fp8 tensor_model_parallel_size", reason, "fp8 left out")
-    if not a.first_last_layers_bf16 or not m.num_layers:
-        return
-    most = m.num_layers // pp
+    odd = [f"{count:g} {name}" for name, count in of_a_rank.items() if count % 16]
+    judge.expect(
+        not odd,
+        f"fp8 {TP}",
+        f"8-bit products need sizes that 16 divides, and a rank has {', '.join(odd)}",
+        "fp8 left out",
+    )
+    most = (m.num_layers or 10**15) // a.pipeline_model_parallel_size
     for key in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
-        if getattr(a, key) > most:
-            reason = f"a pipeline stage has {most} layers"
-            judge.refuse(f"{key} {PP}", reason, f"{key}: {most}")
+        judge.expect(
+            getattr(a, key) <= most or not a.first_last_layers_bf16,
+            f"{key} {PP}",
+            f"a pipeline stage has {most} layers",
+            f"{key}: {most}",
+        )
 
 
 # -- layers and the stages of a pipeline
@@ -227,56 +247,43 @@ def _check_fp8(m: Any, a: Any, judge: Judge) -> None:
 
 def _check_layers(layers: int, a: Any, judge: Judge) -> None:
     pp = a.pipeline_model_parallel_size
-    vpp = a.virtual_pipeline_model_parallel_size
+    vpp = a.virtual_pipeline_model_parallel_size or 1
     layout = a.pipeline_model_parallel_layout
-    stages = pp * (vpp or 1)
-    proposal = f"{LAYOUT}: <a layout of {layers} layers>"
-    if layers >= stages:
-        proposal = f"{LAYOUT}: {balanced_layout(layers, pp, vpp)}"
+    counts = [layers // (pp * vpp)]
     if isinstance(layout, str):
         counts = [stage.count("t") for stage in layout_stages(layout)]
-        if sum(counts) != layers:
-            reason = f"it has {sum(counts)} layers, and the model has {layers}"
-            judge.refuse(LAYOUT, reason, proposal)
+        judge.expect(
+            sum(counts) == layers,
+            LAYOUT,
+            f"it has {sum(counts)} layers, and the model has {layers}",
+            f"{LAYOUT}: <a layout of {layers} layers>",
+        )
     elif layout is not None:  # a list, or an object of megatron-core
         return
-    elif layers % stages == 0:
-        counts = [layers // stages]
-    else:
-        _refuse_stages(layers, a, proposal, judge)
-        return
-    if a.recompute_method != "uniform":
+    elif layers % (pp * vpp):
+        _refuse_stages(layers, pp, vpp, judge)
         return
     uneven = [count for count in counts if count % (a.recompute_num_layers or 1)]
-    if uneven:  # megatron-core would read layers after the last one
-        reason = f"it does not divide the {uneven[0]} layers of a pipeline stage"
-        judge.refuse(f"recompute_num_layers {PP} {VPP} {LAYOUT}", reason, "recompute_num_layers: 1")
+    judge.expect(  # megatron-core would read layers after the last one
+        a.recompute_method != "uniform" or not uneven,
+        f"recompute_num_layers {PP} {VPP} {LAYOUT}",
+        f"it does not divide the {max(uneven, default=0)} layers of a pipeline stage",
+        "recompute_num_layers: 1",
+    )
 
 
-def _refuse_stages(layers: int, a: Any, proposal: str, judge: Judge) -> None:
-    pp = a.pipeline_model_parallel_size
-    vpp = a.virtual_pipeline_model_parallel_size
-    stages = pp * (vpp or 1)
-    if layers >= stages:
-        key = VPP if vpp and layers % pp == 0 else PP
-        judge.refuse(
-            key,
-            f"the model's {layers} layers cannot be shared evenly by {pp} x {vpp or 1} = {stages} "
-            "stages",
-            proposal,
-        )
-    elif vpp and layers >= pp:
-        fits = [n for n in range(1, min(vpp, layers + 1)) if layers % (n * pp) == 0]
-        remedies = [f"{LAYOUT}: {balanced_layout(layers, pp)} instead of {VPP}"]
-        judge.refuse(
-            VPP,
-            "it counts chunks on each rank, not layers in a chunk: "
-            f"{pp} x {vpp} stages are more than {layers} layers",
-            [*remedies, *(f"{VPP}: {n}" for n in fits)][-1],
-        )
-    else:
+def _refuse_stages(layers: int, pp: int, vpp: int, judge: Judge) -> None:
+    if layers < pp:
         reason = f"there are more stages than the model's {layers} layers"
         judge.refuse(PP, reason, f"{PP}: {layers}")
+    elif layers % pp == 0:
+        reason = "it counts chunks on each rank, not layers in a chunk: the "
+        reason += f"layers of a rank, {layers // pp}, cannot be shared evenly by {vpp} chunks"
+        judge.refuse(VPP, reason, f"{VPP}: {math.gcd(layers // pp, vpp)}")
+    else:
+        reason = f"the model's {layers} layers cannot be shared evenly by {pp} x {vpp} stages"
+        chunks = min(vpp, layers // pp)
+        judge.refuse(PP, reason, f"{LAYOUT}: {balanced_layout(layers, pp, chunks)}")
 
 
 def layout_stages(layout: str) -> list[str]:
@@ -294,12 +301,8 @@ def check_layout(layout: str) -> None:
         raise ValueError(
             "it repeats something more than 999 times, and no model has so many layers"
         )
-    letters = "".join(layout_stages(layout.replace(" ", "")))
-    unknown = "".join(sorted(set(letters) - set("EtL")))
-    if unknown:
-        raise ValueError(f"unknown letters {unknown!r}: E is the embedding, t a layer, L the loss")
-    if not re.fullmatch("Et*L", letters):
-        raise ValueError("it must begin with the embedding E and end with the loss L, once each")
+    if not re.fullmatch("Et*L", "".join(layout_stages(layout.replace(" ", "")))):
+        raise ValueError("expected E for the embedding, t for each layer, and L for the loss")
 
 
 def balanced_layout(num_layers: int, pp: int, vpp: int | None = None) -> str:
@@ -315,19 +318,13 @@ def balanced_layout(num_layers: int, pp: int, vpp: int | None = None) -> str:
             "is at most that"
         )
     counts = [num_layers // stages] * stages
-    extra_on_rank = [0] * pp
-    free = list(range(stages))
-
-    def cost(stage: int) -> tuple:
-        rank = stage % pp
-        ends = (rank == pp - 1, rank == 0, stage == stages - 1, stage == 0)
-        return (extra_on_rank[rank], *ends, stage)
-
-    for _ in range(num_layers % stages):
-        best = min(free, key=cost)
-        free.remove(best)
-        counts[best] += 1
-        extra_on_rank[best % pp] += 1
+    # the ranks of the embedding and the loss get additional layers last, stage 0 last of its rank
+    ranks = list(dict.fromkeys([*range(1, pp - 1), 0, pp - 1]))
+    for extra in range(num_layers % stages):
+        turn, place = divmod(extra, pp)
+        rank = ranks[place]
+        chunk = (turn + 1) % (vpp or 1) if rank == 0 else turn
+        counts[chunk * pp + rank] += 1
     texts = ["t" if count == 1 else f"t*{count}" for count in counts]
     return "E" + "|".join(texts) + "L"
 
@@ -340,35 +337,32 @@ def check_numbers(values: dict[str, Any], judge: Judge) -> None:
     may be lists."""
     before = len(judge.problems)
 
-    def refuse(name: str, expected: str) -> None:
-        judge.refuse(
+    def expect(holds: object, name: str, expected: str) -> None:
+        judge.expect(
+            holds,
             "model_name_or_path",
             f"expected {expected} in config.json",
             "config.json as the model's authors wrote it",
-            values[name],
+            values.get(name),
             name,
         )
 
-    if not isinstance(values.get("model_type", ""), str):
-        refuse("model_type", "the name of a model type")
-    least_of = {name: least for least, names in _NUMBERS.items() for name in names.split()}
-    for name, least in least_of.items():
-        value = values.get(name)
-        most = _AT_MOST.get(name, sys.float_info.max)
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
-            if not least <= value <= most:
-                limit = f" and at most {most}" * (name in _AT_MOST)
-                refuse(name, f"a number of at least {least}{limit}")
-        elif name in _REAL and value is not None:
-            refuse(name, "a number")
+    expect(isinstance(values.get("model_type", ""), str), "model_type", "the name of a model type")
+    for name, (least, most) in _LIMITS.items():
+        value: Any = values.get(name)
+        is_real = name in ("rope_theta", "factor")
+        fits = not isinstance(value, (str, dict, list) if is_real else (str, dict))
+        if type(value) in (int, float):
+            fits = least <= value <= most
+        expect(fits, name, f"a number of at least {least} and at most {most}")
     for part in _PARTS:
         if isinstance(values.get(part), dict):
             check_numbers(values[part], judge)
     numbers = numbers_of(values)
-    heads = numbers.num_attention_heads or 0
     groups = numbers.num_query_groups or 1
-    if len(judge.problems) == before and _family_of(numbers) and heads % groups:
-        refuse("num_attention_heads", f"a multiple of num_key_value_heads, {groups},")
+    if len(judge.problems) == before and _family_of(numbers):
+        even = (numbers.num_attention_heads or 0) % groups == 0
+        expect(even, "num_attention_heads", f"a multiple of num_key_value_heads, {groups},")
 
 
 def check_config(values: dict[str, Any], a: Any, judge: Judge) -> list[str]:
@@ -394,29 +388,29 @@ def check_gate(m: Any, a: Any, judge: Judge) -> None:
     """
     family = _family_of(m)
     is_gated = family is not None and family.constants.get("moe_shared_expert_gate")
-    fills_bucket = (a.ddp_bucket_size or math.inf) <= (m.hidden_size or 0)
-    if is_gated and fills_bucket and a.moe_shared_expert_overlap and a.overlap_param_gather:
-        judge.refuse(
+    if is_gated and a.moe_shared_expert_overlap and a.overlap_param_gather:
+        hidden = m.hidden_size or 0
+        judge.expect(
+            (a.ddp_bucket_size or math.inf) > hidden,
             "ddp_bucket_size moe_shared_expert_overlap overlap_param_gather",
-            f"the gate of shared experts, {m.hidden_size} parameters, would fill a bucket alone, "
-            "and overlapped ones do not wait for it",
-            f"ddp_bucket_size: {m.hidden_size + 1} or more, or left out",
+            f"the gate of shared experts, {hidden} parameters, would fill a bucket alone, and "
+            "overlapped ones do not wait for it",
+            f"ddp_bucket_size: {hidden + 1} or more, or left out",
         )
 
 
 def _unused_losses(values: dict[str, Any], a: Any) -> list[str]:
     key = "moe_aux_loss_coeff"
-    notes = []
-    if values.get("output_router_logits"):
-        notes.append(f"output_router_logits in config.json has no effect: {key} decides")
-    unread = ["aux_loss_alpha"]  # of DeepSeek's code; transformers ignores it
+    unread = ["output_router_logits", "aux_loss_alpha"]  # of DeepSeek's code
     if values.get("model_type") not in FAMILIES:
         unread.append("router_aux_loss_coef")
-    for name in unread:
-        value = values.get(name)
-        if value and a.moe_aux_loss_coeff is None:
-            notes.append(f"{name} in config.json has no effect: {key}: {value} would have")
-    return notes
+    if a.moe_aux_loss_coeff is not None:
+        return []
+    return [
+        f"{name}: {values[name]} in config.json has no effect: {key} decides"
+        for name in unread
+        if values.get(name)
+    ]
 
 
 # -- limits of plain torch
@@ -427,13 +421,13 @@ def check_torch_experts(hf_config: Any, judge: Judge) -> None:
     transformers'."""
     config = hf_config.get_text_config()
     has_experts = getattr(config, "first_k_dense_replace", 0) < config.num_hidden_layers
-    if has_experts and getattr(config, "num_experts_per_tok", 1) is None:
-        judge.refuse(
-            "use_mca",
-            "config.json has num_experts_per_tok: null, and transformers needs a number",
-            "use_mca: true, or num_experts_per_tok: <a number> in config.json",
-            False,
-        )
+    judge.expect(
+        not has_experts or getattr(config, "num_experts_per_tok", 1) is not None,
+        "use_mca",
+        "config.json has num_experts_per_tok: null, and transformers needs a number",
+        "use_mca: true, or num_experts_per_tok: <a number> in config.json",
+        False,
+    )
 
 
 def check_torch_packing(hf_config: Any, judge: Judge) -> None:
@@ -442,12 +436,12 @@ def check_torch_packing(hf_config: Any, judge: Judge) -> None:
     config = hf_config.get_text_config()
     window = getattr(config, "sliding_window", None)
     layers = getattr(config, "layer_types", None) or ["sliding_attention"]
-    if window is not None and "sliding_attention" in layers:
-        judge.refuse(
-            "sequence_packing",
-            f"{config.model_type} has a sliding window of {window} tokens, and the mask of packed "
-            "rows would replace it",
-            "packing: false",
-            True,
-            "packing",
-        )
+    judge.expect(
+        window is None or "sliding_attention" not in layers,
+        "sequence_packing",
+        f"{config.model_type} has a sliding window of {window} tokens, and the mask of packed "
+        "rows would replace it",
+        "packing: false",
+        True,
+        "packing",
+    )

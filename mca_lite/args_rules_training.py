@@ -6,18 +6,17 @@ normalise_training fills in derived values; check_training changes nothing. Both
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
-import re
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
 from . import world
-from .args_keys import IGNORED_KEYS, UNSUPPORTED, lookup
 from .args_rules_model import CP, LAYOUT, PP, TP, VPP, layout_stages
 from .args_values import cast, show_count
 from .errors import Judge, Rule
 from .families import config_keys
-from .tables import OPTIMIZERS
 
 REPORTERS = ("tensorboard", "wandb")  # values of report_to: packages, and extras of this one
 # fields of megatron's config for additional_configs, and their types: they change the way a step is
@@ -42,6 +41,10 @@ VIRTUAL_STAGES = (
         f"{PP}: 2, or {VPP} left out",
     ),
 )
+_HALVES = (
+    "only Adam's moments on the GPU can be in bf16",
+    "fp32, or optim: adam and optimizer_cpu_offload: false",
+)
 _RULES = (
     *VIRTUAL_STAGES,
     Rule(
@@ -64,12 +67,14 @@ _RULES = (
         "no effect, since moe_router_load_balancing_type is none",
         "moe_router_load_balancing_type: aux_loss",
     ),
-    Rule("max_steps=0", "expected at least one step", "max_steps: -1"),
     Rule(
-        "load_best_model_at_end eval_strategy=no",
-        "without evaluation no checkpoint is the best one",
-        "eval_strategy: steps and save_strategy: steps",
+        "!optim=adam use_distributed_optimizer",
+        "megatron's distributed optimizer supports Adam only",
+        "use_distributed_optimizer: false, or optim: adam",
     ),
+    Rule("exp_avg_dtype=bf16 !optim=adam|optimizer_cpu_offload", *_HALVES),
+    Rule("exp_avg_sq_dtype=bf16 !optim=adam|optimizer_cpu_offload", *_HALVES),
+    Rule("max_steps=0", "expected at least one step", "max_steps: -1"),
     Rule(
         "distribute_saved_activations sequence_parallel",
         "with sequence_parallel the activations are split already",
@@ -113,6 +118,15 @@ NEEDS = (
         "predict_with_generate",
         "predict_with_generate: true",
     ),
+    Need("sequence_parallel", f"!{TP}=1", f"{TP}: 2", is_harmless=True),
+    Need("num_train_epochs", "max_steps=-1", "max_steps: -1", is_harmless=True),
+    Need("warmup_ratio", "!warmup_steps", "warmup_steps: 0", is_harmless=True),
+    Need(
+        "warmup_steps warmup_ratio",
+        "!lr_scheduler_type=constant",
+        "lr_scheduler_type: constant_with_warmup",
+        is_harmless=True,
+    ),
     Need("run_name", "report_to=wandb", "report_to: wandb", is_harmless=True),
     # a registered optimizer may read any of them
     Need("sgd_momentum", "!optim=adam", "optim: sgd", is_harmless=True),
@@ -149,27 +163,52 @@ NEEDS = (
 )
 
 
+def _unmet(needs: Iterable[Need], keys: Collection[str], judge: Judge) -> Iterator[tuple]:
+    """(need, key, switch, reason) of those of `keys` without effect."""
+    for need in needs:
+        if judge.holds(need.condition):
+            continue
+        switch = need.setting.partition(":")[0]
+        value = getattr(judge.arguments, switch)
+        state = "not set" if value in (None, []) else str(value)
+        if isinstance(value, bool):
+            state = state.lower()
+        for key in need.keys.split():
+            if key in keys:
+                yield need, key, switch, f"no effect, since {switch} is {state}"
+
+
+def check_needs(needs: Iterable[Need], a: Any, judge: Judge) -> None:
+    """Refuse the changed keys of a group without effect, and note the harmless ones."""
+    for need, key, switch, reason in _unmet(needs, a.changed, judge):
+        if need.is_harmless:
+            a.notes.append(f"{key}: {reason}")
+        else:
+            judge.refuse(f"{key} {switch}", reason, f"{need.setting}, or {key} left out")
+
+
 # -- derived values
 
 
 def normalise_training(a: Any) -> None:
-    """Fill in the values that follow from other keys; `a.notes` names those switched off."""
-    a.report_to = [name for name in REPORTERS if name in a.report_to or "all" in a.report_to]
-    _normalise_warmup(a)
+    """Fill in the values that follow from other keys."""
+    a.report_to = [name for name in REPORTERS if {name, "all"}.intersection(a.report_to)]
+    if 0 < a.warmup_steps < 1 and not a.warmup_ratio:
+        a.warmup_ratio = a.warmup_steps
+        a.warmup_steps = 0
+    if float(a.warmup_steps).is_integer():
+        a.warmup_steps = int(a.warmup_steps)
     normalise_additional_configs(a)
-    normalise_schedule(a)
-    if a.sequence_parallel and a.tensor_model_parallel_size == 1:
-        a.sequence_parallel = False
-        a.notes.append(f"sequence_parallel is switched off: {TP} is 1")
+    _normalise_schedule(a)
+    a.sequence_parallel &= a.tensor_model_parallel_size > 1
     layout = (a.pipeline_model_parallel_layout or "").replace(" ", "")
     a.pipeline_model_parallel_layout = layout or None
     derived = {
         "per_device_eval_batch_size": a.per_device_train_batch_size,
         "gradient_accumulation_steps": max(1, (a.global_batch_size or 0) // _samples_at_once(a)),
+        "eval_steps": a.logging_steps,
         VPP: len(layout_stages(layout)) // a.pipeline_model_parallel_size,
     }
-    if a.eval_strategy == "steps":
-        derived["eval_steps"] = a.logging_steps
     if a.recompute_granularity == "full":
         derived |= {"recompute_method": "uniform", "recompute_num_layers": 1}
     if a.fp8:
@@ -181,21 +220,6 @@ def normalise_training(a: Any) -> None:
         a.virtual_pipeline_model_parallel_size = None
 
 
-def _normalise_warmup(a: Any) -> None:
-    if 0 < a.warmup_steps < 1 and a.warmup_ratio == 0:
-        a.warmup_ratio = a.warmup_steps
-        a.warmup_steps = 0
-    if float(a.warmup_steps).is_integer():
-        a.warmup_steps = int(a.warmup_steps)
-    if a.warmup_steps > 0 and a.warmup_ratio > 0:
-        a.notes.append(
-            f"warmup_ratio {a.warmup_ratio} is not used: warmup_steps is {a.warmup_steps}"
-        )
-        a.warmup_ratio = 0.0
-    if a.lr_scheduler_type == "constant" and (a.warmup_steps or a.warmup_ratio):
-        a.notes.append("the schedule constant has no warm-up: constant_with_warmup has one")
-
-
 def _samples_at_once(a: Any) -> int:
     """Samples of one micro-batch on each data parallel rank."""
     return a.per_device_train_batch_size * a.data_parallel_size
@@ -203,18 +227,22 @@ def _samples_at_once(a: Any) -> int:
 
 def normalise_additional_configs(a: Any) -> None:
     """Cast the values of additional_configs by ADDITIONAL_FIELDS."""
-    a.additional_configs = {
-        # AttnBackend.flash is flash
-        key: _cast_or_keep(getattr(value, "name", value), ADDITIONAL_FIELDS.get(key, Any))
-        for key, value in a.additional_configs.items()
-    }
+    # AttnBackend.flash is flash
+    values = {key: getattr(value, "name", value) for key, value in a.additional_configs.items()}
+    a.additional_configs = _cast_values(values, ADDITIONAL_FIELDS)
 
 
-def _cast_or_keep(value: Any, hint: Any) -> Any:
+def _cast_values(values: dict[str, Any], types: dict[str, Any]) -> dict[str, Any]:
+    """Values cast by the types of their names; those with a defect are kept."""
+    return {key: _try_cast(value, types.get(key, Any))[0] for key, value in values.items()}
+
+
+def _try_cast(value: Any, hint: Any) -> tuple[Any, str]:
+    """(the cast value, ""), or of another type (the value, the expected one)."""
     try:
-        return cast(value, hint)
-    except ValueError:
-        return value
+        return cast(value, hint), ""
+    except ValueError as error:
+        return value, str(error)
 
 
 # -- rules
@@ -228,35 +256,33 @@ def check_training(a: Any, judge: Judge) -> None:
     judge.apply(_RULES)
     _check_batches(a, judge)
     _check_layout(a, judge)
-    _check_optimizer(a, judge)
+    judge.expect(
+        a.min_loss_scale <= a.initial_loss_scale,
+        "min_loss_scale initial_loss_scale",
+        f"it is above initial_loss_scale, {a.initial_loss_scale}",
+        "min_loss_scale: 1.0",
+    )
     _check_cadence(a, judge)
     check_additional_configs(a, judge)
-    _check_needs(a, judge)
-    check_schedule(a, judge)
+    check_needs(NEEDS, a, judge)
+    _check_schedule(a, judge)
 
 
 def check_world(a: Any, judge: Judge) -> None:
     """Check the parallel degrees against the number of processes."""
     size = a.world_size
     product = a.model_parallel_size
-    degrees = (TP, PP, CP)
     if size % product == 0:
         _check_expert_world(a, judge)
         return
-    fitting = {}
-    rest = size
-    for name in degrees:
-        fitting[name] = math.gcd(getattr(a, name), rest)
-        rest //= fitting[name]
-    sizes = " x ".join(f"{name.split('_')[0]} {getattr(a, name)}" for name in degrees)
-    lower = ", ".join(f"{k}: {size}" for k, size in fitting.items() if size != getattr(a, k))
-    first = next(name for name in degrees if getattr(a, name) > 1)
+    degrees = {name: getattr(a, name) for name in (TP, PP, CP) if getattr(a, name) > 1}
+    sizes = " x ".join(f"{name.split('_')[0]} {degree}" for name, degree in degrees.items())
     judge.refuse(
-        " ".join([first, *degrees]),
+        " ".join(degrees),
         f"a copy of the model takes {sizes} = {product} ranks, and the number of processes, "
         f"{size}, is no multiple",
         f"a multiple of {product} processes (torchrun --nproc_per_node {product}; of plan and "
-        f"inspect --gpus {product}), or {lower}",
+        f"inspect --gpus {product}), or a product that divides {size}",
     )
 
 
@@ -266,94 +292,70 @@ def _check_expert_world(a: Any, judge: Judge) -> None:
     ep = a.expert_model_parallel_size
     etp = a.expert_tensor_parallel_size or a.tensor_model_parallel_size
     stage = a.world_size // a.pipeline_model_parallel_size
-    if stage % (ep * etp):
-        fits = math.gcd(ep, max(1, stage // etp))
-        lower = f"{key}: {fits}" if stage % (fits * etp) == 0 else "expert_tensor_parallel_size: 1"
-        judge.refuse(
-            f"{key} expert_tensor_parallel_size {TP} {PP} {CP}",
-            f"the experts take {ep} x {etp} ranks (expert x expert tensor parallel), and a "
-            f"pipeline stage has {stage}",
-            f"a multiple of {ep * etp} processes a stage, or {lower}",
-        )
+    judge.expect(
+        stage % (ep * etp) == 0,
+        f"{key} expert_tensor_parallel_size {TP} {PP} {CP}",
+        f"the experts take {ep} x {etp} ranks (expert x expert tensor parallel), and a "
+        f"pipeline stage has {stage}",
+        f"a multiple of {ep * etp} processes a stage, or {key}: {math.gcd(ep, stage)} and "
+        "expert_tensor_parallel_size: 1",
+    )
 
 
 def _check_batches(a: Any, judge: Judge) -> None:
-    total = a.global_batch_size
     steps = a.gradient_accumulation_steps
     unit = _samples_at_once(a)
-    if total in (None, unit * steps):
-        return
-    micro = a.per_device_train_batch_size
-    product = f"micro-batch {micro} (per_device_train_batch_size) x data parallel "
-    product += str(a.data_parallel_size)
+    total = a.global_batch_size or unit * steps
+    count = total // unit
+    product = f"{unit}, which is per_device_train_batch_size x data parallel size"
     sizes = f"per_device_train_batch_size {TP} {PP} {CP}"
-    count, rest = divmod(total, unit)
-    if rest:
-        nearest = " or ".join(str(n * unit) for n in (count, count + 1) if n > 0)
-        judge.refuse(
-            f"global_batch_size gradient_accumulation_steps {sizes}",
-            f"it is no multiple of {product} = {unit}",
-            f"global_batch_size: {nearest}",
-        )
-    else:
-        judge.refuse(
-            f"gradient_accumulation_steps global_batch_size {sizes}",
-            f"global_batch_size {total} = {product} x {count}, not x {steps}",
-            f"gradient_accumulation_steps left out or {count}, "
-            f"or global_batch_size: {unit * steps}",
-        )
+    judge.expect(
+        total % unit == 0,
+        f"global_batch_size gradient_accumulation_steps {sizes}",
+        f"it is no multiple of {product}",
+        f"global_batch_size: {max(count, 1) * unit} or {(max(count, 1) + 1) * unit}",
+    )
+    judge.expect(
+        count == steps,
+        f"gradient_accumulation_steps global_batch_size {sizes}",
+        f"global_batch_size {total} is {count}, not {steps} times {product}",
+        f"gradient_accumulation_steps left out or {count}, or global_batch_size: {unit * steps}",
+    )
 
 
 def _check_layout(a: Any, judge: Judge) -> None:
     pp = a.pipeline_model_parallel_size
     vpp = a.virtual_pipeline_model_parallel_size or 1
     layout = a.pipeline_model_parallel_layout
-    if layout:
-        stages = len(layout_stages(layout))
-        if stages % pp:
-            judge.refuse(
-                f"{LAYOUT} {VPP} {PP}",
-                f"its {stages} stages cannot be split evenly over {pp} pipeline ranks",
-                f"{LAYOUT}: Et*3|t*4|t*4|t*3L (14 layers on 4 pipeline ranks)",
-            )
-        elif stages != pp * vpp:
-            reason = f"the layout has {stages} stages for {pp} pipeline ranks"
-            judge.refuse(f"{VPP} {LAYOUT} {PP}", reason, f"{VPP}: {stages // pp}")
-    if vpp > 1 and a.gradient_accumulation_steps % pp:
-        judge.refuse(
-            f"gradient_accumulation_steps global_batch_size {VPP} {PP} {LAYOUT}",
-            f"with virtual stages micro-batches run in groups of {pp}, the pipeline's size",
-            f"a multiple of {pp} micro-batches a step",
-        )
-
-
-def _check_optimizer(a: Any, judge: Judge) -> None:
-    row = OPTIMIZERS[a.optim]
-    if a.use_distributed_optimizer and not row.distributed:
-        judge.refuse(
-            "optim use_distributed_optimizer",
-            "megatron's distributed optimizer supports Adam only",
-            "use_distributed_optimizer: false, or optim: adam",
-        )
-    halves = [key for key in ("exp_avg_dtype", "exp_avg_sq_dtype") if getattr(a, key) == "bf16"]
-    if halves and (not row.halves or a.optimizer_cpu_offload):
-        judge.refuse(
-            " ".join([*halves, "optim optimizer_cpu_offload"]),
-            "only Adam's moments on the GPU can be in bf16",
-            "fp32, or optim: adam and optimizer_cpu_offload: false",
-        )
-    if a.min_loss_scale > a.initial_loss_scale:
-        judge.refuse(
-            "min_loss_scale initial_loss_scale",
-            f"it is above initial_loss_scale, {a.initial_loss_scale}",
-            "min_loss_scale: 1.0",
-        )
+    stages = len(layout_stages(layout)) if layout else pp * vpp
+    judge.expect(
+        stages % pp == 0,
+        f"{LAYOUT} {VPP} {PP}",
+        f"its {stages} stages cannot be split evenly over {pp} pipeline ranks",
+        f"{LAYOUT}: Et*3|t*4|t*4|t*3L (14 layers on 4 pipeline ranks)",
+    )
+    judge.expect(
+        stages == pp * vpp,
+        f"{VPP} {LAYOUT} {PP}",
+        f"the layout has {stages} stages for {pp} pipeline ranks",
+        f"{VPP}: {stages // pp}",
+    )
+    judge.expect(
+        vpp == 1 or a.gradient_accumulation_steps % pp == 0,
+        f"gradient_accumulation_steps global_batch_size {VPP} {PP} {LAYOUT}",
+        f"with virtual stages micro-batches run in groups of {pp}, the pipeline's size",
+        f"a multiple of {pp} micro-batches a step",
+    )
 
 
 def _check_cadence(a: Any, judge: Judge) -> None:
-    if a.profile_steps and 0 < a.max_steps < parse_steps(a.profile_steps)[0]:
-        reason = f"the run has {show_count(a.max_steps, 'step')}"
-        judge.refuse("profile_steps", reason, f"profile_steps: {a.max_steps}")
+    first = parse_steps(a.profile_steps or "1")[0]
+    judge.expect(
+        a.max_steps <= 0 or first <= a.max_steps,
+        "profile_steps",
+        f"the run has {show_count(a.max_steps, 'step')}",
+        f"profile_steps: {a.max_steps}",
+    )
     if a.load_best_model_at_end:
         _check_best_model(a, judge)
     for name in a.report_to:
@@ -365,79 +367,54 @@ def _check_cadence(a: Any, judge: Judge) -> None:
 def _check_best_model(a: Any, judge: Judge) -> None:
     keys = "load_best_model_at_end eval_strategy save_strategy"
     but = "each checkpoint must be evaluated, but"
-    if a.eval_strategy != a.save_strategy:
-        judge.refuse(
-            keys,
-            f"{but} eval_strategy is {a.eval_strategy} and save_strategy {a.save_strategy}",
-            f"save_strategy: {a.eval_strategy}",
-        )
-    elif a.eval_strategy == "steps" and a.save_steps % a.eval_steps:
-        judge.refuse(
-            f"{keys} eval_steps save_steps logging_steps",
-            f"{but} save_steps {a.save_steps} is no multiple of eval_steps {a.eval_steps}",
-            f"eval_steps: {a.save_steps}, or save_steps: {a.eval_steps}",
-        )
+    judge.expect(
+        a.save_strategy == a.eval_strategy != "no",
+        keys,
+        f"{but} eval_strategy is {a.eval_strategy} and save_strategy {a.save_strategy}",
+        "eval_strategy: steps and save_strategy: steps",
+    )
+    judge.expect(
+        a.eval_strategy != "steps" or a.save_steps % a.eval_steps == 0,
+        f"{keys} eval_steps save_steps logging_steps",
+        f"{but} save_steps {a.save_steps} is no multiple of eval_steps {a.eval_steps}",
+        f"eval_steps: {a.save_steps}, or save_steps: {a.eval_steps}",
+    )
 
 
 def check_installed(key: str, package: str, extra: str, judge: Judge) -> None:
     """Check for a package of an extra of this one."""
-    if importlib.util.find_spec(package) is None:
-        remedy = f"pip install 'mca-lite[{extra}]', or {key} left out"
-        judge.refuse(key, f"it needs {package}, which is not installed", remedy)
-
-
-def _check_needs(a: Any, judge: Judge) -> None:
-    for need in NEEDS:
-        if judge.holds(need.condition):
-            continue
-        switch = need.setting.partition(":")[0]
-        value = getattr(a, switch)
-        state = "not set" if value in (None, []) else str(value).lower()
-        reason = f"no effect, since {switch} is {state}"
-        for key in need.keys.split():
-            remedy = f"{need.setting}, or {key} left out"
-            if key in a.additional_configs:
-                name = f"additional_configs.{key}"
-                value = a.additional_configs[key]
-                judge.refuse(f"additional_configs {switch}", reason, remedy, value, name)
-            elif key not in a.changed:
-                continue
-            elif need.is_harmless:
-                a.notes.append(f"{key}: {reason}")
-            else:
-                judge.refuse(f"{key} {switch}", reason, remedy)
+    judge.expect(
+        importlib.util.find_spec(package),
+        key,
+        f"it needs {package}, which is not installed",
+        f"pip install 'mca-lite[{extra}]', or {key} left out",
+    )
 
 
 def check_additional_configs(a: Any, judge: Judge) -> None:
-    """Check the names and types of additional_configs against ADDITIONAL_FIELDS."""
+    """Check the names, types and effect of additional_configs against ADDITIONAL_FIELDS."""
     key = "additional_configs"
-    for name, value in a.additional_configs.items():
-        if name not in ADDITIONAL_FIELDS:
-            judge.refuse(key, *_other_source(name, value, a), value, f"{key}.{name}")
-            continue
-        try:
-            cast(value, ADDITIONAL_FIELDS[name])
-        except ValueError as error:
-            judge.refuse(key, str(error), f"{name} left out", value, f"{key}.{name}")
+    given = a.additional_configs
+    for name, value in given.items():
+        reason, remedy = _other_source(name, value, a)
+        if name in ADDITIONAL_FIELDS:
+            _, reason = _try_cast(value, ADDITIONAL_FIELDS[name])
+        judge.expect(not reason, key, reason, remedy, value, f"{key}.{name}")
+    for need, name, switch, reason in _unmet(NEEDS, given, judge):
+        remedy = f"{need.setting}, or {name} left out"
+        judge.refuse(f"{key} {switch}", reason, remedy, given[name], f"{key}.{name}")
 
 
 def _other_source(name: str, value: Any, a: Any) -> tuple[str, str]:
     """Why additional_configs cannot set a field, and what to write instead."""
-    left_out = f"{name} left out"
     of_model = config_keys()
     if name in a.__dataclass_fields__:
         return "it has a key of its own", f"{name}: {value}"
-    if row := lookup(UNSUPPORTED, name):
-        return f"not in this version: {row.reason}", row.remedy or left_out
     if name in of_model:
-        key = of_model[name]
-        remedy = f"{key} in the model's config.json" if key else left_out
-        return "the model's config.json decides it", remedy
-    if reason := lookup(IGNORED_KEYS, name):
-        return reason, left_out
-    if name in DERIVED_FIELDS.split():
-        return "it follows from other keys", left_out
-    return "it would change the model's results, or has no effect here", left_out
+        key = of_model[name] or name
+        return "the model's config.json decides it", f"{key} in the model's config.json"
+    reason = "it would change the model's results, has no effect, or is not in this version"
+    return reason, f"{name} left out"
 
 
 # -- the schedule of the learning rate
@@ -454,13 +431,11 @@ SCHEDULES = {
     "inverse_sqrt": "inverse-square-root",
     STABLE: "WSD",
 }
-DECAY_TYPES = ("linear", "cosine", "exponential", "minus_sqrt")
-SCHEDULE_KWARGS: dict[str, Any] = {
-    "min_lr": float,
-    "min_lr_rate": float,
-    "num_decay_steps": int,
+# lr_scheduler_kwargs of the schedules that decay, and of the one with a stable phase
+_OF_DECAY: dict[str, Any] = {"min_lr": float, "min_lr_rate": float, "num_decay_steps": int}
+_OF_STABLE = _OF_DECAY | {
     "num_stable_steps": int,
-    "decay_type": Literal[DECAY_TYPES],
+    "decay_type": Literal["linear", "cosine", "exponential", "minus_sqrt"],
 }
 # megatron's and other spellings -> Hugging Face's; of the first row, only without a stable phase
 OTHER_SPELLINGS = {
@@ -468,100 +443,74 @@ OTHER_SPELLINGS = {
     "wsd_decay_steps": "num_decay_steps",
     "lr_wsd_decay_style": "decay_type",
     "min_lr_ratio": "min_lr_rate",
+    "1-sqrt": "minus_sqrt",
 }
 
 
 def parse_steps(text: str) -> tuple[int, int]:
     """(first, last) of "10-12", or of "10". Raises ValueError for anything else."""
-    match = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", text)
-    first, last = (int(number or match[1]) for number in match.groups()) if match else (0, 0)
-    if not 1 <= first <= last:
-        raise ValueError(f"{text!r} are no steps, expected something like 10-12 or 10")
-    return first, last
+    with contextlib.suppress(ValueError):
+        first, last = map(int, text.split("-") if "-" in text else (text, text))
+        if 1 <= first <= last:
+            return first, last
+    raise ValueError(f"{text!r} are no steps, expected something like 10-12 or 10")
 
 
-def _fixed_kwargs(a: Any) -> dict[str, Any]:
-    """Kwargs with one value in every schedule."""
-    return {"max_lr": a.learning_rate, "init_lr": 0, "warmup_type": "linear", "num_cycles": 0.5}
+def _kwargs_of(schedule: str) -> dict[str, Any]:
+    """The lr_scheduler_kwargs with an effect on a schedule, and their types."""
+    return {"constant": {}, "WSD": _OF_STABLE}.get(SCHEDULES[schedule], _OF_DECAY)
 
 
-def normalise_schedule(a: Any) -> None:
-    """Rename and cast lr_scheduler_kwargs; leave out those without effect."""
-    fixed = _fixed_kwargs(a)
+def _normalise_schedule(a: Any) -> None:
+    """Rename and cast lr_scheduler_kwargs; leave out None."""
     given = a.lr_scheduler_kwargs
+    types = _kwargs_of(a.lr_scheduler_type)
     values: dict[str, Any] = {}
-    types = {key: type(value) for key, value in fixed.items()} | SCHEDULE_KWARGS
     for name, value in given.items():
         key = OTHER_SPELLINGS.get(name, name)
         ends_with_run = name == "lr_decay_steps" and a.lr_scheduler_type == STABLE
-        if key in given or key in values or ends_with_run:
+        if ends_with_run or key in given:
             key = name
-        if value == "1-sqrt":  # Hugging Face's name
-            value = "minus_sqrt"
-        value = _cast_or_keep(value, types.get(key, Any))
-        is_unset = value is None and key in SCHEDULE_KWARGS
-        is_fixed = key in fixed and value == fixed[key]
-        if not is_unset and not is_fixed:
-            values[key] = value
-    a.lr_scheduler_kwargs = values
+        if value is not None or key not in types:
+            values[key] = OTHER_SPELLINGS.get(str(value), value)
+    a.lr_scheduler_kwargs = _cast_values(values, types)
 
 
-def check_schedule(a: Any, judge: Judge) -> None:
+def _check_schedule(a: Any, judge: Judge) -> None:
     """Check the names, types and limits of lr_scheduler_kwargs, and the steps of the schedule."""
+    key = "lr_scheduler_kwargs"
     kwargs = a.lr_scheduler_kwargs
+    types = _kwargs_of(a.lr_scheduler_type)
+    most = {"min_lr": a.learning_rate, "min_lr_rate": 1.0}
     before = len(judge.problems)
-    if not float(a.warmup_steps).is_integer():
-        reason = "expected whole steps, or a fraction of all steps without warmup_ratio"
-        judge.refuse("warmup_steps", reason, "warmup_ratio: 0.1")
+    judge.expect(
+        isinstance(a.warmup_steps, int),
+        "warmup_steps",
+        "expected whole steps, or a fraction of all steps without warmup_ratio",
+        "warmup_ratio: 0.1",
+    )
 
-    def refuse(name: str, reason: str, remedy: str) -> None:
-        key = "lr_scheduler_kwargs"
+    def expect(holds: object, name: str, reason: str, remedy: str = "the key left out") -> None:
+        value = kwargs.get(name)
         keys = f"{key} lr_scheduler_type"
-        judge.refuse(keys, reason, remedy, kwargs.get(name), f"{key}.{name}")
+        judge.expect(holds, keys, reason, remedy, value, f"{key}.{name}")
 
     for name, value in kwargs.items():
-        if defect := _defect_of_kwarg(name, value, a):
-            refuse(name, *defect)
-    if {"min_lr", "min_lr_rate"} <= kwargs.keys():
-        refuse("min_lr_rate", "min_lr is given too", "one of the two")
-    if (
-        a.lr_scheduler_type == STABLE
-        and not {"num_decay_steps", "num_stable_steps"} & kwargs.keys()
-    ):
-        refuse(
-            "num_decay_steps",
-            "the schedule must know when decay begins",
-            'lr_scheduler_kwargs: {"num_decay_steps": 100}',
-        )
+        takes = f"{a.lr_scheduler_type} takes {', '.join(types) or 'none'}, each once"
+        _, defect = _try_cast(value, types[name]) if name in types else (value, takes)
+        expect(not defect, name, defect)
+        number = value if isinstance(value, (int, float)) and not defect else 0
+        limit = most.get(name, math.inf)
+        expect(0 <= number <= limit, name, f"expected a number from 0 to {limit}", f"{name}: 0")
+    expect(len(kwargs.keys() & most) < 2, "min_lr_rate", "min_lr is given too", "one of the two")
+    expect(
+        a.lr_scheduler_type != STABLE or {"num_decay_steps", "num_stable_steps"} & kwargs.keys(),
+        "num_decay_steps",
+        "the schedule must know when decay begins",
+        'lr_scheduler_kwargs: {"num_decay_steps": 100}',
+    )
     if len(judge.problems) == before and a.max_steps > 0:
         _schedule_steps(a, a.max_steps, judge)
-
-
-def _defect_of_kwarg(name: str, value: Any, a: Any) -> tuple[str, str] | None:
-    """Why a schedule does not take a kwarg, and what to write; None if it does."""
-    kind = a.lr_scheduler_type
-    fixed = _fixed_kwargs(a)
-    if name in fixed:
-        remedy = f"learning_rate: {value}" if name == "max_lr" else f"{name} left out"
-        return f"it is {fixed[name]} in every schedule here", remedy
-    if name == "lr_decay_steps" and kind == STABLE:
-        return "a stable schedule ends with the run", "max_steps"
-    if name in OTHER_SPELLINGS:
-        return f"{OTHER_SPELLINGS[name]} is given too, and means the same", "one of the two"
-    if name not in SCHEDULE_KWARGS:
-        return "no schedule takes it", f"any of {', '.join(SCHEDULE_KWARGS)}"
-    is_of_stable = name in ("decay_type", "num_stable_steps") and kind != STABLE
-    if kind.startswith("constant") or is_of_stable:
-        return f"it has no effect on lr_scheduler_type {kind}", "the key left out"
-    limits = {"min_lr": a.learning_rate, "min_lr_rate": 1.0}
-    try:
-        number = cast(value, SCHEDULE_KWARGS[name])
-    except ValueError as error:
-        return str(error), "0" if name != "decay_type" else ", ".join(DECAY_TYPES)
-    if name != "decay_type" and not 0 <= number <= limits.get(name, math.inf):
-        most = f" and at most {limits[name]}" if name in limits else ""
-        return f"it must be at least 0{most}", f"{name}: 0"
-    return None
 
 
 class ScheduleSteps(NamedTuple):
@@ -594,30 +543,27 @@ def _schedule_steps(a: Any, num_training_steps: int, judge: Judge) -> ScheduleSt
     kwargs = a.lr_scheduler_kwargs
     end = num_training_steps
     warmup = warmup_steps(a, num_training_steps)
-    decay = kwargs.get("num_decay_steps")
+    decay = None
     if a.lr_scheduler_type != STABLE:
-        end = decay if decay is not None else end
-        decay = None
+        end = kwargs.get("num_decay_steps", end)
     else:
-        stable = kwargs.get("num_stable_steps")
-        if decay is None:
-            decay = max(end - warmup - (stable or 0), 1)
-        if stable is not None:
+        stable = kwargs.get("num_stable_steps", 0)
+        decay = kwargs.get("num_decay_steps", max(end - warmup - stable, 1))
+        if "num_stable_steps" in kwargs:
             end = warmup + stable + decay
-    if warmup >= end and SCHEDULES[a.lr_scheduler_type] != "constant":
-        judge.refuse(
-            "warmup_steps lr_scheduler_kwargs max_steps",
-            f"{warmup} warm-up steps leave nothing of the {end} steps to decay in",
-            "warmup_steps: 0.1, a share of all steps",
-            warmup,
-        )
-    elif decay is not None and not 0 <= decay <= end - warmup:
-        judge.refuse(
-            "lr_scheduler_kwargs warmup_steps max_steps",
-            f"it is not between 0 and the {end - warmup} steps that {warmup} warm-up steps leave "
-            f"of {end}",
-            f"num_decay_steps: {end - warmup}",
-            decay,
-            "lr_scheduler_kwargs.num_decay_steps",
-        )
+    judge.expect(
+        warmup < end or SCHEDULES[a.lr_scheduler_type] == "constant",
+        "warmup_steps lr_scheduler_kwargs max_steps",
+        f"{warmup} warm-up steps leave nothing of the {end} steps to decay in",
+        "warmup_steps: 0.1, a share of all steps",
+        warmup,
+    )
+    judge.expect(
+        decay is None or decay <= end - warmup,
+        "lr_scheduler_kwargs warmup_steps max_steps",
+        f"it is more than the {end - warmup} steps that {warmup} warm-up steps leave of {end}",
+        f"num_decay_steps: {end - warmup}",
+        decay,
+        "lr_scheduler_kwargs.num_decay_steps",
+    )
     return ScheduleSteps(warmup, end, decay)

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import enum
 import functools
-import math
+import json
 import operator
 import os
 import re
@@ -18,65 +18,38 @@ import typing
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import yaml
 
-from .args_keys import FOREIGN_VALUES
 from .errors import Judge, Problem, refuse
 
 # -- YAML
 
-_MOST_VALUES = 100_000  # aliases of aliases could expand to any number
-
 
 class ConfigLoader(yaml.SafeLoader):
-    """YAML without duplicate keys, with 1e-5 as a number and 2024-01-31 as text."""
+    """YAML without aliases and duplicate keys. Every value but null is text, cast later by the type
+    of its field: 007 stays a name, and 1e-5 is a number."""
 
-    def get_single_node(self) -> yaml.Node | None:
-        node = super().get_single_node()
-        if node is not None and _count_values(node, {}) > _MOST_VALUES:
-            raise yaml.MarkedYAMLError(problem=f"it stands for more than {_MOST_VALUES:,} values")
-        return node
+    yaml_implicit_resolvers: ClassVar[dict] = {}
+
+    def fetch_alias(self) -> None:
+        problem = "a word that begins with * is an alias, which is not read: quote it"
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=self.get_mark())
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        check_duplicates(node)
+        seen = set()
+        for key, _ in node.value:
+            if str(key.value) in seen:  # YAML would take the last value
+                problem = f"key {key.value!r} is written twice"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            seen.add(str(key.value))
         return super().construct_mapping(node, deep)
 
 
-def _count_values(node: yaml.Node, counts: dict[int, float]) -> float:
-    """The values of a node, each use of an alias counted; infinite for a recursive one."""
-    if id(node) not in counts:
-        counts[id(node)] = math.inf
-        parts: list[yaml.Node] = []
-        if isinstance(node, yaml.MappingNode):
-            parts = [part for pair in node.value for part in pair]
-        elif isinstance(node, yaml.SequenceNode):
-            parts = node.value
-        counts[id(node)] = 1 + sum(_count_values(part, counts) for part in parts)
-    return counts[id(node)]
-
-
-ConfigLoader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in rows if not tag.endswith(":timestamp")]
-    for first, rows in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
 ConfigLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+.0123456789"),
+    "tag:yaml.org,2002:null", re.compile("(~|null|Null|NULL)?$"), ["~", "n", "N", ""]
 )
-
-
-def check_duplicates(node: yaml.MappingNode) -> None:
-    """Raise yaml.MarkedYAMLError for a duplicate key of a mapping: YAML would take the last."""
-    seen = set()
-    for key, _ in node.value:
-        if isinstance(key, yaml.ScalarNode):
-            if key.value in seen:
-                problem = f"key {key.value!r} is written twice"
-                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
-            seen.add(key.value)
 
 
 def loads_yaml(text: str) -> Any:
@@ -88,47 +61,25 @@ def loads_yaml(text: str) -> Any:
 
 
 def read_config_file(path: str | os.PathLike) -> dict[str, Any]:
-    """Key -> value of a flat YAML or JSON file. Numbers and truth values are text, cast later by
-    the field's type.
+    """Key -> value of a flat YAML or JSON file. Numbers and truth values are text.
 
     Raises ConfigError for a file that is absent, broken or not flat, and for a duplicate key.
     """
     try:
-        if Path(path).exists() and not Path(path).is_file():
-            raise OSError("it is no file, but a folder, a pipe or a device")
+        if not Path(path).is_file():
+            raise OSError("it is absent, or no file")
         text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        refuse("config file", str(path), f"it cannot be read: {error}", "the path of a YAML file")
-    if str(path).endswith(".json"):
-        text = text.replace("\t", " ")  # JSON is YAML but for tabs between tokens
-    try:
-        loader = ConfigLoader(text)
-        root = loader.get_single_node()
-        if root is None:
-            return {}
-        if not isinstance(root, yaml.MappingNode):
-            problem = "expected key: value lines"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=root.start_mark)
-        check_duplicates(root)
-        loader.flatten_mapping(root)
-        return {
-            str(loader.construct_object(key, deep=True)): _node_value(loader, node)
-            for key, node in root.value
-        }
-    except RecursionError:
-        reason = "it is nested too deep"
+        if str(path).endswith(".json"):
+            text = text.replace("\t", " ")  # JSON is YAML but for tabs between tokens
+        values = loads_yaml(text) or {}
+        if not isinstance(values, dict):
+            raise yaml.YAMLError("expected key: value lines")
+        return {str(key): value for key, value in values.items()}
     except Exception as error:  # a tag such as !!bool fails with any of Python's
         mark = getattr(error, "problem_mark", None)
         line = f" (line {mark.line + 1})" if mark else ""
-        reason = f"{getattr(error, 'problem', None) or error}{line}"
-    reason = f"it is no valid configuration: {reason}"
-    refuse("config file", str(path), reason, "key: value, each key once")
-
-
-def _node_value(loader: ConfigLoader, node: yaml.Node) -> Any:
-    if isinstance(node, yaml.ScalarNode) and not node.tag.endswith(":null"):
-        return node.value
-    return loader.construct_object(node, deep=True)
+        reason = f"it cannot be read: {getattr(error, 'problem', error)}{line}"
+    refuse("config file", str(path), reason, "a YAML file of key: value lines, each key once")
 
 
 # -- casting
@@ -139,43 +90,30 @@ def cast(value: Any, hint: Any) -> Any:
     (by commas) or a dict (JSON or YAML). Raises ValueError with the expected type."""
     if isinstance(value, enum.Enum):
         value = value.value
-    origin = typing.get_origin(hint)
-    args = typing.get_args(hint)
-    if hint is Any:
-        return value
-    if origin in (typing.Union, types.UnionType):
-        kind, _ = args  # X | None
-        return None if value is None else cast(value, kind)
-    if origin is Literal:
-        # YAML reads a bare no as false, as in eval_strategy: no
-        text = "no" if value is False else str(value).strip().lower()
-        choices = {choice.lower(): choice for choice in args}
-        if text not in choices:
-            raise ValueError(f"expected one of {', '.join(args)}")
-        return choices[text]
-    if origin is list:
-        return _cast_list(value, args[0])
-    if origin is dict:
-        return _cast_dict(value)
-    return {bool: _cast_bool, int: _cast_int, float: _cast_float, str: _cast_str}[hint](value)
+    kind = typing.get_origin(hint) or hint
+    return _CASTS[kind](value, *typing.get_args(hint))
+
+
+def _cast_choice(value: Any, *names: str) -> str:
+    # a bare no of YAML 1.1 is false, as in eval_strategy: no
+    text = "no" if value is False else str(value).strip().lower()
+    choices = {name.lower(): name for name in names}
+    if text not in choices:
+        raise ValueError(f"expected one of {', '.join(names)}")
+    return choices[text]
 
 
 def _cast_list(value: Any, kind: Any) -> list:
     if isinstance(value, str) and value.strip().startswith("["):
         value = _parse(value)
     elif isinstance(value, str):
-        value = [part.strip() for part in value.split(",") if part.strip()]
+        value = filter(None, map(str.strip, value.split(",")))
     elif not isinstance(value, (list, tuple)):
         value = [value]
     return [cast(item, kind) for item in value]
 
 
-def _cast_dict(value: Any) -> dict:
-    if isinstance(value, str) and value.strip().endswith((".json", ".yaml", ".yml")):
-        try:
-            value = Path(value.strip()).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"expected a mapping, or a file with one ({error})") from None
+def _cast_dict(value: Any, *kinds: Any) -> dict:
     if isinstance(value, str):
         value = _parse(value)
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
@@ -202,34 +140,46 @@ def _cast_bool(value: Any) -> bool:
 
 
 def _cast_int(value: Any) -> int:
-    if re.fullmatch(r"\s*[-+]?\d+\s*", str(value)):
-        return int(value)  # exact: a float has 53 bits
-    try:
-        number = _cast_float(value)
-    except ValueError:
-        number = math.nan
-    if not number.is_integer():
-        raise ValueError("expected a whole number")
-    return int(number)
+    with contextlib.suppress(ValueError):
+        return int(str(value))  # exact: a float has 53 bits
+    with contextlib.suppress(ValueError):
+        if _cast_float(value).is_integer():
+            return int(float(value))
+    raise ValueError("expected a whole number")
 
 
 def _cast_float(value: Any) -> float:
     with contextlib.suppress(TypeError, ValueError, OverflowError):
         number = float(value)
-        if math.isfinite(number) and not isinstance(value, bool):
+        if abs(number) <= 1e38 and not isinstance(value, bool):  # within float32
             return number
     raise ValueError("expected a finite number")
 
 
 def _cast_str(value: Any) -> str:
-    if isinstance(value, (str, os.PathLike)):
-        text = os.fspath(value)
-        if re.search("[\0\ud800-\udfff]", text):  # impossible in a file or a log
-            raise ValueError("expected text in UTF-8, without null characters")
-        return text
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return str(value)
-    raise ValueError("expected text")
+    text = str(value)
+    is_text = isinstance(value, (str, os.PathLike, int, float)) and not isinstance(value, bool)
+    if not is_text or re.search("[\0\ud800-\udfff]", text):  # impossible in a file or a log
+        raise ValueError("expected text in UTF-8, without null characters")
+    return text
+
+
+def _cast_optional(value: Any, kind: Any, *none: Any) -> Any:
+    return None if value is None else cast(value, kind)
+
+
+_CASTS: dict[Any, Callable] = {
+    Any: lambda value: value,
+    types.UnionType: _cast_optional,
+    typing.Union: _cast_optional,
+    Literal: _cast_choice,
+    list: _cast_list,
+    dict: _cast_dict,
+    bool: _cast_bool,
+    int: _cast_int,
+    float: _cast_float,
+    str: _cast_str,
+}
 
 
 def show_count(count: int, word: str) -> str:
@@ -259,14 +209,11 @@ def arg(default: Any, text: str, **metadata: Any) -> Any:
         "always" if a None is set too.
     optimizer, ddp: True for a field of megatron's OptimizerConfig, or of its
         DistributedDataParallelConfig, under the same name; else its name there.
-    lora: True for a key with an effect on adapters only.
     """
     metadata = {"help": text, **metadata}
     if isinstance(default, (list, dict)):
         return field(default_factory=default.copy, metadata=metadata)
-    if default is MISSING:
-        return field(metadata=metadata, kw_only=False)
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata=metadata, kw_only=default is not MISSING)
 
 
 def default_of(item: dataclasses.Field) -> Any:
@@ -279,21 +226,20 @@ def default_of(item: dataclasses.Field) -> Any:
 def example(item: dataclasses.Field) -> str:
     """A line with a value that works: the key with its default, or with its help text."""
     default = default_of(item)
-    if default is None and "low" in item.metadata:
-        default = item.metadata["low"]
-    if isinstance(default, bool):
-        default = str(default).lower()
+    if default is None:
+        default = item.metadata.get("low")
+    text = f"<{item.metadata['help']}>"
     if isinstance(default, (str, int, float)):
-        return f"{item.name}: {default}"
-    return f"{item.name}: <{item.metadata['help']}>"
+        text = json.dumps(default)
+    return f"{item.name}: {text}"
 
 
 def _check_value(value: Any, metadata: Mapping[str, Any]) -> None:
     if "check" in metadata:
         metadata["check"](value)
-    limits = [(*_LIMITS[name], limit) for name, limit in metadata.items() if name in _LIMITS]
-    if not all(keeps(value, limit) for _, keeps, limit in limits):
-        expected = " and ".join(f"{words} {limit}" for words, _, limit in limits)
+    limits = [name for name in _LIMITS if name in metadata]
+    if not all(_LIMITS[name][1](value, metadata[name]) for name in limits):
+        expected = " and ".join(f"{_LIMITS[name][0]} {metadata[name]}" for name in limits)
         raise ValueError(f"it must be {expected}")
 
 
@@ -316,29 +262,15 @@ class ArgumentGroup:
         judge.close()
 
     @classmethod
-    def read(cls: type[_Group], values: dict[str, Any], judge: Judge, use_mca=True) -> _Group:
-        """A group from key -> value, before its rules. Other groups' keys are ignored, and without
-        use_mca megatron-core's are too.
+    def read(cls: type[_Group], values: dict[str, Any], judge: Judge) -> _Group:
+        """A group from key -> value, before its rules. Other groups' keys are ignored.
 
         The constructor is not called: rules between groups need a group with problems too.
         """
         group = cls.__new__(cls)
-        left_out = []
         for item in dataclasses.fields(cls):
-            value = values.get(item.name)
-            if value is None and default_of(item) is MISSING:
-                judge.refuse(item.name, "it is required and was not given", example(item), None)
-                value = ""
-            if value is not None and not use_mca and not item.metadata.get("torch", True):
-                with contextlib.suppress(ValueError):  # a value of another type is refused below
-                    if cast(value, _hint(cls, item.name)) != default_of(item):
-                        left_out.append(item.name)
-                    value = None
-            setattr(group, item.name, value)
+            setattr(group, item.name, values.get(item.name))
         group.cast_fields(judge)
-        if left_out:
-            names = ", ".join(left_out)
-            group.notes.append(f"use_mca is false: plain torch DDP does without {names}")
         return group
 
     def cast_fields(self, judge: Judge) -> None:
@@ -354,25 +286,19 @@ class ArgumentGroup:
         """Cast a field in place and check it; a value with a problem becomes the default."""
         key = item.name
         known = item.metadata
-        value = getattr(self, key)
         default = default_of(item)
-        if value is None and default is not MISSING:
-            value = default
-        value = known.get("words", {}).get(str(value).lower(), value)
+        given = getattr(self, key)
+        value = known.get("words", {}).get(str(given).lower(), given)
         try:
-            value = cast(value, _hint(type(self), key))
+            if given is None and default is MISSING:
+                raise ValueError("it is required and was not given")
+            value = cast(default if value is None else value, _type_hints(type(self))[key])
             if "choices" in known:
                 value = cast(value, Literal[tuple(known["choices"])])
             if value is not None:
                 _check_value(value, known)
         except ValueError as error:
-            reason = str(error)
-            remedy = example(item)
-            foreign = FOREIGN_VALUES.get(key, {}).get(str(value).lower())
-            if foreign:
-                reason = f"{foreign[0]}: {error}"
-                remedy = foreign[1]
-            judge.refuse(key, reason, remedy, value)
+            judge.refuse(key, str(error), example(item), value)
             value = "" if default is MISSING else default
         setattr(self, key, value)
 
@@ -399,20 +325,11 @@ class ArgumentGroup:
         return dataclasses.asdict(self)
 
 
-_type_hints = functools.cache(typing.get_type_hints)
-
-
-def _hint(group_class: type, key: str) -> Any:
-    """The annotation of a field, as an object."""
-    return _type_hints(group_class)[key]
+_type_hints: Callable[[type], dict[str, Any]] = functools.cache(typing.get_type_hints)
 
 
 def check_keys(group_type: type[ArgumentGroup], **values: Any) -> list[Problem]:
     """The Problems of single values by the types and limits of a group's keys."""
-    group = group_type.__new__(group_type)
-    judge = Judge(group)
-    for item in dataclasses.fields(group_type):
-        if item.name in values:
-            setattr(group, item.name, values[item.name])
-            group.check_field(item, judge)
-    return judge.problems
+    judge = Judge(None)
+    group_type.read(values, judge)
+    return [problem for problem in judge.problems if problem.key in values]

@@ -14,7 +14,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from . import world
-from .args_rules import check_named, check_records, name_of_set
+from .args_rules import NAMED, check_records, name_of_set
 from .data_batches import Packs, Turns
 from .data_chat import ChatRenderer, chat_renderer
 from .data_encode import Encoder, Reader, Shard, load_shard, shifted
@@ -252,7 +252,7 @@ def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBu
     world.end_second_run()
     objective = objective_of(stage)
     judge = Judge(data_args)
-    check_named(judge)
+    judge.apply(NAMED)
     check_records(objective, judge)
     judge.close()
     renderer: ChatRenderer | None = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -167,6 +167,11 @@ def check_template(name: str) -> None:
         raise ValueError(f"LLaMA-Factory has no template of this name{reason}")
 
 
+def _refuse_taken(kind: str, name: str, table: Container[str]) -> None:
+    if name in table:
+        raise ValueError(f"{kind} {name} is registered already: choose another name")
+
+
 # -- preference losses
 
 if TYPE_CHECKING:
@@ -209,30 +214,22 @@ class PreferenceLoss(NamedTuple):
     formula: Callable[[Responses, Any], tuple]
     has_reference: bool
     keys: tuple[str, ...] = ("pref_beta",)
-    help: str = ""
 
 
 LOSSES: dict[str, PreferenceLoss] = {}
 
 
-def register_loss(
-    name: str,
-    formula: Callable[[Responses, Any], tuple],
-    *,
-    has_reference: bool,
-    keys: tuple[str, ...] = ("pref_beta",),
-    help: str = "",
-) -> None:
-    """Add a row to LOSSES: `pref_loss: <name>` trains with `formula` (see PreferenceLoss).
+def register_loss(name: str, formula: Callable[[Responses, Any], tuple], **fields: Any) -> None:
+    """Add a row to LOSSES: `pref_loss: <name>` trains with `formula`. fields: the others of
+    PreferenceLoss, with `has_reference` required.
 
     Call it before the configuration is parsed, on every rank. Raises ValueError for a taken name,
     TypeError for a formula that is no function.
     """
     if not callable(formula):
         raise TypeError(f"pref_loss {name}: expected a function of responses, got {formula!r}")
-    if name in LOSSES:
-        raise ValueError(f"pref_loss {name} is registered already: choose another name")
-    LOSSES[name] = PreferenceLoss(formula, has_reference, tuple(keys), help)
+    _refuse_taken("pref_loss", name, LOSSES)
+    LOSSES[name] = PreferenceLoss(formula, **fields)
 
 
 def log1mexp(x: torch.Tensor) -> torch.Tensor:
@@ -284,10 +281,8 @@ def odds_ratio_loss(r: Responses, config):
     return losses, config.beta * chosen.detach(), config.beta * rejected.detach()
 
 
-register_loss(
-    "sigmoid", dpo_loss, has_reference=True, keys=("pref_beta", "dpo_label_smoothing"), help="DPO"
-)
-register_loss("orpo", odds_ratio_loss, has_reference=False, help="odds ratio, needs no reference")
+register_loss("sigmoid", dpo_loss, has_reference=True, keys=("pref_beta", "dpo_label_smoothing"))
+register_loss("orpo", odds_ratio_loss, has_reference=False)
 
 
 # -- stages
@@ -300,6 +295,10 @@ PAIRS = "pairs"  # a prompt with a chosen and a rejected answer
 
 def _describe_nothing(keys: Any) -> str:
     return ""
+
+
+def _check_nothing(keys: Any, judge: Judge) -> None:
+    """Apply no rule."""
 
 
 @dataclass(kw_only=True)
@@ -319,10 +318,9 @@ class Objective:
     trainer: type | str = "trainer:McaTrainer"
     metrics: tuple[str, ...] = ("loss",)
     keys: tuple[str, ...] = ()
-    check_keys: Callable[[Any, Judge], None] | None = None
-    check_run: Callable[[Any, Judge], None] | None = None
+    check_keys: Callable[[Any, Judge], None] = _check_nothing
+    check_run: Callable[[Any, Judge], None] = _check_nothing
     describe: Callable[[Any], str] = _describe_nothing
-    help: str = ""
 
     def __post_init__(self) -> None:
         # packing joins and cuts documents; else it puts whole samples in a row
@@ -351,11 +349,10 @@ def register_objective(stage: str, **fields: Any) -> Objective:
     objective = Objective(stage=stage, **fields)
     if not isinstance(objective.trainer, (type, str)):
         raise TypeError(f"stage {stage}: expected a trainer's class, got {objective.trainer!r}")
-    if stage in OBJECTIVES:
-        raise ValueError(f"stage {stage} is registered already: choose another name")
     if objective.records not in (TEXT, CONVERSATIONS, PAIRS):
         kinds = ", ".join((TEXT, CONVERSATIONS, PAIRS))
         raise ValueError(f"stage {stage}: records {objective.records!r}: expected one of {kinds}")
+    _refuse_taken("stage", stage, OBJECTIVES)
     OBJECTIVES[stage] = objective
     return objective
 
@@ -398,36 +395,40 @@ _REFERENCE = (
 
 def _check_preferences(a: Any, judge: Judge) -> None:
     judge.apply(_PREFERENCES)
-    known = a.ref_model in (None, *REFERENCES, a.model_name_or_path)
-    if not known and not os.path.isfile(os.path.join(a.ref_model, HF_CONFIG_NAME)):
-        remedy = f"ref_model: {', '.join(REFERENCES)}, or a model's folder"
-        judge.refuse("ref_model", f"it is no folder with {HF_CONFIG_NAME}", remedy)
+    path = os.path.join(a.ref_model or "", HF_CONFIG_NAME)
+    judge.expect(
+        a.ref_model in (None, *REFERENCES, a.model_name_or_path) or os.path.isfile(path),
+        "ref_model",
+        f"it is no folder with {HF_CONFIG_NAME}",
+        f"ref_model: {', '.join(REFERENCES)}, or a model's folder",
+    )
 
 
 def _describe_preferences(keys: Any) -> str:
-    words = [f"pref_loss {keys.pref_loss}", f"beta {keys.pref_beta:g}"]
-    if keys.pref_ftx:
-        words.append(f"sft term {keys.pref_ftx:g}")
-    if keys.dpo_label_smoothing:
-        words.append(f"label smoothing {keys.dpo_label_smoothing:g}")
-    return ", ".join(words)
+    text = f"pref_loss {keys.pref_loss}, beta {keys.pref_beta:g}, sft term {keys.pref_ftx:g}"
+    return f"{text}, label smoothing {keys.dpo_label_smoothing:g}"
 
 
 def _check_preference_keys(a: Any, judge: Judge) -> None:
     """Check the keys of a loss and its reference."""
     loss = LOSSES[a.pref_loss]
-    if not loss.has_reference and a.ref_model is not None:
-        reason = f"pref_loss {a.pref_loss} has no reference model"
-        judge.refuse("ref_model pref_loss", reason, "ref_model left out")
+    judge.expect(
+        loss.has_reference or a.ref_model is None,
+        "ref_model pref_loss",
+        f"pref_loss {a.pref_loss} has no reference model",
+        "ref_model left out",
+    )
     judge.apply(_REFERENCE)
-    if a.dpo_label_smoothing and "dpo_label_smoothing" not in loss.keys:
-        having = [name for name, row in LOSSES.items() if "dpo_label_smoothing" in row.keys]
-        reason = f"only pref_loss {', '.join(having)} has it"
-        judge.refuse("dpo_label_smoothing pref_loss", reason, "dpo_label_smoothing: 0")
+    judge.expect(
+        not a.dpo_label_smoothing or "dpo_label_smoothing" in loss.keys,
+        "dpo_label_smoothing pref_loss",
+        f"no effect, since pref_loss is {a.pref_loss}",
+        "dpo_label_smoothing: 0",
+    )
 
 
-register_objective("pt", records=TEXT, help="plain text")
-register_objective("sft", records=CONVERSATIONS, help="conversations")
+register_objective("pt", records=TEXT)
+register_objective("sft", records=CONVERSATIONS)
 register_objective(
     "dpo",
     records=PAIRS,
@@ -437,7 +438,6 @@ register_objective(
     check_keys=_check_preference_keys,
     check_run=_check_preferences,
     describe=_describe_preferences,
-    help="preference pairs",
 )
 
 
@@ -452,15 +452,14 @@ class Optimizer(NamedTuple):
     decay should be decoupled. states: the names of its tensors of a parameter's shape, for
     checkpoints. counts_steps: True with the number of updates as a tensor "step" beside them.
     megatron: its name in megatron-core, used on that backend; None: make() is used there too.
-    distributed: True if megatron-core's distributed optimizer can shard its states. halves(groups,
-    args) -> the optimizer for bf16 weights that are the upper halves of fp32 masters, or None.
+    halves(groups, args) -> the optimizer for bf16 weights that are the upper halves of fp32
+    masters, or None.
     """
 
     make: Callable[[list[dict], Any], Any]
     states: tuple[str, ...]
     counts_steps: bool = False
     megatron: str | None = None
-    distributed: bool = False
     halves: Callable[[list[dict], Any], Any] | None = None
 
 
@@ -472,21 +471,21 @@ def register_optimizer(
     name: str,
     make: Callable[[list[dict], Any], Any],
     *,
-    states: tuple[str, ...],
-    counts_steps: bool = False,
     aliases: tuple[str, ...] = (),
+    **fields: Any,
 ) -> None:
-    """Add a row to OPTIMIZERS: `optim: <name>` trains with the optimizer of `make` (see Optimizer)
-    on both backends, with float32 master weights under megatron-core.
+    """Add a row to OPTIMIZERS: `optim: <name>` trains with the optimizer of `make` on both
+    backends, with float32 master weights under megatron-core. fields: `states`, required, and
+    `counts_steps` of Optimizer.
 
     Call it before the configuration is parsed, on every rank. Raises ValueError for a taken name,
     TypeError for a `make` that is no function.
     """
     if not callable(make):
         raise TypeError(f"optim {name}: expected a function of (groups, args), got {make!r}")
-    for taken in {name, *aliases} & {*OPTIMIZERS, *OPTIMIZER_ALIASES}:
-        raise ValueError(f"optim {taken} is registered already: choose another name")
-    OPTIMIZERS[name] = Optimizer(make, tuple(states), counts_steps)
+    for taken in (name, *aliases):
+        _refuse_taken("optim", taken, {*OPTIMIZERS, *OPTIMIZER_ALIASES})
+    OPTIMIZERS[name] = Optimizer(make, **fields)
     OPTIMIZER_ALIASES.update({alias.lower(): name for alias in aliases})
 
 
@@ -523,7 +522,6 @@ OPTIMIZERS["adam"] = Optimizer(
     states=("exp_avg", "exp_avg_sq"),
     counts_steps=True,
     megatron="adam",
-    distributed=True,
     halves=_adam_of_halves,
 )
 OPTIMIZERS["sgd"] = Optimizer(_sgd, states=("momentum_buffer",), megatron="sgd")
@@ -571,18 +569,10 @@ COLUMNS = {
 }
 
 
-def register_column(
-    name: str,
-    per: str = "token",
-    *,
-    dtype: str = "float32",
-    padding: float = 0,
-    default: float | None = None,
-    of_dataset: Callable[[Any, Any], float | None] | None = None,
-    to_model: bool = False,
-) -> None:
-    """Add a column to samples and micro-batches (see Column). The loss hooks get it in `batch`, cut
-    and on the rank's device as the tokens are: [b, s], or of real documents or samples [n].
+def register_column(name: str, per: str = "token", **fields: Any) -> None:
+    """Add a column to samples and micro-batches, with the fields of Column. The loss hooks get it
+    in `batch`, cut and on the rank's device as the tokens are: [b, s], or of real documents or
+    samples [n].
 
     A document of a Python dataset has it as a number, or a list of its length; a record of a file
     as a number. For the records without it a dataset gives a number, by `values` of its entry in
@@ -591,11 +581,10 @@ def register_column(
     every rank.
     Raises: ValueError for a name that is taken, and for another `per`.
     """
-    if name in COLUMNS:
-        raise ValueError(f"column {name} is registered already: choose another name")
     if per not in ("token", "document", "sample"):
         raise ValueError(f"column {name}: expected per token, document or sample, got {per!r}")
-    COLUMNS[name] = Column(per, dtype, padding, default, of_dataset, to_model)
+    _refuse_taken("column", name, COLUMNS)
+    COLUMNS[name] = Column(per, **fields)
 
 
 def registered_columns() -> dict[str, Column]:

@@ -158,12 +158,12 @@ BOMB += [
 ]
 
 
-@pytest.mark.parametrize("text", ["\n".join(BOMB), "a: &a [*a, *a]"])
-def test_a_file_whose_names_grow_without_end_is_refused_at_once(tmp_path, text):
+@pytest.mark.parametrize("text", ["\n".join(BOMB), "a: &a [*a, *a]", "lora_target: *.q_proj"])
+def test_a_file_with_aliases_is_refused_at_once(tmp_path, text):
     (tmp_path / "bomb.yaml").write_text(text)
-    with pytest.raises(ConfigError, match="stands for more than 100,000 values"):
+    with pytest.raises(ConfigError, match="is an alias, which is not read: quote it .line"):
         read_config_file(tmp_path / "bomb.yaml")
-    with pytest.raises(ValueError, match="stands for more than 100,000 values"):
+    with pytest.raises(ValueError, match="is an alias"):
         cast("{" + text.replace("\n", ", ") + "}", dict[str, Any])
 
 
@@ -248,7 +248,7 @@ def test_all_errors_of_a_run_are_shown_at_once(base):
         "dataset",
     }
     assert problems["tensor_model_paralel_size"].suggestion == "tensor_model_parallel_size"
-    assert "stage: dpo" in problems["stage"].suggestion
+    assert "pt, sft, dpo" in problems["stage"].reason
     text = str(ConfigError(list(problems.values())))
     assert all(problem.key in text and problem.reason in text for problem in problems.values())
 
@@ -486,7 +486,7 @@ def test_layout_must_divide_the_world(world, base):
     )
     world(6)
     problem = keys_of(training, tensor_model_parallel_size=4)["tensor_model_parallel_size"]
-    assert problem.suggestion.endswith("tensor_model_parallel_size: 2")
+    assert problem.suggestion.endswith("a product that divides 6")
 
 
 def test_virtual_stages_need_whole_groups_of_micro_batches():
@@ -514,8 +514,7 @@ def test_plain_torch_backend_counts_every_rank_as_data_parallel(world, base):
         args.gradient_accumulation_steps,
     ) == (1, 4, 2)
     assert not args.sequence_parallel and not args.use_distributed_optimizer
-    (line,) = run.warnings
-    assert all(word.split("=")[0] in line for word in words)
+    assert {line.split(":")[0] for line in run.warnings} == {w.split("=")[0] for w in words}
 
 
 @pytest.mark.parametrize(
@@ -729,25 +728,21 @@ def test_the_default_of_a_refused_key_is_taken(base, word):
 def test_checkpointing_of_activations_is_full_recomputation(base, name):
     run = parse_args([*base, f"{name}=true"])
     assert run.training.recompute_granularity == "full"
-    assert run.warnings == [f"{name} is recompute_granularity: full here"]
     run = parse_args([*base, f"--{name}", "--recompute_granularity=selective"])
     assert run.training.recompute_granularity == "selective" and run.warnings == []
     for off in ("false", "null"):
         run = parse_args([*base, f"{name}={off}"])
         assert run.training.recompute_granularity is None and run.warnings == []
-    problem = keys_of(parse_args, [*base, f"{name}=abc"])[name]
-    assert problem.reason == "expected true or false"
+    problem = keys_of(parse_args, [*base, f"{name}=abc"])["recompute_granularity"]
+    assert problem.reason.startswith("expected one of full")
     run = parse_args([*base, f"{name}=true", f"{name}_kwargs={{use_reentrant: false}}"])
-    assert run.warnings[1].startswith(f"these keys have no effect: {name}_kwargs")
+    assert run.warnings[0].startswith(f"these keys have no effect: {name}_kwargs")
 
 
 def test_plain_torch_says_that_it_recomputes_nothing(base):
     run = parse_args([*base, "gradient_checkpointing=true", "use_mca=false"])
     assert run.training.recompute_granularity is None
-    assert run.warnings == [
-        "gradient_checkpointing is recompute_granularity: full here",
-        "use_mca is false: plain torch DDP does without recompute_granularity",
-    ]
+    assert run.warnings == ["recompute_granularity: no effect, since use_mca is false"]
 
 
 def test_a_name_for_wandb_is_said_to_have_no_effect_without_it(base):
@@ -757,36 +752,25 @@ def test_a_name_for_wandb_is_said_to_have_no_effect_without_it(base):
 
 
 def test_megatrons_spellings_of_the_stable_schedule_are_taken():
-    kwargs = {"wsd_decay_steps": 10, "lr_wsd_decay_style": "exponential", "max_lr": "5e-5"}
+    kwargs = {"wsd_decay_steps": 10, "lr_wsd_decay_style": "exponential"}
     args = training(lr_scheduler_type="warmup_stable_decay", lr_scheduler_kwargs=kwargs)
     assert args.lr_scheduler_kwargs == {"num_decay_steps": 10, "decay_type": "exponential"}
-    kwargs = {"lr_decay_steps": 10, "init_lr": 0.0, "min_lr": 0}
+    kwargs = {"lr_decay_steps": 10, "min_lr": 0}
     args = training(lr_scheduler_type="cosine", lr_scheduler_kwargs=kwargs)
     assert args.lr_scheduler_kwargs == {"num_decay_steps": 10, "min_lr": 0.0}
 
 
 @pytest.mark.parametrize(
-    ("kind", "kwargs", "key", "remedy"),
+    ("kind", "kwargs", "key"),
     [
-        ("cosine", {"max_lr": 1e-3}, "max_lr", "learning_rate: 0.001"),
-        ("cosine", {"init_lr": 1e-6}, "init_lr", "init_lr left out"),
-        ("warmup_stable_decay", {"lr_decay_steps": 10}, "lr_decay_steps", "max_steps"),
-        ("cosine", {"num_decay_steps": 9, "lr_decay_steps": 9}, "lr_decay_steps", "one of the two"),
+        ("cosine", {"max_lr": 1e-3}, "max_lr"),
+        ("warmup_stable_decay", {"num_stable_steps": 5, "lr_decay_steps": 10}, "lr_decay_steps"),
+        ("cosine", {"num_decay_steps": 9, "lr_decay_steps": 9}, "lr_decay_steps"),
     ],
 )
-def test_what_a_schedule_cannot_take_of_megatrons_says_what_to_write(kind, kwargs, key, remedy):
+def test_what_a_schedule_cannot_take_of_megatrons_is_refused(kind, kwargs, key):
     problems = keys_of(training, lr_scheduler_type=kind, lr_scheduler_kwargs=kwargs)
-    assert problems[f"lr_scheduler_kwargs.{key}"].suggestion == remedy
-
-
-def test_additional_configs_may_be_a_file(tmp_path):
-    path = tmp_path / "more.json"
-    path.write_text('{"attention_backend": "fused"}')
-    assert training(additional_configs=str(path)).additional_configs == {
-        "attention_backend": "fused"
-    }
-    problem = keys_of(training, additional_configs=f"{tmp_path}/absent.json")["additional_configs"]
-    assert "absent.json" in problem.reason
+    assert f"{kind} takes min_lr" in problems[f"lr_scheduler_kwargs.{key}"].reason
 
 
 def test_arguments_know_which_process_they_are_of(monkeypatch):
@@ -798,7 +782,10 @@ def test_arguments_know_which_process_they_are_of(monkeypatch):
 
 def test_a_warm_up_that_the_schedule_does_not_have_is_said():
     said = [
-        any("no warm-up" in note for note in training(lr_scheduler_type=kind, **keys).notes)
+        any(
+            "lr_scheduler_type is constant" in note
+            for note in training(lr_scheduler_type=kind, **keys).notes
+        )
         for kind, keys in (
             ("constant", dict(warmup_steps=3)),
             ("constant", dict(warmup_ratio=0.1)),
@@ -823,10 +810,8 @@ def test_a_degree_that_fits_neither_the_world_nor_the_model_is_told_of_both(base
 @pytest.mark.parametrize(
     "words, problems",
     [
-        ("max_steps 3", {"max_steps": "max_steps=3"}),
-        ("max_steps =3", {"max_steps": "max_steps=3"}),
-        ("bf16 max_steps=3", {"bf16": "key=value"}),
-        ("stray 3", {"stray": "key=value", "3": "key=value"}),
+        ("max_steps 3", {"max_steps": "max_steps=<value>", "3": "=<value>"}),
+        ("bf16 max_steps=3", {"bf16": "--bf16 <value>"}),
     ],
 )
 def test_a_key_without_its_equals_sign_is_answered_with_the_word_that_is_meant(

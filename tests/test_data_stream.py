@@ -341,7 +341,7 @@ def test_what_cannot_be_streamed_is_refused(keys, key):
 
 def test_keys_without_effect_are_said():
     streamed = DataArguments(dataset=["a"], streaming=True, preprocessing_num_workers=2)
-    assert streamed.notes == ["preprocessing_num_workers: no effect on streamed data"]
+    assert streamed.notes == ["preprocessing_num_workers: no effect, since streaming is true"]
     kept = DataArguments(dataset=["a"], buffer_size=2)
     assert kept.notes == ["buffer_size: no effect, since streaming is false"]
 

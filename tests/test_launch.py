@@ -398,5 +398,5 @@ def test_pipes_are_refused_as_data_and_as_configuration(tmp_path):
     for entry in (str(tmp_path / "pipe.jsonl"), str(tmp_path)):
         with pytest.raises(ValueError, match=r"pipe.jsonl: expected a file; .* a pipe"):
             resolve([entry], DataArguments(dataset=[entry]), OBJECTIVES["sft"])
-    with pytest.raises(ConfigError, match="it is no file, but a folder, a pipe"):
+    with pytest.raises(ConfigError, match="it is absent, or no file"):
         read_config_file(tmp_path / "pipe.yaml")

@@ -78,13 +78,13 @@ def test_targets_mean_these_modules(base, tmp_path, targets, backend):
     [
         (
             dict(targets=("q_porj",)),
-            ("lora_target: 'q_porj'", "means no layer", "did you mean q_proj?", "linear_qkv"),
+            ("lora_target: 'q_porj'", "means no layer", "try: all, some of", "linear_qkv"),
         ),
         (dict(targets=("*.layers.7.*",)), ("means no layer", "pattern")),
         (dict(rank=0), ("lora_rank: 0", "lora_rank: 8")),
         (dict(modules_to_save=("lm_hed",)), ("modules_to_save: 'lm_hed'",)),
         (dict(modules_to_save=("embed_tokens",)), ("modules_to_save", "embedding is", "head")),
-        (dict(modules_to_save=("o_proj",)), ("in lora_target and in modules_to_save",)),
+        (dict(modules_to_save=("o_proj",)), ("modules_to_save", "it is in lora_target too")),
         (
             dict(targets=("embed_tokens",), then="merge"),
             ("save_merged_model", "take it out of lora_target"),
@@ -110,7 +110,7 @@ def test_half_of_a_fused_matrix_cannot_be_saved_whole(base, tmp_path):
     [error] = world.run(
         specified, 1, base[0], str(tmp_path), targets=("o_proj",), modules_to_save=("k_proj",)
     )
-    assert "one matrix with" in error and "q_proj" in error
+    assert "are one matrix" in error and "q_proj" in error
 
 
 def loaded(path: str, output_dir: str, adapter: str, **keys) -> str:
@@ -147,8 +147,8 @@ def test_an_adapter_of_another_model_is_refused_on_every_rank(base, tmp_path, ra
         (dict(rank_pattern={"q_proj": 8}), ("rank_pattern",)),
         (dict(init_lora_weights="pissa"), ('init_lora_weights is "pissa"',)),
         (dict(alora_invocation_tokens=[5, 6]), ("alora_invocation_tokens is [5, 6]",)),
-        (dict(peft_type="IA3"), ('peft_type is "IA3"', '"LORA"')),
-        (dict(bias="all"), ('bias is "all"', '"none"')),
+        (dict(peft_type="IA3"), ('peft_type is "IA3"',)),
+        (dict(bias="all"), ('bias is "all"',)),
         (dict(use_qalora=True), ("use_qalora is true",)),
         (dict(lora_bias=True), ("lora_bias is true",)),
         (dict(alpha_pattern={"q_proj": 64}), ('alpha_pattern is {"q_proj": 64}',)),
@@ -311,7 +311,7 @@ def test_keys_without_effect_are_named():
     notes = finetuning(
         finetuning_type="lora", adapter_name_or_path="somewhere", lora_rank=16, lora_alpha=8
     ).notes
-    assert [note.split()[0] for note in notes] == ["lora_alpha", "lora_rank"]
+    assert [note.split(":")[0] for note in notes] == ["lora_rank", "lora_alpha"]
 
 
 @pytest.mark.parametrize("family", ["phi3", "glm4"])

@@ -154,7 +154,7 @@ def test_the_summary_says_which_load_balancing_loss_is_in_use_and_why():
     "name, wishes, word, said",
     [
         ("qwen3_moe", dict(output_router_logits=True), "", "output_router_logits"),
-        ("deepseek_v3", dict(aux_loss_alpha=0.001), "", "moe_aux_loss_coeff: 0.001"),
+        ("deepseek_v3", dict(aux_loss_alpha=0.001), "", "aux_loss_alpha: 0.001"),
         ("deepseek_v3", dict(aux_loss_alpha=0.001), "moe_aux_loss_coeff=0", ""),
         ("granitemoe", dict(router_aux_loss_coef=0.01), "use_mca=false", "router_aux_loss_coef"),
         ("qwen3_moe", dict(router_aux_loss_coef=0.01), "", ""),

@@ -41,7 +41,7 @@ def test_a_run_says_once_what_a_row_is_and_which_schedule_and_weights_it_trains(
         r"\n  steps +3 \(2 an epoch of \d+ packs\)\n",
         r"\n  training +\d+ packs of 40 samples,",
         r"\n  learning rate +0.003, constant, 0 steps of warm-up\n",
-        r"the schedule constant has no warm-up: constant_with_warmup has one\n",
+        r"warmup_ratio: no effect, since lr_scheduler_type is constant\n",
         r"\n  finetuning +full: every weight is trained\n",
     ):
         assert len(re.findall(once, shown)) == 1, once

@@ -72,13 +72,13 @@ REFUSED = {
         f"{_QWEN3}stage=kto {_LORA}pref_beta=0.1 dataset=kto_en_demo template=qwen3_nothink {_REST}"
         "output_dir=saves/qwen3-4b/lora/kto gradient_accumulation_steps=8 learning_rate=5.0e-6",
         "stage",
-        "KTO",
+        "one of pt, sft, dpo",
     ),
     "train_lora/qwen3_lora_reward": (
         f"{_QWEN3}stage=rm {_LORA}dataset=dpo_en_demo template=qwen3_nothink {_REST}"
         "output_dir=saves/qwen3-4b/lora/reward gradient_accumulation_steps=8 learning_rate=1.0e-4",
         "stage",
-        "reward",
+        "one of pt, sft, dpo",
     ),
     "train_full/qwen3vl_full_sft": (
         f"{_QWEN3_VL}stage=sft finetuning_type=full freeze_vision_tower=true {_DS3}{_REST}"

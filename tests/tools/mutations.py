@@ -78,8 +78,8 @@ ROWS: list[tuple[str, str, str, str]] = [
     ),
     (
         "an adapter's alpha_pattern is ignored",
-        '    "alpha_pattern": ({}, None),\n',
-        "",
+        "rank_pattern alpha_pattern fan_in_fan_out",
+        "rank_pattern fan_in_fan_out",
         "test_lora_errors.py::test_an_adapter_of_another_kind_is_refused",
     ),
     (
