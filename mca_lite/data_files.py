@@ -21,7 +21,7 @@ import sys
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,25 +37,9 @@ _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _AS_A_WHOLE = " as a whole"  # ends the kind of a text file of one document
 _TOO_DEEP = "it is nested too deep"
 _MOST_LEVELS = 256  # Python's recursion ends at 1000; templates and pickles take several a level
+_JSON_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"')
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # escaped: alone, it makes no text
 SIDES = ("chosen", "rejected")  # the two answers of a preference pair, in this order everywhere
-
-# keys of LLaMA-Factory's dataset_info.json
-_HUB_KEYS = ("ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
-_UNUSED_KEYS = ("subset", "split", "folder")  # they select within a hub repository
-_KEYS = ("file_name", "hf_hub_url", "formatting", "columns", "tags", "num_samples", "ranking")
-_FORMATTINGS = ("alpaca", "sharegpt", "openai")
-_TEXT_COLUMNS = ("prompt", "query", "response", "history", "messages", "system", "tools", "text")
-_OTHER_COLUMNS = ("images", "videos", "audios", *SIDES, "kto_tag")
-TAGS = {
-    "role_tag": "from",
-    "content_tag": "value",
-    "user_tag": "human",
-    "assistant_tag": "gpt",
-    "observation_tag": "observation",
-    "function_tag": "function_call",
-    "system_tag": "system",
-}
 
 
 @dataclass
@@ -89,25 +73,27 @@ def resolve(entries: list[str], data_args, objective: Objective) -> list[Dataset
     """
     folder = Path(data_args.dataset_dir)
     info_file = folder / "dataset_info.json"
-    info = _read_info(info_file) if info_file.is_file() else {}
+    info: dict = {}
+    if info_file.is_file():
+        text = _decode(info_file.read_bytes(), str(info_file))
+        info = parse_json(text, str(info_file))
     specs = []
     for entry in entries:
         path = next((p for p in (Path(entry), folder / entry) if p.exists()), None)
-        if entry in info:
-            spec, files = _declared(entry, info[entry], info_file, objective)
+        declared = get_column(info, entry, str(info_file), dict, required=False)
+        if declared is not None:
+            here = f"{info_file}: dataset {entry!r}"
+            spec = _declared(entry, declared, info_file.parent, objective, here)
         elif path is not None:
-            spec = DatasetSpec(entry)
-            files = _files_of(path)
+            spec = DatasetSpec(entry, _files_of(path))
         elif _REPOSITORY.fullmatch(entry) and kind_of(entry) not in SUFFIXES:
-            spec = DatasetSpec(entry)
-            files = _files_of_hub(entry, {}, f"dataset {entry!r}")
+            spec = DatasetSpec(entry, _files_of_hub(entry, {}, f"dataset {entry!r}"))
         else:
-            names = f"it has {', '.join(sorted(info))}" if info else "which is not there"
+            names = ", ".join(sorted(info)) or "no name"
             raise ValueError(
-                f"dataset {entry!r}: expected a file, a folder, or a name in {info_file} ({names})"
-                + _did_you_mean(entry, info, "; ")
+                f"dataset {entry!r}: expected a file, a folder, or a name in {info_file} (it has "
+                f"{names}){_did_you_mean(entry, info)}"
             )
-        spec.files = {file: kind_of(file) for file in files}
         _sample_texts(spec, data_args.sample_by)
         specs.append(spec)
     return specs
@@ -126,23 +112,31 @@ def _sample_texts(spec: DatasetSpec, sample_by: str) -> None:
         spec.notes.append("sample_by: no effect, since it has no .txt file")
 
 
-def _did_you_mean(given: str, known, before: str) -> str:
+def _did_you_mean(given: str, known) -> str:
     near = difflib.get_close_matches(given, known, n=1)
-    return "".join(f"{before}did you mean {name!r}?" for name in near)
+    return "".join(f", did you mean {name!r}?" for name in near)
 
 
-def _files_of(path: Path) -> list[str]:
-    """The file, or the files of a folder in the order of their names."""
-    files = [path]
-    if path.is_dir():
-        files = sorted(p for p in path.iterdir() if kind_of(p) in SUFFIXES)
-    files = [str(p) for p in files if p.name != "dataset_info.json"]
-    if not files or kind_of(files[0]) not in SUFFIXES:
+def _files_of(path: Path) -> dict[str, str]:
+    """The file, or the files of a folder in the order of their names, with their kinds."""
+    files = _readable(path.iterdir() if path.is_dir() else [path])
+    if not files:
         raise ValueError(f"{path}: expected {', '.join(SUFFIXES)} files")
     for file in files:
-        if not Path(file).is_file():
-            raise ValueError(f"{file}: expected a file; a folder, a pipe or a device is not read")
+        if not os.path.isfile(file):
+            raise ValueError(f"{file}: there is no such file; other kinds than files are not read")
     return files
+
+
+def _readable(paths: Iterable[Path]) -> dict[str, str]:
+    """The kinds of those that a reader takes, sorted."""
+    kinds = {str(path): kind_of(path) for path in sorted(paths)}
+    infos = ("dataset_info.json", "dataset_infos.json")
+    return {
+        file: kind
+        for file, kind in kinds.items()
+        if kind in SUFFIXES and os.path.basename(file) not in infos
+    }
 
 
 def kind_of(file: str | Path) -> str:
@@ -153,10 +147,10 @@ def kind_of(file: str | Path) -> str:
     return path.suffix
 
 
-def _files_of_hub(repository: str, entry: dict, here: str) -> list[str]:
-    """The files of a dataset of the Hugging Face hub, through its cache: those below `folder` or
-    `subset` with `split` in their path, by the keys of dataset_info.json. The default split is
-    train, or all files if no path has it."""
+def _files_of_hub(repository: str, entry: dict, here: str) -> dict[str, str]:
+    """The files of a dataset of the Hugging Face hub with their kinds, through its cache: those
+    below `folder` and `subset` with `split` in their path, by the keys of dataset_info.json. The
+    default split is train, or all files if no path has it."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -168,110 +162,114 @@ def _files_of_hub(repository: str, entry: dict, here: str) -> list[str]:
             f"Face hub or its cache ({describe_error(error)}): set a path, or run `hf download "
             f"{repository} --repo-type dataset` where there is a network"
         ) from None
-    paths = sorted(Path(folder).rglob("*"))
-    files = {
-        str(path): re.split(r"[^A-Za-z0-9_]+", path.relative_to(folder).as_posix())
-        for path in paths
-        if kind_of(path) in SUFFIXES and not path.name.startswith("dataset_info")
-    }
-    for key in ("folder", "subset"):
-        start = f"{Path(folder, entry.get(key) or '')}/"
-        files = {file: words for file, words in files.items() if file.startswith(start)}
-    chosen = [file for file, words in files.items() if entry.get("split", "train") in words]
+    below = Path(folder, entry.get("folder", ""), entry.get("subset", ""))
+    files = _readable(below.rglob("*"))
+    split = re.compile(rf"\b{re.escape(entry.get('split', 'train'))}\b")
+    chosen = {file: files[file] for file in files if split.search(os.path.relpath(file, folder))}
     if not chosen and "split" not in entry:
-        chosen = list(files)
+        chosen = files
     if not chosen:
-        selection = {key: entry[key] for key in _UNUSED_KEYS if key in entry}
-        names = ", ".join(path.relative_to(folder).as_posix() for path in paths if path.is_file())
-        raise ValueError(
-            f"{here}: {repository} has no {', '.join(SUFFIXES)} file for {selection}; "
-            f"it has {names}"
-        )
+        names = ", ".join(_readable(Path(folder).rglob("*")))
+        raise ValueError(f"{here}: {repository} has no file for {entry}; it has {names}")
     return chosen
 
 
-def _read_info(path: Path) -> dict:
-    try:
-        info = json.loads(path.read_text(encoding="utf-8-sig"))
-    except RecursionError:
-        raise ValueError(f"{path}: not valid JSON: {_TOO_DEEP}") from None
-    except ValueError as error:  # of JSON, or of UTF-8
-        raise ValueError(f"{path}:{getattr(error, 'lineno', 1)}: not valid JSON: {error}") from None
-    if not isinstance(info, dict):
-        raise ValueError(
-            f"{path}: expected an object that maps names to datasets, got {type(info).__name__}"
-        )
-    return info
+# -- columns and dataset_info.json
+
+_KINDS = {
+    dict: "an object",
+    list: "a list",
+    str: "a text",
+    int: "a count",
+    bool: "true or false",
+    (int, float): "a number",
+}
 
 
-def _declared(
-    name: str, entry, info_file: Path, objective: Objective
-) -> tuple[DatasetSpec, list[str]]:
-    """(the dataset, its files) of an entry of dataset_info.json."""
-    here = f"{info_file}: dataset {name!r}"
-    if not isinstance(entry, dict):
-        raise ValueError(f"{here}: expected an object, got {type(entry).__name__}")
-    repository = entry.get("hf_hub_url")
-    hub = ", ".join(key for key in _HUB_KEYS if key in entry)
-    if not repository and (hub or "file_name" not in entry):
-        instead = f" instead of {hub}" if hub else ""
-        raise ValueError(
-            f"{here}: datasets are read from local files or the Hugging Face hub: set file_name or "
-            f"hf_hub_url{instead}"
-        )
-    columns = _names_of(entry, "columns", here)
-    tags = _names_of(entry, "tags", here)
-    _check_entry(entry, columns, tags, objective, here)
-    formatting = entry.get("formatting")
-    num_samples = entry.get("num_samples")
-    spec = DatasetSpec(name, {}, formatting, columns, tags, num_samples)
-    if repository:
-        return spec, _files_of_hub(repository, entry, here)
-    path = info_file.parent / entry["file_name"]
-    if not path.exists():
-        raise ValueError(f"{here}: there is no file {path}")
-    unused = [key for key in _UNUSED_KEYS if key in entry]
-    spec.notes = [f"{key} of dataset_info.json has no meaning for a local file" for key in unused]
-    return spec, _files_of(path)
+def get_column(record, column: str, where: str, kind=str, required=True):
+    """A column of the right type; null and absent are the same. Raises: ValueError with the
+    place."""
+    if not isinstance(record, dict):
+        raise ValueError(f"{where}: expected an object, got {record!r:.80}")
+    value = record.get(column)
+    if value is None and required:
+        raise ValueError(f"{where}: {column!r} is missing or null; it has {sorted(record)}")
+    if value is not None and not isinstance(value, kind):
+        expected = _KINDS.get(kind, "a list or a text")
+        raise ValueError(f"{where}: {column!r}: expected {expected}, got {value!r:.80}")
+    return value
 
 
-def _check_entry(entry: dict, columns: dict, tags: dict, objective: Objective, here: str) -> None:
-    """ValueError for a declaration that cannot be honoured."""
-    stage = objective.stage
+# keys of an entry
+_SELECTING = ("subset", "split", "folder")  # within a hub repository
+_KEYS = ("file_name", "hf_hub_url", "formatting", *_SELECTING)
+_KEYS += ("ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
+_KIND_OF_KEY = {
+    **dict.fromkeys(_KEYS, str),
+    "columns": dict,
+    "tags": dict,
+    "num_samples": int,
+    "ranking": bool,
+}
+_TEXT_COLUMNS = ("prompt", "query", "response", "history", "messages", "system", "tools", "text")
+_OTHER_COLUMNS = ("images", "videos", "audios", *SIDES, "kto_tag")
+TAGS = {
+    "role_tag": "from",
+    "content_tag": "value",
+    "user_tag": "human",
+    "assistant_tag": "gpt",
+    "observation_tag": "observation",
+    "function_tag": "function_call",
+    "system_tag": "system",
+}
+
+
+def _declared(name: str, entry: dict, folder: Path, objective: Objective, here: str) -> DatasetSpec:
+    """The dataset of an entry of the folder's dataset_info.json. Raises: ValueError for one that
+    cannot be honoured."""
+    _refuse_unknown(entry, _KIND_OF_KEY, here)
+    for key, kind in _KIND_OF_KEY.items():
+        get_column(entry, key, here, kind, required=False)
+    entry = {key: value for key, value in entry.items() if value is not None}
+    for key, known in (("columns", _TEXT_COLUMNS + _OTHER_COLUMNS), ("tags", TAGS)):
+        names = entry.setdefault(key, {})
+        _refuse_unknown(names, known, f"{here}: {key}")
+        for column in names:
+            get_column(names, column, f"{here}: {key}")
     usable = _TEXT_COLUMNS
     if objective.has_pairs:
         usable += SIDES
     elif entry.get("ranking"):
         raise ValueError(
-            f"{here}: preference pairs (ranking: true) are for stage dpo, not for stage {stage}"
+            f"{here}: preference pairs (ranking: true) are for stage dpo, not for stage "
+            f"{objective.stage}"
         )
-    for key in ("file_name", "hf_hub_url", *_UNUSED_KEYS):
-        if not isinstance(entry.get(key, ""), str):
-            raise ValueError(f"{here}: {key}: expected a path or a name, got {entry[key]!r:.80}")
-    num_samples = entry.get("num_samples")
-    if num_samples is not None and (type(num_samples) is not int or num_samples < 1):
-        raise ValueError(f"{here}: num_samples: expected a count, got {num_samples!r:.80}")
-    for kind, given, known in (
-        ("key", entry, _KEYS + _UNUSED_KEYS + _HUB_KEYS),
-        ("column", columns, _TEXT_COLUMNS + _OTHER_COLUMNS),
-        ("tag", tags, tuple(TAGS)),
-    ):
-        for key in given.keys() - set(known):
-            raise ValueError(f"{here}: unknown {kind} {key!r}{_did_you_mean(key, known, ', ')}")
-    if other := [column for column in columns if column not in usable]:
-        raise ValueError(f"{here}: columns {other} are not for training on text with stage {stage}")
-    formatting = entry.get("formatting")
-    if formatting not in (None, *_FORMATTINGS):
-        expected = "expected alpaca, sharegpt or openai"
-        raise ValueError(f"{here}: formatting {formatting!r}: {expected}")
+    if other := entry["columns"].keys() - set(usable):
+        raise ValueError(f"{here}: columns {other} are not for stage {objective.stage}")
+    if entry.get("formatting", "alpaca") not in ("alpaca", "sharegpt", "openai"):
+        raise ValueError(f"{here}: formatting: expected alpaca, sharegpt or openai")
+    if entry.get("num_samples", 1) < 1:
+        raise ValueError(f"{here}: num_samples: expected a count from 1 on")
+    chosen = ("formatting", "columns", "tags", "num_samples")
+    spec = DatasetSpec(name, {}, *map(entry.get, chosen))
+    if "hf_hub_url" in entry:
+        spec.files = _files_of_hub(entry["hf_hub_url"], entry, here)
+        return spec
+    if "file_name" not in entry:
+        raise ValueError(
+            f"{here}: datasets are read from local files or the Hugging Face hub: set file_name or "
+            f"hf_hub_url instead of {', '.join(entry)}"
+        )
+    spec.files = _files_of(folder / entry["file_name"])
+    unused = [key for key in _SELECTING if key in entry]
+    spec.notes = [f"{key} of dataset_info.json has no meaning for a local file" for key in unused]
+    return spec
 
 
-def _names_of(entry: dict, key: str, here: str) -> dict[str, str]:
-    """The columns or tags of a declaration, {} for none or null."""
-    names = {} if entry.get(key) is None else entry[key]
-    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-        raise ValueError(f"{here}: {key}: expected an object of names, got {names!r:.80}")
-    return names
+def _refuse_unknown(given: Iterable[str], known: Collection[str], here: str) -> None:
+    for name in given:
+        if name not in known:
+            raise ValueError(f"{here}: unknown name {name!r}{_did_you_mean(name, known)}")
 
 
 # -- readers
@@ -304,9 +302,9 @@ def read_records(
             if (read := read_whole.get(kind.removesuffix(".gz"))) is None:
                 yield from _read_lines(file, raw, kind, skip, cursor)
                 return
-            for record in itertools.islice(read(file, raw), cursor.number, None):
+            for number, record in itertools.islice(read(file, raw), cursor.number, None):
                 cursor.number += 1
-                yield record
+                yield f"{file}:{number}", record
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{file}: it cannot be decompressed: {error}") from None
 
@@ -335,21 +333,80 @@ def _read_lines(
             yield where, error
 
 
-def _read_csv(file: str, raw) -> Iterator[tuple[str, object]]:
+# a reader of a whole file yields (line or row, record)
+
+
+def _read_csv(file: str, raw) -> Iterator[tuple[int, object]]:
     csv.field_size_limit(1 << 30)  # a document is longer than the 128 KiB of the default
     lines = io.StringIO(_decode(raw.read(), file), newline="")
     reader = csv.DictReader(lines, strict=True)
     try:
-        names = [name for name in reader.fieldnames or () if name]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise ValueError(f"{file}:1: the first line names the column {twice!r} twice")
+        names = list(filter(None, reader.fieldnames or ()))
+        if len(set(names)) < len(names):
+            raise ValueError(f"{file}:1: the first line names a column twice: {names}")
         for record in reader:
-            where = f"{file}:{reader.line_num}"
             if None in record:
-                raise ValueError(f"{where}: the row has more columns than the first line names")
-            yield where, record
+                raise csv.Error("the row has more columns than the first line names")
+            yield reader.line_num, record
     except csv.Error as error:
         raise ValueError(f"{file}:{reader.line_num}: not valid CSV: {error}") from None
+
+
+def _read_json(file: str, raw) -> Iterator[tuple[int, object]]:
+    """Yield the records of a list, or objects one after another, decoded one by one with their
+    lines."""
+    text = _decode(raw.read(), file)
+    decoder = json.JSONDecoder()
+    begin = re.match(r"\s*(\[?)\s*", text)
+    separator = re.compile(r"\s*")
+    end = re.compile(r"\s*\Z")
+    if begin[1]:
+        separator = re.compile(r"\s*(,\s*|(?=\]\s*\Z))")
+        end = re.compile(r"\s*\]\s*\Z")
+    at = begin.end()
+    line = 1
+    counted = 0
+    while not end.match(text, at):
+        line += text.count("\n", counted, at)
+        counted = at
+        where = f"{file}:{line}"
+        record, at = _read_value(where, decoder.raw_decode, text, at)
+        yield line, _check_value(record, text[counted:at], where)
+        gap = separator.match(text, at)
+        if gap is None:
+            got = text[at : at + 20].strip() or "the end of the file"
+            raise ValueError(f"{where}: not valid JSON: expected ',' or ']' after it, got {got!r}")
+        at = gap.end()
+
+
+def _read_parquet(file: str, raw) -> Iterator[tuple[int, object]]:
+    if importlib.util.find_spec("pyarrow") is None:
+        raise ValueError(f"{file}: reading parquet takes pyarrow: pip install 'mca-lite[parquet]'")
+    import pyarrow.parquet  # an extra, for parquet alone
+
+    row = 0
+    try:
+        for batch in pyarrow.parquet.ParquetFile(raw).iter_batches(batch_size=1000):
+            for record in batch.to_pylist():
+                row += 1
+                yield row, record
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"{file}:{row + 1}: no valid parquet: {error}") from None
+
+
+def parse_json(text: str, where: str):
+    """The value of one JSON text. Raises: ValueError with the place."""
+    return _check_value(_read_value(where, json.loads, text), text, where)
+
+
+def _read_value(where: str, read: Callable, *arguments):
+    """read(*arguments), a reader of JSON. Raises: ValueError with the place."""
+    try:
+        return read(*arguments)
+    except RecursionError:
+        raise ValueError(f"{where}: not valid JSON: {_TOO_DEEP}") from None
+    except ValueError as error:  # of JSON, or a number of more digits than Python reads
+        raise ValueError(f"{where}: not valid JSON: {error}") from None
 
 
 def _check_value(value, text: str, where: str):
@@ -364,15 +421,12 @@ def _check_value(value, text: str, where: str):
                 f"{where}: expected text, and {bad} is half a character (a lone surrogate): repair "
                 "or remove it"
             ) from None
-    level = [value]
-    levels = 0
-    has_depth = text.count("[") + text.count("{") > _MOST_LEVELS
-    while level and has_depth:
-        levels += 1
-        boxes = [box.values() if isinstance(box, dict) else box for box in level]
-        level = [inner for box in boxes for inner in box if isinstance(inner, (dict, list))]
-    if levels > _MOST_LEVELS:
-        raise ValueError(f"{where}: {_TOO_DEEP}: {levels} levels, expected at most {_MOST_LEVELS}")
+    if text.count("[") + text.count("{") > _MOST_LEVELS:
+        steps = {"[": 1, "{": 1, "]": -1, "}": -1}
+        brackets = re.findall(r"[][{}]", _JSON_STRING.sub("", text))
+        levels = max(itertools.accumulate(map(steps.get, brackets)), default=0)
+        if levels > _MOST_LEVELS:
+            raise ValueError(f"{where}: {_TOO_DEEP}: {levels} levels, expected {_MOST_LEVELS}")
     return value
 
 
@@ -381,78 +435,6 @@ def _decode(raw: bytes, where: str) -> str:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{where}: expected UTF-8 text: {error}") from None
-
-
-def parse_json(text: str, where: str):
-    """The value of one JSON text. Raises: ValueError with the place."""
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{where}: expected one JSON value: {error.msg} (character {error.pos + 1})"
-        ) from None
-    except RecursionError:
-        raise ValueError(f"{where}: expected one JSON value: {_TOO_DEEP}") from None
-    except ValueError as error:  # a number of more digits than Python reads
-        raise ValueError(f"{where}: {error}") from None
-    return _check_value(value, text, where)
-
-
-def _read_json(file: str, raw) -> Iterator[tuple[str, object]]:
-    """Yield a list of records, or objects one after another, decoded one by one with their
-    lines."""
-    text = _decode(raw.read(), file)
-    invalid = "not valid JSON:"
-    decoder = json.JSONDecoder()
-    space = re.compile(r"\s*")
-    at = space.match(text).end()
-    is_list = text.startswith("[", at)
-    at = space.match(text, at + is_list).end()
-    line = 1
-    counted = 0
-    while at < len(text) and not (is_list and text[at] == "]"):
-        line = line + text.count("\n", counted, at)
-        counted = at
-        where = f"{file}:{line}"
-        try:
-            record, at = decoder.raw_decode(text, at)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{file}:{error.lineno}: {invalid} {error.msg}") from None
-        except RecursionError:
-            raise ValueError(f"{where}: {invalid} {_TOO_DEEP}") from None
-        except ValueError as error:  # a number of more digits than Python reads
-            raise ValueError(f"{where}: {error}") from None
-        yield where, _check_value(record, text[counted:at], where)
-        at = space.match(text, at).end()
-        if is_list and text[at : at + 1] not in (",", "]"):
-            line += text.count("\n", counted, at)
-            got = repr(text[at : at + 20])
-            if at == len(text):
-                got = "the end of the file"
-            reason = f"expected ',' or ']' after a record, got {got}"
-            raise ValueError(f"{file}:{line}: {invalid} {reason}")
-        if is_list and text[at] == ",":
-            at = space.match(text, at + 1).end()
-    if is_list and text[at + 1 :].strip():
-        raise ValueError(f"{file}: {invalid} there is more text after the list of records")
-    if is_list and at >= len(text):
-        lines = text.count("\n") + 1
-        raise ValueError(f"{file}:{lines}: {invalid} the list does not end with ']'")
-
-
-def _read_parquet(file: str, raw) -> Iterator[tuple[str, object]]:
-    if importlib.util.find_spec("pyarrow") is None:
-        raise ValueError(f"{file}: reading parquet takes pyarrow: pip install 'mca-lite[parquet]'")
-    import pyarrow.parquet  # an extra, for parquet alone
-
-    row = 0
-    try:
-        for batch in pyarrow.parquet.ParquetFile(raw).iter_batches(batch_size=1000):
-            for record in batch.to_pylist():
-                row += 1
-                yield f"{file}:{row}", record
-    except pyarrow.ArrowException as error:
-        raise ValueError(f"{file}:{row + 1}: no valid parquet: {error}") from None
 
 
 # -- files built once: one process builds, the others wait
@@ -479,8 +461,8 @@ def build_once(target: Path, build: Build, what: str, is_ready: Check | None = N
     The operating system frees the lock of a dead process, and the next one builds. what: for the
     lines on stderr. is_ready: True if target is good as it is (default: if it exists); else it is
     replaced.
-    Raises: the error of build, in the process that builds and (ValueError or RuntimeError of the
-    same text) in those that wait for it; ValueError for a folder that cannot be written.
+    Raises: the error of build, in the process that builds and (a ValueError of the same text) in
+    those that wait for it; ValueError for a folder that cannot be written.
     """
     is_ready = is_ready or target.exists
     if is_ready():
@@ -499,15 +481,13 @@ def build_once(target: Path, build: Build, what: str, is_ready: Check | None = N
             return
         error_text = _read(error_file)
         if error_text != old_error:  # of the process that had the lock
-            kind, message, _ = json.loads(error_text)
-            raise (ValueError if kind == "ValueError" else RuntimeError)(message)
+            raise ValueError(error_text.partition("\n")[2])
         try:
             _build_and_rename(target, build, what, is_ready)
             error_file.unlink(missing_ok=True)
         except Exception as error:
-            record = [type(error).__name__, str(error), uuid.uuid4().hex]
             with contextlib.suppress(OSError):  # a full disk takes no file
-                error_file.write_text(json.dumps(record))
+                error_file.write_text(f"{uuid.uuid4()}\n{error}")
             raise
     finally:
         lock.release()

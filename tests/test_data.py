@@ -170,7 +170,7 @@ def test_bad_sets_of_files_are_errors(tokenizer, tmp_path):
         load_datasets(nothing, "sft", tokenizer)
     broken = tmp_path / "broken.jsonl"
     broken.write_text(open(write(tmp_path / "a.jsonl", "b")).read() + "{\n")
-    with pytest.raises(ValueError, match=r"broken\.jsonl:2: expected one JSON"):
+    with pytest.raises(ValueError, match=r"broken\.jsonl:2: not valid JSON"):
         load(tokenizer, "sft", str(broken))
 
 

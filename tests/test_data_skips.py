@@ -46,12 +46,12 @@ def test_bad_records_are_left_out_counted_by_reason_and_listed(tmp_path):
     bad = ["{", *[chat("b", role="alien")] * 9, picture]
     file = tmp_path / "a.jsonl"
     file.write_text("\n".join([bad[0], *good[:60], *bad[1:], *good[60:]]))
-    with pytest.raises(ValueError, match="a.jsonl:1: expected one JSON"):
+    with pytest.raises(ValueError, match="a.jsonl:1: not valid JSON"):
         load(tmp_path, file)
     bundle = load(tmp_path, file, on_bad_record="skip")
     assert answers(bundle) == [f"a{n}" for n in range(120)]
     assert "  warning: 11 records cannot be used and were left out" in bundle.report
-    reason = "message N: unknown role 'alien': expected user, assistant, tool, system"
+    reason = "message N: unknown role 'alien': expected user, assistant, tool, system, developer"
     assert f"    9: {reason}" in bundle.report
     first = bundle.report.index("  the first of them:") + 1
     places = (1, *range(62, 71))
@@ -151,9 +151,9 @@ def test_a_dataset_of_the_hub_is_read_from_its_cache_without_a_network(tmp_path,
     for name, wanted in {"mine": ["c"], "folder": ["d"], "subset": ["a", "b"]}.items():
         assert answers(load(tmp_path, name, dataset_dir=str(tmp_path))) == wanted
     for name, message in {
-        "half": r"dataset 'half': some/chats has no .*'split': 'train\[:50%\]'.* data/test-00000",
+        "half": r"dataset 'half': some/chats has no .*'split': 'train\[:50%\]'.*data/test-00000",
         "gone": "dataset 'gone': some/others was not found as a file, .*hf download some/others",
-        "number": "split: expected a path or a name, got 3",
+        "number": "'split': expected a text, got 3",
     }.items():
         with pytest.raises(ValueError, match=message):
             spec_of(name, tmp_path)
