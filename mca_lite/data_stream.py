@@ -58,68 +58,46 @@ class Position:
     token: int = 0
 
 
-class _Source:
-    """The records of one dataset, again and again. One is read ahead, to recognise the last."""
-
-    def __init__(self, reader: Reader, start: Place):
-        self.reader = reader
-        self.start = start
-
-    def begin(self, place: Place) -> None:
-        self.place = place
-        self._items = self.reader.records(place)
-        self._next = next(self._items)
-
-    def take(self) -> tuple[Record, bool]:
-        """(the next record, True if it is the last)."""
-        record, self.place = self._next
-        self._next = next(self._items, None)
-        return record, self._next is None
-
-
 class _Records:
-    """All records in the order of mix_strategy, pass after pass."""
+    """All records in the order of mix_strategy, pass after pass. One of each dataset is read ahead,
+    to recognise its last. places: of the next records."""
 
     def __init__(self, stream: "TokenStream", position: Position):
         self.stream = stream
-        self.passes = position.passes
-        self.sources = list(map(_Source, stream.readers, stream.starts))
         self._begin_pass(position)
 
     def next_block(self, size: int) -> tuple[Position, list[Record]]:
         """(its position, at most so many records): the last block of a pass has what is left."""
         while True:
             exhausted = tuple(sorted(self.turns.exhausted))
-            begin = Position(self.passes, self.turns.taken, exhausted, self.places())
+            begin = Position(self.passes, self.turns.taken, exhausted, tuple(self.places))
             if block := list(itertools.islice(self._records, size)):
                 return begin, block
-            self.passes += 1
-            self._begin_pass(Position())
-
-    def places(self) -> tuple[Place, ...]:
-        return tuple(source.place for source in self.sources)
+            self._begin_pass(Position(self.passes + 1))
 
     def _begin_pass(self, position: Position) -> None:
-        for source, place in zip(self.sources, position.places or self.stream.starts, strict=True):
-            source.begin(place)
-        self.turns = Turns(
-            len(self.sources),
-            self.stream.args.mix_strategy,
-            self.stream.args.mix_weights,
-            self.stream.seed,
-            position.turns,
-            position.exhausted,
-        )
+        stream = self.stream
+        args = stream.args
+        self.passes = position.passes
+        self.places = list(position.places or stream.starts)
+        self._sources = list(map(_with_next, stream.readers, self.places))
+        rule = (args.mix_strategy, args.mix_weights, stream.seed)
+        self.turns = Turns(len(self.places), *rule, position.turns, position.exhausted)
         self._records = self._one_pass()
 
     def _one_pass(self) -> Iterator[Record]:
         for number in self.turns:
-            source = self.sources[number]
-            record, is_last = source.take()
-            if is_last:
+            (record, self.places[number]), following = next(self._sources[number])
+            if following is None:
                 self.turns.exhausted.add(number)
-                source.begin(source.start)
+                self.places[number] = self.stream.starts[number]
+                self._sources[number] = _with_next(self.stream.readers[number], self.places[number])
             yield record
+
+
+def _with_next(reader: Reader, start: Place) -> Iterator[tuple]:
+    """(a record with the place after it, the next of these or None) of a dataset."""
+    return itertools.pairwise(itertools.chain(reader.records(start), [None]))
 
 
 class TokenStream:
@@ -181,7 +159,7 @@ class TokenStream:
         if len(block) < count or records.turns.exhausted or not rows:
             reason = "it takes all records of a dataset, or none of them gives a sample"
             refuse("val_size", count, reason, "another val_size, or eval_dataset")
-        self.starts = records.places()
+        self.starts = tuple(records.places)
         return HeldOut(rows)
 
     def loader(self, collate, plan: BatchPlan, state: dict | None, num_workers: int, speaks: bool):
@@ -209,8 +187,8 @@ class TokenStream:
             places = position.places or self.starts
             numbers = [position.passes, position.turns, *position.exhausted, position.chunk]
             numbers += [position.sample, position.token, *itertools.chain(*places)]
-            is_count = all(type(number) is int and number >= 0 for number in numbers)
-            if is_count and list(map(len, places)) == list(map(len, self.starts)):
+            lengths = [list(map(len, each)) for each in (places, self.starts)]
+            if min(numbers) >= 0 and lengths[0] == lengths[1]:
                 return position
         except TypeError:
             pass
@@ -256,8 +234,8 @@ class TokenStream:
                 print(f"stream: left out {line}", flush=True)
             for text, new in tally.counts.items():
                 count = total.counts[text]
-                before = count.number - new.number
-                if not before or len(str(before)) < len(str(count.number)):
+                before = count.number - new.number or ""
+                if len(str(before)) < len(str(count.number)):
                     print(f"stream: {count}, one of them at {new.place}", flush=True)
         total.check(_FEW_RECORDS)
         return samples
