@@ -19,7 +19,6 @@ import shutil
 import socket
 import sys
 import time
-import uuid
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -102,14 +101,10 @@ def resolve(entries: list[str], data_args, objective: Objective) -> list[Dataset
 def _sample_texts(spec: DatasetSpec, sample_by: str) -> None:
     """Make documents of the lines or files of .txt, in place."""
     texts = [file for file, kind in spec.files.items() if kind.startswith(".txt")]
-    what = "each line"
     if sample_by == "document":
-        what = "the whole file"
         spec.files |= {file: spec.files[file] + _AS_A_WHOLE for file in texts}
     if texts:
-        spec.notes.append(f"of a .txt file {what} is a document (sample_by: {sample_by})")
-    elif sample_by != "line":
-        spec.notes.append("sample_by: no effect, since it has no .txt file")
+        spec.notes.append(f"each {sample_by} of a .txt file is a document (sample_by: {sample_by})")
 
 
 def _did_you_mean(given: str, known) -> str:
@@ -212,7 +207,6 @@ _KIND_OF_KEY = {
     "ranking": bool,
 }
 _TEXT_COLUMNS = ("prompt", "query", "response", "history", "messages", "system", "tools", "text")
-_OTHER_COLUMNS = ("images", "videos", "audios", *SIDES, "kto_tag")
 TAGS = {
     "role_tag": "from",
     "content_tag": "value",
@@ -231,21 +225,16 @@ def _declared(name: str, entry: dict, folder: Path, objective: Objective, here: 
     for key, kind in _KIND_OF_KEY.items():
         get_column(entry, key, here, kind, required=False)
     entry = {key: value for key, value in entry.items() if value is not None}
-    for key, known in (("columns", _TEXT_COLUMNS + _OTHER_COLUMNS), ("tags", TAGS)):
-        names = entry.setdefault(key, {})
-        _refuse_unknown(names, known, f"{here}: {key}")
-        for column in names:
-            get_column(names, column, f"{here}: {key}")
     usable = _TEXT_COLUMNS
     if objective.has_pairs:
         usable += SIDES
     elif entry.get("ranking"):
-        raise ValueError(
-            f"{here}: preference pairs (ranking: true) are for stage dpo, not for stage "
-            f"{objective.stage}"
-        )
-    if other := entry["columns"].keys() - set(usable):
-        raise ValueError(f"{here}: columns {other} are not for stage {objective.stage}")
+        raise ValueError(f"{here}: preference pairs (ranking: true) are for stage dpo")
+    for key, known in (("columns", usable), ("tags", TAGS)):
+        names = entry.setdefault(key, {})
+        _refuse_unknown(names, known, f"{here}: {key}")
+        for column in names:
+            get_column(names, column, f"{here}: {key}")
     if entry.get("formatting", "alpaca") not in ("alpaca", "sharegpt", "openai"):
         raise ValueError(f"{here}: formatting: expected alpaca, sharegpt or openai")
     if entry.get("num_samples", 1) < 1:
@@ -269,7 +258,7 @@ def _declared(name: str, entry: dict, folder: Path, objective: Objective, here: 
 def _refuse_unknown(given: Iterable[str], known: Collection[str], here: str) -> None:
     for name in given:
         if name not in known:
-            raise ValueError(f"{here}: unknown name {name!r}{_did_you_mean(name, known)}")
+            raise ValueError(f"{here}: no use for {name!r}{_did_you_mean(name, known)}")
 
 
 # -- readers
@@ -448,48 +437,63 @@ SAY_EVERY_S = 10.0  # between two lines on stderr
 Progress = Callable[[str], None]  # called by a build with the amount done
 
 
-Build = Callable[[Path, Progress], None]
-
-
-Check = Callable[[], bool]
-
-
-def build_once(target: Path, build: Build, what: str, is_ready: Check | None = None) -> None:
+def build_once(
+    target: Path,
+    build: Callable[[Path, Progress], None],
+    what: str,
+    is_ready: Callable[[], bool] | None = None,
+) -> None:
     """Make `target` exist: one process runs build(temporary path, progress) and renames the path,
     the others wait.
 
-    The operating system frees the lock of a dead process, and the next one builds. what: for the
-    lines on stderr. is_ready: True if target is good as it is (default: if it exists); else it is
-    replaced.
-    Raises: the error of build, in the process that builds and (a ValueError of the same text) in
-    those that wait for it; ValueError for a folder that cannot be written.
+    The operating system frees the lock of a dead process, and the next one builds; so it does
+    after an error. what: for the lines on stderr. is_ready: True if target is good as it is
+    (default: if it exists); else it is replaced.
+    Raises: the error of build; ValueError for a folder that cannot be written.
     """
     is_ready = is_ready or target.exists
     if is_ready():
         return
-    error_file = _beside(target, ".error")
+    folder = target.parent
+    mine = f"{target.name}.{socket.gethostname()}-"
+    temporary = folder / f"{mine}{os.getpid()}.tmp"
     # never removed: a process waiting for a removed file would not exclude one that makes it anew
-    lock = FileLock(_beside(target, ".lock"))
+    lock = FileLock(f"{target}.lock")
+    printed = time.monotonic()
+
+    def progress(text: str) -> None:
+        nonlocal printed
+        if time.monotonic() - printed >= SAY_EVERY_S:
+            printed = time.monotonic()
+            _say(f"{what}: {text}")
+
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        old_error = _read(error_file)
+        folder.mkdir(parents=True, exist_ok=True)
         _acquire(lock, what)
-    except OSError as error:
-        raise _not_writable(target.parent, error) from error
-    try:
         if is_ready():  # built by the process that had the lock
             return
-        error_text = _read(error_file)
-        if error_text != old_error:  # of the process that had the lock
-            raise ValueError(error_text.partition("\n")[2])
-        try:
-            _build_and_rename(target, build, what, is_ready)
-            error_file.unlink(missing_ok=True)
-        except Exception as error:
-            with contextlib.suppress(OSError):  # a full disk takes no file
-                error_file.write_text(f"{uuid.uuid4()}\n{error}")
-            raise
+        # Processes of this machine that left these are dead, or they would have the lock. Those of
+        # others may be alive: not every file system shares locks.
+        for left in folder.glob(f"{mine}*.tmp"):
+            _remove(left)
+        build(temporary, progress)
+        if not is_ready():  # else another machine's process, without a shared lock, was faster
+            _remove(target)
+            os.replace(temporary, target)
+            sync(folder)
+    except OSError as error:
+        # not for an error of reading data
+        at = Path(error.filename or os.devnull)
+        is_of_folder = at.is_relative_to(folder) or folder.is_relative_to(at)
+        if is_of_folder or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise ValueError(
+                f"the cache folder {folder} cannot be written ({error.strerror or error}): set "
+                "cache_dir, or the environment variable MCA_LITE_CACHE, to a folder that can, with "
+                "room"
+            ) from error
+        raise
     finally:
+        _remove(temporary)
         lock.release()
 
 
@@ -501,62 +505,12 @@ def _acquire(lock: FileLock, what: str) -> None:
             _say(f"waiting for another process, {what}")
 
 
-def _build_and_rename(target: Path, build: Build, what: str, is_ready: Check) -> None:
-    """Build beside the target, then rename. The caller has the lock.
-
-    Raises: ValueError in place of an OSError of writing.
-    """
-    host = socket.gethostname()
-    temporary = _beside(target, f".{host}-{os.getpid()}.tmp")
-    printed = time.monotonic()
-
-    def progress(text: str) -> None:
-        nonlocal printed
-        if time.monotonic() - printed >= SAY_EVERY_S:
-            printed = time.monotonic()
-            _say(f"{what}: {text}")
-
-    try:
-        # Processes of this machine that left these are dead, or they would have the lock. Those of
-        # others may be alive: not every file system shares locks.
-        for left in target.parent.glob(f"{target.name}.{host}-*.tmp"):
-            _remove(left)
-        build(temporary, progress)
-        if not is_ready():  # else another machine's process, without a shared lock, was faster
-            _remove(target)
-            os.replace(temporary, target)
-            sync(target.parent)
-    except OSError as error:
-        # not for an error of reading data
-        is_inside = str(error.filename or "").startswith(str(target.parent))
-        if is_inside or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-            raise _not_writable(target.parent, error) from error
-        raise
-    finally:
-        _remove(temporary)
-
-
 def _say(text: str) -> None:
     if world.current().local_rank == 0:  # a line a machine is enough
         print(text, file=sys.stderr, flush=True)
 
 
-def _beside(target: Path, suffix: str) -> Path:
-    return target.with_name(target.name + suffix)
-
-
-def _read(path: Path) -> str:
-    """The text of a file, "" without one."""
-    return path.read_text() if path.exists() else ""
-
-
 def _remove(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
-    path.unlink(missing_ok=True)
-
-
-def _not_writable(folder: Path, error: OSError) -> ValueError:
-    return ValueError(
-        f"the cache folder {folder} cannot be written ({error.strerror or error}): set cache_dir, "
-        "or the environment variable MCA_LITE_CACHE, to a folder that can, with room"
-    )
+    with contextlib.suppress(OSError):
+        path.unlink()

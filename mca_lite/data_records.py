@@ -10,6 +10,7 @@ answers of a pair are the columns chosen and rejected in every format.
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from typing import Any
 
 from .data_files import SIDES, TAGS, DatasetSpec, get_column, parse_json
 from .tables import Objective, registered_columns
@@ -44,8 +45,9 @@ def _message(role: str, content: str) -> dict:
 
 
 def _without(ignored: Collection[str], message: dict) -> dict:
-    """The message without these keys."""
-    return {key: value for key, value in message.items() if key not in ignored}
+    """The message without these keys, and without those that are null."""
+    others = message.keys() - ignored
+    return {key: value for key, value in message.items() if key in others and value is not None}
 
 
 def _first_turn(turns) -> dict:
@@ -73,9 +75,13 @@ _ROLES = {
 }
 
 
-def _messages(value: str | dict | list, role: str, spec: DatasetSpec, where: str) -> list[dict]:
-    """A text of `role`, a turn or a list of them, as messages: with OpenAI's names if the first has
-    a role, else with those of sharegpt; those of dataset_info.json count before both."""
+def _messages(
+    record, column: str, role: str, spec: DatasetSpec, where: str, kind: Any = (str, list)
+) -> list[dict]:
+    """A column with a text of `role`, a turn or a list of them, as messages: with OpenAI's names if
+    the first has a role, else with those of sharegpt; those of dataset_info.json count before
+    both."""
+    value = get_column(record, column, where, kind)
     if isinstance(value, str):
         return [_message(role, value)]
     if isinstance(value, dict):
@@ -92,8 +98,7 @@ def _read_turn(turn, tags: dict, roles: dict, where: str) -> dict:
     role = get_column(turn, tags["role_tag"], where)
     role = roles.get(role, role)
     content = get_column(turn, tags["content_tag"], where, (str, list), required=False)
-    others = _without((tags["role_tag"], tags["content_tag"]), turn)
-    message = {key: value for key, value in others.items() if value is not None}
+    message = _without((tags["role_tag"], tags["content_tag"]), turn)
     message |= _message(role, content or "")
     if role == "function_call":
         content = [{"type": "tool_call", "value": content}]
@@ -180,8 +185,8 @@ def _alpaca_prompt(record, spec: DatasetSpec, where: str) -> list[dict]:
 
 
 def _alpaca_answer(record, spec: DatasetSpec, where: str) -> list[dict]:
-    answer = get_column(record, spec.columns.get("response", "output"), where)
-    return [_message("assistant", answer)]
+    column = spec.columns.get("response", "output")
+    return _messages(record, column, "assistant", spec, where, str)
 
 
 def _is_sharegpt(record: dict, spec: DatasetSpec, pairs: bool) -> bool:
@@ -193,8 +198,7 @@ def _is_openai(record: dict, spec: DatasetSpec, pairs: bool) -> bool:
 
 
 def _turns(record, spec: DatasetSpec, where: str) -> list[dict]:
-    turns = get_column(record, _turns_column(record, spec), where, list)
-    return _messages(turns, "", spec, where)
+    return _messages(record, _turns_column(record, spec), "", spec, where, list)
 
 
 def _no_turns(record, spec: DatasetSpec, where: str) -> list[dict]:
@@ -210,14 +214,12 @@ def _has_prompt(record: dict, spec: DatasetSpec, pairs: bool) -> bool:
 
 
 def _prompt(record, spec: DatasetSpec, where: str) -> list[dict]:
-    prompt = get_column(record, spec.columns.get("prompt", "prompt"), where, (str, list))
-    return _messages(prompt, "user", spec, where)
+    return _messages(record, spec.columns.get("prompt", "prompt"), "user", spec, where)
 
 
 def _completion(record, spec: DatasetSpec, where: str) -> list[dict]:
     column = "completion" if "completion" in record else "response"
-    answer = get_column(record, column, where, (str, list))
-    return _messages(answer, "assistant", spec, where)
+    return _messages(record, column, "assistant", spec, where)
 
 
 def is_plain(record, form: str) -> bool:
@@ -361,10 +363,13 @@ def conversations(
             "there is no place for a system message, tools or chat_template_kwargs: write messages"
         )
     prompt = row.prompt(record, spec, where)
-    if pairs:
-        answers = {f"{where}: {side}": _pair_answer(record, side, spec, where) for side in SIDES}
-    else:
-        answers = {where: row.answer(record, spec, where)}
+    answers = {}
+    for side in SIDES if pairs else ():
+        place = f"{where}: {side}"
+        column = spec.columns.get(side, side)
+        answers[place] = _messages(record, column, "assistant", spec, place, (str, dict, list))
+    if not pairs:
+        answers[where] = row.answer(record, spec, where)
     read = []
     for place, answer in answers.items():
         messages = [_without(ignored, message) for message in [*prompt, *answer]]
@@ -442,13 +447,6 @@ def _tools(record, spec: DatasetSpec, where: str) -> list[dict] | None:
 
 
 # -- the answers of a pair
-
-
-def _pair_answer(record, side: str, spec: DatasetSpec, where: str) -> list[dict]:
-    """A text, a message or a list of messages, as messages."""
-    column = spec.columns.get(side, side)
-    answer = get_column(record, column, where, (str, dict, list))
-    return _messages(answer, "assistant", spec, f"{where}: {column}")
 
 
 def _check_shared_prompt(chosen: list[dict], rejected: list[dict], where: str) -> None:

@@ -14,7 +14,7 @@ import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -185,10 +185,7 @@ class TokenStream:
         try:
             position = Position(**state or {})
             places = position.places or self.starts
-            numbers = [position.passes, position.turns, *position.exhausted, position.chunk]
-            numbers += [position.sample, position.token, *itertools.chain(*places)]
-            lengths = [list(map(len, each)) for each in (places, self.starts)]
-            if min(numbers) >= 0 and lengths[0] == lengths[1]:
+            if list(map(len, places)) == list(map(len, self.starts)):
                 return position
         except TypeError:
             pass
@@ -307,14 +304,14 @@ class HeldOut(list):
         self.num_trained_tokens = sum(int((row != IGNORE_INDEX).sum()) for row in labels)
 
 
+@dataclasses.dataclass(eq=False)
 class _MicroBatches(IterableDataset):
     """This rank's micro-batches, each with the position after its step."""
 
-    def __init__(self, stream: TokenStream, collate, plan: BatchPlan, position: Position):
-        self.stream = stream
-        self.collate = collate
-        self.plan = plan
-        self.position = position
+    stream: TokenStream
+    collate: Callable
+    plan: BatchPlan
+    position: Position
 
     def __iter__(self) -> Iterator[dict]:
         plan = self.plan

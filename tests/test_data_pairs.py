@@ -339,9 +339,7 @@ def test_dataset_info_declares_pairs(tmp_path):
     ):
         load(tmp_path, "c", dataset_dir=str(tmp_path))
     for stage in ("sft", "pt"):
-        with pytest.raises(
-            ValueError, match=f"'a': preference pairs .* for stage dpo, not for stage {stage}"
-        ):
+        with pytest.raises(ValueError, match="'a': preference pairs .* for stage dpo"):
             load(tmp_path, "a", dataset_dir=str(tmp_path), stage=stage)
 
 

@@ -317,9 +317,7 @@ def test_data_that_gives_nothing_to_train_on_ends(tmp_path):
         stream(tmp_path, str(empty))
 
 
-@pytest.mark.parametrize(
-    "state", [{"pass": 1}, {"turns": -1}, {"places": [[0, 0]]}, {"places": [1]}, {"chunk": "2"}]
-)
+@pytest.mark.parametrize("state", [{"pass": 1}, {"places": [[0, 0]]}, {"places": [1]}])
 def test_a_position_of_something_else_is_refused(tmp_path, state):
     train = stream(tmp_path, write(tmp_path / "a.jsonl", 9))
     with pytest.raises(ValueError, match="data_position .*: no position of this stream"):
