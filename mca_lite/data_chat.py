@@ -64,9 +64,6 @@ _NO_TEMPLATE = (
     "the tokenizer has no chat template, which conversations need: set chat_template to one "
     f"of {', '.join(TEMPLATES)} or a jinja file, or model_name_or_path to an instruct or chat model"
 )
-# a mark of a family's templates -> the built-in one that takes a system message
-_TAKES_SYSTEM = {"<start_of_turn>": "gemma", "[INST]": "mistral"}
-
 _TOOLS = """# Tools
 
 You may call one or more functions to assist with the user query.
@@ -229,20 +226,18 @@ class ChatRenderer:
         Raises: ValueError with the place."""
         if conversation.is_plain:
             return [self._plain(conversation.messages, trained)]
-        if not self.tokenizer.chat_template:
-            raise ValueError(f"{where}: {_NO_TEMPLATE}")
         if conversation.options:
             renderer = self._with(conversation.options, where)
             return renderer.render(replace(conversation, options={}), trained, where)
         try:
-            return self._samples(conversation, trained, where)
+            return self._samples(conversation, trained)
         except TemplateError as error:
-            reason = f"the chat template refuses the conversation: {error}"
-            if conversation.messages[0]["role"] == "system":
-                for mark, name in _TAKES_SYSTEM.items():
-                    if self.reads(mark):
-                        reason += f"; chat_template: {name} takes system messages"
-            raise ValueError(f"{where}: {reason}") from error
+            raise ValueError(
+                f"{where}: the chat template refuses the conversation: {error}: set chat_template "
+                "to one that takes it"
+            ) from error
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
 
     def reads(self, option: str) -> bool:
         """True if a template of the tokenizer has this text, the name of an option."""
@@ -270,17 +265,19 @@ class ChatRenderer:
             self._others[key].options = {**self.options, **options}
         return self._others[key]
 
-    def _samples(self, conversation: Conversation, trained: str, where: str) -> list[Rendered]:
-        _check_weights(conversation, trained == "all", where)
+    def _samples(self, conversation: Conversation, trained: str) -> list[Rendered]:
+        if not self.tokenizer.chat_template:
+            raise ValueError(_NO_TEMPLATE)
+        _check_weights(conversation, trained == "all")
         weights = [conversation.weights.get(n, True) for n in _answers(conversation.messages)]
         template = self.tokenizer.get_chat_template(tools=conversation.tools)
-        messages = [_with_known_keys(m, template, where) for m in conversation.messages]
+        messages = [_with_known_keys(m, template) for m in conversation.messages]
         messages, tools = _for_template(messages, conversation.tools, template)
-        self._check_whole(messages, tools, template, where)
+        self._check_whole(messages, tools)
         turns = _answers(messages)  # of other numbers: messages of tools may be joined
         hidden = [n for n, weight in zip(turns, weights, strict=True) if not weight]
         if trained == "all":
-            text, spans, _ = self._sample(messages, tools, hidden, template, where)
+            text, spans, _ = self._sample(messages, tools, hidden)
             borders = [-1, *itertools.chain(*spans), len(text) + 1]
             return [Rendered(text, list(zip(borders[::2], borders[1::2], strict=True)))]
         parts = [(len(messages), turns[-1])]
@@ -289,11 +286,11 @@ class ChatRenderer:
         samples = []
         for end, first in parts:
             wanted = [n for n in turns if first <= n < end and n not in hidden]
-            samples.append(self._sample(messages[:end], tools, wanted, template, where))
+            samples.append(self._sample(messages[:end], tools, wanted))
         return [sample for sample in samples if sample.spans] or samples[-1:]
 
-    def _check_whole(self, messages: list[dict], tools, template: str, where: str) -> None:
-        """ValueError with the place for a message left out by the template."""
+    def _check_whole(self, messages: list[dict], tools) -> None:
+        """ValueError for a message left out by the template."""
         marks: dict[int, str] = {}
         marked = list(messages)
         for number, message in enumerate(messages):
@@ -301,7 +298,7 @@ class ChatRenderer:
             if message["role"] != "assistant" and message["content"].strip():
                 marks[number] = f"mcatext{number}x"
                 marked[number] = message | {"content": marks[number]}
-        shape = hash((template, bool(tools), *(message["role"] for message in messages), *marks))
+        shape = hash((bool(tools), *(message["role"] for message in messages), *marks))
         if shape in self._whole:
             return
         try:
@@ -312,7 +309,7 @@ class ChatRenderer:
             if mark not in text:
                 message = messages[number]
                 raise ValueError(
-                    f"{where}: the chat template leaves out the message {message['content']!r:.60} "
+                    f"the chat template leaves out the message {message['content']!r:.60} "
                     f"of {message['role']}: expected a role that it writes (most know system), or "
                     "another chat_template"
                 )
@@ -343,10 +340,9 @@ class ChatRenderer:
             end = first
         return parts
 
-    def _sample(
-        self, messages: list[dict], tools: list | None, wanted: list[int], template: str, where: str
-    ) -> Rendered:
+    def _sample(self, messages: list[dict], tools: list | None, wanted: list[int]) -> Rendered:
         """The conversation as text, with the spans of the answers in messages of these numbers."""
+        template = self.tokenizer.get_chat_template(tools=tools)
         style = self._style(template)
         text = self._render(messages, tools)
         spans = self._marked_spans(messages, tools, template, style)
@@ -359,7 +355,7 @@ class ChatRenderer:
             spans = spans or self._answer_spans(text, messages, tools, wanted, style)
         if wanted and not spans:
             raise ValueError(
-                f"{where}: cannot tell which part of the rendered conversation the assistant says: "
+                "cannot tell which part of the rendered conversation the assistant says: "
                 "the chat template rewrites it; put {% generation %} and {% endgeneration %} round "
                 "it there, or set train_on_prompt: true"
             )
@@ -408,12 +404,12 @@ class ChatRenderer:
         """tail to the end of its first special token; without one, tail without the white space at
         its end."""
         added = map(str, self.tokenizer.added_tokens_decoder.values())
-        tokens = [*added, *self.tokenizer.all_special_tokens]
-        ends = [(tail.index(token), -len(token)) for token in tokens if token and token in tail]
-        if not ends:
-            return tail.rstrip()
-        start, minus_length = min(ends)  # of those that begin there the longest
-        return tail[: start - minus_length]
+        tokens = {*added, *self.tokenizer.all_special_tokens} - {""}
+        # of those that begin at one place the longest; (?!) matches nothing
+        patterns = map(re.escape, sorted(tokens, key=len, reverse=True))
+        if found := re.search("|".join([*patterns, "(?!)"]), tail):
+            return tail[: found.end()]
+        return tail.rstrip()
 
     def _marked_spans(self, messages, tools, template: str, style: _Style) -> list:
         """The spans of the template's {% generation %} marks, to the end of the end-of-turn
@@ -433,7 +429,7 @@ class ChatRenderer:
             )
         spans = []
         for start, end in marks:
-            answer, closing, rest = text[start:end].rpartition(style.closing or "\0")
+            _, closing, rest = text[start:end].rpartition(style.closing or "\0")
             if closing and not rest.strip():
                 end -= len(rest)
             elif text.startswith(style.closing, end):
@@ -532,22 +528,22 @@ def _before_answer(content: str) -> str:
 # -- keys of messages
 
 
-def _check_weights(conversation: Conversation, trains_all: bool, where: str) -> None:
-    """ValueError with the place for weights that cannot be honoured: only answers have any."""
+def _check_weights(conversation: Conversation, trains_all: bool) -> None:
+    """ValueError for weights that cannot be honoured: only answers have any."""
     for number, is_trained in conversation.weights.items():
         role = conversation.messages[number]["role"]
         if role != "assistant" and is_trained != trains_all:
             raise ValueError(
-                f"{where}: message {number + 1} ({role}) has weight {int(is_trained)}: only the "
+                f"message {number + 1} ({role}) has weight {int(is_trained)}: only the "
                 "assistant's messages are trained one by one: leave it out (train_on_prompt: true "
                 "trains all messages)"
             )
 
 
-def _with_known_keys(message: dict, template: str, where: str) -> dict:
+def _with_known_keys(message: dict, template: str) -> dict:
     """The message with its thinking in reasoning_content, unless the template reads another key.
 
-    Raises: ValueError with the place for keys whose meaning nobody knows."""
+    Raises: ValueError for keys whose meaning nobody knows."""
     message = dict(message)
     for key in sorted(message.keys() - _KNOWN_KEYS):
         if re.search(rf"[.'\"]{re.escape(key)}\b", template):
@@ -556,7 +552,7 @@ def _with_known_keys(message: dict, template: str, where: str) -> dict:
         is_thinking = key in ("thinking", "reasoning") and isinstance(value, str)
         if not is_thinking or message.setdefault("reasoning_content", value) != value:
             raise ValueError(
-                f"{where}: a message of {message['role']} has the key {key!r}, which neither "
+                f"a message of {message['role']} has the key {key!r}, which neither "
                 "mca_lite nor the chat template reads: remove it, or set ignore_message_keys: "
                 f"[{key}]"
             )

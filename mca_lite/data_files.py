@@ -6,7 +6,6 @@ A place in the user's data is "file:line" throughout (parquet: file:row), for er
 
 import contextlib
 import csv
-import difflib
 import errno
 import gzip
 import importlib.util
@@ -20,7 +19,7 @@ import socket
 import sys
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -91,25 +90,13 @@ def resolve(entries: list[str], data_args, objective: Objective) -> list[Dataset
             names = ", ".join(sorted(info)) or "no name"
             raise ValueError(
                 f"dataset {entry!r}: expected a file, a folder, or a name in {info_file} (it has "
-                f"{names}){_did_you_mean(entry, info)}"
+                f"{names})"
             )
-        _sample_texts(spec, data_args.sample_by)
+        for file, kind in spec.files.items():
+            if kind.startswith(".txt") and data_args.sample_by == "document":
+                spec.files[file] += _AS_A_WHOLE
         specs.append(spec)
     return specs
-
-
-def _sample_texts(spec: DatasetSpec, sample_by: str) -> None:
-    """Make documents of the lines or files of .txt, in place."""
-    texts = [file for file, kind in spec.files.items() if kind.startswith(".txt")]
-    if sample_by == "document":
-        spec.files |= {file: spec.files[file] + _AS_A_WHOLE for file in texts}
-    if texts:
-        spec.notes.append(f"each {sample_by} of a .txt file is a document (sample_by: {sample_by})")
-
-
-def _did_you_mean(given: str, known) -> str:
-    near = difflib.get_close_matches(given, known, n=1)
-    return "".join(f", did you mean {name!r}?" for name in near)
 
 
 def _files_of(path: Path) -> dict[str, str]:
@@ -119,7 +106,7 @@ def _files_of(path: Path) -> dict[str, str]:
         raise ValueError(f"{path}: expected {', '.join(SUFFIXES)} files")
     for file in files:
         if not os.path.isfile(file):
-            raise ValueError(f"{file}: there is no such file; other kinds than files are not read")
+            raise ValueError(f"{file}: expected a file; a folder, a pipe or a device is not read")
     return files
 
 
@@ -164,8 +151,7 @@ def _files_of_hub(repository: str, entry: dict, here: str) -> dict[str, str]:
     if not chosen and "split" not in entry:
         chosen = files
     if not chosen:
-        names = ", ".join(_readable(Path(folder).rglob("*")))
-        raise ValueError(f"{here}: {repository} has no file for {entry}; it has {names}")
+        raise ValueError(f"{here}: {repository} has no file for {entry} in {below}")
     return chosen
 
 
@@ -221,10 +207,8 @@ TAGS = {
 def _declared(name: str, entry: dict, folder: Path, objective: Objective, here: str) -> DatasetSpec:
     """The dataset of an entry of the folder's dataset_info.json. Raises: ValueError for one that
     cannot be honoured."""
-    _refuse_unknown(entry, _KIND_OF_KEY, here)
-    for key, kind in _KIND_OF_KEY.items():
-        get_column(entry, key, here, kind, required=False)
     entry = {key: value for key, value in entry.items() if value is not None}
+    _check_names(entry, _KIND_OF_KEY, here)
     usable = _TEXT_COLUMNS
     if objective.has_pairs:
         usable += SIDES
@@ -232,9 +216,7 @@ def _declared(name: str, entry: dict, folder: Path, objective: Objective, here: 
         raise ValueError(f"{here}: preference pairs (ranking: true) are for stage dpo")
     for key, known in (("columns", usable), ("tags", TAGS)):
         names = entry.setdefault(key, {})
-        _refuse_unknown(names, known, f"{here}: {key}")
-        for column in names:
-            get_column(names, column, f"{here}: {key}")
+        _check_names(names, dict.fromkeys(known, str), f"{here}: {key}")
     if entry.get("formatting", "alpaca") not in ("alpaca", "sharegpt", "openai"):
         raise ValueError(f"{here}: formatting: expected alpaca, sharegpt or openai")
     if entry.get("num_samples", 1) < 1:
@@ -249,16 +231,20 @@ def _declared(name: str, entry: dict, folder: Path, objective: Objective, here: 
             f"{here}: datasets are read from local files or the Hugging Face hub: set file_name or "
             f"hf_hub_url instead of {', '.join(entry)}"
         )
-    spec.files = _files_of(folder / entry["file_name"])
+    path = folder / entry["file_name"]
+    if not path.exists():
+        raise ValueError(f"{here}: there is no file {path}")
+    spec.files = _files_of(path)
     unused = [key for key in _SELECTING if key in entry]
     spec.notes = [f"{key} of dataset_info.json has no meaning for a local file" for key in unused]
     return spec
 
 
-def _refuse_unknown(given: Iterable[str], known: Collection[str], here: str) -> None:
+def _check_names(given: dict, kinds: dict[str, type], here: str) -> None:
     for name in given:
-        if name not in known:
-            raise ValueError(f"{here}: no use for {name!r}{_did_you_mean(name, known)}")
+        if name not in kinds:
+            raise ValueError(f"{here}: no use for {name!r}: expected {', '.join(kinds)}")
+        get_column(given, name, here, kinds[name])
 
 
 # -- readers
@@ -373,14 +359,12 @@ def _read_parquet(file: str, raw) -> Iterator[tuple[int, object]]:
         raise ValueError(f"{file}: reading parquet takes pyarrow: pip install 'mca-lite[parquet]'")
     import pyarrow.parquet  # an extra, for parquet alone
 
-    row = 0
     try:
-        for batch in pyarrow.parquet.ParquetFile(raw).iter_batches(batch_size=1000):
-            for record in batch.to_pylist():
-                row += 1
-                yield row, record
+        batches = pyarrow.parquet.ParquetFile(raw).iter_batches(batch_size=1000)
+        rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+        yield from enumerate(rows, 1)
     except pyarrow.ArrowException as error:
-        raise ValueError(f"{file}:{row + 1}: no valid parquet: {error}") from None
+        raise ValueError(f"{file}: no valid parquet: {error}") from None
 
 
 def parse_json(text: str, where: str):

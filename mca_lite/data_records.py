@@ -29,11 +29,11 @@ def dataset_columns(dataset: str) -> dict[str, float | None]:
 def column_values(record, of_dataset: dict[str, float | None], where: str) -> dict[str, float]:
     """A record's values of registered columns, else its dataset's. ValueError for anything but
     numbers."""
-    values = dict(of_dataset)
+    given = {}
     if not isinstance(record, str):
-        for name in of_dataset:
-            given = get_column(record, name, where, (int, float), required=False)
-            values[name] = of_dataset[name] if given is None else given
+        kind = (int, float)
+        given = {name: get_column(record, name, where, kind, False) for name in of_dataset}
+    values = of_dataset | _without((), given)
     return {name: float(value) for name, value in values.items() if value is not None}
 
 
@@ -352,12 +352,12 @@ def conversations(
     """
     row = FORMATS[form]
     given = get_column(record, "chat_template_kwargs", where, dict, required=False) or {}
-    options = {key: value for key, value in given.items() if value is not None}
+    options = _without((), given)
     system = get_column(record, spec.columns.get("system", "system"), where, required=False)
     system = system or default_system
     tools = _tools(record, spec, where)
     plain = not pairs and is_plain(record, form)
-    if plain and (system or tools or options):
+    if plain and any([system, tools, options]):
         raise ValueError(
             f"{where}: prompt and completion are texts, which are trained without a chat template: "
             "there is no place for a system message, tools or chat_template_kwargs: write messages"

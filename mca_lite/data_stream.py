@@ -30,7 +30,6 @@ from .data_encode import (
     Record,
     Sample,
     Tally,
-    row_spans,
     shifted,
     tokenizer_identity,
 )
@@ -129,8 +128,8 @@ class TokenStream:
         names = ("mix_strategy", "mix_weights", "disable_shuffling", "buffer_size")
         facts = {name: getattr(args, name) for name in names}
         facts |= {"packs": self.packs, "seed": self.seed, "held out": self.num_held_out}
-        facts["chunk"] = CHUNK_RECORDS
-        facts["tokenizer"] = tokenizer_identity(self.encoder.tokenizer)
+        tokenizer = tokenizer_identity(self.encoder.tokenizer)
+        facts |= {"chunk": CHUNK_RECORDS, "tokenizer": tokenizer}
         for number, reader in enumerate(self.readers):
             spec = reader.spec
             options = self.encoder.options
@@ -239,7 +238,7 @@ class TokenStream:
 
     def _in_rows(self, samples: Iterator, token: int) -> Iterator[tuple[list[dict], Position]]:
         if self.encoder.joins:
-            return _joined(samples, self.args.cutoff_len + 1, token)
+            return _joined(samples, self.args.cutoff_len, token)
         if self.packs:
             return _packed(samples, self.args.cutoff_len)
         return _one_each(samples)
@@ -266,8 +265,9 @@ def _packed(samples: Iterator, capacity: int) -> Iterator[tuple[list[dict], Posi
         used += length
 
 
-def _joined(samples: Iterator, row_length: int, token: int) -> Iterator:
-    """Rows of row_spans, cut from joined documents; of the first one from a token on."""
+def _joined(samples: Iterator, length: int, token: int) -> Iterator:
+    """Rows of so many inputs, cut from joined documents as by row_spans; of the first one from a
+    token on."""
     tokens = np.zeros(0, np.int32)
     begins: list[tuple[int, Position]] = []  # of the documents: number in tokens, position
     position = Position()
@@ -275,14 +275,14 @@ def _joined(samples: Iterator, row_length: int, token: int) -> Iterator:
         begins.append((len(tokens) - token, position))
         tokens = np.concatenate([tokens, ids[token:]])
         token = 0
-        num_full = max(len(tokens) - 1, 0) // (row_length - 1)
-        for start, stop in row_spans(len(tokens), row_length)[:num_full]:
-            while len(begins) > 1 and begins[1][0] < stop:
+        used = max(len(tokens) - 1, 0) // length * length
+        for start in range(0, used, length):
+            stop = start + length
+            while len(begins) > 1 and begins[1][0] <= stop:
                 begins.pop(0)
             begin, first = begins[0]
-            after = dataclasses.replace(first, token=int(stop) - 1 - begin)
-            yield [shifted(tokens[start:stop], None)], after
-        used = num_full * (row_length - 1)
+            row = shifted(tokens[start : stop + 1], None)
+            yield [row], dataclasses.replace(first, token=stop - begin)
         tokens = tokens[used:]
         begins = [(begin - used, first) for begin, first in begins]
     if len(tokens) > 1:  # of records that are held out

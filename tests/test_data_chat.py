@@ -408,15 +408,11 @@ def test_a_template_that_nobody_has_is_refused_with_near_names():
         assert DataArguments(dataset=["a"], template=name).template == name
 
 
-REFUSES_SYSTEM = (
-    "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-)
-
-
-@pytest.mark.parametrize("name", ["gemma", "mistral"])
-def test_a_system_message_that_a_template_refuses_leads_to_the_built_in_that_takes_it(name):
-    renderer = ChatRenderer(byte_tokenizer(REFUSES_SYSTEM + TEMPLATES[name]))
-    with pytest.raises(ValueError, match=f"here: .*no system; chat_template: {name} takes"):
+def test_a_system_message_that_a_template_refuses_leads_to_another():
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    renderer = ChatRenderer(byte_tokenizer(refuses + TEMPLATES["gemma"]))
+    with pytest.raises(ValueError, match="here: .*no system: set chat_template"):
         renderer.render(Conversation(PLAIN), "answers", "here")
-    renderer = ChatRenderer(byte_tokenizer(TEMPLATES[name]))
-    assert renderer.render(Conversation(PLAIN), "answers", "here")
+    for name in ("gemma", "mistral"):
+        renderer = ChatRenderer(byte_tokenizer(TEMPLATES[name]))
+        assert renderer.render(Conversation(PLAIN), "answers", "here")

@@ -495,10 +495,10 @@ def test_dataset_info_names_files_columns_and_tags(tmp_path):
     for name, message in [
         ("hub", "hub: set file_name or hf_hub_url instead of ms_hub_url"),
         ("pairs", "stage dpo"),
-        ("typo", "columns: no use for 'promt', did you mean 'prompt'"),
+        ("typo", "columns: no use for 'promt': expected prompt, query"),
         ("picture", "columns: no use for 'images'"),
-        ("gone", "there is no such file"),
-        ("hubb", "expected a file, a folder, or a name in .*did you mean 'hub'"),
+        ("gone", "there is no file"),
+        ("hubb", "expected a file, a folder, or a name in .*it has .*hub"),
     ]:
         with pytest.raises(ValueError, match=message):
             declared(name, tmp_path)

@@ -151,7 +151,7 @@ def test_a_dataset_of_the_hub_is_read_from_its_cache_without_a_network(tmp_path,
     for name, wanted in {"mine": ["c"], "folder": ["d"], "subset": ["a", "b"]}.items():
         assert answers(load(tmp_path, name, dataset_dir=str(tmp_path))) == wanted
     for name, message in {
-        "half": r"dataset 'half': some/chats has no .*'split': 'train\[:50%\]'.*data/test-00000",
+        "half": r"dataset 'half': some/chats has no .*'split': 'train\[:50%\]'.*snapshots/0123",
         "gone": "dataset 'gone': some/others was not found as a file, .*hf download some/others",
         "number": "'split': expected a text, got 3",
     }.items():
