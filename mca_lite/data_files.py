@@ -5,11 +5,9 @@ A place in the user's data is "file:line" throughout (parquet: file:row), for er
 """
 
 import contextlib
-import csv
 import errno
 import gzip
 import importlib.util
-import io
 import itertools
 import json
 import os
@@ -29,7 +27,7 @@ from . import world
 from .files import describe_error, sync
 from .tables import Objective
 
-_COMPRESSED = (".json", ".jsonl", ".txt", ".csv")
+_COMPRESSED = (".json", ".jsonl", ".txt")
 SUFFIXES = (*_COMPRESSED, ".parquet", *(f"{suffix}.gz" for suffix in _COMPRESSED))
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _AS_A_WHOLE = " as a whole"  # ends the kind of a text file of one document
@@ -113,11 +111,10 @@ def _files_of(path: Path) -> dict[str, str]:
 def _readable(paths: Iterable[Path]) -> dict[str, str]:
     """The kinds of those that a reader takes, sorted."""
     kinds = {str(path): kind_of(path) for path in sorted(paths)}
-    infos = ("dataset_info.json", "dataset_infos.json")
     return {
         file: kind
         for file, kind in kinds.items()
-        if kind in SUFFIXES and os.path.basename(file) not in infos
+        if kind in SUFFIXES and not file.endswith(("dataset_info.json", "dataset_infos.json"))
     }
 
 
@@ -136,8 +133,9 @@ def _files_of_hub(repository: str, entry: dict, here: str) -> dict[str, str]:
     from huggingface_hub import snapshot_download
 
     try:
-        patterns = [f"*{suffix}" for suffix in SUFFIXES]
-        folder = snapshot_download(repository, repo_type="dataset", allow_patterns=patterns)
+        folder = snapshot_download(
+            repository, repo_type="dataset", allow_patterns=[f"*{suffix}" for suffix in SUFFIXES]
+        )
     except Exception as error:  # of the network, the hub and its cache
         raise ValueError(
             f"{here}: {repository} was not found as a file, and could not be read from the Hugging "
@@ -262,7 +260,7 @@ def read_records(
     file: str, kind: str | None = None, skip: bool = False, cursor: Cursor | None = None
 ) -> Iterator[tuple[str, object]]:
     """Yield (place, record) in the file's order. A .txt file has one document a line, without blank
-    lines, or is one. A .csv file has the columns of its first line.
+    lines, or is one.
 
     kind: of DatasetSpec.files (None: by the file's name). skip: an unreadable record of .jsonl or
     .txt is yielded as its ValueError. cursor: begin there; it moves with each record. Files of
@@ -271,7 +269,7 @@ def read_records(
     """
     kind = kind or kind_of(file)
     cursor = cursor or Cursor()
-    read_whole = {".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}
+    read_whole = {".json": _read_json, ".parquet": _read_parquet}
     try:
         with gzip.open(file) if ".gz" in kind else open(file, "rb") as raw:
             if (read := read_whole.get(kind.removesuffix(".gz"))) is None:
@@ -309,22 +307,6 @@ def _read_lines(
 
 
 # a reader of a whole file yields (line or row, record)
-
-
-def _read_csv(file: str, raw) -> Iterator[tuple[int, object]]:
-    csv.field_size_limit(1 << 30)  # a document is longer than the 128 KiB of the default
-    lines = io.StringIO(_decode(raw.read(), file), newline="")
-    reader = csv.DictReader(lines, strict=True)
-    try:
-        names = list(filter(None, reader.fieldnames or ()))
-        if len(set(names)) < len(names):
-            raise ValueError(f"{file}:1: the first line names a column twice: {names}")
-        for record in reader:
-            if None in record:
-                raise csv.Error("the row has more columns than the first line names")
-            yield reader.line_num, record
-    except csv.Error as error:
-        raise ValueError(f"{file}:{reader.line_num}: not valid CSV: {error}") from None
 
 
 def _read_json(file: str, raw) -> Iterator[tuple[int, object]]:

@@ -31,8 +31,10 @@ def column_values(record, of_dataset: dict[str, float | None], where: str) -> di
     numbers."""
     given = {}
     if not isinstance(record, str):
-        kind = (int, float)
-        given = {name: get_column(record, name, where, kind, False) for name in of_dataset}
+        given = {
+            name: get_column(record, name, where, (int, float), required=False)
+            for name in of_dataset
+        }
     values = of_dataset | _without((), given)
     return {name: float(value) for name, value in values.items() if value is not None}
 
@@ -46,8 +48,7 @@ def _message(role: str, content: str) -> dict:
 
 def _without(ignored: Collection[str], message: dict) -> dict:
     """The message without these keys, and without those that are null."""
-    others = message.keys() - ignored
-    return {key: value for key, value in message.items() if key in others and value is not None}
+    return {k: value for k, value in message.items() if k not in ignored and value is not None}
 
 
 def _first_turn(turns) -> dict:
@@ -353,8 +354,8 @@ def conversations(
     row = FORMATS[form]
     given = get_column(record, "chat_template_kwargs", where, dict, required=False) or {}
     options = _without((), given)
-    system = get_column(record, spec.columns.get("system", "system"), where, required=False)
-    system = system or default_system
+    column = spec.columns.get("system", "system")
+    system = get_column(record, column, where, required=False) or default_system
     tools = _tools(record, spec, where)
     plain = not pairs and is_plain(record, form)
     if plain and any([system, tools, options]):
@@ -382,9 +383,10 @@ def conversations(
         read.append(Conversation(messages, tools, weights, options, plain))
     if pairs:
         chosen, rejected = (conversation.messages for conversation in read)
-        _check_shared_prompt(chosen, rejected, where)
+        prompt = []
         if form == "conversations" and _has_prompt(record, spec, pairs):
-            _check_prompt(chosen[:-1], _prompt(record, spec, where), where)
+            prompt = _prompt(record, spec, where)
+        _check_prompts(chosen, rejected, prompt, where)
     return read
 
 
@@ -449,7 +451,10 @@ def _tools(record, spec: DatasetSpec, where: str) -> list[dict] | None:
 # -- the answers of a pair
 
 
-def _check_shared_prompt(chosen: list[dict], rejected: list[dict], where: str) -> None:
+def _check_prompts(
+    chosen: list[dict], rejected: list[dict], prompt: list[dict], where: str
+) -> None:
+    """ValueError with the place for answers to two prompts, or to another than the column's."""
     if chosen[:-1] != rejected[:-1]:
         same = [one == other for one, other in zip(chosen, rejected, strict=False)]
         raise ValueError(
@@ -457,11 +462,7 @@ def _check_shared_prompt(chosen: list[dict], rejected: list[dict], where: str) -
             f"on, and have {len(chosen)} and {len(rejected)} messages: expected one prompt, and "
             "one answer of each, the last message"
         )
-
-
-def _check_prompt(before: list[dict], prompt: list[dict], where: str) -> None:
-    """ValueError with the place for a column with another prompt than the pair's."""
-    texts = ["", *(message["content"].strip() for message in before)]
+    texts = ["", *(message["content"].strip() for message in chosen[:-1])]
     if any(message["content"].strip() not in texts for message in prompt):
         raise ValueError(
             f"{where}: chosen and rejected begin with a prompt of their own, which is not that of "

@@ -5,7 +5,7 @@
 All of it follows from the seed and a Position, kept in checkpoints. Every rank does the same: it
 reads and tokenises all records, and keeps the rows of its data parallel rank. A resumed run seeks
 the bytes at which its block began, reads that block again, and tokenises the rest of a chunk of
-records. Earlier records are not read, except in compressed, .json, .csv and .parquet files. After
+records. Earlier records are not read, except in compressed, .json and .parquet files. After
 the last record the first follows, in another order; a step may have both.
 """
 
@@ -80,8 +80,14 @@ class _Records:
         self.passes = position.passes
         self.places = list(position.places or stream.starts)
         self._sources = list(map(_with_next, stream.readers, self.places))
-        rule = (args.mix_strategy, args.mix_weights, stream.seed)
-        self.turns = Turns(len(self.places), *rule, position.turns, position.exhausted)
+        self.turns = Turns(
+            len(self.places),
+            args.mix_strategy,
+            args.mix_weights,
+            stream.seed,
+            position.turns,
+            position.exhausted,
+        )
         self._records = self._one_pass()
 
     def _one_pass(self) -> Iterator[Record]:

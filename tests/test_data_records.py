@@ -454,7 +454,6 @@ def test_parquet_is_read_where_pyarrow_is_there(tmp_path):
         ("a.json", b'[{"n": 1}] x', r"a\.json:1: .*got '\] x'"),
         ("a.jsonl", b'1\n{"n": %s}\n' % (b"9" * 5000), r"a\.jsonl:2: .* \(4300 digits\)"),
         ("a.json", b'[1,\n{"n": %s}]' % (b"9" * 5000), r"a\.json:2: .* \(4300 digits\)"),
-        ("a.csv", b"text,,n,text,\na,,1,b,\n", r"a\.csv:1: .*twice: .*'text'"),
         ("a.txt", b"good\n\xff\xff\n", r"a\.txt:2: expected UTF-8"),
     ],
 )

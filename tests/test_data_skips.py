@@ -1,4 +1,4 @@
-"""Records that cannot be used and are left out, compressed and comma-separated files, and datasets
+"""Records that cannot be used and are left out, compressed files, and datasets
 of the Hugging Face hub in its cache.
 """
 
@@ -84,7 +84,6 @@ def test_compressed_files_are_read_as_what_they_hold(tmp_path):
         "a.jsonl": '{"n": 1}\n\n{"n": 2}\n',
         "b.json": '[{"n": 1},\n\n{"n": 2}]',
         "c.txt": "one\n\ntwo\n",
-        "d.csv": "n,m\n1,x\n2,y\n",
     }.items():
         path, packed = tmp_path / name, tmp_path / f"{name}.gz"
         path.write_text(text)
@@ -93,25 +92,10 @@ def test_compressed_files_are_read_as_what_they_hold(tmp_path):
         assert len(records) == 2
         moved = [(place.replace(str(path), str(packed)), value) for place, value in records]
         assert list(read_records(str(packed))) == moved
-    assert len(spec_of(str(tmp_path), tmp_path / "data").files) == 8
+    assert len(spec_of(str(tmp_path), tmp_path / "data").files) == 6
     (tmp_path / "e.jsonl.gz").write_bytes((tmp_path / "a.jsonl.gz").read_bytes()[:-9])
     with pytest.raises(ValueError, match="e.jsonl.gz: it cannot be decompressed"):
         list(read_records(str(tmp_path / "e.jsonl.gz")))
-
-
-def test_comma_separated_files_have_the_columns_of_their_first_line(tmp_path):
-    long, file = "x" * 200_000, tmp_path / "a.csv"
-    file.write_text(f',instruction,output\n0,"a ""b""\nc",d\n1,{long},\n')
-    assert list(read_records(str(file))) == [
-        (f"{file}:3", {"": "0", "instruction": 'a "b"\nc', "output": "d"}),
-        (f"{file}:4", {"": "1", "instruction": long, "output": ""}),
-    ]
-    file.write_text("instruction,output\na,b\n")
-    assert answers(load(tmp_path, file)) == ["b"]
-    for text, message in (("a,b\n1,2,3\n", "a.csv:2: .*more columns"), ('a\n"b\n', "not valid")):
-        file.write_text(text)
-        with pytest.raises(ValueError, match=message):
-            list(read_records(str(file)))
 
 
 # -- the hub
