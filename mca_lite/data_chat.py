@@ -12,7 +12,9 @@ Thinking and tools are written as text if a template has no place for them.
 """
 
 import contextlib
+import functools
 import inspect
+import itertools
 import json
 import os
 import re
@@ -24,7 +26,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import psutil
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -34,6 +35,11 @@ from .data_records import Conversation
 from .errors import refuse
 from .tables import BUILT_IN_FOR, TEMPLATES
 
+# text before the last </think>, from the last <think> or the beginning on, unless it is blank
+_CLOSING = r"</think>(?!.*</think>)"
+_THINKING = re.compile(
+    rf"(?:^|(?<=<think>))(?!\s*{_CLOSING})(?:(?!<think>).)*(?={_CLOSING})", re.DOTALL
+)
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # texts to try a template with: a template that changes answers changes these too
 _QUESTION = "mcaquestion"
@@ -46,8 +52,8 @@ _TAKEN = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parame
     "documents"
 }
 # keys of messages: read here, and without effect on the text
-_READ_KEYS = {"role", "content", "tool_calls", "tool_call_id", "reasoning_content"}
-_HARMLESS_KEYS = """
+_KNOWN_KEYS = """
+role content tool_calls tool_call_id reasoning_content
 name id uuid message_id turn_id parent_id conversation_id index turn turn_index
 turn_identifier timestamp time date created created_at create_time updated_at update_time
 refusal annotations author model model_name provider language lang source metadata
@@ -58,9 +64,6 @@ _NO_TEMPLATE = (
     "the tokenizer has no chat template, which conversations need: set chat_template to one "
     f"of {', '.join(TEMPLATES)} or a jinja file, or model_name_or_path to an instruct or chat model"
 )
-# a mark of a family's templates -> the built-in one that takes a system message
-_TAKES_SYSTEM = {"<start_of_turn>": "gemma", "[INST]": "mistral"}
-
 _TOOLS = """# Tools
 
 You may call one or more functions to assist with the user query.
@@ -150,7 +153,7 @@ def chat_renderer(tokenizer, data_args) -> tuple["ChatRenderer", list[str]]:
     """
     report = _set_template(tokenizer, data_args.chat_template, data_args.template)
     renderer = ChatRenderer(tokenizer, data_args.enable_thinking)
-    if renderer.options and "enable_thinking" not in str(tokenizer.chat_template):
+    if renderer.options and not renderer.reads("enable_thinking"):
         report.append("note: the chat template does not read enable_thinking")
     with _bounded_memory():
         ending = renderer.end_of_turn()
@@ -168,33 +171,29 @@ def _set_template(tokenizer, chat_template: str | None, template: str | None) ->
     chat_template: the name of a built-in one, a jinja text or a file; it replaces the tokenizer's.
     template: a name of LLaMA-Factory's; its built-in one is used if the tokenizer has none.
     """
+    if template and not chat_template:
+        if tokenizer.chat_template:
+            return [f"template {template}: the tokenizer's own chat template is used"]
+        chat_template = BUILT_IN_FOR.get(template)
+        if chat_template is None:
+            raise ValueError(f"template {template} is not built in, and {_NO_TEMPLATE}")
+    if not chat_template:
+        return []
+    text = chat_template
+    name = "the text of chat_template"
     if chat_template in TEMPLATES:
         text = TEMPLATES[chat_template]
         name = f"the built-in {chat_template}"
-    elif chat_template and "{" in chat_template:
-        text = chat_template
-        name = "the text of chat_template"
-    elif chat_template:
+    elif "{" not in chat_template:
         try:
             text = Path(chat_template).read_text(encoding="utf-8")
             name = chat_template
         except (OSError, UnicodeDecodeError) as error:
             names = f"one of {', '.join(TEMPLATES)}, or the file of a jinja template"
             refuse("chat_template", chat_template, f"it cannot be read: {error}", names)
-    elif template and tokenizer.chat_template:
-        return [f"template {template}: the tokenizer's own chat template is used"]
-    elif template in BUILT_IN_FOR:
-        built_in = BUILT_IN_FOR[template]
-        text = TEMPLATES[built_in]
-        name = f"the built-in {built_in}, for template {template}"
-    elif template:
-        raise ValueError(f"template {template} is not built in, and {_NO_TEMPLATE}")
-    else:
-        return []
     tokenizer.chat_template = text
-    vocabulary = tokenizer.get_vocab()
-    marks = dict.fromkeys(re.findall(r"<[|｜][^<>]*[|｜]>|<\w+_of_turn>", text))
-    if lacks := [mark for mark in marks if mark not in vocabulary]:
+    marks = set(re.findall(r"<[|｜][^<>]*[|｜]>|<\w+_of_turn>", text))
+    if lacks := sorted(marks - tokenizer.get_vocab().keys()):
         name += f"; the tokenizer has no token {', '.join(lacks)}: add_special_tokens adds them"
     return [f"chat template: {name}"]
 
@@ -227,35 +226,29 @@ class ChatRenderer:
         Raises: ValueError with the place."""
         if conversation.is_plain:
             return [self._plain(conversation.messages, trained)]
-        if not self.tokenizer.chat_template:
-            raise ValueError(f"{where}: {_NO_TEMPLATE}")
         if conversation.options:
             renderer = self._with(conversation.options, where)
             return renderer.render(replace(conversation, options={}), trained, where)
         try:
-            return self._samples(conversation, trained, where)
+            return self._samples(conversation, trained)
         except TemplateError as error:
-            reason = f"the chat template refuses the conversation: {error}"
-            if any(message["role"] == "system" for message in conversation.messages):
-                template = str(self.tokenizer.chat_template)
-                near = [name for mark, name in _TAKES_SYSTEM.items() if mark in template]
-                reason += "".join(f"; chat_template: {name} takes system messages" for name in near)
-            raise ValueError(f"{where}: {reason}") from error
+            raise ValueError(
+                f"{where}: the chat template refuses the conversation: {error}: set chat_template "
+                "to one that takes it"
+            ) from error
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
 
     def reads(self, option: str) -> bool:
-        """True if a template of the tokenizer names this option."""
+        """True if a template of the tokenizer has this text, the name of an option."""
         return option in str(self.tokenizer.chat_template)
 
     def _plain(self, messages: list[dict], trained: str) -> Rendered:
         """A prompt and its completion as TRL trains them: one text, with the end token."""
         prompt, completion = (message["content"] for message in messages)
-        text = prompt + completion
-        start = len(prompt)
         ending = self.tokenizer.eos_token or ""
-        if not text.endswith(ending):
-            text += ending
-        if trained == "all":
-            start = -1
+        text = (prompt + completion).removesuffix(ending) + ending
+        start = -1 if trained == "all" else len(prompt)
         return Rendered(text, [(start, len(text) + 1)], is_plain=True)
 
     def _with(self, options: dict, where: str) -> "ChatRenderer":
@@ -272,35 +265,32 @@ class ChatRenderer:
             self._others[key].options = {**self.options, **options}
         return self._others[key]
 
-    def _samples(self, conversation: Conversation, trained: str, where: str) -> list[Rendered]:
-        _check_weights(conversation, trained == "all", where)
+    def _samples(self, conversation: Conversation, trained: str) -> list[Rendered]:
+        if not self.tokenizer.chat_template:
+            raise ValueError(_NO_TEMPLATE)
+        _check_weights(conversation, trained == "all")
+        weights = [conversation.weights.get(n, True) for n in _answers(conversation.messages)]
         template = self.tokenizer.get_chat_template(tools=conversation.tools)
-        messages = [_with_known_keys(m, template, where) for m in conversation.messages]
-        # numbers among the answers: _for_template may join messages of tools
-        weights = [conversation.weights.get(n, True) for n in _answers(messages)]
-        hidden = {k for k, weight in enumerate(weights) if not weight}
+        messages = [_with_known_keys(m, template) for m in conversation.messages]
         messages, tools = _for_template(messages, conversation.tools, template)
-        self._check_whole(messages, tools, template, where)
-        turns = _answers(messages)
+        self._check_whole(messages, tools)
+        turns = _answers(messages)  # of other numbers: messages of tools may be joined
+        hidden = [n for n, weight in zip(turns, weights, strict=True) if not weight]
         if trained == "all":
-            text = self._render(messages, tools)
-            spans: list = []
-            if hidden:
-                spans = self._sample(messages, tools, sorted(hidden), template, where).spans
-            borders = [-1, *(border for span in spans for border in span), len(text) + 1]
+            text, spans, _ = self._sample(messages, tools, hidden)
+            borders = [-1, *itertools.chain(*spans), len(text) + 1]
             return [Rendered(text, list(zip(borders[::2], borders[1::2], strict=True)))]
         parts = [(len(messages), turns[-1])]
         if trained == "answers":
             parts = self._parts(messages, tools)
         samples = []
         for end, first in parts:
-            wanted = [k for k, n in enumerate(turns) if first <= n < end and k not in hidden]
-            if wanted:
-                samples.append(self._sample(messages[:end], tools, wanted, template, where))
-        return samples or [Rendered(self._render(messages, tools), [])]
+            wanted = [n for n in turns if first <= n < end and n not in hidden]
+            samples.append(self._sample(messages[:end], tools, wanted))
+        return [sample for sample in samples if sample.spans] or samples[-1:]
 
-    def _check_whole(self, messages: list[dict], tools, template: str, where: str) -> None:
-        """ValueError with the place for a message left out by the template."""
+    def _check_whole(self, messages: list[dict], tools) -> None:
+        """ValueError for a message left out by the template."""
         marks: dict[int, str] = {}
         marked = list(messages)
         for number, message in enumerate(messages):
@@ -308,8 +298,7 @@ class ChatRenderer:
             if message["role"] != "assistant" and message["content"].strip():
                 marks[number] = f"mcatext{number}x"
                 marked[number] = message | {"content": marks[number]}
-        roles = [message["role"] for message in messages]
-        shape = hash((template, bool(tools), *roles, *marks))
+        shape = hash((bool(tools), *(message["role"] for message in messages), *marks))
         if shape in self._whole:
             return
         try:
@@ -318,12 +307,11 @@ class ChatRenderer:
             return
         for number, mark in marks.items():
             if mark not in text:
-                role = roles[number]
-                content = messages[number]["content"]
-                known = " (most know system)" if role == "developer" else ""
+                message = messages[number]
                 raise ValueError(
-                    f"{where}: the chat template leaves out the message {content!r:.60} of {role}: "
-                    f"expected a role that it writes{known}, or another chat_template"
+                    f"the chat template leaves out the message {message['content']!r:.60} "
+                    f"of {message['role']}: expected a role that it writes (most know system), or "
+                    "another chat_template"
                 )
         self._whole.add(shape)
 
@@ -331,54 +319,43 @@ class ChatRenderer:
         """(end, first) of each sample: messages[:end], with the turns from `first` on trained.
 
         A template may strip the thinking of earlier turns once another question follows. The last
-        sample is the whole conversation. If it lacks the thinking of a turn, the sample before ends
-        with the last turn in whose history this thinking is still shown, and so on.
+        sample is the whole conversation. The sample before ends with the last turn that shows
+        thinking stripped from it, and so on.
         """
-        marked, marks = _mark_thinking(messages)
+        marked = _mark_thinking(messages)
 
-        def shows(end: int, number: int) -> bool:
-            return marks[number] in self._render(marked[:end], tools)
+        @functools.cache
+        def shown(end: int) -> set[str]:
+            """The marks in the rendering of so many messages."""
+            return set(re.findall(r"mcathought\d+x", self._render(marked[:end], tools)))
 
         parts: list[tuple[int, int]] = []
         end = len(messages)
         while end:
-            stripped = []
-            earlier = [number for number in marks if number < end - 1]
-            if earlier:
-                text = self._render(marked[:end], tools)
-                stripped = [n for n in earlier if marks[n] not in text and shows(n + 1, n)]
-            first = 0
-            if stripped:
-                turns = [n for n in _answers(messages[: end - 1]) if n >= stripped[-1]]
-                first = next(n + 1 for n in reversed(turns) if shows(n + 1, stripped[-1]))
+            earlier = [n + 1 for n in reversed(_answers(messages[: end - 1]))]
+            if marked == messages:
+                earlier = []
+            first = next((turn for turn in earlier if shown(turn) - shown(end)), 0)
             parts.insert(0, (end, first))
             end = first
         return parts
 
-    def _sample(
-        self, messages: list[dict], tools: list | None, wanted: list[int], template: str, where: str
-    ) -> Rendered:
-        """The conversation as text, with the spans of the answers of these numbers."""
+    def _sample(self, messages: list[dict], tools: list | None, wanted: list[int]) -> Rendered:
+        """The conversation as text, with the spans of the answers in messages of these numbers."""
+        template = self.tokenizer.get_chat_template(tools=tools)
         style = self._style(template)
+        text = self._render(messages, tools)
+        spans = self._marked_spans(messages, tools, template, style)
         turns = _answers(messages)
-        text = ""
-        spans: list = []
-        if _GENERATION_MARK.search(template):
-            text, spans = self._marked_spans(messages, tools, template, style)
-            if len(spans) == len(turns):
-                spans = [spans[k] for k in wanted]
-            elif len(wanted) < len(turns):  # several of a turn
-                before = [self._render(messages[:n], tools) if n else "" for n in turns]
-                begins = [len(os.path.commonprefix([text, history])) for history in before]
-                of = np.searchsorted(begins, [start for start, _ in spans], side="right") - 1
-                spans = [span for span, k in zip(spans, of, strict=True) if k in wanted]
-        text = text or self._render(messages, tools)
+        if len(spans) == len(turns):
+            spans = [span for span, n in zip(spans, turns, strict=True) if n in wanted]
+        elif wanted != turns:  # several marks of a turn do not say whose they are
+            spans = []
         with contextlib.suppress(TemplateError):  # a template may refuse a part of a conversation
-            trained = [turns[k] for k in wanted]
-            spans = spans or self._answer_spans(text, messages, tools, trained, style)
-        if not spans:
+            spans = spans or self._answer_spans(text, messages, tools, wanted, style)
+        if wanted and not spans:
             raise ValueError(
-                f"{where}: cannot tell which part of the rendered conversation the assistant says: "
+                "cannot tell which part of the rendered conversation the assistant says: "
                 "the chat template rewrites it; put {% generation %} and {% endgeneration %} round "
                 "it there, or set train_on_prompt: true"
             )
@@ -427,20 +404,22 @@ class ChatRenderer:
         """tail to the end of its first special token; without one, tail without the white space at
         its end."""
         added = map(str, self.tokenizer.added_tokens_decoder.values())
-        tokens = [*added, *self.tokenizer.all_special_tokens]
-        ends = [(tail.index(token), -len(token)) for token in tokens if token and token in tail]
-        if not ends:
-            return tail.rstrip()
-        start, minus_length = min(ends)  # of those that begin there the longest
-        return tail[: start - minus_length]
+        tokens = {*added, *self.tokenizer.all_special_tokens} - {""}
+        # of those that begin at one place the longest; (?!) matches nothing
+        patterns = map(re.escape, sorted(tokens, key=len, reverse=True))
+        if found := re.search("|".join([*patterns, "(?!)"]), tail):
+            return tail[: found.end()]
+        return tail.rstrip()
 
-    def _marked_spans(self, messages, tools, template: str, style: _Style) -> tuple[str, list]:
-        """(text, spans of the template's {% generation %} marks, to the end of the end-of-turn
-        token)."""
+    def _marked_spans(self, messages, tools, template: str, style: _Style) -> list:
+        """The spans of the template's {% generation %} marks, to the end of the end-of-turn
+        token."""
+        if not _GENERATION_MARK.search(template):
+            return []
         # not apply_chat_template: its mask of tokens reaches to the end of the text if the
         # tokenizer drops white space at the end of a mark
         with _as_template_error():
-            texts, marks = render_jinja_template(
+            [text], [marks] = render_jinja_template(
                 conversations=[messages],
                 tools=tools,
                 chat_template=template,
@@ -448,17 +427,15 @@ class ChatRenderer:
                 add_generation_prompt=False,
                 **self.tokenizer.special_tokens_map | self.options,
             )
-        text = texts[0]
         spans = []
-        for start, end in marks[0]:
-            if style.closing:
-                answer, closing, rest = text[start:end].rpartition(style.closing)
-                if closing and not rest.strip():
-                    end = start + len(answer) + len(closing)
-                elif text.startswith(style.closing, end):
-                    end += len(style.closing)
+        for start, end in marks:
+            _, closing, rest = text[start:end].rpartition(style.closing or "\0")
+            if closing and not rest.strip():
+                end -= len(rest)
+            elif text.startswith(style.closing, end):
+                end += len(style.closing)
             spans.append((start, end))
-        return text, spans
+        return spans
 
     def _answer_spans(
         self, text: str, messages, tools, numbers: list[int], style: _Style
@@ -482,8 +459,8 @@ class ChatRenderer:
             end = len(text) - len(after) + len(ending)
             thinking = _before_answer(message["content"])
             answer = message["content"].removeprefix(thinking).strip()
-            is_part = text.startswith(before) and text.endswith(after) and answer in text[:end]
-            if not (is_part and after.startswith(ending)):
+            is_part = [text.startswith(before), text.endswith(after), after.startswith(ending)]
+            if not all([*is_part, answer in text[:end]]):
                 return []
             ends.append(end)
             if not message.get("tool_calls"):
@@ -492,10 +469,10 @@ class ChatRenderer:
             prompt = self._prompt(before, messages[:number], tools, style)
             if prompt is not None:
                 at_prompts.append(len(prompt))
-        starts = at_prompts if len(at_prompts) == len(numbers) else at_markers
-        if len(starts) < len(numbers):
-            return []
-        return list(zip(starts, ends, strict=True))
+        for starts in (at_prompts, at_markers):
+            if len(starts) == len(ends):
+                return list(zip(starts, ends, strict=True))
+        return []
 
     def _around_marker(self, messages: list[dict], tools, number: int) -> tuple[str, str]:
         """Texts before and after a marker in the place of an answer, or of the name of the first
@@ -551,37 +528,34 @@ def _before_answer(content: str) -> str:
 # -- keys of messages
 
 
-def _check_weights(conversation: Conversation, trains_all: bool, where: str) -> None:
-    """ValueError with the place for weights that cannot be honoured: only answers have any."""
+def _check_weights(conversation: Conversation, trains_all: bool) -> None:
+    """ValueError for weights that cannot be honoured: only answers have any."""
     for number, is_trained in conversation.weights.items():
         role = conversation.messages[number]["role"]
         if role != "assistant" and is_trained != trains_all:
             raise ValueError(
-                f"{where}: message {number + 1} ({role}) has weight {int(is_trained)}: only the "
+                f"message {number + 1} ({role}) has weight {int(is_trained)}: only the "
                 "assistant's messages are trained one by one: leave it out (train_on_prompt: true "
                 "trains all messages)"
             )
 
 
-def _reads_key(template: str, key: str) -> bool:
-    return re.search(rf"[.'\"]{re.escape(key)}\b", template) is not None
-
-
-def _with_known_keys(message: dict, template: str, where: str) -> dict:
+def _with_known_keys(message: dict, template: str) -> dict:
     """The message with its thinking in reasoning_content, unless the template reads another key.
 
-    Raises: ValueError with the place for keys whose meaning nobody knows."""
-    unknown = message.keys() - _READ_KEYS - set(_HARMLESS_KEYS)
-    for key in sorted(key for key in unknown if not _reads_key(template, key)):
-        is_thinking = key in ("thinking", "reasoning") and isinstance(message[key], str)
-        if is_thinking and message.get("reasoning_content", message[key]) == message[key]:
-            message = message | {"reasoning_content": message[key]}
-            del message[key]
+    Raises: ValueError for keys whose meaning nobody knows."""
+    message = dict(message)
+    for key in sorted(message.keys() - _KNOWN_KEYS):
+        if re.search(rf"[.'\"]{re.escape(key)}\b", template):
             continue
-        raise ValueError(
-            f"{where}: a message of {message['role']} has the key {key!r}, which neither mca_lite "
-            f"nor the chat template reads: remove it, or set ignore_message_keys: [{key}]"
-        )
+        value = message.pop(key)
+        is_thinking = key in ("thinking", "reasoning") and isinstance(value, str)
+        if not is_thinking or message.setdefault("reasoning_content", value) != value:
+            raise ValueError(
+                f"a message of {message['role']} has the key {key!r}, which neither "
+                "mca_lite nor the chat template reads: remove it, or set ignore_message_keys: "
+                f"[{key}]"
+            )
     return message
 
 
@@ -609,37 +583,29 @@ def _for_template(
 
 
 def _with_thinking_as_text(message: dict) -> dict:
-    rest = {key: value for key, value in message.items() if key != "reasoning_content"}
-    thinking = message.get("reasoning_content")
-    if not thinking:
-        return rest
-    return rest | {"content": f"<think>\n{thinking.strip()}\n</think>\n\n{message['content']}"}
+    message = dict(message)
+    if thinking := message.pop("reasoning_content", ""):
+        message["content"] = f"<think>\n{thinking.strip()}\n</think>\n\n{message['content']}"
+    return message
 
 
 def _with_tools_as_text(messages: list[dict], tools: list) -> list[dict]:
     written: list[dict] = []
-    before = None
     for message in messages:
-        role = message["role"]
-        content = message["content"]
-        rest = {key: value for key, value in message.items() if key != "tool_calls"}
-        if role == "tool":
-            content = f"<tool_response>\n{content}\n</tool_response>"
-            if before == "tool":  # templates that know no tools want one question, one answer
-                written[-1]["content"] += f"\n{content}"
-            else:
-                written.append({"role": "user", "content": content})
-        else:
-            calls = [_call_as_text(call["function"]) for call in message.get("tool_calls", ())]
-            parts = [part for part in (content, *calls) if part] or [""]
-            written.append(rest | {"content": "\n".join(parts)})
-        before = role
+        message = dict(message)
+        parts = [message["content"]]
+        if message["role"] == "tool":
+            message = {"role": "user"}
+            parts = [f"<tool_response>\n{parts[0]}\n</tool_response>"]
+            if written[-1]["role"] == "user":  # of a tool too: templates want one question
+                parts.insert(0, written.pop()["content"])
+        parts += [_call_as_text(call["function"]) for call in message.pop("tool_calls", ())]
+        written.append(message | {"content": "\n".join(filter(None, parts))})
     if tools:
         lines = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-        described = _TOOLS.format(tools=lines)
         first = written[0]
-        parts = [described, first["content"]]
-        if first["role"] != "user":
+        parts = [first["content"], _TOOLS.format(tools=lines)]
+        if first["role"] == "user":
             parts.reverse()
         written[0] = first | {"content": "\n\n".join(parts)}
     return written
@@ -650,18 +616,13 @@ def _call_as_text(function: dict) -> str:
     return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
 
 
-def _mark_thinking(messages: list[dict]) -> tuple[list[dict], dict[int, str]]:
-    """(messages with a mark instead of what the assistant thinks, {message: its mark})."""
-    marked = []
-    marks = {}
-    for number, message in enumerate(messages):
+def _mark_thinking(messages: list[dict]) -> list[dict]:
+    """The messages with a mark in place of each text of the assistant's thinking."""
+    marked = list(messages)
+    for number in _answers(messages):
+        message = messages[number]
         mark = f"mcathought{number}x"
-        before, closing, answer = message["content"].rpartition("</think>")
-        head, opening, thinking = before.rpartition("<think>")
-        if message["role"] == "assistant" and str(message.get("reasoning_content") or "").strip():
-            message, marks[number] = message | {"reasoning_content": mark}, mark
-        elif message["role"] == "assistant" and closing and thinking.strip():
-            content = f"{head}{opening}\n{mark}\n{closing}{answer}"
-            message, marks[number] = message | {"content": content}, mark
-        marked.append(message)
-    return marked, marks
+        marked[number] = message | {"content": _THINKING.sub(f"\n{mark}\n", message["content"])}
+        if message.get("reasoning_content", "").strip():
+            marked[number] = message | {"reasoning_content": mark}
+    return marked

@@ -5,12 +5,9 @@ A place in the user's data is "file:line" throughout (parquet: file:row), for er
 """
 
 import contextlib
-import csv
-import difflib
 import errno
 import gzip
 import importlib.util
-import io
 import itertools
 import json
 import os
@@ -19,9 +16,8 @@ import shutil
 import socket
 import sys
 import time
-import uuid
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,32 +27,15 @@ from . import world
 from .files import describe_error, sync
 from .tables import Objective
 
-_COMPRESSED = (".json", ".jsonl", ".txt", ".csv")
+_COMPRESSED = (".json", ".jsonl", ".txt")
 SUFFIXES = (*_COMPRESSED, ".parquet", *(f"{suffix}.gz" for suffix in _COMPRESSED))
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _AS_A_WHOLE = " as a whole"  # ends the kind of a text file of one document
 _TOO_DEEP = "it is nested too deep"
 _MOST_LEVELS = 256  # Python's recursion ends at 1000; templates and pickles take several a level
+_JSON_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"')
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # escaped: alone, it makes no text
 SIDES = ("chosen", "rejected")  # the two answers of a preference pair, in this order everywhere
-
-# keys of LLaMA-Factory's dataset_info.json
-_HUB_KEYS = ("ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
-_UNUSED_KEYS = ("subset", "split", "folder")  # they select within a hub repository
-_KEYS = ("file_name", "hf_hub_url", "formatting", "columns", "tags", "num_samples", "ranking")
-_KEYS += ("values",)
-_FORMATTINGS = ("alpaca", "sharegpt", "openai")
-_TEXT_COLUMNS = ("prompt", "query", "response", "history", "messages", "system", "tools", "text")
-_OTHER_COLUMNS = ("images", "videos", "audios", *SIDES, "kto_tag")
-TAGS = {
-    "role_tag": "from",
-    "content_tag": "value",
-    "user_tag": "human",
-    "assistant_tag": "gpt",
-    "observation_tag": "observation",
-    "function_tag": "function_call",
-    "system_tag": "system",
-}
 
 
 @dataclass
@@ -92,60 +71,53 @@ def resolve(entries: list[str], data_args, objective: Objective) -> list[Dataset
     """
     folder = Path(data_args.dataset_dir)
     info_file = folder / "dataset_info.json"
-    info = _read_info(info_file) if info_file.is_file() else {}
+    info: dict = {}
+    if info_file.is_file():
+        text = _decode(info_file.read_bytes(), str(info_file))
+        info = parse_json(text, str(info_file))
     specs = []
     for entry in entries:
         path = next((p for p in (Path(entry), folder / entry) if p.exists()), None)
-        if entry in info:
-            spec, files = _declared(entry, info[entry], info_file, objective)
+        declared = get_column(info, entry, str(info_file), dict, required=False)
+        if declared is not None:
+            here = f"{info_file}: dataset {entry!r}"
+            spec = _declared(entry, declared, info_file.parent, objective, here)
         elif path is not None:
-            spec = DatasetSpec(entry)
-            files = _files_of(path)
+            spec = DatasetSpec(entry, _files_of(path))
         elif _REPOSITORY.fullmatch(entry) and kind_of(entry) not in SUFFIXES:
-            spec = DatasetSpec(entry)
-            files = _files_of_hub(entry, {}, f"dataset {entry!r}")
+            spec = DatasetSpec(entry, _files_of_hub(entry, {}, f"dataset {entry!r}"))
         else:
-            names = f"it has {', '.join(sorted(info))}" if info else "which is not there"
+            names = ", ".join(sorted(info)) or "no name"
             raise ValueError(
-                f"dataset {entry!r}: expected a file, a folder, or a name in {info_file} ({names})"
-                + _did_you_mean(entry, info, "; ")
+                f"dataset {entry!r}: expected a file, a folder, or a name in {info_file} (it has "
+                f"{names})"
             )
-        spec.files = {file: kind_of(file) for file in files}
-        _sample_texts(spec, data_args.sample_by)
+        for file, kind in spec.files.items():
+            if kind.startswith(".txt") and data_args.sample_by == "document":
+                spec.files[file] += _AS_A_WHOLE
         specs.append(spec)
     return specs
 
 
-def _sample_texts(spec: DatasetSpec, sample_by: str) -> None:
-    """Make documents of the lines or files of .txt, in place."""
-    texts = [file for file, kind in spec.files.items() if kind.startswith(".txt")]
-    what = "each line"
-    if sample_by == "document":
-        what = "the whole file"
-        spec.files |= {file: spec.files[file] + _AS_A_WHOLE for file in texts}
-    if texts:
-        spec.notes.append(f"of a .txt file {what} is a document (sample_by: {sample_by})")
-    elif sample_by != "line":
-        spec.notes.append("sample_by: no effect, since it has no .txt file")
-
-
-def _did_you_mean(given: str, known, before: str) -> str:
-    near = difflib.get_close_matches(given, known, n=1)
-    return "".join(f"{before}did you mean {name!r}?" for name in near)
-
-
-def _files_of(path: Path) -> list[str]:
-    """The file, or the files of a folder in the order of their names."""
-    files = [path]
-    if path.is_dir():
-        files = sorted(p for p in path.iterdir() if kind_of(p) in SUFFIXES)
-    files = [str(p) for p in files if p.name != "dataset_info.json"]
-    if not files or kind_of(files[0]) not in SUFFIXES:
+def _files_of(path: Path) -> dict[str, str]:
+    """The file, or the files of a folder in the order of their names, with their kinds."""
+    files = _readable(path.iterdir() if path.is_dir() else [path])
+    if not files:
         raise ValueError(f"{path}: expected {', '.join(SUFFIXES)} files")
     for file in files:
-        if not Path(file).is_file():
+        if not os.path.isfile(file):
             raise ValueError(f"{file}: expected a file; a folder, a pipe or a device is not read")
     return files
+
+
+def _readable(paths: Iterable[Path]) -> dict[str, str]:
+    """The kinds of those that a reader takes, sorted."""
+    kinds = {str(path): kind_of(path) for path in sorted(paths)}
+    return {
+        file: kind
+        for file, kind in kinds.items()
+        if kind in SUFFIXES and not file.endswith(("dataset_info.json", "dataset_infos.json"))
+    }
 
 
 def kind_of(file: str | Path) -> str:
@@ -156,126 +128,125 @@ def kind_of(file: str | Path) -> str:
     return path.suffix
 
 
-def _files_of_hub(repository: str, entry: dict, here: str) -> list[str]:
-    """The files of a dataset of the Hugging Face hub, through its cache: those below `folder` or
-    `subset` with `split` in their path, by the keys of dataset_info.json. The default split is
-    train, or all files if no path has it."""
+def _files_of_hub(repository: str, entry: dict, here: str) -> dict[str, str]:
+    """The files of a dataset of the Hugging Face hub with their kinds, through its cache: those
+    below `folder` and `subset` with `split` in their path, by the keys of dataset_info.json. The
+    default split is train, or all files if no path has it."""
     from huggingface_hub import snapshot_download
 
     try:
-        patterns = [f"*{suffix}" for suffix in SUFFIXES]
-        folder = snapshot_download(repository, repo_type="dataset", allow_patterns=patterns)
+        folder = snapshot_download(
+            repository, repo_type="dataset", allow_patterns=[f"*{suffix}" for suffix in SUFFIXES]
+        )
     except Exception as error:  # of the network, the hub and its cache
         raise ValueError(
             f"{here}: {repository} was not found as a file, and could not be read from the Hugging "
             f"Face hub or its cache ({describe_error(error)}): set a path, or run `hf download "
             f"{repository} --repo-type dataset` where there is a network"
         ) from None
-    paths = sorted(Path(folder).rglob("*"))
-    files = {
-        str(path): re.split(r"[^A-Za-z0-9_]+", path.relative_to(folder).as_posix())
-        for path in paths
-        if kind_of(path) in SUFFIXES and not path.name.startswith("dataset_info")
-    }
-    for key in ("folder", "subset"):
-        start = f"{Path(folder, entry.get(key) or '')}/"
-        files = {file: words for file, words in files.items() if file.startswith(start)}
-    chosen = [file for file, words in files.items() if entry.get("split", "train") in words]
+    below = Path(folder, entry.get("folder", ""), entry.get("subset", ""))
+    files = _readable(below.rglob("*"))
+    split = re.compile(rf"\b{re.escape(entry.get('split', 'train'))}\b")
+    chosen = {file: files[file] for file in files if split.search(os.path.relpath(file, folder))}
     if not chosen and "split" not in entry:
-        chosen = list(files)
+        chosen = files
     if not chosen:
-        selection = {key: entry[key] for key in _UNUSED_KEYS if key in entry}
-        names = ", ".join(path.relative_to(folder).as_posix() for path in paths if path.is_file())
-        raise ValueError(
-            f"{here}: {repository} has no {', '.join(SUFFIXES)} file for {selection}; "
-            f"it has {names}"
-        )
+        raise ValueError(f"{here}: {repository} has no file for {entry} in {below}")
     return chosen
 
 
-def _read_info(path: Path) -> dict:
-    try:
-        info = json.loads(path.read_text(encoding="utf-8-sig"))
-    except RecursionError:
-        raise ValueError(f"{path}: not valid JSON: {_TOO_DEEP}") from None
-    except ValueError as error:  # of JSON, or of UTF-8
-        raise ValueError(f"{path}:{getattr(error, 'lineno', 1)}: not valid JSON: {error}") from None
-    if not isinstance(info, dict):
-        raise ValueError(
-            f"{path}: expected an object that maps names to datasets, got {type(info).__name__}"
-        )
-    return info
+# -- columns and dataset_info.json
+
+_KINDS = {
+    dict: "an object",
+    list: "a list",
+    str: "a text",
+    int: "a count",
+    bool: "true or false",
+    (int, float): "a number",
+}
 
 
-def _declared(
-    name: str, entry, info_file: Path, objective: Objective
-) -> tuple[DatasetSpec, list[str]]:
-    """(the dataset, its files) of an entry of dataset_info.json."""
-    here = f"{info_file}: dataset {name!r}"
-    if not isinstance(entry, dict):
-        raise ValueError(f"{here}: expected an object, got {type(entry).__name__}")
-    repository = entry.get("hf_hub_url")
-    hub = ", ".join(key for key in _HUB_KEYS if key in entry)
-    if not repository and (hub or "file_name" not in entry):
-        instead = f" instead of {hub}" if hub else ""
-        raise ValueError(
-            f"{here}: datasets are read from local files or the Hugging Face hub: set file_name or "
-            f"hf_hub_url{instead}"
-        )
-    columns = _names_of(entry, "columns", here)
-    tags = _names_of(entry, "tags", here)
-    _check_entry(entry, columns, tags, objective, here)
-    formatting = entry.get("formatting")
-    num_samples = entry.get("num_samples")
-    values = entry.get("values") or {}
-    spec = DatasetSpec(name, {}, formatting, columns, tags, num_samples, values=values)
-    if repository:
-        return spec, _files_of_hub(repository, entry, here)
-    path = info_file.parent / entry["file_name"]
-    if not path.exists():
-        raise ValueError(f"{here}: there is no file {path}")
-    unused = [key for key in _UNUSED_KEYS if key in entry]
-    spec.notes = [f"{key} of dataset_info.json has no meaning for a local file" for key in unused]
-    return spec, _files_of(path)
+def get_column(record, column: str, where: str, kind=str, required=True):
+    """A column of the right type; null and absent are the same. Raises: ValueError with the
+    place."""
+    if not isinstance(record, dict):
+        raise ValueError(f"{where}: expected an object, got {record!r:.80}")
+    value = record.get(column)
+    if value is None and required:
+        raise ValueError(f"{where}: {column!r} is missing or null; it has {sorted(record)}")
+    if value is not None and not isinstance(value, kind):
+        expected = _KINDS.get(kind, "a list or a text")
+        raise ValueError(f"{where}: {column!r}: expected {expected}, got {value!r:.80}")
+    return value
 
 
-def _check_entry(entry: dict, columns: dict, tags: dict, objective: Objective, here: str) -> None:
-    """ValueError for a declaration that cannot be honoured."""
-    stage = objective.stage
+# keys of an entry
+_SELECTING = ("subset", "split", "folder")  # within a hub repository
+_KEYS = ("file_name", "hf_hub_url", "formatting", *_SELECTING)
+_KEYS += ("ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
+_KIND_OF_KEY = {
+    **dict.fromkeys(_KEYS, str),
+    "columns": dict,
+    "tags": dict,
+    "num_samples": int,
+    "ranking": bool,
+    "values": dict,
+}
+_TEXT_COLUMNS = ("prompt", "query", "response", "history", "messages", "system", "tools", "text")
+TAGS = {
+    "role_tag": "from",
+    "content_tag": "value",
+    "user_tag": "human",
+    "assistant_tag": "gpt",
+    "observation_tag": "observation",
+    "function_tag": "function_call",
+    "system_tag": "system",
+}
+
+
+def _declared(name: str, entry: dict, folder: Path, objective: Objective, here: str) -> DatasetSpec:
+    """The dataset of an entry of the folder's dataset_info.json. Raises: ValueError for one that
+    cannot be honoured."""
+    entry = {key: value for key, value in entry.items() if value is not None}
+    _check_names(entry, _KIND_OF_KEY, here)
     usable = _TEXT_COLUMNS
     if objective.has_pairs:
         usable += SIDES
     elif entry.get("ranking"):
+        raise ValueError(f"{here}: preference pairs (ranking: true) are for stage dpo")
+    for key, known in (("columns", usable), ("tags", TAGS)):
+        names = entry.setdefault(key, {})
+        _check_names(names, dict.fromkeys(known, str), f"{here}: {key}")
+    if entry.get("formatting", "alpaca") not in ("alpaca", "sharegpt", "openai"):
+        raise ValueError(f"{here}: formatting: expected alpaca, sharegpt or openai")
+    if entry.get("num_samples", 1) < 1:
+        raise ValueError(f"{here}: num_samples: expected a count from 1 on")
+    chosen = ("formatting", "columns", "tags", "num_samples")
+    values = entry.get("values", {})
+    spec = DatasetSpec(name, {}, *map(entry.get, chosen), values=values)
+    if "hf_hub_url" in entry:
+        spec.files = _files_of_hub(entry["hf_hub_url"], entry, here)
+        return spec
+    if "file_name" not in entry:
         raise ValueError(
-            f"{here}: preference pairs (ranking: true) are for stage dpo, not for stage {stage}"
+            f"{here}: datasets are read from local files or the Hugging Face hub: set file_name or "
+            f"hf_hub_url instead of {', '.join(entry)}"
         )
-    for key in ("file_name", "hf_hub_url", *_UNUSED_KEYS):
-        if not isinstance(entry.get(key, ""), str):
-            raise ValueError(f"{here}: {key}: expected a path or a name, got {entry[key]!r:.80}")
-    num_samples = entry.get("num_samples")
-    if num_samples is not None and (type(num_samples) is not int or num_samples < 1):
-        raise ValueError(f"{here}: num_samples: expected a count, got {num_samples!r:.80}")
-    for kind, given, known in (
-        ("key", entry, _KEYS + _UNUSED_KEYS + _HUB_KEYS),
-        ("column", columns, _TEXT_COLUMNS + _OTHER_COLUMNS),
-        ("tag", tags, tuple(TAGS)),
-    ):
-        for key in given.keys() - set(known):
-            raise ValueError(f"{here}: unknown {kind} {key!r}{_did_you_mean(key, known, ', ')}")
-    if other := [column for column in columns if column not in usable]:
-        raise ValueError(f"{here}: columns {other} are not for training on text with stage {stage}")
-    formatting = entry.get("formatting")
-    if formatting not in (None, *_FORMATTINGS):
-        expected = "expected alpaca, sharegpt or openai"
-        raise ValueError(f"{here}: formatting {formatting!r}: {expected}")
+    path = folder / entry["file_name"]
+    if not path.exists():
+        raise ValueError(f"{here}: there is no file {path}")
+    spec.files = _files_of(path)
+    unused = [key for key in _SELECTING if key in entry]
+    spec.notes = [f"{key} of dataset_info.json has no meaning for a local file" for key in unused]
+    return spec
 
 
-def _names_of(entry: dict, key: str, here: str) -> dict[str, str]:
-    """The columns or tags of a declaration, {} for none or null."""
-    names = {} if entry.get(key) is None else entry[key]
-    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-        raise ValueError(f"{here}: {key}: expected an object of names, got {names!r:.80}")
-    return names
+def _check_names(given: dict, kinds: dict[str, type], here: str) -> None:
+    for name in given:
+        if name not in kinds:
+            raise ValueError(f"{here}: no use for {name!r}: expected {', '.join(kinds)}")
+        get_column(given, name, here, kinds[name])
 
 
 # -- readers
@@ -293,7 +264,7 @@ def read_records(
     file: str, kind: str | None = None, skip: bool = False, cursor: Cursor | None = None
 ) -> Iterator[tuple[str, object]]:
     """Yield (place, record) in the file's order. A .txt file has one document a line, without blank
-    lines, or is one. A .csv file has the columns of its first line.
+    lines, or is one.
 
     kind: of DatasetSpec.files (None: by the file's name). skip: an unreadable record of .jsonl or
     .txt is yielded as its ValueError. cursor: begin there; it moves with each record. Files of
@@ -302,15 +273,15 @@ def read_records(
     """
     kind = kind or kind_of(file)
     cursor = cursor or Cursor()
-    read_whole = {".json": _read_json, ".csv": _read_csv, ".parquet": _read_parquet}
+    read_whole = {".json": _read_json, ".parquet": _read_parquet}
     try:
         with gzip.open(file) if ".gz" in kind else open(file, "rb") as raw:
             if (read := read_whole.get(kind.removesuffix(".gz"))) is None:
                 yield from _read_lines(file, raw, kind, skip, cursor)
                 return
-            for record in itertools.islice(read(file, raw), cursor.number, None):
+            for number, record in itertools.islice(read(file, raw), cursor.number, None):
                 cursor.number += 1
-                yield record
+                yield f"{file}:{number}", record
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{file}: it cannot be decompressed: {error}") from None
 
@@ -339,21 +310,62 @@ def _read_lines(
             yield where, error
 
 
-def _read_csv(file: str, raw) -> Iterator[tuple[str, object]]:
-    csv.field_size_limit(1 << 30)  # a document is longer than the 128 KiB of the default
-    lines = io.StringIO(_decode(raw.read(), file), newline="")
-    reader = csv.DictReader(lines, strict=True)
+# a reader of a whole file yields (line or row, record)
+
+
+def _read_json(file: str, raw) -> Iterator[tuple[int, object]]:
+    """Yield the records of a list, or objects one after another, decoded one by one with their
+    lines."""
+    text = _decode(raw.read(), file)
+    decoder = json.JSONDecoder()
+    begin = re.match(r"\s*(\[?)\s*", text)
+    separator = re.compile(r"\s*")
+    end = re.compile(r"\s*\Z")
+    if begin[1]:
+        separator = re.compile(r"\s*(,\s*|(?=\]\s*\Z))")
+        end = re.compile(r"\s*\]\s*\Z")
+    at = begin.end()
+    line = 1
+    counted = 0
+    while not end.match(text, at):
+        line += text.count("\n", counted, at)
+        counted = at
+        where = f"{file}:{line}"
+        record, at = _read_value(where, decoder.raw_decode, text, at)
+        yield line, _check_value(record, text[counted:at], where)
+        gap = separator.match(text, at)
+        if gap is None:
+            got = text[at : at + 20].strip() or "the end of the file"
+            raise ValueError(f"{where}: not valid JSON: expected ',' or ']' after it, got {got!r}")
+        at = gap.end()
+
+
+def _read_parquet(file: str, raw) -> Iterator[tuple[int, object]]:
+    if importlib.util.find_spec("pyarrow") is None:
+        raise ValueError(f"{file}: reading parquet takes pyarrow: pip install 'mca-lite[parquet]'")
+    import pyarrow.parquet  # an extra, for parquet alone
+
     try:
-        names = [name for name in reader.fieldnames or () if name]
-        if twice := next((name for name in names if names.count(name) > 1), None):
-            raise ValueError(f"{file}:1: the first line names the column {twice!r} twice")
-        for record in reader:
-            where = f"{file}:{reader.line_num}"
-            if None in record:
-                raise ValueError(f"{where}: the row has more columns than the first line names")
-            yield where, record
-    except csv.Error as error:
-        raise ValueError(f"{file}:{reader.line_num}: not valid CSV: {error}") from None
+        batches = pyarrow.parquet.ParquetFile(raw).iter_batches(batch_size=1000)
+        rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+        yield from enumerate(rows, 1)
+    except pyarrow.ArrowException as error:
+        raise ValueError(f"{file}: no valid parquet: {error}") from None
+
+
+def parse_json(text: str, where: str):
+    """The value of one JSON text. Raises: ValueError with the place."""
+    return _check_value(_read_value(where, json.loads, text), text, where)
+
+
+def _read_value(where: str, read: Callable, *arguments):
+    """read(*arguments), a reader of JSON. Raises: ValueError with the place."""
+    try:
+        return read(*arguments)
+    except RecursionError:
+        raise ValueError(f"{where}: not valid JSON: {_TOO_DEEP}") from None
+    except ValueError as error:  # of JSON, or a number of more digits than Python reads
+        raise ValueError(f"{where}: not valid JSON: {error}") from None
 
 
 def _check_value(value, text: str, where: str):
@@ -368,15 +380,12 @@ def _check_value(value, text: str, where: str):
                 f"{where}: expected text, and {bad} is half a character (a lone surrogate): repair "
                 "or remove it"
             ) from None
-    level = [value]
-    levels = 0
-    has_depth = text.count("[") + text.count("{") > _MOST_LEVELS
-    while level and has_depth:
-        levels += 1
-        boxes = [box.values() if isinstance(box, dict) else box for box in level]
-        level = [inner for box in boxes for inner in box if isinstance(inner, (dict, list))]
-    if levels > _MOST_LEVELS:
-        raise ValueError(f"{where}: {_TOO_DEEP}: {levels} levels, expected at most {_MOST_LEVELS}")
+    if text.count("[") + text.count("{") > _MOST_LEVELS:
+        steps = {"[": 1, "{": 1, "]": -1, "}": -1}
+        brackets = re.findall(r"[][{}]", _JSON_STRING.sub("", text))
+        levels = max(itertools.accumulate(map(steps.get, brackets)), default=0)
+        if levels > _MOST_LEVELS:
+            raise ValueError(f"{where}: {_TOO_DEEP}: {levels} levels, expected {_MOST_LEVELS}")
     return value
 
 
@@ -385,78 +394,6 @@ def _decode(raw: bytes, where: str) -> str:
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{where}: expected UTF-8 text: {error}") from None
-
-
-def parse_json(text: str, where: str):
-    """The value of one JSON text. Raises: ValueError with the place."""
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{where}: expected one JSON value: {error.msg} (character {error.pos + 1})"
-        ) from None
-    except RecursionError:
-        raise ValueError(f"{where}: expected one JSON value: {_TOO_DEEP}") from None
-    except ValueError as error:  # a number of more digits than Python reads
-        raise ValueError(f"{where}: {error}") from None
-    return _check_value(value, text, where)
-
-
-def _read_json(file: str, raw) -> Iterator[tuple[str, object]]:
-    """Yield a list of records, or objects one after another, decoded one by one with their
-    lines."""
-    text = _decode(raw.read(), file)
-    invalid = "not valid JSON:"
-    decoder = json.JSONDecoder()
-    space = re.compile(r"\s*")
-    at = space.match(text).end()
-    is_list = text.startswith("[", at)
-    at = space.match(text, at + is_list).end()
-    line = 1
-    counted = 0
-    while at < len(text) and not (is_list and text[at] == "]"):
-        line = line + text.count("\n", counted, at)
-        counted = at
-        where = f"{file}:{line}"
-        try:
-            record, at = decoder.raw_decode(text, at)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{file}:{error.lineno}: {invalid} {error.msg}") from None
-        except RecursionError:
-            raise ValueError(f"{where}: {invalid} {_TOO_DEEP}") from None
-        except ValueError as error:  # a number of more digits than Python reads
-            raise ValueError(f"{where}: {error}") from None
-        yield where, _check_value(record, text[counted:at], where)
-        at = space.match(text, at).end()
-        if is_list and text[at : at + 1] not in (",", "]"):
-            line += text.count("\n", counted, at)
-            got = repr(text[at : at + 20])
-            if at == len(text):
-                got = "the end of the file"
-            reason = f"expected ',' or ']' after a record, got {got}"
-            raise ValueError(f"{file}:{line}: {invalid} {reason}")
-        if is_list and text[at] == ",":
-            at = space.match(text, at + 1).end()
-    if is_list and text[at + 1 :].strip():
-        raise ValueError(f"{file}: {invalid} there is more text after the list of records")
-    if is_list and at >= len(text):
-        lines = text.count("\n") + 1
-        raise ValueError(f"{file}:{lines}: {invalid} the list does not end with ']'")
-
-
-def _read_parquet(file: str, raw) -> Iterator[tuple[str, object]]:
-    if importlib.util.find_spec("pyarrow") is None:
-        raise ValueError(f"{file}: reading parquet takes pyarrow: pip install 'mca-lite[parquet]'")
-    import pyarrow.parquet  # an extra, for parquet alone
-
-    row = 0
-    try:
-        for batch in pyarrow.parquet.ParquetFile(raw).iter_batches(batch_size=1000):
-            for record in batch.to_pylist():
-                row += 1
-                yield f"{file}:{row}", record
-    except pyarrow.ArrowException as error:
-        raise ValueError(f"{file}:{row + 1}: no valid parquet: {error}") from None
 
 
 # -- files built once: one process builds, the others wait
@@ -470,50 +407,63 @@ SAY_EVERY_S = 10.0  # between two lines on stderr
 Progress = Callable[[str], None]  # called by a build with the amount done
 
 
-Build = Callable[[Path, Progress], None]
-
-
-Check = Callable[[], bool]
-
-
-def build_once(target: Path, build: Build, what: str, is_ready: Check | None = None) -> None:
+def build_once(
+    target: Path,
+    build: Callable[[Path, Progress], None],
+    what: str,
+    is_ready: Callable[[], bool] | None = None,
+) -> None:
     """Make `target` exist: one process runs build(temporary path, progress) and renames the path,
     the others wait.
 
-    The operating system frees the lock of a dead process, and the next one builds. what: for the
-    lines on stderr. is_ready: True if target is good as it is (default: if it exists); else it is
-    replaced.
-    Raises: the error of build, in the process that builds and (ValueError or RuntimeError of the
-    same text) in those that wait for it; ValueError for a folder that cannot be written.
+    The operating system frees the lock of a dead process, and the next one builds; so it does
+    after an error. what: for the lines on stderr. is_ready: True if target is good as it is
+    (default: if it exists); else it is replaced.
+    Raises: the error of build; ValueError for a folder that cannot be written.
     """
     is_ready = is_ready or target.exists
     if is_ready():
         return
-    error_file = _beside(target, ".error")
+    folder = target.parent
+    mine = f"{target.name}.{socket.gethostname()}-"
+    temporary = folder / f"{mine}{os.getpid()}.tmp"
     # never removed: a process waiting for a removed file would not exclude one that makes it anew
-    lock = FileLock(_beside(target, ".lock"))
+    lock = FileLock(f"{target}.lock")
+    printed = time.monotonic()
+
+    def progress(text: str) -> None:
+        nonlocal printed
+        if time.monotonic() - printed >= SAY_EVERY_S:
+            printed = time.monotonic()
+            _say(f"{what}: {text}")
+
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        old_error = _read(error_file)
+        folder.mkdir(parents=True, exist_ok=True)
         _acquire(lock, what)
-    except OSError as error:
-        raise _not_writable(target.parent, error) from error
-    try:
         if is_ready():  # built by the process that had the lock
             return
-        error_text = _read(error_file)
-        if error_text != old_error:  # of the process that had the lock
-            kind, message, _ = json.loads(error_text)
-            raise (ValueError if kind == "ValueError" else RuntimeError)(message)
-        try:
-            _build_and_rename(target, build, what, is_ready)
-            error_file.unlink(missing_ok=True)
-        except Exception as error:
-            record = [type(error).__name__, str(error), uuid.uuid4().hex]
-            with contextlib.suppress(OSError):  # a full disk takes no file
-                error_file.write_text(json.dumps(record))
-            raise
+        # Processes of this machine that left these are dead, or they would have the lock. Those of
+        # others may be alive: not every file system shares locks.
+        for left in folder.glob(f"{mine}*.tmp"):
+            _remove(left)
+        build(temporary, progress)
+        if not is_ready():  # else another machine's process, without a shared lock, was faster
+            _remove(target)
+            os.replace(temporary, target)
+            sync(folder)
+    except OSError as error:
+        # not for an error of reading data
+        at = Path(error.filename or os.devnull)
+        is_of_folder = at.is_relative_to(folder) or folder.is_relative_to(at)
+        if is_of_folder or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise ValueError(
+                f"the cache folder {folder} cannot be written ({error.strerror or error}): set "
+                "cache_dir, or the environment variable MCA_LITE_CACHE, to a folder that can, with "
+                "room"
+            ) from error
+        raise
     finally:
+        _remove(temporary)
         lock.release()
 
 
@@ -525,62 +475,12 @@ def _acquire(lock: FileLock, what: str) -> None:
             _say(f"waiting for another process, {what}")
 
 
-def _build_and_rename(target: Path, build: Build, what: str, is_ready: Check) -> None:
-    """Build beside the target, then rename. The caller has the lock.
-
-    Raises: ValueError in place of an OSError of writing.
-    """
-    host = socket.gethostname()
-    temporary = _beside(target, f".{host}-{os.getpid()}.tmp")
-    printed = time.monotonic()
-
-    def progress(text: str) -> None:
-        nonlocal printed
-        if time.monotonic() - printed >= SAY_EVERY_S:
-            printed = time.monotonic()
-            _say(f"{what}: {text}")
-
-    try:
-        # Processes of this machine that left these are dead, or they would have the lock. Those of
-        # others may be alive: not every file system shares locks.
-        for left in target.parent.glob(f"{target.name}.{host}-*.tmp"):
-            _remove(left)
-        build(temporary, progress)
-        if not is_ready():  # else another machine's process, without a shared lock, was faster
-            _remove(target)
-            os.replace(temporary, target)
-            sync(target.parent)
-    except OSError as error:
-        # not for an error of reading data
-        is_inside = str(error.filename or "").startswith(str(target.parent))
-        if is_inside or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-            raise _not_writable(target.parent, error) from error
-        raise
-    finally:
-        _remove(temporary)
-
-
 def _say(text: str) -> None:
     if world.current().local_rank == 0:  # a line a machine is enough
         print(text, file=sys.stderr, flush=True)
 
 
-def _beside(target: Path, suffix: str) -> Path:
-    return target.with_name(target.name + suffix)
-
-
-def _read(path: Path) -> str:
-    """The text of a file, "" without one."""
-    return path.read_text() if path.exists() else ""
-
-
 def _remove(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
-    path.unlink(missing_ok=True)
-
-
-def _not_writable(folder: Path, error: OSError) -> ValueError:
-    return ValueError(
-        f"the cache folder {folder} cannot be written ({error.strerror or error}): set cache_dir, "
-        "or the environment variable MCA_LITE_CACHE, to a folder that can, with room"
-    )
+    with contextlib.suppress(OSError):
+        path.unlink()

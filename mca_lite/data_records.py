@@ -10,72 +10,10 @@ answers of a pair are the columns chosen and rejected in every format.
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from typing import Any
 
-from .data_files import SIDES, TAGS, DatasetSpec, parse_json
+from .data_files import SIDES, TAGS, DatasetSpec, get_column, parse_json
 from .tables import Objective, registered_columns
-
-# -- what all formats share
-
-
-_KINDS = {dict: "an object", list: "a list", str: "a text", type(None): "null"}
-
-
-def get_column(record, column: str, where: str, kind=str, required=True):
-    """A column of the right type; null and absent are the same. Raises: ValueError with the
-    place."""
-    if not isinstance(record, dict):
-        raise ValueError(f"{where}: expected an object, got {_kind_of(record)}")
-    value = record.get(column)
-    if value is None and required:
-        raise ValueError(
-            f"{where}: the column {column!r} is missing or null; it has {sorted(record)}"
-        )
-    if value is not None and not isinstance(value, kind):
-        expected = _KINDS.get(kind, "a list or a text")
-        got = _kind_of(value)
-        raise ValueError(f"{where}: the column {column!r}: expected {expected}, got {got}")
-    return value
-
-
-def _kind_of(value) -> str:
-    return _KINDS.get(type(value), repr(value))
-
-
-def _first_turn(turns) -> dict:
-    """The first of a list of turns; {} without one."""
-    first = next(iter(turns), None) if isinstance(turns, list) else None
-    return first if isinstance(first, dict) else {}
-
-
-def _turns_column(record: dict, spec: DatasetSpec) -> str | None:
-    """The column with a list of turns."""
-    columns = (spec.columns.get("messages"), "messages", "conversations")
-    return next((column for column in columns if column in record), None)
-
-
-def _message(role: str, content: str) -> dict:
-    return {"role": role, "content": content}
-
-
-def _other_keys(turn: dict, role_tag: str, content_tag: str) -> dict:
-    """The keys of a turn beside its role and content, without null ones."""
-    others = _without((role_tag, content_tag), turn)
-    return {key: value for key, value in others.items() if value is not None}
-
-
-def _without(ignored: Collection[str], message: dict) -> dict:
-    """The message without these keys."""
-    return {key: value for key, value in message.items() if key not in ignored}
-
-
-def _no_turns(record, spec: DatasetSpec, where: str) -> list[dict]:
-    return []
-
-
-# tags of dataset_info.json -> roles
-_ROLE_TAGS = {"user_tag": "user", "assistant_tag": "assistant", "system_tag": "system"}
-_ROLE_TAGS["observation_tag"] = "tool"
-
 
 # -- registered columns
 
@@ -97,138 +35,86 @@ def dataset_columns(spec: DatasetSpec, data_args) -> dict[str, float | None]:
 def column_values(record, of_dataset: dict[str, float | None], where: str) -> dict[str, float]:
     """A record's values of registered columns, else its dataset's. ValueError for anything but
     numbers."""
-    values = {}
-    for name, value in of_dataset.items():
-        if isinstance(record, dict) and record.get(name) is not None:
-            value = record[name]
-        if value is None:
-            continue
-        if not isinstance(value, (int, float)):
-            raise ValueError(f"{where}: {name!r}: expected a number, got {value!r:.60}")
-        values[name] = float(value)
-    return values
+    given = {}
+    if not isinstance(record, str):
+        given = {
+            name: get_column(record, name, where, (int, float), required=False)
+            for name in of_dataset
+        }
+    values = of_dataset | _without((), given)
+    return {name: float(value) for name, value in values.items() if value is not None}
 
 
-# -- alpaca
+# -- turns
 
 
-def _is_alpaca(record: dict, spec: DatasetSpec, pairs: bool) -> bool:
-    if not pairs and {"prompt", "response"} & spec.columns.keys():
-        return True
-    if _turns_column(record, spec):
-        return False
-    return "instruction" in record or isinstance(record.get(spec.columns.get("prompt")), str)
+def _message(role: str, content: str) -> dict:
+    return {"role": role, "content": content}
 
 
-def _alpaca_prompt(record, spec: DatasetSpec, where: str) -> list[dict]:
-    columns = spec.columns
-    prompt = get_column(record, columns.get("prompt", "instruction"), where)
-    query = get_column(record, columns.get("query", "input"), where, required=False)
-    history = get_column(record, columns.get("history", "history"), where, list, required=False)
-    messages = []
-    for turn in history or []:
-        if not isinstance(turn, list) or [type(text) for text in turn] != [str, str]:
-            raise ValueError(
-                f"{where}: history: expected a list of [question, answer] pairs of texts"
-            )
-        messages += [_message("user", turn[0]), _message("assistant", turn[1])]
-    return [*messages, _message("user", "\n".join(filter(None, (prompt, query))))]
+def _without(ignored: Collection[str], message: dict) -> dict:
+    """The message without these keys, and without those that are null."""
+    return {k: value for k, value in message.items() if k not in ignored and value is not None}
 
 
-def _alpaca_answer(record, spec: DatasetSpec, where: str) -> list[dict]:
-    answer = get_column(record, spec.columns.get("response", "output"), where)
-    return [_message("assistant", answer)]
+def _first_turn(turns) -> dict:
+    """The first of a list of turns; {} without one."""
+    match turns:
+        case [dict() as first, *_]:
+            return first
+    return {}
 
 
-# -- sharegpt
+def _turns_column(record: dict, spec: DatasetSpec) -> str:
+    """The column with a list of turns."""
+    usual = ("messages", "conversations")
+    given = (column for column in usual if record.get(column) is not None)
+    return spec.columns.get("messages") or next(given, usual[0])
 
 
-def _is_sharegpt(record: dict, spec: DatasetSpec, pairs: bool) -> bool:
-    return _turns_column(record, spec) is not None  # openai is tried before it
+# tags of dataset_info.json -> roles
+_ROLES = {
+    "user_tag": "user",
+    "assistant_tag": "assistant",
+    "system_tag": "system",
+    "observation_tag": "tool",
+    "function_tag": "function_call",
+}
 
 
-def _sharegpt(record, spec: DatasetSpec, where: str) -> list[dict]:
-    default = "conversations" if "conversations" in record else "messages"
-    turns = get_column(record, spec.columns.get("messages", default), where, list)
-    return _sharegpt_turns(turns, spec, where)
-
-
-def _sharegpt_turns(turns: list, spec: DatasetSpec, where: str) -> list[dict]:
-    tags = TAGS | spec.tags
-    roles = {} if spec.tags else {"user": "user", "assistant": "assistant", "tool": "tool"}
-    roles |= {tags[tag]: role for tag, role in _ROLE_TAGS.items()}
-    roles[tags["function_tag"]] = "function_call"
-    messages = []
-    for turn in turns:
-        role = get_column(turn, tags["role_tag"], where)
-        text = get_column(turn, tags["content_tag"], where)
-        if role not in roles:
-            raise ValueError(
-                f"{where}: unknown {tags['role_tag']} {role!r}: expected one of {', '.join(roles)}"
-            )
-        message = _message(roles[role], text)
-        if roles[role] == "function_call":
-            message = _function_call(text, where)
-        messages.append(_other_keys(turn, tags["role_tag"], tags["content_tag"]) | message)
-    return messages
-
-
-def _function_call(text: str, where: str) -> dict:
-    """{"name", "arguments"} or a list of them as JSON text -> an assistant message with tool
-    calls."""
-    calls = parse_json(text, f"{where}: function_call")
-    if not isinstance(calls, list):
-        calls = [calls]
-    return {**_message("assistant", ""), "tool_calls": [_tool_call(call, where) for call in calls]}
-
-
-def _tool_call(call, where: str) -> dict:
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ValueError(
-            f"{where}: a tool call: expected an object with name and arguments, got {call!r:.80}"
-        )
-    arguments = function.get("arguments", {})
-    if isinstance(arguments, str):
-        # OpenAI's own files hold JSON text; chat templates want the object
-        arguments = parse_json(arguments or "{}", f"{where}: arguments of a tool call")
-    outer = call if "function" in call else {"type": "function"}
-    return {**outer, "function": {**function, "arguments": arguments}}
-
-
-# -- OpenAI
-
-
-def _is_openai(record: dict, spec: DatasetSpec, pairs: bool) -> bool:
-    column = _turns_column(record, spec)
-    return column is not None and "role" in _first_turn(record[column]) and not spec.tags
-
-
-def _openai(record, spec: DatasetSpec, where: str) -> list[dict]:
-    turns = get_column(record, spec.columns.get("messages", "messages"), where, list)
-    return _messages(turns, "", spec.tags, where)
-
-
-def _messages(value: str | dict | list, role: str, tags: dict, where: str) -> list[dict]:
-    """A text of `role`, a message of OpenAI's or a list of them, as messages."""
+def _messages(
+    record, column: str, role: str, spec: DatasetSpec, where: str, kind: Any = (str, list)
+) -> list[dict]:
+    """A column with a text of `role`, a turn or a list of them, as messages: with OpenAI's names if
+    the first has a role, else with those of sharegpt; those of dataset_info.json count before
+    both."""
+    value = get_column(record, column, where, kind)
     if isinstance(value, str):
         return [_message(role, value)]
     if isinstance(value, dict):
         value = [value]
-    return [_openai_message(turn, tags, where) for turn in value]
+    tags = TAGS
+    if "role" in _first_turn(value):
+        tags = TAGS | {"role_tag": "role", "content_tag": "content"}
+    tags = tags | spec.tags
+    roles = {tags[tag]: name for tag, name in _ROLES.items()}
+    return [_read_turn(turn, tags, roles, where) for turn in value]
 
 
-def _openai_message(turn, tags: dict, where: str) -> dict:
-    role = get_column(turn, tags.get("role_tag", "role"), where)
-    content_tag = tags.get("content_tag", "content")
-    content = get_column(turn, content_tag, where, (str, list), required=False)
-    blocks = _read_blocks(content, where) if isinstance(content, list) else {}
-    content = blocks.pop("content", content)
-    roles = {tags[tag]: name for tag, name in _ROLE_TAGS.items() if tag in tags}
-    message = _other_keys(turn, tags.get("role_tag", "role"), content_tag)
-    message |= _message(roles.get(role, role), content or "") | blocks
+def _read_turn(turn, tags: dict, roles: dict, where: str) -> dict:
+    role = get_column(turn, tags["role_tag"], where)
+    role = roles.get(role, role)
+    content = get_column(turn, tags["content_tag"], where, (str, list), required=False)
+    message = _without((tags["role_tag"], tags["content_tag"]), turn)
+    message |= _message(role, content or "")
+    if role == "function_call":
+        content = [{"type": "tool_call", "value": content}]
+        message["role"] = "assistant"
+    if isinstance(content, list):
+        message |= _read_blocks(content, where)
+    get_column(message, "reasoning_content", where, required=False)
     if calls := get_column(message, "tool_calls", where, list, required=False):
-        message["tool_calls"] = [_tool_call(call, where) for call in calls]
+        message["tool_calls"] = [_read_call(call, where) for call in calls]
     elif content is None:
         raise ValueError(f"{where}: a message of {role!r} has neither content nor tool_calls")
     return message
@@ -239,27 +125,95 @@ def _read_blocks(blocks: list, where: str) -> dict:
     OpenAI's text blocks, or LLaMA-Factory's {"type": text, reasoning or tool_call, "value"}."""
     texts: dict[str, list[str]] = {"text": [], "reasoning": [], "tool_call": []}
     for block in blocks:
-        kind = block.get("type", "text") if isinstance(block, dict) else None
-        text = block.get("value", block.get("text")) if kind in texts else None
-        if not isinstance(text, str):
-            raise ValueError(
-                f"{where}: content: expected a text or a list of blocks of {', '.join(texts)}; "
-                "only text can be trained on"
-            )
-        texts[kind].append(text)
+        match block:
+            case {"type": "text" | "reasoning" | "tool_call" as kind, "value": str(text)}:
+                texts[kind].append(text)
+            case {"type": "text", "text": str(text)}:
+                texts["text"].append(text)
+            case _:
+                raise ValueError(
+                    f"{where}: content: expected a text or a list of blocks of {', '.join(texts)}; "
+                    "only text can be trained on"
+                )
     message: dict = {"content": "".join(texts["text"])}
     if texts["reasoning"]:
         message["reasoning_content"] = "".join(texts["reasoning"])
-    if texts["tool_call"]:
-        message["tool_calls"] = [parse_json(text, where) for text in texts["tool_call"]]
+    for text in texts["tool_call"]:
+        calls = parse_json(text, f"{where}: a tool call")
+        message.setdefault("tool_calls", []).extend(calls if isinstance(calls, list) else [calls])
     return message
 
 
-# -- prompt and completion
+def _read_call(call, where: str) -> dict:
+    call = _in_frame(call, f"{where}: a tool call")
+    function = call["function"]
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        # OpenAI's own files hold JSON text; chat templates want the object
+        arguments = parse_json(arguments or "{}", f"{where}: arguments of a tool call")
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _in_frame(value, where: str) -> dict:
+    """A tool or a call of one in OpenAI's form. Raises: ValueError for one without a name."""
+    match value:
+        case {"function": {"name": str()}}:
+            return value
+        case {"name": str()}:
+            return {"type": "function", "function": value}
+    raise ValueError(f"{where}: expected an object with a name, got {value!r:.80}")
+
+
+# -- the formats
+
+
+def _is_alpaca(record: dict, spec: DatasetSpec, pairs: bool) -> bool:
+    is_declared = not pairs and not spec.columns.keys().isdisjoint(("prompt", "response"))
+    prompt = record.get(spec.columns.get("prompt"))
+    has_prompt = "instruction" in record or isinstance(prompt, str)
+    return is_declared or (has_prompt and not _is_sharegpt(record, spec, pairs))
+
+
+def _alpaca_prompt(record, spec: DatasetSpec, where: str) -> list[dict]:
+    columns = spec.columns
+    prompt = get_column(record, columns.get("prompt", "instruction"), where)
+    query = get_column(record, columns.get("query", "input"), where, required=False)
+    history = get_column(record, columns.get("history", "history"), where, list, required=False)
+    messages = []
+    for turn in history or []:
+        match turn:
+            case [str(question), str(answer)]:
+                messages += [_message("user", question), _message("assistant", answer)]
+            case _:
+                raise ValueError(
+                    f"{where}: history: expected a list of [question, answer] pairs of texts"
+                )
+    return [*messages, _message("user", "\n".join(filter(None, (prompt, query))))]
+
+
+def _alpaca_answer(record, spec: DatasetSpec, where: str) -> list[dict]:
+    column = spec.columns.get("response", "output")
+    return _messages(record, column, "assistant", spec, where, str)
+
+
+def _is_sharegpt(record: dict, spec: DatasetSpec, pairs: bool) -> bool:
+    return record.get(_turns_column(record, spec)) is not None  # openai is tried before it
+
+
+def _is_openai(record: dict, spec: DatasetSpec, pairs: bool) -> bool:
+    return "role" in _first_turn(record.get(_turns_column(record, spec))) and not spec.tags
+
+
+def _turns(record, spec: DatasetSpec, where: str) -> list[dict]:
+    return _messages(record, _turns_column(record, spec), "", spec, where, list)
+
+
+def _no_turns(record, spec: DatasetSpec, where: str) -> list[dict]:
+    return []
 
 
 def _has_prompt_and_completion(record: dict, spec: DatasetSpec, pairs: bool) -> bool:
-    return "prompt" in record and ("completion" in record or "response" in record)
+    return "prompt" in record and not record.keys().isdisjoint(("completion", "response"))
 
 
 def _has_prompt(record: dict, spec: DatasetSpec, pairs: bool) -> bool:
@@ -267,22 +221,18 @@ def _has_prompt(record: dict, spec: DatasetSpec, pairs: bool) -> bool:
 
 
 def _prompt(record, spec: DatasetSpec, where: str) -> list[dict]:
-    prompt = get_column(record, spec.columns.get("prompt", "prompt"), where, (str, list))
-    return _messages(prompt, "user", {}, where)
+    return _messages(record, spec.columns.get("prompt", "prompt"), "user", spec, where)
 
 
 def _completion(record, spec: DatasetSpec, where: str) -> list[dict]:
     column = "completion" if "completion" in record else "response"
-    return _messages(get_column(record, column, where, (str, list)), "assistant", {}, where)
+    return _messages(record, column, "assistant", spec, where)
 
 
 def is_plain(record, form: str) -> bool:
     """True if prompt and completion are texts, trained without a chat template as by TRL."""
     columns = ("prompt", "completion")
     return form == "prompt-completion" and all(isinstance(record.get(c), str) for c in columns)
-
-
-# -- pairs of whole conversations
 
 
 def _has_whole_conversations(record: dict, spec: DatasetSpec, pairs: bool) -> bool:
@@ -308,6 +258,7 @@ class Format:
 
 
 FORMATS = {
+    "text": Format(lambda record, spec, pairs: _text_column(spec) in record, _no_turns),
     "conversations": Format(
         _has_whole_conversations, _no_turns, in_pairs="the prompt in both answers"
     ),
@@ -318,8 +269,8 @@ FORMATS = {
         "instruction, input, output",
         "instruction, input",
     ),
-    "openai": Format(_is_openai, _openai, alone="messages", in_pairs="messages"),
-    "sharegpt": Format(_is_sharegpt, _sharegpt, alone="conversations", in_pairs="conversations"),
+    "openai": Format(_is_openai, _turns, alone="messages", in_pairs="messages"),
+    "sharegpt": Format(_is_sharegpt, _turns, alone="conversations", in_pairs="conversations"),
     "prompt-completion": Format(
         _has_prompt_and_completion, _prompt, _completion, alone="prompt, completion"
     ),
@@ -333,50 +284,26 @@ def detect_format(record, spec: DatasetSpec, objective: Objective, where: str) -
     Raises: ValueError with the place for a record that the objective cannot use.
     """
     pairs = objective.has_pairs
-    is_object = isinstance(record, dict)
-    got = f"got the columns {sorted(record)}" if is_object else f"got {_kind_of(record)}"
-    expected = f"stage {objective.stage} expects"
-    if objective.joins_documents:
-        column = _text_column(spec)
-        if isinstance(record, str) or (is_object and column in record):
-            return "text"
-        raise ValueError(
-            f"{where}: {expected} the column {column!r} or plain text, {got}: set "
-            "columns: {prompt: <name>} in dataset_info.json, or stage: sft for conversations"
-        )
+    if isinstance(record, str):
+        record = {_text_column(spec): record}
+    get_column(record, "", where, object, required=False)  # refuses all but objects
     columns = {name: row.in_pairs if pairs else row.alone for name, row in FORMATS.items()}
-    usable = [name for name in FORMATS if columns[name]]
-    if pairs:
-        expected += " pairs: the columns chosen and rejected, and"
-    expected += " " + ", ".join(f"{name} ({columns[name]})" for name in usable)
-    other_names = "other names: columns in dataset_info.json"
-    has_pair = is_object and all(spec.columns.get(side, side) in record for side in SIDES)
-    if pairs and not has_pair:
-        raise ValueError(f"{where}: {expected}, {got}; {other_names}")
-    if not is_object:
-        raise ValueError(f"{where}: {expected}, {got}; plain text is for stage: pt")
-    if has_pair and not pairs and not _holds_an_answer(record, spec):
-        raise ValueError(f"{where}: chosen and rejected answers are for stage dpo: {expected}")
-    if spec.formatting:
-        return spec.formatting
-    for name in usable:
-        if FORMATS[name].fits(record, spec, pairs):
-            return name
-    if pairs:
-        raise ValueError(f"{where}: {expected}, got texts without a prompt in {sorted(record)}")
-    hint = "a text column is for stage: pt" if "text" in record else other_names
-    raise ValueError(f"{where}: {expected}, {got}; {hint}")
-
-
-def _holds_an_answer(record: dict, spec: DatasetSpec) -> bool:
-    """True if a record has an answer beside chosen and rejected ones."""
-    if {spec.columns.get("response", "output"), "completion", "response"} & record.keys():
-        return True
-    tags = TAGS | spec.tags
-    turns = record.get(_turns_column(record, spec))
-    last = _first_turn(turns[::-1]) if isinstance(turns, list) else {}
-    role = last.get(tags["role_tag"], last.get("role"))
-    return role in (tags["assistant_tag"], "gpt", "assistant")
+    if objective.joins_documents:
+        columns = {"text": f"the column {_text_column(spec)!r}, or plain text"}
+    usable = [name for name, names in columns.items() if names]
+    needed = {spec.columns.get(side, side) for side in SIDES if pairs}
+    if needed <= record.keys():
+        if spec.formatting in usable:
+            return spec.formatting
+        for name in usable:
+            if FORMATS[name].fits(record, spec, pairs):
+                return name
+    expected = ", ".join(f"{name} ({columns[name]})" for name in usable)
+    raise ValueError(
+        f"{where}: stage {objective.stage} expects {objective.unit}s: {expected}; got the columns "
+        f"{sorted(record)}: texts are for stage: pt, conversations for sft, conversations with the "
+        "columns chosen and rejected for dpo; other names: columns in dataset_info.json"
+    )
 
 
 # -- documents
@@ -431,23 +358,26 @@ def conversations(
     Raises: ValueError with the place for an unusable record.
     """
     row = FORMATS[form]
-    prompt = row.prompt(record, spec, where)
-    answers = {}
-    for side in SIDES if pairs else ():
-        answers[f"{where}: {side}"] = _pair_answer(record, side, spec, form, where)
-    if not pairs:
-        answers[where] = row.answer(record, spec, where)
+    given = get_column(record, "chat_template_kwargs", where, dict, required=False) or {}
+    options = _without((), given)
     column = spec.columns.get("system", "system")
     system = get_column(record, column, where, required=False) or default_system
-    read = []
     tools = _tools(record, spec, where)
-    options = _template_options(record, where)
     plain = not pairs and is_plain(record, form)
-    if plain and (system or tools or options):
+    if plain and any([system, tools, options]):
         raise ValueError(
             f"{where}: prompt and completion are texts, which are trained without a chat template: "
             "there is no place for a system message, tools or chat_template_kwargs: write messages"
         )
+    prompt = row.prompt(record, spec, where)
+    answers = {}
+    for side in SIDES if pairs else ():
+        place = f"{where}: {side}"
+        column = spec.columns.get(side, side)
+        answers[place] = _messages(record, column, "assistant", spec, place, (str, dict, list))
+    if not pairs:
+        answers[where] = row.answer(record, spec, where)
+    read = []
     for place, answer in answers.items():
         messages = [_without(ignored, message) for message in [*prompt, *answer]]
         if system and messages and messages[0]["role"] not in ("system", "developer"):
@@ -459,9 +389,10 @@ def conversations(
         read.append(Conversation(messages, tools, weights, options, plain))
     if pairs:
         chosen, rejected = (conversation.messages for conversation in read)
-        _check_shared_prompt(chosen, rejected, where)
-        if form == "conversations":
-            _check_prompt_column(record, spec, chosen[:-1], where, ignored)
+        prompt = []
+        if form == "conversations" and _has_prompt(record, spec, pairs):
+            prompt = _prompt(record, spec, where)
+        _check_prompts(chosen, rejected, prompt, where)
     return read
 
 
@@ -474,54 +405,42 @@ def _take_weights(messages: list[dict], where: str) -> dict[int, bool]:
     weights = {}
     for number, message in enumerate(messages):
         given = {key: message.pop(key) for key in _WEIGHT_KEYS if key in message}
-        if any(value not in (0, 1) for value in given.values()):
-            raise ValueError(
-                f"{where}: message {number + 1} has {given!r:.80}: expected 0 or 1 (false or true),"
-                " since a message is trained or is not"
-            )
-        values = set(map(bool, given.values()))
-        if len(values) > 1:
-            raise ValueError(f"{where}: message {number + 1} has {given}: expected them to agree")
-        if values:
-            weights[number] = values.pop()
+        for value in given.values():
+            if value not in (0, 1) or weights.setdefault(number, bool(value)) != value:
+                raise ValueError(
+                    f"{where}: message {number + 1} has {given!r:.80}: expected 0 or 1 (false or "
+                    "true), since a message is trained or is not, and the same in each"
+                )
     return weights
 
 
-def _template_options(record, where: str) -> dict:
-    """Variables of the chat template in a record, under TRL's name, without null ones."""
-    column = "chat_template_kwargs"
-    options = get_column(record, column, where, dict, required=False) or {}
-    return {key: value for key, value in options.items() if value is not None}
-
-
+# role -> the roles before it
 _MAY_FOLLOW = {
-    "user": (None, "system", "assistant"),
+    "user": ("the beginning", "system", "developer", "assistant"),
     "assistant": ("user", "tool"),
     "tool": ("assistant", "tool"),
-    "system": (None,),
+    "system": ("the beginning",),
+    "developer": ("the beginning",),
 }
 
 
 def _check_turns(messages: list[dict], where: str) -> None:
-    if not messages:
-        raise ValueError(f"{where}: the conversation has no messages")
-    before = None
+    before = "the beginning"
     for number, message in enumerate(messages, 1):
-        role = "system" if message["role"] == "developer" else message["role"]
+        role = message["role"]
         if role not in _MAY_FOLLOW:
             known = ", ".join(_MAY_FOLLOW)
             raise ValueError(f"{where}: message {number}: unknown role {role!r}: expected {known}")
         if before not in _MAY_FOLLOW[role]:
-            allowed = " or ".join(other or "the beginning" for other in _MAY_FOLLOW[role])
             raise ValueError(
-                f"{where}: message {number} ({role}) follows {before or 'the beginning'}: expected "
-                f"it to follow {allowed}"
+                f"{where}: message {number} ({role}) follows {before}: expected it to follow "
+                f"{' or '.join(_MAY_FOLLOW[role])}"
             )
         before = role
     if before != "assistant":
         raise ValueError(
-            f"{where}: the conversation ends with {before}: expected the assistant to have the "
-            "last word"
+            f"{where}: the conversation ends after {before}: expected the assistant to have the "
+            "last word (pairs of answers are for stage dpo)"
         )
 
 
@@ -530,58 +449,28 @@ def _tools(record, spec: DatasetSpec, where: str) -> list[dict] | None:
     column = spec.columns.get("tools", "tools")
     tools = get_column(record, column, where, (list, str), required=False)
     if isinstance(tools, str):
-        tools = parse_json(tools, f"{where}: {column}") if tools.strip() else None
-    if not tools:
-        return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise ValueError(f"{where}: {column}: expected a list of tool descriptions")
-    return [
-        tool if "function" in tool else {"type": "function", "function": tool} for tool in tools
-    ]
+        read = {column: parse_json(tools.strip() or "null", f"{where}: {column}")}
+        tools = get_column(read, column, where, list, required=False)
+    return [_in_frame(tool, f"{where}: {column}") for tool in tools or ()] or None
 
 
 # -- the answers of a pair
 
 
-def _pair_answer(record, side: str, spec: DatasetSpec, form: str, where: str) -> list[dict]:
-    """A text, a message or a list of messages, as messages."""
-    column = spec.columns.get(side, side)
-    answer = get_column(record, column, where, (str, dict, list))
-    turns = [answer] if isinstance(answer, dict) else answer
-    first = _first_turn(turns)
-    tag = spec.tags.get("role_tag", "from")
-    has_tag = form == "sharegpt" or (tag in first and "role" not in first)
-    if has_tag and not isinstance(answer, str):
-        return _sharegpt_turns(turns, spec, f"{where}: {column}")
-    return _messages(turns, "assistant", spec.tags, f"{where}: {column}")
-
-
-def _check_shared_prompt(chosen: list[dict], rejected: list[dict], where: str) -> None:
-    if chosen[:-1] == rejected[:-1]:
-        return
-    both = enumerate(zip(chosen, rejected, strict=False), 1)
-    shorter = min(len(chosen), len(rejected))
-    number = next((n for n, (one, other) in both if one != other), shorter + 1)
-    raise ValueError(
-        f"{where}: chosen and rejected differ from message {number} on, and have {len(chosen)} and "
-        f"{len(rejected)} messages: expected one prompt, and one answer of each, the last message"
-    )
-
-
-def _check_prompt_column(
-    record, spec: DatasetSpec, before: list[dict], where: str, ignored: Collection[str]
+def _check_prompts(
+    chosen: list[dict], rejected: list[dict], prompt: list[dict], where: str
 ) -> None:
-    """ValueError with the place for a column with another prompt than the pair's."""
-    column = spec.columns.get("prompt", "prompt")
-    prompt = get_column(record, column, where, (str, list), required=False)
-    if isinstance(prompt, list):
-        messages = [_without(ignored, m) for m in _messages(prompt, "user", {}, where)]
-        _take_weights(messages, where)
-        same = messages in (before, [m for m in before if m["role"] != "system"])
-    else:
-        same = not prompt or any(prompt.strip() == m["content"].strip() for m in before)
-    if not same:
+    """ValueError with the place for answers to two prompts, or to another than the column's."""
+    if chosen[:-1] != rejected[:-1]:
+        same = [one == other for one, other in zip(chosen, rejected, strict=False)]
+        raise ValueError(
+            f"{where}: chosen and rejected differ from message {[*same, False].index(False) + 1} "
+            f"on, and have {len(chosen)} and {len(rejected)} messages: expected one prompt, and "
+            "one answer of each, the last message"
+        )
+    texts = ["", *(message["content"].strip() for message in chosen[:-1])]
+    if any(message["content"].strip() not in texts for message in prompt):
         raise ValueError(
             f"{where}: chosen and rejected begin with a prompt of their own, which is not that of "
-            f"the column {column!r}: expected the answers alone, or the same prompt"
+            "the column of the prompt: expected the answers alone, or the same prompt"
         )

@@ -5,7 +5,7 @@
 All of it follows from the seed and a Position, kept in checkpoints. Every rank does the same: it
 reads and tokenises all records, and keeps the rows of its data parallel rank. A resumed run seeks
 the bytes at which its block began, reads that block again, and tokenises the rest of a chunk of
-records. Earlier records are not read, except in compressed, .json, .csv and .parquet files. After
+records. Earlier records are not read, except in compressed, .json and .parquet files. After
 the last record the first follows, in another order; a step may have both.
 """
 
@@ -14,7 +14,7 @@ import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +30,6 @@ from .data_encode import (
     Record,
     Sample,
     Tally,
-    row_spans,
     shifted,
     tokenizer_identity,
 )
@@ -58,55 +57,34 @@ class Position:
     token: int = 0
 
 
-class _Source:
-    """The records of one dataset, again and again. One is read ahead, to recognise the last."""
-
-    def __init__(self, reader: Reader, start: Place):
-        self.reader = reader
-        self.start = start
-
-    def begin(self, place: Place) -> None:
-        self.place = place
-        self._items = self.reader.records(place)
-        self._next = next(self._items)
-
-    def take(self) -> tuple[Record, bool]:
-        """(the next record, True if it is the last)."""
-        record, self.place = self._next
-        self._next = next(self._items, None)
-        return record, self._next is None
-
-
 class _Records:
-    """All records in the order of mix_strategy, pass after pass."""
+    """All records in the order of mix_strategy, pass after pass. One of each dataset is read ahead,
+    to recognise its last. places: of the next records."""
 
     def __init__(self, stream: "TokenStream", position: Position):
         self.stream = stream
-        self.passes = position.passes
-        self.sources = list(map(_Source, stream.readers, stream.starts))
         self._begin_pass(position)
 
     def next_block(self, size: int) -> tuple[Position, list[Record]]:
         """(its position, at most so many records): the last block of a pass has what is left."""
         while True:
             exhausted = tuple(sorted(self.turns.exhausted))
-            begin = Position(self.passes, self.turns.taken, exhausted, self.places())
+            begin = Position(self.passes, self.turns.taken, exhausted, tuple(self.places))
             if block := list(itertools.islice(self._records, size)):
                 return begin, block
-            self.passes += 1
-            self._begin_pass(Position())
-
-    def places(self) -> tuple[Place, ...]:
-        return tuple(source.place for source in self.sources)
+            self._begin_pass(Position(self.passes + 1))
 
     def _begin_pass(self, position: Position) -> None:
-        for source, place in zip(self.sources, position.places or self.stream.starts, strict=True):
-            source.begin(place)
+        stream = self.stream
+        args = stream.args
+        self.passes = position.passes
+        self.places = list(position.places or stream.starts)
+        self._sources = list(map(_with_next, stream.readers, self.places))
         self.turns = Turns(
-            len(self.sources),
-            self.stream.args.mix_strategy,
-            self.stream.args.mix_weights,
-            self.stream.seed,
+            len(self.places),
+            args.mix_strategy,
+            args.mix_weights,
+            stream.seed,
             position.turns,
             position.exhausted,
         )
@@ -114,12 +92,17 @@ class _Records:
 
     def _one_pass(self) -> Iterator[Record]:
         for number in self.turns:
-            source = self.sources[number]
-            record, is_last = source.take()
-            if is_last:
+            (record, self.places[number]), following = next(self._sources[number])
+            if following is None:
                 self.turns.exhausted.add(number)
-                source.begin(source.start)
+                self.places[number] = self.stream.starts[number]
+                self._sources[number] = _with_next(self.stream.readers[number], self.places[number])
             yield record
+
+
+def _with_next(reader: Reader, start: Place) -> Iterator[tuple]:
+    """(a record with the place after it, the next of these or None) of a dataset."""
+    return itertools.pairwise(itertools.chain(reader.records(start), [None]))
 
 
 class TokenStream:
@@ -151,8 +134,8 @@ class TokenStream:
         names = ("mix_strategy", "mix_weights", "disable_shuffling", "buffer_size")
         facts = {name: getattr(args, name) for name in names}
         facts |= {"packs": self.packs, "seed": self.seed, "held out": self.num_held_out}
-        facts["chunk"] = CHUNK_RECORDS
-        facts["tokenizer"] = tokenizer_identity(self.encoder.tokenizer)
+        tokenizer = tokenizer_identity(self.encoder.tokenizer)
+        facts |= {"chunk": CHUNK_RECORDS, "tokenizer": tokenizer}
         for number, reader in enumerate(self.readers):
             spec = reader.spec
             options = self.encoder.options
@@ -181,7 +164,7 @@ class TokenStream:
         if len(block) < count or records.turns.exhausted or not rows:
             reason = "it takes all records of a dataset, or none of them gives a sample"
             refuse("val_size", count, reason, "another val_size, or eval_dataset")
-        self.starts = records.places()
+        self.starts = tuple(records.places)
         return HeldOut(rows)
 
     def loader(self, collate, plan: BatchPlan, state: dict | None, num_workers: int, speaks: bool):
@@ -207,10 +190,7 @@ class TokenStream:
         try:
             position = Position(**state or {})
             places = position.places or self.starts
-            numbers = [position.passes, position.turns, *position.exhausted, position.chunk]
-            numbers += [position.sample, position.token, *itertools.chain(*places)]
-            is_count = all(type(number) is int and number >= 0 for number in numbers)
-            if is_count and list(map(len, places)) == list(map(len, self.starts)):
+            if list(map(len, places)) == list(map(len, self.starts)):
                 return position
         except TypeError:
             pass
@@ -253,15 +233,15 @@ class TokenStream:
         if self._speaks:
             for text, new in tally.counts.items():
                 count = total.counts[text]
-                before = count.number - new.number
-                if not before or len(str(before)) < len(str(count.number)):
+                before = count.number - new.number or ""
+                if len(str(before)) < len(str(count.number)):
                     print(f"stream: {count}, one of them at {new.place}", flush=True)
         total.check(_FEW_RECORDS)
         return samples
 
     def _in_rows(self, samples: Iterator, token: int) -> Iterator[tuple[list[dict], Position]]:
         if self.encoder.joins:
-            return _joined(samples, self.args.cutoff_len + 1, token)
+            return _joined(samples, self.args.cutoff_len, token)
         if self.packs:
             return _packed(samples, self.args.cutoff_len)
         return _one_each(samples)
@@ -288,8 +268,9 @@ def _packed(samples: Iterator, capacity: int) -> Iterator[tuple[list[dict], Posi
         used += length
 
 
-def _joined(samples: Iterator, row_length: int, token: int) -> Iterator:
-    """Rows of row_spans, cut from joined documents; of the first one from a token on."""
+def _joined(samples: Iterator, length: int, token: int) -> Iterator:
+    """Rows of so many inputs, cut from joined documents as by row_spans; of the first one from a
+    token on."""
     tokens = np.zeros(0, np.int32)
     begins: list[tuple[int, Position]] = []  # of the documents: number in tokens, position
     position = Position()
@@ -297,14 +278,14 @@ def _joined(samples: Iterator, row_length: int, token: int) -> Iterator:
         begins.append((len(tokens) - token, position))
         tokens = np.concatenate([tokens, document[token:]])
         token = 0
-        num_full = max(len(tokens) - 1, 0) // (row_length - 1)
-        for start, stop in row_spans(len(tokens), row_length)[:num_full]:
-            while len(begins) > 1 and begins[1][0] < stop:
+        used = max(len(tokens) - 1, 0) // length * length
+        for start in range(0, used, length):
+            stop = start + length
+            while len(begins) > 1 and begins[1][0] <= stop:
                 begins.pop(0)
             begin, first = begins[0]
-            after = dataclasses.replace(first, token=int(stop) - 1 - begin)
-            yield [shifted(tokens[start:stop])], after
-        used = num_full * (row_length - 1)
+            row = shifted(tokens[start : stop + 1])
+            yield [row], dataclasses.replace(first, token=stop - begin)
         tokens = tokens[used:]
         begins = [(begin - used, first) for begin, first in begins]
     if len(tokens) > 1:  # of records that are held out
@@ -326,14 +307,14 @@ class HeldOut(list):
         self.num_trained_tokens = sum(int((row != IGNORE_INDEX).sum()) for row in labels)
 
 
+@dataclasses.dataclass(eq=False)
 class _MicroBatches(IterableDataset):
     """This rank's micro-batches, each with the position after its step."""
 
-    def __init__(self, stream: TokenStream, collate, plan: BatchPlan, position: Position):
-        self.stream = stream
-        self.collate = collate
-        self.plan = plan
-        self.position = position
+    stream: TokenStream
+    collate: Callable
+    plan: BatchPlan
+    position: Position
 
     def __iter__(self) -> Iterator[dict]:
         plan = self.plan

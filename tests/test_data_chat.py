@@ -210,7 +210,7 @@ def test_weights_of_other_turns_and_other_weights_are_refused():
             encode(weighted("weight", 1, value, 1), CHATML)
     messages = weighted("weight", 1, 1, 0)
     assert len(answers([messages[0], messages[1] | {"train": True}, *messages[2:]])) == 2
-    with pytest.raises(ValueError, match="t.json:1: message 2 has .*: expected them to agree"):
+    with pytest.raises(ValueError, match="t.json:1: message 2 has .*the same in each"):
         encode([messages[0], messages[1] | {"train": False}, *messages[2:]], CHATML)
 
 
@@ -325,9 +325,7 @@ def test_chat_template_kwargs_of_a_record_count_before_the_run_s():
     assert turn({"enable_thinking": True}, enable_thinking=False) == hidden
     with pytest.raises(ValueError, match="t.json:1: chat_template_kwargs: 'tokenize': expected va"):
         turn({"tokenize": True})
-    with pytest.raises(
-        ValueError, match="t.json:1: the column 'chat_template_kwargs': expected an"
-    ):
+    with pytest.raises(ValueError, match="t.json:1: 'chat_template_kwargs': expected an"):
         turn("enable_thinking")
     part = toy_tokenizer.encode(
         byte_tokenizer(CHATML), record | {"chat_template_kwargs": {"enable_thinking": False}}
@@ -372,7 +370,7 @@ def load(tmp_path, tokenizer, **keys):
 def test_chat_template_takes_a_name_a_file_or_a_text(tmp_path):
     (tmp_path / "my.jinja").write_text(CHATML.replace("user", "USER"))
     for value, wanted, line in (
-        ("gemma", TEMPLATES["gemma"], "the built-in gemma; the tokenizer has no token <start_of_"),
+        ("gemma", TEMPLATES["gemma"], "the built-in gemma; the tokenizer has no token <end_of_t"),
         (str(tmp_path / "my.jinja"), CHATML.replace("user", "USER"), f"{tmp_path}/my.jinja"),
         (CHATML, CHATML, "the text of chat_template"),
     ):
@@ -393,7 +391,7 @@ def test_a_template_of_llama_factory_is_used_where_the_tokenizer_has_none(tmp_pa
     for name, built_in in BUILT_IN_FOR.items():
         tokenizer = byte_tokenizer(None)
         [line, *_] = load(tmp_path, tokenizer, template=name)
-        assert line.startswith(f"chat template: the built-in {built_in}, for template {name}")
+        assert line.startswith(f"chat template: the built-in {built_in}")
         assert tokenizer.chat_template == TEMPLATES[built_in]
     words = "template alpaca is not built in.*no chat template.*set chat_template to one of"
     with pytest.raises(ValueError, match=words):
@@ -408,15 +406,11 @@ def test_a_template_that_nobody_has_is_refused_with_near_names():
         assert DataArguments(dataset=["a"], template=name).template == name
 
 
-REFUSES_SYSTEM = (
-    "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
-)
-
-
-@pytest.mark.parametrize("name", ["gemma", "mistral"])
-def test_a_system_message_that_a_template_refuses_leads_to_the_built_in_that_takes_it(name):
-    renderer = ChatRenderer(byte_tokenizer(REFUSES_SYSTEM + TEMPLATES[name]))
-    with pytest.raises(ValueError, match=f"here: .*no system; chat_template: {name} takes"):
+def test_a_system_message_that_a_template_refuses_leads_to_another():
+    refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    renderer = ChatRenderer(byte_tokenizer(refuses + TEMPLATES["gemma"]))
+    with pytest.raises(ValueError, match="here: .*no system: set chat_template"):
         renderer.render(Conversation(PLAIN), "answers", "here")
-    renderer = ChatRenderer(byte_tokenizer(TEMPLATES[name]))
-    assert renderer.render(Conversation(PLAIN), "answers", "here")
+    for name in ("gemma", "mistral"):
+        renderer = ChatRenderer(byte_tokenizer(TEMPLATES[name]))
+        assert renderer.render(Conversation(PLAIN), "answers", "here")

@@ -140,14 +140,7 @@ def test_a_text_file_is_a_document_a_line_or_as_a_whole(tmp_path):
         bundle = load(tmp_path, [str(texts)], **keys)
         tokenizer = byte_tokenizer()
         found[sample_by] = [tokenizer.decode(d["input_ids"].tolist()) for [d] in bundle.train]
-        said = [line for line in bundle.report if f"(sample_by: {sample_by})" in line]
-        assert len(said) == 1 and "of a .txt file" in said[0]
     assert found == {"line": ["ab", "cd", "e"], "document": ["ab\n\ncd", "e"]}
-
-
-def test_what_a_text_files_document_is_has_no_effect_without_one(tmp_path):
-    bundle = load(tmp_path, write(tmp_path, (3,)), sample_by="document")
-    assert sum("sample_by: no effect, since it has no .txt file" in x for x in bundle.report) == 1
 
 
 def test_a_text_file_that_cannot_be_read_is_left_out_as_a_whole(tmp_path):

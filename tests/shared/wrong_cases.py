@@ -437,7 +437,7 @@ def data() -> Iterator[Case]:
         files = {"chat.jsonl": f"{CHAT}\n{CHAT}\n" + str(lines[name])}
         yield Case(f"data/third/{name}", ("chat.jsonl", "3"), words=_trained(), files=files)
     kinds = {
-        "table.csv": b"\xff\xfe",
+        "table.txt": b"\xff\xfe",
         "table.parquet": b"PAR1",
         "table.arrow": b"ARROW",
         "table.xlsx": b"x",
