@@ -139,7 +139,7 @@ def _within_layers(args, config, sample: int) -> float:
     """Bytes sent by a rank in a step for tensor, context, expert and pipeline parallelism."""
     from .plan_memory import RankSizes
 
-    r = RankSizes.of(config)
+    r = RankSizes(config)
     layers = config.num_layers / r.pp
     tokens = args.micro_batch_size * sample / r.cp
     hidden = tokens * r.h * r.w
