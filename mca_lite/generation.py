@@ -8,7 +8,7 @@ import copy
 import re
 import shutil
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -304,33 +304,32 @@ def _generation_config(model, stop: list[int], decoding: Decoding):
     return config
 
 
-def stream(
-    model, tokenizer, prompt: list[int], decoding: Decoding, write: Callable[[str], None]
-) -> None:
-    """Answer one prompt, and call `write` with each piece of text once it is there. Ctrl-C ends the
-    answer."""
+def stream(model, tokenizer, prompt: list[int], decoding: Decoding) -> str:
+    """Answer one prompt, and print each word once it is there -> the text. Ctrl-C ends it."""
     stop = stop_ids(model, tokenizer)
-    streamer = _Streamer(tokenizer, stop, write)
+    streamer = _Streamer(tokenizer, stop)
     try:
         continuations(model, [prompt], stop, decoding, streamer=streamer)
     except KeyboardInterrupt:
         streamer.end()
+    return streamer.text
 
 
 class _Streamer(TextStreamer):
     """Whole words of an answer, without the prompt and the end token."""
 
-    def __init__(self, tokenizer, stop: list[int], write: Callable[[str], None]):
+    def __init__(self, tokenizer, stop: list[int]):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self._stop = stop
-        self._write = write
+        self.text = ""
 
     def put(self, value) -> None:
         if self.next_tokens_are_prompt or int(value[0]) not in self._stop:
             super().put(value)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        self._write(text)
+        print(printable(text), end="", flush=True)
+        self.text += text
 
 
 # -- answers in an evaluation
