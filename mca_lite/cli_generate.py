@@ -233,21 +233,16 @@ def _result(rows: list[dict], name: str) -> str:
 def _samples(arguments, file: str | None, model, tokenizer) -> list[tuple[list[int], str | None]]:
     """(token ids of the prompt, the expected answer if there is one) of a file, else of the
     evaluation set as training reads it: its last answer with loss is the expected one."""
-    from .generation import last_turn, stop_ids, until_stop
+    from .generation import turns_of
 
     stage = arguments.finetuning.stage
     if file is not None:
         return _of_file(file, tokenizer, arguments.data)
     if OBJECTIVES[stage].joins_documents:
         refuse("stage", stage, "its documents have no answers", "--file prompts.jsonl")
-    stop = stop_ids(model, tokenizer)
     evaluated = _evaluation_set(arguments, tokenizer)
-    samples = []
-    for number in range(len(evaluated)):
-        prompt, answer = last_turn(evaluated[number][0])  # of a pair the chosen one
-        expected = tokenizer.decode(until_stop(answer, stop), skip_special_tokens=True)
-        samples.append((prompt, expected))
-    return samples
+    turns = turns_of(evaluated, range(len(evaluated)), model, tokenizer)
+    return [(prompt, answer) for _, prompt, answer in turns]
 
 
 def _evaluation_set(arguments, tokenizer):
