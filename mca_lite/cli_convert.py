@@ -127,50 +127,15 @@ def verify(src: str, dst: str, adapter: str | None = None) -> str:
     ValueError if it is more than rounding."""
     import torch
 
+    vocab_size = read_json(Path(dst) / HF_CONFIG_NAME)["vocab_size"]
+    tokens = torch.randint(0, vocab_size, (2, 16), generator=torch.Generator().manual_seed(0))
+    tolerance = 1e-4
     if adapter is not None:
-        return _verify_merged(src, dst, adapter)
-    checkpoint, other = (src, dst) if (Path(src) / "dist").is_dir() else (dst, src)
-    models = _load(Path(checkpoint), torch.float32).eval()
-    tokens = _tokens(models.config.vocab_size)
-    with torch.no_grad():
-        logits = models.gather_logits(models(tokens))
-        return _compare(logits, _hf_model(other)(tokens).logits, src, dst, 1e-4)
-
-
-def _verify_merged(src: str, dst: str, adapter: str) -> str:
-    import torch
-
-    from . import lora_files
-
-    model = _hf_model(src)
-    merged = _hf_model(dst)
-    vocab_size, old = (m.get_input_embeddings().weight.shape[0] for m in (merged, model))
-    if vocab_size > old:  # the adapter brings the new rows
-        model.resize_token_embeddings(vocab_size, mean_resizing=False)
-    source = lora_files.AdapterSource(adapter)
-    with torch.no_grad():
-        for name in source.whole_weights():
-            model.get_parameter(name).copy_(source.read(name))
-        model = lora_files.load_adapter(model, adapter, dropout=0.0).eval()
-        tokens = _tokens(vocab_size)
         # the merged weights are rounded to their dtype, each by up to half of its eps
-        tolerance = max(1e-4, 10 * torch.finfo(_dtype_of(Path(dst))).eps)
-        return _compare(model(tokens).logits, merged(tokens).logits, src, dst, tolerance)
-
-
-def _hf_model(folder: str):
-    from .model import load_torch_model  # supports types that transformers lacks
-
-    return load_torch_model(folder).eval()
-
-
-def _tokens(vocab_size: int):
-    import torch
-
-    return torch.randint(0, vocab_size, (2, 16), generator=torch.Generator().manual_seed(0))
-
-
-def _compare(one, other, src: str, dst: str, tolerance: float) -> str:
+        tolerance = max(tolerance, 10 * torch.finfo(_dtype_of(Path(dst))).eps)
+    with torch.no_grad():
+        one = _logits(src, tokens, vocab_size, adapter)
+        other = _logits(dst, tokens, vocab_size)
     difference = float((one - other).abs().max())
     largest = float(other.abs().max())
     if not difference <= tolerance * max(largest, 1.0):
@@ -179,6 +144,27 @@ def _compare(one, other, src: str, dst: str, tolerance: float) -> str:
             f"use {dst}"
         )
     return f"verified: the logits differ by at most {difference:.1e}, of {largest:.1e}"
+
+
+def _logits(folder: str, tokens, vocab_size: int, adapter: str | None = None):
+    """The logits of a folder's model in float32, of an adapter beside its weights too."""
+    import torch
+
+    from . import lora_files
+    from .model import load_torch_model  # supports types that transformers lacks
+
+    if (Path(folder) / "dist").is_dir():
+        models = _load(Path(folder), torch.float32).eval()
+        return models.gather_logits(models(tokens))
+    model = load_torch_model(folder).eval()
+    if adapter is not None:
+        if vocab_size > model.config.vocab_size:  # the adapter brings the new rows
+            model.resize_token_embeddings(vocab_size, mean_resizing=False)
+        source = lora_files.AdapterSource(adapter)
+        for name in source.whole_weights():
+            model.get_parameter(name).copy_(source.read(name))
+        model = lora_files.load_adapter(model, adapter, dropout=0.0).eval()
+    return model(tokens).logits
 
 
 def _refuse_full(dst: Path) -> None:
@@ -275,17 +261,15 @@ def _dtype_of(folder: Path):
     """The torch.dtype in a folder's config: float32, bfloat16 or float16."""
     import torch
 
-    name = "float32"
     if (folder / MCA_CONFIG_NAME).is_file() and not is_of_mcore_adapter(folder):
         values = read_json(folder / MCA_CONFIG_NAME)
-        half = {"bf16": "bfloat16", "fp16": "float16"}
-        name = next((dtype for key, dtype in half.items() if values.get(key)), name)
-    elif (folder / HF_CONFIG_NAME).is_file():
-        values = read_json(folder / HF_CONFIG_NAME)
-        name = values.get("dtype") or values.get("torch_dtype") or name
-    else:
+        half = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        return next((dtype for key, dtype in half.items() if values.get(key)), torch.float32)
+    if not (folder / HF_CONFIG_NAME).is_file():
         reason = f"it has no {HF_CONFIG_NAME}, and is no checkpoint"
         refuse("SRC", str(folder), reason, "a folder in Hugging Face's format, or a checkpoint's")
+    values = read_json(folder / HF_CONFIG_NAME)
+    name = values.get("dtype") or values.get("torch_dtype") or "float32"
     if name not in ("float32", "bfloat16", "float16"):
         raise ValueError(
             f"{folder}: dtype {name} in {HF_CONFIG_NAME}, expected float32, bfloat16 or float16"
@@ -306,17 +290,17 @@ def _copy_side_files(sources: list[Path], dst: Path) -> str:
     files that were copied or left."""
     lines = ""
     for folder in dict.fromkeys(sources):
-        there = [folder / name for name in _SIDE_FILES if os.path.lexists(folder / name)]
-        leaving = [path for path in there if not lies_in(path, folder)]
-        new = [path for path in there if path not in leaving and not (dst / path.name).exists()]
-        for path in new:
-            write_file(dst / path.name, path.read_bytes())
-        report = {
-            "copied": new,
-            "left, since links leave the folder": leaving,
-            "left: code is never copied": sorted(folder.glob("*.py")),
-        }
-        for words, paths in report.items():
-            if paths:
-                lines += f"\n{folder}: {', '.join(path.name for path in paths)} {words}"
+        report = {"copied": [], "left: code, or a link out of the folder": []}
+        copied, left = report.values()
+        left += sorted(path.name for path in folder.glob("*.py"))
+        for name in _SIDE_FILES:
+            path = folder / name
+            if os.path.lexists(path) and not lies_in(path, folder):
+                left.append(name)
+            elif path.exists() and not (dst / name).exists():
+                write_file(dst / name, path.read_bytes())
+                copied.append(name)
+        for words, names in report.items():
+            if names:
+                lines += f"\n{folder}: {', '.join(names)} {words}"
     return lines
