@@ -32,7 +32,6 @@ from .log import format_summary, steps_summary
 from .model_config import grow
 from .plan_memory import ModelTensors
 from .run import Plan, data_summary, make_plan
-from .trainer_events import read_step
 
 # -- the data
 
@@ -357,6 +356,7 @@ class _Planned:
 
     dp_rank = 0
     dp_size = 1
+    counts_tokens = False
 
     def __init__(self, plan: Plan, dp_rank: int):
         self.args = plan.arguments.training
@@ -426,7 +426,7 @@ def _first_batches_of(trainer) -> list[tuple[int, int]]:
         loader = data.loader(trainer.data_collator, batches, None, num_workers=0, speaks=False)
     else:
         loader = make_loader(data, trainer.data_collator, batches)
-    step = read_step(trainer, iter(loader), batches, 0)[0]
+    step = trainer.read_step(iter(loader), batches, 0)[0]
     return [tuple(batch["input_ids"].shape) for batch in step]
 
 

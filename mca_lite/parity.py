@@ -89,7 +89,7 @@ def compare(plan: run.Plan) -> list[Row]:
     trainer.create_optimizer()
     if getattr(trainer, "reference", None) == "cached":
         trainer.reference = "adapter"  # the same model, for these pairs alone
-    batches, length = _first_step(trainer)
+    batches, length = trainer.first_step()  # with the log-probabilities of a reference
     part = _Part(trainer, batches[0])
     shares = parallel.gather(part.share(batches, _run(trainer, batches, length)))
     sent = part.outputs_and_logits(batches[0])
@@ -118,20 +118,10 @@ def _fill_adapters(model, plan: run.Plan) -> None:
     lora.fill_adapters(model, draw)
 
 
-def _first_step(trainer) -> tuple[list[dict], int]:
-    """(this rank's micro-batches of the first step, with those of a reference; their length)"""
-    plan = trainer.plan_batches(trainer.train_dataset)
-    loader = iter(trainer._train_loader(plan, 0, 0))
-    batches, length, _ = trainer._get_step_iterator_and_seq_length(loader, plan, 0)
-    return trainer._prepare_micro_batches(batches, length), length
-
-
 def _run(trainer, batches: list[dict], length: int) -> list[list[float]]:
     """(sum, count) of each micro-batch's loss, [] before the last pipeline stage. The gradients
     stay in the backend."""
-    trainer.backend.train_mode(True)
-    trainer.backend.weigh_router_losses(batches, trainer._count_of_loss)
-    metrics = trainer.backend.forward_backward(trainer.forward_step, batches, length)
+    metrics = trainer.compute_gradients(batches, length)
     return [of_batch[trainer.metrics_keys[0]].tolist() for of_batch in metrics]
 
 
@@ -341,7 +331,7 @@ def _plain_trainer(plan: run.Plan, trainer, bf16: bool):
         backend=TorchBackend(model, arguments.training),
         **make.own_keywords(arguments, None),
     )
-    plain._micro_batch_weight = trainer._micro_batch_weight
+    plain.micro_batch_weight = trainer.micro_batch_weight
     plain.backend.expect_weighted_losses()
     return plain
 
@@ -372,7 +362,7 @@ def _plain_step(plan: run.Plan, trainer, batches: list[dict], places, dtype: tor
 @torch.no_grad()
 def _plain_logits(trainer, batch: dict, places: torch.Tensor) -> torch.Tensor:
     """[places, V] of the first row, on the CPU."""
-    inputs = trainer._prepare_train_inputs(iter([batch]))
+    inputs = trainer.inputs_of(batch)
     device = parallel.device()
     ids = inputs["input_ids"][:1]
     positions = inputs["position_ids"][:1]

@@ -24,7 +24,15 @@ from .backend_megatron import MegatronBackend
 from .backend_torch import TorchBackend
 from .batch import Targets, pack, packed_row, pad, split
 from .callbacks import StopSignals, TrainerCallback, TrainerControl, TrainerState
-from .data_batches import BatchPlan, Collator, Limits, make_loader, samples_of
+from .data_batches import (
+    BatchPlan,
+    Collator,
+    Limits,
+    check_batch,
+    count_tokens,
+    make_loader,
+    samples_of,
+)
 from .data_stream import TokenStream
 from .files import IGNORE_INDEX, replacing
 from .log import ModelWork, Report, model_work, run_summary
@@ -40,7 +48,6 @@ from .trainer_events import (
     callbacks_of,
     check_given,
     check_hooks,
-    read_step,
     steady_host,
 )
 from .trainer_nonfinite import FiniteGuard
@@ -75,7 +82,7 @@ class McaTrainer:
     metrics_keys = ["loss"]
     documents_per_sample = 1
     _reference_model = None  # a second model, run forward only on each batch
-    _micro_batch_weight = 1.0  # in the mean over micro-batches; some may be empty
+    micro_batch_weight = 1.0  # in the mean over micro-batches; some may be empty
     limits = Limits()  # of the model: ids and positions of the data
     answers: Any = None  # of predict_with_generate: set by generation.Answers
     _loss_of_logits = None  # a subclass's method: loss_tokens.Logits -> losses of tokens
@@ -198,9 +205,7 @@ class McaTrainer:
         self._prepare_updates()
         micro_batches = self._prepare_micro_batches(list(data_iterator), seq_length)
         self.guard.start_step(micro_batches)
-        self.backend.train_mode(True)
-        self.backend.weigh_router_losses(micro_batches, self._count_of_loss)
-        metrics = self.backend.forward_backward(self.forward_step, micro_batches, seq_length)
+        metrics = self.compute_gradients(micro_batches, seq_length)
         for _ in micro_batches[1:]:
             self.notify("on_substep_end")
         self.notify("on_pre_optimizer_step")
@@ -212,12 +217,26 @@ class McaTrainer:
         total, count = self.new_numbers(metrics).vector[:2]
         return total / count.clamp(min=1), metrics, int(not updated), grad_norm, num_zeros
 
+    def compute_gradients(self, micro_batches: list[dict], seq_length: int) -> list[dict]:
+        """Leave the gradients of micro-batches in the backend -> metrics of each, [] on pipeline
+        stages before the last. Collective."""
+        self.backend.train_mode(True)
+        self.backend.weigh_router_losses(micro_batches, self._count_of_loss)
+        return self.backend.forward_backward(self.forward_step, micro_batches, seq_length)
+
+    def first_step(self) -> tuple[list[dict], int]:
+        """This rank's micro-batches of the first step, ready for compute_gradients, and their
+        length. Collective."""
+        plan = self.plan_batches(self.train_dataset)
+        batches, length, _ = self.read_step(iter(self.get_train_dataloader()), plan, 0)
+        return self._prepare_micro_batches(batches, length), length
+
     # -- the objective
 
     def forward_step(self, data_iterator: Iterator, model):
         """megatron's contract: one micro-batch through one chunk -> (output, loss_func)."""
         batch = self._arranged(next(data_iterator))
-        inputs = self._prepare_train_inputs(iter([batch]))
+        inputs = self.inputs_of(batch)
         of_rank = self.backend.loss_columns(batch)
         return model(**inputs), self.guard.mark(self._pre_compute_loss(of_rank, inputs))
 
@@ -242,6 +261,10 @@ class McaTrainer:
         if self.args.sequence_packing:
             batch = self._packing_sequence(batch)
         return self.backend.model_inputs(self._arranged(batch))
+
+    def inputs_of(self, batch: dict) -> dict[str, Any]:
+        """A micro-batch as the model takes it, on this rank."""
+        return self._prepare_train_inputs(iter([batch]))
 
     def _packing_sequence(self, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
         """A batch [b, s] as one row [1, t] in thd format: input_ids, labels, cu_seqlens and
@@ -280,7 +303,7 @@ class McaTrainer:
             metrics["mtp_loss"] = torch.stack([more.detach(), (ahead != IGNORE_INDEX).sum()])
             total = total + self.backend.predicts_ahead * more
         total, count = self.backend.over_context_parallel(total, count)
-        return total * self._micro_batch_weight, count.int(), metrics
+        return total * self.micro_batch_weight, count.int(), metrics
 
     def _count_of_loss(self, batch: dict) -> int:
         """The count that _post_compute_loss will give for a whole micro-batch."""
@@ -339,18 +362,45 @@ class McaTrainer:
             return dataset.loader(self.data_collator, plan, position, workers, speaks)
         return make_loader(dataset, self.data_collator, plan, epoch, step, num_workers=workers)
 
+    def read_step(self, loader: Iterator, plan: BatchPlan, step: int):
+        """_get_step_iterator_and_seq_length, for others than the loop."""
+        return self._get_step_iterator_and_seq_length(loader, plan, step)
+
     def _get_step_iterator_and_seq_length(self, loader: Iterator, plan: BatchPlan, step: int):
-        """(this rank's micro-batches of the step, their length, the step's Numbers with its
-        counts). Collective where the layout wants one length on all ranks."""
-        numbers = self.new_numbers()
-        batches, counts = read_step(self, loader, plan, step)
-        if self.backend.counts_tokens:
-            numbers.set_counts(*counts)
+        """(this rank's micro-batches of the step, padded to one length; the length; the step's
+        Numbers with its counts). Collective where the layout wants one length on all ranks."""
+        watchdog.note("reading data", self.state.global_step)
+        batches = [next(loader) for _ in range(plan.num_micro_batches(step))]
+        if "data_position" in batches[-1]:  # of a stream
+            self.state.data_position = batches[-1]["data_position"]
+        batches, numbers = self._arrange_step(batches)
+        watchdog.note("running the model")
         if not self.args.calculate_per_token_loss:
             # empty micro-batches have no part in the mean over micro-batches
             filled = math.ceil(plan.num_samples_of(step) / plan.micro_batch_size)
-            self._micro_batch_weight = len(batches) * plan.dp_size / filled
+            self.micro_batch_weight = len(batches) * plan.dp_size / filled
         return batches, max(b["input_ids"].shape[1] for b in batches), numbers
+
+    def _arrange_step(self, batches: list[dict]) -> tuple[list[dict], Numbers]:
+        """The data collator's batches of a step, arranged, and its Numbers. Collective as
+        read_step."""
+        # a row may have several documents, numbered by its attention_mask
+        numbered = self.args.sequence_packing or self.documents_per_sample > 1
+        batches = [check_batch(batch, numbered, self.limits) for batch in batches]
+        counts = [count_tokens(batch) for batch in batches]
+        # the schedule needs a multiple: others of the same shape follow, without loss and counted
+        # as padding
+        missing = -len(batches) % self.backend.micro_batch_multiple
+        nothing = torch.zeros_like(batches[0]["labels"])
+        empty = {**batches[0], "labels": nothing + IGNORE_INDEX, "attention_mask": nothing}
+        batches = [self._arrange(batch) for batch in batches + missing * [empty]]
+        longest = self.backend.common_length(max(b["input_ids"].shape[1] for b in batches))
+        batches = [self._to_length(batch, longest) for batch in batches]
+        numbers = self.new_numbers()
+        if self.backend.counts_tokens:
+            positions = sum(b["input_ids"].numel() for b in batches)
+            numbers.set_counts(*map(sum, zip(*counts, strict=True)), positions)
+        return batches, numbers
 
     def _arrange(self, batch: dict) -> dict:
         """A checked batch as the model takes it: rows of a document each, or one packed row."""

@@ -38,7 +38,7 @@ from .files import HF_CONFIG_NAME, describe_error, read_json, resolve_folder, wr
 from .tables import LOSSES, METRICS, OBJECTIVES, REFERENCES, Responses
 from .trainer import McaTrainer
 from .trainer_evaluation import sum_documents
-from .trainer_events import arrange, check_given
+from .trainer_events import check_given
 
 # most micro-batches and tokens of a forward pass of the reference: with fewer a GPU waits for the
 # host's launches, with more it may need more memory than training
@@ -476,7 +476,7 @@ class DPOTrainer(McaTrainer):
         pairs. Takes micro-batches of get_train_dataloader() too."""
         micro_batches = list(data_iterator)
         if any("padding_mask" not in batch for batch in micro_batches):
-            micro_batches, _ = arrange(self, micro_batches)
+            micro_batches, _ = self._arrange_step(micro_batches)
             seq_length = max(batch["input_ids"].shape[1] for batch in micro_batches)
         answer = super().training_step(models, micro_batches, seq_length)
         _, metrics, is_skipped, *_ = answer  # a skipped step's numbers may not be finite

@@ -161,7 +161,7 @@ class Evaluator:
         batches = iter(loader)
         self.backend.train_mode(False)
         for step in range(plan.steps_per_epoch):
-            yield step, *trainer._get_step_iterator_and_seq_length(batches, plan, step)
+            yield step, *trainer.read_step(batches, plan, step)
         trainer.loaders["eval_dataloader"] = None
         self.backend.train_mode(True)
 
@@ -201,7 +201,7 @@ class Evaluator:
 
         def step(data_iterator, model):
             batch = next(data_iterator)
-            inputs = self.trainer._prepare_train_inputs(iter([batch]))
+            inputs = self.trainer.inputs_of(batch)
             given = inputs if with_labels else {**inputs, "labels": None}
 
             def finish(output):  # megatron's contract: a loss, a count, and the result

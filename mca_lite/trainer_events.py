@@ -8,7 +8,7 @@ import contextlib
 import gc
 import inspect
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,11 +27,10 @@ from .callbacks import (
     export_states,
     raise_flags,
 )
-from .data_batches import BatchPlan, check_batch, count_tokens
-from .files import IGNORE_INDEX, TRAINER_STATE_NAME
+from .files import TRAINER_STATE_NAME
 from .log import ModelWork, Throughput, peak_memory_gib
 
-# -- micro-batches and numbers of a step
+# -- numbers of a step
 
 _COUNTS = 3
 _STEPS_PER_LOOK = 1000  # for garbage of all ages
@@ -138,42 +137,6 @@ class RunSums:
             return None
         sums = self._window.vector.tolist()
         return {"metrics": self._window.keys, "sums": sums, "skipped": self._skipped}
-
-
-def read_step(
-    trainer, loader: Iterator, plan: BatchPlan, step: int
-) -> tuple[list[dict], tuple[int, int, int]]:
-    """(this rank's micro-batches of a step, padded to one length; their tokens, squared document
-    lengths and positions)."""
-    watchdog.note("reading data", trainer.state.global_step)
-    batches = [next(loader) for _ in range(plan.num_micro_batches(step))]
-    found = arrange(trainer, batches)
-    if "data_position" in batches[-1]:  # of a stream
-        trainer.state.data_position = batches[-1]["data_position"]
-    watchdog.note("running the model")
-    return found
-
-
-def arrange(trainer, batches: list[dict]) -> tuple[list[dict], tuple[int, int, int]]:
-    """The result of read_step for the batches of a data collator. Collective in layouts with one
-    length on all ranks."""
-    backend = trainer.backend
-    # a row may have several documents, numbered by its attention_mask
-    numbered = trainer.args.sequence_packing or trainer.documents_per_sample > 1
-    batches = [check_batch(batch, numbered, trainer.limits) for batch in batches]
-    counts = [count_tokens(batch) for batch in batches]
-    # the schedule needs a multiple: others of the same shape follow, without loss and counted as
-    # padding
-    if missing := -len(batches) % backend.micro_batch_multiple:
-        nothing = torch.zeros_like(batches[0]["labels"])
-        empty = {**batches[0], "labels": nothing + IGNORE_INDEX, "attention_mask": nothing}
-        batches += [empty] * missing
-    batches = [trainer._arrange(batch) for batch in batches]
-    longest = backend.common_length(max(batch["input_ids"].shape[1] for batch in batches))
-    batches = [trainer._to_length(batch, longest) for batch in batches]
-    tokens = sum(tokens for tokens, _ in counts)
-    squared_lengths = sum(squares for _, squares in counts)
-    return batches, (tokens, squared_lengths, sum(b["input_ids"].numel() for b in batches))
 
 
 # -- between steps

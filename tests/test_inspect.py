@@ -255,14 +255,13 @@ def real(keys: dict) -> dict:
 
     from mca_lite import lora, parallel, run
     from mca_lite.args import parse_args
-    from mca_lite.trainer_events import read_step
     from mca_lite.weights_convert import own_parameters
 
     plan = run.make_plan(parse_args(small_runs.words_of(keys)))
     parallel.initialize(plan.arguments.training)
     trainer = run.build_trainer(plan)
     batches = trainer.plan_batches(trainer.train_dataset)
-    step = read_step(trainer, iter(trainer.get_train_dataloader()), batches, 0)[0]
+    step = trainer.read_step(iter(trainer.get_train_dataloader()), batches, 0)[0]
     own = own_parameters(trainer.model).items()
     held = {key: tuple(p.shape) for key, p in own if ".lora." not in key[0]}
     for piece in lora.pieces_of(trainer.model):

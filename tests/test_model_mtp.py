@@ -155,7 +155,7 @@ def reference(path: str, out: str, **changes) -> list:
                 name: torch.stack([torch.as_tensor(x).detach().float() for x in pair])
                 for name, pair in pairs.items()
             }
-            total = (main + FACTOR / COUNT * more) * self._micro_batch_weight
+            total = (main + FACTOR / COUNT * more) * self.micro_batch_weight
             return total, count.int(), metrics
 
     models = []
