@@ -7,7 +7,7 @@ python -m mca_lite convert SRC DST [options]
     SRC a Hugging Face folder or hub name, with --merge ADAPTER, the folder of a PEFT adapter of it,
     or a checkpoint with adapters:         DST becomes a Hugging Face folder
     The tokenizer's files and generation_config.json are copied, of a checkpoint without them from
-    the model that it was trained from; code (*.py) is not
+    the model that it was trained from; code (*.py) and links elsewhere are not
 """
 
 import os
@@ -64,7 +64,7 @@ def _convert(options) -> None:
 
 
 def convert(src: str, dst: Path, max_shard_size: str = "5GB") -> str:
-    """Write `src` in the other format into `dst` -> lines of a report.
+    """Write `src` in the other format into `dst` -> a line to print.
 
     ValueError if dst is not empty, or src is in neither format or damaged."""
     _refuse_full(dst)
@@ -80,8 +80,8 @@ def convert(src: str, dst: Path, max_shard_size: str = "5GB") -> str:
         _refuse_damage(folder)
         models = _load(folder)
         weights_convert.export_hf(models, dst, max_shard_size, beside=False)
-        lines = _copy_side_files([folder, Path(models.config.name_or_path or src)], dst)
-        return f"{src}, a checkpoint, is now {dst} in Hugging Face's format{lines}"
+        _copy_side_files([folder, Path(models.config.name_or_path or src)], dst)
+        return f"{src}, a checkpoint, is now {dst} in Hugging Face's format"
     refusal = why_mcore_adapters(folder)
     if refusal:
         refuse("SRC", src, *refusal)
@@ -89,13 +89,13 @@ def convert(src: str, dst: Path, max_shard_size: str = "5GB") -> str:
     dst.mkdir(parents=True, exist_ok=True)
     ckpt.write_weights(dst, MegatronSnapshot(models), "megatron", models.config.hf_config)
     shutil.copyfile(folder / HF_CONFIG_NAME, dst / HF_CONFIG_NAME)
-    lines = _copy_side_files([folder], dst)
-    return f"{src} is now {dst}, a checkpoint that any layout loads{lines}"
+    _copy_side_files([folder], dst)
+    return f"{src} is now {dst}, a checkpoint that any layout loads"
 
 
 def merge(src: str, adapter: Path, dst: Path, max_shard_size: str = "5GB") -> str:
-    """Write the Hugging Face model `src` with the adapter in its weights into `dst` -> lines of a
-    report.
+    """Write the Hugging Face model `src` with the adapter in its weights into `dst` -> a line to
+    print.
 
     W + scale * B A in float32, then in the dtype of W; host memory is one shard. ValueError if dst
     is not empty, src is no such model, or the adapter is damaged or of another model."""
@@ -116,8 +116,8 @@ def merge(src: str, adapter: Path, dst: Path, max_shard_size: str = "5GB") -> st
     tensors = ((name, change(name, base.read(name))) for name in base.in_file_order())
     weights_files.write_safetensors(tensors, dst, max_shard_size)
     weights_files.write_hf_config(config, str(base.folder), dst, _dtype_of(base.folder))
-    lines = _copy_side_files([adapter, base.folder], dst)
-    return f"{src} with the adapter {adapter} in its weights is now {dst}{lines}"
+    _copy_side_files([adapter, base.folder], dst)
+    return f"{src} with the adapter {adapter} in its weights is now {dst}"
 
 
 def verify(src: str, dst: str, adapter: str | None = None) -> str:
@@ -285,22 +285,10 @@ def _refuse_damage(folder: Path) -> None:
         raise ValueError(f"{folder} is damaged: {'; '.join(damage[:3])}")
 
 
-def _copy_side_files(sources: list[Path], dst: Path) -> str:
-    """Copy a model's further files, of each name the first -> lines of a report: a folder, and the
-    files that were copied or left."""
-    lines = ""
-    for folder in dict.fromkeys(sources):
-        report = {"copied": [], "left: code, or a link out of the folder": []}
-        copied, left = report.values()
-        left += sorted(path.name for path in folder.glob("*.py"))
+def _copy_side_files(sources: list[Path], dst: Path) -> None:
+    """Copy a model's further files, of each name the first that is no link out of its folder."""
+    for folder in sources:
         for name in _SIDE_FILES:
             path = folder / name
-            if os.path.lexists(path) and not lies_in(path, folder):
-                left.append(name)
-            elif path.exists() and not (dst / name).exists():
+            if lies_in(path, folder) and not (dst / name).exists():
                 write_file(dst / name, path.read_bytes())
-                copied.append(name)
-        for words, names in report.items():
-            if names:
-                lines += f"\n{folder}: {', '.join(names)} {words}"
-    return lines

@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, TextStreamer
+from transformers import AutoConfig, AutoModelForCausalLM, TextStreamer
 from transformers.utils.logging import disable_progress_bar
 
 from . import lora, lora_files, model_config, parallel, watchdog, world
@@ -47,8 +47,10 @@ from .model import load_torch_model
 MAX_NEW_TOKENS = 512  # without a number from the caller or generation_config.json
 # keys of a run's config.yaml about its first model
 _ORIGIN_KEYS = "model_name_or_path model_revision adapter_name_or_path train_from_scratch seed"
-# keys of generation_config.json whose values are numbers, or null
-_NUMBERS = "temperature top_p top_k repetition_penalty max_new_tokens do_sample".split()
+# keys of generation_config.json whose values are numbers, or null; of the last one a list too
+_NUMBERS = (
+    "temperature top_p top_k repetition_penalty max_new_tokens do_sample eos_token_id".split()
+)
 # words of letters and digits; Chinese and Japanese characters are words by themselves
 _WORD = re.compile(r"[^\W_\u3040-\u30ff\u3400-\u9fff]+|[\u3040-\u30ff\u3400-\u9fff]")
 
@@ -119,8 +121,6 @@ def load_for_generation(
         config,
         config.dtype or torch.float32,
     )
-    if is_fresh and (origin / HF_GENERATION_CONFIG_NAME).is_file():
-        model.generation_config = GenerationConfig.from_pretrained(origin)
     if adapter:
         lora_files.merge_into(model, adapter)
     return model.eval(), tokenizer
@@ -128,10 +128,9 @@ def load_for_generation(
 
 def _origin(folder: Path, base: str | None, keys: SimpleNamespace) -> tuple[str, Path]:
     """The name and the folder of the model before training."""
-    adapter_config = folder / ADAPTER_CONFIG_NAME
-    name = base or keys.model_name_or_path
-    if not name and adapter_config.is_file():
-        name = read_json(adapter_config).get("base_model_name_or_path")
+    path = folder / ADAPTER_CONFIG_NAME
+    of_adapter = read_json(path) if path.is_file() else {}
+    name = base or keys.model_name_or_path or of_adapter.get("base_model_name_or_path")
     if not name:
         refuse("--base", None, f"{folder} does not say which model it was trained from", "--base M")
     try:
@@ -174,12 +173,13 @@ def check_generation_config(folder: Path) -> None:
     """ValueError for a value of the wrong type in generation_config.json."""
     path = folder / HF_GENERATION_CONFIG_NAME
     values = read_json(path) if path.is_file() else {}
-    ends = values.get("eos_token_id")
-    given = [(key, values.get(key)) for key in _NUMBERS]
-    given += [("eos_token_id", token) for token in (ends if isinstance(ends, list) else [ends])]
-    given = [(key, value) for key, value in given if value is not None]
-    for key, value in given:
-        if not isinstance(value, (int, float)) or (key == "max_new_tokens" and value < 1):
+    for key in _NUMBERS:
+        value = values.get(key)
+        if value is None:
+            continue
+        array = np.asarray(value)
+        is_number = array.dtype.kind in "bif" and array.ndim <= (key == "eos_token_id")
+        if not is_number or (key == "max_new_tokens" and value < 1):
             raise ValueError(f"{path}: {key} cannot be {value!r:.40}: correct it, or leave it out")
 
 

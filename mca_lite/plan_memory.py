@@ -9,19 +9,13 @@ a GPU, where kernels.py compiles, the live blocks of one H200.
 Letters: T tokens of a micro-batch on this rank, h hidden size, w bytes of an activation.
 """
 
-import contextlib
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
-import torch
-
-from . import lora, lora_files, parallel
-from .args import RunArguments
+from . import lora, lora_files
 from .args_rules import is_saved
 from .families import Row
-from .files import show_size
 from .loss_tokens import CHUNK_SIZE_CPU, CHUNK_SIZE_CUDA
 from .model_config import AutoConfig, McaModelConfig
 from .optim import splits_masters
@@ -439,35 +433,3 @@ class ModelOfRun:
             width = second.params_dtype.itemsize
             each = [replace(each[s], reference=held.counts(s)[0] * width) for s in stages]
         return max(enumerate(each), key=lambda pair: pair[1].total)
-
-
-# -- advice when memory runs out
-
-
-@contextlib.contextmanager
-def explained(arguments: RunArguments) -> Iterator[None]:
-    """Add the planned memory, and the command that lowers it, to torch's error of too little GPU
-    memory. It stays a torch.OutOfMemoryError."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        lines = [str(error).strip()]
-        with contextlib.suppress(Exception):  # the first words must come through
-            lines += advice(arguments, parallel.world_size())
-        raise torch.OutOfMemoryError("\n  ".join(lines)) from error
-
-
-def advice(arguments: RunArguments, world_size: int) -> list[str]:
-    """Lines: the planned memory by its parts, and the way to a layout with less."""
-    if not arguments.backend.use_mca:
-        return ["what helps: a smaller per_device_train_batch_size or cutoff_len, or use_mca: true"]
-    model = ModelOfRun(arguments)
-    config = model.config_of(arguments)
-    on_gpu = torch.cuda.is_available()
-    planned = model.fullest_rank(arguments.training, config, world_size, on_gpu)[1]
-    parts = sorted(PARTS, key=lambda part: -getattr(planned, part))
-    sizes = ", ".join(f"{part} {show_size(getattr(planned, part))}" for part in parts)
-    return [
-        f"planned were {show_size(planned.total)} on the fullest rank: {sizes}",
-        f"layouts that fit: python -m mca_lite plan CONFIG --gpus {world_size} --memory GIB",
-    ]
