@@ -28,11 +28,14 @@ DEFECT = 1
 INTERRUPTED = 130  # of Ctrl-C with nothing to save
 NOT_READ = 141  # as other programs exit after `| head` has closed the pipe
 WAIT_S = 1.0  # for torchrun to end ranks with the same error
-_NO_MEMORY = ("can't allocate memory", "out of memory")  # in errors of torch
-_LIMITS = {  # of the system -> remedy
+_MEMORY = "out of memory: python -m mca_lite plan CONFIG --memory GIB names layouts that fit"
+_REMEDIES = {  # words in errors of the system and of torch -> remedy
     "Too many open files": "raise the limit, ulimit -n 65536",
     "can't start new thread": "raise the limits of threads and processes, ulimit -u and the job's",
     "Resource temporarily unavailable": "raise the limits of threads and processes, ulimit -u",
+    "can't allocate memory": _MEMORY,
+    "out of memory": _MEMORY,
+    "MemoryError": _MEMORY,
 }
 
 
@@ -157,15 +160,10 @@ def end(error: Exception, output_dir: str | None) -> int:
 
 def user_words(error: Exception) -> str | None:
     """The message of an error for the user to put right, None for a defect."""
-    text = str(error)
-    is_of_torch = isinstance(error, RuntimeError) and not isinstance(error, UserError)
-    lacks_memory = is_of_torch and any(words in text for words in _NO_MEMORY)
-    if lacks_memory or isinstance(error, MemoryError):
-        remedy = "python -m mca_lite plan CONFIG --memory GIB shows the parts, and layouts that fit"
-        return f"out of memory: {text or type(error).__name__}: {remedy}"
-    for words, remedy in _LIMITS.items():
-        if words in text:
-            return f"{text.splitlines()[0]}: {remedy}"
+    text = str(error) or type(error).__name__
+    remedies = [remedy for words, remedy in _REMEDIES.items() if words in text]
+    if remedies and not isinstance(error, UserError):
+        return f"{text.splitlines()[0]}: {remedies[0]}"
     is_ours = str(getattr(error, "name", "")).startswith(__package__)
     if isinstance(error, ModuleNotFoundError) and not is_ours:
         return (

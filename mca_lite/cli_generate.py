@@ -53,7 +53,6 @@ def main_chat(words: list[str]) -> int:
     parser = parser_of("chat", inspect.getdoc(main_chat))
     add = parser.add_argument
     add("model", metavar="MODEL", help="the output_dir of a run, a Hugging Face model, an adapter")
-    add("--plain", action="store_true", help="go on with what is typed, as text")
     code = "let MODEL, and --base, bring their own code"
     add("--trust-remote-code", action="store_true", help=code)
     _add_options(parser)
@@ -142,8 +141,6 @@ class _Speaker:
         self.model, self.tokenizer = load_for_generation(
             options.model, options.base, name == "before", trusted
         )
-        if options.plain:
-            self.tokenizer.chat_template = None
         self.enable_thinking = keys.enable_thinking
         self.name = name
         self.decoding = decoding

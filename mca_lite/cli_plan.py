@@ -315,14 +315,11 @@ def _memory_lines(layout: _Layout) -> list[str]:
     where = ""
     if layout.args.pipeline_model_parallel_size > 1:
         where = f" (pipeline stage {layout.stage})"
-    lines = [
+    return [
         f"model          {layout.num_parameters:,} parameters",
         f"fullest rank   {memory.parameters:,} parameters, {memory.trained:,} trained{where}",
+        *(f"  {name:12} {show_size(getattr(memory, name)):>12}" for name in (*PARTS, "total")),
     ]
-    lines += [f"  {name:12} {show_size(getattr(memory, name)):>12}" for name in (*PARTS, "total")]
-    if hasattr(layout.config, "kv_lora_rank"):
-        lines.append("note: of multi-latent attention only a CPU's activations were measured")
-    return lines
 
 
 def _run_lines(layout: _Layout) -> list[str]:
@@ -355,7 +352,6 @@ def _run_lines(layout: _Layout) -> list[str]:
         "steps": f"{steps:,} of {samples} samples, {rows:,} in all",
         "tokens": f"at most {rows * length:,}, rows of {length}",
         "warm-up": show_count(plan_schedule(args, steps).warmup, "step"),
-        "evaluations": counts.get(args.eval_strategy, steps // (args.eval_steps or 1)),
         "checkpoints": counts.get(args.save_strategy, steps // (args.save_steps or 1)),
         "model on disk": show_size(total),
         "a checkpoint": show_size(of_checkpoint),

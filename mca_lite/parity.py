@@ -271,26 +271,26 @@ def _oracle_and_noise(plan: run.Plan, trainer, shares: list[_Share]) -> list[dic
         oracle = dict(_plain_step(plan, trainer, batches, places, exact))
         gc.collect()  # the first model goes before the second one comes
         noise = _distances(_plain_step(plan, trainer, batches, places, rounded), oracle)
-    least = {}
+    least: dict[Name, float] = {}
     if plan.arguments.training.bf16:
-        least = _shares_of_a_token(plan, batches, oracle)
-        least |= {name: _LOSS for name in oracle if name[0] == "losses"}
+        least = _least_noise(plan, batches, oracle)
     return [oracle, noise, least]
 
 
-def _shares_of_a_token(plan: run.Plan, batches: list[dict], oracle: dict) -> dict[Name, float]:
-    """The part of one token in a norm over all: rounding may send it to another expert."""
+def _least_noise(plan: run.Plan, batches: list[dict], oracle: dict) -> dict[Name, float]:
+    """Of a mixture of experts the part of one token in a norm over all, since rounding may send it
+    to another expert; of losses _LOSS."""
     values = values_of(_hf_config(plan))
-    shares: dict[Name, float] = {}
-    if not values.get("num_moe_experts"):
-        return shares
     tokens = sum(batch["input_ids"].numel() for batch in batches)
-    for (kind, name), tensor in oracle.items():
-        count = len(tensor) if kind == "outputs" else tokens
-        if kind == "gradients" and ".experts." in name:
+    least = {name: _LOSS for name in oracle if name[0] == "losses"}
+    for name in oracle.keys() - least.keys() if values.get("num_moe_experts") else ():
+        count = tokens
+        if name[0] == "outputs":
+            count = len(oracle[name])
+        elif ".experts." in name[1]:
             count *= values["moe_router_topk"] / values["num_moe_experts"]
-        shares[kind, name] = 1 / math.sqrt(max(count, 1))
-    return shares
+        least[name] = 1 / math.sqrt(count)
+    return least
 
 
 def _hf_config(plan: run.Plan):

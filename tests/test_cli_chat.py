@@ -14,7 +14,6 @@ import torch
 
 from mca_lite import cli_generate, generation
 from mca_lite.__main__ import main as package_main
-from mca_lite.generation import Decoding
 from tests.shared import tiny
 from tests.shared.commands import convert, ended
 from tests.shared.small_runs import save_tokenizer
@@ -155,10 +154,6 @@ def test_a_template_that_refuses_a_conversation_leaves_the_session(models, monke
         "the chat template refuses this conversation: no\ufffd system",
         Plain(models[0]).say("w5"),
     ]
-    code, out, _ = chat(monkeypatch, ["w5 w6"], models[0], "--plain")
-    model, tokenizer = generation.load_for_generation(models[0])
-    plain = generation.answers(model, tokenizer, [[9, 10]], Decoding(6, temperature=0.0))
-    assert code == 0 and out == plain and tokenizer.encode("w5 w6") == [9, 10]
 
 
 def with_code(source: str, folder: Path, marker: Path) -> Path:

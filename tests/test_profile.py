@@ -136,5 +136,5 @@ def run_out_of_memory(words: list[str]) -> tuple[int, str, str]:
 def test_a_run_out_of_memory_names_the_command_that_plans(folder):
     words = words_of(folder, "cutoff_len=32")
     code, _, error = world.run(run_out_of_memory, 1, words)[0]
-    assert code == 2 and error.startswith("error: out of memory: CUDA out of memory. Tried to")
+    assert code == 2 and error.startswith("error: CUDA out of memory. Tried to")
     assert "python -m mca_lite plan CONFIG --memory" in error
