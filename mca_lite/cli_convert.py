@@ -183,19 +183,14 @@ def _load(folder: Path, dtype=None):
     dtype = dtype or _dtype_of(folder)
     half = dict(bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16)
     args = TrainingArguments(output_dir="unused", **half)
-    if _is_of_earlier_version(folder):
+    index = folder / "dist" / "index.json"
+    is_earlier = index.with_name(".metadata").is_file() and not index.is_file()
+    if is_earlier and not (folder / ADAPTER_CONFIG_NAME).is_file():
         return _load_earlier(folder, args)
     return AutoModel.from_pretrained(str(folder), args)
 
 
 # -- checkpoints of earlier versions, whose index is a pickle
-
-
-def _is_of_earlier_version(folder: Path) -> bool:
-    """True for a model's checkpoint whose index is torch's."""
-    place = folder / "dist"
-    is_earlier = (place / ".metadata").is_file() and not (place / "index.json").is_file()
-    return is_earlier and not (folder / ADAPTER_CONFIG_NAME).is_file()
 
 
 def _load_earlier(folder: Path, args):

@@ -402,10 +402,10 @@ class ModelOfRun:
         has_pairs = OBJECTIVES[keys.stage].has_pairs
         self.lengths = [arguments.data.cutoff_len] * (1 + has_pairs)
         self.reference: str | None = None
-        if has_pairs and keys.ref_model not in ("cached", "adapter"):
-            self.reference = keys.ref_model
-            if keys.ref_model == "model":
-                self.reference = arguments.model.model_name_or_path
+        if has_pairs:
+            name = arguments.model.model_name_or_path
+            folders = {"cached": None, "adapter": None, "model": name}
+            self.reference = folders.get(keys.ref_model, keys.ref_model)
 
     @staticmethod
     def config_of(arguments) -> McaModelConfig:
