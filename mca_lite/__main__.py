@@ -2,7 +2,6 @@
 <command>` runs another command. An installation has `mca-lite` for both.
 """
 
-import difflib
 import sys
 from importlib import import_module
 
@@ -31,10 +30,9 @@ def main(words: list[str] | None = None) -> int:
     name, *rest = words or ["--help"]
     if name in ("-h", "--help"):
         return finish(_list_commands)
-    if name.isidentifier() and name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
-        hint = f", did you mean {near[0]}?" if near else ":"
-        print(f"error: there is no command {name}{hint} see --help", file=sys.stderr)
+    if name not in COMMANDS and name.isidentifier():
+        known = ", ".join(COMMANDS)
+        print(f"error: there is no command {name}, expected one of {known}", file=sys.stderr)
         return USER_ERROR
     if name not in COMMANDS:
         name = "train"

@@ -6,7 +6,6 @@ torchrun --nproc_per_node N train.py config.yaml [key=value ...]
 import argparse
 import contextlib
 import os
-import select
 import signal
 import sys
 import tempfile
@@ -29,16 +28,15 @@ DEFECT = 1
 INTERRUPTED = 130  # of Ctrl-C with nothing to save
 NOT_READ = 141  # as other programs exit after `| head` has closed the pipe
 WAIT_S = 1.0  # for torchrun to end ranks with the same error
-_NO_MEMORY = ("can't allocate memory", "out of memory")  # in errors of torch
-_LIMITS = {  # of the system -> remedy
+_MEMORY = "out of memory: python -m mca_lite plan CONFIG --memory GIB names layouts that fit"
+_REMEDIES = {  # words in errors of the system and of torch -> remedy
     "Too many open files": "raise the limit, ulimit -n 65536",
     "can't start new thread": "raise the limits of threads and processes, ulimit -u and the job's",
     "Resource temporarily unavailable": "raise the limits of threads and processes, ulimit -u",
+    "can't allocate memory": _MEMORY,
+    "out of memory": _MEMORY,
+    "MemoryError": _MEMORY,
 }
-_REQUIRED = (
-    "torch megatron transformers huggingface_hub jinja2 numpy packaging safetensors yaml psutil "
-    "filelock tqdm"
-).split()  # the modules of setup.cfg's install_requires
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -50,31 +48,28 @@ def main(argv: list[str] | None = None) -> int:
     if words == ["--version"]:
         print(import_module(__package__).__version__)
         return 0
-    output_dir = None
+    return finish(_train, words)
+
+
+def _train(words: list[str]) -> int:
     world.end_second_run()
+    world.settle()
+    arguments = parse_args(words)
+    if world.current().is_main:
+        for line in arguments.warnings:
+            print(f"note: {line}", flush=True)
+    arguments.training.notes.clear()  # they are printed
     try:
-        world.settle()
-        arguments = parse_args(words)
-        output_dir = arguments.training.output_dir
-        if world.current().is_main:
-            for line in arguments.warnings:
-                print(f"note: {line}", flush=True)
-        arguments.training.notes.clear()  # they are printed
         # torch, transformers and megatron-core take seconds: imported after the keys are checked
-        from . import generation, log, log_html, plan_memory, run
+        from . import generation, log, log_html, run
         from .ckpt_folder import check_new
 
         if arguments.training.do_train and arguments.training.resume_from_checkpoint is None:
             check_new(arguments.training)  # here too, before anything is tokenised
         plan = run.make_plan(arguments)
-        callbacks = [generation.Answers(), log.Pictures(log_html.draw)]
-        run.train(plan, callbacks, plan_memory.explained(arguments))
-    except KeyboardInterrupt:  # outside of the loop, with nothing to save
-        if world.current().is_main:
-            print("interrupted outside of training: nothing was saved", file=sys.stderr)
-        return INTERRUPTED
+        run.train(plan, [generation.Answers(), log.Pictures(log_html.draw)])
     except Exception as error:
-        return end(error, output_dir)
+        return end(error, arguments.training.output_dir)
     return 0
 
 
@@ -123,13 +118,14 @@ def has_colors() -> bool:
 
 
 def finish(work: Callable[..., int | None], *args) -> int:
-    """Run a command other than training -> its exit code (None: 0). An error is printed, and gives
-    its exit code."""
+    """Run a command -> its exit code (None: 0). An error is printed, and gives its exit code."""
     try:
         code = work(*args) or 0
         sys.stdout.flush()
         return code
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # outside of the training loop, with nothing to save
+        if world.current().is_main:
+            print("interrupted: nothing was saved", file=sys.stderr)
         return INTERRUPTED
     except Exception as error:
         return end(error, None)
@@ -164,15 +160,12 @@ def end(error: Exception, output_dir: str | None) -> int:
 
 def user_words(error: Exception) -> str | None:
     """The message of an error for the user to put right, None for a defect."""
-    text = str(error)
-    is_of_torch = isinstance(error, RuntimeError) and not isinstance(error, UserError)
-    lacks_memory = is_of_torch and any(words in text for words in _NO_MEMORY)
-    if lacks_memory or isinstance(error, MemoryError):
-        return f"out of memory: {text or type(error).__name__}"
-    for words, remedy in _LIMITS.items():
-        if words in text:
-            return f"{text.splitlines()[0]}: {remedy}"
-    if isinstance(error, ModuleNotFoundError) and str(error.name).split(".")[0] in _REQUIRED:
+    text = str(error) or type(error).__name__
+    remedies = [remedy for words, remedy in _REMEDIES.items() if words in text]
+    if remedies and not isinstance(error, UserError):
+        return f"{text.splitlines()[0]}: {remedies[0]}"
+    is_ours = str(getattr(error, "name", "")).startswith(__package__)
+    if isinstance(error, ModuleNotFoundError) and not is_ours:
         return (
             f"{error.name} is not installed for {sys.executable}: activate the environment that "
             "has it (source .venv/bin/activate), or install the requirements (make install)"
@@ -229,11 +222,10 @@ def _wait_for_the_first() -> None:
 
 def _lost_reader() -> bool:
     """True if the reader of stdout has gone; later output is discarded."""
-    poll = select.poll()
-    with contextlib.suppress(OSError):  # stdout is no file
-        poll.register(sys.stdout.fileno(), 0)
-    if not poll.poll(0):
-        return False
-    # for Python's flush at exit
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return True
+    try:
+        print(end=" ", flush=True)
+    except OSError:
+        # for Python's flush at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False

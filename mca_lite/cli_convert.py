@@ -7,7 +7,7 @@ python -m mca_lite convert SRC DST [options]
     SRC a Hugging Face folder or hub name, with --merge ADAPTER, the folder of a PEFT adapter of it,
     or a checkpoint with adapters:         DST becomes a Hugging Face folder
     The tokenizer's files and generation_config.json are copied, of a checkpoint without them from
-    the model that it was trained from; code (*.py) is not
+    the model that it was trained from; code (*.py) and links elsewhere are not
 """
 
 import os
@@ -64,7 +64,7 @@ def _convert(options) -> None:
 
 
 def convert(src: str, dst: Path, max_shard_size: str = "5GB") -> str:
-    """Write `src` in the other format into `dst` -> lines of a report.
+    """Write `src` in the other format into `dst` -> a line to print.
 
     ValueError if dst is not empty, or src is in neither format or damaged."""
     _refuse_full(dst)
@@ -80,8 +80,8 @@ def convert(src: str, dst: Path, max_shard_size: str = "5GB") -> str:
         _refuse_damage(folder)
         models = _load(folder)
         weights_convert.export_hf(models, dst, max_shard_size, beside=False)
-        lines = _copy_side_files([folder, Path(models.config.name_or_path or src)], dst)
-        return f"{src}, a checkpoint, is now {dst} in Hugging Face's format{lines}"
+        _copy_side_files([folder, Path(models.config.name_or_path or src)], dst)
+        return f"{src}, a checkpoint, is now {dst} in Hugging Face's format"
     refusal = why_mcore_adapters(folder)
     if refusal:
         refuse("SRC", src, *refusal)
@@ -89,13 +89,13 @@ def convert(src: str, dst: Path, max_shard_size: str = "5GB") -> str:
     dst.mkdir(parents=True, exist_ok=True)
     ckpt.write_weights(dst, MegatronSnapshot(models), "megatron", models.config.hf_config)
     shutil.copyfile(folder / HF_CONFIG_NAME, dst / HF_CONFIG_NAME)
-    lines = _copy_side_files([folder], dst)
-    return f"{src} is now {dst}, a checkpoint that any layout loads{lines}"
+    _copy_side_files([folder], dst)
+    return f"{src} is now {dst}, a checkpoint that any layout loads"
 
 
 def merge(src: str, adapter: Path, dst: Path, max_shard_size: str = "5GB") -> str:
-    """Write the Hugging Face model `src` with the adapter in its weights into `dst` -> lines of a
-    report.
+    """Write the Hugging Face model `src` with the adapter in its weights into `dst` -> a line to
+    print.
 
     W + scale * B A in float32, then in the dtype of W; host memory is one shard. ValueError if dst
     is not empty, src is no such model, or the adapter is damaged or of another model."""
@@ -116,8 +116,8 @@ def merge(src: str, adapter: Path, dst: Path, max_shard_size: str = "5GB") -> st
     tensors = ((name, change(name, base.read(name))) for name in base.names())
     weights_files.write_safetensors(tensors, dst, max_shard_size)
     weights_files.write_hf_config(config, str(base.folder), dst, _dtype_of(base.folder))
-    lines = _copy_side_files([adapter, base.folder], dst)
-    return f"{src} with the adapter {adapter} in its weights is now {dst}{lines}"
+    _copy_side_files([adapter, base.folder], dst)
+    return f"{src} with the adapter {adapter} in its weights is now {dst}"
 
 
 def verify(src: str, dst: str, adapter: str | None = None) -> str:
@@ -127,51 +127,15 @@ def verify(src: str, dst: str, adapter: str | None = None) -> str:
     ValueError if it is more than rounding."""
     import torch
 
+    vocab_size = read_json(Path(dst) / HF_CONFIG_NAME)["vocab_size"]
+    tokens = torch.randint(0, vocab_size, (2, 16), generator=torch.Generator().manual_seed(0))
+    tolerance = 1e-4
     if adapter is not None:
-        return _verify_merged(src, dst, adapter)
-    checkpoint, other = (src, dst) if (Path(src) / "dist").is_dir() else (dst, src)
-    models = _load(Path(checkpoint), torch.float32).eval()
-    tokens = _tokens(models.config.vocab_size)
-    with torch.no_grad():
-        logits = models.gather_logits(models(tokens))
-        return _compare(logits, _hf_model(other)(tokens).logits, src, dst, 1e-4)
-
-
-def _verify_merged(src: str, dst: str, adapter: str) -> str:
-    import torch
-
-    from . import lora, lora_files
-
-    model = _hf_model(src)
-    merged = _hf_model(dst)
-    vocab_size, old = (m.get_input_embeddings().weight.shape[0] for m in (merged, model))
-    if vocab_size > old:  # the adapter brings the new rows
-        model.resize_token_embeddings(vocab_size, mean_resizing=False)
-    spec, source = lora_files.read_adapter(adapter, 0.0)
-    with torch.no_grad():
-        for name in source.whole_weights():
-            model.get_parameter(name).copy_(source.read(name))
-        lora.inject(model, spec).eval()
-        lora.fill_adapters(model, source)
-        tokens = _tokens(vocab_size)
         # the merged weights are rounded to their dtype, each by up to half of its eps
-        tolerance = max(1e-4, 10 * torch.finfo(_dtype_of(Path(dst))).eps)
-        return _compare(model(tokens).logits, merged(tokens).logits, src, dst, tolerance)
-
-
-def _hf_model(folder: str):
-    from .model import load_torch_model  # supports types that transformers lacks
-
-    return load_torch_model(folder).eval()
-
-
-def _tokens(vocab_size: int):
-    import torch
-
-    return torch.randint(0, vocab_size, (2, 16), generator=torch.Generator().manual_seed(0))
-
-
-def _compare(one, other, src: str, dst: str, tolerance: float) -> str:
+        tolerance = max(tolerance, 10 * torch.finfo(_dtype_of(Path(dst))).eps)
+    with torch.no_grad():
+        one = _logits(src, tokens, vocab_size, adapter)
+        other = _logits(dst, tokens, vocab_size)
     difference = float((one - other).abs().max())
     largest = float(other.abs().max())
     if not difference <= tolerance * max(largest, 1.0):
@@ -180,6 +144,28 @@ def _compare(one, other, src: str, dst: str, tolerance: float) -> str:
             f"use {dst}"
         )
     return f"verified: the logits differ by at most {difference:.1e}, of {largest:.1e}"
+
+
+def _logits(folder: str, tokens, vocab_size: int, adapter: str | None = None):
+    """The logits of a folder's model in float32, of an adapter beside its weights too."""
+    import torch
+
+    from . import lora, lora_files
+    from .model import load_torch_model  # supports types that transformers lacks
+
+    if (Path(folder) / "dist").is_dir():
+        models = _load(Path(folder), torch.float32).eval()
+        return models.gather_logits(models(tokens))
+    model = load_torch_model(folder).eval()
+    if adapter is not None:
+        if vocab_size > model.config.vocab_size:  # the adapter brings the new rows
+            model.resize_token_embeddings(vocab_size, mean_resizing=False)
+        spec, source = lora_files.read_adapter(adapter, 0.0)
+        for name in source.whole_weights():
+            model.get_parameter(name).copy_(source.read(name))
+        lora.inject(model, spec).eval()
+        lora.fill_adapters(model, source)
+    return model(tokens).logits
 
 
 def _refuse_full(dst: Path) -> None:
@@ -198,19 +184,14 @@ def _load(folder: Path, dtype=None):
     dtype = dtype or _dtype_of(folder)
     half = dict(bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16)
     args = TrainingArguments(output_dir="unused", **half)
-    if _is_of_earlier_version(folder):
+    index = folder / "dist" / "index.json"
+    is_earlier = index.with_name(".metadata").is_file() and not index.is_file()
+    if is_earlier and not (folder / ADAPTER_CONFIG_NAME).is_file():
         return _load_earlier(folder, args)
     return AutoModel.from_pretrained(str(folder), args)
 
 
 # -- checkpoints of earlier versions, whose index is a pickle
-
-
-def _is_of_earlier_version(folder: Path) -> bool:
-    """True for a model's checkpoint whose index is torch's."""
-    place = folder / "dist"
-    is_earlier = (place / ".metadata").is_file() and not (place / "index.json").is_file()
-    return is_earlier and not (folder / ADAPTER_CONFIG_NAME).is_file()
 
 
 def _load_earlier(folder: Path, args):
@@ -276,17 +257,15 @@ def _dtype_of(folder: Path):
     """The torch.dtype in a folder's config: float32, bfloat16 or float16."""
     import torch
 
-    name = "float32"
     if (folder / MCA_CONFIG_NAME).is_file() and not is_of_mcore_adapter(folder):
         values = read_json(folder / MCA_CONFIG_NAME)
-        half = {"bf16": "bfloat16", "fp16": "float16"}
-        name = next((dtype for key, dtype in half.items() if values.get(key)), name)
-    elif (folder / HF_CONFIG_NAME).is_file():
-        values = read_json(folder / HF_CONFIG_NAME)
-        name = values.get("dtype") or values.get("torch_dtype") or name
-    else:
+        half = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        return next((dtype for key, dtype in half.items() if values.get(key)), torch.float32)
+    if not (folder / HF_CONFIG_NAME).is_file():
         reason = f"it has no {HF_CONFIG_NAME}, and is no checkpoint"
         refuse("SRC", str(folder), reason, "a folder in Hugging Face's format, or a checkpoint's")
+    values = read_json(folder / HF_CONFIG_NAME)
+    name = values.get("dtype") or values.get("torch_dtype") or "float32"
     if name not in ("float32", "bfloat16", "float16"):
         raise ValueError(
             f"{folder}: dtype {name} in {HF_CONFIG_NAME}, expected float32, bfloat16 or float16"
@@ -302,22 +281,10 @@ def _refuse_damage(folder: Path) -> None:
         raise ValueError(f"{folder} is damaged: {'; '.join(damage[:3])}")
 
 
-def _copy_side_files(sources: list[Path], dst: Path) -> str:
-    """Copy a model's further files, of each name the first -> lines of a report: a folder, and the
-    files that were copied or left."""
-    lines = ""
-    for folder in dict.fromkeys(sources):
-        there = [folder / name for name in _SIDE_FILES if os.path.lexists(folder / name)]
-        leaving = [path for path in there if not lies_in(path, folder)]
-        new = [path for path in there if path not in leaving and not (dst / path.name).exists()]
-        for path in new:
-            write_file(dst / path.name, path.read_bytes())
-        report = {
-            "copied": new,
-            "left, since links leave the folder": leaving,
-            "left: code is never copied": sorted(folder.glob("*.py")),
-        }
-        for words, paths in report.items():
-            if paths:
-                lines += f"\n{folder}: {', '.join(path.name for path in paths)} {words}"
-    return lines
+def _copy_side_files(sources: list[Path], dst: Path) -> None:
+    """Copy a model's further files, of each name the first that is no link out of its folder."""
+    for folder in sources:
+        for name in _SIDE_FILES:
+            path = folder / name
+            if lies_in(path, folder) and not (dst / name).exists():
+                write_file(dst / name, path.read_bytes())

@@ -15,17 +15,14 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from .args import parse_args
-from .cli import at_least, finish, has_colors, parser_of
+from .cli import at_least, finish, parser_of
 from .errors import refuse
 from .files import GENERATIONS_NAME, printable, resolve_folder, write_file
 from .tables import OBJECTIVES
 
 _COMMANDS = "/new, /system TEXT, /exit; Ctrl-C ends an answer, Ctrl-D leaves"
-_THINK = "<think>"
-_END_THINK = "</think>"
 _SHOWN = 3  # answers
 _MOST_CHARACTERS = 100  # of a printed line
 _FILES = "--file prompts.jsonl, or prompts.txt: one a line"
@@ -34,11 +31,13 @@ _FILES = "--file prompts.jsonl, or prompts.txt: one a line"
 def main(words: list[str]) -> int:
     """Generate answers with the words of the command line -> exit code."""
     parser = parser_of("generate", __doc__)
+    add = parser.add_argument
     number = at_least(1)
-    parser.add_argument("--file", metavar="F", help="these prompts instead")
-    parser.add_argument("--num", type=number, metavar="N", help="only the first N samples")
-    parser.add_argument("--batch-size", type=number, default=32, metavar="N", help="prompts (32)")
-    _add_options(parser, temperature=0.0)
+    add("--file", metavar="F", help="these prompts instead")
+    add("--num", type=number, metavar="N", help="only the first N samples")
+    add("--batch-size", type=number, default=32, metavar="N", help="prompts (32)")
+    _add_options(parser)
+    parser.set_defaults(temperature=0.0)
     options, words = parser.parse_known_args(words)
     return finish(_generate, words, options)
 
@@ -52,32 +51,26 @@ def main_chat(words: list[str]) -> int:
         With --before each model has its own side of the conversation
     """
     parser = parser_of("chat", inspect.getdoc(main_chat))
-    model = "the output_dir of a run, a model in Hugging Face's format, or an adapter's folder"
-    parser.add_argument("model", metavar="MODEL", help=model)
-    parser.add_argument("--plain", action="store_true", help="go on with what is typed, as text")
+    add = parser.add_argument
+    add("model", metavar="MODEL", help="the output_dir of a run, a Hugging Face model, an adapter")
     code = "let MODEL, and --base, bring their own code"
-    parser.add_argument("--trust-remote-code", action="store_true", help=code)
-    _add_options(parser, temperature=None)
+    add("--trust-remote-code", action="store_true", help=code)
+    _add_options(parser)
     return finish(_chat, parser.parse_args(words))
 
 
-def _add_options(parser: argparse.ArgumentParser, temperature: float | None) -> None:
-    """Add the options of both commands. temperature: the default; None: the model's."""
-    of_model = "as generation_config.json says"
-    default = of_model
-    if temperature is not None:
-        default = f"{temperature:g}"
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of both commands."""
     rows = (
         ("--base", "M", str, "that model, or an adapter's base, if it has moved or is not known"),
-        ("--max-new-tokens", "N", at_least(1), f"the longest answer ({of_model}, or 512)"),
-        ("--temperature", "T", at_least(0, float), f"0: greedy ({default})"),
-        ("--top-p", "P", at_least(0, float), f"nucleus sampling ({of_model})"),
+        ("--max-new-tokens", "N", at_least(1), "the longest answer (the model's, or 512)"),
+        ("--temperature", "T", at_least(0, float), "0: greedy, as generate is (chat: the model's)"),
+        ("--top-p", "P", at_least(0, float), "nucleus sampling (the model's)"),
         ("--seed", "N", int, "of sampling"),
     )
     parser.add_argument("--before", action="store_true", help="the model before training too")
     for name, metavar, kind, text in rows:
         parser.add_argument(name, metavar=metavar, type=kind, help=text)
-    parser.set_defaults(temperature=temperature)
 
 
 def _decoding(options):
@@ -106,40 +99,36 @@ def _chat(options) -> None:
     if is_terminal:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  gives input() a history
-        print(*(speaker.describe() for speaker in speakers), _COMMANDS, sep="\n")
-    for line in _lines(is_terminal):
+        print(_COMMANDS)
+    for line in _lines("\n> " * is_terminal):
         command, _, text = line.partition(" ")
         if command == "/exit":
             return
-        if command.startswith("/") and command not in ("/new", "/system"):
-            print(_COMMANDS)
-            continue
         for speaker in speakers:
             if command == "/new":
                 speaker.begin()
             elif command == "/system":
-                speaker.begin(text.strip())
-            elif line:
+                speaker.begin(text)
+            elif not command.startswith("/"):
                 speaker.answer(line)
+            elif speaker is speakers[0]:
+                print(_COMMANDS)
 
 
-def _lines(is_terminal: bool) -> Iterator[str]:
-    """Read the user's lines, without spaces at their ends, up to the end of input."""
-    newline = "\n" * is_terminal
+def _lines(prompt: str) -> Iterator[str]:
+    """Read the user's lines that are not empty, up to the end of input."""
     while True:
         try:
-            print(end=newline)
-            line = input("> " * is_terminal)
+            line = input(prompt).strip()
         except KeyboardInterrupt:  # no answer is under way
-            print()
+            continue
         except EOFError:
-            print(end=newline)
             return
         except UnicodeDecodeError as error:
             remedy = "convert the questions, iconv -f LATIN1 -t UTF-8"
             raise ValueError(f"a question is no UTF-8 text ({error.reason}): {remedy}") from None
-        else:
-            yield line.strip()
+        if line:
+            yield line
 
 
 class _Speaker:
@@ -152,8 +141,6 @@ class _Speaker:
         self.model, self.tokenizer = load_for_generation(
             options.model, options.base, name == "before", trusted
         )
-        if options.plain:
-            self.tokenizer.chat_template = None
         self.enable_thinking = keys.enable_thinking
         self.name = name
         self.decoding = decoding
@@ -162,14 +149,8 @@ class _Speaker:
     def begin(self, system: str | None = None) -> None:
         """Begin a conversation; system: its system message, and of later ones."""
         if system is not None:
-            self.system = [{"role": "system", "content": system}] if system else []
+            self.system = [{"role": "system", "content": system}] * bool(system)
         self.messages = list(self.system)
-
-    def describe(self) -> str:
-        model = self.model
-        dtype = str(model.dtype).removeprefix("torch.")
-        words = f"{model.config.model_type}, {model.num_parameters():,} parameters, {dtype}"
-        return f"{self.name or model.name_or_path}: {words} on {model.device}"
 
     def answer(self, question: str) -> None:
         """Print the answer as it comes. An answer cut by Ctrl-C stays in the conversation."""
@@ -183,60 +164,14 @@ class _Speaker:
         except TemplateError as error:
             print(f"the chat template refuses this conversation: {printable(str(error))}")
             return self.begin("")
-        is_thinking = self.tokenizer.decode(prompt).rstrip().endswith(_THINK)
-        printer = _Printer(self.name, is_thinking)
-        generation.stream(self.model, self.tokenizer, prompt, self.decoding, printer.write)
+        if self.name:
+            print(f"{self.name + ':':9}", end="")
+        text = generation.stream(self.model, self.tokenizer, prompt, self.decoding)
         print(flush=True)
-        self.messages.append({"role": "assistant", "content": printer.text})
-
-
-class _Printer:
-    """Print an answer piece by piece, the thinking apart from it; `text` is all of it, for the
-    history. is_thinking: the prompt has begun to think."""
-
-    def __init__(self, name: str, is_thinking: bool):
-        self.text = f"{_THINK}\n" * is_thinking
-        self.is_thinking = is_thinking
-        self.has_thought = False
-        self.is_start = True  # of a part: spaces are left out
-        if name:
-            self._print(f"{name + ':':9}", is_dim=True)
-
-    def write(self, text: str) -> None:
-        self.text += text
-        while text:
-            tag = _END_THINK if self.is_thinking else _THINK
-            part, ending, text = text.partition(tag)
-            self._print_part(part.lstrip() if self.is_start else part)
-            if ending:
-                self.is_thinking = not self.is_thinking
-                self.is_start = True
-
-    def _print_part(self, text: str) -> None:
-        if text and self.is_start:
-            self.is_start = False
-            if self.is_thinking:
-                self.has_thought = True
-                self._print("[thinking] ", is_dim=True)
-            elif self.has_thought:
-                self._print("\n[answer] ", is_dim=True)
-        self._print(text, self.is_thinking)
-
-    def _print(self, text: str, is_dim: bool) -> None:
-        text = printable(text)
-        if text and is_dim and has_colors():
-            text = f"\x1b[2m{text}\x1b[0m"
-        print(text, end="", flush=True)
+        self.messages.append({"role": "assistant", "content": text})
 
 
 # -- generate
-
-
-class _Sample(NamedTuple):
-    """prompt: token ids. expected: None if the file has no answer."""
-
-    prompt: list[int]
-    expected: str | None
 
 
 def _generate(words: list[str], options) -> None:
@@ -249,107 +184,83 @@ def _generate(words: list[str], options) -> None:
     decoding = _decoding(options)
     names = [str(output_dir), options.base, arguments.model.model_name_or_path]
     trusted = names * arguments.model.trust_remote_code
-    rows: list[dict] = []
-    for is_before in [False, True][: 1 + options.before]:
-        model, tokenizer = load_for_generation(output_dir, options.base, is_before, trusted)
-        if not is_before:
-            samples = _samples(arguments, options.file, model, tokenizer)[: options.num]
-            rows = [{"prompt": tokenizer.decode(sample.prompt)} for sample in samples]
-        prompts = [sample.prompt for sample in samples]
-        texts = answers(model, tokenizer, prompts, decoding, options.batch_size)
+    model, tokenizer = load_for_generation(output_dir, options.base, False, trusted)
+    samples = _samples(arguments, options.file, model, tokenizer)[: options.num]
+    prompts = [ids for ids, _ in samples]
+    rows = [{"prompt": tokenizer.decode(ids)} for ids in prompts]
+    texts = {"answer": answers(model, tokenizer, prompts, decoding, options.batch_size)}
+    if options.before:
         del model  # there may be no room for two
-        for row, sample, text in zip(rows, samples, texts, strict=True):
-            row["before" if is_before else "answer"] = text
-            if sample.expected is not None:
-                row["expected"] = sample.expected
-                matches = text.strip() == sample.expected.strip()
-                row["exact_match" + "_before" * is_before] = matches
+        model, _ = load_for_generation(output_dir, options.base, True, trusted)
+        texts["before"] = answers(model, tokenizer, prompts, decoding, options.batch_size)
+    for number, (_, expected) in enumerate(samples):
+        row = rows[number]
+        row |= {name: of_model[number] for name, of_model in texts.items()}
+        if expected is not None:
+            row["expected"] = expected
+            row["exact_match"] = row["answer"].strip() == expected.strip()
     path = output_dir / GENERATIONS_NAME
     write_file(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
-    for row, sample in zip(rows[:_SHOWN], samples, strict=False):
-        prompt = tokenizer.decode(sample.prompt, skip_special_tokens=True)
-        print(_line(prompt, -_MOST_CHARACTERS))  # the question is at its end
+    for row in rows[:_SHOWN]:
+        print(_line(row["prompt"])[-_MOST_CHARACTERS:])  # the question is at its end
         for name in ("before", "answer", "expected"):
             if name in row:
-                print(f"    {name:9} {_line(row[name])}")
-    print(_result(rows), f"all answers are in {path}", sep="\n")
+                print(f"    {name:9} {_line(row[name])[:_MOST_CHARACTERS]}")
+    for name in texts:
+        print(f"{name}: {_result(rows, name)}")
+    print(f"all answers are in {path}")
 
 
-def _line(text: str, most: int = _MOST_CHARACTERS) -> str:
-    """The first `most` characters of a text in one line; the last ones if it is negative."""
-    text = printable(" ".join(text.split()))
-    if len(text) <= abs(most):
-        return text
-    return f"{text[:most]} ..." if most > 0 else f"... {text[most:]}"
+def _line(text: str) -> str:
+    return printable(" ".join(text.split()))
 
 
-def _result(rows: list[dict]) -> str:
-    """The share of exactly matching answers."""
+def _result(rows: list[dict], name: str) -> str:
+    """The share of exactly matching texts."""
     judged = [row for row in rows if "expected" in row]
     if not judged:
-        return f"{len(rows)} answers, and no expected ones to compare them with"
-    right = sum(row["exact_match"] for row in judged)
-    count = f"{right} of {len(judged)} held-out prompts"
-    text = f"exact match: {100 * right / len(judged):.1f} % ({count})"
-    if "before" in judged[0]:
-        before = sum(row["exact_match_before"] for row in judged)
-        text += f", before training: {100 * before / len(judged):.1f} %"
-    return text
+        return f"{len(rows)} texts, and no expected ones to compare them with"
+    right = sum(row[name].strip() == row["expected"].strip() for row in judged)
+    return f"exact match: {100 * right / len(judged):.1f} % ({right} of {len(judged)} prompts)"
 
 
 # -- prompts of generate
 
 
-def _samples(arguments, file: str | None, model, tokenizer) -> list[_Sample]:
-    """The samples of a file, else of the evaluation set as training reads it: their last answer
-    with loss is the expected one."""
-    from .generation import last_turn, stop_ids, until_stop
+def _samples(arguments, file: str | None, model, tokenizer) -> list[tuple[list[int], str | None]]:
+    """(token ids of the prompt, the expected answer if there is one) of a file, else of the
+    evaluation set as training reads it: its last answer with loss is the expected one."""
+    from .generation import turns_of
 
     stage = arguments.finetuning.stage
     if file is not None:
         return _of_file(file, tokenizer, arguments.data)
     if OBJECTIVES[stage].joins_documents:
         refuse("stage", stage, "its documents have no answers", "--file prompts.jsonl")
-    stop = stop_ids(model, tokenizer)
-    samples = []
-    for sample in _evaluation_set(arguments, tokenizer):
-        prompt, answer = last_turn(sample[0])  # of a pair the chosen one
-        expected = tokenizer.decode(until_stop(answer, stop), skip_special_tokens=True)
-        samples.append(_Sample(prompt, expected))
-    return samples
+    evaluated = _evaluation_set(arguments, tokenizer)
+    turns = turns_of(evaluated, range(len(evaluated)), model, tokenizer)
+    return [(prompt, answer) for _, prompt, answer in turns]
 
 
-def _evaluation_set(arguments, tokenizer) -> list[list[dict]]:
+def _evaluation_set(arguments, tokenizer):
     """The samples of eval_dataset or val_size, with loss on their answers alone."""
     from .data import load_datasets
 
-    def load(**keys):
-        data = copy.copy(arguments.data)
-        vars(data).update(packing=False, neat_packing=False, **keys)
-        seed = arguments.training.order_seed
-        return load_datasets(data, stage=arguments.finetuning.stage, tokenizer=tokenizer, seed=seed)
-
-    data = arguments.data
+    data = copy.copy(arguments.data)
+    remedy = "eval_dataset, or --file prompts.jsonl"
     if data.eval_dataset:  # without reading the training data
-        keys = dict(dataset=[], mix_weights=None, eval_on_each_dataset=False)
-        samples = load(**keys, train_on_prompt=False).eval
-    elif data.train_on_prompt and data.val_size and not data.streaming:
-        # A prompt of cutoff_len leaves no answer to train: with train_on_prompt there are more
-        # samples, and val_size takes others.
-        held_out = [sample[0]["input_ids"].tobytes() for sample in load().eval]
-        keys = dict(val_size=0, mix_weights=None, mix_strategy="concat")
-        trained = load(**keys, train_on_prompt=False).train
-        by_tokens = {sample[0]["input_ids"].tobytes(): sample for sample in trained}
-        return [by_tokens[tokens] for tokens in held_out if tokens in by_tokens]
-    else:
-        samples = load(train_on_prompt=False).eval
+        vars(data).update(dataset=[], mix_weights=None, eval_on_each_dataset=False)
+    elif data.train_on_prompt:  # without it other samples are left, and others split off
+        refuse("train_on_prompt", True, "the samples of val_size have trained prompts", remedy)
+    vars(data).update(packing=False, neat_packing=False, train_on_prompt=False)
+    seed = arguments.training.order_seed
+    samples = load_datasets(data, arguments.finetuning.stage, tokenizer, seed).eval
     if samples is None:
-        remedy = "eval_dataset or val_size, or --file prompts.jsonl"
-        refuse("eval_dataset", None, "there is nothing to evaluate on", remedy)
-    return [samples[number] for number in range(len(samples))]
+        refuse("eval_dataset", None, "there is nothing to evaluate on", f"val_size, {remedy}")
+    return samples
 
 
-def _of_file(file: str, tokenizer, data) -> list[_Sample]:
+def _of_file(file: str, tokenizer, data) -> list[tuple[list[int], str | None]]:
     """The samples of a file of records."""
     from .data_files import DatasetSpec, read_records
     from .data_records import FORMATS, detect_format, is_plain
@@ -369,13 +280,13 @@ def _of_file(file: str, tokenizer, data) -> list[_Sample]:
         if messages[-1]["role"] == "assistant":
             expected = messages.pop()["content"]
         system = record.get("system") or data.default_system
+        if system and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": system})
         if is_plain(record, form):
             ids = tokenizer.encode(record["prompt"])
         else:
-            if system and messages[0]["role"] != "system":
-                messages.insert(0, {"role": "system", "content": system})
             ids = prompt_ids(tokenizer, messages, data.enable_thinking)
-        samples.append(_Sample(ids, expected))
+        samples.append((ids, expected))
     if not samples:
         refuse("--file", file, "it holds no record", _FILES)
     return samples

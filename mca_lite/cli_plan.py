@@ -2,7 +2,9 @@
 
 python -m mca_lite plan config.yaml [key=value ...] [options]
     memory of the fullest rank by its parts, steps, warm-up, checkpoints and their size; with
-    --memory a verdict, and the fitting layouts of --gpus ranks, best first
+    --memory a verdict, and the fitting layouts of --gpus ranks, best first. Transformer Engine's
+    layers are planned as local ones in bf16: those of 1.5B held as much on one H200, and 3 % less
+    with FP8, whose copies of weights take less than its inputs save
 
 Exit code: 0, or 3 where the run does not fit into --memory.
 """
@@ -13,6 +15,7 @@ import itertools
 import json
 import math
 import shlex
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from . import world
@@ -40,7 +43,7 @@ class Rates(NamedTuple):
     passes: float  # bytes/s
     gaps: float  # time of a step over its kernels' time
     update: float  # parameters/s of the optimizer, float32 moments, with clipping
-    link: float | None = None  # bytes/s sent by a rank in a collective; None: not counted
+    link: float = math.inf  # bytes/s sent by a rank in a collective; inf: not counted
 
 
 # by GPU, bf16. H200: tests/bench/RESULTS.md: kernels of a step of 1.5B, 8 rows of 4,096 tokens (430
@@ -112,13 +115,12 @@ def step_time(
     kernels = products / rates.products + attention / rates.attention
     kernels += tokens * per_token * passes / rates.passes
     compute = kernels * rates.gaps / world_size
-    within = waits = 0.0
-    if rates.link is not None and world_size > 1:
-        within = _within_layers(args, config, sum(lengths)) / rates.link
-        waits = _of_step(args, config, memory, world_size, compute, rates.link)
+    copies = world_size / (config.tensor_model_parallel_size * config.pipeline_model_parallel_size)
+    within = _within_layers(args, config, sum(lengths)) / rates.link
+    waits = _of_step(args, config, memory, copies, compute, rates.link)
     updated = memory.trained
     if args.use_distributed_optimizer:
-        updated /= _copies(config, world_size)
+        updated /= copies
     return StepTime(
         compute=compute,
         bubble=(compute + within) * bubble(args, config),
@@ -128,16 +130,11 @@ def step_time(
     )
 
 
-def _copies(config, world_size: int) -> float:
-    """Number of ranks in a gradient's reduction."""
-    return world_size / (config.tensor_model_parallel_size * config.pipeline_model_parallel_size)
-
-
 def _within_layers(args, config, sample: int) -> float:
     """Bytes sent by a rank in a step for tensor, context, expert and pipeline parallelism."""
     from .plan_memory import RankSizes
 
-    r = RankSizes.of(config)
+    r = RankSizes(config)
     layers = config.num_layers / r.pp
     tokens = args.micro_batch_size * sample / r.cp
     hidden = tokens * r.h * r.w
@@ -154,9 +151,9 @@ def _within_layers(args, config, sample: int) -> float:
     return (of_tensor + of_context + of_experts + of_pipeline) * micro_batches
 
 
-def _of_step(args, config, memory, world_size: int, compute: float, link: float) -> float:
-    """Seconds of a step spent waiting for gradients and parameters."""
-    copies = _copies(config, world_size)
+def _of_step(args, config, memory, copies: float, compute: float, link: float) -> float:
+    """Seconds of a step spent waiting for gradients and parameters. copies: ranks in a gradient's
+    reduction."""
     share = (copies - 1) / copies
     reduce = 2 * share * memory.gradients / link
     gather = 0.0
@@ -177,79 +174,59 @@ _GIB = 2**30
 _HEADROOM = 0.94  # of a GPU: the rest is CUDA's context, libraries, gaps between blocks
 _MAX_SHOWN = 8
 _LONG = 8192  # tokens of a row for which context parallelism is tried
-_NONE_FITS = "\nno layout fits: more GPUs, a lower cutoff_len or finetuning_type=lora may"
-_OF_FP8 = (
-    "fp8",
-    "fp8_recipe",
-    "first_last_layers_bf16",
-    "num_layers_at_start_in_bf16",
-    "num_layers_at_end_in_bf16",
+# planned in place of Transformer Engine's layers and FP8, whose memory was measured to be the same
+_LOCAL = (
+    "transformer_impl=local",
+    "fp8=null",
+    "fp8_recipe=null",
+    "first_last_layers_bf16=null",
+    "num_layers_at_start_in_bf16=null",
+    "num_layers_at_end_in_bf16=null",
 )
-_OF_TRANSFORMER_ENGINE = (
-    "note: planned as local layers in bf16; Transformer Engine's of 1.5B held as much on one H200, "
-    "and 3 % less with FP8, whose copies of weights take less than its inputs save"
-)
-_LOCAL = ("transformer_impl=local", *(f"{key}=null" for key in _OF_FP8))
 
 
 def main(words: list[str]) -> int:
     """Plan as the words say -> exit code."""
     parser = parser_of("plan", __doc__)
+    add = parser.add_argument
     number = at_least(0.001, float)
-    parser.add_argument("--gpus", type=at_least(1), default=1, metavar="N", help="ranks (1)")
-    parser.add_argument("--memory", type=number, metavar="G", help="GiB of each GPU")
-    parser.add_argument("--gpu", choices=RATES, help="for the time of a step")
-    parser.add_argument(
-        "--link", type=number, metavar="B", help="GB/s between GPUs, as doctor says: for messages"
-    )
+    add("--gpus", type=at_least(1), default=1, metavar="N", help="ranks (1)")
+    add("--memory", type=number, metavar="G", help="GiB of each GPU")
+    add("--gpu", choices=RATES, help="for the time of a step")
+    link = "GB/s between GPUs, as doctor says: for messages"
+    add("--link", type=number, default=math.inf, metavar="B", help=link)
     options, words = parser.parse_known_args(words)
-    return finish(_plan, words, options)
+    return finish(world.planned_world(options.gpus)(_plan), words, options)
 
 
 def _plan(words: list[str], options) -> int:
-    with world.planned_world(options.gpus):
-        return _planned(words, options)
-
-
-def _planned(words: list[str], options) -> int:
-    words, note = _of_local_layers(words)
+    words = [*words, *_LOCAL]
     arguments = parse_args(words)
     if not arguments.backend.use_mca:
         refuse("use_mca", False, "layouts are megatron-core's", "use_mca: true")
     from .plan_memory import ModelOfRun
 
     layout = _Layout(arguments, ModelOfRun(arguments), options)
-    for line in (*_memory_lines(layout), *note, *_run_lines(layout)):
-        print(line)
+    print(*_memory_lines(layout), *_run_lines(layout), sep="\n")
     if options.memory is None:
         return 0
     budget = options.memory * _HEADROOM
-    need = layout.memory.total / _GIB
-    verdict, code = "fits", 0
-    if need > budget:
-        verdict, code = "does not fit", DOES_NOT_FIT
-    print(f"\n{verdict}: {need:.2f} GiB, and {budget:.2f} of {options.memory:g} GiB can be used")
-    layouts = sorted(_layouts(words, layout, options), key=_Layout.rank)
+    verdict = "fits"
+    code = 0
+    if layout.gib > budget:
+        verdict = "does not fit"
+        code = DOES_NOT_FIT
+    of_gpu = f"{budget:.2f} of {options.memory:g} GiB can be used"
+    print(f"\n{verdict}: {layout.gib:.2f} GiB, and {of_gpu}")
+    fitting = [one for one in _layouts(words, layout, options) if one.gib <= budget]
+    layouts = sorted(fitting, key=_Layout.rank)
     gpus = show_count(options.gpus, "GPU")
-    print(f"\nlayouts of {gpus} that fit, best first, and their keys:" if layouts else _NONE_FITS)
+    print(f"\n{len(layouts)} layouts of {gpus} fit, best first, and their keys:")
     for one in layouts[:_MAX_SHOWN]:
-        print(f"  {one.memory.total / _GIB:6.1f} GiB{one.time_words()}  {one.keys_beside(layout)}")
-    if len(layouts) > _MAX_SHOWN:
-        print(f"  ... and {len(layouts) - _MAX_SHOWN} more")
+        print(f"  {one.gib:6.1f} GiB{one.time_words()}  {one.keys_beside(layout)}")
+    if not layouts:
+        print("  more GPUs, a lower cutoff_len or finetuning_type=lora may help")
     return code
-
-
-def _of_local_layers(words: list[str]) -> tuple[list[str], list[str]]:
-    """(words, a note) of a run on Transformer Engine, planned without it as local layers in bf16:
-    their memory was measured to be about the same."""
-    try:
-        keys = parse_args(words).training
-        if keys.fp8 is None and keys.transformer_impl != "transformer_engine":
-            return words, []
-    except ConfigError as error:
-        if not {"fp8", "transformer_impl"} & {problem.key for problem in error.problems}:
-            raise
-    return [*words, *_LOCAL], [_OF_TRANSFORMER_ENGINE]
 
 
 class _Layout:
@@ -264,11 +241,10 @@ class _Layout:
         self.stage, self.memory = model.fullest_rank(
             self.args, self.config, options.gpus, on_gpu=True
         )
+        self.gib = self.memory.total / _GIB
         self.time = None
         if options.gpu is not None:
-            rates = RATES[options.gpu]
-            if options.link is not None:
-                rates = rates._replace(link=options.link * 1e9)
+            rates = RATES[options.gpu]._replace(link=options.link * 1e9)
             self.time = step_time(
                 *(self.args, self.config, self.memory, model.lengths, options.gpus, rates),
                 frozen=model.spec is not None,
@@ -337,14 +313,11 @@ def _memory_lines(layout: _Layout) -> list[str]:
     where = ""
     if layout.args.pipeline_model_parallel_size > 1:
         where = f" (pipeline stage {layout.stage})"
-    lines = [
+    return [
         f"model          {layout.num_parameters:,} parameters",
         f"fullest rank   {memory.parameters:,} parameters, {memory.trained:,} trained{where}",
+        *(f"  {name:12} {show_size(getattr(memory, name)):>12}" for name in (*PARTS, "total")),
     ]
-    lines += [f"  {name:12} {show_size(getattr(memory, name)):>12}" for name in (*PARTS, "total")]
-    if hasattr(layout.config, "kv_lora_rank"):
-        lines.append("note: of multi-latent attention only a CPU's activations were measured")
-    return lines
 
 
 def _run_lines(layout: _Layout) -> list[str]:
@@ -358,7 +331,13 @@ def _run_lines(layout: _Layout) -> list[str]:
     data = "not read, since max_steps is given"
     of_epoch = 0
     if args.max_steps <= 0:
-        train = _data(layout.arguments).train
+        from .data import load_datasets
+        from .run import load_tokenizer
+
+        run = layout.arguments
+        tokenizer = load_tokenizer(run.model.model_name_or_path, run.model.trust_remote_code)
+        seed = args.order_seed
+        train = load_datasets(run.data, run.finetuning.stage, tokenizer, seed).train
         of_epoch = math.ceil(len(train) / samples)
         data = f"{len(train):,} samples, {train.num_tokens:,} tokens"
     steps = args.steps_of_run(of_epoch)
@@ -371,30 +350,18 @@ def _run_lines(layout: _Layout) -> list[str]:
         "steps": f"{steps:,} of {samples} samples, {rows:,} in all",
         "tokens": f"at most {rows * length:,}, rows of {length}",
         "warm-up": show_count(plan_schedule(args, steps).warmup, "step"),
-        "evaluations": counts.get(args.eval_strategy, steps // (args.eval_steps or 1)),
         "checkpoints": counts.get(args.save_strategy, steps // (args.save_steps or 1)),
         "model on disk": show_size(total),
         "a checkpoint": show_size(of_checkpoint),
     }
-    lines = [f"{name:15}{words}" for name, words in table.items()]
     time = layout.time
     if time is not None:
-        messages = "messages between GPUs not counted: --link"
-        if layout.options.link is not None:
-            messages = f"{time.messages:.2f} s of it messages, {time.bubble:.2f} s the pipeline's"
+        messages = f"{time.messages:.2f} s of it messages, {time.bubble:.2f} s the pipeline's"
+        if layout.options.link == math.inf:
+            messages = "messages between GPUs not counted: --link"
         hours = time.total * steps / 3600
-        lines.append(f"time{layout.time_words()}, {hours:.1f} h; {messages}")
-    return lines
-
-
-def _data(arguments):
-    from .data import load_datasets
-    from .run import load_tokenizer
-
-    keys = arguments.model
-    tokenizer = load_tokenizer(keys.model_name_or_path, keys.trust_remote_code)
-    stage = arguments.finetuning.stage
-    return load_datasets(arguments.data, stage, tokenizer, arguments.training.order_seed)
+        table["time"] = f"{layout.time_words().strip()}, {hours:.1f} h; {messages}"
+    return [f"{name:15}{words}" for name, words in table.items()]
 
 
 # keys of a layout, in the order of the report
@@ -413,9 +380,9 @@ _KEYS = (
 )
 
 
-def _layouts(words: list[str], base: _Layout, options):
-    """Every layout of powers of two that fits and breaks no rule, with the same global batch: as
-    fast as it can be, since smaller micro-batches, then recomputation are tried last."""
+def _layouts(words: list[str], base: _Layout, options) -> Iterator[_Layout]:
+    """Each layout of powers of two that breaks no rule, with the same global batch: with smaller
+    micro-batches, and then with recomputation, if it does not fit without."""
     powers = [2**i for i in range(options.gpus.bit_length())]
     experts = [1]
     contexts = [base.args.context_parallel_size]
@@ -425,31 +392,30 @@ def _layouts(words: list[str], base: _Layout, options):
         contexts = powers
     micro_batches = sorted({base.args.per_device_train_batch_size, 1}, reverse=True)
     slower = list(itertools.product((None, "full"), micro_batches))
-    for tp, pp, cp, ep in itertools.product(powers, powers, contexts, experts):
-        if tp > 8 or options.gpus % (tp * pp * cp):
-            continue  # tensor parallelism stays on a node
+    within_node = [tp for tp in powers if tp <= 8]
+    for tp, pp, cp, ep in itertools.product(within_node, powers, contexts, experts):
+        if options.gpus % (tp * pp * cp):
+            continue
         keys = {
             "tensor_model_parallel_size": tp,
             "sequence_parallel": tp > 1,
             "pipeline_model_parallel_size": pp,
             "context_parallel_size": cp,
             "expert_model_parallel_size": ep,
+            "use_distributed_optimizer": options.gpus > tp * pp,
             "global_batch_size": base.args.train_global_batch_size,
             "gradient_accumulation_steps": None,
         }
         if pp != base.args.pipeline_model_parallel_size:
-            keys |= {"virtual_pipeline_model_parallel_size": None}
-            keys |= {"pipeline_model_parallel_layout": None}
-        if options.gpus > tp * pp:
-            keys["use_distributed_optimizer"] = True
+            keys["virtual_pipeline_model_parallel_size"] = None
+            keys["pipeline_model_parallel_layout"] = None
         for granularity, micro_batch in slower:
             keys["recompute_granularity"] = granularity
             keys["per_device_train_batch_size"] = micro_batch
             with contextlib.suppress(ConfigError):
-                arguments = parse_args([*words, *_words(keys)])
-                one = _Layout(arguments, base.model, options)
-                if one.memory.total <= options.memory * _HEADROOM * _GIB:
-                    yield one
+                one = _Layout(parse_args([*words, *_words(keys)]), base.model, options)
+                yield one
+                if one.gib <= options.memory * _HEADROOM:
                     break
 
 

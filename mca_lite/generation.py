@@ -5,10 +5,11 @@ transformers' generate() does the work, on a whole model. Prompts are lists of t
 """
 
 import copy
+import itertools
 import re
 import shutil
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ import numpy as np
 import psutil
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, TextStreamer
+from transformers import AutoConfig, AutoModelForCausalLM, TextStreamer
 from transformers.utils.logging import disable_progress_bar
 
 from . import lora, lora_files, model_config, parallel, watchdog, world
@@ -28,7 +29,7 @@ from .ckpt import HF_FOLDER
 from .ckpt_megatron import DIST_NAME
 from .data_batches import documents_of, samples_of
 from .data_chat import ChatRenderer
-from .errors import ConfigError, Judge, refuse
+from .errors import Judge, refuse
 from .files import (
     ADAPTER_CONFIG_NAME,
     CHECKPOINT_PREFIX,
@@ -46,10 +47,10 @@ from .model import load_torch_model
 MAX_NEW_TOKENS = 512  # without a number from the caller or generation_config.json
 # keys of a run's config.yaml about its first model
 _ORIGIN_KEYS = "model_name_or_path model_revision adapter_name_or_path train_from_scratch seed"
-_TYPES: dict[str, tuple] = {  # of keys of generation_config.json; None is valid for each
-    **dict.fromkeys("temperature top_p top_k repetition_penalty".split(), (int, float)),
-    **dict.fromkeys("max_new_tokens eos_token_id do_sample".split(), (int,)),
-}
+# keys of generation_config.json whose values are numbers, or null; of the last one a list too
+_NUMBERS = (
+    "temperature top_p top_k repetition_penalty max_new_tokens do_sample eos_token_id".split()
+)
 # words of letters and digits; Chinese and Japanese characters are words by themselves
 _WORD = re.compile(r"[^\W_\u3040-\u30ff\u3400-\u9fff]+|[\u3040-\u30ff\u3400-\u9fff]")
 
@@ -94,31 +95,32 @@ def load_for_generation(
     name = str(path)
     origin = folder
     adapter = None
-    keys = SimpleNamespace(train_from_scratch=False, seed=0)
+    seed = 0
+    is_fresh = False
     if is_adapter or before:
         keys = keys_of_run(folder, _ORIGIN_KEYS)
         name, origin = _origin(folder, base, keys)
         adapter = keys.adapter_name_or_path if before else folder
+        seed = keys.seed
+        is_fresh = keys.train_from_scratch and not base and origin != folder
         role = "the model before training" if before else f"the base of {folder}"
         _note(f"{role}: {origin}")
-    is_fresh = keys.train_from_scratch and not base and origin != folder
-    places = [place for place in (folder, _run_folder(folder)) if any(place.glob("tokenizer*"))]
-    place, place_name = [*((place, str(path)) for place in places), (origin, name)][0]
-    tokenizer = model_config.load_tokenizer(place, place_name in trusted)
+    names = {_run_folder(folder): str(path), folder: str(path)}
+    own = [place for place in names if any(place.glob("tokenizer*"))]
+    place = [origin, *own][-1]
+    tokenizer = model_config.load_tokenizer(place, names.get(place, name) in trusted)
     config = model_config.load_hf_config(str(origin), name in trusted)
     check_generation_config(origin)
     model = load_torch_model(
         str(origin),
         is_fresh,
-        keys.seed,
+        seed,
         name in trusted,
         # the rows of the run: values of fresh weights depend on their number
         max(len(tokenizer), config.get_text_config().vocab_size),
         config,
         config.dtype or torch.float32,
     )
-    if is_fresh and (origin / HF_GENERATION_CONFIG_NAME).is_file():
-        model.generation_config = GenerationConfig.from_pretrained(origin)
     if adapter:
         lora_files.merge_into(model, adapter)
     return model.eval(), tokenizer
@@ -126,10 +128,9 @@ def load_for_generation(
 
 def _origin(folder: Path, base: str | None, keys: SimpleNamespace) -> tuple[str, Path]:
     """The name and the folder of the model before training."""
-    adapter_config = folder / ADAPTER_CONFIG_NAME
-    name = base or keys.model_name_or_path
-    if not name and adapter_config.is_file():
-        name = read_json(adapter_config).get("base_model_name_or_path")
+    path = folder / ADAPTER_CONFIG_NAME
+    of_adapter = read_json(path) if path.is_file() else {}
+    name = base or keys.model_name_or_path or of_adapter.get("base_model_name_or_path")
     if not name:
         refuse("--base", None, f"{folder} does not say which model it was trained from", "--base M")
     try:
@@ -141,49 +142,44 @@ def _origin(folder: Path, base: str | None, keys: SimpleNamespace) -> tuple[str,
 
 def _run_folder(folder: Path) -> Path:
     """The output_dir of a run from the folder of its model or checkpoint."""
-    while folder.name in ("merged", HF_FOLDER) or folder.name.startswith(f"{CHECKPOINT_PREFIX}-"):
+    while re.fullmatch(rf"merged|{HF_FOLDER}|{CHECKPOINT_PREFIX}-.*", folder.name):
         folder = folder.parent
     return folder
 
 
 def keys_of_run(folder: str | Path, names: str) -> SimpleNamespace:
-    """Keys (by spaces) from the config.yaml of a folder's run, with defaults for missing keys;
-    prints the others.
+    """Keys (by spaces) from the config.yaml of a folder's run, with the defaults of all others;
+    prints them.
 
     The user did not name that file: no name in it may let code run. ConfigError if it cannot be
     read.
     """
     path = _run_folder(Path(folder)) / RUN_CONFIG_NAME
-    taken = {}
-    if path.is_file():
-        written = read_config_file(path)
-        taken = {name: written[name] for name in names.split() if written.get(name) is not None}
+    written = read_config_file(path) if path.is_file() else {}
+    taken = {name: written[name] for name in names.split() if written.get(name) is not None}
     judge = Judge(None)
     values: dict[str, Any] = {}
     for group in GROUPS:
         values |= vars(group.read(taken, judge))
-    problems = [problem for problem in judge.problems if problem.key in taken]
-    if problems:
-        raise ConfigError(problems)
+    judge.problems = [problem for problem in judge.problems if problem.key in taken]
+    judge.close()
     if taken:
         shown = ", ".join(f"{name}: {str(value):.200}" for name, value in taken.items())
         _note(f"{path}: {shown}")
-    return SimpleNamespace(**{name: values[name] for name in names.split()})
+    return SimpleNamespace(**values)
 
 
 def check_generation_config(folder: Path) -> None:
     """ValueError for a value of the wrong type in generation_config.json."""
     path = folder / HF_GENERATION_CONFIG_NAME
-    if not path.is_file():
-        return
-    values = read_json(path)
-    for key, types in _TYPES.items():
+    values = read_json(path) if path.is_file() else {}
+    for key in _NUMBERS:
         value = values.get(key)
-        parts = [value]
-        if key == "eos_token_id" and isinstance(value, list):
-            parts = value
-        fits = all(isinstance(part, (*types, type(None))) for part in parts)
-        if not fits or (key == "max_new_tokens" and value is not None and value < 1):
+        if value is None:
+            continue
+        array = np.asarray(value)
+        is_number = array.dtype.kind in "bif" and array.ndim <= (key == "eos_token_id")
+        if not is_number or (key == "max_new_tokens" and value < 1):
             raise ValueError(f"{path}: {key} cannot be {value!r:.40}: correct it, or leave it out")
 
 
@@ -224,10 +220,7 @@ def stop_ids(model, tokenizer) -> list[int]:
 
 def until_stop(ids: list[int], stop: list[int]) -> list[int]:
     """The tokens before the first one of `stop`."""
-    for place, token in enumerate(ids):
-        if token in stop:
-            return ids[:place]
-    return ids
+    return list(itertools.takewhile(lambda token: token not in stop, ids))
 
 
 def last_turn(document: dict) -> tuple[list[int], list[int]] | None:
@@ -242,6 +235,19 @@ def last_turn(document: dict) -> tuple[list[int], list[int]] | None:
     return ids[: run[0] + 1].tolist(), labels[run].tolist()
 
 
+def turns_of(dataset, numbers: Iterable[int], model, tokenizer) -> list[tuple]:
+    """(number, tokens of the prompt, text of the answer) of samples, of a pair the chosen one's:
+    their last turn with loss. Samples without one are left out."""
+    stop = stop_ids(model, tokenizer)
+    turns = []
+    for number in numbers:
+        turn = last_turn(documents_of(dataset[number])[0])
+        if turn is not None:
+            text = tokenizer.decode(until_stop(turn[1], stop), skip_special_tokens=True)
+            turns.append((number, turn[0], text))
+    return turns
+
+
 # -- generating
 
 
@@ -251,7 +257,7 @@ def answers(
     """The text after each prompt, without special tokens. model: in evaluation mode."""
     stop = stop_ids(model, tokenizer)
     rows = continuations(model, prompts, stop, decoding, batch_size)
-    return tokenizer.batch_decode(rows, skip_special_tokens=True)
+    return [tokenizer.decode(row, skip_special_tokens=True) for row in rows]
 
 
 def continuations(
@@ -274,6 +280,7 @@ def continuations(
     order = sorted(range(len(prompts)), key=lambda n: len(prompts[n]))
     new_tokens = {}
     for start in range(0, len(order), batch_size):
+        watchdog.alive()
         numbers = order[start : start + batch_size]
         rows = [torch.tensor(prompts[number], device=model.device) for number in numbers]
         ids = pad_sequence(rows, True, config.pad_token_id, "left")
@@ -283,54 +290,52 @@ def continuations(
         output = model.generate(
             input_ids=ids, attention_mask=mask, generation_config=config, streamer=streamer
         )
-        for number, row in zip(numbers, output[:, width:].tolist(), strict=True):
-            new_tokens[number] = until_stop(row, stop)
-    return [new_tokens[number] for number in range(len(prompts))]
+        new_tokens |= zip(numbers, output[:, width:].tolist(), strict=True)
+    return [until_stop(new_tokens[number], stop) for number in range(len(prompts))]
 
 
 def _generation_config(model, stop: list[int], decoding: Decoding):
     """A copy of the model's GenerationConfig with the values of `decoding`."""
     config = copy.deepcopy(model.generation_config)
-    given = dict(temperature=decoding.temperature, top_p=decoding.top_p)
-    changes = {key: value for key, value in given.items() if value is not None}
     if decoding.temperature == 0:
         # the defaults: for None generate() takes the model's value, and warns
         changes = dict(do_sample=False, temperature=1.0, top_p=1.0, top_k=50)
-    elif changes:
-        changes["do_sample"] = True
+    else:
+        given = dict(temperature=decoding.temperature, top_p=decoding.top_p)
+        changes = {key: value for key, value in given.items() if value is not None}
+        changes |= dict(do_sample=bool(changes) or config.do_sample)
     limit = decoding.max_new_tokens or config.max_new_tokens or MAX_NEW_TOKENS
     changes |= dict(max_new_tokens=limit, max_length=None, eos_token_id=stop or None)
-    config.update(**changes, pad_token_id=stop[0] if stop else 0)
+    config.update(**changes, pad_token_id=[*stop, 0][0])
     return config
 
 
-def stream(
-    model, tokenizer, prompt: list[int], decoding: Decoding, write: Callable[[str], None]
-) -> None:
-    """Answer one prompt, and call `write` with each piece of text once it is there. Ctrl-C ends the
-    answer."""
+def stream(model, tokenizer, prompt: list[int], decoding: Decoding) -> str:
+    """Answer one prompt, and print each word once it is there -> the text. Ctrl-C ends it."""
     stop = stop_ids(model, tokenizer)
-    streamer = _Streamer(tokenizer, stop, write)
+    streamer = _Streamer(tokenizer, stop)
     try:
         continuations(model, [prompt], stop, decoding, streamer=streamer)
     except KeyboardInterrupt:
         streamer.end()
+    return streamer.text
 
 
 class _Streamer(TextStreamer):
     """Whole words of an answer, without the prompt and the end token."""
 
-    def __init__(self, tokenizer, stop: list[int], write: Callable[[str], None]):
+    def __init__(self, tokenizer, stop: list[int]):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self._stop = stop
-        self._write = write
+        self.text = ""
 
     def put(self, value) -> None:
         if self.next_tokens_are_prompt or int(value[0]) not in self._stop:
             super().put(value)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-        self._write(text)
+        print(printable(text), end="", flush=True)
+        self.text += text
 
 
 # -- answers in an evaluation
@@ -381,40 +386,28 @@ class Answers(TrainerCallback):
         Collective."""
         args = self.trainer.args
         backend = self.trainer.backend
+        tokenizer = self.trainer.tokenizer
         dataset = samples_of(dataset)
         count = min(len(dataset), args.generation_num_samples or len(dataset))
-        turns = [(index, last_turn(documents_of(dataset[index])[0])) for index in range(count)]
-        turns = [(index, *turn) for index, turn in turns if turn is not None]
-        turns = turns[parallel.rank() :: parallel.world_size()]
-        size = args.per_device_eval_batch_size
         watchdog.note("generating answers")
         backend.train_mode(False)
         model = self._whole_model()
-        lines = []
-        for start in range(0, len(turns), size):
-            watchdog.alive()
-            with backend.autocast():
-                lines += self._lines(model, turns[start : start + size])
+        own = range(parallel.rank(), count, parallel.world_size())
+        turns = turns_of(dataset, own, model, tokenizer)
+        decoding = GREEDY._replace(max_new_tokens=args.max_new_tokens)
+        prompts = [prompt for _, prompt, _ in turns]
+        with backend.autocast():
+            texts = answers(model, tokenizer, prompts, decoding, args.per_device_eval_batch_size)
         del model
         torch.cuda.empty_cache()  # training needs the copy's memory again
         backend.train_mode(True)
-        everyone = [line for part in parallel.gather(lines) for line in part]
-        return sorted(everyone, key=lambda line: line["index"])
-
-    def _lines(self, model, turns: list[tuple[int, list[int], list[int]]]) -> list[dict]:
-        """The lines of a batch of (index, prompt, expected answer)."""
-        tokenizer = self.trainer.tokenizer
-        stop = stop_ids(model, tokenizer)
-        decoding = GREEDY._replace(max_new_tokens=self.trainer.args.max_new_tokens)
-        prompts = [prompt for _, prompt, _ in turns]
         lines = []
-        rows = continuations(model, prompts, stop, decoding, len(turns))
-        for (index, prompt, known), ids in zip(turns, rows, strict=True):
-            texts = tokenizer.batch_decode([ids, until_stop(known, stop)], skip_special_tokens=True)
-            answer, expected = (text.strip() for text in texts)
-            line = dict(index=index, prompt=tokenizer.decode(prompt), answer=answer)
-            lines.append(line | dict(expected=expected, exact_match=answer == expected))
-        return lines
+        for (index, prompt, expected), text in zip(turns, texts, strict=True):
+            line = dict(index=index, prompt=tokenizer.decode(prompt))
+            line |= dict(answer=text.strip(), expected=expected.strip())
+            lines.append(line | dict(exact_match=line["answer"] == line["expected"]))
+        everyone = itertools.chain(*parallel.gather(lines))
+        return sorted(everyone, key=lambda line: line["index"])
 
     def _whole_model(self):
         """The model in transformers' classes, whole on this rank. Collective."""
@@ -464,14 +457,11 @@ def free_memory() -> float:
 def rouge_l(answer: str, expected: str) -> float:
     """ROUGE-L's F1: twice the longest common subsequence of words over the words of both."""
     a = _WORD.findall(answer.lower())
-    b = _WORD.findall(expected.lower())
-    if not a or not b:
-        return float(a == b)
-    row = [0] * (len(b) + 1)  # row[j]: the longest common to the words of `a` so far and b[:j]
+    b = np.array(_WORD.findall(expected.lower()))
+    if not a or not len(b):
+        return float(len(a) == len(b))
+    longest = np.zeros(len(b) + 1, int)  # [j]: common to the words of `a` so far and b[:j]
     for word in a:
-        diagonal = 0
-        for j, other in enumerate(b, 1):
-            above = row[j]
-            row[j] = diagonal + 1 if word == other else max(above, row[j - 1])
-            diagonal = above
-    return 2 * row[-1] / (len(a) + len(b))
+        ending_here = (longest[:-1] + 1) * (b == word)
+        longest[1:] = np.maximum.accumulate(np.maximum(longest[1:], ending_here))
+    return 2 * int(longest[-1]) / (len(a) + len(b))

@@ -13,6 +13,7 @@ name), ("losses", "micro-batch 0").
 import dataclasses
 import functools
 import gc
+import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator
@@ -24,7 +25,9 @@ from . import cpu, lora, model_config, parallel, run
 from .args import TrainingArguments, UseMcaArguments
 from .backend_torch import TorchBackend
 from .batch import zigzag
+from .errors import refuse
 from .families import values_of
+from .mcore import mpu
 from .model import VirtualModels
 from .weights_files import generator_of
 
@@ -78,12 +81,12 @@ def compare(plan: run.Plan) -> list[Row]:
     the whole model (16 in float32), and 4 in host memory, with the outputs of all layers for one
     row. Collective. ValueError, on every rank, for a model that rank 0 cannot run.
     """
+    if not plan.arguments.backend.use_mca:
+        refuse("use_mca", False, "layouts are compared with plain torch", "use_mca: true")
     args = plan.arguments.training
-    parallel.initialize(args, plan.arguments.backend.use_mca)
+    parallel.initialize(args, True)
     args.eval_strategy = "no"
     args.predict_with_generate = False
-    if not plan.arguments.backend.use_mca:
-        plan.model.config = _hf_config(plan)
     trainer = run.build_trainer(plan)
     _fill_adapters(trainer.model, plan)
     trainer.create_optimizer()
@@ -92,14 +95,17 @@ def compare(plan: run.Plan) -> list[Row]:
     batches, length = trainer.first_step()  # with the log-probabilities of a reference
     part = _Part(trainer, batches[0])
     shares = parallel.gather(part.share(batches, _run(trainer, batches, length)))
-    sent = part.outputs_and_logits(batches[0])
+    sent = part.outputs_and_logits()
     plain: list[dict] = []  # on rank 0: the oracle, its noise, the least noise
     parallel.on_main(lambda: plain.extend(_oracle_and_noise(plan, trainer, shares)), ValueError)
-    oracle = plain[0] if plain else {}
-    distances = _distances(_joined(parallel.send_to_main(sent), shares), oracle)
-    distances |= _distances(_losses(_over_ranks(shares)).items(), oracle)
-    distances |= _distances(_named("gradients", trainer.backend.gradients()), oracle)
-    return _rows(*plain, distances) if plain else []
+    if not plain:
+        plain = [{}, {}, {}]
+    tensors = itertools.chain(
+        _joined(parallel.send_to_main(sent), shares),
+        _losses(_over_ranks(shares)).items(),
+        _named("gradients", trainer.backend.gradients()),
+    )
+    return _rows(*plain, _distances(tensors, plain[0]))
 
 
 # -- the layout's side
@@ -129,24 +135,18 @@ class _Part:
     """This rank's part of the first row of the first micro-batch, kept by hooks."""
 
     def __init__(self, trainer, batch: dict):
-        self.trainer = trainer
         self.backend = trainer.backend
-        model = trainer.backend.model
-        self.is_mca = isinstance(model, VirtualModels)
-        self.tp_rank = 0
+        self.models = trainer.backend.model
+        self.tp_rank = mpu.get_tensor_model_parallel_rank()
         borders = batch.get("cu_seqlens", (0, batch["input_ids"].shape[1]))
-        self.cuts = [zigzag(borders, *self.backend.context_parallel)]  # of tensor-parallel ranks
-        if self.is_mca:
-            from .mcore import mpu
-
-            self.tp_rank = mpu.get_tensor_model_parallel_rank()
-            if model.config.sequence_parallel:
-                self.cuts = self.cuts[0].chunk(model.config.tensor_model_parallel_size)
+        cut = zigzag(borders, *self.backend.context_parallel)
+        self.cuts = [cut]  # of tensor-parallel ranks
+        if self.models.config.sequence_parallel:
+            self.cuts = cut.chunk(self.models.config.tensor_model_parallel_size)
         self.every = math.ceil(borders[-1] / _LOGITS)
-        self.outputs = {}
+        self.outputs: dict[str, torch.Tensor] = {}
         if self.backend.dp_rank == 0:
-            modules = _megatron_modules(model) if self.is_mca else _torch_modules(model)
-            _keep_outputs(modules, int(self.is_mca), self.outputs)
+            _keep_outputs(_megatron_modules(self.models), 1, self.outputs)
 
     @property
     def places(self) -> torch.Tensor:
@@ -163,19 +163,20 @@ class _Part:
         on_cpu = [{k: getattr(v, "cpu", lambda v=v: v)() for k, v in b.items()} for b in batches]
         return _Share(self.backend.dp_rank, index, self.places, on_cpu, losses)
 
-    def outputs_and_logits(self, batch: dict) -> dict[str, torch.Tensor]:
+    def outputs_and_logits(self) -> dict[str, torch.Tensor]:
         """This rank's part of the outputs and the logits, each from one rank alone. Collective over
         tensor-parallel ranks of the last stage."""
-        sent = self.outputs if self.tp_rank < len(self.cuts) else {}
-        if not self.is_mca and self.backend.dp_rank == 0:
-            return {**sent, "logits": _plain_logits(self.trainer, batch, self.places)}
-        if "final norm" not in self.outputs or not self.is_mca:
-            return sent
-        models = self.backend.model
-        with torch.no_grad():
+        sent = dict(self.outputs)
+        if self.tp_rank >= len(self.cuts):
+            sent = {}
+        if "final norm" in self.outputs:
             rows = self.outputs["final norm"][:: self.every, None].to(parallel.device())
-            logits = models.gather_logits(models[len(models) - 1]._postprocess(rows))[0]
-        return {**sent, "logits": logits} if self.tp_rank == 0 else sent
+            last = self.models[len(self.models) - 1]
+            with torch.no_grad():
+                logits = self.models.gather_logits(last._postprocess(rows))[0]
+            if self.tp_rank == 0:
+                sent["logits"] = logits
+        return sent
 
 
 def _megatron_modules(models: VirtualModels) -> Iterator[tuple[str, torch.nn.Module, bool]]:
@@ -193,18 +194,14 @@ def _megatron_modules(models: VirtualModels) -> Iterator[tuple[str, torch.nn.Mod
 
 
 def _torch_modules(model) -> Iterator[tuple[str, torch.nn.Module, bool]]:
-    """The same places of a transformers model; none of a model of another structure."""
+    """The same places of a transformers model."""
     decoder = model.base_model
-    layers = getattr(decoder, "layers", [])
-    for i, layer in enumerate(layers):
-        if i == 0:
-            yield "embedding", layer, True
-        for part, module in (("attention", "self_attn"), ("mlp", "mlp")):
-            if hasattr(layer, module):
-                yield f"layer {i} {part}", getattr(layer, module), False
+    yield "embedding", decoder.layers[0], True
+    for i, layer in enumerate(decoder.layers):
+        yield f"layer {i} attention", layer.self_attn, False
+        yield f"layer {i} mlp", layer.mlp, False
         yield f"layer {i}", layer, False
-    if layers and hasattr(decoder, "norm"):
-        yield "final norm", decoder.norm, False
+    yield "final norm", decoder.norm, False
 
 
 def _keep_outputs(modules, axis: int, outputs: dict[str, torch.Tensor]) -> None:
@@ -227,11 +224,12 @@ def _keep_outputs(modules, axis: int, outputs: dict[str, torch.Tensor]) -> None:
 
 def _over_ranks(shares: list[_Share]) -> list[list[float]]:
     """(sum, count) of each micro-batch of each replica, over context-parallel ranks."""
-    of_replica: dict[int, list[torch.Tensor]] = {}
-    for share in shares:
+    of_replica: dict[int, torch.Tensor] = {}
+    for share in sorted(shares, key=lambda share: share.replica):
         if share.losses:
-            of_replica.setdefault(share.replica, []).append(torch.tensor(share.losses))
-    return [pair for key in sorted(of_replica) for pair in sum(of_replica[key]).tolist()]
+            earlier = of_replica.get(share.replica, 0.0)
+            of_replica[share.replica] = earlier + torch.tensor(share.losses)
+    return torch.cat([*of_replica.values()]).tolist()
 
 
 def _losses(pairs: list[list[float]]) -> dict[Name, torch.Tensor]:
@@ -264,36 +262,35 @@ def _oracle_and_noise(plan: run.Plan, trainer, shares: list[_Share]) -> list[dic
     by_replica = sorted(shares, key=lambda share: share.replica)
     batches = [batch for share in by_replica for batch in share.batches]
     places = torch.cat([share.places for share in shares if share.replica == 0 and share.losses])
-    bf16 = plan.arguments.training.bf16
     exact = torch.float64
     rounded = torch.float32
-    if bf16:
+    if plan.arguments.training.bf16:
         exact = torch.float32
         rounded = torch.bfloat16
     with parallel.alone():
         oracle = dict(_plain_step(plan, trainer, batches, places, exact))
         gc.collect()  # the first model goes before the second one comes
         noise = _distances(_plain_step(plan, trainer, batches, places, rounded), oracle)
-    least = {}
-    if bf16:
-        least = _shares_of_a_token(plan, batches, oracle)
-        least |= {name: _LOSS for name in oracle if name[0] == "losses"}
+    least: dict[Name, float] = {}
+    if plan.arguments.training.bf16:
+        least = _least_noise(plan, batches, oracle)
     return [oracle, noise, least]
 
 
-def _shares_of_a_token(plan: run.Plan, batches: list[dict], oracle: dict) -> dict[Name, float]:
-    """The part of one token in a norm over all: rounding may send it to another expert."""
+def _least_noise(plan: run.Plan, batches: list[dict], oracle: dict) -> dict[Name, float]:
+    """Of a mixture of experts the part of one token in a norm over all, since rounding may send it
+    to another expert; of losses _LOSS."""
     values = values_of(_hf_config(plan))
-    shares: dict[Name, float] = {}
-    if not values.get("num_moe_experts"):
-        return shares
     tokens = sum(batch["input_ids"].numel() for batch in batches)
-    for (kind, name), tensor in oracle.items():
-        count = len(tensor) if kind == "outputs" else tokens
-        if kind == "gradients" and ".experts." in name:
+    least = {name: _LOSS for name in oracle if name[0] == "losses"}
+    for name in oracle.keys() - least.keys() if values.get("num_moe_experts") else ():
+        count = tokens
+        if name[0] == "outputs":
+            count = len(oracle[name])
+        elif ".experts." in name[1]:
             count *= values["moe_router_topk"] / values["num_moe_experts"]
-        shares[kind, name] = 1 / math.sqrt(max(count, 1))
-    return shares
+        least[name] = 1 / math.sqrt(count)
+    return least
 
 
 def _hf_config(plan: run.Plan):
@@ -346,7 +343,7 @@ def _plain_step(plan: run.Plan, trainer, batches: list[dict], places, dtype: tor
     if not bf16 or plan.model.adapters is None:
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
-    if dtype == torch.float64 and hasattr(model, "set_experts_implementation"):
+    if dtype == torch.float64:
         model.set_experts_implementation("eager")  # grouped products know no float64
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     plain.backend.optimizer = torch.optim.SGD(trained)  # empties gradients, and updates nothing
@@ -363,13 +360,9 @@ def _plain_step(plan: run.Plan, trainer, batches: list[dict], places, dtype: tor
 def _plain_logits(trainer, batch: dict, places: torch.Tensor) -> torch.Tensor:
     """[places, V] of the first row, on the CPU."""
     inputs = trainer.inputs_of(batch)
-    device = parallel.device()
-    ids = inputs["input_ids"][:1]
-    positions = inputs["position_ids"][:1]
+    first = [inputs["input_ids"][:1], inputs["position_ids"][:1], inputs["attention_mask"]]
     with trainer.backend.autocast():
-        model = trainer.backend.loss_model
-        mask = inputs["attention_mask"]
-        return model(ids, positions, mask, places=places.to(device))[0].cpu()
+        return trainer.backend.loss_model(*first, places=places.to(parallel.device()))[0].cpu()
 
 
 # -- both beside each other

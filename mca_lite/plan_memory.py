@@ -9,20 +9,13 @@ a GPU, where kernels.py compiles, the live blocks of one H200.
 Letters: T tokens of a micro-batch on this rank, h hidden size, w bytes of an activation.
 """
 
-import contextlib
-import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
-import torch
-
-from . import lora, lora_files, parallel
-from .args import RunArguments, parse_args
+from . import lora, lora_files
 from .args_rules import is_saved
 from .families import Row
-from .files import show_size
 from .loss_tokens import CHUNK_SIZE_CPU, CHUNK_SIZE_CUDA
 from .model_config import AutoConfig, McaModelConfig
 from .optim import splits_masters
@@ -89,24 +82,19 @@ class ModelTensors:
         self.config = config
         self.spec = spec
         self.source = source or InitSource(config.hf_config, 0, config.mtp_num_layers)
+        self.total = 0
         self.stages: list[list[RankTensor]] = []
         self.stages += ([] for _ in range(config.pipeline_model_parallel_size))
-        self.total = 0
-        stage_of = stages_of_layers(config)
-        placed = []
+        adapted = set(spec.modules if spec is not None else ())
+        stage_of = dict(enumerate(stages_of_layers(config)))
         for row, layer in in_layer_order(config):
-            stage = -1
+            stage = stage_of.get(layer, -1)
             if row.mca == VOCABULARY[0]:
                 stage = 0
-            elif layer is not None and layer < config.num_layers:
-                stage = stage_of[layer]
-            placed.append((row, layer, stage))
-        for of_row in placed:
-            self._add_weight(*of_row)
-        self.adapted = set(spec.modules if spec is not None else ())
-        for row, layer, stage in placed:
-            if row.is_linear:
-                self._add_adapters(row, layer, stage)
+            self._add_weight(row, layer, stage)
+            for name in row.hf:
+                if row.is_linear and lora.module_of(name.format(layer)) in adapted:
+                    self._add_adapter(row, name, layer, stage)
 
     def _add_weight(self, row: Row, layer: int | None, stage: int) -> None:
         config = self.config
@@ -114,37 +102,37 @@ class ModelTensors:
         is_tied_head = is_tied and row.mca == VOCABULARY[1]
         if is_tied_head or row.mca.endswith("expert_bias"):  # a buffer of some bytes
             return
-        names = [name.format(layer) for name in row.hf]
-        shape = list(self.source.shape(names[0]))
-        shape[0] = sum(self.source.shape(name)[0] for name in names)
+        first, *others = [self.source.shape(name.format(layer)) for name in row.hf]
+        shape = [first[0] + sum(other[0] for other in others), *first[1:]]
         if row.mca in VOCABULARY:
             shape[0] = config.padded_vocab_size
         self.total += math.prod(shape)
         modules = lora.modules_of(row, layer)
         is_trained = self.spec is None or any(is_saved(name, self.spec) for name in modules)
-        if row.axis is not None:
-            shape[row.axis] //= degree(row, config)
+        shape = self._cut(row, shape)
         self._add(row, row.mca, layer, shape, is_trained, stage)
         is_again = is_tied or config.mtp_num_layers  # as the head, or for the tokens ahead
         if row.mca == VOCABULARY[0] and is_again and len(self.stages) > 1:
             self._add(row, VOCABULARY[is_tied], layer, shape, is_trained, -1)
 
-    def _add_adapters(self, row: Row, layer: int | None, stage: int) -> None:
-        for name in row.hf:
-            if lora.module_of(name.format(layer)) not in self.adapted:
-                continue
-            rank = self.spec.rank
-            sizes = [self.config.padded_vocab_size, self.config.hidden_size]
-            if row.mca not in VOCABULARY:
-                sizes = list(self.source.shape(name.format(layer)))
-            if row.axis is not None:
-                sizes[row.axis] //= degree(row, self.config)
-            out, into = sizes
-            shapes = {"lora_A.weight": (rank, into), "lora_B.weight": (out, rank)}
-            if row.mca == VOCABULARY[0]:
-                shapes = {"lora_embedding_A": (rank, out), "lora_embedding_B": (into, rank)}
-            for matrix, shape in shapes.items():
-                self._add(row, f"{lora.module_of(name)}.{matrix}", layer, shape, True, stage)
+    def _add_adapter(self, row: Row, name: str, layer: int | None, stage: int) -> None:
+        rank = self.spec.rank
+        shape = self.source.shape(name.format(layer))
+        if row.mca in VOCABULARY:
+            shape = (self.config.padded_vocab_size, self.config.hidden_size)
+        out, into = self._cut(row, shape)
+        shapes = {"lora_A.weight": (rank, into), "lora_B.weight": (out, rank)}
+        if row.mca == VOCABULARY[0]:
+            shapes = {"lora_embedding_A": (rank, out), "lora_embedding_B": (into, rank)}
+        for matrix, shape in shapes.items():
+            self._add(row, f"{lora.module_of(name)}.{matrix}", layer, shape, True, stage)
+
+    def _cut(self, row: Row, shape) -> list[int]:
+        """The shape of a rank's part."""
+        part = list(shape)
+        if row.axis is not None:
+            part[row.axis] //= degree(row, self.config)
+        return part
 
     def _add(self, row: Row, name: str, layer, shape, is_trained: bool, stage: int) -> None:
         """Add a tensor, unless it is of an expert on other ranks."""
@@ -171,13 +159,17 @@ class ModelTensors:
 def stages_of_layers(config) -> list[int]:
     """The pipeline rank of each decoder layer."""
     pp = config.pipeline_model_parallel_size
-    vpp = config.virtual_pipeline_model_parallel_size or 1
-    counts = [config.num_layers // (pp * vpp)] * (pp * vpp)
+    chunks = pp * (config.virtual_pipeline_model_parallel_size or 1)
     layout = config.pipeline_model_parallel_layout
-    if layout is not None:  # [pipeline rank][virtual stage] -> layer types
-        chunks = [layout.layout[rank][v] for v in range(vpp) for rank in range(pp)]
-        counts = [sum(kind.name == "decoder" for kind in chunk) for chunk in chunks]
-    return [i % pp for i, count in enumerate(counts) for _ in range(count)]
+    stages = []
+    for chunk in range(chunks):
+        stage = chunk % pp
+        count = config.num_layers // chunks
+        if layout is not None:  # [pipeline rank][virtual stage] -> layer types
+            kinds = [kind.name for kind in layout.layout[stage][chunk // pp]]
+            count = kinds.count("decoder")
+        stages += [stage] * count
+    return stages
 
 
 def _static(args, config, tensors: ModelTensors, stage: int, world_size: int) -> dict:
@@ -185,31 +177,33 @@ def _static(args, config, tensors: ModelTensors, stage: int, world_size: int) ->
     held = tensors.stages[stage]
     parameters, trained = tensors.counts(stage)
     width = config.params_dtype.itemsize
-    moments = sum(
-        2 if getattr(args, f"{name}_dtype", "fp32") == "bf16" else 4
-        for name in OPTIMIZERS[args.optim].states
-    )
+    dtypes = [getattr(args, f"{name}_dtype", "fp32") for name in OPTIMIZERS[args.optim].states]
+    moments = 4 * len(dtypes) - 2 * dtypes.count("bf16")
     if args.optimizer_cpu_offload:
         moments *= 1 - args.optimizer_offload_fraction
-    master = 4 if width == 2 else 0
+    master = 4 * (width == 2)
     if splits_masters(args, config.params_dtype, any(t.is_adapter for t in held)):
         master = 2
-    gradient = width if width == 2 and not args.grad_reduce_in_fp32 else 4
-    share = share_of_experts = 1.0  # of the states on this rank
-    if args.use_distributed_optimizer:
-        ranks_per_stage = world_size / config.pipeline_model_parallel_size
-        share = config.tensor_model_parallel_size / ranks_per_stage
-        of_experts = config.expert_tensor_parallel_size * config.expert_model_parallel_size
-        share_of_experts = of_experts / ranks_per_stage
+    gradient = 4
+    if not args.grad_reduce_in_fp32:
+        gradient = width
+    # the states of a parameter are on one rank of those with a copy of it
+    copies = world_size / config.pipeline_model_parallel_size
+    cuts = {
+        False: config.tensor_model_parallel_size,
+        True: config.expert_tensor_parallel_size * config.expert_model_parallel_size,
+    }
     weights = gradients = states = 0
     for tensor in held:
         sizes = (width, gradient, moments + master)
         if tensor.is_adapter:  # float32, without masters
             sizes = (4, 4, moments)
+        of_states = tensor.numel * sizes[2]
+        if args.use_distributed_optimizer:
+            of_states *= cuts[tensor.is_expert] / copies
         weights += tensor.numel * sizes[0]
-        if tensor.is_trained:
-            gradients += tensor.numel * sizes[1]
-            states += tensor.numel * sizes[2] * (share_of_experts if tensor.is_expert else share)
+        gradients += tensor.numel * sizes[1] * tensor.is_trained
+        states += of_states * tensor.is_trained
     return dict(
         parameters=parameters,
         trained=trained,
@@ -222,39 +216,21 @@ def _static(args, config, tensors: ModelTensors, stage: int, world_size: int) ->
 # -- activations
 
 
-class RankSizes(NamedTuple):
-    """Sizes of a rank in the formulas of memory and time."""
+class RankSizes:
+    """Sizes of a rank in the formulas of memory and time. config: McaModelConfig."""
 
-    w: int  # bytes of an activation
-    h: int
-    tp: int
-    sp: int  # ranks sharing the tokens between linears
-    pp: int
-    cp: int
-    ep: int
-    heads: float  # attention heads, and groups of them with a key and a value
-    groups: float
-    keys: float  # bytes of a token's keys and values in a layer
-
-    @classmethod
-    def of(cls, config) -> "RankSizes":
-        """The sizes of a McaModelConfig."""
-        w = config.params_dtype.itemsize
-        tp = config.tensor_model_parallel_size
-        heads = config.num_attention_heads / tp
-        groups = max((config.num_query_groups or config.num_attention_heads) / tp, 1)
-        return cls(
-            w=w,
-            h=config.hidden_size,
-            tp=tp,
-            sp=tp if config.sequence_parallel else 1,
-            pp=config.pipeline_model_parallel_size,
-            cp=config.context_parallel_size,
-            ep=config.expert_model_parallel_size,
-            heads=heads,
-            groups=groups,
-            keys=2 * groups * config.kv_channels * w,
-        )
+    def __init__(self, config):
+        self.w = config.params_dtype.itemsize  # bytes of an activation
+        self.h = config.hidden_size
+        self.tp = config.tensor_model_parallel_size
+        self.sp = self.tp if config.sequence_parallel else 1  # ranks sharing tokens between linears
+        self.pp = config.pipeline_model_parallel_size
+        self.cp = config.context_parallel_size
+        self.ep = config.expert_model_parallel_size
+        self.heads = config.num_attention_heads / self.tp
+        # of heads with a key and a value
+        self.groups = max((config.num_query_groups or config.num_attention_heads) / self.tp, 1)
+        self.keys = 2 * self.groups * config.kv_channels * self.w  # bytes of a token in a layer
 
 
 class _Facts(NamedTuple):
@@ -284,9 +260,8 @@ def _facts(width: int, compiled: bool, frozen: bool, length: int) -> _Facts:
     )
 
 
-def _layer_bytes(config, layer: int, facts: _Facts) -> tuple[float, float]:
+def _layer_bytes(config, layer: int, facts: _Facts, r: RankSizes) -> tuple[float, float]:
     """(bytes a token of a layer, those of its MLP or experts among them)."""
-    r = RankSizes.of(config)
     if getattr(config, "kv_lora_rank", None):
         attention = _latent_bytes(config, facts, r)
     else:
@@ -326,31 +301,29 @@ def _latent_bytes(config, facts: _Facts, r: RankSizes) -> float:
     return r.heads * attended + latent / r.sp
 
 
-def _activations(args, config, stage: int, tokens: float, facts: _Facts) -> tuple[float, float]:
-    """(bytes kept for the backward pass, bytes of a layer while it is recomputed)."""
-    r = RankSizes.of(config)
+def _activations(args, config, stage: int, facts: _Facts, r: RankSizes) -> tuple[float, float]:
+    """(bytes a token kept for the backward pass, those of a layer while it is recomputed)."""
     layers = [i for i, home in enumerate(stages_of_layers(config)) if home == stage]
     if stage == r.pp - 1:
         layers += range(config.num_layers, config.num_layers + (config.mtp_num_layers or 0))
-    sizes = [_layer_bytes(config, layer, facts) for layer in layers]
+    sizes = [_layer_bytes(config, layer, facts, r) for layer in layers]
     kept = [of_layer for of_layer, _ in sizes]
-    largest = max(kept, default=0.0)
     again = 0.0
-    if config.recompute_granularity == "selective":
-        if {"mlp", "moe"} & set(config.recompute_modules or ()):
-            kept = [of_layer - of_mlp for of_layer, of_mlp in sizes]
-    elif config.recompute_granularity == "full":
-        unit = config.recompute_num_layers or 1
+    if config.recompute_granularity == "full":
+        unit = min(config.recompute_num_layers or 1, len(layers))
         inputs = r.w * r.h / r.sp  # of a layer, a token
         if args.distribute_saved_activations:
             inputs /= r.tp
+        again = max(kept, default=0.0) * unit - inputs
+        units = -(-len(layers) // max(unit, 1))
         if config.recompute_method == "block":
-            kept = [inputs] * min(unit, len(kept)) + kept[unit:]
-            unit = 1
+            again = max(kept, default=0.0) - inputs
+            kept = [inputs] * unit + kept[unit:]
         else:
-            kept = [inputs] * -(-len(kept) // unit)
-        again = largest * min(unit, len(layers)) - inputs
-    return tokens * sum(kept) * _in_flight(args, config, stage), tokens * again
+            kept = [inputs] * units
+    elif config.recompute_granularity and {"mlp", "moe"} & set(config.recompute_modules or ()):
+        kept = [of_layer - of_mlp for of_layer, of_mlp in sizes]
+    return sum(kept) * _in_flight(args, config, stage), again
 
 
 def _in_flight(args, config, stage: int) -> float:
@@ -364,35 +337,25 @@ def _in_flight(args, config, stage: int) -> float:
     return min(micro_batches * vpp, chunks) / vpp
 
 
-def _loss(config, tokens: float, trains_head: bool, on_gpu: bool) -> float:
+def _loss(config, tokens: float, trains_head: bool, on_gpu: bool, r: RankSizes) -> float:
     """Bytes of the loss while it is taken."""
-    r = RankSizes.of(config)
     columns = config.padded_vocab_size / r.tp
     chunk = config.loss_chunk_size or (CHUNK_SIZE_CUDA if on_gpu else CHUNK_SIZE_CPU)
     float32_gradient = columns * r.h * 4 * trains_head
     return min(chunk, tokens) * columns * r.w + tokens * r.h * r.w + float32_gradient
 
 
-def _final_norm(config, tokens: float, facts: _Facts) -> float:
-    """Bytes kept by the final norm, with its output whole for the head."""
-    r = RankSizes.of(config)
-    return tokens * (r.h * (facts.norm - r.w) + 4) / r.sp + tokens * r.h * r.w
-
-
-def _buffers(config, tokens: float) -> float:
+def _buffers(config, tokens: float, r: RankSizes) -> float:
     """Bytes of messages between ranks."""
-    r = RankSizes.of(config)
-    whole = tokens * r.h * r.w
-    part = whole / r.sp
-    total = whole * bool(config.sequence_parallel)
-    if r.pp > 1:
-        total += 2 * part
-    if r.cp > 1:
-        total += 2 * tokens * r.cp * r.keys
-    if config.num_moe_experts and r.ep > 1:
+    part = tokens * r.h * r.w / r.sp
+    terms = [
+        (config.sequence_parallel, part * r.sp),
+        (r.pp > 1, 2 * part),
+        (r.cp > 1, 2 * tokens * r.cp * r.keys),
         # sent to other ranks; received tokens are kept, as the experts' input
-        total += config.moe_router_topk * part
-    return total
+        (config.num_moe_experts and r.ep > 1, config.moe_router_topk * part),
+    ]
+    return sum(size for applies, size in terms if applies)
 
 
 # -- a rank
@@ -407,19 +370,21 @@ def rank_memory(
     sample or row; on_gpu: True if kernels are compiled.
     """
     spec = tensors.spec
-    tokens = args.micro_batch_size * length / config.context_parallel_size
-    facts = _facts(config.params_dtype.itemsize, on_gpu, spec is not None, length)
-    activations, again = _activations(args, config, stage, tokens, facts)
+    r = RankSizes(config)
+    tokens = args.micro_batch_size * length / r.cp
+    facts = _facts(r.w, on_gpu, spec is not None, length)
+    kept, again = _activations(args, config, stage, facts, r)
     logits = norm = 0.0
-    if stage == config.pipeline_model_parallel_size - 1:
+    if stage == r.pp - 1:
         trains_head = spec is None or "lm_head" in spec.modules_to_save
-        logits = _loss(config, tokens, trains_head, on_gpu)
-        norm = _final_norm(config, tokens, facts)
+        logits = _loss(config, tokens, trains_head, on_gpu, r)
+        # the final norm, with its output whole for the head
+        norm = (r.h * (facts.norm - r.w) + 4) / r.sp + r.h * r.w
     return RankMemory(
         **_static(args, config, tensors, stage, world_size),
-        activations=round(activations + max(norm, again)),
+        activations=round(tokens * (kept + max(norm, again))),
         logits=round(logits),
-        buffers=round(_buffers(config, tokens)),
+        buffers=round(_buffers(config, tokens, r)),
     )
 
 
@@ -437,10 +402,10 @@ class ModelOfRun:
         has_pairs = OBJECTIVES[keys.stage].has_pairs
         self.lengths = [arguments.data.cutoff_len] * (1 + has_pairs)
         self.reference: str | None = None
-        if has_pairs and keys.ref_model not in ("cached", "adapter"):
-            self.reference = keys.ref_model
-            if keys.ref_model == "model":
-                self.reference = arguments.model.model_name_or_path
+        if has_pairs:
+            name = arguments.model.model_name_or_path
+            folders = {"cached": None, "adapter": None, "model": name}
+            self.reference = folders.get(keys.ref_model, keys.ref_model)
 
     @staticmethod
     def config_of(arguments) -> McaModelConfig:
@@ -468,80 +433,3 @@ class ModelOfRun:
             width = second.params_dtype.itemsize
             each = [replace(each[s], reference=held.counts(s)[0] * width) for s in stages]
         return max(enumerate(each), key=lambda pair: pair[1].total)
-
-
-# -- advice when memory runs out
-
-_SHOWN = 3
-
-
-@contextlib.contextmanager
-def explained(arguments: RunArguments) -> Iterator[None]:
-    """Add the planned memory and the keys that lower it most to torch's error of too little GPU
-    memory. It stays a torch.OutOfMemoryError."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        lines = [str(error).strip()]
-        with contextlib.suppress(Exception):  # the first words must come through
-            lines += advice(arguments, parallel.world_size())
-        raise torch.OutOfMemoryError("\n  ".join(lines)) from error
-
-
-def advice(arguments: RunArguments, world_size: int) -> list[str]:
-    """Lines: the planned memory by its parts, and the keys that lower it most."""
-    if not arguments.backend.use_mca:
-        return ["what helps: a smaller per_device_train_batch_size or cutoff_len, or use_mca: true"]
-    model = ModelOfRun(arguments)
-
-    def memory_of(run: RunArguments) -> RankMemory:
-        config = model.config_of(run)
-        on_gpu = torch.cuda.is_available()
-        return model.fullest_rank(run.training, config, world_size, on_gpu)[1]
-
-    planned = memory_of(arguments)
-    parts = sorted(PARTS, key=lambda part: -getattr(planned, part))
-    sizes = ", ".join(f"{part} {show_size(getattr(planned, part))}" for part in parts)
-    saved = []
-    for keys in _candidates(arguments.training):
-        with contextlib.suppress(ValueError):  # refused by the rules
-            saves = planned.total - memory_of(_changed(arguments, keys)).total
-            words = ", ".join(f"{key}: {str(value).lower()}" for key, value in keys.items())
-            saved.append((saves, f"{words} (-{show_size(saves)})"))
-    best = [words for saves, words in sorted(saved, reverse=True) if saves > 0]
-    if len(best) < _SHOWN:  # these change what is trained
-        best += ["a lower cutoff_len", "finetuning_type: lora"]
-    return [
-        f"planned were {show_size(planned.total)} on the fullest rank: {sizes}",
-        f"most likely to help: {'; '.join(best[:_SHOWN])}",
-    ]
-
-
-def _candidates(args) -> list[dict]:
-    """Keys that may lower memory, unless the run has them already."""
-    tp, pp, cp = (f"{name}_parallel_size" for name in ("tensor_model", "pipeline_model", "context"))
-    has_copies = args.data_parallel_size > 1
-    in_half = args.bf16 or args.fp16
-    has_float_moments = "fp32" in (args.exp_avg_dtype, args.exp_avg_sq_dtype)
-    rows = [
-        (args.micro_batch_size > 1, {"per_device_train_batch_size": args.micro_batch_size // 2}),
-        (args.recompute_granularity != "full", {"recompute_granularity": "full"}),
-        (has_copies and not args.use_distributed_optimizer, {"use_distributed_optimizer": True}),
-        (has_copies, {tp: 2 * getattr(args, tp), "sequence_parallel": True}),
-        (has_copies, {pp: 2 * getattr(args, pp)}),
-        (has_copies, {cp: 2 * getattr(args, cp)}),
-        (not args.optimizer_cpu_offload, {"optimizer_cpu_offload": True}),
-        (has_float_moments, {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}),
-        (not in_half, {"bf16": True}),
-        (in_half and args.grad_reduce_in_fp32, {"grad_reduce_in_fp32": False}),
-    ]
-    return [keys for applies, keys in rows if applies]
-
-
-def _changed(arguments: RunArguments, keys: dict) -> RunArguments:
-    """The run with other values of keys and the same global batch. ConfigError if the rules refuse
-    it."""
-    values = arguments.to_yaml_dict()
-    values["global_batch_size"] = arguments.training.train_global_batch_size
-    values.pop("gradient_accumulation_steps", None)
-    return parse_args([f"{key}={json.dumps(value)}" for key, value in (values | keys).items()])

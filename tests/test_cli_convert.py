@@ -64,12 +64,6 @@ def test_files_beside_a_model_are_copied_by_name_and_from_within_its_folder(tmp_
     names = {"config.json", "model.safetensors", "tokenizer.json", "merges.txt"}
     assert {path.name for path in (tmp_path / "dst").iterdir()} == names
     assert "secret" not in (tmp_path / "dst" / "config.json").read_text()
-    assert out.splitlines()[1:] == [
-        f"{tmp_path}/mca: vocab.txt left, since links leave the folder",
-        f"{named}: tokenizer.json, merges.txt copied",
-        f"{named}: vocab.json, generation_config.json left, since links leave the folder",
-        f"{named}: credentials.py left: code is never copied",
-    ]
 
 
 def test_the_links_of_the_hubs_cache_lie_in_its_snapshot(tmp_path):

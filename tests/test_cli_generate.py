@@ -70,11 +70,12 @@ def test_the_evaluation_set_is_answered_and_compared(known, tmp_path):
     prompts = [tokenizer.decode(prompt_ids(tokenizer, m[:-1])) for m in conversations]
     assert [row["prompt"] for row in rows] == prompts
     lines = out.splitlines()
-    assert lines[-2] == "exact match: 66.7 % (2 of 3 held-out prompts)"
+    assert lines[-2] == "answer: exact match: 66.7 % (2 of 3 prompts)"
     assert f"    answer    {rows[0]['answer']}" in lines
     code, out, _, rows = generate(path, tmp_path, "--num", 1, "--before", "--base", path, **keys)
     assert code == 0 and len(rows) == 1 and rows[0]["before"] == rows[0]["answer"]
-    assert "exact match: 100.0 % (1 of 1 held-out prompts), before training: 100.0 %" in out
+    assert "answer: exact match: 100.0 % (1 of 1 prompts)" in out
+    assert "before: exact match: 100.0 % (1 of 1 prompts)" in out
 
 
 def test_samples_that_val_size_splits_off_and_chosen_answers_are_evaluation_sets(known, tmp_path):
@@ -96,26 +97,12 @@ def test_samples_that_val_size_splits_off_and_chosen_answers_are_evaluation_sets
     assert code == 2 and "there is nothing to evaluate on" in error
 
 
-def test_what_val_size_held_out_is_answered_where_the_prompt_was_trained_too(known, tmp_path):
-    """Prompts that fill a row are trained on, and have no answer to compare."""
-    from mca_lite.args import DataArguments
-    from mca_lite.data import load_datasets
-
+def test_samples_with_trained_prompts_are_refused(known, tmp_path):
     path, conversations = known
-    short = [[{"role": "user", "content": f" w{n} "}, said(" w5 ")] for n in range(1, 9)]
-    long = [[{"role": "user", "content": f" w{n} " * 40}, said(" w5 ")] for n in range(1, 9)]
-    file = write(tmp_path, "mixed.jsonl", [{"messages": m} for m in short + long])
-    keys = dict(dataset=file, val_size=6, cutoff_len=20, train_on_prompt=True)
-    code, out, error, rows = generate(path, tmp_path, **keys)
-    assert code == 0, error
-    _, tokenizer = load_for_generation(path)
-    data = DataArguments(**{**keys, "dataset": [file]}, cache_dir=str(tmp_path / "cache"))
-    held = [tokenizer.decode(s[0]["input_ids"]) for s in load_datasets(data, "sft", tokenizer).eval]
-    assert 0 < len(rows) < len(held) == 6
-    assert all(any(text.startswith(row["prompt"]) for text in held) for row in rows)
-    prompts = [tokenizer.decode(prompt_ids(tokenizer, m[:-1])) for m in short]
-    wanted = {text for text in prompts if any(one.startswith(text) for one in held)}
-    assert {row["prompt"] for row in rows} == wanted
+    file = write(tmp_path, "all.jsonl", [{"messages": m} for m in conversations])
+    keys = dict(dataset=file, val_size=2, train_on_prompt=True)
+    code, _, error, _ = generate(path, tmp_path, **keys)
+    assert code == 2 and "train_on_prompt" in error and "eval_dataset" in error
 
 
 def test_a_file_that_is_not_there_is_told_before_a_model_is_read(tmp_path):
@@ -141,10 +128,10 @@ def test_a_file_of_prompts_needs_no_answers(known, tmp_path):
     assert rows[2]["prompt"].split() == question.split() and rows[2]["expected"] == answer
     assert rows[0]["answer"] == rows[1]["answer"] and rows[4]["answer"] != rows[0]["answer"]
     assert rows[3]["answer"] == conversations[1][-1]["content"].strip()
-    assert "(1 of 3 held-out prompts)" in out
+    assert "(1 of 3 prompts)" in out
     file = write(tmp_path, "prompts.txt", [question.strip(), "w7"])
     code, out, error, rows = generate(path, tmp_path, "--file", file)
-    assert code == 0 and "2 answers, and no expected ones" in out, error
+    assert code == 0 and "2 texts, and no expected ones" in out, error
     code, _, error, _ = generate(path, tmp_path, stage="pt")
     assert code == 2 and "its documents have no answers" in error
     code, _, error, _ = generate(path, tmp_path, "--file", write(tmp_path, "empty.jsonl", []))

@@ -160,7 +160,8 @@ def test_a_run_says_what_was_before_it(run):
     assert same(weights(run / "out"), weights(run / "out" / "merged"))
     assert not same(weights(run / "out"), start)
     keys = generation.keys_of_run(run / "out" / "merged", "default_system enable_thinking")
-    assert vars(keys) == {"default_system": " w9 ", "enable_thinking": None}
+    assert keys.default_system == " w9 " and keys.enable_thinking is None
+    assert not keys.model_name_or_path, "no other key is taken"
 
 
 def test_a_base_that_has_moved_is_asked_for(run, tmp_path):

@@ -306,7 +306,7 @@ def test_ctrl_c_before_training_is_one_line(monkeypatch, capsys):
 
     monkeypatch.setattr(cli, "parse_args", interrupt)
     assert cli.main(["configs/sft.yaml"]) == cli.INTERRUPTED
-    assert capsys.readouterr().err == "interrupted outside of training: nothing was saved\n"
+    assert capsys.readouterr().err == "interrupted: nothing was saved\n"
 
 
 def test_a_failed_or_killed_export_leaves_no_temporary_file(tmp_path):

@@ -162,7 +162,7 @@ def test_transformer_engine_need_not_be_here_to_plan_its_run(tmp_path):
     tiny.hf_config("qwen3").save_pretrained(tmp_path)
     words = f"configs/pt.yaml model_name_or_path={tmp_path} max_steps=4 warmup_steps=0 bf16=true "
     code, plain = plan(words)
-    assert code == 0 and "note" not in plain
+    assert code == 0, plain
     layers = "first_last_layers_bf16=true num_layers_at_start_in_bf16=2"
     for more in (
         "fp8=hybrid fp8_recipe=delayed",
@@ -170,10 +170,7 @@ def test_transformer_engine_need_not_be_here_to_plan_its_run(tmp_path):
         "transformer_impl=transformer_engine",
     ):
         code, out = plan(words + more)
-        assert code == 0, out
-        lines = out.splitlines()
-        assert [line for line in lines if line.startswith("note: planned as local layers")]
-        assert [line for line in lines if not line.startswith("note")] == plain.splitlines()
+        assert code == 0 and out == plain
 
 
 @pytest.mark.parametrize("name", H200)

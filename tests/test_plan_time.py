@@ -1,5 +1,6 @@
 """The time of a step that `plan` predicts: beside what one H200 and ranks of a CPU took."""
 
+import math
 import re
 from pathlib import Path
 
@@ -32,7 +33,7 @@ def measured(case: str) -> float:
     return float(rows[-1].replace(",", ""))
 
 
-def planned_on_h200(name: str, world_size: int = 1, link: float | None = None, **keys):
+def planned_on_h200(name: str, world_size: int = 1, link: float = math.inf, **keys):
     """(StepTime, tokens of a step) of a case of bench_gpu."""
     case = bench_gpu.CASES[name]
     pairs, length = case.get("pairs", False), case.get("s", 4096)

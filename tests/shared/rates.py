@@ -86,7 +86,7 @@ def _operations(config, rows: int, length: int, gradients: int) -> dict:
         "attention": (lambda: attend(q, q, q).sum().backward(), attended),
         "passes": (lambda: activation.mul_(1.0), 2 * activation.nbytes),
         "update": (adam.step, parameter.numel()),
-        "link": (lambda: dist.all_reduce(message), 2 * (ranks - 1) / ranks * message.nbytes),
+        "link": (lambda: dist.all_reduce(message), 2 * max(ranks - 1, 1) / ranks * message.nbytes),
     }
 
 
