@@ -215,7 +215,7 @@ def _is_of_earlier_version(folder: Path) -> bool:
 def _load_earlier(folder: Path, args):
     """The model of such a checkpoint. ValueError for an index that cannot be trusted."""
     from . import parallel
-    from .ckpt_megatron import DIST_NAME, OLD_INDEX_NAME, load_megatron, to_index
+    from .ckpt_megatron import DIST_NAME, OLD_INDEX_NAME, load_megatron
     from .model import build_chunks
     from .model_config import AutoConfig
 
@@ -223,7 +223,7 @@ def _load_earlier(folder: Path, args):
     models = build_chunks(AutoConfig.from_pretrained(str(folder), args))
     path = folder / DIST_NAME / OLD_INDEX_NAME
     try:
-        index = to_index(_read_pickled_index(path), path.parent)
+        index = _read_pickled_index(path)
     except Exception as error:  # whatever a crafted pickle leads to
         raise ValueError(f"{path} is not an index that can be trusted: {error!r:.200}") from None
     load_megatron(folder, models, index=index)

@@ -270,6 +270,24 @@ def on_main(action: Callable[[], Any], kind: type[Exception] = RuntimeError) -> 
     return result
 
 
+def on_all(action: Callable[[], Any], kind: type[Exception], words: str) -> list:
+    """The result of action() on each rank, in order of rank, on every rank. Collective.
+
+    Errors of any are raised on every rank as one of `kind`, with the same text: those of rank 0
+    in words, and each rank's error.
+    """
+    result = None
+    problem = None
+    try:
+        result = action()
+    except Exception as error:
+        problem = f"rank {rank()}: {describe_error(error).strip().splitlines()[0]}"
+    results, problems = zip(*gather((result, problem)), strict=True)
+    if any(problems):
+        raise kind(f"{words} ({'; '.join(filter(None, problems))})")
+    return list(results)
+
+
 def largest(*numbers: int) -> list[int]:
     """The largest of each number over all ranks, on every rank. Collective."""
     if world_size() == 1:
