@@ -74,9 +74,7 @@ def convert(src: str, dst: Path, max_shard_size: str = "5GB") -> str:
 
     if (folder / ckpt_folder.MANIFEST_NAME).is_file():
         record = ckpt_folder.read_manifest(folder)
-        refusal = ckpt_folder.refusal(folder, record, "megatron", record["model"])
-        if refusal:
-            raise ValueError(refusal)
+        ckpt_folder.refuse_other(folder, record, "megatron", record["model"])
         _refuse_damage(folder)
         models = _load(folder)
         weights_convert.export_hf(models, dst, max_shard_size, beside=False)
@@ -298,7 +296,7 @@ def _refuse_damage(folder: Path) -> None:
 
     damage = ckpt_folder.damage(folder, ckpt_folder.read_manifest(folder))
     if damage:
-        raise ValueError(f"{folder} is damaged: {'; '.join(damage[:3])}")
+        raise ValueError(damage)
 
 
 def _copy_side_files(sources: list[Path], dst: Path) -> str:
