@@ -356,12 +356,10 @@ class _Job:
             names += self.exported
             # the disk and the checksums are busy at the same time
             with ThreadPoolExecutor(1) as flusher:
-                paths = [self.temporary / name for name in names]
-                flushed = [flusher.submit(ckpt_folder.sync, path) for path in paths]
+                flushed = flusher.map(ckpt_folder.sync, [self.temporary / name for name in names])
                 for name in [*self.files, *names]:
                     self.entries[name] = ckpt_folder.measure(self.temporary / name)
-                for answer in flushed:
-                    answer.result()
+                list(flushed)  # raises its errors
         except Exception as error:  # complete() raises it on all ranks
             self.error = error
 

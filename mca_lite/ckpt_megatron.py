@@ -277,13 +277,11 @@ def _mine_to_write(tensors: dict, holders: dict[int, _Holders], copy: bool) -> d
         if isinstance(tensor, ShardedObject):
             continue
         holder = holders.get(id(tensor.data))
-        data = tensor.data
-        replica = tensor.replica_id
         if holder is not None:  # a buffer's replica_id is right already
-            replica = _replica(tensor, holder.i_write)
-        if copy and (holder is None or holder.i_write):
-            data = data.detach().to("cpu", copy=True)
-        out[name] = replace(tensor, data=data, replica_id=replica)
+            tensor = replace(tensor, replica_id=_replica(tensor, holder.i_write))
+        if copy and is_main_replica(tensor.replica_id):
+            tensor = replace(tensor, data=tensor.data.detach().to("cpu", copy=True))
+        out[name] = tensor
     return out
 
 
