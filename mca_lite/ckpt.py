@@ -14,14 +14,15 @@ them on all.
 """
 
 import io
+import itertools
 import json
 import os
 import random
 import shutil
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import MISSING, asdict
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +32,11 @@ from safetensors.torch import save_file
 
 from . import ckpt_folder, lora, parallel, watchdog
 from .args import FIELDS
-from .args_values import default_of, read_config_file
+from .args_values import default_of
 from .callbacks import TrainerState, ranking_of, restore_states
 from .ckpt_folder import CheckpointError
 from .data_stream import TokenStream
-from .files import (
-    MCA_CONFIG_NAME,
-    RUN_CONFIG_NAME,
-    TRAINER_STATE_NAME,
-    describe_error,
-    read_json,
-    write_file,
-)
+from .files import MCA_CONFIG_NAME, TRAINER_STATE_NAME, read_json, write_file
 from .mcore import get_cuda_rng_tracker
 from .model_config import McaModelConfig, load_decision
 from .optim import load_scaler_states, scaler_states
@@ -59,23 +53,21 @@ class TorchSnapshot:
         if not parallel.is_main():
             return
         names = {p: name for name, p in _changing(model)}
-        self._files["model.safetensors"] = {name: p.detach() for p, name in names.items()}
+        files = {"model.safetensors": {name: p for p, name in names.items()}}
         if optimizer is not None:
-            self._files["optimizer.safetensors"] = {
-                f"{key}.{names[p]}": torch.as_tensor(value).detach()
-                for p, state in optimizer.state.items()
-                for key, value in state.items()
-                if isinstance(value, (torch.Tensor, int, float))
-            }
-        if copy:
-            self._files = {
-                f: {k: v.to("cpu", copy=True) for k, v in d.items()} for f, d in self._files.items()
-            }
+            files["optimizer.safetensors"] = states = {}
+            for parameter, state in optimizer.state.items():
+                for key, value in state.items():
+                    if isinstance(value, (torch.Tensor, int, float)):
+                        states[f"{key}.{names[parameter]}"] = torch.as_tensor(value)
+        for file, tensors in files.items():
+            on_cpu = {key: x.detach().to("cpu", copy=copy) for key, x in tensors.items()}
+            self._files[file] = on_cpu
 
     def write(self, folder: Path) -> tuple[list[str], None]:
         """Write this rank's files, unflushed -> (files, None). No collectives."""
         for name, tensors in self._files.items():
-            save_file({key: value.cpu() for key, value in tensors.items()}, folder / name)
+            save_file(tensors, folder / name)
         names = list(self._files)
         self._files = {}
         return names, None
@@ -99,20 +91,22 @@ def load_torch(folder: Path, model, optimizer=None) -> None:
             tensor.copy_(read(name, tensor.shape))
     if optimizer is None:
         return
-    read, names = _reader(folder / "optimizer.safetensors")
-    keys = sorted({key.partition(".")[0] for key in names})
-    of_one_kernel = [g for g in optimizer.param_groups if g.get("fused") or g.get("capturable")]
-    counted_there = {p for group in of_one_kernel for p in group["params"]}
-    for name, parameter in model.named_parameters():
-        # the counter too: the fused AdamW keeps it beside the parameter
-        kept = {}
-        if any(f"{key}.{name}" in names for key in keys):
-            shapes = parameter.shape, torch.Size()
-            kept = {key: read(f"{key}.{name}", *shapes) for key in keys}
-        for key, value in kept.items():  # other kernels want their counters on the CPU
-            if value.dim() or parameter in counted_there:
-                kept[key] = value.to(parameter.device)
-        optimizer.state[parameter] = kept
+    read, stored = _reader(folder / "optimizer.safetensors")
+    keys = sorted({key.partition(".")[0] for key in stored})
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for group in optimizer.param_groups:
+        # the fused AdamW counts beside the parameter; other kernels want their counters on the CPU
+        counts_there = group.get("fused") or group.get("capturable")
+        for parameter in group["params"]:
+            name = names[parameter]
+            state = {}
+            if any(f"{key}.{name}" in stored for key in keys):
+                shapes = parameter.shape, torch.Size()
+                state = {key: read(f"{key}.{name}", *shapes) for key in keys}
+            for key, value in state.items():
+                if value.dim() or counts_there:
+                    state[key] = value.to(parameter.device)
+            optimizer.state[parameter] = state
 
 
 def _reader(path: Path) -> tuple[Callable[..., torch.Tensor], set[str]]:
@@ -134,7 +128,10 @@ def _reader(path: Path) -> tuple[Callable[..., torch.Tensor], set[str]]:
 
 TRAINING_NAME = "training.json"
 HF_FOLDER = "hf"
-_OF_A_START = {"resume_from_checkpoint", "overwrite_output_dir", "output_dir"}  # settings
+# settings of a start
+_OF_A_START = {"resume_from_checkpoint", "overwrite_output_dir", "output_dir", "model_name_or_path"}
+# fields of training.json that decide the data of a step
+_OF_THE_DATA = "streaming num_samples global_batch_size data_seed shuffle dataset".split()
 
 
 class Checkpoints:
@@ -181,11 +178,10 @@ class Checkpoints:
         backend = trainer.backend
         facts = _facts(backend.name, backend.hf_config, step, with_optimizer)
         snapshot = backend.snapshot(with_optimizer, copy=args.async_save)
-        exported = []
+        exported = list(backend.export_adapters(temporary))
         if args.save_hf_checkpoints:
             names = backend.export_hf(temporary / HF_FOLDER, args.max_shard_size)
-            exported = [f"{HF_FOLDER}/{name}" for name in names]
-        exported += backend.export_adapters(temporary)
+            exported += [f"{HF_FOLDER}/{name}" for name in names]
         self._job = _Job(final, temporary, snapshot, facts, files, exported)
         if args.async_save:
             self._job.thread.start()
@@ -208,9 +204,9 @@ class Checkpoints:
             job.thread.join()
         try:
             job.complete()
-        except CheckpointError as error:
+        except CheckpointError:
             parallel.on_main(lambda: shutil.rmtree(job.temporary, ignore_errors=True))
-            raise CheckpointError(f"{error}; earlier checkpoints are untouched") from None
+            raise
         self.trainer.notify("on_save", path=str(job.final), step=job.facts["step"])
         self.unproven = job.final
         if not self.trainer.guard.is_on:
@@ -253,15 +249,16 @@ class Checkpoints:
                 "its weights"
             )
         now = self._training_record()
-        keys = "streaming num_samples global_batch_size data_seed shuffle dataset"
-        refuse_changes({"streaming": False, **record}, now, keys, folder)
-        before = settings_before(record, folder)
-        refuse_other_states(before, trainer.settings, trainer.backend.name, folder)
-        trainer.check_objective(record.get("objective") or {}, folder)
-        _check_base(record.get("base") or {}, trainer.model, folder)
+        before = record["settings"]
+        changed = changes(before, trainer.settings)
+        fixed = _fixed_settings(before, trainer.backend.name)
+        _refuse_changes(changes(record, now), _OF_THE_DATA, folder)
+        _refuse_changes(changed, fixed, folder)
+        trainer.check_objective(record["objective"], folder)
+        _check_base(record["base"], trainer.model, folder)
         trainer.backend.load_state(folder)
         try:
-            load_scaler_states(trainer.backend.grad_scalers, record.get("loss_scales", []))
+            load_scaler_states(trainer.backend.grad_scalers, record["loss_scales"])
         except (KeyError, TypeError, ValueError):
             raise CheckpointError(
                 f"{folder / TRAINING_NAME}: loss_scales are none: use another checkpoint"
@@ -283,8 +280,10 @@ class Checkpoints:
         trainer.lr_scheduler.step(record["scheduler_steps"])
         _restore_random_states(folder, record["layout"] == now["layout"])
         parallel.on_main(lambda: self._tidy(folder), CheckpointError)
-        if changes := say_changes(before, trainer.settings):
-            trainer.report.print(changes)
+        taken = [f"{key} {was} -> {now}" for key, (was, now) in changed.items()]
+        if taken:
+            others = "note: other values than before, taken from here on:"
+            trainer.report.print(f"{others} {', '.join(taken)}")
 
     def _forget_other_best(self, before: dict) -> None:
         """Forget a best evaluation by another metric than this run's."""
@@ -292,7 +291,7 @@ class Checkpoints:
         keys = ("metric_for_best_model", "greater_is_better")
         state = trainer.state
         was, now = (ranking_of(*map(of.get, keys)) for of in (before, trainer.settings))
-        if state.best_metric is not None and before and was != now:
+        if state.best_metric is not None and was != now:
             trainer.report.print(
                 f"note: the best evaluation so far, of step {state.best_global_step}, is "
                 f"forgotten: {' and '.join(keys)} decide in another way from here on"
@@ -312,9 +311,8 @@ class Checkpoints:
         args = trainer.args
         plan = trainer.batch_plan
         streams = isinstance(trainer.train_dataset, TokenStream)
-        layout = [args.tensor_model_parallel_size, args.pipeline_model_parallel_size]
-        layout += [args.virtual_pipeline_model_parallel_size, args.context_parallel_size]
-        layout += [args.world_size]
+        degrees = "tensor_model pipeline_model virtual_pipeline_model context".split()
+        layout = [getattr(args, f"{degree}_parallel_size") for degree in degrees]
         return {
             "with_optimizer": not args.save_only_model,
             "scheduler_steps": trainer.lr_scheduler.num_steps,
@@ -326,7 +324,7 @@ class Checkpoints:
             "shuffle": plan.shuffle,
             # other people's datasets have none
             "dataset": getattr(trainer.train_dataset, "identity", None),
-            "layout": layout,
+            "layout": [*layout, args.world_size],
             "objective": trainer.objective_facts(),
             "settings": trainer.settings,
         }
@@ -346,7 +344,7 @@ class _Job:
         self.files = files or {}
         self.exported = exported
         self.thread = threading.Thread(target=self.write, name="checkpoint", daemon=True)
-        self.error: str | None = None
+        self.error: Exception | None = None
         self.results = None  # of the snapshot
         self.entries: dict[str, dict] = {}  # in the manifest
 
@@ -358,14 +356,12 @@ class _Job:
             names += self.exported
             # the disk and the checksums are busy at the same time
             with ThreadPoolExecutor(1) as flusher:
-                paths = [self.temporary / name for name in names]
-                flushed = [flusher.submit(ckpt_folder.sync, path) for path in paths]
+                flushed = flusher.map(ckpt_folder.sync, [self.temporary / name for name in names])
                 for name in [*self.files, *names]:
                     self.entries[name] = ckpt_folder.measure(self.temporary / name)
-                for answer in flushed:
-                    answer.result()
-        except Exception as error:  # complete() tells all ranks
-            self.error = describe_error(error)
+                list(flushed)  # raises its errors
+        except Exception as error:  # complete() raises it on all ranks
+            self.error = error
 
     def complete(self) -> None:
         """Write the index and the manifest and name the folder, after every rank has written.
@@ -373,34 +369,31 @@ class _Job:
 
         CheckpointError on every rank, with the problems of any.
         """
-        answers = parallel.gather((self.error, self.entries, self.results))
-        errors = [f"rank {rank}: {error}" for rank, (error, _, _) in enumerate(answers) if error]
-        if errors:
-            raise CheckpointError(f"{self.final} could not be written: {'; '.join(errors)}")
+
+        def written() -> tuple:
+            if self.error is not None:
+                raise self.error
+            return self.entries, self.results
 
         def finish() -> None:
+            if not parallel.is_main():
+                return
             folder = self.temporary
-            files = {}
-            for _, entries, _ in answers:
-                files |= entries
-            for name in self.snapshot.finish(folder, [results for _, _, results in answers]):
+            files = dict(itertools.chain(*(entries.items() for entries, _ in answers)))
+            for name in self.snapshot.finish(folder, [results for _, results in answers]):
                 files[name] = ckpt_folder.measure(folder / name)
             ckpt_folder.write_manifest(folder, self.facts, files)
             if folder != self.final:
                 ckpt_folder.publish(folder, self.final)
 
-        try:
-            parallel.on_main(finish, CheckpointError)
-        except CheckpointError as error:
-            raise CheckpointError(f"{self.final} could not be finished: {error}") from None
+        words = f"{self.final} could not be written; earlier checkpoints are untouched"
+        answers = parallel.on_all(written, CheckpointError, words)
+        parallel.on_all(finish, CheckpointError, words)
 
 
 def _make_empty(folder: Path) -> None:
-    try:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be made: {error}") from error
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
 
 
 def _facts(backend: str, hf_config: dict, step: int = 0, with_optimizer: bool = False) -> dict:
@@ -423,9 +416,14 @@ def _json(record: dict) -> str:
 _KINDS = {  # of the fields of training.json
     "with_optimizer": bool,
     "scheduler_steps": int,
+    "loss_scales": list,
+    "streaming": bool,
     "num_samples": int,
     "global_batch_size": int,
     "layout": list,
+    "objective": dict,
+    "base": dict,
+    "settings": dict,
 }
 
 
@@ -442,14 +440,11 @@ def _read_records(folder: Path) -> tuple[dict, TrainerState]:
         step = ckpt_folder.read_manifest(folder)["step"]
         if state.global_step != step or not 0 <= record["scheduler_steps"] <= step:
             raise ValueError(f"{path}, {TRAINER_STATE_NAME}: expected the counts of step {step}")
-        for key in ("data_seed", "shuffle", "dataset"):
-            if key not in record:
-                raise ValueError(f"{path}: expected {key}")
-        for key in ("objective", "base", "settings"):
-            if not isinstance(record.get(key) or {}, dict):
-                raise ValueError(f"{path}: {key} is no object")
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{error}: use another checkpoint") from None
+        raise CheckpointError(
+            f"{error}: use another checkpoint; python -m mca_lite convert {folder} DST exports the "
+            "weights of this one"
+        ) from None
     return record, state
 
 
@@ -473,9 +468,7 @@ def load_model(folder: str | os.PathLike, backend) -> None:
     """Load the weights alone, verified first. Collective. CheckpointError for an unreadable
     checkpoint."""
     model = ckpt_folder.model_identity(backend.hf_config)
-    bad = ckpt_folder.inspect(Path(folder), backend.name, model)
-    if bad:
-        raise CheckpointError(bad)
+    ckpt_folder.refuse_damage(Path(folder), backend.name, model)
     backend.load_state(Path(folder), with_optimizer=False)
 
 
@@ -507,49 +500,35 @@ def settings_of(args) -> dict[str, Any]:
     return json.loads(json.dumps(settings, default=str))  # additional_configs may have objects
 
 
-def settings_before(record: dict, folder: Path) -> dict[str, Any]:
-    """The settings of the run of a checkpoint, {} if unknown. record: its training.json; older ones
-    have none, and the run's config.yaml is beside the checkpoint."""
-    config = folder.parent / RUN_CONFIG_NAME
-    if "settings" in record or not config.is_file():
-        return record.get("settings") or {}
-    return read_config_file(config)
-
-
-def refuse_changes(before: dict, now: dict, keys: str, folder: Path) -> None:
-    """CheckpointError if one of the keys (by spaces) has another value than before. Keys without an
-    earlier value pass."""
-    for key in keys.split():
-        if key in before and _shown(before[key]) != _shown(now.get(key)):
-            raise CheckpointError(
-                f"{folder} was saved with {key} {before[key]}, and this run has {now.get(key)}: "
-                "set it back to go on"
-            )
-
-
-def refuse_other_states(before: dict, now: dict, backend: str, folder: Path) -> None:
-    """CheckpointError for settings of an optimizer with other states than the stored ones. before,
-    now: settings. backend: megatron or torch."""
-    keys = "optim"
-    if backend == "torch":
-        keys += " exp_avg_dtype exp_avg_sq_dtype"  # of tensors loaded without a cast
-    elif before.get("finetuning_type") != "lora":  # adapters are float32 in any precision
-        if not any(_shown(before.get(key)) == "true" for key in ("bf16", "fp16")):
-            keys += " bf16 fp16"  # there are no float32 weights beside the model's
-    refuse_changes(before, now, keys, folder)
-
-
-def say_changes(before: dict, now: dict) -> str:
-    """A line about changed settings, "" without any."""
-    changed = []
-    for key in sorted((before.keys() | now.keys()) - _OF_A_START if before else ()):
+def changes(before: dict, now: dict) -> dict[str, tuple[str, str]]:
+    """{key: (value before, value now)} of settings or records with other values. A key that was
+    left out has its default."""
+    found = {}
+    for key in sorted((before.keys() | now.keys()) - _OF_A_START):
         default = default_of(FIELDS[key]) if key in FIELDS else None
-        values = [_shown(settings.get(key, default)) for settings in (before, now)]
-        if default is not MISSING and values[0] != values[1]:
-            changed.append(f"{key} {values[0]} -> {values[1]}")
-    if not changed:
-        return ""
-    return f"note: other values than before, taken from here on: {', '.join(changed)}"
+        pair = _shown(before.get(key, default)), _shown(now.get(key, default))
+        if pair[0] != pair[1]:
+            found[key] = pair
+    return found
+
+
+def _fixed_settings(before: dict, backend: str) -> list[str]:
+    """The keys of settings that decide the states of an optimizer. backend: megatron or torch."""
+    if backend == "torch":
+        return ["optim", "exp_avg_dtype", "exp_avg_sq_dtype"]  # of tensors loaded without a cast
+    is_half = "true" in (_shown(before.get("bf16")), _shown(before.get("fp16")))
+    if is_half or before.get("finetuning_type") == "lora":  # adapters are float32 anyway
+        return ["optim"]
+    return ["optim", "bf16", "fp16"]  # there are no float32 weights beside the model's
+
+
+def _refuse_changes(changed: dict, keys: Iterable[str], folder: Path) -> None:
+    """CheckpointError if one of the keys is among the changes."""
+    for key in changed.keys() & keys:
+        was, now = changed[key]
+        raise CheckpointError(
+            f"{folder} was saved with {key} {was}, and this run has {now}: set it back to go on"
+        )
 
 
 def _shown(value: Any) -> str:
@@ -560,13 +539,12 @@ def _shown(value: Any) -> str:
 
 
 def _random_states() -> bytes:
-    version, words, gauss = random.getstate()
     name, keys, *rest = np.random.get_state()
     states = {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
         "tracker": get_cuda_rng_tracker().get_states(),
-        "python": [version, list(words), gauss],
+        "python": random.getstate(),
         "numpy": [name, keys.tolist(), *rest],
     }
     stream = io.BytesIO()
@@ -577,15 +555,14 @@ def _random_states() -> bytes:
 def _restore_random_states(folder: Path, is_same_layout: bool) -> None:
     """Restore this rank's random state if the layout is unchanged. Collective; CheckpointError on
     every rank if the file of any has other content."""
-    mine = folder / f"rng-{parallel.rank()}.pt"
-    problem = None
-    try:
-        if is_same_layout and mine.is_file():
-            _set_random_states(torch.load(mine, weights_only=True))
-    except Exception as error:  # whatever torch and the generators make of other content
-        problem = f"{mine} cannot be read ({describe_error(error).splitlines()[0]})"
-    for found in filter(None, parallel.gather(problem)):
-        raise CheckpointError(f"{found}: use another checkpoint")
+    path = folder / f"rng-{parallel.rank()}.pt"
+
+    def restore() -> None:
+        if is_same_layout and path.is_file():
+            _set_random_states(torch.load(path, weights_only=True))
+
+    words = f"{folder}: random states cannot be read: use another checkpoint"
+    parallel.on_all(restore, CheckpointError, words)
 
 
 def _set_random_states(states: dict) -> None:

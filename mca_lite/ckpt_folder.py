@@ -7,22 +7,20 @@
                                     free to be deleted
     latest                          the name of the newest checkpoint, for other programs
 
-Anything else with such a name (a symbolic link, a file, bytes that are no text) is left alone and
-named in a line at the start; with the name of a temporary folder it is set aside.
+Anything else with such a name (a symbolic link, a file) is left alone.
 
 manifest.json is written last, with size and checksum of every file:
 
     format      FORMAT_VERSION of the writer: a reader refuses a newer one than its own
     backend     megatron or torch;  step, with_optimizer;  model: keys of its config
     files       {relative path: {"bytes": size, "crc32": eight hex digits}}
-    crc32       of all fields above, since format 2; dist/index.json since format 3
+    crc32       of all fields above; dist/index.json since format 3
 
 A CRC finds every flipped bit and every cut file. It is no defence against people: reading a
 checkpoint runs no code from its files (ckpt_megatron.py).
 """
 
 import contextlib
-import datetime
 import itertools
 import json
 import os
@@ -40,22 +38,11 @@ from filelock import FileLock, Timeout
 
 from . import parallel
 from .errors import UserError
-from .files import (
-    CHECKPOINT_PREFIX,
-    checksum,
-    is_there,
-    printable,
-    read_json,
-    show_name,
-    sync,
-    write_file,
-    write_json,
-)
+from .files import CHECKPOINT_PREFIX, checksum, sync, write_file
 
 # -- the folder of a run
 
 LOCK_NAME = ".run.lock"
-OWNER_NAME = ".run.json"  # of the lock; the lock's file itself is emptied by every attempt
 # A rank of a killed run may live for a moment; a shared file system may be late
 _WAIT_S = 3.0
 _SEE_S = 5.0
@@ -88,21 +75,17 @@ def _take(folder: Path, held: contextlib.ExitStack) -> bool:
     """Lock the folder until `held` closes -> True if this process had no lock on it yet."""
     # one object for a path in a process: locking it twice counts instead of waiting
     lock = FileLock(folder.absolute() / LOCK_NAME, is_singleton=True)
-    if lock.is_locked:
-        held.enter_context(lock)
-        return False
+    is_new = not lock.is_locked
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=_WAIT_S)
         held.callback(lock.release)
-        now = datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-        owner = {"host": socket.gethostname(), "pid": os.getpid(), "since": now}
-        write_json(folder / OWNER_NAME, owner)
-        held.callback(_leave, folder)
+        if is_new:
+            held.callback(_leave, folder)
     except Timeout:
         raise OutputFolderError(
-            f"another run trains in {folder}: {_owner(folder)}. Two runs would delete each "
-            "other's checkpoints: set another output_dir, or end that run first"
+            f"another run trains in {folder} and has locked {LOCK_NAME} there. Two runs would "
+            "delete each other's checkpoints: set another output_dir, or end that run first"
         ) from None
     except NotImplementedError:  # filelock's error on a file system without flock
         print(f"note: the file system of {folder} has no locks: let no other run write there")
@@ -111,26 +94,15 @@ def _take(folder: Path, held: contextlib.ExitStack) -> bool:
             f"output_dir {folder} cannot be written ({error.strerror or error}): set it to a "
             "folder that can"
         ) from None
-    return True
+    return is_new
 
 
 def _leave(folder: Path) -> None:
     """Clean up before the lock is released: a refused run leaves no folder."""
     with contextlib.suppress(OSError):  # the folder may have been closed or have gone since
-        (folder / OWNER_NAME).unlink()
         if [path.name for path in folder.iterdir()] == [LOCK_NAME]:
             (folder / LOCK_NAME).unlink()
             folder.rmdir()
-
-
-def _owner(folder: Path) -> str:
-    path = folder / OWNER_NAME
-    try:
-        owner = read_json(path) if is_there(path) else {}
-        text = f"process {owner['pid']} on {owner['host']}, since {owner['since']}"
-        return printable(text, kept="")
-    except (OSError, ValueError, KeyError):
-        return "a process that has not said yet who it is"
 
 
 def _check_shared(folder: Path) -> None:
@@ -138,42 +110,27 @@ def _check_shared(folder: Path) -> None:
 
     Without it a run over several nodes would fail at its first checkpoint.
     """
-    token = folder / parallel.on_main(lambda: _write_token(folder), OutputFolderError)
     # the path of each rank: a relative one depends on the rank's working directory
-    answers = parallel.gather((socket.gethostname(), str(folder.absolute()), _sees(token)))
+    here = f"rank {parallel.rank()} on {socket.gethostname()} in {folder.absolute()}"
+    token = folder / f".probe-{parallel.on_main(lambda: uuid.uuid4().hex)}"
+    if parallel.is_main():
+        token.touch()
+    end = time.monotonic() + _SEE_S
+    while not token.exists() and time.monotonic() < end:
+        time.sleep(0.1)
+    blind = list(filter(None, parallel.gather("" if token.exists() else here)))
     if parallel.is_main():
         token.unlink()
-    blind = [
-        f"rank {rank} on {host} in {path}"
-        for rank, (host, path, sees) in enumerate(answers)
-        if not sees
-    ]
     if blind:
         raise OutputFolderError(
-            f"output_dir is not shared by all nodes: rank 0 on {answers[0][0]} wrote a file to "
-            f"{answers[0][1]}, and it was not found by {_first(blind)}. Set "
-            "output_dir to one folder of a file system that all of them mount"
+            f"output_dir is not shared by all nodes: a file of rank 0 was not found by "
+            f"{_first(blind)}. Set output_dir to one folder of a file system that all of them mount"
         )
 
 
 def _first(texts: list[str]) -> str:
     more = f", and {len(texts) - 3} more" if len(texts) > 3 else ""
-    return "; ".join(texts[:3]) + more
-
-
-def _write_token(folder: Path) -> str:
-    token = folder / f".probe-{uuid.uuid4().hex}"
-    token.touch()
-    return token.name
-
-
-def _sees(token: Path) -> bool:
-    end = time.monotonic() + _SEE_S
-    while not token.exists():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.1)
-    return True
+    return ", ".join(texts[:3]) + more
 
 
 # -- checkpoints in it
@@ -190,7 +147,7 @@ _MODEL_KEYS = (
     "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
     "num_key_value_heads head_dim tie_word_embeddings num_experts num_local_experts"
 ).split()
-_KINDS = {"backend": str, "model": dict, "step": int, "with_optimizer": bool, "files": dict}
+_KINDS = {"model": dict, "step": int, "with_optimizer": bool, "files": dict}
 _NAME = re.compile(rf"{CHECKPOINT_PREFIX}-[0-9]+")
 _LEFT = re.compile(rf"\.({CHECKPOINT_PREFIX}-[0-9]+)\.(tmp|old|replaced)(-[0-9]+)?")
 
@@ -244,13 +201,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def _check_manifest(record: dict[str, Any]) -> None:
     """Raise ValueError, KeyError, TypeError or AttributeError for anything but a manifest."""
-    if type(record["format"]) is not int or record["format"] < 1:
-        raise ValueError("its format is not a number above 0")
-    has_checksum = record["format"] > 1 or "crc32" in record
-    if has_checksum and record.get("crc32") != _crc_of(record):
+    if record["crc32"] != _crc_of(record):
         raise ValueError("its own checksum does not fit")
     if record["format"] > FORMAT_VERSION:
-        return  # other fields may mean other things: refusal() says so
+        return  # other fields may mean other things: refuse_other() says so
     for key, kind in _KINDS.items():
         if type(record[key]) is not kind:
             raise ValueError(f"expected {key}, of type {kind.__name__}")
@@ -259,24 +213,23 @@ def _check_manifest(record: dict[str, Any]) -> None:
     if not record["files"]:
         raise ValueError("it lists no files")
     for name, entry in record["files"].items():
-        if type(entry["bytes"]) is not int or type(entry["crc32"]) is not str:
-            raise ValueError("it lacks sizes or checksums")
-        if Path(name).is_absolute() or ".." in Path(name).parts:
+        if type(entry["bytes"]) is not int or "\0" in name:
+            raise ValueError(f"{name!r} cannot be a file")
+        if not {"/", ".."}.isdisjoint(Path(name).parts):
             raise ValueError(f"it names {name}, which lies outside the folder")
 
 
-def refusal(
+def refuse_other(
     folder: Path, record: dict[str, Any], backend: str, identity: dict[str, Any]
-) -> str | None:
-    """The reason to refuse an undamaged checkpoint: another version, backend or model. None if it
-    suits."""
+) -> None:
+    """CheckpointError for an undamaged checkpoint of another version, backend or model."""
     if record["format"] > FORMAT_VERSION:
-        return (
+        raise CheckpointError(
             f"{folder / MANIFEST_NAME} has format {record['format']}, and this version reads "
             f"formats up to {FORMAT_VERSION}: use the version that wrote it, or a newer one"
         )
     if record["backend"] != backend:
-        return (
+        raise CheckpointError(
             f"{folder} was written by {_BACKENDS[record['backend']]}, and this run trains with "
             f"{_BACKENDS[backend]}: set use_mca as it was, or start from an exported model"
         )
@@ -284,40 +237,34 @@ def refusal(
     changed = sorted(k for k in model.keys() & identity if model[k] != identity[k])
     if changed:
         words = ", ".join(f"{key} {model[key]} instead of {identity[key]}" for key in changed)
-        return (
+        raise CheckpointError(
             f"{folder} holds another model ({MANIFEST_NAME} says {words}): set model_name_or_path "
             "to the model that it was trained from, or another output_dir"
         )
-    return None
 
 
-def damage(folder: Path, record: dict[str, Any]) -> list[str]:
-    """Problems of the folder's files, the same list on every rank.
+def damage(folder: Path, record: dict[str, Any]) -> str:
+    """The damage of the folder's files in words, "" without any, the same on every rank.
 
     Collective over all ranks: each reads a share of the files.
     """
     files = sorted(record["files"].items(), key=lambda item: -item[1]["bytes"])
     share = files[parallel.rank() :: parallel.world_size()]
-    problems = [(name, _damage_of_file(folder / name, entry)) for name, entry in share]
-    texts = [f"{name} {problem}" for name, problem in problems if problem is not None]
-    return sorted(itertools.chain.from_iterable(parallel.gather(texts)))
+    own = [_damage_of_file(folder / name, entry) for name, entry in share]
+    problems = sorted(filter(None, itertools.chain(*parallel.gather(own))))
+    return f"{folder} is damaged: {_first(problems)}" if problems else ""
 
 
-def _damage_of_file(path: Path, entry: dict[str, Any]) -> str | None:
+def _damage_of_file(path: Path, entry: dict[str, Any]) -> str:
     try:
         if not path.is_file():  # of a pipe nobody knows when it ends
-            return "is missing" if not path.exists() else "is no file"
+            return f"{path.name} is missing, or no file"
         now = measure(path)
-    except FileNotFoundError:
-        return "is missing"
-    except (OSError, ValueError) as error:  # ValueError: no file can have such a name
-        return f"cannot be read: {error}"
-    if now["bytes"] != entry["bytes"]:
-        return f"has {now['bytes']} bytes, and {entry['bytes']} were written"
-    if now["crc32"] != entry["crc32"]:
-        changed = f"checksum {now['crc32']} instead of {entry['crc32']}"
-        return f"has changed since it was written: {changed}"
-    return None
+    except OSError as error:
+        return f"{path.name} cannot be read: {error}"
+    if now != entry:
+        return f"{path.name} has changed since it was written: {now} instead of {entry}"
+    return ""
 
 
 # -- listing, publishing, pruning
@@ -361,14 +308,6 @@ def _free_name(path: Path) -> Path:
     return free
 
 
-def _set_aside(path: Path) -> Path:
-    """Rename a checkpoint, or anything with the name of one -> its new path. No link is
-    followed."""
-    aside = _free_name(path.with_name(f"set-aside-{path.name.lstrip('.')}"))
-    os.rename(path, aside)
-    return aside
-
-
 def list_checkpoints(output_dir: str | os.PathLike) -> list[Path]:
     """The complete checkpoints of a run, oldest first."""
     return [path for path in all_folders(output_dir) if (path / MANIFEST_NAME).is_file()]
@@ -382,10 +321,8 @@ def publish(temporary: Path, final: Path) -> None:
     for folder in [*(path for path in temporary.iterdir() if path.is_dir()), temporary]:
         sync(folder)
     replaced = _free_name(final.with_name(f".{final.name}.replaced"))
-    if _is_own_folder(final):
+    if os.path.lexists(final):
         os.rename(final, replaced)
-    elif os.path.lexists(final):
-        _set_aside(final)
     os.rename(temporary, final)
     sync(final.parent)
     write_file(final.with_name(LATEST_NAME), f"{final.name}\n")
@@ -401,12 +338,12 @@ def remove(folder: Path) -> None:
 
 def prune(newest: Path, best: str | None, limit: int | None) -> None:
     """Delete the oldest checkpoints beyond `limit`, but never the newest complete or the best."""
-    if limit is None:
-        return
     there = list_checkpoints(newest.parent)
-    spare = [f for f in there if f != newest and (best is None or f.name != Path(best).name)]
-    for old in spare[: max(0, len(there) - limit)]:
-        remove(old)
+    kept = {newest.name, Path(best or "").name}
+    spare = [folder for folder in there if folder.name not in kept]
+    if limit is not None:
+        for old in spare[: max(0, len(there) - limit)]:
+            remove(old)
 
 
 def set_newer_aside(output_dir: str | os.PathLike, step: int, say) -> None:
@@ -416,7 +353,8 @@ def set_newer_aside(output_dir: str | os.PathLike, step: int, say) -> None:
     """
     for folder in all_folders(output_dir):
         if step_of(folder) > step:
-            aside = _set_aside(folder)
+            aside = _free_name(folder.with_name(f"set-aside-{folder.name}"))
+            os.rename(folder, aside)
             newer = f"{folder.name} is newer than step {step}, which this run goes on from"
             say(f"{newer}: it is now {aside.name}")
 
@@ -433,42 +371,38 @@ def find(args, choice: str | bool | None, backend: str, identity: dict, say) -> 
     is good, and for a checkpoint of another model or of a newer version.
     """
     if choice in (None, False):
-        parallel.on_main(lambda: _start_anew(args, say), CheckpointError)
+        parallel.on_main(lambda: _start_anew(args), CheckpointError)
         return None
-    parallel.on_main(lambda: _clean(args.output_dir, say), CheckpointError)
+    parallel.on_main(lambda: _clean(args.output_dir), CheckpointError)
     return choose(args, choice, backend, identity, say)
 
 
 def choose(args, choice: str | bool, backend: str, identity: dict, say) -> Path | None:
     """find() without changes to output_dir. Collective."""
     if choice not in (True, "auto"):
-        bad = inspect(Path(choice), backend, identity)
-        if bad:
-            there = parallel.on_main(lambda: [p.name for p in list_checkpoints(args.output_dir)])
-            more = f"; complete ones in {args.output_dir}: {', '.join(there) or 'none'}"
-            raise CheckpointError(f"resume_from_checkpoint: {bad}{more}")
+        refuse_damage(Path(choice), backend, identity)
         say(f"resuming from {choice}")
         return Path(choice)
-    there = parallel.on_main(lambda: all_folders(args.output_dir)[::-1], CheckpointError)
-    for folder in there:
+    bad = ""
+    for folder in parallel.on_main(lambda: all_folders(args.output_dir)[::-1], CheckpointError):
         bad = inspect(folder, backend, identity)
-        if bad is None:
+        if not bad:
             say(f"resuming from {folder}")
             return folder
         say(f"skipped {folder.name}: {bad}")
-    if there:
+    if bad:
         raise CheckpointError(
-            f"none of the {len(there)} checkpoints in {args.output_dir} can be read; the newest: "
-            f"{bad}. To start from the beginning set resume_from_checkpoint: false and "
-            "overwrite_output_dir: true"
+            f"none of the checkpoints in {args.output_dir} can be read; the oldest: {bad}. To "
+            "start from the beginning set resume_from_checkpoint: false and overwrite_output_dir: "
+            "true"
         )
     say(f"no checkpoint in {args.output_dir}: starting from the beginning")
     return None
 
 
-def inspect(folder: Path, backend: str, identity: dict) -> str | None:
-    """The damage of a checkpoint's files in words, None without any, the same on every rank.
-    Collective over all ranks.
+def inspect(folder: Path, backend: str, identity: dict) -> str:
+    """The damage of a checkpoint in words, "" without any, the same on every rank. Collective over
+    all ranks.
 
     CheckpointError for an undamaged checkpoint of another version, backend or model.
     """
@@ -476,13 +410,15 @@ def inspect(folder: Path, backend: str, identity: dict) -> str | None:
         record = parallel.on_main(lambda: read_manifest(folder), CheckpointError)
     except CheckpointError as error:
         return str(error)
-    refused = refusal(folder, record, backend, identity)
-    if refused:
-        raise CheckpointError(refused)
-    problems = damage(folder, record)
-    if not problems:
-        return None
-    return f"{folder} is damaged: {_first(problems)}"
+    refuse_other(folder, record, backend, identity)
+    return damage(folder, record)
+
+
+def refuse_damage(folder: Path, backend: str, identity: dict) -> None:
+    """CheckpointError for a checkpoint that cannot be read, or is another one. Collective."""
+    bad = inspect(folder, backend, identity)
+    if bad:
+        raise CheckpointError(bad)
 
 
 def check_new(args) -> list[Path]:
@@ -498,27 +434,20 @@ def check_new(args) -> list[Path]:
     return there
 
 
-def _start_anew(args, say) -> None:
+def _start_anew(args) -> None:
     for old in check_new(args):
         remove(old)
-    _clean(args.output_dir, say)
+    _clean(args.output_dir)
 
 
-def _clean(output_dir: str | os.PathLike, say) -> None:
-    """Remove unfinished folders of a run that died, and name everything passed over."""
-    for left in sorted(Path(output_dir).glob(f".{CHECKPOINT_PREFIX}-*")):
+def _clean(output_dir: str | os.PathLike) -> None:
+    """Remove unfinished folders of a run that died."""
+    for left in filter(_is_own_folder, Path(output_dir).glob(f".{CHECKPOINT_PREFIX}-*")):
         match = _LEFT.fullmatch(left.name)
         if match is None:
-            say(f"{show_name(left)} in {output_dir} is no checkpoint of ours: passed over")
-        elif not _is_own_folder(left):
-            aside = _set_aside(left)
-            say(f"{left.name} in {output_dir} is no folder of ours: it is now {aside.name}")
-        elif match[2] == "replaced" and not os.path.lexists(left.with_name(match[1])):
-            # the run died between the two renames of publish
-            os.rename(left, left.with_name(match[1]))
+            continue
+        final = left.with_name(match[1])
+        if match[2] == "replaced" and not os.path.lexists(final):
+            os.rename(left, final)  # the run died between the two renames of publish
         else:
             shutil.rmtree(left)
-    for path in sorted(Path(output_dir).glob(f"{CHECKPOINT_PREFIX}-*")):
-        if not _is_checkpoint(path):
-            what = "a symbolic link" if path.is_symlink() else "no checkpoint of ours"
-            say(f"{show_name(path)} in {output_dir} is {what}: passed over, and never deleted")

@@ -1,6 +1,6 @@
 """Megatron's distributed checkpoint: tensors in torch's files, for any layout to load.
 
-    __<rank>_0.distcp   the tensors of a rank, read with torch.load(weights_only=True)
+    __<rank>_0.distcp   the tensors of a rank, one after another, each as torch.save writes it
     index.json          the place of each tensor's parts in those files; the optimizer's steps
 
 The optimizer's state is stored per parameter, cut like the model's sharded tensors: megatron's
@@ -10,40 +10,30 @@ assembled, kept and written by one of them, and no rank keeps it all. Objects in
 (_extra_state, the scaling history of fp8) are not stored: fp8 begins its history anew.
 """
 
+import io
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, load_state_dict
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.utils.serialization import config as torch_files
 
-from .ckpt_folder import CheckpointError
-
-from . import mcore  # isort: skip
 from . import parallel
-from .files import MCA_CONFIG_NAME, read_json, write_file
+from .ckpt_folder import CheckpointError
+from .files import MCA_CONFIG_NAME, lies_in, read_json, write_file
 from .kernels import AdamW
 from .mcore import (
     ShardedObject,
     ShardedTensorFactory,
     apply_factory_merges,
+    dict_list_map_inplace,
     extract_sharded_tensors_and_factories,
+    is_main_replica,
     load_preprocess,
     nested_values,
     save_preprocess,
-    torch_strategy,
 )
 from .optim import OffloadedOptimizer, parts_of
 from .tables import OPTIMIZERS, Optimizer
@@ -51,40 +41,11 @@ from .tables import OPTIMIZERS, Optimizer
 DIST_NAME = "dist"
 INDEX_NAME = "index.json"
 OLD_INDEX_NAME = ".metadata"  # torch's, a pickle, in checkpoints of earlier versions
-# Joined states wait on the GPU up to this sum, and beyond it in host memory: a copy there takes as
-# long as the message.
-JOINED_ON_GPU_BYTES = 1 << 30
 
-# -- the index
+# -- the parts of tensors in files
 
 
-class Index(NamedTuple):
-    """The tensors of a folder as torch describes them, and the updates the optimizer has made; None
-    without its state."""
-
-    tensors: Metadata
-    optimizer_steps: int | None
-
-
-def _index_record(tensors: Metadata, results: list[list], steps: int | None) -> dict[str, Any]:
-    """The content of index.json. tensors: torch's global plan; results: of all ranks' writers."""
-    places = {}
-    for of_rank in results:
-        for result in of_rank:
-            places[result.index.fqn, tuple(result.index.offset)] = result.storage_data
-    record = {}
-    for name, entry in tensors.state_dict_metadata.items():
-        chunks = []
-        for chunk in entry.chunks:
-            place = places[name, tuple(chunk.offsets)]
-            where = [place.relative_path, place.offset, place.length]
-            chunks.append([[*chunk.offsets], [*chunk.sizes], *where])
-        dtype = str(entry.properties.dtype).removeprefix("torch.")
-        record[name] = {"dtype": dtype, "shape": [*entry.size], "chunks": chunks}
-    return {"optimizer_steps": steps, "tensors": record}
-
-
-def read_index(folder: Path) -> Index:
+def read_index(folder: Path) -> dict[str, Any]:
     """The index of a folder of tensors. CheckpointError for anything else, and for the index of an
     earlier version."""
     path = folder / INDEX_NAME
@@ -94,60 +55,65 @@ def read_index(folder: Path) -> Index:
             f"python -m mca_lite convert {folder.parent} DST exports its weights"
         )
     try:
-        return to_index(read_json(path), folder)
-    except (ArithmeticError, AttributeError, KeyError, OSError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} is not an index that can be trusted: {error!r:.200}: use another checkpoint"
-        ) from None
+        return read_json(path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{error}: use another checkpoint") from None
 
 
-def to_index(record: dict[str, Any], folder: Path) -> Index:
-    """The Index of a record as in index.json, every value checked; no file is opened. Raises many
-    kinds of error for other content."""
-    tensors = {}
-    places = {}
-    names = set()
-    for key, entry in record["tensors"].items():
-        dtype = getattr(torch, entry["dtype"])
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"the dtype of {key} is {entry['dtype']}")
-        chunks = []
-        for offsets, sizes, name, start, length in entry["chunks"]:
-            names.add(name)
-            chunks.append(ChunkStorageMetadata(_shape(offsets), _shape(sizes)))
-            place = _StorageInfo(name, _number(start), _number(length))
-            places[MetadataIndex(key, _shape(offsets))] = place
-        properties = TensorProperties(dtype=dtype)
-        tensors[key] = TensorStorageMetadata(properties, _shape(entry["shape"]), chunks)
-    for name in names:
-        if Path(name).name != name or (folder / name).resolve().parent != folder.resolve():
+def _write_parts(tensors: list, path: Path) -> list[tuple[str, dict, list]]:
+    """Write sharded tensors into a file -> (key, the tensor's entry in the index, the place of its
+    part) of each."""
+    parts = []
+    with open(path, "wb") as file:
+        for tensor in tensors:
+            # a copy: torch writes the whole storage of a view
+            data = tensor.data.detach().to("cpu", copy=True).view(_sizes(tensor))
+            start = file.tell()
+            torch.save(data, file)
+            where = [path.name, start, file.tell() - start]
+            dtype = str(data.dtype).removeprefix("torch.")
+            entry = {"dtype": dtype, "shape": tensor.global_shape}
+            parts.append((tensor.key, entry, [tensor.global_offset, data.shape, *where]))
+    return parts
+
+
+def read_tensor(tensor, index: dict[str, Any], folder: Path) -> None:
+    """Fill a ShardedTensor in place from all parts in the files that overlap it.
+
+    Raises many kinds of error for an index or a file with other content; no code of theirs is run,
+    and no file outside of the folder is opened.
+    """
+    entry = index["tensors"][tensor.key]
+    whole = tensor.data.detach().view(_sizes(tensor))
+    if tensor.allow_shape_mismatch:  # the vocabulary's padding differs between layouts
+        whole.zero_()
+    elif [*entry["shape"]] != [*tensor.global_shape]:
+        raise ValueError(f"{tensor.key} has shape {entry['shape']}, not {tensor.global_shape}")
+    here = tensor.global_offset, whole.shape
+    for offset, sizes, name, start, length in entry["chunks"]:
+        target = _overlap(*here, offset, sizes)
+        if any(cut.start >= cut.stop for cut in target):
+            continue
+        if not lies_in(folder / name, folder):
             raise ValueError(f"it names {name}, which lies outside the folder")
-    steps = record["optimizer_steps"]
-    if steps is not None:
-        _number(steps)
-    metadata = Metadata(tensors, storage_data=places, storage_meta=StorageMeta())
-    return Index(metadata, steps)
+        with open(folder / name, "rb") as file:
+            file.seek(start)
+            stored = io.BytesIO(file.read(length))
+        part = torch.load(stored, map_location="cpu", weights_only=True)
+        whole[target] = part[_overlap(offset, sizes, *here)]
 
 
-def _number(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"expected a number of at least 0, got {value!r:.40}")
-    return value
+def _sizes(tensor) -> list[int]:
+    """The shape of a ShardedTensor's data, with as many axes as the global shape has."""
+    return [1] * tensor.prepend_axis_num + [*tensor.local_shape]
 
 
-def _shape(values: list) -> torch.Size:
-    return torch.Size(map(_number, values))
-
-
-class _IndexedReader(FileSystemReader):
-    """torch's reader of a folder, by a checked index."""
-
-    def __init__(self, folder: Path, tensors: Metadata):
-        super().__init__(folder)
-        self._tensors = tensors
-
-    def read_metadata(self, *args, **kwargs) -> Metadata:
-        return self._tensors
+def _overlap(
+    offset: Sequence[int], sizes: Sequence[int], other: Sequence[int], others: Sequence[int]
+) -> tuple[slice, ...]:
+    """The slices of a box (offset, sizes) in common with another box."""
+    axes = zip(offset, sizes, other, others, strict=True)
+    return tuple(slice(max(0, o - a), min(size, o + length - a)) for a, size, o, length in axes)
 
 
 # -- writing and loading
@@ -170,54 +136,43 @@ class MegatronSnapshot:
             state["optimizer"] = _optimizer_to_write(optimizer, models, tensors, holders, copy)
             self._steps = _optimizer_steps(optimizer, models)
         sharded, _ = save_preprocess(state)
-        by_key, _, _ = torch_strategy._replace_state_dict_keys_with_sharded_keys(sharded, True)
-        self._planner = torch_strategy.MCoreSavePlanner(
-            dedup_replicated_tensors=False, flatten_state_dict=False
-        )
-        to_write = torch_strategy.mcore_to_pyt_state_dict(by_key, False)
-        self._planner.set_up_planner(to_write, is_coordinator=parallel.is_main())
-        plan = self._planner.create_local_plan()
-        plans = [None] * parallel.world_size() if parallel.is_main() else None
-        dist.gather_object(plan, plans)
-        self._index = self._planner.create_global_plan(plans)[1] if parallel.is_main() else None
-        storage = _StoragePrefix(f"__{parallel.rank()}_")
-        self._plan = self._planner.finish_plan(replace(plan, storage_data=storage))
+        self._tensors = [x for x in nested_values(sharded) if is_main_replica(x.replica_id)]
         self.config_json = models.config.to_json_string()
 
     def write(self, folder: Path) -> tuple[list[str], list]:
-        """Write this rank's file, unflushed -> (files, place of each tensor). No collectives."""
-        place = folder / DIST_NAME
-        place.mkdir(exist_ok=True)
-        writer = FileSystemWriter(place, single_file_per_rank=True, sync_files=False)
+        """Write this rank's file, unflushed -> (files, parts of tensors). No collectives."""
+        (folder / DIST_NAME).mkdir(exist_ok=True)
+        name = f"{DIST_NAME}/__{parallel.rank()}_0.distcp"
         # the manifest has a checksum of the whole file: torch's own, one a tensor, would take half
         # as long as the writing
-        own_checksums = torch.serialization.get_crc32_options()
-        torch.serialization.set_crc32_options(False)
-        try:
-            results = writer.write_data(self._plan, self._planner).value()
-        finally:
-            torch.serialization.set_crc32_options(own_checksums)
-        self._planner = self._plan = None  # lets go of the copies
-        return [f"{DIST_NAME}/__{parallel.rank()}_0.distcp"], results
+        with torch_files.patch("save.compute_crc32", False):
+            parts = _write_parts(self._tensors, folder / name)
+        self._tensors = []  # lets go of the copies
+        return [name], parts
 
     def finish(self, folder: Path, results: list[list]) -> list[str]:
         """On the main rank, when all have written: the index and the model's config -> files."""
-        record = _index_record(self._index, results, self._steps)
+        tensors: dict[str, dict] = {}
+        for parts in results:
+            for key, entry, chunk in parts:
+                tensors.setdefault(key, {**entry, "chunks": []})["chunks"].append(chunk)
+        record = {"optimizer_steps": self._steps, "tensors": tensors}
         write_file(folder / DIST_NAME / INDEX_NAME, json.dumps(record) + "\n")
         write_file(folder / MCA_CONFIG_NAME, self.config_json)
         return [f"{DIST_NAME}/{INDEX_NAME}", MCA_CONFIG_NAME]
 
 
-def load_megatron(folder: Path, models, optimizer=None, index: Index | None = None) -> None:
+def load_megatron(folder: Path, models, optimizer=None, index: dict | None = None) -> None:
     """Fill the model, and optionally the optimizer, from a checkpoint of any layout.
 
-    index: of the folder, if it was read before. Collective over all ranks. CheckpointError for an
-    index that cannot be trusted, and for files with other content than was written there.
+    index: of the folder, if it was read before. Collective over all ranks. CheckpointError, the
+    same on every rank, for files with other content than was written there.
     """
     place = folder / DIST_NAME
     if index is None:
         index = read_index(place)
-    if optimizer is not None and index.optimizer_steps is None:
+    steps = index.get("optimizer_steps")
+    if optimizer is not None and type(steps) is not int:
         raise CheckpointError(
             f"{place / INDEX_NAME} has no optimizer_steps: use another checkpoint"
         )
@@ -226,46 +181,22 @@ def load_megatron(folder: Path, models, optimizer=None, index: Index | None = No
     for chunk, tensors in state.items():
         objects = [name for name, value in tensors.items() if isinstance(value, ShardedObject)]
         kept[chunk] = {name: tensors.pop(name).data for name in objects}
-    places = {}
     if optimizer is not None:
-        by_parameter = _by_parameter(state)
-        state["optimizer"], places = _optimizer_to_fill(optimizer, models, by_parameter)
-    try:
-        loaded = _load_sharded(state, _IndexedReader(place, index.tensors))
-    except CheckpointException as error:  # torch's error is no Exception
-        rank, (failure, _) = next(iter(error.failures.items()))
-        words = f"rank {rank}: {type(failure).__name__}: {failure}".splitlines()[0]
-        raise CheckpointError(f"{place} cannot be read ({words}): use another checkpoint") from None
+        state["optimizer"] = _optimizer_to_fill(optimizer, models, _by_parameter(state))
+    sharded, _, factories = load_preprocess(state)
+
+    def read() -> None:
+        for tensor in nested_values(sharded):
+            read_tensor(tensor, index, place)
+
+    words = f"{place} cannot be read: use another checkpoint"
+    parallel.on_all(read, CheckpointError, words)
+    dict_list_map_inplace(lambda tensor: tensor.data, sharded)
+    loaded = apply_factory_merges(sharded, factories)
     # a pipeline stage may train nothing
     models.load_state_dict({chunk: {**loaded.get(chunk, {}), **kept[chunk]} for chunk in kept})
     if optimizer is not None:
-        states: dict[int, dict[str, torch.Tensor]] = {}
-        for key, (parameter, name) in places.items():
-            states.setdefault(parameter, {})[name] = loaded["optimizer"][key]
-        _fill_optimizer(optimizer, models, states, index.optimizer_steps)
-
-
-def _load_sharded(state: dict, reader: _IndexedReader) -> dict:
-    """The state with its sharded tensors filled: dist_checkpointing.load for a torch_dist folder
-    without common.pt and torch's index. Collective."""
-    sharded, _, factories = load_preprocess(state)
-    tensors = list(nested_values(sharded))
-    by_key, flat, renamed = torch_strategy._replace_state_dict_keys_with_sharded_keys(sharded)
-    to_fill = torch_strategy.mcore_to_pyt_state_dict(by_key, True)
-    # the vocabulary's padding differs between layouts: such a tensor may be of another shape
-    padded = {tensor.key: tensor for tensor in tensors if tensor.allow_shape_mismatch}
-    planner = torch_strategy.MCoreLoadPlanner(
-        shapes_validation_sharded_tensors=[t for t in tensors if t.key not in padded],
-        allow_shape_mismatch_sharded_tensors=padded,
-    )
-    with mcore.quiet():
-        load_state_dict(to_fill, reader, planner=planner)
-    filled = {
-        key: torch_strategy._unwrap_pyt_sharded_tensor(value) for key, value in to_fill.items()
-    }
-    filled = torch_strategy._replace_sharded_keys_with_state_dict_keys(filled, flat, renamed)
-    torch_strategy._restore_dict_types(filled, sharded)
-    return apply_factory_merges(filled, factories)
+        _fill_optimizer(optimizer, models, loaded.get("optimizer", {}), steps)
 
 
 # -- the writer of each tensor
@@ -305,9 +236,9 @@ def _cuts(optimizer) -> dict[int, tuple[Any, dict[int, tuple[int, int]]]]:
     """{id of a parameter: (group, pieces)} of a distributed optimizer, with each bucket of
     gradients cut into equal shares, one for each rank of a group."""
     found = {}
-    for part in parts_of(optimizer):
-        for buffer in part.buffers if _is_distributed(part) else ():
-            group = part.data_parallel_group
+    for part in filter(_is_distributed, parts_of(optimizer)):
+        group = part.data_parallel_group
+        for buffer in part.buffers:
             for parameter, (start, stop, number) in buffer.param_index_map.items():
                 bucket = buffer.buckets[number]
                 pieces = {}
@@ -332,8 +263,8 @@ def _by_parameter(chunks: dict) -> dict:
 
 
 def _replica(tensor, i_write: bool) -> tuple[int, int, int]:
-    """A tensor's replica_id, (tied copy, tensor rank, data parallel rank): megatron writes 0s."""
-    return (*tensor.replica_id[:2], 0 if i_write else 1)
+    """A tensor's replica_id, (tied copy, tensor rank, data parallel rank): that of 0s is stored."""
+    return (*tensor.replica_id[:2], int(not i_write))
 
 
 def _mine_to_write(tensors: dict, holders: dict[int, _Holders], copy: bool) -> dict:
@@ -346,13 +277,11 @@ def _mine_to_write(tensors: dict, holders: dict[int, _Holders], copy: bool) -> d
         if isinstance(tensor, ShardedObject):
             continue
         holder = holders.get(id(tensor.data))
-        data = tensor.data
-        replica = tensor.replica_id
         if holder is not None:  # a buffer's replica_id is right already
-            replica = _replica(tensor, holder.i_write)
-        if copy and (holder is None or holder.i_write):
-            data = data.detach().to("cpu", copy=True)
-        out[name] = replace(tensor, data=data, replica_id=replica)
+            tensor = replace(tensor, replica_id=_replica(tensor, holder.i_write))
+        if copy and is_main_replica(tensor.replica_id):
+            tensor = replace(tensor, data=tensor.data.detach().to("cpu", copy=True))
+        out[name] = tensor
     return out
 
 
@@ -394,28 +323,26 @@ def _state_tensor(tensor, name: str, value: torch.Tensor, **changes):
 
 
 def _optimizer_to_write(optimizer, models, tensors: dict, holders: dict, copy: bool) -> dict:
-    """{key: sharded tensor} of the states this rank writes. Collective, parameter by parameter."""
-    held = {
+    """{number: sharded tensor} of the states this rank writes, joined ones in host memory.
+    Collective, parameter by parameter."""
+    owned = {
         id(parameter): (inner, main, cut)
         for inner, parameter, main, cut in _owned(optimizer, models)
     }
-    out = {}
-    joined_bytes = 0
+    out: dict[int, Any] = {}
     for parameter in (p for p in models.parameters() if p.requires_grad):
         tensor = tensors[id(parameter)]
         holder = holders[id(parameter)]
         for name in _state_names(optimizer, parameter):
             part = None
-            if id(parameter) in held and (holder.i_write or holder.pieces):
-                part = _state_of(*held[id(parameter)], name)
+            if id(parameter) in owned and (holder.i_write or holder.pieces):
+                part = _state_of(*owned[id(parameter)], name)
             value = _join(part, parameter, *holder)
             if holder.i_write:
-                is_joined = len(holder.pieces) > 1
-                joined_bytes += is_joined * value.nbytes
-                if copy or (is_joined and joined_bytes > JOINED_ON_GPU_BYTES):
+                if copy or len(holder.pieces) > 1:
                     value = value.to("cpu", copy=copy)
                 replica = _replica(tensor, True)
-                out[f"{len(out)}.{name}"] = _state_tensor(tensor, name, value, replica_id=replica)
+                out[len(out)] = _state_tensor(tensor, name, value, replica_id=replica)
     return out
 
 
@@ -445,20 +372,18 @@ def _join(part, parameter, group, writer: int, pieces: dict):
     return whole.view(parameter.shape)
 
 
-def _optimizer_to_fill(optimizer, models, tensors: dict) -> tuple[dict, dict]:
-    """({key: empty sharded tensor of a state this rank steps}, {key: (id of the parameter, name of
-    the state)})."""
-    sharded = {}
-    places = {}
-    for _, parameter, _, _ in _owned(optimizer, models):
-        for name in _state_names(optimizer, parameter):
-            key = f"{len(sharded)}.{name}"
-            sharded[key] = _state_tensor(tensors[id(parameter)], name, torch.zeros(parameter.shape))
-            places[key] = (id(parameter), name)
-    return sharded, places
+def _optimizer_to_fill(optimizer, models, tensors: dict) -> dict[int, dict]:
+    """{id of a parameter: {name: empty sharded tensor}} of the states this rank steps."""
+    return {
+        id(parameter): {
+            name: _state_tensor(tensors[id(parameter)], name, torch.zeros(parameter.shape))
+            for name in _state_names(optimizer, parameter)
+        }
+        for _, parameter, _, _ in _owned(optimizer, models)
+    }
 
 
-def _fill_optimizer(optimizer, models, states: dict, steps: int) -> None:
+def _fill_optimizer(optimizer, models, states: dict[int, dict], steps: int) -> None:
     with torch.no_grad():
         for inner, parameter, main, cut in _owned(optimizer, models):
             is_piece = main.numel() != parameter.numel()
@@ -481,9 +406,6 @@ def _fill_optimizer(optimizer, models, states: dict, steps: int) -> None:
 def _optimizer_steps(optimizer, models) -> int:
     """Updates made so far: the same for all parameters; the largest over ranks, since some have no
     piece."""
-    counts = [
-        int(inner.state[main]["step"])
-        for inner, _, main, _ in _owned(optimizer, models)
-        if "step" in inner.state[main]
-    ]
+    owned = _owned(optimizer, models)
+    counts = [int(inner.state[main].get("step", 0)) for inner, _, main, _ in owned]
     return parallel.largest(max(counts, default=0))[0]

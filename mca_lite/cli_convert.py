@@ -74,9 +74,7 @@ def convert(src: str, dst: Path, max_shard_size: str = "5GB") -> str:
 
     if (folder / ckpt_folder.MANIFEST_NAME).is_file():
         record = ckpt_folder.read_manifest(folder)
-        refusal = ckpt_folder.refusal(folder, record, "megatron", record["model"])
-        if refusal:
-            raise ValueError(refusal)
+        ckpt_folder.refuse_other(folder, record, "megatron", record["model"])
         _refuse_damage(folder)
         models = _load(folder)
         weights_convert.export_hf(models, dst, max_shard_size, beside=False)
@@ -197,7 +195,7 @@ def _load(folder: Path, dtype=None):
 def _load_earlier(folder: Path, args):
     """The model of such a checkpoint. ValueError for an index that cannot be trusted."""
     from . import parallel
-    from .ckpt_megatron import DIST_NAME, OLD_INDEX_NAME, load_megatron, to_index
+    from .ckpt_megatron import DIST_NAME, OLD_INDEX_NAME, load_megatron
     from .model import build_chunks
     from .model_config import AutoConfig
 
@@ -205,7 +203,7 @@ def _load_earlier(folder: Path, args):
     models = build_chunks(AutoConfig.from_pretrained(str(folder), args))
     path = folder / DIST_NAME / OLD_INDEX_NAME
     try:
-        index = to_index(_read_pickled_index(path), path.parent)
+        index = _read_pickled_index(path)
     except Exception as error:  # whatever a crafted pickle leads to
         raise ValueError(f"{path} is not an index that can be trusted: {error!r:.200}") from None
     load_megatron(folder, models, index=index)
@@ -278,7 +276,7 @@ def _refuse_damage(folder: Path) -> None:
 
     damage = ckpt_folder.damage(folder, ckpt_folder.read_manifest(folder))
     if damage:
-        raise ValueError(f"{folder} is damaged: {'; '.join(damage[:3])}")
+        raise ValueError(damage)
 
 
 def _copy_side_files(sources: list[Path], dst: Path) -> None:

@@ -1,7 +1,6 @@
 """Files: their names, atomic writes, folders of models, and text for errors and sizes."""
 
 import contextlib
-import difflib
 import errno
 import json
 import math
@@ -12,7 +11,7 @@ import tempfile
 import traceback
 import uuid
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,6 @@ CHECKPOINT_PREFIX = "checkpoint"
 _FRAME = re.compile(r'^ *File "([^"]+)", line (\d+), in (\S+)', re.MULTILINE)
 _OF_LIBRARIES = ("<", sysconfig.get_path("stdlib"))  # paths of templates and of Python begin so
 _BLOCK_BYTES = 1 << 20  # fits a core's cache
-_OF_MODELSCOPE = {"USE_MODELSCOPE", "USE_MODELSCOPE_HUB"}  # variables without effect
 
 
 # -- reading and writing
@@ -176,18 +174,48 @@ def check_can_write(folder: str | os.PathLike, key: str) -> None:
 # -- folders of models
 
 
-def resolve_folder(model_name_or_path: str, revision: str | None = None) -> Path:
+_FILES_OF_A_MODEL = ("*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py")
+
+
+def resolve_folder(
+    model_name_or_path: str,
+    revision: str | None = None,
+    patterns: Iterable[str] = _FILES_OF_A_MODEL,
+) -> Path:
     """The local folder of a model: itself, or the hub's snapshot, downloaded if it is not cached.
 
-    ValueError for other names; a path is never looked up on the hub.
+    ValueError, in a line, for other names; a path is never looked up on the hub, and a silent hub
+    is tried once.
     """
-    if Path(model_name_or_path).is_dir():
-        return Path(model_name_or_path)
-    patterns = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.py"]
-    try:
-        return _snapshot(model_name_or_path, revision, patterns)
-    except ValueError as error:
-        raise ValueError(f"model {model_name_or_path}: {error}") from error
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    name = model_name_or_path
+    if Path(name).is_dir():
+        return Path(name)
+    reason = ""
+    if may_be_on_hub(name):
+        try:
+            return Path(snapshot_download(name, allow_patterns=[*patterns], revision=revision))
+        except LocalEntryNotFoundError:
+            reason = (
+                "; the hub does not answer, nor has its cache such a model: is there a network? "
+                f"Where there is one, `hf download {name} --local-dir FOLDER` makes a folder"
+            )
+        except Exception as error:  # of a hub, a network or a cache
+            reason = f"; the hub says: {describe_error(error).strip().splitlines()[0]}"
+    raise ValueError(
+        f"model {name}: expected a folder, or a model of the hub; no such folder is here (seen "
+        f"from {Path.cwd()}){reason}"
+    )
+
+
+def may_be_on_hub(name: str) -> bool:
+    """False for the name of a file, and for a path by its form or by an existing parent folder."""
+    path = Path(name)
+    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1
+    is_beside = "/" in name and path.parent.is_dir()
+    return not (is_path or is_beside or path.is_file())
 
 
 def read_model_config(
@@ -200,74 +228,26 @@ def read_model_config(
     """The content of the first of `files` in a model's folder, or of config.json on the hub; {}
     after a refusal. own_weights: its weights are read later."""
     folder = Path(name)
-    remedy = f"a folder with {HF_CONFIG_NAME}, or a model of the hub"
-    existing = [folder / file for file in files if (folder / file).is_file()]
     of_mcore_adapter = own_weights and why_mcore_adapters(folder)
     if (folder / ADAPTER_CONFIG_NAME).is_file() and not (folder / HF_CONFIG_NAME).is_file():
         reason = "it holds adapters, without the model that they belong to"
         remedy = f"that model, and adapter_name_or_path: {name}"
     elif of_mcore_adapter:
         reason, remedy = of_mcore_adapter
-    elif folder.is_dir() and not existing:
-        reason = f"there is no {HF_CONFIG_NAME} in this folder"
     else:
+        remedy = f"a folder with {HF_CONFIG_NAME}, or a model of the hub"
         try:
-            if not existing:
-                existing = [_snapshot(name, revision, [HF_CONFIG_NAME]) / HF_CONFIG_NAME]
-            return read_json(existing[0])
+            paths = filter(Path.is_file, [folder / file for file in files])
+            path = next(paths, None)
+            if path is None:
+                path = resolve_folder(name, revision, [HF_CONFIG_NAME]) / HF_CONFIG_NAME
+            return read_json(path)
+        except FileNotFoundError:
+            reason = f"there is no {HF_CONFIG_NAME} in this folder"
         except (ValueError, OSError) as error:
             reason = str(error)
     judge.refuse("model_name_or_path", reason, remedy, name)
     return {}
-
-
-def _snapshot(name: str, revision: str | None, patterns: list[str]) -> Path:
-    """The hub's cached folder with a model's files, downloaded if they are missing. ValueError in a
-    line. A silent hub is tried once."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
-
-    problem = why_no_model(name)
-    if problem is not None:
-        raise ValueError(problem)
-    try:
-        return Path(snapshot_download(name, allow_patterns=patterns, revision=revision))
-    except Exception as error:  # of a hub, a network or a cache
-        reason = f"the hub says: {describe_error(error).strip().splitlines()[0]}"
-        if isinstance(error, LocalEntryNotFoundError):
-            reason = "the hub does not answer, nor has its cache such a model: is there a network? "
-            reason += f"Where there is one, `hf download {name} --local-dir FOLDER` makes a folder"
-        elif isinstance(error, RepositoryNotFoundError):
-            reason = "the hub has none of this name, or one that wants HF_TOKEN"
-        for variable in _OF_MODELSCOPE & os.environ.keys():
-            reason += f". {variable} is not read: of ModelScope's models the folder is named"
-        raise ValueError(
-            "expected a folder, or a model of the hub; no such folder is here (seen from "
-            f"{Path.cwd()}), and {reason}. A folder can be named as ./{name}"
-        ) from error
-
-
-def why_no_model(name: str) -> str | None:
-    """The reason against a model of the hub with this name, None if there may be one.
-
-    A path is recognised by its form, or by an existing parent folder.
-    """
-    path = Path(name)
-    if path.is_file():
-        return "expected a folder, and this is a file"
-    parent = path.expanduser().parent
-    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1
-    is_beside = "/" in name and parent.is_dir()
-    if not is_path and not is_beside:
-        return None
-    reason = f"no such folder (seen from {Path.cwd()})"
-    if not parent.is_dir():
-        return f"{reason}, nor is {parent} there"
-    folders = [entry.name for entry in parent.iterdir() if entry.is_dir()]
-    near = [str(parent / entry) for entry in difflib.get_close_matches(path.name, folders)]
-    if near:
-        reason += f": did you mean {' or '.join(near)}?"
-    return reason
 
 
 def is_of_mcore_adapter(folder: str | os.PathLike) -> bool:
@@ -281,16 +261,13 @@ def why_mcore_adapters(folder: str | os.PathLike) -> tuple[str, str] | None:
     """The reason and the remedy for a checkpoint with weights in mcore_adapter's format alone; None
     for other folders."""
     folder = Path(folder)
-    has_ranks = bool(list(folder.glob("mp_rank_*")))
-    if folder.name.startswith("iter_") and (has_ranks or is_of_mcore_adapter(folder.parent)):
+    if folder.name.startswith("iter_") and is_of_mcore_adapter(folder.parent):
         folder = folder.parent
-    parts = [*folder.glob("iter_*"), *folder.glob("latest_checkpointed_iteration.txt")]
-    if not parts or list(folder.glob("*.safetensors")):
+    if not list(folder.glob("iter_*")) or list(folder.glob("*.safetensors")):
         return None
-    kind = "a checkpoint in mcore_adapter's own format"
     export = f"python tools/convert.py --checkpoint_path {folder} --output_path DST"
     return (
-        f"it is {kind} ({parts[0].name}), cut for its layout",
+        "it is a checkpoint in mcore_adapter's own format (iter_*), cut for its layout",
         f"{export} in mcore_adapter's folder, and then DST",
     )
 
@@ -302,8 +279,8 @@ def describe_error(error: BaseException) -> str:
     """An error in a line: its text, with its type unless the text was written for the user."""
     if "inline_container" in str(error):
         # the writer of torch's archives hides the system's error
-        cause = error.__context__
         full = OSError("a file could not be written whole: No space left on device, or a limit")
+        cause = error.__context__
         error = cause if isinstance(cause, OSError) else full
     text = str(error)
     if not text or not isinstance(error, (UserError, ValueError, OSError)):
@@ -329,11 +306,6 @@ def users_place(error: BaseException) -> str | None:
 def printable(text: str, kept: str = "\n\t") -> str:
     """Replace control characters other than those of `kept`: text must not steer a terminal."""
     return "".join(c if c.isprintable() or c in kept else "\ufffd" for c in text)
-
-
-def show_name(path: str | os.PathLike) -> str:
-    """The name of a file, with bytes other than UTF-8 escaped."""
-    return os.fsencode(Path(path).name).decode("utf-8", "backslashreplace")
 
 
 def parse_size(size: str | int) -> int:

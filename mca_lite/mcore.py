@@ -16,15 +16,15 @@ with warnings.catch_warnings():
     cpu.apply()
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core import parallel_state as mpu
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
     from megatron.core.dist_checkpointing.mapping import (
         ShardedObject,
         ShardedTensor,
         ShardedTensorFactory,
         apply_factory_merges,
+        is_main_replica,
     )
     from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
-    from megatron.core.dist_checkpointing.strategies import torch as torch_strategy
     from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
     from megatron.core.distributed import (
         DistributedDataParallel,
@@ -93,9 +93,6 @@ def quiet():
     with warnings.catch_warnings():
         # megatron-core calls collectives by their former names
         warnings.filterwarnings("ignore", ".*torch.distributed.* is deprecated", FutureWarning)
-        # it reads checkpoints by former names too
-        warnings.filterwarnings("ignore", "`load_state_dict` is deprecated", FutureWarning)
-        warnings.filterwarnings("ignore", "Please use DTensor instead", FutureWarning)
         # a resumed run advances a scheduler of the user, before its first step
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
         # megatron-core reads the gradient of every tensor

@@ -98,19 +98,14 @@ def start_process_group(timeout_s: float = 1800) -> None:
 
 def _store_of_all(timeout: datetime.timedelta):
     """The store of torchrun, or of rank 0."""
-    store, _, _ = next(dist.rendezvous("env://", timeout=_time_to_meet(timeout)))
-    store.set_timeout(timeout)
-    if world.current().is_one_machine:
-        # after a restart torchrun's store still has the addresses of dead ranks
-        start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = dist.PrefixStore(f"start-{start}", store)
-    return store
-
-
-def _time_to_meet(timeout: datetime.timedelta) -> datetime.timedelta:
-    """Time for this rank to reach the store of rank 0: torch tries twice, but on rank 0 once."""
     limit = min(timeout, _MEET)
-    return limit if world.current().is_main else limit / 2
+    if not world.current().is_main:
+        limit /= 2  # torch tries twice
+    store, _, _ = next(dist.rendezvous("env://", timeout=limit))
+    store.set_timeout(timeout)
+    # after a restart torchrun's store on one machine still has the addresses of dead ranks
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"start-{start}", store) if world.current().is_one_machine else store
 
 
 def own_store(prefix: str):
@@ -143,14 +138,15 @@ def _initialize_model_parallel(args) -> None:
     kinds = "tensor_model pipeline_model virtual_pipeline_model context expert_model expert_tensor"
     degrees = [f"{kind}_parallel" for kind in kinds.split()]
     wanted = {f"{degree}_size": getattr(args, f"{degree}_size") for degree in degrees}
+    wanted["expert_tensor_parallel_size"] = (
+        args.expert_tensor_parallel_size or args.tensor_model_parallel_size
+    )
     if mpu.model_parallel_is_initialized():
-        got = tuple(getattr(mpu, f"get_{degree}_world_size")() for degree in degrees)
-        *others, etp = wanted.values()
-        expected = (*others, etp or args.tensor_model_parallel_size)
-        if got != expected:
+        got = {f"{degree}_size": getattr(mpu, f"get_{degree}_world_size")() for degree in degrees}
+        if got != wanted:
             raise RuntimeError(
-                f"expected (tp, pp, vpp, cp, ep, etp) = {expected}, and this process already runs "
-                f"with {got}: call mca_lite.parallel.shutdown() first"
+                f"expected {wanted}, and this process already runs with {got}: call "
+                "mca_lite.parallel.shutdown() first"
             )
         return
     mpu.initialize_model_parallel(
@@ -166,8 +162,6 @@ def set_seed(seed: int, use_mca: bool = True) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
-    if torch.cuda.is_available():
-        torch.cuda.manual_seed_all(seed)
     if use_mca:
         tensor_parallel.model_parallel_cuda_manual_seed(seed + 1)
 
@@ -253,21 +247,38 @@ def on_main(action: Callable[[], Any], kind: type[Exception] = RuntimeError) -> 
     An error there is raised on every rank as `kind`, with the same text: no rank waits for a
     stopped one.
     """
-    result = None
-    problem = None
-    if is_main():
-        try:
-            result = action()
-        except Exception as error:
-            place = users_place(error)
-            problem = f"in your {place}: " * bool(place) + describe_error(error)
-    answer = [result, problem]
+    answer = [_attempt(action) if is_main() else None]
     if world_size() > 1:
         dist.broadcast_object_list(answer, src=0)
-    result, problem = answer
-    if problem is not None:
+    [(result, problem)] = answer
+    if problem:
         raise kind(problem)
     return result
+
+
+def on_all(action: Callable[[], Any], kind: type[Exception], words: str) -> list:
+    """The result of action() on each rank, in order of rank, on every rank. Collective.
+
+    Errors of any are raised on every rank as one of `kind`: the words, and the first line of each.
+    """
+    answers = gather(_attempt(action))
+    lines = [
+        f"rank {number}: {problem.splitlines()[0]}"
+        for number, (_, problem) in enumerate(answers)
+        if problem
+    ]
+    if lines:
+        raise kind(f"{words} ({'; '.join(lines)})")
+    return [result for result, _ in answers]
+
+
+def _attempt(action: Callable[[], Any]) -> tuple[Any, str]:
+    """(the result of action(), its error in words)."""
+    try:
+        return action(), ""
+    except Exception as error:
+        place = users_place(error)
+        return None, f"in your {place}: " * bool(place) + describe_error(error)
 
 
 def largest(*numbers: int) -> list[int]:

@@ -20,10 +20,9 @@ import signal
 import socket
 import sys
 import threading
-import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -41,6 +40,12 @@ _LONG = (STARTING, SAVING, ENDING)
 _SHOWN = 3  # stacks that are printed
 _FRAMES = 25  # the innermost ones of a stack
 _LEAVE_S = 10.0  # for a rank to end by itself after another one died
+_SILENT = {  # the answer of a rank without one
+    "count": -1,
+    "is_waiting": False,
+    "text": "does not answer: its process is stopped or gone, or lets no Python run; it cannot "
+    "show its stack",
+}
 _ANSWER_S = 3.0  # for the store to answer a rank without its connection
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 _LOST = (  # words of gloo or nccl about a lost rank
@@ -129,7 +134,8 @@ class Watchdog:
     """The notes of one rank, and its part in the search for late ranks.
 
     store: that of the ranks, as torch.distributed's. The stack of the thread that makes a
-    Watchdog is shown. Another thread calls look() every `poll_s` seconds.
+    Watchdog is shown. Another thread calls look() every `poll_s` seconds; all times are counted in
+    such calls, so a suspended process does not wait.
     """
 
     def __init__(
@@ -139,14 +145,11 @@ class Watchdog:
         size: int,
         hang_timeout: float,
         ddp_timeout: float,
-        clock: Callable[[], float] = time.monotonic,
         leave: Callable[[int], Any] = os._exit,
     ):
         self.store = store
         self.rank = rank
         self.size = size
-        self._clock = clock
-        self._leave = leave
         self.hang_timeout = hang_timeout
         self.ddp_timeout = ddp_timeout
         self.poll_s = min(5.0, max(0.2, min(hang_timeout, ddp_timeout / 2) / 10))
@@ -154,20 +157,20 @@ class Watchdog:
         self.step = 0
         self.phase = STARTING
         self.ticks = 0
+        self.waited = 0.0  # seconds without progress
+        self._leave = leave
         self._is_settled = False  # a step is done: kernels are compiled, groups are connected
         self._thread_id = threading.get_ident()
         self._seen = (0, 0)
-        self.waited = 0.0
-        self._looked = clock()
-        self._answered: str | None = None  # the last question, answered by this rank
         self._question: str | None = None  # put by this rank, ...
         self._answers_due = 0.0  # ... the time limit of its answers, ...
-        self._behind: list[int] | None = None  # ... and the late ranks according to them
-        self._leave_at: float | None = None  # once there is a verdict
+        self._late: str | None = None  # ... and the late ranks according to them
+        self._since_verdict = 0.0
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._parent = os.getppid()  # torchrun, under it
-        store.set(f"host/{rank}", f"on {socket.gethostname()} (process {os.getpid()})")
+        self._name = f"rank {rank} on {socket.gethostname()} (process {os.getpid()})"
+        store.set(f"name/{rank}", self._name)
 
     def note(self, phase: str, step: int | None = None) -> None:
         """Begin a phase: see note() of this module."""
@@ -205,80 +208,75 @@ class Watchdog:
 
     def look(self) -> None:
         """Answer a question, ask one if this rank makes no progress, and leave with all ranks."""
-        now = self._clock()
-        # not the time of a suspended process
-        elapsed = min(now - self._looked, 2 * self.poll_s)
-        self._looked = now
-        if (self.count, self.ticks) == self._seen:
-            self.waited += elapsed
+        progress = (self.count, self.ticks)
+        if progress == self._seen:
+            self.waited += self.poll_s
         else:
-            self._seen = (self.count, self.ticks)
+            self._seen = progress
             self._go_on()
         self._answer()
         verdict = self._read("verdict")
-        if verdict is not None:
-            self._obey(json.loads(verdict), now)
+        if verdict:
+            self._obey(json.loads(verdict))
         elif self.waited >= self.limit_s:
-            self._investigate(now)
+            self._investigate()
 
-    def _read(self, key: str) -> str | None:
-        return self.store.get(key).decode() if self.store.check([key]) else None
+    def _read(self, key: str) -> str:
+        return self.store.get(key).decode() if self.store.check([key]) else ""
 
     def _answer(self) -> None:
         question = self._read("question")
-        if not question or question == self._answered:
-            return
-        self._answered = question
-        stack, is_waiting = stack_of(self._thread_id)
-        answer = dict(count=self.count, step=self.step, phase=self.phase, waited=self.waited)
-        answer |= dict(stack=stack, is_waiting=is_waiting)
-        self.store.set(f"answer/{question}/{self.rank}", json.dumps(answer))
+        if question:
+            stack, is_waiting = stack_of(self._thread_id)
+            place = f"after step {self.step}, {self.phase}"
+            text = f"{place} for {self.waited:.0f} s\n{stack.rstrip()}"
+            answer = dict(count=self.count, is_waiting=is_waiting, place=place, text=text)
+            self.store.set(f"answer/{question}/{self.rank}", json.dumps(answer))
 
     # -- late ranks: one rank asks and prints
 
-    def _investigate(self, now: float) -> None:
+    def _investigate(self) -> None:
         if self._question is None:
             question = f"{self.rank} at {self._seen}"
             if self.store.compare_set("question", "", question).decode() == question:
                 self._question = question
-                self._answers_due = now + max(1.0, 3 * self.poll_s)
-        elif self._behind is None:
-            keys = [f"answer/{self._question}/{rank}" for rank in range(self.size)]
-            if now >= self._answers_due or self.store.check(keys):
-                texts = dict(enumerate(map(self._read, keys)))
-                self._report({rank: json.loads(text) for rank, text in texts.items() if text})
-        elif self._behind and self.waited >= self.ddp_timeout - 2 * self.poll_s:
-            names = _first(self._names(self._behind), _SHOWN)
-            self._judge(f"{names} hung for {self.waited:.0f} s (ddp_timeout): see above")
+                self._answers_due = self.waited + max(1.0, 3 * self.poll_s)
+        elif self._late is None:
+            if self.waited >= self._answers_due:
+                self._report()
+        elif self._late and self.waited >= self.ddp_timeout - 2 * self.poll_s:
+            self._judge(f"{self._late} hung for {self.waited:.0f} s (ddp_timeout): see above")
             # now: the store may end with the next rank that leaves
-            self._obey(json.loads(self._read("verdict")), now)
+            self._obey(json.loads(self._read("verdict")))
 
-    def _report(self, answers: dict[int, dict]) -> None:
+    def _report(self) -> None:
         """Print the answers of the ranks."""
-        self._behind = ranks_behind(answers, self.size)
-        text = describe(self._behind, answers, self._names(range(self.size)))
+        ranks = range(self.size)
+        names = [self._read(f"name/{rank}") or f"rank {rank}" for rank in ranks]
+        texts = [self._read(f"answer/{self._question}/{rank}") for rank in ranks]
+        answers = [json.loads(text) if text else _SILENT for text in texts]
+        late = ranks_behind(answers)
+        self._late = _first([names[rank] for rank in late], _SHOWN)
+        text = describe(late, answers, names)
         summary = "no rank was behind the others when they were asked: see above"
-        if self._behind:
+        if late:
             left = max(0, self.ddp_timeout - self.waited)
             text += f"\nall ranks leave in {left:.0f} s (ddp_timeout) unless it goes on"
-            summary = f"{_first(self._names(self._behind), _SHOWN)} hung: see above"
+            summary = f"{self._late} hung: see above"
         waited = f"rank {self.rank} has waited {self.waited:.0f} s"
         _print(f"warning: {waited} after step {self.step}, {self.phase}; {text}")
         self.store.set("report", summary)
 
     def _go_on(self) -> None:
         # nothing is deleted: get() of a rank between check() and get() would wait
-        if self._behind is not None:
+        if self._late is not None:
             _print(f"note: rank {self.rank} goes on after {self.waited:.0f} s")
             self.store.set("report", "")
         if self._question is not None:
             self.store.set("question", "")
         self._question = None
-        self._behind = None
+        self._late = None
         self.waited = 0.0
-
-    def _names(self, ranks: Iterable[int]) -> list[str]:
-        return [f"rank {rank} {self._read(f'host/{rank}') or ''}" for rank in ranks]
 
     # -- the end of all ranks
 
@@ -287,12 +285,11 @@ class Watchdog:
         verdict = json.dumps({"rank": self.rank, "text": text, "code": code})
         self.store.compare_set("verdict", "", verdict)
 
-    def _obey(self, verdict: dict, now: float) -> None:
-        """Leave: no exception reaches a waiting rank."""
-        if self._leave_at is None:
-            # after an error of another rank this one may notice, and end in its way
-            self._leave_at = now if verdict["code"] == HANG_EXIT_CODE else now + _LEAVE_S
-        if now < self._leave_at:
+    def _obey(self, verdict: dict) -> None:
+        """Leave: no exception reaches a waiting rank. After an error of another rank this one may
+        notice, and end in its way."""
+        self._since_verdict += self.poll_s
+        if verdict["code"] != HANG_EXIT_CODE and self._since_verdict < _LEAVE_S:
             return
         tell_torchrun(verdict["text"])
         if verdict["rank"] == self.rank:
@@ -302,11 +299,11 @@ class Watchdog:
     def tell(self, error: Exception) -> RankFailed | None:
         """Leave the message of this rank's last error for the others. For a lost connection
         -> the error to raise in its place, None if the lost rank left no message."""
-        answers: list[RankFailed | None] = []
+        failed: list[RankFailed] = []
 
         def ask() -> None:
             with contextlib.suppress(RuntimeError):  # the store is gone too
-                answers.append(self._tell(error))
+                failed.extend(self._tell(error))
 
         thread = threading.Thread(target=ask, daemon=True)
         thread.start()
@@ -317,63 +314,49 @@ class Watchdog:
                 "torchrun on the first machine) is stopped or cannot be reached",
                 HANG_EXIT_CODE,
             )
-        return answers[0] if answers else None
+        return failed[0] if failed else None
 
-    def _tell(self, error: Exception) -> RankFailed | None:
+    def _tell(self, error: Exception) -> Iterator[RankFailed]:
         if not lost_a_rank(error):
-            [name] = self._names([self.rank])
             line = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-            self._judge(f"{name} failed: {line}", code=1)
-            return None
+            self._judge(f"{self._name} failed: {line}", code=1)
+            return
         report = self._read("report")
         if report:
             self._judge(report)
-        verdict = json.loads(self._read("verdict") or "null")
-        return verdict and RankFailed(verdict["text"], verdict["code"])
+        verdict = self._read("verdict")
+        if verdict:
+            about = json.loads(verdict)
+            yield RankFailed(about["text"], about["code"])
 
 
 # -- answers and stacks
 
 
-def ranks_behind(answers: dict[int, dict], size: int) -> list[int]:
+def ranks_behind(answers: list[dict]) -> list[int]:
     """Ranks without an answer, else those with the fewest phases, and among them those without a
     wait for others; [] if no rank is late."""
-    silent = [rank for rank in range(size) if rank not in answers]
-    if silent:
-        return silent
-    progress = {rank: (answer["count"], answer["is_waiting"]) for rank, answer in answers.items()}
-    least = min(progress.values())
-    late = [rank for rank in progress if progress[rank] == least]
-    return late if len(late) < size else []
+    progress = [(answer["count"], answer["is_waiting"]) for answer in answers]
+    late = [rank for rank, own in enumerate(progress) if own == min(progress)]
+    return late if len(late) < len(answers) else []
 
 
-def describe(behind: list[int], answers: dict[int, dict], names: list[str]) -> str:
-    """The late ranks with phase, host and stack, and the phases of the others, in lines."""
-    places = {
-        rank: f"after step {answer['step']}, {answer['phase']}" for rank, answer in answers.items()
-    }
-    lines = [f"{len(behind)} of {len(names)} ranks behind:"]
-    if not behind:
-        lines = [f"none of {len(names)} ranks is behind the others:"]
-    for rank in (behind or list(answers))[:_SHOWN]:
-        line = (
-            f"{names[rank]} does not answer: its process is stopped or gone, or lets no Python "
-            "run; it cannot show its stack"
-        )
-        if rank in answers:
-            line = f"{names[rank]}: {places[rank]} for {answers[rank]['waited']:.0f} s\n"
-            line += answers[rank]["stack"].rstrip()
-        lines.append(line)
+def describe(late: list[int], answers: list[dict], names: list[str]) -> str:
+    """The late ranks with phase, host and stack (those of any if none is late), and the phases of
+    the others, in lines."""
+    lines = [f"{len(late)} of {len(names)} ranks behind:"]
+    for rank in (late or range(len(names)))[:_SHOWN]:
+        lines.append(f"{names[rank]}: {answers[rank]['text']}")
     ranks_at: dict[str, list[str]] = {}
-    for rank in sorted(answers.keys() - behind):
-        ranks_at.setdefault(places[rank], []).append(str(rank))
+    for rank in set(range(len(names))).difference(late):
+        ranks_at.setdefault(answers[rank]["place"], []).append(str(rank))
     lines += [f"ranks {_first(ranks, 8)}: {place}" for place, ranks in ranks_at.items()]
     return "\n".join(lines)
 
 
 def _first(words: list[str], most: int) -> str:
-    more = f" and {len(words) - most} more" if len(words) > most else ""
-    return ", ".join(words[:most]) + more
+    more = [f"and {len(words) - most} more"] * (len(words) > most)
+    return ", ".join(words[:most] + more)
 
 
 def stack_of(thread_id: int) -> tuple[str, bool]:

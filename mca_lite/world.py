@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _START = "start with torchrun, or with srun so that SLURM's variables describe the world"
 
 
@@ -52,21 +52,20 @@ def current() -> World:
         size=number("WORLD_SIZE", 1),
         local_rank=number("LOCAL_RANK", 0),
         local_size=number("LOCAL_WORLD_SIZE", 1),
-        is_given="WORLD_SIZE" in os.environ,
+        is_given=bool(os.environ.get("WORLD_SIZE")),
     )
 
 
 @contextlib.contextmanager
 def planned_world(size: int) -> Iterator[None]:
     """Let current() describe a world of `size` ranks, for commands that plan a run."""
-    before = os.environ.get("WORLD_SIZE")
+    before = dict(os.environ)
     os.environ["WORLD_SIZE"] = str(size)
     try:
         yield
     finally:
-        del os.environ["WORLD_SIZE"]
-        if before is not None:
-            os.environ["WORLD_SIZE"] = before
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def settle() -> None:
@@ -78,10 +77,7 @@ def settle() -> None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.distributed.is_initialized():
         return
-    for name in _NAMES:
-        if os.environ.get(name) == "":  # a script exports an unset variable so
-            del os.environ[name]
-    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+    if not os.environ.get("RANK") and not os.environ.get("WORLD_SIZE"):
         _take_from_slurm()
     _check()
 
@@ -97,89 +93,43 @@ def end_second_run() -> None:
         )
 
 
-def _number(name: str, default: int) -> int:
-    text = os.environ.get(name, str(default))
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"{name} is {text!r}, expected a whole number: {_START}") from None
-
-
 def _check() -> None:
     """ValueError for variables of a half-described world, or numbers that do not fit."""
-    given = os.environ.keys()
-    size = _number("WORLD_SIZE", 1)
-    if "RANK" not in given and size == 1:
-        return
-    rank = _number("RANK", 0)
-    local_rank = _number("LOCAL_RANK", 0)
-    port = _number("MASTER_PORT", 1)
-    missing = " and ".join(name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in given)
-    meet = "set MASTER_ADDR to the host of rank 0 and MASTER_PORT to a free port there"
-    problems = {
-        f"WORLD_SIZE is {size} and RANK is not set; for one process unset WORLD_SIZE": (
-            "RANK" not in given
-        ),
-        f"RANK is {rank} and WORLD_SIZE is not set; for one process unset RANK": (
-            "WORLD_SIZE" not in given
-        ),
-        f"RANK is {rank} in a world of WORLD_SIZE {size}: expected 0 to {size - 1}": (
-            rank not in range(size)
-        ),
-        f"LOCAL_RANK is {local_rank}, expected 0 or more": local_rank < 0,
-        f"RANK is {rank} of WORLD_SIZE {size}, without {missing}: {meet}": size > 1 and missing,
-        f"MASTER_PORT is {port}, expected a free port from 1 to 65535": port not in range(1, 65536),
-    }
-    for text, is_so in problems.items():
-        if is_so:
-            raise ValueError(f"{text}; {_START}")
+    given = {name: text for name, text in os.environ.items() if text}  # scripts export empty ones
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT"):
+        if not given.get(name, "0").isdecimal():
+            raise ValueError(f"{name} is {given[name]!r}, expected a whole number: {_START}")
+    here = current()
+    needed: tuple[str, ...] = ()
+    if "RANK" in given:
+        needed = ("WORLD_SIZE",)
+    if here.size != 1:
+        needed = _NAMES
+    missing = [name for name in needed if name not in given]
+    if missing:
+        raise ValueError(
+            f"RANK or WORLD_SIZE is set, without {' and '.join(missing)}: set MASTER_ADDR to the "
+            "host of rank 0 and MASTER_PORT to a free port there; for one process unset both; "
+            f"{_START}"
+        )
+    if here.rank >= here.size:
+        raise ValueError(
+            f"RANK is {here.rank} in a world of WORLD_SIZE {here.size}: expected 0 to "
+            f"{here.size - 1}; {_START}"
+        )
 
 
 def why_not_met(error: Exception) -> str:
     """Explain a failed meeting of the ranks from torch's `error`: this rank's view, and the
     remedy."""
     here = current()
-    text = str(error)
-    host = os.environ["MASTER_ADDR"]
-    port = os.environ["MASTER_PORT"]
-    place = f"MASTER_ADDR {host}, MASTER_PORT {port}"
-    joined = "".join(re.findall(r"(\d+)/\d+ clients joined", text)[:1])
-    rows = (
-        (
-            "address already in use" in text,
-            f"MASTER_PORT {port} of this host is in use",
-            "Set it to a free port, and give each process a RANK of its own",
-        ),
-        (
-            joined,
-            f"{joined} of {here.size} ranks came to {place}",
-            "See why the others ended or were not started, or raise ddp_timeout",
-        ),
-        (
-            not _resolves(host),
-            f"MASTER_ADDR {host!r} is no host that this machine knows",
-            "Set it to the name or address of the host of rank 0",
-        ),
-        (
-            "client socket has timed out" in text,
-            f"nothing answers at {place}",
-            "Rank 0 has ended, was not started, or runs on another host: see its own words",
-        ),
-        (
-            True,
-            f"the others do not answer ({text.splitlines()[0]})",
-            "See why one of them ended, or was not started",
-        ),
+    reason = str(error).splitlines()[0]
+    return (
+        f"rank {here.rank} of {here.size} could not meet the others at MASTER_ADDR "
+        f"{os.environ['MASTER_ADDR']}, MASTER_PORT {os.environ['MASTER_PORT']}: {reason}. Set them "
+        "to the host of rank 0 and a free port there, see why another rank ended or was not "
+        "started, or raise ddp_timeout"
     )
-    reason, remedy = next(row[1:] for row in rows if row[0])
-    return f"rank {here.rank} of {here.size} could not meet the others: {reason}. {remedy}"
-
-
-def _resolves(host: str) -> bool:
-    try:
-        return bool(socket.getaddrinfo(host, None))
-    except OSError:
-        return False
 
 
 def stay_on_loopback() -> None:
@@ -205,47 +155,35 @@ def tell_torchrun(text: str) -> None:
 
 def _take_from_slurm() -> None:
     """Set torchrun's variables for a task of srun. ValueError if SLURM's are incomplete."""
-    task = os.environ.get("SLURM_PROCID")
-    size = os.environ.get("SLURM_NTASKS", "1")
+    slurm = os.environ.get
+    task = slurm("SLURM_PROCID")
+    size = slurm("SLURM_NTASKS", "1")
     if task is None or size == "1":
         return
+    # the job's number: the same port on all tasks, another one for other jobs on the node
+    port = 20000 + int(slurm("SLURM_JOB_ID", "0")) % 10000
     variables = {
         "RANK": task,
         "WORLD_SIZE": size,
-        "LOCAL_RANK": os.environ.get("SLURM_LOCALID"),
-        "MASTER_ADDR": os.environ.get("MASTER_ADDR") or _first_host(),
-        "MASTER_PORT": os.environ.get("MASTER_PORT") or str(_port()),
+        "LOCAL_RANK": slurm("SLURM_LOCALID"),
+        "MASTER_ADDR": slurm("MASTER_ADDR") or _first_host(),
+        "MASTER_PORT": slurm("MASTER_PORT") or str(port),
     }
-    names = {"LOCAL_RANK": "SLURM_LOCALID"}
-    missing = [names.get(name, name) for name, value in variables.items() if value is None]
+    missing = [name for name, value in variables.items() if not value]
     if missing:
         raise ValueError(
             f"this is task {task} of SLURM_NTASKS {size}, and {' and '.join(missing)} cannot be "
             "found out: start with srun, or with torchrun; for one process unset SLURM_NTASKS"
         )
-    if _num_nodes() == "1":
+    if slurm("SLURM_NNODES") == "1":
         variables["LOCAL_WORLD_SIZE"] = size
     os.environ.update(variables)
 
 
-def _num_nodes() -> str | None:
-    return os.environ.get("SLURM_STEP_NUM_NODES") or os.environ.get("SLURM_NNODES")
-
-
-def _first_host() -> str | None:
-    """The host of task 0, from variables of srun alone: a batch script has SLURM_NTASKS too, and
+def _first_host() -> str:
+    """The host of task 0, from a variable of srun alone: a batch script has SLURM_NTASKS too, and
     one process would wait for tasks without a launcher."""
-    hosts = os.environ.get("SLURM_STEP_NODELIST", "")
-    launcher = os.environ.get("SLURM_LAUNCH_NODE_IPADDR")
-    if (hosts or launcher) and _num_nodes() == "1":
-        return "127.0.0.1"
     # node7 or node[03-05,9], before a comma
+    hosts = os.environ.get("SLURM_STEP_NODELIST", "")
     match = re.fullmatch(r"([\w.-]+)(?:\[(\d+)[\d,-]*\])?(?:,.*)?", hosts)
-    return match[1] + (match[2] or "") if match else launcher
-
-
-def _port() -> int:
-    """A port below the ephemeral ones: the same on all tasks of a step, another one
-    for other jobs on the node."""
-    numbers = (os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
-    return 20000 + sum(int(text) for text in numbers if text.isdigit()) % 10000
+    return "".join(match.groups("")) if match else ""

@@ -9,65 +9,104 @@ from pathlib import Path
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
-from mca_lite import ckpt_folder, cli_convert
+from mca_lite import ckpt_folder, cli_convert, parallel
 from mca_lite.ckpt_folder import CheckpointError
-from mca_lite.ckpt_megatron import read_index
+from mca_lite.ckpt_megatron import read_index, read_tensor
 from tests.shared import tiny, world
 from tests.shared.commands import ended
 from tests.shared.layouts import SAVE, TP2
 from tests.shared.training import attempt, train
 
 
-def a_record(place="__0_0.distcp", **changes) -> dict:
-    chunks = [[[0, 0], [1, 3], place, 0, 12], [[1, 0], [1, 3], place, 12, 12]]
-    entry = {"dtype": "float32", "shape": [2, 3], "chunks": chunks} | changes
+def write_rows(folder: Path) -> dict:
+    """Two rows of a weight in a file -> its index."""
+    chunks = []
+    folder.mkdir()
+    with open(folder / "__0_0.distcp", "wb") as file:
+        for row in range(2):
+            start = file.tell()
+            torch.save(torch.full((1, 3), row + 1.0), file)
+            chunks.append([[row, 0], [1, 3], "__0_0.distcp", start, file.tell() - start])
+    entry = {"dtype": "float32", "shape": [2, 3], "chunks": chunks}
     return {"optimizer_steps": 2, "tensors": {"weight": entry}}
 
 
-def test_an_index_has_the_shape_and_the_places_of_each_tensor(tmp_path):
-    (tmp_path / "index.json").write_text(json.dumps(a_record()))
-    index = read_index(tmp_path)
-    [(name, entry)] = index.tensors.state_dict_metadata.items()
-    assert (name, entry.properties.dtype, entry.size) == ("weight", torch.float32, (2, 3))
-    assert [(chunk.offsets, chunk.sizes) for chunk in entry.chunks] == [
-        ((0, 0), (1, 3)),
-        ((1, 0), (1, 3)),
-    ]
-    places = {(part.fqn, part.offset): info for part, info in index.tensors.storage_data.items()}
-    second = places["weight", (1, 0)]
-    assert (second.relative_path, second.offset, second.length) == ("__0_0.distcp", 12, 12)
-    assert index.optimizer_steps == 2
+def columns(*, first: int = 1) -> ShardedTensor:
+    """The columns from `first` on, of the weight in write_rows()."""
+    data = torch.full((2, 2), 9.0)
+    return ShardedTensor("weight", data, data.dtype, (2, 2), (2, 3), (0, first), None)
+
+
+def test_a_tensor_cut_in_another_way_is_read_from_all_its_parts(tmp_path):
+    index = write_rows(tmp_path / "dist")
+    (tmp_path / "dist" / "index.json").write_text(json.dumps(index))
+    tensor = columns()
+    read_tensor(tensor, read_index(tmp_path / "dist"), tmp_path / "dist")
+    assert tensor.data.tolist() == [[1, 1], [2, 2]]
+
+
+def entry(**changes) -> dict:
+    return {"weight": {"shape": [2, 3], "chunks": []} | changes}
+
+
+def place(name="__0_0.distcp", start=0, length=9999, sizes=(2, 3)) -> dict:
+    return entry(chunks=[[[0, 0], [*sizes], name, start, length]])
 
 
 ODD = {
-    "above": (a_record("../__0_0.distcp"), "outside the folder"),
-    "absolute": (a_record("/etc/passwd"), "outside the folder"),
-    "folder": (a_record("."), "outside the folder"),
-    "link": (a_record("linked"), "outside the folder"),
-    "offset": (a_record(chunks=[[[0, 0], [2, 3], "a", -1, 24]]), "expected a number of at least 0"),
-    "length": (a_record(chunks=[[[0, 0], [2, 3], "a", 0, [1]]]), "expected a number of at least 0"),
-    "shape": (a_record(shape=[2, True]), "expected a number of at least 0"),
-    "dtype": (a_record(dtype="load"), "the dtype of weight is load"),
-    "no dtype": (a_record(dtype="nothing"), "nothing"),
-    "no chunks": (a_record(chunks=None), "None"),
-    "steps": (a_record() | {"optimizer_steps": "2"}, "expected a number of at least 0"),
-    "no steps": ({"tensors": {}}, "optimizer_steps"),
-    "no tensors": ({"optimizer_steps": 2, "tensors": ["weight"]}, "items"),
-    "no object": ([], "expected a JSON object"),
+    "above": (place("../outside"), "outside the folder"),
+    "absolute": (place("/etc/passwd"), "outside the folder"),
+    "folder": (place("."), "outside the folder"),
+    "link": (place("linked"), "outside the folder"),
+    "offset": (place(start=-1), "Invalid argument|negative seek"),
+    "length": (place(length=[1]), "TypeError"),
+    "cut": (place(length=5), "not a ZIP archive"),
+    "other sizes": (place(sizes=(2, 3, 4)), "zip"),
+    "shape": (entry(shape=[2, True]), "has shape"),
+    "no chunks": (entry(chunks=None), "TypeError"),
+    "no tensor": ({}, "KeyError: 'weight'"),
+    "no tensors": (["weight"], "TypeError"),
 }
 
 
 @pytest.mark.parametrize("kind", ODD)
 def test_an_odd_index_is_refused(tmp_path, kind):
-    (tmp_path / "dist").mkdir()
+    write_rows(tmp_path / "dist")
     (tmp_path / "outside").touch()
     (tmp_path / "dist" / "linked").symlink_to(tmp_path / "outside")
-    record, words = ODD[kind]
-    (tmp_path / "dist" / "index.json").write_text(json.dumps(record))
-    with pytest.raises(CheckpointError, match=rf"not an index that can be trusted.*{words}"):
-        read_index(tmp_path / "dist")
+    tensors, words = ODD[kind]
+
+    def read() -> None:
+        read_tensor(columns(), {"tensors": tensors}, tmp_path / "dist")
+
+    with pytest.raises(CheckpointError, match=rf"odd \(rank 0: .*({words})"):
+        parallel.on_all(read, CheckpointError, "odd")
+
+
+def test_a_pickle_in_place_of_a_tensor_runs_nothing(tmp_path):
+    write_rows(tmp_path / "dist")
+    torch.save(Touch(tmp_path / "ran"), tmp_path / "dist" / "__0_0.distcp")
+    with pytest.raises(pickle.UnpicklingError):
+        read_tensor(columns(), {"tensors": place()}, tmp_path / "dist")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "[" * 99_999])
+def test_an_index_that_is_none_is_refused(tmp_path, text):
+    (tmp_path / "index.json").write_text(text)
+    with pytest.raises(CheckpointError, match="index.json.*use another checkpoint"):
+        read_index(tmp_path)
 
 
 # -- earlier versions
@@ -83,9 +122,23 @@ class Touch:
         return os.system, (f"touch {self.path}",)
 
 
+def pickled(index: dict) -> Metadata:
+    """An index as torch describes it, as in checkpoints of earlier versions."""
+    tensors = {}
+    places = {}
+    for name, entry in index["tensors"].items():
+        chunks = []
+        for offsets, sizes, *where in entry["chunks"]:
+            chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
+            places[MetadataIndex(name, torch.Size(offsets))] = _StorageInfo(*where)
+        properties = TensorProperties(dtype=getattr(torch, entry["dtype"]))
+        tensors[name] = TensorStorageMetadata(properties, torch.Size(entry["shape"]), chunks)
+    return Metadata(tensors, storage_data=places)
+
+
 def make_earlier(folder: Path, index: object = None) -> None:
     """Put torch's own index in the place of index.json, or another pickle."""
-    tensors = read_index(folder / "dist").tensors
+    tensors = pickled(read_index(folder / "dist"))
     (folder / "dist" / "index.json").unlink()
     (folder / "dist" / ".metadata").write_bytes(pickle.dumps(index or tensors))
     record = ckpt_folder.read_manifest(folder)

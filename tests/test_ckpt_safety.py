@@ -117,7 +117,7 @@ def test_where_no_checkpoint_is_good_nothing_starts_anew_by_itself(model_path, r
     for step in (2, 4):
         flip_bit(run_folder_copy / f"checkpoint-{step}" / "training.json")
     for error, _, _ in world.run(attempt, 2, model_path, str(run_folder_copy), steps=5, **AUTO):
-        assert "none of the 2 checkpoints" in error and "overwrite_output_dir: true" in error
+        assert "none of the checkpoints" in error and "overwrite_output_dir: true" in error
 
 
 def test_a_checkpoint_of_another_model_version_or_backend_is_refused(
@@ -210,7 +210,7 @@ def blocked(path: str, out: str) -> str:
 
 def test_a_folder_that_cannot_be_made_stops_all_ranks(model_path, tmp_path):
     for error in world.run(blocked, 2, model_path, str(tmp_path)):
-        assert ".checkpoint-2.tmp cannot be made" in error and "File exists" in error
+        assert ".checkpoint-2.tmp" in error and "File exists" in error
 
 
 def unwritable(path: str, out: str) -> str:
@@ -239,7 +239,7 @@ def test_a_folder_without_permission_stops_all_ranks_and_leaves_what_was_there(m
         os.chmod(folder, 0o755)
         out = Path(folder) / "run"
         for error in world.run(unwritable, 2, model_path, str(out)):
-            assert ".checkpoint-4.tmp cannot be made" in error and "Permission denied" in error
+            assert ".checkpoint-4.tmp" in error and "Permission denied" in error
         os.chmod(out, 0o755)
         assert [p.name for p in ckpt_folder.list_checkpoints(out)] == ["checkpoint-2"]
         world.run(train, 2, model_path, str(out), steps=3, **AUTO)
@@ -501,15 +501,7 @@ def test_a_pipe_in_place_of_a_file_is_damage_and_nobody_waits_for_it(tmp_path):
     path.unlink()
     os.mkfifo(path)
     found, said = start(tmp_path)
-    assert found == older and "training.json is no file" in said[0]
-
-
-def test_a_manifest_of_format_1_has_no_checksum_and_is_read(tmp_path):
-    folder = small_checkpoint(tmp_path / "checkpoint-4")
-    record = ckpt_folder.read_manifest(folder) | {"format": 1}
-    del record["crc32"]
-    (folder / "manifest.json").write_text(json.dumps(record))
-    assert start(tmp_path)[0] == folder
+    assert found == older and "training.json is missing, or no file" in said[0]
 
 
 def litter(output_dir: Path, elsewhere: Path) -> Path:
@@ -534,19 +526,15 @@ def litter(output_dir: Path, elsewhere: Path) -> Path:
 
 
 @pytest.mark.parametrize("asked, overwrite", [("auto", False), (None, True)])
-def test_what_is_no_checkpoint_of_ours_is_passed_over_with_a_line(tmp_path, asked, overwrite):
+def test_what_is_no_checkpoint_of_ours_is_left_alone(tmp_path, asked, overwrite):
     target = litter(tmp_path / "run", tmp_path / "elsewhere")
-    found, said = start(tmp_path / "run", asked, overwrite)
+    found, _ = start(tmp_path / "run", asked, overwrite)
     assert found == (tmp_path / "run" / "checkpoint-4" if asked else None)
-    text = "\n".join(said)
-    for name in ("checkpoint-2", "checkpoint-7", "checkpoint-9", ".checkpoint-x.tmp", r"\xff-12"):
-        assert name in text, text
-    assert text.encode(), "lines that can be printed"
-    assert ckpt_folder.damage(target, ckpt_folder.read_manifest(target)) == []
-    assert (tmp_path / "run" / "checkpoint-2").is_symlink()
-    # and again: nothing is in the way of the next start, or of a checkpoint that is to be written
+    assert ckpt_folder.damage(target, ckpt_folder.read_manifest(target)) == ""
+    for name in ("checkpoint-2", ".checkpoint-2.tmp", ".checkpoint-1.old"):
+        assert (tmp_path / "run" / name).is_symlink()
+    assert (tmp_path / "run" / "checkpoint-7").read_text() == "a file"
     assert start(tmp_path / "run", "auto")[0] == found
-    assert not ckpt_folder.temporary_folder(tmp_path / "run" / "checkpoint-2").is_symlink()
 
 
 def test_pruning_and_naming_touch_no_link(tmp_path):
@@ -554,17 +542,18 @@ def test_pruning_and_naming_touch_no_link(tmp_path):
     for step in (2, 6):
         written = small_checkpoint(run / f"written-{step}")
         ckpt_folder.publish(written, run / f"checkpoint-{step}")
-    assert (run / "set-aside-checkpoint-2").is_symlink()
+    assert (run / ".checkpoint-2.replaced").is_symlink()
     ckpt_folder.prune(run / "checkpoint-6", None, 1)
     assert [p.name for p in ckpt_folder.list_checkpoints(run)] == ["checkpoint-6"]
-    assert ckpt_folder.damage(target, ckpt_folder.read_manifest(target)) == []
+    assert ckpt_folder.damage(target, ckpt_folder.read_manifest(target)) == ""
 
 
 def test_records_of_a_checkpoint_with_other_content_are_named(tmp_path):
     from mca_lite import ckpt
 
     good = {"with_optimizer": True, "scheduler_steps": 4, "num_samples": 8, "global_batch_size": 2}
-    good |= {"layout": [1, 1], "data_seed": 1, "shuffle": True, "dataset": "x"}
+    good |= {"layout": [1, 1], "streaming": False, "loss_scales": []}
+    good |= {"objective": {}, "base": {}, "settings": {}}
     steps = [None, 5, -1, 1e30]
     states = [{"global_step": n} for n in (3, -1, 10**30, 1e300)]
     states += [{"global_step": 4, "consumed_samples": -1}]
@@ -598,7 +587,7 @@ def test_random_states_that_are_none_are_named(tmp_path, content):
     assert torch.equal(torch.get_rng_state(), before)
     path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
     ckpt._restore_random_states(tmp_path, False)  # of another layout: not read
-    with pytest.raises(ckpt_folder.CheckpointError, match="rng-0.pt cannot be read.*another"):
+    with pytest.raises(ckpt_folder.CheckpointError, match="random states cannot be read.*another"):
         ckpt._restore_random_states(tmp_path, True)
 
 
@@ -618,7 +607,11 @@ def test_tensors_that_are_none_are_an_error_and_no_traceback(model_path, run_fol
     sign_again(run_folder_copy / "checkpoint-4")
     keys = dict(AUTO, **DIST_OPT)
     for error, _, _ in world.run(attempt, 2, model_path, str(run_folder_copy), steps=5, **keys):
-        assert "checkpoint-4/dist cannot be read (rank " in error and "\n" not in error
+        assert (
+            "checkpoint-4/dist cannot be read" in error
+            and "(rank 0: " in error
+            and "\n" not in error
+        )
 
 
 def lost(tensors: dict, name: str) -> dict:

@@ -2,7 +2,6 @@
 that share none, exports that a signal meets, and paths that lead nowhere.
 """
 
-import json
 import multiprocessing
 import os
 import runpy
@@ -45,16 +44,16 @@ def settled(monkeypatch, **variables) -> dict:
 @pytest.mark.parametrize(
     "variables, words",
     [
-        (dict(RANK="1", WORLD_SIZE="2"), "without MASTER_ADDR and MASTER_PORT"),
+        (dict(RANK="1", WORLD_SIZE="2"), "without MASTER_ADDR and MASTER_PORT: set"),
         (dict(TORCHRUN, MASTER_ADDR=""), "without MASTER_ADDR"),
-        (dict(WORLD_SIZE="2"), "WORLD_SIZE is 2 and RANK is not set"),
-        (dict(RANK="0"), "RANK is 0 and WORLD_SIZE is not set"),
+        (dict(WORLD_SIZE="2"), "without RANK and MASTER_ADDR and MASTER_PORT"),
+        (dict(RANK="0"), "without WORLD_SIZE"),
         (dict(TORCHRUN, RANK="2"), "RANK is 2 in a world of WORLD_SIZE 2: expected 0 to 1"),
-        (dict(TORCHRUN, RANK="-1"), "expected 0 to 1"),
+        (dict(TORCHRUN, RANK="-1"), "RANK is '-1', expected a whole number"),
         (dict(TORCHRUN, WORLD_SIZE="two"), "WORLD_SIZE is 'two', expected a whole number"),
-        (dict(WORLD_SIZE="0"), "RANK is not set"),
+        (dict(WORLD_SIZE="0"), "without RANK"),
         (SRUN, "task 3 of SLURM_NTASKS 8, and MASTER_ADDR cannot be found out"),
-        (dict(SLURM_PROCID="0", SLURM_NTASKS="2", MASTER_ADDR="a"), "SLURM_LOCALID cannot"),
+        (dict(SLURM_PROCID="0", SLURM_NTASKS="2", MASTER_ADDR="a"), "LOCAL_RANK cannot"),
         (dict(SRUN, SLURM_JOB_NODELIST="n[1-2]"), "MASTER_ADDR cannot"),  # a batch script, no srun
         (dict(SRUN, SLURM_STEP_NODELIST="n[1-2]-ib"), "MASTER_ADDR cannot"),
     ],
@@ -84,8 +83,7 @@ def test_a_world_that_is_described_or_not_mentioned_stays_as_it_is(monkeypatch, 
         (dict(SLURM_STEP_NODELIST="node7"), "node7"),
         (dict(SLURM_STEP_NODELIST="rack1-node[03-05,9],other"), "rack1-node03"),
         (dict(SLURM_STEP_NODELIST="a.b,c"), "a.b"),
-        (dict(SLURM_STEP_NODELIST="n[1-2]-ib", SLURM_LAUNCH_NODE_IPADDR="10.0.0.1"), "10.0.0.1"),
-        (dict(SLURM_LAUNCH_NODE_IPADDR="10.0.0.1", SLURM_NNODES="1"), "127.0.0.1"),
+        (dict(SLURM_STEP_NODELIST="node7", SLURM_NNODES="1"), "node7"),
         (dict(MASTER_ADDR="mine", SLURM_STEP_NODELIST="node7"), "mine"),
     ],
 )
@@ -114,29 +112,19 @@ def test_a_folder_belongs_to_one_run_until_its_process_is_gone(tmp_path):
     other = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     try:
         assert other.stdout.readline() == "has it\n"
-        words = f"another run trains in .*: process {other.pid} on {socket.gethostname()}, since 2"
+        words = "another run trains in .* has locked .run.lock"
         with pytest.raises(OutputFolderError, match=words), ckpt_folder.hold(out):
             raise AssertionError("two runs have the folder")
     finally:
         other.kill()
         other.wait()
     with ckpt_folder.hold(out), ckpt_folder.hold(out):  # of one process: counted
-        assert (out / ckpt_folder.OWNER_NAME).is_file()
+        assert (out / ckpt_folder.LOCK_NAME).is_file()
     assert not out.exists(), "nothing was written there"
     with ckpt_folder.hold(out):
         (out / "checkpoint-1").mkdir()
     # another run may be waiting for the lock's file
     assert {path.name for path in out.iterdir()} == {"checkpoint-1", ckpt_folder.LOCK_NAME}
-
-
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"pid": ' + "[" * 99_999, None])
-def test_a_folder_whose_owner_cannot_be_read_has_one(tmp_path, content):
-    path = tmp_path / ckpt_folder.OWNER_NAME
-    path.write_text(json.dumps({"pid": 7, "host": "\x1b[2J", "since": "now"}))
-    assert ckpt_folder._owner(tmp_path) == "process 7 on \ufffd[2J, since now"
-    path.unlink()
-    os.mkfifo(path) if content is None else path.write_text(content)
-    assert ckpt_folder._owner(tmp_path) == "a process that has not said yet who it is"
 
 
 def test_the_command_line_says_who_has_the_folder(tmp_path):
@@ -149,7 +137,7 @@ def test_the_command_line_says_who_has_the_folder(tmp_path):
         )
         assert sorted((tmp_path / "out").iterdir()) == there
     assert result.stderr.splitlines()[-1].startswith("error: another run trains in")
-    assert f"process {os.getpid()} on" in result.stderr and "Traceback" not in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
@@ -200,7 +188,7 @@ def test_nodes_that_share_no_folder_are_found_before_the_first_step(tmp_path):
     assert f"not found by rank 1 on {socket.gethostname()} in {tmp_path}/1/out" in answers[0]
     assert not (tmp_path / "1/out").exists()
     names = world.run(hold, 2, str(tmp_path / "shared"))[0]
-    assert names == [ckpt_folder.OWNER_NAME, ckpt_folder.LOCK_NAME]
+    assert names == [ckpt_folder.LOCK_NAME]
 
 
 @pytest.mark.full
@@ -331,9 +319,7 @@ def test_a_failed_or_killed_export_leaves_no_temporary_file(tmp_path):
 # -- paths that lead nowhere
 
 
-def test_a_mistyped_folder_of_a_model_is_told_with_near_names_and_no_hub_is_asked(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_mistyped_folder_of_a_model_is_told_and_no_hub_is_asked(tmp_path, monkeypatch, capsys):
     def ask(*args, **options):
         raise AssertionError("a hub was asked")
 
@@ -341,14 +327,13 @@ def test_a_mistyped_folder_of_a_model_is_told_with_near_names_and_no_hub_is_aske
     (tmp_path / "qwen3-tiny").mkdir()
     monkeypatch.chdir(tmp_path.parent)
     for name in (str(tmp_path / "qwen-tiny"), f"{tmp_path.name}/qwen-tiny"):
-        near = f"no such folder .*did you mean {Path(name).parent}/qwen3-tiny"
-        with pytest.raises(ValueError, match=near):
+        with pytest.raises(ValueError, match="no such folder"):
             resolve_folder(name)
     for name in ("./qwen", "a/b/c", "~/no/such"):
         with pytest.raises(ValueError, match="no such folder"):
             resolve_folder(name)
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="expected a folder, and this is a file"):
+    with pytest.raises(ValueError, match="expected a folder"):
         resolve_folder(str(tmp_path / "file"))
     config = str(ROOT / "configs/sft.yaml")
     words = [config, f"model_name_or_path={tmp_path / 'qwen-tiny'}", f"output_dir={tmp_path}/out"]
@@ -360,7 +345,7 @@ def test_a_mistyped_folder_of_a_model_is_told_with_near_names_and_no_hub_is_aske
     "error, words",
     [
         (LocalEntryNotFoundError("[Errno -2] Name or service not known"), "does not answer"),
-        (OSError("500 Server Error\nan id"), "the hub says: 500 Server Error. A folder"),
+        (OSError("500 Server Error\nan id"), "the hub says: 500 Server Error"),
     ],
 )
 def test_a_name_that_the_hub_does_not_give_is_told_in_a_line(monkeypatch, error, words):
@@ -374,22 +359,20 @@ def test_a_name_that_the_hub_does_not_give_is_told_in_a_line(monkeypatch, error,
     assert (
         told.startswith("model missing: expected a folder, or a model of the hub") and words in told
     )
-    assert "./missing" in told and "Errno" not in told and "\n" not in told
+    assert "Errno" not in told and "\n" not in told
 
 
 def test_a_hub_out_of_reach_is_asked_once_and_the_words_speak_of_the_network(monkeypatch, capsys):
     monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", "http://127.0.0.1:9")
     monkeypatch.setattr("time.sleep", lambda seconds: pytest.fail("it waits to ask again"))
-    monkeypatch.setenv("USE_MODELSCOPE", "1")
     words = "model_name_or_path=someone/model dataset=a.jsonl output_dir=unused"
     [problem] = keys_of(parse_args, words.split()).values()
     assert problem.key == "model_name_or_path" and "is there a network?" in problem.reason
-    assert "USE_MODELSCOPE is not read" in problem.reason and "./someone/model" in problem.reason
 
 
 @pytest.mark.parametrize("name", ["gpt2", "someone/model"])
 def test_what_may_be_a_name_of_the_hub_is_asked_for_there(name):
-    assert files.why_no_model(name) is None
+    assert files.may_be_on_hub(name)
 
 
 def test_pipes_are_refused_as_data_and_as_configuration(tmp_path):

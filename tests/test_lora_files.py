@@ -4,6 +4,7 @@ trains.
 
 import functools
 import json
+import math
 import shutil
 from pathlib import Path
 
@@ -295,10 +296,10 @@ def test_checkpoints_hold_only_what_trains(base, tmp_path):
         train_from_adapter, 2, path, str(tmp_path), adapter, **{**SAVE, **TP2, "max_steps": 2}
     )
     [folder] = tmp_path.glob("checkpoint-2")
-    tensors = read_index(folder / "dist").tensors.state_dict_metadata
+    tensors = read_index(folder / "dist")["tensors"]
     assert tensors and all("lora_" in name for name in tensors)
     weights = sum(
-        v.size.numel() for name, v in tensors.items() if not name.startswith("optimizer.")
+        math.prod(v["shape"]) for name, v in tensors.items() if not name.startswith("optimizer.")
     )
     # tensor parallelism pads the vocabulary of 61 to 62 or more: those rows are the difference
     count = sum(t.numel() for t in adapter_of(adapter).values())
