@@ -5,7 +5,6 @@ AutoConfig.from_pretrained reads mca_config.json if the folder has one, and othe
 Hugging Face's config.json by the family's table.
 """
 
-import contextlib
 import copy
 import difflib
 import enum
@@ -15,7 +14,6 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -550,18 +548,12 @@ def backend_of_environment() -> str:
     return on[0] if on and "0" in values.values() else "auto"
 
 
-@contextlib.contextmanager
-def hidden_switches(config) -> Iterator[None]:
-    """Hide the variables of TE_SWITCHES from megatron-core, which compares them with
-    attention_backend and sets them. With auto TE reads those of the user afterwards."""
-    users = {name: os.environ.pop(name) for name in TE_SWITCHES if name in os.environ}
-    try:
-        yield
-    finally:
-        if config.transformer_impl == "local" or config.attention_backend.name == "auto":
-            for name in TE_SWITCHES:
-                os.environ.pop(name, None)
-            os.environ.update(users)
+def use_attention_backend(config) -> None:
+    """Set the variables of TE_SWITCHES for an attention_backend of the user's. With auto TE reads
+    those of the environment."""
+    name = config.attention_backend.name
+    if config.transformer_impl == "transformer_engine" and name != "auto":
+        os.environ.update({var: str(int(of == name)) for var, of in TE_SWITCHES.items()})
 
 
 def without_effect(config, args) -> list[str]:

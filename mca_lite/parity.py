@@ -184,7 +184,7 @@ class _Part:
         models = self.backend.model
         with torch.no_grad():
             rows = self.outputs["final norm"][:: self.every, None].to(parallel.device())
-            logits = models.gather_logits(models[len(models) - 1]._postprocess(rows))[0]
+            logits = models.gather_logits(models[len(models) - 1].logits(rows))[0]
         return {**sent, "logits": logits} if self.tp_rank == 0 else sent
 
 

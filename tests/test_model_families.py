@@ -308,8 +308,8 @@ def zeros_behind_the_embedding(paths: list) -> list:
         [model] = AutoModel.from_pretrained(
             path, TrainingArguments(output_dir="unused", **keys)
         ).train()
-        embedded = model.embedding(input_ids=torch.tensor(TOKENS), position_ids=None)
-        out.append((bool((embedded == 0).any()), model.decoder.layers[0].hidden_dropout))
+        embedded = model.embedding(torch.tensor(TOKENS))
+        out.append((bool((embedded == 0).any()), model.decoder.layers[0].mlp_bda.dropout))
     return out
 
 
