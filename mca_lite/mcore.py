@@ -14,7 +14,7 @@ from . import cpu
 with warnings.catch_warnings():
     warnings.filterwarnings("ignore", message=".*(Apex is not installed|Engine and Apex)")
     cpu.apply()
-    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core import __version__, parallel_state, tensor_parallel
     from megatron.core import parallel_state as mpu
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import (
@@ -83,6 +83,24 @@ with warnings.catch_warnings():
         sharded_state_dict_default,
     )
     from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint, make_viewless_tensor
+
+
+# what differs between the minors of megatron-core: {name here: {first minor: its form}}; a row goes
+# with the last minor before its newest form
+MINORS = {
+    # 0.19 gives the method an argument, and another name
+    "gradients_for_norm": {
+        (0, 16): "get_main_grads_for_grad_norm",
+        (0, 19): "get_grads_for_grad_norm",
+    }
+}
+
+
+def of_minor(name: str) -> str:
+    """The form of a row of MINORS in the installed megatron-core."""
+    minor = tuple(int(number) for number in __version__.split(".")[:2])
+    forms = MINORS[name]
+    return forms[max(first for first in forms if first <= minor)]
 
 
 @contextlib.contextmanager

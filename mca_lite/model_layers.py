@@ -845,6 +845,11 @@ class PredictionLayer(MegatronModule):
         self.transformer_layer = build_layer(config, number, pg_collection)
         self.final_layernorm = RMSNorm(config, *sizes)
 
+    @property
+    def mtp_model_layer(self):
+        """The layer under the name that megatron's schedules know from 0.17 on."""
+        return self.transformer_layer
+
     def forward(self, embedded, hidden_states, **shared):
         """embedded, hidden_states [s, b, h], or [s / tp, b, h] under sequence parallelism -> the
         next hidden_states. shared: keywords of Layer.forward."""
