@@ -1,4 +1,4 @@
-"""Patches of megatron-core 0.16 and torch: a table to train on a CPU with gloo, left out if CUDA is
+"""Patches of megatron-core and torch: a table to train on a CPU with gloo, left out if CUDA is
 there, and a short one for CUDA.
 
 This is the only file of the package that assigns to another library's attributes. Each row is

@@ -9,12 +9,33 @@ the warnings are filtered. The filters of the host program are restored.
 import contextlib
 import warnings
 
+from packaging.specifiers import SpecifierSet
+
 from . import cpu
+from .errors import UserError
+
+SUPPORTED = ">=0.16.1,<0.20"
+
+
+class MegatronVersionError(UserError, ImportError):
+    """megatron-core is of a version that the package does not know."""
+
+
+def check_version(version: str) -> None:
+    """Raise MegatronVersionError for a version outside of SUPPORTED."""
+    if not SpecifierSet(SUPPORTED).contains(version, prereleases=True):
+        text = f"megatron-core {version} is installed, expected {SUPPORTED}: "
+        raise MegatronVersionError(f"{text}pip install 'megatron-core{SUPPORTED}'")
+
 
 with warnings.catch_warnings():
     warnings.filterwarnings("ignore", message=".*(Apex is not installed|Engine and Apex)")
+    warnings.filterwarnings("ignore", message="absl.logging is not|MimoModelConfig is experimental")
     cpu.apply()
-    from megatron.core import __version__, parallel_state, tensor_parallel
+    from megatron.core import __version__
+
+    check_version(__version__)
+    from megatron.core import parallel_state, tensor_parallel
     from megatron.core import parallel_state as mpu
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import (
@@ -88,11 +109,13 @@ with warnings.catch_warnings():
 # what differs between the minors of megatron-core: {name here: {first minor: its form}}; a row goes
 # with the last minor before its newest form
 MINORS = {
+    # 0.18 renames the field, and moves some of its values to others
+    "cuda_graph_parts": {(0, 16): "cuda_graph_scope", (0, 18): "cuda_graph_modules"},
     # 0.19 gives the method an argument, and another name
     "gradients_for_norm": {
         (0, 16): "get_main_grads_for_grad_norm",
         (0, 19): "get_grads_for_grad_norm",
-    }
+    },
 }
 
 

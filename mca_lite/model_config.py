@@ -41,7 +41,7 @@ from .files import (
     read_model_config,
     write_file,
 )
-from .mcore import AttnBackend, MLATransformerConfig, TransformerConfig
+from .mcore import AttnBackend, MLATransformerConfig, TransformerConfig, of_minor
 from .model_layers import rope_frequencies
 
 
@@ -88,7 +88,9 @@ class PretrainedConfig:
         for f in fields(self):
             default = None if f.default is MISSING else _to_json(f.default)
             value = _to_json(getattr(self, f.name))
-            if f.name not in _DERIVED and value != default:
+            # the fields of CUDA graphs differ between versions of megatron, and are not used here
+            is_kept = f.name not in _DERIVED and "cuda_graph" not in f.name
+            if is_kept and value != default:
                 out[f.name] = value
         return out
 
@@ -227,8 +229,7 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
             self.params_dtype = torch.bfloat16
         self.pipeline_dtype = self.params_dtype
         self.use_cpu_initialization = not torch.cuda.is_available()
-        if self.cuda_graph_scope == "full":
-            self.cuda_graph_scope = []  # megatron makes the same of its default, and warns
+        setattr(self, of_minor("cuda_graph_parts"), [])  # else megatron warns of its default
         super().__post_init__()  # reads the virtual stages off a pipeline_model_parallel_layout
         if self.transformer_impl == "transformer_engine" and self.sliding_window is not None:
             self.window_size = (self.sliding_window - 1, 0)  # positions a token sees on each side
