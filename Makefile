@@ -4,6 +4,7 @@ PYTHON ?= python3
 CONFIG ?= configs/sft.yaml
 NPROC ?= 2
 ARGS ?=
+VERSION ?= 0.19.2
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -14,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: gpu kernels bench-gpu families foreign-keys help install train dpo orpo quick test test-all lint bench chaos fuzz mutations wrong-inputs clean
+.PHONY: gpu kernels bench-gpu families foreign-keys help install train dpo orpo quick test test-all test-mcore lint bench chaos fuzz mutations wrong-inputs clean
 
 help:  ## this list
 	@grep -hE '^[a-z -]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -45,6 +46,9 @@ test: $(STAMP)  ## run the tests (CPU, no network): every capability and layout,
 
 test-all: $(STAMP)  ## the same and more: every cell of the products that `make test` thins, slow tests, `make fuzz`
 	$(BIN)/python -m tests.tools.suite -m "full or not full"
+
+test-mcore: $(STAMP)  ## run the tests with another megatron-core: VERSION=0.19.2 ARGS="--subset"
+	$(BIN)/python -m tests.tools.minors $(VERSION) $(ARGS)
 
 lint: $(STAMP)  ## ruff: lint and format; mypy: types of the public surface
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

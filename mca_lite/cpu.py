@@ -1,4 +1,4 @@
-"""Patches of megatron-core 0.16 and torch: a table to train on a CPU with gloo, left out if CUDA is
+"""Patches of megatron-core and torch: a table to train on a CPU with gloo, left out if CUDA is
 there, and a short one for CUDA.
 
 This is the only file of the package that assigns to another library's attributes. Each row is
@@ -8,7 +8,10 @@ This is the only file of the package that assigns to another library's attribute
 
 import contextlib
 import functools
+import importlib.util
 import os
+import sys
+import types
 
 import torch
 import torch.utils._device
@@ -213,9 +216,34 @@ def _table():
     yield dist, "all_to_all_single", as_lists, "gloo needs split sizes as lists"
 
 
+_PAGED_STASH = "megatron.core.transformer.moe.paged_stash"
+
+
+class _WithoutTriton(types.ModuleType):
+    """In place of a module of megatron-core: any name is a function that says what is missing."""
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def missing(*args, **kwargs):
+            raise ImportError(f"{self.__name__}.{name} needs the package triton")
+
+        return missing
+
+
+def _replace_what_needs_triton() -> None:
+    """Put a stand-in for the one module of megatron-core 0.18 and 0.19 that imports triton without
+    a guard (for moe_paged_stash), while megatron's schedules import it. With triton it is left
+    out."""
+    if importlib.util.find_spec("triton") is None:
+        sys.modules.setdefault(_PAGED_STASH, _WithoutTriton(_PAGED_STASH))
+
+
 def apply() -> list[tuple[object, str, object, str]]:
     """The rows in force in this process, none with CUDA. Calling it again changes nothing, also
     from another copy of the package."""
+    _replace_what_needs_triton()
     if torch.cuda.is_available():
         return []
     in_force = getattr(torch.Tensor.type, _MARK, None)

@@ -9,11 +9,32 @@ the warnings are filtered. The filters of the host program are restored.
 import contextlib
 import warnings
 
+from packaging.specifiers import SpecifierSet
+
 from . import cpu
+from .errors import UserError
+
+SUPPORTED = ">=0.16.1,<0.20"
+
+
+class MegatronVersionError(UserError, ImportError):
+    """megatron-core is of a version that the package does not know."""
+
+
+def check_version(version: str) -> None:
+    """Raise MegatronVersionError for a version outside of SUPPORTED."""
+    if not SpecifierSet(SUPPORTED).contains(version, prereleases=True):
+        text = f"megatron-core {version} is installed, expected {SUPPORTED}: "
+        raise MegatronVersionError(f"{text}pip install 'megatron-core{SUPPORTED}'")
+
 
 with warnings.catch_warnings():
     warnings.filterwarnings("ignore", message=".*(Apex is not installed|Engine and Apex)")
+    warnings.filterwarnings("ignore", message="absl.logging is not|MimoModelConfig is experimental")
     cpu.apply()
+    from megatron.core import __version__
+
+    check_version(__version__)
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core import parallel_state as mpu
     from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
@@ -25,18 +46,25 @@ with warnings.catch_warnings():
         is_main_replica,
     )
     from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess
-    from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+    from megatron.core.dist_checkpointing.utils import (
+        apply_prefix_mapping,
+        extract_sharded_tensors_and_factories,
+        replace_prefix_for_sharding,
+    )
     from megatron.core.distributed import (
         DistributedDataParallel,
         DistributedDataParallelConfig,
         finalize_model_grads,
     )
-    from megatron.core.extensions.transformer_engine import TENorm
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_layer_local_spec,
-        get_gpt_layer_with_transformer_engine_spec,
+    from megatron.core.enums import ModelType
+    from megatron.core.extensions.transformer_engine import TENorm, te_checkpoint
+    from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
+    from megatron.core.fp8_utils import get_fp8_context
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.common.embeddings.language_model_embedding import (
+        LanguageModelEmbedding,
     )
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
     from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
@@ -44,6 +72,7 @@ with warnings.catch_warnings():
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.pipeline_parallel import get_forward_backward_func
+    from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.tensor_parallel import (
         ColumnParallelLinear,
         RowParallelLinear,
@@ -56,35 +85,45 @@ with warnings.catch_warnings():
         set_tensor_model_parallel_attributes,
     )
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
-    from megatron.core.transformer.attention import SelfAttention
-    from megatron.core.transformer.enums import AttnBackend, LayerType
+    from megatron.core.transformer.attention import SelfAttention as TEAttention
+    from megatron.core.transformer.attention import SelfAttentionSubmodules
+    from megatron.core.transformer.enums import AttnBackend, AttnMaskType, LayerType
     from megatron.core.transformer.identity_op import IdentityOp
+    from megatron.core.transformer.mlp import MLP, MLPSubmodules
     from megatron.core.transformer.module import MegatronModule, param_is_not_shared
-    from megatron.core.transformer.moe.moe_layer import MoELayer
-    from megatron.core.transformer.moe.moe_utils import (
-        MoEAuxLossAutoScaler,
-        get_default_pg_collection,
-    )
+    from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
     from megatron.core.transformer.moe.router import TopKRouter
+    from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
-    from megatron.core.transformer.multi_token_prediction import (
-        MultiTokenPredictionBlockSubmodules,
-        mtp_on_this_rank,
-    )
-    from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-    from megatron.core.transformer.transformer_block import (
-        TransformerBlock,
-        TransformerBlockSubmodules,
-        get_num_layers_to_build,
-    )
-    from megatron.core.transformer.transformer_layer import (
-        TransformerLayer,
-        get_transformer_layer_offset,
-    )
+    from megatron.core.transformer.transformer_block import get_num_layers_to_build
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
     from megatron.core.transformer.utils import (
         ensure_metadata_has_dp_cp_group,
         make_sharded_tensors_for_checkpoint,
+        sharded_state_dict_default,
     )
+    from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint, make_viewless_tensor
+
+
+# what differs between the minors of megatron-core: {name here: {first minor: its form}}; a row goes
+# with the last minor before its newest form
+MINORS = {
+    # 0.18 renames the field, and moves some of its values to others
+    "cuda_graph_parts": {(0, 16): "cuda_graph_scope", (0, 18): "cuda_graph_modules"},
+    # 0.19 gives the method an argument, and another name
+    "gradients_for_norm": {
+        (0, 16): "get_main_grads_for_grad_norm",
+        (0, 19): "get_grads_for_grad_norm",
+    },
+}
+
+
+def of_minor(name: str) -> str:
+    """The form of a row of MINORS in the installed megatron-core."""
+    minor = tuple(int(number) for number in __version__.split(".")[:2])
+    forms = MINORS[name]
+    return forms[max(first for first in forms if first <= minor)]
 
 
 @contextlib.contextmanager

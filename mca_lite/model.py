@@ -17,13 +17,16 @@ from .files import ADAPTER_CONFIG_NAME, HF_CONFIG_NAME, MCA_CONFIG_NAME, describ
 from .loss_tokens import LossOfLogits, token_losses
 from .mcore import (
     ColumnParallelLinear,
-    GPTModel,
-    MoELayer,
-    TransformerBlock,
+    LanguageModelEmbedding,
+    MegatronModule,
+    ModelType,
+    ProcessGroupCollection,
+    RotaryEmbedding,
     copy_to_tensor_model_parallel_region,
     ensure_metadata_has_dp_cp_group,
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
+    make_tp_sharded_tensor_for_checkpoint,
     mpu,
     set_tensor_model_parallel_attributes,
 )
@@ -31,12 +34,11 @@ from .model_config import (
     AutoConfig,
     McaModelConfig,
     grow,
-    hidden_switches,
     load_decision,
     load_hf_config,
+    use_attention_backend,
 )
-from .model_layers import block_spec, needs_grad, prediction_spec, rope_frequencies
-from .model_moe import replace_dispatcher
+from .model_layers import Block, Predictions, rope_frequencies
 from .weights_files import (
     GrownSource,
     InitSource,
@@ -49,59 +51,40 @@ from .weights_files import (
 _IN_LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(.*)")
 
 
-class _OutputLayer(ColumnParallelLinear):
-    """The output layer; passes hidden states through for a loss: loss_tokens.py makes the logits.
+class Embedding(LanguageModelEmbedding):
+    """megatron's embedding [b, s] -> [s, b, h], [s / tp, b, h] under sequence parallelism, times
+    config.embedding_multiplier, rounded to the weights' dtype as in Gemma."""
 
-    It must be *called* in either case: the hooks of megatron's DDP on it wait for its weight.
-    """
+    def __init__(self, config: McaModelConfig, tp_group):
+        sizes = config.padded_vocab_size, config.max_sequence_length
+        super().__init__(config, *sizes, position_embedding_type="none", tp_group=tp_group)
+        if not config.drop_embeddings:
+            self.embedding_dropout.p = 0.0
 
-    passes_hidden = False
-
-    def forward(self, input_, weight=None, runtime_gather_output=None):
-        if self.passes_hidden:
-            return input_, None
-        return super().forward(input_, weight, runtime_gather_output)
-
-
-def _scale_embedding(embedding, args, output):
-    """A forward hook: config.embedding_multiplier, rounded to the weights' dtype as in Gemma."""
-    return output * torch.tensor(embedding.config.embedding_multiplier, dtype=output.dtype)
+    def forward(self, input_ids):
+        out = super().forward(input_ids=input_ids, position_ids=None)
+        multiplier = self.config.embedding_multiplier
+        return out if multiplier == 1.0 else out * torch.tensor(multiplier, dtype=out.dtype)
 
 
-class _Block(TransformerBlock):
-    """The layers. With recompute_method: block, megatron gives no mask of padding to layers without
-    recomputation, and their routers would count it."""
+class OutputLayer(ColumnParallelLinear):
+    """The weight of the output layer. A call passes hidden states through: loss_tokens.py makes the
+    logits. It must be *called*: the hooks of megatron's DDP on it wait for its weight."""
 
-    _mask = None  # while the layers are run
+    passes_hidden = True  # its adapter's factors go to the loss: lora.extra_factors
 
-    def _checkpointed_forward(self, *args, padding_mask=None, **kwargs):
-        self._mask = padding_mask
-        try:
-            return super()._checkpointed_forward(*args, padding_mask=padding_mask, **kwargs)
-        finally:
-            self._mask = None
-
-    def _get_layer(self, layer_number):
-        layer = super()._get_layer(layer_number)
-        mask = self._mask
-        if mask is None:  # there is none; or a layer runs again, with a mask
-            return layer
-
-        def with_mask(padding_mask=None, **kwargs):
-            if padding_mask is None:
-                padding_mask = mask
-            return layer(padding_mask=padding_mask, **kwargs)
-
-        return with_mask
+    def forward(self, hidden, weight=None):
+        return hidden, self.weight if weight is None else weight
 
 
-class McaGPTModel(GPTModel):
-    """megatron's GPTModel with HF's rotary frequencies and the chunked loss.
+class McaGPTModel(MegatronModule):
+    """A decoder, or a pipeline stage's chunk of it: embedding, Block, output layer, and extra
+    layers for multi-token prediction, on megatron's parallel layers.
 
-    forward(input_ids [b, s], position_ids, attention_mask, labels, trained): local layers do not
-    read position_ids, positions count from 0 in each document; attention_mask is bool [b or 1, 1,
-    s, s] with True meaning hidden, or None for causal; labels are [b, s], batch.Targets, or
-    None; trained: loss_tokens.TrainedPlaces of the labels, or None.
+    forward(input_ids [b, s], ...): positions count from 0 in each document. attention_mask: bool
+    [b or 1, 1, s, s], True for hidden, or None for causal; padding_mask: bool [b, s], True for
+    padding, on every stage; labels: [b, s], batch.Targets, or None; trained:
+    loss_tokens.TrainedPlaces of the labels, or None.
 
     Returns with labels the loss of each token, float32 [b, s], 0 for the label IGNORE_INDEX, or
     with Targets [b, s, 1 + layers for multi-token prediction]; without labels logits [b, s, V /
@@ -109,129 +92,181 @@ class McaGPTModel(GPTModel):
     """
 
     loss_of_logits: LossOfLogits | None = None  # not cross entropy; k of a token: [b, s, k]
+    model_type = ModelType.encoder_or_decoder  # read by megatron's schedules
 
     def __init__(self, config: McaModelConfig, pre_process=True, post_process=True, vp_stage=None):
-        with hidden_switches(config):
-            super().__init__(
-                config=config,
-                transformer_layer_spec=block_spec(config, vp_stage),
-                vocab_size=config.padded_vocab_size,
-                max_sequence_length=config.max_sequence_length,
-                pre_process=pre_process,
-                post_process=post_process,
-                share_embeddings_and_output_weights=config.tie_embeddings_and_output_weights,
-                position_embedding_type=config.position_embedding_type,
-                rotary_percent=config.rotary_percent,
-                rotary_base=config.rotary_base,
-                mtp_block_spec=prediction_spec(config, vp_stage),
-                vp_stage=vp_stage,
-            )
-        if config.transformer_impl == "local":
-            # local core attention has tables: megatron's way waits for the device twice a layer
-            self.position_embedding_type = "none"
-            if hasattr(self, "rotary_pos_emb"):
-                del self.rotary_pos_emb
-        else:
+        super().__init__(config=config)
+        use_attention_backend(config)
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        self.tp_group = groups.tp
+        self.pre_process = pre_process
+        self.post_process = post_process
+        self.vp_stage = vp_stage
+        self.share_embeddings_and_output_weights = config.tie_embeddings_and_output_weights
+        self.mtp_process = post_process and bool(config.mtp_num_layers)
+        if pre_process or self.mtp_process:
+            self.embedding = Embedding(config, self.tp_group)
+        self.rotary_pos_emb = None  # of Transformer Engine's attention; local layers have tables
+        if config.transformer_impl == "transformer_engine":
+            sizes = config.kv_channels, config.rotary_percent
+            self.rotary_pos_emb = RotaryEmbedding(*sizes, cp_group=groups.cp)
             self.rotary_pos_emb.inv_freq, factor = rope_frequencies(config)
             if factor != 1.0:
                 # TE's kernel for packed rows silently leaves out a factor on cos and sin
                 config.apply_rope_fusion = False
-        for module in self.modules():
-            if isinstance(module, MoELayer):
-                replace_dispatcher(module)
-        # GPTModel makes these parts itself, and takes no other classes for them. The subclasses add
-        # methods and no state, so that an instance can change its class in place
-        for name, subclass in (("decoder", _Block), ("output_layer", _OutputLayer)):
-            part = getattr(self, name, None)
-            if part is not None:
-                assert type(part) is subclass.__base__, f"{name} is a {type(part)}"
-                part.__class__ = subclass
-        if hasattr(self, "embedding"):
-            if config.recompute_granularity is not None:
-                self.embedding.register_forward_hook(needs_grad)
-            if config.embedding_multiplier != 1.0:
-                self.embedding.register_forward_hook(_scale_embedding)
-            if not config.drop_embeddings:
-                self.embedding.embedding_dropout.p = 0.0
+        self.decoder = Block(config, pre_process, post_process, vp_stage, groups)
+        if self.mtp_process:
+            self.mtp = Predictions(config, groups)
+        if post_process:
+            has_embedding = pre_process or self.mtp_process
+            takes_its_weight = has_embedding and config.tie_embeddings_and_output_weights
+            self.output_layer = OutputLayer(
+                config.hidden_size,
+                config.padded_vocab_size,
+                config=config,
+                init_method=config.init_method,
+                bias=False,
+                gather_output=False,
+                skip_weight_param_allocation=takes_its_weight,
+                tp_group=self.tp_group,
+            )
+        self._mark_vocabulary()
 
-    def forward(self, input_ids, position_ids=None, attention_mask=None, *, trained=None, **kwargs):
-        self._trained = trained  # GPTModel.forward does not hand it on
-        return super().forward(input_ids, position_ids, attention_mask, **kwargs)
+    def _mark_vocabulary(self) -> None:
+        """Mark the weights of the vocabulary for megatron: its optimizer's groups, and copies of
+        the embedding on the last stage, with the gradients of both summed."""
+        config = self.config
+        if self.pre_process:
+            self.embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
+        if self.post_process and self.output_layer.weight is not None:
+            self.output_layer.weight.is_embedding_or_output_parameter = True
+        is_shared = self.share_embeddings_and_output_weights or bool(config.mtp_num_layers)
+        weight = self.shared_embedding_or_output_weight()
+        if weight is None or not is_shared:
+            return
+        if config.pipeline_model_parallel_size == 1:
+            weight.zero_out_wgrad = True  # two gradients are added to one buffer
+        else:
+            weight.shared_embedding = True
+            weight.shared = not self.pre_process  # a copy: the gradient norm counts the first
 
-    def _preprocess(self, *args, padding_mask=None, **kwargs):
-        """The mask of padding [b, s] reaches the routers of every stage, cut as sequence
-        parallelism cuts the tokens; megatron cuts it on the first stage alone."""
-        outputs = list(super()._preprocess(*args, **kwargs))
-        tp = self.config.tensor_model_parallel_size
-        if padding_mask is not None and self.config.sequence_parallel:
-            padding_mask = padding_mask.chunk(tp, 1)[mpu.get_tensor_model_parallel_rank()]
-        # for the layers of multi-token prediction: megatron does not hand it to them
-        self._padding_mask = padding_mask
-        outputs[5] = padding_mask  # GPTModel.forward unpacks by position
-        return tuple(outputs)
+    def shared_embedding_or_output_weight(self) -> torch.Tensor | None:
+        """The embedding's weight, or the copy on the last stage; megatron sums their gradients."""
+        if self.pre_process or self.mtp_process:
+            return self.embedding.word_embeddings.weight
+        return self.output_layer.weight if self.post_process else None
 
-    def _postprocess(
-        self, hidden_states, labels=None, attention_mask=None, packed_seq_params=None, **unused
+    def set_input_tensor(self, input_tensor) -> None:
+        """Take the hidden states of the stage before; called by megatron's schedules, with a list
+        of one."""
+        [self.decoder.input_tensor] = input_tensor
+
+    def forward(
+        self,
+        input_ids,
+        position_ids=None,
+        attention_mask=None,
+        labels=None,
+        *,
+        trained=None,
+        padding_mask=None,
+        packed_seq_params=None,
     ):
+        hidden = self.embedding(input_ids) if self.pre_process else None
+        shared = dict(attention_mask=attention_mask, packed_seq_params=packed_seq_params)
+        if self.rotary_pos_emb is not None:
+            shared["rotary_pos_emb"] = self._rotary(hidden, packed_seq_params)
+        if padding_mask is not None and self.config.sequence_parallel:
+            padding_mask = padding_mask.chunk(self.tp_group.size(), 1)[self.tp_group.rank()]
+        shared["padding_mask"] = padding_mask
+        hidden = self.decoder(hidden, **shared)
         if not self.post_process:
-            return hidden_states
-        self.output_layer.passes_hidden = labels is not None
+            return hidden
         if labels is None:
-            logits = self.output_layer(hidden_states, weight=self._tied_weight())[0]
-            logits = logits.transpose(0, 1).contiguous() / self.config.logits_scaling
-            cap = self.config.final_logit_softcapping
-            if cap is not None:
-                logits = cap * torch.tanh(logits / cap)
-            return logits
+            return self.logits(hidden)
         if not isinstance(labels, Targets):
-            return self._losses(labels, hidden_states)
-        losses = [self._losses(labels.labels, hidden_states)]
-        shared = dict(
-            attention_mask=attention_mask,
-            packed_seq_params=packed_seq_params,
-            padding_mask=self._padding_mask,
-        )
+            return self._losses(labels, hidden, trained)
+        losses = [self._losses(labels.labels, hidden, trained)]
         layers = zip(self.mtp.layers, labels.next_ids, labels.next_labels, strict=True)
         for layer, ids, next_labels in layers:
-            embedded = self.embedding(input_ids=ids, position_ids=None)
-            hidden_states = layer(embedded, hidden_states, **shared)
-            losses.append(self._losses(next_labels, hidden_states))
+            hidden = layer(self.embedding(ids), hidden, **shared)
+            losses.append(self._losses(next_labels, hidden, trained))
         return torch.stack(losses, 2)
 
-    def _tied_weight(self):
-        """The embedding's weight if it is the output layer's too, else None."""
-        if self.share_embeddings_and_output_weights:
-            return self.shared_embedding_or_output_weight()
-        return None
+    def _rotary(self, hidden, packed_seq_params):
+        """Angles [s, 1, 1, rotary dim] for Transformer Engine's attention."""
+        is_packed = packed_seq_params is not None
+        length = self.rotary_pos_emb.get_rotary_seq_len(
+            None, self.decoder, hidden, self.config, packed_seq_params
+        )
+        cp_group = packed_seq_params.cp_group if is_packed else None
+        return self.rotary_pos_emb(length, packed_seq=is_packed, cp_group=cp_group)
 
-    def _losses(self, labels, hidden):
-        """labels [b, s]; hidden [s, b, h], or [s / tp, b, h] under sequence parallelism -> float32
-        [b, s]."""
-        config = self.config
-        weight = self._tied_weight()
-        hidden = self.output_layer(hidden, weight=weight)[0]
-        if weight is None:
-            weight = self.output_layer.weight
-        if config.logits_scaling != 1.0:
-            hidden = hidden / config.logits_scaling
+    def _head(self, hidden):
+        """(hidden [s, b, h] of the whole sequence, the output layer's weight, factors of its
+        adapter or None)."""
+        tied = None
+        if self.share_embeddings_and_output_weights:
+            tied = self.shared_embedding_or_output_weight()
+        hidden, weight = self.output_layer(hidden, tied)
+        if self.config.logits_scaling != 1.0:
+            hidden = hidden / self.config.logits_scaling
         extra = lora.extra_factors(self.output_layer, hidden)
-        if config.sequence_parallel:
+        if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden)
+        return hidden, weight, extra
+
+    def logits(self, hidden) -> torch.Tensor:
+        """The decoder's output [s, b, h], or [s / tp, b, h] under sequence parallelism -> logits
+        [b, s, V / tp] of this rank's part of the vocabulary. Collective over the tensor-parallel
+        ranks."""
+        hidden, weight, extra = self._head(hidden)
+        logits = hidden @ weight.t()
+        if extra is not None:
+            low, factor = extra
+            logits = (logits + low @ factor.t()).to(logits.dtype)
+        cap = self.config.final_logit_softcapping
+        if cap is not None:
+            logits = cap * torch.tanh(logits / cap)
+        return logits.transpose(0, 1).contiguous()
+
+    def _losses(self, labels, hidden, trained):
+        """labels [b, s]; hidden [s, b, h], or [s / tp, b, h] under sequence parallelism -> float32
+        [b, s]."""
+        config = self.config
+        hidden, weight, extra = self._head(hidden)
         losses = token_losses(
-            hidden, weight, labels.t().contiguous(), mpu.get_tensor_model_parallel_group(),
+            hidden, weight, labels.t().contiguous(), self.tp_group,
             config.vocab_size, config.loss_chunk_size, extra, config.final_logit_softcapping,
             config.loss_weights_differ, self.loss_of_logits,
-            self._trained and self._trained.known_for(labels),
+            trained and trained.known_for(labels),
         )  # fmt: skip
         return losses.transpose(0, 1)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        """megatron's ShardedTensors; its copy of the embedding needs the metadata."""
-        return super().sharded_state_dict(
-            prefix, sharded_offsets, ensure_metadata_has_dp_cp_group(metadata)
-        )
+        """megatron's ShardedTensors; a copy of the embedding on the last stage is a replica of
+        it."""
+        metadata = ensure_metadata_has_dp_cp_group(metadata)
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        state.pop(f"{prefix}output_layer._extra_state", None)  # empty
+        embedding = f"{prefix}embedding.word_embeddings.weight"
+        output = f"{prefix}output_layer.weight"
+        if output in state:
+            state[output].allow_shape_mismatch = True  # rows of padding differ between layouts
+        tied = self.share_embeddings_and_output_weights and output in state
+        if not self.pre_process and (tied or embedding in state):
+            group = metadata["dp_cp_group"]
+            state[output if tied else embedding] = make_tp_sharded_tensor_for_checkpoint(
+                tensor=self.shared_embedding_or_output_weight(),
+                key=embedding,
+                replica_id=(1, 0, group.rank()),
+                allow_shape_mismatch=True,
+                tp_group=self.tp_group,
+                dp_cp_group=group,
+            )
+        return state
 
     def global_name(self, name: str) -> tuple[str, int | None]:
         """The name of a module or tensor of this chunk in the whole model: (the name with {} for

@@ -5,7 +5,6 @@ AutoConfig.from_pretrained reads mca_config.json if the folder has one, and othe
 Hugging Face's config.json by the family's table.
 """
 
-import contextlib
 import copy
 import difflib
 import enum
@@ -15,7 +14,6 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -43,7 +41,7 @@ from .files import (
     read_model_config,
     write_file,
 )
-from .mcore import AttnBackend, MLATransformerConfig, TransformerConfig
+from .mcore import AttnBackend, MLATransformerConfig, TransformerConfig, of_minor
 from .model_layers import rope_frequencies
 
 
@@ -90,7 +88,9 @@ class PretrainedConfig:
         for f in fields(self):
             default = None if f.default is MISSING else _to_json(f.default)
             value = _to_json(getattr(self, f.name))
-            if f.name not in _DERIVED and value != default:
+            # the fields of CUDA graphs differ between versions of megatron, and are not used here
+            is_kept = f.name not in _DERIVED and "cuda_graph" not in f.name
+            if is_kept and value != default:
                 out[f.name] = value
         return out
 
@@ -229,8 +229,7 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
             self.params_dtype = torch.bfloat16
         self.pipeline_dtype = self.params_dtype
         self.use_cpu_initialization = not torch.cuda.is_available()
-        if self.cuda_graph_scope == "full":
-            self.cuda_graph_scope = []  # megatron makes the same of its default, and warns
+        setattr(self, of_minor("cuda_graph_parts"), [])  # else megatron warns of its default
         super().__post_init__()  # reads the virtual stages off a pipeline_model_parallel_layout
         if self.transformer_impl == "transformer_engine" and self.sliding_window is not None:
             self.window_size = (self.sliding_window - 1, 0)  # positions a token sees on each side
@@ -550,18 +549,12 @@ def backend_of_environment() -> str:
     return on[0] if on and "0" in values.values() else "auto"
 
 
-@contextlib.contextmanager
-def hidden_switches(config) -> Iterator[None]:
-    """Hide the variables of TE_SWITCHES from megatron-core, which compares them with
-    attention_backend and sets them. With auto TE reads those of the user afterwards."""
-    users = {name: os.environ.pop(name) for name in TE_SWITCHES if name in os.environ}
-    try:
-        yield
-    finally:
-        if config.transformer_impl == "local" or config.attention_backend.name == "auto":
-            for name in TE_SWITCHES:
-                os.environ.pop(name, None)
-            os.environ.update(users)
+def use_attention_backend(config) -> None:
+    """Set the variables of TE_SWITCHES for an attention_backend of the user's. With auto TE reads
+    those of the environment."""
+    name = config.attention_backend.name
+    if config.transformer_impl == "transformer_engine" and name != "auto":
+        os.environ.update({var: str(int(of == name)) for var, of in TE_SWITCHES.items()})
 
 
 def without_effect(config, args) -> list[str]:

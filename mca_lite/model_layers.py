@@ -1,5 +1,5 @@
-"""The parts of layers, and megatron's specs of them: "local" layers of this file, or Transformer
-Engine's.
+"""The layers of a decoder: "local" parts of this file on megatron's tensor-parallel linears, or
+Transformer Engine's.
 
 Local layers need torch alone. model_config.py is the only other file about TE.
 
@@ -29,32 +29,35 @@ from torch.nn.attention.bias import causal_lower_right
 
 from . import parallel
 from .batch import RowLayout, row_layout
-from .kernels import compiles, norm_beside, rms_norm, rotate, rotated_heads, split_heads, swiglu
+from .kernels import compiles, norm_beside, rms_norm, rotate, rotated_heads, split_heads
 from .mcore import (
+    MLP,
+    AttnMaskType,
     ColumnParallelLinear,
     IdentityOp,
     LayerType,
     MegatronModule,
-    ModuleSpec,
-    MultiTokenPredictionBlockSubmodules,
     RowParallelLinear,
-    SelfAttention,
+    SelfAttentionSubmodules,
+    TEAttention,
     TENorm,
-    TransformerBlockSubmodules,
-    TransformerLayer,
-    build_module,
+    TESpecProvider,
+    apply_prefix_mapping,
     gather_from_sequence_parallel_region,
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
+    get_bias_dropout_add,
+    get_fp8_context,
     get_num_layers_to_build,
     get_transformer_layer_offset,
     make_sharded_tensors_for_checkpoint,
+    make_viewless_tensor,
     mappings,
-    mtp_on_this_rank,
     parallel_state,
+    replace_prefix_for_sharding,
+    sharded_state_dict_default,
+    te_checkpoint,
     tensor_parallel,
 )
-from .model_moe import Experts, Router
+from .model_moe import Mixture, mlp_parts
 from .parallel import device
 
 # ---- rotary positions
@@ -137,22 +140,15 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
         self.eps = eps
         self.zero_centered = config.layernorm_zero_centered_gamma
-        self._beside = None, None  # argument and result of the next call
 
     def forward(self, x=None, beside: bool = False):
-        """x normed. Without x the weight, for a kernel that includes the norm: a call, since the
-        hooks of overlap_param_gather wait for the weight in one. beside: x itself, for the residual
-        and as argument of the next call, which returns its norm: kernels.norm_beside."""
+        """x normed; with beside (x normed, x), of which kernels.norm_beside adds both gradients.
+        Without x the weight, for a kernel that includes the norm: a call, since the hooks of
+        overlap_param_gather wait for the weight in one."""
         if x is None:
             return self.weight
-        if beside:
-            normed, x = norm_beside(x, self.weight, self.eps, self.zero_centered)
-            self._beside = x, normed
-            return x
-        (given, normed), self._beside = self._beside, (None, None)
-        if x is given:
-            return normed
-        return rms_norm(x, self.weight, self.eps, self.zero_centered)
+        norm = norm_beside if beside else rms_norm
+        return norm(x, self.weight, self.eps, self.zero_centered)
 
 
 class RMSNormOverHeads(torch.nn.Module):
@@ -162,9 +158,12 @@ class RMSNormOverHeads(torch.nn.Module):
     heads; the mean square is taken over all ranks. Collective: one all-reduce each way.
     """
 
-    def __init__(self, config, hidden_size: int, heads: int, eps: float = 1e-5, **unused):
+    heads = "num_attention_heads"  # the field of the config with their number
+
+    def __init__(self, config, hidden_size: int, eps: float = 1e-5, **unused):
         super().__init__()
         self.tp_group = parallel_state.get_tensor_model_parallel_group()
+        heads = getattr(config, self.heads)
         size = heads * hidden_size // self.tp_group.size()
         self.weight = torch.nn.Parameter(
             torch.ones(size, dtype=config.params_dtype, device=torch.cuda.current_device())
@@ -183,6 +182,12 @@ class RMSNormOverHeads(torch.nn.Module):
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         state = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
+
+
+class RMSNormOverGroups(RMSNormOverHeads):
+    """The same of keys, over all query groups together."""
+
+    heads = "num_query_groups"
 
 
 # ---- attention
@@ -205,46 +210,98 @@ class _GatherTokens(torch.autograd.Function):
         return mappings._reduce_scatter_along_first_dim(grad, ctx.group), None, None
 
 
-class FusedSelfAttention(SelfAttention):
-    """megatron's self-attention with one kernel for the bias of the linear, the split into queries,
-    keys and values, norms and rotation."""
+class SelfAttention(MegatronModule):
+    """Queries, keys and values by one product; norms of heads; rotation; CoreAttention; output.
 
-    def __init__(self, config, *args, **kwargs):
-        super().__init__(config, *args, **kwargs)
-        # with fewer query groups than ranks megatron gathers heads between the two
-        self.splits_at_once = (
-            config.num_query_groups >= self.world_size and not config.attention_output_gate
+    Takes [s, b, h], or [s / tp, b, h] under sequence parallelism, gives (the same, bias or None).
+    One kernel adds the bias, splits the heads, and norms and rotates them, except for norms over
+    all heads. With fewer query groups than tensor-parallel ranks, several ranks share a group: they
+    gather its heads, and each takes its part of the queries. Collectives: those of megatron's
+    linears.
+    """
+
+    def __init__(self, config, layer_number: int, pg_collection):
+        super().__init__(config=config)
+        self.tp_group = pg_collection.tp
+        tp = self.tp_group.size()
+        self.head_size = config.kv_channels
+        self.groups = max(config.num_query_groups // tp, 1)
+        self.ranks_of_group = max(tp // config.num_query_groups, 1)
+        heads = config.num_attention_heads
+        width = heads + 2 * config.num_query_groups
+        shared = dict(config=config, tp_group=self.tp_group, skip_bias_add=True)
+        self.core_attention = CoreAttention(config, layer_number, pg_collection)
+        self.linear_proj = RowParallelLinear(
+            heads * self.head_size,
+            config.hidden_size,
+            init_method=config.output_layer_init_method,
+            bias=config.add_bias_linear,
+            input_is_parallel=True,
+            **shared,
         )
-        self.linear_qkv.skip_bias_add = self.splits_at_once
-        if isinstance(self.q_layernorm, IdentityOp):  # megatron's word for none
-            self.q_layernorm = self.k_layernorm = None
-        # norms over all heads wait for other ranks
-        self.rotates_at_once = self.splits_at_once and (
-            self.q_layernorm is None or isinstance(self.q_layernorm, RMSNorm)
+        self.linear_qkv = ColumnParallelLinear(
+            config.hidden_size,
+            width * self.head_size,
+            init_method=config.init_method,
+            bias=config.add_bias_linear or config.add_qkv_bias,
+            gather_output=False,
+            **shared,
         )
-        self.core_attention.rotates = not self.rotates_at_once
-        self.packed_seq_params = None  # of the current row
+        self.q_layernorm = self.k_layernorm = None
+        norms = _head_norms(config, RMSNorm)
+        if norms is not None:
+            sizes = config, self.head_size, config.layernorm_epsilon
+            self.q_layernorm, self.k_layernorm = (norm(*sizes) for norm in norms)
+        self.rope = Rope.of(config, config.layer_type(layer_number))
 
-    def forward(self, *args, packed_seq_params=None, **kwargs):
-        self.packed_seq_params = packed_seq_params
-        return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+    def forward(self, hidden_states, attention_mask=None, packed_seq_params=None):
+        query, key, value = self._query_key_value(hidden_states, packed_seq_params)
+        return self.linear_proj(
+            self.core_attention(query, key, value, attention_mask, packed_seq_params)
+        )
 
-    def get_query_key_value_tensors(self, hidden_states, *args, **kwargs):
-        """Query [s, b, n, d], key and value [s, b, g, d], normed by the model's norms, and rotated
-        unless core attention rotates."""
-        if not self.splits_at_once:
-            return super().get_query_key_value_tensors(hidden_states, *args, **kwargs)
+    def _query_key_value(self, hidden_states, packed_seq_params):
+        """Query [s, b, n, d], key and value [s, b, g, d] of this rank, normed and rotated."""
         mixed, bias = self.linear_qkv(hidden_states)
-        sizes = self.num_query_groups_per_partition, self.hidden_size_per_attention_head
+        if self.ranks_of_group > 1:
+            mixed = self._of_group(mixed, bias)
+            bias = None
+        layout = self.core_attention.layout(packed_seq_params, mixed)
+        tables = rotary_tables(self.rope, layout, mixed.dtype)
+        sizes = self.groups, self.head_size
         norm = self.q_layernorm
-        if not self.rotates_at_once:
-            query, key, value = split_heads(mixed, bias, *sizes)
-            return norm(query), self.k_layernorm(key), value
-        norms = None
+        is_alone = norm is None or isinstance(norm, RMSNorm)  # needs no other ranks
+        if is_alone and self.ranks_of_group == 1:
+            norms = None
+            if norm is not None:
+                norms = norm(), self.k_layernorm(), norm.eps, norm.zero_centered
+            return rotated_heads(mixed, bias, *sizes, norms, *tables, self.config.rope_interleave)
+        query, key, value = split_heads(mixed, bias, *sizes)
+        query = self._own_queries(query)
         if norm is not None:
-            norms = norm(), self.k_layernorm(), norm.eps, norm.zero_centered
-        tables = self.core_attention.rotary_tables(mixed, self.packed_seq_params)
-        return rotated_heads(mixed, bias, *sizes, norms, *tables, self.config.rope_interleave)
+            query = norm(query)
+            key = self.k_layernorm(key)
+        return *rotate(query, key, *tables, self.config.rope_interleave), value
+
+    def _of_group(self, mixed, bias):
+        """The channels of this rank's query group, from those of the ranks that share it."""
+        if bias is not None:
+            mixed = mixed + bias
+        mixed = mappings.all_gather_last_dim_from_tensor_parallel_region(mixed)
+        of_groups = mixed.chunk(self.config.num_query_groups, -1)
+        return of_groups[self.tp_group.rank() // self.ranks_of_group]
+
+    def _own_queries(self, query):
+        """This rank's heads [s, b, n, d] of those of its group."""
+        parts = query.chunk(self.ranks_of_group, 2)
+        return parts[self.tp_group.rank() % self.ranks_of_group]
+
+
+def _head_norms(config, norm) -> tuple | None:
+    """(class of queries' norm, class of keys' norm), None without; norm: over one head."""
+    if config.qk_norm_over_heads:
+        return RMSNormOverHeads, RMSNormOverGroups
+    return (norm, norm) if config.qk_layernorm else None
 
 
 def sdpa_order(query, mask):
@@ -270,51 +327,38 @@ def _packed_kernel():
 
 
 class CoreAttention(MegatronModule):
-    """Rotary embedding and softmax(q k^T * scale) v over torch's attention kernels.
+    """softmax(q k^T * scale) v over torch's attention kernels.
 
-    Has the signature of megatron's DotProductAttention. Causal. Rows are padded on the right: no
-    position ever looks at padding, so no mask is built. Packed rows: documents do not see each
-    other, and their positions start at 0. Context parallelism: keys and values of the whole row are
-    gathered once a layer; the local queries are this rank's zigzag chunks (batch.py). An
+    Causal. Rows are padded on the right: no position ever looks at padding, so no mask is built.
+    Packed rows: documents do not see each other. Context parallelism: keys and values of the whole
+    row are gathered once a layer; the local queries are this rank's zigzag chunks (batch.py). An
     attention_mask, bool [b or 1, 1, s, s] with True meaning hidden, counts as well. So do the
-    layer's sliding window and the cap on scores.
-
-    The layers of a model share the rotary tables of a row; nothing here waits for the device.
+    layer's sliding window and the cap on scores. Nothing here waits for the device.
     """
 
-    def __init__(
-        self, config, layer_number, attn_mask_type, attention_type, attention_dropout=None,
-        softmax_scale=None, pg_collection=None, **unused,
-    ):  # fmt: skip
+    def __init__(self, config, layer_number: int, pg_collection=None):
         super().__init__(config=config)
         self.cp_group = None
         if config.context_parallel_size > 1:
             self.cp_group = pg_collection.cp
-        self.softmax_scale = softmax_scale
-        layer_type = config.layer_type(layer_number)
-        self.window = config.sliding_window if layer_type == "sliding_attention" else None
-        self.rope = Rope.of(config, layer_type)
+        self.softmax_scale = config.softmax_scale
+        slides = config.layer_type(layer_number) == "sliding_attention"
+        self.window = config.sliding_window if slides else None
         self.softcap = config.attn_logit_softcapping
-        self.rotates = True  # unless the layer has done so
-        if attention_dropout is None:
-            attention_dropout = config.attention_dropout
-        self.dropout = attention_dropout
+        self.dropout = config.attention_dropout
+        self.is_recomputed = recomputes(config, "core_attn")
 
-    def forward(
-        self, query, key, value, attention_mask=None, attn_mask_type=None, attention_bias=None,
-        packed_seq_params=None,
-    ):  # fmt: skip
-        """query [s, b, n, d], key and value [s, b, g, d] -> [s, b, n * d]; packed rows [t, n, d]
-        -> [t, 1, n * d]."""
-        if attention_bias is not None:
-            raise ValueError("the local core attention takes no attention bias")
+    def forward(self, query, key, value, attention_mask=None, packed_seq_params=None):
+        """query [s, b, n, d], key and value [s, b, g, d] -> [s, b, n * d]; b is 1 of packed
+        rows."""
+        layout = self.layout(packed_seq_params, query)
         is_packed = packed_seq_params is not None
-        if is_packed:
-            query, key, value = (x[:, None] for x in (query, key, value))
-        layout = self._layout(packed_seq_params, query)
-        if self.rotates:
-            tables = self.rotary_tables(query, packed_seq_params)
-            query, key = rotate(query, key, *tables, self.config.rope_interleave)
+        run = functools.partial(self._attend, layout, attention_mask, is_packed)
+        if self.is_recomputed and self.training:
+            return tensor_parallel.checkpoint(run, False, query, key, value)
+        return run(query, key, value)
+
+    def _attend(self, layout, attention_mask, is_packed, query, key, value):
         if self.cp_group is not None:
             key, value = (_GatherTokens.apply(x, self.cp_group, layout.order) for x in (key, value))
         dropout = self.dropout if self.training else 0.0
@@ -326,10 +370,18 @@ class CoreAttention(MegatronModule):
                 return self._varlen(query, key, value, layout)
             return self._segments(query, key, value, layout, attention_mask, dropout)
 
-    def rotary_tables(self, x, packed_seq_params):
-        """The tables of this rank's tokens x [s, ...], in its dtype."""
-        layout = self._layout(packed_seq_params, x)
-        return rotary_tables(self.rope, layout, x.dtype)
+    def layout(self, packed_seq_params, x) -> RowLayout:
+        """The documents of this rank's tokens x [s, ...]."""
+        if packed_seq_params is not None:
+            return packed_seq_params.layout
+        if self.training and self.config.rows_are_packed:
+            raise ValueError(
+                "this pipeline stage got no packed_seq_params for packed rows, and would let "
+                "documents see each other: give every stage the whole batch"
+            )
+        cp = self.config.context_parallel_size
+        rank = 0 if self.cp_group is None else self.cp_group.rank()
+        return row_layout((0, len(x) * cp), cp, rank, x.device)
 
     def _suits_rows(self, layout, attention_mask) -> bool:
         """True if the documents of a packed row can be rows of a batch: they have one length, and
@@ -349,18 +401,6 @@ class CoreAttention(MegatronModule):
         and only multiples of 8 as sizes of heads."""
         suits_dtype = query.is_cuda and query.dtype != torch.float32
         return suits_dtype and not dropout and self.softcap is None and query.shape[-1] % 8 == 0
-
-    def _layout(self, packed_seq_params, query):
-        if packed_seq_params is not None:
-            return packed_seq_params.layout
-        if self.training and self.config.rows_are_packed:
-            raise ValueError(
-                "this pipeline stage got no packed_seq_params for packed rows, and would let "
-                "documents see each other: give every stage the whole batch"
-            )
-        cp = self.config.context_parallel_size
-        rank = 0 if self.cp_group is None else self.cp_group.rank()
-        return row_layout((0, len(query) * cp), cp, rank, query.device)
 
     def _segments(self, query, key, value, layout, attention_mask, dropout):
         """One call for each run of queries with its keys: documents, or their chunks under context
@@ -477,13 +517,12 @@ class LatentAttention(MegatronModule):
     Every head needs the down projections, so every tensor-parallel rank has them whole. megatron's
     module cuts their columns without Transformer Engine, and gives their turning rows the gradient
     of one rank's heads only; and it sums gradients of its latent norms twice without sequence
-    parallelism. Core attention turns the first channels of each head, so the turning channels come
-    first here; the order within a head does not matter to q k^T.
+    parallelism. Rotation turns the first channels of each head, so the turning channels come first
+    here; the order within a head does not matter to q k^T.
     """
 
-    def __init__(self, config, layer_number, pg_collection=None, **unused):
+    def __init__(self, config, layer_number: int, pg_collection):
         super().__init__(config=config)
-        self.layer_number = layer_number
         self.tp_group = pg_collection.tp
         h = config.hidden_size
         heads = config.num_attention_heads
@@ -507,23 +546,19 @@ class LatentAttention(MegatronModule):
         self.linear_kv_down_proj = DuplicatedLinear(config, h, sum(self.down_sizes))
         self.kv_layernorm = RMSNorm(config, latent, LATENT_EPSILON)
         self.linear_kv_up_proj = ColumnParallelLinear(latent, heads * sum(self.kv_sizes), **column)
-        of_core = dict(softmax_scale=config.softmax_scale, pg_collection=pg_collection)
-        self.core_attention = CoreAttention(config, layer_number, None, "self", **of_core)
+        self.core_attention = CoreAttention(config, layer_number, pg_collection)
         out_size = heads * config.v_head_dim
         self.linear_proj = RowParallelLinear(out_size, h, input_is_parallel=True, **row)
-        self.recomputes_core = (
-            config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
-        )
+        self.rope = Rope.of(config)
 
-    def forward(self, hidden_states, attention_mask=None, packed_seq_params=None, **unused):
-        tensors = self._query_key_value(hidden_states)
-        if packed_seq_params is not None:
-            tensors = tuple(x.squeeze(1) for x in tensors)
-        shared = dict(attention_mask=attention_mask, packed_seq_params=packed_seq_params)
-        core = functools.partial(self.core_attention, **shared)
-        if self.recomputes_core and self.training:
-            core = functools.partial(tensor_parallel.checkpoint, core, False)
-        return self.linear_proj(core(*tensors))
+    def forward(self, hidden_states, attention_mask=None, packed_seq_params=None):
+        query, key, value = self._query_key_value(hidden_states)
+        layout = self.core_attention.layout(packed_seq_params, query)
+        tables = rotary_tables(self.rope, layout, query.dtype)
+        query, key = rotate(query, key, *tables, self.config.rope_interleave)
+        return self.linear_proj(
+            self.core_attention(query, key, value, attention_mask, packed_seq_params)
+        )
 
     def _query_key_value(self, hidden_states):
         if self.config.q_lora_rank is None:
@@ -545,173 +580,303 @@ class LatentAttention(MegatronModule):
         return torch.cat((q_turning, q_still), -1), torch.cat((k_turning, k_still), -1), value
 
 
-# ---- specs of layers
+# ---- layers
+
+
+def recomputes(config, module: str) -> bool:
+    """True if a part of layers is computed again in the backward pass (recompute_modules)."""
+    return config.recompute_granularity == "selective" and module in config.recompute_modules
+
+
+def recomputed(config, function, *tensors, distribute: bool = False):
+    """function(*tensors), computed again in the backward pass. distribute: keep a tensor cut over
+    the tensor-parallel ranks meanwhile."""
+    if config.fp8:
+        tracker = tensor_parallel.random.get_cuda_rng_tracker
+        group = parallel_state.get_tensor_model_parallel_group()
+        return te_checkpoint(function, distribute, tracker, group, *tensors)
+    return tensor_parallel.checkpoint(function, distribute, *tensors)
 
 
 class Residual(torch.nn.Module):
-    """residual + multiplier * dropout(norm(x)): megatron's bias-dropout-add with the norm and
-    multiplier of some families."""
+    """residual + multiplier * dropout(norm(x + bias)), with the norm and multiplier of some
+    families."""
 
     def __init__(self, config):
         super().__init__()
+        self.dropout = config.hidden_dropout
+        self.fused = config.bias_dropout_fusion
         self.multiplier = config.residual_multiplier
         self.norm = None
         if config.post_norms:
             self.norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
 
-    def forward(self, training: bool, fused: bool):
-        return functools.partial(self._add, training)
-
-    def _add(self, training, x_with_bias, residual, dropout):
+    def forward(self, x_with_bias, residual):
+        if self.norm is None and self.multiplier == 1.0:
+            add = get_bias_dropout_add(self.training, self.fused)
+            return add(x_with_bias, residual, self.dropout)
         x, bias = x_with_bias
         if bias is not None:
             x = x + bias
         if self.norm is not None:
             x = self.norm(x)
-        if training and dropout:
-            x = F.dropout(x, dropout)
+        x = F.dropout(x, self.dropout, self.training)
         if self.multiplier != 1.0:
             x = x * self.multiplier
         return residual + x
 
 
-class Layer(TransformerLayer):
-    """megatron's layer; on a GPU the gradient of the residual is added in the norm's backward
-    pass."""
+class Layer(MegatronModule):
+    """A layer of the decoder: attention, then an MLP or experts, each with a norm and a residual.
 
-    def _forward_attention(self, hidden_states, *args, **kwargs):
-        if not (self.recompute_input_layernorm or self.offload_attn_norm):
-            hidden_states = self._past(self.input_layernorm, hidden_states)
-        return super()._forward_attention(hidden_states, *args, **kwargs)
+    layer_number counts from 1 in the whole model. Takes and gives [s, b, h], or [s / tp, b, h]
+    under sequence parallelism. The parts are those of this file, or Transformer Engine's, which
+    apply the norms in the linears behind them.
+    """
 
-    def _forward_mlp(self, hidden_states, *args, **kwargs):
-        if not (self.recompute_pre_mlp_layernorm or self.offload_mlp_norm):
-            hidden_states = self._past(self.pre_mlp_layernorm, hidden_states)
-        return super()._forward_mlp(hidden_states, *args, **kwargs)
+    # a checkpoint has these norms under the names of Transformer Engine's linears
+    names = {
+        "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+        "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+    }
 
-    @staticmethod
-    def _past(norm, x):
-        has_sum = torch.is_grad_enabled() and x.requires_grad
-        if isinstance(norm, RMSNorm) and has_sum and compiles(x):
-            return norm(x, beside=True)
-        return x
+    def __init__(self, config, layer_number: int, pg_collection):
+        super().__init__(config=config)
+        self.layer_number = layer_number
+        is_moe = config.is_moe_layer(layer_number - 1)
+        is_te = config.transformer_impl == "transformer_engine"
+        norm = TENorm if is_te else RMSNorm
+        sizes = config, config.hidden_size, config.layernorm_epsilon
+        normed_here = config.pre_norms and not is_te
+        self.input_layernorm = norm(*sizes) if normed_here else IdentityOp()
+        self.self_attention = _attention(config, layer_number, pg_collection)
+        self.self_attn_bda = Residual(config)
+        normed_here = normed_here or is_te and is_moe
+        self.pre_mlp_layernorm = norm(*sizes) if normed_here else IdentityOp()
+        if is_moe:
+            self.mlp = Mixture(config, layer_number, pg_collection)
+        else:
+            parts = mlp_parts(config, has_norm=True)
+            f = config.ffn_hidden_size
+            self.mlp = MLP(config, parts, ffn_hidden_size=f, tp_group=pg_collection.tp)
+        self.mlp_bda = Residual(config)
+        self.recomputes_norms = recomputes(config, "layernorm")
+        self.recomputes_mlp = recomputes(config, "mlp") and not is_moe
+
+    def forward(self, hidden_states, padding_mask=None, **of_attention):
+        """padding_mask: bool [b, s], True for padding, for routers; of_attention: attention_mask,
+        packed_seq_params, and rotary_pos_emb of Transformer Engine's attention."""
+        normed, residual, again = self._normed(self.input_layernorm, hidden_states)
+        out = self.self_attention(normed, **of_attention)
+        if again is not None:
+            again.discard_output_and_register_recompute(out[0])
+        hidden_states = self.self_attn_bda(out, residual)
+        normed, residual, again = self._normed(self.pre_mlp_layernorm, hidden_states)
+        if isinstance(self.mlp, Mixture):
+            out = self.mlp(normed, padding_mask=padding_mask)
+        elif self.recomputes_mlp:
+            out = recomputed(self.config, self.mlp, normed)
+        else:
+            out = self.mlp(normed)
+        if again is not None:
+            again.discard_output_and_register_recompute(out[0])
+        return self.mlp_bda(out, residual)
+
+    def _normed(self, norm, x):
+        """(norm of x, x for the residual, the norm's recomputation or None)."""
+        if self.recomputes_norms and not isinstance(norm, IdentityOp):
+            again = tensor_parallel.CheckpointWithoutOutput()
+            return again.checkpoint(norm, x), x, again
+        has_gradient = torch.is_grad_enabled() and x.requires_grad
+        if isinstance(norm, RMSNorm) and has_gradient and compiles(x):
+            return *norm(x, beside=True), None
+        return norm(x), x, None
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        apply_prefix_mapping(state, {prefix + k: prefix + v for k, v in self.names.items()})
+        return state
 
 
-def block_spec(config, vp_stage: int | None = None):
-    """The parts of megatron's TransformerBlock of one pipeline stage (and virtual stage)."""
+def _attention(config, layer_number: int, pg_collection):
+    """The attention of a layer."""
+    if config.multi_latent_attention:
+        return LatentAttention(config, layer_number, pg_collection)
+    if config.transformer_impl == "local":
+        return SelfAttention(config, layer_number, pg_collection)
+    provider = TESpecProvider()
+    of_query, of_key = _head_norms(config, TENorm) or (IdentityOp, IdentityOp)
+    parts = SelfAttentionSubmodules(
+        linear_qkv=provider.column_parallel_layer_norm_linear(),
+        core_attention=provider.core_attention(),
+        linear_proj=provider.row_parallel_linear(),
+        q_layernorm=of_query,
+        k_layernorm=of_key,
+    )
+    over_ranks = config.cp_comm_type if config.context_parallel_size > 1 else None
+    return TEAttention(
+        config, parts, layer_number, AttnMaskType.causal, over_ranks, pg_collection=pg_collection
+    )
+
+
+def build_layer(config, layer_number: int, pg_collection):
+    """A layer; its weights in 8 bits if they are kept so (fp8_param)."""
+    with get_fp8_context(config, layer_number - 1, is_init=True):
+        return Layer(config, layer_number, pg_collection)
+
+
+class Block(MegatronModule):
+    """The layers of a pipeline stage (or virtual stage), and the norm after the last of all.
+
+    forward(hidden_states [s, b, h] of the embedding, or None on later stages, which take
+    `input_tensor`; keywords of Layer.forward) -> [s, b, h].
+    """
+
+    def __init__(self, config, pre_process: bool, post_process: bool, vp_stage, pg_collection):
+        super().__init__(config=config)
+        self.tp_group = pg_collection.tp
+        self.pre_process = pre_process
+        self.input_tensor: torch.Tensor | None = None  # set by megatron's schedules
+        numbers = _layer_numbers(config, vp_stage)
+        self.layers = torch.nn.ModuleList(
+            build_layer(config, number, pg_collection) for number in numbers
+        )
+        is_last = post_process
+        if config.mtp_num_layers:  # layers for prediction may stand on a stage without others
+            is_last = config.num_layers in numbers
+        self.final_layernorm = None
+        if is_last:
+            norm = TENorm if config.transformer_impl == "transformer_engine" else RMSNorm
+            sizes = config, config.hidden_size, config.layernorm_epsilon
+            self.final_layernorm = norm(*sizes)
+
+    def forward(self, hidden_states, **shared):
+        config = self.config
+        if not self.pre_process:
+            hidden_states = self.input_tensor
+        # the pipeline frees the storage of what it has sent: no view of it may live on
+        viewless = functools.partial(make_viewless_tensor, requires_grad=True, keep_graph=True)
+        hidden_states = viewless(hidden_states)
+        if config.recompute_granularity is not None and torch.is_grad_enabled():
+            # recomputation gives no gradient at all to a unit without an input that needs one, as
+            # after a frozen embedding (tensor_parallel/random.py, CheckpointFunction)
+            hidden_states.requires_grad_(True)
+        with contextlib.ExitStack() as stack:
+            if config.sequence_parallel:
+                stack.enter_context(tensor_parallel.get_cuda_rng_tracker().fork())
+            if config.fp8_recipe == "delayed":  # one context for all layers; else one each
+                stack.enter_context(get_fp8_context(config))
+            for layers, again in self._units():
+                run = functools.partial(self._run, layers, shared)
+                if again:
+                    distribute = config.distribute_saved_activations
+                    hidden_states = recomputed(config, run, hidden_states, distribute=distribute)
+                else:
+                    hidden_states = run(hidden_states)
+        if self.final_layernorm is not None:
+            return viewless(self.final_layernorm(hidden_states))
+        is_empty = not self.pre_process and not len(self.layers)
+        return hidden_states.clone() if is_empty else hidden_states  # not the sent tensor itself
+
+    def _units(self):
+        """(layers, True if they are recomputed together), in their order."""
+        if self.config.recompute_granularity != "full" or not self.training:
+            return [(self.layers, False)]
+        count = self.config.recompute_num_layers
+        if self.config.recompute_method == "block":
+            return [([layer], i < count) for i, layer in enumerate(self.layers)]
+        starts = range(0, len(self.layers), count)
+        return [(self.layers[start : start + count], True) for start in starts]
+
+    def _run(self, layers, shared, hidden_states):
+        for layer in layers:
+            context = contextlib.nullcontext()
+            if self.config.fp8 and self.config.fp8_recipe != "delayed":
+                context = get_fp8_context(self.config, layer.layer_number - 1)
+            with context:
+                hidden_states = layer(hidden_states, **shared)
+        return hidden_states
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        """megatron's ShardedTensors: layers of one kind stacked along an axis, else each by its
+        number."""
+        state = {}
+        config = self.config
+        one_kind = not isinstance(config.moe_layer_freq, list) and config.moe_layer_freq == 1
+        for i, layer in enumerate(self.layers):
+            number = layer.layer_number - 1
+            here = f"{prefix}layers.{i}."
+            offsets = [(0, number, config.num_layers)] if one_kind else []
+            of_layer = layer.sharded_state_dict(here, offsets, metadata)
+            name = f"{prefix}layers." if one_kind else f"{prefix}layers.{number}."
+            replace_prefix_for_sharding(of_layer, here, name)
+            state |= of_layer
+        if self.final_layernorm is not None:
+            name = f"{prefix}final_layernorm."
+            shared = dict(metadata=metadata, tp_group=self.tp_group)
+            state |= sharded_state_dict_default(self.final_layernorm, name, **shared)
+        return state
+
+
+def _layer_numbers(config, vp_stage: int | None) -> list[int]:
+    """The numbers of a stage's layers, from 1 in the whole model."""
     layout = config.pipeline_model_parallel_layout
     if layout is not None:
         numbers = layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=vp_stage)
-    else:
-        first = get_transformer_layer_offset(config, vp_stage=vp_stage)
-        numbers = range(first, first + get_num_layers_to_build(config, vp_stage))
-    kinds = [config.is_moe_layer(number) for number in numbers]
-    specs = {is_moe: layer_spec(config, is_moe) for is_moe in set(kinds)}
-    norm = TENorm if config.transformer_impl == "transformer_engine" else RMSNorm
-    return TransformerBlockSubmodules([specs[is_moe] for is_moe in kinds], layer_norm=norm)
+        return [number + 1 for number in numbers]
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage) + 1
+    return list(range(first, first + get_num_layers_to_build(config, vp_stage)))
 
 
-def _attention_spec(config, spec: ModuleSpec) -> ModuleSpec:
-    """megatron's spec of attention with the norms and core attention of this file, or
-    LatentAttention."""
-    if config.multi_latent_attention:
-        return ModuleSpec(LatentAttention)
-    attention = spec.submodules
-    if config.transformer_impl == "local":
-        spec.module = FusedSelfAttention
-        attention.core_attention = CoreAttention
-        if config.qk_layernorm:
-            attention.q_layernorm = attention.k_layernorm = RMSNorm
-    if config.qk_norm_over_heads:
-        of_query = {"heads": config.num_attention_heads}
-        of_key = {"heads": config.num_query_groups}
-        attention.q_layernorm = ModuleSpec(RMSNormOverHeads, params=of_query)
-        attention.k_layernorm = ModuleSpec(RMSNormOverHeads, params=of_key)
-    return spec
-
-
-def layer_spec(config, is_moe: bool):
-    """megatron's spec of one layer."""
-    shared = dict(
-        num_experts=config.num_moe_experts if is_moe else None,
-        moe_grouped_gemm=False,  # replaced by model_moe.Experts
-        qk_layernorm=config.qk_layernorm,
-    )
-    if config.transformer_impl == "transformer_engine":
-        layer = get_gpt_layer_with_transformer_engine_spec(**shared)
-        parts = layer.submodules
-        if is_moe:  # the local spec's name of this norm in a checkpoint, whatever follows it
-            parts.sharded_state_dict_keys_map = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
-    else:
-        layer = get_gpt_layer_local_spec(**shared, normalization=config.normalization)
-        layer.module = Layer
-        parts = layer.submodules
-        parts.input_layernorm = parts.pre_mlp_layernorm = (
-            RMSNorm if config.pre_norms else IdentityOp
-        )
-        if config.post_norms or config.residual_multiplier != 1.0:
-            parts.self_attn_bda = parts.mlp_bda = ModuleSpec(Residual, params={"config": config})
-    parts.self_attention = _attention_spec(config, parts.self_attention)
-    mlp = parts.mlp.submodules
-    if is_moe:
-        mlp.experts = Experts
-        mlp.router = Router
-        mlp = mlp.shared_experts and mlp.shared_experts.submodules
-    if config.use_te_activation_func and mlp is not None:
-        mlp.activation_func = swiglu
-    return layer
+# ---- multi-token prediction
 
 
 class PredictionLayer(MegatronModule):
-    """One extra layer. megatron's MultiTokenPredictionBlock has a list of them, and defines their
-    places in a checkpoint."""
+    """One extra layer; layer_number counts them from 1."""
 
-    def __init__(self, config, layer, layer_number: int, vp_stage=None, pg_collection=None):
+    def __init__(self, config, layer_number: int, pg_collection):
         super().__init__(config=config)
         self.layer_number = layer_number
         sizes = config.hidden_size, config.layernorm_epsilon
         self.enorm = RMSNorm(config, *sizes)
         self.hnorm = RMSNorm(config, *sizes)
         self.eh_proj = DuplicatedLinear(config, 2 * config.hidden_size, config.hidden_size)
-        # a layer of megatron adds those of earlier stages to its number
-        number = config.num_layers + layer_number - get_transformer_layer_offset(config, vp_stage)
-        self.transformer_layer = build_module(
-            layer, config=config, layer_number=number, vp_stage=vp_stage
-        )
+        number = config.num_layers + layer_number
+        self.transformer_layer = build_layer(config, number, pg_collection)
         self.final_layernorm = RMSNorm(config, *sizes)
 
-    def forward(self, embedded, hidden_states, **kwargs):
-        """embedded, hidden_states [s, b, h], or [s / tp, b, h] under sequence parallelism -> the
-        next hidden_states.
+    @property
+    def mtp_model_layer(self):
+        """The layer under the name that megatron's schedules know from 0.17 on."""
+        return self.transformer_layer
 
-        kwargs: attention_mask, packed_seq_params and padding_mask of the layer.
-        """
+    def forward(self, embedded, hidden_states, **shared):
+        """embedded, hidden_states [s, b, h], or [s / tp, b, h] under sequence parallelism -> the
+        next hidden_states. shared: keywords of Layer.forward."""
 
         def run(embedded, hidden_states):
             both = torch.cat((self.enorm(embedded), self.hnorm(hidden_states)), -1)
-            hidden_states, _ = self.transformer_layer(hidden_states=self.eh_proj(both), **kwargs)
+            hidden_states = self.transformer_layer(self.eh_proj(both), **shared)
             return self.final_layernorm(hidden_states)
 
         if self.training and self.config.recompute_granularity == "full":
-            return tensor_parallel.checkpoint(
-                run, self.config.distribute_saved_activations, embedded, hidden_states
-            )
+            distribute = self.config.distribute_saved_activations
+            return recomputed(self.config, run, embedded, hidden_states, distribute=distribute)
         return run(embedded, hidden_states)
 
 
-def needs_grad(module, args, output):
-    """A forward hook: recomputation gives no gradient at all to a unit if no input needs one, as
-    after a frozen embedding (tensor_parallel/random.py, CheckpointFunction)."""
-    if torch.is_grad_enabled():
-        output.requires_grad_(True)
-    return output
+class Predictions(MegatronModule):
+    """The layers for multi-token prediction, all on the last pipeline stage."""
 
+    def __init__(self, config, pg_collection):
+        super().__init__(config=config)
+        numbers = range(1, config.mtp_num_layers + 1)
+        self.layers = torch.nn.ModuleList(
+            PredictionLayer(config, number, pg_collection) for number in numbers
+        )
 
-def prediction_spec(config, vp_stage: int | None = None):
-    """The parts of megatron's MultiTokenPredictionBlock; None if this stage has none."""
-    where = dict(ignore_virtual=False, vp_stage=vp_stage)
-    if not config.mtp_num_layers or not mtp_on_this_rank(config, **where):
-        return None
-    layer = layer_spec(config, config.is_moe_layer(config.num_layers))
-    spec = ModuleSpec(PredictionLayer, params={"layer": layer})
-    return MultiTokenPredictionBlockSubmodules(layer_specs=[spec] * config.mtp_num_layers)
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        state = {}
+        for i, layer in enumerate(self.layers):
+            state |= layer.sharded_state_dict(f"{prefix}layers.{i}.", (), metadata)
+        return state

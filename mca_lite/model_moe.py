@@ -19,16 +19,21 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from .kernels import compiled, weighted_swiglu
+from .kernels import compiled, swiglu, weighted_swiglu
 from .loss_tokens import all_reduce, num_ranks
 from .mcore import (
+    ColumnParallelLinear,
     MegatronModule,
+    MLPSubmodules,
     MoEAlltoAllTokenDispatcher,
     MoEAuxLossAutoScaler,
     MoELayer,
+    MoESubmodules,
+    RowParallelLinear,
     ShardedTensor,
+    SharedExpertMLP,
+    TESpecProvider,
     TopKRouter,
-    get_default_pg_collection,
 )
 
 # ---- routing
@@ -380,29 +385,6 @@ class LocalDispatcher(Dispatcher):
         return rows
 
 
-def _forget_graph(layer: MoELayer, inputs, output) -> None:
-    """Forward hook: detach the weights of the last tokens, which megatron's dispatchers keep. With
-    their graph they would keep the nodes of DDP's hooks, and these the model, for good."""
-    state = vars(layer.token_dispatcher)
-    state |= {name: value.detach() for name, value in state.items() if torch.is_tensor(value)}
-
-
-def replace_dispatcher(layer: MoELayer) -> None:
-    """Give a layer the dispatcher of this module, unless its configuration needs another one."""
-    config = layer.config
-    layer.register_forward_hook(_forget_graph)
-    others = config.moe_permute_fusion or config.moe_shared_expert_overlap
-    if others or config.moe_token_dispatcher_type != "alltoall":
-        return
-    groups = get_default_pg_collection()
-    is_alone = groups.ep.size() == groups.expt_tp.size() == 1
-    dispatcher = LocalDispatcher if is_alone else Dispatcher
-    layer.router.gives_choices = True
-    layer.token_dispatcher = dispatcher(
-        layer.num_local_experts, layer.local_expert_indices, config=config, pg_collection=groups
-    )
-
-
 # ---- experts
 
 
@@ -424,7 +406,7 @@ class Experts(MegatronModule):
     another. The numbers are the same.
     """
 
-    def __init__(self, num_local_experts: int, config, submodules=None, pg_collection=None):
+    def __init__(self, num_local_experts: int, config, pg_collection, **unused):
         super().__init__(config=config)
         self.ep_group = pg_collection.ep
         self.etp_group = pg_collection.expt_tp
@@ -506,6 +488,69 @@ class Experts(MegatronModule):
             )
             for name, parameter in (("fc1", self.fc1), ("fc2", self.fc2))
         }
+
+
+# ---- the layer
+
+
+class SwiGLU(MegatronModule):
+    """silu(gate) * up of [..., 2 f] -> [..., f], as megatron's MLP takes an activation."""
+
+    def __init__(self, config=None):
+        super().__init__(config=config)
+
+    def forward(self, both):
+        return swiglu(both)
+
+
+def mlp_parts(config, has_norm: bool) -> MLPSubmodules:
+    """The parts of megatron's MLP. has_norm: Transformer Engine's first linear applies the norm."""
+    column = ColumnParallelLinear
+    row = RowParallelLinear
+    if config.transformer_impl == "transformer_engine":
+        provider = TESpecProvider()
+        row = provider.row_parallel_linear()
+        column = provider.column_parallel_linear()
+        if has_norm:
+            column = provider.column_parallel_layer_norm_linear()
+    return MLPSubmodules(linear_fc1=column, linear_fc2=row, activation_func=SwiGLU)
+
+
+class SharedExperts(SharedExpertMLP):
+    """megatron's shared experts."""
+
+    def __init__(self, config, pg_collection, gate: bool, **unused):
+        parts = mlp_parts(config, has_norm=False)
+        super().__init__(config, parts, gate, pg_collection=pg_collection)
+
+
+class Mixture(MoELayer):
+    """megatron's layer of experts with the parts of this module.
+
+    The dispatcher too, unless the configuration needs another one of megatron's.
+    """
+
+    def __init__(self, config, layer_number: int, pg_collection):
+        parts = MoESubmodules(experts=Experts, shared_experts=SharedExperts, router=Router)
+        super().__init__(config, parts, layer_number, pg_collection)
+        self.set_layer_number(layer_number)
+        others = config.moe_permute_fusion or config.moe_shared_expert_overlap
+        if not others and config.moe_token_dispatcher_type == "alltoall":
+            is_alone = pg_collection.ep.size() == pg_collection.expt_tp.size() == 1
+            dispatcher = LocalDispatcher if is_alone else Dispatcher
+            indices = self.local_expert_indices
+            self.token_dispatcher = dispatcher(
+                self.num_local_experts, indices, config=config, pg_collection=pg_collection
+            )
+            self.router.gives_choices = True
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        # megatron's dispatchers keep the weights of the last tokens: with their graph they would
+        # keep the nodes of DDP's hooks, and these the model, for good
+        state = vars(self.token_dispatcher)
+        state |= {name: value.detach() for name, value in state.items() if torch.is_tensor(value)}
+        return output
 
 
 def routers_of(chunks) -> list[Router]:

@@ -31,6 +31,7 @@ from .mcore import (
     OptimizerConfig,
     OptimizerParamScheduler,
     get_megatron_optimizer,
+    of_minor,
 )
 from .tables import OPTIMIZERS
 
@@ -111,7 +112,7 @@ def gradient_norm(optimizer: MegatronOptimizer) -> torch.Tensor:
     """The float64 norm of all gradients of megatron's optimizer, as by its get_grad_norm(): a
     tensor, without a synchronisation. Collective."""
     parts = parts_of(optimizer)
-    gradients = [part.get_main_grads_for_grad_norm() for part in parts]
+    gradients = [getattr(part, of_minor("gradients_for_norm"))() for part in parts]
     groups = [part.get_grad_stats_parallel_group() for part in parts]
     if len(parts) > 1 and optimizer.grads_states_parallel_group_is_shared():
         gradients = [sum(gradients, [])]

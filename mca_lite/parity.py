@@ -173,7 +173,7 @@ class _Part:
             rows = self.outputs["final norm"][:: self.every, None].to(parallel.device())
             last = self.models[len(self.models) - 1]
             with torch.no_grad():
-                logits = self.models.gather_logits(last._postprocess(rows))[0]
+                logits = self.models.gather_logits(last.logits(rows))[0]
             if self.tp_rank == 0:
                 sent["logits"] = logits
         return sent

@@ -6,7 +6,6 @@ import functools
 import json
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -308,8 +307,8 @@ def zeros_behind_the_embedding(paths: list) -> list:
         [model] = AutoModel.from_pretrained(
             path, TrainingArguments(output_dir="unused", **keys)
         ).train()
-        embedded = model.embedding(input_ids=torch.tensor(TOKENS), position_ids=None)
-        out.append((bool((embedded == 0).any()), model.decoder.layers[0].hidden_dropout))
+        embedded = model.embedding(torch.tensor(TOKENS))
+        out.append((bool((embedded == 0).any()), model.decoder.layers[0].mlp_bda.dropout))
     return out
 
 
@@ -323,16 +322,19 @@ def test_dropout_of_the_residual_stream_is_the_configs_and_leaves_the_embedding_
     assert got == [(False, 0.3), (False, 0.4), (True, 0.5)]
 
 
-def test_embeddings_in_bf16_are_scaled_by_the_factor_in_bf16():
+def embedded_in_bf16(path: str) -> torch.Tensor:
+    from mca_lite import AutoModel, TrainingArguments
+
+    [model] = AutoModel.from_pretrained(path, TrainingArguments(output_dir="unused", bf16=True))
+    return model.embedding(torch.tensor(TOKENS)).transpose(0, 1).detach()
+
+
+def test_embeddings_in_bf16_are_scaled_by_the_factor_in_bf16(tmp_path):
     """As transformers' own are: sqrt(12) is 3.4641, and 3.4688 in bf16."""
-    from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
-
-    from mca_lite.model import _scale_embedding
-
-    theirs, ids = Gemma3TextScaledWordEmbedding(11, 12, 0, 12**0.5).bfloat16(), torch.arange(11)
-    ours = SimpleNamespace(config=SimpleNamespace(embedding_multiplier=12**0.5))
-    scaled = _scale_embedding(ours, (ids,), theirs.weight[ids])
-    assert torch.equal(scaled, theirs(ids))
+    path = tiny.save_model(tmp_path / "model", "gemma3_text")
+    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    wanted = theirs.get_input_embeddings()(torch.tensor(TOKENS))
+    assert torch.equal(world.run(embedded_in_bf16, 1, path)[0], wanted)
 
 
 def test_what_only_local_layers_have_is_refused_with_transformer_engine():

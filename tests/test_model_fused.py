@@ -164,23 +164,6 @@ def test_layers_train_as_ever_where_norms_take_what_goes_past_them(family, keys,
     assert all(told)  # else the loss waits for the device
 
 
-def test_a_norm_gives_what_it_has_beside_to_its_own_input_alone(monkeypatch):
-    def sevens(x, *constants):
-        return torch.full_like(x, 7.0), x.view_as(x)
-
-    monkeypatch.setattr(model_layers, "norm_beside", sevens)
-    norm = model_layers.RMSNorm.__new__(model_layers.RMSNorm)
-    torch.nn.Module.__init__(norm)
-    norm.weight, norm.eps, norm.zero_centered = torch.nn.Parameter(rows(24)), 1e-6, False
-    norm._beside = None, None
-    first, other = rows(3, 1, 24), rows(4, 1, 24)
-    norm(first, beside=True)  # and the pass ends there
-    assert norm(other).shape == other.shape
-    passed = norm(first, beside=True)
-    assert (norm(passed) == 7).all()
-    assert not (norm(passed) == 7).any()  # it is given once
-
-
 def parts_called(path: str, out: str) -> list[str]:
     """What model_attention calls of model_fused in a step, by name."""
     from mca_lite import model_layers

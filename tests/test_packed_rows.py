@@ -198,15 +198,11 @@ def core_attention(window=None):
         sliding_window=window,
         attn_logit_softcapping=None,
         attention_dropout=0.0,
-        rope_interleave=False,
-        has_local_rope=False,
-        hf_config={},
-        kv_channels=8,
-        rotary_percent=1.0,
-        rotary_base=100.0,
+        softmax_scale=None,
+        recompute_granularity=None,
         rows_are_packed=True,
     )
-    return CoreAttention(config, 1, None, "self").eval()
+    return CoreAttention(config, 1).eval()
 
 
 @pytest.mark.parametrize(
@@ -216,9 +212,10 @@ def core_attention(window=None):
 )
 def test_documents_of_one_length_are_rows_of_one_product(cu, window, calls, monkeypatch):
     core, generator = core_attention(window), torch.Generator().manual_seed(0)
-    tensors = [torch.randn(cu[-1], n, 8, generator=generator).requires_grad_() for n in (4, 2, 2)]
+    tensors = [torch.randn(cu[-1], 1, n, 8, generator=generator) for n in (4, 2, 2)]
+    tensors = [tensor.requires_grad_() for tensor in tensors]
     one_by_one = torch.cat(
-        [core(*(x[a:b, None] for x in tensors)) for a, b in zip(cu, cu[1:], strict=False)]
+        [core(*(x[a:b] for x in tensors)) for a, b in zip(cu, cu[1:], strict=False)]
     )
     attend, seen = F.scaled_dot_product_attention, []
     monkeypatch.setattr(

@@ -7,10 +7,6 @@ import warnings
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # saves a second an import
 warnings.filterwarnings("ignore")
 
-import megatron.core.dist_checkpointing  # noqa: E402
-import megatron.core.models.gpt  # noqa: E402
-import megatron.core.optimizer  # noqa: E402
-import megatron.core.pipeline_parallel  # noqa: E402, F401
 import peft  # noqa: E402, F401
 import pytest  # noqa: E402, F401  # the module of a test imports it, and each rank imports that module
 import transformers  # noqa: E402

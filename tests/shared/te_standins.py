@@ -60,13 +60,15 @@ def _modules():
             return F.rms_norm(x, x.shape[-1:], self.layer_norm_weight, self.eps)
 
     class Attention(CoreAttention):
-        """Queries and keys come rotated."""
+        """Takes megatron's arguments; packed rows without their axis of one."""
+
+        def __init__(self, config, layer_number, pg_collection=None, **unused):
+            super().__init__(config, layer_number, pg_collection)
 
         def forward(self, query, key, value, attention_mask=None, packed_seq_params=None, **unused):
             if packed_seq_params is not None:
                 query, key, value = (x[:, None] for x in (query, key, value))
-            layout = self._layout(packed_seq_params, query)
-            return self._segments(query, key, value, layout, None, 0.0)
+            return super().forward(query, key, value, None, packed_seq_params)
 
     return Linear, NormLinear, RMSNorm, Attention
 
@@ -75,10 +77,9 @@ def _modules():
 def installed():
     """Within it Transformer Engine seems to work: transformer_impl: transformer_engine builds the
     stand-ins, by megatron's own specs."""
-    from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
-    from mca_lite import model_config, model_layers
+    from mca_lite import model_config, model_layers, model_moe
 
     linear, norm_linear, norm, attention = _modules()
 
@@ -86,21 +87,14 @@ def installed():
         column_parallel_linear = staticmethod(lambda: ColumnParallelLinear)
         row_parallel_linear = staticmethod(lambda: linear)
         column_parallel_layer_norm_linear = staticmethod(lambda: norm_linear)
-        fuse_layernorm_and_linear = staticmethod(lambda: True)
-        layer_norm = staticmethod(lambda rms_norm=False, for_qk=False: norm)
         core_attention = staticmethod(lambda: attention)
-        activation_func = staticmethod(lambda: None)
 
-        @staticmethod
-        def grouped_mlp_modules(*unused):  # the experts are our own
-            return None, None
-
-    was = gpt_layer_specs.__dict__.get("TESpecProvider"), model_layers.TENorm
-    works = model_config.transformer_engine_works
-    gpt_layer_specs.TESpecProvider, model_layers.TENorm = Provider, norm
+    was = model_layers.TESpecProvider, model_layers.TENorm, model_config.transformer_engine_works
+    model_layers.TESpecProvider = model_moe.TESpecProvider = Provider
+    model_layers.TENorm = norm
     model_config.transformer_engine_works = lambda: True
     try:
         yield
     finally:
-        gpt_layer_specs.TESpecProvider, model_layers.TENorm = was
-        model_config.transformer_engine_works = works
+        provider, model_layers.TENorm, model_config.transformer_engine_works = was
+        model_layers.TESpecProvider = model_moe.TESpecProvider = provider

@@ -62,8 +62,8 @@ def keep_to(cores: list[int]) -> None:
         os.sched_setaffinity(0, cores)
 
 
-def start(number: int, words: list[str], taken: str, out) -> subprocess.Popen:
-    files = map(str, in_order(list(TESTS.glob("test_*.py"))))
+def start(number: int, words: list[str], files, taken: str, out) -> subprocess.Popen:
+    files = map(str, in_order(files))
     command = [sys.executable, "-m", "pytest", "-q", "-p", __spec__.name, *files, *words]
     environment = {"OMP_NUM_THREADS": "1", **os.environ, TAKEN: taken}
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
@@ -73,13 +73,16 @@ def start(number: int, words: list[str], taken: str, out) -> subprocess.Popen:
     )
 
 
-def main(words: list[str]) -> int:
+def main(words: list[str], names: list[str] | None = None) -> int:
     """Run both processes at once; the first shows its progress, the other follows as a whole -> 0,
-    or the first exit code.
+    or the first exit code. names: those of the files, without test_; None: all.
     """
     codes = []
+    files = list(TESTS.glob("test_*.py"))
+    if names is not None:
+        files = [TESTS / f"test_{name}.py" for name in names]
     with tempfile.TemporaryDirectory() as taken, tempfile.TemporaryFile("w+") as out:
-        running = [start(n, words, taken, out if n else None) for n in range(PROCESSES)]
+        running = [start(n, words, files, taken, out if n else None) for n in range(PROCESSES)]
         for process in running:
             codes.append(process.wait())
         out.seek(0)
