@@ -391,7 +391,7 @@ def test_new_tokens_that_would_stay_untrained_or_unknown_are_refused(place, tmp_
         (
             "mistral",
             f"{NEW} finetuning_type=lora lora_target=lm_head",
-            "in lora_target and in modules_to_save",
+            "it is in lora_target too",
         ),
     ]
     larger = tmp_path / "larger"
