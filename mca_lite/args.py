@@ -23,15 +23,7 @@ from typing import Any, Literal
 import yaml
 
 from . import world
-from .args_keys import (
-    ALIASES,
-    HINTS,
-    IGNORED_KEYS,
-    NOT_OF_TRAINING,
-    UNSUPPORTED,
-    lookup,
-    unsupported,
-)
+from .args_keys import ALIASES, IGNORED_KEYS, NOT_OF_TRAINING, UNSUPPORTED, lookup, unsupported
 from .args_rules import (
     BACKEND,
     check_data,
@@ -746,8 +738,8 @@ def _refuse_key(name: str, value: Any) -> Problem | None:
         flat = f"its keys without {name}: one level up, each on a separate line"
         return Problem(name, None, _IN_GROUPS, flat)
     near = difflib.get_close_matches(name, [*FIELDS, *ALIASES], n=1, cutoff=0.6)
-    [remedy] = near or ["one of the keys that --help lists"]
-    return Problem(name, value, "no such key", HINTS.get(name, remedy))
+    [remedy] = near or ["one of the keys that --help lists; configs/MIGRATION.md has others' names"]
+    return Problem(name, value, "no such key", remedy)
 
 
 def format_help() -> str:

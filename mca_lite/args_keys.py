@@ -1,4 +1,4 @@
-"""Tables of keys without an effect: aliases, unsupported and ignored keys, hints.
+"""Tables of keys without an effect: aliases, unsupported and ignored keys.
 
 Keys with an effect are fields in args.py.
 """
@@ -215,62 +215,6 @@ _IGNORED_BY_REASON = {
     "use_audio_in_video",
 }
 IGNORED_KEYS = {key: reason for reason, keys in _IGNORED_BY_REASON.items() for key in keys.split()}
-
-_OF_THE_MODEL = "model_name_or_path: <a folder>, whose config.json decides it"
-_OF_THE_TOKENIZER = "model_name_or_path: <a folder>, whose tokenizer decides it"
-_OF_THE_DATASET = "dataset_dir: <a folder>, whose dataset_info.json has "
-
-# Names of other trainers (TRL, transformers, megatron) by what to write in their place.
-_HINTS_BY_REMEDY = {
-    "virtual_pipeline_model_parallel_size: <layers / (pipeline size x "
-    "this)>": "num_layers_per_virtual_pipeline_stage",
-    "per_device_train_batch_size": "micro_batch_size",
-    "max_steps": "train_iters",
-    "learning_rate": "lr",
-    "ref_model": "use_ref_model",
-    "pref_beta": "beta",
-    "pref_loss": "loss_type",
-    "dpo_label_smoothing": "label_smoothing",
-    "ref_model: cached": "precompute_ref_log_probs",
-    "train_on_prompt: false, which is the default": "completion_only_loss assistant_only_loss",
-    "dataset": "dataset_name train_file data_path",
-    "finetuning_type: lora": "use_peft",
-    "lora_rank": "lora_r",
-    "lora_target": "lora_target_modules lora_target_parameters",
-    "modules_to_save": "lora_modules_to_save",
-    "pref_ftx": "rpo_alpha",
-    "cutoff_len": "max_prompt_length max_completion_length block_size seq_length max_seq_length",
-    "preprocessing_num_workers": "dataset_num_proc",
-    "chat_template": "chat_template_path",
-    _OF_THE_DATASET + "columns": "dataset_text_field",
-    "packing": "packing_strategy padding_free use_packed_sequences eval_packing",
-    _OF_THE_DATASET + "subset": "dataset_config dataset_config_name",
-    _OF_THE_DATASET + "split": "dataset_train_split",
-    "eval_dataset: <a name>, with split in dataset_info.json": "dataset_test_split",
-    "streaming: true": "dataset_streaming",
-    "disable_shuffling: false, which is the default": "shuffle_dataset",
-    _OF_THE_TOKENIZER: "eos_token pad_token tokenizer_name tokenizer_type",
-    "hidden_dropout: 0, attention_dropout: 0": "disable_dropout",
-    "transformer_impl": "attn_implementation use_flash_attn",
-    "finetuning_type: lora, and bf16: true": "load_in_4bit load_in_8bit",
-    "eval_dataset": "validation_file",
-    "val_size: 0.05": "validation_split_percentage",
-    "bf16: true": "torch_dtype mixed_precision dtype",
-    "max_samples": "max_train_samples max_eval_samples",
-    _OF_THE_MODEL: "model_type config_name num_layers hidden_size",
-    "lr_scheduler_kwargs: {min_lr: 1e-6}": "min_lr",
-    "lr_scheduler_type": "lr_decay_style",
-    "warmup_ratio": "lr_warmup_fraction",
-    "warmup_steps": "lr_warmup_iters",
-    "model_name_or_path": "load",
-    "output_dir": "save",
-    "max_grad_norm": "clip_grad",
-    "logging_steps": "log_interval",
-    "recompute_granularity: selective": "recompute_activations",
-    "save_steps": "save_interval",
-    "eval_steps": "eval_interval",
-}
-HINTS = {key: remedy for remedy, keys in _HINTS_BY_REMEDY.items() for key in keys.split()}
 
 
 def lookup(table: dict[str, Any], key: str) -> Any:
