@@ -393,17 +393,19 @@ def check_other_model(folder, spec, candidates: list, judge: Judge) -> None:
 
 def check_single_experts(spec, candidates: list, judge: Judge) -> None:
     """Check for targets on some experts of a layer only."""
-    chosen = set(spec.modules)
-    projections = dict[str, set[str]]()
-    for candidate in candidates:
-        name = re.sub(r"\.experts\.\d+\.", ".experts.", candidate.hf)
-        projections.setdefault(name, set()).add(candidate.hf)
-    for modules in projections.values():
-        others = modules - chosen
-        if others and others != modules:
-            reason = f"it means {min(modules & chosen)} and not {min(others)}"
-            remedy = "all experts of a layer, or none"
-            judge.refuse("lora_target", reason, remedy, list(spec.targets))
+
+    def of_layer(module: str) -> str:
+        return re.sub(r"\.experts\.\d+\.", ".experts.", module)
+
+    chosen = set(map(of_layer, spec.modules))
+    others = [c.hf for c in candidates if of_layer(c.hf) in chosen and c.hf not in spec.modules]
+    judge.expect(
+        not others,
+        "lora_target",
+        f"it means some experts of a layer and not {min(others, default='')}",
+        "all experts of a layer, or none",
+        list(spec.targets),
+    )
 
 
 def is_saved(module: str, spec) -> bool:

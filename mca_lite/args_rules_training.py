@@ -409,14 +409,7 @@ _OF_STABLE = _OF_DECAY | {
     "num_stable_steps": int,
     "decay_type": Literal["linear", "cosine", "exponential", "minus_sqrt"],
 }
-# megatron's and other spellings -> Hugging Face's; of the first row, only without a stable phase
-OTHER_SPELLINGS = {
-    "lr_decay_steps": "num_decay_steps",
-    "wsd_decay_steps": "num_decay_steps",
-    "lr_wsd_decay_style": "decay_type",
-    "min_lr_ratio": "min_lr_rate",
-    "1-sqrt": "minus_sqrt",
-}
+_OTHER_SPELLINGS = {"min_lr_ratio": "min_lr_rate", "1-sqrt": "minus_sqrt"}  # Hugging Face's
 
 
 def parse_steps(text: str) -> tuple[int, int]:
@@ -435,17 +428,11 @@ def _kwargs_of(schedule: str) -> dict[str, Any]:
 
 def _normalise_schedule(a: Any) -> None:
     """Rename and cast lr_scheduler_kwargs; leave out None."""
-    given = a.lr_scheduler_kwargs
-    types = _kwargs_of(a.lr_scheduler_type)
     values: dict[str, Any] = {}
-    for name, value in given.items():
-        key = OTHER_SPELLINGS.get(name, name)
-        ends_with_run = name == "lr_decay_steps" and a.lr_scheduler_type == STABLE
-        if ends_with_run or key in given:
-            key = name
-        if value is not None or key not in types:
-            values[key] = OTHER_SPELLINGS.get(str(value), value)
-    a.lr_scheduler_kwargs = _cast_values(values, types)
+    for key, value in a.lr_scheduler_kwargs.items():
+        if value is not None:
+            values[_OTHER_SPELLINGS.get(key, key)] = _OTHER_SPELLINGS.get(str(value), value)
+    a.lr_scheduler_kwargs = _cast_values(values, _kwargs_of(a.lr_scheduler_type))
 
 
 def _check_schedule(a: Any, judge: Judge) -> None:
@@ -468,7 +455,7 @@ def _check_schedule(a: Any, judge: Judge) -> None:
         judge.expect(holds, keys, reason, remedy, value, f"{key}.{name}")
 
     for name, value in kwargs.items():
-        takes = f"{a.lr_scheduler_type} takes {', '.join(types) or 'none'}, each once"
+        takes = f"{a.lr_scheduler_type} takes {', '.join(types) or 'none'}"
         defect = _defect(name, value, types, takes)
         expect(not defect, name, defect)
         number = value if isinstance(value, (int, float)) and not defect else 0

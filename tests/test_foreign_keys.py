@@ -124,7 +124,7 @@ def test_the_page_says_of_which_versions_the_arguments_are():
 
 
 def test_the_page_for_those_who_move_in_names_keys_that_are_known():
-    others = {"lr_decay_steps", "wsd_decay_steps", "lr_wsd_decay_style", "max_lr"}
+    others = {"num_decay_steps", "decay_type"}
     others |= {"router_aux_loss_coef", "constant_with_warmup", "register_loss"}
     of_trl = [there.startswith(" `SFTTrainer`") for there, _ in ROWS].index(True)
     theirs = [key for there, _ in ROWS[:of_trl] if "run_clm" not in there for key in keys_in(there)]
