@@ -616,8 +616,8 @@ def parse_args(argv: list[str] | None = None, *, needs_world: bool = True) -> Ru
     """The arguments of a run from the words of its command line (None: sys.argv).
 
     Words are `key=value`, `--key=value` or `--key value`, in any order; a lone `--key` means true,
-    but not before the file, a word ending in .yaml, .yml or .json. Words override the file, later words
-    earlier ones; null is the default. The model's config.json, from its folder or the hub, is
+    but not before the file, a word ending in .yaml, .yml or .json. Words override the file, later
+    words earlier ones; null is the default. The model's config.json, from its folder or the hub, is
     checked against the layout. needs_world=False: without torchrun the layout need not fit this one
     process, for commands that only read a configuration. `-h` and `--help` print the keys and exit.
     Raises ConfigError with all problems of the run.

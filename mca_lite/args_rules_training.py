@@ -428,11 +428,13 @@ def _kwargs_of(schedule: str) -> dict[str, Any]:
 
 def _normalise_schedule(a: Any) -> None:
     """Rename and cast lr_scheduler_kwargs; leave out None."""
+    types = _kwargs_of(a.lr_scheduler_type)
     values: dict[str, Any] = {}
-    for key, value in a.lr_scheduler_kwargs.items():
-        if value is not None:
-            values[_OTHER_SPELLINGS.get(key, key)] = _OTHER_SPELLINGS.get(str(value), value)
-    a.lr_scheduler_kwargs = _cast_values(values, _kwargs_of(a.lr_scheduler_type))
+    for name, value in a.lr_scheduler_kwargs.items():
+        key = _OTHER_SPELLINGS.get(name, name)
+        if value is not None or key not in types:
+            values[key] = _OTHER_SPELLINGS.get(str(value), value)
+    a.lr_scheduler_kwargs = _cast_values(values, types)
 
 
 def _check_schedule(a: Any, judge: Judge) -> None:

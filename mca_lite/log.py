@@ -25,7 +25,7 @@ from .args_rules import is_saved
 from .args_rules_training import plan_schedule
 from .args_values import show_count
 from .callbacks import TrainerCallback
-from .families import FAMILIES
+from .families import values_of
 from .files import RUN_SUMMARY_NAME, TRAINER_LOG_NAME, describe_error, write_file, write_json
 from .log_metrics import METRICS, PROGRESS, format_duration, log_line, metric_of, read_lines
 from .weights_files import InitSource
@@ -210,8 +210,7 @@ def _fields_of(config) -> dict[str, Any]:
     """McaModelConfig's fields, of such a config or of one of transformers."""
     if hasattr(config, "hf_model_type"):
         return vars(config)
-    family = FAMILIES.get(getattr(config, "model_type", None))
-    return family.values(config) if family else {}
+    return values_of(config) if hasattr(config, "model_type") else {}
 
 
 def _matrices_of(config) -> dict[str, tuple[float, tuple]]:

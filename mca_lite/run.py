@@ -200,8 +200,7 @@ def _plan_tokenizer(
         judge.refuse("resize_vocab", reason, "resize_vocab: true, which grows it")
     new = max(len(tokenizer) - known, size - old)
     if not new:
-        had_all = "vocabulary: the tokenizer had all of the new tokens"
-        return tokenizer, 0, [had_all] * bool(added)
+        return tokenizer, 0, []
     line = f"vocabulary: {show_count(new, 'new token')}"
     if size > old:
         _grow(planned, size)
