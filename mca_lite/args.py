@@ -23,15 +23,7 @@ from typing import Any, Literal
 import yaml
 
 from . import world
-from .args_keys import (
-    ALIASES,
-    HINTS,
-    IGNORED_KEYS,
-    NOT_OF_TRAINING,
-    UNSUPPORTED,
-    lookup,
-    unsupported,
-)
+from .args_keys import ALIASES, IGNORED_KEYS, NOT_OF_TRAINING, UNSUPPORTED, lookup, unsupported
 from .args_rules import (
     BACKEND,
     check_data,
@@ -624,8 +616,8 @@ def parse_args(argv: list[str] | None = None, *, needs_world: bool = True) -> Ru
     """The arguments of a run from the words of its command line (None: sys.argv).
 
     Words are `key=value`, `--key=value` or `--key value`, in any order; a lone `--key` means true,
-    and a word ending in .yaml, .yml or .json is the file. Words override the file, later words
-    earlier ones; null is the default. The model's config.json, from its folder or the hub, is
+    but not before the file, a word ending in .yaml, .yml or .json. Words override the file, later
+    words earlier ones; null is the default. The model's config.json, from its folder or the hub, is
     checked against the layout. needs_world=False: without torchrun the layout need not fit this one
     process, for commands that only read a configuration. `-h` and `--help` print the keys and exit.
     Raises ConfigError with all problems of the run.
@@ -656,7 +648,7 @@ def parse_args(argv: list[str] | None = None, *, needs_world: bool = True) -> Ru
     if run.model_config:
         # a degree may fit neither the number of processes nor the model: both problems are shown
         judge.bad.discard("tensor_model_parallel_size")
-        run.warnings += check_config(run.model_config, run, judge)
+        check_config(run.model_config, run, judge)
     judge.close()
     return run
 
@@ -680,7 +672,7 @@ def read_words(argv: list[str]) -> tuple[dict[str, Any], list[Problem]]:
         if is_option:
             key = key.replace("-", "_")
         if is_option and not equals:
-            text = rest.pop(0) if rest and _is_value(key, rest[0]) else "true"
+            text = rest.pop(0) if rest and _is_value(rest[0]) else "true"
         if is_option or (equals and key.isidentifier()):
             words.append((key, _word_value(text)))
         elif word.endswith(_FILE_SUFFIXES):
@@ -700,13 +692,10 @@ def read_words(argv: list[str]) -> tuple[dict[str, Any], list[Problem]]:
     return values, problems
 
 
-def _is_value(option: str, word: str) -> bool:
-    """True if the word after `--option` is its value, not the next key or a flag's file."""
+def _is_value(word: str) -> bool:
+    """True if the word after `--option` is its value, not the next key."""
     key, equals, _ = word.partition("=")
-    if word.startswith("--") or (equals and key.isidentifier()):
-        return False
-    is_flag = option in FIELDS and isinstance(default_of(FIELDS[option]), bool)
-    return not (is_flag and word.endswith(_FILE_SUFFIXES))
+    return not (word.startswith("--") or (equals and key.isidentifier()))
 
 
 def _word_value(text: str) -> str | None:
@@ -746,8 +735,8 @@ def _refuse_key(name: str, value: Any) -> Problem | None:
         flat = f"its keys without {name}: one level up, each on a separate line"
         return Problem(name, None, _IN_GROUPS, flat)
     near = difflib.get_close_matches(name, [*FIELDS, *ALIASES], n=1, cutoff=0.6)
-    [remedy] = near or ["one of the keys that --help lists"]
-    return Problem(name, value, "no such key", HINTS.get(name, remedy))
+    [remedy] = near or ["one of the keys that --help lists; configs/MIGRATION.md has others' names"]
+    return Problem(name, value, "no such key", remedy)
 
 
 def format_help() -> str:

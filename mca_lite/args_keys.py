@@ -1,4 +1,4 @@
-"""Tables of keys without an effect: aliases, unsupported and ignored keys, hints.
+"""Tables of keys without an effect: aliases, unsupported and ignored keys.
 
 Keys with an effect are fields in args.py.
 """
@@ -33,9 +33,6 @@ _REFUSED_BY_REASON = {
         "adapter_folder"
     ),
     ("weight-decomposed adapters", "use_rslora: true"): "use_dora",
-    ("learning rates for each matrix", "a higher learning_rate"): (
-        "loraplus_lr_ratio loraplus_lr_embedding=1e-06"
-    ),
     ("a limit on an expert's tokens: every token reaches its experts", ""): (
         "moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy=probs"
     ),
@@ -43,9 +40,9 @@ _REFUSED_BY_REASON = {
         "a switch for one module, which has become a list",
         "recompute_granularity: selective, and recompute_modules: moe",
     ): "moe_layer_recompute",
-    ("weights kept in 8 bits: a checkpoint would hold rounded ones", "fp8: hybrid"): "fp8_param",
-    ("attention in 8 bits", "fp8: hybrid"): "fp8_dot_product_attention fp8_multi_head_attention",
-    ("4-bit products", "fp8: hybrid"): "fp4*",
+    ("weights and attention in 8 bits, and products in 4", "fp8: hybrid"): (
+        "fp8_param fp8_dot_product_attention fp8_multi_head_attention fp4*"
+    ),
     ("another split of the layers", "pipeline_model_parallel_layout, such as Ett|tttL"): (
         "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
         "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage"
@@ -70,16 +67,10 @@ _REFUSED_BY_REASON = {
         "DST export_dir and ADAPTER adapter_name_or_path",
     ): "export_dir",
     ("LLaMA-Factory's profiler", "profile_steps: 10-12"): "enable_torch_profiler profile_modules",
-    ("a model's divergences other than DPO's", "pref_loss: sigmoid"): (
-        "f_divergence_type=reverse_kl f_alpha_divergence_coef=0.5 discopop_tau=0.05 "
-        "use_weighting loss_weights"
-    ),
     ("a reference that follows the model", "ref_model: model"): (
         "sync_ref_model ref_model_mixup_alpha=0.6 ref_model_sync_steps=512"
     ),
     ("activations in host memory", "recompute_granularity: full"): "activation_offloading",
-    ("samples cut at their beginning", "a higher cutoff_len"): "truncation_mode=keep_start",
-    ("options of other loaders", "the keys that --help lists"): "model_init_kwargs dataset_kwargs",
     ("answers during an evaluation of pairs", "predict_with_generate: true with stage: sft"): (
         "generate_during_eval"
     ),
@@ -91,12 +82,7 @@ _REFUSED_BY_REASON = {
     ("losses of tokens with weights of their own", "register_objective"): (
         "use_dft_loss use_asft_loss use_eaft_loss"
     ),
-    ("another backend", "use_mca: true, or false for plain torch"): (
-        "use_megatron_bridge use_hyper_parallel use_kt use_v1_kernels"
-    ),
     ("SwanLab", "report_to: tensorboard or wandb"): "use_swanlab",
-    ("batches that are tried out", "a smaller per_device_train_batch_size"): "auto_find_batch_size",
-    ("evaluation that begins later", "eval_steps"): "eval_delay",
     ("a resume that begins the data anew", "model_name_or_path: <the checkpoint>"): (
         "ignore_data_skip"
     ),
@@ -113,7 +99,11 @@ _REFUSED_BY_REASON = {
         "cuda_graph_impl=none cuda_graph_* "
         "enable_cuda_graph external_cuda_graph lora_task_type=causal_lm is_encoder_decoder "
         "neftune_noise_alpha preserve_thinking split_special_tokens shift_attn mixture_of_depths "
-        "use_llama_pro ld_alpha full_determinism debug"
+        "use_llama_pro ld_alpha full_determinism debug loraplus_lr_ratio "
+        "loraplus_lr_embedding=1e-06 f_divergence_type=reverse_kl f_alpha_divergence_coef=0.5 "
+        "discopop_tau=0.05 use_weighting loss_weights truncation_mode=keep_start model_init_kwargs "
+        "dataset_kwargs use_megatron_bridge use_hyper_parallel use_kt use_v1_kernels "
+        "auto_find_batch_size eval_delay"
     ),
 }
 # Keys of files without training: keys required for training are not required beside these.
@@ -139,68 +129,55 @@ UNSUPPORTED = {
 
 # Keys of LLaMA-Factory and Hugging Face without a meaning here, by reason.
 _IGNORED_BY_REASON = {
-    "the model's config.json decides it": "multi_latent_attention",
-    "the chat template decides it": "tool_format",
-    "the tokenizer's own is used": "use_fast_tokenizer",
+    "the model's folder decides it": "multi_latent_attention tool_format use_fast_tokenizer",
     "eval_strategy decides it": "eval_on_start",
-    "transformer_impl decides it": "flash_attn use_unsloth upcast_layernorm",
+    "transformer_impl decides it": "flash_attn use_unsloth upcast_layernorm fp8_backend",
     "loss_chunk_size keeps the logits small": "enable_liger_kernel use_liger_kernel "
     "liger_kernel_config cross_entropy_loss_fusion",
     "recompute_granularity decides it": "gradient_checkpointing_kwargs use_unsloth_gc "
     "activation_checkpointing_kwargs disable_gradient_checkpointing use_reentrant_gc",
-    "torchrun starts the ranks": "ray_* placement_strategy resources_per_worker master_addr "
-    "master_port",
-    "torchrun and the parallel keys decide it": "deepspeed fsdp fsdp_config local_rank "
+    "torchrun and the parallel keys decide it": "ray_* placement_strategy resources_per_worker "
+    "master_addr master_port deepspeed fsdp fsdp_config local_rank "
     "accelerator_config parallelism_config device_map offload_folder low_cpu_mem_usage "
     "fp8_enable_fsdp_float8_all_gather",
-    "Transformer Engine computes in 8 bits": "fp8_backend",
     "profile_steps decides it": "profiler_*",
     "overlap_grad_reduce decides it": "delay_grad_reduce",
-    "gradients are summed, and divided by the tokens": "ddp_average_in_collective",
     "checkpoints have one format for every layout": "ckpt_format ckpt_d2h_non_blocking "
     "distrib_optim_fully_reshardable distrib_optim_fully_reshardable_mem_efficient",
-    "of reinforcement learning": "compile_warmup ppo_* reward_model*",
-    "of stages or adapters that are not in this version": "kto_* module_dropout oft_* asft_alpha "
-    "eaft_alpha",
-    "of an optimizer that is not in this version": "galore_* apollo_* badam_*",
-    "of a backend that is not in this version": "megatron_bridge_args hyper_parallel_* kt_*",
+    "of a stage, adapter, optimizer or backend that is not in this version": "compile_warmup ppo_* "
+    "reward_model* kto_* module_dropout oft_* asft_alpha eaft_alpha galore_* apollo_* badam_* "
+    "megatron_bridge_args hyper_parallel_* kt_* simpo_gamma freeze_*",
     "quantization_bit decides it": "quantization_method quantization_type "
     "quantization_device_map double_quantization bnb_4bit_* use_bnb_nested_quant",
-    "the loss is computed in float32": "upcast_lmhead_output",
-    "evaluation has training's precision": "bf16_full_eval fp16_full_eval compute_dtype",
+    "bf16, fp16 and fp8 decide the precision": "upcast_lmhead_output bf16_full_eval fp16_full_eval "
+    "compute_dtype tf32",
     "a new row begins as the mean of the old ones": "init_special_tokens",
     "cutoff_len decides it": "model_max_length",
     "neat_packing decides it": "block_diag_attn",
     "torch_compile decides it": "torch_compile_*",
-    "the allocator keeps its blocks": "torch_empty_cache_steps",
     "report_to decides it": "project trackio_* swanlab_*",
-    "a signal saves a checkpoint": "enable_jit_checkpoint",
-    "callbacks that keep a state get it back": "restore_callback_states_from_checkpoint",
     "python -m mca_lite convert exports": "export_size export_device export_quantization_* "
     "export_legacy_format export_hub_model_id",
     "nccl with CUDA, gloo without": "ddp_backend",
-    "every parameter is used in every step": "ddp_find_unused_parameters ddp_static_graph",
-    "there are no buffers to send": "ddp_broadcast_buffers ignore_bias_buffers",
     "set ddp_bucket_size, in parameters": "ddp_bucket_cap_mb",
     "chosen by virtual_pipeline_model_parallel_size": "overlap_p2p_comm",
-    "calculate_per_token_loss does it": "average_tokens_across_devices",
+    "calculate_per_token_loss does it": "average_tokens_across_devices ddp_average_in_collective",
     "cache_dir holds tokenised data, and training follows": "tokenized_path",
-    "one process tokenises for all": "data_shared_file_system preprocessing_batch_size",
-    "no sample is dropped": "dataloader_drop_last",
-    "the data is mapped into memory": "dataloader_prefetch_factor dataloader_persistent_workers "
-    "dataloader_pin_memory dataloader_multiprocessing_context dataloader_in_order",
-    "batches are filled in the order of the data": "group_by_length length_column_name",
+    "the data is mapped into memory, whole and in its order": "dataloader_drop_last "
+    "data_shared_file_system preprocessing_batch_size dataloader_prefetch_factor "
+    "dataloader_persistent_workers dataloader_pin_memory dataloader_multiprocessing_context "
+    "dataloader_in_order group_by_length length_column_name",
     "logging_steps decides it": "logging_strategy logging_first_step",
-    "everything is written to output_dir": "logging_dir",
+    "everything is written to output_dir, which all nodes share": "logging_dir save_on_each_node",
     "the log shows what was computed": "logging_nan_inf_filter log_level log_level_replica "
     "print_param_status log_on_each_node skip_memory_metrics",
-    "checkpoints go to a file system that all nodes share": "save_on_each_node",
     "compute_metrics sees what is kept of a whole set": "prediction_loss_only "
     "eval_accumulation_steps eval_do_concat_batches eval_use_gather_object include_for_metrics "
     "batch_eval_metrics",
     "it is always so": "remove_unused_columns save_safetensors include_num_input_tokens_seen "
-    "ignore_pad_token_for_loss include_effective_tokens_per_second label_names",
-    "float32 products keep their precision: bf16 is faster": "tf32",
+    "ignore_pad_token_for_loss include_effective_tokens_per_second label_names "
+    "torch_empty_cache_steps enable_jit_checkpoint restore_callback_states_from_checkpoint "
+    "ddp_find_unused_parameters ddp_static_graph ddp_broadcast_buffers ignore_bias_buffers",
     "padding carries no loss": "padding_value pad_to_multiple_of",
     "per_device_eval_batch_size decides it": "precompute_ref_batch_size",
     "answers are generated greedily, by transformers": "use_cache use_kv_cache generation_config "
@@ -210,67 +187,10 @@ _IGNORED_BY_REASON = {
     "push_to_hub decides it": "push_to_hub_* hub_*",
     "downloads read HF_TOKEN in the environment": "hf_hub_token",
     "models come from folders and the Hugging Face hub": "ms_hub_token om_hub_token",
-    "no stage or finetuning_type of this version reads it": "simpo_gamma freeze_*",
     "models are text only": "image_* video_* audio_* media_dir train_mm_proj_only crop_to_patches "
     "use_audio_in_video",
 }
 IGNORED_KEYS = {key: reason for reason, keys in _IGNORED_BY_REASON.items() for key in keys.split()}
-
-_OF_THE_MODEL = "model_name_or_path: <a folder>, whose config.json decides it"
-_OF_THE_TOKENIZER = "model_name_or_path: <a folder>, whose tokenizer decides it"
-_OF_THE_DATASET = "dataset_dir: <a folder>, whose dataset_info.json has "
-
-# Names of other trainers (TRL, transformers, megatron) by what to write in their place.
-_HINTS_BY_REMEDY = {
-    "virtual_pipeline_model_parallel_size: <layers / (pipeline size x "
-    "this)>": "num_layers_per_virtual_pipeline_stage",
-    "per_device_train_batch_size": "micro_batch_size",
-    "max_steps": "train_iters",
-    "learning_rate": "lr",
-    "ref_model": "use_ref_model",
-    "pref_beta": "beta",
-    "pref_loss": "loss_type",
-    "dpo_label_smoothing": "label_smoothing",
-    "ref_model: cached": "precompute_ref_log_probs",
-    "train_on_prompt: false, which is the default": "completion_only_loss assistant_only_loss",
-    "dataset": "dataset_name train_file data_path",
-    "finetuning_type: lora": "use_peft",
-    "lora_rank": "lora_r",
-    "lora_target": "lora_target_modules lora_target_parameters",
-    "modules_to_save": "lora_modules_to_save",
-    "pref_ftx": "rpo_alpha",
-    "cutoff_len": "max_prompt_length max_completion_length block_size seq_length max_seq_length",
-    "preprocessing_num_workers": "dataset_num_proc",
-    "chat_template": "chat_template_path",
-    _OF_THE_DATASET + "columns": "dataset_text_field",
-    "packing": "packing_strategy padding_free use_packed_sequences eval_packing",
-    _OF_THE_DATASET + "subset": "dataset_config dataset_config_name",
-    _OF_THE_DATASET + "split": "dataset_train_split",
-    "eval_dataset: <a name>, with split in dataset_info.json": "dataset_test_split",
-    "streaming: true": "dataset_streaming",
-    "disable_shuffling: false, which is the default": "shuffle_dataset",
-    _OF_THE_TOKENIZER: "eos_token pad_token tokenizer_name tokenizer_type",
-    "hidden_dropout: 0, attention_dropout: 0": "disable_dropout",
-    "transformer_impl": "attn_implementation use_flash_attn",
-    "finetuning_type: lora, and bf16: true": "load_in_4bit load_in_8bit",
-    "eval_dataset": "validation_file",
-    "val_size: 0.05": "validation_split_percentage",
-    "bf16: true": "torch_dtype mixed_precision dtype",
-    "max_samples": "max_train_samples max_eval_samples",
-    _OF_THE_MODEL: "model_type config_name num_layers hidden_size",
-    "lr_scheduler_kwargs: {min_lr: 1e-6}": "min_lr",
-    "lr_scheduler_type": "lr_decay_style",
-    "warmup_ratio": "lr_warmup_fraction",
-    "warmup_steps": "lr_warmup_iters",
-    "model_name_or_path": "load",
-    "output_dir": "save",
-    "max_grad_norm": "clip_grad",
-    "logging_steps": "log_interval",
-    "recompute_granularity: selective": "recompute_activations",
-    "save_steps": "save_interval",
-    "eval_steps": "eval_interval",
-}
-HINTS = {key: remedy for remedy, keys in _HINTS_BY_REMEDY.items() for key in keys.split()}
 
 
 def lookup(table: dict[str, Any], key: str) -> Any:

@@ -7,7 +7,6 @@ the same rules.
 
 import contextlib
 import fnmatch
-import json
 import math
 import os
 import re
@@ -302,34 +301,25 @@ _PLAIN |= {
 }
 
 
-_TYPES: dict[str, tuple[type, ...]] = {
-    "r": (int,),
-    "lora_alpha": (int, float),
-    "lora_dropout": (int, float, NoneType),
-}
-
-
 def check_adapter_config(values: dict, path, judge: Judge) -> None:
     """Check the raw values of an adapter_config.json for supported ones."""
-
-    def expect(holds: object, key: str, reason: str, remedy: str) -> None:
-        name = f"{key} of {path}"
-        judge.expect(holds, "adapter_name_or_path", reason, remedy, None, name)
-
-    for key, types in _TYPES.items():
-        value = values.get(key)
-        expected = " or ".join(kind.__name__ for kind in types)
-        reason = f"expected {expected}, got {value!r:.80}"
-        expect(type(value) in types, key, reason, "the file as PEFT wrote it")
-    names = values.get("modules_to_save") or []
-    is_list_of_names = isinstance(names, list) and set(map(type, names)) <= {str}
-    reason = f"expected a list of names, got {names!r:.80}"
-    expect(is_list_of_names, "modules_to_save", reason, "the file as PEFT wrote it")
-    for key, plain in _PLAIN.items():
-        value = values.get(key, plain[0])
-        reason = f"{key} is {json.dumps(value)}, which is not supported"
-        remedy = "merge that adapter into its base with PEFT and train a new one"
-        expect(value in plain, key, reason, remedy)
+    saved = values.get("modules_to_save") or []
+    fits = {
+        "r": type(values.get("r")) is int,
+        "lora_alpha": type(values.get("lora_alpha")) in (int, float),
+        "lora_dropout": type(values.get("lora_dropout")) in (int, float, NoneType),
+        "modules_to_save": isinstance(saved, list) and set(map(type, saved)) <= {str},
+    }
+    fits |= {key: values.get(key, plain[0]) in plain for key, plain in _PLAIN.items()}
+    for key, is_known in fits.items():
+        judge.expect(
+            is_known,
+            "adapter_name_or_path",
+            f"{key} is {values.get(key)!r:.80}, which is damaged or not supported",
+            "the file as PEFT wrote it; or merge that adapter into its base and train a new one",
+            None,
+            f"{key} of {path}",
+        )
 
 
 def resolve_targets(targets: Iterable[str], candidates: list, judge: Judge) -> tuple[str, ...]:
@@ -340,24 +330,19 @@ def resolve_targets(targets: Iterable[str], candidates: list, judge: Judge) -> t
     A target without a module is refused.
     """
     chosen = set()
+    known = dict.fromkeys(_last(name) for c in candidates for name in (c.hf, c.mca) if name)
     for target in targets:
         matches = {c.hf for c in candidates if target == c.hf}
         matches = matches or {c.hf for c in candidates if _is_match(target, c)}
-        if not matches:
-            _refuse_target(target, candidates, judge)
+        judge.expect(
+            matches,
+            "lora_target",
+            "it means no layer of this model",
+            f"all, some of {', '.join(known)}, or a pattern over names such as {candidates[-2].hf}",
+            target,
+        )
         chosen |= matches
     return tuple(c.hf for c in candidates if c.hf in chosen)
-
-
-def _refuse_target(target: str, candidates: list, judge: Judge) -> None:
-    names = [name for c in candidates for name in (c.hf, c.mca) if name]
-    known = list(dict.fromkeys(map(_last, names)))
-    judge.refuse(
-        "lora_target",
-        "it means no layer of this model",
-        f"all, some of {', '.join(known)}, or a pattern over names such as {candidates[-2].hf}",
-        target,
-    )
 
 
 def _last(module: str) -> str:
@@ -393,17 +378,19 @@ def check_other_model(folder, spec, candidates: list, judge: Judge) -> None:
 
 def check_single_experts(spec, candidates: list, judge: Judge) -> None:
     """Check for targets on some experts of a layer only."""
-    chosen = set(spec.modules)
-    projections = dict[str, set[str]]()
-    for candidate in candidates:
-        name = re.sub(r"\.experts\.\d+\.", ".experts.", candidate.hf)
-        projections.setdefault(name, set()).add(candidate.hf)
-    for modules in projections.values():
-        others = modules - chosen
-        if others and others != modules:
-            reason = f"it means {min(modules & chosen)} and not {min(others)}"
-            remedy = "all experts of a layer, or none"
-            judge.refuse("lora_target", reason, remedy, list(spec.targets))
+
+    def of_layer(module: str) -> str:
+        return re.sub(r"\.experts\.\d+\.", ".experts.", module)
+
+    chosen = set(map(of_layer, spec.modules))
+    others = [c.hf for c in candidates if of_layer(c.hf) in chosen and c.hf not in spec.modules]
+    judge.expect(
+        not others,
+        "lora_target",
+        f"it means some experts of a layer and not {min(others, default='')}",
+        "all experts of a layer, or none",
+        list(spec.targets),
+    )
 
 
 def is_saved(module: str, spec) -> bool:

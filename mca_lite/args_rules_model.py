@@ -261,7 +261,12 @@ def _check_layers(layers: int, a: Any, judge: Judge) -> None:
     elif layout is not None:  # a list, or an object of megatron-core
         return
     elif layers % (pp * vpp):
-        _refuse_stages(layers, pp, vpp, judge)
+        judge.refuse(
+            f"{PP if layers % pp else VPP} {PP} {VPP}",
+            f"the model's {layers} layers cannot be shared evenly by {pp} x {vpp} stages, pipeline "
+            "ranks and chunks of layers on each",
+            f"sizes whose product divides {layers}, or {LAYOUT}",
+        )
         return
     uneven = [count for count in counts if count % (a.recompute_num_layers or 1)]
     judge.expect(  # megatron-core would read layers after the last one
@@ -270,20 +275,6 @@ def _check_layers(layers: int, a: Any, judge: Judge) -> None:
         f"it does not divide the {max(uneven, default=0)} layers of a pipeline stage",
         "recompute_num_layers: 1",
     )
-
-
-def _refuse_stages(layers: int, pp: int, vpp: int, judge: Judge) -> None:
-    if layers < pp:
-        reason = f"there are more stages than the model's {layers} layers"
-        judge.refuse(PP, reason, f"{PP}: {layers}")
-    elif layers % pp == 0:
-        reason = "it counts chunks on each rank, not layers in a chunk: the "
-        reason += f"layers of a rank, {layers // pp}, cannot be shared evenly by {vpp} chunks"
-        judge.refuse(VPP, reason, f"{VPP}: {math.gcd(layers // pp, vpp)}")
-    else:
-        reason = f"the model's {layers} layers cannot be shared evenly by {pp} x {vpp} stages"
-        chunks = min(vpp, layers // pp)
-        judge.refuse(PP, reason, f"{LAYOUT}: {balanced_layout(layers, pp, chunks)}")
 
 
 def layout_stages(layout: str) -> list[str]:
@@ -303,30 +294,6 @@ def check_layout(layout: str) -> None:
         )
     if not re.fullmatch("Et*L", "".join(layout_stages(layout.replace(" ", "")))):
         raise ValueError("expected E for the embedding, t for each layer, and L for the loss")
-
-
-def balanced_layout(num_layers: int, pp: int, vpp: int | None = None) -> str:
-    """A layout of all layers in pp x vpp stages; stage s is on rank s % pp.
-
-    Stages differ by one layer at most, ranks too; the stages of the embedding and the loss get the
-    additional layers last. Raises ValueError for fewer layers than stages.
-    """
-    stages = pp * (vpp or 1)
-    if num_layers < stages:
-        raise ValueError(
-            f"{num_layers} layers cannot fill {stages} stages: set pipeline sizes whose product "
-            "is at most that"
-        )
-    counts = [num_layers // stages] * stages
-    # the ranks of the embedding and the loss get additional layers last, stage 0 last of its rank
-    ranks = list(dict.fromkeys([*range(1, pp - 1), 0, pp - 1]))
-    for extra in range(num_layers % stages):
-        turn, place = divmod(extra, pp)
-        rank = ranks[place]
-        chunk = (turn + 1) % (vpp or 1) if rank == 0 else turn
-        counts[chunk * pp + rank] += 1
-    texts = ["t" if count == 1 else f"t*{count}" for count in counts]
-    return "E" + "|".join(texts) + "L"
 
 
 # -- config.json
@@ -365,18 +332,15 @@ def check_numbers(values: dict[str, Any], judge: Judge) -> None:
         expect(even, "num_attention_heads", f"a multiple of num_key_value_heads, {groups},")
 
 
-def check_config(values: dict[str, Any], a: Any, judge: Judge) -> list[str]:
-    """Apply every rule between a raw config.json and the arguments -> notes about losses in
-    config.json without effect on this run."""
+def check_config(values: dict[str, Any], a: Any, judge: Judge) -> None:
+    """Apply every rule between a raw config.json and the arguments."""
     check_type(values, judge, a.use_mca)
     before = len(judge.problems)
     numbers = numbers_of(values)
     check_numbers(values, judge)
-    if len(judge.problems) > before:
-        return []
-    check_model(numbers, a, judge)
-    check_gate(numbers, a, judge)
-    return _unused_losses(values, a)
+    if len(judge.problems) == before:
+        check_model(numbers, a, judge)
+        check_gate(numbers, a, judge)
 
 
 def check_gate(m: Any, a: Any, judge: Judge) -> None:
@@ -399,48 +363,20 @@ def check_gate(m: Any, a: Any, judge: Judge) -> None:
         )
 
 
-def _unused_losses(values: dict[str, Any], a: Any) -> list[str]:
-    key = "moe_aux_loss_coeff"
-    unread = ["output_router_logits", "aux_loss_alpha"]  # of DeepSeek's code
-    if values.get("model_type") not in FAMILIES:
-        unread.append("router_aux_loss_coef")
-    if a.moe_aux_loss_coeff is not None:
-        return []
-    return [
-        f"{name}: {values[name]} in config.json has no effect: {key} decides"
-        for name in unread
-        if values.get(name)
-    ]
-
-
 # -- limits of plain torch
 
 
-def check_torch_experts(hf_config: Any, judge: Judge) -> None:
-    """Refuse num_experts_per_tok: null, which transformers cannot run. hf_config:
-    transformers'."""
-    config = hf_config.get_text_config()
-    has_experts = getattr(config, "first_k_dense_replace", 0) < config.num_hidden_layers
-    judge.expect(
-        not has_experts or getattr(config, "num_experts_per_tok", 1) is not None,
-        "use_mca",
-        "config.json has num_experts_per_tok: null, and transformers needs a number",
-        "use_mca: true, or num_experts_per_tok: <a number> in config.json",
-        False,
-    )
-
-
 def check_torch_packing(hf_config: Any, judge: Judge) -> None:
-    """Refuse packed rows for a sliding window: their mask would replace the window's. hf_config:
-    transformers'."""
+    """Refuse packed rows for a model that may ignore their mask, and for a sliding window, which
+    the mask would replace. hf_config: transformers'."""
     config = hf_config.get_text_config()
-    window = getattr(config, "sliding_window", None)
+    has_window = getattr(config, "sliding_window", None) is not None
     layers = getattr(config, "layer_types", None) or ["sliding_attention"]
     judge.expect(
-        window is None or "sliding_attention" not in layers,
+        config.model_type in FAMILIES and not (has_window and "sliding_attention" in layers),
         "sequence_packing",
-        f"{config.model_type} has a sliding window of {window} tokens, and the mask of packed "
-        "rows would replace it",
+        f"with use_mca: false the mask of packed rows works in families that megatron-core trains, "
+        f"without a sliding window, and this model is {config.model_type}",
         "packing: false",
         True,
         "packing",

@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 from . import world
 from .args_rules_model import CP, LAYOUT, PP, TP, VPP, layout_stages
 from .args_values import cast, show_count
 from .errors import Judge, Rule
-from .families import config_keys
 
 REPORTERS = ("tensorboard", "wandb")  # values of report_to: packages, and extras of this one
 # fields of megatron's config for additional_configs, and their types: they change the way a step is
@@ -28,12 +27,6 @@ ADDITIONAL_FIELDS: dict[str, Any] = {
     "deallocate_pipeline_outputs": bool,
     "disable_bf16_reduced_precision_matmul": bool,
 }
-# fields that follow from other keys
-DERIVED_FIELDS = (
-    "params_dtype pipeline_dtype overlap_p2p_comm batch_p2p_comm use_cpu_initialization "
-    "use_te_activation_func gradient_accumulation_fusion"
-)
-
 VIRTUAL_STAGES = (
     Rule(
         f"{VPP} {PP}=1",
@@ -100,7 +93,7 @@ _RULES = (
 
 
 class Need(NamedTuple):
-    """Keys, or fields of additional_configs, without effect unless a condition is met."""
+    """Keys without effect unless a condition is met."""
 
     keys: str
     condition: str  # as in a Rule
@@ -142,7 +135,6 @@ NEEDS = (
         "optimizer_cpu_offload|!optimizer_offload_fraction",
         "optimizer_cpu_offload: true",
     ),
-    Need("disable_bf16_reduced_precision_matmul", "bf16", "bf16: true"),
     Need("fp8_recipe first_last_layers_bf16", "fp8", "fp8: hybrid"),
     Need(
         "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16",
@@ -158,13 +150,11 @@ NEEDS = (
         "recompute_granularity: full",
     ),
     Need("mtp_loss_scaling_factor", "!mtp_num_layers=0", "mtp_num_layers: 1", is_harmless=True),
-    Need("batch_p2p_sync deallocate_pipeline_outputs", f"!{PP}=1", f"{PP}: 2"),
-    Need("clone_scatter_output_in_embedding", "sequence_parallel", "sequence_parallel: true"),
 )
 
 
-def _unmet(needs: Iterable[Need], keys: Collection[str], judge: Judge) -> Iterator[tuple]:
-    """(need, key, switch, reason) of those of `keys` without effect."""
+def check_needs(needs: Iterable[Need], a: Any, judge: Judge) -> None:
+    """Refuse the changed keys of a group without effect, and note the harmless ones."""
     for need in needs:
         if judge.holds(need.condition):
             continue
@@ -173,18 +163,12 @@ def _unmet(needs: Iterable[Need], keys: Collection[str], judge: Judge) -> Iterat
         state = "not set" if value in (None, []) else str(value)
         if isinstance(value, bool):
             state = state.lower()
-        for key in need.keys.split():
-            if key in keys:
-                yield need, key, switch, f"no effect, since {switch} is {state}"
-
-
-def check_needs(needs: Iterable[Need], a: Any, judge: Judge) -> None:
-    """Refuse the changed keys of a group without effect, and note the harmless ones."""
-    for need, key, switch, reason in _unmet(needs, a.changed, judge):
-        if need.is_harmless:
-            a.notes.append(f"{key}: {reason}")
-        else:
-            judge.refuse(f"{key} {switch}", reason, f"{need.setting}, or {key} left out")
+        reason = f"no effect, since {switch} is {state}"
+        for key in [key for key in need.keys.split() if key in a.changed]:
+            if need.is_harmless:
+                a.notes.append(f"{key}: {reason}")
+            else:
+                judge.refuse(f"{key} {switch}", reason, f"{need.setting}, or {key} left out")
 
 
 # -- derived values
@@ -392,29 +376,17 @@ def check_installed(key: str, package: str, extra: str, judge: Judge) -> None:
 
 
 def check_additional_configs(a: Any, judge: Judge) -> None:
-    """Check the names, types and effect of additional_configs against ADDITIONAL_FIELDS."""
+    """Check the names and types of additional_configs against ADDITIONAL_FIELDS."""
     key = "additional_configs"
-    given = a.additional_configs
-    for name, value in given.items():
-        reason, remedy = _other_source(name, value, a)
-        if name in ADDITIONAL_FIELDS:
-            _, reason = _try_cast(value, ADDITIONAL_FIELDS[name])
-        judge.expect(not reason, key, reason, remedy, value, f"{key}.{name}")
-    for need, name, switch, reason in _unmet(NEEDS, given, judge):
-        remedy = f"{need.setting}, or {name} left out"
-        judge.refuse(f"{key} {switch}", reason, remedy, given[name], f"{key}.{name}")
+    takes = f"{key} takes {', '.join(ADDITIONAL_FIELDS)}: config.json and keys decide the rest"
+    for name, value in a.additional_configs.items():
+        defect = _defect(name, value, ADDITIONAL_FIELDS, takes)
+        judge.expect(not defect, key, defect, f"{name} left out", value, f"{key}.{name}")
 
 
-def _other_source(name: str, value: Any, a: Any) -> tuple[str, str]:
-    """Why additional_configs cannot set a field, and what to write instead."""
-    of_model = config_keys()
-    if name in a.__dataclass_fields__:
-        return "it has a key of its own", f"{name}: {value}"
-    if name in of_model:
-        key = of_model[name] or name
-        return "the model's config.json decides it", f"{key} in the model's config.json"
-    reason = "it would change the model's results, has no effect, or is not in this version"
-    return reason, f"{name} left out"
+def _defect(name: str, value: Any, types: dict[str, Any], takes: str) -> str:
+    """The reason to refuse an entry of a mapping, or ""."""
+    return _try_cast(value, types[name])[1] if name in types else takes
 
 
 # -- the schedule of the learning rate
@@ -437,14 +409,7 @@ _OF_STABLE = _OF_DECAY | {
     "num_stable_steps": int,
     "decay_type": Literal["linear", "cosine", "exponential", "minus_sqrt"],
 }
-# megatron's and other spellings -> Hugging Face's; of the first row, only without a stable phase
-OTHER_SPELLINGS = {
-    "lr_decay_steps": "num_decay_steps",
-    "wsd_decay_steps": "num_decay_steps",
-    "lr_wsd_decay_style": "decay_type",
-    "min_lr_ratio": "min_lr_rate",
-    "1-sqrt": "minus_sqrt",
-}
+_OTHER_SPELLINGS = {"min_lr_ratio": "min_lr_rate", "1-sqrt": "minus_sqrt"}  # Hugging Face's
 
 
 def parse_steps(text: str) -> tuple[int, int]:
@@ -463,16 +428,12 @@ def _kwargs_of(schedule: str) -> dict[str, Any]:
 
 def _normalise_schedule(a: Any) -> None:
     """Rename and cast lr_scheduler_kwargs; leave out None."""
-    given = a.lr_scheduler_kwargs
     types = _kwargs_of(a.lr_scheduler_type)
     values: dict[str, Any] = {}
-    for name, value in given.items():
-        key = OTHER_SPELLINGS.get(name, name)
-        ends_with_run = name == "lr_decay_steps" and a.lr_scheduler_type == STABLE
-        if ends_with_run or key in given:
-            key = name
+    for name, value in a.lr_scheduler_kwargs.items():
+        key = _OTHER_SPELLINGS.get(name, name)
         if value is not None or key not in types:
-            values[key] = OTHER_SPELLINGS.get(str(value), value)
+            values[key] = _OTHER_SPELLINGS.get(str(value), value)
     a.lr_scheduler_kwargs = _cast_values(values, types)
 
 
@@ -496,8 +457,8 @@ def _check_schedule(a: Any, judge: Judge) -> None:
         judge.expect(holds, keys, reason, remedy, value, f"{key}.{name}")
 
     for name, value in kwargs.items():
-        takes = f"{a.lr_scheduler_type} takes {', '.join(types) or 'none'}, each once"
-        _, defect = _try_cast(value, types[name]) if name in types else (value, takes)
+        takes = f"{a.lr_scheduler_type} takes {', '.join(types) or 'none'}"
+        defect = _defect(name, value, types, takes)
         expect(not defect, name, defect)
         number = value if isinstance(value, (int, float)) and not defect else 0
         limit = most.get(name, math.inf)

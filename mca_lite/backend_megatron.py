@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from . import lora, parallel, weights_convert
+from .args_rules import is_saved
 from .args_rules_model import check_gate
 from .backend import Backend
 from .batch import RowLayout, Targets, model_columns, row_layout, to_rank
@@ -22,7 +23,6 @@ from .mcore import (
     finalize_model_grads,
     get_forward_backward_func,
     mpu,
-    param_is_not_shared,
     reduce_from_tensor_model_parallel_region,
 )
 from .model import VirtualModels
@@ -326,18 +326,14 @@ class MegatronBackend(Backend):
         return bool(updated), grad_norm, num_zeros
 
     def _num_zeros_of_padding(self) -> int:
-        """The gradient's elements in the vocabulary's padding, all zero. Collective."""
-        mine = 0
-        vocab_size = self.config.vocab_size
-        parameters = weights_convert.own_parameters(self.model)
-        is_first = mpu.get_data_parallel_rank(with_context_parallel=True) == 0
-        for name in weights_convert.VOCABULARY if is_first else ():
-            weight = parameters.get((name, None))
-            if weight is not None and weight.requires_grad and param_is_not_shared(weight):
-                rows, columns = weight.shape
-                stop = rows * (mpu.get_tensor_model_parallel_rank() + 1)
-                mine += columns * min(rows, max(stop - vocab_size, 0))
-        return int(parallel.sum_over_all(torch.tensor(mine, device=parallel.device())))
+        """The gradient's elements in the vocabulary's padding, all zero."""
+        config = self.config
+        spec = lora.spec_of(self.model)
+        count = 2 - config.tie_embeddings_and_output_weights  # of matrices
+        if spec is not None:
+            names = weights_convert.vocabulary_names(config)
+            count = sum(is_saved(lora.module_of(name), spec) for name in names)
+        return count * (config.padded_vocab_size - config.vocab_size) * config.hidden_size
 
     # -- numbers
 

@@ -14,13 +14,7 @@ import torch.nn.functional as F
 from . import cpu, lora, parallel
 from .args_rules_model import check_torch_packing
 from .backend import Backend
-from .batch import (
-    block_diagonal_mask,
-    get_ltor_masks_and_position_ids,
-    model_columns,
-    packed_row,
-    to_rank,
-)
+from .batch import block_diagonal_mask, get_ltor_masks_and_position_ids, model_columns, to_rank
 from .ckpt import TorchSnapshot, load_torch
 from .errors import Judge
 from .families import values_of
@@ -214,27 +208,6 @@ class TokenLossModel(torch.nn.Module):
         out = losses.new_zeros(*labels.shape, *losses.shape[1:])
         return out.index_put((kept,), losses)
 
-    @torch.no_grad()
-    def refuse_packing_if_documents_mix(self) -> None:
-        """ValueError if documents of a packed row see each other, by a forward pass."""
-        config = self.model.config.get_text_config()
-        device = parallel.device()
-        judge = Judge(None)
-        check_torch_packing(self.model.config, judge)
-        judge.close()
-        cu = (0, 5, 8)
-        ids = torch.arange(8, device=device)[None] % config.vocab_size
-        params = packed_row(cu, 1, 0, device)
-        packed = self(ids, params.layout.positions[None], block_diagonal_mask(cu, device))
-        documents = [
-            self(part, torch.arange(part.shape[1], device=device)[None])
-            for part in ids.split((5, 3), 1)
-        ]
-        if not _is_same(packed, torch.cat(documents, 1)):
-            raise ValueError(
-                f"{config.model_type} lets packed documents see each other: set packing: false"
-            )
-
 
 class TorchBackend(Backend):
     """A Hugging Face model in training: float32 weights, autocast for bf16 and fp16, DDP over
@@ -255,7 +228,9 @@ class TorchBackend(Backend):
                 "loss_chunk_size has no effect"
             )
         if args.sequence_packing:
-            wrapped.refuse_packing_if_documents_mix()
+            judge = Judge(None)
+            check_torch_packing(model.config, judge)
+            judge.close()
         if self.dp_size > 1:
             ids = [torch.cuda.current_device()] if torch.cuda.is_available() else None
             wrapped = torch.nn.parallel.DistributedDataParallel(wrapped, device_ids=ids)

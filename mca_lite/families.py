@@ -577,19 +577,6 @@ _MEDIA_CONFIGS = {"vision_config", "audio_config", "thinker_config"}
 # model types unknown to transformers -> types with the same tensors and keys
 SAME_AS = {"kimi_k2": "deepseek_v3"}
 
-# keys of a config.json -> fields of megatron's config decided by them, beside the rows above
-_MORE_FIELDS = {
-    "rope_theta": "rotary_base",
-    "partial_rotary_factor": "rotary_percent",
-    "rope_scaling": "rope_type rotary_scaling_factor mscale mscale_all_dim beta_fast beta_slow "
-    "original_max_position_embeddings mrope_section",
-    "hidden_act": "activation_func",
-    "attention_bias": "add_qkv_bias",
-    "sliding_window": "window_size",
-    "q_lora_rank": "q_lora_rank",
-    "": "softmax_scale window_attn_skip_freq",
-}
-
 
 def get_family(model_type: str) -> Family:
     """The family of a config.json's model_type. Raises ConfigError with the known ones."""
@@ -621,19 +608,6 @@ def check_type(values: dict[str, Any], judge: Judge, use_mca: bool = True) -> No
     if is_causal:
         remedy = f"use_mca: false, to train {part} as plain torch"
     judge.refuse("model_name_or_path", reason, remedy, kind, "model_type in config.json")
-
-
-@functools.cache
-def config_keys() -> dict[str, str]:
-    """Fields of megatron's config decided by a config.json -> its key for them, "" for fields
-    decided by the model_type or by several keys."""
-    keys: dict[str, str] = {}
-    for family in FAMILIES.values():
-        keys |= dict.fromkeys(_CONSTANTS | family.constants, "")
-        keys |= {field: key for key, field in (DENSE_CONFIG | family.config).items()}
-    for key, fields in _MORE_FIELDS.items():
-        keys |= dict.fromkeys(fields.split(), key)
-    return keys
 
 
 def values_of(hf) -> dict[str, Any]:

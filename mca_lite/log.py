@@ -19,15 +19,16 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from . import lora, model_config, parallel
+from .args_rules import is_saved
 from .args_rules_training import plan_schedule
 from .args_values import show_count
 from .callbacks import TrainerCallback
-from .families import FAMILIES
+from .families import values_of
 from .files import RUN_SUMMARY_NAME, TRAINER_LOG_NAME, describe_error, write_file, write_json
 from .log_metrics import METRICS, PROGRESS, format_duration, log_line, metric_of, read_lines
+from .weights_files import InitSource
 
 # -- speed
 
@@ -130,7 +131,6 @@ class ModelSizes(NamedTuple):
     hidden_size: int
     vocab_size: int
     mlp_weights: float  # of one layer, mean over layers; of a mixture those of one token's experts
-    expert_share: float  # experts of a token / experts of a layer
 
 
 @dataclass(frozen=True)
@@ -155,52 +155,54 @@ def model_work(model, reference=None) -> ModelWork:
     """The work of a model in training; none for unknown sizes.
 
     model: VirtualModels or a transformers model, with its adapters. reference: a model that each
-    batch passes forward only; `model` itself stands for its weights without adapters. Collective
-    over all ranks for models with adapters.
+    batch passes forward only; `model` itself stands for its weights without adapters.
     """
-    sizes = model_sizes(getattr(model, "config", None))
+    config = getattr(model, "config", None)
+    sizes = model_sizes(config)
     if sizes is None:
         return ModelWork()
     beside = model_sizes(getattr(reference, "config", None))
+    spec = lora.spec_of(model)
+    if spec is None:
+        return ModelWork(0.0, sizes.weights, sizes.core, beside)
     adapters = 0.0
-    saved = sizes.weights
-    if lora.spec_of(model) is not None:
-        adapters, saved = _trained_weights(model, sizes.expert_share)
+    saved = 0.0
+    for module, (uses, shape) in _matrices_of(config).items():
+        if module in spec.modules:
+            # the first matrix of the embedding's adapter is looked up
+            adapters += spec.rank * (shape[1] if module == _EMBEDDING else uses * sum(shape))
+        elif module != _EMBEDDING and is_saved(module, spec):
+            saved += uses * math.prod(shape)
     return ModelWork(sizes.weights - saved, adapters + saved, sizes.core, beside)
 
 
-_NEEDED = "num_layers hidden_size vocab_size num_attention_heads ffn_hidden_size".split()
+_EMBEDDING = "model.embed_tokens"
 
 
 def model_sizes(config) -> ModelSizes | None:
-    """The sizes in a McaModelConfig or a transformers config; None where they are missing."""
+    """The sizes in a McaModelConfig or a transformers config; None outside the table of
+    families."""
     fields = _fields_of(config)
-    if not all(map(fields.get, _NEEDED)):
+    if not fields:
         return None
-    hidden = fields["hidden_size"]
     heads = fields["num_attention_heads"]
-    head = fields.get("kv_channels") or hidden // heads
-    groups = fields.get("num_query_groups") or heads
-    channels = 2 * head  # of a query and a value
-    # queries and outputs; keys and values
-    attention = hidden * head * (2 * heads + 2 * groups)
+    channels = 2 * (fields.get("kv_channels") or fields["hidden_size"] // heads)
     if fields.get("kv_lora_rank"):
         channels = fields["qk_head_dim"] + fields["qk_pos_emb_head_dim"] + fields["v_head_dim"]
-        attention = _latent_weights(fields)
-    # layers that predict ahead have a projection of 2 h to h each, and the logits again
-    ahead = fields.get("mtp_num_layers") or 0
-    layers = fields["num_layers"] + ahead
-    mlp = _mlp_weights(fields)
-    logits = (1 + ahead) * hidden * fields["vocab_size"]
-    experts = fields.get("num_moe_experts")
+    layers = fields["num_layers"] + (fields.get("mtp_num_layers") or 0)
+    weights = {
+        name: uses * math.prod(shape) for name, (uses, shape) in _matrices_of(config).items()
+    }
+    of_mlps = [
+        size for name, size in weights.items() if re.search(r"\.(mlp|block_sparse_moe)\.", name)
+    ]
     return ModelSizes(
-        weights=layers * (attention + mlp) + ahead * 2 * hidden**2 + logits,
+        weights=sum(weights.values()),
         core=layers * heads * channels / 2,
         num_layers=fields["num_layers"],
-        hidden_size=hidden,
+        hidden_size=fields["hidden_size"],
         vocab_size=fields["vocab_size"],
-        mlp_weights=mlp,
-        expert_share=fields["moe_router_topk"] / experts if experts else 1.0,
+        mlp_weights=sum(of_mlps) / layers,
     )
 
 
@@ -208,75 +210,29 @@ def _fields_of(config) -> dict[str, Any]:
     """McaModelConfig's fields, of such a config or of one of transformers."""
     if hasattr(config, "hf_model_type"):
         return vars(config)
-    family = FAMILIES.get(getattr(config, "model_type", None))
-    return family.values(config) if family else {}
+    return values_of(config) if hasattr(config, "model_type") else {}
 
 
-def _latent_weights(fields: dict[str, Any]) -> float:
-    """Weights of one layer's multi-latent attention."""
-    hidden = fields["hidden_size"]
-    heads = fields["num_attention_heads"]
-    plain = fields["qk_head_dim"]
-    rotary = fields["qk_pos_emb_head_dim"]
-    value = fields["v_head_dim"]
-    latent = fields["kv_lora_rank"]
-    query = heads * (plain + rotary)
-    queries = hidden * query
-    if fields.get("q_lora_rank"):
-        queries = fields["q_lora_rank"] * (hidden + query)
-    keys_and_values = hidden * (latent + rotary) + latent * heads * (plain + value)
-    return queries + keys_and_values + heads * value * hidden
-
-
-def _mlp_weights(fields: dict[str, Any]) -> float:
-    """Weights of a token's gated MLP, mean over the layers.
-
-    In a mixture: three matrices of each of its experts and of the shared one, the router's row of
-    each expert, and the shared expert's gate.
-    """
-    hidden = fields["hidden_size"]
-    dense = 3 * hidden * fields["ffn_hidden_size"]
+def _matrices_of(config) -> dict[str, tuple[float, tuple]]:
+    """Hugging Face's module -> (a token's products with it, shape) of each matrix. A token has
+    products with a share of the experts; with the head also for each token predicted ahead."""
+    fields = _fields_of(config)
+    ahead = fields.get("mtp_num_layers") or 0
+    hf_config = fields.get("hf_config") or config.to_dict()
     experts = fields.get("num_moe_experts")
-    if not experts:
-        return dense
-    shared = fields.get("moe_shared_expert_intermediate_size") or 0
-    columns = fields["moe_router_topk"] * fields["moe_ffn_hidden_size"] + shared
-    rows = experts
-    if shared and fields.get("moe_shared_expert_gate"):
-        rows += 1
-    mixture = 3 * hidden * columns + hidden * rows
-    mixtures = sum(fields["moe_layer_freq"])
-    return ((fields["num_layers"] - mixtures) * dense + mixtures * mixture) / fields["num_layers"]
-
-
-def _trained_weights(model, expert_share: float) -> tuple[float, float]:
-    """(weights of the adapters, of modules_to_save) of a token, over all ranks.
-
-    Every rank counts a tensor in its whole size, divided by the number of ranks that count it.
-    """
-    config = model.config
-    copies = parallel.world_size() // getattr(config, "pipeline_model_parallel_size", 1)
-    expert_parallel = getattr(config, "expert_model_parallel_size", 1)
-    adapters = 0.0
-    saved = 0.0
-    for piece in lora.pieces_of(model):
-        if "lora_embedding_A" in piece.key:
-            continue  # a look-up
-        share = expert_share * expert_parallel if piece.is_expert else 1.0
-        adapters += math.prod(piece.full_shape) * share / copies
-    for chunk in lora.host_of(model).chunks:
-        for name, parameter in chunk.named_parameters():
-            is_matrix = parameter.requires_grad and parameter.dim() == 2
-            if not is_matrix or ".lora." in name or "embed" in name:
-                continue
-            size = parameter.numel()
-            if getattr(parameter, "tensor_model_parallel", False):
-                size *= config.tensor_model_parallel_size
-            saved += size / copies
-    totals = torch.tensor([adapters, saved], dtype=torch.float64, device=parallel.device())
-    if parallel.world_size() > 1:
-        dist.all_reduce(totals)
-    return tuple(totals.tolist())
+    share = fields["moe_router_topk"] / experts if experts else 1.0
+    source = InitSource(hf_config, 0, ahead)
+    matrices = {}
+    for name in source.names():
+        shape = source.shape(name)
+        uses = share if ".experts." in name else 1.0
+        if name.startswith("lm_head"):
+            uses += ahead
+        if name.startswith(_EMBEDDING):
+            uses = 0.0
+        if len(shape) == 2:
+            matrices[name.removesuffix(".weight")] = uses, shape
+    return matrices
 
 
 def peak_flops(device_name: str) -> float | None:

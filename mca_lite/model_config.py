@@ -25,7 +25,6 @@ from .args import TrainingArguments
 from .args_rules_model import check_model, check_numbers
 from .args_rules_training import (
     ADDITIONAL_FIELDS,
-    DERIVED_FIELDS,
     VIRTUAL_STAGES,
     check_additional_configs,
     normalise_additional_configs,
@@ -59,11 +58,12 @@ ACTIVATIONS = {
 _DTYPES = {str(d): d for d in (torch.float32, torch.bfloat16, torch.float16)}
 
 # fields derived from others by megatron's __post_init__, for the layout of a run
-_DERIVED = {
-    *DERIVED_FIELDS.split(),
-    *"autocast_dtype microbatch_group_size_per_vp_stage window_size window_attn_skip_freq".split(),
-    *"init_method output_layer_init_method embedding_init_method".split(),
-}
+_DERIVED = (
+    "params_dtype pipeline_dtype overlap_p2p_comm batch_p2p_comm use_cpu_initialization "
+    "use_te_activation_func gradient_accumulation_fusion autocast_dtype "
+    "microbatch_group_size_per_vp_stage window_size window_attn_skip_freq init_method "
+    "output_layer_init_method embedding_init_method"
+).split()
 # fields that decide the place and the name of each part of a tensor
 LAYOUT_FIELDS = (
     "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size "
@@ -421,8 +421,9 @@ def _from_arguments(args) -> dict[str, Any]:
         reason = "Transformer Engine does not work here (it needs a GPU and `pip install "
         reason += "mca-lite[te]`)"
         refuse("transformer_impl", args.transformer_impl, reason, "transformer_impl: local or auto")
+    normalise_additional_configs(args)  # set again since the constructor, maybe
     judge = Judge(args)
-    check_additional_configs(args, judge)  # changed since the constructor, maybe
+    check_additional_configs(args, judge)
     judge.close()
     keys = {f.name: f.metadata["model"] for f in fields(TrainingArguments) if "model" in f.metadata}
     # a saved layout must not outlive its run: there None counts too
@@ -436,10 +437,6 @@ def _from_arguments(args) -> dict[str, Any]:
     out.setdefault("bias_activation_fusion", False)  # kernels.swiglu replaces it
     if args.mtp_num_layers is not None:  # else the number of the checkpoint
         out["mtp_num_layers"] = args.mtp_num_layers or None
-    normalise_additional_configs(args)  # set again since the constructor
-    judge = Judge(args)
-    check_additional_configs(args, judge)
-    judge.close()
     # those of a checkpoint belong to the run that saved it
     out |= {f.name: f.default for f in fields(McaModelConfig) if f.name in ADDITIONAL_FIELDS}
     out["attention_backend"] = backend_of_environment()

@@ -6,7 +6,6 @@ Later steps take the plan and read nothing again. The command line (cli.py) pars
 trains.
 """
 
-import contextlib
 import copy
 import json
 import math
@@ -31,7 +30,7 @@ from . import (
 )
 from .args import RunArguments
 from .args_rules import EMBEDDING_AND_HEAD, check_mergeable, check_new_rows, check_other_model
-from .args_rules_model import check_torch_experts, check_torch_packing
+from .args_rules_model import check_torch_packing
 from .args_rules_training import plan_schedule
 from .args_values import show_count
 from .callbacks import StopSignals, TrainerCallback
@@ -140,11 +139,10 @@ def _plan_model(
         )
         return PlannedModel(folder, config, config.vocab_size, config.vocab_size, from_scratch)
     config = model_config.load_hf_config(str(folder), remote, values)
-    judge = Judge(None)
-    check_torch_experts(config, judge)
     if arguments.training.sequence_packing:
+        judge = Judge(None)
         check_torch_packing(config, judge)
-    judge.close()
+        judge.close()
     vocab_size = config.get_text_config().vocab_size
     return PlannedModel(folder, config, vocab_size, vocab_size, from_scratch)
 
@@ -202,8 +200,7 @@ def _plan_tokenizer(
         judge.refuse("resize_vocab", reason, "resize_vocab: true, which grows it")
     new = max(len(tokenizer) - known, size - old)
     if not new:
-        had_all = "vocabulary: the tokenizer had all of the new tokens"
-        return tokenizer, 0, [had_all] * bool(added)
+        return tokenizer, 0, []
     line = f"vocabulary: {show_count(new, 'new token')}"
     if size > old:
         _grow(planned, size)
@@ -295,18 +292,15 @@ def add_adapters(built, plan: Plan):
     return lora.inject(built, spec, args.seed, dtype)
 
 
-def train(plan: Plan, callbacks: Sequence = (), explained=None):
+def train(plan: Plan, callbacks: Sequence = ()):
     """Start the world, build, train, save, and stop the world -> the trainer.
 
-    callbacks: more of them for the trainer. explained: a context manager that rewords errors before
-    other ranks hear of them. A signal during the export does not stop it: half a model is of no use
-    to anyone.
+    callbacks: more of them for the trainer. A signal during the export does not stop it: half a
+    model is of no use to anyone.
     """
     args = plan.arguments.training
     parallel.initialize(args, plan.arguments.backend.use_mca)
-    quiet = mcore.quiet()
-    explained = explained or contextlib.nullcontext()
-    with quiet, watchdog.watch(args), ckpt_folder.hold(args.output_dir), explained:
+    with mcore.quiet(), watchdog.watch(args), ckpt_folder.hold(args.output_dir):
         trainer = build_trainer(plan, callbacks)
         if args.do_train:
             result = trainer.train()
@@ -325,22 +319,20 @@ def train(plan: Plan, callbacks: Sequence = (), explained=None):
 def _predict(sets, trainer) -> None:
     """Write predictions.jsonl: a line a sample of the evaluation set, or of each; with
     predict_with_generate generations.jsonl too, a line an answer. Collective."""
-    predictions: list[dict] = []
-    answers: list[dict] = []
+    lines: dict[str, list[dict]] = {PREDICTIONS_NAME: [], GENERATIONS_NAME: []}
     if not isinstance(sets, dict):
         sets = {"": sets}
     for name, dataset in sets.items():
         logps, _, metrics = trainer.predict(dataset, metric_key_prefix="predict")
-        of_set = {"dataset": name} if name else {}
-        predictions += [of_set | line for line in records_of(logps)]
-        if trainer.answers is not None:
-            answers += [of_set | line for line in trainer.answers.lines]
+        answers = trainer.answers.lines if trainer.answers is not None else ()
+        for file, of_set in zip(lines, (records_of(logps), answers), strict=True):
+            lines[file] += [{"dataset": name} | line if name else line for line in of_set]
         shown = ", ".join(f"{key} {value:.4f}" for key, value in metrics.items())
         trainer.report.print(f"{name or 'evaluation'}: {len(logps):,} samples, {shown}")
-    for name, lines in ((PREDICTIONS_NAME, predictions), (GENERATIONS_NAME, answers)):
-        if lines and parallel.is_main():
-            text = "\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
-            write_file(Path(trainer.args.output_dir) / name, f"{text}\n")
+    for file, records in lines.items():
+        if records and parallel.is_main():
+            text = "\n".join(json.dumps(line, ensure_ascii=False) for line in records)
+            write_file(Path(trainer.args.output_dir) / file, f"{text}\n")
 
 
 def build_trainer(plan: Plan, callbacks: Sequence = ()):

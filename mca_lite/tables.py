@@ -6,7 +6,6 @@ must not wait for it.
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 from collections.abc import Callable, Container
@@ -160,11 +159,8 @@ xuanyuan yi_vl youtu youtu_vl yuan zephyr aeva
 
 def check_template(name: str) -> None:
     """Raise ValueError for a template unknown to LLaMA-Factory."""
-    names = [*BUILT_IN_FOR, *_NOT_BUILT_IN]
-    if name not in names:
-        near = difflib.get_close_matches(name, names)
-        reason = f", did you mean {' or '.join(near)}?" if near else ""
-        raise ValueError(f"LLaMA-Factory has no template of this name{reason}")
+    if name not in (*BUILT_IN_FOR, *_NOT_BUILT_IN):
+        raise ValueError("LLaMA-Factory has no template of this name")
 
 
 def _refuse_taken(kind: str, name: str, table: Container[str]) -> None:
@@ -293,12 +289,9 @@ CONVERSATIONS = "conversations"  # rendered by the tokenizer's chat template, wi
 PAIRS = "pairs"  # a prompt with a chosen and a rejected answer
 
 
-def _describe_nothing(keys: Any) -> str:
+def _nothing(*args: Any) -> str:
+    """Apply no rule; describe nothing."""
     return ""
-
-
-def _check_nothing(keys: Any, judge: Judge) -> None:
-    """Apply no rule."""
 
 
 @dataclass(kw_only=True)
@@ -318,9 +311,9 @@ class Objective:
     trainer: type | str = "trainer:McaTrainer"
     metrics: tuple[str, ...] = ("loss",)
     keys: tuple[str, ...] = ()
-    check_keys: Callable[[Any, Judge], None] = _check_nothing
-    check_run: Callable[[Any, Judge], None] = _check_nothing
-    describe: Callable[[Any], str] = _describe_nothing
+    check_keys: Callable[[Any, Judge], Any] = _nothing
+    check_run: Callable[[Any, Judge], Any] = _nothing
+    describe: Callable[[Any], str] = _nothing
 
     def __post_init__(self) -> None:
         # packing joins and cuts documents; else it puts whole samples in a row

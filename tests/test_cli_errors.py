@@ -20,7 +20,7 @@ from mca_lite import __main__, cli
 from mca_lite.args_values import read_config_file
 from mca_lite.errors import ConfigError
 from mca_lite.files import check_can_write, describe_error
-from tests.shared import tiny, world
+from tests.shared import world
 from tests.shared.commands import ROOT, SHORT
 
 
@@ -275,18 +275,6 @@ def test_a_flag_that_the_loop_does_not_know_is_an_error():
     control.should_training_stop = True
     with pytest.raises(AttributeError, match="should_stop"):
         control.should_stop = True
-
-
-def test_a_deepseek_without_its_number_of_experts_is_refused_on_plain_torch():
-    from mca_lite.args_rules_model import check_torch_experts
-    from mca_lite.errors import Judge
-
-    for first, number, is_bad in ((0, None, True), (0, 2, False), (2, None, False)):
-        config = tiny.hf_config("deepseek_v2", first_k_dense_replace=first)
-        config.num_experts_per_tok = number
-        judge = Judge(None)
-        check_torch_experts(config, judge)
-        assert [problem.key for problem in judge.problems] == ["use_mca"] * is_bad
 
 
 def test_yaml_nested_too_deep_is_refused(tmp_path):

@@ -1,6 +1,6 @@
 """Every argument of mcore_adapter, LLaMA-Factory and transformers is known: in effect, under
 another name, without meaning here, or refused with the reason; and takes the default
-that it has there. TRL's too, or they are unknown with the key that is meant.
+that it has there. TRL's too, or they are unknown.
 """
 
 import ast
@@ -12,7 +12,7 @@ import pytest
 import transformers
 
 from mca_lite.args import FIELDS, GROUPS, TrainingArguments, known_keys, parse_args
-from mca_lite.args_keys import ALIASES, HINTS, IGNORED_KEYS, UNSUPPORTED, lookup, unsupported
+from mca_lite.args_keys import ALIASES, IGNORED_KEYS, UNSUPPORTED, lookup, unsupported
 from mca_lite.args_values import check_keys
 from tests.shared.commands import keys_of
 from tests.shared.foreign_keys import LLAMA_FACTORY, MCORE_ADAPTER, TRANSFORMERS, TRL, VERSIONS
@@ -77,8 +77,6 @@ def test_every_argument_of_the_origins_has_a_fate():
     installed = dataclasses.fields(transformers.Seq2SeqTrainingArguments)
     names = {item.name for item in installed} | {name for name, _ in FOREIGN}
     assert [name for name in names if fate_of(name) == "unknown"] == []
-    unknown = [name for name in listed(TRL) if fate_of(name) == "unknown"]
-    assert [name for name in unknown if name not in HINTS] == []
 
 
 @pytest.mark.parametrize("off", ["default", None])
@@ -126,38 +124,14 @@ def test_the_page_says_of_which_versions_the_arguments_are():
 
 
 def test_the_page_for_those_who_move_in_names_keys_that_are_known():
-    others = {"lr_decay_steps", "wsd_decay_steps", "lr_wsd_decay_style", "max_lr"}
+    others = {"num_decay_steps", "decay_type"}
     others |= {"router_aux_loss_coef", "constant_with_warmup", "register_loss"}
-    theirs = [key for there, _ in ROWS for key in keys_in(there)]
+    of_trl = [there.startswith(" `SFTTrainer`") for there, _ in ROWS].index(True)
+    theirs = [key for there, _ in ROWS[:of_trl] if "run_clm" not in there for key in keys_in(there)]
     assert len(theirs) > 30
-    assert [k for k in theirs if fate_of(k) == "unknown" and k not in HINTS] == []
+    assert [key for key in theirs if fate_of(key) == "unknown"] == []
     ours = [key for _, here in ROWS for key in keys_in(here)]
     assert [key for key in ours if key not in FIELDS and key not in others] == []
-
-
-def test_what_a_hint_names_is_a_key():
-    assert {hint.partition(":")[0] for hint in HINTS.values()} <= set(FIELDS)
-
-
-@pytest.mark.parametrize(
-    "name, wanted",
-    [
-        ("block_size", "cutoff_len"),  # run_clm.py
-        ("validation_split_percentage", "val_size: 0.05"),
-        ("torch_dtype", "bf16: true"),
-        ("rpo_alpha", "pref_ftx"),  # TRL: the weight of the chosen answer's own loss
-        ("max_prompt_length", "cutoff_len"),
-        ("dataset_num_proc", "preprocessing_num_workers"),
-        ("save", "output_dir"),  # megatron
-        ("log_interval", "logging_steps"),
-        ("mixed_precision", "bf16: true"),  # accelerate
-        ("use_packed_sequences", "packing"),
-    ],
-)
-def test_names_of_other_scripts_lead_to_the_key_that_means_the_same(name, wanted):
-    problems: list = []
-    known_keys({name: "1"}, problems)
-    assert [(problem.key, problem.suggestion) for problem in problems] == [(name, wanted)]
 
 
 @pytest.mark.parametrize(

@@ -67,12 +67,12 @@ def test_frozen_weights_cost_four_and_trained_ones_six():
 
 def test_a_reference_that_runs_beside_costs_a_third_of_the_model():
     # 10 tokens of one document: 2 FLOPs of each weight, and 2 * 10 * 10 / 2 pairs of 6 channels
-    policy, reference = ModelWork(0.0, 292, 12), ModelSizes(292, 12, 2, 4, 7, 60, 1.0)
+    policy, reference = ModelWork(0.0, 292, 12), ModelSizes(292, 12, 2, 4, 7, 60)
     both = ModelWork(0.0, 292, 12, reference)
     forward = 2 * 292 * 10 + 2 * (2 * 2 * (10 * 10 / 2) * 6)
     assert both.flops(10, 100) == policy.flops(10, 100) + forward == policy.flops(10, 100) * 4 / 3
     # adapters of 5 weights: 4 FLOPs of a frozen weight, 6 of a trained one, 2 more of the frozen
-    plain = ModelSizes(100, 0.0, 2, 4, 7, 60, 1.0)
+    plain = ModelSizes(100, 0.0, 2, 4, 7, 60)
     adapted = ModelWork(frozen=100, trained=5, core=0, reference=plain)
     assert adapted.flops(7, 0) == 7 * (600 + 30)
 

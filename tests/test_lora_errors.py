@@ -101,7 +101,7 @@ def test_adapters_on_some_experts_of_a_layer_are_refused(tmp_path):
 
     path = tiny_moe.save_model(tmp_path / "model", "qwen3_moe")
     config = AutoConfig.from_pretrained(path, TrainingArguments(output_dir="unused"))
-    with pytest.raises(ValueError, match="(?s)experts.0.gate_proj and not .*all experts"):
+    with pytest.raises(ValueError, match="(?s)and not .*experts.1.gate_proj.*all experts"):
         lora.plan(config, lora.LoraSpec(targets=("experts.0.gate_proj",)))
     assert lora.plan(config, lora.LoraSpec(targets=("gate_proj",))).modules
 
@@ -143,16 +143,16 @@ def test_an_adapter_of_another_model_is_refused_on_every_rank(base, tmp_path, ra
 @pytest.mark.parametrize(
     "values, words",
     [
-        (dict(use_dora=True), ("use_dora is true", "merge that adapter")),
+        (dict(use_dora=True), ("use_dora is True", "merge that adapter")),
         (dict(rank_pattern={"q_proj": 8}), ("rank_pattern",)),
-        (dict(init_lora_weights="pissa"), ('init_lora_weights is "pissa"',)),
+        (dict(init_lora_weights="pissa"), ("init_lora_weights is 'pissa'",)),
         (dict(alora_invocation_tokens=[5, 6]), ("alora_invocation_tokens is [5, 6]",)),
-        (dict(peft_type="IA3"), ('peft_type is "IA3"',)),
-        (dict(bias="all"), ('bias is "all"',)),
-        (dict(use_qalora=True), ("use_qalora is true",)),
-        (dict(lora_bias=True), ("lora_bias is true",)),
-        (dict(alpha_pattern={"q_proj": 64}), ('alpha_pattern is {"q_proj": 64}',)),
-        (dict(fan_in_fan_out=True), ("fan_in_fan_out is true",)),
+        (dict(peft_type="IA3"), ("peft_type is 'IA3'",)),
+        (dict(bias="all"), ("bias is 'all'",)),
+        (dict(use_qalora=True), ("use_qalora is True",)),
+        (dict(lora_bias=True), ("lora_bias is True",)),
+        (dict(alpha_pattern={"q_proj": 64}), ("alpha_pattern is {'q_proj': 64}",)),
+        (dict(fan_in_fan_out=True), ("fan_in_fan_out is True",)),
         (dict(target_parameters=["experts.down_proj"]), ("target_parameters is",)),
         (dict(trainable_token_indices=[3]), ("trainable_token_indices is [3]",)),
         (dict(layer_replication=[[0, 2], [1, 4]]), ("layer_replication is",)),

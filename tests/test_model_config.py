@@ -320,20 +320,21 @@ def test_mla_config_round_trips_as_its_own_class(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "more, message",
+    "more",
     [
-        ({"layernorm_epsilom": 1e-3}, "(?s)has no effect.*try: layernorm_epsilom left out"),
-        ({"params_dtype": "torch.bfloat16"}, "try: params_dtype left out"),
-        ({"activation_func": "snake"}, "(?s)config.json decides it.*try: hidden_act in"),
-        ({"num_layers": 3}, "(?s)config.json decides it.*try: num_hidden_layers in the model's"),
-        ({"fp8": "hybrid"}, "(?s)a key of its own.*try: fp8: hybrid"),
-        ({"cuda_graph_impl": "local"}, "(?s)not in this version.*try: cuda_graph_impl left out"),
-        ({"num_layers_in_first_pipeline_stage": 1}, "pipeline_stage left out"),
-        ({"cross_entropy_loss_fusion": True}, "try: cross_entropy_loss_fusion left out"),
+        {"layernorm_epsilom": 1e-3},
+        {"params_dtype": "torch.bfloat16"},
+        {"num_layers": 3},
+        {"fp8": "hybrid"},
+        {"cuda_graph_impl": "local"},
+        {"num_layers_in_first_pipeline_stage": 1},
+        {"cross_entropy_loss_fusion": True},
     ],
 )
-def test_additional_configs_that_cannot_be_are_refused(more, message):
-    with pytest.raises(ConfigError, match=message) as caught:
+def test_additional_configs_that_cannot_be_are_refused(more):
+    with pytest.raises(
+        ConfigError, match=f"config.json and keys.*(?s:.)*try: {next(iter(more))} left out"
+    ) as caught:
         arguments(additional_configs=more)
     assert [problem.key for problem in caught.value.problems] == [
         f"additional_configs.{next(iter(more))}"

@@ -174,9 +174,9 @@ ROWS: list[tuple[str, str, str, str]] = [
         "test_plan.py::test_ranks_of_a_tiny_model_hold_what_is_planned",
     ),
     (
-        "the work of experts' adapters is that of one rank",
-        "expert_share * expert_parallel if piece.is_expert",
-        "expert_share if piece.is_expert",
+        "the work of experts' adapters is that of all experts",
+        'uses = share if ".experts." in name else 1.0',
+        "uses = 1.0",
         "test_log_speed.py::test_the_log_counts_the_experts_that_a_token_goes_to_once",
     ),
     (
