@@ -1,7 +1,6 @@
 """From the files of a dataset to token ids with a loss mask: Reader reads records, Encoder makes
 unshifted documents of them, load_shard keeps these in the token cache."""
 
-import dataclasses
 import functools
 import hashlib
 import inspect
@@ -11,7 +10,7 @@ import os
 import re
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -49,7 +48,7 @@ BEGINNING: Place = (0, 0, 0, 0)
 
 # -- counts of records
 
-# the kinds of a Count
+# kinds of counts
 BAD = "bad"  # left out: the record cannot be used
 CUT = "truncated"  # cut to cutoff_len
 UNLABELED = "label-less"  # left out: no token to train on
@@ -62,34 +61,19 @@ _SEVERAL = "conversations became several samples, for the template strips their 
 
 
 @dataclass
-class Count:
-    """Records of one kind. text: the end of a sentence that begins with the number. place:
-    "file:line" of the first."""
-
-    kind: str
-    text: str
-    place: str
-    number: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.number:,} {self.text}"
-
-
-@dataclass
 class Tally:
-    """Counts of `records` that were read, by their texts."""
+    """Counts of `records` that were read, by a text: the end of a sentence that begins with the
+    number. kinds: of the texts. places: "file:line" of the first record of each."""
 
     records: int = 0
-    counts: dict[str, Count] = field(default_factory=dict)
+    counts: Counter = field(default_factory=Counter)
+    kinds: dict[str, str] = field(default_factory=dict)
+    places: dict[str, str] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, meta: dict) -> "Tally":
-        """The Tally in a shard's meta.json."""
-        counts = {text: Count(**count) for text, count in meta["counts"].items()}
-        return cls(meta["records"], counts)
-
-    def count(self, kind: str, text: str, place: str, number: int = 1) -> None:
-        self.counts.setdefault(text, Count(kind, text, place)).number += number
+    def count(self, kind: str, text: str, place: str) -> None:
+        self.counts[text] += 1
+        self.kinds[text] = kind
+        self.places.setdefault(text, place)
 
     def refuse(self, place: str, reason: str) -> None:
         # numbers of messages are replaced: they would give each record a reason of its own
@@ -98,17 +82,19 @@ class Tally:
 
     def number(self, kind: str) -> int:
         """Records of a kind."""
-        return sum(count.number for count in self.counts.values() if count.kind == kind)
+        return sum(self.counts[text] for text in self.kinds if self.kinds[text] == kind)
 
     def add(self, later: "Tally") -> None:
         """Add the counts of later records."""
         self.records += later.records
-        for count in later.counts.values():
-            self.count(count.kind, count.text, count.place, count.number)
+        self.counts += later.counts
+        self.kinds |= later.kinds
+        self.places = later.places | self.places
 
     def lines(self) -> list[str]:
         """A line for each count, with its first place."""
-        return [f"{count}, the first at {count.place}" for count in self.counts.values()]
+        places = self.places.items()
+        return [f"{self.counts[text]:,} {text}, the first at {place}" for text, place in places]
 
     def check(self, few_records: int = 0) -> None:
         """ValueError for too many bad records. few_records: their share is taken of so many at
@@ -174,7 +160,6 @@ class Reader:
         if isinstance(record, ValueError):
             return record, {}
         try:
-            _refuse_other_kinds(record, self.objective, where)
             values = data_records.column_values(record, self.columns, where)
             if self.formats[file] == _UNREAD:
                 self.formats[file] = detect_format(record, self.spec, self.objective, where)
@@ -188,21 +173,6 @@ class Reader:
             if self.formats[file] == _UNREAD and not self.skips:
                 raise
             return error, {}
-
-
-def _refuse_other_kinds(record, objective: Objective, where: str) -> None:
-    """ValueError for records with another meaning than a text model would learn from them."""
-    if objective.joins_documents or not isinstance(record, dict):
-        return
-    for column in () if objective.has_pairs else ("kto_tag", "label"):
-        if isinstance(record.get(column), bool):
-            raise ValueError(
-                f"{where}: the column {column!r} says whether an answer is good, and every "
-                "answer would be trained: keep the good ones, and leave the column out"
-            )
-    for column in ("images", "videos", "audios"):
-        if record.get(column):
-            raise ValueError(f"{where}: the column {column!r} is there, and models here read text")
 
 
 # -- records to samples
@@ -630,7 +600,7 @@ def write_shard(
         "formats": list(reader.formats.values()),
         "columns": list(reader.columns),
         "checksums": {path.name: checksum(path) for path in files},
-        **dataclasses.asdict(tally),
+        "tally": vars(tally),
     }
     write_json(folder / META_NAME, meta)
     for path in (*files, folder):
@@ -679,7 +649,7 @@ class Shard:
         self.documents_per_sample = documents_per_sample
         self.identity = identity
         self.meta = json.loads((folder / META_NAME).read_text())
-        self.tally = Tally.of(self.meta)
+        self.tally = Tally(**self.meta["tally"])
         index = np.load(folder / "index.npz")
         self.spans = index["spans"].reshape(-1, documents_per_sample, 2)
         self.document_lengths = self.spans[..., 1] - self.spans[..., 0] - 1

@@ -31,9 +31,6 @@ _COMPRESSED = (".json", ".jsonl", ".txt")
 SUFFIXES = (*_COMPRESSED, ".parquet", *(f"{suffix}.gz" for suffix in _COMPRESSED))
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _AS_A_WHOLE = " as a whole"  # ends the kind of a text file of one document
-_TOO_DEEP = "it is nested too deep"
-_MOST_LEVELS = 256  # Python's recursion ends at 1000; templates and pickles take several a level
-_JSON_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"')
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # escaped: alone, it makes no text
 SIDES = ("chosen", "rejected")  # the two answers of a preference pair, in this order everywhere
 
@@ -45,8 +42,8 @@ class DatasetSpec:
 
     files: path -> kind, which selects the reader. formatting: the name of a record format. columns:
     name of a column in dataset_info.json -> in the files. tags: names within messages. num_samples:
-    only the first so many records. notes: lines for the report. values: of registered columns, for
-    records without one of their own.
+    only the first so many records. values: of registered columns, for records without one of their
+    own.
     """
 
     name: str
@@ -55,7 +52,6 @@ class DatasetSpec:
     columns: dict = field(default_factory=dict)
     tags: dict = field(default_factory=dict)
     num_samples: int | None = None
-    notes: list[str] = field(default_factory=list)
     values: dict = field(default_factory=dict)
 
 
@@ -182,9 +178,11 @@ def get_column(record, column: str, where: str, kind=str, required=True):
 
 
 # keys of an entry
-_SELECTING = ("subset", "split", "folder")  # within a hub repository
-_KEYS = ("file_name", "hf_hub_url", "formatting", *_SELECTING)
-_KEYS += ("ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
+_KEYS = (
+    *("file_name", "hf_hub_url", "formatting"),
+    *("subset", "split", "folder"),  # within a hub repository
+    *("ms_hub_url", "om_hub_url", "script_url", "cloud_file_name"),
+)
 _KIND_OF_KEY = {
     **dict.fromkeys(_KEYS, str),
     "columns": dict,
@@ -237,8 +235,6 @@ def _declared(name: str, entry: dict, folder: Path, objective: Objective, here: 
     if not path.exists():
         raise ValueError(f"{here}: there is no file {path}")
     spec.files = _files_of(path)
-    unused = [key for key in _SELECTING if key in entry]
-    spec.notes = [f"{key} of dataset_info.json has no meaning for a local file" for key in unused]
     return spec
 
 
@@ -363,14 +359,14 @@ def _read_value(where: str, read: Callable, *arguments):
     try:
         return read(*arguments)
     except RecursionError:
-        raise ValueError(f"{where}: not valid JSON: {_TOO_DEEP}") from None
+        raise ValueError(f"{where}: not valid JSON: it is nested too deep") from None
     except ValueError as error:  # of JSON, or a number of more digits than Python reads
         raise ValueError(f"{where}: not valid JSON: {error}") from None
 
 
 def _check_value(value, text: str, where: str):
-    """The value of a JSON text. Raises: ValueError with the place for half of a surrogate pair, and
-    for more than _MOST_LEVELS levels."""
+    """The value of a JSON text. Raises: ValueError with the place for half of a surrogate
+    pair."""
     if _SURROGATE.search(text):
         try:
             json.dumps(value, ensure_ascii=False).encode()
@@ -380,12 +376,6 @@ def _check_value(value, text: str, where: str):
                 f"{where}: expected text, and {bad} is half a character (a lone surrogate): repair "
                 "or remove it"
             ) from None
-    if text.count("[") + text.count("{") > _MOST_LEVELS:
-        steps = {"[": 1, "{": 1, "]": -1, "}": -1}
-        brackets = re.findall(r"[][{}]", _JSON_STRING.sub("", text))
-        levels = max(itertools.accumulate(map(steps.get, brackets)), default=0)
-        if levels > _MOST_LEVELS:
-            raise ValueError(f"{where}: {_TOO_DEEP}: {levels} levels, expected {_MOST_LEVELS}")
     return value
 
 

@@ -359,6 +359,7 @@ def conversations(
     """
     row = FORMATS[form]
     given = get_column(record, "chat_template_kwargs", where, dict, required=False) or {}
+    _refuse_other_kinds(record, pairs, where)
     options = _without((), given)
     column = spec.columns.get("system", "system")
     system = get_column(record, column, where, required=False) or default_system
@@ -394,6 +395,19 @@ def conversations(
             prompt = _prompt(record, spec, where)
         _check_prompts(chosen, rejected, prompt, where)
     return read
+
+
+def _refuse_other_kinds(record: dict, pairs: bool, where: str) -> None:
+    """ValueError for records with another meaning than a text model would learn from them."""
+    for column in () if pairs else ("kto_tag", "label"):
+        if isinstance(record.get(column), bool):
+            raise ValueError(
+                f"{where}: the column {column!r} says whether an answer is good, and every "
+                "answer would be trained: keep the good ones, and leave the column out"
+            )
+    for column in ("images", "videos", "audios"):
+        if record.get(column):
+            raise ValueError(f"{where}: the column {column!r} is there, and models here read text")
 
 
 # weights of messages under the names of OpenAI, LLaMA-Factory and axolotl (two)

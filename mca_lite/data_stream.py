@@ -225,17 +225,14 @@ class TokenStream:
             chunk = 0
 
     def _tokenize(self, chunk: list[Record]) -> list[Sample]:
-        """The samples of some records. Prints each count at its first time and each tenfold.
-        ValueError for too many of these."""
+        """The samples of some records. Prints the first place of each count. ValueError for too
+        many of these."""
         samples, tally = self.encoder.encode(chunk)
         total = self._tally
         total.add(tally)
-        if self._speaks:
-            for text, new in tally.counts.items():
-                count = total.counts[text]
-                before = count.number - new.number or ""
-                if len(str(before)) < len(str(count.number)):
-                    print(f"stream: {count}, one of them at {new.place}", flush=True)
+        for text, place in tally.places.items() if self._speaks else ():
+            if total.counts[text] == tally.counts[text]:
+                print(f"stream: {text}, the first at {place}", flush=True)
         total.check(_FEW_RECORDS)
         return samples
 

@@ -272,8 +272,8 @@ def test_records_that_cannot_be_used_stop_or_are_said_and_left_out(tmp_path, cap
     list(itertools.islice(loader, 36))
     said = capsys.readouterr().out.splitlines()
     what = "records cannot be used and were left out: message N: unknown role 'alien'"
-    assert [line for line in said if what in line and line.startswith("stream: 12 ")]
-    assert all("one of them at" in line and "b.jsonl" in line for line in said if what in line)
+    [line] = [line for line in said if what in line]
+    assert line.startswith("stream: ") and "b.jsonl" in line
     assert [line for line in said if "samples have an empty answer and were left out" in line]
     worse = write(tmp_path / "c.jsonl", 400, bad=150)
     with pytest.raises(
