@@ -547,12 +547,12 @@ def test_nothing_of_a_trainer_lives_on_and_what_a_host_froze_stays_frozen(
 
 def looks_of_the_collector(path: str, out: str) -> list[int]:
     """The steps after which a run of four looks for garbage of all ages, every third one."""
-    from mca_lite import trainer_events
+    from mca_lite import trainer, trainer_events
     from mca_lite.callbacks import TrainerCallback
 
     steps, found = [0], []
-    trainer_events.collect_garbage = lambda: found.append(steps[-1])
-    trainer_events._STEPS_PER_LOOK = 3
+    trainer.collect_garbage = trainer_events.collect_garbage = lambda: found.append(steps[-1])
+    trainer.STEPS_PER_LOOK = 3
 
     class Count(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
