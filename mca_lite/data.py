@@ -6,9 +6,9 @@ position t, or IGNORE_INDEX. No collectives: every rank calls the same and gets 
 
 import hashlib
 import itertools
+import reprlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from torch.utils.data import ConcatDataset, Subset
@@ -19,12 +19,13 @@ from .data_batches import Packs, Turns
 from .data_chat import ChatRenderer, chat_renderer
 from .data_encode import Encoder, Reader, Shard, load_shard, shifted
 from .data_files import SIDES, DatasetSpec, resolve
-from .data_stream import CHUNK_RECORDS, HeldOut, TokenStream
+from .data_stream import CHUNK_RECORDS, TokenStream
 from .errors import Judge, refuse
 from .files import IGNORE_INDEX
 from .tables import Objective, objective_of
 
-_SHOWN_CHARS = 600  # of a sample, in the report
+_shown = reprlib.Repr()
+_shown.maxstring = 600  # characters of a sample, in the report
 
 # -- the dataset
 
@@ -160,9 +161,7 @@ def show_document(document: dict, tokenizer) -> str:
     text = ""
     for piece, is_trained in marked_runs(*tokens_of(document), tokenizer):
         text += f"«{piece}»" if is_trained else piece
-    if len(text) > _SHOWN_CHARS:
-        text = f"{text[: _SHOWN_CHARS // 2]} ... {text[-_SHOWN_CHARS // 2 :]}"
-    return repr(text)
+    return _shown.repr(text)
 
 
 def _describe(spec: DatasetSpec, formats: list[str], facts: str, objective: Objective) -> list[str]:
@@ -187,10 +186,8 @@ def _describe_stream(reader: Reader, encoder: Encoder) -> list[str]:
     """Lines for the report, from the first records."""
     records = itertools.islice(reader.records(), CHUNK_RECORDS)
     samples, _ = encoder.encode([record for record, _ in records])
-    spec = reader.spec
-    size = sum(Path(file).stat().st_size for file in spec.files) / 2**30
-    facts = f"files of {size:,.2f} GiB, tokenised as they are read (.json and .csv as a whole)"
-    lines = _describe(spec, list(reader.formats.values()), facts, reader.objective)
+    facts = "tokenised as they are read (lists in .json as a whole)"
+    lines = _describe(reader.spec, list(reader.formats.values()), facts, reader.objective)
     first = ([shifted(*document) for document in sample] for sample in samples[:1])
     return lines + _show(first, encoder.tokenizer)
 
@@ -214,7 +211,7 @@ class DatasetBundle:
 
     train: TokenDataset | Packs | TokenStream | None
     # a dict: by name
-    eval: TokenDataset | Packs | HeldOut | dict[str, TokenDataset | Packs] | None
+    eval: TokenDataset | Packs | dict[str, TokenDataset | Packs] | None
     report: list[str]
 
 
@@ -261,9 +258,6 @@ def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBu
         for reader in trained:
             report += _describe_stream(reader, encoder)
         stream = TokenStream(trained, encoder, data_args, packs, seed)
-        if count := data_args.val_size:
-            sets["eval"] = rows = stream.hold_out(count)
-            report.append(f"eval: {len(rows):,} rows of the first {count:,} records")
     elif trained:
         sets["train"] = TokenDataset(list(map(load, trained)))
         if data_args.val_size:

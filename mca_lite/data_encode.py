@@ -26,6 +26,7 @@ from . import data_chat, data_files, data_records
 from .data_chat import ChatRenderer, Rendered, in_time
 from .data_files import SIDES, Cursor, DatasetSpec, Progress, build_once, read_records
 from .data_records import Conversation, conversations, detect_format, document
+from .errors import expect
 from .files import IGNORE_INDEX, checksum, describe_error, sync, write_file, write_json
 from .tables import Objective
 
@@ -117,9 +118,8 @@ class Reader:
     def __init__(self, spec: DatasetSpec, objective: Objective, data_args):
         self.spec = spec
         self.objective = objective
+        self.args = data_args
         self.skips = data_args.on_bad_record == "skip"
-        self.system = data_args.default_system
-        self.ignored = data_args.ignore_message_keys
         # only the first so many records
         self.limit = min(filter(None, (data_args.max_samples, spec.num_samples)), default=None)
         self.formats = dict.fromkeys(spec.files, _UNREAD)
@@ -141,8 +141,7 @@ class Reader:
                 if taken == self.limit:
                     return
             cursor = Cursor()
-        if taken == start[-1]:
-            raise ValueError(f"{self.spec.name}: there is no record to train on")
+        expect(taken > start[-1], f"{self.spec.name}: there is no record to train on")
 
     def _detect_format(self, file: str, kind: str) -> None:
         """Read a file from its beginning until a record shows its format."""
@@ -167,7 +166,7 @@ class Reader:
                 return document(record, self.spec, where), values
             form = self.formats[file]
             pairs = self.objective.has_pairs
-            options = (self.system, where, self.ignored)
+            options = (self.args.default_system, where, self.args.ignore_message_keys)
             return conversations(record, self.spec, form, pairs, *options), values
         except ValueError as error:
             if self.formats[file] == _UNREAD and not self.skips:
@@ -218,11 +217,11 @@ class Encoder:
             "skips": self.skips,
             **{key: getattr(data_args, key) for key in keys},
         }
-        if self.is_text and not (tokenizer.is_fast and tokenizer.eos_token_id is not None):
-            raise ValueError(
-                f"stage {objective.stage} ends documents with the tokenizer's eos_token: set it in "
-                "its config, and expected a fast tokenizer (one with a tokenizer.json)"
-            )
+        expect(
+            not self.is_text or (tokenizer.is_fast and tokenizer.eos_token_id is not None),
+            f"stage {objective.stage} ends documents with the tokenizer's eos_token: set it in "
+            "its config, and expected a fast tokenizer (one with a tokenizer.json)",
+        )
 
     def encode(self, chunk: list[Record]) -> tuple[list[Sample], Tally]:
         """The samples that are kept, in their order, and the counts of the records.
@@ -288,12 +287,12 @@ class Encoder:
         """ValueError with the place for a text far longer than the part that is kept: tokenising
         takes 300 bytes of memory a character."""
         most = max(_MOST_CHARACTERS, 32 * self.cutoff_len)
-        if size > most and not self.joins:
-            raise ValueError(
-                f"{where}: the record has {size:,} characters, and of records that are cut to "
-                f"cutoff_len {self.cutoff_len} at most {most:,} are read: split or remove it, or "
-                "set on_bad_record: skip"
-            )
+        expect(
+            size <= most or self.joins,
+            f"{where}: the record has {size:,} characters, and of records that are cut to "
+            f"cutoff_len {self.cutoff_len} at most {most:,} are read: split or remove it, or "
+            "set on_bad_record: skip",
+        )
 
     def _tokenize(self, rendered: list[Rendered]) -> list[Document]:
         """The document of each text, its spans trained.
@@ -305,7 +304,14 @@ class Encoder:
         documents: list[Document] = []
         for is_plain, group in itertools.groupby(rendered, key=lambda one: one.is_plain):
             alike = list(group)
-            batch = self._tokens([one.text for one in alike], is_plain)
+            batch = self.tokenizer(
+                [one.text for one in alike],
+                add_special_tokens=is_plain,
+                return_offsets_mapping=not self.is_text,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                verbose=False,
+            )
             if self.is_text:
                 documents += map(self._ended, alike, batch["input_ids"])
                 continue
@@ -314,24 +320,6 @@ class Encoder:
                 tokens = np.array(ids, dtype=np.int32)
                 documents.append(np.where(mask_of_spans(offsets, one.spans), tokens, ~tokens))
         return documents
-
-    def _tokens(self, texts: list[str], is_plain: bool):
-        try:
-            return self.tokenizer(
-                texts,
-                add_special_tokens=is_plain,
-                return_offsets_mapping=not self.is_text,
-                return_attention_mask=False,
-                return_token_type_ids=False,
-                verbose=False,
-            )
-        except BaseException as error:
-            if type(error).__name__ != "PanicException":  # of Rust, exported by no module
-                raise
-            raise ValueError(
-                f"the tokenizer gave up on a text of {max(map(len, texts)):,} characters "
-                f"({error}): its tokenizer.json has an expression that takes too long"
-            ) from None
 
     def _ended(self, rendered: Rendered, ids: list[int]) -> Document:
         """The tokens of a text with the end token; none of an empty one."""
@@ -354,9 +342,6 @@ class Encoder:
             start = min(longest - limit, max(_shared_prompt(*documents) - 1, 0))
             what += " at the beginning of their prompt"
         tally.count(CUT, what, where)
-        if self.has_pairs and longest - start > limit:
-            what = "of them had an answer too long without its prompt: its end was cut"
-            tally.count(NOTE, what, where)
         return [document[start : start + limit] for document in documents]
 
     def _leaves_out(self, documents: list[Document], tally: Tally, where: str) -> bool:
@@ -418,21 +403,12 @@ def _encode_in_worker(chunk: list[Record]) -> tuple[list[Sample], Tally]:
 def encode_all(
     reader: Reader, encoder: Encoder, workers: int | None
 ) -> Iterator[tuple[list[Sample], Tally]]:
-    """(samples, Tally so far) after each chunk of a dataset's records, in their order.
+    """(samples, their Tally) of each chunk of a dataset's records, in their order.
 
     workers: number of tokenising processes, without effect on the result; None: chosen here.
     """
-    tally = Tally()
     records = (record for record, _ in reader.records())
     chunks = iter(lambda: list(itertools.islice(records, CHUNK_RECORDS)), [])
-    for samples, of_chunk in _in_processes(encoder, chunks, workers):
-        tally.add(of_chunk)
-        yield samples, tally
-
-
-def _in_processes(
-    encoder: Encoder, chunks: Iterator[list[Record]], workers: int | None
-) -> Iterator[tuple[list[Sample], Tally]]:
     head = list(itertools.islice(chunks, PARALLEL_FROM_RECORDS // CHUNK_RECORDS))
     chunks = itertools.chain(head, chunks)
     if workers is None:
@@ -531,10 +507,11 @@ def _keys(reader: Reader, encoder: Encoder, cache_dir: Path) -> tuple[str, str]:
     }
     modules = (data_files, data_records, data_chat, sys.modules[__name__])
     code = {"format": CACHE_FORMAT, "code": [inspect.getsource(module) for module in modules]}
-    return _hash_of(identity | code), _hash_of(identity)
+    return hash_of(identity | code), hash_of(identity)
 
 
-def _hash_of(facts: dict) -> str:
+def hash_of(facts) -> str:
+    """A name for facts that JSON can hold."""
     text = json.dumps(facts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -580,7 +557,8 @@ def write_shard(
     rows = []
     tally = Tally()
     with open(folder / "ids.bin", "wb") as tokens:
-        for samples, tally in parts:
+        for samples, of_chunk in parts:
+            tally.add(of_chunk)
             for document, values in itertools.chain(*samples):
                 tokens.write(document.tobytes())
                 columns = (values.get(name, np.nan) for name in reader.columns)
@@ -630,7 +608,7 @@ def damage(folder: Path) -> str | None:
             if version not in _whole and list(checksum(path)) != written:
                 return f"{name} has other content than was written"
             _whole.add(version)
-    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+    except Exception as error:
         return f"it cannot be read ({describe_error(error)})"
     return None
 
