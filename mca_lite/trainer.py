@@ -43,6 +43,7 @@ from .data_batches import (
     samples_of,
 )
 from .data_stream import TokenStream
+from .errors import expect
 from .files import IGNORE_INDEX, TRAINER_STATE_NAME, replacing
 from .log import Report, Throughput, model_work, peak_memory_gib, run_summary
 from .model import VirtualModels
@@ -81,7 +82,7 @@ class McaTrainer:
     {"input_ids", "labels"} with shifted labels. Datasets are map-style, or for training a
     TokenStream. callbacks: of this package or of transformers, instances or classes.
     processing_class: another name of tokenizer. optimizers: on the torch backend (a torch optimizer
-    of the model's trained parameters, its scheduler or None), or as optimizer and lr_scheduler.
+    of the model's trained parameters, its scheduler or None).
     compute_metrics(EvalPrediction) -> {name: number} of an evaluation, over the results of
     preprocess_logits_for_metrics(logits, labels) for each sample: as in transformers, position t of
     the labels is predicted by t - 1. backend: in place of one made for the model.
@@ -95,7 +96,6 @@ class McaTrainer:
     was_trained = False  # True after the first training_step
     _reference_model = None  # a second model, run forward only on each batch
     micro_batch_weight = 1.0  # in the mean over micro-batches; some may be empty
-    limits = Limits()  # of the model: ids and positions of the data
     answers: Any = None  # of predict_with_generate: set by generation.Answers
     _loss_of_logits = None  # a subclass's method: loss_tokens.Logits -> losses of tokens
 
@@ -114,16 +114,12 @@ class McaTrainer:
         optimizers: tuple = (None, None),
         compute_metrics=None,
         preprocess_logits_for_metrics=None,
-        optimizer=None,
-        lr_scheduler=None,
         backend=None,
     ):
         check_given(model, args)
         check_hooks(type(self), McaTrainer)
         is_megatron = isinstance(model, VirtualModels)
-        first, second = optimizers
-        given = (optimizer or first, lr_scheduler or second)
-        self._given = given_optimizers(given, model, is_megatron)
+        self._given = given_optimizers(optimizers, model, is_megatron)
         self.args = args
         self.model = model
         self.tokenizer = tokenizer or processing_class
@@ -349,18 +345,18 @@ class McaTrainer:
         streams = training and isinstance(dataset, TokenStream)
         name = "train_dataset" if training else "eval_dataset"
         is_known = streams or hasattr(dataset, "__len__")
-        if isinstance(dataset, dict) or not is_known:
-            raise ValueError(
-                f"{name}: expected one dataset with a length (a list; streaming: true reads files "
-                f"as they come), got {dataset!r:.200}"
-            )
+        expect(
+            is_known and not isinstance(dataset, dict),
+            f"{name}: expected one dataset with a length (a list; streaming: true reads files "
+            f"as they come), got a {type(dataset).__name__}",
+        )
         # other people's datasets have none
         lengths = getattr(samples_of(dataset), "document_lengths", None)
         if lengths is not None and lengths.size:
             self.limits.check_positions(int(lengths.max()))
         size = args.per_device_train_batch_size if training else args.per_device_eval_batch_size
-        if streams and args.max_steps <= 0:
-            raise ValueError("max_steps: a streamed dataset has no length: set max_steps")
+        is_bounded = not streams or args.max_steps > 0
+        expect(is_bounded, "max_steps: a streamed dataset has no length: set max_steps")
         of_a_step = size * args.gradient_accumulation_steps * backend.dp_size
         return BatchPlan(
             args.max_steps * of_a_step if streams else len(dataset),

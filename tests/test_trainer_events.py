@@ -178,8 +178,8 @@ def test_early_stopping_of_transformers_goes_on_counting_after_a_resume(model_pa
     out = str(tmp_path)
     assert world.run(run_early_stopping, 1, model_path, out, 3) == [(3, 2)]
     saved = json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())
-    attributes = saved["stateful_callbacks"]["EarlyStoppingCallback"]["attributes"]
-    assert attributes == {"early_stopping_patience_counter": 2}
+    [state] = saved["stateful_callbacks"]["EarlyStoppingCallback"]
+    assert state["attributes"] == {"early_stopping_patience_counter": 2}
     assert world.run(run_early_stopping, 1, model_path, out, 9, "auto") == [(4, 3)]
 
 
