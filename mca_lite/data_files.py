@@ -180,11 +180,10 @@ def get_column(record, column: str, where: str, kind=str, required=True):
 
 
 # keys of an entry
-_KEYS = (
-    *("file_name", "hf_hub_url", "formatting"),
-    *("subset", "split", "folder"),  # within a hub repository
-    *("ms_hub_url", "om_hub_url", "script_url", "cloud_file_name"),
-)
+_KEYS = """
+file_name hf_hub_url ms_hub_url om_hub_url script_url cloud_file_name formatting
+subset split folder
+""".split()  # the last three are places within a hub repository
 _KIND_OF_KEY = {
     **dict.fromkeys(_KEYS, str),
     "columns": dict,
@@ -193,7 +192,7 @@ _KIND_OF_KEY = {
     "ranking": bool,
     "values": dict,
 }
-_TEXT_COLUMNS = ("prompt", "query", "response", "history", "messages", "system", "tools", "text")
+_TEXT_COLUMNS = "prompt query response history messages system tools text".split()
 TAGS = {
     "role_tag": "from",
     "content_tag": "value",
@@ -210,7 +209,7 @@ def _declared(name: str, entry: dict, folder: Path, objective: Objective, here: 
     cannot be honoured."""
     entry = {key: value for key, value in entry.items() if value is not None}
     _check_names(entry, _KIND_OF_KEY, here)
-    usable = _TEXT_COLUMNS
+    usable = list(_TEXT_COLUMNS)
     if objective.has_pairs:
         usable += SIDES
     elif entry.get("ranking"):

@@ -518,10 +518,8 @@ class ReferenceStore:
     written. A part has the name of its first pair, and the checksum of a zip file."""
 
     def __init__(self, cache_dir: str | os.PathLike | None, identity: dict):
-        self.folder: Any = None  # a Path, or None
-        if cache_dir is not None:
-            name = hash_of({"format": FORMAT, **identity})[:32]
-            self.folder = Path(cache_dir) / "reference" / name
+        name = hash_of({"format": FORMAT, **identity})[:32]
+        self.folder: Any = Path(cache_dir, "reference", name) if cache_dir else None
 
     def path(self, start: int) -> Path:
         """The file of the pairs from `start` on."""
