@@ -11,7 +11,7 @@ rank r has the chunks r and 2 cp - 1 - r: causal attention is then the same work
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
+from .errors import expect
 from .files import IGNORE_INDEX
 from .mcore import PackedSeqParams
 from .parallel import to_device
@@ -122,11 +123,11 @@ def split(batch: dict, documents_per_sample: int = 1, pad_token_id: int = 0) -> 
     if documents_per_sample > 1:
         batch["attention_mask"] = (mask != 0).long()
         counts = set(map(len, lengths)) - {0, documents_per_sample}
-        if counts:
-            raise ValueError(
-                f"rows hold {sorted(counts)} documents, expected {documents_per_sample}: set "
-                "sequence_packing: true"
-            )
+        expect(
+            not counts,
+            f"rows hold {sorted(counts)} documents, expected {documents_per_sample}: set "
+            "sequence_packing: true",
+        )
         # all micro-batches of a pipeline have one shape: a filler has rows too
         with_fillers = [of_row or [1] * documents_per_sample for of_row in lengths]
         places = _places(with_fillers, mask.shape[1])
@@ -327,21 +328,26 @@ def _borders(lengths: torch.Tensor) -> torch.Tensor:
     return F.pad(lengths.cumsum(0), (1, 0)).int()
 
 
+def _chunks(cu: tuple[int, ...], cp_size: int, cp_rank: int) -> Iterator[tuple[int, int, int]]:
+    """(start of its document, start, end) in the whole row of each of a rank's chunks."""
+    for start, end in itertools.pairwise(cu):
+        if cp_size == 1:
+            yield start, start, end
+            continue
+        chunk, rest = divmod(end - start, 2 * cp_size)
+        expect(
+            not rest,
+            f"a document of {end - start} tokens cannot be cut into 2 x {cp_size} chunks: pad "
+            f"documents to a multiple of {2 * cp_size} under context_parallel_size {cp_size}",
+        )
+        for i in (cp_rank, 2 * cp_size - 1 - cp_rank):
+            yield start, start + i * chunk, start + (i + 1) * chunk
+
+
 def zigzag(cu: tuple[int, ...], cp_size: int, cp_rank: int) -> torch.Tensor:
     """int64 [t / cp]: places in the whole row of a rank's tokens, in its order."""
-    if cp_size == 1:
-        return torch.arange(cu[-1])
-    parts = []
-    for start, end in itertools.pairwise(cu):
-        chunk, rest = divmod(end - start, 2 * cp_size)
-        if rest:
-            raise ValueError(
-                f"a document of {end - start} tokens cannot be cut into 2 x {cp_size} chunks: pad "
-                f"documents to a multiple of {2 * cp_size} under context_parallel_size {cp_size}"
-            )
-        for i in (cp_rank, 2 * cp_size - 1 - cp_rank):
-            parts.append(torch.arange(start + i * chunk, start + (i + 1) * chunk))
-    return torch.cat(parts)
+    chunks = _chunks(cu, cp_size, cp_rank)
+    return torch.cat([torch.arange(start, end) for _, start, end in chunks])
 
 
 @functools.lru_cache(64)
@@ -350,15 +356,11 @@ def row_layout(cu: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.de
     borders = torch.tensor(cu)
     lengths = borders.diff()
     segments = []
-    for start, end in itertools.pairwise(cu):
-        if cp_size == 1:
-            segments.append((start, end, start, end))
-            continue
-        chunk = (end - start) // (2 * cp_size)
-        local = start // cp_size
-        for i in (cp_rank, 2 * cp_size - 1 - cp_rank):
-            segments.append((local, local + chunk, start, start + (i + 1) * chunk))
-            local += chunk
+    local = 0
+    for first, start, end in _chunks(cu, cp_size, cp_rank):
+        stop = local + end - start
+        segments.append((local, stop, first, end))
+        local = stop
     index = zigzag(cu, cp_size, cp_rank)
     order = None
     if cp_size > 1:

@@ -1,5 +1,6 @@
 """State and callbacks of a run: the best model, early stopping, signals, and the profiler."""
 
+import itertools
 import math
 import os
 import signal
@@ -10,11 +11,10 @@ from pathlib import Path
 import torch
 
 from . import parallel, world
+from .errors import expect
 from .files import read_json, write_json
 
 # -- state and callbacks
-
-_COUNTS = ("global_step", "consumed_samples", "consumed_tokens", "left_out_steps")
 
 
 @dataclass
@@ -78,15 +78,10 @@ class TrainerState:
         Raises OSError for a missing file, ValueError for other content.
         """
         found = {k: v for k, v in read_json(path).items() if k in cls.__dataclass_fields__}
-        if "global_step" not in found:
-            raise ValueError(f"{path}: expected a JSON object with global_step")
+        expect("global_step" in found, f"{path}: expected a JSON object with global_step")
         for name, value in found.items():
-            if not isinstance(value, cls.__annotations__[name]):
-                raise ValueError(f"{path}: {name} cannot be {value!r:.40}")
-        if min(found.get(name, 0) for name in _COUNTS) < 0:
-            raise ValueError(f"{path}: expected counts of at least 0")
-        if not all(isinstance(line, dict) for line in found.get("log_history", [])):
-            raise ValueError(f"{path}: log_history is no list of objects")
+            is_right = isinstance(value, cls.__annotations__[name])
+            expect(is_right, f"{path}: {name} cannot be {value!r:.40}")
         return cls(**found)
 
 
@@ -198,11 +193,11 @@ def _value_of(args, metrics: dict) -> float | None:
     if not any(name.startswith("eval_") for name in metrics):
         return None
     metric, _ = ranking_of(args.metric_for_best_model)
-    if metric not in metrics:
-        raise ValueError(
-            f"the evaluation gave no {metric}, only {', '.join(sorted(metrics))}: set "
-            "metric_for_best_model to one of them"
-        )
+    expect(
+        metric in metrics,
+        f"the evaluation gave no {metric}, only {', '.join(sorted(metrics))}: set "
+        "metric_for_best_model to one of them",
+    )
     return float(metrics[metric])
 
 
@@ -278,27 +273,24 @@ class EarlyStopping(TrainerCallback):
 
 
 def export_states(callbacks: list) -> dict:
-    """Class name -> the state of each callback with one: transformers' ExportableState's state(),
-    or state_dict(). A list of them for several callbacks of a class."""
+    """Class name -> the states of its callbacks: of transformers' ExportableState state(), else
+    state_dict()."""
     states: dict = {}
     for callback in filter(_has_state, callbacks):
         take = getattr(callback, "state_dict", None) or callback.state
         states.setdefault(type(callback).__name__, []).append(take())
-    return {name: found[0] if len(found) == 1 else found for name, found in states.items()}
+    return states
 
 
 def restore_states(callbacks: list, states: dict) -> None:
     """Put callbacks into the `states` of a checkpoint, in place."""
-    left = {k: list(v) if isinstance(v, list) else [v] for k, v in states.items()}
+    left = {name: iter(found) for name, found in states.items()}
     for callback in filter(_has_state, callbacks):
-        found = left.get(type(callback).__name__)
-        if not found:
-            continue
-        state = found.pop(0)
-        if hasattr(callback, "load_state_dict"):
-            callback.load_state_dict(state)
-        else:  # its arguments are this run's
-            vars(callback).update(state["attributes"])
+        for state in itertools.islice(left.get(type(callback).__name__, ()), 1):
+            if hasattr(callback, "load_state_dict"):
+                callback.load_state_dict(state)
+            else:  # its arguments are this run's
+                vars(callback).update(state["attributes"])
 
 
 def _has_state(callback) -> bool:
@@ -348,20 +340,17 @@ class StopSignals:
 
 class Profiler(TrainerCallback):
     """Profiles the steps from `first` to `last`, counted from 1: a trace of each rank in
-    output_dir/profile, and the main rank's longest operations, printed. Other runs record nothing.
-    """
+    output_dir/profile."""
 
     def __init__(self, first: int, last: int):
         self.first = first
         self.last = last
         self.running: torch.profiler.profile | None = None
-        self.since = 0
 
     def on_step_begin(self, args, state, control, **kwargs):
         if self.running is None and self.first <= state.global_step + 1 <= self.last:
             self.running = torch.profiler.profile(acc_events=True)  # False warns
             self.running.start()
-            self.since = state.global_step + 1
 
     def on_step_end(self, args, state, control, trainer, **kwargs):
         if state.global_step >= self.last:
@@ -376,10 +365,5 @@ class Profiler(TrainerCallback):
         folder = Path(args.output_dir) / "profile"
         folder.mkdir(parents=True, exist_ok=True)
         profile.export_chrome_trace(str(folder / f"trace_rank{parallel.rank()}.json.gz"))
-        if parallel.is_main():
-            device = "device" if torch.cuda.is_available() else "cpu"
-            longest = profile.key_averages().table(
-                f"self_{device}_time_total", row_limit=20, max_name_column_width=60
-            )
-            steps = f"profile of steps {self.since} to {state.global_step}, rank 0"
-            trainer.report.print(f"{steps}; traces of all ranks are in {folder}\n{longest}")
+        steps = f"profile of steps {self.first} to {state.global_step}"
+        trainer.report.print(f"{steps}: traces of all ranks are in {folder}")

@@ -6,12 +6,12 @@ position t, or IGNORE_INDEX. No collectives: every rank calls the same and gets 
 
 import hashlib
 import itertools
+import reprlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
-from torch.utils.data import Dataset
+from torch.utils.data import ConcatDataset, Subset
 
 from . import world
 from .args_rules import NAMED, check_records, name_of_set
@@ -19,55 +19,37 @@ from .data_batches import Packs, Turns
 from .data_chat import ChatRenderer, chat_renderer
 from .data_encode import Encoder, Reader, Shard, load_shard, shifted
 from .data_files import SIDES, DatasetSpec, resolve
-from .data_stream import CHUNK_RECORDS, HeldOut, TokenStream
+from .data_stream import CHUNK_RECORDS, TokenStream
 from .errors import Judge, refuse
 from .files import IGNORE_INDEX
 from .tables import Objective, objective_of
 
-_SHOWN_CHARS = 600  # of a sample, in the report
+_shown = reprlib.Repr()
+_shown.maxstring = 600  # characters of a sample, in the report
 
 # -- the dataset
 
 
-class TokenDataset(Dataset):
+class TokenDataset(Subset):
     """Map-style: `dataset[i]` is a list of documents {"input_ids": int64 [n], "labels": int64 [n]},
     read from memory-mapped files: one document for a conversation or a piece of text, chosen and
     rejected for a pair.
 
-    shards: all with equally many documents a sample. index: the samples and their order, as numbers
-    in the shards laid end to end (None: all). num_tokens and num_trained_tokens count inputs, and
-    labels that are not IGNORE_INDEX.
+    shards: all with equally many documents a sample. index int64: the samples and their order, as
+    numbers in the shards laid end to end (None: all). ends: the first number after each shard.
+    num_tokens and num_trained_tokens count inputs, and labels that are not IGNORE_INDEX.
     """
 
     def __init__(self, shards: list[Shard], index: np.ndarray | None = None):
         self.shards = list(shards)
-        self._starts = np.cumsum([0, *(len(shard) for shard in self.shards)])
-        if index is None:
-            index = np.arange(self._starts[-1])
-        self.index = np.asarray(index, dtype=np.int64)
-
-    def __len__(self) -> int:
-        return len(self.index)
-
-    def __getitem__(self, i: int) -> list[dict]:
-        shard, row = self.place(i)
-        return self.shards[shard][row]
-
-    def place(self, i: int) -> tuple[int, int]:
-        """(number of the shard, number in it) of sample i."""
-        row = self.index[i]
-        shard = int(np.searchsorted(self._starts, row, side="right")) - 1
-        return shard, int(row - self._starts[shard])
-
-    @property
-    def shard_numbers(self) -> np.ndarray:
-        """int64 [samples]: number of each sample's shard."""
-        return np.searchsorted(self._starts, self.index, side="right") - 1
+        joined: ConcatDataset = ConcatDataset(self.shards)
+        super().__init__(joined, np.arange(len(joined)) if index is None else index)
+        self.ends = joined.cumulative_sizes
 
     @property
     def document_lengths(self) -> np.ndarray:
         """int64 [samples, documents of a sample]: numbers of inputs, without reading a sample."""
-        return np.concatenate([shard.document_lengths for shard in self.shards])[self.index]
+        return np.concatenate([shard.document_lengths for shard in self.shards])[self.indices]
 
     @property
     def documents_per_sample(self) -> int:
@@ -82,9 +64,7 @@ class TokenDataset(Dataset):
     def costs(self) -> np.ndarray | None:
         """Tokens of each pair, for BatchPlan to balance the ranks of a step; None for samples of
         one document, dealt in their order."""
-        if self.documents_per_sample == 1:
-            return None
-        return self.lengths.astype(np.float64)
+        return None if self.documents_per_sample == 1 else self.lengths
 
     @property
     def fingerprint(self) -> str:
@@ -100,7 +80,7 @@ class TokenDataset(Dataset):
 
     def _digest(self, names: list[str]) -> str:
         digest = hashlib.sha256("\n".join(names).encode())
-        digest.update(self.index.tobytes())
+        digest.update(self.indices.tobytes())
         return digest.hexdigest()[:16]
 
     @property
@@ -109,11 +89,11 @@ class TokenDataset(Dataset):
 
     @property
     def num_trained_tokens(self) -> int:
-        return int(np.concatenate([shard.learned for shard in self.shards])[self.index].sum())
+        return int(np.concatenate([shard.learned for shard in self.shards])[self.indices].sum())
 
     def subset(self, index) -> "TokenDataset":
         """The samples at these positions, in this order; positions may repeat."""
-        return TokenDataset(self.shards, self.index[np.asarray(index, dtype=np.int64)])
+        return TokenDataset(self.shards, self.indices[index])
 
 
 def split_off(
@@ -136,7 +116,7 @@ def mix(dataset: TokenDataset, data_args, seed: int) -> tuple[TokenDataset, list
     strategy = data_args.mix_strategy
     if strategy == "concat":
         return dataset, []
-    shard_of = dataset.shard_numbers
+    shard_of = np.searchsorted(dataset.ends, dataset.indices, side="right")
     shards = [np.flatnonzero(shard_of == number) for number in range(len(dataset.shards))]
     if not all(map(len, shards)):
         reason = "it leaves no sample of a dataset to mix"
@@ -181,17 +161,14 @@ def show_document(document: dict, tokenizer) -> str:
     text = ""
     for piece, is_trained in marked_runs(*tokens_of(document), tokenizer):
         text += f"«{piece}»" if is_trained else piece
-    if len(text) > _SHOWN_CHARS:
-        text = f"{text[: _SHOWN_CHARS // 2]} ... {text[-_SHOWN_CHARS // 2 :]}"
-    return repr(text)
+    return _shown.repr(text)
 
 
 def _describe(spec: DatasetSpec, formats: list[str], facts: str, objective: Objective) -> list[str]:
-    """Lines for the report: formats of the files, facts, notes."""
+    """Lines for the report: formats of the files, facts."""
     ending = "-chosen-rejected records" if objective.has_pairs else " records"
     files = zip(spec.files, formats, strict=True)
-    notes = [f"  note: {note}" for note in spec.notes]
-    return [*(f"{file}: {form}{ending}" for file, form in files), f"{spec.name}: {facts}", *notes]
+    return [*(f"{file}: {form}{ending}" for file, form in files), f"{spec.name}: {facts}"]
 
 
 def _describe_shard(spec: DatasetSpec, shard: Shard, objective: Objective, tokenizer) -> list[str]:
@@ -209,10 +186,8 @@ def _describe_stream(reader: Reader, encoder: Encoder) -> list[str]:
     """Lines for the report, from the first records."""
     records = itertools.islice(reader.records(), CHUNK_RECORDS)
     samples, _ = encoder.encode([record for record, _ in records])
-    spec = reader.spec
-    size = sum(Path(file).stat().st_size for file in spec.files) / 2**30
-    facts = f"files of {size:,.2f} GiB, tokenised as they are read (.json and .csv as a whole)"
-    lines = _describe(spec, list(reader.formats.values()), facts, reader.objective)
+    facts = "tokenised as they are read (lists in .json as a whole)"
+    lines = _describe(reader.spec, list(reader.formats.values()), facts, reader.objective)
     first = ([shifted(*document) for document in sample] for sample in samples[:1])
     return lines + _show(first, encoder.tokenizer)
 
@@ -236,7 +211,7 @@ class DatasetBundle:
 
     train: TokenDataset | Packs | TokenStream | None
     # a dict: by name
-    eval: TokenDataset | Packs | HeldOut | dict[str, TokenDataset | Packs] | None
+    eval: TokenDataset | Packs | dict[str, TokenDataset | Packs] | None
     report: list[str]
 
 
@@ -274,50 +249,36 @@ def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBu
             raise ValueError("\n".join([nothing, *report]))
         return shard
 
-    bundle = DatasetBundle(None, None, report)
-    held_out: dict = {}
     trained = readers(data_args.dataset)
     evaluated = readers(data_args.eval_dataset)
+    stream: TokenStream | None = None
+    sets: dict = {}
+    lines: list[str] = []
     if trained and data_args.streaming:
         for reader in trained:
             report += _describe_stream(reader, encoder)
-        stream = bundle.train = TokenStream(trained, encoder, data_args, packs, seed)
-        trained = []
-        if count := data_args.val_size:
-            held_out["eval"] = rows = stream.hold_out(count)
-            report.append(f"eval: {len(rows):,} rows of the first {count:,} records")
-    sets, lines = _arranged(list(map(load, trained)), list(map(load, evaluated)), data_args, seed)
-    sets |= held_out
+        stream = TokenStream(trained, encoder, data_args, packs, seed)
+    elif trained:
+        sets["train"] = TokenDataset(list(map(load, trained)))
+        if data_args.val_size:
+            sets["train"], sets["eval"] = split_off(sets["train"], data_args.val_size, seed)
+        sets["train"], lines = mix(sets["train"], data_args, seed)
+    shards = list(map(load, evaluated))
+    if data_args.eval_on_each_dataset:
+        each = zip(data_args.eval_dataset, shards, strict=True)
+        sets |= {f"eval {name}": TokenDataset([shard]) for name, shard in each}
+    elif shards:
+        sets["eval"] = TokenDataset(shards)
     for name, dataset in sets.items():
         tokens = f"{dataset.num_tokens:,} tokens an epoch"
         lines.append(f"{name}: {len(dataset):,} {objective.unit}s, {tokens}")
     if packs:
         sets = {name: _packed(name, dataset, data_args, lines) for name, dataset in sets.items()}
-    report += lines
-    bundle.train = sets.pop("train", bundle.train)
-    bundle.eval = sets.get("eval")
+    train = sets.pop("train", stream)
+    evaluation = sets.get("eval")
     if data_args.eval_on_each_dataset:
-        bundle.eval = {name_of_set(name.removeprefix("eval ")): sets[name] for name in sets}
-    return bundle
-
-
-def _arranged(
-    shards: list[Shard], eval_shards: list[Shard], data_args, seed: int
-) -> tuple[dict[str, TokenDataset], list[str]]:
-    """(the datasets of a run by their names, lines for the report): split and mixed."""
-    sets: dict[str, TokenDataset] = {}
-    lines: list[str] = []
-    if shards:
-        sets["train"] = TokenDataset(shards)
-        if data_args.val_size:
-            sets["train"], sets["eval"] = split_off(sets["train"], data_args.val_size, seed)
-        sets["train"], lines = mix(sets["train"], data_args, seed)
-    if data_args.eval_on_each_dataset:
-        each = zip(data_args.eval_dataset, eval_shards, strict=True)
-        sets |= {f"eval {name}": TokenDataset([shard]) for name, shard in each}
-    elif eval_shards:
-        sets["eval"] = TokenDataset(eval_shards)
-    return sets, lines
+        evaluation = {name_of_set(name.removeprefix("eval ")): sets[name] for name in sets}
+    return DatasetBundle(train, evaluation, report + lines)
 
 
 def _packed(name: str, dataset: TokenDataset, data_args, lines: list[str]) -> Packs:

@@ -11,7 +11,6 @@ import copy
 import functools
 import itertools
 import math
-import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from .batch import document_lengths, padding_of
 from .data_files import SIDES
+from .errors import expect
 from .files import IGNORE_INDEX
 from .tables import COLUMNS, Column, registered_columns
 from .watchdog import end_with_rank
@@ -36,12 +36,6 @@ FILLER = -1  # stands for "no sample left": collated like sample 0, without labe
 _DRAWS = 1000  # at once, as Hugging Face's datasets does
 
 # -- samples to a padded batch
-
-
-def _expect(holds: bool | torch.Tensor, otherwise: str) -> None:
-    """ValueError with this text for a condition that does not hold."""
-    if not holds:
-        raise ValueError(otherwise)
 
 
 def documents_of(sample) -> list[Mapping]:
@@ -73,7 +67,7 @@ def _refuse_columns(whose: str, columns: Mapping, known: Collection[str]) -> Non
     passing = _HARMLESS.union(known)
     more = [name for name in columns if name not in passing]
     more = [name for name in more if str(columns[name]) not in _NOTHING]
-    _expect(
+    expect(
         not more,
         f"{whose} has {', '.join(map(repr, more))}, which the model would not be given: "
         f"expected {', '.join(known)}; images and audio are not trained: remove the columns "
@@ -90,7 +84,7 @@ def _row(sample) -> dict[str, torch.Tensor]:
         _refuse_columns("a sample", document, given)
     lengths = [np.asarray(document["input_ids"]).size for document in documents]
     # an empty document among others would be lost from their numbers
-    _expect(
+    expect(
         min(lengths, default=0) > 0,
         f"a sample has documents of {lengths} tokens: expected one document, and one token of each",
     )
@@ -122,7 +116,7 @@ def _value(name: str, column: Column, value, length: int) -> torch.Tensor:
     if given.dim() == 0:
         values = values.repeat(length)
     is_exact = values.is_floating_point() or (values == given).all()
-    _expect(
+    expect(
         values.shape == (length,) and is_exact,
         f"{name} of a sample: expected {column.dtype} [{length}], or one number, got {given.dtype} "
         f"of shape {list(given.shape)}",
@@ -172,7 +166,7 @@ class Limits(NamedTuple):
 
     def check_positions(self, longest: int) -> None:
         """ValueError if the longest document has more tokens than the model has positions."""
-        _expect(
+        expect(
             longest <= self.positions,
             f"a document of {longest:,} tokens: the model has {self.positions:,} positions "
             "(max_position_embeddings of its config.json): cut the documents (cutoff_len), or "
@@ -196,7 +190,7 @@ def check_batch(batch: Mapping, packs: bool, limits: Limits) -> dict:
     _refuse_columns("a batch of the data collator", batch, known)
     batch = {k: torch.as_tensor(batch[k]) for k in known if batch.get(k) is not None}
     missing = sorted({"input_ids", "labels"} - batch.keys())
-    _expect(
+    expect(
         not missing,
         f"the data collator gave {sorted(batch)}: expected {missing} too, labels already shifted",
     )
@@ -204,23 +198,23 @@ def check_batch(batch: Mapping, packs: bool, limits: Limits) -> dict:
     mask = batch.setdefault("attention_mask", torch.ones_like(ids))
     shapes = [list(batch[name].shape) for name in ("input_ids", "labels", "attention_mask")]
     is_table = ids.dim() == 2 and ids.numel() > 0
-    _expect(
+    expect(
         is_table and shapes == 3 * shapes[:1],
         f"input_ids, labels and attention_mask have the shapes {shapes}: expected [rows, positions]"
         " of all: in the mask 1 for a token and 0 for padding, or with sequence_packing: true the "
         "number of each token's document in its row, in place of a mask of 4 dimensions",
     )
-    _expect(
+    expect(
         not ((mask[:, 1:] != 0) & (mask[:, :-1] == 0)).any(),
         "attention_mask has padding on the left: set the tokenizer's padding_side to 'right'",
     )
-    _expect(
+    expect(
         packs or not (mask > 1).any(),
         "attention_mask numbers several documents in a row, which would see each other: set "
         "sequence_packing: true",
     )
     positions = batch.pop("position_ids", torch.arange(ids.shape[1]))
-    _expect(
+    expect(
         packs or (positions == torch.arange(positions.shape[-1])).all(),
         "position_ids other than 0, 1, 2, ... belong to packed rows: set sequence_packing: true",
     )
@@ -253,10 +247,10 @@ def _check_limits(batch: dict, limits: Limits) -> None:
     labels = batch["labels"]
     for name, used in {"input_ids": ids, "labels": labels[labels != IGNORE_INDEX]}.items():
         kind = f"{name} of a batch are {used.dtype}: expected whole numbers"
-        _expect(not used.is_floating_point(), kind)
+        expect(not used.is_floating_point(), kind)
         if used.is_cpu and used.numel():  # for another device the host would wait
             low, high = map(int, used.aminmax())
-            _expect(
+            expect(
                 0 <= low <= high < limits.vocab_size,
                 f"{name} from {low} to {high}: expected 0 to {limits.vocab_size - 1}, the tokens "
                 f"of the model, and {IGNORE_INDEX} for a label without loss: the tokenizer is "
@@ -299,15 +293,11 @@ class Turns:
         self.taken = taken
         self.exhausted = set(exhausted)
         self._numbers = range(num_datasets)
-        self._round = 1  # turns that belong together
         self._enough = 1 if strategy == "interleave_under" else num_datasets  # exhausted ones
         self._repeats = strategy in ("interleave_under", "interleave_over")
-        if weights is not None:
-            turns = _drawn(weights, seed)
-        else:
-            turns = itertools.cycle(self._numbers)
-            if self._repeats:
-                self._round = num_datasets
+        turns = itertools.cycle(self._numbers) if weights is None else _drawn(weights, seed)
+        # turns that belong together
+        self._round = num_datasets if self._repeats and weights is None else 1
         self._turns = itertools.islice(turns, taken, None)
 
     def __iter__(self) -> Iterator[int]:
@@ -350,15 +340,7 @@ class BatchPlan:
 
     def __post_init__(self):
         sizes = (self.micro_batch_size, self.gradient_accumulation_steps, self.dp_size)
-        _expect(
-            self.num_samples > 0,
-            f"the dataset has {self.num_samples} samples: expected at least one",
-        )
-        _expect(
-            min(sizes) > 0 and 0 <= self.dp_rank < self.dp_size,
-            f"micro batch {sizes[0]}, accumulation {sizes[1]}, data parallel rank {self.dp_rank} "
-            f"of {sizes[2]}: expected sizes of at least 1, a rank below dp_size",
-        )
+        expect(self.num_samples > 0, "the dataset has 0 samples: expected at least one")
         self.global_batch_size = math.prod(sizes)
         self.steps_per_epoch = math.ceil(self.num_samples / self.global_batch_size)
 
@@ -370,8 +352,6 @@ class BatchPlan:
 
     def num_samples_of(self, i: int) -> int:
         """Samples of all ranks, without fillers, in step i of an epoch."""
-        steps = self.steps_per_epoch
-        _expect(0 <= i < steps, f"step {i} of an epoch that has {steps} steps")
         return min(self.global_batch_size, self.num_samples - i * self.global_batch_size)
 
     def num_micro_batches(self, i: int) -> int:
@@ -437,7 +417,7 @@ class _Filled(Dataset):
             if key in batch:
                 # labels may be the same tensor as input_ids
                 column = torch.as_tensor(batch[key]).clone()
-                _expect(
+                expect(
                     len(column) == len(items),
                     "the last batch is filled up with samples of weight zero: expected the collate "
                     f'function to return "{key}" of {len(items)} rows, got {len(column)}',
@@ -463,30 +443,24 @@ def make_loader(
     plan.num_micro_batches(step) says how many belong to a step. dataset: any map-style dataset;
     collate: list of its samples -> mapping. A FILLER of the plan is collated as sample 0, and its
     row of batch["labels"] becomes IGNORE_INDEX.
-    Raises: ValueError for a dataset without a length, or of another length than the plan's.
+    Raises: ValueError for a dataset without a length.
     """
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise ValueError(
-            f"{type(dataset).__name__} has no __len__ or __getitem__: expected a map-style "
-            "dataset, because the steps of an epoch are planned ahead; read an iterable dataset "
-            "into a list"
-        )
-    _expect(
-        len(dataset) == plan.num_samples,
-        f"the dataset has {len(dataset)} samples, its plan is for {plan.num_samples}",
+    expect(
+        hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"),
+        f"{type(dataset).__name__} has no __len__ or __getitem__: expected a map-style dataset, "
+        "because the steps of an epoch are planned ahead; read an iterable dataset into a list",
     )
     filled = _Filled(dataset, collate)
-    with warnings.catch_warnings(record=True):  # its iterator warns of too many workers again
-        return DataLoader(
-            filled,
-            batch_sampler=_MicroBatches(plan, start_epoch, start_step, num_epochs),
-            collate_fn=filled.collate,
-            num_workers=num_workers,
-            worker_init_fn=end_with_rank,
-            pin_memory=torch.cuda.is_available(),
-            # else a DataLoader draws from torch's global generator, and changes dropout
-            generator=torch.Generator().manual_seed(plan.seed),
-        )
+    return DataLoader(
+        filled,
+        batch_sampler=_MicroBatches(plan, start_epoch, start_step, num_epochs),
+        collate_fn=filled.collate,
+        num_workers=num_workers,
+        worker_init_fn=end_with_rank,
+        pin_memory=torch.cuda.is_available(),
+        # else a DataLoader draws from torch's global generator, and changes dropout
+        generator=torch.Generator().manual_seed(plan.seed),
+    )
 
 
 # -- packs
@@ -513,7 +487,6 @@ class Packs(Dataset):
         self.costs = np.array([squares[pack].sum() for pack in self.packs])
         self.num_tokens = dataset.num_tokens
         self.num_trained_tokens = dataset.num_trained_tokens
-        self.fingerprint = f"{dataset.fingerprint} packed into {capacity}"
         name = getattr(dataset, "identity", dataset.fingerprint)  # a user's own dataset may lack it
         self.identity = f"{name} packed into {capacity}"
         self.padding_fraction = 1.0 - dataset.num_tokens / (len(self.packs) * capacity)

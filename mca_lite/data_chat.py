@@ -12,27 +12,26 @@ Thinking and tools are written as text if a template has no place for them.
 """
 
 import contextlib
+import copy
 import functools
 import inspect
 import itertools
 import json
 import os
 import re
-import resource
 import threading
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from .data_records import Conversation
-from .errors import refuse
+from .errors import expect, refuse
 from .tables import BUILT_IN_FOR, TEMPLATES
 
 # text before the last </think>, from the last <think> or the beginning on, unless it is blank
@@ -45,8 +44,6 @@ _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _QUESTION = "mcaquestion"
 _ANSWER = "mcaanswer"
 RENDER_S = 30.0  # limit of a trial, and of a record: usual templates take milliseconds
-_TRIAL_BYTES = 4 << 30  # limit of a trial
-_trial = threading.Lock()
 # arguments of apply_chat_template, not variables of a template
 _TAKEN = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {
     "documents"
@@ -128,22 +125,6 @@ def in_time(render: Callable, place: Callable[[], str]):
     return answer.result()
 
 
-@contextlib.contextmanager
-def _bounded_memory() -> Iterator[None]:
-    """Limit this process to _TRIAL_BYTES more: a MemoryError instead of an exhausted machine."""
-    kind = resource.RLIMIT_AS
-    with _trial:
-        soft, hard = resource.getrlimit(kind)
-        limit = psutil.Process().memory_info().vms + _TRIAL_BYTES
-        if soft != resource.RLIM_INFINITY:
-            limit = min(limit, soft)
-        resource.setrlimit(kind, (limit, hard))
-        try:
-            yield
-        finally:
-            resource.setrlimit(kind, (soft, hard))
-
-
 def chat_renderer(tokenizer, data_args) -> tuple["ChatRenderer", list[str]]:
     """(the renderer of a run, lines for the report), by the keys of DataArguments. Sets the
     template of these keys in the tokenizer, in place.
@@ -155,8 +136,7 @@ def chat_renderer(tokenizer, data_args) -> tuple["ChatRenderer", list[str]]:
     renderer = ChatRenderer(tokenizer, data_args.enable_thinking)
     if renderer.options and not renderer.reads("enable_thinking"):
         report.append("note: the chat template does not read enable_thinking")
-    with _bounded_memory():
-        ending = renderer.end_of_turn()
+    ending = renderer.end_of_turn()
     if tokenizer.chat_template and not ending:
         report.append(
             "note: the chat template writes nothing after an answer: the model will not learn to "
@@ -206,16 +186,17 @@ class ChatRenderer:
     """
 
     def __init__(self, tokenizer, enable_thinking: bool | None = None):
-        if not tokenizer.is_fast:
-            raise ValueError(
-                f"{type(tokenizer).__name__} gives no character offsets, from which the loss mask "
-                "is made: expected a fast tokenizer (one with a tokenizer.json)"
-            )
+        expect(
+            tokenizer.is_fast,
+            f"{type(tokenizer).__name__} gives no character offsets, from which the loss mask "
+            "is made: expected a fast tokenizer (one with a tokenizer.json)",
+        )
         self.tokenizer = tokenizer
         self.options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
-        self._styles: dict[str, _Style] = {}
-        self._whole: set[int] = set()  # shapes of conversations rendered with all their messages
-        self._others: dict[str, ChatRenderer] = {}
+        self._styles: dict[tuple[str, str], _Style] = {}
+        # of the conversation that a copy renders
+        self._tools: list | None = None
+        self._template = ""
 
     def render(self, conversation: Conversation, trained: str, where: str) -> list[Rendered]:
         """The samples of a conversation. trained: "all" of it; all "answers", or the "last" one,
@@ -226,11 +207,13 @@ class ChatRenderer:
         Raises: ValueError with the place."""
         if conversation.is_plain:
             return [self._plain(conversation.messages, trained)]
-        if conversation.options:
-            renderer = self._with(conversation.options, where)
-            return renderer.render(replace(conversation, options={}), trained, where)
+        taken = ", ".join(map(repr, sorted(_TAKEN.intersection(conversation.options))))
+        expected = "expected variables of the template"
+        expect(not taken, f"{where}: chat_template_kwargs: {taken}: {expected}")
+        one = copy.copy(self)
+        one.options = self.options | conversation.options
         try:
-            return self._samples(conversation, trained)
+            return one.samples(conversation, trained)
         except TemplateError as error:
             raise ValueError(
                 f"{where}: the chat template refuses the conversation: {error}: set chat_template "
@@ -251,45 +234,34 @@ class ChatRenderer:
         start = -1 if trained == "all" else len(prompt)
         return Rendered(text, [(start, len(text) + 1)], is_plain=True)
 
-    def _with(self, options: dict, where: str) -> "ChatRenderer":
-        """A renderer with the options of one conversation over those of the run."""
-        if taken := sorted(_TAKEN.intersection(options)):
-            raise ValueError(
-                f"{where}: chat_template_kwargs: {taken[0]!r}: expected variables of the template"
-            )
-        key = json.dumps(options, sort_keys=True, default=str)
-        if key not in self._others:
-            if len(self._others) >= 64:
-                self._others.clear()
-            self._others[key] = ChatRenderer(self.tokenizer)
-            self._others[key].options = {**self.options, **options}
-        return self._others[key]
-
-    def _samples(self, conversation: Conversation, trained: str) -> list[Rendered]:
-        if not self.tokenizer.chat_template:
-            raise ValueError(_NO_TEMPLATE)
+    def samples(self, conversation: Conversation, trained: str) -> list[Rendered]:
+        """render(), on the copy for this conversation."""
+        expect(self.tokenizer.chat_template, _NO_TEMPLATE)
         _check_weights(conversation, trained == "all")
         weights = [conversation.weights.get(n, True) for n in _answers(conversation.messages)]
         template = self.tokenizer.get_chat_template(tools=conversation.tools)
         messages = [_with_known_keys(m, template) for m in conversation.messages]
         messages, tools = _for_template(messages, conversation.tools, template)
-        self._check_whole(messages, tools)
+        self._template = self.tokenizer.get_chat_template(tools=tools)
+        self._style = self._style_of(self._template)
+        self._tools = tools
+        self._check_whole(messages)
         turns = _answers(messages)  # of other numbers: messages of tools may be joined
         hidden = [n for n, weight in zip(turns, weights, strict=True) if not weight]
         if trained == "all":
-            text, spans, _ = self._sample(messages, tools, hidden)
+            text, spans, _ = self._sample(messages, hidden)
             borders = [-1, *itertools.chain(*spans), len(text) + 1]
             return [Rendered(text, list(zip(borders[::2], borders[1::2], strict=True)))]
         parts = [(len(messages), turns[-1])]
         if trained == "answers":
-            parts = self._parts(messages, tools)
+            parts = self._parts(messages)
         samples = []
         for end, first in parts:
             wanted = [n for n in turns if first <= n < end and n not in hidden]
-            samples.append(self._sample(messages[:end], tools, wanted))
+            samples.append(self._sample(messages[:end], wanted))
         return [sample for sample in samples if sample.spans] or samples[-1:]
 
-    def _check_whole(self, messages: list[dict], tools) -> None:
+    def _check_whole(self, messages: list[dict]) -> None:
         """ValueError for a message left out by the template."""
         marks: dict[int, str] = {}
         marked = list(messages)
@@ -298,11 +270,8 @@ class ChatRenderer:
             if message["role"] != "assistant" and message["content"].strip():
                 marks[number] = f"mcatext{number}x"
                 marked[number] = message | {"content": marks[number]}
-        shape = hash((bool(tools), *(message["role"] for message in messages), *marks))
-        if shape in self._whole:
-            return
         try:
-            text = self._render(marked, tools).lower()  # templates may write in capitals
+            text = self._render(marked).lower()  # templates may write in capitals
         except TemplateError:  # the template parses the content
             return
         for number, mark in marks.items():
@@ -313,9 +282,8 @@ class ChatRenderer:
                     f"of {message['role']}: expected a role that it writes (most know system), or "
                     "another chat_template"
                 )
-        self._whole.add(shape)
 
-    def _parts(self, messages: list[dict], tools: list | None) -> list[tuple[int, int]]:
+    def _parts(self, messages: list[dict]) -> list[tuple[int, int]]:
         """(end, first) of each sample: messages[:end], with the turns from `first` on trained.
 
         A template may strip the thinking of earlier turns once another question follows. The last
@@ -327,7 +295,7 @@ class ChatRenderer:
         @functools.cache
         def shown(end: int) -> set[str]:
             """The marks in the rendering of so many messages."""
-            return set(re.findall(r"mcathought\d+x", self._render(marked[:end], tools)))
+            return set(re.findall(r"mcathought\d+x", self._render(marked[:end])))
 
         parts: list[tuple[int, int]] = []
         end = len(messages)
@@ -340,25 +308,23 @@ class ChatRenderer:
             end = first
         return parts
 
-    def _sample(self, messages: list[dict], tools: list | None, wanted: list[int]) -> Rendered:
+    def _sample(self, messages: list[dict], wanted: list[int]) -> Rendered:
         """The conversation as text, with the spans of the answers in messages of these numbers."""
-        template = self.tokenizer.get_chat_template(tools=tools)
-        style = self._style(template)
-        text = self._render(messages, tools)
-        spans = self._marked_spans(messages, tools, template, style)
+        text = self._render(messages)
+        spans = self._marked_spans(messages)
         turns = _answers(messages)
         if len(spans) == len(turns):
             spans = [span for span, n in zip(spans, turns, strict=True) if n in wanted]
         elif wanted != turns:  # several marks of a turn do not say whose they are
             spans = []
         with contextlib.suppress(TemplateError):  # a template may refuse a part of a conversation
-            spans = spans or self._answer_spans(text, messages, tools, wanted, style)
-        if wanted and not spans:
-            raise ValueError(
-                "cannot tell which part of the rendered conversation the assistant says: "
-                "the chat template rewrites it; put {% generation %} and {% endgeneration %} round "
-                "it there, or set train_on_prompt: true"
-            )
+            spans = spans or self._answer_spans(text, messages, wanted)
+        expect(
+            spans or not wanted,
+            "cannot tell which part of the rendered conversation the assistant says: "
+            "the chat template rewrites it; put {% generation %} and {% endgeneration %} round "
+            "it there, or set train_on_prompt: true",
+        )
         return Rendered(text, spans)
 
     def end_of_turn(self) -> str:
@@ -370,35 +336,34 @@ class ChatRenderer:
         template = self.tokenizer.get_chat_template()
         tried = "a question and its answer"
         try:
-            return in_time(lambda: self._style(template), lambda: tried).closing
+            return in_time(lambda: self._style_of(template), lambda: tried).closing
         except TemplateError as error:
             raise ValueError(
                 f"the chat template refuses a question with its answer: {error}"
             ) from error
 
-    def _render(
-        self, messages: list[dict], tools: list | None, prompt=False, options: dict | None = None
-    ) -> str:
+    def _render(self, messages: list[dict], prompt=False, options: dict | None = None) -> str:
         options = self.options if options is None else options
         with _as_template_error():
             return self.tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=prompt, **options
+                messages, tools=self._tools, tokenize=False, add_generation_prompt=prompt, **options
             )
 
-    def _style(self, template: str) -> _Style:
-        if template not in self._styles:
+    def _style_of(self, template: str) -> _Style:
+        key = (template, str(self.options))
+        if key not in self._styles:
             question = {"role": "user", "content": _QUESTION}
-            both = self._render([question, {"role": "assistant", "content": _ANSWER}], None)
-            plain = self._render([question], None)
-            prompt = self._render([question], None, prompt=True)
+            both = self._render([question, {"role": "assistant", "content": _ANSWER}])
+            plain = self._render([question])
+            prompt = self._render([question], prompt=True)
             # `plain` may have more than `both` begins with: Phi-3 ends it with eos
             prompted = both.startswith(prompt)
             start = len(prompt) if prompted else len(os.path.commonprefix([plain, both]))
             lead, _, tail = both[start:].partition(_ANSWER)
             if prompted and (prompt != plain or not lead.strip()):
                 lead = ""  # think marks or a space, to be produced by the model
-            self._styles[template] = _Style(prompted, lead, self._end_of_turn(tail), tail)
-        return self._styles[template]
+            self._styles[key] = _Style(prompted, lead, self._end_of_turn(tail), tail)
+        return self._styles[key]
 
     def _end_of_turn(self, tail: str) -> str:
         """tail to the end of its first special token; without one, tail without the white space at
@@ -411,34 +376,34 @@ class ChatRenderer:
             return tail[: found.end()]
         return tail.rstrip()
 
-    def _marked_spans(self, messages, tools, template: str, style: _Style) -> list:
+    def _marked_spans(self, messages: list[dict]) -> list:
         """The spans of the template's {% generation %} marks, to the end of the end-of-turn
         token."""
-        if not _GENERATION_MARK.search(template):
+        if not _GENERATION_MARK.search(self._template):
             return []
         # not apply_chat_template: its mask of tokens reaches to the end of the text if the
         # tokenizer drops white space at the end of a mark
         with _as_template_error():
             [text], [marks] = render_jinja_template(
                 conversations=[messages],
-                tools=tools,
-                chat_template=template,
+                tools=self._tools,
+                chat_template=self._template,
                 return_assistant_tokens_mask=True,
                 add_generation_prompt=False,
                 **self.tokenizer.special_tokens_map | self.options,
             )
         spans = []
         for start, end in marks:
-            _, closing, rest = text[start:end].rpartition(style.closing or "\0")
+            _, closing, rest = text[start:end].rpartition(self._style.closing or "\0")
             if closing and not rest.strip():
                 end -= len(rest)
-            elif text.startswith(style.closing, end):
-                end += len(style.closing)
+            elif text.startswith(self._style.closing, end):
+                end += len(self._style.closing)
             spans.append((start, end))
         return spans
 
     def _answer_spans(
-        self, text: str, messages, tools, numbers: list[int], style: _Style
+        self, text: str, messages: list[dict], numbers: list[int]
     ) -> list[tuple[int, int]]:
         """[start, end) of the answers of these messages, by markers; [] if there is no such part.
 
@@ -451,11 +416,11 @@ class ChatRenderer:
         at_prompts = []
         for number in numbers:
             message = messages[number]
-            before, after = self._around_marker(messages, tools, number)
-            ending = style.closing
+            before, after = self._around_marker(messages, number)
+            ending = self._style.closing
             if not after.startswith(ending):  # tool calls, or more after the answer
-                _, rest = self._around_marker(messages[: number + 1], tools, number)
-                ending = rest.removesuffix(style.tail) + style.closing
+                _, rest = self._around_marker(messages[: number + 1], number)
+                ending = rest.removesuffix(self._style.tail) + ending
             end = len(text) - len(after) + len(ending)
             thinking = _before_answer(message["content"])
             answer = message["content"].removeprefix(thinking).strip()
@@ -466,7 +431,7 @@ class ChatRenderer:
             if not message.get("tool_calls"):
                 untrained = before.removesuffix(thinking).removesuffix(thinking.lstrip())
                 at_markers.append(len(untrained))
-            prompt = self._prompt(before, messages[:number], tools, style)
+            prompt = self._prompt(before, messages[:number])
             if prompt is not None:
                 at_prompts.append(len(prompt))
         for starts in (at_prompts, at_markers):
@@ -474,7 +439,7 @@ class ChatRenderer:
                 return list(zip(starts, ends, strict=True))
         return []
 
-    def _around_marker(self, messages: list[dict], tools, number: int) -> tuple[str, str]:
+    def _around_marker(self, messages: list[dict], number: int) -> tuple[str, str]:
         """Texts before and after a marker in the place of an answer, or of the name of the first
         function it calls. Thinking in the message stays."""
         message = messages[number]
@@ -483,16 +448,17 @@ class ChatRenderer:
             marked = message | {"tool_calls": [calls[0] | {"function": function}, *calls[1:]]}
         else:
             marked = message | {"content": _before_answer(message["content"]) + _ANSWER}
-        text = self._render([*messages[:number], marked, *messages[number + 1 :]], tools)
+        text = self._render([*messages[:number], marked, *messages[number + 1 :]])
         before, *after = re.split(_ANSWER, text, maxsplit=1, flags=re.IGNORECASE)
         return before, "".join(after)
 
-    def _prompt(self, before: str, messages, tools, style: _Style) -> str | None:
+    def _prompt(self, before: str, messages: list[dict]) -> str | None:
         """The prompt of the next answer with `lead`, None if `before` does not begin with it."""
+        style = self._style
         # with enable_thinking: false the prompt has an empty block, which history has not
         for options in (self.options, {}):
             try:
-                prompt = self._render(messages, tools, style.prompted, options)
+                prompt = self._render(messages, style.prompted, options)
             except TemplateError:  # a template may refuse a part of a conversation
                 return None
             if not style.prompted:
@@ -532,12 +498,12 @@ def _check_weights(conversation: Conversation, trains_all: bool) -> None:
     """ValueError for weights that cannot be honoured: only answers have any."""
     for number, is_trained in conversation.weights.items():
         role = conversation.messages[number]["role"]
-        if role != "assistant" and is_trained != trains_all:
-            raise ValueError(
-                f"message {number + 1} ({role}) has weight {int(is_trained)}: only the "
-                "assistant's messages are trained one by one: leave it out (train_on_prompt: true "
-                "trains all messages)"
-            )
+        expect(
+            role == "assistant" or is_trained == trains_all,
+            f"message {number + 1} ({role}) has weight {int(is_trained)}: only the "
+            "assistant's messages are trained one by one: leave it out (train_on_prompt: true "
+            "trains all messages)",
+        )
 
 
 def _with_known_keys(message: dict, template: str) -> dict:

@@ -1,7 +1,6 @@
 """From the files of a dataset to token ids with a loss mask: Reader reads records, Encoder makes
 unshifted documents of them, load_shard keeps these in the token cache."""
 
-import dataclasses
 import functools
 import hashlib
 import inspect
@@ -11,7 +10,7 @@ import os
 import re
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -27,6 +26,7 @@ from . import data_chat, data_files, data_records
 from .data_chat import ChatRenderer, Rendered, in_time
 from .data_files import SIDES, Cursor, DatasetSpec, Progress, build_once, read_records
 from .data_records import Conversation, conversations, detect_format, document
+from .errors import expect
 from .files import IGNORE_INDEX, checksum, describe_error, sync, write_file, write_json
 from .tables import Objective
 
@@ -49,7 +49,7 @@ BEGINNING: Place = (0, 0, 0, 0)
 
 # -- counts of records
 
-# the kinds of a Count
+# kinds of counts
 BAD = "bad"  # left out: the record cannot be used
 CUT = "truncated"  # cut to cutoff_len
 UNLABELED = "label-less"  # left out: no token to train on
@@ -62,34 +62,19 @@ _SEVERAL = "conversations became several samples, for the template strips their 
 
 
 @dataclass
-class Count:
-    """Records of one kind. text: the end of a sentence that begins with the number. place:
-    "file:line" of the first."""
-
-    kind: str
-    text: str
-    place: str
-    number: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.number:,} {self.text}"
-
-
-@dataclass
 class Tally:
-    """Counts of `records` that were read, by their texts."""
+    """Counts of `records` that were read, by a text: the end of a sentence that begins with the
+    number. kinds: of the texts. places: "file:line" of the first record of each."""
 
     records: int = 0
-    counts: dict[str, Count] = field(default_factory=dict)
+    counts: Counter = field(default_factory=Counter)
+    kinds: dict[str, str] = field(default_factory=dict)
+    places: dict[str, str] = field(default_factory=dict)
 
-    @classmethod
-    def of(cls, meta: dict) -> "Tally":
-        """The Tally in a shard's meta.json."""
-        counts = {text: Count(**count) for text, count in meta["counts"].items()}
-        return cls(meta["records"], counts)
-
-    def count(self, kind: str, text: str, place: str, number: int = 1) -> None:
-        self.counts.setdefault(text, Count(kind, text, place)).number += number
+    def count(self, kind: str, text: str, place: str) -> None:
+        self.counts[text] += 1
+        self.kinds[text] = kind
+        self.places.setdefault(text, place)
 
     def refuse(self, place: str, reason: str) -> None:
         # numbers of messages are replaced: they would give each record a reason of its own
@@ -98,17 +83,19 @@ class Tally:
 
     def number(self, kind: str) -> int:
         """Records of a kind."""
-        return sum(count.number for count in self.counts.values() if count.kind == kind)
+        return sum(self.counts[text] for text in self.kinds if self.kinds[text] == kind)
 
     def add(self, later: "Tally") -> None:
         """Add the counts of later records."""
         self.records += later.records
-        for count in later.counts.values():
-            self.count(count.kind, count.text, count.place, count.number)
+        self.counts += later.counts
+        self.kinds |= later.kinds
+        self.places = later.places | self.places
 
     def lines(self) -> list[str]:
         """A line for each count, with its first place."""
-        return [f"{count}, the first at {count.place}" for count in self.counts.values()]
+        places = self.places.items()
+        return [f"{self.counts[text]:,} {text}, the first at {place}" for text, place in places]
 
     def check(self, few_records: int = 0) -> None:
         """ValueError for too many bad records. few_records: their share is taken of so many at
@@ -131,9 +118,8 @@ class Reader:
     def __init__(self, spec: DatasetSpec, objective: Objective, data_args):
         self.spec = spec
         self.objective = objective
+        self.args = data_args
         self.skips = data_args.on_bad_record == "skip"
-        self.system = data_args.default_system
-        self.ignored = data_args.ignore_message_keys
         # only the first so many records
         self.limit = min(filter(None, (data_args.max_samples, spec.num_samples)), default=None)
         self.formats = dict.fromkeys(spec.files, _UNREAD)
@@ -155,8 +141,7 @@ class Reader:
                 if taken == self.limit:
                     return
             cursor = Cursor()
-        if taken == start[-1]:
-            raise ValueError(f"{self.spec.name}: there is no record to train on")
+        expect(taken > start[-1], f"{self.spec.name}: there is no record to train on")
 
     def _detect_format(self, file: str, kind: str) -> None:
         """Read a file from its beginning until a record shows its format."""
@@ -174,7 +159,6 @@ class Reader:
         if isinstance(record, ValueError):
             return record, {}
         try:
-            _refuse_other_kinds(record, self.objective, where)
             values = data_records.column_values(record, self.columns, where)
             if self.formats[file] == _UNREAD:
                 self.formats[file] = detect_format(record, self.spec, self.objective, where)
@@ -182,27 +166,12 @@ class Reader:
                 return document(record, self.spec, where), values
             form = self.formats[file]
             pairs = self.objective.has_pairs
-            options = (self.system, where, self.ignored)
+            options = (self.args.default_system, where, self.args.ignore_message_keys)
             return conversations(record, self.spec, form, pairs, *options), values
         except ValueError as error:
             if self.formats[file] == _UNREAD and not self.skips:
                 raise
             return error, {}
-
-
-def _refuse_other_kinds(record, objective: Objective, where: str) -> None:
-    """ValueError for records with another meaning than a text model would learn from them."""
-    if objective.joins_documents or not isinstance(record, dict):
-        return
-    for column in () if objective.has_pairs else ("kto_tag", "label"):
-        if isinstance(record.get(column), bool):
-            raise ValueError(
-                f"{where}: the column {column!r} says whether an answer is good, and every "
-                "answer would be trained: keep the good ones, and leave the column out"
-            )
-    for column in ("images", "videos", "audios"):
-        if record.get(column):
-            raise ValueError(f"{where}: the column {column!r} is there, and models here read text")
 
 
 # -- records to samples
@@ -248,11 +217,11 @@ class Encoder:
             "skips": self.skips,
             **{key: getattr(data_args, key) for key in keys},
         }
-        if self.is_text and not (tokenizer.is_fast and tokenizer.eos_token_id is not None):
-            raise ValueError(
-                f"stage {objective.stage} ends documents with the tokenizer's eos_token: set it in "
-                "its config, and expected a fast tokenizer (one with a tokenizer.json)"
-            )
+        expect(
+            not self.is_text or (tokenizer.is_fast and tokenizer.eos_token_id is not None),
+            f"stage {objective.stage} ends documents with the tokenizer's eos_token: set it in "
+            "its config, and expected a fast tokenizer (one with a tokenizer.json)",
+        )
 
     def encode(self, chunk: list[Record]) -> tuple[list[Sample], Tally]:
         """The samples that are kept, in their order, and the counts of the records.
@@ -318,12 +287,12 @@ class Encoder:
         """ValueError with the place for a text far longer than the part that is kept: tokenising
         takes 300 bytes of memory a character."""
         most = max(_MOST_CHARACTERS, 32 * self.cutoff_len)
-        if size > most and not self.joins:
-            raise ValueError(
-                f"{where}: the record has {size:,} characters, and of records that are cut to "
-                f"cutoff_len {self.cutoff_len} at most {most:,} are read: split or remove it, or "
-                "set on_bad_record: skip"
-            )
+        expect(
+            size <= most or self.joins,
+            f"{where}: the record has {size:,} characters, and of records that are cut to "
+            f"cutoff_len {self.cutoff_len} at most {most:,} are read: split or remove it, or "
+            "set on_bad_record: skip",
+        )
 
     def _tokenize(self, rendered: list[Rendered]) -> list[Document]:
         """The document of each text, its spans trained.
@@ -335,7 +304,14 @@ class Encoder:
         documents: list[Document] = []
         for is_plain, group in itertools.groupby(rendered, key=lambda one: one.is_plain):
             alike = list(group)
-            batch = self._tokens([one.text for one in alike], is_plain)
+            batch = self.tokenizer(
+                [one.text for one in alike],
+                add_special_tokens=is_plain,
+                return_offsets_mapping=not self.is_text,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                verbose=False,
+            )
             if self.is_text:
                 documents += map(self._ended, alike, batch["input_ids"])
                 continue
@@ -344,24 +320,6 @@ class Encoder:
                 tokens = np.array(ids, dtype=np.int32)
                 documents.append(np.where(mask_of_spans(offsets, one.spans), tokens, ~tokens))
         return documents
-
-    def _tokens(self, texts: list[str], is_plain: bool):
-        try:
-            return self.tokenizer(
-                texts,
-                add_special_tokens=is_plain,
-                return_offsets_mapping=not self.is_text,
-                return_attention_mask=False,
-                return_token_type_ids=False,
-                verbose=False,
-            )
-        except BaseException as error:
-            if type(error).__name__ != "PanicException":  # of Rust, exported by no module
-                raise
-            raise ValueError(
-                f"the tokenizer gave up on a text of {max(map(len, texts)):,} characters "
-                f"({error}): its tokenizer.json has an expression that takes too long"
-            ) from None
 
     def _ended(self, rendered: Rendered, ids: list[int]) -> Document:
         """The tokens of a text with the end token; none of an empty one."""
@@ -384,9 +342,6 @@ class Encoder:
             start = min(longest - limit, max(_shared_prompt(*documents) - 1, 0))
             what += " at the beginning of their prompt"
         tally.count(CUT, what, where)
-        if self.has_pairs and longest - start > limit:
-            what = "of them had an answer too long without its prompt: its end was cut"
-            tally.count(NOTE, what, where)
         return [document[start : start + limit] for document in documents]
 
     def _leaves_out(self, documents: list[Document], tally: Tally, where: str) -> bool:
@@ -448,21 +403,12 @@ def _encode_in_worker(chunk: list[Record]) -> tuple[list[Sample], Tally]:
 def encode_all(
     reader: Reader, encoder: Encoder, workers: int | None
 ) -> Iterator[tuple[list[Sample], Tally]]:
-    """(samples, Tally so far) after each chunk of a dataset's records, in their order.
+    """(samples, their Tally) of each chunk of a dataset's records, in their order.
 
     workers: number of tokenising processes, without effect on the result; None: chosen here.
     """
-    tally = Tally()
     records = (record for record, _ in reader.records())
     chunks = iter(lambda: list(itertools.islice(records, CHUNK_RECORDS)), [])
-    for samples, of_chunk in _in_processes(encoder, chunks, workers):
-        tally.add(of_chunk)
-        yield samples, tally
-
-
-def _in_processes(
-    encoder: Encoder, chunks: Iterator[list[Record]], workers: int | None
-) -> Iterator[tuple[list[Sample], Tally]]:
     head = list(itertools.islice(chunks, PARALLEL_FROM_RECORDS // CHUNK_RECORDS))
     chunks = itertools.chain(head, chunks)
     if workers is None:
@@ -561,10 +507,11 @@ def _keys(reader: Reader, encoder: Encoder, cache_dir: Path) -> tuple[str, str]:
     }
     modules = (data_files, data_records, data_chat, sys.modules[__name__])
     code = {"format": CACHE_FORMAT, "code": [inspect.getsource(module) for module in modules]}
-    return _hash_of(identity | code), _hash_of(identity)
+    return hash_of(identity | code), hash_of(identity)
 
 
-def _hash_of(facts: dict) -> str:
+def hash_of(facts) -> str:
+    """A name for facts that JSON can hold."""
     text = json.dumps(facts, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -610,7 +557,8 @@ def write_shard(
     rows = []
     tally = Tally()
     with open(folder / "ids.bin", "wb") as tokens:
-        for samples, tally in parts:
+        for samples, of_chunk in parts:
+            tally.add(of_chunk)
             for document, values in itertools.chain(*samples):
                 tokens.write(document.tobytes())
                 columns = (values.get(name, np.nan) for name in reader.columns)
@@ -630,7 +578,7 @@ def write_shard(
         "formats": list(reader.formats.values()),
         "columns": list(reader.columns),
         "checksums": {path.name: checksum(path) for path in files},
-        **dataclasses.asdict(tally),
+        "tally": vars(tally),
     }
     write_json(folder / META_NAME, meta)
     for path in (*files, folder):
@@ -660,7 +608,7 @@ def damage(folder: Path) -> str | None:
             if version not in _whole and list(checksum(path)) != written:
                 return f"{name} has other content than was written"
             _whole.add(version)
-    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+    except Exception as error:
         return f"it cannot be read ({describe_error(error)})"
     return None
 
@@ -679,7 +627,7 @@ class Shard:
         self.documents_per_sample = documents_per_sample
         self.identity = identity
         self.meta = json.loads((folder / META_NAME).read_text())
-        self.tally = Tally.of(self.meta)
+        self.tally = Tally(**self.meta["tally"])
         index = np.load(folder / "index.npz")
         self.spans = index["spans"].reshape(-1, documents_per_sample, 2)
         self.document_lengths = self.spans[..., 1] - self.spans[..., 0] - 1

@@ -1,11 +1,11 @@
 """The files of a dataset: paths, folders, dataset_info.json, the hub, and the readers of each kind
 of file.
 
-A place in the user's data is "file:line" throughout (parquet: file:row), for errors.
+A place in the user's data is "file:line" throughout, for errors: "file:number" of the record in
+parquet, and in a .json file with a list of records. Other .json files have one object a line.
 """
 
 import contextlib
-import errno
 import gzip
 import importlib.util
 import itertools
@@ -24,6 +24,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from . import world
+from .errors import expect
 from .files import describe_error, sync
 from .tables import Objective
 
@@ -31,9 +32,7 @@ _COMPRESSED = (".json", ".jsonl", ".txt")
 SUFFIXES = (*_COMPRESSED, ".parquet", *(f"{suffix}.gz" for suffix in _COMPRESSED))
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 _AS_A_WHOLE = " as a whole"  # ends the kind of a text file of one document
-_TOO_DEEP = "it is nested too deep"
-_MOST_LEVELS = 256  # Python's recursion ends at 1000; templates and pickles take several a level
-_JSON_STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"')
+_BLANK = b"\xef\xbb\xbf \t\r\n"  # before a list: a byte order mark too
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # escaped: alone, it makes no text
 SIDES = ("chosen", "rejected")  # the two answers of a preference pair, in this order everywhere
 
@@ -45,8 +44,8 @@ class DatasetSpec:
 
     files: path -> kind, which selects the reader. formatting: the name of a record format. columns:
     name of a column in dataset_info.json -> in the files. tags: names within messages. num_samples:
-    only the first so many records. notes: lines for the report. values: of registered columns, for
-    records without one of their own.
+    only the first so many records. values: of registered columns, for records without one of their
+    own.
     """
 
     name: str
@@ -55,7 +54,6 @@ class DatasetSpec:
     columns: dict = field(default_factory=dict)
     tags: dict = field(default_factory=dict)
     num_samples: int | None = None
-    notes: list[str] = field(default_factory=list)
     values: dict = field(default_factory=dict)
 
 
@@ -102,11 +100,12 @@ def resolve(entries: list[str], data_args, objective: Objective) -> list[Dataset
 def _files_of(path: Path) -> dict[str, str]:
     """The file, or the files of a folder in the order of their names, with their kinds."""
     files = _readable(path.iterdir() if path.is_dir() else [path])
-    if not files:
-        raise ValueError(f"{path}: expected {', '.join(SUFFIXES)} files")
+    expect(files, f"{path}: expected {', '.join(SUFFIXES)} files")
     for file in files:
-        if not os.path.isfile(file):
-            raise ValueError(f"{file}: expected a file; a folder, a pipe or a device is not read")
+        expect(
+            os.path.isfile(file),
+            f"{file}: expected a file; a folder, a pipe or a device is not read",
+        )
     return files
 
 
@@ -150,8 +149,7 @@ def _files_of_hub(repository: str, entry: dict, here: str) -> dict[str, str]:
     chosen = {file: files[file] for file in files if split.search(os.path.relpath(file, folder))}
     if not chosen and "split" not in entry:
         chosen = files
-    if not chosen:
-        raise ValueError(f"{here}: {repository} has no file for {entry} in {below}")
+    expect(chosen, f"{here}: {repository} has no file for {entry} in {below}")
     return chosen
 
 
@@ -182,9 +180,10 @@ def get_column(record, column: str, where: str, kind=str, required=True):
 
 
 # keys of an entry
-_SELECTING = ("subset", "split", "folder")  # within a hub repository
-_KEYS = ("file_name", "hf_hub_url", "formatting", *_SELECTING)
-_KEYS += ("ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
+_KEYS = """
+file_name hf_hub_url ms_hub_url om_hub_url script_url cloud_file_name formatting
+subset split folder
+""".split()  # the last three are places within a hub repository
 _KIND_OF_KEY = {
     **dict.fromkeys(_KEYS, str),
     "columns": dict,
@@ -193,7 +192,7 @@ _KIND_OF_KEY = {
     "ranking": bool,
     "values": dict,
 }
-_TEXT_COLUMNS = ("prompt", "query", "response", "history", "messages", "system", "tools", "text")
+_TEXT_COLUMNS = "prompt query response history messages system tools text".split()
 TAGS = {
     "role_tag": "from",
     "content_tag": "value",
@@ -210,7 +209,7 @@ def _declared(name: str, entry: dict, folder: Path, objective: Objective, here: 
     cannot be honoured."""
     entry = {key: value for key, value in entry.items() if value is not None}
     _check_names(entry, _KIND_OF_KEY, here)
-    usable = _TEXT_COLUMNS
+    usable = list(_TEXT_COLUMNS)
     if objective.has_pairs:
         usable += SIDES
     elif entry.get("ranking"):
@@ -218,34 +217,31 @@ def _declared(name: str, entry: dict, folder: Path, objective: Objective, here: 
     for key, known in (("columns", usable), ("tags", TAGS)):
         names = entry.setdefault(key, {})
         _check_names(names, dict.fromkeys(known, str), f"{here}: {key}")
-    if entry.get("formatting", "alpaca") not in ("alpaca", "sharegpt", "openai"):
-        raise ValueError(f"{here}: formatting: expected alpaca, sharegpt or openai")
-    if entry.get("num_samples", 1) < 1:
-        raise ValueError(f"{here}: num_samples: expected a count from 1 on")
+    expect(
+        entry.get("formatting", "alpaca") in ("alpaca", "sharegpt", "openai"),
+        f"{here}: formatting: expected alpaca, sharegpt or openai",
+    )
+    expect(entry.get("num_samples", 1) >= 1, f"{here}: num_samples: expected a count from 1 on")
     chosen = ("formatting", "columns", "tags", "num_samples")
     values = entry.get("values", {})
     spec = DatasetSpec(name, {}, *map(entry.get, chosen), values=values)
     if "hf_hub_url" in entry:
         spec.files = _files_of_hub(entry["hf_hub_url"], entry, here)
         return spec
-    if "file_name" not in entry:
-        raise ValueError(
-            f"{here}: datasets are read from local files or the Hugging Face hub: set file_name or "
-            f"hf_hub_url instead of {', '.join(entry)}"
-        )
+    expect(
+        "file_name" in entry,
+        f"{here}: datasets are read from local files or the Hugging Face hub: set file_name or "
+        f"hf_hub_url instead of {', '.join(entry)}",
+    )
     path = folder / entry["file_name"]
-    if not path.exists():
-        raise ValueError(f"{here}: there is no file {path}")
+    expect(path.exists(), f"{here}: there is no file {path}")
     spec.files = _files_of(path)
-    unused = [key for key in _SELECTING if key in entry]
-    spec.notes = [f"{key} of dataset_info.json has no meaning for a local file" for key in unused]
     return spec
 
 
 def _check_names(given: dict, kinds: dict[str, type], here: str) -> None:
     for name in given:
-        if name not in kinds:
-            raise ValueError(f"{here}: no use for {name!r}: expected {', '.join(kinds)}")
+        expect(name in kinds, f"{here}: no use for {name!r}: expected {', '.join(kinds)}")
         get_column(given, name, here, kinds[name])
 
 
@@ -273,10 +269,12 @@ def read_records(
     """
     kind = kind or kind_of(file)
     cursor = cursor or Cursor()
-    read_whole = {".json": _read_json, ".parquet": _read_parquet}
     try:
         with gzip.open(file) if ".gz" in kind else open(file, "rb") as raw:
-            if (read := read_whole.get(kind.removesuffix(".gz"))) is None:
+            kind = kind.removesuffix(".gz")
+            if kind == ".json" and raw.peek(1).lstrip(_BLANK).startswith(b"["):
+                kind = "a list"
+            if (read := _READERS.get(kind)) is None:
                 yield from _read_lines(file, raw, kind, skip, cursor)
                 return
             for number, record in itertools.islice(read(file, raw), cursor.number, None):
@@ -310,39 +308,18 @@ def _read_lines(
             yield where, error
 
 
-# a reader of a whole file yields (line or row, record)
+# a reader of a whole file yields (number from 1, record)
 
 
-def _read_json(file: str, raw) -> Iterator[tuple[int, object]]:
-    """Yield the records of a list, or objects one after another, decoded one by one with their
-    lines."""
-    text = _decode(raw.read(), file)
-    decoder = json.JSONDecoder()
-    begin = re.match(r"\s*(\[?)\s*", text)
-    separator = re.compile(r"\s*")
-    end = re.compile(r"\s*\Z")
-    if begin[1]:
-        separator = re.compile(r"\s*(,\s*|(?=\]\s*\Z))")
-        end = re.compile(r"\s*\]\s*\Z")
-    at = begin.end()
-    line = 1
-    counted = 0
-    while not end.match(text, at):
-        line += text.count("\n", counted, at)
-        counted = at
-        where = f"{file}:{line}"
-        record, at = _read_value(where, decoder.raw_decode, text, at)
-        yield line, _check_value(record, text[counted:at], where)
-        gap = separator.match(text, at)
-        if gap is None:
-            got = text[at : at + 20].strip() or "the end of the file"
-            raise ValueError(f"{where}: not valid JSON: expected ',' or ']' after it, got {got!r}")
-        at = gap.end()
+def _read_list(file: str, raw) -> Iterator[tuple[int, object]]:
+    yield from enumerate(parse_json(_decode(raw.read(), file), file), 1)
 
 
 def _read_parquet(file: str, raw) -> Iterator[tuple[int, object]]:
-    if importlib.util.find_spec("pyarrow") is None:
-        raise ValueError(f"{file}: reading parquet takes pyarrow: pip install 'mca-lite[parquet]'")
+    expect(
+        importlib.util.find_spec("pyarrow"),
+        f"{file}: reading parquet takes pyarrow: pip install 'mca-lite[parquet]'",
+    )
     import pyarrow.parquet  # an extra, for parquet alone
 
     try:
@@ -353,24 +330,18 @@ def _read_parquet(file: str, raw) -> Iterator[tuple[int, object]]:
         raise ValueError(f"{file}: no valid parquet: {error}") from None
 
 
+_READERS = {"a list": _read_list, ".parquet": _read_parquet}
+
+
 def parse_json(text: str, where: str):
-    """The value of one JSON text. Raises: ValueError with the place."""
-    return _check_value(_read_value(where, json.loads, text), text, where)
-
-
-def _read_value(where: str, read: Callable, *arguments):
-    """read(*arguments), a reader of JSON. Raises: ValueError with the place."""
+    """The value of one JSON text. Raises: ValueError with the place, for half of a surrogate pair
+    too."""
     try:
-        return read(*arguments)
+        value = json.loads(text)
     except RecursionError:
-        raise ValueError(f"{where}: not valid JSON: {_TOO_DEEP}") from None
+        raise ValueError(f"{where}: not valid JSON: it is nested too deep") from None
     except ValueError as error:  # of JSON, or a number of more digits than Python reads
         raise ValueError(f"{where}: not valid JSON: {error}") from None
-
-
-def _check_value(value, text: str, where: str):
-    """The value of a JSON text. Raises: ValueError with the place for half of a surrogate pair, and
-    for more than _MOST_LEVELS levels."""
     if _SURROGATE.search(text):
         try:
             json.dumps(value, ensure_ascii=False).encode()
@@ -380,12 +351,6 @@ def _check_value(value, text: str, where: str):
                 f"{where}: expected text, and {bad} is half a character (a lone surrogate): repair "
                 "or remove it"
             ) from None
-    if text.count("[") + text.count("{") > _MOST_LEVELS:
-        steps = {"[": 1, "{": 1, "]": -1, "}": -1}
-        brackets = re.findall(r"[][{}]", _JSON_STRING.sub("", text))
-        levels = max(itertools.accumulate(map(steps.get, brackets)), default=0)
-        if levels > _MOST_LEVELS:
-            raise ValueError(f"{where}: {_TOO_DEEP}: {levels} levels, expected {_MOST_LEVELS}")
     return value
 
 
@@ -419,7 +384,7 @@ def build_once(
     The operating system frees the lock of a dead process, and the next one builds; so it does
     after an error. what: for the lines on stderr. is_ready: True if target is good as it is
     (default: if it exists); else it is replaced.
-    Raises: the error of build; ValueError for a folder that cannot be written.
+    Raises: the error of build; ValueError for files that cannot be read or written.
     """
     is_ready = is_ready or target.exists
     if is_ready():
@@ -452,16 +417,10 @@ def build_once(
             os.replace(temporary, target)
             sync(folder)
     except OSError as error:
-        # not for an error of reading data
-        at = Path(error.filename or os.devnull)
-        is_of_folder = at.is_relative_to(folder) or folder.is_relative_to(at)
-        if is_of_folder or error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
-            raise ValueError(
-                f"the cache folder {folder} cannot be written ({error.strerror or error}): set "
-                "cache_dir, or the environment variable MCA_LITE_CACHE, to a folder that can, with "
-                "room"
-            ) from error
-        raise
+        raise ValueError(
+            f"the cache folder {folder} cannot be written, or the data not read ({error}): set "
+            "cache_dir, or the environment variable MCA_LITE_CACHE, to a folder with room"
+        ) from error
     finally:
         _remove(temporary)
         lock.release()

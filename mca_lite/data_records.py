@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .data_files import SIDES, TAGS, DatasetSpec, get_column, parse_json
+from .errors import expect
 from .tables import Objective, registered_columns
 
 # -- registered columns
@@ -22,12 +23,12 @@ def dataset_columns(spec: DatasetSpec, data_args) -> dict[str, float | None]:
     """Each registered column's value for the records of a dataset, None: the column's default.
     ValueError for a value of another column."""
     columns = dict(sorted(registered_columns().items()))
-    if not isinstance(spec.values, dict) or not spec.values.keys() <= columns.keys():
-        raise ValueError(
-            f"dataset {spec.name!r}: values {spec.values!r:.80}: expected "
-            f"registered columns, and there are {list(columns)}: call "
-            "register_column before the data is read"
-        )
+    expect(
+        spec.values.keys() <= columns.keys(),
+        f"dataset {spec.name!r}: values {spec.values!r:.80}: expected "
+        f"registered columns, and there are {list(columns)}: call "
+        "register_column before the data is read",
+    )
     of_keys = {name: c.of_dataset(spec, data_args) for name, c in columns.items() if c.of_dataset}
     return {**dict.fromkeys(columns), **of_keys, **spec.values}
 
@@ -108,10 +109,11 @@ def _read_turn(turn, tags: dict, roles: dict, where: str) -> dict:
     message = _without((tags["role_tag"], tags["content_tag"]), turn)
     message |= _message(role, content or "")
     if role == "function_call":
-        content = [{"type": "tool_call", "value": content}]
-        message["role"] = "assistant"
-    if isinstance(content, list):
-        message |= _read_blocks(content, where)
+        calls = parse_json(get_column(turn, tags["content_tag"], where), f"{where}: a tool call")
+        calls = calls if isinstance(calls, list) else [calls]
+        message |= {"role": "assistant", "content": "", "tool_calls": calls}
+    elif isinstance(content, list):
+        message["content"] = "".join(_text_of(block, where) for block in content)
     get_column(message, "reasoning_content", where, required=False)
     if calls := get_column(message, "tool_calls", where, list, required=False):
         message["tool_calls"] = [_read_call(call, where) for call in calls]
@@ -120,28 +122,14 @@ def _read_turn(turn, tags: dict, roles: dict, where: str) -> dict:
     return message
 
 
-def _read_blocks(blocks: list, where: str) -> dict:
-    """{"content"}, with "reasoning_content" and "tool_calls" if there are any, of a list of
-    OpenAI's text blocks, or LLaMA-Factory's {"type": text, reasoning or tool_call, "value"}."""
-    texts: dict[str, list[str]] = {"text": [], "reasoning": [], "tool_call": []}
-    for block in blocks:
-        match block:
-            case {"type": "text" | "reasoning" | "tool_call" as kind, "value": str(text)}:
-                texts[kind].append(text)
-            case {"type": "text", "text": str(text)}:
-                texts["text"].append(text)
-            case _:
-                raise ValueError(
-                    f"{where}: content: expected a text or a list of blocks of {', '.join(texts)}; "
-                    "only text can be trained on"
-                )
-    message: dict = {"content": "".join(texts["text"])}
-    if texts["reasoning"]:
-        message["reasoning_content"] = "".join(texts["reasoning"])
-    for text in texts["tool_call"]:
-        calls = parse_json(text, f"{where}: a tool call")
-        message.setdefault("tool_calls", []).extend(calls if isinstance(calls, list) else [calls])
-    return message
+def _text_of(block, where: str) -> str:
+    """The text of a block of a message's content, OpenAI's or (value) LLaMA-Factory's."""
+    match block:
+        case {"type": "text", "text": str(text)} | {"type": "text", "value": str(text)}:
+            return text
+    raise ValueError(
+        f"{where}: content: expected a text or a list of text blocks; only text can be trained on"
+    )
 
 
 def _read_call(call, where: str) -> dict:
@@ -359,16 +347,17 @@ def conversations(
     """
     row = FORMATS[form]
     given = get_column(record, "chat_template_kwargs", where, dict, required=False) or {}
+    _refuse_other_kinds(record, pairs, where)
     options = _without((), given)
     column = spec.columns.get("system", "system")
     system = get_column(record, column, where, required=False) or default_system
     tools = _tools(record, spec, where)
     plain = not pairs and is_plain(record, form)
-    if plain and any([system, tools, options]):
-        raise ValueError(
-            f"{where}: prompt and completion are texts, which are trained without a chat template: "
-            "there is no place for a system message, tools or chat_template_kwargs: write messages"
-        )
+    expect(
+        not (plain and any([system, tools, options])),
+        f"{where}: prompt and completion are texts, which are trained without a chat template: "
+        "there is no place for a system message, tools or chat_template_kwargs: write messages",
+    )
     prompt = row.prompt(record, spec, where)
     answers = {}
     for side in SIDES if pairs else ():
@@ -384,8 +373,10 @@ def conversations(
             messages.insert(0, _message("system", system))
         _check_turns(messages, place)
         weights = _take_weights(messages, place)
-        if pairs and not weights.get(len(messages) - 1, True):
-            raise ValueError(f"{place}: weight 0 of an answer: expected 1, for two are compared")
+        expect(
+            not pairs or weights.get(len(messages) - 1, True),
+            f"{place}: weight 0 of an answer: expected 1, for two are compared",
+        )
         read.append(Conversation(messages, tools, weights, options, plain))
     if pairs:
         chosen, rejected = (conversation.messages for conversation in read)
@@ -394,6 +385,21 @@ def conversations(
             prompt = _prompt(record, spec, where)
         _check_prompts(chosen, rejected, prompt, where)
     return read
+
+
+def _refuse_other_kinds(record: dict, pairs: bool, where: str) -> None:
+    """ValueError for records with another meaning than a text model would learn from them."""
+    for column in () if pairs else ("kto_tag", "label"):
+        expect(
+            not isinstance(record.get(column), bool),
+            f"{where}: the column {column!r} says whether an answer is good, and every "
+            "answer would be trained: keep the good ones, and leave the column out",
+        )
+    for column in ("images", "videos", "audios"):
+        expect(
+            not record.get(column),
+            f"{where}: the column {column!r} is there, and models here read text",
+        )
 
 
 # weights of messages under the names of OpenAI, LLaMA-Factory and axolotl (two)
@@ -431,17 +437,17 @@ def _check_turns(messages: list[dict], where: str) -> None:
         if role not in _MAY_FOLLOW:
             known = ", ".join(_MAY_FOLLOW)
             raise ValueError(f"{where}: message {number}: unknown role {role!r}: expected {known}")
-        if before not in _MAY_FOLLOW[role]:
-            raise ValueError(
-                f"{where}: message {number} ({role}) follows {before}: expected it to follow "
-                f"{' or '.join(_MAY_FOLLOW[role])}"
-            )
-        before = role
-    if before != "assistant":
-        raise ValueError(
-            f"{where}: the conversation ends after {before}: expected the assistant to have the "
-            "last word (pairs of answers are for stage dpo)"
+        expect(
+            before in _MAY_FOLLOW[role],
+            f"{where}: message {number} ({role}) follows {before}: expected it to follow "
+            f"{' or '.join(_MAY_FOLLOW[role])}",
         )
+        before = role
+    expect(
+        before == "assistant",
+        f"{where}: the conversation ends after {before}: expected the assistant to have the "
+        "last word (pairs of answers are for stage dpo)",
+    )
 
 
 def _tools(record, spec: DatasetSpec, where: str) -> list[dict] | None:
@@ -469,8 +475,8 @@ def _check_prompts(
             "one answer of each, the last message"
         )
     texts = ["", *(message["content"].strip() for message in chosen[:-1])]
-    if any(message["content"].strip() not in texts for message in prompt):
-        raise ValueError(
-            f"{where}: chosen and rejected begin with a prompt of their own, which is not that of "
-            "the column of the prompt: expected the answers alone, or the same prompt"
-        )
+    expect(
+        all(message["content"].strip() in texts for message in prompt),
+        f"{where}: chosen and rejected begin with a prompt of their own, which is not that of "
+        "the column of the prompt: expected the answers alone, or the same prompt",
+    )

@@ -13,7 +13,6 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -30,11 +29,10 @@ from .data_encode import (
     Record,
     Sample,
     Tally,
+    hash_of,
     shifted,
     tokenizer_identity,
 )
-from .errors import refuse
-from .files import IGNORE_INDEX
 from .watchdog import end_with_rank
 
 CHUNK_RECORDS = 100  # tokenised at once
@@ -57,49 +55,6 @@ class Position:
     token: int = 0
 
 
-class _Records:
-    """All records in the order of mix_strategy, pass after pass. One of each dataset is read ahead,
-    to recognise its last. places: of the next records."""
-
-    def __init__(self, stream: "TokenStream", position: Position):
-        self.stream = stream
-        self._begin_pass(position)
-
-    def next_block(self, size: int) -> tuple[Position, list[Record]]:
-        """(its position, at most so many records): the last block of a pass has what is left."""
-        while True:
-            exhausted = tuple(sorted(self.turns.exhausted))
-            begin = Position(self.passes, self.turns.taken, exhausted, tuple(self.places))
-            if block := list(itertools.islice(self._records, size)):
-                return begin, block
-            self._begin_pass(Position(self.passes + 1))
-
-    def _begin_pass(self, position: Position) -> None:
-        stream = self.stream
-        args = stream.args
-        self.passes = position.passes
-        self.places = list(position.places or stream.starts)
-        self._sources = list(map(_with_next, stream.readers, self.places))
-        self.turns = Turns(
-            len(self.places),
-            args.mix_strategy,
-            args.mix_weights,
-            stream.seed,
-            position.turns,
-            position.exhausted,
-        )
-        self._records = self._one_pass()
-
-    def _one_pass(self) -> Iterator[Record]:
-        for number in self.turns:
-            (record, self.places[number]), following = next(self._sources[number])
-            if following is None:
-                self.turns.exhausted.add(number)
-                self.places[number] = self.stream.starts[number]
-                self._sources[number] = _with_next(self.stream.readers[number], self.places[number])
-            yield record
-
-
 def _with_next(reader: Reader, start: Place) -> Iterator[tuple]:
     """(a record with the place after it, the next of these or None) of a dataset."""
     return itertools.pairwise(itertools.chain(reader.records(start), [None]))
@@ -115,13 +70,11 @@ class TokenStream:
 
     def __init__(self, readers: list[Reader], encoder: Encoder, data_args, packs: bool, seed: int):
         self.readers = readers
-        self.starts = (BEGINNING,) * len(readers)
         self.encoder = encoder
         self.args = data_args
         self.packs = packs
         self.seed = seed
         self.shuffles = not data_args.disable_shuffling
-        self.num_held_out = 0
         self.block_records = data_args.buffer_size if self.shuffles else CHUNK_RECORDS
         self._tally = Tally()
         self._speaks = False
@@ -130,42 +83,20 @@ class TokenStream:
     def identity(self) -> str:
         """Name of the files, by sizes and beginnings, and of all that determines the rows and their
         order. A resumed run must have the same."""
-        args = self.args
         names = ("mix_strategy", "mix_weights", "disable_shuffling", "buffer_size")
-        facts = {name: getattr(args, name) for name in names}
-        facts |= {"packs": self.packs, "seed": self.seed, "held out": self.num_held_out}
-        tokenizer = tokenizer_identity(self.encoder.tokenizer)
-        facts |= {"chunk": CHUNK_RECORDS, "tokenizer": tokenizer}
-        for number, reader in enumerate(self.readers):
+        facts = [getattr(self.args, name) for name in names]
+        facts += [self.packs, self.seed, CHUNK_RECORDS, self.encoder.options]
+        facts.append(tokenizer_identity(self.encoder.tokenizer))
+        for reader in self.readers:
             spec = reader.spec
-            options = self.encoder.options
-            if reader.columns:
-                facts[f"columns of {number}"] = reader.columns
-            declared = [spec.formatting, spec.columns, spec.tags, reader.limit, options]
-            files = [[kind, *_begin_of(file)] for file, kind in spec.files.items()]
-            facts[f"dataset {number}"] = declared + files
-        text = json.dumps(facts, sort_keys=True, default=str)
-        return f"streamed-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+            declared = [spec.formatting, spec.columns, spec.tags, reader.limit, reader.columns]
+            facts += declared + [[kind, *_begin_of(file)] for file, kind in spec.files.items()]
+        return f"streamed-{hash_of(facts)[:16]}"
 
     def rows(self, position: Position | None = None) -> Iterator[tuple[list[dict], Position]]:
         """(documents {"input_ids", "labels"} of a row, position after it), without end."""
         position = position or Position()
         return self._in_rows(self._samples(position), position.token)
-
-    def hold_out(self, count: int) -> "HeldOut":
-        """Take the first records of the datasets out of the stream -> their samples, or rows of
-        joined texts."""
-        records = _Records(self, Position())
-        self.num_held_out = count
-        _, block = records.next_block(count)
-        samples = ((Position(), documents) for documents in self._tokenize(block))
-        in_rows = self._in_rows(samples, 0) if self.encoder.joins else _one_each(samples)
-        rows = [row for row, _ in in_rows]
-        if len(block) < count or records.turns.exhausted or not rows:
-            reason = "it takes all records of a dataset, or none of them gives a sample"
-            refuse("val_size", count, reason, "another val_size, or eval_dataset")
-        self.starts = tuple(records.places)
-        return HeldOut(rows)
 
     def loader(self, collate, plan: BatchPlan, state: dict | None, num_workers: int, speaks: bool):
         """A DataLoader of this rank's micro-batches from a position on. Each mapping of `collate`
@@ -181,32 +112,56 @@ class TokenStream:
             batch_size=None,
             num_workers=min(num_workers, 1),
             worker_init_fn=end_with_rank,
-            collate_fn=_as_it_is,
+            collate_fn=dict,
             pin_memory=torch.cuda.is_available(),
             generator=torch.Generator().manual_seed(plan.seed),
         )
 
     def _position_of(self, state: dict | None) -> Position:
         try:
-            position = Position(**state or {})
-            places = position.places or self.starts
-            if list(map(len, places)) == list(map(len, self.starts)):
-                return position
+            return Position(**state or {})
         except TypeError:
-            pass
-        raise ValueError(f"data_position {state!r:.200}: no position of this stream")
+            raise ValueError(f"data_position {state!r:.200}: no position of this stream") from None
 
     # -- records to samples to rows
 
+    def _blocks(self, position: Position) -> Iterator[tuple[Position, list[Record]]]:
+        """(its position, at most block_records records) of each block in the order of mix_strategy,
+        pass after pass: the last block of a pass has what is left."""
+        args = self.args
+        while True:
+            places = list(position.places or [BEGINNING] * len(self.readers))
+            order = (args.mix_strategy, args.mix_weights, self.seed)
+            turns = Turns(len(places), *order, position.turns, position.exhausted)
+            records = self._one_pass(turns, places)
+            while True:
+                exhausted = tuple(sorted(turns.exhausted))
+                begin = Position(position.passes, turns.taken, exhausted, tuple(places))
+                block = list(itertools.islice(records, self.block_records))
+                if not block:
+                    break
+                yield begin, block
+            position = Position(position.passes + 1)
+
+    def _one_pass(self, turns: Turns, places: list[Place]) -> Iterator[Record]:
+        """The records from `places` on, which move with them. One of each dataset is read ahead, to
+        recognise its last."""
+        sources = list(map(_with_next, self.readers, places))
+        for number in turns:
+            (record, places[number]), following = next(sources[number])
+            if following is None:
+                turns.exhausted.add(number)
+                places[number] = BEGINNING
+                sources[number] = _with_next(self.readers[number], BEGINNING)
+            yield record
+
     def _samples(self, position: Position) -> Iterator[tuple[Position, Sample]]:
         """(its position, its documents) of each sample from a position on."""
-        records = _Records(self, position)
         chunk = position.chunk
         done = position.sample
         passes = position.passes
         count = 1  # samples of a pass; of the first one the rest may have none
-        while True:
-            begin, block = records.next_block(self.block_records)
+        for begin, block in self._blocks(position):
             if begin.passes > passes:
                 if not count:
                     raise ValueError("no record of the datasets gives a sample to train on")
@@ -225,17 +180,14 @@ class TokenStream:
             chunk = 0
 
     def _tokenize(self, chunk: list[Record]) -> list[Sample]:
-        """The samples of some records. Prints each count at its first time and each tenfold.
-        ValueError for too many of these."""
+        """The samples of some records. Prints the first place of each count. ValueError for too
+        many of these."""
         samples, tally = self.encoder.encode(chunk)
         total = self._tally
         total.add(tally)
-        if self._speaks:
-            for text, new in tally.counts.items():
-                count = total.counts[text]
-                before = count.number - new.number or ""
-                if len(str(before)) < len(str(count.number)):
-                    print(f"stream: {count}, one of them at {new.place}", flush=True)
+        for text, place in tally.places.items() if self._speaks else ():
+            if total.counts[text] == tally.counts[text]:
+                print(f"stream: {text}, the first at {place}", flush=True)
         total.check(_FEW_RECORDS)
         return samples
 
@@ -273,7 +225,6 @@ def _joined(samples: Iterator, length: int, token: int) -> Iterator:
     token on."""
     tokens = np.zeros(0, np.int32)
     begins: list[tuple[int, Position]] = []  # of the documents: number in tokens, position
-    position = Position()
     for position, [(document, _)] in samples:
         begins.append((len(tokens) - token, position))
         tokens = np.concatenate([tokens, document[token:]])
@@ -288,23 +239,6 @@ def _joined(samples: Iterator, length: int, token: int) -> Iterator:
             yield [row], dataclasses.replace(first, token=stop - begin)
         tokens = tokens[used:]
         begins = [(begin - used, first) for begin, first in begins]
-    if len(tokens) > 1:  # of records that are held out
-        yield [shifted(tokens)], position
-
-
-class HeldOut(list):
-    """Samples of one document in memory, with the counts of TokenDataset and the attributes used by
-    Packs."""
-
-    fingerprint = "held out"
-    documents_per_sample = 1
-
-    def __init__(self, rows: list[list[dict]]):
-        super().__init__(rows)
-        labels = [document["labels"] for document in itertools.chain(*rows)]
-        self.document_lengths = np.array([[len(row)] for row in labels])
-        self.num_tokens = sum(map(len, labels))
-        self.num_trained_tokens = sum(int((row != IGNORE_INDEX).sum()) for row in labels)
 
 
 @dataclasses.dataclass(eq=False)
@@ -329,10 +263,6 @@ class _MicroBatches(IterableDataset):
             for first in range(0, len(kept), size):
                 batch = self.collate(kept[first : first + size])
                 yield {**batch, "data_position": dataclasses.asdict(position)}
-
-
-def _as_it_is(batch):
-    return batch
 
 
 def _begin_of(file: str) -> tuple[int, str]:

@@ -127,3 +127,9 @@ class Judge:
 def refuse(key: str, value: Any, reason: str, suggestion: str) -> NoReturn:
     """Raise ConfigError with one Problem."""
     raise ConfigError([Problem(key, value, reason, suggestion)])
+
+
+def expect(holds: Any, otherwise: str) -> None:
+    """ValueError with this text for a condition that does not hold."""
+    if not holds:
+        raise ValueError(otherwise)

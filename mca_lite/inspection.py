@@ -171,7 +171,7 @@ class DataInspector:
         """(number, (tokens, trained) of its documents) of each sample once, though a mix repeats
         it; or of each whole text that joining cut into rows."""
         if not self.joins:
-            for number in np.sort(np.unique(dataset.index, return_index=True)[1]).tolist():
+            for number in np.sort(np.unique(dataset.indices, return_index=True)[1]).tolist():
                 yield number, [tokens_of(document) for document in dataset[number]]
             return
         texts = itertools.chain.from_iterable(

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from . import parallel
 from .args_rules_training import SCHEDULES, plan_schedule
 from .cpu import l2_norm
+from .errors import expect
 from .kernels import AdamW
 from .mcore import (
     ConstantGradScaler,
@@ -318,23 +319,25 @@ def given_optimizers(optimizers: tuple, model, is_megatron: bool) -> tuple:
     if optimizers == (None, None):
         return optimizers
     optimizer, scheduler = optimizers
-    if is_megatron:
-        raise ValueError(
-            "optimizers: expected (None, None) under megatron-core, which updates float32 copies "
-            "that it makes from the wrapped model, and an optimizer made before would update "
-            "nothing: register_optimizer adds one for optim, and lr_scheduler_type with "
-            "lr_scheduler_kwargs chooses the schedule"
-        )
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ValueError(f"optimizers: expected a torch optimizer first, got {optimizer!r}")
+    expect(
+        not is_megatron,
+        "optimizers: expected (None, None) under megatron-core, which updates float32 copies "
+        "that it makes from the wrapped model, and an optimizer made before would update "
+        "nothing: register_optimizer adds one for optim, and lr_scheduler_type with "
+        "lr_scheduler_kwargs chooses the schedule",
+    )
+    expect(
+        isinstance(optimizer, torch.optim.Optimizer),
+        f"optimizers: expected a torch optimizer first, got {optimizer!r}",
+    )
     updated = set(itertools.chain(*(group["params"] for group in optimizer.param_groups)))
     trained = {p for p in model.parameters() if p.requires_grad}
-    if updated != trained:
-        raise ValueError(
-            f"optimizers: the optimizer lacks {len(trained - updated)} of the model's "
-            f"{len(trained)} trained parameters, and has {len(updated - trained)} others: make it "
-            "of those of this model that require a gradient"
-        )
+    expect(
+        updated == trained,
+        f"optimizers: the optimizer lacks {len(trained - updated)} of the model's "
+        f"{len(trained)} trained parameters, and has {len(updated - trained)} others: make it "
+        "of those of this model that require a gradient",
+    )
     if scheduler is None:
         for group in optimizer.param_groups:  # MegatronLRScheduler reads them
             group.setdefault("max_lr", group["lr"])
@@ -343,11 +346,10 @@ def given_optimizers(optimizers: tuple, model, is_megatron: bool) -> tuple:
     counts_steps = isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler) and not isinstance(
         scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau
     )
-    if not counts_steps or scheduler.optimizer is not optimizer:
-        raise ValueError(
-            "optimizers: expected a scheduler of this optimizer that counts steps, got "
-            f"{scheduler!r}"
-        )
+    expect(
+        counts_steps and scheduler.optimizer is optimizer,
+        f"optimizers: expected a scheduler of this optimizer that counts steps, got {scheduler!r}",
+    )
     return optimizer, GivenScheduler(scheduler)
 
 

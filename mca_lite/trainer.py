@@ -23,7 +23,16 @@ from . import ckpt, ckpt_folder, mcore, parallel, watchdog
 from .backend_megatron import MegatronBackend
 from .backend_torch import TorchBackend
 from .batch import Targets, pack, packed_row, pad, split
-from .callbacks import StopSignals, TrainerCallback, TrainerControl, TrainerState
+from .callbacks import (
+    FLAGS,
+    Interrupted,
+    StopSignals,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    export_states,
+    raise_flags,
+)
 from .data_batches import (
     BatchPlan,
     Collator,
@@ -34,24 +43,27 @@ from .data_batches import (
     samples_of,
 )
 from .data_stream import TokenStream
-from .files import IGNORE_INDEX, replacing
-from .log import Report, model_work, run_summary
+from .errors import expect
+from .files import IGNORE_INDEX, TRAINER_STATE_NAME, replacing
+from .log import Report, Throughput, model_work, peak_memory_gib, run_summary
 from .model import VirtualModels
 from .optim import get_megatron_lr_scheduler, given_optimizers
 from .trainer_evaluation import Evaluator, PredictionOutput
 from .trainer_events import (
     EvalLoopOutput,
     Numbers,
-    StepEvents,
+    RunSums,
     TrainOutput,
     as_callback,
     callbacks_of,
     check_given,
     check_hooks,
+    collect_garbage,
     steady_host,
 )
 from .trainer_nonfinite import FiniteGuard
 
+STEPS_PER_LOOK = 1000  # for garbage of all ages
 __path__: list[str] = []  # mca_lite.trainer.utils and others of mcore_adapter's can be imported
 
 
@@ -70,7 +82,7 @@ class McaTrainer:
     {"input_ids", "labels"} with shifted labels. Datasets are map-style, or for training a
     TokenStream. callbacks: of this package or of transformers, instances or classes.
     processing_class: another name of tokenizer. optimizers: on the torch backend (a torch optimizer
-    of the model's trained parameters, its scheduler or None), or as optimizer and lr_scheduler.
+    of the model's trained parameters, its scheduler or None).
     compute_metrics(EvalPrediction) -> {name: number} of an evaluation, over the results of
     preprocess_logits_for_metrics(logits, labels) for each sample: as in transformers, position t of
     the labels is predicted by t - 1. backend: in place of one made for the model.
@@ -84,7 +96,6 @@ class McaTrainer:
     was_trained = False  # True after the first training_step
     _reference_model = None  # a second model, run forward only on each batch
     micro_batch_weight = 1.0  # in the mean over micro-batches; some may be empty
-    limits = Limits()  # of the model: ids and positions of the data
     answers: Any = None  # of predict_with_generate: set by generation.Answers
     _loss_of_logits = None  # a subclass's method: loss_tokens.Logits -> losses of tokens
 
@@ -103,16 +114,12 @@ class McaTrainer:
         optimizers: tuple = (None, None),
         compute_metrics=None,
         preprocess_logits_for_metrics=None,
-        optimizer=None,
-        lr_scheduler=None,
         backend=None,
     ):
         check_given(model, args)
         check_hooks(type(self), McaTrainer)
         is_megatron = isinstance(model, VirtualModels)
-        first, second = optimizers
-        given = (optimizer or first, lr_scheduler or second)
-        self._given = given_optimizers(given, model, is_megatron)
+        self._given = given_optimizers(optimizers, model, is_megatron)
         self.args = args
         self.model = model
         self.tokenizer = tokenizer or processing_class
@@ -168,28 +175,27 @@ class McaTrainer:
 
     def _train(self, resume_from_checkpoint) -> TrainOutput:
         plan = self._prepare_train_loop(resume_from_checkpoint)
-        events = self.events
         started = time.perf_counter()
         batches = None
         self.notify("on_train_begin")
-        events.agree()
+        self._agree()
         while not (self.state.is_over or self.control.should_training_stop):
             epoch, step = divmod(self.state.position, plan.steps_per_epoch)
             epoch_begins = batches is None or step == 0
             if batches is None or self.control.should_epoch_stop:
                 self.loaders["train_dataloader"] = loader = self._train_loader(plan, epoch, step)
                 batches = iter(loader)
-            events.begin_step(epoch_begins)
+            self._begin_step(epoch_begins)
             data, length, numbers = self._get_step_iterator_and_seq_length(batches, plan, step)
             _, metrics, skipped, grad_norm, zeros = self.training_step(self.models, data, length)
             metrics, grad_norm = self.guard.after_step(skipped, grad_norm, metrics, length)
             numbers = self.over_ranks(numbers.add_metrics(metrics))
-            events.sums.add(numbers, skipped, grad_norm, zeros)
+            self.sums.add(numbers, skipped, grad_norm, zeros)
             tokens, squares, positions = numbers.counts()
             self.state.count_step(plan.num_samples_of(step), int(tokens), plan.steps_per_epoch)
-            events.throughput.stop(tokens, positions, events.work.flops(tokens, squares))
-            events.end_step()
-        return events.end_run(time.perf_counter() - started)
+            self.throughput.stop(tokens, positions, self.work.flops(tokens, squares))
+            self._end_step()
+        return self._end_run(time.perf_counter() - started)
 
     def training_step(self, models, data_iterator, seq_length: int):
         """One optimizer step over the micro-batches of `data_iterator` -> (loss: mean per token of
@@ -339,18 +345,18 @@ class McaTrainer:
         streams = training and isinstance(dataset, TokenStream)
         name = "train_dataset" if training else "eval_dataset"
         is_known = streams or hasattr(dataset, "__len__")
-        if isinstance(dataset, dict) or not is_known:
-            raise ValueError(
-                f"{name}: expected one dataset with a length (a list; streaming: true reads files "
-                f"as they come), got {dataset!r:.200}"
-            )
+        expect(
+            is_known and not isinstance(dataset, dict),
+            f"{name}: expected one dataset with a length (a list; streaming: true reads files "
+            f"as they come), got a {type(dataset).__name__}",
+        )
         # other people's datasets have none
         lengths = getattr(samples_of(dataset), "document_lengths", None)
         if lengths is not None and lengths.size:
             self.limits.check_positions(int(lengths.max()))
         size = args.per_device_train_batch_size if training else args.per_device_eval_batch_size
-        if streams and args.max_steps <= 0:
-            raise ValueError("max_steps: a streamed dataset has no length: set max_steps")
+        is_bounded = not streams or args.max_steps > 0
+        expect(is_bounded, "max_steps: a streamed dataset has no length: set max_steps")
         of_a_step = size * args.gradient_accumulation_steps * backend.dp_size
         return BatchPlan(
             args.max_steps * of_a_step if streams else len(dataset),
@@ -459,7 +465,11 @@ class McaTrainer:
         self._load_from_checkpoint(resume_from_checkpoint)
         self.guard.start_run()
         self.guard.check_weights("before the first step")
-        self.events = StepEvents(self, model_work(self.model, self._reference_model))
+        carried = self.state.log_sums or {}
+        self.sums = RunSums(self.new_numbers(), carried)
+        self.backend.carry_router_sums(carried.get("routers"))
+        self.throughput = Throughput.of(args)
+        self.work = model_work(self.model, self._reference_model)
         self.report.summary(run_summary(self, plan))
         return plan
 
@@ -510,6 +520,162 @@ class McaTrainer:
     def remove_callback(self, callback) -> None:
         """pop_callback without its answer."""
         self.pop_callback(callback)
+
+    # -- between steps: collective. Flags and signals of all ranks share one small all-reduce after
+    # each step, and after each log line, evaluation and checkpoint
+
+    # {a flag of one step: its method}, in the order of a step
+    _ACTIONS = {
+        "should_log": "_log_step",
+        "should_evaluate": "_evaluate_step",
+        "should_save": "_save_step",
+    }
+
+    def _begin_step(self, epoch_begins: bool) -> None:
+        """Lower the flags of the step before, and notify the callbacks."""
+        if epoch_begins:
+            self.control.should_epoch_stop = False
+            self.notify("on_epoch_begin")
+        for flag in self._ACTIONS:
+            setattr(self.control, flag, False)
+        self.notify("on_step_begin")
+        self.throughput.start()
+
+    def _end_step(self) -> None:
+        """Log, evaluate, save and answer signals if it is time, after a step was counted.
+        Interrupted after a signal."""
+        state = self.state
+        watchdog.note(watchdog.BETWEEN_STEPS, state.global_step)
+        if self.guard.steps % STEPS_PER_LOOK == 1:
+            collect_garbage()  # first the garbage of compiling
+        steps_per_epoch = self.batch_plan.steps_per_epoch
+        raise_flags(self.control, self.args, state, state.position % steps_per_epoch == 0)
+        self.notify("on_step_end")
+        done = self._act()
+        epoch_ends = state.position % steps_per_epoch == 0  # a callback may have ended it
+        if epoch_ends or state.is_over or self.control.should_training_stop:
+            raise_flags(self.control, self.args, state, end_of_epoch=True)
+            for flag in done:  # for this step already
+                setattr(self.control, flag, False)
+            self.notify("on_epoch_end")
+            self._act()
+
+    def _agree(self) -> list[int]:
+        """[a signal, 1 while a checkpoint is being written] over all ranks; a flag raised on any
+        rank is raised on all. The remaining steps of a stopped epoch count as left out."""
+        flags = [getattr(self.control, name) for name in FLAGS]
+        signal, is_writing, *raised = parallel.largest(
+            self.signals.received, int(self.checkpoints.is_writing), *map(int, flags)
+        )
+        for name, flag in zip(FLAGS, raised, strict=True):
+            setattr(self.control, name, bool(flag))
+        if self.control.should_epoch_stop:
+            self.state.left_out_steps += -self.state.position % self.batch_plan.steps_per_epoch
+        return [signal, is_writing]
+
+    def _act(self) -> list[str]:
+        """Follow the flags and signals of any rank -> the flags raised."""
+        done = []
+        signal, is_writing = self._agree()
+        for flag, action in self._ACTIONS.items():
+            if getattr(self.control, flag):
+                setattr(self.control, flag, False)
+                done.append(flag)
+                getattr(self, action)()
+                signal, is_writing = self._agree()
+        if "should_evaluate" in done or "should_save" in done:
+            collect_garbage()
+        if self.checkpoints.is_busy and (signal or not is_writing):
+            self.checkpoints.finish()
+            signal, _ = self._agree()
+        if signal:
+            self._interrupt(signal)
+        return done
+
+    def _log_step(self) -> None:
+        """Add a line to the log, with the numbers of the steps since the line before, if any."""
+        of_routers = self.backend.router_statistics()
+        numbers = self.sums.take()
+        if not numbers:
+            return
+        state = self.state
+        logs = {
+            "step": state.global_step,
+            "epoch": state.epoch,
+            **numbers,
+            **of_routers,
+            **self.throughput.take(),
+            "learning_rate": self.lr_scheduler.get_last_lr()[0],
+            "consumed_samples": state.consumed_samples,
+            "consumed_tokens": state.consumed_tokens,
+            "peak_memory_gib": peak_memory_gib(),
+        }
+        state.log_history.append({k: v for k, v in logs.items() if not isinstance(v, list)})
+        self.notify("on_log", logs=logs)
+
+    def _evaluate_step(self) -> None:
+        """Evaluate if there is a data set for it."""
+        if self.eval_dataset is not None:
+            self.guard.check_evaluation(self.evaluate())
+
+    def _save_step(self) -> None:
+        """Save this step.
+
+        With async_save the checkpoint gets its name after the first step by the end of which all
+        ranks have written, and before the next one begins: dying costs at most one interval and the
+        steps made during a write.
+        """
+        self.checkpoints.finish()
+        watchdog.note(watchdog.SAVING)
+        self.guard.check_weights(f"after step {self.state.global_step}, before it is saved")
+        self._complete_state()
+        self.checkpoints.begin()
+        if not self.args.async_save:
+            self.checkpoints.finish()
+
+    def _interrupt(self, signal: int) -> None:
+        """Save the run and raise Interrupted, after a signal to any rank."""
+        step = self.state.global_step
+        if self.checkpoints.written_step != step:
+            self._save_step()
+            self.checkpoints.finish()
+        self._store_state()
+        self.report.end("interrupted")
+        stop = Interrupted(signal, step)
+        self.report.print(
+            f"{stop.signal.name}: saved after step {step}; resume_from_checkpoint: auto goes on "
+            "from here"
+        )
+        raise stop
+
+    def _complete_state(self) -> None:
+        """Copy into the state the numbers kept by other objects between steps."""
+        self.state.stateful_callbacks = export_states(self.callbacks)
+        sums = self.sums.to_record()
+        self.state.log_sums = sums and {**sums, "routers": self.backend.router_sums()}
+
+    def _store_state(self) -> None:
+        """Write trainer_state.json to output_dir, on the main rank."""
+        self._complete_state()
+        folder = Path(self.args.output_dir)
+        if parallel.is_main():
+            folder.mkdir(parents=True, exist_ok=True)
+            self.state.save(folder / TRAINER_STATE_NAME)
+
+    def _end_run(self, seconds: float) -> TrainOutput:
+        """After the last step: finish a checkpoint, load the best one, store the state."""
+        self.checkpoints.finish()
+        watchdog.note(watchdog.ENDING)
+        self.guard.end_run()
+        best = self.state.best_model_checkpoint
+        if self.args.load_best_model_at_end and best:
+            ckpt.load_model(best, self.backend)
+            self.report.print(f"loaded the best checkpoint {best}")
+        self._store_state()
+        self.notify("on_train_end")
+        loss = self.sums.whole_run.means()["loss"]
+        metrics = {"train_loss": loss, "train_runtime": seconds}
+        return TrainOutput(self.state.global_step, loss, metrics)
 
     # -- evaluation
 

@@ -11,12 +11,9 @@ pairs of a micro-batch without those that only fill it, s positions.
 """
 
 import functools
-import hashlib
 import io
-import json
 import math
 import os
-import zipfile
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,9 +28,9 @@ from .batch import join, real_documents
 from .callbacks import Interrupted
 from .ckpt_folder import CheckpointError
 from .data_batches import Packs, WithReference, documents_of, samples_of
-from .data_encode import cache_folder
+from .data_encode import cache_folder, hash_of
 from .data_files import SIDES
-from .errors import Judge, refuse
+from .errors import Judge, expect, refuse
 from .files import HF_CONFIG_NAME, describe_error, resolve_folder, write_file
 from .tables import LOSSES, METRICS, OBJECTIVES, REFERENCES, Responses
 from .trainer import McaTrainer
@@ -287,11 +284,11 @@ class DPOTrainer(McaTrainer):
 
     def _arrange(self, batch: dict) -> dict:
         counts = batch["attention_mask"].amax(dim=1)  # documents of each row; a filler has none
-        if (counts % 2).any():
-            raise ValueError(
-                f"the data collator gave rows of {counts.tolist()} documents: expected chosen and "
-                "rejected in turn, numbered from 1 by attention_mask"
-            )
+        expect(
+            not (counts % 2).any(),
+            f"the data collator gave rows of {counts.tolist()} documents: expected chosen and "
+            "rejected in turn, numbered from 1 by attention_mask",
+        )
         return super()._arrange(batch)
 
     def _prepare_micro_batches(self, micro_batches: list[dict], seq_length: int) -> list[dict]:
@@ -299,11 +296,11 @@ class DPOTrainer(McaTrainer):
         if not self.train_config.use_ref_model:
             return micro_batches
         if self.reference == "cached":
-            if any("reference" not in batch for batch in micro_batches):
-                raise ValueError(
-                    'the data collator dropped "reference", the samples\' log-probabilities [b, '
-                    "documents]: hand them on, or use ref_model: model"
-                )
+            expect(
+                all("reference" in batch for batch in micro_batches),
+                'the data collator dropped "reference", the samples\' log-probabilities [b, '
+                "documents]: hand them on, or use ref_model: model",
+            )
             return micro_batches
         models = self.ref_chunks or self.models
         joined = _joined(micro_batches) if self.backend.joins_rows(models) else micro_batches
@@ -431,11 +428,11 @@ class DPOTrainer(McaTrainer):
         view = samples_of(dataset)
         if isinstance(view, WithReference):
             return dataset
-        if self.was_trained:
-            raise ValueError(
-                "a cached reference is computed by the model before it is trained: give this "
-                "dataset to DPOTrainer as train_dataset or eval_dataset"
-            )
+        expect(
+            not self.was_trained,
+            "a cached reference is computed by the model before it is trained: give this "
+            "dataset to DPOTrainer as train_dataset or eval_dataset",
+        )
         referenced = WithReference(view, self._reference_of(view))
         return dataset.over(referenced) if isinstance(dataset, Packs) else referenced
 
@@ -477,20 +474,16 @@ class DPOTrainer(McaTrainer):
 
 
 def _joined(batches: list[dict]) -> list[dict]:
-    """The pairs of micro-batches in fewer of them."""
+    """The pairs of micro-batches in fewer of them, where one forward pass takes several."""
     joined = []
     for first in range(0, len(batches), JOINED):
         group = batches[first : first + JOINED]
-        joined += [join(group)] if _fit_together(group) else group
+        shapes = [batch["input_ids"].shape for batch in group]
+        have_one_length = "cu_seqlens" in group[0] or len({length for _, length in shapes}) == 1
+        has_memory = sum(map(math.prod, shapes)) <= JOINED_TOKENS
+        fits = have_one_length and has_memory and all(map(_num_pairs, group))
+        joined += [join(group)] if fits else group
     return joined
-
-
-def _fit_together(batches: list[dict]) -> bool:
-    """True if one forward pass takes these micro-batches at once."""
-    shapes = [batch["input_ids"].shape for batch in batches]
-    have_one_length = "cu_seqlens" in batches[0] or len({length for _, length in shapes}) == 1
-    has_memory = sum(map(math.prod, shapes)) <= JOINED_TOKENS
-    return have_one_length and has_memory and all(map(_num_pairs, batches))
 
 
 def _num_pairs(batch: dict) -> int:
@@ -509,11 +502,12 @@ def _check_pairs(dataset, packs: bool) -> None:
             'preference training takes samples {"chosen": ..., "rejected": ...}, or lists of two '
             f"documents, and this one has {got}: use a data set of pairs, or stage: sft"
         )
-    if not packs and (isinstance(dataset, Packs) or count > len(SIDES)):
-        # rows of unequal numbers of pairs: pipeline stages must know the shape
-        raise ValueError(
-            "the data set has packs of pairs, and sequence_packing is false: set it to true"
-        )
+    is_packed = isinstance(dataset, Packs) or count > len(SIDES)
+    # rows of unequal numbers of pairs: pipeline stages must know the shape
+    expect(
+        packs or not is_packed,
+        "the data set has packs of pairs, and sequence_packing is false: set it to true",
+    )
 
 
 # -- log-probabilities on disk
@@ -524,11 +518,8 @@ class ReferenceStore:
     written. A part has the name of its first pair, and the checksum of a zip file."""
 
     def __init__(self, cache_dir: str | os.PathLike | None, identity: dict):
-        self.folder: Any = None  # a Path, or None
-        if cache_dir is not None:
-            text = json.dumps({"format": FORMAT, **identity}, sort_keys=True)
-            digest = hashlib.sha256(text.encode()).hexdigest()[:32]
-            self.folder = Path(cache_dir) / "reference" / digest
+        name = hash_of({"format": FORMAT, **identity})[:32]
+        self.folder: Any = Path(cache_dir, "reference", name) if cache_dir else None
 
     def path(self, start: int) -> Path:
         """The file of the pairs from `start` on."""
@@ -542,7 +533,7 @@ class ReferenceStore:
             path = self.path(len(logps))
             try:
                 logps = np.concatenate([logps, np.load(path)["logps"]])
-            except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            except Exception as error:
                 reason = describe_error(error)
                 report(f"{path}: {reason}: the reference is computed again from there")
                 break

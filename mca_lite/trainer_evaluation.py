@@ -5,6 +5,7 @@ set: packs are taken apart, and neither layout nor order of the computation matt
 """
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from .args_rules import check_metric
 from .batch import Targets, real_documents
 from .data_batches import FILLER, BatchPlan, make_loader, samples_of
 from .data_files import SIDES
-from .errors import Judge
+from .errors import Judge, expect
 from .files import IGNORE_INDEX
 from .trainer_events import EvalLoopOutput, Numbers
 
@@ -48,28 +49,26 @@ class Evaluator:
         trainer = self.trainer
         compute = trainer.compute_metrics
         preprocess = trainer.preprocess_logits_for_metrics
-        given = [function for function in (compute, preprocess) if function is not None]
-        if not all(map(callable, given)):
-            raise TypeError(f"compute_metrics: expected functions, got {compute!r}, {preprocess!r}")
-        if len(given) == 1:
-            raise ValueError(
-                "compute_metrics and preprocess_logits_for_metrics go together, as the logits of a "
-                "whole data set are not kept: preprocess_logits_for_metrics=lambda logits, labels: "
-                "logits.argmax(-1) keeps the likeliest tokens"
-            )
-        if compute is not None and trainer.documents_per_sample > 1:
-            raise ValueError(
-                "compute_metrics is for samples of one text: of pairs an evaluation gives "
-                f"{', '.join(trainer.metrics_keys)}"
-            )
+        expect(
+            preprocess is compute is None or (callable(compute) and callable(preprocess)),
+            "compute_metrics and preprocess_logits_for_metrics: expected both functions, or "
+            f"neither, got {compute!r}, {preprocess!r}: the logits of a whole data set are not "
+            "kept, and preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1) "
+            "keeps the likeliest tokens",
+        )
+        expect(
+            compute is None or trainer.documents_per_sample == 1,
+            "compute_metrics is for samples of one text: of pairs an evaluation gives "
+            f"{', '.join(trainer.metrics_keys)}",
+        )
+        expect(
+            trainer.answers is not None or not trainer.args.predict_with_generate,
+            "predict_with_generate: answers are the work of a callback: "
+            "McaTrainer(callbacks=[mca_lite.generation.Answers()])",
+        )
         names = tuple(trainer.metrics_keys)
         if trainer.answers is not None:
             names += trainer.answers.metrics
-        elif trainer.args.predict_with_generate:
-            raise ValueError(
-                "predict_with_generate: answers are the work of a callback: "
-                "McaTrainer(callbacks=[mca_lite.generation.Answers()])"
-            )
         if compute is None:
             judge = Judge(trainer.args)
             sets = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else ()
@@ -114,11 +113,11 @@ class Evaluator:
         """Forward passes over a loader of make_loader's kind."""
         trainer = self.trainer
         plan = getattr(dataloader.batch_sampler, "plan", None)
-        if plan is None:
-            raise ValueError(
-                "evaluation_loop takes a loader of get_train_dataloader()'s kind; for a dataset "
-                "call evaluate(dataset)"
-            )
+        expect(
+            plan is not None,
+            "evaluation_loop takes a loader of get_train_dataloader()'s kind; for a dataset "
+            "call evaluate(dataset)",
+        )
         whole = trainer.new_numbers()
         for _, batches, seq_length, numbers in self._steps(dataloader, plan):
             metrics = trainer.measure(batches, seq_length)
@@ -281,11 +280,11 @@ class Evaluator:
         logits = torch.cat([logits.float(), logits.new_zeros(1, logits.shape[1])])[None]
         kept = self.trainer.preprocess_logits_for_metrics(logits, labels)
         parts = (*(kept if isinstance(kept, tuple) else [kept]), labels)
-        if not all(isinstance(part, torch.Tensor) for part in parts):
-            raise ValueError(
-                "preprocess_logits_for_metrics: expected a tensor, or a tuple of them, got "
-                f"{kept!r}"
-            )
+        expect(
+            all(isinstance(part, torch.Tensor) for part in parts),
+            "preprocess_logits_for_metrics: expected a tensor, or a tuple of them, got "
+            f"{type(kept).__name__}",
+        )
         floats = (part.float() if part.is_floating_point() else part for part in parts)
         return tuple(part.detach().cpu().clone() for part in floats)  # no view of the logits
 
@@ -299,11 +298,11 @@ def _check_documents(batch: dict, numbers: list[int], per_sample: int) -> None:
     if "cu_seqlens" not in batch:
         return
     count = sum(end > start for _, start, end in _borders(batch))
-    if count != len(numbers) * per_sample:
-        raise ValueError(
-            f"samples {numbers} have {count} documents with tokens: expected {per_sample} each, so "
-            "that each document is known to be its sample's"
-        )
+    expect(
+        count == len(numbers) * per_sample,
+        f"samples {numbers} have {count} documents with tokens: expected {per_sample} each, so "
+        "that each document is known to be its sample's",
+    )
 
 
 def sum_documents(backend, batch: dict, labels, losses) -> torch.Tensor:
@@ -320,7 +319,7 @@ def sum_documents(backend, batch: dict, labels, losses) -> torch.Tensor:
     if "cu_seqlens" in batch:
         cu = batch["cu_seqlens"]
         cp = backend.context_parallel[0]
-        lengths = [(end - start) // cp for start, end in zip(cu, cu[1:], strict=False)]
+        lengths = [(end - start) // cp for start, end in itertools.pairwise(cu)]
         sums = torch.stack([part.sum(-1) for part in both[:, 0].split(lengths, -1)], -1)
     else:
         sums = both.sum(-1)
@@ -335,10 +334,7 @@ def _borders(batch: dict) -> list[tuple[int, int, int]]:
         return [(row, 0, length) for row, length in enumerate(lengths)]
     cu = batch["cu_seqlens"]
     real = ~batch["padding_mask"][0]
-    return [
-        (0, start, start + int(real[start:end].sum()))
-        for start, end in zip(cu, cu[1:], strict=False)
-    ]
+    return [(0, start, start + int(real[start:end].sum())) for start, end in itertools.pairwise(cu)]
 
 
 def _stacked(parts: tuple[torch.Tensor, ...]) -> np.ndarray:

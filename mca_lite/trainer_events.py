@@ -1,39 +1,21 @@
-"""Logging, evaluation, checkpoints and signals between steps, agreed on by all ranks.
-
-A flag raised by a callback on one rank counts on all: flags and signals share one small all-reduce
-after each step, and after each log line, evaluation and checkpoint.
-"""
+"""Numbers of steps, summed over ranks; the host's garbage; checks of a trainer's arguments."""
 
 import contextlib
 import gc
 import inspect
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from . import ckpt, parallel, watchdog
 from .args import TrainingArguments
 from .args_rules_training import parse_steps
-from .callbacks import (
-    FLAGS,
-    BestModel,
-    EarlyStopping,
-    Interrupted,
-    Profiler,
-    TrainerCallback,
-    export_states,
-    raise_flags,
-)
-from .files import TRAINER_STATE_NAME
-from .log import ModelWork, Throughput, peak_memory_gib
+from .callbacks import BestModel, EarlyStopping, Profiler, TrainerCallback
 
 # -- numbers of a step
 
 _COUNTS = 3
-_STEPS_PER_LOOK = 1000  # for garbage of all ages
 _NEVER = 2**31 - 1  # younger collections before one of all ages
 
 
@@ -98,14 +80,14 @@ class Numbers:
 
 class RunSums:
     """The numbers of all steps of a run, and those of the steps since the last line of the log.
-    nothing: the Numbers of no step. carried: to_record() of the run before it was resumed."""
+    nothing: the Numbers of no step. carried: to_record() of the run before it was resumed, or
+    {}."""
 
-    def __init__(self, nothing: Numbers, carried: dict[str, Any] | None):
+    def __init__(self, nothing: Numbers, carried: dict[str, Any]):
         self._nothing = self.whole_run = self._window = nothing
         self._skipped = 0
         self._last_step = {}
-        self._line = {}
-        if carried is not None and carried["metrics"] == nothing.keys:
+        if carried.get("metrics") == nothing.keys:
             self._window = Numbers(nothing.keys, nothing.vector.new_tensor(carried["sums"]))
             self._skipped = carried["skipped"]
 
@@ -117,15 +99,16 @@ class RunSums:
 
     def take(self) -> dict[str, Any]:
         """Fields of a log line: means since the last line (None without a count, as updates were
-        skipped), skipped updates, numbers of the last step. A second line of a step has the same.
-        Waits for the device."""
-        if self._window is not self._nothing or not self._line:
-            means = self._window.means(uncounted=None if self._skipped else 0.0)
-            of_step = {key: value for key, value in self._last_step.items() if value is not None}
-            self._line = {**means, **of_step, "skipped_iter": self._skipped}
-            self._window = self._nothing
-            self._skipped = 0
-        return dict(self._line)
+        skipped), skipped updates, numbers of the last step; {} without steps since. Waits for the
+        device."""
+        if self._window is self._nothing:
+            return {}
+        means = self._window.means(uncounted=None if self._skipped else 0.0)
+        of_step = {key: value for key, value in self._last_step.items() if value is not None}
+        line = {**means, **of_step, "skipped_iter": self._skipped}
+        self._window = self._nothing
+        self._skipped = 0
+        return line
 
     def to_record(self) -> dict[str, Any] | None:
         """The sums since the last line, for a checkpoint; None without steps since."""
@@ -135,179 +118,7 @@ class RunSums:
         return {"metrics": self._window.keys, "sums": sums, "skipped": self._skipped}
 
 
-# -- between steps
-
-
-class StepEvents:
-    """The events between the steps of one run. Its methods are collective.
-
-    sums, throughput, work: numbers of the steps so far, for the log.
-    """
-
-    # {a flag of one step: its method}, in the order of a step
-    ACTIONS = {"should_log": "log", "should_evaluate": "evaluate", "should_save": "save"}
-
-    def __init__(self, trainer, work: ModelWork):
-        carried = trainer.state.log_sums
-        self.trainer = trainer
-        self.sums = RunSums(trainer.new_numbers(), carried)
-        self.throughput = Throughput.of(trainer.args)
-        self.work = work
-        trainer.backend.carry_router_sums((carried or {}).get("routers"))
-
-    def begin_step(self, epoch_begins: bool) -> None:
-        """Lower the flags of the step before, and notify the callbacks."""
-        trainer = self.trainer
-        if epoch_begins:
-            trainer.control.should_epoch_stop = False
-            trainer.notify("on_epoch_begin")
-        for flag in self.ACTIONS:
-            setattr(trainer.control, flag, False)
-        trainer.notify("on_step_begin")
-        self.throughput.start()
-
-    def end_step(self) -> None:
-        """Log, evaluate, save and answer signals if it is time, after a step was counted.
-        Interrupted after a signal."""
-        trainer = self.trainer
-        state = trainer.state
-        watchdog.note(watchdog.BETWEEN_STEPS, state.global_step)
-        if trainer.guard.steps % _STEPS_PER_LOOK == 1:
-            collect_garbage()  # first the garbage of compiling
-        steps_per_epoch = trainer.batch_plan.steps_per_epoch
-        raise_flags(trainer.control, trainer.args, state, state.position % steps_per_epoch == 0)
-        trainer.notify("on_step_end")
-        done = self._act()
-        epoch_ends = state.position % steps_per_epoch == 0  # a callback may have ended it
-        if epoch_ends or state.is_over or trainer.control.should_training_stop:
-            raise_flags(trainer.control, trainer.args, state, end_of_epoch=True)
-            for flag in done:  # for this step already
-                setattr(trainer.control, flag, False)
-            trainer.notify("on_epoch_end")
-            self._act()
-
-    def agree(self) -> list[int]:
-        """[a signal, 1 while a checkpoint is being written] over all ranks; a flag raised on any
-        rank is raised on all. The remaining steps of a stopped epoch count as left out."""
-        trainer = self.trainer
-        control = trainer.control
-        flags = [getattr(control, name) for name in FLAGS]
-        signal, is_writing, *raised = parallel.largest(
-            trainer.signals.received, int(trainer.checkpoints.is_writing), *map(int, flags)
-        )
-        for name, flag in zip(FLAGS, raised, strict=True):
-            setattr(control, name, bool(flag))
-        if control.should_epoch_stop:
-            state = trainer.state
-            state.left_out_steps += -state.position % trainer.batch_plan.steps_per_epoch
-        return [signal, is_writing]
-
-    def _act(self) -> list[str]:
-        """Follow the flags and signals of any rank -> the flags raised."""
-        trainer = self.trainer
-        done = []
-        signal, is_writing = self.agree()
-        for flag, action in self.ACTIONS.items():
-            if getattr(trainer.control, flag):
-                setattr(trainer.control, flag, False)
-                done.append(flag)
-                getattr(self, action)()
-                signal, is_writing = self.agree()
-        if "should_evaluate" in done or "should_save" in done:
-            collect_garbage()
-        if trainer.checkpoints.is_busy and (signal or not is_writing):
-            trainer.checkpoints.finish()
-            signal, _ = self.agree()
-        if signal:
-            self._interrupt(signal)
-        return done
-
-    def log(self) -> None:
-        """Add a line to the log, with the numbers of the steps since the line before."""
-        trainer = self.trainer
-        state = trainer.state
-        of_routers = trainer.backend.router_statistics()
-        logs = {
-            "step": state.global_step,
-            "epoch": state.epoch,
-            **self.sums.take(),
-            **of_routers,
-            **self.throughput.take(),
-            "learning_rate": trainer.lr_scheduler.get_last_lr()[0],
-            "consumed_samples": state.consumed_samples,
-            "consumed_tokens": state.consumed_tokens,
-            "peak_memory_gib": peak_memory_gib(),
-        }
-        state.log_history.append({k: v for k, v in logs.items() if not isinstance(v, list)})
-        trainer.notify("on_log", logs=logs)
-
-    def evaluate(self) -> None:
-        """Evaluate if there is a data set for it."""
-        if self.trainer.eval_dataset is not None:
-            self.trainer.guard.check_evaluation(self.trainer.evaluate())
-
-    def save(self) -> None:
-        """Save this step.
-
-        With async_save the checkpoint gets its name after the first step by the end of which all
-        ranks have written, and before the next one begins: dying costs at most one interval and the
-        steps made during a write.
-        """
-        trainer = self.trainer
-        trainer.checkpoints.finish()
-        watchdog.note(watchdog.SAVING)
-        trainer.guard.check_weights(f"after step {trainer.state.global_step}, before it is saved")
-        self._complete_state()
-        trainer.checkpoints.begin()
-        if not trainer.args.async_save:
-            trainer.checkpoints.finish()
-
-    def _interrupt(self, signal: int) -> None:
-        """Save the run and raise Interrupted, after a signal to any rank."""
-        trainer = self.trainer
-        step = trainer.state.global_step
-        if trainer.checkpoints.written_step != step:
-            self.save()
-            trainer.checkpoints.finish()
-        self._store_state()
-        trainer.report.end("interrupted")
-        stop = Interrupted(signal, step)
-        trainer.report.print(
-            f"{stop.signal.name}: saved after step {step}; resume_from_checkpoint: auto goes on "
-            "from here"
-        )
-        raise stop
-
-    def _complete_state(self) -> None:
-        """Copy into the state the numbers kept by other objects between steps."""
-        trainer = self.trainer
-        trainer.state.stateful_callbacks = export_states(trainer.callbacks)
-        sums = self.sums.to_record()
-        trainer.state.log_sums = sums and {**sums, "routers": trainer.backend.router_sums()}
-
-    def _store_state(self) -> None:
-        """Write trainer_state.json to output_dir, on the main rank."""
-        self._complete_state()
-        folder = self.trainer.args.output_dir
-        if parallel.is_main():
-            os.makedirs(folder, exist_ok=True)
-            self.trainer.state.save(os.path.join(folder, TRAINER_STATE_NAME))
-
-    def end_run(self, seconds: float) -> TrainOutput:
-        """After the last step: finish a checkpoint, load the best one, store the state."""
-        trainer = self.trainer
-        trainer.checkpoints.finish()
-        watchdog.note(watchdog.ENDING)
-        trainer.guard.end_run()
-        best = trainer.state.best_model_checkpoint
-        if trainer.args.load_best_model_at_end and best:
-            ckpt.load_model(best, trainer.backend)
-            trainer.report.print(f"loaded the best checkpoint {best}")
-        self._store_state()
-        trainer.notify("on_train_end")
-        loss = self.sums.whole_run.means()["loss"]
-        metrics = {"train_loss": loss, "train_runtime": seconds}
-        return TrainOutput(trainer.state.global_step, loss, metrics)
+# -- the host of a GPU
 
 
 def collect_garbage() -> None:

@@ -12,9 +12,8 @@ import functools
 import itertools
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -63,8 +62,7 @@ class FiniteGuard:
     def start_run(self) -> None:
         """Forget the steps of an earlier run."""
         self.steps = 0
-        self.skipped = 0
-        self.dropped = 0  # of the skipped steps: those with non-finite numbers
+        self.dropped = 0  # steps with non-finite numbers, without an update
         self._micro_batches: list[dict] = []  # of this step, as the model gets them
         self._losses: list[torch.Tensor] = []  # of those, on the device
 
@@ -101,7 +99,6 @@ class FiniteGuard:
         changes nothing.
         """
         self.steps += 1
-        self.skipped += skipped
         if not skipped:
             self.trainer.checkpoints.prune()
         if not skipped or not self.is_on:
@@ -137,14 +134,10 @@ class FiniteGuard:
         """NotFiniteError for a non-finite weight, with its name. One reduction a tensor."""
         if not self.is_on:
             return
-        own = _first_bad(_parameters(self.trainer.model if model is None else model))
-        found = [
-            (chunk, rank, name)
-            for rank, of_rank in enumerate(parallel.gather(own))
-            for chunk, name in of_rank
-        ]
-        if found:
-            _, rank, name = min(found)
+        bad = _first_bad(_named(self.trainer.model if model is None else model, "parameters"))
+        own = [(chunk, parallel.rank(), name) for chunk, name in bad]
+        found = itertools.chain(*parallel.gather(own))
+        for _, rank, name in sorted(found)[:1]:
             self.stop(f"{when}: the weight {name} is not finite (rank {rank})")
 
     def check_evaluation(self, metrics: dict[str, float]) -> None:
@@ -157,16 +150,12 @@ class FiniteGuard:
     def end_run(self) -> None:
         """NotFiniteError if every step of the run was skipped, or the last update left non-finite
         weights. Else prune checkpoints for the last one too."""
-        if self.steps and self.skipped == self.steps:
-            if self.trainer.lr_scheduler.num_steps == 0:  # of a resumed run: those before too
-                self.stop(
-                    f"every update of {self.steps} steps was skipped, nothing was trained: lower "
-                    "learning_rate, look at the data, or set bf16: true instead of fp16, or a "
-                    "lower initial_loss_scale"
-                )
-            self.trainer.report.print(
-                f"warning: no update was made since the checkpoint ({self.skipped} skipped): the "
-                "weights are as they were there"
+        updates = self.trainer.lr_scheduler.num_steps  # of a resumed run: those before too
+        if self.steps and not updates:
+            self.stop(
+                f"every update of {self.steps} steps was skipped, nothing was trained: lower "
+                "learning_rate, look at the data, or set bf16: true instead of fp16, or a lower "
+                "initial_loss_scale"
             )
         self.check_weights("after the last step")
         self.trainer.checkpoints.prune()
@@ -210,9 +199,11 @@ class FiniteGuard:
     def _first_cause(self, has_bad_loss: bool, seq_length: int) -> str:
         """A weight, else a layer's output, else a gradient, in words. Collective."""
         rank = parallel.rank()
-        parameters = list(_parameters(self.trainer.model))
-        # the backward pass goes from the last parameter to the first
-        gradients = [(chunk, name, _gradient_of(p)) for chunk, name, p in parameters[::-1]]
+        parameters = list(_named(self.trainer.model, "parameters"))
+        # the backward pass goes from the last parameter to the first; megatron's, or torch's
+        gradients = [
+            (chunk, name, getattr(p, "main_grad", p.grad)) for chunk, name, p in parameters[::-1]
+        ]
         # (kind, micro-batch, place, words), the first cause being the least; ranks of later
         # pipeline stages have higher numbers
         own = [(0, 0, chunk, rank, f"the weight {name}") for chunk, name in _first_bad(parameters)]
@@ -230,34 +221,25 @@ class FiniteGuard:
         """(micro-batch, chunk) -> the first module on this rank with a non-finite output, by
         another forward pass. Collective."""
         trainer = self.trainer
-        calls: Counter = Counter()
+        backend = trainer.backend
         first: dict[tuple[int, int], str] = {}
 
         def look(place, name, module, inputs, output) -> None:
             if not _is_finite(output):
                 first.setdefault(place, name)
 
-        def step(data_iterator, model):
-            number = trainer.models.index(model)
-            place = calls[number], number
-            calls[number] += 1
-            chunk = _chunks(trainer.model)[number]
+        backend.train_mode(False)
+        for number, batch in enumerate(self._micro_batches):
+            same = [batch] * backend.micro_batch_multiple
             with contextlib.ExitStack() as hooks:
-                for name, module in chunk.named_modules():
-                    hook = functools.partial(look, place, _name_in_whole_model(chunk, name))
+                for chunk, name, module in _named(trainer.model, "modules"):
+                    hook = functools.partial(look, (number, chunk), name)
                     hooks.enter_context(module.register_forward_hook(hook))
-                return trainer.forward_step(data_iterator, model)
-
-        trainer.backend.train_mode(False)
-        trainer.backend.forward_backward(step, self._micro_batches, seq_length, forward_only=True)
+                backend.forward_backward(trainer.forward_step, same, seq_length, forward_only=True)
         return first
 
 
 # -- tensors and modules of a model, chunk by chunk
-
-
-def _chunks(model) -> list[torch.nn.Module]:
-    return list(model) if isinstance(model, VirtualModels) else [model]
 
 
 def _name_in_whole_model(chunk: torch.nn.Module, name: str) -> str:
@@ -269,15 +251,11 @@ def _name_in_whole_model(chunk: torch.nn.Module, name: str) -> str:
     return f"{match[1]}.{number - 1}{name[match.end() :]}"
 
 
-def _parameters(model) -> Iterator[tuple[int, str, torch.nn.Parameter]]:
-    """(chunk, name, parameter)"""
-    for number, chunk in enumerate(_chunks(model)):
-        for name, parameter in chunk.named_parameters():
-            yield number, _name_in_whole_model(chunk, name), parameter
-
-
-def _gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
-    return getattr(parameter, "main_grad", parameter.grad)  # megatron's, or torch's
+def _named(model, kind: str) -> Iterator[tuple[int, str, Any]]:
+    """(chunk, name in the whole model, part) of all "parameters" or "modules"."""
+    for number, chunk in enumerate(model if isinstance(model, VirtualModels) else [model]):
+        for name, part in getattr(chunk, f"named_{kind}")():
+            yield number, _name_in_whole_model(chunk, name), part
 
 
 @torch.no_grad()

@@ -129,18 +129,18 @@ def test_the_first_line_after_a_resume_has_the_steps_before_it_too(
     assert json.loads((tmp_path / "trainer_state.json").read_text())["log_sums"] is None
 
 
-def test_a_second_line_of_a_step_has_the_numbers_of_the_first():
+def test_a_second_line_of_a_step_has_no_numbers():
     from mca_lite.trainer_events import Numbers, RunSums
 
     nothing = Numbers.zeros(["loss"], torch.device("cpu"))
-    sums = RunSums(nothing, None)
+    sums = RunSums(nothing, {})
     for loss, skipped in ((3.0, 0), (5.0, 1)):
         metrics = [{"loss": torch.tensor([loss, 1.0])}]
         sums.add(
             Numbers.zeros(["loss"], torch.device("cpu")).add_metrics(metrics), skipped, 0.5, None
         )
         lines = [sums.take(), sums.take()]
-        assert lines == 2 * [{"loss": loss, "grad_norm": 0.5, "skipped_iter": skipped}]
+        assert lines == [{"loss": loss, "grad_norm": 0.5, "skipped_iter": skipped}, {}]
 
 
 def test_sums_of_a_line_are_carried_where_the_metrics_are_the_same():
@@ -150,7 +150,7 @@ def test_sums_of_a_line_are_carried_where_the_metrics_are_the_same():
         metrics = [{name: torch.tensor(pair)} for pair in pairs]
         return Numbers.zeros([name], torch.device("cpu")).add_metrics(metrics)
 
-    sums = RunSums(numbers("loss"), None)
+    sums = RunSums(numbers("loss"), {})
     assert sums.to_record() is None
     sums.add(numbers("loss", (6.0, 2.0)), skipped=0, grad_norm=1.0, num_zeros=None)
     sums.add(numbers("loss"), skipped=1, grad_norm=0.0, num_zeros=None)

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,6 +32,7 @@ from mca_lite.data_batches import (
     WithReference,
     check_batch,
     make_loader,
+    samples_of,
 )
 from mca_lite.data_encode import Encoder
 from mca_lite.data_files import build_once
@@ -281,7 +281,8 @@ def test_other_code_tokenises_again_and_the_data_of_a_checkpoint_is_the_same(
     first = load(tokenizer, "sft", file, packing=packing).train
     monkeypatch.setattr(data_encode, "inspect", SimpleNamespace(getsource=lambda module: "edited"))
     again = load(tokenizer, "sft", file, packing=packing).train
-    assert again.fingerprint != first.fingerprint and again.identity == first.identity
+    assert samples_of(again).fingerprint != samples_of(first).fingerprint
+    assert again.identity == first.identity
     assert WithReference(again, None).identity == first.identity
     others = [dict(mask_history=True), dict(cutoff_len=QUESTION + 2), dict(max_samples=1)]
     others += [dict(default_system="d"), dict(train_on_prompt=True), dict(enable_thinking=False)]
@@ -499,7 +500,7 @@ def test_a_cache_folder_that_cannot_be_written_is_an_error_that_says_what_to_set
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "deep"):
         with pytest.raises(
-            ValueError, match=r"cannot be written \(Not a directory\): set cache_dir"
+            ValueError, match=r"cannot be written.* Not a directory: .*: set cache_dir"
         ):
             load(tokenizer, "sft", file, cache_dir=str(folder))
 
@@ -507,10 +508,9 @@ def test_a_cache_folder_that_cannot_be_written_is_an_error_that_says_what_to_set
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(data_encode, "sync", full)
-    with pytest.raises(ValueError, match=r"cannot be written \(No space left.*set cache_dir"):
+    with pytest.raises(ValueError, match=r"cannot be written.* No space left.*set cache_dir"):
         load(tokenizer, "sft", file)
-    # what cannot be read is no fault of the cache
-    with pytest.raises(FileNotFoundError, match="missing"):
+    with pytest.raises(ValueError, match="the data not read .*missing"):
         build_once(tmp_path / "x", lambda *_: open(tmp_path.parent / "missing"), "building")
 
 
@@ -745,8 +745,6 @@ def test_micro_batches_are_dealt_in_the_order_of_the_epoch():
         [FILLER, FILLER],
     ]
     assert (plans[0].num_micro_batches(1), plans[0].num_samples_of(1)) == (1, 3)
-    with pytest.raises(ValueError, match="step 2 of an epoch that has 2"):
-        plans[0].step(0, 2)
 
 
 def test_epochs_and_seeds_have_orders_of_their_own():
@@ -795,23 +793,10 @@ def test_what_cannot_be_planned_is_an_error():
     plan = BatchPlan(3, 2, 1, 0, 1, seed=0)
     with pytest.raises(ValueError, match="generator has no __len__"):
         make_loader((n for n in range(3)), rows, plan)
-    with pytest.raises(ValueError, match="has 2 samples, its plan is for 3"):
-        make_loader([1, 2], rows, plan)
     with pytest.raises(ValueError, match='"labels" of 2 rows'):
         list(make_loader([1, 2, 3], lambda samples: {"labels": [[1]]}, plan, num_epochs=1))
     with pytest.raises(ValueError, match="0 samples"):
         BatchPlan(0, 1, 1, 0, 1, seed=0)
-    with pytest.raises(ValueError, match="rank 2 of 2"):
-        BatchPlan(1, 1, 1, 2, 2, seed=0)
-
-
-def test_torchs_warning_of_many_workers_is_shown_once_not_twice(monkeypatch):
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0}, raising=False)
-    with warnings.catch_warnings(record=True) as shown:
-        warnings.simplefilter("default")
-        plan = BatchPlan(2, 1, 1, 0, 1, seed=0)
-        list(make_loader([1, 2], rows, plan, num_epochs=1, num_workers=3))
-    assert len([w for w in shown if "will create 3 worker processes" in str(w.message)]) == 1
 
 
 def test_samples_of_a_step_are_dealt_by_cost_and_stay_in_their_step():

@@ -146,14 +146,9 @@ def test_enable_thinking_false_shows_the_empty_block_and_does_not_train_it(messa
     assert report == ["note: the chat template does not read enable_thinking"]
 
 
-def test_blocks_of_llama_factory_are_read():
-    blocks = [
-        {"type": "reasoning", "value": "I add."},
-        {"type": "tool_call", "value": json.dumps(CALL["function"])},
-    ]
-    record = [user("2+3?"), {"role": "assistant", "content": blocks, "loss_weight": 1.0}]
-    record += [{"role": "tool", "content": [{"type": "text", "value": "5"}], "loss_weight": 0.0}]
-    record += [said([{"type": "text", "value": "Five."}])]
+def test_blocks_of_text_are_read():
+    record = [*CALLS[:2], {"role": "tool", "content": [{"type": "text", "value": "5"}]}]
+    record += [said([{"type": "text", "text": "Fi"}, {"type": "text", "value": "ve."}])]
     tokenizer, part = encode(record, TEMPLATES["qwen3"])
     assert part.ids.tolist() == encode(CALLS[:4], TEMPLATES["qwen3"])[1].ids.tolist()
     for block in ({"type": "image_url", "value": "x"}, {"type": "text"}, "text"):

@@ -241,21 +241,6 @@ def test_every_kind_of_file_is_streamed(tmp_path):
         assert take(train, 2, found[3][1]) == whole[4:6]
 
 
-@pytest.mark.parametrize("strategy", ["concat", "interleave_over"])
-def test_what_is_held_out_is_never_trained_on(tmp_path, strategy):
-    files = write(tmp_path / "a.jsonl", 60), write(tmp_path / "b.jsonl", 9)
-    keys = dict(val_size=10, buffer_size=16, mix_strategy=strategy)
-    bundle = load(tmp_path, *files, streaming=True, **keys)
-    held = [plain(row) for row in bundle.eval]
-    first = take(stream(tmp_path, *files, disable_shuffling=True, mix_strategy=strategy), 10)
-    assert held == first[: len(held)] and 8 <= len(held) <= 10
-    trained = take(bundle.train, 200)
-    assert not [row for row in trained if row in held] and len({str(row) for row in trained}) > 40
-    assert any(line.startswith(f"eval: {len(held)} rows of the first 10") for line in bundle.report)
-    with pytest.raises(ConfigError, match="it takes all records of a dataset"):
-        load(tmp_path, *files, streaming=True, **{**keys, "val_size": 69})
-
-
 def test_max_samples_ends_a_pass(tmp_path):
     train = stream(tmp_path, write(tmp_path / "a.jsonl", 40), max_samples=4)
     rows = take(train, 8)
@@ -272,8 +257,8 @@ def test_records_that_cannot_be_used_stop_or_are_said_and_left_out(tmp_path, cap
     list(itertools.islice(loader, 36))
     said = capsys.readouterr().out.splitlines()
     what = "records cannot be used and were left out: message N: unknown role 'alien'"
-    assert [line for line in said if what in line and line.startswith("stream: 12 ")]
-    assert all("one of them at" in line and "b.jsonl" in line for line in said if what in line)
+    [line] = [line for line in said if what in line]
+    assert line.startswith("stream: ") and "b.jsonl" in line
     assert [line for line in said if "samples have an empty answer and were left out" in line]
     worse = write(tmp_path / "c.jsonl", 400, bad=150)
     with pytest.raises(
@@ -313,7 +298,7 @@ def test_data_that_gives_nothing_to_train_on_ends(tmp_path):
         stream(tmp_path, str(empty))
 
 
-@pytest.mark.parametrize("state", [{"pass": 1}, {"places": [[0, 0]]}, {"places": [1]}])
+@pytest.mark.parametrize("state", [{"pass": 1}, [1]])
 def test_a_position_of_something_else_is_refused(tmp_path, state):
     train = stream(tmp_path, write(tmp_path / "a.jsonl", 9))
     with pytest.raises(ValueError, match="data_position .*: no position of this stream"):
@@ -325,6 +310,7 @@ def test_a_position_of_something_else_is_refused(tmp_path, state):
     ("keys", "key"),
     [
         (dict(val_size=0.1), "val_size"),
+        (dict(val_size=10), "val_size"),
         (dict(dataset=["a", "b"], mix_weights=[1, 2]), "mix_weights"),
     ],
 )
@@ -347,12 +333,11 @@ def test_the_identity_names_files_and_order(tmp_path):
     found.append(stream(tmp_path, file, buffer_size=3).identity)
     found.append(stream(tmp_path, file, seed=1).identity)
     found.append(stream(tmp_path, file, cutoff_len=8).identity)
-    found.append(stream(tmp_path, file, val_size=2).identity)
     with open(file, "a") as more:
         more.write("\n")
     found.append(stream(tmp_path, file).identity)
     text = (tmp_path / "a.jsonl").read_text()
     (tmp_path / "a.jsonl").write_text(text.replace("a0-", "b0-"))  # as long as before
     found.append(stream(tmp_path, file).identity)
-    assert found[0] == found[1] and len(set(found)) == 7
+    assert found[0] == found[1] and len(set(found)) == 6
     assert np.char.startswith(found, "streamed-").all()

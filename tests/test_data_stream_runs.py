@@ -124,7 +124,8 @@ def test_what_cannot_be_streamed_is_refused_and_said(folder):
 
 
 def test_evaluation_beside_a_stream_and_its_summary(folder):
-    keys = dict(val_size=3, eval_strategy="steps", eval_steps=2, max_steps=2, use_mca=False)
+    keys = dict(eval_strategy="steps", eval_steps=2, max_steps=2, use_mca=False)
+    keys["eval_dataset"] = f"{folder}/other.jsonl"
     words = words_of(keys_of(folder, "held", **keys))
     [(code, shown, error)] = world.run(run_train, 1, words)
     assert not code, error
@@ -136,19 +137,3 @@ def test_evaluation_beside_a_stream_and_its_summary(folder):
         "tokenised as they are read",
     ):
         assert words in shown, words
-
-
-def test_packed_samples_beside_a_stream_are_predicted_and_answered_one_by_one(folder):
-    """Held out, several lie in a row: answers were those to the first of each, and predictions an
-    error behind the training."""
-    keys = dict(val_size=7, max_steps=1, do_predict=True, predict_with_generate=True)
-    keys.update(max_new_tokens=2, use_mca=False, cutoff_len=40)
-    written = {}
-    for name, packing in {"packed": True, "rows": False}.items():
-        out = f"{folder}/{name}-held"
-        world.run(train, 1, keys_of(folder, f"{name}-held", packing=packing, **keys))
-        for file in ("predictions.jsonl", "generations.jsonl"):
-            lines = [json.loads(line) for line in open(f"{out}/{file}")]
-            written[name, file] = [line.get("prompt", line.get("tokens")) for line in lines]
-    for file in ("predictions.jsonl", "generations.jsonl"):
-        assert written["packed", file] == written["rows", file] and len(written["rows", file]) == 7

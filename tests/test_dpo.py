@@ -130,7 +130,7 @@ def steps_by_hand(path, out, backend, ref, keys) -> list[tuple[float, float]]:
         groups = [dict(params=matrices, weight_decay=DECAY), dict(params=rest, weight_decay=0.0)]
         optimizer = torch.optim.AdamW(groups, lr=RATE, betas=BETAS, eps=EPS)
         scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-        given = dict(optimizer=optimizer, lr_scheduler=scheduler)
+        given = dict(optimizers=(optimizer, scheduler))
     trainer = DPOTrainer(
         model=model,
         train_config=DPOConfig(0.3, "sigmoid"),

@@ -550,7 +550,7 @@ def work(path: str, adapter: str, out: str) -> dict:
     }
     found = {}
     for name, keys in cases.items():
-        of_step = our_run(path, f"{out}/{name}", max_steps=1, **keys).events.work
+        of_step = our_run(path, f"{out}/{name}", max_steps=1, **keys).work
         beside = 0 if of_step.reference is None else of_step.reference.weights
         found[name] = of_step.frozen + of_step.trained, beside
     return found

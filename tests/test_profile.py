@@ -22,11 +22,10 @@ def test_steps_are_profiled_on_every_rank(tmp_path, backend, ranks):
     keys = dict(backend=backend, profile_steps="2-3", steps=4, **layout)
     errors, printed, _ = zip(*world.run(attempt, ranks, model, str(out), **keys), strict=True)
     assert not any(errors)
-    assert "profile of steps 2 to 3, rank 0" in printed[0]
+    assert "profile of steps 2 to 3" in printed[0]
     assert (
         printed[0].index("step 1/4") < printed[0].index("profile of") < printed[0].index("step 4")
     )
-    assert "Self CPU" in printed[0] and "aten::mm" in printed[0]
     files = sorted(path.name for path in (out / "profile").iterdir())
     assert files == [f"trace_rank{rank}.json.gz" for rank in range(ranks)]
     for name in files:

@@ -178,8 +178,8 @@ def test_early_stopping_of_transformers_goes_on_counting_after_a_resume(model_pa
     out = str(tmp_path)
     assert world.run(run_early_stopping, 1, model_path, out, 3) == [(3, 2)]
     saved = json.loads((tmp_path / "checkpoint-3" / "trainer_state.json").read_text())
-    attributes = saved["stateful_callbacks"]["EarlyStoppingCallback"]["attributes"]
-    assert attributes == {"early_stopping_patience_counter": 2}
+    [state] = saved["stateful_callbacks"]["EarlyStoppingCallback"]
+    assert state["attributes"] == {"early_stopping_patience_counter": 2}
     assert world.run(run_early_stopping, 1, model_path, out, 9, "auto") == [(4, 3)]
 
 
@@ -547,12 +547,12 @@ def test_nothing_of_a_trainer_lives_on_and_what_a_host_froze_stays_frozen(
 
 def looks_of_the_collector(path: str, out: str) -> list[int]:
     """The steps after which a run of four looks for garbage of all ages, every third one."""
-    from mca_lite import trainer_events
+    from mca_lite import trainer, trainer_events
     from mca_lite.callbacks import TrainerCallback
 
     steps, found = [0], []
-    trainer_events.collect_garbage = lambda: found.append(steps[-1])
-    trainer_events._STEPS_PER_LOOK = 3
+    trainer.collect_garbage = trainer_events.collect_garbage = lambda: found.append(steps[-1])
+    trainer.STEPS_PER_LOOK = 3
 
     class Count(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):

@@ -92,5 +92,5 @@ def encode(tokenizer, record, form: str = "openai", spec=None, **keys) -> Simple
         ids=np.where(tokens < 0, ~tokens, tokens),
         mask=(tokens >= 0).astype(np.uint8),
         lengths=list(map(len, documents)),
-        tallies={what: (count.number, count.place) for what, count in tally.counts.items()},
+        tallies={what: (tally.counts[what], place) for what, place in tally.places.items()},
     )
