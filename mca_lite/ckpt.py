@@ -20,7 +20,7 @@ import os
 import random
 import shutil
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -36,11 +36,10 @@ from .args_values import default_of
 from .callbacks import TrainerState, ranking_of, restore_states
 from .ckpt_folder import CheckpointError
 from .data_stream import TokenStream
-from .files import MCA_CONFIG_NAME, TRAINER_STATE_NAME, read_json, write_file
+from .files import TRAINER_STATE_NAME, read_json, write_file
 from .mcore import get_cuda_rng_tracker
-from .model_config import McaModelConfig, load_decision
 from .optim import load_scaler_states, scaler_states
-from .weights_files import named_tensors, open_safetensors
+from .weights_files import NamedTensors, Shape, named_tensors, slices_of
 
 # -- checkpoints of the torch backend
 
@@ -50,19 +49,13 @@ class TorchSnapshot:
 
     def __init__(self, model, optimizer=None, copy: bool = False):
         self._files: dict[str, dict[str, torch.Tensor]] = {}
-        if not parallel.is_main():
-            return
-        names = {p: name for name, p in _changing(model)}
-        files = {"model.safetensors": {name: p for p, name in names.items()}}
-        if optimizer is not None:
-            files["optimizer.safetensors"] = states = {}
-            for parameter, state in optimizer.state.items():
-                for key, value in state.items():
-                    if isinstance(value, (torch.Tensor, int, float)):
-                        states[f"{key}.{names[parameter]}"] = torch.as_tensor(value)
-        for file, tensors in files.items():
-            on_cpu = {key: x.detach().to("cpu", copy=copy) for key, x in tensors.items()}
-            self._files[file] = on_cpu
+        if parallel.is_main():
+            self._add("model.safetensors", _changing(model), copy)
+            if optimizer is not None:
+                self._add("optimizer.safetensors", _states(model, optimizer), copy)
+
+    def _add(self, file: str, tensors: NamedTensors, copy: bool) -> None:
+        self._files[file] = {name: x.detach().to("cpu", copy=copy) for name, x in tensors}
 
     def write(self, folder: Path) -> tuple[list[str], None]:
         """Write this rank's files, unflushed -> (files, None). No collectives."""
@@ -77,10 +70,18 @@ class TorchSnapshot:
         return []
 
 
-def _changing(model) -> list[tuple[str, torch.Tensor]]:
+def _changing(model) -> NamedTensors:
     """(name, tensor) of the parameters in training, and of the buffers if all are trained."""
     is_whole = all(parameter.requires_grad for parameter in model.parameters())
-    return [(name, t) for name, t in named_tensors(model) if is_whole or t.requires_grad]
+    return ((name, x) for name, x in named_tensors(model) if is_whole or x.requires_grad)
+
+
+def _states(model, optimizer) -> NamedTensors:
+    """(state.parameter, tensor) of an optimizer."""
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, (torch.Tensor, int, float)):
+                yield f"{key}.{name}", torch.as_tensor(value)
 
 
 def load_torch(folder: Path, model, optimizer=None) -> None:
@@ -92,36 +93,35 @@ def load_torch(folder: Path, model, optimizer=None) -> None:
     if optimizer is None:
         return
     read, stored = _reader(folder / "optimizer.safetensors")
-    keys = sorted({key.partition(".")[0] for key in stored})
+    keys = {name.partition(".")[0] for name in stored}
     names = {parameter: name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
         # the fused AdamW counts beside the parameter; other kernels want their counters on the CPU
         counts_there = group.get("fused") or group.get("capturable")
         for parameter in group["params"]:
-            name = names[parameter]
-            state = {}
-            if any(f"{key}.{name}" in stored for key in keys):
-                shapes = parameter.shape, torch.Size()
-                state = {key: read(f"{key}.{name}", *shapes) for key in keys}
-            for key, value in state.items():
+            state = optimizer.state[parameter] = {}
+            wanted = {key: f"{key}.{names[parameter]}" for key in keys}
+            if stored.isdisjoint(wanted.values()):
+                continue
+            for key, name in wanted.items():
+                value = read(name, parameter.shape, ())
                 if value.dim() or counts_there:
-                    state[key] = value.to(parameter.device)
-            optimizer.state[parameter] = state
+                    value = value.to(parameter.device)
+                state[key] = value
 
 
-def _reader(path: Path) -> tuple[Callable[..., torch.Tensor], set[str]]:
+def _reader(path: Path) -> tuple[Callable[..., torch.Tensor], Set[str]]:
     """(a function that reads a tensor by name and possible shapes, the names) of a file."""
-    file = open_safetensors(path)
-    names = set(file.keys())
+    slices = slices_of(path)
 
-    def read(name: str, *shapes: torch.Size) -> torch.Tensor:
-        if name in names and torch.Size(file.get_slice(name).get_shape()) in shapes:
-            return file.get_tensor(name)
+    def read(name: str, *shapes: Shape) -> torch.Tensor:
+        if name in slices and tuple(slices[name].get_shape()) in shapes:
+            return slices[name][...]
         raise CheckpointError(
             f"{path}: expected {name} of shape {tuple(shapes[0])}: use another checkpoint"
         )
 
-    return read, names
+    return read, slices.keys()
 
 
 # -- save and resume
@@ -257,17 +257,11 @@ class Checkpoints:
         trainer.check_objective(record["objective"], folder)
         _check_base(record["base"], trainer.model, folder)
         trainer.backend.load_state(folder)
-        try:
-            load_scaler_states(trainer.backend.grad_scalers, record["loss_scales"])
-        except (KeyError, TypeError, ValueError):
-            raise CheckpointError(
-                f"{folder / TRAINING_NAME}: loss_scales are none: use another checkpoint"
-            ) from None
-        if (folder / MCA_CONFIG_NAME).is_file():
-            saved = McaModelConfig.from_json_file(folder / MCA_CONFIG_NAME)
-            trainer.report.print(
-                f"weights and optimizer state {load_decision(saved, trainer.model.config)}"
-            )
+        parallel.on_all(
+            lambda: load_scaler_states(trainer.backend.grad_scalers, record["loss_scales"]),
+            CheckpointError,
+            f"{folder / TRAINING_NAME}: loss_scales are none: use another checkpoint",
+        )
         state.max_steps = trainer.state.max_steps
         state.num_train_epochs = trainer.state.num_train_epochs
         trainer.state = state
@@ -434,16 +428,14 @@ def _read_records(folder: Path) -> tuple[dict, TrainerState]:
     try:
         record = read_json(path)
         state = TrainerState.load(folder / TRAINER_STATE_NAME)
-        for key, kind in _KINDS.items():
-            if type(record.get(key)) is not kind:
-                raise ValueError(f"{path}: expected {key}, of type {kind.__name__}")
+        ckpt_folder.check_kinds(record, _KINDS)
         step = ckpt_folder.read_manifest(folder)["step"]
         if state.global_step != step or not 0 <= record["scheduler_steps"] <= step:
-            raise ValueError(f"{path}, {TRAINER_STATE_NAME}: expected the counts of step {step}")
+            raise ValueError(f"{TRAINER_STATE_NAME}: expected the counts of step {step}")
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{error}: use another checkpoint; python -m mca_lite convert {folder} DST exports the "
-            "weights of this one"
+            f"{path}: {error}: use another checkpoint; python -m mca_lite convert {folder} DST "
+            "exports the weights of this one"
         ) from None
     return record, state
 

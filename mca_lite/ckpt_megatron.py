@@ -42,6 +42,10 @@ DIST_NAME = "dist"
 INDEX_NAME = "index.json"
 OLD_INDEX_NAME = ".metadata"  # torch's, a pickle, in checkpoints of earlier versions
 
+# Joined states wait on the GPU up to this sum, and beyond it in host memory: ranks wait for each
+# other's copies there
+JOINED_ON_GPU_BYTES = 1 << 30
+
 # -- the parts of tensors in files
 
 
@@ -323,13 +327,14 @@ def _state_tensor(tensor, name: str, value: torch.Tensor, **changes):
 
 
 def _optimizer_to_write(optimizer, models, tensors: dict, holders: dict, copy: bool) -> dict:
-    """{number: sharded tensor} of the states this rank writes, joined ones in host memory.
-    Collective, parameter by parameter."""
+    """{number: sharded tensor} of the states this rank writes. Collective, parameter by
+    parameter."""
     owned = {
         id(parameter): (inner, main, cut)
         for inner, parameter, main, cut in _owned(optimizer, models)
     }
     out: dict[int, Any] = {}
+    joined_bytes = 0
     for parameter in (p for p in models.parameters() if p.requires_grad):
         tensor = tensors[id(parameter)]
         holder = holders[id(parameter)]
@@ -339,7 +344,9 @@ def _optimizer_to_write(optimizer, models, tensors: dict, holders: dict, copy: b
                 part = _state_of(*owned[id(parameter)], name)
             value = _join(part, parameter, *holder)
             if holder.i_write:
-                if copy or len(holder.pieces) > 1:
+                is_joined = len(holder.pieces) > 1
+                joined_bytes += is_joined * value.nbytes
+                if copy or (is_joined and joined_bytes > JOINED_ON_GPU_BYTES):
                     value = value.to("cpu", copy=copy)
                 replica = _replica(tensor, True)
                 out[len(out)] = _state_tensor(tensor, name, value, replica_id=replica)

@@ -421,7 +421,7 @@ def extra_factors(head: torch.nn.Module, hidden: torch.Tensor):
     adapter: LoraAdapter | None = getattr(head, "lora", None)
     if adapter is None or not adapter.enabled:
         return None
-    return adapter(hidden, as_factors=True)
+    return adapter.low(hidden), adapter.lora_B_0
 
 
 # -- checkpoints
@@ -437,15 +437,16 @@ def sharded_state(chunk) -> dict[str, Any]:
         for name, tensor in chunk.sharded_state_dict().items()
         if ".lora." not in name and getattr(getattr(tensor, "data", None), "requires_grad", False)
     }
-    adapters = {p: m for p, m in chunk.named_modules() if isinstance(m, Adapter)}
-    for path, adapter in adapters.items():
+    for path, adapter in chunk.named_modules():
+        if not isinstance(adapter, Adapter):
+            continue
         template, layer = chunk.global_name(path.removesuffix(".lora"))
         module = template.format(layer)
         replica = parallel.replica_group(adapter.is_expert).rank()
         for name, parameter in adapter.named_parameters():
             # (axis, this rank's place along it, number of places)
             cuts = [(0, adapter.ep.rank(), adapter.ep.size())] if adapter.is_expert else []
-            axis = adapter.axes[name]
+            axis, real = adapter.cuts[name]
             copy = adapter.group.rank()
             if axis is not None:
                 cuts.append((len(cuts) + axis, copy, adapter.tp))
@@ -455,7 +456,7 @@ def sharded_state(chunk) -> dict[str, Any]:
                 parameter,
                 *cuts,
                 replica_id=(0, copy, replica),
-                allow_shape_mismatch=adapter.real[name] is not None,
+                allow_shape_mismatch=real is not None,
             )
     return state
 
@@ -468,11 +469,9 @@ def base_sample(model) -> dict[str, list[float]]:
     """
     spec = spec_of(model)
     source = spec and original_of(spec.base_model)
-    if source is None:
-        return {}
-    stored = source.names()
-    sample = {}
-    for name in [f"{module}.weight" for module in spec.modules if f"{module}.weight" in stored][:1]:
-        weight = source.read(name).flatten()
-        sample[name] = weight[:: max(weight.numel() // 64, 1)].tolist()
-    return sample
+    if source is not None:
+        for name in map("{}.weight".format, spec.modules):
+            if name in source.names():
+                weight = source.read(name).flatten()
+                return {name: weight[:: max(weight.numel() // 64, 1)].tolist()}
+    return {}

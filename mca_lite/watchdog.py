@@ -27,6 +27,7 @@ from types import FrameType
 from typing import Any
 
 from .errors import UserError
+from .files import first_of
 from .world import tell_torchrun
 
 HANG_EXIT_CODE = 87  # of a run with a hanging rank
@@ -256,7 +257,7 @@ class Watchdog:
         texts = [self._read(f"answer/{self._question}/{rank}") for rank in ranks]
         answers = [json.loads(text) if text else _SILENT for text in texts]
         late = ranks_behind(answers)
-        self._late = _first([names[rank] for rank in late], _SHOWN)
+        self._late = first_of([names[rank] for rank in late], _SHOWN)
         text = describe(late, answers, names)
         summary = "no rank was behind the others when they were asked: see above"
         if late:
@@ -269,10 +270,8 @@ class Watchdog:
 
     def _go_on(self) -> None:
         # nothing is deleted: get() of a rank between check() and get() would wait
-        if self._late is not None:
-            _print(f"note: rank {self.rank} goes on after {self.waited:.0f} s")
-            self.store.set("report", "")
         if self._question is not None:
+            self.store.set("report", "")
             self.store.set("question", "")
         self._question = None
         self._late = None
@@ -350,13 +349,8 @@ def describe(late: list[int], answers: list[dict], names: list[str]) -> str:
     ranks_at: dict[str, list[str]] = {}
     for rank in set(range(len(names))).difference(late):
         ranks_at.setdefault(answers[rank]["place"], []).append(str(rank))
-    lines += [f"ranks {_first(ranks, 8)}: {place}" for place, ranks in ranks_at.items()]
+    lines += [f"ranks {first_of(ranks, 8)}: {place}" for place, ranks in ranks_at.items()]
     return "\n".join(lines)
-
-
-def _first(words: list[str], most: int) -> str:
-    more = [f"and {len(words) - most} more"] * (len(words) > most)
-    return ", ".join(words[:most] + more)
 
 
 def stack_of(thread_id: int) -> tuple[str, bool]:

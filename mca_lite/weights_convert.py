@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from . import parallel
 from .families import PREDICTION_LAYERS, Row, is_of_expert, rows_of
@@ -143,8 +144,7 @@ def read_part(row: Row, layer, source, config, rank: int) -> torch.Tensor:
     if row.axis == 1:
         columns = source.shape(names[0])[1] // tp
         return source.read(names[0], (slice(None), slice(rank * columns, (rank + 1) * columns)))
-    stored = [source.shape(name)[0] for name in names]
-    total = sum(stored)
+    total = stored = sum(source.shape(name)[0] for name in names)
     if row.mca in VOCABULARY:
         total = config.padded_vocab_size
     share = total // tp
@@ -155,17 +155,16 @@ def read_part(row: Row, layer, source, config, rank: int) -> torch.Tensor:
     starts = [0] * len(sizes)  # of each projection in its tensor
     if row.fused:
         names *= len(sizes)
-        stored *= len(sizes)
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
     pieces = []
-    for name, start, rows, length in zip(names, starts, sizes, stored, strict=True):
+    for name, start, rows in zip(names, starts, sizes, strict=True):
         size = rows * in_group // total
         start += first * size
         stop = start + count * size
-        piece = source.read(name, (slice(min(start, length), min(stop, length)),))
+        piece = source.read(name, (slice(min(start, stored), min(stop, stored)),))
         padding = count * size - len(piece)  # of the vocabulary
         if padding:
-            piece = torch.cat([piece, piece.new_zeros(padding, *piece.shape[1:])])
+            piece = F.pad(piece, (0, 0, 0, padding))
         pieces.append(piece.unflatten(0, (count, size)))
     start = rank * share - first * in_group
     return torch.cat(pieces, dim=1).flatten(0, 1)[start : start + share]
@@ -212,19 +211,14 @@ def iter_hf_tensors(models, only: Container[tuple[str, int | None]] | None = Non
             continue
         holder, shape, dtype = located[key]
         group = parallel.cut_group(row.expert is not None)
-        full = torch.empty(0)
+        full = None
         if holder in dist.get_process_group_ranks(group):
             full = parallel.whole(parameters[key].detach(), row.axis, group)
-        if holder == parallel.rank() != 0:
-            parallel.exchange({0: full.contiguous()}, {})
-        if not parallel.is_main():
-            continue
-        if holder != 0:
-            size = _whole_shape(row, shape, config)
-            full = torch.empty(size, dtype=dtype, device=parallel.device())
-            parallel.exchange({}, {holder: full})
-        for name, tensor in split(row, layer, full, config):
-            yield name, tensor.to("cpu", copy=True)
+        form = torch.empty(_whole_shape(row, shape, config), dtype=dtype, device="meta")
+        full = parallel.to_main(full, holder, form)
+        if parallel.is_main():
+            for name, tensor in split(row, layer, full, config):
+                yield name, tensor.to("cpu", copy=True)
 
 
 def own_parameters(models) -> dict:

@@ -27,12 +27,11 @@ from .files import (
     HF_GENERATION_CONFIG_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
+    copy_files,
     describe_error,
-    lies_in,
     parse_size,
     read_json,
     resolve_folder,
-    write_file,
     write_json,
 )
 
@@ -144,12 +143,10 @@ def copy_beside(source: str | None, folder: Path) -> list[str]:
     """Copy generation_config.json and the code of a model's folder -> the file names. Links out of
     the source are skipped."""
     origin = Path(source or folder)
-    written = []
-    for path in (origin / HF_GENERATION_CONFIG_NAME, *sorted(origin.glob("*.py"))):
-        if lies_in(path, origin) and origin != folder:
-            write_file(folder / path.name, path.read_bytes())
-            written.append(path.name)
-    return written
+    if origin == folder:
+        return []
+    code = [path.name for path in sorted(origin.glob("*.py"))]
+    return copy_files(origin, [HF_GENERATION_CONFIG_NAME, *code], folder)
 
 
 # -- the names of experts
@@ -418,16 +415,12 @@ class GrownSource:
 
 def grow_torch(model, vocab_size: int, dtype: torch.dtype) -> None:
     """Grow embedding, head and config of a transformers model. dtype: of its file's weights."""
-
-    def matrices() -> list[torch.Tensor]:
-        both = (model.get_input_embeddings(), model.get_output_embeddings())
-        return [module.weight.detach() for module in both]
-
-    old = len(matrices()[0])
-    means = [mean_row(matrix.__getitem__, old).to(dtype) for matrix in matrices()]
+    modules = (model.get_input_embeddings, model.get_output_embeddings)
+    matrices = [module().weight.detach() for module in modules]
     model.resize_token_embeddings(vocab_size, mean_resizing=False)
-    for matrix, mean in zip(matrices(), means, strict=True):
-        matrix[old:] = mean.to(matrix)
+    for module, old in zip(modules, matrices, strict=True):
+        mean = mean_row(old.__getitem__, len(old)).to(dtype)
+        module().weight.detach()[len(old) :] = mean
 
 
 # -- tensors that no model reads
