@@ -143,7 +143,6 @@ class Checkpoints:
         # the newest one, while no step was made from its weights: older ones stay
         self.unproven: Path | None = None
         self._job: _Job | None = None
-        self._base: dict | None = None  # of adapters: a sample of the frozen model
 
     @property
     def is_busy(self) -> bool:
@@ -168,12 +167,10 @@ class Checkpoints:
         temporary = ckpt_folder.temporary_folder(final)
         parallel.on_main(lambda: _make_empty(temporary), CheckpointError)
         trainer.backend.finish_param_sync()
-        if self._base is None:  # frozen: once is enough
-            self._base = lora.base_sample(trainer.model)
         files: dict[str, str | bytes] = {f"rng-{parallel.rank()}.pt": _random_states()}
         if parallel.is_main():
             files[TRAINER_STATE_NAME] = _state_to_store(trainer.state, final)
-            files[TRAINING_NAME] = _json({**self._training_record(), "base": self._base})
+            files[TRAINING_NAME] = _json(self._training_record())
         with_optimizer = not args.save_only_model
         backend = trainer.backend
         facts = _facts(backend.name, backend.hf_config, step, with_optimizer)
@@ -248,14 +245,14 @@ class Checkpoints:
                 f"{folder} was saved with save_only_model and cannot be resumed from: start from "
                 "its weights"
             )
-        now = self._training_record()
+        now = parallel.on_main(self._training_record)
         before = record["settings"]
         changed = changes(before, trainer.settings)
         fixed = _fixed_settings(before, trainer.backend.name)
         _refuse_changes(changes(record, now), _OF_THE_DATA, folder)
         _refuse_changes(changed, fixed, folder)
         trainer.check_objective(record["objective"], folder)
-        _check_base(record["base"], trainer.model, folder)
+        _check_base(record["base"], now["base"], folder)
         trainer.backend.load_state(folder)
         parallel.on_all(
             lambda: load_scaler_states(trainer.backend.grad_scalers, record["loss_scales"]),
@@ -265,10 +262,11 @@ class Checkpoints:
         state.max_steps = trainer.state.max_steps
         state.num_train_epochs = trainer.state.num_train_epochs
         trainer.state = state
-        best = folder.parent / Path(state.best_model_checkpoint or ".").name
-        if state.best_model_checkpoint is not None and best.is_dir():
-            state.best_model_checkpoint = str(best)  # the run's folder may have been moved since
-        self._forget_other_best(before)
+        if state.best_model_checkpoint:  # the run's folder may have been moved since
+            best = folder.with_name(Path(state.best_model_checkpoint).name)
+            state.best_model_checkpoint = str(best)
+        if _ranking(before) != _ranking(trainer.settings):
+            state.forget_best()
         # last: it writes rate and decay into the optimizer's groups, by the schedule of this run
         trainer.lr_scheduler.num_steps = 0
         trainer.lr_scheduler.step(record["scheduler_steps"])
@@ -278,19 +276,6 @@ class Checkpoints:
         if taken:
             others = "note: other values than before, taken from here on:"
             trainer.report.print(f"{others} {', '.join(taken)}")
-
-    def _forget_other_best(self, before: dict) -> None:
-        """Forget a best evaluation by another metric than this run's."""
-        trainer = self.trainer
-        keys = ("metric_for_best_model", "greater_is_better")
-        state = trainer.state
-        was, now = (ranking_of(*map(of.get, keys)) for of in (before, trainer.settings))
-        if state.best_metric is not None and was != now:
-            trainer.report.print(
-                f"note: the best evaluation so far, of step {state.best_global_step}, is "
-                f"forgotten: {' and '.join(keys)} decide in another way from here on"
-            )
-            state.forget_best()
 
     def _tidy(self, folder: Path) -> None:
         """Set newer checkpoints aside and prune old ones."""
@@ -321,6 +306,7 @@ class Checkpoints:
             "layout": [*layout, args.world_size],
             "objective": trainer.objective_facts(),
             "settings": trainer.settings,
+            "base": lora.base_sample(trainer.model),
         }
 
 
@@ -328,14 +314,14 @@ class _Job:
     """One checkpoint on its way: this rank's files, and the result of writing them."""
 
     def __init__(
-        self, final: Path, temporary: Path, snapshot, facts: dict, files=None, exported=()
+        self, final: Path, temporary: Path, snapshot, facts: dict, files: dict, exported: list
     ):
         """files: name -> content; exported: names of files written already."""
         self.final = final
         self.temporary = temporary
         self.snapshot = snapshot
         self.facts = facts
-        self.files = files or {}
+        self.files = files
         self.exported = exported
         self.thread = threading.Thread(target=self.write, name="checkpoint", daemon=True)
         self.error: Exception | None = None
@@ -440,20 +426,14 @@ def _read_records(folder: Path) -> tuple[dict, TrainerState]:
     return record, state
 
 
-def _check_base(theirs: dict, model, folder: Path) -> None:
-    """CheckpointError if adapters belong to other frozen weights. Collective."""
-
-    def check() -> None:
-        base = lora.base_sample(model)
-        if any(base[name] != theirs[name] for name in base.keys() & theirs.keys()):
-            raise CheckpointError(
-                f"{folder} holds adapters that were trained on another base model, of the same "
-                "shape: set model_name_or_path "
-                "to the one that the run started from, or start anew from these by "
-                "adapter_name_or_path"
-            )
-
-    parallel.on_main(check, CheckpointError)
+def _check_base(before: dict, now: dict, folder: Path) -> None:
+    """CheckpointError if adapters belong to other frozen weights."""
+    if any(before[name] != now[name] for name in before.keys() & now.keys()):
+        raise CheckpointError(
+            f"{folder} holds adapters that were trained on another base model, of the same shape: "
+            "set model_name_or_path to the one that the run started from, or start anew from these "
+            "by adapter_name_or_path"
+        )
 
 
 def load_model(folder: str | os.PathLike, backend) -> None:
@@ -476,7 +456,7 @@ def save_model(folder: str | os.PathLike, backend) -> None:
 def write_weights(folder: Path, snapshot, backend: str, hf_config: dict) -> None:
     """Write a snapshot and its manifest into a folder. backend: name of the writer. Collective;
     CheckpointError on every rank if any fails."""
-    job = _Job(folder, folder, snapshot, _facts(backend, hf_config))
+    job = _Job(folder, folder, snapshot, _facts(backend, hf_config), {}, [])
     job.write()
     job.complete()
 
@@ -502,6 +482,10 @@ def changes(before: dict, now: dict) -> dict[str, tuple[str, str]]:
         if pair[0] != pair[1]:
             found[key] = pair
     return found
+
+
+def _ranking(settings: dict) -> tuple[str, bool]:
+    return ranking_of(settings.get("metric_for_best_model"), settings.get("greater_is_better"))
 
 
 def _fixed_settings(before: dict, backend: str) -> list[str]:
@@ -562,7 +546,5 @@ def _set_random_states(states: dict) -> None:
     if states["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
     get_cuda_rng_tracker().set_states(states["tracker"])
-    version, words, gauss = states["python"]
-    random.setstate((version, tuple(words), gauss))
-    name, keys, *rest = states["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])

@@ -257,15 +257,15 @@ def damage(folder: Path, record: dict[str, Any]) -> str:
 
 
 def _damage_of_file(path: Path, entry: dict[str, Any]) -> str:
+    if not path.is_file():  # of a pipe nobody knows when it ends
+        return f"{path.name} is missing, or no file"
     try:
-        if not path.is_file():  # of a pipe nobody knows when it ends
-            return f"{path.name} is missing, or no file"
         now = measure(path)
     except OSError as error:
-        return f"{path.name} cannot be read: {error}"
-    if now != entry:
-        return f"{path.name} has changed since it was written: {now} instead of {entry}"
-    return ""
+        now = error
+    if now == entry:
+        return ""
+    return f"{path.name} has changed since it was written: {now} instead of {entry}"
 
 
 # -- listing, publishing, pruning
@@ -302,10 +302,9 @@ def _is_own_folder(path: Path) -> bool:
 def _free_name(path: Path) -> Path:
     """The path, with a number at its end if the name is taken."""
     free = path
-    count = 1
+    numbers = itertools.count(2)
     while os.path.lexists(free):
-        count += 1
-        free = path.with_name(f"{path.name}-{count}")
+        free = path.with_name(f"{path.name}-{next(numbers)}")
     return free
 
 
@@ -342,9 +341,8 @@ def prune(newest: Path, best: str | None, limit: int | None) -> None:
     there = list_checkpoints(newest.parent)
     kept = {newest.name, Path(best or "").name}
     spare = [folder for folder in there if folder.name not in kept]
-    if limit is not None:
-        for old in spare[: max(0, len(there) - limit)]:
-            remove(old)
+    for old in spare[: max(0, len(there) - (limit or len(there)))]:
+        remove(old)
 
 
 def set_newer_aside(output_dir: str | os.PathLike, step: int, say) -> None:

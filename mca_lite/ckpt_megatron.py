@@ -133,7 +133,7 @@ class MegatronSnapshot:
     def __init__(self, models, optimizer=None, copy: bool = False):
         self._steps: int | None = None
         holders = _holders_of_all(models, optimizer)
-        chunks = models.sharded_state_dict()
+        chunks = _sharded(models)
         state = {name: _mine_to_write(chunk, holders, copy) for name, chunk in chunks.items()}
         if optimizer is not None:
             tensors = _by_parameter(chunks)
@@ -180,11 +180,8 @@ def load_megatron(folder: Path, models, optimizer=None, index: dict | None = Non
         raise CheckpointError(
             f"{place / INDEX_NAME} has no optimizer_steps: use another checkpoint"
         )
-    state = models.sharded_state_dict()
-    kept = {}
-    for chunk, tensors in state.items():
-        objects = [name for name, value in tensors.items() if isinstance(value, ShardedObject)]
-        kept[chunk] = {name: tensors.pop(name).data for name in objects}
+    state = _sharded(models)
+    chunks = list(state)
     if optimizer is not None:
         state["optimizer"] = _optimizer_to_fill(optimizer, models, _by_parameter(state))
     sharded, _, factories = load_preprocess(state)
@@ -197,10 +194,19 @@ def load_megatron(folder: Path, models, optimizer=None, index: dict | None = Non
     parallel.on_all(read, CheckpointError, words)
     dict_list_map_inplace(lambda tensor: tensor.data, sharded)
     loaded = apply_factory_merges(sharded, factories)
-    # a pipeline stage may train nothing
-    models.load_state_dict({chunk: {**loaded.get(chunk, {}), **kept[chunk]} for chunk in kept})
+    # a pipeline stage may train nothing; objects are not stored
+    models.load_state_dict({chunk: loaded.get(chunk, {}) for chunk in chunks}, strict=False)
     if optimizer is not None:
         _fill_optimizer(optimizer, models, loaded.get("optimizer", {}), steps)
+
+
+def _sharded(models) -> dict[str, dict]:
+    """{chunk: {name: sharded tensor, or the factory of some}} of a model, without objects."""
+    chunks = models.sharded_state_dict()
+    for tensors in chunks.values():
+        for name in [name for name, x in tensors.items() if isinstance(x, ShardedObject)]:
+            del tensors[name]
+    return chunks
 
 
 # -- the writer of each tensor
@@ -278,8 +284,6 @@ def _mine_to_write(tensors: dict, holders: dict[int, _Holders], copy: bool) -> d
     """
     out = {}
     for name, tensor in tensors.items():
-        if isinstance(tensor, ShardedObject):
-            continue
         holder = holders.get(id(tensor.data))
         if holder is not None:  # a buffer's replica_id is right already
             tensor = replace(tensor, replica_id=_replica(tensor, holder.i_write))

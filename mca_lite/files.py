@@ -170,13 +170,11 @@ def check_can_write(folder: str | os.PathLike, key: str) -> None:
     wanted = existing = Path(folder).absolute()
     while not os.path.lexists(existing):
         existing = existing.parent
-    if not existing.is_dir():
-        reason = f"{existing} is no folder"
-    elif not os.access(existing, os.W_OK | os.X_OK):
-        reason = f"nothing may be written in {existing}"
-    else:
-        return
-    raise ValueError(f"{key}: {wanted} cannot be written, since {reason}: set {key} to another")
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"{key}: {wanted} cannot be written, since {existing} is no folder, or may not be "
+            f"written: set {key} to another"
+        )
 
 
 # -- folders of models
@@ -294,9 +292,7 @@ def describe_error(error: BaseException) -> str:
     if not text or not isinstance(error, (UserError, ValueError, OSError)):
         text = f"{type(error).__name__}: {text}"
     is_full = "No space left on device" in text or getattr(error, "errno", None) == errno.EDQUOT
-    if is_full and "disk full" not in text:
-        text = f"disk full: {text}"
-    return text
+    return f"disk full: {text}" if is_full and "disk full" not in text else text
 
 
 def users_place(error: BaseException) -> str | None:

@@ -356,17 +356,8 @@ def describe(late: list[int], answers: list[dict], names: list[str]) -> str:
 def stack_of(thread_id: int) -> tuple[str, bool]:
     """(a thread's Python stack, the innermost call last; True if it may wait for other ranks, as
     code of torch, megatron-core and this package does)."""
-    frames = sys._current_frames()
-    frame = frames[thread_id]
-    stack = traceback.format_stack(frame)[-_FRAMES:]
-    if "_engine_run_backward" in stack[-1]:
-        # on a GPU the backward pass runs in threads of torch
-        known = {thread.ident for thread in threading.enumerate()}
-        for number, other in frames.items():
-            if number not in known:
-                frame = other
-                stack += ["  in the backward pass:\n", *traceback.format_stack(other)]
-    return "".join(stack), may_wait(frame)
+    frame = sys._current_frames()[thread_id]
+    return "".join(traceback.format_stack(frame)[-_FRAMES:]), may_wait(frame)
 
 
 def may_wait(frame: FrameType) -> bool:

@@ -231,7 +231,7 @@ def _exported(config) -> Iterator[tuple[Row, int | None]]:
     """The rows of an export, in layer order: all but a tied head."""
     tied = config.tie_embeddings_and_output_weights
     for row, layer in in_layer_order(config):
-        if not (tied and row.mca == VOCABULARY[1]):
+        if not tied or row.mca != VOCABULARY[1]:
             yield row, layer
 
 
@@ -337,8 +337,6 @@ def copies_of(row: Row, config) -> list[str]:
     if row.mca not in names or not config.mtp_num_layers:
         return []
     layers = range(config.num_layers, config.num_layers + config.mtp_num_layers)
-    copies = [f"model.layers.{layer}.{names[row.mca]}.weight" for layer in layers]
+    copies = {f"model.layers.{layer}.{names[row.mca]}.weight" for layer in layers}
     original = original_of(config.name_or_path)
-    if original is None:
-        return copies
-    return sorted(original.names() & set(copies))
+    return sorted(original.names() & copies if original else copies)

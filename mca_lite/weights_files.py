@@ -108,8 +108,9 @@ def _in_shards(tensors: Iterable[tuple[str, torch.Tensor]], limit: int) -> Itera
 
 
 def _remove(folder: Path, *patterns: str) -> None:
-    for path in itertools.chain.from_iterable(map(folder.glob, patterns)):
-        path.unlink(missing_ok=True)
+    for pattern in patterns:
+        for path in folder.glob(pattern):
+            path.unlink(missing_ok=True)
 
 
 def write_hf_config(
@@ -243,8 +244,9 @@ def _open_files(folder: Path) -> dict[str, Any]:
     them is damaged or incomplete.
     """
     index = folder / SAFE_WEIGHTS_INDEX_NAME
-    if (folder / SAFE_WEIGHTS_NAME).is_file():  # wins over an index, as in transformers
-        return slices_of(folder / SAFE_WEIGHTS_NAME)
+    whole = folder / SAFE_WEIGHTS_NAME
+    if whole.is_file():  # wins over an index, as in transformers
+        return slices_of(whole)
     if not index.is_file():
         raise ValueError(
             f"{folder}: expected {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}, and neither is "
@@ -258,9 +260,9 @@ def _open_files(folder: Path) -> dict[str, Any]:
             f"{index}: expected weight_map, an object with the name of a file for each tensor, got "
             f"{file_of!r:.80}"
         )
-    stored = {file: slices_of(folder / file) for file in sorted(set(file_of.values()))}
+    stored = {file: slices_of(folder / file) for file in set(file_of.values())}
     slices = {}
-    for file, name in sorted((file, name) for name, file in file_of.items()):
+    for name, file in sorted(file_of.items(), key=lambda item: item[::-1]):
         if name not in stored[file]:
             raise ValueError(
                 f"{folder / file} lacks {name}, which {SAFE_WEIGHTS_INDEX_NAME} says it holds: "
