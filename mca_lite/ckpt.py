@@ -22,7 +22,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterable, Set
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -99,15 +99,15 @@ def load_torch(folder: Path, model, optimizer=None) -> None:
         # the fused AdamW counts beside the parameter; other kernels want their counters on the CPU
         counts_there = group.get("fused") or group.get("capturable")
         for parameter in group["params"]:
-            state = optimizer.state[parameter] = {}
             wanted = {key: f"{key}.{names[parameter]}" for key in keys}
-            if stored.isdisjoint(wanted.values()):
-                continue
-            for key, name in wanted.items():
-                value = read(name, parameter.shape, ())
+            state = {}
+            if not stored.isdisjoint(wanted.values()):
+                shapes = tuple(parameter.shape), ()
+                state = {key: read(name, *shapes) for key, name in wanted.items()}
+            for key, value in state.items():
                 if value.dim() or counts_there:
-                    value = value.to(parameter.device)
-                state[key] = value
+                    state[key] = value.to(parameter.device)
+            optimizer.state[parameter] = state
 
 
 def _reader(path: Path) -> tuple[Callable[..., torch.Tensor], Set[str]]:
@@ -310,23 +310,22 @@ class Checkpoints:
         }
 
 
+@dataclass
 class _Job:
     """One checkpoint on its way: this rank's files, and the result of writing them."""
 
-    def __init__(
-        self, final: Path, temporary: Path, snapshot, facts: dict, files: dict, exported: list
-    ):
-        """files: name -> content; exported: names of files written already."""
-        self.final = final
-        self.temporary = temporary
-        self.snapshot = snapshot
-        self.facts = facts
-        self.files = files
-        self.exported = exported
+    final: Path
+    temporary: Path
+    snapshot: Any
+    facts: dict
+    files: dict[str, str | bytes]  # name -> content
+    exported: list[str]  # names of files written already
+    error: Exception | None = None
+    results: Any = None  # of the snapshot
+    entries: dict[str, dict] = field(default_factory=dict)  # in the manifest
+
+    def __post_init__(self):
         self.thread = threading.Thread(target=self.write, name="checkpoint", daemon=True)
-        self.error: Exception | None = None
-        self.results = None  # of the snapshot
-        self.entries: dict[str, dict] = {}  # in the manifest
 
     def write(self) -> None:
         try:

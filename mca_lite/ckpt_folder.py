@@ -286,12 +286,8 @@ def step_of(folder: Path) -> int:
 
 def all_folders(output_dir: str | os.PathLike) -> list[Path]:
     """The folders with a checkpoint's name, complete or not, oldest first."""
-    named = Path(output_dir).glob(f"{CHECKPOINT_PREFIX}-*")
-    return sorted(filter(_is_checkpoint, named), key=step_of)
-
-
-def _is_checkpoint(path: Path) -> bool:
-    return _NAME.fullmatch(path.name) is not None and _is_own_folder(path)
+    folders = filter(_is_own_folder, Path(output_dir).glob(f"{CHECKPOINT_PREFIX}-*"))
+    return sorted((path for path in folders if _NAME.fullmatch(path.name)), key=step_of)
 
 
 def _is_own_folder(path: Path) -> bool:

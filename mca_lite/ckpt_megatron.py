@@ -224,6 +224,11 @@ class _Holders(NamedTuple):
     def i_write(self) -> bool:
         return self.group.rank() == self.writer
 
+    def replica(self, tensor) -> tuple[int, int, int]:
+        """The replica_id of this rank's copy, (tied copy, tensor rank, data parallel rank): that of
+        0s is stored."""
+        return (*tensor.replica_id[:2], int(not self.i_write))
+
 
 def _holders_of_all(models, optimizer) -> dict[int, _Holders]:
     """{id of a parameter: its holders}. The writer is the rank with a piece of the state and the
@@ -272,11 +277,6 @@ def _by_parameter(chunks: dict) -> dict:
     return {id(tensor.data): tensor for tensor in nested_values(found)}
 
 
-def _replica(tensor, i_write: bool) -> tuple[int, int, int]:
-    """A tensor's replica_id, (tied copy, tensor rank, data parallel rank): that of 0s is stored."""
-    return (*tensor.replica_id[:2], int(not i_write))
-
-
 def _mine_to_write(tensors: dict, holders: dict[int, _Holders], copy: bool) -> dict:
     """A chunk's sharded tensors, those that this rank writes marked as the main ones.
 
@@ -286,7 +286,7 @@ def _mine_to_write(tensors: dict, holders: dict[int, _Holders], copy: bool) -> d
     for name, tensor in tensors.items():
         holder = holders.get(id(tensor.data))
         if holder is not None:  # a buffer's replica_id is right already
-            tensor = replace(tensor, replica_id=_replica(tensor, holder.i_write))
+            tensor = replace(tensor, replica_id=holder.replica(tensor))
         if copy and is_main_replica(tensor.replica_id):
             tensor = replace(tensor, data=tensor.data.detach().to("cpu", copy=True))
         out[name] = tensor
@@ -352,7 +352,7 @@ def _optimizer_to_write(optimizer, models, tensors: dict, holders: dict, copy: b
                 joined_bytes += is_joined * value.nbytes
                 if copy or (is_joined and joined_bytes > JOINED_ON_GPU_BYTES):
                     value = value.to("cpu", copy=copy)
-                replica = _replica(tensor, True)
+                replica = holder.replica(tensor)
                 out[len(out)] = _state_tensor(tensor, name, value, replica_id=replica)
     return out
 

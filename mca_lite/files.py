@@ -248,8 +248,6 @@ def read_model_config(
             if path is None:
                 path = resolve_folder(name, revision, [HF_CONFIG_NAME]) / HF_CONFIG_NAME
             return read_json(path)
-        except FileNotFoundError:
-            reason = f"there is no {HF_CONFIG_NAME} in this folder"
         except (ValueError, OSError) as error:
             reason = str(error)
     judge.refuse("model_name_or_path", reason, remedy, name)

@@ -383,11 +383,10 @@ class LoraExperts(Adapter):
     def _factors(self, projections: tuple[str, ...], outputs: int):
         """scale * A [n, c, in] and B [n, outputs, c] of several projections together, float32. c is
         a multiple of 8, since a grouped product in half precision wants whole 16 bytes."""
-        adapted = [p for p in projections if p in self.adapted]
-        a = torch.cat([self._matrix(f"{p}_A") for p in adapted], 1)
+        a = torch.cat([self._matrix(f"{p}_A") for p in projections if p in self.adapted], 1)
         columns = -(-a.shape[1] // 8) * 8
         absent = a.new_zeros(len(a), outputs // len(projections), 0)
-        bs = [self._matrix(f"{p}_B") if p in adapted else absent for p in projections]
+        bs = [self._matrix(f"{p}_B") if p in self.adapted else absent for p in projections]
         b = torch.cat(_side_by_side(bs, columns), 1)
         return F.pad(a, (0, 0, 0, columns - a.shape[1])) * self.spec.scale, b
 

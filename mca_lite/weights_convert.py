@@ -113,18 +113,13 @@ def _whole_shape(row: Row, shape: Sequence[int], config) -> list[int]:
     return whole
 
 
-def qkv_sizes(config) -> tuple[int, int, int]:
-    """Rows of a query group's queries, key and value."""
-    d = config.kv_channels
-    return config.num_attention_heads // config.num_query_groups * d, d, d
-
-
 def row_sizes(row: Row, total: int, config) -> list[int]:
     """Rows of each projection in a megatron tensor of `total` rows."""
     if row.kind == "gated":
         return [total // 2] * 2
     if row.kind == "qkv":
-        return [config.num_query_groups * size for size in qkv_sizes(config)]
+        of_keys = config.num_query_groups * config.kv_channels
+        return [config.num_attention_heads * config.kv_channels, of_keys, of_keys]
     return [total]
 
 
@@ -209,12 +204,12 @@ def iter_hf_tensors(models, only: Container[tuple[str, int | None]] | None = Non
         key = (row.mca, layer)
         if only is not None and key not in only:
             continue
-        holder, shape, dtype = located[key]
+        holder, part = located[key]
         group = parallel.cut_group(row.expert is not None)
         full = None
         if holder in dist.get_process_group_ranks(group):
             full = parallel.whole(parameters[key].detach(), row.axis, group)
-        form = torch.empty(_whole_shape(row, shape, config), dtype=dtype, device="meta")
+        form = part.new_empty(_whole_shape(row, part.shape, config))
         full = parallel.to_main(full, holder, form)
         if parallel.is_main():
             for name, tensor in split(row, layer, full, config):
@@ -236,7 +231,7 @@ def _exported(config) -> Iterator[tuple[Row, int | None]]:
 
 
 def _locate(parameters: dict) -> Mapping:
-    """{(megatron name, layer): (global rank, shape and dtype of its part)} of the whole model, on
+    """{(megatron name, layer): (global rank, its part on the meta device)} of the whole model, on
     every rank; the rank is the first with a part. Collective over all ranks.
 
     A tied embedding lies on two pipeline stages: it counts as the first one's.
@@ -245,8 +240,8 @@ def _locate(parameters: dict) -> Mapping:
     for key, parameter in parameters.items():
         of_expert = is_of_expert(key[0])
         if parallel.cut_group(of_expert).rank() == parallel.replica_group(of_expert).rank() == 0:
-            here[key] = (parallel.rank(), tuple(parameter.shape), parameter.dtype)
-    return dict(ChainMap(*parallel.gather(here)))
+            here[key] = (parallel.rank(), parameter.detach().to("meta"))
+    return ChainMap(*parallel.gather(here))
 
 
 def in_layer_order(config) -> Iterator[tuple[Row, int | None]]:

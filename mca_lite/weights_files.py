@@ -31,6 +31,7 @@ from .files import (
     describe_error,
     parse_size,
     read_json,
+    replacing,
     resolve_folder,
     write_json,
 )
@@ -41,8 +42,6 @@ Part = tuple[slice, ...]  # of a tensor: rows, or rows and columns
 _ALL: Part = (slice(None),)
 
 # -- safetensors in shards
-
-_UNNAMED = ".shard-{}.safetensors.tmp"  # a written shard, until the number of shards is known
 
 
 def open_safetensors(path: Path):
@@ -62,33 +61,31 @@ def write_safetensors(
     """Write named tensors as a Hugging Face checkpoint, in this process -> the file names.
 
     A file of at most max_shard_size is written as soon as the next tensor would not fit: host
-    memory is one shard. Files of an earlier export are removed at the end, also those of one that
-    was killed. On an error all new files are removed.
+    memory is one shard. Files of an earlier export are removed at the end. An error leaves them.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     shards: list[list[str]] = []
     total_size = 0
-    try:
+    with replacing(folder) as beside:
         for shard in _in_shards(tensors, parse_size(max_shard_size)):
-            save_file(shard, folder / _UNNAMED.format(len(shards)), metadata={"format": "pt"})
+            save_file(shard, beside / str(len(shards)), metadata={"format": "pt"})
             shards.append(list(shard))
             total_size += sum(tensor.nbytes for tensor in shard.values())
-    except BaseException:
-        _remove(folder, _UNNAMED.format("*"))
-        raise
-    _remove(folder, "model-*-of-*.safetensors", SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
-    finals = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, 1 + len(shards))]
-    if len(shards) == 1:
-        finals = [SAFE_WEIGHTS_NAME]
-    weight_map: dict[str, str] = {}
-    for i, (final, names) in enumerate(zip(finals, shards, strict=True)):
-        os.replace(folder / _UNNAMED.format(i), folder / final)
-        weight_map |= dict.fromkeys(names, final)
-    _remove(folder, _UNNAMED.format("*"))
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
-        write_json(folder / SAFE_WEIGHTS_INDEX_NAME, index, sort_keys=True)
-        finals.append(SAFE_WEIGHTS_INDEX_NAME)
+        count = len(shards)
+        finals = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, 1 + count)]
+        if count == 1:
+            finals = [SAFE_WEIGHTS_NAME]
+        weight_map: dict[str, str] = {}
+        for i, (final, names) in enumerate(zip(finals, shards, strict=True)):
+            os.replace(beside / str(i), beside / final)
+            weight_map |= dict.fromkeys(names, final)
+        if count > 1:
+            index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+            write_json(beside / SAFE_WEIGHTS_INDEX_NAME, index, sort_keys=True)
+            finals.append(SAFE_WEIGHTS_INDEX_NAME)
+    stale = {SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME}
+    stale |= {path.name for path in folder.glob("model-*-of-*.safetensors")}
+    for name in stale.difference(finals):
+        (folder / name).unlink(missing_ok=True)
     return finals
 
 
@@ -105,12 +102,6 @@ def _in_shards(tensors: Iterable[tuple[str, torch.Tensor]], limit: int) -> Itera
         size += tensor.nbytes
     if shard:
         yield shard
-
-
-def _remove(folder: Path, *patterns: str) -> None:
-    for pattern in patterns:
-        for path in folder.glob(pattern):
-            path.unlink(missing_ok=True)
 
 
 def write_hf_config(
@@ -374,9 +365,9 @@ def generator_of(seed: int, name: str) -> torch.Generator:
 MEAN_ROWS = 4096  # of the matrix are in memory at a time
 
 
-def mean_row(read: Callable[[slice], torch.Tensor], rows: int) -> torch.Tensor:
-    """The mean of the rows of a matrix, float64 [h]. read(rows): these rows of it."""
-    parts = (read(slice(i, min(i + MEAN_ROWS, rows))) for i in range(0, rows, MEAN_ROWS))
+def mean_row(read: Callable[[Part], torch.Tensor], rows: int) -> torch.Tensor:
+    """The mean of the rows of a matrix, float64 [h]. read(part): these rows of it."""
+    parts = (read((slice(i, min(i + MEAN_ROWS, rows)),)) for i in range(0, rows, MEAN_ROWS))
     return sum(part.to("cpu", torch.float64).sum(0) for part in parts) / rows
 
 
@@ -387,7 +378,6 @@ class GrownSource:
         self._source = source
         self._vocabulary = names
         self._vocab_size = vocab_size
-        self._mean = functools.cache(self._mean_of)
 
     def names(self) -> KeysView[str]:
         return self._source.names()
@@ -407,12 +397,9 @@ class GrownSource:
         value = self._source.read(name, (slice(min(rows.start, old), min(rows.stop, old)),))
         new = len(rows) - len(value)
         if new:
-            value = torch.cat([value, self._mean(name).to(value.dtype).expand(new, -1)])
+            mean = mean_row(functools.partial(self._source.read, name), old)
+            value = torch.cat([value, mean.to(value.dtype).expand(new, -1)])
         return value
-
-    def _mean_of(self, name: str) -> torch.Tensor:
-        read = functools.partial(self._source.read, name)
-        return mean_row(lambda rows: read((rows,)), self._source.shape(name)[0])
 
 
 def grow_torch(model, vocab_size: int, dtype: torch.dtype) -> None:
