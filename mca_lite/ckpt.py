@@ -20,9 +20,9 @@ import os
 import random
 import shutil
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,10 @@ from .args_values import default_of
 from .callbacks import TrainerState, ranking_of, restore_states
 from .ckpt_folder import CheckpointError
 from .data_stream import TokenStream
-from .files import MCA_CONFIG_NAME, TRAINER_STATE_NAME, read_json, write_file
+from .files import TRAINER_STATE_NAME, read_json, write_file
 from .mcore import get_cuda_rng_tracker
-from .model_config import McaModelConfig, load_decision
 from .optim import load_scaler_states, scaler_states
-from .weights_files import named_tensors, open_safetensors
+from .weights_files import NamedTensors, Shape, named_tensors, slices_of
 
 # -- checkpoints of the torch backend
 
@@ -50,19 +49,13 @@ class TorchSnapshot:
 
     def __init__(self, model, optimizer=None, copy: bool = False):
         self._files: dict[str, dict[str, torch.Tensor]] = {}
-        if not parallel.is_main():
-            return
-        names = {p: name for name, p in _changing(model)}
-        files = {"model.safetensors": {name: p for p, name in names.items()}}
-        if optimizer is not None:
-            files["optimizer.safetensors"] = states = {}
-            for parameter, state in optimizer.state.items():
-                for key, value in state.items():
-                    if isinstance(value, (torch.Tensor, int, float)):
-                        states[f"{key}.{names[parameter]}"] = torch.as_tensor(value)
-        for file, tensors in files.items():
-            on_cpu = {key: x.detach().to("cpu", copy=copy) for key, x in tensors.items()}
-            self._files[file] = on_cpu
+        if parallel.is_main():
+            self._add("model.safetensors", _changing(model), copy)
+            if optimizer is not None:
+                self._add("optimizer.safetensors", _states(model, optimizer), copy)
+
+    def _add(self, file: str, tensors: NamedTensors, copy: bool) -> None:
+        self._files[file] = {name: x.detach().to("cpu", copy=copy) for name, x in tensors}
 
     def write(self, folder: Path) -> tuple[list[str], None]:
         """Write this rank's files, unflushed -> (files, None). No collectives."""
@@ -77,10 +70,18 @@ class TorchSnapshot:
         return []
 
 
-def _changing(model) -> list[tuple[str, torch.Tensor]]:
+def _changing(model) -> NamedTensors:
     """(name, tensor) of the parameters in training, and of the buffers if all are trained."""
     is_whole = all(parameter.requires_grad for parameter in model.parameters())
-    return [(name, t) for name, t in named_tensors(model) if is_whole or t.requires_grad]
+    return ((name, x) for name, x in named_tensors(model) if is_whole or x.requires_grad)
+
+
+def _states(model, optimizer) -> NamedTensors:
+    """(state.parameter, tensor) of an optimizer."""
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, (torch.Tensor, int, float)):
+                yield f"{key}.{name}", torch.as_tensor(value)
 
 
 def load_torch(folder: Path, model, optimizer=None) -> None:
@@ -92,36 +93,35 @@ def load_torch(folder: Path, model, optimizer=None) -> None:
     if optimizer is None:
         return
     read, stored = _reader(folder / "optimizer.safetensors")
-    keys = sorted({key.partition(".")[0] for key in stored})
+    keys = {name.partition(".")[0] for name in stored}
     names = {parameter: name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
         # the fused AdamW counts beside the parameter; other kernels want their counters on the CPU
         counts_there = group.get("fused") or group.get("capturable")
         for parameter in group["params"]:
-            name = names[parameter]
+            wanted = {key: f"{key}.{names[parameter]}" for key in keys}
             state = {}
-            if any(f"{key}.{name}" in stored for key in keys):
-                shapes = parameter.shape, torch.Size()
-                state = {key: read(f"{key}.{name}", *shapes) for key in keys}
+            if not stored.isdisjoint(wanted.values()):
+                shapes = tuple(parameter.shape), ()
+                state = {key: read(name, *shapes) for key, name in wanted.items()}
             for key, value in state.items():
                 if value.dim() or counts_there:
                     state[key] = value.to(parameter.device)
             optimizer.state[parameter] = state
 
 
-def _reader(path: Path) -> tuple[Callable[..., torch.Tensor], set[str]]:
+def _reader(path: Path) -> tuple[Callable[..., torch.Tensor], Set[str]]:
     """(a function that reads a tensor by name and possible shapes, the names) of a file."""
-    file = open_safetensors(path)
-    names = set(file.keys())
+    slices = slices_of(path)
 
-    def read(name: str, *shapes: torch.Size) -> torch.Tensor:
-        if name in names and torch.Size(file.get_slice(name).get_shape()) in shapes:
-            return file.get_tensor(name)
+    def read(name: str, *shapes: Shape) -> torch.Tensor:
+        if name in slices and tuple(slices[name].get_shape()) in shapes:
+            return slices[name][...]
         raise CheckpointError(
             f"{path}: expected {name} of shape {tuple(shapes[0])}: use another checkpoint"
         )
 
-    return read, names
+    return read, slices.keys()
 
 
 # -- save and resume
@@ -143,7 +143,6 @@ class Checkpoints:
         # the newest one, while no step was made from its weights: older ones stay
         self.unproven: Path | None = None
         self._job: _Job | None = None
-        self._base: dict | None = None  # of adapters: a sample of the frozen model
 
     @property
     def is_busy(self) -> bool:
@@ -168,12 +167,10 @@ class Checkpoints:
         temporary = ckpt_folder.temporary_folder(final)
         parallel.on_main(lambda: _make_empty(temporary), CheckpointError)
         trainer.backend.finish_param_sync()
-        if self._base is None:  # frozen: once is enough
-            self._base = lora.base_sample(trainer.model)
         files: dict[str, str | bytes] = {f"rng-{parallel.rank()}.pt": _random_states()}
         if parallel.is_main():
             files[TRAINER_STATE_NAME] = _state_to_store(trainer.state, final)
-            files[TRAINING_NAME] = _json({**self._training_record(), "base": self._base})
+            files[TRAINING_NAME] = _json(self._training_record())
         with_optimizer = not args.save_only_model
         backend = trainer.backend
         facts = _facts(backend.name, backend.hf_config, step, with_optimizer)
@@ -248,33 +245,28 @@ class Checkpoints:
                 f"{folder} was saved with save_only_model and cannot be resumed from: start from "
                 "its weights"
             )
-        now = self._training_record()
+        now = parallel.on_main(self._training_record)
         before = record["settings"]
         changed = changes(before, trainer.settings)
         fixed = _fixed_settings(before, trainer.backend.name)
         _refuse_changes(changes(record, now), _OF_THE_DATA, folder)
         _refuse_changes(changed, fixed, folder)
         trainer.check_objective(record["objective"], folder)
-        _check_base(record["base"], trainer.model, folder)
+        _check_base(record["base"], now["base"], folder)
         trainer.backend.load_state(folder)
-        try:
-            load_scaler_states(trainer.backend.grad_scalers, record["loss_scales"])
-        except (KeyError, TypeError, ValueError):
-            raise CheckpointError(
-                f"{folder / TRAINING_NAME}: loss_scales are none: use another checkpoint"
-            ) from None
-        if (folder / MCA_CONFIG_NAME).is_file():
-            saved = McaModelConfig.from_json_file(folder / MCA_CONFIG_NAME)
-            trainer.report.print(
-                f"weights and optimizer state {load_decision(saved, trainer.model.config)}"
-            )
+        parallel.on_all(
+            lambda: load_scaler_states(trainer.backend.grad_scalers, record["loss_scales"]),
+            CheckpointError,
+            f"{folder / TRAINING_NAME}: loss_scales are none: use another checkpoint",
+        )
         state.max_steps = trainer.state.max_steps
         state.num_train_epochs = trainer.state.num_train_epochs
         trainer.state = state
-        best = folder.parent / Path(state.best_model_checkpoint or ".").name
-        if state.best_model_checkpoint is not None and best.is_dir():
-            state.best_model_checkpoint = str(best)  # the run's folder may have been moved since
-        self._forget_other_best(before)
+        if state.best_model_checkpoint:  # the run's folder may have been moved since
+            best = folder.with_name(Path(state.best_model_checkpoint).name)
+            state.best_model_checkpoint = str(best)
+        if _ranking(before) != _ranking(trainer.settings):
+            state.forget_best()
         # last: it writes rate and decay into the optimizer's groups, by the schedule of this run
         trainer.lr_scheduler.num_steps = 0
         trainer.lr_scheduler.step(record["scheduler_steps"])
@@ -284,19 +276,6 @@ class Checkpoints:
         if taken:
             others = "note: other values than before, taken from here on:"
             trainer.report.print(f"{others} {', '.join(taken)}")
-
-    def _forget_other_best(self, before: dict) -> None:
-        """Forget a best evaluation by another metric than this run's."""
-        trainer = self.trainer
-        keys = ("metric_for_best_model", "greater_is_better")
-        state = trainer.state
-        was, now = (ranking_of(*map(of.get, keys)) for of in (before, trainer.settings))
-        if state.best_metric is not None and was != now:
-            trainer.report.print(
-                f"note: the best evaluation so far, of step {state.best_global_step}, is "
-                f"forgotten: {' and '.join(keys)} decide in another way from here on"
-            )
-            state.forget_best()
 
     def _tidy(self, folder: Path) -> None:
         """Set newer checkpoints aside and prune old ones."""
@@ -327,26 +306,26 @@ class Checkpoints:
             "layout": [*layout, args.world_size],
             "objective": trainer.objective_facts(),
             "settings": trainer.settings,
+            "base": lora.base_sample(trainer.model),
         }
 
 
+@dataclass
 class _Job:
     """One checkpoint on its way: this rank's files, and the result of writing them."""
 
-    def __init__(
-        self, final: Path, temporary: Path, snapshot, facts: dict, files=None, exported=()
-    ):
-        """files: name -> content; exported: names of files written already."""
-        self.final = final
-        self.temporary = temporary
-        self.snapshot = snapshot
-        self.facts = facts
-        self.files = files or {}
-        self.exported = exported
+    final: Path
+    temporary: Path
+    snapshot: Any
+    facts: dict
+    files: dict[str, str | bytes]  # name -> content
+    exported: list[str]  # names of files written already
+    error: Exception | None = None
+    results: Any = None  # of the snapshot
+    entries: dict[str, dict] = field(default_factory=dict)  # in the manifest
+
+    def __post_init__(self):
         self.thread = threading.Thread(target=self.write, name="checkpoint", daemon=True)
-        self.error: Exception | None = None
-        self.results = None  # of the snapshot
-        self.entries: dict[str, dict] = {}  # in the manifest
 
     def write(self) -> None:
         try:
@@ -434,34 +413,26 @@ def _read_records(folder: Path) -> tuple[dict, TrainerState]:
     try:
         record = read_json(path)
         state = TrainerState.load(folder / TRAINER_STATE_NAME)
-        for key, kind in _KINDS.items():
-            if type(record.get(key)) is not kind:
-                raise ValueError(f"{path}: expected {key}, of type {kind.__name__}")
+        ckpt_folder.check_kinds(record, _KINDS)
         step = ckpt_folder.read_manifest(folder)["step"]
         if state.global_step != step or not 0 <= record["scheduler_steps"] <= step:
-            raise ValueError(f"{path}, {TRAINER_STATE_NAME}: expected the counts of step {step}")
+            raise ValueError(f"{TRAINER_STATE_NAME}: expected the counts of step {step}")
     except (OSError, ValueError) as error:
         raise CheckpointError(
-            f"{error}: use another checkpoint; python -m mca_lite convert {folder} DST exports the "
-            "weights of this one"
+            f"{path}: {error}: use another checkpoint; python -m mca_lite convert {folder} DST "
+            "exports the weights of this one"
         ) from None
     return record, state
 
 
-def _check_base(theirs: dict, model, folder: Path) -> None:
-    """CheckpointError if adapters belong to other frozen weights. Collective."""
-
-    def check() -> None:
-        base = lora.base_sample(model)
-        if any(base[name] != theirs[name] for name in base.keys() & theirs.keys()):
-            raise CheckpointError(
-                f"{folder} holds adapters that were trained on another base model, of the same "
-                "shape: set model_name_or_path "
-                "to the one that the run started from, or start anew from these by "
-                "adapter_name_or_path"
-            )
-
-    parallel.on_main(check, CheckpointError)
+def _check_base(before: dict, now: dict, folder: Path) -> None:
+    """CheckpointError if adapters belong to other frozen weights."""
+    if any(before[name] != now[name] for name in before.keys() & now.keys()):
+        raise CheckpointError(
+            f"{folder} holds adapters that were trained on another base model, of the same shape: "
+            "set model_name_or_path to the one that the run started from, or start anew from these "
+            "by adapter_name_or_path"
+        )
 
 
 def load_model(folder: str | os.PathLike, backend) -> None:
@@ -484,7 +455,7 @@ def save_model(folder: str | os.PathLike, backend) -> None:
 def write_weights(folder: Path, snapshot, backend: str, hf_config: dict) -> None:
     """Write a snapshot and its manifest into a folder. backend: name of the writer. Collective;
     CheckpointError on every rank if any fails."""
-    job = _Job(folder, folder, snapshot, _facts(backend, hf_config))
+    job = _Job(folder, folder, snapshot, _facts(backend, hf_config), {}, [])
     job.write()
     job.complete()
 
@@ -510,6 +481,10 @@ def changes(before: dict, now: dict) -> dict[str, tuple[str, str]]:
         if pair[0] != pair[1]:
             found[key] = pair
     return found
+
+
+def _ranking(settings: dict) -> tuple[str, bool]:
+    return ranking_of(settings.get("metric_for_best_model"), settings.get("greater_is_better"))
 
 
 def _fixed_settings(before: dict, backend: str) -> list[str]:
@@ -570,7 +545,5 @@ def _set_random_states(states: dict) -> None:
     if states["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
     get_cuda_rng_tracker().set_states(states["tracker"])
-    version, words, gauss = states["python"]
-    random.setstate((version, tuple(words), gauss))
-    name, keys, *rest = states["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])

@@ -38,7 +38,7 @@ from filelock import FileLock, Timeout
 
 from . import parallel
 from .errors import UserError
-from .files import CHECKPOINT_PREFIX, checksum, sync, write_file
+from .files import CHECKPOINT_PREFIX, checksum, first_of, sync, write_file
 
 # -- the folder of a run
 
@@ -111,26 +111,27 @@ def _check_shared(folder: Path) -> None:
     Without it a run over several nodes would fail at its first checkpoint.
     """
     # the path of each rank: a relative one depends on the rank's working directory
-    here = f"rank {parallel.rank()} on {socket.gethostname()} in {folder.absolute()}"
+    here = f"it is not on {socket.gethostname()} in {folder.absolute()}"
     token = folder / f".probe-{parallel.on_main(lambda: uuid.uuid4().hex)}"
+
+    def look() -> None:
+        end = time.monotonic() + _SEE_S
+        while not token.exists():
+            if time.monotonic() > end:
+                raise OutputFolderError(here)
+            time.sleep(0.1)
+
     if parallel.is_main():
         token.touch()
-    end = time.monotonic() + _SEE_S
-    while not token.exists() and time.monotonic() < end:
-        time.sleep(0.1)
-    blind = list(filter(None, parallel.gather("" if token.exists() else here)))
-    if parallel.is_main():
-        token.unlink()
-    if blind:
-        raise OutputFolderError(
-            f"output_dir is not shared by all nodes: a file of rank 0 was not found by "
-            f"{_first(blind)}. Set output_dir to one folder of a file system that all of them mount"
-        )
-
-
-def _first(texts: list[str]) -> str:
-    more = f", and {len(texts) - 3} more" if len(texts) > 3 else ""
-    return ", ".join(texts[:3]) + more
+    words = (
+        "output_dir is not shared by all nodes: set it to one folder of a file system that all of "
+        "them mount; a file of rank 0"
+    )
+    try:
+        parallel.on_all(look, OutputFolderError, words)
+    finally:
+        if parallel.is_main():
+            token.unlink()
 
 
 # -- checkpoints in it
@@ -147,7 +148,7 @@ _MODEL_KEYS = (
     "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
     "num_key_value_heads head_dim tie_word_embeddings num_experts num_local_experts"
 ).split()
-_KINDS = {"model": dict, "step": int, "with_optimizer": bool, "files": dict}
+_KINDS = {"model": dict, "step": int, "with_optimizer": bool, "files": dict, "backend": str}
 _NAME = re.compile(rf"{CHECKPOINT_PREFIX}-[0-9]+")
 _LEFT = re.compile(rf"\.({CHECKPOINT_PREFIX}-[0-9]+)\.(tmp|old|replaced)(-[0-9]+)?")
 
@@ -205,18 +206,18 @@ def _check_manifest(record: dict[str, Any]) -> None:
         raise ValueError("its own checksum does not fit")
     if record["format"] > FORMAT_VERSION:
         return  # other fields may mean other things: refuse_other() says so
-    for key, kind in _KINDS.items():
-        if type(record[key]) is not kind:
-            raise ValueError(f"expected {key}, of type {kind.__name__}")
-    if record["backend"] not in _BACKENDS:
-        raise ValueError(f"it names the backend {record['backend']}")
-    if not record["files"]:
-        raise ValueError("it lists no files")
+    check_kinds(record, _KINDS)
     for name, entry in record["files"].items():
-        if type(entry["bytes"]) is not int or "\0" in name:
-            raise ValueError(f"{name!r} cannot be a file")
+        check_kinds(entry, {"bytes": int})
         if not {"/", ".."}.isdisjoint(Path(name).parts):
             raise ValueError(f"it names {name}, which lies outside the folder")
+
+
+def check_kinds(record: dict[str, Any], kinds: dict[str, type]) -> None:
+    """ValueError for a record without one of these fields, or with one of another type."""
+    for key, kind in kinds.items():
+        if type(record.get(key)) is not kind:
+            raise ValueError(f"expected {key}, of type {kind.__name__}")
 
 
 def refuse_other(
@@ -230,8 +231,8 @@ def refuse_other(
         )
     if record["backend"] != backend:
         raise CheckpointError(
-            f"{folder} was written by {_BACKENDS[record['backend']]}, and this run trains with "
-            f"{_BACKENDS[backend]}: set use_mca as it was, or start from an exported model"
+            f"{folder} was written by {_BACKENDS.get(record['backend'])}, and this run trains "
+            f"with {_BACKENDS[backend]}: set use_mca as it was, or start from an exported model"
         )
     model = record["model"]
     changed = sorted(k for k in model.keys() & identity if model[k] != identity[k])
@@ -252,19 +253,19 @@ def damage(folder: Path, record: dict[str, Any]) -> str:
     share = files[parallel.rank() :: parallel.world_size()]
     own = [_damage_of_file(folder / name, entry) for name, entry in share]
     problems = sorted(filter(None, itertools.chain(*parallel.gather(own))))
-    return f"{folder} is damaged: {_first(problems)}" if problems else ""
+    return f"{folder} is damaged: {first_of(problems)}" if problems else ""
 
 
 def _damage_of_file(path: Path, entry: dict[str, Any]) -> str:
+    if not path.is_file():  # of a pipe nobody knows when it ends
+        return f"{path.name} is missing, or no file"
     try:
-        if not path.is_file():  # of a pipe nobody knows when it ends
-            return f"{path.name} is missing, or no file"
         now = measure(path)
     except OSError as error:
-        return f"{path.name} cannot be read: {error}"
-    if now != entry:
-        return f"{path.name} has changed since it was written: {now} instead of {entry}"
-    return ""
+        now = error
+    if now == entry:
+        return ""
+    return f"{path.name} has changed since it was written: {now} instead of {entry}"
 
 
 # -- listing, publishing, pruning
@@ -285,12 +286,8 @@ def step_of(folder: Path) -> int:
 
 def all_folders(output_dir: str | os.PathLike) -> list[Path]:
     """The folders with a checkpoint's name, complete or not, oldest first."""
-    named = Path(output_dir).glob(f"{CHECKPOINT_PREFIX}-*")
-    return sorted(filter(_is_checkpoint, named), key=step_of)
-
-
-def _is_checkpoint(path: Path) -> bool:
-    return _NAME.fullmatch(path.name) is not None and _is_own_folder(path)
+    folders = filter(_is_own_folder, Path(output_dir).glob(f"{CHECKPOINT_PREFIX}-*"))
+    return sorted((path for path in folders if _NAME.fullmatch(path.name)), key=step_of)
 
 
 def _is_own_folder(path: Path) -> bool:
@@ -301,10 +298,9 @@ def _is_own_folder(path: Path) -> bool:
 def _free_name(path: Path) -> Path:
     """The path, with a number at its end if the name is taken."""
     free = path
-    count = 1
+    numbers = itertools.count(2)
     while os.path.lexists(free):
-        count += 1
-        free = path.with_name(f"{path.name}-{count}")
+        free = path.with_name(f"{path.name}-{next(numbers)}")
     return free
 
 
@@ -341,9 +337,8 @@ def prune(newest: Path, best: str | None, limit: int | None) -> None:
     there = list_checkpoints(newest.parent)
     kept = {newest.name, Path(best or "").name}
     spare = [folder for folder in there if folder.name not in kept]
-    if limit is not None:
-        for old in spare[: max(0, len(there) - limit)]:
-            remove(old)
+    for old in spare[: max(0, len(there) - (limit or len(there)))]:
+        remove(old)
 
 
 def set_newer_aside(output_dir: str | os.PathLike, step: int, say) -> None:

@@ -42,6 +42,10 @@ DIST_NAME = "dist"
 INDEX_NAME = "index.json"
 OLD_INDEX_NAME = ".metadata"  # torch's, a pickle, in checkpoints of earlier versions
 
+# Joined states wait on the GPU up to this sum, and beyond it in host memory: ranks wait for each
+# other's copies there
+JOINED_ON_GPU_BYTES = 1 << 30
+
 # -- the parts of tensors in files
 
 
@@ -129,7 +133,7 @@ class MegatronSnapshot:
     def __init__(self, models, optimizer=None, copy: bool = False):
         self._steps: int | None = None
         holders = _holders_of_all(models, optimizer)
-        chunks = models.sharded_state_dict()
+        chunks = _sharded(models)
         state = {name: _mine_to_write(chunk, holders, copy) for name, chunk in chunks.items()}
         if optimizer is not None:
             tensors = _by_parameter(chunks)
@@ -176,11 +180,8 @@ def load_megatron(folder: Path, models, optimizer=None, index: dict | None = Non
         raise CheckpointError(
             f"{place / INDEX_NAME} has no optimizer_steps: use another checkpoint"
         )
-    state = models.sharded_state_dict()
-    kept = {}
-    for chunk, tensors in state.items():
-        objects = [name for name, value in tensors.items() if isinstance(value, ShardedObject)]
-        kept[chunk] = {name: tensors.pop(name).data for name in objects}
+    state = _sharded(models)
+    chunks = list(state)
     if optimizer is not None:
         state["optimizer"] = _optimizer_to_fill(optimizer, models, _by_parameter(state))
     sharded, _, factories = load_preprocess(state)
@@ -193,10 +194,19 @@ def load_megatron(folder: Path, models, optimizer=None, index: dict | None = Non
     parallel.on_all(read, CheckpointError, words)
     dict_list_map_inplace(lambda tensor: tensor.data, sharded)
     loaded = apply_factory_merges(sharded, factories)
-    # a pipeline stage may train nothing
-    models.load_state_dict({chunk: {**loaded.get(chunk, {}), **kept[chunk]} for chunk in kept})
+    # a pipeline stage may train nothing; objects are not stored
+    models.load_state_dict({chunk: loaded.get(chunk, {}) for chunk in chunks}, strict=False)
     if optimizer is not None:
         _fill_optimizer(optimizer, models, loaded.get("optimizer", {}), steps)
+
+
+def _sharded(models) -> dict[str, dict]:
+    """{chunk: {name: sharded tensor, or the factory of some}} of a model, without objects."""
+    chunks = models.sharded_state_dict()
+    for tensors in chunks.values():
+        for name in [name for name, x in tensors.items() if isinstance(x, ShardedObject)]:
+            del tensors[name]
+    return chunks
 
 
 # -- the writer of each tensor
@@ -213,6 +223,11 @@ class _Holders(NamedTuple):
     @property
     def i_write(self) -> bool:
         return self.group.rank() == self.writer
+
+    def replica(self, tensor) -> tuple[int, int, int]:
+        """The replica_id of this rank's copy, (tied copy, tensor rank, data parallel rank): that of
+        0s is stored."""
+        return (*tensor.replica_id[:2], int(not self.i_write))
 
 
 def _holders_of_all(models, optimizer) -> dict[int, _Holders]:
@@ -262,11 +277,6 @@ def _by_parameter(chunks: dict) -> dict:
     return {id(tensor.data): tensor for tensor in nested_values(found)}
 
 
-def _replica(tensor, i_write: bool) -> tuple[int, int, int]:
-    """A tensor's replica_id, (tied copy, tensor rank, data parallel rank): that of 0s is stored."""
-    return (*tensor.replica_id[:2], int(not i_write))
-
-
 def _mine_to_write(tensors: dict, holders: dict[int, _Holders], copy: bool) -> dict:
     """A chunk's sharded tensors, those that this rank writes marked as the main ones.
 
@@ -274,11 +284,9 @@ def _mine_to_write(tensors: dict, holders: dict[int, _Holders], copy: bool) -> d
     """
     out = {}
     for name, tensor in tensors.items():
-        if isinstance(tensor, ShardedObject):
-            continue
         holder = holders.get(id(tensor.data))
         if holder is not None:  # a buffer's replica_id is right already
-            tensor = replace(tensor, replica_id=_replica(tensor, holder.i_write))
+            tensor = replace(tensor, replica_id=holder.replica(tensor))
         if copy and is_main_replica(tensor.replica_id):
             tensor = replace(tensor, data=tensor.data.detach().to("cpu", copy=True))
         out[name] = tensor
@@ -323,13 +331,14 @@ def _state_tensor(tensor, name: str, value: torch.Tensor, **changes):
 
 
 def _optimizer_to_write(optimizer, models, tensors: dict, holders: dict, copy: bool) -> dict:
-    """{number: sharded tensor} of the states this rank writes, joined ones in host memory.
-    Collective, parameter by parameter."""
+    """{number: sharded tensor} of the states this rank writes. Collective, parameter by
+    parameter."""
     owned = {
         id(parameter): (inner, main, cut)
         for inner, parameter, main, cut in _owned(optimizer, models)
     }
     out: dict[int, Any] = {}
+    joined_bytes = 0
     for parameter in (p for p in models.parameters() if p.requires_grad):
         tensor = tensors[id(parameter)]
         holder = holders[id(parameter)]
@@ -339,9 +348,11 @@ def _optimizer_to_write(optimizer, models, tensors: dict, holders: dict, copy: b
                 part = _state_of(*owned[id(parameter)], name)
             value = _join(part, parameter, *holder)
             if holder.i_write:
-                if copy or len(holder.pieces) > 1:
+                is_joined = len(holder.pieces) > 1
+                joined_bytes += is_joined * value.nbytes
+                if copy or (is_joined and joined_bytes > JOINED_ON_GPU_BYTES):
                     value = value.to("cpu", copy=copy)
-                replica = _replica(tensor, True)
+                replica = holder.replica(tensor)
                 out[len(out)] = _state_tensor(tensor, name, value, replica_id=replica)
     return out
 

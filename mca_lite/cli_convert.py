@@ -21,16 +21,14 @@ from .files import (
     ADAPTER_CONFIG_NAME,
     HF_CONFIG_NAME,
     HF_GENERATION_CONFIG_NAME,
-    MCA_CONFIG_NAME,
     TOKENIZER_FILES,
     check_can_write,
-    is_of_mcore_adapter,
-    lies_in,
+    copy_files,
     printable,
     read_json,
+    read_mca_config,
     resolve_folder,
     why_mcore_adapters,
-    write_file,
 )
 
 # files of a model beside its weights and config.json
@@ -73,12 +71,11 @@ def convert(src: str, dst: Path, max_shard_size: str = "5GB") -> str:
     from .ckpt_megatron import MegatronSnapshot
 
     if (folder / ckpt_folder.MANIFEST_NAME).is_file():
-        record = ckpt_folder.read_manifest(folder)
-        ckpt_folder.refuse_other(folder, record, "megatron", record["model"])
-        _refuse_damage(folder)
+        ckpt_folder.refuse_damage(folder, "megatron", {})
         models = _load(folder)
         weights_convert.export_hf(models, dst, max_shard_size, beside=False)
-        _copy_side_files([folder, Path(models.config.name_or_path or src)], dst)
+        for source in (Path(models.config.name_or_path or src), folder):
+            copy_files(source, _SIDE_FILES, dst)
         return f"{src}, a checkpoint, is now {dst} in Hugging Face's format"
     refusal = why_mcore_adapters(folder)
     if refusal:
@@ -87,7 +84,7 @@ def convert(src: str, dst: Path, max_shard_size: str = "5GB") -> str:
     dst.mkdir(parents=True, exist_ok=True)
     ckpt.write_weights(dst, MegatronSnapshot(models), "megatron", models.config.hf_config)
     shutil.copyfile(folder / HF_CONFIG_NAME, dst / HF_CONFIG_NAME)
-    _copy_side_files([folder], dst)
+    copy_files(folder, _SIDE_FILES, dst)
     return f"{src} is now {dst}, a checkpoint that any layout loads"
 
 
@@ -103,7 +100,8 @@ def merge(src: str, adapter: Path, dst: Path, max_shard_size: str = "5GB") -> st
     from .model_config import load_hf_config
 
     if (adapter / ckpt_folder.MANIFEST_NAME).is_file():
-        _refuse_damage(adapter)
+        backend = ckpt_folder.read_manifest(adapter)["backend"]
+        ckpt_folder.refuse_damage(adapter, backend, {})
     base = weights_files.SafetensorsSource(src)
     config = read_json(base.folder / HF_CONFIG_NAME)
     # from transformers, for the family's default if config.json lacks the key
@@ -114,7 +112,8 @@ def merge(src: str, adapter: Path, dst: Path, max_shard_size: str = "5GB") -> st
     tensors = ((name, change(name, base.read(name))) for name in base.names())
     weights_files.write_safetensors(tensors, dst, max_shard_size)
     weights_files.write_hf_config(config, str(base.folder), dst, _dtype_of(base.folder))
-    _copy_side_files([adapter, base.folder], dst)
+    for folder in (base.folder, adapter):
+        copy_files(folder, _SIDE_FILES, dst)
     return f"{src} with the adapter {adapter} in its weights is now {dst}"
 
 
@@ -255,8 +254,8 @@ def _dtype_of(folder: Path):
     """The torch.dtype in a folder's config: float32, bfloat16 or float16."""
     import torch
 
-    if (folder / MCA_CONFIG_NAME).is_file() and not is_of_mcore_adapter(folder):
-        values = read_json(folder / MCA_CONFIG_NAME)
+    values = read_mca_config(folder)
+    if values:
         half = {"bf16": torch.bfloat16, "fp16": torch.float16}
         return next((dtype for key, dtype in half.items() if values.get(key)), torch.float32)
     if not (folder / HF_CONFIG_NAME).is_file():
@@ -269,20 +268,3 @@ def _dtype_of(folder: Path):
             f"{folder}: dtype {name} in {HF_CONFIG_NAME}, expected float32, bfloat16 or float16"
         )
     return getattr(torch, name)
-
-
-def _refuse_damage(folder: Path) -> None:
-    from . import ckpt_folder
-
-    damage = ckpt_folder.damage(folder, ckpt_folder.read_manifest(folder))
-    if damage:
-        raise ValueError(damage)
-
-
-def _copy_side_files(sources: list[Path], dst: Path) -> None:
-    """Copy a model's further files, of each name the first that is no link out of its folder."""
-    for folder in sources:
-        for name in _SIDE_FILES:
-            path = folder / name
-            if lies_in(path, folder) and not (dst / name).exists():
-                write_file(dst / name, path.read_bytes())

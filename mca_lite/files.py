@@ -136,6 +136,14 @@ def checksum(path: str | os.PathLike) -> tuple[int, int]:
         return file.tell(), crc
 
 
+def copy_files(source: Path, names: Iterable[str], folder: Path) -> list[str]:
+    """Copy the files of a folder that are there, and no links out of it -> their names."""
+    copied = [name for name in names if lies_in(source / name, source)]
+    for name in copied:
+        write_file(folder / name, (source / name).read_bytes())
+    return copied
+
+
 def is_there(path: Path) -> bool:
     """True if there is a file. ValueError for a folder, a pipe or a device in its place: reading it
     might never end."""
@@ -162,13 +170,11 @@ def check_can_write(folder: str | os.PathLike, key: str) -> None:
     wanted = existing = Path(folder).absolute()
     while not os.path.lexists(existing):
         existing = existing.parent
-    if not existing.is_dir():
-        reason = f"{existing} is no folder"
-    elif not os.access(existing, os.W_OK | os.X_OK):
-        reason = f"nothing may be written in {existing}"
-    else:
-        return
-    raise ValueError(f"{key}: {wanted} cannot be written, since {reason}: set {key} to another")
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise ValueError(
+            f"{key}: {wanted} cannot be written, since {existing} is no folder, or may not be "
+            f"written: set {key} to another"
+        )
 
 
 # -- folders of models
@@ -242,30 +248,28 @@ def read_model_config(
             if path is None:
                 path = resolve_folder(name, revision, [HF_CONFIG_NAME]) / HF_CONFIG_NAME
             return read_json(path)
-        except FileNotFoundError:
-            reason = f"there is no {HF_CONFIG_NAME} in this folder"
         except (ValueError, OSError) as error:
             reason = str(error)
     judge.refuse("model_name_or_path", reason, remedy, name)
     return {}
 
 
-def is_of_mcore_adapter(folder: str | os.PathLike) -> bool:
-    """True for a folder with an mca_config.json of mcore_adapter: that of mca_lite names its model
-    class."""
-    path = Path(folder) / MCA_CONFIG_NAME
-    return path.is_file() and "model_class" not in read_json(path)
+def read_mca_config(folder: Path) -> dict[str, Any]:
+    """The content of mca_lite's mca_config.json in a folder; {} without one, or for one of
+    mcore_adapter, which does not name its model class."""
+    path = folder / MCA_CONFIG_NAME
+    values = read_json(path) if path.is_file() else {}
+    return values if "model_class" in values else {}
 
 
-def why_mcore_adapters(folder: str | os.PathLike) -> tuple[str, str] | None:
+def why_mcore_adapters(folder: Path) -> tuple[str, str] | None:
     """The reason and the remedy for a checkpoint with weights in mcore_adapter's format alone; None
     for other folders."""
-    folder = Path(folder)
-    if folder.name.startswith("iter_") and is_of_mcore_adapter(folder.parent):
-        folder = folder.parent
-    if not list(folder.glob("iter_*")) or list(folder.glob("*.safetensors")):
+    of_run = folder.parent if folder.name.startswith("iter_") else folder
+    is_cut = any(of_run.glob("iter_*"))
+    if not is_cut or any(folder.glob("*.safetensors")) or read_mca_config(folder):
         return None
-    export = f"python tools/convert.py --checkpoint_path {folder} --output_path DST"
+    export = f"python tools/convert.py --checkpoint_path {of_run} --output_path DST"
     return (
         "it is a checkpoint in mcore_adapter's own format (iter_*), cut for its layout",
         f"{export} in mcore_adapter's folder, and then DST",
@@ -286,9 +290,7 @@ def describe_error(error: BaseException) -> str:
     if not text or not isinstance(error, (UserError, ValueError, OSError)):
         text = f"{type(error).__name__}: {text}"
     is_full = "No space left on device" in text or getattr(error, "errno", None) == errno.EDQUOT
-    if is_full and "disk full" not in text:
-        text = f"disk full: {text}"
-    return text
+    return f"disk full: {text}" if is_full and "disk full" not in text else text
 
 
 def users_place(error: BaseException) -> str | None:
@@ -301,6 +303,12 @@ def users_place(error: BaseException) -> str | None:
         if not (file.startswith(_OF_LIBRARIES) or f"-packages{os.sep}" in file):
             return f"{function} ({file}:{line})"
     return None
+
+
+def first_of(texts: list[str], most: int = 3) -> str:
+    """The first of some texts, with the number of the others."""
+    more = [f"and {len(texts) - most} more"] * (len(texts) > most)
+    return ", ".join(texts[:most] + more)
 
 
 def printable(text: str, kept: str = "\n\t") -> str:

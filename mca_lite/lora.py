@@ -179,20 +179,19 @@ class MegatronHost:
             sequence_parallel=config.sequence_parallel,
             device=parallel.device(),
         )
-        out_size, in_size = config.padded_vocab_size // tp, config.hidden_size
         if row.mca in VOCABULARY:  # a tied head has no weight
+            out_size, in_size = config.padded_vocab_size // tp, config.hidden_size
             arguments["vocab_size"] = config.vocab_size
         else:
             out_size, in_size = module.weight.shape
-        arguments["in_size"] = in_size
-        arguments["widths"] = [size // tp for size in row_sizes(row, out_size * tp, config)]
+        widths = [size // tp for size in row_sizes(row, out_size * tp, config)]
+        arguments |= dict(in_size=in_size, widths=widths)
         if row.mca == VOCABULARY[0]:
             return Site(module, names, LoraEmbedding, arguments)
-        arguments["cut"] = row.axis
         if row.kind == "qkv":
             arguments["groups"] = config.num_query_groups // tp
         way = "inside" if _is_router(row) else "beside"
-        return Site(module, names, LoraAdapter, arguments, way)
+        return Site(module, names, LoraAdapter, arguments | dict(cut=row.axis), way)
 
     def _experts(self, module: Experts, layer: int) -> Site:
         n, hidden_size, columns = module.fc2.shape
@@ -226,25 +225,24 @@ class TorchHost:
         self.chunks = [model]
         self.modules = dict(model.named_modules())
         self.base_model = model.name_or_path or None
+        self.linears = {
+            name: module
+            for name, module in self.modules.items()
+            if isinstance(module, (torch.nn.Linear, torch.nn.Embedding))
+        }
         self.embedding = model.get_input_embeddings()
         self.head = model.get_output_embeddings()
         self.is_tied = self.embedding.weight is self.head.weight
-        self.fields: _Fields | None = None
         values = values_of(model.config)
-        if values:
-            self.fields = _Fields(hf_model_type=model.config.model_type, **values)
-
-    def _linears(self) -> dict[str, torch.nn.Module]:
-        kinds = (torch.nn.Linear, torch.nn.Embedding)
-        return {name: module for name, module in self.modules.items() if isinstance(module, kinds)}
+        self.fields = values and _Fields(hf_model_type=model.config.model_type, **values)
 
     def candidates(self) -> list[Candidate]:
         """All modules that support an adapter: those of the table, else the linears."""
-        if self.fields is not None:
+        if self.fields:
             return list(_candidates(self.fields))
         return [
             Candidate(name, "", isinstance(module, torch.nn.Linear) and module is not self.head)
-            for name, module in self._linears().items()
+            for name, module in self.linears.items()
         ]
 
     def weights(self) -> Iterator[Weight]:
@@ -256,7 +254,7 @@ class TorchHost:
 
     def check(self, spec: LoraSpec, candidates: list[Candidate], judge: Judge) -> None:
         """Refuse unsupported adapters."""
-        check_on_torch(spec, self._linears(), judge)
+        check_on_torch(spec, self.linears, judge)
 
     def freeze(self, trained: Collection, dtype: torch.dtype) -> None:
         """Freeze the weights and make them `dtype`; those of `trained` are float32 and train."""
@@ -284,12 +282,12 @@ class TorchHost:
 
     def sites(self) -> Iterator[Site]:
         """The places for adapters; experts and routers of families in the table."""
-        for name, module in self._linears().items():
+        for name, module in self.linears.items():
             out_size, in_size = module.weight.shape
             kind = LoraEmbedding if isinstance(module, torch.nn.Embedding) else LoraAdapter
             sizes = dict(in_size=in_size, widths=[out_size], device=module.weight.device)
             yield Site(module, ((name,),), kind, sizes)
-        if self.fields is None:
+        if not self.fields:
             return
         for layer in filter(self.fields.is_moe_layer, range(self.fields.num_layers)):
             yield from self._mixture(self.modules[f"model.layers.{layer}.mlp"], layer)
@@ -421,7 +419,7 @@ def extra_factors(head: torch.nn.Module, hidden: torch.Tensor):
     adapter: LoraAdapter | None = getattr(head, "lora", None)
     if adapter is None or not adapter.enabled:
         return None
-    return adapter(hidden, as_factors=True)
+    return adapter.low(hidden), adapter.lora_B_0
 
 
 # -- checkpoints
@@ -437,15 +435,16 @@ def sharded_state(chunk) -> dict[str, Any]:
         for name, tensor in chunk.sharded_state_dict().items()
         if ".lora." not in name and getattr(getattr(tensor, "data", None), "requires_grad", False)
     }
-    adapters = {p: m for p, m in chunk.named_modules() if isinstance(m, Adapter)}
-    for path, adapter in adapters.items():
+    for path, adapter in chunk.named_modules():
+        if not isinstance(adapter, Adapter):
+            continue
         template, layer = chunk.global_name(path.removesuffix(".lora"))
         module = template.format(layer)
         replica = parallel.replica_group(adapter.is_expert).rank()
         for name, parameter in adapter.named_parameters():
             # (axis, this rank's place along it, number of places)
             cuts = [(0, adapter.ep.rank(), adapter.ep.size())] if adapter.is_expert else []
-            axis = adapter.axes[name]
+            axis, real = adapter.cuts[name]
             copy = adapter.group.rank()
             if axis is not None:
                 cuts.append((len(cuts) + axis, copy, adapter.tp))
@@ -455,7 +454,7 @@ def sharded_state(chunk) -> dict[str, Any]:
                 parameter,
                 *cuts,
                 replica_id=(0, copy, replica),
-                allow_shape_mismatch=adapter.real[name] is not None,
+                allow_shape_mismatch=real is not None,
             )
     return state
 
@@ -468,11 +467,9 @@ def base_sample(model) -> dict[str, list[float]]:
     """
     spec = spec_of(model)
     source = spec and original_of(spec.base_model)
-    if source is None:
-        return {}
-    stored = source.names()
-    sample = {}
-    for name in [f"{module}.weight" for module in spec.modules if f"{module}.weight" in stored][:1]:
-        weight = source.read(name).flatten()
-        sample[name] = weight[:: max(weight.numel() // 64, 1)].tolist()
-    return sample
+    if source is not None:
+        for name in map("{}.weight".format, spec.modules):
+            if name in source.names():
+                weight = source.read(name).flatten()
+                return {name: weight[:: max(weight.numel() // 64, 1)].tolist()}
+    return {}

@@ -164,16 +164,13 @@ def place_adapter(model, spec: LoraSpec, source: AdapterSource, dtype=torch.floa
             "convert BASE DST --merge"
         )
     lora.inject(model, spec, dtype=dtype)
-    problem = None
-    try:
+    host = host_of(model)
+
+    def fill() -> None:
         lora.fill_adapters(model, source)
-        host = host_of(model)
         host.fill(lora.saved_keys(host, spec), source)
-    except ValueError as error:
-        problem = str(error)
-    problems = list(filter(None, parallel.gather(problem)))
-    if problems:
-        raise ValueError(problems[0])
+
+    parallel.on_all(fill, ValueError, f"{source.folder} cannot be loaded")
     return model
 
 
@@ -262,11 +259,16 @@ def check_checkpoint(model, folder: PathLike) -> None:
     values = read_json(path)
     now = peft_config(spec, target_modules(model))
     for key in _FIXED:
-        if values.get(key) != now[key]:
+        if _unordered(values.get(key)) != _unordered(now[key]):
             raise ValueError(
                 f"{folder} was saved with {key} {values.get(key)} of its adapters, and this run "
                 f"has {now[key]}: set it back to go on"
             )
+
+
+def _unordered(value):
+    """A list as a set: the order of modules differs between versions."""
+    return set(value) if isinstance(value, list) else value
 
 
 # -- merged
@@ -345,7 +347,13 @@ def file_merger(folder: PathLike, base: PathLike, shapes: dict, tied: bool):
             f"{folder} is an adapter of another model: it is for {len(needed)} weights, of which "
             f"{base} lacks {len(missing)}, such as {missing[0]}"
         )
-    merged_shapes = shapes | _check_shapes(source, whole, spec.rank, shapes)
+    merged = _merged_shapes(source, whole, spec.rank, shapes)
+    sizes = {shape[0] for name, shape in merged.items() if name.endswith(_VOCABULARY_WEIGHTS)}
+    if len(sizes) > 1:
+        raise ValueError(
+            f"{folder}: merged, embedding and head would have {sizes} rows: train the adapter with "
+            "both, or neither"
+        )
     merge = _merge_with(source.read, source.names(), spec.scale)
 
     def change(name: str, weight: torch.Tensor) -> torch.Tensor:
@@ -353,25 +361,13 @@ def file_merger(folder: PathLike, base: PathLike, shapes: dict, tied: bool):
             return source.read(name).to(weight.dtype)
         return merge(name, weight)
 
-    return change, _vocabulary_size(folder, merged_shapes)
+    return change, max(sizes, default=0)
 
 
-def _vocabulary_size(folder, shapes: dict) -> int:
-    """Rows of the vocabulary in the merged model."""
-    sizes = {name: shape[0] for name, shape in shapes.items() if name.endswith(_VOCABULARY_WEIGHTS)}
-    if len(set(sizes.values())) > 1:
-        words = ", ".join(f"{name} {size}" for name, size in sorted(sizes.items()))
-        raise ValueError(
-            f"{folder}: merged, the model would have {words} rows: train the adapter with both, or "
-            "neither"
-        )
-    return max(sizes.values(), default=0)
-
-
-def _check_shapes(source: AdapterSource, whole: set[str], rank: int, shapes: dict) -> dict:
-    """{name: shape} of the weights in `whole`. ValueError if a matrix or weight of the adapter does
-    not fit the base's weights of these shapes; those of the vocabulary may have more rows."""
-    wanted = {}
+def _merged_shapes(source: AdapterSource, whole: set[str], rank: int, shapes: dict) -> dict:
+    """The shapes of the base, with those of the weights in `whole`. ValueError if a matrix or
+    weight of the adapter does not fit; those of the vocabulary may have more rows."""
+    merged = dict(shapes)
     for module, (a, b) in source.pairs.items():
         shape = shapes[f"{module}.weight"]
         out_size, in_size = reversed(shape) if "lora_embedding" in a else shape
@@ -381,6 +377,6 @@ def _check_shapes(source: AdapterSource, whole: set[str], rank: int, shapes: dic
         rows, *rest = shapes[name]
         if name.endswith(_VOCABULARY_WEIGHTS):
             rows = max(rows, source.shape(name)[0])
-        wanted[name] = (rows, *rest)
-        source.check(name, wanted[name])
-    return wanted
+        merged[name] = (rows, *rest)
+        source.check(name, merged[name])
+    return merged

@@ -137,31 +137,26 @@ def _side_by_side(bs: list[torch.Tensor], columns: int) -> list[torch.Tensor]:
 
 
 class Adapter(torch.nn.Module):
-    """Base of all adapters.
+    """Base of all adapters. group: the ranks that cut the module, None on plain torch.
 
-    names: for each projection its Hugging Face modules (one; of experts, one for each local
-    expert), () for a projection without adapter. group: the ranks that cut the module, None on
-    plain torch.
+    names, of those below: for each projection its Hugging Face modules (one; of experts, one for
+    each local expert), () for a projection without adapter.
     """
 
     in_product = False  # True if the module's product may add the adapter's (adds_in_product)
     in_half = False  # True if its products run in the input's dtype, as beside 8-bit ones
     is_expert = False  # True for the experts of a layer, with a first axis of them in parameters
 
-    def __init__(
-        self, spec: LoraSpec, names: Names, group=None, sequence_parallel=False, device=None
-    ):
+    def __init__(self, spec: LoraSpec, group=None, sequence_parallel=False, device=None):
         super().__init__()
         self.spec = spec
-        self.names = names
         self.group = group
         self.device = device
         self.tp = group.size() if group is not None else 1
         self.sequence_parallel = sequence_parallel and self.tp > 1
         self.enabled = True
-        self.axes: dict[str, int | None] = {}  # parameter -> the matrix's axis cut by the group
-        # parameter -> length of the whole matrix along that axis, if it is padded
-        self.real: dict[str, int | None] = {}
+        # parameter -> (the matrix's axis cut by the group, its whole length there if it is padded)
+        self.cuts: dict[str, tuple[int | None, int | None]] = {}
         self.pieces: list[Piece] = []  # this rank's parts of the adapter's matrices in PEFT
         self._rooms: dict[torch.Size, torch.Tensor] = {}  # by the shape of their weight
 
@@ -182,8 +177,7 @@ class Adapter(torch.nn.Module):
             axis = None
         self._mark(parameter, axis)
         self.register_parameter(name, parameter)
-        self.axes[name] = axis
-        self.real[name] = real
+        self.cuts[name] = (axis, real)
         for module, part in parts.items():
             key = f"{module}.{matrix}"
             self.pieces.append(Piece(key, parameter, part, axis, self.group, real, self.is_expert))
@@ -203,8 +197,8 @@ class Adapter(torch.nn.Module):
         """True if the linear's product can add the adapter's, to round the sum once: beside a
         frozen matrix in half precision, without dropout."""
         is_half = weight.dtype in (torch.bfloat16, torch.float16)
-        is_left_out = not (self.in_product and self.enabled)
-        return is_half and not (is_left_out or weight.requires_grad or self._drops)
+        is_in = self.in_product and self.enabled and not self._drops
+        return is_in and is_half and not weight.requires_grad
 
     @property
     def _drops(self) -> bool:
@@ -231,7 +225,7 @@ class LoraAdapter(Adapter):
     def __init__(
         self, spec, names, in_size, widths, cut=None, groups=None, vocab_size=None, **shared
     ):
-        super().__init__(spec, names, **shared)
+        super().__init__(spec, **shared)
         self.widths = widths
         self.cut = cut if self.tp > 1 else None
         self.groups = groups
@@ -245,18 +239,16 @@ class LoraAdapter(Adapter):
                 shape = (widths[i], r)
                 self._add(f"lora_B_{i}", "lora_B.weight", whole, shape, axis_b, vocab_size)
 
-    def forward(self, x: torch.Tensor, weight: torch.Tensor | None = None, as_factors=False):
+    def forward(self, x: torch.Tensor, weight: torch.Tensor | None = None):
         """Input of the linear -> scale * B A x, shaped as the linear's output, float32 (in_half: in
         x's dtype).
 
         weight: the linear's matrix, if adds_in_product; the result is W x + scale * B A x then, in
-        x's dtype. as_factors: of a head, the factors (scale * A x of the whole sequence, B).
+        x's dtype.
         """
         if weight is not None:
             return self._product(x, weight)
-        low = self._low(x)
-        if as_factors:
-            return low, self.lora_B_0
+        low = self.low(x)
         bs = self._bs()
         lows = low.split([b.shape[1] for b in bs], -1)
         outs = [F.linear(part, b.to(low.dtype)) for part, b in zip(lows, bs, strict=True)]
@@ -293,7 +285,7 @@ class LoraAdapter(Adapter):
         room = with_room(weight, len(self.lora_A), self._rooms)
         return AdaptedProduct.apply(x, weight, room, a, b, self.spec.scale, gathers)
 
-    def _low(self, x: torch.Tensor) -> torch.Tensor:
+    def low(self, x: torch.Tensor) -> torch.Tensor:
         """scale * A x, float32 or in x's dtype; of a cut linear summed over its ranks, or of the
         whole sequence."""
         # without sequence parallelism every rank of a group sees the same x, but for row-cut
@@ -324,7 +316,7 @@ class LoraEmbedding(Adapter):
     """
 
     def __init__(self, spec, names, in_size, widths, vocab_size=None, **shared):
-        super().__init__(spec, names, **shared)
+        super().__init__(spec, **shared)
         [modules] = names
         whole = dict.fromkeys(modules, slice(None))
         a = "lora_embedding_A"
@@ -359,18 +351,17 @@ class LoraExperts(Adapter):
     in_product = True
 
     def __init__(self, spec, names, hidden_size, columns, ep=None, **shared):
-        super().__init__(spec, names, **shared)
+        super().__init__(spec, **shared)
         self.ep = ep
-        by_projection = zip(PROJECTIONS, names, strict=True)
-        self.adapted = {p: modules for p, modules in by_projection if modules}
-        for projection, modules in self.adapted.items():
+        self.adapted = [p for p, modules in zip(PROJECTIONS, names, strict=True) if modules]
+        for projection, modules in zip(self.adapted, filter(None, names), strict=True):
             sizes = [hidden_size, columns]
             axis_a, axis_b = _CUT_AXES[COLUMN]
             if projection == "down":
                 sizes.reverse()
                 axis_a, axis_b = _CUT_AXES[ROW]
             n = len(modules)
-            parts = {module: i for i, module in enumerate(modules)}
+            parts = dict(zip(modules, range(n), strict=True))
             a = (n, spec.rank, sizes[0])
             b = (n, sizes[1], spec.rank)
             self._add(f"{projection}_A", "lora_A.weight", parts, a, axis_a)
@@ -384,18 +375,18 @@ class LoraExperts(Adapter):
 
     def _matrix(self, name: str) -> torch.Tensor:
         parameter = getattr(self, name)
-        if self.tp == 1 or self.axes[name] is not None:
+        axis, _ = self.cuts[name]
+        if self.tp == 1 or axis is not None:
             return parameter
         return parallel.sum_gradients(parameter, self.group)
 
     def _factors(self, projections: tuple[str, ...], outputs: int):
         """scale * A [n, c, in] and B [n, outputs, c] of several projections together, float32. c is
         a multiple of 8, since a grouped product in half precision wants whole 16 bytes."""
-        adapted = [p for p in projections if p in self.adapted]
-        a = torch.cat([self._matrix(f"{p}_A") for p in adapted], 1)
+        a = torch.cat([self._matrix(f"{p}_A") for p in projections if p in self.adapted], 1)
         columns = -(-a.shape[1] // 8) * 8
         absent = a.new_zeros(len(a), outputs // len(projections), 0)
-        bs = [self._matrix(f"{p}_B") if p in adapted else absent for p in projections]
+        bs = [self._matrix(f"{p}_B") if p in self.adapted else absent for p in projections]
         b = torch.cat(_side_by_side(bs, columns), 1)
         return F.pad(a, (0, 0, 0, columns - a.shape[1])) * self.spec.scale, b
 
@@ -403,7 +394,7 @@ class LoraExperts(Adapter):
         """W x + scale * B A x [T, outputs] in x's dtype, of projections side by side in weight [n,
         ..., in]. multiply(x, w): each expert's tokens times its w^T."""
         whole = weight.flatten(1, -2)
-        if self.adapted.keys().isdisjoint(projections):
+        if set(projections).isdisjoint(self.adapted):
             return multiply(x, whole)
         a, b = self._factors(projections, whole.shape[1])
         if not self.adds_in_product(weight):

@@ -35,8 +35,8 @@ from .files import (
     HF_CONFIG_NAME,
     MCA_CONFIG_NAME,
     describe_error,
-    is_of_mcore_adapter,
     read_json,
+    read_mca_config,
     read_model_config,
     write_file,
 )
@@ -325,9 +325,9 @@ class AutoConfig:
         config.json beside it says the same. values: the contents of config.json, if it was read
         before. ValueError if config.json has an unsupported feature.
         """
-        saved = Path(model_name_or_path) / MCA_CONFIG_NAME
-        if saved.is_file() and not is_of_mcore_adapter(saved.parent):
-            return McaModelConfig.from_json_file(saved, args)
+        folder = Path(model_name_or_path)
+        if read_mca_config(folder):
+            return McaModelConfig.from_json_file(folder / MCA_CONFIG_NAME, args)
         hf = load_hf_config(model_name_or_path, trust_remote_code, values)
         return from_hf_config(hf, args, model_name_or_path)
 

@@ -220,25 +220,28 @@ def exchange(sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor], 
             work.wait()
 
 
+def to_main(tensor: torch.Tensor | None, sender: int, form: torch.Tensor) -> torch.Tensor | None:
+    """The sender's tensor, on the main rank; what they have on other ranks. form: one of its shape
+    and dtype. A message from the sender to the main rank."""
+    if sender == rank() != 0:
+        exchange({0: tensor.to(device()).contiguous()}, {})
+    if sender != 0 and is_main():
+        tensor = form.new_empty(form.shape, device=device())
+        exchange({}, {sender: tensor})
+    return tensor
+
+
 def send_to_main(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, dict[int, torch.Tensor]]]:
     """(name, {rank: its tensor of that name, on the CPU}) on the main rank, one name at a time;
     nothing elsewhere. All ranks must iterate to the end. Collective, with a message a tensor."""
-    forms = gather({name: (tuple(x.shape), x.dtype) for name, x in tensors.items()})
+    forms = gather({name: tensor.to("meta") for name, tensor in tensors.items()})
     for name in dict.fromkeys(itertools.chain(*forms)):
         received = {}
-        senders = [number for number, form in enumerate(forms) if name in form]
-        for sender in senders:
-            if sender == rank() == 0:
-                received[0] = tensors[name].cpu()
-            elif is_main():
-                shape, dtype = forms[sender][name]
-                buffer = torch.empty(shape, dtype=dtype, device=device())
-                exchange({}, {sender: buffer})
-                received[sender] = buffer.cpu()
-            elif sender == rank():
-                exchange({0: tensors[name].to(device()).contiguous()}, {})
+        for sender, form in enumerate(forms):
+            if name in form:
+                received[sender] = to_main(tensors.get(name), sender, form[name])
         if is_main():
-            yield name, received
+            yield name, {sender: tensor.cpu() for sender, tensor in received.items()}
 
 
 def on_main(action: Callable[[], Any], kind: type[Exception] = RuntimeError) -> Any:

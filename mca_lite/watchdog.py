@@ -27,6 +27,7 @@ from types import FrameType
 from typing import Any
 
 from .errors import UserError
+from .files import first_of
 from .world import tell_torchrun
 
 HANG_EXIT_CODE = 87  # of a run with a hanging rank
@@ -256,7 +257,7 @@ class Watchdog:
         texts = [self._read(f"answer/{self._question}/{rank}") for rank in ranks]
         answers = [json.loads(text) if text else _SILENT for text in texts]
         late = ranks_behind(answers)
-        self._late = _first([names[rank] for rank in late], _SHOWN)
+        self._late = first_of([names[rank] for rank in late], _SHOWN)
         text = describe(late, answers, names)
         summary = "no rank was behind the others when they were asked: see above"
         if late:
@@ -269,10 +270,8 @@ class Watchdog:
 
     def _go_on(self) -> None:
         # nothing is deleted: get() of a rank between check() and get() would wait
-        if self._late is not None:
-            _print(f"note: rank {self.rank} goes on after {self.waited:.0f} s")
-            self.store.set("report", "")
         if self._question is not None:
+            self.store.set("report", "")
             self.store.set("question", "")
         self._question = None
         self._late = None
@@ -350,29 +349,15 @@ def describe(late: list[int], answers: list[dict], names: list[str]) -> str:
     ranks_at: dict[str, list[str]] = {}
     for rank in set(range(len(names))).difference(late):
         ranks_at.setdefault(answers[rank]["place"], []).append(str(rank))
-    lines += [f"ranks {_first(ranks, 8)}: {place}" for place, ranks in ranks_at.items()]
+    lines += [f"ranks {first_of(ranks, 8)}: {place}" for place, ranks in ranks_at.items()]
     return "\n".join(lines)
-
-
-def _first(words: list[str], most: int) -> str:
-    more = [f"and {len(words) - most} more"] * (len(words) > most)
-    return ", ".join(words[:most] + more)
 
 
 def stack_of(thread_id: int) -> tuple[str, bool]:
     """(a thread's Python stack, the innermost call last; True if it may wait for other ranks, as
     code of torch, megatron-core and this package does)."""
-    frames = sys._current_frames()
-    frame = frames[thread_id]
-    stack = traceback.format_stack(frame)[-_FRAMES:]
-    if "_engine_run_backward" in stack[-1]:
-        # on a GPU the backward pass runs in threads of torch
-        known = {thread.ident for thread in threading.enumerate()}
-        for number, other in frames.items():
-            if number not in known:
-                frame = other
-                stack += ["  in the backward pass:\n", *traceback.format_stack(other)]
-    return "".join(stack), may_wait(frame)
+    frame = sys._current_frames()[thread_id]
+    return "".join(traceback.format_stack(frame)[-_FRAMES:]), may_wait(frame)
 
 
 def may_wait(frame: FrameType) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from . import parallel
 from .families import PREDICTION_LAYERS, Row, is_of_expert, rows_of
@@ -112,18 +113,13 @@ def _whole_shape(row: Row, shape: Sequence[int], config) -> list[int]:
     return whole
 
 
-def qkv_sizes(config) -> tuple[int, int, int]:
-    """Rows of a query group's queries, key and value."""
-    d = config.kv_channels
-    return config.num_attention_heads // config.num_query_groups * d, d, d
-
-
 def row_sizes(row: Row, total: int, config) -> list[int]:
     """Rows of each projection in a megatron tensor of `total` rows."""
     if row.kind == "gated":
         return [total // 2] * 2
     if row.kind == "qkv":
-        return [config.num_query_groups * size for size in qkv_sizes(config)]
+        of_keys = config.num_query_groups * config.kv_channels
+        return [config.num_attention_heads * config.kv_channels, of_keys, of_keys]
     return [total]
 
 
@@ -143,8 +139,7 @@ def read_part(row: Row, layer, source, config, rank: int) -> torch.Tensor:
     if row.axis == 1:
         columns = source.shape(names[0])[1] // tp
         return source.read(names[0], (slice(None), slice(rank * columns, (rank + 1) * columns)))
-    stored = [source.shape(name)[0] for name in names]
-    total = sum(stored)
+    total = stored = sum(source.shape(name)[0] for name in names)
     if row.mca in VOCABULARY:
         total = config.padded_vocab_size
     share = total // tp
@@ -155,17 +150,16 @@ def read_part(row: Row, layer, source, config, rank: int) -> torch.Tensor:
     starts = [0] * len(sizes)  # of each projection in its tensor
     if row.fused:
         names *= len(sizes)
-        stored *= len(sizes)
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
     pieces = []
-    for name, start, rows, length in zip(names, starts, sizes, stored, strict=True):
+    for name, start, rows in zip(names, starts, sizes, strict=True):
         size = rows * in_group // total
         start += first * size
         stop = start + count * size
-        piece = source.read(name, (slice(min(start, length), min(stop, length)),))
+        piece = source.read(name, (slice(min(start, stored), min(stop, stored)),))
         padding = count * size - len(piece)  # of the vocabulary
         if padding:
-            piece = torch.cat([piece, piece.new_zeros(padding, *piece.shape[1:])])
+            piece = F.pad(piece, (0, 0, 0, padding))
         pieces.append(piece.unflatten(0, (count, size)))
     start = rank * share - first * in_group
     return torch.cat(pieces, dim=1).flatten(0, 1)[start : start + share]
@@ -210,21 +204,16 @@ def iter_hf_tensors(models, only: Container[tuple[str, int | None]] | None = Non
         key = (row.mca, layer)
         if only is not None and key not in only:
             continue
-        holder, shape, dtype = located[key]
+        holder, part = located[key]
         group = parallel.cut_group(row.expert is not None)
-        full = torch.empty(0)
+        full = None
         if holder in dist.get_process_group_ranks(group):
             full = parallel.whole(parameters[key].detach(), row.axis, group)
-        if holder == parallel.rank() != 0:
-            parallel.exchange({0: full.contiguous()}, {})
-        if not parallel.is_main():
-            continue
-        if holder != 0:
-            size = _whole_shape(row, shape, config)
-            full = torch.empty(size, dtype=dtype, device=parallel.device())
-            parallel.exchange({}, {holder: full})
-        for name, tensor in split(row, layer, full, config):
-            yield name, tensor.to("cpu", copy=True)
+        form = part.new_empty(_whole_shape(row, part.shape, config))
+        full = parallel.to_main(full, holder, form)
+        if parallel.is_main():
+            for name, tensor in split(row, layer, full, config):
+                yield name, tensor.to("cpu", copy=True)
 
 
 def own_parameters(models) -> dict:
@@ -237,12 +226,12 @@ def _exported(config) -> Iterator[tuple[Row, int | None]]:
     """The rows of an export, in layer order: all but a tied head."""
     tied = config.tie_embeddings_and_output_weights
     for row, layer in in_layer_order(config):
-        if not (tied and row.mca == VOCABULARY[1]):
+        if not tied or row.mca != VOCABULARY[1]:
             yield row, layer
 
 
 def _locate(parameters: dict) -> Mapping:
-    """{(megatron name, layer): (global rank, shape and dtype of its part)} of the whole model, on
+    """{(megatron name, layer): (global rank, its part on the meta device)} of the whole model, on
     every rank; the rank is the first with a part. Collective over all ranks.
 
     A tied embedding lies on two pipeline stages: it counts as the first one's.
@@ -251,8 +240,8 @@ def _locate(parameters: dict) -> Mapping:
     for key, parameter in parameters.items():
         of_expert = is_of_expert(key[0])
         if parallel.cut_group(of_expert).rank() == parallel.replica_group(of_expert).rank() == 0:
-            here[key] = (parallel.rank(), tuple(parameter.shape), parameter.dtype)
-    return dict(ChainMap(*parallel.gather(here)))
+            here[key] = (parallel.rank(), parameter.detach().to("meta"))
+    return ChainMap(*parallel.gather(here))
 
 
 def in_layer_order(config) -> Iterator[tuple[Row, int | None]]:
@@ -343,8 +332,6 @@ def copies_of(row: Row, config) -> list[str]:
     if row.mca not in names or not config.mtp_num_layers:
         return []
     layers = range(config.num_layers, config.num_layers + config.mtp_num_layers)
-    copies = [f"model.layers.{layer}.{names[row.mca]}.weight" for layer in layers]
+    copies = {f"model.layers.{layer}.{names[row.mca]}.weight" for layer in layers}
     original = original_of(config.name_or_path)
-    if original is None:
-        return copies
-    return sorted(original.names() & set(copies))
+    return sorted(original.names() & copies if original else copies)

@@ -27,12 +27,12 @@ from .files import (
     HF_GENERATION_CONFIG_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
+    copy_files,
     describe_error,
-    lies_in,
     parse_size,
     read_json,
+    replacing,
     resolve_folder,
-    write_file,
     write_json,
 )
 
@@ -42,8 +42,6 @@ Part = tuple[slice, ...]  # of a tensor: rows, or rows and columns
 _ALL: Part = (slice(None),)
 
 # -- safetensors in shards
-
-_UNNAMED = ".shard-{}.safetensors.tmp"  # a written shard, until the number of shards is known
 
 
 def open_safetensors(path: Path):
@@ -63,33 +61,31 @@ def write_safetensors(
     """Write named tensors as a Hugging Face checkpoint, in this process -> the file names.
 
     A file of at most max_shard_size is written as soon as the next tensor would not fit: host
-    memory is one shard. Files of an earlier export are removed at the end, also those of one that
-    was killed. On an error all new files are removed.
+    memory is one shard. Files of an earlier export are removed at the end. An error leaves them.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     shards: list[list[str]] = []
     total_size = 0
-    try:
+    with replacing(folder) as beside:
         for shard in _in_shards(tensors, parse_size(max_shard_size)):
-            save_file(shard, folder / _UNNAMED.format(len(shards)), metadata={"format": "pt"})
+            save_file(shard, beside / str(len(shards)), metadata={"format": "pt"})
             shards.append(list(shard))
             total_size += sum(tensor.nbytes for tensor in shard.values())
-    except BaseException:
-        _remove(folder, _UNNAMED.format("*"))
-        raise
-    _remove(folder, "model-*-of-*.safetensors", SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME)
-    finals = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, 1 + len(shards))]
-    if len(shards) == 1:
-        finals = [SAFE_WEIGHTS_NAME]
-    weight_map: dict[str, str] = {}
-    for i, (final, names) in enumerate(zip(finals, shards, strict=True)):
-        os.replace(folder / _UNNAMED.format(i), folder / final)
-        weight_map |= dict.fromkeys(names, final)
-    _remove(folder, _UNNAMED.format("*"))
-    if len(shards) > 1:
-        index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
-        write_json(folder / SAFE_WEIGHTS_INDEX_NAME, index, sort_keys=True)
-        finals.append(SAFE_WEIGHTS_INDEX_NAME)
+        count = len(shards)
+        finals = [f"model-{i:05d}-of-{count:05d}.safetensors" for i in range(1, 1 + count)]
+        if count == 1:
+            finals = [SAFE_WEIGHTS_NAME]
+        weight_map: dict[str, str] = {}
+        for i, (final, names) in enumerate(zip(finals, shards, strict=True)):
+            os.replace(beside / str(i), beside / final)
+            weight_map |= dict.fromkeys(names, final)
+        if count > 1:
+            index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+            write_json(beside / SAFE_WEIGHTS_INDEX_NAME, index, sort_keys=True)
+            finals.append(SAFE_WEIGHTS_INDEX_NAME)
+    stale = {SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME}
+    stale |= {path.name for path in folder.glob("model-*-of-*.safetensors")}
+    for name in stale.difference(finals):
+        (folder / name).unlink(missing_ok=True)
     return finals
 
 
@@ -106,11 +102,6 @@ def _in_shards(tensors: Iterable[tuple[str, torch.Tensor]], limit: int) -> Itera
         size += tensor.nbytes
     if shard:
         yield shard
-
-
-def _remove(folder: Path, *patterns: str) -> None:
-    for path in itertools.chain.from_iterable(map(folder.glob, patterns)):
-        path.unlink(missing_ok=True)
 
 
 def write_hf_config(
@@ -144,12 +135,10 @@ def copy_beside(source: str | None, folder: Path) -> list[str]:
     """Copy generation_config.json and the code of a model's folder -> the file names. Links out of
     the source are skipped."""
     origin = Path(source or folder)
-    written = []
-    for path in (origin / HF_GENERATION_CONFIG_NAME, *sorted(origin.glob("*.py"))):
-        if lies_in(path, origin) and origin != folder:
-            write_file(folder / path.name, path.read_bytes())
-            written.append(path.name)
-    return written
+    if origin == folder:
+        return []
+    code = [path.name for path in sorted(origin.glob("*.py"))]
+    return copy_files(origin, [HF_GENERATION_CONFIG_NAME, *code], folder)
 
 
 # -- the names of experts
@@ -246,8 +235,9 @@ def _open_files(folder: Path) -> dict[str, Any]:
     them is damaged or incomplete.
     """
     index = folder / SAFE_WEIGHTS_INDEX_NAME
-    if (folder / SAFE_WEIGHTS_NAME).is_file():  # wins over an index, as in transformers
-        return slices_of(folder / SAFE_WEIGHTS_NAME)
+    whole = folder / SAFE_WEIGHTS_NAME
+    if whole.is_file():  # wins over an index, as in transformers
+        return slices_of(whole)
     if not index.is_file():
         raise ValueError(
             f"{folder}: expected {SAFE_WEIGHTS_NAME} or {SAFE_WEIGHTS_INDEX_NAME}, and neither is "
@@ -261,9 +251,9 @@ def _open_files(folder: Path) -> dict[str, Any]:
             f"{index}: expected weight_map, an object with the name of a file for each tensor, got "
             f"{file_of!r:.80}"
         )
-    stored = {file: slices_of(folder / file) for file in sorted(set(file_of.values()))}
+    stored = {file: slices_of(folder / file) for file in set(file_of.values())}
     slices = {}
-    for file, name in sorted((file, name) for name, file in file_of.items()):
+    for name, file in sorted(file_of.items(), key=lambda item: item[::-1]):
         if name not in stored[file]:
             raise ValueError(
                 f"{folder / file} lacks {name}, which {SAFE_WEIGHTS_INDEX_NAME} says it holds: "
@@ -375,9 +365,9 @@ def generator_of(seed: int, name: str) -> torch.Generator:
 MEAN_ROWS = 4096  # of the matrix are in memory at a time
 
 
-def mean_row(read: Callable[[slice], torch.Tensor], rows: int) -> torch.Tensor:
-    """The mean of the rows of a matrix, float64 [h]. read(rows): these rows of it."""
-    parts = (read(slice(i, min(i + MEAN_ROWS, rows))) for i in range(0, rows, MEAN_ROWS))
+def mean_row(read: Callable[[Part], torch.Tensor], rows: int) -> torch.Tensor:
+    """The mean of the rows of a matrix, float64 [h]. read(part): these rows of it."""
+    parts = (read((slice(i, min(i + MEAN_ROWS, rows)),)) for i in range(0, rows, MEAN_ROWS))
     return sum(part.to("cpu", torch.float64).sum(0) for part in parts) / rows
 
 
@@ -388,7 +378,6 @@ class GrownSource:
         self._source = source
         self._vocabulary = names
         self._vocab_size = vocab_size
-        self._mean = functools.cache(self._mean_of)
 
     def names(self) -> KeysView[str]:
         return self._source.names()
@@ -408,26 +397,19 @@ class GrownSource:
         value = self._source.read(name, (slice(min(rows.start, old), min(rows.stop, old)),))
         new = len(rows) - len(value)
         if new:
-            value = torch.cat([value, self._mean(name).to(value.dtype).expand(new, -1)])
+            mean = mean_row(functools.partial(self._source.read, name), old)
+            value = torch.cat([value, mean.to(value.dtype).expand(new, -1)])
         return value
-
-    def _mean_of(self, name: str) -> torch.Tensor:
-        read = functools.partial(self._source.read, name)
-        return mean_row(lambda rows: read((rows,)), self._source.shape(name)[0])
 
 
 def grow_torch(model, vocab_size: int, dtype: torch.dtype) -> None:
     """Grow embedding, head and config of a transformers model. dtype: of its file's weights."""
-
-    def matrices() -> list[torch.Tensor]:
-        both = (model.get_input_embeddings(), model.get_output_embeddings())
-        return [module.weight.detach() for module in both]
-
-    old = len(matrices()[0])
-    means = [mean_row(matrix.__getitem__, old).to(dtype) for matrix in matrices()]
+    modules = (model.get_input_embeddings, model.get_output_embeddings)
+    matrices = [module().weight.detach() for module in modules]
     model.resize_token_embeddings(vocab_size, mean_resizing=False)
-    for matrix, mean in zip(matrices(), means, strict=True):
-        matrix[old:] = mean.to(matrix)
+    for module, old in zip(modules, matrices, strict=True):
+        mean = mean_row(old.__getitem__, len(old)).to(dtype)
+        module().weight.detach()[len(old) :] = mean
 
 
 # -- tensors that no model reads

@@ -477,7 +477,6 @@ def test_auto_falls_back_where_a_manifest_is_none(tmp_path, text):
 @pytest.mark.parametrize(
     "change",
     [
-        dict(files={}),
         dict(files=None),
         dict(files={"gone.bin": {"bytes": 1, "crc32": "00000000"}}),
         dict(files={"a\0b": {"bytes": 1, "crc32": "00000000"}}),

@@ -147,7 +147,7 @@ def test_a_folder_that_cannot_be_written_is_known_before_anything_is_read(tmp_pa
     check_can_write(tmp_path / "a" / "b", "output_dir")
     assert os.listdir(tmp_path) == ["file"]
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
-    with pytest.raises(ValueError, match=f"nothing may be written in {tmp_path}"):
+    with pytest.raises(ValueError, match=f"{tmp_path} is no folder, or may not be"):
         check_can_write(tmp_path / "a", "output_dir")
 
 

