@@ -6,7 +6,6 @@ Hugging Face's config.json by the family's table.
 """
 
 import copy
-import difflib
 import enum
 import functools
 import json
@@ -14,7 +13,7 @@ import math
 import os
 import re
 import warnings
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +40,7 @@ from .files import (
     read_model_config,
     write_file,
 )
+from .kernels import first_line
 from .mcore import AttnBackend, MLATransformerConfig, TransformerConfig, of_minor
 from .model_layers import rope_frequencies
 
@@ -50,13 +50,13 @@ def gelu_tanh(x):
 
 
 ACTIVATIONS = {
-    "silu": F.silu,
     "swish": F.silu,
+    "silu": F.silu,
     "gelu": F.gelu,
     "gelu_pytorch_tanh": gelu_tanh,
     "relu": F.relu,
 }
-_DTYPES = {str(d): d for d in (torch.float32, torch.bfloat16, torch.float16)}
+_NAMES = {function: name for name, function in ACTIVATIONS.items()}
 
 # fields derived from others by megatron's __post_init__, for the layout of a run
 _DERIVED = {
@@ -86,11 +86,11 @@ class PretrainedConfig:
         reader."""
         out = {"model_class": type(self).__name__}
         for f in fields(self):
-            default = None if f.default is MISSING else _to_json(f.default)
-            value = _to_json(getattr(self, f.name))
             # the fields of CUDA graphs differ between versions of megatron, and are not used here
-            is_kept = f.name not in _DERIVED and "cuda_graph" not in f.name
-            if is_kept and value != default:
+            if f.name in _DERIVED or "cuda_graph" in f.name:
+                continue
+            value = _to_json(getattr(self, f.name))
+            if value != _to_json(f.default):
                 out[f.name] = value
         return out
 
@@ -128,19 +128,16 @@ class PretrainedConfig:
     def build(cls, values: dict, args, origin: str) -> Any:
         """A config of fields as JSON has them, with those of `args` (TrainingArguments or None).
         ValueError for names of no field."""
-        if args is not None and values.get("num_moe_experts"):
-            # the saved coefficient may be a key of a former run; hf_config has the model's
-            balance = (values.get("hf_config") or {}).get("router_aux_loss_coef") or 0.0
-            values = {**values, "moe_aux_loss_coeff": balance}
         if args is not None:
-            values = {**values, **_from_arguments(args)}
-        known = [f.name for f in fields(cls)]
-        for key in values:
-            if key not in known:
-                near = difflib.get_close_matches(key, known, 1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise ValueError(f"{origin}: {key!r} is not a field of {cls.__name__}{hint}")
-        return cls(**{key: _from_json(key, value) for key, value in values.items()})
+            # the saved coefficient may be a key of a former run; hf_config has the model's
+            hf = values.get("hf_config") or {}
+            balance = hf.get("router_aux_loss_coef") or 0.0
+            of_model = {"moe_aux_loss_coeff": balance} if values.get("num_moe_experts") else {}
+            values = values | of_model | _from_arguments(args)
+        unknown = sorted(values.keys() - {f.name for f in fields(cls)})
+        if unknown:
+            raise ValueError(f"{origin}: not fields of {cls.__name__}: {', '.join(unknown)}")
+        return cls(**values)
 
     def distribute_config_match(self, other: "PretrainedConfig") -> bool:
         """True if weights saved under `other` can be loaded rank by rank, without resharding or
@@ -214,6 +211,8 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
                 known = f"activation_func: {', '.join(ACTIVATIONS)}"
                 refuse("activation_func", self.activation_func, "no such function", known)
             self.activation_func = ACTIVATIONS[self.activation_func]
+        if isinstance(self.attention_backend, str):
+            self.attention_backend = AttnBackend[self.attention_backend]
         if self.activation_func not in (F.silu, F.gelu):
             self.bias_activation_fusion = False
         self.validate()
@@ -367,8 +366,11 @@ def load_decision(saved: PretrainedConfig, now: PretrainedConfig) -> str:
     if saved.distribute_config_match(now):
         return "loaded directly: the layout is the same"
     names = ["tensor", "pipeline", "virtual_pipeline", "expert"]
-    degrees = [[getattr(c, f"{n}_model_parallel_size") or 1 for n in names] for c in (saved, now)]
-    return f"resharded from (tp, pp, vpp, ep) {tuple(degrees[0])} to {tuple(degrees[1])}"
+
+    def degrees(config) -> tuple:
+        return tuple(getattr(config, f"{name}_model_parallel_size") or 1 for name in names)
+
+    return f"resharded from (tp, pp, vpp, ep) {degrees(saved)} to {degrees(now)}"
 
 
 def load_hf_config(model_name_or_path: str, trust_remote_code=False, values: dict | None = None):
@@ -421,13 +423,17 @@ def _from_arguments(args) -> dict[str, Any]:
         reason = "Transformer Engine does not work here (it needs a GPU and `pip install "
         reason += "mca-lite[te]`)"
         refuse("transformer_impl", args.transformer_impl, reason, "transformer_impl: local or auto")
+    normalise_additional_configs(args)  # set again since the constructor, maybe
     judge = Judge(args)
-    check_additional_configs(args, judge)  # changed since the constructor, maybe
+    check_additional_configs(args, judge)
     judge.close()
-    keys = {f.name: f.metadata["model"] for f in fields(TrainingArguments) if "model" in f.metadata}
-    # a saved layout must not outlive its run: there None counts too
-    values = {key: getattr(args, key) for key in keys}
-    out = {k: v for k, v in values.items() if v is not None or keys[k] == "always"}
+    out = {}
+    for f in fields(TrainingArguments):
+        kind = f.metadata.get("model")
+        value = getattr(args, f.name)
+        # a saved layout must not outlive its run: there None counts too
+        if kind == "always" or (kind is not None and value is not None):
+            out[f.name] = value
     cuda = torch.cuda.is_available()
     # fused kernels pay on a GPU, and need nothing else; on a CPU they would only round differently
     out.setdefault("apply_rope_fusion", cuda)
@@ -436,38 +442,23 @@ def _from_arguments(args) -> dict[str, Any]:
     out.setdefault("bias_activation_fusion", False)  # kernels.swiglu replaces it
     if args.mtp_num_layers is not None:  # else the number of the checkpoint
         out["mtp_num_layers"] = args.mtp_num_layers or None
-    normalise_additional_configs(args)  # set again since the constructor
-    judge = Judge(args)
-    check_additional_configs(args, judge)
-    judge.close()
     # those of a checkpoint belong to the run that saved it
-    out |= {f.name: f.default for f in fields(McaModelConfig) if f.name in ADDITIONAL_FIELDS}
-    out["attention_backend"] = backend_of_environment()
+    out |= {name: getattr(McaModelConfig, name) for name in ADDITIONAL_FIELDS}
     return out | args.additional_configs
 
 
 def _to_json(value):
     """The value for JSON, None for functions other than activations."""
-    if isinstance(value, torch.dtype):
-        return str(value)
+    return json.loads(json.dumps(value, default=_of_other_types))
+
+
+def _of_other_types(value):
+    """The value of a type unknown to JSON."""
     if isinstance(value, enum.Enum):
         return value.name
     if hasattr(value, "input_data"):  # megatron's pipeline layout, as the text of the key
         return value.input_data
-    if callable(value):
-        return next((name for name, f in ACTIVATIONS.items() if f is value), None)
-    try:
-        return json.loads(json.dumps(value))
-    except TypeError:
-        return None
-
-
-def _from_json(key: str, value):
-    if not isinstance(value, str):
-        return value
-    if key == "attention_backend":
-        return AttnBackend[value]
-    return _DTYPES.get(value, value)
+    return _NAMES.get(value)
 
 
 # ---- Transformer Engine
@@ -481,7 +472,7 @@ ONLY_LOCAL = (
 # the same of attention, for megatron's modules alone
 NOT_LOCAL = "softmax_type no_rope_freq qk_clip experimental_attention_variant".split()
 
-# variables of TE and mcore_adapter -> the attention switched on or off by each
+# variables of TE -> the attention switched on or off by each
 TE_SWITCHES = {
     "NVTE_FLASH_ATTN": "flash",
     "NVTE_FUSED_ATTN": "fused",
@@ -503,7 +494,7 @@ def why_unusable() -> str | None:
         missing = str(getattr(error, "name", None))
         if isinstance(error, ModuleNotFoundError) and missing.startswith("transformer_engine"):
             return ABSENT
-        return (str(error).strip() or type(error).__name__).splitlines()[0]
+        return first_line(error)
     return None
 
 
@@ -522,8 +513,7 @@ def transformer_engine_works() -> bool:
 
 def _changed(config, names: list[str]) -> list[str]:
     """The fields among `names` with another value than their default."""
-    default = {f.name: f.default for f in fields(config)}
-    return [name for name in names if getattr(config, name) != default[name]]
+    return [name for name in names if getattr(config, name) != getattr(McaModelConfig, name)]
 
 
 def needs_local(config) -> list[str]:
@@ -539,34 +529,12 @@ def needs_local(config) -> list[str]:
     return needs
 
 
-def backend_of_environment() -> str:
-    """attention_backend according to the variables of TE_SWITCHES: the first one that is on while
-    another is off, local if all are off, auto otherwise."""
-    values = {name: os.environ.get(variable) for variable, name in TE_SWITCHES.items()}
-    if set(values.values()) == {"0"}:
-        return "local"
-    on = [name for name, value in values.items() if value == "1"]
-    return on[0] if on and "0" in values.values() else "auto"
-
-
 def use_attention_backend(config) -> None:
     """Set the variables of TE_SWITCHES for an attention_backend of the user's. With auto TE reads
     those of the environment."""
     name = config.attention_backend.name
     if config.transformer_impl == "transformer_engine" and name != "auto":
         os.environ.update({var: str(int(of == name)) for var, of in TE_SWITCHES.items()})
-
-
-def without_effect(config, args) -> list[str]:
-    """A line about settings for TE's layers, if the model has local ones."""
-    given = [name for name in TE_SWITCHES if name in os.environ]
-    if args.additional_configs.get("attention_backend", "local") not in ("auto", "local"):
-        given.append("attention_backend")
-    if args.apply_rope_fusion:
-        given.append("apply_rope_fusion")
-    if config.transformer_impl != "local" or not given:
-        return []
-    return [f"{', '.join(given)}: no effect on local layers"]
 
 
 def accumulate_in_place(module: torch.nn.Module) -> bool:
