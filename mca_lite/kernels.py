@@ -65,11 +65,7 @@ def why_no_kernels() -> str | None:
 
 def why_no_torch_compile() -> str | None:
     """The same of torch.compile, which needs a Python that it supports and folders as well."""
-    return _failure(lambda one: torch.compile(_double)(one), _double)
-
-
-def _double(x):
-    return x + x
+    return _failure(lambda one: torch.compile(F.silu)(one), F.silu)
 
 
 def _failure(function: Callable, expected: Callable) -> str | None:
@@ -585,12 +581,19 @@ def rotated_heads(mixed, bias, groups: int, d: int, norms, cos, sin, interleaved
 
 
 @jit
-def _swiglu_kernel(both, out, f: tl.constexpr, BLOCK: tl.constexpr):
+def _gate_and_up(both, f: tl.constexpr, BLOCK: tl.constexpr):
+    """(row, columns, those inside, both halves) of a program."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < f
     gate = tl.load(both + row * 2 * f + column, inside).to(tl.float32)
     up = tl.load(both + row * 2 * f + f + column, inside).to(tl.float32)
+    return row, column, inside, gate, up
+
+
+@jit
+def _swiglu_kernel(both, out, f: tl.constexpr, BLOCK: tl.constexpr):
+    row, column, inside, gate, up = _gate_and_up(both, f, BLOCK)
     # silu is rounded before it multiplies, as two operations of torch do
     silu = (gate * tl.sigmoid(gate)).to(out.dtype.element_ty).to(tl.float32)
     tl.store(out + row * f + column, silu * up, inside)
@@ -598,11 +601,7 @@ def _swiglu_kernel(both, out, f: tl.constexpr, BLOCK: tl.constexpr):
 
 @jit
 def _swiglu_backward_kernel(both, grad, out, f: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < f
-    gate = tl.load(both + row * 2 * f + column, inside).to(tl.float32)
-    up = tl.load(both + row * 2 * f + f + column, inside).to(tl.float32)
+    row, column, inside, gate, up = _gate_and_up(both, f, BLOCK)
     g = tl.load(grad + row * f + column, inside).to(tl.float32)
     sigmoid = tl.sigmoid(gate)
     slope = sigmoid + gate * sigmoid * (1 - sigmoid)
@@ -774,8 +773,7 @@ class AdamW(torch.optim.Optimizer):
     def state_of(self, p: torch.Tensor) -> dict:
         """A parameter's state: zeros at first."""
         state = self.state[p]
-        if "step" not in state:
-            state["step"] = torch.tensor(0.0)
+        state.setdefault("step", torch.tensor(0.0))
         for name, dtype in self.dtypes.items():
             if name not in state:
                 state[name] = torch.zeros_like(p, dtype=dtype)
@@ -797,12 +795,15 @@ class AdamW(torch.optim.Optimizer):
         state["step"] = torch.tensor(float(values["step"]))
         for name in self.dtypes:
             state[name].copy_(values[name])
-        if "master" not in values:
-            return
-        if p.dtype == torch.bfloat16:
-            split_into(values["master"].to(p.device), p, state["low"])
+        if "master" in values:
+            self._set_master(p, values["master"].to(p.device))
+
+    def _set_master(self, p: torch.Tensor, master: torch.Tensor) -> None:
+        low = self.state[p].get("low")
+        if low is None:
+            p.copy_(master)
         else:
-            p.copy_(values["master"])
+            split_into(master, p, low)
 
     def forget_masters(self) -> None:
         """Take the weights as masters, after they were set elsewhere."""
@@ -843,7 +844,4 @@ class AdamW(torch.optim.Optimizer):
         )
         m.copy_(mean)
         v.copy_(round_by_chance(square, seed) if by_chance else square)
-        if low is None:
-            p.copy_(w)
-        else:
-            split_into(w, p, low)
+        self._set_master(p, w)

@@ -27,6 +27,9 @@ from .kernels import compiled, compiles, jit, launch, tl, triton
 from .mcore import reduce_from_tensor_model_parallel_region
 from .parallel import sum_gradients, to_device
 
+# bounds the largest logit from below: it is finite also on a rank with padding alone
+_LOWEST = torch.finfo(torch.float32).min
+
 # ---- losses on logits
 
 
@@ -99,7 +102,7 @@ class Logits:
 
     def logsumexp(self) -> torch.Tensor:
         """[n]: log of the sum of exp(z) over the whole vocabulary. Collective."""
-        top = self.values.new_full(self.labels.shape, torch.finfo(torch.float32).min)
+        top = self.values.new_full(self.labels.shape, _LOWEST)
         if self.head.columns:
             top = self.values.detach().amax(1)
         top = all_reduce(top, dist.ReduceOp.MAX, self.head.group)
@@ -136,8 +139,6 @@ def checked(losses: torch.Tensor, logits: Logits) -> torch.Tensor:
 
 CHUNK_SIZE_CUDA, CHUNK_SIZE_CPU = 4096, 1024  # rows; a GPU's products want many
 _SLICE = 16384  # columns of the vocabulary in one product of a weight gradient
-# bounds the largest logit from below: it is finite also on a rank with padding alone
-_LOWEST = torch.finfo(torch.float32).min
 
 
 @compiled
@@ -459,9 +460,8 @@ class _LossesOfLogits(torch.autograd.Function):
             d_logits, d_hidden, d_weight = torch.autograd.grad(
                 losses, leaves, grad[rows], allow_unused=True
             )
-            if d_logits is None:
-                d_logits = torch.zeros_like(logits.product)
-            gradients.add(rows, parts, d_logits)
+            if d_logits is not None:
+                gradients.add(rows, parts, d_logits)
             of_hidden, of_weight = gradients.tensors[:2]
             if of_hidden is not None and d_hidden is not None:
                 # the same on all ranks, and the caller sums over them
