@@ -127,28 +127,20 @@ def shared_expert_rows(name, gate=None):
         yield Row(f"{_LAYERS}{mca}gate_weight", hf, "copy", **more)
 
 
-# HF's names of a layer's norms: before attention, of its output, before the MLP, of its output
-PRE_NORMS = ("input_layernorm", None, "post_attention_layernorm", None)
-POST_NORMS = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+# HF's names of a layer's norms: before attention, of its output, before the MLP, of its output;
+# - for none. megatron's names last
+PRE_NORMS = "input_layernorm - post_attention_layernorm -"
+POST_NORMS = "- post_attention_layernorm - post_feedforward_layernorm"
 GEMMA_NORMS = (
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
+    "input_layernorm post_attention_layernorm pre_feedforward_layernorm post_feedforward_layernorm"
 )
-GLM4_NORMS = (
-    "input_layernorm",
-    "post_self_attn_layernorm",
-    "post_attention_layernorm",
-    "post_mlp_layernorm",
-)
+GLM4_NORMS = "input_layernorm post_self_attn_layernorm post_attention_layernorm post_mlp_layernorm"
+_NORMS = "input_layernorm self_attn_bda.norm pre_mlp_layernorm mlp_bda.norm"
 
 
 def decoder_rows(of_attention, of_mlp, norms=PRE_NORMS):
-    places = ("input_layernorm", "self_attn_bda.norm", "pre_mlp_layernorm", "mlp_bda.norm")
-    of_layer = [
-        name and _row(place, name, "copy") for place, name in zip(places, norms, strict=True)
-    ]
+    names = zip(_NORMS.split(), norms.split(), strict=True)
+    of_layer = [_row(mca, hf, "copy") for mca, hf in names]
     rows = (
         Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "column"),
         of_layer[0],
@@ -159,7 +151,7 @@ def decoder_rows(of_attention, of_mlp, norms=PRE_NORMS):
         Row("decoder.final_layernorm.weight", ("model.norm.weight",), "copy"),
         Row("output_layer.weight", ("lm_head.weight",), "column"),
     )
-    return tuple(row for row in rows if row)
+    return tuple(row for row in rows if not row.hf[0].endswith("-.weight"))
 
 
 # numbered after the decoder's layers, as in Hugging Face's files
@@ -258,6 +250,7 @@ def rope_parameters(hf) -> list[dict[str, Any]]:
     for kind in kinds:
         kind.setdefault("rope_type", "default")
         kind.setdefault("rope_theta", getattr(hf, "rope_theta", None) or 10000.0)
+        kind["partial_rotary_factor"] = kind.get("partial_rotary_factor") or 1.0
     return kinds
 
 
@@ -294,7 +287,7 @@ class Family:
         rope = rope_parameters(hf)[-1]
         types = getattr(hf, "layer_types", None)
         values["rotary_base"] = rope["rope_theta"]
-        values["rotary_percent"] = rope.get("partial_rotary_factor") or 1.0
+        values["rotary_percent"] = rope["partial_rotary_factor"]
         if self.has_windows and (types is None or "sliding_attention" in types):
             values["sliding_window"] = hf.sliding_window
             if types:
@@ -330,7 +323,7 @@ class Family:
             if rope["rope_type"] not in ROPE_TYPES:
                 refuse("rope_type", rope["rope_type"], f"expected one of {', '.join(ROPE_TYPES)}")
             # default rope in the other models of transformers ignores it, and scaled ones fail
-            part = rope.get("partial_rotary_factor") or 1.0
+            part = rope["partial_rotary_factor"]
             if part != 1.0 and not self.partial_rotary:
                 refuse("partial_rotary_factor", part, "expected 1.0 or none")
         judge.close()
@@ -587,10 +580,11 @@ _MORE_FIELDS = {
 }
 
 
-def get_family(model_type: str) -> Family:
-    """The family of a config.json's model_type. Raises ConfigError with the known ones."""
+def get_family(model_type: str, values: dict[str, Any] | None = None) -> Family:
+    """The family of a config.json's model_type. Raises ConfigError with the known ones. values:
+    the config.json, for a better reason."""
     judge = Judge(None)
-    check_type({"model_type": model_type}, judge)
+    check_type(values or {"model_type": model_type}, judge)
     judge.close()
     return FAMILIES[SAME_AS.get(model_type, model_type)]
 

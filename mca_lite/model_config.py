@@ -9,7 +9,6 @@ import copy
 import enum
 import functools
 import json
-import math
 import os
 import re
 import warnings
@@ -30,7 +29,7 @@ from .args_rules_training import (
     normalise_additional_configs,
 )
 from .errors import Judge, refuse
-from .families import FAMILIES, SAME_AS, check_type, get_family
+from .families import FAMILIES, SAME_AS, get_family
 from .files import (
     HF_CONFIG_NAME,
     MCA_CONFIG_NAME,
@@ -42,7 +41,6 @@ from .files import (
 )
 from .kernels import first_line
 from .mcore import AttnBackend, MLATransformerConfig, TransformerConfig, of_minor
-from .model_layers import rope_frequencies
 
 
 def gelu_tanh(x):
@@ -194,17 +192,6 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
     moe_router_group_score: str = "top2"  # of a group of experts: sum of its best two, or "max"
     perform_initialization: bool = False  # weights come from a checkpoint, or are drawn by name
 
-    # Megatron multiplies cos and sin in each layer by 1 + 0.1 ln(yarn_rotary_scaling_factor)
-    # yarn_mscale, divided by the same of yarn_mscale_all_dim. The scaling factor can be any number
-    # above 1: yarn_mscale makes the product Hugging Face's attention factor.
-    yarn_rotary_scaling_factor = 2.0
-    yarn_mscale_all_dim = 0.0
-
-    @functools.cached_property
-    def yarn_mscale(self) -> float:
-        _, attention_factor = rope_frequencies(self)
-        return (attention_factor - 1.0) / (0.1 * math.log(self.yarn_rotary_scaling_factor))
-
     def __post_init__(self):
         if isinstance(self.activation_func, str):
             if self.activation_func not in ACTIVATIONS:
@@ -232,8 +219,10 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         super().__post_init__()  # reads the virtual stages off a pipeline_model_parallel_layout
         if self.transformer_impl == "transformer_engine" and self.sliding_window is not None:
             self.window_size = (self.sliding_window - 1, 0)  # positions a token sees on each side
-            types = [self.layer_type(number) for number in range(1, self.num_layers + 1)]
-            self.window_attn_skip_freq = [int(kind == "sliding_attention") for kind in types]
+            self.window_attn_skip_freq = [
+                int(self.layer_type(number) == "sliding_attention")
+                for number in range(1, self.num_layers + 1)
+            ]
         # two messages between one pair of ranks: batched p2p mixes them up without an error
         self.overlap_p2p_comm = self.virtual_pipeline_model_parallel_size is not None
         self.batch_p2p_comm = not self.overlap_p2p_comm
@@ -300,9 +289,14 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         return -(-self.vocab_size // tp) * tp
 
     @property
+    def rope_parameters(self) -> dict[str, Any]:
+        """transformers' parameters of the rotary embedding, or those of each type of layers."""
+        return (self.hf_config or {}).get("rope_parameters") or {}
+
+    @property
     def has_local_rope(self) -> bool:
         """True if layers with a sliding window have rotary frequencies of their kind."""
-        return "sliding_attention" in ((self.hf_config or {}).get("rope_parameters") or {})
+        return "sliding_attention" in self.rope_parameters
 
 
 @dataclass
@@ -334,11 +328,8 @@ class AutoConfig:
 def from_hf_config(hf, args=None, name_or_path: str | None = None) -> McaModelConfig:
     """McaModelConfig of a transformers config object, translated by its family's table."""
     values = hf.to_dict()
-    judge = Judge(None)
-    check_type(values, judge)
-    judge.close()
     origin = name_or_path or hf.model_type
-    family = get_family(hf.model_type)
+    family = get_family(hf.model_type, values)
     family.check(hf, origin)
     known = dict(name_or_path=name_or_path, hf_model_type=hf.model_type, hf_config=values)
     target = MLAMcaModelConfig if family.constants.get("multi_latent_attention") else McaModelConfig
@@ -355,9 +346,8 @@ def grow(config, vocab_size: int) -> None:
             f"vocab_size {vocab_size}: the model has {text.vocab_size} tokens, and none is removed"
         )
     text.vocab_size = vocab_size
-    if is_mca:
-        hf = config.hf_config or {}
-        (hf.get("text_config") or hf)["vocab_size"] = vocab_size
+    if is_mca and config.hf_config:
+        config.hf_config["vocab_size"] = vocab_size
 
 
 def load_decision(saved: PretrainedConfig, now: PretrainedConfig) -> str:
@@ -365,12 +355,7 @@ def load_decision(saved: PretrainedConfig, now: PretrainedConfig) -> str:
     resharded."""
     if saved.distribute_config_match(now):
         return "loaded directly: the layout is the same"
-    names = ["tensor", "pipeline", "virtual_pipeline", "expert"]
-
-    def degrees(config) -> tuple:
-        return tuple(getattr(config, f"{name}_model_parallel_size") or 1 for name in names)
-
-    return f"resharded from (tp, pp, vpp, ep) {degrees(saved)} to {degrees(now)}"
+    return "resharded from another layout"
 
 
 def load_hf_config(model_name_or_path: str, trust_remote_code=False, values: dict | None = None):
@@ -469,8 +454,10 @@ ONLY_LOCAL = (
     "final_logit_softcapping attn_logit_softcapping rope_interleave "
     "layernorm_zero_centered_gamma multi_latent_attention mtp_num_layers"
 ).split()
-# the same of attention, for megatron's modules alone
-NOT_LOCAL = "softmax_type no_rope_freq qk_clip experimental_attention_variant".split()
+# the same of megatron's modules alone
+NOT_LOCAL = (
+    "add_bias_linear softmax_type no_rope_freq qk_clip experimental_attention_variant".split()
+)
 
 # variables of TE -> the attention switched on or off by each
 TE_SWITCHES = {
@@ -524,6 +511,9 @@ def needs_local(config) -> list[str]:
         needs.append("heads of more than 128 channels")
     if config.sliding_window is not None and config.context_parallel_size > 1:
         needs.append("a sliding window under context_parallel_size")  # the ring has none
+    # the kernel for packed rows leaves out yarn's factor on cos and sin
+    if config.rope_parameters.get("rope_type") == "yarn":
+        needs.append("yarn")
     if config.attention_backend.name == "local":
         needs.append("attention_backend: local")
     return needs
@@ -563,5 +553,4 @@ def found_here() -> str | None:
         version = torch.backends.cudnn.version() or 0
         return f"{engine}, cuDNN {version // 10000}.{version // 100 % 100}.{version % 100}"
     except RuntimeError as error:  # another one than torch was compiled for
-        built, here = re.findall(r"\((\d+), (\d+), (\d+)\)", str(error))[:2]
-        return f"{engine}, cuDNN {'.'.join(here)} (torch was built for {'.'.join(built)})"
+        return f"{engine}, {first_line(error)}"
