@@ -26,7 +26,7 @@ from .mcore import (
     reduce_from_tensor_model_parallel_region,
 )
 from .model import VirtualModels
-from .model_config import accumulate_in_place, without_effect
+from .model_config import accumulate_in_place
 from .model_moe import BalancingLosses, Experts, RouterStatistics, routers_of
 from .optim import SplitMasterOptimizer, create_megatron_optimizer, gradient_norm, parts_of
 
@@ -51,7 +51,6 @@ class MegatronBackend(Backend):
         check_gate(self.config, args, judge)
         judge.close()
         super().__init__(models, args, BalancingLosses.of(self.config))
-        args.notes += without_effect(self.config, args)
         self._configure(self.config)
         self.chunks = [self._wrap(model, first=i == 0) for i, model in enumerate(models)]
         self._accumulate_in_place(models)

@@ -127,28 +127,20 @@ def shared_expert_rows(name, gate=None):
         yield Row(f"{_LAYERS}{mca}gate_weight", hf, "copy", **more)
 
 
-# HF's names of a layer's norms: before attention, of its output, before the MLP, of its output
-PRE_NORMS = ("input_layernorm", None, "post_attention_layernorm", None)
-POST_NORMS = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+# HF's names of a layer's norms: before attention, of its output, before the MLP, of its output;
+# - for none. megatron's names last
+PRE_NORMS = "input_layernorm - post_attention_layernorm -"
+POST_NORMS = "- post_attention_layernorm - post_feedforward_layernorm"
 GEMMA_NORMS = (
-    "input_layernorm",
-    "post_attention_layernorm",
-    "pre_feedforward_layernorm",
-    "post_feedforward_layernorm",
+    "input_layernorm post_attention_layernorm pre_feedforward_layernorm post_feedforward_layernorm"
 )
-GLM4_NORMS = (
-    "input_layernorm",
-    "post_self_attn_layernorm",
-    "post_attention_layernorm",
-    "post_mlp_layernorm",
-)
+GLM4_NORMS = "input_layernorm post_self_attn_layernorm post_attention_layernorm post_mlp_layernorm"
+_NORMS = "input_layernorm self_attn_bda.norm pre_mlp_layernorm mlp_bda.norm"
 
 
 def decoder_rows(of_attention, of_mlp, norms=PRE_NORMS):
-    places = ("input_layernorm", "self_attn_bda.norm", "pre_mlp_layernorm", "mlp_bda.norm")
-    of_layer = [
-        name and _row(place, name, "copy") for place, name in zip(places, norms, strict=True)
-    ]
+    names = zip(_NORMS.split(), norms.split(), strict=True)
+    of_layer = [_row(mca, hf, "copy") for mca, hf in names]
     rows = (
         Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "column"),
         of_layer[0],
@@ -159,7 +151,7 @@ def decoder_rows(of_attention, of_mlp, norms=PRE_NORMS):
         Row("decoder.final_layernorm.weight", ("model.norm.weight",), "copy"),
         Row("output_layer.weight", ("lm_head.weight",), "column"),
     )
-    return tuple(row for row in rows if row)
+    return tuple(row for row in rows if not row.hf[0].endswith("-.weight"))
 
 
 # numbered after the decoder's layers, as in Hugging Face's files
@@ -224,31 +216,27 @@ _CONSTANTS = dict(
     hidden_dropout=0.0,
 )
 
-# -- refusals: (key of config.json, supported values, remedy for others)
+# -- refusals: key of config.json -> (supported values, remedy for others)
 
 _UNSET = (None, False, 0)
-_ONLY_SILU = ("hidden_act", ("silu", "swish"), "only silu (swiglu) is built")
 _GELU = "gelu_pytorch_tanh"
-_ONLY_GELU = ("hidden_activation", (_GELU,), f"only {_GELU} (geglu) is built")
 _WITHOUT = "a bias on o_proj is not built: convert the model to one without"
-_NO_OUT_BIAS = ("attention_out_bias", _UNSET, _WITHOUT)
-_NO_ATTENTION_BIAS = ("attention_bias", _UNSET, _WITHOUT)
-_ONLY_CAUSAL = ("use_bidirectional_attention", _UNSET, "only causal attention is built")
-_NO_LATENT_BIAS = ("attention_bias", _UNSET, "biases in multi-latent attention are not built")
-_NO_MLP_BIAS = ("mlp_bias", _UNSET, "biases in the MLP are not built")
-_JITTER = "noise on the router's input is not built: set it to 0"
-_NO_JITTER = ("router_jitter_noise", _UNSET, _JITTER)
-_NO_CLIPPING = ("clip_qkv", _UNSET, "clipping of queries, keys and values is not built")
-_METHODS = ("greedy", "group_limited_greedy")
-_GREEDY = ("topk_method", _METHODS, f"expected {' or '.join(_METHODS)}")
-_BY_BIAS = ("topk_method", (None, "noaux_tc"), "expected noaux_tc")
-# keys of DeepSeek's code, ignored by transformers' classes: other values make another model
-_NORM_TOPK = "transformers does not normalise the weights of this model: set it to false"
-_NO_NORM_TOPK = ("norm_topk_prob", _UNSET, _NORM_TOPK)
-_SPARSE = "expected 1: experts in each layer after the dense ones"
-_EVERY_LAYER = ("moe_layer_freq", (None, 1), _SPARSE)
-_BY_SOFTMAX = ("scoring_func", (None, "softmax"), "expected softmax")
-_BY_SIGMOID = ("scoring_func", (None, "sigmoid"), "expected sigmoid")
+REFUSALS: dict[str, tuple[tuple, str]] = {
+    "hidden_act": (("silu", "swish"), "only silu (swiglu) is built"),
+    "hidden_activation": ((_GELU,), f"only {_GELU} (geglu) is built"),
+    "attention_out_bias": (_UNSET, _WITHOUT),
+    "attention_bias": (_UNSET, _WITHOUT),
+    "use_bidirectional_attention": (_UNSET, "only causal attention is built"),
+    "mlp_bias": (_UNSET, "biases in the MLP are not built"),
+    "router_jitter_noise": (_UNSET, "noise on the router's input is not built: set it to 0"),
+    "clip_qkv": (_UNSET, "clipping of queries, keys and values is not built"),
+    # keys of DeepSeek's code, ignored by transformers' classes: other values make another model
+    "norm_topk_prob": (
+        _UNSET,
+        "transformers does not normalise the weights of this model: set it to false",
+    ),
+    "moe_layer_freq": ((None, 1), "expected 1: experts in each layer after the dense ones"),
+}
 
 # rope scalings with frequencies independent of the sequence length
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -262,6 +250,7 @@ def rope_parameters(hf) -> list[dict[str, Any]]:
     for kind in kinds:
         kind.setdefault("rope_type", "default")
         kind.setdefault("rope_theta", getattr(hf, "rope_theta", None) or 10000.0)
+        kind["partial_rotary_factor"] = kind.get("partial_rotary_factor") or 1.0
     return kinds
 
 
@@ -274,7 +263,8 @@ class Family:
     config: dict[str, str] = field(default_factory=dict)
     # constant McaModelConfig fields of the family, beside or in place of _CONSTANTS
     constants: dict[str, Any] = field(default_factory=dict)
-    refusals: tuple[tuple[str, tuple, str], ...] = (_ONLY_SILU,)
+    # keys of REFUSALS, and key=value for the only value, or key=one|another
+    refusals: str = "hidden_act"
     has_windows: bool = False  # in the sliding layers of layer_types, or in all without the key
     # fields from several keys
     derived: Callable[[Any], dict[str, Any]] = field(default=lambda hf: {})
@@ -297,7 +287,7 @@ class Family:
         rope = rope_parameters(hf)[-1]
         types = getattr(hf, "layer_types", None)
         values["rotary_base"] = rope["rope_theta"]
-        values["rotary_percent"] = rope.get("partial_rotary_factor") or 1.0
+        values["rotary_percent"] = rope["partial_rotary_factor"]
         if self.has_windows and (types is None or "sliding_attention" in types):
             values["sliding_window"] = hf.sliding_window
             if types:
@@ -316,7 +306,11 @@ class Family:
             reason = f"it cannot be honoured: {reason}"
             judge.refuse("model_name_or_path", reason, instead, value, name)
 
-        for key, honoured, why in self.refusals:
+        for refusal in self.refusals.split():
+            key, _, only = refusal.partition("=")
+            options = only.split("|")
+            default = (None, *options), f"expected {' or '.join(options)}"
+            honoured, why = REFUSALS.get(key, default)
             value = getattr(hf, key, None)
             if value not in honoured:
                 refuse(key, value, why)
@@ -329,7 +323,7 @@ class Family:
             if rope["rope_type"] not in ROPE_TYPES:
                 refuse("rope_type", rope["rope_type"], f"expected one of {', '.join(ROPE_TYPES)}")
             # default rope in the other models of transformers ignores it, and scaled ones fail
-            part = rope.get("partial_rotary_factor") or 1.0
+            part = rope["partial_rotary_factor"]
             if part != 1.0 and not self.partial_rotary:
                 refuse("partial_rotary_factor", part, "expected 1.0 or none")
         judge.close()
@@ -337,9 +331,15 @@ class Family:
 
 # -- shared by several families
 
+
+def _same(keys: str) -> dict[str, str]:
+    """Config keys that are megatron's fields."""
+    return {key: key for key in keys.split()}
+
+
 _GEMMA = {"activation_func": _GELU, "layernorm_zero_centered_gamma": True, "post_norms": True}
-_GEMMA_REFUSALS = (_ONLY_GELU, _NO_ATTENTION_BIAS, _ONLY_CAUSAL)
-_CAPS = {name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")}
+_GEMMA_REFUSALS = "hidden_activation attention_bias use_bidirectional_attention"
+_CAPS = _same("attn_logit_softcapping final_logit_softcapping")
 _QKV_BIAS = {"attention_bias": "add_qkv_bias"}
 
 
@@ -361,12 +361,10 @@ _MOE_CONFIG = {
 }
 _LATENT_CONFIG = {
     **_MOE_CONFIG,
-    "kv_lora_rank": "kv_lora_rank",
+    **_same("kv_lora_rank v_head_dim rope_interleave"),
     "qk_nope_head_dim": "qk_head_dim",
     "qk_rope_head_dim": "qk_pos_emb_head_dim",
-    "v_head_dim": "v_head_dim",
     "head_dim": "kv_channels",  # channels of the rotary embedding
-    "rope_interleave": "rope_interleave",
 }
 _DENSE_LAYERS = tuple(mlp_rows(layers="dense"))
 _SPARSE_MLP = (*_DENSE_LAYERS, *moe_rows(), *shared_expert_rows("shared_experts"))
@@ -436,20 +434,20 @@ def _deepseek_v2(hf) -> dict[str, Any]:
 
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(dense_rows(), refusals=(_ONLY_SILU, _NO_ATTENTION_BIAS, _NO_MLP_BIAS)),
+    "llama": Family(dense_rows(), refusals="hidden_act attention_bias mlp_bias"),
     "mistral": Family(dense_rows(), has_windows=True),
     "qwen2": Family(dense_rows(bias=True), constants={"add_qkv_bias": True}, has_windows=True),
     "qwen3": Family(
         dense_rows(norm=True),
         constants={"qk_layernorm": True},
-        refusals=(_ONLY_SILU, _NO_ATTENTION_BIAS),
+        refusals="hidden_act attention_bias",
         has_windows=True,
     ),
     "qwen3_moe": Family(
         decoder_rows(attention(norm=True), (*_DENSE_LAYERS, *moe_rows())),
         _MOE_CONFIG,
         {**_MOE, "qk_layernorm": True},
-        (_ONLY_SILU, _NO_ATTENTION_BIAS),
+        "hidden_act attention_bias",
         has_windows=True,
         derived=_sparse_layers,
     ),
@@ -471,7 +469,7 @@ FAMILIES: dict[str, Family] = {
         decoder_rows(attention(), moe_rows("block_sparse_moe.", "w1", "w3", "w2")),
         {**_MOE_CONFIG, "num_local_experts": "num_moe_experts"},
         _MOE,
-        (_ONLY_SILU, _NO_JITTER),
+        "hidden_act router_jitter_noise",
         has_windows=True,
         derived=_experts_everywhere,
     ),
@@ -479,7 +477,7 @@ FAMILIES: dict[str, Family] = {
         decoder_rows(attention(norm=True, norm_kind="column"), moe_rows()),
         _MOE_CONFIG,
         {**_MOE, "qk_norm_over_heads": True},
-        (_ONLY_SILU, _NO_ATTENTION_BIAS, _NO_CLIPPING),
+        "hidden_act attention_bias clip_qkv",
         derived=_experts_everywhere,
     ),
     "glm4_moe": Family(
@@ -515,17 +513,15 @@ FAMILIES: dict[str, Family] = {
     "granite": Family(
         dense_rows(),
         {
-            "embedding_multiplier": "embedding_multiplier",
+            **_same("embedding_multiplier residual_multiplier logits_scaling"),
             "attention_multiplier": "softmax_scale",
-            "residual_multiplier": "residual_multiplier",
-            "logits_scaling": "logits_scaling",
         },
-        refusals=(_ONLY_SILU, _NO_ATTENTION_BIAS, _NO_MLP_BIAS),
+        refusals="hidden_act attention_bias mlp_bias",
     ),
     "olmo2": Family(
         dense_rows(norm=True, norm_kind="column", norms=POST_NORMS),
         constants={"pre_norms": False, "post_norms": True, "qk_norm_over_heads": True},
-        refusals=(_ONLY_SILU, _NO_ATTENTION_BIAS),
+        refusals="hidden_act attention_bias",
     ),
     "phi3": Family(
         decoder_rows(attention(fused=True), mlp_rows(fused=True)),
@@ -543,22 +539,15 @@ FAMILIES: dict[str, Family] = {
             "rope_interleave": True,
             "moe_router_norm_topk_prob": False,
         },
-        (
-            _ONLY_SILU,
-            _NO_LATENT_BIAS,
-            _NO_MLP_BIAS,
-            _GREEDY,
-            _NO_NORM_TOPK,
-            _EVERY_LAYER,
-            _BY_SOFTMAX,
-        ),
+        "hidden_act attention_bias mlp_bias norm_topk_prob moe_layer_freq scoring_func=softmax "
+        "topk_method=greedy|group_limited_greedy",
         derived=_deepseek_v2,
     ),
     "deepseek_v3": Family(
         decoder_rows(latent_attention(), _SPARSE_MLP),
         _LATENT_CONFIG,
         {**_MOE, "multi_latent_attention": True},
-        (_ONLY_SILU, _NO_LATENT_BIAS, _BY_BIAS, _EVERY_LAYER, _BY_SIGMOID),
+        "hidden_act attention_bias topk_method=noaux_tc moe_layer_freq scoring_func=sigmoid",
         derived=lambda hf: {**_sigmoid_router(hf), **_latent_fields(hf)},
         prediction_layers=True,
     ),
@@ -566,7 +555,7 @@ FAMILIES: dict[str, Family] = {
         dense_rows(bias="add_qkv_bias"),
         {**_QKV_BIAS, "residual_dropout": "hidden_dropout"},
         {"drop_embeddings": False},
-        (_ONLY_SILU, _NO_OUT_BIAS, _NO_MLP_BIAS),
+        "hidden_act attention_out_bias mlp_bias",
     ),
 }
 
@@ -578,10 +567,11 @@ _MEDIA_CONFIGS = {"vision_config", "audio_config", "thinker_config"}
 SAME_AS = {"kimi_k2": "deepseek_v3"}
 
 
-def get_family(model_type: str) -> Family:
-    """The family of a config.json's model_type. Raises ConfigError with the known ones."""
+def get_family(model_type: str, values: dict[str, Any] | None = None) -> Family:
+    """The family of a config.json's model_type. Raises ConfigError with the known ones. values:
+    the config.json, for a better reason."""
     judge = Judge(None)
-    check_type({"model_type": model_type}, judge)
+    check_type(values or {"model_type": model_type}, judge)
     judge.close()
     return FAMILIES[SAME_AS.get(model_type, model_type)]
 

@@ -79,7 +79,8 @@ class Site(NamedTuple):
 
 def host_of(model) -> "MegatronHost | TorchHost":
     """The host of VirtualModels, of a McaModelConfig or of a transformers model."""
-    return TorchHost(model) if isinstance(model, torch.nn.Module) else MegatronHost(model)
+    is_megatron = isinstance(model, torch.nn.ModuleList | McaModelConfig)
+    return MegatronHost(model) if is_megatron else TorchHost(model)
 
 
 def module_of(name: str) -> str:

@@ -15,8 +15,6 @@ trained head is a sum with these weights: the backward pass computes the logits 
 """
 
 import functools
-import itertools
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,9 +23,12 @@ import torch
 import torch.distributed as dist
 
 from .files import IGNORE_INDEX
-from .kernels import compiled, compiles, triton
+from .kernels import compiled, compiles, jit, launch, tl, triton
 from .mcore import reduce_from_tensor_model_parallel_region
 from .parallel import sum_gradients, to_device
+
+# bounds the largest logit from below: it is finite also on a rank with padding alone
+_LOWEST = torch.finfo(torch.float32).min
 
 # ---- losses on logits
 
@@ -101,7 +102,7 @@ class Logits:
 
     def logsumexp(self) -> torch.Tensor:
         """[n]: log of the sum of exp(z) over the whole vocabulary. Collective."""
-        top = self.values.new_full(self.labels.shape, torch.finfo(torch.float32).min)
+        top = self.values.new_full(self.labels.shape, _LOWEST)
         if self.head.columns:
             top = self.values.detach().amax(1)
         top = all_reduce(top, dist.ReduceOp.MAX, self.head.group)
@@ -136,13 +137,8 @@ def checked(losses: torch.Tensor, logits: Logits) -> torch.Tensor:
 
 # ---- token losses in chunks
 
-if triton is not None:
-    import triton.language as tl
-
 CHUNK_SIZE_CUDA, CHUNK_SIZE_CPU = 4096, 1024  # rows; a GPU's products want many
 _SLICE = 16384  # columns of the vocabulary in one product of a weight gradient
-# bounds the largest logit from below: it is finite also on a rank with padding alone
-_LOWEST = torch.finfo(torch.float32).min
 
 
 @compiled
@@ -170,53 +166,52 @@ def _statistics(logits, column, columns: int):
     return top, total, logits.gather(1, column[:, None])[:, 0]
 
 
-if triton is not None:
+@jit
+def _statistics_kernel(
+    logits, column, top, total, target, columns, width, LOWEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    start = logits + row * width
+    largest = tl.full((), LOWEST, tl.float32)
+    summed = tl.full((), 0.0, tl.float32)
+    for first in range(0, columns, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        values = tl.load(start + place, place < columns, -float("inf")).to(tl.float32)
+        now = tl.maximum(largest, tl.max(values, 0))
+        summed = summed * tl.exp(largest - now) + tl.sum(tl.exp(values - now), 0)
+        largest = now
+    tl.store(top + row, largest)
+    tl.store(total + row, summed)
+    tl.store(target + row, tl.load(start + tl.load(column + row)).to(tl.float32))
 
-    @triton.jit
-    def _statistics_kernel(
-        logits, column, top, total, target, columns, width, LOWEST: tl.constexpr,
-        BLOCK: tl.constexpr,
-    ):  # fmt: skip
-        row = tl.program_id(0).to(tl.int64)
-        start = logits + row * width
-        largest = tl.full((), LOWEST, tl.float32)
-        summed = tl.full((), 0.0, tl.float32)
-        for first in range(0, columns, BLOCK):
-            place = first + tl.arange(0, BLOCK)
-            values = tl.load(start + place, place < columns, -float("inf")).to(tl.float32)
-            now = tl.maximum(largest, tl.max(values, 0))
-            summed = summed * tl.exp(largest - now) + tl.sum(tl.exp(values - now), 0)
-            largest = now
-        tl.store(top + row, largest)
-        tl.store(total + row, summed)
-        tl.store(target + row, tl.load(start + tl.load(column + row)).to(tl.float32))
 
-    @triton.jit
-    def _probabilities_kernel(
-        logits, lse, weights, softcap, columns, width, CAPPED: tl.constexpr,
-        WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
-    ):  # fmt: skip
-        row = tl.program_id(0).to(tl.int64)
-        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        place = logits + row * width + column
-        value = tl.load(place, column < columns, -float("inf")).to(tl.float32)
-        out = tl.exp(value - tl.load(lse + row))
-        if CAPPED:
-            # padding is -inf: a slope of 0 and not of -inf, which would make 0 x inf
-            tanh = tl.maximum(value / softcap, -1.0)
-            out *= 1 - tanh * tanh
-        if WEIGHTED:
-            out *= tl.load(weights + row)
-        tl.store(place, out, column < width)
+@jit
+def _probabilities_kernel(
+    logits, lse, weights, softcap, columns, width, CAPPED: tl.constexpr,
+    WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place = logits + row * width + column
+    value = tl.load(place, column < columns, -float("inf")).to(tl.float32)
+    out = tl.exp(value - tl.load(lse + row))
+    if CAPPED:
+        # padding is -inf: a slope of 0 and not of -inf, which would make 0 x inf
+        tanh = tl.maximum(value / softcap, -1.0)
+        out *= 1 - tanh * tanh
+    if WEIGHTED:
+        out *= tl.load(weights + row)
+    tl.store(place, out, column < width)
 
 
 def statistics_in_one_pass(logits, column, columns: int):
     """The results of _statistics by a Triton kernel, in one read of the logits [rows, V/tp]."""
     rows, width = logits.shape
     results = [torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(3)]
+    tensors = logits, column, *results
     constants = dict(LOWEST=_LOWEST, BLOCK=8192, num_warps=16)
-    if rows:
-        _statistics_kernel[(rows,)](logits, column, *results, columns, width, **constants)
+    launch(_statistics_kernel, (rows,), *tensors, columns, width, **constants)
     return results
 
 
@@ -226,11 +221,10 @@ def probabilities_in_one_pass(logits, lse, weights, columns: int, softcap: float
     flags = dict(CAPPED=softcap is not None, WEIGHTED=weights is not None)
     if weights is not None:
         weights = weights.float().contiguous()
-    if rows:
-        grid = rows, triton.cdiv(width, 4096)
-        tensors = logits, lse.contiguous(), weights
-        numbers = softcap or 1.0, columns, width
-        _probabilities_kernel[grid](*tensors, *numbers, **flags, BLOCK=4096, num_warps=8)
+    grid = rows, triton.cdiv(width, 4096)
+    tensors = logits, lse.contiguous(), weights
+    numbers = softcap or 1.0, columns, width
+    launch(_probabilities_kernel, grid, *tensors, *numbers, **flags, BLOCK=4096, num_warps=8)
     return logits
 
 
@@ -261,10 +255,12 @@ def _scaled(gradient, by, dtype: torch.dtype):
 def _logits(parts, softcap: float | None):
     """[rows, V/tp]: the products of (hidden, weight) of a chunk, summed, and capped. In the dtype
     of a single product; float32 if there are several or a cap."""
-    products = (hidden @ weight.t() for hidden, weight in parts)
-    if len(parts) == 1 and softcap is None:
-        return next(products)
-    logits = functools.reduce(operator.iadd, (product.float() for product in products))
+    (hidden, weight), *more = parts
+    logits = hidden @ weight.t()
+    if more or softcap is not None:
+        logits = logits.float()
+    for hidden, weight in more:
+        logits += hidden @ weight.t()
     return logits if softcap is None else _capped(logits, softcap)
 
 
@@ -314,13 +310,12 @@ class _Gradients:
     """Gradients of those of `factors` (hidden, weight, ...) that need one, added up chunk by chunk.
     A weight's is float32."""
 
-    def __init__(self, factors, needed, chunks):
-        writes_all = bool(chunks) and isinstance(chunks[0], slice)  # every row will be written
-        of_hidden = torch.empty_like if writes_all else torch.zeros_like
-        of_weight = functools.partial(torch.zeros_like, dtype=torch.float32)
-        makers = itertools.cycle((of_hidden, of_weight))
-        triples = zip(factors, needed, makers, strict=False)
-        self.tensors = [make(tensor) if needs else None for tensor, needs, make in triples]
+    def __init__(self, factors, needed):
+        self.tensors: list = [None] * len(factors)
+        for i, factor in enumerate(factors):
+            if needed[i]:
+                dtype = torch.float32 if i % 2 else factor.dtype
+                self.tensors[i] = torch.zeros_like(factor, dtype=dtype)
 
     def add(self, rows, parts, d_logits):
         """parts: (hidden, weight) pairs of the chunk; d_logits [rows, V/tp]."""
@@ -389,7 +384,7 @@ class _TokenLosses(torch.autograd.Function):
         ahead = ahead and any(needed)
         ctx.gradients = None
         if ahead:
-            gradients = _Gradients(factors, needed, chunks)
+            gradients = _Gradients(factors, needed)
             ctx.gradients = gradients.tensors
         losses = torch.zeros(labels.shape, dtype=torch.float32, device=labels.device)
         lse = torch.zeros_like(losses)
@@ -419,7 +414,7 @@ class _TokenLosses(torch.autograd.Function):
             by = grad[:1].sum(0, keepdim=True) if is_sum else grad[:, None]
             out = _converted(ctx.gradients, factors, functools.partial(_scaled, by=by))
         else:
-            gradients = _Gradients(factors, ctx.needs_input_grad[4:], ctx.chunks)
+            gradients = _Gradients(factors, ctx.needs_input_grad[4:])
             for rows in ctx.chunks:
                 parts = _pairs(factors, rows)
                 of_rows = (x[rows] for x in (labels, losses, lse, grad))
@@ -455,7 +450,7 @@ class _LossesOfLogits(torch.autograd.Function):
     def backward(ctx, grad):
         labels, *factors = ctx.saved_tensors
         ranks = num_ranks(ctx.head.group)
-        gradients = _Gradients(factors, ctx.needs_input_grad[4:], ctx.chunks)
+        gradients = _Gradients(factors, ctx.needs_input_grad[4:])
         for rows in ctx.chunks:
             parts = _pairs(factors, rows)
             logits = _logits_of(parts, labels[rows], ctx.head)
@@ -465,9 +460,8 @@ class _LossesOfLogits(torch.autograd.Function):
             d_logits, d_hidden, d_weight = torch.autograd.grad(
                 losses, leaves, grad[rows], allow_unused=True
             )
-            if d_logits is None:
-                d_logits = torch.zeros_like(logits.product)
-            gradients.add(rows, parts, d_logits)
+            if d_logits is not None:
+                gradients.add(rows, parts, d_logits)
             of_hidden, of_weight = gradients.tensors[:2]
             if of_hidden is not None and d_hidden is not None:
                 # the same on all ranks, and the caller sums over them

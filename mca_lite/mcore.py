@@ -87,7 +87,7 @@ with warnings.catch_warnings():
     from megatron.core.transformer import MLATransformerConfig, TransformerConfig
     from megatron.core.transformer.attention import SelfAttention as TEAttention
     from megatron.core.transformer.attention import SelfAttentionSubmodules
-    from megatron.core.transformer.enums import AttnBackend, AttnMaskType, LayerType
+    from megatron.core.transformer.enums import AttnBackend, AttnMaskType
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
     from megatron.core.transformer.module import MegatronModule, param_is_not_shared

@@ -81,10 +81,10 @@ class McaGPTModel(MegatronModule):
     """A decoder, or a pipeline stage's chunk of it: embedding, Block, output layer, and extra
     layers for multi-token prediction, on megatron's parallel layers.
 
-    forward(input_ids [b, s], ...): positions count from 0 in each document. attention_mask: bool
-    [b or 1, 1, s, s], True for hidden, or None for causal; padding_mask: bool [b, s], True for
-    padding, on every stage; labels: [b, s], batch.Targets, or None; trained:
-    loss_tokens.TrainedPlaces of the labels, or None.
+    forward(input_ids [b, s], ...): positions count from 0 in each document; attention is causal,
+    and an attention_mask is refused (ValueError). padding_mask: bool [b, s], True for padding, on
+    every stage; labels: [b, s], batch.Targets, or None; trained: loss_tokens.TrainedPlaces of the
+    labels, or None.
 
     Returns with labels the loss of each token, float32 [b, s], 0 for the label IGNORE_INDEX, or
     with Targets [b, s, 1 + layers for multi-token prediction]; without labels logits [b, s, V /
@@ -110,10 +110,7 @@ class McaGPTModel(MegatronModule):
         if config.transformer_impl == "transformer_engine":
             sizes = config.kv_channels, config.rotary_percent
             self.rotary_pos_emb = RotaryEmbedding(*sizes, cp_group=groups.cp)
-            self.rotary_pos_emb.inv_freq, factor = rope_frequencies(config)
-            if factor != 1.0:
-                # TE's kernel for packed rows silently leaves out a factor on cos and sin
-                config.apply_rope_fusion = False
+            self.rotary_pos_emb.inv_freq, _ = rope_frequencies(config)
         self.decoder = Block(config, pre_process, post_process, vp_stage, groups)
         if self.mtp_process:
             self.mtp = Predictions(config, groups)
@@ -172,9 +169,12 @@ class McaGPTModel(MegatronModule):
         padding_mask=None,
         packed_seq_params=None,
     ):
+        if attention_mask is not None:
+            raise ValueError("attention_mask: expected None, attention is causal here")
         hidden = self.embedding(input_ids) if self.pre_process else None
-        shared = dict(attention_mask=attention_mask, packed_seq_params=packed_seq_params)
+        shared = dict(packed_seq_params=packed_seq_params)
         if self.rotary_pos_emb is not None:
+            shared["attention_mask"] = None
             shared["rotary_pos_emb"] = self._rotary(hidden, packed_seq_params)
         if padding_mask is not None and self.config.sequence_parallel:
             padding_mask = padding_mask.chunk(self.tp_group.size(), 1)[self.tp_group.rank()]
@@ -293,67 +293,45 @@ class McaGPTModel(MegatronModule):
                     yield f"{experts}{e}.{matrix}.weight", layer, view
 
 
-class VirtualModels:
-    """All chunks of this rank: one, or one a virtual pipeline stage. A list of modules."""
+class VirtualModels(torch.nn.ModuleList):
+    """All chunks of this rank: one, or one a virtual pipeline stage."""
 
     def __init__(self, config: McaModelConfig, models: list[torch.nn.Module]):
+        super().__init__(models)
         self.config = config
-        self.models = models
         self.weights_from = ""  # their origin, for the start summary
         self.lora: lora.LoraSpec | None = None  # set by lora.inject: the base is frozen then
 
-    def __len__(self):
-        return len(self.models)
-
-    def __getitem__(self, index):
-        return self.models[index]
-
-    def __iter__(self):
-        return iter(self.models)
-
-    def __call__(self, *args, **kwargs):
+    def forward(self, *args, **kwargs):
         """The forward pass of the only chunk; a rank with several runs megatron's schedule."""
-        if len(self.models) != 1:
+        if len(self) != 1:
             raise ValueError(
-                f"this rank holds {len(self.models)} chunks: run them through the pipeline schedule"
+                f"this rank holds {len(self)} chunks: run them through the pipeline schedule"
             )
-        self.models[0].set_is_first_microbatch()  # fp8: weights are rounded anew
-        return self.models[0](*args, **kwargs)
+        self[0].set_is_first_microbatch()  # fp8: weights are rounded anew
+        return self[0](*args, **kwargs)
 
     def get_models(self) -> list[torch.nn.Module]:
-        return self.models
+        return list(self)
 
-    def parameters(self):
-        return (p for model in self.models for p in model.parameters())
-
-    def named_parameters(self):
+    def named_parameters(self, *args, **kwargs):
+        """(name in its chunk, after "model0." and so on with several chunks; parameter)."""
         for chunk, model in self._by_key().items():
             yield from model.named_parameters(chunk if len(self) > 1 else "")
 
-    def train(self, mode: bool = True):
-        for model in self.models:
-            model.train(mode)
-        return self
-
-    def eval(self):
-        return self.train(False)
-
-    def requires_grad_(self, requires_grad: bool = True):
-        for model in self.models:
-            model.requires_grad_(requires_grad)
-        return self
-
     def _by_key(self) -> dict[str, torch.nn.Module]:
         """{"model": chunk}, or {"model0": ..., "model1": ...} with several chunks."""
-        return {f"model{i}" if len(self) > 1 else "model": m for i, m in enumerate(self.models)}
+        if len(self) == 1:
+            return {"model": self[0]}
+        return {f"model{i}": model for i, model in enumerate(self)}
 
     def state_dict(self) -> dict:
         """{"model": ...}, or {"model0": ..., "model1": ...} with several chunks."""
         return {key: model.state_dict() for key, model in self._by_key().items()}
 
-    def load_state_dict(self, state_dict: dict, strict: bool = True) -> None:
+    def load_state_dict(self, state_dict: dict) -> None:
         for key, model in self._by_key().items():
-            model.load_state_dict(state_dict[key], strict=strict and self.lora is None)
+            model.load_state_dict(state_dict[key], strict=self.lora is None)
 
     def sharded_state_dict(self) -> dict:
         """megatron's ShardedTensors of all chunks, under the keys of state_dict(); with adapters
@@ -489,12 +467,13 @@ def load_torch_model(
 
     hf = config or load_hf_config(model_name_or_path, trust_remote_code)
     text = hf.get_text_config()
+    vocab_size = vocab_size or text.vocab_size
     kwargs = dict(dtype=dtype, trust_remote_code=trust_remote_code)
     if getattr(text, "attn_logit_softcapping", None):
         # some releases leave the cap out of their sdpa without a word
         kwargs["attn_implementation"] = "eager"
     if train_from_scratch:
-        grow(hf, vocab_size or text.vocab_size)
+        grow(hf, vocab_size)
         model = _drawn(model_name_or_path, hf, seed, kwargs)
     else:
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
@@ -505,7 +484,7 @@ def load_torch_model(
             **kwargs,
         )
         check_loaded(model_name_or_path, report)
-        if vocab_size is not None and vocab_size > text.vocab_size:
+        if vocab_size > text.vocab_size:
             grow_torch(model, vocab_size, hf.dtype or torch.float32)
     experts = [parameter for parameter in model.parameters() if parameter.dim() == 3]
     if any(size % 8 for stacked in experts for size in stacked.shape[1:]):

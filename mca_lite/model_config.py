@@ -6,15 +6,13 @@ Hugging Face's config.json by the family's table.
 """
 
 import copy
-import difflib
 import enum
 import functools
 import json
-import math
 import os
 import re
 import warnings
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +28,7 @@ from .args_rules_training import (
     normalise_additional_configs,
 )
 from .errors import Judge, refuse
-from .families import FAMILIES, SAME_AS, check_type, get_family
+from .families import FAMILIES, SAME_AS, get_family
 from .files import (
     HF_CONFIG_NAME,
     MCA_CONFIG_NAME,
@@ -40,8 +38,8 @@ from .files import (
     read_model_config,
     write_file,
 )
+from .kernels import first_line
 from .mcore import AttnBackend, MLATransformerConfig, TransformerConfig, of_minor
-from .model_layers import rope_frequencies
 
 
 def gelu_tanh(x):
@@ -49,13 +47,13 @@ def gelu_tanh(x):
 
 
 ACTIVATIONS = {
-    "silu": F.silu,
     "swish": F.silu,
+    "silu": F.silu,
     "gelu": F.gelu,
     "gelu_pytorch_tanh": gelu_tanh,
     "relu": F.relu,
 }
-_DTYPES = {str(d): d for d in (torch.float32, torch.bfloat16, torch.float16)}
+_NAMES = {function: name for name, function in ACTIVATIONS.items()}
 
 # fields derived from others by megatron's __post_init__, for the layout of a run
 _DERIVED = (
@@ -86,11 +84,11 @@ class PretrainedConfig:
         reader."""
         out = {"model_class": type(self).__name__}
         for f in fields(self):
-            default = None if f.default is MISSING else _to_json(f.default)
-            value = _to_json(getattr(self, f.name))
             # the fields of CUDA graphs differ between versions of megatron, and are not used here
-            is_kept = f.name not in _DERIVED and "cuda_graph" not in f.name
-            if is_kept and value != default:
+            if f.name in _DERIVED or "cuda_graph" in f.name:
+                continue
+            value = _to_json(getattr(self, f.name))
+            if value != _to_json(f.default):
                 out[f.name] = value
         return out
 
@@ -128,19 +126,16 @@ class PretrainedConfig:
     def build(cls, values: dict, args, origin: str) -> Any:
         """A config of fields as JSON has them, with those of `args` (TrainingArguments or None).
         ValueError for names of no field."""
-        if args is not None and values.get("num_moe_experts"):
-            # the saved coefficient may be a key of a former run; hf_config has the model's
-            balance = (values.get("hf_config") or {}).get("router_aux_loss_coef") or 0.0
-            values = {**values, "moe_aux_loss_coeff": balance}
         if args is not None:
-            values = {**values, **_from_arguments(args)}
-        known = [f.name for f in fields(cls)]
-        for key in values:
-            if key not in known:
-                near = difflib.get_close_matches(key, known, 1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise ValueError(f"{origin}: {key!r} is not a field of {cls.__name__}{hint}")
-        return cls(**{key: _from_json(key, value) for key, value in values.items()})
+            # the saved coefficient may be a key of a former run; hf_config has the model's
+            hf = values.get("hf_config") or {}
+            balance = hf.get("router_aux_loss_coef") or 0.0
+            of_model = {"moe_aux_loss_coeff": balance} if values.get("num_moe_experts") else {}
+            values = values | of_model | _from_arguments(args)
+        unknown = sorted(values.keys() - {f.name for f in fields(cls)})
+        if unknown:
+            raise ValueError(f"{origin}: not fields of {cls.__name__}: {', '.join(unknown)}")
+        return cls(**values)
 
     def distribute_config_match(self, other: "PretrainedConfig") -> bool:
         """True if weights saved under `other` can be loaded rank by rank, without resharding or
@@ -197,23 +192,14 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
     moe_router_group_score: str = "top2"  # of a group of experts: sum of its best two, or "max"
     perform_initialization: bool = False  # weights come from a checkpoint, or are drawn by name
 
-    # Megatron multiplies cos and sin in each layer by 1 + 0.1 ln(yarn_rotary_scaling_factor)
-    # yarn_mscale, divided by the same of yarn_mscale_all_dim. The scaling factor can be any number
-    # above 1: yarn_mscale makes the product Hugging Face's attention factor.
-    yarn_rotary_scaling_factor = 2.0
-    yarn_mscale_all_dim = 0.0
-
-    @functools.cached_property
-    def yarn_mscale(self) -> float:
-        _, attention_factor = rope_frequencies(self)
-        return (attention_factor - 1.0) / (0.1 * math.log(self.yarn_rotary_scaling_factor))
-
     def __post_init__(self):
         if isinstance(self.activation_func, str):
             if self.activation_func not in ACTIVATIONS:
                 known = f"activation_func: {', '.join(ACTIVATIONS)}"
                 refuse("activation_func", self.activation_func, "no such function", known)
             self.activation_func = ACTIVATIONS[self.activation_func]
+        if isinstance(self.attention_backend, str):
+            self.attention_backend = AttnBackend[self.attention_backend]
         if self.activation_func not in (F.silu, F.gelu):
             self.bias_activation_fusion = False
         self.validate()
@@ -233,8 +219,10 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         super().__post_init__()  # reads the virtual stages off a pipeline_model_parallel_layout
         if self.transformer_impl == "transformer_engine" and self.sliding_window is not None:
             self.window_size = (self.sliding_window - 1, 0)  # positions a token sees on each side
-            types = [self.layer_type(number) for number in range(1, self.num_layers + 1)]
-            self.window_attn_skip_freq = [int(kind == "sliding_attention") for kind in types]
+            self.window_attn_skip_freq = [
+                int(self.layer_type(number) == "sliding_attention")
+                for number in range(1, self.num_layers + 1)
+            ]
         # two messages between one pair of ranks: batched p2p mixes them up without an error
         self.overlap_p2p_comm = self.virtual_pipeline_model_parallel_size is not None
         self.batch_p2p_comm = not self.overlap_p2p_comm
@@ -301,9 +289,14 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         return -(-self.vocab_size // tp) * tp
 
     @property
+    def rope_parameters(self) -> dict[str, Any]:
+        """transformers' parameters of the rotary embedding, or those of each type of layers."""
+        return (self.hf_config or {}).get("rope_parameters") or {}
+
+    @property
     def has_local_rope(self) -> bool:
         """True if layers with a sliding window have rotary frequencies of their kind."""
-        return "sliding_attention" in ((self.hf_config or {}).get("rope_parameters") or {})
+        return "sliding_attention" in self.rope_parameters
 
 
 @dataclass
@@ -335,11 +328,8 @@ class AutoConfig:
 def from_hf_config(hf, args=None, name_or_path: str | None = None) -> McaModelConfig:
     """McaModelConfig of a transformers config object, translated by its family's table."""
     values = hf.to_dict()
-    judge = Judge(None)
-    check_type(values, judge)
-    judge.close()
     origin = name_or_path or hf.model_type
-    family = get_family(hf.model_type)
+    family = get_family(hf.model_type, values)
     family.check(hf, origin)
     known = dict(name_or_path=name_or_path, hf_model_type=hf.model_type, hf_config=values)
     target = MLAMcaModelConfig if family.constants.get("multi_latent_attention") else McaModelConfig
@@ -356,9 +346,8 @@ def grow(config, vocab_size: int) -> None:
             f"vocab_size {vocab_size}: the model has {text.vocab_size} tokens, and none is removed"
         )
     text.vocab_size = vocab_size
-    if is_mca:
-        hf = config.hf_config or {}
-        (hf.get("text_config") or hf)["vocab_size"] = vocab_size
+    if is_mca and config.hf_config:
+        config.hf_config["vocab_size"] = vocab_size
 
 
 def load_decision(saved: PretrainedConfig, now: PretrainedConfig) -> str:
@@ -366,9 +355,7 @@ def load_decision(saved: PretrainedConfig, now: PretrainedConfig) -> str:
     resharded."""
     if saved.distribute_config_match(now):
         return "loaded directly: the layout is the same"
-    names = ["tensor", "pipeline", "virtual_pipeline", "expert"]
-    degrees = [[getattr(c, f"{n}_model_parallel_size") or 1 for n in names] for c in (saved, now)]
-    return f"resharded from (tp, pp, vpp, ep) {tuple(degrees[0])} to {tuple(degrees[1])}"
+    return "resharded from another layout"
 
 
 def load_hf_config(model_name_or_path: str, trust_remote_code=False, values: dict | None = None):
@@ -425,10 +412,13 @@ def _from_arguments(args) -> dict[str, Any]:
     judge = Judge(args)
     check_additional_configs(args, judge)
     judge.close()
-    keys = {f.name: f.metadata["model"] for f in fields(TrainingArguments) if "model" in f.metadata}
-    # a saved layout must not outlive its run: there None counts too
-    values = {key: getattr(args, key) for key in keys}
-    out = {k: v for k, v in values.items() if v is not None or keys[k] == "always"}
+    out = {}
+    for f in fields(TrainingArguments):
+        kind = f.metadata.get("model")
+        value = getattr(args, f.name)
+        # a saved layout must not outlive its run: there None counts too
+        if kind == "always" or (kind is not None and value is not None):
+            out[f.name] = value
     cuda = torch.cuda.is_available()
     # fused kernels pay on a GPU, and need nothing else; on a CPU they would only round differently
     out.setdefault("apply_rope_fusion", cuda)
@@ -438,33 +428,22 @@ def _from_arguments(args) -> dict[str, Any]:
     if args.mtp_num_layers is not None:  # else the number of the checkpoint
         out["mtp_num_layers"] = args.mtp_num_layers or None
     # those of a checkpoint belong to the run that saved it
-    out |= {f.name: f.default for f in fields(McaModelConfig) if f.name in ADDITIONAL_FIELDS}
-    out["attention_backend"] = backend_of_environment()
+    out |= {name: getattr(McaModelConfig, name) for name in ADDITIONAL_FIELDS}
     return out | args.additional_configs
 
 
 def _to_json(value):
     """The value for JSON, None for functions other than activations."""
-    if isinstance(value, torch.dtype):
-        return str(value)
+    return json.loads(json.dumps(value, default=_of_other_types))
+
+
+def _of_other_types(value):
+    """The value of a type unknown to JSON."""
     if isinstance(value, enum.Enum):
         return value.name
     if hasattr(value, "input_data"):  # megatron's pipeline layout, as the text of the key
         return value.input_data
-    if callable(value):
-        return next((name for name, f in ACTIVATIONS.items() if f is value), None)
-    try:
-        return json.loads(json.dumps(value))
-    except TypeError:
-        return None
-
-
-def _from_json(key: str, value):
-    if not isinstance(value, str):
-        return value
-    if key == "attention_backend":
-        return AttnBackend[value]
-    return _DTYPES.get(value, value)
+    return _NAMES.get(value)
 
 
 # ---- Transformer Engine
@@ -475,10 +454,12 @@ ONLY_LOCAL = (
     "final_logit_softcapping attn_logit_softcapping rope_interleave "
     "layernorm_zero_centered_gamma multi_latent_attention mtp_num_layers"
 ).split()
-# the same of attention, for megatron's modules alone
-NOT_LOCAL = "softmax_type no_rope_freq qk_clip experimental_attention_variant".split()
+# the same of megatron's modules alone
+NOT_LOCAL = (
+    "add_bias_linear softmax_type no_rope_freq qk_clip experimental_attention_variant".split()
+)
 
-# variables of TE and mcore_adapter -> the attention switched on or off by each
+# variables of TE -> the attention switched on or off by each
 TE_SWITCHES = {
     "NVTE_FLASH_ATTN": "flash",
     "NVTE_FUSED_ATTN": "fused",
@@ -500,7 +481,7 @@ def why_unusable() -> str | None:
         missing = str(getattr(error, "name", None))
         if isinstance(error, ModuleNotFoundError) and missing.startswith("transformer_engine"):
             return ABSENT
-        return (str(error).strip() or type(error).__name__).splitlines()[0]
+        return first_line(error)
     return None
 
 
@@ -519,8 +500,7 @@ def transformer_engine_works() -> bool:
 
 def _changed(config, names: list[str]) -> list[str]:
     """The fields among `names` with another value than their default."""
-    default = {f.name: f.default for f in fields(config)}
-    return [name for name in names if getattr(config, name) != default[name]]
+    return [name for name in names if getattr(config, name) != getattr(McaModelConfig, name)]
 
 
 def needs_local(config) -> list[str]:
@@ -531,19 +511,12 @@ def needs_local(config) -> list[str]:
         needs.append("heads of more than 128 channels")
     if config.sliding_window is not None and config.context_parallel_size > 1:
         needs.append("a sliding window under context_parallel_size")  # the ring has none
+    # the kernel for packed rows leaves out yarn's factor on cos and sin
+    if config.rope_parameters.get("rope_type") == "yarn":
+        needs.append("yarn")
     if config.attention_backend.name == "local":
         needs.append("attention_backend: local")
     return needs
-
-
-def backend_of_environment() -> str:
-    """attention_backend according to the variables of TE_SWITCHES: the first one that is on while
-    another is off, local if all are off, auto otherwise."""
-    values = {name: os.environ.get(variable) for variable, name in TE_SWITCHES.items()}
-    if set(values.values()) == {"0"}:
-        return "local"
-    on = [name for name, value in values.items() if value == "1"]
-    return on[0] if on and "0" in values.values() else "auto"
 
 
 def use_attention_backend(config) -> None:
@@ -552,18 +525,6 @@ def use_attention_backend(config) -> None:
     name = config.attention_backend.name
     if config.transformer_impl == "transformer_engine" and name != "auto":
         os.environ.update({var: str(int(of == name)) for var, of in TE_SWITCHES.items()})
-
-
-def without_effect(config, args) -> list[str]:
-    """A line about settings for TE's layers, if the model has local ones."""
-    given = [name for name in TE_SWITCHES if name in os.environ]
-    if args.additional_configs.get("attention_backend", "local") not in ("auto", "local"):
-        given.append("attention_backend")
-    if args.apply_rope_fusion:
-        given.append("apply_rope_fusion")
-    if config.transformer_impl != "local" or not given:
-        return []
-    return [f"{', '.join(given)}: no effect on local layers"]
 
 
 def accumulate_in_place(module: torch.nn.Module) -> bool:
@@ -592,5 +553,4 @@ def found_here() -> str | None:
         version = torch.backends.cudnn.version() or 0
         return f"{engine}, cuDNN {version // 10000}.{version // 100 % 100}.{version % 100}"
     except RuntimeError as error:  # another one than torch was compiled for
-        built, here = re.findall(r"\((\d+), (\d+), (\d+)\)", str(error))[:2]
-        return f"{engine}, cuDNN {'.'.join(here)} (torch was built for {'.'.join(built)})"
+        return f"{engine}, {first_line(error)}"

@@ -35,7 +35,6 @@ from .mcore import (
     AttnMaskType,
     ColumnParallelLinear,
     IdentityOp,
-    LayerType,
     MegatronModule,
     RowParallelLinear,
     SelfAttentionSubmodules,
@@ -57,7 +56,7 @@ from .mcore import (
     te_checkpoint,
     tensor_parallel,
 )
-from .model_moe import Mixture, mlp_parts
+from .model_moe import Mixture, mlp_parts, new_weight
 from .parallel import device
 
 # ---- rotary positions
@@ -84,7 +83,7 @@ def rope_frequencies(config, layer_type: str = "full_attention") -> tuple[torch.
     From transformers' functions, so that linear, llama3 and yarn scaling are Hugging Face's to the
     bit.
     """
-    scaling = (config.hf_config or {}).get("rope_parameters") or {}
+    scaling = config.rope_parameters
     of_type = {}
     base = config.rotary_base
     if config.has_local_rope:
@@ -105,18 +104,13 @@ def rope_frequencies(config, layer_type: str = "full_attention") -> tuple[torch.
     return (1.0 / base**exponent).to(device()), 1.0
 
 
-@functools.lru_cache(8)
-def _on_device(inv_freq: tuple[float, ...], device: torch.device) -> torch.Tensor:
-    return torch.tensor(inv_freq, device=device)  # waits for a GPU, once
-
-
 @functools.lru_cache(8)  # the layers of a model share the tables of a row
 def rotary_tables(
     rope: Rope, layout: RowLayout, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin [t, 1, 1, rotary_dim] for the positions of a row, computed in float32, in
     dtype."""
-    inv_freq = _on_device(rope.inv_freq, layout.positions.device)
+    inv_freq = parallel.to_device(torch.tensor(rope.inv_freq), layout.positions.device)
     angles = torch.outer(layout.positions.float(), inv_freq)[:, None, None]
     angles = angles.repeat_interleave(2, -1) if rope.interleaved else torch.cat((angles,) * 2, -1)
     return (angles.cos() * rope.factor).to(dtype), (angles.sin() * rope.factor).to(dtype)
@@ -134,9 +128,7 @@ class RMSNorm(torch.nn.Module):
 
     def __init__(self, config, hidden_size: int, eps: float = 1e-5, **unused):
         super().__init__()
-        self.weight = torch.nn.Parameter(
-            torch.ones(hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
-        )
+        self.weight = new_weight(config, hidden_size)
         self.weight.sequence_parallel = config.sequence_parallel
         self.eps = eps
         self.zero_centered = config.layernorm_zero_centered_gamma
@@ -149,6 +141,12 @@ class RMSNorm(torch.nn.Module):
             return self.weight
         norm = norm_beside if beside else rms_norm
         return norm(x, self.weight, self.eps, self.zero_centered)
+
+
+def hidden_norm(config):
+    """A norm of hidden states, of the implementation of the layers."""
+    norm = TENorm if config.transformer_impl == "transformer_engine" else RMSNorm
+    return norm(config, config.hidden_size, config.layernorm_epsilon)
 
 
 class RMSNormOverHeads(torch.nn.Module):
@@ -164,10 +162,7 @@ class RMSNormOverHeads(torch.nn.Module):
         super().__init__()
         self.tp_group = parallel_state.get_tensor_model_parallel_group()
         heads = getattr(config, self.heads)
-        size = heads * hidden_size // self.tp_group.size()
-        self.weight = torch.nn.Parameter(
-            torch.ones(size, dtype=config.params_dtype, device=torch.cuda.current_device())
-        )
+        self.weight = new_weight(config, heads * hidden_size // self.tp_group.size())
         self.eps = eps
         self.width = heads * hidden_size
 
@@ -210,7 +205,43 @@ class _GatherTokens(torch.autograd.Function):
         return mappings._reduce_scatter_along_first_dim(grad, ctx.group), None, None
 
 
-class SelfAttention(MegatronModule):
+def _column_linear(config, in_size: int, out_size: int, tp_group, bias=False):
+    """megatron's linear with its outputs cut over the tensor-parallel ranks."""
+    return ColumnParallelLinear(
+        in_size,
+        out_size,
+        config=config,
+        init_method=config.init_method,
+        bias=bias,
+        gather_output=False,
+        skip_bias_add=True,
+        tp_group=tp_group,
+    )
+
+
+def _row_linear(config, in_size: int, tp_group):
+    """megatron's linear of heads, cut over the ranks, to hidden states."""
+    return RowParallelLinear(
+        in_size,
+        config.hidden_size,
+        config=config,
+        init_method=config.output_layer_init_method,
+        bias=False,
+        input_is_parallel=True,
+        skip_bias_add=True,
+        tp_group=tp_group,
+    )
+
+
+class Attention(MegatronModule):
+    """Query, key and value of hidden states, CoreAttention, and the output's linear."""
+
+    def forward(self, hidden_states, packed_seq_params=None):
+        heads = self.query_key_value(hidden_states, packed_seq_params)
+        return self.linear_proj(self.core_attention(*heads, packed_seq_params))
+
+
+class SelfAttention(Attention):
     """Queries, keys and values by one product; norms of heads; rotation; CoreAttention; output.
 
     Takes [s, b, h], or [s / tp, b, h] under sequence parallelism, gives (the same, bias or None).
@@ -229,24 +260,10 @@ class SelfAttention(MegatronModule):
         self.ranks_of_group = max(tp // config.num_query_groups, 1)
         heads = config.num_attention_heads
         width = heads + 2 * config.num_query_groups
-        shared = dict(config=config, tp_group=self.tp_group, skip_bias_add=True)
         self.core_attention = CoreAttention(config, layer_number, pg_collection)
-        self.linear_proj = RowParallelLinear(
-            heads * self.head_size,
-            config.hidden_size,
-            init_method=config.output_layer_init_method,
-            bias=config.add_bias_linear,
-            input_is_parallel=True,
-            **shared,
-        )
-        self.linear_qkv = ColumnParallelLinear(
-            config.hidden_size,
-            width * self.head_size,
-            init_method=config.init_method,
-            bias=config.add_bias_linear or config.add_qkv_bias,
-            gather_output=False,
-            **shared,
-        )
+        self.linear_proj = _row_linear(config, heads * self.head_size, self.tp_group)
+        sizes = config.hidden_size, width * self.head_size
+        self.linear_qkv = _column_linear(config, *sizes, self.tp_group, config.add_qkv_bias)
         self.q_layernorm = self.k_layernorm = None
         norms = _head_norms(config, RMSNorm)
         if norms is not None:
@@ -254,13 +271,7 @@ class SelfAttention(MegatronModule):
             self.q_layernorm, self.k_layernorm = (norm(*sizes) for norm in norms)
         self.rope = Rope.of(config, config.layer_type(layer_number))
 
-    def forward(self, hidden_states, attention_mask=None, packed_seq_params=None):
-        query, key, value = self._query_key_value(hidden_states, packed_seq_params)
-        return self.linear_proj(
-            self.core_attention(query, key, value, attention_mask, packed_seq_params)
-        )
-
-    def _query_key_value(self, hidden_states, packed_seq_params):
+    def query_key_value(self, hidden_states, packed_seq_params):
         """Query [s, b, n, d], key and value [s, b, g, d] of this rank, normed and rotated."""
         mixed, bias = self.linear_qkv(hidden_states)
         if self.ranks_of_group > 1:
@@ -270,7 +281,7 @@ class SelfAttention(MegatronModule):
         tables = rotary_tables(self.rope, layout, mixed.dtype)
         sizes = self.groups, self.head_size
         norm = self.q_layernorm
-        is_alone = norm is None or isinstance(norm, RMSNorm)  # needs no other ranks
+        is_alone = not isinstance(norm, RMSNormOverHeads)  # needs no other ranks
         if is_alone and self.ranks_of_group == 1:
             norms = None
             if norm is not None:
@@ -331,16 +342,13 @@ class CoreAttention(MegatronModule):
 
     Causal. Rows are padded on the right: no position ever looks at padding, so no mask is built.
     Packed rows: documents do not see each other. Context parallelism: keys and values of the whole
-    row are gathered once a layer; the local queries are this rank's zigzag chunks (batch.py). An
-    attention_mask, bool [b or 1, 1, s, s] with True meaning hidden, counts as well. So do the
-    layer's sliding window and the cap on scores. Nothing here waits for the device.
+    row are gathered once a layer; the local queries are this rank's zigzag chunks (batch.py). The
+    layer's sliding window and the cap on scores count as well. Nothing here waits for the device.
     """
 
-    def __init__(self, config, layer_number: int, pg_collection=None):
+    def __init__(self, config, layer_number: int, pg_collection):
         super().__init__(config=config)
-        self.cp_group = None
-        if config.context_parallel_size > 1:
-            self.cp_group = pg_collection.cp
+        self.cp_group = pg_collection.cp
         self.softmax_scale = config.softmax_scale
         slides = config.layer_type(layer_number) == "sliding_attention"
         self.window = config.sliding_window if slides else None
@@ -348,27 +356,26 @@ class CoreAttention(MegatronModule):
         self.dropout = config.attention_dropout
         self.is_recomputed = recomputes(config, "core_attn")
 
-    def forward(self, query, key, value, attention_mask=None, packed_seq_params=None):
+    def forward(self, query, key, value, packed_seq_params=None):
         """query [s, b, n, d], key and value [s, b, g, d] -> [s, b, n * d]; b is 1 of packed
         rows."""
         layout = self.layout(packed_seq_params, query)
-        is_packed = packed_seq_params is not None
-        run = functools.partial(self._attend, layout, attention_mask, is_packed)
+        run = functools.partial(self._attend, layout, packed_seq_params is not None)
         if self.is_recomputed and self.training:
             return tensor_parallel.checkpoint(run, False, query, key, value)
         return run(query, key, value)
 
-    def _attend(self, layout, attention_mask, is_packed, query, key, value):
-        if self.cp_group is not None:
+    def _attend(self, layout, is_packed: bool, query, key, value):
+        if self.cp_group.size() > 1:
             key, value = (_GatherTokens.apply(x, self.cp_group, layout.order) for x in (key, value))
         dropout = self.dropout if self.training else 0.0
         # dropout differs between tensor-parallel ranks: each has other heads
         with tensor_parallel.get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext():
-            if is_packed and self._suits_rows(layout, attention_mask):
+            if is_packed and self._suits_rows(layout):
                 return self._rows(query, key, value, layout, dropout)
             if is_packed and self._suits_varlen(query, dropout):
                 return self._varlen(query, key, value, layout)
-            return self._segments(query, key, value, layout, attention_mask, dropout)
+            return self._segments(query, key, value, layout, dropout)
 
     def layout(self, packed_seq_params, x) -> RowLayout:
         """The documents of this rank's tokens x [s, ...]."""
@@ -379,22 +386,21 @@ class CoreAttention(MegatronModule):
                 "this pipeline stage got no packed_seq_params for packed rows, and would let "
                 "documents see each other: give every stage the whole batch"
             )
-        cp = self.config.context_parallel_size
-        rank = 0 if self.cp_group is None else self.cp_group.rank()
-        return row_layout((0, len(x) * cp), cp, rank, x.device)
+        cp = self.cp_group.size()
+        return row_layout((0, len(x) * cp), cp, self.cp_group.rank(), x.device)
 
-    def _suits_rows(self, layout, attention_mask) -> bool:
+    def _suits_rows(self, layout) -> bool:
         """True if the documents of a packed row can be rows of a batch: they have one length, and
         need no mask. cuDNN's kernel is about twice as fast on these as the varlen one."""
         is_wide = self.window is None or layout.longest <= self.window
-        return layout.same_length is not None and attention_mask is None and is_wide
+        return layout.same_length is not None and is_wide
 
     def _rows(self, query, key, value, layout, dropout):
         """Packed documents of one length, [t, 1, n, d], as rows of a batch -> [t, 1, n * d]."""
         length = layout.same_length
         rows = (x.view(-1, length, *x.shape[2:]).transpose(0, 1) for x in (query, key, value))
         one = row_layout((0, length), 1, 0, query.device)
-        return self._segments(*rows, one, None, dropout).transpose(0, 1).flatten(0, 1)[:, None]
+        return self._segments(*rows, one, dropout).transpose(0, 1).flatten(0, 1)[:, None]
 
     def _suits_varlen(self, query, dropout: float) -> bool:
         """True if the varlen kernel takes them: it supports neither float32 nor dropout nor caps,
@@ -402,13 +408,13 @@ class CoreAttention(MegatronModule):
         suits_dtype = query.is_cuda and query.dtype != torch.float32
         return suits_dtype and not dropout and self.softcap is None and query.shape[-1] % 8 == 0
 
-    def _segments(self, query, key, value, layout, attention_mask, dropout):
+    def _segments(self, query, key, value, layout, dropout):
         """One call for each run of queries with its keys: documents, or their chunks under context
         parallelism."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         out = []
         for q0, q1, k0, k1 in layout.segments:
-            mask = self._visible(q1 - q0, k1 - k0, attention_mask, q)
+            mask = self._visible(q1 - q0, k1 - k0, q)
             segment = q[:, :, q0:q1], k[:, :, k0:k1], v[:, :, k0:k1]
             out.append(self._attention(*segment, mask, dropout))
         out = out[0] if len(out) == 1 else torch.cat(out, 2)
@@ -427,26 +433,20 @@ class CoreAttention(MegatronModule):
         with sdpa_order(q, mask):
             return F.scaled_dot_product_attention(q, k, v, mask, dropout, **keys)
 
-    def _visible(self, num_queries: int, num_keys: int, hidden, query):
+    def _visible(self, num_queries: int, num_keys: int, query):
         """bool [num_queries, num_keys], True if a query sees a key; the last query sees the last
         key. None: causal, and nothing else, of as many queries as keys."""
         more = num_keys - num_queries
-        window = self.window
-        narrow = window is not None and num_keys > window
-        if hidden is not None and not narrow:
-            return ~hidden
-        is_causal = not narrow and self.softcap is None
-        if is_causal and not more:
-            return None
-        if is_causal and query.is_cuda and query.dtype != torch.float32:
-            return causal_lower_right(num_queries, num_keys)  # a case of flash attention: no mask
+        is_narrow = self.window is not None and num_keys > self.window
+        if not is_narrow and self.softcap is None:
+            if more == 0:
+                return None
+            if query.is_cuda and query.dtype != torch.float32:
+                # a case of flash attention: no mask
+                return causal_lower_right(num_queries, num_keys)
         visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
         visible = visible.tril(more)
-        if narrow:
-            visible = visible.triu(more - window + 1)
-        if hidden is not None:
-            visible = visible & ~hidden
-        return visible
+        return visible.triu(more - self.window + 1) if is_narrow else visible
 
     def _varlen(self, query, key, value, layout):
         """All documents of a packed row in one kernel on CUDA, without a host synchronisation."""
@@ -496,15 +496,14 @@ class DuplicatedLinear(torch.nn.Module):
 
     def __init__(self, config, in_size: int, out_size: int):
         super().__init__()
-        on_device = dict(dtype=config.params_dtype, device=torch.cuda.current_device())
-        self.weight = torch.nn.Parameter(torch.empty(out_size, in_size, **on_device))
+        self.weight = new_weight(config, out_size, in_size)
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x):
         return F.linear(x, self.weight)
 
 
-class LatentAttention(MegatronModule):
+class LatentAttention(Attention):
     """DeepSeek's attention: keys and values come from a small latent vector.
 
     Takes [s, b, h], or [s / tp, b, h] under sequence parallelism, gives (the same, None). Of a head
@@ -532,35 +531,24 @@ class LatentAttention(MegatronModule):
         self.query_sizes = [config.qk_head_dim, turning]
         self.kv_sizes = [config.qk_head_dim, config.v_head_dim]
         self.down_sizes = [latent, turning]
-        shared = dict(config=config, bias=False, tp_group=self.tp_group)
-        column = dict(shared, init_method=config.init_method, gather_output=False)
-        row = dict(shared, init_method=config.output_layer_init_method, skip_bias_add=True)
         q_latent = config.q_lora_rank
         query_size = heads * sum(self.query_sizes)
         if q_latent is None:
-            self.linear_q_proj = ColumnParallelLinear(h, query_size, **column)
+            self.linear_q_proj = _column_linear(config, h, query_size, self.tp_group)
         else:
             self.linear_q_down_proj = DuplicatedLinear(config, h, q_latent)
             self.q_layernorm = RMSNorm(config, q_latent, LATENT_EPSILON)
-            self.linear_q_up_proj = ColumnParallelLinear(q_latent, query_size, **column)
+            self.linear_q_up_proj = _column_linear(config, q_latent, query_size, self.tp_group)
         self.linear_kv_down_proj = DuplicatedLinear(config, h, sum(self.down_sizes))
         self.kv_layernorm = RMSNorm(config, latent, LATENT_EPSILON)
-        self.linear_kv_up_proj = ColumnParallelLinear(latent, heads * sum(self.kv_sizes), **column)
+        kv_size = heads * sum(self.kv_sizes)
+        self.linear_kv_up_proj = _column_linear(config, latent, kv_size, self.tp_group)
         self.core_attention = CoreAttention(config, layer_number, pg_collection)
-        out_size = heads * config.v_head_dim
-        self.linear_proj = RowParallelLinear(out_size, h, input_is_parallel=True, **row)
+        self.linear_proj = _row_linear(config, heads * config.v_head_dim, self.tp_group)
         self.rope = Rope.of(config)
 
-    def forward(self, hidden_states, attention_mask=None, packed_seq_params=None):
-        query, key, value = self._query_key_value(hidden_states)
-        layout = self.core_attention.layout(packed_seq_params, query)
-        tables = rotary_tables(self.rope, layout, query.dtype)
-        query, key = rotate(query, key, *tables, self.config.rope_interleave)
-        return self.linear_proj(
-            self.core_attention(query, key, value, attention_mask, packed_seq_params)
-        )
-
-    def _query_key_value(self, hidden_states):
+    def query_key_value(self, hidden_states, packed_seq_params):
+        """Query and key [s, b, n, r + c], value [s, b, n, d] of this rank, rotated."""
         if self.config.q_lora_rank is None:
             query, _ = self.linear_q_proj(hidden_states)
         else:
@@ -577,7 +565,11 @@ class LatentAttention(MegatronModule):
         q_still, q_turning = query.unflatten(-1, (self.num_heads, -1)).split(self.query_sizes, -1)
         k_still, value = kv.unflatten(-1, (self.num_heads, -1)).split(self.kv_sizes, -1)
         k_turning = k_turning[:, :, None].expand(-1, -1, self.num_heads, -1)
-        return torch.cat((q_turning, q_still), -1), torch.cat((k_turning, k_still), -1), value
+        query = torch.cat((q_turning, q_still), -1)
+        key = torch.cat((k_turning, k_still), -1)
+        layout = self.core_attention.layout(packed_seq_params, query)
+        tables = rotary_tables(self.rope, layout, query.dtype)
+        return *rotate(query, key, *tables, self.config.rope_interleave), value
 
 
 # ---- layers
@@ -588,9 +580,10 @@ def recomputes(config, module: str) -> bool:
     return config.recompute_granularity == "selective" and module in config.recompute_modules
 
 
-def recomputed(config, function, *tensors, distribute: bool = False):
-    """function(*tensors), computed again in the backward pass. distribute: keep a tensor cut over
-    the tensor-parallel ranks meanwhile."""
+def recomputed(config, function, *tensors):
+    """function(*tensors), computed again in the backward pass. distribute_saved_activations: a
+    tensor is kept cut over the tensor-parallel ranks meanwhile."""
+    distribute = config.distribute_saved_activations
     if config.fp8:
         tracker = tensor_parallel.random.get_cuda_rng_tracker
         group = parallel_state.get_tensor_model_parallel_group()
@@ -599,8 +592,7 @@ def recomputed(config, function, *tensors, distribute: bool = False):
 
 
 class Residual(torch.nn.Module):
-    """residual + multiplier * dropout(norm(x + bias)), with the norm and multiplier of some
-    families."""
+    """residual + multiplier * dropout(norm(x)), with the norm and multiplier of some families."""
 
     def __init__(self, config):
         super().__init__()
@@ -609,15 +601,13 @@ class Residual(torch.nn.Module):
         self.multiplier = config.residual_multiplier
         self.norm = None
         if config.post_norms:
-            self.norm = RMSNorm(config, config.hidden_size, config.layernorm_epsilon)
+            self.norm = hidden_norm(config)
 
     def forward(self, x_with_bias, residual):
         if self.norm is None and self.multiplier == 1.0:
             add = get_bias_dropout_add(self.training, self.fused)
             return add(x_with_bias, residual, self.dropout)
-        x, bias = x_with_bias
-        if bias is not None:
-            x = x + bias
+        x, _ = x_with_bias
         if self.norm is not None:
             x = self.norm(x)
         x = F.dropout(x, self.dropout, self.training)
@@ -645,14 +635,12 @@ class Layer(MegatronModule):
         self.layer_number = layer_number
         is_moe = config.is_moe_layer(layer_number - 1)
         is_te = config.transformer_impl == "transformer_engine"
-        norm = TENorm if is_te else RMSNorm
-        sizes = config, config.hidden_size, config.layernorm_epsilon
         normed_here = config.pre_norms and not is_te
-        self.input_layernorm = norm(*sizes) if normed_here else IdentityOp()
+        self.input_layernorm = hidden_norm(config) if normed_here else IdentityOp()
         self.self_attention = _attention(config, layer_number, pg_collection)
         self.self_attn_bda = Residual(config)
         normed_here = normed_here or is_te and is_moe
-        self.pre_mlp_layernorm = norm(*sizes) if normed_here else IdentityOp()
+        self.pre_mlp_layernorm = hidden_norm(config) if normed_here else IdentityOp()
         if is_moe:
             self.mlp = Mixture(config, layer_number, pg_collection)
         else:
@@ -664,38 +652,41 @@ class Layer(MegatronModule):
         self.recomputes_mlp = recomputes(config, "mlp") and not is_moe
 
     def forward(self, hidden_states, padding_mask=None, **of_attention):
-        """padding_mask: bool [b, s], True for padding, for routers; of_attention: attention_mask,
-        packed_seq_params, and rotary_pos_emb of Transformer Engine's attention."""
-        normed, residual, again = self._normed(self.input_layernorm, hidden_states)
+        """padding_mask: bool [b, s], True for padding, for routers; of_attention:
+        packed_seq_params, and more of Transformer Engine's attention."""
+        normed, residual, drop = self._normed(self.input_layernorm, hidden_states)
         out = self.self_attention(normed, **of_attention)
-        if again is not None:
-            again.discard_output_and_register_recompute(out[0])
+        drop(out[0])
         hidden_states = self.self_attn_bda(out, residual)
-        normed, residual, again = self._normed(self.pre_mlp_layernorm, hidden_states)
+        normed, residual, drop = self._normed(self.pre_mlp_layernorm, hidden_states)
         if isinstance(self.mlp, Mixture):
             out = self.mlp(normed, padding_mask=padding_mask)
         elif self.recomputes_mlp:
             out = recomputed(self.config, self.mlp, normed)
         else:
             out = self.mlp(normed)
-        if again is not None:
-            again.discard_output_and_register_recompute(out[0])
+        drop(out[0])
         return self.mlp_bda(out, residual)
 
     def _normed(self, norm, x):
-        """(norm of x, x for the residual, the norm's recomputation or None)."""
+        """(norm of x, x for the residual, a function of what was computed of the norm: it drops a
+        norm that is computed again)."""
         if self.recomputes_norms and not isinstance(norm, IdentityOp):
             again = tensor_parallel.CheckpointWithoutOutput()
-            return again.checkpoint(norm, x), x, again
+            return again.checkpoint(norm, x), x, again.discard_output_and_register_recompute
         has_gradient = torch.is_grad_enabled() and x.requires_grad
         if isinstance(norm, RMSNorm) and has_gradient and compiles(x):
-            return *norm(x, beside=True), None
-        return norm(x), x, None
+            return *norm(x, beside=True), _nothing
+        return norm(x), x, _nothing
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         apply_prefix_mapping(state, {prefix + k: prefix + v for k, v in self.names.items()})
         return state
+
+
+def _nothing(output) -> None:
+    """Keep a norm."""
 
 
 def _attention(config, layer_number: int, pg_collection):
@@ -737,7 +728,8 @@ class Block(MegatronModule):
         self.tp_group = pg_collection.tp
         self.pre_process = pre_process
         self.input_tensor: torch.Tensor | None = None  # set by megatron's schedules
-        numbers = _layer_numbers(config, vp_stage)
+        first = get_transformer_layer_offset(config, vp_stage=vp_stage) + 1
+        numbers = range(first, first + get_num_layers_to_build(config, vp_stage))
         self.layers = torch.nn.ModuleList(
             build_layer(config, number, pg_collection) for number in numbers
         )
@@ -746,9 +738,7 @@ class Block(MegatronModule):
             is_last = config.num_layers in numbers
         self.final_layernorm = None
         if is_last:
-            norm = TENorm if config.transformer_impl == "transformer_engine" else RMSNorm
-            sizes = config, config.hidden_size, config.layernorm_epsilon
-            self.final_layernorm = norm(*sizes)
+            self.final_layernorm = hidden_norm(config)
 
     def forward(self, hidden_states, **shared):
         config = self.config
@@ -769,10 +759,8 @@ class Block(MegatronModule):
             for layers, again in self._units():
                 run = functools.partial(self._run, layers, shared)
                 if again:
-                    distribute = config.distribute_saved_activations
-                    hidden_states = recomputed(config, run, hidden_states, distribute=distribute)
-                else:
-                    hidden_states = run(hidden_states)
+                    run = functools.partial(recomputed, config, run)
+                hidden_states = run(hidden_states)
         if self.final_layernorm is not None:
             return viewless(self.final_layernorm(hidden_states))
         is_empty = not self.pre_process and not len(self.layers)
@@ -789,11 +777,10 @@ class Block(MegatronModule):
         return [(self.layers[start : start + count], True) for start in starts]
 
     def _run(self, layers, shared, hidden_states):
+        one_each = self.config.fp8_recipe != "delayed"
         for layer in layers:
-            context = contextlib.nullcontext()
-            if self.config.fp8 and self.config.fp8_recipe != "delayed":
-                context = get_fp8_context(self.config, layer.layer_number - 1)
-            with context:
+            number = layer.layer_number - 1
+            with get_fp8_context(self.config, number) if one_each else contextlib.nullcontext():
                 hidden_states = layer(hidden_states, **shared)
         return hidden_states
 
@@ -802,13 +789,16 @@ class Block(MegatronModule):
         number."""
         state = {}
         config = self.config
-        one_kind = not isinstance(config.moe_layer_freq, list) and config.moe_layer_freq == 1
+        one_kind = config.moe_layer_freq == 1
         for i, layer in enumerate(self.layers):
             number = layer.layer_number - 1
             here = f"{prefix}layers.{i}."
-            offsets = [(0, number, config.num_layers)] if one_kind else []
+            offsets = []
+            name = f"{prefix}layers.{number}."
+            if one_kind:
+                offsets = [(0, number, config.num_layers)]
+                name = f"{prefix}layers."
             of_layer = layer.sharded_state_dict(here, offsets, metadata)
-            name = f"{prefix}layers." if one_kind else f"{prefix}layers.{number}."
             replace_prefix_for_sharding(of_layer, here, name)
             state |= of_layer
         if self.final_layernorm is not None:
@@ -816,16 +806,6 @@ class Block(MegatronModule):
             shared = dict(metadata=metadata, tp_group=self.tp_group)
             state |= sharded_state_dict_default(self.final_layernorm, name, **shared)
         return state
-
-
-def _layer_numbers(config, vp_stage: int | None) -> list[int]:
-    """The numbers of a stage's layers, from 1 in the whole model."""
-    layout = config.pipeline_model_parallel_layout
-    if layout is not None:
-        numbers = layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=vp_stage)
-        return [number + 1 for number in numbers]
-    first = get_transformer_layer_offset(config, vp_stage=vp_stage) + 1
-    return list(range(first, first + get_num_layers_to_build(config, vp_stage)))
 
 
 # ---- multi-token prediction
@@ -837,13 +817,12 @@ class PredictionLayer(MegatronModule):
     def __init__(self, config, layer_number: int, pg_collection):
         super().__init__(config=config)
         self.layer_number = layer_number
-        sizes = config.hidden_size, config.layernorm_epsilon
-        self.enorm = RMSNorm(config, *sizes)
-        self.hnorm = RMSNorm(config, *sizes)
+        self.enorm = hidden_norm(config)
+        self.hnorm = hidden_norm(config)
         self.eh_proj = DuplicatedLinear(config, 2 * config.hidden_size, config.hidden_size)
         number = config.num_layers + layer_number
         self.transformer_layer = build_layer(config, number, pg_collection)
-        self.final_layernorm = RMSNorm(config, *sizes)
+        self.final_layernorm = hidden_norm(config)
 
     @property
     def mtp_model_layer(self):
@@ -860,8 +839,7 @@ class PredictionLayer(MegatronModule):
             return self.final_layernorm(hidden_states)
 
         if self.training and self.config.recompute_granularity == "full":
-            distribute = self.config.distribute_saved_activations
-            return recomputed(self.config, run, embedded, hidden_states, distribute=distribute)
+            return recomputed(self.config, run, embedded, hidden_states)
         return run(embedded, hidden_states)
 
 

@@ -253,8 +253,7 @@ class Router(TopKRouter):
         dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(
             self.config.moe_router_dtype, input.dtype
         )
-        bias = None if self.bias is None else self.bias.to(dtype)
-        logits = F.linear(input.to(dtype), self.weight.to(dtype), bias)
+        logits = F.linear(input.to(dtype), self.weight.to(dtype))
         adapter = _adapter_of(self)
         if adapter is not None:
             logits = logits + adapter(input).to(logits.dtype)
@@ -388,6 +387,12 @@ class LocalDispatcher(Dispatcher):
 # ---- experts
 
 
+def new_weight(config, *shape: int) -> torch.nn.Parameter:
+    """A parameter of ones on this rank's device, in the dtype of the model."""
+    on_device = dict(dtype=config.params_dtype, device=torch.cuda.current_device())
+    return torch.nn.Parameter(torch.ones(shape, **on_device))
+
+
 @compiled
 def _add(into, gradient):
     into += gradient
@@ -413,10 +418,9 @@ class Experts(MegatronModule):
         self.dp_group = pg_collection.expt_dp
         n = num_local_experts
         h = config.hidden_size
-        on_device = dict(dtype=config.params_dtype, device=torch.cuda.current_device())
         f = config.moe_ffn_hidden_size // self.etp_group.size()
         for name, shape in (("fc1", (n, 2, f, h)), ("fc2", (n, h, f))):
-            weight = torch.nn.Parameter(torch.empty(shape, **on_device))
+            weight = new_weight(config, *shape)
             # gradients are summed over the ranks with the same experts, even if these are all
             # ranks (ep 1, etp < tp)
             weight.allreduce = False

@@ -14,7 +14,7 @@ from mca_lite.errors import ConfigError
 from mca_lite.model_config import TE_SWITCHES, AutoConfig, McaModelConfig
 from tests.shared import te_standins, tiny, world
 from tests.shared.commands import keys_of
-from tests.shared.training import attempt, train
+from tests.shared.training import train
 
 ONE_RANK, TP2 = {}, dict(tensor_model_parallel_size=2, sequence_parallel=True)
 ONE_STEP = dict(steps=1, count=4, warmup_steps=0)
@@ -150,42 +150,11 @@ def test_a_field_of_the_run_that_saved_a_checkpoint_is_not_the_next_runs(path, t
     assert not AutoConfig.from_pretrained(saved, arguments(**PP2)).deallocate_pipeline_outputs
 
 
-# ---- attention in the environment: (flash, fused, unfused) -> attention_backend, as mcore_adapter
-
-ENVIRONMENTS = {
-    (None, None, None): "auto",
-    ("1", "1", "1"): "auto",
-    ("1", None, None): "auto",
-    ("0", None, None): "auto",
-    ("1", "0", "0"): "flash",
-    ("1", "0", None): "flash",
-    ("0", "1", "0"): "fused",
-    (None, "1", "0"): "fused",
-    ("0", None, "1"): "unfused",
-    ("0", "0", "1"): "unfused",
-    ("0", "0", "0"): "local",
-}
-
-
-def set_switches(monkeypatch, values) -> None:
-    for name, value in zip(TE_SWITCHES, values, strict=True):
-        if value is not None:
-            monkeypatch.setenv(name, value)
+# ---- attention in the environment: (flash, fused, unfused)
 
 
 def switches() -> tuple:
     return tuple(os.environ.get(name) for name in TE_SWITCHES)
-
-
-@pytest.mark.parametrize("values", ENVIRONMENTS)
-def test_the_environment_is_read_as_mcore_adapter_reads_it(values, monkeypatch, path):
-    set_switches(monkeypatch, values)
-    assert (
-        AutoConfig.from_pretrained(path, arguments()).attention_backend.name
-        == (ENVIRONMENTS[values])
-    )
-    chosen = arguments(additional_configs={"attention_backend": "unfused"})
-    assert AutoConfig.from_pretrained(path, chosen).attention_backend.name == "unfused"
 
 
 def put(values) -> None:
@@ -196,39 +165,10 @@ def put(values) -> None:
             os.environ[name] = value
 
 
-def run_in(environments: dict, path: str, out: str) -> dict:
-    """{name: (losses, what was printed, the variables afterwards)} of a step in each."""
-    answers = {}
-    for name, (values, keys) in environments.items():
-        put(values)
-        error, printed, curve = attempt(path, f"{out}/{name}", **ONE_STEP, **keys)
-        answers[name] = curve, f"{error}{printed}", switches()
-    return answers
-
-
-NONE = (None, None, None)
-ON_LOCAL_LAYERS = {
-    "plain": (NONE, {}),
-    "NVTE_FLASH_ATTN": (("0", None, None), {}),
-    "NVTE_FLASH_ATTN, NVTE_FUSED_ATTN": (("0", "1", None), {}),
-    ", ".join(TE_SWITCHES): (("0", "0", "0"), {}),
-    "attention_backend": (NONE, dict(additional_configs={"attention_backend": "flash"})),
-    "apply_rope_fusion": (NONE, dict(apply_rope_fusion=True)),
-}
-
-
-def test_what_transformer_engine_alone_reads_is_said_on_local_layers(path, tmp_path):
-    answers = world.run(run_in, 1, ON_LOCAL_LAYERS, path, str(tmp_path))[0]
-    for name, (curve, printed, left) in answers.items():
-        assert curve == answers["plain"][0] and len(curve) == 1, printed
-        assert (f" {name}: no effect on local layers" in printed) == (name != "plain")
-        assert left == ON_LOCAL_LAYERS[name][0]
-
-
 # the variables, attention_backend of additional_configs, what TE's layers find
 WITH_TE = [
     (("0", None, None), None, ("0", None, None)),  # TE chooses among the other two
-    (("1", None, "0"), None, ("1", "0", "0")),
+    (("1", None, "0"), None, ("1", None, "0")),
     (("0", "0", "1"), "flash", ("1", "0", "0")),
 ]
 
@@ -254,11 +194,11 @@ def test_transformer_engine_finds_what_was_asked_for(path):
     assert world.run(build_with_te, 1, path)[0] == [left for *_, left in WITH_TE]
 
 
-def test_attention_without_transformer_engine_means_local_layers(monkeypatch, path):
-    set_switches(monkeypatch, ("0", "0", "0"))
+def test_attention_backend_local_means_local_layers(path):
+    more = dict(bf16=True, additional_configs={"attention_backend": "local"})
     with te_standins.installed():
-        assert AutoConfig.from_pretrained(path, arguments(bf16=True)).transformer_impl == "local"
-        args = arguments(bf16=True, transformer_impl="transformer_engine")
+        assert AutoConfig.from_pretrained(path, arguments(**more)).transformer_impl == "local"
+        args = arguments(transformer_impl="transformer_engine", **more)
         with pytest.raises(ConfigError, match="attention_backend: local"):
             AutoConfig.from_pretrained(path, args)
 

@@ -295,7 +295,5 @@ def test_the_decision_how_weights_are_loaded_is_said(model_path, tmp_path):
     world.run(train, 2, model_path, str(tmp_path), steps=2, **SAVE, **TP2)
     saved = str(tmp_path / "checkpoint-2")
     assert world.run(decision, 2, saved, **TP2) == ["loaded directly: the layout is the same"] * 2
-    assert world.run(decision, 1, saved) == [
-        "resharded from (tp, pp, vpp, ep) (2, 1, 1, 1) to (1, 1, 1, 1)"
-    ]
+    assert world.run(decision, 1, saved) == ["resharded from another layout"]
     assert world.run(decision, 1, model_path) == ["converted from Hugging Face safetensors"]

@@ -180,10 +180,6 @@ SCALINGS = {
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("scaling", SCALINGS)
 def test_rope_is_that_of_the_hf_model(family, scaling, tmp_path):
-    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (
-        _yarn_get_concentration_factor_from_config,
-    )
-
     theirs = hf(family, head_dim=16, rope_parameters=SCALINGS[scaling])
     rope = FAMILIES[family][1](theirs)
     for config in (from_hf_config(theirs, arguments()), saved(from_hf_config(theirs), tmp_path)):
@@ -191,10 +187,6 @@ def test_rope_is_that_of_the_hf_model(family, scaling, tmp_path):
         assert inv_freq.dtype == torch.float32
         assert torch.equal(inv_freq.cpu(), rope.inv_freq)
         assert factor == rope.attention_scaling
-        # what megatron's attention multiplies cos and sin with
-        assert _yarn_get_concentration_factor_from_config(config) == pytest.approx(
-            factor, rel=1e-12
-        )
 
 
 @pytest.mark.parametrize("scaling", SCALINGS)
@@ -513,7 +505,7 @@ def test_folders_without_a_config_and_files_of_no_known_class_are_named(tmp_path
     with pytest.raises(ValueError, match="got model_class 'Other'"):
         AutoConfig.from_pretrained(str(tmp_path))
     (tmp_path / "mca_config.json").write_text('{"model_class": "McaModelConfig", "num_layer": 2}')
-    with pytest.raises(ValueError, match="'num_layer' is not a field.*did you mean 'num_layers'"):
+    with pytest.raises(ValueError, match="not fields of McaModelConfig: num_layer"):
         AutoConfig.from_pretrained(str(tmp_path))
 
 

@@ -193,7 +193,6 @@ def test_packed_parameters_are_megatrons_thd_format():
 def core_attention(window=None):
     """Core attention of 4 heads and 2 query groups of 8 channels."""
     config = SimpleNamespace(
-        context_parallel_size=1,
         layer_type=lambda number: "sliding_attention",
         sliding_window=window,
         attn_logit_softcapping=None,
@@ -202,7 +201,8 @@ def core_attention(window=None):
         recompute_granularity=None,
         rows_are_packed=True,
     )
-    return CoreAttention(config, 1).eval()
+    alone = SimpleNamespace(size=lambda: 1, rank=lambda: 0)
+    return CoreAttention(config, 1, SimpleNamespace(cp=alone)).eval()
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def _modules():
         def forward(self, query, key, value, attention_mask=None, packed_seq_params=None, **unused):
             if packed_seq_params is not None:
                 query, key, value = (x[:, None] for x in (query, key, value))
-            return super().forward(query, key, value, None, packed_seq_params)
+            return super().forward(query, key, value, packed_seq_params)
 
     return Linear, NormLinear, RMSNorm, Attention
 
