@@ -166,11 +166,11 @@ class Checkpoints:
         step = self.written_step = trainer.state.global_step
         final = ckpt_folder.checkpoint_folder(args.output_dir, step)
         temporary = ckpt_folder.temporary_folder(final)
-        parallel.on_main(lambda: _make_empty(temporary), CheckpointError)
+        parallel.on_main(lambda: make_empty(temporary), CheckpointError)
         trainer.backend.finish_param_sync()
         if self._base is None:  # frozen: once is enough
             self._base = lora.base_sample(trainer.model)
-        files: dict[str, str | bytes] = {f"rng-{parallel.rank()}.pt": _random_states()}
+        files: dict[str, str | bytes] = {f"rng-{parallel.rank()}.pt": random_states()}
         if parallel.is_main():
             files[TRAINER_STATE_NAME] = _state_to_store(trainer.state, final)
             files[TRAINING_NAME] = _json({**self._training_record(), "base": self._base})
@@ -242,7 +242,7 @@ class Checkpoints:
         batch or another optimizer. Other settings are taken, and a line lists them.
         """
         trainer = self.trainer
-        record, state = _read_records(folder)
+        record, state = read_records(folder)
         if not record["with_optimizer"]:
             raise CheckpointError(
                 f"{folder} was saved with save_only_model and cannot be resumed from: start from "
@@ -278,7 +278,7 @@ class Checkpoints:
         # last: it writes rate and decay into the optimizer's groups, by the schedule of this run
         trainer.lr_scheduler.num_steps = 0
         trainer.lr_scheduler.step(record["scheduler_steps"])
-        _restore_random_states(folder, record["layout"] == now["layout"])
+        restore_random_states(folder, record["layout"] == now["layout"])
         parallel.on_main(lambda: self._tidy(folder), CheckpointError)
         taken = [f"{key} {was} -> {now}" for key, (was, now) in changed.items()]
         if taken:
@@ -391,7 +391,8 @@ class _Job:
         parallel.on_all(finish, CheckpointError, words)
 
 
-def _make_empty(folder: Path) -> None:
+def make_empty(folder: Path) -> None:
+    """Remove what stands at a path and make a folder there."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
 
@@ -427,7 +428,7 @@ _KINDS = {  # of the fields of training.json
 }
 
 
-def _read_records(folder: Path) -> tuple[dict, TrainerState]:
+def read_records(folder: Path) -> tuple[dict, TrainerState]:
     """(training.json, trainer_state.json) of a checkpoint. CheckpointError, on every rank, for
     other content than is written there."""
     path = folder / TRAINING_NAME
@@ -538,7 +539,8 @@ def _shown(value: Any) -> str:
 # -- random states
 
 
-def _random_states() -> bytes:
+def random_states() -> bytes:
+    """This rank's random states of torch, CUDA, megatron, Python and NumPy, as a file of torch."""
     name, keys, *rest = np.random.get_state()
     states = {
         "torch": torch.get_rng_state(),
@@ -552,7 +554,7 @@ def _random_states() -> bytes:
     return stream.getvalue()
 
 
-def _restore_random_states(folder: Path, is_same_layout: bool) -> None:
+def restore_random_states(folder: Path, is_same_layout: bool) -> None:
     """Restore this rank's random state if the layout is unchanged. Collective; CheckpointError on
     every rank if the file of any has other content."""
     path = folder / f"rng-{parallel.rank()}.pt"

@@ -128,7 +128,7 @@ class MegatronSnapshot:
 
     def __init__(self, models, optimizer=None, copy: bool = False):
         self._steps: int | None = None
-        holders = _holders_of_all(models, optimizer)
+        holders = holders_of_all(models, optimizer)
         chunks = models.sharded_state_dict()
         state = {name: _mine_to_write(chunk, holders, copy) for name, chunk in chunks.items()}
         if optimizer is not None:
@@ -215,7 +215,7 @@ class _Holders(NamedTuple):
         return self.group.rank() == self.writer
 
 
-def _holders_of_all(models, optimizer) -> dict[int, _Holders]:
+def holders_of_all(models, optimizer) -> dict[int, _Holders]:
     """{id of a parameter: its holders}. The writer is the rank with a piece of the state and the
     least to write so far: no rank gathers a state cut by many."""
     cuts = _cuts(optimizer)

@@ -160,7 +160,7 @@ def test_no_rank_writes_more_than_its_share_and_one_bucket(monkeypatch, shape, r
 
     models, optimizer = cut_optimizer(SHAPES[shape], ranks)
     monkeypatch.setattr(parallel, "replica_group", lambda of_expert: optimizer.data_parallel_group)
-    holders, written = ckpt_megatron._holders_of_all(models, optimizer), [0] * ranks
+    holders, written = ckpt_megatron.holders_of_all(models, optimizer), [0] * ranks
     for parameter in models.parameters():
         group, writer, pieces = holders[id(parameter)]
         pieces = sorted(pieces.values())

@@ -10,6 +10,7 @@ import resource
 import shutil
 import signal
 import tempfile
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -344,7 +345,8 @@ def named_late(path: str, out: str) -> list:
             )
             if state.global_step == 3:
                 gates[2].set()
-                trainer.checkpoints._job.thread.join()
+                while trainer.checkpoints.is_writing:
+                    time.sleep(0.01)
             if state.global_step == 6 and late:
                 threading.Timer(0.2, gates[4].set).start()
 
@@ -489,7 +491,7 @@ def test_auto_falls_back_where_a_manifest_has_other_types_or_files(tmp_path, cha
     older = small_checkpoint(tmp_path / "checkpoint-2")
     newer = small_checkpoint(tmp_path / "checkpoint-4")
     record = ckpt_folder.read_manifest(newer) | change
-    record["crc32"] = ckpt_folder._crc_of(record)
+    record["crc32"] = ckpt_folder.crc_of(record)
     (newer / "manifest.json").write_text(json.dumps(record))
     found, said = start(tmp_path)
     assert found == older and "skipped checkpoint-4" in said[0] and "is damaged" in said[0]
@@ -566,11 +568,11 @@ def test_records_of_a_checkpoint_with_other_content_are_named(tmp_path):
     for name, texts in contents.items():
         (folder / "training.json").write_text(json.dumps(good))
         (folder / "trainer_state.json").write_text('{"global_step": 4}')
-        assert ckpt._read_records(folder)[1].global_step == 4
+        assert ckpt.read_records(folder)[1].global_step == 4
         for bad in (*texts, "[" * 100_000, "null", ""):
             (folder / name).write_text(bad)
             with pytest.raises(ckpt_folder.CheckpointError, match=f"{name}.*another checkpoint"):
-                ckpt._read_records(folder)
+                ckpt.read_records(folder)
 
 
 NO_STATES = [None, [1], {}, "text", {"torch": "x"}, {"torch": torch.zeros(3, dtype=torch.uint8)}]
@@ -581,14 +583,14 @@ def test_random_states_that_are_none_are_named(tmp_path, content):
     from mca_lite import ckpt
 
     path = tmp_path / "rng-0.pt"
-    path.write_bytes(ckpt._random_states())
+    path.write_bytes(ckpt.random_states())
     before = torch.get_rng_state()
-    ckpt._restore_random_states(tmp_path, True)
+    ckpt.restore_random_states(tmp_path, True)
     assert torch.equal(torch.get_rng_state(), before)
     path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
-    ckpt._restore_random_states(tmp_path, False)  # of another layout: not read
+    ckpt.restore_random_states(tmp_path, False)  # of another layout: not read
     with pytest.raises(ckpt_folder.CheckpointError, match="random states cannot be read.*another"):
-        ckpt._restore_random_states(tmp_path, True)
+        ckpt.restore_random_states(tmp_path, True)
 
 
 def sign_again(folder: Path) -> None:

@@ -77,7 +77,9 @@ def test_a_piped_session_keeps_the_history_that_the_template_writes(models, monk
     plain.messages.clear()
     wanted.append(plain.say("w5"))
     plain.messages[:] = [{"role": "system", "content": "w7"}]
-    wanted += [plain.say("w5"), cli_generate._COMMANDS, plain.say("w6")]
+    wanted += [plain.say("w5"), plain.say("w6")]
+    listed = out.pop(len(wanted) - 1)  # the answer to a command that there is not
+    assert all(command in listed for command in ("/new", "/system", "/exit"))
     assert out == wanted and prompts == plain.prompts
 
 
@@ -137,7 +139,7 @@ def test_what_is_no_model_is_told_with_a_remedy(models, monkeypatch, tmp_path):
     text = json.dumps({"base_model_name_or_path": "./\x1b[2J"})
     (tmp_path / "adapter_config.json").write_text(text)
     code, _, error = chat(monkeypatch, ["w3"], str(tmp_path))
-    assert code == 2 and "./\ufffd[2J: no such folder" in error and "\x1b" not in error
+    assert code == 2 and "./\ufffd[2J" in error and "\x1b" not in error
 
 
 def test_a_template_that_refuses_a_conversation_leaves_the_session(models, monkeypatch, tmp_path):

@@ -189,14 +189,14 @@ def full_disk(out: str, cache: str, file: str, use_mca: str) -> tuple[int, str, 
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).symlink_to("/dev/full")
 
-    def make_empty(folder: Path, make=ckpt._make_empty) -> None:
+    def make_empty(folder: Path, make=ckpt.make_empty) -> None:
         make(folder)
         link(folder)
 
     if "config.yaml" in file:
         link(Path(out))
     else:
-        ckpt._make_empty = make_empty
+        ckpt.make_empty = make_empty
     os.chdir(ROOT)
     said, words = io.StringIO(), f"configs/sft.yaml {SHORT} save_strategy=steps max_steps=1"
     words += f" max_samples=20 output_dir={out} cache_dir={cache} use_mca={use_mca}"

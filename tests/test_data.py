@@ -553,7 +553,7 @@ def test_a_damaged_shard_is_tokenised_anew_with_one_line(
     file = write(tmp_path / "a.jsonl", "bc", "def", "g")
     train = load(tokenizer, "sft", file).train
     wanted, folder = contents(train), train.shards[0].folder
-    monkeypatch.setattr(data_encode, "_whole", set())  # another process
+    monkeypatch.setattr(data_encode, "checked_files", set())  # another process
     part, harm, line = DAMAGE[name]
     harm(folder / part)
     capsys.readouterr()

@@ -290,7 +290,7 @@ def test_the_cache_knows_pairs_from_conversations(tmp_path, monkeypatch):
     ):
         folders.add(load(tmp_path, file, stage=stage, **options).train.shards[0].folder.name)
     assert len(folders) == 4
-    monkeypatch.setattr(Encoder, "_tokenize", None)  # what is cached is not tokenised again
+    monkeypatch.setattr(Encoder, "encode", None)  # what is cached is not tokenised again
     assert shown(load(tmp_path, file).train) == [(CHAT, "good<|im_end|>", "bad<|im_end|>")]
 
 

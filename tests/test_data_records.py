@@ -583,12 +583,12 @@ def test_a_record_far_longer_than_cutoff_len_is_refused_with_its_size():
     with pytest.raises(ValueError, match=words):
         encode({"prompt": long, "completion": "b"}, None, form="prompt-completion", cutoff_len=128)
     data_args = DataArguments(dataset=["t"], cutoff_len=1_000_000)
-    Encoder(byte_tokenizer(CHATML), None, SFT, data_args)._check_size(32_000_000, "t.json:1")
+    Encoder(byte_tokenizer(CHATML), None, SFT, data_args).check_size(32_000_000, "t.json:1")
     for packing in (True, False):
         data_args = DataArguments(dataset=["t"], cutoff_len=8, packing=packing)
         encoder = Encoder(byte_tokenizer(), None, PT, data_args)
         if packing:  # nothing is cut off texts that are joined
-            encoder._check_size(1_000_001, "t.json:1")
+            encoder.check_size(1_000_001, "t.json:1")
             continue
         with pytest.raises(ValueError, match="t.txt:1: the record has 1,000,001 characters"):
             encoder.encode([("t.txt:1", long + "b", {})])

@@ -61,7 +61,7 @@ def plain(row) -> list:
 
 def with_states(train, count: int, state: dict | None = None) -> list[tuple[list, dict]]:
     """(row, the position behind it as a checkpoint keeps it) of rows from a kept position on."""
-    rows = itertools.islice(train.rows(train._position_of(state)), count)
+    rows = itertools.islice(train.rows(Position(**state or {})), count)
     return [(plain(row), json.loads(json.dumps(dataclasses.asdict(at)))) for row, at in rows]
 
 
@@ -168,11 +168,13 @@ def test_going_on_reads_one_block_again_and_tokenises_one_chunk(tmp_path, monkey
     train = stream(tmp_path, file, buffer_size=400)
     *_, (_, position) = itertools.islice(train.rows(), 2000)
     read, tokenised = [], []
-    records, encode = data_encode.read_records, train._tokenize
+    records, encode = data_encode.read_records, train.encoder.encode
     monkeypatch.setattr(
         data_encode, "read_records", lambda *a: (read.append(r) or r for r in records(*a))
     )
-    train._tokenize = lambda chunk: (tokenised.extend(chunk), encode(chunk))[1]
+    monkeypatch.setattr(
+        train.encoder, "encode", lambda chunk: (tokenised.extend(chunk), encode(chunk))[1]
+    )
     next(train.rows(position))
     assert len(read) <= 402 and len(tokenised) <= 200
     number = [int(where.rpartition(":")[2]) for where, _ in read[1:]]
@@ -317,8 +319,7 @@ def test_data_that_gives_nothing_to_train_on_ends(tmp_path):
 def test_a_position_of_something_else_is_refused(tmp_path, state):
     train = stream(tmp_path, write(tmp_path / "a.jsonl", 9))
     with pytest.raises(ValueError, match="data_position .*: no position of this stream"):
-        train._position_of(state)
-    assert train._position_of(None) == Position()
+        train.loader(list, BatchPlan(8, 8, 1, 0, 1, 0, shuffle=False), state, 0, False)
 
 
 @pytest.mark.parametrize(

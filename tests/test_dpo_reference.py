@@ -286,14 +286,14 @@ def asked_to_stop(path, out, cache) -> tuple:
     said = io.StringIO()
 
     def at_first_part(trainer):
-        score = trainer._score
+        by_sample = trainer.evaluator.by_sample
 
-        def scored(pairs):
+        def scored(*args):
             if int(os.environ["RANK"]) == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
-            return score(pairs)
+            return by_sample(*args)
 
-        trainer._score = scored
+        trainer.evaluator.by_sample = scored
 
     code = None
     with contextlib.redirect_stdout(said):
@@ -407,7 +407,7 @@ def test_what_cannot_be_trained_is_refused_before_training(start, tmp_path):
     [texts] = world.run(refusals, 1, *start, str(tmp_path))
     words = [
         "expected one of sigmoid, orpo", "has no reference model", "has a reference model",
-        "only pref_loss sigmoid",
+        "dpo_label_smoothing: 0.1",
         "pref_beta: 0.0", "leave ref_model out", "a data set of pairs, or stage: sft",
         "there are no adapters to switch off",
         "expected no ref_model", "calculate_per_token_loss: true",
@@ -433,9 +433,15 @@ def scores(path, adapter, out, keys) -> tuple:
     model, second = (AutoModel.from_pretrained(path, args) for _ in range(2))
     trainer = DPOTrainer(load_adapter(model, adapter, 0.3), DPOConfig(), second, args)
     trainer.backend.train_mode(True)
-    found = [trainer._score(Pairs()).tolist() for _ in range(2)]
-    run = functools.partial(trainer._reference_logps, trainer.ref_chunks)
-    found.append(trainer.evaluator.by_sample(Pairs(), run, (2,)).tolist())
+
+    def log_probs(chunks, batches, seq_length):
+        found = trainer.compute_reference_log_probs(chunks, batches, seq_length) or ()
+        return [torch.stack(list(of_batch.values()), -1) for of_batch in found]
+
+    found = []
+    for chunks in (trainer.models, trainer.models, trainer.ref_chunks):
+        run = functools.partial(log_probs, chunks)
+        found.append(trainer.evaluator.by_sample(Pairs(), run, (2,)).tolist())
     return found, all(adapter.enabled for adapter in adapters_of(trainer.model)) and trainer.models[
         0
     ].training
@@ -551,7 +557,7 @@ def work(path: str, adapter: str, out: str) -> dict:
     found = {}
     for name, keys in cases.items():
         of_step = our_run(path, f"{out}/{name}", max_steps=1, **keys).events.work
-        beside = 0 if of_step.beside is None else of_step.beside.frozen
+        beside = 0 if of_step.reference is None else of_step.reference.weights
         found[name] = of_step.frozen + of_step.trained, beside
     return found
 

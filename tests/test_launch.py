@@ -164,7 +164,7 @@ def hold_from_a_folder_of_ones_own(folder: str) -> str:
 
     from mca_lite import ckpt_folder
 
-    ckpt_folder._SEE_S = 0.5
+    ckpt_folder.SEE_S = 0.5
     os.makedirs(f"{folder}/{dist.get_rank()}")
     os.chdir(f"{folder}/{dist.get_rank()}")
     try:
