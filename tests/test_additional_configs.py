@@ -30,7 +30,7 @@ ALLOWED = {
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory) -> str:
+def two_layers(tmp_path_factory) -> str:
     return tiny.save_model(tmp_path_factory.mktemp("model"), "qwen3", num_hidden_layers=2)
 
 
@@ -42,11 +42,11 @@ def no_switches(monkeypatch):
         monkeypatch.delenv(name)
 
 
-def arguments(**keys) -> TrainingArguments:
+def unused_run(**keys) -> TrainingArguments:
     return TrainingArguments(output_dir="unused", **keys)
 
 
-def evaluate(model, out: str, **keys) -> float:
+def evaluation_loss(model, out: str, **keys) -> float:
     from mca_lite.trainer import McaTrainer
 
     args = TrainingArguments(output_dir=out, overwrite_output_dir=True, disable_tqdm=True, **keys)
@@ -72,7 +72,7 @@ def train_and_evaluate(path: str, out: str, **keys) -> tuple[list, float, list[d
     evals = dict(eval_strategy="steps", eval_steps=2)
     curve = train(path, out, adapt=look, **brief, **evals, **keys)
     bf16 = dict(bf16=True) if keys.get("bf16") else {}
-    return curve, evaluate(load_torch_model(out), f"{out}/again", **bf16), seen
+    return curve, evaluation_loss(load_torch_model(out), f"{out}/again", **bf16), seen
 
 
 # ---- what is on the list
@@ -83,12 +83,12 @@ def test_the_list_is_tested_field_by_field():
 
 
 @pytest.mark.parametrize("field", ALLOWED)
-def test_an_allowed_field_reaches_the_layers_and_changes_no_number(field, path, tmp_path):
+def test_an_allowed_field_reaches_the_layers_and_changes_no_number(field, two_layers, tmp_path):
     value, keys = ALLOWED[field]
     ranks = 2 if keys in (PP2, TP2) else 1
     runs = {"plain": {}, "set": dict(additional_configs={field: value})}
     answers = {
-        name: world.run(train_and_evaluate, ranks, path, str(tmp_path / name), **keys, **more)
+        name: world.run(train_and_evaluate, ranks, two_layers, str(tmp_path / name), **keys, **more)
         for name, more in runs.items()
     }
     for plain, changed in zip(answers["plain"], answers["set"], strict=True):
@@ -104,7 +104,7 @@ def test_values_are_read_by_their_types():
     from megatron.core.transformer.enums import AttnBackend
 
     given = {"attention_backend": AttnBackend.fused, "batch_p2p_sync": "no"}
-    args = arguments(additional_configs=given, **PP2)
+    args = unused_run(additional_configs=given, **PP2)
     assert args.additional_configs == {"attention_backend": "fused", "batch_p2p_sync": False}
     assert given["batch_p2p_sync"] == "no"  # the caller's stays
 
@@ -120,7 +120,7 @@ def test_values_are_read_by_their_types():
     ],
 )
 def test_a_value_that_cannot_be_or_has_no_effect_is_refused(given, reason):
-    [(key, problem)] = keys_of(arguments, additional_configs=given, **PP2).items()
+    [(key, problem)] = keys_of(unused_run, additional_configs=given, **PP2).items()
     assert key == f"additional_configs.{next(iter(given))}" and reason in problem.reason
 
 
@@ -128,7 +128,7 @@ def test_a_value_that_cannot_be_or_has_no_effect_is_refused(given, reason):
 
 
 def test_a_theta_that_the_export_would_not_know_is_refused():
-    problem = keys_of(arguments, additional_configs={"rotary_base": 2})
+    problem = keys_of(unused_run, additional_configs={"rotary_base": 2})
     words = str(problem["additional_configs.rotary_base"])
     assert "config.json decides it" in words and "try: rope_theta in the model's" in words
 
@@ -139,23 +139,23 @@ def test_every_other_field_of_megatrons_config_is_refused_with_any_value(value):
 
     names = {f.name for c in (McaModelConfig, MLATransformerConfig) for f in dataclasses.fields(c)}
     names -= ADDITIONAL_FIELDS.keys()
-    problems = keys_of(arguments, additional_configs=dict.fromkeys(names, value))
+    problems = keys_of(unused_run, additional_configs=dict.fromkeys(names, value))
     assert problems.keys() == {f"additional_configs.{name}" for name in names}
 
 
-def test_python_cannot_set_another_field_after_the_constructor(path):
-    args = arguments()
+def test_python_cannot_set_another_field_after_the_constructor(two_layers):
+    args = unused_run()
     args.additional_configs["rotary_base"] = 2
     with pytest.raises(ConfigError, match="additional_configs.rotary_base"):
-        AutoConfig.from_pretrained(path, args)
+        AutoConfig.from_pretrained(two_layers, args)
 
 
-def test_a_field_of_the_run_that_saved_a_checkpoint_is_not_the_next_runs(path, tmp_path):
-    first = arguments(additional_configs={"deallocate_pipeline_outputs": True}, **PP2)
-    AutoConfig.from_pretrained(path, first).save_pretrained(tmp_path)
+def test_a_field_of_the_run_that_saved_a_checkpoint_is_not_the_next_runs(two_layers, tmp_path):
+    first = unused_run(additional_configs={"deallocate_pipeline_outputs": True}, **PP2)
+    AutoConfig.from_pretrained(two_layers, first).save_pretrained(tmp_path)
     saved = str(tmp_path)
     assert AutoConfig.from_pretrained(saved).deallocate_pipeline_outputs
-    assert not AutoConfig.from_pretrained(saved, arguments(**PP2)).deallocate_pipeline_outputs
+    assert not AutoConfig.from_pretrained(saved, unused_run(**PP2)).deallocate_pipeline_outputs
 
 
 # ---- attention in the environment: (flash, fused, unfused) -> attention_backend, as mcore_adapter
@@ -186,14 +186,14 @@ def switches() -> tuple:
 
 
 @pytest.mark.parametrize("values", ENVIRONMENTS)
-def test_the_environment_is_read_as_mcore_adapter_reads_it(values, monkeypatch, path):
+def test_the_environment_is_read_as_mcore_adapter_reads_it(values, monkeypatch, two_layers):
     set_switches(monkeypatch, values)
     assert (
-        AutoConfig.from_pretrained(path, arguments()).attention_backend.name
+        AutoConfig.from_pretrained(two_layers, unused_run()).attention_backend.name
         == (ENVIRONMENTS[values])
     )
-    chosen = arguments(additional_configs={"attention_backend": "unfused"})
-    assert AutoConfig.from_pretrained(path, chosen).attention_backend.name == "unfused"
+    chosen = unused_run(additional_configs={"attention_backend": "unfused"})
+    assert AutoConfig.from_pretrained(two_layers, chosen).attention_backend.name == "unfused"
 
 
 def put(values) -> None:
@@ -225,8 +225,8 @@ ON_LOCAL_LAYERS = {
 }
 
 
-def test_what_transformer_engine_alone_reads_is_said_on_local_layers(path, tmp_path):
-    answers = world.run(run_in, 1, ON_LOCAL_LAYERS, path, str(tmp_path))[0]
+def test_what_transformer_engine_alone_reads_is_said_on_local_layers(two_layers, tmp_path):
+    answers = world.run(run_in, 1, ON_LOCAL_LAYERS, two_layers, str(tmp_path))[0]
     for name, (curve, printed, left) in answers.items():
         assert curve == answers["plain"][0] and len(curve) == 1, printed
         assert (f" {name}: no effect on local layers" in printed) == (name != "plain")
@@ -250,7 +250,7 @@ def build_with_te(path: str) -> list[tuple]:
         for values, backend, _ in WITH_TE:
             put(values)
             more = {"attention_backend": backend} if backend else {}
-            args = arguments(
+            args = unused_run(
                 bf16=True, transformer_impl="transformer_engine", additional_configs=more
             )
             assert AutoModel.from_pretrained(path, args).config.transformer_impl != "local"
@@ -258,17 +258,20 @@ def build_with_te(path: str) -> list[tuple]:
     return answers
 
 
-def test_transformer_engine_finds_what_was_asked_for(path):
-    assert world.run(build_with_te, 1, path)[0] == [left for *_, left in WITH_TE]
+def test_transformer_engine_finds_what_was_asked_for(two_layers):
+    assert world.run(build_with_te, 1, two_layers)[0] == [left for *_, left in WITH_TE]
 
 
-def test_attention_without_transformer_engine_means_local_layers(monkeypatch, path):
+def test_attention_without_transformer_engine_means_local_layers(monkeypatch, two_layers):
     set_switches(monkeypatch, ("0", "0", "0"))
     with te_standins.installed():
-        assert AutoConfig.from_pretrained(path, arguments(bf16=True)).transformer_impl == "local"
-        args = arguments(bf16=True, transformer_impl="transformer_engine")
+        assert (
+            AutoConfig.from_pretrained(two_layers, unused_run(bf16=True)).transformer_impl
+            == "local"
+        )
+        args = unused_run(bf16=True, transformer_impl="transformer_engine")
         with pytest.raises(ConfigError, match="attention_backend: local"):
-            AutoConfig.from_pretrained(path, args)
+            AutoConfig.from_pretrained(two_layers, args)
 
 
 def test_the_flag_of_bf16_products_is_torchs():

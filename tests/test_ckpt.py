@@ -43,7 +43,7 @@ def stopped_once(model_path, tmp_path_factory):
         key = layout, str(keys)
         if key not in done:
             folder, (ranks, own) = tmp_path_factory.mktemp(layout), LAYOUTS[layout]
-            done[key] = folder, stopped(model_path, folder, ranks, {**own, **keys})
+            done[key] = folder, stop_after_two(model_path, folder, ranks, {**own, **keys})
         return done[key]
 
     return run
@@ -83,7 +83,7 @@ def test_saving_changes_no_number(model_path, stopped_once, tmp_path):
     assert stopped_once("dp2_overlap", DROPOUT)[1] == plain
 
 
-def stopped(model_path, folder, ranks, keys) -> list:
+def stop_after_two(model_path, folder, ranks, keys) -> list:
     """The curve of a whole run, whose later checkpoints are gone then: as if it had died after step
     2.
     """
@@ -108,7 +108,7 @@ def test_resume_in_another_layout(model_path, stopped_once, tmp_path, before, af
 
 
 def test_the_torch_backend_resumes_bit_for_bit(model_path, tmp_path):
-    whole = stopped(model_path, tmp_path / "parts", 2, dict(backend="torch"))
+    whole = stop_after_two(model_path, tmp_path / "parts", 2, dict(backend="torch"))
     keys = {**SAVE, "resume_from_checkpoint": "auto", "backend": "torch"}
     assert world.run(train, 2, model_path, str(tmp_path / "parts"), steps=WHOLE, **keys)[0] == whole
 
@@ -119,7 +119,7 @@ def test_the_first_line_after_a_resume_has_the_steps_before_it_too(
 ):
     """Lines at steps 3 and 5, and the checkpoint at step 2: the sums of two steps are in it."""
     keys = {**SAVE, **own, "logging_steps": 3}
-    whole = stopped(model_path, tmp_path, ranks, keys)
+    whole = stop_after_two(model_path, tmp_path, ranks, keys)
     saved = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
     loss, count, tokens, _, positions = saved["log_sums"]["sums"]
     assert loss > 0 and 0 < count <= tokens <= positions
@@ -191,7 +191,7 @@ def test_random_numbers_of_python_and_numpy_go_on_where_they_stopped(model_path,
 
 def test_bf16_resumes_with_its_master_weights(model_path, tmp_path):
     keys = dict(bf16=True, **OVERLAP)
-    whole = stopped(model_path, tmp_path / "parts", 2, keys)
+    whole = stop_after_two(model_path, tmp_path / "parts", 2, keys)
     keys = {**SAVE, **keys, "resume_from_checkpoint": "auto"}
     assert world.run(train, 2, model_path, str(tmp_path / "parts"), steps=WHOLE, **keys)[0] == whole
 

@@ -48,7 +48,7 @@ def run_folder_copy(run_of_four, tmp_path):
     return tmp_path / "run"
 
 
-def said(path: str, out: str, **keys) -> str:
+def printed_by_run(path: str, out: str, **keys) -> str:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         train(path, out, **keys)
@@ -84,8 +84,8 @@ def test_every_kind_of_damage_is_found_and_named(run_folder_copy, kind):
     model = ckpt_folder.read_manifest(newest)["model"]
     words = do_damage(kind, newest)
     with pytest.raises(ckpt_folder.CheckpointError, match=f"(?s)checkpoint-4.*{words}"):
-        start(run_folder_copy, str(newest), model=model)
-    found, printed = start(run_folder_copy, model=model)
+        find_checkpoint(run_folder_copy, str(newest), model=model)
+    found, printed = find_checkpoint(run_folder_copy, model=model)
     assert found == run_folder_copy / "checkpoint-2"
     assert "skipped checkpoint-4" in printed[0] and words in printed[0]
 
@@ -102,7 +102,9 @@ def test_auto_skips_a_damaged_checkpoint_and_says_why(
     keys = dict(AUTO, resume_from_checkpoint=str(run_folder_copy / "checkpoint-4"), **DIST_OPT)
     for error, _, _ in world.run(attempt, 2, model_path, str(run_folder_copy), steps=5, **keys):
         assert words in error and "checkpoint-4" in error
-    printed = world.run(said, 2, model_path, str(run_folder_copy), steps=5, **AUTO, **DIST_OPT)[0]
+    printed = world.run(
+        printed_by_run, 2, model_path, str(run_folder_copy), steps=5, **AUTO, **DIST_OPT
+    )[0]
     assert "skipped checkpoint-4" in printed and words in printed and "resuming from" in printed
     assert [p.name for p in ckpt_folder.list_checkpoints(run_folder_copy)] == [
         "checkpoint-2",
@@ -142,7 +144,7 @@ def test_a_checkpoint_of_another_model_version_or_backend_is_refused(
         assert "checkpoint-4" in error
 
 
-def full_disk(path: str, out: str, full_rank: int, limit: int, **keys):
+def run_with_full_disk(path: str, out: str, full_rank: int, limit: int, **keys):
     """A run on whose rank `full_rank` files cannot grow beyond `limit` bytes once checkpoint-2 is
     there.
     """
@@ -171,7 +173,7 @@ def test_a_full_disk_stops_all_ranks_and_leaves_what_was_there(
     if keys.get("backend") == "torch" and full_rank:
         limit = 5000  # its rank 1 writes nothing but random states
     for error, _ in world.run(
-        full_disk, 2, model_path, str(tmp_path), full_rank, limit, steps=5, **SAVE, **keys
+        run_with_full_disk, 2, model_path, str(tmp_path), full_rank, limit, steps=5, **SAVE, **keys
     ):
         assert (
             "checkpoint-4 could not be" in error
@@ -282,7 +284,9 @@ def test_what_a_dead_run_left_half_done_is_put_right(model_path, run_of_four, ru
     os.rename(
         run_folder_copy / "checkpoint-4", run_folder_copy / ".checkpoint-4.replaced"
     )  # died between two renames
-    printed = world.run(said, 2, model_path, str(run_folder_copy), steps=5, **AUTO, **DIST_OPT)[0]
+    printed = world.run(
+        printed_by_run, 2, model_path, str(run_folder_copy), steps=5, **AUTO, **DIST_OPT
+    )[0]
     assert "checkpoint-4" in printed
     assert not list(run_folder_copy.glob(".checkpoint*"))
 
@@ -397,7 +401,7 @@ SIGNALED = [
 
 
 @pytest.fixture(scope="module")
-def undisturbed(model_path, tmp_path_factory):
+def undisturbed_curves(model_path, tmp_path_factory):
     """run(keys) -> the curve of a run of two ranks that gets no signal; each is made once."""
     done = {}
 
@@ -412,8 +416,10 @@ def undisturbed(model_path, tmp_path_factory):
 
 
 @pytest.mark.parametrize("number, keys", SIGNALED)
-def test_a_signal_to_one_rank_saves_and_stops_all(model_path, undisturbed, tmp_path, number, keys):
-    whole = undisturbed(keys)
+def test_a_signal_to_one_rank_saves_and_stops_all(
+    model_path, undisturbed_curves, tmp_path, number, keys
+):
+    whole = undisturbed_curves(keys)
     answers = world.run(
         interrupted, 2, model_path, str(tmp_path / "run"), number, steps=4, **SAVE, **keys
     )
@@ -442,7 +448,7 @@ def small_checkpoint(folder: Path) -> Path:
     return folder
 
 
-def start(
+def find_checkpoint(
     output_dir: Path, asked="auto", overwrite: bool = False, model=FACTS["model"]
 ) -> tuple[Path | None, list[str]]:
     """(the checkpoint that a run goes on from, the lines that it prints)."""
@@ -472,7 +478,7 @@ def test_no_flipped_bit_of_a_manifest_is_accepted(tmp_path):
 def test_auto_falls_back_where_a_manifest_is_none(tmp_path, text):
     older = small_checkpoint(tmp_path / "checkpoint-2")
     (small_checkpoint(tmp_path / "checkpoint-4") / "manifest.json").write_text(text)
-    found, said = start(tmp_path)
+    found, said = find_checkpoint(tmp_path)
     assert found == older and "skipped checkpoint-4" in said[0] and "is damaged" in said[0]
 
 
@@ -493,7 +499,7 @@ def test_auto_falls_back_where_a_manifest_has_other_types_or_files(tmp_path, cha
     record = ckpt_folder.read_manifest(newer) | change
     record["crc32"] = ckpt_folder.crc_of(record)
     (newer / "manifest.json").write_text(json.dumps(record))
-    found, said = start(tmp_path)
+    found, said = find_checkpoint(tmp_path)
     assert found == older and "skipped checkpoint-4" in said[0] and "is damaged" in said[0]
 
 
@@ -502,7 +508,7 @@ def test_a_pipe_in_place_of_a_file_is_damage_and_nobody_waits_for_it(tmp_path):
     path = small_checkpoint(tmp_path / "checkpoint-4") / "training.json"
     path.unlink()
     os.mkfifo(path)
-    found, said = start(tmp_path)
+    found, said = find_checkpoint(tmp_path)
     assert found == older and "training.json is missing, or no file" in said[0]
 
 
@@ -530,13 +536,13 @@ def litter(output_dir: Path, elsewhere: Path) -> Path:
 @pytest.mark.parametrize("asked, overwrite", [("auto", False), (None, True)])
 def test_what_is_no_checkpoint_of_ours_is_left_alone(tmp_path, asked, overwrite):
     target = litter(tmp_path / "run", tmp_path / "elsewhere")
-    found, _ = start(tmp_path / "run", asked, overwrite)
+    found, _ = find_checkpoint(tmp_path / "run", asked, overwrite)
     assert found == (tmp_path / "run" / "checkpoint-4" if asked else None)
     assert ckpt_folder.damage(target, ckpt_folder.read_manifest(target)) == ""
     for name in ("checkpoint-2", ".checkpoint-2.tmp", ".checkpoint-1.old"):
         assert (tmp_path / "run" / name).is_symlink()
     assert (tmp_path / "run" / "checkpoint-7").read_text() == "a file"
-    assert start(tmp_path / "run", "auto")[0] == found
+    assert find_checkpoint(tmp_path / "run", "auto")[0] == found
 
 
 def test_pruning_and_naming_touch_no_link(tmp_path):

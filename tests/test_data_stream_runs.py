@@ -24,7 +24,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def keys_of(folder: Path, out: str, **changes) -> dict:
+def stream_keys(folder: Path, out: str, **changes) -> dict:
     keys = dict(
         model_name_or_path=f"{folder}/model",
         dataset=f"{folder}/chat.jsonl,{folder}/other.jsonl",
@@ -62,8 +62,8 @@ def test_a_run_that_stops_goes_on_bit_for_bit(folder, name, keys):
     process that reads ahead, and once more from what this one saved.
     """
     keys = {**keys, "use_mca": name != "rows"}
-    world.run(train, 1, keys_of(folder, f"{name}-whole", **{**keys, "save_strategy": "no"}))
-    keys = keys_of(folder, name, **keys)
+    world.run(train, 1, stream_keys(folder, f"{name}-whole", **{**keys, "save_strategy": "no"}))
+    keys = stream_keys(folder, name, **keys)
     world.run(train, 1, {**keys, "max_steps": 4, "save_steps": 3})
     shutil.rmtree(folder / name / "checkpoint-4")
     keys |= dict(resume_from_checkpoint="auto", dataloader_num_workers=3)
@@ -81,32 +81,32 @@ LAYOUTS = {"dp2": (2, {}), "pp2": (2, PP2), "cp2": (2, CP2)}
 
 
 @pytest.fixture(scope="module")
-def alone(folder) -> list[tuple]:
-    world.run(train, 1, keys_of(folder, "alone", use_mca=False, save_strategy="no", **PACKED))
+def losses_of_one(folder) -> list[tuple]:
+    world.run(train, 1, stream_keys(folder, "alone", use_mca=False, save_strategy="no", **PACKED))
     return losses(folder, "alone")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_sees_the_same_samples_and_resumes_another(folder, alone, layout):
+def test_every_layout_sees_the_same_samples_and_resumes_another(folder, losses_of_one, layout):
     ranks, keys = LAYOUTS[layout]
-    keys = keys_of(folder, layout, **PACKED, **keys)
+    keys = stream_keys(folder, layout, **PACKED, **keys)
     world.run(train, ranks, {**keys, "max_steps": 4, "save_steps": 3})
-    world.run(train, 1, keys_of(folder, layout, resume_from_checkpoint="auto", **PACKED))
-    assert_same_curve(losses(folder, layout), alone)
+    world.run(train, 1, stream_keys(folder, layout, resume_from_checkpoint="auto", **PACKED))
+    assert_same_curve(losses(folder, layout), losses_of_one)
 
 
-def refusals(folder: Path, runs: dict) -> dict:
+def refused_streams(folder: Path, runs: dict) -> dict:
     told = {}
     for name, keys in runs.items():
         try:
-            train({**keys_of(folder, "refused"), **keys})
+            train({**stream_keys(folder, "refused"), **keys})
         except ValueError as error:
             told[name] = str(error)
     return told
 
 
 def test_what_cannot_be_streamed_is_refused_and_said(folder):
-    world.run(train, 1, keys_of(folder, "refused", max_steps=2, use_mca=False))
+    world.run(train, 1, stream_keys(folder, "refused", max_steps=2, use_mca=False))
     resumed = dict(resume_from_checkpoint="auto", use_mca=False)
     runs = {
         "pairs": dict(stage="dpo", dataset=f"{folder}/pairs.jsonl"),
@@ -115,7 +115,7 @@ def test_what_cannot_be_streamed_is_refused_and_said(folder):
         "another buffer": dict(buffer_size=11, **resumed),
         "not streamed": dict(streaming=False, **resumed),
     }
-    [told] = world.run(refusals, 1, folder, runs, timeout_s=120)
+    [told] = world.run(refused_streams, 1, folder, runs, timeout_s=120)
     assert told.keys() == runs.keys()
     assert "streaming: true" in told["pairs"] and "scores them before" in told["pairs"]
     assert "max_steps" in told["no steps"] and "save_strategy: steps" in told["epochs"]
@@ -125,7 +125,7 @@ def test_what_cannot_be_streamed_is_refused_and_said(folder):
 
 def test_evaluation_beside_a_stream_and_its_summary(folder):
     keys = dict(val_size=3, eval_strategy="steps", eval_steps=2, max_steps=2, use_mca=False)
-    words = words_of(keys_of(folder, "held", **keys))
+    words = words_of(stream_keys(folder, "held", **keys))
     [(code, shown, error)] = world.run(run_train, 1, words)
     assert not code, error
     assert [line for line in read_log(f"{folder}/held") if "eval_loss" in line]
@@ -146,7 +146,7 @@ def test_packed_samples_beside_a_stream_are_predicted_and_answered_one_by_one(fo
     written = {}
     for name, packing in {"packed": True, "rows": False}.items():
         out = f"{folder}/{name}-held"
-        world.run(train, 1, keys_of(folder, f"{name}-held", packing=packing, **keys))
+        world.run(train, 1, stream_keys(folder, f"{name}-held", packing=packing, **keys))
         for file in ("predictions.jsonl", "generations.jsonl"):
             lines = [json.loads(line) for line in open(f"{out}/{file}")]
             written[name, file] = [line.get("prompt", line.get("tokens")) for line in lines]

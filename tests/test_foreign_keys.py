@@ -113,7 +113,7 @@ PAGE = ROOT / "configs/MIGRATION.md"
 ROWS = [line.split("|")[1:3] for line in PAGE.read_text().splitlines() if line.startswith("| ")]
 
 
-def keys_in(cell: str) -> list[str]:
+def backticked_keys(cell: str) -> list[str]:
     """The keys that a cell names, of those in backticks that could be some."""
     words = (word.partition(":")[0] for word in re.findall(r"`([^`]+)`", cell))
     return [word for word in words if re.fullmatch(r"[a-z0-9_]+", word)]
@@ -128,10 +128,10 @@ def test_the_page_says_of_which_versions_the_arguments_are():
 def test_the_page_for_those_who_move_in_names_keys_that_are_known():
     others = {"lr_decay_steps", "wsd_decay_steps", "lr_wsd_decay_style", "max_lr"}
     others |= {"router_aux_loss_coef", "constant_with_warmup", "register_loss"}
-    theirs = [key for there, _ in ROWS for key in keys_in(there)]
+    theirs = [key for there, _ in ROWS for key in backticked_keys(there)]
     assert len(theirs) > 30
     assert [k for k in theirs if fate_of(k) == "unknown" and k not in HINTS] == []
-    ours = [key for _, here in ROWS for key in keys_in(here)]
+    ours = [key for _, here in ROWS for key in backticked_keys(here)]
     assert [key for key in ours if key not in FIELDS and key not in others] == []
 
 

@@ -16,7 +16,7 @@ from tests.shared.training import train
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory):
+def adapted(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lora_errors")
     path = tiny.save_model(folder / "model", "qwen3")
     peft_model(path).save_pretrained(folder / "adapter")
@@ -65,9 +65,9 @@ MEANT = {
 
 @pytest.mark.parametrize("backend", ["megatron", "torch"])
 @pytest.mark.parametrize("targets", MEANT)
-def test_targets_mean_these_modules(base, tmp_path, targets, backend):
+def test_targets_mean_these_modules(adapted, tmp_path, targets, backend):
     [(modules, for_peft)] = world.run(
-        specified, 1, base[0], str(tmp_path), backend, targets=targets
+        specified, 1, adapted[0], str(tmp_path), backend, targets=targets
     )
     assert (list(modules), for_peft) == MEANT[targets]
 
@@ -91,8 +91,8 @@ def test_targets_mean_these_modules(base, tmp_path, targets, backend):
         ),
     ],
 )
-def test_adapters_that_cannot_be_are_refused(base, tmp_path, spec, words, backend):
-    [error] = world.run(specified, 1, base[0], str(tmp_path), backend, **spec)
+def test_adapters_that_cannot_be_are_refused(adapted, tmp_path, spec, words, backend):
+    [error] = world.run(specified, 1, adapted[0], str(tmp_path), backend, **spec)
     assert isinstance(error, str) and all(word in error for word in words), error
 
 
@@ -106,9 +106,9 @@ def test_adapters_on_some_experts_of_a_layer_are_refused(tmp_path):
     assert lora.plan(config, lora.LoraSpec(targets=("gate_proj",))).modules
 
 
-def test_half_of_a_fused_matrix_cannot_be_saved_whole(base, tmp_path):
+def test_half_of_a_fused_matrix_cannot_be_saved_whole(adapted, tmp_path):
     [error] = world.run(
-        specified, 1, base[0], str(tmp_path), targets=("o_proj",), modules_to_save=("k_proj",)
+        specified, 1, adapted[0], str(tmp_path), targets=("o_proj",), modules_to_save=("k_proj",)
     )
     assert "are one matrix" in error and "q_proj" in error
 
@@ -122,7 +122,7 @@ def loaded(path: str, output_dir: str, adapter: str, **keys) -> str:
     return "nothing was refused"
 
 
-def changed(adapter: str, folder, **values) -> str:
+def with_config(adapter: str, folder, **values) -> str:
     """A copy of an adapter whose config says something else."""
     shutil.copytree(adapter, folder)
     config = json.loads((folder / "adapter_config.json").read_text())
@@ -131,12 +131,12 @@ def changed(adapter: str, folder, **values) -> str:
 
 
 @pytest.mark.parametrize("ranks, keys", [(1, {}), (2, PP2), (2, TP2), (1, {"backend": "torch"})])
-def test_an_adapter_of_another_model_is_refused_on_every_rank(base, tmp_path, ranks, keys):
+def test_an_adapter_of_another_model_is_refused_on_every_rank(adapted, tmp_path, ranks, keys):
     wider = tiny.save_model(tmp_path / "wider", "qwen3", intermediate_size=64)
-    for error in world.run(loaded, ranks, wider, str(tmp_path), base[1], **keys):
+    for error in world.run(loaded, ranks, wider, str(tmp_path), adapted[1], **keys):
         assert "has shape" in error and "another model" in error and "adapter_name_or_path" in error
     shallow = tiny.save_model(tmp_path / "shallow", "qwen3", num_hidden_layers=2)
-    for error in world.run(loaded, ranks, shallow, str(tmp_path), base[1], **keys):
+    for error in world.run(loaded, ranks, shallow, str(tmp_path), adapted[1], **keys):
         assert "another model" in error and "lacks 14, such as model.layers.2" in error
 
 
@@ -162,31 +162,31 @@ def test_an_adapter_of_another_model_is_refused_on_every_rank(base, tmp_path, ra
         (dict(use_bdlora={"nblocks": 2}), ("use_bdlora is",)),
     ],
 )
-def test_an_adapter_of_another_kind_is_refused(base, tmp_path, values, words):
+def test_an_adapter_of_another_kind_is_refused(adapted, tmp_path, values, words):
     from mca_lite.lora_files import read_adapter
 
     with pytest.raises(ValueError) as refused:
-        read_adapter(changed(base[1], tmp_path / "changed", **values))
+        read_adapter(with_config(adapted[1], tmp_path / "changed", **values))
     assert all(word in str(refused.value) for word in words), refused.value
 
 
-def test_a_damaged_adapter_is_refused(base, tmp_path):
-    adapter = changed(base[1], tmp_path / "damaged")
+def test_a_damaged_adapter_is_refused(adapted, tmp_path):
+    adapter = with_config(adapted[1], tmp_path / "damaged")
     file = tmp_path / "damaged" / "adapter_model.safetensors"
     tensors = load_file(file)
     save_file({k: v for k, v in tensors.items() if "layers.1.mlp.up_proj.lora_B" not in k}, file)
-    [error] = world.run(loaded, 1, base[0], str(tmp_path), adapter)
+    [error] = world.run(loaded, 1, adapted[0], str(tmp_path), adapter)
     assert "lacks" in error and "layers.1.mlp.up_proj.lora_B" in error
-    [error] = world.run(loaded, 1, base[0], str(tmp_path), str(tmp_path / "nowhere"))
+    [error] = world.run(loaded, 1, adapted[0], str(tmp_path), str(tmp_path / "nowhere"))
     assert "holds no adapter_config.json" in error
 
 
 @pytest.mark.parametrize("ranks, keys", [(2, TP2), (1, {"backend": "torch"})])
 def test_an_adapter_that_lacks_a_weight_of_its_modules_to_save_is_refused(
-    base, tmp_path, ranks, keys
+    adapted, tmp_path, ranks, keys
 ):
-    adapter = changed(base[1], tmp_path / "lacks", modules_to_save=["model.norm"])
-    for error in world.run(loaded, ranks, base[0], str(tmp_path), adapter, **keys):
+    adapter = with_config(adapted[1], tmp_path / "lacks", modules_to_save=["model.norm"])
+    for error in world.run(loaded, ranks, adapted[0], str(tmp_path), adapter, **keys):
         assert f"{adapter} lacks base_model.model.model.norm.weight" in error
 
 
@@ -202,8 +202,8 @@ def refusal(path: str, output_dir: str, adapter=None, **keys) -> str:
 
 
 @pytest.mark.parametrize("backend", ["megatron", "torch"])
-def test_a_checkpoint_with_other_adapters_is_not_resumed_from(base, tmp_path, backend):
-    path, adapter = base
+def test_a_checkpoint_with_other_adapters_is_not_resumed_from(adapted, tmp_path, backend):
+    path, adapter = adapted
     keys = {**SAVE, "backend": backend}
     world.run(train_from_adapter, 1, path, str(tmp_path / "lora"), adapter, **{**keys, "steps": 2})
     world.run(train, 1, path, str(tmp_path / "full"), **{**keys, "steps": 2})
@@ -215,7 +215,7 @@ def test_a_checkpoint_with_other_adapters_is_not_resumed_from(base, tmp_path, ba
     peft_model(path, r=2 * RANK).save_pretrained(tmp_path / "other")
     [error] = world.run(refusal, 1, path, str(tmp_path / "lora"), str(tmp_path / "other"), **keys)
     assert f"saved with r {RANK} of its adapters, and this run has {2 * RANK}" in error
-    scaled = changed(adapter, tmp_path / "scaled", use_rslora=True)
+    scaled = with_config(adapter, tmp_path / "scaled", use_rslora=True)
     [error] = world.run(refusal, 1, path, str(tmp_path / "lora"), scaled, **keys)
     assert "saved with use_rslora False of its adapters, and this run has True" in error
 
@@ -224,9 +224,9 @@ def test_a_checkpoint_with_other_adapters_is_not_resumed_from(base, tmp_path, ba
     "ranks, keys, resumed", [(4, {**TP2, **PP2}, {}), (1, dict(backend="torch"), dict(bf16=True))]
 )
 def test_adapters_are_not_resumed_on_another_base_of_the_same_shape(
-    base, tmp_path, ranks, keys, resumed
+    adapted, tmp_path, ranks, keys, resumed
 ):
-    path, adapter = base
+    path, adapter = adapted
     other = tiny.save_model(tmp_path / "other", "qwen3", seed=5)
     keys, out = {**SAVE, **keys}, str(tmp_path / "run")
     world.run(train_from_adapter, ranks, path, out, adapter, **{**keys, "steps": 2})
@@ -240,11 +240,11 @@ def test_adapters_are_not_resumed_on_another_base_of_the_same_shape(
     ]
 
 
-def test_a_checkpoint_is_an_adapter_that_peft_loads(base, tmp_path):
+def test_a_checkpoint_is_an_adapter_that_peft_loads(adapted, tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    path, adapter = base
+    path, adapter = adapted
     world.run(train_from_adapter, 2, path, str(tmp_path), adapter, **{**SAVE, **TP2, "steps": 2})
     model = PeftModel.from_pretrained(
         AutoModelForCausalLM.from_pretrained(path), str(tmp_path / "checkpoint-2")
@@ -290,10 +290,10 @@ def test_keys_that_do_not_work_are_errors(keys, words):
         finetuning(**keys)
 
 
-def test_a_given_dropout_counts_for_an_adapter_too(base, tmp_path):
+def test_a_given_dropout_counts_for_an_adapter_too(adapted, tmp_path):
     from mca_lite.lora_files import adapter_of_keys
 
-    dropping = changed(base[1], tmp_path / "dropping", lora_dropout=0.25)
+    dropping = with_config(adapted[1], tmp_path / "dropping", lora_dropout=0.25)
     found = {}
     for given in (None, 0.0, 0.5):
         found[given] = [

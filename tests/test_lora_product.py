@@ -15,7 +15,7 @@ from tests.shared.training import BRIEF, assert_same_curve
 NAMES = {"all": (("q",), ("k",), ("v",)), "some": (("q",), (), ("v",)), "one": (("q",),)}
 
 
-def adapter_of(names, groups, spec=None):
+def adapter_of_linear(names, groups, spec=None):
     """An adapter of a linear 12 -> 8 + 4 + 4 (one projection: 8), no matrix of it zero."""
     widths = (8, 4, 4)[: len(names)]
     adapter = LoraAdapter(spec or LoraSpec(rank=3, alpha=6), names, 12, widths, groups=groups)
@@ -29,7 +29,7 @@ def adapter_of(names, groups, spec=None):
 @pytest.mark.parametrize("names", NAMES.values(), ids=NAMES)
 @pytest.mark.parametrize("groups", [None, 2])
 def test_one_product_equals_the_sum_of_two(names, groups):
-    adapter, out = adapter_of(names, groups)
+    adapter, out = adapter_of_linear(names, groups)
     x, weight = torch.randn(5, 2, 12, requires_grad=True), torch.randn(out, 12)
     grad, tensors = torch.randn(5, 2, out), [x, *adapter.parameters()]
     expected = F.linear(x, weight) + adapter(x)
@@ -77,7 +77,7 @@ def test_the_sum_is_made_afterwards_where_the_product_cannot_take_it(why):
     dtype = torch.float32 if why == "float32" else torch.bfloat16
     linear = Linear(12, 8, dtype=dtype).requires_grad_(why == "trained")
     spec = LoraSpec(rank=3, alpha=6, dropout=0.5 if why == "dropout" else 0.0)
-    adapter, _ = adapter_of(NAMES["one"], None, spec)
+    adapter, _ = adapter_of_linear(NAMES["one"], None, spec)
     x = torch.randn(4, 12).to(dtype)
     base = linear(x)
     attach(linear, adapter)
@@ -98,7 +98,7 @@ def test_a_weight_that_is_replaced_after_a_product_is_the_one_of_the_next():
         Linear(12, 8, bias=False, dtype=torch.bfloat16).requires_grad_(False) for _ in "ab"
     )
     for linear in (one, other):
-        attach(linear, adapter_of(NAMES["one"], None)[0])
+        attach(linear, adapter_of_linear(NAMES["one"], None)[0])
     x = torch.randn(5, 12).bfloat16()
     one(x)  # moves the weight into the memory that has room for B beside it
     one.weight.data = other.weight.data.clone()

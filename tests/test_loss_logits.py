@@ -36,7 +36,7 @@ def z_trainer(whole: bool = False):
     return WholeLogits if whole else module.ZLossTrainer
 
 
-def curve(path, out, whole=False, **keys):
+def curve_with_log_z(path, out, whole=False, **keys):
     lines = []
 
     from mca_lite import TrainerCallback
@@ -57,7 +57,7 @@ def oracles(tmp_path_factory):
         folder = tmp_path_factory.mktemp(family)
         path = tiny.save_model(folder / "model", family)
         keys = dict(backend="torch", whole=True)
-        found[family] = path, world.run(curve, 1, path, str(folder / "whole"), **keys)[0]
+        found[family] = path, world.run(curve_with_log_z, 1, path, str(folder / "whole"), **keys)[0]
     return found
 
 
@@ -76,7 +76,7 @@ def test_the_examples_z_loss_equals_plain_torch_on_whole_logits(oracles, tmp_pat
     ranks, keys = LAYOUTS[layout]
     path, wanted = oracles[family]
     assert wanted[-1][0] > 1  # the squares, which show in the loss
-    got = world.run(curve, ranks, path, str(tmp_path), loss_chunk_size=5, **keys)
+    got = world.run(curve_with_log_z, ranks, path, str(tmp_path), loss_chunk_size=5, **keys)
     assert_same_curve(got[0], wanted)
 
 
@@ -134,7 +134,7 @@ def problem(vocab=VOCAB):
     return hidden, weight, labels, torch.randn(26, 2, generator=generator)
 
 
-def sharded(chunk_size: int, vocab: int, rows: int) -> list:
+def sharded_losses_of_logits(chunk_size: int, vocab: int, rows: int) -> list:
     """Losses, d hidden and d weight of all ranks together, of which each has `rows` of the head."""
     import torch.distributed as dist
 
@@ -167,7 +167,7 @@ def test_a_function_of_the_logits_has_its_gradients_in_every_layout(ranks, vocab
     losses = on_whole(hidden[kept], weight, labels[kept])
     losses.backward(grad[kept])
     wanted = torch.zeros(26, 2).index_put((kept,), losses.detach())
-    for got in world.run(sharded, ranks, 7, vocab, rows):
+    for got in world.run(sharded_losses_of_logits, ranks, 7, vocab, rows):
         for ours, theirs in zip(got, (wanted, hidden.grad, weight.grad), strict=True):
             torch.testing.assert_close(torch.tensor(ours), theirs, rtol=1e-5, atol=1e-5)
 

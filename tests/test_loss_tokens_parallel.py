@@ -20,7 +20,7 @@ def problem(vocab: int, tied_rows: bool = False):
     return hidden, weight, labels, torch.randn(2, 13, generator=generator)
 
 
-def sharded(vocab: int, chunk_size: int) -> dict:
+def sharded_losses(vocab: int, chunk_size: int) -> dict:
     """Losses, d hidden and d weight of all ranks together, on every rank."""
     import torch.distributed as dist
 
@@ -53,7 +53,7 @@ def test_vocab_parallel_loss_equals_cross_entropy(ranks, chunk_size):
         (hidden @ weight.t()).flatten(0, 1), labels.flatten(), reduction="none"
     ).view(labels.shape)
     losses.backward(grad)
-    for got in world.run(sharded, ranks, vocab, chunk_size):
+    for got in world.run(sharded_losses, ranks, vocab, chunk_size):
         for name, wanted in (
             ("losses", losses),
             ("d_hidden", hidden.grad),

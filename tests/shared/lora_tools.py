@@ -107,7 +107,7 @@ def adapter_of(folder) -> dict[str, torch.Tensor]:
     return {name: t for name, t in tensors.items() if ".base_layer." not in name}
 
 
-def arguments(output_dir: str, **changes):
+def run_arguments(output_dir: str, **changes):
     from mca_lite.args import TrainingArguments
 
     keys = dict(output_dir=output_dir, save_strategy="no", disable_tqdm=True, global_batch_size=4)
@@ -120,7 +120,7 @@ def make(path: str, output_dir: str, backend="megatron", **changes):
     from mca_lite.backend_megatron import MegatronBackend
     from mca_lite.backend_torch import TorchBackend
 
-    args = arguments(output_dir, **changes)
+    args = run_arguments(output_dir, **changes)
     if backend == "torch":
         return model.load_torch_model(path), functools.partial(TorchBackend, args=args)
     return model.AutoModel.from_pretrained(path, args), functools.partial(
