@@ -445,7 +445,7 @@ def lora_on(*targets, dropout=0.0, saved=()):
             rank=8, targets=targets or ("all",), dropout=dropout, modules_to_save=tuple(saved)
         )
         lora.inject(models, spec)
-        lora.fill(models, draw)
+        lora.fill_adapters(models, draw)
         return models
 
     return _adapters.setdefault((targets, dropout, saved), adapt)
