@@ -540,11 +540,10 @@ def test_attention_that_the_local_layers_lack_is_refused(field, value):
     [({}, False), (dict(hidden_dropout=0.1), True), (dict(bias_dropout_fusion=True), True)],
 )
 def test_a_residual_is_compiled_on_a_gpu_where_it_has_dropout(keys, fused, monkeypatch, tmp_path):
-    from mca_lite import TrainingArguments, model_config
-
-    args = TrainingArguments(output_dir=str(tmp_path), transformer_impl="local", **keys)
+    path = tiny.save_model(tmp_path / "model", "llama")
+    args = arguments(transformer_impl="local", **keys)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert model_config._from_arguments(args)["bias_dropout_fusion"] is fused
+    assert AutoConfig.from_pretrained(path, args).bias_dropout_fusion is fused
 
 
 # ---- models that are not trained here

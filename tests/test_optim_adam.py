@@ -309,14 +309,14 @@ def test_a_step_that_is_left_out_is_not_counted(model_path, tmp_path):
 
 def states_of(backend) -> dict:
     """{parameter.state: float32, flat}, and each parameter itself and its updates."""
-    from mca_lite.ckpt_megatron import _owned, _state_names, _state_of
+    from mca_lite.ckpt_megatron import owned_parameters, state_names, state_piece
 
     models, optimizer, states = backend.model, backend.optimizer, {}
     names = {id(p): name for model in models for name, p in model.named_parameters()}
-    for inner, parameter, main, cut in _owned(optimizer, models):
+    for inner, parameter, main, cut in owned_parameters(optimizer, models):
         name = names[id(parameter)]
-        for state in _state_names(optimizer, parameter):
-            states[f"{name}.{state}"] = _state_of(inner, main, cut, state).numpy().copy()
+        for state in state_names(optimizer, parameter):
+            states[f"{name}.{state}"] = state_piece(inner, main, cut, state).numpy().copy()
         states[f"{name}.weight"] = parameter.detach().float().view(-1).numpy()
         states[f"{name}.step"] = float(inner.state[main]["step"])
     return states
@@ -326,7 +326,7 @@ def there_and_back(path: str, out: str) -> list[dict]:
     """The states of optimizers that load each other's checkpoints: split, distributed, split."""
     from mca_lite import TrainingArguments
     from mca_lite.backend_megatron import MegatronBackend
-    from mca_lite.ckpt_megatron import _owned
+    from mca_lite.ckpt_megatron import owned_parameters
     from mca_lite.model import AutoModel
 
     found = []
@@ -337,7 +337,7 @@ def there_and_back(path: str, out: str) -> list[dict]:
         if i:
             backend.load_state(Path(out, str(i - 1)))
         else:
-            for inner, parameter, main, _ in _owned(optimizer, backend.model):
+            for inner, parameter, main, _ in owned_parameters(optimizer, backend.model):
                 noise = [draw(*parameter.shape, seed=7 + k) for k in range(3)]
                 moments = dict(exp_avg=noise[1], exp_avg_sq=noise[2].square())
                 master = parameter.detach().float() * (1 + 1e-3 * noise[0])
@@ -348,7 +348,7 @@ def there_and_back(path: str, out: str) -> list[dict]:
         snapshot = backend.snapshot(with_optimizer=True, copy=False)
         snapshot.finish(folder, [snapshot.write(folder)[1]])
     backend.load_state(Path(out, "0"), with_optimizer=False)  # weights that somebody else sets
-    for inner, parameter, main, _ in _owned(optimizer, backend.model):
+    for inner, parameter, main, _ in owned_parameters(optimizer, backend.model):
         assert torch.equal(inner.master(main), parameter.detach().float())
     return found
 

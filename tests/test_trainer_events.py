@@ -552,7 +552,7 @@ def looks_of_the_collector(path: str, out: str) -> list[int]:
 
     steps, found = [0], []
     trainer_events.collect_garbage = lambda: found.append(steps[-1])
-    trainer_events._STEPS_PER_LOOK = 3
+    trainer_events.STEPS_PER_LOOK = 3
 
     class Count(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):
