@@ -14,7 +14,6 @@ from transformers.models.mistral.modeling_mistral import MistralRotaryEmbedding
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from mca_lite.args import TrainingArguments
 from mca_lite.batch import row_layout
 from mca_lite.errors import ConfigError, Judge
 from mca_lite.families import check_type
@@ -28,6 +27,7 @@ from mca_lite.model_config import (
 )
 from mca_lite.model_layers import Rope, rope_frequencies, rotary_tables
 from tests.shared import tiny
+from tests.shared.training import arguments
 
 FAMILIES = {
     "llama": (transformers.LlamaConfig, LlamaRotaryEmbedding),
@@ -48,10 +48,6 @@ SIZES = dict(
 
 def hf(family="llama", **values):
     return FAMILIES[family][0](**{**SIZES, **values})
-
-
-def arguments(**values):
-    return TrainingArguments(output_dir="out", **values)
 
 
 def saved(config, folder):

@@ -2,7 +2,7 @@
 checkpoints make of it.
 """
 
-import shutil
+import functools
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from mca_lite.kernels import AdamW, join, round_by_chance, split_into
-from tests.shared import tiny, world
-from tests.shared.layouts import DIST_OPT, SAVE
-from tests.shared.training import assert_same_curve, train
+from tests.shared import world
+from tests.shared.fixtures import saved_model
+from tests.shared.layouts import DIST_OPT
+from tests.shared.lora_tools import with_drawn_adapters
+from tests.shared.training import assert_same_curve, train, whole_and_resumed
 
 BF16 = dict(bf16=True)
 BF16_MOMENTS = dict(exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
@@ -187,17 +189,7 @@ def test_the_chance_is_in_proportion_and_the_same_for_replicas():
 # -- runs
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return tiny.save_model(tmp_path_factory.mktemp("adam") / "model", "qwen3", num_hidden_layers=2)
-
-
-def resumed(path: str, out: str, first: dict, then: dict) -> tuple[list, list]:
-    """(curve, the same of a run that died after its second step and went on with other keys)"""
-    keys = dict(steps=4, **SAVE, **BF16)
-    whole = train(path, out, **keys, **first)
-    shutil.rmtree(f"{out}/checkpoint-4", ignore_errors=True)
-    return whole, train(path, out, resume_from_checkpoint="auto", **keys, **then)
+model_path = saved_model("qwen3", num_hidden_layers=2)
 
 
 def curves(path: str, out: str) -> dict:
@@ -209,7 +201,10 @@ def curves(path: str, out: str) -> dict:
         "to distributed": ({}, DIST_OPT),
         "from distributed": (DIST_OPT, {}),
     }
-    found = {name: resumed(path, f"{out}/{name}", *keys) for name, keys in cases.items()}
+    found = {
+        name: whole_and_resumed(path, f"{out}/{name}", *keys, **BF16)
+        for name, keys in cases.items()
+    }
     for name, keys in {"below": {}, "below, distributed": DIST_OPT}.items():
         limits = (dict(keys, max_grad_norm=limit) for limit in (50.0, 5000.0))
         found[name] = [train(path, f"{out}/{name}", **BF16, **limit) for limit in limits]
@@ -369,23 +364,17 @@ def test_masters_and_moments_are_the_same_bits_in_the_distributed_optimizer_and_
 def lora_run(path: str, out: str) -> tuple[list, list, str]:
     """(curve of adapters in a bf16 run, the same with the distributed optimizer, the kind of
     optimizer of the first one)"""
-    from mca_lite import lora
     from mca_lite.optim import parts_of
     from mca_lite.trainer import McaTrainer
 
     kinds = []
-
-    def adapt(models):
-        lora.inject(models, lora.LoraSpec(rank=4))
-        lora.fill_adapters(models, lambda key, shape: 0.05 * draw(*shape, seed=len(key)))
-        return models
 
     class Trainer(McaTrainer):
         def train(self):
             super().train()
             kinds.append(type(parts_of(self.backend.optimizer)[0].optimizer).__name__)
 
-    same = dict(adapt=adapt, trainer_class=Trainer, **BF16)
+    same = dict(adapt=functools.partial(with_drawn_adapters, rank=4), trainer_class=Trainer, **BF16)
     curves = [train(path, f"{out}/{i}", **same, **keys) for i, keys in enumerate(({}, DIST_OPT))]
     return *curves, kinds[0]
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from tests.shared import tiny, world
-from tests.shared.cells import asked_for, shared_worlds, thinned, train_all
+from tests.shared.cells import thinned
 from tests.shared.files import assert_same_tensors, tensors
+from tests.shared.fixtures import torch_references, trained_references
 from tests.shared.layouts import (
     CP2,
     CUT,
@@ -34,23 +35,8 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def references(request, tmp_path_factory):
-    """{family: (model folder, curve of the torch backend on one rank with one sample a row, its
-    weights)}
-    """
-    folder = tmp_path_factory.mktemp("references")
-    paths = {f: tiny.save_model(folder / "models" / f, f) for f in tiny.FAMILY_KEYS}
-    runs = {family: ((paths[family],), {}) for family in {*asked_for(request), "qwen3"}}
-    [curves] = world.run(train_all, 1, runs, str(folder), backend="torch", **BRIEF)
-    return {f: (paths[f], curves.get(f), tensors(folder / f)) for f in paths}
-
-
-@pytest.fixture(scope="module")
-def trained(request, references, tmp_path_factory):
-    return shared_worlds(
-        request, tmp_path_factory, LAYOUTS, lambda f: ((references[f][0],), {}), **BRIEF
-    )
+references = torch_references(**BRIEF)
+trained = trained_references(LAYOUTS, **BRIEF)
 
 
 def assert_same_run(references, family, curves, folder):

@@ -14,13 +14,11 @@ import torch.nn.functional as F
 
 from tests.shared import tiny, world
 from tests.shared.files import tensors
+from tests.shared.fixtures import saved_model
 from tests.shared.layouts import CP2, DIST_OPT, PP2, SP, TP2, VPP2
 from tests.shared.training import BRIEF, COUNT, GLOBAL_BATCH, assert_same_curve, read_log, train
 
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return tiny.save_model(tmp_path_factory.mktemp("trainer") / "model", "qwen3")
+model_path = saved_model("qwen3")
 
 
 def plain_loop(path: str, steps: int) -> list[tuple[float, float]]:

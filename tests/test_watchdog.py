@@ -16,6 +16,7 @@ import pytest
 from mca_lite import watchdog
 from mca_lite.watchdog import BETWEEN_STEPS, HANG_EXIT_CODE, RankFailed, Watchdog
 from tests.shared import tiny, world
+from tests.shared.fixtures import saved_model
 from tests.shared.layouts import PP2, TP2
 
 # -- in this process: several ranks, one store, one clock
@@ -349,9 +350,7 @@ def hang(path: str, out: str, backend: str, how: str, leave_s: float = LEAVE_S, 
         os._exit(end(error, out))
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return tiny.save_model(tmp_path_factory.mktemp("watchdog") / "model", "llama")
+model_path = saved_model("llama")
 
 
 def said_by(tmp_path, rank: int) -> str:
