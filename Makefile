@@ -15,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: gpu kernels bench-gpu families foreign-keys help install train dpo orpo quick test test-all test-mcore lint bench chaos fuzz mutations wrong-inputs clean
+.PHONY: gpu kernels bench-gpu families foreign-keys help install train dpo orpo quick test test-all test-mcore pythons lint bench chaos fuzz mutations wrong-inputs clean
 
 help:  ## this list
 	@grep -hE '^[a-z -]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -49,6 +49,9 @@ test-all: $(STAMP)  ## the same and more: every cell of the products that `make 
 
 test-mcore: $(STAMP)  ## run the tests with another megatron-core: VERSION=0.19.2 ARGS="--subset"
 	$(BIN)/python -m tests.tools.minors $(VERSION) $(ARGS)
+
+pythons: $(STAMP)  ## what pip takes for Python 3.10 to 3.13, into tests/README.md
+	$(BIN)/python -m tests.tools.pythons $(ARGS)
 
 lint: $(STAMP)  ## ruff: lint and format; mypy: types of the public surface
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

@@ -219,7 +219,7 @@ def _check_fp8(m: Any, a: Any, judge: Judge) -> None:
     channels = size["kv_channels"] or size["hidden_size"] // max(heads, 1)
     groups = size["num_query_groups"] or heads
     of_a_rank = {
-        "hidden size": size["hidden_size"],
+        "hidden channels": size["hidden_size"],
         "MLP columns": size["ffn_hidden_size"] / tp,
         "columns of shared experts": size["moe_shared_expert_intermediate_size"] / tp,
         "channels of all queries": heads * channels / tp,

@@ -137,7 +137,7 @@ def test_what_is_no_model_is_told_with_a_remedy(models, monkeypatch, tmp_path):
     text = json.dumps({"base_model_name_or_path": "./\x1b[2J"})
     (tmp_path / "adapter_config.json").write_text(text)
     code, _, error = chat(monkeypatch, ["w3"], str(tmp_path))
-    assert code == 2 and "./\ufffd[2J: no such folder" in error and "\x1b" not in error
+    assert code == 2 and "no such folder" in error and "\x1b" not in error
 
 
 def test_a_template_that_refuses_a_conversation_leaves_the_session(models, monkeypatch, tmp_path):

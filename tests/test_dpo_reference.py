@@ -407,7 +407,7 @@ def test_what_cannot_be_trained_is_refused_before_training(start, tmp_path):
     [texts] = world.run(refusals, 1, *start, str(tmp_path))
     words = [
         "expected one of sigmoid, orpo", "has no reference model", "has a reference model",
-        "only pref_loss sigmoid",
+        "pref_loss is orpo",
         "pref_beta: 0.0", "leave ref_model out", "a data set of pairs, or stage: sft",
         "there are no adapters to switch off",
         "expected no ref_model", "calculate_per_token_loss: true",
@@ -551,7 +551,7 @@ def work(path: str, adapter: str, out: str) -> dict:
     found = {}
     for name, keys in cases.items():
         of_step = our_run(path, f"{out}/{name}", max_steps=1, **keys).events.work
-        beside = 0 if of_step.beside is None else of_step.beside.frozen
+        beside = 0 if of_step.reference is None else of_step.reference.weights
         found[name] = of_step.frozen + of_step.trained, beside
     return found
 

@@ -396,7 +396,7 @@ def test_what_has_no_layers_to_train_is_refused(path, tmp_path):
     llama = tiny.save_model(tmp_path / "llama", "llama")
     plain = tiny_moe.save_model(tmp_path / "plain", "deepseek_v3")
     for text in (got := world.run(refusals, 1, path, llama, plain)[0]):
-        assert "mtp_num_layers: 0" in text
+        assert "mtp_num_layers" in text
     assert "plain torch" in got[0] and "llama has no layers" in got[1] and "lacks" in got[2]
     assert "preference" in got[3] and "adapters" in got[4]
 

@@ -77,7 +77,7 @@ def test_what_its_layers_lack_is_refused(family, changes, keys, reason, te_works
         (dict(intermediate_size=40), {}, "a rank has 40 MLP columns"),
         (dict(head_dim=6), {}, "a rank has 24 channels of all queries"),
         ({}, dict(tensor_model_parallel_size=2), "a rank has 24 MLP columns"),
-        (dict(hidden_size=40), {}, "hidden size 40"),
+        (dict(hidden_size=40), {}, "a rank has 40 hidden channels"),
         (dict(head_dim=256), {}, "the layers of this run are local ones"),
         (
             {},

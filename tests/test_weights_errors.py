@@ -215,7 +215,6 @@ ADAPTER = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_p
         for change in (
             dict(r=None),
             dict(r="4"),
-            dict(r=0),
             dict(lora_alpha=[8]),
             dict(lora_dropout="much"),
             dict(modules_to_save="lm_head"),
