@@ -118,7 +118,7 @@ def compiled(function):
 
 
 @functools.cache
-def _num_programs(device: torch.device) -> int:
+def num_programs(device: torch.device) -> int:
     """Programs of a kernel, if each sums over its part of the tokens."""
     return _PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -144,7 +144,7 @@ def _sum(partial, dtype: torch.dtype):
     return out
 
 
-def _stages(loaded: int) -> int:
+def iterations_at_once(loaded: int) -> int:
     """Iterations of a loop with loads in flight at once; all but one wait in shared memory.
     loaded: bytes of an iteration."""
     return 3 if 2 * loaded <= _SHARED else 1
@@ -244,13 +244,13 @@ class Norm(torch.autograd.Function):
         trained = ctx.needs_input_grad[1]
         rows = x.numel() // width
         tile = _tile(width)
-        programs = min(triton.cdiv(rows, tile["ROWS"]), _num_programs(x.device))
+        programs = min(triton.cdiv(rows, tile["ROWS"]), num_programs(x.device))
         partial = None
         if trained:
             partial = x.new_empty(programs, width, dtype=torch.float32)
         if rows:
             flags = zero_centered, is_beside, trained
-            stages = _stages(3 * tile["ROWS"] * tile["BLOCK"] * x.itemsize)
+            stages = iterations_at_once(3 * tile["ROWS"] * tile["BLOCK"] * x.itemsize)
             numbers = rows, width, eps, *flags, stages
             tensors = x, weight, grad, passed, of_x, partial
             _norm_backward_kernel[(programs,)](*tensors, *numbers, **tile)
@@ -496,7 +496,7 @@ class RotatedHeads(torch.autograd.Function):
         tokens = s * b
         sums_bias = ctx.needs_input_grad[1]
         sums_norms = any(ctx.needs_input_grad[2:4])
-        programs = min(tokens, max(2 * _num_programs(cos.device) // chunks, 1))
+        programs = min(tokens, max(2 * num_programs(cos.device) // chunks, 1))
         floats = dict(dtype=torch.float32, device=cos.device)
         of_bias = None
         of_norms = None
@@ -508,7 +508,7 @@ class RotatedHeads(torch.autograd.Function):
             grads = [grad.contiguous() for grad in grads]
             tensors = mixed, bias, of_query, of_key, cos, sin, *grads, out, of_bias, of_norms
             tile = dict(BLOCK=_HEADS, HALF=triton.next_power_of_2(d // 2))
-            stages = _stages(10 * _HEADS * tile["HALF"] * out.itemsize)
+            stages = iterations_at_once(10 * _HEADS * tile["HALF"] * out.itemsize)
             numbers = tokens, b, ctx.eps, *ctx.sizes, *ctx.flags, sums_bias, sums_norms, stages
             _heads_backward_kernel[(programs, chunks)](*tensors, *numbers, **tile)
         gradients = [out, None, None, None]
@@ -519,7 +519,8 @@ class RotatedHeads(torch.autograd.Function):
         return *gradients, *[None] * 7
 
 
-def _rotate(x, cos, sin, interleaved: bool):
+def plain_rotation(x, cos, sin, interleaved: bool):
+    """Rotary embedding of one tensor: rotate() in plain torch."""
     size = cos.shape[-1]
     turned = x[..., :size]
     if interleaved:
@@ -539,7 +540,7 @@ def rotate(query, key, cos, sin, interleaved: bool = False):
     Channels beyond `rotary` stay. The others turn in pairs: channels i and i + rotary / 2, or
     interleaved neighbours.
     """
-    return _rotate(query, cos, sin, interleaved), _rotate(key, cos, sin, interleaved)
+    return plain_rotation(query, cos, sin, interleaved), plain_rotation(key, cos, sin, interleaved)
 
 
 def split_heads(mixed, bias, groups: int, d: int):
@@ -566,7 +567,11 @@ def rotated_heads(mixed, bias, groups: int, d: int, norms, cos, sin, interleaved
     if norms is not None:
         query = _rms_norm(query, of_query, *constants)
         key = _rms_norm(key, of_key, *constants)
-    return _rotate(query, cos, sin, interleaved), _rotate(key, cos, sin, interleaved), value
+    return (
+        plain_rotation(query, cos, sin, interleaved),
+        plain_rotation(key, cos, sin, interleaved),
+        value,
+    )
 
 
 # ---- SwiGLU

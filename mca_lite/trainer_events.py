@@ -33,7 +33,7 @@ from .log import ModelWork, Throughput, peak_memory_gib
 # -- numbers of a step
 
 _COUNTS = 3
-_STEPS_PER_LOOK = 1000  # for garbage of all ages
+STEPS_PER_LOOK = 1000  # for garbage of all ages
 _NEVER = 2**31 - 1  # younger collections before one of all ages
 
 
@@ -172,7 +172,7 @@ class StepEvents:
         trainer = self.trainer
         state = trainer.state
         watchdog.note(watchdog.BETWEEN_STEPS, state.global_step)
-        if trainer.guard.steps % _STEPS_PER_LOOK == 1:
+        if trainer.guard.steps % STEPS_PER_LOOK == 1:
             collect_garbage()  # first the garbage of compiling
         steps_per_epoch = trainer.batch_plan.steps_per_epoch
         raise_flags(trainer.control, trainer.args, state, state.position % steps_per_epoch == 0)

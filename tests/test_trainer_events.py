@@ -13,13 +13,11 @@ from types import SimpleNamespace
 import pytest
 
 from tests.shared import tiny, tiny_moe, world
+from tests.shared.fixtures import saved_model
 from tests.shared.layouts import DIST_OPT, LOOP
 from tests.shared.training import train
 
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return tiny.save_model(tmp_path_factory.mktemp("events") / "model", "qwen3")
+model_path = saved_model("qwen3")
 
 
 def recorder(events: list, actions=None):
@@ -552,7 +550,7 @@ def looks_of_the_collector(path: str, out: str) -> list[int]:
 
     steps, found = [0], []
     trainer_events.collect_garbage = lambda: found.append(steps[-1])
-    trainer_events._STEPS_PER_LOOK = 3
+    trainer_events.STEPS_PER_LOOK = 3
 
     class Count(TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs):

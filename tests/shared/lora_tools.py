@@ -3,6 +3,7 @@ top of the same start.
 """
 
 import functools
+import hashlib
 from pathlib import Path
 
 import torch
@@ -99,6 +100,21 @@ def train_from_adapter(path: str, output_dir: str, adapter: str, **changes) -> l
     """
     keys = {**KEYS, "export": True, **changes}
     return train(path, output_dir, adapt=functools.partial(load, adapter), **keys)
+
+
+def draw_by_name(key: str, shape) -> torch.Tensor:
+    """Values for a matrix of an adapter, drawn from a seed of its name."""
+    seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:6], "little")
+    return 0.05 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def with_drawn_adapters(models, **spec):
+    """The models with adapters of a LoraSpec, both of whose matrices are drawn."""
+    from mca_lite import lora
+
+    lora.inject(models, lora.LoraSpec(**spec))
+    lora.fill_adapters(models, draw_by_name)
+    return models
 
 
 def adapter_of(folder) -> dict[str, torch.Tensor]:
