@@ -14,6 +14,7 @@ from mca_lite.errors import ConfigError
 from mca_lite.model_config import TE_SWITCHES, AutoConfig, McaModelConfig
 from tests.shared import te_standins, tiny, world
 from tests.shared.commands import keys_of
+from tests.shared.fixtures import saved_model
 from tests.shared.training import attempt, train
 
 ONE_RANK, TP2 = {}, dict(tensor_model_parallel_size=2, sequence_parallel=True)
@@ -29,9 +30,7 @@ ALLOWED = {
 }
 
 
-@pytest.fixture(scope="module")
-def two_layers(tmp_path_factory) -> str:
-    return tiny.save_model(tmp_path_factory.mktemp("model"), "qwen3", num_hidden_layers=2)
+two_layers = saved_model("qwen3", num_hidden_layers=2)
 
 
 @pytest.fixture(autouse=True)

@@ -8,13 +8,11 @@ import pytest
 import torch
 
 from tests.shared import tiny, world
+from tests.shared.fixtures import saved_model
 from tests.shared.layouts import DIST_OPT, OVERLAP, PP2, SAVE, SP, TP2, TWO_ROWS, VPP2
-from tests.shared.training import assert_same_curve, read_log, train
+from tests.shared.training import assert_same_curve, read_log, refusal, train
 
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return tiny.save_model(tmp_path_factory.mktemp("checkpoint") / "model", "qwen3")
+model_path = saved_model("qwen3")
 
 
 LAYOUTS = {
@@ -239,30 +237,22 @@ def loss_scales(folder) -> list[dict]:
     return json.loads((folder / "training.json").read_text())["loss_scales"]
 
 
-def refusal(path: str, out: str, **keys) -> str:
-    try:
-        train(path, out, **keys)
-    except ValueError as error:
-        return str(error)
-    return "nothing was refused"
-
-
 def test_what_cannot_be_resumed_is_refused(model_path, tmp_path):
     out = str(tmp_path / "run")
     world.run(train, 1, model_path, out, steps=2, **SAVE)
-    [old_run] = world.run(refusal, 1, model_path, out, steps=2, **SAVE)
+    [old_run] = world.run(refusal, 1, train, model_path, out, steps=2, **SAVE)
     assert "overwrite_output_dir" in old_run and "resume_from_checkpoint: auto" in old_run
     auto = dict(SAVE, resume_from_checkpoint="auto")
-    [batch] = world.run(refusal, 1, model_path, out, steps=4, global_batch_size=2, **auto)
+    [batch] = world.run(refusal, 1, train, model_path, out, steps=4, global_batch_size=2, **auto)
     assert "global_batch_size 4" in batch
     [missing] = world.run(
-        refusal, 1, model_path, out, resume_from_checkpoint=str(tmp_path / "nowhere")
+        refusal, 1, train, model_path, out, resume_from_checkpoint=str(tmp_path / "nowhere")
     )
     assert "not a complete checkpoint" in missing
-    [backend] = world.run(refusal, 1, model_path, out, backend="torch", steps=4, **auto)
+    [backend] = world.run(refusal, 1, train, model_path, out, backend="torch", steps=4, **auto)
     assert "megatron-core" in backend
     world.run(train, 1, model_path, str(tmp_path / "bare"), steps=2, save_only_model=True, **SAVE)
-    [bare] = world.run(refusal, 1, model_path, str(tmp_path / "bare"), steps=4, **auto)
+    [bare] = world.run(refusal, 1, train, model_path, str(tmp_path / "bare"), steps=4, **auto)
     assert "save_only_model" in bare
 
 

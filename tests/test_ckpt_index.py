@@ -20,11 +20,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from mca_lite import ckpt_folder, cli_convert, parallel
+from mca_lite import ckpt_folder, parallel
 from mca_lite.ckpt_folder import CheckpointError
 from mca_lite.ckpt_megatron import read_index, read_tensor
 from tests.shared import tiny, world
-from tests.shared.commands import ended
+from tests.shared.commands import convert
 from tests.shared.layouts import SAVE, TP2
 from tests.shared.training import attempt, train
 
@@ -154,10 +154,6 @@ def earlier_run(tmp_path_factory):
     model = tiny.save_model(folder / "model", "qwen3")
     world.run(train, 2, model, str(folder / "run"), steps=2, **SAVE, **TP2)
     return model, folder / "run"
-
-
-def convert(*words) -> tuple[int, str, str]:
-    return world.run(ended, 1, cli_convert.main, [*map(str, words)])[0]
 
 
 def test_a_checkpoint_of_an_earlier_version_is_exported_and_not_resumed_from(earlier_run, tmp_path):

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.shared import tiny, world
+from tests.shared import world
+from tests.shared.fixtures import saved_model
 from tests.shared.layouts import CP2, DIST_OPT, OVERLAP, PP2, SP, TP2, VPP2
 from tests.shared.training import assert_same_curve, train
 
@@ -42,11 +43,7 @@ PAIRS = {
 }
 
 
-@pytest.fixture(scope="module")
-def tied_model_path(tmp_path_factory):
-    return tiny.save_model(
-        tmp_path_factory.mktemp("layouts") / "model", "qwen2"
-    )  # tied, with biases
+tied_model_path = saved_model("qwen2")  # tied, with biases
 
 
 @pytest.fixture(scope="module")

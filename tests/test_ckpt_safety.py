@@ -20,15 +20,14 @@ import torch
 from mca_lite import ckpt_folder
 from tests.shared import tiny, world
 from tests.shared.files import flip_bit
+from tests.shared.fixtures import saved_model
 from tests.shared.layouts import DIST_OPT, PP2, SAVE, TP2
 from tests.shared.training import attempt, train
 
 AUTO = dict(SAVE, resume_from_checkpoint="auto")
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return tiny.save_model(tmp_path_factory.mktemp("safety") / "model", "qwen3")
+model_path = saved_model("qwen3")
 
 
 @pytest.fixture(scope="module")

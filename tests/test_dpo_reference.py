@@ -27,6 +27,7 @@ from tests.shared.dpo_tools import (
     references_of,
 )
 from tests.shared.layouts import CP2, OVERLAP, PP2, TP2, VPP2
+from tests.shared.training import refusal
 
 SIGMOID = OBJECTIVES["sigmoid"]
 
@@ -167,7 +168,7 @@ def test_evaluation_and_the_log_window_mean_over_pairs(adapted_start, tmp_path):
 SAVE = dict(save_strategy="steps", save_steps=2)
 
 
-def whole_and_resumed(path, out, kept: bool, keys) -> tuple:
+def pairs_whole_and_resumed(path, out, kept: bool, keys) -> tuple:
     """(curve of a run, curve of what goes on from its checkpoint-2, samples of which it knows)"""
     import torch.distributed as dist
 
@@ -193,7 +194,7 @@ def test_resume_is_bit_for_bit(adapted_start, tmp_path, kind):
     if kind == "packs":
         keys.update(pack=35, sequence_packing=True)
     whole, parts, samples = world.run(
-        whole_and_resumed, 2, path, str(tmp_path), kind == "kept", keys
+        pairs_whole_and_resumed, 2, path, str(tmp_path), kind == "kept", keys
     )[0]
     assert parts == whole and len(whole) == 3 and samples
 
@@ -344,7 +345,7 @@ def test_a_cached_reference_of_another_model_or_other_data_is_refused(adapted_st
 
 def train_each(runs: list[dict]) -> None:
     for keys in runs:
-        small_runs.train(keys)
+        small_runs.train_by_words(keys)
 
 
 def test_drawn_models_of_two_seeds_and_two_precisions_have_folders_of_their_own(
@@ -367,14 +368,6 @@ def refused_runs(path, adapter, out) -> list[str]:
     from types import SimpleNamespace
 
     from mca_lite import DPOConfig, DPOTrainer
-
-    def attempt(action):
-        try:
-            action()
-        except ValueError as error:
-            return str(error)
-        return "nothing was refused"
-
     from mca_lite.data_batches import Collator
 
     def one_sided(samples):
@@ -388,26 +381,26 @@ def refused_runs(path, adapter, out) -> list[str]:
     orpo, plain = dict(pref_loss="orpo"), tiny.samples(4)
     trained = our_run(path, f"{out}/ok", SIGMOID, max_steps=1)
     return [
-        attempt(lambda: DPOConfig(pref_loss="hinge")),
-        attempt(lambda: DPOConfig(pref_loss="orpo", use_ref_model=True)),
-        attempt(lambda: DPOConfig(pref_loss="sigmoid", use_ref_model=False)),
-        attempt(lambda: DPOConfig(pref_loss="orpo", label_smoothing=0.1)),
-        attempt(lambda: DPOConfig(beta=0.0)),
-        attempt(lambda: our_run(path, f"{out}/a", orpo, ref=True)),
-        attempt(lambda: our_run(path, f"{out}/b", SIGMOID, train_dataset=plain)),
-        attempt(lambda: our_run(path, f"{out}/c", {**SIGMOID, "reference": "adapter"})),
-        attempt(lambda: our_run(path, f"{out}/d", {**SIGMOID, "reference": "cached"}, ref=True)),
-        attempt(lambda: our_run(path, f"{out}/e", SIGMOID, calculate_per_token_loss=False)),
-        attempt(lambda: our_run(path, f"{out}/h", SIGMOID, pack=35)),
-        attempt(lambda: trained.evaluate(Pairs(3, seed=9))),
-        attempt(
+        refusal(lambda: DPOConfig(pref_loss="hinge")),
+        refusal(lambda: DPOConfig(pref_loss="orpo", use_ref_model=True)),
+        refusal(lambda: DPOConfig(pref_loss="sigmoid", use_ref_model=False)),
+        refusal(lambda: DPOConfig(pref_loss="orpo", label_smoothing=0.1)),
+        refusal(lambda: DPOConfig(beta=0.0)),
+        refusal(lambda: our_run(path, f"{out}/a", orpo, ref=True)),
+        refusal(lambda: our_run(path, f"{out}/b", SIGMOID, train_dataset=plain)),
+        refusal(lambda: our_run(path, f"{out}/c", {**SIGMOID, "reference": "adapter"})),
+        refusal(lambda: our_run(path, f"{out}/d", {**SIGMOID, "reference": "cached"}, ref=True)),
+        refusal(lambda: our_run(path, f"{out}/e", SIGMOID, calculate_per_token_loss=False)),
+        refusal(lambda: our_run(path, f"{out}/h", SIGMOID, pack=35)),
+        refusal(lambda: trained.evaluate(Pairs(3, seed=9))),
+        refusal(
             lambda: DPOTrainer(
                 SimpleNamespace(config=SimpleNamespace(mtp_num_layers=1), lora=None),
                 args=trained.args,
             )
         ),
-        attempt(lambda: our_run(path, f"{out}/f", SIGMOID, collator=one_sided)),
-        attempt(lambda: our_run(path, f"{out}/g", SIGMOID, collator=forgetful)),
+        refusal(lambda: our_run(path, f"{out}/f", SIGMOID, collator=one_sided)),
+        refusal(lambda: our_run(path, f"{out}/g", SIGMOID, collator=forgetful)),
     ]
 
 

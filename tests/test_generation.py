@@ -15,7 +15,7 @@ from mca_lite.errors import ConfigError
 from mca_lite.generation import Decoding, load_for_generation
 from tests.shared import tiny, tiny_moe, world
 from tests.shared.lora_tools import EVERYTHING, TARGETS, peft_model, save_start
-from tests.shared.small_runs import save_tokenizer, train, write_data
+from tests.shared.small_runs import save_tokenizer, train_by_words, write_data
 
 PROMPTS = [[7, 9, 12], [5], [8, 30, 31, 32, 33, 4, 6], [11, 2]]
 
@@ -150,10 +150,10 @@ def adapter_runs(tmp_path_factory):
         default_system=" w9 ", max_steps=2, learning_rate=0.1, global_batch_size=4,
         save_strategy="no", disable_tqdm=True, output_dir=str(folder / "out"),
     )  # fmt: skip
-    world.run(train, 1, keys)
+    world.run(train_by_words, 1, keys)
     keys |= dict(finetuning_type="full", learning_rate=1e-30, output_dir=str(folder / "start"))
     keys = {key: value for key, value in keys.items() if not key.startswith(("lora", "save_m"))}
-    world.run(train, 1, keys)
+    world.run(train_by_words, 1, keys)
     return folder
 
 

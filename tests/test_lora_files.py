@@ -443,10 +443,12 @@ def test_a_run_goes_on_where_a_rank_has_nothing_trained_to_write(tmp_path, targe
     keys.update(cache_dir=f"{tmp_path}/cache", output_dir=f"{tmp_path}/out", cutoff_len=32)
     keys.update(finetuning_type="lora", lora_target=[target], save_steps=1, logging_steps=1)
     keys.update(lr_scheduler_type="constant", gradient_accumulation_steps=2, **layout)
-    world.run(small_runs.train, 2, {**keys, "max_steps": 1})
+    world.run(small_runs.train_by_words, 2, {**keys, "max_steps": 1})
     # the third step's loss shows whether the second one's update counts those before it
-    world.run(small_runs.train, 2, {**keys, "max_steps": 3, "resume_from_checkpoint": "auto"})
+    world.run(
+        small_runs.train_by_words, 2, {**keys, "max_steps": 3, "resume_from_checkpoint": "auto"}
+    )
     keys["output_dir"] = f"{tmp_path}/whole"
-    world.run(small_runs.train, 2, {**keys, "max_steps": 3})
+    world.run(small_runs.train_by_words, 2, {**keys, "max_steps": 3})
     parts, whole = (small_runs.curve(read_log(f"{tmp_path}/{n}")) for n in ("out", "whole"))
     assert parts == whole and len(whole) == 3

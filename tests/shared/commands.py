@@ -39,7 +39,7 @@ def run_train(words: list[str]) -> tuple[int, str, str]:
     return ended(cli.main, words)
 
 
-def run(words: str, tmp_path, nproc: int = 1, code: int = 0) -> SimpleNamespace:
+def run_script(words: str, tmp_path, nproc: int = 1, code: int = 0) -> SimpleNamespace:
     """`train.py words` on `nproc` ranks of a test world, which have imported everything -> stdout,
     stderr of all.
     """

@@ -3,9 +3,11 @@
 Each function makes one: `model_path = saved_model("qwen3")` at the top of a module.
 """
 
+from pathlib import Path
+
 import pytest
 
-from tests.shared import tiny, world
+from tests.shared import small_runs, tiny, world
 from tests.shared.cells import asked_for, shared_worlds, train_all
 from tests.shared.files import tensors
 
@@ -18,6 +20,18 @@ def saved_model(family: str, **changes):
         return tiny.save_model(tmp_path_factory.mktemp("saved") / "model", family, **changes)
 
     return path
+
+
+def saved_run_files(family: str, **changes):
+    """A folder of small_runs.save_all, for a module."""
+
+    @pytest.fixture(scope="module")
+    def folder(tmp_path_factory) -> Path:
+        folder = tmp_path_factory.mktemp("run_files")
+        small_runs.save_all(folder, family, **changes)
+        return folder
+
+    return folder
 
 
 def torch_references(**keys):

@@ -63,8 +63,8 @@ def words_of(keys: dict) -> list[str]:
     return [f"{key}={json.dumps(value)}" for key, value in keys.items()]
 
 
-def train(keys: dict) -> None:
-    """Train as the command line does with `keys`, on this rank; what it would tell is raised."""
+def train_by_words(keys: dict) -> None:
+    """Train as the command line does with `keys`, on this rank; its errors are raised."""
     from mca_lite import generation, run
     from mca_lite.args import parse_args
 

@@ -119,6 +119,15 @@ def assert_same_curve(got, wanted, tolerance=TOLERANCE):
             )
 
 
+def refusal(function, *args, **keys) -> str:
+    """The words of the ValueError that a call raises, "" if it raises none."""
+    try:
+        function(*args, **keys)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def attempt(path: str, out: str, **keys) -> tuple[str, str, list]:
     """(error or "", what was printed, curve) of a run."""
     printed = io.StringIO()
