@@ -165,9 +165,9 @@ class Checkpoints:
         step = self.written_step = trainer.state.global_step
         final = ckpt_folder.checkpoint_folder(args.output_dir, step)
         temporary = ckpt_folder.temporary_folder(final)
-        parallel.on_main(lambda: _make_empty(temporary), CheckpointError)
+        parallel.on_main(lambda: make_empty(temporary), CheckpointError)
         trainer.backend.finish_param_sync()
-        files: dict[str, str | bytes] = {f"rng-{parallel.rank()}.pt": _random_states()}
+        files: dict[str, str | bytes] = {f"rng-{parallel.rank()}.pt": random_states()}
         if parallel.is_main():
             files[TRAINER_STATE_NAME] = _state_to_store(trainer.state, final)
             files[TRAINING_NAME] = _json(self._training_record())
@@ -239,7 +239,7 @@ class Checkpoints:
         batch or another optimizer. Other settings are taken, and a line lists them.
         """
         trainer = self.trainer
-        record, state = _read_records(folder)
+        record, state = read_records(folder)
         if not record["with_optimizer"]:
             raise CheckpointError(
                 f"{folder} was saved with save_only_model and cannot be resumed from: start from "
@@ -270,7 +270,7 @@ class Checkpoints:
         # last: it writes rate and decay into the optimizer's groups, by the schedule of this run
         trainer.lr_scheduler.num_steps = 0
         trainer.lr_scheduler.step(record["scheduler_steps"])
-        _restore_random_states(folder, record["layout"] == now["layout"])
+        restore_random_states(folder, record["layout"] == now["layout"])
         parallel.on_main(lambda: self._tidy(folder), CheckpointError)
         taken = [f"{key} {was} -> {now}" for key, (was, now) in changed.items()]
         if taken:
@@ -370,7 +370,7 @@ class _Job:
         parallel.on_all(finish, CheckpointError, words)
 
 
-def _make_empty(folder: Path) -> None:
+def make_empty(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
 
@@ -406,7 +406,7 @@ _KINDS = {  # of the fields of training.json
 }
 
 
-def _read_records(folder: Path) -> tuple[dict, TrainerState]:
+def read_records(folder: Path) -> tuple[dict, TrainerState]:
     """(training.json, trainer_state.json) of a checkpoint. CheckpointError, on every rank, for
     other content than is written there."""
     path = folder / TRAINING_NAME
@@ -513,7 +513,7 @@ def _shown(value: Any) -> str:
 # -- random states
 
 
-def _random_states() -> bytes:
+def random_states() -> bytes:
     name, keys, *rest = np.random.get_state()
     states = {
         "torch": torch.get_rng_state(),
@@ -527,7 +527,7 @@ def _random_states() -> bytes:
     return stream.getvalue()
 
 
-def _restore_random_states(folder: Path, is_same_layout: bool) -> None:
+def restore_random_states(folder: Path, is_same_layout: bool) -> None:
     """Restore this rank's random state if the layout is unchanged. Collective; CheckpointError on
     every rank if the file of any has other content."""
     path = folder / f"rng-{parallel.rank()}.pt"

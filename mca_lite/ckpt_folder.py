@@ -45,7 +45,7 @@ from .files import CHECKPOINT_PREFIX, checksum, first_of, sync, write_file
 LOCK_NAME = ".run.lock"
 # A rank of a killed run may live for a moment; a shared file system may be late
 _WAIT_S = 3.0
-_SEE_S = 5.0
+SEE_S = 5.0
 
 
 class OutputFolderError(UserError, ValueError):
@@ -115,7 +115,7 @@ def _check_shared(folder: Path) -> None:
     token = folder / f".probe-{parallel.on_main(lambda: uuid.uuid4().hex)}"
 
     def look() -> None:
-        end = time.monotonic() + _SEE_S
+        end = time.monotonic() + SEE_S
         while not token.exists():
             if time.monotonic() > end:
                 raise OutputFolderError(here)
@@ -174,11 +174,11 @@ def model_identity(hf_config: dict[str, Any]) -> dict[str, Any]:
 def write_manifest(folder: Path, facts: dict[str, Any], files: dict[str, dict]) -> None:
     """Write manifest.json, the last file of a checkpoint."""
     record = {"format": FORMAT_VERSION, **facts, "files": dict(sorted(files.items()))}
-    record["crc32"] = _crc_of(record)
+    record["crc32"] = crc_of(record)
     write_file(folder / MANIFEST_NAME, json.dumps(record, indent=1) + "\n")
 
 
-def _crc_of(record: dict[str, Any]) -> str:
+def crc_of(record: dict[str, Any]) -> str:
     """The checksum of a manifest's other fields."""
     rest = {key: value for key, value in record.items() if key != "crc32"}
     return f"{zlib.crc32(json.dumps(rest, sort_keys=True).encode()):08x}"
@@ -202,7 +202,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def _check_manifest(record: dict[str, Any]) -> None:
     """Raise ValueError, KeyError, TypeError or AttributeError for anything but a manifest."""
-    if record["crc32"] != _crc_of(record):
+    if record["crc32"] != crc_of(record):
         raise ValueError("its own checksum does not fit")
     if record["format"] > FORMAT_VERSION:
         return  # other fields may mean other things: refuse_other() says so

@@ -132,7 +132,7 @@ class MegatronSnapshot:
 
     def __init__(self, models, optimizer=None, copy: bool = False):
         self._steps: int | None = None
-        holders = _holders_of_all(models, optimizer)
+        holders = holders_of_all(models, optimizer)
         chunks = _sharded(models)
         state = {name: _mine_to_write(chunk, holders, copy) for name, chunk in chunks.items()}
         if optimizer is not None:
@@ -230,7 +230,7 @@ class _Holders(NamedTuple):
         return (*tensor.replica_id[:2], int(not self.i_write))
 
 
-def _holders_of_all(models, optimizer) -> dict[int, _Holders]:
+def holders_of_all(models, optimizer) -> dict[int, _Holders]:
     """{id of a parameter: its holders}. The writer is the rank with a piece of the state and the
     least to write so far: no rank gathers a state cut by many."""
     cuts = _cuts(optimizer)
@@ -296,7 +296,7 @@ def _mine_to_write(tensors: dict, holders: dict[int, _Holders], copy: bool) -> d
 # -- the optimizer
 
 
-def _owned(optimizer, models):
+def owned_parameters(optimizer, models):
     """Yield for each parameter this rank steps: (torch optimizer, model parameter, its float32
     master or this rank's flat piece of it, the piece's slice)."""
     for part in parts_of(optimizer):
@@ -314,7 +314,7 @@ def _owned(optimizer, models):
                 yield inner, parameter, main, slice(0, parameter.numel())
 
 
-def _state_names(optimizer, parameter) -> list[str]:
+def state_names(optimizer, parameter) -> list[str]:
     states = _row(optimizer).states
     return [*states, "master"] if parameter.dtype != torch.float32 else list(states)
 
@@ -335,17 +335,17 @@ def _optimizer_to_write(optimizer, models, tensors: dict, holders: dict, copy: b
     parameter."""
     owned = {
         id(parameter): (inner, main, cut)
-        for inner, parameter, main, cut in _owned(optimizer, models)
+        for inner, parameter, main, cut in owned_parameters(optimizer, models)
     }
     out: dict[int, Any] = {}
     joined_bytes = 0
     for parameter in (p for p in models.parameters() if p.requires_grad):
         tensor = tensors[id(parameter)]
         holder = holders[id(parameter)]
-        for name in _state_names(optimizer, parameter):
+        for name in state_names(optimizer, parameter):
             part = None
             if id(parameter) in owned and (holder.i_write or holder.pieces):
-                part = _state_of(*owned[id(parameter)], name)
+                part = state_piece(*owned[id(parameter)], name)
             value = _join(part, parameter, *holder)
             if holder.i_write:
                 is_joined = len(holder.pieces) > 1
@@ -357,7 +357,7 @@ def _optimizer_to_write(optimizer, models, tensors: dict, holders: dict, copy: b
     return out
 
 
-def _state_of(inner, main, cut: slice, name: str) -> torch.Tensor:
+def state_piece(inner, main, cut: slice, name: str) -> torch.Tensor:
     """This rank's piece of one state, flat and float32; zeros before the first step."""
     state = inner.state.get(main, {}).get(name)
     if name == "master":
@@ -388,15 +388,15 @@ def _optimizer_to_fill(optimizer, models, tensors: dict) -> dict[int, dict]:
     return {
         id(parameter): {
             name: _state_tensor(tensors[id(parameter)], name, torch.zeros(parameter.shape))
-            for name in _state_names(optimizer, parameter)
+            for name in state_names(optimizer, parameter)
         }
-        for _, parameter, _, _ in _owned(optimizer, models)
+        for _, parameter, _, _ in owned_parameters(optimizer, models)
     }
 
 
 def _fill_optimizer(optimizer, models, states: dict[int, dict], steps: int) -> None:
     with torch.no_grad():
-        for inner, parameter, main, cut in _owned(optimizer, models):
+        for inner, parameter, main, cut in owned_parameters(optimizer, models):
             is_piece = main.numel() != parameter.numel()
             mine = {}
             for name, whole in states.pop(id(parameter)).items():
@@ -417,6 +417,6 @@ def _fill_optimizer(optimizer, models, states: dict[int, dict], steps: int) -> N
 def _optimizer_steps(optimizer, models) -> int:
     """Updates made so far: the same for all parameters; the largest over ranks, since some have no
     piece."""
-    owned = _owned(optimizer, models)
+    owned = owned_parameters(optimizer, models)
     counts = [int(inner.state[main].get("step", 0)) for inner, _, main, _ in owned]
     return parallel.largest(max(counts, default=0))[0]

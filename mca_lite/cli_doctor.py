@@ -63,10 +63,10 @@ def _doctor() -> int:
     here = world.current()
     findings = []
     if here.local_rank == 0:  # once a machine
-        for check in (_versions, _devices, _compiler, _limits):
+        for check in (versions, devices, compiler, limits):
             findings += _guarded(check, "install this package's requirements anew")
     reach = "NCCL_DEBUG=INFO says more; see to firewalls, MASTER_ADDR, GLOO_SOCKET_IFNAME"
-    findings += _guarded(_messages, reach)
+    findings += _guarded(messages, reach)
     if here.local_rank == 0:
         print(f"{socket.gethostname()}:", *findings, sep="\n", flush=True)
     from . import parallel
@@ -81,13 +81,13 @@ def _guarded(check: Callable[[], Iterator[Finding]], remedy: str) -> list[Findin
         return list(check())
     except Exception as error:
         text = describe_error(error).splitlines()[-1]  # of a process: below its traceback
-        return [Finding(check.__name__.strip("_"), text, _PROBLEM, remedy)]
+        return [Finding(check.__name__, text, _PROBLEM, remedy)]
 
 
 # -- of a machine
 
 
-def _versions() -> Iterator[Finding]:
+def versions() -> Iterator[Finding]:
     """Installed packages against the requirements in setup.cfg."""
     from packaging.requirements import Requirement
 
@@ -109,7 +109,8 @@ def _versions() -> Iterator[Finding]:
         yield Finding(requirement.name, version, _PROBLEM * (not is_met), remedy)
 
 
-def _devices() -> Iterator[Finding]:
+def devices() -> Iterator[Finding]:
+    """Cores, GPUs and their free memory."""
     import psutil
     import torch
 
@@ -134,7 +135,8 @@ def _devices() -> Iterator[Finding]:
         yield Finding(f"GPU {i}", text, free_bytes < 0.9 * total, taken)
 
 
-def _compiler() -> Iterator[Finding]:
+def compiler() -> Iterator[Finding]:
+    """Triton, torch.compile and Transformer Engine, where there is CUDA."""
     import torch
 
     from . import kernels, model_config
@@ -154,7 +156,8 @@ def _compiler() -> Iterator[Finding]:
         yield Finding(subject, reason or "works", is_broken, remedy)
 
 
-def _limits() -> Iterator[Finding]:
+def limits() -> Iterator[Finding]:
+    """Shared memory and the limits of a process."""
     usage = shutil.disk_usage("/dev/shm")
     text = f"{usage.free / _GIB:.2f} of {usage.total / _GIB:.2f} GiB free"
     remedy = "docker run --shm-size=16g or --ipc=host: nccl and data workers need it"
@@ -185,15 +188,15 @@ class Link(NamedTuple):
     gb_per_s: float
 
 
-def _messages() -> Iterator[Finding]:
+def messages() -> Iterator[Finding]:
     """The all-reduce of the world's ranks, or of two that are started. Collective in a world."""
     from . import parallel
 
     if world.current().size == 1:
-        link = _pair()
+        link = measure_pair()
     else:
         parallel.start_process_group(_WAIT_S)
-        link = _measure()
+        link = measure()
     text = f"{link.gb_per_s:.2f} GB/s of each rank ({link.backend}, {link.ranks} ranks)"
     level = int(link.gb_per_s < _LEAST_GB_S[link.backend])
     remedy = "nvidia-smi topo -m shows the links; NCCL_DEBUG=INFO what nccl takes of them"
@@ -203,7 +206,7 @@ def _messages() -> Iterator[Finding]:
     yield Finding("all-reduce", text, level, remedy)
 
 
-def _measure() -> Link:
+def measure() -> Link:
     """Measure the Link of this rank's world. Collective."""
     import torch
     import torch.distributed as dist
@@ -224,7 +227,7 @@ def _measure() -> Link:
     return Link(dist.get_backend(), ranks, is_right, gb_per_s)
 
 
-def _pair() -> Link:
+def measure_pair() -> Link:
     """Measure two ranks of this machine: over nccl if it has two GPUs, else over gloo."""
     from torch import cuda, multiprocessing
 
@@ -243,6 +246,6 @@ def _rank_of_pair(rank: int, port: int, num_gpus: int, links) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     parallel.start_process_group(_WAIT_S)
-    link = _measure()
+    link = measure()
     if rank == 0:
         links.put(tuple(link))

@@ -137,7 +137,7 @@ class _WeightGradient:
             torch.addmm(main_grad, grad_output.t(), inputs, out_dtype=torch.float32, out=main_grad)
 
 
-def _cuda_table():
+def cuda_rows():
     """The rows for CUDA. Those of scaling and copies replace megatron's loops alone: Transformer
     Engine and Apex bring kernels for them."""
     import megatron.core.optimizer as optimizers
@@ -166,7 +166,7 @@ def _cuda_table():
         yield inductor, "compile_threads", 1, late
 
 
-def _table():
+def cpu_rows():
     """The rows for a CPU. Imports megatron, so it is built only when it is applied."""
     import megatron.core.tensor_parallel.random as megatron_random
     import torch.distributed as dist
@@ -255,7 +255,7 @@ def apply() -> list[tuple[object, str, object, str]]:
     # the originals, or models that transformers builds under it keep uninitialised buffers (rotary
     # frequencies)
     torch.utils._device._device_constructors()
-    rows = _put_in_force(_table())
+    rows = _put_in_force(cpu_rows())
     setattr(torch.Tensor.type, _MARK, rows)
     return rows
 
@@ -264,7 +264,7 @@ def apply() -> list[tuple[object, str, object, str]]:
 def apply_on_cuda() -> None:
     """Put the rows for CUDA in force, if CUDA is there."""
     if torch.cuda.is_available():
-        _put_in_force(_cuda_table())
+        _put_in_force(cuda_rows())
 
 
 def _put_in_force(table) -> list[tuple[object, str, object, str]]:

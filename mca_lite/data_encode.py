@@ -262,7 +262,7 @@ class Encoder:
         """Each document of a record as text, [] for one to be left out."""
         if isinstance(content, ValueError):
             raise content
-        self._check_size(len(str(content)), where)
+        self.check_size(len(str(content)), where)
         if self.renderer is None:
             return [Rendered(content, [], is_plain=True)]
         if any(_is_empty(conversation.messages[-1]) for conversation in content):
@@ -283,7 +283,7 @@ class Encoder:
             tally.count(NOTE, _SEVERAL, where)
         return list(itertools.chain(*samples))
 
-    def _check_size(self, size: int, where: str) -> None:
+    def check_size(self, size: int, where: str) -> None:
         """ValueError with the place for a text far longer than the part that is kept: tokenising
         takes 300 bytes of memory a character."""
         most = max(_MOST_CHARACTERS, 32 * self.cutoff_len)
@@ -440,7 +440,7 @@ def encode_all(
 CACHE_FORMAT = 5
 HASH_DIRECTLY_BELOW_BYTES = 64 << 20
 META_NAME = "meta.json"
-_whole: set[tuple] = set()  # (path, time, size) of files checked by this process
+checked_files: set[tuple] = set()  # (path, time, size) of files checked by this process
 
 
 def load_shard(reader: Reader, encoder: Encoder, data_args) -> "Shard":
@@ -605,9 +605,9 @@ def damage(folder: Path) -> str | None:
         for name, written in meta["checksums"].items():
             path = folder / name
             version = (path, path.stat().st_mtime_ns, path.stat().st_size)
-            if version not in _whole and list(checksum(path)) != written:
+            if version not in checked_files and list(checksum(path)) != written:
                 return f"{name} has other content than was written"
-            _whole.add(version)
+            checked_files.add(version)
     except Exception as error:
         return f"it cannot be read ({describe_error(error)})"
     return None

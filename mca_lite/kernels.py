@@ -136,7 +136,7 @@ def launch(kernel, grid: tuple[int, ...], *arguments, **constants) -> None:
 
 
 @functools.cache
-def _num_programs(device: torch.device) -> int:
+def num_programs(device: torch.device) -> int:
     """Programs of a kernel, if each sums over its part of the tokens."""
     return _PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -160,7 +160,7 @@ def _sum(partial, dtype: torch.dtype):
     return out
 
 
-def _stages(loaded: int) -> int:
+def iterations_at_once(loaded: int) -> int:
     """Iterations of a loop with loads in flight at once; all but one wait in shared memory.
     loaded: bytes of an iteration."""
     return 3 if 2 * loaded <= _SHARED else 1
@@ -256,11 +256,11 @@ class Norm(torch.autograd.Function):
             passed = passed.contiguous()
         trained = ctx.needs_input_grad[1]
         programs, tile = _tile(x)
-        programs = min(programs, _num_programs(x.device))
+        programs = min(programs, num_programs(x.device))
         partial = of_weight = None
         if trained:
             partial = x.new_empty(programs, x.shape[-1], dtype=torch.float32)
-        stages = _stages(3 * tile["ROWS"] * tile["BLOCK"] * x.itemsize)
+        stages = iterations_at_once(3 * tile["ROWS"] * tile["BLOCK"] * x.itemsize)
         tensors = x, weight, grad.contiguous(), passed, of_x, partial
         numbers = *ctx.numbers, is_beside, trained, stages
         launch(_norm_backward_kernel, (programs,), *tensors, *numbers, **tile)
@@ -507,7 +507,7 @@ class RotatedHeads(torch.autograd.Function):
         tokens, chunks = ctx.grid
         sums_bias = ctx.needs_input_grad[1]
         sums_norms = any(ctx.needs_input_grad[2:4])
-        programs = min(tokens, max(2 * _num_programs(cos.device) // chunks, 1))
+        programs = min(tokens, max(2 * num_programs(cos.device) // chunks, 1))
         empty = functools.partial(torch.empty, dtype=torch.float32, device=cos.device)
         of_bias = of_norms = None
         if sums_bias:
@@ -516,7 +516,7 @@ class RotatedHeads(torch.autograd.Function):
             of_norms = empty(programs * chunks, 2, d)
         grads = [grad.contiguous() for grad in grads]
         tensors = mixed, bias, of_query, of_key, cos, sin, *grads, out, of_bias, of_norms
-        stages = _stages(10 * _HEADS * ctx.tile["HALF"] * out.itemsize)
+        stages = iterations_at_once(10 * _HEADS * ctx.tile["HALF"] * out.itemsize)
         numbers = tokens, *ctx.numbers, sums_bias, sums_norms, stages
         launch(_heads_backward_kernel, (programs, chunks), *tensors, *numbers, **ctx.tile)
         gradients = [out, None, None, None]
@@ -527,7 +527,7 @@ class RotatedHeads(torch.autograd.Function):
         return *gradients, *[None] * 7
 
 
-def _rotate(x, cos, sin, interleaved: bool):
+def plain_rotation(x, cos, sin, interleaved: bool):
     size = cos.shape[-1]
     turned = x[..., :size]
     if interleaved:
@@ -547,7 +547,7 @@ def rotate(query, key, cos, sin, interleaved: bool = False):
     Channels beyond `rotary` stay. The others turn in pairs: channels i and i + rotary / 2, or
     interleaved neighbours.
     """
-    return _rotate(query, cos, sin, interleaved), _rotate(key, cos, sin, interleaved)
+    return plain_rotation(query, cos, sin, interleaved), plain_rotation(key, cos, sin, interleaved)
 
 
 def split_heads(mixed, bias, groups: int, d: int):

@@ -256,8 +256,8 @@ def peak_memory_gib() -> float:
 # -- the log
 
 # Seconds between two drawings of the pictures, and at least so many times the time of one
-_DRAW_EVERY_S = 30.0
-_DRAW_SHARE = 50
+DRAW_EVERY_S = 30.0
+DRAW_SHARE = 50
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"  # megatron-core recommends 1
 _WIDTH = 34  # of a name in the start summary
 _KNOWN = {"step", *(metric.key for metric in METRICS)}
@@ -378,7 +378,7 @@ class Report(TrainerCallback):
         self._facts |= {"max_steps": state.max_steps, "first_step": state.global_step}
         self._facts |= {"started": time.time(), "host": socket.gethostname(), "pid": os.getpid()}
         self._write_facts("running")
-        self._draw_at = self._started + _DRAW_EVERY_S
+        self._draw_at = self._started + DRAW_EVERY_S
         if self.uses_bar:
             from tqdm import tqdm
 
@@ -462,7 +462,7 @@ class Report(TrainerCallback):
             self.print(f"note: no more pictures of this run: {describe_error(error)}")
             self.draw = None
         now = self._clock()
-        self._draw_at = now + max(_DRAW_EVERY_S, _DRAW_SHARE * (now - began))
+        self._draw_at = now + max(DRAW_EVERY_S, DRAW_SHARE * (now - began))
 
     def _close(self) -> None:
         self._opened.close()

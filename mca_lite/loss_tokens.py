@@ -246,7 +246,7 @@ def _probabilities(logits, lse, weights, columns: int, softcap: float | None):
     return logits.copy_(values)
 
 
-def _scaled(gradient, by, dtype: torch.dtype):
+def scaled(gradient, by, dtype: torch.dtype):
     """gradient * by, multiplied in float32. by: float32 [1] or [rows, 1]; torch would round a
     tensor of no dimensions to bf16 first."""
     return torch.mul(gradient, by, out=torch.empty_like(gradient, dtype=dtype))
@@ -412,7 +412,7 @@ class _TokenLosses(torch.autograd.Function):
         has_frozen_head = not any(ctx.needs_input_grad[5::2])
         if ctx.gradients is not None and (is_sum or has_frozen_head):
             by = grad[:1].sum(0, keepdim=True) if is_sum else grad[:, None]
-            out = _converted(ctx.gradients, factors, functools.partial(_scaled, by=by))
+            out = _converted(ctx.gradients, factors, functools.partial(scaled, by=by))
         else:
             gradients = _Gradients(factors, ctx.needs_input_grad[4:])
             for rows in ctx.chunks:

@@ -105,7 +105,7 @@ def compare(plan: run.Plan) -> list[Row]:
         _losses(_over_ranks(shares)).items(),
         _named("gradients", trainer.backend.gradients()),
     )
-    return _rows(*plain, _distances(tensors, plain[0]))
+    return compared_rows(*plain, _distances(tensors, plain[0]))
 
 
 # -- the layout's side
@@ -379,7 +379,10 @@ def _norm(*tensors: torch.Tensor) -> float:
     return float(cpu.l2_norm(tensors))
 
 
-def _rows(oracle: dict, noise: dict, least: dict, distances: dict) -> list[Row]:
+def compared_rows(oracle: dict, noise: dict, least: dict, distances: dict) -> list[Row]:
+    """A row for each tensor of the oracle: its distance, and its bound by the noise of its group.
+
+    least: the least noise of a tensor. One without a distance differs."""
     gradients = [tensor for (kind, _), tensor in oracle.items() if kind == "gradients"]
     count = sum(tensor.numel() for tensor in gradients)
     usual = _FLOOR * _norm(*gradients) / math.sqrt(max(count, 1))

@@ -102,7 +102,7 @@ def make_plan(arguments: RunArguments) -> Plan:
     objective = OBJECTIVES[arguments.finetuning.stage]
     folder = resolve_folder(keys.model_name_or_path, keys.model_revision)
     planned = _plan_model(arguments, folder, keys.train_from_scratch, arguments.model_config)
-    _open_source(planned)
+    open_source(planned)
     judge = Judge(arguments)
     tokenizer, num_new, report = _plan_tokenizer(arguments, planned, judge)
     if arguments.finetuning.finetuning_type == "lora":
@@ -147,7 +147,7 @@ def _plan_model(
     return PlannedModel(folder, config, vocab_size, vocab_size, from_scratch)
 
 
-def _open_source(planned: PlannedModel) -> None:
+def open_source(planned: PlannedModel) -> None:
     """Read the headers of a planned model's weights. ValueError, before ranks meet, for tensors
     that do not fit config.json."""
     config = planned.config
@@ -169,7 +169,7 @@ def _plan_second_model(arguments: RunArguments, folder: Path, first: PlannedMode
         reason = f"it has a vocabulary of {second.old_vocab_size} tokens, and the trained model "
         remedy = "a model that reads the same tokens"
         refuse("ref_model", str(folder), f"{reason}{first.old_vocab_size}", remedy)
-    _open_source(second)
+    open_source(second)
     _grow(second, first.vocab_size)
     return second
 

@@ -41,13 +41,13 @@ _LONG = (STARTING, SAVING, ENDING)
 _SHOWN = 3  # stacks that are printed
 _FRAMES = 25  # the innermost ones of a stack
 _LEAVE_S = 10.0  # for a rank to end by itself after another one died
-_SILENT = {  # the answer of a rank without one
+SILENT = {  # the answer of a rank without one
     "count": -1,
     "is_waiting": False,
     "text": "does not answer: its process is stopped or gone, or lets no Python run; it cannot "
     "show its stack",
 }
-_ANSWER_S = 3.0  # for the store to answer a rank without its connection
+ANSWER_S = 3.0  # for the store to answer a rank without its connection
 _PR_SET_PDEATHSIG = 1  # of Linux's prctl
 _LOST = (  # words of gloo or nccl about a lost rank
     "Connection closed by peer",
@@ -255,7 +255,7 @@ class Watchdog:
         ranks = range(self.size)
         names = [self._read(f"name/{rank}") or f"rank {rank}" for rank in ranks]
         texts = [self._read(f"answer/{self._question}/{rank}") for rank in ranks]
-        answers = [json.loads(text) if text else _SILENT for text in texts]
+        answers = [json.loads(text) if text else SILENT for text in texts]
         late = ranks_behind(answers)
         self._late = first_of([names[rank] for rank in late], _SHOWN)
         text = describe(late, answers, names)
@@ -306,7 +306,7 @@ class Watchdog:
 
         thread = threading.Thread(target=ask, daemon=True)
         thread.start()
-        thread.join(_ANSWER_S)
+        thread.join(ANSWER_S)
         if thread.is_alive() and lost_a_rank(error):
             return RankFailed(
                 "the store of the ranks does not answer: the process that holds it (rank 0, or "

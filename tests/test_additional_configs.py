@@ -14,6 +14,7 @@ from mca_lite.errors import ConfigError
 from mca_lite.model_config import TE_SWITCHES, AutoConfig, McaModelConfig
 from tests.shared import te_standins, tiny, world
 from tests.shared.commands import keys_of
+from tests.shared.fixtures import saved_model
 from tests.shared.training import train
 
 ONE_RANK, TP2 = {}, dict(tensor_model_parallel_size=2, sequence_parallel=True)
@@ -29,9 +30,7 @@ ALLOWED = {
 }
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory) -> str:
-    return tiny.save_model(tmp_path_factory.mktemp("model"), "qwen3", num_hidden_layers=2)
+two_layers = saved_model("qwen3", num_hidden_layers=2)
 
 
 @pytest.fixture(autouse=True)
@@ -42,11 +41,11 @@ def no_switches(monkeypatch):
         monkeypatch.delenv(name)
 
 
-def arguments(**keys) -> TrainingArguments:
+def unused_run(**keys) -> TrainingArguments:
     return TrainingArguments(output_dir="unused", **keys)
 
 
-def evaluate(model, out: str, **keys) -> float:
+def evaluation_loss(model, out: str, **keys) -> float:
     from mca_lite.trainer import McaTrainer
 
     args = TrainingArguments(output_dir=out, overwrite_output_dir=True, disable_tqdm=True, **keys)
@@ -72,7 +71,7 @@ def train_and_evaluate(path: str, out: str, **keys) -> tuple[list, float, list[d
     evals = dict(eval_strategy="steps", eval_steps=2)
     curve = train(path, out, adapt=look, **brief, **evals, **keys)
     bf16 = dict(bf16=True) if keys.get("bf16") else {}
-    return curve, evaluate(load_torch_model(out), f"{out}/again", **bf16), seen
+    return curve, evaluation_loss(load_torch_model(out), f"{out}/again", **bf16), seen
 
 
 # ---- what is on the list
@@ -83,12 +82,12 @@ def test_the_list_is_tested_field_by_field():
 
 
 @pytest.mark.parametrize("field", ALLOWED)
-def test_an_allowed_field_reaches_the_layers_and_changes_no_number(field, path, tmp_path):
+def test_an_allowed_field_reaches_the_layers_and_changes_no_number(field, two_layers, tmp_path):
     value, keys = ALLOWED[field]
     ranks = 2 if keys in (PP2, TP2) else 1
     runs = {"plain": {}, "set": dict(additional_configs={field: value})}
     answers = {
-        name: world.run(train_and_evaluate, ranks, path, str(tmp_path / name), **keys, **more)
+        name: world.run(train_and_evaluate, ranks, two_layers, str(tmp_path / name), **keys, **more)
         for name, more in runs.items()
     }
     for plain, changed in zip(answers["plain"], answers["set"], strict=True):
@@ -104,7 +103,7 @@ def test_values_are_read_by_their_types():
     from megatron.core.transformer.enums import AttnBackend
 
     given = {"attention_backend": AttnBackend.fused, "batch_p2p_sync": "no"}
-    args = arguments(additional_configs=given, **PP2)
+    args = unused_run(additional_configs=given, **PP2)
     assert args.additional_configs == {"attention_backend": "fused", "batch_p2p_sync": False}
     assert given["batch_p2p_sync"] == "no"  # the caller's stays
 
@@ -118,7 +117,7 @@ def test_values_are_read_by_their_types():
     ],
 )
 def test_a_value_of_another_type_is_refused(given, reason):
-    [(key, problem)] = keys_of(arguments, additional_configs=given, **PP2).items()
+    [(key, problem)] = keys_of(unused_run, additional_configs=given, **PP2).items()
     assert key == f"additional_configs.{next(iter(given))}" and reason in problem.reason
 
 
@@ -131,23 +130,23 @@ def test_every_other_field_of_megatrons_config_is_refused_with_any_value(value):
 
     names = {f.name for c in (McaModelConfig, MLATransformerConfig) for f in dataclasses.fields(c)}
     names -= ADDITIONAL_FIELDS.keys()
-    problems = keys_of(arguments, additional_configs=dict.fromkeys(names, value))
+    problems = keys_of(unused_run, additional_configs=dict.fromkeys(names, value))
     assert problems.keys() == {f"additional_configs.{name}" for name in names}
 
 
-def test_python_cannot_set_another_field_after_the_constructor(path):
-    args = arguments()
+def test_python_cannot_set_another_field_after_the_constructor(two_layers):
+    args = unused_run()
     args.additional_configs["rotary_base"] = 2
     with pytest.raises(ConfigError, match="additional_configs.rotary_base"):
-        AutoConfig.from_pretrained(path, args)
+        AutoConfig.from_pretrained(two_layers, args)
 
 
-def test_a_field_of_the_run_that_saved_a_checkpoint_is_not_the_next_runs(path, tmp_path):
-    first = arguments(additional_configs={"deallocate_pipeline_outputs": True}, **PP2)
-    AutoConfig.from_pretrained(path, first).save_pretrained(tmp_path)
+def test_a_field_of_the_run_that_saved_a_checkpoint_is_not_the_next_runs(two_layers, tmp_path):
+    first = unused_run(additional_configs={"deallocate_pipeline_outputs": True}, **PP2)
+    AutoConfig.from_pretrained(two_layers, first).save_pretrained(tmp_path)
     saved = str(tmp_path)
     assert AutoConfig.from_pretrained(saved).deallocate_pipeline_outputs
-    assert not AutoConfig.from_pretrained(saved, arguments(**PP2)).deallocate_pipeline_outputs
+    assert not AutoConfig.from_pretrained(saved, unused_run(**PP2)).deallocate_pipeline_outputs
 
 
 # ---- attention in the environment: (flash, fused, unfused)
@@ -182,7 +181,7 @@ def build_with_te(path: str) -> list[tuple]:
         for values, backend, _ in WITH_TE:
             put(values)
             more = {"attention_backend": backend} if backend else {}
-            args = arguments(
+            args = unused_run(
                 bf16=True, transformer_impl="transformer_engine", additional_configs=more
             )
             assert AutoModel.from_pretrained(path, args).config.transformer_impl != "local"
@@ -190,17 +189,18 @@ def build_with_te(path: str) -> list[tuple]:
     return answers
 
 
-def test_transformer_engine_finds_what_was_asked_for(path):
-    assert world.run(build_with_te, 1, path)[0] == [left for *_, left in WITH_TE]
+def test_transformer_engine_finds_what_was_asked_for(two_layers):
+    assert world.run(build_with_te, 1, two_layers)[0] == [left for *_, left in WITH_TE]
 
 
-def test_attention_backend_local_means_local_layers(path):
+def test_attention_backend_local_means_local_layers(two_layers):
     more = dict(bf16=True, additional_configs={"attention_backend": "local"})
     with te_standins.installed():
-        assert AutoConfig.from_pretrained(path, arguments(**more)).transformer_impl == "local"
-        args = arguments(transformer_impl="transformer_engine", **more)
+        config = AutoConfig.from_pretrained(two_layers, unused_run(**more))
+        assert config.transformer_impl == "local"
+        args = unused_run(transformer_impl="transformer_engine", **more)
         with pytest.raises(ConfigError, match="attention_backend: local"):
-            AutoConfig.from_pretrained(path, args)
+            AutoConfig.from_pretrained(two_layers, args)
 
 
 def test_the_flag_of_bf16_products_is_torchs():

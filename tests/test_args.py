@@ -42,7 +42,7 @@ def world(monkeypatch):
 
 
 @pytest.fixture
-def base(tmp_path):
+def good_words(tmp_path):
     """The words of a run that has nothing wrong."""
     (tmp_path / "config.json").write_text(json.dumps(NUMBERS))
     return [f"model_name_or_path={tmp_path}", "dataset=train.jsonl", "output_dir=out"]
@@ -73,7 +73,7 @@ def test_importing_the_arguments_loads_no_heavy_library():
     assert result.stdout.strip() == "[]"
 
 
-def test_yaml_scalars_take_the_type_of_their_field(tmp_path, base):
+def test_yaml_scalars_take_the_type_of_their_field(tmp_path, good_words):
     path = tmp_path / "run.yaml"
     path.write_text(
         "learning_rate: 1e-5\nmax_steps: 10.0\nbf16: 'true'\neval_strategy: "
@@ -82,7 +82,7 @@ def test_yaml_scalars_take_the_type_of_their_field(tmp_path, base):
         "cosine_with_min_lr\nsave_total_limit: null\n"
         "mix_weights: 1, 3\nmix_strategy: interleave_over\n"
     )
-    run = parse_args([str(path), base[0], base[2]])
+    run = parse_args([str(path), good_words[0], good_words[2]])
     assert run.training.learning_rate == 1e-5
     assert run.training.max_steps == 10 and isinstance(run.training.max_steps, int)
     assert run.training.bf16 is True
@@ -94,7 +94,7 @@ def test_yaml_scalars_take_the_type_of_their_field(tmp_path, base):
     assert run.data.mix_weights == [1.0, 3.0]
 
 
-def test_command_line_wins_over_the_file_in_every_spelling_and_order(tmp_path, base):
+def test_command_line_wins_over_the_file_in_every_spelling_and_order(tmp_path, good_words):
     path = tmp_path / "run.yaml"
     path.write_text(
         "max_steps: 1\nlogging_steps: 1\nsave_steps: 1\nseed: 1\nsave_total_limit: "
@@ -110,7 +110,7 @@ def test_command_line_wins_over_the_file_in_every_spelling_and_order(tmp_path, b
         "seed=5",
         "save_total_limit=null",
     ]
-    run = parse_args([*words, *base, "eval_strategy=no"])
+    run = parse_args([*words, *good_words, "eval_strategy=no"])
     args = run.training
     assert (args.max_steps, args.logging_steps, args.save_steps, args.seed) == (2, 3, 4, 5)
     assert args.bf16 is True
@@ -120,20 +120,20 @@ def test_command_line_wins_over_the_file_in_every_spelling_and_order(tmp_path, b
     assert copy.deepcopy(run).max_steps == 2 and not hasattr(run, "max_step")
 
 
-def test_text_on_the_command_line_stays_text_for_a_text_field(base):
-    assert parse_args([*base, "run_name=007"]).training.run_name == "007"
-    assert parse_args([*base, "run_name=a: b"]).training.run_name == "a: b"
-    assert parse_args([*base, "run_name='1e5'"]).training.run_name == "1e5"
+def test_text_on_the_command_line_stays_text_for_a_text_field(good_words):
+    assert parse_args([*good_words, "run_name=007"]).training.run_name == "007"
+    assert parse_args([*good_words, "run_name=a: b"]).training.run_name == "a: b"
+    assert parse_args([*good_words, "run_name='1e5'"]).training.run_name == "1e5"
 
 
-def test_json_files_and_json_values_are_read(tmp_path, base):
+def test_json_files_and_json_values_are_read(tmp_path, good_words):
     path = tmp_path / "run.json"
     path.write_text(
         '{\n\t"max_steps":\t3, "report_to": ["none"], "lr_scheduler_kwargs": '
         '"{\\"min_lr_rate\\": 0.1}"\n}'
     )
     args = parse_args(
-        [str(path), *base, 'additional_configs={"attention_backend": "fused"}']
+        [str(path), *good_words, 'additional_configs={"attention_backend": "fused"}']
     ).training
     assert args.max_steps == 3
     assert args.report_to == []
@@ -166,7 +166,7 @@ def test_a_file_with_aliases_is_refused_at_once(tmp_path, text):
         cast("{" + text.replace("\n", ", ") + "}", dict[str, Any])
 
 
-def test_a_file_that_cannot_be_read_is_the_only_problem(tmp_path, base):
+def test_a_file_that_cannot_be_read_is_the_only_problem(tmp_path, good_words):
     for words in ([str(tmp_path / "none.yaml")], [str(tmp_path / "none.yaml"), "lora_rang=1"]):
         with pytest.raises(ConfigError) as caught:
             parse_args(words)
@@ -199,29 +199,31 @@ def test_help_names_every_key(capsys):
 # ---- errors
 
 
-def test_a_required_key_of_another_type_is_one_problem_among_others(base):
-    problems = keys_of(parse_args, [*base, "dataset=[[train.jsonl]]", "bf16=maybe"])
+def test_a_required_key_of_another_type_is_one_problem_among_others(good_words):
+    problems = keys_of(parse_args, [*good_words, "dataset=[[train.jsonl]]", "bf16=maybe"])
     assert set(problems) == {"dataset", "bf16"}
 
 
-def test_keys_of_llama_factory_that_tutorials_name_are_known(base):
-    assert parse_args([*base, "early_stopping_steps=3", "eval_strategy=steps", "val_size=0.1"])
-    assert parse_args([*base, "template=qwen3", "eval_on_each_dataset=false"])
-    assert parse_args([*base, "streaming=true", "max_steps=9", "buffer_size=128"])
-    problem = keys_of(parse_args, [*base, "new_special_tokens_config=x"])
+def test_keys_of_llama_factory_that_tutorials_name_are_known(good_words):
+    assert parse_args(
+        [*good_words, "early_stopping_steps=3", "eval_strategy=steps", "val_size=0.1"]
+    )
+    assert parse_args([*good_words, "template=qwen3", "eval_on_each_dataset=false"])
+    assert parse_args([*good_words, "streaming=true", "max_steps=9", "buffer_size=128"])
+    problem = keys_of(parse_args, [*good_words, "new_special_tokens_config=x"])
     assert "not in this version" in problem["new_special_tokens_config"].reason
 
 
-def test_a_folder_without_a_model_is_named_as_such(base, tmp_path):
+def test_a_folder_without_a_model_is_named_as_such(good_words, tmp_path):
     (tmp_path / "empty").mkdir()
-    words = [f"model_name_or_path={tmp_path / 'empty'}", *base[1:]]
+    words = [f"model_name_or_path={tmp_path / 'empty'}", *good_words[1:]]
     problem = keys_of(parse_args, words)["model_name_or_path"]
     assert "No such file or directory" in problem.reason and "config.json" in problem.reason
 
 
-def test_all_errors_of_a_run_are_shown_at_once(base):
+def test_all_errors_of_a_run_are_shown_at_once(good_words):
     words = [
-        base[0].replace("model_name_or_path=", "model_name_or_path=/absent"),
+        good_words[0].replace("model_name_or_path=", "model_name_or_path=/absent"),
         "tensor_model_paralel_size=2",
         "learning_rate=-1",
         "gradient_accumulation_steps=x",
@@ -310,8 +312,8 @@ def test_data_arguments_that_contradict_each_other_are_an_error(values, key):
     assert list(keys_of(DataArguments, **values)) == [key]
 
 
-def test_evaluation_without_data_is_an_error(base):
-    assert set(keys_of(parse_args, [*base, "eval_strategy=steps"])) == {"eval_strategy"}
+def test_evaluation_without_data_is_an_error(good_words):
+    assert set(keys_of(parse_args, [*good_words, "eval_strategy=steps"])) == {"eval_strategy"}
 
 
 @pytest.mark.parametrize(
@@ -327,8 +329,8 @@ def test_evaluation_without_data_is_an_error(base):
         ("stage=sft", False),
     ],
 )
-def test_packs_of_samples_reach_the_model_with_their_borders(base, words, packs):
-    assert parse_args([*base, *words.split()]).training.sequence_packing is packs
+def test_packs_of_samples_reach_the_model_with_their_borders(good_words, words, packs):
+    assert parse_args([*good_words, *words.split()]).training.sequence_packing is packs
 
 
 def test_both_names_of_a_key_are_an_error():
@@ -415,12 +417,12 @@ def test_resume_from_checkpoint_takes_truth_values_and_paths(value, expected):
     assert training(resume_from_checkpoint=value).resume_from_checkpoint == expected
 
 
-def test_packing_follows_the_stage(base):
-    assert parse_args([*base, "stage=pt"]).data.packing is True
-    assert parse_args([*base, "stage=sft"]).data.packing is False
+def test_packing_follows_the_stage(good_words):
+    assert parse_args([*good_words, "stage=pt"]).data.packing is True
+    assert parse_args([*good_words, "stage=sft"]).data.packing is False
 
 
-def test_switched_off_values_and_ignored_keys_are_named_once(base):
+def test_switched_off_values_and_ignored_keys_are_named_once(good_words):
     words = [
         "sequence_parallel=true",
         "tool_format=qwen",
@@ -428,7 +430,7 @@ def test_switched_off_values_and_ignored_keys_are_named_once(base):
         "image_max_pixels=1",
         "max_steps=3",
     ]
-    run = parse_args([*base, *words, "num_train_epochs=2"])
+    run = parse_args([*good_words, *words, "num_train_epochs=2"])
     assert run.training.sequence_parallel is False
     ignored, switched_off, epochs = run.warnings
     assert all(name in ignored for name in ("tool_format", "tf32", "image_max_pixels"))
@@ -468,18 +470,18 @@ def test_a_global_batch_that_cannot_be_shared_names_its_neighbours(world):
     assert "4" in problem.suggestion and "global_batch_size: 12" in problem.suggestion
 
 
-def test_layout_must_divide_the_world(world, base):
+def test_layout_must_divide_the_world(world, good_words):
     # without torchrun arguments can be made for any world, but a run cannot start
     assert training(tensor_model_parallel_size=2).data_parallel_size == 1
     assert (
         "torchrun --nproc_per_node 2"
-        in keys_of(parse_args, [*base, "tensor_model_parallel_size=2"])[
+        in keys_of(parse_args, [*good_words, "tensor_model_parallel_size=2"])[
             "tensor_model_parallel_size"
         ].suggestion
     )
     assert (
         parse_args(
-            [*base, "tensor_model_parallel_size=2"], needs_world=False
+            [*good_words, "tensor_model_parallel_size=2"], needs_world=False
         ).training.model_parallel_size
         == 2
     )
@@ -498,14 +500,14 @@ def test_virtual_stages_need_whole_groups_of_micro_batches():
     )
 
 
-def test_plain_torch_backend_counts_every_rank_as_data_parallel(world, base):
+def test_plain_torch_backend_counts_every_rank_as_data_parallel(world, good_words):
     world(4)
     words = [
         "tensor_model_parallel_size=2",
         "sequence_parallel=true",
         "use_distributed_optimizer=true",
     ]
-    run = parse_args([*base, *words, "global_batch_size=8", "use_mca=false"])
+    run = parse_args([*good_words, *words, "global_batch_size=8", "use_mca=false"])
     args = run.training
     assert (
         args.model_parallel_size,
@@ -526,8 +528,8 @@ def test_plain_torch_backend_counts_every_rank_as_data_parallel(world, base):
         "ddp_bucket_size=9",
     ],
 )
-def test_what_plain_torch_does_without_is_named(base, key):
-    (line,) = parse_args([*base, key, "use_mca=false"]).warnings
+def test_what_plain_torch_does_without_is_named(good_words, key):
+    (line,) = parse_args([*good_words, key, "use_mca=false"]).warnings
     assert key.split("=")[0] in line
 
 
@@ -535,14 +537,14 @@ def test_what_plain_torch_does_without_is_named(base, key):
     "key, meant",
     [("lora_targets", "lora_target"), ("lora_dropot", "lora_dropout"), ("lora_r", "lora_rank")],
 )
-def test_a_misspelt_key_of_adapters_is_an_error(base, key, meant):
+def test_a_misspelt_key_of_adapters_is_an_error(good_words, key, meant):
     with pytest.raises(ConfigError) as error:
-        parse_args([*base, f"{key}=4"])
+        parse_args([*good_words, f"{key}=4"])
     [problem] = error.value.problems
     assert problem.key == key and meant in problem.suggestion
 
 
-def test_effective_configuration_reproduces_the_run(world, base, tmp_path):
+def test_effective_configuration_reproduces_the_run(world, good_words, tmp_path):
     world(2)
     words = [
         "global_batch_size=8",
@@ -556,7 +558,7 @@ def test_effective_configuration_reproduces_the_run(world, base, tmp_path):
         "learning_rate=3e-5",
         "lr_scheduler_kwargs={min_lr: 1e-6}",
     ]
-    run = parse_args([*base, *words])
+    run = parse_args([*good_words, *words])
     path = tmp_path / "new" / "config.yaml"
     run.save(path)
     again = parse_args([str(path)])
@@ -637,11 +639,11 @@ def test_a_layout_sets_the_virtual_stages():
     )
 
 
-def test_an_mca_config_alone_is_checked_too(tmp_path, base):
+def test_an_mca_config_alone_is_checked_too(tmp_path, good_words):
     folder = tmp_path / "checkpoint"
     folder.mkdir()
     (folder / "mca_config.json").write_text(json.dumps({"num_layers": 7, "num_attention_heads": 4}))
-    words = [f"model_name_or_path={folder}", *base[1:], "pipeline_model_parallel_size=2"]
+    words = [f"model_name_or_path={folder}", *good_words[1:], "pipeline_model_parallel_size=2"]
     problems = keys_of(parse_args, words, needs_world=False)
     assert "7 layers" in problems["pipeline_model_parallel_size"].reason
 
@@ -664,9 +666,9 @@ def test_shipped_configurations_hold_known_keys_and_consistent_values(path):
 # ---- as others write it
 
 
-def test_the_coefficient_in_llama_factorys_spelling_is_the_key(base):
+def test_the_coefficient_in_llama_factorys_spelling_is_the_key(good_words):
     assert known_keys({"moe_aux_loss_coef": "0.02"}, [])[0] == {"moe_aux_loss_coeff": "0.02"}
-    assert parse_args([*base, "optimizer=sgd"]).training.optim == "sgd"
+    assert parse_args([*good_words, "optimizer=sgd"]).training.optim == "sgd"
 
 
 @pytest.mark.parametrize(
@@ -679,39 +681,39 @@ def test_the_coefficient_in_llama_factorys_spelling_is_the_key(base):
         ("use_muon=true", "optim: adam"),
     ],
 )
-def test_what_is_refused_names_the_nearest_way(base, word, remedy):
-    problem = keys_of(parse_args, [*base, word])[word.partition("=")[0]]
+def test_what_is_refused_names_the_nearest_way(good_words, word, remedy):
+    problem = keys_of(parse_args, [*good_words, word])[word.partition("=")[0]]
     assert "not in this version" in problem.reason and remedy in problem.suggestion
 
 
 @pytest.mark.parametrize("word", ["label_smoothing_factor=0.0", "use_dora=false", "pissa_iter=16"])
-def test_the_default_of_a_refused_key_is_taken(base, word):
-    assert parse_args([*base, word])
+def test_the_default_of_a_refused_key_is_taken(good_words, word):
+    assert parse_args([*good_words, word])
 
 
 @pytest.mark.parametrize("name", ["gradient_checkpointing", "activation_checkpointing"])
-def test_checkpointing_of_activations_is_full_recomputation(base, name):
-    run = parse_args([*base, f"{name}=true"])
+def test_checkpointing_of_activations_is_full_recomputation(good_words, name):
+    run = parse_args([*good_words, f"{name}=true"])
     assert run.training.recompute_granularity == "full"
-    run = parse_args([*base, f"--{name}", "--recompute_granularity=selective"])
+    run = parse_args([*good_words, f"--{name}", "--recompute_granularity=selective"])
     assert run.training.recompute_granularity == "selective" and run.warnings == []
     for off in ("false", "null"):
-        run = parse_args([*base, f"{name}={off}"])
+        run = parse_args([*good_words, f"{name}={off}"])
         assert run.training.recompute_granularity is None and run.warnings == []
-    problem = keys_of(parse_args, [*base, f"{name}=abc"])["recompute_granularity"]
+    problem = keys_of(parse_args, [*good_words, f"{name}=abc"])["recompute_granularity"]
     assert problem.reason.startswith("expected one of full")
-    run = parse_args([*base, f"{name}=true", f"{name}_kwargs={{use_reentrant: false}}"])
+    run = parse_args([*good_words, f"{name}=true", f"{name}_kwargs={{use_reentrant: false}}"])
     assert run.warnings[0].startswith(f"these keys have no effect: {name}_kwargs")
 
 
-def test_plain_torch_says_that_it_recomputes_nothing(base):
-    run = parse_args([*base, "gradient_checkpointing=true", "use_mca=false"])
+def test_plain_torch_says_that_it_recomputes_nothing(good_words):
+    run = parse_args([*good_words, "gradient_checkpointing=true", "use_mca=false"])
     assert run.training.recompute_granularity is None
     assert run.warnings == ["recompute_granularity: no effect, since use_mca is false"]
 
 
-def test_a_name_for_wandb_is_said_to_have_no_effect_without_it(base):
-    assert parse_args([*base, "run_name=a"]).warnings == [
+def test_a_name_for_wandb_is_said_to_have_no_effect_without_it(good_words):
+    assert parse_args([*good_words, "run_name=a"]).warnings == [
         "run_name: no effect, since report_to is not set"
     ]
 
@@ -752,11 +754,13 @@ def test_a_warm_up_that_the_schedule_does_not_have_is_said():
 
 
 @pytest.mark.parametrize("asks", ["4", None])
-def test_a_degree_that_fits_neither_the_world_nor_the_model_is_told_of_both(base, world, asks):
+def test_a_degree_that_fits_neither_the_world_nor_the_model_is_told_of_both(
+    good_words, world, asks
+):
     if asks is not None:
         world(asks)
     with pytest.raises(ConfigError) as caught:
-        parse_args([*base, "tensor_model_parallel_size=3"])
+        parse_args([*good_words, "tensor_model_parallel_size=3"])
     first, second = caught.value.problems
     assert first.key == second.key == "tensor_model_parallel_size"
     assert "number of processes" in first.reason and "attention heads" in second.reason
@@ -770,17 +774,17 @@ def test_a_degree_that_fits_neither_the_world_nor_the_model_is_told_of_both(base
     ],
 )
 def test_a_key_without_its_equals_sign_is_answered_with_the_word_that_is_meant(
-    base, words, problems
+    good_words, words, problems
 ):
-    found = keys_of(parse_args, [*base, *words.split()])
+    found = keys_of(parse_args, [*good_words, *words.split()])
     assert found.keys() == problems.keys()
     assert all(remedy in found[key].suggestion for key, remedy in problems.items())
 
 
-def test_a_key_twice_under_both_of_its_names_is_one_problem(base, tmp_path):
+def test_a_key_twice_under_both_of_its_names_is_one_problem(good_words, tmp_path):
     file = tmp_path / "twice.yaml"
     file.write_text("moe_aux_loss_coef: 0.1\nmoe_aux_loss_coeff: 0.2\n")
-    [problem] = keys_of(parse_args, [*base, str(file)]).values()
+    [problem] = keys_of(parse_args, [*good_words, str(file)]).values()
     assert problem.suggestion == "only moe_aux_loss_coeff"
 
 

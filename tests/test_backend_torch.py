@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.shared import tiny, world
-from tests.shared.training import train
+from tests.shared.training import refusal, train
 
 SIZES = dict(
     vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
@@ -46,20 +46,14 @@ def test_token_losses_are_those_of_the_models_own_logits(family):
     assert wrapped.head_is_plain == (family == "qwen3")
 
 
-def refusal(path: str, out: str, **keys) -> str:
-    try:
-        train(path, out, steps=2, **keys)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
 def test_packing_over_a_sliding_window_is_refused_on_torch(tmp_path):
     path = tiny.save_model(tmp_path / "model", "mistral", sliding_window=16)
     packs = dict(sequence_packing=True, per_device_train_batch_size=4)
     assert (
         "packing: false"
-        in world.run(refusal, 1, path, str(tmp_path / "a"), backend="torch", **packs)[0]
+        in world.run(
+            refusal, 1, train, path, str(tmp_path / "a"), steps=2, backend="torch", **packs
+        )[0]
     )
 
 

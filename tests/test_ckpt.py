@@ -8,13 +8,11 @@ import pytest
 import torch
 
 from tests.shared import tiny, world
+from tests.shared.fixtures import saved_model
 from tests.shared.layouts import DIST_OPT, OVERLAP, PP2, SAVE, SP, TP2, TWO_ROWS, VPP2
-from tests.shared.training import assert_same_curve, read_log, train
+from tests.shared.training import assert_same_curve, read_log, refusal, train
 
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return tiny.save_model(tmp_path_factory.mktemp("checkpoint") / "model", "qwen3")
+model_path = saved_model("qwen3")
 
 
 LAYOUTS = {
@@ -43,7 +41,7 @@ def stopped_once(model_path, tmp_path_factory):
         key = layout, str(keys)
         if key not in done:
             folder, (ranks, own) = tmp_path_factory.mktemp(layout), LAYOUTS[layout]
-            done[key] = folder, stopped(model_path, folder, ranks, {**own, **keys})
+            done[key] = folder, stop_after_two(model_path, folder, ranks, {**own, **keys})
         return done[key]
 
     return run
@@ -83,7 +81,7 @@ def test_saving_changes_no_number(model_path, stopped_once, tmp_path):
     assert stopped_once("dp2_overlap", DROPOUT)[1] == plain
 
 
-def stopped(model_path, folder, ranks, keys) -> list:
+def stop_after_two(model_path, folder, ranks, keys) -> list:
     """The curve of a whole run, whose later checkpoints are gone then: as if it had died after step
     2.
     """
@@ -108,7 +106,7 @@ def test_resume_in_another_layout(model_path, stopped_once, tmp_path, before, af
 
 
 def test_the_torch_backend_resumes_bit_for_bit(model_path, tmp_path):
-    whole = stopped(model_path, tmp_path / "parts", 2, dict(backend="torch"))
+    whole = stop_after_two(model_path, tmp_path / "parts", 2, dict(backend="torch"))
     keys = {**SAVE, "resume_from_checkpoint": "auto", "backend": "torch"}
     assert world.run(train, 2, model_path, str(tmp_path / "parts"), steps=WHOLE, **keys)[0] == whole
 
@@ -119,7 +117,7 @@ def test_the_first_line_after_a_resume_has_the_steps_before_it_too(
 ):
     """Lines at steps 3 and 5, and the checkpoint at step 2: the sums of two steps are in it."""
     keys = {**SAVE, **own, "logging_steps": 3}
-    whole = stopped(model_path, tmp_path, ranks, keys)
+    whole = stop_after_two(model_path, tmp_path, ranks, keys)
     saved = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
     loss, count, tokens, _, positions = saved["log_sums"]["sums"]
     assert loss > 0 and 0 < count <= tokens <= positions
@@ -191,7 +189,7 @@ def test_random_numbers_of_python_and_numpy_go_on_where_they_stopped(model_path,
 
 def test_bf16_resumes_with_its_master_weights(model_path, tmp_path):
     keys = dict(bf16=True, **OVERLAP)
-    whole = stopped(model_path, tmp_path / "parts", 2, keys)
+    whole = stop_after_two(model_path, tmp_path / "parts", 2, keys)
     keys = {**SAVE, **keys, "resume_from_checkpoint": "auto"}
     assert world.run(train, 2, model_path, str(tmp_path / "parts"), steps=WHOLE, **keys)[0] == whole
 
@@ -239,30 +237,22 @@ def loss_scales(folder) -> list[dict]:
     return json.loads((folder / "training.json").read_text())["loss_scales"]
 
 
-def refusal(path: str, out: str, **keys) -> str:
-    try:
-        train(path, out, **keys)
-    except ValueError as error:
-        return str(error)
-    return "nothing was refused"
-
-
 def test_what_cannot_be_resumed_is_refused(model_path, tmp_path):
     out = str(tmp_path / "run")
     world.run(train, 1, model_path, out, steps=2, **SAVE)
-    [old_run] = world.run(refusal, 1, model_path, out, steps=2, **SAVE)
+    [old_run] = world.run(refusal, 1, train, model_path, out, steps=2, **SAVE)
     assert "overwrite_output_dir" in old_run and "resume_from_checkpoint: auto" in old_run
     auto = dict(SAVE, resume_from_checkpoint="auto")
-    [batch] = world.run(refusal, 1, model_path, out, steps=4, global_batch_size=2, **auto)
+    [batch] = world.run(refusal, 1, train, model_path, out, steps=4, global_batch_size=2, **auto)
     assert "global_batch_size 4" in batch
     [missing] = world.run(
-        refusal, 1, model_path, out, resume_from_checkpoint=str(tmp_path / "nowhere")
+        refusal, 1, train, model_path, out, resume_from_checkpoint=str(tmp_path / "nowhere")
     )
     assert "not a complete checkpoint" in missing
-    [backend] = world.run(refusal, 1, model_path, out, backend="torch", steps=4, **auto)
+    [backend] = world.run(refusal, 1, train, model_path, out, backend="torch", steps=4, **auto)
     assert "megatron-core" in backend
     world.run(train, 1, model_path, str(tmp_path / "bare"), steps=2, save_only_model=True, **SAVE)
-    [bare] = world.run(refusal, 1, model_path, str(tmp_path / "bare"), steps=4, **auto)
+    [bare] = world.run(refusal, 1, train, model_path, str(tmp_path / "bare"), steps=4, **auto)
     assert "save_only_model" in bare
 
 

@@ -20,11 +20,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from mca_lite import ckpt_folder, cli_convert, parallel
+from mca_lite import ckpt_folder, parallel
 from mca_lite.ckpt_folder import CheckpointError
 from mca_lite.ckpt_megatron import read_index, read_tensor
 from tests.shared import tiny, world
-from tests.shared.commands import ended
+from tests.shared.commands import convert
 from tests.shared.layouts import SAVE, TP2
 from tests.shared.training import attempt, train
 
@@ -42,7 +42,7 @@ def write_rows(folder: Path) -> dict:
     return {"optimizer_steps": 2, "tensors": {"weight": entry}}
 
 
-def columns(*, first: int = 1) -> ShardedTensor:
+def columns_from(*, first: int = 1) -> ShardedTensor:
     """The columns from `first` on, of the weight in write_rows()."""
     data = torch.full((2, 2), 9.0)
     return ShardedTensor("weight", data, data.dtype, (2, 2), (2, 3), (0, first), None)
@@ -51,7 +51,7 @@ def columns(*, first: int = 1) -> ShardedTensor:
 def test_a_tensor_cut_in_another_way_is_read_from_all_its_parts(tmp_path):
     index = write_rows(tmp_path / "dist")
     (tmp_path / "dist" / "index.json").write_text(json.dumps(index))
-    tensor = columns()
+    tensor = columns_from()
     read_tensor(tensor, read_index(tmp_path / "dist"), tmp_path / "dist")
     assert tensor.data.tolist() == [[1, 1], [2, 2]]
 
@@ -60,19 +60,19 @@ def entry(**changes) -> dict:
     return {"weight": {"shape": [2, 3], "chunks": []} | changes}
 
 
-def place(name="__0_0.distcp", start=0, length=9999, sizes=(2, 3)) -> dict:
+def entry_at(name="__0_0.distcp", start=0, length=9999, sizes=(2, 3)) -> dict:
     return entry(chunks=[[[0, 0], [*sizes], name, start, length]])
 
 
 ODD = {
-    "above": (place("../outside"), "outside the folder"),
-    "absolute": (place("/etc/passwd"), "outside the folder"),
-    "folder": (place("."), "outside the folder"),
-    "link": (place("linked"), "outside the folder"),
-    "offset": (place(start=-1), "Invalid argument|negative seek"),
-    "length": (place(length=[1]), "TypeError"),
-    "cut": (place(length=5), "not a ZIP archive"),
-    "other sizes": (place(sizes=(2, 3, 4)), "zip"),
+    "above": (entry_at("../outside"), "outside the folder"),
+    "absolute": (entry_at("/etc/passwd"), "outside the folder"),
+    "folder": (entry_at("."), "outside the folder"),
+    "link": (entry_at("linked"), "outside the folder"),
+    "offset": (entry_at(start=-1), "Invalid argument|negative seek"),
+    "length": (entry_at(length=[1]), "TypeError"),
+    "cut": (entry_at(length=5), "not a ZIP archive"),
+    "other sizes": (entry_at(sizes=(2, 3, 4)), "zip"),
     "shape": (entry(shape=[2, True]), "has shape"),
     "no chunks": (entry(chunks=None), "TypeError"),
     "no tensor": ({}, "KeyError: 'weight'"),
@@ -88,7 +88,7 @@ def test_an_odd_index_is_refused(tmp_path, kind):
     tensors, words = ODD[kind]
 
     def read() -> None:
-        read_tensor(columns(), {"tensors": tensors}, tmp_path / "dist")
+        read_tensor(columns_from(), {"tensors": tensors}, tmp_path / "dist")
 
     with pytest.raises(CheckpointError, match=rf"odd \(rank 0: .*({words})"):
         parallel.on_all(read, CheckpointError, "odd")
@@ -98,7 +98,7 @@ def test_a_pickle_in_place_of_a_tensor_runs_nothing(tmp_path):
     write_rows(tmp_path / "dist")
     torch.save(Touch(tmp_path / "ran"), tmp_path / "dist" / "__0_0.distcp")
     with pytest.raises(pickle.UnpicklingError):
-        read_tensor(columns(), {"tensors": place()}, tmp_path / "dist")
+        read_tensor(columns_from(), {"tensors": entry_at()}, tmp_path / "dist")
     assert not (tmp_path / "ran").exists()
 
 
@@ -149,19 +149,15 @@ def make_earlier(folder: Path, index: object = None) -> None:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def earlier_run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("earlier")
     model = tiny.save_model(folder / "model", "qwen3")
     world.run(train, 2, model, str(folder / "run"), steps=2, **SAVE, **TP2)
     return model, folder / "run"
 
 
-def convert(*words) -> tuple[int, str, str]:
-    return world.run(ended, 1, cli_convert.main, [*map(str, words)])[0]
-
-
-def test_a_checkpoint_of_an_earlier_version_is_exported_and_not_resumed_from(run, tmp_path):
-    model, out = run
+def test_a_checkpoint_of_an_earlier_version_is_exported_and_not_resumed_from(earlier_run, tmp_path):
+    model, out = earlier_run
     folder = out / "checkpoint-2"
     assert convert(folder, tmp_path / "new")[0] == 0
     make_earlier(folder)
@@ -174,8 +170,8 @@ def test_a_checkpoint_of_an_earlier_version_is_exported_and_not_resumed_from(run
         assert f"python -m mca_lite convert {folder} DST" in error
 
 
-def test_a_pickle_that_names_code_runs_nothing(run, tmp_path):
-    folder = run[1] / "checkpoint-2"
+def test_a_pickle_that_names_code_runs_nothing(earlier_run, tmp_path):
+    folder = earlier_run[1] / "checkpoint-2"
     if (folder / "dist" / "index.json").is_file():
         make_earlier(folder)
     (folder / "dist" / ".metadata").write_bytes(pickle.dumps(Touch(tmp_path / "ran")))

@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.shared import tiny, world
+from tests.shared import world
+from tests.shared.fixtures import saved_model
 from tests.shared.layouts import CP2, DIST_OPT, OVERLAP, PP2, SP, TP2, VPP2
 from tests.shared.training import assert_same_curve, train
 
@@ -42,20 +43,18 @@ PAIRS = {
 }
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return tiny.save_model(
-        tmp_path_factory.mktemp("layouts") / "model", "qwen2"
-    )  # tied, with biases
+tied_model_path = saved_model("qwen2")  # tied, with biases
 
 
 @pytest.fixture(scope="module")
-def undisturbed(model_path, tmp_path_factory):
-    return world.run(train, 1, model_path, str(tmp_path_factory.mktemp("whole")), steps=STEPS)[0]
+def whole_curve(tied_model_path, tmp_path_factory):
+    return world.run(train, 1, tied_model_path, str(tmp_path_factory.mktemp("whole")), steps=STEPS)[
+        0
+    ]
 
 
 @pytest.fixture(scope="module")
-def saved(model_path, tmp_path_factory):
+def saved_runs(tied_model_path, tmp_path_factory):
     """layout -> the output directory of a run that ended after SAVED_AT steps; each layout runs
     once.
     """
@@ -66,7 +65,7 @@ def saved(model_path, tmp_path_factory):
             ranks, keys = LAYOUTS[layout]
             folders[layout] = tmp_path_factory.mktemp(layout)
             keys = dict(keys, save_strategy="steps", save_steps=SAVED_AT, num_train_epochs=5)
-            world.run(train, ranks, model_path, str(folders[layout]), steps=STEPS, **keys)
+            world.run(train, ranks, tied_model_path, str(folders[layout]), steps=STEPS, **keys)
             shutil.rmtree(folders[layout] / f"checkpoint-{STEPS}")
         return folders[layout]
 
@@ -82,13 +81,13 @@ def saved(model_path, tmp_path_factory):
     ],
 )
 def test_another_layout_goes_on_with_the_same_curve(
-    model_path, undisturbed, saved, tmp_path, before, after
+    tied_model_path, whole_curve, saved_runs, tmp_path, before, after
 ):
-    checkpoint = saved(before) / f"checkpoint-{SAVED_AT}"
+    checkpoint = saved_runs(before) / f"checkpoint-{SAVED_AT}"
     ranks, keys = LAYOUTS[after]
     keys = dict(keys, resume_from_checkpoint=str(checkpoint))
-    got = world.run(train, ranks, model_path, str(tmp_path), steps=STEPS, **keys)[0]
-    assert_same_curve(got, undisturbed, 5e-6)
+    got = world.run(train, ranks, tied_model_path, str(tmp_path), steps=STEPS, **keys)[0]
+    assert_same_curve(got, whole_curve, 5e-6)
 
 
 def messages_of_a_save(model_path: str, folder: str) -> tuple[int, int, int, int]:
@@ -118,15 +117,15 @@ def messages_of_a_save(model_path: str, folder: str) -> tuple[int, int, int, int
 
 
 def test_a_save_sends_in_batches_of_one_state_and_holds_no_two_of_them(
-    model_path, undisturbed, tmp_path
+    tied_model_path, whole_curve, tmp_path
 ):
-    found = world.run(messages_of_a_save, 4, model_path, str(tmp_path / "four"))
+    found = world.run(messages_of_a_save, 4, tied_model_path, str(tmp_path / "four"))
     assert [alone for alone, *_ in found] == 4 * [0]
     assert sum(batches for _, batches, *_ in found) > 20
     assert all(0 < most <= largest for *_, most, largest in found)
     keys = dict(resume_from_checkpoint=str(tmp_path / f"four/checkpoint-{SAVED_AT}"))
-    got = world.run(train, 1, model_path, str(tmp_path / "one"), steps=STEPS, **keys)[0]
-    assert_same_curve(got, undisturbed, 5e-6)
+    got = world.run(train, 1, tied_model_path, str(tmp_path / "one"), steps=STEPS, **keys)[0]
+    assert_same_curve(got, whole_curve, 5e-6)
 
 
 # hidden, intermediate, layers, width of queries, keys and values, vocabulary
@@ -160,7 +159,7 @@ def test_no_rank_writes_more_than_its_share_and_one_bucket(monkeypatch, shape, r
 
     models, optimizer = cut_optimizer(SHAPES[shape], ranks)
     monkeypatch.setattr(parallel, "replica_group", lambda of_expert: optimizer.data_parallel_group)
-    holders, written = ckpt_megatron._holders_of_all(models, optimizer), [0] * ranks
+    holders, written = ckpt_megatron.holders_of_all(models, optimizer), [0] * ranks
     for parameter in models.parameters():
         group, writer, pieces = holders[id(parameter)]
         pieces = sorted(pieces.values())

@@ -10,6 +10,7 @@ import resource
 import shutil
 import signal
 import tempfile
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,15 +20,14 @@ import torch
 from mca_lite import ckpt_folder
 from tests.shared import tiny, world
 from tests.shared.files import flip_bit
+from tests.shared.fixtures import saved_model
 from tests.shared.layouts import DIST_OPT, PP2, SAVE, TP2
 from tests.shared.training import attempt, train
 
 AUTO = dict(SAVE, resume_from_checkpoint="auto")
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return tiny.save_model(tmp_path_factory.mktemp("safety") / "model", "qwen3")
+model_path = saved_model("qwen3")
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def run_folder_copy(run_of_four, tmp_path):
     return tmp_path / "run"
 
 
-def said(path: str, out: str, **keys) -> str:
+def printed_by_run(path: str, out: str, **keys) -> str:
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         train(path, out, **keys)
@@ -83,8 +83,8 @@ def test_every_kind_of_damage_is_found_and_named(run_folder_copy, kind):
     model = ckpt_folder.read_manifest(newest)["model"]
     words = do_damage(kind, newest)
     with pytest.raises(ckpt_folder.CheckpointError, match=f"(?s)checkpoint-4.*{words}"):
-        start(run_folder_copy, str(newest), model=model)
-    found, printed = start(run_folder_copy, model=model)
+        find_checkpoint(run_folder_copy, str(newest), model=model)
+    found, printed = find_checkpoint(run_folder_copy, model=model)
     assert found == run_folder_copy / "checkpoint-2"
     assert "skipped checkpoint-4" in printed[0] and words in printed[0]
 
@@ -101,7 +101,9 @@ def test_auto_skips_a_damaged_checkpoint_and_says_why(
     keys = dict(AUTO, resume_from_checkpoint=str(run_folder_copy / "checkpoint-4"), **DIST_OPT)
     for error, _, _ in world.run(attempt, 2, model_path, str(run_folder_copy), steps=5, **keys):
         assert words in error and "checkpoint-4" in error
-    printed = world.run(said, 2, model_path, str(run_folder_copy), steps=5, **AUTO, **DIST_OPT)[0]
+    printed = world.run(
+        printed_by_run, 2, model_path, str(run_folder_copy), steps=5, **AUTO, **DIST_OPT
+    )[0]
     assert "skipped checkpoint-4" in printed and words in printed and "resuming from" in printed
     assert [p.name for p in ckpt_folder.list_checkpoints(run_folder_copy)] == [
         "checkpoint-2",
@@ -141,7 +143,7 @@ def test_a_checkpoint_of_another_model_version_or_backend_is_refused(
         assert "checkpoint-4" in error
 
 
-def full_disk(path: str, out: str, full_rank: int, limit: int, **keys):
+def run_with_full_disk(path: str, out: str, full_rank: int, limit: int, **keys):
     """A run on whose rank `full_rank` files cannot grow beyond `limit` bytes once checkpoint-2 is
     there.
     """
@@ -170,7 +172,7 @@ def test_a_full_disk_stops_all_ranks_and_leaves_what_was_there(
     if keys.get("backend") == "torch" and full_rank:
         limit = 5000  # its rank 1 writes nothing but random states
     for error, _ in world.run(
-        full_disk, 2, model_path, str(tmp_path), full_rank, limit, steps=5, **SAVE, **keys
+        run_with_full_disk, 2, model_path, str(tmp_path), full_rank, limit, steps=5, **SAVE, **keys
     ):
         assert (
             "checkpoint-4 could not be" in error
@@ -281,7 +283,9 @@ def test_what_a_dead_run_left_half_done_is_put_right(model_path, run_of_four, ru
     os.rename(
         run_folder_copy / "checkpoint-4", run_folder_copy / ".checkpoint-4.replaced"
     )  # died between two renames
-    printed = world.run(said, 2, model_path, str(run_folder_copy), steps=5, **AUTO, **DIST_OPT)[0]
+    printed = world.run(
+        printed_by_run, 2, model_path, str(run_folder_copy), steps=5, **AUTO, **DIST_OPT
+    )[0]
     assert "checkpoint-4" in printed
     assert not list(run_folder_copy.glob(".checkpoint*"))
 
@@ -344,7 +348,8 @@ def named_late(path: str, out: str) -> list:
             )
             if state.global_step == 3:
                 gates[2].set()
-                trainer.checkpoints._job.thread.join()
+                while trainer.checkpoints.is_writing:
+                    time.sleep(0.01)
             if state.global_step == 6 and late:
                 threading.Timer(0.2, gates[4].set).start()
 
@@ -395,7 +400,7 @@ SIGNALED = [
 
 
 @pytest.fixture(scope="module")
-def undisturbed(model_path, tmp_path_factory):
+def undisturbed_curves(model_path, tmp_path_factory):
     """run(keys) -> the curve of a run of two ranks that gets no signal; each is made once."""
     done = {}
 
@@ -410,8 +415,10 @@ def undisturbed(model_path, tmp_path_factory):
 
 
 @pytest.mark.parametrize("number, keys", SIGNALED)
-def test_a_signal_to_one_rank_saves_and_stops_all(model_path, undisturbed, tmp_path, number, keys):
-    whole = undisturbed(keys)
+def test_a_signal_to_one_rank_saves_and_stops_all(
+    model_path, undisturbed_curves, tmp_path, number, keys
+):
+    whole = undisturbed_curves(keys)
     answers = world.run(
         interrupted, 2, model_path, str(tmp_path / "run"), number, steps=4, **SAVE, **keys
     )
@@ -440,7 +447,7 @@ def small_checkpoint(folder: Path) -> Path:
     return folder
 
 
-def start(
+def find_checkpoint(
     output_dir: Path, asked="auto", overwrite: bool = False, model=FACTS["model"]
 ) -> tuple[Path | None, list[str]]:
     """(the checkpoint that a run goes on from, the lines that it prints)."""
@@ -470,7 +477,7 @@ def test_no_flipped_bit_of_a_manifest_is_accepted(tmp_path):
 def test_auto_falls_back_where_a_manifest_is_none(tmp_path, text):
     older = small_checkpoint(tmp_path / "checkpoint-2")
     (small_checkpoint(tmp_path / "checkpoint-4") / "manifest.json").write_text(text)
-    found, said = start(tmp_path)
+    found, said = find_checkpoint(tmp_path)
     assert found == older and "skipped checkpoint-4" in said[0] and "is damaged" in said[0]
 
 
@@ -488,9 +495,9 @@ def test_auto_falls_back_where_a_manifest_has_other_types_or_files(tmp_path, cha
     older = small_checkpoint(tmp_path / "checkpoint-2")
     newer = small_checkpoint(tmp_path / "checkpoint-4")
     record = ckpt_folder.read_manifest(newer) | change
-    record["crc32"] = ckpt_folder._crc_of(record)
+    record["crc32"] = ckpt_folder.crc_of(record)
     (newer / "manifest.json").write_text(json.dumps(record))
-    found, said = start(tmp_path)
+    found, said = find_checkpoint(tmp_path)
     assert found == older and "skipped checkpoint-4" in said[0] and "is damaged" in said[0]
 
 
@@ -499,7 +506,7 @@ def test_a_pipe_in_place_of_a_file_is_damage_and_nobody_waits_for_it(tmp_path):
     path = small_checkpoint(tmp_path / "checkpoint-4") / "training.json"
     path.unlink()
     os.mkfifo(path)
-    found, said = start(tmp_path)
+    found, said = find_checkpoint(tmp_path)
     assert found == older and "training.json is missing, or no file" in said[0]
 
 
@@ -527,13 +534,13 @@ def litter(output_dir: Path, elsewhere: Path) -> Path:
 @pytest.mark.parametrize("asked, overwrite", [("auto", False), (None, True)])
 def test_what_is_no_checkpoint_of_ours_is_left_alone(tmp_path, asked, overwrite):
     target = litter(tmp_path / "run", tmp_path / "elsewhere")
-    found, _ = start(tmp_path / "run", asked, overwrite)
+    found, _ = find_checkpoint(tmp_path / "run", asked, overwrite)
     assert found == (tmp_path / "run" / "checkpoint-4" if asked else None)
     assert ckpt_folder.damage(target, ckpt_folder.read_manifest(target)) == ""
     for name in ("checkpoint-2", ".checkpoint-2.tmp", ".checkpoint-1.old"):
         assert (tmp_path / "run" / name).is_symlink()
     assert (tmp_path / "run" / "checkpoint-7").read_text() == "a file"
-    assert start(tmp_path / "run", "auto")[0] == found
+    assert find_checkpoint(tmp_path / "run", "auto")[0] == found
 
 
 def test_pruning_and_naming_touch_no_link(tmp_path):
@@ -565,11 +572,11 @@ def test_records_of_a_checkpoint_with_other_content_are_named(tmp_path):
     for name, texts in contents.items():
         (folder / "training.json").write_text(json.dumps(good))
         (folder / "trainer_state.json").write_text('{"global_step": 4}')
-        assert ckpt._read_records(folder)[1].global_step == 4
+        assert ckpt.read_records(folder)[1].global_step == 4
         for bad in (*texts, "[" * 100_000, "null", ""):
             (folder / name).write_text(bad)
             with pytest.raises(ckpt_folder.CheckpointError, match=f"{name}.*another checkpoint"):
-                ckpt._read_records(folder)
+                ckpt.read_records(folder)
 
 
 NO_STATES = [None, [1], {}, "text", {"torch": "x"}, {"torch": torch.zeros(3, dtype=torch.uint8)}]
@@ -580,14 +587,14 @@ def test_random_states_that_are_none_are_named(tmp_path, content):
     from mca_lite import ckpt
 
     path = tmp_path / "rng-0.pt"
-    path.write_bytes(ckpt._random_states())
+    path.write_bytes(ckpt.random_states())
     before = torch.get_rng_state()
-    ckpt._restore_random_states(tmp_path, True)
+    ckpt.restore_random_states(tmp_path, True)
     assert torch.equal(torch.get_rng_state(), before)
     path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
-    ckpt._restore_random_states(tmp_path, False)  # of another layout: not read
+    ckpt.restore_random_states(tmp_path, False)  # of another layout: not read
     with pytest.raises(ckpt_folder.CheckpointError, match="random states cannot be read.*another"):
-        ckpt._restore_random_states(tmp_path, True)
+        ckpt.restore_random_states(tmp_path, True)
 
 
 def sign_again(folder: Path) -> None:

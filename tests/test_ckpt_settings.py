@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.shared import tiny, world
+from tests.shared import world
 from tests.shared.commands import run_train
 from tests.shared.dpo_tools import our_run
+from tests.shared.fixtures import saved_run_files
 from tests.shared.layouts import SAVE
-from tests.shared.small_runs import save_tokenizer, words_of, write_data
+from tests.shared.small_runs import words_of
 from tests.shared.training import attempt, read_log
 
 NOTE = "note: other values than before, taken from here on: "
@@ -101,18 +102,12 @@ def told_by_runs(folder: str) -> dict:
     return told
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("settings")
-    tiny.save_model(folder / "model", "llama", num_hidden_layers=2)
-    save_tokenizer(folder / "model")
-    write_data(folder)
-    return folder
+run_files = saved_run_files("llama", num_hidden_layers=2)
 
 
 @pytest.fixture(scope="module")
-def told(folder) -> dict:
-    return world.run(told_by_runs, 1, str(folder), timeout_s=240)[0]
+def told(run_files) -> dict:
+    return world.run(told_by_runs, 1, str(run_files), timeout_s=240)[0]
 
 
 @pytest.mark.parametrize("name", TAKEN)
@@ -138,8 +133,8 @@ def test_a_checkpoint_of_another_folder_tells_its_settings(told):
     assert rates == pytest.approx([2.5e-4, 0])
 
 
-def test_the_best_evaluation_is_forgotten_when_another_way_tells_it(folder, tmp_path):
-    out, path = str(tmp_path / "run"), str(folder / "model")
+def test_the_best_evaluation_is_forgotten_when_another_way_tells_it(run_files, tmp_path):
+    out, path = str(tmp_path / "run"), str(run_files / "model")
     keys = dict(SAVE, save_steps=1, backend="torch", eval_strategy="steps", eval_steps=1)
     world.run(attempt, 1, path, out, steps=2, metric_for_best_model="eval_loss", **keys)
     ended = json.loads(Path(out, "trainer_state.json").read_text())
@@ -158,8 +153,8 @@ def test_the_best_evaluation_is_forgotten_when_another_way_tells_it(folder, tmp_
     assert (state["best_metric"], state["best_global_step"]) == (last, 3)
 
 
-def test_a_run_of_python_says_what_has_changed(folder, tmp_path):
-    out, path = str(tmp_path / "run"), str(folder / "model")
+def test_a_run_of_python_says_what_has_changed(run_files, tmp_path):
+    out, path = str(tmp_path / "run"), str(run_files / "model")
     keys = dict(SAVE, backend="torch", steps=2)
     world.run(attempt, 1, path, out, **keys)
     keys |= dict(steps=3, resume_from_checkpoint="auto")
@@ -169,8 +164,8 @@ def test_a_run_of_python_says_what_has_changed(folder, tmp_path):
     assert "saved with optim adam, and this run has sgd" in error and NOTE not in said
 
 
-def test_megatrons_precision_cannot_change_where_masters_are_missing(folder, tmp_path):
-    out, path = str(tmp_path / "run"), str(folder / "model")
+def test_megatrons_precision_cannot_change_where_masters_are_missing(run_files, tmp_path):
+    out, path = str(tmp_path / "run"), str(run_files / "model")
     world.run(attempt, 1, path, out, steps=2, **SAVE)
     keys = dict(SAVE, steps=3, resume_from_checkpoint="auto", bf16=True)
     [(error, _, _)] = world.run(attempt, 1, path, out, **keys)
@@ -192,8 +187,8 @@ def settings_of_pairs(path: str, out: str) -> dict:
     return settings[0]
 
 
-def test_the_settings_of_pairs_are_kept_by_their_keys(folder, tmp_path):
-    [settings] = world.run(settings_of_pairs, 1, str(folder / "model"), str(tmp_path))
+def test_the_settings_of_pairs_are_kept_by_their_keys(run_files, tmp_path):
+    [settings] = world.run(settings_of_pairs, 1, str(run_files / "model"), str(tmp_path))
     wanted = dict(pref_beta=0.3, pref_loss="sigmoid", pref_ftx=0.5, dpo_label_smoothing=0.2)
     assert {**settings, **wanted, "ref_model": "cached"} == settings
 

@@ -9,14 +9,16 @@ import yaml
 
 from mca_lite import cli
 from tests.shared import world
-from tests.shared.commands import ROOT, SHORT, alone, run, run_train, run_under_torchrun
+from tests.shared.commands import ROOT, SHORT, alone, run_script, run_train, run_under_torchrun
 from tests.shared.training import read_log
 
 
 # the ranks of torchrun's own agent are forked in test_chaos, and a real torchrun starts them in
 # test_cli_errors
 @pytest.mark.parametrize(
-    "start", [run, pytest.param(run_under_torchrun, marks=pytest.mark.full)], ids=["", "torchrun"]
+    "start",
+    [run_script, pytest.param(run_under_torchrun, marks=pytest.mark.full)],
+    ids=["", "torchrun"],
 )
 def test_the_example_gives_the_same_numbers_on_two_ranks_and_on_plain_torch(start, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -25,7 +27,7 @@ def test_the_example_gives_the_same_numbers_on_two_ranks_and_on_plain_torch(star
     shown = start(
         f"configs/sft.yaml {SHORT} {layout} output_dir={tmp_path / 'tp2'}", tmp_path, nproc=2
     )
-    run(f"configs/sft.yaml {SHORT} use_mca=false output_dir={tmp_path / 'torch'}", tmp_path)
+    run_script(f"configs/sft.yaml {SHORT} use_mca=false output_dir={tmp_path / 'torch'}", tmp_path)
     ours, theirs = read_log(tmp_path / "tp2"), read_log(tmp_path / "torch")
     assert [line["step"] for line in ours] == [1, 2, 3]
     for a, b in zip(ours, theirs, strict=True):
@@ -51,17 +53,17 @@ def test_the_example_gives_the_same_numbers_on_two_ranks_and_on_plain_torch(star
 
 
 def test_the_saved_config_reproduces_the_run(tmp_path):
-    run(
+    run_script(
         f"configs/pt.yaml {SHORT} warmup_steps=1 use_mca=false output_dir={tmp_path / 'a'}",
         tmp_path,
     )
-    run(f"{tmp_path / 'a' / 'config.yaml'} output_dir={tmp_path / 'b'}", tmp_path)
+    run_script(f"{tmp_path / 'a' / 'config.yaml'} output_dir={tmp_path / 'b'}", tmp_path)
     first, again = ([(x["loss"], x["grad_norm"]) for x in read_log(tmp_path / n)] for n in "ab")
     assert first == again
 
 
 def test_all_errors_are_shown_at_once_without_a_traceback(tmp_path):
-    result = run(
+    result = run_script(
         "configs/sft.yaml learning_rat=1 bf16=maybe tensor_model_parallel_size=3 "
         "eval_strategy=never",
         tmp_path,
@@ -73,7 +75,7 @@ def test_all_errors_are_shown_at_once_without_a_traceback(tmp_path):
 
 
 def test_data_that_is_not_there_is_named(tmp_path):
-    result = run("configs/sft.yaml dataset=nowhere.jsonl", tmp_path, code=2)
+    result = run_script("configs/sft.yaml dataset=nowhere.jsonl", tmp_path, code=2)
     assert "nowhere.jsonl" in result.stderr and "Traceback" not in result.stderr
 
 
@@ -85,20 +87,22 @@ def test_a_model_that_cannot_be_honoured_is_refused(tmp_path):
     (tmp_path / "model/config.json").write_text(
         json.dumps({**config, "hidden_act": "gelu", "attention_bias": True})
     )
-    result = run(f"configs/sft.yaml model_name_or_path={tmp_path / 'model'}", tmp_path, code=2)
+    result = run_script(
+        f"configs/sft.yaml model_name_or_path={tmp_path / 'model'}", tmp_path, code=2
+    )
     assert "hidden_act" in result.stderr and "attention_bias" in result.stderr
 
 
 def test_what_shows_only_with_data_or_folders_is_told_before_anything_starts(tmp_path):
-    result = run("configs/sft.yaml report_to=nowhere", tmp_path, code=2)
+    result = run_script("configs/sft.yaml report_to=nowhere", tmp_path, code=2)
     assert "nowhere" in result.stderr and "Traceback" not in result.stderr
-    result = run(
+    result = run_script(
         "configs/sft.yaml max_steps=-1 num_train_epochs=0.1 warmup_steps=500", tmp_path, code=2
     )
     assert "warm-up" in result.stderr and "Traceback" not in result.stderr
-    result = run("configs/sft.yaml output_dir=configs/tiny/model", tmp_path, code=2)
+    result = run_script("configs/sft.yaml output_dir=configs/tiny/model", tmp_path, code=2)
     assert "overwrite the one that it starts from" in result.stderr
-    result = run(
+    result = run_script(
         "configs/sft.yaml eval_strategy=steps metric_for_best_model=accuracy", tmp_path, code=2
     )
     assert "metric_for_best_model: loss" in result.stderr
@@ -126,15 +130,15 @@ def test_a_run_goes_on_only_with_its_own_data_and_a_refused_one_leaves_its_confi
         f"configs/sft.yaml {SHORT} use_mca=false save_strategy=steps save_steps=2 output_dir={out}"
     )
     words += " overwrite_output_dir=false"
-    run(f"{words} max_samples=200", tmp_path)
+    run_script(f"{words} max_samples=200", tmp_path)
     before = (out / "config.yaml").read_text()
-    refused = run(f"{words} max_samples=200 learning_rate=1", tmp_path, code=2)
+    refused = run_script(f"{words} max_samples=200 learning_rate=1", tmp_path, code=2)
     assert "overwrite_output_dir" in refused.stderr and (out / "config.yaml").read_text() == before
     other = (
         "dataset=configs/tiny/heldout.jsonl max_samples=200 resume_from_checkpoint=auto max_steps=5"
     )
-    assert "saved with dataset" in run(f"{words} {other}", tmp_path, code=2).stderr
-    run(f"{words} max_samples=200 resume_from_checkpoint=auto max_steps=5", tmp_path)
+    assert "saved with dataset" in run_script(f"{words} {other}", tmp_path, code=2).stderr
+    run_script(f"{words} max_samples=200 resume_from_checkpoint=auto max_steps=5", tmp_path)
     assert [line["step"] for line in read_log(out)] == [1, 2, 3, 4, 5]
 
 
@@ -182,6 +186,6 @@ def test_a_llama_factory_mca_file_runs_after_its_paths_are_changed(tmp_path):
         f"{tmp_path / 'mca.yaml'} train_from_scratch=true max_samples=40 max_steps=2 "
         f"output_dir={tmp_path / 'out'}"
     )
-    result = run(words, tmp_path, nproc=2)
+    result = run_script(words, tmp_path, nproc=2)
     assert len(read_log(tmp_path / "out")) == 2
     assert "template" in result.stdout, "keys without meaning are named"

@@ -22,7 +22,7 @@ GREEDY = ["--temperature", "0", "--max-new-tokens", "6"]
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory):
+def two_models(tmp_path_factory):
     """The folders of a model and of one that it could have been before."""
     folder = tmp_path_factory.mktemp("chat")
     paths = [tiny.save_model(folder / str(seed), "llama", seed) for seed in (1, 2)]
@@ -31,7 +31,7 @@ def models(tmp_path_factory):
     return paths
 
 
-def chat(monkeypatch, lines: list[str], *words: str) -> tuple[int, list[str], str]:
+def piped_chat(monkeypatch, lines: list[str], *words: str) -> tuple[int, list[str], str]:
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
     code, out, error = ended(cli_generate.main_chat, [*words, *GREEDY])
     return code, [line.rstrip() for line in out.splitlines()], error
@@ -61,7 +61,7 @@ class Plain:
         return text
 
 
-def test_a_piped_session_keeps_the_history_that_the_template_writes(models, monkeypatch):
+def test_a_piped_session_keeps_the_history_that_the_template_writes(two_models, monkeypatch):
     lines = ["w3 w4", "", "w5", "/new", "w5", "/system w7", "w5", "/what", "w6", "/exit", "w8"]
     stream, prompts = generation.stream, []
 
@@ -70,30 +70,32 @@ def test_a_piped_session_keeps_the_history_that_the_template_writes(models, monk
         return stream(model, tokenizer, prompt, *rest)
 
     monkeypatch.setattr(generation, "stream", watched)
-    code, out, error = chat(monkeypatch, lines, models[0])
+    code, out, error = piped_chat(monkeypatch, lines, two_models[0])
     assert code == 0, error
-    plain = Plain(models[0])
+    plain = Plain(two_models[0])
     wanted = [plain.say("w3 w4"), plain.say("w5")]
     plain.messages.clear()
     wanted.append(plain.say("w5"))
     plain.messages[:] = [{"role": "system", "content": "w7"}]
-    wanted += [plain.say("w5"), cli_generate._COMMANDS, plain.say("w6")]
+    wanted += [plain.say("w5"), plain.say("w6")]
+    listed = out.pop(len(wanted) - 1)  # the answer to a command that there is not
+    assert all(command in listed for command in ("/new", "/system", "/exit"))
     assert out == wanted and prompts == plain.prompts
 
 
-def test_the_model_before_training_answers_with_a_history_of_its_own(models, monkeypatch):
-    code, out, error = chat(
-        monkeypatch, ["w3 w4", "w5"], models[0], "--before", "--base", models[1]
+def test_the_model_before_training_answers_with_a_history_of_its_own(two_models, monkeypatch):
+    code, out, error = piped_chat(
+        monkeypatch, ["w3 w4", "w5"], two_models[0], "--before", "--base", two_models[1]
     )
     assert code == 0, error
-    before, trained = Plain(models[1]), Plain(models[0])
+    before, trained = Plain(two_models[1]), Plain(two_models[0])
     wanted = []
     for question in ("w3 w4", "w5"):
         wanted += [f"before:  {before.say(question)}", f"trained: {trained.say(question)}"]
     assert out == wanted
 
 
-def test_ctrl_c_ends_an_answer_and_not_the_session(models, monkeypatch):
+def test_ctrl_c_ends_an_answer_and_not_the_session(two_models, monkeypatch):
     pieces = []
 
     def interrupted(text):
@@ -105,20 +107,20 @@ def test_ctrl_c_ends_an_answer_and_not_the_session(models, monkeypatch):
     monkeypatch.setattr(generation, "printable", interrupted)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & ignores it
     try:
-        code, out, error = chat(monkeypatch, ["w3 w4", "w5"], models[0])
+        code, out, error = piped_chat(monkeypatch, ["w3 w4", "w5"], two_models[0])
     finally:
         signal.signal(signal.SIGINT, before)
     assert code == 0, error
-    plain = Plain(models[0])
+    plain = Plain(two_models[0])
     whole = plain.say("w3 w4")
     assert whole.startswith(out[0]) and len(out[0]) < len(whole)
     plain.messages[-1]["content"] = out[0]
     assert out[1:] == [plain.say("w5")]
 
 
-def test_a_seed_repeats_a_sampled_session(models, monkeypatch):
+def test_a_seed_repeats_a_sampled_session(two_models, monkeypatch):
     def sampled(seed: str) -> list[str]:
-        words = [models[0], "--seed", seed, "--top-p", "0.99"]
+        words = [two_models[0], "--seed", seed, "--top-p", "0.99"]
         monkeypatch.setattr(sys, "stdin", io.StringIO("w3\nw4"))
         return ended(
             cli_generate.main_chat, [*words, "--temperature", "2", "--max-new-tokens", "20"]
@@ -128,31 +130,33 @@ def test_a_seed_repeats_a_sampled_session(models, monkeypatch):
         assert sampled("1") == sampled("1") != sampled("2")
 
 
-def test_what_is_no_model_is_told_with_a_remedy(models, monkeypatch, tmp_path):
-    code, _, error = chat(monkeypatch, ["w3"], models[0], "--before")
+def test_what_is_no_model_is_told_with_a_remedy(two_models, monkeypatch, tmp_path):
+    code, _, error = piped_chat(monkeypatch, ["w3"], two_models[0], "--before")
     assert code == 2 and "does not say which model it was trained from" in error
     assert "--base" in error
-    code, _, error = chat(monkeypatch, ["w3"], str(tmp_path))
+    code, _, error = piped_chat(monkeypatch, ["w3"], str(tmp_path))
     assert code == 2 and "neither a model in Hugging Face's format nor an adapter" in error
     text = json.dumps({"base_model_name_or_path": "./\x1b[2J"})
     (tmp_path / "adapter_config.json").write_text(text)
-    code, _, error = chat(monkeypatch, ["w3"], str(tmp_path))
-    assert code == 2 and "no such folder" in error and "\x1b" not in error
+    code, _, error = piped_chat(monkeypatch, ["w3"], str(tmp_path))
+    assert code == 2 and "./\ufffd[2J" in error and "\x1b" not in error
 
 
-def test_a_template_that_refuses_a_conversation_leaves_the_session(models, monkeypatch, tmp_path):
-    path = shutil.copytree(models[0], tmp_path / "model")
+def test_a_template_that_refuses_a_conversation_leaves_the_session(
+    two_models, monkeypatch, tmp_path
+):
+    path = shutil.copytree(two_models[0], tmp_path / "model")
     template = path / "chat_template.jinja"
     refuse = (
         "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no\x1b system') }}{% endif %}"
     )
     template.write_text(refuse + template.read_text())
     lines = ["/system w7", "w5", "w5"]
-    code, out, error = chat(monkeypatch, lines, str(path))
+    code, out, error = piped_chat(monkeypatch, lines, str(path))
     assert code == 0, error
     assert out == [
         "the chat template refuses this conversation: no\ufffd system",
-        Plain(models[0]).say("w5"),
+        Plain(two_models[0]).say("w5"),
     ]
 
 
@@ -176,18 +180,20 @@ def with_code(source: str, folder: Path, marker: Path) -> Path:
 
 
 @pytest.mark.parametrize("command", ["chat", "chat --before", "chat merged", "generate --before"])
-def test_a_config_that_lies_in_a_folder_lets_no_code_run(models, monkeypatch, tmp_path, command):
+def test_a_config_that_lies_in_a_folder_lets_no_code_run(
+    two_models, monkeypatch, tmp_path, command
+):
     marker = tmp_path / "marker"
-    out = with_code(models[0], tmp_path / "out", marker)
-    base = with_code(models[1], tmp_path / "base", marker)
-    with_code(models[0], out / "merged", marker)
+    out = with_code(two_models[0], tmp_path / "out", marker)
+    base = with_code(two_models[1], tmp_path / "base", marker)
+    with_code(two_models[0], out / "merged", marker)
     (out / "config.yaml").write_text(
         f"trust_remote_code: true\nmodel_name_or_path: {base}\ndefault_system: w9\n"
     )
     name, *words = command.split()
     if name == "chat":
         words = [str(out / "merged") if "merged" in words else str(out), *words]
-        code, _, error = chat(monkeypatch, ["w3"], *(w for w in words if w != "merged"))
+        code, _, error = piped_chat(monkeypatch, ["w3"], *(w for w in words if w != "merged"))
         taken = "default_system: w9"
     else:
         (tmp_path / "prompts.txt").write_text("w3\n")
@@ -202,9 +208,9 @@ def test_a_config_that_lies_in_a_folder_lets_no_code_run(models, monkeypatch, tm
 
 
 @pytest.mark.parametrize("command", ["convert", "plan", "inspect", "report", "watch"])
-def test_no_other_command_lets_a_folders_code_run(models, tmp_path, command):
+def test_no_other_command_lets_a_folders_code_run(two_models, tmp_path, command):
     marker = tmp_path / "marker"
-    out = with_code(models[0], tmp_path / "out", marker)
+    out = with_code(two_models[0], tmp_path / "out", marker)
     (tmp_path / "run").mkdir()
     for folder in (out, tmp_path / "run"):
         (folder / "config.yaml").write_text(f"trust_remote_code: true\nmodel_name_or_path: {out}\n")
@@ -225,25 +231,29 @@ def test_no_other_command_lets_a_folders_code_run(models, tmp_path, command):
 
 @pytest.mark.parametrize("place", ["model", "base", "the run's own base"])
 def test_the_command_line_lets_code_of_the_folders_that_it_names_run(
-    models, monkeypatch, tmp_path, place
+    two_models, monkeypatch, tmp_path, place
 ):
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "hf"))
     marker = tmp_path / "marker"
-    folder = with_code(models[1], tmp_path / "model", marker)
+    folder = with_code(two_models[1], tmp_path / "model", marker)
     words = [str(folder), "--trust-remote-code"]
     if place != "model":
-        words = [shutil.copytree(models[0], tmp_path / "out"), "--trust-remote-code", "--before"]
+        words = [
+            shutil.copytree(two_models[0], tmp_path / "out"),
+            "--trust-remote-code",
+            "--before",
+        ]
     if place == "base":
         words += ["--base", str(folder)]
     (tmp_path / "out").mkdir(exist_ok=True)
     (tmp_path / "out" / "config.yaml").write_text(f"model_name_or_path: {folder}\n")
-    code, _, error = chat(monkeypatch, ["w3"], *map(str, words))
+    code, _, error = piped_chat(monkeypatch, ["w3"], *map(str, words))
     assert code == 0 and marker.exists() == (place != "the run's own base"), error
 
 
-def test_odd_keys_of_a_runs_config_are_refused_in_words(models, monkeypatch, tmp_path):
-    path = shutil.copytree(models[0], tmp_path / "model")
+def test_odd_keys_of_a_runs_config_are_refused_in_words(two_models, monkeypatch, tmp_path):
+    path = shutil.copytree(two_models[0], tmp_path / "model")
     for text in ("enable_thinking: perhaps\n", "default_system: [1, {2: 3}]\n", "a: " + "[" * 9999):
         (path / "config.yaml").write_text(text)
-        code, _, error = chat(monkeypatch, ["w3"], str(path))
+        code, _, error = piped_chat(monkeypatch, ["w3"], str(path))
         assert code == 2 and "defect" not in error, error

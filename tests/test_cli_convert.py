@@ -13,7 +13,7 @@ from mca_lite.files import lies_in
 from mca_lite.model_config import AutoConfig
 from tests.shared import tiny, tiny_moe, world
 from tests.shared.commands import convert
-from tests.shared.files import flip_bit, tensors
+from tests.shared.files import assert_same_bytes, flip_bit, tensors
 from tests.shared.layouts import DIST_OPT, PP2, TP2
 from tests.shared.training import train
 
@@ -22,12 +22,6 @@ def command(words: list[str]) -> int:
     from mca_lite.cli_convert import main
 
     return main(words)
-
-
-def same(a: dict, b: dict) -> None:
-    assert a.keys() == b.keys()
-    for name, value in a.items():
-        assert value.dtype == b[name].dtype and torch.equal(value, b[name]), name
 
 
 @pytest.mark.parametrize("family, dtype", [("qwen3", torch.float32), ("llama", torch.bfloat16)])
@@ -39,7 +33,7 @@ def test_a_round_trip_gives_the_same_bytes(tmp_path, family, dtype):
     assert (tmp_path / "mca" / "dist" / "index.json").is_file()
     assert (tmp_path / "mca" / "mca_config.json").is_file()
     assert world.run(command, 1, [str(tmp_path / "mca"), str(tmp_path / "back"), "--verify"]) == [0]
-    same(tensors(tmp_path / "back"), tensors(tmp_path / "hf"))
+    assert_same_bytes(tensors(tmp_path / "back"), tensors(tmp_path / "hf"))
     assert (tmp_path / "back" / "tokenizer.json").read_text() == "{}"
     assert not list(tmp_path.glob("mca/*.py")) and not list(tmp_path.glob("back/*.py"))
 
@@ -100,8 +94,8 @@ def test_a_checkpoint_of_any_layout_becomes_the_model_that_training_exports(tmp_
     code, out, error = convert(folder, tmp_path / "out", "--verify")
     assert code == 0 and "verified" in out, out + error
     wanted = tensors(tmp_path / "run")
-    same(tensors(tmp_path / "out"), wanted)
-    same(tensors(folder / "hf"), wanted)
+    assert_same_bytes(tensors(tmp_path / "out"), wanted)
+    assert_same_bytes(tensors(folder / "hf"), wanted)
     flip_bit(folder / "dist" / "__2_0.distcp")
     assert world.run(command, 1, [str(folder), str(tmp_path / "again")]) == [2]
 
@@ -127,7 +121,7 @@ def test_the_torch_backend_and_megatron_put_the_model_into_checkpoints_as_asked(
         train, 2, source, str(tmp_path / "run"), steps=2, export=True, backend=backend, **keys
     )
     folder = tmp_path / "run" / "checkpoint-2"
-    same(tensors(folder / "hf"), tensors(tmp_path / "run"))
+    assert_same_bytes(tensors(folder / "hf"), tensors(tmp_path / "run"))
     assert not (folder / "optimizer.safetensors").exists()
     assert '"hf/config.json"' in (folder / "manifest.json").read_text()
 
@@ -167,7 +161,7 @@ def test_a_folder_of_mcore_adapter_is_read_as_the_model_beside_its_configuration
     assert config.tensor_model_parallel_size == 1
     assert world.run(command, 1, [str(source), str(tmp_path / "mca"), "--verify"]) == [0]
     assert world.run(command, 1, [str(tmp_path / "mca"), str(tmp_path / "back")]) == [0]
-    same(tensors(tmp_path / "back"), tensors(source))
+    assert_same_bytes(tensors(tmp_path / "back"), tensors(source))
 
 
 @pytest.mark.parametrize("inside", ["", "/iter_0000001"])

@@ -41,7 +41,7 @@ def test_the_ranks_of_a_world_are_measured_together():
 
 
 def test_versions_are_compared_with_the_requirements(monkeypatch):
-    assert not levels(cli_doctor._versions())
+    assert not levels(cli_doctor.versions())
     given = {"torch": "2.12.0+cu130", "megatron-core": "0.15.0"}
 
     def version(name):
@@ -50,7 +50,7 @@ def test_versions_are_compared_with_the_requirements(monkeypatch):
         return given.get(name, "5.99")
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    found = levels(cli_doctor._versions())
+    found = levels(cli_doctor.versions())
     assert found.keys() == {"megatron-core", "psutil"}
     assert "PROBLEM" in found["megatron-core"][0] and ">=0.16.1" in found["megatron-core"][1]
     assert "not installed" in found["psutil"][0] and "pip install" in found["psutil"][1]
@@ -58,18 +58,18 @@ def test_versions_are_compared_with_the_requirements(monkeypatch):
 
 def test_little_shared_memory_and_small_limits_are_warnings(monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(2**26, 0, 2**26))
-    assert "--shm-size" in levels(cli_doctor._limits())["shared memory"][1]
+    assert "--shm-size" in levels(cli_doctor.limits())["shared memory"][1]
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 1024))
     monkeypatch.setattr(cli_doctor.Path, "glob", lambda path, pattern: iter([path]))
-    found = levels(cli_doctor._limits())
+    found = levels(cli_doctor.limits())
     assert "ulimit -n" in found["open files"][1] and "memlock" in found["locked bytes"][1]
     monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY,) * 2)
-    assert list(levels(cli_doctor._limits())) == ["shared memory"]
+    assert list(levels(cli_doctor.limits())) == ["shared memory"]
 
 
 def test_a_gpu_that_torch_does_not_see_is_a_problem(monkeypatch):
     monkeypatch.setattr(cli_doctor.Path, "exists", lambda path: str(path) == "/dev/nvidia0")
-    assert "driver" in levels(cli_doctor._devices())["GPU"][1]
+    assert "driver" in levels(cli_doctor.devices())["GPU"][1]
 
 
 def test_a_broken_transformer_engine_or_compiler_is_a_warning(monkeypatch):
@@ -83,7 +83,7 @@ def test_a_broken_transformer_engine_or_compiler_is_a_warning(monkeypatch):
         for subject, (module, name) in places.items():
             reason = "undefined symbol" if subject == broken else None
             monkeypatch.setattr(module, name, lambda reason=reason: reason)
-        found = levels(cli_doctor._compiler())
+        found = levels(cli_doctor.compiler())
         assert found.keys() == {broken} and "undefined symbol" in found[broken][0]
         assert "warning" in found[broken][0] and "install" in found[broken][1]
 
@@ -91,12 +91,12 @@ def test_a_broken_transformer_engine_or_compiler_is_a_warning(monkeypatch):
 def test_the_exit_code_is_the_severest_finding(monkeypatch):
     for is_right, speed, code in ((True, 1.0, 0), (True, 0.001, 4), (False, 1.0, 5)):
         measured = cli_doctor.Link("gloo", 2, is_right, speed)
-        monkeypatch.setattr(cli_doctor, "_pair", lambda measured=measured: measured)
+        monkeypatch.setattr(cli_doctor, "measure_pair", lambda measured=measured: measured)
         assert commands.ended(cli_doctor.main, [])[0] == code
 
     def failing():
         raise OSError("two ranks of this machine did not meet")
 
-    monkeypatch.setattr(cli_doctor, "_pair", failing)
+    monkeypatch.setattr(cli_doctor, "measure_pair", failing)
     code, out, _ = commands.ended(cli_doctor.main, [])
     assert code == 5 and "did not meet" in out and "MASTER_ADDR" in out

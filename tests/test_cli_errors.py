@@ -25,7 +25,7 @@ from tests.shared.commands import ROOT, SHORT
 
 
 @pytest.fixture
-def ended(monkeypatch, capsys, tmp_path):
+def error_of(monkeypatch, capsys, tmp_path):
     """(exit code, what was printed as an error) of the command line whose run raises an error."""
     from mca_lite import run
 
@@ -56,8 +56,8 @@ def ended(monkeypatch, capsys, tmp_path):
         (RuntimeError("[enforce fail at inline_container.cc:672] . unexpected"), "No space left"),
     ],
 )
-def test_what_a_user_can_put_right_ends_with_its_words_and_code_2(ended, tmp_path, error, words):
-    code, shown = ended(error)
+def test_what_a_user_can_put_right_ends_with_its_words_and_code_2(error_of, tmp_path, error, words):
+    code, shown = error_of(error)
     assert code == cli.USER_ERROR and shown.startswith("error: ") and words in shown
     assert shown.count("\n") == 1 and not list(tmp_path.glob("traceback*"))
 
@@ -66,8 +66,8 @@ NO_TEXT = UnicodeEncodeError("utf-8", "\ud800", 0, 1, "surrogates not allowed")
 
 
 @pytest.mark.parametrize("error", [KeyError("moe_layer_freq"), AssertionError(), NO_TEXT])
-def test_a_defect_leaves_its_traceback_in_a_file(ended, tmp_path, error):
-    code, shown = ended(error)
+def test_a_defect_leaves_its_traceback_in_a_file(error_of, tmp_path, error):
+    code, shown = error_of(error)
     kept = tmp_path / "traceback-rank0.txt"
     assert code == 1 and shown.count("\n") == 1
     assert f"(a defect of mca_lite; the traceback is in {kept})" in shown
@@ -75,21 +75,21 @@ def test_a_defect_leaves_its_traceback_in_a_file(ended, tmp_path, error):
 
 
 def test_a_traceback_goes_to_the_temporary_folder_where_output_dir_takes_none(
-    ended, tmp_path, monkeypatch
+    error_of, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    code, shown = ended(KeyError("x"), tmp_path / "not there")
+    code, shown = error_of(KeyError("x"), tmp_path / "not there")
     [kept] = tmp_path.glob("mca_lite-*-traceback-rank0.txt")
     assert code == 1 and str(kept) in shown and not (tmp_path / "not there").exists()
 
 
-def test_torchrun_is_given_the_words_and_not_those_of_a_rank_that_lost_another(ended, tmp_path):
+def test_torchrun_is_given_the_words_and_not_those_of_a_rank_that_lost_another(error_of, tmp_path):
     path = tmp_path / "error.json"
     lost = RuntimeError("[/gloo/transport/tcp/pair.cc] Connection closed by peer [127.0.0.1]")
-    code, shown = ended(lost, TORCHELASTIC_ERROR_FILE=str(path))
+    code, shown = error_of(lost, TORCHELASTIC_ERROR_FILE=str(path))
     assert code == 1 and "another rank is gone" in shown and not path.exists()
     world = dict(RANK="3", WORLD_SIZE="4", MASTER_ADDR="host", MASTER_PORT="1")
-    code, shown = ended(ValueError("lacks a file"), LOCAL_RANK="1", **world)
+    code, shown = error_of(ValueError("lacks a file"), LOCAL_RANK="1", **world)
     assert code == 2 and shown == "error: rank 3: lacks a file\n"
     assert json.loads(path.read_text())["message"]["message"] == "error: lacks a file"
 
@@ -177,7 +177,9 @@ def test_a_home_that_cannot_be_written_is_refused_with_what_to_set(tmp_path, mon
     assert "set cache_dir" in shown and shown.count("\n") == 1
 
 
-def full_disk(out: str, cache: str, file: str, use_mca: str) -> tuple[int, str, list[str]]:
+def train_with_full_disk(
+    out: str, cache: str, file: str, use_mca: str
+) -> tuple[int, str, list[str]]:
     """(exit code, error, files left) of a run that finds the disk full when it writes a file of its
     folder or of a checkpoint: the system itself says so, for /dev/full."""
     from mca_lite import ckpt, files
@@ -189,14 +191,14 @@ def full_disk(out: str, cache: str, file: str, use_mca: str) -> tuple[int, str, 
         (folder / file).parent.mkdir(parents=True, exist_ok=True)
         (folder / file).symlink_to("/dev/full")
 
-    def make_empty(folder: Path, make=ckpt._make_empty) -> None:
+    def make_empty(folder: Path, make=ckpt.make_empty) -> None:
         make(folder)
         link(folder)
 
     if "config.yaml" in file:
         link(Path(out))
     else:
-        ckpt._make_empty = make_empty
+        ckpt.make_empty = make_empty
     os.chdir(ROOT)
     said, words = io.StringIO(), f"configs/sft.yaml {SHORT} save_strategy=steps max_steps=1"
     words += f" max_samples=20 output_dir={out} cache_dir={cache} use_mca={use_mca}"
@@ -215,17 +217,17 @@ FILES = [
 @pytest.mark.parametrize("file, use_mca", FILES)
 def test_a_full_disk_is_called_so_and_leaves_no_checkpoint(tmp_path, file, use_mca):
     out, cache = str(tmp_path / "out"), str(tmp_path / "cache")
-    [(code, said, left)] = world.run(full_disk, 1, out, cache, file, use_mca)
+    [(code, said, left)] = world.run(train_with_full_disk, 1, out, cache, file, use_mca)
     assert code == 2 and "disk full: " in said and "No space left on device" in said and out in said
     assert said.splitlines()[-1].startswith("error: ")
     assert not [name for name in left if "checkpoint" in name]
 
 
-def test_a_missing_requirement_is_told_with_the_interpreter(ended):
-    code, printed = ended(ModuleNotFoundError("No module named 'torch'", name="torch.nn"))
+def test_a_missing_requirement_is_told_with_the_interpreter(error_of):
+    code, printed = error_of(ModuleNotFoundError("No module named 'torch'", name="torch.nn"))
     assert code == 2 and f"torch.nn is not installed for {sys.executable}" in printed
     assert "source .venv/bin/activate" in printed and "defect" not in printed
-    code, printed = ended(ModuleNotFoundError("No module named 'mca_lite.x'", name="mca_lite.x"))
+    code, printed = error_of(ModuleNotFoundError("No module named 'mca_lite.x'", name="mca_lite.x"))
     assert code == 1 and "defect" in printed
 
 
@@ -243,13 +245,13 @@ def test_memory_that_torch_does_not_get_is_told_as_such():
 def test_a_resumed_run_that_is_done_says_so(tmp_path, capsys):
     words = f"configs/sft.yaml {SHORT} use_mca=false max_samples=20 output_dir={tmp_path / 'out'} "
     words += f"cache_dir={tmp_path / 'cache'} save_strategy=steps"
-    said = world.run(said_by, 1, [f"{words} max_steps={n}" for n in (2, 1, 4)])[0]
+    said = world.run(printed_by_commands, 1, [f"{words} max_steps={n}" for n in (2, 1, 4)])[0]
     assert said.count("trained 2 steps in") == 2
     assert "nothing was left to train: the run goes to step 1, and its checkpoint is at" in said
     assert "note: other values than before, taken from here on: max_steps 2 -> 1\n" in said
 
 
-def said_by(runs: list[str]) -> str:
+def printed_by_commands(runs: list[str]) -> str:
     os.chdir(ROOT)
     said = io.StringIO()
     with contextlib.redirect_stdout(said):

@@ -7,6 +7,7 @@ import pytest
 from mca_lite import cli_generate
 from mca_lite.generation import Decoding, answers, load_for_generation, prompt_ids
 from tests.shared import tiny
+from tests.shared.chats import assistant, user, write_records
 from tests.shared.commands import ended
 from tests.shared.small_runs import save_tokenizer
 
@@ -19,18 +20,14 @@ def known(tmp_path_factory):
     path = tiny.save_model(tmp_path_factory.mktemp("generate") / "model", "llama")
     save_tokenizer(path)
     model, tokenizer = load_for_generation(path)
-    questions = [{"role": "user", "content": f" w{n} w{n + 1} "} for n in range(20)]
-    histories = [[questions[0]], [questions[1], said(" w5 "), questions[2]], [questions[3]]]
+    questions = [user(f" w{n} w{n + 1} ") for n in range(20)]
+    histories = [[questions[0]], [questions[1], assistant(" w5 "), questions[2]], [questions[3]]]
     found = answers(model, tokenizer, [prompt_ids(tokenizer, m) for m in histories], SHORT)
     found[2] += " w9"
-    return path, [[*m, said(f" {text} ")] for m, text in zip(histories, found, strict=True)]
+    return path, [[*m, assistant(f" {text} ")] for m, text in zip(histories, found, strict=True)]
 
 
 SHORT = Decoding(LENGTH, temperature=0.0)
-
-
-def said(text: str) -> dict:
-    return {"role": "assistant", "content": text}
 
 
 def generate(path, folder, *words, **keys) -> tuple[int, str, str, list[dict]]:
@@ -52,15 +49,9 @@ def generate(path, folder, *words, **keys) -> tuple[int, str, str, list[dict]]:
     return code, out, error, rows
 
 
-def write(folder, name: str, records: list) -> str:
-    lines = [record if isinstance(record, str) else json.dumps(record) for record in records]
-    (folder / name).write_text("\n".join(lines))
-    return str(folder / name)
-
-
 def test_the_evaluation_set_is_answered_and_compared(known, tmp_path):
     path, conversations = known
-    file = write(tmp_path, "held.jsonl", [{"messages": m} for m in conversations])
+    file = write_records(tmp_path / "held.jsonl", *[{"messages": m} for m in conversations])
     keys = dict(eval_dataset=file, train_on_prompt=True, neat_packing=True)
     code, out, error, rows = generate(path, tmp_path, "--batch-size", 2, **keys)
     assert code == 0, error
@@ -80,16 +71,16 @@ def test_the_evaluation_set_is_answered_and_compared(known, tmp_path):
 
 def test_samples_that_val_size_splits_off_and_chosen_answers_are_evaluation_sets(known, tmp_path):
     path, conversations = known
-    file = write(tmp_path, "all.jsonl", [{"messages": m} for m in conversations])
+    file = write_records(tmp_path / "all.jsonl", *[{"messages": m} for m in conversations])
     code, _, error, rows = generate(path, tmp_path, dataset=file, val_size=2)
     assert code == 0 and len(rows) == 2, error
     expected = {row["expected"]: row["exact_match"] for row in rows}
     wanted = [m[-1]["content"].strip() for m in conversations]
     assert all(match == (text in wanted[:2]) for text, match in expected.items())
     pairs = [
-        {"prompt": m[:-1], "chosen": m[-1:], "rejected": [said(" w9 ")]} for m in conversations
+        {"prompt": m[:-1], "chosen": m[-1:], "rejected": [assistant(" w9 ")]} for m in conversations
     ]
-    file = write(tmp_path, "pairs.jsonl", pairs)
+    file = write_records(tmp_path / "pairs.jsonl", *pairs)
     code, out, error, rows = generate(path, tmp_path, stage="dpo", eval_dataset=file)
     assert code == 0, error
     assert [row["expected"] for row in rows] == wanted and "66.7 % (2 of 3" in out
@@ -99,7 +90,7 @@ def test_samples_that_val_size_splits_off_and_chosen_answers_are_evaluation_sets
 
 def test_samples_with_trained_prompts_are_refused(known, tmp_path):
     path, conversations = known
-    file = write(tmp_path, "all.jsonl", [{"messages": m} for m in conversations])
+    file = write_records(tmp_path / "all.jsonl", *[{"messages": m} for m in conversations])
     keys = dict(dataset=file, val_size=2, train_on_prompt=True)
     code, _, error, _ = generate(path, tmp_path, **keys)
     assert code == 2 and "train_on_prompt" in error and "eval_dataset" in error
@@ -121,7 +112,7 @@ def test_a_file_of_prompts_needs_no_answers(known, tmp_path):
         {"prompt": conversations[1][:-1]},
         {"instruction": question, "output": "w9", "system": " w8 "},
     ]
-    file = write(tmp_path, "prompts.jsonl", records)
+    file = write_records(tmp_path / "prompts.jsonl", *records)
     code, out, error, rows = generate(path, tmp_path, "--file", file, stage="pt")
     assert code == 0, error
     assert [row.get("exact_match") for row in rows] == [True, None, False, None, False]
@@ -129,10 +120,10 @@ def test_a_file_of_prompts_needs_no_answers(known, tmp_path):
     assert rows[0]["answer"] == rows[1]["answer"] and rows[4]["answer"] != rows[0]["answer"]
     assert rows[3]["answer"] == conversations[1][-1]["content"].strip()
     assert "(1 of 3 prompts)" in out
-    file = write(tmp_path, "prompts.txt", [question.strip(), "w7"])
+    file = write_records(tmp_path / "prompts.txt", *[question.strip(), "w7"])
     code, out, error, rows = generate(path, tmp_path, "--file", file)
     assert code == 0 and "2 texts, and no expected ones" in out, error
     code, _, error, _ = generate(path, tmp_path, stage="pt")
     assert code == 2 and "its documents have no answers" in error
-    code, _, error, _ = generate(path, tmp_path, "--file", write(tmp_path, "empty.jsonl", []))
+    code, _, error, _ = generate(path, tmp_path, "--file", write_records(tmp_path / "empty.jsonl"))
     assert code == 2 and "empty.jsonl'\n    it holds no record" in error

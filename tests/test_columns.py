@@ -118,7 +118,7 @@ def test_a_column_for_the_model_is_one_of_its_arguments():
     assert inputs["colour"].tolist() == [[0.5, 0.5]] and "weight" not in inputs
 
 
-def texts(folder, **keys) -> list:
+def weights_of_texts(folder, **keys) -> list:
     (folder / "a.jsonl").write_text('{"text": "ab", "weight": 2}\n{"text": "abc"}\n')
     keys = dict(dataset=[str(folder / "a.jsonl")], cache_dir=str(folder / "cache"), **keys)
     data = load_datasets(DataArguments(cutoff_len=8, **keys), "pt", byte_tokenizer())
@@ -130,9 +130,9 @@ def test_a_records_column_is_in_the_cache_and_a_changed_one_is_read_again(tmp_pa
         del COLUMNS["weight"]
         register_column("weight", of_dataset=lambda spec, keys, value=value: value)
         for _ in range(2):  # written, then read
-            assert texts(tmp_path, packing=False) == [2.0, value]
+            assert weights_of_texts(tmp_path, packing=False) == [2.0, value]
     with pytest.raises(ValueError, match="a.jsonl:1: .*weight.*texts are joined: set packing"):
-        texts(tmp_path)
+        weights_of_texts(tmp_path)
     entry = {"file_name": "a.jsonl", "values": {"weight": 7}}  # before of_dataset, after a record
     (tmp_path / "dataset_info.json").write_text(json.dumps({"a": entry}))
     keys = dict(dataset_dir=str(tmp_path), cache_dir=str(tmp_path), packing=False)

@@ -73,7 +73,7 @@ def test_nothing_is_patched_where_cuda_is_there(fresh_cpu, monkeypatch):
         (torch.distributed, "all_to_all_single"),
     ]
     before = [getattr(owner, attribute) for owner, attribute in places]
-    monkeypatch.setattr(fresh_cpu, "_table", table)
+    monkeypatch.setattr(fresh_cpu, "cpu_rows", table)
     assert fresh_cpu.apply() == []
     assert all(
         getattr(owner, name) is old for (owner, name), old in zip(places, before, strict=True)
@@ -82,7 +82,7 @@ def test_nothing_is_patched_where_cuda_is_there(fresh_cpu, monkeypatch):
 
 def test_the_table_can_be_read_without_changing_anything(fresh_cpu):
     before = torch.zeros, torch.cuda.current_device, torch.Tensor.type
-    rows = list(fresh_cpu._table())
+    rows = list(fresh_cpu.cpu_rows())
     assert len(rows) > 30 and (torch.zeros, torch.cuda.current_device, torch.Tensor.type) == before
 
 
@@ -94,7 +94,7 @@ def test_on_cuda_no_process_beside_training_compiles_unless_it_is_asked_for(monk
     monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
     if asked:
         monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", asked)
-    rows = [row for row in cpu._cuda_table() if row[0] is inductor]
+    rows = [row for row in cpu.cuda_rows() if row[0] is inductor]
     assert [row[1:3] for row in rows] == ([] if asked else [("compile_threads", 1)])
     for owner, attribute, replacement, _ in rows:
         with monkeypatch.context() as patch:

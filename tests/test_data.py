@@ -38,6 +38,7 @@ from mca_lite.data_encode import Encoder
 from mca_lite.data_files import build_once
 from mca_lite.files import IGNORE_INDEX
 from mca_lite.trainer import McaTrainer
+from tests.shared.chats import trained_texts, write_answers
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -73,23 +74,8 @@ def own_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(data_files, "POLL_S", 0.01)
 
 
-def write(path, *answers: str) -> str:
-    turns = [
-        [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]
-        for answer in answers
-    ]
-    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in turns))
-    return str(path)
-
-
-def load(tokenizer, stage, *dataset, seed=42, **options):
+def load_stage(tokenizer, stage, *dataset, seed=42, **options):
     return load_datasets(DataArguments(dataset=list(dataset), **options), stage, tokenizer, seed)
-
-
-def texts(tokenizer, dataset) -> list[str]:
-    """The trained text of each sample."""
-    labels = [document["labels"] for [document] in dataset]
-    return [tokenizer.decode(row[row != IGNORE_INDEX].tolist()) for row in labels]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -97,7 +83,7 @@ def texts(tokenizer, dataset) -> list[str]:
 
 
 def test_sft_samples_are_shifted_and_only_the_answer_has_labels(tokenizer, tmp_path):
-    bundle = load(tokenizer, "sft", write(tmp_path / "a.jsonl", "bc", "d"))
+    bundle = load_stage(tokenizer, "sft", write_answers(tmp_path / "a.jsonl", "bc", "d"))
     [sample] = bundle.train[0]
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
     b, c = tokenizer.convert_tokens_to_ids(["b", "c"])
@@ -112,9 +98,9 @@ def test_sft_samples_are_shifted_and_only_the_answer_has_labels(tokenizer, tmp_p
 
 
 def test_samples_too_long_or_without_labels_are_counted_with_the_first_place(tokenizer, tmp_path):
-    file = write(tmp_path / "a.jsonl", "bc", "bcdefgh", "b" * 99)
-    bundle = load(tokenizer, "sft", file, cutoff_len=QUESTION + 3)
-    assert texts(tokenizer, bundle.train) == ["bc<|im_end|>", "bcde", "bbbb"]
+    file = write_answers(tmp_path / "a.jsonl", "bc", "bcdefgh", "b" * 99)
+    bundle = load_stage(tokenizer, "sft", file, cutoff_len=QUESTION + 3)
+    assert trained_texts(tokenizer, bundle.train) == ["bc<|im_end|>", "bcde", "bbbb"]
     assert (
         f"  warning: 2 samples were longer than cutoff_len {QUESTION + 3} and cut, the "
         f"first at {file}:2" in bundle.report
@@ -123,14 +109,14 @@ def test_samples_too_long_or_without_labels_are_counted_with_the_first_place(tok
         ValueError,
         match=r"no sample is left(.|\n)*3 samples have no token to train on .* first at .*:1",
     ):
-        load(tokenizer, "sft", file, cutoff_len=QUESTION - 1)
+        load_stage(tokenizer, "sft", file, cutoff_len=QUESTION - 1)
 
 
 def test_packed_documents_lose_no_target(tokenizer, tmp_path):
     (tmp_path / "a.txt").write_text(
         "abc\nd\n\nefg\n"
     )  # abc. d. efg. with . for the end token: 10 tokens, 9 targets
-    bundle = load(tokenizer, "pt", str(tmp_path / "a.txt"), cutoff_len=4)
+    bundle = load_stage(tokenizer, "pt", str(tmp_path / "a.txt"), cutoff_len=4)
     pairs = [
         tuple(tokenizer.decode(sample[k].tolist()) for k in ("input_ids", "labels"))
         for [sample] in bundle.train
@@ -145,12 +131,12 @@ def test_packed_documents_lose_no_target(tokenizer, tmp_path):
 
 def test_unpacked_documents_keep_a_row_each(tokenizer, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "abcdef"}\n{"text": ""}\n{"text": "g"}\n')
-    bundle = load(tokenizer, "pt", str(tmp_path / "a.jsonl"), cutoff_len=3, packing=False)
+    bundle = load_stage(tokenizer, "pt", str(tmp_path / "a.jsonl"), cutoff_len=3, packing=False)
     assert [tokenizer.decode(document["input_ids"].tolist()) for [document] in bundle.train] == [
         "abc",
         "g",
     ]
-    assert texts(tokenizer, bundle.train) == ["bcd", "</s>"]
+    assert trained_texts(tokenizer, bundle.train) == ["bcd", "</s>"]
     warnings = [line for line in bundle.report if "warning" in line]
     assert (
         len(warnings) == 2
@@ -163,50 +149,59 @@ def test_bad_sets_of_files_are_errors(tokenizer, tmp_path):
     empty = tmp_path / "empty.jsonl"
     empty.write_text("\n")
     with pytest.raises(ValueError, match=r"empty\.jsonl: there is no record to train on"):
-        load(tokenizer, "sft", str(empty))
+        load_stage(tokenizer, "sft", str(empty))
     nothing = DataArguments(dataset=["x"])
     nothing.dataset = []
     with pytest.raises(ValueError, match="it names no data"):
         load_datasets(nothing, "sft", tokenizer)
     broken = tmp_path / "broken.jsonl"
-    broken.write_text(open(write(tmp_path / "a.jsonl", "b")).read() + "{\n")
+    broken.write_text(open(write_answers(tmp_path / "a.jsonl", "b")).read() + "{\n")
     with pytest.raises(ValueError, match=r"broken\.jsonl:2: not valid JSON"):
-        load(tokenizer, "sft", str(broken))
+        load_stage(tokenizer, "sft", str(broken))
 
 
 def test_max_samples_takes_the_first_of_each_dataset(tokenizer, tmp_path):
-    files = write(tmp_path / "a.jsonl", "b", "c", "d"), write(tmp_path / "b.jsonl", "e", "f", "g")
-    train = load(tokenizer, "sft", *files, max_samples=2).train
-    assert [text[0] for text in texts(tokenizer, train)] == ["b", "c", "e", "f"]
+    files = (
+        write_answers(tmp_path / "a.jsonl", "b", "c", "d"),
+        write_answers(tmp_path / "b.jsonl", "e", "f", "g"),
+    )
+    train = load_stage(tokenizer, "sft", *files, max_samples=2).train
+    assert [text[0] for text in trained_texts(tokenizer, train)] == ["b", "c", "e", "f"]
 
 
 def test_the_split_is_seeded_disjoint_and_complete(tokenizer, tmp_path):
-    file = write(tmp_path / "a.jsonl", *"bcdefghijk")
+    file = write_answers(tmp_path / "a.jsonl", *"bcdefghijk")
     parts = [
-        load(tokenizer, "sft", file, val_size=size, seed=seed)
+        load_stage(tokenizer, "sft", file, val_size=size, seed=seed)
         for size, seed in ((0.3, 1), (3, 1), (3, 2))
     ]
-    read = [(texts(tokenizer, part.train), texts(tokenizer, part.eval)) for part in parts]
+    read = [
+        (trained_texts(tokenizer, part.train), trained_texts(tokenizer, part.eval))
+        for part in parts
+    ]
     assert read[0] == read[1] != read[2]
     assert len(read[0][1]) == 3
     assert sorted(read[0][0] + read[0][1]) == [f"{c}<|im_end|>" for c in "bcdefghijk"]
     with pytest.raises(ValueError, match="(?s)val_size: 10.*it takes 10 of 10"):
-        load(tokenizer, "sft", file, val_size=10)
+        load_stage(tokenizer, "sft", file, val_size=10)
 
 
 def test_mix_weights_are_rates_of_interleaving(tokenizer, tmp_path):
-    files = write(tmp_path / "a.jsonl", "b", "c"), write(tmp_path / "b.jsonl", *"defghijklm")
+    files = (
+        write_answers(tmp_path / "a.jsonl", "b", "c"),
+        write_answers(tmp_path / "b.jsonl", *"defghijklm"),
+    )
     for wrong in ({"mix_strategy": "concat"}, {"mix_weights": [1.0]}, {"mix_weights": [1.0, -1.0]}):
         keys = {"mix_strategy": "interleave_over", "mix_weights": [3.0, 1.0], **wrong}
         with pytest.raises(ValueError, match="(?s)mix_weights.*rate"):
-            load(tokenizer, "sft", *files, **keys)
+            load_stage(tokenizer, "sft", *files, **keys)
 
 
 def test_subsets_of_several_shards_give_the_samples_asked_for(tokenizer, tmp_path):
-    a = load(tokenizer, "sft", write(tmp_path / "a.jsonl", "b", "c")).train
-    d = load(tokenizer, "sft", write(tmp_path / "b.jsonl", "d", "ef")).train
+    a = load_stage(tokenizer, "sft", write_answers(tmp_path / "a.jsonl", "b", "c")).train
+    d = load_stage(tokenizer, "sft", write_answers(tmp_path / "b.jsonl", "d", "ef")).train
     both = data.TokenDataset([*a.shards, *d.shards]).subset([1, 3, 2, 3])
-    assert [text.removesuffix("<|im_end|>") for text in texts(tokenizer, both)] == [
+    assert [text.removesuffix("<|im_end|>") for text in trained_texts(tokenizer, both)] == [
         "c",
         "ef",
         "d",
@@ -231,26 +226,29 @@ def test_a_shown_sample_marks_what_is_trained(tokenizer):
 def test_a_second_load_reads_the_cache_unless_anything_that_matters_changed(
     tokenizer, tmp_path, monkeypatch
 ):
-    file, calls = write(tmp_path / "a.jsonl", "b", "c"), []
+    file, calls = write_answers(tmp_path / "a.jsonl", "b", "c"), []
     encode = Encoder.encode
     monkeypatch.setattr(
         Encoder, "encode", lambda self, chunk: (calls.append(len(chunk)), encode(self, chunk))[1]
     )
-    first = load(tokenizer, "sft", file)
-    assert load(tokenizer, "sft", file).report == first.report and calls == [2]
-    load(tokenizer, "sft", file, val_size=1)  # chosen from the cache
+    first = load_stage(tokenizer, "sft", file)
+    assert load_stage(tokenizer, "sft", file).report == first.report and calls == [2]
+    load_stage(tokenizer, "sft", file, val_size=1)  # chosen from the cache
     assert calls == [2]
-    load(tokenizer, "sft", file, mask_history=True)
-    load(tokenizer, "sft", file, ignore_message_keys=["score"])
-    load(tokenizer, "sft", write(tmp_path / "a.jsonl", "b", "c", "d"))
+    load_stage(tokenizer, "sft", file, mask_history=True)
+    load_stage(tokenizer, "sft", file, ignore_message_keys=["score"])
+    load_stage(tokenizer, "sft", write_answers(tmp_path / "a.jsonl", "b", "c", "d"))
     assert calls == [2, 2, 2, 3]
     moved = str(tmp_path / "moved.jsonl")
     os.rename(file, moved)
-    assert f"{moved}: openai records" in load(tokenizer, "sft", moved).report
+    assert f"{moved}: openai records" in load_stage(tokenizer, "sft", moved).report
     assert calls == [2, 2, 2, 3]
     text = Path(moved).read_text().replace('"content": "c"', '"content": "c", "weight": 0')
     Path(moved).write_text(text)
-    assert texts(tokenizer, load(tokenizer, "sft", moved).train) == ["b<|im_end|>", "d<|im_end|>"]
+    assert trained_texts(tokenizer, load_stage(tokenizer, "sft", moved).train) == [
+        "b<|im_end|>",
+        "d<|im_end|>",
+    ]
 
 
 @pytest.mark.parametrize("keys", [{}, {"packing": True}, {"streaming": True}])
@@ -262,7 +260,7 @@ def test_weights_of_messages_are_masks_however_the_data_is_read(tokenizer, tmp_p
     masked = {"messages": [messages[0], {**messages[1], "train": False}]}
     lines = [{"messages": messages}, masked]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    bundle = load(tokenizer, "sft", str(tmp_path / "a.jsonl"), **keys)
+    bundle = load_stage(tokenizer, "sft", str(tmp_path / "a.jsonl"), **keys)
     if keys.get("streaming"):
         row, _ = next(bundle.train.rows())
     else:
@@ -270,28 +268,28 @@ def test_weights_of_messages_are_masks_however_the_data_is_read(tokenizer, tmp_p
         row = bundle.train[0]
         what = "1 samples have no token to train on and were left out"
         assert any(what in line for line in bundle.report)
-    assert texts(tokenizer, [row[:1]]) == ["d<|im_end|>"]
+    assert trained_texts(tokenizer, [row[:1]]) == ["d<|im_end|>"]
 
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_other_code_tokenises_again_and_the_data_of_a_checkpoint_is_the_same(
     tokenizer, tmp_path, monkeypatch, packing
 ):
-    file = write(tmp_path / "a.jsonl", "b", "c")
-    first = load(tokenizer, "sft", file, packing=packing).train
+    file = write_answers(tmp_path / "a.jsonl", "b", "c")
+    first = load_stage(tokenizer, "sft", file, packing=packing).train
     monkeypatch.setattr(data_encode, "inspect", SimpleNamespace(getsource=lambda module: "edited"))
-    again = load(tokenizer, "sft", file, packing=packing).train
+    again = load_stage(tokenizer, "sft", file, packing=packing).train
     assert samples_of(again).fingerprint != samples_of(first).fingerprint
     assert again.identity == first.identity
     assert WithReference(again, None).identity == first.identity
     others = [dict(mask_history=True), dict(cutoff_len=QUESTION + 2), dict(max_samples=1)]
     others += [dict(default_system="d"), dict(train_on_prompt=True), dict(enable_thinking=False)]
-    other = [load(tokenizer, "sft", file, packing=packing, **keys).train for keys in others]
-    write(tmp_path / "a.jsonl", "b", "d")
-    other.append(load(tokenizer, "sft", file, packing=packing).train)
+    other = [load_stage(tokenizer, "sft", file, packing=packing, **keys).train for keys in others]
+    write_answers(tmp_path / "a.jsonl", "b", "d")
+    other.append(load_stage(tokenizer, "sft", file, packing=packing).train)
     changed = copy.deepcopy(tokenizer)
     changed.chat_template = CHATML.replace("\n", "#")
-    other.append(load(changed, "sft", file, packing=packing).train)
+    other.append(load_stage(changed, "sft", file, packing=packing).train)
     assert len({first.identity, *(dataset.identity for dataset in other)}) == 9
 
 
@@ -308,16 +306,16 @@ def test_a_tokenizer_in_python_is_refused(tokenizer, tmp_path):
     (tmp_path / "a.txt").write_text("abc\n")
     for bad in (slow, SimpleNamespace(is_fast=True, eos_token_id=None)):
         with pytest.raises(ValueError, match="stage pt .* eos_token: .* expected a fast tokenizer"):
-            load(bad, "pt", str(tmp_path / "a.txt"))
+            load_stage(bad, "pt", str(tmp_path / "a.txt"))
 
 
 def test_another_template_or_another_column_is_not_read_from_the_cache(tokenizer, tmp_path):
-    first = load(tokenizer, "sft", write(tmp_path / "a.jsonl", "b"))
+    first = load_stage(tokenizer, "sft", write_answers(tmp_path / "a.jsonl", "b"))
     changed = copy.deepcopy(tokenizer)
     changed.chat_template = CHATML.replace("\n", "#")
-    again = load(changed, "sft", str(tmp_path / "a.jsonl"))
+    again = load_stage(changed, "sft", str(tmp_path / "a.jsonl"))
     assert first.train.num_tokens == again.train.num_tokens
-    assert texts(tokenizer, first.train) == ["b<|im_end|>"]
+    assert trained_texts(tokenizer, first.train) == ["b<|im_end|>"]
     [one], [other] = first.train[0], again.train[0]
     assert one["input_ids"].tolist() != other["input_ids"].tolist()
 
@@ -331,39 +329,39 @@ def test_another_template_or_another_column_is_not_read_from_the_cache(tokenizer
         info = {"both": {"file_name": "both.jsonl", "formatting": "sharegpt", "tags": tags}}
         info["both"]["columns"] = {"messages": column}
         (tmp_path / "dataset_info.json").write_text(json.dumps(info))
-        bundle = load(tokenizer, "sft", "both", dataset_dir=str(tmp_path))
-        assert texts(tokenizer, bundle.train) == [f"{column}<|im_end|>"]
+        bundle = load_stage(tokenizer, "sft", "both", dataset_dir=str(tmp_path))
+        assert trained_texts(tokenizer, bundle.train) == [f"{column}<|im_end|>"]
 
 
 def test_a_large_file_is_hashed_again_where_its_time_has_changed(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(data_encode, "HASH_DIRECTLY_BELOW_BYTES", 0)
     for answer, written_at in (("b", 1_000_000), ("c", 2_000_000)):  # of one size
-        file = write(tmp_path / "a.jsonl", answer)
+        file = write_answers(tmp_path / "a.jsonl", answer)
         os.utime(file, (written_at, written_at))
         for _ in range(2):
-            bundle = load(tokenizer, "sft", file, cache_dir=str(tmp_path / "cache"))
-            assert texts(tokenizer, bundle.train) == [f"{answer}<|im_end|>"]
+            bundle = load_stage(tokenizer, "sft", file, cache_dir=str(tmp_path / "cache"))
+            assert trained_texts(tokenizer, bundle.train) == [f"{answer}<|im_end|>"]
     assert len([*(tmp_path / "cache" / "hashes").glob("*[0-9a-f]")]) == 2
 
 
 def test_overwrite_cache_writes_again_what_an_earlier_run_wrote(tokenizer, tmp_path):
-    file = write(tmp_path / "a.jsonl", "b")
-    folder = load(tokenizer, "sft", file).train.shards[0].folder
+    file = write_answers(tmp_path / "a.jsonl", "b")
+    folder = load_stage(tokenizer, "sft", file).train.shards[0].folder
     times = []
     for again in (False, True, True):  # the last as the other ranks of a run do
         if not times:
             os.utime(folder / "meta.json", (1_000_000, 1_000_000))
-        load(tokenizer, "sft", file, overwrite_cache=again)
+        load_stage(tokenizer, "sft", file, overwrite_cache=again)
         times.append((folder / "meta.json").stat().st_mtime)
     assert times[0] == 1_000_000 < times[1] == times[2]
 
 
 def test_several_processes_give_the_same_files_as_one(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(data_encode, "CHUNK_RECORDS", 2)
-    file = write(tmp_path / "a.jsonl", *"bcdefgh", "x" * 50)
+    file = write_answers(tmp_path / "a.jsonl", *"bcdefgh", "x" * 50)
     options = {"cutoff_len": 40, "preprocessing_num_workers": 2}
-    two = load(tokenizer, "sft", file, cache_dir=str(tmp_path / "two"), **options)
-    one = load(
+    two = load_stage(tokenizer, "sft", file, cache_dir=str(tmp_path / "two"), **options)
+    one = load_stage(
         tokenizer,
         "sft",
         file,
@@ -496,20 +494,20 @@ def test_a_waiting_process_prints_so_and_goes_on_when_the_other_dies(
 def test_a_cache_folder_that_cannot_be_written_is_an_error_that_says_what_to_set(
     tokenizer, tmp_path, monkeypatch
 ):
-    file = write(tmp_path / "a.jsonl", "b")
+    file = write_answers(tmp_path / "a.jsonl", "b")
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "deep"):
         with pytest.raises(
             ValueError, match=r"cannot be written.* Not a directory: .*: set cache_dir"
         ):
-            load(tokenizer, "sft", file, cache_dir=str(folder))
+            load_stage(tokenizer, "sft", file, cache_dir=str(folder))
 
     def full(path):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(data_encode, "sync", full)
     with pytest.raises(ValueError, match=r"cannot be written.* No space left.*set cache_dir"):
-        load(tokenizer, "sft", file)
+        load_stage(tokenizer, "sft", file)
     with pytest.raises(ValueError, match="the data not read .*missing"):
         build_once(tmp_path / "x", lambda *_: open(tmp_path.parent / "missing"), "building")
 
@@ -550,31 +548,31 @@ DAMAGE = {
 def test_a_damaged_shard_is_tokenised_anew_with_one_line(
     tokenizer, tmp_path, monkeypatch, capsys, name
 ):
-    file = write(tmp_path / "a.jsonl", "bc", "def", "g")
-    train = load(tokenizer, "sft", file).train
+    file = write_answers(tmp_path / "a.jsonl", "bc", "def", "g")
+    train = load_stage(tokenizer, "sft", file).train
     wanted, folder = contents(train), train.shards[0].folder
-    monkeypatch.setattr(data_encode, "_whole", set())  # another process
+    monkeypatch.setattr(data_encode, "checked_files", set())  # another process
     part, harm, line = DAMAGE[name]
     harm(folder / part)
     capsys.readouterr()
-    again = load(tokenizer, "sft", file)
+    again = load_stage(tokenizer, "sft", file)
     assert contents(again.train) == wanted and again.train.num_trained_tokens == 9
     said = [text for text in capsys.readouterr().err.splitlines() if str(folder) in text]
     assert len(said) == 1 and line in said[0] and said[0].endswith(f"tokenising {file} anew")
-    load(tokenizer, "sft", file)
+    load_stage(tokenizer, "sft", file)
     assert str(folder) not in capsys.readouterr().err
 
 
 def test_checksums_are_compared_once_in_a_process(tokenizer, tmp_path, monkeypatch):
-    file, read = write(tmp_path / "a.jsonl", "b"), []
+    file, read = write_answers(tmp_path / "a.jsonl", "b"), []
     checksum = data_encode.checksum
     monkeypatch.setattr(
         data_encode, "checksum", lambda path: (read.append(path.name), checksum(path))[1]
     )
-    load(tokenizer, "sft", file)
+    load_stage(tokenizer, "sft", file)
     read.clear()  # of writing
     for _ in range(2):
-        load(tokenizer, "sft", file)
+        load_stage(tokenizer, "sft", file)
     assert sorted(read) == ["ids.bin", "index.npz"]
 
 
@@ -757,14 +755,14 @@ def test_epochs_and_seeds_have_orders_of_their_own():
     assert all(sorted(order) == list(range(50)) for order in orders)
 
 
-def rows(samples: list[int]) -> dict:
+def batch_of(samples: list[int]) -> dict:
     ids = torch.tensor(samples)[:, None]
     return {"input_ids": ids, "labels": ids}
 
 
 def test_a_filler_is_sample_0_without_labels():
     plan = BatchPlan(5, 2, 1, 1, 2, seed=0, shuffle=False)
-    batches = list(make_loader([10, 11, 12, 13, 14], rows, plan, num_epochs=1))
+    batches = list(make_loader([10, 11, 12, 13, 14], batch_of, plan, num_epochs=1))
     assert [batch["input_ids"].flatten().tolist() for batch in batches] == [[12, 13], [10, 10]]
     assert [batch["labels"].flatten().tolist() for batch in batches] == [[12, 13], [-100, -100]]
 
@@ -772,11 +770,13 @@ def test_a_filler_is_sample_0_without_labels():
 def test_a_loader_started_later_goes_on_where_the_other_was():
     numbers = list(range(100, 111))
     plan = BatchPlan(11, 2, 2, 0, 1, seed=3)
-    read = [batch["labels"].tolist() for batch in make_loader(numbers, rows, plan, num_epochs=3)]
+    read = [
+        batch["labels"].tolist() for batch in make_loader(numbers, batch_of, plan, num_epochs=3)
+    ]
     before = sum(
         plan.num_micro_batches(i) for i in range(plan.steps_per_epoch)
     ) + plan.num_micro_batches(0)
-    later = make_loader(numbers, rows, plan, start_epoch=1, start_step=1, num_epochs=3)
+    later = make_loader(numbers, batch_of, plan, start_epoch=1, start_step=1, num_epochs=3)
     assert [batch["labels"].tolist() for batch in later] == read[before:]
 
 
@@ -784,7 +784,7 @@ def test_a_loader_leaves_the_global_random_state_alone():
     torch.manual_seed(0)
     before = torch.get_rng_state()
     next(
-        iter(make_loader([1, 2], rows, BatchPlan(2, 1, 1, 0, 1, seed=0)))
+        iter(make_loader([1, 2], batch_of, BatchPlan(2, 1, 1, 0, 1, seed=0)))
     )  # without num_epochs it never ends
     assert torch.equal(before, torch.get_rng_state())
 
@@ -792,7 +792,7 @@ def test_a_loader_leaves_the_global_random_state_alone():
 def test_what_cannot_be_planned_is_an_error():
     plan = BatchPlan(3, 2, 1, 0, 1, seed=0)
     with pytest.raises(ValueError, match="generator has no __len__"):
-        make_loader((n for n in range(3)), rows, plan)
+        make_loader((n for n in range(3)), batch_of, plan)
     with pytest.raises(ValueError, match='"labels" of 2 rows'):
         list(make_loader([1, 2, 3], lambda samples: {"labels": [[1]]}, plan, num_epochs=1))
     with pytest.raises(ValueError, match="0 samples"):

@@ -12,16 +12,17 @@ from mca_lite.data_chat import ChatRenderer, chat_renderer
 from mca_lite.data_records import Conversation
 from mca_lite.errors import ConfigError
 from mca_lite.tables import BUILT_IN_FOR, TEMPLATES
-from tests.shared import toy_tokenizer
+from tests.shared.chats import assistant, user
 from tests.shared.foreign_keys import LLAMA_FACTORY_TEMPLATES
-from tests.shared.toy_tokenizer import CHATML, QWEN3, byte_tokenizer
-
-CHATML_MARKS = (
-    "{% for m in messages %}{% if m['role'] == 'assistant' %}<|im_start|>assistant\n"
-    "{% generation %}{{ m['content'] }}<|im_end|>\n{% endgeneration %}"
-    "{% else %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+from tests.shared.toy_tokenizer import (
+    CHATML,
+    CHATML_MARKS,
+    QWEN3,
+    byte_tokenizer,
+    encode,
+    encode_with,
 )
+
 STRIPS_WITH_MARKS = CHATML_MARKS.replace(
     "{{ m['content'] }}<|im_end|>\n{% endgeneration %}",
     "{{ m['content'] if loop.last else m['content'].split('</think>')[-1].strip() }}"
@@ -34,43 +35,34 @@ ADD = {"name": "add", "description": "Adds é", "parameters": {"type": "object"}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
 
 
-def user(text: str) -> dict:
-    return {"role": "user", "content": text}
-
-
-def said(text: str, **more) -> dict:
-    return {"role": "assistant", "content": text, **more}
-
-
 def thought(thinking: str, answer: str) -> dict:
-    return said(f"<think>\n{thinking}\n</think>\n\n{answer}")
+    return assistant(f"<think>\n{thinking}\n</think>\n\n{answer}")
 
 
 PLAIN = [
     {"role": "system", "content": "Be brief."},
     user("Hi"),
-    said("Hello"),
+    assistant("Hello"),
     user("2"),
-    said("3"),
+    assistant("3"),
 ]
 THINKS = [
-    user("Hi"), thought("greet", "Hello"), user("2"), said("3"), user("4"), thought("greet", "5"),
-    user("6"), thought("count", "7"), user("8"), said("9"),
+    user("Hi"), thought("greet", "Hello"), user("2"), assistant("3"), user("4"),
+    thought("greet", "5"), user("6"), thought("count", "7"), user("8"), assistant("9"),
 ]  # fmt: skip
 # what real records with tools and thinking look like: the first answer thinks, calls and goes on
 CALLS = [
-    user("2+3?"), said("", reasoning_content="I add.", tool_calls=[CALL]),
-    {"role": "tool", "content": "5"}, said("Five."),
-    user("Sure?"), said("", reasoning_content="I add again.", tool_calls=[CALL, CALL]),
+    user("2+3?"), assistant("", reasoning_content="I add.", tool_calls=[CALL]),
+    {"role": "tool", "content": "5"}, assistant("Five."),
+    user("Sure?"), assistant("", reasoning_content="I add again.", tool_calls=[CALL, CALL]),
     {"role": "tool", "content": "5"}, {"role": "tool", "content": "5"},
-    said("Yes.", reasoning_content="Twice the same."), user("Thanks"), said("Welcome"),
+    assistant("Yes.", reasoning_content="Twice the same."), user("Thanks"), assistant("Welcome"),
 ]  # fmt: skip
 
 
-def encode(messages, template, tools=None, **options):
-    tokenizer = byte_tokenizer(template)
+def encode_messages(messages, template, tools=None, **options):
     record = {"messages": messages} | ({"tools": tools} if tools else {})
-    return tokenizer, toy_tokenizer.encode(tokenizer, record, **options)
+    return encode(record, template, **options)
 
 
 def trained_turns(tokenizer, part) -> list[tuple[str, str]]:
@@ -112,7 +104,7 @@ def without_empty_blocks(turns) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("messages", [PLAIN, THINKS], ids=["plain", "thinks"])
 def test_each_turn_is_trained_after_the_history_that_inference_shows(name, messages):
-    tokenizer, part = encode(messages, ALL[name])
+    tokenizer, part = encode_messages(messages, ALL[name])
     expected = prefix_by_prefix(tokenizer, messages)
     got = trained_turns(tokenizer, part)
     assert without_empty_blocks(got) == without_empty_blocks(expected)
@@ -122,24 +114,26 @@ def test_each_turn_is_trained_after_the_history_that_inference_shows(name, messa
 
 def test_conversations_with_tools_and_thinking_become_samples_that_inference_shows():
     tools = [{"type": "function", "function": ADD}]
-    tokenizer, part = encode(CALLS, TEMPLATES["qwen3"], tools)
+    tokenizer, part = encode_messages(CALLS, TEMPLATES["qwen3"], tools)
     expected = prefix_by_prefix(tokenizer, CALLS, tools)
     assert without_empty_blocks(trained_turns(tokenizer, part)) == without_empty_blocks(expected)
     assert len(part.lengths) == 3 and len(expected) == 5
     what = "conversations became several samples, for the template strips their thinking"
     assert part.tallies == {what: (1, "t.json:1")}
-    assert len(encode(CALLS, TEMPLATES["qwen3"], tools, train_on_prompt=True)[1].lengths) == 1
-    assert len(encode(CALLS, TEMPLATES["qwen3"], tools, mask_history=True)[1].lengths) == 1
+    assert (
+        len(encode_messages(CALLS, TEMPLATES["qwen3"], tools, train_on_prompt=True)[1].lengths) == 1
+    )
+    assert len(encode_messages(CALLS, TEMPLATES["qwen3"], tools, mask_history=True)[1].lengths) == 1
 
 
 @pytest.mark.parametrize("messages", [PLAIN, CALLS], ids=["plain", "calls"])
 def test_enable_thinking_false_shows_the_empty_block_and_does_not_train_it(messages):
-    tokenizer, part = encode(messages, TEMPLATES["qwen3"], enable_thinking=False)
+    tokenizer, part = encode_messages(messages, TEMPLATES["qwen3"], enable_thinking=False)
     turns = trained_turns(tokenizer, part)
     assert turns[-1][0].endswith(EMPTY) and EMPTY not in "".join(answer for _, answer in turns)
     expected = prefix_by_prefix(tokenizer, messages[-2:], enable_thinking=False)
     assert [turns[-1][1]] == [answer for _, answer in expected]
-    [_, part] = encode(PLAIN, TEMPLATES["qwen3"])
+    [_, part] = encode_messages(PLAIN, TEMPLATES["qwen3"])
     assert trained_turns(tokenizer, part)[-1][1] == EMPTY + "3<|im_end|>"
     data_args = DataArguments(dataset=["t"], enable_thinking=False)
     _, report = chat_renderer(byte_tokenizer(CHATML), data_args)
@@ -148,12 +142,12 @@ def test_enable_thinking_false_shows_the_empty_block_and_does_not_train_it(messa
 
 def test_blocks_of_text_are_read():
     record = [*CALLS[:2], {"role": "tool", "content": [{"type": "text", "value": "5"}]}]
-    record += [said([{"type": "text", "text": "Fi"}, {"type": "text", "value": "ve."}])]
-    tokenizer, part = encode(record, TEMPLATES["qwen3"])
-    assert part.ids.tolist() == encode(CALLS[:4], TEMPLATES["qwen3"])[1].ids.tolist()
+    record += [assistant([{"type": "text", "text": "Fi"}, {"type": "text", "value": "ve."}])]
+    tokenizer, part = encode_messages(record, TEMPLATES["qwen3"])
+    assert part.ids.tolist() == encode_messages(CALLS[:4], TEMPLATES["qwen3"])[1].ids.tolist()
     for block in ({"type": "image_url", "value": "x"}, {"type": "text"}, "text"):
         with pytest.raises(ValueError, match="t.json:1: content: expected .* only text"):
-            encode([user("Hi"), said([block])], CHATML)
+            encode_messages([user("Hi"), assistant([block])], CHATML)
 
 
 # -- keys of messages
@@ -168,73 +162,85 @@ TWO_MARKS_A_TURN = CHATML_MARKS.replace(
 )
 
 
-def weighted(key: str, *weights, role: str = "assistant") -> list[dict]:
+def with_weights(key: str, *weights, role: str = "assistant") -> list[dict]:
     """TURNS, with these values of a key in the turns of a role; None: the turn has no such key."""
-    messages = [said(text) if n % 2 else user(text) for n, text in enumerate(TURNS)]
+    messages = [assistant(text) if n % 2 else user(text) for n, text in enumerate(TURNS)]
     of_role = [message for message in messages if message["role"] == role]
     for message, weight in zip(of_role, weights, strict=True):
         message |= {} if weight is None else {key: weight}
     return messages
 
 
-def answers(messages, template=CHATML, **options) -> list[str]:
-    return [answer for _, answer in trained_turns(*encode(messages, template, **options))]
+def answers_with_labels(messages, template=CHATML, **options) -> list[str]:
+    return [answer for _, answer in trained_turns(*encode_messages(messages, template, **options))]
 
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("key", ["weight", "loss_weight", "train", "training"])
 def test_an_answer_of_weight_0_is_not_trained(name, key):
-    every, template = answers(weighted(key, 1, True, 1.0), ALL[name]), ALL[name]
-    assert len(every) == 3 and every == answers(weighted(key, None, None, None), template)
-    assert answers(weighted(key, 0, 1, None), template) == every[1:]
-    assert answers(weighted(key, True, False, True), template) == every[::2]
-    assert answers(weighted(key, 1.0, 1, 0.0), template) == every[:2]
-    assert answers(weighted(key, 0, 0, 1), template) == every[2:]
-    tokenizer, part = encode(weighted(key, False, 0, 1), template)
-    assert part.ids.tolist() == encode(weighted(key, 1, 1, 1), template)[1].ids.tolist()
+    every, template = answers_with_labels(with_weights(key, 1, True, 1.0), ALL[name]), ALL[name]
+    assert len(every) == 3 and every == answers_with_labels(
+        with_weights(key, None, None, None), template
+    )
+    assert answers_with_labels(with_weights(key, 0, 1, None), template) == every[1:]
+    assert answers_with_labels(with_weights(key, True, False, True), template) == every[::2]
+    assert answers_with_labels(with_weights(key, 1.0, 1, 0.0), template) == every[:2]
+    assert answers_with_labels(with_weights(key, 0, 0, 1), template) == every[2:]
+    tokenizer, part = encode_messages(with_weights(key, False, 0, 1), template)
+    assert (
+        part.ids.tolist() == encode_messages(with_weights(key, 1, 1, 1), template)[1].ids.tolist()
+    )
 
 
 def test_weights_of_other_turns_and_other_weights_are_refused():
-    assert len(answers(weighted("weight", 0, 0, 0, role="user"))) == 3
+    assert len(answers_with_labels(with_weights("weight", 0, 0, 0, role="user"))) == 3
     with pytest.raises(ValueError, match=r"t.json:1: message 3 \(user\) has weight 1: only the as"):
-        encode(weighted("train", False, True, False, role="user"), CHATML)
+        encode_messages(with_weights("train", False, True, False, role="user"), CHATML)
     for value in (0.5, "1", 2, [0]):
         with pytest.raises(
             ValueError, match=r"t.json:1: message 4 has \{'weight': .* expected 0 or"
         ):
-            encode(weighted("weight", 1, value, 1), CHATML)
-    messages = weighted("weight", 1, 1, 0)
-    assert len(answers([messages[0], messages[1] | {"train": True}, *messages[2:]])) == 2
+            encode_messages(with_weights("weight", 1, value, 1), CHATML)
+    messages = with_weights("weight", 1, 1, 0)
+    assert (
+        len(answers_with_labels([messages[0], messages[1] | {"train": True}, *messages[2:]])) == 2
+    )
     with pytest.raises(ValueError, match="t.json:1: message 2 has .*the same in each"):
-        encode([messages[0], messages[1] | {"train": False}, *messages[2:]], CHATML)
+        encode_messages([messages[0], messages[1] | {"train": False}, *messages[2:]], CHATML)
 
 
 def test_weights_meet_the_keys_that_say_what_is_trained():
-    last = answers(weighted("weight", 1, 1, 1))[2:]
-    assert answers(weighted("weight", 1, 0, 1), mask_history=True) == last
+    last = answers_with_labels(with_weights("weight", 1, 1, 1))[2:]
+    assert answers_with_labels(with_weights("weight", 1, 0, 1), mask_history=True) == last
     for messages, keys in (
-        (weighted("weight", 1, 1, 0), dict(mask_history=True)),
-        (weighted("train", False, False, False), {}),
+        (with_weights("weight", 1, 1, 0), dict(mask_history=True)),
+        (with_weights("train", False, False, False), {}),
     ):
-        tokenizer, part = encode(messages, CHATML, **keys)
+        tokenizer, part = encode_messages(messages, CHATML, **keys)
         assert not part.lengths
         assert part.tallies == {"samples have no token to train on and were left out": (1, WHERE)}
-    tokenizer, part = encode(weighted("weight", 1, 0, 1), CHATML, train_on_prompt=True)
+    tokenizer, part = encode_messages(with_weights("weight", 1, 0, 1), CHATML, train_on_prompt=True)
     untrained = part.ids[part.mask == 0]
     assert tokenizer.decode(untrained) == "3<|im_end|>"
     with pytest.raises(ValueError, match=r"message 1 \(user\) has weight 0"):
-        encode(weighted("weight", 0, 1, 1, role="user"), CHATML, train_on_prompt=True)
-    encode(weighted("weight", 1, 1, 1, role="user"), CHATML, train_on_prompt=True)
+        encode_messages(with_weights("weight", 0, 1, 1, role="user"), CHATML, train_on_prompt=True)
+    encode_messages(with_weights("weight", 1, 1, 1, role="user"), CHATML, train_on_prompt=True)
 
 
 def test_weights_hold_where_a_template_strips_thinking_or_marks_a_turn_twice():
     hidden = [message | {"weight": 0} if message == THINKS[1] else message for message in THINKS]
-    every, kept = answers(THINKS, TEMPLATES["qwen3"]), answers(hidden, TEMPLATES["qwen3"])
+    every, kept = (
+        answers_with_labels(THINKS, TEMPLATES["qwen3"]),
+        answers_with_labels(hidden, TEMPLATES["qwen3"]),
+    )
     assert "greet" in every[0] and kept == every[1:]
-    every = answers(weighted("weight", 1, 1, 1), TWO_MARKS_A_TURN)
+    every = answers_with_labels(with_weights("weight", 1, 1, 1), TWO_MARKS_A_TURN)
     assert every == [f"{text}<|im_end|>" for text in TURNS[1::2]]
-    assert answers(weighted("weight", 1, 0, 1), TWO_MARKS_A_TURN) == every[::2]
-    assert answers(weighted("weight", 1, 1, 1), TWO_MARKS_A_TURN, mask_history=True) == every[2:]
+    assert answers_with_labels(with_weights("weight", 1, 0, 1), TWO_MARKS_A_TURN) == every[::2]
+    assert (
+        answers_with_labels(with_weights("weight", 1, 1, 1), TWO_MARKS_A_TURN, mask_history=True)
+        == every[2:]
+    )
 
 
 def test_weights_of_sharegpt_and_of_messages_beside_tools_count():
@@ -247,58 +253,69 @@ def test_weights_of_sharegpt_and_of_messages_beside_tools_count():
         ]
     }
     tokenizer = byte_tokenizer(CHATML)
-    part = toy_tokenizer.encode(tokenizer, record, form="sharegpt")
+    part = encode_with(tokenizer, record, form="sharegpt")
     assert [answer for _, answer in trained_turns(tokenizer, part)] == ["3<|im_end|>"]
     calls = [m | {"weight": 0} if m.get("content") == "Yes." else m for m in CALLS]
-    every = answers(CALLS, CHATML, tools=[ADD])
+    every = answers_with_labels(CALLS, CHATML, tools=[ADD])
     without = [answer for answer in every if "Yes." not in answer]
-    assert answers(calls, CHATML, tools=[ADD]) == without and len(without) == len(every) - 1
+    assert (
+        answers_with_labels(calls, CHATML, tools=[ADD]) == without
+        and len(without) == len(every) - 1
+    )
 
 
 def test_unknown_keys_of_a_message_are_refused_by_name_unless_they_are_ignored():
     harmless = dict(name="Bo", id=1, refusal=None, timestamp="now", reward=None, audio=None)
-    plain = answers([user("Hi"), said("Hello")])
-    assert answers([user("Hi") | harmless, said("Hello", **harmless)]) == plain
-    rated = [user("Hi"), said("Hello", score=-1, function_call={"name": "f"})]
+    plain = answers_with_labels([user("Hi"), assistant("Hello")])
+    assert answers_with_labels([user("Hi") | harmless, assistant("Hello", **harmless)]) == plain
+    rated = [user("Hi"), assistant("Hello", score=-1, function_call={"name": "f"})]
     with pytest.raises(ValueError, match="t.json:1: .*'function_call'.*ignore_message_keys"):
-        encode(rated, CHATML)
+        encode_messages(rated, CHATML)
     with pytest.raises(ValueError, match="t.json:1: a message of assistant has the key 'score'"):
-        encode(rated, CHATML, ignore_message_keys=["function_call"])
-    assert answers(rated, ignore_message_keys=["function_call", "score"]) == plain
+        encode_messages(rated, CHATML, ignore_message_keys=["function_call"])
+    assert answers_with_labels(rated, ignore_message_keys=["function_call", "score"]) == plain
     with pytest.raises(ValueError, match="the key 'loss'"):
         turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "loss": False}]
-        toy_tokenizer.encode(byte_tokenizer(CHATML), {"conversations": turns}, form="sharegpt")
+        encode_with(byte_tokenizer(CHATML), {"conversations": turns}, form="sharegpt")
     reads = CHATML.replace("{{ m['content'] }}", "{{ m['content'] }}{{ m['score'] }}")
     rated[1].pop("function_call")
-    assert "-1" in answers(rated, reads)[0]
-    heavy = [user("Hi"), said("Hello", weight=0.5)]
-    assert answers(heavy, ignore_message_keys=["weight"]) == plain
+    assert "-1" in answers_with_labels(rated, reads)[0]
+    heavy = [user("Hi"), assistant("Hello", weight=0.5)]
+    assert answers_with_labels(heavy, ignore_message_keys=["weight"]) == plain
     with pytest.raises(ConfigError, match="ignore_message_keys(.|\n)*a message is nothing without"):
         DataArguments(dataset=["a"], ignore_message_keys=["content"])
 
 
 @pytest.mark.parametrize("key", ["thinking", "reasoning"])
 def test_thinking_under_another_name_is_thinking(key):
-    expected = answers([user("2+3?"), said("5", reasoning_content="I add.")], TEMPLATES["qwen3"])
+    expected = answers_with_labels(
+        [user("2+3?"), assistant("5", reasoning_content="I add.")], TEMPLATES["qwen3"]
+    )
     assert "I add." in expected[0]
     for name in ("qwen3", "chatml"):
-        got = answers([user("2+3?"), said("5", **{key: "I add."})], TEMPLATES[name])
+        got = answers_with_labels(
+            [user("2+3?"), assistant("5", **{key: "I add."})], TEMPLATES[name]
+        )
         assert "<think>\nI add.\n</think>\n\n5" in got[0]
 
 
 def test_a_message_that_the_template_leaves_out_is_refused():
-    developer = [{"role": "developer", "content": "Be brief."}, user("Be brief."), said("Hello")]
+    developer = [
+        {"role": "developer", "content": "Be brief."},
+        user("Be brief."),
+        assistant("Hello"),
+    ]
     words = "t.json:1: the chat template leaves out the message 'Be brief.' of developer.*system"
     with pytest.raises(ValueError, match=words):
-        encode(developer, TEMPLATES["qwen3"])
+        encode_messages(developer, TEMPLATES["qwen3"])
     for name in ("chatml", "llama3", "deepseek"):
-        tokenizer, part = encode(developer, TEMPLATES[name])
+        tokenizer, part = encode_messages(developer, TEMPLATES[name])
         assert tokenizer.decode(part.ids).count("Be brief.") == 2
     empty = [developer[0] | {"content": " "}, *developer[1:]]
-    assert answers(empty, TEMPLATES["qwen3"])
+    assert answers_with_labels(empty, TEMPLATES["qwen3"])
     for template in (CHATML, CHATML.replace("{{ m['content'] }}", "{{ m['content'] | title }}")):
-        turns = [{"role": "system", "content": " Be\n"}, user(" hi "), said("Yes")]
-        assert answers(turns, template)
+        turns = [{"role": "system", "content": " Be\n"}, user(" hi "), assistant("Yes")]
+        assert answers_with_labels(turns, template)
 
 
 # -- options of a record
@@ -306,10 +323,10 @@ def test_a_message_that_the_template_leaves_out_is_refused():
 
 def test_chat_template_kwargs_of_a_record_count_before_the_run_s():
     tokenizer = byte_tokenizer(TEMPLATES["qwen3"])
-    record = {"messages": [user("Hi"), said("Hello")]}
+    record = {"messages": [user("Hi"), assistant("Hello")]}
 
     def turn(kwargs, **keys):
-        part = toy_tokenizer.encode(tokenizer, record | {"chat_template_kwargs": kwargs}, **keys)
+        part = encode_with(tokenizer, record | {"chat_template_kwargs": kwargs}, **keys)
         [(prompt, answer)] = trained_turns(tokenizer, part)
         return prompt.endswith(EMPTY), answer
 
@@ -322,7 +339,7 @@ def test_chat_template_kwargs_of_a_record_count_before_the_run_s():
         turn({"tokenize": True})
     with pytest.raises(ValueError, match="t.json:1: 'chat_template_kwargs': expected an"):
         turn("enable_thinking")
-    part = toy_tokenizer.encode(
+    part = encode_with(
         byte_tokenizer(CHATML), record | {"chat_template_kwargs": {"enable_thinking": False}}
     )
     what = "records give enable_thinking to the chat template, which lacks it"
@@ -331,7 +348,7 @@ def test_chat_template_kwargs_of_a_record_count_before_the_run_s():
 
 def test_thinking_and_tools_are_text_where_the_template_has_no_place_for_them():
     thinking = CALLS[1] | {"reasoning_content": "\nI add.\n"}  # as models write it
-    tokenizer, part = encode([CALLS[0], thinking, *CALLS[2:4]], CHATML, [ADD])
+    tokenizer, part = encode_messages([CALLS[0], thinking, *CALLS[2:4]], CHATML, [ADD])
     described = json.dumps({"type": "function", "function": ADD}, ensure_ascii=False)
     called = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
     text = tokenizer.decode(part.ids)
@@ -348,7 +365,7 @@ def test_thinking_and_tools_are_text_where_the_template_has_no_place_for_them():
     ]
     system = [{"role": "system", "content": "Be brief."}, *CALLS]
     for name in TEMPLATES:  # also those that refuse roles which they do not know
-        tokenizer, part = encode(system, TEMPLATES[name], [ADD])
+        tokenizer, part = encode_messages(system, TEMPLATES[name], [ADD])
         assert "Be brief.\n\n# Tools" in tokenizer.decode(part.ids)
         assert len(trained_turns(tokenizer, part)) == 5
 
@@ -356,7 +373,7 @@ def test_thinking_and_tools_are_text_where_the_template_has_no_place_for_them():
 # -- the keys
 
 
-def load(tmp_path, tokenizer, **keys):
+def report_of(tmp_path, tokenizer, **keys):
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": PLAIN}))
     keys = dict(dataset=[str(tmp_path / "a.jsonl")], cache_dir=str(tmp_path / "cache"), **keys)
     return load_datasets(DataArguments(**keys), "sft", tokenizer).report
@@ -370,7 +387,7 @@ def test_chat_template_takes_a_name_a_file_or_a_text(tmp_path):
         (CHATML, CHATML, "the text of chat_template"),
     ):
         tokenizer = byte_tokenizer(QWEN3)
-        assert load(tmp_path, tokenizer, chat_template=value)[0].startswith(
+        assert report_of(tmp_path, tokenizer, chat_template=value)[0].startswith(
             f"chat template: {line}"
         )
         assert tokenizer.chat_template == wanted
@@ -380,17 +397,17 @@ def test_chat_template_takes_a_name_a_file_or_a_text(tmp_path):
 
 def test_a_template_of_llama_factory_is_used_where_the_tokenizer_has_none(tmp_path):
     own = byte_tokenizer(CHATML)
-    [line, *_] = load(tmp_path, own, template="qwen3")
+    [line, *_] = report_of(tmp_path, own, template="qwen3")
     assert line == "template qwen3: the tokenizer's own chat template is used"
     assert own.chat_template == CHATML
     for name, built_in in BUILT_IN_FOR.items():
         tokenizer = byte_tokenizer(None)
-        [line, *_] = load(tmp_path, tokenizer, template=name)
+        [line, *_] = report_of(tmp_path, tokenizer, template=name)
         assert line.startswith(f"chat template: the built-in {built_in}")
         assert tokenizer.chat_template == TEMPLATES[built_in]
     words = "template alpaca is not built in.*no chat template.*set chat_template to one of"
     with pytest.raises(ValueError, match=words):
-        load(tmp_path, byte_tokenizer(None), template="alpaca")
+        report_of(tmp_path, byte_tokenizer(None), template="alpaca")
 
 
 def test_a_template_that_nobody_has_is_refused_with_near_names():

@@ -2,17 +2,13 @@
 a whole.
 """
 
-import json
-
 import numpy as np
 import pytest
 
-from mca_lite.args import DataArguments
-from mca_lite.data import load_datasets
 from mca_lite.data_batches import Turns
 from mca_lite.errors import ConfigError
-from mca_lite.files import IGNORE_INDEX
-from tests.shared.toy_tokenizer import CHATML, byte_tokenizer
+from tests.shared.chats import load_files, trained_answers, write_answers
+from tests.shared.toy_tokenizer import byte_tokenizer
 
 SHARES = [0.7, 0.2, 0.1]
 # What the documentation of Hugging Face's datasets prints for interleave_datasets, of datasets that
@@ -30,40 +26,27 @@ DOCUMENTED = [
 ]
 
 
-def write(folder, lengths) -> list[str]:
-    """Files of conversations whose answers count from 0, from 10, from 20, ..."""
-    files = []
-    for number, length in enumerate(lengths):
-        answers = [str(10 * number + i) for i in range(length)]
-        turns = [
-            [{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}]
-            for answer in answers
-        ]
-        files.append(str(folder / f"set-{number}.jsonl"))
-        with open(files[-1], "w") as file:
-            file.writelines(json.dumps({"messages": messages}) + "\n" for messages in turns)
-    return files
+def write_counting(folder, lengths) -> list[str]:
+    """Write files of conversations whose answers count from 0, from 10, from 20, ..."""
+    return [
+        write_answers(
+            folder / f"set-{number}.jsonl", *(str(10 * number + i) for i in range(length))
+        )
+        for number, length in enumerate(lengths)
+    ]
 
 
-def load(folder, files, stage="sft", seed=42, **keys):
-    keys |= {"dataset": files, "cache_dir": str(folder / "cache")}
-    return load_datasets(DataArguments(**keys), stage, byte_tokenizer(CHATML), seed)
-
-
-def answers(dataset) -> list[int]:
-    tokenizer = byte_tokenizer(CHATML)
-    rows = [document["labels"] for [document] in dataset]
-    texts = [tokenizer.decode(row[row != IGNORE_INDEX].tolist()) for row in rows]
-    return [int(text.removesuffix("<|im_end|>")) for text in texts]
+def trained_numbers(dataset) -> list[int]:
+    return list(map(int, trained_answers(dataset)))
 
 
 @pytest.mark.parametrize("lengths, strategy, shares, wanted", DOCUMENTED)
 def test_interleaving_is_what_the_documentation_of_datasets_prints(
     tmp_path, lengths, strategy, shares, wanted
 ):
-    files = write(tmp_path, lengths)
-    bundle = load(tmp_path, files, mix_strategy=strategy, mix_weights=shares)
-    assert answers(bundle.train) == wanted
+    files = write_counting(tmp_path, lengths)
+    bundle = load_files(tmp_path, *files, mix_strategy=strategy, mix_weights=shares)
+    assert trained_numbers(bundle.train) == wanted
     share = f"mix: {strategy}: {sum(n < 10 for n in wanted)} samples an epoch from the 3 of dataset"
     assert f"{share} 1" in bundle.report
 
@@ -87,24 +70,26 @@ def interleaved(lengths, shares, seed, strategy) -> list[int]:
 @pytest.mark.parametrize("strategy", ["interleave_under", "interleave_over", "interleave_once"])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_draws_follow_the_weights_and_the_seed(tmp_path, strategy, seed):
-    files = write(tmp_path, (3, 9, 5))
+    files = write_counting(tmp_path, (3, 9, 5))
     shares = [0.5, 0.3, 0.2]
     weights = [5.0, 3.0, 2.0]  # relative: they need not sum to one
-    bundle = load(tmp_path, files, mix_strategy=strategy, mix_weights=weights, seed=seed)
-    assert answers(bundle.train) == interleaved((3, 9, 5), shares, seed, strategy)
+    bundle = load_files(tmp_path, *files, mix_strategy=strategy, mix_weights=weights, seed=seed)
+    assert trained_numbers(bundle.train) == interleaved((3, 9, 5), shares, seed, strategy)
 
 
 def test_a_rate_too_small_for_one_block_of_draws_goes_on_with_the_next(tmp_path):
-    files, weights = write(tmp_path, (3, 3)), [0.9995, 0.0005]
-    order = answers(
-        load(tmp_path, files, mix_strategy="interleave_over", mix_weights=weights).train
+    files, weights = write_counting(tmp_path, (3, 3)), [0.9995, 0.0005]
+    order = trained_numbers(
+        load_files(tmp_path, *files, mix_strategy="interleave_over", mix_weights=weights).train
     )
     assert len(order) > 1000 and order == interleaved((3, 3), weights, 42, "interleave_over")
 
 
 def test_once_takes_every_sample_once_in_turns(tmp_path):
-    bundle = load(tmp_path, write(tmp_path, (1, 4, 2)), mix_strategy="interleave_once")
-    assert answers(bundle.train) == [0, 10, 20, 11, 21, 12, 13]
+    bundle = load_files(
+        tmp_path, *write_counting(tmp_path, (1, 4, 2)), mix_strategy="interleave_once"
+    )
+    assert trained_numbers(bundle.train) == [0, 10, 20, 11, 21, 12, 13]
 
 
 def test_turns_go_on_where_they_were():
@@ -117,13 +102,15 @@ def test_turns_go_on_where_they_were():
 
 
 def test_what_is_split_off_for_evaluation_is_not_interleaved(tmp_path):
-    files = write(tmp_path, (3, 9))
-    bundle = load(tmp_path, files, mix_strategy="interleave_over", val_size=4)
-    held = answers(bundle.eval)
+    files = write_counting(tmp_path, (3, 9))
+    bundle = load_files(tmp_path, *files, mix_strategy="interleave_over", val_size=4)
+    held = trained_numbers(bundle.eval)
     assert len(held) == len(set(held)) == 4
-    assert set(answers(bundle.train)) == {0, 1, 2, *range(10, 19)} - set(held)
+    assert set(trained_numbers(bundle.train)) == {0, 1, 2, *range(10, 19)} - set(held)
     with pytest.raises(ConfigError, match="it leaves no sample of a dataset to mix"):
-        load(tmp_path, write(tmp_path, (1, 9)), mix_strategy="interleave_over", val_size=9)
+        load_files(
+            tmp_path, *write_counting(tmp_path, (1, 9)), mix_strategy="interleave_over", val_size=9
+        )
 
 
 # -- text files
@@ -137,7 +124,7 @@ def test_a_text_file_is_a_document_a_line_or_as_a_whole(tmp_path):
     found = {}
     for sample_by in ("line", "document"):
         keys = dict(stage="pt", packing=False, sample_by=sample_by)
-        bundle = load(tmp_path, [str(texts)], **keys)
+        bundle = load_files(tmp_path, texts, **keys)
         tokenizer = byte_tokenizer()
         found[sample_by] = [tokenizer.decode(d["input_ids"].tolist()) for [d] in bundle.train]
     assert found == {"line": ["ab", "cd", "e"], "document": ["ab\n\ncd", "e"]}
@@ -151,7 +138,7 @@ def test_a_text_file_that_cannot_be_read_is_left_out_as_a_whole(tmp_path):
     (texts / "bad.txt").write_bytes(b"ab\n\xff")
     keys = dict(stage="pt", packing=False, sample_by="document")
     with pytest.raises(ValueError, match="bad.txt:1: expected UTF-8"):
-        load(tmp_path, [str(texts)], **keys)
-    bundle = load(tmp_path, [str(texts)], on_bad_record="skip", **keys)
+        load_files(tmp_path, texts, **keys)
+    bundle = load_files(tmp_path, texts, on_bad_record="skip", **keys)
     assert len(bundle.train) == 9
     assert any("1 records cannot be used" in line for line in bundle.report)

@@ -2,6 +2,7 @@
 numbers are counted by hand.
 """
 
+import functools
 import json
 
 import numpy as np
@@ -17,35 +18,14 @@ from mca_lite.data_encode import Encoder
 from mca_lite.data_files import DatasetSpec
 from mca_lite.data_records import conversations, detect_format
 from mca_lite.files import IGNORE_INDEX
+from tests.shared.chats import assistant, load_files, user, write_records
 from tests.shared.toy_tokenizer import CHATML, QWEN3, byte_tokenizer
 
 PROMPT = len(
     "SuserNaENSassistantN"
 )  # tokens of <|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n
 NONE = DatasetSpec("t")
-
-
-def user(text: str) -> dict:
-    return {"role": "user", "content": text}
-
-
-def said(text: str) -> dict:
-    return {"role": "assistant", "content": text}
-
-
-def write(path, *records) -> str:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return str(path)
-
-
-def load(tmp_path, *dataset, template=CHATML, stage="dpo", **options):
-    options = {
-        "dataset": list(dataset),
-        "cache_dir": str(tmp_path / "cache"),
-        "cutoff_len": 4096,
-        **options,
-    }
-    return load_datasets(DataArguments(**options), stage, byte_tokenizer(template))
+load_pairs = functools.partial(load_files, stage="dpo", cutoff_len=4096)
 
 
 def shown(dataset, template=CHATML) -> list[tuple]:
@@ -71,40 +51,43 @@ FORMATS = {
         "chosen": {"from": "gpt", "value": "good"},
         "rejected": {"from": "gpt", "value": "bad"},
     },
-    "openai": {"messages": [user("a")], "chosen": said("good"), "rejected": said("bad")},
+    "openai": {"messages": [user("a")], "chosen": assistant("good"), "rejected": assistant("bad")},
     "alpaca": {"instruction": "a", "input": "", "chosen": "good", "rejected": "bad"},
     "prompt": {"prompt": "a", "chosen": "good", "rejected": "bad"},
     "prompt of messages": {
         "prompt": [user("a")],
-        "chosen": [said("good")],
-        "rejected": [said("bad")],
+        "chosen": [assistant("good")],
+        "rejected": [assistant("bad")],
     },
-    "conversations": {"chosen": [user("a"), said("good")], "rejected": [user("a"), said("bad")]},
+    "conversations": {
+        "chosen": [user("a"), assistant("good")],
+        "rejected": [user("a"), assistant("bad")],
+    },
     "conversations of sharegpt": {
         side: [{"from": "human", "value": "a"}, {"from": "gpt", "value": text}]
         for side, text in (("chosen", "good"), ("rejected", "bad"))
     },
     "conversations and prompt": {
         "prompt": "a",
-        "messages": [user("a"), said("good")],
-        "chosen": [user("a"), said("good")],
-        "rejected": [user("a"), said("bad")],
+        "messages": [user("a"), assistant("good")],
+        "chosen": [user("a"), assistant("good")],
+        "rejected": [user("a"), assistant("bad")],
     },
 }
 
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_gives_the_prompt_and_both_answers(tmp_path, name):
-    file = write(tmp_path / "a.jsonl", FORMATS[name])
-    bundle = load(tmp_path, file)
+    file = write_records(tmp_path / "a.jsonl", FORMATS[name])
+    bundle = load_pairs(tmp_path, file)
     assert f"{file}: {name.split()[0]}-chosen-rejected records" in bundle.report
     assert shown(bundle.train) == [(CHAT, "good<|im_end|>", "bad<|im_end|>")]
 
 
 def test_pairs_are_shown_shifted_counted_and_known_by_length(tmp_path):
-    bundle = load(
+    bundle = load_pairs(
         tmp_path,
-        write(tmp_path / "a.jsonl", FORMATS["prompt"], FORMATS["prompt"] | {"chosen": "x"}),
+        write_records(tmp_path / "a.jsonl", FORMATS["prompt"], FORMATS["prompt"] | {"chosen": "x"}),
     )
     train = bundle.train
     b, a, d = byte_tokenizer().convert_tokens_to_ids(["b", "a", "d"])
@@ -136,20 +119,22 @@ def test_pairs_are_shown_shifted_counted_and_known_by_length(tmp_path):
 
 def test_splits_mixes_and_fingerprints_are_those_of_samples(tmp_path):
     files = [
-        write(
+        write_records(
             tmp_path / f"{n}.jsonl", *({"prompt": "a", "chosen": c, "rejected": "-"} for c in chars)
         )
         for n, chars in enumerate(("bc", "defghijk"))
     ]
-    whole = load(tmp_path, *files)
-    split = load(tmp_path, *files, val_size=3, mix_weights=[1, 1], mix_strategy="interleave_over")
+    whole = load_pairs(tmp_path, *files)
+    split = load_pairs(
+        tmp_path, *files, val_size=3, mix_weights=[1, 1], mix_strategy="interleave_over"
+    )
     assert split.train.documents_per_sample == split.eval.documents_per_sample == 2
     assert len(split.train) >= 7 and len(split.eval) == 3
     heldout = {chosen for _, chosen, _ in shown(split.eval)}
     assert heldout.isdisjoint(chosen for _, chosen, _ in shown(split.train))
     assert (
         whole.train.fingerprint
-        == load(tmp_path, *files).train.fingerprint
+        == load_pairs(tmp_path, *files).train.fingerprint
         != split.train.fingerprint
     )
     assert whole.train.document_lengths.shape == (10, 2) and whole.train.subset(
@@ -160,12 +145,14 @@ def test_splits_mixes_and_fingerprints_are_those_of_samples(tmp_path):
 
 
 def test_only_the_last_answer_is_trained(tmp_path):
-    history = [user("a"), said("old"), user("b")]
-    record = {"messages": history, "chosen": said("good"), "rejected": said("bad")}
-    whole = {"chosen": [*history, said("good")], "rejected": [*history, said("bad")]}
+    history = [user("a"), assistant("old"), user("b")]
+    record = {"messages": history, "chosen": assistant("good"), "rejected": assistant("bad")}
+    whole = {"chosen": [*history, assistant("good")], "rejected": [*history, assistant("bad")]}
     alpaca = {"instruction": "b", "history": [["a", "old"]], "chosen": "good", "rejected": "bad"}
-    files = [write(tmp_path / f"{n}.jsonl", r) for n, r in enumerate((record, whole, alpaca))]
-    pairs = shown(load(tmp_path, *files).train)
+    files = [
+        write_records(tmp_path / f"{n}.jsonl", r) for n, r in enumerate((record, whole, alpaca))
+    ]
+    pairs = shown(load_pairs(tmp_path, *files).train)
     prompt = CHAT + "old<|im_end|>\n<|im_start|>user\nb<|im_end|>\n<|im_start|>assistant\n"
     assert pairs == [(prompt, "good<|im_end|>", "bad<|im_end|>")] * 3
 
@@ -173,12 +160,13 @@ def test_only_the_last_answer_is_trained(tmp_path):
 def test_system_tools_and_thinking_are_those_of_the_template(tmp_path):
     tools = [{"type": "function", "function": {"name": "add"}}]
     call = {
-        **said(""),
+        **assistant(""),
         "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {}}}],
     }
     record = {"prompt": "a", "tools": tools, "chosen": [call], "rejected": "bad"}
     [(prompt, chosen, rejected)] = shown(
-        load(tmp_path, write(tmp_path / "a.jsonl", record), template=QWEN3).train, QWEN3
+        load_pairs(tmp_path, write_records(tmp_path / "a.jsonl", record), template=QWEN3).train,
+        QWEN3,
     )
     assert '"name": "add"' in prompt
     assert (
@@ -186,22 +174,24 @@ def test_system_tools_and_thinking_are_those_of_the_template(tmp_path):
         "{}}</tool_call><|im_end|>"
     )
     assert rejected == "<think>\n\n</think>\n\nbad<|im_end|>"
-    with_system = load(
-        tmp_path, write(tmp_path / "b.jsonl", FORMATS["conversations"]), default_system="Brief."
+    with_system = load_pairs(
+        tmp_path,
+        write_records(tmp_path / "b.jsonl", FORMATS["conversations"]),
+        default_system="Brief.",
     )
     assert shown(with_system.train)[0][0] == "<|im_start|>system\nBrief.<|im_end|>\n" + CHAT
 
 
 def test_long_pairs_lose_the_beginning_of_the_prompt_then_the_end_of_an_answer(tmp_path):
     long, record = "p" * 30, {"chosen": "good", "rejected": "b"}
-    file = write(
+    file = write_records(
         tmp_path / "a.jsonl",
         {"prompt": "a", **record},
         {"prompt": long, **record},
         {"prompt": "a", "chosen": "g" * 50, "rejected": "b"},
     )
     limit = PROMPT + 6  # tokens: the prompt, good, <|im_end|> and its newline
-    bundle = load(tmp_path, file, cutoff_len=limit - 1)
+    bundle = load_pairs(tmp_path, file, cutoff_len=limit - 1)
     pairs = shown(bundle.train)
     assert pairs[0] == (CHAT, "good<|im_end|>", "b<|im_end|>")
     # 29 tokens of the prompt are too many, counted from the longer side, and both sides lose the
@@ -229,7 +219,7 @@ def test_long_pairs_lose_the_beginning_of_the_prompt_then_the_end_of_an_answer(t
 
 
 def test_identical_and_empty_pairs_are_left_out_counted_and_named(tmp_path):
-    file = write(
+    file = write_records(
         tmp_path / "a.jsonl",
         FORMATS["prompt"],
         {"prompt": "a", "chosen": "same", "rejected": "same"},
@@ -241,7 +231,7 @@ def test_identical_and_empty_pairs_are_left_out_counted_and_named(tmp_path):
             "rejected": "x" * 99 + "z",
         },  # the same once they are cut
     )
-    bundle = load(tmp_path, file, cutoff_len=PROMPT + 6)
+    bundle = load_pairs(tmp_path, file, cutoff_len=PROMPT + 6)
     assert len(bundle.train) == 1
     report = "\n".join(bundle.report)
     assert (
@@ -252,14 +242,19 @@ def test_identical_and_empty_pairs_are_left_out_counted_and_named(tmp_path):
     with pytest.raises(
         ValueError, match="no pair is left to train on(.|\n)*same chosen and rejected"
     ):
-        load(tmp_path, write(tmp_path / "b.jsonl", {"prompt": "a", "chosen": "b", "rejected": "b"}))
+        load_pairs(
+            tmp_path,
+            write_records(tmp_path / "b.jsonl", {"prompt": "a", "chosen": "b", "rejected": "b"}),
+        )
 
 
 def test_a_token_that_joins_prompt_and_answer_belongs_to_the_answer(tmp_path):
     tokenizer = byte_tokenizer(
         CHATML, (("Ċ", "Ċ"), ("a", "b"))
     )  # "\n\n" is one token where more white space follows
-    file = write(tmp_path / "a.jsonl", {"prompt": "ppppp", "chosen": "\n\nx", "rejected": "ab"})
+    file = write_records(
+        tmp_path / "a.jsonl", {"prompt": "ppppp", "chosen": "\n\nx", "rejected": "ab"}
+    )
     options = dict(dataset=[file], cache_dir=str(tmp_path / "cache"))
     short = load_datasets(DataArguments(**options, cutoff_len=3), "dpo", tokenizer).train[0]
     # the last token that both prompts have is the t of assistant: it stays, and nothing of an
@@ -278,7 +273,7 @@ def test_a_token_that_joins_prompt_and_answer_belongs_to_the_answer(tmp_path):
 
 def test_the_cache_knows_pairs_from_conversations(tmp_path, monkeypatch):
     both = {"instruction": "a", "output": "c", "chosen": "good", "rejected": "bad"}
-    file, folders = write(tmp_path / "a.jsonl", both), set()
+    file, folders = write_records(tmp_path / "a.jsonl", both), set()
     for stage, options in (
         ("dpo", {}),
         ("dpo", {}),
@@ -286,23 +281,23 @@ def test_the_cache_knows_pairs_from_conversations(tmp_path, monkeypatch):
         ("dpo", {"cutoff_len": 99}),
         ("sft", {"mask_history": True}),
     ):
-        folders.add(load(tmp_path, file, stage=stage, **options).train.shards[0].folder.name)
+        folders.add(load_pairs(tmp_path, file, stage=stage, **options).train.shards[0].folder.name)
     assert len(folders) == 4
-    monkeypatch.setattr(Encoder, "_tokenize", None)  # what is cached is not tokenised again
-    assert shown(load(tmp_path, file).train) == [(CHAT, "good<|im_end|>", "bad<|im_end|>")]
+    monkeypatch.setattr(Encoder, "encode", None)  # what is cached is not tokenised again
+    assert shown(load_pairs(tmp_path, file).train) == [(CHAT, "good<|im_end|>", "bad<|im_end|>")]
 
 
 def test_a_stage_that_a_script_registers_reads_its_kind_of_records(tmp_path, monkeypatch):
     row = tables.Objective(stage="mine", records=tables.PAIRS)
     monkeypatch.setitem(tables.OBJECTIVES, "mine", row)
-    file = write(tmp_path / "a.jsonl", FORMATS["prompt"])
-    bundle = load(tmp_path, file, stage="mine", packing=True)
+    file = write_records(tmp_path / "a.jsonl", FORMATS["prompt"])
+    bundle = load_pairs(tmp_path, file, stage="mine", packing=True)
     assert "train: 1 pairs" in "\n".join(bundle.report) and len(bundle.train[0]) == 2
-    other = write(tmp_path / "b.jsonl", {"prompt": "a", "completion": "b"})
+    other = write_records(tmp_path / "b.jsonl", {"prompt": "a", "completion": "b"})
     with pytest.raises(ValueError, match="stage mine expects pairs"):
-        load(tmp_path, other, stage="mine")
+        load_pairs(tmp_path, other, stage="mine")
     with pytest.raises(ValueError, match="stage 'yours': expected one of pt, sft, dpo"):
-        load(tmp_path, file, stage="yours")
+        load_pairs(tmp_path, file, stage="yours")
 
 
 def test_dataset_info_declares_pairs(tmp_path):
@@ -313,9 +308,9 @@ def test_dataset_info_declares_pairs(tmp_path):
         "yes": {"who": "it", "says": "good"},
         "no": {"who": "it", "says": "bad"},
     }
-    write(tmp_path / "a.jsonl", record)
-    write(tmp_path / "b.jsonl", {"question": "a", "yes": "good", "no": "bad"})
-    write(tmp_path / "c.jsonl", {"instruction": "a", "output": "b"})
+    write_records(tmp_path / "a.jsonl", record)
+    write_records(tmp_path / "b.jsonl", {"question": "a", "yes": "good", "no": "bad"})
+    write_records(tmp_path / "c.jsonl", {"instruction": "a", "output": "b"})
     named = {"prompt": "question", "chosen": "yes", "rejected": "no"}
     info = {
         "a": {
@@ -329,28 +324,30 @@ def test_dataset_info_declares_pairs(tmp_path):
         "c": {"file_name": "c.jsonl", "ranking": True},
     }
     (tmp_path / "dataset_info.json").write_text(json.dumps(info))
-    bundle = load(tmp_path, "a", "b", dataset_dir=str(tmp_path))
+    bundle = load_pairs(tmp_path, "a", "b", dataset_dir=str(tmp_path))
     assert shown(bundle.train) == [(CHAT, "good<|im_end|>", "bad<|im_end|>")] * 2
     with pytest.raises(
         ValueError,
         match=r"c\.jsonl:1: stage dpo expects pairs: .*got the columns \['instruction', 'output'\]",
     ):
-        load(tmp_path, "c", dataset_dir=str(tmp_path))
+        load_pairs(tmp_path, "c", dataset_dir=str(tmp_path))
     for stage in ("sft", "pt"):
         with pytest.raises(ValueError, match="'a': preference pairs .* for stage dpo"):
-            load(tmp_path, "a", dataset_dir=str(tmp_path), stage=stage)
+            load_pairs(tmp_path, "a", dataset_dir=str(tmp_path), stage=stage)
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "conversations and prompt"])
 def test_sft_over_pairs_is_refused(tmp_path, name):
     words = r"a\.jsonl:1: (.*for dpo|.*for stage dpo|'output' is missing)"
     with pytest.raises(ValueError, match=words):
-        load(tmp_path, write(tmp_path / "a.jsonl", FORMATS[name]), stage="sft")
+        load_pairs(tmp_path, write_records(tmp_path / "a.jsonl", FORMATS[name]), stage="sft")
 
 
 def test_sft_takes_the_conversation_that_stands_beside_pairs(tmp_path):
-    train = load(
-        tmp_path, write(tmp_path / "a.jsonl", FORMATS["conversations and prompt"]), stage="sft"
+    train = load_pairs(
+        tmp_path,
+        write_records(tmp_path / "a.jsonl", FORMATS["conversations and prompt"]),
+        stage="sft",
     ).train
     assert len(train) == 1 and train.num_trained_tokens == len("goodE")
 
@@ -374,22 +371,26 @@ def test_sft_takes_the_conversation_that_stands_beside_pairs(tmp_path):
             "chosen: the conversation ends after user",
         ),
         (
-            {"prompt": [user("a"), said("b")], "chosen": "c", "rejected": "d"},
+            {"prompt": [user("a"), assistant("b")], "chosen": "c", "rejected": "d"},
             "chosen: message 3 .assistant. follows assistant",
         ),
         (
-            {"chosen": [user("a"), said("b")], "rejected": [user("x"), said("c")]},
+            {"chosen": [user("a"), assistant("b")], "rejected": [user("x"), assistant("c")]},
             "differ from message 1 on",
         ),
         (
             {
-                "chosen": [user("a"), said("b"), user("c"), said("d")],
-                "rejected": [user("a"), said("b")],
+                "chosen": [user("a"), assistant("b"), user("c"), assistant("d")],
+                "rejected": [user("a"), assistant("b")],
             },
             "differ from message 3 on, and have 4 and 2 messages",
         ),
         (
-            {"prompt": "x", "chosen": [user("a"), said("b")], "rejected": [user("a"), said("c")]},
+            {
+                "prompt": "x",
+                "chosen": [user("a"), assistant("b")],
+                "rejected": [user("a"), assistant("c")],
+            },
             "not that of the column",
         ),
         (
@@ -409,34 +410,34 @@ def test_a_bad_pair_is_an_error_with_its_place(record, message):
 
 
 def test_weights_of_pairs_are_those_of_a_trained_answer(tmp_path):
-    turns = [user("a"), said("b") | {"weight": 0}, user("c")]
+    turns = [user("a"), assistant("b") | {"weight": 0}, user("c")]
     pair = {
         "prompt": turns,
-        "chosen": said("good") | {"weight": 1},
-        "rejected": [said("bad") | {"train": True}],
+        "chosen": assistant("good") | {"weight": 1},
+        "rejected": [assistant("bad") | {"train": True}],
     }
-    bundle = load(tmp_path, write(tmp_path / "a.jsonl", pair))
+    bundle = load_pairs(tmp_path, write_records(tmp_path / "a.jsonl", pair))
     [(prompt, *answers)] = shown(bundle.train)
     assert prompt.endswith(CHAT.replace("a<", "c<")) and answers == [
         "good<|im_end|>",
         "bad<|im_end|>",
     ]
-    without = pair | {"rejected": [said("bad") | {"train": False}]}
+    without = pair | {"rejected": [assistant("bad") | {"train": False}]}
     with pytest.raises(ValueError, match=r"b.jsonl:1: rejected: weight 0 of an answer: expected 1"):
-        load(tmp_path, write(tmp_path / "b.jsonl", without))
+        load_pairs(tmp_path, write_records(tmp_path / "b.jsonl", without))
 
 
 def test_the_template_hears_the_options_of_a_pair(tmp_path):
     template = CHATML.replace("{% for", "{{ mood }}{% for", 1)
     pair = FORMATS["prompt"] | {"chat_template_kwargs": {"mood": "calm "}}
-    bundle = load(tmp_path, write(tmp_path / "a.jsonl", pair), template=template)
+    bundle = load_pairs(tmp_path, write_records(tmp_path / "a.jsonl", pair), template=template)
     assert shown(bundle.train) == [(f"calm {CHAT}", "good<|im_end|>", "bad<|im_end|>")]
 
 
 def test_options_without_meaning_for_pairs_are_refused(tmp_path):
-    file = write(tmp_path / "a.jsonl", FORMATS["prompt"])
+    file = write_records(tmp_path / "a.jsonl", FORMATS["prompt"])
     with pytest.raises(ValueError, match="answers are compared"):
-        load(tmp_path, file, train_on_prompt=True)
+        load_pairs(tmp_path, file, train_on_prompt=True)
 
 
 def test_pairs_of_llama_factorys_v1_are_read_by_their_columns(tmp_path):
@@ -453,10 +454,10 @@ def test_pairs_of_llama_factorys_v1_are_read_by_their_columns(tmp_path):
 
     record = {f"{side}_messages": conversation(side) for side in ("chosen", "rejected")}
     columns = {side: f"{side}_messages" for side in ("chosen", "rejected")}
-    write(tmp_path / "a.jsonl", record)
+    write_records(tmp_path / "a.jsonl", record)
     info = {"v1": {"file_name": "a.jsonl", "ranking": True, "columns": columns}}
     (tmp_path / "dataset_info.json").write_text(json.dumps(info))
-    [(_, chosen, rejected)] = shown(load(tmp_path, "v1", dataset_dir=str(tmp_path)).train)
+    [(_, chosen, rejected)] = shown(load_pairs(tmp_path, "v1", dataset_dir=str(tmp_path)).train)
     assert "chosen" in chosen and "rejected" in rejected
 
 

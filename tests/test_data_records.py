@@ -13,16 +13,17 @@ from mca_lite.data_encode import Encoder, Reader, mask_of_spans, num_learned
 from mca_lite.data_files import DatasetSpec, read_records, resolve
 from mca_lite.data_records import FORMATS, Format, conversations, detect_format
 from mca_lite.tables import OBJECTIVES
-from tests.shared import toy_tokenizer
-from tests.shared.toy_tokenizer import CHATML, QWEN3, byte_tokenizer
+from tests.shared.chats import conversation
+from tests.shared.toy_tokenizer import (
+    CHATML,
+    CHATML_MARKS,
+    QWEN3,
+    byte_tokenizer,
+    encode,
+    encode_with,
+)
 
 CHATML_WITHOUT_PROMPT = CHATML[: CHATML.index("{% if")]
-CHATML_MARKS = (
-    "{% for m in messages %}{% if m['role'] == 'assistant' %}<|im_start|>assistant\n"
-    "{% generation %}{{ m['content'] }}<|im_end|>\n{% endgeneration %}"
-    "{% else %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 CHATML_SHORT_MARKS = CHATML_MARKS.replace(
     "{{ m['content'] }}<|im_end|>\n{% endgeneration %}",
     "{{ m['content'] }}{% endgeneration %}<|im_end|>\n",
@@ -63,12 +64,7 @@ def declared(entry: str, folder) -> DatasetSpec:
     return spec
 
 
-def encode(record, template: str, form: str = "openai", spec: DatasetSpec | None = None, **options):
-    tokenizer = byte_tokenizer(template)
-    return tokenizer, toy_tokenizer.encode(tokenizer, record, form, spec, **options)
-
-
-def trained_texts(record, template: str, **options) -> list[str]:
+def trained_runs(record, template: str, **options) -> list[str]:
     """The runs of trained tokens, decoded."""
     tokenizer, part = encode(record, template, **options)
     runs, before = [], 0
@@ -80,14 +76,7 @@ def trained_texts(record, template: str, **options) -> list[str]:
     return [tokenizer.decode(run) for run in runs]
 
 
-def chat(*texts: str, system: str | None = None) -> dict:
-    turns = [
-        {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)
-    ]
-    return {"messages": ([{"role": "system", "content": system}] if system else []) + turns}
-
-
-TWO_TURNS = chat("Hi", "Hello", "What is 2+3?", "5")
+TWO_TURNS = conversation("Hi", "Hello", "What is 2+3?", "5")
 
 
 @pytest.mark.parametrize(
@@ -116,37 +105,39 @@ TWO_TURNS = chat("Hi", "Hello", "What is 2+3?", "5")
     ],
 )
 def test_each_answer_with_its_end_of_turn_token_is_trained_and_nothing_else(template, expected):
-    assert trained_texts(TWO_TURNS, template) == expected
-    assert trained_texts(TWO_TURNS, template, mask_history=True) == expected[-1:]
+    assert trained_runs(TWO_TURNS, template) == expected
+    assert trained_runs(TWO_TURNS, template, mask_history=True) == expected[-1:]
 
 
 def test_an_answer_that_repeats_the_question_is_found_in_the_right_place():
-    tokenizer, part = encode(chat("yes", "yes", "user", "assistant"), CHATML)
+    tokenizer, part = encode(conversation("yes", "yes", "user", "assistant"), CHATML)
     text = "<|im_start|>user\nyes<|im_end|>\n<|im_start|>assistant\n"
     start = 3 + len("user\nyes\nassistant\n")  # three special tokens, the rest a token a byte
     assert tokenizer.decode(part.ids[:start]) == text
     assert part.mask[: start + 5].tolist() == [0] * start + [1, 1, 1, 1, 0]
-    assert trained_texts(chat("yes", "yes", "user", "assistant"), CHATML) == [
+    assert trained_runs(conversation("yes", "yes", "user", "assistant"), CHATML) == [
         "yes<|im_end|>",
         "assistant<|im_end|>",
     ]
 
 
 def test_a_system_message_that_moves_with_the_conversation_leaves_the_mask_right():
-    record = chat("5", "5", "5", "5", system="Be brief.")
+    record = conversation("5", "5", "5", "5", system="Be brief.")
     tokenizer, part = encode(record, MISTRAL)
     assert (
         tokenizer.decode(part.ids) == "<s>[INST] 5 [/INST] 5</s>[INST] Be brief.\n\n5 [/INST] 5</s>"
     )
-    assert trained_texts(record, MISTRAL) == ["5</s>", "5</s>"]
+    assert trained_runs(record, MISTRAL) == ["5</s>", "5</s>"]
     assert part.mask.tolist().index(1) == len("[INST] 5 [/INST] ") + 1
 
 
 def test_thinking_that_the_template_drops_from_the_history_is_trained_before_it_is_dropped():
-    record = chat("Hi", "<think>\nold\n</think>\n\nHello", "2+3?", "<think>\nadd\n</think>\n\n5")
+    record = conversation(
+        "Hi", "<think>\nold\n</think>\n\nHello", "2+3?", "<think>\nadd\n</think>\n\n5"
+    )
     last = "<think>\nadd\n</think>\n\n5<|im_end|>"
-    assert trained_texts(record, QWEN3) == ["<think>\nold\n</think>\n\nHello<|im_end|>", last]
-    assert trained_texts(record, QWEN3, mask_history=True) == [last]
+    assert trained_runs(record, QWEN3) == ["<think>\nold\n</think>\n\nHello<|im_end|>", last]
+    assert trained_runs(record, QWEN3, mask_history=True) == [last]
 
 
 def test_tool_calls_are_trained_and_tool_results_are_not():
@@ -165,7 +156,7 @@ def test_tool_calls_are_trained_and_tool_results_are_not():
         '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call><|im_end|>',
         "<think>\n\n</think>\n\nIt is 5.<|im_end|>",
     ]
-    assert trained_texts(record, QWEN3, form="sharegpt") == expected
+    assert trained_runs(record, QWEN3, form="sharegpt") == expected
     tokenizer, part = encode(record, QWEN3, form="sharegpt")
     assert '{"type": "function", "function": {"name": "add"}}' in tokenizer.decode(part.ids)
     openai = [
@@ -178,7 +169,7 @@ def test_tool_calls_are_trained_and_tool_results_are_not():
         {"role": "tool", "content": "5"},
         {"role": "assistant", "content": "It is 5."},
     ]
-    assert trained_texts({"messages": openai, "tools": [{"name": "add"}]}, QWEN3) == expected
+    assert trained_runs({"messages": openai, "tools": [{"name": "add"}]}, QWEN3) == expected
 
 
 def test_the_template_s_own_bos_is_not_doubled():
@@ -194,10 +185,10 @@ def test_train_on_prompt_trains_every_token():
 def test_token_borders_are_those_of_the_whole_text():
     merges = (("H", "i"), ("Ċ", "H"))  # "\nH" is never merged: "Hi" comes first
     tokenizer = byte_tokenizer(CHATML, merges)
-    part = toy_tokenizer.encode(tokenizer, chat("a", "Hi"))
-    whole = tokenizer(tokenizer.apply_chat_template(chat("a", "Hi")["messages"], tokenize=False))[
-        "input_ids"
-    ]
+    part = encode_with(tokenizer, conversation("a", "Hi"))
+    whole = tokenizer(
+        tokenizer.apply_chat_template(conversation("a", "Hi")["messages"], tokenize=False)
+    )["input_ids"]
     assert part.ids.tolist() == whole
     assert part.ids[part.mask == 1].tolist() == [
         tokenizer.convert_tokens_to_ids(t) for t in ("Hi", "<|im_end|>")
@@ -222,7 +213,7 @@ def test_alpaca_history_system_and_input_become_turns():
     roles = "<|im_start|>system\nBrief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
     roles += "<|im_start|>assistant\nHello<|im_end|>\n"
     assert tokenizer.decode(part.ids).startswith(roles + "<|im_start|>user\nAdd\n2+3<|im_end|>\n")
-    assert trained_texts(record, CHATML, form="alpaca") == ["Hello<|im_end|>", "5<|im_end|>"]
+    assert trained_runs(record, CHATML, form="alpaca") == ["Hello<|im_end|>", "5<|im_end|>"]
     del record["system"]
     tokenizer, part = encode(record, CHATML, form="alpaca", default_system="Default.")
     assert tokenizer.decode(part.ids).startswith("<|im_start|>system\nDefault.<|im_end|>")
@@ -235,20 +226,20 @@ def test_prompt_and_completion_may_be_texts_or_messages():
         "completion": [{"role": "assistant", "content": [{"type": "text", "text": "Hello"}]}],
     }
     form = "prompt-completion"
-    assert trained_texts(as_turns, CHATML, form=form) == ["Hello<|im_end|>"]
+    assert trained_runs(as_turns, CHATML, form=form) == ["Hello<|im_end|>"]
     as_response = {"prompt": "Hi", "response": "Hello"}
-    assert trained_texts(as_response, CHATML, form=form) == ["Hello<|im_end|>"]
+    assert trained_runs(as_response, CHATML, form=form) == ["Hello<|im_end|>"]
     for template in (CHATML, None):  # raw text, as TRL trains it, which takes no template
         tokenizer, part = encode(as_text, template, form=form)
         assert tokenizer.decode(part.ids) == "HiHello</s>"
-        assert trained_texts(as_text, template, form=form) == ["Hello</s>"]
-        whole = trained_texts(as_text, template, form=form, train_on_prompt=True)
+        assert trained_runs(as_text, template, form=form) == ["Hello</s>"]
+        whole = trained_runs(as_text, template, form=form, train_on_prompt=True)
         assert whole == ["HiHello</s>"]
         assert part.tallies == {
             "prompts and completions are texts, trained without a chat template": (1, "t.json:1")
         }
     ended = as_text | {"completion": "Hello</s>"}
-    assert trained_texts(ended, CHATML, form=form) == ["Hello</s>"]
+    assert trained_runs(ended, CHATML, form=form) == ["Hello</s>"]
     for more in ({"system": "s"}, {"tools": [{"name": "f"}]}, {"chat_template_kwargs": {"a": 1}}):
         with pytest.raises(ValueError, match="t.json:1: prompt and completion are texts.*messages"):
             encode(as_text | more, CHATML, form=form)
@@ -261,11 +252,9 @@ def test_a_text_prompt_gets_the_special_tokens_that_the_tokenizer_adds():
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         "<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)]
     )
-    part = toy_tokenizer.encode(
-        tokenizer, {"prompt": "a", "completion": "b"}, form="prompt-completion"
-    )
+    part = encode_with(tokenizer, {"prompt": "a", "completion": "b"}, form="prompt-completion")
     assert tokenizer.decode(part.ids) == "<s>ab</s>" and part.mask.tolist() == [0, 0, 1, 1]
-    part = toy_tokenizer.encode(tokenizer, TWO_TURNS)
+    part = encode_with(tokenizer, TWO_TURNS)
     assert tokenizer.bos_token_id not in part.ids  # a chat template writes its own
 
 
@@ -313,7 +302,7 @@ def test_a_new_record_format_is_one_row_of_the_table(monkeypatch):
     none = DatasetSpec("t")
     record = {"q": "Hi", "a": "Hello"}
     assert detect_format(record, none, SFT, "t:1") == "question-answer"
-    assert trained_texts(record, CHATML, form="question-answer") == ["Hello<|im_end|>"]
+    assert trained_runs(record, CHATML, form="question-answer") == ["Hello<|im_end|>"]
     pair = {"q": "Hi", "chosen": "Hello", "rejected": "What"}
     assert detect_format(pair, none, DPO, "t:1") == "question-answer"
     found = conversations(pair, none, "question-answer", True, None, "t:1")
@@ -335,7 +324,7 @@ def test_a_new_record_format_is_one_row_of_the_table(monkeypatch):
             "alpaca",
             "history: expected a list of",
         ),
-        (chat("a"), "openai", "ends after user"),
+        (conversation("a"), "openai", "ends after user"),
         ({"messages": []}, "openai", "ends after the beginning"),
         (
             {"messages": [{"role": "user", "content": "a"}] * 2},
@@ -383,10 +372,10 @@ def test_a_template_that_does_not_end_is_refused(monkeypatch):
 def test_a_template_that_does_not_end_for_one_record_is_refused_with_its_place(monkeypatch):
     monkeypatch.setattr(data_chat, "RENDER_S", 0.1)
     late = f"{{% if 'sesame' in messages[0]['content'] %}}{LOOPS}{{% endif %}}" + CHATML
-    assert trained_texts(TWO_TURNS, late)[-1] == "5<|im_end|>"
+    assert trained_runs(TWO_TURNS, late)[-1] == "5<|im_end|>"
     for skips in ("stop", "skip"):  # it cannot be ended, and would take the time of the others
         with pytest.raises(ValueError, match="t.json:1: the chat template takes longer than"):
-            encode(chat("Open sesame", "No"), late, on_bad_record=skips)
+            encode(conversation("Open sesame", "No"), late, on_bad_record=skips)
 
 
 @pytest.mark.parametrize(
@@ -568,23 +557,23 @@ def test_a_record_far_longer_than_cutoff_len_is_refused_with_its_size():
     long = "a" * 1_000_000
     words = r"t.json:1: the record has 1,000,\d\d\d characters, .*cutoff_len 128 at most 1,000,000"
     with pytest.raises(ValueError, match=words):
-        encode(chat(long, "b"), CHATML, cutoff_len=128)
+        encode(conversation(long, "b"), CHATML, cutoff_len=128)
     with pytest.raises(ValueError, match=words):
         encode({"prompt": long, "completion": "b"}, None, form="prompt-completion", cutoff_len=128)
     data_args = DataArguments(dataset=["t"], cutoff_len=1_000_000)
-    Encoder(byte_tokenizer(CHATML), None, SFT, data_args)._check_size(32_000_000, "t.json:1")
+    Encoder(byte_tokenizer(CHATML), None, SFT, data_args).check_size(32_000_000, "t.json:1")
     for packing in (True, False):
         data_args = DataArguments(dataset=["t"], cutoff_len=8, packing=packing)
         encoder = Encoder(byte_tokenizer(), None, PT, data_args)
         if packing:  # nothing is cut off texts that are joined
-            encoder._check_size(1_000_001, "t.json:1")
+            encoder.check_size(1_000_001, "t.json:1")
             continue
         with pytest.raises(ValueError, match="t.txt:1: the record has 1,000,001 characters"):
             encoder.encode([("t.txt:1", long + "b", {})])
 
 
 def test_empty_answers_are_left_out_and_counted_with_the_first_place():
-    _, encoded = encode(chat("Hi", " "), CHATML)
+    _, encoded = encode(conversation("Hi", " "), CHATML)
     what = "samples have an empty answer and were left out"
     assert encoded.tallies == {what: (1, "t.json:1")} and not encoded.lengths
 

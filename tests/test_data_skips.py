@@ -10,21 +10,13 @@ import pytest
 from huggingface_hub import constants
 
 from mca_lite.args import DataArguments
-from mca_lite.data import load_datasets
 from mca_lite.data_files import read_records, resolve
-from mca_lite.files import IGNORE_INDEX
 from mca_lite.tables import OBJECTIVES
-from tests.shared.toy_tokenizer import CHATML, byte_tokenizer
+from tests.shared.chats import assistant, load_files, trained_answers, user
 
 
-def chat(answer: str, role="user") -> str:
-    turns = [{"role": role, "content": "Hi"}, {"role": "assistant", "content": answer}]
-    return json.dumps({"messages": turns})
-
-
-def load(tmp_path, *dataset, stage="sft", **keys):
-    keys |= {"dataset": [str(name) for name in dataset], "cache_dir": str(tmp_path / "cache")}
-    return load_datasets(DataArguments(**keys), stage, byte_tokenizer(CHATML))
+def chat_line(answer: str, role="user") -> str:
+    return json.dumps({"messages": [user("Hi") | {"role": role}, assistant(answer)]})
 
 
 def spec_of(entry: str, folder):
@@ -33,43 +25,38 @@ def spec_of(entry: str, folder):
     return spec
 
 
-def answers(bundle) -> list[str]:
-    tokenizer = byte_tokenizer(CHATML)
-    rows = [document["labels"] for [document] in bundle.train]
-    texts = [tokenizer.decode(row[row != IGNORE_INDEX].tolist()) for row in rows]
-    return [text.removesuffix("<|im_end|>") for text in texts]
-
-
 def test_bad_records_are_left_out_counted_by_reason_and_listed(tmp_path):
-    good = [chat(f"a{n}") for n in range(120)]
-    picture = json.dumps({**json.loads(chat("b")), "images": ["x"]})
-    bad = ["{", *[chat("b", role="alien")] * 9, picture]
+    good = [chat_line(f"a{n}") for n in range(120)]
+    picture = json.dumps({**json.loads(chat_line("b")), "images": ["x"]})
+    bad = ["{", *[chat_line("b", role="alien")] * 9, picture]
     file = tmp_path / "a.jsonl"
     file.write_text("\n".join([bad[0], *good[:60], *bad[1:], *good[60:]]))
     with pytest.raises(ValueError, match="a.jsonl:1: not valid JSON"):
-        load(tmp_path, file)
-    bundle = load(tmp_path, file, on_bad_record="skip")
-    assert answers(bundle) == [f"a{n}" for n in range(120)]
+        load_files(tmp_path, file)
+    bundle = load_files(tmp_path, file, on_bad_record="skip")
+    assert trained_answers(bundle.train) == [f"a{n}" for n in range(120)]
     start = "records cannot be used and were left out: "
     reason = "message N: unknown role 'alien': expected user, assistant, tool, system, developer"
     bad = [line for line in bundle.report if start in line]
     assert bad[1].startswith(f"  warning: 9 {start}{reason}")
     for line, place in zip(bad, (1, 62, 71), strict=True):
         assert line.endswith(f", the first at {file}:{place}")
-    assert load(tmp_path, file, on_bad_record="skip").report == bundle.report  # from the cache
+    assert (
+        load_files(tmp_path, file, on_bad_record="skip").report == bundle.report
+    )  # from the cache
 
 
 def test_too_many_bad_records_stop_the_run(tmp_path):
     file = tmp_path / "a.jsonl"
-    file.write_text("\n".join([chat("a")] * 8 + [chat("b", role="alien")]))
+    file.write_text("\n".join([chat_line("a")] * 8 + [chat_line("b", role="alien")]))
     with pytest.raises(ValueError, match=r"1 of 9 records cannot be used.* 10 %(.|\n)*a.jsonl:9"):
-        load(tmp_path, file, on_bad_record="skip")
+        load_files(tmp_path, file, on_bad_record="skip")
 
 
 def test_bad_texts_are_left_out_of_joined_rows(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_text("\n".join(['{"body": "x"}', *['{"text": "ab"}'] * 10]))
-    bundle = load(tmp_path, file, stage="pt", on_bad_record="skip", cutoff_len=29)
+    bundle = load_files(tmp_path, file, stage="pt", on_bad_record="skip", cutoff_len=29)
     assert bundle.train.num_tokens == 29 and len(bundle.train) == 1
     assert any("1 records cannot be used" in line for line in bundle.report)
 
@@ -111,7 +98,7 @@ def hub(tmp_path, monkeypatch):
     }.items():
         path = repository / "snapshots/0123" / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(chat(answer))
+        path.write_text(chat_line(answer))
     (repository / "snapshots/0123/dataset_infos.json").write_text("{}")
     (repository / "refs").mkdir()
     (repository / "refs/main").write_text("0123")
@@ -120,7 +107,7 @@ def hub(tmp_path, monkeypatch):
 
 
 def test_a_dataset_of_the_hub_is_read_from_its_cache_without_a_network(tmp_path, hub):
-    assert answers(load(tmp_path, "some/chats")) == ["a", "b"]
+    assert trained_answers(load_files(tmp_path, "some/chats").train) == ["a", "b"]
     info = {
         "mine": {"hf_hub_url": "some/chats", "ms_hub_url": "other/name", "split": "test"},
         "folder": {"hf_hub_url": "some/chats", "folder": "other"},
@@ -131,7 +118,9 @@ def test_a_dataset_of_the_hub_is_read_from_its_cache_without_a_network(tmp_path,
     }
     (tmp_path / "dataset_info.json").write_text(json.dumps(info))
     for name, wanted in {"mine": ["c"], "folder": ["d"], "subset": ["a", "b"]}.items():
-        assert answers(load(tmp_path, name, dataset_dir=str(tmp_path))) == wanted
+        assert (
+            trained_answers(load_files(tmp_path, name, dataset_dir=str(tmp_path)).train) == wanted
+        )
     for name, message in {
         "half": r"dataset 'half': some/chats has no .*'split': 'train\[:50%\]'.*snapshots/0123",
         "gone": "dataset 'gone': some/others was not found as a file, .*hf download some/others",

@@ -3,6 +3,7 @@ layout, from every position on.
 """
 
 import dataclasses
+import functools
 import gzip
 import itertools
 import json
@@ -14,18 +15,18 @@ import pytest
 
 from mca_lite import data_encode, data_files
 from mca_lite.args import DataArguments
-from mca_lite.data import load_datasets
 from mca_lite.data_batches import BatchPlan
 from mca_lite.data_stream import Position
 from mca_lite.errors import ConfigError
-from tests.shared.toy_tokenizer import CHATML, byte_tokenizer
+from tests.shared.chats import load_files
 
 SFT = ({}, dict(packing=True))
 PT = dict(stage="pt", packing=True)
+load_short = functools.partial(load_files, cutoff_len=64)
 
 
-def write(path, count: int, seed: int = 0, bad: int = 0) -> str:
-    """Conversations of unequal length, each with a text; every eighth has no answer."""
+def write_uneven(path, count: int, seed: int = 0, bad: int = 0) -> str:
+    """Write conversations of unequal length, each with a text; every eighth has no answer."""
     draw = random.Random(seed)
     lines = []
     for i in range(count):
@@ -45,28 +46,22 @@ def write(path, count: int, seed: int = 0, bad: int = 0) -> str:
     return str(path)
 
 
-def load(tmp_path, *files, stage="sft", seed=42, **keys):
-    keys |= {"dataset": list(files), "cache_dir": str(tmp_path / "cache")}
-    keys = {"cutoff_len": 64, **keys}
-    return load_datasets(DataArguments(**keys), stage, byte_tokenizer(CHATML), seed)
-
-
 def stream(tmp_path, *files, **keys):
-    return load(tmp_path, *files, streaming=True, **keys).train
+    return load_short(tmp_path, *files, streaming=True, **keys).train
 
 
-def plain(row) -> list:
+def as_lists(row) -> list:
     return [(d["input_ids"].tolist(), d["labels"].tolist()) for d in row]
 
 
 def with_states(train, count: int, state: dict | None = None) -> list[tuple[list, dict]]:
     """(row, the position behind it as a checkpoint keeps it) of rows from a kept position on."""
-    rows = itertools.islice(train.rows(train._position_of(state)), count)
-    return [(plain(row), json.loads(json.dumps(dataclasses.asdict(at)))) for row, at in rows]
+    rows = itertools.islice(train.rows(Position(**state or {})), count)
+    return [(as_lists(row), json.loads(json.dumps(dataclasses.asdict(at)))) for row, at in rows]
 
 
 def take(train, count: int, position=None) -> list:
-    return [plain(row) for row, _ in itertools.islice(train.rows(position), count)]
+    return [as_lists(row) for row, _ in itertools.islice(train.rows(position), count)]
 
 
 # -- the same samples as without
@@ -75,13 +70,16 @@ def take(train, count: int, position=None) -> list:
 @pytest.mark.parametrize("strategy", ["concat", "interleave_over", "interleave_once"])
 @pytest.mark.parametrize("weights", [None, [3.0, 1.0]])
 def test_a_stream_has_the_samples_of_the_dataset_in_its_order(tmp_path, strategy, weights):
-    files = write(tmp_path / "a.jsonl", 230), write(tmp_path / "b.jsonl.gz", 90, seed=1)
+    files = (
+        write_uneven(tmp_path / "a.jsonl", 230),
+        write_uneven(tmp_path / "b.jsonl.gz", 90, seed=1),
+    )
     keys = dict(disable_shuffling=True, mix_strategy=strategy, mix_weights=weights)
     if strategy == "concat":
         keys["mix_weights"] = None
     # texts, of which none is left out: in a stream a record that is takes its dataset's turn
     keys |= dict(stage="pt", packing=False, cutoff_len=9)
-    whole = [plain(row) for row in load(tmp_path, *files, **keys).train]
+    whole = [as_lists(row) for row in load_short(tmp_path, *files, **keys).train]
     got = take(stream(tmp_path, *files, **keys), len(whole) + 3)
     assert got == whole + whole[:3]  # then from the beginning again
 
@@ -89,16 +87,16 @@ def test_a_stream_has_the_samples_of_the_dataset_in_its_order(tmp_path, strategy
 @pytest.mark.parametrize("stage, packing", [("sft", False), ("pt", False), ("pt", True)])
 def test_what_is_left_out_and_joined_is_that_of_the_dataset(tmp_path, stage, packing):
     keys = dict(stage=stage, packing=packing, cutoff_len=64, disable_shuffling=True)
-    file = write(tmp_path / "a.jsonl", 230)
-    whole = [plain(row) for row in load(tmp_path, file, **keys).train]
+    file = write_uneven(tmp_path / "a.jsonl", 230)
+    whole = [as_lists(row) for row in load_short(tmp_path, file, **keys).train]
     got = take(stream(tmp_path, file, **keys), len(whole) - 1)
     assert got == whole[:-1]  # the last row of joined documents goes on with the first one
 
 
 def test_packs_are_filled_in_the_order_of_the_stream(tmp_path):
-    file = write(tmp_path / "a.jsonl", 230)
+    file = write_uneven(tmp_path / "a.jsonl", 230)
     keys = dict(disable_shuffling=True, cutoff_len=150)
-    samples = [plain(row)[0] for row in load(tmp_path, file, **keys).train]
+    samples = [as_lists(row)[0] for row in load_short(tmp_path, file, **keys).train]
     packs = take(stream(tmp_path, file, packing=True, **keys), 40)
     assert list(itertools.chain(*packs)) == samples[: sum(map(len, packs))]
     assert len({len(pack) for pack in packs}) > 1
@@ -111,7 +109,7 @@ def test_packs_are_filled_in_the_order_of_the_stream(tmp_path):
 
 
 def test_blocks_are_shuffled_and_every_pass_otherwise(tmp_path):
-    file = write(tmp_path / "a.jsonl", 40)
+    file = write_uneven(tmp_path / "a.jsonl", 40)
     in_order = take(stream(tmp_path, file, disable_shuffling=True), 35)
     train = stream(tmp_path, file, buffer_size=8)
     two = take(train, 70)
@@ -130,14 +128,14 @@ def micro_batches(train, ranks: int, rank: int, size: int, steps: int, state=Non
     loader = train.loader(lambda rows: {"rows": rows}, plan, state, 0, False)
     count = steps * 8 // ranks // size
     return [
-        (batch["data_position"], [plain(row) for row in batch["rows"]])
+        (batch["data_position"], [as_lists(row) for row in batch["rows"]])
         for batch in itertools.islice(loader, count)
     ]
 
 
 @pytest.mark.parametrize("keys", [*SFT, PT])
 def test_each_rank_has_its_own_rows_of_the_same_step(tmp_path, keys):
-    train = stream(tmp_path, write(tmp_path / "a.jsonl", 230), buffer_size=50, **keys)
+    train = stream(tmp_path, write_uneven(tmp_path / "a.jsonl", 230), buffer_size=50, **keys)
     alone = [row for _, rows in micro_batches(train, 1, 0, 8, steps=3) for row in rows]
     assert alone == take(train, 24)
     both = [micro_batches(train, 2, rank, 2, steps=3) for rank in range(2)]
@@ -150,7 +148,10 @@ def test_each_rank_has_its_own_rows_of_the_same_step(tmp_path, keys):
 @pytest.mark.parametrize("keys", [*SFT, PT])
 @pytest.mark.parametrize("strategy", ["concat", "interleave_under", "interleave_over"])
 def test_a_run_goes_on_at_every_position(tmp_path, keys, strategy):
-    files = write(tmp_path / "a.jsonl", 130), write(tmp_path / "b.jsonl.gz", 60, seed=1)
+    files = (
+        write_uneven(tmp_path / "a.jsonl", 130),
+        write_uneven(tmp_path / "b.jsonl.gz", 60, seed=1),
+    )
     keys = dict(keys, buffer_size=70, mix_strategy=strategy)
     if strategy != "concat":
         keys["mix_weights"] = [0.6, 0.4]
@@ -164,15 +165,17 @@ def test_a_run_goes_on_at_every_position(tmp_path, keys, strategy):
 
 
 def test_going_on_reads_one_block_again_and_tokenises_one_chunk(tmp_path, monkeypatch):
-    file = write(tmp_path / "a.jsonl", 3000)
+    file = write_uneven(tmp_path / "a.jsonl", 3000)
     train = stream(tmp_path, file, buffer_size=400)
     *_, (_, position) = itertools.islice(train.rows(), 2000)
     read, tokenised = [], []
-    records, encode = data_encode.read_records, train._tokenize
+    records, encode = data_encode.read_records, train.encoder.encode
     monkeypatch.setattr(
         data_encode, "read_records", lambda *a: (read.append(r) or r for r in records(*a))
     )
-    train._tokenize = lambda chunk: (tokenised.extend(chunk), encode(chunk))[1]
+    monkeypatch.setattr(
+        train.encoder, "encode", lambda chunk: (tokenised.extend(chunk), encode(chunk))[1]
+    )
     next(train.rows(position))
     assert len(read) <= 402 and len(tokenised) <= 200
     number = [int(where.rpartition(":")[2]) for where, _ in read[1:]]
@@ -193,7 +196,7 @@ def test_a_bounded_number_of_records_is_read_ahead(tmp_path, monkeypatch):
             yield f"{file}:{cursor.number}", {"text": f"text {cursor.number}"}
 
     monkeypatch.setattr(data_encode, "read_records", endless)
-    files = write(tmp_path / "a.jsonl", 1), write(tmp_path / "b.jsonl", 1)
+    files = write_uneven(tmp_path / "a.jsonl", 1), write_uneven(tmp_path / "b.jsonl", 1)
     keys = dict(stage="pt", packing=False, buffer_size=300, mix_strategy="interleave_over")
     rows = stream(tmp_path, *files, **keys).rows()
     ahead.clear()
@@ -205,7 +208,7 @@ def test_a_bounded_number_of_records_is_read_ahead(tmp_path, monkeypatch):
 
 def test_a_stream_can_be_sent_to_another_process(tmp_path):
     for keys in (*SFT, PT):
-        train = stream(tmp_path, write(tmp_path / "a.jsonl", 30), **keys)
+        train = stream(tmp_path, write_uneven(tmp_path / "a.jsonl", 30), **keys)
         again = pickle.loads(pickle.dumps(train))
         assert take(again, 5) == take(train, 5)
 
@@ -222,10 +225,10 @@ def test_every_kind_of_file_is_streamed(tmp_path):
             text = json.dumps(records)
         data = gzip.compress(text.encode()) if name.endswith(".gz") else text.encode()
         (tmp_path / name).write_bytes(data)
-        bundle = load(tmp_path, str(tmp_path / name), streaming=True, buffer_size=7)
+        bundle = load_short(tmp_path, str(tmp_path / name), streaming=True, buffer_size=7)
         train = bundle.train
         found = list(itertools.islice(train.rows(), 40))
-        rows[name] = [plain(row) for row, _ in found]
+        rows[name] = [as_lists(row) for row, _ in found]
         assert take(train, 5, found[20][1]) == rows[name][21:26]
     assert rows["a.json"] == rows["a.jsonl"] == rows["a.jsonl.gz"]
     folder = tmp_path / "texts"
@@ -235,20 +238,23 @@ def test_every_kind_of_file_is_streamed(tmp_path):
     for sample_by, count in (("line", 18), ("document", 9)):
         keys = dict(stage="pt", packing=False, disable_shuffling=True, sample_by=sample_by)
         train = stream(tmp_path, str(folder), **keys)
-        whole = [plain(row) for row in load(tmp_path, str(folder), **keys).train]
+        whole = [as_lists(row) for row in load_short(tmp_path, str(folder), **keys).train]
         found = list(itertools.islice(train.rows(), count))
-        assert [plain(row) for row, _ in found] == whole and len(whole) == count
+        assert [as_lists(row) for row, _ in found] == whole and len(whole) == count
         assert take(train, 2, found[3][1]) == whole[4:6]
 
 
 def test_max_samples_ends_a_pass(tmp_path):
-    train = stream(tmp_path, write(tmp_path / "a.jsonl", 40), max_samples=4)
+    train = stream(tmp_path, write_uneven(tmp_path / "a.jsonl", 40), max_samples=4)
     rows = take(train, 8)
     assert sorted(rows[:4]) == sorted(rows[4:])
 
 
 def test_records_that_cannot_be_used_stop_or_are_said_and_left_out(tmp_path, capsys):
-    good, bad = write(tmp_path / "a.jsonl", 300), write(tmp_path / "b.jsonl", 20, bad=12)
+    good, bad = (
+        write_uneven(tmp_path / "a.jsonl", 300),
+        write_uneven(tmp_path / "b.jsonl", 20, bad=12),
+    )
     with pytest.raises(ValueError, match="b.jsonl:1: message 2: unknown role 'alien'"):
         stream(tmp_path, good, bad)
     train = stream(tmp_path, good, bad, on_bad_record="skip", disable_shuffling=True)
@@ -260,7 +266,7 @@ def test_records_that_cannot_be_used_stop_or_are_said_and_left_out(tmp_path, cap
     [line] = [line for line in said if what in line]
     assert line.startswith("stream: ") and "b.jsonl" in line
     assert [line for line in said if "samples have an empty answer and were left out" in line]
-    worse = write(tmp_path / "c.jsonl", 400, bad=150)
+    worse = write_uneven(tmp_path / "c.jsonl", 400, bad=150)
     with pytest.raises(
         ValueError, match="(?s)of 200 records cannot be used.* at most 10 %.*c.jsonl"
     ):
@@ -270,15 +276,15 @@ def test_records_that_cannot_be_used_stop_or_are_said_and_left_out(tmp_path, cap
 def test_the_first_records_that_cannot_be_used_are_left_out_too(tmp_path):
     """The format of a file is that of its first record that shows one."""
     rows, reports = [], []
-    file = write(tmp_path / "a.jsonl", 30)
+    file = write_uneven(tmp_path / "a.jsonl", 30)
     with open(file) as records:
         text = records.read()
     (tmp_path / "a.jsonl").write_text('{"none": 1}\n{\n' + text)
     for streaming in (False, True):
         keys = dict(streaming=streaming, on_bad_record="skip", disable_shuffling=True)
-        bundle = load(tmp_path, file, **keys)
+        bundle = load_short(tmp_path, file, **keys)
         train = bundle.train
-        rows.append(take(train, 26) if streaming else [plain(row) for row in train])
+        rows.append(take(train, 26) if streaming else [as_lists(row) for row in train])
         reports.append(bundle.report[0])
     assert rows[0] == rows[1] and len(rows[0]) == 26
     assert reports == [f"{file}: openai records"] * 2
@@ -289,7 +295,7 @@ def test_the_first_records_that_cannot_be_used_are_left_out_too(tmp_path):
 
 
 def test_data_that_gives_nothing_to_train_on_ends(tmp_path):
-    file = write(tmp_path / "a.jsonl", 9)
+    file = write_uneven(tmp_path / "a.jsonl", 9)
     with pytest.raises(ValueError, match="no record of the datasets gives a sample"):
         take(stream(tmp_path, file, cutoff_len=3), 1)
     empty = tmp_path / "empty.jsonl"
@@ -300,10 +306,9 @@ def test_data_that_gives_nothing_to_train_on_ends(tmp_path):
 
 @pytest.mark.parametrize("state", [{"pass": 1}, [1]])
 def test_a_position_of_something_else_is_refused(tmp_path, state):
-    train = stream(tmp_path, write(tmp_path / "a.jsonl", 9))
+    train = stream(tmp_path, write_uneven(tmp_path / "a.jsonl", 9))
     with pytest.raises(ValueError, match="data_position .*: no position of this stream"):
-        train._position_of(state)
-    assert train._position_of(None) == Position()
+        train.loader(list, BatchPlan(8, 8, 1, 0, 1, 0, shuffle=False), state, 0, False)
 
 
 @pytest.mark.parametrize(
@@ -328,7 +333,7 @@ def test_keys_without_effect_are_said():
 
 
 def test_the_identity_names_files_and_order(tmp_path):
-    file = write(tmp_path / "a.jsonl", 9)
+    file = write_uneven(tmp_path / "a.jsonl", 9)
     found = [stream(tmp_path, file).identity for _ in range(2)]
     found.append(stream(tmp_path, file, buffer_size=3).identity)
     found.append(stream(tmp_path, file, seed=1).identity)

@@ -60,7 +60,7 @@ ALL = [*itertools.product(OBJECTIVES, ("full", "lora"), ("padded", "packed"))]
 
 
 @pytest.fixture(scope="module")
-def oracle(tmp_path_factory):
+def dpo_oracles(tmp_path_factory):
     """(model folder, folder of the adapter to start from, {(objective, kind): curve})"""
     folder = tmp_path_factory.mktemp("dpo")
     path = tiny.save_model(folder / "model", "qwen3")
@@ -94,8 +94,8 @@ def cells_of(path, adapter, out, cells, keys) -> list:
         for layout in WHOLE_PRODUCT
     ],
 )
-def test_every_objective_trains_as_plain_torch(layout, cells, oracle, tmp_path):
-    path, adapter, curves = oracle
+def test_every_objective_trains_as_plain_torch(layout, cells, dpo_oracles, tmp_path):
+    path, adapter, curves = dpo_oracles
     ranks, keys, _ = LAYOUTS[layout]
     if "pp2_vpp2" in layout:  # virtual stages want two micro-batches
         keys = {**keys, "per_device_train_batch_size": 1}
@@ -159,9 +159,9 @@ def steps_by_hand(path, out, backend, ref, keys) -> list[tuple[float, float]]:
     ],
 )
 def test_steps_by_hand_of_a_train_dataloader_are_those_of_a_run(
-    ranks, backend, ref, keys, oracle, tmp_path
+    ranks, backend, ref, keys, dpo_oracles, tmp_path
 ):
-    path, _, curves = oracle
+    path, _, curves = dpo_oracles
     *_, found = world.run(steps_by_hand, ranks, path, str(tmp_path), backend, ref, keys)
     wanted = [(line["loss"], line["grad_norm"]) for line in curves["sigmoid", "full"]]
     for ours, theirs in zip(found, wanted, strict=True):
@@ -200,9 +200,9 @@ def curve_of_packs(path, out, objective, capacity, keys) -> list:
     ],
     ids=["torch", "cp2", "pp2_vpp2", "tp2sp_cp2"],
 )
-def test_packs_of_pairs_weigh_every_pair_alike(ranks, keys, oracle, tmp_path):
+def test_packs_of_pairs_weigh_every_pair_alike(ranks, keys, dpo_oracles, tmp_path):
     """Rows hold other numbers of pairs: the mean is over pairs, not over rows."""
-    path, capacity = oracle[0], 35
+    path, capacity = dpo_oracles[0], 35
     [wanted] = world.run(oracle_of_packs, 1, path, OBJECTIVES["smoothed"], capacity)
     for got in world.run(
         curve_of_packs, ranks, path, str(tmp_path), OBJECTIVES["smoothed"], capacity, keys

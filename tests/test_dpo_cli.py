@@ -12,8 +12,8 @@ import pytest
 from mca_lite.args import parse_args
 from mca_lite.errors import ConfigError
 from tests.shared import tiny, world
-from tests.shared.commands import ROOT, run
-from tests.shared.small_runs import save_tokenizer, train, write_data
+from tests.shared.commands import ROOT, run_script
+from tests.shared.small_runs import save_tokenizer, train_by_words, write_data
 from tests.shared.training import read_log
 
 MODEL = "model_name_or_path=configs/tiny/model train_from_scratch=true"
@@ -30,10 +30,10 @@ def test_the_example_gives_the_same_numbers_in_two_layouts_with_two_references(t
         "save_strategy=steps save_steps=3"
     )
     layout += " load_best_model_at_end=true"
-    shown = run(
+    shown = run_script(
         f"configs/dpo.yaml {SMALL} {layout} output_dir={tmp_path / 'pp2'}", tmp_path, nproc=2
     ).stdout
-    torch = run(
+    torch = run_script(
         f"configs/dpo.yaml {SMALL} use_mca=false ref_model=model output_dir={tmp_path / 'torch'}",
         tmp_path,
     ).stdout
@@ -57,7 +57,7 @@ def test_the_example_gives_the_same_numbers_in_two_layouts_with_two_references(t
     ):
         assert words in shown, words
     assert "warning" not in shown + torch and "reference model:" not in torch
-    again = run(
+    again = run_script(
         f"configs/dpo.yaml {SMALL} eval_strategy=no output_dir={tmp_path / 'again'}", tmp_path
     ).stdout
     assert "reference model: 16 pairs from" in again, "what one layout computed another one reads"
@@ -68,7 +68,7 @@ def test_packs_and_adapters_train_from_the_command_line(tmp_path):
         "finetuning_type=lora lora_rank=4 packing=true cutoff_len=100 "
         "per_device_train_batch_size=1 global_batch_size=2"
     )
-    shown = run(
+    shown = run_script(
         f"configs/dpo.yaml {SHORT} {lora} ref_model=adapter output_dir={tmp_path}",
         tmp_path,
         nproc=2,
@@ -181,10 +181,10 @@ def test_a_line_of_the_log_has_the_pairs_of_all_its_steps_after_a_restart(tmp_pa
     keys = dict(model_name_or_path=f"{tmp_path}/model", dataset=f"{tmp_path}/pairs.jsonl")
     keys.update(stage="dpo", cutoff_len=32, cache_dir=f"{tmp_path}/cache", disable_tqdm=True)
     keys.update(max_steps=3, logging_steps=3, save_steps=1, global_batch_size=2, learning_rate=1e-2)
-    world.run(train, 1, {**keys, "output_dir": f"{tmp_path}/whole"})
+    world.run(train_by_words, 1, {**keys, "output_dir": f"{tmp_path}/whole"})
     resume = dict(resume_from_checkpoint=f"{tmp_path}/whole/checkpoint-1")
     cp2 = dict(keys, output_dir=f"{tmp_path}/parts", context_parallel_size=2, **resume)
-    world.run(train, 2, cp2)
+    world.run(train_by_words, 2, cp2)
     [whole], [parts] = read_log(f"{tmp_path}/whole"), read_log(f"{tmp_path}/parts")
     for key in ("loss", "rewards/margins", "logps/chosen", "sft_loss"):
         assert parts[key] == pytest.approx(whole[key], rel=1e-5), key

@@ -25,14 +25,14 @@ LAYOUTS = {
 }
 
 
-def oracle(path) -> list:
+def moe_oracle_curve(path) -> list:
     import torch
     from transformers import AutoModelForCausalLM
 
     return oracle_curve(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), SMOOTHED)
 
 
-def curves(path, out, runs=RUNS, **keys) -> dict:
+def curves_of_runs(path, out, runs=RUNS, **keys) -> dict:
     """{run: metrics, gradient norm and what the log says of the routers, of each step}"""
     found = {}
     for name, own in runs.items():
@@ -52,14 +52,14 @@ def curves(path, out, runs=RUNS, **keys) -> dict:
 
 
 @pytest.fixture(scope="module")
-def wanted(tmp_path_factory):
+def moe_curves(tmp_path_factory):
     """(model folder, the curve of plain torch, {run: curve of the torch backend on one rank})"""
     folder = tmp_path_factory.mktemp("dpo_moe")
     path = tiny_moe.save_model(folder / "model", "qwen3_moe", num_hidden_layers=2)
-    [plain] = world.run(oracle, 1, path)
+    [plain] = world.run(moe_oracle_curve, 1, path)
     # of pairs in rows, the last step has fillers, and of packed ones none
     runs = {**RUNS, "packed, balanced": dict(AUX, **PACKED)}
-    [ours] = world.run(curves, 1, path, str(folder), runs, backend="torch")
+    [ours] = world.run(curves_of_runs, 1, path, str(folder), runs, backend="torch")
     assert not differences(ours["padded, balanced"], ours["packed, balanced"])
     assert differences(ours["padded, balanced"], plain), (
         "the balancing losses are not felt on this data"
@@ -80,10 +80,10 @@ def wanted(tmp_path_factory):
     ],
     ids="ep2 cp2ep2 ep2pp2 ep2tp2 ep2pp2-all ep2tp2-all".split(),
 )
-def test_experts_train_as_plain_torch(layout, runs, wanted, tmp_path):
-    path, plain, of_torch = wanted
+def test_experts_train_as_plain_torch(layout, runs, moe_curves, tmp_path):
+    path, plain, of_torch = moe_curves
     ranks, keys = LAYOUTS[layout]
-    for got in world.run(curves, ranks, path, str(tmp_path), runs, **keys):
+    for got in world.run(curves_of_runs, ranks, path, str(tmp_path), runs, **keys):
         assert "load_balancing_loss" in got["padded, balanced"][0]
         for name, curve in got.items():
             reference = of_torch[name] if "balanced" in name else plain

@@ -27,12 +27,13 @@ from tests.shared.dpo_tools import (
     references_of,
 )
 from tests.shared.layouts import CP2, OVERLAP, PP2, TP2, VPP2
+from tests.shared.training import refusal
 
 SIGMOID = OBJECTIVES["sigmoid"]
 
 
 @pytest.fixture(scope="module")
-def start(tmp_path_factory):
+def adapted_start(tmp_path_factory):
     """(model folder, folder of an adapter that was trained before)"""
     folder = tmp_path_factory.mktemp("reference")
     path = tiny.save_model(folder / "model", "qwen3")
@@ -46,7 +47,7 @@ def save_adapter(path, folder):
     peft_model(path).save_pretrained(folder)
 
 
-def curve(path, out, objective=SIGMOID, **keys) -> list:
+def curve_of_run(path, out, objective=SIGMOID, **keys) -> list:
     return curve_of(our_run(path, out, objective, **keys))
 
 
@@ -90,8 +91,8 @@ def curves_of_kinds(path, adapter, out, keys) -> dict:
     ],
     ids=["pp2_vpp2", "dp2_overlap_packed", "tp2", "torch", "pp2_vpp2_packs"],
 )
-def test_all_kinds_of_reference_give_the_same_curve(start, tmp_path, ranks, keys):
-    found = world.run(curves_of_kinds, ranks, *start, str(tmp_path), keys)
+def test_all_kinds_of_reference_give_the_same_curve(adapted_start, tmp_path, ranks, keys):
+    found = world.run(curves_of_kinds, ranks, *adapted_start, str(tmp_path), keys)
     assert found[0] == found[1], "every rank logs the same"
     for name, wanted in (
         ("cached", "adapter"),
@@ -140,8 +141,8 @@ def expected_metrics(path, trained) -> list:
     return found
 
 
-def test_evaluation_and_the_log_window_mean_over_pairs(start, tmp_path):
-    path, _ = start
+def test_evaluation_and_the_log_window_mean_over_pairs(adapted_start, tmp_path):
+    path, _ = adapted_start
     history = world.run(metrics_before_and_after, 4, path, str(tmp_path / "run"))[0]
     [[before, after]] = world.run(expected_metrics, 1, path, str(tmp_path / "run"))
     evaluated = [line for line in history if "eval_loss" in line]
@@ -154,7 +155,9 @@ def test_evaluation_and_the_log_window_mean_over_pairs(start, tmp_path):
         }
         assert not differences([got], [wanted], 2e-5)
     keys = dict(max_steps=4, train_dataset=Pairs(17))
-    each = world.run(curve, 1, path, str(tmp_path / "each"), OBJECTIVES["smoothed"], **keys)[0]
+    each = world.run(curve_of_run, 1, path, str(tmp_path / "each"), OBJECTIVES["smoothed"], **keys)[
+        0
+    ]
     windows = [line for line in history if "loss" in line]
     assert len(windows) == 2
     for window, (first, second) in zip(windows, (each[:2], each[2:]), strict=True):
@@ -165,13 +168,13 @@ def test_evaluation_and_the_log_window_mean_over_pairs(start, tmp_path):
 SAVE = dict(save_strategy="steps", save_steps=2)
 
 
-def resumed(path, out, kept: bool, keys) -> tuple:
+def pairs_whole_and_resumed(path, out, kept: bool, keys) -> tuple:
     """(curve of a run, curve of what goes on from its checkpoint-2, samples of which it knows)"""
     import torch.distributed as dist
 
     objective = {**SIGMOID, "cache_dir": f"{out}/cache"} if kept else SIGMOID
     keys = {**SAVE, "max_steps": 3, **keys}
-    whole = curve(path, f"{out}/parts", objective, **keys)
+    whole = curve_of_run(path, f"{out}/parts", objective, **keys)
     dist.barrier()
     if dist.get_rank() == 0:
         for folder in Path(out, "parts").glob("checkpoint-*"):
@@ -183,49 +186,51 @@ def resumed(path, out, kept: bool, keys) -> tuple:
 
 
 @pytest.mark.parametrize("kind", ["kept", "computed_again", "adapter", "packs"])
-def test_resume_is_bit_for_bit(start, tmp_path, kind):
-    path, adapter = start
+def test_resume_is_bit_for_bit(adapted_start, tmp_path, kind):
+    path, adapter = adapted_start
     keys = dict(PP2, attention_dropout=0.1)
     if kind == "adapter":
         keys.update(adapter=adapter)
     if kind == "packs":
         keys.update(pack=35, sequence_packing=True)
-    whole, parts, samples = world.run(resumed, 2, path, str(tmp_path), kind == "kept", keys)[0]
+    whole, parts, samples = world.run(
+        pairs_whole_and_resumed, 2, path, str(tmp_path), kind == "kept", keys
+    )[0]
     assert parts == whole and len(whole) == 3 and samples
 
 
-def said_by(path, out, **keys) -> tuple:
+def curve_and_printed(path, out, **keys) -> tuple:
     """(curve or error, what was printed) of a run."""
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         try:
-            found = curve(path, out, **keys)
+            found = curve_of_run(path, out, **keys)
         except ValueError as error:
             found = f"{type(error).__name__}: {error}"
     return found, said.getvalue()
 
 
-def test_the_cached_reference_is_kept_and_goes_on_where_it_stopped(start, tmp_path):
-    path, _ = start
+def test_the_cached_reference_is_kept_and_goes_on_where_it_stopped(adapted_start, tmp_path):
+    path, _ = adapted_start
     keys = dict(
         objective={**SIGMOID, "cache_dir": str(tmp_path / "cache")},
         overwrite_output_dir=True,
         train_dataset=Pairs(9),
     )
-    first, said = world.run(said_by, 1, path, str(tmp_path / "a"), **keys)[0]
+    first, said = world.run(curve_and_printed, 1, path, str(tmp_path / "a"), **keys)[0]
     assert "9 of 9 pairs" in said
     [folder] = (tmp_path / "cache/reference").iterdir()
     [part] = folder.iterdir()
     assert part.name == "part-000000000000.npz"
     whole = np.load(part)["logps"]
     # a second run, in another layout, reads it
-    again, said = world.run(said_by, 2, path, str(tmp_path / "b"), **PP2, **keys)[0]
+    again, said = world.run(curve_and_printed, 2, path, str(tmp_path / "b"), **PP2, **keys)[0]
     assert "9 pairs from" in said and not differences(again, first)
     # a pass that died after 8 pairs
     store = store_of(folder)
     store.add(0, whole[:4])
     store.add(4, whole[4:8] + 0.25)  # to be known again
-    again, said = world.run(said_by, 1, path, str(tmp_path / "c"), **keys)[0]
+    again, said = world.run(curve_and_printed, 1, path, str(tmp_path / "c"), **keys)[0]
     assert "9 of 9 pairs" in said and len(again) == STEPS
     whole[4:8] += 0.25
     np.testing.assert_allclose(store.load(), whole, atol=1e-5)
@@ -286,14 +291,14 @@ def asked_to_stop(path, out, cache) -> tuple:
     said = io.StringIO()
 
     def at_first_part(trainer):
-        score = trainer._score
+        by_sample = trainer.evaluator.by_sample
 
-        def scored(pairs):
+        def scored(*args):
             if int(os.environ["RANK"]) == 1:
                 os.kill(os.getpid(), signal.SIGTERM)
-            return score(pairs)
+            return by_sample(*args)
 
-        trainer._score = scored
+        trainer.evaluator.by_sample = scored
 
     code = None
     with contextlib.redirect_stdout(said):
@@ -304,45 +309,49 @@ def asked_to_stop(path, out, cache) -> tuple:
     return code, said.getvalue()
 
 
-def test_a_reference_pass_stops_between_two_parts_when_asked_to(start, tmp_path):
-    found = world.run(asked_to_stop, 2, start[0], str(tmp_path / "run"), str(tmp_path / "cache"))
+def test_a_reference_pass_stops_between_two_parts_when_asked_to(adapted_start, tmp_path):
+    found = world.run(
+        asked_to_stop, 2, adapted_start[0], str(tmp_path / "run"), str(tmp_path / "cache")
+    )
     assert [code for code, _ in found] == [85, 85]
     assert "SIGTERM: stopped in the reference pass; the pass goes on from" in found[0][1]
     [folder] = (tmp_path / "cache/reference").iterdir()
     assert [file.name for file in folder.iterdir()] == ["part-000000000000.npz"]
 
 
-def test_a_cached_reference_of_another_model_or_other_data_is_refused(start, tmp_path):
-    path, _ = start
+def test_a_cached_reference_of_another_model_or_other_data_is_refused(adapted_start, tmp_path):
+    path, _ = adapted_start
     other = tiny.save_model(tmp_path / "other", "qwen3", seed=1)
     cache = tmp_path / "cache"
     keys = dict(objective={**SIGMOID, "cache_dir": str(cache)}, overwrite_output_dir=True)
-    world.run(said_by, 1, path, str(tmp_path / "a"), **keys, **SAVE)
+    world.run(curve_and_printed, 1, path, str(tmp_path / "a"), **keys, **SAVE)
     [folder] = (cache / "reference").iterdir()
-    world.run(said_by, 1, other, str(tmp_path / "b"), **keys)
+    world.run(curve_and_printed, 1, other, str(tmp_path / "b"), **keys)
     [theirs] = {f.name for f in (cache / "reference").iterdir()} - {
         folder.name
     }  # another model has a folder of its own
     kept = store_of(folder).load()
     store_of(folder).add(0, store_of(cache / "reference" / theirs).load())
-    found, _ = world.run(said_by, 2, path, str(tmp_path / "c"), **keys)[1]
+    found, _ = world.run(curve_and_printed, 2, path, str(tmp_path / "c"), **keys)[1]
     assert "is of another model" in found and str(folder) in found
     assert not (tmp_path / "c" / "trainer_log.jsonl").exists(), "nothing was trained"
     store_of(folder).add(0, kept)
     # a run goes on with the reference that it began with
     keys["overwrite_output_dir"] = False
     keys["resume_from_checkpoint"] = "auto"
-    found, _ = world.run(said_by, 1, other, str(tmp_path / "a"), **keys, **SAVE)[0]
+    found, _ = world.run(curve_and_printed, 1, other, str(tmp_path / "a"), **keys, **SAVE)[0]
     assert "trained against another reference model" in found
 
 
 def train_each(runs: list[dict]) -> None:
     for keys in runs:
-        small_runs.train(keys)
+        small_runs.train_by_words(keys)
 
 
-def test_drawn_models_of_two_seeds_and_two_precisions_have_folders_of_their_own(start, tmp_path):
-    path = shutil.copytree(start[0], tmp_path / "model")
+def test_drawn_models_of_two_seeds_and_two_precisions_have_folders_of_their_own(
+    adapted_start, tmp_path
+):
+    path = shutil.copytree(adapted_start[0], tmp_path / "model")
     small_runs.save_tokenizer(path)
     small_runs.write_data(tmp_path)
     keys = dict(model_name_or_path=str(path), train_from_scratch=True, use_mca=False, stage="dpo")
@@ -354,19 +363,11 @@ def test_drawn_models_of_two_seeds_and_two_precisions_have_folders_of_their_own(
     assert len(list((tmp_path / "cache/reference").iterdir())) == 3
 
 
-def refusals(path, adapter, out) -> list[str]:
+def refused_runs(path, adapter, out) -> list[str]:
     """What DPOTrainer and DPOConfig say to what cannot be."""
     from types import SimpleNamespace
 
     from mca_lite import DPOConfig, DPOTrainer
-
-    def attempt(action):
-        try:
-            action()
-        except ValueError as error:
-            return str(error)
-        return "nothing was refused"
-
     from mca_lite.data_batches import Collator
 
     def one_sided(samples):
@@ -380,34 +381,34 @@ def refusals(path, adapter, out) -> list[str]:
     orpo, plain = dict(pref_loss="orpo"), tiny.samples(4)
     trained = our_run(path, f"{out}/ok", SIGMOID, max_steps=1)
     return [
-        attempt(lambda: DPOConfig(pref_loss="hinge")),
-        attempt(lambda: DPOConfig(pref_loss="orpo", use_ref_model=True)),
-        attempt(lambda: DPOConfig(pref_loss="sigmoid", use_ref_model=False)),
-        attempt(lambda: DPOConfig(pref_loss="orpo", label_smoothing=0.1)),
-        attempt(lambda: DPOConfig(beta=0.0)),
-        attempt(lambda: our_run(path, f"{out}/a", orpo, ref=True)),
-        attempt(lambda: our_run(path, f"{out}/b", SIGMOID, train_dataset=plain)),
-        attempt(lambda: our_run(path, f"{out}/c", {**SIGMOID, "reference": "adapter"})),
-        attempt(lambda: our_run(path, f"{out}/d", {**SIGMOID, "reference": "cached"}, ref=True)),
-        attempt(lambda: our_run(path, f"{out}/e", SIGMOID, calculate_per_token_loss=False)),
-        attempt(lambda: our_run(path, f"{out}/h", SIGMOID, pack=35)),
-        attempt(lambda: trained.evaluate(Pairs(3, seed=9))),
-        attempt(
+        refusal(lambda: DPOConfig(pref_loss="hinge")),
+        refusal(lambda: DPOConfig(pref_loss="orpo", use_ref_model=True)),
+        refusal(lambda: DPOConfig(pref_loss="sigmoid", use_ref_model=False)),
+        refusal(lambda: DPOConfig(pref_loss="orpo", label_smoothing=0.1)),
+        refusal(lambda: DPOConfig(beta=0.0)),
+        refusal(lambda: our_run(path, f"{out}/a", orpo, ref=True)),
+        refusal(lambda: our_run(path, f"{out}/b", SIGMOID, train_dataset=plain)),
+        refusal(lambda: our_run(path, f"{out}/c", {**SIGMOID, "reference": "adapter"})),
+        refusal(lambda: our_run(path, f"{out}/d", {**SIGMOID, "reference": "cached"}, ref=True)),
+        refusal(lambda: our_run(path, f"{out}/e", SIGMOID, calculate_per_token_loss=False)),
+        refusal(lambda: our_run(path, f"{out}/h", SIGMOID, pack=35)),
+        refusal(lambda: trained.evaluate(Pairs(3, seed=9))),
+        refusal(
             lambda: DPOTrainer(
                 SimpleNamespace(config=SimpleNamespace(mtp_num_layers=1), lora=None),
                 args=trained.args,
             )
         ),
-        attempt(lambda: our_run(path, f"{out}/f", SIGMOID, collator=one_sided)),
-        attempt(lambda: our_run(path, f"{out}/g", SIGMOID, collator=forgetful)),
+        refusal(lambda: our_run(path, f"{out}/f", SIGMOID, collator=one_sided)),
+        refusal(lambda: our_run(path, f"{out}/g", SIGMOID, collator=forgetful)),
     ]
 
 
-def test_what_cannot_be_trained_is_refused_before_training(start, tmp_path):
-    [texts] = world.run(refusals, 1, *start, str(tmp_path))
+def test_what_cannot_be_trained_is_refused_before_training(adapted_start, tmp_path):
+    [texts] = world.run(refused_runs, 1, *adapted_start, str(tmp_path))
     words = [
         "expected one of sigmoid, orpo", "has no reference model", "has a reference model",
-        "pref_loss is orpo",
+        "dpo_label_smoothing: 0.1",
         "pref_beta: 0.0", "leave ref_model out", "a data set of pairs, or stage: sft",
         "there are no adapters to switch off",
         "expected no ref_model", "calculate_per_token_loss: true",
@@ -433,9 +434,15 @@ def scores(path, adapter, out, keys) -> tuple:
     model, second = (AutoModel.from_pretrained(path, args) for _ in range(2))
     trainer = DPOTrainer(load_adapter(model, adapter, 0.3), DPOConfig(), second, args)
     trainer.backend.train_mode(True)
-    found = [trainer._score(Pairs()).tolist() for _ in range(2)]
-    run = functools.partial(trainer._reference_logps, trainer.ref_chunks)
-    found.append(trainer.evaluator.by_sample(Pairs(), run, (2,)).tolist())
+
+    def log_probs(chunks, batches, seq_length):
+        found = trainer.compute_reference_log_probs(chunks, batches, seq_length) or ()
+        return [torch.stack(list(of_batch.values()), -1) for of_batch in found]
+
+    found = []
+    for chunks in (trainer.models, trainer.models, trainer.ref_chunks):
+        run = functools.partial(log_probs, chunks)
+        found.append(trainer.evaluator.by_sample(Pairs(), run, (2,)).tolist())
     return found, all(adapter.enabled for adapter in adapters_of(trainer.model)) and trainer.models[
         0
     ].training
@@ -450,10 +457,10 @@ def expected_scores(path) -> list:
     )
 
 
-def test_the_reference_has_neither_dropout_nor_adapters(start, tmp_path):
-    [wanted] = world.run(expected_scores, 1, start[0])
+def test_the_reference_has_neither_dropout_nor_adapters(adapted_start, tmp_path):
+    [wanted] = world.run(expected_scores, 1, adapted_start[0])
     for (first, again, of_second), in_training in world.run(
-        scores, 2, *start, str(tmp_path), dict(PP2)
+        scores, 2, *adapted_start, str(tmp_path), dict(PP2)
     ):
         assert first == again and in_training
         np.testing.assert_allclose(first, wanted, rtol=1e-5, atol=1e-5)
@@ -511,10 +518,12 @@ def joined_and_apart(path, out, dataset, few, keys) -> list:
     ids=["packed", "rows", "uneven rows", "packed dp2", "packed cp2", "pp2"],
 )
 def test_the_reference_takes_micro_batches_at_once(
-    ranks, dataset, few, keys, passes, start, tmp_path
+    ranks, dataset, few, keys, passes, adapted_start, tmp_path
 ):
     keys = dict(keys, per_device_train_batch_size=1)
-    found = world.run(joined_and_apart, ranks, start[0], str(tmp_path), dataset, few, keys)[-1]
+    found = world.run(joined_and_apart, ranks, adapted_start[0], str(tmp_path), dataset, few, keys)[
+        -1
+    ]
     curves, of_steps = zip(*found, strict=True)
     assert passes in (None, list(of_steps))
     for curve in curves[:-1]:
@@ -556,8 +565,8 @@ def work(path: str, adapter: str, out: str) -> dict:
     return found
 
 
-def test_the_log_counts_a_reference_that_runs_beside(start, tmp_path):
-    [found] = world.run(work, 1, *start, str(tmp_path))
+def test_the_log_counts_a_reference_that_runs_beside(adapted_start, tmp_path):
+    [found] = world.run(work, 1, *adapted_start, str(tmp_path))
     whole = found["model"][0]
     assert found["model"] == (whole, whole)  # 4/3 of the model's own work
     assert found["adapter"][1] == whole < found["adapter"][0]

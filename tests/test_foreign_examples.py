@@ -14,7 +14,7 @@ EXAMPLES = {**LLAMA_FACTORY, **ROLL}
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def example_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("examples")
     tiny.save_model(folder / "dense", "qwen3")
     tiny_moe.save_model(folder / "moe", "qwen3_moe")
@@ -38,30 +38,30 @@ def ranks_of(words: str) -> int:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_is_planned(place, monkeypatch, name):
+def test_an_example_is_planned(example_folder, monkeypatch, name):
     from mca_lite.run import make_plan
 
     words = EXAMPLES[name]
     monkeypatch.setenv("WORLD_SIZE", str(ranks_of(words)))
-    plan = make_plan(parse_args(replaced(words, place, name)))
+    plan = make_plan(parse_args(replaced(words, example_folder, name)))
     assert len(plan.data.train) > 0 and plan.objective.stage in words
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_an_example_is_refused_with_the_reason(place, monkeypatch, name):
+def test_an_example_is_refused_with_the_reason(example_folder, monkeypatch, name):
     from mca_lite.run import make_plan
 
     words, key, reason = REFUSED[name]
     monkeypatch.setenv("WORLD_SIZE", str(ranks_of(words)))
     with pytest.raises(ValueError) as refused:
-        make_plan(parse_args(replaced(words, place, name)))
+        make_plan(parse_args(replaced(words, example_folder, name)))
     assert key in str(refused.value) and reason in str(refused.value)
 
 
 @pytest.mark.parametrize(
     "name", ["train_lora/qwen3_lora_sft.sh", "train_lora/qwen3_lora_dpo", "run_sft_train.sh"]
 )
-def test_an_example_trains(place, name):
-    words = replaced(EXAMPLES[name], place, f"trained-{name}")
+def test_an_example_trains(example_folder, name):
+    words = replaced(EXAMPLES[name], example_folder, f"trained-{name}")
     for code, out, error in world.run(run_train, ranks_of(EXAMPLES[name]), words, timeout_s=240):
         assert code == 0, out + error

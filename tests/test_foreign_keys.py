@@ -111,7 +111,7 @@ PAGE = ROOT / "configs/MIGRATION.md"
 ROWS = [line.split("|")[1:3] for line in PAGE.read_text().splitlines() if line.startswith("| ")]
 
 
-def keys_in(cell: str) -> list[str]:
+def backticked_keys(cell: str) -> list[str]:
     """The keys that a cell names, of those in backticks that could be some."""
     words = (word.partition(":")[0] for word in re.findall(r"`([^`]+)`", cell))
     return [word for word in words if re.fullmatch(r"[a-z0-9_]+", word)]
@@ -127,10 +127,11 @@ def test_the_page_for_those_who_move_in_names_keys_that_are_known():
     others = {"num_decay_steps", "decay_type"}
     others |= {"router_aux_loss_coef", "constant_with_warmup", "register_loss"}
     of_trl = [there.startswith(" `SFTTrainer`") for there, _ in ROWS].index(True)
-    theirs = [key for there, _ in ROWS[:of_trl] if "run_clm" not in there for key in keys_in(there)]
+    rows = [there for there, _ in ROWS[:of_trl] if "run_clm" not in there]
+    theirs = [key for there in rows for key in backticked_keys(there)]
     assert len(theirs) > 30
     assert [key for key in theirs if fate_of(key) == "unknown"] == []
-    ours = [key for _, here in ROWS for key in keys_in(here)]
+    ours = [key for _, here in ROWS for key in backticked_keys(here)]
     assert [key for key in ours if key not in FIELDS and key not in others] == []
 
 

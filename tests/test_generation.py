@@ -15,7 +15,7 @@ from mca_lite.errors import ConfigError
 from mca_lite.generation import Decoding, load_for_generation
 from tests.shared import tiny, tiny_moe, world
 from tests.shared.lora_tools import EVERYTHING, TARGETS, peft_model, save_start
-from tests.shared.small_runs import save_tokenizer, train, write_data
+from tests.shared.small_runs import save_tokenizer, train_by_words, write_data
 
 PROMPTS = [[7, 9, 12], [5], [8, 30, 31, 32, 33, 4, 6], [11, 2]]
 
@@ -23,25 +23,27 @@ SHORT = Decoding(max_new_tokens=12, temperature=0.0)
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory):
+def llama_with_tokenizer(tmp_path_factory):
     path = tiny.save_model(tmp_path_factory.mktemp("generation") / "model", "llama")
     save_tokenizer(path)
     return path
 
 
-def plain(model, prompt: list[int], **keys) -> list[int]:
+def greedy_by_transformers(model, prompt: list[int], **keys) -> list[int]:
     ids = torch.tensor([prompt])
     output = model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **keys)
     return output[0, len(prompt) :].tolist()
 
 
-def test_greedy_batches_are_what_transformers_generates_from_each_prompt(llama):
+def test_greedy_batches_are_what_transformers_generates_from_each_prompt(llama_with_tokenizer):
     from transformers import AutoModelForCausalLM
 
-    model, tokenizer = load_for_generation(llama)
-    oracle = AutoModelForCausalLM.from_pretrained(llama)
+    model, tokenizer = load_for_generation(llama_with_tokenizer)
+    oracle = AutoModelForCausalLM.from_pretrained(llama_with_tokenizer)
     wanted = [
-        plain(oracle, prompt, do_sample=False, max_new_tokens=12, eos_token_id=None)
+        greedy_by_transformers(
+            oracle, prompt, do_sample=False, max_new_tokens=12, eos_token_id=None
+        )
         for prompt in PROMPTS
     ]
     for size in (1, 3, 32):
@@ -58,8 +60,8 @@ def test_greedy_batches_are_what_transformers_generates_from_each_prompt(llama):
     assert all(text.startswith(answer) for text, answer in zip(texts, found, strict=True))
 
 
-def test_greedy_answers_of_a_model_that_samples_give_no_warning(llama, monkeypatch):
-    model, _ = load_for_generation(llama)
+def test_greedy_answers_of_a_model_that_samples_give_no_warning(llama_with_tokenizer, monkeypatch):
+    model, _ = load_for_generation(llama_with_tokenizer)
     model.generation_config = GenerationConfig(do_sample=True, temperature=0.6, top_k=20)
     said = []
     for name in ("warning", "warning_once"):
@@ -67,29 +69,33 @@ def test_greedy_answers_of_a_model_that_samples_give_no_warning(llama, monkeypat
         monkeypatch.setattr(there, lambda text, *args: said.append(text))
     found = generation.continuations(model, [[5, 6]], [], SHORT)
     assert said == []
-    assert found == [plain(model, [5, 6], max_new_tokens=12, do_sample=False, eos_token_id=None)]
+    assert found == [
+        greedy_by_transformers(model, [5, 6], max_new_tokens=12, do_sample=False, eos_token_id=None)
+    ]
     config = GenerationConfig(do_sample=False, max_new_tokens=12)  # whose None is the model's value
-    assert found == [plain(model, [5, 6], generation_config=config)]
+    assert found == [greedy_by_transformers(model, [5, 6], generation_config=config)]
     assert "temperature" in str(said)
 
 
-def test_sampling_is_transformers_own_with_the_same_seed(llama):
-    model, _ = load_for_generation(llama)
+def test_sampling_is_transformers_own_with_the_same_seed(llama_with_tokenizer):
+    model, _ = load_for_generation(llama_with_tokenizer)
     model.generation_config.update(
         do_sample=True, top_k=7, max_new_tokens=9, repetition_penalty=1.3
     )
     for given in (dict(temperature=1.7, top_p=0.8), dict(temperature=0.4), dict(top_p=0.5), {}):
         torch.manual_seed(3)
-        wanted = plain(model, PROMPTS[2], eos_token_id=None, do_sample=True, **given)
+        wanted = greedy_by_transformers(
+            model, PROMPTS[2], eos_token_id=None, do_sample=True, **given
+        )
         torch.manual_seed(3)
         found = generation.continuations(model, PROMPTS[2:3], [], Decoding(**given))
         assert found == [wanted] and len(wanted) == 9
     greedy = generation.continuations(model, PROMPTS[2:3], [])
-    assert greedy == [plain(model, PROMPTS[2], eos_token_id=None, do_sample=False)]
+    assert greedy == [greedy_by_transformers(model, PROMPTS[2], eos_token_id=None, do_sample=False)]
 
 
-def test_an_answer_ends_where_config_tokenizer_or_template_end_it(llama):
-    model, tokenizer = load_for_generation(llama)
+def test_an_answer_ends_where_config_tokenizer_or_template_end_it(llama_with_tokenizer):
+    model, tokenizer = load_for_generation(llama_with_tokenizer)
     end_of_turn = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert model.generation_config.eos_token_id == 0
     assert generation.stop_ids(model, tokenizer) == [0, tokenizer.eos_token_id, end_of_turn]
@@ -98,11 +104,11 @@ def test_an_answer_ends_where_config_tokenizer_or_template_end_it(llama):
     assert generation.prompt_ids(tokenizer, [{"role": "user", "content": "w3 w4"}]) == [7, 8]
 
 
-def weights(path, base=None, before=False) -> dict[str, torch.Tensor]:
+def weights_for_generation(path, base=None, before=False) -> dict[str, torch.Tensor]:
     return load_for_generation(path, base, before)[0].state_dict()
 
 
-def same(one: dict, other: dict) -> bool:
+def are_equal(one: dict, other: dict) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
@@ -120,17 +126,17 @@ def test_an_adapter_is_loaded_as_its_merged_export_is(kind, tmp_path):
         peft_model(path, **keys).save_pretrained(adapter)
     save_tokenizer(path)
     merge(path, Path(adapter), Path(merged))
-    assert same(weights(adapter, path), weights(merged))
+    assert are_equal(weights_for_generation(adapter, path), weights_for_generation(merged))
     model, tokenizer = load_for_generation(adapter)  # it names its base
     assert model.dtype == (torch.bfloat16 if kind == "bf16" else torch.float32)
     found = generation.answers(model, tokenizer, PROMPTS, SHORT)
     assert found == generation.answers(*load_for_generation(merged), PROMPTS, SHORT)
     assert found != generation.answers(*load_for_generation(adapter, before=True), PROMPTS, SHORT)
-    assert same(weights(adapter, before=True), weights(path))
+    assert are_equal(weights_for_generation(adapter, before=True), weights_for_generation(path))
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def adapter_runs(tmp_path_factory):
     """The folders of a run of LoRA on random weights, with new tokens, and of one that leaves the
     weights as they are."""
     folder = tmp_path_factory.mktemp("run")
@@ -144,31 +150,38 @@ def run(tmp_path_factory):
         default_system=" w9 ", max_steps=2, learning_rate=0.1, global_batch_size=4,
         save_strategy="no", disable_tqdm=True, output_dir=str(folder / "out"),
     )  # fmt: skip
-    world.run(train, 1, keys)
+    world.run(train_by_words, 1, keys)
     keys |= dict(finetuning_type="full", learning_rate=1e-30, output_dir=str(folder / "start"))
     keys = {key: value for key, value in keys.items() if not key.startswith(("lora", "save_m"))}
-    world.run(train, 1, keys)
+    world.run(train_by_words, 1, keys)
     return folder
 
 
-def test_a_run_says_what_was_before_it(run):
+def test_a_run_says_what_was_before_it(adapter_runs):
     """Weights that were drawn are drawn again: as a run exports them whose steps change nothing."""
-    start = weights(run / "start")
+    start = weights_for_generation(adapter_runs / "start")
     assert start["model.embed_tokens.weight"].shape[0] == tiny.VOCAB + 1
     for folder in ("start", "out", "out/merged"):
-        assert same(weights(run / folder, before=True), start)
-    assert same(weights(run / "out"), weights(run / "out" / "merged"))
-    assert not same(weights(run / "out"), start)
-    keys = generation.keys_of_run(run / "out" / "merged", "default_system enable_thinking")
+        assert are_equal(weights_for_generation(adapter_runs / folder, before=True), start)
+    assert are_equal(
+        weights_for_generation(adapter_runs / "out"),
+        weights_for_generation(adapter_runs / "out" / "merged"),
+    )
+    assert not are_equal(weights_for_generation(adapter_runs / "out"), start)
+    keys = generation.keys_of_run(adapter_runs / "out" / "merged", "default_system enable_thinking")
     assert keys.default_system == " w9 " and keys.enable_thinking is None
     assert not keys.model_name_or_path, "no other key is taken"
 
 
-def test_a_base_that_has_moved_is_asked_for(run, tmp_path):
-    shutil.copytree(run / "out", tmp_path / "out")
+def test_a_base_that_has_moved_is_asked_for(adapter_runs, tmp_path):
+    shutil.copytree(adapter_runs / "out", tmp_path / "out")
     config = tmp_path / "out" / "config.yaml"
-    config.write_text(config.read_text().replace(str(run / "model"), str(tmp_path / "gone")))
+    config.write_text(
+        config.read_text().replace(str(adapter_runs / "model"), str(tmp_path / "gone"))
+    )
     with pytest.raises(ConfigError, match="was trained from it: .*gone(.|\n)*--base M"):
         load_for_generation(tmp_path / "out")
-    base = str(run / "start")
-    assert same(weights(tmp_path / "out", base), weights(run / "out"))
+    base = str(adapter_runs / "start")
+    assert are_equal(
+        weights_for_generation(tmp_path / "out", base), weights_for_generation(adapter_runs / "out")
+    )

@@ -11,6 +11,7 @@ import pytest
 
 from mca_lite.tables import TEMPLATES
 from tests.shared import commands, small_runs, tiny, tiny_moe, world
+from tests.shared.chats import conversation, write_records
 from tests.shared.layouts import CP2, EP2, ETP1, PP2, TP2_SP
 from tests.shared.toy_tokenizer import CHATML, byte_tokenizer
 
@@ -24,7 +25,7 @@ def inspect(words: str) -> tuple[int, str]:
     return code, out + error
 
 
-def model(folder: Path, template=CHATML) -> str:
+def model_words(folder: Path, template=CHATML) -> str:
     """A model's folder without weights, with a token a byte -> words of a command line."""
     tiny.hf_config("qwen3", vocab_size=320).save_pretrained(folder)
     byte_tokenizer(template).save_pretrained(folder)
@@ -32,36 +33,26 @@ def model(folder: Path, template=CHATML) -> str:
     return words + f"output_dir={folder / 'out'} max_steps=2 warmup_steps=0 "
 
 
-def chat(question: str, answer: str) -> dict:
-    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    return {"messages": turns}
-
-
-def write(path: Path, records: list) -> Path:
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
-
-
 def count(out: str, what: str) -> list[str]:
     """The number and the samples on the lines of a finding."""
     return re.findall(rf"^  {what} +(\d.*)$", out, re.MULTILINE)
 
 
-GOOD = [chat(f"q{i}", f"a{i}") for i in range(12)]
+GOOD = [conversation(f"q{i}", f"a{i}") for i in range(12)]
 # a token a byte and a special token: 43 beside the question, all in ahead of its 2 of an answer
 WRONG = [
-    chat("q3", "a3"),  # 12: as sample 3
-    chat("<s><s>hi", "yes"),  # 13
-    chat("q", "long " * 20),  # 14: cut in its answer
-    chat("long " * 30, "a"),  # cut before its answer: no label
-    chat("q", ""),  # an empty answer
+    conversation("q3", "a3"),  # 12: as sample 3
+    conversation("<s><s>hi", "yes"),  # 13
+    conversation("q", "long " * 20),  # 14: cut in its answer
+    conversation("long " * 30, "a"),  # cut before its answer: no label
+    conversation("q", ""),  # an empty answer
 ]
 
 
 def test_what_is_wrong_with_records_is_counted(tmp_path):
-    words = model(tmp_path) + "stage=sft cutoff_len=64 "
-    data = write(tmp_path / "a.jsonl", GOOD + WRONG)
-    held_out = write(tmp_path / "b.jsonl", [GOOD[5], chat("new", "new")])
+    words = model_words(tmp_path) + "stage=sft cutoff_len=64 "
+    data = write_records(tmp_path / "a.jsonl", *GOOD + WRONG)
+    held_out = write_records(tmp_path / "b.jsonl", *[GOOD[5], conversation("new", "new")])
     code, out = inspect(f"{words} dataset={data} eval_dataset={held_out} --samples 0")
     assert code == 0, out
     counts = "19 read, 0 bad, 2 truncated, 1 label-less, 1 left out besides"
@@ -76,22 +67,25 @@ def test_what_is_wrong_with_records_is_counted(tmp_path):
 
 
 def test_turns_without_an_end_are_counted(tmp_path):
-    words = model(tmp_path, OPEN_ENDED) + "stage=sft"
-    data = write(tmp_path / "a.jsonl", [chat("q", "a"), chat("q", "b</s>"), chat("q", "c")])
+    words = model_words(tmp_path, OPEN_ENDED) + "stage=sft"
+    data = write_records(
+        tmp_path / "a.jsonl",
+        *[conversation("q", "a"), conversation("q", "b</s>"), conversation("q", "c")],
+    )
     out = inspect(f"{words} dataset={data} --samples 0")[1]
     assert count(out, "no end of turn") == ["2  0, 2"]
 
 
 def test_all_that_is_trained_may_end_in_white_space(tmp_path):
-    words = model(tmp_path, TEMPLATES["chatml"]) + "stage=sft train_on_prompt=true"
-    data = write(tmp_path / "a.jsonl", GOOD)
+    words = model_words(tmp_path, TEMPLATES["chatml"]) + "stage=sft train_on_prompt=true"
+    data = write_records(tmp_path / "a.jsonl", *GOOD)
     assert count(inspect(f"{words} dataset={data}")[1], "no end of turn") == ["0"]
 
 
 def test_bad_records_are_counted_though_a_run_would_stop(tmp_path):
-    words, bad = model(tmp_path) + "stage=sft", chat("q", "a")
+    words, bad = model_words(tmp_path) + "stage=sft", conversation("q", "a")
     bad["messages"][0]["role"] = "alien"
-    data = write(tmp_path / "a.jsonl", [*GOOD, bad])
+    data = write_records(tmp_path / "a.jsonl", *[*GOOD, bad])
     code, out = inspect(f"{words} dataset={data} --samples 0 --html {tmp_path / 'page.html'}")
     assert code == 2 and "13 read, 1 bad," in out
     assert f"a run would stop: {data}:13" in out
@@ -130,8 +124,8 @@ HOSTILE = "<script>alert(1)</script> &amp; \x1b[2J \u202e «x»"
 
 
 def test_samples_show_what_is_trained_and_run_nothing(tmp_path):
-    data = write(tmp_path / "a.jsonl", [chat(HOSTILE, "an <b>answer</b>"), *GOOD])
-    words, file = model(tmp_path) + "stage=sft packing=true", tmp_path / "page.html"
+    data = write_records(tmp_path / "a.jsonl", *[conversation(HOSTILE, "an <b>answer</b>"), *GOOD])
+    words, file = model_words(tmp_path) + "stage=sft packing=true", tmp_path / "page.html"
     code, out = inspect(f"{words} dataset={data} --html {file} --samples 1")
     assert code == 0, out
     assert "assistant\n    «an <b>answer</b><|im_end|>»" in out
@@ -150,16 +144,16 @@ def test_a_terminal_gets_colours(tmp_path, monkeypatch):
     from mca_lite import cli_inspect
 
     monkeypatch.setattr(cli_inspect, "has_colors", lambda: True)
-    data = write(tmp_path / "a.jsonl", [chat("q", "a\x1b«")])
-    out = inspect(f"{model(tmp_path)} stage=sft dataset={data}")[1]
+    data = write_records(tmp_path / "a.jsonl", *[conversation("q", "a\x1b«")])
+    out = inspect(f"{model_words(tmp_path)} stage=sft dataset={data}")[1]
     assert "assistant\n    \x1b[32ma\\x1b«<|im_end|>\x1b[0m\n" in out
 
 
 def test_both_sides_of_a_pair_are_shown_from_where_they_part(tmp_path):
-    data = write(
-        tmp_path / "a.jsonl", [{"prompt": "q", "chosen": "I say 4", "rejected": "I say 5!"}]
+    data = write_records(
+        tmp_path / "a.jsonl", *[{"prompt": "q", "chosen": "I say 4", "rejected": "I say 5!"}]
     )
-    words, file = model(tmp_path) + "stage=dpo packing=true", tmp_path / "page.html"
+    words, file = model_words(tmp_path) + "stage=dpo packing=true", tmp_path / "page.html"
     code, out = inspect(f"{words} dataset={data} --html {file}")
     assert code == 0, out
     at = len("SuserNqENSassistantNI say ")  # each special token and line break a token, as a letter
@@ -173,8 +167,8 @@ def test_both_sides_of_a_pair_are_shown_from_where_they_part(tmp_path):
 
 def test_texts_that_rows_cut_are_counted_whole(tmp_path):
     texts = ["abcd", "ef", "ghijklmn", "ef"]  # with their end tokens 5, 3, 9, 3
-    data = write(tmp_path / "a.jsonl", [{"text": text} for text in texts])
-    out = inspect(model(tmp_path) + f"stage=pt dataset={data} cutoff_len=7")[1]
+    data = write_records(tmp_path / "a.jsonl", *[{"text": text} for text in texts])
+    out = inspect(model_words(tmp_path) + f"stage=pt dataset={data} cutoff_len=7")[1]
     assert "3 rows of 7 tokens, texts joined and cut" in out
     assert count(out, "duplicate") == ["1  3"]
     for length, number in ((3, 2), (5, 1), (9, 1)):
@@ -199,7 +193,9 @@ def tree(folder: Path) -> dict:
 
 
 def test_a_check_writes_nothing(tmp_path):
-    words = model(tmp_path) + f"stage=sft dataset={write(tmp_path / 'a.jsonl', GOOD)}"
+    words = (
+        model_words(tmp_path) + f"stage=sft dataset={write_records(tmp_path / 'a.jsonl', *GOOD)}"
+    )
     before = tree(tmp_path)
     code, out = inspect(f"{words} tensor_model_parallel_size=2 --gpus 4 --check")
     assert code == 0 and "nothing was written" in out, out
@@ -210,13 +206,19 @@ def test_a_check_writes_nothing(tmp_path):
 
 
 def test_a_check_of_an_evaluation_alone_needs_nothing_to_train_on(tmp_path):
-    words = model(tmp_path) + f"stage=sft eval_dataset={write(tmp_path / 'a.jsonl', GOOD)} --check "
+    words = (
+        model_words(tmp_path)
+        + f"stage=sft eval_dataset={write_records(tmp_path / 'a.jsonl', *GOOD)} --check "
+    )
     code, out = inspect(words + "do_train=false do_predict=true dataset=null")
     assert code == 0 and "nothing keeps the run from its evaluation" in out, out
 
 
 def test_a_check_refuses_what_a_run_would(tmp_path):
-    words = model(tmp_path) + f"stage=sft dataset={write(tmp_path / 'a.jsonl', GOOD)} --check "
+    words = (
+        model_words(tmp_path)
+        + f"stage=sft dataset={write_records(tmp_path / 'a.jsonl', *GOOD)} --check "
+    )
     code, out = inspect(words + "tensor_model_parallel_size=2 --gpus 3")
     assert code == 2 and "tensor_model_parallel_size" in out
     code, out = inspect(words + "train_from_scratch=false")
@@ -233,7 +235,10 @@ def test_a_check_refuses_what_a_run_would(tmp_path):
 
 
 def test_one_rank_of_torchruns_speaks_for_all(tmp_path, monkeypatch):
-    words = model(tmp_path) + f"stage=sft dataset={write(tmp_path / 'a.jsonl', GOOD)} --check"
+    words = (
+        model_words(tmp_path)
+        + f"stage=sft dataset={write_records(tmp_path / 'a.jsonl', *GOOD)} --check"
+    )
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     assert inspect(words) == (0, "")
@@ -303,10 +308,10 @@ def checked(out: str) -> list[dict]:
 def test_a_rank_has_megatrons_places_in_every_grid(tmp_path):
     from megatron.core.parallel_state import RankGenerator
 
-    words = model(tmp_path)
+    words = model_words(tmp_path)
     hf = tiny_moe.hf_config("qwen3_moe", vocab_size=320, num_hidden_layers=4)
     hf.save_pretrained(tmp_path)
-    words += f"stage=sft dataset={write(tmp_path / 'a.jsonl', GOOD)} --check "
+    words += f"stage=sft dataset={write_records(tmp_path / 'a.jsonl', *GOOD)} --check "
     words += "pipeline_model_parallel_size=2 tensor_model_parallel_size=2 sequence_parallel=true "
     words += "expert_model_parallel_size=4 expert_tensor_parallel_size=2 context_parallel_size=2 "
     code, out = inspect(words + "global_batch_size=8 bf16=true --gpus 32")
@@ -362,7 +367,7 @@ def test_ranks_hold_and_read_what_a_check_says(tmp_path, name):
         gradient_accumulation_steps=2,
         **keys,
     )
-    code, out, error = commands.ended(check, small_runs.words_of(keys))
+    code, out, error = commands.ended(check_files, small_runs.words_of(keys))
     assert code == 0, out + error
     said, ranks = checked(out), world.run(real, 2, keys)
     assert len(said) == 2
@@ -375,7 +380,7 @@ def test_ranks_hold_and_read_what_a_check_says(tmp_path, name):
         assert one == {**rank, "held": parameters}
 
 
-def check(words: list[str]) -> int:
+def check_files(words: list[str]) -> int:
     from mca_lite import cli_inspect
 
     return cli_inspect.main([*words, "--check", "--gpus", "2"])

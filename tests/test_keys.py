@@ -148,7 +148,7 @@ def what_is_left(folder: Path) -> dict:
     }
 
 
-def run_all(folder: str, runs: dict) -> dict:
+def curves_of_commands(folder: str, runs: dict) -> dict:
     """{name: [(loss, grad norm) of each step]} of the command line's runs {name: words}, on this
     rank.
     """
@@ -174,7 +174,7 @@ def run_all(folder: str, runs: dict) -> dict:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def key_folder(tmp_path_factory) -> Path:
     """Models with a tokenizer, an adapter, conversations and pairs, as CHANGES_A_RUN names them."""
     from tests.shared.lora_tools import peft_model
 
@@ -193,7 +193,7 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def curves(request, folder):
+def curves_by_key(request, key_folder):
     """{(key or None, other words): curve} of the rows that this session asks for, and of what they
     are compared with.
     """
@@ -207,13 +207,13 @@ def curves(request, folder):
         value, others = CHANGES_A_RUN[key]
         runs[key, others] = f"{others} {key}={value}"
         runs[None, others] = others
-    return world.run(run_all, 1, str(folder), runs, timeout_s=240)[0]
+    return world.run(curves_of_commands, 1, str(key_folder), runs, timeout_s=240)[0]
 
 
 @pytest.mark.parametrize("key", CHANGES_A_RUN)
-def test_a_key_changes_a_run(key, curves):
+def test_a_key_changes_a_run(key, curves_by_key):
     _, others = CHANGES_A_RUN[key]
-    with_value, without = curves[key, others], curves[None, others]
+    with_value, without = curves_by_key[key, others], curves_by_key[None, others]
     assert isinstance(with_value, dict) and isinstance(without, dict), f"{with_value}\n{without}"
     assert with_value != without, f"{key} is read and has no effect"
 
@@ -377,8 +377,8 @@ def settings_of_a_trainer(path: str, rows: dict) -> dict:
 
 
 @pytest.fixture(scope="module")
-def settings(folder):
-    return world.run(settings_of_a_trainer, 1, str(folder / "model"), IN_THE_TRAINER)[0]
+def settings(key_folder):
+    return world.run(settings_of_a_trainer, 1, str(key_folder / "model"), IN_THE_TRAINER)[0]
 
 
 @pytest.mark.parametrize("key", IN_THE_TRAINER)
@@ -401,7 +401,7 @@ def test_the_timeout_is_that_of_the_process_group(monkeypatch):
         parallel.initialize(TrainingArguments(output_dir="unused", ddp_timeout=77), False)
 
 
-def test_revision_and_trust_reach_what_loads_from_the_hub(folder, monkeypatch, capsys):
+def test_revision_and_trust_reach_what_loads_from_the_hub(key_folder, monkeypatch, capsys):
     import transformers
 
     from mca_lite import cli
@@ -413,7 +413,7 @@ def test_revision_and_trust_reach_what_loads_from_the_hub(folder, monkeypatch, c
         raise OSError("no hub here")
 
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    words = f"{BASE} output_dir=unused".format(folder=folder).split()
+    words = f"{BASE} output_dir=unused".format(folder=key_folder).split()
     with monkeypatch.context() as patch:
         patch.setattr("huggingface_hub.snapshot_download", refuse)
         hub = [*words[1:], "model_name_or_path=someone/model", "model_revision=branch"]

@@ -27,7 +27,7 @@ from mca_lite.files import resolve_folder
 from mca_lite.tables import OBJECTIVES
 from mca_lite.weights_files import write_safetensors
 from tests.shared import world
-from tests.shared.commands import ROOT, SHORT, keys_of, run
+from tests.shared.commands import ROOT, SHORT, keys_of, run_script
 from tests.shared.training import read_log
 
 TORCHRUN = dict(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", MASTER_ADDR="a", MASTER_PORT="1")
@@ -130,7 +130,7 @@ def test_a_folder_belongs_to_one_run_until_its_process_is_gone(tmp_path):
 def test_the_command_line_says_who_has_the_folder(tmp_path):
     with ckpt_folder.hold(tmp_path / "out"):
         there = sorted((tmp_path / "out").iterdir())
-        result = run(
+        result = run_script(
             f"configs/sft.yaml {SHORT} use_mca=false max_samples=50 output_dir={tmp_path / 'out'}",
             tmp_path,
             code=2,
@@ -164,7 +164,7 @@ def hold_from_a_folder_of_ones_own(folder: str) -> str:
 
     from mca_lite import ckpt_folder
 
-    ckpt_folder._SEE_S = 0.5
+    ckpt_folder.SEE_S = 0.5
     os.makedirs(f"{folder}/{dist.get_rank()}")
     os.chdir(f"{folder}/{dist.get_rank()}")
     try:
@@ -219,7 +219,7 @@ def test_two_agents_with_homes_of_their_own_train_save_and_resume_elsewhere(tmp_
     assert [agent.returncode for agent in agents] == [0, 0], "\n".join(said)
     assert (out / "model.safetensors").is_file() and (out / "checkpoint-3/manifest.json").is_file()
     words = f"configs/sft.yaml {SHORT} max_samples=50 output_dir={out} max_steps=4"
-    run(f"{words} resume_from_checkpoint=auto overwrite_output_dir=false", tmp_path)
+    run_script(f"{words} resume_from_checkpoint=auto overwrite_output_dir=false", tmp_path)
     assert [line["step"] for line in read_log(out)] == [1, 2, 3, 4]
 
 

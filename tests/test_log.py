@@ -51,7 +51,7 @@ def make_report(tmp_path, is_main=True, clock=time.perf_counter, **options):
     return Report(args, is_main, clock)
 
 
-def begin(report, **state):
+def begin_training(report, **state):
     state = TrainerState(**state)
     report.on_train_begin(ARGS, state, TrainerControl())
     return state
@@ -110,7 +110,7 @@ def asked(**changes) -> SimpleNamespace:
     return SimpleNamespace(**{**vars(ARGS), **changes})
 
 
-def evaluate(callback, state, step, args=ARGS, **metrics):
+def report_evaluation(callback, state, step, args=ARGS, **metrics):
     control = TrainerControl()
     state.global_step = step
     callback.on_evaluate(args, state, control, metrics)
@@ -120,7 +120,7 @@ def evaluate(callback, state, step, args=ARGS, **metrics):
 def test_best_model_keeps_the_lowest_loss_and_its_checkpoint():
     best, state = BestModel(), TrainerState()
     for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, math.nan)):
-        control = evaluate(best, state, step, eval_loss=loss)
+        control = report_evaluation(best, state, step, eval_loss=loss)
         assert control.should_save == (step <= 2)
         best.on_save(ARGS, state, control, f"checkpoint-{step}", step)
     assert (state.best_metric, state.best_global_step, state.best_model_checkpoint) == (
@@ -133,7 +133,7 @@ def test_best_model_keeps_the_lowest_loss_and_its_checkpoint():
 def test_best_model_finds_a_checkpoint_saved_before_the_evaluation():
     best, state = BestModel(), TrainerState(global_step=4)
     best.on_save(ARGS, state, TrainerControl(), "checkpoint-4", 4)
-    assert not evaluate(best, state, 4, eval_loss=1.0).should_save
+    assert not report_evaluation(best, state, 4, eval_loss=1.0).should_save
     assert state.best_model_checkpoint == "checkpoint-4"
 
 
@@ -143,14 +143,14 @@ def test_best_model_takes_the_direction_from_the_name_of_the_metric():
     for args, best_step in ((rising, 2), (falling, 3)):
         best, state = BestModel(), TrainerState()
         for step, accuracy in ((1, 0.5), (2, 0.75), (3, 0.25)):
-            evaluate(best, state, step, args, eval_accuracy=accuracy, eval_loss=1.0)
+            report_evaluation(best, state, step, args, eval_accuracy=accuracy, eval_loss=1.0)
         assert state.best_global_step == best_step
 
 
 def test_missing_metric_is_an_error_that_names_what_there_is():
     with pytest.raises(ValueError, match="no eval_bleu, only eval_loss: set metric_for_best_model"):
         args = asked(metric_for_best_model="bleu")
-        evaluate(BestModel(), TrainerState(), 1, args, eval_loss=1.0)
+        report_evaluation(BestModel(), TrainerState(), 1, args, eval_loss=1.0)
 
 
 def test_early_stopping_counts_evaluations_in_a_row_and_respects_the_threshold():
@@ -160,7 +160,7 @@ def test_early_stopping_counts_evaluations_in_a_row_and_respects_the_threshold()
     stopping, state = EarlyStopping(), TrainerState()
     stopping.on_train_begin(args, state, TrainerControl())
     stops = [
-        evaluate(stopping, state, step, args, eval_loss=loss).should_training_stop
+        report_evaluation(stopping, state, step, args, eval_loss=loss).should_training_stop
         for step, loss in enumerate(losses)
     ]
     assert stops == [False] * 6 + [True]
@@ -175,7 +175,7 @@ def test_early_stopping_goes_on_counting_after_a_resume():
     stopping, state = EarlyStopping(), TrainerState(global_step=2, log_history=history)
     stopping.on_train_begin(ARGS, state, TrainerControl())
     assert stopping.evaluations_without_gain == 1
-    assert evaluate(stopping, state, 3, eval_loss=1.0).should_training_stop
+    assert report_evaluation(stopping, state, 3, eval_loss=1.0).should_training_stop
 
 
 @pytest.mark.parametrize("patience, stops", [(2, True), (3, False)])
@@ -216,7 +216,7 @@ def test_two_callbacks_of_a_class_get_each_its_own_state_again():
 
 def test_log_holds_unrounded_numbers_as_they_were_given(tmp_path):
     report = make_report(tmp_path)
-    begin(report, max_steps=2)
+    begin_training(report, max_steps=2)
     report.log(
         {"step": 1, "loss": 1 / 3, "learning_rate": 1e-7 / 3, "grad_norm": torch.tensor(0.5)}
     )
@@ -234,7 +234,7 @@ def test_resumed_log_is_cut_after_the_resumed_step_and_a_torn_line_goes(tmp_path
     odd = 'nonsense\n[1]\n{"step": "1"}\n{"step": ' + "[" * 99_999 + "\n"
     (tmp_path / "trainer_log.jsonl").write_text(odd + old + '{"step": 4, "lo')
     report = make_report(tmp_path)
-    begin(report, global_step=2, max_steps=9)
+    begin_training(report, global_step=2, max_steps=9)
     report.log({"step": 3, "loss": 0.5})
     assert lines(tmp_path) == [
         {"step": 1, "loss": 1 / 7},
@@ -245,13 +245,13 @@ def test_resumed_log_is_cut_after_the_resumed_step_and_a_torn_line_goes(tmp_path
 
 def test_new_run_starts_an_empty_log(tmp_path):
     (tmp_path / "trainer_log.jsonl").write_text('{"step": 1}\n')
-    begin(make_report(tmp_path), max_steps=9)
+    begin_training(make_report(tmp_path), max_steps=9)
     assert lines(tmp_path) == []
 
 
 def test_other_ranks_print_and_write_nothing(tmp_path, capsys):
     report = make_report(tmp_path, is_main=False, disable_tqdm=False)
-    state = begin(report, max_steps=2)
+    state = begin_training(report, max_steps=2)
     report.log({"step": 1, "loss": 1.0})
     report.on_step_end(ARGS, state, TrainerControl())
     report.on_train_end(ARGS, state, TrainerControl())
@@ -263,7 +263,7 @@ def test_other_ranks_print_and_write_nothing(tmp_path, capsys):
 def test_training_twice_with_one_report_works(tmp_path):
     report = make_report(tmp_path)
     for _ in range(2):
-        state = begin(report, max_steps=1)
+        state = begin_training(report, max_steps=1)
         report.log({"step": 1, "loss": 1.0})
         report.on_train_end(ARGS, state, TrainerControl())
     assert lines(tmp_path) == [{"step": 1, "loss": 1.0}]
@@ -272,7 +272,7 @@ def test_training_twice_with_one_report_works(tmp_path):
 def test_progress_is_one_plain_line_with_the_time_left(tmp_path, capsys):
     clock = Clock()
     report = make_report(tmp_path, clock=clock)
-    begin(report, global_step=10, max_steps=30)
+    begin_training(report, global_step=10, max_steps=30)
     clock.now = 40.0  # 10 steps in 40 s: 10 more take 40 s
     report.log({
         "step": 20, "epoch": 0.128, "loss": 2.34564, "grad_norm": 1.2345, "learning_rate": 1e-4,
@@ -294,7 +294,7 @@ def test_progress_line_shows_skipped_steps_and_metrics_of_the_objective():
 
 def test_bar_counts_steps_and_lets_lines_through(tmp_path, capsys):
     report = make_report(tmp_path, disable_tqdm=False)
-    state = begin(report, max_steps=4)
+    state = begin_training(report, max_steps=4)
     state.global_step = 3
     report.on_step_end(ARGS, state, TrainerControl())
     report.log({"step": 3, "loss": 1.5})
@@ -365,7 +365,7 @@ def test_trackers_get_every_number_under_the_step(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", tensorboard)
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **options: run))
     report = make_report(tmp_path, report_to=["tensorboard", "wandb"])
-    state = begin(report, global_step=4, max_steps=9)
+    state = begin_training(report, global_step=4, max_steps=9)
     report.log({"step": 5, "loss": 0.5, "eval_loss": 0.25})
     report.on_train_end(ARGS, state, TrainerControl())
     assert written == [("train/loss", 0.5, 5), ("eval/loss", 0.25, 5)]
@@ -376,7 +376,7 @@ def test_trackers_get_every_number_under_the_step(tmp_path, monkeypatch):
 def test_plot_is_a_picture_of_the_whole_log(tmp_path):
     report = make_report(tmp_path, plot_loss=True)
     report.draw = draw
-    state = begin(report, max_steps=3)
+    state = begin_training(report, max_steps=3)
     for step in (1, 2, 3):
         report.log({"step": step, "loss": 1 / step})
     report.log({"step": 3, "eval_loss": 0.5})

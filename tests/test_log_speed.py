@@ -99,14 +99,14 @@ CORE = 4 * 4 * 8
 ADAPTERS = 4 * 4 * ((32 + 32) + 2 * (32 + 16) + (32 + 32) + 3 * (32 + 48))
 
 
-def adapted(model, **spec):
+def with_adapters(model, **spec):
     from mca_lite import lora
 
     return lora.inject(model, lora.LoraSpec(rank=4, **spec))
 
 
 def adapted_with_head(model):
-    return adapted(model, modules_to_save=("lm_head",))
+    return with_adapters(model, modules_to_save=("lm_head",))
 
 
 def flops_of_one_step(path: str, out: str, **keys) -> float:
@@ -126,10 +126,10 @@ CASES = {
     "padded, torch": (1, dict(backend="torch"), 6 * WEIGHTS),
     "packed": (1, PACKED, 6 * WEIGHTS),
     "packed, torch": (1, dict(PACKED, backend="torch"), 6 * WEIGHTS),
-    "lora": (1, dict(adapt=adapted), 4 * WEIGHTS + 6 * ADAPTERS),
-    "lora, tp2": (2, dict(TP2, adapt=adapted), 4 * WEIGHTS + 6 * ADAPTERS),
-    "lora, pp2": (2, dict(PP2, adapt=adapted), 4 * WEIGHTS + 6 * ADAPTERS),
-    "lora, torch": (1, dict(adapt=adapted, backend="torch"), 4 * WEIGHTS + 6 * ADAPTERS),
+    "lora": (1, dict(adapt=with_adapters), 4 * WEIGHTS + 6 * ADAPTERS),
+    "lora, tp2": (2, dict(TP2, adapt=with_adapters), 4 * WEIGHTS + 6 * ADAPTERS),
+    "lora, pp2": (2, dict(PP2, adapt=with_adapters), 4 * WEIGHTS + 6 * ADAPTERS),
+    "lora, torch": (1, dict(adapt=with_adapters, backend="torch"), 4 * WEIGHTS + 6 * ADAPTERS),
     "lora and head": (1, dict(adapt=adapted_with_head), 4 * 4 * LAYER + 6 * (32 * 61 + ADAPTERS)),
 }
 
@@ -145,7 +145,7 @@ def test_the_log_counts_real_tokens_documents_and_what_is_trained(tmp_path, case
 
 
 def adapted_experts(model):
-    return adapted(model, targets=("gate_proj", "down_proj"))
+    return with_adapters(model, targets=("gate_proj", "down_proj"))
 
 
 @pytest.mark.parametrize("ranks, keys", [(1, {}), (2, EP2)])

@@ -67,7 +67,7 @@ CASES = {
 }  # fmt: skip
 
 
-def train_all_with_peft(paths: dict, folder: str, cases: list) -> dict:
+def train_cases_with_peft(paths: dict, folder: str, cases: list) -> dict:
     return {
         case: train_with_peft(paths[CASES[case][0]], f"{folder}/{case}", **CASES[case][1])
         for case in cases
@@ -75,29 +75,29 @@ def train_all_with_peft(paths: dict, folder: str, cases: list) -> dict:
 
 
 @pytest.fixture(scope="module")
-def references(request, tmp_path_factory):
+def peft_references(request, tmp_path_factory):
     """{case: (model folder, folder of peft's adapters, curve of peft)} of the cases that are asked
     for.
     """
     folder, cases = tmp_path_factory.mktemp("references"), asked_for(request)
     paths = {f: tiny.save_model(folder / "models" / f, f) for f in tiny.FAMILY_KEYS}
-    [curves] = world.run(train_all_with_peft, 1, paths, str(folder), cases)
+    [curves] = world.run(train_cases_with_peft, 1, paths, str(folder), cases)
     return {case: (paths[CASES[case][0]], folder / case, curves[case]) for case in cases}
 
 
 @pytest.fixture(scope="module")
-def check(request, references, tmp_path_factory):
+def assert_as_peft(request, peft_references, tmp_path_factory):
     """check(case, layout): the curve and the adapters of the case in the layout are peft's."""
 
     def of(case: str):
-        path, folder, _ = references[case]
+        path, folder, _ = peft_references[case]
         return (path, str(folder / "start")), {}
 
     layouts, keys = {**LAYOUTS, **ON_TORCH}, dict(run=train_from_adapter, **BRIEF, **TWO_ROWS)
     trained = shared_worlds(request, tmp_path_factory, layouts, of, **keys)
 
     def check(case: str, layout: str):
-        _, folder, curve = references[case]
+        _, folder, curve = peft_references[case]
         curves, out = trained(layout)
         for got in curves:
             assert_same_curve(got[case], curve)
@@ -119,8 +119,8 @@ PRODUCTS = ("dp2_dist_opt", "pp2dp2_overlap")
     + thinned(["qwen3"], LAYOUTS, [], ["tp2_sp"])
     + thinned(["mistral", "qwen2"], FEW, [], ["tp2_sp"]),
 )
-def test_adapters_train_as_with_peft(case, layout, check):
-    check(case, layout)
+def test_adapters_train_as_with_peft(case, layout, assert_as_peft):
+    assert_as_peft(case, layout)
 
 
 @pytest.mark.parametrize(
@@ -137,48 +137,50 @@ def test_adapters_train_as_with_peft(case, layout, check):
         for layout in ("tp2", "pp2_vpp2_full_recompute", "dp2_overlap")
     ],
 )
-def test_some_modules_alone_train_as_with_peft(case, layout, check):
+def test_some_modules_alone_train_as_with_peft(case, layout, assert_as_peft):
     """A part of a fused matrix; the embedding and the head, whose vocabulary is padded by tensor
     parallelism.
     """
-    check(case, layout)
+    assert_as_peft(case, layout)
 
 
 @pytest.mark.parametrize("case", ["first_mlp"])
 @pytest.mark.parametrize("layout", ["selective_recompute", "full_recompute"])
-def test_recomputation_finds_gradients_behind_frozen_modules(case, layout, check):
+def test_recomputation_finds_gradients_behind_frozen_modules(case, layout, assert_as_peft):
     """Nothing in front of the first layer's MLP needs a gradient, and what is recomputed there has
     to.
     """
-    check(case, layout)
+    assert_as_peft(case, layout)
 
 
 @pytest.mark.parametrize("case", ["tied"])
 @pytest.mark.parametrize("layout", ["one", "tp2_sp", "pp2", "pp2_vpp2"])
-def test_embedding_and_head_of_a_tied_model_have_adapters_of_their_own(case, layout, check):
-    check(case, layout)
+def test_embedding_and_head_of_a_tied_model_have_adapters_of_their_own(
+    case, layout, assert_as_peft
+):
+    assert_as_peft(case, layout)
 
 
 @pytest.mark.parametrize("case", ["first_stage"])
 @pytest.mark.parametrize(
     "layout", ["one", "pp2", "pp2_vpp2", "pp2_vpp2_full_recompute", "dp2_overlap"]
 )
-def test_stages_without_adapters_train_as_with_peft(case, layout, check):
-    check(case, layout)
+def test_stages_without_adapters_train_as_with_peft(case, layout, assert_as_peft):
+    assert_as_peft(case, layout)
 
 
 @pytest.mark.parametrize("case", ["saved"])
 @pytest.mark.parametrize("layout", ["one", "tp2_sp", "pp2", "dp2_overlap"])
-def test_modules_to_save_train_as_with_peft(case, layout, check):
-    check(case, layout)
+def test_modules_to_save_train_as_with_peft(case, layout, assert_as_peft):
+    assert_as_peft(case, layout)
 
 
 @pytest.mark.parametrize("case, layout", [("rank_stabilised", "tp2_sp")])
-def test_rank_stabilised_adapters_train_as_with_peft(case, layout, check):
-    check(case, layout)
+def test_rank_stabilised_adapters_train_as_with_peft(case, layout, assert_as_peft):
+    assert_as_peft(case, layout)
 
 
 @pytest.mark.parametrize("case", ["torch_targets", "qwen3"])
 @pytest.mark.parametrize("layout", ON_TORCH)
-def test_the_torch_backend_trains_as_with_peft(case, layout, check):
-    check(case, layout)
+def test_the_torch_backend_trains_as_with_peft(case, layout, assert_as_peft):
+    assert_as_peft(case, layout)

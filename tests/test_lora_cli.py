@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.shared import world
-from tests.shared.commands import SHORT, run
+from tests.shared.commands import SHORT, run_script
 from tests.shared.lora_tools import adapter_of
 from tests.shared.training import read_log
 
@@ -18,8 +18,8 @@ def test_the_example_gives_the_same_numbers_on_two_ranks_and_on_plain_torch(tmp_
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     layout = "tensor_model_parallel_size=2 sequence_parallel=true"
-    run(f"{LORA} {layout} output_dir={tmp_path / 'tp2'}", tmp_path, nproc=2)
-    shown = run(f"{LORA} use_mca=false output_dir={tmp_path / 'torch'}", tmp_path)
+    run_script(f"{LORA} {layout} output_dir={tmp_path / 'tp2'}", tmp_path, nproc=2)
+    shown = run_script(f"{LORA} use_mca=false output_dir={tmp_path / 'torch'}", tmp_path)
     ours, theirs = read_log(tmp_path / "tp2"), read_log(tmp_path / "torch")
     for a, b in zip(ours, theirs, strict=True):
         for key in ("loss", "grad_norm", "learning_rate"):
@@ -43,7 +43,7 @@ def test_the_example_gives_the_same_numbers_on_two_ranks_and_on_plain_torch(tmp_
         f"{LORA} adapter_name_or_path={tmp_path / 'tp2'} use_mca=false "
         f"output_dir={tmp_path / 'further'}"
     )
-    assert "since adapter_name_or_path is" in run(words, tmp_path).stdout
+    assert "since adapter_name_or_path is" in run_script(words, tmp_path).stdout
     assert read_log(tmp_path / "further")[0]["loss"] < theirs[0]["loss"]
 
 

@@ -52,7 +52,7 @@ def some(layouts) -> list:
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory):
+def adapted_everywhere(tmp_path_factory):
     """(model folder, folder of a peft adapter of it that adapts everything)"""
     folder = tmp_path_factory.mktemp("lora_files")
     path = tiny.save_model(folder / "model", "llama")
@@ -85,24 +85,26 @@ def all_of_a_layout(path: str, adapter: str, out: str, keys: dict, in_bf16: bool
 
 
 @pytest.fixture(scope="module")
-def layout_of(base, tmp_path_factory):
+def layout_of(adapted_everywhere, tmp_path_factory):
     """run(layout) -> (folder, what each rank answers) of `all_of_a_layout`, in one world."""
 
     @functools.cache
     def run(layout: str):
         out, (ranks, keys) = tmp_path_factory.mktemp(layout), LAYOUTS[layout]
-        args = (*base, str(out), keys, layout in IN_BF16)
+        args = (*adapted_everywhere, str(out), keys, layout in IN_BF16)
         return out, world.run(all_of_a_layout, ranks, *args)
 
     return run
 
 
 @pytest.mark.parametrize("layout", some(LAYOUTS))
-def test_adapters_and_merged_weights_come_out_of_every_layout(base, layout_of, layout):
+def test_adapters_and_merged_weights_come_out_of_every_layout(
+    adapted_everywhere, layout_of, layout
+):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    (path, adapter), out = base, layout_of(layout)[0] / "through"
+    (path, adapter), out = adapted_everywhere, layout_of(layout)[0] / "through"
     ours, theirs = adapter_of(out), adapter_of(adapter)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -116,14 +118,14 @@ def test_adapters_and_merged_weights_come_out_of_every_layout(base, layout_of, l
     assert same == [name for name in before if name.endswith("norm.weight")]
 
 
-def test_a_rank_stabilised_adapter_stays_one_in_files(base, tmp_path):
+def test_a_rank_stabilised_adapter_stays_one_in_files(adapted_everywhere, tmp_path):
     """Scaled by alpha / sqrt(rank): a file that forgot it would be scaled by half of that where it
     is loaded.
     """
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    path = base[0]
+    path = adapted_everywhere[0]
     theirs = peft_model(path, use_rslora=True)
     theirs.save_pretrained(tmp_path / "adapter")
     world.run(through_us, 1, path, str(tmp_path / "adapter"), str(tmp_path / "ours"))
@@ -141,8 +143,8 @@ def with_dropout(path: str, adapter: str, output_dir: str, tokens: list) -> list
     return model.gather_logits(model(torch.tensor(tokens))).tolist()
 
 
-def test_dropout_comes_before_a_and_drops_what_pefts_drops(base, tmp_path):
-    path, tokens = base[0], [[3, 1, 4, 1, 5, 9, 2, 6]]
+def test_dropout_comes_before_a_and_drops_what_pefts_drops(adapted_everywhere, tmp_path):
+    path, tokens = adapted_everywhere[0], [[3, 1, 4, 1, 5, 9, 2, 6]]
     theirs = peft_model(path, ["layers.0.self_attn.o_proj"], lora_dropout=0.5).train()
     theirs.save_pretrained(tmp_path / "adapter")
     torch.manual_seed(5)
@@ -153,8 +155,8 @@ def test_dropout_comes_before_a_and_drops_what_pefts_drops(base, tmp_path):
     torch.testing.assert_close(torch.tensor(got), wanted, rtol=0, atol=1e-5)
 
 
-def test_the_config_is_pefts(base, tmp_path):
-    path, adapter = base
+def test_the_config_is_pefts(adapted_everywhere, tmp_path):
+    path, adapter = adapted_everywhere
     world.run(through_us, 1, path, adapter, str(tmp_path))
     ours, theirs = (
         json.loads((Path(f) / "adapter_config.json").read_text()) for f in (tmp_path, adapter)
@@ -179,10 +181,10 @@ def megatron_logits(path: str, adapter: str, output_dir: str, **changes):
 
 
 @pytest.mark.parametrize("ranks, keys", [(1, {}), (2, TP2), (2, {**TP2, **SP})])
-def test_logits_are_pefts_and_the_bases_without_adapters(base, ranks, keys, tmp_path):
+def test_logits_are_pefts_and_the_bases_without_adapters(adapted_everywhere, ranks, keys, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    path, adapter = base
+    path, adapter = adapted_everywhere
     wanted = (
         logits(peft_model(path, EVERYTHING)),
         logits(AutoModelForCausalLM.from_pretrained(path)),
@@ -233,11 +235,11 @@ CHECKPOINTS = ["one", "dp2_dist_opt", "dp2_overlap", "tp2_sp", "pp2_vpp2", "torc
 
 
 @pytest.fixture(scope="module")
-def stopped(base, tmp_path_factory):
+def adapter_runs_stopped(adapted_everywhere, tmp_path_factory):
     """run(layout) -> (folder of a whole run, of whose checkpoints only that of step 2 is left, its
     curve); each is made once.
     """
-    path, adapter = base
+    path, adapter = adapted_everywhere
 
     @functools.cache
     def run(layout: str):
@@ -253,10 +255,12 @@ def stopped(base, tmp_path_factory):
 
 
 @pytest.mark.parametrize("layout", some(CHECKPOINTS))
-def test_resume_in_the_same_layout_is_bit_for_bit(base, stopped, layout, tmp_path):
-    path, adapter = base
+def test_resume_in_the_same_layout_is_bit_for_bit(
+    adapted_everywhere, adapter_runs_stopped, layout, tmp_path
+):
+    path, adapter = adapted_everywhere
     ranks, keys = LAYOUTS[layout]
-    folder, whole = stopped(layout)
+    folder, whole = adapter_runs_stopped(layout)
     shutil.copytree(folder, tmp_path / "parts")
     theirs = adapter_of(folder)
     again = {**SAVE, **keys, "resume_from_checkpoint": "auto"}
@@ -269,17 +273,19 @@ def test_resume_in_the_same_layout_is_bit_for_bit(base, stopped, layout, tmp_pat
 
 
 @pytest.fixture(scope="module")
-def on_one(base, tmp_path_factory):
-    path, adapter = base
+def on_one(adapted_everywhere, tmp_path_factory):
+    path, adapter = adapted_everywhere
     return world.run(train_from_adapter, 1, path, str(tmp_path_factory.mktemp("one")), adapter)[0]
 
 
 @pytest.mark.parametrize(
     "before, after", [("one", "tp2_sp"), ("tp2_sp", "pp2_vpp2"), ("pp2_vpp2", "dp2_dist_opt")]
 )
-def test_resume_in_another_layout(base, stopped, on_one, before, after, tmp_path):
-    path, adapter = base
-    shutil.copytree(stopped(before)[0], tmp_path / "parts")
+def test_resume_in_another_layout(
+    adapted_everywhere, adapter_runs_stopped, on_one, before, after, tmp_path
+):
+    path, adapter = adapted_everywhere
+    shutil.copytree(adapter_runs_stopped(before)[0], tmp_path / "parts")
     ranks, keys = LAYOUTS[after]
     again = {**SAVE, **keys, "resume_from_checkpoint": "auto"}
     for got in world.run(
@@ -288,10 +294,10 @@ def test_resume_in_another_layout(base, stopped, on_one, before, after, tmp_path
         assert_same_curve(got, on_one)
 
 
-def test_checkpoints_hold_only_what_trains(base, tmp_path):
+def test_checkpoints_hold_only_what_trains(adapted_everywhere, tmp_path):
     from mca_lite.ckpt_megatron import read_index
 
-    path, adapter = base
+    path, adapter = adapted_everywhere
     world.run(
         train_from_adapter, 2, path, str(tmp_path), adapter, **{**SAVE, **TP2, "max_steps": 2}
     )
@@ -306,8 +312,8 @@ def test_checkpoints_hold_only_what_trains(base, tmp_path):
     assert count <= weights < count + 128 * RANK * 2
 
 
-def test_the_torch_backends_checkpoint_holds_only_what_trains(base, tmp_path):
-    path, adapter = base
+def test_the_torch_backends_checkpoint_holds_only_what_trains(adapted_everywhere, tmp_path):
+    path, adapter = adapted_everywhere
     world.run(
         train_from_adapter, 1, path, str(tmp_path), adapter, backend="torch", **{**SAVE, "steps": 2}
     )
@@ -357,19 +363,21 @@ def test_frozen_bf16_weights_have_no_gradients_and_no_optimizer_state(layout_of,
 
 
 @pytest.fixture(scope="module")
-def in_bf16_on_torch(base, tmp_path_factory):
-    path, adapter = base
+def in_bf16_on_torch(adapted_everywhere, tmp_path_factory):
+    path, adapter = adapted_everywhere
     keys = dict(backend="torch", bf16=True, steps=2)
     out = str(tmp_path_factory.mktemp("bf16"))
     return world.run(train_from_adapter, 1, path, out, adapter, **keys)[0]
 
 
 @pytest.mark.parametrize("layout", some(IN_BF16))
-def test_bf16_trains_float32_adapters_and_keeps_the_base(base, in_bf16_on_torch, layout_of, layout):
+def test_bf16_trains_float32_adapters_and_keeps_the_base(
+    adapted_everywhere, in_bf16_on_torch, layout_of, layout
+):
     """The first loss is that of the torch backend in bf16, to bf16's rounding; the merged model is
     bf16.
     """
-    (_, adapter), wanted = base, in_bf16_on_torch
+    (_, adapter), wanted = adapted_everywhere, in_bf16_on_torch
     out, [(_, got), *_] = layout_of(layout)
     assert (
         abs(got[0][0] - wanted[0][0]) < 1e-2 and abs(got[0][1] - wanted[0][1]) < 2e-2 * wanted[0][1]
@@ -380,9 +388,9 @@ def test_bf16_trains_float32_adapters_and_keeps_the_base(base, in_bf16_on_torch,
 
 
 @pytest.mark.parametrize("layout", ["one", "tp2_sp"])
-def test_fp16_trains_float32_adapters(base, layout, tmp_path):
+def test_fp16_trains_float32_adapters(adapted_everywhere, layout, tmp_path):
     """Unscaled gradients: the first norm is that in float32, to fp16's rounding."""
-    path, adapter = base
+    path, adapter = adapted_everywhere
     wanted = world.run(train_from_adapter, 1, path, str(tmp_path / "32"), adapter, steps=2)[0]
     ranks, keys = LAYOUTS[layout]
     keys = dict(keys, fp16=True, loss_scale=1024.0, steps=2)
@@ -414,8 +422,10 @@ def replicas(path: str, output_dir: str, **changes):
 
 
 @pytest.mark.parametrize("keys", [TP2, {**TP2, **SP}, {**TP2, "recompute_granularity": "full"}])
-def test_dropout_leaves_the_copies_of_a_matrix_equal(base, keys, tmp_path):
-    (first, curve), (second, _) = world.run(replicas, 2, base[0], str(tmp_path), **keys)
+def test_dropout_leaves_the_copies_of_a_matrix_equal(adapted_everywhere, keys, tmp_path):
+    (first, curve), (second, _) = world.run(
+        replicas, 2, adapted_everywhere[0], str(tmp_path), **keys
+    )
     assert first.keys() == second.keys() and all((first[k] == second[k]).all() for k in first)
     assert all(loss == loss for loss, _ in curve)
 
@@ -433,10 +443,12 @@ def test_a_run_goes_on_where_a_rank_has_nothing_trained_to_write(tmp_path, targe
     keys.update(cache_dir=f"{tmp_path}/cache", output_dir=f"{tmp_path}/out", cutoff_len=32)
     keys.update(finetuning_type="lora", lora_target=[target], save_steps=1, logging_steps=1)
     keys.update(lr_scheduler_type="constant", gradient_accumulation_steps=2, **layout)
-    world.run(small_runs.train, 2, {**keys, "max_steps": 1})
+    world.run(small_runs.train_by_words, 2, {**keys, "max_steps": 1})
     # the third step's loss shows whether the second one's update counts those before it
-    world.run(small_runs.train, 2, {**keys, "max_steps": 3, "resume_from_checkpoint": "auto"})
+    world.run(
+        small_runs.train_by_words, 2, {**keys, "max_steps": 3, "resume_from_checkpoint": "auto"}
+    )
     keys["output_dir"] = f"{tmp_path}/whole"
-    world.run(small_runs.train, 2, {**keys, "max_steps": 3})
+    world.run(small_runs.train_by_words, 2, {**keys, "max_steps": 3})
     parts, whole = (small_runs.curve(read_log(f"{tmp_path}/{n}")) for n in ("out", "whole"))
     assert parts == whole and len(whole) == 3

@@ -32,7 +32,7 @@ BF16_ROUNDING = 2**-8 * 1.001  # half of the last of eight binary digits, and fl
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory):
+def sharded_base(tmp_path_factory):
     folder = tmp_path_factory.mktemp("merge")
     path = tiny.save_model(folder / "model", "llama", max_shard_size="40KB")
     (Path(path) / "tokenizer.json").write_text('{"of": "the base"}')
@@ -40,10 +40,10 @@ def base(tmp_path_factory):
     return path, str(folder / "adapter")
 
 
-def test_merged_from_files_is_what_peft_merges(base, tmp_path):
+def test_merged_from_files_is_what_peft_merges(sharded_base, tmp_path):
     from transformers import AutoModelForCausalLM
 
-    path, adapter = base
+    path, adapter = sharded_base
     code, out, error = convert(
         path, tmp_path / "out", "--merge", adapter, "--verify", "--max-shard-size", "30KB"
     )
@@ -112,8 +112,8 @@ def test_modules_to_save_take_the_place_of_the_base_s(tmp_path):
 
 
 @pytest.mark.parametrize("keys", [{**TP2, **DIST_OPT}, dict(backend="torch")])
-def test_a_checkpoint_with_adapters_is_merged_as_training_merges(base, tmp_path, keys):
-    path, adapter = base
+def test_a_checkpoint_with_adapters_is_merged_as_training_merges(sharded_base, tmp_path, keys):
+    path, adapter = sharded_base
     world.run(
         train_from_adapter, 2, path, str(tmp_path / "run"), adapter, **{**SAVE, **keys, "steps": 2}
     )
@@ -131,8 +131,8 @@ def test_a_checkpoint_with_adapters_is_merged_as_training_merges(base, tmp_path,
     assert not (tmp_path / "c").exists()
 
 
-def test_adapters_alone_are_no_model(base, tmp_path):
-    path, adapter = base
+def test_adapters_alone_are_no_model(sharded_base, tmp_path):
+    path, adapter = sharded_base
     world.run(train_from_adapter, 1, path, str(tmp_path / "run"), adapter, **{**SAVE, "steps": 2})
     checkpoint = tmp_path / "run" / "checkpoint-2"
     code, _, error = convert(checkpoint, tmp_path / "out")
@@ -149,8 +149,8 @@ def change(adapter: Path, how) -> None:
     save_file(found, adapter / "adapter_model.safetensors")
 
 
-def test_what_cannot_be_merged_is_refused(base, tmp_path):
-    path, adapter = base
+def test_what_cannot_be_merged_is_refused(sharded_base, tmp_path):
+    path, adapter = sharded_base
     wider = tiny.save_model(tmp_path / "wider", "llama", intermediate_size=64)
     shallow = tiny.save_model(tmp_path / "shallow", "llama", num_hidden_layers=2)
     tied = tiny.save_model(tmp_path / "tied", "qwen3")
@@ -189,8 +189,8 @@ def test_what_cannot_be_merged_is_refused(base, tmp_path):
         assert out == "full" or not (tmp_path / out).exists()
 
 
-def test_a_merge_that_went_wrong_is_found_out(base, tmp_path):
-    path, adapter = base
+def test_a_merge_that_went_wrong_is_found_out(sharded_base, tmp_path):
+    path, adapter = sharded_base
     assert convert(path, tmp_path / "out", "--merge", adapter)[0] == 0
     [error] = world.run(verified, 1, path, path, adapter)  # the base, as if it were merged
     assert "differ by" in error and "do not use" in error

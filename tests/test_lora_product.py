@@ -15,7 +15,7 @@ from tests.shared.training import BRIEF, assert_same_curve
 NAMES = {"all": (("q",), ("k",), ("v",)), "some": (("q",), (), ("v",)), "one": (("q",),)}
 
 
-def adapter_of(names, groups, spec=None):
+def adapter_of_linear(names, groups, spec=None):
     """An adapter of a linear 12 -> 8 + 4 + 4 (one projection: 8), no matrix of it zero."""
     widths = (8, 4, 4)[: len(names)]
     adapter = LoraAdapter(spec or LoraSpec(rank=3, alpha=6), names, 12, widths, groups=groups)
@@ -29,7 +29,7 @@ def adapter_of(names, groups, spec=None):
 @pytest.mark.parametrize("names", NAMES.values(), ids=NAMES)
 @pytest.mark.parametrize("groups", [None, 2])
 def test_one_product_equals_the_sum_of_two(names, groups):
-    adapter, out = adapter_of(names, groups)
+    adapter, out = adapter_of_linear(names, groups)
     x, weight = torch.randn(5, 2, 12, requires_grad=True), torch.randn(out, 12)
     grad, tensors = torch.randn(5, 2, out), [x, *adapter.parameters()]
     expected = F.linear(x, weight) + adapter(x)
@@ -77,7 +77,7 @@ def test_the_sum_is_made_afterwards_where_the_product_cannot_take_it(why):
     dtype = torch.float32 if why == "float32" else torch.bfloat16
     linear = Linear(12, 8, dtype=dtype).requires_grad_(why == "trained")
     spec = LoraSpec(rank=3, alpha=6, dropout=0.5 if why == "dropout" else 0.0)
-    adapter, _ = adapter_of(NAMES["one"], None, spec)
+    adapter, _ = adapter_of_linear(NAMES["one"], None, spec)
     x = torch.randn(4, 12).to(dtype)
     base = linear(x)
     attach(linear, adapter)
@@ -98,7 +98,7 @@ def test_a_weight_that_is_replaced_after_a_product_is_the_one_of_the_next():
         Linear(12, 8, bias=False, dtype=torch.bfloat16).requires_grad_(False) for _ in "ab"
     )
     for linear in (one, other):
-        attach(linear, adapter_of(NAMES["one"], None)[0])
+        attach(linear, adapter_of_linear(NAMES["one"], None)[0])
     x = torch.randn(5, 12).bfloat16()
     one(x)  # moves the weight into the memory that has room for B beside it
     one.weight.data = other.weight.data.clone()
@@ -167,8 +167,8 @@ def test_a_small_update_of_experts_is_there_on_average():
         return torch.einsum("ntk,nok->nto", t.unflatten(0, (3, -1)), w).flatten(0, 1)
 
     base, got = (of.float() for of in (by_expert(x, fc2), adapter(("down",), x, fc2, by_expert)))
-    a, b = adapter._factors(("down",), 8)
-    small = by_expert(by_expert(x.float(), a), b)
+    scale = 2.0  # alpha / rank
+    small = scale * by_expert(by_expert(x.float(), adapter.down_A), adapter.down_B)
     arrived, wanted = (small.sign() * (got - base)).mean(), small.abs().mean()
     assert arrived == pytest.approx(float(wanted), rel=0.2)
     assert (small.sign() * ((base + small).bfloat16().float() - base)).mean() < 0.5 * wanted
@@ -190,14 +190,15 @@ def peft(tmp_path_factory):
 def train_by_products(*args, **keys) -> tuple[list, int]:
     """(the curve of train_from_adapter whose adapters are all added in products, also in float32,
     which shows each error; products)."""
-    products, product = [], LoraAdapter._product
+    products, forward = [], LoraAdapter.forward
 
-    def counted(self, x, weight):
-        products.append(self)
-        return product(self, x, weight)
+    def counted(self, x, weight=None, **keys):
+        if weight is not None:
+            products.append(self)
+        return forward(self, x, weight, **keys)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LoraAdapter, "_product", counted)
+        patch.setattr(LoraAdapter, "forward", counted)
         patch.setattr(LoraAdapter, "adds_in_product", lambda self, weight: self.enabled)
         return train_from_adapter(*args, **keys), len(products)
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from tests.shared import layouts, tiny, world
 from tests.shared.examples import example
+from tests.shared.losses import draw_head, losses_of_cut_head
 from tests.shared.training import assert_same_curve, train
 
 WEIGHT = 0.05  # large enough to show
@@ -36,7 +37,7 @@ def z_trainer(whole: bool = False):
     return WholeLogits if whole else module.ZLossTrainer
 
 
-def curve(path, out, whole=False, **keys):
+def curve_with_log_z(path, out, whole=False, **keys):
     lines = []
 
     from mca_lite import TrainerCallback
@@ -57,7 +58,7 @@ def oracles(tmp_path_factory):
         folder = tmp_path_factory.mktemp(family)
         path = tiny.save_model(folder / "model", family)
         keys = dict(backend="torch", whole=True)
-        found[family] = path, world.run(curve, 1, path, str(folder / "whole"), **keys)[0]
+        found[family] = path, world.run(curve_with_log_z, 1, path, str(folder / "whole"), **keys)[0]
     return found
 
 
@@ -76,7 +77,7 @@ def test_the_examples_z_loss_equals_plain_torch_on_whole_logits(oracles, tmp_pat
     ranks, keys = LAYOUTS[layout]
     path, wanted = oracles[family]
     assert wanted[-1][0] > 1  # the squares, which show in the loss
-    got = world.run(curve, ranks, path, str(tmp_path), loss_chunk_size=5, **keys)
+    got = world.run(curve_with_log_z, ranks, path, str(tmp_path), loss_chunk_size=5, **keys)
     assert_same_curve(got[0], wanted)
 
 
@@ -125,34 +126,13 @@ def on_whole(hidden, weight, labels):
     return torch.stack([smoothed, rest], 1)
 
 
-def problem(vocab=VOCAB):
-    generator = torch.Generator().manual_seed(3)
-    hidden = torch.randn(26, 24, generator=generator)
-    weight = torch.randn(vocab, 24, generator=generator) / 5
-    labels = torch.randint(0, vocab, (26,), generator=generator)
-    labels[::4] = -100
-    return hidden, weight, labels, torch.randn(26, 2, generator=generator)
+def draw(vocab: int = VOCAB) -> tuple:
+    return draw_head(vocab, (26,), (2,))
 
 
-def sharded(chunk_size: int, vocab: int, rows: int) -> list:
-    """Losses, d hidden and d weight of all ranks together, of which each has `rows` of the head."""
-    import torch.distributed as dist
-
-    from mca_lite.loss_tokens import token_losses
-
-    hidden, weight, labels, grad = problem(vocab)
-    size, rank = dist.get_world_size(), dist.get_rank()
-    padded = F.pad(weight, (0, 0, 0, rows * size - vocab))
-    mine = padded.chunk(size)[rank].clone().requires_grad_()
-    hidden.requires_grad_()
-    group = dist.group.WORLD
+def cut_losses(chunk_size: int, vocab: int, rows: int) -> list:
     of_logits = functools.partial(everything, vocab=vocab)
-    losses = token_losses(hidden, mine, labels, group, vocab, chunk_size, of_logits=of_logits)
-    losses.backward(grad)
-    dist.all_reduce(hidden.grad)  # what megatron's mapping before the head does
-    parts = [torch.empty_like(mine) for _ in range(size)]
-    dist.all_gather(parts, mine.grad)
-    return [losses.tolist(), hidden.grad.tolist(), torch.cat(parts)[:vocab].tolist()]
+    return losses_of_cut_head(*draw(vocab), chunk_size, rows, of_logits)
 
 
 @pytest.mark.parametrize(
@@ -161,13 +141,13 @@ def sharded(chunk_size: int, vocab: int, rows: int) -> list:
     ids=["1", "2", "4", "4, two of which have padding alone"],
 )
 def test_a_function_of_the_logits_has_its_gradients_in_every_layout(ranks, vocab, rows):
-    hidden, weight, labels, grad = problem(vocab)
+    hidden, weight, labels, grad = draw(vocab)
     hidden.requires_grad_(), weight.requires_grad_()
     kept = labels != -100
     losses = on_whole(hidden[kept], weight, labels[kept])
     losses.backward(grad[kept])
     wanted = torch.zeros(26, 2).index_put((kept,), losses.detach())
-    for got in world.run(sharded, ranks, 7, vocab, rows):
+    for got in world.run(cut_losses, ranks, 7, vocab, rows):
         for ours, theirs in zip(got, (wanted, hidden.grad, weight.grad), strict=True):
             torch.testing.assert_close(torch.tensor(ours), theirs, rtol=1e-5, atol=1e-5)
 
@@ -175,7 +155,7 @@ def test_a_function_of_the_logits_has_its_gradients_in_every_layout(ranks, vocab
 def logits_seen(labels, function, chunk_size=4):
     from mca_lite.loss_tokens import token_losses
 
-    hidden, weight, _, _ = problem()
+    hidden, weight, _, _ = draw()
     seen = []
 
     def noted(logits):
@@ -192,7 +172,7 @@ def test_a_chunk_of_the_logits_is_there_at_a_time_and_rows_without_a_label_never
     losses, seen = logits_seen([1, 2, -100, 4, 5, 6, 7], lambda logits: logits.cross_entropy())
     assert seen == [(4, VOCAB), (2, VOCAB)]
     assert losses[2] == 0 and losses.shape == (7,)
-    hidden, weight, _, _ = problem()
+    hidden, weight, _, _ = draw()
     wanted = F.cross_entropy(hidden[:1] @ weight.t(), torch.tensor([1]))
     assert losses[0] == pytest.approx(float(wanted), rel=1e-6)
 
@@ -209,7 +189,7 @@ def test_a_row_without_any_label_has_as_many_losses_and_a_bad_label_is_nan():
 def test_cross_entropy_as_a_function_of_the_logits_has_the_usual_gradients(dtype, softcap):
     from mca_lite.loss_tokens import token_losses
 
-    hidden, weight, labels, grad = problem()
+    hidden, weight, labels, grad = draw()
     low, high = torch.randn(26, 3), torch.randn(VOCAB, 3)  # of an adapter on the head
     got = []
     for function in (None, lambda logits: logits.cross_entropy()):

@@ -1,10 +1,11 @@
 """Token losses on one rank, against torch's cross entropy over logits that are held whole."""
 
-import weakref
+import gc
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mca_lite import loss_tokens
 from mca_lite.loss_tokens import token_losses
@@ -12,7 +13,7 @@ from mca_lite.loss_tokens import token_losses
 TOLERANCE = dict(rtol=1e-6, atol=1e-6)  # fp32: the two differ in the order of their sums only
 
 
-def problem(rows=13, hidden=16, vocab=37, ignored=(2, 5, 6, 12), seed=0):
+def token_problem(rows=13, hidden=16, vocab=37, ignored=(2, 5, 6, 12), seed=0):
     """(hidden [rows, h], weight [V, h], labels [rows]) with rows that carry no loss."""
     g = torch.Generator().manual_seed(seed)
     h = torch.randn(rows, hidden, generator=g, requires_grad=True)
@@ -22,7 +23,7 @@ def problem(rows=13, hidden=16, vocab=37, ignored=(2, 5, 6, 12), seed=0):
     return h, w, y
 
 
-def reference(h, w, y, row_weights, vocab=None):
+def torch_losses(h, w, y, row_weights, vocab=None):
     """(losses, d hidden, d weight) of the weighted sum, through torch."""
     h, w = h.detach().clone().requires_grad_(), w.detach().clone().requires_grad_()
     logits = F.linear(h, w)[..., :vocab].float()
@@ -38,10 +39,10 @@ def reference(h, w, y, row_weights, vocab=None):
     "chunk_size", [1, 4, 5, 9, 1024]
 )  # 9 or 13 rows are kept: 4 and 5 leave a shorter chunk
 def test_losses_and_gradients_equal_cross_entropy_for_any_chunk(chunk_size, ignored):
-    h, w, y = problem(ignored=ignored)
+    h, w, y = token_problem(ignored=ignored)
     losses = token_losses(h, w, y, chunk_size=chunk_size)
     losses.sum().backward()
-    expected, d_hidden, d_weight = reference(h, w, y, torch.ones(13))
+    expected, d_hidden, d_weight = torch_losses(h, w, y, torch.ones(13))
     assert losses.dtype == torch.float32 and losses.shape == y.shape
     torch.testing.assert_close(losses, expected, **TOLERANCE)
     torch.testing.assert_close(h.grad, d_hidden, **TOLERANCE)
@@ -49,7 +50,7 @@ def test_losses_and_gradients_equal_cross_entropy_for_any_chunk(chunk_size, igno
 
 
 def test_capped_logits_have_the_loss_and_gradients_of_tanh():
-    h, w, y = problem(vocab=40)
+    h, w, y = token_problem(vocab=40)
     y[y >= 37] = 3
     losses = token_losses(h, w, y, vocab_size=37, chunk_size=4, softcap=1.5)
     losses.sum().backward()
@@ -63,39 +64,39 @@ def test_capped_logits_have_the_loss_and_gradients_of_tanh():
 
 
 def test_every_row_may_have_a_weight_of_its_own_of_either_sign():
-    h, w, y = problem()
+    h, w, y = token_problem()
     row_weights = torch.linspace(-3.0, 2.0, 13)
     (token_losses(h, w, y, chunk_size=4) * row_weights).sum().backward()
-    _, d_hidden, d_weight = reference(h, w, y, row_weights)
+    _, d_hidden, d_weight = torch_losses(h, w, y, row_weights)
     torch.testing.assert_close(h.grad, d_hidden, **TOLERANCE)
     torch.testing.assert_close(w.grad, d_weight, **TOLERANCE)
 
 
 def test_a_gradient_that_is_expanded_from_one_number_is_taken():
-    h, w, y = problem()
+    h, w, y = token_problem()
     token_losses(h, w, y, chunk_size=4).mean().backward()
-    _, d_hidden, _ = reference(h, w, y, torch.full((13,), 1 / 13))
+    _, d_hidden, _ = torch_losses(h, w, y, torch.full((13,), 1 / 13))
     torch.testing.assert_close(h.grad, d_hidden, **TOLERANCE)
 
 
 def test_leading_dimensions_stay_and_a_transposed_view_is_taken():
-    h, w, y = problem(rows=12, ignored=(0, 7))
+    h, w, y = token_problem(rows=12, ignored=(0, 7))
     view = h.view(3, 4, 16).transpose(0, 1)  # not contiguous: megatron's [s, b, h]
     labels = y.view(3, 4).t()
     losses = token_losses(view, w, labels, chunk_size=5)
     losses.sum().backward()
-    expected, d_hidden, _ = reference(h, w, y, torch.ones(12))
+    expected, d_hidden, _ = torch_losses(h, w, y, torch.ones(12))
     assert losses.shape == (4, 3)
     torch.testing.assert_close(losses.t().reshape(-1), expected, **TOLERANCE)
     torch.testing.assert_close(h.grad, d_hidden, **TOLERANCE)
 
 
 def test_columns_that_only_pad_the_vocabulary_take_no_part():
-    h, w, y = problem(vocab=40)
+    h, w, y = token_problem(vocab=40)
     y[y >= 37] = 3
     losses = token_losses(h, w, y, vocab_size=37, chunk_size=4)
     losses.sum().backward()
-    expected, d_hidden, d_weight = reference(h, w, y, torch.ones(13), vocab=37)
+    expected, d_hidden, d_weight = torch_losses(h, w, y, torch.ones(13), vocab=37)
     torch.testing.assert_close(losses, expected, **TOLERANCE)
     torch.testing.assert_close(h.grad, d_hidden, **TOLERANCE)
     torch.testing.assert_close(w.grad, d_weight, **TOLERANCE)
@@ -106,7 +107,7 @@ def test_columns_that_only_pad_the_vocabulary_take_no_part():
 
 
 def test_a_batch_without_labels_has_loss_zero_and_gradients_of_zeros():
-    h, w, _ = problem()
+    h, w, _ = token_problem()
     losses = token_losses(h, w, torch.full((13,), -100))
     losses.sum().backward()
     assert torch.equal(losses, torch.zeros(13))
@@ -115,7 +116,7 @@ def test_a_batch_without_labels_has_loss_zero_and_gradients_of_zeros():
 
 
 def test_ignored_rows_get_no_gradient_even_where_their_values_are_not_finite():
-    h, w, y = problem()
+    h, w, y = token_problem()
     with torch.no_grad():
         h[2] = float("nan")
     losses = token_losses(h, w, y)
@@ -125,31 +126,31 @@ def test_ignored_rows_get_no_gradient_even_where_their_values_are_not_finite():
 
 
 def test_a_frozen_weight_gets_no_gradient():
-    h, w, y = problem()
+    h, w, y = token_problem()
     w.requires_grad_(False)
     token_losses(h, w, y).sum().backward()
     assert w.grad is None
-    torch.testing.assert_close(h.grad, reference(h, w, y, torch.ones(13))[1], **TOLERANCE)
+    torch.testing.assert_close(h.grad, torch_losses(h, w, y, torch.ones(13))[1], **TOLERANCE)
 
 
 def test_frozen_hidden_states_get_no_gradient():
-    h, w, y = problem()
+    h, w, y = token_problem()
     token_losses(h.detach(), w, y).sum().backward()
     assert h.grad is None
-    torch.testing.assert_close(w.grad, reference(h, w, y, torch.ones(13))[2], **TOLERANCE)
+    torch.testing.assert_close(w.grad, torch_losses(h, w, y, torch.ones(13))[2], **TOLERANCE)
 
 
 def test_evaluation_without_gradients_gives_the_same_losses():
-    h, w, y = problem()
+    h, w, y = token_problem()
     with torch.no_grad():
         losses = token_losses(h, w, y)
     assert not losses.requires_grad and torch.equal(losses, token_losses(h, w, y).detach())
 
 
 def test_large_logits_do_not_overflow():
-    h, w, y = problem()
+    h, w, y = token_problem()
     losses = token_losses(h * 1000, w, y)
-    expected = reference(h * 1000, w, y, torch.ones(13))[0]
+    expected = torch_losses(h * 1000, w, y, torch.ones(13))[0]
     assert losses.isfinite().all()
     torch.testing.assert_close(
         losses, expected, rtol=1e-6, atol=1e-3
@@ -157,11 +158,11 @@ def test_large_logits_do_not_overflow():
 
 
 def test_bf16_weights_give_float32_losses_and_bf16_gradients():
-    h, w, y = problem()
+    h, w, y = token_problem()
     h16, w16 = (x.detach().bfloat16().requires_grad_() for x in (h, w))
     losses = token_losses(h16, w16, y, chunk_size=4)
     losses.sum().backward()
-    expected, d_hidden, d_weight = reference(h16.float(), w16.float(), y, torch.ones(13))
+    expected, d_hidden, d_weight = torch_losses(h16.float(), w16.float(), y, torch.ones(13))
     assert losses.dtype == torch.float32
     assert h16.grad.dtype == w16.grad.dtype == torch.bfloat16
     # logits and probabilities are rounded to 8 bits of mantissa on the way
@@ -171,23 +172,25 @@ def test_bf16_weights_give_float32_losses_and_bf16_gradients():
 
 
 def test_autocast_runs_in_its_dtype_and_leaves_float32_gradients():
-    h, w, y = problem()
+    h, w, y = token_problem()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         losses = token_losses(h, w, y, chunk_size=4)
         losses.sum().backward()
     plain = token_losses(h.detach().bfloat16(), w.detach().bfloat16(), y, chunk_size=4)
     assert torch.equal(losses.detach(), plain)
     assert losses.dtype == h.grad.dtype == w.grad.dtype == torch.float32
-    torch.testing.assert_close(h.grad, reference(h, w, y, torch.ones(13))[1], rtol=5e-2, atol=5e-2)
+    torch.testing.assert_close(
+        h.grad, torch_losses(h, w, y, torch.ones(13))[1], rtol=5e-2, atol=5e-2
+    )
 
 
 @pytest.mark.parametrize(
     "label", [37, 36, -1]
 )  # beyond the weight's rows, in the padding, negative
 def test_a_label_that_is_no_token_id_makes_its_own_loss_nan(label):
-    h, w, y = problem()
+    h, w, y = token_problem()
     y[y == 36] = 0
-    expected = reference(h, w, y, torch.ones(13), vocab=36)[0]
+    expected = torch_losses(h, w, y, torch.ones(13), vocab=36)[0]
     y[0] = label
     losses = token_losses(h, w, y, vocab_size=36)
     assert losses[0].isnan()
@@ -195,7 +198,7 @@ def test_a_label_that_is_no_token_id_makes_its_own_loss_nan(label):
 
 
 def test_places_of_labels_are_known_while_these_are_as_they_were():
-    h, w, y = problem()
+    h, w, y = token_problem()
     both = y[:12].view(3, 4)
     known = loss_tokens.TrainedPlaces.of(both, both.clone())
     places, transposed = known.known_for(both), both.t().contiguous()
@@ -215,7 +218,7 @@ def test_places_of_labels_are_known_while_these_are_as_they_were():
 
 
 def test_labels_of_another_shape_are_refused():
-    h, w, y = problem()
+    h, w, y = token_problem()
     with pytest.raises(ValueError, match=r"hidden \(13, 16\) does not belong to labels \(12,\)"):
         token_losses(h, w, y[:12])
 
@@ -226,7 +229,7 @@ def test_gradients_are_the_same_whenever_they_are_taken(weights_differ, softcap)
     """In the forward pass or in the backward pass, for equal weights and for others."""
     row_weights = torch.linspace(-3.0, 2.0, 13)
     for weigh in (lambda losses: losses.sum() * 0.37, lambda losses: (losses * row_weights).sum()):
-        h, w, y = problem()
+        h, w, y = token_problem()
         losses = token_losses(h, w, y, chunk_size=4, softcap=softcap, weights_differ=weights_differ)
         weigh(losses).backward()
         h2, w2 = h.detach().clone().requires_grad_(), w.detach().clone().requires_grad_()
@@ -238,15 +241,28 @@ def test_gradients_are_the_same_whenever_they_are_taken(weights_differ, softcap)
         torch.testing.assert_close(w.grad, w2.grad, rtol=1e-6, atol=5e-6)
 
 
-def test_a_frozen_head_makes_its_logits_once_also_for_weights_that_differ(monkeypatch):
-    made, own = [], loss_tokens._logits
-    monkeypatch.setattr(loss_tokens, "_logits", lambda *args: made.append(1) or own(*args))
-    h, w, y = problem()
+class Products(TorchDispatchMode):
+    """Count of matrix products with a row of so many columns: of logits."""
+
+    def __init__(self, columns: int):
+        super().__init__()
+        self.columns, self.count = columns, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if function.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            self.count += out.shape[-1] == self.columns
+        return out
+
+
+def test_a_frozen_head_makes_its_logits_once_also_for_weights_that_differ():
+    h, w, y = token_problem()
     w.requires_grad_(False)
     row_weights = torch.linspace(-3.0, 2.0, 13)
-    (token_losses(h, w, y, weights_differ=True) * row_weights).sum().backward()
-    assert len(made) == 1
-    torch.testing.assert_close(h.grad, reference(h, w, y, row_weights)[1], **TOLERANCE)
+    with Products(len(w)) as made:
+        (token_losses(h, w, y, weights_differ=True) * row_weights).sum().backward()
+    assert made.count == 1
+    torch.testing.assert_close(h.grad, torch_losses(h, w, y, row_weights)[1], **TOLERANCE)
 
 
 def test_a_token_that_is_nearly_certain_has_a_gradient_in_bf16():
@@ -273,22 +289,25 @@ def test_small_gradients_in_fp16_are_kept_by_the_loss_scale():
     torch.testing.assert_close(w.grad[8:, 0].float(), wanted, rtol=1e-2, atol=0)
 
 
-def test_gradients_taken_ahead_are_gone_after_the_backward_pass(monkeypatch):
+def others_like(*tensors) -> list[tuple]:
+    """Shapes of the float32 tensors with the shape of one of these and memory of their own."""
+    shapes = {t.shape for t in tensors}
+    known = {t.data_ptr() for t in tensors} | {
+        t.grad.data_ptr() for t in tensors if t.grad is not None
+    }
+    alive = [t for t in gc.get_objects() if type(t) is torch.Tensor and t.shape in shapes]
+    return sorted({tuple(t.shape) for t in alive if t.data_ptr() not in known})
+
+
+def test_gradients_taken_ahead_are_gone_after_the_backward_pass():
     """Whoever keeps the losses, as a schedule does until the next micro-batch's are there, does not
     keep a float32 gradient of the head with them."""
-    taken = []
-
-    class Recorded(loss_tokens._Gradients):
-        def __init__(self, *args):
-            super().__init__(*args)
-            taken.extend(weakref.ref(tensor) for tensor in self.tensors)
-
-    monkeypatch.setattr(loss_tokens, "_Gradients", Recorded)
-    h, w, y = problem()
+    h, w, y = token_problem(rows=23, hidden=19, vocab=41)  # shapes of no other test's tensors
     losses = token_losses(h, w, y)
-    assert [ref().shape for ref in taken] == [h.shape, w.shape]
+    assert others_like(h, w) == [tuple(h.shape), tuple(w.shape)]
     losses.sum().backward()
-    assert [ref() for ref in taken] == [None, None]
+    assert others_like(h, w) == []
+    assert losses.shape == y.shape  # still held
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -296,8 +315,8 @@ def test_gradients_taken_ahead_are_gone_after_the_backward_pass(monkeypatch):
 def test_gradients_are_scaled_in_float32_and_rounded_once(dtype, of_rows):
     gradient = torch.randn(64, 8).to(dtype)
     by = 1 + torch.rand(64, 1) / 100 if of_rows else torch.tensor([1.0039])  # between two of bf16
-    got = loss_tokens._scaled(gradient, by, dtype)
+    got = loss_tokens.scaled(gradient, by, dtype)
     assert got.dtype == dtype
     assert torch.equal(got, (gradient.float() * by).to(dtype))
-    from_float = loss_tokens._scaled(gradient.float(), by, dtype)
+    from_float = loss_tokens.scaled(gradient.float(), by, dtype)
     assert torch.equal(from_float, got)

@@ -7,60 +7,29 @@ import torch
 import torch.nn.functional as F
 
 from tests.shared import tiny, world
+from tests.shared.losses import draw_head, losses_of_cut_head
 
 TOLERANCE = 1e-6
 
 
-def problem(vocab: int, tied_rows: bool = False):
-    generator = torch.Generator().manual_seed(3)
-    hidden = torch.randn(2, 13, 24, generator=generator)
-    weight = torch.randn(vocab, 24, generator=generator) / 5
-    labels = torch.randint(0, vocab, (2, 13), generator=generator)
-    labels[:, ::4] = -100
-    return hidden, weight, labels, torch.randn(2, 13, generator=generator)
-
-
-def sharded(vocab: int, chunk_size: int) -> dict:
-    """Losses, d hidden and d weight of all ranks together, on every rank."""
-    import torch.distributed as dist
-
-    from mca_lite.loss_tokens import token_losses
-
-    hidden, weight, labels, grad = problem(vocab)
-    size, rank = dist.get_world_size(), dist.get_rank()
-    padded = F.pad(weight, (0, 0, 0, -vocab % size))
-    mine = padded.chunk(size)[rank].clone().requires_grad_()
-    hidden.requires_grad_()
-    losses = token_losses(hidden, mine, labels, dist.group.WORLD, vocab, chunk_size)
-    losses.backward(grad)
-    dist.all_reduce(hidden.grad)  # what megatron's mapping before the head does
-    parts = [torch.empty_like(mine) for _ in range(size)]
-    dist.all_gather(parts, mine.grad)
-    return dict(
-        losses=losses.tolist(),
-        d_hidden=hidden.grad.tolist(),
-        d_weight=torch.cat(parts)[:vocab].tolist(),
-    )
+def cut_head_losses(vocab: int, chunk_size: int, rows: int) -> list:
+    return losses_of_cut_head(*draw_head(vocab, (2, 13)), chunk_size, rows)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("chunk_size", [5, 1024])
 def test_vocab_parallel_loss_equals_cross_entropy(ranks, chunk_size):
     vocab = 61  # no multiple of 2 or 4
-    hidden, weight, labels, grad = problem(vocab)
+    hidden, weight, labels, grad = draw_head(vocab, (2, 13))
     hidden.requires_grad_(), weight.requires_grad_()
     losses = F.cross_entropy(
         (hidden @ weight.t()).flatten(0, 1), labels.flatten(), reduction="none"
     ).view(labels.shape)
     losses.backward(grad)
-    for got in world.run(sharded, ranks, vocab, chunk_size):
-        for name, wanted in (
-            ("losses", losses),
-            ("d_hidden", hidden.grad),
-            ("d_weight", weight.grad),
-        ):
+    for got in world.run(cut_head_losses, ranks, vocab, chunk_size, -(-vocab // ranks)):
+        for ours, wanted in zip(got, (losses, hidden.grad, weight.grad), strict=True):
             torch.testing.assert_close(
-                torch.tensor(got[name]), wanted.detach(), rtol=0, atol=2 * TOLERANCE
+                torch.tensor(ours), wanted.detach(), rtol=0, atol=2 * TOLERANCE
             )
 
 

@@ -14,7 +14,6 @@ from transformers.models.mistral.modeling_mistral import MistralRotaryEmbedding
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from mca_lite.args import TrainingArguments
 from mca_lite.batch import row_layout
 from mca_lite.errors import ConfigError, Judge
 from mca_lite.families import check_type
@@ -28,6 +27,7 @@ from mca_lite.model_config import (
 )
 from mca_lite.model_layers import Rope, rope_frequencies, rotary_tables
 from tests.shared import tiny
+from tests.shared.training import arguments
 
 FAMILIES = {
     "llama": (transformers.LlamaConfig, LlamaRotaryEmbedding),
@@ -48,10 +48,6 @@ SIZES = dict(
 
 def hf(family="llama", **values):
     return FAMILIES[family][0](**{**SIZES, **values})
-
-
-def arguments(**values):
-    return TrainingArguments(output_dir="out", **values)
 
 
 def saved(config, folder):
@@ -533,11 +529,10 @@ def test_attention_that_the_local_layers_lack_is_refused(field, value):
     [({}, False), (dict(hidden_dropout=0.1), True), (dict(bias_dropout_fusion=True), True)],
 )
 def test_a_residual_is_compiled_on_a_gpu_where_it_has_dropout(keys, fused, monkeypatch, tmp_path):
-    from mca_lite import TrainingArguments, model_config
-
-    args = TrainingArguments(output_dir=str(tmp_path), transformer_impl="local", **keys)
+    path = tiny.save_model(tmp_path / "model", "llama")
+    args = arguments(transformer_impl="local", **keys)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert model_config._from_arguments(args)["bias_dropout_fusion"] is fused
+    assert AutoConfig.from_pretrained(path, args).bias_dropout_fusion is fused
 
 
 # ---- models that are not trained here

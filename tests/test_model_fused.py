@@ -70,21 +70,30 @@ def test_the_weights_of_experts_are_float32_and_their_product_is_rounded_once():
     assert got.dtype == torch.bfloat16 and torch.equal(got, product.bfloat16())
 
 
+@pytest.fixture
+def switched_back():
+    """The switch of torch_compile as it is without the key, after a test."""
+    yield
+    kernels.switch(None)
+
+
+@pytest.mark.usefixtures("switched_back")
 def test_torch_compile_true_warns_where_there_is_no_gpu(tmp_path, monkeypatch):
-    monkeypatch.setattr(kernels, "_torch_compile", None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     args = TrainingArguments(output_dir=str(tmp_path), torch_compile=True)
     with pytest.warns(UserWarning, match="there is no GPU"):
         kernels.switch(args.torch_compile)
 
 
+@pytest.mark.usefixtures("switched_back")
 @pytest.mark.parametrize(("asked", "runs_compiled"), [(None, True), (True, True), (False, False)])
 def test_torch_compile_switches_what_runs_on_a_gpu(asked, runs_compiled, monkeypatch):
     class OnGpu:
         is_cuda = True
 
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(kernels, "works", lambda *words: True)
-    monkeypatch.setattr(kernels, "_torch_compile", asked)
+    kernels.switch(asked)
     assert kernels.compiles(OnGpu()) is runs_compiled
 
 
@@ -95,7 +104,6 @@ def test_a_machine_without_a_compiler_says_so_once_and_runs_uncompiled(monkeypat
     def fails(*args, **kwargs):
         raise RuntimeError("no C compiler\nand a long trace")
 
-    monkeypatch.setattr(kernels, "_torch_compile", None)
     monkeypatch.setattr(torch, "ones", fails)  # of the kernel that is tried
     monkeypatch.setattr(kernels, "triton", "there")
     kernels.works.cache_clear()
@@ -196,5 +204,5 @@ def test_heads_are_split_normed_and_rotated_at_once(family, wanted, tmp_path):
 
 
 def test_loops_of_wide_rows_ask_for_no_more_memory_than_small_gpus_have():
-    of_rows = {width: kernels._stages(3 * width * 4) for width in (2048, 4096, 8192)}
+    of_rows = {width: kernels.iterations_at_once(3 * width * 4) for width in (2048, 4096, 8192)}
     assert of_rows == {2048: 3, 4096: 3, 8192: 1}  # float32; two of three iterations wait

@@ -2,18 +2,16 @@
 and says where.
 """
 
-import contextlib
-import io
 import math
-import os
 import re
 
 import numpy as np
 import pytest
 
-from tests.shared import dpo_tools, tiny, tiny_moe, world
-from tests.shared.commands import ROOT, SHORT
+from tests.shared import commands, dpo_tools, tiny, tiny_moe, world
+from tests.shared.commands import SHORT
 from tests.shared.files import tensors
+from tests.shared.fixtures import saved_model
 from tests.shared.layouts import CP2, DIST_OPT, EP2, PP2, TP2, VPP2
 from tests.shared.training import read_log
 
@@ -32,9 +30,7 @@ KEYS = dict(
 )
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return tiny.save_model(tmp_path_factory.mktemp("nonfinite") / "model", "llama")
+model_path = saved_model("llama")
 
 
 @pytest.fixture(scope="module")
@@ -337,12 +333,9 @@ def through_the_command_line(words: str) -> tuple[int, str]:
     """(exit code, what was said as an error)"""
     from mca_lite import cli
 
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        os.environ.pop(name, None)
-    os.chdir(ROOT)
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):
-        return cli.main(words.split()), said.getvalue()
+    commands.without_launcher()
+    code, _, said = commands.ended(cli.main, words.split())
+    return code, said
 
 
 def stopped(tmp_path, words: str, config: str = "configs/sft.yaml") -> str:

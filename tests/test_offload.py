@@ -2,14 +2,13 @@
 stopped.
 """
 
-import shutil
-
 import pytest
 import torch
 
-from tests.shared import tiny, world
-from tests.shared.layouts import DIST_OPT, SAVE
-from tests.shared.training import train
+from tests.shared import world
+from tests.shared.fixtures import saved_model
+from tests.shared.layouts import DIST_OPT
+from tests.shared.training import train, whole_and_resumed
 
 OFFLOAD = dict(optimizer_cpu_offload=True)
 CASES = {
@@ -22,11 +21,7 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return tiny.save_model(
-        tmp_path_factory.mktemp("offload") / "model", "qwen3", num_hidden_layers=2
-    )
+model_path = saved_model("qwen3", num_hidden_layers=2)
 
 
 def whole_and_parts(path: str, out: str, cases: dict) -> dict:
@@ -38,11 +33,7 @@ def whole_and_parts(path: str, out: str, cases: dict) -> dict:
         plain = {k: v for k, v in keys.items() if k != "optimizer_offload_fraction"}
         folder, keys = f"{out}/{name}", {**keys, **OFFLOAD}
         on_device = train(path, f"{folder}/device", steps=4, **plain)
-        whole = train(path, f"{folder}/parts", steps=4, **SAVE, **keys)
-        shutil.rmtree(f"{folder}/parts/checkpoint-4", ignore_errors=True)
-        again = dict(SAVE, resume_from_checkpoint="auto")
-        parts = train(path, f"{folder}/parts", steps=4, **again, **keys)
-        curves[name] = on_device, whole, parts
+        curves[name] = on_device, *whole_and_resumed(path, f"{folder}/parts", **keys)
     return curves
 
 

@@ -2,7 +2,7 @@
 checkpoints make of it.
 """
 
-import shutil
+import functools
 from pathlib import Path
 
 import numpy as np
@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from mca_lite.kernels import AdamW, join, round_by_chance, split_into
-from tests.shared import tiny, world
-from tests.shared.layouts import DIST_OPT, SAVE
-from tests.shared.training import assert_same_curve, train
+from tests.shared import world
+from tests.shared.fixtures import saved_model
+from tests.shared.layouts import DIST_OPT
+from tests.shared.lora_tools import with_drawn_adapters
+from tests.shared.training import assert_same_curve, train, whole_and_resumed
 
 BF16 = dict(bf16=True)
 BF16_MOMENTS = dict(exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
@@ -187,17 +189,7 @@ def test_the_chance_is_in_proportion_and_the_same_for_replicas():
 # -- runs
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return tiny.save_model(tmp_path_factory.mktemp("adam") / "model", "qwen3", num_hidden_layers=2)
-
-
-def resumed(path: str, out: str, first: dict, then: dict) -> tuple[list, list]:
-    """(curve, the same of a run that died after its second step and went on with other keys)"""
-    keys = dict(steps=4, **SAVE, **BF16)
-    whole = train(path, out, **keys, **first)
-    shutil.rmtree(f"{out}/checkpoint-4", ignore_errors=True)
-    return whole, train(path, out, resume_from_checkpoint="auto", **keys, **then)
+model_path = saved_model("qwen3", num_hidden_layers=2)
 
 
 def curves(path: str, out: str) -> dict:
@@ -209,7 +201,10 @@ def curves(path: str, out: str) -> dict:
         "to distributed": ({}, DIST_OPT),
         "from distributed": (DIST_OPT, {}),
     }
-    found = {name: resumed(path, f"{out}/{name}", *keys) for name, keys in cases.items()}
+    found = {
+        name: whole_and_resumed(path, f"{out}/{name}", *keys, **BF16)
+        for name, keys in cases.items()
+    }
     for name, keys in {"below": {}, "below, distributed": DIST_OPT}.items():
         limits = (dict(keys, max_grad_norm=limit) for limit in (50.0, 5000.0))
         found[name] = [train(path, f"{out}/{name}", **BF16, **limit) for limit in limits]
@@ -309,14 +304,14 @@ def test_a_step_that_is_left_out_is_not_counted(model_path, tmp_path):
 
 def states_of(backend) -> dict:
     """{parameter.state: float32, flat}, and each parameter itself and its updates."""
-    from mca_lite.ckpt_megatron import _owned, _state_names, _state_of
+    from mca_lite.ckpt_megatron import owned_parameters, state_names, state_piece
 
     models, optimizer, states = backend.model, backend.optimizer, {}
     names = {id(p): name for model in models for name, p in model.named_parameters()}
-    for inner, parameter, main, cut in _owned(optimizer, models):
+    for inner, parameter, main, cut in owned_parameters(optimizer, models):
         name = names[id(parameter)]
-        for state in _state_names(optimizer, parameter):
-            states[f"{name}.{state}"] = _state_of(inner, main, cut, state).numpy().copy()
+        for state in state_names(optimizer, parameter):
+            states[f"{name}.{state}"] = state_piece(inner, main, cut, state).numpy().copy()
         states[f"{name}.weight"] = parameter.detach().float().view(-1).numpy()
         states[f"{name}.step"] = float(inner.state[main]["step"])
     return states
@@ -326,7 +321,7 @@ def there_and_back(path: str, out: str) -> list[dict]:
     """The states of optimizers that load each other's checkpoints: split, distributed, split."""
     from mca_lite import TrainingArguments
     from mca_lite.backend_megatron import MegatronBackend
-    from mca_lite.ckpt_megatron import _owned
+    from mca_lite.ckpt_megatron import owned_parameters
     from mca_lite.model import AutoModel
 
     found = []
@@ -337,7 +332,7 @@ def there_and_back(path: str, out: str) -> list[dict]:
         if i:
             backend.load_state(Path(out, str(i - 1)))
         else:
-            for inner, parameter, main, _ in _owned(optimizer, backend.model):
+            for inner, parameter, main, _ in owned_parameters(optimizer, backend.model):
                 noise = [draw(*parameter.shape, seed=7 + k) for k in range(3)]
                 moments = dict(exp_avg=noise[1], exp_avg_sq=noise[2].square())
                 master = parameter.detach().float() * (1 + 1e-3 * noise[0])
@@ -348,7 +343,7 @@ def there_and_back(path: str, out: str) -> list[dict]:
         snapshot = backend.snapshot(with_optimizer=True, copy=False)
         snapshot.finish(folder, [snapshot.write(folder)[1]])
     backend.load_state(Path(out, "0"), with_optimizer=False)  # weights that somebody else sets
-    for inner, parameter, main, _ in _owned(optimizer, backend.model):
+    for inner, parameter, main, _ in owned_parameters(optimizer, backend.model):
         assert torch.equal(inner.master(main), parameter.detach().float())
     return found
 
@@ -369,23 +364,17 @@ def test_masters_and_moments_are_the_same_bits_in_the_distributed_optimizer_and_
 def lora_run(path: str, out: str) -> tuple[list, list, str]:
     """(curve of adapters in a bf16 run, the same with the distributed optimizer, the kind of
     optimizer of the first one)"""
-    from mca_lite import lora
     from mca_lite.optim import parts_of
     from mca_lite.trainer import McaTrainer
 
     kinds = []
-
-    def adapt(models):
-        lora.inject(models, lora.LoraSpec(rank=4))
-        lora.fill_adapters(models, lambda key, shape: 0.05 * draw(*shape, seed=len(key)))
-        return models
 
     class Trainer(McaTrainer):
         def train(self):
             super().train()
             kinds.append(type(parts_of(self.backend.optimizer)[0].optimizer).__name__)
 
-    same = dict(adapt=adapt, trainer_class=Trainer, **BF16)
+    same = dict(adapt=functools.partial(with_drawn_adapters, rank=4), trainer_class=Trainer, **BF16)
     curves = [train(path, f"{out}/{i}", **same, **keys) for i, keys in enumerate(({}, DIST_OPT))]
     return *curves, kinds[0]
 

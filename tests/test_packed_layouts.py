@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from tests.shared import tiny, world
-from tests.shared.cells import asked_for, shared_worlds, thinned, train_all
+from tests.shared.cells import thinned
 from tests.shared.files import assert_same_tensors, tensors
+from tests.shared.fixtures import torch_references, trained_references
 from tests.shared.layouts import (
     CP2,
     CUT,
@@ -34,23 +35,8 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def references(request, tmp_path_factory):
-    """{family: (model folder, curve of the torch backend on one rank with one sample a row, its
-    weights)}
-    """
-    folder = tmp_path_factory.mktemp("references")
-    paths = {f: tiny.save_model(folder / "models" / f, f) for f in tiny.FAMILY_KEYS}
-    runs = {family: ((paths[family],), {}) for family in {*asked_for(request), "qwen3"}}
-    [curves] = world.run(train_all, 1, runs, str(folder), backend="torch", **BRIEF)
-    return {f: (paths[f], curves.get(f), tensors(folder / f)) for f in paths}
-
-
-@pytest.fixture(scope="module")
-def trained(request, references, tmp_path_factory):
-    return shared_worlds(
-        request, tmp_path_factory, LAYOUTS, lambda f: ((references[f][0],), {}), **BRIEF
-    )
+references = torch_references(**BRIEF)
+trained = trained_references(LAYOUTS, **BRIEF)
 
 
 def assert_same_run(references, family, curves, folder):
@@ -156,14 +142,18 @@ def token_losses(path: str, cp: int = 1) -> dict:
 
     from mca_lite import AutoModel, McaTrainer, TrainingArguments
 
+    class Trainer(McaTrainer):
+        def inputs_of(self, batch: dict) -> dict:
+            return self._prepare_train_inputs(iter([batch]))
+
     args = TrainingArguments(output_dir="unused", context_parallel_size=cp, sequence_packing=True)
-    trainer = McaTrainer(AutoModel.from_pretrained(path, args), args)
+    trainer = Trainer(AutoModel.from_pretrained(path, args), args)
     trainer.backend.train_mode(False)
 
     def run(docs):
         batch = trainer.data_collator(docs)
         with torch.no_grad():
-            inputs = trainer._prepare_train_inputs(iter([batch]))
+            inputs = trainer.inputs_of(batch)
             local = trainer.models[0](**inputs)[0]
         layout = inputs["packed_seq_params"].layout
         whole = torch.zeros(len(local) * cp)

@@ -3,8 +3,9 @@
 import pytest
 
 from tests.shared import tiny, world
-from tests.shared.cells import asked_for, shared_worlds, thinned, train_all
+from tests.shared.cells import thinned
 from tests.shared.files import assert_same_tensors, tensors
+from tests.shared.fixtures import torch_references, trained_references
 from tests.shared.layouts import DENSE, OVERLAP, TWO_ROWS
 from tests.shared.training import BRIEF, assert_same_curve, train
 
@@ -18,22 +19,8 @@ LAYOUTS = {
 CELLS = thinned(tiny.FAMILY_KEYS, LAYOUTS, everywhere=["qwen3"], few=["one", "tp2_sp", "pp2_vpp2"])
 
 
-@pytest.fixture(scope="module")
-def references(request, tmp_path_factory):
-    """{family: (model folder, curve of the torch backend on one rank, its exported weights)}"""
-    folder = tmp_path_factory.mktemp("references")
-    families = {*asked_for(request), "qwen3"}
-    paths = {f: tiny.save_model(folder / "models" / f, f) for f in sorted(families)}
-    runs = {family: ((path,), {}) for family, path in paths.items()}
-    [curves] = world.run(train_all, 1, runs, str(folder), backend="torch", **BRIEF)
-    return {f: (paths[f], curves[f], tensors(folder / f)) for f in paths}
-
-
-@pytest.fixture(scope="module")
-def trained(request, references, tmp_path_factory):
-    return shared_worlds(
-        request, tmp_path_factory, LAYOUTS, lambda f: ((references[f][0],), {}), **BRIEF
-    )
+references = torch_references(**BRIEF)
+trained = trained_references(LAYOUTS, **BRIEF)
 
 
 @pytest.mark.parametrize("case, layout", CELLS)

@@ -197,7 +197,7 @@ def test_a_verdict_allows_three_times_the_noise_and_misses_nothing():
     oracle, size = {name: torch.ones(4) for name in names}, 2.0
     noise = dict.fromkeys(names, 0.01 * size)  # the bound is 0.0301 of the size
     found = dict(zip(names, (0.0300 * size, 0.0302 * size, float("nan")), strict=False))
-    rows = parity_of_steps._rows(oracle, noise, {}, found)
+    rows = parity_of_steps.compared_rows(oracle, noise, {}, found)
     assert [row.differs for row in rows] == [False, True, True, True]
 
 

@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from mca_lite import TrainingArguments, cli_plan, lora, plan_memory
-from mca_lite.model_config import from_hf_config
+from mca_lite import cli_plan
 from tests.shared import tiny, world
 from tests.shared.layouts import PP2, TP2, TP2_SP
 from tests.shared.rates import predict_and_train, wait_in_a_pipeline
-from tests.tools import bench_gpu
+from tests.tools import bench_gpu, gpu_plan
 
 RESULTS = (Path(__file__).parent / "bench" / "RESULTS.md").read_text()
 # cases of RESULTS.md -> of bench_gpu
@@ -36,17 +35,9 @@ def measured(case: str) -> float:
 def planned_on_h200(name: str, world_size: int = 1, link: float = math.inf, **keys):
     """(StepTime, tokens of a step) of a case of bench_gpu."""
     case = bench_gpu.CASES[name]
-    pairs, length = case.get("pairs", False), case.get("s", 4096)
-    accumulation = case["rows"] // case["mbs"]
-    given = dict(output_dir="unused", bf16=True, transformer_impl="local")
-    given.update(gradient_accumulation_steps=accumulation, per_device_train_batch_size=case["mbs"])
-    args = TrainingArguments(**{**given, **keys})
-    config, spec = from_hf_config(bench_gpu.hf_config(case["shape"]), args), None
-    if "lora" in case:
-        spec = lora.plan(config, lora.LoraSpec(rank=case["lora"]))
-    tensors = plan_memory.ModelTensors(config, spec)
-    lengths = [length] * (2 if pairs else 1)
-    memory = plan_memory.rank_memory(args, config, tensors, 0, sum(lengths), world_size, True)
+    pairs = "pairs" in case
+    lengths = [case.get("s", 4096)] * (2 if pairs else 1)
+    args, config, memory = gpu_plan.planned(name, world_size, **keys)
     rates = cli_plan.RATES["H200"]._replace(link=link)
     times = cli_plan.step_time(
         *(args, config, memory, lengths, world_size, rates), frozen="lora" in case, reference=pairs

@@ -3,16 +3,17 @@ transformers in every layout.
 """
 
 import json
-import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.shared import tiny, world
+from tests.shared.commands import run_all
 from tests.shared.dpo_tools import Pairs, logp_and_length
+from tests.shared.fixtures import saved_model
 from tests.shared.layouts import CP2, PP2, TP2_SP, VPP2
-from tests.shared.small_runs import save_tokenizer, write_data
+from tests.shared.small_runs import save_all
 
 SAMPLES = tiny.samples(11)  # of unequal length, one of them without a label
 PACKED = dict(sequence_packing=True, per_device_eval_batch_size=3)
@@ -25,9 +26,7 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory) -> str:
-    return tiny.save_model(tmp_path_factory.mktemp("predict") / "model", "qwen3")
+path = saved_model("qwen3")
 
 
 @pytest.fixture(scope="module")
@@ -232,6 +231,11 @@ def test_functions_that_give_no_metrics_are_named(path, tmp_path):
     assert "expected both functions, or neither, got 5" in number
 
 
+BASE = (
+    "model_name_or_path={folder}/model dataset={folder}/chat.jsonl do_predict=true "
+    "eval_dataset={folder}/chat.jsonl,{folder}/other.jsonl cutoff_len=40 disable_tqdm=true "
+    "cache_dir={folder}/cache output_dir={folder}/{name}"
+)
 RUNS = {
     "trained": "neat_packing=true max_steps=1 save_strategy=no",
     "each": "model_name_or_path={folder}/trained do_train=false eval_on_each_dataset=true "
@@ -241,27 +245,9 @@ RUNS = {
 }
 
 
-def run_all(folder: str) -> None:
-    from mca_lite import cli
-
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        os.environ.pop(name, None)
-    base = (
-        "model_name_or_path={folder}/model dataset={folder}/chat.jsonl do_predict=true "
-        "eval_dataset={folder}/chat.jsonl,{folder}/other.jsonl cutoff_len=40 disable_tqdm=true "
-        "cache_dir={folder}/cache output_dir={folder}/NAME "
-    )
-    for name, words in RUNS.items():
-        given = (base.replace("NAME", name) + words).format(folder=folder).split()
-        last = {word.partition("=")[0]: word for word in given}
-        assert cli.main(list(last.values())) == 0, name
-
-
 def test_do_predict_writes_each_sample_of_the_evaluation_sets_once(tmp_path):
-    tiny.save_model(tmp_path / "model", "llama", num_hidden_layers=2)
-    save_tokenizer(tmp_path / "model")
-    write_data(tmp_path)
-    world.run(run_all, 1, str(tmp_path), timeout_s=120)
+    save_all(tmp_path, "llama", num_hidden_layers=2)
+    world.run(run_all, 1, BASE, RUNS, str(tmp_path), timeout_s=120)
 
     def lines(name: str) -> list[dict]:
         return [json.loads(line) for line in (tmp_path / name / "predictions.jsonl").open()]

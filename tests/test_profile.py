@@ -10,7 +10,7 @@ from mca_lite import TrainingArguments, cli
 from mca_lite.errors import ConfigError
 from tests.shared import commands, tiny, world
 from tests.shared.layouts import TP2_SP
-from tests.shared.small_runs import save_tokenizer, write_data
+from tests.shared.small_runs import save_all
 from tests.shared.training import attempt
 
 
@@ -55,7 +55,7 @@ def test_what_are_no_steps_is_refused(steps):
 
 
 def words_of(folder, more: str = "") -> list[str]:
-    words = f"configs/sft.yaml model_name_or_path={folder}/hf dataset={folder}/chat.jsonl "
+    words = f"configs/sft.yaml model_name_or_path={folder}/model dataset={folder}/chat.jsonl "
     words += f"output_dir={folder}/out cache_dir={folder}/cache {commands.SHORT} "
     return f"{words} {more}".split()
 
@@ -63,9 +63,7 @@ def words_of(folder, more: str = "") -> list[str]:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("memory")
-    tiny.save_model(folder / "hf", "qwen3")
-    save_tokenizer(folder / "hf")
-    write_data(folder)
+    save_all(folder, "qwen3")
     return folder
 
 

@@ -12,7 +12,9 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 
+import mca_lite
 from mca_lite import __main__
 from tests.tools.house import core_of, house, measure
 
@@ -136,11 +138,10 @@ def check_assignments(name: str) -> None:
 
 def test_the_homes_of_public_names_are_typed():
     """make lint runs mypy on them: on the files that pyproject.toml names."""
-    from mca_lite import _HOME
-
     listed = re.search(r"files = \[([^]]+)\]", (ROOT / "pyproject.toml").read_text()).group(1)
     typed = {path.stem for word in re.findall(r'"(.+?)"', listed) for path in ROOT.glob(word)}
-    assert set(_HOME.values()) - typed == set()
+    homes = {getattr(mca_lite, name).__module__.split(".")[1] for name in mca_lite.__all__}
+    assert homes - typed == set()
 
 
 def test_files_and_functions_stay_short():
@@ -200,6 +201,60 @@ def test_tests_share_only_through_tests_shared():
     for path in files:
         assert not re.search(r"(?m)^\s*from tests(\.| import )test_", path.read_text()), path
     assert [path.stem for path in in_order(files)][: len(SLOWEST)] == [f"test_{n}" for n in SLOWEST]
+
+
+def private_names(tree: ast.AST) -> set[str]:
+    """Names with one leading underscore that a file defines: functions, classes, variables,
+    attributes."""
+    defined = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            defined.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            defined.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            defined.add(node.attr)
+    return {name for name in defined if re.match(r"_[^_]", name)}
+
+
+def private_uses(tree: ast.AST, private: set[str]) -> list[str]:
+    """Uses of private names of the package: imports, attributes and strings (monkeypatch). A
+    class's own attribute of the same name is none."""
+    own = private_names(tree)
+    parts = {id(x) for n in ast.walk(tree) if isinstance(n, ast.JoinedStr) for x in n.values}
+    found = []
+    for node in ast.walk(tree):
+        if id(node) in parts:  # of an f-string
+            continue
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mca_lite"):
+            found += [alias.name for alias in node.names if alias.name in private]
+        elif isinstance(node, ast.Attribute) and node.attr in private:
+            owner = ast.unparse(node.value)
+            if not (owner in ("self", "cls") and node.attr in own):
+                found.append(f"{owner}.{node.attr}")
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if node.value in private or re.search(r"\bmca_lite(\.\w+)*\._[a-z]", node.value):
+                found.append(node.value)
+    return found
+
+
+# Private names of the package that tests use in the second half of the files and tests/tools, at
+# most; none in the first half and tests/shared.
+PRIVATE_USES = {"second": 29}
+
+
+def test_tests_use_no_private_name_of_the_package():
+    """Hooks of the trainer are public where mca_lite/README.md names them."""
+    hooks = set(re.findall(r"`(_\w+)\b", (PACKAGE / "README.md").read_text()))
+    private = set().union(*map(private_names, modules().values())) - hooks - set(dir(torch.Tensor))
+    uses = {"first": [], "second": []}
+    for path in sorted((ROOT / "tests").rglob("*.py")):
+        found = private_uses(ast.parse(path.read_text()), private)
+        place = path.relative_to(ROOT / "tests").as_posix()
+        half = "first" if place.startswith("shared/") or place < "test_m" else "second"
+        uses[half] += [f"{place}: {use}" for use in found]
+    assert uses["first"] == []
+    assert len(uses["second"]) <= PRIVATE_USES["second"], "\n".join(uses["second"])
 
 
 def test_each_file_runs_in_one_process_of_the_suite(tmp_path):

@@ -3,7 +3,7 @@ and adapters of stand-ins for its modules. What its kernels compute: `make gpu`
 (tests/tools/gpu_te.py).
 """
 
-import shutil
+import functools
 import types
 import warnings
 
@@ -16,8 +16,9 @@ from mca_lite.model import VirtualModels
 from mca_lite.model_config import McaModelConfig, from_hf_config
 from tests.shared import commands, te_standins, tiny, tiny_moe, world
 from tests.shared.layouts import SAVE
-from tests.shared.training import assert_same_curve, train
-from tests.tools import gpu_te
+from tests.shared.lora_tools import with_drawn_adapters
+from tests.shared.training import assert_same_curve, train, whole_and_resumed
+from tests.tools import gpu_te, gpu_te_runs
 
 BF16 = dict(bf16=True)
 FP8 = dict(bf16=True, fp8="hybrid")
@@ -201,16 +202,7 @@ def trained_beside_te(path: str, out: str) -> tuple[str, list, list]:
     optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = CountsInItsGroup, False
     with mock.patch("torch.cuda.is_available", lambda: True):
         cpu.apply_on_cuda.__wrapped__()
-    return optimizer.Adam.__name__, *resumed(path, out, {}, {})
-
-
-def resumed(path: str, out: str, first: dict, then: dict) -> tuple[list, list]:
-    """(curve, the same of a run that died after its second step and went on with other keys)"""
-    keys = dict(steps=5, **SAVE)
-    whole = train(path, out, **keys, **first)
-    for step in (4, 5):
-        shutil.rmtree(f"{out}/checkpoint-{step}", ignore_errors=True)
-    return whole, train(path, out, resume_from_checkpoint="auto", **keys, **then)
+    return optimizer.Adam.__name__, *whole_and_resumed(path, out, steps=5)
 
 
 def test_beside_te_the_optimizer_is_torchs_and_a_run_resumes(tmp_path):
@@ -227,8 +219,8 @@ def through_both(path: str, out: str, keys: dict) -> dict:
     """{name: (curve, the same resumed on the other layers)}"""
     with te_standins.installed():
         return {
-            "local to TE": resumed(path, f"{out}/a", {**keys, **LOCAL}, {**keys, **TE}),
-            "TE to local": resumed(path, f"{out}/b", {**keys, **TE}, {**keys, **LOCAL}),
+            "local to TE": whole_and_resumed(path, f"{out}/a", LOCAL, TE, **keys),
+            "TE to local": whole_and_resumed(path, f"{out}/b", TE, LOCAL, **keys),
         }
 
 
@@ -255,23 +247,12 @@ def test_a_checkpoint_of_an_fp8_run_converts_where_there_is_neither_te_nor_a_gpu
     assert code == 0 and "verified" in printed, errors
 
 
-def draw(key: str, shape) -> torch.Tensor:
-    return 0.05 * torch.randn(shape, generator=torch.Generator().manual_seed(len(key)))
-
-
-def with_adapters(models):
-    from mca_lite import lora
-
-    lora.inject(models, lora.LoraSpec(rank=4))
-    lora.fill_adapters(models, draw)
-    return models
-
-
 def lora_curves(path: str, out: str) -> dict:
     runs = {"local": LOCAL, "TE": TE, "TE, fp8": {**TE, "fp8": "hybrid"}}
+    adapt = functools.partial(with_drawn_adapters, rank=4)
     with te_standins.installed():
         return {
-            name: train(path, f"{out}/{name}", adapt=with_adapters, bf16=True, **keys)
+            name: train(path, f"{out}/{name}", adapt=adapt, bf16=True, **keys)
             for name, keys in runs.items()
         }
 
@@ -319,18 +300,22 @@ def test_a_forward_pass_of_its_own_rounds_fp8s_weights_anew():
 def test_the_gpu_cases_see_a_run_that_trains_nothing():
     start = {"a": torch.ones(64), "b": torch.full((8, 8), 0.05)}
     trained = {name: tensor + 0.03 for name, tensor in start.items()}
-    assert gpu_te.moved(start, trained, start) > max(gpu_te.PLAIN["move"], gpu_te.IN_FP8["move"])
-    assert gpu_te.moved(trained, trained, start) == gpu_te.moved(start, start, start) == 0
+    assert gpu_te_runs.moved(start, trained, start) > max(
+        gpu_te_runs.PLAIN["move"], gpu_te_runs.IN_FP8["move"]
+    )
+    assert gpu_te_runs.moved(trained, trained, start) == gpu_te_runs.moved(start, start, start) == 0
     rounded = {name: tensor.bfloat16().float() for name, tensor in start.items()}
-    assert gpu_te.trained(trained, start) and not gpu_te.trained(rounded, start)
+    assert gpu_te_runs.trained(trained, start) and not gpu_te_runs.trained(rounded, start)
 
 
 def test_the_gpu_cases_hold_each_run_to_its_bounds():
     bounds = dict(loss=2e-2, move=0.5)
     numbers = {"loss te": 1e-2, "loss local": 1e-2, "move te": 0.2, "move local": 0.9}
-    assert gpu_te.within(numbers, bounds, "te") and not gpu_te.within(numbers, bounds, "local")
-    assert not gpu_te.within(dict(loss=3e-2, move=0.1), bounds)
-    assert not gpu_te.within(dict(loss=float("nan"), move=0.1), bounds)
+    assert gpu_te_runs.within(numbers, bounds, "te") and not gpu_te_runs.within(
+        numbers, bounds, "local"
+    )
+    assert not gpu_te_runs.within(dict(loss=3e-2, move=0.1), bounds)
+    assert not gpu_te_runs.within(dict(loss=float("nan"), move=0.1), bounds)
 
 
 def test_gpu_cases_without_time_are_named_and_not_run(tmp_path):

@@ -8,7 +8,7 @@ import warnings
 from mca_lite.args import FIELDS, format_help
 from mca_lite.log import connections
 from tests.shared import world
-from tests.shared.commands import ROOT, SHORT, run, run_train
+from tests.shared.commands import ROOT, SHORT, run_script, run_train
 
 SHARDED = "sequence_parallel=true use_distributed_optimizer=true overlap_grad_reduce=true "
 SHARDED += "overlap_param_gather=true tensor_model_parallel_size=2"
@@ -35,7 +35,7 @@ def test_libraries_warn_no_rank_of_collectives_connections_or_checkpoints(tmp_pa
 
 def test_a_run_says_once_what_a_row_is_and_which_schedule_and_weights_it_trains(tmp_path):
     words = f"configs/sft.yaml {SHORT} packing=true lr_scheduler_type=constant max_samples=40"
-    shown = run(f"{words} output_dir={tmp_path}", tmp_path).stdout
+    shown = run_script(f"{words} output_dir={tmp_path}", tmp_path).stdout
     for once in (
         r"\n  global batch +8 packs = micro-batch 2 x accumulation 4 x data parallel 1\n",
         r"\n  steps +3 \(2 an epoch of \d+ packs\)\n",
@@ -50,7 +50,7 @@ def test_a_run_says_once_what_a_row_is_and_which_schedule_and_weights_it_trains(
 
 def test_sequence_packing_alone_is_told_from_packing(tmp_path):
     words = f"configs/sft.yaml {SHORT} sequence_packing=true max_samples=40 max_steps=1"
-    shown = run(f"{words} warmup_ratio=0 output_dir={tmp_path}", tmp_path).stdout
+    shown = run_script(f"{words} warmup_ratio=0 output_dir={tmp_path}", tmp_path).stdout
     said = "sequence_packing joins the samples of a micro-batch, 2 of them: packing: true fills"
     assert shown.count(said) == 1
     assert re.search(r"global batch +8 samples ", shown)

@@ -14,13 +14,11 @@ import torch.nn.functional as F
 
 from tests.shared import tiny, world
 from tests.shared.files import tensors
+from tests.shared.fixtures import saved_model
 from tests.shared.layouts import CP2, DIST_OPT, PP2, SP, TP2, VPP2
 from tests.shared.training import BRIEF, COUNT, GLOBAL_BATCH, assert_same_curve, read_log, train
 
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return tiny.save_model(tmp_path_factory.mktemp("trainer") / "model", "qwen3")
+model_path = saved_model("qwen3")
 
 
 def plain_loop(path: str, steps: int) -> list[tuple[float, float]]:
@@ -537,30 +535,28 @@ def train_on_other_labels(path: str, out: str) -> dict:
     """Curves of trainers whose hook changes the labels in one way or another, or not at all."""
     from mca_lite import McaTrainer
 
-    ours = McaTrainer._prepare_train_inputs
-
     def other(inputs):  # as many labels count, in other places
         return torch.roll(inputs["labels"], 1, -1)
 
-    def replaced(self, data_iterator):
-        inputs = ours(self, data_iterator)
-        return {**inputs, "labels": other(inputs)}
+    class Replaced(McaTrainer):
+        def _prepare_train_inputs(self, data_iterator):
+            inputs = super()._prepare_train_inputs(data_iterator)
+            return {**inputs, "labels": other(inputs)}
 
-    def in_place(self, data_iterator):
-        inputs = ours(self, data_iterator)
-        inputs["labels"].copy_(other(inputs))
-        return inputs
+    class InPlace(McaTrainer):
+        def _prepare_train_inputs(self, data_iterator):
+            inputs = super()._prepare_train_inputs(data_iterator)
+            inputs["labels"].copy_(other(inputs))
+            return inputs
 
-    def without_places(self, data_iterator):
-        inputs = replaced(self, data_iterator)
-        inputs["trained"] = None
-        return inputs
+    class WithoutPlaces(Replaced):
+        def _prepare_train_inputs(self, data_iterator):
+            return {**super()._prepare_train_inputs(data_iterator), "trained": None}
 
-    curves = {}
-    for hook in (ours, replaced, in_place, without_places):
-        McaTrainer._prepare_train_inputs = hook
-        curves[hook.__name__] = train(path, f"{out}/{hook.__name__}")
-    return curves
+    return {
+        kind.__name__: train(path, f"{out}/{kind.__name__}", trainer_class=kind)
+        for kind in (McaTrainer, Replaced, InPlace, WithoutPlaces)
+    }
 
 
 def test_a_hook_may_change_the_labels_after_their_places_were_noted(tmp_path):

@@ -1,18 +1,19 @@
 """Evaluation alone, at the end, of several sets, and under a name of its own."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 
 from tests.shared import tiny, world
-from tests.shared.small_runs import save_tokenizer, write_data
+from tests.shared.commands import run_all
+from tests.shared.small_runs import save_all
 
 BASE = (
     "dataset={folder}/chat.jsonl eval_dataset={folder}/chat.jsonl,{folder}/other.jsonl "
     "cutoff_len=40 cache_dir={folder}/cache max_steps=2 global_batch_size=4 learning_rate=1e-2 "
     "per_device_train_batch_size=2 save_strategy=no logging_steps=1 disable_tqdm=true do_eval=true "
+    "output_dir={folder}/{name}"
 )
 RUNS = {
     "trained": "model_name_or_path={folder}/model eval_on_each_dataset=true",
@@ -27,23 +28,11 @@ RUNS = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("evaluation")
-    tiny.save_model(folder / "model", "llama", num_hidden_layers=2)
-    save_tokenizer(folder / "model")
-    write_data(folder)
+    save_all(folder, "llama", num_hidden_layers=2)
     lines = (folder / "other.jsonl").read_text().splitlines(keepends=True)
     (folder / "other.jsonl").write_text("".join(lines[:5]))  # the sets weigh differently
-    world.run(run_all, 1, str(folder), timeout_s=240)
+    world.run(run_all, 1, BASE, RUNS, str(folder), timeout_s=240)
     return folder
-
-
-def run_all(folder: str) -> None:
-    from mca_lite import cli
-
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        os.environ.pop(name, None)
-    for name, words in RUNS.items():
-        words = f"{BASE}{words} output_dir={folder}/{name}".format(folder=folder)
-        assert cli.main(words.split()) == 0, name
 
 
 def results(folder: Path, name: str) -> dict:

@@ -13,13 +13,11 @@ from types import SimpleNamespace
 import pytest
 
 from tests.shared import tiny, tiny_moe, world
+from tests.shared.fixtures import saved_model
 from tests.shared.layouts import DIST_OPT, LOOP
 from tests.shared.training import train
 
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return tiny.save_model(tmp_path_factory.mktemp("events") / "model", "qwen3")
+model_path = saved_model("qwen3")
 
 
 def recorder(events: list, actions=None):

@@ -519,7 +519,7 @@ def test_a_picture_that_cannot_be_drawn_ends_no_run(tmp_path, monkeypatch, capsy
 def train_with_and_without(model: str, out: str) -> None:
     from tests.shared.training import train
 
-    log._DRAW_EVERY_S = log._DRAW_SHARE = 0  # after every line
+    log.DRAW_EVERY_S = log.DRAW_SHARE = 0  # after every line
     for name in ("with", "without"):
         pictures = [log.Pictures(draw)]
         train(model, f"{out}/{name}", export=True, callbacks=pictures, html_report=name == "with")

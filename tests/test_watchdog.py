@@ -16,6 +16,7 @@ import pytest
 from mca_lite import watchdog
 from mca_lite.watchdog import BETWEEN_STEPS, HANG_EXIT_CODE, RankFailed, Watchdog
 from tests.shared import tiny, world
+from tests.shared.fixtures import saved_model
 from tests.shared.layouts import PP2, TP2
 
 # -- in this process: several ranks, one store, one clock
@@ -108,8 +109,9 @@ class GoesOnBetween:
 
     def check(self, keys: list[str]) -> bool:
         found = self.store.check(keys)
-        if found and keys == ["question"] and self.asker._question:
-            self.asker._go_on()
+        if found and keys == ["question"] and self.store.get("question"):
+            self.asker.note("running the model", 2)
+            self.asker.look()
         return found
 
 
@@ -122,9 +124,9 @@ def test_a_question_that_is_taken_back_while_it_is_read_stops_no_rank():
     asker.look()
     asker.waited = 60.0
     asker.look()
-    assert asker._question
+    assert asker.store.get("question")
     reader.look()  # get() of a key that is gone waits, and raises
-    assert asker._question is None
+    assert not asker.store.get("question")
 
 
 def test_the_next_wait_of_a_rank_that_goes_on_is_a_new_one(capsys):
@@ -144,10 +146,10 @@ def test_the_next_wait_of_a_rank_that_goes_on_is_a_new_one(capsys):
 def test_long_phases_and_the_first_step_are_told_of_at_half_of_ddp_timeout(capsys, phase):
     ranks = Ranks()
     if phase != watchdog.STARTING:
-        ranks.settle()
+        ranks.note(BETWEEN_STEPS, 1, but=1)
+        ranks.all[1].note("reading data", 1)
     ranks.note(phase, 1, but=1)
-    ranks.all[1].note("running the model", 1)
-    ranks.all[1]._is_settled = False  # compiles
+    ranks.all[1].note("running the model", 1)  # its first step: it compiles
     ranks.wait(29)
     assert not capsys.readouterr().err
     ranks.wait(8)
@@ -184,13 +186,21 @@ def test_ranks_of_which_one_died_leave_after_a_while_with_its_words(capsys):
 def test_a_rank_that_lost_one_that_said_nothing_keeps_its_error():
     ranks = Ranks()
     assert ranks.all[0].tell(RuntimeError("Connection reset by peer")) is None
-    assert ranks.all[1]._read("verdict") == ""
+    assert not ranks.all[1].store.check(["verdict"])
+
+
+class SlowStore:
+    """A store that is stopped: each of its answers takes a second."""
+
+    def check(self, keys: list[str]) -> bool:
+        time.sleep(1)
+        return False
 
 
 def test_a_store_that_does_not_answer_is_named(monkeypatch):
-    monkeypatch.setattr(watchdog, "_ANSWER_S", 0.2)
+    monkeypatch.setattr(watchdog, "ANSWER_S", 0.2)
     [rank] = Ranks(1).all
-    monkeypatch.setattr(rank, "_read", lambda key: time.sleep(1))
+    rank.store = SlowStore()
     lost = rank.tell(RuntimeError("Timed out waiting 8000ms for recv operation to complete"))
     assert "the store of the ranks does not answer" in str(lost)
 
@@ -207,7 +217,7 @@ def answer(count: int, is_waiting: bool) -> dict:
         ([answer(5, True), answer(5, True), answer(5, False)], [2]),
         ([answer(5, True), answer(5, True), answer(5, True)], []),
         ([answer(5, False), answer(5, False), answer(5, False)], []),
-        ([answer(5, True), watchdog._SILENT, answer(4, False)], [1]),
+        ([answer(5, True), watchdog.SILENT, answer(4, False)], [1]),
     ],
 )
 def test_who_is_behind(answers, behind):
@@ -246,7 +256,7 @@ def test_without_a_world_nothing_is_watched_and_a_note_costs_nothing_to_speak_of
     from mca_lite import TrainingArguments
 
     with watchdog.watch(TrainingArguments(output_dir=str(tmp_path))):
-        assert watchdog._current is None
+        assert "watchdog" not in {thread.name for thread in threading.enumerate()}
     [rank] = Ranks(1).all
     started = time.thread_time()
     for _ in range(10_000):
@@ -340,9 +350,7 @@ def hang(path: str, out: str, backend: str, how: str, leave_s: float = LEAVE_S, 
         os._exit(end(error, out))
 
 
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return tiny.save_model(tmp_path_factory.mktemp("watchdog") / "model", "llama")
+model_path = saved_model("llama")
 
 
 def said_by(tmp_path, rank: int) -> str:
@@ -441,7 +449,10 @@ def test_a_rank_whose_torchrun_has_gone_stops_as_at_sigterm(monkeypatch, capsys)
     time.sleep(0.1)
     assert not signals, "no torchrun started it"
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    rank._thread.join(timeout=5)
+    for _ in range(500):
+        if signals:
+            break
+        time.sleep(0.01)
     rank.stop()
     assert signals == [(os.getpid(), signal.SIGTERM)]
     assert "torchrun (" in capsys.readouterr().err

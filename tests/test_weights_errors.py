@@ -331,5 +331,5 @@ def test_the_files_of_every_family_fit_their_config_json(tmp_path, maker, name):
         load_torch_model(path).config,
     ):
         planned = run.PlannedModel(Path(path), config, config.vocab_size, config.vocab_size)
-        run._open_source(planned)
+        run.open_source(planned)
         assert planned.source.names()

@@ -39,7 +39,7 @@ def run_train(words: list[str]) -> tuple[int, str, str]:
     return ended(cli.main, words)
 
 
-def run(words: str, tmp_path, nproc: int = 1, code: int = 0) -> SimpleNamespace:
+def run_script(words: str, tmp_path, nproc: int = 1, code: int = 0) -> SimpleNamespace:
     """`train.py words` on `nproc` ranks of a test world, which have imported everything -> stdout,
     stderr of all.
     """
@@ -56,9 +56,29 @@ def alone(command, *words: str) -> tuple[int, str, str]:
     import torch.distributed as dist
 
     dist.destroy_process_group()
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        del os.environ[name]
+    without_launcher()
     return command(list(words))
+
+
+def without_launcher() -> None:
+    """Remove a launcher's variables from the environment: this process is a world of one."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+
+
+def run_all(base: str, runs: dict[str, str], folder: str) -> None:
+    """Run {name: words} one after another, by the command line on this rank without a launcher.
+
+    The words follow those of `base`, and the last value of a key counts; {folder} and {name} stand
+    for this folder and the run's name.
+    """
+    from mca_lite import cli
+
+    without_launcher()
+    for name, words in runs.items():
+        given = f"{base} {words}".format(folder=folder, name=name).split()
+        last = {word.partition("=")[0]: word for word in given}
+        assert cli.main(list(last.values())) == 0, name
 
 
 def run_under_torchrun(words: str, tmp_path, nproc: int) -> subprocess.CompletedProcess:

@@ -14,12 +14,8 @@ EP2 = dict(expert_model_parallel_size=2)
 EP4 = dict(expert_model_parallel_size=4)
 ETP1 = dict(expert_tensor_parallel_size=1)
 DIST_OPT = dict(use_distributed_optimizer=True)
-OVERLAP = dict(
-    use_distributed_optimizer=True,
-    overlap_grad_reduce=True,
-    overlap_param_gather=True,
-    ddp_bucket_size=2000,
-)
+DIST_OVERLAP = dict(DIST_OPT, overlap_grad_reduce=True, overlap_param_gather=True)
+OVERLAP = dict(DIST_OVERLAP, ddp_bucket_size=2000)  # several buckets of a tiny model
 FULL = dict(recompute_granularity="full")
 PACKED = dict(sequence_packing=True, per_device_train_batch_size=2)
 # rows of unequal length in a micro-batch, and half as many micro-batches; one where data parallel

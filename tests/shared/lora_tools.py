@@ -3,6 +3,7 @@ top of the same start.
 """
 
 import functools
+import hashlib
 from pathlib import Path
 
 import torch
@@ -101,13 +102,28 @@ def train_from_adapter(path: str, output_dir: str, adapter: str, **changes) -> l
     return train(path, output_dir, adapt=functools.partial(load, adapter), **keys)
 
 
+def draw_by_name(key: str, shape) -> torch.Tensor:
+    """Values for a matrix of an adapter, drawn from a seed of its name."""
+    seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:6], "little")
+    return 0.05 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def with_drawn_adapters(models, **spec):
+    """The models with adapters of a LoraSpec, both of whose matrices are drawn."""
+    from mca_lite import lora
+
+    lora.inject(models, lora.LoraSpec(**spec))
+    lora.fill_adapters(models, draw_by_name)
+    return models
+
+
 def adapter_of(folder) -> dict[str, torch.Tensor]:
     """The tensors of a saved adapter without the frozen copies that peft adds for embeddings."""
     tensors = load_file(Path(folder) / "adapter_model.safetensors")
     return {name: t for name, t in tensors.items() if ".base_layer." not in name}
 
 
-def arguments(output_dir: str, **changes):
+def run_arguments(output_dir: str, **changes):
     from mca_lite.args import TrainingArguments
 
     keys = dict(output_dir=output_dir, save_strategy="no", disable_tqdm=True, global_batch_size=4)
@@ -120,7 +136,7 @@ def make(path: str, output_dir: str, backend="megatron", **changes):
     from mca_lite.backend_megatron import MegatronBackend
     from mca_lite.backend_torch import TorchBackend
 
-    args = arguments(output_dir, **changes)
+    args = run_arguments(output_dir, **changes)
     if backend == "torch":
         return model.load_torch_model(path), functools.partial(TorchBackend, args=args)
     return model.AutoModel.from_pretrained(path, args), functools.partial(

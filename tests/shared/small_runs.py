@@ -5,6 +5,7 @@ line's own doors.
 import json
 from pathlib import Path
 
+from tests.shared import tiny
 from tests.shared.toy_tokenizer import CHATML, word_tokenizer
 from tests.shared.training import NUMBERS
 
@@ -50,13 +51,20 @@ def write_data(folder: Path, chats: int = 12, pairs: int = 12) -> None:
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
 
 
+def save_all(folder: Path, family: str, **changes) -> None:
+    """A run's files: folder/model, a tiny model with its tokenizer, and those of write_data."""
+    tiny.save_model(folder / "model", family, **changes)
+    save_tokenizer(folder / "model")
+    write_data(folder)
+
+
 def words_of(keys: dict) -> list[str]:
     """The words of a command line: JSON is YAML."""
     return [f"{key}={json.dumps(value)}" for key, value in keys.items()]
 
 
-def train(keys: dict) -> None:
-    """Train as the command line does with `keys`, on this rank; what it would tell is raised."""
+def train_by_words(keys: dict) -> None:
+    """Train as the command line does with `keys`, on this rank; its errors are raised."""
     from mca_lite import generation, run
     from mca_lite.args import parse_args
 

@@ -109,15 +109,19 @@ def save_model(
     return str(folder)
 
 
-def samples(count: int = 22, seed: int = 1) -> list[dict]:
-    """Shifted samples of unequal length with uneven label masks; one has no label at all."""
+def samples(
+    count: int = 22, seed: int = 1, lengths=(5, 15), longest_mask: int = 4, vocab_size=None
+) -> list[dict]:
+    """Shifted samples of unequal length, `lengths[0] <= length < lengths[1]`, with uneven label
+    masks of 1 to `longest_mask` tokens in front; one has no label at all.
+    """
     generator = torch.Generator().manual_seed(seed)
     out = []
     for i in range(count):
-        length = int(torch.randint(5, 15, (1,), generator=generator))
-        tokens = torch.randint(0, VOCAB, (length + 1,), generator=generator)
+        length = int(torch.randint(*lengths, (1,), generator=generator))
+        tokens = torch.randint(0, vocab_size or VOCAB, (length + 1,), generator=generator)
         labels = tokens[1:].clone()
-        labels[: 1 + i % 4] = -100
+        labels[: 1 + i % longest_mask] = -100
         labels[length - (i % 3) :] = -100
         if i == 5:
             labels[:] = -100

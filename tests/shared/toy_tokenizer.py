@@ -11,6 +11,12 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+CHATML_MARKS = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}<|im_start|>assistant\n"
+    "{% generation %}{{ m['content'] }}<|im_end|>\n{% endgeneration %}"
+    "{% else %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 # thinking is written for the last turn alone, as an empty block where there is none; tool calls as
 # JSON
 QWEN3 = (
@@ -68,8 +74,14 @@ def byte_tokenizer(template: str | None = None, merges: tuple = ()) -> PreTraine
     return tokenizer
 
 
-def encode(tokenizer, record, form: str = "openai", spec=None, **keys) -> SimpleNamespace:
-    """What a conversation becomes: ids and mask of its samples end to end, lengths, tallies."""
+def encode(record, template: str | None, form: str = "openai", spec=None, **keys):
+    """(byte_tokenizer of a template, encode_with of it)."""
+    tokenizer = byte_tokenizer(template)
+    return tokenizer, encode_with(tokenizer, record, form, spec, **keys)
+
+
+def encode_with(tokenizer, record, form: str = "openai", spec=None, **keys) -> SimpleNamespace:
+    """A record encoded: ids and mask of its samples end to end, lengths, tallies."""
     from mca_lite.args import DataArguments
     from mca_lite.data_chat import chat_renderer
     from mca_lite.data_encode import Encoder

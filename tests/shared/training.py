@@ -6,8 +6,11 @@ import contextlib
 import functools
 import io
 import json
+import shutil
+from pathlib import Path
 
 from tests.shared import tiny
+from tests.shared.layouts import SAVE
 
 TOLERANCE = 1e-5  # float32, summed in another order
 GLOBAL_BATCH, COUNT = 4, 11  # the last step of an epoch has three samples: ranks hold fillers
@@ -82,6 +85,26 @@ def train(
     return [(h["loss"], h["grad_norm"]) for h in history if "loss" in h] + evals
 
 
+def whole_and_resumed(path: str, out: str, first=None, then=None, **keys) -> tuple[list, list]:
+    """(curve, the same of a run that died after its second step and went on) of four steps.
+
+    first, then: keys of the run that died, and of the one that went on.
+    """
+    keys = {"steps": 4, **SAVE, **keys}
+    whole = train(path, out, **keys, **(first or {}))
+    for folder in Path(out).glob("checkpoint-*"):
+        if folder.name != "checkpoint-2":
+            shutil.rmtree(folder, ignore_errors=True)  # another rank may be at it
+    return whole, train(path, out, resume_from_checkpoint="auto", **keys, **(then or {}))
+
+
+def arguments(**keys):
+    """The TrainingArguments of a run that writes nothing."""
+    from mca_lite.args import TrainingArguments
+
+    return TrainingArguments(output_dir="unused", **keys)
+
+
 def read_log(output_dir: str) -> list[dict]:
     with open(f"{output_dir}/trainer_log.jsonl") as file:
         return [json.loads(line) for line in file]
@@ -94,6 +117,15 @@ def assert_same_curve(got, wanted, tolerance=TOLERANCE):
             assert abs(a - b) <= tolerance * max(1.0, abs(b)), (
                 f"step {step}: {name} {a} instead of {b}"
             )
+
+
+def refusal(function, *args, **keys) -> str:
+    """The words of the ValueError that a call raises, "" if it raises none."""
+    try:
+        function(*args, **keys)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def attempt(path: str, out: str, **keys) -> tuple[str, str, list]:

@@ -111,13 +111,27 @@ def run(function, ranks: int, *args, timeout_s: float = 60, **kwargs) -> list:
 
 
 def is_late(end: float) -> bool:
-    """Whether `end`, by time.time(), is past on any rank. Collective, in a world."""
+    """True if `end`, by time.time(), is past on any rank. Collective, in a world."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     late = torch.tensor(float(time.time() > end), device=device)
     torch.distributed.all_reduce(late)
     return bool(late)
+
+
+def expect_time(end: float) -> None:
+    """TimeoutError, on all ranks, if is_late(end)."""
+    if is_late(end):
+        raise TimeoutError("not run: no time was left")
+
+
+def leave_layout() -> None:
+    """Forget the layout of a run, for the next one of this world. Collective."""
+    from megatron.core import parallel_state as mpu
+
+    if mpu.model_parallel_is_initialized():
+        mpu.destroy_model_parallel()
 
 
 def end_when_told() -> None:

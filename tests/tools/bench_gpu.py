@@ -130,7 +130,7 @@ TRAINERS = ("ours", *RIVALS)
 
 
 def trainers_of(case: str) -> tuple[str, ...]:
-    """Who trains a case."""
+    """The trainers of a case."""
     if case in TE_CASES:
         return ("ours",)
     return ("ours", "hf", "liger", *CASES[case].get("rivals", ()))
@@ -200,8 +200,8 @@ def dataset(config, s: int, rows: int, packed: bool) -> tuple[list[dict], int, i
 
 
 def dataset_of_pairs(config, s: int, pairs: int, packed: bool) -> tuple[list, int, int]:
-    """As dataset(): samples of a chosen and a rejected document of s tokens each, an eighth to a
-    half of which is the prompt, without labels."""
+    """Samples of dataset()'s kind: a chosen and a rejected document of s tokens each, with a
+    prompt of an eighth to a half of it, without labels."""
     rng, data = np.random.default_rng(0), []
     for _ in range(pairs):
         prompt, sample = int(rng.integers(s // 8, s // 2)), []
@@ -233,6 +233,11 @@ class Clock:
         end = self.now()
         self.times.append(end - self.start)
         self.start = end
+
+    def median(self, skip: int) -> float:
+        """Seconds of the median step after the first `skip`."""
+        times = sorted(self.times[skip:])
+        return times[len(times) // 2]
 
 
 @torch.no_grad()
@@ -419,7 +424,7 @@ def measure(case: str, trainer: str, label: str) -> dict:
     else:
         own = {} if "varlen" in trainer else theirs
         clock, logs, tokens, squares = run_theirs(**{**keys, **own, **RIVALS[trainer]})
-    median = sorted(clock.times[skip:])[len(clock.times[skip:]) // 2]
+    median = clock.median(skip)
     work = flops(hf_config(keys["shape"]), tokens, squares, keys.get("lora", 0))
     if CASES[case].get("pairs"):
         work *= 4 / 3  # the reference's forward pass

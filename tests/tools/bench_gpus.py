@@ -26,25 +26,23 @@ import torch
 import torch.distributed as dist
 
 from tests.shared import layouts, tiny, tiny_moe, world
-from tests.shared.layouts import CP2, EP2, PACKED, PP2, TP2, TP2_SP, VPP2
+from tests.shared.layouts import CP2, DIST_OPT, DIST_OVERLAP, EP2, PACKED, PP2, TP2, TP2_SP, VPP2
 
 from . import bench_gpu, gpu
 
-DIST_OPT = dict(use_distributed_optimizer=True)
-OVERLAP = {**DIST_OPT, "overlap_grad_reduce": True, "overlap_param_gather": True}
 # name: (shape, rows a micro-batch, replicas of the data on two GPUs, keys)
 CASES = {
     "dp2": ("1.5B", 4, 2, {}),
     "dp2 distributed optimizer": ("1.5B", 4, 2, DIST_OPT),
-    "dp2 overlap": ("1.5B", 4, 2, OVERLAP),
+    "dp2 overlap": ("1.5B", 4, 2, DIST_OVERLAP),
     "fsdp2": ("1.5B", 4, 2, None),
     "tp2": ("1.5B", 4, 1, TP2),
     "tp2 sequence parallel": ("1.5B", 4, 1, TP2_SP),
     "pp2": ("1.5B", 2, 1, PP2),
     "pp2 vpp2": ("1.5B", 2, 1, {**PP2, **VPP2}),
     "cp2": ("1.5B", 4, 1, CP2),
-    "experts dp2 overlap": ("experts", 4, 2, OVERLAP),
-    "experts ep2": ("experts", 4, 2, {**EP2, **OVERLAP}),
+    "experts dp2 overlap": ("experts", 4, 2, DIST_OVERLAP),
+    "experts ep2": ("experts", 4, 2, {**EP2, **DIST_OVERLAP}),
     "experts fsdp2": ("experts", 4, 2, None),
 }
 ROWS = 8  # a GPU and step
@@ -105,7 +103,7 @@ def measure(name: str, folder: str, steps: int = 8, skip: int = 4) -> dict:
         keys = {**keys, "gradient_accumulation_steps": rows // mbs // replicas}
         found = bench_gpu.run_ours(**shared, rows=rows, keys=keys, folder=folder)
         clock, logs, tokens, squares = found
-    median = sorted(clock.times[skip:])[len(clock.times[skip:]) // 2]
+    median = clock.median(skip)
     work = bench_gpu.flops(bench_gpu.hf_config(shape), tokens, squares, 0)
     return dict(
         case=name,
@@ -120,23 +118,19 @@ def measure(name: str, folder: str, steps: int = 8, skip: int = 4) -> dict:
 
 def in_turn(names: list[str], folder: str, end: float) -> int:
     """Measure the cases in this world of ranks -> how many failed, or had not begun at `end`."""
-    from megatron.core import parallel_state as mpu
-
     failed = 0
     for name in names:
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
         try:
-            if world.is_late(end):
-                raise TimeoutError("not run: no time was left")
+            world.expect_time(end)
             line = measure(name, f"{folder}/{name}")
         except Exception as error:
             traceback.print_exc()
             failed, line = failed + 1, dict(case=name, failed=f"{type(error).__name__}: {error}")
         if dist.get_rank() == 0:
             bench_gpu.write(line)
-        if mpu.model_parallel_is_initialized():
-            mpu.destroy_model_parallel()
+        world.leave_layout()
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

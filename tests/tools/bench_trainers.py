@@ -9,13 +9,12 @@ import contextlib
 import functools
 import importlib.util
 import io
-import os
-import statistics
 import tempfile
 
 import torch
 
 from tests.shared import world
+from tests.shared.commands import without_launcher
 from tests.tools.bench_gpu import Clock, document_lengths, fill, hf_config, run_ours, run_theirs
 
 SIZE = dict(shape="8M", mbs=2, rows=4, s=256, steps=8)
@@ -28,14 +27,13 @@ def rate(run, keys: dict) -> float:
     of a step, ...)
     """
     clock, _, tokens, *_ = run(**keys)
-    return tokens / statistics.median(clock.times[SKIP:])
+    return tokens / clock.median(SKIP)
 
 
-def alone(run, keys: dict) -> float:
+def rate_alone(run, keys: dict) -> float:
     """rate() of a trainer that starts its own world, or none."""
     torch.distributed.destroy_process_group()
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        os.environ.pop(name, None)
+    without_launcher()
     return rate(run, keys)
 
 
@@ -107,7 +105,7 @@ def main() -> None:
                     f"  {f'{case}, {name}':58} {package} is not installed: the extra `bench` has it"
                 )
                 continue
-            speed = world.run(alone, 1, run, {**keys, **changes}, timeout_s=500)[0]
+            speed = world.run(rate_alone, 1, run, {**keys, **changes}, timeout_s=500)[0]
             base = base or speed
             print(f"  {f'{case}, {name}':58} {speed:14,.0f} {speed / base:6.2f}", flush=True)
         for name, use_mca in (("megatron-core", True), ("plain torch", False)):

@@ -97,7 +97,7 @@ def victim(keys: dict, folders: list[str], rank: int, event: int | None, seconds
         threading.Timer(seconds, die).start()
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        small_runs.train(keys)
+        small_runs.train_by_words(keys)
     return count
 
 

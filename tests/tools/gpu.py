@@ -32,15 +32,14 @@ import torch.distributed as dist
 
 from tests import test_model_families, test_moe
 from tests.shared import tiny, tiny_moe, world
-from tests.shared.layouts import AUX, CUT, DENSE, EXPERTS, PACKED, PACKED_LAYOUTS
+from tests.shared.layouts import AUX, CUT, DENSE, DIST_OVERLAP, EXPERTS, PACKED, PACKED_LAYOUTS
 from tests.shared.training import train
 from tests.tools import bench_gpu, gpu_kernels, gpu_plan, gpu_te
 
-OVERLAP = dict(use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True)
 CASES = {
     "megatron": {},
     "packed": PACKED,
-    "overlap": OVERLAP,
+    "overlap": DIST_OVERLAP,
     "recomputed": dict(recompute_granularity="full"),
     "offloaded": dict(optimizer_cpu_offload=True),
     "torch, packed": dict(backend="torch", **PACKED),
@@ -128,7 +127,7 @@ def on_one_gpu(folder: str) -> list[float]:
                 limits += [loss, norm] if dtype == "float32" else []
     for name, keys in (
         ("float32", {}),
-        ("bf16, packed, overlap", dict(bf16=True, **PACKED, **OVERLAP)),
+        ("bf16, packed, overlap", dict(bf16=True, **PACKED, **DIST_OVERLAP)),
     ):
         start = time.time()
         loss, norm = resumed(path, f"{folder}/{name}", **keys)
@@ -142,14 +141,11 @@ def in_turn(cells: dict, wanted: dict, folder: str, end: float = float("inf")) -
     {name: differences from the reference's curve}, infinite where it failed, or had not begun at
     `end`, by time.time(); where wanted is {}, {name: curve}.
     """
-    from megatron.core import parallel_state as mpu
-
     out, world_size = {}, dist.get_world_size()
     for name, (path, reference, keys) in cells.items():
         start = time.time()
         try:
-            if world.is_late(end):
-                raise TimeoutError("not run: no time was left")
+            world.expect_time(end)
             curve = quiet(path, f"{folder}/{name}", **keys)
             out[name] = worst(curve, wanted[reference]) if wanted else curve
         except Exception as error:
@@ -160,8 +156,7 @@ def in_turn(cells: dict, wanted: dict, folder: str, end: float = float("inf")) -
             out[name] = (float("inf"), float("inf"))
         if dist.get_rank() == 0 and wanted:
             say(name, world_size, *out[name], start)
-        if mpu.model_parallel_is_initialized():
-            mpu.destroy_model_parallel()
+        world.leave_layout()
     return out
 
 

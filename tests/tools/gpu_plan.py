@@ -1,4 +1,4 @@
-"""What `plan` says of runs on one GPU, beside a few steps of them: `make gpu ARGS=plan`.
+"""Compare `plan` with a few steps of runs on one GPU: `make gpu ARGS=plan`.
 
 The shapes of bench_gpu.py with weights that are drawn, its rows and micro-batches, two of
 them a step. Memory within TOLERANCE of the peak decides the exit code; speed is only printed.
@@ -19,7 +19,7 @@ STEPS, SKIP = 6, 3
 GIB = 2**30
 
 
-def planned(name: str, **keys):
+def planned(name: str, world_size: int = 1, **keys):
     """(arguments, config, RankMemory) of a case of bench_gpu.py, keys of TrainingArguments beside
     its own."""
     from mca_lite import TrainingArguments, lora, plan_memory
@@ -38,7 +38,7 @@ def planned(name: str, **keys):
         spec = lora.plan(config, lora.LoraSpec(rank=case["lora"]))
     tensors = plan_memory.ModelTensors(config, spec)
     length = case.get("s", 4096) * (2 if "pairs" in case else 1)
-    memory = plan_memory.rank_memory(args, config, tensors, 0, length, 1, on_gpu=True)
+    memory = plan_memory.rank_memory(args, config, tensors, 0, length, world_size, True)
     if "pairs" in case:
         memory = replace(memory, reference=memory.weights)
     return args, config, memory
@@ -56,7 +56,7 @@ def held(name: str) -> tuple[float, float]:
         keys=dict(transformer_impl="local"),
     )
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else float("nan")
-    return peak, sorted(clock.times[SKIP:])[len(clock.times[SKIP:]) // 2]
+    return peak, clock.median(SKIP)
 
 
 def speeds(args, config, memory, seconds: float) -> str:
@@ -72,7 +72,7 @@ def speeds(args, config, memory, seconds: float) -> str:
 
 
 def line(name: str, total: float, peak: float) -> tuple[bool, str]:
-    """(whether the plan is right, the words) of a case that was planned and held so many bytes."""
+    """(True if the plan is right, the words) of a case that was planned and held so many bytes."""
     off = total / peak - 1
     words = f"plan {name:5} planned {total / GIB:6.2f} GiB, held {peak / GIB:6.2f} ({off:+.1%})"
     return abs(off) <= TOLERANCE, words

@@ -12,11 +12,7 @@ margin for another order of rounding. FP8 is compared with TE in bf16. One line 
 """
 
 import contextlib
-import gc
-import hashlib
 import io
-import json
-import math
 import os
 import shutil
 import signal
@@ -34,30 +30,43 @@ os.environ.setdefault("NVTE_FRAMEWORK", "pytorch")
 
 import torch
 
-from tests.shared import dpo_tools, tiny, tiny_moe, world
+from tests.shared import dpo_tools, world
+from tests.shared.commands import ROOT
+from tests.shared.layouts import AUX, CP2, DIST_OVERLAP, FULL, SP, TP2
 
-ROOT = Path(__file__).parents[2]
-VOCAB = 509
-SIZES = dict(
-    hidden_size=128,
-    intermediate_size=256,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=VOCAB,
-    max_position_embeddings=512,
+from .gpu_te_runs import (
+    IN_FP8,
+    LOCAL,
+    MIXED,
+    PACKED,
+    PLAIN,
+    TE,
+    VOCAB,
+    apart,
+    compare,
+    fp8,
+    lora_on,
+    lora_start,
+    model_of,
+    moved,
+    new_folder,
+    once,
+    read,
+    reference,
+    refuses,
+    relative,
+    runs,
+    selective,
+    train,
+    trained,
+    trainer_of,
+    use_folder,
+    within,
 )
+
 HEADS = dict(head_dim=32)
 WITH_HEADS = ("qwen3", "mistral", "seed_oss", "llama", "qwen3_moe", "glm4_moe")
-TE, LOCAL = "transformer_engine", "local"
-PACKED = dict(sequence_packing=True, per_device_train_batch_size=4)
-OVERLAP = dict(use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True)
-AUX = dict(moe_aux_loss_coeff=0.05, moe_z_loss_coeff=0.01)
-FULL = dict(recompute_granularity="full")
-
 RECIPES = ("tensorwise", "delayed", "blockwise")
-TP2, CP2 = dict(tensor_model_parallel_size=2), dict(context_parallel_size=2)
-SP = dict(sequence_parallel=True)
 CASE_S = 120
 # side by side: the groups of a process, longest first
 PARTS = (
@@ -70,16 +79,7 @@ PARTS = (
     "experts: fp8:",
 )
 
-# What no run of a group may be off by, on whatever layers: loss, relative gradient norm, and the
-# worst tensor's way from the start, as parts of the whole way. Measured on an H200, bf16 against
-# float32: 8e-3, 8e-3, 0.2; experts, whose tokens go elsewhere: 7e-3, 0.42, 0.34. FP8 against bf16:
-# 3e-2, 6e-2, 0.71. A run that trains nothing has a way of 1 (and 0 to another one that does not,
-# which `trained` shows), a resume that loses Adam's counter a loss of 0.14.
-PLAIN, MIXED = dict(loss=2e-2, norm=3e-2, move=0.5), dict(loss=3e-2, norm=0.5, move=0.6)
-IN_FP8 = dict(loss=5e-2, norm=0.15, move=0.85, eval=0.1)
-
 CASES: list[tuple[str, str, object]] = []  # (group, name, action -> (whether it is right, numbers))
-TMP = ""
 
 
 def chosen(words: list[str], group: str, name: str) -> bool:
@@ -88,221 +88,6 @@ def chosen(words: list[str], group: str, name: str) -> bool:
 
 def add(group: str, name: str, function, *args, **keys) -> None:
     CASES.append((group, name, lambda: function(*args, **keys)))
-
-
-def selective(*modules) -> dict:
-    return dict(recompute_granularity="selective", recompute_modules=list(modules))
-
-
-def fp8(recipe: str, **more) -> dict:
-    return dict(fp8="hybrid", fp8_recipe=recipe, **more)
-
-
-# -- runs ------------------------------------------------------------------------------------------
-
-
-def samples(count=22, seed=1, low=20, high=100) -> list[dict]:
-    generator, out = torch.Generator().manual_seed(seed), []
-    for i in range(count):
-        length = int(torch.randint(low, high, (1,), generator=generator))
-        tokens = torch.randint(0, VOCAB, (length + 1,), generator=generator)
-        labels = tokens[1:].clone()
-        labels[: 1 + i % 9] = -100
-        if i == 5:
-            labels[:] = -100
-        out.append({"input_ids": tokens[:-1], "labels": labels})
-    return out
-
-
-_made: dict[str, str] = {}
-
-
-def model_of(family: str, **changes) -> str:
-    """A folder with a small model, made once."""
-    key = json.dumps([family, changes], sort_keys=True)
-    if key not in _made:
-        folder, sizes = f"{TMP}/models/{len(_made)}-{family}", dict(SIZES)
-        if family in WITH_HEADS:
-            sizes.update(HEADS)
-        if family in tiny_moe.MODELS:
-            kind = tiny_moe.MODELS[family][0]
-            wide = "intermediate_size" if kind in ("mixtral", "olmoe") else "moe_intermediate_size"
-            sizes[wide] = 64
-            if kind == "qwen2_moe":
-                sizes["shared_expert_intermediate_size"] = 96
-            make = tiny_moe.save_model
-        else:
-            make = tiny.save_model
-        _made[key] = make(folder, family, **{**sizes, **changes})
-    return _made[key]
-
-
-_folders = 0
-
-
-def new_folder(name: str = "run") -> str:
-    global _folders
-    _folders += 1
-    return f"{TMP}/{_folders}-{name}"
-
-
-def read(folder: str) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    found = {}
-    for path in sorted(Path(folder).glob("*.safetensors")):
-        found.update(load_file(path))
-    return {name: tensor.float() for name, tensor in found.items()}
-
-
-def trainer_of(path, impl=TE, out=None, steps=3, adapt=None, evaluate=False, **changes):
-    from mca_lite import AutoModel, McaTrainer, TrainingArguments
-
-    keys = dict(
-        output_dir=out or new_folder(),
-        global_batch_size=8,
-        per_device_train_batch_size=2,
-        max_steps=steps,
-        logging_steps=1,
-        learning_rate=1e-2,
-        lr_scheduler_type="constant",
-        weight_decay=0.1,
-        max_grad_norm=0.5,
-        adam_epsilon=1e-5,
-        adam_beta2=0.95,
-        save_strategy="no",
-        disable_tqdm=True,
-        transformer_impl=impl,
-        num_train_epochs=9,
-        torch_compile=False,  # a compilation takes as long as ten of these runs
-    )
-    if evaluate:
-        keys.update(eval_strategy="steps", eval_steps=2)
-    args = TrainingArguments(**{**keys, **changes})
-    model = AutoModel.from_pretrained(str(path), args)
-    if adapt is not None:
-        model = adapt(model) or model
-    data = dict(train_dataset=samples(), eval_dataset=samples(9, seed=2) if evaluate else None)
-    return McaTrainer(model=model, args=args, **data)
-
-
-def train(path, impl=TE, export=True, **changes) -> dict:
-    """loss, norm, eval: lists; tensors: of the export; impl, optimizer, fp8: what ran."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        trainer = trainer_of(path, impl, **changes)
-        trainer.train()
-        if export:
-            trainer.save_model()
-    history, folder = trainer.state.log_history, trainer.args.output_dir
-    steps = [line for line in history if "loss" in line]
-    inner = getattr(trainer.optimizer, "chained_optimizers", [trainer.optimizer])[0].optimizer
-    out = dict(
-        loss=[line["loss"] for line in steps],
-        norm=[line["grad_norm"] for line in steps],
-        eval=[line["eval_loss"] for line in history if "eval_loss" in line],
-        tensors=read(folder) if export else {},
-        impl=trainer.model.config.transformer_impl,
-        optimizer=f"{type(inner).__module__.split('.')[0]}.{type(inner).__name__}",
-        fp8=sum(bool(getattr(m, "fp8", False)) for chunk in trainer.model for m in chunk.modules()),
-    )
-    del trainer, inner
-    gc.collect()
-    torch.cuda.empty_cache()
-    return out
-
-
-def apart(a: list, b: list) -> float:
-    return max((abs(x - y) for x, y in zip(a, b, strict=True)), default=0.0)
-
-
-def relative(a: list, b: list) -> float:
-    return max((abs(x - y) / max(abs(y), 1e-9) for x, y in zip(a, b, strict=True)), default=0.0)
-
-
-def moved(a: dict, b: dict, start: dict) -> float:
-    """The worst tensor's |a - b| / |b - start|, where a way is at least what an export in bf16
-    rounds away.
-    """
-    assert a.keys() == b.keys() == start.keys(), f"other tensors: {sorted(a.keys() ^ b.keys())[:4]}"
-    worst = 0.0
-    for name, tensor in b.items():
-        way = (tensor - start[name]).norm() + 2**-8 * tensor.norm()
-        worst = max(worst, float((a[name] - tensor).norm() / way.clamp(min=1e-12)))
-    return worst
-
-
-def trained(tensors: dict, start: dict) -> bool:
-    """Whether the tensors, as one vector, went further from the start than rounding takes them."""
-    way = sum(float((tensor - start[name]).square().sum()) for name, tensor in tensors.items())
-    length = sum(float(tensor.square().sum()) for tensor in start.values())
-    return way > 0.01**2 * length
-
-
-def within(numbers: dict, bounds: dict, run: str = "") -> bool:
-    """Whether numbers (those of one run: "loss te") are in the bounds that they have."""
-    return all(numbers.get(f"{what} {run}".strip(), 0.0) <= bounds[what] for what in bounds)
-
-
-_references: dict = {}
-# keys that change what a run computes, whatever computes it
-_MEANT = (
-    "sequence_packing per_device_train_batch_size steps moe_aux_loss_coeff moe_z_loss_coeff "
-    "evaluate optim learning_rate calculate_per_token_loss adapt initial_loss_scale"
-).split()
-
-
-def reference(path: str, dtype: str, **keys) -> dict:
-    """The local layers' run, made once for each model and setting."""
-    kept = {name: value for name, value in keys.items() if name in _MEANT}
-    key = path, dtype, repr(sorted(kept.items()))
-    if key not in _references:
-        _references[key] = train(path, LOCAL, bf16=dtype == "bf16", fp16=dtype == "fp16", **kept)
-    return _references[key]
-
-
-def compare(path, start=None, bound=1.0, dtype="bf16", impl=TE, wanted_impl=None, **keys):
-    """TE and local layers in one precision, against local layers in float32: TE at most a few times
-    as far off as the local ones, and neither beyond the bounds of their kind.
-    """
-    exact, local = reference(path, "float32", **keys), reference(path, dtype, **keys)
-    got = train(path, impl, bf16=dtype == "bf16", fp16=dtype == "fp16", **keys)
-    start = read(path) if start is None else start()
-    numbers = {}
-    for name, run in (("te", got), ("local", local)):
-        numbers[f"loss {name}"] = apart(run["loss"], exact["loss"])
-        numbers[f"norm {name}"] = relative(run["norm"], exact["norm"])
-        numbers[f"move {name}"] = moved(run["tensors"], exact["tensors"], start)
-        if keys.get("evaluate"):
-            assert len(run["eval"]) == len(exact["eval"]) > 0
-            numbers[f"eval {name}"] = apart(run["eval"], exact["eval"])
-    rooms = dict(loss=3e-3, norm=2e-2, **({"eval": 3e-3} if keys.get("evaluate") else {}))
-    ok = all(
-        numbers[f"{what} te"] <= bound * (3 * numbers[f"{what} local"] + room)
-        for what, room in rooms.items()
-    )
-    ok &= numbers["move te"] <= bound * (2 * numbers["move local"] + 0.05)
-    limits = MIXED if bound == 3.0 else PLAIN
-    ok &= within(numbers, limits, "te") and within(numbers, limits, "local")
-    ok &= trained(exact["tensors"], start)
-    ok &= got["impl"] == (wanted_impl or (TE if impl == "auto" else impl))
-    return ok, {**numbers, "ran": f"{got['impl']}, {got['optimizer']}"}
-
-
-def runs(path, impl=TE, wanted_impl=None, **keys):
-    got = train(path, impl, **{"bf16": True, **keys})
-    # an untrained model guesses all tokens alike; seen: up to 0.33 above
-    near = all(abs(loss - math.log(VOCAB)) < 0.5 for loss in got["loss"])
-    return near and all(map(math.isfinite, got["norm"])) and got["impl"] == (
-        wanted_impl or impl
-    ), dict(loss=got["loss"], ran=got["impl"])
-
-
-def refuses(path, *words, impl=TE, **keys):
-    try:
-        got = train(path, impl, **{"bf16": True, **keys})
-    except ValueError as error:
-        return all(word in str(error) for word in words), {"says": str(error)[:200]}
-    return False, dict(ran=got["impl"], loss=got["loss"])
 
 
 # -- dense models and how they run -----------------------------------------------------------------
@@ -343,7 +128,7 @@ MODES = {
     "recompute mlp": selective("mlp"),
     "recompute layernorm": selective("layernorm"),
     "recompute layernorm local": dict(selective("layernorm"), impl=LOCAL),
-    "distributed optimizer, overlap": OVERLAP,
+    "distributed optimizer, overlap": DIST_OVERLAP,
     "gradients in bf16": dict(grad_reduce_in_fp32=False, bound=2.0),
     "evaluation": dict(evaluate=True),
     "evaluation packed": dict(evaluate=True, **PACKED),
@@ -427,39 +212,6 @@ def logits():
 # -- adapters and preferences ----------------------------------------------------------------------
 
 
-def draw(key: str, shape) -> torch.Tensor:
-    seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:6], "little")
-    return 0.05 * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-_adapters: dict = {}
-
-
-def lora_on(*targets, dropout=0.0, saved=()):
-    def adapt(models):
-        from mca_lite import lora
-
-        spec = lora.LoraSpec(
-            rank=8, targets=targets or ("all",), dropout=dropout, modules_to_save=tuple(saved)
-        )
-        lora.inject(models, spec)
-        lora.fill_adapters(models, draw)
-        return models
-
-    return _adapters.setdefault((targets, dropout, saved), adapt)
-
-
-def lora_start(path, adapt) -> dict:
-    """The adapter before its first step, as it is exported."""
-    from mca_lite import lora_files
-
-    with contextlib.redirect_stdout(io.StringIO()):
-        trainer = trainer_of(path, LOCAL, adapt=adapt)
-    folder = new_folder("start")
-    lora_files.save_adapter(trainer.model, folder)
-    return read(folder)
-
-
 def lora_case(family, *targets, saved=(), **keys):
     path, adapt = model_of(family), lora_on(*targets, saved=saved)
     return compare(path, start=lambda: lora_start(path, adapt), adapt=adapt, **keys)
@@ -473,7 +225,7 @@ def lora_cases() -> None:
         ("llama packed", "llama", PACKED),
         ("recomputed", "qwen3", FULL),
         ("recomputed packed", "qwen3", {**FULL, **PACKED}),
-        ("overlap", "qwen3", OVERLAP),
+        ("overlap", "qwen3", DIST_OVERLAP),
         ("compiled", "qwen3", dict(torch_compile=None)),
         ("qwen3_moe experts too", "qwen3_moe", dict(bound=3.0)),
         ("qwen2_moe shared experts", "qwen2_moe", dict(bound=3.0)),
@@ -586,7 +338,7 @@ def checkpoint_cases() -> None:
         "TE": {},
         "local beside TE": dict(impl=LOCAL),
         "TE packed": PACKED,
-        "TE distributed optimizer": OVERLAP,
+        "TE distributed optimizer": DIST_OVERLAP,
         "TE async": dict(async_save=True),
         "TE sgd": dict(optim="sgd", learning_rate=1.0),
         "TE offload": offload,
@@ -672,9 +424,8 @@ def in_fp8(family="qwen3", changes=None, adapt=None, **keys):
     plain_keys = {k: v for k, v in keys.items() if "fp8" not in k and "_in_bf16" not in k}
     plain_keys.pop("first_last_layers_bf16", None)
     key = path, repr(sorted(plain_keys.items())), adapt
-    if key not in _references:
-        _references[key] = train(path, TE, **meant, **plain_keys)
-    plain, got = _references[key], train(path, TE, **meant, **keys)
+    plain = once(key, lambda: train(path, TE, **meant, **plain_keys))
+    got = train(path, TE, **meant, **keys)
     start = lora_start(path, adapt) if adapt else read(path)
     assert len(got["eval"]) == len(plain["eval"]) > 0
     numbers = dict(
@@ -702,7 +453,7 @@ def fp8_cases() -> None:
             case(f"{recipe} {name}", recipe=recipe, **keys)
     case("lora packed recomputed", adapt=lora_on(), **FULL, **PACKED)
     case("recompute mlp", **selective("mlp"))
-    case("delayed overlap", recipe="delayed", **OVERLAP)
+    case("delayed overlap", recipe="delayed", **DIST_OVERLAP)
     case("qwen3_moe delayed", "qwen3_moe", recipe="delayed")
     case("qwen3_moe recompute layernorm", "qwen3_moe", **selective("layernorm"))
     case("qwen2_moe shared experts", "qwen2_moe")
@@ -833,7 +584,7 @@ def learning_cases() -> None:
 # -- two GPUs --------------------------------------------------------------------------------------
 
 MULTI = {
-    "dp2 fp8 delayed distributed": {**fp8("delayed"), **OVERLAP},
+    "dp2 fp8 delayed distributed": {**fp8("delayed"), **DIST_OVERLAP},
     "tp2": TP2,
     "tp2+sp packed": {**TP2, **SP, **PACKED},
     "tp2+sp fp8 delayed packed": {**TP2, **SP, **PACKED, **fp8("delayed")},
@@ -859,10 +610,8 @@ def on_two(folder: str, cells: dict, end: float) -> dict[str, str]:
     float32, in bf16)}, and print its line at once -> {case: state}. What has not begun at
     `end`, by the clock, is named and not run.
     """
-    from megatron.core import parallel_state as mpu
-
-    global TMP
-    TMP, states = folder, {}
+    use_folder(folder)
+    states = {}
     for name, (path, keys, exact, local) in cells.items():
         late = world.is_late(end)
         started, keys = time.time(), dict(keys)
@@ -870,7 +619,7 @@ def on_two(folder: str, cells: dict, end: float) -> dict[str, str]:
             keys["adapt"] = lora_on()
         try:
             if late:
-                raise TooLong("not run: no time was left")
+                raise TimeoutError("not run: no time was left")
             of_run = dict(impl=TE, export=False, out=f"{folder}/{name}", bf16=True)
             got = train(path, **{**of_run, **keys})
             state, words = judge_two(name, (got["loss"], got["norm"]), exact, local)
@@ -880,8 +629,7 @@ def on_two(folder: str, cells: dict, end: float) -> dict[str, str]:
         if torch.distributed.get_rank() == 0:
             say(state, "two", name, started, words)
         states[f"two: {name}"] = state
-        if mpu.model_parallel_is_initialized():
-            mpu.destroy_model_parallel()
+        world.leave_layout()
         if not late:
             from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
@@ -916,18 +664,14 @@ def two(words: list[str], end: float) -> dict[str, str]:
     if not cells:
         return {}
     left = max(end - time.time(), 0.0)
-    return world.run(on_two, 2, f"{TMP}/two", cells, end, timeout_s=left + CASE_S)[0]
+    return world.run(on_two, 2, new_folder("two"), cells, end, timeout_s=left + CASE_S)[0]
 
 
 # -- one after another -----------------------------------------------------------------------------
 
 
-class TooLong(Exception):
-    pass
-
-
 def _stop(*_):
-    raise TooLong(f"longer than {CASE_S} s")
+    raise TimeoutError(f"longer than {CASE_S} s")
 
 
 def text(numbers: dict) -> str:
@@ -1008,7 +752,6 @@ def one_by_one(words: list[str], end: float) -> dict[str, str]:
 
 def main(words: list[str]) -> int:
     """Run the cases that the words choose. Returns 1 where one is not ok, or there is none."""
-    global TMP
     from mca_lite import model_config
 
     if not model_config.transformer_engine_works():
@@ -1021,7 +764,8 @@ def main(words: list[str]) -> int:
     signal.signal(signal.SIGALRM, _stop)
     world.end_when_told()
     print(model_config.found_here(), flush=True)
-    with tempfile.TemporaryDirectory() as TMP:
+    with tempfile.TemporaryDirectory() as folder:
+        use_folder(folder)
         alone = jobs == 1 or words
         states = one_by_one(words, end) if alone else side_by_side(jobs, end)
         if torch.cuda.device_count() > 1:

@@ -1,0 +1,61 @@
+"""Fixtures of several test modules: a tiny model, runs of plain torch, and the worlds beside them.
+
+Each function makes one: `model_path = saved_model("qwen3")` at the top of a module.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.shared import small_runs, tiny, world
+from tests.shared.cells import asked_for, shared_worlds, train_all
+from tests.shared.files import tensors
+
+
+def saved_model(family: str, **changes):
+    """The folder of a model, tiny.save_model's, for a module."""
+
+    @pytest.fixture(scope="module")
+    def path(tmp_path_factory) -> str:
+        return tiny.save_model(tmp_path_factory.mktemp("saved") / "model", family, **changes)
+
+    return path
+
+
+def saved_run_files(family: str, **changes):
+    """A folder of small_runs.save_all, for a module."""
+
+    @pytest.fixture(scope="module")
+    def folder(tmp_path_factory) -> Path:
+        folder = tmp_path_factory.mktemp("run_files")
+        small_runs.save_all(folder, family, **changes)
+        return folder
+
+    return folder
+
+
+def torch_references(**keys):
+    """{family: (model folder, curve of the torch backend on one rank, its exported weights)} of the
+    families with cells in this session, and of qwen3; the others have a folder alone."""
+
+    @pytest.fixture(scope="module")
+    def references(request, tmp_path_factory) -> dict:
+        folder = tmp_path_factory.mktemp("references")
+        paths = {f: tiny.save_model(folder / "models" / f, f) for f in tiny.FAMILY_KEYS}
+        runs = {family: ((paths[family],), {}) for family in {*asked_for(request), "qwen3"}}
+        [curves] = world.run(train_all, 1, runs, str(folder), backend="torch", **keys)
+        return {f: (paths[f], curves.get(f), tensors(folder / f)) for f in paths}
+
+    return references
+
+
+def trained_references(layouts: dict, **keys):
+    """run(layout) of cells.shared_worlds: the models of the fixture `references`."""
+
+    @pytest.fixture(scope="module")
+    def trained(request, references, tmp_path_factory):
+        return shared_worlds(
+            request, tmp_path_factory, layouts, lambda f: ((references[f][0],), {}), **keys
+        )
+
+    return trained
