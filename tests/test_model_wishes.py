@@ -1,6 +1,5 @@
-"""What a config.json asks for: each field of each family's class changes the model's configuration,
-is refused, or has a reason here why training goes on alike. And the load-balancing loss, which a
-model brings along.
+"""Wishes of a config.json: each field of each family's class changes the model's configuration, is
+refused, or has a reason here why training goes on alike. And a model's load-balancing loss.
 """
 
 import json
@@ -82,7 +81,7 @@ def fields_of(hf) -> dict:
 
 
 def is_heard(hf, field: str, plain: dict) -> bool:
-    """Whether another value of the field makes another model, or is refused."""
+    """True if another value of the field makes another model, or is refused."""
     given = hf.to_dict()
     given.pop("layer_types", None)  # it would hold against what it follows from
     for value in VALUES:

@@ -84,7 +84,7 @@ def is_whole(folder) -> bool:
 
 
 def train(path: str, out: str, backend: str, poison: str, **changes) -> dict:
-    """What a run says and leaves whose BAD_SAMPLE gives numbers that are not finite."""
+    """Train with a BAD_SAMPLE of numbers that are not finite -> the run's words and traces."""
     from mca_lite import AutoModel, McaTrainer, TrainingArguments
     from mca_lite.model import load_torch_model
     from mca_lite.trainer_nonfinite import NotFiniteError

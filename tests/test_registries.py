@@ -1,5 +1,5 @@
-"""What a user's script adds from outside the package trains: an objective, a loss on the logits, a
-preference loss and an optimizer. The scripts are those of configs/examples.
+"""Additions of a user's script train: an objective, a loss on the logits, a preference loss and an
+optimizer. The scripts are those of configs/examples.
 """
 
 import ast

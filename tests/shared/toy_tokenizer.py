@@ -69,7 +69,7 @@ def byte_tokenizer(template: str | None = None, merges: tuple = ()) -> PreTraine
 
 
 def encode(tokenizer, record, form: str = "openai", spec=None, **keys) -> SimpleNamespace:
-    """What a conversation becomes: ids and mask of its samples end to end, lengths, tallies."""
+    """A conversation, encoded: ids and mask of its samples end to end, lengths, tallies."""
     from mca_lite.args import DataArguments
     from mca_lite.data_chat import chat_renderer
     from mca_lite.data_encode import Encoder
