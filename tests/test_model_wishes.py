@@ -142,11 +142,12 @@ def test_the_summary_says_which_load_balancing_loss_is_in_use_and_why():
             statistics_of_routers=object(), losses_of_routers=losses_of(hf, args)
         )
         said.append(balance_summary(backend, args))
-    assert said == [
-        "aux_loss x 0.03 (the model's router_aux_loss_coef; moe_aux_loss_coeff: 0 switches it off)",
+    assert [line.partition(" (")[0] for line in said] == [
+        "aux_loss x 0.03",
         "none",
-        "aux_loss x 0.5 (moe_aux_loss_coeff)",
+        "aux_loss x 0.5",
     ]
+    assert "router_aux_loss_coef;" in said[0] and "moe_aux_loss_coeff" in said[2]
 
 
 @pytest.mark.parametrize(

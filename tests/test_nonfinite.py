@@ -364,7 +364,7 @@ def test_weights_that_explode_do_not_cost_the_good_checkpoint(tmp_path, config, 
     assert "step 3: " in said and "Traceback" not in said
     good = tmp_path / "out" / "checkpoint-1"
     assert good.is_dir(), "the last good checkpoint was pruned for a bad one"
-    assert "checkpoint-2, from which no good step was made, and the one before checkpoint-1" in said
+    assert re.search(r"checkpoint-2\b.*\bcheckpoint-1\b", said), said
 
 
 @pytest.mark.parametrize("backend", ["use_mca=true", "use_mca=false"])

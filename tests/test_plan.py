@@ -199,8 +199,7 @@ def test_a_plan_that_is_a_ninth_off_fails_make_gpu():
 def plan(words: str) -> tuple[int, str]:
     from mca_lite import cli_plan
 
-    code, out, error = commands.ended(cli_plan.main, words.split())
-    return code, out + error
+    return commands.answer(cli_plan.main, words)
 
 
 def test_a_configuration_is_planned_without_weights(tmp_path):
