@@ -299,7 +299,7 @@ def test_adapters_of_fused_projections_are_refused(paths):
 
 
 def zeros_behind_the_embedding(paths: list) -> list:
-    """Whether dropout reaches the embedding of each model, and that of its layers."""
+    """True for each model whose embedding dropout reaches, and for its layers."""
     from mca_lite import AutoModel, TrainingArguments
 
     out = []
@@ -330,7 +330,7 @@ def embedded_in_bf16(path: str) -> list:
 
 
 def test_embeddings_in_bf16_are_scaled_by_the_factor_in_bf16(tmp_path):
-    """As transformers' own are: sqrt(12) is 3.4641, and 3.4688 in bf16."""
+    """The factors are transformers': sqrt(12) is 3.4641, and 3.4688 in bf16."""
     path = tiny.save_model(tmp_path / "model", "gemma3_text")
     theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     wanted = theirs.get_input_embeddings()(torch.tensor(TOKENS))

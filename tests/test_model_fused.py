@@ -1,5 +1,5 @@
-"""What is one kernel on a GPU, as it runs on a CPU: against plain formulas. The kernels themselves
-are compared by `make gpu`, part kernels."""
+"""One kernel on a GPU, plain torch on a CPU: the latter against formulas. `make gpu`, part kernels,
+compares the kernels."""
 
 import pytest
 import torch
@@ -173,7 +173,7 @@ def test_layers_train_as_ever_where_norms_take_what_goes_past_them(family, keys,
 
 
 def parts_called(path: str, out: str) -> list[str]:
-    """What model_attention calls of model_fused in a step, by name."""
+    """Names of the functions of heads that a step calls."""
     from mca_lite import model_layers
 
     calls = []

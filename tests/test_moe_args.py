@@ -9,17 +9,11 @@ import pytest
 import torch
 
 from mca_lite.args import TrainingArguments, parse_args
-from mca_lite.errors import ConfigError
 from mca_lite.log import model_sizes
 from mca_lite.model_config import McaModelConfig, from_hf_config
 from tests.shared import tiny, tiny_moe, world
+from tests.shared.commands import keys_of
 from tests.shared.layouts import AUX, BIAS, EP2, ETP1, TP2_SP
-
-
-def problems_of(call, *args, **kwargs) -> dict:
-    with pytest.raises(ConfigError) as error:
-        call(*args, **kwargs)
-    return {problem.key: problem for problem in error.value.problems}
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +77,7 @@ def test_what_does_not_fit_is_an_error_of_its_key(
 ):
     monkeypatch.setenv("WORLD_SIZE", world_size)
     base = [f"model_name_or_path={folders[model]}", "dataset=data.jsonl", f"output_dir={tmp_path}"]
-    problems = problems_of(parse_args, base + words.split())
+    problems = keys_of(parse_args, base + words.split())
     assert set(problems) == {key}
     problem = problems[key]
     assert re.search(text, f"{problem.reason}; set {problem.suggestion}")

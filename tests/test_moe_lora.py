@@ -55,8 +55,8 @@ FEW = ("one", "ep2tp2_etp1", "torch")
 
 
 def names_of(layout: str) -> list[str]:
-    """What `make test` trains in a layout. Where experts are cut, one that has adapters in half of
-    a fused matrix too; attention and shared experts are cut in ep2tp2_etp1 as they are there.
+    """Models that `make test` trains in a layout. Where experts are cut, one with adapters in half
+    of a fused matrix too; attention and shared experts are cut in ep2tp2_etp1 as they are there.
     """
     if layout in FEW:
         return list(TARGETS)

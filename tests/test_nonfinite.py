@@ -84,7 +84,7 @@ def is_whole(folder) -> bool:
 
 
 def train(path: str, out: str, backend: str, poison: str, **changes) -> dict:
-    """What a run says and leaves whose BAD_SAMPLE gives numbers that are not finite."""
+    """Train with a BAD_SAMPLE of numbers that are not finite -> the run's words and traces."""
     from mca_lite import AutoModel, McaTrainer, TrainingArguments
     from mca_lite.model import load_torch_model
     from mca_lite.trainer_nonfinite import NotFiniteError
@@ -364,7 +364,7 @@ def test_weights_that_explode_do_not_cost_the_good_checkpoint(tmp_path, config, 
     assert "step 3: " in said and "Traceback" not in said
     good = tmp_path / "out" / "checkpoint-1"
     assert good.is_dir(), "the last good checkpoint was pruned for a bad one"
-    assert "checkpoint-2, from which no good step was made, and the one before checkpoint-1" in said
+    assert re.search(r"checkpoint-2\b.*\bcheckpoint-1\b", said), said
 
 
 @pytest.mark.parametrize("backend", ["use_mca=true", "use_mca=false"])

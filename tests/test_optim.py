@@ -30,9 +30,7 @@ def arguments(**values):
 
 
 def unchecked(name="linear", warmup=0, **kwargs):
-    """What the scheduler reads of the arguments, without the checks that TrainingArguments makes
-    before it.
-    """
+    """The arguments as a scheduler reads them, without the checks of TrainingArguments."""
     return SimpleNamespace(
         lr_scheduler_type=name,
         lr_scheduler_kwargs=kwargs,

@@ -240,7 +240,7 @@ def test_a_run_goes_on_with_the_other_kind_of_masters(runs, name):
 
 
 def what_updates_wait_for(path: str, out: str) -> list[str]:
-    """What a run in bf16 does with its gradients' norm, in order."""
+    """Events of a run in bf16 around its gradients' norm, in order."""
     from mca_lite import backend_megatron
 
     events, update, norm = [], AdamW.step, backend_megatron.gradient_norm

@@ -1,9 +1,10 @@
-"""The pages of configs/ say what the code does: built-in chat templates, callbacks' events and
-flags, and what other trainers call otherwise.
+"""Pages and code agree: built-in chat templates, callbacks' events and flags, words of other
+trainers. And tables have short cells.
 """
 
 import re
 
+import pytest
 from transformers import TrainerCallback as TheirCallback
 
 from mca_lite.callbacks import FLAGS, TrainerCallback, TrainerState
@@ -20,6 +21,17 @@ def rows(page: str, heading: str = "") -> list[list[str]]:
     text = re.sub(r"^\|.*\|\n\| --- .*\n", "", text, flags=re.MULTILINE)
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+
+
+WRITTEN = [*ROOT.glob("*.md"), *ROOT.glob("configs/**/*.md"), *ROOT.glob("mca_lite/*.md")]
+WRITTEN += [ROOT / "tests" / "README.md"]
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_cell_of_a_table_is_longer_than_250_characters(page):
+    lines = [line for line in page.read_text().splitlines() if line.startswith("|")]
+    cells = [cell.strip() for line in lines for cell in re.split(r"(?<!\\)\|", line)]
+    assert not [cell for cell in cells if len(cell) > 250]
 
 
 def test_every_template_stands_on_its_page_with_its_names_and_what_it_writes():

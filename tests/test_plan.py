@@ -103,7 +103,7 @@ def test_ranks_with_adapters_do(tmp_path):
 
 
 def test_adapters_of_a_model_in_bf16_are_float32(tmp_path):
-    """What a CPU keeps beside for their products in bf16 is not in the table of activations."""
+    """The table of activations leaves out copies that a CPU makes for their products in bf16."""
     hf, keys = tiny.hf_config("llama", **SMALL), {**TP2_SP, **BF16, "lora_rank": 4}
     for run in world.run(measured, 2, hf, 64, str(tmp_path), keys):
         for part in ("weights", "gradients", "optimizer"):
@@ -199,8 +199,7 @@ def test_a_plan_that_is_a_ninth_off_fails_make_gpu():
 def plan(words: str) -> tuple[int, str]:
     from mca_lite import cli_plan
 
-    code, out, error = commands.ended(cli_plan.main, words.split())
-    return code, out + error
+    return commands.answer(cli_plan.main, words)
 
 
 def test_a_configuration_is_planned_without_weights(tmp_path):

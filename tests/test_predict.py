@@ -50,8 +50,8 @@ def right_and_tokens(predicted) -> dict:
 
 
 def found_in(path, out, backend, layout) -> dict:
-    """What predict() returns, in rows and in packed rows, of samples, pairs and packs of them, and
-    what a user's metrics are.
+    """Results of predict(), in rows and in packed rows, for samples, pairs and packs of them, and a
+    user's metrics.
     """
     from mca_lite import AutoModel, DPOTrainer, McaTrainer, TrainingArguments
     from mca_lite.data_batches import Packs
@@ -201,7 +201,7 @@ def test_a_users_metric_decides_which_step_is_best_and_predict_has_its_events(pa
 
 
 def refused_functions(path, out) -> list[str]:
-    """What is said of functions of a user's that give no metrics, or no tensors."""
+    """Messages about a user's functions without metrics, or without tensors."""
     from mca_lite import McaTrainer, TrainingArguments
     from mca_lite.model import load_torch_model
 

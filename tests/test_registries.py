@@ -1,5 +1,5 @@
-"""What a user's script adds from outside the package trains: an objective, a loss on the logits, a
-preference loss and an optimizer. The scripts are those of configs/examples.
+"""Additions of a user's script train: an objective, a loss on the logits, a preference loss and an
+optimizer. The scripts are those of configs/examples.
 """
 
 import ast
@@ -267,11 +267,11 @@ def test_names_that_are_taken_and_records_that_there_are_not_are_refused():
         register_optimizer("adamw_torch", print, states=())
     with pytest.raises(ValueError, match="expected one of text, conversations, pairs"):
         register_objective("kto", records="scores")
-    with pytest.raises(TypeError, match="pref_loss five: expected a function of responses, got 5"):
+    with pytest.raises(TypeError, match="pref_loss five: .* got 5"):
         register_loss("five", 5, has_reference=False)
-    with pytest.raises(TypeError, match="optim five: expected a function of .groups, args., got 5"):
+    with pytest.raises(TypeError, match="optim five: .* got 5"):
         register_optimizer("five", 5, states=())
-    with pytest.raises(TypeError, match="stage five: expected a trainer's class, got 5"):
+    with pytest.raises(TypeError, match="stage five: .* got 5"):
         register_objective("five", records="text", trainer=5)
 
 

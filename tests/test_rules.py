@@ -355,7 +355,7 @@ def test_a_rule_between_groups_is_the_same_for_a_trainer(training, others, key, 
 
 
 def test_packed_rows_of_a_windowed_model_on_plain_torch_are_refused_from_its_config(tmp_path):
-    """What the command line asks before ranks start, and the torch backend when it is made."""
+    """By the command line before ranks start, and by the torch backend in its constructor."""
     tiny.hf_config("mistral", sliding_window=4).save_pretrained(tmp_path)
     judge = Judge(None)
     args_rules_model.check_torch_packing(load_hf_config(str(tmp_path)), judge)

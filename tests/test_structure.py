@@ -1,5 +1,5 @@
-"""What keeps the package readable: imports point down, only cpu.py changes other libraries, pages
-name what is there.
+"""Rules of a readable package: imports point down, only cpu.py changes other libraries, pages name
+files that exist.
 """
 
 import ast
@@ -16,10 +16,11 @@ import torch
 
 import mca_lite
 from mca_lite import __main__
-from tests.tools.house import core_of, house, measure
+from tests.tools.house import RELATIVE_OPENING, core_of, house, measure
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "mca_lite"
+TOOLS = ROOT / "tests" / "tools"
 
 # Each module may import from those above it in the tree of mca_lite/README.md.
 TREE = (PACKAGE / "README.md").read_text().split("\n## The tree\n")[1].split("\n## ")[0]
@@ -144,19 +145,30 @@ def test_the_homes_of_public_names_are_typed():
     assert homes - typed == set()
 
 
-def test_files_and_functions_stay_short():
-    for name in ORDER:
-        check_lengths(name)
-
-
-def check_lengths(name: str) -> None:
-    text = (PACKAGE / f"{name}.py").read_text()
-    assert text.count("\n") <= 900, f"{name}.py has {text.count(chr(10))} lines"
-    for node in ast.walk(modules()[name]):
+@pytest.mark.parametrize(
+    "path",
+    [*PACKAGE.glob("*.py"), *TOOLS.glob("*.py")],
+    ids=lambda path: f"{path.parent.name}/{path.name}",
+)
+def test_files_and_functions_stay_short(path):
+    text = path.read_text()
+    assert text.count("\n") <= 900, f"{path.name} has {text.count(chr(10))} lines"
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             assert node.end_lineno - node.lineno < 80, (
-                f"{name}.{node.name} has {node.end_lineno - node.lineno + 1} lines"
+                f"{path.name}: {node.name} has {node.end_lineno - node.lineno + 1} lines"
             )
+
+
+def test_docstrings_of_tools_open_with_a_verb_or_a_noun():
+    docstrings = {path.name: measure(path).docstrings for path in TOOLS.glob("*.py")}
+    wrong = {
+        name: text.splitlines()[0]
+        for name, texts in docstrings.items()
+        for text in texts
+        if RELATIVE_OPENING.match(text)
+    }
+    assert not wrong
 
 
 def test_no_object_changes_its_class():

@@ -178,9 +178,7 @@ def test_cudnns_attention_comes_first_without_a_mask_and_never_with_one():
 
 
 class CountsInItsGroup(torch.optim.AdamW):
-    """What megatron takes where TE is installed: TE's FusedAdam has no "step" beside
-    a parameter.
-    """
+    """Megatron's optimizer beside TE: TE's FusedAdam has no "step" beside a parameter."""
 
     def __init__(self, params, adam_w_mode=True, **keys):
         super().__init__(params, **keys)

@@ -1,5 +1,5 @@
-"""What a run says of itself, each thing once: on the way, in its summary, in --help and on the page
-for those who move in. What libraries say to each rank is not among it.
+"""A run's words about itself, each once: on the way, in its summary, in --help and on the page for
+those who move in. Words of libraries on each rank are not among them.
 """
 
 import re

@@ -456,7 +456,7 @@ def test_optimizers_that_would_not_update_the_model_are_refused():
 
 
 def full_looks() -> int:
-    """How often Python's collector looks at objects of all ages while many are made."""
+    """Looks of Python's collector at objects of all ages while many are made."""
     before = gc.get_stats()[2]["collections"]
     made = [[] for _ in range(len(gc.get_objects()))]
     assert made

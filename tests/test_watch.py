@@ -339,7 +339,7 @@ def test_the_report_command_writes_the_page(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().out == f"{tmp_path}/comparison.html\n"
     assert f"{first}: loss" in (tmp_path / "comparison.html").read_text()
     assert cli_watch.main_report([str(tmp_path / "nothing")]) == 2
-    assert "expected a run's folder, with lines in trainer_log.jsonl" in capsys.readouterr().err
+    assert "trainer_log.jsonl" in capsys.readouterr().err
 
 
 # somebody else's folder
@@ -370,7 +370,7 @@ KEYS = {  # of which file, and which of the values is one that fits
 
 
 def watched_and_reported(folder: Path, capsys, monkeypatch) -> str:
-    """What `watch` shows of the folder's run beside a good one, after `report` drew both."""
+    """Pages of `watch` about the folder's run beside a good one, after `report` drew both."""
     monkeypatch.chdir(folder)
     make_run(folder / "good", [3.0, 1.2345], **HERE, pid=os.getpid())
     assert cli_watch.main_report(["odd", "good"]) in (0, 2), capsys.readouterr().err

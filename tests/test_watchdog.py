@@ -391,7 +391,7 @@ def ended(request, model_path, tmp_path_factory):
 
 
 def named_with_its_stack(hang: str, ended: dict) -> str:
-    """What the ranks said, of which rank 1 was named, and all left."""
+    """The words of the ranks, after rank 1 was named and all left."""
     codes, said = ended[hang]
     assert codes == [HANG_EXIT_CODE] * 2
     said = "".join(said)

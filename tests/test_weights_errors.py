@@ -14,7 +14,7 @@ from mca_lite import lora, lora_files
 from mca_lite.args import TrainingArguments
 from mca_lite.weights_files import SafetensorsSource, write_safetensors
 from tests.shared import tiny, tiny_moe, world
-from tests.shared.commands import ROOT
+from tests.shared.commands import ROOT, error_of
 from tests.shared.files import EMBEDDING, changed, make_args
 from tests.shared.layouts import PP2, TP2
 
@@ -25,11 +25,7 @@ def load_error(path: str, keys: dict) -> str:
     """The text of the ValueError with which a model is refused."""
     from mca_lite.model import AutoModel
 
-    try:
-        AutoModel.from_pretrained(path, make_args(**keys))
-    except ValueError as error:
-        return str(error)
-    return f"{path} was loaded"
+    return error_of(AutoModel.from_pretrained, path, make_args(**keys))
 
 
 def load_errors(paths: dict, keys: dict) -> dict:

@@ -33,6 +33,12 @@ def ended(main, words: list[str]) -> tuple[int, str, str]:
     return code, out.getvalue(), error.getvalue()
 
 
+def answer(main, words: str) -> tuple[int, str]:
+    """(exit code, all that was printed) of a command's main()."""
+    code, out, error = ended(main, words.split())
+    return code, out + error
+
+
 def run_train(words: list[str]) -> tuple[int, str, str]:
     from mca_lite import cli
 
@@ -95,6 +101,15 @@ def keys_of(call, *args, **kwargs):
     with pytest.raises(ConfigError) as caught:
         call(*args, **kwargs)
     return {problem.key: problem for problem in caught.value.problems}
+
+
+def error_of(call, *args, **kwargs) -> str:
+    """The text of the ValueError that a call raises."""
+    try:
+        call(*args, **kwargs)
+    except ValueError as error:
+        return str(error)
+    return "nothing was refused"
 
 
 def run_convert(words: list[str]) -> tuple[int, str, str]:

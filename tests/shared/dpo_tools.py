@@ -180,7 +180,7 @@ def references_of(model, pairs) -> list:
 
 
 def oracle_curve(model, objective: dict, steps: int = STEPS, packs=None) -> list[dict]:
-    """What our_run should give: one pair after another through transformers, torch's AdamW, the
+    """The curve for our_run: one pair after another through transformers, torch's AdamW, the
     trainer's permutation.
 
     packs: the numbers of the pairs of each pack, which is a sample then (None: each pair is one).
@@ -229,8 +229,7 @@ def make_oracles(path: str, folder: str) -> dict:
 
 
 def differences(got: list[dict], wanted: list[dict], tolerance: float = 1e-5) -> list[str]:
-    """What differs between two curves by more than the tolerance, relative where numbers are above
-    1.
+    """Differences between two curves above the tolerance, relative for numbers above 1.
 
     Where policy and reference are still one model, rounding decides which of two equal rewards is
     larger.

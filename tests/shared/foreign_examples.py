@@ -1,4 +1,4 @@
-"""What others' examples of training on text set, as words key=value: LLaMA-Factory 0.9.5's
+"""Keys of others' examples of training on text, as words key=value: LLaMA-Factory 0.9.5's
 examples/train_full, train_lora and megatron, those with images too; and the scripts of
 mcore_adapter (ROLL), as far as they are known. And demo data as those examples name and declare it.
 """

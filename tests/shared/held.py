@@ -1,4 +1,4 @@
-"""What a rank really holds in training: storages of weights, gradients, optimizer, and the tensors
+"""Bytes of a rank in training: storages of weights, gradients, optimizer, and the tensors
 that autograd saves.
 """
 

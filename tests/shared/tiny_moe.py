@@ -64,8 +64,9 @@ def save_model(
     skew=False,
     **changes,
 ) -> str:
-    """As tiny.save_model. skew: no token goes to the last half of the experts (where a bias
-    chooses), or to few of them.
+    """Save a model, drawn as tiny.save_model's.
+
+    skew: no token goes to the last half of the experts (where a bias chooses), or to few of them.
     """
     from transformers import AutoModelForCausalLM
 

@@ -105,7 +105,7 @@ def _started(function, ranks: int, args, kwargs):
 
 
 def run(function, ranks: int, *args, timeout_s: float = 60, **kwargs) -> list:
-    """What `function(*args, **kwargs)` returns on each of `ranks` ranks, in order of rank."""
+    """Run `function(*args, **kwargs)` on `ranks` ranks -> what each returns, in order of rank."""
     with _started(function, ranks, args, kwargs) as (processes, answers):
         return _collect(function, processes, answers, time.monotonic() + timeout_s, timeout_s)
 

@@ -120,9 +120,7 @@ class Campaign:
         return world.run(victim, RANKS, self.keys, self.watched, rank, event, seconds)
 
     def what_is_left(self) -> tuple:
-        """What must be the same however often the run died: its log, and the tensors of
-        its export.
-        """
+        """The log and the tensors of the export: the same however often the run died."""
         exported = {name: value.tolist() for name, value in tensors(self.out).items()}
         return small_runs.curve(training.read_log(self.out)), exported
 
@@ -205,7 +203,7 @@ def run(kills: int, seed: int, names=tuple(RUNS), say=print) -> int:
 
 
 def under_torchrun(path: str, out: str) -> None:
-    """What torchrun starts: rank 1 dies in step 5 of the first start, and in the rename of
+    """The script of torchrun: rank 1 dies in step 5 of the first start, and in the rename of
     checkpoint-6 of the second.
     """
     start, last = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), os.environ["RANK"] == "1"

@@ -296,7 +296,7 @@ class Runs:
 
 
 def compare(ours: Path, theirs: Path) -> list[str]:
-    """What differs between two runs' logs and exported weights."""
+    """Differences between two runs' logs and exported weights, in words."""
     logs = [small_runs.curve(read_log(folder)) for folder in (ours, theirs)]
     names = [[sorted(line) for line in log] for log in logs]
     if names[0] != names[1]:

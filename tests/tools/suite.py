@@ -37,7 +37,7 @@ class OneOfTwo:
         self.taken, self.is_mine = Path(taken), {}
 
     def take(self, path: Path) -> bool:
-        """Whether this process runs the tests of a file; who asks first does."""
+        """True if this process runs the tests of a file: the first one that takes it does."""
         if path not in self.is_mine:
             try:
                 (self.taken / path.name).touch(exist_ok=False)

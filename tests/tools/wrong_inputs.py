@@ -86,7 +86,7 @@ def _run_group(group: list[Case], folder: Path) -> dict[str, str]:
 
 
 def judge(case: Case, expected: tuple[int, ...], code: int | None, said: str) -> str | None:
-    """What is wrong with an end, None where it is as it should be."""
+    """The fault of an end in words, None for a right one."""
     shown = " | ".join(line for line in said.splitlines()[-12:] if line.strip())[-900:]
     if code is None:
         return f"did not end: {shown}"
