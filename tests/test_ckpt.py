@@ -285,5 +285,5 @@ def test_the_decision_how_weights_are_loaded_is_said(model_path, tmp_path):
     world.run(train, 2, model_path, str(tmp_path), steps=2, **SAVE, **TP2)
     saved = str(tmp_path / "checkpoint-2")
     assert world.run(decision, 2, saved, **TP2) == ["loaded directly: the layout is the same"] * 2
-    assert world.run(decision, 1, saved) == ["resharded from another layout"]
+    assert "resharded" in world.run(decision, 1, saved)[0]
     assert world.run(decision, 1, model_path) == ["converted from Hugging Face safetensors"]

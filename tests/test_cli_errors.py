@@ -21,7 +21,7 @@ from mca_lite.args_values import read_config_file
 from mca_lite.errors import ConfigError
 from mca_lite.files import check_can_write, describe_error
 from tests.shared import world
-from tests.shared.commands import ROOT, SHORT
+from tests.shared.commands import ROOT, SHORT, assert_names
 
 
 @pytest.fixture
@@ -247,8 +247,7 @@ def test_a_resumed_run_that_is_done_says_so(tmp_path, capsys):
     words += f"cache_dir={tmp_path / 'cache'} save_strategy=steps"
     said = world.run(printed_by_commands, 1, [f"{words} max_steps={n}" for n in (2, 1, 4)])[0]
     assert said.count("trained 2 steps in") == 2
-    assert "nothing was left to train: the run goes to step 1, and its checkpoint is at" in said
-    assert "note: other values than before, taken from here on: max_steps 2 -> 1\n" in said
+    assert_names(said, "nothing was left to train", "max_steps 2 -> 1\n")
 
 
 def printed_by_commands(runs: list[str]) -> str:
@@ -338,16 +337,16 @@ def test_ctrl_c_ends_a_command_without_a_traceback(capsys):
         raise KeyboardInterrupt
 
     assert cli.finish(work) == cli.INTERRUPTED
-    assert capsys.readouterr().err == "interrupted: nothing was saved\n"
+    [line] = capsys.readouterr().err.splitlines()
+    assert "interrupted" in line
     assert cli.finish(lambda: None) == 0 and capsys.readouterr().err == ""
 
 
 def test_a_word_that_is_no_command_is_told_and_a_command_alone_shows_its_help(capsys, monkeypatch):
     assert __main__.main(["doctr"]) == __main__.main(["zebra"]) == cli.USER_ERROR
-    assert capsys.readouterr().err == (
-        f"error: there is no command doctr, expected one of {', '.join(__main__.COMMANDS)}\n"
-        f"error: there is no command zebra, expected one of {', '.join(__main__.COMMANDS)}\n"
-    )
+    lines = capsys.readouterr().err.splitlines()
+    for line, word in zip(lines, ("doctr", "zebra"), strict=True):
+        assert_names(line, "error: ", f"no command {word}", ", ".join(__main__.COMMANDS))
     monkeypatch.setattr(sys, "argv", ["mca-lite", "inspct"])
     assert __main__.main() == cli.USER_ERROR
     assert "no command inspct" in capsys.readouterr().err
@@ -384,8 +383,8 @@ def test_an_option_that_is_no_such_number_is_refused_with_what_was_expected(kind
     with pytest.raises(SystemExit, match="2"):
         parser.parse_args(["--number", text])
     numbers = "a whole number" if kind is int else "a number"
-    said = f"error: argument --number: expected {numbers} of at least 1, got '{text}': see --help\n"
-    assert capsys.readouterr().err == said
+    [line] = capsys.readouterr().err.splitlines()
+    assert_names(line, "error: ", "--number: ", numbers, "at least 1", f"'{text}'", "--help")
     assert parser.parse_args(["--number", "1"]).number == 1
 
 

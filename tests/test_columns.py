@@ -72,7 +72,7 @@ def test_joined_batches_have_the_columns_of_both():
     ("changes", "said"),
     [
         ({}, "weight of a sample: expected numbers, got None: set them, or"),
-        ({"weight": [1, 2]}, r"weight of a sample: expected float32 \[3\], .* of shape \[2\]"),
+        ({"weight": [1, 2]}, r"weight of a sample: .*float32 \[3\].*\[2\]"),
         ({"weight": "much"}, "weight of a sample: expected numbers, got 'much'"),
         ({"weight": 1, "score": [1, 2, 3]}, r"score of a sample: expected float32 \[1\]"),
         ({"weight": 1, "pixel_values": [0.5]}, "a sample has 'pixel_values', .*register_column"),
@@ -93,9 +93,7 @@ def test_a_collator_may_leave_out_what_has_a_default_and_nothing_else():
     with pytest.raises(ValueError, match=r"weight of a batch, .* expected \[1, 3\], got \[1, 2\]"):
         check_batch({**batch, "weight": torch.ones(1, 2)}, False, Limits())
     del batch["weight"]
-    with pytest.raises(
-        ValueError, match="weight of a batch, a registered column: expected .1, 3., got .None"
-    ):
+    with pytest.raises(ValueError, match=r"weight of a batch, .* expected \[1, 3\], got .None"):
         check_batch(batch, False, Limits())
 
 

@@ -39,6 +39,7 @@ from mca_lite.data_files import build_once
 from mca_lite.files import IGNORE_INDEX
 from mca_lite.trainer import McaTrainer
 from tests.shared.chats import trained_texts, write_answers
+from tests.shared.commands import assert_names
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -101,14 +102,9 @@ def test_samples_too_long_or_without_labels_are_counted_with_the_first_place(tok
     file = write_answers(tmp_path / "a.jsonl", "bc", "bcdefgh", "b" * 99)
     bundle = load_stage(tokenizer, "sft", file, cutoff_len=QUESTION + 3)
     assert trained_texts(tokenizer, bundle.train) == ["bc<|im_end|>", "bcde", "bbbb"]
-    assert (
-        f"  warning: 2 samples were longer than cutoff_len {QUESTION + 3} and cut, the "
-        f"first at {file}:2" in bundle.report
-    )
-    with pytest.raises(
-        ValueError,
-        match=r"no sample is left(.|\n)*3 samples have no token to train on .* first at .*:1",
-    ):
+    [line] = [line for line in bundle.report if "warning" in line]
+    assert_names(line, "2 samples", f"cutoff_len {QUESTION + 3}", f"{file}:2")
+    with pytest.raises(ValueError, match=r"no sample is left(.|\n)*3 samples .*a\.jsonl:1"):
         load_stage(tokenizer, "sft", file, cutoff_len=QUESTION - 1)
 
 
@@ -606,7 +602,7 @@ PIXELS = {"pixel_values": np.ones((3, 4)), "image_grid_thw": [[1, 2, 2]]}
 @pytest.mark.parametrize(
     ("sample", "said"),
     [
-        ({**ROW, **PIXELS}, "a sample has 'pixel_values', 'image_grid_thw', which the model"),
+        ({**ROW, **PIXELS}, "a sample has 'pixel_values', 'image_grid_thw'"),
         ({**ROW, "images": ["a.jpg"]}, "'images'"),
         ({**ROW, "audio": "a.wav"}, "'audio'"),
         ({**ROW, "loss_weights": [0.0, 1.0, 1.0]}, "'loss_weights'"),

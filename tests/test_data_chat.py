@@ -13,6 +13,7 @@ from mca_lite.data_records import Conversation
 from mca_lite.errors import ConfigError
 from mca_lite.tables import BUILT_IN_FOR, TEMPLATES
 from tests.shared.chats import assistant, user
+from tests.shared.commands import assert_names
 from tests.shared.foreign_keys import LLAMA_FACTORY_TEMPLATES
 from tests.shared.toy_tokenizer import (
     CHATML,
@@ -118,8 +119,8 @@ def test_conversations_with_tools_and_thinking_become_samples_that_inference_sho
     expected = prefix_by_prefix(tokenizer, CALLS, tools)
     assert without_empty_blocks(trained_turns(tokenizer, part)) == without_empty_blocks(expected)
     assert len(part.lengths) == 3 and len(expected) == 5
-    what = "conversations became several samples, for the template strips their thinking"
-    assert part.tallies == {what: (1, "t.json:1")}
+    [(what, found)] = part.tallies.items()
+    assert "several samples" in what and found == (1, "t.json:1")
     assert (
         len(encode_messages(CALLS, TEMPLATES["qwen3"], tools, train_on_prompt=True)[1].lengths) == 1
     )
@@ -305,7 +306,7 @@ def test_a_message_that_the_template_leaves_out_is_refused():
         user("Be brief."),
         assistant("Hello"),
     ]
-    words = "t.json:1: the chat template leaves out the message 'Be brief.' of developer.*system"
+    words = "t.json:1: .*leaves out .*'Be brief.' of developer.*system"
     with pytest.raises(ValueError, match=words):
         encode_messages(developer, TEMPLATES["qwen3"])
     for name in ("chatml", "llama3", "deepseek"):
@@ -342,8 +343,8 @@ def test_chat_template_kwargs_of_a_record_count_before_the_run_s():
     part = encode_with(
         byte_tokenizer(CHATML), record | {"chat_template_kwargs": {"enable_thinking": False}}
     )
-    what = "records give enable_thinking to the chat template, which lacks it"
-    assert part.tallies == {what: (1, WHERE)}
+    [(what, found)] = part.tallies.items()
+    assert "enable_thinking" in what and found == (1, WHERE)
 
 
 def test_thinking_and_tools_are_text_where_the_template_has_no_place_for_them():
@@ -398,14 +399,14 @@ def test_chat_template_takes_a_name_a_file_or_a_text(tmp_path):
 def test_a_template_of_llama_factory_is_used_where_the_tokenizer_has_none(tmp_path):
     own = byte_tokenizer(CHATML)
     [line, *_] = report_of(tmp_path, own, template="qwen3")
-    assert line == "template qwen3: the tokenizer's own chat template is used"
+    assert_names(line, "template qwen3: ", "tokenizer's own")
     assert own.chat_template == CHATML
     for name, built_in in BUILT_IN_FOR.items():
         tokenizer = byte_tokenizer(None)
         [line, *_] = report_of(tmp_path, tokenizer, template=name)
         assert line.startswith(f"chat template: the built-in {built_in}")
         assert tokenizer.chat_template == TEMPLATES[built_in]
-    words = "template alpaca is not built in.*no chat template.*set chat_template to one of"
+    words = "template alpaca .*no chat template.*set chat_template"
     with pytest.raises(ValueError, match=words):
         report_of(tmp_path, byte_tokenizer(None), template="alpaca")
 

@@ -13,6 +13,7 @@ from mca_lite.args import DataArguments
 from mca_lite.data_files import read_records, resolve
 from mca_lite.tables import OBJECTIVES
 from tests.shared.chats import assistant, load_files, trained_answers, user
+from tests.shared.commands import assert_names
 
 
 def chat_line(answer: str, role="user") -> str:
@@ -35,12 +36,10 @@ def test_bad_records_are_left_out_counted_by_reason_and_listed(tmp_path):
         load_files(tmp_path, file)
     bundle = load_files(tmp_path, file, on_bad_record="skip")
     assert trained_answers(bundle.train) == [f"a{n}" for n in range(120)]
-    start = "records cannot be used and were left out: "
-    reason = "message N: unknown role 'alien': expected user, assistant, tool, system, developer"
-    bad = [line for line in bundle.report if start in line]
-    assert bad[1].startswith(f"  warning: 9 {start}{reason}")
+    bad = [line for line in bundle.report if "records cannot be used" in line]
+    assert_names(bad[1], "  warning: 9 ", "message N", "'alien'", "expected user, assistant")
     for line, place in zip(bad, (1, 62, 71), strict=True):
-        assert line.endswith(f", the first at {file}:{place}")
+        assert line.endswith(f" {file}:{place}")
     assert (
         load_files(tmp_path, file, on_bad_record="skip").report == bundle.report
     )  # from the cache
@@ -122,8 +121,8 @@ def test_a_dataset_of_the_hub_is_read_from_its_cache_without_a_network(tmp_path,
             trained_answers(load_files(tmp_path, name, dataset_dir=str(tmp_path)).train) == wanted
         )
     for name, message in {
-        "half": r"dataset 'half': some/chats has no .*'split': 'train\[:50%\]'.*snapshots/0123",
-        "gone": "dataset 'gone': some/others was not found as a file, .*hf download some/others",
+        "half": r"dataset 'half': some/chats .*'split': 'train\[:50%\]'.*0123",
+        "gone": "dataset 'gone': some/others .*hf download some/others",
         "number": "'split': expected a text, got 3",
     }.items():
         with pytest.raises(ValueError, match=message):

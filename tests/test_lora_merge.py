@@ -170,12 +170,7 @@ def test_what_cannot_be_merged_is_refused(sharded_base, tmp_path):
     (tmp_path / "full" / "file").touch()
     cases = [
         (wider, "out1", adapter, "the adapter belongs to another model"),
-        (
-            shallow,
-            "out2",
-            adapter,
-            "is an adapter of another model: it is for 30 weights, of which",
-        ),
+        (shallow, "out2", adapter, "another model: it is for 30 weights"),
         (tied, "out3", tmp_path / "one_sided", "embedding is the head"),
         (by_default, "out6", tmp_path / "one_sided_too", "embedding is the head"),
         (tied, "out7", tmp_path / "parted", "lacks 1, such as lm_head.weight"),

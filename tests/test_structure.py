@@ -250,23 +250,15 @@ def private_uses(tree: ast.AST, private: set[str]) -> list[str]:
     return found
 
 
-# Private names of the package that tests use in the second half of the files and tests/tools, at
-# most; none in the first half and tests/shared.
-PRIVATE_USES = {"second": 29}
-
-
 def test_tests_use_no_private_name_of_the_package():
     """Hooks of the trainer are public where mca_lite/README.md names them."""
     hooks = set(re.findall(r"`(_\w+)\b", (PACKAGE / "README.md").read_text()))
     private = set().union(*map(private_names, modules().values())) - hooks - set(dir(torch.Tensor))
-    uses = {"first": [], "second": []}
+    uses = []
     for path in sorted((ROOT / "tests").rglob("*.py")):
         found = private_uses(ast.parse(path.read_text()), private)
-        place = path.relative_to(ROOT / "tests").as_posix()
-        half = "first" if place.startswith("shared/") or place < "test_m" else "second"
-        uses[half] += [f"{place}: {use}" for use in found]
-    assert uses["first"] == []
-    assert len(uses["second"]) <= PRIVATE_USES["second"], "\n".join(uses["second"])
+        uses += [f"{path.relative_to(ROOT)}: {use}" for use in found]
+    assert not uses, "\n".join(uses)
 
 
 def test_each_file_runs_in_one_process_of_the_suite(tmp_path):

@@ -97,6 +97,12 @@ def run_under_torchrun(words: str, tmp_path, nproc: int) -> subprocess.Completed
     return result
 
 
+def assert_names(text: str, *words) -> None:
+    """A message holds these keys, values and remedies, in whatever wording."""
+    lacking = [word for word in words if str(word) not in text]
+    assert not lacking, f"{lacking} not in {text!r}"
+
+
 def keys_of(call, *args, **kwargs):
     with pytest.raises(ConfigError) as caught:
         call(*args, **kwargs)
