@@ -113,12 +113,12 @@ def _cast_list(value: Any, kind: Any) -> list:
     return [cast(item, kind) for item in value]
 
 
-def _cast_dict(value: Any, *kinds: Any) -> dict:
+def _cast_dict(value: Any, of_keys: Any = str, of_values: Any = Any) -> dict:
     if isinstance(value, str):
         value = _parse(value)
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise ValueError('expected a mapping, as YAML or as JSON text such as {"key": 1}')
-    return dict(value)
+    return {key: cast(item, of_values) for key, item in value.items()}
 
 
 def _parse(text: str) -> Any:

@@ -14,14 +14,14 @@ from typing import Any
 
 from .data_files import SIDES, TAGS, DatasetSpec, get_column, parse_json
 from .errors import expect
-from .tables import Objective, registered_columns
+from .tables import COLUMNS, Objective, registered_columns
 
 # -- registered columns
 
 
 def dataset_columns(spec: DatasetSpec, data_args) -> dict[str, float | None]:
-    """Each registered column's value for the records of a dataset, None: the column's default.
-    ValueError for a value of another column."""
+    """Each registered column's value for the records of a dataset, None: the column's default; of
+    the package's columns those that the keys give. ValueError for a value of another column."""
     columns = dict(sorted(registered_columns().items()))
     expect(
         spec.values.keys() <= columns.keys(),
@@ -29,7 +29,9 @@ def dataset_columns(spec: DatasetSpec, data_args) -> dict[str, float | None]:
         f"registered columns, and there are {list(columns)}: call "
         "register_column before the data is read",
     )
-    of_keys = {name: c.of_dataset(spec, data_args) for name, c in columns.items() if c.of_dataset}
+    of_keys = {name: c.of_dataset(spec, data_args) for name, c in COLUMNS.items() if c.of_dataset}
+    # a column without a value would change the identity of the data in checkpoints
+    of_keys = {name: x for name, x in of_keys.items() if name in columns or x is not None}
     return {**dict.fromkeys(columns), **of_keys, **spec.values}
 
 
@@ -41,6 +43,7 @@ def column_values(record, of_dataset: dict[str, float | None], where: str) -> di
         given = {
             name: get_column(record, name, where, (int, float), required=False)
             for name in of_dataset
+            if COLUMNS[name].is_registered
         }
     values = of_dataset | _without((), given)
     return {name: float(value) for name, value in values.items() if value is not None}

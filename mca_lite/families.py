@@ -404,7 +404,7 @@ def _grouped_experts(hf, grouped: bool) -> dict[str, Any]:
 def _sigmoid_router(hf) -> dict[str, Any]:
     """Fields of a router with sigmoid scores, and a bias for the choice only."""
     return {
-        **_grouped_experts(hf, hf.n_group > 1),
+        **_grouped_experts(hf, (hf.n_group or 1) > 1),
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
     }

@@ -798,3 +798,9 @@ def test_a_whole_number_beyond_those_of_a_float_is_kept():
     for value in (True, "1.5", "nan"):
         with pytest.raises(ValueError, match="a whole number"):
             cast(value, int)
+
+
+def test_values_of_a_mapping_are_cast_by_its_type():
+    assert cast('{"a": "0.5", "b": 2}', dict[str, float]) == {"a": 0.5, "b": 2.0}
+    with pytest.raises(ValueError, match="finite number"):
+        cast({"a": "x"}, dict[str, float])
