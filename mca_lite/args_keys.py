@@ -18,6 +18,10 @@ ALIASES = {
     "moe_aux_loss_coef": "moe_aux_loss_coeff",
     "router_aux_loss_coef": "moe_aux_loss_coeff",
     "optimizer": "optim",
+    "muon_num_ns_steps": "muon_ns_steps",
+    "muon_use_nesterov": "muon_nesterov",
+    "full_determinism": "deterministic",
+    "deterministic_mode": "deterministic",
     "gradient_checkpointing": "recompute_granularity",
     "activation_checkpointing": "recompute_granularity",
 }
@@ -85,8 +89,9 @@ _REFUSED_BY_REASON = {
     ),
     ("tokens in a file", "add_special_tokens: <the tokens>"): "new_special_tokens_config",
     ("optimizers that are not in the table", "optim: adam, or register_optimizer"): (
-        "use_galore use_apollo use_badam use_adam_mini use_muon optim_args optim_target_modules"
+        "use_galore use_apollo use_badam use_adam_mini optim_args optim_target_modules"
     ),
+    ("a switch for an optimizer", "optim: muon"): "use_muon",
     ("weights and optimizer in 16 bits alone", "bf16: true, exp_avg_dtype: bf16"): "pure_bf16",
     ("losses of tokens with weights of their own", "register_objective"): (
         "use_dft_loss use_asft_loss use_eaft_loss"
@@ -113,7 +118,7 @@ _REFUSED_BY_REASON = {
         "cuda_graph_impl=none cuda_graph_* "
         "enable_cuda_graph external_cuda_graph lora_task_type=causal_lm is_encoder_decoder "
         "neftune_noise_alpha preserve_thinking split_special_tokens shift_attn mixture_of_depths "
-        "use_llama_pro ld_alpha full_determinism debug"
+        "use_llama_pro ld_alpha debug"
     ),
 }
 # Keys of files without training: keys required for training are not required beside these.
@@ -163,6 +168,8 @@ _IGNORED_BY_REASON = {
     "of stages or adapters that are not in this version": "kto_* module_dropout oft_* asft_alpha "
     "eaft_alpha",
     "of an optimizer that is not in this version": "galore_* apollo_* badam_*",
+    "Muon updates whole matrices of Hugging Face's, in bf16, as torch.optim.Muon": "muon_tp_mode "
+    "muon_split_qkv muon_fp32_matmul_prec muon_coefficient_type",
     "of a backend that is not in this version": "megatron_bridge_args hyper_parallel_* kt_*",
     "quantization_bit decides it": "quantization_method quantization_type "
     "quantization_device_map double_quantization bnb_4bit_* use_bnb_nested_quant",
@@ -265,6 +272,7 @@ _HINTS_BY_REMEDY = {
     "model_name_or_path": "load",
     "output_dir": "save",
     "max_grad_norm": "clip_grad",
+    "muon_adjust_lr": "muon_scale_mode muon_extra_scale_factor",
     "logging_steps": "log_interval",
     "recompute_granularity: selective": "recompute_activations",
     "save_steps": "save_interval",

@@ -307,7 +307,7 @@ def _owned(optimizer, models):
 
 
 def _state_names(optimizer, parameter) -> list[str]:
-    states = _row(optimizer).states
+    states = _row(optimizer).states_of(parameter)
     return [*states, "master"] if parameter.dtype != torch.float32 else list(states)
 
 

@@ -14,7 +14,9 @@ and min after D. The first update uses the rate of n = 0.
 """
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -124,6 +126,100 @@ def gradient_norm(optimizer: MegatronOptimizer) -> torch.Tensor:
     return torch.stack(squares).double().sum().sqrt()
 
 
+class Matrices(NamedTuple):
+    """The Hugging Face matrices in a parameter [rows, columns], or of experts [n, ..., columns].
+
+    sizes: rows of each matrix in a group of rows. groups: groups in the whole parameter, with a
+    share of every matrix each. axis: of [rows, columns], cut by tensor parallelism, or None.
+    """
+
+    sizes: tuple[int, ...]
+    groups: int = 1
+    axis: int | None = None
+    of_expert: bool = False
+
+    def apply(self, change: Callable, part: torch.Tensor) -> torch.Tensor:
+        """change([n, rows, columns] of each whole matrix), cut and joined like this rank's part.
+        Collective over the ranks with the other parts."""
+        whole = part.reshape(len(part) if part.dim() > 2 else 1, -1, part.shape[-1])
+        if self.axis is None:
+            return self._of_whole(change, whole).reshape(part.shape)
+        axis = self.axis + 1
+        group = parallel.cut_group(self.of_expert)
+        whole = self._of_whole(change, parallel.whole(whole, axis, group))
+        return whole.chunk(group.size(), axis)[group.rank()].reshape(part.shape)
+
+    def _of_whole(self, change: Callable, whole: torch.Tensor) -> torch.Tensor:
+        pieces = whole.unflatten(1, (self.groups, -1)).split(self.sizes, 2)
+        changed = [change(piece.flatten(1, 2)).view(piece.shape) for piece in pieces]
+        return torch.cat(changed, 2).flatten(1, 2)
+
+
+_NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # as in torch.optim.Muon
+
+
+def orthogonalised(matrices: torch.Tensor, steps: int) -> torch.Tensor:
+    """The orthogonal factors of bf16 matrices [n, rows, columns], singular values near 1, by
+    Newton-Schulz iterations in bf16."""
+    a, b, c = _NEWTON_SCHULZ
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if is_tall else matrices
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
+
+
+class Muon(AdamW):
+    """Momentum, made orthogonal, for the matrices of hidden layers; AdamW for all others.
+
+        m = mu m + (1 - mu) g,   u = (1 - mu) g + mu m (muon_nesterov) or m
+        w = (1 - lr decay) w - lr ratio orthogonalised(u)
+
+    of each Hugging Face matrix by itself: q, k, v, gate, up and every expert, as by
+    torch.optim.Muon on transformers' modules. ratio: sqrt(max(1, rows / columns)) with adjust
+    "original", 0.2 sqrt(max(rows, columns)) with "match_rms_adamw", whose updates are as large as
+    AdamW's and share its rate.
+
+    AdamW updates embedding and output layer, since each of their rows is one token's, norms, biases
+    and matrices of one row. Routers get Muon, as in the reports of Moonlight and GLM-4.5, and in
+    megatron-core. momentum: mu.
+    """
+
+    def __init__(self, groups, momentum, nesterov, steps, adjust, **of_adam):
+        super().__init__(groups, **of_adam)
+        self.momentum = momentum
+        self.nesterov = nesterov
+        self.steps = steps
+        self.adjust = adjust
+
+    def dtypes_of(self, p: torch.Tensor) -> dict[str, torch.dtype]:
+        if hasattr(p, "matrices"):
+            return {"momentum_buffer": torch.float32}
+        return super().dtypes_of(p)
+
+    def _update(self, group: dict, p: torch.Tensor, grad: torch.Tensor, factor) -> None:
+        if not hasattr(p, "matrices"):
+            super()._update(group, p, grad, factor)
+            return
+        state = self.state_of(p)
+        state["step"] = state["step"] + 1
+        update = state["momentum_buffer"].lerp_(grad, 1 - self.momentum)
+        if self.nesterov:
+            update = grad.lerp(update, self.momentum)
+        p.mul_(1 - group["lr"] * group["weight_decay"])
+        p.sub_(p.matrices.apply(self._direction, update.bfloat16()), alpha=group["lr"])
+
+    def _direction(self, matrices: torch.Tensor) -> torch.Tensor:
+        """The update at rate 1 of matrices [n, rows, columns], float32."""
+        rows, columns = matrices.shape[1:]
+        ratio = 0.2 * max(rows, columns) ** 0.5
+        if self.adjust == "original":
+            ratio = max(1, rows / columns) ** 0.5
+        return orthogonalised(matrices, self.steps).float() * ratio
+
+
 class SplitMasterOptimizer(FP32Optimizer):
     """megatron's wrapper of kernels.AdamW, whose bf16 parameters hold the upper 16 bits of the
     float32 masters. Gradients are DDP's, in place."""
@@ -140,13 +236,13 @@ class SplitMasterOptimizer(FP32Optimizer):
             parameter.decoupled_grad = parameter.main_grad.float()  # the same tensor, mostly
         return False
 
-    def multiply(self, factor, grad_norm: torch.Tensor, only_finite: bool) -> None:
+    def multiply(self, factor, grad_norm: torch.Tensor, largest: float | None) -> None:
         """Multiply gradients by `factor` in the next update, which clips by their norm then,
-        grad_norm. only_finite: the update changes nothing if the norm is not finite. Both are
+        grad_norm. largest: the update changes nothing if the norm is above it or NaN. Both are
         float64 tensors of one number; no synchronisation."""
         shrink = (self.config.clip_grad / (grad_norm + 1e-6)).clamp(max=1).nan_to_num(1.0)
-        if only_finite:
-            shrink = shrink.where(grad_norm.isfinite(), float("nan"))
+        if largest is not None:
+            shrink = shrink.where(grad_norm <= largest, float("nan"))
         self.optimizer.factor = factor * shrink
 
     def reload_model_params(self, state_dict=None) -> None:
@@ -173,6 +269,9 @@ def create_megatron_optimizer(
     # DDP's hook, and with it the model
     with torch.no_grad():
         optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
+    for parameter in itertools.chain(*(chunk.parameters() for chunk in chunks)):
+        if hasattr(parameter, "matrices") and hasattr(parameter, "main_param"):
+            parameter.main_param.matrices = parameter.matrices
     parts = parts_of(optimizer)
     for i, part in enumerate(parts):
         if getattr(part, "optimizer", None) is None:
