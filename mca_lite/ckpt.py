@@ -37,6 +37,7 @@ from .callbacks import TrainerState, ranking_of, restore_states
 from .ckpt_folder import CheckpointError
 from .data_stream import TokenStream
 from .files import MCA_CONFIG_NAME, TRAINER_STATE_NAME, read_json, write_file
+from .kernels import AdamW
 from .mcore import get_cuda_rng_tracker
 from .model_config import McaModelConfig, load_decision
 from .optim import load_scaler_states, scaler_states
@@ -100,9 +101,12 @@ def load_torch(folder: Path, model, optimizer=None) -> None:
         for parameter in group["params"]:
             name = names[parameter]
             state = {}
+            own = keys
+            if isinstance(optimizer, AdamW):
+                own = ["step", *optimizer.dtypes_of(parameter)]
             if any(f"{key}.{name}" in stored for key in keys):
                 shapes = parameter.shape, torch.Size()
-                state = {key: read(f"{key}.{name}", *shapes) for key in keys}
+                state = {key: read(f"{key}.{name}", *shapes) for key in own}
             for key, value in state.items():
                 if value.dim() or counts_there:
                     state[key] = value.to(parameter.device)

@@ -186,8 +186,8 @@ class FiniteGuard:
             if self.trainer.lr_scheduler.num_steps == 0:  # of a resumed run: those before too
                 self.stop(
                     f"every update of {self.steps} steps was skipped, nothing was trained: lower "
-                    "learning_rate, look at the data, or set bf16: true instead of fp16, or a "
-                    "lower initial_loss_scale"
+                    "learning_rate, look at the data, or set bf16: true instead of fp16, a lower "
+                    "initial_loss_scale, or a higher grad_norm_skip_threshold"
                 )
             self.trainer.report.print(
                 f"warning: no update was made since the checkpoint ({self.skipped} skipped): the "

@@ -1,11 +1,16 @@
 """Muon against torch.optim.Muon on the matrices of transformers' modules, in every layout."""
 
+import shutil
+
 import pytest
 import torch
 
+from mca_lite.args import TrainingArguments, check_together
+from mca_lite.errors import ConfigError
+from mca_lite.optim import Matrices, create_torch_optimizer
 from tests.shared import tiny, tiny_moe, world
 from tests.shared.files import tensors
-from tests.shared.layouts import DENSE, EP2, ETP1, TP2_SP
+from tests.shared.layouts import CP2, DENSE, EP2, ETP1, PP2, SAVE, TP2, TP2_SP
 from tests.shared.training import assert_same_curve, train
 
 
@@ -134,3 +139,163 @@ MIXTURES = {
 def test_each_expert_s_matrices_are_updated_by_themselves(sparse, tmp_path, layout):
     ranks, keys = MIXTURES[layout]
     assert_as_torch(sparse, tmp_path, ranks, **keys)
+
+
+# families with fused matrices in Hugging Face's files, or linears that no rank cuts, and their
+# layout
+FAMILIES = {"phi3": TP2, "glm4": TP2, "deepseek_v3": TP2_SP, "qwen2": CP2}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_matrices_of_a_family_are_those_of_transformers(tmp_path, family):
+    save = tiny_moe.save_model if family in tiny_moe.MODELS else tiny.save_model
+    path = save(tmp_path / "model", family)
+    [curve] = world.run(curve_of_torch, 1, path, str(tmp_path / "torch"))
+    oracle = path, curve, tensors(tmp_path / "torch")
+    assert_as_torch(oracle, tmp_path / "out", 2, **FAMILIES[family])
+
+
+# -- one update
+
+
+def one_parameter(shape, **keys) -> tuple:
+    """(optimizer of a single matrix, the matrix)"""
+    args = TrainingArguments(output_dir="out", optim="muon", learning_rate=0.1, **keys)
+    torch.manual_seed(3)
+    module = torch.nn.Module()
+    module.matrix = torch.nn.Parameter(torch.randn(shape))
+    module.matrix.matrices = Matrices((shape[0],))
+    optimizer = create_torch_optimizer(args, module)
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.3
+    return optimizer, module.matrix
+
+
+@pytest.mark.parametrize("shape", [(24, 24), (40, 16), (16, 40)])
+@pytest.mark.parametrize(
+    "keys, theirs",
+    [
+        ({}, dict(adjust_lr_fn="match_rms_adamw")),
+        (dict(muon_adjust_lr="original"), dict(adjust_lr_fn="original")),
+        (dict(muon_nesterov=False), dict(adjust_lr_fn="match_rms_adamw", nesterov=False)),
+        (dict(muon_ns_steps=3, muon_momentum=0.5), dict(
+            adjust_lr_fn="match_rms_adamw", ns_steps=3, momentum=0.5)),
+    ],
+)  # fmt: skip
+def test_updates_are_those_of_torch_s_muon_in_bf16_too(shape, keys, theirs):
+    ours, matrix = one_parameter(shape, **keys)
+    other = torch.nn.Parameter(matrix.detach().clone())
+    torchs = torch.optim.Muon([other], lr=0.1, weight_decay=0.3, **theirs)
+    for _ in range(3):
+        matrix.grad = torch.randn(shape)
+        other.grad = matrix.grad.clone()
+        ours.step()
+        torchs.step()
+        torch.testing.assert_close(matrix, other, rtol=0, atol=1e-6)
+
+
+def test_fused_matrices_are_updated_one_by_one():
+    """Queries, keys and values of two groups, in megatron's order; and a stack of two experts."""
+    torch.manual_seed(0)
+    ranges = lambda x: x - x.mean((1, 2), keepdim=True)  # noqa: E731 - sees the whole matrix
+    whole = torch.randn(16, 6)
+    of_groups = whole.view(2, 8, 6)
+    wanted = torch.empty(2, 8, 6)
+    for rows in (slice(0, 4), slice(4, 6), slice(6, 8)):
+        wanted[:, rows] = of_groups[:, rows] - of_groups[:, rows].mean()
+    got = Matrices((4, 2, 2), 2).apply(ranges, whole)
+    torch.testing.assert_close(got, wanted.view(16, 6))
+    stack = torch.randn(2, 2, 5, 6)
+    got = Matrices((5, 5)).apply(ranges, stack)
+    torch.testing.assert_close(got, stack - stack.mean((2, 3), keepdim=True))
+
+
+# -- checkpoints
+
+RESUMED = {
+    "tp2_sp": (2, TP2_SP),
+    "pp2": (2, PP2),
+    "bf16": (2, dict(TP2, bf16=True)),
+    "torch": (1, dict(backend="torch")),
+}
+
+
+def saved_and_whole(path: str, out, ranks: int, keys: dict, **more) -> list:
+    """The curve of a run of four steps, of which the checkpoint of step 2 is left."""
+    keys = {**SAVE, "optim": "muon", **keys, **more}
+    curve, *_ = world.run(train, ranks, path, str(out), steps=4, **keys)
+    shutil.rmtree(out / "checkpoint-4")
+    return curve
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_resumed_run_has_the_same_bits(dense, tmp_path, name):
+    ranks, keys = RESUMED[name]
+    whole = saved_and_whole(dense[0], tmp_path, ranks, keys)
+    keys = {**SAVE, **keys, "optim": "muon", "resume_from_checkpoint": "auto"}
+    assert world.run(train, ranks, dense[0], str(tmp_path), steps=4, **keys)[0] == whole
+
+
+def test_a_checkpoint_loads_in_another_layout(sparse, tmp_path):
+    more = dict(adapt=in_float32)
+    whole = saved_and_whole(sparse[0], tmp_path / "ep2", 2, EP2, **more)
+    keys = {**TP2_SP, "optim": "muon", "resume_from_checkpoint": f"{tmp_path}/ep2/checkpoint-2"}
+    got = world.run(train, 2, sparse[0], str(tmp_path / "tp2"), steps=4, **keys, **more)[0]
+    assert_same_curve(got, whole, 1e-6)
+
+
+def masters_of(path: str, out: str) -> tuple[int, bool]:
+    """(matrices whose master moved by less than their weight shows, all masters are float32)"""
+    from mca_lite.optim import parts_of
+    from mca_lite.trainer import McaTrainer
+
+    found = []
+
+    class Kept(McaTrainer):
+        def __init__(self, **keys):
+            super().__init__(**keys)
+            found.append(self)
+
+    keys = dict(bf16=True, learning_rate=1e-6, weight_decay=0.0)
+    keys |= dict(lr_scheduler_kwargs={}, warmup_steps=0)
+    train(path, out, steps=2, optim="muon", trainer_class=Kept, **keys)
+    [part] = parts_of(found[0].backend.optimizer)
+    matrices = [p for p in found[0].model.parameters() if hasattr(p, "matrices")]
+    inner = part.optimizer
+    masters = [p.main_param for p in matrices]
+    assert all("momentum_buffer" in inner.state[p] for p in masters)
+    moved = sum(bool((m != p.float()).any()) for m, p in zip(masters, matrices, strict=True))
+    return moved, all(p.dtype == torch.float32 for p in masters)
+
+
+def test_bf16_weights_have_float32_masters(dense, tmp_path):
+    [(moved, are_float32)] = world.run(masters_of, 1, dense[0], str(tmp_path))
+    assert moved > 8 and are_float32
+
+
+# -- refusals
+
+
+@pytest.mark.parametrize(
+    "keys, key",
+    [
+        (dict(use_distributed_optimizer=True), "optim"),
+        (dict(optimizer_cpu_offload=True), "optim"),
+        (dict(exp_avg_dtype="bf16"), "exp_avg_dtype"),
+    ],
+)
+def test_states_in_other_places_are_refused(keys, key):
+    with pytest.raises(ConfigError) as caught:
+        TrainingArguments(output_dir="out", optim="muon", **keys)
+    assert [problem.key for problem in caught.value.problems] == [key]
+
+
+def test_adapters_are_refused():
+    args = TrainingArguments(output_dir="out", optim="muon")
+    with pytest.raises(ConfigError, match="adapters are factors"):
+        check_together(args, finetuning_type="lora")
+
+
+def test_keys_of_muon_are_noted_with_adam():
+    args = TrainingArguments(output_dir="out", muon_momentum=0.9)
+    assert args.notes == ["muon_momentum: no effect, since optim is adam"]
