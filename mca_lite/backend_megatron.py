@@ -255,9 +255,9 @@ class MegatronBackend(Backend):
         chunks = self.chunks
         has_adapters = lora.spec_of(self.model) is not None
         dtype = config.params_dtype
+        self.optimizer = create_megatron_optimizer(self.args, chunks, dtype, has_adapters)
         if OPTIMIZERS[self.args.optim].of_matrices:
             self._mark_matrices()
-        self.optimizer = create_megatron_optimizer(self.args, chunks, dtype, has_adapters)
         config.finalize_model_grads_func = self._finalize_gradients
         config.grad_scale_func = self.optimizer.scale_loss
         if self.args.overlap_grad_reduce:
@@ -267,24 +267,28 @@ class MegatronBackend(Backend):
         return self.optimizer
 
     def _mark_matrices(self) -> None:
-        """Set `matrices` of the parameters with matrices of hidden layers, for the optimizer."""
+        """Set `matrices` of the parameters with matrices of hidden layers, and of their masters."""
         config = self.config
         rows = {row.mca: row for row in rows_of(config.hf_model_type, config) if row.is_linear}
-        for (name, _), parameter in weights_convert.own_parameters(self.model).items():
-            if name not in rows or name in weights_convert.VOCABULARY:
+        for (name, _), view in weights_convert.own_parameters(self.model).items():
+            row = rows.get(name)
+            if row is None or name in weights_convert.VOCABULARY:
                 continue
-            row = rows[name]
-            size = len(parameter)
+            cut = {}
+            size = len(view)
+            if row.axis is not None:
+                cut = dict(group=parallel.cut_group(row.expert is not None), axis=row.axis + 1)
             if row.axis == 0:
                 size *= weights_convert.degree(row, config)
-            groups = weights_convert.num_groups(row, config)
-            sizes = [part // groups for part in weights_convert.row_sizes(row, size, config)]
-            if row.fused:  # the order of rows does not matter
-                groups = 1
-                sizes = [size]
+            groups = 1
+            sizes = [size]
+            if not row.fused:  # in a fused one the order of rows does not matter
+                groups = weights_convert.num_groups(row, config)
+                sizes = [n // groups for n in weights_convert.row_sizes(row, size, config)]
             # experts come as views of their stacked weight
-            parameter = parameter if parameter._base is None else parameter._base
-            parameter.matrices = Matrices(tuple(sizes), groups, row.axis, row.expert is not None)
+            parameter = view if view._base is None else view._base
+            master = getattr(parameter, "main_param", parameter)
+            parameter.matrices = master.matrices = Matrices(sizes, groups, **cut)
 
     def forward_backward(
         self, forward_step, micro_batches: list, seq_length: int, forward_only=False, chunks=None

@@ -306,15 +306,15 @@ class TorchBackend(Backend):
 
     def _mark_matrices(self) -> None:
         """Set `matrices` of the parameters with matrices of hidden layers, for the optimizer."""
-        modules = self.model.modules()
-        others = {m.weight for m in modules if isinstance(m, torch.nn.Embedding)}
-        others.add(self.model.get_output_embeddings().weight)
+        head = self.model.get_output_embeddings()
+        modules = [m for m in self.model.modules() if isinstance(m, torch.nn.Embedding)]
+        others = {module.weight for module in (head, *modules)}
         counts = Counter(tensor for _, tensor, _ in file_tensors(self.model))
         for tensor in counts.keys() - others:
             if tensor.dim() in (2, 3) and 1 not in tensor.shape:
                 *experts, rows, _ = tensor.shape
                 parts = max(counts[tensor] // math.prod(experts), 1)
-                tensor.matrices = Matrices((rows // parts,) * parts)
+                tensor.matrices = Matrices([rows // parts] * parts)
 
     def forward_backward(
         self, forward_step, micro_batches: list, seq_length: int, forward_only=False, chunks=None

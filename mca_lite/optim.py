@@ -14,7 +14,7 @@ and min after D. The first update uses the rate of n = 0.
 """
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -130,45 +130,40 @@ class Matrices(NamedTuple):
     """The Hugging Face matrices in a parameter [rows, columns], or of experts [n, ..., columns].
 
     sizes: rows of each matrix in a group of rows. groups: groups in the whole parameter, with a
-    share of every matrix each. axis: of [rows, columns], cut by tensor parallelism, or None.
+    share of every matrix each. group: the ranks with its parts, cut along an axis of [n, rows,
+    columns]; None: it is whole.
     """
 
-    sizes: tuple[int, ...]
+    sizes: Sequence[int]
     groups: int = 1
-    axis: int | None = None
-    of_expert: bool = False
+    group: dist.ProcessGroup | None = None
+    axis: int = 1
 
     def apply(self, change: Callable, part: torch.Tensor) -> torch.Tensor:
         """change([n, rows, columns] of each whole matrix), cut and joined like this rank's part.
         Collective over the ranks with the other parts."""
-        whole = part.reshape(len(part) if part.dim() > 2 else 1, -1, part.shape[-1])
-        if self.axis is None:
-            return self._of_whole(change, whole).reshape(part.shape)
-        axis = self.axis + 1
-        group = parallel.cut_group(self.of_expert)
-        whole = self._of_whole(change, parallel.whole(whole, axis, group))
-        return whole.chunk(group.size(), axis)[group.rank()].reshape(part.shape)
-
-    def _of_whole(self, change: Callable, whole: torch.Tensor) -> torch.Tensor:
-        pieces = whole.unflatten(1, (self.groups, -1)).split(self.sizes, 2)
+        blocks = part.reshape(len(part) if part.dim() > 2 else 1, -1, part.shape[-1])
+        if self.group:
+            blocks = parallel.whole(blocks, self.axis, self.group)
+        pieces = blocks.unflatten(1, (self.groups, -1)).split(self.sizes, 2)
         changed = [change(piece.flatten(1, 2)).view(piece.shape) for piece in pieces]
-        return torch.cat(changed, 2).flatten(1, 2)
+        blocks = torch.cat(changed, 2).flatten(1, 2)
+        if self.group:
+            blocks = blocks.chunk(self.group.size(), self.axis)[self.group.rank()]
+        return blocks.reshape(part.shape)
 
 
-_NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # as in torch.optim.Muon
-
-
-def orthogonalised(matrices: torch.Tensor, steps: int) -> torch.Tensor:
+def orthogonalised(x: torch.Tensor, steps: int) -> torch.Tensor:
     """The orthogonal factors of bf16 matrices [n, rows, columns], singular values near 1, by
-    Newton-Schulz iterations in bf16."""
-    a, b, c = _NEWTON_SCHULZ
-    is_tall = matrices.shape[1] > matrices.shape[2]
-    x = matrices.mT if is_tall else matrices
+    Newton-Schulz iterations with the coefficients of torch.optim.Muon."""
+    if x.shape[1] > x.shape[2]:
+        return orthogonalised(x.mT, steps).mT
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
     for _ in range(steps):
         gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if is_tall else x
+        factor = torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
+        x = torch.baddbmm(x, factor, x, beta=3.4445)
+    return x
 
 
 class Muon(AdamW):
@@ -178,46 +173,43 @@ class Muon(AdamW):
         w = (1 - lr decay) w - lr ratio orthogonalised(u)
 
     of each Hugging Face matrix by itself: q, k, v, gate, up and every expert, as by
-    torch.optim.Muon on transformers' modules. ratio: sqrt(max(1, rows / columns)) with adjust
-    "original", 0.2 sqrt(max(rows, columns)) with "match_rms_adamw", whose updates are as large as
-    AdamW's and share its rate.
+    torch.optim.Muon on transformers' modules. ratio: sqrt(max(1, rows / columns)) with
+    muon_adjust_lr original, 0.2 sqrt(max(rows, columns)) with match_rms_adamw: updates are as large
+    as AdamW's then, and share its rate.
 
     AdamW updates embedding and output layer, since each of their rows is one token's, norms, biases
     and matrices of one row. Routers get Muon, as in the reports of Moonlight and GLM-4.5, and in
-    megatron-core. momentum: mu.
+    megatron-core. mu: muon_momentum. args: TrainingArguments.
     """
 
-    def __init__(self, groups, momentum, nesterov, steps, adjust, **of_adam):
+    def __init__(self, groups, args, **of_adam):
         super().__init__(groups, **of_adam)
-        self.momentum = momentum
-        self.nesterov = nesterov
-        self.steps = steps
-        self.adjust = adjust
+        self.args = args
 
-    def dtypes_of(self, p: torch.Tensor) -> dict[str, torch.dtype]:
+    def dtypes_of(self, p):
         if hasattr(p, "matrices"):
             return {"momentum_buffer": torch.float32}
-        return super().dtypes_of(p)
+        return self.dtypes
 
-    def _update(self, group: dict, p: torch.Tensor, grad: torch.Tensor, factor) -> None:
+    def _update(self, group, p, grad, factor):
         if not hasattr(p, "matrices"):
-            super()._update(group, p, grad, factor)
-            return
+            return super()._update(group, p, grad, factor)
         state = self.state_of(p)
         state["step"] = state["step"] + 1
-        update = state["momentum_buffer"].lerp_(grad, 1 - self.momentum)
-        if self.nesterov:
-            update = grad.lerp(update, self.momentum)
+        momentum = self.args.muon_momentum
+        update = state["momentum_buffer"].lerp_(grad, 1 - momentum)
+        if self.args.muon_nesterov:
+            update = grad.lerp(update, momentum)
         p.mul_(1 - group["lr"] * group["weight_decay"])
         p.sub_(p.matrices.apply(self._direction, update.bfloat16()), alpha=group["lr"])
 
-    def _direction(self, matrices: torch.Tensor) -> torch.Tensor:
+    def _direction(self, matrices):
         """The update at rate 1 of matrices [n, rows, columns], float32."""
         rows, columns = matrices.shape[1:]
         ratio = 0.2 * max(rows, columns) ** 0.5
-        if self.adjust == "original":
+        if self.args.muon_adjust_lr == "original":
             ratio = max(1, rows / columns) ** 0.5
-        return orthogonalised(matrices, self.steps).float() * ratio
+        return orthogonalised(matrices, self.args.muon_ns_steps).float() * ratio
 
 
 class SplitMasterOptimizer(FP32Optimizer):
@@ -242,7 +234,7 @@ class SplitMasterOptimizer(FP32Optimizer):
         float64 tensors of one number; no synchronisation."""
         shrink = (self.config.clip_grad / (grad_norm + 1e-6)).clamp(max=1).nan_to_num(1.0)
         if largest is not None:
-            shrink = shrink.where(grad_norm <= largest, float("nan"))
+            shrink = shrink.where(grad_norm.le(largest), float("nan"))
         self.optimizer.factor = factor * shrink
 
     def reload_model_params(self, state_dict=None) -> None:
@@ -269,9 +261,6 @@ def create_megatron_optimizer(
     # DDP's hook, and with it the model
     with torch.no_grad():
         optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
-    for parameter in itertools.chain(*(chunk.parameters() for chunk in chunks)):
-        if hasattr(parameter, "matrices") and hasattr(parameter, "main_param"):
-            parameter.main_param.matrices = parameter.matrices
     parts = parts_of(optimizer)
     for i, part in enumerate(parts):
         if getattr(part, "optimizer", None) is None:

@@ -524,10 +524,8 @@ def _sgd(groups: list[dict], args):
 
 
 def _muon(groups: list[dict], args):
-    numbers = dict(momentum=args.muon_momentum, nesterov=args.muon_nesterov)
-    numbers |= dict(steps=args.muon_ns_steps, adjust=args.muon_adjust_lr)
     optim = import_module(".optim", __package__)  # it reads this table
-    return optim.Muon(groups, **numbers, **_numbers_of_adam(args))
+    return optim.Muon(groups, args, **_numbers_of_adam(args))
 
 
 OPTIMIZERS["adam"] = Optimizer(
