@@ -38,6 +38,8 @@ class Backend(abc.ABC):
     def __init__(self, model, args, losses: BalancingLosses):
         kind = "full" if lora.spec_of(model) is None else "lora"
         check_together(args, use_mca=self.name == "megatron", finetuning_type=kind)
+        if args.deterministic:
+            parallel.make_deterministic()  # a world from Python has not begun with initialize()
         cpu.apply_on_cuda()
         kernels.switch(args.torch_compile)
         self.model = model

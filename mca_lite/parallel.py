@@ -119,14 +119,19 @@ def make_deterministic() -> None:
     """Choose the deterministic path of every library, for this process. CUDA must not have started.
 
     A step has the same bits then in every run of the same layout on the same machine and versions:
-    flash attention sums its gradients in order, cuDNN's attention is left out, cuBLAS and NCCL keep
-    to one algorithm for a shape, compilers time no candidates. The Triton kernels of this package
-    add in a fixed order always.
+    flash attention sums its gradients in order, cuDNN's attention is left out (model_layers.py),
+    cuBLAS and NCCL keep to one algorithm for a shape, torch.compile times no candidates (cpu.py).
+    The Triton kernels of this package add in a fixed order always. ValueError for NCCL_ALGO with
+    NVLS: the switch adds in the order of arrival.
     """
+    algorithms = os.environ.setdefault("NCCL_ALGO", "Ring,Tree")
+    if "NVLS" in algorithms.upper() and not algorithms.startswith("^"):
+        raise ValueError(
+            "deterministic: expected NCCL_ALGO without NVLS in the environment, got "
+            f"{algorithms}: set NCCL_ALGO=Ring,Tree, or deterministic: false"
+        )
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
-    os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"
-    os.environ.setdefault("NCCL_ALGO", "^NVLS")  # the switch adds in the order of arrival
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.set_flags(_benchmark=False, _deterministic=True)
 

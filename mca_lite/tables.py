@@ -481,8 +481,8 @@ def register_optimizer(
     **fields: Any,
 ) -> None:
     """Add a row to OPTIMIZERS: `optim: <name>` trains with the optimizer of `make` on both
-    backends, with float32 master weights under megatron-core. fields: `states`, required, and
-    `counts_steps` of Optimizer.
+    backends, with float32 master weights under megatron-core. fields: `states`, required,
+    `counts_steps` and `of_matrices` of Optimizer.
 
     Call it before the configuration is parsed, on every rank. Raises ValueError for a taken name,
     TypeError for a `make` that is no function.

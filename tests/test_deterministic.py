@@ -68,8 +68,30 @@ def settings() -> dict:
 
 def test_every_library_takes_its_deterministic_path():
     [found] = world.run(settings, 1)
-    wanted = [":4096:8", "0", "^NVLS"]
+    wanted = [":4096:8", "0", "Ring,Tree"]
     assert found == dict(before=False, after=True, cudnn=True, names=wanted)
+
+
+@pytest.mark.parametrize("value", ["NVLS", "Ring,nvlstree"])
+def test_adding_in_the_switch_is_refused(value, monkeypatch):
+    from mca_lite import parallel
+
+    monkeypatch.setenv("NCCL_ALGO", value)
+    with pytest.raises(ValueError, match=f"got {value}: set NCCL_ALGO=Ring,Tree"):
+        parallel.make_deterministic()
+
+
+def test_the_torch_backend_of_a_script_is_deterministic_too(tmp_path):
+    path = tiny.save_model(tmp_path / "model", "llama")
+    keys = dict(backend="torch", deterministic=True)
+    assert world.run(is_on_in_the_end, 1, path, str(tmp_path / "out"), **keys) == [True]
+
+
+def is_on_in_the_end(path: str, out: str, **keys) -> bool:
+    import torch
+
+    train(path, out, steps=2, **keys)
+    return torch.are_deterministic_algorithms_enabled()
 
 
 def test_megatrons_modules_get_the_key(tmp_path):

@@ -25,7 +25,7 @@ from tests.shared import tiny, tiny_moe
 STEPS, SAVED_AT = 20, 10
 VOCAB = 1024
 SIZES = dict(hidden_size=512, intermediate_size=1024, num_attention_heads=8, vocab_size=VOCAB)
-SIZES |= dict(num_hidden_layers=4, max_position_embeddings=1024)
+SIZES |= dict(num_hidden_layers=2, max_position_embeddings=1024)
 HALF = dict(bf16=True)
 PACKED = dict(sequence_packing=True, per_device_train_batch_size=4)
 TP2 = dict(tensor_model_parallel_size=2, sequence_parallel=True)
