@@ -272,6 +272,7 @@ class TrainingArguments(ArgumentGroup):
     num_train_epochs: float = arg(3.0, "passes over the data", above=0, high=1e6)
     max_steps: int = arg(-1, "optimizer steps, in place of num_train_epochs (-1: unset)", low=-1)
     seed: int = arg(42, "seed of weights, data order and dropout", low=0, high=2**32 - 1)
+    deterministic: bool = arg(False, "the same bits in every run of a layout; slower on a GPU")
     data_seed: int | None = arg(None, "seed of the data order (None: seed)", low=0, high=2**32 - 1)
     dataloader_num_workers: int = arg(0, "data loading processes on each rank", low=0, high=256)
     ddp_timeout: int = arg(1800, "timeout of collectives in seconds", low=1, high=10**9)
@@ -298,7 +299,7 @@ class TrainingArguments(ArgumentGroup):
     )
     optim: str = arg(
         "adam",
-        "adam (adamw_torch, adamw_torch_fused are the same) or sgd",
+        "adam (adamw_torch, adamw_torch_fused are the same), muon or sgd",
         choices=OPTIMIZERS,
         words=OPTIMIZER_ALIASES,
         optimizer="optimizer",
@@ -308,6 +309,12 @@ class TrainingArguments(ArgumentGroup):
     adam_beta2: float = arg(0.999, "decay of Adam's second moment", low=0, below=1, optimizer=True)
     adam_epsilon: float = arg(
         1e-8, "epsilon added to the root of the second moment", above=0, optimizer="adam_eps"
+    )
+    muon_momentum: float = arg(0.95, "momentum of muon", low=0, below=1)
+    muon_nesterov: bool = arg(True, "Nesterov momentum of muon")
+    muon_ns_steps: int = arg(5, "Newton-Schulz iterations of muon", low=1, below=100)
+    muon_adjust_lr: Literal["match_rms_adamw", "original"] = arg(
+        "match_rms_adamw", "size of muon's updates: as AdamW's, or by the shape of a matrix"
     )
     exp_avg_dtype: Literal["fp32", "bf16"] = arg("fp32", "dtype of Adam's first moment")
     exp_avg_sq_dtype: Literal["fp32", "bf16"] = arg(
@@ -332,7 +339,14 @@ class TrainingArguments(ArgumentGroup):
     nan_policy: Literal["stop", "skip"] = arg(
         "stop", "on a non-finite update stop, or skip and count it"
     )
-    nan_skip_limit: int = arg(10, "maximum updates skipped by nan_policy: skip", low=1)
+    grad_norm_skip_threshold: float | None = arg(
+        None, "skip updates whose gradient norm is larger (None: none)", above=0
+    )
+    nan_skip_limit: int = arg(
+        10,
+        "maximum updates skipped by nan_policy: skip, and by grad_norm_skip_threshold in a row",
+        low=1,
+    )
 
     # precision
     bf16: bool = arg(False, "bfloat16 weights and activations, fp32 master weights", model=True)

@@ -18,6 +18,10 @@ ALIASES = {
     "moe_aux_loss_coef": "moe_aux_loss_coeff",
     "router_aux_loss_coef": "moe_aux_loss_coeff",
     "optimizer": "optim",
+    "muon_num_ns_steps": "muon_ns_steps",
+    "muon_use_nesterov": "muon_nesterov",
+    "full_determinism": "deterministic",
+    "deterministic_mode": "deterministic",
     "gradient_checkpointing": "recompute_granularity",
     "activation_checkpointing": "recompute_granularity",
 }
@@ -76,8 +80,9 @@ _REFUSED_BY_REASON = {
     ),
     ("tokens in a file", "add_special_tokens: <the tokens>"): "new_special_tokens_config",
     ("optimizers that are not in the table", "optim: adam, or register_optimizer"): (
-        "use_galore use_apollo use_badam use_adam_mini use_muon optim_args optim_target_modules"
+        "use_galore use_apollo use_badam use_adam_mini optim_args optim_target_modules"
     ),
+    ("a switch for an optimizer", "optim: muon"): "use_muon",
     ("weights and optimizer in 16 bits alone", "bf16: true, exp_avg_dtype: bf16"): "pure_bf16",
     ("losses of tokens with weights of their own", "register_objective"): (
         "use_dft_loss use_asft_loss use_eaft_loss"
@@ -99,7 +104,7 @@ _REFUSED_BY_REASON = {
         "cuda_graph_impl=none cuda_graph_* "
         "enable_cuda_graph external_cuda_graph lora_task_type=causal_lm is_encoder_decoder "
         "neftune_noise_alpha preserve_thinking split_special_tokens shift_attn mixture_of_depths "
-        "use_llama_pro ld_alpha full_determinism debug loraplus_lr_ratio "
+        "use_llama_pro ld_alpha debug loraplus_lr_ratio "
         "loraplus_lr_embedding=1e-06 f_divergence_type=reverse_kl f_alpha_divergence_coef=0.5 "
         "discopop_tau=0.05 use_weighting loss_weights truncation_mode=keep_start model_init_kwargs "
         "dataset_kwargs use_megatron_bridge use_hyper_parallel use_kt use_v1_kernels "
@@ -147,6 +152,8 @@ _IGNORED_BY_REASON = {
     "of a stage, adapter, optimizer or backend that is not in this version": "compile_warmup ppo_* "
     "reward_model* kto_* module_dropout oft_* asft_alpha eaft_alpha galore_* apollo_* badam_* "
     "megatron_bridge_args hyper_parallel_* kt_* simpo_gamma freeze_*",
+    "Muon updates whole matrices of Hugging Face's, in bf16, as torch.optim.Muon": "muon_tp_mode "
+    "muon_split_qkv muon_fp32_matmul_prec muon_coefficient_type",
     "quantization_bit decides it": "quantization_method quantization_type "
     "quantization_device_map double_quantization bnb_4bit_* use_bnb_nested_quant",
     "bf16, fp16 and fp8 decide the precision": "upcast_lmhead_output bf16_full_eval fp16_full_eval "

@@ -91,6 +91,11 @@ BACKEND = (
     ),
     Rule("mtp_num_layers finetuning_type=lora", _ON_ADAPTERS, "mtp_num_layers: 0"),
     Rule(
+        "optim=muon finetuning_type=lora",
+        "Muon makes updates of whole matrices orthogonal, and adapters are factors of them",
+        "optim: adam",
+    ),
+    Rule(
         "moe_router_bias_update_rate finetuning_type=lora",
         "adapters change no weight of the base model, nor the routers' bias",
         "moe_router_bias_update_rate: 0",

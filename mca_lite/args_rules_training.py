@@ -65,6 +65,11 @@ _RULES = (
         "megatron's distributed optimizer supports Adam only",
         "use_distributed_optimizer: false, or optim: adam",
     ),
+    Rule(
+        "optim=muon optimizer_cpu_offload",
+        "ranks join the matrices of Muon on their devices",
+        "optimizer_cpu_offload: false, or optim: adam",
+    ),
     Rule("exp_avg_dtype=bf16 !optim=adam|optimizer_cpu_offload", *_HALVES),
     Rule("exp_avg_sq_dtype=bf16 !optim=adam|optimizer_cpu_offload", *_HALVES),
     Rule("max_steps=0", "expected at least one step", "max_steps: -1"),
@@ -102,8 +107,12 @@ class Need(NamedTuple):
 
 
 NEEDS = (
-    Need("nan_skip_limit", "nan_policy=skip", "nan_policy: skip"),
-    Need("nan_policy", "check_for_nan_in_loss_and_grad", "check_for_nan_in_loss_and_grad: true"),
+    Need("nan_skip_limit", "nan_policy=skip|grad_norm_skip_threshold", "nan_policy: skip"),
+    Need(
+        "nan_policy grad_norm_skip_threshold",
+        "check_for_nan_in_loss_and_grad",
+        "check_for_nan_in_loss_and_grad: true",
+    ),
     Need("early_stopping_threshold", "early_stopping_patience", "early_stopping_patience: 3"),
     Need("early_stopping_patience greater_is_better", "!eval_strategy=no", "eval_strategy: steps"),
     Need(
@@ -123,6 +132,12 @@ NEEDS = (
     Need("run_name", "report_to=wandb", "report_to: wandb", is_harmless=True),
     # a registered optimizer may read any of them
     Need("sgd_momentum", "!optim=adam", "optim: sgd", is_harmless=True),
+    Need(
+        "muon_momentum muon_nesterov muon_ns_steps muon_adjust_lr",
+        "!optim=adam",
+        "optim: muon",
+        is_harmless=True,
+    ),
     Need("adam_beta1 adam_beta2 adam_epsilon", "!optim=sgd", "optim: adam", is_harmless=True),
     Need(
         "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis",

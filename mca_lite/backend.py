@@ -7,6 +7,7 @@ count, metrics).
 """
 
 import abc
+import sys
 from collections.abc import Callable, Iterator
 
 import torch
@@ -37,6 +38,8 @@ class Backend(abc.ABC):
     def __init__(self, model, args, losses: BalancingLosses):
         kind = "full" if lora.spec_of(model) is None else "lora"
         check_together(args, use_mca=self.name == "megatron", finetuning_type=kind)
+        if args.deterministic:
+            parallel.make_deterministic()  # a world from Python has not begun with initialize()
         cpu.apply_on_cuda()
         kernels.switch(args.torch_compile)
         self.model = model
@@ -114,8 +117,9 @@ class Backend(abc.ABC):
         """Clip and update -> (True if updated, gradient norm before clipping, zeros in the
         gradient), the same on every rank.
 
-        A norm that is not finite prevents the update with check_for_nan_in_loss_and_grad. So does
-        an overflow by the loss scale of fp16: the norm is 0 then."""
+        A norm that is not finite prevents the update with check_for_nan_in_loss_and_grad, and one
+        above grad_norm_skip_threshold. So does an overflow by the loss scale of fp16: the norm is 0
+        then."""
 
     @abc.abstractmethod
     def reduce(self, totals: torch.Tensor) -> torch.Tensor:
@@ -162,6 +166,17 @@ class Backend(abc.ABC):
         """Wait for the pending all-gathers of weights."""
 
     # -- the same for both
+
+    @property
+    def largest_norm(self) -> float | None:
+        """The largest gradient norm of an update; None: any, even one that is not finite."""
+        if not self.args.check_for_nan_in_loss_and_grad:
+            return None
+        return self.args.grad_norm_skip_threshold or sys.float_info.max
+
+    def rejects(self, grad_norm: float) -> bool:
+        """True if a gradient norm prevents the update."""
+        return self.largest_norm is not None and not grad_norm <= self.largest_norm
 
     def train_mode(self, training: bool) -> None:
         for chunk in self.chunks:

@@ -13,6 +13,7 @@ from .backend import Backend
 from .batch import RowLayout, Targets, model_columns, row_layout, to_rank
 from .ckpt_megatron import MegatronSnapshot, load_megatron
 from .errors import Judge
+from .families import rows_of
 from .loss_tokens import TrainedPlaces
 from .mcore import (
     ColumnParallelLinear,
@@ -28,7 +29,14 @@ from .mcore import (
 from .model import VirtualModels
 from .model_config import accumulate_in_place
 from .model_moe import BalancingLosses, Experts, RouterStatistics, routers_of
-from .optim import SplitMasterOptimizer, create_megatron_optimizer, gradient_norm, parts_of
+from .optim import (
+    Matrices,
+    SplitMasterOptimizer,
+    create_megatron_optimizer,
+    gradient_norm,
+    parts_of,
+)
+from .tables import OPTIMIZERS
 
 PACKED_BUCKET = 128  # tokens
 
@@ -247,6 +255,8 @@ class MegatronBackend(Backend):
         has_adapters = lora.spec_of(self.model) is not None
         dtype = config.params_dtype
         self.optimizer = create_megatron_optimizer(self.args, chunks, dtype, has_adapters)
+        if OPTIMIZERS[self.args.optim].of_matrices:
+            self._mark_matrices()
         config.finalize_model_grads_func = self._finalize_gradients
         config.grad_scale_func = self.optimizer.scale_loss
         if self.args.overlap_grad_reduce:
@@ -254,6 +264,30 @@ class MegatronBackend(Backend):
         if self.args.overlap_param_gather:
             config.param_sync_func = _one_or_all([c.start_param_sync for c in chunks])
         return self.optimizer
+
+    def _mark_matrices(self) -> None:
+        """Set `matrices` of the parameters with matrices of hidden layers, and of their masters."""
+        config = self.config
+        rows = {row.mca: row for row in rows_of(config.hf_model_type, config) if row.is_linear}
+        for (name, _), view in weights_convert.own_parameters(self.model).items():
+            row = rows.get(name)
+            if row is None or name in weights_convert.VOCABULARY:
+                continue
+            cut = {}
+            size = len(view)
+            if row.axis is not None:
+                cut = dict(group=parallel.cut_group(row.expert is not None), axis=row.axis + 1)
+            if row.axis == 0:
+                size *= weights_convert.degree(row, config)
+            groups = 1
+            sizes = [size]
+            if not row.fused:  # in a fused one the order of rows does not matter
+                groups = weights_convert.num_groups(row, config)
+                sizes = [n // groups for n in weights_convert.row_sizes(row, size, config)]
+            # experts come as views of their stacked weight
+            parameter = view if view._base is None else view._base
+            master = getattr(parameter, "main_param", parameter)
+            parameter.matrices = master.matrices = Matrices(sizes, groups, **cut)
 
     def forward_backward(
         self, forward_step, micro_batches: list, seq_length: int, forward_only=False, chunks=None
@@ -301,17 +335,16 @@ class MegatronBackend(Backend):
         the host.
         """
         optimizer = self.optimizer
-        only_finite = self.args.check_for_nan_in_loss_and_grad
         if optimizer.prepare_grads():  # the loss scale of fp16 overflowed
             return False, 0.0, None
         norm = gradient_norm(optimizer) * self._gradient_factor
         split = [part for part in parts_of(optimizer) if isinstance(part, SplitMasterOptimizer)]
         for part in split:
-            part.multiply(self._gradient_factor, norm, only_finite)
+            part.multiply(self._gradient_factor, norm, self.largest_norm)
         updated = bool(split) and optimizer.step_with_ready_grads()
         grad_norm = float(norm)
         num_zeros = None
-        if only_finite and not math.isfinite(grad_norm):
+        if self.rejects(grad_norm):
             for part in split:
                 part.optimizer.take_back()
             return False, grad_norm, None

@@ -5,7 +5,9 @@ every test.
 """
 
 import functools
+import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -21,7 +23,8 @@ from .families import values_of
 from .files import IGNORE_INDEX
 from .loss_tokens import Head, Logits, LossOfLogits, checked, token_losses
 from .model_moe import BalancingLosses, RouterStatistics, choices_of, updated_bias
-from .optim import create_grad_scaler, create_torch_optimizer
+from .optim import Matrices, create_grad_scaler, create_torch_optimizer
+from .tables import OPTIMIZERS
 from .weights_convert import write_model
 from .weights_files import file_tensors
 
@@ -271,8 +274,22 @@ class TorchBackend(Backend):
         self.loss_model.loss_of_logits = of_logits
 
     def create_optimizer(self):
+        if OPTIMIZERS[self.args.optim].of_matrices:
+            self._mark_matrices()
         self.optimizer = create_torch_optimizer(self.args, self.model)
         return self.optimizer
+
+    def _mark_matrices(self) -> None:
+        """Set `matrices` of the parameters with matrices of hidden layers, for the optimizer."""
+        head = self.model.get_output_embeddings()
+        modules = [m for m in self.model.modules() if isinstance(m, torch.nn.Embedding)]
+        others = {module.weight for module in (head, *modules)}
+        counts = Counter(tensor for _, tensor, _ in file_tensors(self.model))
+        for tensor in counts.keys() - others:
+            if tensor.dim() in (2, 3) and 1 not in tensor.shape:
+                *experts, rows, _ = tensor.shape
+                parts = max(counts[tensor] // math.prod(experts), 1)
+                tensor.matrices = Matrices([rows // parts] * parts)
 
     def forward_backward(
         self, forward_step, micro_batches: list, seq_length: int, forward_only=False, chunks=None
@@ -332,7 +349,7 @@ class TorchBackend(Backend):
             self._scaler.update(not is_finite)
             if not is_finite:
                 return False, 0.0, None  # as megatron's optimizer
-        if self.args.check_for_nan_in_loss_and_grad and not is_finite:
+        if self.rejects(float(grad_norm)):
             return False, float(grad_norm), None
         torch.nn.utils.clip_grads_with_norm_(
             parameters, self.args.max_grad_norm or float("inf"), grad_norm

@@ -37,6 +37,7 @@ from .callbacks import TrainerState, ranking_of, restore_states
 from .ckpt_folder import CheckpointError
 from .data_stream import TokenStream
 from .files import TRAINER_STATE_NAME, read_json, write_file
+from .kernels import AdamW
 from .mcore import get_cuda_rng_tracker
 from .optim import load_scaler_states, scaler_states
 from .weights_files import NamedTensors, Shape, named_tensors, slices_of
@@ -103,6 +104,9 @@ def load_torch(folder: Path, model, optimizer=None) -> None:
             state = {}
             if not stored.isdisjoint(wanted.values()):
                 shapes = tuple(parameter.shape), ()
+                if isinstance(optimizer, AdamW):
+                    own = {"step", *optimizer.dtypes_of(parameter)}
+                    wanted = {key: name for key, name in wanted.items() if key in own}
                 state = {key: read(name, *shapes) for key, name in wanted.items()}
             for key, value in state.items():
                 if value.dim() or counts_there:

@@ -315,7 +315,7 @@ def owned_parameters(optimizer, models):
 
 
 def state_names(optimizer, parameter) -> list[str]:
-    states = _row(optimizer).states
+    states = _row(optimizer).states_of(parameter)
     return [*states, "master"] if parameter.dtype != torch.float32 else list(states)
 
 

@@ -264,7 +264,8 @@ class _Layout:
         width = self.config.params_dtype.itemsize
         states = masters = 0
         if not args.save_only_model:
-            states = 4 * len(OPTIMIZERS[args.optim].states)
+            row = OPTIMIZERS[args.optim]
+            states = 4 * len(row.of_matrices or row.states)
             masters = 4 * (width < 4)  # float32
         size = self.num_parameters * (width + states + masters)
         if self.model.spec is not None:  # the adapters alone are kept, in float32

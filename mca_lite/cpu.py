@@ -160,6 +160,8 @@ def cuda_rows():
         no_apex = "a product that adds to the float32 gradient needs no Apex: torch has one"
         yield layers, "fused_weight_gradient_mlp_cuda", _WeightGradient, no_apex
         yield layers, "_grad_accum_fusion_available", True, no_apex
+    if torch.are_deterministic_algorithms_enabled():
+        yield inductor, "deterministic", True, "kernels are not chosen by their time in this run"
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
         # until they are ready, after the first step, this process compiles anyway
         late = "processes that compile start for seconds, while training needs the cores"

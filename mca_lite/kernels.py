@@ -770,11 +770,15 @@ class AdamW(torch.optim.Optimizer):
                 if grad is not None:
                     yield group, p, grad
 
+    def dtypes_of(self, p: torch.Tensor) -> dict[str, torch.dtype]:
+        """The dtypes of a parameter's tensors of its shape, by their names."""
+        return self.dtypes
+
     def state_of(self, p: torch.Tensor) -> dict:
         """A parameter's state: zeros at first."""
         state = self.state[p]
         state.setdefault("step", torch.tensor(0.0))
-        for name, dtype in self.dtypes.items():
+        for name, dtype in self.dtypes_of(p).items():
             if name not in state:
                 state[name] = torch.zeros_like(p, dtype=dtype)
             state[name] = state[name].to(dtype)  # a checkpoint may have another one
@@ -793,7 +797,7 @@ class AdamW(torch.optim.Optimizer):
         """Set a parameter's state: "step", the moments, and optionally "master"."""
         state = self.state_of(p)
         state["step"] = torch.tensor(float(values["step"]))
-        for name in self.dtypes:
+        for name in self.dtypes_of(p):
             state[name].copy_(values[name])
         if "master" in values:
             self._set_master(p, values["master"].to(p.device))

@@ -425,6 +425,7 @@ def _from_arguments(args) -> dict[str, Any]:
     # without dropout a residual is one addition; compiled it costs the host ten times as much
     out.setdefault("bias_dropout_fusion", cuda and bool(args.hidden_dropout))
     out.setdefault("bias_activation_fusion", False)  # kernels.swiglu replaces it
+    out["deterministic_mode"] = args.deterministic
     if args.mtp_num_layers is not None:  # else the number of the checkpoint
         out["mtp_num_layers"] = args.mtp_num_layers or None
     # those of a checkpoint belong to the run that saved it

@@ -318,13 +318,14 @@ def _head_norms(config, norm) -> tuple | None:
 def sdpa_order(query, mask):
     """The order of torch's attention kernels on CUDA, as a context. Without a mask cuDNN's is the
     first: it is the fastest, and torch would pass it over if an older cuDNN than torch's is loaded.
-    With a mask it is left out: its gradients may be NaN (pytorch issue 196678)."""
+    With a mask it is left out: its gradients may be NaN (pytorch issue 196678). So it is with
+    deterministic: true, which it cannot be."""
     if not query.is_cuda:
         return contextlib.nullcontext()
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    if mask is None:
+    if mask is None and not torch.are_deterministic_algorithms_enabled():
         order.insert(0, SDPBackend.CUDNN_ATTENTION)
     return sdpa_kernel(order, set_priority=True)
 

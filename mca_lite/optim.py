@@ -14,7 +14,9 @@ and min after D. The first update uses the rate of n = 0.
 """
 
 import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -125,6 +127,92 @@ def gradient_norm(optimizer: MegatronOptimizer) -> torch.Tensor:
     return torch.stack(squares).double().sum().sqrt()
 
 
+class Matrices(NamedTuple):
+    """The Hugging Face matrices in a parameter [rows, columns], or of experts [n, ..., columns].
+
+    sizes: rows of each matrix in a group of rows. groups: groups in the whole parameter, with a
+    share of every matrix each. group: the ranks with its parts, cut along an axis of [n, rows,
+    columns]; None: it is whole.
+    """
+
+    sizes: Sequence[int]
+    groups: int = 1
+    group: dist.ProcessGroup | None = None
+    axis: int = 1
+
+    def apply(self, change: Callable, part: torch.Tensor) -> torch.Tensor:
+        """change([n, rows, columns] of each whole matrix), cut and joined like this rank's part.
+        Collective over the ranks with the other parts."""
+        blocks = part.reshape(len(part) if part.dim() > 2 else 1, -1, part.shape[-1])
+        if self.group:
+            blocks = parallel.whole(blocks, self.axis, self.group)
+        pieces = blocks.unflatten(1, (self.groups, -1)).split(self.sizes, 2)
+        changed = [change(piece.flatten(1, 2)).view(piece.shape) for piece in pieces]
+        blocks = torch.cat(changed, 2).flatten(1, 2)
+        if self.group:
+            blocks = blocks.chunk(self.group.size(), self.axis)[self.group.rank()]
+        return blocks.reshape(part.shape)
+
+
+def orthogonalised(x: torch.Tensor, steps: int) -> torch.Tensor:
+    """The orthogonal factors of bf16 matrices [n, rows, columns], singular values near 1, by
+    Newton-Schulz iterations with the coefficients of torch.optim.Muon."""
+    if x.shape[1] > x.shape[2]:
+        return orthogonalised(x.mT, steps).mT
+    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
+    for _ in range(steps):
+        gram = x @ x.mT
+        factor = torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
+        x = torch.baddbmm(x, factor, x, beta=3.4445)
+    return x
+
+
+class Muon(AdamW):
+    """Momentum, made orthogonal, for the matrices of hidden layers; AdamW for all others.
+
+        m = mu m + (1 - mu) g,   u = (1 - mu) g + mu m (muon_nesterov) or m
+        w = (1 - lr decay) w - lr ratio orthogonalised(u)
+
+    of each Hugging Face matrix by itself: q, k, v, gate, up and every expert, as by
+    torch.optim.Muon on transformers' modules. ratio: sqrt(max(1, rows / columns)) with
+    muon_adjust_lr original, 0.2 sqrt(max(rows, columns)) with match_rms_adamw: updates are as large
+    as AdamW's then, and share its rate.
+
+    AdamW updates embedding and output layer, since each of their rows is one token's, norms, biases
+    and matrices of one row. Routers get Muon, as in the reports of Moonlight and GLM-4.5, and in
+    megatron-core. mu: muon_momentum. args: TrainingArguments.
+    """
+
+    def __init__(self, groups, args, **of_adam):
+        super().__init__(groups, **of_adam)
+        self.args = args
+
+    def dtypes_of(self, p):
+        if hasattr(p, "matrices"):
+            return {"momentum_buffer": torch.float32}
+        return self.dtypes
+
+    def _update(self, group, p, grad, factor):
+        if not hasattr(p, "matrices"):
+            return super()._update(group, p, grad, factor)
+        state = self.state_of(p)
+        state["step"] = state["step"] + 1
+        momentum = self.args.muon_momentum
+        update = state["momentum_buffer"].lerp_(grad, 1 - momentum)
+        if self.args.muon_nesterov:
+            update = grad.lerp(update, momentum)
+        p.mul_(1 - group["lr"] * group["weight_decay"])
+        p.sub_(p.matrices.apply(self._direction, update.bfloat16()), alpha=group["lr"])
+
+    def _direction(self, matrices):
+        """The update at rate 1 of matrices [n, rows, columns], float32."""
+        rows, columns = matrices.shape[1:]
+        ratio = 0.2 * max(rows, columns) ** 0.5
+        if self.args.muon_adjust_lr == "original":
+            ratio = max(1, rows / columns) ** 0.5
+        return orthogonalised(matrices, self.args.muon_ns_steps).float() * ratio
+
+
 class SplitMasterOptimizer(FP32Optimizer):
     """megatron's wrapper of kernels.AdamW, whose bf16 parameters hold the upper 16 bits of the
     float32 masters. Gradients are DDP's, in place."""
@@ -141,13 +229,13 @@ class SplitMasterOptimizer(FP32Optimizer):
             parameter.decoupled_grad = parameter.main_grad.float()  # the same tensor, mostly
         return False
 
-    def multiply(self, factor, grad_norm: torch.Tensor, only_finite: bool) -> None:
+    def multiply(self, factor, grad_norm: torch.Tensor, largest: float | None) -> None:
         """Multiply gradients by `factor` in the next update, which clips by their norm then,
-        grad_norm. only_finite: the update changes nothing if the norm is not finite. Both are
+        grad_norm. largest: the update changes nothing if the norm is above it or NaN. Both are
         float64 tensors of one number; no synchronisation."""
         shrink = (self.config.clip_grad / (grad_norm + 1e-6)).clamp(max=1).nan_to_num(1.0)
-        if only_finite:
-            shrink = shrink.where(grad_norm.isfinite(), float("nan"))
+        if largest is not None:
+            shrink = shrink.where(grad_norm.le(largest), float("nan"))
         self.optimizer.factor = factor * shrink
 
     def reload_model_params(self, state_dict=None) -> None:

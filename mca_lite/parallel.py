@@ -115,6 +115,27 @@ def own_store(prefix: str):
     return store.clone()
 
 
+def make_deterministic() -> None:
+    """Choose the deterministic path of every library, for this process. CUDA must not have started.
+
+    A step has the same bits then in every run of the same layout on the same machine and versions:
+    flash attention sums its gradients in order, cuDNN's attention is left out (model_layers.py),
+    cuBLAS and NCCL keep to one algorithm for a shape, torch.compile times no candidates (cpu.py).
+    The Triton kernels of this package add in a fixed order always. ValueError for NCCL_ALGO with
+    NVLS: the switch adds in the order of arrival.
+    """
+    algorithms = os.environ.setdefault("NCCL_ALGO", "Ring,Tree")
+    if "NVLS" in algorithms.upper() and not algorithms.startswith("^"):
+        raise ValueError(
+            "deterministic: expected NCCL_ALGO without NVLS in the environment, got "
+            f"{algorithms}: set NCCL_ALGO=Ring,Tree, or deterministic: false"
+        )
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.set_flags(_benchmark=False, _deterministic=True)
+
+
 def initialize(args, use_mca: bool = True) -> None:
     """Start the world for `args` (TrainingArguments): process group, megatron's groups, seeds.
 
@@ -122,6 +143,8 @@ def initialize(args, use_mca: bool = True) -> None:
     nothing; with another layout it raises RuntimeError: a process has one layout. Collectives:
     group creation over all ranks. ValueError if the layout does not fit the world.
     """
+    if args.deterministic:
+        make_deterministic()
     start_process_group(args.ddp_timeout)
     if use_mca and world_size() % args.model_parallel_size:
         raise ValueError(

@@ -172,15 +172,24 @@ def stages_of_layers(config) -> list[int]:
     return stages
 
 
+def _moments(args, tensor: RankTensor) -> float:
+    """Bytes of the optimizer's states on the device, for each number of a tensor."""
+    row = OPTIMIZERS[args.optim]
+    names = row.states
+    if row.of_matrices and tensor.name not in VOCABULARY:
+        names = row.of_matrices
+    dtypes = [getattr(args, f"{name}_dtype", "fp32") for name in names]
+    moments = 4 * len(dtypes) - 2 * dtypes.count("bf16")
+    if args.optimizer_cpu_offload:
+        return moments * (1 - args.optimizer_offload_fraction)
+    return moments
+
+
 def _static(args, config, tensors: ModelTensors, stage: int, world_size: int) -> dict:
     """Parameters, and bytes of weights, gradients and optimizer state."""
     held = tensors.stages[stage]
     parameters, trained = tensors.counts(stage)
     width = config.params_dtype.itemsize
-    dtypes = [getattr(args, f"{name}_dtype", "fp32") for name in OPTIMIZERS[args.optim].states]
-    moments = 4 * len(dtypes) - 2 * dtypes.count("bf16")
-    if args.optimizer_cpu_offload:
-        moments *= 1 - args.optimizer_offload_fraction
     master = 4 * (width == 2)
     if splits_masters(args, config.params_dtype, any(t.is_adapter for t in held)):
         master = 2
@@ -195,6 +204,7 @@ def _static(args, config, tensors: ModelTensors, stage: int, world_size: int) ->
     }
     weights = gradients = states = 0
     for tensor in held:
+        moments = _moments(args, tensor)
         sizes = (width, gradient, moments + master)
         if tensor.is_adapter:  # float32, without masters
             sizes = (4, 4, moments)

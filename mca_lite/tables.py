@@ -446,7 +446,8 @@ class Optimizer(NamedTuple):
     checkpoints. counts_steps: True with the number of updates as a tensor "step" beside them.
     megatron: its name in megatron-core, used on that backend; None: make() is used there too.
     halves(groups, args) -> the optimizer for bf16 weights that are the upper halves of fp32
-    masters, or None.
+    masters, or None. of_matrices: the states of the matrices in hidden layers, in place of
+    `states`; these parameters have optim.Matrices as their attribute `matrices` then.
     """
 
     make: Callable[[list[dict], Any], Any]
@@ -454,6 +455,11 @@ class Optimizer(NamedTuple):
     counts_steps: bool = False
     megatron: str | None = None
     halves: Callable[[list[dict], Any], Any] | None = None
+    of_matrices: tuple[str, ...] = ()
+
+    def states_of(self, parameter: Any) -> tuple[str, ...]:
+        """The names of a parameter's states."""
+        return self.of_matrices if hasattr(parameter, "matrices") else self.states
 
 
 OPTIMIZERS: dict[str, Optimizer] = {}
@@ -468,8 +474,8 @@ def register_optimizer(
     **fields: Any,
 ) -> None:
     """Add a row to OPTIMIZERS: `optim: <name>` trains with the optimizer of `make` on both
-    backends, with float32 master weights under megatron-core. fields: `states`, required, and
-    `counts_steps` of Optimizer.
+    backends, with float32 master weights under megatron-core. fields: `states`, required,
+    `counts_steps` and `of_matrices` of Optimizer.
 
     Call it before the configuration is parsed, on every rank. Raises ValueError for a taken name,
     TypeError for a `make` that is no function.
@@ -510,6 +516,11 @@ def _sgd(groups: list[dict], args):
     return torch.optim.SGD(groups, lr=args.learning_rate, momentum=args.sgd_momentum)
 
 
+def _muon(groups: list[dict], args):
+    optim = import_module(".optim", __package__)  # it reads this table
+    return optim.Muon(groups, args, **_numbers_of_adam(args))
+
+
 OPTIMIZERS["adam"] = Optimizer(
     _adam,
     states=("exp_avg", "exp_avg_sq"),
@@ -518,6 +529,9 @@ OPTIMIZERS["adam"] = Optimizer(
     halves=_adam_of_halves,
 )
 OPTIMIZERS["sgd"] = Optimizer(_sgd, states=("momentum_buffer",), megatron="sgd")
+OPTIMIZERS["muon"] = Optimizer(
+    _muon, states=("exp_avg", "exp_avg_sq"), counts_steps=True, of_matrices=("momentum_buffer",)
+)
 OPTIMIZER_ALIASES |= dict.fromkeys(("adamw_torch", "adamw_torch_fused"), "adam")
 
 

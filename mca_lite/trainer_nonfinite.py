@@ -63,6 +63,7 @@ class FiniteGuard:
         """Forget the steps of an earlier run."""
         self.steps = 0
         self.dropped = 0  # steps with non-finite numbers, without an update
+        self.too_large = 0  # steps in a row above grad_norm_skip_threshold
         self._micro_batches: list[dict] = []  # of this step, as the model gets them
         self._losses: list[torch.Tensor] = []  # of those, on the device
 
@@ -100,12 +101,14 @@ class FiniteGuard:
         """
         self.steps += 1
         if not skipped:
+            self.too_large = 0
             self.trainer.checkpoints.prune()
         if not skipped or not self.is_on:
             return metrics, grad_norm
         losses = [float(loss) for loss in self._losses]  # none on stages before the last
         found = self._bad_losses(losses)
         if not found and math.isfinite(grad_norm):
+            self._count_large(grad_norm)
             return metrics, grad_norm
         self.dropped += 1
         causes = "; ".join(map(str, found[:_SHOWN]))
@@ -126,6 +129,28 @@ class FiniteGuard:
         where = self._first_cause(bool(found), seq_length)
         self.stop(
             f"{what}. The first that is not finite: {where}. Its update is not made: {advice}"
+        )
+
+    def _count_large(self, grad_norm: float) -> None:
+        """Count a skipped step with a norm above grad_norm_skip_threshold, if it is one.
+        NotFiniteError for more than nan_skip_limit in a row."""
+        threshold = self.args.grad_norm_skip_threshold
+        if threshold is None or grad_norm <= threshold:
+            return
+        limit = self.args.nan_skip_limit
+        self.too_large += 1
+        what = (
+            f"step {self.step}: the gradient norm is {grad_norm:.4g}, above {threshold:g} "
+            "(grad_norm_skip_threshold)"
+        )
+        if self.too_large > limit:
+            self.stop(
+                f"{what}, as in the {limit} steps before (nan_skip_limit): raise the threshold, or "
+                "lower learning_rate"
+            )
+        self.trainer.report.print(
+            f"warning: {what}: its update is left out ({self.too_large} of at most {limit} in a "
+            "row, nan_skip_limit)"
         )
 
     # -- beside the steps
@@ -155,7 +180,7 @@ class FiniteGuard:
             self.stop(
                 f"every update of {self.steps} steps was skipped, nothing was trained: lower "
                 "learning_rate, look at the data, or set bf16: true instead of fp16, or a lower "
-                "initial_loss_scale"
+                "initial_loss_scale, or a higher grad_norm_skip_threshold"
             )
         self.check_weights("after the last step")
         self.trainer.checkpoints.prune()

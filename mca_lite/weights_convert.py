@@ -123,7 +123,7 @@ def row_sizes(row: Row, total: int, config) -> list[int]:
     return [total]
 
 
-def _num_groups(row: Row, config) -> int:
+def num_groups(row: Row, config) -> int:
     """Groups along the rows of a megatron tensor: in each lies a share of every part, one part
     after the other."""
     if row.kind == "qkv":
@@ -143,7 +143,7 @@ def read_part(row: Row, layer, source, config, rank: int) -> torch.Tensor:
     if row.mca in VOCABULARY:
         total = config.padded_vocab_size
     share = total // tp
-    in_group = total // _num_groups(row, config)
+    in_group = total // num_groups(row, config)
     first = rank * share // in_group
     count = -(-(rank + 1) * share // in_group) - first  # groups with a row of this rank
     sizes = row_sizes(row, total, config)
@@ -177,7 +177,7 @@ def vocabulary_names(config) -> set[str]:
 def split(row: Row, layer, full: torch.Tensor, config) -> NamedTensors:
     """(HF name, tensor) of the parts of a whole megatron tensor."""
     names = [hf.format(layer) for hf in row.hf]
-    groups = _num_groups(row, config)
+    groups = num_groups(row, config)
     sizes = [rows // groups for rows in row_sizes(row, len(full), config)]
     parts = [part.flatten(0, 1) for part in full.unflatten(0, (groups, -1)).split(sizes, dim=1)]
     if row.fused:

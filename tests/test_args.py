@@ -678,7 +678,7 @@ def test_the_coefficient_in_llama_factorys_spelling_is_the_key(good_words):
         ("label_smoothing_factor=0.1", "register_objective"),
         ("account_for_loss_in_pipeline_split=true", "pipeline_model_parallel_layout"),
         ("train_sampling_strategy=sequential", "disable_shuffling: true"),
-        ("use_muon=true", "optim: adam"),
+        ("use_muon=true", "optim: muon"),
     ],
 )
 def test_what_is_refused_names_the_nearest_way(good_words, word, remedy):

@@ -85,6 +85,10 @@ CHANGES_A_RUN = {
     "weight_decay": ("0.5", ""),
     "optim": ("sgd", ""),
     "sgd_momentum": ("0.1", "optim=sgd"),
+    "muon_momentum": ("0.1", "optim=muon"),
+    "muon_nesterov": ("false", "optim=muon"),
+    "muon_ns_steps": ("1", "optim=muon"),
+    "muon_adjust_lr": ("original", "optim=muon"),
     "adam_beta1": ("0.1", ""),
     "adam_beta2": ("0.1", ""),
     "adam_epsilon": ("1.0", ""),
@@ -465,6 +469,9 @@ SHOWN_BY = {
     "hang_timeout": "test_watchdog.py::"
     "test_the_rank_that_has_noted_less_is_named_and_all_leave_at_ddp_timeout",
     "nan_policy": "test_nonfinite.py::test_nan_policy_skip_leaves_the_update_out_and_counts_it",
+    "grad_norm_skip_threshold": "test_nonfinite.py::"
+    "test_an_update_with_a_large_gradient_norm_is_left_out",
+    "deterministic": "test_deterministic.py::test_every_library_takes_its_deterministic_path",
     "nan_skip_limit": "test_nonfinite.py::test_nan_skip_limit_ends_the_run",
     "apply_rope_fusion": "test_cli.py::test_one_step_with_a_warm_up_share_and_tes_rope_kernel_run",
     **dict.fromkeys(

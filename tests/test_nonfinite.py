@@ -7,6 +7,7 @@ import re
 
 import numpy as np
 import pytest
+import torch
 
 from tests.shared import commands, dpo_tools, tiny, tiny_moe, world
 from tests.shared.commands import SHORT
@@ -14,6 +15,7 @@ from tests.shared.files import tensors
 from tests.shared.fixtures import saved_model
 from tests.shared.layouts import CP2, DIST_OPT, EP2, PP2, TP2, VPP2
 from tests.shared.training import read_log
+from tests.shared.training import train as train_plainly
 
 BAD_TOKEN, BAD_SAMPLE, BAD_LAYER = 60, 20, 2
 KEYS = dict(
@@ -371,3 +373,102 @@ def test_weights_that_explode_do_not_cost_the_good_checkpoint(tmp_path, config, 
 def test_fp16_that_skips_every_step_does_not_end_well(tmp_path, backend):
     said = stopped(tmp_path, f"{backend} fp16=true loss_scale=1e30")
     assert "every update of 3 steps was skipped" in said and "bf16" in said
+
+
+# -- grad_norm_skip_threshold
+
+
+def sums(trainer) -> tuple[float, float]:
+    """The sums of this rank's weights, and of the optimizer's states, as absolute values."""
+    from mca_lite.optim import parts_of
+
+    optimizer = trainer.backend.optimizer
+    inner = [getattr(part, "optimizer", part) for part in parts_of(optimizer)]
+    states = [value for part in inner for state in part.state.values() for value in state.values()]
+    tensors = list(trainer.model.parameters()), map(torch.as_tensor, states)
+    weights, states = (sum(float(x.detach().double().abs().sum()) for x in of) for of in tensors)
+    return weights, states
+
+
+def run_with_a_spike(path: str, out: str, **keys) -> tuple[list, list]:
+    """(sums after each step, warnings) of a run whose second step has a large gradient."""
+    from mca_lite import McaTrainer
+
+    class Spiky(McaTrainer):
+        def _post_compute_loss(self, labels, losses):
+            if self.state.global_step == 1:
+                losses = losses * 1000
+            return super()._post_compute_loss(labels, losses)
+
+        def training_step(self, *args):
+            answer = super().training_step(*args)
+            after.append(sums(self))
+            return answer
+
+    after: list = []
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        train_plainly(path, out, trainer_class=Spiky, warmup_steps=0, **keys)
+    return after, [line for line in said.getvalue().splitlines() if "above" in line]
+
+
+LARGE = {
+    "tp2pp2": (4, {**TP2, **PP2}),
+    "bf16": (1, dict(bf16=True)),
+    "dist_opt": (2, DIST_OPT),
+    "muon": (1, dict(optim="muon")),
+    "torch": (2, dict(backend="torch")),
+}
+
+
+@pytest.mark.parametrize("layout", LARGE)
+def test_an_update_with_a_large_gradient_norm_is_left_out(model_path, tmp_path, layout):
+    ranks, keys = LARGE[layout]
+    keys = dict(keys, grad_norm_skip_threshold=100.0)
+    found = world.run(run_with_a_spike, ranks, model_path, str(tmp_path), **keys)
+    for after, _ in found:
+        assert after[0] == after[1] != after[2] != after[3]
+    log = read_log(tmp_path)
+    assert [line["skipped_iter"] for line in log] == [0, 1, 0, 0]
+    assert log[1]["grad_norm"] > 1000 > 100 > log[2]["grad_norm"]
+    [warning] = found[0][1]
+    assert warning.startswith("warning: step 2: the gradient norm is ")
+    assert "above 100 (grad_norm_skip_threshold)" in warning
+    assert "(1 of at most 10 in a row, nan_skip_limit)" in warning
+
+
+def limited(path: str, out: str, **keys) -> tuple[str, int]:
+    from mca_lite.trainer_nonfinite import NotFiniteError
+
+    with pytest.raises(NotFiniteError) as stopped:
+        train_plainly(path, out, grad_norm_skip_threshold=1e-6, nan_skip_limit=2, **keys)
+    return str(stopped.value)
+
+
+@pytest.mark.parametrize("ranks, keys", [(4, {**TP2, **PP2}), (1, dict(backend="torch"))])
+def test_more_large_norms_in_a_row_than_the_limit_end_the_run(model_path, tmp_path, ranks, keys):
+    [error] = set(world.run(limited, ranks, model_path, str(tmp_path), **keys))
+    assert error.startswith("step 3: the gradient norm is ")
+    assert "as in the 2 steps before (nan_skip_limit)" in error and len(read_log(tmp_path)) == 2
+
+
+def test_an_update_between_them_starts_the_count_anew():
+    from types import SimpleNamespace as Record
+
+    from mca_lite.trainer_nonfinite import FiniteGuard
+
+    args = Record(
+        check_for_nan_in_loss_and_grad=True, grad_norm_skip_threshold=1.0, nan_skip_limit=1
+    )
+    prints: list[str] = []
+    trainer = Record(
+        args=args,
+        backend=Record(dp_rank=0),
+        checkpoints=Record(prune=lambda: None),
+        report=Record(print=prints.append),
+    )
+    guard = FiniteGuard(trainer)
+    guard.step = 1
+    for norm in (2.0, 0.5, 2.0, 0.5, 2.0):
+        guard.after_step(int(norm > 1), norm, [], 8)
+    assert len(prints) == 3 and guard.skipped == 3 and guard.dropped == 0

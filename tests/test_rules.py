@@ -123,6 +123,8 @@ OF_GROUPS = [
         "nan_policy",
     ),
     (TrainingArguments, dict(optim="sgd", use_distributed_optimizer=True), "optim"),
+    (TrainingArguments, dict(optim="muon", use_distributed_optimizer=True), "optim"),
+    (TrainingArguments, dict(optim="muon", optimizer_cpu_offload=True), "optim"),
     (TrainingArguments, dict(optim="sgd", exp_avg_dtype="bf16"), "exp_avg_dtype"),
     (TrainingArguments, dict(optim="sgd", exp_avg_sq_dtype="bf16"), "exp_avg_sq_dtype"),
     (
@@ -196,6 +198,7 @@ FULL, SELECTIVE = dict(recompute_granularity="full"), dict(recompute_granularity
 BESIDE = {
     "nan_skip_limit": (3, dict(nan_policy="skip")),
     "nan_policy": ("skip", {}),
+    "grad_norm_skip_threshold": (2.0, {}),
     "early_stopping_threshold": (0.1, dict(EVALUATED, early_stopping_patience=1)),
     "early_stopping_patience": (1, EVALUATED),
     "greater_is_better": (True, EVALUATED),
@@ -212,7 +215,9 @@ BESIDE = {
     "distribute_saved_activations": (True, FULL),
 }
 # where that other key counts by default: how it is switched off
-OFF = {"nan_policy": dict(check_for_nan_in_loss_and_grad=False)}
+OFF = dict.fromkeys(
+    ("nan_policy", "grad_norm_skip_threshold"), dict(check_for_nan_in_loss_and_grad=False)
+)
 
 
 def test_conditions_of_a_rule_are_met_as_they_are_written():
@@ -249,9 +254,13 @@ def test_a_key_without_the_one_that_it_needs_is_refused_with_what_to_set(key):
 
 
 # the same, where no result would be missed -> a value, keys with which it has no effect, and has
-SGD, FP16 = dict(optim="sgd"), dict(fp16=True)
+SGD, MUON, FP16 = dict(optim="sgd"), dict(optim="muon"), dict(fp16=True)
 NOTED = {
     "sgd_momentum": (0.5, {}, SGD, "optim is adam"),
+    "muon_momentum": (0.5, {}, MUON, "optim is adam"),
+    "muon_nesterov": (False, {}, MUON, "optim is adam"),
+    "muon_ns_steps": (3, {}, MUON, "optim is adam"),
+    "muon_adjust_lr": ("original", {}, MUON, "optim is adam"),
     "adam_beta1": (0.5, SGD, {}, "optim is sgd"),
     "adam_beta2": (0.5, SGD, {}, "optim is sgd"),
     "adam_epsilon": (0.5, SGD, {}, "optim is sgd"),
