@@ -2,6 +2,8 @@
 and says where.
 """
 
+import contextlib
+import io
 import math
 import re
 
