@@ -273,7 +273,9 @@ def create_megatron_optimizer(
         part.optimizer = _made_here(part, args)
         if args.optimizer_cpu_offload:
             fraction = args.optimizer_offload_fraction
-            part.optimizer = OffloadedOptimizer(part.optimizer, fraction)
+            part.optimizer = OffloadedOptimizer(
+                part.optimizer, fraction, lambda groups: row.make(groups, args)
+            )
     for group in optimizer.param_groups:
         # they would override the scheduler's limits
         group.pop("min_lr", None)
@@ -306,15 +308,26 @@ class OffloadedOptimizer:
     a loaded checkpoint does not reach its copies of the weights.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, fraction: float):
+    def __init__(self, inner: torch.optim.Optimizer, fraction: float, make):
+        """make(groups) -> an optimizer of the same kind as `inner`."""
         self.inner = inner
-        self.on_host: set[torch.Tensor] = set()
-        parameters = list(itertools.chain(*(group["params"] for group in inner.param_groups)))
+        parameters = [p for group in inner.param_groups for p in group["params"]]
         left = fraction * sum(p.numel() for p in parameters)
+        # an update on the host is one of stand-ins, with tensors during the update alone
+        self._stand_ins: dict[torch.Tensor, torch.nn.Parameter] = {}
         for parameter in parameters:
             if left > 0:
-                self.on_host.add(parameter)
+                self._stand_ins[parameter] = torch.nn.Parameter(torch.empty(0, device="cpu"))
             left -= parameter.numel()
+        self.on_host = set(self._stand_ins)
+        self._host = make([{"params": [torch.nn.Parameter(torch.empty(0, device="cpu"))]}])
+
+    def _host_groups(self) -> list[dict]:
+        groups = []
+        for group in self.param_groups:
+            params = [self._stand_ins[p] for p in group["params"] if p in self._stand_ins]
+            groups.append({**group, "params": params})
+        return groups
 
     @property
     def param_groups(self) -> list[dict]:
@@ -336,30 +349,33 @@ class OffloadedOptimizer:
 
     @torch.no_grad()
     def step(self) -> None:
-        on_device = []
-        for parameter in self.on_host:
-            if parameter.grad is not None:
-                on_device.append((parameter, parameter.data, parameter.grad))
-                _place(parameter, _to_host(parameter.data), _to_host(parameter.grad))
-        if torch.cuda.is_available():
+        gradients = {p: p.grad for p in self._stand_ins if p.grad is not None}
+        for parameter in gradients:
+            parameter.grad = None
+        self.inner.step()  # of all others
+        self._host.param_groups = self._host_groups()
+        for parameter, gradient in gradients.items():
+            stand_in = self._stand_ins[parameter]
+            stand_in.data = _to_host(parameter)
+            stand_in.grad = _to_host(gradient)
+            self._host.state[stand_in] = self.state.get(parameter, {})
+        if gradients and next(iter(gradients)).is_cuda:
             torch.cuda.synchronize()  # the copies are there
-        self.inner.step()
-        for parameter, weights, gradient in on_device:
-            weights.copy_(parameter.data, non_blocking=True)
-            _place(parameter, weights, gradient)
-
-
-def _place(parameter: torch.Tensor, weights: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Give a parameter the tensors of another device."""
-    parameter.grad = None  # its device is that of the weights
-    parameter.data = weights
-    parameter.grad = gradient
+        self._host.step()
+        for parameter, gradient in gradients.items():
+            stand_in = self._stand_ins[parameter]
+            parameter.copy_(stand_in, non_blocking=True)
+            parameter.grad = gradient
+            self.state[parameter] = self._host.state.pop(stand_in)
+            stand_in.data = torch.empty(0, device="cpu")
+            stand_in.grad = None
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in host memory, under way."""
-    place = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
-    return place.copy_(tensor, non_blocking=True)
+    pinned = tensor.is_cuda
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
+    return copy.copy_(tensor, non_blocking=True)
 
 
 def _groups_without_defaults(optimizer: torch.optim.Optimizer) -> list[dict]:

@@ -69,7 +69,9 @@ def test_a_fraction_of_the_elements_is_on_the_host(fraction, on_host):
 
     parameters = [torch.nn.Parameter(torch.ones(size)) for size in (2, 4, 10)]
     inner = torch.optim.AdamW(parameters, lr=0.1)
-    offloaded = OffloadedOptimizer(inner, fraction)
+    offloaded = OffloadedOptimizer(
+        inner, fraction, lambda groups: torch.optim.AdamW(groups, lr=0.1)
+    )
     for parameter in parameters:
         parameter.grad = torch.ones_like(parameter)
     offloaded.step()
