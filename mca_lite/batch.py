@@ -46,10 +46,9 @@ def document_lengths(mask: torch.Tensor) -> list[list[int]]:
 
 def _places(lengths: list[list[int]], width: int) -> list[torch.Tensor]:
     """The places of each document in rows of `width` that are laid end to end."""
-    rows = enumerate(lengths)
     return [
         places
-        for number, of_row in rows
+        for number, of_row in enumerate(lengths)
         for places in (torch.arange(sum(of_row)) + number * width).split(of_row)
     ]
 
@@ -104,8 +103,7 @@ def pack(
     for places in documents:
         chunks = max(1, -(-len(places) // document_multiple))
         padded.append(F.pad(places, (0, chunks * document_multiple - len(places)), value=-1))
-    row = torch.cat(padded)[None]
-    packed = _taken(batch, row, lengths, documents_per_sample, pad_token_id)
+    packed = _taken(batch, torch.cat(padded)[None], lengths, documents_per_sample, pad_token_id)
     packed["cu_seqlens"] = tuple(itertools.accumulate(map(len, padded), initial=0))
     return packed
 
@@ -247,7 +245,7 @@ def get_ltor_masks_and_position_ids(
     to the models.
     """
     b, s = input_ids.shape
-    position_ids = torch.arange(s, dtype=torch.long, device=input_ids.device).expand(b, s)
+    position_ids = torch.arange(s, device=input_ids.device).expand(b, s)
     if not build_attention_mask:
         return attn_mask_1D, position_ids
     visible = torch.ones(s, s, dtype=torch.bool, device=input_ids.device).tril().expand(b, 1, s, s)
@@ -275,7 +273,7 @@ def get_seqlens_in_batch(attention_mask: torch.Tensor) -> tuple[torch.Tensor, to
 def check_pack_seq_aligned(attention_mask: torch.Tensor, align_size: int) -> bool:
     """True if the length of each document is a multiple of align_size; padding may have any."""
     lengths = itertools.chain(*document_lengths(attention_mask))
-    return all(length % align_size == 0 for length in lengths)
+    return not any(length % align_size for length in lengths)
 
 
 # -- a row on a rank
@@ -346,8 +344,7 @@ def _chunks(cu: tuple[int, ...], cp_size: int, cp_rank: int) -> Iterator[tuple[i
 
 def zigzag(cu: tuple[int, ...], cp_size: int, cp_rank: int) -> torch.Tensor:
     """int64 [t / cp]: places in the whole row of a rank's tokens, in its order."""
-    chunks = _chunks(cu, cp_size, cp_rank)
-    return torch.cat([torch.arange(start, end) for _, start, end in chunks])
+    return torch.cat([torch.arange(start, end) for _, start, end in _chunks(cu, cp_size, cp_rank)])
 
 
 @functools.lru_cache(64)

@@ -80,8 +80,10 @@ class TrainerState:
         found = {k: v for k, v in read_json(path).items() if k in cls.__dataclass_fields__}
         expect("global_step" in found, f"{path}: expected a JSON object with global_step")
         for name, value in found.items():
-            is_right = isinstance(value, cls.__annotations__[name])
-            expect(is_right, f"{path}: {name} cannot be {value!r:.40}")
+            expect(
+                isinstance(value, cls.__annotations__[name]),
+                f"{path}: {name} cannot be {value!r:.40}",
+            )
         return cls(**found)
 
 
@@ -106,15 +108,14 @@ FLAGS = tuple(TrainerControl.__dataclass_fields__)
 
 def raise_flags(control: TrainerControl, args, state: TrainerState, end_of_epoch: bool) -> None:
     """Raise the flags of the TrainingArguments' intervals, after `state` has counted a step."""
-    step = state.global_step
     last = state.is_over
 
-    def is_time(strategy: str, interval: int | None) -> bool:
+    def is_time(strategy: str, interval) -> bool:
         if strategy == "no":
             return False
         if strategy == "epoch":
             return last or end_of_epoch
-        return last or (interval is not None and step % interval == 0)
+        return last or state.global_step % interval == 0
 
     control.should_log |= is_time("steps", args.logging_steps)
     control.should_evaluate |= is_time(args.eval_strategy, args.eval_steps)
@@ -365,5 +366,7 @@ class Profiler(TrainerCallback):
         folder = Path(args.output_dir) / "profile"
         folder.mkdir(parents=True, exist_ok=True)
         profile.export_chrome_trace(str(folder / f"trace_rank{parallel.rank()}.json.gz"))
-        steps = f"profile of steps {self.first} to {state.global_step}"
-        trainer.report.print(f"{steps}: traces of all ranks are in {folder}")
+        trainer.report.print(
+            f"profile of steps {self.first} to {state.global_step}: traces of all ranks are in "
+            f"{folder}"
+        )

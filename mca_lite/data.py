@@ -41,7 +41,7 @@ class TokenDataset(Subset):
     """
 
     def __init__(self, shards: list[Shard], index: np.ndarray | None = None):
-        self.shards = list(shards)
+        self.shards = shards
         joined: ConcatDataset = ConcatDataset(self.shards)
         super().__init__(joined, np.arange(len(joined)) if index is None else index)
         self.ends = joined.cumulative_sizes
@@ -53,7 +53,7 @@ class TokenDataset(Subset):
 
     @property
     def documents_per_sample(self) -> int:
-        return self.shards[0].document_lengths.shape[1]
+        return self.shards[0].documents_per_sample
 
     @property
     def lengths(self) -> np.ndarray:
@@ -104,8 +104,12 @@ def split_off(
     count = round(len(dataset) * val_size) if val_size < 1 else int(val_size)
     count = max(count, 1)
     if count >= len(dataset):
-        reason = f"it takes {count} of {len(dataset)} samples and leaves none to train on"
-        refuse("val_size", val_size, reason, "a lower val_size")
+        refuse(
+            "val_size",
+            val_size,
+            f"it takes {count} of {len(dataset)} samples and leaves none to train on",
+            "a lower val_size",
+        )
     order = np.random.default_rng([seed, len(dataset)]).permutation(len(dataset))
     return dataset.subset(np.sort(order[count:])), dataset.subset(np.sort(order[:count]))
 
@@ -119,8 +123,7 @@ def mix(dataset: TokenDataset, data_args, seed: int) -> tuple[TokenDataset, list
     shard_of = np.searchsorted(dataset.ends, dataset.indices, side="right")
     shards = [np.flatnonzero(shard_of == number) for number in range(len(dataset.shards))]
     if not all(map(len, shards)):
-        reason = "it leaves no sample of a dataset to mix"
-        refuse("val_size", None, reason, "a lower val_size")
+        refuse("val_size", None, "it leaves no sample of a dataset to mix", "a lower val_size")
     turns = Turns(len(shards), strategy, data_args.mix_weights, seed)
     counts = [0] * len(shards)
     rows = []
@@ -238,15 +241,18 @@ def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBu
     packs = data_args.neat_packing or (bool(data_args.packing) and not objective.joins_documents)
 
     def readers(entries: list[str] | None) -> list[Reader]:
-        specs = resolve(entries or [], data_args, objective)
-        return [Reader(spec, objective, data_args) for spec in specs]
+        return [
+            Reader(spec, objective, data_args)
+            for spec in resolve(entries or [], data_args, objective)
+        ]
 
     def load(reader: Reader) -> Shard:
         shard = load_shard(reader, encoder, data_args)
         report.extend(_describe_shard(reader.spec, shard, objective, tokenizer))
         if not len(shard):
-            nothing = f"{reader.spec.name}: no {objective.unit} is left to train on"
-            raise ValueError("\n".join([nothing, *report]))
+            raise ValueError(
+                f"{reader.spec.name}: no {objective.unit} is left to train on\n" + "\n".join(report)
+            )
         return shard
 
     trained = readers(data_args.dataset)
@@ -270,8 +276,9 @@ def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBu
     elif shards:
         sets["eval"] = TokenDataset(shards)
     for name, dataset in sets.items():
-        tokens = f"{dataset.num_tokens:,} tokens an epoch"
-        lines.append(f"{name}: {len(dataset):,} {objective.unit}s, {tokens}")
+        lines.append(
+            f"{name}: {len(dataset):,} {objective.unit}s, {dataset.num_tokens:,} tokens an epoch"
+        )
     if packs:
         sets = {name: _packed(name, dataset, data_args, lines) for name, dataset in sets.items()}
     train = sets.pop("train", stream)

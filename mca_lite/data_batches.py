@@ -111,8 +111,10 @@ def _value(name: str, column: Column, value, length: int) -> torch.Tensor:
         given = torch.as_tensor(value)
         values = given.to(getattr(torch, column.dtype))
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        reason = f"expected numbers, got {value!r:.60}: set them, or a registered column's default"
-        raise ValueError(f"{name} of a sample: {reason}") from error
+        raise ValueError(
+            f"{name} of a sample: expected numbers, got {value!r:.60}: set them, or a registered "
+            "column's default"
+        ) from error
     if given.dim() == 0:
         values = values.repeat(length)
     is_exact = values.is_floating_point() or (values == given).all()
@@ -219,8 +221,9 @@ def check_batch(batch: Mapping, packs: bool, limits: Limits) -> dict:
         "position_ids other than 0, 1, 2, ... belong to packed rows: set sequence_packing: true",
     )
     _check_limits(batch, limits)
-    more = registered_columns()
-    return batch | {name: _checked(name, column, batch) for name, column in more.items()}
+    return batch | {
+        name: _checked(name, column, batch) for name, column in registered_columns().items()
+    }
 
 
 def _checked(name: str, column: Column, batch: dict) -> torch.Tensor:
@@ -245,9 +248,11 @@ def _check_limits(batch: dict, limits: Limits) -> None:
     """ValueError for ids, labels or documents outside the model's limits."""
     ids = batch["input_ids"]
     labels = batch["labels"]
-    for name, used in {"input_ids": ids, "labels": labels[labels != IGNORE_INDEX]}.items():
-        kind = f"{name} of a batch are {used.dtype}: expected whole numbers"
-        expect(not used.is_floating_point(), kind)
+    for name, used in ("input_ids", ids), ("labels", labels[labels != IGNORE_INDEX]):
+        expect(
+            not used.is_floating_point(),
+            f"{name} of a batch are {used.dtype}: expected whole numbers",
+        )
         if used.is_cpu and used.numel():  # for another device the host would wait
             low, high = map(int, used.aminmax())
             expect(
@@ -339,9 +344,9 @@ class BatchPlan:
     costs: np.ndarray | None = None
 
     def __post_init__(self):
-        sizes = (self.micro_batch_size, self.gradient_accumulation_steps, self.dp_size)
         expect(self.num_samples > 0, "the dataset has 0 samples: expected at least one")
-        self.global_batch_size = math.prod(sizes)
+        of_micro_batch = self.micro_batch_size * self.dp_size
+        self.global_batch_size = of_micro_batch * self.gradient_accumulation_steps
         self.steps_per_epoch = math.ceil(self.num_samples / self.global_batch_size)
 
     def order(self, epoch: int) -> Sequence[int]:
@@ -413,7 +418,7 @@ class _Filled(Dataset):
         batch = self.user_collate([sample for _, sample in items])
         if not fillers.any():
             return batch
-        for key, value in (("labels", IGNORE_INDEX), ("attention_mask", 0)):
+        for key, value in ("labels", IGNORE_INDEX), ("attention_mask", 0):
             if key in batch:
                 # labels may be the same tensor as input_ids
                 column = torch.as_tensor(batch[key]).clone()
@@ -540,11 +545,10 @@ def best_fit(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
     Open packs are listed by their free space.
     Raises: ValueError for a sample longer than capacity.
     """
-    if len(lengths) and lengths.max() > capacity:
-        worst = int(lengths.argmax())
+    if lengths.max(initial=0) > capacity:
         raise ValueError(
-            f"sample {worst} of {lengths[worst]} tokens does not fit into a pack of {capacity}: "
-            "raise cutoff_len"
+            f"sample {lengths.argmax()} of {lengths.max()} tokens does not fit into a pack of "
+            f"{capacity}: raise cutoff_len"
         )
     # free space -> its packs, the newest last
     by_space: list[list[int]] = [[] for _ in range(capacity + 1)]

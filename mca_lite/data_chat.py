@@ -136,8 +136,7 @@ def chat_renderer(tokenizer, data_args) -> tuple["ChatRenderer", list[str]]:
     renderer = ChatRenderer(tokenizer, data_args.enable_thinking)
     if renderer.options and not renderer.reads("enable_thinking"):
         report.append("note: the chat template does not read enable_thinking")
-    ending = renderer.end_of_turn()
-    if tokenizer.chat_template and not ending:
+    if tokenizer.chat_template and not renderer.end_of_turn():
         report.append(
             "note: the chat template writes nothing after an answer: the model will not learn to "
             "stop"
@@ -208,8 +207,9 @@ class ChatRenderer:
         if conversation.is_plain:
             return [self._plain(conversation.messages, trained)]
         taken = ", ".join(map(repr, sorted(_TAKEN.intersection(conversation.options))))
-        expected = "expected variables of the template"
-        expect(not taken, f"{where}: chat_template_kwargs: {taken}: {expected}")
+        expect(
+            not taken, f"{where}: chat_template_kwargs: {taken}: expected variables of the template"
+        )
         one = copy.copy(self)
         one.options = self.options | conversation.options
         try:
@@ -275,13 +275,13 @@ class ChatRenderer:
         except TemplateError:  # the template parses the content
             return
         for number, mark in marks.items():
-            if mark not in text:
-                message = messages[number]
-                raise ValueError(
-                    f"the chat template leaves out the message {message['content']!r:.60} "
-                    f"of {message['role']}: expected a role that it writes (most know system), or "
-                    "another chat_template"
-                )
+            message = messages[number]
+            expect(
+                mark in text,
+                f"the chat template leaves out the message {message['content']!r:.60} "
+                f"of {message['role']}: expected a role that it writes (most know system), or "
+                "another chat_template",
+            )
 
     def _parts(self, messages: list[dict]) -> list[tuple[int, int]]:
         """(end, first) of each sample: messages[:end], with the turns from `first` on trained.
@@ -334,9 +334,10 @@ class ChatRenderer:
         if not self.tokenizer.chat_template:
             return ""
         template = self.tokenizer.get_chat_template()
-        tried = "a question and its answer"
         try:
-            return in_time(lambda: self._style_of(template), lambda: tried).closing
+            return in_time(
+                lambda: self._style_of(template), lambda: "a question and its answer"
+            ).closing
         except TemplateError as error:
             raise ValueError(
                 f"the chat template refuses a question with its answer: {error}"

@@ -164,10 +164,9 @@ class Reader:
                 self.formats[file] = detect_format(record, self.spec, self.objective, where)
             if self.objective.joins_documents:
                 return document(record, self.spec, where), values
-            form = self.formats[file]
-            pairs = self.objective.has_pairs
             options = (self.args.default_system, where, self.args.ignore_message_keys)
-            return conversations(record, self.spec, form, pairs, *options), values
+            kind = (self.formats[file], self.objective.has_pairs)
+            return conversations(record, self.spec, *kind, *options), values
         except ValueError as error:
             if self.formats[file] == _UNREAD and not self.skips:
                 raise
@@ -237,8 +236,10 @@ class Encoder:
             for current, content, values in chunk:
                 try:
                     if values and self.joins:
-                        has = f"{current}: the record or its dataset has {list(values)}"
-                        raise ValueError(f"{has}, and texts are joined: set packing: false")
+                        raise ValueError(
+                            f"{current}: the record or its dataset has {list(values)}, and texts "
+                            "are joined: set packing: false"
+                        )
                     texts = self._render(current, content, tally)
                 except ValueError as error:
                     if not self.skips:
@@ -386,7 +387,7 @@ def mask_of_spans(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) 
 
 # -- tokenising in several processes
 
-_worker_encoder: Encoder | None = None  # of a worker process
+_worker_encoder: Encoder  # of a worker process, set by _start_worker
 
 
 def _start_worker(encoder: Encoder) -> None:
@@ -396,7 +397,6 @@ def _start_worker(encoder: Encoder) -> None:
 
 
 def _encode_in_worker(chunk: list[Record]) -> tuple[list[Sample], Tally]:
-    assert _worker_encoder is not None, "the pool starts each process with _start_worker"
     return _worker_encoder.encode(chunk)
 
 
@@ -452,7 +452,6 @@ def load_shard(reader: Reader, encoder: Encoder, data_args) -> "Shard":
     Raises: ValueError with file and line, in every process that calls; ValueError for a cache_dir
     that cannot be written.
     """
-    name = reader.spec.name
     cache_dir = cache_folder(data_args)
     key, identity = _keys(reader, encoder, cache_dir)
     folder = cache_dir / "tokens" / key
@@ -464,12 +463,14 @@ def load_shard(reader: Reader, encoder: Encoder, data_args) -> "Shard":
 
     def build(temporary: Path, progress: Progress) -> None:
         if folder.exists() and (harm := damage(folder)):
-            print(f"{folder}: {harm}: tokenising {name} anew", file=sys.stderr, flush=True)
+            print(
+                f"{folder}: {harm}: tokenising {reader.spec.name} anew", file=sys.stderr, flush=True
+            )
         row_length = data_args.cutoff_len + 1 if encoder.joins else None
         parts = encode_all(reader, encoder, data_args.preprocessing_num_workers)
         write_shard(temporary, parts, reader, row_length, progress)
 
-    build_once(folder, build, f"tokenising {name}", is_good)
+    build_once(folder, build, f"tokenising {reader.spec.name}", is_good)
     return Shard(folder, encoder.documents_per_sample, identity)
 
 
@@ -482,9 +483,13 @@ def cache_folder(data_args) -> Path:
 def tokenizer_identity(tokenizer) -> list:
     """A key, equal for tokenizers that produce the same tokens."""
     special = sorted(map(str, tokenizer.special_tokens_map.items()))
-    # split_special_tokens is no part of tokenizer.json
-    parts = (tokenizer.chat_template, special, getattr(tokenizer, "split_special_tokens", False))
-    return [type(tokenizer).__name__, tokenizer.backend_tokenizer.to_str(), *parts]
+    return [
+        type(tokenizer).__name__,
+        tokenizer.backend_tokenizer.to_str(),
+        tokenizer.chat_template,
+        special,
+        getattr(tokenizer, "split_special_tokens", False),  # no part of tokenizer.json
+    ]
 
 
 def _keys(reader: Reader, encoder: Encoder, cache_dir: Path) -> tuple[str, str]:
@@ -512,8 +517,7 @@ def _keys(reader: Reader, encoder: Encoder, cache_dir: Path) -> tuple[str, str]:
 
 def hash_of(facts) -> str:
     """A name for facts that JSON can hold."""
-    text = json.dumps(facts, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return _sha256(json.dumps(facts, sort_keys=True, default=str))
 
 
 def _content_hash(path: Path, cache_dir: Path) -> str:
@@ -524,13 +528,17 @@ def _content_hash(path: Path, cache_dir: Path) -> str:
     if stat.st_size < HASH_DIRECTLY_BELOW_BYTES or time.time() - stat.st_mtime < 2:
         return _sha256_of_file(path)
     version = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}"
-    target = cache_dir / "hashes" / hashlib.sha256(version.encode()).hexdigest()
+    target = cache_dir / "hashes" / _sha256(version)
 
     def build(temporary: Path, progress: Progress) -> None:
         write_file(temporary, _sha256_of_file(path))
 
     build_once(target, build, f"hashing {path}")
     return target.read_text()
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _sha256_of_file(path: Path) -> str:

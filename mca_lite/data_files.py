@@ -85,10 +85,9 @@ def resolve(entries: list[str], data_args, objective: Objective) -> list[Dataset
         elif _REPOSITORY.fullmatch(entry) and kind_of(entry) not in SUFFIXES:
             spec = DatasetSpec(entry, _files_of_hub(entry, {}, f"dataset {entry!r}"))
         else:
-            names = ", ".join(sorted(info)) or "no name"
             raise ValueError(
                 f"dataset {entry!r}: expected a file, a folder, or a name in {info_file} (it has "
-                f"{names})"
+                f"{', '.join(sorted(info)) or 'no name'})"
             )
         for file, kind in spec.files.items():
             if kind.startswith(".txt") and data_args.sample_by == "document":
@@ -215,16 +214,14 @@ def _declared(name: str, entry: dict, folder: Path, objective: Objective, here: 
     elif entry.get("ranking"):
         raise ValueError(f"{here}: preference pairs (ranking: true) are for stage dpo")
     for key, known in (("columns", usable), ("tags", TAGS)):
-        names = entry.setdefault(key, {})
-        _check_names(names, dict.fromkeys(known, str), f"{here}: {key}")
+        _check_names(entry.setdefault(key, {}), dict.fromkeys(known, str), f"{here}: {key}")
     expect(
         entry.get("formatting", "alpaca") in ("alpaca", "sharegpt", "openai"),
         f"{here}: formatting: expected alpaca, sharegpt or openai",
     )
     expect(entry.get("num_samples", 1) >= 1, f"{here}: num_samples: expected a count from 1 on")
     chosen = ("formatting", "columns", "tags", "num_samples")
-    values = entry.get("values", {})
-    spec = DatasetSpec(name, {}, *map(entry.get, chosen), values=values)
+    spec = DatasetSpec(name, {}, *map(entry.get, chosen), values=entry.get("values", {}))
     if "hf_hub_url" in entry:
         spec.files = _files_of_hub(entry["hf_hub_url"], entry, here)
         return spec
@@ -346,10 +343,9 @@ def parse_json(text: str, where: str):
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            bad = ascii(error.object[error.start])
             raise ValueError(
-                f"{where}: expected text, and {bad} is half a character (a lone surrogate): repair "
-                "or remove it"
+                f"{where}: expected text, and {ascii(error.object[error.start])} is half a "
+                "character (a lone surrogate): repair or remove it"
             ) from None
     return value
 

@@ -349,9 +349,9 @@ def conversations(
     Raises: ValueError with the place for an unusable record.
     """
     row = FORMATS[form]
-    given = get_column(record, "chat_template_kwargs", where, dict, required=False) or {}
+    options = get_column(record, "chat_template_kwargs", where, dict, required=False)
+    options = _without((), options or {})
     _refuse_other_kinds(record, pairs, where)
-    options = _without((), given)
     column = spec.columns.get("system", "system")
     system = get_column(record, column, where, required=False) or default_system
     tools = _tools(record, spec, where)
@@ -438,8 +438,10 @@ def _check_turns(messages: list[dict], where: str) -> None:
     for number, message in enumerate(messages, 1):
         role = message["role"]
         if role not in _MAY_FOLLOW:
-            known = ", ".join(_MAY_FOLLOW)
-            raise ValueError(f"{where}: message {number}: unknown role {role!r}: expected {known}")
+            raise ValueError(
+                f"{where}: message {number}: unknown role {role!r}: expected "
+                f"{', '.join(_MAY_FOLLOW)}"
+            )
         expect(
             before in _MAY_FOLLOW[role],
             f"{where}: message {number} ({role}) follows {before}: expected it to follow "

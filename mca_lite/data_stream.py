@@ -96,7 +96,12 @@ class TokenStream:
     def rows(self, position: Position | None = None) -> Iterator[tuple[list[dict], Position]]:
         """(documents {"input_ids", "labels"} of a row, position after it), without end."""
         position = position or Position()
-        return self._in_rows(self._samples(position), position.token)
+        samples = self._samples(position)
+        if self.encoder.joins:
+            return _joined(samples, self.args.cutoff_len, position.token)
+        if self.packs:
+            return _packed(samples, self.args.cutoff_len)
+        return _one_each(samples)
 
     def loader(self, collate, plan: BatchPlan, state: dict | None, num_workers: int, speaks: bool):
         """A DataLoader of this rank's micro-batches from a position on. Each mapping of `collate`
@@ -107,8 +112,12 @@ class TokenStream:
         Raises: ValueError for a state of another stream.
         """
         self._speaks = speaks
+        try:
+            position = Position(**state or {})
+        except TypeError:
+            raise ValueError(f"data_position {state!r:.200}: no position of this stream") from None
         return DataLoader(
-            _MicroBatches(self, collate, plan, self._position_of(state)),
+            _MicroBatches(self, collate, plan, position),
             batch_size=None,
             num_workers=min(num_workers, 1),
             worker_init_fn=end_with_rank,
@@ -117,21 +126,14 @@ class TokenStream:
             generator=torch.Generator().manual_seed(plan.seed),
         )
 
-    def _position_of(self, state: dict | None) -> Position:
-        try:
-            return Position(**state or {})
-        except TypeError:
-            raise ValueError(f"data_position {state!r:.200}: no position of this stream") from None
-
     # -- records to samples to rows
 
     def _blocks(self, position: Position) -> Iterator[tuple[Position, list[Record]]]:
         """(its position, at most block_records records) of each block in the order of mix_strategy,
         pass after pass: the last block of a pass has what is left."""
-        args = self.args
         while True:
             places = list(position.places or [BEGINNING] * len(self.readers))
-            order = (args.mix_strategy, args.mix_weights, self.seed)
+            order = (self.args.mix_strategy, self.args.mix_weights, self.seed)
             turns = Turns(len(places), *order, position.turns, position.exhausted)
             records = self._one_pass(turns, places)
             while True:
@@ -190,13 +192,6 @@ class TokenStream:
                 print(f"stream: {text}, the first at {place}", flush=True)
         total.check(_FEW_RECORDS)
         return samples
-
-    def _in_rows(self, samples: Iterator, token: int) -> Iterator[tuple[list[dict], Position]]:
-        if self.encoder.joins:
-            return _joined(samples, self.args.cutoff_len, token)
-        if self.packs:
-            return _packed(samples, self.args.cutoff_len)
-        return _one_each(samples)
 
 
 def _one_each(samples: Iterator) -> Iterator[tuple[list[dict], Position]]:

@@ -131,10 +131,10 @@ class McaTrainer:
             self.guard.check_weights("before training")
             backend = (MegatronBackend if is_megatron else TorchBackend)(model, args)
         self.backend = backend
-        self.models = self.backend.chunks
-        self.limits = Limits.of(self.backend.hf_config or {})
+        self.models = backend.chunks
+        self.limits = Limits.of(backend.hf_config or {})
         self.use_own_loss()
-        if self.backend.predicts_ahead:
+        if backend.predicts_ahead:
             self.metrics_keys = [*self.metrics_keys, "mtp_loss"]
         self.data_collator = data_collator or Collator(self._pad_token_id)
         self.train_dataset = train_dataset
@@ -167,11 +167,15 @@ class McaTrainer:
         SIGINT or SIGUSR1 to any rank, all finish the step, save, and raise Interrupted, a
         SystemExit with the code callbacks.EXIT_CODE.
         """
-        held = ckpt_folder.hold(self.args.output_dir)
-        quiet = mcore.quiet()
-        with quiet, watchdog.watch(self.args), held, StopSignals() as self.signals:
-            with steady_host(self.args):
-                return self._train(resume_from_checkpoint)
+        args = self.args
+        with (
+            mcore.quiet(),
+            watchdog.watch(args),
+            ckpt_folder.hold(args.output_dir),
+            StopSignals() as self.signals,
+            steady_host(args),
+        ):
+            return self._train(resume_from_checkpoint)
 
     def _train(self, resume_from_checkpoint) -> TrainOutput:
         plan = self._prepare_train_loop(resume_from_checkpoint)
@@ -210,8 +214,7 @@ class McaTrainer:
         self.was_trained = True
         micro_batches = list(data_iterator)
         if any("padding_mask" not in batch for batch in micro_batches):
-            micro_batches, _ = self._arrange_step(micro_batches)
-            seq_length = max(batch["input_ids"].shape[1] for batch in micro_batches)
+            micro_batches, seq_length, _ = self._arrange_step(micro_batches)
         micro_batches = self._prepare_micro_batches(micro_batches, seq_length)
         self.guard.start_step(micro_batches)
         metrics = self.compute_gradients(micro_batches, seq_length)
@@ -355,8 +358,10 @@ class McaTrainer:
         if lengths is not None and lengths.size:
             self.limits.check_positions(int(lengths.max()))
         size = args.per_device_train_batch_size if training else args.per_device_eval_batch_size
-        is_bounded = not streams or args.max_steps > 0
-        expect(is_bounded, "max_steps: a streamed dataset has no length: set max_steps")
+        expect(
+            not streams or args.max_steps > 0,
+            "max_steps: a streamed dataset has no length: set max_steps",
+        )
         of_a_step = size * args.gradient_accumulation_steps * backend.dp_size
         return BatchPlan(
             args.max_steps * of_a_step if streams else len(dataset),
@@ -389,16 +394,16 @@ class McaTrainer:
         batches = [next(loader) for _ in range(plan.num_micro_batches(step))]
         if "data_position" in batches[-1]:  # of a stream
             self.state.data_position = batches[-1]["data_position"]
-        batches, numbers = self._arrange_step(batches)
+        batches, length, numbers = self._arrange_step(batches)
         watchdog.note("running the model")
         if not self.args.calculate_per_token_loss:
             # empty micro-batches have no part in the mean over micro-batches
             filled = math.ceil(plan.num_samples_of(step) / plan.micro_batch_size)
             self.micro_batch_weight = len(batches) * plan.dp_size / filled
-        return batches, max(b["input_ids"].shape[1] for b in batches), numbers
+        return batches, length, numbers
 
-    def _arrange_step(self, batches: list[dict]) -> tuple[list[dict], Numbers]:
-        """The data collator's batches of a step, arranged, and its Numbers. Collective as
+    def _arrange_step(self, batches: list[dict]) -> tuple[list[dict], int, Numbers]:
+        """The data collator's batches of a step, arranged; their length; its Numbers. Collective as
         read_step."""
         # a row may have several documents, numbered by its attention_mask
         numbered = self.args.sequence_packing or self.documents_per_sample > 1
@@ -417,7 +422,7 @@ class McaTrainer:
             tokens, squared_lengths = map(sum, zip(*counts, strict=True))
             positions = sum(b["input_ids"].numel() for b in batches)
             numbers.set_counts(tokens, squared_lengths, positions)
-        return batches, numbers
+        return batches, batches[0]["input_ids"].shape[1], numbers
 
     def _arrange(self, batch: dict) -> dict:
         """A checked batch as the model takes it: rows of a document each, or one packed row."""
@@ -511,11 +516,11 @@ class McaTrainer:
     def pop_callback(self, callback):
         """Remove a callback, or the first of a class, and return it; None without any."""
         of_kind = callback if isinstance(callback, type) else ()
-        found = [one for one in self.callbacks if one is callback or isinstance(one, of_kind)]
-        if not found:
-            return None
-        self.callbacks.remove(found[0])
-        return found[0]
+        for one in self.callbacks:
+            if one is callback or isinstance(one, of_kind):
+                self.callbacks.remove(one)
+                return one
+        return None
 
     def remove_callback(self, callback) -> None:
         """pop_callback without its answer."""
@@ -674,8 +679,9 @@ class McaTrainer:
         self._store_state()
         self.notify("on_train_end")
         loss = self.sums.whole_run.means()["loss"]
-        metrics = {"train_loss": loss, "train_runtime": seconds}
-        return TrainOutput(self.state.global_step, loss, metrics)
+        return TrainOutput(
+            self.state.global_step, loss, {"train_loss": loss, "train_runtime": seconds}
+        )
 
     # -- evaluation
 

@@ -96,9 +96,11 @@ class DPOConfig:
 
     def check_with(self, kind="lora", modules_to_save=()) -> FinetuningArguments:
         """The keys for such adapters. ConfigError by their rules."""
-        modules = list(modules_to_save)
         return FinetuningArguments(
-            stage="dpo", finetuning_type=kind, modules_to_save=modules, **self.as_keys()
+            stage="dpo",
+            finetuning_type=kind,
+            modules_to_save=list(modules_to_save),
+            **self.as_keys(),
         )
 
 
@@ -173,9 +175,7 @@ class DPOTrainer(McaTrainer):
             return resolve_folder(keys.ref_model, arguments.model.model_revision)
         judge = Judge(keys)
         # new tokens bring modules_to_save that the file does not name
-        check = OBJECTIVES[keys.stage].check_keys
-        if check is not None:
-            check(keys, judge)
+        OBJECTIVES[keys.stage].check_keys(keys, judge)
         judge.close()
         adapter = keys.adapter_name_or_path
         if adapter and planned.adapters.modules_to_save:
@@ -229,9 +229,14 @@ class DPOTrainer(McaTrainer):
         reference_rejected_logps,
     ):
         """(losses, rewards of chosen, rewards of rejected), each [P]."""
-        logps = policy_chosen_logps, policy_rejected_logps
-        reference = reference_chosen_logps, reference_rejected_logps
-        responses = Responses(*logps, None, None, *reference)
+        responses = Responses(
+            policy_chosen_logps,
+            policy_rejected_logps,
+            None,
+            None,
+            reference_chosen_logps,
+            reference_rejected_logps,
+        )
         return tables.dpo_loss(responses, self.train_config)
 
     def _pre_compute_loss(self, batch: dict, inputs: dict, *more):
@@ -247,13 +252,12 @@ class DPOTrainer(McaTrainer):
         a loss without reference. Collective under context parallelism: one sum over its group.
         """
         logps, lens = sum_documents(self.backend, batch, labels, losses)
-        config = self.train_config
         responses = Responses(
             logps[0::2], logps[1::2], lens[0::2], lens[1::2], ref_chosen_logps, ref_rejected_logps
         )
         of_pairs, chosen_rewards, rejected_rewards = self.preference_loss(responses)
         sft = -responses.chosen / responses.chosen_lens.clamp(min=1)
-        of_pairs = of_pairs + config.ftx * sft
+        of_pairs = of_pairs + self.train_config.ftx * sft
         margins = chosen_rewards - rejected_rewards
         values = {
             "loss": of_pairs,
@@ -413,9 +417,9 @@ class DPOTrainer(McaTrainer):
         if not number:
             return
         stop = Interrupted(number, self.state.global_step)
-        begin = store.folder or "the first pair"
         self.report.print(
-            f"{stop.signal.name}: stopped in the reference pass; the pass goes on from {begin}"
+            f"{stop.signal.name}: stopped in the reference pass; the pass goes on from "
+            f"{store.folder or 'the first pair'}"
         )
         raise stop
 
@@ -446,7 +450,7 @@ class DPOTrainer(McaTrainer):
 
     def evaluate(self, eval_dataset=None, metric_key_prefix: str = "eval") -> dict[str, float]:
         if eval_dataset is None:
-            self.eval_dataset = eval_dataset = self._with_reference(self.eval_dataset)
+            self.eval_dataset = self._with_reference(self.eval_dataset)
         return super().evaluate(self._with_reference(eval_dataset), metric_key_prefix)
 
     def get_train_dataloader(self):
@@ -479,7 +483,7 @@ def _joined(batches: list[dict]) -> list[dict]:
     for first in range(0, len(batches), JOINED):
         group = batches[first : first + JOINED]
         shapes = [batch["input_ids"].shape for batch in group]
-        have_one_length = "cu_seqlens" in group[0] or len({length for _, length in shapes}) == 1
+        have_one_length = "cu_seqlens" in group[0] or len({*shapes}) == 1
         has_memory = sum(map(math.prod, shapes)) <= JOINED_TOKENS
         fits = have_one_length and has_memory and all(map(_num_pairs, group))
         joined += [join(group)] if fits else group
@@ -534,8 +538,9 @@ class ReferenceStore:
             try:
                 logps = np.concatenate([logps, np.load(path)["logps"]])
             except Exception as error:
-                reason = describe_error(error)
-                report(f"{path}: {reason}: the reference is computed again from there")
+                report(
+                    f"{path}: {describe_error(error)}: the reference is computed again from there"
+                )
                 break
         return logps
 

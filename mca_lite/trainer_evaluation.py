@@ -263,13 +263,13 @@ class Evaluator:
             *parts, label_ids = map(_stacked, columns)
             predictions = parts[0] if len(parts) == 1 else tuple(parts)
             metrics = self.trainer.compute_metrics(EvalPrediction(predictions, label_ids))
+            start = f"{prefix}_"
             try:
-                named = {key.removeprefix(f"{prefix}_"): float(metrics[key]) for key in metrics}
+                return {start + key.removeprefix(start): float(metrics[key]) for key in metrics}
             except (AttributeError, TypeError, ValueError):
                 raise ValueError(
                     f"compute_metrics: expected {{name: number}}, got {metrics!r:.200}"
                 ) from None
-            return {f"{prefix}_{key}": value for key, value in named.items()}
 
         return parallel.on_main(compute, ValueError)
 
@@ -317,10 +317,9 @@ def sum_documents(backend, batch: dict, labels, losses) -> torch.Tensor:
         losses = losses[..., 0]
     both = torch.stack([-losses, (labels != IGNORE_INDEX).to(losses.dtype)])  # [2, rows, s]
     if "cu_seqlens" in batch:
-        cu = batch["cu_seqlens"]
-        cp = backend.context_parallel[0]
-        lengths = [(end - start) // cp for start, end in itertools.pairwise(cu)]
-        sums = torch.stack([part.sum(-1) for part in both[:, 0].split(lengths, -1)], -1)
+        lengths = np.diff(batch["cu_seqlens"]) // backend.context_parallel[0]
+        parts = both[:, 0].split(lengths.tolist(), -1)
+        sums = torch.stack([part.sum(-1) for part in parts], -1)
     else:
         sums = both.sum(-1)
     real = parallel.to_device(real_documents(batch).nonzero()[:, 0], sums.device)
@@ -329,12 +328,12 @@ def sum_documents(backend, batch: dict, labels, losses) -> torch.Tensor:
 
 def _borders(batch: dict) -> list[tuple[int, int, int]]:
     """(row, start, end) of each document of a batch, without its padding."""
-    if "cu_seqlens" not in batch:
-        lengths = (batch["attention_mask"] > 0).sum(1).tolist()
-        return [(row, 0, length) for row, length in enumerate(lengths)]
-    cu = batch["cu_seqlens"]
-    real = ~batch["padding_mask"][0]
-    return [(0, start, start + int(real[start:end].sum())) for start, end in itertools.pairwise(cu)]
+    real = ~batch["padding_mask"]
+    documents = itertools.pairwise(batch.get("cu_seqlens", (0, real.shape[1])))
+    return [
+        (row, start, start + int(real[row, start:end].sum()))
+        for row, (start, end) in itertools.product(range(len(real)), documents)
+    ]
 
 
 def _stacked(parts: tuple[torch.Tensor, ...]) -> np.ndarray:

@@ -64,8 +64,7 @@ class FiniteGuard:
         self.steps = 0
         self.dropped = 0  # steps with non-finite numbers, without an update
         self.too_large = 0  # steps in a row above grad_norm_skip_threshold
-        self._micro_batches: list[dict] = []  # of this step, as the model gets them
-        self._losses: list[torch.Tensor] = []  # of those, on the device
+        self._losses: list[torch.Tensor] = []  # of this step's micro-batches, on the device
 
     # -- the fast path
 
@@ -159,7 +158,7 @@ class FiniteGuard:
         """NotFiniteError for a non-finite weight, with its name. One reduction a tensor."""
         if not self.is_on:
             return
-        bad = _first_bad(_named(self.trainer.model if model is None else model, "parameters"))
+        bad = _first_bad(_named(model or self.trainer.model, "parameters"))
         own = [(chunk, parallel.rank(), name) for chunk, name in bad]
         found = itertools.chain(*parallel.gather(own))
         for _, rank, name in sorted(found)[:1]:
@@ -169,14 +168,14 @@ class FiniteGuard:
         """NotFiniteError for a non-finite loss of an evaluation."""
         loss = metrics.get("eval_loss", 0.0)
         if self.is_on and not math.isfinite(loss):
-            step = self.trainer.state.global_step
-            self.stop(f"the evaluation after step {step} gave eval_loss {loss}")
+            self.stop(
+                f"the evaluation after step {self.trainer.state.global_step} gave eval_loss {loss}"
+            )
 
     def end_run(self) -> None:
         """NotFiniteError if every step of the run was skipped, or the last update left non-finite
         weights. Else prune checkpoints for the last one too."""
-        updates = self.trainer.lr_scheduler.num_steps  # of a resumed run: those before too
-        if self.steps and not updates:
+        if self.steps and not self.trainer.lr_scheduler.num_steps:  # of a resumed run: all of it
             self.stop(
                 f"every update of {self.steps} steps was skipped, nothing was trained: lower "
                 "learning_rate, look at the data, or set bf16: true instead of fp16, or a lower "
@@ -292,11 +291,11 @@ def _first_bad(tensors: Iterable[tuple[int, str, torch.Tensor | None]]) -> list[
     # the largest absolute value: no sum overflows
     largest = torch._foreach_norm([tensor for _, _, tensor in known], math.inf)
     finite = torch.stack([value.float() for value in largest]).isfinite().tolist()
-    bad = [(chunk, name) for (chunk, name, _), good in zip(known, finite, strict=True) if not good]
-    return bad[:1]
+    pairs = zip(known, finite, strict=True)
+    return [(chunk, name) for (chunk, name, _), good in pairs if not good][:1]
 
 
 def _is_finite(output) -> bool:
     """True if all tensors of a module's output are finite."""
     parts = output if isinstance(output, (tuple, list)) else [output]
-    return all(bool(part.isfinite().all()) for part in parts if isinstance(part, torch.Tensor))
+    return all(part.isfinite().all() for part in parts if isinstance(part, torch.Tensor))
