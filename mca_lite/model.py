@@ -329,9 +329,9 @@ class VirtualModels(torch.nn.ModuleList):
         """{"model": ...}, or {"model0": ..., "model1": ...} with several chunks."""
         return {key: model.state_dict() for key, model in self._by_key().items()}
 
-    def load_state_dict(self, state_dict: dict) -> None:
+    def load_state_dict(self, state_dict: dict, strict: bool = True) -> None:
         for key, model in self._by_key().items():
-            model.load_state_dict(state_dict[key], strict=self.lora is None)
+            model.load_state_dict(state_dict[key], strict=strict and self.lora is None)
 
     def sharded_state_dict(self) -> dict:
         """megatron's ShardedTensors of all chunks, under the keys of state_dict(); with adapters
