@@ -59,10 +59,9 @@ class TorchSnapshot:
 
     def write(self, folder: Path) -> tuple[list[str], None]:
         """Write this rank's files, unflushed -> (files, None). No collectives."""
-        for name, tensors in self._files.items():
-            save_file(tensors, folder / name)
         names = list(self._files)
-        self._files = {}
+        for name in names:
+            save_file(self._files.pop(name), folder / name)
         return names, None
 
     def finish(self, folder: Path, results: list) -> list[str]:
@@ -100,14 +99,13 @@ def load_torch(folder: Path, model, optimizer=None) -> None:
         counts_there = group.get("fused") or group.get("capturable")
         for parameter in group["params"]:
             wanted = {key: f"{key}.{names[parameter]}" for key in keys}
-            state = {}
-            if not stored.isdisjoint(wanted.values()):
-                shapes = tuple(parameter.shape), ()
-                state = {key: read(name, *shapes) for key, name in wanted.items()}
-            for key, value in state.items():
-                if value.dim() or counts_there:
-                    state[key] = value.to(parameter.device)
-            optimizer.state[parameter] = state
+            state = optimizer.state[parameter] = {}
+            if stored.isdisjoint(wanted.values()):
+                continue
+            for key, name in wanted.items():
+                value = read(name, tuple(parameter.shape), ())
+                is_here = value.dim() or counts_there
+                state[key] = value.to(parameter.device) if is_here else value
 
 
 def _reader(path: Path) -> tuple[Callable[..., torch.Tensor], Set[str]]:
@@ -533,17 +531,15 @@ def restore_random_states(folder: Path, is_same_layout: bool) -> None:
     path = folder / f"rng-{parallel.rank()}.pt"
 
     def restore() -> None:
-        if is_same_layout and path.is_file():
-            _set_random_states(torch.load(path, weights_only=True))
+        if not is_same_layout or not path.is_file():
+            return
+        states = torch.load(path, weights_only=True)
+        torch.set_rng_state(states["torch"])
+        if states["cuda"] is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(states["cuda"])
+        get_cuda_rng_tracker().set_states(states["tracker"])
+        random.setstate(states["python"])
+        np.random.set_state(states["numpy"])
 
     words = f"{folder}: random states cannot be read: use another checkpoint"
     parallel.on_all(restore, CheckpointError, words)
-
-
-def _set_random_states(states: dict) -> None:
-    torch.set_rng_state(states["torch"])
-    if states["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
-    get_cuda_rng_tracker().set_states(states["tracker"])
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])
