@@ -49,13 +49,12 @@ class TorchSnapshot:
 
     def __init__(self, model, optimizer=None, copy: bool = False):
         self._files: dict[str, dict[str, torch.Tensor]] = {}
-        if parallel.is_main():
-            self._add("model.safetensors", _changing(model), copy)
-            if optimizer is not None:
-                self._add("optimizer.safetensors", _states(model, optimizer), copy)
-
-    def _add(self, file: str, tensors: NamedTensors, copy: bool) -> None:
-        self._files[file] = {name: x.detach().to("cpu", copy=copy) for name, x in tensors}
+        files = {"model.safetensors": _changing(model)}
+        if optimizer is not None:
+            files["optimizer.safetensors"] = _states(model, optimizer)
+        for file, tensors in files.items():
+            if parallel.is_main():
+                self._files[file] = {name: x.detach().to("cpu", copy=copy) for name, x in tensors}
 
     def write(self, folder: Path) -> tuple[list[str], None]:
         """Write this rank's files, unflushed -> (files, None). No collectives."""
@@ -162,7 +161,7 @@ class Checkpoints:
         args = self.trainer.args
         step = self.written_step = trainer.state.global_step
         final = ckpt_folder.checkpoint_folder(args.output_dir, step)
-        temporary = ckpt_folder.temporary_folder(final)
+        temporary = final.with_name(f".{final.name}.tmp")
         parallel.on_main(lambda: make_empty(temporary), CheckpointError)
         trainer.backend.finish_param_sync()
         files: dict[str, str | bytes] = {f"rng-{parallel.rank()}.pt": random_states()}
@@ -250,7 +249,13 @@ class Checkpoints:
         _refuse_changes(changes(record, now), _OF_THE_DATA, folder)
         _refuse_changes(changed, fixed, folder)
         trainer.check_objective(record["objective"], folder)
-        _check_base(record["base"], now["base"], folder)
+        base = record["base"]
+        if any(base[name] != now["base"][name] for name in base.keys() & now["base"].keys()):
+            raise CheckpointError(
+                f"{folder} holds adapters that were trained on another base model, of the same "
+                "shape: set model_name_or_path to the one that the run started from, or start "
+                "anew from these by adapter_name_or_path"
+            )
         trainer.backend.load_state(folder)
         parallel.on_all(
             lambda: load_scaler_states(trainer.backend.grad_scalers, record["loss_scales"]),
@@ -413,7 +418,8 @@ def read_records(folder: Path) -> tuple[dict, TrainerState]:
         state = TrainerState.load(folder / TRAINER_STATE_NAME)
         ckpt_folder.check_kinds(record, _KINDS)
         step = ckpt_folder.read_manifest(folder)["step"]
-        if state.global_step != step or not 0 <= record["scheduler_steps"] <= step:
+        is_of_step = state.global_step == step and 0 <= record["scheduler_steps"] <= step
+        if state.consumed_samples < 0 or not is_of_step:
             raise ValueError(f"{TRAINER_STATE_NAME}: expected the counts of step {step}")
     except (OSError, ValueError) as error:
         raise CheckpointError(
@@ -421,16 +427,6 @@ def read_records(folder: Path) -> tuple[dict, TrainerState]:
             "exports the weights of this one"
         ) from None
     return record, state
-
-
-def _check_base(before: dict, now: dict, folder: Path) -> None:
-    """CheckpointError if adapters belong to other frozen weights."""
-    if any(before[name] != now[name] for name in before.keys() & now.keys()):
-        raise CheckpointError(
-            f"{folder} holds adapters that were trained on another base model, of the same shape: "
-            "set model_name_or_path to the one that the run started from, or start anew from these "
-            "by adapter_name_or_path"
-        )
 
 
 def load_model(folder: str | os.PathLike, backend) -> None:
