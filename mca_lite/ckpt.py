@@ -50,20 +50,18 @@ class TorchSnapshot:
 
     def __init__(self, model, optimizer=None, copy: bool = False):
         self._files: dict[str, dict[str, torch.Tensor]] = {}
-        if parallel.is_main():
-            self._add("model.safetensors", _changing(model), copy)
-            if optimizer is not None:
-                self._add("optimizer.safetensors", _states(model, optimizer), copy)
-
-    def _add(self, file: str, tensors: NamedTensors, copy: bool) -> None:
-        self._files[file] = {name: x.detach().to("cpu", copy=copy) for name, x in tensors}
+        files = {"model.safetensors": _changing(model)}
+        if optimizer is not None:
+            files["optimizer.safetensors"] = _states(model, optimizer)
+        for file, tensors in files.items():
+            if parallel.is_main():
+                self._files[file] = {name: x.detach().to("cpu", copy=copy) for name, x in tensors}
 
     def write(self, folder: Path) -> tuple[list[str], None]:
         """Write this rank's files, unflushed -> (files, None). No collectives."""
-        for name, tensors in self._files.items():
-            save_file(tensors, folder / name)
         names = list(self._files)
-        self._files = {}
+        for name in names:
+            save_file(self._files.pop(name), folder / name)
         return names, None
 
     def finish(self, folder: Path, results: list) -> list[str]:
@@ -101,17 +99,16 @@ def load_torch(folder: Path, model, optimizer=None) -> None:
         counts_there = group.get("fused") or group.get("capturable")
         for parameter in group["params"]:
             wanted = {key: f"{key}.{names[parameter]}" for key in keys}
-            state = {}
-            if not stored.isdisjoint(wanted.values()):
-                shapes = tuple(parameter.shape), ()
-                if isinstance(optimizer, AdamW):
-                    own = {"step", *optimizer.dtypes_of(parameter)}
-                    wanted = {key: name for key, name in wanted.items() if key in own}
-                state = {key: read(name, *shapes) for key, name in wanted.items()}
-            for key, value in state.items():
-                if value.dim() or counts_there:
-                    state[key] = value.to(parameter.device)
-            optimizer.state[parameter] = state
+            state = optimizer.state[parameter] = {}
+            if stored.isdisjoint(wanted.values()):
+                continue
+            if isinstance(optimizer, AdamW):
+                own = {"step", *optimizer.dtypes_of(parameter)}
+                wanted = {key: name for key, name in wanted.items() if key in own}
+            for key, name in wanted.items():
+                value = read(name, tuple(parameter.shape), ())
+                is_here = value.dim() or counts_there
+                state[key] = value.to(parameter.device) if is_here else value
 
 
 def _reader(path: Path) -> tuple[Callable[..., torch.Tensor], Set[str]]:
@@ -168,7 +165,7 @@ class Checkpoints:
         args = self.trainer.args
         step = self.written_step = trainer.state.global_step
         final = ckpt_folder.checkpoint_folder(args.output_dir, step)
-        temporary = ckpt_folder.temporary_folder(final)
+        temporary = final.with_name(f".{final.name}.tmp")
         parallel.on_main(lambda: make_empty(temporary), CheckpointError)
         trainer.backend.finish_param_sync()
         files: dict[str, str | bytes] = {f"rng-{parallel.rank()}.pt": random_states()}
@@ -256,7 +253,13 @@ class Checkpoints:
         _refuse_changes(changes(record, now), _OF_THE_DATA, folder)
         _refuse_changes(changed, fixed, folder)
         trainer.check_objective(record["objective"], folder)
-        _check_base(record["base"], now["base"], folder)
+        base = record["base"]
+        if any(base[name] != now["base"][name] for name in base.keys() & now["base"].keys()):
+            raise CheckpointError(
+                f"{folder} holds adapters that were trained on another base model, of the same "
+                "shape: set model_name_or_path to the one that the run started from, or start "
+                "anew from these by adapter_name_or_path"
+            )
         trainer.backend.load_state(folder)
         parallel.on_all(
             lambda: load_scaler_states(trainer.backend.grad_scalers, record["loss_scales"]),
@@ -419,7 +422,8 @@ def read_records(folder: Path) -> tuple[dict, TrainerState]:
         state = TrainerState.load(folder / TRAINER_STATE_NAME)
         ckpt_folder.check_kinds(record, _KINDS)
         step = ckpt_folder.read_manifest(folder)["step"]
-        if state.global_step != step or not 0 <= record["scheduler_steps"] <= step:
+        is_of_step = state.global_step == step and 0 <= record["scheduler_steps"] <= step
+        if state.consumed_samples < 0 or not is_of_step:
             raise ValueError(f"{TRAINER_STATE_NAME}: expected the counts of step {step}")
     except (OSError, ValueError) as error:
         raise CheckpointError(
@@ -427,16 +431,6 @@ def read_records(folder: Path) -> tuple[dict, TrainerState]:
             "exports the weights of this one"
         ) from None
     return record, state
-
-
-def _check_base(before: dict, now: dict, folder: Path) -> None:
-    """CheckpointError if adapters belong to other frozen weights."""
-    if any(before[name] != now[name] for name in before.keys() & now.keys()):
-        raise CheckpointError(
-            f"{folder} holds adapters that were trained on another base model, of the same shape: "
-            "set model_name_or_path to the one that the run started from, or start anew from these "
-            "by adapter_name_or_path"
-        )
 
 
 def load_model(folder: str | os.PathLike, backend) -> None:
@@ -537,17 +531,15 @@ def restore_random_states(folder: Path, is_same_layout: bool) -> None:
     path = folder / f"rng-{parallel.rank()}.pt"
 
     def restore() -> None:
-        if is_same_layout and path.is_file():
-            _set_random_states(torch.load(path, weights_only=True))
+        if not is_same_layout or not path.is_file():
+            return
+        states = torch.load(path, weights_only=True)
+        torch.set_rng_state(states["torch"])
+        if states["cuda"] is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(states["cuda"])
+        get_cuda_rng_tracker().set_states(states["tracker"])
+        random.setstate(states["python"])
+        np.random.set_state(states["numpy"])
 
     words = f"{folder}: random states cannot be read: use another checkpoint"
     parallel.on_all(restore, CheckpointError, words)
-
-
-def _set_random_states(states: dict) -> None:
-    torch.set_rng_state(states["torch"])
-    if states["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
-    get_cuda_rng_tracker().set_states(states["tracker"])
-    random.setstate(states["python"])
-    np.random.set_state(states["numpy"])

@@ -205,7 +205,7 @@ def _check_manifest(record: dict[str, Any]) -> None:
     if record["crc32"] != crc_of(record):
         raise ValueError("its own checksum does not fit")
     if record["format"] > FORMAT_VERSION:
-        return  # other fields may mean other things: refuse_other() says so
+        return  # other fields may mean other things: inspect() says so
     check_kinds(record, _KINDS)
     for name, entry in record["files"].items():
         check_kinds(entry, {"bytes": int})
@@ -218,30 +218,6 @@ def check_kinds(record: dict[str, Any], kinds: dict[str, type]) -> None:
     for key, kind in kinds.items():
         if type(record.get(key)) is not kind:
             raise ValueError(f"expected {key}, of type {kind.__name__}")
-
-
-def refuse_other(
-    folder: Path, record: dict[str, Any], backend: str, identity: dict[str, Any]
-) -> None:
-    """CheckpointError for an undamaged checkpoint of another version, backend or model."""
-    if record["format"] > FORMAT_VERSION:
-        raise CheckpointError(
-            f"{folder / MANIFEST_NAME} has format {record['format']}, and this version reads "
-            f"formats up to {FORMAT_VERSION}: use the version that wrote it, or a newer one"
-        )
-    if record["backend"] != backend:
-        raise CheckpointError(
-            f"{folder} was written by {_BACKENDS.get(record['backend'])}, and this run trains "
-            f"with {_BACKENDS[backend]}: set use_mca as it was, or start from an exported model"
-        )
-    model = record["model"]
-    changed = sorted(k for k in model.keys() & identity if model[k] != identity[k])
-    if changed:
-        words = ", ".join(f"{key} {model[key]} instead of {identity[key]}" for key in changed)
-        raise CheckpointError(
-            f"{folder} holds another model ({MANIFEST_NAME} says {words}): set model_name_or_path "
-            "to the model that it was trained from, or another output_dir"
-        )
 
 
 def damage(folder: Path, record: dict[str, Any]) -> str:
@@ -273,11 +249,6 @@ def _damage_of_file(path: Path, entry: dict[str, Any]) -> str:
 
 def checkpoint_folder(output_dir: str | os.PathLike, step: int) -> Path:
     return Path(output_dir) / f"{CHECKPOINT_PREFIX}-{step}"
-
-
-def temporary_folder(final: Path) -> Path:
-    """The folder of a checkpoint before it gets its name."""
-    return final.with_name(f".{final.name}.tmp")
 
 
 def step_of(folder: Path) -> int:
@@ -365,10 +336,17 @@ def find(args, choice: str | bool | None, backend: str, identity: dict, say) -> 
     checkpoints (unless overwrite_output_dir removes them), for a damaged path, if none of several
     is good, and for a checkpoint of another model or of a newer version.
     """
-    if choice in (None, False):
-        parallel.on_main(lambda: _start_anew(args), CheckpointError)
+    is_new = choice in (None, False)
+
+    def tidy() -> None:
+        if is_new:
+            for old in check_new(args):
+                remove(old)
+        _clean(args.output_dir)
+
+    parallel.on_main(tidy, CheckpointError)
+    if is_new:
         return None
-    parallel.on_main(lambda: _clean(args.output_dir), CheckpointError)
     return choose(args, choice, backend, identity, say)
 
 
@@ -405,7 +383,24 @@ def inspect(folder: Path, backend: str, identity: dict) -> str:
         record = parallel.on_main(lambda: read_manifest(folder), CheckpointError)
     except CheckpointError as error:
         return str(error)
-    refuse_other(folder, record, backend, identity)
+    if record["format"] > FORMAT_VERSION:
+        raise CheckpointError(
+            f"{folder / MANIFEST_NAME} has format {record['format']}, and this version reads "
+            f"formats up to {FORMAT_VERSION}: use the version that wrote it, or a newer one"
+        )
+    if record["backend"] != backend:
+        raise CheckpointError(
+            f"{folder} was written by {_BACKENDS.get(record['backend'])}, and this run trains "
+            f"with {_BACKENDS[backend]}: set use_mca as it was, or start from an exported model"
+        )
+    model = record["model"]
+    changed = sorted(k for k in model.keys() & identity if model[k] != identity[k])
+    if changed:
+        words = ", ".join(f"{key} {model[key]} instead of {identity[key]}" for key in changed)
+        raise CheckpointError(
+            f"{folder} holds another model ({MANIFEST_NAME} says {words}): set model_name_or_path "
+            "to the model that it was trained from, or another output_dir"
+        )
     return damage(folder, record)
 
 
@@ -427,12 +422,6 @@ def check_new(args) -> list[Path]:
             "or another output_dir"
         )
     return there
-
-
-def _start_anew(args) -> None:
-    for old in check_new(args):
-        remove(old)
-    _clean(args.output_dir)
 
 
 def _clean(output_dir: str | os.PathLike) -> None:

@@ -64,23 +64,6 @@ def read_index(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{error}: use another checkpoint") from None
 
 
-def _write_parts(tensors: list, path: Path) -> list[tuple[str, dict, list]]:
-    """Write sharded tensors into a file -> (key, the tensor's entry in the index, the place of its
-    part) of each."""
-    parts = []
-    with open(path, "wb") as file:
-        for tensor in tensors:
-            # a copy: torch writes the whole storage of a view
-            data = tensor.data.detach().to("cpu", copy=True).view(_sizes(tensor))
-            start = file.tell()
-            torch.save(data, file)
-            where = [path.name, start, file.tell() - start]
-            dtype = str(data.dtype).removeprefix("torch.")
-            entry = {"dtype": dtype, "shape": tensor.global_shape}
-            parts.append((tensor.key, entry, [tensor.global_offset, data.shape, *where]))
-    return parts
-
-
 def read_tensor(tensor, index: dict[str, Any], folder: Path) -> None:
     """Fill a ShardedTensor in place from all parts in the files that overlap it.
 
@@ -144,15 +127,25 @@ class MegatronSnapshot:
         self.config_json = models.config.to_json_string()
 
     def write(self, folder: Path) -> tuple[list[str], list]:
-        """Write this rank's file, unflushed -> (files, parts of tensors). No collectives."""
+        """Write this rank's file, unflushed -> (files, [(key, entry in the index, place of this
+        part) of each tensor]). No collectives."""
         (folder / DIST_NAME).mkdir(exist_ok=True)
-        name = f"{DIST_NAME}/__{parallel.rank()}_0.distcp"
+        name = f"__{parallel.rank()}_0.distcp"
+        path = folder / DIST_NAME / name
+        parts = []
         # the manifest has a checksum of the whole file: torch's own, one a tensor, would take half
         # as long as the writing
-        with torch_files.patch("save.compute_crc32", False):
-            parts = _write_parts(self._tensors, folder / name)
+        with torch_files.patch("save.compute_crc32", False), open(path, "wb") as file:
+            for tensor in self._tensors:
+                # a copy: torch writes the whole storage of a view
+                data = tensor.data.detach().to("cpu", copy=True).view(_sizes(tensor))
+                start = file.tell()
+                torch.save(data, file)
+                place = [tensor.global_offset, data.shape, name, start, file.tell() - start]
+                dtype = str(data.dtype).removeprefix("torch.")
+                parts.append((tensor.key, {"dtype": dtype, "shape": tensor.global_shape}, place))
         self._tensors = []  # lets go of the copies
-        return [name], parts
+        return [f"{DIST_NAME}/{name}"], parts
 
     def finish(self, folder: Path, results: list[list]) -> list[str]:
         """On the main rank, when all have written: the index and the model's config -> files."""

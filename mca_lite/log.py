@@ -374,7 +374,12 @@ class Report(TrainerCallback):
             return
         self._close()
         os.makedirs(self.args.output_dir, exist_ok=True)
-        self._open_log()
+        kept = []  # lines up to the resumed step; a new run begins an empty log
+        if self.first_step:
+            lines = filter(log_line, read_lines(self.log_path))
+            kept = [line for line in lines if line["step"] <= self.first_step]
+        write_file(self.log_path, "".join(json.dumps(line) + "\n" for line in kept))
+        self._file = self._opened.enter_context(open(self.log_path, "a", encoding="utf-8"))
         self._facts |= {"max_steps": state.max_steps, "first_step": state.global_step}
         self._facts |= {"started": time.time(), "host": socket.gethostname(), "pid": os.getpid()}
         self._write_facts("running")
@@ -390,16 +395,6 @@ class Report(TrainerCallback):
             track, close = _TRACKERS[name](self.args, state.global_step)
             self._trackers.append(track)
             self._opened.callback(close)
-
-    def _open_log(self) -> None:
-        """Open the log for appending, with the lines up to the resumed step (0: a new run, an empty
-        log)."""
-        kept = []
-        if self.first_step:
-            lines = filter(log_line, read_lines(self.log_path))
-            kept = [line for line in lines if line["step"] <= self.first_step]
-        write_file(self.log_path, "".join(json.dumps(line) + "\n" for line in kept))
-        self._file = self._opened.enter_context(open(self.log_path, "a", encoding="utf-8"))
 
     def on_step_end(self, args, state, control, **kwargs):
         if self._bar is not None:

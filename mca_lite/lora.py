@@ -265,21 +265,17 @@ class TorchHost:
             parameter.requires_grad_(is_trained)
             parameter.data = parameter.data.to(torch.float32 if is_trained else dtype)
 
-    def _parameters(self, modules: Collection) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        named = self.model.named_parameters()
-        return ((name, parameter) for name, parameter in named if module_of(name) in modules)
-
     def read(self, keys: Collection) -> NamedTensors:
         """(HF name, CPU tensor) of the weights of these modules, on global rank 0."""
-        if parallel.is_main():
-            for name, parameter in self._parameters(keys):
+        for name, parameter in self.model.named_parameters():
+            if parallel.is_main() and module_of(name) in keys:
                 yield name, parameter.detach().to("cpu", copy=True)
 
     def fill(self, keys: Collection, source) -> None:
         """Fill the weights of these modules from a source. ValueError for other shapes."""
-        with torch.no_grad():
-            for name, parameter in self._parameters(keys):
-                parameter.copy_(source(name, tuple(parameter.shape)))
+        for name, parameter in self.model.named_parameters():
+            if module_of(name) in keys:
+                parameter.detach().copy_(source(name, tuple(parameter.shape)))
 
     def sites(self) -> Iterator[Site]:
         """The places for adapters; experts and routers of families in the table."""
@@ -307,11 +303,6 @@ class TorchHost:
 
 
 # -- choosing and placing
-
-
-def candidates(model) -> list[Candidate]:
-    """All modules that support an adapter. model: also a McaModelConfig, before it is built."""
-    return host_of(model).candidates()
 
 
 def saved_keys(host, spec: LoraSpec) -> set:

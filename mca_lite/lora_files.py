@@ -148,7 +148,7 @@ def load_adapter(model, folder: PathLike, dropout: float | None = None):
     """
     spec, source = read_adapter(folder, dropout)
     judge = Judge(None)
-    check_other_model(folder, spec, lora.candidates(model), judge)
+    check_other_model(folder, spec, host_of(model).candidates(), judge)
     judge.close()
     return place_adapter(model, spec, source)
 
@@ -220,7 +220,7 @@ def save_adapter(model, folder: PathLike) -> list[str]:
 def target_modules(model) -> list[str]:
     """PEFT's target_modules: a last name if it means adapted modules alone, else whole names."""
     modules = lora.spec_of(model).modules
-    names = {candidate.hf for candidate in lora.candidates(model)}
+    names = {candidate.hf for candidate in host_of(model).candidates()}
     ambiguous = set(map(_last, names - set(modules)))
     order = list(dict.fromkeys(map(_last, modules)))
     grouped = sorted(modules, key=lambda name: order.index(_last(name)))

@@ -179,7 +179,7 @@ def _initialize_model_parallel(args) -> None:
     )
 
 
-def set_seed(seed: int, use_mca: bool = True) -> None:
+def set_seed(seed: int, use_mca: bool) -> None:
     """Seed python, numpy and torch, and megatron's per-rank dropout states. Megatron wants seeds
     above 0."""
     random.seed(seed)

@@ -244,7 +244,7 @@ def _plan_adapters(
     if num_new:
         check_new_rows(spec.modules_to_save, num_new, is_tied, judge)
     if keys.adapter_name_or_path:
-        check_other_model(keys.adapter_name_or_path, spec, lora.candidates(host), judge)
+        check_other_model(keys.adapter_name_or_path, spec, host_of(host).candidates(), judge)
         if judge.problems:
             return
     spec = planned.adapters = lora.plan(host, spec, judge)
@@ -258,9 +258,18 @@ def _plan_adapters(
 
 
 def build_model(plan: Plan):
-    """VirtualModels, or a transformers model with use_mca: false, on this rank, with adapters."""
+    """VirtualModels, or a transformers model with use_mca: false, on this rank, with the planned
+    adapters: fresh ones, or those of adapter_name_or_path."""
     built = build_planned(plan.arguments, plan.model)
-    return built if plan.model.adapters is None else add_adapters(built, plan)
+    args = plan.arguments.training
+    spec = plan.model.adapters
+    if spec is None:
+        return built
+    # of frozen weights; fp16 would lose too much of them
+    dtype = torch.bfloat16 if args.bf16 else torch.float32
+    if plan.model.adapter_source is not None:
+        return lora_files.place_adapter(built, spec, plan.model.adapter_source, dtype)
+    return lora.inject(built, spec, args.seed, dtype)
 
 
 def build_planned(arguments: RunArguments, planned: PlannedModel):
@@ -279,17 +288,6 @@ def build_planned(arguments: RunArguments, planned: PlannedModel):
     return model.AutoModel.from_pretrained(
         folder, arguments.training, remote, config=config, source=planned.source
     )
-
-
-def add_adapters(built, plan: Plan):
-    """The model with the planned adapters: fresh ones, or those of adapter_name_or_path."""
-    args = plan.arguments.training
-    spec = plan.model.adapters
-    # of frozen weights; fp16 would lose too much of them
-    dtype = torch.bfloat16 if args.bf16 else torch.float32
-    if plan.model.adapter_source is not None:
-        return lora_files.place_adapter(built, spec, plan.model.adapter_source, dtype)
-    return lora.inject(built, spec, args.seed, dtype)
 
 
 def train(plan: Plan, callbacks: Sequence = ()):

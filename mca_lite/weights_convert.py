@@ -56,7 +56,12 @@ def fill(models, source, only: Container[tuple[str, int | None]] | None = None) 
             if only is not None and (name, layer) not in only:
                 continue
             row = rows[name]
-            _check_shapes(row, layer, parameter, source, config)
+            total, *rest = _whole_shape(row, parameter.shape, config)
+            if row.mca in VOCABULARY:
+                total = config.vocab_size
+            sizes = [total] if row.fused else row_sizes(row, total, config)
+            for hf, size in zip(row.hf, sizes, strict=True):
+                check_shape(source, hf.format(layer), (size, *rest))
             rank = parallel.cut_group(row.expert is not None).rank() % degree(row, config)
             parameter.copy_(read_part(row, layer, source, config, rank))
 
@@ -84,16 +89,6 @@ def check_names(config, names: Set[str]) -> None:
 def _names(rows: Iterable[tuple[Row, int | None]]) -> set[str]:
     """The Hugging Face names of rows and their layers."""
     return {hf.format(layer) for row, layer in rows for hf in row.hf}
-
-
-def _check_shapes(row: Row, layer, parameter, source, config) -> None:
-    """ValueError if this rank's parameter is not a part of the row's HF tensors."""
-    total, *rest = _whole_shape(row, parameter.shape, config)
-    if row.mca in VOCABULARY:
-        total = config.vocab_size
-    sizes = [total] if row.fused else row_sizes(row, total, config)
-    for name, size in zip(row.hf, sizes, strict=True):
-        check_shape(source, name.format(layer), (size, *rest))
 
 
 def degree(row: Row, config) -> int:

@@ -44,17 +44,6 @@ _ALL: Part = (slice(None),)
 # -- safetensors in shards
 
 
-def open_safetensors(path: Path):
-    """A safetensors file, open for reading by tensors. ValueError with its name if it is damaged or
-    cut: its header and its size must fit."""
-    try:
-        return safe_open(path, "pt")
-    except (SafetensorError, OSError, ValueError) as error:  # OSError: of an empty file
-        raise ValueError(
-            f"{path} is damaged or cut, or cannot be read ({error}): copy or download it again"
-        ) from None
-
-
 def write_safetensors(
     tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, max_shard_size
 ) -> list[str]:
@@ -223,8 +212,14 @@ class SafetensorsSource:
 
 
 def slices_of(path: Path) -> dict[str, Any]:
-    """{tensor: safetensors' slice} of a file, sorted. ValueError as for open_safetensors."""
-    file = open_safetensors(path)
+    """{tensor: safetensors' slice} of a file, sorted. ValueError with its name if it is damaged or
+    cut: its header and its size must fit."""
+    try:
+        file = safe_open(path, "pt")
+    except (SafetensorError, OSError, ValueError) as error:  # OSError: of an empty file
+        raise ValueError(
+            f"{path} is damaged or cut, or cannot be read ({error}): copy or download it again"
+        ) from None
     return {name: file.get_slice(name) for name in sorted(file.keys())}
 
 
@@ -318,22 +313,19 @@ class InitSource:
     def __init__(self, hf_config: dict, seed: int, num_prediction_layers: int | None = 0):
         hf, self._shapes = shapes_of(hf_config)
         first = hf.num_hidden_layers
+        last_layer = f"model.layers.{first - 1}."
         for layer in range(first, first + (num_prediction_layers or 0)):
-            self._add_prediction_layer(layer, f"model.layers.{first - 1}.", hf.hidden_size)
+            # the tensors of the last decoder layer, three norms and a projection
+            prefix = f"model.layers.{layer}."
+            for name in [name for name in self._shapes if name.startswith(last_layer)]:
+                self._shapes[prefix + name.removeprefix(last_layer)] = self._shapes[name]
+            for norm in ("enorm", "hnorm", "shared_head.norm"):
+                self._shapes[f"{prefix}{norm}.weight"] = (hf.hidden_size,)
+            self._shapes[f"{prefix}eh_proj.weight"] = (hf.hidden_size, 2 * hf.hidden_size)
         self._std = getattr(hf, "initializer_range", 0.02)
         self._seed = seed
         constants = FAMILIES[hf.model_type].constants if hf.model_type in FAMILIES else {}
         self._norm = float(not constants.get("layernorm_zero_centered_gamma"))
-
-    def _add_prediction_layer(self, layer: int, last_layer: str, hidden_size: int) -> None:
-        """A layer for multi-token prediction: the tensors of the last decoder layer, three norms
-        and a projection."""
-        prefix = f"model.layers.{layer}."
-        for name in [name for name in self._shapes if name.startswith(last_layer)]:
-            self._shapes[prefix + name.removeprefix(last_layer)] = self._shapes[name]
-        for norm in ("enorm", "hnorm", "shared_head.norm"):
-            self._shapes[f"{prefix}{norm}.weight"] = (hidden_size,)
-        self._shapes[f"{prefix}eh_proj.weight"] = (hidden_size, 2 * hidden_size)
 
     def names(self) -> KeysView[str]:
         return self._shapes.keys()
