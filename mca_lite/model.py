@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from . import lora, parallel, weights_convert
-from .batch import Targets
+from .batch import Targets, get_ltor_masks_and_position_ids
 from .ckpt_megatron import DIST_NAME, load_megatron
-from .errors import refuse
+from .errors import expect, refuse
 from .families import TE_ALIASES, rows_of
 from .files import ADAPTER_CONFIG_NAME, HF_CONFIG_NAME, MCA_CONFIG_NAME, describe_error
 from .loss_tokens import LossOfLogits, token_losses
@@ -77,14 +77,24 @@ class OutputLayer(ColumnParallelLinear):
         return hidden, self.weight if weight is None else weight
 
 
+def expect_causal(mask: torch.Tensor, input_ids: torch.Tensor) -> None:
+    """ValueError for another mask than the causal one of input_ids [b, s]: bool [b or 1, 1, s, s],
+    True for hidden."""
+    causal, _ = get_ltor_masks_and_position_ids(input_ids)
+    is_like_it = mask.dtype == torch.bool and mask.shape in (causal.shape, causal[:1].shape)
+    otherwise = "attention_mask: attention is causal here; expected None or the causal mask, bool "
+    otherwise += "[b or 1, 1, s, s], True for hidden"
+    expect(is_like_it and bool((mask == causal).all()), otherwise)
+
+
 class McaGPTModel(MegatronModule):
     """A decoder, or a pipeline stage's chunk of it: embedding, Block, output layer, and extra
     layers for multi-token prediction, on megatron's parallel layers.
 
-    forward(input_ids [b, s], ...): positions count from 0 in each document; attention is causal,
-    and an attention_mask is refused (ValueError). padding_mask: bool [b, s], True for padding, on
-    every stage; labels: [b, s], batch.Targets, or None; trained: loss_tokens.TrainedPlaces of the
-    labels, or None.
+    forward(input_ids [b, s], ...): positions count from 0 in each document; attention is causal.
+    attention_mask: None or the causal one, bool [b or 1, 1, s, s], True for hidden; ValueError for
+    any other. padding_mask: bool [b, s], True for padding, on every stage; labels: [b, s],
+    batch.Targets, or None; trained: loss_tokens.TrainedPlaces of the labels, or None.
 
     Returns with labels the loss of each token, float32 [b, s], 0 for the label IGNORE_INDEX, or
     with Targets [b, s, 1 + layers for multi-token prediction]; without labels logits [b, s, V /
@@ -170,7 +180,7 @@ class McaGPTModel(MegatronModule):
         packed_seq_params=None,
     ):
         if attention_mask is not None:
-            raise ValueError("attention_mask: expected None, attention is causal here")
+            expect_causal(attention_mask, input_ids)
         hidden = self.embedding(input_ids) if self.pre_process else None
         shared = dict(packed_seq_params=packed_seq_params)
         if self.rotary_pos_emb is not None:
