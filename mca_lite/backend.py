@@ -33,6 +33,8 @@ class Backend(abc.ABC):
     counts_tokens = True  # True on one rank of those with the same batch
     dp_rank: int
     dp_size: int
+    hf_config: dict  # the model's config.json
+    grad_scalers: list  # the loss scalers of fp16, for checkpoints
 
     def __init__(self, model, args, losses: BalancingLosses):
         kind = "full" if lora.spec_of(model) is None else "lora"
@@ -54,16 +56,6 @@ class Backend(abc.ABC):
         self.optimizer = None
 
     # -- different in each backend
-
-    @property
-    @abc.abstractmethod
-    def hf_config(self) -> dict:
-        """The model's config.json."""
-
-    @property
-    @abc.abstractmethod
-    def grad_scalers(self) -> list:
-        """The loss scalers of fp16, for checkpoints."""
 
     @abc.abstractmethod
     def model_inputs(self, batch: dict) -> dict:

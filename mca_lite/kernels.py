@@ -98,11 +98,6 @@ def compiles(tensor: torch.Tensor) -> bool:
     return is_on_gpu and works(why_no_kernels, _NO_KERNELS)
 
 
-def is_on() -> bool:
-    """True if functions run compiled on this rank's device."""
-    return torch.cuda.is_available() and compiles(torch.empty(0, device="cuda"))
-
-
 def compiled(function):
     """Decorate a function of tensors and constants: torch.compile, if its first argument is on a
     GPU.

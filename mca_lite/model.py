@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from . import lora, parallel, weights_convert
-from .batch import Targets, get_ltor_masks_and_position_ids
+from .batch import Targets
 from .ckpt_megatron import DIST_NAME, load_megatron
 from .errors import expect, refuse
 from .families import TE_ALIASES, rows_of
@@ -80,11 +80,12 @@ class OutputLayer(ColumnParallelLinear):
 def expect_causal(mask: torch.Tensor, input_ids: torch.Tensor) -> None:
     """ValueError for another mask than the causal one of input_ids [b, s]: bool [b or 1, 1, s, s],
     True for hidden."""
-    causal, _ = get_ltor_masks_and_position_ids(input_ids)
-    is_like_it = mask.dtype == torch.bool and mask.shape in (causal.shape, causal[:1].shape)
+    b, s = input_ids.shape
+    causal = torch.ones(s, s, dtype=torch.bool, device=mask.device).triu(1)
+    fits = mask.dtype == torch.bool and mask.shape in ((1, 1, s, s), (b, 1, s, s))
     otherwise = "attention_mask: attention is causal here; expected None or the causal mask, bool "
     otherwise += "[b or 1, 1, s, s], True for hidden"
-    expect(is_like_it and bool((mask == causal).all()), otherwise)
+    expect(fits and (mask == causal).all(), otherwise)
 
 
 class McaGPTModel(MegatronModule):
@@ -114,7 +115,8 @@ class McaGPTModel(MegatronModule):
         self.vp_stage = vp_stage
         self.share_embeddings_and_output_weights = config.tie_embeddings_and_output_weights
         self.mtp_process = post_process and bool(config.mtp_num_layers)
-        if pre_process or self.mtp_process:
+        has_embedding = pre_process or self.mtp_process
+        if has_embedding:
             self.embedding = Embedding(config, self.tp_group)
         self.rotary_pos_emb = None  # of Transformer Engine's attention; local layers have tables
         if config.transformer_impl == "transformer_engine":
@@ -125,7 +127,6 @@ class McaGPTModel(MegatronModule):
         if self.mtp_process:
             self.mtp = Predictions(config, groups)
         if post_process:
-            has_embedding = pre_process or self.mtp_process
             takes_its_weight = has_embedding and config.tie_embeddings_and_output_weights
             self.output_layer = OutputLayer(
                 config.hidden_size,

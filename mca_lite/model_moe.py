@@ -35,6 +35,7 @@ from .mcore import (
     TESpecProvider,
     TopKRouter,
 )
+from .parallel import device
 
 # ---- routing
 
@@ -157,14 +158,18 @@ class RouterStatistics:
     A layer has a row: choices of each expert, the balancing loss, the z loss, micro-batches.
     """
 
-    def __init__(self, num_layers: int, num_experts: int, device):
-        self.rows = torch.zeros(num_layers, num_experts + 3, dtype=torch.float64, device=device)
+    def __init__(self, num_layers: int, num_experts: int):
+        self.rows = torch.zeros(num_layers, num_experts + 3, dtype=torch.float64, device=device())
         # weight of a micro-batch's losses beside its main loss, in this step
         self.loss_weight: float | torch.Tensor = 0.0
 
-    def count(self, layer: int, choices: torch.Tensor) -> None:
-        """Add choices [E]: real tokens of this rank for each expert."""
+    def count(self, layer: int, experts: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+        """float32 [E]: choices of each expert by real tokens, counted for the log. experts [T, k],
+        real bool [T]."""
+        choices = torch.zeros_like(self.rows[layer, :-3], dtype=torch.float32)
+        choices.index_add_(0, experts.flatten(), real.float().repeat_interleave(experts.shape[1]))
         self.rows[layer, :-3] += choices
+        return choices
 
     def losses(
         self, layer: int, logits, real, losses: BalancingLosses, topk, score_function, group=None
@@ -203,12 +208,6 @@ class RouterStatistics:
             out["z_loss"] = z / batches
         shares = [[round(share, 3) for share in layer] for layer in load.tolist()]
         return {**{key: float(value) for key, value in out.items()}, "expert_load": shares}
-
-
-def choices_of(experts: torch.Tensor, real: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """float32 [E]: choices of each expert by real tokens. experts [T, k], real bool [T]."""
-    counts = torch.zeros(num_experts, dtype=torch.float32, device=experts.device)
-    return counts.index_add_(0, experts.flatten(), real.float().repeat_interleave(experts.shape[1]))
 
 
 def count_real_micro_batches(batches: Iterable[dict]) -> int:
@@ -280,15 +279,15 @@ class Router(TopKRouter):
             real = torch.ones_like(logits[..., 0], dtype=torch.bool)
             if padding_mask is not None:
                 real = ~padding_mask
-            choices = choices_of(experts, real.flatten(), self.num_experts)
-            self.statistics.count(self.layer_number - 1, choices)
+            layer = self.layer_number - 1
+            choices = self.statistics.count(layer, experts, real.flatten())
             if self.enable_expert_bias:
                 self.local_tokens_per_expert += choices
             losses = BalancingLosses.of(config)
             if losses.on:
                 # a view of the flat form: megatron's linear needs its gradient in that order
                 shared = flat.view(logits.shape), real, losses, self.topk, self.score_function
-                loss = self.statistics.losses(self.layer_number - 1, *shared, self.tp_cp_group)
+                loss = self.statistics.losses(layer, *shared, self.tp_cp_group)
                 # adds its gradient to that of the weights; megatron's schedule scales it like the
                 # main loss of a micro-batch
                 weights = MoEAuxLossAutoScaler.apply(weights, loss)
