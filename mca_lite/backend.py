@@ -195,14 +195,14 @@ class Backend(abc.ABC):
         Collective."""
         if self.statistics_of_routers is None:
             return {}
-        return self.statistics_of_routers.take(self.losses_of_routers, parallel.sum_over_all)
+        return self.statistics_of_routers.take(self.losses_of_routers)
 
     def router_sums(self) -> list | None:
         """The sums that router_statistics() reads, for a checkpoint; None without experts.
         Collective."""
         if self.statistics_of_routers is None:
             return None
-        return parallel.sum_over_all(self.statistics_of_routers.rows.clone()).tolist()
+        return self.statistics_of_routers.sums().tolist()
 
     def carry_router_sums(self, sums: list | None) -> None:
         """Restore router_sums() of a resumed run."""

@@ -221,8 +221,9 @@ class MegatronBackend(Backend):
         config = self.config
         chunks = self.chunks
         has_adapters = lora.spec_of(self.model) is not None
-        dtype = config.params_dtype
-        self.optimizer = create_megatron_optimizer(self.args, chunks, dtype, has_adapters)
+        self.optimizer = create_megatron_optimizer(
+            self.args, chunks, config.params_dtype, has_adapters
+        )
         config.finalize_model_grads_func = self._finalize_gradients
         config.grad_scale_func = self.optimizer.scale_loss
         if self.args.overlap_grad_reduce:
@@ -234,7 +235,7 @@ class MegatronBackend(Backend):
     def forward_backward(
         self, forward_step, micro_batches: list, seq_length: int, forward_only=False, chunks=None
     ) -> list[dict]:
-        chunks = self.chunks if chunks is None else chunks
+        chunks = chunks or self.chunks
         if not forward_only:
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()

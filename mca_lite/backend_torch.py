@@ -48,7 +48,7 @@ class TorchRouters:
         self.losses = losses_of(config, args)
         self.bias_rate = args.moe_router_bias_update_rate
         self.statistics: RouterStatistics | None = None
-        self.padding_mask = torch.zeros(0, 0, dtype=torch.bool)
+        self.padding_mask: torch.Tensor  # of the next forward pass
         self._outputs: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         self._modules: dict[int, torch.nn.Module] = {}
         values = values_of(config)
@@ -125,11 +125,6 @@ class TorchRouters:
 # -- the backend
 
 
-def _is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """True if they differ by rounding only."""
-    return torch.allclose(tensor, other, rtol=1e-3, atol=1e-3 * float(other.abs().max()))
-
-
 class TokenLossModel(torch.nn.Module):
     """A Hugging Face decoder with the outputs of McaGPTModel: token losses with labels, logits
     without.
@@ -158,7 +153,8 @@ class TokenLossModel(torch.nn.Module):
         extra = lora.extra_factors(head, hidden)
         if extra is not None:
             plain = plain + F.linear(*extra).float()
-        return _is_same(plain, logits)
+        rounding = 1e-3 * float(logits.abs().max())
+        return torch.allclose(plain, logits, rtol=1e-3, atol=rounding)
 
     def forward(
         self, input_ids, position_ids=None, attention_mask=None, labels=None, places=None, **more
@@ -167,8 +163,9 @@ class TokenLossModel(torch.nn.Module):
         places: positions of logits (None: all). more: columns for the model."""
         if attention_mask is not None:
             attention_mask = ~attention_mask  # Hugging Face's True means visible
-        kwargs = dict(attention_mask=attention_mask, position_ids=position_ids, use_cache=False)
-        kwargs.update(more)
+        kwargs = dict(
+            more, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
+        )
         if labels is None:
             if places is not None:
                 kwargs["logits_to_keep"] = places
@@ -216,7 +213,7 @@ class TorchBackend(Backend):
     def __init__(self, model, args):
         super().__init__(model, args, BalancingLosses())
         self.dp_size = parallel.world_size()
-        self.dp_rank = parallel.rank() if self.dp_size > 1 else 0
+        self.dp_rank = parallel.rank()
         self.loss_model = wrapped = TokenLossModel(model, args.loss_chunk_size)
         if not wrapped.head_is_plain:
             args.notes.append(

@@ -485,7 +485,15 @@ def load_torch_model(
         kwargs["attn_implementation"] = "eager"
     if train_from_scratch:
         grow(hf, vocab_size)
-        model = _drawn(model_name_or_path, hf, seed, kwargs)
+        try:
+            model = transformers.AutoModelForCausalLM.from_config(hf, **kwargs)
+        except (TypeError, LookupError, AttributeError, ArithmeticError) as error:
+            words = f"transformers cannot build the model of {model_name_or_path}/{HF_CONFIG_NAME}"
+            raise ValueError(f"{words}: {describe_error(error)}") from error
+        source = InitSource(hf.to_dict(), seed)
+        with torch.no_grad():
+            for name, tensor, index in file_tensors(model):
+                tensor[index].copy_(source.read(name))
     else:
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             model_name_or_path,
@@ -504,20 +512,3 @@ def load_torch_model(
     if Path(model_name_or_path).is_dir():
         model.name_or_path = str(model_name_or_path)
     return model.to(parallel.device())
-
-
-def _drawn(model_name_or_path: str, hf, seed: int, kwargs: dict):
-    """The Hugging Face model with the weights of AutoModel.from_config. ValueError if transformers
-    cannot build it."""
-    from transformers import AutoModelForCausalLM
-
-    try:
-        model = AutoModelForCausalLM.from_config(hf, **kwargs)
-    except (TypeError, LookupError, AttributeError, ArithmeticError) as error:
-        words = f"transformers cannot build the model of {model_name_or_path}/{HF_CONFIG_NAME}"
-        raise ValueError(f"{words}: {describe_error(error)}") from error
-    source = InitSource(hf.to_dict(), seed)
-    with torch.no_grad():
-        for name, tensor, index in file_tensors(model):
-            tensor[index].copy_(source.read(name))
-    return model

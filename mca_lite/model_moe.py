@@ -12,7 +12,7 @@ device.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -35,7 +35,7 @@ from .mcore import (
     TESpecProvider,
     TopKRouter,
 )
-from .parallel import device
+from .parallel import device, sum_over_all
 
 # ---- routing
 
@@ -181,18 +181,19 @@ class RouterStatistics:
         self.rows[layer, -3:] += torch.stack([balance.detach(), z.detach(), share])
         return (losses.balance * balance + losses.z * z) * self.loss_weight
 
-    def take(
-        self, losses: BalancingLosses, reduce: Callable[[torch.Tensor], torch.Tensor]
-    ) -> dict[str, float | list]:
-        """Numbers for the log; resets the counts. reduce: the sum over all ranks; every rank must
-        call it.
+    def sums(self) -> torch.Tensor:
+        """The rows summed over all ranks. Collective."""
+        return sum_over_all(self.rows.clone())
+
+    def take(self, losses: BalancingLosses) -> dict[str, float | list]:
+        """Numbers of all ranks for the log; resets the counts. Collective.
 
         expert_load: for each mixture layer the choices of each of its experts over their mean.
         expert_load_max and _min: those of the most and of the least loaded expert of a layer,
         averaged over these layers; the losses, without their coefficients, averaged over these
         layers and the micro-batches.
         """
-        rows = reduce(self.rows.clone())
+        rows = self.sums()
         self.rows.zero_()
         choices = rows[:, :-3]
         mixtures = choices.sum(-1) > 0
@@ -211,14 +212,8 @@ class RouterStatistics:
 
 
 def count_real_micro_batches(batches: Iterable[dict]) -> int:
-    """Count the micro-batches with any real token; fillers have none."""
-    count = 0
-    for batch in batches:
-        real = batch.get("attention_mask")
-        if "padding_mask" in batch:
-            real = ~batch["padding_mask"]
-        count += real is None or bool(real.any())
-    return count
+    """Count the arranged micro-batches with any real token; fillers have none."""
+    return sum(not bool(batch["padding_mask"].all()) for batch in batches)
 
 
 # ---- router
