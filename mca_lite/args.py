@@ -687,7 +687,7 @@ def read_words(argv: list[str]) -> tuple[dict[str, Any], list[Problem]]:
             key = key.replace("-", "_")
         if is_option and not equals:
             text = rest.pop(0) if rest and _is_value(rest[0]) else "true"
-        if is_option or (equals and key.isidentifier()):
+        if not _is_value(word):
             words.append((key, _word_value(text)))
         elif word.endswith(_FILE_SUFFIXES):
             paths.append(word)

@@ -34,6 +34,8 @@ class Backend(abc.ABC):
     counts_tokens = True  # True on one rank of those with the same batch
     dp_rank: int
     dp_size: int
+    hf_config: dict  # the model's config.json
+    grad_scalers: list  # the loss scalers of fp16, for checkpoints
 
     def __init__(self, model, args, losses: BalancingLosses):
         kind = "full" if lora.spec_of(model) is None else "lora"
@@ -57,16 +59,6 @@ class Backend(abc.ABC):
         self.optimizer = None
 
     # -- different in each backend
-
-    @property
-    @abc.abstractmethod
-    def hf_config(self) -> dict:
-        """The model's config.json."""
-
-    @property
-    @abc.abstractmethod
-    def grad_scalers(self) -> list:
-        """The loss scalers of fp16, for checkpoints."""
 
     @abc.abstractmethod
     def model_inputs(self, batch: dict) -> dict:
@@ -218,14 +210,14 @@ class Backend(abc.ABC):
         Collective."""
         if self.statistics_of_routers is None:
             return {}
-        return self.statistics_of_routers.take(self.losses_of_routers, parallel.sum_over_all)
+        return self.statistics_of_routers.take(self.losses_of_routers)
 
     def router_sums(self) -> list | None:
         """The sums that router_statistics() reads, for a checkpoint; None without experts.
         Collective."""
         if self.statistics_of_routers is None:
             return None
-        return parallel.sum_over_all(self.statistics_of_routers.rows.clone()).tolist()
+        return self.statistics_of_routers.sums().tolist()
 
     def carry_router_sums(self, sums: list | None) -> None:
         """Restore router_sums() of a resumed run."""

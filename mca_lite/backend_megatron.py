@@ -54,18 +54,32 @@ class MegatronBackend(Backend):
     load_checkpoint = staticmethod(load_megatron)
 
     def __init__(self, models: VirtualModels, args):
-        self.config = models.config
+        self.config = config = models.config
         judge = Judge(args)
-        check_gate(self.config, args, judge)
+        check_gate(config, args, judge)
         judge.close()
-        super().__init__(models, args, BalancingLosses.of(self.config))
-        self._configure(self.config)
+        super().__init__(models, args, BalancingLosses.of(config))
+        self.hf_config = config.hf_config
+        self.dp_rank = mpu.get_data_parallel_rank()
+        self.dp_size = mpu.get_data_parallel_world_size()
+        cp = config.context_parallel_size
+        cp_rank = mpu.get_context_parallel_rank()
+        self.context_parallel = cp, cp_rank
+        if cp > 1:  # each document is cut into two chunks a rank
+            self.document_multiple = 2 * cp
+        if config.virtual_pipeline_model_parallel_size:  # whole groups of micro-batches
+            self.micro_batch_multiple = config.pipeline_model_parallel_size
+        self.counts_tokens = mpu.is_pipeline_last_stage(ignore_virtual=True) and cp_rank == 0
+        predictions = config.mtp_num_layers or 0
+        if predictions:
+            self.predicts_ahead = config.mtp_loss_scaling_factor / predictions
+        self._configure(config)
         self.chunks = [self._wrap(model, first=i == 0) for i, model in enumerate(models)]
         self._accumulate_in_place(models)
-        experts = self.config.num_moe_experts
+        experts = config.num_moe_experts
         if experts:
-            layers = self.config.num_layers + (self.config.mtp_num_layers or 0)
-            self.statistics_of_routers = RouterStatistics(layers, experts, parallel.device())
+            layers = config.num_layers + predictions
+            self.statistics_of_routers = RouterStatistics(layers, experts)
             for router in routers_of(models):
                 router.statistics = self.statistics_of_routers
 
@@ -73,15 +87,6 @@ class MegatronBackend(Backend):
     def grad_scalers(self) -> list:
         scalers = [getattr(part, "grad_scaler", None) for part in parts_of(self.optimizer)]
         return [scaler for scaler in scalers if scaler is not None]
-
-    @property
-    def hf_config(self) -> dict:
-        return self.config.hf_config
-
-    @property
-    def predicts_ahead(self) -> float:
-        count = self.config.mtp_num_layers or 0
-        return self.config.mtp_loss_scaling_factor / count if count else 0.0
 
     def _configure(self, config) -> None:
         """Set in a model's config what megatron's schedule and the layers read there alone.
@@ -91,30 +96,6 @@ class MegatronBackend(Backend):
         config.loss_weights_differ = False
 
     # -- this rank's place in the layout
-
-    @property
-    def dp_rank(self) -> int:
-        return mpu.get_data_parallel_rank()
-
-    @property
-    def dp_size(self) -> int:
-        return mpu.get_data_parallel_world_size()
-
-    @property
-    def micro_batch_multiple(self) -> int:
-        """The schedule with virtual stages needs whole groups of micro-batches."""
-        interleaved = self.config.virtual_pipeline_model_parallel_size is not None
-        return self.config.pipeline_model_parallel_size if interleaved else 1
-
-    @property
-    def context_parallel(self) -> tuple[int, int]:
-        return self.config.context_parallel_size, mpu.get_context_parallel_rank()
-
-    @property
-    def document_multiple(self) -> int:
-        """Each document is cut into two chunks a context-parallel rank."""
-        cp = self.config.context_parallel_size
-        return 2 * cp if cp > 1 else 1
 
     @property
     def length_multiple(self) -> int:
@@ -136,11 +117,6 @@ class MegatronBackend(Backend):
             return parallel.largest(longest)[0]
         pipelined = self.config.pipeline_model_parallel_size > 1
         return longest if pipelined and not self.config.variable_seq_lengths else 0
-
-    @property
-    def counts_tokens(self) -> bool:
-        is_last = mpu.is_pipeline_last_stage(ignore_virtual=True)
-        return is_last and mpu.get_context_parallel_rank() == 0
 
     def model_inputs(self, batch: dict) -> dict:
         """Tokens and labels at this rank's places, with the borders of packed documents."""
@@ -292,7 +268,7 @@ class MegatronBackend(Backend):
     def forward_backward(
         self, forward_step, micro_batches: list, seq_length: int, forward_only=False, chunks=None
     ) -> list[dict]:
-        chunks = self.chunks if chunks is None else chunks
+        chunks = chunks or self.chunks
         if not forward_only:
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
@@ -313,12 +289,7 @@ class MegatronBackend(Backend):
         self._tokens = None
         split = [isinstance(part, SplitMasterOptimizer) for part in parts_of(self.optimizer)]
         if num_tokens is not None and all(split):
-            last = mpu.get_pipeline_model_parallel_last_rank()
-            dist.broadcast(num_tokens, src=last, group=mpu.get_pipeline_model_parallel_group())
-            dist.all_reduce(
-                num_tokens, group=mpu.get_data_parallel_group(with_context_parallel=True)
-            )
-            self._tokens = num_tokens
+            self._tokens = self.reduce(num_tokens)
             num_tokens = None
         finalize_model_grads(chunks, num_tokens, **kwargs)
 

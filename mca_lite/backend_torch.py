@@ -22,7 +22,7 @@ from .errors import Judge
 from .families import values_of
 from .files import IGNORE_INDEX
 from .loss_tokens import Head, Logits, LossOfLogits, checked, token_losses
-from .model_moe import BalancingLosses, RouterStatistics, choices_of, updated_bias
+from .model_moe import BalancingLosses, RouterStatistics, updated_bias
 from .optim import Matrices, create_grad_scaler, create_torch_optimizer
 from .tables import OPTIMIZERS
 from .weights_convert import write_model
@@ -48,11 +48,10 @@ class TorchRouters:
 
     def __init__(self, model, args):
         config = model.config
-        kind = model.config.model_type
         self.losses = losses_of(config, args)
         self.bias_rate = args.moe_router_bias_update_rate
         self.statistics: RouterStatistics | None = None
-        self.padding_mask = torch.zeros(0, 0, dtype=torch.bool)
+        self.padding_mask: torch.Tensor  # of the next forward pass
         self._outputs: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         self._modules: dict[int, torch.nn.Module] = {}
         values = values_of(config)
@@ -61,16 +60,15 @@ class TorchRouters:
             if self.losses.on or self.bias_rate:
                 raise ValueError(
                     "moe_aux_loss_coeff, moe_z_loss_coeff and moe_router_bias_update_rate: "
-                    f"{kind} has no routers here"
+                    f"{config.model_type} has no routers here"
                 )
             return
         self._topk = values["moe_router_topk"]
         self._scores = values.get("moe_router_score_function", "softmax")
         self._find(model, sum(values["moe_layer_freq"]))
         layers = config.num_hidden_layers
-        device = parallel.device()
-        self.statistics = RouterStatistics(layers, experts, device)
-        self._counts = torch.zeros(layers, experts, device=device)
+        self.statistics = RouterStatistics(layers, experts)
+        self._counts = torch.zeros(layers, experts, device=parallel.device())
 
     def _find(self, model, wanted: int) -> None:
         """Hook the router of each mixture, of a class whose name ends in TopKRouter."""
@@ -104,9 +102,7 @@ class TorchRouters:
         total = 0.0
         for layer, logits, experts in self._outputs:
             real = ~self.padding_mask
-            choices = choices_of(experts, real.flatten(), logits.shape[-1])
-            self.statistics.count(layer, choices)
-            self._counts[layer] += choices
+            self._counts[layer] += self.statistics.count(layer, experts, real.flatten())
             if self.losses.on:
                 of_rows = logits.view(*real.shape, -1).transpose(0, 1)
                 total = total + self.statistics.losses(
@@ -130,11 +126,6 @@ class TorchRouters:
 
 
 # -- the backend
-
-
-def _is_same(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """True if they differ by rounding only."""
-    return torch.allclose(tensor, other, rtol=1e-3, atol=1e-3 * float(other.abs().max()))
 
 
 class TokenLossModel(torch.nn.Module):
@@ -165,7 +156,8 @@ class TokenLossModel(torch.nn.Module):
         extra = lora.extra_factors(head, hidden)
         if extra is not None:
             plain = plain + F.linear(*extra).float()
-        return _is_same(plain, logits)
+        rounding = 1e-3 * float(logits.abs().max())
+        return torch.allclose(plain, logits, rtol=1e-3, atol=rounding)
 
     def forward(
         self, input_ids, position_ids=None, attention_mask=None, labels=None, places=None, **more
@@ -174,8 +166,9 @@ class TokenLossModel(torch.nn.Module):
         places: positions of logits (None: all). more: columns for the model."""
         if attention_mask is not None:
             attention_mask = ~attention_mask  # Hugging Face's True means visible
-        kwargs = dict(attention_mask=attention_mask, position_ids=position_ids, use_cache=False)
-        kwargs.update(more)
+        kwargs = dict(
+            more, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
+        )
         if labels is None:
             if places is not None:
                 kwargs["logits_to_keep"] = places
@@ -223,7 +216,7 @@ class TorchBackend(Backend):
     def __init__(self, model, args):
         super().__init__(model, args, BalancingLosses())
         self.dp_size = parallel.world_size()
-        self.dp_rank = parallel.rank() if self.dp_size > 1 else 0
+        self.dp_rank = parallel.rank()
         self.loss_model = wrapped = TokenLossModel(model, args.loss_chunk_size)
         if not wrapped.head_is_plain:
             args.notes.append(
@@ -242,10 +235,7 @@ class TorchBackend(Backend):
         self.losses_of_routers = self.routers.losses
         self.statistics_of_routers = self.routers.statistics
         self._scaler = create_grad_scaler(args) if args.fp16 else None
-
-    @property
-    def grad_scalers(self) -> list:
-        return [self._scaler] if self._scaler else []
+        self.grad_scalers = [self._scaler] if self._scaler else []
 
     @property
     def hf_config(self) -> dict:
@@ -364,7 +354,7 @@ class TorchBackend(Backend):
     _sum_over_data_parallel = reduce
 
     def _export(self, folder, max_shard_size, change=None) -> list[str]:
-        tensors = self._tensors_of_files(self.dtype, change) if parallel.is_main() else iter(())
+        tensors = self._tensors_of_files(self.dtype, change)
         source = self.model.name_or_path
         return write_model(tensors, folder, max_shard_size, self.hf_config, source, self.dtype)
 
@@ -377,12 +367,14 @@ class TorchBackend(Backend):
                 parameter.data = gradient.float()
 
     def _trained_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._tensors_of_files(torch.float32) if parallel.is_main() else iter(())
+        return self._tensors_of_files(torch.float32)
 
     def _tensors_of_files(
         self, dtype: torch.dtype, change=None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name in a file, tensor); trained ones in `dtype`."""
+        """(name in a file, tensor) on global rank 0; trained ones in `dtype`."""
+        if not parallel.is_main():
+            return
         for name, tensor, index in file_tensors(self.model):
             part = tensor.detach()[index].to("cpu", copy=bool(index))
             # a buffer, such as a router's bias, keeps its precision, as in transformers

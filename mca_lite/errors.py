@@ -86,18 +86,10 @@ class Judge:
         if not name:
             self.bad.add(first)
 
-    def expect(
-        self,
-        holds: object,
-        keys: str,
-        reason: str,
-        suggestion: str,
-        value: Any = _CURRENT,
-        name: str = "",
-    ) -> None:
-        """Refuse `keys` unless the condition `holds` is true."""
+    def expect(self, holds: object, *problem: Any) -> None:
+        """Refuse a problem (the arguments of refuse) unless the condition `holds` is true."""
         if not holds:
-            self.refuse(keys, reason, suggestion, value, name)
+            self.refuse(*problem)
 
     def holds(self, condition: str) -> bool:
         """True if a condition of a Rule is met. AttributeError for a key that does not exist."""

@@ -60,19 +60,19 @@ def why_no_kernels() -> str | None:
     may lack Triton or a C compiler."""
     if triton is None:
         return "Triton cannot be imported"
-    return _failure(lambda one: SwiGLU.apply(one.repeat(2)), F.silu)
+    return _failure(lambda one: SwiGLU.apply(one.repeat(2)))
 
 
 def why_no_torch_compile() -> str | None:
     """The same of torch.compile, which needs a Python that it supports and folders as well."""
-    return _failure(lambda one: torch.compile(F.silu)(one), F.silu)
+    return _failure(lambda one: torch.compile(F.silu)(one))
 
 
-def _failure(function: Callable, expected: Callable) -> str | None:
-    """The first line of an error of a function, of a number on a GPU; None without an error."""
+def _failure(silu: Callable) -> str | None:
+    """The first line of an error of a silu of a number on a GPU; None without an error."""
     try:
         one = torch.ones(1, device="cuda")
-        is_right = torch.allclose(function(one), expected(one), atol=1e-3)
+        is_right = torch.allclose(silu(one), F.silu(one), atol=1e-3)
         return None if is_right else "it gives wrong numbers"
     except Exception as error:
         return first_line(error)
@@ -96,11 +96,6 @@ def compiles(tensor: torch.Tensor) -> bool:
     """True if functions of this tensor run compiled."""
     is_on_gpu = tensor.is_cuda and _torch_compile is not False
     return is_on_gpu and works(why_no_kernels, _NO_KERNELS)
-
-
-def is_on() -> bool:
-    """True if functions run compiled on this rank's device."""
-    return torch.cuda.is_available() and compiles(torch.empty(0, device="cuda"))
 
 
 def compiled(function):

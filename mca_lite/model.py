@@ -11,7 +11,7 @@ import torch
 from . import lora, parallel, weights_convert
 from .batch import Targets
 from .ckpt_megatron import DIST_NAME, load_megatron
-from .errors import refuse
+from .errors import expect, refuse
 from .families import TE_ALIASES, rows_of
 from .files import ADAPTER_CONFIG_NAME, HF_CONFIG_NAME, MCA_CONFIG_NAME, describe_error
 from .loss_tokens import LossOfLogits, token_losses
@@ -77,14 +77,25 @@ class OutputLayer(ColumnParallelLinear):
         return hidden, self.weight if weight is None else weight
 
 
+def expect_causal(mask: torch.Tensor, input_ids: torch.Tensor) -> None:
+    """ValueError for another mask than the causal one of input_ids [b, s]: bool [b or 1, 1, s, s],
+    True for hidden."""
+    b, s = input_ids.shape
+    causal = torch.ones(s, s, dtype=torch.bool, device=mask.device).triu(1)
+    fits = mask.dtype == torch.bool and mask.shape in ((1, 1, s, s), (b, 1, s, s))
+    otherwise = "attention_mask: attention is causal here; expected None or the causal mask, bool "
+    otherwise += "[b or 1, 1, s, s], True for hidden"
+    expect(fits and (mask == causal).all(), otherwise)
+
+
 class McaGPTModel(MegatronModule):
     """A decoder, or a pipeline stage's chunk of it: embedding, Block, output layer, and extra
     layers for multi-token prediction, on megatron's parallel layers.
 
-    forward(input_ids [b, s], ...): positions count from 0 in each document; attention is causal,
-    and an attention_mask is refused (ValueError). padding_mask: bool [b, s], True for padding, on
-    every stage; labels: [b, s], batch.Targets, or None; trained: loss_tokens.TrainedPlaces of the
-    labels, or None.
+    forward(input_ids [b, s], ...): positions count from 0 in each document; attention is causal.
+    attention_mask: None or the causal one, bool [b or 1, 1, s, s], True for hidden; ValueError for
+    any other. padding_mask: bool [b, s], True for padding, on every stage; labels: [b, s],
+    batch.Targets, or None; trained: loss_tokens.TrainedPlaces of the labels, or None.
 
     Returns with labels the loss of each token, float32 [b, s], 0 for the label IGNORE_INDEX, or
     with Targets [b, s, 1 + layers for multi-token prediction]; without labels logits [b, s, V /
@@ -104,7 +115,8 @@ class McaGPTModel(MegatronModule):
         self.vp_stage = vp_stage
         self.share_embeddings_and_output_weights = config.tie_embeddings_and_output_weights
         self.mtp_process = post_process and bool(config.mtp_num_layers)
-        if pre_process or self.mtp_process:
+        has_embedding = pre_process or self.mtp_process
+        if has_embedding:
             self.embedding = Embedding(config, self.tp_group)
         self.rotary_pos_emb = None  # of Transformer Engine's attention; local layers have tables
         if config.transformer_impl == "transformer_engine":
@@ -115,7 +127,6 @@ class McaGPTModel(MegatronModule):
         if self.mtp_process:
             self.mtp = Predictions(config, groups)
         if post_process:
-            has_embedding = pre_process or self.mtp_process
             takes_its_weight = has_embedding and config.tie_embeddings_and_output_weights
             self.output_layer = OutputLayer(
                 config.hidden_size,
@@ -170,7 +181,7 @@ class McaGPTModel(MegatronModule):
         packed_seq_params=None,
     ):
         if attention_mask is not None:
-            raise ValueError("attention_mask: expected None, attention is causal here")
+            expect_causal(attention_mask, input_ids)
         hidden = self.embedding(input_ids) if self.pre_process else None
         shared = dict(packed_seq_params=packed_seq_params)
         if self.rotary_pos_emb is not None:
@@ -474,7 +485,15 @@ def load_torch_model(
         kwargs["attn_implementation"] = "eager"
     if train_from_scratch:
         grow(hf, vocab_size)
-        model = _drawn(model_name_or_path, hf, seed, kwargs)
+        try:
+            model = transformers.AutoModelForCausalLM.from_config(hf, **kwargs)
+        except (TypeError, LookupError, AttributeError, ArithmeticError) as error:
+            words = f"transformers cannot build the model of {model_name_or_path}/{HF_CONFIG_NAME}"
+            raise ValueError(f"{words}: {describe_error(error)}") from error
+        source = InitSource(hf.to_dict(), seed)
+        with torch.no_grad():
+            for name, tensor, index in file_tensors(model):
+                tensor[index].copy_(source.read(name))
     else:
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
             model_name_or_path,
@@ -493,20 +512,3 @@ def load_torch_model(
     if Path(model_name_or_path).is_dir():
         model.name_or_path = str(model_name_or_path)
     return model.to(parallel.device())
-
-
-def _drawn(model_name_or_path: str, hf, seed: int, kwargs: dict):
-    """The Hugging Face model with the weights of AutoModel.from_config. ValueError if transformers
-    cannot build it."""
-    from transformers import AutoModelForCausalLM
-
-    try:
-        model = AutoModelForCausalLM.from_config(hf, **kwargs)
-    except (TypeError, LookupError, AttributeError, ArithmeticError) as error:
-        words = f"transformers cannot build the model of {model_name_or_path}/{HF_CONFIG_NAME}"
-        raise ValueError(f"{words}: {describe_error(error)}") from error
-    source = InitSource(hf.to_dict(), seed)
-    with torch.no_grad():
-        for name, tensor, index in file_tensors(model):
-            tensor[index].copy_(source.read(name))
-    return model

@@ -293,11 +293,6 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         """transformers' parameters of the rotary embedding, or those of each type of layers."""
         return (self.hf_config or {}).get("rope_parameters") or {}
 
-    @property
-    def has_local_rope(self) -> bool:
-        """True if layers with a sliding window have rotary frequencies of their kind."""
-        return "sliding_attention" in self.rope_parameters
-
 
 @dataclass
 class MLAMcaModelConfig(McaModelConfig, MLATransformerConfig):

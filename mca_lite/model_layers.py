@@ -86,7 +86,7 @@ def rope_frequencies(config, layer_type: str = "full_attention") -> tuple[torch.
     scaling = config.rope_parameters
     of_type = {}
     base = config.rotary_base
-    if config.has_local_rope:
+    if "sliding_attention" in scaling:  # each type has frequencies of its kind
         scaling = scaling[layer_type]
         of_type = {"layer_type": layer_type}
         base = scaling["rope_theta"]
@@ -288,7 +288,8 @@ class SelfAttention(Attention):
                 norms = norm(), self.k_layernorm(), norm.eps, norm.zero_centered
             return rotated_heads(mixed, bias, *sizes, norms, *tables, self.config.rope_interleave)
         query, key, value = split_heads(mixed, bias, *sizes)
-        query = self._own_queries(query)
+        of_ranks = query.chunk(self.ranks_of_group, 2)  # those of this rank's group
+        query = of_ranks[self.tp_group.rank() % self.ranks_of_group]
         if norm is not None:
             query = norm(query)
             key = self.k_layernorm(key)
@@ -301,11 +302,6 @@ class SelfAttention(Attention):
         mixed = mappings.all_gather_last_dim_from_tensor_parallel_region(mixed)
         of_groups = mixed.chunk(self.config.num_query_groups, -1)
         return of_groups[self.tp_group.rank() // self.ranks_of_group]
-
-    def _own_queries(self, query):
-        """This rank's heads [s, b, n, d] of those of its group."""
-        parts = query.chunk(self.ranks_of_group, 2)
-        return parts[self.tp_group.rank() % self.ranks_of_group]
 
 
 def _head_norms(config, norm) -> tuple | None:

@@ -12,7 +12,7 @@ device.
 """
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -35,6 +35,7 @@ from .mcore import (
     TESpecProvider,
     TopKRouter,
 )
+from .parallel import device, sum_over_all
 
 # ---- routing
 
@@ -157,14 +158,18 @@ class RouterStatistics:
     A layer has a row: choices of each expert, the balancing loss, the z loss, micro-batches.
     """
 
-    def __init__(self, num_layers: int, num_experts: int, device):
-        self.rows = torch.zeros(num_layers, num_experts + 3, dtype=torch.float64, device=device)
+    def __init__(self, num_layers: int, num_experts: int):
+        self.rows = torch.zeros(num_layers, num_experts + 3, dtype=torch.float64, device=device())
         # weight of a micro-batch's losses beside its main loss, in this step
         self.loss_weight: float | torch.Tensor = 0.0
 
-    def count(self, layer: int, choices: torch.Tensor) -> None:
-        """Add choices [E]: real tokens of this rank for each expert."""
+    def count(self, layer: int, experts: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+        """float32 [E]: choices of each expert by real tokens, counted for the log. experts [T, k],
+        real bool [T]."""
+        choices = torch.zeros_like(self.rows[layer, :-3], dtype=torch.float32)
+        choices.index_add_(0, experts.flatten(), real.float().repeat_interleave(experts.shape[1]))
         self.rows[layer, :-3] += choices
+        return choices
 
     def losses(
         self, layer: int, logits, real, losses: BalancingLosses, topk, score_function, group=None
@@ -176,18 +181,19 @@ class RouterStatistics:
         self.rows[layer, -3:] += torch.stack([balance.detach(), z.detach(), share])
         return (losses.balance * balance + losses.z * z) * self.loss_weight
 
-    def take(
-        self, losses: BalancingLosses, reduce: Callable[[torch.Tensor], torch.Tensor]
-    ) -> dict[str, float | list]:
-        """Numbers for the log; resets the counts. reduce: the sum over all ranks; every rank must
-        call it.
+    def sums(self) -> torch.Tensor:
+        """The rows summed over all ranks. Collective."""
+        return sum_over_all(self.rows.clone())
+
+    def take(self, losses: BalancingLosses) -> dict[str, float | list]:
+        """Numbers of all ranks for the log; resets the counts. Collective.
 
         expert_load: for each mixture layer the choices of each of its experts over their mean.
         expert_load_max and _min: those of the most and of the least loaded expert of a layer,
         averaged over these layers; the losses, without their coefficients, averaged over these
         layers and the micro-batches.
         """
-        rows = reduce(self.rows.clone())
+        rows = self.sums()
         self.rows.zero_()
         choices = rows[:, :-3]
         mixtures = choices.sum(-1) > 0
@@ -205,21 +211,9 @@ class RouterStatistics:
         return {**{key: float(value) for key, value in out.items()}, "expert_load": shares}
 
 
-def choices_of(experts: torch.Tensor, real: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """float32 [E]: choices of each expert by real tokens. experts [T, k], real bool [T]."""
-    counts = torch.zeros(num_experts, dtype=torch.float32, device=experts.device)
-    return counts.index_add_(0, experts.flatten(), real.float().repeat_interleave(experts.shape[1]))
-
-
 def count_real_micro_batches(batches: Iterable[dict]) -> int:
-    """Count the micro-batches with any real token; fillers have none."""
-    count = 0
-    for batch in batches:
-        real = batch.get("attention_mask")
-        if "padding_mask" in batch:
-            real = ~batch["padding_mask"]
-        count += real is None or bool(real.any())
-    return count
+    """Count the arranged micro-batches with any real token; fillers have none."""
+    return sum(not bool(batch["padding_mask"].all()) for batch in batches)
 
 
 # ---- router
@@ -280,15 +274,15 @@ class Router(TopKRouter):
             real = torch.ones_like(logits[..., 0], dtype=torch.bool)
             if padding_mask is not None:
                 real = ~padding_mask
-            choices = choices_of(experts, real.flatten(), self.num_experts)
-            self.statistics.count(self.layer_number - 1, choices)
+            layer = self.layer_number - 1
+            choices = self.statistics.count(layer, experts, real.flatten())
             if self.enable_expert_bias:
                 self.local_tokens_per_expert += choices
             losses = BalancingLosses.of(config)
             if losses.on:
                 # a view of the flat form: megatron's linear needs its gradient in that order
                 shared = flat.view(logits.shape), real, losses, self.topk, self.score_function
-                loss = self.statistics.losses(self.layer_number - 1, *shared, self.tp_cp_group)
+                loss = self.statistics.losses(layer, *shared, self.tp_cp_group)
                 # adds its gradient to that of the weights; megatron's schedule scales it like the
                 # main loss of a micro-batch
                 weights = MoEAuxLossAutoScaler.apply(weights, loss)

@@ -337,6 +337,29 @@ def test_embeddings_in_bf16_are_scaled_by_the_factor_in_bf16(tmp_path):
     assert world.run(embedded_in_bf16, 1, path)[0] == wanted.float().tolist()
 
 
+def with_masks(path: str) -> list:
+    """Losses without a mask and with the causal ones; the error for others."""
+    from mca_lite import AutoModel, TrainingArguments
+    from mca_lite.batch import get_ltor_masks_and_position_ids
+
+    model = AutoModel.from_pretrained(path, TrainingArguments(output_dir="unused"))
+    ids = torch.arange(10).view(2, 5)
+    mask, _ = get_ltor_masks_and_position_ids(ids)
+    losses = [model(ids, attention_mask=m, labels=ids) for m in (None, mask, mask[:1])]
+    errors = []
+    for other in (~mask, mask.int(), mask[0], mask[:, :, 1:], torch.ones(2, 5)):
+        with pytest.raises(ValueError) as error:
+            model(ids, attention_mask=other, labels=ids)
+        errors.append(str(error.value))
+    return [*(x.tolist() for x in losses), *errors]
+
+
+def test_the_causal_mask_changes_nothing_and_others_are_refused(paths):
+    [[plain, of_rows, of_all, *errors]] = world.run(with_masks, 1, paths["gemma2"])
+    assert of_rows == of_all == plain
+    assert len(errors) == 5 and all("attention is causal" in error for error in errors)
+
+
 def test_what_only_local_layers_have_is_refused_with_transformer_engine():
     from mca_lite import McaModelConfig
 

@@ -11,7 +11,6 @@ from mca_lite.model_moe import (
     BalancingLosses,
     RouterStatistics,
     balancing_parts,
-    choices_of,
     choose_experts,
     count_real_micro_batches,
     updated_bias,
@@ -194,7 +193,7 @@ def test_a_step_has_the_mean_of_balancing_losses_over_real_micro_batches(per_tok
     """Both backends take the same weight, so that none of them shows what it has to be."""
     trained = (3, 5, 0)  # tokens of this rank's micro-batches; the last one only fills the step
     batches = [{"padding_mask": torch.tensor([[n == 0]]), "trained": n} for n in trained]
-    statistics = RouterStatistics(1, E, "cpu")
+    statistics = RouterStatistics(1, E)
     backend = SimpleNamespace(
         statistics_of_routers=statistics,
         losses_of_routers=BalancingLosses("aux_loss", 0.1),
@@ -210,13 +209,9 @@ def test_a_step_has_the_mean_of_balancing_losses_over_real_micro_batches(per_tok
 
 def test_padding_is_not_counted():
     experts, real = torch.tensor([[0, 1], [1, 2], [3, 1]]), torch.tensor([True, True, False])
-    assert choices_of(experts, real, 4).tolist() == [1, 2, 1, 0]
+    assert RouterStatistics(1, 4).count(0, experts, real).tolist() == [1, 2, 1, 0]
     masks = [torch.tensor([[True, True]]), torch.tensor([[False, True]])]
-    batches = [{"padding_mask": m} for m in masks] + [
-        {"attention_mask": torch.zeros(1, 2)},
-        {"input_ids": None},
-    ]
-    assert count_real_micro_batches(batches) == 2
+    assert count_real_micro_batches([{"padding_mask": mask} for mask in masks]) == 1
 
 
 def test_the_bias_of_idle_experts_grows():
@@ -225,16 +220,15 @@ def test_the_bias_of_idle_experts_grows():
 
 
 def test_statistics_average_over_mixtures_and_micro_batches_of_the_whole_window():
-    statistics = RouterStatistics(
-        num_layers=3, num_experts=2, device="cpu"
-    )  # the first layer is dense
+    statistics = RouterStatistics(num_layers=3, num_experts=2)  # the first layer is dense
     one = torch.tensor(1.0)
     for choices, balance in (([1, 3], 2.0), ([3, 5], 4.0)):
+        experts = torch.tensor([0, 1]).repeat_interleave(torch.tensor(choices))[:, None]
         for layer in (1, 2):
-            statistics.count(layer, torch.tensor(choices, dtype=torch.float32))
+            statistics.count(layer, experts, torch.ones(len(experts), dtype=torch.bool))
             statistics.rows[layer, -3:] += torch.stack([balance * layer * one, one, one])
     losses = BalancingLosses("aux_loss", 0.1, 0.1)
-    got = statistics.take(losses, lambda rows: rows)
+    got = statistics.take(losses)
     assert got.pop("expert_load") == [[0.667, 1.333]] * 2, "a layer each, an expert each"
     assert got == {
         "expert_load_max": 8 / 6,
@@ -242,4 +236,4 @@ def test_statistics_average_over_mixtures_and_micro_batches_of_the_whole_window(
         "load_balancing_loss": 18 / 4,
         "z_loss": 1.0,
     }
-    assert statistics.take(losses, lambda rows: rows) == {}, "a new window starts"
+    assert statistics.take(losses) == {}, "a new window starts"
