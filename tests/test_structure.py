@@ -270,22 +270,23 @@ def test_each_file_runs_in_one_process_of_the_suite(tmp_path):
     assert [one.take(second), one.take(first)] == [False, True]
 
 
-# What tests.tools.house counts -> (the least, the most). A change that moves a limit says why.
+# What tests.tools.house counts -> (the least, the most). A change that moves a limit says why: of the
+# core's tokens 1,750 are Muon, grad_norm_skip_threshold and deterministic.
 LIMITS = {
     "modules": (0, 64),
     "core modules": (0, 50),
-    "core tokens": (0, 153_000),
-    "tool tokens": (0, 33_000),
-    "tokens": (0, 186_000),
-    "decisions": (0, 5_400),
-    "decisions a 1,000 tokens": (0, 29.2),
+    "core tokens": (0, 136_000),
+    "tool tokens": (0, 27_000),
+    "tokens": (0, 163_000),
+    "decisions": (0, 4_100),
+    "decisions a 1,000 tokens": (0, 26.0),
     "parallel assignments": (0, 1.3),
-    "conditional expressions": (0, 2.1),
+    "conditional expressions": (0, 2.0),
     "docstrings": (1_390, math.inf),
     "docstrings with a relative opening": (0, 10),
     "relative words": (0, 1.5),
-    "private reads": (0, 24),
-    "functions that take trainer": (0, 12),
+    "private reads": (0, 12),
+    "functions that take trainer": (0, 8),
 }
 
 

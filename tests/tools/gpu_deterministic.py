@@ -99,7 +99,7 @@ def run(path: str, out: str, gpus: int, keys: dict) -> tuple[list, str]:
 
 
 def agrees(name: str, folder: str) -> bool:
-    """Whether the runs of a case have the same bits; prints a line."""
+    """Print a line on the runs of a case -> True if they have the same bits."""
     family, gpus, keys = CASES[name]
     start = time.time()
     save = tiny_moe.save_model if family in tiny_moe.MODELS else tiny.save_model
