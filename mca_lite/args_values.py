@@ -89,7 +89,7 @@ def cast(value: Any, hint: Any) -> Any:
     """Convert `value` to the annotation `hint`: text is parsed as a number, a truth value, a list
     (by commas) or a dict (JSON or YAML). Raises ValueError with the expected type."""
     if isinstance(value, enum.Enum):
-        value = value.value
+        value = value.value if isinstance(value.value, str) else value.name
     kind = typing.get_origin(hint) or hint
     return _CASTS[kind](value, *typing.get_args(hint))
 

@@ -59,29 +59,32 @@ class MegatronBackend(Backend):
         check_gate(config, args, judge)
         judge.close()
         super().__init__(models, args, BalancingLosses.of(config))
-        self.hf_config = config.hf_config
         self.dp_rank = mpu.get_data_parallel_rank()
         self.dp_size = mpu.get_data_parallel_world_size()
-        cp = config.context_parallel_size
         cp_rank = mpu.get_context_parallel_rank()
-        self.context_parallel = cp, cp_rank
-        if cp > 1:  # each document is cut into two chunks a rank
-            self.document_multiple = 2 * cp
-        if config.virtual_pipeline_model_parallel_size:  # whole groups of micro-batches
-            self.micro_batch_multiple = config.pipeline_model_parallel_size
+        self.set_layout(config, cp_rank)
         self.counts_tokens = mpu.is_pipeline_last_stage(ignore_virtual=True) and cp_rank == 0
-        predictions = config.mtp_num_layers or 0
-        if predictions:
-            self.predicts_ahead = config.mtp_loss_scaling_factor / predictions
         self._configure(config)
         self.chunks = [self._wrap(model, first=i == 0) for i, model in enumerate(models)]
         self._accumulate_in_place(models)
         experts = config.num_moe_experts
         if experts:
-            layers = config.num_layers + predictions
+            layers = config.num_layers + (config.mtp_num_layers or 0)
             self.statistics_of_routers = RouterStatistics(layers, experts)
             for router in routers_of(models):
                 router.statistics = self.statistics_of_routers
+
+    def set_layout(self, config, cp_rank: int) -> None:
+        """Set what batches and losses need to know of a config's model and layout."""
+        self.hf_config = config.hf_config
+        cp = config.context_parallel_size
+        self.context_parallel = cp, cp_rank
+        if cp > 1:  # each document is cut into two chunks a rank
+            self.document_multiple = 2 * cp
+        if config.virtual_pipeline_model_parallel_size:  # whole groups of micro-batches
+            self.micro_batch_multiple = config.pipeline_model_parallel_size
+        if config.mtp_num_layers:
+            self.predicts_ahead = config.mtp_loss_scaling_factor / config.mtp_num_layers
 
     @property
     def grad_scalers(self) -> list:

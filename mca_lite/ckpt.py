@@ -99,9 +99,9 @@ def load_torch(folder: Path, model, optimizer=None) -> None:
         counts_there = group.get("fused") or group.get("capturable")
         for parameter in group["params"]:
             wanted = {key: f"{key}.{names[parameter]}" for key in keys}
-            state = optimizer.state[parameter] = {}
+            state = {}
             if stored.isdisjoint(wanted.values()):
-                continue
+                wanted = {}
             if isinstance(optimizer, AdamW):
                 own = {"step", *optimizer.dtypes_of(parameter)}
                 wanted = {key: name for key, name in wanted.items() if key in own}
@@ -109,6 +109,7 @@ def load_torch(folder: Path, model, optimizer=None) -> None:
                 value = read(name, tuple(parameter.shape), ())
                 is_here = value.dim() or counts_there
                 state[key] = value.to(parameter.device) if is_here else value
+            optimizer.state[parameter] = state  # all of it was read
 
 
 def _reader(path: Path) -> tuple[Callable[..., torch.Tensor], Set[str]]:

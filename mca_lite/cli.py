@@ -151,7 +151,10 @@ def end(error: Exception, output_dir: str | None) -> int:
         tell_torchrun(text)
     here = world.current()
     if here.local_rank != 0 or lost_a_rank(error) or isinstance(error, RankFailed):
-        _wait_for_the_first()
+        # the first rank to leave ends this one by SIGTERM, or torchrun's summary lists a failure
+        before = signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+        time.sleep(WAIT_S)
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
         text = f"rank {here.rank}: {text}"
     if here.is_main or not getattr(error, "same_on_all_ranks", False):
         print(f"error: {printable(text)}", file=sys.stderr, flush=True)
@@ -210,14 +213,6 @@ def _keep_traceback(error: Exception, output_dir: str | None) -> str:
         except OSError as failed:
             problem = failed
     return f"no file, since {problem}"
-
-
-def _wait_for_the_first() -> None:
-    """Give the first rank to leave the time to end this one by SIGTERM: torchrun's summary would
-    list it as a failure."""
-    before = signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-    time.sleep(WAIT_S)
-    signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def _lost_reader() -> bool:

@@ -305,14 +305,7 @@ class Encoder:
         documents: list[Document] = []
         for is_plain, group in itertools.groupby(rendered, key=lambda one: one.is_plain):
             alike = list(group)
-            batch = self.tokenizer(
-                [one.text for one in alike],
-                add_special_tokens=is_plain,
-                return_offsets_mapping=not self.is_text,
-                return_attention_mask=False,
-                return_token_type_ids=False,
-                verbose=False,
-            )
+            batch = self._tokens([one.text for one in alike], is_plain)
             if self.is_text:
                 documents += map(self._ended, alike, batch["input_ids"])
                 continue
@@ -321,6 +314,24 @@ class Encoder:
                 tokens = np.array(ids, dtype=np.int32)
                 documents.append(np.where(mask_of_spans(offsets, one.spans), tokens, ~tokens))
         return documents
+
+    def _tokens(self, texts: list[str], is_plain: bool):
+        try:
+            return self.tokenizer(
+                texts,
+                add_special_tokens=is_plain,
+                return_offsets_mapping=not self.is_text,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                verbose=False,
+            )
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # of Rust, exported by no module
+                raise
+            raise ValueError(
+                f"the tokenizer gave up on a text of {max(map(len, texts)):,} characters "
+                f"({error}): its tokenizer.json has an expression that takes too long"
+            ) from None
 
     def _ended(self, rendered: Rendered, ids: list[int]) -> Document:
         """The tokens of a text with the end token; none of an empty one."""

@@ -315,16 +315,16 @@ class _Planned:
     """A backend of a data parallel rank of the dry run: the facts of the layout, without a model
     and other ranks. at_least: the longest micro-batch of the other ranks."""
 
-    dp_rank = 0
-    dp_size = 1
     counts_tokens = False
 
     def __init__(self, plan: Plan, dp_rank: int):
         self.args = plan.arguments.training
         self.config = plan.model.config
         self.model = torch.nn.Module()
-        self.model.config = plan.model.config
+        self.model.config = self.config
         self.chunks: list = []
+        if plan.arguments.backend.use_mca:
+            self.set_layout(self.config, cp_rank=0)
         self.dp_rank = dp_rank
         self.dp_size = self.args.data_parallel_size
         self.at_least = 0

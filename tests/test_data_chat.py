@@ -411,10 +411,9 @@ def test_a_template_of_llama_factory_is_used_where_the_tokenizer_has_none(tmp_pa
         report_of(tmp_path, byte_tokenizer(None), template="alpaca")
 
 
-def test_a_template_that_nobody_has_is_refused_with_near_names():
-    for name, words in (("abc", "of this name\n"), ("qwen3_nothnk", "mean qwen3_nothink or ")):
-        with pytest.raises(ConfigError, match=words):
-            DataArguments(dataset=["a"], template=name)
+def test_a_template_that_nobody_has_is_refused():
+    with pytest.raises(ConfigError, match="template: 'qwen3_nothnk'"):
+        DataArguments(dataset=["a"], template="qwen3_nothnk")
     for name in LLAMA_FACTORY_TEMPLATES.split():
         assert DataArguments(dataset=["a"], template=name).template == name
 

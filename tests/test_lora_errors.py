@@ -241,8 +241,8 @@ def resumed_with_modules_in_another_order(path: str, folder, adapter: str) -> No
     lora_files.check_checkpoint(model, folder / "other")
 
 
-def test_the_order_of_the_modules_may_differ(base, tmp_path):
-    path, adapter = base
+def test_the_order_of_the_modules_may_differ(adapted_qwen3, tmp_path):
+    path, adapter = adapted_qwen3
     world.run(resumed_with_modules_in_another_order, 1, path, tmp_path, adapter)
 
 

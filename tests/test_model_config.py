@@ -463,7 +463,7 @@ def test_unknown_model_type_names_those_that_there_are():
                 virtual_pipeline_model_parallel_size=2,
                 gradient_accumulation_steps=4,
             ),
-            "layers of a rank, 1, cannot be shared evenly by 2 chunks",
+            "4 layers cannot be shared evenly by 4 x 2",
         ),
         (dict(tensor_model_parallel_size=3), "8 attention heads .* no multiple of 3"),
     ],
