@@ -340,11 +340,11 @@ class _Planned:
 
 
 class _PlannedMegatron(_Planned, MegatronBackend):
-    pass
+    """A planned rank on megatron-core."""
 
 
 class _PlannedTorch(_Planned, TorchBackend):
-    pass
+    """A planned rank on plain torch."""
 
 
 def _planned_trainer(plan: Plan, dp_rank: int):
