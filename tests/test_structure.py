@@ -270,8 +270,8 @@ def test_each_file_runs_in_one_process_of_the_suite(tmp_path):
     assert [one.take(second), one.take(first)] == [False, True]
 
 
-# What tests.tools.house counts -> (the least, the most). A change that moves a limit says why. Muon,
-# grad_norm_skip_threshold and deterministic are 1,750 of the core's tokens.
+# What tests.tools.house counts -> (the least, the most). A change that moves a limit says why.
+# Muon, grad_norm_skip_threshold and deterministic are 1,750 of the core's tokens.
 LIMITS = {
     "modules": (0, 64),
     "core modules": (0, 50),
