@@ -99,6 +99,10 @@ def _check() -> None:
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT"):
         if not given.get(name, "0").isdecimal():
             raise ValueError(f"{name} is {given[name]!r}, expected a whole number: {_START}")
+    if not 0 < int(given.get("MASTER_PORT", 1)) < 2**16:
+        raise ValueError(
+            f"MASTER_PORT is {given['MASTER_PORT']}, expected a port from 1 to 65535: {_START}"
+        )
     here = current()
     needed: tuple[str, ...] = ()
     if "RANK" in given:

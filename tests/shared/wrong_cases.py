@@ -575,7 +575,7 @@ def worlds() -> Iterator[Case]:
         "port_huge": (_world(2, MASTER_PORT="99999"), "MASTER_PORT"),
         "local_rank_text": (_world(2, LOCAL_RANK="x"), "LOCAL_RANK"),
         "local_rank_negative": (_world(2, LOCAL_RANK="-3"), "LOCAL_RANK"),
-        "slurm_half": (dict(SLURM_PROCID="0", SLURM_NTASKS="2"), "SLURM_LOCALID"),
+        "slurm_half": (dict(SLURM_PROCID="0", SLURM_NTASKS="2"), "LOCAL_RANK"),
         "slurm_text": (
             dict(SLURM_PROCID="x", SLURM_NTASKS="2", SLURM_LOCALID="0", MASTER_ADDR="a"),
             "RANK",
