@@ -179,8 +179,8 @@ class Muon(AdamW):
     as AdamW's then, and share its rate.
 
     AdamW updates embedding and output layer, since each of their rows is one token's, norms, biases
-    and matrices of one row. Routers get Muon, as in the reports of Moonlight and GLM-4.5, and in
-    megatron-core. mu: muon_momentum. args: TrainingArguments.
+    and matrices of one row. Routers get Muon, as in megatron-core (emerging_optimizers.py of 0.19).
+    mu: muon_momentum. args: TrainingArguments.
     """
 
     def __init__(self, groups, args, **of_adam):
