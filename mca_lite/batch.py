@@ -38,6 +38,11 @@ def _is_of_tokens(name: str) -> bool:
     return name in COLUMNS and COLUMNS[name].per == "token"
 
 
+def is_of_pictures(name: str) -> bool:
+    """True for a column with rows of pictures."""
+    return name in COLUMNS and COLUMNS[name].per == "picture"
+
+
 def document_lengths(mask: torch.Tensor) -> list[list[int]]:
     """Tokens of each document of each row, by a mask [b, s] that numbers them from 1."""
     counts = (torch.bincount(row)[1:] for row in mask.long().clamp(min=0))
@@ -64,6 +69,9 @@ def _taken(
     they are), and its other columns without fillers, as [documents] or [samples]."""
     taken = {}
     for name, column in batch.items():
+        if is_of_pictures(name):
+            taken[name] = column
+            continue
         if not _is_of_tokens(name):
             rows = zip(column, lengths, strict=True)
             documents = torch.cat([row[: len(of_row)] for row, of_row in rows])
@@ -172,10 +180,22 @@ def join(batches: list[dict]) -> dict:
         batches = list(map(_without_tail, batches))
         sizes = [np.diff(batch["cu_seqlens"]) for batch in batches]
         joined["cu_seqlens"] = (0, *np.concatenate(sizes).cumsum().tolist())
-    for name in batches[0].keys() - joined.keys():
+    for name in set().union(*batches) - joined.keys():
         end_to_end = is_packed and _is_of_tokens(name)
-        joined[name] = torch.cat([batch[name] for batch in batches], dim=int(end_to_end))
+        columns = [batch[name] for batch in batches if name in batch]  # some have no picture
+        joined[name] = torch.cat(columns, dim=int(end_to_end))
     return joined
+
+
+# -- pictures
+
+
+def with_image_slots(batch: dict, image_token_id: int) -> dict:
+    """An arranged batch with "image_slot" [b, s], the number of each place's image feature among
+    those of the micro-batch, -1 for text and padding."""
+    is_image = (batch["input_ids"] == image_token_id) & ~batch["padding_mask"]
+    numbers = is_image.flatten().cumsum(0).view(is_image.shape) - 1
+    return {**batch, "image_slot": numbers.masked_fill(~is_image, -1)}
 
 
 def model_columns(batch: dict) -> list[str]:

@@ -20,7 +20,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
-from .batch import document_lengths, padding_of
+from .batch import document_lengths, is_of_pictures, padding_of
 from .data_files import SIDES
 from .errors import expect
 from .files import IGNORE_INDEX
@@ -90,7 +90,11 @@ def _row(sample) -> dict[str, torch.Tensor]:
     )
     row = {}
     for name, column in given.items():
-        if column.is_registered or all(document.get(name) is not None for document in documents):
+        if is_of_pictures(name):
+            parts = [document[name] for document in documents if name in document]
+            if parts:
+                row[name] = torch.cat(parts).to(getattr(torch, column.dtype))
+        elif column.is_registered or all(document.get(name) is not None for document in documents):
             parts = zip(documents, lengths, strict=True)
             values = [_value(name, column, document.get(name), size) for document, size in parts]
             row[name] = torch.cat(values)
@@ -128,7 +132,8 @@ def _value(name: str, column: Column, value, length: int) -> torch.Tensor:
 
 class Collator:
     """Samples -> {"input_ids", "labels", "attention_mask"}, int64 [b, s], a row for each sample,
-    padded on the right; registered columns [b, s], or [b, most documents of a row].
+    padded on the right; registered columns [b, s], or [b, most documents of a row]; columns of
+    pictures, of all rows one after another.
 
     attention_mask numbers the documents of a row from 1 (a lone document may bring its numbers);
     padding has 0, and label IGNORE_INDEX. s is the longest row. With a "reference" in every
@@ -142,8 +147,13 @@ class Collator:
     def __call__(self, samples: list) -> dict[str, torch.Tensor]:
         rows = [_row(sample) for sample in samples]
         batch = {}
-        for name in sorted(set.intersection(*map(set, rows))):
-            columns = [row[name] for row in rows]
+        for name in sorted(set().union(*rows)):
+            columns = [row[name] for row in rows if name in row]
+            if is_of_pictures(name):
+                batch[name] = torch.cat(columns)
+                continue
+            if len(columns) < len(rows):
+                continue
             value = padding_of(name, self.pad_token_id)
             batch[name] = pad_sequence(columns, batch_first=True, padding_value=value)
         return batch
@@ -415,7 +425,7 @@ class _Filled(Dataset):
 
     def collate(self, items: list):
         fillers = torch.tensor([is_filler for is_filler, _ in items])
-        batch = self.user_collate([sample for _, sample in items])
+        batch = self.user_collate([_sample_of(*item) for item in items])
         if not fillers.any():
             return batch
         for key, value in ("labels", IGNORE_INDEX), ("attention_mask", 0):
@@ -430,6 +440,17 @@ class _Filled(Dataset):
                 column[fillers] = value
                 batch[key] = column
         return batch
+
+
+def _sample_of(is_filler: bool, sample):
+    """The sample, a filler's without its pictures: their tokens are not in the batch."""
+    columns = set().union(*documents_of(sample)) if is_filler else set()
+    if not any(map(is_of_pictures, columns)):
+        return sample
+    return [
+        {name: value for name, value in document.items() if not is_of_pictures(name)}
+        for document in documents_of(sample)
+    ]
 
 
 def make_loader(

@@ -543,10 +543,12 @@ class Column:
     """A column of samples and micro-batches.
 
     per: "token", cut by context parallelism at the rank's places of a row; "document", or "sample":
-    one value each. dtype: torch's name. padding: the value in positions that only pad. default: of
-    a document without the column. of_dataset: (DatasetSpec, DataArguments) -> the value of its
-    documents by the keys of a run, None: the default. to_model: the forward pass gets it, under its
-    name. given_by: where it may come from; "record" is a field of a dataset's files.
+    one value each; "picture": rows of all pictures of a micro-batch, one picture after another in
+    the order of the documents, whole on every rank, absent without a picture. dtype: torch's name.
+    padding: the value in positions that only pad. default: of a document without the column.
+    of_dataset: (DatasetSpec, DataArguments) -> the value of its documents by the keys of a run,
+    None: the default. to_model: the forward pass gets it, under its name. given_by: where it may
+    come from; "record" is a field of a dataset's files.
     """
 
     per: str
@@ -571,6 +573,15 @@ COLUMNS = {
     "attention_mask": Column("token", "int64", given_by=_GIVEN),
     "position_ids": Column("token", "int64", given_by=("collator",)),
     "padding_mask": Column("token", "bool", True, to_model=True, given_by=()),
+    # positions along time, height and width, of a model that has them (batch.rope_positions)
+    "rope_t": Column("token", "int64", to_model=True, given_by=_GIVEN),
+    "rope_h": Column("token", "int64", to_model=True, given_by=_GIVEN),
+    "rope_w": Column("token", "int64", to_model=True, given_by=_GIVEN),
+    # [patches, values of a patch], and [pictures, 3]: patches along time, height and width
+    "pixel_values": Column("picture", to_model=True, given_by=_GIVEN),
+    "image_grid_thw": Column("picture", "int64", to_model=True, given_by=_GIVEN),
+    # number of each place's image feature in the micro-batch (batch.with_image_slots), -1 for text
+    "image_slot": Column("token", "int64", -1, to_model=True, given_by=()),
     # log-probability by a reference model
     "reference": Column("document", given_by=_GIVEN),
 }

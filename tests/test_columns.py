@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from mca_lite import DataArguments, load_datasets, register_column
-from mca_lite.batch import join, pack, pad, real_documents, split, to_rank, zigzag
-from mca_lite.data_batches import Collator, Limits, check_batch
+from mca_lite.batch import join, pack, pad, real_documents, split, to_rank, with_image_slots, zigzag
+from mca_lite.data_batches import BatchPlan, Collator, Limits, check_batch, make_loader
 from mca_lite.tables import COLUMNS
 from tests.shared.toy_tokenizer import byte_tokenizer
 
@@ -75,7 +75,7 @@ def test_joined_batches_have_the_columns_of_both():
         ({"weight": [1, 2]}, r"weight of a sample: .*float32 \[3\].*\[2\]"),
         ({"weight": "much"}, "weight of a sample: expected numbers, got 'much'"),
         ({"weight": 1, "score": [1, 2, 3]}, r"score of a sample: expected float32 \[1\]"),
-        ({"weight": 1, "pixel_values": [0.5]}, "a sample has 'pixel_values', .*register_column"),
+        ({"weight": 1, "audio": [0.5]}, "a sample has 'audio', .*register_column"),
     ],
 )
 def test_a_column_that_cannot_be_is_refused_by_name(changes, said):
@@ -143,3 +143,28 @@ def test_a_records_column_is_in_the_cache_and_a_changed_one_is_read_again(tmp_pa
     keys = dict(dataset=[str(tmp_path / "b.jsonl")], cache_dir=str(tmp_path), packing=False)
     with pytest.raises(ValueError, match="b.jsonl:1: .*'weight': expected a number, got 'much'"):
         load_datasets(DataArguments(**keys), "pt", byte_tokenizer())
+
+
+def test_pictures_stand_in_the_order_of_the_documents_packed_joined_and_without_fillers():
+    def document(*pictures, image=7):
+        ids = torch.tensor([1] + [image] * len(pictures))
+        columns = {"input_ids": ids, "labels": ids, "weight": 1}
+        if pictures:
+            columns["pixel_values"] = torch.tensor(pictures, dtype=torch.float)[:, None]
+            columns["image_grid_thw"] = torch.ones(len(pictures), 3, dtype=torch.long)
+        return columns
+
+    data = [[document(1, 2)], [document()], [document(3), document(4, 5)]]
+    plan = BatchPlan(3, 2, 2, dp_rank=0, dp_size=1, shuffle=False, seed=0)
+    first, second = make_loader(data, Collator(9), plan, num_epochs=1)
+    assert first["pixel_values"].flatten().tolist() == [1, 2]
+    assert second["pixel_values"].flatten().tolist() == [3, 4, 5]  # not the filler's
+    packs = [pack(check_batch(batch, True, Limits()), 4, 9) for batch in (first, second)]
+    joined = with_image_slots(join(packs), 7)
+    assert joined["pixel_values"].flatten().tolist() == [1, 2, 3, 4, 5]
+    assert joined["image_grid_thw"].shape == (5, 3)
+    slots = joined["image_slot"][0]
+    assert slots[slots >= 0].tolist() == [0, 1, 2, 3, 4]
+    assert (slots >= 0).equal(joined["input_ids"][0] == 7)
+    text = collated([document()])
+    assert "pixel_values" not in text and (with_image_slots(split(text), 7)["image_slot"] < 0).all()
