@@ -7,6 +7,7 @@ the warnings are filtered. The filters of the host program are restored.
 
 # ruff: noqa: F401
 import contextlib
+import logging
 import warnings
 
 from packaging.specifiers import SpecifierSet
@@ -126,6 +127,11 @@ def of_minor(name: str) -> str:
     return forms[max(first for first in forms if first <= minor)]
 
 
+# from 0.18 on DDP asks its callers for what it works out itself as well
+_OF_DDP = logging.getLogger("megatron.core.distributed.distributed_data_parallel")
+_OF_DDP.addFilter(lambda record: "full_param_layout not provided" not in record.getMessage())
+
+
 @contextlib.contextmanager
 def quiet():
     """Run without warnings of libraries that a user cannot act on."""
@@ -138,4 +144,6 @@ def quiet():
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
         # the summary has it once, on a GPU
         warnings.filterwarnings("ignore", ".*CUDA_DEVICE_MAX_CONNECTIONS")
+        # 0.19 imports a model of many modalities with its schedules
+        warnings.filterwarnings("ignore", "MimoModelConfig is experimental")
         yield
