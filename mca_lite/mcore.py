@@ -117,7 +117,17 @@ MINORS = {
         (0, 16): "get_main_grads_for_grad_norm",
         (0, 19): "get_grads_for_grad_norm",
     },
+    # versions of Transformer Engine: 0.16 names them in its metadata; of later minors up to the one
+    # of their release's lock file (0.18, 0.19), or of mcore-bridge's advice (0.17)
+    "transformer_engine": {
+        (0, 16): ">=2.9,<2.12",
+        (0, 17): ">=2.9,<2.15",
+        (0, 18): ">=2.9,<2.17",
+        (0, 19): ">=2.9,<2.18",
+    },
 }
+# (megatron-core, Transformer Engine) of which `make gpu ARGS=te` was run
+RUN_WITH_ENGINE = {("0.16", "2.11"), ("0.19", "2.11")}
 
 
 def of_minor(name: str) -> str:
