@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 
 from . import lora, parallel, weights_convert
-from .args_rules import is_saved
 from .args_rules_model import check_gate
 from .backend import Backend
 from .batch import RowLayout, Targets, model_columns, row_layout, to_rank
 from .ckpt_megatron import MegatronSnapshot, load_megatron
 from .errors import Judge
 from .families import rows_of
+from .freezing import trains
 from .loss_tokens import TrainedPlaces
 from .mcore import (
     ColumnParallelLinear,
@@ -263,8 +263,7 @@ class MegatronBackend(Backend):
             if not row.fused:  # in a fused one the order of rows does not matter
                 groups = weights_convert.num_groups(row, config)
                 sizes = [n // groups for n in weights_convert.row_sizes(row, size, config)]
-            # experts come as views of their stacked weight
-            parameter = view if view._base is None else view._base
+            parameter = weights_convert.stacked(view)
             master = getattr(parameter, "main_param", parameter)
             parameter.matrices = master.matrices = Matrices(sizes, groups, **cut)
 
@@ -334,11 +333,10 @@ class MegatronBackend(Backend):
     def _num_zeros_of_padding(self) -> int:
         """The gradient's elements in the vocabulary's padding, all zero."""
         config = self.config
-        spec = lora.spec_of(self.model)
-        count = 2 - config.tie_embeddings_and_output_weights  # of matrices
-        if spec is not None:
-            names = weights_convert.vocabulary_names(config)
-            count = sum(is_saved(lora.module_of(name), spec) for name in names)
+        modules = {lora.module_of(name) for name in weights_convert.vocabulary_names(config)}
+        if config.tie_embeddings_and_output_weights:
+            modules.discard("lm_head")
+        count = sum(trains(self.model, module) for module in modules)
         return count * (config.padded_vocab_size - config.vocab_size) * config.hidden_size
 
     # -- numbers

@@ -272,6 +272,8 @@ class Family:
     prediction_layers: bool = False
     # transformers' model reads partial_rotary_factor
     partial_rotary: bool = False
+    # parts beside the language model -> modules of Hugging Face's with their weights
+    vision_parts: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
     def values(self, hf) -> dict[str, Any]:
         """The McaModelConfig fields from a transformers config object."""
@@ -432,6 +434,8 @@ def _deepseek_v2(hf) -> dict[str, Any]:
     experts = _grouped_experts(hf, hf.topk_method == "group_limited_greedy")
     return {**experts, "moe_router_group_score": "max", **_latent_fields(hf)}
 
+
+LANGUAGE_MODEL = "language_model"  # the part of a model beside those for images
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(dense_rows(), refusals="hidden_act attention_bias mlp_bias"),
@@ -598,6 +602,19 @@ def check_type(values: dict[str, Any], judge: Judge, use_mca: bool = True) -> No
     if is_causal:
         remedy = f"use_mca: false, to train {part} as plain torch"
     judge.refuse("model_name_or_path", reason, remedy, kind, "model_type in config.json")
+
+
+def vision_parts_of(model_type: str) -> dict[str, tuple[str, ...]]:
+    """Family.vision_parts, {} outside of the table."""
+    return FAMILIES[model_type].vision_parts if model_type in FAMILIES else {}
+
+
+def part_of(model_type: str, module: str) -> str:
+    """The part of a model with a Hugging Face module: of vision_parts, else LANGUAGE_MODEL."""
+    for part, prefixes in vision_parts_of(model_type).items():
+        if any(f".{prefix}." in f".{module}." for prefix in prefixes):
+            return part
+    return LANGUAGE_MODEL
 
 
 def values_of(hf) -> dict[str, Any]:

@@ -312,6 +312,7 @@ class VirtualModels(torch.nn.ModuleList):
         self.config = config
         self.weights_from = ""  # their origin, for the start summary
         self.lora: lora.LoraSpec | None = None  # set by lora.inject: the base is frozen then
+        self.trained_modules: frozenset[str] | None = None  # set by freezing.freeze
 
     def forward(self, *args, **kwargs):
         """The forward pass of the only chunk; a rank with several runs megatron's schedule."""

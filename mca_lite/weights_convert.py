@@ -217,6 +217,11 @@ def own_parameters(models) -> dict:
     return {(name, layer): parameter for name, layer, parameter in named}
 
 
+def stacked(tensor: torch.Tensor) -> torch.Tensor:
+    """The parameter of a tensor of own_parameters: experts are views of theirs."""
+    return tensor if tensor._base is None else tensor._base
+
+
 def _exported(config) -> Iterator[tuple[Row, int | None]]:
     """The rows of an export, in layer order: all but a tied head."""
     tied = config.tie_embeddings_and_output_weights
