@@ -25,6 +25,7 @@ from .weights_files import (
     carried_tensors,
     check_shape,
     copy_beside,
+    in_words_of,
     is_unused,
     original_of,
     write_hf_config,
@@ -309,7 +310,8 @@ def write_model(
     def write() -> list[str]:
         try:
             carried = carried_tensors(source, hf_config, num_trained)
-            names = write_safetensors(itertools.chain(changed, carried), folder, max_shard_size)
+            named = in_words_of(source, hf_config, itertools.chain(changed, carried))
+            names = write_safetensors(named, folder, max_shard_size)
         except Exception as error:  # safetensors has its own
             raise OSError(f"{folder} could not be written: {describe_error(error)}") from error
         finally:
