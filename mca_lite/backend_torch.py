@@ -378,7 +378,7 @@ class TorchBackend(Backend):
         for name, tensor, index in file_tensors(self.model):
             part = tensor.detach()[index].to("cpu", copy=bool(index))
             # a buffer, such as a router's bias, keeps its precision, as in transformers
-            kept = dtype if tensor.requires_grad else part.dtype
+            kept = dtype if isinstance(tensor, torch.nn.Parameter) else part.dtype
             if change is not None:
                 part = change(name, part)
             yield name, part.to(kept)

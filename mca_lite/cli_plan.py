@@ -15,7 +15,7 @@ import itertools
 import json
 import math
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from typing import NamedTuple
 
 from . import world
@@ -82,14 +82,16 @@ def step_time(
     rates: Rates,
     frozen=False,
     reference=False,
+    trained: Set[str] | None = None,
 ) -> StepTime | None:
     """The parts of a step of args.train_global_batch_size samples; None if the model's sizes are
     unknown.
 
     memory: the fullest rank's RankMemory. lengths: of a sample's documents. frozen: adapters are
-    trained. reference: a second model of the same size passes forward.
+    trained. reference: a second model of the same size passes forward. trained: the modules in
+    training beside frozen ones.
     """
-    from .log import ModelWork, model_sizes  # with torch
+    from .log import ModelWork, model_sizes, partial_work  # with torch
 
     sizes = model_sizes(config)
     if sizes is None:
@@ -101,6 +103,8 @@ def step_time(
     beside = sizes if reference else None
     # adapters are less than a percent
     work = ModelWork(sizes.weights * frozen, sizes.weights * (not frozen), sizes.core, beside)
+    if trained is not None:
+        work = partial_work(config, trained, beside)
     head = sizes.hidden_size * sizes.vocab_size
     products = work.flops(tokens, 0) + 2 * recomputes * (sizes.weights - head) * tokens
     attention = work.flops(0, squares) + 2 * recomputes * sizes.core * squares
@@ -249,6 +253,7 @@ class _Layout:
                 *(self.args, self.config, self.memory, model.lengths, options.gpus, rates),
                 frozen=model.spec is not None,
                 reference=model.reference is not None,
+                trained=model.trained,
             )
 
     @functools.cached_property
@@ -262,16 +267,17 @@ class _Layout:
 
         args = self.args
         width = self.config.params_dtype.itemsize
+        of_weights = self.num_parameters * width
         states = masters = 0
         if not args.save_only_model:
             row = OPTIMIZERS[args.optim]
             states = 4 * len(row.of_matrices or row.states)
             masters = 4 * (width < 4)  # float32
-        size = self.num_parameters * (width + states + masters)
+        size = of_weights + self.model.tensors(self.config).total_trained * (states + masters)
         if self.model.spec is not None:  # the adapters alone are kept, in float32
             ranks = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
             size = self.memory.trained * ranks * (4 + states)
-        return self.num_parameters * width, size
+        return of_weights, size
 
     def rank(self) -> tuple:
         """Sort key of layouts: the fastest, then the one with the fewest messages, then the
