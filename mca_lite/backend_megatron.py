@@ -205,6 +205,9 @@ class MegatronBackend(Backend):
         for model in self.model:
             model.loss_of_logits = of_logits
 
+    def use_timers(self, timers) -> None:
+        self.config.timers = timers
+
     def joins_rows(self, chunks) -> bool:
         """Not with pipelines, which fix shapes, experts, which drop or gather tokens by shapes, or
         capped scores, which are in memory whole."""
@@ -236,6 +239,8 @@ class MegatronBackend(Backend):
         self.optimizer = create_megatron_optimizer(self.args, chunks, dtype, has_adapters)
         if OPTIMIZERS[self.args.optim].of_matrices:
             self._mark_matrices()
+        for part in parts_of(self.optimizer):
+            part.config.timers = config.timers
         config.finalize_model_grads_func = self._finalize_gradients
         config.grad_scale_func = self.optimizer.scale_loss
         if self.args.overlap_grad_reduce:
