@@ -1,8 +1,11 @@
 """Tiny models with pictures, samples with random pixels, and their training in plain torch."""
 
+import json
+
 import torch
 
 from tests.shared import tiny
+from tests.shared.files import changed
 from tests.shared.training import train
 
 IMAGE, START, END = 5, 7, 8
@@ -99,9 +102,9 @@ def document(generator, *pieces) -> dict:
     return out
 
 
-def samples(seed: int = 1) -> list[dict]:
-    """Twenty documents, five steps of four: the first micro-batch of two has pictures and the
-    second none, or each some; the third step has no picture at all."""
+def samples(first: int = 0, seed: int = 1) -> list[dict]:
+    """Twenty documents, five steps of four from the one with number `first`: the first micro-batch
+    of two has pictures and the second none, or each some; step 2 has no picture at all."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [
         [(3, (2, 2), 5), (7, (1, 3), 4), (9,), (6,)],
@@ -110,6 +113,7 @@ def samples(seed: int = 1) -> list[dict]:
         [(5,), (6, (2, 2), 3), (4, (3, 2), 3, (1, 1), 4), (5, (2, 2), 3)],
         [(4, (2, 2), (2, 1), 3), (9,), (3, (5, 1), 4), (2, (2, 3), 5)],
     ]
+    shapes = shapes[first:] + shapes[:first]
     return [document(generator, *pieces) for step in shapes for pieces in step]
 
 
@@ -122,6 +126,35 @@ KEYS = dict(
     lr_scheduler_kwargs={},
     warmup_steps=0,
 )
+
+
+def renamed(path: str, folder) -> str:
+    """A copy of a model with its tensors under the other names: those of transformers' modules, or
+    of older files."""
+    older = {"model.visual.": "visual.", "model.language_model.": "model."}
+
+    def change(values: dict) -> None:
+        if "model.embed_tokens.weight" in values:
+            pairs = [(new, old) for old, new in older.items()]
+        else:
+            pairs = list(older.items())
+        for name in list(values):
+            before, after = next((p for p in pairs if name.startswith(p[0])), ("", ""))
+            values[after + name.removeprefix(before)] = values.pop(name)
+
+    return changed(path, folder, change)
+
+
+def flat(path: str, folder) -> str:
+    """A copy of a model whose config.json has the text's keys at its top, as on the hub."""
+    changed(path, folder, lambda values: None)
+    config = json.loads((folder / "config.json").read_text())
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    text["rope_theta"] = rope["rope_theta"]
+    text["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    (folder / "config.json").write_text(json.dumps({**text, **config}))
+    return str(folder)
 
 
 def train_ours(path: str, out: str, **keys) -> list:
