@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoModelForImageTextToText
 
 from mca_lite.batch import rope_positions
@@ -29,6 +30,7 @@ from tests.shared.layouts import (
     TWO_ROWS,
     VPP2,
 )
+from tests.shared.lora_tools import adapter_of, load
 from tests.shared.training import assert_same_curve, refusal, train
 
 FAMILIES = list(pictures.FAMILIES)
@@ -218,3 +220,33 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(paths, tmp_path, family,
     shutil.rmtree(tmp_path / "checkpoint-4")
     resumed = run(**{**keys, **then}, resume_from_checkpoint="auto")[0]
     assert_same_curve(resumed, whole, tolerance=0 if first == then else 1e-5)
+
+
+# -- what is frozen
+
+
+@pytest.mark.parametrize("layout", ["one", "dp2_overlap", "tp2_sp_packed", "pp2"])
+def test_adapters_of_the_text_train_as_peft_does_beside_a_frozen_tower(paths, tmp_path, layout):
+    start, end, out = (str(tmp_path / name) for name in ("start", "end", "out"))
+    path = paths["qwen2_5_vl"]  # the linears of its tower have the names of the text's
+    wanted = pictures.train_plain(path, end, functools.partial(pictures.with_peft, start))
+    ranks, keys = LAYOUTS[layout]
+    adapt = functools.partial(load, start)
+    for got in world.run(pictures.train_ours, ranks, path, out, adapt=adapt, **keys):
+        assert_same_curve(got, wanted)
+    assert_same_tensors(adapter_of(out), adapter_of(end))
+    base = AutoModelForImageTextToText.from_pretrained(path)
+    loaded = PeftModel.from_pretrained(base, out)
+    assert not any("visual" in name for name, _ in loaded.named_parameters() if "lora_" in name)
+
+
+@pytest.mark.parametrize("layout", ["dp2_overlap", "tp2_sp", "cp2", "pp2"])
+def test_a_frozen_tower_stays_and_the_text_trains_as_in_plain_torch(paths, tmp_path, layout):
+    path = paths["qwen3_vl"]
+    wanted = pictures.train_plain(path, str(tmp_path / "plain"), pictures.without_tower)
+    ranks, keys = LAYOUTS[layout]
+    adapt = pictures.without_tower_here
+    out = tmp_path / "out"
+    for got in world.run(pictures.train_ours, ranks, path, str(out), adapt=adapt, **keys):
+        assert_same_curve(got, wanted)
+    assert_same_tensors(tensors(out), tensors(tmp_path / "plain"))

@@ -162,16 +162,14 @@ def train_ours(path: str, out: str, **keys) -> list:
     return train(path, out, **{**KEYS, "export": True, "data": samples(), **keys})
 
 
-def train_plain(path: str, out: str, frozen: tuple[str, ...] = ()) -> list:
-    """The same of transformers' model on one document at a time, in plain torch. frozen: prefixes
-    of parameters that are not trained."""
+def train_plain(path: str, out: str, adapt=None) -> list:
+    """The same of transformers' model on one document at a time, in plain torch. adapt: what is
+    done to the model before; it returns the model to save."""
     from transformers import AutoModelForImageTextToText
 
     model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).train()
-    named = [(n, p) for n, p in model.named_parameters() if not n.startswith(frozen)]
-    trained = [parameter for _, parameter in named]
-    for parameter in set(model.parameters()) - set(trained):
-        parameter.requires_grad_(False)
+    saved = adapt(model) if adapt is not None else model
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         dict(params=[p for p in trained if p.dim() != 1], weight_decay=0.1),
         dict(params=[p for p in trained if p.dim() == 1], weight_decay=0.0),
@@ -191,8 +189,40 @@ def train_plain(path: str, out: str, frozen: tuple[str, ...] = ()) -> list:
         optimizer.step()
         optimizer.zero_grad()
         curve.append((total, float(norm)))
-    model.save_pretrained(out)
+    saved.save_pretrained(out)
     return curve
+
+
+LINEARS = r"model\.language_model\..*\.(q|k|v|o|gate|up|down)_proj"
+
+
+def with_peft(folder: str, model):
+    """The model with PEFT's adapters on the linears of its text, saved to `folder`."""
+    from peft import LoraConfig, get_peft_model
+
+    spec = LoraConfig(r=4, lora_alpha=8, target_modules=LINEARS, task_type="CAUSAL_LM")
+    wrapped = get_peft_model(model, spec)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_" in name:  # none is zero: a start of B = 0 would hide errors in A
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    wrapped.save_pretrained(folder)
+    return wrapped
+
+
+def without_tower(model):
+    """The model with a tower that does not train."""
+    model.model.visual.requires_grad_(False)
+    return model
+
+
+def without_tower_here(models):
+    """The same of a model on megatron-core."""
+    for name, parameter in models.named_parameters():
+        if "vision_model." in name:
+            parameter.requires_grad_(False)
+    return models
 
 
 def loss_of(model, document: dict) -> torch.Tensor:
