@@ -159,6 +159,7 @@ def test_a_host_with_a_slow_cable_is_named_as_the_slowest_rank(model_path, tmp_p
     assert [line["slowest_rank"] for line in lines] == [SLOW] * 3
     for line in lines:
         assert line["lag_data_s"] > 0.1 > line["lag_model_s"], line
+        assert line["reduction_s"] > 0.05, "140 KB of gradients at 10 Mbit/s"
 
 
 def test_no_network_outlives_its_test():
