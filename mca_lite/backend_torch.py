@@ -329,11 +329,18 @@ class TorchBackend(Backend):
         if self._scaler is not None:
             loss = loss * self._scaler.scale
         passes = self._timers("model")
+        reduction = self._timers("reduction")
+
+        def begin_reduction() -> None:
+            passes.stop()
+            reduction.start()
+
         passes.start()
         # called before DDP waits for sums of gradients: its wait is queued after this
         engine = torch.autograd.Variable._execution_engine
-        loss.register_hook(lambda _: engine.queue_callback(passes.stop))
+        loss.register_hook(lambda _: engine.queue_callback(begin_reduction))
         loss.backward()
+        reduction.stop()
 
     def _divide_by_tokens(self, tokens: torch.Tensor) -> None:
         """Make DDP's average of the ranks' sums the sum over all, divided by the tokens of all.
