@@ -11,6 +11,7 @@ rank r has the chunks r and 2 cp - 1 - r: causal attention is then the same work
 
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -188,6 +189,29 @@ def join(batches: list[dict]) -> dict:
 
 
 # -- pictures
+
+
+def rope_positions(
+    ids: torch.Tensor, grids: torch.Tensor, image_token_id: int, merge_size: int
+) -> torch.Tensor:
+    """int64 [3, n]: positions of a document's tokens along time, height and width, as transformers'
+    get_rope_index of Qwen2-VL counts them. ids [n]; grids [pictures, 3]."""
+    positions = torch.empty(3, len(ids), dtype=torch.int64)
+    is_image = ids == image_token_id
+    place = 0
+    position = 0
+    for grid in grids:
+        start = place + int(is_image[place:].int().argmax())
+        sides = [int(grid[0]), int(grid[1]) // merge_size, int(grid[2]) // merge_size]
+        stop = start + math.prod(sides)
+        positions[:, place:start] = torch.arange(start - place) + position
+        position += start - place
+        axes = torch.meshgrid(*map(torch.arange, sides), indexing="ij")
+        positions[:, start:stop] = torch.stack(axes).flatten(1) + position
+        position += max(sides[1:])
+        place = stop
+    positions[:, place:] = torch.arange(len(ids) - place) + position
+    return positions
 
 
 def with_image_slots(batch: dict, image_token_id: int) -> dict:

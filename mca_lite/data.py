@@ -19,6 +19,7 @@ from .data_batches import Packs, Turns
 from .data_chat import ChatRenderer, chat_renderer
 from .data_encode import Encoder, Reader, Shard, load_shard, shifted
 from .data_files import SIDES, DatasetSpec, resolve
+from .data_images import Vision
 from .data_stream import CHUNK_RECORDS, TokenStream
 from .errors import Judge, refuse
 from .files import IGNORE_INDEX
@@ -182,7 +183,7 @@ def _describe_shard(spec: DatasetSpec, shard: Shard, objective: Objective, token
     facts += f"{tokens:,} tokens ({share:.1f} % trained), longest {lengths.max(initial=0):,}"
     lines = _describe(spec, shard.meta["formats"], facts, objective)
     lines += [f"  warning: {line}" for line in shard.tally.lines()]
-    return lines + _show([shard[row] for row in range(len(shard))[:1]], tokenizer)
+    return lines + _show([shard.documents(row) for row in range(len(shard))[:1]], tokenizer)
 
 
 def _describe_stream(reader: Reader, encoder: Encoder) -> list[str]:
@@ -210,21 +211,25 @@ def _show(samples: Iterable[list[dict]], tokenizer) -> list[str]:
 
 @dataclass
 class DatasetBundle:
-    """Datasets of a run, from load_datasets. report: lines to print on one rank."""
+    """Datasets of a run, from load_datasets. report: lines to print on one rank. vision: of a model
+    with pictures, read by the datasets."""
 
     train: TokenDataset | Packs | TokenStream | None
     # a dict: by name
     eval: TokenDataset | Packs | dict[str, TokenDataset | Packs] | None
     report: list[str]
+    vision: Vision | None = None
 
 
-def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBundle:
+def load_datasets(
+    data_args, stage: str, tokenizer, seed: int = 42, vision: Vision | None = None
+) -> DatasetBundle:
     """The datasets of a run, tokenised or from the cache, with lines for the report.
 
     data_args: DataArguments. stage: a name in OBJECTIVES, which determines samples. tokenizer:
-    gets the chat template of the keys, in place, to be exported with it. No collectives: of the
-    processes that share cache_dir one writes, the others wait. The split of val_size and the mixing
-    depend on the seed and the files alone.
+    gets the chat template of the keys, in place, to be exported with it. vision: for a model with
+    pictures. No collectives: of the processes that share cache_dir one writes, the others wait. The
+    split of val_size and the mixing depend on the seed and the files alone.
     Raises: ConfigError for keys, ValueError with file and line for unusable input.
     """
     world.end_second_run()
@@ -232,17 +237,24 @@ def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBu
     judge = Judge(data_args)
     judge.apply(NAMED)
     check_records(objective, judge)
+    judge.expect(
+        vision is None or not data_args.streaming,
+        "streaming",
+        "the samples of a model with pictures are tokenised beforehand",
+        "streaming: false",
+    )
     judge.close()
     renderer: ChatRenderer | None = None
     report: list[str] = []
     if not objective.joins_documents:
-        renderer, report = chat_renderer(tokenizer, data_args)
-    encoder = Encoder(tokenizer, renderer, objective, data_args)
+        block = "" if vision is None else vision.block
+        renderer, report = chat_renderer(tokenizer, data_args, block)
+    encoder = Encoder(tokenizer, renderer, objective, data_args, vision)
     packs = data_args.neat_packing or (bool(data_args.packing) and not objective.joins_documents)
 
     def readers(entries: list[str] | None) -> list[Reader]:
         return [
-            Reader(spec, objective, data_args)
+            Reader(spec, objective, data_args, vision)
             for spec in resolve(entries or [], data_args, objective)
         ]
 
@@ -285,7 +297,7 @@ def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBu
     evaluation = sets.get("eval")
     if data_args.eval_on_each_dataset:
         evaluation = {name_of_set(name.removeprefix("eval ")): sets[name] for name in sets}
-    return DatasetBundle(train, evaluation, report + lines)
+    return DatasetBundle(train, evaluation, report + lines, vision)
 
 
 def _packed(name: str, dataset: TokenDataset, data_args, lines: list[str]) -> Packs:

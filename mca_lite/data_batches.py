@@ -91,7 +91,8 @@ def _row(sample) -> dict[str, torch.Tensor]:
     row = {}
     for name, column in given.items():
         if is_of_pictures(name):
-            parts = [document[name] for document in documents if name in document]
+            given_ones = (document.get(name) for document in documents)
+            parts = [torch.as_tensor(one) for one in given_ones if one is not None]
             if parts:
                 row[name] = torch.cat(parts).to(getattr(torch, column.dtype))
         elif column.is_registered or all(document.get(name) is not None for document in documents):
@@ -160,21 +161,32 @@ class Collator:
 
 
 class Limits(NamedTuple):
-    """Limits of a model: ids below vocab_size, and documents of so many positions."""
+    """Limits of a model: ids below vocab_size, documents of so many positions, and pictures, if it
+    has_vision: a token image_token_id for each merge_size ** 2 patches (None: not checked)."""
 
     vocab_size: float = math.inf
     positions: float = math.inf
+    has_vision: bool = True
+    image_token_id: int | None = None
+    merge_size: int = 1
 
     @classmethod
     def of(cls, hf_config: dict) -> "Limits":
         """Limits of a config.json; none for keys that it lacks."""
-        keys = _without_nulls(hf_config)
-        keys = _without_nulls(keys.get("text_config", keys))
+        whole = _without_nulls(hf_config)
+        keys = _without_nulls(whole.get("text_config", whole))
         positions = keys.get("max_position_embeddings", math.inf)
         rope = _without_nulls(keys.get("rope_parameters", keys.get("rope_scaling", {})))
         # max_position_embeddings may be the number before scaling
         before = rope.get("original_max_position_embeddings", positions)
-        return cls(keys.get("vocab_size", math.inf), max(positions, before * rope.get("factor", 1)))
+        tower = whole.get("vision_config", {})
+        return cls(
+            keys.get("vocab_size", math.inf),
+            max(positions, before * rope.get("factor", 1)),
+            bool(tower),
+            whole.get("image_token_id") if tower else None,
+            tower.get("spatial_merge_size", 1),
+        )
 
     def check_positions(self, longest: int) -> None:
         """ValueError if the longest document has more tokens than the model has positions."""
@@ -231,6 +243,7 @@ def check_batch(batch: Mapping, packs: bool, limits: Limits) -> dict:
         "position_ids other than 0, 1, 2, ... belong to packed rows: set sequence_packing: true",
     )
     _check_limits(batch, limits)
+    _check_pictures(batch, limits)
     return batch | {
         name: _checked(name, column, batch) for name, column in registered_columns().items()
     }
@@ -274,6 +287,29 @@ def _check_limits(batch: dict, limits: Limits) -> None:
     if ids.shape[1] > limits.positions:
         lengths = itertools.chain(*document_lengths(batch["attention_mask"]))
         limits.check_positions(max(lengths, default=0))
+
+
+def _check_pictures(batch: dict, limits: Limits) -> None:
+    """ValueError for pictures of a model without a tower, and for other numbers of their tokens and
+    patches."""
+    grids = batch.get("image_grid_thw", torch.zeros(0, 3, dtype=torch.int64))
+    patches = int(grids.prod(dim=1).sum())
+    pixels = batch.get("pixel_values", torch.zeros(patches, 1))
+    expect(
+        limits.has_vision or not (len(grids) or len(pixels)),
+        "pixel_values of a batch: the model reads text, its config.json has no vision_config: "
+        "remove the columns of pictures",
+    )
+    if limits.image_token_id is None or not batch["input_ids"].is_cpu:
+        return
+    is_image = (batch["input_ids"] == limits.image_token_id) & (batch["attention_mask"] != 0)
+    count = int(is_image.sum())
+    expect(
+        (count, len(pixels)) == (patches // limits.merge_size**2, patches),
+        f"a batch has {count} tokens {limits.image_token_id} of pictures, {len(pixels)} rows of "
+        f"pixel_values and {patches} patches in image_grid_thw: expected a row for each patch, and "
+        f"a token for {limits.merge_size**2} of them",
+    )
 
 
 def count_tokens(batch: dict) -> tuple[int, int]:
@@ -444,12 +480,17 @@ class _Filled(Dataset):
 
 def _sample_of(is_filler: bool, sample):
     """The sample, a filler's without its pictures: their tokens are not in the batch."""
-    columns = set().union(*documents_of(sample)) if is_filler else set()
-    if not any(map(is_of_pictures, columns)):
+    if not is_filler:
+        return sample
+    try:
+        documents = documents_of(sample)
+    except ValueError:  # a user's collate function may take others
+        return sample
+    if not any(map(is_of_pictures, set().union(*documents))):
         return sample
     return [
         {name: value for name, value in document.items() if not is_of_pictures(name)}
-        for document in documents_of(sample)
+        for document in documents
     ]
 
 
