@@ -155,7 +155,7 @@ _IGNORED_BY_REASON = {
     "distrib_optim_fully_reshardable distrib_optim_fully_reshardable_mem_efficient",
     "of a stage, adapter, optimizer or backend that is not in this version": "compile_warmup ppo_* "
     "reward_model* kto_* module_dropout oft_* asft_alpha eaft_alpha galore_* apollo_* badam_* "
-    "megatron_bridge_args hyper_parallel_* kt_* simpo_gamma freeze_*",
+    "megatron_bridge_args hyper_parallel_* kt_* simpo_gamma",
     "muon_adjust_lr decides it": "muon_scale_mode muon_extra_scale_factor",
     "Muon updates whole matrices of Hugging Face's, in bf16, as torch.optim.Muon": "muon_tp_mode "
     "muon_split_qkv muon_fp32_matmul_prec muon_coefficient_type",

@@ -75,6 +75,11 @@ def numbers_of(values: dict[str, Any]) -> SimpleNamespace:
     """The fields of McaModelConfig for rules, from a config.json or an mca_config.json. None: not
     known, and no rule about it applies."""
     numbers = SimpleNamespace(hf_model_type=values.get("model_type", values.get("hf_model_type")))
+    parts = {name: values.get(name) for name in ("text_config", "vision_config")}
+    text, vision = (part if isinstance(part, dict) else {} for part in parts.values())
+    added_after = vision.get("deepstack_visual_indexes")
+    numbers.num_deepstack = len(added_after) if isinstance(added_after, list) else 0
+    values = values | text
     for field, names in _IN_CONFIG_JSON.items():
         known = [values.get(name) for name in (field, *names.split())]
         setattr(numbers, field, next((value for value in known if isinstance(value, int)), None))
@@ -94,6 +99,14 @@ _FP8 = (
         "its products are Transformer Engine's, and the layers of this run are local ones",
         "transformer_impl: transformer_engine, or fp8 left out",
     ),
+)
+_WITHOUT_TOWER = tuple(
+    Rule(f"{wrong}{key}", "the model has no vision tower", f"{key} left out")
+    for wrong, key in (
+        ("!", "freeze_vision_tower"),
+        ("!", "freeze_multi_modal_projector"),
+        ("", "freeze_language_model"),
+    )
 )
 _WITHOUT_TE = (
     Rule(
@@ -125,7 +138,7 @@ def check_model(m: Any, a: Any, judge: Judge, te_works: bool | None = None) -> N
     if a.fp8:
         _check_fp8(m, a, judge)
     if m.num_layers:
-        _check_layers(m.num_layers, a, judge)
+        _check_layers(m.num_layers, m.num_deepstack, a, judge)
     if te_works is False:
         judge.apply(_WITHOUT_TE)
 
@@ -245,7 +258,7 @@ def _check_fp8(m: Any, a: Any, judge: Judge) -> None:
 # -- layers and the stages of a pipeline
 
 
-def _check_layers(layers: int, a: Any, judge: Judge) -> None:
+def _check_layers(layers: int, num_deepstack: int, a: Any, judge: Judge) -> None:
     pp = a.pipeline_model_parallel_size
     vpp = a.virtual_pipeline_model_parallel_size or 1
     layout = a.pipeline_model_parallel_layout
@@ -268,6 +281,13 @@ def _check_layers(layers: int, a: Any, judge: Judge) -> None:
             f"sizes whose product divides {layers}, or {LAYOUT}",
         )
         return
+    judge.expect(
+        counts[0] >= num_deepstack,
+        f"{PP} {VPP} {LAYOUT}",
+        f"the model adds features of pictures after its first {num_deepstack} layers, and its "
+        f"first stage has {counts[0]}",
+        f"a {LAYOUT} with {num_deepstack} layers or more on the first stage",
+    )
     uneven = [count for count in counts if count % (a.recompute_num_layers or 1)]
     judge.expect(  # megatron-core would read layers after the last one
         a.recompute_method != "uniform" or not uneven,
@@ -335,6 +355,8 @@ def check_numbers(values: dict[str, Any], judge: Judge) -> None:
 def check_config(values: dict[str, Any], a: Any, judge: Judge) -> None:
     """Apply every rule between a raw config.json and the arguments."""
     check_type(values, judge, a.use_mca)
+    if "vision_config" not in values:
+        judge.apply(_WITHOUT_TOWER)
     before = len(judge.problems)
     numbers = numbers_of(values)
     check_numbers(values, judge)

@@ -7,13 +7,23 @@ import torch
 import torch.distributed as dist
 
 from . import lora, parallel, weights_convert
-from .args_rules import is_saved
 from .args_rules_model import check_gate
 from .backend import Backend
-from .batch import RowLayout, Targets, model_columns, row_layout, to_rank
-from .ckpt_megatron import MegatronSnapshot, load_megatron
+from .batch import (
+    RowLayout,
+    Targets,
+    check_slots,
+    has_pictures,
+    is_of_pictures,
+    model_columns,
+    row_layout,
+    to_rank,
+    with_image_slots,
+)
+from .ckpt_megatron import MegatronSnapshot, is_of_tower, load_megatron, owned_parameters
 from .errors import Judge
 from .families import rows_of
+from .freezing import trains
 from .loss_tokens import TrainedPlaces
 from .mcore import (
     ColumnParallelLinear,
@@ -66,6 +76,8 @@ class MegatronBackend(Backend):
         self.counts_tokens = mpu.is_pipeline_last_stage(ignore_virtual=True) and cp_rank == 0
         self._configure(config)
         self.chunks = [self._wrap(model, first=i == 0) for i, model in enumerate(models)]
+        self._trains_tower = False  # on any rank
+        self._tower_rests = False  # in the next update
         self._accumulate_in_place(models)
         experts = config.num_moe_experts
         if experts:
@@ -125,6 +137,7 @@ class MegatronBackend(Backend):
         """Tokens and labels at this rank's places, with the borders of packed documents."""
         places = self.places(batch)
         device = parallel.device()
+        batch = self._with_slots(batch)
         names = model_columns(batch)
         if not self.config.num_moe_experts:  # padding counts in no balancing loss
             names.remove("padding_mask")
@@ -142,6 +155,17 @@ class MegatronBackend(Backend):
             attention_mask=None,
             packed_seq_params=batch.get("packed_seq_params"),
         )
+
+    def _with_slots(self, batch: dict) -> dict:
+        """The batch of a model with pictures with the places of features. The pictures stay on the
+        host on later pipeline stages, and those of rows of padding on the first."""
+        if self.config.mrope_section is None:
+            return batch
+        batch = with_image_slots(batch, self.config.hf_config["image_token_id"])
+        check_slots(batch, self.config.vision_config.spatial_merge_size)
+        if mpu.is_pipeline_first_stage(ignore_virtual=True) and has_pictures(batch):
+            return batch
+        return {name: column for name, column in batch.items() if not is_of_pictures(name)}
 
     def places(self, batch: dict) -> torch.Tensor | None:
         return None if self.context_parallel[0] == 1 else self._layout(batch).index
@@ -205,6 +229,9 @@ class MegatronBackend(Backend):
         for model in self.model:
             model.loss_of_logits = of_logits
 
+    def use_timers(self, timers) -> None:
+        self.config.timers = timers
+
     def joins_rows(self, chunks) -> bool:
         """Not with pipelines, which fix shapes, experts, which drop or gather tokens by shapes, or
         capped scores, which are in memory whole."""
@@ -236,6 +263,11 @@ class MegatronBackend(Backend):
         self.optimizer = create_megatron_optimizer(self.args, chunks, dtype, has_adapters)
         if OPTIMIZERS[self.args.optim].of_matrices:
             self._mark_matrices()
+        if config.vision_config is not None:
+            trained = (p for p in self.model.parameters() if p.requires_grad)
+            [self._trains_tower] = parallel.largest(int(any(map(is_of_tower, trained))))
+        for part in parts_of(self.optimizer):
+            part.config.timers = config.timers
         config.finalize_model_grads_func = self._finalize_gradients
         config.grad_scale_func = self.optimizer.scale_loss
         if self.args.overlap_grad_reduce:
@@ -263,8 +295,7 @@ class MegatronBackend(Backend):
             if not row.fused:  # in a fused one the order of rows does not matter
                 groups = weights_convert.num_groups(row, config)
                 sizes = [n // groups for n in weights_convert.row_sizes(row, size, config)]
-            # experts come as views of their stacked weight
-            parameter = view if view._base is None else view._base
+            parameter = weights_convert.stacked(view)
             master = getattr(parameter, "main_param", parameter)
             parameter.matrices = master.matrices = Matrices(sizes, groups, **cut)
 
@@ -276,6 +307,9 @@ class MegatronBackend(Backend):
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
+            if self._trains_tower:
+                [seen] = parallel.largest(int(any(map(has_pictures, micro_batches))))
+                self._tower_rests = not seen
         return get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=_one_or_all([iter(micro_batches) for _ in chunks]),
@@ -312,6 +346,8 @@ class MegatronBackend(Backend):
         if optimizer.prepare_grads():  # the loss scale of fp16 overflowed
             return False, 0.0, None
         norm = gradient_norm(optimizer) * self._gradient_factor
+        if self._tower_rests:
+            self._leave_tower()
         split = [part for part in parts_of(optimizer) if isinstance(part, SplitMasterOptimizer)]
         for part in split:
             part.multiply(self._gradient_factor, norm, self.largest_norm)
@@ -331,14 +367,21 @@ class MegatronBackend(Backend):
             updated = optimizer.step_with_ready_grads()
         return bool(updated), grad_norm, num_zeros
 
+    def _leave_tower(self) -> None:
+        """Leave the tower out of the next update, after a step without a picture on any rank: its
+        gradients are zeros, and an update would decay its weights and moments."""
+        for _, parameter, main, _ in owned_parameters(self.optimizer, self.model):
+            if is_of_tower(parameter):
+                main.grad = None
+                main.decoupled_grad = None
+
     def _num_zeros_of_padding(self) -> int:
         """The gradient's elements in the vocabulary's padding, all zero."""
         config = self.config
-        spec = lora.spec_of(self.model)
-        count = 2 - config.tie_embeddings_and_output_weights  # of matrices
-        if spec is not None:
-            names = weights_convert.vocabulary_names(config)
-            count = sum(is_saved(lora.module_of(name), spec) for name in names)
+        modules = {lora.module_of(name) for name in weights_convert.vocabulary_names(config)}
+        if config.tie_embeddings_and_output_weights:
+            modules.discard("lm_head")
+        count = sum(trains(self.model, module) for module in modules)
         return count * (config.padded_vocab_size - config.vocab_size) * config.hidden_size
 
     # -- numbers

@@ -114,16 +114,20 @@ class MegatronSnapshot:
     """
 
     def __init__(self, models, optimizer=None, copy: bool = False):
-        self._steps: int | None = None
+        self._steps: list[int | None] = [None, None]
         holders = holders_of_all(models, optimizer)
         chunks = _sharded(models)
         state = {name: _mine_to_write(chunk, holders, copy) for name, chunk in chunks.items()}
+        weights, _ = save_preprocess(state)
+        states: dict = {}
         if optimizer is not None:
             tensors = _by_parameter(chunks)
-            state["optimizer"] = _optimizer_to_write(optimizer, models, tensors, holders, copy)
+            states = _optimizer_to_write(optimizer, models, tensors, holders, copy)
             self._steps = _optimizer_steps(optimizer, models)
-        sharded, _ = save_preprocess(state)
-        self._tensors = [x for x in nested_values(sharded) if is_main_replica(x.replica_id)]
+            # unchecked: megatron stacks a matrix of all layers, and frozen ones have no state
+            states, _ = save_preprocess(states, validate_access_integrity=False)
+        tensors = (*nested_values(weights), *nested_values(states))
+        self._tensors = [tensor for tensor in tensors if is_main_replica(tensor.replica_id)]
         self.config_json = models.config.to_json_string()
 
     def write(self, folder: Path) -> tuple[list[str], list]:
@@ -153,7 +157,7 @@ class MegatronSnapshot:
         for parts in results:
             for key, entry, chunk in parts:
                 tensors.setdefault(key, {**entry, "chunks": []})["chunks"].append(chunk)
-        record = {"optimizer_steps": self._steps, "tensors": tensors}
+        record = {**dict(zip(STEPS, self._steps, strict=True)), "tensors": tensors}
         write_file(folder / DIST_NAME / INDEX_NAME, json.dumps(record) + "\n")
         write_file(folder / MCA_CONFIG_NAME, self.config_json)
         return [f"{DIST_NAME}/{INDEX_NAME}", MCA_CONFIG_NAME]
@@ -168,11 +172,9 @@ def load_megatron(folder: Path, models, optimizer=None, index: dict | None = Non
     place = folder / DIST_NAME
     if index is None:
         index = read_index(place)
-    steps = index.get("optimizer_steps")
-    if optimizer is not None and type(steps) is not int:
-        raise CheckpointError(
-            f"{place / INDEX_NAME} has no optimizer_steps: use another checkpoint"
-        )
+    steps = [index.get(name, index.get(STEPS[0])) for name in STEPS]  # older ones lack the second
+    if optimizer is not None and any(type(count) is not int for count in steps):
+        raise CheckpointError(f"{place / INDEX_NAME} has no {STEPS[0]}: use another checkpoint")
     state = _sharded(models)
     chunks = list(state)
     if optimizer is not None:
@@ -307,6 +309,16 @@ def owned_parameters(optimizer, models):
                 yield inner, parameter, main, slice(0, parameter.numel())
 
 
+# keys of the index: updates made so far, of a model and of its tower. A step without a picture is
+# no update of the tower
+STEPS = ("optimizer_steps", "tower_steps")
+
+
+def is_of_tower(parameter) -> bool:
+    """True for a parameter of transformers' module for pictures."""
+    return hasattr(parameter, "of_tower")
+
+
 def state_names(optimizer, parameter) -> list[str]:
     states = _row(optimizer).states_of(parameter)
     return [*states, "master"] if parameter.dtype != torch.float32 else list(states)
@@ -387,9 +399,10 @@ def _optimizer_to_fill(optimizer, models, tensors: dict) -> dict[int, dict]:
     }
 
 
-def _fill_optimizer(optimizer, models, states: dict[int, dict], steps: int) -> None:
+def _fill_optimizer(optimizer, models, states: dict[int, dict], of_kinds: list[int]) -> None:
     with torch.no_grad():
         for inner, parameter, main, cut in owned_parameters(optimizer, models):
+            steps = of_kinds[is_of_tower(parameter)]
             is_piece = main.numel() != parameter.numel()
             mine = {}
             for name, whole in states.pop(id(parameter)).items():
@@ -407,9 +420,11 @@ def _fill_optimizer(optimizer, models, states: dict[int, dict], steps: int) -> N
                 inner.settle(main)
 
 
-def _optimizer_steps(optimizer, models) -> int:
-    """Updates made so far: the same for all parameters; the largest over ranks, since some have no
-    piece."""
-    owned = owned_parameters(optimizer, models)
-    counts = [int(inner.state[main].get("step", 0)) for inner, _, main, _ in owned]
-    return parallel.largest(max(counts, default=0))[0]
+def _optimizer_steps(optimizer, models) -> list[int]:
+    """Updates made so far, of STEPS: the same for all parameters of a kind; the largest over ranks,
+    since some have no piece."""
+    counts = [0, 0]
+    for inner, parameter, main, _ in owned_parameters(optimizer, models):
+        kind = int(is_of_tower(parameter))
+        counts[kind] = max(counts[kind], int(inner.state[main].get("step", 0)))
+    return parallel.largest(*counts)

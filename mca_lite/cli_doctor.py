@@ -63,7 +63,7 @@ def _doctor() -> int:
     here = world.current()
     findings = []
     if here.local_rank == 0:  # once a machine
-        for check in (versions, devices, compiler, limits):
+        for check in (versions, devices, compiler, engine, limits):
             findings += _guarded(check, "install this package's requirements anew")
     reach = "NCCL_DEBUG=INFO says more; see to firewalls, MASTER_ADDR, GLOO_SOCKET_IFNAME"
     findings += _guarded(messages, reach)
@@ -154,6 +154,30 @@ def compiler() -> Iterator[Finding]:
     for subject, reason, remedy in rows:
         is_broken = reason not in (None, model_config.ABSENT)
         yield Finding(subject, reason or "works", is_broken, remedy)
+
+
+def engine() -> Iterator[Finding]:
+    """Transformer Engine beside this megatron-core, where it works."""
+    from . import mcore, model_config
+
+    if model_config.transformer_engine_works():
+        version = importlib.metadata.version("transformer-engine")
+        yield engine_pair(version, mcore.__version__, mcore.of_minor("transformer_engine"))
+
+
+def engine_pair(engine: str, megatron: str, fits: str) -> Finding:
+    """Transformer Engine beside a megatron-core. fits: the versions for that one."""
+    from packaging.specifiers import SpecifierSet
+
+    from .mcore import RUN_WITH_ENGINE
+
+    minors = tuple(".".join(version.split(".")[:2]) for version in (megatron, engine))
+    told = "a tested pair" if minors in RUN_WITH_ENGINE else "an untested pair"
+    if not SpecifierSet(fits).contains(engine, prereleases=True):
+        told = f"megatron-core {minors[0]} takes {fits}"
+    text = f"Transformer Engine {engine} with megatron-core {megatron}: {told}"
+    remedy = f'pip install "transformer-engine[pytorch]{fits}", then `make gpu ARGS=te`'
+    return Finding("pair", text, int(minors not in RUN_WITH_ENGINE), remedy)
 
 
 def limits() -> Iterator[Finding]:

@@ -161,14 +161,12 @@ class Collator:
 
 
 class Limits(NamedTuple):
-    """Limits of a model: ids below vocab_size, documents of so many positions, and pictures, if it
-    has_vision: a token image_token_id for each merge_size ** 2 patches (None: not checked)."""
+    """Limits of a model: ids below vocab_size, documents of so many positions; pictures, if it has
+    a tower for them."""
 
     vocab_size: float = math.inf
     positions: float = math.inf
-    has_vision: bool = True
-    image_token_id: int | None = None
-    merge_size: int = 1
+    has_tower: bool = True
 
     @classmethod
     def of(cls, hf_config: dict) -> "Limits":
@@ -179,13 +177,10 @@ class Limits(NamedTuple):
         rope = _without_nulls(keys.get("rope_parameters", keys.get("rope_scaling", {})))
         # max_position_embeddings may be the number before scaling
         before = rope.get("original_max_position_embeddings", positions)
-        tower = whole.get("vision_config", {})
         return cls(
             keys.get("vocab_size", math.inf),
             max(positions, before * rope.get("factor", 1)),
-            bool(tower),
-            whole.get("image_token_id") if tower else None,
-            tower.get("spatial_merge_size", 1),
+            "vision_config" in whole,
         )
 
     def check_positions(self, longest: int) -> None:
@@ -243,7 +238,6 @@ def check_batch(batch: Mapping, packs: bool, limits: Limits) -> dict:
         "position_ids other than 0, 1, 2, ... belong to packed rows: set sequence_packing: true",
     )
     _check_limits(batch, limits)
-    _check_pictures(batch, limits)
     return batch | {
         name: _checked(name, column, batch) for name, column in registered_columns().items()
     }
@@ -268,7 +262,12 @@ def _checked(name: str, column: Column, batch: dict) -> torch.Tensor:
 
 
 def _check_limits(batch: dict, limits: Limits) -> None:
-    """ValueError for ids, labels or documents outside the model's limits."""
+    """ValueError for ids, labels, documents or pictures outside the model's limits."""
+    expect(
+        limits.has_tower or not any(map(is_of_pictures, batch)),
+        "a batch has pixel_values or image_grid_thw, and the model reads text: its config.json has "
+        "no vision_config: remove the columns",
+    )
     ids = batch["input_ids"]
     labels = batch["labels"]
     for name, used in ("input_ids", ids), ("labels", labels[labels != IGNORE_INDEX]):
@@ -287,29 +286,6 @@ def _check_limits(batch: dict, limits: Limits) -> None:
     if ids.shape[1] > limits.positions:
         lengths = itertools.chain(*document_lengths(batch["attention_mask"]))
         limits.check_positions(max(lengths, default=0))
-
-
-def _check_pictures(batch: dict, limits: Limits) -> None:
-    """ValueError for pictures of a model without a tower, and for other numbers of their tokens and
-    patches."""
-    grids = batch.get("image_grid_thw", torch.zeros(0, 3, dtype=torch.int64))
-    patches = int(grids.prod(dim=1).sum())
-    pixels = batch.get("pixel_values", torch.zeros(patches, 1))
-    expect(
-        limits.has_vision or not (len(grids) or len(pixels)),
-        "pixel_values of a batch: the model reads text, its config.json has no vision_config: "
-        "remove the columns of pictures",
-    )
-    if limits.image_token_id is None or not batch["input_ids"].is_cpu:
-        return
-    is_image = (batch["input_ids"] == limits.image_token_id) & (batch["attention_mask"] != 0)
-    count = int(is_image.sum())
-    expect(
-        (count, len(pixels)) == (patches // limits.merge_size**2, patches),
-        f"a batch has {count} tokens {limits.image_token_id} of pictures, {len(pixels)} rows of "
-        f"pixel_values and {patches} patches in image_grid_thw: expected a row for each patch, and "
-        f"a token for {limits.merge_size**2} of them",
-    )
 
 
 def count_tokens(batch: dict) -> tuple[int, int]:

@@ -6,6 +6,7 @@ unsupported values in a config.json. `get_family` and `rows_of` read the table.
 
 import functools
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,7 +18,7 @@ from .errors import Judge
 
 @dataclass(frozen=True)
 class Row:
-    """One megatron tensor and its HF tensors."""
+    """One megatron tensor and its HF tensors; of kind "module" all tensors under a prefix each."""
 
     mca: str
     hf: tuple[str, ...]
@@ -272,14 +273,24 @@ class Family:
     prediction_layers: bool = False
     # transformers' model reads partial_rotary_factor
     partial_rotary: bool = False
+    # parts beside the language model -> modules of Hugging Face's with their weights
+    vision_parts: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    # the language model of a model with pictures: config keys are those of its text_config
+    has_pictures: bool = False
+    # transformers saves its tensors under the names of OLDER_PREFIXES
+    older_names: bool = False
 
     def values(self, hf) -> dict[str, Any]:
         """The McaModelConfig fields from a transformers config object."""
         values = _CONSTANTS | self.constants
+        whole = hf
+        hf = hf.get_text_config()
         for key, name in (DENSE_CONFIG | self.config).items():
             value = getattr(hf, key, None)
             if value is not None:
                 values[name] = value
+        if self.has_pictures:  # a flag of the text_config has no effect
+            values["tie_embeddings_and_output_weights"] = whole.tie_word_embeddings
         values.update(self.derived(hf))
         if not values.get("num_moe_experts"):
             # megatron refuses fields about experts for a dense model
@@ -300,6 +311,8 @@ class Family:
         name of the config.json."""
         judge = Judge(None)
         instead = "use_mca: false, to train it as plain torch"
+        quantized = getattr(hf, "quantization_config", None)
+        hf = hf.get_text_config()
 
         def refuse(key: str, value: Any, reason: str) -> None:
             name = f"{key} in config.json of {origin}"
@@ -317,7 +330,7 @@ class Family:
         window = getattr(hf, "sliding_window", None)
         if not window and "sliding_attention" in (getattr(hf, "layer_types", None) or ()):
             refuse("layer_types", "sliding_attention", f"the window is switched off ({window})")
-        if getattr(hf, "quantization_config", None):
+        if quantized:
             refuse("quantization_config", None, "save the model in bf16 or fp32 first")
         for rope in rope_parameters(hf):
             if rope["rope_type"] not in ROPE_TYPES:
@@ -432,6 +445,8 @@ def _deepseek_v2(hf) -> dict[str, Any]:
     experts = _grouped_experts(hf, hf.topk_method == "group_limited_greedy")
     return {**experts, "moe_router_group_score": "max", **_latent_fields(hf)}
 
+
+LANGUAGE_MODEL = "language_model"  # the part of a model beside those for images
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(dense_rows(), refusals="hidden_act attention_bias mlp_bias"),
@@ -559,6 +574,48 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
+# -- models with pictures: a language model of the table, and transformers' module for pictures
+
+# prefixes of transformers' modules -> those of older files, as of Qwen2-VL on the hub
+OLDER_PREFIXES = {"model.visual.": "visual.", "model.language_model.": "model."}
+_TOWER_ROW = Row("vision_model.module.*", ("model.visual.*",), "module")
+_VISION_PARTS = {
+    "vision_tower": (
+        "visual.patch_embed",
+        "visual.pos_embed",
+        "visual.blocks",
+        "visual.deepstack_merger_list",
+    ),
+    "multi_modal_projector": ("visual.merger",),
+}
+
+
+def _with_pictures(text: Family, **changes) -> Family:
+    """The family of a model with pictures, with the language model of another."""
+    rows = []
+    for row in text.rows:
+        hf = tuple(re.sub("^model[.]", "model.language_model.", name) for name in row.hf)
+        rows.append(replace(row, hf=hf))
+    added = dict(rows=(*rows, _TOWER_ROW), has_pictures=True, vision_parts=_VISION_PARTS)
+    return replace(text, **added, **changes)
+
+
+def _sections(hf) -> dict[str, Any]:
+    """The numbers of rotary frequencies along time, height and width."""
+    return {"mrope_section": list(hf.rope_parameters["mrope_section"])}
+
+
+FAMILIES |= {
+    name: _with_pictures(FAMILIES["qwen2"], derived=_sections, older_names=True)
+    for name in ("qwen2_vl", "qwen2_5_vl")
+}
+FAMILIES["qwen3_vl"] = _with_pictures(
+    FAMILIES["qwen3"],
+    constants={"qk_layernorm": True, "mrope_in_turns": True},
+    has_windows=False,
+    derived=_sections,
+)
+
 
 # keys of a config.json about the parts of a model for images, audio or video
 _MEDIA_CONFIGS = {"vision_config", "audio_config", "thinker_config"}
@@ -600,6 +657,19 @@ def check_type(values: dict[str, Any], judge: Judge, use_mca: bool = True) -> No
     judge.refuse("model_name_or_path", reason, remedy, kind, "model_type in config.json")
 
 
+def vision_parts_of(model_type: str) -> dict[str, tuple[str, ...]]:
+    """Family.vision_parts, {} outside of the table."""
+    return FAMILIES[model_type].vision_parts if model_type in FAMILIES else {}
+
+
+def part_of(model_type: str, module: str) -> str:
+    """The part of a model with a Hugging Face module: of vision_parts, else LANGUAGE_MODEL."""
+    for part, prefixes in vision_parts_of(model_type).items():
+        if any(f".{prefix}." in f".{module}." for prefix in prefixes):
+            return part
+    return LANGUAGE_MODEL
+
+
 def values_of(hf) -> dict[str, Any]:
     """Family.values of a transformers config, {} for a family outside the table."""
     return FAMILIES[hf.model_type].values(hf) if hf.model_type in FAMILIES else {}
@@ -612,13 +682,19 @@ def rows_of(model_type: str, config) -> tuple[Row, ...]:
     if getattr(config, "mtp_num_layers", None):
         rows = (*rows, *prediction_rows(rows))
     present = tuple(row for row in rows if row.is_there(config))
-    return _expand(present, getattr(config, "num_moe_experts", None) or 0)
+    tower = getattr(config, "tower_tensors", ())
+    return _expand(present, getattr(config, "num_moe_experts", None) or 0, tower)
 
 
 @functools.lru_cache(16)
-def _expand(rows: tuple[Row, ...], num_experts: int) -> tuple[Row, ...]:
+def _expand(rows: tuple[Row, ...], num_experts: int, tower: tuple[str, ...]) -> tuple[Row, ...]:
     expanded: list[Row] = []
     for row in rows:
+        if row.kind == "module":
+            for name in tower:
+                hf = tuple(prefix.replace("*", name) for prefix in row.hf)
+                expanded.append(Row(row.mca.replace("*", name), hf, "copy"))
+            continue
         if "[]" not in row.mca:
             expanded.append(row)
             continue

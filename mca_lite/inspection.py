@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import transformers
 
-from . import ckpt_folder, lora
+from . import ckpt_folder, freezing, lora
 from .args import RunArguments
 from .backend_megatron import PACKED_BUCKET, MegatronBackend
 from .backend_torch import TorchBackend
@@ -442,7 +442,7 @@ def _stages(plan: Plan) -> list[tuple[int, int, dict]]:
     config = plan.model.config
     spec = plan.model.adapters
     if plan.arguments.backend.use_mca:
-        tensors = ModelTensors(config, spec)
+        tensors = ModelTensors(config, spec, trained=plan.model.trained)
         stages = range(config.pipeline_model_parallel_size)
         return [(*tensors.counts(stage), tensors.shapes(stage)) for stage in stages]
     config = copy.deepcopy(config)
@@ -453,6 +453,7 @@ def _stages(plan: Plan) -> list[tuple[int, int, dict]]:
         )
         if spec is not None:
             lora.inject(model, spec)
+        freezing.freeze(model, plan.model.trained)
     tensors: dict = {}
     total = 0
     trained = 0

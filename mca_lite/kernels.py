@@ -360,7 +360,7 @@ def _parts(query, key, value, token, group, part, GROUPS: tl.constexpr, OWN: tl.
 
 @jit
 def _heads_kernel(
-    mixed, bias, of_query, of_key, cos, sin, query, key, value, batch, eps,
+    mixed, bias, of_query, of_key, cos, sin, query, key, value, sharing, eps,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr,
     BIAS: tl.constexpr, NORMS: tl.constexpr, ZERO: tl.constexpr, NEXT: tl.constexpr,
     BLOCK: tl.constexpr, HALF: tl.constexpr,
@@ -392,7 +392,7 @@ def _heads_kernel(
         a = tl.where(moves, normed1, a)
         b = tl.where(moves, normed2, b)
     cos1, cos2, sin1, sin2 = _rotation(
-        cos, sin, token // batch, first, second, turns, moves, ROTARY
+        cos, sin, token // sharing, first, second, turns, moves, ROTARY
     )
     a, b = a * cos1 - b * sin1, b * cos2 + a * sin2
     q, k, v = _parts(query, key, value, token, group, part, GROUPS, OWN, D)
@@ -404,7 +404,7 @@ def _heads_kernel(
 @jit
 def _heads_backward_kernel(
     mixed, bias, of_query, of_key, cos, sin, query, key, value, out, of_bias, of_norms,
-    tokens, batch, eps, HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr,
+    tokens, sharing, eps, HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr,
     ROTARY: tl.constexpr, BIAS: tl.constexpr, NORMS: tl.constexpr, ZERO: tl.constexpr,
     NEXT: tl.constexpr, SUMS_BIAS: tl.constexpr, SUMS_NORMS: tl.constexpr,
     STAGES: tl.constexpr, BLOCK: tl.constexpr, HALF: tl.constexpr,
@@ -433,7 +433,7 @@ def _heads_backward_kernel(
         a = a + a2 + a3
         b = b + b2 + b3
         cos1, cos2, sin1, sin2 = _rotation(
-            cos, sin, token // batch, first, second, turns, moves, ROTARY
+            cos, sin, token // sharing, first, second, turns, moves, ROTARY
         )
         a, b = a * cos1 + b * sin2, b * cos2 - a * sin1
         start = (token * HEADS + head) * D
@@ -485,7 +485,8 @@ class RotatedHeads(torch.autograd.Function):
         ctx.shape = mixed.shape
         ctx.dtype = mixed.dtype
         sizes = heads, groups, d, cos.shape[-1]
-        ctx.numbers = b, eps, *sizes, bias is not None, norms, zero, interleaved
+        sharing = b if cos.shape[1] == 1 else 1  # tokens with one row of the tables
+        ctx.numbers = sharing, eps, *sizes, bias is not None, norms, zero, interleaved
         ctx.tile = dict(BLOCK=_HEADS, HALF=triton.next_power_of_2(d // 2))
         ctx.grid = s * b, triton.cdiv(heads, _HEADS)
         tensors = mixed, bias, of_query, of_key, cos, sin, query, key, value
@@ -536,8 +537,8 @@ def plain_rotation(x, cos, sin, interleaved: bool):
 
 @compiled
 def rotate(query, key, cos, sin, interleaved: bool = False):
-    """Rotary embedding of query [s, b, n, d] and key [s, b, g, d] by tables [s, 1, 1, rotary] in
-    their dtype.
+    """Rotary embedding of query [s, b, n, d] and key [s, b, g, d] by tables [s, 1, 1, rotary], or
+    [s, b, 1, rotary], in their dtype.
 
     Channels beyond `rotary` stay. The others turn in pairs: channels i and i + rotary / 2, or
     interleaved neighbours.

@@ -44,6 +44,7 @@ from .weights_convert import (
     iter_hf_tensors,
     own_parameters,
     row_sizes,
+    stacked,
 )
 from .weights_files import NamedTensors, Shape, generator_of, original_of
 
@@ -126,6 +127,8 @@ class MegatronHost:
             self.models = model
             self.chunks = list(model)
         self.base_model = self.config.name_or_path
+        self.model_type = self.config.hf_model_type
+        self.num_layers = self.config.num_layers
         self.is_tied = self.config.tie_embeddings_and_output_weights
         self.rows = rows_of(self.config.hf_model_type, self.config)
 
@@ -147,8 +150,9 @@ class MegatronHost:
     def freeze(self, trained: Collection, dtype: torch.dtype) -> None:
         """Leave only the weights with these keys trainable. dtype: has no effect here."""
         self.models.requires_grad_(False)
-        for key, parameter in own_parameters(self.models).items():
-            if key in trained:
+        for key, view in own_parameters(self.models).items():
+            parameter = stacked(view)
+            if key in trained and isinstance(parameter, torch.nn.Parameter):  # not a router's bias
                 parameter.requires_grad_(True)
 
     def read(self, keys: Collection) -> NamedTensors:
@@ -226,6 +230,8 @@ class TorchHost:
         self.chunks = [model]
         self.modules = dict(model.named_modules())
         self.base_model = model.name_or_path or None
+        self.model_type = model.config.model_type
+        self.num_layers = model.config.get_text_config().num_hidden_layers
         self.linears = {
             name: module
             for name, module in self.modules.items()

@@ -39,6 +39,7 @@ from .model_config import (
     use_attention_backend,
 )
 from .model_layers import Block, Predictions, rope_frequencies
+from .model_vision import AxialRope, Tower
 from .weights_files import (
     GrownSource,
     InitSource,
@@ -95,7 +96,8 @@ class McaGPTModel(MegatronModule):
     forward(input_ids [b, s], ...): positions count from 0 in each document; attention is causal.
     attention_mask: None or the causal one, bool [b or 1, 1, s, s], True for hidden; ValueError for
     any other. padding_mask: bool [b, s], True for padding, on every stage; labels: [b, s],
-    batch.Targets, or None; trained: loss_tokens.TrainedPlaces of the labels, or None.
+    batch.Targets, or None; trained: loss_tokens.TrainedPlaces of the labels, or None; of_pictures:
+    the columns of a batch of a model with pictures, rope_t, rope_h and rope_w on every stage.
 
     Returns with labels the loss of each token, float32 [b, s], 0 for the label IGNORE_INDEX, or
     with Targets [b, s, 1 + layers for multi-token prediction]; without labels logits [b, s, V /
@@ -118,6 +120,10 @@ class McaGPTModel(MegatronModule):
         has_embedding = pre_process or self.mtp_process
         if has_embedding:
             self.embedding = Embedding(config, self.tp_group)
+        self.axial_rope = AxialRope(config) if config.mrope_section else None
+        self.vision_model = None
+        if pre_process and config.vision_config is not None:
+            self.vision_model = Tower(config)
         self.rotary_pos_emb = None  # of Transformer Engine's attention; local layers have tables
         if config.transformer_impl == "transformer_engine":
             sizes = config.kv_channels, config.rotary_percent
@@ -179,18 +185,22 @@ class McaGPTModel(MegatronModule):
         trained=None,
         padding_mask=None,
         packed_seq_params=None,
+        **of_pictures,
     ):
         if attention_mask is not None:
             expect_causal(attention_mask, input_ids)
         hidden = self.embedding(input_ids) if self.pre_process else None
         shared = dict(packed_seq_params=packed_seq_params)
+        added = []
+        if of_pictures:
+            hidden, added = self._with_pictures(hidden, shared, **of_pictures)
         if self.rotary_pos_emb is not None:
             shared["attention_mask"] = None
             shared["rotary_pos_emb"] = self._rotary(hidden, packed_seq_params)
         if padding_mask is not None and self.config.sequence_parallel:
             padding_mask = padding_mask.chunk(self.tp_group.size(), 1)[self.tp_group.rank()]
         shared["padding_mask"] = padding_mask
-        hidden = self.decoder(hidden, **shared)
+        hidden = self.decoder(hidden, *added, **shared)
         if not self.post_process:
             return hidden
         if labels is None:
@@ -203,6 +213,24 @@ class McaGPTModel(MegatronModule):
             hidden = layer(self.embedding(ids), hidden, **shared)
             losses.append(self._losses(next_labels, hidden, trained))
         return torch.stack(losses, 2)
+
+    def _with_pictures(
+        self, hidden, shared, rope_t, rope_h, rope_w,
+        image_slot=None, pixel_values=None, image_grid_thw=None,
+    ):  # fmt: skip
+        """(hidden with the features of pictures, features to add after the first layers); puts the
+        rotary tables of this rank's positions into `shared`."""
+        positions = torch.stack((rope_t, rope_h, rope_w))
+        tables = self.axial_rope.tables(positions, self.config.params_dtype)
+        shared["rope_tables"] = tables
+        if self.vision_model is None:
+            return hidden, []
+        if self.config.sequence_parallel:
+            image_slot = image_slot.chunk(self.tp_group.size(), 1)[self.tp_group.rank()]
+        placed = self.vision_model(pixel_values, image_grid_thw, image_slot)
+        if placed is None:
+            return hidden, []
+        return placed.into(hidden), placed.deepstack
 
     def _rotary(self, hidden, packed_seq_params):
         """Angles [s, 1, 1, rotary dim] for Transformer Engine's attention."""
@@ -312,6 +340,7 @@ class VirtualModels(torch.nn.ModuleList):
         self.config = config
         self.weights_from = ""  # their origin, for the start summary
         self.lora: lora.LoraSpec | None = None  # set by lora.inject: the base is frozen then
+        self.trained_modules: frozenset[str] | None = None  # set by freezing.freeze
 
     def forward(self, *args, **kwargs):
         """The forward pass of the only chunk; a rank with several runs megatron's schedule."""

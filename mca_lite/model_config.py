@@ -172,6 +172,8 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
     attn_logit_softcapping: float | None = None  # the same of attention's scores
     # neighbouring channels turn together; megatron's rotary_interleaved forbids MLA
     rope_interleave: bool = False
+    # channels take time, height and width in turns (Qwen3-VL), else in runs of mrope_section
+    mrope_in_turns: bool = False
     drop_embeddings: bool = True  # hidden_dropout applies to the embeddings as well
     loss_chunk_size: int | None = None  # rows of logits in memory at once; None: by the device
     loss_weights_differ: bool = False  # rows weigh differently in the loss: see loss_tokens.py
@@ -291,7 +293,32 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
     @property
     def rope_parameters(self) -> dict[str, Any]:
         """transformers' parameters of the rotary embedding, or those of each type of layers."""
-        return (self.hf_config or {}).get("rope_parameters") or {}
+        return self._text_values.get("rope_parameters") or {}
+
+    @property
+    def _text_values(self) -> dict[str, Any]:
+        """The keys of config.json about the language model."""
+        values = self.hf_config or {}
+        return values.get("text_config") or values
+
+    @functools.cached_property
+    def vision_config(self):
+        """transformers' config of the module for pictures, None without."""
+        if self.mrope_section is None:
+            return None
+        return whole_config(self.hf_config).vision_config
+
+    @property
+    def tower_tensors(self) -> tuple[str, ...]:
+        """Names of the tensors of the module for pictures, () without."""
+        if self.vision_config is None:
+            return ()
+        return tower_tensors(json.dumps(self.hf_config, sort_keys=True))
+
+    @property
+    def num_deepstack(self) -> int:
+        """Layers, the first ones, that add features of pictures to their outputs."""
+        return len(getattr(self.vision_config, "deepstack_visual_indexes", ()))
 
 
 @dataclass
@@ -331,6 +358,29 @@ def from_hf_config(hf, args=None, name_or_path: str | None = None) -> McaModelCo
     return target.build(family.values(hf) | known, args, origin)
 
 
+def whole_config(hf_config: dict):
+    """transformers' config object of a config.json's values."""
+    import transformers
+
+    return transformers.AutoConfig.for_model(**copy.deepcopy(hf_config))
+
+
+@functools.lru_cache(4)
+def tower_on_meta(hf_config: str):
+    """transformers' module for pictures of a config.json (its text), without memory."""
+    import transformers
+
+    hf = whole_config(json.loads(hf_config))
+    hf.get_text_config().num_hidden_layers = 1
+    with torch.device("meta"):
+        return transformers.AutoModelForImageTextToText.from_config(hf).model.visual
+
+
+def tower_tensors(hf_config: str) -> tuple[str, ...]:
+    """Names of its tensors."""
+    return tuple(name for name, _ in tower_on_meta(hf_config).named_parameters())
+
+
 def grow(config, vocab_size: int) -> None:
     """Set the number of tokens of a McaModelConfig or a transformers config, in place. ValueError
     for fewer."""
@@ -342,7 +392,8 @@ def grow(config, vocab_size: int) -> None:
         )
     text.vocab_size = vocab_size
     if is_mca and config.hf_config:
-        config.hf_config["vocab_size"] = vocab_size
+        values = config.hf_config.get("text_config") or config.hf_config
+        values["vocab_size"] = vocab_size
 
 
 def load_decision(saved: PretrainedConfig, now: PretrainedConfig) -> str:
@@ -447,7 +498,7 @@ def _of_other_types(value):
 # fields of a config, supported by the local layers alone at other values than their default
 ONLY_LOCAL = (
     "pre_norms post_norms embedding_multiplier residual_multiplier logits_scaling "
-    "final_logit_softcapping attn_logit_softcapping rope_interleave "
+    "final_logit_softcapping attn_logit_softcapping rope_interleave mrope_section "
     "layernorm_zero_centered_gamma multi_latent_attention mtp_num_layers"
 ).split()
 # the same of megatron's modules alone

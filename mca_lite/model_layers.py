@@ -75,6 +75,15 @@ class Rope(NamedTuple):
         inv_freq, factor = rope_frequencies(config, layer_type)
         return cls(tuple(inv_freq.tolist()), factor, config.rope_interleave)
 
+    def tables(self, angles: torch.Tensor, dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin [..., rotary_dim], computed in float32, in dtype, of a position's angles
+        [..., rotary_dim / 2]."""
+        if self.interleaved:
+            angles = angles.repeat_interleave(2, -1)
+        else:
+            angles = torch.cat((angles,) * 2, -1)
+        return (angles.cos() * self.factor).to(dtype), (angles.sin() * self.factor).to(dtype)
+
 
 def rope_frequencies(config, layer_type: str = "full_attention") -> tuple[torch.Tensor, float]:
     """(inverse frequencies float32 [rotary_dim / 2] on this rank's device, factor on cos and sin)
@@ -94,7 +103,7 @@ def rope_frequencies(config, layer_type: str = "full_attention") -> tuple[torch.
         from transformers import AutoConfig as HFAutoConfig
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-        hf = HFAutoConfig.for_model(**copy.deepcopy(config.hf_config))
+        hf = HFAutoConfig.for_model(**copy.deepcopy(config.hf_config)).get_text_config()
         inv_freq, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](
             hf, torch.device("cpu"), **of_type
         )
@@ -112,8 +121,7 @@ def rotary_tables(
     dtype."""
     inv_freq = parallel.to_device(torch.tensor(rope.inv_freq), layout.positions.device)
     angles = torch.outer(layout.positions.float(), inv_freq)[:, None, None]
-    angles = angles.repeat_interleave(2, -1) if rope.interleaved else torch.cat((angles,) * 2, -1)
-    return (angles.cos() * rope.factor).to(dtype), (angles.sin() * rope.factor).to(dtype)
+    return rope.tables(angles, dtype)
 
 
 # ---- norms
@@ -236,8 +244,9 @@ def _row_linear(config, in_size: int, tp_group):
 class Attention(MegatronModule):
     """Query, key and value of hidden states, CoreAttention, and the output's linear."""
 
-    def forward(self, hidden_states, packed_seq_params=None):
-        heads = self.query_key_value(hidden_states, packed_seq_params)
+    def forward(self, hidden_states, packed_seq_params=None, **tables):
+        """tables: rope_tables, cos and sin [s, b, 1, rotary_dim] instead of those of the row."""
+        heads = self.query_key_value(hidden_states, packed_seq_params, **tables)
         return self.linear_proj(self.core_attention(*heads, packed_seq_params))
 
 
@@ -271,14 +280,14 @@ class SelfAttention(Attention):
             self.q_layernorm, self.k_layernorm = (norm(*sizes) for norm in norms)
         self.rope = Rope.of(config, config.layer_type(layer_number))
 
-    def query_key_value(self, hidden_states, packed_seq_params):
+    def query_key_value(self, hidden_states, packed_seq_params, rope_tables=None):
         """Query [s, b, n, d], key and value [s, b, g, d] of this rank, normed and rotated."""
         mixed, bias = self.linear_qkv(hidden_states)
         if self.ranks_of_group > 1:
             mixed = self._of_group(mixed, bias)
             bias = None
         layout = self.core_attention.layout(packed_seq_params, mixed)
-        tables = rotary_tables(self.rope, layout, mixed.dtype)
+        tables = rope_tables or rotary_tables(self.rope, layout, mixed.dtype)
         sizes = self.groups, self.head_size
         norm = self.q_layernorm
         is_alone = not isinstance(norm, RMSNormOverHeads)  # needs no other ranks
@@ -717,7 +726,8 @@ class Block(MegatronModule):
     """The layers of a pipeline stage (or virtual stage), and the norm after the last of all.
 
     forward(hidden_states [s, b, h] of the embedding, or None on later stages, which take
-    `input_tensor`; keywords of Layer.forward) -> [s, b, h].
+    `input_tensor`; more to add to the output of each of the first layers; keywords of
+    Layer.forward) -> [s, b, h].
     """
 
     def __init__(self, config, pre_process: bool, post_process: bool, vp_stage, pg_collection):
@@ -737,7 +747,7 @@ class Block(MegatronModule):
         if is_last:
             self.final_layernorm = hidden_norm(config)
 
-    def forward(self, hidden_states, **shared):
+    def forward(self, hidden_states, *added, **shared):
         config = self.config
         if not self.pre_process:
             hidden_states = self.input_tensor
@@ -757,7 +767,9 @@ class Block(MegatronModule):
                 run = functools.partial(self._run, layers, shared)
                 if again:
                     run = functools.partial(recomputed, config, run)
-                hidden_states = run(hidden_states)
+                # as inputs of what is recomputed: else their gradients would be lost
+                hidden_states = run(hidden_states, *added[: len(layers)])
+                added = added[len(layers) :]
         if self.final_layernorm is not None:
             return viewless(self.final_layernorm(hidden_states))
         is_empty = not self.pre_process and not len(self.layers)
@@ -773,12 +785,14 @@ class Block(MegatronModule):
         starts = range(0, len(self.layers), count)
         return [(self.layers[start : start + count], True) for start in starts]
 
-    def _run(self, layers, shared, hidden_states):
+    def _run(self, layers, shared, hidden_states, *added):
         one_each = self.config.fp8_recipe != "delayed"
-        for layer in layers:
+        for i, layer in enumerate(layers):
             number = layer.layer_number - 1
             with get_fp8_context(self.config, number) if one_each else contextlib.nullcontext():
                 hidden_states = layer(hidden_states, **shared)
+            if i < len(added):
+                hidden_states = hidden_states + added[i]
         return hidden_states
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):

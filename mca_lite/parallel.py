@@ -81,6 +81,9 @@ def start_process_group(timeout_s: float = 1800) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(here.local_rank)
         backend = "nccl"
+        # for watchdog.py: the last calls of a rank, and the moments its GPU begins them
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "500")
+        os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")
     else:
         world.stay_on_loopback()
     timeout = datetime.timedelta(seconds=timeout_s)
@@ -202,6 +205,13 @@ def gather(value) -> list:
     values = [None] * world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def pipeline_rank() -> int:
+    """This rank's pipeline stage; 0 without megatron's groups."""
+    if mpu.model_parallel_is_initialized():
+        return mpu.get_pipeline_model_parallel_rank()
+    return 0
 
 
 def cut_group(of_expert: bool):

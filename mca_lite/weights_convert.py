@@ -25,6 +25,7 @@ from .weights_files import (
     carried_tensors,
     check_shape,
     copy_beside,
+    in_words_of,
     is_unused,
     original_of,
     write_hf_config,
@@ -217,6 +218,11 @@ def own_parameters(models) -> dict:
     return {(name, layer): parameter for name, layer, parameter in named}
 
 
+def stacked(tensor: torch.Tensor) -> torch.Tensor:
+    """The parameter of a tensor of own_parameters: experts are views of theirs."""
+    return tensor if tensor._base is None else tensor._base
+
+
 def _exported(config) -> Iterator[tuple[Row, int | None]]:
     """The rows of an export, in layer order: all but a tied head."""
     tied = config.tie_embeddings_and_output_weights
@@ -304,7 +310,8 @@ def write_model(
     def write() -> list[str]:
         try:
             carried = carried_tensors(source, hf_config, num_trained)
-            names = write_safetensors(itertools.chain(changed, carried), folder, max_shard_size)
+            named = in_words_of(source, hf_config, itertools.chain(changed, carried))
+            names = write_safetensors(named, folder, max_shard_size)
         except Exception as error:  # safetensors has its own
             raise OSError(f"{folder} could not be written: {describe_error(error)}") from error
         finally:

@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from .families import FAMILIES, UNUSED_TENSORS
+from .families import FAMILIES, OLDER_PREFIXES, UNUSED_TENSORS
 from .files import (
     HF_CONFIG_NAME,
     HF_GENERATION_CONFIG_NAME,
@@ -187,17 +187,45 @@ def file_tensors(model, tied_twice: bool = False) -> Iterator[tuple[str, torch.T
                 yield file_name, tensor, index
 
 
+# -- names of models with pictures: transformers' modules here, older ones in some files
+
+
+def is_older(names: Iterable[str]) -> bool:
+    """True if names of a file are those of OLDER_PREFIXES."""
+    return any(name.startswith("visual.") for name in names)
+
+
+def newer_name(name: str) -> str:
+    """The name of a module's tensor, of its name in an older file."""
+    for newer, older in OLDER_PREFIXES.items():
+        if name.startswith(older):
+            return newer + name.removeprefix(older)
+    return name
+
+
+def older_name(name: str) -> str:
+    """The name in an older file, of the name of a module's tensor."""
+    for newer, older in OLDER_PREFIXES.items():
+        if name.startswith(newer):
+            return older + name.removeprefix(newer)
+    return name
+
+
 # -- sources of tensors
 
 _OTHER_SIZES = "set vocab_size and the other sizes in config.json to those of the weights"
 
 
 class SafetensorsSource:
-    """The tensors of a folder (or hub name) in safetensors format, read by slices."""
+    """The tensors of a folder (or hub name) in safetensors format, read by slices. is_older: True
+    if the files have older names than transformers' modules, which are used here."""
 
     def __init__(self, model_name_or_path: str):
         self.folder = resolve_folder(model_name_or_path)
         self._slices = _open_files(self.folder)
+        self.is_older = is_older(self._slices)
+        if self.is_older:
+            self._slices = {newer_name(name): part for name, part in self._slices.items()}
 
     def names(self) -> KeysView[str]:
         """The names, file by file."""
@@ -265,6 +293,15 @@ def check_shape(source, name: str, wanted: Shape, remedy: str = _OTHER_SIZES) ->
         raise ValueError(f"{name} has shape {got}, expected {wanted}: {remedy}")
 
 
+def model_class(hf):
+    """transformers' class to make a model of its config: one of text, or of pictures too."""
+    import transformers
+
+    if hasattr(hf, "vision_config"):
+        return transformers.AutoModelForImageTextToText
+    return transformers.AutoModelForCausalLM
+
+
 def shapes_of(hf_config: dict) -> tuple[Any, dict[str, Shape]]:
     """(transformers' config, {name in its files: shape}) of the model of a config.json. ValueError
     if transformers cannot make it."""
@@ -273,7 +310,7 @@ def shapes_of(hf_config: dict) -> tuple[Any, dict[str, Shape]]:
     try:
         hf = transformers.AutoConfig.for_model(**json.loads(json.dumps(hf_config)))
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(hf)
+            model = model_class(hf).from_config(hf)
     except Exception as error:  # of any kind, for an invented config
         words = f"transformers makes no model of this config.json: {describe_error(error)}"
         raise ValueError(words) from error
@@ -312,7 +349,7 @@ class InitSource:
 
     def __init__(self, hf_config: dict, seed: int, num_prediction_layers: int | None = 0):
         hf, self._shapes = shapes_of(hf_config)
-        first = hf.num_hidden_layers
+        first = hf.get_text_config().num_hidden_layers
         last_layer = f"model.layers.{first - 1}."
         for layer in range(first, first + (num_prediction_layers or 0)):
             # the tensors of the last decoder layer, three norms and a projection
@@ -322,7 +359,7 @@ class InitSource:
             for norm in ("enorm", "hnorm", "shared_head.norm"):
                 self._shapes[f"{prefix}{norm}.weight"] = (hf.hidden_size,)
             self._shapes[f"{prefix}eh_proj.weight"] = (hf.hidden_size, 2 * hf.hidden_size)
-        self._std = getattr(hf, "initializer_range", 0.02)
+        self._std = getattr(hf.get_text_config(), "initializer_range", 0.02)
         self._seed = seed
         constants = FAMILIES[hf.model_type].constants if hf.model_type in FAMILIES else {}
         self._norm = float(not constants.get("layernorm_zero_centered_gamma"))
@@ -435,6 +472,17 @@ def original_of(source: str | None) -> SafetensorsSource | None:
                 source = snapshot_download(source, local_files_only=True)
             return SafetensorsSource(source)
     return None
+
+
+def in_words_of(source: str | None, hf_config: dict, tensors: NamedTensors) -> NamedTensors:
+    """(name, tensor) under the names of the source's files; without a source under those that
+    transformers saves."""
+    original = original_of(source)
+    family = FAMILIES.get(str(hf_config.get("model_type")))
+    older = family is not None and family.older_names
+    if original is not None:
+        older = original.is_older
+    return ((older_name(name), tensor) if older else (name, tensor) for name, tensor in tensors)
 
 
 def carried_tensors(

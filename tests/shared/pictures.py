@@ -1,82 +1,173 @@
-"""Pictures, and a folder of a model for them: config.json and image processor, no weights."""
+"""Tiny models with pictures, samples with random pixels, and their training in plain torch."""
 
-import json
-from pathlib import Path
+import torch
 
-import numpy as np
-from PIL import Image
-from tokenizers import AddedToken
+from tests.shared import tiny
+from tests.shared.training import train
 
-from mca_lite import DataArguments, load_datasets
-from mca_lite.data_images import Vision
-from mca_lite.files import read_json
-from tests.shared.toy_tokenizer import byte_tokenizer
-
-TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
-
-# as the templates of Qwen2-VL write a content that is a text, and one of blocks
-TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}"
-    "{{ m['content'] }}{% else %}{% for c in m['content'] %}{% if c['type'] == 'image' %}"
-    "{% if add_vision_id %}Picture: {% endif %}<|vision_start|><|image_pad|><|vision_end|>"
-    "{% else %}{{ c['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-PROCESSOR = {
-    "image_processor_type": "Qwen2VLImageProcessor",
-    "patch_size": 4,
-    "temporal_patch_size": 2,
-    "merge_size": 2,
-    "min_pixels": 64,
-    "max_pixels": 1024,
-    "image_mean": [0.5, 0.5, 0.5],
-    "image_std": [0.25, 0.25, 0.25],
+IMAGE, START, END = 5, 7, 8
+MERGE = 2
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+TEXT = dict(tiny.SIZES, vocab_size=tiny.VOCAB, rope_parameters=ROPE)
+TOWER = dict(depth=2, num_heads=2, patch_size=2, spatial_merge_size=MERGE)
+# changes of the text's config, the tower's config
+FAMILIES = {
+    "qwen2_vl": ({}, dict(TOWER, embed_dim=16, hidden_size=32, mlp_ratio=2)),
+    "qwen2_5_vl": (
+        {},
+        dict(
+            TOWER,
+            hidden_size=16,
+            intermediate_size=24,
+            out_hidden_size=32,
+            fullatt_block_indexes=[1],
+            window_size=8,
+        ),
+    ),
+    "qwen3_vl": (
+        dict(head_dim=8, rope_parameters={**ROPE, "mrope_section": [2, 1, 1]}),
+        dict(
+            TOWER,
+            hidden_size=16,
+            intermediate_size=24,
+            out_hidden_size=32,
+            num_position_embeddings=16,
+            deepstack_visual_indexes=[0, 1],
+        ),
+    ),
 }
+CHANNELS = 3 * 2 * 2 * 2  # of a patch
 
 
-def picture_tokenizer(template: str | None = TEMPLATE):
-    """A token a byte, and one for each token of pictures."""
-    tokenizer = byte_tokenizer(template)
-    tokenizer.add_tokens([AddedToken(t, special=True, normalized=False) for t in TOKENS])
-    return tokenizer
+def hf_config(family: str, tied: bool = False, **of_text):
+    """A transformers config of 4 layers and a tower of 2."""
+    from transformers import AutoConfig
+
+    text, vision = FAMILIES[family]
+    return AutoConfig.for_model(
+        family,
+        text_config={**TEXT, **text, **of_text},
+        vision_config=vision,
+        image_token_id=IMAGE,
+        video_token_id=6,
+        vision_start_token_id=START,
+        vision_end_token_id=END,
+        tie_word_embeddings=tied,
+    )
 
 
-def write_model(folder: Path, tokenizer, model_type: str = "qwen2_vl", **changes) -> Path:
-    """Write what Vision reads of a model's folder. changes: of the image processor."""
-    folder.mkdir(parents=True, exist_ok=True)
-    start, image, end = tokenizer.convert_tokens_to_ids(list(TOKENS))
-    config = {
-        "model_type": model_type,
-        "vision_config": {"spatial_merge_size": 2, "model_type": model_type},
-        "vision_start_token_id": start,
-        "image_token_id": image,
-        "vision_end_token_id": end,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    (folder / "preprocessor_config.json").write_text(json.dumps({**PROCESSOR, **changes}))
-    return folder
+def save_model(folder, family: str, seed: int = 0, **changes) -> str:
+    """Save a model with random weights, norms and biases too."""
+    from transformers import AutoModelForImageTextToText
+
+    torch.manual_seed(seed)
+    model = AutoModelForImageTextToText.from_config(hf_config(family, **changes))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+            else:
+                parameter.mul_(3)
+    model.save_pretrained(folder)
+    return str(folder)
 
 
-def vision_of(folder: Path, tokenizer, data_args=None) -> Vision:
-    data_args = data_args or DataArguments(dataset=["t"])
-    return Vision.of(folder, read_json(folder / "config.json"), tokenizer, data_args)
+def document(generator, *pieces) -> dict:
+    """A shifted document of pieces in their order: a number of random text tokens, or the (height,
+    width) of a picture in features."""
+    from mca_lite.batch import rope_positions
+
+    ids: list[int] = []
+    grids = []
+    for piece in pieces:
+        if isinstance(piece, int):
+            ids += torch.randint(10, tiny.VOCAB, (piece,), generator=generator).tolist()
+        else:
+            ids += [START] + [IMAGE] * (piece[0] * piece[1]) + [END]
+            grids.append([1, MERGE * piece[0], MERGE * piece[1]])
+    ids = torch.tensor(ids)
+    grids = torch.tensor(grids, dtype=torch.long).view(-1, 3)
+    labels = torch.where((ids == IMAGE) | (ids == START), -100, ids)[1:]
+    labels[:2] = -100
+    out = dict(input_ids=ids[:-1], labels=labels)
+    positions = rope_positions(ids[:-1], grids, IMAGE, MERGE)
+    out |= dict(zip(("rope_t", "rope_h", "rope_w"), positions, strict=True))
+    if len(grids):
+        patches = int(grids.prod(1).sum())
+        out["pixel_values"] = torch.randn(patches, CHANNELS, generator=generator)
+        out["image_grid_thw"] = grids
+    return out
 
 
-def draw(path: Path, width: int = 16, height: int = 8, seed: int = 0, mode="RGB", **options) -> str:
-    """Write a picture of random colours -> its name."""
-    pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    Image.fromarray(pixels).convert(mode).save(path, **options)
-    return path.name
+def samples(seed: int = 1) -> list[dict]:
+    """Twenty documents, five steps of four: the first micro-batch of two has pictures and the
+    second none, or each some; the third step has no picture at all."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [
+        [(3, (2, 2), 5), (7, (1, 3), 4), (9,), (6,)],
+        [((2, 3), 4), (3, (2, 1), 2, (2, 2), 5), (2, (4, 2), 6), (8,)],
+        [(7,), (5,), (11,), (9,)],
+        [(5,), (6, (2, 2), 3), (4, (3, 2), 3, (1, 1), 4), (5, (2, 2), 3)],
+        [(4, (2, 2), (2, 1), 3), (9,), (3, (5, 1), 4), (2, (2, 3), 5)],
+    ]
+    return [document(generator, *pieces) for step in shapes for pieces in step]
 
 
-def load(folder: Path, *dataset, template=TEMPLATE, stage="sft", **keys):
-    """(the datasets of a model in folder/model, its tokenizer); the cache is in `folder`."""
-    tokenizer = picture_tokenizer(template)
-    model = folder / "model"
-    if not model.exists():
-        write_model(model, tokenizer)
-    keys = {"dataset": list(map(str, dataset)), "cache_dir": str(folder / "cache"), **keys}
-    data_args = DataArguments(**keys)
-    vision = vision_of(model, tokenizer, data_args)
-    return load_datasets(data_args, stage, tokenizer, vision=vision), tokenizer
+# constant rates: the plain loop below has no schedule
+EPSILON = 1e-4  # a smaller one amplifies the rounding of near-zero gradients
+KEYS = dict(
+    steps=5,
+    adam_epsilon=EPSILON,
+    lr_scheduler_type="constant",
+    lr_scheduler_kwargs={},
+    warmup_steps=0,
+)
+
+
+def train_ours(path: str, out: str, **keys) -> list:
+    """(loss, grad norm) of each step on megatron-core; the model exported to out."""
+    return train(path, out, **{**KEYS, "export": True, "data": samples(), **keys})
+
+
+def train_plain(path: str, out: str, frozen: tuple[str, ...] = ()) -> list:
+    """The same of transformers' model on one document at a time, in plain torch. frozen: prefixes
+    of parameters that are not trained."""
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).train()
+    named = [(n, p) for n, p in model.named_parameters() if not n.startswith(frozen)]
+    trained = [parameter for _, parameter in named]
+    for parameter in set(model.parameters()) - set(trained):
+        parameter.requires_grad_(False)
+    groups = [
+        dict(params=[p for p in trained if p.dim() != 1], weight_decay=0.1),
+        dict(params=[p for p in trained if p.dim() == 1], weight_decay=0.0),
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=EPSILON)
+    data = samples()
+    curve = []
+    for first in range(0, len(data), 4):
+        step = data[first : first + 4]
+        count = sum(int((d["labels"] != -100).sum()) for d in step)
+        total = 0.0
+        for d in step:
+            loss = loss_of(model, d) / count
+            loss.backward()
+            total += loss.item()
+        norm = torch.nn.utils.clip_grad_norm_(trained, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        curve.append((total, float(norm)))
+    model.save_pretrained(out)
+    return curve
+
+
+def loss_of(model, document: dict) -> torch.Tensor:
+    """The sum of a document's losses, by transformers' positions."""
+    ids = document["input_ids"][None]
+    more = {name: document[name] for name in ("pixel_values", "image_grid_thw") if name in document}
+    types = (ids == IMAGE).int()
+    logits = model(input_ids=ids, mm_token_type_ids=types, use_cache=False, **more).logits[0]
+    return torch.nn.functional.cross_entropy(
+        logits.float(), document["labels"], ignore_index=-100, reduction="sum"
+    )

@@ -37,6 +37,7 @@ def train(
     callbacks=None,
     vocab_size=None,
     trainer_class=None,
+    data=None,
     **changes,
 ) -> list:
     """(loss, grad norm) of each logged step of a run with weight decay, clipping, warm-up and
@@ -44,6 +45,7 @@ def train(
 
     adapt: what is done to the model before the trainer gets it. vocab_size: new tokens, which the
     samples hold too. The last step of an epoch of `count` samples is a partial window with fillers.
+    data: samples in place of those, in their order.
     """
     from mca_lite.args import TrainingArguments
     from mca_lite.model import AutoModel, load_torch_model
@@ -75,8 +77,10 @@ def train(
     model = load(model_path, vocab_size=vocab_size)
     tiny.VOCAB = vocab_size or tiny.VOCAB  # of this process, which is the test's own
     model = adapt(model) if adapt is not None else model
-    data = dict(train_dataset=tiny.samples(count), eval_dataset=tiny.samples(9, seed=2))
-    trainer = (trainer_class or McaTrainer)(model=model, args=args, callbacks=callbacks, **data)
+    given = dict(train_dataset=tiny.samples(count), eval_dataset=tiny.samples(9, seed=2))
+    if data is not None:
+        given = dict(train_dataset=data, shuffle=False)
+    trainer = (trainer_class or McaTrainer)(model=model, args=args, callbacks=callbacks, **given)
     trainer.train()
     if export:
         trainer.save_model()

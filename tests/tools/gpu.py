@@ -1,6 +1,6 @@
 """Parity and plans on GPUs: `make gpu` on a machine with CUDA, or a part of it:
 
-    python -m tests.tools.gpu [kernels | memory | plan | parity | deterministic | te [WORD ...]]
+    python -m tests.tools.gpu [kernels | memory | plan | parity | deterministic | hangs | te]
 
 kernels: the Triton kernels against their formulas (gpu_kernels.py).
 
@@ -15,9 +15,11 @@ difference decides the exit code. A compilation takes as long as ten of these ru
 plan: the memory that `python -m mca_lite plan` tells, beside that of a few steps (gpu_plan.py).
 
 deterministic: runs with deterministic: true, twice and resumed, bit for bit
-(gpu_deterministic.py), of which words choose some.
+(gpu_deterministic.py), of which further words choose some.
 
-te: the cases of Transformer Engine (gpu_te.py), of which words choose some.
+hangs: who is named where ranks hang over nccl (gpu_hangs.py), of which further words choose some.
+
+te: the cases of Transformer Engine (gpu_te.py), of which further words choose some.
 """
 
 import contextlib
@@ -37,7 +39,7 @@ from tests import test_model_families, test_moe
 from tests.shared import tiny, tiny_moe, world
 from tests.shared.layouts import AUX, CUT, DENSE, DIST_OVERLAP, EXPERTS, PACKED, PACKED_LAYOUTS
 from tests.shared.training import train
-from tests.tools import bench_gpu, gpu_deterministic, gpu_kernels, gpu_plan, gpu_te
+from tests.tools import bench_gpu, gpu_deterministic, gpu_hangs, gpu_kernels, gpu_plan, gpu_te
 
 CASES = {
     "megatron": {},
@@ -61,6 +63,7 @@ COMPILED_CASES = {
     ("qwen2", "float32"): {"compiled": COMPILED},
 }
 ALSO_COMPILED = ("gemma2", "deepseek_v3", "qwen2_moe, experts")
+CHOOSES = ("deterministic", "hangs", "te")  # parts with cases to choose
 TOLERANCE = 1e-5
 LEFT_OVER = 0.3  # GiB: workspaces of libraries; the weights alone are 0.9
 WIDE = dict(global_batch_size=8, count=22)  # two samples on each of four ranks
@@ -256,17 +259,18 @@ def parity() -> int:
 
 
 def main(words: list[str]) -> int:
-    """The name of a part, "te" or "deterministic" with further words: that part; none: all of them
-    -> the worst exit code."""
+    """The name of a part, some with further words: that part; none: all of them -> the worst exit
+    code."""
     parts = dict(
         kernels=gpu_kernels.main,
         memory=memory,
         plan=gpu_plan.main,
         parity=parity,
         deterministic=lambda: gpu_deterministic.main(words[1:]),
+        hangs=lambda: gpu_hangs.main(words[1:]),
         te=lambda: gpu_te.main(words[1:]),
     )
-    if words and words[0] not in parts or words[1:] and words[0] not in ("deterministic", "te"):
+    if words and words[0] not in parts or words[1:] and words[0] not in CHOOSES:
         print(__doc__)
         return 0 if words in (["--help"], ["-h"]) else 2
     if not torch.cuda.is_available():

@@ -1,0 +1,125 @@
+"""Pictures in a language model: transformers' module for them, and their features in place of
+embeddings.
+
+The tower is whole on each tensor- and context-parallel rank of the first pipeline stage. All of
+these run the same pictures, and each takes the features at its places. Under sequence parallelism
+a rank's gradient of the tower is that of its places: a partial sum, and marked so for megatron.
+Letters: n features, h hidden size, s, b as elsewhere.
+"""
+
+import json
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from .model_config import McaModelConfig, tower_on_meta
+from .model_layers import Rope
+from .parallel import to_device
+
+# -- positions
+
+
+def frequency_axes(sections: list[int], in_turns: bool) -> list[int]:
+    """The axis of positions for each frequency: 0 time, 1 height, 2 width.
+
+    sections: the number of frequencies of each. in_turns: time, height, width, time and so on,
+    until a section is full, and time for the rest; else one section after the other.
+    """
+    if not in_turns:
+        return [axis for axis, count in enumerate(sections) for _ in range(count)]
+    count = sum(sections)
+    return [i % 3 if i < 3 * sections[i % 3] else 0 for i in range(count)]
+
+
+class AxialRope:
+    """Rotary tables of positions along time, height and width."""
+
+    def __init__(self, config: McaModelConfig):
+        self.rope = Rope.of(config)
+        self.axes = torch.tensor(frequency_axes(config.mrope_section, config.mrope_in_turns))
+
+    def tables(
+        self, positions: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin [s, b, 1, rotary_dim] of positions [3, b, s]."""
+        inv_freq = to_device(torch.tensor(self.rope.inv_freq), positions.device)
+        axes = to_device(self.axes, positions.device)
+        of_frequency = positions.permute(2, 1, 0)[..., axes].float()  # [s, b, rotary_dim / 2]
+        return self.rope.tables((of_frequency * inv_freq)[:, :, None], dtype)
+
+
+# -- features
+
+
+class PlacedFeatures(NamedTuple):
+    """Features of pictures at this rank's places.
+
+    is_image: bool [s, b, 1], or [s / tp, b, 1] under sequence parallelism. embedded: [s, b, h], 0
+    for text. deepstack: one of the same shape for each of the first layers, added to its output.
+    """
+
+    is_image: torch.Tensor
+    embedded: torch.Tensor
+    deepstack: list[torch.Tensor]
+
+    def into(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The embeddings [s, b, h] with features in the places of pictures."""
+        return torch.where(self.is_image, self.embedded.to(hidden.dtype), hidden)
+
+
+class Tower(torch.nn.Module):
+    """transformers' module for pictures, as its family has it."""
+
+    def __init__(self, config: McaModelConfig):
+        from transformers.initialization import no_init_weights
+
+        super().__init__()
+        kind = type(tower_on_meta(json.dumps(config.hf_config, sort_keys=True)))
+        with no_init_weights():
+            self.module = kind(config.vision_config)
+        if config.recompute_granularity == "full":
+            self.module.gradient_checkpointing_enable()
+        for parameter in self.module.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+            parameter.of_tower = True  # see ckpt_megatron.is_of_tower
+        vision = config.vision_config
+        self.merge_size = vision.spatial_merge_size
+        patch = vision.patch_size
+        self.patch_channels = vision.in_channels * vision.temporal_patch_size * patch * patch
+
+    def _apply(self, fn, recurse=True):
+        """Keep the frequencies of positions in float32 whatever the weights' dtype, as transformers
+        does."""
+        before = {name: buffer for name, buffer in self.named_buffers()}
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            path, _, last = name.rpartition(".")
+            owner = self.get_submodule(path)
+            moved = getattr(owner, last)
+            setattr(owner, last, buffer.to(moved.device))
+        return self
+
+    @property
+    def is_trained(self) -> bool:
+        return any(parameter.requires_grad for parameter in self.parameters())
+
+    def forward(self, pixel_values, image_grid_thw, image_slot) -> PlacedFeatures | None:
+        """Features of the pictures of a micro-batch, at the places image_slot [b, s] of this rank.
+
+        pixel_values [patches, values of a patch] and image_grid_thw [pictures, 3], or None: then
+        a trained tower runs on an empty picture without a place, so that each rank has a gradient
+        for every bucket; None is the answer otherwise.
+        """
+        dtype = next(self.parameters()).dtype
+        if pixel_values is None:
+            if not (self.is_trained and torch.is_grad_enabled()):
+                return None
+            size = self.merge_size
+            pixel_values = torch.zeros(size * size, self.patch_channels, device=image_slot.device)
+            image_grid_thw = torch.tensor([[1, size, size]], device=image_slot.device)
+        output = self.module(pixel_values.to(dtype), grid_thw=image_grid_thw)
+        features = [output.pooler_output, *getattr(output, "deepstack_features", ())]
+        places = image_slot.t().contiguous() + 1  # 0 of text, a row of zeros without a gradient
+        placed = [F.embedding(places, F.pad(x, (0, 0, 1, 0)), padding_idx=0) for x in features]
+        return PlacedFeatures((places > 0)[..., None], placed[0], placed[1:])
