@@ -371,7 +371,7 @@ def build_trainer(plan: Plan, callbacks: Sequence = ()):
         print("\n".join(data.report), flush=True)
     built = build_model(plan)
     if data.vision is not None and arguments.backend.use_mca:
-        data.vision.makes_pixels = built.models[0].pre_process
+        data.vision.makes_pixels = built[0].pre_process
     make = plan.objective.trainer_class()
     second_model = None
     if plan.second_model is not None:

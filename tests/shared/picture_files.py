@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 
 import numpy as np
+import torch
 from PIL import Image
 from tokenizers import AddedToken
+from transformers import AutoModelForImageTextToText
 
 from mca_lite import DataArguments, load_datasets
 from mca_lite.data_images import Vision
@@ -80,3 +82,21 @@ def load(folder: Path, *dataset, template=TEMPLATE, stage="sft", **keys):
     data_args = DataArguments(**keys)
     vision = vision_of(model, tokenizer, data_args)
     return load_datasets(data_args, stage, tokenizer, vision=vision), tokenizer
+
+
+def save_whole_model(folder: Path, family: str = "qwen2_5_vl"):
+    """Save a tiny model with random weights, its tokenizer and image processor -> the tokenizer."""
+    from tests.shared import pictures
+
+    tokenizer = picture_tokenizer()
+    ids = tokenizer.convert_tokens_to_ids(list(TOKENS))
+    config = pictures.hf_config(family, vocab_size=len(tokenizer), max_position_embeddings=512)
+    names = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
+    for name, number in zip(names, ids, strict=True):
+        setattr(config, name, number)
+    torch.manual_seed(0)
+    AutoModelForImageTextToText.from_config(config).save_pretrained(folder)
+    patch = {"patch_size": config.vision_config.patch_size, "max_pixels": 256, "min_pixels": 16}
+    (folder / "preprocessor_config.json").write_text(json.dumps({**PROCESSOR, **patch}))
+    tokenizer.save_pretrained(folder)
+    return tokenizer
