@@ -1,13 +1,18 @@
 """Runs of the command line on pictures: the first losses are those of transformers' model, with
 its image processor and positions."""
 
+import base64
+import io
+import re
+
 import pytest
 import torch
 from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
+from mca_lite import cli_inspect
 from tests.shared.chats import assistant, conversation, user, write_records
-from tests.shared.commands import run_script
+from tests.shared.commands import answer, run_script
 from tests.shared.picture_files import TOKENS, draw, save_whole_model
 from tests.shared.training import read_log
 
@@ -97,3 +102,24 @@ def test_pairs_have_the_log_probabilities_of_transformers(folder, tmp_path):
             losses = answer_losses(folder, tokenizer, model, question, answer, of_record)
             sums.append(-losses.sum())
         assert line[f"logps/{side}"] == pytest.approx(torch.stack(sums).mean().item(), rel=1e-5)
+
+
+def test_inspect_shows_pictures_with_their_tokens(folder, tmp_path):
+    folder, _, _ = folder
+    name = "a'b\"<img>.png"
+    Image.open(folder / "2.png").save(folder / name)
+    odd = write_records(folder / "odd.jsonl", {**conversation("<image>", "b"), "images": [name]})
+    words = f"model_name_or_path={folder / 'model'} output_dir={tmp_path / 'out'} max_steps=1 "
+    words += f"dataset={folder / 'chats.jsonl'} eval_dataset={odd} cutoff_len=128 warmup_steps=0 "
+    words += f"cache_dir={tmp_path} --samples 4 --html {tmp_path / 'page.html'}"
+    code, out = answer(cli_inspect.main, words)
+    assert code == 0, out
+    # patches of 2 x 2 pixels, 4 of them a token: sides are multiples of 4, at most 256 pixels
+    assert "4 pictures, 33 of " in out and "1 picture, 15 of " in out
+    assert "<|vision_start|><|image_pad|> x 8<|vision_end|>what?" in out
+    assert f"{folder / '0.png'}: 8 tokens, (1, 4, 8) patches" in out
+    page = (tmp_path / "page.html").read_text()
+    urls = re.findall(r"<img src='data:image/png;base64,([\w+/=]+)' alt=''>", page)
+    sizes = [Image.open(io.BytesIO(base64.b64decode(url))).size for url in urls]
+    assert sizes == [(16, 8), (8, 8), (30, 17), (9, 12), (30, 17)]
+    assert "a&#39;b&#34;&lt;img&gt;.png: " in page and name not in page
