@@ -297,7 +297,8 @@ def model_class(hf):
     """transformers' class to make a model of its config: one of text, or of pictures too."""
     import transformers
 
-    if hasattr(hf, "vision_config"):
+    family = FAMILIES.get(hf.model_type)
+    if family is not None and family.has_pictures:
         return transformers.AutoModelForImageTextToText
     return transformers.AutoModelForCausalLM
 

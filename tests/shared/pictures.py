@@ -129,16 +129,20 @@ def train_ours(path: str, out: str, **keys) -> list:
     return train(path, out, **{**KEYS, "export": True, "data": samples(), **keys})
 
 
-def train_plain(path: str, out: str, frozen: tuple[str, ...] = ()) -> list:
-    """The same of transformers' model on one document at a time, in plain torch. frozen: prefixes
-    of parameters that are not trained."""
+def load_plain(path: str):
+    """transformers' model of a folder, float32."""
     from transformers import AutoModelForImageTextToText
 
-    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).train()
-    named = [(n, p) for n, p in model.named_parameters() if not n.startswith(frozen)]
-    trained = [parameter for _, parameter in named]
-    for parameter in set(model.parameters()) - set(trained):
-        parameter.requires_grad_(False)
+    return AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+
+
+def train_plain(path: str, out: str, adapt=None) -> list:
+    """The same of transformers' model on one document at a time, in plain torch. adapt: applied to
+    the model before."""
+    model = load_plain(path).train()
+    if adapt is not None:
+        model = adapt(model)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         dict(params=[p for p in trained if p.dim() != 1], weight_decay=0.1),
         dict(params=[p for p in trained if p.dim() == 1], weight_decay=0.0),
@@ -152,7 +156,8 @@ def train_plain(path: str, out: str, frozen: tuple[str, ...] = ()) -> list:
         total = 0.0
         for d in step:
             loss = loss_of(model, d) / count
-            loss.backward()
+            if loss.requires_grad:  # not that of text, if the tower alone is trained
+                loss.backward()
             total += loss.item()
         norm = torch.nn.utils.clip_grad_norm_(trained, 0.5)
         optimizer.step()
