@@ -148,7 +148,7 @@ def test_frozen_models_train_as_in_plain_torch(case, layout, references, trained
 def died_and_resumed(path: str, out: str, backend: str, **keys) -> tuple:
     """Curves of a run and of one that died, then the words of a resume with other frozen layers."""
 
-    freeze = by_keys({})
+    freeze = by_keys(FREEZE)
     keys = dict(keys, backend=backend, adapt=freeze, save_hf_checkpoints=True)
     return whole_and_resumed(path, out, **keys)
 
