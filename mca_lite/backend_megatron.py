@@ -229,6 +229,9 @@ class MegatronBackend(Backend):
         for model in self.model:
             model.loss_of_logits = of_logits
 
+    def use_timers(self, timers) -> None:
+        self.config.timers = timers
+
     def joins_rows(self, chunks) -> bool:
         """Not with pipelines, which fix shapes, experts, which drop or gather tokens by shapes, or
         capped scores, which are in memory whole."""
@@ -263,6 +266,8 @@ class MegatronBackend(Backend):
         if config.vision_config is not None:
             trained = (p for p in self.model.parameters() if p.requires_grad)
             [self._trains_tower] = parallel.largest(int(any(map(is_of_tower, trained))))
+        for part in parts_of(self.optimizer):
+            part.config.timers = config.timers
         config.finalize_model_grads_func = self._finalize_gradients
         config.grad_scale_func = self.optimizer.scale_loss
         if self.args.overlap_grad_reduce:

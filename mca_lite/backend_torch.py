@@ -263,7 +263,10 @@ class TorchBackend(Backend):
         if self.dp_size > 1:
             wrapped.always_sees = bool(self.tower)  # DDP waits for every gradient
             ids = [torch.cuda.current_device()] if torch.cuda.is_available() else None
-            wrapped = torch.nn.parallel.DistributedDataParallel(wrapped, device_ids=ids)
+            # buffers change on all ranks alike: a broadcast in each pass would only be waited for
+            wrapped = torch.nn.parallel.DistributedDataParallel(
+                wrapped, device_ids=ids, broadcast_buffers=False
+            )
         self.chunks = [wrapped]
         self.routers = TorchRouters(model, args)
         self.losses_of_routers = self.routers.losses
@@ -304,6 +307,9 @@ class TorchBackend(Backend):
     def use_loss(self, of_logits) -> None:
         self.loss_model.loss_of_logits = of_logits
 
+    def use_timers(self, timers) -> None:
+        self._timers = timers
+
     def create_optimizer(self):
         if OPTIMIZERS[self.args.optim].of_matrices:
             self._mark_matrices()
@@ -334,9 +340,12 @@ class TorchBackend(Backend):
         for i in range(len(micro_batches)):
             # DDP reads it, as no_sync() sets it: the gradients are reduced once
             model.require_backward_grad_sync = forward_only or i == len(micro_batches) - 1
+            passes = self._timers("model")
+            passes.start()
             with self.autocast():
                 output, loss_func = forward_step(iterator, model)
             loss, count, measured = loss_func(output)
+            passes.stop()
             tokens += count
             if not forward_only:
                 self._backward(loss, count, len(micro_batches))
@@ -370,8 +379,21 @@ class TorchBackend(Backend):
             loss = loss / num_micro_batches
         if self._scaler is not None:
             loss = loss * self._scaler.scale
-        if loss.requires_grad:  # not that of text, if the tower alone is trained
-            loss.backward()
+        if not loss.requires_grad:  # of text, if the tower alone is trained
+            return
+        passes = self._timers("model")
+        reduction = self._timers("reduction")
+
+        def begin_reduction() -> None:
+            passes.stop()
+            reduction.start()
+
+        passes.start()
+        # called before DDP waits for sums of gradients: its wait is queued after this
+        engine = torch.autograd.Variable._execution_engine
+        loss.register_hook(lambda _: engine.queue_callback(begin_reduction))
+        loss.backward()
+        reduction.stop()
 
     def _divide_by_tokens(self, tokens: torch.Tensor) -> None:
         """Make DDP's average of the ranks' sums the sum over all, divided by the tokens of all.
@@ -400,7 +422,8 @@ class TorchBackend(Backend):
             parameters, self.args.max_grad_norm or float("inf"), grad_norm
         )
         zeros = sum(int((g == 0).sum()) for g in grads) if self.args.log_num_zeros_in_grad else None
-        self.optimizer.step()
+        with self._timers("update"):
+            self.optimizer.step()
         return True, float(grad_norm), zeros
 
     def reduce(self, totals: torch.Tensor) -> torch.Tensor:

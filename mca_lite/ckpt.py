@@ -186,7 +186,8 @@ class Checkpoints:
         if args.async_save:
             self._job.thread.start()
         else:
-            self._job.write()
+            with trainer.phases.of["save"]:
+                self._job.write()
 
     def finish(self) -> None:
         """Wait for all ranks to have written a pending checkpoint, and name its folder.

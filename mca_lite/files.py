@@ -230,6 +230,11 @@ def may_be_on_hub(name: str) -> bool:
     return not (is_path or is_beside or path.is_file())
 
 
+def text_values(values: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a config.json about the language model: its own, or those of its text_config."""
+    return values.get("text_config") or values
+
+
 def read_model_config(
     name: str,
     judge: Judge,

@@ -302,7 +302,7 @@ def format_progress(logs: Mapping, max_steps: int, eta_s: float | None = None) -
     """One line for the numbers of one record of the log, in the order of METRICS."""
     parts = [f"step {logs['step']}/{max_steps}"]
     for metric in PROGRESS:
-        if metric.key in logs:
+        if metric.key in logs and not logs[metric.key] < metric.least:
             parts.append(f"{metric.name} {metric.form(logs[metric.key])}")
     for key, value in logs.items():
         if key not in _KNOWN and value:  # as skipped_iter, in the steps after which it is 0

@@ -442,9 +442,9 @@ class AutoModel:
         vocab_size: tokens of the result, if they are more than the folder's; weights_files.py
         describes the first values of new rows. config, source: the results of reading the folder
         before: its config, with the final number of tokens, and a source of its tensors
-        (weights_files.py) with as many rows. Each rank reads only the bytes of its slices.
-        Collectives: those that start the world. Raises ValueError for a model or layout that cannot
-        be built, and for weights that do not fill it exactly.
+        (weights_files.py) with as many rows. One replica reads only the bytes of its slices.
+        Collectives: those that start the world, and of weights_convert.fill. Raises ValueError for
+        a model or layout that cannot be built, and for weights that do not fill it exactly.
         """
         folder = Path(model_name_or_path)
         is_checkpoint = (folder / DIST_NAME).is_dir()  # of a run, of any layout
@@ -504,7 +504,6 @@ def load_torch_model(
     the result, if they are more than the folder's. config: transformers' config of the folder, if
     it was read before; it belongs to the model afterwards.
     """
-
     hf = config or load_hf_config(model_name_or_path, trust_remote_code)
     text = hf.get_text_config()
     vocab_size = vocab_size or text.vocab_size

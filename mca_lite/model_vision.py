@@ -77,16 +77,38 @@ class PlacedFeatures(NamedTuple):
         return torch.where(self.is_image, self.embedded.to(hidden.dtype), hidden)
 
 
+# transformers gives a kernel with such a name the borders of pictures, and calls any other once for
+# each picture, or window of one
+_VARLEN = "flash_varlen"
+
+
+def varlen_attention(
+    module, query, key, value, scaling=None, cu_seq_lens_q=None, max_length_q=None, **unused
+):
+    """Attention for transformers by torch's varlen kernel: query, key, value [1, n, t, d] of
+    pictures, or windows of them, end to end -> ([1, t, n, d], None)."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    heads = (x[0].transpose(0, 1) for x in (query, key, value))
+    longest = int(max_length_q)
+    out = varlen_attn(*heads, cu_seq_lens_q, cu_seq_lens_q, longest, longest, scale=scaling)
+    return out[None], None
+
+
 class Tower(torch.nn.Module):
     """transformers' module for pictures, as its family has it."""
 
     def __init__(self, config: McaModelConfig):
+        from transformers import AttentionInterface
         from transformers.initialization import no_init_weights
 
         super().__init__()
         kind = type(tower_on_meta(json.dumps(config.hf_config, sort_keys=True)))
         with no_init_weights():
             self.module = kind(config.vision_config)
+        if torch.cuda.is_available() and config.params_dtype != torch.float32:
+            AttentionInterface.register(_VARLEN, varlen_attention)
+            self.module.config._attn_implementation = _VARLEN
         if config.recompute_granularity == "full":
             self.module.gradient_checkpointing_enable()
         for parameter in self.module.parameters():

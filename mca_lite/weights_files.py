@@ -34,6 +34,7 @@ from .files import (
     read_json,
     replacing,
     resolve_folder,
+    text_values,
     write_json,
 )
 
@@ -106,8 +107,8 @@ def write_hf_config(
     if source and (Path(source) / HF_CONFIG_NAME).is_file():
         stored = read_json(Path(source) / HF_CONFIG_NAME)
         values = stored if "model_type" in stored else values  # else it is no model's
-    text = values.get("text_config") or values
-    trained = hf_config.get("text_config") or hf_config
+    text = text_values(values)
+    trained = text_values(hf_config)
     if "vocab_size" in trained:
         text["vocab_size"] = trained["vocab_size"]
     key = "num_nextn_predict_layers"

@@ -4,18 +4,15 @@ transformers' own class in a plain loop.
 
 import functools
 import re
-import shutil
-from pathlib import Path
 
 import pytest
-from safetensors.torch import save_file
 
 from tests.shared import pictures, world
 from tests.shared.cells import shared_worlds, thinned
 from tests.shared.files import assert_same_bytes, assert_same_tensors, tensors
 from tests.shared.frozen import by_keys, by_pattern
 from tests.shared.layouts import DIST_OPT, ONE_ROW, OVERLAP, PACKED, PP2, TP2_SP, TWO_ROWS
-from tests.shared.lora_tools import TARGETS, adapter_of, load, with_peft
+from tests.shared.lora_tools import adapter_of, load
 from tests.shared.training import assert_same_curve, whole_and_resumed
 
 FAMILIES = list(pictures.FAMILIES)
@@ -118,60 +115,28 @@ def test_a_run_with_pictures_resumes_bit_for_bit(paths, tmp_path):
         assert resumed == whole
 
 
-def respelt(name: str, pairs: dict) -> str:
-    """The name with the first of the prefixes that it has replaced."""
-    for prefix, other in pairs.items():
-        if name.startswith(prefix):
-            return other + name.removeprefix(prefix)
-    return name
-
-
-def spelt(path: str, folder: Path, is_older: bool) -> str:
-    """A copy of a model's folder with names of files as of transformers' modules, or older ones."""
-    pairs = {"model.visual.": "visual.", "model.language_model.": "model."}
-    if not is_older:
-        pairs = {"visual.": "model.visual.", "model.": "model.language_model."}
-    named = tensors(path)
-    if any(name.startswith("visual.") for name in named) != is_older:
-        named = {respelt(name, pairs): tensor for name, tensor in named.items()}
-    folder.mkdir()
-    save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
-    shutil.copy(f"{path}/config.json", folder)
-    return str(folder)
-
-
 # transformers reads no older names for qwen3_vl
 @pytest.mark.parametrize(
     "family, is_older",
     [(family, False) for family in FAMILIES] + [(family, True) for family in FAMILIES[:2]],
 )
 def test_names_and_bytes_of_the_source_are_exported(family, is_older, paths, tmp_path):
-    path = spelt(paths[family], tmp_path / "source", is_older)
+    path = paths[family]
+    if any(name.startswith("visual.") for name in tensors(path)) != is_older:
+        path = pictures.renamed(path, tmp_path / "source")
     still = dict(learning_rate=0.0, steps=1)
     world.run(pictures.train_ours, 1, path, str(tmp_path / "out"), **TORCH, **still)
     assert_same_bytes(tensors(tmp_path / "out"), tensors(path))
-
-
-def adapt_with_peft(folder: str):
-    """Wrap a model by peft, its language model's linears alone; the adapters are saved before."""
-
-    def adapt(model):
-        targets = rf".*language_model.*\.({'|'.join(TARGETS)})"
-        wrapped = with_peft(model, targets)
-        wrapped.save_pretrained(folder)
-        return wrapped
-
-    return adapt
 
 
 def train_adapters(path: str, out: str, adapter: str, **more) -> list:
     return pictures.train_ours(path, out, adapt=functools.partial(load, adapter), **more)
 
 
-@pytest.mark.parametrize("layout", ["torch_dp2", "one", "tp2_sp_packed"])
+@pytest.mark.parametrize("layout", ["torch_dp2", "torch_packed"])
 def test_adapters_of_the_language_model_train_as_with_peft(layout, paths, tmp_path):
     path = paths["qwen2_5_vl"]
-    adapt = adapt_with_peft(str(tmp_path / "start"))
+    adapt = functools.partial(pictures.with_peft, str(tmp_path / "start"))
     curve = pictures.train_plain(path, str(tmp_path / "end"), adapt)
     ranks, keys = LAYOUTS[layout]
     got = world.run(

@@ -27,16 +27,10 @@ def peft_model(path: str, targets=TARGETS, seed: int = 3, **config):
 
     They are small enough for peft's own curve in float32 to be within 2e-7 of that in float64.
     """
+    from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    return with_peft(model, targets, seed, **config)
-
-
-def with_peft(model, targets=TARGETS, seed: int = 3, **config):
-    """A transformers model, wrapped by peft as peft_model does."""
-    from peft import LoraConfig, get_peft_model
-
     keys = {
         **dict(r=RANK, lora_alpha=ALPHA, target_modules=targets, task_type="CAUSAL_LM"),
         **config,
