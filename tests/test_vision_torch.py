@@ -3,7 +3,9 @@ transformers' own class in a plain loop.
 """
 
 import functools
+import json
 import re
+import shutil
 
 import pytest
 
@@ -106,6 +108,46 @@ def test_parts_of_a_family_train_as_transformers_does(case, layout, paths, plain
         module = re.sub("^model.(?=layers|norm|embed)", "model.language_model.", module)
         is_trained = re.search(PARTS[part][2], module) is not None
         assert start[name].equal(end[name]) != is_trained, name
+
+
+@pytest.mark.parametrize("layout", ["torch", "tp2_sp_packed"])
+def test_the_summary_counts_what_trains_of_each_part(layout, paths, tmp_path):
+    ranks, keys = LAYOUTS[layout]
+    path = paths["qwen2_5_vl"]
+    world.run(train_frozen, ranks, path, str(tmp_path), {}, steps=1, **keys)
+    weights = {name: x.numel() for name, x in tensors(path).items()}
+    projector = sum(n for name, n in weights.items() if "visual.merger" in name)
+    tower = sum(n for name, n in weights.items() if "visual" in name) - projector
+    summary = json.loads((tmp_path / "run_summary.json").read_text())["sections"]["model"]
+    line = summary["trained of each part"]
+    assert line.startswith(
+        f"vision_tower 0 of {tower:,}, multi_modal_projector 0 of {projector:,},"
+    )
+    text = sum(weights.values()) - tower - projector
+    if layout == "torch":
+        assert line.endswith(f"language_model {text:,} of {text:,}")
+
+
+PROCESSOR = {
+    "preprocessor_config.json": {"size": 1},
+    "video_preprocessor_config.json": {"size": 2},
+    "processor_config.json": {"size": 3},
+    "chat_template.json": {"chat_template": "{{ messages }}"},
+}
+
+
+@pytest.mark.parametrize("layout", ["torch", "one"])
+def test_the_processors_files_go_into_exports_and_checkpoints(layout, paths, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(paths["qwen2_vl"], source)
+    for name, values in PROCESSOR.items():
+        (source / name).write_text(json.dumps(values))
+    out = tmp_path / "out"
+    keys = dict(LAYOUTS[layout][1], save_strategy="steps", save_steps=1, save_hf_checkpoints=True)
+    world.run(pictures.train_ours, 1, str(source), str(out), steps=1, **keys)
+    for folder in (out, out / "checkpoint-1" / "hf"):
+        for name, values in PROCESSOR.items():
+            assert json.loads((folder / name).read_text()) == values
 
 
 def test_a_run_with_pictures_resumes_bit_for_bit(paths, tmp_path):
