@@ -601,8 +601,9 @@ def _with_pictures(text: Family, **changes) -> Family:
     for row in text.rows:
         hf = tuple(re.sub("^model[.]", "model.language_model.", name) for name in row.hf)
         rows.append(replace(row, hf=hf))
-    added = dict(rows=(*rows, _TOWER_ROW), has_pictures=True, vision_parts=_VISION_PARTS)
-    return replace(text, **added, **changes)
+    rows.append(_TOWER_ROW)
+    changes["vision_parts"] = _VISION_PARTS
+    return replace(text, rows=tuple(rows), has_pictures=True, **changes)
 
 
 def _sections(hf) -> dict[str, Any]:

@@ -541,6 +541,7 @@ def run_summary(trainer, plan) -> dict[str, dict]:
     args = trainer.args
     backend = trainer.backend
     config = getattr(trainer.model, "config", None)
+    model_type = getattr(config, "hf_model_type", None) or getattr(config, "model_type", None)
     total, trained = backend.num_parameters()
     device = parallel.device().type
     precision = backend.precision
@@ -560,8 +561,9 @@ def run_summary(trainer, plan) -> dict[str, dict]:
     sections = {
         "model": {
             "name": getattr(config, "name_or_path", None),
-            "type": getattr(config, "hf_model_type", None) or getattr(config, "model_type", None),
+            "type": model_type,
             "parameters on this rank": f"{total:,} ({trained:,} trained)",
+            "trained of each part": freezing.parts_summary(trainer.model, model_type),
             "weights": getattr(trainer.model, "weights_from", None) or "as given",
             "precision": precision,
         },

@@ -53,6 +53,15 @@ class AxialRope:
 # -- features
 
 
+def empty_picture(vision_config, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(pixel_values, image_grid_thw) of the smallest picture: zeros, for one feature."""
+    size = vision_config.spatial_merge_size
+    patch = vision_config.patch_size
+    channels = vision_config.in_channels * vision_config.temporal_patch_size * patch * patch
+    pixels = torch.zeros(size * size, channels, device=device)
+    return pixels, torch.tensor([[1, size, size]], device=device)
+
+
 class PlacedFeatures(NamedTuple):
     """Features of pictures at this rank's places.
 
@@ -114,10 +123,7 @@ class Tower(torch.nn.Module):
         for parameter in self.module.parameters():
             parameter.sequence_parallel = config.sequence_parallel
             parameter.of_tower = True  # see ckpt_megatron.is_of_tower
-        vision = config.vision_config
-        self.merge_size = vision.spatial_merge_size
-        patch = vision.patch_size
-        self.patch_channels = vision.in_channels * vision.temporal_patch_size * patch * patch
+        self.vision_config = config.vision_config
 
     def _apply(self, fn, recurse=True):
         """Keep the frequencies of positions in float32 whatever the weights' dtype, as transformers
@@ -146,9 +152,7 @@ class Tower(torch.nn.Module):
         if pixel_values is None:
             if not (self.is_trained and torch.is_grad_enabled()):
                 return None
-            size = self.merge_size
-            pixel_values = torch.zeros(size * size, self.patch_channels, device=image_slot.device)
-            image_grid_thw = torch.tensor([[1, size, size]], device=image_slot.device)
+            pixel_values, image_grid_thw = empty_picture(self.vision_config, image_slot.device)
         output = self.module(pixel_values.to(dtype), grid_thw=image_grid_thw)
         features = [output.pooler_output, *getattr(output, "deepstack_features", ())]
         places = image_slot.t().contiguous() + 1  # 0 of text, a row of zeros without a gradient
