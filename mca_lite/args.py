@@ -132,6 +132,13 @@ class DataArguments(ArgumentGroup):
         None, "enable_thinking of the chat template (None: not passed)"
     )
     ignore_message_keys: list[str] = arg([], "unknown keys of messages to leave out")
+    media_dir: str | None = arg(None, "folder of pictures (None: that of the dataset's file)")
+    image_max_pixels: int | None = arg(
+        None, "larger pictures are made smaller (None: as the model's image processor says)", low=1
+    )
+    image_min_pixels: int | None = arg(
+        None, "smaller pictures are made larger (None: as the model's image processor says)", low=1
+    )
 
     normalise = normalise_data
     check = check_data
@@ -144,8 +151,26 @@ class FinetuningArguments(ArgumentGroup):
     stage: str = arg(
         "sft", "pt: plain text, sft: conversations, dpo: preference pairs", choices=OBJECTIVES
     )
-    finetuning_type: Literal["full", "lora"] = arg(
-        "full", "full: train every weight; lora (LLaMA-Factory's default): train adapters"
+    finetuning_type: Literal["full", "lora", "freeze"] = arg(
+        "full",
+        "full: train every weight; lora (LLaMA-Factory's default): train adapters; freeze: train "
+        "some layers",
+    )
+    freeze_trainable_layers: int = arg(
+        2, "freeze: layers in training: the last n, or -n: the first n"
+    )
+    freeze_trainable_modules: list[str] = arg(
+        ["all"], "freeze: modules of these layers in training, such as self_attn, mlp"
+    )
+    freeze_extra_modules: list[str] | None = arg(
+        None, "freeze: modules outside of layers in training: embed_tokens, norm, lm_head"
+    )
+    freeze_vision_tower: bool = arg(True, "models with images: do not train the vision tower")
+    freeze_multi_modal_projector: bool = arg(
+        True, "models with images: do not train the projector behind the tower"
+    )
+    freeze_language_model: bool = arg(
+        False, "models with images: do not train the language model and its head"
     )
     lora_rank: int = arg(8, "rank of the adapters", low=1, high=65_536)
     lora_alpha: float | None = arg(

@@ -39,8 +39,16 @@ _NEEDS_OF_ADAPTERS = (
         "finetuning_type: lora",
         is_harmless=True,
     ),
-    Need(_OF_ADAPTERS, "!adapter_name_or_path|finetuning_type=full", "adapter_name_or_path:", True),
+    Need(
+        _OF_ADAPTERS, "!adapter_name_or_path|!finetuning_type=lora", "adapter_name_or_path:", True
+    ),
+    Need(
+        "freeze_trainable_layers freeze_trainable_modules freeze_extra_modules",
+        "finetuning_type=freeze",
+        "finetuning_type: freeze",
+    ),
 )
+_OF_LANGUAGE = "adapters are on the language model alone, and all other weights are frozen"
 _ON_ADAPTERS = "it is not supported together with adapters"
 
 NAMED = (Rule("!dataset !eval_dataset", "it names no data", SOME_DATA),)
@@ -65,11 +73,26 @@ _DATA = (
 )
 _FINETUNING = (
     Rule(
-        "adapter_name_or_path finetuning_type=full",
-        "finetuning_type is full, and the adapter would not be used",
+        "adapter_name_or_path !finetuning_type=lora",
+        "finetuning_type is not lora, and the adapter would not be used",
         "finetuning_type: lora",
     ),
     Rule("!lora_target finetuning_type=lora", "it names no layer", "lora_target: all"),
+    Rule(
+        "!freeze_vision_tower finetuning_type=lora",
+        _OF_LANGUAGE,
+        "freeze_vision_tower: true, or finetuning_type: full",
+    ),
+    Rule(
+        "!freeze_multi_modal_projector finetuning_type=lora",
+        _OF_LANGUAGE,
+        "freeze_multi_modal_projector: true, or finetuning_type: full",
+    ),
+    Rule(
+        "freeze_language_model finetuning_type=lora",
+        _OF_LANGUAGE,
+        "freeze_language_model: false, or finetuning_type: full",
+    ),
 )
 _OF_PAIRS = (
     Rule(
@@ -96,8 +119,8 @@ BACKEND = (
         "optim: adam",
     ),
     Rule(
-        "moe_router_bias_update_rate finetuning_type=lora",
-        "adapters change no weight of the base model, nor the routers' bias",
+        "moe_router_bias_update_rate !finetuning_type=full",
+        "frozen routers keep their bias",
         "moe_router_bias_update_rate: 0",
     ),
 )
@@ -336,13 +359,16 @@ def resolve_targets(targets: Iterable[str], candidates: list, judge: Judge) -> t
     """
     chosen = set()
     known = dict.fromkeys(_last(name) for c in candidates for name in (c.hf, c.mca) if name)
+    reason = "it means no layer of this model"
+    if any(".language_model." in candidate.hf for candidate in candidates):
+        reason += f", and {_OF_LANGUAGE}"
     for target in targets:
         matches = {c.hf for c in candidates if target == c.hf}
         matches = matches or {c.hf for c in candidates if _is_match(target, c)}
         judge.expect(
             matches,
             "lora_target",
-            "it means no layer of this model",
+            reason,
             f"all, some of {', '.join(known)}, or a pattern over names such as {candidates[-2].hf}",
             target,
         )
@@ -452,6 +478,17 @@ def check_new_rows(modules_to_save, num_new: int, is_tied: bool, judge: Judge) -
         f"the rows of {num_new} new tokens would not be trained: {', '.join(lacking)} is not in it",
         f"modules_to_save: {', '.join(EMBEDDING_AND_HEAD)}",
         saved,
+    )
+
+
+def check_frozen_rows(trained: Iterable[str] | None, num_new: int, judge: Judge) -> None:
+    """Refuse rows of new tokens in a frozen matrix. trained: Hugging Face modules, None for all."""
+    frozen = [end for end in EMBEDDING_AND_HEAD if not any(m.endswith(end) for m in trained or ())]
+    judge.expect(
+        trained is None or not num_new or not frozen,
+        "finetuning_type",
+        f"the rows of {num_new} new tokens would not be trained: {', '.join(frozen)} is frozen",
+        f"freeze_extra_modules: {', '.join(EMBEDDING_AND_HEAD)}",
     )
 
 

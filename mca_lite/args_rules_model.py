@@ -100,6 +100,14 @@ _FP8 = (
         "transformer_impl: transformer_engine, or fp8 left out",
     ),
 )
+_WITHOUT_TOWER = tuple(
+    Rule(f"{wrong}{key}", "the model has no vision tower", f"{key} left out")
+    for wrong, key in (
+        ("!", "freeze_vision_tower"),
+        ("!", "freeze_multi_modal_projector"),
+        ("", "freeze_language_model"),
+    )
+)
 _WITHOUT_TE = (
     Rule(
         "recompute_modules=layernorm",
@@ -347,6 +355,8 @@ def check_numbers(values: dict[str, Any], judge: Judge) -> None:
 def check_config(values: dict[str, Any], a: Any, judge: Judge) -> None:
     """Apply every rule between a raw config.json and the arguments."""
     check_type(values, judge, a.use_mca)
+    if "vision_config" not in values:
+        judge.apply(_WITHOUT_TOWER)
     before = len(judge.problems)
     numbers = numbers_of(values)
     check_numbers(values, judge)
@@ -385,7 +395,7 @@ def check_torch_packing(hf_config: Any, judge: Judge) -> None:
     has_window = getattr(config, "sliding_window", None) is not None
     layers = getattr(config, "layer_types", None) or ["sliding_attention"]
     judge.expect(
-        config.model_type in FAMILIES and not (has_window and "sliding_attention" in layers),
+        hf_config.model_type in FAMILIES and not (has_window and "sliding_attention" in layers),
         "sequence_packing",
         f"with use_mca: false the mask of packed rows works in families that megatron-core trains, "
         f"without a sliding window, and this model is {config.model_type}",

@@ -90,6 +90,10 @@ class Backend(abc.ABC):
         """Replace the trained model's cross entropy by this loss of tokens (None: restore it)."""
 
     @abc.abstractmethod
+    def use_timers(self, timers: Callable) -> None:
+        """Time a step's parts by timers(name).start() and stop(), as megatron-core's Timers."""
+
+    @abc.abstractmethod
     def create_optimizer(self):
         """Make the optimizer, set it as `optimizer` and return it."""
 

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 
 from . import lora, parallel, weights_convert
-from .args_rules import is_saved
 from .args_rules_model import check_gate
 from .backend import Backend
 from .batch import (
@@ -24,6 +23,7 @@ from .batch import (
 from .ckpt_megatron import MegatronSnapshot, is_of_tower, load_megatron, owned_parameters
 from .errors import Judge, expect
 from .families import rows_of
+from .freezing import trains
 from .loss_tokens import TrainedPlaces
 from .mcore import (
     ColumnParallelLinear,
@@ -235,6 +235,9 @@ class MegatronBackend(Backend):
         for model in self.model:
             model.loss_of_logits = of_logits
 
+    def use_timers(self, timers) -> None:
+        self.config.timers = timers
+
     def joins_rows(self, chunks) -> bool:
         """Not with pipelines, which fix shapes, experts, which drop or gather tokens by shapes, or
         capped scores, which are in memory whole."""
@@ -269,6 +272,8 @@ class MegatronBackend(Backend):
         if config.vision_config is not None:
             trained = (p for p in self.model.parameters() if p.requires_grad)
             [self._trains_tower] = parallel.largest(int(any(map(is_of_tower, trained))))
+        for part in parts_of(self.optimizer):
+            part.config.timers = config.timers
         config.finalize_model_grads_func = self._finalize_gradients
         config.grad_scale_func = self.optimizer.scale_loss
         if self.args.overlap_grad_reduce:
@@ -296,8 +301,7 @@ class MegatronBackend(Backend):
             if not row.fused:  # in a fused one the order of rows does not matter
                 groups = weights_convert.num_groups(row, config)
                 sizes = [n // groups for n in weights_convert.row_sizes(row, size, config)]
-            # experts come as views of their stacked weight
-            parameter = view if view._base is None else view._base
+            parameter = weights_convert.stacked(view)
             master = getattr(parameter, "main_param", parameter)
             parameter.matrices = master.matrices = Matrices(sizes, groups, **cut)
 
@@ -380,11 +384,10 @@ class MegatronBackend(Backend):
     def _num_zeros_of_padding(self) -> int:
         """The gradient's elements in the vocabulary's padding, all zero."""
         config = self.config
-        spec = lora.spec_of(self.model)
-        count = 2 - config.tie_embeddings_and_output_weights  # of matrices
-        if spec is not None:
-            names = weights_convert.vocabulary_names(config)
-            count = sum(is_saved(lora.module_of(name), spec) for name in names)
+        modules = {lora.module_of(name) for name in weights_convert.vocabulary_names(config)}
+        if config.tie_embeddings_and_output_weights:
+            modules.discard("lm_head")
+        count = sum(trains(self.model, module) for module in modules)
         return count * (config.padded_vocab_size - config.vocab_size) * config.hidden_size
 
     # -- numbers

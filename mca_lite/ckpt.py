@@ -37,6 +37,7 @@ from .callbacks import TrainerState, ranking_of, restore_states
 from .ckpt_folder import CheckpointError
 from .data_stream import TokenStream
 from .files import TRAINER_STATE_NAME, read_json, write_file
+from .freezing import KEYS_OF_TRAINED
 from .kernels import AdamW
 from .mcore import get_cuda_rng_tracker
 from .optim import load_scaler_states, scaler_states
@@ -70,8 +71,8 @@ class TorchSnapshot:
 
 
 def _changing(model) -> NamedTensors:
-    """(name, tensor) of the parameters in training, and of the buffers if all are trained."""
-    is_whole = all(parameter.requires_grad for parameter in model.parameters())
+    """(name, tensor) of a model; of one with adapters the parameters in training alone."""
+    is_whole = lora.spec_of(model) is None
     return ((name, x) for name, x in named_tensors(model) if is_whole or x.requires_grad)
 
 
@@ -185,7 +186,8 @@ class Checkpoints:
         if args.async_save:
             self._job.thread.start()
         else:
-            self._job.write()
+            with trainer.phases.of["save"]:
+                self._job.write()
 
     def finish(self) -> None:
         """Wait for all ranks to have written a pending checkpoint, and name its folder.
@@ -488,12 +490,13 @@ def _ranking(settings: dict) -> tuple[str, bool]:
 
 def _fixed_settings(before: dict, backend: str) -> list[str]:
     """The keys of settings that decide the states of an optimizer. backend: megatron or torch."""
+    fixed = ["optim", *KEYS_OF_TRAINED]
     if backend == "torch":
-        return ["optim", "exp_avg_dtype", "exp_avg_sq_dtype"]  # of tensors loaded without a cast
+        return [*fixed, "exp_avg_dtype", "exp_avg_sq_dtype"]  # of tensors loaded without a cast
     is_half = "true" in (_shown(before.get("bf16")), _shown(before.get("fp16")))
     if is_half or before.get("finetuning_type") == "lora":  # adapters are float32 anyway
-        return ["optim"]
-    return ["optim", "bf16", "fp16"]  # there are no float32 weights beside the model's
+        return fixed
+    return [*fixed, "bf16", "fp16"]  # there are no float32 weights beside the model's
 
 
 def _refuse_changes(changed: dict, keys: Iterable[str], folder: Path) -> None:

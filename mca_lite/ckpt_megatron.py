@@ -118,12 +118,16 @@ class MegatronSnapshot:
         holders = holders_of_all(models, optimizer)
         chunks = _sharded(models)
         state = {name: _mine_to_write(chunk, holders, copy) for name, chunk in chunks.items()}
+        weights, _ = save_preprocess(state)
+        states: dict = {}
         if optimizer is not None:
             tensors = _by_parameter(chunks)
-            state["optimizer"] = _optimizer_to_write(optimizer, models, tensors, holders, copy)
+            states = _optimizer_to_write(optimizer, models, tensors, holders, copy)
             self._steps = _optimizer_steps(optimizer, models)
-        sharded, _ = save_preprocess(state)
-        self._tensors = [x for x in nested_values(sharded) if is_main_replica(x.replica_id)]
+            # unchecked: megatron stacks a matrix of all layers, and frozen ones have no state
+            states, _ = save_preprocess(states, validate_access_integrity=False)
+        tensors = (*nested_values(weights), *nested_values(states))
+        self._tensors = [tensor for tensor in tensors if is_main_replica(tensor.replica_id)]
         self.config_json = models.config.to_json_string()
 
     def write(self, folder: Path) -> tuple[list[str], list]:

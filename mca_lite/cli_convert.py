@@ -21,6 +21,7 @@ from .files import (
     ADAPTER_CONFIG_NAME,
     HF_CONFIG_NAME,
     HF_GENERATION_CONFIG_NAME,
+    PROCESSOR_FILES,
     TOKENIZER_FILES,
     check_can_write,
     copy_files,
@@ -33,7 +34,7 @@ from .files import (
 )
 
 # files of a model beside its weights and config.json
-_SIDE_FILES = (*TOKENIZER_FILES, HF_GENERATION_CONFIG_NAME)
+_SIDE_FILES = (*TOKENIZER_FILES, *PROCESSOR_FILES, HF_GENERATION_CONFIG_NAME)
 
 
 def main(words: list[str]) -> int:

@@ -63,7 +63,7 @@ def _doctor() -> int:
     here = world.current()
     findings = []
     if here.local_rank == 0:  # once a machine
-        for check in (versions, devices, compiler, limits):
+        for check in (versions, devices, compiler, engine, limits):
             findings += _guarded(check, "install this package's requirements anew")
     reach = "NCCL_DEBUG=INFO says more; see to firewalls, MASTER_ADDR, GLOO_SOCKET_IFNAME"
     findings += _guarded(messages, reach)
@@ -156,6 +156,30 @@ def compiler() -> Iterator[Finding]:
         yield Finding(subject, reason or "works", is_broken, remedy)
 
 
+def engine() -> Iterator[Finding]:
+    """Transformer Engine beside this megatron-core, where it works."""
+    from . import mcore, model_config
+
+    if model_config.transformer_engine_works():
+        version = importlib.metadata.version("transformer-engine")
+        yield engine_pair(version, mcore.__version__, mcore.of_minor("transformer_engine"))
+
+
+def engine_pair(engine: str, megatron: str, fits: str) -> Finding:
+    """Transformer Engine beside a megatron-core. fits: the versions for that one."""
+    from packaging.specifiers import SpecifierSet
+
+    from .mcore import RUN_WITH_ENGINE
+
+    minors = tuple(".".join(version.split(".")[:2]) for version in (megatron, engine))
+    told = "a tested pair" if minors in RUN_WITH_ENGINE else "an untested pair"
+    if not SpecifierSet(fits).contains(engine, prereleases=True):
+        told = f"megatron-core {minors[0]} takes {fits}"
+    text = f"Transformer Engine {engine} with megatron-core {megatron}: {told}"
+    remedy = f'pip install "transformer-engine[pytorch]{fits}", then `make gpu ARGS=te`'
+    return Finding("pair", text, int(minors not in RUN_WITH_ENGINE), remedy)
+
+
 def limits() -> Iterator[Finding]:
     """Shared memory and the limits of a process."""
     usage = shutil.disk_usage("/dev/shm")
@@ -170,10 +194,11 @@ def limits() -> Iterator[Finding]:
         ("locked bytes", resource.RLIMIT_MEMLOCK, sys.maxsize * has_infiniband, pins),
     )
     for subject, limit, least, remedy in rows:
-        most = resource.getrlimit(limit)[0]
-        if most == resource.RLIM_INFINITY:
-            most = sys.maxsize
-        yield Finding(subject, f"at most {most:,}", most < least, remedy)
+        soft, hard = (min(sys.maxsize, number % 2**64) for number in resource.getrlimit(limit))
+        text = f"at most {soft:,}"
+        if limit == resource.RLIMIT_NOFILE and soft < hard:
+            text += f"; a rank raises it to {hard:,}, torchrun with the store does not"
+        yield Finding(subject, text, soft < least, remedy)
 
 
 # -- of ranks

@@ -15,7 +15,8 @@ import itertools
 import json
 import math
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
+from pathlib import Path
 from typing import NamedTuple
 
 from . import world
@@ -82,14 +83,16 @@ def step_time(
     rates: Rates,
     frozen=False,
     reference=False,
+    trained: Set[str] | None = None,
 ) -> StepTime | None:
     """The parts of a step of args.train_global_batch_size samples; None if the model's sizes are
     unknown.
 
     memory: the fullest rank's RankMemory. lengths: of a sample's documents. frozen: adapters are
-    trained. reference: a second model of the same size passes forward.
+    trained. reference: a second model of the same size passes forward. trained: the modules in
+    training beside frozen ones.
     """
-    from .log import ModelWork, model_sizes  # with torch
+    from .log import ModelWork, model_sizes, partial_work  # with torch
 
     sizes = model_sizes(config)
     if sizes is None:
@@ -101,6 +104,8 @@ def step_time(
     beside = sizes if reference else None
     # adapters are less than a percent
     work = ModelWork(sizes.weights * frozen, sizes.weights * (not frozen), sizes.core, beside)
+    if trained is not None:
+        work = partial_work(config, trained, beside)
     head = sizes.hidden_size * sizes.vocab_size
     products = work.flops(tokens, 0) + 2 * recomputes * (sizes.weights - head) * tokens
     attention = work.flops(0, squares) + 2 * recomputes * sizes.core * squares
@@ -249,6 +254,7 @@ class _Layout:
                 *(self.args, self.config, self.memory, model.lengths, options.gpus, rates),
                 frozen=model.spec is not None,
                 reference=model.reference is not None,
+                trained=model.trained,
             )
 
     @functools.cached_property
@@ -262,16 +268,17 @@ class _Layout:
 
         args = self.args
         width = self.config.params_dtype.itemsize
+        of_weights = self.num_parameters * width
         states = masters = 0
         if not args.save_only_model:
             row = OPTIMIZERS[args.optim]
             states = 4 * len(row.of_matrices or row.states)
             masters = 4 * (width < 4)  # float32
-        size = self.num_parameters * (width + states + masters)
+        size = of_weights + self.model.tensors(self.config).total_trained * (states + masters)
         if self.model.spec is not None:  # the adapters alone are kept, in float32
             ranks = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
             size = self.memory.trained * ranks * (4 + states)
-        return self.num_parameters * width, size
+        return of_weights, size
 
     def rank(self) -> tuple:
         """Sort key of layouts: the fastest, then the one with the fewest messages, then the
@@ -333,12 +340,14 @@ def _run_lines(layout: _Layout) -> list[str]:
     of_epoch = 0
     if args.max_steps <= 0:
         from .data import load_datasets
-        from .run import load_tokenizer
+        from .run import load_tokenizer, vision_of
 
         run = layout.arguments
         tokenizer = load_tokenizer(run.model.model_name_or_path, run.model.trust_remote_code)
         seed = args.order_seed
-        train = load_datasets(run.data, run.finetuning.stage, tokenizer, seed).train
+        folder = Path(run.model.model_name_or_path)
+        vision = vision_of(layout.config, folder, tokenizer, run.data)
+        train = load_datasets(run.data, run.finetuning.stage, tokenizer, seed, vision).train
         of_epoch = math.ceil(len(train) / samples)
         data = f"{len(train):,} samples, {train.num_tokens:,} tokens"
     steps = args.steps_of_run(of_epoch)

@@ -278,6 +278,8 @@ class Family:
     prediction_layers: bool = False
     # transformers' model reads partial_rotary_factor
     partial_rotary: bool = False
+    # parts beside the language model -> modules of Hugging Face's with their weights
+    vision_parts: dict[str, tuple[str, ...]] = field(default_factory=dict)
     # the language model of a model with pictures: config keys are those of its text_config
     has_pictures: bool = False
     # transformers saves its tensors under the names of OLDER_PREFIXES
@@ -449,6 +451,8 @@ def _deepseek_v2(hf) -> dict[str, Any]:
     return {**experts, "moe_router_group_score": "max", **_latent_fields(hf)}
 
 
+LANGUAGE_MODEL = "language_model"  # the part of a model beside those for images
+
 FAMILIES: dict[str, Family] = {
     "llama": Family(dense_rows(), refusals="hidden_act attention_bias mlp_bias"),
     "mistral": Family(dense_rows(), has_windows=True),
@@ -580,6 +584,15 @@ FAMILIES: dict[str, Family] = {
 # prefixes of transformers' modules -> those of older files, as of Qwen2-VL on the hub
 OLDER_PREFIXES = {"model.visual.": "visual.", "model.language_model.": "model."}
 _TOWER_ROW = Row("vision_model.module.*", ("model.visual.*",), "module")
+_VISION_PARTS = {
+    "vision_tower": (
+        "visual.patch_embed",
+        "visual.pos_embed",
+        "visual.blocks",
+        "visual.deepstack_merger_list",
+    ),
+    "multi_modal_projector": ("visual.merger",),
+}
 
 
 def _with_pictures(text: Family, **changes) -> Family:
@@ -588,7 +601,9 @@ def _with_pictures(text: Family, **changes) -> Family:
     for row in text.rows:
         hf = tuple(re.sub("^model[.]", "model.language_model.", name) for name in row.hf)
         rows.append(replace(row, hf=hf))
-    return replace(text, rows=(*rows, _TOWER_ROW), has_pictures=True, **changes)
+    rows.append(_TOWER_ROW)
+    changes["vision_parts"] = _VISION_PARTS
+    return replace(text, rows=tuple(rows), has_pictures=True, **changes)
 
 
 def _sections(hf, default: tuple[int, ...]) -> dict[str, Any]:
@@ -648,6 +663,19 @@ def check_type(values: dict[str, Any], judge: Judge, use_mca: bool = True) -> No
     if is_causal:
         remedy = f"use_mca: false, to train {part} as plain torch"
     judge.refuse("model_name_or_path", reason, remedy, kind, "model_type in config.json")
+
+
+def vision_parts_of(model_type: str) -> dict[str, tuple[str, ...]]:
+    """Family.vision_parts, {} outside of the table."""
+    return FAMILIES[model_type].vision_parts if model_type in FAMILIES else {}
+
+
+def part_of(model_type: str, module: str) -> str:
+    """The part of a model with a Hugging Face module: of vision_parts, else LANGUAGE_MODEL."""
+    for part, prefixes in vision_parts_of(model_type).items():
+        if any(f".{prefix}." in f".{module}." for prefix in prefixes):
+            return part
+    return LANGUAGE_MODEL
 
 
 def values_of(hf) -> dict[str, Any]:

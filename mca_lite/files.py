@@ -36,6 +36,12 @@ TOKENIZER_FILES = (
     *("tekken.json", "tiktoken.model"),
 )
 
+# of the processors of models with pictures: copied, never loaded
+PROCESSOR_FILES = (
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+    "chat_template.json",
+)
+
 # PEFT's
 ADAPTER_CONFIG_NAME = "adapter_config.json"
 ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"

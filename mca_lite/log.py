@@ -1,10 +1,10 @@
 """The log of a run: start summary, progress, trainer_log.jsonl, trackers; speed and FLOPs.
 
 FLOPs of a step: (4 F + 6 T) tokens + 6 c (sum of squared document lengths). F and T: frozen and
-trained weights multiplied with a token. c: half the sum of query and value channels over all heads
-and layers, by causal attention. Pictures: 2 passes (weights of a patch) patches + 4 passes (width
-x layers) (sum of squared patches of a picture), three passes if any of the tower is trained, else
-one.
+trained weights multiplied with a token; layers below every trained weight have no backward pass:
+2 tokens and 2 c squares. c: half the sum of query and value channels over all heads and layers, by
+causal attention. Pictures: 2 passes (weights of a patch) patches + 4 passes (width x layers) (sum
+of squared patches of a picture), three passes if any of the tower is trained, else one.
 """
 
 import contextlib
@@ -16,13 +16,13 @@ import resource
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 
-from . import lora, model_config, parallel
+from . import freezing, lora, model_config, parallel
 from .args_rules import is_saved
 from .args_rules_training import plan_schedule
 from .args_values import show_count
@@ -152,6 +152,8 @@ class ModelWork:
     core: float = 0.0
     reference: ModelSizes | None = None
     tower: TowerWork | None = None
+    below: float = 0.0  # weights below the layers with a backward pass
+    core_below: float = 0.0
 
     def flops(
         self, tokens: float, squares: float, patches: float = 0.0, patch_squares: float = 0.0
@@ -159,6 +161,7 @@ class ModelWork:
         """tokens: without padding; squares: the sum of the documents' squared lengths; patches and
         patch_squares: the same of pictures."""
         flops = (4 * self.frozen + 6 * self.trained) * tokens + 6 * self.core * squares
+        flops += 2 * self.below * tokens + 2 * self.core_below * squares
         if self.tower is not None:
             flops += self.tower.of_patch * patches + self.tower.of_square * patch_squares
         if self.reference is not None:
@@ -179,6 +182,9 @@ def model_work(model, reference=None) -> ModelWork:
     beside = model_sizes(getattr(reference, "config", None))
     tower = tower_work(model, config)
     spec = lora.spec_of(model)
+    trained = freezing.trained_of(model)
+    if trained is not None:
+        return replace(partial_work(config, trained, beside), tower=tower)
     if spec is None:
         return ModelWork(0.0, sizes.weights, sizes.core, beside, tower)
     adapters = 0.0
@@ -190,6 +196,23 @@ def model_work(model, reference=None) -> ModelWork:
         elif not _is_embedding(module) and is_saved(module, spec):
             saved += uses * math.prod(shape)
     return ModelWork(sizes.weights - saved, adapters + saved, sizes.core, beside, tower)
+
+
+def partial_work(config, trained: Collection[str], reference: ModelSizes | None) -> ModelWork:
+    """The work of a model with frozen weights. config: as of model_sizes, with known sizes;
+    trained: the Hugging Face modules in training."""
+    sizes = model_sizes(config)
+    lowest = freezing.lowest_layer(trained, sizes.num_layers)
+    share = lowest / sizes.num_layers  # of layers without a backward pass
+    weights = {"below": 0.0, "frozen": 0.0, "trained": 0.0}
+    for module, (uses, shape) in _matrices_of(config).items():
+        kind = "trained" if module in trained else "frozen"
+        if freezing.layer_of(module, lowest) < lowest:
+            kind = "below"
+        weights[kind] += uses * math.prod(shape)
+    core_below = sizes.core * share
+    core = sizes.core - core_below
+    return ModelWork(core=core, core_below=core_below, reference=reference, **weights)
 
 
 def tower_work(model, config) -> TowerWork | None:
@@ -326,7 +349,7 @@ def format_progress(logs: Mapping, max_steps: int, eta_s: float | None = None) -
     """One line for the numbers of one record of the log, in the order of METRICS."""
     parts = [f"step {logs['step']}/{max_steps}"]
     for metric in PROGRESS:
-        if metric.key in logs:
+        if metric.key in logs and not logs[metric.key] < metric.least:
             parts.append(f"{metric.name} {metric.form(logs[metric.key])}")
     for key, value in logs.items():
         if key not in _KNOWN and value:  # as skipped_iter, in the steps after which it is 0
@@ -518,6 +541,7 @@ def run_summary(trainer, plan) -> dict[str, dict]:
     args = trainer.args
     backend = trainer.backend
     config = getattr(trainer.model, "config", None)
+    model_type = getattr(config, "hf_model_type", None) or getattr(config, "model_type", None)
     total, trained = backend.num_parameters()
     device = parallel.device().type
     precision = backend.precision
@@ -537,8 +561,9 @@ def run_summary(trainer, plan) -> dict[str, dict]:
     sections = {
         "model": {
             "name": getattr(config, "name_or_path", None),
-            "type": getattr(config, "hf_model_type", None) or getattr(config, "model_type", None),
+            "type": model_type,
             "parameters on this rank": f"{total:,} ({trained:,} trained)",
+            "trained of each part": freezing.parts_summary(trainer.model, model_type),
             "weights": getattr(trainer.model, "weights_from", None) or "as given",
             "precision": precision,
         },

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import operator
 import os
 import statistics
@@ -35,7 +36,8 @@ class Metric(NamedTuple):
     """A number of the log: its key there, its name and form for a reader.
 
     chart: the title of its chart on the page, None for none. figure: the number that stands for all
-    values of a run, on the page and in `watch`.
+    values of a run, on the page and in `watch`. least: the least value that the progress line
+    shows.
     """
 
     key: str
@@ -43,15 +45,19 @@ class Metric(NamedTuple):
     form: Callable[[Any], str] = "{:.4f}".format
     chart: str | None = None
     figure: Callable[[Sequence[Any]], Any] = operator.itemgetter(-1)
+    least: float = -math.inf
 
 
 _LOSS = "Loss"
 _REWARDS = "Rewards"
 _LOGPS = "Log-probabilities of answers"
 _LOADS = "Experts' load over the layer's mean"
+_LAGS = "Seconds a step by which the slowest rank is behind the fastest"
 _percent = "{:.1%}".format
 _load = "{:.2f} x mean".format
 _count = "{:,}".format
+_lag = "+{:.2f} s".format
+PHASES = ("data", "model", "update", "save", "callbacks")  # of a step, without waits for ranks
 # In the order of the progress line, and of the page. A key without a row is shown as it is, and has
 # a chart of its own.
 PROGRESS = (
@@ -70,10 +76,22 @@ PROGRESS = (
     Metric("expert_load_min", "experts, least", _load, _LOADS),
     Metric("tokens_per_second", "tokens/s", format_rate, "Tokens per second", statistics.median),
     Metric("mfu", "MFU", _percent, "Share of the peak (MFU)", statistics.median),
+    Metric("slowest_rank", "slowest rank", str, figure=statistics.mode),
+    *(
+        Metric(f"lag_{name}_s", f"in {name}", _lag, _LAGS, statistics.median, least=0.005)
+        for name in PHASES
+    ),
 )
 METRICS = (
     *PROGRESS,
     Metric("step_time_s", "step time", "{:.2f} s".format, "Seconds per step", statistics.median),
+    Metric(
+        "reduction_s",
+        "reduction",
+        "{:.2f} s".format,
+        "Seconds per step of reducing gradients",
+        statistics.median,
+    ),
     Metric(
         "padding_fraction",
         "padding",

@@ -44,6 +44,7 @@ from .weights_convert import (
     iter_hf_tensors,
     own_parameters,
     row_sizes,
+    stacked,
 )
 from .weights_files import NamedTensors, Shape, generator_of, original_of
 
@@ -126,6 +127,8 @@ class MegatronHost:
             self.models = model
             self.chunks = list(model)
         self.base_model = self.config.name_or_path
+        self.model_type = self.config.hf_model_type
+        self.num_layers = self.config.num_layers
         self.is_tied = self.config.tie_embeddings_and_output_weights
         self.rows = rows_of(self.config.hf_model_type, self.config)
 
@@ -140,6 +143,11 @@ class MegatronHost:
             modules = modules_of(row, layer)
             yield Weight((row.mca, layer), modules, row.expert is not None, is_tied)
 
+    def parameters(self) -> Iterator[tuple[Any, torch.Tensor, bool]]:
+        """(key, this rank's part, True if it is trained) of each weight."""
+        for key, view in own_parameters(self.models).items():
+            yield key, view, stacked(view).requires_grad
+
     def check(self, spec: LoraSpec, candidates: list[Candidate], judge: Judge) -> None:
         """Refuse unsupported adapters."""
         check_on_megatron(spec, self.config, self.rows, candidates, judge)
@@ -147,8 +155,9 @@ class MegatronHost:
     def freeze(self, trained: Collection, dtype: torch.dtype) -> None:
         """Leave only the weights with these keys trainable. dtype: has no effect here."""
         self.models.requires_grad_(False)
-        for key, parameter in own_parameters(self.models).items():
-            if key in trained:
+        for key, view in own_parameters(self.models).items():
+            parameter = stacked(view)
+            if key in trained and isinstance(parameter, torch.nn.Parameter):  # not a router's bias
                 parameter.requires_grad_(True)
 
     def read(self, keys: Collection) -> NamedTensors:
@@ -226,6 +235,8 @@ class TorchHost:
         self.chunks = [model]
         self.modules = dict(model.named_modules())
         self.base_model = model.name_or_path or None
+        self.model_type = model.config.model_type
+        self.num_layers = model.config.get_text_config().num_hidden_layers
         self.linears = {
             name: module
             for name, module in self.modules.items()
@@ -252,6 +263,11 @@ class TorchHost:
             if list(module.parameters(recurse=False)):
                 is_tied = self.is_tied and module in (self.embedding, self.head)
                 yield Weight(name, (name,), is_tied=is_tied)
+
+    def parameters(self) -> Iterator[tuple[Any, torch.Tensor, bool]]:
+        """(key, tensor, True if it is trained) of each weight."""
+        for name, parameter in self.model.named_parameters():
+            yield module_of(name), parameter, parameter.requires_grad
 
     def check(self, spec: LoraSpec, candidates: list[Candidate], judge: Judge) -> None:
         """Refuse unsupported adapters."""

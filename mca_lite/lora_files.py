@@ -165,12 +165,9 @@ def place_adapter(model, spec: LoraSpec, source: AdapterSource, dtype=torch.floa
         )
     lora.inject(model, spec, dtype=dtype)
     host = host_of(model)
-
-    def fill() -> None:
-        lora.fill_adapters(model, source)
-        host.fill(lora.saved_keys(host, spec), source)
-
-    parallel.on_all(fill, ValueError, f"{source.folder} cannot be loaded")
+    words = f"{source.folder} cannot be loaded"
+    parallel.on_all(lambda: lora.fill_adapters(model, source), ValueError, words)
+    parallel.on_all(lambda: host.fill(lora.saved_keys(host, spec), source), ValueError, words)
     return model
 
 

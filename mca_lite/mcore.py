@@ -7,6 +7,7 @@ the warnings are filtered. The filters of the host program are restored.
 
 # ruff: noqa: F401
 import contextlib
+import logging
 import warnings
 
 from packaging.specifiers import SpecifierSet
@@ -116,7 +117,17 @@ MINORS = {
         (0, 16): "get_main_grads_for_grad_norm",
         (0, 19): "get_grads_for_grad_norm",
     },
+    # versions of Transformer Engine: 0.16 names them in its metadata; of later minors up to the one
+    # of their release's lock file (0.18, 0.19), or of mcore-bridge's advice (0.17)
+    "transformer_engine": {
+        (0, 16): ">=2.9,<2.12",
+        (0, 17): ">=2.9,<2.15",
+        (0, 18): ">=2.9,<2.17",
+        (0, 19): ">=2.9,<2.18",
+    },
 }
+# (megatron-core, Transformer Engine) of which `make gpu ARGS=te` was run
+RUN_WITH_ENGINE = {("0.16", "2.11"), ("0.19", "2.11")}
 
 
 def of_minor(name: str) -> str:
@@ -124,6 +135,11 @@ def of_minor(name: str) -> str:
     minor = tuple(int(number) for number in __version__.split(".")[:2])
     forms = MINORS[name]
     return forms[max(first for first in forms if first <= minor)]
+
+
+# from 0.18 on DDP asks its callers for what it works out itself as well
+_OF_DDP = logging.getLogger("megatron.core.distributed.distributed_data_parallel")
+_OF_DDP.addFilter(lambda record: "full_param_layout not provided" not in record.getMessage())
 
 
 @contextlib.contextmanager
@@ -138,4 +154,6 @@ def quiet():
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
         # the summary has it once, on a GPU
         warnings.filterwarnings("ignore", ".*CUDA_DEVICE_MAX_CONNECTIONS")
+        # 0.19 imports a model of many modalities with its schedules
+        warnings.filterwarnings("ignore", "MimoModelConfig is experimental")
         yield

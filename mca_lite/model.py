@@ -341,6 +341,7 @@ class VirtualModels(torch.nn.ModuleList):
         self.config = config
         self.weights_from = ""  # their origin, for the start summary
         self.lora: lora.LoraSpec | None = None  # set by lora.inject: the base is frozen then
+        self.trained_modules: frozenset[str] | None = None  # set by freezing.freeze
 
     def forward(self, *args, **kwargs):
         """The forward pass of the only chunk; a rank with several runs megatron's schedule."""
@@ -441,9 +442,9 @@ class AutoModel:
         vocab_size: tokens of the result, if they are more than the folder's; weights_files.py
         describes the first values of new rows. config, source: the results of reading the folder
         before: its config, with the final number of tokens, and a source of its tensors
-        (weights_files.py) with as many rows. Each rank reads only the bytes of its slices.
-        Collectives: those that start the world. Raises ValueError for a model or layout that cannot
-        be built, and for weights that do not fill it exactly.
+        (weights_files.py) with as many rows. One replica reads only the bytes of its slices.
+        Collectives: those that start the world, and of weights_convert.fill. Raises ValueError for
+        a model or layout that cannot be built, and for weights that do not fill it exactly.
         """
         folder = Path(model_name_or_path)
         is_checkpoint = (folder / DIST_NAME).is_dir()  # of a run, of any layout

@@ -10,11 +10,13 @@ Letters: T tokens of a micro-batch on this rank, h hidden size, w bytes of an ac
 """
 
 import math
+from collections.abc import Set
 from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
-from . import lora, lora_files
+from . import freezing, lora, lora_files
 from .args_rules import is_saved
+from .errors import Judge
 from .families import Row
 from .loss_tokens import CHUNK_SIZE_CPU, CHUNK_SIZE_CUDA
 from .model_config import AutoConfig, McaModelConfig
@@ -73,14 +75,27 @@ class RankTensor(NamedTuple):
 class ModelTensors:
     """The tensors of each rank in the layout of a config.
 
-    spec: LoraSpec with its modules, None if all weights are trained. source: shapes by Hugging Face
-    name, the same for every layout of a model. stages: the tensors of a rank of each pipeline
-    stage. total: parameters of the whole model, without adapters.
+    spec: LoraSpec with its modules, None without adapters. source: shapes by Hugging Face name, the
+    same for every layout of a model. trained: the Hugging Face modules in training, None: all.
+    stages: the tensors of a rank of each pipeline stage. total, total_trained: parameters of the
+    whole model, without adapters.
     """
 
-    def __init__(self, config: McaModelConfig, spec=None, source: InitSource | None = None):
+    def __init__(
+        self,
+        config: McaModelConfig,
+        spec=None,
+        source: InitSource | None = None,
+        trained: Set[str] | None = None,
+    ):
         self.config = config
         self.spec = spec
+        self.trained = trained
+        self.total_trained = 0
+        self.lowest = 0  # layer with a backward pass
+        # recomputation asks for gradients of the first layer's input
+        if trained is not None and config.recompute_granularity is None:
+            self.lowest = freezing.lowest_layer(trained, config.num_layers)
         self.source = source or InitSource(config.hf_config, 0, config.mtp_num_layers)
         self.total = 0
         self.stages: list[list[RankTensor]] = []
@@ -108,7 +123,10 @@ class ModelTensors:
             shape[0] = config.padded_vocab_size
         self.total += math.prod(shape)
         modules = lora.modules_of(row, layer)
-        is_trained = self.spec is None or any(is_saved(name, self.spec) for name in modules)
+        is_trained = self.trained is None or self.trained.issuperset(modules)
+        if self.spec is not None:
+            is_trained = any(is_saved(name, self.spec) for name in modules)
+        self.total_trained += math.prod(shape) * is_trained
         shape = self._cut(row, shape)
         self._add(row, row.mca, layer, shape, is_trained, stage)
         is_again = is_tied or config.mtp_num_layers  # as the head, or for the tokens ahead
@@ -311,9 +329,13 @@ def _latent_bytes(config, facts: _Facts, r: RankSizes) -> float:
     return r.heads * attended + latent / r.sp
 
 
-def _activations(args, config, stage: int, facts: _Facts, r: RankSizes) -> tuple[float, float]:
-    """(bytes a token kept for the backward pass, those of a layer while it is recomputed)."""
-    layers = [i for i, home in enumerate(stages_of_layers(config)) if home == stage]
+def _activations(
+    args, config, stage: int, facts: _Facts, r: RankSizes, lowest: int
+) -> tuple[float, float]:
+    """(bytes a token kept for the backward pass, those of a layer while it is recomputed). lowest:
+    the first layer with a backward pass."""
+    first = 0 if stage else lowest  # what a stage receives has a gradient
+    layers = [i for i, home in enumerate(stages_of_layers(config)) if home == stage and i >= first]
     if stage == r.pp - 1:
         layers += range(config.num_layers, config.num_layers + (config.mtp_num_layers or 0))
     sizes = [_layer_bytes(config, layer, facts, r) for layer in layers]
@@ -383,10 +405,12 @@ def rank_memory(
     r = RankSizes(config)
     tokens = args.micro_batch_size * length / r.cp
     facts = _facts(r.w, on_gpu, spec is not None, length)
-    kept, again = _activations(args, config, stage, facts, r)
+    kept, again = _activations(args, config, stage, facts, r, tensors.lowest)
     logits = norm = 0.0
     if stage == r.pp - 1:
-        trains_head = spec is None or "lm_head" in spec.modules_to_save
+        trains_head = tensors.trained is None or "lm_head" in tensors.trained
+        if spec is not None:
+            trains_head = "lm_head" in spec.modules_to_save
         logits = _loss(config, tokens, trains_head, on_gpu, r)
         # the final norm, with its output whole for the head
         norm = (r.h * (facts.norm - r.w) + 4) / r.sp + r.h * r.w
@@ -408,6 +432,9 @@ class ModelOfRun:
         self.spec = None
         if keys.finetuning_type == "lora":
             self.spec = lora.plan(config, lora_files.adapter_of_keys(keys)[0])
+        judge = Judge(arguments)
+        self.trained = freezing.plan(config, keys, judge)
+        judge.close()
         self.source = InitSource(config.hf_config, 0, config.mtp_num_layers)
         has_pairs = OBJECTIVES[keys.stage].has_pairs
         self.lengths = [arguments.data.cutoff_len] * (1 + has_pairs)
@@ -426,7 +453,7 @@ class ModelOfRun:
 
     def tensors(self, config) -> ModelTensors:
         """The tensors of the model in the layout of a config."""
-        return ModelTensors(config, self.spec, self.source)
+        return ModelTensors(config, self.spec, self.source, self.trained)
 
     def fullest_rank(self, args, config, world_size: int, on_gpu: bool) -> tuple[int, RankMemory]:
         """(pipeline stage, memory) of the rank with the most memory, in the layout of config."""

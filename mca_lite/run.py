@@ -19,6 +19,7 @@ import transformers
 
 from . import (
     ckpt_folder,
+    freezing,
     lora,
     lora_files,
     mcore,
@@ -29,7 +30,13 @@ from . import (
     weights_convert,
 )
 from .args import RunArguments
-from .args_rules import EMBEDDING_AND_HEAD, check_mergeable, check_new_rows, check_other_model
+from .args_rules import (
+    EMBEDDING_AND_HEAD,
+    check_frozen_rows,
+    check_mergeable,
+    check_new_rows,
+    check_other_model,
+)
 from .args_rules_model import check_torch_packing
 from .args_rules_training import plan_schedule
 from .args_values import show_count
@@ -37,6 +44,7 @@ from .callbacks import StopSignals, TrainerCallback
 from .ckpt_megatron import DIST_NAME
 from .data import DatasetBundle, load_datasets
 from .data_batches import Packs, samples_of
+from .data_images import Vision
 from .data_stream import TokenStream
 from .errors import Judge, refuse
 from .families import FAMILIES
@@ -56,7 +64,7 @@ from .lora import host_of
 from .model_config import load_tokenizer
 from .tables import OBJECTIVES, Objective
 from .trainer_evaluation import records_of
-from .weights_files import GrownSource, SafetensorsSource, check_shapes
+from .weights_files import GrownSource, SafetensorsSource, check_shapes, model_class
 
 
 @dataclass
@@ -72,6 +80,7 @@ class PlannedModel:
     # None: drawn from a seed, or in a checkpoint
     source: SafetensorsSource | GrownSource | None = None
     adapters: lora.LoraSpec | None = None  # with the modules they are on
+    trained: frozenset[str] | None = None  # Hugging Face modules in training; None: all
     adapter_source: lora_files.AdapterSource | None = None  # of adapter_name_or_path
 
 
@@ -107,6 +116,10 @@ def make_plan(arguments: RunArguments) -> Plan:
     tokenizer, num_new, report = _plan_tokenizer(arguments, planned, judge)
     if arguments.finetuning.finetuning_type == "lora":
         _plan_adapters(arguments, planned, num_new, judge)
+    elif freezing.is_wanted(planned.config, arguments.finetuning):
+        host = _host_model(arguments, planned)
+        planned.trained = freezing.plan(host, arguments.finetuning, judge)
+        check_frozen_rows(planned.trained, num_new, judge)
     judge.close()
     second_model = None
     second_folder = objective.trainer_class().second_model_folder(arguments, planned)
@@ -114,7 +127,8 @@ def make_plan(arguments: RunArguments) -> Plan:
         second_model = planned
     elif second_folder is not None:
         second_model = _plan_second_model(arguments, second_folder, planned)
-    data = load_datasets(arguments.data, objective.stage, tokenizer, args.order_seed)
+    vision = vision_of(planned.config, folder, tokenizer, arguments.data)
+    data = load_datasets(arguments.data, objective.stage, tokenizer, args.order_seed, vision)
     data.report[:0] = report
     of_epoch = 0
     if data.train is not None and not arguments.data.streaming:
@@ -123,6 +137,15 @@ def make_plan(arguments: RunArguments) -> Plan:
     if data.train is not None:
         plan_schedule(args, steps)  # refuses a schedule without steps to decay in
     return Plan(arguments, objective, planned, tokenizer, data, steps, of_epoch, second_model)
+
+
+def vision_of(config, folder: Path, tokenizer, data_args) -> Vision | None:
+    """The pictures of a model by its McaModelConfig or transformers config, None without any."""
+    if isinstance(config, model_config.McaModelConfig):
+        if config.vision_config is None:
+            return None
+        config = model_config.whole_config(config.hf_config)
+    return Vision.of(folder, config.to_dict(), tokenizer, data_args)
 
 
 def _plan_model(
@@ -227,18 +250,24 @@ def _grow(planned: PlannedModel, size: int) -> None:
         planned.source = GrownSource(planned.source, names, size)
 
 
+def _host_model(arguments: RunArguments, planned: PlannedModel):
+    """The config of a planned model, on the torch backend the model itself without its weights:
+    hosts of lora.host_of."""
+    if arguments.backend.use_mca:
+        return planned.config
+    with torch.device("meta"):
+        return model_class(planned.config).from_config(
+            planned.config, trust_remote_code=arguments.model.trust_remote_code
+        )
+
+
 def _plan_adapters(
     arguments: RunArguments, planned: PlannedModel, num_new: int, judge: Judge
 ) -> None:
     """Plan the adapters with their modules, by the rules between the finetuning keys and the
     model. num_new: new tokens."""
     keys = arguments.finetuning
-    host = planned.config
-    if not arguments.backend.use_mca:
-        with torch.device("meta"):
-            host = transformers.AutoModelForCausalLM.from_config(
-                host, trust_remote_code=arguments.model.trust_remote_code
-            )
+    host = _host_model(arguments, planned)
     is_tied = host_of(host).is_tied
     spec, planned.adapter_source = lora_files.adapter_of_keys(keys)
     if num_new:
@@ -264,7 +293,7 @@ def build_model(plan: Plan):
     args = plan.arguments.training
     spec = plan.model.adapters
     if spec is None:
-        return built
+        return freezing.freeze(built, plan.model.trained)
     # of frozen weights; fp16 would lose too much of them
     dtype = torch.bfloat16 if args.bf16 else torch.float32
     if plan.model.adapter_source is not None:
@@ -341,6 +370,8 @@ def build_trainer(plan: Plan, callbacks: Sequence = ()):
     if parallel.is_main():
         print("\n".join(data.report), flush=True)
     built = build_model(plan)
+    if data.vision is not None and arguments.backend.use_mca:
+        data.vision.makes_pixels = built[0].pre_process
     make = plan.objective.trainer_class()
     second_model = None
     if plan.second_model is not None:
@@ -404,7 +435,7 @@ def data_summary(plan: Plan) -> dict[str, str]:
         packing = ", documents joined and cut"
     summary = {
         "stage": ", ".join(filter(None, (keys.stage, plan.objective.describe(keys)))),
-        "finetuning": "full: every weight is trained",
+        "finetuning": _weights_summary(plan),
         "dataset": ", ".join(data.dataset),
         "cutoff_len": f"{data.cutoff_len} tokens{packing}",
     }
@@ -427,6 +458,13 @@ def data_summary(plan: Plan) -> dict[str, str]:
         tokens = f"{part.num_tokens:,} tokens, {part.num_trained_tokens:,} trained"
         summary[name] = f"{count}, {tokens}"
     return summary
+
+
+def _weights_summary(plan: Plan) -> str:
+    trained = plan.model.trained
+    if trained is None:
+        return "full: every weight is trained"
+    return f"{plan.arguments.finetuning.finetuning_type}: {len(trained)} modules are trained"
 
 
 def named_sets(data: DatasetBundle) -> dict[str, Any]:

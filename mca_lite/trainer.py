@@ -52,6 +52,7 @@ from .trainer_evaluation import Evaluator, PredictionOutput
 from .trainer_events import (
     EvalLoopOutput,
     Numbers,
+    Phases,
     RunSums,
     TrainOutput,
     as_callback,
@@ -133,6 +134,10 @@ class McaTrainer:
         self.backend = backend
         self.models = backend.chunks
         self.limits = Limits.of(backend.hf_config or {})
+        degrees = "tensor_model context expert_model".split()
+        sizes = [getattr(args, f"{degree}_parallel_size") for degree in degrees]
+        self.phases = Phases(waits_in_model=max(sizes) > 1)
+        backend.use_timers(self.phases.timer)
         self.use_own_loss()
         if backend.predicts_ahead:
             self.metrics_keys = [*self.metrics_keys, "mtp_loss"]
@@ -199,6 +204,7 @@ class McaTrainer:
             self.state.count_step(plan.num_samples_of(step), int(tokens), plan.steps_per_epoch)
             flops = self.work.flops(tokens, *squares_and_patches)
             self.throughput.stop(tokens, positions, flops)
+            self.phases.steps += 1
             self._end_step()
         return self._end_run(time.perf_counter() - started)
 
@@ -392,7 +398,8 @@ class McaTrainer:
         """(this rank's micro-batches of the step, padded to one length; the length; the step's
         Numbers with its counts). Collective where the layout wants one length on all ranks."""
         watchdog.note("reading data", self.state.global_step)
-        batches = [next(loader) for _ in range(plan.num_micro_batches(step))]
+        with self.phases.of["data"]:
+            batches = [next(loader) for _ in range(plan.num_micro_batches(step))]
         if "data_position" in batches[-1]:  # of a stream
             self.state.data_position = batches[-1]["data_position"]
         batches, length, numbers = self._arrange_step(batches)
@@ -504,10 +511,11 @@ class McaTrainer:
         """Call each callback's method of this name."""
         kwargs.update(self.loaders, trainer=self, model=self.model, processing_class=self.tokenizer)
         kwargs.update(optimizer=self.optimizer, lr_scheduler=self.lr_scheduler)
-        for callback in self.callbacks:
-            answer = getattr(callback, event)(self.args, self.state, self.control, **kwargs)
-            if answer is not None:
-                self.control = answer
+        with self.phases.of["callbacks"]:
+            for callback in self.callbacks:
+                answer = getattr(callback, event)(self.args, self.state, self.control, **kwargs)
+                if answer is not None:
+                    self.control = answer
 
     def add_callback(self, callback) -> None:
         """Add a callback of this package or of transformers, an instance or a class."""
@@ -567,13 +575,18 @@ class McaTrainer:
 
     def _agree(self) -> list[int]:
         """[a signal, 1 while a checkpoint is being written] over all ranks; a flag raised on any
-        rank is raised on all. The remaining steps of a stopped epoch count as left out."""
+        rank is raised on all, and the phases of all are compared. The remaining steps of a stopped
+        epoch count as left out."""
         flags = [getattr(self.control, name) for name in FLAGS]
-        signal, is_writing, *raised = parallel.largest(
-            self.signals.received, int(self.checkpoints.is_writing), *map(int, flags)
+        signal, is_writing, *largest = parallel.largest(
+            self.signals.received,
+            int(self.checkpoints.is_writing),
+            *map(int, flags),
+            *self.phases.numbers(),
         )
-        for name, flag in zip(FLAGS, raised, strict=True):
+        for name, flag in zip(FLAGS, largest, strict=False):
             setattr(self.control, name, bool(flag))
+        self.phases.compare(largest[len(FLAGS) :])
         if self.control.should_epoch_stop:
             self.state.left_out_steps += -self.state.position % self.batch_plan.steps_per_epoch
         return [signal, is_writing]
@@ -610,6 +623,7 @@ class McaTrainer:
             **numbers,
             **of_routers,
             **self.throughput.take(),
+            **self.phases.take(),
             "learning_rate": self.lr_scheduler.get_last_lr()[0],
             "consumed_samples": state.consumed_samples,
             "consumed_tokens": state.consumed_tokens,

@@ -1,17 +1,21 @@
-"""Numbers of steps, summed over ranks; the host's garbage; checks of a trainer's arguments."""
+"""Numbers of steps, summed over ranks; the slowest rank; the host's garbage; checks of a trainer's
+arguments."""
 
 import contextlib
 import gc
 import inspect
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
+from . import parallel
 from .args import TrainingArguments
 from .args_rules_training import parse_steps
 from .callbacks import BestModel, EarlyStopping, Profiler, TrainerCallback
+from .log_metrics import PHASES
 
 # -- numbers of a step
 
@@ -116,6 +120,119 @@ class RunSums:
             return None
         sums = self._window.vector.tolist()
         return {"metrics": self._window.keys, "sums": sums, "skipped": self._skipped}
+
+
+# -- the slowest rank
+
+_RANK_BITS = 20
+# of megatron-core's timers -> phases
+_OF_TIMERS = {
+    "forward-compute": "model",
+    "backward-compute": "model",
+    "optimizer-inner-step": "update",
+    "all-grads-sync": "reduction",
+}
+_ON_DEVICE = {*_OF_TIMERS.values()}
+
+
+class Phase:
+    """Seconds of this rank's work in one phase of a step, between start() and stop(), or in a
+    context. on_device: by the GPU's clock where there is one, without a wait for it."""
+
+    def __init__(self, on_device: bool = False):
+        self._on_device = on_device and parallel.device().type == "cuda"
+        self.reset()
+
+    def reset(self) -> None:
+        self._seconds = 0.0
+        self._events: list[list[torch.cuda.Event]] = []  # [start, end] of work still queued
+
+    def _now(self) -> Any:
+        if not self._on_device:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def start(self, barrier: bool = False) -> None:
+        """Begin. barrier: of megatron-core's timers, without effect."""
+        self._began = self._now()
+
+    def stop(self, barrier: bool = False) -> None:
+        if self._on_device:
+            self._events.append([self._began, self._now()])
+        else:
+            self._seconds += self._now() - self._began
+
+    __enter__ = start
+
+    def __exit__(self, *error) -> None:
+        self.stop()
+
+    def seconds(self) -> float:
+        """The sum since reset(), of the GPU's finished work alone."""
+        while self._events and self._events[0][1].query():
+            start, end = self._events.pop(0)
+            self._seconds += start.elapsed_time(end) / 1000
+        return self._seconds
+
+
+class Phases:
+    """Phases of this rank's steps since the last line of the log, and the ranks that take longest.
+
+    All ranks of a synchronous step take the same time: the fast ones wait. Only work between
+    messages to other ranks is counted. data: reading batches. model: forward and backward passes,
+    without waits for pipeline stages and gradients. update: the optimizer. save: writing a
+    checkpoint, unless async_save does. callbacks: theirs, the log's among them. reduction: sums of
+    gradients, with the wait for the slowest rank; that rank has the least of it.
+
+    waits_in_model: True if ranks wait for each other within a layer (tensor, context, expert
+    parallelism). The passes of these ranks last equally long, longer for one with early data.
+    """
+
+    def __init__(self, waits_in_model: bool):
+        self.of = {name: Phase(name in _ON_DEVICE) for name in (*PHASES, "reduction")}
+        self.steps = 0
+        self._others = Phase()
+        self._waits_in_model = waits_in_model
+        self._slowest: dict[str, tuple[float, int]] = {}  # phase -> (seconds behind, rank)
+        self._reduction = 0.0
+
+    def timer(self, name: str, log_level: int = 0) -> Phase:
+        """The phase of one of megatron-core's timers: its `config.timers`."""
+        return self.of.get(_OF_TIMERS.get(name, name), self._others)
+
+    def numbers(self) -> list[int]:
+        """Whole numbers of this rank, for compare() after their maximum over ranks: of each phase
+        its microseconds, with the rank in the lowest bits, and the same microseconds negated."""
+        micros = {name: round(1e6 * phase.seconds()) for name, phase in self.of.items()}
+        if self._waits_in_model:
+            micros["model"] += micros["data"]
+        most = [(value << _RANK_BITS) + parallel.rank() for value in micros.values()]
+        return most + [-value for value in micros.values()]
+
+    def compare(self, largest: list[int]) -> None:
+        """Take the maximum of numbers() over ranks."""
+        for i, name in enumerate(PHASES):
+            most, rank = divmod(largest[i], 1 << _RANK_BITS)
+            self._slowest[name] = (most + largest[i + len(self.of)]) / 1e6, rank
+        self._reduction = -largest[-1] / 1e6
+        if self._waits_in_model:
+            behind, rank = self._slowest["model"]
+            self._slowest["model"] = max(0.0, behind - self._slowest["data"][0]), rank
+
+    def take(self) -> dict[str, Any]:
+        """Fields of a log line, and a new start: slowest_rank, and of each phase lag_<phase>_s,
+        seconds a step by which its slowest rank is behind the fastest; reduction_s, the seconds a
+        step of a gradient reduction without a wait for a rank. {} for one rank."""
+        steps = max(1, self.steps)
+        lags = {f"lag_{name}_s": lag / steps for name, (lag, _) in self._slowest.items()}
+        _, slowest_rank = max(self._slowest.values())
+        of_ranks = {"slowest_rank": slowest_rank, **lags, "reduction_s": self._reduction / steps}
+        for phase in self.of.values():
+            phase.reset()
+        self.steps = 0
+        return of_ranks if parallel.world_size() > 1 else {}
 
 
 # -- the host of a GPU

@@ -2,9 +2,10 @@
 
 Each rank notes its phases: the count of phases is the same on all ranks, and a note is a few
 assignments. A thread watches the count of its rank. After hang_timeout seconds without progress it
-asks all ranks, through the process group's store, for count, phase and Python stack, and prints the
-late ranks. After ddp_timeout seconds all ranks leave. A rank that dies of an exception leaves its
-message in the store for ranks that lose their connection to it.
+asks all ranks, through the process group's store, for count, phase, micro-batches, Python stack and
+unfinished collectives, and prints the late ranks. After ddp_timeout seconds
+all ranks leave. A second thread does so alone if the store does not answer. A rank that dies of an
+exception leaves its message in the store for ranks that lose their connection to it.
 
 No collective is added; without a hang each rank reads two small keys of the store now and then.
 
@@ -16,13 +17,16 @@ import contextlib
 import ctypes
 import json
 import os
+import pickle
+import re
 import signal
 import socket
 import sys
 import threading
 import traceback
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -43,6 +47,8 @@ _FRAMES = 25  # the innermost ones of a stack
 _LEAVE_S = 10.0  # for a rank to end by itself after another one died
 SILENT = {  # the answer of a rank without one
     "count": -1,
+    "ticks": 0,
+    "stage": 0,
     "is_waiting": False,
     "text": "does not answer: its process is stopped or gone, or lets no Python run; it cannot "
     "show its stack",
@@ -58,6 +64,15 @@ _LOST = (  # words of gloo or nccl about a lost rank
     "Connection was likely closed",
     "wait timeout after",  # of the store, about a rank without an address
 )
+
+
+_RECORDS = "flight_recorder"  # a folder in output_dir
+_CALLS_SHOWN = 4
+_TORCH = re.compile(r"[/\\]torch[/\\]|^<")
+_OF_LIBRARIES = re.compile(
+    r"[/\\]megatron[/\\]core[/\\]|^" + re.escape(os.path.dirname(os.path.abspath(__file__)))
+)
+_PEERS = re.compile(r"(\d+)(?:->|<-)(\d+)")
 
 
 class RankFailed(UserError, RuntimeError):
@@ -116,7 +131,13 @@ def watch(args) -> Iterator[None]:
     # keys of this run are not for a restarted run, or another one in this world
     store = parallel.own_store(parallel.on_main(lambda: f"watch-{uuid.uuid4().hex}"))
     _current = watchdog = Watchdog(
-        store, parallel.rank(), parallel.world_size(), args.hang_timeout, args.ddp_timeout
+        store,
+        parallel.rank(),
+        parallel.world_size(),
+        args.hang_timeout,
+        args.ddp_timeout,
+        dump=lambda rank: dump_calls(f"{args.output_dir}/{_RECORDS}", rank),
+        stage=parallel.pipeline_rank,
     )
     watchdog.start()
     try:
@@ -136,7 +157,9 @@ class Watchdog:
 
     store: that of the ranks, as torch.distributed's. The stack of the thread that makes a
     Watchdog is shown. Another thread calls look() every `poll_s` seconds; all times are counted in
-    such calls, so a suspended process does not wait.
+    such calls, so a suspended process does not wait. A third one calls mind_store() as often.
+
+    dump: rank -> the summary of its collectives. stage: -> the pipeline stage of this rank.
     """
 
     def __init__(
@@ -147,6 +170,8 @@ class Watchdog:
         hang_timeout: float,
         ddp_timeout: float,
         leave: Callable[[int], Any] = os._exit,
+        dump: Callable[[int], dict] = lambda rank: {},
+        stage: Callable[[], int] = lambda: 0,
     ):
         self.store = store
         self.rank = rank
@@ -160,15 +185,26 @@ class Watchdog:
         self.ticks = 0
         self.waited = 0.0  # seconds without progress
         self._leave = leave
+        self._dump = dump
+        self._stage = stage
+        self._ticks_before = 0  # this phase
+        self._looks = 0
+        self._minded = (0, 0, 0)  # looks, count and ticks when the store was minded
+        self._silent_s = 0.0  # without any of them
+        self._dumped: str | None = None  # the question that has the record of this rank
         self._is_settled = False  # a step is done: kernels are compiled, groups are connected
         self._thread_id = threading.get_ident()
         self._seen = (0, 0)
         self._question: str | None = None  # put by this rank, ...
         self._answers_due = 0.0  # ... the time limit of its answers, ...
-        self._late: str | None = None  # ... and the late ranks according to them
+        self._late: str | None = None  # ... and the late ranks according to them, ...
+        self._can_wait = False  # ... or true if all wait for others
         self._since_verdict = 0.0
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._threads = [
+            threading.Thread(target=run, name="watchdog", daemon=True)
+            for run in (self._run, self._run_beside)
+        ]
         self._parent = os.getppid()  # torchrun, under it
         self._name = f"rank {rank} on {socket.gethostname()} (process {os.getpid()})"
         store.set(f"name/{rank}", self._name)
@@ -178,14 +214,20 @@ class Watchdog:
         self.phase = phase
         self.step = self.step if step is None else step
         self.count += 1
+        self._ticks_before = self.ticks
         self._is_settled |= phase == BETWEEN_STEPS
 
     def start(self) -> None:
-        self._thread.start()
+        self._holder = "torchrun on the first machine"
+        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            self._holder = self.store.get("name/0").decode()
+        for thread in self._threads:
+            thread.start()
 
     def stop(self) -> None:
         self._stopped.set()
-        self._thread.join(timeout=1.0)  # it may wait for a lost store
+        for thread in self._threads:
+            thread.join(timeout=1.0)  # it may wait for a lost store
 
     def _run(self) -> None:
         has_store = True
@@ -197,8 +239,35 @@ class Watchdog:
             try:
                 if has_store:
                     self.look()
-            except RuntimeError:  # the store has gone with its owner: the loop will notice
+            except RuntimeError:  # the store has gone with its owner
                 has_store = False
+
+    def _run_beside(self) -> None:
+        while not self._stopped.wait(self.poll_s):
+            self.mind_store()
+
+    def mind_store(self) -> None:
+        """Name the holder of a store without answers, and leave at ddp_timeout, while this rank
+        makes no progress either."""
+        now = (self._looks, self.count, self.ticks)
+        if now != self._minded:
+            self._minded = now
+            self._silent_s = 0.0
+            return
+        before = self._silent_s
+        self._silent_s += self.poll_s
+        text = (
+            f"the store of the ranks has not answered for {self._silent_s:.0f} s; its holder, "
+            f"{self._holder}, is stopped, has ended or cannot be reached: look at its process"
+        )
+        if before < self.limit_s <= self._silent_s:
+            left = max(0, self.ddp_timeout - self._silent_s)
+            place = f"rank {self.rank} waits after step {self.step}, {self.phase}"
+            _print(f"warning: {place}; {text}; this rank leaves in {left:.0f} s (ddp_timeout)")
+        if self._silent_s >= self.ddp_timeout:
+            tell_torchrun(text)
+            _print(f"error: rank {self.rank} leaves: {text}")
+            self._leave(HANG_EXIT_CODE)
 
     @property
     def limit_s(self) -> float:
@@ -209,6 +278,7 @@ class Watchdog:
 
     def look(self) -> None:
         """Answer a question, ask one if this rank makes no progress, and leave with all ranks."""
+        self._looks += 1
         progress = (self.count, self.ticks)
         if progress == self._seen:
             self.waited += self.poll_s
@@ -231,8 +301,19 @@ class Watchdog:
             stack, is_waiting = stack_of(self._thread_id)
             place = f"after step {self.step}, {self.phase}"
             text = f"{place} for {self.waited:.0f} s\n{stack.rstrip()}"
-            answer = dict(count=self.count, is_waiting=is_waiting, place=place, text=text)
+            answer = dict(
+                count=self.count,
+                ticks=self.ticks - self._ticks_before,
+                stage=self._stage(),
+                is_waiting=is_waiting,
+                place=place,
+                text=text,
+            )
             self.store.set(f"answer/{question}/{self.rank}", json.dumps(answer))
+        if question and question != self._dumped:
+            self._dumped = question
+            with contextlib.suppress(OSError):  # a full disk: the stacks are there
+                self.store.set(f"record/{question}/{self.rank}", json.dumps(self._dump(self.rank)))
 
     # -- late ranks: one rank asks and prints
 
@@ -245,8 +326,9 @@ class Watchdog:
         elif self._late is None:
             if self.waited >= self._answers_due:
                 self._report()
-        elif self._late and self.waited >= self.ddp_timeout - 2 * self.poll_s:
-            self._judge(f"{self._late} hung for {self.waited:.0f} s (ddp_timeout): see above")
+        elif self._can_wait and self.waited >= self.ddp_timeout - 2 * self.poll_s:
+            late = self._late or "all ranks, none behind the others,"
+            self._judge(f"{late} hung for {self.waited:.0f} s (ddp_timeout): see above")
             # now: the store may end with the next rank that leaves
             self._obey(json.loads(self._read("verdict")))
 
@@ -256,13 +338,18 @@ class Watchdog:
         names = [self._read(f"name/{rank}") or f"rank {rank}" for rank in ranks]
         texts = [self._read(f"answer/{self._question}/{rank}") for rank in ranks]
         answers = [json.loads(text) if text else SILENT for text in texts]
-        late = ranks_behind(answers)
+        records = {rank: self._read(f"record/{self._question}/{rank}") for rank in ranks}
+        summaries = {rank: json.loads(text) for rank, text in records.items() if text}
+        late_in_calls, calls = differing_calls(summaries)
+        late = ranks_behind(answers) or late_in_calls
         self._late = first_of([names[rank] for rank in late], _SHOWN)
-        text = describe(late, answers, names)
+        self._can_wait = bool(late) or all(answer["is_waiting"] for answer in answers)
+        text = "\n".join([describe(late, answers, names), *calls])
         summary = "no rank was behind the others when they were asked: see above"
-        if late:
+        if self._can_wait:
             left = max(0, self.ddp_timeout - self.waited)
             text += f"\nall ranks leave in {left:.0f} s (ddp_timeout) unless it goes on"
+        if late:
             summary = f"{self._late} hung: see above"
         waited = f"rank {self.rank} has waited {self.waited:.0f} s"
         _print(f"warning: {waited} after step {self.step}, {self.phase}; {text}")
@@ -308,11 +395,13 @@ class Watchdog:
         thread.start()
         thread.join(ANSWER_S)
         if thread.is_alive() and lost_a_rank(error):
-            return RankFailed(
+            alone = RankFailed(
                 "the store of the ranks does not answer: the process that holds it (rank 0, or "
                 "torchrun on the first machine) is stopped or cannot be reached",
                 HANG_EXIT_CODE,
             )
+            alone.same_on_all_ranks = False  # the main rank may be the lost one
+            return alone
         return failed[0] if failed else None
 
     def _tell(self, error: Exception) -> Iterator[RankFailed]:
@@ -333,10 +422,17 @@ class Watchdog:
 
 
 def ranks_behind(answers: list[dict]) -> list[int]:
-    """Ranks without an answer, else those with the fewest phases, and among them those without a
-    wait for others; [] if no rank is late."""
+    """Ranks without an answer, else those with the fewest phases, among them those without a wait
+    for others, and among them those with the fewest micro-batches of their pipeline stage; [] if no
+    rank is late."""
     progress = [(answer["count"], answer["is_waiting"]) for answer in answers]
     late = [rank for rank, own in enumerate(progress) if own == min(progress)]
+    most = {}
+    for rank in late:
+        stage = answers[rank]["stage"]
+        most[stage] = max(most.get(stage, 0), answers[rank]["ticks"])
+    slowest = [rank for rank in late if answers[rank]["ticks"] < most[answers[rank]["stage"]]]
+    late = slowest or late
     return late if len(late) < len(answers) else []
 
 
@@ -364,6 +460,117 @@ def may_wait(frame: FrameType) -> bool:
     """True for a frame of a module with collectives."""
     module = frame.f_globals.get("__name__", "")
     return module.startswith(("torch.", "megatron.", f"{__package__}."))
+
+
+# -- collectives: torch keeps the last calls of nccl and gloo in a ring buffer, its flight recorder.
+# A rank writes the buffer for torch's analyser (torchfrtrace), and a few kilobytes about unfinished
+# calls into the store: no rank has to read the files of a thousand. gloo records no messages
+# between two ranks
+
+
+def dump_calls(folder: str | os.PathLike, rank: int) -> dict[str, Any]:
+    """Write this rank's record to a file of the folder -> its summary (see calls_of()). OSError if
+    the file cannot be written."""
+    import torch.distributed as dist
+    from torch._C import _distributed_c10d as c10d
+
+    def ranks_of(group: str) -> list[int]:
+        return dist.get_process_group_ranks(c10d._resolve_process_group(group))
+
+    kind = "nccl" if dist.get_backend() == "nccl" else "fr"
+    record = getattr(c10d, f"_dump_{kind}_trace")()
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    (Path(folder) / f"rank_{rank}").write_bytes(record)
+    return calls_of(pickle.loads(record), ranks_of)  # of this process
+
+
+def calls_of(
+    record: Mapping[str, Any], ranks_of: Callable[[str], list[int]]
+) -> dict[str, dict[str, Any]]:
+    """{"calls": the first unfinished call of each group, by its name, in a rank's record;
+    "counts": the calls so far}. ranks_of: group name -> global ranks."""
+    counts: dict[str, int] = {}
+    calls: dict[str, dict] = {}
+    for entry in record["entries"]:
+        name = entry["process_group"][0]
+        counts[name] = max(counts.get(name, 0), entry["collective_seq_id"])
+        is_open = not entry["retired"] and entry["state"] != "completed"
+        if is_open and name not in calls:
+            calls[name] = _call(entry, ranks_of(name))
+    return {"calls": calls, "counts": counts}
+
+
+def _call(entry: Mapping[str, Any], ranks: list[int]) -> dict[str, Any]:
+    backend, _, operation = entry["profiling_name"].partition(":")
+    pair = _PEERS.search(operation)
+    if entry["is_p2p"] and pair:
+        ranks = [ranks[int(index)] for index in pair.groups()]
+    callers = [f"{frame['filename']}:{frame['line']}" for frame in entry.get("frames", ())]
+    place = next((caller for caller in callers if not _TORCH.search(caller)), "")
+    return {
+        "number": entry["collective_seq_id"],
+        "backend": backend,
+        "is_message": entry["is_p2p"],
+        "operation": f"{operation} of {entry['input_sizes']} {entry['input_dtypes']}",
+        "ranks": ranks,
+        "words": entry["process_group"][1],
+        "has_begun": entry["state"] == "started",
+        "place": place,
+        "is_users": bool(place) and not _OF_LIBRARIES.search(place),
+    }
+
+
+def differing_calls(summaries: Mapping[int, Mapping[str, Any]]) -> tuple[list[int], list[str]]:
+    """Compare the summaries of ranks -> (late ranks, lines about calls that differ).
+
+    Late is a rank others wait for, with no unfinished call or with one its GPU has not begun while
+    other GPUs began theirs. If each such rank waits for another one, or may do so in a message of
+    gloo, late are those of a call from code of the user, outside of torch, megatron-core and this
+    package.
+    """
+    open_calls = {rank: about.get("calls", {}) for rank, about in summaries.items()}
+    some_began = any(c["has_begun"] for calls in open_calls.values() for c in calls.values())
+    waits_for: dict[int, set[int]] = {}
+    alone = set()
+    of_gloo = False
+    lines: dict[str, list[str]] = {}
+    for rank, calls in open_calls.items():
+        for group, call in calls.items():
+            if some_began and not call["has_begun"]:  # it waits for the GPU of its rank
+                continue
+            others = summaries.keys() & set(call["ranks"]) - {rank}
+            absent = sorted(r for r in others if not _takes_part(group, call, summaries[r]))
+            if absent:
+                waits_for.setdefault(rank, set()).update(absent)
+                of_gloo |= call["backend"] == "gloo"
+                if call["is_users"]:
+                    alone.add(rank)
+                without = f"; ranks without it: {first_of([str(r) for r in absent], 8)}"
+                lines.setdefault(_in_words(call) + without, []).append(str(rank))
+    awaited = set().union(*waits_for.values())
+    late = awaited - waits_for.keys()
+    is_few = 2 * len(alone) <= len(summaries)
+    if not late or of_gloo and alone and is_few:
+        late = alone
+    if late == summaries.keys():
+        late = set()
+    found = [f"ranks {first_of(ranks, 8)}: {words}" for words, ranks in lines.items()]
+    return sorted(late), found[:_CALLS_SHOWN]
+
+
+def _takes_part(group: str, call: Mapping[str, Any], about: Mapping[str, Any]) -> bool:
+    """True if another rank, with this summary, has begun the call of the group, or ended it."""
+    same = about.get("calls", {}).get(group)
+    if call["is_message"]:
+        return same is not None and same["is_message"] and same["has_begun"]
+    if same is None or same["is_message"] or call["number"] < same["number"]:
+        return about.get("counts", {}).get(group, 0) >= call["number"]
+    return all(same[key] == call[key] for key in ("number", "operation", "has_begun"))
+
+
+def _in_words(call: Mapping[str, Any]) -> str:
+    place = f" at {call['place']}" * bool(call["place"])
+    return f"call {call['number']} of group {call['words']}, {call['operation']}{place}"
 
 
 def _print(text: str) -> None:

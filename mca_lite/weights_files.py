@@ -25,6 +25,7 @@ from .families import FAMILIES, OLDER_PREFIXES, UNUSED_TENSORS
 from .files import (
     HF_CONFIG_NAME,
     HF_GENERATION_CONFIG_NAME,
+    PROCESSOR_FILES,
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
     copy_files,
@@ -122,13 +123,13 @@ def write_hf_config(
 
 
 def copy_beside(source: str | None, folder: Path) -> list[str]:
-    """Copy generation_config.json and the code of a model's folder -> the file names. Links out of
-    the source are skipped."""
+    """Copy generation_config.json, the processor's files and the code of a model's folder -> the
+    file names. Links out of the source are skipped."""
     origin = Path(source or folder)
     if origin == folder:
         return []
     code = [path.name for path in sorted(origin.glob("*.py"))]
-    return copy_files(origin, [HF_GENERATION_CONFIG_NAME, *code], folder)
+    return copy_files(origin, [HF_GENERATION_CONFIG_NAME, *PROCESSOR_FILES, *code], folder)
 
 
 # -- the names of experts
@@ -298,7 +299,8 @@ def model_class(hf):
     """transformers' class to make a model of its config: one of text, or of pictures too."""
     import transformers
 
-    if hasattr(hf, "vision_config"):
+    family = FAMILIES.get(hf.model_type)
+    if family is not None and family.has_pictures:
         return transformers.AutoModelForImageTextToText
     return transformers.AutoModelForCausalLM
 

@@ -1,15 +1,19 @@
 """`python -m mca_lite doctor`: what it finds, what it says to do about it, its exit codes."""
 
 import collections
+import configparser
 import importlib.metadata
+import re
 import resource
 import shutil
 import subprocess
 import sys
 
+import pytest
 import torch
 
 from mca_lite import cli_doctor, kernels, model_config
+from mca_lite.mcore import MINORS
 from tests.shared import commands, world
 
 Usage = collections.namedtuple("Usage", "total used free")
@@ -86,6 +90,34 @@ def test_a_broken_transformer_engine_or_compiler_is_a_warning(monkeypatch):
         found = levels(cli_doctor.compiler())
         assert found.keys() == {broken} and "undefined symbol" in found[broken][0]
         assert "warning" in found[broken][0] and "install" in found[broken][1]
+
+
+@pytest.mark.parametrize(
+    ("engine", "megatron", "told"),
+    [
+        ("2.11.0", "0.16.1", "fine .*: a tested pair"),
+        ("2.17.1+abc", "0.18.2", "warning .* takes >=2.9,<2.17\n.*pip install .*>=2.9,<2.17"),
+        ("2.14.1", "0.17.1", "warning .*: an untested pair\n.*make gpu ARGS=te"),
+        ("2.12.0", "0.16.1", "warning .* 0.16 takes >=2.9,<2.12"),
+    ],
+)
+def test_pairs_of_transformer_engine_and_megatron_are_named(engine, megatron, told):
+    minor = tuple(int(number) for number in megatron.split(".")[:2])
+    found = cli_doctor.engine_pair(engine, megatron, MINORS["transformer_engine"][minor])
+    assert re.match(f"(?s){told}", str(found))
+
+
+def test_the_extra_takes_the_engine_of_the_pinned_megatron():
+    setup = configparser.ConfigParser()
+    setup.read(commands.ROOT / "setup.cfg")
+    rows = setup["options.extras_require"]["te"].split("\n")
+    of_python = {row.split(";")[1]: row.split(";")[0] for row in rows if row}
+    constraints = (commands.ROOT / "constraints.txt").read_text()
+    pins = re.findall(r"megatron-core==(0\.\d+).*;(.*)", constraints)
+    assert len(pins) == len(of_python) == 2
+    for minor, python in pins:
+        fits = MINORS["transformer_engine"][tuple(map(int, minor.split(".")))]
+        assert of_python[python].endswith(fits)
 
 
 def test_the_exit_code_is_the_severest_finding(monkeypatch):

@@ -58,6 +58,9 @@ CHANGES_A_RUN = {
     "packing": ("true", ""),
     "neat_packing": ("true", ""),
     "finetuning_type": ("lora", ""),
+    "freeze_trainable_layers": ("1", "finetuning_type=freeze"),
+    "freeze_trainable_modules": ("mlp", "finetuning_type=freeze"),
+    "freeze_extra_modules": ("embed_tokens", "finetuning_type=freeze"),
     "lora_rank": ("2", LORA),
     "lora_alpha": ("64", LORA),
     "lora_dropout": ("0.5", START),
@@ -456,6 +459,10 @@ SHOWN_BY = {
     "sample_by": "test_data_mix.py::test_a_text_file_is_a_document_a_line_or_as_a_whole",
     "ignore_message_keys": "test_data_chat.py::"
     "test_unknown_keys_of_a_message_are_refused_by_name_unless_they_are_ignored",
+    "media_dir": "test_images.py::"
+    "test_the_cache_knows_the_folder_of_relative_paths_and_bad_records_are_left_out",
+    "image_max_pixels": "test_images.py::test_keys_bound_the_pixels_and_are_read_again",
+    "image_min_pixels": "test_images.py::test_keys_bound_the_pixels_and_are_read_again",
     "overwrite_cache": "test_data.py::test_overwrite_cache_writes_again_what_an_earlier_run_wrote",
     "output_dir": "test_cli.py::"
     "test_the_example_gives_the_same_numbers_on_two_ranks_and_on_plain_torch",
@@ -483,6 +490,10 @@ SHOWN_BY = {
     "test_an_offloaded_optimizer_trains_as_one_on_the_device",
     "optimizer_offload_fraction": "test_offload.py::test_a_fraction_of_the_elements_is_on_the_host",
     "torch_compile": "test_model_fused.py::test_torch_compile_switches_what_runs_on_a_gpu",
+    **dict.fromkeys(
+        "freeze_vision_tower freeze_multi_modal_projector freeze_language_model".split(),
+        "test_vision_torch.py::test_parts_of_a_family_train_as_transformers_does",
+    ),
     "moe_permute_fusion": "test_moe_args.py::test_a_config_that_does_not_fit_says_what_to_set",
 }
 ROWS = [CHANGES_A_RUN, IN_THE_CONFIG, IN_THE_OPTIMIZER, IN_THE_TRAINER, SHOWN_BY]

@@ -61,7 +61,7 @@ def check_imports(name: str) -> None:
 # module -> its package, where the two names differ
 PACKAGES = {"megatron": "megatron-core", "yaml": "pyyaml", "huggingface_hub": "huggingface-hub"}
 # imported where they are there, or where a key asks for them
-OPTIONAL = {"matplotlib", "pyarrow", "transformer_engine", "triton", "wandb"}
+OPTIONAL = {"PIL", "matplotlib", "pyarrow", "transformer_engine", "triton", "wandb"}
 
 
 def imports_of(tree: ast.Module) -> set[str]:
@@ -271,13 +271,15 @@ def test_each_file_runs_in_one_process_of_the_suite(tmp_path):
 
 
 # What tests.tools.house counts -> (the least, the most). A change that moves a limit says why.
-# Muon, grad_norm_skip_threshold and deterministic are 1,750 of the core's tokens.
+# The house without capabilities of later versions: 161,250 tokens, 134,250 in the core, 27,000 in
+# tools. Since then: Muon, grad_norm_skip_threshold, deterministic 1,750; columns of pictures 400;
+# pairs of Transformer Engine and megatron-core 230.
 LIMITS = {
     "modules": (0, 64),
     "core modules": (0, 50),
-    "core tokens": (0, 136_000),
-    "tool tokens": (0, 27_000),
-    "tokens": (0, 163_000),
+    "core tokens": (0, 136_500),
+    "tool tokens": (0, 27_200),
+    "tokens": (0, 163_700),
     "decisions": (0, 4_100),
     "decisions a 1,000 tokens": (0, 26.0),
     "parallel assignments": (0, 1.3),

@@ -18,6 +18,7 @@ from mca_lite.watchdog import BETWEEN_STEPS, HANG_EXIT_CODE, RankFailed, Watchdo
 from tests.shared import tiny, world
 from tests.shared.fixtures import saved_model
 from tests.shared.layouts import PP2, TP2
+from tests.shared.records import record
 
 # -- in this process: several ranks, one store, one clock
 
@@ -25,7 +26,9 @@ from tests.shared.layouts import PP2, TP2
 class Ranks:
     """Watchdogs of one world; those in `stopped` never look."""
 
-    def __init__(self, size: int = 3, hang_timeout: float = 10, ddp_timeout: float = 60):
+    def __init__(
+        self, size: int = 3, hang_timeout: float = 10, ddp_timeout: float = 60, stages=(), **keys
+    ):
         from torch.distributed import HashStore
 
         self.codes, store = {}, HashStore()
@@ -38,6 +41,8 @@ class Ranks:
                 hang_timeout,
                 ddp_timeout,
                 lambda code, rank=rank: self.codes.setdefault(rank, code),
+                stage=lambda rank=rank: dict(enumerate(stages)).get(rank, 0),
+                **keys,
             )
             for rank in range(size)
         ]
@@ -90,12 +95,72 @@ def test_a_rank_that_does_not_answer_is_named_though_it_has_noted_as_much(capsys
     assert ranks.codes == {0: HANG_EXIT_CODE, 2: HANG_EXIT_CODE}
 
 
-def test_a_world_in_which_no_rank_is_behind_is_told_of_and_left_alone(capsys):
+def test_ranks_that_all_wait_with_none_behind_leave_at_ddp_timeout(capsys):
+    ranks = Ranks()
+    ranks.settle()
+    ranks.wait(50)
+    said = capsys.readouterr().err
+    assert said.count("warning: ") == 1 and "0 of 3 ranks behind" in said and not ranks.codes
+    ranks.wait(12)
+    assert ranks.codes == dict.fromkeys(range(3), HANG_EXIT_CODE)
+    assert "error: all ranks, none behind the others, hung for 58 s" in capsys.readouterr().err
+
+
+def test_ranks_that_all_work_are_told_of_and_left_alone(capsys, monkeypatch):
+    """A callback of every rank may take longer than ddp_timeout."""
+    monkeypatch.setattr(watchdog, "may_wait", lambda frame: False)
     ranks = Ranks()
     ranks.settle()
     ranks.wait(200)
     said = capsys.readouterr().err
     assert said.count("warning: ") == 1 and "0 of 3 ranks behind" in said and not ranks.codes
+
+
+def test_a_rank_with_fewer_micro_batches_than_others_of_its_stage_is_named(capsys):
+    """As one whose GPU never ends a kernel: its host waits in torch, as the hosts of others do."""
+    ranks = Ranks(size=4, stages=[0, 0, 1, 1])
+    ranks.settle()
+    ranks.note("running the model", 1)
+    for rank, ticks in zip(ranks.all, (4, 3, 2, 2), strict=True):
+        rank.ticks += ticks
+    ranks.wait(15)
+    said = capsys.readouterr().err
+    assert "1 of 4 ranks behind" in said and "\nrank 1 on" in said
+    ranks.wait(50)
+    assert ranks.codes == dict.fromkeys(range(4), HANG_EXIT_CODE)
+
+
+def test_the_rank_of_a_collective_alone_is_named_by_the_flight_recorder(capsys):
+    records = {
+        0: record(("dp", 5, "all_reduce", 8, "lib.py")),
+        1: record(("world", 9, "all_reduce", 3, "users.py")),
+    }
+    ranks = Ranks(size=2, dump=records.__getitem__)
+    ranks.settle()
+    ranks.wait(15)
+    said = capsys.readouterr().err
+    assert "1 of 2 ranks behind" in said and "\nrank 1 on" in said
+    assert "ranks 1: call 9 of group world, all_reduce" in said and "users.py:7" in said
+
+
+def test_a_store_of_a_stopped_process_is_named_and_the_rank_leaves(capsys):
+    [rank] = Ranks(1).all
+    rank.start()
+    rank.stop()
+    rank.note(BETWEEN_STEPS, 3)
+    for _ in range(10):
+        rank.mind_store()
+    assert not capsys.readouterr().err
+    rank.mind_store()
+    said = capsys.readouterr().err
+    assert "rank 0 waits after step 3, between steps; the store of the ranks has not" in said
+    assert f"its holder, rank 0 on {os.uname().nodename} (process {os.getpid()})" in said
+    rank.note("reading data")  # it goes on without the store
+    for _ in range(60):
+        rank.mind_store()
+    assert "has not answered for 10 s" in capsys.readouterr().err
+    rank.mind_store()
+    assert "error: rank 0 leaves: the store of the ranks" in capsys.readouterr().err
 
 
 class GoesOnBetween:
@@ -205,8 +270,8 @@ def test_a_store_that_does_not_answer_is_named(monkeypatch):
     assert "the store of the ranks does not answer" in str(lost)
 
 
-def answer(count: int, is_waiting: bool) -> dict:
-    return {"count": count, "is_waiting": is_waiting}
+def answer(count: int, is_waiting: bool, ticks: int = 0, stage: int = 0) -> dict:
+    return {"count": count, "is_waiting": is_waiting, "ticks": ticks, "stage": stage}
 
 
 @pytest.mark.parametrize(
@@ -218,6 +283,9 @@ def answer(count: int, is_waiting: bool) -> dict:
         ([answer(5, True), answer(5, True), answer(5, True)], []),
         ([answer(5, False), answer(5, False), answer(5, False)], []),
         ([answer(5, True), watchdog.SILENT, answer(4, False)], [1]),
+        ([answer(5, True, 2), answer(5, True, 1), answer(5, True, 2)], [1]),
+        ([answer(5, True, 2), answer(5, True, 1, stage=1)], []),  # of a pipeline
+        ([answer(5, True, 2), answer(5, True, 1, 1), answer(5, True, 0, 1)], [2]),
     ],
 )
 def test_who_is_behind(answers, behind):
@@ -295,8 +363,8 @@ class Watched(Watchdog):
 
     leave_s: float
 
-    def __init__(self, store, rank, size, hang_timeout, ddp_timeout):
-        super().__init__(store, rank, size, hang_timeout, 60)
+    def __init__(self, store, rank, size, hang_timeout, ddp_timeout, **keys):
+        super().__init__(store, rank, size, hang_timeout, 60, **keys)
 
     def note(self, phase: str, step: int | None = None) -> None:
         super().note(phase, step)
@@ -304,8 +372,26 @@ class Watched(Watchdog):
             self.ddp_timeout = self.leave_s
 
 
+def meet_at_rank_0() -> None:
+    """Put the store into rank 0, as srun without torchrun does."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    store = None
+    port = [0]
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, 2, is_master=True, wait_for_workers=False)
+        port = [store.port]
+    dist.broadcast_object_list(port)
+    dist.destroy_process_group()
+    store = store or dist.TCPStore("127.0.0.1", port[0], 2, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+
+
 def hang(path: str, out: str, backend: str, how: str, leave_s: float = LEAVE_S, **keys) -> None:
-    """A run of which rank 1 sleeps, stops or dies after two steps; what ranks say is in files."""
+    """A run of which a rank sleeps, stops or dies after two steps; what ranks say is in files."""
+    import torch
+
     from mca_lite import AutoModel, McaTrainer, TrainingArguments
     from mca_lite.cli import end
     from mca_lite.model import load_torch_model
@@ -313,15 +399,21 @@ def hang(path: str, out: str, backend: str, how: str, leave_s: float = LEAVE_S, 
     Watched.leave_s, watchdog.Watchdog = leave_s, Watched
     rank = os.environ["RANK"]
     sys.stderr = open(f"{out}/said-{rank}", "w")  # noqa: SIM115 - until the process is gone
+    victim = "1"
+    if how == "stops with the store":
+        victim = "0"
+        meet_at_rank_0()
+    # of a module of torch: as a host that waits for a kernel without end
+    stay = eval("lambda time: time.sleep(600)", {"__name__": "torch.cuda"})
 
     def is_time(trainer) -> bool:
-        return rank == "1" and trainer.state.global_step == 2 and trainer.models[0].training
+        return rank == victim and trainer.state.global_step == 2 and trainer.models[0].training
 
     class Samples(list):
         def __getitem__(self, number):
             if is_time(trainer) and how == "sleeps":
                 time.sleep(600)
-            if is_time(trainer) and how == "stops":
+            if is_time(trainer) and how.startswith("stops"):
                 os.kill(os.getpid(), signal.SIGSTOP)
             if is_time(trainer) and how == "dies":
                 raise KeyError("what rank 1 died of")
@@ -331,6 +423,10 @@ def hang(path: str, out: str, backend: str, how: str, leave_s: float = LEAVE_S, 
         def _pre_compute_loss(self, batch, inputs):
             if is_time(self) and how == "sleeps in the forward pass":
                 time.sleep(600)
+            if is_time(self) and how == "waits for its GPU":
+                stay(Clock)
+            if is_time(self) and how == "calls alone":
+                torch.distributed.all_reduce(torch.zeros(3))
             return super()._pre_compute_loss(batch, inputs)
 
         def _post_compute_loss(self, labels, losses):
@@ -348,6 +444,12 @@ def hang(path: str, out: str, backend: str, how: str, leave_s: float = LEAVE_S, 
         trainer.train()
     except Exception as error:
         os._exit(end(error, out))
+
+
+class Clock:
+    """time, of which a sleep is no frame of this file."""
+
+    sleep = staticmethod(time.sleep)
 
 
 model_path = saved_model("llama")
@@ -369,6 +471,10 @@ HANGS = {
     **HANGING,
     "stopped": ("megatron", "stops", {}),
     "groups first": ("megatron", "sleeps", {**TP2, **GROUPS_FIRST}),
+    "kernel": ("megatron", "waits for its GPU", {}),
+    "alone": ("megatron", "calls alone", {}),
+    "alone, pp2": ("megatron", "calls alone", PP2),
+    "stopped with the store": ("megatron", "stops with the store", {}),
 }
 
 
@@ -382,7 +488,8 @@ def ended(request, model_path, tmp_path_factory):
     def one(name: str):
         out = tmp_path_factory.mktemp("hang")
         backend, how, keys = HANGS[name]
-        more = dict(keys, wait_for=[0]) if how == "stops" else keys
+        left = {"stops": [0], "stops with the store": [1]}
+        more = dict(keys, wait_for=left.get(how))
         codes, _ = world.exits(hang, 2, model_path, str(out), backend, how, **more)
         return codes, [said_by(out, rank) for rank in range(2)]
 
@@ -420,6 +527,31 @@ def test_a_rank_that_is_stopped_is_named_without_a_stack(hang, ended):
     codes, (said, _) = ended[hang]
     assert codes[0] == HANG_EXIT_CODE and "rank 1 on" in said
     assert "does not answer: its process is stopped or gone" in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize("hang", ["kernel", "alone", "alone, pp2"])
+def test_a_rank_that_waits_in_torch_as_others_do_is_named_and_all_leave(hang, ended):
+    codes, said = ended[hang]
+    assert codes == [HANG_EXIT_CODE] * 2, said
+    said = "".join(said)
+    assert "1 of 2 ranks behind" in said
+    assert re.search(r"\nrank 1 on \S+ \(process \d+\): after step 2, running the model", said), (
+        said
+    )
+    if hang != "kernel":
+        call = r"ranks 1: call \d+ of group default_pg, all_reduce of \[\[3\]\]"
+        assert re.search(
+            rf"{call} \['Float'\] at {re.escape(__file__)}:\d+; ranks without it: 0", said
+        )
+
+
+@pytest.mark.parametrize("hang", ["stopped with the store"])
+def test_a_stopped_rank_with_the_store_is_named_and_the_others_leave(hang, ended):
+    codes, (_, said) = ended[hang]
+    assert codes[1] == HANG_EXIT_CODE
+    words = "the store of the ranks has not answered for . s; its holder, rank 0 on"
+    assert re.search(rf"warning: rank 1 waits after step 2, .*; {words}", said), said
+    assert "error: rank 1 leaves" in said and "Traceback" not in said
 
 
 @pytest.mark.parametrize("backend", ["megatron", "torch"])

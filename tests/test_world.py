@@ -95,8 +95,8 @@ def test_ranks_wait_for_a_rank_0_that_never_comes_no_longer_than_ddp_timeout(
         monkeypatch.setenv(name, value)
     start = time.monotonic()
     with pytest.raises(ValueError, match=f"(?s)rank 1 of 2 could not meet .*{named}"):
-        parallel.start_process_group(timeout_s=2)
-    assert time.monotonic() - start < 3.5, "torch itself would try for 2 s twice"
+        parallel.start_process_group(timeout_s=4)
+    assert time.monotonic() - start < 7.5, "torch itself would try for 4 s twice"
 
 
 def test_ranks_wait_an_hour_for_each_other_where_ddp_timeout_is_years(monkeypatch):

@@ -183,7 +183,8 @@ def train_plain(path: str, out: str, adapt=None) -> list:
         total = 0.0
         for d in step:
             loss = loss_of(model, d) / count
-            loss.backward()
+            if loss.requires_grad:  # not that of text, if the tower alone is trained
+                loss.backward()
             total += loss.item()
         norm = torch.nn.utils.clip_grad_norm_(trained, 0.5)
         optimizer.step()

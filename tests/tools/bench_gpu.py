@@ -118,6 +118,9 @@ TE_CASES = {
     "te-lora-fp8": dict(_LORA, keys=_FP8),
 }
 CASES.update(TE_CASES)
+# another optimizer; this project alone
+MUON = "1.5B Muon"
+CASES[MUON] = dict(CASES["1.5B"], keys=dict(optim="muon"))
 # of Hugging Face's Trainer: keywords of run_theirs
 RIVALS = {
     "hf": {},
@@ -131,7 +134,7 @@ TRAINERS = ("ours", *RIVALS)
 
 def trainers_of(case: str) -> tuple[str, ...]:
     """The trainers of a case."""
-    if case in TE_CASES:
+    if case in TE_CASES or case == MUON:
         return ("ours",)
     return ("ours", "hf", "liger", *CASES[case].get("rivals", ()))
 

@@ -1,0 +1,233 @@
+"""The log names the slowest rank and the phase in which the others wait for it."""
+
+import json
+import time
+
+import pytest
+import torch
+
+from mca_lite import cli_watch, log_html, parallel
+from mca_lite.log import format_progress
+from mca_lite.trainer_events import Phases
+from tests.shared import tiny, world
+from tests.shared.fixtures import saved_model
+from tests.shared.layouts import PP2, TP2
+from tests.shared.training import train
+
+model_path = saved_model("llama")
+SLEEP_S = 0.05
+LAGS = ["lag_data_s", "lag_model_s", "lag_update_s", "lag_save_s", "lag_callbacks_s"]
+
+
+def sleep(*_) -> None:
+    time.sleep(SLEEP_S)
+
+
+def train_with_a_slow_rank(path: str, out: str, cases: dict) -> dict:
+    """{name: the last line of the log} of runs in which rank `slow` sleeps in a phase: for each
+    sample or micro-batch, at least two a step, or once a step."""
+    import torch.distributed as dist
+
+    from mca_lite import McaTrainer
+    from mca_lite.callbacks import TrainerCallback
+
+    answers = {}
+    for name, (slow, where, keys) in cases.items():
+        is_slow = dist.get_rank() == slow
+
+        class Samples(list):
+            def __getitem__(self, number):
+                if is_slow and where == "data":  # noqa: B023 - used at once
+                    sleep()
+                return super().__getitem__(number)
+
+        class Slow(McaTrainer):
+            def _pre_compute_loss(self, batch, inputs):
+                if is_slow and where == "forward":  # noqa: B023
+                    sleep()
+                return super()._pre_compute_loss(batch, inputs)
+
+            def _post_compute_loss(self, labels, losses):
+                if is_slow and where == "backward":  # noqa: B023
+                    losses.register_hook(sleep)
+                return super()._post_compute_loss(labels, losses)
+
+            def create_optimizer(self):
+                optimizer = super().create_optimizer()
+                inner = getattr(optimizer, "chained_optimizers", [optimizer])[0]
+                if is_slow and where == "update":  # noqa: B023
+                    getattr(inner, "optimizer", inner).register_step_pre_hook(sleep)
+                return optimizer
+
+        class Callback(TrainerCallback):
+            def on_step_end(self, args, state, control, **kwargs):
+                if is_slow and where == "callbacks":  # noqa: B023
+                    sleep()
+
+        trainers = []
+
+        class Kept(Slow):
+            def __init__(self, *args, **kwargs):
+                super().__init__(*args, **kwargs)
+                trainers.append(self)  # noqa: B023
+                self.train_dataset = Samples(tiny.samples(16))
+
+        train(
+            path, f"{out}/{name}", trainer_class=Kept, callbacks=[Callback()],
+            **{"steps": 2, "count": 16, "logging_steps": 2, **keys},
+        )  # fmt: skip
+        answers[name] = trainers[0].state.log_history[-1]
+        world.leave_layout()
+    return answers
+
+
+TORCH = dict(backend="torch")
+CASES = {
+    "data": (1, "data", {}),
+    "data of rank 0": (0, "data", {}),
+    "forward": (1, "forward", {}),
+    "backward": (0, "backward", {}),
+    "update": (1, "update", {}),
+    "callbacks": (0, "callbacks", {}),
+    "overlap": (1, "backward", dict(use_distributed_optimizer=True, overlap_grad_reduce=True)),
+    "pp2 data": (1, "data", PP2),
+    "pp2 forward": (0, "forward", PP2),
+    "pp2 backward": (1, "backward", PP2),
+    "tp2 data": (1, "data", TP2),
+    "torch data": (0, "data", TORCH),
+    "torch forward": (0, "forward", TORCH),
+    "torch backward": (1, "backward", TORCH),
+    "torch update": (1, "update", TORCH),
+}
+
+
+@pytest.fixture(scope="module")
+def lines(model_path, tmp_path_factory) -> dict:
+    out = tmp_path_factory.mktemp("slow")
+    return world.run(train_with_a_slow_rank, 2, model_path, str(out), CASES, timeout_s=120)[0]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_slowest_rank_is_named_with_its_phase(name, lines):
+    slow, where, _ = CASES[name]
+    line = lines[name]
+    phase = {"forward": "model", "backward": "model"}.get(where, where)
+    lags = {key: line[key] for key in LAGS}
+    assert line["slowest_rank"] == slow, lags
+    assert max(lags, key=lags.get) == f"lag_{phase}_s"
+    assert line["reduction_s"] < SLEEP_S / 2, "the slow rank waits for nobody"
+    times = 1 if where in ("update", "callbacks") else 2
+    assert lags[f"lag_{phase}_s"] > 0.9 * times * SLEEP_S, lags
+
+
+class Rank(Phases):
+    """The phases of a rank that has taken these seconds."""
+
+    def __init__(self, waits_in_model: bool = False, **seconds: float):
+        super().__init__(waits_in_model)
+        self.steps = 2
+        self.seconds = seconds
+
+    def numbers(self) -> list[int]:
+        for name, phase in self.of.items():
+            phase.seconds = lambda name=name: self.seconds.get(name, 0.0)
+        return super().numbers()
+
+
+def compared(monkeypatch, *ranks: Rank) -> dict:
+    """The fields of the log of these ranks."""
+    numbers = []
+    for number, rank in enumerate(ranks):
+        monkeypatch.setattr(parallel, "rank", lambda number=number: number)
+        numbers.append(rank.numbers())
+    monkeypatch.setattr(parallel, "world_size", lambda: len(ranks))
+    ranks[0].compare([max(of_ranks) for of_ranks in zip(*numbers, strict=True)])
+    return {key: value for key, value in ranks[0].take().items() if value}
+
+
+def test_seconds_behind_the_fastest_are_of_a_step_and_ranks_above_a_thousand_are_kept(monkeypatch):
+    ranks = [Rank(data=0.5, model=90000.0) for _ in range(1100)]
+    ranks[1099] = Rank(data=0.75, model=90003.0)
+    ranks[7] = Rank(data=2.5, model=90000.0)
+    line = compared(monkeypatch, *ranks)
+    assert line == {"slowest_rank": 1099, "lag_data_s": 1.0, "lag_model_s": 1.5}
+
+
+def test_a_wait_for_late_data_within_a_layer_is_no_slow_pass(monkeypatch):
+    """Rank 1 reads for 2 s; within the first layer rank 0 waits for it."""
+    early, late = dict(data=0.5, model=3.0), dict(data=2.5, model=1.0)
+    line = compared(monkeypatch, Rank(True, **early), Rank(True, **late))
+    assert line == {"slowest_rank": 1, "lag_data_s": 1.0}
+    # two more ranks, another replica, whose passes take 4 s longer
+    ranks = [Rank(True, **x) for x in (early, late, dict(data=0.5, model=7.0))]
+    line = compared(monkeypatch, *ranks)
+    assert line == {"slowest_rank": 2, "lag_data_s": 1.0, "lag_model_s": 1.0}
+
+
+def test_the_time_of_a_reduction_is_that_of_the_rank_that_waits_least(monkeypatch):
+    ranks = Rank(reduction=0.5), Rank(reduction=0.3)
+    assert compared(monkeypatch, *ranks) == {"slowest_rank": 1, "reduction_s": 0.15}
+
+
+class Event:
+    """A GPU's event: it takes place when `now` reaches it."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing: bool):
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = Event.now + 2.0  # the queue is two seconds long
+
+    def query(self) -> bool:
+        return self.at <= Event.now
+
+    def elapsed_time(self, end: "Event") -> float:
+        assert end.query(), "this would wait"
+        return 1000 * (end.at - self.at)
+
+
+def test_a_gpus_work_is_read_once_it_is_done_and_never_waited_for(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(parallel, "device", lambda: torch.device("cuda"))
+    phase = Phases(waits_in_model=False).timer("forward-compute", log_level=2)
+    for seconds in (0.25, 0.5):
+        phase.start()
+        Event.now += seconds
+        phase.stop()
+    assert phase.seconds() == 0.0
+    Event.now = 2.5  # the first ended at 2.25, the second ends at 2.75
+    assert phase.seconds() == 0.25
+    Event.now = 3.0
+    assert phase.seconds() == 0.75
+    phase.reset()
+    assert phase.seconds() == 0.0
+
+
+def test_watch_and_the_page_show_who_is_slow_most_often_and_each_phase(tmp_path):
+    lines = [
+        {"step": step, "slowest_rank": rank, "lag_data_s": lag, "lag_model_s": 0.01}
+        for step, rank, lag in ((1, 3, 0.5), (2, 0, 0.002), (3, 3, 0.7))
+    ]
+    (tmp_path / "trainer_log.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    run = log_html.RunFolder(tmp_path)
+    shown = {row.split()[0]: row.split() for row in cli_watch.frame([run], 80)[1:]}
+    assert log_html.figures(run)["slowest rank"] == "3"
+    assert log_html.figures(run)["in data"] == "+0.50 s"
+    assert {"slowest", "in"} <= shown.keys()
+    drawn = log_html.page([run])
+    assert drawn.count("Seconds a step by which the slowest rank is behind the fastest") == 1
+    for key in ("lag_data_s", "lag_model_s"):
+        assert f"{key} <b>" in drawn
+
+
+def test_one_rank_is_compared_with_nobody(monkeypatch):
+    assert compared(monkeypatch, Rank(data=1.0)) == {}
+
+
+def test_the_progress_line_leaves_out_what_costs_no_hundredth_of_a_second():
+    line = format_progress(
+        {"step": 1, "slowest_rank": 0, "lag_data_s": 0.0049, "lag_model_s": 0.052}, max_steps=4
+    )
+    assert line == "step 1/4  slowest rank 0  in model +0.05 s"
