@@ -10,13 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText
 
-from mca_lite import TrainingArguments, model_config
+from mca_lite import TrainingArguments, model_config, plan_memory
 from mca_lite.batch import rope_positions
 from tests.shared import pictures, tiny, world
 from tests.shared.cells import asked_for, shared_worlds, thinned
 from tests.shared.files import assert_same_bytes, assert_same_tensors, tensors
+from tests.shared.held import SavedTensors
 from tests.shared.layouts import (
     CP2,
     DIST_OPT,
@@ -304,3 +306,53 @@ def test_a_batch_without_positions_or_with_too_few_pictures_is_refused(paths, tm
     text = tiny.save_model(tmp_path, "qwen2")
     [said] = world.run(forward, 1, text, batch)
     assert "pixel_values" in said and "qwen2" in said
+
+
+# -- plans
+
+
+def planned(path: str, **keys):
+    from mca_lite.model_config import AutoConfig
+    from mca_lite.plan_memory import ModelTensors, rank_memory
+
+    args = TrainingArguments(output_dir="unused", **keys)
+    config = AutoConfig.from_pretrained(path, args)
+    tensors = ModelTensors(config)
+    stages = range(config.pipeline_model_parallel_size)
+    return [rank_memory(args, config, tensors, stage, 64, len(stages), False) for stage in stages]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_plan_counts_the_tower_on_the_first_stage(paths, family, monkeypatch):
+    tower = AutoModelForImageTextToText.from_pretrained(paths[family]).model.visual
+    saved = SavedTensors(tower.parameters())
+    with saved.hooks():  # one picture of 64 features, a row of pictures alone
+        output = tower(torch.randn(256, pictures.CHANNELS), grid_thw=torch.tensor([[1, 16, 16]]))
+    held = saved.bytes
+    del output
+    [whole] = planned(paths[family])
+    first, second = planned(paths[family], **PP2)
+    count = sum(parameter.numel() for parameter in tower.parameters())
+    assert first.parameters - second.parameters == count - 32  # the final norm is on the second
+    [recomputed] = planned(paths[family], **FULL)
+    monkeypatch.setattr(plan_memory, "_tower", lambda *arguments: 0.0)
+    [text] = planned(paths[family])
+    [text_recomputed] = planned(paths[family], **FULL)
+    # the mergers are not counted, nor the table of positions
+    assert whole.activations - text.activations == pytest.approx(held, rel=0.35)
+    assert 0 < recomputed.activations - text_recomputed.activations < held
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_work_of_the_tower_is_what_torch_counts(paths, family):
+    from mca_lite.log import tower_work
+
+    model = AutoModelForImageTextToText.from_pretrained(paths[family], attn_implementation="eager")
+    grid = torch.tensor([[1, 16, 16]])  # of whole windows
+    with FlopCounterMode(display=False) as counter:
+        model.model.visual(torch.randn(256, pictures.CHANNELS), grid_thw=grid)
+    forward = counter.get_total_flops()
+    work = tower_work(model, model.config)
+    assert work.of_patch * 256 + work.of_square * 256**2 == pytest.approx(3 * forward, rel=1e-6)
+    frozen = tower_work(pictures.without_tower(model), model.config)
+    assert frozen.of_patch * 256 + frozen.of_square * 256**2 == pytest.approx(forward, rel=1e-6)
