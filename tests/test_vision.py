@@ -356,3 +356,56 @@ def test_the_work_of_the_tower_is_what_torch_counts(paths, family):
     assert work.of_patch * 256 + work.of_square * 256**2 == pytest.approx(3 * forward, rel=1e-6)
     frozen = tower_work(pictures.without_tower(model), model.config)
     assert frozen.of_patch * 256 + frozen.of_square * 256**2 == pytest.approx(forward, rel=1e-6)
+
+
+# -- evaluation, and half precision
+
+
+def evaluated(path: str, keys: dict) -> float:
+    from mca_lite import McaTrainer
+    from mca_lite.model import AutoModel
+
+    args = TrainingArguments(output_dir="unused", disable_tqdm=True, global_batch_size=4, **keys)
+    model = AutoModel.from_pretrained(path, args)
+    return McaTrainer(model=model, args=args, eval_dataset=pictures.samples()).evaluate()[
+        "eval_loss"
+    ]
+
+
+@pytest.mark.parametrize("layout", ["one", "one_packed", "dp2", "tp2_sp_packed", "pp2", "cp2"])
+def test_an_evaluation_gives_the_loss_of_transformers(paths, layout):
+    path = paths["qwen3_vl"]
+    model = AutoModelForImageTextToText.from_pretrained(path).eval()
+    data = pictures.samples()
+    with torch.no_grad():
+        total = sum(pictures.loss_of(model, document).item() for document in data)
+    wanted = total / sum(int((document["labels"] != -100).sum()) for document in data)
+    ranks, keys = LAYOUTS[layout]
+    keys = {**keys, "per_device_eval_batch_size": 2}
+    for got in world.run(evaluated, ranks, path, keys):
+        assert got == pytest.approx(wanted, abs=1e-5)
+
+
+def in_bf16(path: str, out: str) -> tuple:
+    """(frequencies of the tower, their dtype, the curve of a step in bf16)"""
+    from mca_lite.model import AutoModel
+
+    args = TrainingArguments(output_dir="unused", bf16=True)
+    [chunk] = AutoModel.from_pretrained(path, args)
+    frequencies = dict(chunk.vision_model.named_buffers())["module.rotary_pos_emb.inv_freq"]
+    curve = pictures.train_ours(path, out, bf16=True, steps=1, export=False)
+    return frequencies.tolist(), str(frequencies.dtype), curve
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bf16_is_near_and_keeps_the_frequencies_of_positions(paths, tmp_path, family):
+    path = paths[family]
+    [(frequencies, dtype, [(loss, _)])] = world.run(in_bf16, 1, path, str(tmp_path))
+    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+    assert dtype == "torch.float32"
+    assert frequencies == model.model.visual.rotary_pos_emb.inv_freq.tolist()
+    first = pictures.samples()[:4]
+    with torch.no_grad():
+        total = sum(pictures.loss_of(model, document).item() for document in first)
+    wanted = total / sum(int((document["labels"] != -100).sum()) for document in first)
+    assert loss == pytest.approx(wanted, rel=5e-3)  # bf16 has three digits
