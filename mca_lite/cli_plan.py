@@ -364,6 +364,8 @@ def _run_lines(layout: _Layout) -> list[str]:
         "model on disk": show_size(total),
         "a checkpoint": show_size(of_checkpoint),
     }
+    if layout.config.vision_config is not None:
+        table["pictures"] = "in memory as if a row held nothing else; not in the time"
     time = layout.time
     if time is not None:
         messages = f"{time.messages:.2f} s of it messages, {time.bubble:.2f} s the pipeline's"
