@@ -37,6 +37,7 @@ _ORIENTATION = 0x0112  # tag of EXIF
 _ON_ITS_SIDE = (5, 6, 7, 8)  # its values for which width and height change places
 _THUMBNAIL = (240, 240)
 _PROCESSOR_NAMES = ("processor_config.json", "preprocessor_config.json")
+_PROCESSOR = "Qwen2VLImageProcessor"  # of all three families; Qwen3-VL has other sizes
 _SOURCES = ("image", "image_url", "path", "url", "base64", "value")  # keys of a block of a message
 _TEMPORAL = 1  # patches of a picture along time
 
@@ -164,6 +165,9 @@ def _upright_size(image) -> tuple[int, int]:
         raise _Unusable(
             f"{image.mode} has more than 8 bits a channel, and would become white: convert it"
         )
+    # frames of MPO are views of a picture in other sizes
+    if getattr(image, "is_animated", False) and image.format != "MPO":
+        raise _Unusable(f"{image.n_frames} frames, and a picture has one: save that one alone")
     # not PngImageFile.getexif, which decodes the picture
     if Image.Image.getexif(image).get(_ORIENTATION) in _ON_ITS_SIDE:
         return width, height
@@ -248,12 +252,20 @@ class Vision:
     @property
     def identity(self) -> dict:
         """The facts that determine sizes and places."""
-        paths = [self.folder / name for name in _PROCESSOR_NAMES]
         return {
             "block": [self.block, self.image_token_id, self.merge_size],
             "limits": self.limits,
-            "processor": [read_json(path) for path in paths if path.is_file()],
+            "processor": self._settings(),
         }
+
+    def _settings(self) -> dict:
+        """The settings of the image processor, {} without a file of them."""
+        settings: dict = {}
+        for name in _PROCESSOR_NAMES:
+            if (self.folder / name).is_file():
+                values = read_json(self.folder / name)
+                settings |= values.get("image_processor", values)
+        return settings
 
     @functools.cached_property
     def processor(self):
@@ -261,18 +273,19 @@ class Vision:
         missing or does not fit."""
         import transformers  # its image processors take Pillow
 
+        settings = self._settings()
         expect(
-            any((self.folder / name).is_file() for name in _PROCESSOR_NAMES),
+            settings,
             f"{self.folder}: expected {' or '.join(_PROCESSOR_NAMES)} for the pictures of the "
             "data: copy it from the model",
         )
-        processor = transformers.AutoImageProcessor.from_pretrained(
-            self.folder, backend="pil", local_files_only=True, **self.limits
-        )
-        name = type(processor).__name__
+        # not AutoImageProcessor, which takes torchvision in some versions (5.17)
+        name = settings.get("image_processor_type", _PROCESSOR).removesuffix("Fast")
         expect(
-            hasattr(sys.modules[type(processor).__module__], "smart_resize"),
-            f"{self.folder}: {name}: expected an image processor of Qwen2-VL's kind",
+            name == _PROCESSOR, f"{self.folder}: image_processor_type {name}: expected {_PROCESSOR}"
+        )
+        processor = getattr(transformers, f"{name}Pil").from_pretrained(
+            self.folder, local_files_only=True, **self.limits
         )
         expect(
             processor.do_resize and processor.merge_size == self.merge_size,
@@ -287,7 +300,7 @@ class Vision:
     def place(self, picture: Picture, where: str) -> Placed:
         """The picture with its grid, from its header."""
         processor = self.processor
-        resize = sys.modules[type(processor).__module__].smart_resize
+        resize = sys.modules[type(processor).__module__].smart_resize  # of its own version
         with _opened(picture, where) as image:
             height, width = _upright_size(image)
         try:

@@ -3,7 +3,9 @@ transformers' image processor and get_rope_index, and chat templates with blocks
 
 import base64
 import functools
-import io
+import importlib.util
+import json
+import pickle
 
 import pytest
 import torch
@@ -149,7 +151,10 @@ def test_texts_of_a_model_with_pictures_have_positions_alone(tmp_path):
         ({"images": ["text.png"], "text": "<image>"}, "text.png cannot be read as one of BMP, "),
         ({"images": ["thin.png"], "text": "<image>"}, "201 x 1: .*ratio must be smaller than 200"),
         ({"images": ["deep.png"], "text": "<image>"}, "I;16 has more than 8 bits a channel"),
-        ({"images": ["huge.png"], "text": "<image>"}, "20000 x 20000|expected at most 89,478,485"),
+        ({"images": ["huge.png"], "text": "<image>"}, "10000 x 9999.* expected at most 89,478,485"),
+        ({"images": ["bomb.png"], "text": "<image>"}, "bomb.png: expected at most 89,478,485"),
+        ({"images": ["film.gif"], "text": "<image>"}, "film.gif: 2 frames, and a picture has one"),
+        ({"images": ["a.svg"], "text": "<image>"}, "a.svg cannot be read as one of BMP, "),
         ({"text": f"see {TOKENS[1]}"}, r"a text has <\|image_pad\|>, the token of a picture"),
         ({"videos": ["a.mp4"]}, "the column 'videos' is there"),
         ({"audios": ["a.mp3"]}, "the column 'audios' is there"),
@@ -161,9 +166,11 @@ def test_a_record_that_cannot_be_is_refused_with_file_and_line(tmp_path, record,
     draw(tmp_path / "thin.png", 201, 1)
     (tmp_path / "text.png").write_text("no picture")
     Image.new("I;16", (9, 9)).save(tmp_path / "deep.png")
-    header = io.BytesIO()
-    Image.new("1", (20_000, 20_000)).save(header, "PNG")
-    (tmp_path / "huge.png").write_bytes(header.getvalue())
+    Image.new("1", (10_000, 9_999)).save(tmp_path / "huge.png")
+    Image.new("1", (20_000, 20_000)).save(tmp_path / "bomb.png")
+    frames = [Image.new("RGB", (9, 9), colour) for colour in ("red", "blue")]
+    frames[0].save(tmp_path / "film.gif", save_all=True, append_images=frames[1:])
+    (tmp_path / "a.svg").write_text("<svg/>")
     record = dict(record)
     content = record.pop("text", "why?")
     # not TRL's names, whose pictures may stand without a mark
@@ -448,6 +455,9 @@ def test_packed_rows_and_several_processes_give_the_same_documents(tmp_path):
     loaders = [
         make_loader(packed.train, Collator(0), plan, num_epochs=1, num_workers=n) for n in (0, 2)
     ]
+    plain_again = pickle.loads(pickle.dumps(plain.train))
+    for [document], [other] in zip(plain.train, plain_again, strict=True):
+        check(other, {name: torch.as_tensor(value) for name, value in document.items()})
     for batch, other in zip(*loaders, strict=True):
         batch = check_batch(batch, True, limits)
         check(other, batch)
@@ -473,7 +483,18 @@ def test_streaming_and_a_folder_without_a_processor_are_refused(tmp_path):
     )
     with pytest.raises(ValueError, match="streaming: true\n.*tokenised beforehand"):
         load(tmp_path, path, streaming=True)
-    (tmp_path / "model" / "preprocessor_config.json").unlink()
+    settings = tmp_path / "model" / "preprocessor_config.json"
+    nested = {"image_processor": json.loads(settings.read_text()), "processor_class": "Qwen2VL"}
+    [[before]] = load(tmp_path, path)[0].train
+    settings.unlink()
+    (tmp_path / "model" / "processor_config.json").write_text(json.dumps(nested))
+    [[document]] = load(tmp_path, path)[0].train
+    assert document["pixel_values"].equal(before["pixel_values"])
+    nested["image_processor"]["image_processor_type"] = "CLIPImageProcessor"
+    (tmp_path / "model" / "processor_config.json").write_text(json.dumps(nested))
+    with pytest.raises(ValueError, match="CLIPImageProcessor: expected Qwen2VLImageProcessor"):
+        load(tmp_path, path)
+    (tmp_path / "model" / "processor_config.json").unlink()
     with pytest.raises(ValueError, match="expected processor_config.json or preprocessor_config"):
         load(tmp_path, path)
     tokenizer = picture_tokenizer()
@@ -482,3 +503,16 @@ def test_streaming_and_a_folder_without_a_processor_are_refused(tmp_path):
         _ = vision_of(tmp_path / "other", tokenizer).processor
     with pytest.raises(ValueError, match="vision_start_token_id.* it is another model's"):
         vision_of(tmp_path / "other", byte_tokenizer(TEMPLATE))
+
+
+def test_pictures_alone_take_pillow(tmp_path, monkeypatch):
+    draw(tmp_path / "a.png")
+    path = write_records(
+        tmp_path / "a.jsonl", {**conversation("<image>", "b"), "images": ["a.png"]}
+    )
+    text = write_records(tmp_path / "b.jsonl", conversation("a", "b"))
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == "PIL" else found(n))
+    assert len(load(tmp_path, text)[0].train) == 1
+    with pytest.raises(ValueError, match=r"a.jsonl:1: pictures take Pillow: pip install 'mca-lite"):
+        load(tmp_path, path)
