@@ -359,13 +359,16 @@ def resolve_targets(targets: Iterable[str], candidates: list, judge: Judge) -> t
     """
     chosen = set()
     known = dict.fromkeys(_last(name) for c in candidates for name in (c.hf, c.mca) if name)
+    reason = "it means no layer of this model"
+    if any(".language_model." in candidate.hf for candidate in candidates):
+        reason += f", and {_OF_LANGUAGE}"
     for target in targets:
         matches = {c.hf for c in candidates if target == c.hf}
         matches = matches or {c.hf for c in candidates if _is_match(target, c)}
         judge.expect(
             matches,
             "lora_target",
-            "it means no layer of this model",
+            reason,
             f"all, some of {', '.join(known)}, or a pattern over names such as {candidates[-2].hf}",
             target,
         )

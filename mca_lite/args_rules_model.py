@@ -395,7 +395,7 @@ def check_torch_packing(hf_config: Any, judge: Judge) -> None:
     has_window = getattr(config, "sliding_window", None) is not None
     layers = getattr(config, "layer_types", None) or ["sliding_attention"]
     judge.expect(
-        config.model_type in FAMILIES and not (has_window and "sliding_attention" in layers),
+        hf_config.model_type in FAMILIES and not (has_window and "sliding_attention" in layers),
         "sequence_packing",
         f"with use_mca: false the mask of packed rows works in families that megatron-core trains, "
         f"without a sliding window, and this model is {config.model_type}",

@@ -16,13 +16,24 @@ import torch.nn.functional as F
 from . import cpu, lora, parallel
 from .args_rules_model import check_torch_packing
 from .backend import Backend
-from .batch import block_diagonal_mask, get_ltor_masks_and_position_ids, model_columns, to_rank
+from .batch import (
+    ROPE_COLUMNS,
+    block_diagonal_mask,
+    check_slots,
+    get_ltor_masks_and_position_ids,
+    has_pictures,
+    is_of_pictures,
+    model_columns,
+    to_rank,
+    with_image_slots,
+)
 from .ckpt import TorchSnapshot, load_torch
 from .errors import Judge
 from .families import values_of
 from .files import IGNORE_INDEX
 from .loss_tokens import Head, Logits, LossOfLogits, checked, token_losses
 from .model_moe import BalancingLosses, RouterStatistics, updated_bias
+from .model_vision import empty_picture
 from .optim import Matrices, create_grad_scaler, create_torch_optimizer
 from .tables import OPTIMIZERS
 from .weights_convert import write_model
@@ -128,6 +139,11 @@ class TorchRouters:
 # -- the backend
 
 
+def tower_of(model) -> torch.nn.Module | None:
+    """transformers' module for the pictures of a model, None without."""
+    return getattr(model.base_model, "visual", None)
+
+
 class TokenLossModel(torch.nn.Module):
     """A Hugging Face decoder with the outputs of McaGPTModel: token losses with labels, logits
     without.
@@ -143,6 +159,8 @@ class TokenLossModel(torch.nn.Module):
         self.loss_chunk_size = loss_chunk_size
         self.weights_differ = False  # True: rows weigh differently in the loss
         self.loss_of_logits: LossOfLogits | None = None  # in place of cross entropy
+        # True: a forward pass without a picture has a part of 0 in the tower's gradients
+        self.always_sees = False
         self.head_is_plain = self._head_is_plain()
 
     @torch.no_grad()
@@ -173,6 +191,12 @@ class TokenLossModel(torch.nn.Module):
             if places is not None:
                 kwargs["logits_to_keep"] = places
             return self.model(input_ids, **kwargs).logits
+        losses = self._losses(input_ids, labels, kwargs)
+        if self.always_sees and torch.is_grad_enabled() and "pixel_values" not in more:
+            losses = losses + self._nothing_seen()
+        return losses
+
+    def _losses(self, input_ids, labels, kwargs) -> torch.Tensor:
         if not self.head_is_plain:
             return self._losses_of_whole_logits(input_ids, labels, kwargs)
         hidden = self.model.base_model(input_ids, **kwargs).last_hidden_state
@@ -186,6 +210,13 @@ class TokenLossModel(torch.nn.Module):
             weights_differ=self.weights_differ,
             of_logits=self.loss_of_logits,
         )
+
+    def _nothing_seen(self) -> torch.Tensor:
+        """0, with gradients of 0 for the tower's weights."""
+        pixels, grid = empty_picture(self.model.config.vision_config, parallel.device())
+        output = tower_of(self.model)(pixels, grid_thw=grid)
+        features = [output.pooler_output, *getattr(output, "deepstack_features", ())]
+        return sum(feature.sum() for feature in features) * 0
 
     def _losses_of_whole_logits(self, input_ids, labels, kwargs) -> torch.Tensor:
         if self.loss_of_logits is None:
@@ -227,7 +258,10 @@ class TorchBackend(Backend):
             judge = Judge(None)
             check_torch_packing(model.config, judge)
             judge.close()
+        tower = list(tower_of(model).parameters()) if tower_of(model) else []
+        self.tower = [parameter for parameter in tower if parameter.requires_grad]
         if self.dp_size > 1:
+            wrapped.always_sees = bool(self.tower)  # DDP waits for every gradient
             ids = [torch.cuda.current_device()] if torch.cuda.is_available() else None
             # buffers change on all ranks alike: a broadcast in each pass would only be waited for
             wrapped = torch.nn.parallel.DistributedDataParallel(
@@ -255,6 +289,13 @@ class TorchBackend(Backend):
         else:
             mask = block_diagonal_mask(batch["cu_seqlens"], device)
             positions = params.layout.positions[None]
+        if tower_of(self.model) is not None:
+            config = self.model.config
+            slots = with_image_slots(batch, config.image_token_id)
+            check_slots(slots, config.vision_config.spatial_merge_size)
+            positions = torch.stack([inputs.pop(name) for name in ROPE_COLUMNS])
+            if not has_pictures(batch):
+                inputs = {name: x for name, x in inputs.items() if not is_of_pictures(name)}
         return dict(inputs, position_ids=positions, attention_mask=mask)
 
     def expect_weighted_losses(self) -> None:
@@ -310,10 +351,20 @@ class TorchBackend(Backend):
                 self._backward(loss, count, len(micro_batches))
             metrics.append(measured)
         if not forward_only:
+            self._leave_tower(micro_batches)
             self.routers.update_biases()
             if self.args.calculate_per_token_loss:
                 self._divide_by_tokens(tokens)
         return metrics
+
+    def _leave_tower(self, micro_batches: list) -> None:
+        """Leave the tower out of the update after a step without a picture on any rank: DDP has
+        gradients of 0 for it, which would decay its weights and moments. Collective."""
+        if not self.loss_model.always_sees:
+            return
+        [seen] = parallel.largest(int(any(map(has_pictures, micro_batches))))
+        for parameter in self.tower if not seen else ():
+            parameter.grad = None
 
     def _backward(self, loss, count, num_micro_batches: int) -> None:
         """The backward pass of a micro-batch.
@@ -328,23 +379,35 @@ class TorchBackend(Backend):
             loss = loss / num_micro_batches
         if self._scaler is not None:
             loss = loss * self._scaler.scale
+        if not loss.requires_grad:  # of text, if the tower alone is trained
+            return
         passes = self._timers("model")
+        reduction = self._timers("reduction")
+
+        def begin_reduction() -> None:
+            passes.stop()
+            reduction.start()
+
         passes.start()
         # called before DDP waits for sums of gradients: its wait is queued after this
         engine = torch.autograd.Variable._execution_engine
-        loss.register_hook(lambda _: engine.queue_callback(passes.stop))
+        loss.register_hook(lambda _: engine.queue_callback(begin_reduction))
         loss.backward()
+        reduction.stop()
 
     def _divide_by_tokens(self, tokens: torch.Tensor) -> None:
         """Make DDP's average of the ranks' sums the sum over all, divided by the tokens of all.
         Collective."""
         tokens = parallel.sum_over_all(tokens)
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-        torch._foreach_mul_(grads, self.dp_size / tokens.clamp(min=1))
+        if grads:
+            torch._foreach_mul_(grads, self.dp_size / tokens.clamp(min=1))
 
     def step(self) -> tuple[bool, float, int | None]:
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         grads = [p.grad for p in parameters]
+        if not grads:  # of a step of text, if the tower alone is trained
+            return True, 0.0, None
         if self._scaler:
             torch._foreach_mul_(grads, float(self._scaler.inv_scale))
         grad_norm = cpu.l2_norm(grads)

@@ -198,6 +198,9 @@ def with_image_slots(batch: dict, image_token_id: int) -> dict:
     return {**batch, "image_slot": numbers.masked_fill(~is_image, -1)}
 
 
+ROPE_COLUMNS = ("rope_t", "rope_h", "rope_w")
+
+
 def has_pictures(batch: dict) -> bool:
     """True for an arranged batch with a picture in another row than one that only fills it."""
     return "image_grid_thw" in batch and not bool(batch["padding_mask"].all())
@@ -244,7 +247,7 @@ def rope_positions(
 def check_slots(batch: dict, merge_size: int) -> None:
     """ValueError for a batch of with_image_slots with more or fewer image tokens than features, and
     for one without positions. Rows of padding alone may have pictures."""
-    lacking = [name for name in ("rope_t", "rope_h", "rope_w") if name not in batch]
+    lacking = [name for name in ROPE_COLUMNS if name not in batch]
     expect(
         not lacking,
         f"a batch of a model with pictures lacks {', '.join(lacking)}: batch.rope_positions gives "

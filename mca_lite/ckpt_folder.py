@@ -38,7 +38,7 @@ from filelock import FileLock, Timeout
 
 from . import parallel
 from .errors import UserError
-from .files import CHECKPOINT_PREFIX, checksum, first_of, sync, write_file
+from .files import CHECKPOINT_PREFIX, checksum, first_of, sync, text_values, write_file
 
 # -- the folder of a run
 
@@ -167,7 +167,7 @@ def measure(path: Path) -> dict[str, Any]:
 
 def model_identity(hf_config: dict[str, Any]) -> dict[str, Any]:
     """Keys of a Hugging Face config (a dict) that decide the shapes of the weights."""
-    text = hf_config.get("text_config") or hf_config
+    text = text_values(hf_config)
     return {key: text[key] for key in _MODEL_KEYS if text.get(key) is not None}
 
 

@@ -21,6 +21,7 @@ from .files import (
     ADAPTER_CONFIG_NAME,
     HF_CONFIG_NAME,
     HF_GENERATION_CONFIG_NAME,
+    PROCESSOR_FILES,
     TOKENIZER_FILES,
     check_can_write,
     copy_files,
@@ -28,11 +29,12 @@ from .files import (
     read_json,
     read_mca_config,
     resolve_folder,
+    text_values,
     why_mcore_adapters,
 )
 
 # files of a model beside its weights and config.json
-_SIDE_FILES = (*TOKENIZER_FILES, HF_GENERATION_CONFIG_NAME)
+_SIDE_FILES = (*TOKENIZER_FILES, *PROCESSOR_FILES, HF_GENERATION_CONFIG_NAME)
 
 
 def main(words: list[str]) -> int:
@@ -105,11 +107,13 @@ def merge(src: str, adapter: Path, dst: Path, max_shard_size: str = "5GB") -> st
     base = weights_files.SafetensorsSource(src)
     config = read_json(base.folder / HF_CONFIG_NAME)
     # from transformers, for the family's default if config.json lacks the key
-    tied = load_hf_config(str(base.folder)).get_text_config().tie_word_embeddings
+    tied = load_hf_config(str(base.folder)).tie_word_embeddings
     shapes = {name: base.shape(name) for name in base.names()}
     change, vocab_size = lora_files.file_merger(adapter, base.folder, shapes, tied)
-    config["vocab_size"] = vocab_size or config["vocab_size"]
-    tensors = ((name, change(name, base.read(name))) for name in base.names())
+    if vocab_size:
+        text_values(config)["vocab_size"] = vocab_size
+    changed = ((name, change(name, base.read(name))) for name in base.names())
+    tensors = weights_files.in_words_of(src, config, changed)
     weights_files.write_safetensors(tensors, dst, max_shard_size)
     weights_files.write_hf_config(config, str(base.folder), dst, _dtype_of(base.folder))
     for folder in (base.folder, adapter):
@@ -124,7 +128,7 @@ def verify(src: str, dst: str, adapter: str | None = None) -> str:
     ValueError if it is more than rounding."""
     import torch
 
-    vocab_size = read_json(Path(dst) / HF_CONFIG_NAME)["vocab_size"]
+    vocab_size = text_values(read_json(Path(dst) / HF_CONFIG_NAME))["vocab_size"]
     tokens = torch.randint(0, vocab_size, (2, 16), generator=torch.Generator().manual_seed(0))
     tolerance = 1e-4
     if adapter is not None:
@@ -155,7 +159,9 @@ def _logits(folder: str, tokens, vocab_size: int, adapter: str | None = None):
         return models.gather_logits(models(tokens))
     model = load_torch_model(folder).eval()
     if adapter is not None:
-        if vocab_size > model.config.vocab_size:  # the adapter brings the new rows
+        if (
+            vocab_size > model.config.get_text_config().vocab_size
+        ):  # the adapter brings the new rows
             model.resize_token_embeddings(vocab_size, mean_resizing=False)
         spec, source = lora_files.read_adapter(adapter, 0.0)
         for name in source.whole_weights():

@@ -194,10 +194,11 @@ def limits() -> Iterator[Finding]:
         ("locked bytes", resource.RLIMIT_MEMLOCK, sys.maxsize * has_infiniband, pins),
     )
     for subject, limit, least, remedy in rows:
-        most = resource.getrlimit(limit)[0]
-        if most == resource.RLIM_INFINITY:
-            most = sys.maxsize
-        yield Finding(subject, f"at most {most:,}", most < least, remedy)
+        soft, hard = (min(sys.maxsize, number % 2**64) for number in resource.getrlimit(limit))
+        text = f"at most {soft:,}"
+        if limit == resource.RLIMIT_NOFILE and soft < hard:
+            text += f"; a rank raises it to {hard:,}, torchrun with the store does not"
+        yield Finding(subject, text, soft < least, remedy)
 
 
 # -- of ranks

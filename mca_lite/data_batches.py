@@ -288,10 +288,15 @@ def _check_limits(batch: dict, limits: Limits) -> None:
         limits.check_positions(max(lengths, default=0))
 
 
-def count_tokens(batch: dict) -> tuple[int, int]:
-    """(tokens without padding, sum of squared document lengths) of a checked batch."""
+def count_tokens(batch: dict) -> tuple[int, int, int, int]:
+    """(tokens without padding, sum of squared document lengths, patches of pictures, sum of a
+    picture's squared patches) of a checked batch."""
     lengths = list(itertools.chain(*document_lengths(batch["attention_mask"])))
-    return sum(lengths), sum(n * n for n in lengths)
+    patches = []
+    if "image_grid_thw" in batch:
+        patches = batch["image_grid_thw"].prod(1).tolist()
+    counted = (lengths, patches)
+    return tuple(sum(n**power for n in of) for of in counted for power in (1, 2))
 
 
 # -- mixing and the plan of batches

@@ -44,6 +44,11 @@ class Row:
             return self.linear
         return "layernorm" not in self.mca
 
+    @property
+    def is_of_tower(self) -> bool:
+        """True for a tensor of transformers' module for pictures."""
+        return self.mca.startswith("vision_model.")
+
     def is_there(self, config) -> bool:
         """True if a model has the tensor. config: any object with McaModelConfig's fields."""
         if isinstance(self.when, bool):
@@ -596,8 +601,9 @@ def _with_pictures(text: Family, **changes) -> Family:
     for row in text.rows:
         hf = tuple(re.sub("^model[.]", "model.language_model.", name) for name in row.hf)
         rows.append(replace(row, hf=hf))
-    added = dict(rows=(*rows, _TOWER_ROW), has_pictures=True, vision_parts=_VISION_PARTS)
-    return replace(text, **added, **changes)
+    rows.append(_TOWER_ROW)
+    changes["vision_parts"] = _VISION_PARTS
+    return replace(text, rows=tuple(rows), has_pictures=True, **changes)
 
 
 def _sections(hf) -> dict[str, Any]:

@@ -36,6 +36,12 @@ TOKENIZER_FILES = (
     *("tekken.json", "tiktoken.model"),
 )
 
+# of the processors of models with pictures: copied, never loaded
+PROCESSOR_FILES = (
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+    "chat_template.json",
+)
+
 # PEFT's
 ADAPTER_CONFIG_NAME = "adapter_config.json"
 ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"
@@ -222,6 +228,11 @@ def may_be_on_hub(name: str) -> bool:
     is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1
     is_beside = "/" in name and path.parent.is_dir()
     return not (is_path or is_beside or path.is_file())
+
+
+def text_values(values: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a config.json about the language model: its own, or those of its text_config."""
+    return values.get("text_config") or values
 
 
 def read_model_config(

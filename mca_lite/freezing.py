@@ -6,6 +6,7 @@ optimizer state and no decay, and is exported unchanged.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 
 import torch
@@ -131,6 +132,22 @@ def freeze(model, trained: frozenset[str] | None):
         host.freeze(keys, torch.float32)
         model.trained_modules = trained
     return model
+
+
+def parts_summary(model, model_type: str) -> str | None:
+    """The parameters in training of each part of a model with images on this rank, adapters apart;
+    None for another type of models."""
+    if not vision_parts_of(model_type):
+        return None
+    host = host_of(model)
+    parts = {weight.key: part_of(model_type, weight.modules[0]) for weight in host.weights()}
+    totals = Counter()
+    trained = Counter()
+    for key, tensor, is_trained in host.parameters():
+        part = parts.get(key)
+        totals[part] += tensor.numel()
+        trained[part] += tensor.numel() * is_trained
+    return ", ".join(f"{part} {trained[part]:,} of {totals[part]:,}" for part in PARTS)
 
 
 def trained_of(model) -> frozenset[str] | None:

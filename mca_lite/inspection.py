@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import transformers
 
 from . import ckpt_folder, freezing, lora
 from .args import RunArguments
@@ -36,6 +35,7 @@ from .log import format_summary, steps_summary
 from .model_config import grow
 from .plan_memory import ModelTensors
 from .run import Plan, data_summary, make_plan, named_sets
+from .weights_files import model_class
 
 # -- the data
 
@@ -484,7 +484,7 @@ def _stages(plan: Plan) -> list[tuple[int, int, dict]]:
     config = copy.deepcopy(config)
     grow(config, plan.model.vocab_size)
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(
+        model = model_class(config).from_config(
             config, trust_remote_code=plan.arguments.model.trust_remote_code
         )
         if spec is not None:

@@ -86,6 +86,13 @@ METRICS = (
     *PROGRESS,
     Metric("step_time_s", "step time", "{:.2f} s".format, "Seconds per step", statistics.median),
     Metric(
+        "reduction_s",
+        "reduction",
+        "{:.2f} s".format,
+        "Seconds per step of reducing gradients",
+        statistics.median,
+    ),
+    Metric(
         "padding_fraction",
         "padding",
         _percent,

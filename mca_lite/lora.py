@@ -143,6 +143,11 @@ class MegatronHost:
             modules = modules_of(row, layer)
             yield Weight((row.mca, layer), modules, row.expert is not None, is_tied)
 
+    def parameters(self) -> Iterator[tuple[Any, torch.Tensor, bool]]:
+        """(key, this rank's part, True if it is trained) of each weight."""
+        for key, view in own_parameters(self.models).items():
+            yield key, view, stacked(view).requires_grad
+
     def check(self, spec: LoraSpec, candidates: list[Candidate], judge: Judge) -> None:
         """Refuse unsupported adapters."""
         check_on_megatron(spec, self.config, self.rows, candidates, judge)
@@ -258,6 +263,11 @@ class TorchHost:
             if list(module.parameters(recurse=False)):
                 is_tied = self.is_tied and module in (self.embedding, self.head)
                 yield Weight(name, (name,), is_tied=is_tied)
+
+    def parameters(self) -> Iterator[tuple[Any, torch.Tensor, bool]]:
+        """(key, tensor, True if it is trained) of each weight."""
+        for name, parameter in self.model.named_parameters():
+            yield module_of(name), parameter, parameter.requires_grad
 
     def check(self, spec: LoraSpec, candidates: list[Candidate], judge: Judge) -> None:
         """Refuse unsupported adapters."""

@@ -165,12 +165,9 @@ def place_adapter(model, spec: LoraSpec, source: AdapterSource, dtype=torch.floa
         )
     lora.inject(model, spec, dtype=dtype)
     host = host_of(model)
-
-    def fill() -> None:
-        lora.fill_adapters(model, source)
-        host.fill(lora.saved_keys(host, spec), source)
-
-    parallel.on_all(fill, ValueError, f"{source.folder} cannot be loaded")
+    words = f"{source.folder} cannot be loaded"
+    parallel.on_all(lambda: lora.fill_adapters(model, source), ValueError, words)
+    parallel.on_all(lambda: host.fill(lora.saved_keys(host, spec), source), ValueError, words)
     return model
 
 
@@ -220,7 +217,9 @@ def save_adapter(model, folder: PathLike) -> list[str]:
 def target_modules(model) -> list[str]:
     """PEFT's target_modules: a last name if it means adapted modules alone, else whole names."""
     modules = lora.spec_of(model).modules
-    names = {candidate.hf for candidate in host_of(model).candidates()}
+    host = host_of(model)
+    names = {candidate.hf for candidate in host.candidates()}
+    names.update(*(weight.modules for weight in host.weights()))  # of a tower for pictures too
     ambiguous = set(map(_last, names - set(modules)))
     order = list(dict.fromkeys(map(_last, modules)))
     grouped = sorted(modules, key=lambda name: order.index(_last(name)))

@@ -47,6 +47,7 @@ from .weights_files import (
     check_loaded,
     file_tensors,
     grow_torch,
+    model_class,
 )
 
 _IN_LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(.*)")
@@ -441,9 +442,9 @@ class AutoModel:
         vocab_size: tokens of the result, if they are more than the folder's; weights_files.py
         describes the first values of new rows. config, source: the results of reading the folder
         before: its config, with the final number of tokens, and a source of its tensors
-        (weights_files.py) with as many rows. Each rank reads only the bytes of its slices.
-        Collectives: those that start the world. Raises ValueError for a model or layout that cannot
-        be built, and for weights that do not fill it exactly.
+        (weights_files.py) with as many rows. One replica reads only the bytes of its slices.
+        Collectives: those that start the world, and of weights_convert.fill. Raises ValueError for
+        a model or layout that cannot be built, and for weights that do not fill it exactly.
         """
         folder = Path(model_name_or_path)
         is_checkpoint = (folder / DIST_NAME).is_dir()  # of a run, of any layout
@@ -503,8 +504,6 @@ def load_torch_model(
     the result, if they are more than the folder's. config: transformers' config of the folder, if
     it was read before; it belongs to the model afterwards.
     """
-    import transformers
-
     hf = config or load_hf_config(model_name_or_path, trust_remote_code)
     text = hf.get_text_config()
     vocab_size = vocab_size or text.vocab_size
@@ -515,7 +514,7 @@ def load_torch_model(
     if train_from_scratch:
         grow(hf, vocab_size)
         try:
-            model = transformers.AutoModelForCausalLM.from_config(hf, **kwargs)
+            model = model_class(hf).from_config(hf, **kwargs)
         except (TypeError, LookupError, AttributeError, ArithmeticError) as error:
             words = f"transformers cannot build the model of {model_name_or_path}/{HF_CONFIG_NAME}"
             raise ValueError(f"{words}: {describe_error(error)}") from error
@@ -524,7 +523,7 @@ def load_torch_model(
             for name, tensor, index in file_tensors(model):
                 tensor[index].copy_(source.read(name))
     else:
-        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        model, report = model_class(hf).from_pretrained(
             model_name_or_path,
             config=hf,
             output_loading_info=True,

@@ -36,6 +36,7 @@ from .files import (
     read_json,
     read_mca_config,
     read_model_config,
+    text_values,
     write_file,
 )
 from .kernels import first_line
@@ -293,13 +294,7 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
     @property
     def rope_parameters(self) -> dict[str, Any]:
         """transformers' parameters of the rotary embedding, or those of each type of layers."""
-        return self._text_values.get("rope_parameters") or {}
-
-    @property
-    def _text_values(self) -> dict[str, Any]:
-        """The keys of config.json about the language model."""
-        values = self.hf_config or {}
-        return values.get("text_config") or values
+        return text_values(self.hf_config or {}).get("rope_parameters") or {}
 
     @functools.cached_property
     def vision_config(self):
@@ -392,8 +387,7 @@ def grow(config, vocab_size: int) -> None:
         )
     text.vocab_size = vocab_size
     if is_mca and config.hf_config:
-        values = config.hf_config.get("text_config") or config.hf_config
-        values["vocab_size"] = vocab_size
+        text_values(config.hf_config)["vocab_size"] = vocab_size
 
 
 def load_decision(saved: PretrainedConfig, now: PretrainedConfig) -> str:

@@ -7,6 +7,7 @@ a rank's gradient of the tower is that of its places: a partial sum, and marked 
 Letters: n features, h hidden size, s, b as elsewhere.
 """
 
+import functools
 import json
 from typing import NamedTuple
 
@@ -52,6 +53,15 @@ class AxialRope:
 # -- features
 
 
+def empty_picture(vision_config, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(pixel_values, image_grid_thw) of the smallest picture: zeros, for one feature."""
+    size = vision_config.spatial_merge_size
+    patch = vision_config.patch_size
+    channels = vision_config.in_channels * vision_config.temporal_patch_size * patch * patch
+    pixels = torch.zeros(size * size, channels, device=device)
+    return pixels, torch.tensor([[1, size, size]], device=device)
+
+
 class PlacedFeatures(NamedTuple):
     """Features of pictures at this rank's places.
 
@@ -68,25 +78,52 @@ class PlacedFeatures(NamedTuple):
         return torch.where(self.is_image, self.embedded.to(hidden.dtype), hidden)
 
 
+# transformers gives a kernel with such a name the borders of pictures, and calls any other once for
+# each picture, or window of one
+_VARLEN = "flash_varlen"
+
+
+def varlen_attention(
+    module, query, key, value, scaling=None, cu_seq_lens_q=None, max_length_q=None, **unused
+):
+    """Attention for transformers by torch's varlen kernel: query, key, value [1, n, t, d] of
+    pictures, or windows of them, end to end -> ([1, t, n, d], None)."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    heads = (x[0].transpose(0, 1) for x in (query, key, value))
+    longest = int(max_length_q)
+    out = varlen_attn(*heads, cu_seq_lens_q, cu_seq_lens_q, longest, longest, scale=scaling)
+    return out[None], None
+
+
+def _product_of_patches(convolution, patches):
+    """A convolution of one place a patch [n, ...] as the product that it is: cuDNN's rounds float32
+    to tf32, and takes long in bf16."""
+    return F.linear(patches.flatten(1), convolution.weight.flatten(1), convolution.bias)
+
+
 class Tower(torch.nn.Module):
     """transformers' module for pictures, as its family has it."""
 
     def __init__(self, config: McaModelConfig):
+        from transformers import AttentionInterface
         from transformers.initialization import no_init_weights
 
         super().__init__()
         kind = type(tower_on_meta(json.dumps(config.hf_config, sort_keys=True)))
         with no_init_weights():
             self.module = kind(config.vision_config)
+        patches = self.module.patch_embed.proj
+        patches.forward = functools.partial(_product_of_patches, patches)
+        if torch.cuda.is_available() and config.params_dtype != torch.float32:
+            AttentionInterface.register(_VARLEN, varlen_attention)
+            self.module.config._attn_implementation = _VARLEN
         if config.recompute_granularity == "full":
             self.module.gradient_checkpointing_enable()
         for parameter in self.module.parameters():
             parameter.sequence_parallel = config.sequence_parallel
             parameter.of_tower = True  # see ckpt_megatron.is_of_tower
-        vision = config.vision_config
-        self.merge_size = vision.spatial_merge_size
-        patch = vision.patch_size
-        self.patch_channels = vision.in_channels * vision.temporal_patch_size * patch * patch
+        self.vision_config = config.vision_config
 
     def _apply(self, fn, recurse=True):
         """Keep the frequencies of positions in float32 whatever the weights' dtype, as transformers
@@ -115,9 +152,7 @@ class Tower(torch.nn.Module):
         if pixel_values is None:
             if not (self.is_trained and torch.is_grad_enabled()):
                 return None
-            size = self.merge_size
-            pixel_values = torch.zeros(size * size, self.patch_channels, device=image_slot.device)
-            image_grid_thw = torch.tensor([[1, size, size]], device=image_slot.device)
+            pixel_values, image_grid_thw = empty_picture(self.vision_config, image_slot.device)
         output = self.module(pixel_values.to(dtype), grid_thw=image_grid_thw)
         features = [output.pooler_output, *getattr(output, "deepstack_features", ())]
         places = image_slot.t().contiguous() + 1  # 0 of text, a row of zeros without a gradient

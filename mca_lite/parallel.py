@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from . import world
-from .files import describe_error, users_place
+from .files import describe_error, first_of, users_place
 from .mcore import mpu, tensor_parallel
 
 _is_alone = False  # inside alone()
@@ -76,6 +76,7 @@ def start_process_group(timeout_s: float = 1800) -> None:
     if dist.is_initialized():
         return
     world.settle()
+    world.raise_open_files()
     here = world.current()
     backend = "gloo"
     if torch.cuda.is_available():
@@ -214,6 +215,16 @@ def pipeline_rank() -> int:
     return 0
 
 
+def gather_given(value: dict) -> dict[int, dict]:
+    """{rank: its value} of the ranks whose value is not empty, on every rank. Collective: a
+    broadcast of each such rank.
+
+    gather() pads all values to the longest one: of a thousand ranks with one a thousand of it.
+    """
+    given = [rank for rank, has_one in enumerate(gather(bool(value))) if has_one]
+    return {number: _broadcast(value, number) for number in given}
+
+
 def cut_group(of_expert: bool):
     """megatron's group over which tensors of experts, or others, are sharded."""
     if of_expert:
@@ -267,10 +278,10 @@ def to_main(tensor: torch.Tensor | None, sender: int, form: torch.Tensor) -> tor
 def send_to_main(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, dict[int, torch.Tensor]]]:
     """(name, {rank: its tensor of that name, on the CPU}) on the main rank, one name at a time;
     nothing elsewhere. All ranks must iterate to the end. Collective, with a message a tensor."""
-    forms = gather({name: tensor.to("meta") for name, tensor in tensors.items()})
-    for name in dict.fromkeys(itertools.chain(*forms)):
+    forms = gather_given({name: tensor.to("meta") for name, tensor in tensors.items()})
+    for name in dict.fromkeys(itertools.chain(*forms.values())):
         received = {}
-        for sender, form in enumerate(forms):
+        for sender, form in forms.items():
             if name in form:
                 received[sender] = to_main(tensors.get(name), sender, form[name])
         if is_main():
@@ -283,28 +294,34 @@ def on_main(action: Callable[[], Any], kind: type[Exception] = RuntimeError) -> 
     An error there is raised on every rank as `kind`, with the same text: no rank waits for a
     stopped one.
     """
-    answer = [_attempt(action) if is_main() else None]
-    if world_size() > 1:
-        dist.broadcast_object_list(answer, src=0)
-    [(result, problem)] = answer
+    result, problem = _broadcast(_attempt(action) if is_main() else None)
     if problem:
         raise kind(problem)
     return result
 
 
+def _broadcast(value, source: int = 0):
+    """The value of the source's rank. Collective."""
+    values = [value]
+    if world_size() > 1:
+        dist.broadcast_object_list(values, src=source)
+    return values[0]
+
+
 def on_all(action: Callable[[], Any], kind: type[Exception], words: str) -> list:
     """The result of action() on each rank, in order of rank, on every rank. Collective.
 
-    Errors of any are raised on every rank as one of `kind`: the words, and the first line of each.
+    Errors of any are raised on every rank as one of `kind`: the words, and the first line of each,
+    with its ranks.
     """
     answers = gather(_attempt(action))
-    lines = [
-        f"rank {number}: {problem.splitlines()[0]}"
-        for number, (_, problem) in enumerate(answers)
-        if problem
-    ]
+    ranks: dict[str, list[str]] = {}  # a thousand may have one problem
+    for number, (_, problem) in enumerate(answers):
+        if problem:
+            ranks.setdefault(problem.splitlines()[0], []).append(str(number))
+    lines = [f"rank {first_of(of_problem, 8)}: {line}" for line, of_problem in ranks.items()]
     if lines:
-        raise kind(f"{words} ({'; '.join(lines)})")
+        raise kind(f"{words} ({'; '.join(lines[:8])})")
     return [result for result, _ in answers]
 
 

@@ -64,7 +64,7 @@ from .lora import host_of
 from .model_config import load_tokenizer
 from .tables import OBJECTIVES, Objective
 from .trainer_evaluation import records_of
-from .weights_files import GrownSource, SafetensorsSource, check_shapes
+from .weights_files import GrownSource, SafetensorsSource, check_shapes, model_class
 
 
 @dataclass
@@ -259,7 +259,7 @@ def _host_model(arguments: RunArguments, planned: PlannedModel):
     if arguments.backend.use_mca:
         return planned.config
     with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(
+        return model_class(planned.config).from_config(
             planned.config, trust_remote_code=arguments.model.trust_remote_code
         )
 

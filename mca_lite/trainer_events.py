@@ -19,7 +19,7 @@ from .log_metrics import PHASES
 
 # -- numbers of a step
 
-_COUNTS = 3
+_COUNTS = 5
 _NEVER = 2**31 - 1  # younger collections before one of all ages
 
 
@@ -40,8 +40,7 @@ class EvalLoopOutput(NamedTuple):
 @dataclass
 class Numbers:
     """One float64 vector, summed over ranks by one collective: (sum, count) of each metric in the
-    order of `keys`, then the tokens, the sum of squared document lengths, and the positions with
-    padding."""
+    order of `keys`, then the numbers of count_tokens and the positions with padding."""
 
     keys: list[str]
     vector: torch.Tensor
@@ -68,11 +67,11 @@ class Numbers:
         vector = torch.cat([self.vector[:end], more, self.vector[end:]])
         return Numbers([*self.keys, *pairs], vector)
 
-    def set_counts(self, tokens: int, squared_lengths: int, positions: int) -> None:
-        self.vector[-_COUNTS:] = torch.tensor([tokens, squared_lengths, positions])
+    def set_counts(self, *counts: int) -> None:
+        self.vector[-_COUNTS:] = torch.tensor(counts)
 
     def counts(self) -> list[float]:
-        """[tokens, sum of squared document lengths, positions]. Waits for the device."""
+        """Those of data_batches.count_tokens, and the positions. Waits for the device."""
         return self.vector[-_COUNTS:].tolist()
 
     def means(self, uncounted: float | None = 0.0) -> dict[str, Any]:
@@ -91,8 +90,9 @@ class RunSums:
         self._nothing = self.whole_run = self._window = nothing
         self._skipped = 0
         self._last_step = {}
-        if carried.get("metrics") == nothing.keys:
-            self._window = Numbers(nothing.keys, nothing.vector.new_tensor(carried["sums"]))
+        sums = carried.get("sums", ())  # a former version has other counts
+        if carried.get("metrics") == nothing.keys and len(sums) == len(nothing.vector):
+            self._window = Numbers(nothing.keys, nothing.vector.new_tensor(sums))
             self._skipped = carried["skipped"]
 
     def add(self, numbers: Numbers, skipped: int, grad_norm: float, num_zeros: int | None) -> None:
@@ -125,12 +125,14 @@ class RunSums:
 # -- the slowest rank
 
 _RANK_BITS = 20
-# of megatron-core's timers -> phases; its others wait for ranks
+# of megatron-core's timers -> phases
 _OF_TIMERS = {
     "forward-compute": "model",
     "backward-compute": "model",
     "optimizer-inner-step": "update",
+    "all-grads-sync": "reduction",
 }
+_ON_DEVICE = {*_OF_TIMERS.values()}
 
 
 class Phase:
@@ -181,18 +183,20 @@ class Phases:
     All ranks of a synchronous step take the same time: the fast ones wait. Only work between
     messages to other ranks is counted. data: reading batches. model: forward and backward passes,
     without waits for pipeline stages and gradients. update: the optimizer. save: writing a
-    checkpoint, unless async_save does. callbacks: theirs, the log's among them.
+    checkpoint, unless async_save does. callbacks: theirs, the log's among them. reduction: sums of
+    gradients, with the wait for the slowest rank; that rank has the least of it.
 
     waits_in_model: True if ranks wait for each other within a layer (tensor, context, expert
     parallelism). The passes of these ranks last equally long, longer for one with early data.
     """
 
     def __init__(self, waits_in_model: bool):
-        self.of = {name: Phase(name in ("model", "update")) for name in PHASES}
+        self.of = {name: Phase(name in _ON_DEVICE) for name in (*PHASES, "reduction")}
         self.steps = 0
         self._others = Phase()
         self._waits_in_model = waits_in_model
         self._slowest: dict[str, tuple[float, int]] = {}  # phase -> (seconds behind, rank)
+        self._reduction = 0.0
 
     def timer(self, name: str, log_level: int = 0) -> Phase:
         """The phase of one of megatron-core's timers: its `config.timers`."""
@@ -211,21 +215,24 @@ class Phases:
         """Take the maximum of numbers() over ranks."""
         for i, name in enumerate(PHASES):
             most, rank = divmod(largest[i], 1 << _RANK_BITS)
-            self._slowest[name] = (most + largest[i + len(PHASES)]) / 1e6, rank
+            self._slowest[name] = (most + largest[i + len(self.of)]) / 1e6, rank
+        self._reduction = -largest[-1] / 1e6
         if self._waits_in_model:
             behind, rank = self._slowest["model"]
             self._slowest["model"] = max(0.0, behind - self._slowest["data"][0]), rank
 
     def take(self) -> dict[str, Any]:
         """Fields of a log line, and a new start: slowest_rank, and of each phase lag_<phase>_s,
-        seconds a step by which its slowest rank is behind the fastest. {} for one rank."""
+        seconds a step by which its slowest rank is behind the fastest; reduction_s, the seconds a
+        step of a gradient reduction without a wait for a rank. {} for one rank."""
         steps = max(1, self.steps)
         lags = {f"lag_{name}_s": lag / steps for name, (lag, _) in self._slowest.items()}
         _, slowest_rank = max(self._slowest.values())
+        of_ranks = {"slowest_rank": slowest_rank, **lags, "reduction_s": self._reduction / steps}
         for phase in self.of.values():
             phase.reset()
         self.steps = 0
-        return {"slowest_rank": slowest_rank, **lags} if parallel.world_size() > 1 else {}
+        return of_ranks if parallel.world_size() > 1 else {}
 
 
 # -- the host of a GPU

@@ -395,11 +395,13 @@ class Watchdog:
         thread.start()
         thread.join(ANSWER_S)
         if thread.is_alive() and lost_a_rank(error):
-            return RankFailed(
+            alone = RankFailed(
                 "the store of the ranks does not answer: the process that holds it (rank 0, or "
                 "torchrun on the first machine) is stopped or cannot be reached",
                 HANG_EXIT_CODE,
             )
+            alone.same_on_all_ranks = False  # the main rank may be the lost one
+            return alone
         return failed[0] if failed else None
 
     def _tell(self, error: Exception) -> Iterator[RankFailed]:

@@ -1,9 +1,9 @@
 """Load Hugging Face weights into megatron's parameters and export them, at any parallel layout.
 
 Both directions follow the rows of the model's family (families.py). fill() reads for each
-parameter of this rank the slices of the Hugging Face tensors in its row, and only those bytes.
-export_hf() walks the rows in layer order: the ranks with the parts of a tensor join them, and one
-rank writes it.
+parameter the slices of the Hugging Face tensors in its row, and only those bytes, on one rank of
+its replicas. export_hf() walks the rows in layer order: the ranks with the parts of a tensor join
+them, and one rank writes it.
 """
 
 import itertools
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from . import parallel
+from . import parallel, watchdog
 from .families import PREDICTION_LAYERS, Row, is_of_expert, rows_of
 from .files import describe_error
 from .weights_files import (
@@ -43,8 +43,10 @@ def fill(models, source, only: Container[tuple[str, int | None]] | None = None) 
     """Fill the parameters of this rank from `source` (see weights_files.py).
 
     models: VirtualModels. only: (megatron name, layer) of those to fill; None: all, and the
-    source must hold the model's tensors and no others. No collectives. ValueError, on every rank,
-    for a source of another model; ValueError for a tensor of another shape.
+    source must hold the model's tensors and no others. One replica reads a parameter: host memory
+    is one of them. All ranks must call it. Collectives: broadcasts to replicas, and one over all
+    ranks at the end. ValueError, on every rank, for a source of another model or with a tensor of
+    another shape, and for files one rank cannot read.
     """
     config = models.config
     rows = {row.mca: row for row in rows_of(config.hf_model_type, config)}
@@ -52,19 +54,40 @@ def fill(models, source, only: Container[tuple[str, int | None]] | None = None) 
         rows[VOCABULARY[1]] = replace(rows[VOCABULARY[0]], mca=VOCABULARY[1])
     if only is None:
         check_names(config, source.names())
+    problems: list[Exception] = []
     with torch.no_grad():
-        for (name, layer), parameter in own_parameters(models).items():
-            if only is not None and (name, layer) not in only:
+        for key, parameter in own_parameters(models).items():
+            if only is not None and key not in only:
                 continue
-            row = rows[name]
-            total, *rest = _whole_shape(row, parameter.shape, config)
-            if row.mca in VOCABULARY:
-                total = config.vocab_size
-            sizes = [total] if row.fused else row_sizes(row, total, config)
-            for hf, size in zip(row.hf, sizes, strict=True):
-                check_shape(source, hf.format(layer), (size, *rest))
-            rank = parallel.cut_group(row.expert is not None).rank() % degree(row, config)
-            parameter.copy_(read_part(row, layer, source, config, rank))
+            row = rows[key[0]]
+            group = parallel.replica_group(row.expert is not None)
+            part = torch.empty(parameter.shape, dtype=parameter.dtype, device=parallel.device())
+            if group.rank() == 0 and not problems:
+                try:
+                    part.copy_(_checked_part(row, key[1], source, config, parameter.shape))
+                except Exception as error:  # replicas wait: at the end, on all ranks
+                    problems.append(error)
+            if group.size() > 1:
+                dist.broadcast(part, group=group, group_src=0)
+            parameter.copy_(part)
+
+    def close() -> None:
+        if problems:
+            raise problems[0]
+
+    parallel.on_all(close, ValueError, "the weights cannot be used")
+
+
+def _checked_part(row: Row, layer, source, config, shape: Sequence[int]) -> torch.Tensor:
+    """read_part() for this rank's parameter of a shape. ValueError for tensors of another shape."""
+    total, *rest = _whole_shape(row, shape, config)
+    if row.mca in VOCABULARY:
+        total = config.vocab_size
+    sizes = [total] if row.fused else row_sizes(row, total, config)
+    for hf, size in zip(row.hf, sizes, strict=True):
+        check_shape(source, hf.format(layer), (size, *rest))
+    rank = parallel.cut_group(row.expert is not None).rank() % degree(row, config)
+    return read_part(row, layer, source, config, rank)
 
 
 def check_names(config, names: Set[str]) -> None:
@@ -201,6 +224,7 @@ def iter_hf_tensors(models, only: Container[tuple[str, int | None]] | None = Non
         if only is not None and key not in only:
             continue
         holder, part = located[key]
+        watchdog.alive()  # an export may take longer than ddp_timeout
         group = parallel.cut_group(row.expert is not None)
         full = None
         if holder in dist.get_process_group_ranks(group):
@@ -233,7 +257,8 @@ def _exported(config) -> Iterator[tuple[Row, int | None]]:
 
 def _locate(parameters: dict) -> Mapping:
     """{(megatron name, layer): (global rank, its part on the meta device)} of the whole model, on
-    every rank; the rank is the first with a part. Collective over all ranks.
+    every rank; the rank is the first with a part. Collective over all ranks: a broadcast for each
+    part of pipeline and expert parallelism.
 
     A tied embedding lies on two pipeline stages: it counts as the first one's.
     """
@@ -242,7 +267,7 @@ def _locate(parameters: dict) -> Mapping:
         of_expert = is_of_expert(key[0])
         if parallel.cut_group(of_expert).rank() == parallel.replica_group(of_expert).rank() == 0:
             here[key] = (parallel.rank(), parameter.detach().to("meta"))
-    return ChainMap(*parallel.gather(here))
+    return ChainMap(*parallel.gather_given(here).values())
 
 
 def in_layer_order(config) -> Iterator[tuple[Row, int | None]]:

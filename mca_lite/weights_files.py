@@ -25,6 +25,7 @@ from .families import FAMILIES, OLDER_PREFIXES, UNUSED_TENSORS
 from .files import (
     HF_CONFIG_NAME,
     HF_GENERATION_CONFIG_NAME,
+    PROCESSOR_FILES,
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
     copy_files,
@@ -33,6 +34,7 @@ from .files import (
     read_json,
     replacing,
     resolve_folder,
+    text_values,
     write_json,
 )
 
@@ -105,8 +107,8 @@ def write_hf_config(
     if source and (Path(source) / HF_CONFIG_NAME).is_file():
         stored = read_json(Path(source) / HF_CONFIG_NAME)
         values = stored if "model_type" in stored else values  # else it is no model's
-    text = values.get("text_config") or values
-    trained = hf_config.get("text_config") or hf_config
+    text = text_values(values)
+    trained = text_values(hf_config)
     if "vocab_size" in trained:
         text["vocab_size"] = trained["vocab_size"]
     key = "num_nextn_predict_layers"
@@ -121,13 +123,13 @@ def write_hf_config(
 
 
 def copy_beside(source: str | None, folder: Path) -> list[str]:
-    """Copy generation_config.json and the code of a model's folder -> the file names. Links out of
-    the source are skipped."""
+    """Copy generation_config.json, the processor's files and the code of a model's folder -> the
+    file names. Links out of the source are skipped."""
     origin = Path(source or folder)
     if origin == folder:
         return []
     code = [path.name for path in sorted(origin.glob("*.py"))]
-    return copy_files(origin, [HF_GENERATION_CONFIG_NAME, *code], folder)
+    return copy_files(origin, [HF_GENERATION_CONFIG_NAME, *PROCESSOR_FILES, *code], folder)
 
 
 # -- the names of experts
@@ -297,7 +299,8 @@ def model_class(hf):
     """transformers' class to make a model of its config: one of text, or of pictures too."""
     import transformers
 
-    if hasattr(hf, "vision_config"):
+    family = FAMILIES.get(hf.model_type)
+    if family is not None and family.has_pictures:
         return transformers.AutoModelForImageTextToText
     return transformers.AutoModelForCausalLM
 

@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import re
+import resource
 import socket
 import sys
 import time
@@ -121,6 +122,14 @@ def _check() -> None:
             f"RANK is {here.rank} in a world of WORLD_SIZE {here.size}: expected 0 to "
             f"{here.size - 1}; {_START}"
         )
+
+
+def raise_open_files() -> None:
+    """Raise this process's soft limit of open files to its hard one: the store of the ranks has two
+    connections to each."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError):  # macOS refuses a limit without end
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def why_not_met(error: Exception) -> str:

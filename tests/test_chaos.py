@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -53,7 +54,7 @@ def under_the_agent(path: str, out: str, logs: str) -> str:
 
     dist.destroy_process_group()  # the ranks make their own
     config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=2, max_restarts=2, run_id="chaos",
+        min_nodes=1, max_nodes=1, nproc_per_node=2, max_restarts=len(chaos.POINTS), run_id="chaos",
         rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", local_addr="127.0.0.1",
         start_method="fork", monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(log_dir=logs, redirects=Std.ALL),
@@ -65,25 +66,27 @@ def under_the_agent(path: str, out: str, logs: str) -> str:
 
 
 def run_torchrun(path: str, out: str) -> str:
-    command = [sys.executable, *TORCHRUN, "--nproc_per_node", "2", "--max-restarts", "2"]
+    command = [sys.executable, *TORCHRUN, "--nproc_per_node", "2"]
+    command += ["--max-restarts", str(len(chaos.POINTS))]
     command += ["-m", "tests.tools.chaos", "--under-torchrun", path, out]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     root = Path(__file__).parents[1]
-    result = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=200)
+    result = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=400)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
 
 @pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_torchrun_starts_again_from_the_last_checkpoint(real, tmp_path):
-    """real: the command itself, whose ranks import everything at each of three starts."""
+def test_torchrun_starts_again_from_the_last_checkpoint_after_a_kill_at_each_point(real, tmp_path):
+    """real: the command itself, whose ranks import everything at each of the starts."""
     path, out = tiny.save_model(tmp_path / "model", "qwen3"), str(tmp_path / "run")
     calm = world.run(training.train, 2, path, str(tmp_path / "calm"), **chaos.UNDER_TORCHRUN)
     if real:
         said = run_torchrun(path, out)
     else:
         [said] = world.run(under_the_agent, 1, path, out, str(tmp_path / "logs"), timeout_s=200)
-    assert f"resuming from {out}/checkpoint-4" in said, said
-    assert said.count("resuming from") == 2
+    starts = re.findall(r"(?:resuming from|no checkpoint in) (\S+?):?(?: starting|\n)", said)
+    assert starts == [out, *[f"{out}/checkpoint-4"] * 4, f"{out}/checkpoint-6"], said
+    assert "skipped checkpoint-6: " in said, "the folder that had taken its name"
     history = json.loads(Path(out, "trainer_state.json").read_text())["log_history"]
     assert [(h["loss"], h["grad_norm"]) for h in history] == calm[0]

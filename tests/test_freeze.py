@@ -10,6 +10,7 @@ import pytest
 from tests.shared import tiny, tiny_moe, world
 from tests.shared.cells import cell, shared_worlds, thinned
 from tests.shared.files import assert_same_tensors, tensors
+from tests.shared.frozen import by_keys, by_pattern
 from tests.shared.layouts import (
     CP2,
     DIST_OPT,
@@ -34,6 +35,7 @@ from tests.shared.training import (
     whole_and_resumed,
 )
 
+FREEZE = dict(finetuning_type="freeze")
 LAYOUTS = {
     "one": (1, {}),
     "dp2_dist_opt": (2, {**DIST_OPT, **ONE_ROW}),
@@ -79,36 +81,8 @@ CASES = {
 }
 
 
-def by_pattern(pattern: str):
-    """Freeze in plain torch the parameters without the pattern in their names."""
-
-    def freeze(model):
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(re.search(pattern, name) is not None)
-        return model
-
-    return freeze
-
-
-def by_keys(keys: dict):
-    """Freeze by the keys of finetuning, as a run does."""
-
-    def freeze(model):
-        from mca_lite import freezing
-        from mca_lite.args import FinetuningArguments
-        from mca_lite.errors import Judge
-
-        given = FinetuningArguments(finetuning_type="freeze", **keys)
-        judge = Judge(given)
-        trained = freezing.plan(model, given, judge)
-        judge.close()
-        return freezing.freeze(model, trained)
-
-    return freeze
-
-
 def train_case(path: str, out: str, keys: dict, **more):
-    return train(path, out, adapt=by_keys(keys), **more)
+    return train(path, out, adapt=by_keys(FREEZE | keys), **more)
 
 
 def train_in_plain_torch(paths: dict, folder: str) -> dict:
@@ -174,7 +148,7 @@ def test_frozen_models_train_as_in_plain_torch(case, layout, references, trained
 def died_and_resumed(path: str, out: str, backend: str, **keys) -> tuple:
     """Curves of a run and of one that died, then the words of a resume with other frozen layers."""
 
-    freeze = by_keys({})
+    freeze = by_keys(FREEZE)
     keys = dict(keys, backend=backend, adapt=freeze, save_hf_checkpoints=True)
     return whole_and_resumed(path, out, **keys)
 
@@ -282,7 +256,7 @@ def refusal_of(path: str, keys: dict) -> dict:
         ("torch", load_torch_model(path)),
         ("megatron", AutoModel.from_pretrained(path, make_args())),
     ):
-        words[backend] = refusal(by_keys(keys), model)
+        words[backend] = refusal(by_keys(FREEZE | keys), model)
     return words
 
 

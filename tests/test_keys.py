@@ -490,6 +490,10 @@ SHOWN_BY = {
     "test_an_offloaded_optimizer_trains_as_one_on_the_device",
     "optimizer_offload_fraction": "test_offload.py::test_a_fraction_of_the_elements_is_on_the_host",
     "torch_compile": "test_model_fused.py::test_torch_compile_switches_what_runs_on_a_gpu",
+    **dict.fromkeys(
+        "freeze_vision_tower freeze_multi_modal_projector freeze_language_model".split(),
+        "test_vision_torch.py::test_parts_of_a_family_train_as_transformers_does",
+    ),
     "moe_permute_fusion": "test_moe_args.py::test_a_config_that_does_not_fit_says_what_to_set",
 }
 ROWS = [CHANGES_A_RUN, IN_THE_CONFIG, IN_THE_OPTIMIZER, IN_THE_TRAINER, SHOWN_BY]

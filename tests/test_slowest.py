@@ -1,10 +1,12 @@
 """The log names the slowest rank and the phase in which the others wait for it."""
 
+import json
 import time
 
 import pytest
+import torch
 
-from mca_lite import parallel
+from mca_lite import cli_watch, log_html, parallel
 from mca_lite.log import format_progress
 from mca_lite.trainer_events import Phases
 from tests.shared import tiny, world
@@ -113,6 +115,7 @@ def test_the_slowest_rank_is_named_with_its_phase(name, lines):
     lags = {key: line[key] for key in LAGS}
     assert line["slowest_rank"] == slow, lags
     assert max(lags, key=lags.get) == f"lag_{phase}_s"
+    assert line["reduction_s"] < SLEEP_S / 2, "the slow rank waits for nobody"
     times = 1 if where in ("update", "callbacks") else 2
     assert lags[f"lag_{phase}_s"] > 0.9 * times * SLEEP_S, lags
 
@@ -159,6 +162,64 @@ def test_a_wait_for_late_data_within_a_layer_is_no_slow_pass(monkeypatch):
     ranks = [Rank(True, **x) for x in (early, late, dict(data=0.5, model=7.0))]
     line = compared(monkeypatch, *ranks)
     assert line == {"slowest_rank": 2, "lag_data_s": 1.0, "lag_model_s": 1.0}
+
+
+def test_the_time_of_a_reduction_is_that_of_the_rank_that_waits_least(monkeypatch):
+    ranks = Rank(reduction=0.5), Rank(reduction=0.3)
+    assert compared(monkeypatch, *ranks) == {"slowest_rank": 1, "reduction_s": 0.15}
+
+
+class Event:
+    """A GPU's event: it takes place when `now` reaches it."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing: bool):
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = Event.now + 2.0  # the queue is two seconds long
+
+    def query(self) -> bool:
+        return self.at <= Event.now
+
+    def elapsed_time(self, end: "Event") -> float:
+        assert end.query(), "this would wait"
+        return 1000 * (end.at - self.at)
+
+
+def test_a_gpus_work_is_read_once_it_is_done_and_never_waited_for(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(parallel, "device", lambda: torch.device("cuda"))
+    phase = Phases(waits_in_model=False).timer("forward-compute", log_level=2)
+    for seconds in (0.25, 0.5):
+        phase.start()
+        Event.now += seconds
+        phase.stop()
+    assert phase.seconds() == 0.0
+    Event.now = 2.5  # the first ended at 2.25, the second ends at 2.75
+    assert phase.seconds() == 0.25
+    Event.now = 3.0
+    assert phase.seconds() == 0.75
+    phase.reset()
+    assert phase.seconds() == 0.0
+
+
+def test_watch_and_the_page_show_who_is_slow_most_often_and_each_phase(tmp_path):
+    lines = [
+        {"step": step, "slowest_rank": rank, "lag_data_s": lag, "lag_model_s": 0.01}
+        for step, rank, lag in ((1, 3, 0.5), (2, 0, 0.002), (3, 3, 0.7))
+    ]
+    (tmp_path / "trainer_log.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    run = log_html.RunFolder(tmp_path)
+    shown = {row.split()[0]: row.split() for row in cli_watch.frame([run], 80)[1:]}
+    assert log_html.figures(run)["slowest rank"] == "3"
+    assert log_html.figures(run)["in data"] == "+0.50 s"
+    assert {"slowest", "in"} <= shown.keys()
+    drawn = log_html.page([run])
+    assert drawn.count("Seconds a step by which the slowest rank is behind the fastest") == 1
+    for key in ("lag_data_s", "lag_model_s"):
+        assert f"{key} <b>" in drawn
 
 
 def test_one_rank_is_compared_with_nobody(monkeypatch):

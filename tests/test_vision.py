@@ -2,11 +2,21 @@
 torch, in every layout.
 """
 
-import pytest
+import functools
+import json
+import shutil
+from pathlib import Path
 
-from tests.shared import pictures
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForImageTextToText
+
+from mca_lite import TrainingArguments, model_config
+from mca_lite.batch import rope_positions
+from tests.shared import pictures, tiny, world
 from tests.shared.cells import asked_for, shared_worlds, thinned
-from tests.shared.files import assert_same_tensors, tensors
+from tests.shared.files import assert_same_bytes, assert_same_tensors, tensors
 from tests.shared.layouts import (
     CP2,
     DIST_OPT,
@@ -15,12 +25,14 @@ from tests.shared.layouts import (
     OVERLAP,
     PACKED,
     PP2,
+    SAVE,
     SP,
     TP2,
     TWO_ROWS,
     VPP2,
 )
-from tests.shared.training import assert_same_curve
+from tests.shared.lora_tools import adapter_of, load
+from tests.shared.training import assert_same_curve, refusal, train
 
 FAMILIES = list(pictures.FAMILIES)
 LAYOUTS = {
@@ -76,3 +88,219 @@ def test_a_family_trains_as_transformers_does(case, layout, wanted, trained):
     for got in ranks:
         assert_same_curve(got[case], curves[case])
     assert_same_tensors(tensors(out / case), tensors(folder / case))
+
+
+# -- positions
+
+DOCUMENTS = {
+    "text alone": (5,),
+    "a picture at the start": ((2, 3), 4),
+    "a picture at the end": (3, (4, 2)),
+    "pictures alone": ((2, 2), (1, 5)),
+    "several": (2, (1, 1), (3, 2), 6, (2, 4), 1),
+}
+
+
+@functools.cache
+def on_meta(family: str):
+    with torch.device("meta"):
+        return AutoModelForImageTextToText.from_config(pictures.hf_config(family)).model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("pieces", DOCUMENTS.values(), ids=DOCUMENTS)
+def test_positions_are_those_of_transformers(family, pieces):
+    document = pictures.document(torch.Generator().manual_seed(0), *pieces)
+    ids = document["input_ids"][None]
+    types = (ids == pictures.IMAGE).int()
+    grids = document.get("image_grid_thw")
+    wanted, _ = on_meta(family).get_rope_index(ids, types, image_grid_thw=grids)
+    got = torch.stack([document[name] for name in ("rope_t", "rope_h", "rope_w")])
+    assert torch.equal(got, wanted[:, 0])
+
+
+def test_positions_of_pictures_without_text_between_them():
+    image = pictures.IMAGE
+    ids = torch.tensor([9, image, image, image, image, image, 9])
+    got = rope_positions(ids, torch.tensor([[1, 2, 4], [1, 6, 2]]), image, 2)
+    # two features side by side from 1, so the second picture begins at 3: three, one below another
+    assert got.tolist() == [[0, 1, 1, 3, 3, 3, 6], [0, 1, 1, 3, 4, 5, 6], [0, 1, 2, 3, 3, 3, 6]]
+
+
+def test_a_document_with_another_number_of_image_tokens_than_features_is_refused():
+    ids = torch.tensor([9, pictures.IMAGE, 9])
+    said = refusal(rope_positions, ids, torch.tensor([[1, 4, 4]]), pictures.IMAGE, 2)
+    assert "1 image tokens, and its 1 pictures 4 features" in said
+
+
+# -- files
+
+
+@pytest.fixture(scope="module")
+def spelled(paths, tmp_path_factory) -> dict[str, str]:
+    """Models under both sets of names, and one with the config.json of the hub."""
+    folder = tmp_path_factory.mktemp("spelled")
+    named_twice = ["qwen2_vl", "qwen2_5_vl"]  # transformers reads one set of names of qwen3_vl
+    others = {f"{n} renamed": pictures.renamed(paths[n], folder / n) for n in named_twice}
+    tied = pictures.save_model(folder / "tied", "qwen2_5_vl", tied=True)
+    hub = pictures.flat(tied, folder / "hub")
+    return {**paths, **others, "tied": tied, "hub": hub}
+
+
+def exported(paths: dict, out: str, **keys) -> None:
+    """Each model read, and written again."""
+    from mca_lite import AutoModel
+
+    args = TrainingArguments(output_dir="unused", **keys)
+    for name, path in paths.items():
+        AutoModel.from_pretrained(path, args).save_pretrained(f"{out}/{name}")
+
+
+def test_files_are_written_as_they_were_read(spelled, tmp_path):
+    world.run(exported, 4, spelled, str(tmp_path), **TP2, **SP, **PP2)
+    for name, path in spelled.items():
+        assert_same_bytes(tensors(tmp_path / name), tensors(path))
+        configs = [
+            json.loads(Path(of, "config.json").read_text()) for of in (tmp_path / name, path)
+        ]
+        configs[1]["dtype"] = "float32"
+        assert configs[0] == configs[1], name
+
+
+def converted(paths: dict, out: str) -> list[int]:
+    from mca_lite.cli_convert import main
+
+    codes = []
+    for name, path in paths.items():
+        codes.append(main([path, f"{out}/mca/{name}", "--verify"]))
+        codes.append(main([f"{out}/mca/{name}", f"{out}/{name}", "--verify"]))
+    return codes
+
+
+def test_convert_gives_the_same_bytes_through_a_checkpoint(spelled, tmp_path):
+    [codes] = world.run(converted, 1, spelled, str(tmp_path))
+    assert set(codes) == {0}
+    for name, path in spelled.items():
+        assert_same_bytes(tensors(tmp_path / name), tensors(path))
+
+
+def drawn(path: str, out: str, **keys) -> None:
+    """The model of a config.json alone, its weights drawn from a seed."""
+    from mca_lite.model import AutoModel
+    from mca_lite.model_config import AutoConfig
+
+    args = TrainingArguments(output_dir="unused", **keys)
+    AutoModel.from_config(AutoConfig.from_pretrained(path, args), args).save_pretrained(out)
+
+
+def test_weights_from_a_seed_are_the_same_in_every_layout(paths, tmp_path):
+    for family, path in paths.items():
+        config = tmp_path / family
+        config.mkdir()
+        (config / "config.json").write_text(Path(path, "config.json").read_text())
+        one, many = tmp_path / f"{family} one", tmp_path / f"{family} many"
+        world.run(drawn, 1, str(config), str(one))
+        world.run(drawn, 2, str(config), str(many), **TP2, **SP)
+        assert_same_bytes(tensors(many), tensors(one))
+        assert tensors(one).keys() == tensors(path).keys()
+        AutoModelForImageTextToText.from_pretrained(one)
+
+
+# -- checkpoints: the first step has no picture, so the tower has made fewer updates than the rest
+
+RESUMED = dict(data=pictures.samples(2), **pictures.KEYS, **TWO_ROWS)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize("first, then", [({}, {}), (DIST_OPT, PP2), (TP2, DIST_OPT)])
+def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(paths, tmp_path, family, first, then):
+    keys = {**RESUMED, **SAVE, "steps": 4}
+    run = functools.partial(world.run, train, 2, paths[family], str(tmp_path))
+    whole = run(**{**keys, **first})[0]
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    resumed = run(**{**keys, **then}, resume_from_checkpoint="auto")[0]
+    assert_same_curve(resumed, whole, tolerance=0 if first == then else 1e-5)
+
+
+# -- what is frozen
+
+
+@pytest.mark.parametrize("layout", ["one", "dp2_overlap", "tp2_sp_packed", "pp2"])
+def test_adapters_of_the_text_train_as_peft_does_beside_a_frozen_tower(paths, tmp_path, layout):
+    start, end, out = (str(tmp_path / name) for name in ("start", "end", "out"))
+    path = paths["qwen2_5_vl"]  # the linears of its tower have the names of the text's
+    wanted = pictures.train_plain(path, end, functools.partial(pictures.with_peft, start))
+    ranks, keys = LAYOUTS[layout]
+    adapt = functools.partial(load, start)
+    for got in world.run(pictures.train_ours, ranks, path, out, adapt=adapt, **keys):
+        assert_same_curve(got, wanted)
+    assert_same_tensors(adapter_of(out), adapter_of(end))
+    base = AutoModelForImageTextToText.from_pretrained(path)
+    loaded = PeftModel.from_pretrained(base, out)
+    assert not any("visual" in name for name, _ in loaded.named_parameters() if "lora_" in name)
+
+
+@pytest.mark.parametrize("layout", ["dp2_overlap", "tp2_sp", "cp2", "pp2"])
+def test_a_frozen_tower_stays_and_the_text_trains_as_in_plain_torch(paths, tmp_path, layout):
+    path = paths["qwen3_vl"]
+    wanted = pictures.train_plain(path, str(tmp_path / "plain"), pictures.without_tower)
+    ranks, keys = LAYOUTS[layout]
+    adapt = pictures.without_tower_here
+    out = tmp_path / "out"
+    for got in world.run(pictures.train_ours, ranks, path, str(out), adapt=adapt, **keys):
+        assert_same_curve(got, wanted)
+    assert_same_tensors(tensors(out), tensors(tmp_path / "plain"))
+
+
+# -- what is refused
+
+BUILDS = {
+    "pipeline_model_parallel_size": (
+        dict(PP2, **VPP2, gradient_accumulation_steps=2),
+        "its first stage has 1",
+    ),
+    "transformer_impl": (dict(transformer_impl="transformer_engine"), "mrope_section"),
+    "fp8": (dict(fp8="e4m3", bf16=True), "local"),
+}
+
+
+def build(path: str, keys: dict) -> str:
+    from mca_lite.model_config import AutoConfig
+
+    return refusal(AutoConfig.from_pretrained, path, TrainingArguments(output_dir="unused", **keys))
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_a_layout_that_a_model_with_pictures_cannot_have_is_refused(paths, name, monkeypatch):
+    monkeypatch.setattr(model_config, "transformer_engine_works", lambda: True)
+    keys, words = BUILDS[name]
+    said = build(paths["qwen3_vl"], keys)
+    assert name in said and words in said
+
+
+def forward(path: str, batch: dict) -> str:
+    """The words with which the inputs of a batch are refused."""
+    from mca_lite.backend_megatron import MegatronBackend
+    from mca_lite.batch import split
+    from mca_lite.model import AutoModel
+
+    args = TrainingArguments(output_dir="unused")
+    backend = MegatronBackend(AutoModel.from_pretrained(path, args), args)
+    return refusal(backend.model_inputs, split(batch))
+
+
+def test_a_batch_without_positions_or_with_too_few_pictures_is_refused(paths, tmp_path):
+    document = pictures.document(torch.Generator(), 3, (2, 2), 4)
+    batch = {
+        n: c if n in ("pixel_values", "image_grid_thw") else c[None] for n, c in document.items()
+    }
+    grid = batch.pop("image_grid_thw")
+    [said] = world.run(forward, 1, paths["qwen2_vl"], batch)
+    assert "4 image tokens, and its pictures 0 features" in said
+    batch["image_grid_thw"] = grid
+    batch.pop("rope_h")
+    [said] = world.run(forward, 1, paths["qwen2_vl"], batch)
+    assert "lacks rope_h" in said
+    text = tiny.save_model(tmp_path, "qwen2")
+    [said] = world.run(forward, 1, text, batch)
+    assert "pixel_values" in said and "qwen2" in said

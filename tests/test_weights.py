@@ -402,8 +402,11 @@ def test_what_is_no_size_is_refused(text):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_rank_reads_the_bytes_of_its_own_slices_and_no_others(layout, trip):
+def test_one_replica_reads_the_bytes_of_its_own_slices_and_no_others(layout, trip):
+    """Others get them by broadcasts: test_many_ranks."""
     ranks = trip(layout)[1]
+    if layout == "dp2":
+        assert all(measured["read"] == 0 for measured in ranks.pop().values())
     for rank, measured in enumerate(ranks):
         for family in FAMILIES:
             shapes = measured[family]["shapes"].items()

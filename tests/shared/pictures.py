@@ -1,8 +1,11 @@
 """Tiny models with pictures, samples with random pixels, and their training in plain torch."""
 
+import json
+
 import torch
 
 from tests.shared import tiny
+from tests.shared.files import changed
 from tests.shared.training import train
 
 IMAGE, START, END = 5, 7, 8
@@ -99,9 +102,9 @@ def document(generator, *pieces) -> dict:
     return out
 
 
-def samples(seed: int = 1) -> list[dict]:
-    """Twenty documents, five steps of four: the first micro-batch of two has pictures and the
-    second none, or each some; the third step has no picture at all."""
+def samples(first: int = 0, seed: int = 1) -> list[dict]:
+    """Twenty documents, five steps of four from the one with number `first`: the first micro-batch
+    of two has pictures and the second none, or each some; step 2 has no picture at all."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [
         [(3, (2, 2), 5), (7, (1, 3), 4), (9,), (6,)],
@@ -110,6 +113,7 @@ def samples(seed: int = 1) -> list[dict]:
         [(5,), (6, (2, 2), 3), (4, (3, 2), 3, (1, 1), 4), (5, (2, 2), 3)],
         [(4, (2, 2), (2, 1), 3), (9,), (3, (5, 1), 4), (2, (2, 3), 5)],
     ]
+    shapes = shapes[first:] + shapes[:first]
     return [document(generator, *pieces) for step in shapes for pieces in step]
 
 
@@ -124,21 +128,48 @@ KEYS = dict(
 )
 
 
+def renamed(path: str, folder) -> str:
+    """A copy of a model with its tensors under the other names: those of transformers' modules, or
+    of older files."""
+    older = {"model.visual.": "visual.", "model.language_model.": "model."}
+
+    def change(values: dict) -> None:
+        if "model.embed_tokens.weight" in values:
+            pairs = [(new, old) for old, new in older.items()]
+        else:
+            pairs = list(older.items())
+        for name in list(values):
+            before, after = next((p for p in pairs if name.startswith(p[0])), ("", ""))
+            values[after + name.removeprefix(before)] = values.pop(name)
+
+    return changed(path, folder, change)
+
+
+def flat(path: str, folder) -> str:
+    """A copy of a model whose config.json has the text's keys at its top, as on the hub."""
+    changed(path, folder, lambda values: None)
+    config = json.loads((folder / "config.json").read_text())
+    text = config.pop("text_config")
+    rope = text.pop("rope_parameters")
+    text["rope_theta"] = rope["rope_theta"]
+    text["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    (folder / "config.json").write_text(json.dumps({**text, **config}))
+    return str(folder)
+
+
 def train_ours(path: str, out: str, **keys) -> list:
     """(loss, grad norm) of each step on megatron-core; the model exported to out."""
     return train(path, out, **{**KEYS, "export": True, "data": samples(), **keys})
 
 
-def train_plain(path: str, out: str, frozen: tuple[str, ...] = ()) -> list:
-    """The same of transformers' model on one document at a time, in plain torch. frozen: prefixes
-    of parameters that are not trained."""
+def train_plain(path: str, out: str, adapt=None) -> list:
+    """The same of transformers' model on one document at a time, in plain torch. adapt: what is
+    done to the model before; it returns the model to save."""
     from transformers import AutoModelForImageTextToText
 
     model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).train()
-    named = [(n, p) for n, p in model.named_parameters() if not n.startswith(frozen)]
-    trained = [parameter for _, parameter in named]
-    for parameter in set(model.parameters()) - set(trained):
-        parameter.requires_grad_(False)
+    saved = adapt(model) if adapt is not None else model
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         dict(params=[p for p in trained if p.dim() != 1], weight_decay=0.1),
         dict(params=[p for p in trained if p.dim() == 1], weight_decay=0.0),
@@ -152,14 +183,47 @@ def train_plain(path: str, out: str, frozen: tuple[str, ...] = ()) -> list:
         total = 0.0
         for d in step:
             loss = loss_of(model, d) / count
-            loss.backward()
+            if loss.requires_grad:  # not that of text, if the tower alone is trained
+                loss.backward()
             total += loss.item()
         norm = torch.nn.utils.clip_grad_norm_(trained, 0.5)
         optimizer.step()
         optimizer.zero_grad()
         curve.append((total, float(norm)))
-    model.save_pretrained(out)
+    saved.save_pretrained(out)
     return curve
+
+
+LINEARS = r"model\.language_model\..*\.(q|k|v|o|gate|up|down)_proj"
+
+
+def with_peft(folder: str, model):
+    """The model with PEFT's adapters on the linears of its text, saved to `folder`."""
+    from peft import LoraConfig, get_peft_model
+
+    spec = LoraConfig(r=4, lora_alpha=8, target_modules=LINEARS, task_type="CAUSAL_LM")
+    wrapped = get_peft_model(model, spec)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_" in name:  # none is zero: a start of B = 0 would hide errors in A
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    wrapped.save_pretrained(folder)
+    return wrapped
+
+
+def without_tower(model):
+    """The model with a tower that does not train."""
+    model.model.visual.requires_grad_(False)
+    return model
+
+
+def without_tower_here(models):
+    """The same of a model on megatron-core."""
+    for name, parameter in models.named_parameters():
+        if "vision_model." in name:
+            parameter.requires_grad_(False)
+    return models
 
 
 def loss_of(model, document: dict) -> torch.Tensor:

@@ -202,28 +202,52 @@ def run(kills: int, seed: int, names=tuple(RUNS), say=print) -> int:
     return total
 
 
-def under_torchrun(path: str, out: str) -> None:
-    """The script of torchrun: rank 1 dies in step 5 of the first start, and in the rename of
-    checkpoint-6 of the second.
-    """
-    start, last = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), os.environ["RANK"] == "1"
+# Where the n-th start of a run under torchrun dies: (the point, the rank). In step 5 or while
+# checkpoint-6 is saved, and so the next start resumes from checkpoint-4, after the last from 6.
+POINTS = (
+    ("before the reduction of the gradients", 1),
+    ("within a save", 1),
+    ("before the rename of a checkpoint", 0),
+    ("between its two renames, where the name was taken", 0),
+    ("between its rename and that of the pointer to it", 0),
+)
 
-    class Die(TrainerCallback):
+
+def under_torchrun(path: str, out: str) -> None:
+    """The script of torchrun: each start but the last dies at its point."""
+    from mca_lite import McaTrainer
+
+    start = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    point, rank = POINTS[start] if start < len(POINTS) else ("", 0)
+    is_victim = os.environ["RANK"] == str(rank)
+    final = f"{out}/checkpoint-6"
+
+    class Trainer(McaTrainer):
+        def _post_compute_loss(self, labels, losses):
+            if is_victim and point.startswith("before the reduction"):
+                if self.state.global_step == 4:
+                    losses.register_hook(lambda _: die())
+            return super()._post_compute_loss(labels, losses)
+
+    class Take(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            if start == 0 and state.global_step == 5 and last:
-                die()
+            if is_victim and "was taken" in point and state.global_step == 6:
+                Path(final).mkdir()
 
     def watch(name, args):
-        if (
-            start == 1
-            and not last
-            and name == "os.rename"
-            and str(args[1]).endswith("checkpoint-6")
-        ):
+        target = str(args[1]) if name == "os.rename" else ""
+        moments = {
+            "within a save": name == "open" and f"{out}/.checkpoint-6.tmp/dist/" in str(args[0]),
+            "before the rename": target == final,
+            "between its two": target == final and any(Path(out).glob(".checkpoint-6.replaced*")),
+            "between its rename": target == f"{out}/latest" and Path(final).exists(),
+        }
+        if any(is_now and point.startswith(words) for words, is_now in moments.items()):
             die()
 
-    sys.addaudithook(watch)
-    training.train(path, out, callbacks=[Die()], **UNDER_TORCHRUN)
+    if is_victim:
+        sys.addaudithook(watch)
+    training.train(path, out, trainer_class=Trainer, callbacks=[Take()], **UNDER_TORCHRUN)
 
 
 UNDER_TORCHRUN = {**KEYS, **DIST_OPT, **DROPOUT, "steps": STEPS}

@@ -1,6 +1,7 @@
 """Parity and plans on GPUs: `make gpu` on a machine with CUDA, or a part of it:
 
-    python -m tests.tools.gpu [kernels | memory | plan | parity | deterministic | hangs | te]
+    python -m tests.tools.gpu [kernels | memory | plan | parity | pictures | deterministic | hangs |
+                               te]
 
 kernels: the Triton kernels against their formulas (gpu_kernels.py).
 
@@ -11,6 +12,8 @@ GPU; experts and the other families there too; and where there are several GPUs 
 suite that they can hold, over nccl. float32 agrees to rounding, bf16 to its own. The worst float32
 difference decides the exit code. A compilation takes as long as ten of these runs: the lines named
 "compiled" have one, the others none.
+
+pictures: models with pictures on one GPU, against transformers' own in plain torch on the CPU.
 
 plan: the memory that `python -m mca_lite plan` tells, beside that of a few steps (gpu_plan.py).
 
@@ -36,7 +39,7 @@ import torch
 import torch.distributed as dist
 
 from tests import test_model_families, test_moe
-from tests.shared import tiny, tiny_moe, world
+from tests.shared import pictures, tiny, tiny_moe, world
 from tests.shared.layouts import AUX, CUT, DENSE, DIST_OVERLAP, EXPERTS, PACKED, PACKED_LAYOUTS
 from tests.shared.training import train
 from tests.tools import bench_gpu, gpu_deterministic, gpu_hangs, gpu_kernels, gpu_plan, gpu_te
@@ -53,6 +56,13 @@ HALF = {
     "megatron": {},
     "packed": PACKED,
     "packed, recomputed": dict(recompute_granularity="full", **PACKED),
+}
+# of models with pictures; in bf16 their attention is one kernel, and differs by rounding
+PICTURES = {
+    "rows": {},
+    "packed": PACKED,
+    "bf16": dict(bf16=True),
+    "bf16, packed, recomputed": dict(bf16=True, recompute_granularity="full", **PACKED),
 }
 # families whose kernels differ: norms of heads, a bias; and of those that in_worlds() trains a cap
 # on scores, latent attention, experts
@@ -139,6 +149,23 @@ def on_one_gpu(folder: str) -> list[float]:
         loss, norm = resumed(path, f"{folder}/{name}", **keys)
         say(f"resumed, {name}", 1, loss, norm, start)
         limits += [loss, norm]
+    return limits
+
+
+def with_pictures(folder: str) -> list[float]:
+    """Models with pictures against transformers' own in plain torch on the CPU."""
+    limits = []
+    for family in pictures.FAMILIES:
+        path = pictures.save_model(f"{folder}/{family}", family)
+        wanted = pictures.train_plain(path, f"{folder}/{family}-plain")
+        for name, keys in PICTURES.items():
+            start = time.time()
+            out = f"{folder}/{family}-{name}"
+            with contextlib.redirect_stdout(io.StringIO()):
+                curve = pictures.train_ours(path, out, **keys)
+            loss, norm = worst(curve, wanted)
+            say(f"{family:12} {name}", 1, loss, norm, start)
+            limits += [loss, norm] if name in ("rows", "packed") else []
     return limits
 
 
@@ -258,6 +285,11 @@ def parity() -> int:
     return int(not max(limits) <= TOLERANCE)
 
 
+def of_pictures() -> int:
+    with tempfile.TemporaryDirectory() as folder:
+        return int(not max(with_pictures(folder)) <= TOLERANCE)
+
+
 def main(words: list[str]) -> int:
     """The name of a part, some with further words: that part; none: all of them -> the worst exit
     code."""
@@ -266,6 +298,7 @@ def main(words: list[str]) -> int:
         memory=memory,
         plan=gpu_plan.main,
         parity=parity,
+        pictures=of_pictures,
         deterministic=lambda: gpu_deterministic.main(words[1:]),
         hangs=lambda: gpu_hangs.main(words[1:]),
         te=lambda: gpu_te.main(words[1:]),

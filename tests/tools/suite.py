@@ -17,7 +17,7 @@ PROCESSES = 2
 # the folder in which a process writes down which files it has taken
 TAKEN = "SUITE_TAKEN"
 # the files that take longest, the slowest or longest waiting first; the others do not matter
-SLOWEST = """moe model_families keys ckpt_safety lora_files nonfinite fuzz chaos watchdog plan
+SLOWEST = """moe model_families keys ckpt_safety lora_files nonfinite fuzz hosts chaos watchdog plan
 packed_layouts ckpt moe_lora lora trainer dpo weights model_mtp dpo_reference moe_weights
 foreign_examples imports weights_vocabulary data_stream moe_ckpt parity cli ckpt_layouts
 lora_errors launch parity_command cli_doctor data_stream_runs registries predict te loss_logits

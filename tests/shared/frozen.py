@@ -1,0 +1,31 @@
+"""Models with frozen weights: by the keys of finetuning, and by names in plain torch."""
+
+import re
+
+
+def by_pattern(pattern: str):
+    """Freeze in plain torch the parameters without the pattern in their names."""
+
+    def freeze(model):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(re.search(pattern, name) is not None)
+        return model
+
+    return freeze
+
+
+def by_keys(keys: dict):
+    """Freeze by the keys of finetuning, as a run does."""
+
+    def freeze(model):
+        from mca_lite import freezing
+        from mca_lite.args import FinetuningArguments
+        from mca_lite.errors import Judge
+
+        given = FinetuningArguments(**keys)
+        judge = Judge(given)
+        trained = freezing.plan(model, given, judge)
+        judge.close()
+        return freezing.freeze(model, trained)
+
+    return freeze

@@ -1,0 +1,217 @@
+"""Models with pictures on the torch backend, and frozen parts of them on both: each family against
+transformers' own class in a plain loop.
+"""
+
+import functools
+import json
+import re
+import shutil
+
+import pytest
+
+from tests.shared import pictures, world
+from tests.shared.cells import shared_worlds, thinned
+from tests.shared.files import assert_same_bytes, assert_same_tensors, tensors
+from tests.shared.frozen import by_keys, by_pattern
+from tests.shared.layouts import DIST_OPT, ONE_ROW, OVERLAP, PACKED, PP2, TP2_SP, TWO_ROWS
+from tests.shared.lora_tools import adapter_of, load
+from tests.shared.training import assert_same_curve, whole_and_resumed
+
+FAMILIES = list(pictures.FAMILIES)
+TORCH = dict(backend="torch")
+ON_TORCH = {
+    "torch": (1, {**TORCH, **TWO_ROWS}),
+    "torch_packed": (1, {**TORCH, **PACKED}),
+    # in its first step one rank has a micro-batch with a picture, the other has none
+    "torch_dp2": (2, {**TORCH, **ONE_ROW}),
+}
+LAYOUTS = {
+    **ON_TORCH,
+    "one": (1, TWO_ROWS),
+    "dp2_overlap": (2, {**OVERLAP, **ONE_ROW}),
+    "tp2_sp_packed": (2, {**TP2_SP, **PACKED, **DIST_OPT}),
+    "pp2": (2, {**PP2, **TWO_ROWS}),
+}
+TOWER = ("freeze_vision_tower", "freeze_multi_modal_projector", "freeze_language_model")
+# {case: (values of the keys TOWER, other keys, pattern of the parameters in training)}
+PARTS = {
+    "all": ((False, False, False), {}, "."),
+    "by_default": ((True, True, False), {}, r"language_model|lm_head"),
+    "projector": ((True, False, False), {}, r"visual\.merger|language_model|lm_head"),
+    "projector_alone": ((True, False, True), {}, r"visual\.merger"),
+    "tower_alone": (
+        (False, True, True),
+        {},
+        r"visual\.(patch_embed|pos_embed|blocks|deepstack_merger_list)",
+    ),
+    "last_layer": (
+        (False, False, False),
+        dict(finetuning_type="freeze", freeze_trainable_layers=1),
+        r"visual|language_model\.layers\.3\.",
+    ),
+}
+CASES = {f"{family}-{part}": (family, part) for family in FAMILIES for part in PARTS}
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("models")
+    return {name: pictures.save_model(folder / name, name) for name in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def plain(paths, tmp_path_factory):
+    """case -> (curve, folder of the weights) of transformers' model in a plain loop"""
+    out = tmp_path_factory.mktemp("plain")
+
+    @functools.cache
+    def train(case: str):
+        family, part = CASES[case]
+        adapt = by_pattern(PARTS[part][2])
+        return pictures.train_plain(paths[family], str(out / case), adapt), out / case
+
+    return train
+
+
+def train_frozen(path: str, out: str, keys: dict, **more) -> list:
+    return pictures.train_ours(path, out, adapt=by_keys(keys), **more)
+
+
+@pytest.fixture(scope="module")
+def trained(request, paths, tmp_path_factory):
+    def of(case: str):
+        family, part = CASES[case]
+        values, more, _ = PARTS[part]
+        return (paths[family], dict(zip(TOWER, values, strict=True), **more)), {}
+
+    return shared_worlds(request, tmp_path_factory, LAYOUTS, of, run=train_frozen)
+
+
+WHOLE = [f"{family}-all" for family in FAMILIES]
+FROZEN = [case for case in CASES if case not in WHOLE]
+EVERYWHERE = [case for case in FROZEN if case.startswith("qwen2_5_vl")]
+
+
+@pytest.mark.parametrize(
+    "case, layout",
+    thinned(WHOLE, ON_TORCH, WHOLE, []) + thinned(FROZEN, LAYOUTS, EVERYWHERE, ["torch_dp2"]),
+)
+def test_parts_of_a_family_train_as_transformers_does(case, layout, paths, plain, trained):
+    (curve, folder), (ranks, out) = plain(case), trained(layout)
+    for got in ranks:
+        assert_same_curve(got[case], curve)
+    assert_same_tensors(tensors(out / case), tensors(folder))
+    family, part = CASES[case]
+    start, end = tensors(paths[family]), tensors(out / case)
+    for name in start:
+        module = re.sub("^visual", "model.visual", name)
+        module = re.sub("^model.(?=layers|norm|embed)", "model.language_model.", module)
+        is_trained = re.search(PARTS[part][2], module) is not None
+        assert start[name].equal(end[name]) != is_trained, name
+
+
+@pytest.mark.parametrize("layout", ["torch", "tp2_sp_packed"])
+def test_the_summary_counts_what_trains_of_each_part(layout, paths, tmp_path):
+    ranks, keys = LAYOUTS[layout]
+    path = paths["qwen2_5_vl"]
+    world.run(train_frozen, ranks, path, str(tmp_path), {}, steps=1, **keys)
+    weights = {name: x.numel() for name, x in tensors(path).items()}
+    projector = sum(n for name, n in weights.items() if "visual.merger" in name)
+    tower = sum(n for name, n in weights.items() if "visual" in name) - projector
+    summary = json.loads((tmp_path / "run_summary.json").read_text())["sections"]["model"]
+    line = summary["trained of each part"]
+    assert line.startswith(
+        f"vision_tower 0 of {tower:,}, multi_modal_projector 0 of {projector:,},"
+    )
+    text = sum(weights.values()) - tower - projector
+    if layout == "torch":
+        assert line.endswith(f"language_model {text:,} of {text:,}")
+
+
+PROCESSOR = {
+    "preprocessor_config.json": {"size": 1},
+    "video_preprocessor_config.json": {"size": 2},
+    "processor_config.json": {"size": 3},
+    "chat_template.json": {"chat_template": "{{ messages }}"},
+}
+
+
+@pytest.mark.parametrize("layout", ["torch", "one"])
+def test_the_processors_files_go_into_exports_and_checkpoints(layout, paths, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(paths["qwen2_vl"], source)
+    for name, values in PROCESSOR.items():
+        (source / name).write_text(json.dumps(values))
+    out = tmp_path / "out"
+    keys = dict(LAYOUTS[layout][1], save_strategy="steps", save_steps=1, save_hf_checkpoints=True)
+    world.run(pictures.train_ours, 1, str(source), str(out), steps=1, **keys)
+    for folder in (out, out / "checkpoint-1" / "hf"):
+        for name, values in PROCESSOR.items():
+            assert json.loads((folder / name).read_text()) == values
+
+
+def test_a_run_with_pictures_resumes_bit_for_bit(paths, tmp_path):
+    keys = dict(TORCH, data=pictures.samples(), per_device_train_batch_size=1)
+    curves = world.run(whole_and_resumed, 2, paths["qwen2_5_vl"], str(tmp_path), **keys)
+    for whole, resumed in curves:
+        assert resumed == whole
+
+
+# transformers reads no older names for qwen3_vl
+@pytest.mark.parametrize(
+    "family, is_older",
+    [(family, False) for family in FAMILIES] + [(family, True) for family in FAMILIES[:2]],
+)
+def test_names_and_bytes_of_the_source_are_exported(family, is_older, paths, tmp_path):
+    path = paths[family]
+    if any(name.startswith("visual.") for name in tensors(path)) != is_older:
+        path = pictures.renamed(path, tmp_path / "source")
+    still = dict(learning_rate=0.0, steps=1)
+    world.run(pictures.train_ours, 1, path, str(tmp_path / "out"), **TORCH, **still)
+    assert_same_bytes(tensors(tmp_path / "out"), tensors(path))
+
+
+def train_adapters(path: str, out: str, adapter: str, **more) -> list:
+    return pictures.train_ours(path, out, adapt=functools.partial(load, adapter), **more)
+
+
+@pytest.mark.parametrize("layout", ["torch_dp2", "torch_packed"])
+def test_adapters_of_the_language_model_train_as_with_peft(layout, paths, tmp_path):
+    path = paths["qwen2_5_vl"]
+    adapt = functools.partial(pictures.with_peft, str(tmp_path / "start"))
+    curve = pictures.train_plain(path, str(tmp_path / "end"), adapt)
+    ranks, keys = LAYOUTS[layout]
+    got = world.run(
+        train_adapters, ranks, path, str(tmp_path / "ours"), str(tmp_path / "start"), **keys
+    )
+    for of_rank in got:
+        assert_same_curve(of_rank, curve)
+    assert_same_tensors(adapter_of(tmp_path / "ours"), adapter_of(tmp_path / "end"))
+
+
+def targets_of(path: str, target: str) -> dict:
+    """{backend: modules of a target, or the words that refuse it}"""
+    from mca_lite import lora
+    from mca_lite.lora_layers import LoraSpec
+    from mca_lite.model import AutoModel, load_torch_model
+    from tests.shared.files import make_args
+
+    found = {}
+    for backend, model in (
+        ("torch", load_torch_model(path)),
+        ("megatron", AutoModel.from_pretrained(path, make_args())),
+    ):
+        try:
+            found[backend] = list(lora.plan(model, LoraSpec(targets=(target,))).modules)
+        except ValueError as error:
+            found[backend] = str(error)
+    return found
+
+
+def test_targets_of_adapters_are_those_of_the_language_model(paths):
+    everything = world.run(targets_of, 1, paths["qwen3_vl"], "all")[0]
+    assert everything["torch"] == everything["megatron"]
+    assert len(everything["torch"]) == 7 * 4
+    assert all(".language_model.layers." in name for name in everything["torch"])
+    words = world.run(targets_of, 1, paths["qwen3_vl"], "model.visual.merger.linear_fc1")[0]
+    assert all("adapters are on the language model alone" in text for text in words.values())
