@@ -97,9 +97,9 @@ def read_picture(value, folder: Path, where: str) -> Picture:
     )
     path = folder / text.removeprefix("file://")
     expect(
-        path.is_file(),
-        f"{where}: there is no picture {str(path)!r}: paths are relative to media_dir, or without "
-        "that key to the folder of the dataset's file",
+        os.path.isfile(path),  # False for a name that is no name, too
+        f"{where}: there is no picture {str(path)!r:.300}: paths are relative to media_dir, or "
+        "without that key to the folder of the dataset's file",
     )
     return Picture(str(path.absolute()))
 
@@ -394,7 +394,7 @@ class Vision:
 
 class PictureFile:
     """The pictures of documents in a shard's folder: pictures.jsonl, a line for each document with
-    pictures, and pictures.bin, those that are no files."""
+    pictures, and pictures.bin, the bytes of those that are no files."""
 
     NAME = "pictures.jsonl"
     DATA_NAME = "pictures.bin"
@@ -402,43 +402,37 @@ class PictureFile:
     def __init__(self, folder: Path):
         self.folder = folder
 
-    @contextlib.contextmanager
-    def writing(self) -> Iterator["PictureFile"]:
-        """Open both files to add() to them."""
-        with (
-            open(self.folder / self.NAME, "wb") as self._lines,
-            open(self.folder / self.DATA_NAME, "wb") as self._data,
-        ):
-            yield self
-
     def add(self, pictures: Sequence[Placed]) -> int:
-        """Add the pictures of a document -> the end of the file of lines."""
-        if pictures:
-            records = []
-            for placed in pictures:
-                record = {**placed._asdict(), "picture": placed.picture.path}
-                if placed.picture.data is not None:
-                    record["start"] = self._data.tell()
-                    self._data.write(placed.picture.data)
+        """Append the pictures of a document -> the end of the file of lines."""
+        records = []
+        with (
+            open(self.folder / self.NAME, "ab") as lines,
+            open(self.folder / self.DATA_NAME, "ab") as data,
+        ):
+            for picture, grid, num_bytes, where in pictures:
+                record = {"path": picture.path, "grid": grid, "where": where}
+                record |= {"num_bytes": num_bytes, "start": data.tell()}
+                data.write(picture.data or b"")
                 records.append(record)
-            self._lines.write(json.dumps(records).encode())
-        return self._lines.tell()
+            lines.write(json.dumps(records).encode())
+            return lines.tell()
 
     def read(self, start: int, stop: int) -> list[Placed]:
         """The pictures of the line between two ends."""
         if start == stop:
             return []
-        records = json.loads(self._read(self.NAME, start, stop))
-        placed = []
-        for record in records:
-            first = record.pop("start", None)
-            data = None
-            if first is not None:
-                data = self._read(self.DATA_NAME, first, first + record["num_bytes"])
-            record["picture"] = Picture(record["picture"], data)
-            record["grid"] = tuple(record["grid"])
-            placed.append(Placed(**record))
-        return placed
+        return [
+            Placed(
+                Picture(record["path"], None if record["path"] else self._data_of(record)),
+                tuple(record["grid"]),
+                record["num_bytes"],
+                record["where"],
+            )
+            for record in json.loads(self._read(self.NAME, start, stop))
+        ]
+
+    def _data_of(self, record: dict) -> bytes:
+        return self._read(self.DATA_NAME, record["start"], record["start"] + record["num_bytes"])
 
     def _read(self, name: str, start: int, stop: int) -> bytes:
         with open(self.folder / name, "rb") as file:

@@ -24,7 +24,7 @@ from tests.shared.picture_files import (
     vision_of,
     write_model,
 )
-from tests.shared.toy_tokenizer import byte_tokenizer
+from tests.shared.toy_tokenizer import QWEN3, byte_tokenizer
 
 
 @functools.cache
@@ -147,6 +147,8 @@ def test_texts_of_a_model_with_pictures_have_positions_alone(tmp_path):
         ({"images": ["http://x/a.png"], "text": "<image>"}, "nothing is fetched over the network"),
         ({"images": ["data:image/png,abc"], "text": "<image>"}, "a data: URL: expected base64"),
         ({"images": ["data:;base64,?"], "text": "<image>"}, "base64 cannot be decoded"),
+        ({"images": ["A" * 5000], "text": "<image>"}, "there is no picture '.*AAA"),
+        ({"images": ["a\0.png"], "text": "<image>"}, "there is no picture"),
         ({"images": [7], "text": "<image>"}, "expected a path, bytes or a data: URL, got 7"),
         ({"images": ["text.png"], "text": "<image>"}, "text.png cannot be read as one of BMP, "),
         ({"images": ["thin.png"], "text": "<image>"}, "201 x 1: .*ratio must be smaller than 200"),
@@ -274,8 +276,12 @@ def test_keys_bound_the_pixels_and_are_read_again(tmp_path):
         )
     ]
     assert sizes == [[[1, 8, 8]], [[1, 4, 4]], [[1, 24, 24]]]
-    with pytest.raises(ValueError, match="image_min_pixels.*above"):
+    with pytest.raises(ValueError, match="image_min_pixels: 99\n.*above image_max_pixels, 9"):
         pixels_of(tmp_path, name, image_min_pixels=99, image_max_pixels=9)
+    with pytest.raises(ValueError, match="image_min_pixels 5000 is above image_max_pixels 1024"):
+        pixels_of(tmp_path, name, image_min_pixels=5000)
+    with pytest.raises(ValueError, match="media_dir: 'nowhere'\n.*no folder"):
+        pixels_of(tmp_path, name, media_dir="nowhere")
 
 
 def test_a_picture_that_changed_or_went_is_named_and_not_trained(tmp_path):
@@ -344,6 +350,26 @@ def test_a_template_that_writes_more_of_a_picture_is_refused(tmp_path):
     )
     with pytest.raises(ValueError, match="b.jsonl:1: "):
         load(tmp_path, path, template=twice)
+
+
+def test_a_token_of_pictures_in_other_texts_is_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": f"the token {TOKENS[1]}"}) + "\n")
+    with pytest.raises(ValueError, match=r"a.jsonl:1: the text has 1 tokens .* 0 pictures"):
+        load(tmp_path, tmp_path / "a.jsonl", stage="pt")
+    tool = {"name": "draw", "description": TOKENS[1]}
+    path = write_records(tmp_path / "b.jsonl", {**conversation("a", "b"), "tools": [tool]})
+    with pytest.raises(ValueError, match=r"b.jsonl:1: the text has 1 tokens .* 0 pictures"):
+        load(tmp_path, path)
+
+
+def test_samples_of_a_conversation_with_stripped_thinking_have_their_own_pictures(tmp_path):
+    draw(tmp_path / "a.png", 8, 8)
+    draw(tmp_path / "b.png", 16, 8)
+    texts = ("<image>", "<think>\nx\n</think>\n\nc", "<image>?", "<think>\ny\n</think>\n\nd")
+    record = {**conversation(*texts), "images": ["a.png", "b.png"]}
+    data, _ = load(tmp_path, write_records(tmp_path / "a.jsonl", record), template=QWEN3)
+    grids = [document["image_grid_thw"].tolist() for [document] in data.train]
+    assert grids == [[[1, 2, 2]], [[1, 2, 2], [1, 2, 4]]]
 
 
 # -- cutting
