@@ -8,9 +8,11 @@ import re
 import shutil
 
 import pytest
+import torch
 
 from tests.shared import pictures, world
 from tests.shared.cells import shared_worlds, thinned
+from tests.shared.dpo_tools import Pairs, curve_of, differences, oracle_curve, our_run
 from tests.shared.files import assert_same_bytes, assert_same_tensors, tensors
 from tests.shared.frozen import by_keys, by_pattern
 from tests.shared.layouts import DIST_OPT, ONE_ROW, OVERLAP, PACKED, PP2, TP2_SP, TWO_ROWS
@@ -215,3 +217,41 @@ def test_targets_of_adapters_are_those_of_the_language_model(paths):
     assert all(".language_model.layers." in name for name in everything["torch"])
     words = world.run(targets_of, 1, paths["qwen3_vl"], "model.visual.merger.linear_fc1")[0]
     assert all("adapters are on the language model alone" in text for text in words.values())
+
+
+class PicturePairs(Pairs):
+    """Pairs with pictures in the prompts of some, other pixels on each side."""
+
+    def pair(self, draw) -> dict:
+        seed = int(draw(2, 7).sum())
+        pieces = [(3,), (2, (2, 2), 3), ((1, 3), 2, (2, 1), 4)][seed % 3]
+        pair = {}
+        for side in ("chosen", "rejected"):
+            count = len(draw(1, 9))
+            generator = torch.Generator().manual_seed(seed)  # the same text of the prompt
+            document = pictures.document(generator, *pieces, count)
+            document["labels"][:-count] = -100
+            pair[side] = document
+        return pair
+
+
+OBJECTIVE = dict(pref_loss="sigmoid", beta=0.3)
+
+
+def prefer(path: str, out: str, **keys) -> list:
+    return curve_of(our_run(path, out, OBJECTIVE, train_dataset=PicturePairs(), **keys))
+
+
+@pytest.fixture(scope="module")
+def preferred(paths):
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(paths["qwen2_5_vl"], dtype=torch.float32)
+    return oracle_curve(model, OBJECTIVE, pairs=PicturePairs().pairs)
+
+
+@pytest.mark.parametrize("layout", ["torch", "torch_packed", "torch_dp2", "tp2_sp_packed", "pp2"])
+def test_pairs_with_pictures_train_as_in_plain_torch(layout, preferred, paths, tmp_path):
+    ranks, keys = LAYOUTS[layout]
+    for curve in world.run(prefer, ranks, paths["qwen2_5_vl"], str(tmp_path), **keys):
+        assert not differences(curve, preferred)
