@@ -132,6 +132,13 @@ class DataArguments(ArgumentGroup):
         None, "enable_thinking of the chat template (None: not passed)"
     )
     ignore_message_keys: list[str] = arg([], "unknown keys of messages to leave out")
+    media_dir: str | None = arg(None, "folder of pictures (None: that of the dataset's file)")
+    image_max_pixels: int | None = arg(
+        None, "larger pictures are made smaller (None: as the model's image processor says)", low=1
+    )
+    image_min_pixels: int | None = arg(
+        None, "smaller pictures are made larger (None: as the model's image processor says)", low=1
+    )
 
     normalise = normalise_data
     check = check_data

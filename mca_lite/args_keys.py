@@ -82,6 +82,10 @@ _REFUSED_BY_REASON = {
     ("optimizers that are not in the table", "optim: adam, or register_optimizer"): (
         "use_galore use_apollo use_badam use_adam_mini optim_args optim_target_modules"
     ),
+    (
+        "a switch of earlier days",
+        "freeze_vision_tower, freeze_language_model",
+    ): "train_mm_proj_only",
     ("a switch for an optimizer", "optim: muon"): "use_muon",
     ("weights and optimizer in 16 bits alone", "bf16: true, exp_avg_dtype: bf16"): "pure_bf16",
     ("losses of tokens with weights of their own", "register_objective"): (
@@ -195,8 +199,9 @@ _IGNORED_BY_REASON = {
     "push_to_hub decides it": "push_to_hub_* hub_*",
     "downloads read HF_TOKEN in the environment": "hf_hub_token",
     "models come from folders and the Hugging Face hub": "ms_hub_token om_hub_token",
-    "models are text only": "image_* video_* audio_* media_dir train_mm_proj_only crop_to_patches "
-    "use_audio_in_video",
+    "pictures alone are read beside text": "video_* audio_* use_audio_in_video",
+    "the image processor of the model decides it": "image_resize_algo crop_to_patches "
+    "image_do_pan_and_scan",
 }
 IGNORED_KEYS = {key: reason for reason, keys in _IGNORED_BY_REASON.items() for key in keys.split()}
 

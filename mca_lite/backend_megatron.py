@@ -21,7 +21,7 @@ from .batch import (
     with_image_slots,
 )
 from .ckpt_megatron import MegatronSnapshot, is_of_tower, load_megatron, owned_parameters
-from .errors import Judge
+from .errors import Judge, expect
 from .families import rows_of
 from .freezing import trains
 from .loss_tokens import TrainedPlaces
@@ -159,10 +159,16 @@ class MegatronBackend(Backend):
     def _with_slots(self, batch: dict) -> dict:
         """The batch of a model with pictures with the places of features. The pictures stay on the
         host on later pipeline stages, and those of rows of padding on the first."""
-        if self.config.mrope_section is None:
+        config = self.config
+        if config.mrope_section is None:
+            columns = [name for name in batch if is_of_pictures(name)]
+            expect(
+                not columns,
+                f"a batch has {', '.join(columns)}: {config.hf_model_type} takes text alone",
+            )
             return batch
-        batch = with_image_slots(batch, self.config.hf_config["image_token_id"])
-        check_slots(batch, self.config.vision_config.spatial_merge_size)
+        batch = with_image_slots(batch, config.hf_config["image_token_id"])
+        check_slots(batch, config.vision_config.spatial_merge_size)
         if mpu.is_pipeline_first_stage(ignore_virtual=True) and has_pictures(batch):
             return batch
         return {name: column for name, column in batch.items() if not is_of_pictures(name)}

@@ -139,6 +139,9 @@ records:
 {%- if numbers|length > 5 %}, ...{% endif %}
 
 {% endfor %}
+{% if part.pictures %}
+  {{ part.pictures }}
+{% endif %}
 {% if part.bars %}
   tokens of a document
 {% set most = part.bars|map(attribute=1)|max %}
@@ -165,6 +168,9 @@ records:
 {{- marks[0] if is_trained }}{{ visible(text)|indent(4, blank=true) }}{{ marks[1] if is_trained }}
 {%- endfor %}
 
+{% for _, caption in side.pictures %}
+    {{ visible(caption) }}
+{% endfor %}
 {% endfor %}
 {% endfor %}
 {% endfor %}
@@ -190,6 +196,7 @@ article { margin: .7rem 0 } article h4 { margin: 0 0 .3rem; font-size: .9rem }
   max-height: 28rem; overflow-y: auto; margin: 0 }
 .sides { display: grid; grid-template-columns: 1fr 1fr; gap: .8rem; margin-top: .6rem;
   border-top: 1px dashed var(--soft); padding-top: .5rem }
+figure { display: inline-block; margin: .6rem .8rem 0 0; font-size: .8rem }
 mark { background: var(--mark); color: var(--ink); border-radius: 3px }
 {% endblock %}
 
@@ -205,6 +212,9 @@ mark { background: var(--mark); color: var(--ink); border-radius: 3px }
 {%- for run, is_trained in side.runs %}
 {% if is_trained %}<mark>{{ visible(run) }}</mark>{% else %}{{ visible(run) }}{% endif %}
 {% endfor %}</div>
+{% for url, caption in side.pictures %}
+<figure><img src='{{ url }}' alt=''><figcaption>{{ visible(caption) }}</figcaption></figure>
+{% endfor %}
 {% endmacro %}
 
 {% macro row(r) %}
@@ -229,7 +239,8 @@ mark { background: var(--mark); color: var(--ink); border-radius: 3px }
 {% for part in parts %}
 {% set id = loop.index0 %}
 {% set shown = part.samples|map(attribute="number")|list %}
-<h2>{{ part.name }}</h2><p>{{ facts[part.name] }}</p><div class='tiles'>
+<h2>{{ part.name }}</h2><p>{{ facts[part.name] }}</p>
+{% if part.pictures %}<p>{{ part.pictures }}</p>{% endif %}<div class='tiles'>
 {% for name, numbers in part.problems.items() %}
 {% call tile(name, numbers|length) %}{{ problems[name] }}{% for number in numbers[:5] %}
 {{ ": " if loop.first else ", " }}

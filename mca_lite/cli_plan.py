@@ -16,6 +16,7 @@ import json
 import math
 import shlex
 from collections.abc import Iterator, Set
+from pathlib import Path
 from typing import NamedTuple
 
 from . import world
@@ -339,12 +340,14 @@ def _run_lines(layout: _Layout) -> list[str]:
     of_epoch = 0
     if args.max_steps <= 0:
         from .data import load_datasets
-        from .run import load_tokenizer
+        from .run import load_tokenizer, vision_of
 
         run = layout.arguments
         tokenizer = load_tokenizer(run.model.model_name_or_path, run.model.trust_remote_code)
         seed = args.order_seed
-        train = load_datasets(run.data, run.finetuning.stage, tokenizer, seed).train
+        folder = Path(run.model.model_name_or_path)
+        vision = vision_of(layout.config, folder, tokenizer, run.data)
+        train = load_datasets(run.data, run.finetuning.stage, tokenizer, seed, vision).train
         of_epoch = math.ceil(len(train) / samples)
         data = f"{len(train):,} samples, {train.num_tokens:,} tokens"
     steps = args.steps_of_run(of_epoch)

@@ -19,6 +19,7 @@ from .data_batches import Packs, Turns
 from .data_chat import ChatRenderer, chat_renderer
 from .data_encode import Encoder, Reader, Shard, load_shard, shifted
 from .data_files import SIDES, DatasetSpec, resolve
+from .data_images import Placed, Vision
 from .data_stream import CHUNK_RECORDS, TokenStream
 from .errors import Judge, refuse
 from .files import IGNORE_INDEX
@@ -91,6 +92,13 @@ class TokenDataset(Subset):
     def num_trained_tokens(self) -> int:
         return int(np.concatenate([shard.learned for shard in self.shards])[self.indices].sum())
 
+    def pictures(self, i: int) -> list[Placed]:
+        """The pictures of the first document of a sample."""
+        number = int(self.indices[i])
+        at = int(np.searchsorted(self.ends, number, side="right"))
+        first = self.ends[at] - len(self.shards[at])
+        return self.shards[at].pictures(number - first)[0]
+
     def subset(self, index) -> "TokenDataset":
         """The samples at these positions, in this order; positions may repeat."""
         return TokenDataset(self.shards, self.indices[index])
@@ -152,17 +160,27 @@ def tokens_of(document: dict) -> tuple[np.ndarray, np.ndarray]:
     return tokens[:count], trained[:count]
 
 
-def marked_runs(tokens: np.ndarray, trained: np.ndarray, tokenizer) -> list[tuple[str, bool]]:
-    """(text, True if it has loss) of each run of tokens with loss, or without."""
-    borders = np.flatnonzero(np.diff(trained)) + 1
-    runs = zip(np.split(tokens, borders), np.split(trained, borders), strict=True)
-    return [(tokenizer.decode(ids.tolist()), bool(mask[0])) for ids, mask in runs if len(ids)]
+def marked_runs(
+    tokens: np.ndarray, trained: np.ndarray, tokenizer, vision: Vision | None = None
+) -> list[tuple[str, bool]]:
+    """(text, True if it has loss) of each run of tokens with loss, or without; of a picture its
+    token and their number."""
+    is_image = tokens == (-1 if vision is None else vision.image_token_id)
+    borders = np.flatnonzero(np.diff(trained) | np.diff(is_image)) + 1
+    runs = []
+    for places in np.split(np.arange(len(tokens)), borders):
+        if len(places):
+            text = tokenizer.decode(tokens[places].tolist())
+            if is_image[places[0]]:
+                text = f"{tokenizer.decode(tokens[places[:1]].tolist())} x {len(places)}"
+            runs.append((text, bool(trained[places[0]])))
+    return runs
 
 
-def show_document(document: dict, tokenizer) -> str:
+def show_document(document: dict, tokenizer, vision: Vision | None = None) -> str:
     """The document decoded, with «» around text with loss, and long text cut in the middle."""
     text = ""
-    for piece, is_trained in marked_runs(*tokens_of(document), tokenizer):
+    for piece, is_trained in marked_runs(*tokens_of(document), tokenizer, vision):
         text += f"«{piece}»" if is_trained else piece
     return _shown.repr(text)
 
@@ -182,7 +200,8 @@ def _describe_shard(spec: DatasetSpec, shard: Shard, objective: Objective, token
     facts += f"{tokens:,} tokens ({share:.1f} % trained), longest {lengths.max(initial=0):,}"
     lines = _describe(spec, shard.meta["formats"], facts, objective)
     lines += [f"  warning: {line}" for line in shard.tally.lines()]
-    return lines + _show([shard[row] for row in range(len(shard))[:1]], tokenizer)
+    samples = [shard.documents(row) for row in range(len(shard))[:1]]
+    return lines + _show(samples, tokenizer, shard.vision)
 
 
 def _describe_stream(reader: Reader, encoder: Encoder) -> list[str]:
@@ -195,12 +214,12 @@ def _describe_stream(reader: Reader, encoder: Encoder) -> list[str]:
     return lines + _show(first, encoder.tokenizer)
 
 
-def _show(samples: Iterable[list[dict]], tokenizer) -> list[str]:
+def _show(samples: Iterable[list[dict]], tokenizer, vision: Vision | None = None) -> list[str]:
     """Lines with the text of each document."""
     documents = list(itertools.chain(*samples))
     names = SIDES if len(documents) > 1 else ("sample",)
     return [
-        f"  first {name}, trained tokens in «»: {show_document(document, tokenizer)}"
+        f"  first {name}, trained tokens in «»: {show_document(document, tokenizer, vision)}"
         for name, document in zip(names, documents, strict=False)
     ]
 
@@ -210,21 +229,25 @@ def _show(samples: Iterable[list[dict]], tokenizer) -> list[str]:
 
 @dataclass
 class DatasetBundle:
-    """Datasets of a run, from load_datasets. report: lines to print on one rank."""
+    """Datasets of a run, from load_datasets. report: lines to print on one rank. vision: of a model
+    with pictures, read by the datasets."""
 
     train: TokenDataset | Packs | TokenStream | None
     # a dict: by name
     eval: TokenDataset | Packs | dict[str, TokenDataset | Packs] | None
     report: list[str]
+    vision: Vision | None = None
 
 
-def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBundle:
+def load_datasets(
+    data_args, stage: str, tokenizer, seed: int = 42, vision: Vision | None = None
+) -> DatasetBundle:
     """The datasets of a run, tokenised or from the cache, with lines for the report.
 
     data_args: DataArguments. stage: a name in OBJECTIVES, which determines samples. tokenizer:
-    gets the chat template of the keys, in place, to be exported with it. No collectives: of the
-    processes that share cache_dir one writes, the others wait. The split of val_size and the mixing
-    depend on the seed and the files alone.
+    gets the chat template of the keys, in place, to be exported with it. vision: for a model with
+    pictures. No collectives: of the processes that share cache_dir one writes, the others wait. The
+    split of val_size and the mixing depend on the seed and the files alone.
     Raises: ConfigError for keys, ValueError with file and line for unusable input.
     """
     world.end_second_run()
@@ -232,17 +255,24 @@ def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBu
     judge = Judge(data_args)
     judge.apply(NAMED)
     check_records(objective, judge)
+    judge.expect(
+        vision is None or not data_args.streaming,
+        "streaming",
+        "the samples of a model with pictures are tokenised beforehand",
+        "streaming: false",
+    )
     judge.close()
     renderer: ChatRenderer | None = None
     report: list[str] = []
     if not objective.joins_documents:
-        renderer, report = chat_renderer(tokenizer, data_args)
-    encoder = Encoder(tokenizer, renderer, objective, data_args)
+        block = "" if vision is None else vision.block
+        renderer, report = chat_renderer(tokenizer, data_args, block)
+    encoder = Encoder(tokenizer, renderer, objective, data_args, vision)
     packs = data_args.neat_packing or (bool(data_args.packing) and not objective.joins_documents)
 
     def readers(entries: list[str] | None) -> list[Reader]:
         return [
-            Reader(spec, objective, data_args)
+            Reader(spec, objective, data_args, vision)
             for spec in resolve(entries or [], data_args, objective)
         ]
 
@@ -285,7 +315,7 @@ def load_datasets(data_args, stage: str, tokenizer, seed: int = 42) -> DatasetBu
     evaluation = sets.get("eval")
     if data_args.eval_on_each_dataset:
         evaluation = {name_of_set(name.removeprefix("eval ")): sets[name] for name in sets}
-    return DatasetBundle(train, evaluation, report + lines)
+    return DatasetBundle(train, evaluation, report + lines, vision)
 
 
 def _packed(name: str, dataset: TokenDataset, data_args, lines: list[str]) -> Packs:

@@ -91,7 +91,8 @@ def _row(sample) -> dict[str, torch.Tensor]:
     row = {}
     for name, column in given.items():
         if is_of_pictures(name):
-            parts = [document[name] for document in documents if name in document]
+            given_ones = (document.get(name) for document in documents)
+            parts = [torch.as_tensor(one) for one in given_ones if one is not None]
             if parts:
                 row[name] = torch.cat(parts).to(getattr(torch, column.dtype))
         elif column.is_registered or all(document.get(name) is not None for document in documents):
@@ -160,21 +161,27 @@ class Collator:
 
 
 class Limits(NamedTuple):
-    """Limits of a model: ids below vocab_size, and documents of so many positions."""
+    """Limits of a model: ids below vocab_size, documents of so many positions; pictures, if it has
+    a tower for them."""
 
     vocab_size: float = math.inf
     positions: float = math.inf
+    has_tower: bool = True
 
     @classmethod
     def of(cls, hf_config: dict) -> "Limits":
         """Limits of a config.json; none for keys that it lacks."""
-        keys = _without_nulls(hf_config)
-        keys = _without_nulls(keys.get("text_config", keys))
+        whole = _without_nulls(hf_config)
+        keys = _without_nulls(whole.get("text_config", whole))
         positions = keys.get("max_position_embeddings", math.inf)
         rope = _without_nulls(keys.get("rope_parameters", keys.get("rope_scaling", {})))
         # max_position_embeddings may be the number before scaling
         before = rope.get("original_max_position_embeddings", positions)
-        return cls(keys.get("vocab_size", math.inf), max(positions, before * rope.get("factor", 1)))
+        return cls(
+            keys.get("vocab_size", math.inf),
+            max(positions, before * rope.get("factor", 1)),
+            "vision_config" in whole,
+        )
 
     def check_positions(self, longest: int) -> None:
         """ValueError if the longest document has more tokens than the model has positions."""
@@ -255,7 +262,12 @@ def _checked(name: str, column: Column, batch: dict) -> torch.Tensor:
 
 
 def _check_limits(batch: dict, limits: Limits) -> None:
-    """ValueError for ids, labels or documents outside the model's limits."""
+    """ValueError for ids, labels, documents or pictures outside the model's limits."""
+    expect(
+        limits.has_tower or not any(map(is_of_pictures, batch)),
+        "a batch has pixel_values or image_grid_thw, and the model reads text: its config.json has "
+        "no vision_config: remove the columns",
+    )
     ids = batch["input_ids"]
     labels = batch["labels"]
     for name, used in ("input_ids", ids), ("labels", labels[labels != IGNORE_INDEX]):
@@ -276,10 +288,15 @@ def _check_limits(batch: dict, limits: Limits) -> None:
         limits.check_positions(max(lengths, default=0))
 
 
-def count_tokens(batch: dict) -> tuple[int, int]:
-    """(tokens without padding, sum of squared document lengths) of a checked batch."""
+def count_tokens(batch: dict) -> tuple[int, int, int, int]:
+    """(tokens without padding, sum of squared document lengths, patches of pictures, sum of a
+    picture's squared patches) of a checked batch."""
     lengths = list(itertools.chain(*document_lengths(batch["attention_mask"])))
-    return sum(lengths), sum(n * n for n in lengths)
+    patches = []
+    if "image_grid_thw" in batch:
+        patches = batch["image_grid_thw"].prod(1).tolist()
+    counted = (lengths, patches)
+    return tuple(sum(n**power for n in of) for of in counted for power in (1, 2))
 
 
 # -- mixing and the plan of batches
@@ -444,12 +461,17 @@ class _Filled(Dataset):
 
 def _sample_of(is_filler: bool, sample):
     """The sample, a filler's without its pictures: their tokens are not in the batch."""
-    columns = set().union(*documents_of(sample)) if is_filler else set()
-    if not any(map(is_of_pictures, columns)):
+    if not is_filler:
+        return sample
+    try:
+        documents = documents_of(sample)
+    except ValueError:  # a user's collate function may take others
+        return sample
+    if not any(map(is_of_pictures, set().union(*documents))):
         return sample
     return [
         {name: value for name, value in document.items() if not is_of_pictures(name)}
-        for document in documents_of(sample)
+        for document in documents
     ]
 
 

@@ -30,6 +30,7 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from .data_images import Placed
 from .data_records import Conversation
 from .errors import expect, refuse
 from .tables import BUILT_IN_FOR, TEMPLATES
@@ -94,11 +95,13 @@ class _Style:
 
 class Rendered(NamedTuple):
     """text: of a document. spans: [start, end) in characters, to be trained. is_plain: the
-    tokenizer has to add special tokens, for no chat template wrote them."""
+    tokenizer has to add special tokens, for no chat template wrote them. pictures: those of the
+    text, in their order."""
 
     text: str
     spans: list[tuple[int, int]]
     is_plain: bool = False
+    pictures: tuple[Placed, ...] = ()
 
 
 def in_time(render: Callable, place: Callable[[], str]):
@@ -125,15 +128,15 @@ def in_time(render: Callable, place: Callable[[], str]):
     return answer.result()
 
 
-def chat_renderer(tokenizer, data_args) -> tuple["ChatRenderer", list[str]]:
+def chat_renderer(tokenizer, data_args, image_block: str = "") -> tuple["ChatRenderer", list[str]]:
     """(the renderer of a run, lines for the report), by the keys of DataArguments. Sets the
-    template of these keys in the tokenizer, in place.
+    template of these keys in the tokenizer, in place. image_block: of Vision.
 
     Raises: ConfigError for an unreadable file; ValueError for a tokenizer without offsets or
     template, and for an endless template.
     """
     report = _set_template(tokenizer, data_args.chat_template, data_args.template)
-    renderer = ChatRenderer(tokenizer, data_args.enable_thinking)
+    renderer = ChatRenderer(tokenizer, data_args.enable_thinking, image_block)
     if renderer.options and not renderer.reads("enable_thinking"):
         report.append("note: the chat template does not read enable_thinking")
     if tokenizer.chat_template and not renderer.end_of_turn():
@@ -179,18 +182,19 @@ def _set_template(tokenizer, chat_template: str | None, template: str | None) ->
 
 class ChatRenderer:
     """Renders conversations with the tokenizer's chat template and finds the spans of the answers.
-    enable_thinking: variable of the template, None: not given.
+    enable_thinking: variable of the template, None: not given. image_block: the text of a picture.
 
     Raises: ValueError for a tokenizer without character offsets (not a fast one).
     """
 
-    def __init__(self, tokenizer, enable_thinking: bool | None = None):
+    def __init__(self, tokenizer, enable_thinking: bool | None = None, image_block: str = ""):
         expect(
             tokenizer.is_fast,
             f"{type(tokenizer).__name__} gives no character offsets, from which the loss mask "
             "is made: expected a fast tokenizer (one with a tokenizer.json)",
         )
         self.tokenizer = tokenizer
+        self.image_block = image_block
         self.options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         self._styles: dict[tuple[str, str], _Style] = {}
         # of the conversation that a copy renders
@@ -246,11 +250,14 @@ class ChatRenderer:
         self._style = self._style_of(self._template)
         self._tools = tools
         self._check_whole(messages)
+        if conversation.pictures:
+            self._check_blocks(messages)
         turns = _answers(messages)  # of other numbers: messages of tools may be joined
         hidden = [n for n, weight in zip(turns, weights, strict=True) if not weight]
         if trained == "all":
-            text, spans, _ = self._sample(messages, hidden)
-            borders = [-1, *itertools.chain(*spans), len(text) + 1]
+            sample = self._sample(messages, hidden)
+            text = sample.text
+            borders = [-1, *itertools.chain(*sample.spans), len(text) + 1]
             return [Rendered(text, list(zip(borders[::2], borders[1::2], strict=True)))]
         parts = [(len(messages), turns[-1])]
         if trained == "answers":
@@ -282,6 +289,34 @@ class ChatRenderer:
                 f"of {message['role']}: expected a role that it writes (most know system), or "
                 "another chat_template",
             )
+
+    def _check_blocks(self, messages: list[dict]) -> None:
+        """ValueError for a template that writes pictures otherwise than as image_block."""
+        if "image" not in self._template:  # of texts: it writes image_block as it is
+            return
+        blocks = [
+            message | {"content": self._as_blocks(message["content"])} for message in messages
+        ]
+        try:
+            text = self._render(blocks)
+        except TemplateError:  # it takes texts alone
+            return
+        expect(
+            text == self._render(messages),
+            f"the chat template writes pictures otherwise than as {self.image_block}, or their "
+            "message otherwise than without one: set chat_template to one that does not, and leave "
+            "out chat_template_kwargs of pictures",
+        )
+
+    def _as_blocks(self, content: str) -> str | list[dict]:
+        """The content as blocks of text and image, if it has pictures."""
+        first, *texts = content.split(self.image_block)
+        if not texts:
+            return content
+        blocks = [{"type": "text", "text": first}]
+        for text in texts:
+            blocks += [{"type": "image"}, {"type": "text", "text": text}]
+        return [block for block in blocks if block != {"type": "text", "text": ""}]
 
     def _parts(self, messages: list[dict]) -> list[tuple[int, int]]:
         """(end, first) of each sample: messages[:end], with the turns from `first` on trained.

@@ -1,6 +1,7 @@
 """From the files of a dataset to token ids with a loss mask: Reader reads records, Encoder makes
 unshifted documents of them, load_shard keeps these in the token cache."""
 
+import contextlib
 import functools
 import hashlib
 import inspect
@@ -22,9 +23,10 @@ from typing import TypeAlias
 import numpy as np
 import psutil
 
-from . import data_chat, data_files, data_records
+from . import data_chat, data_files, data_images, data_records
 from .data_chat import ChatRenderer, Rendered, in_time
 from .data_files import SIDES, Cursor, DatasetSpec, Progress, build_once, read_records
+from .data_images import PictureFile, Placed, Vision
 from .data_records import Conversation, conversations, detect_format, document
 from .errors import expect
 from .files import IGNORE_INDEX, checksum, describe_error, sync, write_file, write_json
@@ -42,7 +44,8 @@ _UNREAD = "not read"  # in place of a format
 Record = tuple[str, str | list[Conversation] | ValueError, dict[str, float]]
 # int32 [n], the tokens of a document: id of a trained one, ~id (below 0) of one without loss
 Document: TypeAlias = np.ndarray
-Sample = list[tuple[Document, dict[str, float]]]  # with those columns
+# with those columns, and "pictures", list[Placed], of a document that has any
+Sample = list[tuple[Document, dict]]
 # (file, lines or records of it, bytes of it, records of the dataset) read so far
 Place = tuple[int, ...]
 BEGINNING: Place = (0, 0, 0, 0)
@@ -113,12 +116,15 @@ class Tally:
 
 class Reader:
     """Reads the records of one dataset. formats: name in FORMATS of each file, "not read"
-    before its first usable record."""
+    before its first usable record. vision: of the model, None for one of texts."""
 
-    def __init__(self, spec: DatasetSpec, objective: Objective, data_args):
+    def __init__(
+        self, spec: DatasetSpec, objective: Objective, data_args, vision: Vision | None = None
+    ):
         self.spec = spec
         self.objective = objective
         self.args = data_args
+        self.vision = vision
         self.skips = data_args.on_bad_record == "skip"
         # only the first so many records
         self.limit = min(filter(None, (data_args.max_samples, spec.num_samples)), default=None)
@@ -166,7 +172,8 @@ class Reader:
                 return document(record, self.spec, where), values
             options = (self.args.default_system, where, self.args.ignore_message_keys)
             kind = (self.formats[file], self.objective.has_pairs)
-            return conversations(record, self.spec, *kind, *options), values
+            read = conversations(record, self.spec, *kind, *options, vision=self.vision)
+            return read, values
         except ValueError as error:
             if self.formats[file] == _UNREAD and not self.skips:
                 raise
@@ -188,13 +195,22 @@ class Encoder:
     A document has at most cutoff_len + 1 tokens: the end of a longer one is cut. A pair loses the
     beginning of its prompt instead, the same tokens on both sides and all but the last one at most,
     and then the end of an answer. Texts to be joined (joins) are kept whole. renderer: of
-    conversations, None for texts. data_args: DataArguments. options: all that determines the
-    result, beside the records and the tokenizer. Picklable, for worker processes.
+    conversations, None for texts. data_args: DataArguments. vision: of the model, None for one of
+    texts: no border cuts a picture. options: all that determines the result, beside the records
+    and the tokenizer. Picklable, for worker processes.
     Raises: ValueError for a tokenizer that cannot end a text.
     """
 
-    def __init__(self, tokenizer, renderer: ChatRenderer | None, objective: Objective, data_args):
+    def __init__(
+        self,
+        tokenizer,
+        renderer: ChatRenderer | None,
+        objective: Objective,
+        data_args,
+        vision: Vision | None = None,
+    ):
         self.tokenizer = tokenizer
+        self.vision = vision
         self.renderer = renderer
         # not the objective: worker processes need not import a script that registers its own
         self.has_pairs = objective.has_pairs
@@ -216,6 +232,8 @@ class Encoder:
             "skips": self.skips,
             **{key: getattr(data_args, key) for key in keys},
         }
+        if vision is not None:
+            self.options["vision"] = vision.identity
         expect(
             not self.is_text or (tokenizer.is_fast and tokenizer.eos_token_id is not None),
             f"stage {objective.stage} ends documents with the tokenizer's eos_token: set it in "
@@ -253,10 +271,12 @@ class Encoder:
         kept = []
         for first in range(0, len(documents), self.documents_per_sample):
             where, values, _ = rendered[first]
-            sample = documents[first : first + self.documents_per_sample]
-            sample = self._cut(sample, tally, where)
+            of_sample = slice(first, first + self.documents_per_sample)
+            pictures = [list(text.pictures) for *_, text in rendered[of_sample]]
+            sample = self._cut(documents[of_sample], pictures, tally, where)
             if not self._leaves_out(sample, tally, where):
-                kept.append([(document, values) for document in sample])
+                columns = [values | ({"pictures": some} if some else {}) for some in pictures]
+                kept.append(list(zip(sample, columns, strict=True)))
         return kept, tally
 
     def _render(self, where: str, content, tally: Tally) -> list[Rendered]:
@@ -265,7 +285,7 @@ class Encoder:
             raise content
         self.check_size(len(str(content)), where)
         if self.renderer is None:
-            return [Rendered(content, [], is_plain=True)]
+            return [self._with_pictures(Rendered(content, [], is_plain=True), (), where)]
         if any(_is_empty(conversation.messages[-1]) for conversation in content):
             tally.count(LEFT_OUT, f"{self.units} have an empty answer and were left out", where)
             return []
@@ -282,7 +302,25 @@ class Encoder:
         samples = [self.renderer.render(each, self.trained, where) for each in content]
         if max(map(len, samples)) > 1:
             tally.count(NOTE, _SEVERAL, where)
-        return list(itertools.chain(*samples))
+        return [
+            self._with_pictures(rendered, conversation.pictures, where)
+            for conversation, of_conversation in zip(content, samples, strict=True)
+            for rendered in of_conversation
+        ]
+
+    def _with_pictures(self, rendered: Rendered, pictures, where: str) -> Rendered:
+        """The text with its pictures, the first of its conversation's. ValueError for a token of
+        pictures without one."""
+        if self.vision is None:
+            return rendered
+        count = rendered.text.count(self.vision.image_token)
+        expect(
+            count <= len(pictures),
+            f"{where}: the text has {count} tokens {self.vision.image_token}, and the record "
+            f"{len(pictures)} pictures: expected this token for pictures alone",
+        )
+        placed = (self.vision.place(picture, where) for picture in pictures[:count])
+        return rendered._replace(pictures=tuple(placed))
 
     def check_size(self, size: int, where: str) -> None:
         """ValueError with the place for a text far longer than the part that is kept: tokenising
@@ -312,7 +350,10 @@ class Encoder:
             rows = zip(batch["input_ids"], batch["offset_mapping"], alike, strict=True)
             for ids, offsets, one in rows:
                 tokens = np.array(ids, dtype=np.int32)
-                documents.append(np.where(mask_of_spans(offsets, one.spans), tokens, ~tokens))
+                document = np.where(mask_of_spans(offsets, one.spans), tokens, ~tokens)
+                if self.vision is not None:
+                    document = self.vision.expand(document, one.pictures)
+                documents.append(document)
         return documents
 
     def _tokens(self, texts: list[str], is_plain: bool):
@@ -342,8 +383,11 @@ class Encoder:
             ids = [*ids, eos]
         return np.array(ids, dtype=np.int32)
 
-    def _cut(self, documents: list[Document], tally: Tally, where: str) -> list[Document]:
-        """The documents cut to cutoff_len + 1 tokens."""
+    def _cut(
+        self, documents: list[Document], pictures: list[list[Placed]], tally: Tally, where: str
+    ) -> list[Document]:
+        """The documents cut to cutoff_len + 1 tokens, and before a picture that this would cut;
+        `pictures` of each, in place."""
         limit = self.cutoff_len + 1
         longest = max(map(len, documents))
         if self.joins or longest <= limit:
@@ -354,7 +398,16 @@ class Encoder:
             start = min(longest - limit, max(_shared_prompt(*documents) - 1, 0))
             what += " at the beginning of their prompt"
         tally.count(CUT, what, where)
-        return [document[start : start + limit] for document in documents]
+        spans = [slice(start, start + limit)] * len(documents)
+        if self.vision is not None and any(pictures):
+            count = sum(map(len, pictures))
+            for number, document in enumerate(documents):
+                fitted = self.vision.fit(document, pictures[number], start, start + limit)
+                spans[number], pictures[number] = fitted
+            if sum(map(len, pictures)) < count:
+                what = f"{self.units} lost pictures, or all of them, to cutoff_len {limit - 1}"
+                tally.count(NOTE, what, where)
+        return [document[span] for document, span in zip(documents, spans, strict=True)]
 
     def _leaves_out(self, documents: list[Document], tally: Tally, where: str) -> bool:
         """True if a sample has nothing to learn, which is counted."""
@@ -482,7 +535,7 @@ def load_shard(reader: Reader, encoder: Encoder, data_args) -> "Shard":
         write_shard(temporary, parts, reader, row_length, progress)
 
     build_once(folder, build, f"tokenising {reader.spec.name}", is_good)
-    return Shard(folder, encoder.documents_per_sample, identity)
+    return Shard(folder, encoder.documents_per_sample, identity, encoder.vision)
 
 
 def cache_folder(data_args) -> Path:
@@ -521,8 +574,13 @@ def _keys(reader: Reader, encoder: Encoder, cache_dir: Path) -> tuple[str, str]:
             [kind, _content_hash(Path(file), cache_dir)] for file, kind in spec.files.items()
         ],
     }
-    modules = (data_files, data_records, data_chat, sys.modules[__name__])
-    code = {"format": CACHE_FORMAT, "code": [inspect.getsource(module) for module in modules]}
+    modules = (data_files, data_records, data_chat, data_images, sys.modules[__name__])
+    code: dict = {"format": CACHE_FORMAT, "code": [inspect.getsource(module) for module in modules]}
+    if encoder.vision is not None:  # paths of pictures are relative to a folder
+        code["folders"] = [
+            encoder.vision.media_dir,
+            *(Path(file).absolute() for file in spec.files),
+        ]
     return hash_of(identity | code), hash_of(identity)
 
 
@@ -567,21 +625,27 @@ def write_shard(
     folder: Path, parts: Iterator, reader: Reader, row_length: int | None, progress: Progress
 ) -> None:
     """Write a new folder with the documents of `parts`, synced to disk: ids.bin, the documents end
-    to end; index.npz, the arrays of a Shard; meta.json.
+    to end; index.npz, the arrays of a Shard; meta.json; of a model with pictures a PictureFile.
 
     parts: of encode_all, from the reader's records. row_length: join the documents and cut them
     into rows of so many tokens, as row_spans does (None: leave them).
     """
     folder.mkdir()
     rows = []
+    pictures_end: list[int] = []
     tally = Tally()
-    with open(folder / "ids.bin", "wb") as tokens:
+    with contextlib.ExitStack() as opened:
+        tokens = opened.enter_context(open(folder / "ids.bin", "wb"))
+        if reader.vision is not None:
+            pictures = opened.enter_context(PictureFile(folder).writing())
         for samples, of_chunk in parts:
             tally.add(of_chunk)
             for document, values in itertools.chain(*samples):
                 tokens.write(document.tobytes())
                 columns = (values.get(name, np.nan) for name in reader.columns)
                 rows.append((len(document), num_learned(document), *columns))
+                if reader.vision is not None and row_length is None:
+                    pictures_end.append(pictures.add(values.get("pictures", ())))
             progress(f"{tally.records:,} records, {tokens.tell() // 4:,} tokens")
     tally.check()
     table = np.array(rows).reshape(len(rows), 2 + len(reader.columns))
@@ -591,7 +655,13 @@ def write_shard(
     if row_length is not None:
         spans = row_spans(lengths.sum(), row_length)
         learned = spans[:, 1] - spans[:, 0] - 1
-    np.savez(folder / "index.npz", spans=spans, learned=learned, columns=table[:, 2:])
+    np.savez(
+        folder / "index.npz",
+        spans=spans,
+        learned=learned,
+        columns=table[:, 2:],
+        pictures_end=np.array(pictures_end, dtype=np.int64),
+    )
     files = sorted(folder.iterdir())
     meta = {
         "formats": list(reader.formats.values()),
@@ -634,15 +704,19 @@ def damage(folder: Path) -> str | None:
 
 class Shard:
     """Tokenised samples. `shard[r]` is sample r, a list of documents {"input_ids", "labels"}, int64
-    [n] each, shifted: labels[t] is the token after input_ids[t], or IGNORE_INDEX.
+    [n] each, shifted: labels[t] is the token after input_ids[t], or IGNORE_INDEX; with the columns
+    of `vision`, for a model with pictures.
 
     document_lengths int64 [samples, documents of a sample]: every n. learned int64 [samples]:
     labels that are not IGNORE_INDEX. columns [documents, registered columns]: NaN for none. meta:
     of meta.json. tally: counts of its records. identity: names its files, keys and tokenizer.
     """
 
-    def __init__(self, folder: Path, documents_per_sample: int, identity: str):
+    def __init__(
+        self, folder: Path, documents_per_sample: int, identity: str, vision: Vision | None = None
+    ):
         self.folder = folder
+        self.vision = vision
         self.documents_per_sample = documents_per_sample
         self.identity = identity
         self.meta = json.loads((folder / META_NAME).read_text())
@@ -652,14 +726,23 @@ class Shard:
         self.document_lengths = self.spans[..., 1] - self.spans[..., 0] - 1
         self.learned = index["learned"].reshape(-1, documents_per_sample).sum(axis=1)
         self.columns = index["columns"]
+        self.pictures_end = np.append(0, index["pictures_end"])
 
     def __reduce__(self):  # numpy would pickle the map as a copy of the file
-        return Shard, (self.folder, self.documents_per_sample, self.identity)
+        return Shard, (self.folder, self.documents_per_sample, self.identity, self.vision)
 
     def __len__(self) -> int:
         return len(self.spans)
 
     def __getitem__(self, row: int) -> list[dict]:
+        documents = self.documents(row)
+        if self.vision is not None:
+            for document_, pictures in zip(documents, self.pictures(row), strict=True):
+                document_.update(self.vision.columns(document_["input_ids"], pictures))
+        return documents
+
+    def documents(self, row: int) -> list[dict]:
+        """The documents of a sample without the columns of pictures."""
         documents = [shifted(self.tokens[start:stop]) for start, stop in self.spans[row]]
         first = row * self.documents_per_sample
         values_of = self.columns[first : first + len(documents)].tolist()
@@ -667,6 +750,14 @@ class Shard:
             columns = zip(self.meta["columns"], values, strict=True)
             document_.update((name, value) for name, value in columns if value == value)
         return documents
+
+    def pictures(self, row: int) -> list[list[Placed]]:
+        """The pictures of each document of a sample."""
+        first = row * self.documents_per_sample
+        ends = self.pictures_end[first : first + self.documents_per_sample + 1].tolist()
+        if len(self.pictures_end) == 1:  # texts
+            ends = [0] * (self.documents_per_sample + 1)
+        return [PictureFile(self.folder).read(*span) for span in itertools.pairwise(ends)]
 
     @functools.cached_property
     def tokens(self) -> np.ndarray:

@@ -191,7 +191,7 @@ _KIND_OF_KEY = {
     "ranking": bool,
     "values": dict,
 }
-_TEXT_COLUMNS = "prompt query response history messages system tools text".split()
+_TEXT_COLUMNS = "prompt query response history messages system tools text images".split()
 TAGS = {
     "role_tag": "from",
     "content_tag": "value",

@@ -10,9 +10,11 @@ answers of a pair are the columns chosen and rejected in every format.
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from .data_files import SIDES, TAGS, DatasetSpec, get_column, parse_json
+from .data_images import PICTURE, TOKEN_KEYS, Picture, Vision, picture_of_block, read_picture
 from .errors import expect
 from .tables import COLUMNS, Objective, registered_columns
 
@@ -116,7 +118,9 @@ def _read_turn(turn, tags: dict, roles: dict, where: str) -> dict:
         calls = calls if isinstance(calls, list) else [calls]
         message |= {"role": "assistant", "content": "", "tool_calls": calls}
     elif isinstance(content, list):
-        message["content"] = "".join(_text_of(block, where) for block in content)
+        blocks = [_without((), block) if isinstance(block, dict) else block for block in content]
+        message["content"] = "".join(_text_of(block, where) for block in blocks)
+        message["pictures"] = [picture_of_block(b) for b in blocks if _is_picture(b)]
     get_column(message, "reasoning_content", where, required=False)
     if calls := get_column(message, "tool_calls", where, list, required=False):
         message["tool_calls"] = [_read_call(call, where) for call in calls]
@@ -126,13 +130,21 @@ def _read_turn(turn, tags: dict, roles: dict, where: str) -> dict:
 
 
 def _text_of(block, where: str) -> str:
-    """The text of a block of a message's content, OpenAI's or (value) LLaMA-Factory's."""
+    """The text of a block of a message's content, OpenAI's or (value) LLaMA-Factory's; of a picture
+    PICTURE."""
     match block:
         case {"type": "text", "text": str(text)} | {"type": "text", "value": str(text)}:
             return text
+    if _is_picture(block):
+        return PICTURE
     raise ValueError(
-        f"{where}: content: expected a text or a list of text blocks; only text can be trained on"
+        f"{where}: content: expected a text or a list of blocks of text and image; only these can "
+        "be trained on"
     )
+
+
+def _is_picture(block) -> bool:
+    return isinstance(block, dict) and block.get("type") in ("image", "image_url")
 
 
 def _read_call(call, where: str) -> dict:
@@ -308,6 +320,11 @@ def document(record, spec: DatasetSpec, where: str) -> str:
     """The text of a record (prompt, and query below it where dataset_info.json declares both)."""
     if isinstance(record, str):
         return record
+    expect(
+        not _pictures_of(record, spec, True),
+        f"{where}: the record has pictures, which stage pt does not train: write conversations for "
+        "stage sft",
+    )
     parts = [get_column(record, _text_column(spec), where)]
     if "query" in spec.columns:
         parts.append(get_column(record, spec.columns["query"], where, required=False))
@@ -323,7 +340,8 @@ class Conversation:
     ending with the assistant; tool messages follow an assistant's tool calls.
 
     weights: number of a message -> True if it is trained, as declared by the record. options: of
-    the chat template. is_plain: a prompt and its completion, without a chat template.
+    the chat template. is_plain: a prompt and its completion, without a chat template. pictures:
+    those of all messages, each written as Vision.block.
     """
 
     messages: list[dict]
@@ -331,6 +349,7 @@ class Conversation:
     weights: dict[int, bool] = field(default_factory=dict)
     options: dict = field(default_factory=dict)
     is_plain: bool = False
+    pictures: tuple[Picture, ...] = ()
 
 
 def conversations(
@@ -341,25 +360,28 @@ def conversations(
     default_system: str | None,
     where: str,
     ignored: Collection[str] = (),
+    vision: Vision | None = None,
 ) -> list[Conversation]:
     """The conversation of a record; of pairs chosen and rejected, equal but for the last message.
 
     form: a name in FORMATS. default_system: for a record without a system message. ignored: keys of
-    messages to leave out.
+    messages to leave out. vision: of the model, None for one of texts.
     Raises: ValueError with the place for an unusable record.
     """
     row = FORMATS[form]
     options = get_column(record, "chat_template_kwargs", where, dict, required=False)
     options = _without((), options or {})
     _refuse_other_kinds(record, pairs, where)
+    of_columns = _pictures_of(record, spec, vision is not None)
     column = spec.columns.get("system", "system")
     system = get_column(record, column, where, required=False) or default_system
     tools = _tools(record, spec, where)
     plain = not pairs and is_plain(record, form)
     expect(
-        not (plain and any([system, tools, options])),
+        not (plain and any([system, tools, options, of_columns])),
         f"{where}: prompt and completion are texts, which are trained without a chat template: "
-        "there is no place for a system message, tools or chat_template_kwargs: write messages",
+        "there is no place for a system message, pictures, tools or chat_template_kwargs: write "
+        "messages",
     )
     prompt = row.prompt(record, spec, where)
     answers = {}
@@ -369,6 +391,7 @@ def conversations(
         answers[place] = _messages(record, column, "assistant", spec, place, (str, dict, list))
     if not pairs:
         answers[where] = row.answer(record, spec, where)
+    may_lead = form not in ("alpaca", "sharegpt") and "images" not in spec.columns
     read = []
     for place, answer in answers.items():
         messages = [_without(ignored, message) for message in [*prompt, *answer]]
@@ -380,12 +403,18 @@ def conversations(
             not pairs or weights.get(len(messages) - 1, True),
             f"{place}: weight 0 of an answer: expected 1, for two are compared",
         )
-        read.append(Conversation(messages, tools, weights, options, plain))
+        pictures = _take_pictures(messages, of_columns, may_lead, vision, place)
+        read.append(Conversation(messages, tools, weights, options, plain, pictures))
     if pairs:
+        expect(
+            read[0].pictures == read[1].pictures,
+            f"{where}: chosen and rejected have different pictures: expected one prompt",
+        )
         chosen, rejected = (conversation.messages for conversation in read)
         prompt = []
         if form == "conversations" and _has_prompt(record, spec, pairs):
             prompt = _prompt(record, spec, where)
+            _take_pictures(prompt, of_columns, may_lead, vision, where)
         _check_prompts(chosen, rejected, prompt, where)
     return read
 
@@ -398,11 +427,74 @@ def _refuse_other_kinds(record: dict, pairs: bool, where: str) -> None:
             f"{where}: the column {column!r} says whether an answer is good, and every "
             "answer would be trained: keep the good ones, and leave the column out",
         )
-    for column in ("images", "videos", "audios"):
+    for column in ("videos", "audios"):
         expect(
             not record.get(column),
-            f"{where}: the column {column!r} is there, and models here read text",
+            f"{where}: the column {column!r} is there, and models here read text and pictures",
         )
+
+
+# -- pictures
+
+_MARK = "<image>"  # LLaMA-Factory's, in a text
+
+
+def _pictures_of(record: dict, spec: DatasetSpec, has_vision: bool) -> list:
+    """The pictures in the column of a record: LLaMA-Factory's images, or TRL's image. A text in a
+    column image is a picture where the model sees any."""
+    found = record.get(spec.columns.get("images", "images")) or []
+    alone = record.get("image")
+    if not found and isinstance(alone, (bytes, dict, str) if has_vision else (bytes, dict)):
+        found = [alone]
+    return found if isinstance(found, list) else [found]
+
+
+def _take_pictures(
+    messages: list[dict], of_columns: list, may_lead: bool, vision: Vision | None, where: str
+) -> tuple[Picture, ...]:
+    """Write Vision.block for each picture of the messages, in place -> the pictures.
+
+    A picture is a block, or a mark in a content that is a text; those without a picture of their
+    own take the next of the column. may_lead: TRL's way, pictures without any mark stand before the
+    first question.
+    Raises: ValueError for other numbers of pictures and marks, and where the model sees none.
+    """
+    of_blocks = [message.pop("pictures", None) for message in messages]
+    if vision is None:
+        expect(
+            not (of_columns or any(of_blocks)),
+            f"{where}: the record has pictures (images, or blocks of a message), and the model "
+            f"reads text: its config.json has no vision_config with {', '.join(TOKEN_KEYS)}",
+        )
+        return ()
+    for message in messages:
+        expect(
+            vision.image_token not in message["content"],
+            f"{where}: a text has {vision.image_token}, the token of a picture, without one: write "
+            f"{_MARK} for a picture of the column images, or another text",
+        )
+    is_marked = any(of_blocks) or any(_MARK in message["content"] for message in messages)
+    leads = may_lead and not is_marked
+    values: list = []
+    for message, blocks in zip(messages, of_blocks, strict=True):
+        if leads and message["role"] == "user":
+            message["content"] = PICTURE * len(of_columns) + message["content"]
+            leads = False
+        if blocks is None:
+            message["content"] = message["content"].replace(_MARK, PICTURE)
+            blocks = [None] * message["content"].count(PICTURE)
+        message["content"] = message["content"].replace(PICTURE, vision.block)
+        values += blocks
+    count = values.count(None)
+    expect(
+        count == len(of_columns),
+        f"{where}: {count} {_MARK} marks, or blocks without a picture, and {len(of_columns)} "
+        "pictures in the column images: expected as many",
+    )
+    rest = iter(of_columns)
+    folder = Path(vision.media_dir or Path(where.rpartition(":")[0]).parent)
+    values = [next(rest) if value is None else value for value in values]
+    return tuple(read_picture(value, folder, where) for value in values)
 
 
 # weights of messages under the names of OpenAI, LLaMA-Factory and axolotl (two)

@@ -44,6 +44,11 @@ class Row:
             return self.linear
         return "layernorm" not in self.mca
 
+    @property
+    def is_of_tower(self) -> bool:
+        """True for a tensor of transformers' module for pictures."""
+        return self.mca.startswith("vision_model.")
+
     def is_there(self, config) -> bool:
         """True if a model has the tensor. config: any object with McaModelConfig's fields."""
         if isinstance(self.when, bool):

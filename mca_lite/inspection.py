@@ -20,6 +20,7 @@ import torch
 
 from . import ckpt_folder, freezing, lora
 from .args import RunArguments
+from .args_values import show_count
 from .backend_megatron import PACKED_BUCKET, MegatronBackend
 from .backend_torch import TorchBackend
 from .data import TokenDataset, marked_runs, tokens_of
@@ -27,6 +28,7 @@ from .data_batches import Packs, make_loader, samples_of
 from .data_chat import ChatRenderer
 from .data_encode import BAD, CUT, LEFT_OUT, UNLABELED, cache_folder, joins_texts
 from .data_files import SIDES
+from .data_images import thumbnail
 from .data_stream import TokenStream
 from .files import check_can_write
 from .log import format_summary, steps_summary
@@ -50,10 +52,12 @@ _TAIL = 16  # tokens in which an end of turn is looked for
 
 
 class Side(NamedTuple):
-    """A piece of a sample: its name, and (text, True if trained) of its runs of tokens."""
+    """A piece of a sample: its name, (text, True if trained) of its runs of tokens, and (data: URL,
+    caption) of its pictures."""
 
     name: str
     runs: list[tuple[str, bool]]
+    pictures: list[tuple[str, str]] = []
 
 
 class Sample(NamedTuple):
@@ -77,9 +81,11 @@ class Row(NamedTuple):
 class Part:
     """A dataset of a run: training, or one of the evaluation. bars: (range of lengths, documents of
     these lengths). problems: name -> numbers of the samples, or of the texts where rows are cut
-    from them. rows: some of them, [] where a sample is a row."""
+    from them. rows: some of them, [] where a sample is a row. pictures: their numbers, "" without
+    any."""
 
     name: str
+    pictures: str = ""
     bars: list[tuple[str, int]] = field(default_factory=list)
     problems: dict[str, list[int]] = field(default_factory=dict)
     packing: str = "not packed: each sample is a row, padded to the longest of its micro-batch"
@@ -102,6 +108,9 @@ class DataInspector:
             ends.add(ChatRenderer(self.tokenizer, data.enable_thinking).end_of_turn().strip())
         self.ends = tuple(filter(None, ends))
         self.sets = named_sets(plan.data)
+        self.vision = plan.data.vision
+        if self.vision is not None:
+            self.vision.makes_pixels = False  # of the samples shown alone
 
     def records(self) -> dict[str, int]:
         """Counts of records over the files of all datasets."""
@@ -153,6 +162,7 @@ class DataInspector:
         """Fill part.problems -> hashes of the samples."""
         part.problems = {name: [] for name in PROBLEMS}
         hashes: set[int] = set()
+        num_tokens: collections.Counter = collections.Counter()
         for number, documents in self._units(dataset):
             key = hash(tuple(tokens.tobytes() for tokens, _ in documents))
             found = set()
@@ -163,9 +173,22 @@ class DataInspector:
             hashes.add(key)
             for tokens, trained in documents:
                 found |= set(self._problems(tokens, trained))
+                self._count_pictures(tokens, num_tokens)
             for name in found:
                 part.problems[name].append(number)
+        if num_tokens["pictures"]:
+            part.pictures = show_count(num_tokens["pictures"], "picture")
+            part.pictures += f", {num_tokens['placeholders']:,} of {num_tokens['all']:,} tokens"
         return hashes
+
+    def _count_pictures(self, tokens: np.ndarray, counts: collections.Counter) -> None:
+        """Add the pictures, placeholders and all tokens of a document."""
+        if self.vision is None:
+            return
+        is_image = np.append(tokens == self.vision.image_token_id, False)
+        counts["pictures"] += int((is_image[:-1] & ~is_image[1:]).sum())
+        counts["placeholders"] += int(is_image.sum())
+        counts["all"] += len(tokens)
 
     def _units(self, dataset: TokenDataset) -> Iterator[tuple[int, list[tuple]]]:
         """(number, (tokens, trained) of its documents) of each sample once, though a mix repeats
@@ -214,20 +237,33 @@ class DataInspector:
         if self.joins:
             return Sample(number, [self._side(f"row {number}, {sizes[0]}", documents[0])], [])
         problems = [name for name, numbers in part.problems.items() if number in numbers]
+        pictures = self._pictures(dataset, number)
         if not self.objective.has_pairs:
             side = self._side(f"sample {number}, {sizes[0]}", documents[0])
-            return Sample(number, [side], problems)
+            return Sample(number, [side._replace(pictures=pictures)], problems)
         (chosen, _), (rejected, _) = documents
         size = min(len(chosen), len(rejected))
         at = int(np.append(chosen[:size] != rejected[:size], True).argmax())
-        sides = [self._side(f"pair {number}: the first {at:,} tokens", documents[0], stop=at)]
+        first = self._side(f"pair {number}: the first {at:,} tokens", documents[0], stop=at)
+        sides = [first._replace(pictures=pictures)]
         for name, count, document in zip(SIDES, sizes, documents, strict=True):
             sides.append(self._side(f"{name}, {count}, goes on", document, at))
         return Sample(number, sides, problems)
 
     def _side(self, name: str, document: tuple, start: int = 0, stop: int | None = None) -> Side:
         tokens, trained = (column[start:stop] for column in document)
-        return Side(name, marked_runs(tokens, trained, self.tokenizer))
+        return Side(name, marked_runs(tokens, trained, self.tokenizer, self.vision))
+
+    def _pictures(self, dataset: TokenDataset, number: int) -> list[tuple[str, str]]:
+        """(data: URL, caption) of a sample's pictures."""
+        if self.vision is None:
+            return []
+        pictures = dataset.pictures(number)
+        counts = self.vision.count(pictures).tolist()
+        return [
+            (thumbnail(placed), f"{placed.picture}: {count:,} tokens, {placed.grid} patches")
+            for placed, count in zip(pictures, counts, strict=True)
+        ]
 
 
 def histogram(lengths: np.ndarray) -> list[tuple[str, int]]:

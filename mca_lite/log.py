@@ -2,8 +2,9 @@
 
 FLOPs of a step: (4 F + 6 T) tokens + 6 c (sum of squared document lengths). F and T: frozen and
 trained weights multiplied with a token; layers below every trained weight have no backward pass:
-2 tokens and 2 c squares. c: half the sum of query and value channels over all heads
-and layers, by causal attention.
+2 tokens and 2 c squares. c: half the sum of query and value channels over all heads and layers, by
+causal attention. Pictures: 2 passes (weights of a patch) patches + 4 passes (width x layers) (sum
+of squared patches of a picture), three passes if any of the tower is trained, else one.
 """
 
 import contextlib
@@ -16,7 +17,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -134,6 +135,13 @@ class ModelSizes(NamedTuple):
     mlp_weights: float  # of one layer, mean over layers; of a mixture those of one token's experts
 
 
+class TowerWork(NamedTuple):
+    """FLOPs of a module for pictures: of a patch, and of a picture's squared number of patches."""
+
+    of_patch: float
+    of_square: float
+
+
 @dataclass(frozen=True)
 class ModelWork:
     """The FLOPs of a step: the formulas at the top of this file. reference: a model beside, which
@@ -143,13 +151,19 @@ class ModelWork:
     trained: float = 0.0
     core: float = 0.0
     reference: ModelSizes | None = None
+    tower: TowerWork | None = None
     below: float = 0.0  # weights below the layers with a backward pass
     core_below: float = 0.0
 
-    def flops(self, tokens: float, squares: float) -> float:
-        """tokens: without padding; squares: the sum of the documents' squared lengths."""
+    def flops(
+        self, tokens: float, squares: float, patches: float = 0.0, patch_squares: float = 0.0
+    ) -> float:
+        """tokens: without padding; squares: the sum of the documents' squared lengths; patches and
+        patch_squares: the same of pictures."""
         flops = (4 * self.frozen + 6 * self.trained) * tokens + 6 * self.core * squares
         flops += 2 * self.below * tokens + 2 * self.core_below * squares
+        if self.tower is not None:
+            flops += self.tower.of_patch * patches + self.tower.of_square * patch_squares
         if self.reference is not None:
             flops += 2 * self.reference.weights * tokens + 2 * self.reference.core * squares
         return flops
@@ -166,21 +180,22 @@ def model_work(model, reference=None) -> ModelWork:
     if sizes is None:
         return ModelWork()
     beside = model_sizes(getattr(reference, "config", None))
+    tower = tower_work(model, config)
     spec = lora.spec_of(model)
     trained = freezing.trained_of(model)
     if trained is not None:
-        return partial_work(config, trained, beside)
+        return replace(partial_work(config, trained, beside), tower=tower)
     if spec is None:
-        return ModelWork(0.0, sizes.weights, sizes.core, beside)
+        return ModelWork(0.0, sizes.weights, sizes.core, beside, tower)
     adapters = 0.0
     saved = 0.0
     for module, (uses, shape) in _matrices_of(config).items():
         if module in spec.modules:
             # the first matrix of the embedding's adapter is looked up
-            adapters += spec.rank * (shape[1] if module == _EMBEDDING else uses * sum(shape))
-        elif module != _EMBEDDING and is_saved(module, spec):
+            adapters += spec.rank * (shape[1] if _is_embedding(module) else uses * sum(shape))
+        elif not _is_embedding(module) and is_saved(module, spec):
             saved += uses * math.prod(shape)
-    return ModelWork(sizes.weights - saved, adapters + saved, sizes.core, beside)
+    return ModelWork(sizes.weights - saved, adapters + saved, sizes.core, beside, tower)
 
 
 def partial_work(config, trained: Collection[str], reference: ModelSizes | None) -> ModelWork:
@@ -200,7 +215,38 @@ def partial_work(config, trained: Collection[str], reference: ModelSizes | None)
     return ModelWork(core=core, core_below=core_below, reference=reference, **weights)
 
 
-_EMBEDDING = "model.embed_tokens"
+def tower_work(model, config) -> TowerWork | None:
+    """The work of a model's module for pictures, None without.
+
+    A merger runs once for each feature; a layer with windows attends to those of full size.
+    """
+    vision = getattr(config, "vision_config", None)
+    if vision is None:
+        return None
+    source = InitSource(getattr(config, "hf_config", None) or config.to_dict(), 0)
+    weights = 0.0
+    for name in filter(_is_of_tower, source.names()):
+        shape = source.shape(name)
+        if len(shape) > 1 and "pos_embed" not in name:
+            uses = vision.spatial_merge_size**-2 if "merger" in name else 1.0
+            weights += uses * math.prod(shape)
+    windows = 0
+    if hasattr(vision, "fullatt_block_indexes"):
+        windows = vision.depth - len(vision.fullatt_block_indexes)
+    in_window = (getattr(vision, "window_size", 0) // vision.patch_size) ** 2
+    width = getattr(vision, "embed_dim", vision.hidden_size)
+    trained = any("vis" in name and p.requires_grad for name, p in model.named_parameters())
+    passes = 3 if trained else 1
+    of_patch = 2 * weights + 4 * width * windows * in_window
+    return TowerWork(passes * of_patch, passes * 4 * width * (vision.depth - windows))
+
+
+def _is_of_tower(name: str) -> bool:
+    return name.startswith("model.visual.")
+
+
+def _is_embedding(module: str) -> bool:
+    return module in ("model.embed_tokens", "model.language_model.embed_tokens")
 
 
 def model_sizes(config) -> ModelSizes | None:
@@ -252,10 +298,11 @@ def _matrices_of(config) -> dict[str, tuple[float, tuple]]:
         uses = share if ".experts." in name else 1.0
         if name.startswith("lm_head"):
             uses += ahead
-        if name.startswith(_EMBEDDING):
+        module = name.removesuffix(".weight")
+        if _is_embedding(module):
             uses = 0.0
-        if len(shape) == 2:
-            matrices[name.removesuffix(".weight")] = uses, shape
+        if len(shape) == 2 and not _is_of_tower(name):
+            matrices[module] = uses, shape
     return matrices
 
 

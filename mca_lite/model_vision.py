@@ -7,6 +7,7 @@ a rank's gradient of the tower is that of its places: a partial sum, and marked 
 Letters: n features, h hidden size, s, b as elsewhere.
 """
 
+import functools
 import json
 from typing import NamedTuple
 
@@ -95,6 +96,12 @@ def varlen_attention(
     return out[None], None
 
 
+def _product_of_patches(convolution, patches):
+    """A convolution of one place a patch [n, ...] as the product that it is: cuDNN's rounds float32
+    to tf32, and takes long in bf16."""
+    return F.linear(patches.flatten(1), convolution.weight.flatten(1), convolution.bias)
+
+
 class Tower(torch.nn.Module):
     """transformers' module for pictures, as its family has it."""
 
@@ -106,6 +113,8 @@ class Tower(torch.nn.Module):
         kind = type(tower_on_meta(json.dumps(config.hf_config, sort_keys=True)))
         with no_init_weights():
             self.module = kind(config.vision_config)
+        patches = self.module.patch_embed.proj
+        patches.forward = functools.partial(_product_of_patches, patches)
         if torch.cuda.is_available() and config.params_dtype != torch.float32:
             AttentionInterface.register(_VARLEN, varlen_attention)
             self.module.config._attn_implementation = _VARLEN

@@ -104,7 +104,7 @@ class ModelTensors:
         stage_of = dict(enumerate(stages_of_layers(config)))
         for row, layer in in_layer_order(config):
             stage = stage_of.get(layer, -1)
-            if row.mca == VOCABULARY[0]:
+            if row.mca == VOCABULARY[0] or row.is_of_tower:
                 stage = 0
             self._add_weight(row, layer, stage)
             for name in row.hf:

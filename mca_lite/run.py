@@ -44,6 +44,7 @@ from .callbacks import StopSignals, TrainerCallback
 from .ckpt_megatron import DIST_NAME
 from .data import DatasetBundle, load_datasets
 from .data_batches import Packs, samples_of
+from .data_images import Vision
 from .data_stream import TokenStream
 from .errors import Judge, refuse
 from .families import FAMILIES
@@ -126,7 +127,8 @@ def make_plan(arguments: RunArguments) -> Plan:
         second_model = planned
     elif second_folder is not None:
         second_model = _plan_second_model(arguments, second_folder, planned)
-    data = load_datasets(arguments.data, objective.stage, tokenizer, args.order_seed)
+    vision = vision_of(planned.config, folder, tokenizer, arguments.data)
+    data = load_datasets(arguments.data, objective.stage, tokenizer, args.order_seed, vision)
     data.report[:0] = report
     of_epoch = 0
     if data.train is not None and not arguments.data.streaming:
@@ -135,6 +137,15 @@ def make_plan(arguments: RunArguments) -> Plan:
     if data.train is not None:
         plan_schedule(args, steps)  # refuses a schedule without steps to decay in
     return Plan(arguments, objective, planned, tokenizer, data, steps, of_epoch, second_model)
+
+
+def vision_of(config, folder: Path, tokenizer, data_args) -> Vision | None:
+    """The pictures of a model by its McaModelConfig or transformers config, None without any."""
+    if isinstance(config, model_config.McaModelConfig):
+        if config.vision_config is None:
+            return None
+        config = model_config.whole_config(config.hf_config)
+    return Vision.of(folder, config.to_dict(), tokenizer, data_args)
 
 
 def _plan_model(
@@ -359,6 +370,8 @@ def build_trainer(plan: Plan, callbacks: Sequence = ()):
     if parallel.is_main():
         print("\n".join(data.report), flush=True)
     built = build_model(plan)
+    if data.vision is not None and arguments.backend.use_mca:
+        data.vision.makes_pixels = built[0].pre_process
     make = plan.objective.trainer_class()
     second_model = None
     if plan.second_model is not None:

@@ -200,9 +200,10 @@ class McaTrainer:
             metrics, grad_norm = self.guard.after_step(skipped, grad_norm, metrics, length)
             numbers = self.over_ranks(numbers.add_metrics(metrics))
             self.sums.add(numbers, skipped, grad_norm, zeros)
-            tokens, squares, positions = numbers.counts()
+            tokens, *squares_and_patches, positions = numbers.counts()
             self.state.count_step(plan.num_samples_of(step), int(tokens), plan.steps_per_epoch)
-            self.throughput.stop(tokens, positions, self.work.flops(tokens, squares))
+            flops = self.work.flops(tokens, *squares_and_patches)
+            self.throughput.stop(tokens, positions, flops)
             self.phases.steps += 1
             self._end_step()
         return self._end_run(time.perf_counter() - started)
@@ -426,9 +427,8 @@ class McaTrainer:
         batches = [self._to_length(batch, longest) for batch in batches]
         numbers = self.new_numbers()
         if self.backend.counts_tokens:
-            tokens, squared_lengths = map(sum, zip(*counts, strict=True))
             positions = sum(b["input_ids"].numel() for b in batches)
-            numbers.set_counts(tokens, squared_lengths, positions)
+            numbers.set_counts(*map(sum, zip(*counts, strict=True)), positions)
         return batches, batches[0]["input_ids"].shape[1], numbers
 
     def _arrange(self, batch: dict) -> dict:

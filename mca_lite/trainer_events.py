@@ -19,7 +19,7 @@ from .log_metrics import PHASES
 
 # -- numbers of a step
 
-_COUNTS = 3
+_COUNTS = 5
 _NEVER = 2**31 - 1  # younger collections before one of all ages
 
 
@@ -40,8 +40,7 @@ class EvalLoopOutput(NamedTuple):
 @dataclass
 class Numbers:
     """One float64 vector, summed over ranks by one collective: (sum, count) of each metric in the
-    order of `keys`, then the tokens, the sum of squared document lengths, and the positions with
-    padding."""
+    order of `keys`, then the numbers of count_tokens and the positions with padding."""
 
     keys: list[str]
     vector: torch.Tensor
@@ -68,11 +67,11 @@ class Numbers:
         vector = torch.cat([self.vector[:end], more, self.vector[end:]])
         return Numbers([*self.keys, *pairs], vector)
 
-    def set_counts(self, tokens: int, squared_lengths: int, positions: int) -> None:
-        self.vector[-_COUNTS:] = torch.tensor([tokens, squared_lengths, positions])
+    def set_counts(self, *counts: int) -> None:
+        self.vector[-_COUNTS:] = torch.tensor(counts)
 
     def counts(self) -> list[float]:
-        """[tokens, sum of squared document lengths, positions]. Waits for the device."""
+        """Those of data_batches.count_tokens, and the positions. Waits for the device."""
         return self.vector[-_COUNTS:].tolist()
 
     def means(self, uncounted: float | None = 0.0) -> dict[str, Any]:
@@ -91,8 +90,9 @@ class RunSums:
         self._nothing = self.whole_run = self._window = nothing
         self._skipped = 0
         self._last_step = {}
-        if carried.get("metrics") == nothing.keys:
-            self._window = Numbers(nothing.keys, nothing.vector.new_tensor(carried["sums"]))
+        sums = carried.get("sums", ())  # a former version has other counts
+        if carried.get("metrics") == nothing.keys and len(sums) == len(nothing.vector):
+            self._window = Numbers(nothing.keys, nothing.vector.new_tensor(sums))
             self._skipped = carried["skipped"]
 
     def add(self, numbers: Numbers, skipped: int, grad_norm: float, num_zeros: int | None) -> None:

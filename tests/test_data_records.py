@@ -329,7 +329,7 @@ def test_a_new_record_format_is_one_row_of_the_table(monkeypatch):
         ),
         ({"messages": [{"role": "bot", "content": "a"}]}, "openai", "unknown role 'bot'"),
         ({"messages": [{"role": "user"}]}, "openai", "neither content nor tool_calls"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "openai", "only text"),
+        ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "openai", "only these"),
         ({"conversations": [{"from": "alien", "value": "a"}]}, "sharegpt", "unknown role 'alien'"),
         ({"conversations": "a"}, "sharegpt", "'conversations': expected a list, got 'a'"),
         (
@@ -450,7 +450,7 @@ def test_dataset_info_names_files_columns_and_tags(tmp_path):
         "hub": {"ms_hub_url": "a/b"},
         "pairs": {"file_name": "x.jsonl", "ranking": True},
         "typo": {"file_name": "x.jsonl", "columns": {"promt": "text"}},
-        "picture": {"file_name": "x.jsonl", "columns": {"images": "images"}},
+        "film": {"file_name": "x.jsonl", "columns": {"videos": "videos"}},
         "gone": {"file_name": "gone.json"},
     }
     (tmp_path / "dataset_info.json").write_text(json.dumps(info))
@@ -469,7 +469,7 @@ def test_dataset_info_names_files_columns_and_tags(tmp_path):
         ("hub", "hub: set file_name or hf_hub_url instead of ms_hub_url"),
         ("pairs", "stage dpo"),
         ("typo", "columns: no use for 'promt': expected prompt, query"),
-        ("picture", "columns: no use for 'images'"),
+        ("film", "columns: no use for 'videos'"),
         ("gone", "there is no file"),
         ("hubb", "expected a file, a folder, or a name in .*it has .*hub"),
     ]:
@@ -515,7 +515,7 @@ def test_half_a_character_and_deep_nesting_are_refused_with_their_line(tmp_path,
         list(read_records(str(tmp_path / name)))
 
 
-@pytest.mark.parametrize("column, value", [("kto_tag", False), ("label", True), ("images", ["a"])])
+@pytest.mark.parametrize("column, value", [("kto_tag", False), ("label", True), ("videos", ["a"])])
 def test_records_that_mean_something_else_are_refused_by_path_too(tmp_path, column, value):
     first, later, data_args = (
         tmp_path / "a.jsonl",

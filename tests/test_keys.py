@@ -459,6 +459,10 @@ SHOWN_BY = {
     "sample_by": "test_data_mix.py::test_a_text_file_is_a_document_a_line_or_as_a_whole",
     "ignore_message_keys": "test_data_chat.py::"
     "test_unknown_keys_of_a_message_are_refused_by_name_unless_they_are_ignored",
+    "media_dir": "test_images.py::"
+    "test_the_cache_knows_the_folder_of_relative_paths_and_bad_records_are_left_out",
+    "image_max_pixels": "test_images.py::test_keys_bound_the_pixels_and_are_read_again",
+    "image_min_pixels": "test_images.py::test_keys_bound_the_pixels_and_are_read_again",
     "overwrite_cache": "test_data.py::test_overwrite_cache_writes_again_what_an_earlier_run_wrote",
     "output_dir": "test_cli.py::"
     "test_the_example_gives_the_same_numbers_on_two_ranks_and_on_plain_torch",

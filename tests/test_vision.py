@@ -12,8 +12,9 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForImageTextToText
 
+from mca_lite import TrainingArguments, model_config
 from mca_lite.batch import rope_positions
-from tests.shared import pictures, world
+from tests.shared import pictures, tiny, world
 from tests.shared.cells import asked_for, shared_worlds, thinned
 from tests.shared.files import assert_same_bytes, assert_same_tensors, tensors
 from tests.shared.layouts import (
@@ -148,7 +149,7 @@ def spelled(paths, tmp_path_factory) -> dict[str, str]:
 
 def exported(paths: dict, out: str, **keys) -> None:
     """Each model read, and written again."""
-    from mca_lite import AutoModel, TrainingArguments
+    from mca_lite import AutoModel
 
     args = TrainingArguments(output_dir="unused", **keys)
     for name, path in paths.items():
@@ -185,7 +186,6 @@ def test_convert_gives_the_same_bytes_through_a_checkpoint(spelled, tmp_path):
 
 def drawn(path: str, out: str, **keys) -> None:
     """The model of a config.json alone, its weights drawn from a seed."""
-    from mca_lite import TrainingArguments
     from mca_lite.model import AutoModel
     from mca_lite.model_config import AutoConfig
 
@@ -250,3 +250,57 @@ def test_a_frozen_tower_stays_and_the_text_trains_as_in_plain_torch(paths, tmp_p
     for got in world.run(pictures.train_ours, ranks, path, str(out), adapt=adapt, **keys):
         assert_same_curve(got, wanted)
     assert_same_tensors(tensors(out), tensors(tmp_path / "plain"))
+
+
+# -- what is refused
+
+BUILDS = {
+    "pipeline_model_parallel_size": (
+        dict(PP2, **VPP2, gradient_accumulation_steps=2),
+        "its first stage has 1",
+    ),
+    "transformer_impl": (dict(transformer_impl="transformer_engine"), "mrope_section"),
+    "fp8": (dict(fp8="e4m3", bf16=True), "local"),
+}
+
+
+def build(path: str, keys: dict) -> str:
+    from mca_lite.model_config import AutoConfig
+
+    return refusal(AutoConfig.from_pretrained, path, TrainingArguments(output_dir="unused", **keys))
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_a_layout_that_a_model_with_pictures_cannot_have_is_refused(paths, name, monkeypatch):
+    monkeypatch.setattr(model_config, "transformer_engine_works", lambda: True)
+    keys, words = BUILDS[name]
+    said = build(paths["qwen3_vl"], keys)
+    assert name in said and words in said
+
+
+def forward(path: str, batch: dict) -> str:
+    """The words with which the inputs of a batch are refused."""
+    from mca_lite.backend_megatron import MegatronBackend
+    from mca_lite.batch import split
+    from mca_lite.model import AutoModel
+
+    args = TrainingArguments(output_dir="unused")
+    backend = MegatronBackend(AutoModel.from_pretrained(path, args), args)
+    return refusal(backend.model_inputs, split(batch))
+
+
+def test_a_batch_without_positions_or_with_too_few_pictures_is_refused(paths, tmp_path):
+    document = pictures.document(torch.Generator(), 3, (2, 2), 4)
+    batch = {
+        n: c if n in ("pixel_values", "image_grid_thw") else c[None] for n, c in document.items()
+    }
+    grid = batch.pop("image_grid_thw")
+    [said] = world.run(forward, 1, paths["qwen2_vl"], batch)
+    assert "4 image tokens, and its pictures 0 features" in said
+    batch["image_grid_thw"] = grid
+    batch.pop("rope_h")
+    [said] = world.run(forward, 1, paths["qwen2_vl"], batch)
+    assert "lacks rope_h" in said
+    text = tiny.save_model(tmp_path, "qwen2")
+    [said] = world.run(forward, 1, text, batch)
+    assert "pixel_values" in said and "qwen2" in said

@@ -18,6 +18,8 @@ import os
 import sys
 import tempfile
 
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # a fork may start CUDA afterwards
+
 import numpy as np
 import torch
 
@@ -247,7 +249,11 @@ def measure(case: str, trainer: str, label: str) -> dict:
 def main(names: list[str]) -> int:
     cases = [name for name in CASES if name in names] or CASES
     trainers = [name for name in TRAINERS if name in names] or TRAINERS
-    bench_gpu.measure = measure  # of each process
+    import transformers.trainer  # noqa: F401
+
+    import mca_lite.trainer  # noqa: F401
+
+    bench_gpu.measure = measure  # of each process, a fork
     for case, trainer in itertools.product(cases, trainers):
         if trainer == "ours" or not CASES[case].get("packed"):
             bench_gpu.in_a_child(case, trainer, "")
@@ -255,5 +261,4 @@ def main(names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     sys.exit(main(sys.argv[1:]))

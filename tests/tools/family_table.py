@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from tests.shared import tiny, tiny_moe, world
+from tests.shared import pictures, tiny, tiny_moe, world
 from tests.shared.cells import train_all
 from tests.shared.files import TOKENS, tensors
 from tests.shared.layouts import CP2, EP2, PACKED, PP2, TP2_SP
@@ -28,8 +28,8 @@ NOT_BUILT = {
     "cohere, cohere2": "attention and MLP side by side on one LayerNorm",
     "deepseek_v32": "sparse attention with an indexer",
     "falcon_h1, jamba, bamba, nemotron_h, zamba2": "state-space layers",
-    "gemma3, llama4, qwen2_vl, qwen3_vl and others with "
-    "images": "text models only (gemma3_text is there)",
+    "gemma3, llama4, qwen3_vl_moe and others with images": "their language models alone, or "
+    "qwen2_vl, qwen2_5_vl and qwen3_vl",
     "gemma3n": "embeddings of their own in each layer, layers that share keys and values",
     "gpt2, gpt_neox, starcoder2, phi": "LayerNorm, biases and an MLP without a gate",
     "gpt_oss": "attention sinks, biased experts with a clamped activation, MXFP4 weights",
@@ -62,6 +62,8 @@ def save_models(folder: Path) -> dict[str, dict[str, str]]:
         made.setdefault(family, {})[f"{name}+experts"] = tiny_moe.save_model(
             folder / f"{name}-experts", name
         )
+    for name in pictures.FAMILIES:
+        made[name] = {name: pictures.save_model(folder / name, name)}
     return made
 
 
@@ -86,12 +88,20 @@ def measure(folder: Path) -> dict[str, Worst]:
     paths = {name: path for family in models.values() for name, path in family.items()}
     family_of = {name: family for family, names in models.items() for name in names}
     runs = {name: ((path,), {}) for name, path in paths.items()}
+    seen = {name: runs.pop(name) for name in pictures.FAMILIES}
     keys = dict(SHORT, timeout_s=600)
     [wanted] = world.run(train_all, 1, runs, str(folder / "torch"), backend="torch", **keys)
+    for name in seen:
+        wanted[name] = pictures.train_plain(paths[name], str(folder / "torch" / name))
     for layout, (ranks, own) in {**LAYOUTS, **EXPERT_LAYOUTS}.items():
         chosen = {n: run for n, run in runs.items() if layout in LAYOUTS or n.endswith("+experts")}
         out = folder / layout
         got = world.run(train_all, ranks, chosen, str(out), **keys, **own)
+        if layout in LAYOUTS:
+            chosen |= seen
+            of_pictures = dict(own, run=pictures.train_ours, timeout_s=600)
+            more = world.run(train_all, ranks, seen, str(out), **of_pictures)
+            got = [{**a, **b} for a, b in zip(got, more, strict=True)]
         for name in chosen:
             of = worst[family_of[name]]
             of["layouts"].add(layout)
@@ -116,9 +126,9 @@ def measure(folder: Path) -> dict[str, Worst]:
 
 
 def difference_of_logits(path: str, ours: list) -> float:
-    from transformers import AutoModelForCausalLM
+    from mca_lite.model import load_torch_model
 
-    model = AutoModelForCausalLM.from_pretrained(path).eval()
+    model = load_torch_model(path).eval()
     with torch.no_grad():
         return float((torch.tensor(ours) - model(torch.tensor(TOKENS)).logits).abs().max())
 

@@ -1,0 +1,433 @@
+"""Pictures of conversations: their files or bytes, their places among the tokens, their pixels.
+
+Tokenising reads the header of a picture, for its size; its pixels are made when a sample is read.
+A picture's grid is the number of its patches along time (1), height and width. It takes
+grid / merge_size ** 2 placeholders, tokens image_token_id, one for each feature of the model.
+Pillow is an extra, imported for pictures alone.
+"""
+
+import base64
+import binascii
+import contextlib
+import functools
+import importlib.util
+import io
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from .batch import rope_positions
+from .errors import expect
+from .files import describe_error, read_json
+
+# keys of config.json: tokens before a picture, of its features, and after it
+TOKEN_KEYS = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
+PICTURE = "\ufdd0"  # in place of a picture in a message: Unicode has no such character
+_MOST_PIXELS = 89_478_485  # Pillow's bound for files of strangers, MAX_IMAGE_PIXELS
+# formats in which Pillow runs no other program
+_FORMATS = ("BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
+_ORIENTATION = 0x0112  # tag of EXIF
+_ON_ITS_SIDE = (5, 6, 7, 8)  # its values for which width and height change places
+_THUMBNAIL = (240, 240)
+_PROCESSOR_NAMES = ("processor_config.json", "preprocessor_config.json")
+_SOURCES = ("image", "image_url", "path", "url", "base64", "value")  # keys of a block of a message
+_TEMPORAL = 1  # patches of a picture along time
+
+
+# -- where a picture is
+
+
+@dataclass(frozen=True)
+class Picture:
+    """An encoded picture. path: of its file, else data: its bytes."""
+
+    path: str
+    data: bytes | None = field(default=None, repr=False)
+
+    def __str__(self) -> str:
+        return self.path or "a picture within the record"
+
+    @property
+    def num_bytes(self) -> int:
+        return os.path.getsize(self.path) if self.data is None else len(self.data)
+
+
+class Placed(NamedTuple):
+    """A picture of a document, with its grid. where: "file:line" of its record. num_bytes: as it
+    was tokenised."""
+
+    picture: Picture
+    grid: tuple[int, int, int]
+    num_bytes: int
+    where: str
+
+
+def read_picture(value, folder: Path, where: str) -> Picture:
+    """The picture of a value in a record: a path (relative to `folder`), bytes, a data: URL, or an
+    object with one of them. ValueError with the place for others; nothing is fetched."""
+    match value:
+        case bytes():
+            return Picture("", value)
+        case {"bytes": bytes(data)}:
+            return Picture("", data)
+        case {"base64": str(text)}:
+            return Picture("", _decoded(text, where))
+        case {"path": str(text)} | {"url": str(text)} | str(text):
+            pass
+        case _:
+            raise ValueError(
+                f"{where}: a picture: expected a path, bytes or a data: URL, got {value!r:.80}"
+            )
+    if text.startswith("data:"):
+        kind, _, encoded = text.partition(",")
+        expect(kind.endswith(";base64"), f"{where}: a data: URL: expected base64, got {kind!r:.60}")
+        return Picture("", _decoded(encoded, where))
+    expect(
+        "://" not in text or text.startswith("file://"),
+        f"{where}: picture {text!r:.80}: nothing is fetched over the network: download it, and "
+        "write its path",
+    )
+    path = folder / text.removeprefix("file://")
+    expect(
+        path.is_file(),
+        f"{where}: there is no picture {str(path)!r}: paths are relative to media_dir, or without "
+        "that key to the folder of the dataset's file",
+    )
+    return Picture(str(path.absolute()))
+
+
+def _decoded(text: str, where: str) -> bytes:
+    try:
+        return base64.b64decode("".join(text.split()), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ValueError(f"{where}: a picture in base64 cannot be decoded: {error}") from None
+
+
+def picture_of_block(block: dict) -> Any:
+    """The picture in a block of a message, None for a block whose picture is in a column."""
+    found: Any = next((block[key] for key in _SOURCES if block.get(key) is not None), None)
+    if isinstance(found, str) and found == block.get("base64"):
+        return {"base64": found}
+    return found
+
+
+# -- with Pillow
+
+
+@contextlib.contextmanager
+def _opened(picture: Picture, where: str) -> Iterator:
+    """The picture as Pillow's image, not decoded. ValueError with the place, for any error of
+    Pillow within the context too."""
+    expect(
+        importlib.util.find_spec("PIL"),
+        f"{where}: pictures take Pillow: pip install 'mca-lite[images]'",
+    )
+    from PIL import Image  # an extra, for pictures alone
+
+    file = picture.path if picture.data is None else io.BytesIO(picture.data)
+    try:
+        with Image.open(file, formats=_FORMATS) as image:
+            yield image
+    except _Unusable as error:
+        raise ValueError(f"{where}: {picture}: {error}") from None
+    except Image.DecompressionBombError:
+        reason = f"expected at most {_MOST_PIXELS:,} pixels: make it smaller"
+        raise ValueError(f"{where}: {picture}: {reason}") from None
+    except Exception as error:  # of a broken file it raises many
+        raise ValueError(
+            f"{where}: {picture} cannot be read as one of {', '.join(_FORMATS)}: "
+            f"{describe_error(error)}"
+        ) from None
+
+
+class _Unusable(Exception):
+    """A reason not to train on a picture."""
+
+
+def _upright_size(image) -> tuple[int, int]:
+    """(height, width) of a picture as it is looked at, by its header. Raises _Unusable."""
+    from PIL import Image
+
+    width, height = image.size
+    if width * height > _MOST_PIXELS:
+        raise _Unusable(
+            f"{width} x {height} pixels: expected at most {_MOST_PIXELS:,}: make it smaller"
+        )
+    if image.mode in ("I", "F") or image.mode.startswith("I;"):
+        raise _Unusable(
+            f"{image.mode} has more than 8 bits a channel, and would become white: convert it"
+        )
+    # not PngImageFile.getexif, which decodes the picture
+    if Image.Image.getexif(image).get(_ORIENTATION) in _ON_ITS_SIDE:
+        return width, height
+    return height, width
+
+
+def _as_rgb(image):
+    """The picture upright, in RGB, what is transparent on white.
+
+    transformers' processors drop transparency, and show the colour below it, mostly black. vLLM and
+    qwen_vl_utils put it on white, as people see it.
+    """
+    from PIL import Image, ImageOps
+
+    image = ImageOps.exif_transpose(image)
+    if image.has_transparency_data:
+        picture = image.convert("RGBA")
+        image = Image.new("RGBA", image.size, "white")
+        image.alpha_composite(picture)
+    return image.convert("RGB")
+
+
+def thumbnail(placed: Placed) -> str:
+    """The picture small, as a data: URL."""
+    with _opened(placed.picture, placed.where) as image:
+        small = _as_rgb(image)
+        small.thumbnail(_THUMBNAIL)
+        png = io.BytesIO()
+        small.save(png, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(png.getvalue()).decode()}"
+
+
+# -- the pictures of a model
+
+
+@dataclass
+class Vision:
+    """Sizes, tokens and pixels of pictures for one model. Picklable.
+
+    folder: of the model, with the settings of its image processor. block: the text of a picture in
+    a conversation, with image_token once. limits: min_pixels and max_pixels where the keys give
+    them. makes_pixels: False where no tower is, for a rank to leave pixels out.
+    """
+
+    folder: Path
+    image_token_id: int
+    merge_size: int
+    image_token: str
+    block: str
+    limits: dict[str, int]
+    media_dir: str | None = None
+    makes_pixels: bool = True
+
+    @classmethod
+    def of(cls, folder: Path, config: dict, tokenizer, data_args) -> "Vision | None":
+        """The pictures of a config.json, None for a model without them, or of another kind.
+        ValueError for a tokenizer without the tokens of pictures."""
+        merge_size = (config.get("vision_config") or {}).get("spatial_merge_size")
+        ids = [config.get(key) for key in TOKEN_KEYS]
+        if None in (merge_size, *ids):
+            return None
+        tokens = [tokenizer.decode([number]) for number in ids]
+        expect(
+            tokenizer("".join(tokens), add_special_tokens=False)["input_ids"] == ids,
+            f"{folder}: the tokens of {', '.join(TOKEN_KEYS)} are {tokens}, which the tokenizer "
+            "reads otherwise: it is another model's",
+        )
+        limits = {
+            "min_pixels": data_args.image_min_pixels,
+            "max_pixels": data_args.image_max_pixels,
+        }
+        return cls(
+            folder,
+            ids[1],
+            merge_size,
+            tokens[1],
+            "".join(tokens),
+            {key: value for key, value in limits.items() if value is not None},
+            data_args.media_dir,
+        )
+
+    @property
+    def identity(self) -> dict:
+        """The facts that determine sizes and places."""
+        paths = [self.folder / name for name in _PROCESSOR_NAMES]
+        return {
+            "block": [self.block, self.image_token_id, self.merge_size],
+            "limits": self.limits,
+            "processor": [read_json(path) for path in paths if path.is_file()],
+        }
+
+    @functools.cached_property
+    def processor(self):
+        """transformers' image processor of the model, without torchvision. ValueError where it is
+        missing or does not fit."""
+        import transformers  # its image processors take Pillow
+
+        expect(
+            any((self.folder / name).is_file() for name in _PROCESSOR_NAMES),
+            f"{self.folder}: expected {' or '.join(_PROCESSOR_NAMES)} for the pictures of the "
+            "data: copy it from the model",
+        )
+        processor = transformers.AutoImageProcessor.from_pretrained(
+            self.folder, backend="pil", local_files_only=True, **self.limits
+        )
+        name = type(processor).__name__
+        expect(
+            hasattr(sys.modules[type(processor).__module__], "smart_resize"),
+            f"{self.folder}: {name}: expected an image processor of Qwen2-VL's kind",
+        )
+        expect(
+            processor.do_resize and processor.merge_size == self.merge_size,
+            f"{self.folder}: {name} has do_resize {processor.do_resize}, merge_size "
+            f"{processor.merge_size}: expected true, and {self.merge_size} as in config.json",
+        )
+        low = processor.size["shortest_edge"]
+        high = processor.size["longest_edge"]
+        expect(low <= high, f"image_min_pixels {low} is above image_max_pixels {high}")
+        return processor
+
+    def place(self, picture: Picture, where: str) -> Placed:
+        """The picture with its grid, from its header."""
+        processor = self.processor
+        resize = sys.modules[type(processor).__module__].smart_resize
+        with _opened(picture, where) as image:
+            height, width = _upright_size(image)
+        try:
+            sizes = resize(
+                height,
+                width,
+                processor.patch_size * self.merge_size,
+                processor.size["shortest_edge"],
+                processor.size["longest_edge"],
+            )
+        except ValueError as error:
+            raise ValueError(f"{where}: {picture}: {width} x {height}: {error}") from None
+        rows, columns = (size // processor.patch_size for size in sizes)
+        return Placed(picture, (_TEMPORAL, rows, columns), picture.num_bytes, where)
+
+    def pixels(self, placed: Placed) -> torch.Tensor:
+        """float32 [patches, values of a patch]. ValueError for a picture that changed, or is
+        broken."""
+        picture = placed.picture
+        with _opened(picture, placed.where) as image:
+            if picture.num_bytes != placed.num_bytes:
+                raise _Unusable(
+                    f"{picture.num_bytes:,} bytes, and {placed.num_bytes:,} when it was "
+                    "tokenised: set overwrite_cache: true"
+                )
+            image = _as_rgb(image)
+        made = self.processor(images=image, return_tensors="pt")
+        grid = tuple(made["image_grid_thw"][0].tolist())
+        expect(
+            grid == placed.grid,
+            f"{placed.where}: {picture}: a grid of {grid} patches, and {placed.grid} when it was "
+            "tokenised: set overwrite_cache: true",
+        )
+        return made["pixel_values"]
+
+    # -- among the tokens
+
+    def count(self, pictures: Sequence[Placed]) -> np.ndarray:
+        """int64 [pictures]: placeholders of each."""
+        grids = np.array([placed.grid for placed in pictures], dtype=np.int64).reshape(-1, 3)
+        return grids.prod(axis=1) // self.merge_size**2
+
+    def expand(self, document: np.ndarray, pictures: Sequence[Placed]) -> np.ndarray:
+        """The document (data_encode.Document) with as many placeholders as its pictures take, in
+        place of one for each. Placeholders are no targets. ValueError for other numbers."""
+        is_image = np.maximum(document, ~document) == self.image_token_id
+        expect(
+            is_image.sum() == len(pictures),
+            f"the text has {is_image.sum()} tokens {self.image_token}, and the record "
+            f"{len(pictures)} pictures: expected the token for pictures alone",
+        )
+        repeats = np.ones(len(document), dtype=np.int64)
+        repeats[is_image] = self.count(pictures)
+        document = np.where(is_image, ~np.int32(self.image_token_id), document)
+        return document.repeat(repeats)
+
+    def fit(
+        self, document: np.ndarray, pictures: Sequence[Placed], start: int, stop: int
+    ) -> tuple[slice, list[Placed]]:
+        """(places, their pictures) of the document from `start` to `stop`, without a picture that
+        these borders cut."""
+        places = np.flatnonzero(np.maximum(document, ~document) == self.image_token_id)
+        ends = self.count(pictures).cumsum()
+        starts = np.append(0, ends[:-1])
+        # with the tokens before and after it
+        units = [(places[a] - 1, places[b - 1] + 2) for a, b in zip(starts, ends, strict=True)]
+        start = next((last for first, last in units if first < start < last), start)
+        stop = next((first for first, last in units if first < stop < last), stop)
+        kept = zip(pictures, units, strict=True)
+        return slice(start, stop), [
+            placed for placed, (first, last) in kept if start <= first and last <= stop
+        ]
+
+    def columns(self, ids: np.ndarray, pictures: Sequence[Placed]) -> dict[str, torch.Tensor]:
+        """The columns of a document with these inputs [n]: rope_t, rope_h and rope_w; with pictures
+        image_grid_thw, and pixel_values unless makes_pixels is False."""
+        grids = torch.tensor([placed.grid for placed in pictures], dtype=torch.int64).view(-1, 3)
+        positions = rope_positions(
+            torch.as_tensor(ids), grids, self.image_token_id, self.merge_size
+        )
+        columns = dict(zip(("rope_t", "rope_h", "rope_w"), positions, strict=True))
+        if pictures:
+            columns["image_grid_thw"] = grids
+        if pictures and self.makes_pixels:
+            columns["pixel_values"] = torch.cat([self.pixels(placed) for placed in pictures])
+        return columns
+
+
+# -- in the token cache
+
+
+class PictureFile:
+    """The pictures of documents in a shard's folder: pictures.jsonl, a line for each document with
+    pictures, and pictures.bin, those that are no files."""
+
+    NAME = "pictures.jsonl"
+    DATA_NAME = "pictures.bin"
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator["PictureFile"]:
+        """Open both files to add() to them."""
+        with (
+            open(self.folder / self.NAME, "wb") as self._lines,
+            open(self.folder / self.DATA_NAME, "wb") as self._data,
+        ):
+            yield self
+
+    def add(self, pictures: Sequence[Placed]) -> int:
+        """Add the pictures of a document -> the end of the file of lines."""
+        if pictures:
+            records = []
+            for placed in pictures:
+                record = {**placed._asdict(), "picture": placed.picture.path}
+                if placed.picture.data is not None:
+                    record["start"] = self._data.tell()
+                    self._data.write(placed.picture.data)
+                records.append(record)
+            self._lines.write(json.dumps(records).encode())
+        return self._lines.tell()
+
+    def read(self, start: int, stop: int) -> list[Placed]:
+        """The pictures of the line between two ends."""
+        if start == stop:
+            return []
+        records = json.loads(self._read(self.NAME, start, stop))
+        placed = []
+        for record in records:
+            first = record.pop("start", None)
+            data = None
+            if first is not None:
+                data = self._read(self.DATA_NAME, first, first + record["num_bytes"])
+            record["picture"] = Picture(record["picture"], data)
+            record["grid"] = tuple(record["grid"])
+            placed.append(Placed(**record))
+        return placed
+
+    def _read(self, name: str, start: int, stop: int) -> bytes:
+        with open(self.folder / name, "rb") as file:
+            file.seek(start)
+            return file.read(stop - start)

@@ -1,0 +1,484 @@
+"""Pictures of conversations, from the files of a dataset to the columns of a batch. The oracles are
+transformers' image processor and get_rope_index, and chat templates with blocks."""
+
+import base64
+import functools
+import io
+
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextToText
+
+from mca_lite.data_batches import BatchPlan, Collator, Limits, check_batch, make_loader
+from mca_lite.files import IGNORE_INDEX, read_json
+from tests.shared.chats import assistant, conversation, user, write_records
+from tests.shared.picture_files import (
+    TEMPLATE,
+    TOKENS,
+    draw,
+    load,
+    picture_tokenizer,
+    vision_of,
+    write_model,
+)
+from tests.shared.toy_tokenizer import byte_tokenizer
+
+
+@functools.cache
+def rope_model():
+    """transformers' model, for its get_rope_index."""
+    config = AutoConfig.for_model("qwen2_vl")
+    config.vision_config.spatial_merge_size = 2
+    config.vision_config.depth = config.text_config.num_hidden_layers = 1
+    config.text_config.vocab_size = 8
+    with torch.device("meta"):
+        return AutoModelForImageTextToText.from_config(config).model
+
+
+def expected(folder, tokenizer, messages, pictures) -> dict:
+    """The columns of a conversation with pictures by transformers' own parts."""
+    processor = AutoImageProcessor.from_pretrained(folder / "model", backend="pil")
+    columns = processor(images=pictures, return_tensors="pt")
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    first, *rest = text.split(TOKENS[1])
+    for grid, after in zip(columns["image_grid_thw"], rest, strict=True):
+        first += TOKENS[1] * (int(grid.prod()) // 4) + after
+    ids = torch.tensor(tokenizer(first, add_special_tokens=False)["input_ids"])[:-1]
+    is_image = (ids == tokenizer.convert_tokens_to_ids(TOKENS[1]))[None]
+    positions, _ = rope_model().get_rope_index(
+        ids[None], is_image.int(), image_grid_thw=columns["image_grid_thw"]
+    )
+    rope = dict(zip(("rope_t", "rope_h", "rope_w"), positions[:, 0], strict=True))
+    return {**columns, **rope, "input_ids": ids}
+
+
+def check(document: dict, right: dict) -> None:
+    for name, column in right.items():
+        torch.testing.assert_close(torch.as_tensor(document[name]), column, msg=name)
+
+
+def blocks(*parts) -> list[dict]:
+    """Blocks of text, and of pictures for None."""
+    return [{"type": "image"} if p is None else {"type": "text", "text": p} for p in parts]
+
+
+def trained_text(document: dict, tokenizer) -> str:
+    labels = document["labels"]
+    return tokenizer.decode(labels[labels != IGNORE_INDEX].tolist())
+
+
+def test_marks_blocks_bytes_and_urls_give_what_transformers_gives(tmp_path):
+    names = [draw(tmp_path / "a.png", 16, 8), draw(tmp_path / "b.jpg", 30, 44, seed=1)]
+    files = [(tmp_path / name).read_bytes() for name in names]
+    encoded = [base64.b64encode(data).decode() for data in files]
+    url = f"data:image/png;base64,{encoded[0]}"
+    question = [user("x <image> or <image>?"), assistant("b")]
+    here = [str(tmp_path / name) for name in names]
+
+    def with_blocks(*pictures):
+        first, second = pictures
+        content = [{"type": "text", "text": "x "}, first, {"type": "text", "text": " or "}, second]
+        content.append({"type": "text", "text": "?", "image": None})
+        return {"messages": [user(content), assistant("b")]}
+
+    turns = [{"from": "human", "value": "x <image> or <image>?"}, {"from": "gpt", "value": "b"}]
+    of_path = {"type": "image", "path": names[1]}
+    records = [
+        {"messages": question, "images": names},
+        {"conversations": turns, "images": here},
+        {"instruction": "x <image> or <image>?", "output": "b", "images": names},
+        with_blocks({"type": "image", "image": names[0]}, of_path),
+        with_blocks({"type": "image", "base64": encoded[0]}, {"type": "image", "url": here[1]}),
+        with_blocks({"type": "image_url", "image_url": {"url": url}}, of_path),
+        {**with_blocks({"type": "image"}, of_path), "images": names[:1]},
+    ]
+    paths = [write_records(tmp_path / f"{n}.jsonl", r) for n, r in enumerate(records)]
+    data, tokenizer = load(tmp_path, *paths)
+    messages = [user(blocks("x ", None, " or ", None, "?")), assistant("b")]
+    right = expected(tmp_path, tokenizer, messages, [Image.open(path) for path in here])
+    assert len(data.train) == len(records)
+    for [document] in data.train:
+        check(document, right)
+        assert trained_text(document, tokenizer) == "b<|im_end|>"
+    sizes = [right["image_grid_thw"].prod(1) // 4, data.train.lengths]
+    assert sizes[0].tolist() == [2, 12] and set(sizes[1].tolist()) == {len(right["input_ids"])}
+
+
+def test_bytes_of_parquet_and_the_first_question_of_trl(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet
+
+    draw(tmp_path / "a.png", 40, 20)
+    stored = {"bytes": (tmp_path / "a.png").read_bytes(), "path": "gone.png"}
+    of_path = {"bytes": None, "path": "a.png"}
+    rows = [{"images": [stored]}, {"images": [of_path]}]
+    table = pa.Table.from_pylist([row | conversation("why?", "so") for row in rows])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    alone = write_records(tmp_path / "b.jsonl", {**conversation("why?", "so"), "image": "a.png"})
+    data, tokenizer = load(tmp_path, tmp_path / "a.parquet", alone)
+    messages = [user(blocks(None, "why?")), assistant("so")]
+    right = expected(tmp_path, tokenizer, messages, [Image.open(tmp_path / "a.png")])
+    assert len(data.train) == 3
+    for [document] in data.train:
+        check(document, right)
+
+
+def test_texts_of_a_model_with_pictures_have_positions_alone(tmp_path):
+    path = write_records(tmp_path / "a.jsonl", conversation("a", "b"))
+    [[document]] = load(tmp_path, path)[0].train
+    count = len(document["input_ids"])
+    assert document.keys() == {"input_ids", "labels", "rope_t", "rope_h", "rope_w"}
+    assert all(document[name].tolist() == list(range(count)) for name in document if "rope" in name)
+    (tmp_path / "b.txt").write_text("a text\nand another\n")
+    rows = load(tmp_path, tmp_path / "b.txt", stage="pt", cutoff_len=6)[0].train
+    assert [rows[0][0]["rope_h"].tolist(), len(rows) > 2] == [list(range(6)), True]
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"images": ["a.png"]}, "0 <image> marks.* and 1 pictures in the column images"),
+        ({"images": ["a.png"], "text": "<image><image>"}, "2 <image> marks.* and 1 pictures"),
+        ({"text": "<image>"}, "1 <image> marks.* and 0 pictures"),
+        ({"images": ["b.png"], "text": "<image>"}, "no picture '.*b.png': paths are relative"),
+        ({"images": ["http://x/a.png"], "text": "<image>"}, "nothing is fetched over the network"),
+        ({"images": ["data:image/png,abc"], "text": "<image>"}, "a data: URL: expected base64"),
+        ({"images": ["data:;base64,?"], "text": "<image>"}, "base64 cannot be decoded"),
+        ({"images": [7], "text": "<image>"}, "expected a path, bytes or a data: URL, got 7"),
+        ({"images": ["text.png"], "text": "<image>"}, "text.png cannot be read as one of BMP, "),
+        ({"images": ["thin.png"], "text": "<image>"}, "201 x 1: .*ratio must be smaller than 200"),
+        ({"images": ["deep.png"], "text": "<image>"}, "I;16 has more than 8 bits a channel"),
+        ({"images": ["huge.png"], "text": "<image>"}, "20000 x 20000|expected at most 89,478,485"),
+        ({"text": f"see {TOKENS[1]}"}, r"a text has <\|image_pad\|>, the token of a picture"),
+        ({"videos": ["a.mp4"]}, "the column 'videos' is there"),
+        ({"audios": ["a.mp3"]}, "the column 'audios' is there"),
+        ({"text": [{"type": "video", "path": "a"}]}, "blocks of text and image; only these can"),
+    ],
+)
+def test_a_record_that_cannot_be_is_refused_with_file_and_line(tmp_path, record, said):
+    draw(tmp_path / "a.png")
+    draw(tmp_path / "thin.png", 201, 1)
+    (tmp_path / "text.png").write_text("no picture")
+    Image.new("I;16", (9, 9)).save(tmp_path / "deep.png")
+    header = io.BytesIO()
+    Image.new("1", (20_000, 20_000)).save(header, "PNG")
+    (tmp_path / "huge.png").write_bytes(header.getvalue())
+    record = dict(record)
+    content = record.pop("text", "why?")
+    # not TRL's names, whose pictures may stand without a mark
+    turns = [{"from": "human", "value": content}, {"from": "gpt", "value": "b"}]
+    path = write_records(tmp_path / "a.jsonl", {"conversations": turns, **record})
+    with pytest.raises(ValueError, match=rf"a.jsonl:1: .*{said}"):
+        load(tmp_path, path)
+
+
+def test_a_model_without_a_tower_refuses_pictures(tmp_path):
+    from tests.shared.chats import load_files
+
+    draw(tmp_path / "a.png")
+    picture = {"type": "image", "path": "a.png"}
+    for n, record in enumerate(
+        (
+            {**conversation("a", "b"), "images": ["a.png"]},
+            {**conversation("a", "b"), "image": {"path": "a.png"}},
+            {"messages": [user([picture]), assistant("b")]},
+        )
+    ):
+        path = write_records(tmp_path / f"{n}.jsonl", record)
+        with pytest.raises(ValueError, match=r"jsonl:1: .*no vision_config"):
+            load_files(tmp_path, path)
+    text = write_records(tmp_path / "text.jsonl", {"text": "a", "images": ["a.png"]})
+    with pytest.raises(ValueError, match=r"jsonl:1: .*stage pt does not train"):
+        load_files(tmp_path, text, stage="pt")
+    plain = write_records(tmp_path / "plain.jsonl", conversation("an <image> tag", "b"))
+    assert len(load_files(tmp_path, plain).train) == 1
+    column = torch.ones(1, 2, dtype=torch.long)
+    batch = {"input_ids": column, "labels": column, "pixel_values": torch.ones(4, 3)}
+    with pytest.raises(ValueError, match="a batch has pixel_values .*no vision_config"):
+        check_batch(batch, False, Limits.of({"vocab_size": 9}))
+
+
+# -- pictures of all kinds
+
+
+def pixels_of(tmp_path, name: str, **keys) -> dict:
+    path = write_records(
+        tmp_path / f"{name}.jsonl", {**conversation("<image>", "b"), "images": [name]}
+    )
+    [[document]] = load(tmp_path, path, **keys)[0].train
+    return document
+
+
+def processed(tmp_path, image) -> torch.Tensor:
+    processor = AutoImageProcessor.from_pretrained(tmp_path / "model", backend="pil")
+    return processor(images=image, return_tensors="pt")["pixel_values"]
+
+
+def test_a_rotated_picture_is_upright_and_its_size_is_that(tmp_path):
+    draw(tmp_path / "plain.png", 24, 8)
+    plain = Image.open(tmp_path / "plain.png")
+    for suffix in ("png", "webp"):
+        exif = Image.Exif()
+        exif[0x0112] = 6  # a viewer turns it by 90 degrees clockwise
+        name = f"turned.{suffix}"
+        plain.rotate(90, expand=True).save(tmp_path / name, exif=exif, lossless=True)
+        document = pixels_of(tmp_path, name)
+        assert document["image_grid_thw"].tolist() == [[1, 2, 6]]
+        assert document["pixel_values"].equal(processed(tmp_path, plain))
+
+
+def test_transparency_is_white_and_other_modes_are_what_they_show(tmp_path):
+    white = Image.new("RGB", (8, 8), "white")
+    Image.new("RGBA", (8, 8), (0, 0, 0, 0)).save(tmp_path / "clear.png")
+    Image.new("LA", (8, 8), (0, 0)).save(tmp_path / "grey.png")
+    palette = Image.new("P", (8, 8))
+    palette.putpalette([0, 0, 0, 255, 0, 0])
+    palette.save(tmp_path / "palette.png", transparency=0)
+    half = Image.new("RGBA", (8, 8), (0, 0, 0, 51))
+    half.save(tmp_path / "half.png")  # a fifth black
+    Image.new("CMYK", (8, 8), (0, 255, 255, 0)).save(tmp_path / "red.jpg", quality=100)
+    shown = {"clear.png": white, "grey.png": white, "palette.png": white}
+    shown["half.png"] = Image.new("RGB", (8, 8), (204, 204, 204))
+    shown["red.jpg"] = Image.new("RGB", (8, 8), "red")
+    for name, image in shown.items():
+        pixels = pixels_of(tmp_path, name)["pixel_values"]
+        # values are 4 * (colour / 255 - 0.5); JPEG rounds by 2 of 255
+        torch.testing.assert_close(pixels, processed(tmp_path, image), atol=0.032, rtol=0, msg=name)
+
+
+def test_the_smallest_picture_and_a_thin_one_take_what_the_processor_says(tmp_path):
+    for width, height in ((1, 1), (1, 199), (199, 1), (3, 3)):
+        name = draw(tmp_path / f"{width}-{height}.png", width, height)
+        document = pixels_of(tmp_path, name)
+        right = processed(tmp_path, Image.open(tmp_path / name))
+        assert document["pixel_values"].equal(right)
+        assert document["image_grid_thw"].prod() == len(right)
+
+
+def test_keys_bound_the_pixels_and_are_read_again(tmp_path):
+    name = draw(tmp_path / "a.png", 64, 64)
+    sizes = [
+        pixels_of(tmp_path, name, **keys)["image_grid_thw"].tolist()
+        for keys in (
+            {},
+            {"image_max_pixels": 256},
+            {"image_min_pixels": 8192, "image_max_pixels": 9999},
+        )
+    ]
+    assert sizes == [[[1, 8, 8]], [[1, 4, 4]], [[1, 24, 24]]]
+    with pytest.raises(ValueError, match="image_min_pixels.*above"):
+        pixels_of(tmp_path, name, image_min_pixels=99, image_max_pixels=9)
+
+
+def test_a_picture_that_changed_or_went_is_named_and_not_trained(tmp_path):
+    name = draw(tmp_path / "a.png", 16, 8)
+    path = write_records(tmp_path / "a.jsonl", {**conversation("<image>", "b"), "images": [name]})
+    train = load(tmp_path, path)[0].train
+    draw(tmp_path / "a.png", 17, 8, seed=2)
+    with pytest.raises(ValueError, match=r"a.jsonl:1: .*a.png: .*overwrite_cache: true"):
+        train[0]
+    (tmp_path / "a.png").unlink()
+    with pytest.raises(ValueError, match=r"a.jsonl:1: .*a.png cannot be read"):
+        train[0]
+    draw(tmp_path / "big.bmp", 16, 8)
+    path = write_records(
+        tmp_path / "b.jsonl", {**conversation("<image>", "b"), "images": ["big.bmp"]}
+    )
+    train = load(tmp_path, path)[0].train
+    draw(tmp_path / "big.bmp", 8, 16)  # as many bytes
+    with pytest.raises(ValueError, match=r"b.jsonl:1: .*\(1, 4, 2\) patches, and \(1, 2, 4\)"):
+        train[0]
+    whole = (tmp_path / "big.bmp").read_bytes()
+    (tmp_path / "half.bmp").write_bytes(whole[: len(whole) // 2])
+    document = {**conversation("<image>", "b"), "images": ["half.bmp"]}
+    train = load(tmp_path, write_records(tmp_path / "c.jsonl", document))[0].train
+    with pytest.raises(ValueError, match=r"c.jsonl:1: .*half.bmp cannot be read.* truncated"):
+        train[0]
+
+
+# -- templates and masks
+
+
+def test_placeholders_are_never_targets(tmp_path):
+    draw(tmp_path / "a.png")
+    content = "see <image> there"
+    record = {**conversation(content, content), "images": ["a.png", "a.png"]}
+    path = write_records(tmp_path / "a.jsonl", record)
+    [[document]], tokenizer = (load(tmp_path, path)[0].train, picture_tokenizer())
+    assert trained_text(document, tokenizer) == f"see {TOKENS[0]}{TOKENS[2]} there<|im_end|>"
+    [[document]] = load(tmp_path, path, train_on_prompt=True)[0].train
+    text = trained_text(document, tokenizer)
+    assert text.count("see") == 2 and TOKENS[1] not in text
+    assert int((document["input_ids"] == tokenizer.convert_tokens_to_ids(TOKENS[1])).sum()) == 4
+
+
+def test_a_template_of_texts_writes_the_tokens_of_the_config(tmp_path):
+    draw(tmp_path / "a.png")
+    path = write_records(
+        tmp_path / "a.jsonl", {**conversation("<image>why", "b"), "images": ["a.png"]}
+    )
+    [[document]] = load(tmp_path, path, template=None, chat_template="chatml")[0].train
+    text = picture_tokenizer().decode(document["input_ids"].tolist())
+    pads = TOKENS[0] + 2 * TOKENS[1] + TOKENS[2]
+    assert text.startswith(f"<|im_start|>user\n{pads}why<|im_end|>\n<|im_start|>assistant\nb")
+
+
+def test_a_template_that_writes_more_of_a_picture_is_refused(tmp_path):
+    draw(tmp_path / "a.png")
+    record = {**conversation("<image>", "b"), "images": ["a.png"]}
+    record["chat_template_kwargs"] = {"add_vision_id": True}
+    path = write_records(tmp_path / "a.jsonl", record)
+    with pytest.raises(ValueError, match="a.jsonl:1: .*writes pictures otherwise"):
+        load(tmp_path, path)
+    twice = TEMPLATE.replace("{{ m['content'] }}", "{{ m['content'] }}{{ m['content'] }}")
+    path = write_records(
+        tmp_path / "b.jsonl", {**conversation("<image>", "b"), "images": ["a.png"]}
+    )
+    with pytest.raises(ValueError, match="b.jsonl:1: "):
+        load(tmp_path, path, template=twice)
+
+
+# -- cutting
+
+
+def test_no_length_cuts_a_picture(tmp_path):
+    draw(tmp_path / "a.png", 16, 16)  # 4 placeholders
+    record = {**conversation("<image>", "x<image>y<image>z"), "images": 3 * ["a.png"]}
+    path = write_records(tmp_path / "a.jsonl", record)
+    [[whole]], tokenizer = (load(tmp_path, path)[0].train, picture_tokenizer())
+    image = tokenizer.convert_tokens_to_ids(TOKENS[1])
+    ids = torch.as_tensor(whole["input_ids"])
+    lengths = {}
+    for cutoff in range(1, len(ids) + 1):
+        try:
+            data, _ = load(tmp_path, path, cutoff_len=cutoff)
+        except ValueError as error:
+            assert "no token to train on and were left out" in str(error)
+            continue
+        [[document]] = data.train
+        count = len(document["input_ids"])
+        lengths[cutoff] = count
+        pictures = len(document.get("image_grid_thw", ()))
+        assert ids[:count].equal(torch.as_tensor(document["input_ids"]))
+        assert int((ids[:count] == image).sum()) == 4 * pictures
+        assert len(document.get("pixel_values", ())) == 16 * pictures
+        assert pictures == 3 or "lost pictures, or all of them, to cutoff_len" in str(data.report)
+        last = int(document["labels"][-1])  # its next token, of a picture that is not cut
+        assert last not in (image, tokenizer.convert_tokens_to_ids(TOKENS[0]))
+        if pictures:
+            check(document, {name: whole[name][:count] for name in ("rope_t", "rope_h", "rope_w")})
+    # the second picture, with its marks, is 6 tokens, so that 6 lengths end before it
+    assert max(list(lengths.values()).count(n) for n in lengths.values()) == 6
+    assert min(lengths) == len("<user\n[....]>\n<assistant\nx") - 1 and lengths[len(ids)] == len(
+        ids
+    )
+
+
+def pair(question: str, chosen: str, rejected: str, images: list) -> dict:
+    return {
+        "messages": [user(question)],
+        "chosen": assistant(chosen),
+        "rejected": assistant(rejected),
+        "images": images,
+    }
+
+
+def test_pairs_bring_their_pictures_and_lose_the_first_on_both_sides(tmp_path):
+    draw(tmp_path / "a.png", 16, 16)
+    draw(tmp_path / "b.png", 16, 8)
+    record = pair("a<image>b<image>c", "yes", "not at all", ["a.png", "b.png"])
+    path = write_records(tmp_path / "a.jsonl", record)
+    [sides], tokenizer = (load(tmp_path, path, stage="dpo")[0].train, picture_tokenizer())
+    for document, answer in zip(sides, ("yes", "not at all"), strict=True):
+        messages = [user(blocks("a", None, "b", None, "c")), assistant(answer)]
+        images = [Image.open(tmp_path / name) for name in ("a.png", "b.png")]
+        check(document, expected(tmp_path, tokenizer, messages, images))
+    longest = len(sides[1]["input_ids"])
+    before = sides[0]["input_ids"].tolist().index(tokenizer.convert_tokens_to_ids(TOKENS[0]))
+    for cutoff in range(longest - before - 6, longest - before):  # the beginning is in the picture
+        [sides] = load(tmp_path, path, stage="dpo", cutoff_len=cutoff)[0].train
+        for document in sides:
+            assert document["image_grid_thw"].tolist() == [[1, 2, 4]]
+            text = tokenizer.decode(document["input_ids"].tolist())
+            assert text.startswith(f"b{TOKENS[0]}{TOKENS[1]}")
+    other = pair("<image>", "yes", "no <image>", ["a.png"])
+    with pytest.raises(ValueError, match="b.jsonl:1: rejected: 2 <image> marks.* 1 pictures"):
+        load(tmp_path, write_records(tmp_path / "b.jsonl", other), stage="dpo")
+
+
+# -- cache, packs, loaders
+
+
+def test_the_cache_knows_the_folder_of_relative_paths_and_bad_records_are_left_out(tmp_path):
+    grids = []
+    for folder, width in (("one", 16), ("two", 24)):
+        draw(tmp_path / folder / "a.png", width, 8)
+        records = [{**conversation("<image>", f"b{n}"), "images": ["a.png"]} for n in range(12)]
+        records[3]["images"] = ["gone.png"]
+        path = write_records(tmp_path / folder / "a.jsonl", *records)
+        with pytest.raises(ValueError, match="a.jsonl:4: there is no picture"):
+            load(tmp_path, path)
+        data, _ = load(tmp_path, path, on_bad_record="skip")
+        assert len(data.train) == 11 and "a.jsonl:4" in "".join(data.report)
+        grids.append(data.train[0][0]["image_grid_thw"].tolist())
+    assert grids == [[[1, 2, 4]], [[1, 2, 6]]]
+    moved = write_records(tmp_path / "b.jsonl", records[0])
+    data, _ = load(tmp_path, moved, media_dir=str(tmp_path / "two"))
+    assert data.train[0][0]["image_grid_thw"].tolist() == [[1, 2, 6]]
+
+
+def test_packed_rows_and_several_processes_give_the_same_documents(tmp_path):
+    records = []
+    for n in range(6):
+        draw(tmp_path / f"{n}.png", 8 + 8 * n, 8, seed=n)
+        images = [f"{n}.png"] * (n % 3)
+        records.append({**conversation("<image>" * (n % 3) + "a", "b" * n + "c"), "images": images})
+    path = write_records(tmp_path / "a.jsonl", *records)
+    plain, _ = load(tmp_path, path)
+    packed, _ = load(tmp_path, path, packing=True, cutoff_len=99)
+    assert sum(map(len, packed.train)) == 6 and len(packed.train) < 6
+    by_length = {len(d["input_ids"]): d for row in packed.train for d in row}
+    for [document] in plain.train:
+        other = by_length[len(document["input_ids"])]
+        assert document.keys() == other.keys()
+        check(other, {name: torch.as_tensor(value) for name, value in document.items()})
+    plan = BatchPlan(len(packed.train), 1, 1, dp_rank=0, dp_size=1, shuffle=False, seed=0)
+    limits = Limits.of(read_json(tmp_path / "model" / "config.json"))
+    loaders = [
+        make_loader(packed.train, Collator(0), plan, num_epochs=1, num_workers=n) for n in (0, 2)
+    ]
+    for batch, other in zip(*loaders, strict=True):
+        batch = check_batch(batch, True, limits)
+        check(other, batch)
+
+
+def test_a_rank_without_the_tower_makes_no_pixels(tmp_path):
+    draw(tmp_path / "a.png")
+    path = write_records(
+        tmp_path / "a.jsonl", {**conversation("<image>", "b"), "images": ["a.png"]}
+    )
+    data, _ = load(tmp_path, path)
+    [with_pixels] = data.train[0]
+    data.vision.makes_pixels = False
+    (tmp_path / "a.png").unlink()
+    [without] = data.train[0]
+    assert with_pixels.keys() - without.keys() == {"pixel_values"}
+
+
+def test_streaming_and_a_folder_without_a_processor_are_refused(tmp_path):
+    draw(tmp_path / "a.png")
+    path = write_records(
+        tmp_path / "a.jsonl", {**conversation("<image>", "b"), "images": ["a.png"]}
+    )
+    with pytest.raises(ValueError, match="streaming: true\n.*tokenised beforehand"):
+        load(tmp_path, path, streaming=True)
+    (tmp_path / "model" / "preprocessor_config.json").unlink()
+    with pytest.raises(ValueError, match="expected processor_config.json or preprocessor_config"):
+        load(tmp_path, path)
+    tokenizer = picture_tokenizer()
+    write_model(tmp_path / "other", tokenizer, merge_size=4)
+    with pytest.raises(ValueError, match="merge_size 4: expected true, and 2 as in config.json"):
+        _ = vision_of(tmp_path / "other", tokenizer).processor
+    with pytest.raises(ValueError, match="vision_start_token_id.* it is another model's"):
+        vision_of(tmp_path / "other", byte_tokenizer(TEMPLATE))

@@ -1,0 +1,125 @@
+"""Runs of the command line on pictures: the first losses are those of transformers' model, with
+its image processor and positions."""
+
+import base64
+import io
+import re
+
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoImageProcessor, AutoModelForImageTextToText
+
+from mca_lite import cli_inspect
+from tests.shared.chats import assistant, conversation, user, write_records
+from tests.shared.commands import answer, run_script
+from tests.shared.picture_files import TOKENS, draw, save_whole_model
+from tests.shared.training import read_log
+
+ONE_STEP = "max_steps=1 logging_steps=1 eval_strategy=no save_strategy=no"
+LAYOUTS = {
+    "one_packed": (1, "packing=true global_batch_size=2"),
+    "pp2": (2, "pipeline_model_parallel_size=2 per_device_train_batch_size=2 global_batch_size=4"),
+    "cp2_packed": (2, "context_parallel_size=2 packing=true global_batch_size=2"),
+    "dp2_workers": (2, "dataloader_num_workers=1 global_batch_size=4"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model, pictures, conversations and pairs of four records each."""
+    folder = tmp_path_factory.mktemp("run")
+    tokenizer = save_whole_model(folder / "model")
+    sizes = [(16, 8), (8, 8), (30, 17), (9, 12)]
+    names = [draw(folder / f"{n}.png", *size, seed=n) for n, size in enumerate(sizes)]
+    images = [names[:1], [], names[1:3], names[3:]]
+    chats, pairs = [], []
+    for n, of_record in enumerate(images):
+        question = "<image>" * len(of_record) + "what?" + "x" * n
+        chats.append({**conversation(question, "y" * (n + 1)), "images": of_record})
+        pairs.append(
+            {
+                "messages": [user(question)],
+                "chosen": assistant("yes"),
+                "rejected": assistant("no" * n + "t"),
+                "images": of_record,
+            }
+        )
+    write_records(folder / "chats.jsonl", *chats)
+    write_records(folder / "pairs.jsonl", *pairs)
+    return folder, tokenizer, images
+
+
+@torch.no_grad()
+def answer_losses(folder, tokenizer, model, question: str, answer: str, images) -> torch.Tensor:
+    """Losses of the tokens of an answer and of the end of its turn, by transformers."""
+    processor = AutoImageProcessor.from_pretrained(folder / "model", backend="pil")
+    counts = []
+    columns = {}
+    if images:
+        pictures = [Image.open(folder / name) for name in images]
+        columns = processor(images=pictures, return_tensors="pt")
+        counts = (columns["image_grid_thw"].prod(1) // 4).tolist()
+    content = "".join(TOKENS[0] + TOKENS[1] * count + TOKENS[2] for count in counts) + question
+    prompt = f"<|im_start|>user\n{content}<|im_end|>\n<|im_start|>assistant\n"
+    texts = [f"{prompt}{answer}<|im_end|>", prompt]
+    ids, before = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
+    ids = torch.tensor([ids])
+    types = (ids == tokenizer.convert_tokens_to_ids(TOKENS[1])).int()
+    logits = model(input_ids=ids, mm_token_type_ids=types, use_cache=False, **columns).logits[0]
+    losses = torch.nn.functional.cross_entropy(logits[:-1], ids[0, 1:], reduction="none")
+    return losses[len(before) - 1 :]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_first_loss_is_that_of_transformers(folder, layout, tmp_path):
+    folder, tokenizer, images = folder
+    model = AutoModelForImageTextToText.from_pretrained(folder / "model", dtype=torch.float32)
+    losses = [
+        answer_losses(folder, tokenizer, model, "what?" + "x" * n, "y" * (n + 1), of_record)
+        for n, of_record in enumerate(images)
+    ]
+    ranks, keys = LAYOUTS[layout]
+    words = f"model_name_or_path={folder / 'model'} dataset={folder / 'chats.jsonl'} cutoff_len=128"
+    run_script(f"{words} {ONE_STEP} {keys} output_dir={tmp_path / 'out'}", tmp_path, nproc=ranks)
+    [line] = read_log(tmp_path / "out")
+    assert line["loss"] == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
+
+
+def test_pairs_have_the_log_probabilities_of_transformers(folder, tmp_path):
+    folder, tokenizer, images = folder
+    model = AutoModelForImageTextToText.from_pretrained(folder / "model", dtype=torch.float32)
+    words = f"model_name_or_path={folder / 'model'} dataset={folder / 'pairs.jsonl'} cutoff_len=128"
+    keys = "stage=dpo tensor_model_parallel_size=2 learning_rate=1e-3 global_batch_size=4"
+    run_script(f"{words} {ONE_STEP} {keys} output_dir={tmp_path / 'out'}", tmp_path, nproc=2)
+    [line] = read_log(tmp_path / "out")
+    assert line["loss"] == pytest.approx(0.6931472, abs=1e-5)  # no step yet: the reference's own
+    for side in ("chosen", "rejected"):
+        sums = []
+        for n, of_record in enumerate(images):
+            answer = "yes" if side == "chosen" else "no" * n + "t"
+            question = "what?" + "x" * n
+            losses = answer_losses(folder, tokenizer, model, question, answer, of_record)
+            sums.append(-losses.sum())
+        assert line[f"logps/{side}"] == pytest.approx(torch.stack(sums).mean().item(), rel=1e-5)
+
+
+def test_inspect_shows_pictures_with_their_tokens(folder, tmp_path):
+    folder, _, _ = folder
+    name = "a'b\"<img>.png"
+    Image.open(folder / "2.png").save(folder / name)
+    odd = write_records(folder / "odd.jsonl", {**conversation("<image>", "b"), "images": [name]})
+    words = f"model_name_or_path={folder / 'model'} output_dir={tmp_path / 'out'} max_steps=1 "
+    words += f"dataset={folder / 'chats.jsonl'} eval_dataset={odd} cutoff_len=128 warmup_steps=0 "
+    words += f"cache_dir={tmp_path} --samples 4 --html {tmp_path / 'page.html'}"
+    code, out = answer(cli_inspect.main, words)
+    assert code == 0, out
+    # patches of 2 x 2 pixels, 4 of them a token: sides are multiples of 4, at most 256 pixels
+    assert "4 pictures, 33 of " in out and "1 picture, 15 of " in out
+    assert "<|vision_start|><|image_pad|> x 8<|vision_end|>what?" in out
+    assert f"{folder / '0.png'}: 8 tokens, (1, 4, 8) patches" in out
+    page = (tmp_path / "page.html").read_text()
+    urls = re.findall(r"<img src='data:image/png;base64,([\w+/=]+)' alt=''>", page)
+    sizes = [Image.open(io.BytesIO(base64.b64decode(url))).size for url in urls]
+    assert sizes == [(16, 8), (8, 8), (30, 17), (9, 12), (30, 17)]
+    assert "a&#39;b&#34;&lt;img&gt;.png: " in page and name not in page
