@@ -152,6 +152,22 @@ def test_the_processors_files_go_into_exports_and_checkpoints(layout, paths, tmp
             assert json.loads((folder / name).read_text()) == values
 
 
+def partial_step(path: str, out: str, **keys) -> list:
+    return pictures.train_ours(path, out, steps=1, data=pictures.samples()[4:7], **keys)
+
+
+def test_rows_that_fill_the_last_batch_have_no_pictures(paths, tmp_path):
+    """Three samples in rows of four: the fourth is a copy of the first one's tokens."""
+    path = paths["qwen2_5_vl"]
+    [alone] = world.run(partial_step, 1, path, str(tmp_path / "alone"), **TORCH)
+    rows = dict(per_device_train_batch_size=4)
+    for backend in ("torch", "megatron"):
+        out = str(tmp_path / backend)
+        [filled] = world.run(partial_step, 1, path, out, backend=backend, **rows)
+        assert_same_curve(filled, alone)
+        assert_same_tensors(tensors(out), tensors(tmp_path / "alone"))
+
+
 def test_a_run_with_pictures_resumes_bit_for_bit(paths, tmp_path):
     keys = dict(TORCH, data=pictures.samples(), per_device_train_batch_size=1)
     curves = world.run(whole_and_resumed, 2, paths["qwen2_5_vl"], str(tmp_path), **keys)
