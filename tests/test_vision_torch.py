@@ -6,6 +6,8 @@ import functools
 import json
 import re
 import shutil
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,8 +19,10 @@ from tests.shared.files import assert_same_bytes, assert_same_tensors, tensors
 from tests.shared.frozen import by_keys, by_pattern
 from tests.shared.layouts import DIST_OPT, ONE_ROW, OVERLAP, PACKED, PP2, TP2_SP, TWO_ROWS
 from tests.shared.lora_tools import adapter_of, load
-from tests.shared.training import assert_same_curve, whole_and_resumed
+from tests.shared.small_runs import train_by_words
+from tests.shared.training import assert_same_curve, read_log, whole_and_resumed
 
+DEMO = Path(__file__).parents[1] / "configs" / "images_demo"
 FAMILIES = list(pictures.FAMILIES)
 TORCH = dict(backend="torch")
 ON_TORCH = {
@@ -271,3 +275,37 @@ def test_pairs_with_pictures_train_as_in_plain_torch(layout, preferred, paths, t
     ranks, keys = LAYOUTS[layout]
     for curve in world.run(prefer, ranks, paths["qwen2_5_vl"], str(tmp_path), **keys):
         assert not differences(curve, preferred)
+
+
+def example(folder: str, **keys) -> list[float]:
+    """The losses of some steps of configs/images_demo on few pictures."""
+    import yaml
+
+    words = yaml.safe_load((DEMO / "sft.yaml").read_text())
+    words |= dict(
+        model_name_or_path=f"{folder}/model",
+        dataset=f"{folder}/train.jsonl",
+        eval_dataset=f"{folder}/heldout.jsonl",
+        cache_dir=f"{folder}/cache",
+        output_dir=f"{folder}/out",
+        max_steps=3,
+        logging_steps=1,
+        eval_steps=3,
+        global_batch_size=8,
+        per_device_train_batch_size=4,
+        disable_tqdm=True,
+    )
+    train_by_words(words | keys)
+    lines = read_log(f"{folder}/out")
+    return [line.get("loss", line.get("eval_loss")) for line in lines]
+
+
+def test_the_example_gives_the_same_losses_on_two_ranks_and_on_plain_torch(tmp_path):
+    make = SourceFileLoader("make", str(DEMO / "make.py")).load_module()
+    make.write_set(tmp_path, "train", 20, seed=1)
+    make.write_set(tmp_path, "heldout", 6, seed=2)
+    make.write_model(tmp_path / "model")
+    [plain] = world.run(example, 1, str(tmp_path), use_mca=False)
+    assert len(plain) == 4
+    for of_rank in world.run(example, 2, str(tmp_path)):
+        assert of_rank == pytest.approx(plain, rel=1e-5)
