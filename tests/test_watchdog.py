@@ -268,6 +268,7 @@ def test_a_store_that_does_not_answer_is_named(monkeypatch):
     rank.store = SlowStore()
     lost = rank.tell(RuntimeError("Timed out waiting 8000ms for recv operation to complete"))
     assert "the store of the ranks does not answer" in str(lost)
+    assert not lost.same_on_all_ranks, "rank 0, which speaks for all, may be the lost one"
 
 
 def answer(count: int, is_waiting: bool, ticks: int = 0, stage: int = 0) -> dict:
