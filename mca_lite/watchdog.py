@@ -492,9 +492,14 @@ def calls_of(
     for entry in record["entries"]:
         name = entry["process_group"][0]
         counts[name] = max(counts.get(name, 0), entry["collective_seq_id"])
-        is_open = not entry["retired"] and entry["state"] != "completed"
-        if is_open and name not in calls:
-            calls[name] = _call(entry, ranks_of(name))
+        if entry["retired"] or entry["state"] == "completed":
+            calls.pop(name, None)  # torch never ends the record of a message in a batch
+            continue
+        call = _call(entry, ranks_of(name))
+        first = calls.setdefault(name, call)
+        first["has_begun"] |= call["has_begun"]  # of a batch its last entry alone
+        if first["is_message"] and call["is_message"]:
+            first["ranks"] = sorted({*first["ranks"], *call["ranks"]})
     return {"calls": calls, "counts": counts}
 
 
