@@ -106,6 +106,15 @@ def test_ranks_that_all_wait_with_none_behind_leave_at_ddp_timeout(capsys):
     assert "error: all ranks, none behind the others, hung for 58 s" in capsys.readouterr().err
 
 
+def test_ranks_that_all_save_are_left_alone(capsys):
+    """Files may take longer than ddp_timeout."""
+    ranks = Ranks()
+    ranks.settle()
+    ranks.note(watchdog.SAVING, 1)
+    ranks.wait(200)
+    assert "0 of 3 ranks behind" in capsys.readouterr().err and not ranks.codes
+
+
 def test_ranks_that_all_work_are_told_of_and_left_alone(capsys, monkeypatch):
     """A callback of every rank may take longer than ddp_timeout."""
     monkeypatch.setattr(watchdog, "may_wait", lambda frame: False)
