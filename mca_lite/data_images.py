@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .batch import rope_positions
+from .batch import is_of_pictures, rope_positions
 from .errors import expect
 from .files import describe_error, read_json
 
@@ -359,6 +359,18 @@ class Vision:
         repeats[is_image] = self.count(pictures)
         document = np.where(is_image, ~np.int32(self.image_token_id), document)
         return document.repeat(repeats)
+
+    def prompt(
+        self, ids: list[int], pictures: Sequence[Picture], where: str
+    ) -> tuple[list[int], dict[str, torch.Tensor]]:
+        """(tokens of a prompt with all placeholders of its pictures, pixel_values and
+        image_grid_thw) from its tokens with one placeholder for each. ValueError for other numbers
+        of pictures, and unusable ones."""
+        placed = [self.place(picture, where) for picture in pictures]
+        document = self.expand(np.array(ids, dtype=np.int32), placed)
+        ids = np.maximum(document, ~document).astype(np.int64)
+        columns = self.columns(ids, placed)
+        return ids.tolist(), {name: x for name, x in columns.items() if is_of_pictures(name)}
 
     def fit(
         self, document: np.ndarray, pictures: Sequence[Placed], start: int, stop: int

@@ -606,20 +606,22 @@ def _with_pictures(text: Family, **changes) -> Family:
     return replace(text, rows=tuple(rows), has_pictures=True, **changes)
 
 
-def _sections(hf) -> dict[str, Any]:
-    """The numbers of rotary frequencies along time, height and width."""
-    return {"mrope_section": list(hf.rope_parameters["mrope_section"])}
+def _sections(hf, default: tuple[int, ...]) -> dict[str, Any]:
+    """The numbers of rotary frequencies along time, height and width. default: transformers'."""
+    return {"mrope_section": list(hf.rope_parameters.get("mrope_section", default))}
 
 
 FAMILIES |= {
-    name: _with_pictures(FAMILIES["qwen2"], derived=_sections, older_names=True)
+    name: _with_pictures(
+        FAMILIES["qwen2"], derived=lambda hf: _sections(hf, (16, 24, 24)), older_names=True
+    )
     for name in ("qwen2_vl", "qwen2_5_vl")
 }
 FAMILIES["qwen3_vl"] = _with_pictures(
     FAMILIES["qwen3"],
     constants={"qk_layernorm": True, "mrope_in_turns": True},
     has_windows=False,
-    derived=_sections,
+    derived=lambda hf: _sections(hf, (24, 20, 20)),
 )
 
 

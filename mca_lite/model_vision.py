@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from .errors import expect
 from .model_config import McaModelConfig, tower_on_meta
 from .model_layers import Rope
 from .parallel import to_device
@@ -21,16 +22,21 @@ from .parallel import to_device
 # -- positions
 
 
-def frequency_axes(sections: list[int], in_turns: bool) -> list[int]:
-    """The axis of positions for each frequency: 0 time, 1 height, 2 width.
+def frequency_axes(count: int, sections: list[int], in_turns: bool) -> list[int]:
+    """The axis of positions for each of `count` rotary frequencies: 0 time, 1 height, 2 width.
 
     sections: the number of frequencies of each. in_turns: time, height, width, time and so on,
-    until a section is full, and time for the rest; else one section after the other.
+    until a section is full, and time for the rest; else one section after the other. ValueError
+    for sections that do not fill the frequencies then.
     """
-    if not in_turns:
-        return [axis for axis, count in enumerate(sections) for _ in range(count)]
-    count = sum(sections)
-    return [i % 3 if i < 3 * sections[i % 3] else 0 for i in range(count)]
+    if in_turns:
+        return [i % 3 if i < 3 * sections[i % 3] else 0 for i in range(count)]
+    expect(
+        sum(sections) == count,
+        f"mrope_section {sections} in config.json: expected numbers of {count} frequencies, half "
+        "the channels of a head, in all",
+    )
+    return [axis for axis, of_axis in enumerate(sections) for _ in range(of_axis)]
 
 
 class AxialRope:
@@ -38,7 +44,8 @@ class AxialRope:
 
     def __init__(self, config: McaModelConfig):
         self.rope = Rope.of(config)
-        self.axes = torch.tensor(frequency_axes(config.mrope_section, config.mrope_in_turns))
+        of_sections = config.mrope_section, config.mrope_in_turns
+        self.axes = torch.tensor(frequency_axes(len(self.rope.inv_freq), *of_sections))
 
     def tables(
         self, positions: torch.Tensor, dtype: torch.dtype

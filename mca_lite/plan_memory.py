@@ -39,6 +39,7 @@ class RankMemory:
     logits: int  # of the loss: a chunk of logits, the gradients taken with it
     buffers: int  # of messages between ranks
     reference: int = 0  # the weights of a second model
+    nccl: int = 0  # outside of torch's allocator
 
     @property
     def total(self) -> int:
@@ -244,6 +245,28 @@ def _static(args, config, tensors: ModelTensors, stage: int, world_size: int) ->
 # -- activations
 
 
+_NCCL_OF_GROUP = 2**29  # bytes of a GPU for a group's collectives: 518 MiB on an H200 over NVLink
+
+
+def _nccl(config, world_size: int) -> int:
+    """Bytes of nccl for the groups of a rank with other ranks."""
+    r = RankSizes(config)
+    etp = config.expert_tensor_parallel_size or r.tp
+    replicas = world_size // (r.tp * r.pp)
+    is_moe = bool(config.num_moe_experts)
+    sizes = [
+        world_size,
+        r.tp,
+        r.pp,
+        r.cp,
+        r.tp * r.pp,  # norms of gradients
+        replicas,
+        r.ep * is_moe,
+        world_size // (etp * r.ep * r.pp) * is_moe,  # replicas of experts
+    ]
+    return _NCCL_OF_GROUP * sum(size > 1 for size in sizes)
+
+
 class RankSizes:
     """Sizes of a rank in the formulas of memory and time. config: McaModelConfig."""
 
@@ -358,6 +381,29 @@ def _activations(
     return sum(kept) * _in_flight(args, config, stage), again
 
 
+# numbers kept of a patch in a layer of transformers' modules for pictures, for each channel and for
+# each column of the MLP, by the activation; counted storages
+_OF_TOWER = {"quick_gelu": (11, 3), "gelu_pytorch_tanh": (11, 2), "silu": (15, 4)}
+
+
+def _tower(args, config, tensors: "ModelTensors", length: int, r: RankSizes) -> float:
+    """Bytes kept of the module for pictures, at most: of rows of pictures alone. 0 without, and for
+    one with frozen layers."""
+    vision = config.vision_config
+    trained = (t.name for t in tensors.stages[0] if t.is_trained)
+    if vision is None or not any(name.startswith("vision_model.module.blocks") for name in trained):
+        return 0.0
+    width = getattr(vision, "embed_dim", vision.hidden_size)
+    columns = getattr(vision, "intermediate_size", None) or vision.mlp_ratio * width
+    of_channel, of_column = _OF_TOWER.get(vision.hidden_act, _OF_TOWER["silu"])
+    layer = r.w * (of_channel * width + of_column * columns)
+    kept = vision.depth * layer
+    if config.recompute_granularity == "full":
+        kept = vision.depth * r.w * width + layer
+    patches = args.micro_batch_size * length * vision.spatial_merge_size**2
+    return patches * kept * _in_flight(args, config, 0)
+
+
 def _in_flight(args, config, stage: int) -> float:
     """Micro-batches with activations on a stage at once: of virtual stages parts of them."""
     pp = config.pipeline_model_parallel_size
@@ -406,6 +452,9 @@ def rank_memory(
     tokens = args.micro_batch_size * length / r.cp
     facts = _facts(r.w, on_gpu, spec is not None, length)
     kept, again = _activations(args, config, stage, facts, r, tensors.lowest)
+    tower = 0.0
+    if stage == 0:
+        tower = _tower(args, config, tensors, length, r)
     logits = norm = 0.0
     if stage == r.pp - 1:
         trains_head = tensors.trained is None or "lm_head" in tensors.trained
@@ -416,9 +465,10 @@ def rank_memory(
         norm = (r.h * (facts.norm - r.w) + 4) / r.sp + r.h * r.w
     return RankMemory(
         **_static(args, config, tensors, stage, world_size),
-        activations=round(tokens * (kept + max(norm, again))),
+        activations=round(tokens * (kept + max(norm, again)) + tower),
         logits=round(logits),
         buffers=round(_buffers(config, tokens, r)),
+        nccl=_nccl(config, world_size) * on_gpu,
     )
 
 

@@ -8,9 +8,11 @@ from mca_lite.args import parse_args
 from tests.shared import tiny, tiny_moe, world
 from tests.shared.commands import run_train
 from tests.shared.foreign_examples import LLAMA_FACTORY, REFUSED, ROLL, write_demo_data
+from tests.shared.picture_files import save_whole_model
 from tests.shared.small_runs import save_tokenizer
 
 EXAMPLES = {**LLAMA_FACTORY, **ROLL}
+VISION = {"Qwen2-VL": "qwen2_vl", "Qwen2.5-VL": "qwen2_5_vl", "Qwen3-VL": "qwen3_vl"}
 
 
 @pytest.fixture(scope="module")
@@ -20,13 +22,16 @@ def example_folder(tmp_path_factory):
     tiny_moe.save_model(folder / "moe", "qwen3_moe")
     for name in ("dense", "moe"):
         save_tokenizer(folder / name)
+    for family in VISION.values():
+        save_whole_model(folder / family, family)
     write_demo_data(folder)
     return folder
 
 
 def replaced(words: str, place, name: str) -> list[str]:
     """The words with other paths, model and data, and nothing else."""
-    model = place / ("moe" if "moe" in words else "dense")
+    dense = next((family for name, family in VISION.items() if name in words), "dense")
+    model = place / ("moe" if "moe" in words else dense)
     changes = dict(model_name_or_path=model, dataset_dir=place, cache_dir=place / "cache")
     changes["output_dir"] = place / name.replace("/", "-")
     return [*words.split(), *(f"{key}={value}" for key, value in changes.items())]
@@ -35,6 +40,12 @@ def replaced(words: str, place, name: str) -> list[str]:
 def ranks_of(words: str) -> int:
     """The GPUs of an example's machine."""
     return 8 if "model_parallel_size=4" in words else 2
+
+
+def fewer_ranks(words: list[str]) -> list[str]:
+    """The words with half of the tensor parallelism, of 4 ranks."""
+    size = "tensor_model_parallel_size="
+    return [word.replace(f"{size}4", f"{size}2") for word in words]
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -59,9 +70,18 @@ def test_an_example_is_refused_with_the_reason(example_folder, monkeypatch, name
 
 
 @pytest.mark.parametrize(
-    "name", ["train_lora/qwen3_lora_sft.sh", "train_lora/qwen3_lora_dpo", "run_sft_train.sh"]
+    "name",
+    [
+        "train_lora/qwen3_lora_sft.sh",
+        "train_lora/qwen3_lora_dpo",
+        "train_lora/qwen3vl_lora_dpo",
+        "megatron/qwen2_vl_full",
+        "run_sft_train.sh",
+        "run_qwen_vl_sft.sh",
+    ],
 )
 def test_an_example_trains(example_folder, name):
-    words = replaced(EXAMPLES[name], example_folder, f"trained-{name}")
-    for code, out, error in world.run(run_train, ranks_of(EXAMPLES[name]), words, timeout_s=240):
+    words = fewer_ranks(replaced(EXAMPLES[name], example_folder, f"trained-{name}"))
+    ranks = 4 if name.startswith("megatron") else 2
+    for code, out, error in world.run(run_train, ranks, words, timeout_s=240):
         assert code == 0, out + error

@@ -2,6 +2,7 @@
 refused, or has a reason here why training goes on alike. And a model's load-balancing loss.
 """
 
+import copy
 import warnings
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from mca_lite.families import FAMILIES
 from mca_lite.log import balance_summary
 from mca_lite.model_config import McaModelConfig, from_hf_config
 from mca_lite.model_moe import BalancingLosses
-from tests.shared import tiny, tiny_moe
+from tests.shared import pictures, tiny, tiny_moe
 
 # {field: why another value trains alike}
 WITHOUT_EFFECT = {
@@ -41,6 +42,12 @@ WITHOUT_EFFECT = {
     "qk_head_dim": "the sum of qk_nope_head_dim and qk_rope_head_dim",
     "original_max_position_embeddings": "of longrope, which is refused",
     "_sliding_window_pattern": "layer_types holds what follows from it",
+    "vision_config": "transformers' module is made of it, whatever it says",
+    "image_token_id": "it is read from the copy of config.json, for each batch",
+    **dict.fromkeys(
+        "video_token_id vision_start_token_id vision_end_token_id".split(),
+        "of videos, and of the processor that makes the prompts",
+    ),
 }
 # {(family, field): why}, where only some families read it
 LATENT = "multi-latent attention has one key for all heads, and qk_rope_head_dim turns"
@@ -64,6 +71,9 @@ def bases() -> dict[str, list]:
     configs += [tiny.hf_config(name, **window, max_window_layers=2) for name in ("qwen2", "qwen3")]
     configs += [tiny_moe.hf_config("qwen2_moe", **window, max_window_layers=2)]
     configs += [tiny_moe.hf_config("qwen3_moe", **window)]
+    configs += [pictures.hf_config(name) for name in pictures.FAMILIES]
+    window |= dict(max_window_layers=2)
+    configs += [pictures.hf_config(name, **window) for name in ("qwen2_vl", "qwen2_5_vl")]
     out: dict[str, list] = {}
     for config in configs:
         out.setdefault(config.model_type, []).append(config)
@@ -81,12 +91,16 @@ def fields_of(hf) -> dict:
 def is_heard(hf, field: str, plain: dict) -> bool:
     """True if another value of the field makes another model, or is refused."""
     given = hf.to_dict()
-    given.pop("layer_types", None)  # it would hold against what it follows from
+    is_at_top = field in given
+    text = given.get("text_config", given)
+    text.pop("layer_types", None)  # it would hold against what it follows from
     for value in VALUES:
+        changed = copy.deepcopy(given)
+        (changed if is_at_top else changed["text_config"])[field] = value
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                changed = type(hf)(**{**given, field: value})
+                changed = type(hf)(**changed)
         except Exception:  # transformers takes no such value
             continue
         try:
@@ -106,7 +120,9 @@ def test_every_family_has_a_config_here():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_field_of_a_config_json_is_heard_or_has_a_reason_not_to_be(family):
     plain = [(hf, fields_of(hf)) for hf in BASES[family]]
-    fields = set().union(*(hf.to_dict() for hf, _ in plain)) - set(WITHOUT_EFFECT)
+    fields = set().union(*(hf.to_dict() for hf, _ in plain))
+    fields = fields.union(*(hf.get_text_config().to_dict() for hf, _ in plain))
+    fields -= {"text_config", *WITHOUT_EFFECT}
     silent = {f for f in fields if not any(is_heard(hf, f, before) for hf, before in plain)}
     there = {name for kind, name in WITHOUT_EFFECT_THERE if kind == family}
     assert silent - there == set()

@@ -10,13 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText
 
-from mca_lite import TrainingArguments, model_config
+from mca_lite import TrainingArguments, model_config, plan_memory
 from mca_lite.batch import rope_positions
 from tests.shared import pictures, tiny, world
 from tests.shared.cells import asked_for, shared_worlds, thinned
 from tests.shared.files import assert_same_bytes, assert_same_tensors, tensors
+from tests.shared.held import SavedTensors
 from tests.shared.layouts import (
     CP2,
     DIST_OPT,
@@ -304,3 +306,106 @@ def test_a_batch_without_positions_or_with_too_few_pictures_is_refused(paths, tm
     text = tiny.save_model(tmp_path, "qwen2")
     [said] = world.run(forward, 1, text, batch)
     assert "pixel_values" in said and "qwen2" in said
+
+
+# -- plans
+
+
+def planned(path: str, **keys):
+    from mca_lite.model_config import AutoConfig
+    from mca_lite.plan_memory import ModelTensors, rank_memory
+
+    args = TrainingArguments(output_dir="unused", **keys)
+    config = AutoConfig.from_pretrained(path, args)
+    tensors = ModelTensors(config)
+    stages = range(config.pipeline_model_parallel_size)
+    return [rank_memory(args, config, tensors, stage, 64, len(stages), False) for stage in stages]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_plan_counts_the_tower_on_the_first_stage(paths, family, monkeypatch):
+    tower = AutoModelForImageTextToText.from_pretrained(paths[family]).model.visual
+    saved = SavedTensors(tower.parameters())
+    with saved.hooks():  # one picture of 64 features, a row of pictures alone
+        output = tower(torch.randn(256, pictures.CHANNELS), grid_thw=torch.tensor([[1, 16, 16]]))
+    held = saved.bytes
+    del output
+    [whole] = planned(paths[family])
+    first, second = planned(paths[family], **PP2)
+    count = sum(parameter.numel() for parameter in tower.parameters())
+    assert first.parameters - second.parameters == count - 32  # the final norm is on the second
+    [recomputed] = planned(paths[family], **FULL)
+    monkeypatch.setattr(plan_memory, "_tower", lambda *arguments: 0.0)
+    [text] = planned(paths[family])
+    [text_recomputed] = planned(paths[family], **FULL)
+    # the mergers are not counted, nor the table of positions
+    assert whole.activations - text.activations == pytest.approx(held, rel=0.35)
+    assert 0 < recomputed.activations - text_recomputed.activations < held
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_work_of_the_tower_is_what_torch_counts(paths, family):
+    from mca_lite.log import tower_work
+
+    model = AutoModelForImageTextToText.from_pretrained(paths[family], attn_implementation="eager")
+    grid = torch.tensor([[1, 16, 16]])  # of whole windows
+    with FlopCounterMode(display=False) as counter:
+        model.model.visual(torch.randn(256, pictures.CHANNELS), grid_thw=grid)
+    forward = counter.get_total_flops()
+    work = tower_work(model, model.config)
+    assert work.of_patch * 256 + work.of_square * 256**2 == pytest.approx(3 * forward, rel=1e-6)
+    frozen = tower_work(pictures.without_tower(model), model.config)
+    assert frozen.of_patch * 256 + frozen.of_square * 256**2 == pytest.approx(forward, rel=1e-6)
+
+
+# -- evaluation, and half precision
+
+
+def evaluated(path: str, keys: dict) -> float:
+    from mca_lite import McaTrainer
+    from mca_lite.model import AutoModel
+
+    args = TrainingArguments(output_dir="unused", disable_tqdm=True, global_batch_size=4, **keys)
+    model = AutoModel.from_pretrained(path, args)
+    return McaTrainer(model=model, args=args, eval_dataset=pictures.samples()).evaluate()[
+        "eval_loss"
+    ]
+
+
+@pytest.mark.parametrize("layout", ["one", "one_packed", "dp2", "tp2_sp_packed", "pp2", "cp2"])
+def test_an_evaluation_gives_the_loss_of_transformers(paths, layout):
+    path = paths["qwen3_vl"]
+    model = AutoModelForImageTextToText.from_pretrained(path).eval()
+    data = pictures.samples()
+    with torch.no_grad():
+        total = sum(pictures.loss_of(model, document).item() for document in data)
+    wanted = total / sum(int((document["labels"] != -100).sum()) for document in data)
+    ranks, keys = LAYOUTS[layout]
+    keys = {**keys, "per_device_eval_batch_size": 2}
+    for got in world.run(evaluated, ranks, path, keys):
+        assert got == pytest.approx(wanted, abs=1e-5)
+
+
+def in_bf16(path: str, out: str) -> tuple:
+    """(frequencies of the tower, their dtype, the curve of a step in bf16)"""
+    from mca_lite.model import AutoModel
+
+    args = TrainingArguments(output_dir="unused", bf16=True)
+    [chunk] = AutoModel.from_pretrained(path, args)
+    frequencies = dict(chunk.vision_model.named_buffers())["module.rotary_pos_emb.inv_freq"]
+    curve = pictures.train_ours(path, out, bf16=True, steps=1, export=False)
+    return frequencies.tolist(), str(frequencies.dtype), curve
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bf16_is_near_and_keeps_the_frequencies_of_positions(paths, tmp_path, family):
+    path = paths[family]
+    [(frequencies, dtype, [(loss, _)])] = world.run(in_bf16, 1, path, str(tmp_path))
+    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+    assert dtype == "torch.float32"
+    assert frequencies == model.model.visual.rotary_pos_emb.inv_freq.tolist()
+    first = pictures.samples()[:4]
+    with torch.no_grad():
+        total = sum(pictures.loss_of(model, document).item() for document in first)
+    wanted = total / sum(int((document["labels"] != -100).sum()) for document in first)
+    assert loss == pytest.approx(wanted, rel=5e-3)  # bf16 has three digits

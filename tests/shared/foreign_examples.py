@@ -1,10 +1,12 @@
-"""Keys of others' examples of training on text, as words key=value: LLaMA-Factory 0.9.5's
-examples/train_full, train_lora and megatron, those with images too; and the scripts of
+"""Keys of others' examples of training, as words key=value: LLaMA-Factory 0.9.5's
+examples/train_full, train_lora and megatron; and the scripts of
 mcore_adapter (ROLL), as far as they are known. And demo data as those examples name and declare it.
 """
 
 import json
 from pathlib import Path
+
+from tests.shared.picture_files import draw
 
 _OUTPUT = (
     "logging_steps=10 save_steps=500 plot_loss=true overwrite_output_dir=true "
@@ -64,6 +66,21 @@ LLAMA_FACTORY = {
     "tensor_model_parallel_size=1 sequence_parallel=false pipeline_model_parallel_size=4 "
     "overlap_param_gather=true overlap_grad_reduce=true moe_grouped_gemm=true "
     "moe_token_dispatcher_type=alltoall expert_model_parallel_size=2 recompute_granularity=full",
+    "train_full/qwen3vl_full_sft": f"{_QWEN3_VL}stage=sft finetuning_type=full {_DS3}{_REST}"
+    "freeze_vision_tower=true freeze_multi_modal_projector=true freeze_language_model=false "
+    "dataset=mllm_demo,identity,alpaca_en_demo output_dir=saves/qwen3-vl-4b/full/sft "
+    "gradient_accumulation_steps=2 learning_rate=1.0e-5",
+    "train_lora/qwen3vl_lora_sft": f"{_QWEN3_VL}stage=sft {_LORA}{_REST}"
+    "dataset=mllm_demo,identity,alpaca_en_demo output_dir=saves/qwen3-vl-4b/lora/sft "
+    "gradient_accumulation_steps=8 learning_rate=1.0e-4",
+    "train_lora/qwen3vl_lora_dpo": f"{_QWEN3_VL}stage=dpo {_LORA}pref_beta=0.1 pref_loss=sigmoid "
+    f"{_REST}dataset=rlhf_v output_dir=saves/qwen3-vl-4b/lora/dpo gradient_accumulation_steps=8 "
+    "learning_rate=5.0e-6",
+    "megatron/qwen2_vl_full": f"{_MEGATRON}model_name_or_path=Qwen/Qwen2-VL-7B-Instruct "
+    "image_max_pixels=262144 video_max_pixels=16384 dataset=llava_1k_en template=qwen2_vl "
+    "learning_rate=2e-5 output_dir=saves/mca/qwen2_vl_full gradient_accumulation_steps=2 "
+    "lr_scheduler_type=cosine tensor_model_parallel_size=4 sequence_parallel=true "
+    "pipeline_model_parallel_size=2",
 }
 
 # name -> (words, the key that is refused, a word of the reason)
@@ -79,34 +96,6 @@ REFUSED = {
         "output_dir=saves/qwen3-4b/lora/reward gradient_accumulation_steps=8 learning_rate=1.0e-4",
         "stage",
         "one of pt, sft, dpo",
-    ),
-    "train_full/qwen3vl_full_sft": (
-        f"{_QWEN3_VL}stage=sft finetuning_type=full freeze_vision_tower=true {_DS3}{_REST}"
-        "freeze_multi_modal_projector=true freeze_language_model=false "
-        "dataset=mllm_demo,identity,alpaca_en_demo output_dir=saves/qwen3-vl-4b/full/sft "
-        "gradient_accumulation_steps=2 learning_rate=1.0e-5",
-        "mllm_demo",
-        "images",
-    ),
-    "train_lora/qwen3vl_lora_sft": (
-        f"{_QWEN3_VL}stage=sft {_LORA}{_REST}dataset=mllm_demo,identity,alpaca_en_demo "
-        "output_dir=saves/qwen3-vl-4b/lora/sft gradient_accumulation_steps=8 learning_rate=1.0e-4",
-        "mllm_demo",
-        "images",
-    ),
-    "train_lora/qwen3vl_lora_dpo": (
-        f"{_QWEN3_VL}stage=dpo {_LORA}pref_beta=0.1 pref_loss=sigmoid {_REST}dataset=rlhf_v "
-        "output_dir=saves/qwen3-vl-4b/lora/dpo gradient_accumulation_steps=8 learning_rate=5.0e-6",
-        "rlhf_v",
-        "images",
-    ),
-    "megatron/qwen2_vl_full": (
-        f"{_MEGATRON}model_name_or_path=Qwen/Qwen2-VL-7B-Instruct image_max_pixels=262144 "
-        "video_max_pixels=16384 dataset=llava_1k_en template=qwen2_vl learning_rate=2e-5 "
-        "output_dir=saves/mca/qwen2_vl_full gradient_accumulation_steps=2 lr_scheduler_type=cosine "
-        "tensor_model_parallel_size=4 sequence_parallel=true pipeline_model_parallel_size=2",
-        "llava_1k_en",
-        "images",
     ),
 }
 
@@ -124,6 +113,11 @@ _ROLL_MCA = (
 )
 _ROLL_TORCH = "--use_mca=false --deepspeed=ds_zero3.json --flash_attn=fa2 --gradient_checkpointing "
 ROLL = {
+    "run_qwen_vl_sft.sh": f"{_ROLL}--stage=sft --dataset=llava_1k_en --learning_rate=2e-5 "
+    "--model_name_or_path=Qwen/Qwen2.5-VL-7B-Instruct --template=qwen2_vl --use_mca "
+    "--tensor_model_parallel_size=2 --sequence_parallel --pipeline_model_parallel_size=1 "
+    "--use_distributed_optimizer --bias_activation_fusion --apply_rope_fusion "
+    "--freeze_vision_tower --calculate_per_token_loss",
     "run_sft_train.sh": f"{_ROLL}--stage=sft --dataset=belle_2m --learning_rate=2e-5 {_ROLL_MCA}"
     "--calculate_per_token_loss",
     "run_sft_train.sh with USE_MCA=false": f"{_ROLL}--stage=sft --dataset=belle_2m "
@@ -141,7 +135,9 @@ def write_demo_data(folder: Path) -> None:
     alpaca = [{"instruction": w, "input": "", "output": w} for w in words[:10]]
     pair = {"conversations": says[:1], "chosen": says[1]}
     pairs = [{**pair, "rejected": {"from": "gpt", "value": w}} for w in words[2:12]]
-    seen = [{"messages": says, "images": ["a.jpg"]}] * 3
+    draw(folder / "a.png")
+    asks = {**says[0], "value": f"<image>{says[0]['value']}"}
+    seen = [{"messages": [asks, says[1]], "images": ["a.png"]}] * 12
     ranking = {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"}
     sharegpt = {"formatting": "sharegpt"}
     sets = {
@@ -160,7 +156,7 @@ def write_demo_data(folder: Path) -> None:
     for name in ("mllm_demo", "llava_1k_en"):
         sets[name] = (seen, {**sharegpt, "columns": images})
     sets["rlhf_v"] = (
-        [{**pair, "images": ["a.jpg"]} for pair in pairs],
+        [{**pair, "conversations": [asks], "images": ["a.png"]} for pair in pairs],
         {**sharegpt, "ranking": True, "columns": {**ranking, "images": "images"}},
     )
     for name, (records, _) in sets.items():

@@ -95,9 +95,11 @@ def heads_cases(dtype):
         ]
         for number in frozen:
             inputs[number].requires_grad_(False)
-        angles = torch.outer(torch.arange(s), torch.linspace(1, 2, rotary // 2)).to(device())
-        angles = angles.repeat_interleave(2, 1) if interleaved else angles.repeat(1, 2)
-        tables = [table[:, None, None].to(dtype) for table in (angles.cos(), angles.sin())]
+        # of a model with pictures each row of a batch has positions of its own
+        positions = torch.randint(0, 9, (s, b)) if norms else torch.arange(s)[:, None]
+        angles = (positions[..., None] * torch.linspace(1, 2, rotary // 2)).to(device())
+        angles = angles.repeat_interleave(2, 2) if interleaved else angles.repeat(1, 1, 2)
+        tables = [table[:, :, None].to(dtype) for table in (angles.cos(), angles.sin())]
         sizes, flags = (groups, d), (1e-6, zero, interleaved)
 
         def kernel(*inputs, sizes=sizes, tables=tables, flags=flags):
