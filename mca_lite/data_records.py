@@ -321,7 +321,7 @@ def document(record, spec: DatasetSpec, where: str) -> str:
     if isinstance(record, str):
         return record
     expect(
-        not _pictures_of(record, spec, True),
+        not _pictures_of(record, spec, has_vision=False),
         f"{where}: the record has pictures, which stage pt does not train: write conversations for "
         "stage sft",
     )

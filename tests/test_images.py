@@ -200,8 +200,10 @@ def test_a_model_without_a_tower_refuses_pictures(tmp_path):
     text = write_records(tmp_path / "text.jsonl", {"text": "a", "images": ["a.png"]})
     with pytest.raises(ValueError, match=r"jsonl:1: .*stage pt does not train"):
         load_files(tmp_path, text, stage="pt")
-    plain = write_records(tmp_path / "plain.jsonl", conversation("an <image> tag", "b"))
+    texts = {**conversation("an <image> tag", "b"), "text": "a", "image": "nginx", "images": []}
+    plain = write_records(tmp_path / "plain.jsonl", texts)
     assert len(load_files(tmp_path, plain).train) == 1
+    assert len(load_files(tmp_path, plain, stage="pt").train) == 1
     column = torch.ones(1, 2, dtype=torch.long)
     batch = {"input_ids": column, "labels": column, "pixel_values": torch.ones(4, 3)}
     with pytest.raises(ValueError, match="a batch has pixel_values .*no vision_config"):
