@@ -215,6 +215,7 @@ class Vision:
     folder: Path
     image_token_id: int
     merge_size: int
+    patch_size: int
     image_token: str
     block: str
     limits: dict[str, int]
@@ -225,9 +226,10 @@ class Vision:
     def of(cls, folder: Path, config: dict, tokenizer, data_args) -> "Vision | None":
         """The pictures of a config.json, None for a model without them, or of another kind.
         ValueError for a tokenizer without the tokens of pictures."""
-        merge_size = (config.get("vision_config") or {}).get("spatial_merge_size")
+        tower = config.get("vision_config") or {}
+        sizes = [tower.get(key) for key in ("spatial_merge_size", "patch_size")]
         ids = [config.get(key) for key in TOKEN_KEYS]
-        if None in (merge_size, *ids):
+        if None in (*sizes, *ids):
             return None
         tokens = [tokenizer.decode([number]) for number in ids]
         expect(
@@ -242,7 +244,7 @@ class Vision:
         return cls(
             folder,
             ids[1],
-            merge_size,
+            *sizes,
             tokens[1],
             "".join(tokens),
             {key: value for key, value in limits.items() if value is not None},
@@ -287,10 +289,11 @@ class Vision:
         processor = getattr(transformers, f"{name}Pil").from_pretrained(
             self.folder, local_files_only=True, **self.limits
         )
+        given = [processor.do_resize, processor.merge_size, processor.patch_size]
         expect(
-            processor.do_resize and processor.merge_size == self.merge_size,
-            f"{self.folder}: {name} has do_resize {processor.do_resize}, merge_size "
-            f"{processor.merge_size}: expected true, and {self.merge_size} as in config.json",
+            given == [True, self.merge_size, self.patch_size],
+            f"{self.folder}: {name} has do_resize, merge_size and patch_size {given}: expected "
+            f"true, and {self.merge_size} and {self.patch_size} as in config.json",
         )
         low = processor.size["shortest_edge"]
         high = processor.size["longest_edge"]
@@ -307,13 +310,13 @@ class Vision:
             sizes = resize(
                 height,
                 width,
-                processor.patch_size * self.merge_size,
+                self.patch_size * self.merge_size,
                 processor.size["shortest_edge"],
                 processor.size["longest_edge"],
             )
         except ValueError as error:
             raise ValueError(f"{where}: {picture}: {width} x {height}: {error}") from None
-        rows, columns = (size // processor.patch_size for size in sizes)
+        rows, columns = (size // self.patch_size for size in sizes)
         return Placed(picture, (_TEMPORAL, rows, columns), picture.num_bytes, where)
 
     def pixels(self, placed: Placed) -> torch.Tensor:

@@ -111,7 +111,8 @@ def test_a_column_for_the_model_is_one_of_its_arguments():
 
     register_column("colour", default=0.5, to_model=True)
     batch = split(collated({"input_ids": [1, 2], "labels": [2, 3], "weight": 1}))
-    backend = SimpleNamespace(routers=SimpleNamespace(expect=lambda mask: None))
+    routers = SimpleNamespace(expect=lambda mask: None)
+    backend = SimpleNamespace(routers=routers, model=SimpleNamespace(base_model=None))
     inputs = TorchBackend.model_inputs(backend, batch)
     assert inputs["colour"].tolist() == [[0.5, 0.5]] and "weight" not in inputs
 

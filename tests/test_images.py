@@ -524,9 +524,10 @@ def test_streaming_and_a_folder_without_a_processor_are_refused(tmp_path):
     with pytest.raises(ValueError, match="expected processor_config.json or preprocessor_config"):
         load(tmp_path, path)
     tokenizer = picture_tokenizer()
-    write_model(tmp_path / "other", tokenizer, merge_size=4)
-    with pytest.raises(ValueError, match="merge_size 4: expected true, and 2 as in config.json"):
-        _ = vision_of(tmp_path / "other", tokenizer).processor
+    for changes, shown in (({"merge_size": 4}, "True, 4, 4"), ({"patch_size": 8}, "True, 2, 8")):
+        write_model(tmp_path / "other", tokenizer, **changes)
+        with pytest.raises(ValueError, match=rf"\[{shown}\]: expected true, and 2 and 4 as in"):
+            _ = vision_of(tmp_path / "other", tokenizer).processor
     with pytest.raises(ValueError, match="vision_start_token_id.* it is another model's"):
         vision_of(tmp_path / "other", byte_tokenizer(TEMPLATE))
 

@@ -124,3 +124,17 @@ def test_inspect_shows_pictures_with_their_tokens(folder, tmp_path):
     sizes = [Image.open(io.BytesIO(base64.b64decode(url))).size for url in urls]
     assert sizes == [(16, 8), (8, 8), (30, 17), (9, 12), (30, 17)]
     assert "a&#39;b&#34;&lt;img&gt;.png: " in page and name not in page
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_picture_broken_in_its_pixels_ends_the_run_by_name(folder, tmp_path, workers):
+    folder, _, _ = folder
+    whole = (folder / "2.png").read_bytes()
+    (tmp_path / "half.png").write_bytes(whole[: len(whole) // 2])
+    record = {**conversation("<image>", "b"), "images": ["half.png"]}
+    data = write_records(tmp_path / "a.jsonl", *[record] * 4)
+    words = f"model_name_or_path={folder / 'model'} dataset={data} cutoff_len=128 {ONE_STEP} "
+    words += f"global_batch_size=4 dataloader_num_workers={workers} output_dir={tmp_path / 'out'}"
+    shown = run_script(words, tmp_path, nproc=2, code=2)
+    assert re.search(r"a.jsonl:\d: .*half.png cannot be read as one of BMP", shown.stderr)
+    assert "defect of mca_lite" not in shown.stderr

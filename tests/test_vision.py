@@ -335,7 +335,7 @@ def test_a_plan_counts_the_tower_on_the_first_stage(paths, family, monkeypatch):
     count = sum(parameter.numel() for parameter in tower.parameters())
     assert first.parameters - second.parameters == count - 32  # the final norm is on the second
     [recomputed] = planned(paths[family], **FULL)
-    monkeypatch.setattr(plan_memory, "_tower", lambda *arguments: 0.0)
+    monkeypatch.setattr(plan_memory, "tower_activations", lambda *arguments: 0.0)
     [text] = planned(paths[family])
     [text_recomputed] = planned(paths[family], **FULL)
     # the mergers are not counted, nor the table of positions

@@ -49,7 +49,7 @@ def write_model(folder: Path, tokenizer, model_type: str = "qwen2_vl", **changes
     start, image, end = tokenizer.convert_tokens_to_ids(list(TOKENS))
     config = {
         "model_type": model_type,
-        "vision_config": {"spatial_merge_size": 2, "model_type": model_type},
+        "vision_config": {"spatial_merge_size": 2, "patch_size": 4, "model_type": model_type},
         "vision_start_token_id": start,
         "image_token_id": image,
         "vision_end_token_id": end,

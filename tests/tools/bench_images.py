@@ -8,7 +8,8 @@ micro-batch, or packed. "frozen": the tower has no gradient; "trained": all weig
 rival is Hugging Face's Trainer with Liger kernels, with weights and moments in bf16 (liger), and
 with float32 weights and products in bf16 (liger-float32), the precision of this project. The rival
 gets the rows padded: it has no packed form of them. Its loss is the mean of micro-batches' means:
-transformers' models with pictures take no count of a step's tokens. Tokens are real ones: text, and a picture's.
+transformers' models with pictures take no count of a step's tokens. Tokens are real ones: text,
+and a picture's.
 TINY=1 in the environment runs the same at a size for a CPU, without Liger.
 """
 
