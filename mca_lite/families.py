@@ -658,7 +658,8 @@ def check_type(values: dict[str, Any], judge: Judge, use_mca: bool = True) -> No
     if not use_mca:
         reason = "it is no causal model of transformers (AutoModelForCausalLM)"
     if not values.keys().isdisjoint(_MEDIA_CONFIGS):
-        reason = "models with images, audio or video are not trained here yet"
+        known = sorted(name for name, family in FAMILIES.items() if family.has_pictures)
+        reason = f"of models with images, audio or video {', '.join(known)} are trained here"
         part = "its text"
     if is_causal:
         remedy = f"use_mca: false, to train {part} as plain torch"

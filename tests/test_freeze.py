@@ -297,3 +297,16 @@ def test_layers_below_every_trained_weight_have_no_backward_flops():
     weights = 2 * 2 * layer + 4 * (2 * (layer - mlp) + head) + 6 * 2 * mlp
     assert work.flops(10, 0) == pytest.approx(10 * weights)
     assert work.flops(0, 100) == pytest.approx(100 * (6 + 2) * sizes.core / 2)
+
+
+def zeros_of_run(path: str, out: str, **keys) -> list[int]:
+    train(path, out, adapt=by_keys(FREEZE), log_num_zeros_in_grad=True, **keys)
+    return [line["num_zeros_in_grad"] for line in read_log(out)]
+
+
+def test_zeros_of_the_gradient_are_counted_without_a_frozen_embedding(tmp_path):
+    """Its padded rows are in no gradient."""
+    path = tiny.save_model(tmp_path / "model", "llama")
+    [plain] = world.run(zeros_of_run, 1, path, str(tmp_path / "torch"), backend="torch", **BRIEF)
+    for of_rank in world.run(zeros_of_run, 2, path, str(tmp_path / "tp2"), **BRIEF, **TP2):
+        assert of_rank == plain
