@@ -363,7 +363,7 @@ def _activations(
 _OF_TOWER = {"quick_gelu": (11, 3), "gelu_pytorch_tanh": (11, 2), "silu": (15, 4)}
 
 
-def _tower(args, config, tensors: "ModelTensors", length: int, r: RankSizes) -> float:
+def tower_activations(args, config, tensors: "ModelTensors", length: int, r: RankSizes) -> float:
     """Bytes kept of the module for pictures, at most: of rows of pictures alone. 0 without, and for
     one with frozen layers."""
     vision = config.vision_config
@@ -431,7 +431,7 @@ def rank_memory(
     kept, again = _activations(args, config, stage, facts, r, tensors.lowest)
     tower = 0.0
     if stage == 0:
-        tower = _tower(args, config, tensors, length, r)
+        tower = tower_activations(args, config, tensors, length, r)
     logits = norm = 0.0
     if stage == r.pp - 1:
         trains_head = tensors.trained is None or "lm_head" in tensors.trained
