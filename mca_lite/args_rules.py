@@ -194,6 +194,18 @@ def check_data(a: Any, judge: Judge) -> None:
         f"one of {', '.join(TEMPLATES)}",
     )
     judge.expect(
+        os.path.isdir(a.media_dir or "."),
+        "media_dir",
+        "it is no folder",
+        "the folder of the pictures that records name",
+    )
+    judge.expect(
+        (a.image_min_pixels or 0) <= (a.image_max_pixels or math.inf),
+        "image_min_pixels image_max_pixels",
+        f"it is above image_max_pixels, {a.image_max_pixels}",
+        "a lower one",
+    )
+    judge.expect(
         {"role", "content"}.isdisjoint(a.ignore_message_keys),
         "ignore_message_keys",
         "a message is nothing without role and content",

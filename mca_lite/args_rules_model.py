@@ -100,6 +100,13 @@ _FP8 = (
         "transformer_impl: transformer_engine, or fp8 left out",
     ),
 )
+_WITH_TOWER = (
+    Rule(
+        "predict_with_generate",
+        "answers about pictures are not generated in evaluations",
+        "predict_with_generate: false, and python -m mca_lite generate after the run",
+    ),
+)
 _WITHOUT_TOWER = tuple(
     Rule(f"{wrong}{key}", "the model has no vision tower", f"{key} left out")
     for wrong, key in (
@@ -355,8 +362,7 @@ def check_numbers(values: dict[str, Any], judge: Judge) -> None:
 def check_config(values: dict[str, Any], a: Any, judge: Judge) -> None:
     """Apply every rule between a raw config.json and the arguments."""
     check_type(values, judge, a.use_mca)
-    if "vision_config" not in values:
-        judge.apply(_WITHOUT_TOWER)
+    judge.apply(_WITH_TOWER if "vision_config" in values else _WITHOUT_TOWER)
     before = len(judge.problems)
     numbers = numbers_of(values)
     check_numbers(values, judge)

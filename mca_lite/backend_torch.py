@@ -283,7 +283,8 @@ class TorchBackend(Backend):
         device = parallel.device()
         params = batch.get("packed_seq_params")
         inputs = to_rank(batch, model_columns(batch), None, device)
-        self.routers.expect(inputs.pop("padding_mask"))
+        is_padding = inputs.pop("padding_mask")
+        self.routers.expect(is_padding)
         if params is None:  # rows are padded on the right and attention is causal: no mask
             mask, positions = get_ltor_masks_and_position_ids(inputs["input_ids"], False)
         else:
@@ -293,6 +294,10 @@ class TorchBackend(Backend):
             config = self.model.config
             slots = with_image_slots(batch, config.image_token_id)
             check_slots(slots, config.vision_config.spatial_merge_size)
+            # rows that only fill the batch have no pictures: their ids may be any others
+            inputs["input_ids"] = inputs["input_ids"].masked_fill(
+                is_padding, int(config.image_token_id == 0)
+            )
             positions = torch.stack([inputs.pop(name) for name in ROPE_COLUMNS])
             if not has_pictures(batch):
                 inputs = {name: x for name, x in inputs.items() if not is_of_pictures(name)}

@@ -22,7 +22,7 @@ from .errors import refuse
 from .files import GENERATIONS_NAME, printable, resolve_folder, write_file
 from .tables import OBJECTIVES
 
-_COMMANDS = "/new, /system TEXT, /exit; Ctrl-C ends an answer, Ctrl-D leaves"
+_COMMANDS = "/new, /system TEXT, /image PATH, /exit; Ctrl-C ends an answer, Ctrl-D leaves"
 _SHOWN = 3  # answers
 _MOST_CHARACTERS = 100  # of a printed line
 _FILES = "--file prompts.jsonl, or prompts.txt: one a line"
@@ -47,8 +47,9 @@ def main_chat(words: list[str]) -> int:
 
     python -m mca_lite chat MODEL [options]
         a session: /new begins another conversation, /system TEXT too, with this system message;
-        /exit or Ctrl-D leaves, Ctrl-C ends an answer. Questions may come from a pipe, one a line.
-        With --before each model has its own side of the conversation
+        /image PATH shows a picture with the next question, to a model that sees pictures; /exit or
+        Ctrl-D leaves, Ctrl-C ends an answer. Questions may come from a pipe, one a line. With
+        --before each model has its own side of the conversation
     """
     parser = parser_of("chat", inspect.getdoc(main_chat))
     add = parser.add_argument
@@ -92,7 +93,8 @@ def _chat(options) -> None:
     decoding = _decoding(options)
     from .generation import keys_of_run
 
-    keys = keys_of_run(options.model, "default_system enable_thinking")
+    names = "default_system enable_thinking image_max_pixels image_min_pixels"
+    keys = keys_of_run(options.model, names)
     names = ["before", "trained"] if options.before else [""]
     speakers = [_Speaker(name, options, decoding, keys) for name in names]
     is_terminal = sys.stdin.isatty()
@@ -109,6 +111,8 @@ def _chat(options) -> None:
                 speaker.begin()
             elif command == "/system":
                 speaker.begin(text)
+            elif command == "/image":
+                speaker.show(text)
             elif not command.startswith("/"):
                 speaker.answer(line)
             elif speaker is speakers[0]:
@@ -135,12 +139,13 @@ class _Speaker:
     """A model with its side of the conversation."""
 
     def __init__(self, name: str, options, decoding, keys):
-        from .generation import load_for_generation
+        from .generation import load_for_generation, vision_of
 
         trusted = [options.model, options.base] * options.trust_remote_code
         self.model, self.tokenizer = load_for_generation(
             options.model, options.base, name == "before", trusted
         )
+        self.vision = vision_of(self.model, self.tokenizer, keys)
         self.enable_thinking = keys.enable_thinking
         self.name = name
         self.decoding = decoding
@@ -151,6 +156,24 @@ class _Speaker:
         if system is not None:
             self.system = [{"role": "system", "content": system}] * bool(system)
         self.messages = list(self.system)
+        self.pictures: list = []  # of the conversation
+        self.waiting = ""  # the text of pictures before the next question
+
+    def show(self, path: str) -> None:
+        """Put a picture before the next question, or print the reason against it."""
+        from .data_images import read_picture
+
+        if self.vision is None:
+            print("this model sees no pictures")
+            return
+        try:
+            picture = read_picture(path, Path.cwd(), "/image")
+            self.vision.place(picture, "/image")  # its header is read
+        except ValueError as error:
+            print(printable(str(error)))
+            return
+        self.pictures.append(picture)
+        self.waiting += self.vision.block
 
     def answer(self, question: str) -> None:
         """Print the answer as it comes. An answer cut by Ctrl-C stays in the conversation."""
@@ -158,15 +181,22 @@ class _Speaker:
 
         from . import generation
 
-        self.messages.append({"role": "user", "content": question})
+        self.messages.append({"role": "user", "content": self.waiting + question})
+        self.waiting = ""
+        seen = None
         try:
             prompt = generation.prompt_ids(self.tokenizer, self.messages, self.enable_thinking)
+            if self.vision is not None:
+                prompt, seen = self.vision.prompt(prompt, self.pictures, "this conversation")
         except TemplateError as error:
             print(f"the chat template refuses this conversation: {printable(str(error))}")
             return self.begin("")
+        except ValueError as error:
+            print(printable(str(error)))
+            return self.begin()
         if self.name:
             print(f"{self.name + ':':9}", end="")
-        text = generation.stream(self.model, self.tokenizer, prompt, self.decoding)
+        text = generation.stream(self.model, self.tokenizer, prompt, self.decoding, seen)
         print(flush=True)
         self.messages.append({"role": "assistant", "content": text})
 
@@ -178,22 +208,24 @@ def _generate(words: list[str], options) -> None:
     arguments = parse_args(words, needs_world=False)
     if options.file is not None and not Path(options.file).is_file():
         refuse("--file", options.file, f"no such file (seen from {Path.cwd()})", _FILES)
-    from .generation import answers, load_for_generation
+    from .generation import answers, load_for_generation, vision_of
 
     output_dir = Path(arguments.training.output_dir)
     decoding = _decoding(options)
     names = [str(output_dir), options.base, arguments.model.model_name_or_path]
     trusted = names * arguments.model.trust_remote_code
     model, tokenizer = load_for_generation(output_dir, options.base, False, trusted)
-    samples = _samples(arguments, options.file, model, tokenizer)[: options.num]
-    prompts = [ids for ids, _ in samples]
+    vision = vision_of(model, tokenizer, arguments.data)
+    samples = _samples(arguments, options.file, model, tokenizer, vision)[: options.num]
+    prompts = [ids for ids, *_ in samples]
     rows = [{"prompt": tokenizer.decode(ids)} for ids in prompts]
-    texts = {"answer": answers(model, tokenizer, prompts, decoding, options.batch_size)}
+    seen = [pictures for *_, pictures in samples]
+    texts = {"answer": answers(model, tokenizer, prompts, decoding, options.batch_size, seen)}
     if options.before:
         del model  # there may be no room for two
         model, _ = load_for_generation(output_dir, options.base, True, trusted)
-        texts["before"] = answers(model, tokenizer, prompts, decoding, options.batch_size)
-    for number, (_, expected) in enumerate(samples):
+        texts["before"] = answers(model, tokenizer, prompts, decoding, options.batch_size, seen)
+    for number, (_, expected, _) in enumerate(samples):
         row = rows[number]
         row |= {name: of_model[number] for name, of_model in texts.items()}
         if expected is not None:
@@ -227,22 +259,26 @@ def _result(rows: list[dict], name: str) -> str:
 # -- prompts of generate
 
 
-def _samples(arguments, file: str | None, model, tokenizer) -> list[tuple[list[int], str | None]]:
-    """(token ids of the prompt, the expected answer if there is one) of a file, else of the
-    evaluation set as training reads it: its last answer with loss is the expected one."""
+_Sample = tuple[list[int], str | None, dict]
+
+
+def _samples(arguments, file: str | None, model, tokenizer, vision) -> list[_Sample]:
+    """(token ids of the prompt, the expected answer if there is one, the prompt's pictures) of a
+    file, else of the evaluation set as training reads it: its last answer with loss is the expected
+    one."""
     from .generation import turns_of
 
     stage = arguments.finetuning.stage
     if file is not None:
-        return _of_file(file, tokenizer, arguments.data)
+        return _of_file(file, tokenizer, arguments.data, vision)
     if OBJECTIVES[stage].joins_documents:
         refuse("stage", stage, "its documents have no answers", "--file prompts.jsonl")
-    evaluated = _evaluation_set(arguments, tokenizer)
+    evaluated = _evaluation_set(arguments, tokenizer, vision)
     turns = turns_of(evaluated, range(len(evaluated)), model, tokenizer)
-    return [(prompt, answer) for _, prompt, answer in turns]
+    return [turn[1:] for turn in turns]
 
 
-def _evaluation_set(arguments, tokenizer):
+def _evaluation_set(arguments, tokenizer, vision):
     """The samples of eval_dataset or val_size, with loss on their answers alone."""
     from .data import load_datasets
 
@@ -254,16 +290,16 @@ def _evaluation_set(arguments, tokenizer):
         refuse("train_on_prompt", True, "the samples of val_size have trained prompts", remedy)
     vars(data).update(packing=False, neat_packing=False, train_on_prompt=False)
     seed = arguments.training.order_seed
-    samples = load_datasets(data, arguments.finetuning.stage, tokenizer, seed).eval
+    samples = load_datasets(data, arguments.finetuning.stage, tokenizer, seed, vision).eval
     if samples is None:
         refuse("eval_dataset", None, "there is nothing to evaluate on", f"val_size, {remedy}")
     return samples
 
 
-def _of_file(file: str, tokenizer, data) -> list[tuple[list[int], str | None]]:
+def _of_file(file: str, tokenizer, data, vision) -> list[_Sample]:
     """The samples of a file of records."""
     from .data_files import DatasetSpec, read_records
-    from .data_records import FORMATS, detect_format, is_plain
+    from .data_records import FORMATS, detect_format, is_plain, pictures_of_prompt
     from .generation import prompt_ids
 
     spec = DatasetSpec(file)
@@ -282,11 +318,15 @@ def _of_file(file: str, tokenizer, data) -> list[tuple[list[int], str | None]]:
         system = record.get("system") or data.default_system
         if system and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": system})
+        pictures = pictures_of_prompt(messages, record, spec, vision, where)
+        seen = {}
         if is_plain(record, form):
             ids = tokenizer.encode(record["prompt"])
         else:
             ids = prompt_ids(tokenizer, messages, data.enable_thinking)
-        samples.append((ids, expected))
+        if vision is not None:
+            ids, seen = vision.prompt(ids, pictures, where)
+        samples.append((ids, expected, seen))
     if not samples:
         refuse("--file", file, "it holds no record", _FILES)
     return samples

@@ -9,6 +9,7 @@ python -m mca_lite plan config.yaml [key=value ...] [options]
 Exit code: 0, or 3 where the run does not fit into --memory.
 """
 
+import collections
 import contextlib
 import functools
 import itertools
@@ -40,17 +41,45 @@ class Rates(NamedTuple):
     """Measured on one device, or between devices."""
 
     products: float  # FLOP/s of matrix products
-    attention: float  # FLOP/s
+    attention: float  # FLOP/s of long documents
     passes: float  # bytes/s
     gaps: float  # time of a step over its kernels' time
     update: float  # parameters/s of the optimizer, float32 moments, with clipping
-    link: float = math.inf  # bytes/s sent by a rank in a collective; inf: not counted
+    link: float = math.inf  # bytes/s sent by a rank in a collective within a node
+    network: float = math.inf  # and between nodes
+    half: float = 0.0  # tokens of a document with half of attention's rate
+    context: float = 1.0  # attention's rate for context parallelism, relative
+    experts: float = 1.0  # rate of experts' products, relative
+    layer_s: float = 0.0  # of the host, for a layer's passes over a micro-batch
+    split_layer_s: float = 0.0  # with sequence or context parallelism
 
 
 # by GPU, bf16. H200: tests/bench/RESULTS.md: kernels of a step of 1.5B, 8 rows of 4,096 tokens (430
 # ms of products, 95 of attention, SwiGLU's 31.7, a step of 651 ms with 624 ms of kernels), and the
-# update of 4B. Its links were not measured: `doctor` measures them
-RATES = {"H200": Rates(7.04e14, 3.64e14, 4.15e12, 1.043, 1.17e11)}
+# update of 4B; rows of up to 32,768 tokens, layouts and experts: two H200 of one host
+# (tests/shared/planned.py). Not measured here: H100, with the H200's arithmetic and the bandwidth
+# of its own memory; networks, at the 400 Gbit/s of a usual adapter for each GPU
+_H200 = Rates(
+    products=7.04e14,
+    attention=5.4e14,
+    passes=4.15e12,
+    gaps=1.043,
+    update=1.17e11,
+    link=3.1e11,
+    network=5e10,
+    half=1980,
+    context=0.5,
+    experts=0.46,
+    layer_s=4.7e-3,
+    split_layer_s=6.5e-3,
+)
+_BANDWIDTH = 3.35 / 4.8  # of an H100's memory, of an H200's
+RATES = {
+    "H200": _H200,
+    "H100": _H200._replace(passes=_H200.passes * _BANDWIDTH, update=_H200.update * _BANDWIDTH),
+}
+_NODE = 8  # GPUs
+_CHECKED = 16  # GPUs: the plan of more was compared with no run
 
 
 class StepTime(NamedTuple):
@@ -97,7 +126,6 @@ def step_time(
     sizes = model_sizes(config)
     if sizes is None:
         return None
-    recomputes = config.recompute_granularity == "full"
     samples = args.train_global_batch_size
     tokens = samples * sum(lengths)
     squares = samples * sum(n**2 for n in lengths)
@@ -106,37 +134,91 @@ def step_time(
     work = ModelWork(sizes.weights * frozen, sizes.weights * (not frozen), sizes.core, beside)
     if trained is not None:
         work = partial_work(config, trained, beside)
-    head = sizes.hidden_size * sizes.vocab_size
-    products = work.flops(tokens, 0) + 2 * recomputes * (sizes.weights - head) * tokens
-    attention = work.flops(0, squares) + 2 * recomputes * sizes.core * squares
-    columns = sizes.mlp_weights / 3 / sizes.hidden_size
-    channels = sizes.hidden_size
-    if not config.sequence_parallel:  # each rank of a tensor parallel group passes over all
-        channels *= config.tensor_model_parallel_size
-    per_token = sizes.num_layers * (_OF_COLUMN * columns + _OF_CHANNEL * channels)
-    per_token += _OF_VOCABULARY * sizes.vocab_size
-    per_token *= config.params_dtype.itemsize / 2
-    passes = 1 + (recomputes + reference) / 3  # over forward and backward
-    kernels = products / rates.products + attention / rates.attention
-    kernels += tokens * per_token * passes / rates.passes
-    compute = kernels * rates.gaps / world_size
+    in_layers, of_head = _kernels(config, sizes, work, tokens, squares, lengths, rates, reference)
+    compute, slowest = _of_stages(args, config, in_layers / world_size, of_head / world_size, rates)
     copies = world_size / (config.tensor_model_parallel_size * config.pipeline_model_parallel_size)
-    within = _within_layers(args, config, sum(lengths)) / rates.link
-    waits = _of_step(args, config, memory, copies, compute, rates.link)
+    within = _within_layers(args, config, sum(lengths), world_size, rates)
+    link = _link(copies * config.tensor_model_parallel_size, rates)
+    waits = _of_step(args, config, memory, copies, compute, link)
     updated = memory.trained
     if args.use_distributed_optimizer:
         updated /= copies
     return StepTime(
         compute=compute,
-        bubble=(compute + within) * bubble(args, config),
+        bubble=slowest - compute + (slowest + within) * bubble(args, config),
         messages=within + waits,
         update=updated / rates.update,
         flops=work.flops(tokens, squares),
     )
 
 
-def _within_layers(args, config, sample: int) -> float:
-    """Bytes sent by a rank in a step for tensor, context, expert and pipeline parallelism."""
+def _kernels(
+    config,
+    sizes,
+    work,
+    tokens: int,
+    squares: int,
+    lengths: list[int],
+    rates: Rates,
+    reference: bool,
+) -> tuple[float, float]:
+    """Seconds of (layers, head and loss) of a step on one device, were it large enough. squares: of
+    the lengths of all documents, of which `lengths` are a sample's."""
+    recomputes = config.recompute_granularity == "full"
+    head = sizes.hidden_size * sizes.vocab_size
+    columns = sizes.mlp_weights / 3 / sizes.hidden_size
+    channels = sizes.hidden_size
+    if not config.sequence_parallel:  # each rank of a tensor parallel group passes over all
+        channels *= config.tensor_model_parallel_size
+    passes = 1 + (recomputes + reference) / 3  # over forward and backward
+    a_byte = tokens * passes * config.params_dtype.itemsize / 2 / rates.passes
+    in_layers = a_byte * sizes.num_layers * (_OF_COLUMN * columns + _OF_CHANNEL * channels)
+    share = head / sizes.weights
+    products = work.flops(tokens, 0)
+    of_head = a_byte * _OF_VOCABULARY * sizes.vocab_size + products * share / rates.products
+    again = 2 * recomputes * tokens
+    products = products * (1 - share) + again * (sizes.weights - head)
+    if config.num_moe_experts:
+        of_experts = products * sizes.mlp_weights * sizes.num_layers / (sizes.weights - head)
+        products += of_experts * (1 / rates.experts - 1)
+    attention = work.flops(0, squares) + 2 * recomputes * sizes.core * squares
+    longest = max(lengths)
+    rate = rates.attention * longest / (longest + rates.half)
+    if config.context_parallel_size > 1:
+        rate *= rates.context
+    in_layers += products / rates.products + attention / rate
+    return in_layers * rates.gaps, of_head * rates.gaps
+
+
+def _of_stages(args, config, in_layers: float, of_head: float, rates: Rates) -> tuple[float, float]:
+    """Seconds of a step on a pipeline stage, in the mean and of the slowest: as long as its kernels
+    or as the host takes to start them. in_layers, of_head: kernels of a rank, in the mean."""
+    from .plan_memory import stages_of_layers
+
+    pp = config.pipeline_model_parallel_size
+    counts = collections.Counter(stages_of_layers(config))
+    layer_s = rates.layer_s
+    if config.sequence_parallel or config.context_parallel_size > 1:
+        layer_s = rates.split_layer_s
+    if config.recompute_granularity == "full":
+        layer_s *= 4 / 3
+    layer_s *= args.gradient_accumulation_steps or 1
+    seconds = []
+    for stage in range(pp):
+        kernels = in_layers * pp * counts[stage] / config.num_layers
+        kernels += of_head * pp * (stage == pp - 1)
+        seconds.append(max(kernels, counts[stage] * layer_s))
+    return sum(seconds) / pp, max(seconds)
+
+
+def _link(ranks: float, rates: Rates) -> float:
+    """Bytes/s sent by a rank in a collective of a group within `ranks` ranks in order."""
+    return rates.link if ranks <= _NODE else rates.network
+
+
+def _within_layers(args, config, sample: int, world_size: int, rates: Rates) -> float:
+    """Seconds of messages of a rank in a step for tensor, context, expert and pipeline
+    parallelism."""
     from .plan_memory import RankSizes
 
     r = RankSizes(config)
@@ -153,7 +235,10 @@ def _within_layers(args, config, sample: int) -> float:
     chunks = config.virtual_pipeline_model_parallel_size or 1
     of_pipeline = 2 * chunks * hidden / r.sp * (r.pp > 1)
     micro_batches = args.gradient_accumulation_steps or 1
-    return (of_tensor + of_context + of_experts + of_pipeline) * micro_batches
+    etp = config.expert_tensor_parallel_size or 1
+    seconds = of_tensor / _link(r.tp, rates) + of_context / _link(r.tp * r.cp, rates)
+    seconds += of_experts / _link(etp * r.ep, rates) + of_pipeline / _link(world_size, rates)
+    return seconds * micro_batches
 
 
 def _of_step(args, config, memory, copies: float, compute: float, link: float) -> float:
@@ -198,8 +283,8 @@ def main(words: list[str]) -> int:
     add("--gpus", type=at_least(1), default=1, metavar="N", help="ranks (1)")
     add("--memory", type=number, metavar="G", help="GiB of each GPU")
     add("--gpu", choices=RATES, help="for the time of a step")
-    link = "GB/s between GPUs, as doctor says: for messages"
-    add("--link", type=number, default=math.inf, metavar="B", help=link)
+    link = "GB/s between all GPUs, as doctor says (as in tests/shared/planned.py)"
+    add("--link", type=number, metavar="B", help=link)
     options, words = parser.parse_known_args(words)
     return finish(world.planned_world(options.gpus)(_plan), words, options)
 
@@ -226,7 +311,9 @@ def _plan(words: list[str], options) -> int:
     fitting = [one for one in _layouts(words, layout, options) if one.gib <= budget]
     layouts = sorted(fitting, key=_Layout.rank)
     gpus = show_count(options.gpus, "GPU")
-    print(f"\n{len(layouts)} layouts of {gpus} fit, best first, and their keys:")
+    is_checked = options.gpus <= _CHECKED or options.gpu is None
+    words_on_time = "" if is_checked else ", seconds not checked"
+    print(f"\n{len(layouts)} layouts of {gpus} fit{words_on_time}, best first, and their keys:")
     for one in layouts[:_MAX_SHOWN]:
         print(f"  {one.gib:6.1f} GiB{one.time_words()}  {one.keys_beside(layout)}")
     if not layouts:
@@ -249,7 +336,9 @@ class _Layout:
         self.gib = self.memory.total / _GIB
         self.time = None
         if options.gpu is not None:
-            rates = RATES[options.gpu]._replace(link=options.link * 1e9)
+            rates = RATES[options.gpu]
+            if options.link is not None:
+                rates = rates._replace(link=options.link * 1e9, network=options.link * 1e9)
             self.time = step_time(
                 *(self.args, self.config, self.memory, model.lengths, options.gpus, rates),
                 frozen=model.spec is not None,
@@ -369,8 +458,8 @@ def _run_lines(layout: _Layout) -> list[str]:
     time = layout.time
     if time is not None:
         messages = f"{time.messages:.2f} s of it messages, {time.bubble:.2f} s the pipeline's"
-        if layout.options.link == math.inf:
-            messages = "messages between GPUs not counted: --link"
+        if layout.options.gpus > _CHECKED:
+            messages += f"; not checked: no run of more than {_CHECKED} GPUs was compared"
         hours = time.total * steps / 3600
         table["time"] = f"{layout.time_words().strip()}, {hours:.1f} h; {messages}"
     return [f"{name:15}{words}" for name, words in table.items()]

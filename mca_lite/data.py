@@ -92,6 +92,11 @@ class TokenDataset(Subset):
     def num_trained_tokens(self) -> int:
         return int(np.concatenate([shard.learned for shard in self.shards])[self.indices].sum())
 
+    @property
+    def has_pictures(self) -> bool:
+        """True if a document of the shards has a picture."""
+        return any(shard.pictures_end[-1] for shard in self.shards)
+
     def pictures(self, i: int) -> list[Placed]:
         """The pictures of the first document of a sample."""
         number = int(self.indices[i])

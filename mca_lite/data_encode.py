@@ -1,7 +1,6 @@
 """From the files of a dataset to token ids with a loss mask: Reader reads records, Encoder makes
 unshifted documents of them, load_shard keeps these in the token cache."""
 
-import contextlib
 import functools
 import hashlib
 import inspect
@@ -320,7 +319,7 @@ class Encoder:
             f"{len(pictures)} pictures: expected this token for pictures alone",
         )
         placed = (self.vision.place(picture, where) for picture in pictures[:count])
-        return rendered._replace(pictures=tuple(placed))
+        return Rendered(rendered.text, rendered.spans, rendered.is_plain, tuple(placed))
 
     def check_size(self, size: int, where: str) -> None:
         """ValueError with the place for a text far longer than the part that is kept: tokenising
@@ -633,11 +632,9 @@ def write_shard(
     folder.mkdir()
     rows = []
     pictures_end: list[int] = []
+    pictures = PictureFile(folder)
     tally = Tally()
-    with contextlib.ExitStack() as opened:
-        tokens = opened.enter_context(open(folder / "ids.bin", "wb"))
-        if reader.vision is not None:
-            pictures = opened.enter_context(PictureFile(folder).writing())
+    with open(folder / "ids.bin", "wb") as tokens:
         for samples, of_chunk in parts:
             tally.add(of_chunk)
             for document, values in itertools.chain(*samples):
@@ -645,7 +642,10 @@ def write_shard(
                 columns = (values.get(name, np.nan) for name in reader.columns)
                 rows.append((len(document), num_learned(document), *columns))
                 if reader.vision is not None and row_length is None:
-                    pictures_end.append(pictures.add(values.get("pictures", ())))
+                    end = pictures_end[-1] if pictures_end else 0
+                    if placed := values.get("pictures"):
+                        end = pictures.add(placed)
+                    pictures_end.append(end)
             progress(f"{tally.records:,} records, {tokens.tell() // 4:,} tokens")
     tally.check()
     table = np.array(rows).reshape(len(rows), 2 + len(reader.columns))

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .batch import rope_positions
+from .batch import is_of_pictures, rope_positions
 from .errors import expect
 from .files import describe_error, read_json
 
@@ -37,6 +37,7 @@ _ORIENTATION = 0x0112  # tag of EXIF
 _ON_ITS_SIDE = (5, 6, 7, 8)  # its values for which width and height change places
 _THUMBNAIL = (240, 240)
 _PROCESSOR_NAMES = ("processor_config.json", "preprocessor_config.json")
+_PROCESSOR = "Qwen2VLImageProcessor"  # of all three families; Qwen3-VL has other sizes
 _SOURCES = ("image", "image_url", "path", "url", "base64", "value")  # keys of a block of a message
 _TEMPORAL = 1  # patches of a picture along time
 
@@ -96,9 +97,9 @@ def read_picture(value, folder: Path, where: str) -> Picture:
     )
     path = folder / text.removeprefix("file://")
     expect(
-        path.is_file(),
-        f"{where}: there is no picture {str(path)!r}: paths are relative to media_dir, or without "
-        "that key to the folder of the dataset's file",
+        os.path.isfile(path),  # False for a name that is no name, too
+        f"{where}: there is no picture {str(path)!r:.300}: paths are relative to media_dir, or "
+        "without that key to the folder of the dataset's file",
     )
     return Picture(str(path.absolute()))
 
@@ -164,6 +165,9 @@ def _upright_size(image) -> tuple[int, int]:
         raise _Unusable(
             f"{image.mode} has more than 8 bits a channel, and would become white: convert it"
         )
+    # frames of MPO are views of a picture in other sizes
+    if getattr(image, "is_animated", False) and image.format != "MPO":
+        raise _Unusable(f"{image.n_frames} frames, and a picture has one: save that one alone")
     # not PngImageFile.getexif, which decodes the picture
     if Image.Image.getexif(image).get(_ORIENTATION) in _ON_ITS_SIDE:
         return width, height
@@ -248,12 +252,20 @@ class Vision:
     @property
     def identity(self) -> dict:
         """The facts that determine sizes and places."""
-        paths = [self.folder / name for name in _PROCESSOR_NAMES]
         return {
             "block": [self.block, self.image_token_id, self.merge_size],
             "limits": self.limits,
-            "processor": [read_json(path) for path in paths if path.is_file()],
+            "processor": self._settings(),
         }
+
+    def _settings(self) -> dict:
+        """The settings of the image processor, {} without a file of them."""
+        settings: dict = {}
+        for name in _PROCESSOR_NAMES:
+            if (self.folder / name).is_file():
+                values = read_json(self.folder / name)
+                settings |= values.get("image_processor", values)
+        return settings
 
     @functools.cached_property
     def processor(self):
@@ -261,18 +273,19 @@ class Vision:
         missing or does not fit."""
         import transformers  # its image processors take Pillow
 
+        settings = self._settings()
         expect(
-            any((self.folder / name).is_file() for name in _PROCESSOR_NAMES),
+            settings,
             f"{self.folder}: expected {' or '.join(_PROCESSOR_NAMES)} for the pictures of the "
             "data: copy it from the model",
         )
-        processor = transformers.AutoImageProcessor.from_pretrained(
-            self.folder, backend="pil", local_files_only=True, **self.limits
-        )
-        name = type(processor).__name__
+        # not AutoImageProcessor, which takes torchvision in some versions (5.17)
+        name = settings.get("image_processor_type", _PROCESSOR).removesuffix("Fast")
         expect(
-            hasattr(sys.modules[type(processor).__module__], "smart_resize"),
-            f"{self.folder}: {name}: expected an image processor of Qwen2-VL's kind",
+            name == _PROCESSOR, f"{self.folder}: image_processor_type {name}: expected {_PROCESSOR}"
+        )
+        processor = getattr(transformers, f"{name}Pil").from_pretrained(
+            self.folder, local_files_only=True, **self.limits
         )
         expect(
             processor.do_resize and processor.merge_size == self.merge_size,
@@ -287,7 +300,7 @@ class Vision:
     def place(self, picture: Picture, where: str) -> Placed:
         """The picture with its grid, from its header."""
         processor = self.processor
-        resize = sys.modules[type(processor).__module__].smart_resize
+        resize = sys.modules[type(processor).__module__].smart_resize  # of its own version
         with _opened(picture, where) as image:
             height, width = _upright_size(image)
         try:
@@ -344,6 +357,18 @@ class Vision:
         document = np.where(is_image, ~np.int32(self.image_token_id), document)
         return document.repeat(repeats)
 
+    def prompt(
+        self, ids: list[int], pictures: Sequence[Picture], where: str
+    ) -> tuple[list[int], dict[str, torch.Tensor]]:
+        """(tokens of a prompt with all placeholders of its pictures, pixel_values and
+        image_grid_thw) from its tokens with one placeholder for each. ValueError for other numbers
+        of pictures, and unusable ones."""
+        placed = [self.place(picture, where) for picture in pictures]
+        document = self.expand(np.array(ids, dtype=np.int32), placed)
+        ids = np.maximum(document, ~document).astype(np.int64)
+        columns = self.columns(ids, placed)
+        return ids.tolist(), {name: x for name, x in columns.items() if is_of_pictures(name)}
+
     def fit(
         self, document: np.ndarray, pictures: Sequence[Placed], start: int, stop: int
     ) -> tuple[slice, list[Placed]]:
@@ -381,7 +406,7 @@ class Vision:
 
 class PictureFile:
     """The pictures of documents in a shard's folder: pictures.jsonl, a line for each document with
-    pictures, and pictures.bin, those that are no files."""
+    pictures, and pictures.bin, the bytes of those that are no files."""
 
     NAME = "pictures.jsonl"
     DATA_NAME = "pictures.bin"
@@ -389,43 +414,37 @@ class PictureFile:
     def __init__(self, folder: Path):
         self.folder = folder
 
-    @contextlib.contextmanager
-    def writing(self) -> Iterator["PictureFile"]:
-        """Open both files to add() to them."""
-        with (
-            open(self.folder / self.NAME, "wb") as self._lines,
-            open(self.folder / self.DATA_NAME, "wb") as self._data,
-        ):
-            yield self
-
     def add(self, pictures: Sequence[Placed]) -> int:
-        """Add the pictures of a document -> the end of the file of lines."""
-        if pictures:
-            records = []
-            for placed in pictures:
-                record = {**placed._asdict(), "picture": placed.picture.path}
-                if placed.picture.data is not None:
-                    record["start"] = self._data.tell()
-                    self._data.write(placed.picture.data)
+        """Append the pictures of a document -> the end of the file of lines."""
+        records = []
+        with (
+            open(self.folder / self.NAME, "ab") as lines,
+            open(self.folder / self.DATA_NAME, "ab") as data,
+        ):
+            for picture, grid, num_bytes, where in pictures:
+                record = {"path": picture.path, "grid": grid, "where": where}
+                record |= {"num_bytes": num_bytes, "start": data.tell()}
+                data.write(picture.data or b"")
                 records.append(record)
-            self._lines.write(json.dumps(records).encode())
-        return self._lines.tell()
+            lines.write(json.dumps(records).encode())
+            return lines.tell()
 
     def read(self, start: int, stop: int) -> list[Placed]:
         """The pictures of the line between two ends."""
         if start == stop:
             return []
-        records = json.loads(self._read(self.NAME, start, stop))
-        placed = []
-        for record in records:
-            first = record.pop("start", None)
-            data = None
-            if first is not None:
-                data = self._read(self.DATA_NAME, first, first + record["num_bytes"])
-            record["picture"] = Picture(record["picture"], data)
-            record["grid"] = tuple(record["grid"])
-            placed.append(Placed(**record))
-        return placed
+        return [
+            Placed(
+                Picture(record["path"], None if record["path"] else self._data_of(record)),
+                tuple(record["grid"]),
+                record["num_bytes"],
+                record["where"],
+            )
+            for record in json.loads(self._read(self.NAME, start, stop))
+        ]
+
+    def _data_of(self, record: dict) -> bytes:
+        return self._read(self.DATA_NAME, record["start"], record["start"] + record["num_bytes"])
 
     def _read(self, name: str, start: int, stop: int) -> bytes:
         with open(self.folder / name, "rb") as file:

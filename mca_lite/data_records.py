@@ -497,6 +497,14 @@ def _take_pictures(
     return tuple(read_picture(value, folder, where) for value in values)
 
 
+def pictures_of_prompt(
+    messages: list[dict], record: dict, spec: DatasetSpec, vision: Vision | None, where: str
+) -> tuple[Picture, ...]:
+    """Write Vision.block for each picture of a record's messages, in place -> the pictures."""
+    of_columns = _pictures_of(record, spec, vision is not None)
+    return _take_pictures(messages, of_columns, True, vision, where)
+
+
 # weights of messages under the names of OpenAI, LLaMA-Factory and axolotl (two)
 _WEIGHT_KEYS = ("weight", "loss_weight", "train", "training")
 

@@ -9,7 +9,7 @@ import itertools
 import re
 import shutil
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -18,18 +18,20 @@ import numpy as np
 import psutil
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoConfig, AutoModelForCausalLM, TextStreamer
+from transformers import AutoConfig, TextStreamer
 from transformers.utils.logging import disable_progress_bar
 
 from . import lora, lora_files, model_config, parallel, watchdog, world
 from .args import GROUPS
 from .args_values import read_config_file
+from .batch import merged_grids
 from .callbacks import TrainerCallback
 from .ckpt import HF_FOLDER
 from .ckpt_megatron import DIST_NAME
 from .data_batches import documents_of, samples_of
 from .data_chat import ChatRenderer
-from .errors import Judge, refuse
+from .data_images import Vision
+from .errors import Judge, expect, refuse
 from .files import (
     ADAPTER_CONFIG_NAME,
     CHECKPOINT_PREFIX,
@@ -43,6 +45,7 @@ from .files import (
     resolve_folder,
 )
 from .model import load_torch_model
+from .weights_files import model_class
 
 MAX_NEW_TOKENS = 512  # without a number from the caller or generation_config.json
 # keys of a run's config.yaml about its first model
@@ -190,6 +193,11 @@ def _note(text: str) -> None:
 # -- prompts and their ends
 
 
+def vision_of(model, tokenizer, keys) -> Vision | None:
+    """The pictures of a model, None without any. keys: with those of DataArguments on pictures."""
+    return Vision.of(Path(model.name_or_path), model.config.to_dict(), tokenizer, keys)
+
+
 def prompt_ids(tokenizer, messages: list[dict], enable_thinking: bool | None = None) -> list[int]:
     """The tokens of a conversation up to the assistant's answer; without a chat template those of
     the last message's text. enable_thinking: for the template; None: not given."""
@@ -235,16 +243,35 @@ def last_turn(document: dict) -> tuple[list[int], list[int]] | None:
     return ids[: run[0] + 1].tolist(), labels[run].tolist()
 
 
+def pictures_before(document: dict, ids: list[int], model) -> dict[str, torch.Tensor]:
+    """pixel_values and image_grid_thw of the pictures among the first tokens `ids` of a document;
+    {} without any."""
+    if "image_grid_thw" not in document:
+        return {}
+    expect(
+        "pixel_values" in document,
+        "pictures of an evaluation have no pixels on this pipeline stage: set "
+        "predict_with_generate: false, and ask the exported model, python -m mca_lite generate",
+    )
+    grids = document["image_grid_thw"]
+    ends = merged_grids(grids, model.config.vision_config.spatial_merge_size).prod(1).cumsum(0)
+    count = int((ends <= ids.count(model.config.image_token_id)).sum())
+    patches = int(grids[:count].prod(1).sum())
+    kept = {"pixel_values": document["pixel_values"][:patches], "image_grid_thw": grids[:count]}
+    return kept if count else {}
+
+
 def turns_of(dataset, numbers: Iterable[int], model, tokenizer) -> list[tuple]:
-    """(number, tokens of the prompt, text of the answer) of samples, of a pair the chosen one's:
-    their last turn with loss. Samples without one are left out."""
+    """(number, tokens of the prompt, text of the answer, pictures of the prompt) of samples, of a
+    pair the chosen one's: their last turn with loss. Samples without one are left out."""
     stop = stop_ids(model, tokenizer)
     turns = []
     for number in numbers:
-        turn = last_turn(documents_of(dataset[number])[0])
+        document = documents_of(dataset[number])[0]
+        turn = last_turn(document)
         if turn is not None:
             text = tokenizer.decode(until_stop(turn[1], stop), skip_special_tokens=True)
-            turns.append((number, turn[0], text))
+            turns.append((number, turn[0], text, pictures_before(document, turn[0], model)))
     return turns
 
 
@@ -252,11 +279,17 @@ def turns_of(dataset, numbers: Iterable[int], model, tokenizer) -> list[tuple]:
 
 
 def answers(
-    model, tokenizer, prompts: list[list[int]], decoding: Decoding = GREEDY, batch_size: int = 32
+    model,
+    tokenizer,
+    prompts: list[list[int]],
+    decoding: Decoding = GREEDY,
+    batch_size: int = 32,
+    pictures: Sequence[dict] = (),
 ) -> list[str]:
-    """The text after each prompt, without special tokens. model: in evaluation mode."""
+    """The text after each prompt, without special tokens. model: in evaluation mode. pictures: as
+    of continuations()."""
     stop = stop_ids(model, tokenizer)
-    rows = continuations(model, prompts, stop, decoding, batch_size)
+    rows = continuations(model, prompts, stop, decoding, batch_size, pictures=pictures)
     return [tokenizer.decode(row, skip_special_tokens=True) for row in rows]
 
 
@@ -267,11 +300,13 @@ def continuations(
     decoding: Decoding = GREEDY,
     batch_size: int = 32,
     streamer=None,
+    pictures: Sequence[dict] = (),
 ) -> list[list[int]]:
     """The new tokens after each prompt, up to the first one of `stop`.
 
     Prompts of similar length share a batch [b, s], padded on the left: generation continues at the
-    end of a row. streamer: transformers', for one prompt.
+    end of a row. streamer: transformers', for one prompt. pictures: pixel_values and image_grid_thw
+    of each prompt, {} without any; (): no prompt has one.
     """
     config = _generation_config(model, stop, decoding)
     limit = config.max_new_tokens
@@ -287,11 +322,22 @@ def continuations(
         mask = pad_sequence([torch.ones_like(row) for row in rows], True, 0, "left")
         width = ids.shape[1]
         config.max_new_tokens = max(1, min(limit, positions - width))
+        seen = _joined([pictures[number] for number in numbers] if pictures else [], ids, model)
         output = model.generate(
-            input_ids=ids, attention_mask=mask, generation_config=config, streamer=streamer
+            input_ids=ids, attention_mask=mask, generation_config=config, streamer=streamer, **seen
         )
         new_tokens |= zip(numbers, output[:, width:].tolist(), strict=True)
     return [until_stop(new_tokens[number], stop) for number in range(len(prompts))]
+
+
+def _joined(pictures: list[dict], ids: torch.Tensor, model) -> dict[str, torch.Tensor]:
+    """The inputs of generate() for the pictures of rows `ids` [b, s]; {} without any."""
+    columns = list(filter(None, pictures))
+    if not columns:
+        return {}
+    joined = {name: torch.cat([of_row[name] for of_row in columns]) for name in columns[0]}
+    joined["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+    return {name: column.to(model.device) for name, column in joined.items()}
 
 
 def _generation_config(model, stop: list[int], decoding: Decoding):
@@ -310,12 +356,16 @@ def _generation_config(model, stop: list[int], decoding: Decoding):
     return config
 
 
-def stream(model, tokenizer, prompt: list[int], decoding: Decoding) -> str:
-    """Answer one prompt, and print each word once it is there -> the text. Ctrl-C ends it."""
+def stream(
+    model, tokenizer, prompt: list[int], decoding: Decoding, pictures: dict | None = None
+) -> str:
+    """Answer one prompt, and print each word once it is there -> the text. Ctrl-C ends it.
+    pictures: of the prompt, as in continuations()."""
     stop = stop_ids(model, tokenizer)
     streamer = _Streamer(tokenizer, stop)
     try:
-        continuations(model, [prompt], stop, decoding, streamer=streamer)
+        seen = [pictures] if pictures else []
+        continuations(model, [prompt], stop, decoding, streamer=streamer, pictures=seen)
     except KeyboardInterrupt:
         streamer.end()
     return streamer.text
@@ -395,14 +445,16 @@ class Answers(TrainerCallback):
         own = range(parallel.rank(), count, parallel.world_size())
         turns = turns_of(dataset, own, model, tokenizer)
         decoding = GREEDY._replace(max_new_tokens=args.max_new_tokens)
-        prompts = [prompt for _, prompt, _ in turns]
+        prompts = [prompt for _, prompt, *_ in turns]
+        seen = [pictures for *_, pictures in turns]
+        size = args.per_device_eval_batch_size
         with backend.autocast():
-            texts = answers(model, tokenizer, prompts, decoding, args.per_device_eval_batch_size)
+            texts = answers(model, tokenizer, prompts, decoding, size, seen)
         del model
         torch.cuda.empty_cache()  # training needs the copy's memory again
         backend.train_mode(True)
         lines = []
-        for (index, prompt, expected), text in zip(turns, texts, strict=True):
+        for (index, prompt, expected, _), text in zip(turns, texts, strict=True):
             line = dict(index=index, prompt=tokenizer.decode(prompt))
             line |= dict(answer=text.strip(), expected=expected.strip())
             lines.append(line | dict(exact_match=line["answer"] == line["expected"]))
@@ -434,7 +486,8 @@ def check_room(backend) -> None:
     if backend.name == "torch":
         return
     with torch.device("meta"):
-        whole = AutoModelForCausalLM.from_config(AutoConfig.for_model(**backend.hf_config))
+        config = AutoConfig.for_model(**backend.hf_config)
+        whole = model_class(config).from_config(config)
     weights = sum(p.numel() for p in whole.parameters()) * backend.dtype.itemsize
     room = free_memory()
     [is_short] = parallel.largest(int(weights > room))

@@ -10,7 +10,7 @@ import itertools
 import math
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -57,7 +57,7 @@ class Side(NamedTuple):
 
     name: str
     runs: list[tuple[str, bool]]
-    pictures: list[tuple[str, str]] = []
+    pictures: Sequence[tuple[str, str]] = ()
 
 
 class Sample(NamedTuple):
@@ -239,20 +239,22 @@ class DataInspector:
         problems = [name for name, numbers in part.problems.items() if number in numbers]
         pictures = self._pictures(dataset, number)
         if not self.objective.has_pairs:
-            side = self._side(f"sample {number}, {sizes[0]}", documents[0])
-            return Sample(number, [side._replace(pictures=pictures)], problems)
+            side = self._side(f"sample {number}, {sizes[0]}", documents[0], pictures=pictures)
+            return Sample(number, [side], problems)
         (chosen, _), (rejected, _) = documents
         size = min(len(chosen), len(rejected))
         at = int(np.append(chosen[:size] != rejected[:size], True).argmax())
-        first = self._side(f"pair {number}: the first {at:,} tokens", documents[0], stop=at)
-        sides = [first._replace(pictures=pictures)]
+        name = f"pair {number}: the first {at:,} tokens"
+        sides = [self._side(name, documents[0], stop=at, pictures=pictures)]
         for name, count, document in zip(SIDES, sizes, documents, strict=True):
             sides.append(self._side(f"{name}, {count}, goes on", document, at))
         return Sample(number, sides, problems)
 
-    def _side(self, name: str, document: tuple, start: int = 0, stop: int | None = None) -> Side:
+    def _side(
+        self, name: str, document: tuple, start: int = 0, stop: int | None = None, pictures=()
+    ) -> Side:
         tokens, trained = (column[start:stop] for column in document)
-        return Side(name, marked_runs(tokens, trained, self.tokenizer, self.vision))
+        return Side(name, marked_runs(tokens, trained, self.tokenizer, self.vision), pictures)
 
     def _pictures(self, dataset: TokenDataset, number: int) -> list[tuple[str, str]]:
         """(data: URL, caption) of a sample's pictures."""

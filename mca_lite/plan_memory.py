@@ -39,6 +39,7 @@ class RankMemory:
     logits: int  # of the loss: a chunk of logits, the gradients taken with it
     buffers: int  # of messages between ranks
     reference: int = 0  # the weights of a second model
+    nccl: int = 0  # outside of torch's allocator
 
     @property
     def total(self) -> int:
@@ -244,6 +245,28 @@ def _static(args, config, tensors: ModelTensors, stage: int, world_size: int) ->
 # -- activations
 
 
+_NCCL_OF_GROUP = 2**29  # bytes of a GPU for a group's collectives: 518 MiB on an H200 over NVLink
+
+
+def _nccl(config, world_size: int) -> int:
+    """Bytes of nccl for the groups of a rank with other ranks."""
+    r = RankSizes(config)
+    etp = config.expert_tensor_parallel_size or r.tp
+    replicas = world_size // (r.tp * r.pp)
+    is_moe = bool(config.num_moe_experts)
+    sizes = [
+        world_size,
+        r.tp,
+        r.pp,
+        r.cp,
+        r.tp * r.pp,  # norms of gradients
+        replicas,
+        r.ep * is_moe,
+        world_size // (etp * r.ep * r.pp) * is_moe,  # replicas of experts
+    ]
+    return _NCCL_OF_GROUP * sum(size > 1 for size in sizes)
+
+
 class RankSizes:
     """Sizes of a rank in the formulas of memory and time. config: McaModelConfig."""
 
@@ -445,6 +468,7 @@ def rank_memory(
         activations=round(tokens * (kept + max(norm, again)) + tower),
         logits=round(logits),
         buffers=round(_buffers(config, tokens, r)),
+        nccl=_nccl(config, world_size) * on_gpu,
     )
 
 

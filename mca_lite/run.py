@@ -130,6 +130,9 @@ def make_plan(arguments: RunArguments) -> Plan:
     vision = vision_of(planned.config, folder, tokenizer, arguments.data)
     data = load_datasets(arguments.data, objective.stage, tokenizer, args.order_seed, vision)
     data.report[:0] = report
+    if not args.dataloader_num_workers and getattr(samples_of(data.train), "has_pictures", False):
+        remedy = "dataloader_num_workers: 4 does it beside them"
+        data.report.append(f"note: pictures are decoded between the steps: {remedy}")
     of_epoch = 0
     if data.train is not None and not arguments.data.streaming:
         of_epoch = math.ceil(len(data.train) / args.train_global_batch_size)

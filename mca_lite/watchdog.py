@@ -197,8 +197,8 @@ class Watchdog:
         self._seen = (0, 0)
         self._question: str | None = None  # put by this rank, ...
         self._answers_due = 0.0  # ... the time limit of its answers, ...
-        self._late: str | None = None  # ... and the late ranks according to them, ...
-        self._can_wait = False  # ... or true if all wait for others
+        self._late: str | None = None  # ... and the late ranks according to them
+        self._will_leave = False  # at ddp_timeout, according to them
         self._since_verdict = 0.0
         self._stopped = threading.Event()
         self._threads = [
@@ -326,7 +326,7 @@ class Watchdog:
         elif self._late is None:
             if self.waited >= self._answers_due:
                 self._report()
-        elif self._can_wait and self.waited >= self.ddp_timeout - 2 * self.poll_s:
+        elif self._will_leave and self.waited >= self.ddp_timeout - 2 * self.poll_s:
             late = self._late or "all ranks, none behind the others,"
             self._judge(f"{late} hung for {self.waited:.0f} s (ddp_timeout): see above")
             # now: the store may end with the next rank that leaves
@@ -343,10 +343,12 @@ class Watchdog:
         late_in_calls, calls = differing_calls(summaries)
         late = ranks_behind(answers) or late_in_calls
         self._late = first_of([names[rank] for rank in late], _SHOWN)
-        self._can_wait = bool(late) or all(answer["is_waiting"] for answer in answers)
+        all_wait = all(answer["is_waiting"] for answer in answers)
+        # files of a long phase may be read and written by all ranks, which looks alike
+        self._will_leave = bool(late) or all_wait and self.phase not in _LONG
         text = "\n".join([describe(late, answers, names), *calls])
         summary = "no rank was behind the others when they were asked: see above"
-        if self._can_wait:
+        if self._will_leave:
             left = max(0, self.ddp_timeout - self.waited)
             text += f"\nall ranks leave in {left:.0f} s (ddp_timeout) unless it goes on"
         if late:
@@ -494,9 +496,14 @@ def calls_of(
     for entry in record["entries"]:
         name = entry["process_group"][0]
         counts[name] = max(counts.get(name, 0), entry["collective_seq_id"])
-        is_open = not entry["retired"] and entry["state"] != "completed"
-        if is_open and name not in calls:
-            calls[name] = _call(entry, ranks_of(name))
+        if entry["retired"] or entry["state"] == "completed":
+            calls.pop(name, None)  # torch never ends the record of a message in a batch
+            continue
+        call = _call(entry, ranks_of(name))
+        first = calls.setdefault(name, call)
+        first["has_begun"] |= call["has_begun"]  # of a batch its last entry alone
+        if first["is_message"] and call["is_message"]:
+            first["ranks"] = sorted({*first["ranks"], *call["ranks"]})
     return {"calls": calls, "counts": counts}
 
 

@@ -59,6 +59,7 @@ def fill(models, source, only: Container[tuple[str, int | None]] | None = None) 
         for key, parameter in own_parameters(models).items():
             if only is not None and key not in only:
                 continue
+            watchdog.alive()  # a load may take longer than ddp_timeout
             row = rows[key[0]]
             group = parallel.replica_group(row.expert is not None)
             part = torch.empty(parameter.shape, dtype=parameter.dtype, device=parallel.device())

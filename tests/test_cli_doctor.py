@@ -66,6 +66,8 @@ def test_little_shared_memory_and_small_limits_are_warnings(monkeypatch):
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 1024))
     monkeypatch.setattr(cli_doctor.Path, "glob", lambda path, pattern: iter([path]))
     found = levels(cli_doctor.limits())
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 20000))
+    assert "raises it to 20,000" in levels(cli_doctor.limits())["open files"][0]
     assert "ulimit -n" in found["open files"][1] and "memlock" in found["locked bytes"][1]
     monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY,) * 2)
     assert list(levels(cli_doctor.limits())) == ["shared memory"]

@@ -33,6 +33,21 @@ CASES = {
         [0],
         "recv 1<-0 of [[8]]",
     ),
+    # the batch's last entry alone has a state
+    "a last stage's GPU that never ends": (
+        {
+            0: [
+                ("pp", 1, "recv 0<-1", 8),
+                ("pp", 1, "coalesced", 8, "lib.py", "completed"),
+                ("pp", 2, "send 0->1", 8),
+                ("pp", 2, "recv 0<-1", 9),
+                ("pp", 2, "coalesced", 8, "lib.py", "started"),
+            ],
+            1: [("pp", 2, "recv 1<-0", 8), ("pp", 2, "coalesced", 8)],
+        },
+        [1],
+        "send 0->1 of [[8]]",
+    ),
     # 0 waits for 1, which waits for 2; 3 waits for all
     "a chain": (
         {0: [("dp", 5, "all_reduce", 8)], 1: [WORLD], 2: [], 3: [WORLD]},

@@ -3,7 +3,9 @@ transformers' image processor and get_rope_index, and chat templates with blocks
 
 import base64
 import functools
-import io
+import importlib.util
+import json
+import pickle
 
 import pytest
 import torch
@@ -22,7 +24,7 @@ from tests.shared.picture_files import (
     vision_of,
     write_model,
 )
-from tests.shared.toy_tokenizer import byte_tokenizer
+from tests.shared.toy_tokenizer import QWEN3, byte_tokenizer
 
 
 @functools.cache
@@ -145,11 +147,16 @@ def test_texts_of_a_model_with_pictures_have_positions_alone(tmp_path):
         ({"images": ["http://x/a.png"], "text": "<image>"}, "nothing is fetched over the network"),
         ({"images": ["data:image/png,abc"], "text": "<image>"}, "a data: URL: expected base64"),
         ({"images": ["data:;base64,?"], "text": "<image>"}, "base64 cannot be decoded"),
+        ({"images": ["A" * 5000], "text": "<image>"}, "there is no picture '.*AAA"),
+        ({"images": ["a\0.png"], "text": "<image>"}, "there is no picture"),
         ({"images": [7], "text": "<image>"}, "expected a path, bytes or a data: URL, got 7"),
         ({"images": ["text.png"], "text": "<image>"}, "text.png cannot be read as one of BMP, "),
         ({"images": ["thin.png"], "text": "<image>"}, "201 x 1: .*ratio must be smaller than 200"),
         ({"images": ["deep.png"], "text": "<image>"}, "I;16 has more than 8 bits a channel"),
-        ({"images": ["huge.png"], "text": "<image>"}, "20000 x 20000|expected at most 89,478,485"),
+        ({"images": ["huge.png"], "text": "<image>"}, "10000 x 9999.* expected at most 89,478,485"),
+        ({"images": ["bomb.png"], "text": "<image>"}, "bomb.png: expected at most 89,478,485"),
+        ({"images": ["film.gif"], "text": "<image>"}, "film.gif: 2 frames, and a picture has one"),
+        ({"images": ["a.svg"], "text": "<image>"}, "a.svg cannot be read as one of BMP, "),
         ({"text": f"see {TOKENS[1]}"}, r"a text has <\|image_pad\|>, the token of a picture"),
         ({"videos": ["a.mp4"]}, "the column 'videos' is there"),
         ({"audios": ["a.mp3"]}, "the column 'audios' is there"),
@@ -161,9 +168,11 @@ def test_a_record_that_cannot_be_is_refused_with_file_and_line(tmp_path, record,
     draw(tmp_path / "thin.png", 201, 1)
     (tmp_path / "text.png").write_text("no picture")
     Image.new("I;16", (9, 9)).save(tmp_path / "deep.png")
-    header = io.BytesIO()
-    Image.new("1", (20_000, 20_000)).save(header, "PNG")
-    (tmp_path / "huge.png").write_bytes(header.getvalue())
+    Image.new("1", (10_000, 9_999)).save(tmp_path / "huge.png")
+    Image.new("1", (20_000, 20_000)).save(tmp_path / "bomb.png")
+    frames = [Image.new("RGB", (9, 9), colour) for colour in ("red", "blue")]
+    frames[0].save(tmp_path / "film.gif", save_all=True, append_images=frames[1:])
+    (tmp_path / "a.svg").write_text("<svg/>")
     record = dict(record)
     content = record.pop("text", "why?")
     # not TRL's names, whose pictures may stand without a mark
@@ -267,8 +276,12 @@ def test_keys_bound_the_pixels_and_are_read_again(tmp_path):
         )
     ]
     assert sizes == [[[1, 8, 8]], [[1, 4, 4]], [[1, 24, 24]]]
-    with pytest.raises(ValueError, match="image_min_pixels.*above"):
+    with pytest.raises(ValueError, match="image_min_pixels: 99\n.*above image_max_pixels, 9"):
         pixels_of(tmp_path, name, image_min_pixels=99, image_max_pixels=9)
+    with pytest.raises(ValueError, match="image_min_pixels 5000 is above image_max_pixels 1024"):
+        pixels_of(tmp_path, name, image_min_pixels=5000)
+    with pytest.raises(ValueError, match="media_dir: 'nowhere'\n.*no folder"):
+        pixels_of(tmp_path, name, media_dir="nowhere")
 
 
 def test_a_picture_that_changed_or_went_is_named_and_not_trained(tmp_path):
@@ -337,6 +350,26 @@ def test_a_template_that_writes_more_of_a_picture_is_refused(tmp_path):
     )
     with pytest.raises(ValueError, match="b.jsonl:1: "):
         load(tmp_path, path, template=twice)
+
+
+def test_a_token_of_pictures_in_other_texts_is_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": f"the token {TOKENS[1]}"}) + "\n")
+    with pytest.raises(ValueError, match=r"a.jsonl:1: the text has 1 tokens .* 0 pictures"):
+        load(tmp_path, tmp_path / "a.jsonl", stage="pt")
+    tool = {"name": "draw", "description": TOKENS[1]}
+    path = write_records(tmp_path / "b.jsonl", {**conversation("a", "b"), "tools": [tool]})
+    with pytest.raises(ValueError, match=r"b.jsonl:1: the text has 1 tokens .* 0 pictures"):
+        load(tmp_path, path)
+
+
+def test_samples_of_a_conversation_with_stripped_thinking_have_their_own_pictures(tmp_path):
+    draw(tmp_path / "a.png", 8, 8)
+    draw(tmp_path / "b.png", 16, 8)
+    texts = ("<image>", "<think>\nx\n</think>\n\nc", "<image>?", "<think>\ny\n</think>\n\nd")
+    record = {**conversation(*texts), "images": ["a.png", "b.png"]}
+    data, _ = load(tmp_path, write_records(tmp_path / "a.jsonl", record), template=QWEN3)
+    grids = [document["image_grid_thw"].tolist() for [document] in data.train]
+    assert grids == [[[1, 2, 2]], [[1, 2, 2], [1, 2, 4]]]
 
 
 # -- cutting
@@ -448,6 +481,9 @@ def test_packed_rows_and_several_processes_give_the_same_documents(tmp_path):
     loaders = [
         make_loader(packed.train, Collator(0), plan, num_epochs=1, num_workers=n) for n in (0, 2)
     ]
+    plain_again = pickle.loads(pickle.dumps(plain.train))
+    for [document], [other] in zip(plain.train, plain_again, strict=True):
+        check(other, {name: torch.as_tensor(value) for name, value in document.items()})
     for batch, other in zip(*loaders, strict=True):
         batch = check_batch(batch, True, limits)
         check(other, batch)
@@ -473,7 +509,18 @@ def test_streaming_and_a_folder_without_a_processor_are_refused(tmp_path):
     )
     with pytest.raises(ValueError, match="streaming: true\n.*tokenised beforehand"):
         load(tmp_path, path, streaming=True)
-    (tmp_path / "model" / "preprocessor_config.json").unlink()
+    settings = tmp_path / "model" / "preprocessor_config.json"
+    nested = {"image_processor": json.loads(settings.read_text()), "processor_class": "Qwen2VL"}
+    [[before]] = load(tmp_path, path)[0].train
+    settings.unlink()
+    (tmp_path / "model" / "processor_config.json").write_text(json.dumps(nested))
+    [[document]] = load(tmp_path, path)[0].train
+    assert document["pixel_values"].equal(before["pixel_values"])
+    nested["image_processor"]["image_processor_type"] = "CLIPImageProcessor"
+    (tmp_path / "model" / "processor_config.json").write_text(json.dumps(nested))
+    with pytest.raises(ValueError, match="CLIPImageProcessor: expected Qwen2VLImageProcessor"):
+        load(tmp_path, path)
+    (tmp_path / "model" / "processor_config.json").unlink()
     with pytest.raises(ValueError, match="expected processor_config.json or preprocessor_config"):
         load(tmp_path, path)
     tokenizer = picture_tokenizer()
@@ -482,3 +529,16 @@ def test_streaming_and_a_folder_without_a_processor_are_refused(tmp_path):
         _ = vision_of(tmp_path / "other", tokenizer).processor
     with pytest.raises(ValueError, match="vision_start_token_id.* it is another model's"):
         vision_of(tmp_path / "other", byte_tokenizer(TEMPLATE))
+
+
+def test_pictures_alone_take_pillow(tmp_path, monkeypatch):
+    draw(tmp_path / "a.png")
+    path = write_records(
+        tmp_path / "a.jsonl", {**conversation("<image>", "b"), "images": ["a.png"]}
+    )
+    text = write_records(tmp_path / "b.jsonl", conversation("a", "b"))
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n == "PIL" else found(n))
+    assert len(load(tmp_path, text)[0].train) == 1
+    with pytest.raises(ValueError, match=r"a.jsonl:1: pictures take Pillow: pip install 'mca-lite"):
+        load(tmp_path, path)

@@ -21,6 +21,7 @@ LAYOUTS = {
     "one_packed": (1, "packing=true global_batch_size=2"),
     "pp2": (2, "pipeline_model_parallel_size=2 per_device_train_batch_size=2 global_batch_size=4"),
     "cp2_packed": (2, "context_parallel_size=2 packing=true global_batch_size=2"),
+    "torch_packed": (1, "use_mca=false packing=true global_batch_size=2"),
     "dp2_workers": (2, "dataloader_num_workers=1 global_batch_size=4"),
 }
 

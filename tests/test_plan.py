@@ -213,22 +213,35 @@ def test_a_configuration_is_planned_without_weights(tmp_path):
     assert f"{count:,} parameters" in out
     assert "40 of 16 samples, 640 in all" in out and "at most 327,680" in out
     assert "warm-up        4 steps" in out and "checkpoints    4" in out
-    assert "MFU" in out and "not counted: --link" in out and "WORLD_SIZE" not in os.environ
+    assert "MFU" in out and "not checked" not in out and "WORLD_SIZE" not in os.environ
     slow, fast = (plan(f"{words} --gpus 4 --gpu H200 --link {link}")[1] for link in (1, 1000))
-    times = [float(one.split("time  ")[1].split()[0]) for one in (out, fast, slow)]
+    times = [float(one.split("time  ")[1].split()[0]) for one in (fast, out, slow)]
     assert times[0] <= times[1] < times[2] and "of it messages" in slow
-    # 1.7 GiB fit as they are; the search says what a smaller GPU wants
+    # 1.7 GiB and nccl's fit as they are; the search says what a smaller GPU wants
     assert plan(f"{words} --gpus 4 --memory 4")[0] == 0
-    code, out = plan(f"{words} --gpus 4 --memory 0.7")
+    code, out = plan(f"{words} --gpus 4 --memory 2.1")
     assert code == 3 and "does not fit" in out and "best first" in out
     best, *others = re.findall(r"^ +([\d.]+) GiB  (.*)$", out.split("best first")[1], re.MULTILINE)
     assert len({keys for _, keys in others}) == len(others) > 1
     for size, keys in (best, others[-1]):  # they can be pasted
-        code, again = plan(f"{words} {keys} --gpus 4 --memory 0.7")
+        code, again = plan(f"{words} {keys} --gpus 4 --memory 2.1")
         assert code == 0 and "40 of 16 samples" in again, again
         assert float(re.search(r"fits: ([\d.]+) GiB", again)[1]) == pytest.approx(
             float(size), abs=0.06
         )
+
+
+@pytest.mark.parametrize("gpus", [16, 1024])
+def test_layouts_of_many_gpus_are_sorted_by_their_seconds(tmp_path, gpus):
+    tiny.hf_config("qwen3", **MILLIONS).save_pretrained(tmp_path)
+    words = f"configs/pt.yaml model_name_or_path={tmp_path} max_steps=4 warmup_steps=0 bf16=true "
+    words += "gradient_accumulation_steps=null global_batch_size=1024 cutoff_len=512 "
+    words += "per_device_train_batch_size=1"
+    code, out = plan(f"{words} --gpus {gpus} --gpu H100 --memory 80")
+    assert code == 0
+    seconds = re.findall(r"GiB +([\d.]+) s a step", out.split("best first")[1])
+    assert len(seconds) == 8 and seconds == sorted(seconds, key=float)
+    assert out.count("not checked") == 2 * (gpus > 16)
 
 
 def test_what_cannot_be_planned_is_refused(tmp_path):

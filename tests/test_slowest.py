@@ -24,8 +24,8 @@ def sleep(*_) -> None:
 
 
 def train_with_a_slow_rank(path: str, out: str, cases: dict) -> dict:
-    """{name: the last line of the log} of runs in which rank `slow` sleeps in a phase: for each
-    sample or micro-batch, at least two a step, or once a step."""
+    """{name: the last line of the log} of runs in which rank `slow` sleeps in a phase, at least
+    twice a step: for each sample or micro-batch, or in two callbacks or hooks."""
     import torch.distributed as dist
 
     from mca_lite import McaTrainer
@@ -56,7 +56,8 @@ def train_with_a_slow_rank(path: str, out: str, cases: dict) -> dict:
                 optimizer = super().create_optimizer()
                 inner = getattr(optimizer, "chained_optimizers", [optimizer])[0]
                 if is_slow and where == "update":  # noqa: B023
-                    getattr(inner, "optimizer", inner).register_step_pre_hook(sleep)
+                    for _ in range(2):
+                        getattr(inner, "optimizer", inner).register_step_pre_hook(sleep)
                 return optimizer
 
         class Callback(TrainerCallback):
@@ -73,7 +74,7 @@ def train_with_a_slow_rank(path: str, out: str, cases: dict) -> dict:
                 self.train_dataset = Samples(tiny.samples(16))
 
         train(
-            path, f"{out}/{name}", trainer_class=Kept, callbacks=[Callback()],
+            path, f"{out}/{name}", trainer_class=Kept, callbacks=[Callback(), Callback()],
             **{"steps": 2, "count": 16, "logging_steps": 2, **keys},
         )  # fmt: skip
         answers[name] = trainers[0].state.log_history[-1]
@@ -115,9 +116,8 @@ def test_the_slowest_rank_is_named_with_its_phase(name, lines):
     lags = {key: line[key] for key in LAGS}
     assert line["slowest_rank"] == slow, lags
     assert max(lags, key=lags.get) == f"lag_{phase}_s"
-    assert line["reduction_s"] < SLEEP_S / 2, "the slow rank waits for nobody"
-    times = 1 if where in ("update", "callbacks") else 2
-    assert lags[f"lag_{phase}_s"] > 0.9 * times * SLEEP_S, lags
+    assert line["reduction_s"] < SLEEP_S, "the slow rank waits for nobody"
+    assert lags[f"lag_{phase}_s"] > 1.8 * SLEEP_S, lags
 
 
 class Rank(Phases):

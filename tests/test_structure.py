@@ -272,15 +272,17 @@ def test_each_file_runs_in_one_process_of_the_suite(tmp_path):
 
 # What tests.tools.house counts -> (the least, the most). A change that moves a limit says why.
 # The house without capabilities of later versions: 161,250 tokens, 134,250 in the core, 27,000 in
-# tools. Since then: Muon, grad_norm_skip_threshold, deterministic 1,750; columns of pictures 400;
-# pairs of Transformer Engine and megatron-core 230.
+# tools; 64 modules, 50 in the core; 4,075 decisions. Since then, in tokens: Muon,
+# grad_norm_skip_threshold, deterministic 1,750; pairs of Transformer Engine and megatron-core 230;
+# pictures 8,700 (model_vision, data_images); freezing 2,400 (freezing); the slowest rank 1,130;
+# hangs, a thousand ranks and plan's times 4,500.
 LIMITS = {
-    "modules": (0, 64),
-    "core modules": (0, 50),
-    "core tokens": (0, 136_500),
-    "tool tokens": (0, 27_200),
-    "tokens": (0, 163_700),
-    "decisions": (0, 4_100),
+    "modules": (0, 67),
+    "core modules": (0, 53),
+    "core tokens": (0, 151_000),
+    "tool tokens": (0, 29_500),
+    "tokens": (0, 180_500),
+    "decisions": (0, 4_600),
     "decisions a 1,000 tokens": (0, 26.0),
     "parallel assignments": (0, 1.3),
     "conditional expressions": (0, 2.0),

@@ -6,17 +6,23 @@ import functools
 import json
 import re
 import shutil
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
 
 import pytest
+import torch
 
 from tests.shared import pictures, world
 from tests.shared.cells import shared_worlds, thinned
+from tests.shared.dpo_tools import Pairs, curve_of, differences, oracle_curve, our_run
 from tests.shared.files import assert_same_bytes, assert_same_tensors, tensors
 from tests.shared.frozen import by_keys, by_pattern
 from tests.shared.layouts import DIST_OPT, ONE_ROW, OVERLAP, PACKED, PP2, TP2_SP, TWO_ROWS
 from tests.shared.lora_tools import adapter_of, load
-from tests.shared.training import assert_same_curve, whole_and_resumed
+from tests.shared.small_runs import train_by_words
+from tests.shared.training import assert_same_curve, read_log, whole_and_resumed
 
+DEMO = Path(__file__).parents[1] / "configs" / "images_demo"
 FAMILIES = list(pictures.FAMILIES)
 TORCH = dict(backend="torch")
 ON_TORCH = {
@@ -150,6 +156,22 @@ def test_the_processors_files_go_into_exports_and_checkpoints(layout, paths, tmp
             assert json.loads((folder / name).read_text()) == values
 
 
+def partial_step(path: str, out: str, **keys) -> list:
+    return pictures.train_ours(path, out, steps=1, data=pictures.samples()[4:7], **keys)
+
+
+def test_rows_that_fill_the_last_batch_have_no_pictures(paths, tmp_path):
+    """Three samples in rows of four: the fourth is a copy of the first one's tokens."""
+    path = paths["qwen2_5_vl"]
+    [alone] = world.run(partial_step, 1, path, str(tmp_path / "alone"), **TORCH)
+    rows = dict(per_device_train_batch_size=4)
+    for backend in ("torch", "megatron"):
+        out = str(tmp_path / backend)
+        [filled] = world.run(partial_step, 1, path, out, backend=backend, **rows)
+        assert_same_curve(filled, alone)
+        assert_same_tensors(tensors(out), tensors(tmp_path / "alone"))
+
+
 def test_a_run_with_pictures_resumes_bit_for_bit(paths, tmp_path):
     keys = dict(TORCH, data=pictures.samples(), per_device_train_batch_size=1)
     curves = world.run(whole_and_resumed, 2, paths["qwen2_5_vl"], str(tmp_path), **keys)
@@ -215,3 +237,75 @@ def test_targets_of_adapters_are_those_of_the_language_model(paths):
     assert all(".language_model.layers." in name for name in everything["torch"])
     words = world.run(targets_of, 1, paths["qwen3_vl"], "model.visual.merger.linear_fc1")[0]
     assert all("adapters are on the language model alone" in text for text in words.values())
+
+
+class PicturePairs(Pairs):
+    """Pairs with pictures in the prompts of some, other pixels on each side."""
+
+    def pair(self, draw) -> dict:
+        seed = int(draw(2, 7).sum())
+        pieces = [(3,), (2, (2, 2), 3), ((1, 3), 2, (2, 1), 4)][seed % 3]
+        pair = {}
+        for side in ("chosen", "rejected"):
+            count = len(draw(1, 9))
+            generator = torch.Generator().manual_seed(seed)  # the same text of the prompt
+            document = pictures.document(generator, *pieces, count)
+            document["labels"][:-count] = -100
+            pair[side] = document
+        return pair
+
+
+OBJECTIVE = dict(pref_loss="sigmoid", beta=0.3)
+
+
+def prefer(path: str, out: str, **keys) -> list:
+    return curve_of(our_run(path, out, OBJECTIVE, train_dataset=PicturePairs(), **keys))
+
+
+@pytest.fixture(scope="module")
+def preferred(paths):
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(paths["qwen2_5_vl"], dtype=torch.float32)
+    return oracle_curve(model, OBJECTIVE, pairs=PicturePairs().pairs)
+
+
+@pytest.mark.parametrize("layout", ["torch", "torch_packed", "torch_dp2", "tp2_sp_packed", "pp2"])
+def test_pairs_with_pictures_train_as_in_plain_torch(layout, preferred, paths, tmp_path):
+    ranks, keys = LAYOUTS[layout]
+    for curve in world.run(prefer, ranks, paths["qwen2_5_vl"], str(tmp_path), **keys):
+        assert not differences(curve, preferred)
+
+
+def example(folder: str, **keys) -> list[float]:
+    """The losses of some steps of configs/images_demo on few pictures."""
+    import yaml
+
+    words = yaml.safe_load((DEMO / "sft.yaml").read_text())
+    words |= dict(
+        model_name_or_path=f"{folder}/model",
+        dataset=f"{folder}/train.jsonl",
+        eval_dataset=f"{folder}/heldout.jsonl",
+        cache_dir=f"{folder}/cache",
+        output_dir=f"{folder}/out",
+        max_steps=3,
+        logging_steps=1,
+        eval_steps=3,
+        global_batch_size=8,
+        per_device_train_batch_size=4,
+        disable_tqdm=True,
+    )
+    train_by_words(words | keys)
+    lines = read_log(f"{folder}/out")
+    return [line.get("loss", line.get("eval_loss")) for line in lines]
+
+
+def test_the_example_gives_the_same_losses_on_two_ranks_and_on_plain_torch(tmp_path):
+    make = SourceFileLoader("make", str(DEMO / "make.py")).load_module()
+    make.write_set(tmp_path, "train", 20, seed=1)
+    make.write_set(tmp_path, "heldout", 6, seed=2)
+    make.write_model(tmp_path / "model")
+    [plain] = world.run(example, 1, str(tmp_path), use_mca=False)
+    assert len(plain) == 4
+    for of_rank in world.run(example, 2, str(tmp_path)):
+        assert of_rank == pytest.approx(plain, rel=1e-5)

@@ -106,6 +106,15 @@ def test_ranks_that_all_wait_with_none_behind_leave_at_ddp_timeout(capsys):
     assert "error: all ranks, none behind the others, hung for 58 s" in capsys.readouterr().err
 
 
+def test_ranks_that_all_save_are_left_alone(capsys):
+    """Files may take longer than ddp_timeout."""
+    ranks = Ranks()
+    ranks.settle()
+    ranks.note(watchdog.SAVING, 1)
+    ranks.wait(200)
+    assert "0 of 3 ranks behind" in capsys.readouterr().err and not ranks.codes
+
+
 def test_ranks_that_all_work_are_told_of_and_left_alone(capsys, monkeypatch):
     """A callback of every rank may take longer than ddp_timeout."""
     monkeypatch.setattr(watchdog, "may_wait", lambda frame: False)
@@ -268,6 +277,7 @@ def test_a_store_that_does_not_answer_is_named(monkeypatch):
     rank.store = SlowStore()
     lost = rank.tell(RuntimeError("Timed out waiting 8000ms for recv operation to complete"))
     assert "the store of the ranks does not answer" in str(lost)
+    assert not lost.same_on_all_ranks, "rank 0, which speaks for all, may be the lost one"
 
 
 def answer(count: int, is_waiting: bool, ticks: int = 0, stage: int = 0) -> dict:

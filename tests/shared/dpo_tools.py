@@ -43,13 +43,7 @@ class Pairs:
 
         self.pairs, self.fingerprint = [], f"{count} of seed {seed}"
         for _ in range(count):
-            prompt, pair = draw(2, 7), {}
-            for side in ("chosen", "rejected"):
-                tokens = torch.cat([prompt, draw(1, 9)])
-                labels = tokens[1:].clone()
-                labels[: len(prompt) - 1] = -100
-                pair[side] = {"input_ids": tokens[:-1], "labels": labels}
-            self.pairs.append(pair)
+            self.pairs.append(self.pair(draw))
         sizes = np.array(
             [[len(pair[side]["labels"]) for side in ("chosen", "rejected")] for pair in self.pairs]
         )
@@ -59,6 +53,16 @@ class Pairs:
             sizes.sum(1).astype(np.float64),
         )
         self.num_tokens, self.num_trained_tokens = int(sizes.sum()), 0
+
+    def pair(self, draw) -> dict:
+        """One pair. draw: (low, high) -> random tokens, as many as a random number between."""
+        prompt, pair = draw(2, 7), {}
+        for side in ("chosen", "rejected"):
+            tokens = torch.cat([prompt, draw(1, 9)])
+            labels = tokens[1:].clone()
+            labels[: len(prompt) - 1] = -100
+            pair[side] = {"input_ids": tokens[:-1], "labels": labels}
+        return pair
 
     def __len__(self):
         return len(self.pairs)
@@ -127,7 +131,12 @@ def curve_of(trainer) -> list[dict]:
 
 def logp_and_length(model, side: dict) -> tuple[torch.Tensor, int]:
     """Whole logits and log_softmax, of one response alone."""
-    logits = model(side["input_ids"][None]).logits[0].float()
+    ids = side["input_ids"][None]
+    more = {}
+    if "rope_t" in side:  # of a model with pictures
+        more = {name: side[name] for name in ("pixel_values", "image_grid_thw") if name in side}
+        more["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+    logits = model(ids, **more).logits[0].float()
     kept = side["labels"] != -100
     of_tokens = logits.log_softmax(-1).gather(-1, side["labels"].clamp(min=0)[:, None])[:, 0]
     return of_tokens[kept].sum(), int(kept.sum())
@@ -179,14 +188,16 @@ def references_of(model, pairs) -> list:
         ]
 
 
-def oracle_curve(model, objective: dict, steps: int = STEPS, packs=None) -> list[dict]:
+def oracle_curve(model, objective: dict, steps: int = STEPS, packs=None, pairs=None) -> list[dict]:
     """The curve for our_run: one pair after another through transformers, torch's AdamW, the
     trainer's permutation.
 
     packs: the numbers of the pairs of each pack, which is a sample then (None: each pair is one).
+    pairs: in place of those of Pairs().
     """
     model.eval()
-    pairs, parameters = Pairs().pairs, [p for p in model.parameters() if p.requires_grad]
+    pairs = pairs or Pairs().pairs
+    parameters = [p for p in model.parameters() if p.requires_grad]
     references = references_of(model, pairs)
     groups = [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": DECAY},

@@ -56,7 +56,7 @@ class Network:
         remove_those_of_the_dead()
         try:
             self._make()
-        except OSError:
+        except BaseException:
             self.remove()
             raise
         return self

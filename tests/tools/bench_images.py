@@ -7,7 +7,9 @@ A row is a picture (999 tokens) and a text of random length; rows are padded to 
 micro-batch, or packed. "frozen": the tower has no gradient; "trained": all weights have one. The
 rival is Hugging Face's Trainer with Liger kernels, with weights and moments in bf16 (liger), and
 with float32 weights and products in bf16 (liger-float32), the precision of this project. The rival
-gets the rows padded: it has no packed form of them. Tokens are real ones: text, and a picture's.
+gets the rows padded: it has no packed form of them. Its loss is the mean of micro-batches' means:
+transformers' models with pictures take no count of a step's tokens. Tokens are real ones: text,
+and a picture's.
 TINY=1 in the environment runs the same at a size for a CPU, without Liger.
 """
 
@@ -175,21 +177,21 @@ def train_theirs(mbs: int, trained: bool, packed: bool = False, float32: bool = 
     model.config.use_cache = False
 
     def collate(rows):
-        axes = [torch.stack([row[f"rope_{axis}"] for axis in "thw"]).T for row in rows]
-        stacked = torch.nn.utils.rnn.pad_sequence(axes, batch_first=True).permute(2, 0, 1)
-        padded = {}
-        for name, value in (("input_ids", 0), ("labels", -100)):
-            columns = [row[name] for row in rows]
-            if name == "labels":  # the model shifts them itself
-                columns = [
-                    torch.cat([column.new_tensor([-100]), column[:-1]]) for column in columns
-                ]
-            padded[name] = torch.nn.utils.rnn.pad_sequence(columns, True, value)
+        # the model shifts labels itself: it gets each document's last token too
+        ids = [torch.cat([row["input_ids"], row["labels"][-1:]]) for row in rows]
+        labels = [torch.cat([torch.tensor([-100]), row["labels"]]) for row in rows]
+        axes = [rope_positions(one, torch.tensor([GRID]), IMAGE, 2).T for one in ids]
+        pad = torch.nn.utils.rnn.pad_sequence
         pictures = {
             name: torch.cat([row[name] for row in rows])
             for name in ("pixel_values", "image_grid_thw")
         }
-        return dict(padded, **pictures, position_ids=stacked)
+        return dict(
+            pictures,
+            input_ids=pad(ids, batch_first=True),
+            labels=pad(labels, batch_first=True, padding_value=-100),
+            position_ids=pad(axes, batch_first=True).permute(2, 0, 1),
+        )
 
     class Ticks(transformers.TrainerCallback):
         def on_train_begin(self, *args, **kwargs):

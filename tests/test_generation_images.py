@@ -1,0 +1,145 @@
+"""`chat` and `generate` with pictures: the answers of transformers' generate() to the same prompt,
+one at a time.
+"""
+
+import io
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+from PIL import Image
+
+from mca_lite import cli_generate
+from mca_lite.files import printable
+from tests.shared.commands import ended
+from tests.shared.picture_files import TOKENS, draw, save_whole_model
+
+LENGTH = 5
+GREEDY = ["--temperature", "0", "--max-new-tokens", str(LENGTH)]
+SIZES = {"a.png": (16, 8), "b.png": (8, 8), "c.png": (12, 20)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model with tokenizer and image processor in folder/model, pictures beside it."""
+    folder = tmp_path_factory.mktemp("pictures")
+    save_whole_model(folder / "model")
+    shutil.copytree(folder / "model", folder / "trained")
+    for seed, (name, size) in enumerate(SIZES.items()):
+        draw(folder / name, *size, seed=seed)
+    return folder
+
+
+class Plain:
+    """transformers' own classes."""
+
+    def __init__(self, folder):
+        from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
+
+        self.folder = folder
+        self.tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+        self.model = AutoModelForImageTextToText.from_pretrained(folder / "model")
+        self.processor = AutoImageProcessor.from_pretrained(folder / "model", backend="pil")
+
+    def answer(self, messages: list[dict], names: list[str]) -> str:
+        """The answer to messages whose texts have <image> for each picture."""
+        text = self.tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        more = {}
+        if names:
+            images = [Image.open(self.folder / name).convert("RGB") for name in names]
+            more = dict(self.processor(images=images, return_tensors="pt"))
+            for grid in more["image_grid_thw"]:
+                marks = TOKENS[0] + TOKENS[1] * (int(grid.prod()) // 4) + TOKENS[2]
+                text = text.replace("<image>", marks, 1)
+        ids = self.tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"]
+        if names:
+            image = self.tokenizer.convert_tokens_to_ids(TOKENS[1])
+            more["mm_token_type_ids"] = (ids == image).int()
+        end = self.tokenizer.convert_tokens_to_ids("<|im_end|>")
+        output = self.model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=LENGTH,
+            pad_token_id=end,
+            eos_token_id=end,
+            **more,
+        )
+        return self.tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def records() -> list[tuple[list[dict], list[str]]]:
+    """(messages, pictures) of several prompts: one picture, two, none, one before an answer."""
+
+    def user(text: str) -> dict:
+        return {"role": "user", "content": text}
+
+    return [
+        ([user("<image>one")], ["a.png"]),
+        ([user("two <image>, <image>?")], ["b.png", "c.png"]),
+        ([user("text alone")], []),
+        ([user("<image>more"), {"role": "assistant", "content": "x"}, user("why")], ["c.png"]),
+    ]
+
+
+def write(path, answer: str | None) -> str:
+    lines = []
+    for messages, names in records():
+        last = [] if answer is None else [{"role": "assistant", "content": answer}]
+        lines.append(json.dumps({"messages": messages + last, "images": names}))
+    path.write_text("\n".join(lines))
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", ["eval_dataset", "file"])
+def test_pictures_of_prompts_are_answered_as_by_transformers(folder, kind):
+    file = write(folder / f"{kind}.jsonl", "yes" if kind == "eval_dataset" else None)
+    words = [
+        f"model_name_or_path={folder}/model",
+        f"output_dir={folder}/trained",
+        f"cache_dir={folder}/cache",
+        "dataset=unused",
+        *GREEDY,
+    ]
+    if kind == "eval_dataset":
+        words.append(f"eval_dataset={file}")
+    else:
+        words += ["--file", file]
+    code, _, error = ended(cli_generate.main, words)
+    assert code == 0, error
+    rows = [json.loads(line) for line in open(folder / "trained" / "generations.jsonl")]
+    plain = Plain(folder)
+    wanted = [plain.answer(messages, names) for messages, names in records()]
+    assert [row["answer"] for row in rows] == wanted
+    assert len(set(wanted)) > 1
+
+
+def test_a_picture_is_shown_in_a_chat(folder, monkeypatch):
+    lines = [f"/image {folder}/a.png", "one", "why", "/new", "/image nowhere.png", "text"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
+    code, out, error = ended(cli_generate.main_chat, [f"{folder}/model", *GREEDY])
+    assert code == 0, error
+    plain = Plain(folder)
+    first = [{"role": "user", "content": "<image>one"}]
+    answer = plain.answer(first, ["a.png"])
+    second = [*first, {"role": "assistant", "content": answer}, {"role": "user", "content": "why"}]
+    expected = [answer, plain.answer(second, ["a.png"])]
+    expected.append(plain.answer([{"role": "user", "content": "text"}], []))
+    shown = [line.rstrip() for line in out.splitlines()]
+    assert [line for line in shown if "nowhere.png" not in line] == [
+        line.rstrip() for text in expected for line in printable(text).splitlines() or [""]
+    ]
+    assert "there is no picture" in out
+
+
+def test_answers_in_evaluations_are_refused_for_a_model_with_pictures(folder):
+    from mca_lite.args import parse_args
+
+    words = [f"model_name_or_path={folder}/model", "output_dir=unused", "dataset=unused"]
+    more = ["predict_with_generate=true", "val_size=1", "do_eval=true"]
+    with pytest.raises(ValueError, match="answers about pictures are not generated in evaluations"):
+        parse_args(words + more)
