@@ -285,10 +285,13 @@ class MegatronBackend(Backend):
     def _mark_matrices(self) -> None:
         """Set `matrices` of the parameters with matrices of hidden layers, and of their masters."""
         config = self.config
-        rows = {row.mca: row for row in rows_of(config.hf_model_type, config) if row.is_linear}
+        rows = rows_of(config.hf_model_type, config)
+        rows = {row.mca: row for row in rows if row.is_linear or row.is_of_tower}
+        tables = {m.weight for m in self.model.modules() if isinstance(m, torch.nn.Embedding)}
         for (name, _), view in weights_convert.own_parameters(self.model).items():
             row = rows.get(name)
-            if row is None or name in weights_convert.VOCABULARY:
+            is_table = name in weights_convert.VOCABULARY or view in tables
+            if row is None or is_table or view.dim() != 2:
                 continue
             cut = {}
             size = len(view)
@@ -379,7 +382,8 @@ class MegatronBackend(Backend):
         for _, parameter, main, _ in owned_parameters(self.optimizer, self.model):
             if is_of_tower(parameter):
                 main.grad = None
-                main.decoupled_grad = None
+                if hasattr(main, "decoupled_grad"):  # set anew for each update
+                    main.decoupled_grad = None
 
     def _num_zeros_of_padding(self) -> int:
         """The gradient's elements in the vocabulary's padding, all zero."""

@@ -11,16 +11,7 @@ from mca_lite.optim import Matrices, create_torch_optimizer
 from tests.shared import tiny, tiny_moe, world
 from tests.shared.files import tensors
 from tests.shared.layouts import CP2, DENSE, EP2, ETP1, PP2, SAVE, TP2, TP2_SP
-from tests.shared.training import assert_same_curve, train
-
-
-def in_float32(model):
-    """The model, in a process where Newton-Schulz iterates in float32, ours and torch's. In bf16 a
-    gradient that is summed in another order rounds to a neighbour here and there, and five
-    iterations multiply that by up to 3.4445 ** 5 = 485."""
-    torch.Tensor.bfloat16 = lambda tensor: tensor.float().clone()
-    return model
-
+from tests.shared.training import assert_same_curve, in_float32, train
 
 MUON = dict(optim="muon", learning_rate=2e-3, steps=5, adapt=in_float32)
 WEIGHTS = 1e-5

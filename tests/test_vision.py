@@ -13,7 +13,7 @@ from peft import PeftModel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText
 
-from mca_lite import TrainingArguments, model_config, plan_memory
+from mca_lite import TrainingArguments, model_config
 from mca_lite.batch import rope_positions
 from tests.shared import pictures, tiny, world
 from tests.shared.cells import asked_for, shared_worlds, thinned
@@ -34,7 +34,7 @@ from tests.shared.layouts import (
     VPP2,
 )
 from tests.shared.lora_tools import adapter_of, load
-from tests.shared.training import assert_same_curve, refusal, train
+from tests.shared.training import assert_same_curve, in_float32, refusal, train
 
 FAMILIES = list(pictures.FAMILIES)
 LAYOUTS = {
@@ -169,13 +169,17 @@ def test_files_are_written_as_they_were_read(spelled, tmp_path):
         assert configs[0] == configs[1], name
 
 
-def converted(paths: dict, out: str) -> list[int]:
+def command(words: list[str]) -> int:
     from mca_lite.cli_convert import main
 
+    return main(words)
+
+
+def converted(paths: dict, out: str) -> list[int]:
     codes = []
     for name, path in paths.items():
-        codes.append(main([path, f"{out}/mca/{name}", "--verify"]))
-        codes.append(main([f"{out}/mca/{name}", f"{out}/{name}", "--verify"]))
+        codes.append(command([path, f"{out}/mca/{name}", "--verify"]))
+        codes.append(command([f"{out}/mca/{name}", f"{out}/{name}", "--verify"]))
     return codes
 
 
@@ -242,6 +246,16 @@ def test_adapters_of_the_text_train_as_peft_does_beside_a_frozen_tower(paths, tm
     assert not any("visual" in name for name, _ in loaded.named_parameters() if "lora_" in name)
 
 
+def test_convert_merges_an_adapter_as_peft_does(paths, tmp_path):
+    path, start = paths["qwen2_5_vl"], str(tmp_path / "start")
+    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+    merged = pictures.with_peft(start, model).merge_and_unload()
+    merged.save_pretrained(tmp_path / "wanted")
+    words = [path, str(tmp_path / "out"), "--merge", start, "--verify"]
+    assert world.run(command, 1, words) == [0]
+    assert_same_tensors(tensors(tmp_path / "out"), tensors(tmp_path / "wanted"), 1e-6)
+
+
 @pytest.mark.parametrize("layout", ["dp2_overlap", "tp2_sp", "cp2", "pp2"])
 def test_a_frozen_tower_stays_and_the_text_trains_as_in_plain_torch(paths, tmp_path, layout):
     path = paths["qwen3_vl"]
@@ -252,6 +266,59 @@ def test_a_frozen_tower_stays_and_the_text_trains_as_in_plain_torch(paths, tmp_p
     for got in world.run(pictures.train_ours, ranks, path, str(out), adapt=adapt, **keys):
         assert_same_curve(got, wanted)
     assert_same_tensors(tensors(out), tensors(tmp_path / "plain"))
+
+
+# -- steps without a picture
+
+OPTIMIZERS = {
+    "bf16": (1, dict(bf16=True)),
+    "bf16, distributed": (2, dict(bf16=True, **OVERLAP)),
+    "moments in bf16": (1, dict(bf16=True, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")),
+    "offloaded": (1, dict(optimizer_cpu_offload=True)),
+    "sgd": (1, dict(optim="sgd")),
+    "muon": (2, dict(optim="muon", **TP2)),
+}
+
+
+def first_steps(path: str, out: str, keys: dict) -> None:
+    """Two runs: of a step without a picture, and of a step with some after it."""
+    data = pictures.samples(2)
+    for steps in (1, 2):
+        pictures.train_ours(path, f"{out}/{steps}", data=data, **{**keys, "steps": steps})
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_tower_rests_in_a_step_without_a_picture_and_goes_on_afterwards(paths, tmp_path, name):
+    path = paths["qwen2_5_vl"]
+    ranks, keys = OPTIMIZERS[name]
+    world.run(first_steps, ranks, path, str(tmp_path), keys)
+    before, rested, trained = (tensors(folder) for folder in (path, tmp_path / "1", tmp_path / "2"))
+    for key, tensor in before.items():
+        tensor = tensor.to(rested[key].dtype)
+        if key.startswith("visual."):
+            assert torch.equal(rested[key], tensor), key
+            assert not torch.equal(trained[key], tensor), key
+        else:
+            assert not torch.equal(rested[key], tensor), key
+
+
+# -- Muon: the tower's matrices too, as on the torch backend (which test_optim_muon compares with
+# torch.optim.Muon)
+
+
+@pytest.mark.parametrize("layout", ["tp2_sp", "pp2"])
+def test_muon_updates_the_same_matrices_of_the_tower_as_on_the_torch_backend(
+    paths, tmp_path, layout
+):
+    path = paths["qwen3_vl"]
+    ranks, keys = LAYOUTS[layout]
+    muon = dict(optim="muon", learning_rate=2e-3, adapt=in_float32)
+    keys = {**keys, **muon, "use_distributed_optimizer": False}
+    one = dict(backend="torch", **muon, **TWO_ROWS)
+    [wanted] = world.run(pictures.train_ours, 1, path, str(tmp_path / "torch"), **one)
+    for got in world.run(pictures.train_ours, ranks, path, str(tmp_path / "out"), **keys):
+        assert_same_curve(got, wanted)
+    assert_same_tensors(tensors(tmp_path / "out"), tensors(tmp_path / "torch"))
 
 
 # -- what is refused
@@ -311,36 +378,34 @@ def test_a_batch_without_positions_or_with_too_few_pictures_is_refused(paths, tm
 # -- plans
 
 
-def planned(path: str, **keys):
+def planned(path: str, **keys) -> tuple:
+    """(memory of a rank of each stage, bytes of the tower's activations)"""
     from mca_lite.model_config import AutoConfig
-    from mca_lite.plan_memory import ModelTensors, rank_memory
+    from mca_lite.plan_memory import ModelTensors, RankSizes, rank_memory, tower_activations
 
     args = TrainingArguments(output_dir="unused", **keys)
     config = AutoConfig.from_pretrained(path, args)
     tensors = ModelTensors(config)
     stages = range(config.pipeline_model_parallel_size)
-    return [rank_memory(args, config, tensors, stage, 64, len(stages), False) for stage in stages]
+    memory = [rank_memory(args, config, tensors, stage, 64, len(stages), False) for stage in stages]
+    return memory, tower_activations(args, config, tensors, 64, RankSizes(config))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_plan_counts_the_tower_on_the_first_stage(paths, family, monkeypatch):
+def test_a_plan_counts_the_tower_on_the_first_stage(paths, family):
     tower = AutoModelForImageTextToText.from_pretrained(paths[family]).model.visual
     saved = SavedTensors(tower.parameters())
     with saved.hooks():  # one picture of 64 features, a row of pictures alone
         output = tower(torch.randn(256, pictures.CHANNELS), grid_thw=torch.tensor([[1, 16, 16]]))
     held = saved.bytes
     del output
-    [whole] = planned(paths[family])
-    first, second = planned(paths[family], **PP2)
+    [whole], kept = planned(paths[family])
+    assert kept == pytest.approx(held, rel=0.35)  # without mergers and the table of positions
+    assert whole.activations > kept
+    (first, second), _ = planned(paths[family], **PP2)
     count = sum(parameter.numel() for parameter in tower.parameters())
     assert first.parameters - second.parameters == count - 32  # the final norm is on the second
-    [recomputed] = planned(paths[family], **FULL)
-    monkeypatch.setattr(plan_memory, "tower_activations", lambda *arguments: 0.0)
-    [text] = planned(paths[family])
-    [text_recomputed] = planned(paths[family], **FULL)
-    # the mergers are not counted, nor the table of positions
-    assert whole.activations - text.activations == pytest.approx(held, rel=0.35)
-    assert 0 < recomputed.activations - text_recomputed.activations < held
+    assert 0 < planned(paths[family], **FULL)[1] < kept
 
 
 @pytest.mark.parametrize("family", FAMILIES)
