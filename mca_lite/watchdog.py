@@ -3,9 +3,9 @@
 Each rank notes its phases: the count of phases is the same on all ranks, and a note is a few
 assignments. A thread watches the count of its rank. After hang_timeout seconds without progress it
 asks all ranks, through the process group's store, for count, phase, micro-batches, Python stack and
-unfinished collectives, and prints the late ranks. After ddp_timeout seconds
-all ranks leave. A second thread does so alone if the store does not answer. A rank that dies of an
-exception leaves its message in the store for ranks that lose their connection to it.
+collectives, and prints the late ranks. After ddp_timeout seconds all ranks leave. A second thread
+does so alone if the store does not answer. A rank that dies of an exception leaves its message in
+the store for ranks that lose their connection to it.
 
 No collective is added; without a hang each rank reads two small keys of the store now and then.
 
@@ -68,10 +68,12 @@ _LOST = (  # words of gloo or nccl about a lost rank
 
 _RECORDS = "flight_recorder"  # a folder in output_dir
 _CALLS_SHOWN = 4
+_RECENT = 8  # calls of a group
 _TORCH = re.compile(r"[/\\]torch[/\\]|^<")
 _OF_LIBRARIES = re.compile(
     r"[/\\]megatron[/\\]core[/\\]|^" + re.escape(os.path.dirname(os.path.abspath(__file__)))
 )
+_EVEN = re.compile("reduce|broadcast|gather")  # with the same sizes on all ranks
 _PEERS = re.compile(r"(\d+)(?:->|<-)(\d+)")
 
 
@@ -312,8 +314,14 @@ class Watchdog:
             self.store.set(f"answer/{question}/{self.rank}", json.dumps(answer))
         if question and question != self._dumped:
             self._dumped = question
-            with contextlib.suppress(OSError):  # a full disk: the stacks are there
-                self.store.set(f"record/{question}/{self.rank}", json.dumps(self._dump(self.rank)))
+            self.store.set(f"record/{question}/{self.rank}", json.dumps(self._calls()))
+
+    def _calls(self) -> dict:
+        try:
+            return self._dump(self.rank)
+        except Exception as error:  # a full disk, another form of torch's record
+            _print(f"warning: rank {self.rank} has no record of its collectives: {error!r}")
+            return {}
 
     # -- late ranks: one rank asks and prints
 
@@ -489,13 +497,15 @@ def dump_calls(folder: str | os.PathLike, rank: int) -> dict[str, Any]:
 def calls_of(
     record: Mapping[str, Any], ranks_of: Callable[[str], list[int]]
 ) -> dict[str, dict[str, Any]]:
-    """{"calls": the first unfinished call of each group, by its name, in a rank's record;
-    "counts": the calls so far}. ranks_of: group name -> global ranks."""
-    counts: dict[str, int] = {}
+    """{"calls": the first unfinished call of each group, by its name, in a rank's record; "recent":
+    its last collectives}. ranks_of: group name -> global ranks."""
     calls: dict[str, dict] = {}
+    recent: dict[str, list[dict]] = {}
     for entry in record["entries"]:
         name = entry["process_group"][0]
-        counts[name] = max(counts.get(name, 0), entry["collective_seq_id"])
+        if not entry["is_p2p"]:
+            ended = _call(entry, [])
+            recent[name] = [*recent.get(name, [])[1 - _RECENT :], ended]
         if entry["retired"] or entry["state"] == "completed":
             calls.pop(name, None)  # torch never ends the record of a message in a batch
             continue
@@ -504,7 +514,7 @@ def calls_of(
         first["has_begun"] |= call["has_begun"]  # of a batch its last entry alone
         if first["is_message"] and call["is_message"]:
             first["ranks"] = sorted({*first["ranks"], *call["ranks"]})
-    return {"calls": calls, "counts": counts}
+    return {"calls": calls, "recent": recent}
 
 
 def _call(entry: Mapping[str, Any], ranks: list[int]) -> dict[str, Any]:
@@ -514,11 +524,13 @@ def _call(entry: Mapping[str, Any], ranks: list[int]) -> dict[str, Any]:
         ranks = [ranks[int(index)] for index in pair.groups()]
     callers = [f"{frame['filename']}:{frame['line']}" for frame in entry.get("frames", ())]
     place = next((caller for caller in callers if not _TORCH.search(caller)), "")
+    sizes = f" of {entry['input_sizes']} {entry['input_dtypes']}"
     return {
         "number": entry["collective_seq_id"],
         "backend": backend,
         "is_message": entry["is_p2p"],
-        "operation": f"{operation} of {entry['input_sizes']} {entry['input_dtypes']}",
+        "operation": operation + sizes,
+        "form": operation + sizes * bool(_EVEN.search(operation)),
         "ranks": ranks,
         "words": entry["process_group"][1],
         "has_begun": entry["state"] == "started",
@@ -533,14 +545,44 @@ def differing_calls(summaries: Mapping[int, Mapping[str, Any]]) -> tuple[list[in
     Late is a rank others wait for, with no unfinished call or with one its GPU has not begun while
     other GPUs began theirs. If each such rank waits for another one, or may do so in a message of
     gloo, late are those of a call from code of the user, outside of torch, megatron-core and this
-    package.
+    package. Late first of all are ranks of an ended call unlike those of others.
     """
+    late, lines = _unlike(summaries)
+    waiting, found = _waiting(summaries)
+    return sorted(late or waiting), [*lines, *found][:_CALLS_SHOWN]
+
+
+def _unlike(summaries: Mapping[int, Mapping[str, Any]]) -> tuple[set[int], list[str]]:
+    """(ranks of the rarer form, a line) of the first call of a group with several forms."""
+    forms: dict[tuple, dict[str, list[int]]] = {}
+    calls: dict[tuple, dict] = {}
+    for rank, about in summaries.items():
+        for group, recent in about.get("recent", {}).items():
+            for call in recent:
+                key = (group, call["number"])
+                forms.setdefault(key, {}).setdefault(call["form"], []).append(rank)
+                calls[key, rank] = call
+    for key in sorted(forms):
+        rarest, *others = sorted(forms[key].values(), key=len)
+        if others:
+            heads = {ranks[0]: ranks for ranks in (rarest, *others)}
+            late = rarest
+            if len(others[0]) == len(rarest):
+                of_users = [rank for rank in heads if calls[key, rank]["is_users"]]
+                late = heads[of_users[0]] if of_users else []
+            words = [f"ranks {_shown(heads[r])}: {_in_words(calls[key, r])}" for r in heads]
+            return set(late), [f"calls differ: {'; '.join(words[:_CALLS_SHOWN])}"]
+    return set(), []
+
+
+def _waiting(summaries: Mapping[int, Mapping[str, Any]]) -> tuple[set[int], list[str]]:
+    """(late ranks, lines) of unfinished calls without some of their ranks."""
     open_calls = {rank: about.get("calls", {}) for rank, about in summaries.items()}
     some_began = any(c["has_begun"] for calls in open_calls.values() for c in calls.values())
     waits_for: dict[int, set[int]] = {}
     alone = set()
     of_gloo = False
-    lines: dict[str, list[str]] = {}
+    lines: dict[str, list[int]] = {}
     for rank, calls in open_calls.items():
         for group, call in calls.items():
             if some_began and not call["has_begun"]:  # it waits for the GPU of its rank
@@ -552,8 +594,8 @@ def differing_calls(summaries: Mapping[int, Mapping[str, Any]]) -> tuple[list[in
                 of_gloo |= call["backend"] == "gloo"
                 if call["is_users"]:
                     alone.add(rank)
-                without = f"; ranks without it: {first_of([str(r) for r in absent], 8)}"
-                lines.setdefault(_in_words(call) + without, []).append(str(rank))
+                without = f"; ranks without it: {_shown(absent)}"
+                lines.setdefault(_in_words(call) + without, []).append(rank)
     awaited = set().union(*waits_for.values())
     late = awaited - waits_for.keys()
     is_few = 2 * len(alone) <= len(summaries)
@@ -561,8 +603,11 @@ def differing_calls(summaries: Mapping[int, Mapping[str, Any]]) -> tuple[list[in
         late = alone
     if late == summaries.keys():
         late = set()
-    found = [f"ranks {first_of(ranks, 8)}: {words}" for words, ranks in lines.items()]
-    return sorted(late), found[:_CALLS_SHOWN]
+    return late, [f"ranks {_shown(ranks)}: {words}" for words, ranks in lines.items()]
+
+
+def _shown(ranks: list[int]) -> str:
+    return first_of([str(rank) for rank in ranks], 8)
 
 
 def _takes_part(group: str, call: Mapping[str, Any], about: Mapping[str, Any]) -> bool:
@@ -571,8 +616,9 @@ def _takes_part(group: str, call: Mapping[str, Any], about: Mapping[str, Any]) -
     if call["is_message"]:
         return same is not None and same["is_message"] and same["has_begun"]
     if same is None or same["is_message"] or call["number"] < same["number"]:
-        return about.get("counts", {}).get(group, 0) >= call["number"]
-    return all(same[key] == call[key] for key in ("number", "operation", "has_begun"))
+        recent = about.get("recent", {}).get(group, [])
+        return any(own["number"] >= call["number"] for own in recent)
+    return all(same[key] == call[key] for key in ("number", "form", "has_begun"))
 
 
 def _in_words(call: Mapping[str, Any]) -> str:

@@ -184,10 +184,10 @@ class CountingStore:
 def test_the_watchdogs_traffic_is_bounded(capsys):
     size = 1024
     store = CountingStore()
-    calls = {0: {"number": 1, "backend": "nccl", "is_message": False, "operation": "all_reduce",
-                 "ranks": list(range(size)), "words": "world", "has_begun": True, "place": "",
-                 "is_users": False}}  # fmt: skip
-    record = {"calls": calls, "counts": {0: 1}}
+    of_world = dict(number=1, backend="nccl", is_message=False, operation="all_reduce")
+    of_world.update(form="all_reduce", ranks=list(range(size)), words="world", has_begun=True)
+    calls = {"0": dict(of_world, place="", is_users=False)}
+    record = {"calls": calls, "recent": {}}
     ranks = [
         Watchdog(store, rank, size, 10, 60, lambda code: None, dump=lambda rank: record)
         for rank in range(size)
