@@ -47,7 +47,7 @@ moe_router_load_balancing_type=none
 moe_token_dispatcher_type=allgather
     moe   1 moe_shared_expert_overlap      alltoall              moe_shared_expert_overlap=true \
 moe_token_dispatcher_type=allgather
-    moe   1 moe_router_bias_update_rate    adapters              moe_router_bias_update_rate=0.1 \
+    moe   1 moe_router_bias_update_rate    frozen routers        moe_router_bias_update_rate=0.1 \
 finetuning_type=lora
     gated 2 ddp_bucket_size                32 parameters.*: 33   ddp_bucket_size=32 \
 moe_shared_expert_overlap=true overlap_param_gather=true overlap_grad_reduce=true \

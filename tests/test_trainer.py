@@ -368,7 +368,7 @@ def with_batch(path: str, out: str, changes: dict) -> str:
         ({"labels": torch.ones(1, 3, dtype=torch.long)}, "have the shapes"),
         ({"attention_mask": torch.tensor([[0, 1, 1, 1]])}, "padding_side"),
         ({"position_ids": torch.tensor([[0, 1, 0, 1]])}, "position_ids"),
-        ({"pixel_values": torch.ones(1, 3)}, "'pixel_values', which the model would not be given"),
+        ({"pixel_values": torch.ones(1, 3)}, "the model reads text: its config.json has no"),
         ({"input_ids": torch.full((1, 4), 61)}, "from 61 to 61: expected 0 to 60"),
         ({name: torch.ones(1, 129).long() for name in ("input_ids", "labels")}, "128 positions"),
     ],
