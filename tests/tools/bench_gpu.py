@@ -345,7 +345,6 @@ def run_theirs(
     shape, mbs, rows, s, steps, packed=False, lora=0, liger=False, varlen=False, float32=False
 ):
     import transformers
-    from transformers import Trainer, TrainerCallback, TrainingArguments
 
     transformers.utils.logging.set_verbosity_error()
     cuda, clock, config = torch.cuda.is_available(), Clock(), hf_config(shape)
@@ -374,6 +373,19 @@ def run_theirs(
         extra = {"position_ids": positions} if packed else {}
         samples.append(dict(input_ids=row["input_ids"], labels=labels, **extra))
 
+    def stack(rows):
+        return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
+
+    collate = bench_varlen.flatten if varlen else stack
+    logs = train_theirs(model, samples, collate, clock, mbs, rows, steps, liger)
+    return clock, logs, tokens, squares
+
+
+def train_theirs(model, samples, collate, clock, mbs, rows, steps, liger, **more) -> list[dict]:
+    """Train by Hugging Face's Trainer -> its log lines. clock: ticks at each step; more: of its
+    arguments."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
     class Ticks(TrainerCallback):
         def on_train_begin(self, *args, **kwargs):
             clock.begin()
@@ -381,9 +393,7 @@ def run_theirs(
         def on_step_end(self, *args, **kwargs):
             clock.tick()
 
-    def stack(rows):
-        return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
-
+    cuda = torch.cuda.is_available()
     args = TrainingArguments(
         output_dir=tempfile.mkdtemp(),
         max_steps=steps,
@@ -400,14 +410,14 @@ def run_theirs(
         use_liger_kernel=liger and cuda,
         report_to=[],
         remove_unused_columns=False,
+        **more,
     )
-    collate = bench_varlen.flatten if varlen else stack
     trainer = Trainer(
         model, args, train_dataset=samples, data_collator=collate, callbacks=[Ticks()]
     )
     with contextlib.redirect_stdout(io.StringIO()):
         trainer.train()
-    return clock, [log for log in trainer.state.log_history if "loss" in log], tokens, squares
+    return [log for log in trainer.state.log_history if "loss" in log]
 
 
 def measure(case: str, trainer: str, label: str) -> dict:

@@ -193,37 +193,11 @@ def train_theirs(mbs: int, trained: bool, packed: bool = False, float32: bool = 
             position_ids=pad(axes, batch_first=True).permute(2, 0, 1),
         )
 
-    class Ticks(transformers.TrainerCallback):
-        def on_train_begin(self, *args, **kwargs):
-            clock.begin()
-
-        def on_step_end(self, *args, **kwargs):
-            clock.tick()
-
-    args = transformers.TrainingArguments(
-        output_dir=tempfile.mkdtemp(),
-        max_steps=STEPS,
-        logging_steps=1,
-        per_device_train_batch_size=mbs,
-        gradient_accumulation_steps=ROWS // mbs,
-        learning_rate=1e-5,
-        lr_scheduler_type="constant",
-        weight_decay=0.1,
-        bf16=cuda,
-        save_strategy="no",
-        disable_tqdm=True,
-        optim="adamw_torch_fused" if cuda else "adamw_torch",
-        use_liger_kernel=cuda,
-        report_to=[],
-        remove_unused_columns=False,
-        train_sampling_strategy="sequential",
+    rows = documents()
+    more = dict(train_sampling_strategy="sequential")
+    return clock, bench_gpu.train_theirs(
+        model, rows, collate, clock, mbs, ROWS, STEPS, True, **more
     )
-    trainer = transformers.Trainer(
-        model, args, train_dataset=documents(), data_collator=collate, callbacks=[Ticks()]
-    )
-    with contextlib.redirect_stdout(io.StringIO()):
-        trainer.train()
-    return clock, trainer.state.log_history
 
 
 def measure(case: str, trainer: str, label: str) -> dict:
