@@ -372,6 +372,17 @@ def test_samples_of_a_conversation_with_stripped_thinking_have_their_own_picture
     assert grids == [[[1, 2, 2]], [[1, 2, 2], [1, 2, 4]]]
 
 
+def test_a_picture_in_thinking_that_the_template_leaves_out_is_refused(tmp_path):
+    draw(tmp_path / "a.png")
+    draw(tmp_path / "b.png", seed=1)
+    texts = ("q", "<think>\n<image>\n</think>\n\nc", "<image>?", "<think>\ny\n</think>\n\nd")
+    record = {**conversation(*texts), "images": ["a.png", "b.png"]}
+    path = write_records(tmp_path / "a.jsonl", record)
+    for keys in ({}, {"train_on_prompt": True}):
+        with pytest.raises(ValueError, match="a.jsonl:1: .*leaves out some of 2 pictures"):
+            load(tmp_path, path, template=QWEN3, **keys)
+
+
 # -- cutting
 
 
