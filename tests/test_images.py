@@ -227,11 +227,12 @@ def processed(tmp_path, image) -> torch.Tensor:
 def test_a_rotated_picture_is_upright_and_its_size_is_that(tmp_path):
     draw(tmp_path / "plain.png", 24, 8)
     plain = Image.open(tmp_path / "plain.png")
-    for suffix in ("png", "webp"):
+    for suffix in ("png", "webp", "tif"):
         exif = Image.Exif()
         exif[0x0112] = 6  # a viewer turns it by 90 degrees clockwise
         name = f"turned.{suffix}"
-        plain.rotate(90, expand=True).save(tmp_path / name, exif=exif, lossless=True)
+        turned = plain.rotate(90, expand=True)
+        turned.save(tmp_path / name, exif=exif, lossless=True)
         document = pixels_of(tmp_path, name)
         assert document["image_grid_thw"].tolist() == [[1, 2, 6]]
         assert document["pixel_values"].equal(processed(tmp_path, plain))
