@@ -15,6 +15,7 @@ import torch
 from . import cpu, kernels, lora, lora_files, parallel
 from .args import check_together
 from .batch import to_rank
+from .freezing import trains
 from .loss_tokens import LossOfLogits
 from .model_moe import BalancingLosses, RouterStatistics, count_real_micro_batches
 from .tables import COLUMNS
@@ -250,7 +251,9 @@ class Backend(abc.ABC):
         Collectives: those of an export, and a gather of the distributed optimizer's shards."""
         self._gradients_for_weights()
         if lora.spec_of(self.model) is None:
-            yield from self._trained_weights()
+            for name, tensor in self._trained_weights():
+                if trains(self.model, lora.module_of(name)):  # others are no gradients
+                    yield name, tensor
         else:
             yield from lora_files.trained_tensors(self.model).items()
 

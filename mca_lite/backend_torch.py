@@ -294,10 +294,10 @@ class TorchBackend(Backend):
             config = self.model.config
             slots = with_image_slots(batch, config.image_token_id)
             check_slots(slots, config.vision_config.spatial_merge_size)
-            # rows that only fill the batch have no pictures: their ids may be any others
-            inputs["input_ids"] = inputs["input_ids"].masked_fill(
-                is_padding, int(config.image_token_id == 0)
-            )
+            ids = inputs["input_ids"]
+            # rows that only fill the batch have no pictures
+            unseen = is_padding & (ids == config.image_token_id)
+            inputs["input_ids"] = ids.masked_fill(unseen, int(config.image_token_id == 0))
             positions = torch.stack([inputs.pop(name) for name in ROPE_COLUMNS])
             if not has_pictures(batch):
                 inputs = {name: x for name, x in inputs.items() if not is_of_pictures(name)}

@@ -346,6 +346,13 @@ class ChatRenderer:
     def _sample(self, messages: list[dict], wanted: list[int]) -> Rendered:
         """The conversation as text, with the spans of the answers in messages of these numbers."""
         text = self._render(messages)
+        if self.image_block:  # else those after it would have another's pixels
+            count = sum(message["content"].count(self.image_block) for message in messages)
+            expect(
+                text.count(self.image_block) == count,
+                f"the chat template leaves out some of {count} pictures, as it does with the "
+                "thinking of earlier answers: move them out of it",
+            )
         spans = self._marked_spans(messages)
         turns = _answers(messages)
         if len(spans) == len(turns):

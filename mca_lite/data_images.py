@@ -168,6 +168,8 @@ def _upright_size(image) -> tuple[int, int]:
     # frames of MPO are views of a picture in other sizes
     if getattr(image, "is_animated", False) and image.format != "MPO":
         raise _Unusable(f"{image.n_frames} frames, and a picture has one: save that one alone")
+    if image.format == "TIFF":  # Pillow's size of one is upright
+        return height, width
     # not PngImageFile.getexif, which decodes the picture
     if Image.Image.getexif(image).get(_ORIENTATION) in _ON_ITS_SIDE:
         return width, height

@@ -47,7 +47,7 @@ def plan(model, keys, judge: Judge) -> frozenset[str] | None:
         trained or judge.problems,
         "finetuning_type",
         "every weight of the model would be frozen",
-        "finetuning_type: full, or freeze_trainable_layers: 2",
+        "freeze_language_model: false, or freeze_trainable_layers: 2",
     )
     return None if len(trained) == len(modules) else frozenset(trained)
 

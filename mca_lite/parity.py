@@ -88,6 +88,8 @@ def compare(plan: run.Plan) -> list[Row]:
     args.eval_strategy = "no"
     args.predict_with_generate = False
     trainer = run.build_trainer(plan)
+    if plan.data.vision is not None:  # the oracle's batches come from the last stage
+        plan.data.vision.makes_pixels = True
     _fill_adapters(trainer.model, plan)
     trainer.create_optimizer()
     if getattr(trainer, "reference", None) == "cached":
@@ -183,7 +185,7 @@ def _megatron_modules(models: VirtualModels) -> Iterator[tuple[str, torch.nn.Mod
     """(name, module, True to compare its input in place of its output) of this rank."""
     for chunk in models:
         if chunk.pre_process:
-            yield "embedding", chunk.embedding, False
+            yield "embedding", chunk.decoder, True  # with the features of pictures
         for layer in chunk.decoder.layers:
             name = f"layer {layer.layer_number - 1}"
             yield f"{name} attention", layer.self_attention, False
@@ -195,7 +197,7 @@ def _megatron_modules(models: VirtualModels) -> Iterator[tuple[str, torch.nn.Mod
 
 def _torch_modules(model) -> Iterator[tuple[str, torch.nn.Module, bool]]:
     """The same places of a transformers model."""
-    decoder = model.base_model
+    decoder = getattr(model.base_model, "language_model", model.base_model)
     yield "embedding", decoder.layers[0], True
     for i, layer in enumerate(decoder.layers):
         yield f"layer {i} attention", layer.self_attn, False
@@ -359,10 +361,9 @@ def _plain_step(plan: run.Plan, trainer, batches: list[dict], places, dtype: tor
 @torch.no_grad()
 def _plain_logits(trainer, batch: dict, places: torch.Tensor) -> torch.Tensor:
     """[places, V] of the first row, on the CPU."""
-    inputs = trainer.inputs_of(batch)
-    first = [inputs["input_ids"][:1], inputs["position_ids"][:1], inputs["attention_mask"]]
+    inputs = {**trainer.inputs_of(batch), "labels": None}
     with trainer.backend.autocast():
-        return trainer.backend.loss_model(*first, places=places.to(parallel.device()))[0].cpu()
+        return trainer.backend.loss_model(**inputs, places=places.to(parallel.device()))[0].cpu()
 
 
 # -- both beside each other

@@ -229,11 +229,12 @@ def processed(tmp_path, image) -> torch.Tensor:
 def test_a_rotated_picture_is_upright_and_its_size_is_that(tmp_path):
     draw(tmp_path / "plain.png", 24, 8)
     plain = Image.open(tmp_path / "plain.png")
-    for suffix in ("png", "webp"):
+    for suffix in ("png", "webp", "tif"):
         exif = Image.Exif()
         exif[0x0112] = 6  # a viewer turns it by 90 degrees clockwise
         name = f"turned.{suffix}"
-        plain.rotate(90, expand=True).save(tmp_path / name, exif=exif, lossless=True)
+        turned = plain.rotate(90, expand=True)
+        turned.save(tmp_path / name, exif=exif, lossless=True)
         document = pixels_of(tmp_path, name)
         assert document["image_grid_thw"].tolist() == [[1, 2, 6]]
         assert document["pixel_values"].equal(processed(tmp_path, plain))
@@ -372,6 +373,17 @@ def test_samples_of_a_conversation_with_stripped_thinking_have_their_own_picture
     data, _ = load(tmp_path, write_records(tmp_path / "a.jsonl", record), template=QWEN3)
     grids = [document["image_grid_thw"].tolist() for [document] in data.train]
     assert grids == [[[1, 2, 2]], [[1, 2, 2], [1, 2, 4]]]
+
+
+def test_a_picture_in_thinking_that_the_template_leaves_out_is_refused(tmp_path):
+    draw(tmp_path / "a.png")
+    draw(tmp_path / "b.png", seed=1)
+    texts = ("q", "<think>\n<image>\n</think>\n\nc", "<image>?", "<think>\ny\n</think>\n\nd")
+    record = {**conversation(*texts), "images": ["a.png", "b.png"]}
+    path = write_records(tmp_path / "a.jsonl", record)
+    for keys in ({}, {"train_on_prompt": True}):
+        with pytest.raises(ValueError, match="a.jsonl:1: .*leaves out some of 2 pictures"):
+            load(tmp_path, path, template=QWEN3, **keys)
 
 
 # -- cutting

@@ -11,8 +11,9 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 from mca_lite import cli_inspect
+from tests.shared import world
 from tests.shared.chats import assistant, conversation, user, write_records
-from tests.shared.commands import answer, run_script
+from tests.shared.commands import answer, ended, run_script
 from tests.shared.picture_files import TOKENS, draw, save_whole_model
 from tests.shared.training import read_log
 
@@ -103,6 +104,27 @@ def test_pairs_have_the_log_probabilities_of_transformers(folder, tmp_path):
             losses = answer_losses(folder, tokenizer, model, question, answer, of_record)
             sums.append(-losses.sum())
         assert line[f"logps/{side}"] == pytest.approx(torch.stack(sums).mean().item(), rel=1e-5)
+
+
+def parity(words: list[str]) -> tuple[int, str, str]:
+    return ended(cli_inspect.main_parity, words)
+
+
+@pytest.mark.parametrize(
+    "layout, freeze_tower",
+    [
+        ("tensor_model_parallel_size=2 sequence_parallel=true", "false"),
+        ("pipeline_model_parallel_size=2 packing=true", "true"),
+    ],
+)
+def test_the_parity_command_compares_models_with_pictures(folder, layout, freeze_tower, tmp_path):
+    folder, _, _ = folder
+    words = f"model_name_or_path={folder / 'model'} dataset={folder / 'chats.jsonl'} cutoff_len=128"
+    words += f" freeze_vision_tower={freeze_tower} per_device_train_batch_size=2 {layout}"
+    words += f" global_batch_size=4 {ONE_STEP} cache_dir={tmp_path} output_dir={tmp_path / 'out'}"
+    codes, out, errors = zip(*world.run(parity, 2, words.split(), timeout_s=120), strict=True)
+    assert codes == (0, 0) and "right: " in "".join(out), "".join(out + errors)
+    assert ("visual.blocks" in "".join(out)) == (freeze_tower == "false")
 
 
 def test_inspect_shows_pictures_with_their_tokens(folder, tmp_path):
