@@ -59,14 +59,20 @@ class Picture:
     def num_bytes(self) -> int:
         return os.path.getsize(self.path) if self.data is None else len(self.data)
 
+    @property
+    def modified(self) -> int:
+        """Nanoseconds of the file's last change, 0 without a file."""
+        return os.stat(self.path).st_mtime_ns if self.data is None else 0
+
 
 class Placed(NamedTuple):
-    """A picture of a document, with its grid. where: "file:line" of its record. num_bytes: as it
-    was tokenised."""
+    """A picture of a document, with its grid. where: "file:line" of its record. num_bytes,
+    modified: as it was tokenised."""
 
     picture: Picture
     grid: tuple[int, int, int]
     num_bytes: int
+    modified: int
     where: str
 
 
@@ -319,17 +325,18 @@ class Vision:
         except ValueError as error:
             raise ValueError(f"{where}: {picture}: {width} x {height}: {error}") from None
         rows, columns = (size // self.patch_size for size in sizes)
-        return Placed(picture, (_TEMPORAL, rows, columns), picture.num_bytes, where)
+        grid = (_TEMPORAL, rows, columns)
+        return Placed(picture, grid, picture.num_bytes, picture.modified, where)
 
     def pixels(self, placed: Placed) -> torch.Tensor:
         """float32 [patches, values of a patch]. ValueError for a picture that changed, or is
         broken."""
         picture = placed.picture
         with _opened(picture, placed.where) as image:
-            if picture.num_bytes != placed.num_bytes:
+            if (picture.num_bytes, picture.modified) != (placed.num_bytes, placed.modified):
                 raise _Unusable(
-                    f"{picture.num_bytes:,} bytes, and {placed.num_bytes:,} when it was "
-                    "tokenised: set overwrite_cache: true"
+                    f"its file has changed since it was tokenised ({picture.num_bytes:,} bytes, "
+                    f"and {placed.num_bytes:,} then): set overwrite_cache: true"
                 )
             image = _as_rgb(image)
         made = self.processor(images=image, return_tensors="pt")
@@ -426,10 +433,9 @@ class PictureFile:
             open(self.folder / self.NAME, "ab") as lines,
             open(self.folder / self.DATA_NAME, "ab") as data,
         ):
-            for picture, grid, num_bytes, where in pictures:
-                record = {"path": picture.path, "grid": grid, "where": where}
-                record |= {"num_bytes": num_bytes, "start": data.tell()}
-                data.write(picture.data or b"")
+            for placed in pictures:
+                record = {**placed._asdict(), "picture": placed.picture.path, "start": data.tell()}
+                data.write(placed.picture.data or b"")
                 records.append(record)
             lines.write(json.dumps(records).encode())
             return lines.tell()
@@ -438,18 +444,14 @@ class PictureFile:
         """The pictures of the line between two ends."""
         if start == stop:
             return []
-        return [
-            Placed(
-                Picture(record["path"], None if record["path"] else self._data_of(record)),
-                tuple(record["grid"]),
-                record["num_bytes"],
-                record["where"],
-            )
-            for record in json.loads(self._read(self.NAME, start, stop))
-        ]
+        return [self._placed(**record) for record in json.loads(self._read(self.NAME, start, stop))]
 
-    def _data_of(self, record: dict) -> bytes:
-        return self._read(self.DATA_NAME, record["start"], record["start"] + record["num_bytes"])
+    def _placed(self, picture: str, grid: list[int], start: int, **facts) -> Placed:
+        """A picture of a line. picture: its path, or "" for bytes from `start` on."""
+        data = None
+        if not picture:
+            data = self._read(self.DATA_NAME, start, start + facts["num_bytes"])
+        return Placed(Picture(picture, data), tuple(grid), **facts)
 
     def _read(self, name: str, start: int, stop: int) -> bytes:
         with open(self.folder / name, "rb") as file:

@@ -467,11 +467,12 @@ def _take_pictures(
             f"reads text: its config.json has no vision_config with {', '.join(TOKEN_KEYS)}",
         )
         return ()
-    for message in messages:
+    for message, blocks in zip(messages, of_blocks, strict=True):
+        is_free = blocks is not None or PICTURE not in message["content"]
         expect(
-            vision.image_token not in message["content"],
-            f"{where}: a text has {vision.image_token}, the token of a picture, without one: write "
-            f"{_MARK} for a picture of the column images, or another text",
+            is_free and vision.image_token not in message["content"],
+            f"{where}: a text has {vision.image_token}, the token of a picture, or U+FDD0, without "
+            f"one: write {_MARK} for a picture of the column images, or another text",
         )
     is_marked = any(of_blocks) or any(_MARK in message["content"] for message in messages)
     leads = may_lead and not is_marked

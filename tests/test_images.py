@@ -5,6 +5,7 @@ import base64
 import functools
 import importlib.util
 import json
+import os
 import pickle
 
 import pytest
@@ -158,6 +159,7 @@ def test_texts_of_a_model_with_pictures_have_positions_alone(tmp_path):
         ({"images": ["film.gif"], "text": "<image>"}, "film.gif: 2 frames, and a picture has one"),
         ({"images": ["a.svg"], "text": "<image>"}, "a.svg cannot be read as one of BMP, "),
         ({"text": f"see {TOKENS[1]}"}, r"a text has <\|image_pad\|>, the token of a picture"),
+        ({"text": "see \ufdd0", "images": ["a.png"]}, "the token of a picture, or U.FDD0"),
         ({"videos": ["a.mp4"]}, "the column 'videos' is there"),
         ({"audios": ["a.mp3"]}, "the column 'audios' is there"),
         ({"text": [{"type": "video", "path": "a"}]}, "blocks of text and image; only these can"),
@@ -302,7 +304,12 @@ def test_a_picture_that_changed_or_went_is_named_and_not_trained(tmp_path):
         tmp_path / "b.jsonl", {**conversation("<image>", "b"), "images": ["big.bmp"]}
     )
     train = load(tmp_path, path)[0].train
-    draw(tmp_path / "big.bmp", 8, 16)  # as many bytes
+    times = (tmp_path / "big.bmp").stat()
+    draw(tmp_path / "big.bmp", 16, 8, seed=3)  # as many bytes, other pixels
+    with pytest.raises(ValueError, match=r"b.jsonl:1: .*its file has changed since it was tok"):
+        train[0]
+    draw(tmp_path / "big.bmp", 8, 16)
+    os.utime(tmp_path / "big.bmp", ns=(times.st_atime_ns, times.st_mtime_ns))
     with pytest.raises(ValueError, match=r"b.jsonl:1: .*\(1, 4, 2\) patches, and \(1, 2, 4\)"):
         train[0]
     whole = (tmp_path / "big.bmp").read_bytes()
