@@ -111,10 +111,13 @@ def mlp_rows(hf="mlp.", mca="mlp.", fused=False, **more):
     yield _row(mca + "linear_fc2", hf + "down_proj", "row", **more)
 
 
-def moe_rows(hf="mlp.", gate="gate_proj", up="up_proj", down="down_proj"):
-    """Rows of the router and the experts of a layer, one tensor each as in Hugging Face's files."""
-    yield _row("mlp.router", hf + "gate", "copy", layers="moe", linear=True)
-    bias = (f"{_HF_LAYERS}{hf}gate.e_score_correction_bias",)
+def moe_rows(
+    hf="mlp.", gate="gate_proj", up="up_proj", down="down_proj", router="gate", bias_of="gate."
+):
+    """Rows of the router and the experts of a layer, one tensor each as in Hugging Face's files.
+    bias_of: prefix of the router's bias."""
+    yield _row("mlp.router", hf + router, "copy", layers="moe", linear=True)
+    bias = (f"{_HF_LAYERS}{hf}{bias_of}e_score_correction_bias",)
     when = "moe_router_enable_expert_bias"
     yield Row(_LAYERS + "mlp.router.expert_bias", bias, "copy", layers="moe", when=when)
     mca = "mlp.experts.[]."
@@ -232,6 +235,7 @@ REFUSALS: dict[str, tuple[tuple, str]] = {
     "hidden_activation": ((_GELU,), f"only {_GELU} (geglu) is built"),
     "attention_out_bias": (_UNSET, _WITHOUT),
     "attention_bias": (_UNSET, _WITHOUT),
+    "use_bias": (_UNSET, "biases on every matrix are not built"),
     "use_bidirectional_attention": (_UNSET, "only causal attention is built"),
     "mlp_bias": (_UNSET, "biases in the MLP are not built"),
     "router_jitter_noise": (_UNSET, "noise on the router's input is not built: set it to 0"),
@@ -242,6 +246,7 @@ REFUSALS: dict[str, tuple[tuple, str]] = {
         "transformers does not normalise the weights of this model: set it to false",
     ),
     "moe_layer_freq": ((None, 1), "expected 1: experts in each layer after the dense ones"),
+    "first_k_dense_replace": ((None, 1), "expected 1: other patterns are read of mlp_layer_types"),
 }
 
 # rope scalings with frequencies independent of the sequence length
@@ -406,16 +411,18 @@ def _experts_everywhere(hf) -> dict[str, Any]:
 
 def _grouped_experts(hf, grouped: bool) -> dict[str, Any]:
     """Fields of experts after the first, dense layers, chosen within groups; shared experts."""
-    dense = hf.first_k_dense_replace
-    layers = hf.num_hidden_layers
+    dense = getattr(hf, "first_k_dense_replace", 0)
+    sparse = [int(i >= dense) for i in range(hf.num_hidden_layers)]
+    if hasattr(hf, "mlp_layer_types"):
+        sparse = [int(name == "sparse") for name in hf.mlp_layer_types]
     shared = (hf.n_shared_experts or 0) * hf.moe_intermediate_size
     return {
-        "num_moe_experts": hf.n_routed_experts if dense < layers else None,
+        "num_moe_experts": hf.n_routed_experts if any(sparse) else None,
         "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
         "moe_router_num_groups": hf.n_group if grouped else None,
         "moe_router_group_topk": hf.topk_group if grouped else None,
         "moe_shared_expert_intermediate_size": shared or None,
-        "moe_layer_freq": [int(i >= dense) for i in range(layers)],
+        "moe_layer_freq": sparse,
     }
 
 
@@ -429,7 +436,8 @@ def _sigmoid_router(hf) -> dict[str, Any]:
 
 
 def _glm4_moe(hf) -> dict[str, Any]:
-    attention = {"add_qkv_bias": hf.attention_bias, "qk_layernorm": hf.use_qk_norm}
+    has_norms = getattr(hf, "use_qk_norm", False)
+    attention = {"add_qkv_bias": hf.attention_bias, "qk_layernorm": has_norms}
     return _sigmoid_router(hf) | attention
 
 
@@ -576,6 +584,44 @@ FAMILIES: dict[str, Family] = {
         {**_QKV_BIAS, "residual_dropout": "hidden_dropout"},
         {"drop_embeddings": False},
         "hidden_act attention_out_bias mlp_bias",
+    ),
+    "cwm": Family(dense_rows(), refusals="hidden_act mlp_bias", has_windows=True),
+    "ernie4_5": Family(
+        dense_rows(), constants={"rope_interleave": True}, refusals="hidden_act use_bias"
+    ),
+    "dots1": Family(
+        decoder_rows(attention(norm=True), _SPARSE_MLP),
+        _MOE_CONFIG,
+        {**_MOE, "qk_layernorm": True},
+        "hidden_act attention_bias",
+        has_windows=True,
+        derived=_sigmoid_router,
+    ),
+}
+_OLMO2 = FAMILIES["olmo2"]
+_DEEPSEEK_V3 = FAMILIES["deepseek_v3"]
+_GLM4_MOE = FAMILIES["glm4_moe"]
+FAMILIES |= {
+    "olmo3": replace(_OLMO2, has_windows=True),
+    "glm4_moe_lite": replace(
+        _DEEPSEEK_V3, refusals="hidden_act attention_bias first_k_dense_replace"
+    ),
+    "solar_open": replace(_GLM4_MOE, prediction_layers=False, partial_rotary=False),
+    "minimax_m2": Family(
+        decoder_rows(
+            attention(norm=True, norm_kind="column"),
+            moe_rows("block_sparse_moe.", "w1", "w3", "w2", bias_of=""),
+        ),
+        {**_MOE_CONFIG, "num_local_experts": "num_moe_experts"},
+        {
+            **_MOE,
+            "qk_norm_over_heads": True,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+        },
+        "hidden_act router_jitter_noise",
+        derived=_experts_everywhere,
+        partial_rotary=True,
     ),
 }
 

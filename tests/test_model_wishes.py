@@ -55,6 +55,7 @@ WITHOUT_EFFECT_THERE = {
     ("deepseek_v2", "head_dim"): LATENT,
     ("deepseek_v2", "num_key_value_heads"): LATENT,
     ("deepseek_v3", "num_key_value_heads"): LATENT,
+    ("glm4_moe_lite", "num_key_value_heads"): LATENT,
 }
 VALUES = [True, False, 1, 2, 3, 8, 64, 0.25, "gelu", "greedy", "sigmoid", [0]]
 VALUES += [[name] * count for name in ("sliding_attention", "full_attention") for count in (2, 4)]

@@ -62,6 +62,12 @@ MORE_KEYS = {
     "phi3": dict(sliding_window=7, rope_parameters={"rope_type": "default", "rope_theta": 100.0,
                                                     "partial_rotary_factor": 0.5}),
     "seed_oss": dict(head_dim=8, attention_dropout=0.0, residual_dropout=0.0),
+    "cwm": dict(head_dim=8, sliding_window=5, bos_token_id=1),
+    "ernie4_5": dict(head_dim=8, tie_word_embeddings=True),
+    "olmo3": dict(sliding_window=5, layer_types=["sliding_attention", "full_attention"],
+                  rope_parameters={"full_attention": YARN,
+                                   "sliding_attention": {"rope_type": "default",
+                                                         "rope_theta": 100.0}}),
 }  # fmt: skip
 
 
