@@ -104,10 +104,13 @@ def latent_attention():
     yield row("linear_proj", "o_proj", "row")
 
 
-def mlp_rows(hf="mlp.", mca="mlp.", fused=False, **more):
+def mlp_rows(hf="mlp.", mca="mlp.", fused=False, gated=True, **more):
     """Rows of an MLP. more: fields of Row, such as its layers."""
     gate_up = f"{hf}gate_up_proj" if fused else f"{hf}gate_proj {hf}up_proj"
-    yield _row(mca + "linear_fc1", gate_up, "gated", fused=fused, **more)
+    if gated:
+        yield _row(mca + "linear_fc1", gate_up, "gated", fused=fused, **more)
+    else:
+        yield _row(mca + "linear_fc1", hf + "up_proj", "column", **more)
     yield _row(mca + "linear_fc2", hf + "down_proj", "row", **more)
 
 
@@ -238,6 +241,7 @@ REFUSALS: dict[str, tuple[tuple, str]] = {
     "use_bias": (_UNSET, "biases on every matrix are not built"),
     "use_bidirectional_attention": (_UNSET, "only causal attention is built"),
     "mlp_bias": (_UNSET, "biases in the MLP are not built"),
+    "layer_types": ((None,), "transformers gives all layers of this model one type"),
     "router_jitter_noise": (_UNSET, "noise on the router's input is not built: set it to 0"),
     "clip_qkv": (_UNSET, "clipping of queries, keys and values is not built"),
     # keys of DeepSeek's code, ignored by transformers' classes: other values make another model
@@ -333,7 +337,7 @@ class Family:
             key, _, only = refusal.partition("=")
             options = only.split("|")
             default = (None, *options), f"expected {' or '.join(options)}"
-            honoured, why = REFUSALS.get(key, default)
+            honoured, why = default if only else REFUSALS[key]
             value = getattr(hf, key, None)
             if value not in honoured:
                 refuse(key, value, why)
@@ -371,6 +375,17 @@ def _gemma_scales(hf):
         "embedding_multiplier": hf.hidden_size**0.5,
         "softmax_scale": hf.query_pre_attn_scalar**-0.5,
     }
+
+
+def _without_rope(is_without) -> dict[str, list[int]]:
+    return {"layers_without_rope": [i for i, without in enumerate(is_without) if without]}
+
+
+def _exaone4(hf) -> dict[str, Any]:
+    """Fields of EXAONE 4: layers without the window have no positions, unless no layer has it."""
+    if hf.sliding_window is None:
+        return {}
+    return _without_rope(name == "full_attention" for name in hf.layer_types)
 
 
 # mca_lite's router reads moe_router_norm_topk_prob; megatron's check needs pre_softmax for top-1
@@ -603,6 +618,29 @@ _DEEPSEEK_V3 = FAMILIES["deepseek_v3"]
 _GLM4_MOE = FAMILIES["glm4_moe"]
 FAMILIES |= {
     "olmo3": replace(_OLMO2, has_windows=True),
+    "smollm3": Family(
+        dense_rows(),
+        refusals="hidden_act attention_bias mlp_bias",
+        has_windows=True,
+        derived=lambda hf: _without_rope(not rope for rope in hf.no_rope_layers),
+    ),
+    "exaone4": Family(
+        dense_rows(norm=True, norms=POST_NORMS),
+        constants={"pre_norms": False, "post_norms": True, "qk_layernorm": True},
+        has_windows=True,
+        derived=_exaone4,
+    ),
+    "arcee": Family(
+        decoder_rows(attention(), mlp_rows(gated=False)),
+        constants={"gated_linear_unit": False, "activation_func": "relu2"},
+        refusals="hidden_act=relu2 attention_bias mlp_bias",
+    ),
+    "ministral3": Family(
+        dense_rows(),
+        refusals="hidden_act layer_types",
+        has_windows=True,
+        derived=lambda hf: {"query_scaling_beta": hf.rope_parameters["llama_4_scaling_beta"]},
+    ),
     "glm4_moe_lite": replace(
         _DEEPSEEK_V3, refusals="hidden_act attention_bias first_k_dense_replace"
     ),

@@ -124,6 +124,12 @@ def rotary_tables(
     return rope.tables(angles, dtype)
 
 
+def query_factors(config, positions: torch.Tensor) -> torch.Tensor:
+    """Factors on the queries at positions int64 [t], float32 [t]: query_scaling_beta."""
+    length = config.rope_parameters["original_max_position_embeddings"]
+    return 1 + config.query_scaling_beta * torch.log(1 + torch.floor(positions / length))
+
+
 # ---- norms
 
 
@@ -279,9 +285,22 @@ class SelfAttention(Attention):
             sizes = config, self.head_size, config.layernorm_epsilon
             self.q_layernorm, self.k_layernorm = (norm(*sizes) for norm in norms)
         self.rope = Rope.of(config, config.layer_type(layer_number))
+        if layer_number - 1 in (config.layers_without_rope or ()):
+            # angles of zero: the rotation, with its kernel, changes nothing
+            still = (0.0,) * len(self.rope.inv_freq)
+            self.rope = Rope(still, 1.0, config.rope_interleave)
 
     def query_key_value(self, hidden_states, packed_seq_params, rope_tables=None):
-        """Query [s, b, n, d], key and value [s, b, g, d] of this rank, normed and rotated."""
+        """Query [s, b, n, d], key and value [s, b, g, d] of this rank, normed, rotated and
+        scaled."""
+        query, key, value, layout = self._rotated(hidden_states, packed_seq_params, rope_tables)
+        if self.config.query_scaling_beta is not None:
+            factors = query_factors(self.config, layout.positions)
+            query = query * factors[:, None, None, None].to(query.dtype)
+        return query, key, value
+
+    def _rotated(self, hidden_states, packed_seq_params, rope_tables):
+        """(query, key, value, layout), normed and rotated."""
         mixed, bias = self.linear_qkv(hidden_states)
         if self.ranks_of_group > 1:
             mixed = self._of_group(mixed, bias)
@@ -295,14 +314,15 @@ class SelfAttention(Attention):
             norms = None
             if norm is not None:
                 norms = norm(), self.k_layernorm(), norm.eps, norm.zero_centered
-            return rotated_heads(mixed, bias, *sizes, norms, *tables, self.config.rope_interleave)
+            interleaved = self.config.rope_interleave
+            return *rotated_heads(mixed, bias, *sizes, norms, *tables, interleaved), layout
         query, key, value = split_heads(mixed, bias, *sizes)
         of_ranks = query.chunk(self.ranks_of_group, 2)  # those of this rank's group
         query = of_ranks[self.tp_group.rank() % self.ranks_of_group]
         if norm is not None:
             query = norm(query)
             key = self.k_layernorm(key)
-        return *rotate(query, key, *tables, self.config.rope_interleave), value
+        return *rotate(query, key, *tables, self.config.rope_interleave), value, layout
 
     def _of_group(self, mixed, bias):
         """The channels of this rank's query group, from those of the ranks that share it."""

@@ -38,7 +38,10 @@ EXPERTS = {
 }  # names in tiny_moe
 FAMILIES = [*DENSE, *EXPERTS]
 # rows made of those of other families: one layout in `make test`
-OF_OTHERS = ["cwm", "ernie4_5", "olmo3", "glm4_moe_lite", "minimax_m2", "dots1", "solar_open"]
+OF_OTHERS = (
+    "arcee cwm dots1 ernie4_5 exaone4 exaone4_no_window glm4_moe_lite minimax_m2 ministral3 olmo3 "
+    "smollm3 solar_open"
+).split()
 LAYOUTS = {
     "one": (1, {}),
     "tp2": (2, TP2),
@@ -228,6 +231,7 @@ ADAPTED = {
     "gemma3_text": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     "glm4": ("q_proj", "k_proj", "v_proj", "o_proj", "down_proj"),
     "phi3": ("o_proj", "down_proj"),
+    "arcee": ("q_proj", "up_proj", "down_proj"),
     "seed_oss": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
 }
 ADAPTER_LAYOUTS = {
