@@ -71,9 +71,9 @@ def _row(mca: str, modules: str, kind: str, of: str = "weight", **more) -> Row:
     return Row(f"{_LAYERS}{mca}.{of}", hf, kind, **more)
 
 
-def attention(bias=False, norm=False, norm_kind="copy", fused=False):
+def attention(bias=False, norm=False, norm_kind="copy", fused=False, norms="q_norm k_norm"):
     """Rows of attention. bias, norm: True, or the config field for them. norm_kind: "column" for a
-    norm over all heads."""
+    norm over all heads. norms: Hugging Face's modules."""
     mca = "self_attention."
     hf = "self_attn."
     qkv = f"{hf}q_proj {hf}k_proj {hf}v_proj"
@@ -83,8 +83,8 @@ def attention(bias=False, norm=False, norm_kind="copy", fused=False):
     if bias:
         yield _row(mca + "linear_qkv", qkv, "qkv", of="bias", when=bias)
     if norm:
-        yield _row(mca + "q_layernorm", hf + "q_norm", norm_kind, when=norm)
-        yield _row(mca + "k_layernorm", hf + "k_norm", norm_kind, when=norm)
+        for name, module in zip(("q_layernorm", "k_layernorm"), norms.split(), strict=True):
+            yield _row(mca + name, hf + module, norm_kind, when=norm)
     yield _row(mca + "linear_proj", hf + "o_proj", "row")
 
 
@@ -266,7 +266,16 @@ def rope_parameters(hf) -> list[dict[str, Any]]:
         kind.setdefault("rope_type", "default")
         kind.setdefault("rope_theta", getattr(hf, "rope_theta", None) or 10000.0)
         kind["partial_rotary_factor"] = kind.get("partial_rotary_factor") or 1.0
+        if _has_fixed_alpha(hf, kind):
+            kind["rope_theta"] *= kind["alpha"] ** (hf.head_dim / (hf.head_dim - 2))
+            kind["rope_type"] = "default"
     return kinds
+
+
+def _has_fixed_alpha(hf, rope: dict[str, Any]) -> bool:
+    """True for Hunyuan's "dynamic" scaling: alpha stretches the base, whatever the length."""
+    is_dynamic = rope["rope_type"] == "dynamic" and rope.get("alpha")
+    return bool(is_dynamic and hf.head_dim and hf.model_type == "hunyuan_v1_dense")
 
 
 @dataclass(frozen=True)
@@ -634,6 +643,11 @@ FAMILIES |= {
         decoder_rows(attention(), mlp_rows(gated=False)),
         constants={"gated_linear_unit": False, "activation_func": "relu2"},
         refusals="hidden_act=relu2 attention_bias mlp_bias",
+    ),
+    "hunyuan_v1_dense": Family(
+        decoder_rows(attention(norm=True, norms="query_layernorm key_layernorm"), mlp_rows()),
+        constants={"qk_layernorm": True, "qk_norm_after_rope": True},
+        refusals="hidden_act attention_bias",
     ),
     "ministral3": Family(
         dense_rows(),

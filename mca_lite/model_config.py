@@ -193,6 +193,7 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
     qk_norm_over_heads: bool = False  # queries and keys are normed over all their heads together
+    qk_norm_after_rope: bool = False  # the norms of heads follow the rotation
     # "allgather", megatron's default, forbids variable lengths even for dense models
     moe_token_dispatcher_type: str = "alltoall"
     moe_grouped_gemm: bool = True
@@ -503,7 +504,7 @@ ONLY_LOCAL = (
     "pre_norms post_norms embedding_multiplier residual_multiplier logits_scaling "
     "final_logit_softcapping attn_logit_softcapping rope_interleave mrope_section "
     "layernorm_zero_centered_gamma multi_latent_attention mtp_num_layers layers_without_rope "
-    "query_scaling_beta"
+    "query_scaling_beta qk_norm_after_rope"
 ).split()
 # the same of megatron's modules alone
 NOT_LOCAL = (

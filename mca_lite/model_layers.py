@@ -99,7 +99,7 @@ def rope_frequencies(config, layer_type: str = "full_attention") -> tuple[torch.
         scaling = scaling[layer_type]
         of_type = {"layer_type": layer_type}
         base = scaling["rope_theta"]
-    if scaling.get("rope_type", "default") != "default":
+    if scaling.get("rope_type", "default") not in ("default", "dynamic"):  # rotary_base has alpha
         from transformers import AutoConfig as HFAutoConfig
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -294,13 +294,16 @@ class SelfAttention(Attention):
         """Query [s, b, n, d], key and value [s, b, g, d] of this rank, normed, rotated and
         scaled."""
         query, key, value, layout = self._rotated(hidden_states, packed_seq_params, rope_tables)
+        if self.config.qk_norm_after_rope:
+            query = self.q_layernorm(query)
+            key = self.k_layernorm(key)
         if self.config.query_scaling_beta is not None:
             factors = query_factors(self.config, layout.positions)
             query = query * factors[:, None, None, None].to(query.dtype)
         return query, key, value
 
     def _rotated(self, hidden_states, packed_seq_params, rope_tables):
-        """(query, key, value, layout), normed and rotated."""
+        """(query, key, value, layout), rotated, and normed before unless qk_norm_after_rope."""
         mixed, bias = self.linear_qkv(hidden_states)
         if self.ranks_of_group > 1:
             mixed = self._of_group(mixed, bias)
@@ -308,7 +311,7 @@ class SelfAttention(Attention):
         layout = self.core_attention.layout(packed_seq_params, mixed)
         tables = rope_tables or rotary_tables(self.rope, layout, mixed.dtype)
         sizes = self.groups, self.head_size
-        norm = self.q_layernorm
+        norm = None if self.config.qk_norm_after_rope else self.q_layernorm
         is_alone = not isinstance(norm, RMSNormOverHeads)  # needs no other ranks
         if is_alone and self.ranks_of_group == 1:
             norms = None

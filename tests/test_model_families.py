@@ -39,8 +39,8 @@ EXPERTS = {
 FAMILIES = [*DENSE, *EXPERTS]
 # rows made of those of other families: one layout in `make test`
 OF_OTHERS = (
-    "arcee cwm dots1 ernie4_5 exaone4 exaone4_no_window glm4_moe_lite minimax_m2 ministral3 olmo3 "
-    "smollm3 solar_open"
+    "arcee cwm dots1 ernie4_5 exaone4 exaone4_no_window glm4_moe_lite hunyuan_alpha "
+    "hunyuan_v1_dense minimax_m2 ministral3 olmo3 smollm3 solar_open"
 ).split()
 LAYOUTS = {
     "one": (1, {}),

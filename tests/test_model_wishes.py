@@ -24,7 +24,8 @@ WITHOUT_EFFECT = {
         "the name of the class, and of the files: the arguments decide the precision",
     ),
     **dict.fromkeys(
-        "bos_token_id eos_token_id pad_token_id".split(), "the tokenizer's are used, in the data"
+        "bos_token_id eod_token_id eos_token_id pad_token_id".split(),
+        "the tokenizer's are used, in the data",
     ),
     **dict.fromkeys(
         "id2label label2id problem_type is_encoder_decoder chunk_size_feed_forward".split(),

@@ -66,6 +66,9 @@ MORE_KEYS = {
     "exaone4": dict(sliding_window=5, layer_types=["sliding_attention", "full_attention"]),
     "exaone4_no_window": dict(model_type="exaone4", sliding_window=None,
                               layer_types=["full_attention"] * 2),
+    "hunyuan_v1_dense": dict(head_dim=8),
+    "hunyuan_alpha": dict(model_type="hunyuan_v1_dense", head_dim=8, rope_parameters=dict(
+        rope_type="dynamic", rope_theta=100.0, alpha=10.0, factor=1.0)),
     "ministral3": dict(head_dim=8, rope_parameters=dict(
         YARN, original_max_position_embeddings=4, llama_4_scaling_beta=0.7)),
     "smollm3": dict(no_rope_layers=[1, 0], use_sliding_window=True, sliding_window=5),

@@ -29,7 +29,7 @@ BEGIN, END = "<!-- families: written by make families -->", "<!-- families: end 
 NOT_BUILT = {
     "cohere, cohere2": "attention and MLP side by side on one LayerNorm",
     "deepseek_v32": "sparse attention with an indexer",
-    "ernie4_5_moe": "its router adds a bias [1, experts], under a name of its own, to softmax scores",
+    "ernie4_5_moe": "its router adds a bias [1, experts], under another name, to softmax scores",
     "falcon_h1, jamba, bamba, nemotron_h, zamba2": "state-space layers",
     "gemma3, llama4, qwen3_vl_moe and others with images": "their language models alone, or "
     "qwen2_vl, qwen2_5_vl and qwen3_vl",
@@ -38,7 +38,7 @@ NOT_BUILT = {
     "gpt_oss": "attention sinks, biased experts with a clamped activation, MXFP4 weights",
     "phi3 with longrope": "frequencies that depend on the length of the text: refused",
     "granitemoe": "its files have all experts of a layer in one tensor",
-    "hunyuan_v1_dense, hunyuan_v1_moe": "norms after the rotation; files with rope scaling by alpha",
+    "hunyuan_v1_moe": "a list with the number of experts of a token in each layer",
     "qwen3_next, kimi_linear, minimax": "linear attention layers",
 }
 LAYOUTS = {
