@@ -86,7 +86,9 @@ class TorchRouters:
         for name, module in model.named_modules():
             if type(module).__name__.lower().endswith("topkrouter"):
                 layer = int(_LAYER.search(name)[1])
-                self._modules[layer] = module
+                block = model.get_submodule(name.rpartition(".")[0])
+                has_bias = hasattr(block, "e_score_correction_bias")  # else it is the router's
+                self._modules[layer] = block if has_bias else module
                 module.register_forward_hook(functools.partial(self._keep, layer))
         if len(self._modules) != wanted:
             raise ValueError(

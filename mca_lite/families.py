@@ -71,9 +71,9 @@ def _row(mca: str, modules: str, kind: str, of: str = "weight", **more) -> Row:
     return Row(f"{_LAYERS}{mca}.{of}", hf, kind, **more)
 
 
-def attention(bias=False, norm=False, norm_kind="copy", fused=False):
+def attention(bias=False, norm=False, norm_kind="copy", fused=False, norms="q_norm k_norm"):
     """Rows of attention. bias, norm: True, or the config field for them. norm_kind: "column" for a
-    norm over all heads."""
+    norm over all heads. norms: Hugging Face's modules."""
     mca = "self_attention."
     hf = "self_attn."
     qkv = f"{hf}q_proj {hf}k_proj {hf}v_proj"
@@ -83,8 +83,8 @@ def attention(bias=False, norm=False, norm_kind="copy", fused=False):
     if bias:
         yield _row(mca + "linear_qkv", qkv, "qkv", of="bias", when=bias)
     if norm:
-        yield _row(mca + "q_layernorm", hf + "q_norm", norm_kind, when=norm)
-        yield _row(mca + "k_layernorm", hf + "k_norm", norm_kind, when=norm)
+        for name, module in zip(("q_layernorm", "k_layernorm"), norms.split(), strict=True):
+            yield _row(mca + name, hf + module, norm_kind, when=norm)
     yield _row(mca + "linear_proj", hf + "o_proj", "row")
 
 
@@ -104,17 +104,23 @@ def latent_attention():
     yield row("linear_proj", "o_proj", "row")
 
 
-def mlp_rows(hf="mlp.", mca="mlp.", fused=False, **more):
+def mlp_rows(hf="mlp.", mca="mlp.", fused=False, gated=True, **more):
     """Rows of an MLP. more: fields of Row, such as its layers."""
     gate_up = f"{hf}gate_up_proj" if fused else f"{hf}gate_proj {hf}up_proj"
-    yield _row(mca + "linear_fc1", gate_up, "gated", fused=fused, **more)
+    if gated:
+        yield _row(mca + "linear_fc1", gate_up, "gated", fused=fused, **more)
+    else:
+        yield _row(mca + "linear_fc1", hf + "up_proj", "column", **more)
     yield _row(mca + "linear_fc2", hf + "down_proj", "row", **more)
 
 
-def moe_rows(hf="mlp.", gate="gate_proj", up="up_proj", down="down_proj"):
-    """Rows of the router and the experts of a layer, one tensor each as in Hugging Face's files."""
-    yield _row("mlp.router", hf + "gate", "copy", layers="moe", linear=True)
-    bias = (f"{_HF_LAYERS}{hf}gate.e_score_correction_bias",)
+def moe_rows(
+    hf="mlp.", gate="gate_proj", up="up_proj", down="down_proj", router="gate", bias_of="gate."
+):
+    """Rows of the router and the experts of a layer, one tensor each as in Hugging Face's files.
+    bias_of: prefix of the router's bias."""
+    yield _row("mlp.router", hf + router, "copy", layers="moe", linear=True)
+    bias = (f"{_HF_LAYERS}{hf}{bias_of}e_score_correction_bias",)
     when = "moe_router_enable_expert_bias"
     yield Row(_LAYERS + "mlp.router.expert_bias", bias, "copy", layers="moe", when=when)
     mca = "mlp.experts.[]."
@@ -232,8 +238,10 @@ REFUSALS: dict[str, tuple[tuple, str]] = {
     "hidden_activation": ((_GELU,), f"only {_GELU} (geglu) is built"),
     "attention_out_bias": (_UNSET, _WITHOUT),
     "attention_bias": (_UNSET, _WITHOUT),
+    "use_bias": (_UNSET, "biases on every matrix are not built"),
     "use_bidirectional_attention": (_UNSET, "only causal attention is built"),
     "mlp_bias": (_UNSET, "biases in the MLP are not built"),
+    "layer_types": ((None,), "transformers gives all layers of this model one type"),
     "router_jitter_noise": (_UNSET, "noise on the router's input is not built: set it to 0"),
     "clip_qkv": (_UNSET, "clipping of queries, keys and values is not built"),
     # keys of DeepSeek's code, ignored by transformers' classes: other values make another model
@@ -242,6 +250,7 @@ REFUSALS: dict[str, tuple[tuple, str]] = {
         "transformers does not normalise the weights of this model: set it to false",
     ),
     "moe_layer_freq": ((None, 1), "expected 1: experts in each layer after the dense ones"),
+    "first_k_dense_replace": ((None, 1), "expected 1: other patterns are read of mlp_layer_types"),
 }
 
 # rope scalings with frequencies independent of the sequence length
@@ -257,7 +266,16 @@ def rope_parameters(hf) -> list[dict[str, Any]]:
         kind.setdefault("rope_type", "default")
         kind.setdefault("rope_theta", getattr(hf, "rope_theta", None) or 10000.0)
         kind["partial_rotary_factor"] = kind.get("partial_rotary_factor") or 1.0
+        if _has_fixed_alpha(hf, kind):
+            kind["rope_theta"] *= kind["alpha"] ** (hf.head_dim / (hf.head_dim - 2))
+            kind["rope_type"] = "default"
     return kinds
+
+
+def _has_fixed_alpha(hf, rope: dict[str, Any]) -> bool:
+    """True for Hunyuan's "dynamic" scaling: alpha stretches the base, whatever the length."""
+    is_dynamic = rope["rope_type"] == "dynamic" and rope.get("alpha")
+    return bool(is_dynamic and hf.head_dim and hf.model_type == "hunyuan_v1_dense")
 
 
 @dataclass(frozen=True)
@@ -328,7 +346,7 @@ class Family:
             key, _, only = refusal.partition("=")
             options = only.split("|")
             default = (None, *options), f"expected {' or '.join(options)}"
-            honoured, why = REFUSALS.get(key, default)
+            honoured, why = default if only else REFUSALS[key]
             value = getattr(hf, key, None)
             if value not in honoured:
                 refuse(key, value, why)
@@ -366,6 +384,17 @@ def _gemma_scales(hf):
         "embedding_multiplier": hf.hidden_size**0.5,
         "softmax_scale": hf.query_pre_attn_scalar**-0.5,
     }
+
+
+def _without_rope(is_without) -> dict[str, list[int]]:
+    return {"layers_without_rope": [i for i, without in enumerate(is_without) if without]}
+
+
+def _exaone4(hf) -> dict[str, Any]:
+    """Fields of EXAONE 4: layers without the window have no positions, unless no layer has it."""
+    if hf.sliding_window is None:
+        return {}
+    return _without_rope(name == "full_attention" for name in hf.layer_types)
 
 
 # mca_lite's router reads moe_router_norm_topk_prob; megatron's check needs pre_softmax for top-1
@@ -406,16 +435,18 @@ def _experts_everywhere(hf) -> dict[str, Any]:
 
 def _grouped_experts(hf, grouped: bool) -> dict[str, Any]:
     """Fields of experts after the first, dense layers, chosen within groups; shared experts."""
-    dense = hf.first_k_dense_replace
-    layers = hf.num_hidden_layers
+    dense = getattr(hf, "first_k_dense_replace", 0)
+    sparse = [int(i >= dense) for i in range(hf.num_hidden_layers)]
+    if hasattr(hf, "mlp_layer_types"):
+        sparse = [int(name == "sparse") for name in hf.mlp_layer_types]
     shared = (hf.n_shared_experts or 0) * hf.moe_intermediate_size
     return {
-        "num_moe_experts": hf.n_routed_experts if dense < layers else None,
+        "num_moe_experts": hf.n_routed_experts if any(sparse) else None,
         "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
         "moe_router_num_groups": hf.n_group if grouped else None,
         "moe_router_group_topk": hf.topk_group if grouped else None,
         "moe_shared_expert_intermediate_size": shared or None,
-        "moe_layer_freq": [int(i >= dense) for i in range(layers)],
+        "moe_layer_freq": sparse,
     }
 
 
@@ -429,7 +460,8 @@ def _sigmoid_router(hf) -> dict[str, Any]:
 
 
 def _glm4_moe(hf) -> dict[str, Any]:
-    attention = {"add_qkv_bias": hf.attention_bias, "qk_layernorm": hf.use_qk_norm}
+    has_norms = getattr(hf, "use_qk_norm", False)
+    attention = {"add_qkv_bias": hf.attention_bias, "qk_layernorm": has_norms}
     return _sigmoid_router(hf) | attention
 
 
@@ -576,6 +608,72 @@ FAMILIES: dict[str, Family] = {
         {**_QKV_BIAS, "residual_dropout": "hidden_dropout"},
         {"drop_embeddings": False},
         "hidden_act attention_out_bias mlp_bias",
+    ),
+    "cwm": Family(dense_rows(), refusals="hidden_act mlp_bias", has_windows=True),
+    "ernie4_5": Family(
+        dense_rows(), constants={"rope_interleave": True}, refusals="hidden_act use_bias"
+    ),
+    "dots1": Family(
+        decoder_rows(attention(norm=True), _SPARSE_MLP),
+        _MOE_CONFIG,
+        {**_MOE, "qk_layernorm": True},
+        "hidden_act attention_bias",
+        has_windows=True,
+        derived=_sigmoid_router,
+    ),
+}
+_OLMO2 = FAMILIES["olmo2"]
+_DEEPSEEK_V3 = FAMILIES["deepseek_v3"]
+_GLM4_MOE = FAMILIES["glm4_moe"]
+FAMILIES |= {
+    "olmo3": replace(_OLMO2, has_windows=True),
+    "smollm3": Family(
+        dense_rows(),
+        refusals="hidden_act attention_bias mlp_bias",
+        has_windows=True,
+        derived=lambda hf: _without_rope(not rope for rope in hf.no_rope_layers),
+    ),
+    "exaone4": Family(
+        dense_rows(norm=True, norms=POST_NORMS),
+        constants={"pre_norms": False, "post_norms": True, "qk_layernorm": True},
+        has_windows=True,
+        derived=_exaone4,
+    ),
+    "arcee": Family(
+        decoder_rows(attention(), mlp_rows(gated=False)),
+        constants={"gated_linear_unit": False, "activation_func": "relu2"},
+        refusals="hidden_act=relu2 attention_bias mlp_bias",
+    ),
+    "hunyuan_v1_dense": Family(
+        decoder_rows(attention(norm=True, norms="query_layernorm key_layernorm"), mlp_rows()),
+        constants={"qk_layernorm": True, "qk_norm_after_rope": True},
+        refusals="hidden_act attention_bias",
+    ),
+    "ministral3": Family(
+        dense_rows(),
+        refusals="hidden_act layer_types",
+        has_windows=True,
+        derived=lambda hf: {"query_scaling_beta": hf.rope_parameters["llama_4_scaling_beta"]},
+    ),
+    "glm4_moe_lite": replace(
+        _DEEPSEEK_V3, refusals="hidden_act attention_bias first_k_dense_replace"
+    ),
+    "solar_open": replace(_GLM4_MOE, prediction_layers=False, partial_rotary=False),
+    "minimax_m2": Family(
+        decoder_rows(
+            attention(norm=True, norm_kind="column"),
+            moe_rows("block_sparse_moe.", "w1", "w3", "w2", bias_of=""),
+        ),
+        {**_MOE_CONFIG, "num_local_experts": "num_moe_experts"},
+        {
+            **_MOE,
+            "qk_norm_over_heads": True,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+        },
+        "hidden_act router_jitter_noise",
+        derived=_experts_everywhere,
+        partial_rotary=True,
     ),
 }
 

@@ -47,12 +47,17 @@ def gelu_tanh(x):
     return F.gelu(x, approximate="tanh")
 
 
+def squared_relu(x):
+    return F.relu(x).square()
+
+
 ACTIVATIONS = {
     "swish": F.silu,
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_pytorch_tanh": gelu_tanh,
     "relu": F.relu,
+    "relu2": squared_relu,
 }
 _NAMES = {function: name for name, function in ACTIVATIONS.items()}
 
@@ -164,6 +169,10 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
     transformer_impl: str = "auto"  # replaced by the choice: local or transformer_engine
     sliding_window: int | None = None  # tokens visible to a query, itself included
     sliding_layers: list[int] | None = None  # layers with the window, from 0; None: all
+    layers_without_rope: list[int] | None = None  # layers without positions, from 0
+    # beta of Llama 4's factor on the query at position p, 1 + beta log(1 + floor(p / length)) with
+    # original_max_position_embeddings as the length
+    query_scaling_beta: float | None = None
     pre_norms: bool = True  # norms in front of attention and MLP
     post_norms: bool = False  # norms of the outputs of attention and MLP, before the residual
     embedding_multiplier: float = 1.0
@@ -184,6 +193,7 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
     qk_norm_over_heads: bool = False  # queries and keys are normed over all their heads together
+    qk_norm_after_rope: bool = False  # the norms of heads follow the rotation
     # "allgather", megatron's default, forbids variable lengths even for dense models
     moe_token_dispatcher_type: str = "alltoall"
     moe_grouped_gemm: bool = True
@@ -493,7 +503,8 @@ def _of_other_types(value):
 ONLY_LOCAL = (
     "pre_norms post_norms embedding_multiplier residual_multiplier logits_scaling "
     "final_logit_softcapping attn_logit_softcapping rope_interleave mrope_section "
-    "layernorm_zero_centered_gamma multi_latent_attention mtp_num_layers"
+    "layernorm_zero_centered_gamma multi_latent_attention mtp_num_layers layers_without_rope "
+    "query_scaling_beta qk_norm_after_rope"
 ).split()
 # the same of megatron's modules alone
 NOT_LOCAL = (

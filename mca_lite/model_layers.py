@@ -99,7 +99,7 @@ def rope_frequencies(config, layer_type: str = "full_attention") -> tuple[torch.
         scaling = scaling[layer_type]
         of_type = {"layer_type": layer_type}
         base = scaling["rope_theta"]
-    if scaling.get("rope_type", "default") != "default":
+    if scaling.get("rope_type", "default") not in ("default", "dynamic"):  # rotary_base has alpha
         from transformers import AutoConfig as HFAutoConfig
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -122,6 +122,12 @@ def rotary_tables(
     inv_freq = parallel.to_device(torch.tensor(rope.inv_freq), layout.positions.device)
     angles = torch.outer(layout.positions.float(), inv_freq)[:, None, None]
     return rope.tables(angles, dtype)
+
+
+def query_factors(config, positions: torch.Tensor) -> torch.Tensor:
+    """Factors on the queries at positions int64 [t], float32 [t]: query_scaling_beta."""
+    length = config.rope_parameters["original_max_position_embeddings"]
+    return 1 + config.query_scaling_beta * torch.log(1 + torch.floor(positions / length))
 
 
 # ---- norms
@@ -279,9 +285,25 @@ class SelfAttention(Attention):
             sizes = config, self.head_size, config.layernorm_epsilon
             self.q_layernorm, self.k_layernorm = (norm(*sizes) for norm in norms)
         self.rope = Rope.of(config, config.layer_type(layer_number))
+        if layer_number - 1 in (config.layers_without_rope or ()):
+            # angles of zero: the rotation, with its kernel, changes nothing
+            still = (0.0,) * len(self.rope.inv_freq)
+            self.rope = Rope(still, 1.0, config.rope_interleave)
 
     def query_key_value(self, hidden_states, packed_seq_params, rope_tables=None):
-        """Query [s, b, n, d], key and value [s, b, g, d] of this rank, normed and rotated."""
+        """Query [s, b, n, d], key and value [s, b, g, d] of this rank, normed, rotated and
+        scaled."""
+        query, key, value, layout = self._rotated(hidden_states, packed_seq_params, rope_tables)
+        if self.config.qk_norm_after_rope:
+            query = self.q_layernorm(query)
+            key = self.k_layernorm(key)
+        if self.config.query_scaling_beta is not None:
+            factors = query_factors(self.config, layout.positions)
+            query = query * factors[:, None, None, None].to(query.dtype)
+        return query, key, value
+
+    def _rotated(self, hidden_states, packed_seq_params, rope_tables):
+        """(query, key, value, layout), rotated, and normed before unless qk_norm_after_rope."""
         mixed, bias = self.linear_qkv(hidden_states)
         if self.ranks_of_group > 1:
             mixed = self._of_group(mixed, bias)
@@ -289,20 +311,21 @@ class SelfAttention(Attention):
         layout = self.core_attention.layout(packed_seq_params, mixed)
         tables = rope_tables or rotary_tables(self.rope, layout, mixed.dtype)
         sizes = self.groups, self.head_size
-        norm = self.q_layernorm
+        norm = None if self.config.qk_norm_after_rope else self.q_layernorm
         is_alone = not isinstance(norm, RMSNormOverHeads)  # needs no other ranks
         if is_alone and self.ranks_of_group == 1:
             norms = None
             if norm is not None:
                 norms = norm(), self.k_layernorm(), norm.eps, norm.zero_centered
-            return rotated_heads(mixed, bias, *sizes, norms, *tables, self.config.rope_interleave)
+            interleaved = self.config.rope_interleave
+            return *rotated_heads(mixed, bias, *sizes, norms, *tables, interleaved), layout
         query, key, value = split_heads(mixed, bias, *sizes)
         of_ranks = query.chunk(self.ranks_of_group, 2)  # those of this rank's group
         query = of_ranks[self.tp_group.rank() % self.ranks_of_group]
         if norm is not None:
             query = norm(query)
             key = self.k_layernorm(key)
-        return *rotate(query, key, *tables, self.config.rope_interleave), value
+        return *rotate(query, key, *tables, self.config.rope_interleave), value, layout
 
     def _of_group(self, mixed, bias):
         """The channels of this rank's query group, from those of the ranks that share it."""

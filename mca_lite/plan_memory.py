@@ -324,7 +324,8 @@ def _layer_bytes(config, layer: int, facts: _Facts, r: RankSizes) -> tuple[float
     norms = 2 + 2 * config.post_norms
     around = norms * (facts.norm * r.h + 4) / r.sp + attention
     if not config.is_moe_layer(layer):
-        mlp = r.w * facts.mlp * config.ffn_hidden_size / r.tp
+        columns = facts.mlp - (not config.gated_linear_unit)
+        mlp = r.w * columns * config.ffn_hidden_size / r.tp
         return around + mlp, mlp
     etp = config.expert_tensor_parallel_size
     columns = facts.expert * config.moe_ffn_hidden_size / etp

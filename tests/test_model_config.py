@@ -448,7 +448,7 @@ def test_sliding_window_is_kept_where_a_layer_uses_it(family, values, window):
 
 def test_unknown_model_type_names_those_that_there_are():
     with pytest.raises(
-        ValueError, match="(?s)'gpt2'.*expected one of .*llama, mistral, .*qwen3.*use_mca: false"
+        ValueError, match="(?s)'gpt2'.*expected one of .*llama, .*mistral, .*qwen3.*use_mca: false"
     ):
         from_hf_config(transformers.GPT2Config(), arguments())
 
@@ -555,8 +555,8 @@ PLAIN = "use_mca: false"
         ),
         # transformers has a causal model of its text
         (dict(PICTURES, model_type="gemma3"), "use_mca=true", NO_MEDIA, f"{PLAIN}, to train its"),
-        (dict(model_type="gpt2"), "use_mca=true", "one of deepseek_v2", f"{PLAIN}, to train it as"),
-        (dict(model_type="t5"), "use_mca=true", "one of deepseek_v2", "a model of text"),
+        (dict(model_type="gpt2"), "use_mca=true", "one of arcee, cwm", f"{PLAIN}, to train it as"),
+        (dict(model_type="t5"), "use_mca=true", "one of arcee, cwm", "a model of text"),
         (dict(model_type="t5"), "use_mca=false", "no causal model", "a model of text"),
     ],
 )

@@ -235,8 +235,11 @@ def test_the_mean_over_micro_batches_weighs_them_alike(ranks, keys, path, wanted
     check(path, wanted(**MEAN), tmp_path, ranks, {**keys, **MEAN})
 
 
-def test_extra_layers_of_glm_train_as_in_plain_torch(tmp_path):
-    path = save_with_extra_layers(tmp_path / "model", "glm4_moe", num_mtp_layers=COUNT)
+@pytest.mark.parametrize(
+    "family, key", [("glm4_moe", "num_mtp_layers"), ("glm4_moe_lite", "num_nextn_predict_layers")]
+)
+def test_extra_layers_of_glm_train_as_in_plain_torch(family, key, tmp_path):
+    path = save_with_extra_layers(tmp_path / "model", family, **{key: COUNT})
     [curve] = world.run(reference, 1, path, str(tmp_path / "torch"))
     for got in world.run(train_layers, 2, path, str(tmp_path / "ours"), **TP2, **SP):
         assert_same(got, curve)

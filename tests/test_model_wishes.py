@@ -24,7 +24,8 @@ WITHOUT_EFFECT = {
         "the name of the class, and of the files: the arguments decide the precision",
     ),
     **dict.fromkeys(
-        "bos_token_id eos_token_id pad_token_id".split(), "the tokenizer's are used, in the data"
+        "bos_token_id eod_token_id eos_token_id pad_token_id".split(),
+        "the tokenizer's are used, in the data",
     ),
     **dict.fromkeys(
         "id2label label2id problem_type is_encoder_decoder chunk_size_feed_forward".split(),
@@ -42,6 +43,7 @@ WITHOUT_EFFECT = {
     "qk_head_dim": "the sum of qk_nope_head_dim and qk_rope_head_dim",
     "original_max_position_embeddings": "of longrope, which is refused",
     "_sliding_window_pattern": "layer_types holds what follows from it",
+    "no_rope_layer_interval": "no_rope_layers holds what follows from it",
     "vision_config": "transformers' module is made of it, whatever it says",
     "image_token_id": "it is read from the copy of config.json, for each batch",
     **dict.fromkeys(
@@ -55,8 +57,9 @@ WITHOUT_EFFECT_THERE = {
     ("deepseek_v2", "head_dim"): LATENT,
     ("deepseek_v2", "num_key_value_heads"): LATENT,
     ("deepseek_v3", "num_key_value_heads"): LATENT,
+    ("glm4_moe_lite", "num_key_value_heads"): LATENT,
 }
-VALUES = [True, False, 1, 2, 3, 8, 64, 0.25, "gelu", "greedy", "sigmoid", [0]]
+VALUES = [True, False, 1, 2, 3, 8, 64, 0.25, "gelu", "greedy", "sigmoid", [0], [1, 1]]
 VALUES += [[name] * count for name in ("sliding_attention", "full_attention") for count in (2, 4)]
 VALUES += [{"rope_type": "default", "rope_theta": 77.0}]
 VALUES += [{name: VALUES[-1] for name in ("full_attention", "sliding_attention")}]

@@ -62,6 +62,22 @@ MORE_KEYS = {
     "phi3": dict(sliding_window=7, rope_parameters={"rope_type": "default", "rope_theta": 100.0,
                                                     "partial_rotary_factor": 0.5}),
     "seed_oss": dict(head_dim=8, attention_dropout=0.0, residual_dropout=0.0),
+    "arcee": dict(head_dim=8),
+    "exaone4": dict(sliding_window=5, layer_types=["sliding_attention", "full_attention"]),
+    "exaone4_no_window": dict(model_type="exaone4", sliding_window=None,
+                              layer_types=["full_attention"] * 2),
+    "hunyuan_v1_dense": dict(head_dim=8),
+    "hunyuan_alpha": dict(model_type="hunyuan_v1_dense", head_dim=8, rope_parameters=dict(
+        rope_type="dynamic", rope_theta=100.0, alpha=10.0, factor=1.0)),
+    "ministral3": dict(head_dim=8, rope_parameters=dict(
+        YARN, original_max_position_embeddings=4, llama_4_scaling_beta=0.7)),
+    "smollm3": dict(no_rope_layers=[1, 0], use_sliding_window=True, sliding_window=5),
+    "cwm": dict(head_dim=8, sliding_window=5, bos_token_id=1),
+    "ernie4_5": dict(head_dim=8, tie_word_embeddings=True),
+    "olmo3": dict(sliding_window=5, layer_types=["sliding_attention", "full_attention"],
+                  rope_parameters={"full_attention": YARN,
+                                   "sliding_attention": {"rope_type": "default",
+                                                         "rope_theta": 100.0}}),
 }  # fmt: skip
 
 

@@ -41,6 +41,20 @@ MODELS = {
         topk_group=2, num_experts_per_tok=3, first_k_dense_replace=0,
         topk_method="group_limited_greedy",
         routed_scaling_factor=2.0)),
+    "glm4_moe_lite": ("glm4_moe_lite", dict(
+        tiny.LATENT, moe_intermediate_size=16, n_routed_experts=8, n_shared_experts=2, n_group=4,
+        topk_group=2, num_experts_per_tok=3, first_k_dense_replace=1)),
+    "minimax_m2": ("minimax_m2", dict(
+        num_local_experts=EXPERTS, num_experts_per_tok=2, intermediate_size=16, head_dim=8,
+        rope_parameters={"rope_type": "default", "rope_theta": 100.0,
+                         "partial_rotary_factor": 0.5})),
+    "dots1": ("dots1", dict(
+        SHARED, n_routed_experts=8, n_shared_experts=2, n_group=4, topk_group=2,
+        first_k_dense_replace=1,
+        norm_topk_prob=True, routed_scaling_factor=1.7, sliding_window=5, max_window_layers=1)),
+    "solar_open": ("solar_open", dict(
+        SHARED, n_routed_experts=8, n_shared_experts=1, n_group=4, topk_group=2, head_dim=8,
+        attention_bias=True)),
 }  # fmt: skip
 
 
@@ -48,7 +62,8 @@ def hf_config(name: str, **changes):
     from transformers import AutoConfig
 
     family, keys = MODELS[name]
-    if family in ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe"):  # a loss of their own by default
+    # a loss of their own by default
+    if family in ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "minimax_m2"):
         keys = {"router_aux_loss_coef": 0.0, **keys}
     return AutoConfig.for_model(
         family, **{**tiny.SIZES, "vocab_size": tiny.VOCAB, **keys, **changes}

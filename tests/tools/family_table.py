@@ -3,13 +3,15 @@ tests/README.md.
 
 Each family's tiny models (tiny.py, tiny_moe.py) are trained for three steps in each layout and
 compared with the torch backend on one rank, read and written, and asked for logits. A number in the
-table is the worst of all its models and layouts.
+table is the worst of all its models and layouts. With names of families, the rows of these alone
+are measured: `python -m tests.tools.family_table olmo3 dots1`.
 """
 
 import contextlib
 import io
 import os
 import re
+import sys
 import tempfile
 from pathlib import Path
 
@@ -27,6 +29,7 @@ BEGIN, END = "<!-- families: written by make families -->", "<!-- families: end 
 NOT_BUILT = {
     "cohere, cohere2": "attention and MLP side by side on one LayerNorm",
     "deepseek_v32": "sparse attention with an indexer",
+    "ernie4_5_moe": "its router adds a bias [1, experts], under another name, to softmax scores",
     "falcon_h1, jamba, bamba, nemotron_h, zamba2": "state-space layers",
     "gemma3, llama4, qwen3_vl_moe and others with images": "their language models alone, or "
     "qwen2_vl, qwen2_5_vl and qwen3_vl",
@@ -34,6 +37,8 @@ NOT_BUILT = {
     "gpt2, gpt_neox, starcoder2, phi": "LayerNorm, biases and an MLP without a gate",
     "gpt_oss": "attention sinks, biased experts with a clamped activation, MXFP4 weights",
     "phi3 with longrope": "frequencies that depend on the length of the text: refused",
+    "granitemoe": "its files have all experts of a layer in one tensor",
+    "hunyuan_v1_moe": "a list with the number of experts of a token in each layer",
     "qwen3_next, kimi_linear, minimax": "linear attention layers",
 }
 LAYOUTS = {
@@ -79,16 +84,17 @@ class Worst(dict):
         self[kind] = max(self[kind], *values)
 
 
-def measure(folder: Path) -> dict[str, Worst]:
-    """{family: the worst of what was measured}"""
+def measure(folder: Path, chosen: set[str]) -> dict[str, Worst]:
+    """{family: the worst of what was measured}, of the chosen families, all without."""
     from tests.test_model_families import SHORT, round_trip
 
     models = save_models(folder)
+    models = {family: models[family] for family in chosen or models}
     worst = {family: Worst() for family in models}
     paths = {name: path for family in models.values() for name, path in family.items()}
     family_of = {name: family for family, names in models.items() for name in names}
     runs = {name: ((path,), {}) for name, path in paths.items()}
-    seen = {name: runs.pop(name) for name in pictures.FAMILIES}
+    seen = {name: runs.pop(name) for name in pictures.FAMILIES if name in runs}
     keys = dict(SHORT, timeout_s=600)
     [wanted] = world.run(train_all, 1, runs, str(folder / "torch"), backend="torch", **keys)
     for name in seen:
@@ -133,7 +139,24 @@ def difference_of_logits(path: str, ours: list) -> float:
         return float((torch.tensor(ours) - model(torch.tensor(TOKENS)).logits).abs().max())
 
 
-def table(worst: dict[str, Worst]) -> str:
+def rows(worst: dict[str, Worst]) -> dict[str, str]:
+    """{family: its row}"""
+    lines = {}
+    for family, of in worst.items():
+        numbers = " | ".join(f"{of[kind]:.0e}" for kind in ("logits", "loss", "norm", "weights"))
+        same = "the same bytes" if of["bytes"] else "NOT the same"
+        lines[family] = f"| {family} | {numbers} | {same} | {len(of['layouts'])} |"
+    return lines
+
+
+def rows_of_page(text: str) -> dict[str, str]:
+    """{family: its row} of the table between the markers."""
+    measured = text[text.index(BEGIN) : text.index(END)].split("| not built |")[0]
+    lines = [line for line in measured.splitlines() if line.startswith("| ")][2:]
+    return {line.split("|")[1].strip(): line for line in lines}
+
+
+def table(rows: dict[str, str]) -> str:
     lines = [
         f"Layouts: {'; '.join(LAYOUTS)}; of models with experts "
         f"{'; '.join(EXPERT_LAYOUTS)} as well.",
@@ -141,10 +164,7 @@ def table(worst: dict[str, Worst]) -> str:
         "| family | logits | loss | grad norm | weights | read and written | layouts |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for family, of in sorted(worst.items()):
-        numbers = " | ".join(f"{of[kind]:.0e}" for kind in ("logits", "loss", "norm", "weights"))
-        same = "the same bytes" if of["bytes"] else "NOT the same"
-        lines.append(f"| {family} | {numbers} | {same} | {len(of['layouts'])} |")
+    lines += [row for _, row in sorted(rows.items())]
     lines += ["", "| not built | why |", "| --- | --- |"]
     lines += [f"| {names} | {why} |" for names, why in NOT_BUILT.items()]
     return "\n".join(lines)
@@ -153,23 +173,20 @@ def table(worst: dict[str, Worst]) -> str:
 def named_families(text: str) -> tuple[set[str], dict[str, str]]:
     """(families of the table between the markers, {what is not built: why})"""
     part = text[text.index(BEGIN) : text.index(END)]
-    measured, missing = part.split("| not built |")
-    rows = [
-        [cell.strip() for cell in line.strip("|").split("|")]
-        for line in measured.splitlines()
-        if line.startswith("| ")
-    ]
+    missing = part.split("| not built |")[1]
     absent = [
         line.strip("|").split("|") for line in missing.splitlines()[2:] if line.startswith("| ")
     ]
-    return {row[0] for row in rows[2:]}, {cells[0].strip(): cells[1].strip() for cells in absent}
+    return set(rows_of_page(text)), {cells[0].strip(): cells[1].strip() for cells in absent}
 
 
 def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
-        new = table(measure(Path(folder)))
     text = README.read_text()
+    chosen = set(sys.argv[1:])
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
+        measured = rows(measure(Path(folder), chosen))
+    new = table({**(rows_of_page(text) if chosen else {}), **measured})
     pattern = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
     README.write_text(pattern.sub(lambda _: f"{BEGIN}\n{new}\n{END}", text))
     print(new)
