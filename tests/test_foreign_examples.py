@@ -48,7 +48,23 @@ def fewer_ranks(words: list[str]) -> list[str]:
     return [word.replace(f"{size}4", f"{size}2") for word in words]
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+TRAINED = [
+    "train_lora/qwen3_lora_sft.sh",
+    "train_lora/qwen3_lora_dpo",
+    "train_lora/qwen3vl_lora_dpo",
+    "megatron/qwen2_vl_full",
+    "run_sft_train.sh",
+    "run_qwen_vl_sft.sh",
+]
+# of the others, those unlike any that is trained
+PLANNED = ["train_lora/qwen3_lora_pretrain", "train_lora/qwen3_preprocess"]
+PLANNED += ["megatron/qwen3_moe_full", "train_full/qwen3vl_full_sft"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in PLANNED else pytest.param(name, marks=pytest.mark.full) for name in EXAMPLES],
+)
 def test_an_example_is_planned(example_folder, monkeypatch, name):
     from mca_lite.run import make_plan
 
@@ -69,17 +85,7 @@ def test_an_example_is_refused_with_the_reason(example_folder, monkeypatch, name
     assert key in str(refused.value) and reason in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "train_lora/qwen3_lora_sft.sh",
-        "train_lora/qwen3_lora_dpo",
-        "train_lora/qwen3vl_lora_dpo",
-        "megatron/qwen2_vl_full",
-        "run_sft_train.sh",
-        "run_qwen_vl_sft.sh",
-    ],
-)
+@pytest.mark.parametrize("name", TRAINED)
 def test_an_example_trains(example_folder, name):
     words = fewer_ranks(replaced(EXAMPLES[name], example_folder, f"trained-{name}"))
     ranks = 4 if name.startswith("megatron") else 2

@@ -17,8 +17,8 @@ def test_random_configurations_train_as_on_torch_or_are_refused_in_time(tmp_path
 
 
 def test_a_seed_and_a_number_decide_a_configuration():
-    cases = [fuzz.Draw(1, number).case for number in range(200)]
-    assert cases == [fuzz.Draw(1, number).case for number in range(200)]
+    cases = [fuzz.Draw(1, number).case for number in range(400)]
+    assert cases == [fuzz.Draw(1, number).case for number in range(400)]
     assert cases[0] != fuzz.Draw(2, 0).case
     drawn = {name for case in cases for name, value in (case.keys | case.layout).items() if value}
     for name in "tensor_model pipeline_model virtual_pipeline_model context expert_model".split():

@@ -95,12 +95,12 @@ def trained(request, paths, tmp_path_factory):
 
 WHOLE = [f"{family}-all" for family in FAMILIES]
 FROZEN = [case for case in CASES if case not in WHOLE]
-EVERYWHERE = [case for case in FROZEN if case.startswith("qwen2_5_vl")]
+EVERYWHERE = ["qwen2_5_vl-by_default"]
 
 
 @pytest.mark.parametrize(
     "case, layout",
-    thinned(WHOLE, ON_TORCH, WHOLE, []) + thinned(FROZEN, LAYOUTS, EVERYWHERE, ["torch_dp2"]),
+    thinned(WHOLE, ON_TORCH, WHOLE, []) + thinned(FROZEN, LAYOUTS, EVERYWHERE, ["tp2_sp_packed"]),
 )
 def test_parts_of_a_family_train_as_transformers_does(case, layout, paths, plain, trained):
     (curve, folder), (ranks, out) = plain(case), trained(layout)
