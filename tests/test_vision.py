@@ -56,7 +56,7 @@ LAYOUTS = {
     "cp2tp2_sp": (4, {**CP2, **TP2, **SP, **TWO_ROWS}),
 }
 EVERYWHERE = ["qwen2_5_vl"]
-FEW = ["one", "tp2_sp_packed", "cp2_packed"]
+FEW = ["tp2_sp_packed", "cp2_packed"]
 
 
 @pytest.fixture(scope="module")
