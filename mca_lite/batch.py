@@ -457,8 +457,8 @@ def row_layout(cu: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.de
 
 @dataclass
 class PackedRow(PackedSeqParams):
-    """megatron's packed parameters in the documented thd format, and the layout for model_layers'
-    core attention."""
+    """megatron's packed parameters in the documented thd format, and the layout of a
+    row for attention."""
 
     layout: RowLayout | None = None
 

@@ -30,6 +30,7 @@ from .mcore import (
     mpu,
     set_tensor_model_parallel_attributes,
 )
+from .model_attention import rope_frequencies
 from .model_config import (
     AutoConfig,
     McaModelConfig,
@@ -38,7 +39,7 @@ from .model_config import (
     load_hf_config,
     use_attention_backend,
 )
-from .model_layers import Block, Predictions, rope_frequencies
+from .model_layers import Block, Predictions
 from .model_vision import AxialRope, Tower
 from .weights_files import (
     GrownSource,

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 
 from .errors import expect
+from .model_attention import Rope
 from .model_config import McaModelConfig, tower_on_meta
-from .model_layers import Rope
 from .parallel import to_device
 
 # -- positions

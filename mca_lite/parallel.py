@@ -123,7 +123,7 @@ def make_deterministic() -> None:
     """Choose the deterministic path of every library, for this process. CUDA must not have started.
 
     A step has the same bits then in every run of the same layout on the same machine and versions:
-    flash attention sums its gradients in order, cuDNN's attention is left out (model_layers.py),
+    flash attention sums its gradients in order, cuDNN's attention is left out (model_attention.py),
     cuBLAS and NCCL keep to one algorithm for a shape, torch.compile times no candidates (cpu.py).
     The Triton kernels of this package add in a fixed order always. ValueError for NCCL_ALGO with
     NVLS: the switch adds in the order of arrival.

@@ -111,7 +111,7 @@ def order_of_kernels() -> list[list[str]]:
     import torch
     import torch.nn.attention
 
-    from mca_lite import model_layers, parallel
+    from mca_lite import model_attention, parallel
 
     asked = []
 
@@ -121,9 +121,9 @@ def order_of_kernels() -> list[list[str]]:
 
     torch.nn.attention.sdpa_kernel = sdpa_kernel
     query = SimpleNamespace(is_cuda=True)
-    model_layers.sdpa_order(query, None)
+    model_attention.sdpa_order(query, None)
     parallel.make_deterministic()
-    model_layers.sdpa_order(query, None)
+    model_attention.sdpa_order(query, None)
     return asked
 
 

@@ -17,6 +17,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from mca_lite.batch import row_layout
 from mca_lite.errors import ConfigError, Judge
 from mca_lite.families import check_type
+from mca_lite.model_attention import Rope, rope_frequencies, rotary_tables
 from mca_lite.model_config import (
     AutoConfig,
     McaModelConfig,
@@ -25,7 +26,6 @@ from mca_lite.model_config import (
     from_hf_config,
     load_hf_config,
 )
-from mca_lite.model_layers import Rope, rope_frequencies, rotary_tables
 from tests.shared import tiny
 from tests.shared.training import arguments
 

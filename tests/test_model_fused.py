@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mca_lite import TrainingArguments, kernels, model, model_layers
+from mca_lite import TrainingArguments, kernels, model, model_layers, model_norms
 from tests.shared import tiny, world
 from tests.shared.layouts import CP2, FULL, PACKED, PP2, TP2_SP
 from tests.shared.training import assert_same_curve, train
@@ -149,7 +149,7 @@ def train_both_ways(path: str, out: str, **keys) -> list:
 
     model.token_losses = noted
     plain = train(path, f"{out}/plain", **keys)
-    model_layers.compiles, model_layers.norm_beside = lambda x: True, counted
+    model_layers.compiles, model_norms.norm_beside = lambda x: True, counted
     return [plain, train(path, f"{out}/beside", **keys), len(calls), told]
 
 
@@ -174,17 +174,17 @@ def test_layers_train_as_ever_where_norms_take_what_goes_past_them(family, keys,
 
 def parts_called(path: str, out: str) -> list[str]:
     """Names of the functions of heads that a step calls."""
-    from mca_lite import model_layers
+    from mca_lite import model_attention
 
     calls = []
     for name in ("rotated_heads", "split_heads", "rotate"):
-        function = getattr(model_layers, name)
+        function = getattr(model_attention, name)
 
         def noted(*args, name=name, function=function):
             calls.append(name)
             return function(*args)
 
-        setattr(model_layers, name, noted)
+        setattr(model_attention, name, noted)
     train(path, out, steps=2)
     return sorted(set(calls))
 

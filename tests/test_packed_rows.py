@@ -21,7 +21,7 @@ from mca_lite.batch import (
     zigzag,
 )
 from mca_lite.data_batches import best_fit
-from mca_lite.model_layers import CoreAttention
+from mca_lite.model_attention import CoreAttention
 
 PACKED = torch.tensor([[1, 1, 2, 2, 2, 0], [1, 2, 2, 3, 3, 3]])
 

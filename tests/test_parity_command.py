@@ -41,7 +41,7 @@ def double_attention(trainer):
 
 
 def other_rope(trainer):
-    from mca_lite.model_layers import Rope
+    from mca_lite.model_attention import Rope
 
     config = trainer.backend.config
     config.rotary_base *= 50

@@ -275,10 +275,11 @@ def test_each_file_runs_in_one_process_of_the_suite(tmp_path):
 # tools; 64 modules, 50 in the core; 4,075 decisions. Since then, in tokens: Muon,
 # grad_norm_skip_threshold, deterministic 1,750; pairs of Transformer Engine and megatron-core 230;
 # pictures 11,050 (model_vision, data_images); freezing 2,070 (freezing); the slowest rank 1,130;
-# hangs, a thousand ranks and plan's times 3,180; twelve families 960.
+# hangs, a thousand ranks and plan's times 3,180; twelve families 960; attention and norms out of
+# the file of layers two modules and 80 tokens.
 LIMITS = {
-    "modules": (0, 67),
-    "core modules": (0, 53),
+    "modules": (0, 69),
+    "core modules": (0, 55),
     "core tokens": (0, 152_500),
     "tool tokens": (0, 29_500),
     "tokens": (0, 182_000),

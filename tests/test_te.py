@@ -161,7 +161,7 @@ def test_the_summary_says_which_cudnn_was_found(monkeypatch):
 
 
 def test_cudnns_attention_comes_first_without_a_mask_and_never_with_one():
-    from mca_lite.model_layers import sdpa_order
+    from mca_lite.model_attention import sdpa_order
 
     on_cuda, mask = types.SimpleNamespace(is_cuda=True), torch.ones(1)
     with sdpa_order(on_cuda, None):

@@ -12,7 +12,8 @@ def _modules():
     """(linear, norm and linear, norm, core attention); megatron is imported here."""
     from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-    from mca_lite.model_layers import CoreAttention, RMSNorm
+    from mca_lite.model_attention import CoreAttention
+    from mca_lite.model_norms import RMSNorm
 
     class Linear(torch.nn.Module):
         cut = 1
@@ -79,7 +80,7 @@ def installed():
     stand-ins, by megatron's own specs."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
-    from mca_lite import model_config, model_layers, model_moe
+    from mca_lite import model_attention, model_config, model_moe, model_norms
 
     linear, norm_linear, norm, attention = _modules()
 
@@ -89,12 +90,13 @@ def installed():
         column_parallel_layer_norm_linear = staticmethod(lambda: norm_linear)
         core_attention = staticmethod(lambda: attention)
 
-    was = model_layers.TESpecProvider, model_layers.TENorm, model_config.transformer_engine_works
-    model_layers.TESpecProvider = model_moe.TESpecProvider = Provider
-    model_layers.TENorm = norm
+    was = model_attention.TESpecProvider, model_norms.TENorm, model_config.transformer_engine_works
+    model_attention.TESpecProvider = model_moe.TESpecProvider = Provider
+    model_attention.TENorm = model_norms.TENorm = norm
     model_config.transformer_engine_works = lambda: True
     try:
         yield
     finally:
-        provider, model_layers.TENorm, model_config.transformer_engine_works = was
-        model_layers.TESpecProvider = model_moe.TESpecProvider = provider
+        provider, norm, model_config.transformer_engine_works = was
+        model_attention.TESpecProvider = model_moe.TESpecProvider = provider
+        model_attention.TENorm = model_norms.TENorm = norm

@@ -1,0 +1,528 @@
+"""Rotary positions and attention: of heads, and multi-head latent attention; or Transformer
+Engine's.
+
+Local layers need torch alone. Of Transformer Engine model_norms.py, model_moe.py and
+model_config.py have the rest.
+"""
+
+import contextlib
+import copy
+import functools
+import inspect
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.bias import causal_lower_right
+
+from . import parallel
+from .batch import RowLayout, row_layout
+from .kernels import rotate, rotated_heads, split_heads
+from .mcore import (
+    AttnMaskType,
+    ColumnParallelLinear,
+    IdentityOp,
+    MegatronModule,
+    RowParallelLinear,
+    SelfAttentionSubmodules,
+    TEAttention,
+    TENorm,
+    TESpecProvider,
+    gather_from_sequence_parallel_region,
+    mappings,
+    tensor_parallel,
+)
+from .model_moe import new_weight
+from .model_norms import RMSNorm, RMSNormOverHeads, head_norms
+from .parallel import device
+
+# ---- rotary positions
+
+
+class Rope(NamedTuple):
+    """Rotary embedding of a type of layers."""
+
+    inv_freq: tuple[float, ...]  # inverse frequencies [rotary_dim / 2]
+    factor: float  # on cos and sin
+    interleaved: bool  # neighbouring channels turn together
+
+    @classmethod
+    def of(cls, config, layer_type: str = "full_attention") -> "Rope":
+        """Compute it from a McaModelConfig."""
+        inv_freq, factor = rope_frequencies(config, layer_type)
+        return cls(tuple(inv_freq.tolist()), factor, config.rope_interleave)
+
+    def tables(self, angles: torch.Tensor, dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin [..., rotary_dim], computed in float32, in dtype, of a position's angles
+        [..., rotary_dim / 2]."""
+        if self.interleaved:
+            angles = angles.repeat_interleave(2, -1)
+        else:
+            angles = torch.cat((angles,) * 2, -1)
+        return (angles.cos() * self.factor).to(dtype), (angles.sin() * self.factor).to(dtype)
+
+
+def rope_frequencies(config, layer_type: str = "full_attention") -> tuple[torch.Tensor, float]:
+    """(inverse frequencies float32 [rotary_dim / 2] on this rank's device, factor on cos and sin)
+    of layers of a type.
+
+    From transformers' functions, so that linear, llama3 and yarn scaling are Hugging Face's to the
+    bit.
+    """
+    scaling = config.rope_parameters
+    of_type = {}
+    base = config.rotary_base
+    if "sliding_attention" in scaling:  # each type has frequencies of its kind
+        scaling = scaling[layer_type]
+        of_type = {"layer_type": layer_type}
+        base = scaling["rope_theta"]
+    if scaling.get("rope_type", "default") not in ("default", "dynamic"):  # rotary_base has alpha
+        from transformers import AutoConfig as HFAutoConfig
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        hf = HFAutoConfig.for_model(**copy.deepcopy(config.hf_config)).get_text_config()
+        inv_freq, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](
+            hf, torch.device("cpu"), **of_type
+        )
+        return inv_freq.float().to(device()), float(factor)
+    dim = int(config.kv_channels * config.rotary_percent)
+    exponent = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+    return (1.0 / base**exponent).to(device()), 1.0
+
+
+@functools.lru_cache(8)  # the layers of a model share the tables of a row
+def rotary_tables(
+    rope: Rope, layout: RowLayout, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin [t, 1, 1, rotary_dim] for the positions of a row, computed in float32, in
+    dtype."""
+    inv_freq = parallel.to_device(torch.tensor(rope.inv_freq), layout.positions.device)
+    angles = torch.outer(layout.positions.float(), inv_freq)[:, None, None]
+    return rope.tables(angles, dtype)
+
+
+def query_factors(config, positions: torch.Tensor) -> torch.Tensor:
+    """Factors on the queries at positions int64 [t], float32 [t]: query_scaling_beta."""
+    length = config.rope_parameters["original_max_position_embeddings"]
+    return 1 + config.query_scaling_beta * torch.log(1 + torch.floor(positions / length))
+
+
+# ---- attention
+
+
+class _GatherTokens(torch.autograd.Function):
+    """Gather [t / cp, ...] of each context-parallel rank to [t, ...] in the row's order; backward:
+    this rank's part of the sum. order int64 [t]: see RowLayout. Collectives in both passes."""
+
+    @staticmethod
+    def forward(ctx, x, group, order):
+        ctx.group = group
+        ctx.order = order
+        return mappings._gather_along_first_dim(x, group)[order]
+
+    @staticmethod
+    def backward(ctx, grad):
+        # each place is written once: the gradient of an index would sort the places, to add
+        grad = torch.empty_like(grad).index_copy_(0, ctx.order, grad)
+        return mappings._reduce_scatter_along_first_dim(grad, ctx.group), None, None
+
+
+def column_linear(config, in_size: int, out_size: int, tp_group, bias=False):
+    """megatron's linear with its outputs cut over the tensor-parallel ranks."""
+    return ColumnParallelLinear(
+        in_size,
+        out_size,
+        config=config,
+        init_method=config.init_method,
+        bias=bias,
+        gather_output=False,
+        skip_bias_add=True,
+        tp_group=tp_group,
+    )
+
+
+def row_linear(config, in_size: int, tp_group):
+    """megatron's linear of heads, cut over the ranks, to hidden states."""
+    return RowParallelLinear(
+        in_size,
+        config.hidden_size,
+        config=config,
+        init_method=config.output_layer_init_method,
+        bias=False,
+        input_is_parallel=True,
+        skip_bias_add=True,
+        tp_group=tp_group,
+    )
+
+
+class Attention(MegatronModule):
+    """Query, key and value of hidden states, CoreAttention, and the output's linear."""
+
+    def forward(self, hidden_states, packed_seq_params=None, **tables):
+        """tables: rope_tables, cos and sin [s, b, 1, rotary_dim] instead of those of the row."""
+        heads = self.query_key_value(hidden_states, packed_seq_params, **tables)
+        return self.linear_proj(self.core_attention(*heads, packed_seq_params))
+
+
+class SelfAttention(Attention):
+    """Queries, keys and values by one product; norms of heads; rotation; CoreAttention; output.
+
+    Takes [s, b, h], or [s / tp, b, h] under sequence parallelism, gives (the same, bias or None).
+    One kernel adds the bias, splits the heads, and norms and rotates them, except for norms over
+    all heads. With fewer query groups than tensor-parallel ranks, several ranks share a group: they
+    gather its heads, and each takes its part of the queries. Collectives: those of megatron's
+    linears.
+    """
+
+    def __init__(self, config, layer_number: int, pg_collection):
+        super().__init__(config=config)
+        self.tp_group = pg_collection.tp
+        tp = self.tp_group.size()
+        self.head_size = config.kv_channels
+        self.groups = max(config.num_query_groups // tp, 1)
+        self.ranks_of_group = max(tp // config.num_query_groups, 1)
+        heads = config.num_attention_heads
+        width = heads + 2 * config.num_query_groups
+        self.core_attention = CoreAttention(config, layer_number, pg_collection)
+        self.linear_proj = row_linear(config, heads * self.head_size, self.tp_group)
+        sizes = config.hidden_size, width * self.head_size
+        self.linear_qkv = column_linear(config, *sizes, self.tp_group, config.add_qkv_bias)
+        self.q_layernorm = self.k_layernorm = None
+        norms = head_norms(config, RMSNorm)
+        if norms is not None:
+            sizes = config, self.head_size, config.layernorm_epsilon
+            self.q_layernorm, self.k_layernorm = (norm(*sizes) for norm in norms)
+        self.rope = Rope.of(config, config.layer_type(layer_number))
+        if layer_number - 1 in (config.layers_without_rope or ()):
+            # angles of zero: the rotation, with its kernel, changes nothing
+            still = (0.0,) * len(self.rope.inv_freq)
+            self.rope = Rope(still, 1.0, config.rope_interleave)
+
+    def query_key_value(self, hidden_states, packed_seq_params, rope_tables=None):
+        """Query [s, b, n, d], key and value [s, b, g, d] of this rank, normed, rotated and
+        scaled."""
+        query, key, value, layout = self._rotated(hidden_states, packed_seq_params, rope_tables)
+        if self.config.qk_norm_after_rope:
+            query = self.q_layernorm(query)
+            key = self.k_layernorm(key)
+        if self.config.query_scaling_beta is not None:
+            factors = query_factors(self.config, layout.positions)
+            query = query * factors[:, None, None, None].to(query.dtype)
+        return query, key, value
+
+    def _rotated(self, hidden_states, packed_seq_params, rope_tables):
+        """(query, key, value, layout), rotated, and normed before unless qk_norm_after_rope."""
+        mixed, bias = self.linear_qkv(hidden_states)
+        if self.ranks_of_group > 1:
+            mixed = self._of_group(mixed, bias)
+            bias = None
+        layout = self.core_attention.layout(packed_seq_params, mixed)
+        tables = rope_tables or rotary_tables(self.rope, layout, mixed.dtype)
+        sizes = self.groups, self.head_size
+        norm = None if self.config.qk_norm_after_rope else self.q_layernorm
+        is_alone = not isinstance(norm, RMSNormOverHeads)  # needs no other ranks
+        if is_alone and self.ranks_of_group == 1:
+            norms = None
+            if norm is not None:
+                norms = norm(), self.k_layernorm(), norm.eps, norm.zero_centered
+            interleaved = self.config.rope_interleave
+            return *rotated_heads(mixed, bias, *sizes, norms, *tables, interleaved), layout
+        query, key, value = split_heads(mixed, bias, *sizes)
+        of_ranks = query.chunk(self.ranks_of_group, 2)  # those of this rank's group
+        query = of_ranks[self.tp_group.rank() % self.ranks_of_group]
+        if norm is not None:
+            query = norm(query)
+            key = self.k_layernorm(key)
+        return *rotate(query, key, *tables, self.config.rope_interleave), value, layout
+
+    def _of_group(self, mixed, bias):
+        """The channels of this rank's query group, from those of the ranks that share it."""
+        if bias is not None:
+            mixed = mixed + bias
+        mixed = mappings.all_gather_last_dim_from_tensor_parallel_region(mixed)
+        of_groups = mixed.chunk(self.config.num_query_groups, -1)
+        return of_groups[self.tp_group.rank() // self.ranks_of_group]
+
+
+def sdpa_order(query, mask):
+    """The order of torch's attention kernels on CUDA, as a context. Without a mask cuDNN's is the
+    first: it is the fastest, and torch would pass it over if an older cuDNN than torch's is loaded.
+    With a mask it is left out: its gradients may be NaN (pytorch issue 196678). So it is with
+    deterministic: true, which it cannot be."""
+    if not query.is_cuda:
+        return contextlib.nullcontext()
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    order = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    if mask is None and not torch.are_deterministic_algorithms_enabled():
+        order.insert(0, SDPBackend.CUDNN_ATTENTION)
+    return sdpa_kernel(order, set_priority=True)
+
+
+@functools.cache
+def _packed_kernel():
+    """(torch's varlen attention, True if it takes enable_gqa: not in torch 2.11)."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+def recomputes(config, module: str) -> bool:
+    """True if a part of layers is computed again in the backward pass (recompute_modules)."""
+    return config.recompute_granularity == "selective" and module in config.recompute_modules
+
+
+class CoreAttention(MegatronModule):
+    """softmax(q k^T * scale) v over torch's attention kernels.
+
+    Causal. Rows are padded on the right: no position ever looks at padding, so no mask is built.
+    Packed rows: documents do not see each other. Context parallelism: keys and values of the whole
+    row are gathered once a layer; the local queries are this rank's zigzag chunks (batch.py). The
+    layer's sliding window and the cap on scores count as well. Nothing here waits for the device.
+    """
+
+    def __init__(self, config, layer_number: int, pg_collection):
+        super().__init__(config=config)
+        self.cp_group = pg_collection.cp
+        self.softmax_scale = config.softmax_scale
+        slides = config.layer_type(layer_number) == "sliding_attention"
+        self.window = config.sliding_window if slides else None
+        self.softcap = config.attn_logit_softcapping
+        self.dropout = config.attention_dropout
+        self.is_recomputed = recomputes(config, "core_attn")
+
+    def forward(self, query, key, value, packed_seq_params=None):
+        """query [s, b, n, d], key and value [s, b, g, d] -> [s, b, n * d]; b is 1 of packed
+        rows."""
+        layout = self.layout(packed_seq_params, query)
+        run = functools.partial(self._attend, layout, packed_seq_params is not None)
+        if self.is_recomputed and self.training:
+            return tensor_parallel.checkpoint(run, False, query, key, value)
+        return run(query, key, value)
+
+    def _attend(self, layout, is_packed: bool, query, key, value):
+        if self.cp_group.size() > 1:
+            key, value = (_GatherTokens.apply(x, self.cp_group, layout.order) for x in (key, value))
+        dropout = self.dropout if self.training else 0.0
+        # dropout differs between tensor-parallel ranks: each has other heads
+        with tensor_parallel.get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext():
+            if is_packed and self._suits_rows(layout):
+                return self._rows(query, key, value, layout, dropout)
+            if is_packed and self._suits_varlen(query, dropout):
+                return self._varlen(query, key, value, layout)
+            return self._segments(query, key, value, layout, dropout)
+
+    def layout(self, packed_seq_params, x) -> RowLayout:
+        """The documents of this rank's tokens x [s, ...]."""
+        if packed_seq_params is not None:
+            return packed_seq_params.layout
+        if self.training and self.config.rows_are_packed:
+            raise ValueError(
+                "this pipeline stage got no packed_seq_params for packed rows, and would let "
+                "documents see each other: give every stage the whole batch"
+            )
+        cp = self.cp_group.size()
+        return row_layout((0, len(x) * cp), cp, self.cp_group.rank(), x.device)
+
+    def _suits_rows(self, layout) -> bool:
+        """True if the documents of a packed row can be rows of a batch: they have one length, and
+        need no mask. cuDNN's kernel is about twice as fast on these as the varlen one."""
+        is_wide = self.window is None or layout.longest <= self.window
+        return layout.same_length is not None and is_wide
+
+    def _rows(self, query, key, value, layout, dropout):
+        """Packed documents of one length, [t, 1, n, d], as rows of a batch -> [t, 1, n * d]."""
+        length = layout.same_length
+        rows = (x.view(-1, length, *x.shape[2:]).transpose(0, 1) for x in (query, key, value))
+        one = row_layout((0, length), 1, 0, query.device)
+        return self._segments(*rows, one, dropout).transpose(0, 1).flatten(0, 1)[:, None]
+
+    def _suits_varlen(self, query, dropout: float) -> bool:
+        """True if the varlen kernel takes them: it supports neither float32 nor dropout nor caps,
+        and only multiples of 8 as sizes of heads."""
+        suits_dtype = query.is_cuda and query.dtype != torch.float32
+        return suits_dtype and not dropout and self.softcap is None and query.shape[-1] % 8 == 0
+
+    def _segments(self, query, key, value, layout, dropout):
+        """One call for each run of queries with its keys: documents, or their chunks under context
+        parallelism."""
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        out = []
+        for q0, q1, k0, k1 in layout.segments:
+            mask = self._visible(q1 - q0, k1 - k0, q)
+            segment = q[:, :, q0:q1], k[:, :, k0:k1], v[:, :, k0:k1]
+            out.append(self._attention(*segment, mask, dropout))
+        out = out[0] if len(out) == 1 else torch.cat(out, 2)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+    def _attention(self, q, k, v, mask, dropout):
+        """q [b, n, q, d], k and v [b, g, k, d] -> [b, n, q, d]. mask: see _visible."""
+        if self.softcap is not None:
+            return _capped_attention(q, k, v, mask, self.softcap, self.softmax_scale, dropout)
+        times = q.shape[1] // k.shape[1]
+        if type(mask) is torch.Tensor and q.is_cuda and times > 1:
+            # without cuDNN's only the slowest kernel supports both masks and query groups
+            k, v = (x.repeat_interleave(times, 1) for x in (k, v))
+            times = 1
+        keys = dict(is_causal=mask is None, scale=self.softmax_scale, enable_gqa=times > 1)
+        with sdpa_order(q, mask):
+            return F.scaled_dot_product_attention(q, k, v, mask, dropout, **keys)
+
+    def _visible(self, num_queries: int, num_keys: int, query):
+        """bool [num_queries, num_keys], True if a query sees a key; the last query sees the last
+        key. None: causal, and nothing else, of as many queries as keys."""
+        more = num_keys - num_queries
+        is_narrow = self.window is not None and num_keys > self.window
+        if not is_narrow and self.softcap is None:
+            if more == 0:
+                return None
+            if query.is_cuda and query.dtype != torch.float32:
+                # a case of flash attention: no mask
+                return causal_lower_right(num_queries, num_keys)
+        visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
+        visible = visible.tril(more)
+        return visible.triu(more - self.window + 1) if is_narrow else visible
+
+    def _varlen(self, query, key, value, layout):
+        """All documents of a packed row in one kernel on CUDA, without a host synchronisation."""
+        kernel, takes_groups = _packed_kernel()
+        cu_q, cu_k, places, max_q, max_k = layout.varlen
+        q = query[:, 0]
+        k = key[:, 0]
+        v = value[:, 0]
+        if places is not None:
+            k = k[places]
+            v = v[places]
+        # the kernel takes one size of a head: multi-latent attention has two
+        missing = q.shape[-1] - v.shape[-1]
+        if missing:
+            v = F.pad(v, (0, missing))
+        keys = dict(scale=self.softmax_scale, window_size=((self.window or 0) - 1, 0))  # -1: all
+        if takes_groups:  # 2.11 takes fewer heads of keys than of queries without it
+            keys["enable_gqa"] = q.shape[1] != k.shape[1]
+        out = kernel(q, k, v, cu_q, cu_k, max_q, max_k, **keys)
+        return out[..., : out.shape[-1] - missing].flatten(1)[:, None]
+
+
+def _capped_attention(q, k, v, visible, cap, scale, dropout):
+    """softmax(cap tanh(q k^T scale / cap)) v, the softmax in float32.
+
+    q [b, n, q, d], k and v [b, g, k, d] -> [b, n, q, d].
+    """
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = cap * torch.tanh(q @ k.transpose(-1, -2) * (scale or q.shape[-1] ** -0.5) / cap)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
+    return F.dropout(weights, dropout) @ v
+
+
+# ---- multi-latent attention
+
+# of the norms between two projections: fixed in transformers, whatever the value of rms_norm_eps
+LATENT_EPSILON = 1e-6
+
+
+class DuplicatedLinear(torch.nn.Module):
+    """A linear without bias, its matrix whole on every tensor-parallel rank.
+
+    x is the whole sequence, or this rank's part under sequence parallelism; then the matrix's
+    gradient is a partial sum, and marked so for megatron.
+    """
+
+    def __init__(self, config, in_size: int, out_size: int):
+        super().__init__()
+        self.weight = new_weight(config, out_size, in_size)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x):
+        return F.linear(x, self.weight)
+
+
+class LatentAttention(Attention):
+    """DeepSeek's attention: keys and values come from a small latent vector.
+
+    Takes [s, b, h], or [s / tp, b, h] under sequence parallelism, gives (the same, None). Of a head
+    c channels stay, and r turn with the position; a value has d channels:
+
+        query [s, b, n, c + r]   linear_q_proj h, or linear_q_up_proj norm(linear_q_down_proj h)
+        latent, k_r              linear_kv_down_proj h; k_r [s, b, r] is the same for all heads
+        k_c, value               linear_kv_up_proj norm(latent)
+
+    Every head needs the down projections, so every tensor-parallel rank has them whole. megatron's
+    module cuts their columns without Transformer Engine, and gives their turning rows the gradient
+    of one rank's heads only; and it sums gradients of its latent norms twice without sequence
+    parallelism. Rotation turns the first channels of each head, so the turning channels come first
+    here; the order within a head does not matter to q k^T.
+    """
+
+    def __init__(self, config, layer_number: int, pg_collection):
+        super().__init__(config=config)
+        self.tp_group = pg_collection.tp
+        h = config.hidden_size
+        heads = config.num_attention_heads
+        turning = config.qk_pos_emb_head_dim
+        latent = config.kv_lora_rank
+        self.num_heads = heads // self.tp_group.size()
+        self.query_sizes = [config.qk_head_dim, turning]
+        self.kv_sizes = [config.qk_head_dim, config.v_head_dim]
+        self.down_sizes = [latent, turning]
+        q_latent = config.q_lora_rank
+        query_size = heads * sum(self.query_sizes)
+        if q_latent is None:
+            self.linear_q_proj = column_linear(config, h, query_size, self.tp_group)
+        else:
+            self.linear_q_down_proj = DuplicatedLinear(config, h, q_latent)
+            self.q_layernorm = RMSNorm(config, q_latent, LATENT_EPSILON)
+            self.linear_q_up_proj = column_linear(config, q_latent, query_size, self.tp_group)
+        self.linear_kv_down_proj = DuplicatedLinear(config, h, sum(self.down_sizes))
+        self.kv_layernorm = RMSNorm(config, latent, LATENT_EPSILON)
+        kv_size = heads * sum(self.kv_sizes)
+        self.linear_kv_up_proj = column_linear(config, latent, kv_size, self.tp_group)
+        self.core_attention = CoreAttention(config, layer_number, pg_collection)
+        self.linear_proj = row_linear(config, heads * config.v_head_dim, self.tp_group)
+        self.rope = Rope.of(config)
+
+    def query_key_value(self, hidden_states, packed_seq_params):
+        """Query and key [s, b, n, r + c], value [s, b, n, d] of this rank, rotated."""
+        if self.config.q_lora_rank is None:
+            query, _ = self.linear_q_proj(hidden_states)
+        else:
+            q_latent = self.linear_q_down_proj(hidden_states)
+            query, _ = self.linear_q_up_proj(self.q_layernorm(q_latent))
+        latent, k_turning = self.linear_kv_down_proj(hidden_states).split(self.down_sizes, -1)
+        if self.config.sequence_parallel:
+            k_turning = gather_from_sequence_parallel_region(
+                k_turning.contiguous(), tensor_parallel_output_grad=True, group=self.tp_group
+            )
+        elif self.tp_group.size() > 1:
+            k_turning = parallel.sum_gradients(k_turning, self.tp_group)
+        kv, _ = self.linear_kv_up_proj(self.kv_layernorm(latent))
+        q_still, q_turning = query.unflatten(-1, (self.num_heads, -1)).split(self.query_sizes, -1)
+        k_still, value = kv.unflatten(-1, (self.num_heads, -1)).split(self.kv_sizes, -1)
+        k_turning = k_turning[:, :, None].expand(-1, -1, self.num_heads, -1)
+        query = torch.cat((q_turning, q_still), -1)
+        key = torch.cat((k_turning, k_still), -1)
+        layout = self.core_attention.layout(packed_seq_params, query)
+        tables = rotary_tables(self.rope, layout, query.dtype)
+        return *rotate(query, key, *tables, self.config.rope_interleave), value
+
+
+def build_attention(config, layer_number: int, pg_collection):
+    """The attention of a layer."""
+    if config.multi_latent_attention:
+        return LatentAttention(config, layer_number, pg_collection)
+    if config.transformer_impl == "local":
+        return SelfAttention(config, layer_number, pg_collection)
+    provider = TESpecProvider()
+    of_query, of_key = head_norms(config, TENorm) or (IdentityOp, IdentityOp)
+    parts = SelfAttentionSubmodules(
+        linear_qkv=provider.column_parallel_layer_norm_linear(),
+        core_attention=provider.core_attention(),
+        linear_proj=provider.row_parallel_linear(),
+        q_layernorm=of_query,
+        k_layernorm=of_key,
+    )
+    over_ranks = config.cp_comm_type if config.context_parallel_size > 1 else None
+    return TEAttention(
+        config, parts, layer_number, AttnMaskType.causal, over_ranks, pg_collection=pg_collection
+    )
