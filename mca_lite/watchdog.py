@@ -193,6 +193,7 @@ class Watchdog:
         self._looks = 0
         self._minded = (0, 0, 0)  # looks, count and ticks when the store was minded
         self._silent_s = 0.0  # without any of them
+        self._has_store = True
         self._dumped: str | None = None  # the question that has the record of this rank
         self._is_settled = False  # a step is done: kernels are compiled, groups are connected
         self._thread_id = threading.get_ident()
@@ -232,17 +233,13 @@ class Watchdog:
             thread.join(timeout=1.0)  # it may wait for a lost store
 
     def _run(self) -> None:
-        has_store = True
         while not self._stopped.wait(self.poll_s):
             if "TORCHELASTIC_RUN_ID" in os.environ and os.getppid() != self._parent:
                 _print(f"warning: rank {self.rank} stops: torchrun ({self._parent}) has gone")
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
-            try:
-                if has_store:
-                    self.look()
-            except RuntimeError:  # the store has gone with its owner
-                has_store = False
+            if self._has_store:
+                self.look()
 
     def _run_beside(self) -> None:
         while not self._stopped.wait(self.poll_s):
@@ -256,6 +253,9 @@ class Watchdog:
             self._minded = now
             self._silent_s = 0.0
             return
+        limit_s = self.ddp_timeout
+        if not self._has_store and now[1:] == self._seen:  # it waited before the store went
+            limit_s = max(ANSWER_S, limit_s - self.waited)
         before = self._silent_s
         self._silent_s += self.poll_s
         text = (
@@ -263,10 +263,10 @@ class Watchdog:
             f"{self._holder}, is stopped, has ended or cannot be reached: look at its process"
         )
         if before < self.limit_s <= self._silent_s:
-            left = max(0, self.ddp_timeout - self._silent_s)
+            left = max(0, limit_s - self._silent_s)
             place = f"rank {self.rank} waits after step {self.step}, {self.phase}"
             _print(f"warning: {place}; {text}; this rank leaves in {left:.0f} s (ddp_timeout)")
-        if self._silent_s >= self.ddp_timeout:
+        if self._silent_s >= limit_s:
             tell_torchrun(text)
             _print(f"error: rank {self.rank} leaves: {text}")
             self._leave(HANG_EXIT_CODE)
@@ -279,7 +279,14 @@ class Watchdog:
         return min(self.hang_timeout, half) if is_short else half
 
     def look(self) -> None:
-        """Answer a question, ask one if this rank makes no progress, and leave with all ranks."""
+        """Answer a question, ask one if this rank makes no progress, and leave with all ranks. The
+        last look finds that the store has gone with its holder."""
+        try:
+            self._look()
+        except RuntimeError:
+            self._has_store = False
+
+    def _look(self) -> None:
         self._looks += 1
         progress = (self.count, self.ticks)
         if progress == self._seen:

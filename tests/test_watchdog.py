@@ -172,6 +172,29 @@ def test_a_store_of_a_stopped_process_is_named_and_the_rank_leaves(capsys):
     assert "error: rank 0 leaves: the store of the ranks" in capsys.readouterr().err
 
 
+class NoStore:
+    """A store of a process that has ended."""
+
+    def check(self, keys: list[str]) -> bool:
+        raise RuntimeError("Broken pipe")
+
+
+def test_a_rank_that_has_waited_leaves_soon_after_the_holder_of_the_store():
+    ranks = Ranks(1)
+    [rank] = ranks.all
+    rank.start()
+    rank.stop()
+    ranks.settle()
+    ranks.wait(55)
+    rank.store = NoStore()
+    ranks.wait(1)
+    for _ in range(5):
+        rank.mind_store()
+    assert not ranks.codes
+    rank.mind_store()
+    assert ranks.codes == {0: watchdog.HANG_EXIT_CODE}
+
+
 class GoesOnBetween:
     """A store for one rank: just after it has seen the question, the rank that asked goes on."""
 
