@@ -510,7 +510,8 @@ def calls_of(
     recent: dict[str, list[dict]] = {}
     for entry in record["entries"]:
         name = entry["process_group"][0]
-        if not entry["is_p2p"]:
+        is_batch = entry["profiling_name"].endswith(":coalesced")  # it has an earlier call's number
+        if not entry["is_p2p"] and not is_batch:
             ended = _call(entry, [])
             recent[name] = [*recent.get(name, [])[1 - _RECENT :], ended]
         if entry["retired"] or entry["state"] == "completed":
