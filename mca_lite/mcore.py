@@ -127,7 +127,7 @@ MINORS = {
     },
 }
 # (megatron-core, Transformer Engine) of which `make gpu ARGS=te` was run to its end
-RUN_WITH_ENGINE = {("0.16", "2.11")}
+RUN_WITH_ENGINE = {("0.16", "2.11"), ("0.19", "2.11")}
 
 
 def of_minor(name: str) -> str:
