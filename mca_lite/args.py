@@ -453,9 +453,6 @@ class TrainingArguments(ArgumentGroup):
     recompute_modules: (
         list[Literal["core_attn", "mlp", "layernorm", "moe", "shared_experts"]] | None
     ) = of_config(None, "selective: core_attn, mlp, layernorm, moe, shared_experts", model="always")
-    distribute_saved_activations: bool = of_config(
-        False, "split recomputation's inputs over tensor parallel ranks"
-    )
     transformer_impl: Literal["auto", "local", "transformer_engine"] = of_config(
         "auto", "auto: Transformer Engine in bf16 or fp16, if installed and suitable for the model"
     )

@@ -73,11 +73,6 @@ _RULES = (
     Rule("exp_avg_dtype=bf16 !optim=adam|optimizer_cpu_offload", *_HALVES),
     Rule("exp_avg_sq_dtype=bf16 !optim=adam|optimizer_cpu_offload", *_HALVES),
     Rule("max_steps=0", "expected at least one step", "max_steps: -1"),
-    Rule(
-        "distribute_saved_activations sequence_parallel",
-        "with sequence_parallel the activations are split already",
-        "distribute_saved_activations: false",
-    ),
     Rule("bf16 fp16", "fp16 is on too", "bf16: true and fp16: false"),
     Rule(
         "fp8 !bf16",
@@ -160,7 +155,7 @@ NEEDS = (
         "recompute_modules", "recompute_granularity=selective", "recompute_granularity: selective"
     ),
     Need(
-        "recompute_method recompute_num_layers distribute_saved_activations",
+        "recompute_method recompute_num_layers",
         "recompute_granularity=full",
         "recompute_granularity: full",
     ),

@@ -43,14 +43,12 @@ from .model_norms import RMSNorm, hidden_norm
 
 
 def recomputed(config, function, *tensors):
-    """function(*tensors), computed again in the backward pass. distribute_saved_activations: a
-    tensor is kept cut over the tensor-parallel ranks meanwhile."""
-    distribute = config.distribute_saved_activations
+    """function(*tensors), computed again in the backward pass."""
     if config.fp8:
         tracker = tensor_parallel.random.get_cuda_rng_tracker
         group = parallel_state.get_tensor_model_parallel_group()
-        return te_checkpoint(function, distribute, tracker, group, *tensors)
-    return tensor_parallel.checkpoint(function, distribute, *tensors)
+        return te_checkpoint(function, False, tracker, group, *tensors)
+    return tensor_parallel.checkpoint(function, False, *tensors)
 
 
 class Residual(torch.nn.Module):

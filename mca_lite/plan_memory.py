@@ -368,8 +368,6 @@ def _activations(
     if config.recompute_granularity == "full":
         unit = min(config.recompute_num_layers or 1, len(layers))
         inputs = r.w * r.h / r.sp  # of a layer, a token
-        if args.distribute_saved_activations:
-            inputs /= r.tp
         again = max(kept, default=0.0) * unit - inputs
         units = -(-len(layers) // max(unit, 1))
         if config.recompute_method == "block":

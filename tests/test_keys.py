@@ -253,7 +253,6 @@ IN_THE_CONFIG = {
     "recompute_method": ("block", FULL),
     "recompute_num_layers": (2, FULL),
     "recompute_modules": (["mlp"], SELECTIVE),
-    "distribute_saved_activations": (True, {**FULL, **TP2}),
     "bias_activation_fusion": (True, {}),
     "bias_dropout_fusion": (True, {}),
     "moe_grouped_gemm": (False, {}),

@@ -115,7 +115,6 @@ OF_GROUPS = [
         dict(recompute_granularity="selective", recompute_modules="mpl"),
         "recompute_modules",
     ),
-    (TrainingArguments, dict(distribute_saved_activations=True), "distribute_saved_activations"),
     (TrainingArguments, dict(overlap_param_gather=True), "overlap_param_gather"),
     (
         TrainingArguments,
@@ -212,7 +211,6 @@ BESIDE = {
     "recompute_modules": (["mlp"], SELECTIVE),
     "recompute_method": ("block", FULL),
     "recompute_num_layers": (2, FULL),
-    "distribute_saved_activations": (True, FULL),
 }
 # where that other key counts by default: how it is switched off
 OFF = dict.fromkeys(

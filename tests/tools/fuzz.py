@@ -195,7 +195,6 @@ class Draw:
         if kind == "full" and chance(0.6):
             layout["recompute_method"] = one("uniform", "block")
             layout["recompute_num_layers"] = one(1, 2)
-            layout["distribute_saved_activations"] = chance(0.2)
         elif kind == "selective":
             layout["recompute_modules"] = one(None, ["mlp"], ["core_attn", "mlp"], ["moe"])
 
