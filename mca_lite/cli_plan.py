@@ -48,7 +48,6 @@ class Rates(NamedTuple):
     link: float = math.inf  # bytes/s sent by a rank in a collective within a node
     network: float = math.inf  # and between nodes
     half: float = 0.0  # tokens of a document with half of attention's rate
-    context: float = 1.0  # attention's rate for context parallelism, relative
     experts: float = 1.0  # rate of experts' products, relative
     layer_s: float = 0.0  # of the host, for a layer's passes over a micro-batch
     split_layer_s: float = 0.0  # with sequence or context parallelism
@@ -68,7 +67,6 @@ _H200 = Rates(
     link=3.1e11,
     network=5e10,
     half=1980,
-    context=0.5,
     experts=0.46,
     layer_s=4.7e-3,
     split_layer_s=6.5e-3,
@@ -182,10 +180,8 @@ def _kernels(
         of_experts = products * sizes.mlp_weights * sizes.num_layers / (sizes.weights - head)
         products += of_experts * (1 / rates.experts - 1)
     attention = work.flops(0, squares) + 2 * recomputes * sizes.core * squares
-    longest = max(lengths)
+    longest = max(lengths) / config.context_parallel_size
     rate = rates.attention * longest / (longest + rates.half)
-    if config.context_parallel_size > 1:
-        rate *= rates.context
     in_layers += products / rates.products + attention / rate
     return in_layers * rates.gaps, of_head * rates.gaps
 

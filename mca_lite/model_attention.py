@@ -18,6 +18,7 @@ from torch.nn.attention.bias import causal_lower_right
 from . import parallel
 from .batch import RowLayout, row_layout
 from .kernels import rotate, rotated_heads, split_heads
+from .kernels_attention import LateAttention, suits_cudnn
 from .mcore import (
     AttnMaskType,
     ColumnParallelLinear,
@@ -359,6 +360,9 @@ class CoreAttention(MegatronModule):
         """q [b, n, q, d], k and v [b, g, k, d] -> [b, n, q, d]. mask: see _visible."""
         if self.softcap is not None:
             return _capped_attention(q, k, v, mask, self.softcap, self.softmax_scale, dropout)
+        is_late = mask is not None and type(mask) is not torch.Tensor
+        if is_late and not dropout and suits_cudnn(q, k, v):
+            return LateAttention.apply(q, k, v, self.softmax_scale)
         times = q.shape[1] // k.shape[1]
         if type(mask) is torch.Tensor and q.is_cuda and times > 1:
             # without cuDNN's only the slowest kernel supports both masks and query groups

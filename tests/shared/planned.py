@@ -38,11 +38,11 @@ STEPS = {
     "1.5B pp2 of 16 and 12 layers": Step(
         "1.5B", 2, 1, 16, 1276, {**PP2, "pipeline_model_parallel_layout": "Et*16|t*12L"}
     ),
-    "1.5B cp2": Step("1.5B", 2, 4, 16, 832, CP2, peak_gib=41.7),
+    "1.5B cp2": Step("1.5B", 2, 4, 16, 776, CP2, peak_gib=41.7),
     "1.5B, rows of 16,384": Step("1.5B", 1, 1, 2, 838, {}, 16384),
-    "1.5B cp2, rows of 16,384": Step("1.5B", 2, 1, 4, 1210, CP2, 16384, peak_gib=41.7),
+    "1.5B cp2, rows of 16,384": Step("1.5B", 2, 1, 4, 1027, CP2, 16384, peak_gib=41.7),
     "1.5B, rows of 32,768": Step("1.5B", 1, 1, 1, 1117, {}, 32768, peak_gib=88.1),
-    "1.5B cp2, rows of 32,768": Step("1.5B", 2, 1, 2, 1671, CP2, 32768, peak_gib=58.4),
+    "1.5B cp2, rows of 32,768": Step("1.5B", 2, 1, 2, 1282, CP2, 32768, peak_gib=58.4),
     "4B": Step("4B", 1, 2, 8, 1658, peak_gib=93.5),
     "4B dp2 overlap": Step("4B", 2, 2, 16, 1697, OVERLAP, peak_gib=78.6),
     "4B tp2 sp": Step("4B", 2, 2, 16, 2077, TP2_SP, peak_gib=47.0),

@@ -30,7 +30,8 @@ from tests.shared.layouts import CP2, DIST_OPT, DIST_OVERLAP, EP2, PACKED, PP2, 
 
 from . import bench_gpu, gpu
 
-# name: (shape, rows a micro-batch, replicas of the data on two GPUs, keys)
+# name: (shape, rows a micro-batch, replicas of the data on two GPUs, keys[, tokens of a row]); on
+# one GPU those of dp2 and of rows are one GPU's
 CASES = {
     "dp2": ("1.5B", 4, 2, {}),
     "dp2 distributed optimizer": ("1.5B", 4, 2, DIST_OPT),
@@ -41,11 +42,15 @@ CASES = {
     "pp2": ("1.5B", 2, 1, PP2),
     "pp2 vpp2": ("1.5B", 2, 1, {**PP2, **VPP2}),
     "cp2": ("1.5B", 4, 1, CP2),
+    "rows of 16,384": ("1.5B", 1, 2, {}, 16384),
+    "cp2, rows of 16,384": ("1.5B", 1, 1, CP2, 16384),
+    "rows of 32,768": ("1.5B", 1, 2, {}, 32768),
+    "cp2, rows of 32,768": ("1.5B", 1, 1, CP2, 32768),
     "experts dp2 overlap": ("experts", 4, 2, DIST_OVERLAP),
     "experts ep2": ("experts", 4, 2, {**EP2, **DIST_OVERLAP}),
     "experts fsdp2": ("experts", 4, 2, None),
 }
-ROWS = 8  # a GPU and step
+TOKENS = 32768  # a GPU and step
 
 
 def run_fsdp(shape, mbs, rows, s, steps):
@@ -91,13 +96,17 @@ def run_fsdp(shape, mbs, rows, s, steps):
 
 def measure(name: str, folder: str, steps: int = 8, skip: int = 4) -> dict:
     """Train one case on all ranks -> its line."""
-    shape, mbs, replicas, keys = CASES[name]
-    ranks, s = dist.get_world_size(), 64 if bench_gpu.TINY else 4096
+    shape, mbs, replicas, keys, *length = CASES[name]
+    ranks = dist.get_world_size()
+    [s] = length or [4096]
+    rows_of_gpu = TOKENS // s
+    if bench_gpu.TINY:
+        s //= 64
     replicas = ranks if replicas == 2 else ranks // 2
-    rows = ROWS * ranks
+    rows = rows_of_gpu * ranks
     shared = dict(shape=shape, mbs=mbs, s=s, steps=steps)
     if keys is None:
-        clock, logs, tokens, squares = run_fsdp(**shared, rows=ROWS)
+        clock, logs, tokens, squares = run_fsdp(**shared, rows=rows_of_gpu)
         tokens, squares = tokens * ranks, squares * ranks
     else:
         keys = {**keys, "gradient_accumulation_steps": rows // mbs // replicas}

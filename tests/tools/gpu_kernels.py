@@ -1,4 +1,4 @@
-"""The Triton kernels against the formulas that they stand for, in float64: `make gpu
+"""The kernels against the formulas that they stand for, in float64: `make gpu
 ARGS=kernels`.
 
 Outputs and gradients, in float32, fp16 and bf16, of odd shapes. Where Triton is installed they run
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from mca_lite import kernels, loss_tokens
+from mca_lite.kernels_attention import LateAttention
 
 # of the largest number
 TOLERANCE = {
@@ -160,6 +161,32 @@ def other_cases(dtype):
         yield words, probabilities, formula, [drawn(3, columns + 7, dtype=dtype)]
 
 
+# rows, heads, groups, queries, keys, size of a head
+LATE = (1, 12, 2, 1000, 3000, 128), (2, 4, 4, 64, 65, 64), (1, 8, 1, 512, 513, 96)
+
+
+def attention_cases(dtype):
+    if (dtype == torch.float32) == torch.cuda.is_available():
+        return  # cuDNN's takes halves, the CPU's float32 as well
+    for b, n, groups, queries, keys, d in LATE:
+        groups = groups if torch.cuda.is_available() else n
+        visible = torch.ones(queries, keys, dtype=torch.bool, device=device()).tril(keys - queries)
+
+        def formula(q, k, v, visible=visible):
+            return (F.scaled_dot_product_attention(q, k, v, visible, enable_gqa=True),)
+
+        def kernel(q, k, v):
+            return (LateAttention.apply(q, k, v, None),)
+
+        shapes = (b, n, queries, d), (b, groups, keys, d), (b, groups, keys, d)
+        yield (
+            f"late-attention {n} {keys}",
+            kernel,
+            formula,
+            [drawn(*s, dtype=dtype) for s in shapes],
+        )
+
+
 def main() -> int:
     torch.manual_seed(0)
     if device() == "cpu":
@@ -167,7 +194,7 @@ def main() -> int:
     start, bad = time.time(), 0
     for dtype, tolerance in TOLERANCE.items():
         worst = {}
-        for cases in (norm_cases, heads_cases, other_cases):
+        for cases in (norm_cases, heads_cases, other_cases, attention_cases):
             for name, kernel, formula, inputs in cases(dtype):
                 found = difference(kernel, formula, inputs)
                 kind = name.split()[0]
