@@ -15,7 +15,7 @@ from torch.utils.data import ConcatDataset, Subset
 
 from . import world
 from .args_rules import NAMED, check_records, name_of_set
-from .data_batches import Packs, Turns
+from .data_batches import Packs, Turns, work_of
 from .data_chat import ChatRenderer, chat_renderer
 from .data_encode import Encoder, Reader, Shard, load_shard, shifted
 from .data_files import SIDES, DatasetSpec, resolve
@@ -62,10 +62,10 @@ class TokenDataset(Subset):
         return self.document_lengths.sum(axis=1)
 
     @property
-    def costs(self) -> np.ndarray | None:
-        """Tokens of each pair, for BatchPlan to balance the ranks of a step; None for samples of
+    def work(self) -> np.ndarray | None:
+        """work_of() each pair, for BatchPlan to balance the ranks of a step; None for samples of
         one document, dealt in their order."""
-        return None if self.documents_per_sample == 1 else self.lengths
+        return None if self.documents_per_sample == 1 else work_of(self.document_lengths)
 
     @property
     def fingerprint(self) -> str:

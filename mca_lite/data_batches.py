@@ -358,7 +358,8 @@ class BatchPlan:
     micro_batch_size on. The samples of a step are thus the same in all layouts with the same G. The
     last step of an epoch has only the micro-batches that it needs, as many on every rank; FILLER
     replaces missing samples. With `costs`, one number a sample, a step's samples are dealt by
-    falling cost, to balance the ranks in each micro-batch: the step has the same samples.
+    falling cost, in each micro-batch the most to the rank with the least so far: the step has the
+    same samples, and a micro-batch similar ones on all ranks.
     """
 
     num_samples: int
@@ -400,8 +401,11 @@ class BatchPlan:
             samples = samples[np.argsort(-self.costs[samples], kind="stable")]
         chosen.reshape(-1)[: len(samples)] = samples
         if self.costs is not None:
-            # every second micro-batch is dealt from the last rank to the first, for balance
-            chosen[1::2] = chosen[1::2, ::-1].copy()
+            loads = np.zeros(self.dp_size)
+            for rows in chosen:
+                ranks = np.argsort(loads, kind="stable")
+                loads[ranks] += np.where(rows == FILLER, 0.0, self.costs[rows]).sum(axis=1)
+                rows[ranks] = rows.copy()
         return chosen[:, self.dp_rank].tolist()
 
 
@@ -520,19 +524,19 @@ class Packs(Dataset):
 
     dataset: map-style, with document_lengths (int64 [samples, documents of a sample]), num_tokens,
     num_trained_tokens and fingerprint, as TokenDataset has them. packs: the numbers of
-    the samples of each row. costs: of attention in each row, the sum of its documents' squared
-    lengths. padding_fraction: of all positions of full rows.
+    the samples of each row. work: float64 [rows, 2], work_of() each. padding_fraction: of all
+    positions of full rows.
     """
 
     unit = "packs"  # name of a row in reports
 
     def __init__(self, dataset, capacity: int):
         lengths = dataset.document_lengths
-        squares = (lengths.astype(np.float64) ** 2).sum(axis=1)
+        work = work_of(lengths)
         self.dataset = dataset
         self.packs = best_fit(lengths.sum(axis=1), capacity)
         self.documents_per_sample = lengths.shape[1]
-        self.costs = np.array([squares[pack].sum() for pack in self.packs])
+        self.work = np.array([work[pack].sum(axis=0) for pack in self.packs])
         self.num_tokens = dataset.num_tokens
         self.num_trained_tokens = dataset.num_trained_tokens
         name = getattr(dataset, "identity", dataset.fingerprint)  # a user's own dataset may lack it
@@ -552,6 +556,15 @@ class Packs(Dataset):
         return packs
 
 
+def work_of(document_lengths: np.ndarray) -> np.ndarray:
+    """Tokens and the sum of squared document lengths of each sample: float64 [samples, 2].
+
+    document_lengths: int [samples, documents of a sample].
+    """
+    lengths = document_lengths.astype(np.float64)
+    return np.stack([lengths.sum(axis=1), (lengths**2).sum(axis=1)], axis=1)
+
+
 def samples_of(dataset):
     """The data set of samples under packs, else the data set itself."""
     return dataset.dataset if isinstance(dataset, Packs) else dataset
@@ -567,7 +580,7 @@ class WithReference(Dataset):
     def __init__(self, dataset, logps: np.ndarray):
         self.dataset = dataset
         self.logps = logps
-        self.costs = getattr(dataset, "costs", None)
+        self.work = getattr(dataset, "work", None)
         self.identity = getattr(dataset, "identity", None)
 
     def __len__(self) -> int:

@@ -134,6 +134,11 @@ class ModelSizes(NamedTuple):
     vocab_size: int
     mlp_weights: float  # of one layer, mean over layers; of a mixture those of one token's experts
 
+    def cost(self, tokens, squares):
+        """Products of a forward pass, for sums or arrays of them. squares: the documents' squared
+        lengths. The same numbers on every rank and host: one rounding an operation."""
+        return self.weights * tokens + self.core * squares
+
 
 class TowerWork(NamedTuple):
     """FLOPs of a module for pictures: of a patch, and of a picture's squared number of patches."""

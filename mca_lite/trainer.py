@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from . import ckpt, ckpt_folder, mcore, parallel, watchdog
@@ -45,7 +46,7 @@ from .data_batches import (
 from .data_stream import TokenStream
 from .errors import expect
 from .files import IGNORE_INDEX, TRAINER_STATE_NAME, replacing
-from .log import Report, Throughput, model_work, peak_memory_gib, run_summary
+from .log import Report, Throughput, model_sizes, model_work, peak_memory_gib, run_summary
 from .model import VirtualModels
 from .optim import get_megatron_lr_scheduler, given_optimizers
 from .trainer_evaluation import Evaluator, PredictionOutput
@@ -379,8 +380,18 @@ class McaTrainer:
             backend.dp_size,
             seed=args.order_seed,
             shuffle=self.shuffle and training and not streams,  # a stream has its order
-            costs=getattr(dataset, "costs", None),  # other people's datasets have none
+            costs=self._costs(dataset),
         )
+
+    def _costs(self, dataset) -> np.ndarray | None:
+        """The cost of each sample, by its work and the sizes of the model; of attention alone if
+        these are unknown. None for datasets without `work`."""
+        work = getattr(dataset, "work", None)
+        if work is None:
+            return None
+        tokens, squares = work.T
+        sizes = model_sizes(getattr(self.model, "config", None))
+        return squares if sizes is None else sizes.cost(tokens, squares)
 
     def _train_loader(self, plan: BatchPlan, epoch: int, step: int):
         workers = self.args.dataloader_num_workers

@@ -797,10 +797,26 @@ def test_samples_of_a_step_are_dealt_by_cost_and_stay_in_their_step():
     costs = np.array([9.0, 1, 8, 2, 7, 3, 6, 4])
     plans = [BatchPlan(8, 1, 4, rank, 2, seed=0, shuffle=False, costs=costs) for rank in range(2)]
     taken = [[batch[0] for batch in plan.step(0, 0)] for plan in plans]
-    # by falling cost 0 2 | 4 6 | 7 5 | 3 1, and the dearer one to the other rank in every second
-    # micro-batch
+    # by falling cost 0 2 | 4 6 | 7 5 | 3 1, the dearer one to the rank with the lower sum so far
     assert taken == [[0, 6, 7, 1], [2, 4, 5, 3]]
     assert [sum(costs[taken[r]]) for r in range(2)] == [20, 20]
+
+
+def test_a_rank_with_one_dear_sample_gets_the_cheap_ones_after_it():
+    costs = np.array([1.0, 10, 4, 5, 1, 5, 1, 4])
+    plans = [BatchPlan(8, 1, 4, rank, 2, seed=0, shuffle=False, costs=costs) for rank in range(2)]
+    taken = [[batch[0] for batch in plan.step(0, 0)] for plan in plans]
+    # 10 5 | 5 4 | 4 1 | 1 1 by hand: taking turns would give 19 and 12
+    assert [costs[numbers].tolist() for numbers in taken] == [[10, 4, 1, 1], [5, 5, 4, 1]]
+    assert sorted(taken[0] + taken[1]) == list(range(8))
+
+
+def test_fillers_fill_the_last_micro_batches_of_samples_dealt_by_cost():
+    costs = np.array([3.0, 1, 2, 5, 4])
+    plans = [BatchPlan(5, 2, 2, rank, 2, seed=0, shuffle=False, costs=costs) for rank in range(2)]
+    steps = [plan.step(0, 0) for plan in plans]
+    # 3 4 | 0 2 go first, by 9 and 5; the second rank has less, and gets the last sample
+    assert steps == [[[3, 4], [-1, -1]], [[0, 2], [1, -1]]]
 
 
 def test_packed_samples_keep_their_borders_and_their_labels(tmp_path, tokenizer):
@@ -821,6 +837,6 @@ def test_packed_samples_keep_their_borders_and_their_labels(tmp_path, tokenizer)
     assert seen == alone
     assert all(sum(len(d["input_ids"]) for d in row) <= 64 for row in packed.train)
     lengths = plain.lengths
-    assert packed.train.costs.tolist() == [
-        float((lengths[pack] ** 2).sum()) for pack in packed.train.packs
+    assert packed.train.work.tolist() == [
+        [lengths[pack].sum(), (lengths[pack] ** 2).sum()] for pack in packed.train.packs
     ]

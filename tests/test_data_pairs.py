@@ -107,14 +107,17 @@ def test_pairs_are_shown_shifted_counted_and_known_by_length(tmp_path):
     ]
     assert train.documents_per_sample == 2
     assert train.document_lengths.tolist() == [[PROMPT + 5, PROMPT + 4], [PROMPT + 2, PROMPT + 4]]
-    assert train.costs.tolist() == train.lengths.tolist() == [2 * PROMPT + 9, 2 * PROMPT + 6]
+    tokens = [2 * PROMPT + 9, 2 * PROMPT + 6]
+    squares = [(PROMPT + 5) ** 2 + (PROMPT + 4) ** 2, (PROMPT + 2) ** 2 + (PROMPT + 4) ** 2]
+    assert train.lengths.tolist() == tokens
+    assert train.work.T.tolist() == [tokens, squares]
     assert (train.num_tokens, train.num_trained_tokens) == (4 * PROMPT + 15, 5 + 4 + 2 + 4)
     report = "\n".join(bundle.report)
     assert "2 records -> 2 pairs" in report and "train: 2 pairs" in report
     assert (
         "first chosen, trained tokens in «»" in report and "assistant\\n«bad<|im_end|>»'" in report
     )
-    plan = BatchPlan(2, 1, 1, 0, 2, seed=0, shuffle=False, costs=train.costs)
+    plan = BatchPlan(2, 1, 1, 0, 2, seed=0, shuffle=False, costs=train.lengths)
     assert plan.step(0, 0) == [[0]]  # the dearer one goes to rank 0
 
 

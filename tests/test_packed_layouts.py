@@ -218,7 +218,9 @@ def packs_of(path: str, out: str, **keys) -> list:
             self.samples = tiny.samples()
             lengths = np.array([len(s["input_ids"]) for s in self.samples])
             self.packs = best_fit(lengths, 40)
-            self.costs = np.array([(lengths[p] ** 2).sum() for p in self.packs])
+            self.work = np.array(
+                [[lengths[p].sum(), (lengths[p] ** 2).sum()] for p in self.packs], dtype=float
+            )
 
         def __len__(self):
             return len(self.packs)

@@ -47,11 +47,9 @@ class Pairs:
         sizes = np.array(
             [[len(pair[side]["labels"]) for side in ("chosen", "rejected")] for pair in self.pairs]
         )
-        self.document_lengths, self.lengths, self.costs = (
-            sizes,
-            sizes.sum(1),
-            sizes.sum(1).astype(np.float64),
-        )
+        self.document_lengths = sizes
+        self.lengths = sizes.sum(1)
+        self.work = np.stack([sizes.sum(1), (sizes**2).sum(1)], axis=1).astype(np.float64)
         self.num_tokens, self.num_trained_tokens = int(sizes.sum()), 0
 
     def pair(self, draw) -> dict:
