@@ -460,8 +460,8 @@ class TorchBackend(Backend):
         """(name in a file, tensor) on global rank 0; trained ones in `dtype`."""
         if not parallel.is_main():
             return
-        for name, tensor, index in file_tensors(self.model):
-            part = tensor.detach()[index].to("cpu", copy=bool(index))
+        for name, tensor, view in file_tensors(self.model):
+            part = view.to("cpu", copy=view.shape != tensor.shape)
             # a buffer, such as a router's bias, keeps its precision, as in transformers
             kept = dtype if isinstance(tensor, torch.nn.Parameter) else part.dtype
             if change is not None:
