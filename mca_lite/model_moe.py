@@ -508,7 +508,7 @@ class Experts(MegatronModule):
         etp = self.etp_group.size()
         if etp > 1:  # the dispatcher sums over the ranks that share an expert
             bias = sum_gradients(bias, self.etp_group) / etp
-        return (out + (of_expert @ bias) * probs.unsqueeze(-1)).to(out.dtype), None
+        return out + (of_expert * probs.unsqueeze(-1)).to(out.dtype) @ bias, None
 
     def _one_hot(self, x, tokens_per_expert):
         """[T, n] in the dtype of x: 1 for the expert of each of its rows. A product with it adds

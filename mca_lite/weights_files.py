@@ -356,8 +356,8 @@ def check_loaded(origin: str, loading_info: dict) -> None:
 class InitSource:
     """Tensors drawn from a seed and their names in Hugging Face's files: the same in any layout.
 
-    Matrices are normal with the config's initializer_range, norms 1 (0 if the model adds 1 to
-    them), biases 0.
+    Matrices and sinks are normal with the config's initializer_range, norms 1 (0 if the model adds
+    1 to them), biases 0.
     """
 
     def __init__(self, hf_config: dict, seed: int, num_prediction_layers: int | None = 0):
@@ -386,7 +386,7 @@ class InitSource:
     def read(self, name: str, part: Part = _ALL) -> torch.Tensor:
         """A part of the tensor, float32; the whole tensor is drawn."""
         full = torch.zeros(self._shapes[name], device="cpu")
-        if full.dim() > 1:
+        if full.dim() > 1 or name.endswith(".sinks"):
             full.normal_(0.0, self._std, generator=generator_of(self._seed, name))
         elif not name.endswith("bias"):
             full.fill_(self._norm)

@@ -232,6 +232,7 @@ ADAPTED = {
     "glm4": ("q_proj", "k_proj", "v_proj", "o_proj", "down_proj"),
     "phi3": ("o_proj", "down_proj"),
     "arcee": ("q_proj", "up_proj", "down_proj"),
+    "gpt_oss": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "seed_oss": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
 }
 ADAPTER_LAYOUTS = {

@@ -163,6 +163,53 @@ def test_blocks_without_their_scales_are_refused(change, words, quantised, tmp_p
         SafetensorsSource(changed(quantised, tmp_path / "model", change))
 
 
+def drawn(path: str, out: str, keys: dict) -> None:
+    """The model of a folder's config.json, drawn from a seed, as its files."""
+    from mca_lite import AutoModel, TrainingArguments
+    from mca_lite.model_config import AutoConfig
+
+    args = TrainingArguments(output_dir="unused", **keys)
+    AutoModel.from_config(AutoConfig.from_pretrained(path, args), args, 5).save_pretrained(out)
+
+
+def drawn_by_torch(path: str, out: str) -> None:
+    from mca_lite.model import load_torch_model
+
+    load_torch_model(path, train_from_scratch=True, seed=5).save_pretrained(out)
+
+
+def test_drawn_weights_are_the_same_on_both_backends(plain, tmp_path):
+    world.run(drawn, 2, plain, str(tmp_path / "ours"), EP2)
+    world.run(drawn_by_torch, 1, plain, str(tmp_path / "torch"))
+    ours = tensors(tmp_path / "ours")
+    assert_same_bytes(ours, tensors(tmp_path / "torch"))
+    sinks = ours["model.layers.1.self_attn.sinks"]
+    assert 0.001 < sinks.std() < 0.1
+
+
+def test_plan_and_flops_count_what_transformers_has():
+    from transformers import AutoModelForCausalLM
+
+    from mca_lite.log import model_sizes
+    from mca_lite.model_config import from_hf_config
+    from mca_lite.plan_memory import ModelTensors
+
+    hf = tiny_moe.hf_config("gpt_oss")
+    numbers = {
+        name: parameter.numel()
+        for name, parameter in AutoModelForCausalLM.from_config(hf).named_parameters()
+    }
+    assert ModelTensors(from_hf_config(hf)).total == sum(numbers.values())
+
+    def count(*ends: str) -> int:
+        return sum(n for name, n in numbers.items() if name.endswith(ends))
+
+    products = count("proj.weight", "router.weight", "lm_head.weight")
+    of_experts = count("experts.gate_up_proj", "experts.down_proj")
+    for config in (hf, from_hf_config(hf)):
+        assert model_sizes(config).weights == products + of_experts * 2 / 4
+
+
 def test_other_quantised_files_of_gpt_oss_are_refused():
     from mca_lite.model_config import from_hf_config
 
