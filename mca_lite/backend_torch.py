@@ -28,8 +28,8 @@ from .batch import (
     with_image_slots,
 )
 from .ckpt import TorchSnapshot, load_torch
-from .errors import Judge
-from .families import values_of
+from .errors import Judge, expect
+from .families import FAMILIES, values_of
 from .files import IGNORE_INDEX
 from .loss_tokens import Head, Logits, LossOfLogits, checked, token_losses
 from .model_moe import BalancingLosses, RouterStatistics, updated_bias
@@ -324,7 +324,14 @@ class TorchBackend(Backend):
         return self.optimizer
 
     def _mark_matrices(self) -> None:
-        """Set `matrices` of the parameters with matrices of hidden layers, for the optimizer."""
+        """Set `matrices` of the parameters with matrices of hidden layers, for the optimizer.
+        ValueError for experts whose gates and ups lie in turns."""
+        family = FAMILIES.get(self.model.config.model_type)
+        expect(
+            family is None or not family.stacked_experts,
+            f"optim: {self.args.optim} on plain torch has no way to take the stacked experts of "
+            f"{self.model.config.model_type} apart: set use_mca: true, or optim: adam",
+        )
         head = self.model.get_output_embeddings()
         modules = [m for m in self.model.modules() if isinstance(m, torch.nn.Embedding)]
         others = {module.weight for module in (head, *modules)}
@@ -460,8 +467,8 @@ class TorchBackend(Backend):
         """(name in a file, tensor) on global rank 0; trained ones in `dtype`."""
         if not parallel.is_main():
             return
-        for name, tensor, index in file_tensors(self.model):
-            part = tensor.detach()[index].to("cpu", copy=bool(index))
+        for name, tensor, view in file_tensors(self.model):
+            part = view.to("cpu", copy=view.shape != tensor.shape)
             # a buffer, such as a router's bias, keeps its precision, as in transformers
             kept = dtype if isinstance(tensor, torch.nn.Parameter) else part.dtype
             if change is not None:

@@ -7,7 +7,7 @@ unsupported values in a config.json. `get_family` and `rows_of` read the table.
 import functools
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -73,7 +73,8 @@ def _row(mca: str, modules: str, kind: str, of: str = "weight", **more) -> Row:
 
 def attention(bias=False, norm=False, norm_kind="copy", fused=False, norms="q_norm k_norm"):
     """Rows of attention. bias, norm: True, or the config field for them. norm_kind: "column" for a
-    norm over all heads. norms: Hugging Face's modules."""
+    norm over all heads. norms: Hugging Face's modules. Sinks and a bias of the output are there as
+    the config says."""
     mca = "self_attention."
     hf = "self_attn."
     qkv = f"{hf}q_proj {hf}k_proj {hf}v_proj"
@@ -86,6 +87,9 @@ def attention(bias=False, norm=False, norm_kind="copy", fused=False, norms="q_no
         for name, module in zip(("q_layernorm", "k_layernorm"), norms.split(), strict=True):
             yield _row(mca + name, hf + module, norm_kind, when=norm)
     yield _row(mca + "linear_proj", hf + "o_proj", "row")
+    yield _row(mca + "linear_proj", hf + "o_proj", "copy", of="bias", when="add_output_bias")
+    sinks = (f"{_HF_LAYERS}{hf}sinks",)
+    yield Row(f"{_LAYERS}{mca}core_attention.sinks", sinks, "column", when="attention_sinks")
 
 
 def latent_attention():
@@ -123,10 +127,15 @@ def moe_rows(
     bias = (f"{_HF_LAYERS}{hf}{bias_of}e_score_correction_bias",)
     when = "moe_router_enable_expert_bias"
     yield Row(_LAYERS + "mlp.router.expert_bias", bias, "copy", layers="moe", when=when)
+    more = dict(layers="moe", of="bias", when="add_moe_bias")
+    yield _row("mlp.router", hf + router, "copy", **more)
     mca = "mlp.experts.[]."
     hf = hf + "experts.[]."
-    yield _row(mca + "linear_fc1", f"{hf}{gate} {hf}{up}", "gated", layers="moe")
+    gate_up = f"{hf}{gate} {hf}{up}"
+    yield _row(mca + "linear_fc1", gate_up, "gated", layers="moe")
+    yield _row(mca + "linear_fc1", gate_up, "gated", **more)
     yield _row(mca + "linear_fc2", hf + down, "row", layers="moe")
+    yield _row(mca + "linear_fc2", hf + down, "copy", **more)
 
 
 def shared_expert_rows(name, gate=None):
@@ -250,6 +259,7 @@ REFUSALS: dict[str, tuple[tuple, str]] = {
         "transformers does not normalise the weights of this model: set it to false",
     ),
     "moe_layer_freq": ((None, 1), "expected 1: experts in each layer after the dense ones"),
+    "swiglu_alpha": ((None, 1.702), "expected 1.702"),
     "first_k_dense_replace": ((None, 1), "expected 1: other patterns are read of mlp_layer_types"),
 }
 
@@ -302,6 +312,8 @@ class Family:
     has_pictures: bool = False
     # transformers saves its tensors under the names of OLDER_PREFIXES
     older_names: bool = False
+    # files hold the experts of a layer in one tensor, in bf16 or MXFP4 (weights_experts.py)
+    stacked_experts: bool = False
 
     def values(self, hf) -> dict[str, Any]:
         """The McaModelConfig fields from a transformers config object."""
@@ -329,6 +341,11 @@ class Family:
                 values["sliding_layers"] = slides
         return values
 
+    def reads(self, quantized: Any) -> bool:
+        """True if weights quantised by a quantization_config of config.json can be read."""
+        method = dict(quantized).get("quant_method") if isinstance(quantized, Mapping) else None
+        return self.stacked_experts and method == "mxfp4"
+
     def check(self, hf, origin: str) -> None:
         """Raise ConfigError for unsupported values in transformers' config of a model. origin: the
         name of the config.json."""
@@ -353,7 +370,7 @@ class Family:
         window = getattr(hf, "sliding_window", None)
         if not window and "sliding_attention" in (getattr(hf, "layer_types", None) or ()):
             refuse("layer_types", "sliding_attention", f"the window is switched off ({window})")
-        if quantized:
+        if quantized and not self.reads(quantized):
             refuse("quantization_config", None, "save the model in bf16 or fp32 first")
         for rope in rope_parameters(hf):
             if rope["rope_type"] not in ROPE_TYPES:
@@ -476,6 +493,15 @@ def _latent_fields(hf):
         size = hf.qk_nope_head_dim + hf.qk_rope_head_dim
         fields["softmax_scale"] = size**-0.5 * (0.1 * mscale * math.log(factor) + 1.0) ** 2
     return fields
+
+
+def _gpt_oss(hf) -> dict[str, Any]:
+    """Fields of gpt-oss: softmax over the chosen experts is that over all, normalised."""
+    return {
+        **_experts_everywhere(hf),
+        "add_qkv_bias": hf.attention_bias,
+        "add_output_bias": hf.attention_bias,
+    }
 
 
 def _deepseek_v2(hf) -> dict[str, Any]:
@@ -675,6 +701,25 @@ FAMILIES |= {
         "hidden_act router_jitter_noise",
         derived=_experts_everywhere,
         partial_rotary=True,
+    ),
+    "gpt_oss": Family(
+        decoder_rows(attention(bias="add_qkv_bias"), moe_rows(router="router")),
+        {
+            "num_local_experts": "num_moe_experts",
+            "num_experts_per_tok": "moe_router_topk",
+            "swiglu_limit": "activation_func_clamp_value",
+        },
+        {
+            **_MOE,
+            "attention_sinks": True,
+            "add_moe_bias": True,
+            "activation_func": "quick_gelu",
+            "glu_linear_offset": 1.0,
+        },
+        "hidden_act swiglu_alpha",
+        has_windows=True,
+        derived=_gpt_oss,
+        stacked_experts=True,
     ),
 }
 

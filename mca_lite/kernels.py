@@ -649,6 +649,21 @@ def weighted_swiglu(both, weights):
     return (F.silu(gate) * up * weights.unsqueeze(-1)).to(both.dtype)
 
 
+QUICK_GELU = 1.702  # x sigmoid(1.702 x) is close to gelu
+
+
+@compiled
+def weighted_clamped_swiglu(both, weights, limit: float):
+    """(up + 1) * gate * sigmoid(1.702 gate) * weights of both [T, 2 f], gate before up, and weights
+    [T] -> [T, f] in both's dtype: the activation of an expert of gpt_oss. gate is at most limit,
+    and up between -limit and limit."""
+    gate, up = both.chunk(2, -1)
+    gate = gate.clamp(max=limit)
+    up = up.clamp(-limit, limit)
+    product = (up + 1) * (gate * torch.sigmoid(QUICK_GELU * gate))
+    return (product * weights.unsqueeze(-1)).to(both.dtype)
+
+
 # ---- AdamW
 
 

@@ -33,6 +33,7 @@ from .lora_layers import (
     Names,
     Piece,
     attach,
+    in_rows,
 )
 from .mcore import ShardedTensor, mpu
 from .model_config import McaModelConfig
@@ -110,7 +111,8 @@ def _candidates(config) -> Iterator[Candidate]:
 def _expert_names(rows: Iterable[Row], layer: int) -> Names:
     """For gate, up and down the module of each expert of a layer."""
     # the rows of gate and up of all experts come before those of down
-    of_rows = [modules_of(row, layer) for row in rows if row.expert is not None]
+    linears = [row for row in rows if row.expert is not None and row.is_linear]
+    of_rows = [modules_of(row, layer) for row in linears]
     half = len(of_rows) // 2
     return (*zip(*of_rows[:half], strict=True), *zip(*of_rows[half:], strict=True))
 
@@ -308,14 +310,15 @@ class TorchHost:
     def _mixture(self, block: torch.nn.Module, layer: int) -> Iterator[Site]:
         """The experts and the router of a layer, no linears in transformers."""
         rows = rows_of(self.fields.hf_model_type, self.fields)
-        _, hidden_size, columns = block.experts.down_proj.shape
+        _, hidden_size, columns = in_rows(block.experts, "down_proj").shape
         device = block.experts.down_proj.device
         sizes = dict(hidden_size=hidden_size, columns=columns, device=device)
         yield Site(block.experts, _expert_names(rows, layer), LoraExperts, sizes, "merged")
-        out_size, in_size = block.gate.weight.shape
+        [names] = [modules_of(row, layer) for row in rows if _is_router(row)]
+        router = block.get_submodule(names[0].rpartition(".")[2])
+        out_size, in_size = router.weight.shape
         sizes = dict(in_size=in_size, widths=[out_size], device=device)
-        names = tuple(modules_of(row, layer) for row in rows if _is_router(row))
-        yield Site(block.gate, names, LoraAdapter, sizes, "merged")
+        yield Site(router, (names,), LoraAdapter, sizes, "merged")
 
 
 # -- choosing and placing

@@ -314,12 +314,12 @@ def merge_into(model, folder: PathLike) -> None:
     ValueError for an adapter of another model, or one that cannot be merged.
     """
     tied = model.config.get_text_config().tie_word_embeddings
-    shapes = {name: tuple(tensor[index].shape) for name, tensor, index in file_tensors(model)}
+    shapes = {name: tuple(part.shape) for name, _, part in file_tensors(model)}
     change, vocab_size = file_merger(folder, model.name_or_path, shapes, tied)
     if vocab_size > model.get_input_embeddings().weight.shape[0]:
         model.resize_token_embeddings(vocab_size, mean_resizing=False)
-    for name, tensor, index in file_tensors(model):
-        tensor[index].copy_(change(name, tensor[index].cpu()))
+    for name, _, part in file_tensors(model):
+        part.copy_(change(name, part.cpu()))
 
 
 def file_merger(folder: PathLike, base: PathLike, shapes: dict, tied: bool):

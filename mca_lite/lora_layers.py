@@ -406,9 +406,19 @@ class LoraExperts(Adapter):
 
     def merged(self, experts: torch.nn.Module) -> dict[str, torch.Tensor]:
         """The parameters of transformers' experts with the adapters in them."""
-        gate, up = experts.gate_up_proj.chunk(2, 1)
-        both = torch.cat([self._with_delta("gate", gate), self._with_delta("up", up)], 1)
-        return {"gate_up_proj": both, "down_proj": self._with_delta("down", experts.down_proj)}
+        gate_up = in_rows(experts, "gate_up_proj")
+        down = self._with_delta("down", in_rows(experts, "down_proj"))
+        if getattr(experts, "is_concatenated", True):
+            gate, up = gate_up.chunk(2, 1)
+            both = torch.cat([self._with_delta("gate", gate), self._with_delta("up", up)], 1)
+        else:
+            gate, up = gate_up[:, ::2], gate_up[:, 1::2]
+            pairs = self._with_delta("gate", gate), self._with_delta("up", up)
+            both = torch.stack(pairs, 2).flatten(1, 2)
+        if getattr(experts, "is_transposed", False):
+            both = both.mT
+            down = down.mT
+        return {"gate_up_proj": both, "down_proj": down}
 
     def _with_delta(self, projection: str, weight: torch.Tensor) -> torch.Tensor:
         """weight + scale * B A of each expert [n, outputs, inputs], in the dtype of weight."""
@@ -417,6 +427,12 @@ class LoraExperts(Adapter):
         a = getattr(self, f"{projection}_A")
         b = getattr(self, f"{projection}_B")
         return (weight.float() + self.spec.scale * torch.bmm(b, a)).to(weight.dtype)
+
+
+def in_rows(experts: torch.nn.Module, name: str) -> torch.Tensor:
+    """A parameter of transformers' experts, [n, outputs, inputs]."""
+    parameter = experts.get_parameter(name)
+    return parameter.mT if getattr(experts, "is_transposed", False) else parameter
 
 
 # -- how a module gets its adapter

@@ -51,6 +51,8 @@ from .weights_files import (
     model_class,
 )
 
+# of the start summary
+FROM_MXFP4 = ", experts from MXFP4: exports are not quantised"
 _IN_LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(.*)")
 
 
@@ -330,8 +332,8 @@ class McaGPTModel(MegatronModule):
                 yield TE_ALIASES.get(template, template), layer, parameter
             elif name.endswith(".mlp.experts.fc1"):
                 experts = template.removesuffix("fc1")
-                for e, matrix, view in self.get_submodule(name.removesuffix(".fc1")).matrices():
-                    yield f"{experts}{e}.{matrix}.weight", layer, view
+                for e, tensor, view in self.get_submodule(name.removesuffix(".fc1")).tensors():
+                    yield f"{experts}{e}.{tensor}", layer, view
 
 
 class VirtualModels(torch.nn.ModuleList):
@@ -474,6 +476,8 @@ class AutoModel:
             source = GrownSource(source, names, config.vocab_size)
         weights_convert.fill(models, source)
         models.weights_from = "converted from Hugging Face safetensors"
+        if (config.hf_config or {}).get("quantization_config"):
+            models.weights_from += FROM_MXFP4
         return models
 
     @staticmethod
@@ -509,6 +513,10 @@ def load_torch_model(
     text = hf.get_text_config()
     vocab_size = vocab_size or text.vocab_size
     kwargs = dict(dtype=dtype, trust_remote_code=trust_remote_code)
+    quantized = dict(getattr(hf, "quantization_config", None) or {})
+    is_mxfp4 = quantized.get("quant_method") == "mxfp4"
+    if is_mxfp4:
+        hf.quantization_config = {**quantized, "dequantize": True}
     if getattr(text, "attn_logit_softcapping", None):
         # some releases leave the cap out of their sdpa without a word
         kwargs["attn_implementation"] = "eager"
@@ -521,8 +529,8 @@ def load_torch_model(
             raise ValueError(f"{words}: {describe_error(error)}") from error
         source = InitSource(hf.to_dict(), seed)
         with torch.no_grad():
-            for name, tensor, index in file_tensors(model):
-                tensor[index].copy_(source.read(name))
+            for name, _, part in file_tensors(model):
+                part.copy_(source.read(name))
     else:
         model, report = model_class(hf).from_pretrained(
             model_name_or_path,
@@ -532,6 +540,8 @@ def load_torch_model(
             **kwargs,
         )
         check_loaded(model_name_or_path, report)
+        if is_mxfp4:
+            model.weights_from = f"read by transformers{FROM_MXFP4}"
         if vocab_size > text.vocab_size:
             grow_torch(model, vocab_size, hf.dtype or torch.float32)
     experts = [parameter for parameter in model.parameters() if parameter.dim() == 3]

@@ -30,11 +30,13 @@ from .mcore import (
     TENorm,
     TESpecProvider,
     gather_from_sequence_parallel_region,
+    make_sharded_tensors_for_checkpoint,
     mappings,
     tensor_parallel,
 )
 from .model_moe import new_weight
 from .model_norms import RMSNorm, RMSNormOverHeads, head_norms
+from .model_sinks import FlashWithSinks, whole_scores
 from .parallel import device
 
 # ---- rotary positions
@@ -142,14 +144,14 @@ def column_linear(config, in_size: int, out_size: int, tp_group, bias=False):
     )
 
 
-def row_linear(config, in_size: int, tp_group):
-    """megatron's linear of heads, cut over the ranks, to hidden states."""
+def row_linear(config, in_size: int, tp_group, bias=False):
+    """megatron's linear of heads, cut over the ranks, to hidden states. A bias is given beside."""
     return RowParallelLinear(
         in_size,
         config.hidden_size,
         config=config,
         init_method=config.output_layer_init_method,
-        bias=False,
+        bias=bias,
         input_is_parallel=True,
         skip_bias_add=True,
         tp_group=tp_group,
@@ -185,7 +187,8 @@ class SelfAttention(Attention):
         heads = config.num_attention_heads
         width = heads + 2 * config.num_query_groups
         self.core_attention = CoreAttention(config, layer_number, pg_collection)
-        self.linear_proj = row_linear(config, heads * self.head_size, self.tp_group)
+        sizes = config, heads * self.head_size
+        self.linear_proj = row_linear(*sizes, self.tp_group, config.add_output_bias)
         sizes = config.hidden_size, width * self.head_size
         self.linear_qkv = column_linear(config, *sizes, self.tp_group, config.add_qkv_bias)
         self.q_layernorm = self.k_layernorm = None
@@ -279,7 +282,8 @@ class CoreAttention(MegatronModule):
     Causal. Rows are padded on the right: no position ever looks at padding, so no mask is built.
     Packed rows: documents do not see each other. Context parallelism: keys and values of the whole
     row are gathered once a layer; the local queries are this rank's zigzag chunks (batch.py). The
-    layer's sliding window and the cap on scores count as well. Nothing here waits for the device.
+    layer's sliding window, the cap on scores and sinks [n] (model_sinks.py) count as well. Nothing
+    here waits for the device.
     """
 
     def __init__(self, config, layer_number: int, pg_collection):
@@ -291,6 +295,9 @@ class CoreAttention(MegatronModule):
         self.softcap = config.attn_logit_softcapping
         self.dropout = config.attention_dropout
         self.is_recomputed = recomputes(config, "core_attn")
+        self.sinks = None
+        if config.attention_sinks:
+            self.sinks = new_weight(config, config.num_attention_heads // pg_collection.tp.size())
 
     def forward(self, query, key, value, packed_seq_params=None):
         """query [s, b, n, d], key and value [s, b, g, d] -> [s, b, n * d]; b is 1 of packed
@@ -301,6 +308,11 @@ class CoreAttention(MegatronModule):
             return tensor_parallel.checkpoint(run, False, query, key, value)
         return run(query, key, value)
 
+    @property
+    def needs_scores(self) -> bool:
+        """True if torch's attention lacks something of this one: a cap on scores, sinks."""
+        return self.softcap is not None or self.sinks is not None
+
     def _attend(self, layout, is_packed: bool, query, key, value):
         if self.cp_group.size() > 1:
             key, value = (_GatherTokens.apply(x, self.cp_group, layout.order) for x in (key, value))
@@ -309,8 +321,11 @@ class CoreAttention(MegatronModule):
         with tensor_parallel.get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext():
             if is_packed and self._suits_rows(layout):
                 return self._rows(query, key, value, layout, dropout)
-            if is_packed and self._suits_varlen(query, dropout):
-                return self._varlen(query, key, value, layout)
+            has_kernel = is_packed or self.sinks is not None
+            if has_kernel and self._suits_varlen(query, dropout):
+                rows = zip(*(x.split(1, 1) for x in (query, key, value)), strict=True)
+                out = [self._varlen(*row, layout) for row in rows]
+                return out[0] if len(out) == 1 else torch.cat(out, 1)
             return self._segments(query, key, value, layout, dropout)
 
     def layout(self, packed_seq_params, x) -> RowLayout:
@@ -329,7 +344,7 @@ class CoreAttention(MegatronModule):
         """True if the documents of a packed row can be rows of a batch: they have one length, and
         need no mask. cuDNN's kernel is about twice as fast on these as the varlen one."""
         is_wide = self.window is None or layout.longest <= self.window
-        return layout.same_length is not None and is_wide
+        return layout.same_length is not None and is_wide and self.sinks is None
 
     def _rows(self, query, key, value, layout, dropout):
         """Packed documents of one length, [t, 1, n, d], as rows of a batch -> [t, 1, n * d]."""
@@ -358,8 +373,9 @@ class CoreAttention(MegatronModule):
 
     def _attention(self, q, k, v, mask, dropout):
         """q [b, n, q, d], k and v [b, g, k, d] -> [b, n, q, d]. mask: see _visible."""
-        if self.softcap is not None:
-            return _capped_attention(q, k, v, mask, self.softcap, self.softmax_scale, dropout)
+        if self.needs_scores:
+            scale = self.softmax_scale
+            return whole_scores(q, k, v, mask, scale, dropout, self.softcap, self.sinks)
         is_late = mask is not None and type(mask) is not torch.Tensor
         if is_late and not dropout and suits_cudnn(q, k, v):
             return LateAttention.apply(q, k, v, self.softmax_scale)
@@ -377,7 +393,7 @@ class CoreAttention(MegatronModule):
         key. None: causal, and nothing else, of as many queries as keys."""
         more = num_keys - num_queries
         is_narrow = self.window is not None and num_keys > self.window
-        if not is_narrow and self.softcap is None:
+        if not is_narrow and not self.needs_scores:
             if more == 0:
                 return None
             if query.is_cuda and query.dtype != torch.float32:
@@ -401,23 +417,19 @@ class CoreAttention(MegatronModule):
         missing = q.shape[-1] - v.shape[-1]
         if missing:
             v = F.pad(v, (0, missing))
+        if self.sinks is not None:
+            rows = cu_q, cu_k, max_q, max_k, self.softmax_scale, self.window
+            return FlashWithSinks.apply(q, k, v, self.sinks, *rows).flatten(1)[:, None]
         keys = dict(scale=self.softmax_scale, window_size=((self.window or 0) - 1, 0))  # -1: all
         if takes_groups:  # 2.11 takes fewer heads of keys than of queries without it
             keys["enable_gqa"] = q.shape[1] != k.shape[1]
         out = kernel(q, k, v, cu_q, cu_k, max_q, max_k, **keys)
         return out[..., : out.shape[-1] - missing].flatten(1)[:, None]
 
-
-def _capped_attention(q, k, v, visible, cap, scale, dropout):
-    """softmax(cap tanh(q k^T scale / cap)) v, the softmax in float32.
-
-    q [b, n, q, d], k and v [b, g, k, d] -> [b, n, q, d].
-    """
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = cap * torch.tanh(q @ k.transpose(-1, -2) * (scale or q.shape[-1] ** -0.5) / cap)
-    scores = scores.masked_fill(~visible, float("-inf"))
-    weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
-    return F.dropout(weights, dropout) @ v
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        """megatron's ShardedTensors: sinks are cut with their heads."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"sinks": 0}, sharded_offsets)
 
 
 # ---- multi-latent attention

@@ -39,7 +39,7 @@ from .files import (
     text_values,
     write_file,
 )
-from .kernels import first_line
+from .kernels import QUICK_GELU, first_line
 from .mcore import AttnBackend, MLATransformerConfig, TransformerConfig, of_minor
 
 
@@ -51,6 +51,10 @@ def squared_relu(x):
     return F.relu(x).square()
 
 
+def quick_gelu(x):
+    return x * torch.sigmoid(QUICK_GELU * x)
+
+
 ACTIVATIONS = {
     "swish": F.silu,
     "silu": F.silu,
@@ -58,6 +62,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": gelu_tanh,
     "relu": F.relu,
     "relu2": squared_relu,
+    "quick_gelu": quick_gelu,
 }
 _NAMES = {function: name for name, function in ACTIVATIONS.items()}
 
@@ -134,9 +139,13 @@ class PretrainedConfig:
         ValueError for names of no field."""
         if args is not None:
             # the saved coefficient may be a key of a former run; hf_config has the model's
-            hf = values.get("hf_config") or {}
-            balance = hf.get("router_aux_loss_coef") or 0.0
-            of_model = {"moe_aux_loss_coeff": balance} if values.get("num_moe_experts") else {}
+            family = FAMILIES.get(str(values.get("hf_model_type")))
+            of_model = {}
+            if values.get("num_moe_experts"):
+                hf = values.get("hf_config") or {}
+                key = "router_aux_loss_coef"
+                is_heard = family is None or key in family.config
+                of_model["moe_aux_loss_coeff"] = (hf.get(key) or 0.0) * is_heard
             values = values | of_model | _from_arguments(args)
         unknown = sorted(values.keys() - {f.name for f in fields(cls)})
         if unknown:
@@ -194,6 +203,9 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
     attention_dropout: float = 0.0
     qk_norm_over_heads: bool = False  # queries and keys are normed over all their heads together
     qk_norm_after_rope: bool = False  # the norms of heads follow the rotation
+    attention_sinks: bool = False  # each head has a learned score beside those of its keys
+    add_output_bias: bool = False  # on attention's output
+    add_moe_bias: bool = False  # on routers and on the matrices of experts
     # "allgather", megatron's default, forbids variable lengths even for dense models
     moe_token_dispatcher_type: str = "alltoall"
     moe_grouped_gemm: bool = True
@@ -504,7 +516,8 @@ ONLY_LOCAL = (
     "pre_norms post_norms embedding_multiplier residual_multiplier logits_scaling "
     "final_logit_softcapping attn_logit_softcapping rope_interleave mrope_section "
     "layernorm_zero_centered_gamma multi_latent_attention mtp_num_layers layers_without_rope "
-    "query_scaling_beta qk_norm_after_rope"
+    "query_scaling_beta qk_norm_after_rope attention_sinks add_output_bias add_moe_bias "
+    "activation_func_clamp_value"
 ).split()
 # the same of megatron's modules alone
 NOT_LOCAL = (

@@ -67,7 +67,9 @@ class Residual(torch.nn.Module):
         if self.norm is None and self.multiplier == 1.0:
             add = get_bias_dropout_add(self.training, self.fused)
             return add(x_with_bias, residual, self.dropout)
-        x, _ = x_with_bias
+        x, bias = x_with_bias
+        if bias is not None:
+            x = x + bias
         if self.norm is not None:
             x = self.norm(x)
         x = F.dropout(x, self.dropout, self.training)

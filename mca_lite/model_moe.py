@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from .kernels import compiled, swiglu, weighted_swiglu
+from .kernels import compiled, swiglu, weighted_clamped_swiglu, weighted_swiglu
 from .loss_tokens import all_reduce, num_ranks
 from .mcore import (
     ColumnParallelLinear,
@@ -35,7 +35,7 @@ from .mcore import (
     TESpecProvider,
     TopKRouter,
 )
-from .parallel import device, sum_over_all
+from .parallel import device, sum_gradients, sum_over_all
 
 # ---- routing
 
@@ -236,6 +236,12 @@ class Router(TopKRouter):
     statistics: RouterStatistics | None = None
     gives_choices = False  # to the dispatcher, in place of megatron's maps
 
+    def __init__(self, config, *args, **kwargs):
+        super().__init__(config, *args, **kwargs)
+        if config.add_moe_bias:
+            self.bias = new_weight(config, config.num_moe_experts)
+            self.bias.sequence_parallel = config.sequence_parallel
+
     def _apply(self, fn, recurse=True):
         super()._apply(fn, recurse)
         self._maintain_float32_expert_bias()  # whatever the dtype of the model
@@ -247,7 +253,8 @@ class Router(TopKRouter):
         dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(
             self.config.moe_router_dtype, input.dtype
         )
-        logits = F.linear(input.to(dtype), self.weight.to(dtype))
+        bias = None if self.bias is None else self.bias.to(dtype)
+        logits = F.linear(input.to(dtype), self.weight.to(dtype), bias)
         adapter = _adapter_of(self)
         if adapter is not None:
             logits = logits + adapter(input).to(logits.dtype)
@@ -398,9 +405,23 @@ def _accumulate(weight, gradient) -> None:
     weight.grad_added_to_main_grad = True
 
 
-class Experts(MegatronModule):
-    """SwiGLU experts in stacked weights: fc1 [n, 2, f, h], gate before up, and fc2 [n, h, f].
+class ExpertBiases(torch.nn.Module):
+    """The biases of the experts of a rank, one for each matrix. By its name megatron leaves it out
+    of weight decay; the hooks of overlap_param_gather wait for it in a call."""
 
+    def __init__(self, bias: torch.nn.Parameter):
+        super().__init__()
+        self.bias = bias
+
+    def forward(self):
+        return self.bias
+
+
+class Experts(MegatronModule):
+    """SwiGLU experts in stacked weights: fc1 [n, 2, f, h], gate before up, and fc2 [n, h, f]; with
+    add_moe_bias also biases [n, 2, f] and [n, h], these whole on each rank.
+
+    activation_func_clamp_value: gates are limited, and up is counted from -1 (kernels.py).
     moe_grouped_gemm: one grouped matrix product for all of them; otherwise one expert after
     another. The numbers are the same.
     """
@@ -413,17 +434,25 @@ class Experts(MegatronModule):
         n = num_local_experts
         h = config.hidden_size
         f = config.moe_ffn_hidden_size // self.etp_group.size()
-        for name, shape in (("fc1", (n, 2, f, h)), ("fc2", (n, h, f))):
-            weight = new_weight(config, *shape)
-            # gradients are summed over the ranks with the same experts, even if these are all
-            # ranks (ep 1, etp < tp)
-            weight.allreduce = False
-            # a whole expert is no duplicate either: without the mark the gradient norm would leave
-            # out those of all ranks but the first
-            weight.tensor_model_parallel = True
-            weight.partition_dim = 2
-            weight.partition_stride = 1
-            self.register_parameter(name, weight)
+        self.fc1 = self._new_weight(n, 2, f, h)
+        self.fc2 = self._new_weight(n, h, f)
+        self.has_biases = config.add_moe_bias
+        if self.has_biases:
+            self.linear_fc1 = ExpertBiases(self._new_weight(n, 2, f))
+            self.linear_fc2 = ExpertBiases(self._new_weight(n, h, is_cut=False))
+
+    def _new_weight(self, *shape: int, is_cut: bool = True) -> torch.nn.Parameter:
+        """A weight. is_cut: its axis 2 is, over the expert-tensor-parallel ranks."""
+        weight = new_weight(self.config, *shape)
+        # gradients are summed over the ranks with the same experts, even if these are all ranks
+        # (ep 1, etp < tp)
+        weight.allreduce = False
+        # a whole expert is no duplicate either: without the mark the gradient norm would leave out
+        # those of all ranks but the first
+        weight.tensor_model_parallel = is_cut or self.etp_group.size() == 1
+        weight.partition_dim = 2
+        weight.partition_stride = 1
+        return weight
 
     def accumulate_in_place(self) -> None:
         """Add the weights' gradients to DDP's float32 ones here: DDP's addition of another dtype
@@ -432,14 +461,17 @@ class Experts(MegatronModule):
             if weight.requires_grad:
                 weight.register_hook(functools.partial(_accumulate, weight))
 
-    def matrices(self):
-        """(number in the layer, name of megatron's matrix, view with two dimensions) of each local
-        expert's."""
+    def tensors(self):
+        """(number in the layer, name of megatron's tensor, view) of each local expert's: matrices
+        have two dimensions, biases one."""
         n = len(self.fc1)
         for i in range(n):
             number = n * self.ep_group.rank() + i
-            yield number, "linear_fc1", self.fc1[i].flatten(0, 1)
-            yield number, "linear_fc2", self.fc2[i]
+            yield number, "linear_fc1.weight", self.fc1[i].flatten(0, 1)
+            yield number, "linear_fc2.weight", self.fc2[i]
+            if self.has_biases:
+                yield number, "linear_fc1.bias", self.linear_fc1.bias[i].flatten()
+                yield number, "linear_fc2.bias", self.linear_fc2.bias[i]
 
     def forward(self, x, tokens_per_expert, probs):
         """x [T, h] sorted by expert, tokens_per_expert [n], probs [T] -> ([T, h], None)."""
@@ -465,27 +497,51 @@ class Experts(MegatronModule):
                 return multiply(t, w.flatten(1, -2))
             return adapter(projections, t, w, multiply)
 
-        hidden = weighted_swiglu(product(("gate", "up"), x, self.fc1), probs)
-        return product(("down",), hidden, self.fc2), None
+        both = product(("gate", "up"), x, self.fc1)
+        if not self.has_biases:
+            return product(("down",), weighted_swiglu(both, probs), self.fc2), None
+        of_expert = self._one_hot(x, tokens_per_expert)
+        both = both + of_expert @ self.linear_fc1().flatten(1)
+        limit = self.config.activation_func_clamp_value
+        out = product(("down",), weighted_clamped_swiglu(both, probs, limit), self.fc2)
+        bias = self.linear_fc2()
+        etp = self.etp_group.size()
+        if etp > 1:  # the dispatcher sums over the ranks that share an expert
+            bias = sum_gradients(bias, self.etp_group) / etp
+        return out + (of_expert * probs.unsqueeze(-1)).to(out.dtype) @ bias, None
+
+    def _one_hot(self, x, tokens_per_expert):
+        """[T, n] in the dtype of x: 1 for the expert of each of its rows. A product with it adds
+        biases exactly, and its gradient does not depend on the order of additions."""
+        ends = tokens_per_expert.to(x.device, non_blocking=True).cumsum(0)
+        rows = torch.arange(len(x), device=x.device).unsqueeze(1)
+        return ((rows < ends) & (rows >= ends - ends.diff(prepend=ends.new_zeros(1)))).to(x.dtype)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         """megatron's ShardedTensors: experts along the first axis, their columns along the
         third."""
         first = len(sharded_offsets)
         expert = (first, self.ep_group.rank(), self.ep_group.size())
-        columns = (first + 2, self.etp_group.rank(), self.etp_group.size())
-        return {
-            prefix + name: ShardedTensor.from_rank_offsets(
+        etp = self.etp_group.rank()
+        columns = (first + 2, etp, self.etp_group.size())
+        weights = {"fc1": self.fc1, "fc2": self.fc2}
+        if self.has_biases:
+            weights |= {
+                f"linear_{name}.bias": self.get_parameter(f"linear_{name}.bias") for name in weights
+            }
+        state = {}
+        for name, weight in weights.items():
+            cuts = [expert, columns] if weight.dim() > 2 else [expert]
+            copy = 0 if weight.dim() > 2 else etp
+            state[prefix + name] = ShardedTensor.from_rank_offsets(
                 prefix + name,
-                parameter,
+                weight,
                 *sharded_offsets,
-                expert,
-                columns,
-                replica_id=(0, 0, self.dp_group.rank()),
+                *cuts,
+                replica_id=(0, copy, self.dp_group.rank()),
                 prepend_axis_num=first,
             )
-            for name, parameter in (("fc1", self.fc1), ("fc2", self.fc2))
-        }
+        return state
 
 
 # ---- the layer

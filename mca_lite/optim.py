@@ -81,9 +81,10 @@ def get_megatron_lr_scheduler(args, num_training_steps: int, optimizer) -> Megat
     )
 
 
-def decays(parameter: torch.nn.Parameter) -> bool:
-    """Weight decay is for matrices: norms and biases, of one dimension, have none."""
-    return parameter.dim() != 1
+def decays(name: str, parameter: torch.nn.Parameter) -> bool:
+    """Weight decay is for matrices: norms and biases have none, nor the biases of several experts
+    in one tensor."""
+    return parameter.dim() != 1 and not name.endswith("bias")
 
 
 @dataclass
@@ -390,9 +391,9 @@ def _groups_without_defaults(optimizer: torch.optim.Optimizer) -> list[dict]:
 def create_torch_optimizer(args, model: torch.nn.Module) -> torch.optim.Optimizer:
     """The optimizer for a plain torch model, with megatron's groups and their key wd_mult."""
     groups: list[dict] = [{"params": [], "wd_mult": 1.0}, {"params": [], "wd_mult": 0.0}]
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            groups[not decays(parameter)]["params"].append(parameter)
+            groups[not decays(name, parameter)]["params"].append(parameter)
     groups = [group for group in groups if group["params"]]
     return OPTIMIZERS[args.optim].make(groups, args)
 

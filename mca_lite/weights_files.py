@@ -21,6 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from . import weights_experts
 from .families import FAMILIES, OLDER_PREFIXES, UNUSED_TENSORS
 from .files import (
     HF_CONFIG_NAME,
@@ -115,7 +116,8 @@ def write_hf_config(
     # transformers reads 1 if config.json has no such key
     if (trained.get(key) or 0) > (text.get(key, 1) or 0):
         text[key] = trained[key]
-    for key in ("torch_dtype", "_name_or_path"):
+    # whatever is read quantised is written in the dtype
+    for key in ("torch_dtype", "_name_or_path", "quantization_config"):
         values.pop(key, None)
     values["dtype"] = str(dtype).removeprefix("torch.")
     write_json(folder / HF_CONFIG_NAME, values, sort_keys=True, default=str)
@@ -149,7 +151,9 @@ def file_parts(model_type: str, name: str, shape: Shape) -> list[tuple[str, tupl
     """
     if model_type not in FAMILIES:
         return [(name, ())]
-    rows = [row for row in FAMILIES[model_type].rows if "[]" in row.mca]
+    if FAMILIES[model_type].stacked_experts:
+        return weights_experts.parts_of(name, shape[0]) or [(name, ())]
+    rows = [row for row in FAMILIES[model_type].rows if "[]" in row.mca and row.is_linear]
     experts = _FUSED.fullmatch(name)
     if rows and experts:
         kind = {"down_proj": "row", "gate_up_proj": "gated"}[experts[2]]
@@ -180,13 +184,18 @@ def named_tensors(model, tied_twice: bool = False) -> NamedTensors:
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
 
 
-def file_tensors(model, tied_twice: bool = False) -> Iterator[tuple[str, torch.Tensor, tuple]]:
-    """(name in a file, tensor of the model, index of the file's part of it) of a transformers model
-    without its adapters."""
+def file_tensors(
+    model, tied_twice: bool = False
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """(name in a file, tensor of the model, view of the file's part of it) of a transformers model
+    without its adapters; of stacked experts those of single ones (weights_experts.py)."""
+    model_type = model.config.model_type
+    is_stacked = model_type in FAMILIES and FAMILIES[model_type].stacked_experts
     for name, tensor in named_tensors(model, tied_twice):
         if ".lora." not in name:
-            for file_name, index in file_parts(model.config.model_type, name, tuple(tensor.shape)):
-                yield file_name, tensor, index
+            for file_name, index in file_parts(model_type, name, tuple(tensor.shape)):
+                part = tensor.detach()[index]
+                yield file_name, tensor, part.mT if is_stacked and tensor.dim() == 3 else part
 
 
 # -- names of models with pictures: transformers' modules here, older ones in some files
@@ -220,11 +229,12 @@ _OTHER_SIZES = "set vocab_size and the other sizes in config.json to those of th
 
 class SafetensorsSource:
     """The tensors of a folder (or hub name) in safetensors format, read by slices. is_older: True
-    if the files have older names than transformers' modules, which are used here."""
+    if the files have older names than transformers' modules, which are used here. Stacked experts
+    have the names of single ones (weights_experts.py)."""
 
     def __init__(self, model_name_or_path: str):
         self.folder = resolve_folder(model_name_or_path)
-        self._slices = _open_files(self.folder)
+        self._slices = weights_experts.unstacked(_open_files(self.folder))
         self.is_older = is_older(self._slices)
         if self.is_older:
             self._slices = {newer_name(name): part for name, part in self._slices.items()}
@@ -319,7 +329,7 @@ def shapes_of(hf_config: dict) -> tuple[Any, dict[str, Shape]]:
         raise ValueError(words) from error
     # a source has both names of a tied head
     parts = file_tensors(model, tied_twice=True)
-    return hf, {name: tuple(tensor[index].shape) for name, tensor, index in parts}
+    return hf, {name: tuple(part.shape) for name, _, part in parts}
 
 
 def check_shapes(source: SafetensorsSource, hf_config: dict) -> None:
@@ -346,8 +356,8 @@ def check_loaded(origin: str, loading_info: dict) -> None:
 class InitSource:
     """Tensors drawn from a seed and their names in Hugging Face's files: the same in any layout.
 
-    Matrices are normal with the config's initializer_range, norms 1 (0 if the model adds 1 to
-    them), biases 0.
+    Matrices and sinks are normal with the config's initializer_range, norms 1 (0 if the model adds
+    1 to them), biases 0.
     """
 
     def __init__(self, hf_config: dict, seed: int, num_prediction_layers: int | None = 0):
@@ -376,7 +386,7 @@ class InitSource:
     def read(self, name: str, part: Part = _ALL) -> torch.Tensor:
         """A part of the tensor, float32; the whole tensor is drawn."""
         full = torch.zeros(self._shapes[name], device="cpu")
-        if full.dim() > 1:
+        if full.dim() > 1 or name.endswith(".sinks"):
             full.normal_(0.0, self._std, generator=generator_of(self._seed, name))
         elif not name.endswith("bias"):
             full.fill_(self._norm)
@@ -479,9 +489,11 @@ def original_of(source: str | None) -> SafetensorsSource | None:
 
 def in_words_of(source: str | None, hf_config: dict, tensors: NamedTensors) -> NamedTensors:
     """(name, tensor) under the names of the source's files; without a source under those that
-    transformers saves."""
+    transformers saves. Experts are stacked where transformers stacks them, and never in MXFP4."""
     original = original_of(source)
     family = FAMILIES.get(str(hf_config.get("model_type")))
+    if family is not None and family.stacked_experts:
+        tensors = weights_experts.stacked(tensors)
     older = family is not None and family.older_names
     if original is not None:
         older = original.is_older

@@ -34,7 +34,7 @@ DENSE = list(tiny.MORE_KEYS)
 EXPERTS = {
     "deepseek_v2_experts": "deepseek_v2",
     "deepseek_v3_experts": "deepseek_v3",
-    **{name: name for name in ("glm4_moe_lite", "minimax_m2", "dots1", "solar_open")},
+    **{name: name for name in ("glm4_moe_lite", "minimax_m2", "dots1", "solar_open", "gpt_oss")},
 }  # names in tiny_moe
 FAMILIES = [*DENSE, *EXPERTS]
 # rows made of those of other families: one layout in `make test`
@@ -232,6 +232,7 @@ ADAPTED = {
     "glm4": ("q_proj", "k_proj", "v_proj", "o_proj", "down_proj"),
     "phi3": ("o_proj", "down_proj"),
     "arcee": ("q_proj", "up_proj", "down_proj"),
+    "gpt_oss": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "seed_oss": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
 }
 ADAPTER_LAYOUTS = {

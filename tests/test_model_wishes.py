@@ -58,6 +58,8 @@ WITHOUT_EFFECT_THERE = {
     ("deepseek_v2", "num_key_value_heads"): LATENT,
     ("deepseek_v3", "num_key_value_heads"): LATENT,
     ("glm4_moe_lite", "num_key_value_heads"): LATENT,
+    ("gpt_oss", "router_aux_loss_coef"): "0.9 in the released files, and without effect in "
+    "transformers: moe_aux_loss_coeff decides",
 }
 VALUES = [True, False, 1, 2, 3, 8, 64, 0.25, "gelu", "greedy", "sigmoid", [0], [1, 1]]
 VALUES += [[name] * count for name in ("sliding_attention", "full_attention") for count in (2, 4)]

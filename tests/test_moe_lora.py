@@ -47,6 +47,7 @@ TARGETS = {
     ),  # a projection without adapter beside one that has it
     "glm4_moe": ("linear_fc1", "gate"),  # megatron's name for gate and up
     "deepseek_v3": ("all",),
+    "gpt_oss": ("all", "all-router"),
 }
 
 # routers and groups of experts with adapters in every layout; the other models in some
@@ -77,7 +78,9 @@ class Merged(torch.nn.Module):
     def forward(self, weight):
         weight = weight.clone()
         for index, a, b in zip(self.indices, self.a, self.b, strict=True):
-            weight[index] = weight[index] + SCALE * b @ a
+            delta = SCALE * b @ a
+            # gpt_oss' experts have inputs before outputs
+            weight[index] = weight[index] + (delta.t() if len(index) == 3 else delta)
         return weight
 
 
@@ -97,6 +100,10 @@ def where(model, name: str, key: str) -> tuple[torch.nn.Module, str, tuple]:
     prefix, rest = key.split(".experts.")
     e, projection = rest.split(".")
     experts = model.get_submodule(prefix + ".experts")
+    if name == "gpt_oss":
+        columns = {"gate_proj": slice(0, None, 2), "up_proj": slice(1, None, 2)}
+        parameter = "gate_up_proj" if projection in columns else "down_proj"
+        return experts, parameter, (int(e), slice(None), columns.get(projection, slice(None)))
     half = experts.down_proj.shape[2]
     rows = {"gate_proj": slice(0, half), "up_proj": slice(half, 2 * half)}.get(
         projection, slice(None)

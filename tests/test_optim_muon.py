@@ -17,15 +17,24 @@ MUON = dict(optim="muon", learning_rate=2e-3, steps=5, adapt=in_float32)
 WEIGHTS = 1e-5
 
 
+def part_of(index: tuple, x: torch.Tensor) -> torch.Tensor:
+    """x[index]; of an index with three parts, as gpt_oss' [E, in, out] needs it, transposed."""
+    return x[index].t() if len(index) == 3 else x[index]
+
+
 def matrices_of(model) -> list[tuple[torch.nn.Parameter, tuple]]:
-    """(parameter, index) of each matrix of the hidden layers of a transformers model: gate, up and
-    every expert by themselves."""
+    """(parameter, index of part_of) of each matrix of the hidden layers of a transformers model:
+    gate, up and every expert by themselves."""
     found = []
     outside = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
     for name, p in model.named_parameters():
-        if p.dim() == 2 and id(p) not in outside:
+        if p.dim() == 2 and id(p) not in outside and not name.endswith("bias"):
             found.append((p, ()))
-        if p.dim() == 3:
+        if p.dim() == 3 and model.config.model_type == "gpt_oss":
+            turns = 2 if name.endswith("gate_up_proj") else 1
+            for e in range(len(p)):
+                found += [(p, (e, slice(None), slice(i, None, turns))) for i in range(turns)]
+        elif p.dim() == 3:
             halves = 2 if name.endswith("gate_up_proj") else 1
             size = p.shape[1] // halves
             for e in range(len(p)):
@@ -42,7 +51,7 @@ class TorchsMuon(torch.optim.Optimizer):
         rest = [p for p in model.parameters() if id(p) not in hidden]
         super().__init__(list(model.parameters()), dict(lr=args.learning_rate, weight_decay=0.0))
         # matrices by themselves, in the memory of the model's
-        self.views = [torch.nn.Parameter(p.data[index]) for p, index in self.matrices]
+        self.views = [torch.nn.Parameter(part_of(index, p.data)) for p, index in self.matrices]
         self.muon = torch.optim.Muon(
             self.views,
             lr=args.learning_rate,
@@ -52,14 +61,17 @@ class TorchsMuon(torch.optim.Optimizer):
             ns_steps=args.muon_ns_steps,
             adjust_lr_fn=args.muon_adjust_lr,
         )
-        vectors = dict(params=[p for p in rest if p.dim() == 1], weight_decay=0.0)
-        tables = dict(params=[p for p in rest if p.dim() > 1], weight_decay=args.weight_decay)
+        named = {id(p): name for name, p in model.named_parameters()}
+        biases = [p for p in rest if p.dim() == 1 or named[id(p)].endswith("bias")]
+        vectors = dict(params=biases, weight_decay=0.0)
+        tables = [p for p in rest if not any(p is bias for bias in biases)]
+        tables = dict(params=tables, weight_decay=args.weight_decay)
         numbers = dict(betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
         self.adam = torch.optim.AdamW([vectors, tables], lr=args.learning_rate, **numbers)
 
     def step(self, closure=None):
         for view, (p, index) in zip(self.views, self.matrices, strict=True):
-            view.grad = p.grad[index]
+            view.grad = part_of(index, p.grad)
         for part in (self.muon, self.adam):
             for group in part.param_groups:
                 group["lr"] = self.param_groups[0]["lr"]
@@ -134,7 +146,7 @@ def test_each_expert_s_matrices_are_updated_by_themselves(sparse, tmp_path, layo
 
 # families with fused matrices in Hugging Face's files, or linears that no rank cuts, and their
 # layout
-FAMILIES = {"phi3": TP2, "glm4": TP2, "deepseek_v3": TP2_SP, "qwen2": CP2}
+FAMILIES = {"phi3": TP2, "glm4": TP2, "deepseek_v3": TP2_SP, "qwen2": CP2, "gpt_oss": TP2_SP}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -144,6 +156,18 @@ def test_matrices_of_a_family_are_those_of_transformers(tmp_path, family):
     [curve] = world.run(curve_of_torch, 1, path, str(tmp_path / "torch"))
     oracle = path, curve, tensors(tmp_path / "torch")
     assert_as_torch(oracle, tmp_path / "out", 2, **FAMILIES[family])
+
+
+def torch_error(path: str, out: str) -> str:
+    with pytest.raises(ValueError) as error:
+        train(path, out, backend="torch", **MUON)
+    return str(error.value)
+
+
+def test_stacked_experts_on_plain_torch_are_refused(tmp_path):
+    path = tiny_moe.save_model(tmp_path / "model", "gpt_oss", num_hidden_layers=2)
+    [error] = world.run(torch_error, 1, path, str(tmp_path / "out"))
+    assert "stacked experts of gpt_oss" in error and "use_mca: true" in error
 
 
 # -- one update

@@ -196,6 +196,7 @@ def core_attention(window=None):
         layer_type=lambda number: "sliding_attention",
         sliding_window=window,
         attn_logit_softcapping=None,
+        attention_sinks=False,
         attention_dropout=0.0,
         softmax_scale=None,
         recompute_granularity=None,

@@ -52,6 +52,12 @@ MODELS = {
         SHARED, n_routed_experts=8, n_shared_experts=2, n_group=4, topk_group=2,
         first_k_dense_replace=1,
         norm_topk_prob=True, routed_scaling_factor=1.7, sliding_window=5, max_window_layers=1)),
+    "gpt_oss": ("gpt_oss", dict(
+        num_local_experts=EXPERTS, num_experts_per_tok=2, intermediate_size=16, head_dim=8,
+        sliding_window=5, swiglu_limit=0.5, layer_types=["sliding_attention", "full_attention"] * 2,
+        rope_parameters=dict(rope_type="yarn", rope_theta=100.0, factor=4.0, beta_fast=32.0,
+                             beta_slow=1.0, truncate=False,
+                             original_max_position_embeddings=32))),
     "solar_open": ("solar_open", dict(
         SHARED, n_routed_experts=8, n_shared_experts=1, n_group=4, topk_group=2, head_dim=8,
         attention_bias=True)),
@@ -65,9 +71,10 @@ def hf_config(name: str, **changes):
     # a loss of their own by default
     if family in ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "minimax_m2"):
         keys = {"router_aux_loss_coef": 0.0, **keys}
-    return AutoConfig.for_model(
-        family, **{**tiny.SIZES, "vocab_size": tiny.VOCAB, **keys, **changes}
-    )
+    keys = {**tiny.SIZES, "vocab_size": tiny.VOCAB, **keys, **changes}
+    if "layer_types" in keys:
+        keys["layer_types"] = keys["layer_types"][: keys["num_hidden_layers"]]
+    return AutoConfig.for_model(family, **keys)
 
 
 def save_model(
@@ -91,7 +98,9 @@ def save_model(
         for key, parameter in model.named_parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
-            elif key.endswith("gate.weight"):
+            elif key.endswith("bias"):  # of stacked experts
+                parameter.copy_(0.2 * torch.randn_like(parameter))
+            elif key.endswith(("gate.weight", "router.weight")):
                 parameter.copy_(0.3 * torch.randn_like(parameter))
             else:
                 parameter.mul_(3)

@@ -35,7 +35,6 @@ NOT_BUILT = {
     "qwen2_vl, qwen2_5_vl and qwen3_vl",
     "gemma3n": "embeddings of their own in each layer, layers that share keys and values",
     "gpt2, gpt_neox, starcoder2, phi": "LayerNorm, biases and an MLP without a gate",
-    "gpt_oss": "attention sinks, biased experts with a clamped activation, MXFP4 weights",
     "phi3 with longrope": "frequencies that depend on the length of the text: refused",
     "granitemoe": "its files have all experts of a layer in one tensor",
     "hunyuan_v1_moe": "a list with the number of experts of a token in each layer",
