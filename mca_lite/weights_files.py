@@ -376,7 +376,12 @@ class InitSource:
     def read(self, name: str, part: Part = _ALL) -> torch.Tensor:
         """A part of the tensor, float32; the whole tensor is drawn."""
         full = torch.zeros(self._shapes[name], device="cpu")
-        if full.dim() > 1:
+        last = name.rpartition("linear_attn.")[2]
+        if last == "A_log":  # as transformers draws it
+            full.uniform_(0.01, 16, generator=generator_of(self._seed, name)).log_()
+        elif last in ("dt_bias", "norm.weight"):
+            full.fill_(1.0)
+        elif full.dim() > 1:
             full.normal_(0.0, self._std, generator=generator_of(self._seed, name))
         elif not name.endswith("bias"):
             full.fill_(self._norm)

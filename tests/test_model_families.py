@@ -34,7 +34,7 @@ DENSE = list(tiny.MORE_KEYS)
 EXPERTS = {
     "deepseek_v2_experts": "deepseek_v2",
     "deepseek_v3_experts": "deepseek_v3",
-    **{name: name for name in ("glm4_moe_lite", "minimax_m2", "dots1", "solar_open")},
+    **{name: name for name in ("glm4_moe_lite", "minimax_m2", "dots1", "solar_open", "qwen3_next")},
 }  # names in tiny_moe
 FAMILIES = [*DENSE, *EXPERTS]
 # rows made of those of other families: one layout in `make test`

@@ -33,6 +33,16 @@ YARN = dict(
     mscale_all_dim=1.0,
     original_max_position_embeddings=32,
 )
+# every second layer has linear attention; documents of several chunks of its convolution
+DELTA = dict(
+    head_dim=16,
+    full_attention_interval=2,
+    linear_conv_kernel_dim=3,
+    linear_key_head_dim=6,
+    linear_value_head_dim=5,
+    linear_num_key_heads=4,
+    linear_num_value_heads=8,
+)
 # Families whose layouts are all run in one world each (test_model_families.py), some of them twice.
 # `model_type` where
 # it is not the name.

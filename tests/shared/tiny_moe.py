@@ -55,6 +55,8 @@ MODELS = {
     "solar_open": ("solar_open", dict(
         SHARED, n_routed_experts=8, n_shared_experts=1, n_group=4, topk_group=2, head_dim=8,
         attention_bias=True)),
+    "qwen3_next": ("qwen3_next", dict(
+        tiny.DELTA, **SHARED, num_experts=EXPERTS, shared_expert_intermediate_size=24)),
 }  # fmt: skip
 
 
@@ -63,7 +65,7 @@ def hf_config(name: str, **changes):
 
     family, keys = MODELS[name]
     # a loss of their own by default
-    if family in ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "minimax_m2"):
+    if family in ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "minimax_m2", "qwen3_next"):
         keys = {"router_aux_loss_coef": 0.0, **keys}
     return AutoConfig.for_model(
         family, **{**tiny.SIZES, "vocab_size": tiny.VOCAB, **keys, **changes}
