@@ -328,6 +328,8 @@ class Family:
     vision_parts: dict[str, tuple[str, ...]] = field(default_factory=dict)
     # the language model of a model with pictures: config keys are those of its text_config
     has_pictures: bool = False
+    # patterns of tensors in checkpoints without a use here, beside UNUSED_TENSORS
+    unused: tuple[str, ...] = ()
     # transformers saves its tensors under the names of OLDER_PREFIXES
     older_names: bool = False
 
@@ -723,17 +725,33 @@ FAMILIES |= {
 }
 
 _QWEN2_MOE = FAMILIES["qwen2_moe"]
-FAMILIES["qwen3_next"] = Family(
+_GATED_EXPERTS = (*moe_rows(), *shared_expert_rows("shared_expert", "shared_expert_gate"))
+_QWEN3_NEXT = Family(
     decoder_rows(
         delta_attention("in_proj_qkvz in_proj_ba", "delta_grouped"),
-        (*_DENSE_LAYERS, *moe_rows(), *shared_expert_rows("shared_expert", "shared_expert_gate")),
+        (*_DENSE_LAYERS, *_GATED_EXPERTS),
     ),
     {**_QWEN2_MOE.config, **_LINEAR_CONFIG},
     {**_QWEN2_MOE.constants, **_LINEAR},
     "hidden_act attention_bias",
     derived=lambda hf: {**_sparse_layers(hf), **_linear_layers(hf)},
     partial_rotary=True,
+    unused=(r"^mtp\.",),  # layers for multi-token prediction, which transformers does not read
 )
+_SEPARATE = ("in_proj_qkv in_proj_z in_proj_b in_proj_a", "delta")
+FAMILIES |= {
+    "qwen3_next": _QWEN3_NEXT,
+    "qwen3_5_text": replace(
+        _QWEN3_NEXT,
+        rows=decoder_rows(delta_attention(*_SEPARATE), mlp_rows()),
+        config=_LINEAR_CONFIG,
+        constants=_LINEAR,
+        derived=_linear_layers,
+    ),
+    "qwen3_5_moe_text": replace(
+        _QWEN3_NEXT, rows=decoder_rows(delta_attention(*_SEPARATE), _GATED_EXPERTS)
+    ),
+}
 
 # -- models with pictures: a language model of the table, and transformers' module for pictures
 
@@ -779,6 +797,13 @@ FAMILIES["qwen3_vl"] = _with_pictures(
     has_windows=False,
     derived=lambda hf: _sections(hf, (24, 20, 20)),
 )
+for _name in ("qwen3_5", "qwen3_5_moe"):
+    _text = FAMILIES[f"{_name}_text"]
+    FAMILIES[_name] = _with_pictures(
+        _text,
+        constants={**_text.constants, "mrope_in_turns": True},
+        derived=lambda hf, text=_text: {**text.derived(hf), **_sections(hf, (11, 11, 10))},
+    )
 
 
 # keys of a config.json about the parts of a model for images, audio or video

@@ -134,7 +134,7 @@ class PretrainedConfig:
         ValueError for names of no field."""
         if args is not None:
             # the saved coefficient may be a key of a former run; hf_config has the model's
-            hf = values.get("hf_config") or {}
+            hf = text_values(values.get("hf_config") or {})
             balance = hf.get("router_aux_loss_coef") or 0.0
             of_model = {"moe_aux_loss_coeff": balance} if values.get("num_moe_experts") else {}
             values = values | of_model | _from_arguments(args)
