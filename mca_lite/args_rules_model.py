@@ -20,7 +20,8 @@ from .families import FAMILIES, Family, check_type
 # numbers of a config.json by the least and the most that they can be
 _COUNTS = {
     (1, 10**15): "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim "
-    "vocab_size max_position_embeddings rope_theta factor",
+    "vocab_size max_position_embeddings rope_theta factor linear_num_key_heads "
+    "linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim",
     (0, 10**15): "num_experts n_routed_experts num_local_experts num_experts_per_tok "
     "moe_intermediate_size decoder_sparse_step first_k_dense_replace n_group topk_group "
     "n_shared_experts kv_lora_rank q_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim "
@@ -52,6 +53,8 @@ _IN_CONFIG_JSON = {
     "moe_router_enable_expert_bias": "",
     "tie_embeddings_and_output_weights": "tie_word_embeddings",
     "qk_norm_over_heads": "",
+    "linear_num_key_heads": "",
+    "linear_num_value_heads": "",
 }
 
 # keys for experts -> their values without effect
@@ -137,6 +140,7 @@ def check_model(m: Any, a: Any, judge: Judge, te_works: bool | None = None) -> N
     """
     judge.apply(_FP8)
     _check_tensor_parallel(m, a, judge)
+    _check_linear_attention(m, a, judge)
     if m.num_moe_experts:
         _check_experts(m, a, judge)
     else:
@@ -167,6 +171,28 @@ def _check_tensor_parallel(m: Any, a: Any, judge: Judge) -> None:
         f"the model has {' and '.join(f'{count} {name}' for name, count in uneven.items())}: no "
         f"multiple of {tp}",
         f"{TP}: {math.gcd(tp, *uneven.values())}",
+    )
+
+
+def _check_linear_attention(m: Any, a: Any, judge: Judge) -> None:
+    heads = m.linear_num_key_heads
+    if not heads:
+        return
+    cp = a.context_parallel_size
+    ranks = cp * a.tensor_model_parallel_size
+    judge.expect(
+        heads % ranks == 0,
+        f"{CP} {TP}" if cp > 1 else TP,
+        f"layers with linear attention share their {heads} key heads among {ranks} ranks, those of "
+        f"{TP} times those of {CP}",
+        f"sizes whose product divides {heads}",
+    )
+    judge.expect(
+        (m.linear_num_value_heads or heads) % heads == 0,
+        "model_name_or_path",
+        f"linear_num_value_heads is {m.linear_num_value_heads} in config.json, no multiple of "
+        f"linear_num_key_heads, {heads}",
+        "config.json as the model's authors wrote it",
     )
 
 
@@ -395,16 +421,17 @@ def check_gate(m: Any, a: Any, judge: Judge) -> None:
 
 
 def check_torch_packing(hf_config: Any, judge: Judge) -> None:
-    """Refuse packed rows for a model that may ignore their mask, and for a sliding window, which
-    the mask would replace. hf_config: transformers'."""
+    """Refuse packed rows for a model that may ignore their mask, for linear attention, which has
+    none, and for a sliding window, which the mask would replace. hf_config: transformers'."""
     config = hf_config.get_text_config()
     has_window = getattr(config, "sliding_window", None) is not None
     layers = getattr(config, "layer_types", None) or ["sliding_attention"]
+    ignores = "linear_attention" in layers or (has_window and "sliding_attention" in layers)
     judge.expect(
-        hf_config.model_type in FAMILIES and not (has_window and "sliding_attention" in layers),
+        hf_config.model_type in FAMILIES and not ignores,
         "sequence_packing",
         f"with use_mca: false the mask of packed rows works in families that megatron-core trains, "
-        f"without a sliding window, and this model is {config.model_type}",
+        f"without a sliding window or linear attention, and this model is {config.model_type}",
         "packing: false",
         True,
         "packing",

@@ -299,11 +299,8 @@ class MegatronBackend(Backend):
                 cut = dict(group=parallel.cut_group(row.expert is not None), axis=row.axis + 1)
             if row.axis == 0:
                 size *= weights_convert.degree(row, config)
-            groups = 1
-            sizes = [size]
-            if not row.fused:  # in a fused one the order of rows does not matter
-                groups = weights_convert.num_groups(row, config)
-                sizes = [n // groups for n in weights_convert.row_sizes(row, size, config)]
+            groups = weights_convert.num_groups(row, config)
+            sizes = [n // groups for n in weights_convert.row_sizes(row, size, config)]
             parameter = weights_convert.stacked(view)
             master = getattr(parameter, "main_param", parameter)
             parameter.matrices = master.matrices = Matrices(sizes, groups, **cut)

@@ -77,7 +77,7 @@ class TorchRouters:
         self._topk = values["moe_router_topk"]
         self._scores = values.get("moe_router_score_function", "softmax")
         self._find(model, sum(values["moe_layer_freq"]))
-        layers = config.num_hidden_layers
+        layers = config.get_text_config().num_hidden_layers
         self.statistics = RouterStatistics(layers, experts)
         self._counts = torch.zeros(layers, experts, device=parallel.device())
 

@@ -390,6 +390,13 @@ class RowLayout:
         return self.longest if self.order is None and len(lengths) == 1 else None
 
     @functools.cached_property
+    def documents(self) -> torch.Tensor:
+        """int64 [t]: the number of each token's document in the whole row."""
+        length = len(self.index if self.order is None else self.order)
+        places = torch.arange(length, device=self.borders.device)
+        return torch.bucketize(places, self.borders[1:], right=True)
+
+    @functools.cached_property
     def varlen(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
         """(cu_seqlens of queries, of keys int32, keys' places int64, longest queries, longest keys)
         for a varlen kernel, with the keys of each segment side by side. Places is None without

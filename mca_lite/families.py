@@ -23,7 +23,9 @@ class Row:
     mca: str
     hf: tuple[str, ...]
     kind: str
-    layers: str = "all"  # or "dense", or "moe": layers with a mixture of experts
+    # or "dense", or "moe": layers with a mixture of experts; or "linear", or "attention": layers
+    # with linear attention, or those without
+    layers: str = "all"
     # True, or a condition for the tensor: a config field, set (or, after "not", unset)
     when: str | bool = True
     expert: int | None = None  # index of the expert in the layer
@@ -42,7 +44,7 @@ class Row:
             return False
         if self.kind == "copy":
             return self.linear
-        return "layernorm" not in self.mca
+        return "layernorm" not in self.mca and "conv1d" not in self.mca
 
     @property
     def is_of_tower(self) -> bool:
@@ -56,9 +58,11 @@ class Row:
         field = self.when.removeprefix("not ")
         return bool(getattr(config, field, None)) != self.when.startswith("not ")
 
-    def is_in(self, is_moe_layer: bool) -> bool:
-        """True if a layer of this kind has the tensor."""
-        return self.layers == "all" or (self.layers == "moe") == is_moe_layer
+    def is_in(self, is_moe_layer: bool, is_linear: bool) -> bool:
+        """True if a layer of this kind has the tensor. is_linear: its attention is linear."""
+        kinds = {"all": True, "moe": is_moe_layer, "linear": is_linear}
+        kinds |= {"dense": not is_moe_layer, "attention": not is_linear}
+        return kinds[self.layers]
 
 
 _LAYERS = "decoder.layers.{}."
@@ -106,6 +110,30 @@ def latent_attention():
     yield row("kv_layernorm", "kv_a_layernorm", "copy")
     yield row("linear_kv_up_proj", "kv_b_proj", "column")
     yield row("linear_proj", "o_proj", "row")
+
+
+def delta_rows(inputs: str, kind: str):
+    """Rows of a gated delta net. inputs: Hugging Face's modules for its queries, keys, values and
+    gates; kind: "delta", or "delta_grouped" if their rows are those of each head of keys."""
+
+    def row(mca, modules, kind, **more):
+        hf = " ".join(f"linear_attn.{name}" for name in modules.split())
+        return _row(f"self_attention.{mca}", hf, kind, layers="linear", **more)
+
+    yield row("in_proj", inputs, kind)
+    yield row("conv1d", "conv1d", "delta_convolution", fused=True)
+    for name in ("A_log", "dt_bias"):
+        hf = (f"{_HF_LAYERS}linear_attn.{name}",)
+        yield Row(f"{_LAYERS}self_attention.{name}", hf, "column", layers="linear")
+    yield row("norm", "norm", "copy")
+    yield row("out_proj", "out_proj", "row")
+
+
+def delta_attention(*of_delta_net):
+    """Rows of attention with an output gate in some layers, of a gated delta net in the others."""
+    for row in attention(norm=True):
+        yield replace(row, layers="attention")
+    yield from delta_rows(*of_delta_net)
 
 
 def mlp_rows(hf="mlp.", mca="mlp.", fused=False, gated=True, **more):
@@ -310,6 +338,8 @@ class Family:
     vision_parts: dict[str, tuple[str, ...]] = field(default_factory=dict)
     # the language model of a model with pictures: config keys are those of its text_config
     has_pictures: bool = False
+    # patterns of tensors in checkpoints without a use here, beside UNUSED_TENSORS
+    unused: tuple[str, ...] = ()
     # transformers saves its tensors under the names of OLDER_PREFIXES
     older_names: bool = False
     # files hold the experts of a layer in one tensor, in bf16 or MXFP4 (weights_experts.py)
@@ -481,6 +511,22 @@ def _glm4_moe(hf) -> dict[str, Any]:
     has_norms = getattr(hf, "use_qk_norm", False)
     attention = {"add_qkv_bias": hf.attention_bias, "qk_layernorm": has_norms}
     return _sigmoid_router(hf) | attention
+
+
+_LINEAR_CONFIG = _same(
+    "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads "
+    "linear_num_value_heads"
+)
+_LINEAR = {
+    "layernorm_zero_centered_gamma": True,
+    "qk_layernorm": True,
+    "attention_output_gate": True,
+}
+
+
+def _linear_layers(hf) -> dict[str, Any]:
+    kinds = enumerate(hf.layer_types)
+    return {"linear_layers": [i for i, kind in kinds if kind == "linear_attention"]}
 
 
 def _latent_fields(hf):
@@ -723,6 +769,35 @@ FAMILIES |= {
     ),
 }
 
+_QWEN2_MOE = FAMILIES["qwen2_moe"]
+_GATED_EXPERTS = (*moe_rows(), *shared_expert_rows("shared_expert", "shared_expert_gate"))
+_QWEN3_NEXT = Family(
+    decoder_rows(
+        delta_attention("in_proj_qkvz in_proj_ba", "delta_grouped"),
+        (*_DENSE_LAYERS, *_GATED_EXPERTS),
+    ),
+    {**_QWEN2_MOE.config, **_LINEAR_CONFIG},
+    {**_QWEN2_MOE.constants, **_LINEAR},
+    "hidden_act attention_bias",
+    derived=lambda hf: {**_sparse_layers(hf), **_linear_layers(hf)},
+    partial_rotary=True,
+    unused=(r"^mtp\.",),  # layers for multi-token prediction, which transformers does not read
+)
+_SEPARATE = ("in_proj_qkv in_proj_z in_proj_b in_proj_a", "delta")
+FAMILIES |= {
+    "qwen3_next": _QWEN3_NEXT,
+    "qwen3_5_text": replace(
+        _QWEN3_NEXT,
+        rows=decoder_rows(delta_attention(*_SEPARATE), mlp_rows()),
+        config=_LINEAR_CONFIG,
+        constants=_LINEAR,
+        derived=_linear_layers,
+    ),
+    "qwen3_5_moe_text": replace(
+        _QWEN3_NEXT, rows=decoder_rows(delta_attention(*_SEPARATE), _GATED_EXPERTS)
+    ),
+}
+
 # -- models with pictures: a language model of the table, and transformers' module for pictures
 
 # prefixes of transformers' modules -> those of older files, as of Qwen2-VL on the hub
@@ -767,6 +842,13 @@ FAMILIES["qwen3_vl"] = _with_pictures(
     has_windows=False,
     derived=lambda hf: _sections(hf, (24, 20, 20)),
 )
+for _name in ("qwen3_5", "qwen3_5_moe"):
+    _text = FAMILIES[f"{_name}_text"]
+    FAMILIES[_name] = _with_pictures(
+        _text,
+        constants={**_text.constants, "mrope_in_turns": True},
+        derived=lambda hf, text=_text: {**text.derived(hf), **_sections(hf, (11, 11, 10))},
+    )
 
 
 # keys of a config.json about the parts of a model for images, audio or video

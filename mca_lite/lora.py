@@ -304,8 +304,9 @@ class TorchHost:
             yield Site(module, ((name,),), kind, sizes)
         if not self.fields:
             return
+        decoder = getattr(self.model.base_model, "language_model", self.model.base_model)
         for layer in filter(self.fields.is_moe_layer, range(self.fields.num_layers)):
-            yield from self._mixture(self.modules[f"model.layers.{layer}.mlp"], layer)
+            yield from self._mixture(decoder.layers[layer].mlp, layer)
 
     def _mixture(self, block: torch.nn.Module, layer: int) -> Iterator[Site]:
         """The experts and the router of a layer, no linears in transformers."""

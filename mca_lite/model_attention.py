@@ -163,8 +163,11 @@ class Attention(MegatronModule):
 
     def forward(self, hidden_states, packed_seq_params=None, **tables):
         """tables: rope_tables, cos and sin [s, b, 1, rotary_dim] instead of those of the row."""
-        heads = self.query_key_value(hidden_states, packed_seq_params, **tables)
-        return self.linear_proj(self.core_attention(*heads, packed_seq_params))
+        *heads, gate = self.query_key_value(hidden_states, packed_seq_params, **tables)
+        out = self.core_attention(*heads, packed_seq_params)
+        if gate is not None:
+            out = out * torch.sigmoid(gate)
+        return self.linear_proj(out)
 
 
 class SelfAttention(Attention):
@@ -185,7 +188,7 @@ class SelfAttention(Attention):
         self.groups = max(config.num_query_groups // tp, 1)
         self.ranks_of_group = max(tp // config.num_query_groups, 1)
         heads = config.num_attention_heads
-        width = heads + 2 * config.num_query_groups
+        width = heads * (1 + config.attention_output_gate) + 2 * config.num_query_groups
         self.core_attention = CoreAttention(config, layer_number, pg_collection)
         sizes = config, heads * self.head_size
         self.linear_proj = row_linear(*sizes, self.tp_group, config.add_output_bias)
@@ -204,22 +207,28 @@ class SelfAttention(Attention):
 
     def query_key_value(self, hidden_states, packed_seq_params, rope_tables=None):
         """Query [s, b, n, d], key and value [s, b, g, d] of this rank, normed, rotated and
-        scaled."""
-        query, key, value, layout = self._rotated(hidden_states, packed_seq_params, rope_tables)
+        scaled; the gate [s, b, n * d] of attention's output, or None."""
+        query, key, value, gate, layout = self._rotated(
+            hidden_states, packed_seq_params, rope_tables
+        )
         if self.config.qk_norm_after_rope:
             query = self.q_layernorm(query)
             key = self.k_layernorm(key)
         if self.config.query_scaling_beta is not None:
             factors = query_factors(self.config, layout.positions)
             query = query * factors[:, None, None, None].to(query.dtype)
-        return query, key, value
+        return query, key, value, gate
 
     def _rotated(self, hidden_states, packed_seq_params, rope_tables):
-        """(query, key, value, layout), rotated, and normed before unless qk_norm_after_rope."""
+        """(query, key, value, gate, layout), rotated, and normed before unless
+        qk_norm_after_rope."""
         mixed, bias = self.linear_qkv(hidden_states)
         if self.ranks_of_group > 1:
             mixed = self._of_group(mixed, bias)
             bias = None
+        gate = None
+        if self.config.attention_output_gate:
+            mixed, gate = self._without_gate(mixed)
         layout = self.core_attention.layout(packed_seq_params, mixed)
         tables = rope_tables or rotary_tables(self.rope, layout, mixed.dtype)
         sizes = self.groups, self.head_size
@@ -230,14 +239,25 @@ class SelfAttention(Attention):
             if norm is not None:
                 norms = norm(), self.k_layernorm(), norm.eps, norm.zero_centered
             interleaved = self.config.rope_interleave
-            return *rotated_heads(mixed, bias, *sizes, norms, *tables, interleaved), layout
+            heads = rotated_heads(mixed, bias, *sizes, norms, *tables, interleaved)
+            return *heads, gate, layout
         query, key, value = split_heads(mixed, bias, *sizes)
         of_ranks = query.chunk(self.ranks_of_group, 2)  # those of this rank's group
         query = of_ranks[self.tp_group.rank() % self.ranks_of_group]
         if norm is not None:
             query = norm(query)
             key = self.k_layernorm(key)
-        return *rotate(query, key, *tables, self.config.rope_interleave), value, layout
+        rotated = rotate(query, key, *tables, self.config.rope_interleave)
+        return *rotated, value, gate, layout
+
+    def _without_gate(self, mixed):
+        """(mixed of queries, keys and values, the gate [s, b, n * d] of this rank's queries): each
+        query of a group is followed by its gate."""
+        heads = mixed.unflatten(-1, (self.groups, -1, self.head_size))
+        pairs, of_keys = heads.split((heads.shape[-2] - 2, 2), -2)
+        mixed = torch.cat((pairs[..., ::2, :], of_keys), -2).flatten(-3)
+        gates = pairs[..., 1::2, :].flatten(-3).chunk(self.ranks_of_group, -1)
+        return mixed, gates[self.tp_group.rank() % self.ranks_of_group]
 
     def _of_group(self, mixed, bias):
         """The channels of this rank's query group, from those of the ranks that share it."""
@@ -276,7 +296,23 @@ def recomputes(config, module: str) -> bool:
     return config.recompute_granularity == "selective" and module in config.recompute_modules
 
 
-class CoreAttention(MegatronModule):
+class RowModule(MegatronModule):
+    """A module of the tokens of rows, with a cp_group: attention, linear or not."""
+
+    def layout(self, packed_seq_params, x) -> RowLayout:
+        """The documents of this rank's tokens x [s, ...]."""
+        if packed_seq_params is not None:
+            return packed_seq_params.layout
+        if self.training and self.config.rows_are_packed:
+            raise ValueError(
+                "this pipeline stage got no packed_seq_params for packed rows, and would let "
+                "documents see each other: give every stage the whole batch"
+            )
+        cp = self.cp_group.size()
+        return row_layout((0, len(x) * cp), cp, self.cp_group.rank(), x.device)
+
+
+class CoreAttention(RowModule):
     """softmax(q k^T * scale) v over torch's attention kernels.
 
     Causal. Rows are padded on the right: no position ever looks at padding, so no mask is built.
@@ -327,18 +363,6 @@ class CoreAttention(MegatronModule):
                 out = [self._varlen(*row, layout) for row in rows]
                 return out[0] if len(out) == 1 else torch.cat(out, 1)
             return self._segments(query, key, value, layout, dropout)
-
-    def layout(self, packed_seq_params, x) -> RowLayout:
-        """The documents of this rank's tokens x [s, ...]."""
-        if packed_seq_params is not None:
-            return packed_seq_params.layout
-        if self.training and self.config.rows_are_packed:
-            raise ValueError(
-                "this pipeline stage got no packed_seq_params for packed rows, and would let "
-                "documents see each other: give every stage the whole batch"
-            )
-        cp = self.cp_group.size()
-        return row_layout((0, len(x) * cp), cp, self.cp_group.rank(), x.device)
 
     def _suits_rows(self, layout) -> bool:
         """True if the documents of a packed row can be rows of a batch: they have one length, and
@@ -520,7 +544,7 @@ class LatentAttention(Attention):
         key = torch.cat((k_turning, k_still), -1)
         layout = self.core_attention.layout(packed_seq_params, query)
         tables = rotary_tables(self.rope, layout, query.dtype)
-        return *rotate(query, key, *tables, self.config.rope_interleave), value
+        return *rotate(query, key, *tables, self.config.rope_interleave), value, None
 
 
 def build_attention(config, layer_number: int, pg_collection):

@@ -142,7 +142,7 @@ class PretrainedConfig:
             family = FAMILIES.get(str(values.get("hf_model_type")))
             of_model = {}
             if values.get("num_moe_experts"):
-                hf = values.get("hf_config") or {}
+                hf = text_values(values.get("hf_config") or {})
                 key = "router_aux_loss_coef"
                 is_heard = family is None or key in family.config
                 of_model["moe_aux_loss_coeff"] = (hf.get(key) or 0.0) * is_heard
@@ -179,6 +179,8 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
     sliding_window: int | None = None  # tokens visible to a query, itself included
     sliding_layers: list[int] | None = None  # layers with the window, from 0; None: all
     layers_without_rope: list[int] | None = None  # layers without positions, from 0
+    linear_layers: list[int] | None = None  # layers of model_delta.GatedDeltaNet, from 0
+    linear_num_key_heads: int | None = None
     # beta of Llama 4's factor on the query at position p, 1 + beta log(1 + floor(p / length)) with
     # original_max_position_embeddings as the length
     query_scaling_beta: float | None = None
@@ -292,6 +294,8 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
 
     def layer_type(self, layer_number: int) -> str:
         """transformers' name for the attention of a layer, numbered from 1 as megatron does."""
+        if layer_number - 1 in (self.linear_layers or ()):
+            return "linear_attention"
         layers = self.sliding_layers
         slides = layers is None or layer_number - 1 in layers
         if self.sliding_window is not None and slides:
@@ -517,7 +521,7 @@ ONLY_LOCAL = (
     "final_logit_softcapping attn_logit_softcapping rope_interleave mrope_section "
     "layernorm_zero_centered_gamma multi_latent_attention mtp_num_layers layers_without_rope "
     "query_scaling_beta qk_norm_after_rope attention_sinks add_output_bias add_moe_bias "
-    "activation_func_clamp_value"
+    "activation_func_clamp_value linear_layers attention_output_gate"
 ).split()
 # the same of megatron's modules alone
 NOT_LOCAL = (

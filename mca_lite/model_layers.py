@@ -38,6 +38,7 @@ from .mcore import (
     tensor_parallel,
 )
 from .model_attention import DuplicatedLinear, build_attention, recomputes
+from .model_delta import GatedDeltaNet
 from .model_moe import Mixture, mlp_parts
 from .model_norms import RMSNorm, hidden_norm
 
@@ -99,7 +100,9 @@ class Layer(MegatronModule):
         is_te = config.transformer_impl == "transformer_engine"
         normed_here = config.pre_norms and not is_te
         self.input_layernorm = hidden_norm(config) if normed_here else IdentityOp()
-        self.self_attention = build_attention(config, layer_number, pg_collection)
+        is_linear = config.layer_type(layer_number) == "linear_attention"
+        build = GatedDeltaNet if is_linear else build_attention
+        self.self_attention = build(config, layer_number, pg_collection)
         self.self_attn_bda = Residual(config)
         normed_here = normed_here or is_te and is_moe
         self.pre_mlp_layernorm = hidden_norm(config) if normed_here else IdentityOp()
@@ -235,7 +238,7 @@ class Block(MegatronModule):
         number."""
         state = {}
         config = self.config
-        one_kind = config.moe_layer_freq == 1
+        one_kind = config.moe_layer_freq == 1 and not config.linear_layers
         for i, layer in enumerate(self.layers):
             number = layer.layer_number - 1
             here = f"{prefix}layers.{i}."

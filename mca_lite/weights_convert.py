@@ -84,7 +84,7 @@ def _checked_part(row: Row, layer, source, config, shape: Sequence[int]) -> torc
     total, *rest = _whole_shape(row, shape, config)
     if row.mca in VOCABULARY:
         total = config.vocab_size
-    sizes = [total] if row.fused else row_sizes(row, total, config)
+    sizes = row_sizes(row, total, config)
     for hf, size in zip(row.hf, sizes, strict=True):
         check_shape(source, hf.format(layer), (size, *rest))
     rank = parallel.cut_group(row.expert is not None).rank() % degree(row, config)
@@ -133,14 +133,36 @@ def _whole_shape(row: Row, shape: Sequence[int], config) -> list[int]:
     return whole
 
 
-def row_sizes(row: Row, total: int, config) -> list[int]:
-    """Rows of each projection in a megatron tensor of `total` rows."""
+def row_parts(row: Row, total: int, config) -> list[list[int]]:
+    """Rows of the parts of each Hugging Face tensor in a megatron tensor of `total` rows. A fused
+    one has several parts."""
+    parts = [total]
     if row.kind == "gated":
-        return [total // 2] * 2
-    if row.kind == "qkv":
+        parts = [total // 2] * 2
+    elif row.kind == "qkv":
         of_keys = config.num_query_groups * config.kv_channels
-        return [config.num_attention_heads * config.kv_channels, of_keys, of_keys]
-    return [total]
+        of_queries = config.num_attention_heads * config.kv_channels
+        parts = [of_queries * (1 + config.attention_output_gate), of_keys, of_keys]
+    elif row.kind.startswith("delta"):
+        parts = _delta_parts(row.kind, config)
+    more = len(parts) - len(row.hf)  # in the first tensor
+    return [parts[: more + 1], *([part] for part in parts[more + 1 :])]
+
+
+def _delta_parts(kind: str, config) -> list[int]:
+    """Rows of a gated delta net: of queries, keys, values, their gates, b and a."""
+    of_keys = config.linear_num_key_heads * config.linear_key_head_dim
+    heads = config.linear_num_value_heads
+    of_values = heads * config.linear_value_head_dim
+    parts = [of_keys, of_keys, of_values, of_values, heads, heads]
+    if kind == "delta_convolution":
+        return parts[:3]
+    return parts if kind == "delta" else [sum(parts[:4]), sum(parts[4:])]
+
+
+def row_sizes(row: Row, total: int, config) -> list[int]:
+    """Rows of each Hugging Face tensor in a megatron tensor of `total` rows."""
+    return [sum(parts) for parts in row_parts(row, total, config)]
 
 
 def num_groups(row: Row, config) -> int:
@@ -148,6 +170,8 @@ def num_groups(row: Row, config) -> int:
     after the other."""
     if row.kind == "qkv":
         return config.num_query_groups
+    if row.kind.startswith("delta"):
+        return config.linear_num_key_heads
     return degree(row, config) if row.axis == 0 else 1
 
 
@@ -166,21 +190,19 @@ def read_part(row: Row, layer, source, config, rank: int) -> torch.Tensor:
     in_group = total // num_groups(row, config)
     first = rank * share // in_group
     count = -(-(rank + 1) * share // in_group) - first  # groups with a row of this rank
-    sizes = row_sizes(row, total, config)
-    starts = [0] * len(sizes)  # of each projection in its tensor
-    if row.fused:
-        names *= len(sizes)
-        starts = [sum(sizes[:i]) for i in range(len(sizes))]
     pieces = []
-    for name, start, rows in zip(names, starts, sizes, strict=True):
-        size = rows * in_group // total
-        start += first * size
-        stop = start + count * size
-        piece = source.read(name, (slice(min(start, stored), min(stop, stored)),))
-        padding = count * size - len(piece)  # of the vocabulary
-        if padding:
-            piece = F.pad(piece, (0, 0, 0, padding))
-        pieces.append(piece.unflatten(0, (count, size)))
+    for name, parts in zip(names, row_parts(row, total, config), strict=True):
+        of_part = 0  # its first row in its tensor
+        for rows in parts:
+            size = rows * in_group // total
+            start = of_part + first * size
+            stop = start + count * size
+            piece = source.read(name, (slice(min(start, stored), min(stop, stored)),))
+            padding = count * size - len(piece)  # of the vocabulary
+            if padding:
+                piece = F.pad(piece, (0, 0, 0, padding))
+            pieces.append(piece.unflatten(0, (count, size)))
+            of_part += rows
     start = rank * share - first * in_group
     return torch.cat(pieces, dim=1).flatten(0, 1)[start : start + share]
 
@@ -198,10 +220,13 @@ def split(row: Row, layer, full: torch.Tensor, config) -> NamedTensors:
     """(HF name, tensor) of the parts of a whole megatron tensor."""
     names = [hf.format(layer) for hf in row.hf]
     groups = num_groups(row, config)
-    sizes = [rows // groups for rows in row_sizes(row, len(full), config)]
-    parts = [part.flatten(0, 1) for part in full.unflatten(0, (groups, -1)).split(sizes, dim=1)]
-    if row.fused:
-        parts = [torch.cat(parts)]
+    of_tensors = row_parts(row, len(full), config)
+    sizes = [rows // groups for rows in itertools.chain(*of_tensors)]
+    pieces = iter(full.unflatten(0, (groups, -1)).split(sizes, dim=1))
+    parts = []
+    for of_tensor in of_tensors:
+        own = itertools.islice(pieces, len(of_tensor))
+        parts.append(torch.cat([piece.flatten(0, 1) for piece in own]))
     if row.mca in VOCABULARY:
         names += copies_of(row, config)
         parts = [full[: config.vocab_size]] * len(names)
@@ -282,11 +307,12 @@ def in_layer_order(config) -> Iterator[tuple[Row, int | None]]:
     embedding, *others = [row for row in rows if "{}" not in row.mca]
     layered = [row for row in rows if "{}" in row.mca]
     yield embedding, None
+    linear = getattr(config, "linear_layers", None) or ()
     for layer in range(config.num_layers + (config.mtp_num_layers or 0)):
         predicts = layer >= config.num_layers
-        is_moe = config.is_moe_layer(layer)
+        kinds = config.is_moe_layer(layer), layer in linear
         for row in layered:
-            if row.mca.startswith(PREDICTION_LAYERS) == predicts and row.is_in(is_moe):
+            if row.mca.startswith(PREDICTION_LAYERS) == predicts and row.is_in(*kinds):
                 yield row, layer
     yield from ((row, None) for row in others)
 

@@ -136,7 +136,6 @@ def copy_beside(source: str | None, folder: Path) -> list[str]:
 
 # -- the names of experts
 
-_OF_LAYER = "model.layers.{}."
 _FUSED = re.compile(r"(.*\.)mlp\.experts\.(gate_up_proj|down_proj)")  # transformers' modules
 _IN_BLOCK = re.compile(r"(\.layers\.\d+\.)mlp\.")
 
@@ -161,7 +160,7 @@ def file_parts(model_type: str, name: str, shape: Shape) -> list[tuple[str, tupl
         size = shape[1] // len(names)
         return [
             (
-                experts[1] + part.removeprefix(_OF_LAYER).replace("[]", str(e)),
+                experts[1] + part.partition("{}.")[2].replace("[]", str(e)),
                 (e, slice(i * size, (i + 1) * size)),
             )
             for e, (i, part) in itertools.product(range(shape[0]), enumerate(names))
@@ -172,7 +171,7 @@ def file_parts(model_type: str, name: str, shape: Shape) -> list[tuple[str, tupl
             "does not say how files name them: add moe_rows() to its rows (families.py)"
         )
     if rows:
-        block = rows[0].hf[0].removeprefix(_OF_LAYER).partition("experts.")[0]
+        block = rows[0].hf[0].partition("{}.")[2].partition("experts.")[0]
         name = _IN_BLOCK.sub(rf"\g<1>{block}", name)
     return [(name, ())]
 
@@ -386,7 +385,12 @@ class InitSource:
     def read(self, name: str, part: Part = _ALL) -> torch.Tensor:
         """A part of the tensor, float32; the whole tensor is drawn."""
         full = torch.zeros(self._shapes[name], device="cpu")
-        if full.dim() > 1 or name.endswith(".sinks"):
+        last = name.rpartition("linear_attn.")[2]
+        if last == "A_log":  # as transformers draws it
+            full.uniform_(0.01, 16, generator=generator_of(self._seed, name)).log_()
+        elif last in ("dt_bias", "norm.weight"):
+            full.fill_(1.0)
+        elif full.dim() > 1 or name.endswith(".sinks"):
             full.normal_(0.0, self._std, generator=generator_of(self._seed, name))
         elif not name.endswith("bias"):
             full.fill_(self._norm)
@@ -464,7 +468,9 @@ def is_unused(name: str, hf_config: dict, num_trained: int | None = 0) -> bool:
     Layers for multi-token prediction come after the decoder's; the first num_trained of them are
     read.
     """
-    if re.search("|".join(UNUSED_TENSORS), name):
+    family = FAMILIES.get(str(hf_config.get("model_type")))
+    patterns = UNUSED_TENSORS + (family.unused if family is not None else ())
+    if re.search("|".join(patterns), name):
         return True
     layer = re.match(r"model\.layers\.(\d+)\.", name)
     first = hf_config.get("num_hidden_layers", 0)

@@ -34,13 +34,24 @@ DENSE = list(tiny.MORE_KEYS)
 EXPERTS = {
     "deepseek_v2_experts": "deepseek_v2",
     "deepseek_v3_experts": "deepseek_v3",
-    **{name: name for name in ("glm4_moe_lite", "minimax_m2", "dots1", "solar_open", "gpt_oss")},
+    **{
+        name: name
+        for name in (
+            "glm4_moe_lite",
+            "minimax_m2",
+            "dots1",
+            "solar_open",
+            "gpt_oss",
+            "qwen3_next",
+            "qwen3_5_moe_text",
+        )
+    },
 }  # names in tiny_moe
 FAMILIES = [*DENSE, *EXPERTS]
 # rows made of those of other families: one layout in `make test`
 OF_OTHERS = (
     "arcee cwm dots1 ernie4_5 exaone4 exaone4_no_window glm4_moe_lite hunyuan_alpha "
-    "hunyuan_v1_dense minimax_m2 ministral3 olmo3 smollm3 solar_open"
+    "hunyuan_v1_dense minimax_m2 ministral3 olmo3 qwen3_5_moe_text qwen3_5_text smollm3 solar_open"
 ).split()
 LAYOUTS = {
     "one": (1, {}),

@@ -61,7 +61,7 @@ def check_imports(name: str) -> None:
 # module -> its package, where the two names differ
 PACKAGES = {"megatron": "megatron-core", "yaml": "pyyaml", "huggingface_hub": "huggingface-hub"}
 # imported where they are there, or where a key asks for them
-OPTIONAL = {"PIL", "matplotlib", "pyarrow", "transformer_engine", "triton", "wandb"}
+OPTIONAL = {"PIL", "fla", "matplotlib", "pyarrow", "transformer_engine", "triton", "wandb"}
 
 
 def imports_of(tree: ast.Module) -> set[str]:

@@ -57,6 +57,13 @@ PARTS = {
     ),
 }
 CASES = {f"{family}-{part}": (family, part) for family in FAMILIES for part in PARTS}
+# of these two the others show what those of qwen3_vl do
+FEWER = ("qwen3_5", "qwen3_5_moe")
+CASES = {
+    case: (family, part)
+    for case, (family, part) in CASES.items()
+    if family not in FEWER or part in ("all", "by_default")
+}
 
 
 @pytest.fixture(scope="module")
@@ -96,12 +103,17 @@ def trained(request, paths, tmp_path_factory):
 WHOLE = [f"{family}-all" for family in FAMILIES]
 FROZEN = [case for case in CASES if case not in WHOLE]
 EVERYWHERE = ["qwen2_5_vl-by_default"]
+CELLS = thinned(WHOLE, ON_TORCH, WHOLE, [])
+CELLS += thinned(FROZEN, LAYOUTS, EVERYWHERE, ["tp2_sp_packed"])
+# plain torch refuses packed rows for linear attention
+CELLS = [
+    cell
+    for cell in CELLS
+    if not (cell.values[0].startswith("qwen3_5") and cell.values[1] == "torch_packed")
+]
 
 
-@pytest.mark.parametrize(
-    "case, layout",
-    thinned(WHOLE, ON_TORCH, WHOLE, []) + thinned(FROZEN, LAYOUTS, EVERYWHERE, ["tp2_sp_packed"]),
-)
+@pytest.mark.parametrize("case, layout", CELLS)
 def test_parts_of_a_family_train_as_transformers_does(case, layout, paths, plain, trained):
     (curve, folder), (ranks, out) = plain(case), trained(layout)
     for got in ranks:

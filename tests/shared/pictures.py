@@ -39,6 +39,21 @@ FAMILIES = {
         ),
     ),
 }
+_QWEN3_TOWER = {k: v for k, v in FAMILIES["qwen3_vl"][1].items() if k != "deepstack_visual_indexes"}
+DELTA_ROPE = {**ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+FAMILIES["qwen3_5"] = (dict(tiny.DELTA, rope_parameters=DELTA_ROPE), _QWEN3_TOWER)
+FAMILIES["qwen3_5_moe"] = (
+    dict(
+        tiny.DELTA,
+        rope_parameters=DELTA_ROPE,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=24,
+        router_aux_loss_coef=0.0,
+    ),
+    _QWEN3_TOWER,
+)
 CHANNELS = 3 * 2 * 2 * 2  # of a patch
 
 
@@ -66,11 +81,11 @@ def save_model(folder, family: str, seed: int = 0, **changes) -> str:
     torch.manual_seed(seed)
     model = AutoModelForImageTextToText.from_config(hf_config(family, **changes))
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
             else:
-                parameter.mul_(3)
+                parameter.mul_(tiny.factor_of(name))
     model.save_pretrained(folder)
     return str(folder)
 

@@ -33,6 +33,18 @@ YARN = dict(
     mscale_all_dim=1.0,
     original_max_position_embeddings=32,
 )
+# Every second layer has linear attention. The outputs of its first tokens may be near zero, and are
+# normed: a small epsilon would amplify the rounding of a step to 1e-4.
+DELTA = dict(
+    rms_norm_eps=1e-2,
+    head_dim=16,
+    full_attention_interval=2,
+    linear_conv_kernel_dim=3,
+    linear_key_head_dim=6,
+    linear_value_head_dim=5,
+    linear_num_key_heads=4,
+    linear_num_value_heads=8,
+)
 # Families whose layouts are all run in one world each (test_model_families.py), some of them twice.
 # `model_type` where
 # it is not the name.
@@ -73,6 +85,7 @@ MORE_KEYS = {
         YARN, original_max_position_embeddings=4, llama_4_scaling_beta=0.7)),
     "smollm3": dict(no_rope_layers=[1, 0], use_sliding_window=True, sliding_window=5),
     "cwm": dict(head_dim=8, sliding_window=5, bos_token_id=1),
+    "qwen3_5_text": DELTA,
     "ernie4_5": dict(head_dim=8, tie_word_embeddings=True),
     "olmo3": dict(sliding_window=5, layer_types=["sliding_attention", "full_attention"],
                   rope_parameters={"full_attention": YARN,
@@ -107,6 +120,12 @@ def hf_config(family: str, **changes):
     return AutoConfig.for_model(keys.pop("model_type", family), **keys)
 
 
+def factor_of(name: str) -> float:
+    """The factor on a random matrix, which is small as transformers draws it. Queries and keys of
+    a gated delta net come from convolutions and are normed: near zero they amplify rounding."""
+    return 30.0 if "conv1d" in name else 3.0
+
+
 def save_model(
     folder, family: str, seed: int = 0, dtype=torch.float32, max_shard_size="50GB", **changes
 ) -> str:
@@ -116,11 +135,11 @@ def save_model(
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(hf_config(family, **changes))
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
             else:
-                parameter.mul_(3)
+                parameter.mul_(factor_of(name))
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     return str(folder)
 

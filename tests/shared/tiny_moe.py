@@ -61,6 +61,10 @@ MODELS = {
     "solar_open": ("solar_open", dict(
         SHARED, n_routed_experts=8, n_shared_experts=1, n_group=4, topk_group=2, head_dim=8,
         attention_bias=True)),
+    "qwen3_next": ("qwen3_next", dict(
+        tiny.DELTA, **SHARED, num_experts=EXPERTS, shared_expert_intermediate_size=24)),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", dict(
+        tiny.DELTA, **SHARED, num_experts=EXPERTS, shared_expert_intermediate_size=24)),
 }  # fmt: skip
 
 
@@ -69,7 +73,10 @@ def hf_config(name: str, **changes):
 
     family, keys = MODELS[name]
     # a loss of their own by default
-    if family in ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "minimax_m2"):
+    if (
+        family in ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "minimax_m2")
+        or "linear_key_head_dim" in keys
+    ):
         keys = {"router_aux_loss_coef": 0.0, **keys}
     keys = {**tiny.SIZES, "vocab_size": tiny.VOCAB, **keys, **changes}
     if "layer_types" in keys:
@@ -103,7 +110,7 @@ def save_model(
             elif key.endswith(("gate.weight", "router.weight")):
                 parameter.copy_(0.3 * torch.randn_like(parameter))
             else:
-                parameter.mul_(3)
+                parameter.mul_(tiny.factor_of(key))
         for key, buffer in model.named_buffers():
             if key.endswith("e_score_correction_bias"):
                 buffer.copy_(0.3 * torch.rand_like(buffer))

@@ -38,7 +38,7 @@ NOT_BUILT = {
     "phi3 with longrope": "frequencies that depend on the length of the text: refused",
     "granitemoe": "its files have all experts of a layer in one tensor",
     "hunyuan_v1_moe": "a list with the number of experts of a token in each layer",
-    "qwen3_next, kimi_linear, minimax": "linear attention layers",
+    "kimi_linear, minimax": "linear attention layers of other kinds",
 }
 LAYOUTS = {
     "one": (1, {}),

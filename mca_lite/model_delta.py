@@ -1,0 +1,276 @@
+"""Gated delta net: the linear attention of Qwen3-Next and Qwen3.5.
+
+The state S [k, v] of a head is zero before the first token of a document. At each token
+
+    S <- exp(g) S
+    S <- S + key (beta (value - S^T key))^T
+    output = S^T query / sqrt(k)
+
+Queries, keys and values come through a causal convolution and silu; queries and keys have length 1.
+g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b). Each head of keys, with its query, serves
+several heads of values. Source: Yang et al., arXiv 2412.06464, in its form for chunks of tokens;
+here documents may begin within a chunk.
+
+Letters: s sequence, b batch, g heads of keys, n heads of values, k and v channels of a head, C
+tokens of a chunk, cp the context-parallel size.
+"""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+
+from . import parallel
+from .kernels import compiled, first_line, rms_norm, works
+from .mcore import make_sharded_tensors_for_checkpoint, mappings, tensor_parallel
+from .model_attention import RowModule, column_linear, recomputes, row_linear
+from .model_moe import new_weight
+
+# ---- the rule
+
+CHUNK_SIZE = 64
+_NO_KERNELS = (
+    "the gated delta rule runs in plain torch, several times slower than the kernels of "
+    "flash-linear-attention ({}): pip install flash-linear-attention"
+)
+
+
+@compiled
+def causal_convolution(x, weight, documents):
+    """silu of the sum of each channel's last tokens, weighted, the tokens of one document.
+
+    x [s, b, c]; weight [c, size], the present token's last; documents int64 [s]: the number of each
+    token's document.
+    """
+    size = weight.shape[-1]
+    out = x * weight[:, -1]
+    for ago in range(1, min(size, len(x))):
+        is_same = (documents[ago:] == documents[:-ago])[:, None, None]
+        earlier = x[:-ago] * is_same * weight[:, size - 1 - ago]
+        out = out + F.pad(earlier, (0, 0, 0, 0, ago, 0))
+    return F.silu(out)
+
+
+def gated_delta_rule(query, key, value, decay, beta, documents, chunk_size: int = CHUNK_SIZE):
+    """The outputs [s, b, n, v] of the rule in plain torch, computed in float32 at least.
+
+    query, key [s, b, n, k], not normed; value [s, b, n, v]; decay (g) and beta [s, b, n]; documents
+    int64 [s]: the number of each token's document.
+    """
+    length = len(query)
+    size = min(chunk_size, length)
+    q, k, v, g, beta = (_chunks(x, size) for x in (query, key, value, decay, beta))
+    q = _of_length_one(q) * q.shape[-1] ** -0.5
+    k = _of_length_one(k)
+    of_token = F.pad(documents, (0, -length % size)).unflatten(0, (-1, size))
+    is_visible = (of_token[:, :, None] == of_token[:, None]).tril()
+    goes_on = of_token == of_token[:, -1].roll(1)[:, None]  # the document of the chunk before
+
+    # decay from token j to token i [C, C], and from the chunk before [C, 1]. Sums of their own:
+    # differences of sums from the chunk's first token would round
+    sums = g.expand(*g.shape[:-1], size).tril(-1).cumsum(-2)
+    within = sums.exp() * is_visible
+    since = g.cumsum(-2).exp() * goes_on[..., None]
+
+    # the value that token i writes depends on those of the tokens before: a triangular system
+    strong = k * beta
+    system = (strong @ k.mT) * within
+    right = torch.cat((v * beta, strong * since), -1)
+    solved = torch.linalg.solve_triangular(system, right, upper=False, unitriangular=True)
+    written, read = solved.split((v.shape[-1], k.shape[-1]), -1)
+    scores = (q @ k.mT) * within
+    to_end = k * within[..., -1, :, None]
+    parts = (x.unbind(2) for x in (written, read, scores, q * since, to_end, since[..., -1:, :]))
+
+    state = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1])
+    outs = []
+    for written, read, scores, q, to_end, kept in zip(*parts, strict=True):
+        written = written - read @ state
+        outs.append(q @ state + scores @ written)
+        state = state * kept + to_end.mT @ written
+    out = torch.stack(outs, 2).flatten(2, 3)[:, :, :length]
+    return out.permute(2, 0, 1, 3).to(value.dtype)
+
+
+def _chunks(x, size: int):
+    """[s, b, n, c] or [s, b, n] -> [b, n, chunks, C, c], c 1 without it; zeros fill the last
+    chunk."""
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    if x.dim() == 3:
+        x = x[..., None]
+    x = F.pad(x.permute(1, 2, 0, 3), (0, 0, 0, -len(x) % size))
+    return x.unflatten(2, (-1, size))
+
+
+def _of_length_one(x):
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+@functools.cache
+def why_no_fla() -> str | None:
+    """The first line of the error of flash-linear-attention's import; None if it works."""
+    try:
+        import fla.ops.gated_delta_rule  # noqa: F401
+    except Exception as error:  # a broken installation raises more than ImportError
+        return first_line(error)
+    return None
+
+
+def delta_rule_by_kernels(query, key, value, decay, beta, borders):
+    """The rule by flash-linear-attention's kernels. borders: cu_seqlens of a packed row, or None:
+    each row is a document."""
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    rows = (x.transpose(0, 1).contiguous() for x in (query, key, value, decay, beta))
+    if borders is not None:
+        borders = borders.long()
+    more = dict(use_qk_l2norm_in_kernel=True, cu_seqlens=borders)
+    out, _ = chunk_gated_delta_rule(*rows, **more)
+    return out.transpose(0, 1)
+
+
+def delta_rule(query, key, value, decay, beta, documents, borders):
+    """The rule by kernels where they are installed and suit the dtype, else in plain torch."""
+    suits = value.is_cuda and value.dtype != torch.float32
+    if suits and works(why_no_fla, _NO_KERNELS):
+        return delta_rule_by_kernels(query, key, value, decay, beta, borders)
+    return gated_delta_rule(query, key, value, decay, beta, documents)
+
+
+# ---- context parallelism: heads of the whole row, instead of all heads of a part of it
+
+
+def _to_heads(x, group, order):
+    """[s / cp, b, g, c] of this rank's tokens -> [s, b, g / cp, c] of its heads, in the row's
+    order. order: see RowLayout. Collective: all-to-all, in both passes."""
+    parts = x.unflatten(2, (group.size(), -1)).movedim(2, 0)
+    whole = mappings.all_to_all(group, parts.flatten(0, 1).contiguous())
+    return whole.index_select(0, order)
+
+
+def _to_tokens(x, group, order):
+    """The reverse of _to_heads."""
+    parts = x.index_select(0, order.argsort())
+    parts = mappings.all_to_all(group, parts).unflatten(0, (group.size(), -1))
+    return parts.movedim(0, 2).flatten(2, 3)
+
+
+# ---- the module
+
+
+class Convolution(torch.nn.Module):
+    """The weight [channels, 1, size] of a convolution of each channel, as torch.nn.Conv1d has it.
+    Tensor parallelism cuts the channels with their heads."""
+
+    def __init__(self, config, channels: int, size: int):
+        super().__init__()
+        self.weight = new_weight(config, channels, 1, size)
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
+
+
+class GatedNorm(torch.nn.Module):
+    """RMS norm of each head [..., v] times silu(gate). All heads share the weight, and tensor
+    parallelism cuts them: its gradient is summed. Collective: one all-reduce backward."""
+
+    def __init__(self, config, size: int, tp_group):
+        super().__init__()
+        self.weight = new_weight(config, size)
+        self.eps = config.layernorm_epsilon
+        self.tp_group = tp_group
+
+    def forward(self, x, gate):
+        weight = self.weight
+        if self.tp_group.size() > 1:
+            weight = parallel.sum_gradients(weight, self.tp_group)
+        normed = rms_norm(x.contiguous(), weight, self.eps)
+        return (normed * F.silu(gate.float())).to(x.dtype)
+
+
+class GatedDeltaNet(RowModule):
+    """Linear attention of a layer, in place of SelfAttention.
+
+    Takes [s, b, h], or [s / tp, b, h] under sequence parallelism, gives (the same, None). The rows
+    of in_proj are those of each head of keys: its query, its key, values, their gates, b and a of
+    its heads of values. Tensor parallelism cuts the heads of keys, and context parallelism once
+    more: its ranks exchange tokens for heads, since a state needs every token before. Collectives:
+    those of megatron's linears, and an all-to-all before and after the rule.
+    """
+
+    def __init__(self, config, layer_number: int, pg_collection):
+        super().__init__(config=config)
+        self.tp_group = pg_collection.tp
+        self.cp_group = pg_collection.cp
+        groups = config.linear_num_key_heads
+        heads = config.linear_num_value_heads
+        k = config.linear_key_head_dim
+        v = config.linear_value_head_dim
+        self.shared_by = heads // groups  # heads of values for each head of keys
+        self.of_convolution = [k, k, self.shared_by * v]
+        self.widths = [sum(self.of_convolution), self.shared_by * v, *[self.shared_by] * 2]
+        tp = self.tp_group.size()
+        self.in_proj = column_linear(
+            config, config.hidden_size, groups * sum(self.widths), self.tp_group
+        )
+        channels = groups * sum(self.of_convolution) // tp
+        self.conv1d = Convolution(config, channels, config.linear_conv_kernel_dim)
+        self.A_log = new_weight(config, heads // tp)
+        self.dt_bias = new_weight(config, heads // tp)
+        self.norm = GatedNorm(config, v, self.tp_group)
+        self.out_proj = row_linear(config, heads * v, self.tp_group)
+        self.is_recomputed = recomputes(config, "core_attn")
+
+    def forward(self, hidden_states, packed_seq_params=None, **unused):
+        """unused: rotary tables, without effect here."""
+        mixed, _ = self.in_proj(hidden_states)
+        layout = self.layout(packed_seq_params, mixed)
+        mixed = mixed.unflatten(-1, (-1, sum(self.widths)))
+        if self.cp_group.size() > 1:
+            mixed = _to_heads(mixed, self.cp_group, layout.order)
+        borders = layout.borders if packed_seq_params is not None else None
+        out = self._heads(mixed, layout.documents, borders)
+        if self.cp_group.size() > 1:
+            out = _to_tokens(out, self.cp_group, layout.order)
+        return self.out_proj(out.flatten(2))
+
+    def _heads(self, mixed, documents, borders):
+        """[s, b, g, sum of widths] of the whole row -> [s, b, n, v], both of this rank's heads."""
+        convolved, gate, beta, a = mixed.split(self.widths, -1)
+        weight = self._of_rank(self.conv1d.weight).flatten(1)
+        convolved = causal_convolution(convolved.flatten(2), weight, documents)
+        heads = convolved.unflatten(-1, (-1, sum(self.of_convolution)))
+        query, key, value = heads.split(self.of_convolution, -1)
+        query = query.repeat_interleave(self.shared_by, 2)
+        key = key.repeat_interleave(self.shared_by, 2)
+        value = value.reshape(*query.shape[:3], -1)
+        strength = self._of_rank(self.A_log).float().exp()
+        decay = -strength * F.softplus(a.flatten(2).float() + self._of_rank(self.dt_bias))
+        run = functools.partial(delta_rule, documents=documents, borders=borders)
+        tensors = query, key, value, decay, beta.flatten(2).sigmoid()
+        if self.is_recomputed and self.training:
+            out = tensor_parallel.checkpoint(run, False, *tensors)
+        else:
+            out = run(*tensors)
+        return self.norm(out, gate.reshape(out.shape))
+
+    def _of_rank(self, weight):
+        """The part of a weight of heads for this context-parallel rank's."""
+        return weight.chunk(self.cp_group.size())[self.cp_group.rank()]
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        cut = {"A_log": self.A_log, "dt_bias": self.dt_bias}
+        axes = dict.fromkeys(cut, 0)
+        return state | make_sharded_tensors_for_checkpoint(cut, prefix, axes, sharded_offsets)
+
+
+def products_of_a_token(config) -> int:
+    """Multiplications of numbers that a layer takes for a token beside its matrices: the
+    convolution, and of each head three products with the state. config: McaModelConfig, or an
+    object with its fields."""
+    k = config.linear_key_head_dim
+    v = config.linear_value_head_dim
+    channels = 2 * config.linear_num_key_heads * k + config.linear_num_value_heads * v
+    return channels * config.linear_conv_kernel_dim + 3 * config.linear_num_value_heads * k * v

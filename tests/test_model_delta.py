@@ -1,0 +1,209 @@
+"""The gated delta net: its rule against the recurrence of single tokens in float64, layers against
+transformers' class, packed documents against the same documents alone.
+"""
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+from mca_lite.batch import row_layout
+from mca_lite.model_delta import causal_convolution, delta_rule_by_kernels, gated_delta_rule
+from tests.shared import tiny_moe, world
+from tests.shared.layouts import CP2, TP2_SP
+from tests.shared.training import arguments, refusal
+
+B, N, K, V = 2, 3, 6, 5
+LENGTHS = (1, 7, 64, 65, 150)
+DOCUMENTS = (3, 1, 70, 64, 12)  # more than a chunk, a chunk, several in one
+
+
+def token_by_token(query, key, value, decay, beta):
+    """The recurrence of the module's docstring, in the dtype of its inputs [s, b, n, ...]."""
+    query = F.normalize(query, dim=-1, eps=0) * query.shape[-1] ** -0.5
+    key = F.normalize(key, dim=-1, eps=0)
+    state = query.new_zeros(*query.shape[1:], value.shape[-1])
+    out = []
+    for q, k, v, g, b in zip(query, key, value, decay, beta, strict=True):
+        state = state * g.exp()[..., None, None]
+        seen = (state * k[..., None]).sum(-2)
+        state = state + k[..., None] * (b[..., None] * (v - seen))[..., None, :]
+        out.append((state * q[..., None]).sum(-2))
+    return torch.stack(out)
+
+
+def inputs(length: int, b: int = B, dtype=torch.float64, strongest: float = 3.0) -> list:
+    g = torch.Generator().manual_seed(length)
+    query, key = (torch.randn(length, b, N, K, generator=g, dtype=dtype) for _ in range(2))
+    value = torch.randn(length, b, N, V, generator=g, dtype=dtype)
+    decay = -strongest * torch.rand(length, b, N, generator=g, dtype=dtype)
+    beta = torch.rand(length, b, N, generator=g, dtype=dtype)
+    # transformers adds 1e-6 to the square of a length: no difference to long ones
+    return [x.requires_grad_() for x in (1000 * query, 1000 * key, value, decay, beta)]
+
+
+def numbers(lengths) -> torch.Tensor:
+    return torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+
+
+def assert_same_with_gradients(ours, theirs, tensors, tolerance=1e-9):
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance)
+    factors = torch.randn(ours.shape, generator=torch.Generator().manual_seed(0), dtype=ours.dtype)
+    pairs = zip(*(torch.autograd.grad(x, tensors, factors) for x in (ours, theirs)), strict=True)
+    for got, wanted in pairs:
+        torch.testing.assert_close(got, wanted, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("chunk_size", (4, 64))
+@pytest.mark.parametrize("length", LENGTHS)
+def test_rule_in_chunks_is_the_recurrence(length, chunk_size):
+    tensors = inputs(length)
+    ours = gated_delta_rule(*tensors, numbers([length]), chunk_size)
+    assert_same_with_gradients(ours, token_by_token(*tensors), tensors)
+
+
+@pytest.mark.parametrize("chunk_size", (4, 64))
+def test_state_of_packed_documents_begins_anew_in_each(chunk_size):
+    tensors = inputs(sum(DOCUMENTS), b=1)
+    ours = gated_delta_rule(*tensors, numbers(DOCUMENTS), chunk_size)
+    alone = zip(*(x.split(DOCUMENTS) for x in tensors), strict=True)
+    theirs = torch.cat([token_by_token(*document) for document in alone])
+    assert_same_with_gradients(ours, theirs, tensors)
+
+
+def test_strong_decays_in_front_leave_later_ones_exact_in_float32():
+    """Sums of g from the first token of a chunk reach -1300: their differences round to 1e-4."""
+    tensors = inputs(64, dtype=torch.float32)
+    decay = tensors[3].detach().clone()
+    decay[:32] = -40.0
+    decay[32:] *= 1e-3
+    given = [*tensors[:3], decay, tensors[4]]
+    ours = gated_delta_rule(*given, numbers([64]))
+    wanted = token_by_token(*(x.double() for x in given))
+    torch.testing.assert_close(ours.double(), wanted, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("lengths", ((1,), (2,), (9,), (3, 1, 2, 9)))
+def test_convolution_is_torchs_of_each_document(lengths):
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(sum(lengths), B, K, generator=g, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(K, 4, generator=g, dtype=torch.float64, requires_grad=True)
+    alone = []
+    for document in x.split(lengths):
+        out = F.conv1d(document.permute(1, 2, 0), weight[:, None], padding=3, groups=K)
+        alone.append(F.silu(out[..., : len(document)]).permute(2, 0, 1))
+    ours = causal_convolution(x, weight, numbers(lengths))
+    assert_same_with_gradients(ours, torch.cat(alone), (x, weight))
+
+
+def test_documents_of_a_layout_are_numbered_in_the_rows_order_on_each_rank():
+    lengths = (4, 8, 4)
+    borders = (0, 4, 12, 16)
+    for size in (1, 2):
+        for rank in range(size):
+            layout = row_layout(borders, size, rank, torch.device("cpu"))
+            assert torch.equal(layout.documents, numbers(lengths))
+
+
+def test_kernels_get_rows_of_the_batch_and_the_borders_of_packed_ones(monkeypatch):
+    seen = []
+
+    def chunk_gated_delta_rule(q, k, v, g, beta, use_qk_l2norm_in_kernel, cu_seqlens):
+        assert use_qk_l2norm_in_kernel
+        seen.append(cu_seqlens)
+        rows = (x.transpose(0, 1) for x in (q, k, v, g, beta))
+        return token_by_token(*rows).transpose(0, 1), None
+
+    names = ("fla", "fla.ops", "fla.ops.gated_delta_rule")
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules[names[-1]].chunk_gated_delta_rule = chunk_gated_delta_rule
+    tensors = inputs(7)
+    out = delta_rule_by_kernels(*tensors, None)
+    torch.testing.assert_close(out, token_by_token(*tensors))
+    delta_rule_by_kernels(*tensors, torch.tensor([0, 3, 7], dtype=torch.int32))
+    assert seen[0] is None
+    assert seen[1].tolist() == [0, 3, 7] and seen[1].dtype == torch.int64
+
+
+# -- layers
+
+IDS = torch.randint(0, 61, (2, 150), generator=torch.Generator().manual_seed(2))
+PACKED_ROWS = (20, 64, 66)
+
+
+def logits_of(path: str, lengths, keys: dict) -> list | None:
+    """Logits of IDS [b, s, V], or of packed documents of `lengths` [1, s, V], on the ranks of the
+    last stage."""
+    from mca_lite import AutoModel, TrainingArguments
+    from mca_lite.batch import packed_row
+
+    models = AutoModel.from_pretrained(path, TrainingArguments(output_dir="unused", **keys)).eval()
+    given, ids = {}, IDS
+    if lengths:
+        ids = IDS.view(1, -1)[:, : sum(lengths)]
+        borders = (0, *torch.tensor(lengths).cumsum(0).tolist())
+        given["packed_seq_params"] = packed_row(borders, 1, 0, ids.device)
+    with torch.no_grad():
+        return models.gather_logits(models(ids, **given)).tolist()
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory) -> str:
+    return tiny_moe.save_model(tmp_path_factory.mktemp("model"), "qwen3_next", num_hidden_layers=4)
+
+
+@pytest.mark.parametrize("lengths", ((), PACKED_ROWS))
+@pytest.mark.parametrize("keys", ({}, TP2_SP), ids=("one", "tp2_sp"))
+def test_rows_of_several_chunks_have_the_logits_of_transformers(path, lengths, keys):
+    ranks = 1 if not keys else 2
+    got = torch.tensor(world.run(logits_of, ranks, path, lengths, keys)[0])
+    model = AutoModelForCausalLM.from_pretrained(path).eval()
+    rows = [IDS]
+    if lengths:
+        rows = IDS.view(1, -1)[:, : sum(lengths)].split(lengths, 1)
+    with torch.no_grad():
+        theirs = torch.cat([model(row).logits for row in rows], 1)
+    torch.testing.assert_close(got, theirs, rtol=0, atol=1e-5)
+
+
+# -- limits, in words
+
+
+@pytest.mark.parametrize(
+    "heads, keys, words",
+    [
+        ((3, 6), TP2_SP, "3 key heads among 2 ranks"),
+        ((2, 4), dict(CP2, **TP2_SP), "2 key heads among 4 ranks"),
+        ((2, 3), {}, "linear_num_value_heads is 3 in config.json, no multiple"),
+        ((2, 4), dict(mtp_num_layers=1), "qwen3_next has no layers for multi-token prediction"),
+    ],
+)
+def test_layouts_that_do_not_fit_are_refused(heads, keys, words):
+    from mca_lite.model_config import from_hf_config
+
+    of_keys, of_values = heads
+    sizes = dict(linear_num_key_heads=of_keys, linear_num_value_heads=of_values)
+    hf = tiny_moe.hf_config("qwen3_next", **sizes)
+    assert words in refusal(from_hf_config, hf, arguments(**keys))
+
+
+def test_transformer_engine_is_refused_for_what_it_lacks():
+    from mca_lite import McaModelConfig
+
+    sizes = dict(num_layers=2, hidden_size=32, num_attention_heads=4)
+    keys = dict(linear_layers=[0], attention_output_gate=True)
+    text = refusal(McaModelConfig, **sizes, **keys, transformer_impl="transformer_engine")
+    assert "needs linear_layers, attention_output_gate, which only the local layers have" in text
+
+
+def test_packed_rows_are_refused_on_plain_torch_whose_states_would_run_on():
+    from mca_lite.args_rules_model import check_torch_packing
+    from mca_lite.errors import Judge
+
+    judge = Judge(None)
+    check_torch_packing(tiny_moe.hf_config("qwen3_next"), judge)
+    assert "linear attention" in refusal(judge.close)
