@@ -132,6 +132,12 @@ class DataArguments(ArgumentGroup):
         None, "enable_thinking of the chat template (None: not passed)"
     )
     ignore_message_keys: list[str] = arg([], "unknown keys of messages to leave out")
+    pair_weight: str | None = arg(
+        None, "dpo: field of records with the weight of the pair's loss (None: 1)"
+    )
+    pair_margin: str | None = arg(
+        None, "dpo: field of records with the margin between the rewards of the answers (None: 0)"
+    )
     media_dir: str | None = arg(None, "folder of pictures (None: that of the dataset's file)")
     image_max_pixels: int | None = arg(
         None, "larger pictures are made smaller (None: as the model's image processor says)", low=1
@@ -188,8 +194,13 @@ class FinetuningArguments(ArgumentGroup):
     )
     adapter_name_or_path: str | None = arg(None, "folder of a PEFT adapter to train further")
     save_merged_model: bool = arg(False, "also export the merged model, to output_dir/merged")
-    pref_loss: str = arg(
-        "sigmoid", "stage dpo: sigmoid is DPO, orpo needs no reference", choices=LOSSES
+    pref_loss: list[str] = arg(
+        ["sigmoid"],
+        "stage dpo: losses of pairs, summed; sigmoid is DPO; configs/PREFERENCES.md lists them",
+        choices=LOSSES,
+    )
+    pref_loss_weights: list[float] | None = arg(
+        None, "weight of each loss of pref_loss in their sum (None: 1)"
     )
     pref_beta: float = arg(
         0.1, "strength of the reference, or weight of orpo's odds ratio", above=0
@@ -198,6 +209,24 @@ class FinetuningArguments(ArgumentGroup):
         0.0, "weight of the sft term: the mean token loss of the chosen response", low=0
     )
     dpo_label_smoothing: float = arg(0.0, "assumed fraction of swapped pairs", low=0, below=0.5)
+    simpo_gamma: float = arg(0.5, "simpo: margin of rewards between the answers", low=0)
+    cpo_alpha: float = arg(1.0, "cpo: weight of the loss of the chosen answers' tokens", low=0)
+    discopop_tau: float = arg(0.05, "discopop: temperature of the mix of its two losses", above=0)
+    f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = (
+        arg("reverse_kl", "divergence from the reference, for losses of log-ratio differences")
+    )
+    f_alpha_divergence_coef: float = arg(
+        0.5, "alpha of alpha_divergence: 1 is reverse_kl, 0 is forward_kl", low=-10, high=10
+    )
+    ld_alpha: float | None = arg(
+        None,
+        "weight of an answer's tokens beyond the length of the other one (None: 1)",
+        low=0,
+        high=1,
+    )
+    use_weighting: bool = arg(
+        False, "WPO: pairs weigh by how likely the model is to give both answers"
+    )
     ref_model: str | None = arg(
         None,
         "cached: scored before training; adapter: adapters off; model, or a folder: a second model",

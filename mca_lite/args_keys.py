@@ -21,6 +21,9 @@ ALIASES = {
     "muon_num_ns_steps": "muon_ns_steps",
     "muon_use_nesterov": "muon_nesterov",
     "full_determinism": "deterministic",
+    "loss_type": "pref_loss",
+    "loss_weights": "pref_loss_weights",
+    "rpo_alpha": "pref_ftx",
     "deterministic_mode": "deterministic",
     "gradient_checkpointing": "recompute_granularity",
     "activation_checkpointing": "recompute_granularity",
@@ -51,6 +54,10 @@ _REFUSED_BY_REASON = {
         "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
         "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage"
     ),
+    (
+        "a weight w of the BCO loss by this name",
+        "pref_loss: [sigmoid, bco_pair], and pref_loss_weights: [1 / (1 + w), w / (1 + w)]",
+    ): "pref_bco_weight",
     ("quantised weights", "fp8, or finetuning_type: lora in bf16"): "quantization_bit",
     ("values other than those of the model's config.json", "config.json"): (
         "rope_scaling num_experts num_moe_experts moe_*"
@@ -104,13 +111,12 @@ _REFUSED_BY_REASON = {
     ): "max_length",
     ("a length of prompt and answer together", "max_new_tokens"): "generation_max_length",
     ("it is a feature of other trainers or engines", ""): (
-        "ref_model_* pref_bco_weight pissa_init pissa_convert pissa_iter=16 "
+        "ref_model_* pissa_init pissa_convert pissa_iter=16 "
         "cuda_graph_impl=none cuda_graph_* "
         "enable_cuda_graph external_cuda_graph lora_task_type=causal_lm is_encoder_decoder "
         "neftune_noise_alpha preserve_thinking split_special_tokens shift_attn mixture_of_depths "
-        "use_llama_pro ld_alpha debug loraplus_lr_ratio "
-        "loraplus_lr_embedding=1e-06 f_divergence_type=reverse_kl f_alpha_divergence_coef=0.5 "
-        "discopop_tau=0.05 use_weighting loss_weights truncation_mode=keep_start model_init_kwargs "
+        "use_llama_pro debug loraplus_lr_ratio "
+        "loraplus_lr_embedding=1e-06 truncation_mode=keep_start model_init_kwargs "
         "dataset_kwargs use_megatron_bridge use_hyper_parallel use_kt use_v1_kernels "
         "auto_find_batch_size eval_delay"
     ),
@@ -155,7 +161,7 @@ _IGNORED_BY_REASON = {
     "distrib_optim_fully_reshardable distrib_optim_fully_reshardable_mem_efficient",
     "of a stage, adapter, optimizer or backend that is not in this version": "compile_warmup ppo_* "
     "reward_model* kto_* module_dropout oft_* asft_alpha eaft_alpha galore_* apollo_* badam_* "
-    "megatron_bridge_args hyper_parallel_* kt_* simpo_gamma",
+    "megatron_bridge_args hyper_parallel_* kt_*",
     "muon_adjust_lr decides it": "muon_scale_mode muon_extra_scale_factor",
     "Muon updates whole matrices of Hugging Face's, in bf16, as torch.optim.Muon": "muon_tp_mode "
     "muon_split_qkv muon_fp32_matmul_prec muon_coefficient_type",

@@ -167,6 +167,13 @@ def check_records(objective: Objective, judge: Judge) -> None:
     """Check DataArguments against the records of an objective."""
     if objective.has_pairs:
         judge.apply(_OF_PAIRS)
+    for key in ("pair_weight", "pair_margin"):
+        judge.expect(
+            objective.has_pairs or getattr(judge.arguments, key) is None,
+            key,
+            f"no effect, since stage {objective.stage} has no pairs",
+            f"{key} left out",
+        )
 
 
 def normalise_data(a: Any) -> None:

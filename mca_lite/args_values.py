@@ -294,7 +294,8 @@ class ArgumentGroup:
                 raise ValueError("it is required and was not given")
             value = cast(default if value is None else value, _type_hints(type(self))[key])
             if "choices" in known:
-                value = cast(value, Literal[tuple(known["choices"])])
+                choice: Any = Literal[tuple(known["choices"])]
+                value = cast(value, list[choice] if isinstance(value, list) else choice)
             if value is not None:
                 _check_value(value, known)
         except ValueError as error:

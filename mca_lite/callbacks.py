@@ -35,6 +35,7 @@ class TrainerState:
     left_out_steps: int = 0  # of epochs stopped early by a callback
     data_position: dict | None = None  # of a stream: the begin of the next step
     log_sums: dict | None = None  # of the steps since the last line of the log
+    objective: dict = field(default_factory=dict)  # numbers of a loss beyond a step, such as means
     stateful_callbacks: dict = field(default_factory=dict)  # by class name, as they were saved
 
     def forget_best(self) -> None:

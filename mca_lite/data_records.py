@@ -21,9 +21,10 @@ from .tables import COLUMNS, Objective, registered_columns
 # -- registered columns
 
 
-def dataset_columns(spec: DatasetSpec, data_args) -> dict[str, float | None]:
+def dataset_columns(spec: DatasetSpec, data_args) -> dict[str, float | str | None]:
     """Each registered column's value for the records of a dataset, None: the column's default; of
-    the package's columns those that the keys give. ValueError for a value of another column."""
+    the package's columns those that the keys give, a text for a field of each record. ValueError
+    for a value of another column."""
     columns = dict(sorted(registered_columns().items()))
     expect(
         spec.values.keys() <= columns.keys(),
@@ -32,14 +33,17 @@ def dataset_columns(spec: DatasetSpec, data_args) -> dict[str, float | None]:
         "register_column before the data is read",
     )
     of_keys = {name: c.of_dataset(spec, data_args) for name, c in COLUMNS.items() if c.of_dataset}
+    of_keys |= {name: getattr(data_args, name) for name, c in COLUMNS.items() if c.of_key}
     # a column without a value would change the identity of the data in checkpoints
     of_keys = {name: x for name, x in of_keys.items() if name in columns or x is not None}
     return {**dict.fromkeys(columns), **of_keys, **spec.values}
 
 
-def column_values(record, of_dataset: dict[str, float | None], where: str) -> dict[str, float]:
-    """A record's values of registered columns, else its dataset's. ValueError for anything but
-    numbers."""
+def column_values(
+    record, of_dataset: dict[str, float | str | None], where: str
+) -> dict[str, float]:
+    """A record's values of registered columns, else its dataset's, and those of its fields.
+    ValueError for anything but numbers."""
     given = {}
     if not isinstance(record, str):
         given = {
@@ -48,6 +52,9 @@ def column_values(record, of_dataset: dict[str, float | None], where: str) -> di
             if COLUMNS[name].is_registered
         }
     values = of_dataset | _without((), given)
+    for name, field_ in of_dataset.items():
+        if isinstance(field_, str):
+            values[name] = get_column(record, field_, where, (int, float))
     return {name: float(value) for name, value in values.items() if value is not None}
 
 

@@ -6,12 +6,11 @@ must not wait for it.
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from .errors import Judge, Rule
 from .files import HF_CONFIG_NAME, IGNORE_INDEX
@@ -170,9 +169,6 @@ def _refuse_taken(kind: str, name: str, table: Container[str]) -> None:
 
 # -- preference losses
 
-if TYPE_CHECKING:
-    import torch
-
 REFERENCES = ("cached", "adapter", "model")
 METRICS = (
     "loss",
@@ -186,36 +182,32 @@ METRICS = (
 )
 
 
-class Responses(NamedTuple):
-    """Inputs of a preference loss, each float32 [P] for P pairs: the policy's log-probabilities of
-    the responses, their numbers of tokens, and the reference's log-probabilities (None for a loss
-    without a reference)."""
-
-    chosen: torch.Tensor
-    rejected: torch.Tensor
-    chosen_lens: torch.Tensor
-    rejected_lens: torch.Tensor
-    reference_chosen: torch.Tensor | None = None
-    reference_rejected: torch.Tensor | None = None
-
-
 class PreferenceLoss(NamedTuple):
     """One row of LOSSES.
 
-    formula(responses, config) -> (losses, rewards of chosen, rewards of rejected), each [P];
-    rewards are detached, and config is a DPOConfig (beta, label_smoothing). has_reference: True for
-    a comparison with a reference model. keys: the configuration keys of the loss, beside pref_ftx.
+    formula(responses, config) -> losses [P], or (losses, rewards of chosen, rewards of rejected)
+    with detached rewards; "module:function" of this package. responses:
+    loss_preference.Responses; config: a DPOConfig. has_reference: True for a comparison with a
+    reference model. keys: the configuration keys of the loss, beside pref_ftx, pair_weight and
+    those of `excludes`. required: keys that must be set. excludes: keys it cannot be combined with.
+    of_batch(responses, config, memory) -> two numbers, or two tensors [N], of the N pairs of a
+    global batch, for `responses.of_batch` (see loss_preference). looks_ahead: True if it reads the
+    policy's log-probabilities: one more forward pass a step.
     """
 
-    formula: Callable[[Responses, Any], tuple]
+    formula: Callable[[Any, Any], Any] | str
     has_reference: bool
     keys: tuple[str, ...] = ("pref_beta",)
+    required: tuple[str, ...] = ()
+    excludes: tuple[str, ...] = ()
+    of_batch: Callable[[Any, Any, dict], tuple] | str | None = None
+    looks_ahead: bool = False
 
 
 LOSSES: dict[str, PreferenceLoss] = {}
 
 
-def register_loss(name: str, formula: Callable[[Responses, Any], tuple], **fields: Any) -> None:
+def register_loss(name: str, formula: Callable[[Any, Any], Any], **fields: Any) -> None:
     """Add a row to LOSSES: `pref_loss: <name>` trains with `formula`. fields: the others of
     PreferenceLoss, with `has_reference` required.
 
@@ -228,57 +220,64 @@ def register_loss(name: str, formula: Callable[[Responses, Any], tuple], **field
     LOSSES[name] = PreferenceLoss(formula, **fields)
 
 
-def log1mexp(x: torch.Tensor) -> torch.Tensor:
-    """log(1 - exp(x)) of x <= 0, finite everywhere.
+_BETA = ("pref_beta",)
+_SMOOTHED = ("pref_beta", "dpo_label_smoothing")
+_OF_SCORES = ("pref_beta", "pair_margin", "f_divergence_type", "f_alpha_divergence_coef")
+_NO_PREFERENCE = ("use_weighting",)
 
-    Near 0 through expm1 and far from it through log1p: the other way loses all digits in each case.
-    Above -1e-7, for a model certain of every token, value and gradient saturate (gradient 0).
-    """
-    import torch
 
-    x = x.clamp(max=-1e-7)
-    # each branch gets its range only: the gradient of the other would be NaN
-    near = x.clamp(min=-math.log(2))
-    far = x.clamp(max=-math.log(2))
-    return torch.where(
-        x > -math.log(2), torch.log(-torch.expm1(near)), torch.log1p(-torch.exp(far))
+def _add_losses() -> None:
+    """Fill LOSSES with the functions of loss_preference of the same names."""
+
+    def add(name: str, keys: tuple[str, ...], of_batch: str = "", **fields: Any) -> None:
+        fields.setdefault("has_reference", True)
+        if of_batch:
+            fields["of_batch"] = f"loss_preference:{of_batch}"
+        LOSSES[name] = PreferenceLoss(f"loss_preference:{name}", keys=keys, **fields)
+
+    add("sigmoid", (*_OF_SCORES, "dpo_label_smoothing"))
+    add("sigmoid_norm", _OF_SCORES)
+    add("hinge", _OF_SCORES)
+    add("ipo", ("pref_beta", "f_divergence_type", "f_alpha_divergence_coef"))
+    add("robust", (*_OF_SCORES, "dpo_label_smoothing"))
+    add("exo_pair", (*_OF_SCORES, "dpo_label_smoothing"), required=("dpo_label_smoothing",))
+    add("discopop", (*_OF_SCORES, "discopop_tau"))
+    add("nca_pair", _BETA)
+    add("bco_pair", _BETA, "bco_shift", looks_ahead=True)
+    LOSSES["bco_pair_unshifted"] = PreferenceLoss("loss_preference:bco_pair", True)
+    add("sppo_hard", _BETA)
+    add("apo_zero", _BETA)
+    add("apo_down", _BETA)
+    add("kto_pair", _BETA, "kl_of_batch", looks_ahead=True)
+    add("aot", _SMOOTHED, "sorted_references", looks_ahead=True)
+    add("aot_unpaired", _SMOOTHED, "sorted_partners", looks_ahead=True)
+    # terms of a token's loss are no preference: neither weighed by the policy nor cut short
+    add("orpo", _BETA, has_reference=False, excludes=("use_weighting", "ld_alpha"))
+    add("simpo", (*_SMOOTHED, "pair_margin", "simpo_gamma"), has_reference=False)
+    add(
+        "cpo",
+        (*_SMOOTHED, "pair_margin", "cpo_alpha"),
+        "pairs_per_token",
+        has_reference=False,
+        excludes=_NO_PREFERENCE,
     )
+    add("sft", _BETA, "pairs_per_token", has_reference=False, excludes=_NO_PREFERENCE)
 
 
-def dpo_loss(r: Responses, config):
-    """(losses, rewards of chosen, rewards of rejected), each [P], of config.beta and
-    config.label_smoothing, the assumed fraction of swapped pairs.
-
-    A reward is beta (policy - reference), detached.
-    """
-    from torch.nn.functional import logsigmoid
-
-    chosen = r.chosen - r.reference_chosen
-    rejected = r.rejected - r.reference_rejected
-    beta = config.beta
-    smoothing = config.label_smoothing
-    scaled = beta * (chosen - rejected)
-    losses = -(1 - smoothing) * logsigmoid(scaled) - smoothing * logsigmoid(-scaled)
-    return losses, beta * chosen.detach(), beta * rejected.detach()
+_add_losses()
 
 
-def odds_ratio_loss(r: Responses, config):
-    """(losses, rewards of chosen, rewards of rejected), each [P], of config.beta.
-
-    A reward is beta times the mean log-probability of a token, detached. The loss includes a
-    supervised term.
-    """
-    from torch.nn.functional import logsigmoid
-
-    chosen = r.chosen / r.chosen_lens.clamp(min=1)
-    rejected = r.rejected / r.rejected_lens.clamp(min=1)
-    log_odds = (chosen - rejected) - (log1mexp(chosen) - log1mexp(rejected))
-    losses = -chosen - config.beta * logsigmoid(log_odds)
-    return losses, config.beta * chosen.detach(), config.beta * rejected.detach()
+def function_of(name: Any) -> Any:
+    """A function or class: itself, or "module:name" of this package."""
+    if not isinstance(name, str):
+        return name
+    module, _, attribute = name.partition(":")
+    return getattr(import_module(f".{module}", __package__), attribute)
 
 
-register_loss("sigmoid", dpo_loss, has_reference=True, keys=("pref_beta", "dpo_label_smoothing"))
-register_loss("orpo", odds_ratio_loss, has_reference=False)
+def has_reference(names: Iterable[str]) -> bool:
+    """True if any of these losses is a comparison with a reference model."""
+    return any(LOSSES[name].has_reference for name in names)
 
 
 # -- stages
@@ -323,10 +322,7 @@ class Objective:
 
     def trainer_class(self) -> type:
         """The trainer; imports torch and megatron-core for one of this package."""
-        if isinstance(self.trainer, type):
-            return self.trainer
-        module, _, name = self.trainer.partition(":")
-        return getattr(import_module(f".{module}", __package__), name)
+        return function_of(self.trainer)
 
 
 OBJECTIVES: dict[str, Objective] = {}
@@ -360,6 +356,12 @@ def objective_of(stage: str) -> Objective:
 # -- preference training
 
 
+# of stage dpo: all but ref_model are fields of DPOConfig
+PREFERENCE_KEYS = tuple(
+    "pref_loss pref_loss_weights pref_beta pref_ftx dpo_label_smoothing simpo_gamma cpo_alpha "
+    "discopop_tau f_divergence_type f_alpha_divergence_coef ld_alpha use_weighting "
+    "ref_model".split()
+)
 _PREFERENCES = (
     Rule(
         "!calculate_per_token_loss",
@@ -386,6 +388,13 @@ _REFERENCE = (
 )
 
 
+_DIVERGENCE = Rule(
+    "!f_divergence_type=alpha_divergence !f_alpha_divergence_coef=0.5",
+    "no effect, since f_divergence_type is not alpha_divergence",
+    "f_divergence_type: alpha_divergence",
+)
+
+
 def _check_preferences(a: Any, judge: Judge) -> None:
     judge.apply(_PREFERENCES)
     path = os.path.join(a.ref_model or "", HF_CONFIG_NAME)
@@ -395,29 +404,66 @@ def _check_preferences(a: Any, judge: Judge) -> None:
         f"it is no folder with {HF_CONFIG_NAME}",
         f"ref_model: {', '.join(REFERENCES)}, or a model's folder",
     )
+    judge.expect(
+        a.pair_margin is None or "pair_margin" in _keys_of(a.pref_loss),
+        "pair_margin pref_loss",
+        f"no effect, since pref_loss is {', '.join(a.pref_loss)}",
+        "pair_margin left out",
+    )
 
 
 def _describe_preferences(keys: Any) -> str:
-    text = f"pref_loss {keys.pref_loss}, beta {keys.pref_beta:g}, sft term {keys.pref_ftx:g}"
+    losses = ", ".join(keys.pref_loss)
+    if keys.pref_loss_weights:
+        losses += f" weighing {', '.join(f'{weight:g}' for weight in keys.pref_loss_weights)}"
+    text = f"pref_loss {losses}, beta {keys.pref_beta:g}, sft term {keys.pref_ftx:g}"
     return f"{text}, label smoothing {keys.dpo_label_smoothing:g}"
 
 
+def _keys_of(names: Iterable[str]) -> set[str]:
+    """The configuration keys that these losses read."""
+    return {key for name in names for key in LOSSES[name].keys}
+
+
 def _check_preference_keys(a: Any, judge: Judge) -> None:
-    """Check the keys of a loss and its reference."""
-    loss = LOSSES[a.pref_loss]
+    """Check the keys of losses and their reference."""
+    names = a.pref_loss
+    listed = ", ".join(names)
     judge.expect(
-        loss.has_reference or a.ref_model is None,
+        len(names) == len({*names}) > 0,
+        "pref_loss",
+        "expected at least one loss, and each once",
+        "pref_loss: sigmoid",
+    )
+    weights = a.pref_loss_weights
+    judge.expect(
+        weights is None or (len(weights) == len(names) and min(weights, default=1) > 0),
+        "pref_loss_weights pref_loss",
+        f"expected a number above 0 for each of {listed}",
+        f"pref_loss_weights: {[1.0] * len(names)}",
+    )
+    judge.expect(
+        has_reference(names) or a.ref_model is None,
         "ref_model pref_loss",
-        f"pref_loss {a.pref_loss} has no reference model",
+        f"pref_loss {listed} has no reference model",
         "ref_model left out",
     )
-    judge.apply(_REFERENCE)
-    judge.expect(
-        not a.dpo_label_smoothing or "dpo_label_smoothing" in loss.keys,
-        "dpo_label_smoothing pref_loss",
-        f"no effect, since pref_loss is {a.pref_loss}",
-        "dpo_label_smoothing: 0",
-    )
+    judge.apply((*_REFERENCE, _DIVERGENCE))
+    for key in _keys_of(LOSSES) - _keys_of(names):
+        judge.expect(
+            key not in a.changed,
+            f"{key} pref_loss",
+            f"no effect, since pref_loss is {listed}",
+            f"{key} left out",
+        )
+    for name in names:
+        row = LOSSES[name]
+        for key in row.required:
+            reason = f"pref_loss {name} divides by it, or takes its logarithm"
+            judge.expect(getattr(a, key), f"{key} pref_loss", reason, f"{key}: 1e-3")
+        for key in row.excludes:
+            reason = f"pref_loss {name} has a term of single tokens, without a preference"
+            judge.expect(not getattr(a, key), f"{key} pref_loss", reason, f"{key} left out")
 
 
 register_objective("pt", records=TEXT)
@@ -427,7 +473,7 @@ register_objective(
     records=PAIRS,
     trainer="trainer_dpo:DPOTrainer",
     metrics=METRICS,
-    keys=("pref_loss", "pref_beta", "pref_ftx", "dpo_label_smoothing", "ref_model"),
+    keys=PREFERENCE_KEYS,
     check_keys=_check_preference_keys,
     check_run=_check_preferences,
     describe=_describe_preferences,
@@ -548,7 +594,8 @@ class Column:
     padding: the value in positions that only pad. default: of a document without the column.
     of_dataset: (DatasetSpec, DataArguments) -> the value of its documents by the keys of a run,
     None: the default. to_model: the forward pass gets it, under its name. given_by: where it may
-    come from; "record" is a field of a dataset's files.
+    come from; "record" is a field of a dataset's files. of_key: True for a column with a key of
+    DataArguments of its name, whose value is the field of records that has it.
     """
 
     per: str
@@ -558,6 +605,7 @@ class Column:
     of_dataset: Callable[[Any, Any], float | None] | None = None
     to_model: bool = False
     given_by: tuple[str, ...] = ("record", "sample", "collator")
+    of_key: bool = False
 
     @property
     def is_registered(self) -> bool:
@@ -584,6 +632,13 @@ COLUMNS = {
     "image_slot": Column("token", "int64", -1, to_model=True, given_by=()),
     # log-probability by a reference model
     "reference": Column("document", given_by=_GIVEN),
+    # of pairs: by the keys of these names, or from the samples of a Python dataset
+    "pair_weight": Column("sample", given_by=_GIVEN, of_key=True),
+    "pair_margin": Column("sample", given_by=_GIVEN, of_key=True),
+    # weights of tokens in their answer's log-probability (ld_alpha)
+    "logp_weight": Column("token", given_by=()),
+    # numbers of the global batch for each pair, two for each loss with some
+    "of_batch": Column("sample", given_by=()),
 }
 
 

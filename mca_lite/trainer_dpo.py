@@ -1,13 +1,15 @@
 """Preference training: DPOTrainer, as hooks of McaTrainer's loop, and the reference model's pass.
 
     _arrange                pairs -> rows or a packed row, chosen and rejected in turn
-    _prepare_micro_batches  log-probabilities of the reference, unless the data has them
+    _prepare_micro_batches  log-probabilities of the reference, unless the data has them; numbers of
+                            the global batch, for losses that compare its pairs
     _pre_compute_loss, _post_compute_loss
                             token losses -> log-probabilities of responses -> loss, 8 metrics
 
-The loss is the mean over the pairs of the global batch, in every layout. A cached reference is the
-start model: its log-probabilities are computed once, before training, and kept on disk. Letters: P
-pairs of a micro-batch without those that only fill it, s positions.
+The formulas are in loss_preference. The loss is the mean over the pairs of the global batch, in
+every layout. A cached reference is the start model: its log-probabilities are computed once, before
+training, and kept on disk. Letters: P pairs of a micro-batch without those that only fill it, s
+positions.
 """
 
 import functools
@@ -22,7 +24,7 @@ import numpy as np
 import torch
 from torch.utils.data import Subset
 
-from . import ckpt_folder, lora, parallel, tables
+from . import ckpt_folder, lora, loss_preference, parallel
 from .args import FinetuningArguments, check_together
 from .batch import join, real_documents
 from .callbacks import Interrupted
@@ -31,10 +33,21 @@ from .data_batches import Packs, WithReference, documents_of, samples_of
 from .data_encode import cache_folder, hash_of
 from .data_files import SIDES
 from .errors import Judge, expect, refuse
-from .files import HF_CONFIG_NAME, describe_error, resolve_folder, write_file
-from .tables import LOSSES, METRICS, OBJECTIVES, REFERENCES, Responses
+from .files import HF_CONFIG_NAME, IGNORE_INDEX, describe_error, resolve_folder, write_file
+from .loss_preference import Responses
+from .loss_tokens import Logits
+from .tables import (
+    LOSSES,
+    METRICS,
+    OBJECTIVES,
+    PREFERENCE_KEYS,
+    REFERENCES,
+    PreferenceLoss,
+    function_of,
+    has_reference,
+)
 from .trainer import McaTrainer
-from .trainer_evaluation import sum_documents
+from .trainer_evaluation import in_documents, sum_documents
 from .trainer_events import check_given
 
 # most micro-batches and tokens of a forward pass of the reference: with fewer a GPU waits for the
@@ -44,32 +57,40 @@ JOINED_TOKENS = 16384
 PART_PAIRS = 1024  # pairs that the pass writes at once; a crash loses as many
 FORMAT = 3
 # fields of DPOConfig -> configuration keys of the same meaning
-_KEYS = {
-    "pref_loss": "pref_loss",
-    "beta": "pref_beta",
-    "label_smoothing": "dpo_label_smoothing",
-    "ftx": "pref_ftx",
-}
+_SHORT_NAMES = {"beta": "pref_beta", "label_smoothing": "dpo_label_smoothing", "ftx": "pref_ftx"}
+_OWN_NAMES = {key: key for key in PREFERENCE_KEYS if key not in {*_SHORT_NAMES.values()}}
+_KEYS = {name: key for name, key in (_SHORT_NAMES | _OWN_NAMES).items() if key != "ref_model"}
+PAIR_COLUMNS = ("pair_weight", "pair_margin")
 
 
 @dataclass
 class DPOConfig:
     """The objective. ConfigError for values that do not fit together.
 
-    pref_loss: sigmoid (DPO), orpo, or a registered loss. beta: strength of the reference, or weight
-    of the odds ratio. label_smoothing: expected share of swapped pairs. ftx: weight of the sft
-    term, the mean loss of a token of the chosen response. use_ref_model: True with a reference
+    pref_loss: a name in LOSSES, such as sigmoid (DPO), or a list of them; a list afterwards.
+    pref_loss_weights: a weight of each (None: 1). beta: strength of the reference, or weight of the
+    odds ratio. label_smoothing: expected share of swapped pairs. ftx: weight of the sft term, the
+    mean loss of a token of the chosen response. simpo_gamma to use_weighting: the keys of the same
+    names. use_ref_model: True with a reference
     (None: as the loss needs it). reference: cached, adapter or model (None: a model that is given,
     else the model without its adapters, else cached). cache_dir: folder for log-probabilities of a
     cached reference (None: not written). model_source: tells start models of one folder apart.
     """
 
     beta: float = 0.1
-    pref_loss: str = "sigmoid"
+    pref_loss: Any = "sigmoid"
     label_smoothing: float = 0.0
     _: KW_ONLY
     use_ref_model: bool | None = None
     ftx: float = 0.0
+    pref_loss_weights: list[float] | None = None
+    simpo_gamma: float = 0.5
+    cpo_alpha: float = 1.0
+    discopop_tau: float = 0.05
+    f_divergence_type: str = "reverse_kl"
+    f_alpha_divergence_coef: float = 0.5
+    ld_alpha: float | None = None
+    use_weighting: bool = False
     reference: str | None = None
     cache_dir: str | None = None
     model_source: str = ""
@@ -79,12 +100,12 @@ class DPOConfig:
         for name, key in _KEYS.items():  # cast to the keys' types
             setattr(self, name, getattr(keys, key))
         judge = Judge(self)
-        needs = LOSSES[self.pref_loss].has_reference
+        needs = has_reference(self.pref_loss)
         if self.reference not in (None, *REFERENCES):
             judge.refuse("reference", f"expected {', '.join(REFERENCES)}, or None", "cached")
         if self.use_ref_model not in (None, needs):
             article = "a" if needs else "no"
-            reason = f"pref_loss {self.pref_loss} has {article} reference model"
+            reason = f"pref_loss {', '.join(self.pref_loss)} has {article} reference model"
             judge.refuse("use_ref_model", reason, "use_ref_model left out")
         judge.close()
         self.use_ref_model = needs
@@ -119,7 +140,7 @@ def _choose_reference(config: DPOConfig, model, ref_model) -> str | None:
         config.check_with("full" if spec is None else "lora", modules)
     if (kind == "model") != (ref_model is not None):
         article = "a" if kind == "model" else "no"
-        reason = f"pref_loss {config.pref_loss}: expected {article} ref_model"
+        reason = f"pref_loss {', '.join(config.pref_loss)}: expected {article} ref_model"
         refuse(
             "reference", kind, reason, "reference: model, with a ref_model, or leave ref_model out"
         )
@@ -138,6 +159,7 @@ class DPOTrainer(McaTrainer):
 
     metrics_keys = list(METRICS)
     documents_per_sample = len(SIDES)
+    _loss_of_logits: Any = None
 
     def __init__(
         self, model=None, train_config: DPOConfig | None = None, ref_model=None, args=None, **kwargs
@@ -145,13 +167,20 @@ class DPOTrainer(McaTrainer):
         check_given(model, args)
         self.train_config = config = train_config or DPOConfig()
         self.reference = _choose_reference(config, model, ref_model)
-        mtp = args.mtp_num_layers or getattr(model.config, "mtp_num_layers", None)
-        check_together(args, stage="dpo", mtp_num_layers=mtp)
         evaluated = kwargs.get("eval_dataset")
         if not isinstance(evaluated, dict):
             evaluated = {"eval": evaluated}
-        for dataset in filter(None, (kwargs.get("train_dataset"), *evaluated.values())):
+        given = [*filter(None, (kwargs.get("train_dataset"), *evaluated.values()))]
+        for dataset in given:
             _check_pairs(dataset, args.sequence_packing)
+        names = [name for name in PAIR_COLUMNS if any(map(functools.partial(_has, name), given))]
+        self.pair_columns = {*names}
+        mtp = args.mtp_num_layers or getattr(model.config, "mtp_num_layers", None)
+        fields = dict.fromkeys(names, "its column")
+        objective = dict(pref_loss=config.pref_loss, mtp_num_layers=mtp, **fields)
+        check_together(args, stage="dpo", **objective)
+        if config.use_weighting:
+            self._loss_of_logits = _with_agreement
         super().__init__(model=model, args=args, **kwargs)
         self.settings |= {**config.as_keys(), "ref_model": self.reference}
         self.backend.expect_weighted_losses()
@@ -162,12 +191,21 @@ class DPOTrainer(McaTrainer):
         if config.use_ref_model and self.reference != "cached":
             self._reference_model = self.model if ref_model is None else ref_model
 
+    @property
+    def _rows(self) -> dict[str, PreferenceLoss]:
+        return {name: LOSSES[name] for name in self.train_config.pref_loss}
+
+    @property
+    def _of_batch(self) -> list[str]:
+        """The losses that compare the pairs of the global batch."""
+        return [name for name, row in self._rows.items() if row.of_batch]
+
     # -- a run of the command line
 
     @classmethod
     def second_model_folder(cls, arguments, planned) -> Path | None:
         keys = arguments.finetuning
-        if not LOSSES[keys.pref_loss].has_reference:
+        if not has_reference(keys.pref_loss):
             return None
         if keys.ref_model == "model":
             return planned.folder
@@ -204,22 +242,41 @@ class DPOTrainer(McaTrainer):
     # -- the loss
 
     def preference_loss(self, responses: Responses):
-        """(losses, rewards of chosen, rewards of rejected), each [P], by the table's row of
-        pref_loss. DPO and ORPO call dpo_loss and odds_ratio_loss, for subclasses to override."""
-        r = responses
-        formula = LOSSES[self.train_config.pref_loss].formula
-        if formula is tables.dpo_loss:
-            return self.dpo_loss(r.chosen, r.rejected, r.reference_chosen, r.reference_rejected)
-        if formula is tables.odds_ratio_loss:
+        """(losses, rewards of chosen, rewards of rejected), each [P]: the weighted sum of
+        pref_loss, and the rewards of the first. responses.of_batch: [P, 2 n] of the n losses that
+        compare pairs. DPO and ORPO call dpo_loss and odds_ratio_loss, for subclasses to
+        override."""
+        found = [self._loss_of(name, responses) for name in self._rows]
+        weights = self.train_config.pref_loss_weights or [1.0] * len(found)
+        losses = sum(weight * one[0] for weight, one in zip(weights, found, strict=True))
+        return losses, *found[0][1:]
+
+    def _loss_of(self, name: str, r: Responses):
+        """preference_loss of one loss."""
+        formula = function_of(self._rows[name].formula)
+        if formula is loss_preference.sigmoid:
+            margin = {} if r.margin is None else {"margin": r.margin}
+            of_reference = (r.reference_chosen, r.reference_rejected)
+            return self.dpo_loss(r.chosen, r.rejected, *of_reference, **margin)
+        if formula is loss_preference.orpo:
             lens = torch.cat([r.chosen_lens, r.rejected_lens])
             return self.odds_ratio_loss(r.chosen, r.rejected, lens)
-        return formula(r, self.train_config)
+        own = None
+        if name in self._of_batch:
+            first = 2 * self._of_batch.index(name)
+            own = r.of_batch[:, first : first + 2]
+        found = formula(r.with_numbers(own), self.train_config)
+        if isinstance(found, tuple):
+            return found
+        numbers = r.ratios if self._rows[name].has_reference else r.means
+        return found, *loss_preference.rewards(numbers, self.train_config)
 
     def odds_ratio_loss(self, chosen_logps, rejected_logps, response_lens):
         """(losses, rewards of chosen, rewards of rejected), each [P]; response_lens [2 P]: chosen,
         then rejected."""
-        responses = Responses(chosen_logps, rejected_logps, *response_lens.chunk(2))
-        return tables.odds_ratio_loss(responses, self.train_config)
+        r = Responses(chosen_logps, rejected_logps, *response_lens.chunk(2))
+        config = self.train_config
+        return loss_preference.orpo(r, config), *loss_preference.rewards(r.means, config)
 
     def dpo_loss(
         self,
@@ -227,17 +284,15 @@ class DPOTrainer(McaTrainer):
         policy_rejected_logps,
         reference_chosen_logps,
         reference_rejected_logps,
+        margin=None,
     ):
-        """(losses, rewards of chosen, rewards of rejected), each [P]."""
-        responses = Responses(
-            policy_chosen_logps,
-            policy_rejected_logps,
-            None,
-            None,
-            reference_chosen_logps,
-            reference_rejected_logps,
-        )
-        return tables.dpo_loss(responses, self.train_config)
+        """(losses, rewards of chosen, rewards of rejected), each [P]. margin [P]: given where pairs
+        have one."""
+        policy = (policy_chosen_logps, policy_rejected_logps)
+        reference = (reference_chosen_logps, reference_rejected_logps)
+        r = Responses(*policy, None, None, *reference, margin=margin)
+        config = self.train_config
+        return loss_preference.sigmoid(r, config), *loss_preference.rewards(r.ratios, config)
 
     def _pre_compute_loss(self, batch: dict, inputs: dict, *more):
         of_reference = (None, None)
@@ -248,16 +303,34 @@ class DPOTrainer(McaTrainer):
     def _post_compute_loss(self, labels, batch, ref_chosen_logps, ref_rejected_logps, losses):
         """Token losses [b, s] -> (sum of the pairs' losses, pairs int32, {metric: (sum, pairs)}).
 
-        labels [b, s] of this rank; batch: the whole micro-batch; ref_*_logps float32 [P], None for
-        a loss without reference. Collective under context parallelism: one sum over its group.
+        labels [b, s] of this rank; batch: the whole micro-batch, with the columns for losses as
+        this rank has them; ref_*_logps float32 [P], None for a loss without reference. losses:
+        [b, s, 2] of _with_agreement with use_weighting. Collective under context parallelism: a few
+        sums over its group.
         """
-        logps, lens = sum_documents(self.backend, batch, labels, losses)
+        agreement: Any = 1.0
+        if self.train_config.use_weighting:
+            losses, of_squares = losses.unbind(-1)
+            agreement = self._agreement(batch, labels, losses.detach() + of_squares)
+        logps, lens = self._log_probs_of(batch, labels, losses)
+        whole = logps
+        if "logp_weight" in batch:
+            whole, _ = sum_documents(self.backend, batch, labels, losses)
         responses = Responses(
-            logps[0::2], logps[1::2], lens[0::2], lens[1::2], ref_chosen_logps, ref_rejected_logps
+            logps[0::2],
+            logps[1::2],
+            lens[0::2],
+            lens[1::2],
+            ref_chosen_logps,
+            ref_rejected_logps,
+            whole[0::2],
+            batch.get("pair_margin"),
+            batch.get("of_batch"),
         )
         of_pairs, chosen_rewards, rejected_rewards = self.preference_loss(responses)
-        sft = -responses.chosen / responses.chosen_lens.clamp(min=1)
-        of_pairs = of_pairs + self.train_config.ftx * sft
+        sft = -responses.whole_chosen / responses.chosen_lens.clamp(min=1)
+        of_pairs = agreement * of_pairs + self.train_config.ftx * sft
+        of_pairs = of_pairs * batch.get("pair_weight", 1.0)
         margins = chosen_rewards - rejected_rewards
         values = {
             "loss": of_pairs,
@@ -274,6 +347,18 @@ class DPOTrainer(McaTrainer):
         # context-parallel ranks have the same pairs, and megatron sums their counts: one counts
         counts = self.backend.context_parallel[1] == 0
         return of_pairs.sum(), (count * counts).int(), metrics
+
+    def _log_probs_of(self, batch: dict, labels, losses) -> torch.Tensor:
+        """sum_documents of a rank's batch, its tokens weighing as ld_alpha says."""
+        if "logp_weight" in batch:
+            losses = losses * batch["logp_weight"]
+        return sum_documents(self.backend, batch, labels, losses)
+
+    def _agreement(self, batch: dict, labels, differences) -> torch.Tensor:
+        """[P]: exp of the mean of log p - log sum p^2 over the tokens of an answer, the product of
+        both answers (WPO, 2406.11827, 2). differences [b, s]: of the tokens, negated."""
+        sums, lens = sum_documents(self.backend, batch, labels, differences)
+        return (sums / lens.clamp(min=1)).exp().view(-1, len(SIDES)).prod(-1)
 
     def _count_of_loss(self, batch: dict) -> int:
         return _num_pairs(batch)
@@ -293,9 +378,23 @@ class DPOTrainer(McaTrainer):
             f"the data collator gave rows of {counts.tolist()} documents: expected chosen and "
             "rejected in turn, numbered from 1 by attention_mask",
         )
-        return super()._arrange(batch)
+        arranged = super()._arrange(batch)
+        found = self.pair_columns.intersection(arranged)
+        expect(
+            found == self.pair_columns,
+            f"some pairs have {', '.join(self.pair_columns - found)}, and others have not, or the "
+            "data collator dropped it: expected one number for each pair",
+        )
+        alpha = self.train_config.ld_alpha
+        if alpha is not None:
+            arranged["logp_weight"] = _weights_beyond(arranged, alpha)
+        return arranged
 
     def _prepare_micro_batches(self, micro_batches: list[dict], seq_length: int) -> list[dict]:
+        batches = self._with_reference_logps(micro_batches, seq_length)
+        return self._compared(batches, seq_length) if self._of_batch else batches
+
+    def _with_reference_logps(self, micro_batches: list[dict], seq_length: int) -> list[dict]:
         """The micro-batches with the reference's log-probabilities, if the loss needs them."""
         if not self.train_config.use_ref_model:
             return micro_batches
@@ -307,16 +406,69 @@ class DPOTrainer(McaTrainer):
             )
             return micro_batches
         models = self.ref_chunks or self.models
-        joined = _joined(micro_batches) if self.backend.joins_rows(models) else micro_batches
-        joined = [self._to_length(batch) for batch in joined]
-        logps = self._reference_logps(models, joined, seq_length)
-        if not logps:  # a pipeline stage before the last, without losses
+        run = functools.partial(self._reference_logps, models)
+        parts = self._score_pairs(micro_batches, seq_length, models, run)
+        if not parts:
             return micro_batches
-        parts = torch.cat(logps).split(list(map(_num_pairs, micro_batches)))
         return [
             {**batch, "reference": of_pairs.flatten()}
             for batch, of_pairs in zip(micro_batches, parts, strict=True)
         ]
+
+    def _score_pairs(self, micro_batches: list[dict], seq_length: int, models, run) -> tuple:
+        """Log-probabilities [P, 2] of each micro-batch by run(micro-batches, length), in few
+        passes; () on a pipeline stage before the last, without losses."""
+        joined = _joined(micro_batches) if self.backend.joins_rows(models) else micro_batches
+        joined = [self._to_length(batch) for batch in joined]
+        logps = run(joined, seq_length)
+        return torch.cat(logps).split(list(map(_num_pairs, micro_batches))) if logps else ()
+
+    # -- the global batch
+
+    def _compared(self, micro_batches: list[dict], seq_length: int) -> list[dict]:
+        """The micro-batches with `of_batch`, the numbers of the global batch for its pairs. An
+        evaluation's count as those of the next step, and leave no trace. Collective."""
+        every, first = self._every_pair(micro_batches, seq_length)
+        memory = self.state.objective
+        if not torch.is_grad_enabled():
+            memory = dict(memory)
+        columns = []
+        for name in self._of_batch:
+            numbers = function_of(self._rows[name].of_batch)(every, self.train_config, memory)
+            for number in numbers:
+                column = torch.as_tensor(number).to(every.chosen)
+                columns.append(column.expand_as(every.chosen))
+        counts = list(map(_num_pairs, micro_batches))
+        own = torch.stack(columns, -1).float()[first : first + sum(counts)].split(counts)
+        return [{**b, "of_batch": numbers} for b, numbers in zip(micro_batches, own, strict=True)]
+
+    @torch.no_grad()
+    def _every_pair(self, micro_batches: list[dict], seq_length: int) -> tuple[Responses, int]:
+        """(the Responses of all pairs of the global batch in float64, the same on every rank; the
+        number of this rank's first pair). The policy's are 0 if no loss reads them, and without
+        dropout. Collective."""
+        device = parallel.device()
+        counts = list(map(_num_pairs, micro_batches))
+        parts: tuple = tuple(torch.zeros(n, len(SIDES), device=device) for n in counts)
+        if any(row.looks_ahead for row in self._rows.values()):
+            run = functools.partial(self._log_probs, self.models)
+            parts = self._score_pairs(micro_batches, seq_length, self.models, run) or parts
+        rows = []
+        for batch, logps in zip(micro_batches, parts, strict=True):
+            reference = batch.get("reference", torch.zeros(logps.numel())).view_as(logps)
+            lengths = in_documents(batch, batch["labels"] != IGNORE_INDEX)
+            lengths = lengths[real_documents(batch)].view_as(logps)
+            rows.append(torch.cat([x.to(device).double() for x in (logps, lengths, reference)], -1))
+        backend = self.backend
+        is_counted = backend.context_parallel[1] == 0  # all of its ranks have the same
+        of_ranks = torch.zeros(backend.dp_size, dtype=torch.float64, device=device)
+        of_ranks[backend.dp_rank] = sum(counts) * is_counted
+        of_ranks = backend.reduce(of_ranks)
+        first = int(of_ranks[: backend.dp_rank].sum())
+        table = torch.zeros(int(of_ranks.sum()), 3 * len(SIDES), dtype=torch.float64, device=device)
+        table[first : first + sum(counts)] = torch.cat(rows) * is_counted
+        table = backend.reduce(table.flatten()).view_as(table)
+        return Responses(*table.unbind(-1)), first
 
     # -- the reference
 
@@ -330,20 +482,31 @@ class DPOTrainer(McaTrainer):
 
         Collectives: those of the schedule, forward only.
         """
+        with lora.without_adapters(self.model):
+            logps = self._log_probs(models, data_list, seq_length)
+        names = [f"reference_{side}_logps" for side in SIDES]
+        return [dict(zip(names, pairs.unbind(-1), strict=True)) for pairs in logps] or None
+
+    @torch.no_grad()
+    def _log_probs(self, models, batches: list[dict], seq_length: int) -> list[torch.Tensor]:
+        """float32 [P, 2] of each micro-batch by chunks as they are, without dropout; [] on pipeline
+        stages before the last. Collectives: those of the schedule, forward only."""
         was_training = self.models[0].training
 
-        def collect(inputs: dict, batch: dict, losses: torch.Tensor) -> dict[str, torch.Tensor]:
-            logps, _ = sum_documents(self.backend, batch, inputs["labels"], losses)
-            return {"reference_chosen_logps": logps[0::2], "reference_rejected_logps": logps[1::2]}
+        def collect(inputs: dict, batch: dict, losses: torch.Tensor) -> torch.Tensor:
+            of_rank = self.backend.loss_columns(batch)
+            logps, _ = self._log_probs_of(of_rank, inputs["labels"], losses)
+            return logps.view(-1, len(SIDES))
 
         step = self.evaluator.collecting(collect)
         self.backend.train_mode(False)
-        with lora.without_adapters(self.model):
-            logps = self.backend.forward_backward(
-                step, data_list, seq_length, forward_only=True, chunks=models
-            )
+        self.backend.use_loss(None)  # cross entropy alone
+        logps = self.backend.forward_backward(
+            step, batches, seq_length, forward_only=True, chunks=models
+        )
+        self.use_own_loss()
         self.backend.train_mode(was_training)
-        return logps or None
+        return logps
 
     def _reference_logps(self, models, batches: list[dict], seq_length: int) -> list[torch.Tensor]:
         """compute_reference_log_probs as one tensor [P, 2] of each micro-batch."""
@@ -392,6 +555,8 @@ class DPOTrainer(McaTrainer):
             "data": fingerprint,
             "pairs": len(pairs),
         }
+        if config.ld_alpha is not None:
+            identity["ld_alpha"] = config.ld_alpha
         return ReferenceStore(config.cache_dir if fingerprint else None, identity)
 
     def _check_kept(self, pairs, kept: np.ndarray, store: "ReferenceStore") -> None:
@@ -475,6 +640,34 @@ class DPOTrainer(McaTrainer):
                 f"the first pair, and this one gives {now[0]}: set model_name_or_path to the "
                 "model that the run started from"
             )
+
+
+def _with_agreement(logits: Logits) -> torch.Tensor:
+    """[n, 2]: cross entropy, and the log of the sum of squared probabilities, without a
+    gradient. Collective."""
+    lse = logits.logsumexp()
+    with torch.no_grad():
+        squares = logits.sum((2 * (logits.values - lse[:, None])).exp().sum(1)).log()
+    return torch.stack([lse - logits.of_labels(), squares], -1)
+
+
+def _weights_beyond(batch: dict, alpha: float) -> torch.Tensor:
+    """[rows, s] of an arranged batch: alpha for the trained tokens of an answer beyond the number
+    of the other answer's, 1 else."""
+    trained = (batch["labels"] != IGNORE_INDEX).long()
+    lengths = np.diff(batch.get("cu_seqlens", np.arange(len(trained) + 1) * trained.shape[1]))
+    documents = trained.flatten().split(lengths.tolist())
+    weights = []
+    for pair in zip(documents[0::2], documents[1::2], strict=False):  # an odd one only pads
+        shared = min(int(document.sum()) for document in pair)
+        weights += [torch.where(document.cumsum(0) > shared, alpha, 1.0) for document in pair]
+    weights += [torch.ones(len(documents[-1]))] * (len(documents) % 2)
+    return torch.cat(weights).view(trained.shape)
+
+
+def _has(column: str, dataset) -> bool:
+    """True if the first sample of a dataset has a column."""
+    return documents_of(dataset[0])[0].get(column) is not None
 
 
 def _joined(batches: list[dict]) -> list[dict]:

@@ -316,14 +316,18 @@ def sum_documents(backend, batch: dict, labels, losses) -> torch.Tensor:
         labels = labels.labels
         losses = losses[..., 0]
     both = torch.stack([-losses, (labels != IGNORE_INDEX).to(losses.dtype)])  # [2, rows, s]
-    if "cu_seqlens" in batch:
-        lengths = np.diff(batch["cu_seqlens"]) // backend.context_parallel[0]
-        parts = both[:, 0].split(lengths.tolist(), -1)
-        sums = torch.stack([part.sum(-1) for part in parts], -1)
-    else:
-        sums = both.sum(-1)
+    sums = in_documents(batch, both, backend.context_parallel[0])
     real = parallel.to_device(real_documents(batch).nonzero()[:, 0], sums.device)
     return backend.sum_over_context_parallel(sums).index_select(1, real)
+
+
+def in_documents(batch: dict, values, parts: int = 1) -> torch.Tensor:
+    """Sums [..., documents] of an arranged batch's values [..., rows, s] over each document, those
+    that only pad among them. parts: ranks that have a part of each document."""
+    if "cu_seqlens" not in batch:
+        return values.sum(-1)
+    lengths = np.diff(batch["cu_seqlens"]) // parts
+    return torch.stack([part.sum(-1) for part in values[..., 0, :].split(lengths.tolist(), -1)], -1)
 
 
 def _borders(batch: dict) -> list[tuple[int, int, int]]:

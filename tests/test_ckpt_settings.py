@@ -60,7 +60,7 @@ TAKEN = {
         [2.5e-3, 0],
     ),
     "pref_beta": ("dpo", dict(pref_beta=0.7), "pref_beta 0.1 -> 0.7", [2.5e-3, 0]),
-    "pref_loss": ("dpo", dict(pref_loss="orpo"), "pref_loss sigmoid -> orpo", [2.5e-3, 0]),
+    "pref_loss": ("dpo", dict(pref_loss="orpo"), "pref_loss ['sigmoid'] -> ['orpo']", [2.5e-3, 0]),
 }
 REFUSED = {
     "batch": ("sft", dict(global_batch_size=8), "global_batch_size 4, and this run has 8"),
@@ -189,7 +189,7 @@ def settings_of_pairs(path: str, out: str) -> dict:
 
 def test_the_settings_of_pairs_are_kept_by_their_keys(run_files, tmp_path):
     [settings] = world.run(settings_of_pairs, 1, str(run_files / "model"), str(tmp_path))
-    wanted = dict(pref_beta=0.3, pref_loss="sigmoid", pref_ftx=0.5, dpo_label_smoothing=0.2)
+    wanted = dict(pref_beta=0.3, pref_loss=["sigmoid"], pref_ftx=0.5, dpo_label_smoothing=0.2)
     assert {**settings, **wanted, "ref_model": "cached"} == settings
 
 

@@ -93,7 +93,7 @@ def problems(*words) -> dict:
 
 def test_keys_that_do_not_fit_together_are_refused(monkeypatch):
     monkeypatch.chdir(ROOT)
-    assert "sigmoid" in problems("pref_loss=hinge")["pref_loss"]
+    assert "sigmoid" in problems("pref_loss=ranked")["pref_loss"]
     assert "no reference model" in problems("pref_loss=orpo")["ref_model"]
     assert (
         "since pref_loss is orpo"
@@ -109,7 +109,7 @@ def test_keys_that_do_not_fit_together_are_refused(monkeypatch):
     )
     assert "no part in a preference loss" in problems("mtp_num_layers=1")["mtp_num_layers"]
     assert "of other trainers" in problems("ref_model_adapters=x")["ref_model_adapters"]
-    assert "of other trainers" in problems("pref_bco_weight=0.1")["pref_bco_weight"]
+    assert "pref_loss: [sigmoid, bco_pair]" in problems("pref_bco_weight=0.1")["pref_bco_weight"]
     assert {"pref_beta", "dpo_label_smoothing"} <= problems(
         "pref_beta=0", "dpo_label_smoothing=0.5"
     ).keys()
@@ -136,7 +136,7 @@ def test_what_cannot_be_trained_on_is_told_before_anything_starts(tmp_path, monk
     )
     for words, wanted in {
         "dataset=configs/tiny/sft.jsonl": "stage dpo expects pairs",
-        "pref_loss=simpo": "pref_loss",
+        "pref_loss=ranked": "pref_loss",
         f"ref_model={tmp_path}": "vocabulary of 300 tokens",
     }.items():
         argv = [

@@ -381,7 +381,7 @@ def refused_runs(path, adapter, out) -> list[str]:
     orpo, plain = dict(pref_loss="orpo"), tiny.samples(4)
     trained = our_run(path, f"{out}/ok", SIGMOID, max_steps=1)
     return [
-        refusal(lambda: DPOConfig(pref_loss="hinge")),
+        refusal(lambda: DPOConfig(pref_loss="ranked")),
         refusal(lambda: DPOConfig(pref_loss="orpo", use_ref_model=True)),
         refusal(lambda: DPOConfig(pref_loss="sigmoid", use_ref_model=False)),
         refusal(lambda: DPOConfig(pref_loss="orpo", label_smoothing=0.1)),
@@ -407,7 +407,7 @@ def refused_runs(path, adapter, out) -> list[str]:
 def test_what_cannot_be_trained_is_refused_before_training(adapted_start, tmp_path):
     [texts] = world.run(refused_runs, 1, *adapted_start, str(tmp_path))
     words = [
-        "expected one of sigmoid, orpo", "has no reference model", "has a reference model",
+        "expected one of sigmoid, sigmoid_norm", "has no reference model", "has a reference model",
         "dpo_label_smoothing: 0.1",
         "pref_beta: 0.0", "leave ref_model out", "a data set of pairs, or stage: sft",
         "there are no adapters to switch off",

@@ -1,14 +1,12 @@
 """The preference losses against numbers derived by hand."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from mca_lite.tables import Responses, log1mexp
-from mca_lite.tables import dpo_loss as dpo_of_responses
-from mca_lite.tables import odds_ratio_loss as odds_ratio_of_responses
+from mca_lite import DPOConfig
+from mca_lite.loss_preference import Responses, log1mexp, orpo, rewards, sigmoid
 
 
 def t(*values):
@@ -17,11 +15,14 @@ def t(*values):
 
 def dpo_loss(chosen, rejected, reference_chosen, reference_rejected, **config):
     responses = Responses(chosen, rejected, None, None, reference_chosen, reference_rejected)
-    return dpo_of_responses(responses, SimpleNamespace(**{"label_smoothing": 0.0, **config}))
+    config = DPOConfig(**config)
+    return sigmoid(responses, config), *rewards(responses.ratios, config)
 
 
 def odds_ratio_loss(*responses, beta):
-    return odds_ratio_of_responses(Responses(*responses), SimpleNamespace(beta=beta))
+    responses = Responses(*responses)
+    config = DPOConfig(beta, "orpo")
+    return orpo(responses, config), *rewards(responses.means, config)
 
 
 def test_dpo_by_hand():
@@ -91,18 +92,16 @@ def test_certain_responses_give_finite_losses_and_gradients():
     "pref_loss, method", [("sigmoid", "dpo_loss"), ("orpo", "odds_ratio_loss")]
 )
 def test_a_subclass_may_override_the_seeds_methods(pref_loss, method):
-    from mca_lite import DPOConfig, DPOTrainer
-    from mca_lite.tables import LOSSES, Responses
+    from mca_lite import DPOTrainer
 
+    formula = {"sigmoid": sigmoid, "orpo": orpo}[pref_loss]
     trainer = object.__new__(DPOTrainer)
     trainer.train_config = config = DPOConfig(pref_loss=pref_loss)
     one = torch.tensor([-1.5])
     responses = Responses(one, 2 * one, one / one * 4, one / one * 5, 3 * one, 4 * one)
-    for got, wanted in zip(
-        trainer.preference_loss(responses),
-        LOSSES[pref_loss].formula(responses, config),
-        strict=True,
-    ):
-        assert torch.equal(got, wanted)
-    setattr(trainer, method, lambda *args: ("mine", len(args)))
-    assert trainer.preference_loss(responses)[0] == "mine"
+    numbers = responses.means if pref_loss == "orpo" else responses.ratios
+    wanted = (formula(responses, config), *rewards(numbers, config))
+    for got, number in zip(trainer.preference_loss(responses), wanted, strict=True):
+        assert torch.equal(got, number)
+    setattr(trainer, method, lambda *args: (7.0, len(args), 0))
+    assert trainer.preference_loss(responses)[0] == 7.0

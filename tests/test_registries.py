@@ -43,7 +43,7 @@ def logged(name: str, words: str, out, ranks: int = 1) -> list[dict]:
 
 @BACKENDS
 def test_a_loss_from_outside_trains(tmp_path, backend):
-    words = f"configs/dpo.yaml pref_loss=hinge pref_beta=0.5 ref_model=null {backend}"
+    words = f"configs/dpo.yaml pref_loss=slic pref_beta=0.5 ref_model=null {backend}"
     first, second = logged("preference_loss", words, tmp_path)
     # a model that is drawn at random gives both answers about the same: the hinge is near beta
     assert first["loss"] == pytest.approx(0.5, abs=0.3) and first["loss"] > 0

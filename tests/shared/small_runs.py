@@ -45,6 +45,7 @@ def write_data(folder: Path, chats: int = 12, pairs: int = 12) -> None:
             "prompt": [turn("user", i)],
             "chosen": turn("assistant", i, *[7] * (1 + i // 12)),
             "rejected": turn("assistant", 9),
+            "trust": 0.5 + i % 3,
         }
         for i in range(pairs)
     ]

@@ -15,14 +15,16 @@ import torch.nn.functional as F
 def run_pairs(shape, mbs, rows, s, steps, packed=False, liger=False):
     import transformers
 
-    from mca_lite.tables import Responses, dpo_loss
+    from mca_lite.loss_preference import Responses, sigmoid
 
     from .bench_gpu import Clock, dataset_of_pairs, fill, hf_config
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     config, clock, logs = hf_config(shape), Clock(), []
-    objective = SimpleNamespace(beta=0.1, label_smoothing=0.0)
+    objective = SimpleNamespace(
+        beta=0.1, label_smoothing=0.0, f_divergence_type="reverse_kl", f_alpha_divergence_coef=0.5
+    )
     data, tokens, squares = dataset_of_pairs(config, s, rows, packed)
     models = []
     for _ in range(2):
@@ -58,7 +60,7 @@ def run_pairs(shape, mbs, rows, s, steps, packed=False, liger=False):
             with torch.no_grad():
                 known = logps(reference, ids, labels).chunk(2)
             responses = Responses(*logps(policy, ids, labels).chunk(2), None, None, *known)
-            losses, *_ = dpo_loss(responses, objective)
+            losses = sigmoid(responses, objective)
             loss = losses.sum() / rows
             loss.backward()
             total += float(loss.detach())
