@@ -43,7 +43,7 @@ from .data_batches import (
     samples_of,
 )
 from .data_stream import TokenStream
-from .errors import expect
+from .errors import expect, refuse
 from .files import IGNORE_INDEX, TRAINER_STATE_NAME, replacing
 from .log import Report, Throughput, model_work, peak_memory_gib, run_summary
 from .model import VirtualModels
@@ -667,6 +667,15 @@ class McaTrainer:
         )
         raise stop
 
+    def stop_after_signal(self, where: str) -> None:
+        """Interrupted between two parts of a pass before training, which may outlast a scheduler's
+        grace. where: the pass, and the place from which it goes on. Collective."""
+        [number] = parallel.largest(self.signals.received)
+        if number:
+            stop = Interrupted(number, self.state.global_step)
+            self.report.print(f"{stop.signal.name}: stopped {where}")
+            raise stop
+
     def _complete_state(self) -> None:
         """Copy into the state the numbers kept by other objects between steps."""
         self.state.stateful_callbacks = export_states(self.callbacks)
@@ -774,7 +783,17 @@ class McaTrainer:
         return None
 
     @classmethod
+    def check_second_model(cls, arguments, first, second, tokenizer) -> None:
+        """Refuse a second model that does not belong to the first one, both run.PlannedModels;
+        tokenizer: of the first."""
+        if second.old_vocab_size != first.old_vocab_size:
+            reason = f"it has a vocabulary of {second.old_vocab_size} tokens, and the trained "
+            reason += f"model {first.old_vocab_size}"
+            remedy = "a model that reads the same tokens"
+            refuse("ref_model", str(second.folder), reason, remedy)
+
+    @classmethod
     def own_keywords(cls, arguments, second_model) -> dict[str, Any]:
         """The constructor's keywords beside McaTrainer's, for a run with these RunArguments;
-        second_model: as built."""
+        second_model: a function that builds it, None without one."""
         return {}
