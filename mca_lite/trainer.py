@@ -14,6 +14,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -46,6 +47,7 @@ from .data_stream import TokenStream
 from .errors import expect, refuse
 from .files import IGNORE_INDEX, TRAINER_STATE_NAME, replacing
 from .log import Report, Throughput, model_work, peak_memory_gib, run_summary
+from .loss_tokens import Logits
 from .model import VirtualModels
 from .optim import get_megatron_lr_scheduler, given_optimizers
 from .trainer_evaluation import Evaluator, PredictionOutput
@@ -71,6 +73,10 @@ __path__: list[str] = []  # mca_lite.trainer.utils and others of mcore_adapter's
 def __getattr__(name: str):
     """The public names: mcore_adapter's package of this name has DPOTrainer."""
     return sys.modules[__package__].__getattr__(name)
+
+
+def _loss_in(batch: dict | None, loss_of_logits, logits: Logits) -> torch.Tensor:
+    return loss_of_logits(replace(logits, batch=batch))
 
 
 class McaTrainer:
@@ -260,15 +266,20 @@ class McaTrainer:
 
     # -- the objective
 
-    def use_own_loss(self) -> None:
-        """Let the backend's model give this objective's loss of tokens."""
-        self.backend.use_loss(self._loss_of_logits)
+    def use_own_loss(self, batch: dict | None = None) -> None:
+        """Let the backend's model give this objective's loss of tokens, for a micro-batch as
+        _pre_compute_loss gets it."""
+        of_logits = self._loss_of_logits
+        if of_logits is not None:
+            of_logits = functools.partial(_loss_in, batch, of_logits)
+        self.backend.use_loss(of_logits)
 
     def forward_step(self, data_iterator: Iterator, model):
         """megatron's contract: one micro-batch through one chunk -> (output, loss_func)."""
         batch = self._arranged(next(data_iterator))
         inputs = self.inputs_of(batch)
         of_rank = self.backend.loss_columns(batch)
+        self.use_own_loss(of_rank)
         return model(**inputs), self.guard.mark(self._pre_compute_loss(of_rank, inputs))
 
     def _prepare_micro_batches(self, micro_batches: list[dict], seq_length: int) -> list[dict]:
