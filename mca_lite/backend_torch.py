@@ -230,9 +230,10 @@ class TokenLossModel(torch.nn.Module):
         answer = self.model(input_ids, output_hidden_states=True, **kwargs)
         kept = labels != IGNORE_INDEX
         weight = self.model.get_output_embeddings().weight
-        head = Head(None, len(weight), 0, len(weight), labels.numel(), None)
+        head = Head(None, len(weight), 0, len(weight), labels.numel(), None, labels.shape)
         hidden = answer.hidden_states[-1]
-        logits = Logits(answer.logits[kept], labels[kept], hidden[kept], weight, head)
+        [places] = kept.flatten().nonzero(as_tuple=True)
+        logits = Logits(answer.logits[kept], labels[kept], hidden[kept], weight, head, places)
         losses = checked(self.loss_of_logits(logits), logits)
         out = losses.new_zeros(*labels.shape, *losses.shape[1:])
         return out.index_put((kept,), losses)

@@ -16,7 +16,7 @@ trained head is a sum with these weights: the backward pass computes the logits 
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +54,8 @@ class Head(NamedTuple):
     columns: int  # this rank's columns of token ids; those after them pad
     chunk_size: int
     softcap: float | None
+    shape: tuple[int, ...] = ()  # of the labels: [b, s], or [s, b]
+    sequence_first: bool = False
 
     def place(self, labels):
         """(column of each label, 0 for labels of other ranks; bool, True for labels of this
@@ -62,17 +64,24 @@ class Head(NamedTuple):
         here = (column >= 0) & (column < self.columns)
         return column.where(here, 0), here
 
+    def of_first(self, size: int) -> "Head":
+        """The head of the first `size` token ids alone."""
+        vocab_size = min(size, self.vocab_size)
+        columns = min(max(vocab_size - self.first, 0), self.columns)
+        return self._replace(vocab_size=vocab_size, columns=columns)
+
 
 @dataclass(frozen=True)
 class Logits:
-    """The logits of n tokens with a label. Each rank has the columns [first, first + columns) of
-    the vocabulary: all of it without tensor parallelism.
+    """The logits of n tokens with a label. Each rank has the columns of the token ids `vocabulary`:
+    all of them without tensor parallelism.
 
     product: hidden times the head before its cap, [n, V/tp]. labels: int64 [n], global token ids.
     hidden [n, h]: the last hidden states as the head reads them, the same on all ranks. weight
-    [V/tp, h]: this rank's rows of the head. The last two are for losses that need more than the
+    [V/tp, h]: this rank's rows of the head. These two are for losses that need more than the
     logits. In a product of hidden with this rank's rows write spread(hidden), or its gradient is
-    too small.
+    too small. places: int64 [n], of the tokens among all labels. batch: the micro-batch as
+    _pre_compute_loss gets it, None in passes without one.
     """
 
     product: torch.Tensor
@@ -80,6 +89,25 @@ class Logits:
     hidden: torch.Tensor
     weight: torch.Tensor
     head: Head
+    places: torch.Tensor
+    batch: Any = None
+
+    @property
+    def vocabulary(self) -> slice:
+        """The token ids of this rank's columns, those of `values`."""
+        return slice(self.head.first, self.head.first + self.head.columns)
+
+    def take(self, column: torch.Tensor) -> torch.Tensor:
+        """[n, ...]: the values of these tokens in a column [b, s, ...] of this rank's batch, with s
+        cut by context parallelism."""
+        index = torch.unravel_index(self.places, self.head.shape)
+        return column[index[::-1] if self.head.sequence_first else index]
+
+    def of_first(self, size: int) -> "Logits":
+        """The logits of the first `size` token ids alone."""
+        if size >= self.head.vocab_size:
+            return self
+        return replace(self, head=self.head.of_first(size))
 
     @functools.cached_property
     def values(self) -> torch.Tensor:
@@ -100,22 +128,39 @@ class Logits:
         over the ranks. Collective in the backward pass."""
         return whole if self.head.group is None else sum_gradients(whole, self.head.group)
 
-    def logsumexp(self) -> torch.Tensor:
-        """[n]: log of the sum of exp(z) over the whole vocabulary. Collective."""
-        top = self.values.new_full(self.labels.shape, _LOWEST)
+    def logsumexp(self, values: torch.Tensor | None = None) -> torch.Tensor:
+        """[n]: log of the sum of exp(z) over the whole vocabulary, of other `values` [n, columns]
+        than the model's if they are given. Collective."""
+        if values is None:
+            values = self.values
+        top = values.new_full(self.labels.shape, _LOWEST)
         if self.head.columns:
-            top = self.values.detach().amax(1)
+            top = values.detach().amax(1).clamp(min=_LOWEST)
         top = all_reduce(top, dist.ReduceOp.MAX, self.head.group)
-        return top + self.sum((self.values - top[:, None]).exp().sum(1)).log()
+        return top + self.sum((values - top[:, None]).exp().sum(1)).log()
+
+    def log_softmax(self, values: torch.Tensor | None = None) -> torch.Tensor:
+        """[n, columns]: the log-probabilities of this rank's columns, of other `values` than the
+        model's if they are given. Collective, in the backward pass too."""
+        if values is None:
+            values = self.values
+        return values - self.spread(self.logsumexp(values))[:, None]
+
+    def of_tokens(self, tokens: torch.Tensor, values: torch.Tensor | None = None) -> torch.Tensor:
+        """[n, k]: the logits of global token ids [n, k], of other `values` than the model's if they
+        are given; NaN for ids outside of the vocabulary. Collective."""
+        if values is None:
+            values = self.values
+        column, here = self.head.place(tokens)
+        part = values.sum(1, keepdim=True).expand(tokens.shape)  # a rank may have padding alone
+        if self.head.columns:
+            part = values.gather(1, column) * here
+        unknown = (tokens < 0) | (tokens >= self.head.vocab_size)
+        return self.sum(part).masked_fill(unknown, float("nan"))
 
     def of_labels(self) -> torch.Tensor:
         """[n]: the logit of each label, NaN for labels that are no token id. Collective."""
-        column, here = self.head.place(self.labels)
-        part = self.values.sum(1)  # a rank may have nothing but padding
-        if self.head.columns:
-            part = self.values.gather(1, column[:, None])[:, 0] * here
-        unknown = (self.labels < 0) | (self.labels >= self.head.vocab_size)
-        return self.sum(part).masked_fill(unknown, float("nan"))
+        return self.of_tokens(self.labels[:, None])[:, 0]
 
     def cross_entropy(self) -> torch.Tensor:
         """[n]: the default loss. Collective."""
@@ -435,7 +480,7 @@ class _LossesOfLogits(torch.autograd.Function):
         losses = None
         # an empty chunk shows how many losses a token has
         for rows in chunks or [slice(0, 0)]:
-            logits = _logits_of(_pairs(factors, rows), labels[rows], head)
+            logits = _logits_of(factors, labels, rows, head)
             part = checked(function(logits), logits)
             if losses is None:
                 losses = part.new_zeros(len(labels), *part.shape[1:])
@@ -452,8 +497,7 @@ class _LossesOfLogits(torch.autograd.Function):
         ranks = num_ranks(ctx.head.group)
         gradients = _Gradients(factors, ctx.needs_input_grad[4:])
         for rows in ctx.chunks:
-            parts = _pairs(factors, rows)
-            logits = _logits_of(parts, labels[rows], ctx.head)
+            logits = _logits_of(factors, labels, rows, ctx.head)
             leaves = [x.requires_grad_() for x in (logits.product, logits.hidden, logits.weight)]
             with torch.enable_grad(), torch.autocast(labels.device.type, enabled=False):
                 losses = checked(ctx.function(logits), logits)
@@ -461,7 +505,7 @@ class _LossesOfLogits(torch.autograd.Function):
                 losses, leaves, grad[rows], allow_unused=True
             )
             if d_logits is not None:
-                gradients.add(rows, parts, d_logits)
+                gradients.add(rows, _pairs(factors, rows), d_logits)
             of_hidden, of_weight = gradients.tensors[:2]
             if of_hidden is not None and d_hidden is not None:
                 # the same on all ranks, and the caller sums over them
@@ -472,16 +516,18 @@ class _LossesOfLogits(torch.autograd.Function):
         return None, None, None, None, *out
 
 
-def _logits_of(parts, labels, head: Head) -> Logits:
-    """The argument of a function of the logits, for a chunk, without a history."""
-    product = _logits(parts, None)
+def _logits_of(factors, labels, rows, head: Head) -> Logits:
+    """The argument of a function of the logits, for the rows of a chunk, without a history."""
+    parts = _pairs(factors, rows)
     hidden, weight = parts[0]
-    return Logits(product, labels, hidden.detach(), weight.detach(), head)
+    places = torch.arange(len(labels), device=labels.device)[rows]
+    product = _logits(parts, None)
+    return Logits(product, labels[rows], hidden.detach(), weight.detach(), head, places)
 
 
 def token_losses(
     hidden, weight, labels, group=None, vocab_size=None, chunk_size=None, extra=None, softcap=None,
-    weights_differ=False, of_logits: LossOfLogits | None = None, trained=None,
+    weights_differ=False, of_logits: LossOfLogits | None = None, trained=None, sequence_first=False,
 ):  # fmt: skip
     """Loss of each token, float32, of labels' shape; 0 for the label IGNORE_INDEX, NaN for labels
     that are no token id.
@@ -494,7 +540,8 @@ def token_losses(
     differently in the objective, so that a weight's gradient taken in the forward pass would be in
     vain (a matter of speed alone: the gradients are right either way); of_logits: another loss than
     cross entropy, or several: float32 [..., k] then; trained: int64 [n], the places of labels that
-    are not IGNORE_INDEX among all of them (None: they are computed here, with a GPU sync).
+    are not IGNORE_INDEX among all of them (None: they are computed here, with a GPU sync);
+    sequence_first: labels are [s, b], and not [b, s], for Logits.take.
 
     Collectives: two all-reduces a chunk over `group`, in the forward pass. The gradient of hidden
     is this rank's part only: the caller's mapping (copy_to or gather_from of megatron) sums it. A
@@ -516,13 +563,13 @@ def token_losses(
         vocab_size = rows * num_ranks(group)
     columns = min(max(vocab_size - first, 0), rows)
     chunk_size = chunk_size or (CHUNK_SIZE_CUDA if hidden.is_cuda else CHUNK_SIZE_CPU)
-    head = Head(group, vocab_size, first, columns, chunk_size, softcap)
+    shape = labels.shape
+    head = Head(group, vocab_size, first, columns, chunk_size, softcap, shape, sequence_first)
     would_be_in_vain = weights_differ and any(t.requires_grad for t in factors[1::2])
     # probabilities of rare tokens are too small for fp16 until the loss scale multiplies them, in
     # the backward pass
     would_be_zero = any(t.dtype == torch.float16 for t in factors)
     ahead = not (would_be_in_vain or would_be_zero)
-    shape = labels.shape
     labels = labels.reshape(-1)
     if trained is None:
         trained = (labels != IGNORE_INDEX).nonzero()[:, 0]

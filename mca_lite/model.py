@@ -284,7 +284,7 @@ class McaGPTModel(MegatronModule):
             hidden, weight, labels.t().contiguous(), self.tp_group,
             config.vocab_size, config.loss_chunk_size, extra, config.final_logit_softcapping,
             config.loss_weights_differ, self.loss_of_logits,
-            trained and trained.known_for(labels),
+            trained and trained.known_for(labels), sequence_first=True,
         )  # fmt: skip
         return losses.transpose(0, 1)
 

@@ -7,6 +7,7 @@ trains.
 """
 
 import copy
+import functools
 import json
 import math
 from collections.abc import Sequence
@@ -46,7 +47,7 @@ from .data import DatasetBundle, load_datasets
 from .data_batches import Packs, samples_of
 from .data_images import Vision
 from .data_stream import TokenStream
-from .errors import Judge, refuse
+from .errors import Judge
 from .families import FAMILIES
 from .files import (
     EVAL_RESULTS_NAME,
@@ -122,11 +123,17 @@ def make_plan(arguments: RunArguments) -> Plan:
         check_frozen_rows(planned.trained, num_new, judge)
     judge.close()
     second_model = None
-    second_folder = objective.trainer_class().second_model_folder(arguments, planned)
-    if second_folder == folder:
+    make = objective.trainer_class()
+    second_folder = make.second_model_folder(arguments, planned)
+    if second_folder is not None:
         second_model = planned
-    elif second_folder is not None:
-        second_model = _plan_second_model(arguments, second_folder, planned)
+        if second_folder != folder:
+            second_model = _plan_model(arguments, second_folder)
+        make.check_second_model(arguments, planned, second_model, tokenizer)
+    if second_model is not None and second_model is not planned:
+        open_source(second_model)
+        if second_model.old_vocab_size == planned.old_vocab_size:
+            _grow(second_model, planned.vocab_size)
     vision = vision_of(planned.config, folder, tokenizer, arguments.data)
     data = load_datasets(arguments.data, objective.stage, tokenizer, args.order_seed, vision)
     data.report[:0] = report
@@ -187,17 +194,6 @@ def open_source(planned: PlannedModel) -> None:
         return
     if config.model_type in FAMILIES:  # transformers may convert files of others
         check_shapes(planned.source, config.to_dict())
-
-
-def _plan_second_model(arguments: RunArguments, folder: Path, first: PlannedModel) -> PlannedModel:
-    second = _plan_model(arguments, folder)
-    if second.old_vocab_size != first.old_vocab_size:
-        reason = f"it has a vocabulary of {second.old_vocab_size} tokens, and the trained model "
-        remedy = "a model that reads the same tokens"
-        refuse("ref_model", str(folder), f"{reason}{first.old_vocab_size}", remedy)
-    open_source(second)
-    _grow(second, first.vocab_size)
-    return second
 
 
 def _plan_tokenizer(
@@ -378,7 +374,7 @@ def build_trainer(plan: Plan, callbacks: Sequence = ()):
     make = plan.objective.trainer_class()
     second_model = None
     if plan.second_model is not None:
-        second_model = build_planned(arguments, plan.second_model)
+        second_model = functools.partial(build_planned, arguments, plan.second_model)
     trainer = make(
         model=built,
         args=args,

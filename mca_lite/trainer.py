@@ -14,6 +14,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -44,9 +45,10 @@ from .data_batches import (
     samples_of,
 )
 from .data_stream import TokenStream
-from .errors import expect
+from .errors import expect, refuse
 from .files import IGNORE_INDEX, TRAINER_STATE_NAME, replacing
 from .log import Report, Throughput, model_sizes, model_work, peak_memory_gib, run_summary
+from .loss_tokens import Logits
 from .model import VirtualModels
 from .optim import get_megatron_lr_scheduler, given_optimizers
 from .trainer_evaluation import Evaluator, PredictionOutput
@@ -72,6 +74,10 @@ __path__: list[str] = []  # mca_lite.trainer.utils and others of mcore_adapter's
 def __getattr__(name: str):
     """The public names: mcore_adapter's package of this name has DPOTrainer."""
     return sys.modules[__package__].__getattr__(name)
+
+
+def _loss_in(batch: dict | None, loss_of_logits, logits: Logits) -> torch.Tensor:
+    return loss_of_logits(replace(logits, batch=batch))
 
 
 class McaTrainer:
@@ -261,15 +267,20 @@ class McaTrainer:
 
     # -- the objective
 
-    def use_own_loss(self) -> None:
-        """Let the backend's model give this objective's loss of tokens."""
-        self.backend.use_loss(self._loss_of_logits)
+    def use_own_loss(self, batch: dict | None = None) -> None:
+        """Let the backend's model give this objective's loss of tokens, for a micro-batch as
+        _pre_compute_loss gets it."""
+        of_logits = self._loss_of_logits
+        if of_logits is not None:
+            of_logits = functools.partial(_loss_in, batch, of_logits)
+        self.backend.use_loss(of_logits)
 
     def forward_step(self, data_iterator: Iterator, model):
         """megatron's contract: one micro-batch through one chunk -> (output, loss_func)."""
         batch = self._arranged(next(data_iterator))
         inputs = self.inputs_of(batch)
         of_rank = self.backend.loss_columns(batch)
+        self.use_own_loss(of_rank)
         return model(**inputs), self.guard.mark(self._pre_compute_loss(of_rank, inputs))
 
     def _prepare_micro_batches(self, micro_batches: list[dict], seq_length: int) -> list[dict]:
@@ -678,6 +689,15 @@ class McaTrainer:
         )
         raise stop
 
+    def stop_after_signal(self, where: str) -> None:
+        """Interrupted between two parts of a pass before training, which may outlast a scheduler's
+        grace. where: the pass, and the place from which it goes on. Collective."""
+        [number] = parallel.largest(self.signals.received)
+        if number:
+            stop = Interrupted(number, self.state.global_step)
+            self.report.print(f"{stop.signal.name}: stopped {where}")
+            raise stop
+
     def _complete_state(self) -> None:
         """Copy into the state the numbers kept by other objects between steps."""
         self.state.stateful_callbacks = export_states(self.callbacks)
@@ -785,7 +805,17 @@ class McaTrainer:
         return None
 
     @classmethod
+    def check_second_model(cls, arguments, first, second, tokenizer) -> None:
+        """Refuse a second model that does not belong to the first one, both run.PlannedModels;
+        tokenizer: of the first."""
+        if second.old_vocab_size != first.old_vocab_size:
+            reason = f"it has a vocabulary of {second.old_vocab_size} tokens, and the trained "
+            reason += f"model {first.old_vocab_size}"
+            remedy = "a model that reads the same tokens"
+            refuse("ref_model", str(second.folder), reason, remedy)
+
+    @classmethod
     def own_keywords(cls, arguments, second_model) -> dict[str, Any]:
         """The constructor's keywords beside McaTrainer's, for a run with these RunArguments;
-        second_model: as built."""
+        second_model: a function that builds it, None without one."""
         return {}

@@ -27,7 +27,6 @@ from torch.utils.data import Subset
 from . import ckpt_folder, lora, loss_preference, parallel
 from .args import FinetuningArguments, check_together
 from .batch import join, real_documents
-from .callbacks import Interrupted
 from .ckpt_folder import CheckpointError
 from .data_batches import Packs, WithReference, documents_of, samples_of
 from .data_encode import cache_folder, hash_of
@@ -237,7 +236,8 @@ class DPOTrainer(McaTrainer):
             cache_dir=str(cache_folder(arguments.data)),
             model_source=source,
         )
-        return {"train_config": config, "ref_model": second_model}
+        ref_model = None if second_model is None else second_model()
+        return {"train_config": config, "ref_model": ref_model}
 
     # -- the loss
 
@@ -538,7 +538,8 @@ class DPOTrainer(McaTrainer):
             logps = np.concatenate([logps, more])
             parallel.on_main(functools.partial(store.add, start, more), CheckpointError)
             self.report.print(f"reference model: {len(logps):,} of {num:,} pairs")
-            self._stop_after_signal(store)
+            where = store.folder or "the first pair"
+            self.stop_after_signal(f"in the reference pass; the pass goes on from {where}")
         return logps
 
     def _store_of(self, pairs) -> "ReferenceStore":
@@ -574,19 +575,6 @@ class DPOTrainer(McaTrainer):
         """True if two passes over the same pairs differ by rounding only."""
         share = 3e-2 if self.args.bf16 or self.args.fp16 else 1e-3
         return bool(np.allclose(logps, others, rtol=share, atol=share))
-
-    def _stop_after_signal(self, store: "ReferenceStore") -> None:
-        """Interrupted between two parts of the pass, which may outlast a scheduler's grace.
-        Collective."""
-        [number] = parallel.largest(self.signals.received)
-        if not number:
-            return
-        stop = Interrupted(number, self.state.global_step)
-        self.report.print(
-            f"{stop.signal.name}: stopped in the reference pass; the pass goes on from "
-            f"{store.folder or 'the first pair'}"
-        )
-        raise stop
 
     def _with_reference(self, dataset):
         """The dataset, its pairs with log-probabilities of a cached reference. Collective."""

@@ -177,6 +177,27 @@ def test_a_chunk_of_the_logits_is_there_at_a_time_and_rows_without_a_label_never
     assert losses[0] == pytest.approx(float(wanted), rel=1e-6)
 
 
+@pytest.mark.parametrize("sequence_first", [False, True])
+def test_the_tokens_of_a_chunk_are_taken_from_columns_of_the_batch(sequence_first):
+    from mca_lite.loss_tokens import token_losses
+
+    hidden, weight, _, _ = draw()
+    places = torch.arange(12).view(4, 3)  # of a micro-batch [b, s], [s, b] in the model
+    labels = torch.where(places % 4 == 1, -100, places)
+    column = torch.stack([places, -places], -1)
+    shown, hidden = labels, hidden[:12].view(4, 3, -1)
+    if sequence_first:
+        shown, hidden = labels.t(), hidden.transpose(0, 1)
+
+    def taken(logits):
+        assert logits.take(column).tolist() == [[n, -n] for n in logits.labels.tolist()]
+        return logits.take(places).float()
+
+    keys = dict(chunk_size=4, of_logits=taken, sequence_first=sequence_first)
+    losses = token_losses(hidden, weight, shown.contiguous(), **keys)
+    assert losses.tolist() == torch.where(shown == -100, 0, shown).tolist()
+
+
 def test_a_row_without_any_label_has_as_many_losses_and_a_bad_label_is_nan():
     losses, _ = logits_seen([-100] * 3, lambda logits: torch.stack([logits.cross_entropy()] * 2, 1))
     assert losses.shape == (3, 2) and not losses.any()

@@ -104,6 +104,28 @@ def test_a_loss_on_the_logits_from_outside_trains_and_is_logged(tmp_path, backen
     assert second["grad_norm"] > 0
 
 
+def distil_itself(words: str, out: str) -> int:
+    """The example with a teacher that the student starts from."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    module = example("distillation")
+    module.TEACHER = f"{out}/model"
+    torch.manual_seed(0)
+    config = AutoConfig.from_pretrained(ROOT / "configs/tiny/model")
+    AutoModelForCausalLM.from_config(config).save_pretrained(module.TEACHER)
+    AutoTokenizer.from_pretrained(ROOT / "configs/tiny/model").save_pretrained(module.TEACHER)
+    os.chdir(ROOT)
+    keys = f"model_name_or_path={module.TEACHER} output_dir={out}/run cache_dir={out}/cache"
+    return module.main([*words.split(), *SHORT.split(), "train_from_scratch=false", *keys.split()])
+
+
+def test_a_loss_that_compares_with_a_teacher_trains(tmp_path):
+    words = "configs/sft.yaml stage=kd save_strategy=no"
+    assert world.run(distil_itself, 1, words, str(tmp_path)) == [0]
+    first, _ = read_log(tmp_path / "run")
+    assert abs(first["loss"]) < 1e-6 and first["grad_norm"] < 1e-4
+
+
 WEIGHTED = [{"use_mca": "false"}, {"tp": 2, "pp": 2}, {"cp": 2, "packing": "true"}, {"dp": 2}]
 WEIGHTED += [{"dp": 2, "streaming": "true"}, {"dp": 2, "packing": "true", "use_mca": "false"}]
 NAMES_OF = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_size"}
