@@ -445,7 +445,6 @@ def _exaone4(hf) -> dict[str, Any]:
 
 
 # mca_lite's router reads moe_router_norm_topk_prob; megatron's check needs pre_softmax for top-1
-_NORMS_OVER_HEADS = {"qk_layernorm": True, "qk_norm_over_heads": True}
 _MOE = dict(moe_router_pre_softmax=True)
 _MOE_CONFIG = {
     "num_experts": "num_moe_experts",
@@ -601,7 +600,7 @@ FAMILIES: dict[str, Family] = {
     "olmoe": Family(
         decoder_rows(attention(norm=True, norm_kind="column"), moe_rows()),
         _MOE_CONFIG,
-        {**_MOE, **_NORMS_OVER_HEADS},
+        {**_MOE, "qk_norm_over_heads": True},
         "hidden_act attention_bias clip_qkv",
         derived=_experts_everywhere,
     ),
@@ -645,7 +644,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "olmo2": Family(
         dense_rows(norm=True, norm_kind="column", norms=POST_NORMS),
-        constants={"pre_norms": False, "post_norms": True, **_NORMS_OVER_HEADS},
+        constants={"pre_norms": False, "post_norms": True, "qk_norm_over_heads": True},
         refusals="hidden_act attention_bias",
     ),
     "phi3": Family(
@@ -740,7 +739,7 @@ FAMILIES |= {
         {**_MOE_CONFIG, "num_local_experts": "num_moe_experts"},
         {
             **_MOE,
-            **_NORMS_OVER_HEADS,
+            "qk_norm_over_heads": True,
             "moe_router_score_function": "sigmoid",
             "moe_router_enable_expert_bias": True,
         },

@@ -562,6 +562,9 @@ def build_attention(config, layer_number: int, pg_collection):
         q_layernorm=of_query,
         k_layernorm=of_key,
     )
+    if config.qk_norm_over_heads:  # 0.19's attention asks for it; with it DDP would sum these norms
+        config = copy.copy(config)
+        config.qk_layernorm = True
     over_ranks = config.cp_comm_type if config.context_parallel_size > 1 else None
     return TEAttention(
         config, parts, layer_number, AttnMaskType.causal, over_ranks, pg_collection=pg_collection
