@@ -14,6 +14,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, KeysView
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -217,9 +218,67 @@ def older_name(name: str) -> str:
 _OTHER_SIZES = "set vocab_size and the other sizes in config.json to those of the weights"
 
 
+@dataclass(frozen=True)
+class ExpertSlice:
+    """safetensors' slice of one expert's matrix in a tensor [experts, rows, h] of a layer."""
+
+    stacked: Any
+    expert: int
+    start: int  # its rows
+    stop: int
+
+    def get_shape(self) -> list[int]:
+        return [self.stop - self.start, self.stacked.get_shape()[2]]
+
+    def __getitem__(self, part: Part) -> torch.Tensor:
+        rows = range(self.start, self.stop)[part[0]]
+        of_expert = (self.expert, slice(rows.start, rows.stop))
+        return self.stacked[of_expert + part[1:]]
+
+
+_OF_STACKED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+_ONE_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+
+
+def apart(slices: dict[str, Any]) -> dict[str, Any]:
+    """Slices with those of each expert, under the names of experts in files of their own, for a
+    tensor of all experts of a layer [experts, rows, h]. Experts with biases stay together."""
+    out = {}
+    for name, stacked in slices.items():
+        match = _FUSED.fullmatch(name)
+        if match is None or f"{name}_bias" in slices:
+            out[name] = stacked
+            continue
+        experts, rows, _ = stacked.get_shape()
+        names = _OF_STACKED[match[2]]
+        size = rows // len(names)
+        for e, (i, projection) in itertools.product(range(experts), enumerate(names)):
+            expert = ExpertSlice(stacked, e, i * size, (i + 1) * size)
+            out[f"{match[1]}mlp.experts.{e}.{projection}.weight"] = expert
+    return out
+
+
+def together(tensors: NamedTensors, num_experts: int) -> NamedTensors:
+    """The reverse for (name, tensor) of a model, the experts of a layer one after the other, gate
+    before up."""
+    pieces = []
+    for name, tensor in tensors:
+        match = _ONE_EXPERT.fullmatch(name)
+        if match is None:
+            yield name, tensor
+            continue
+        pieces.append(tensor)
+        is_last = int(match[2]) == num_experts - 1 and match[3] != "gate"
+        if is_last:
+            fused = "down_proj" if match[3] == "down" else "gate_up_proj"
+            yield f"{match[1]}.{fused}", torch.cat(pieces).unflatten(0, (num_experts, -1))
+            pieces = []
+
+
 class SafetensorsSource:
     """The tensors of a folder (or hub name) in safetensors format, read by slices. is_older: True
-    if the files have older names than transformers' modules, which are used here."""
+    if the files have older names than transformers' modules, which are used here. is_stacked: True
+    if they have the experts of a layer in one tensor; they are read one by one."""
 
     def __init__(self, model_name_or_path: str):
         self.folder = resolve_folder(model_name_or_path)
@@ -227,6 +286,9 @@ class SafetensorsSource:
         self.is_older = is_older(self._slices)
         if self.is_older:
             self._slices = {newer_name(name): part for name, part in self._slices.items()}
+        in_files = len(self._slices)
+        self._slices = apart(self._slices)
+        self.is_stacked = len(self._slices) > in_files
 
     def names(self) -> KeysView[str]:
         """The names, file by file."""
@@ -491,6 +553,8 @@ def in_words_of(source: str | None, hf_config: dict, tensors: NamedTensors) -> N
     older = family is not None and family.older_names
     if original is not None:
         older = original.is_older
+        if original.is_stacked:
+            tensors = together(tensors, text_values(hf_config)["num_experts"])
     return ((older_name(name), tensor) if older else (name, tensor) for name, tensor in tensors)
 
 
