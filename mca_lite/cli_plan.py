@@ -129,7 +129,8 @@ def step_time(
     squares = samples * sum(n**2 for n in lengths)
     beside = sizes if reference else None
     # adapters are less than a percent
-    work = ModelWork(sizes.weights * frozen, sizes.weights * (not frozen), sizes.core, beside)
+    weights = (sizes.weights * frozen, sizes.weights * (not frozen))
+    work = ModelWork(*weights, sizes.core, beside, linear=sizes.linear)
     if trained is not None:
         work = partial_work(config, trained, beside)
     in_layers, of_head = _kernels(config, sizes, work, tokens, squares, lengths, rates, reference)

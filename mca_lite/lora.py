@@ -43,7 +43,10 @@ from .weights_convert import (
     fill,
     in_layer_order,
     iter_hf_tensors,
+    num_groups,
     own_parameters,
+    row_order,
+    row_parts,
     row_sizes,
     stacked,
 )
@@ -200,8 +203,11 @@ class MegatronHost:
         arguments |= dict(in_size=in_size, widths=widths)
         if row.mca == VOCABULARY[0]:
             return Site(module, names, LoraEmbedding, arguments)
-        if row.kind == "qkv":
-            arguments["groups"] = config.num_query_groups // tp
+        if row.kind.startswith(("qkv", "delta")):
+            groups = num_groups(row, config)
+            arguments["groups"] = groups // tp
+            parts = row_parts(row, out_size * tp, config)
+            arguments["orders"] = [row_order(of_one, groups) for of_one in parts]
         way = "inside" if _is_router(row) else "beside"
         return Site(module, names, LoraAdapter, arguments | dict(cut=row.axis), way)
 

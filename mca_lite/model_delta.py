@@ -264,13 +264,3 @@ class GatedDeltaNet(RowModule):
         cut = {"A_log": self.A_log, "dt_bias": self.dt_bias}
         axes = dict.fromkeys(cut, 0)
         return state | make_sharded_tensors_for_checkpoint(cut, prefix, axes, sharded_offsets)
-
-
-def products_of_a_token(config) -> int:
-    """Multiplications of numbers that a layer takes for a token beside its matrices: the
-    convolution, and of each head three products with the state. config: McaModelConfig, or an
-    object with its fields."""
-    k = config.linear_key_head_dim
-    v = config.linear_value_head_dim
-    channels = 2 * config.linear_num_key_heads * k + config.linear_num_value_heads * v
-    return channels * config.linear_conv_kernel_dim + 3 * config.linear_num_value_heads * k * v

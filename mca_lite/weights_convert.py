@@ -175,6 +175,15 @@ def num_groups(row: Row, config) -> int:
     return degree(row, config) if row.axis == 0 else 1
 
 
+def row_order(parts: list[int], groups: int) -> torch.Tensor | None:
+    """int64 [rows]: rows of a Hugging Face tensor with these parts in the order of a megatron
+    tensor with groups; None: the same."""
+    if len(parts) == 1:
+        return None
+    rows = torch.arange(sum(parts)).split(parts)
+    return torch.cat([part.view(groups, -1) for part in rows], 1).flatten()
+
+
 def read_part(row: Row, layer, source, config, rank: int) -> torch.Tensor:
     """A rank's part of the megatron tensor of a row, in the source's dtype. Reads only the groups
     of rows with a row of this rank."""

@@ -228,12 +228,15 @@ _OTHER_SIZES = "set vocab_size and the other sizes in config.json to those of th
 
 class SafetensorsSource:
     """The tensors of a folder (or hub name) in safetensors format, read by slices. is_older: True
-    if the files have older names than transformers' modules, which are used here. Stacked experts
-    have the names of single ones (weights_experts.py)."""
+    if the files have older names than transformers' modules, which are used here. is_stacked: True
+    if they have the experts of a layer in one tensor; here they have the names of single ones
+    (weights_experts.py)."""
 
     def __init__(self, model_name_or_path: str):
         self.folder = resolve_folder(model_name_or_path)
-        self._slices = weights_experts.unstacked(_open_files(self.folder))
+        in_files = _open_files(self.folder)
+        self._slices = weights_experts.unstacked(in_files)
+        self.is_stacked = len(self._slices) > len(in_files)
         self.is_older = is_older(self._slices)
         if self.is_older:
             self._slices = {newer_name(name): part for name, part in self._slices.items()}
@@ -495,11 +498,13 @@ def original_of(source: str | None) -> SafetensorsSource | None:
 
 def in_words_of(source: str | None, hf_config: dict, tensors: NamedTensors) -> NamedTensors:
     """(name, tensor) under the names of the source's files; without a source under those that
-    transformers saves. Experts are stacked where transformers stacks them, and never in MXFP4."""
+    transformers saves. Experts are stacked as in the source, or as gpt_oss has them, and never in
+    MXFP4."""
     original = original_of(source)
     family = FAMILIES.get(str(hf_config.get("model_type")))
-    if family is not None and family.stacked_experts:
-        tensors = weights_experts.stacked(tensors)
+    in_turns = family is not None and family.stacked_experts
+    if in_turns or original is not None and original.is_stacked:
+        tensors = weights_experts.stacked(tensors, in_turns)
     older = family is not None and family.older_names
     if original is not None:
         older = original.is_older
