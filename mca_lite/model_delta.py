@@ -37,18 +37,20 @@ _NO_KERNELS = (
 
 @compiled
 def causal_convolution(x, weight, documents):
-    """silu of the sum of each channel's last tokens, weighted, the tokens of one document.
+    """silu of the sum of each channel's last tokens, weighted, the tokens of one document; in
+    float32 at least, rounded once.
 
     x [s, b, c]; weight [c, size], the present token's last; documents int64 [s]: the number of each
     token's document.
     """
     size = weight.shape[-1]
-    out = x * weight[:, -1]
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    out = wide * weight[:, -1]
     for ago in range(1, min(size, len(x))):
         is_same = (documents[ago:] == documents[:-ago])[:, None, None]
-        earlier = x[:-ago] * is_same * weight[:, size - 1 - ago]
+        earlier = wide[:-ago] * is_same * weight[:, size - 1 - ago]
         out = out + F.pad(earlier, (0, 0, 0, 0, ago, 0))
-    return F.silu(out)
+    return F.silu(out).to(x.dtype)
 
 
 def gated_delta_rule(query, key, value, decay, beta, documents, chunk_size: int = CHUNK_SIZE):

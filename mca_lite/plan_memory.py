@@ -20,6 +20,7 @@ from .errors import Judge
 from .families import Row
 from .loss_tokens import CHUNK_SIZE_CPU, CHUNK_SIZE_CUDA
 from .model_config import AutoConfig, McaModelConfig
+from .model_delta import CHUNK_SIZE, why_no_fla
 from .optim import splits_masters
 from .tables import OBJECTIVES, OPTIMIZERS
 from .weights_convert import VOCABULARY, degree, in_layer_order
@@ -294,12 +295,21 @@ class _Facts(NamedTuple):
     expert: int  # its columns are weighted too
     scores: int  # of attention with values narrower than its keys: bytes of a head
     attended: int  # its queries, keys and values: bytes of a number
+    compiled: bool
 
 
 def _facts(width: int, compiled: bool, frozen: bool, length: int) -> _Facts:
     """frozen: the norms' weights are not trained. length: of the sequences."""
     if compiled:
-        return _Facts(norm=2 * width, head_norm=width, mlp=3, expert=3, scores=4, attended=width)
+        return _Facts(
+            norm=2 * width,
+            head_norm=width,
+            mlp=3,
+            expert=3,
+            scores=4,
+            attended=width,
+            compiled=True,
+        )
     quotient = width * (not frozen)
     return _Facts(
         norm=4 + quotient + width,  # the input is float32 here
@@ -308,6 +318,7 @@ def _facts(width: int, compiled: bool, frozen: bool, length: int) -> _Facts:
         expert=5,
         scores=4 * length,  # a CPU has no kernel for it, and keeps all of them
         attended=4,
+        compiled=False,
     )
 
 
@@ -315,12 +326,16 @@ def _layer_bytes(config, layer: int, facts: _Facts, r: RankSizes) -> tuple[float
     """(bytes a token of a layer, those of its MLP or experts among them)."""
     if getattr(config, "kv_lora_rank", None):
         attention = _latent_bytes(config, facts, r)
+    elif config.layer_type(layer + 1) == "linear_attention":
+        attention = _linear_bytes(config, facts, r)
     else:
         # queries and attention's output, keys, values, and the sum of each row's exponentials
         heads = r.heads + r.groups
         attention = 2 * r.w * config.kv_channels * heads + 4 * r.heads
         if config.qk_layernorm:
             attention += (facts.head_norm * config.kv_channels + 4) * heads
+        if config.attention_output_gate:
+            attention += 2 * r.w * config.kv_channels * r.heads
     norms = 2 + 2 * config.post_norms
     around = norms * (facts.norm * r.h + 4) / r.sp + attention
     if not config.is_moe_layer(layer):
@@ -351,6 +366,20 @@ def _latent_bytes(config, facts: _Facts, r: RankSizes) -> float:
     scores = 4 if query == value else facts.scores
     attended = facts.attended * (2 * query + value_copy) + r.w * value + scores
     return r.heads * attended + latent / r.sp
+
+
+def _linear_bytes(config, facts: _Facts, r: RankSizes) -> float:
+    """Bytes a token of a gated delta net, without the norm before it. In plain torch the rule keeps
+    float32 numbers, among them rows of matrices of a chunk and a state a chunk."""
+    heads = config.linear_num_value_heads / r.tp
+    k = config.linear_key_head_dim
+    v = config.linear_value_head_dim
+    channels = 2 * config.linear_num_key_heads / r.tp * k + heads * v
+    convolution = facts.attended * (config.linear_conv_kernel_dim + 1) * channels
+    if facts.compiled and why_no_fla() is None:
+        return convolution + r.w * heads * (2 * k + 5 * v + CHUNK_SIZE)
+    of_head = 12 * k + 9 * v + 6 * CHUNK_SIZE + k * v / CHUNK_SIZE + 9
+    return convolution + 4 * heads * of_head + CHUNK_SIZE
 
 
 def _activations(

@@ -98,6 +98,12 @@ def test_ranks_with_latent_attention_do(tmp_path, name, keys, precision):
     check(hf, 2 if keys else 1, 64, tmp_path, {**TWO, **keys, **precision})
 
 
+@pytest.mark.parametrize("keys", [BF16, TP2_SP])
+def test_ranks_with_linear_attention_do(tmp_path, keys):
+    hf = tiny.hf_config("qwen3_5_text", hidden_size=64, vocab_size=512)
+    check(hf, 2 if keys is TP2_SP else 1, 128, tmp_path, keys)
+
+
 def test_ranks_with_adapters_do(tmp_path):
     check(tiny.hf_config("llama", **SMALL), 2, 64, tmp_path, {**TP2_SP, **TWO, "lora_rank": 4})
 
