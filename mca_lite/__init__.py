@@ -16,6 +16,8 @@ _HOME = {
     "DataArguments": "args",
     "DPOConfig": "trainer_dpo",
     "DPOTrainer": "trainer_dpo",
+    "KTOConfig": "trainer_kto",
+    "KTOTrainer": "trainer_kto",
     "Logits": "loss_tokens",
     "McaGPTModel": "model",
     "McaModelConfig": "model_config",

@@ -149,7 +149,9 @@ class FinetuningArguments(ArgumentGroup):
     """Objective and adapters."""
 
     stage: str = arg(
-        "sft", "pt: plain text, sft: conversations, dpo: preference pairs", choices=OBJECTIVES
+        "sft",
+        "pt: plain text, sft: conversations, dpo: preference pairs, kto: answers with a label",
+        choices=OBJECTIVES,
     )
     finetuning_type: Literal["full", "lora", "freeze"] = arg(
         "full",
@@ -198,6 +200,8 @@ class FinetuningArguments(ArgumentGroup):
         0.0, "weight of the sft term: the mean token loss of the chosen response", low=0
     )
     dpo_label_smoothing: float = arg(0.0, "assumed fraction of swapped pairs", low=0, below=0.5)
+    kto_chosen_weight: float = arg(1.0, "stage kto: weight of desirable answers", low=0)
+    kto_rejected_weight: float = arg(1.0, "stage kto: weight of undesirable answers", low=0)
     ref_model: str | None = arg(
         None,
         "cached: scored before training; adapter: adapters off; model, or a folder: a second model",

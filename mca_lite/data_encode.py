@@ -29,7 +29,7 @@ from .data_images import PictureFile, Placed, Vision
 from .data_records import Conversation, conversations, detect_format, document
 from .errors import expect
 from .files import IGNORE_INDEX, checksum, describe_error, sync, write_file, write_json
-from .tables import Objective
+from .tables import ANSWER_LABEL, Objective
 
 _MAX_BAD_SHARE = 0.1  # of the records: a larger share points to a wrong declaration
 _MOST_CHARACTERS = 1_000_000  # of a text to be cut to cutoff_len; or 32 a token if that is more
@@ -128,7 +128,7 @@ class Reader:
         # only the first so many records
         self.limit = min(filter(None, (data_args.max_samples, spec.num_samples)), default=None)
         self.formats = dict.fromkeys(spec.files, _UNREAD)
-        self.columns = data_records.dataset_columns(spec, data_args)
+        self.columns = data_records.dataset_columns(spec, data_args, objective)
 
     def records(self, start: Place = BEGINNING) -> Iterator[tuple[Record, Place]]:
         """(record, place of the next one) of the records from `start` on. ValueError without
@@ -167,11 +167,16 @@ class Reader:
             values = data_records.column_values(record, self.columns, where)
             if self.formats[file] == _UNREAD:
                 self.formats[file] = detect_format(record, self.spec, self.objective, where)
+            labelled = self.objective.has_labels
+            if labelled:
+                values[ANSWER_LABEL] = data_records.label_of(record, self.spec, where)
             if self.objective.joins_documents:
                 return document(record, self.spec, where), values
             options = (self.args.default_system, where, self.args.ignore_message_keys)
             kind = (self.formats[file], self.objective.has_pairs)
-            read = conversations(record, self.spec, *kind, *options, vision=self.vision)
+            read = conversations(
+                record, self.spec, *kind, *options, vision=self.vision, labelled=labelled
+            )
             return read, values
         except ValueError as error:
             if self.formats[file] == _UNREAD and not self.skips:
@@ -219,7 +224,7 @@ class Encoder:
         self.skips = data_args.on_bad_record == "skip"
         self.joins = self.is_text and joins_texts(data_args)
         self.documents_per_sample = len(SIDES) if self.has_pairs else 1
-        last_answer_only = data_args.mask_history or self.has_pairs
+        last_answer_only = data_args.mask_history or self.has_pairs or objective.has_labels
         self.trained = "last" if last_answer_only else "answers"
         if data_args.train_on_prompt:
             self.trained = "all"

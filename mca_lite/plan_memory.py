@@ -487,10 +487,10 @@ class ModelOfRun:
         self.trained = freezing.plan(config, keys, judge)
         judge.close()
         self.source = InitSource(config.hf_config, 0, config.mtp_num_layers)
-        has_pairs = OBJECTIVES[keys.stage].has_pairs
-        self.lengths = [arguments.data.cutoff_len] * (1 + has_pairs)
+        objective = OBJECTIVES[keys.stage]
+        self.lengths = [arguments.data.cutoff_len] * (1 + objective.has_pairs)
         self.reference: str | None = None
-        if has_pairs:
+        if "ref_model" in objective.keys:
             name = arguments.model.model_name_or_path
             folders = {"cached": None, "adapter": None, "model": name}
             self.reference = folders.get(keys.ref_model, keys.ref_model)

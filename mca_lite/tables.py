@@ -184,6 +184,15 @@ METRICS = (
     "logps/rejected",
     "sft_loss",
 )
+KTO_METRICS = (
+    "loss",
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/accuracies",
+    "logps/chosen",
+    "logps/rejected",
+    "kl",
+)
 
 
 class Responses(NamedTuple):
@@ -287,6 +296,9 @@ register_loss("orpo", odds_ratio_loss, has_reference=False)
 TEXT = "text"  # documents; may be joined and cut into full rows, without borders in attention
 CONVERSATIONS = "conversations"  # rendered by the tokenizer's chat template, with loss on answers
 PAIRS = "pairs"  # a prompt with a chosen and a rejected answer
+LABELLED = "labelled"  # conversations, each with a label: a number, or true and false
+KINDS = (TEXT, CONVERSATIONS, PAIRS, LABELLED)
+ANSWER_LABEL = "answer_label"  # the column of its label in samples and micro-batches
 
 
 def _nothing(*args: Any) -> str:
@@ -298,16 +310,18 @@ def _nothing(*args: Any) -> str:
 class Objective:
     """One row of OBJECTIVES.
 
-    records: the kind of records, TEXT, CONVERSATIONS or PAIRS; the data's datasets, cache and packs
-    follow. trainer: McaTrainer or a subclass, or "module:Class" of this package. metrics: the names
-    of its metrics; eval_<name> may decide the best checkpoint. keys: configuration keys of
-    FinetuningArguments without effect on other objectives. check_keys(a, judge),
-    check_run(a, judge): its rules over FinetuningArguments, and over the keys of all groups.
+    records: the kind of records, TEXT, CONVERSATIONS, PAIRS or LABELLED; the data's datasets, cache
+    and packs follow. columns: of COLUMNS, numbers of its records beside. trainer: McaTrainer or a
+    subclass, or "module:Class" of this package. metrics: the names of its metrics; eval_<name> may
+    decide the best checkpoint. keys: configuration keys of FinetuningArguments without effect on
+    other objectives. check_keys(a, judge), check_run(a, judge): its rules over
+    FinetuningArguments, and over the keys of all groups.
     describe(finetuning arguments) -> text after the stage's name in the start summary.
     """
 
     stage: str
     records: str
+    columns: tuple[str, ...] = ()
     trainer: type | str = "trainer:McaTrainer"
     metrics: tuple[str, ...] = ("loss",)
     keys: tuple[str, ...] = ()
@@ -319,6 +333,9 @@ class Objective:
         # packing joins and cuts documents; else it puts whole samples in a row
         self.joins_documents = self.records == TEXT
         self.has_pairs = self.records == PAIRS  # a chosen and a rejected answer
+        self.has_labels = self.records == LABELLED
+        if self.has_labels:
+            self.columns = (ANSWER_LABEL, *self.columns)
         self.unit = "pair" if self.has_pairs else "sample"  # name of a sample in reports
 
     def trainer_class(self) -> type:
@@ -342,8 +359,8 @@ def register_objective(stage: str, **fields: Any) -> Objective:
     objective = Objective(stage=stage, **fields)
     if not isinstance(objective.trainer, (type, str)):
         raise TypeError(f"stage {stage}: expected a trainer's class, got {objective.trainer!r}")
-    if objective.records not in (TEXT, CONVERSATIONS, PAIRS):
-        kinds = ", ".join((TEXT, CONVERSATIONS, PAIRS))
+    if objective.records not in KINDS:
+        kinds = ", ".join(KINDS)
         raise ValueError(f"stage {stage}: records {objective.records!r}: expected one of {kinds}")
     _refuse_taken("stage", stage, OBJECTIVES)
     OBJECTIVES[stage] = objective
@@ -363,7 +380,8 @@ def objective_of(stage: str) -> Objective:
 _PREFERENCES = (
     Rule(
         "!calculate_per_token_loss",
-        "a preference loss is the mean over the pairs of the global batch, in every layout",
+        "a preference loss is the mean over the answers or pairs of the global batch, in every "
+        "layout",
         "calculate_per_token_loss: true",
     ),
     Rule(
@@ -402,6 +420,15 @@ def _describe_preferences(keys: Any) -> str:
     return f"{text}, label smoothing {keys.dpo_label_smoothing:g}"
 
 
+def _describe_kto(keys: Any) -> str:
+    text = f"beta {keys.pref_beta:g}, weight of desirable answers {keys.kto_chosen_weight:g}"
+    return f"{text}, of undesirable ones {keys.kto_rejected_weight:g}"
+
+
+def _check_reference(a: Any, judge: Judge) -> None:
+    judge.apply(_REFERENCE)
+
+
 def _check_preference_keys(a: Any, judge: Judge) -> None:
     """Check the keys of a loss and its reference."""
     loss = LOSSES[a.pref_loss]
@@ -411,7 +438,7 @@ def _check_preference_keys(a: Any, judge: Judge) -> None:
         f"pref_loss {a.pref_loss} has no reference model",
         "ref_model left out",
     )
-    judge.apply(_REFERENCE)
+    _check_reference(a, judge)
     judge.expect(
         not a.dpo_label_smoothing or "dpo_label_smoothing" in loss.keys,
         "dpo_label_smoothing pref_loss",
@@ -431,6 +458,16 @@ register_objective(
     check_keys=_check_preference_keys,
     check_run=_check_preferences,
     describe=_describe_preferences,
+)
+register_objective(
+    "kto",
+    records=LABELLED,
+    trainer="trainer_kto:KTOTrainer",
+    metrics=KTO_METRICS,
+    keys=("pref_beta", "kto_chosen_weight", "kto_rejected_weight", "ref_model"),
+    check_keys=_check_reference,
+    check_run=_check_preferences,
+    describe=_describe_kto,
 )
 
 
@@ -582,6 +619,8 @@ COLUMNS = {
     "image_grid_thw": Column("picture", "int64", to_model=True, given_by=_GIVEN),
     # number of each place's image feature in the micro-batch (batch.with_image_slots), -1 for text
     "image_slot": Column("token", "int64", -1, to_model=True, given_by=()),
+    # of a labelled answer: 1 for a good one, 0 for a bad one, or another number
+    ANSWER_LABEL: Column("document", given_by=_GIVEN),
     # log-probability by a reference model
     "reference": Column("document", given_by=_GIVEN),
 }

@@ -16,7 +16,7 @@ import math
 import os
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -52,8 +52,42 @@ _KEYS = {
 }
 
 
+class ReferenceConfig:
+    """Methods of an objective with a reference model. KEYS: its fields -> configuration keys of the
+    same meaning."""
+
+    stage: ClassVar[str]
+    KEYS: ClassVar[dict[str, str]]
+    reference: str | None
+
+    def take_keys(self) -> Judge:
+        """Cast the fields to the types of their keys -> a Judge of the others. ConfigError by the
+        rules of the keys."""
+        keys = self.check_with()
+        for name, key in self.KEYS.items():
+            setattr(self, name, getattr(keys, key))
+        judge = Judge(self)
+        if self.reference not in (None, *REFERENCES):
+            judge.refuse("reference", f"expected {', '.join(REFERENCES)}, or None", "cached")
+        return judge
+
+    def as_keys(self) -> dict[str, Any]:
+        """The configuration keys of the same meaning."""
+        keys = {key: getattr(self, name) for name, key in self.KEYS.items()}
+        return {**keys, "ref_model": self.reference}
+
+    def check_with(self, kind="lora", modules_to_save=()) -> FinetuningArguments:
+        """The keys for such adapters. ConfigError by their rules."""
+        return FinetuningArguments(
+            stage=self.stage,
+            finetuning_type=kind,
+            modules_to_save=list(modules_to_save),
+            **self.as_keys(),
+        )
+
+
 @dataclass
-class DPOConfig:
+class DPOConfig(ReferenceConfig):
     """The objective. ConfigError for values that do not fit together.
 
     pref_loss: sigmoid (DPO), orpo, or a registered loss. beta: strength of the reference, or weight
@@ -73,35 +107,18 @@ class DPOConfig:
     reference: str | None = None
     cache_dir: str | None = None
     model_source: str = ""
+    stage: ClassVar[str] = "dpo"
+    KEYS: ClassVar[dict[str, str]] = _KEYS
 
     def __post_init__(self):
-        keys = self.check_with()
-        for name, key in _KEYS.items():  # cast to the keys' types
-            setattr(self, name, getattr(keys, key))
-        judge = Judge(self)
+        judge = self.take_keys()
         needs = LOSSES[self.pref_loss].has_reference
-        if self.reference not in (None, *REFERENCES):
-            judge.refuse("reference", f"expected {', '.join(REFERENCES)}, or None", "cached")
         if self.use_ref_model not in (None, needs):
             article = "a" if needs else "no"
             reason = f"pref_loss {self.pref_loss} has {article} reference model"
             judge.refuse("use_ref_model", reason, "use_ref_model left out")
         judge.close()
         self.use_ref_model = needs
-
-    def as_keys(self) -> dict[str, Any]:
-        """The configuration keys of the same meaning."""
-        keys = {key: getattr(self, name) for name, key in _KEYS.items()}
-        return {**keys, "ref_model": self.reference}
-
-    def check_with(self, kind="lora", modules_to_save=()) -> FinetuningArguments:
-        """The keys for such adapters. ConfigError by their rules."""
-        return FinetuningArguments(
-            stage="dpo",
-            finetuning_type=kind,
-            modules_to_save=list(modules_to_save),
-            **self.as_keys(),
-        )
 
 
 def _choose_reference(config: DPOConfig, model, ref_model) -> str | None:
@@ -119,7 +136,7 @@ def _choose_reference(config: DPOConfig, model, ref_model) -> str | None:
         config.check_with("full" if spec is None else "lora", modules)
     if (kind == "model") != (ref_model is not None):
         article = "a" if kind == "model" else "no"
-        reason = f"pref_loss {config.pref_loss}: expected {article} ref_model"
+        reason = f"expected {article} ref_model for this loss"
         refuse(
             "reference", kind, reason, "reference: model, with a ref_model, or leave ref_model out"
         )
@@ -136,6 +153,9 @@ class DPOTrainer(McaTrainer):
     Raises: ValueError for data and keys that do not fit, before anything is computed.
     """
 
+    unit = "pair"  # name of a sample in reports
+    in_turn = "chosen and rejected"  # its documents
+    config_class: Any = DPOConfig
     metrics_keys = list(METRICS)
     documents_per_sample = len(SIDES)
 
@@ -143,15 +163,15 @@ class DPOTrainer(McaTrainer):
         self, model=None, train_config: DPOConfig | None = None, ref_model=None, args=None, **kwargs
     ):
         check_given(model, args)
-        self.train_config = config = train_config or DPOConfig()
+        self.train_config = config = train_config or self.config_class()
         self.reference = _choose_reference(config, model, ref_model)
         mtp = args.mtp_num_layers or getattr(model.config, "mtp_num_layers", None)
-        check_together(args, stage="dpo", mtp_num_layers=mtp)
+        check_together(args, stage=config.stage, mtp_num_layers=mtp)
         evaluated = kwargs.get("eval_dataset")
         if not isinstance(evaluated, dict):
             evaluated = {"eval": evaluated}
         for dataset in filter(None, (kwargs.get("train_dataset"), *evaluated.values())):
-            _check_pairs(dataset, args.sequence_packing)
+            self.check_samples(dataset, args.sequence_packing)
         super().__init__(model=model, args=args, **kwargs)
         self.settings |= {**config.as_keys(), "ref_model": self.reference}
         self.backend.expect_weighted_losses()
@@ -165,9 +185,14 @@ class DPOTrainer(McaTrainer):
     # -- a run of the command line
 
     @classmethod
+    def has_reference(cls, keys) -> bool:
+        """True if these FinetuningArguments compare with a reference model."""
+        return LOSSES[keys.pref_loss].has_reference
+
+    @classmethod
     def second_model_folder(cls, arguments, planned) -> Path | None:
         keys = arguments.finetuning
-        if not LOSSES[keys.pref_loss].has_reference:
+        if not cls.has_reference(keys):
             return None
         if keys.ref_model == "model":
             return planned.folder
@@ -193,13 +218,32 @@ class DPOTrainer(McaTrainer):
         if arguments.model.train_from_scratch:
             source = f"drawn from seed {arguments.training.seed}"
         reference = "model" if second_model is not None else keys.ref_model
-        config = DPOConfig(
-            **{name: getattr(keys, key) for name, key in _KEYS.items()},
+        config = cls.config_class(
+            **{name: getattr(keys, key) for name, key in cls.config_class.KEYS.items()},
             reference=reference,
             cache_dir=str(cache_folder(arguments.data)),
             model_source=source,
         )
         return {"train_config": config, "ref_model": second_model}
+
+    @staticmethod
+    def check_samples(dataset, packs: bool) -> None:
+        """ValueError for samples other than pairs, and for packs without sequence_packing."""
+        first = dataset[0]
+        of_sample = getattr(dataset, "documents_per_sample", len(SIDES))
+        count = len(documents_of(first))
+        if of_sample != len(SIDES) or count % len(SIDES):
+            got = sorted(first) if isinstance(first, dict) else f"{count} documents"
+            raise ValueError(
+                'preference training takes samples {"chosen": ..., "rejected": ...}, or lists of '
+                f"two documents, and this one has {got}: use a data set of pairs, or stage: sft"
+            )
+        is_packed = isinstance(dataset, Packs) or count > len(SIDES)
+        # rows of unequal numbers of pairs: pipeline stages must know the shape
+        expect(
+            packs or not is_packed,
+            "the data set has packs of pairs, and sequence_packing is false: set it to true",
+        )
 
     # -- the loss
 
@@ -289,9 +333,9 @@ class DPOTrainer(McaTrainer):
     def _arrange(self, batch: dict) -> dict:
         counts = batch["attention_mask"].amax(dim=1)  # documents of each row; a filler has none
         expect(
-            not (counts % 2).any(),
-            f"the data collator gave rows of {counts.tolist()} documents: expected chosen and "
-            "rejected in turn, numbered from 1 by attention_mask",
+            not (counts % self.documents_per_sample).any(),
+            f"the data collator gave rows of {counts.tolist()} documents: expected "
+            f"{self.in_turn} in turn, numbered from 1 by attention_mask",
         )
         return super()._arrange(batch)
 
@@ -330,20 +374,29 @@ class DPOTrainer(McaTrainer):
 
         Collectives: those of the schedule, forward only.
         """
+        with lora.without_adapters(self.model):
+            logps = self._log_probs(models, data_list, seq_length)
+        names = [f"reference_{side}_logps" for side in SIDES]
+        sides = [(of_batch[0::2], of_batch[1::2]) for of_batch in logps]
+        return [dict(zip(names, of_batch, strict=True)) for of_batch in sides] or None
+
+    @torch.no_grad()
+    def _log_probs(self, models, batches: list[dict], seq_length: int) -> list[torch.Tensor]:
+        """float32 [documents] of each micro-batch, without dropout; [] on pipeline stages before
+        the last."""
         was_training = self.models[0].training
 
-        def collect(inputs: dict, batch: dict, losses: torch.Tensor) -> dict[str, torch.Tensor]:
+        def collect(inputs: dict, batch: dict, losses: torch.Tensor) -> torch.Tensor:
             logps, _ = sum_documents(self.backend, batch, inputs["labels"], losses)
-            return {"reference_chosen_logps": logps[0::2], "reference_rejected_logps": logps[1::2]}
+            return logps
 
         step = self.evaluator.collecting(collect)
         self.backend.train_mode(False)
-        with lora.without_adapters(self.model):
-            logps = self.backend.forward_backward(
-                step, data_list, seq_length, forward_only=True, chunks=models
-            )
+        logps = self.backend.forward_backward(
+            step, batches, seq_length, forward_only=True, chunks=models
+        )
         self.backend.train_mode(was_training)
-        return logps or None
+        return logps
 
     def _reference_logps(self, models, batches: list[dict], seq_length: int) -> list[torch.Tensor]:
         """compute_reference_log_probs as one tensor [P, 2] of each micro-batch."""
@@ -365,7 +418,7 @@ class DPOTrainer(McaTrainer):
         if len(logps):
             self._check_kept(pairs, logps, store)
         if len(logps) == num:
-            self.report.print(f"reference model: {num:,} pairs from {store.folder}")
+            self.report.print(f"reference model: {num:,} {self.unit}s from {store.folder}")
         args = self.args
         per_rank = args.per_device_eval_batch_size * args.gradient_accumulation_steps
         whole_steps = per_rank * self.backend.dp_size
@@ -374,7 +427,7 @@ class DPOTrainer(McaTrainer):
             more = self._score(Subset(pairs, range(start, min(start + part, num))))
             logps = np.concatenate([logps, more])
             parallel.on_main(functools.partial(store.add, start, more), CheckpointError)
-            self.report.print(f"reference model: {len(logps):,} of {num:,} pairs")
+            self.report.print(f"reference model: {len(logps):,} of {num:,} {self.unit}s")
             self._stop_after_signal(store)
         return logps
 
@@ -401,8 +454,8 @@ class DPOTrainer(McaTrainer):
         if not self._is_same(now, kept[:count]):
             raise CheckpointError(
                 f"the reference in {store.folder} is of another model: it gave {kept[0].tolist()} "
-                f"to the first pair, and this model gives {now[0].tolist()}: remove the folder, "
-                "and the reference is computed again"
+                f"to the first {self.unit}, and this model gives {now[0].tolist()}: remove the "
+                "folder, and the reference is computed again"
             )
 
     def _is_same(self, logps: np.ndarray, others: np.ndarray) -> bool:
@@ -419,7 +472,7 @@ class DPOTrainer(McaTrainer):
         stop = Interrupted(number, self.state.global_step)
         self.report.print(
             f"{stop.signal.name}: stopped in the reference pass; the pass goes on from "
-            f"{store.folder or 'the first pair'}"
+            f"{store.folder or 'the first ' + self.unit}"
         )
         raise stop
 
@@ -435,7 +488,7 @@ class DPOTrainer(McaTrainer):
         expect(
             not self.was_trained,
             "a cached reference is computed by the model before it is trained: give this "
-            "dataset to DPOTrainer as train_dataset or eval_dataset",
+            f"dataset to {type(self).__name__} as train_dataset or eval_dataset",
         )
         referenced = WithReference(view, self._reference_of(view))
         return dataset.over(referenced) if isinstance(dataset, Packs) else referenced
@@ -472,8 +525,8 @@ class DPOTrainer(McaTrainer):
         if written and now and not self._is_same(np.array(now), np.array(written)):
             raise CheckpointError(
                 f"{folder} was trained against another reference model, which gave {written[0]} to "
-                f"the first pair, and this one gives {now[0]}: set model_name_or_path to the "
-                "model that the run started from"
+                f"the first {self.unit}, and this one gives {now[0]}: set model_name_or_path to "
+                "the model that the run started from"
             )
 
 
@@ -493,25 +546,6 @@ def _joined(batches: list[dict]) -> list[dict]:
 def _num_pairs(batch: dict) -> int:
     """Pairs of an arranged micro-batch, without those that only fill it."""
     return int(real_documents(batch).sum()) // len(SIDES)
-
-
-def _check_pairs(dataset, packs: bool) -> None:
-    """ValueError for samples other than pairs, and for packs without sequence_packing."""
-    first = dataset[0]
-    of_sample = getattr(dataset, "documents_per_sample", len(SIDES))
-    count = len(documents_of(first))
-    if of_sample != len(SIDES) or count % len(SIDES):
-        got = sorted(first) if isinstance(first, dict) else f"{count} documents"
-        raise ValueError(
-            'preference training takes samples {"chosen": ..., "rejected": ...}, or lists of two '
-            f"documents, and this one has {got}: use a data set of pairs, or stage: sft"
-        )
-    is_packed = isinstance(dataset, Packs) or count > len(SIDES)
-    # rows of unequal numbers of pairs: pipeline stages must know the shape
-    expect(
-        packs or not is_packed,
-        "the data set has packs of pairs, and sequence_packing is false: set it to true",
-    )
 
 
 # -- log-probabilities on disk

@@ -31,6 +31,7 @@ KEYS = [
 ]
 
 DPO = "stage=dpo dataset={folder}/pairs.jsonl"
+KTO = "stage=kto dataset={folder}/labelled.jsonl"
 LORA = "finetuning_type=lora lora_target=o_proj,down_proj"
 START = f"{LORA} adapter_name_or_path={{folder}}/adapter"
 TWO_SETS = "dataset={folder}/chat.jsonl,{folder}/other.jsonl"
@@ -72,6 +73,8 @@ CHANGES_A_RUN = {
     "pref_beta": ("0.9", DPO),
     "pref_ftx": ("0.5", DPO),
     "dpo_label_smoothing": ("0.3", DPO),
+    "kto_chosen_weight": ("0.5", KTO),
+    "kto_rejected_weight": ("0.5", KTO),
     "ref_model": ("{folder}/other_model", DPO),
     "global_batch_size": ("8", ""),
     "num_train_epochs": ("0.6", "max_steps=-1"),
