@@ -24,6 +24,8 @@ _HOME = {
     "McaTrainer": "trainer",
     "MegatronLRScheduler": "optim",
     "MLAMcaModelConfig": "model_config",
+    "RewardConfig": "trainer_rm",
+    "RewardTrainer": "trainer_rm",
     "Seq2SeqTrainingArguments": "args",
     "TrainerCallback": "callbacks",
     "TrainingArguments": "args",

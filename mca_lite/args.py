@@ -150,7 +150,8 @@ class FinetuningArguments(ArgumentGroup):
 
     stage: str = arg(
         "sft",
-        "pt: plain text, sft: conversations, dpo: preference pairs, kto: answers with a label",
+        "pt: plain text, sft: conversations, dpo: preference pairs, kto: answers with a label, "
+        "rm: a reward model of pairs",
         choices=OBJECTIVES,
     )
     finetuning_type: Literal["full", "lora", "freeze"] = arg(
@@ -202,6 +203,9 @@ class FinetuningArguments(ArgumentGroup):
     dpo_label_smoothing: float = arg(0.0, "assumed fraction of swapped pairs", low=0, below=0.5)
     kto_chosen_weight: float = arg(1.0, "stage kto: weight of desirable answers", low=0)
     kto_rejected_weight: float = arg(1.0, "stage kto: weight of undesirable answers", low=0)
+    center_rewards_coefficient: float = arg(
+        0.0, "stage rm: weight of the squared sum of a pair's scores, which centres them", low=0
+    )
     ref_model: str | None = arg(
         None,
         "cached: scored before training; adapter: adapters off; model, or a folder: a second model",

@@ -75,11 +75,15 @@ def _refuse_columns(whose: str, columns: Mapping, known: Collection[str]) -> Non
     )
 
 
-def _row(sample) -> dict[str, torch.Tensor]:
+def _row(sample, own_columns: Collection[str] = ()) -> dict[str, torch.Tensor]:
     """The documents of a sample one after another: columns of tokens [n], with the number of each
     token's document from 1 as attention_mask; other columns [documents]."""
     documents = documents_of(sample)
-    given = _given_by("sample")
+    given = {
+        name: column
+        for name, column in _given_by("sample").items()
+        if name in own_columns or not column.of_trainer
+    }
     for document in documents:
         _refuse_columns("a sample", document, given)
     lengths = [np.asarray(document["input_ids"]).size for document in documents]
@@ -138,15 +142,17 @@ class Collator:
 
     attention_mask numbers the documents of a row from 1 (a lone document may bring its numbers);
     padding has 0, and label IGNORE_INDEX. s is the longest row. With a "reference" in every
-    document the batch has it too: float32 [b, most documents of a row].
+    document the batch has it too: float32 [b, most documents of a row]. own_columns: of COLUMNS,
+    read by one trainer alone.
     Raises: ValueError for anything but samples.
     """
 
-    def __init__(self, pad_token_id: int):
+    def __init__(self, pad_token_id: int, own_columns: Collection[str] = ()):
         self.pad_token_id = pad_token_id
+        self.own_columns = own_columns
 
     def __call__(self, samples: list) -> dict[str, torch.Tensor]:
-        rows = [_row(sample) for sample in samples]
+        rows = [_row(sample, self.own_columns) for sample in samples]
         batch = {}
         for name in sorted(set().union(*rows)):
             columns = [row[name] for row in rows if name in row]
@@ -154,6 +160,10 @@ class Collator:
                 batch[name] = torch.cat(columns)
                 continue
             if len(columns) < len(rows):
+                expect(
+                    COLUMNS[name].default is None,
+                    f"{len(columns)} of {len(rows)} samples have {name}: expected all, or none",
+                )
                 continue
             value = padding_of(name, self.pad_token_id)
             batch[name] = pad_sequence(columns, batch_first=True, padding_value=value)

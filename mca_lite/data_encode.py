@@ -221,6 +221,7 @@ class Encoder:
         self.is_text = objective.joins_documents
         self.units = f"{objective.unit}s"
         self.cutoff_len = data_args.cutoff_len
+        self.scores = objective.scores  # of whole documents, their last token too
         self.skips = data_args.on_bad_record == "skip"
         self.joins = self.is_text and joins_texts(data_args)
         self.documents_per_sample = len(SIDES) if self.has_pairs else 1
@@ -236,6 +237,8 @@ class Encoder:
             "skips": self.skips,
             **{key: getattr(data_args, key) for key in keys},
         }
+        if self.scores:
+            self.options["scores"] = True
         if vision is not None:
             self.options["vision"] = vision.identity
         expect(
@@ -278,6 +281,8 @@ class Encoder:
             of_sample = slice(first, first + self.documents_per_sample)
             pictures = [list(text.pictures) for *_, text in rendered[of_sample]]
             sample = self._cut(documents[of_sample], pictures, tally, where)
+            if self.scores:
+                sample = list(map(_with_target, sample))
             if not self._leaves_out(sample, tally, where):
                 columns = [values | ({"pictures": some} if some else {}) for some in pictures]
                 kept.append(list(zip(sample, columns, strict=True)))
@@ -392,12 +397,12 @@ class Encoder:
     ) -> list[Document]:
         """The documents cut to cutoff_len + 1 tokens, and before a picture that this would cut;
         `pictures` of each, in place."""
-        limit = self.cutoff_len + 1
+        limit = self.cutoff_len + 1 - int(self.scores)
         longest = max(map(len, documents))
         if self.joins or longest <= limit:
             return documents
         start = 0
-        what = f"{self.units} were longer than cutoff_len {limit - 1} and cut"
+        what = f"{self.units} were longer than cutoff_len {self.cutoff_len} and cut"
         if self.has_pairs:
             start = min(longest - limit, max(_shared_prompt(*documents) - 1, 0))
             what += " at the beginning of their prompt"
@@ -409,7 +414,9 @@ class Encoder:
                 fitted = self.vision.fit(document, pictures[number], start, start + limit)
                 spans[number], pictures[number] = fitted
             if sum(map(len, pictures)) < count:
-                what = f"{self.units} lost pictures, or all of them, to cutoff_len {limit - 1}"
+                what = (
+                    f"{self.units} lost pictures, or all of them, to cutoff_len {self.cutoff_len}"
+                )
                 tally.count(NOTE, what, where)
         return [document[span] for document, span in zip(documents, spans, strict=True)]
 
@@ -424,6 +431,11 @@ class Encoder:
         else:
             return False
         return True
+
+
+def _with_target(document: Document) -> Document:
+    """The document with a token more, which is no label: shifted, all of its tokens are inputs."""
+    return np.append(document, ~np.maximum(document[-1:], ~document[-1:]))
 
 
 def num_learned(document: Document) -> int:

@@ -28,9 +28,9 @@ def dataset_columns(spec: DatasetSpec, data_args, objective: Objective) -> dict[
     None: the column's default; of the package's columns those that the keys give. ValueError for a
     value of another column."""
     columns = dict(sorted(registered_columns().items()))
-    columns |= {name: COLUMNS[name] for name in objective.columns}
+    own = {name: COLUMNS[name].default for name in objective.columns}
     expect(
-        spec.values.keys() <= columns.keys(),
+        spec.values.keys() <= columns.keys() | own.keys(),
         f"dataset {spec.name!r}: values {spec.values!r:.80}: expected "
         f"registered columns, and there are {list(columns)}: call "
         "register_column before the data is read",
@@ -38,7 +38,7 @@ def dataset_columns(spec: DatasetSpec, data_args, objective: Objective) -> dict[
     of_keys = {name: c.of_dataset(spec, data_args) for name, c in COLUMNS.items() if c.of_dataset}
     # a column without a value would change the identity of the data in checkpoints
     of_keys = {name: x for name, x in of_keys.items() if name in columns or x is not None}
-    return {**dict.fromkeys(columns), **of_keys, **spec.values}
+    return {**dict.fromkeys(columns), **own, **of_keys, **spec.values}
 
 
 def column_values(record, of_dataset: dict[str, float | None], where: str) -> dict[str, float]:

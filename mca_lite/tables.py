@@ -184,6 +184,7 @@ METRICS = (
     "logps/rejected",
     "sft_loss",
 )
+RM_METRICS = METRICS[:5]
 KTO_METRICS = (
     "loss",
     "rewards/chosen",
@@ -312,10 +313,11 @@ class Objective:
 
     records: the kind of records, TEXT, CONVERSATIONS, PAIRS or LABELLED; the data's datasets, cache
     and packs follow. columns: of COLUMNS, numbers of its records beside. trainer: McaTrainer or a
-    subclass, or "module:Class" of this package. metrics: the names of its metrics; eval_<name> may
-    decide the best checkpoint. keys: configuration keys of FinetuningArguments without effect on
-    other objectives. check_keys(a, judge), check_run(a, judge): its rules over
-    FinetuningArguments, and over the keys of all groups.
+    subclass, or "module:Class" of this package. scores: True for a model with a value head in place
+    of logits. metrics: the names of its metrics; eval_<name> may decide the best checkpoint. keys:
+    configuration keys of FinetuningArguments without effect on other objectives.
+    check_keys(a, judge), check_run(a, judge): its rules over FinetuningArguments, and over the keys
+    of all groups.
     describe(finetuning arguments) -> text after the stage's name in the start summary.
     """
 
@@ -323,6 +325,7 @@ class Objective:
     records: str
     columns: tuple[str, ...] = ()
     trainer: type | str = "trainer:McaTrainer"
+    scores: bool = False
     metrics: tuple[str, ...] = ("loss",)
     keys: tuple[str, ...] = ()
     check_keys: Callable[[Any, Judge], Any] = _nothing
@@ -425,6 +428,10 @@ def _describe_kto(keys: Any) -> str:
     return f"{text}, of undesirable ones {keys.kto_rejected_weight:g}"
 
 
+def _describe_rewards(keys: Any) -> str:
+    return f"center_rewards_coefficient {keys.center_rewards_coefficient:g}"
+
+
 def _check_reference(a: Any, judge: Judge) -> None:
     judge.apply(_REFERENCE)
 
@@ -468,6 +475,17 @@ register_objective(
     check_keys=_check_reference,
     check_run=_check_preferences,
     describe=_describe_kto,
+)
+register_objective(
+    "rm",
+    records=PAIRS,
+    columns=("margin",),
+    trainer="trainer_rm:RewardTrainer",
+    scores=True,
+    metrics=RM_METRICS,
+    keys=("center_rewards_coefficient",),
+    check_run=_check_preferences,
+    describe=_describe_rewards,
 )
 
 
@@ -585,7 +603,8 @@ class Column:
     padding: the value in positions that only pad. default: of a document without the column.
     of_dataset: (DatasetSpec, DataArguments) -> the value of its documents by the keys of a run,
     None: the default. to_model: the forward pass gets it, under its name. given_by: where it may
-    come from; "record" is a field of a dataset's files.
+    come from; "record" is a field of a dataset's files. of_trainer: samples may have it for a
+    trainer that names it among its own_columns.
     """
 
     per: str
@@ -595,6 +614,7 @@ class Column:
     of_dataset: Callable[[Any, Any], float | None] | None = None
     to_model: bool = False
     given_by: tuple[str, ...] = ("record", "sample", "collator")
+    of_trainer: bool = False
 
     @property
     def is_registered(self) -> bool:
@@ -620,7 +640,9 @@ COLUMNS = {
     # number of each place's image feature in the micro-batch (batch.with_image_slots), -1 for text
     "image_slot": Column("token", "int64", -1, to_model=True, given_by=()),
     # of a labelled answer: 1 for a good one, 0 for a bad one, or another number
-    ANSWER_LABEL: Column("document", given_by=_GIVEN),
+    ANSWER_LABEL: Column("document", given_by=_GIVEN, of_trainer=True),
+    # least difference of the scores of a pair without a loss of one half, of a reward model
+    "margin": Column("sample", default=0.0, given_by=_GIVEN, of_trainer=True),
     # log-probability by a reference model
     "reference": Column("document", given_by=_GIVEN),
 }

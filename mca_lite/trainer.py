@@ -48,7 +48,7 @@ from .files import IGNORE_INDEX, TRAINER_STATE_NAME, replacing
 from .log import Report, Throughput, model_work, peak_memory_gib, run_summary
 from .model import VirtualModels
 from .optim import get_megatron_lr_scheduler, given_optimizers
-from .trainer_evaluation import Evaluator, PredictionOutput
+from .trainer_evaluation import Evaluator, PredictionOutput, records_of
 from .trainer_events import (
     EvalLoopOutput,
     Numbers,
@@ -94,6 +94,7 @@ class McaTrainer:
 
     metrics_keys = ["loss"]
     documents_per_sample = 1
+    own_columns: tuple[str, ...] = ()  # of COLUMNS: samples may have them for this trainer
     was_trained = False  # True after the first training_step
     _reference_model = None  # a second model, run forward only on each batch
     micro_batch_weight = 1.0  # in the mean over micro-batches; some may be empty
@@ -141,7 +142,7 @@ class McaTrainer:
         self.use_own_loss()
         if backend.predicts_ahead:
             self.metrics_keys = [*self.metrics_keys, "mtp_loss"]
-        self.data_collator = data_collator or Collator(self._pad_token_id)
+        self.data_collator = data_collator or Collator(self._pad_token_id, self.own_columns)
         self.train_dataset = train_dataset
         self.eval_dataset = eval_dataset
         self.shuffle = shuffle
@@ -724,6 +725,10 @@ class McaTrainer:
     ) -> EvalLoopOutput:
         """Forward passes over a loader of get_train_dataloader's kind -> metrics, samples."""
         return self.evaluator.run_loop(dataloader, metric_key_prefix)
+
+    def prediction_records(self, predictions) -> Iterator[dict[str, Any]]:
+        """The lines of predictions.jsonl, one a sample of predict()."""
+        return records_of(predictions)
 
     # -- files
 

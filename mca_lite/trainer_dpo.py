@@ -313,11 +313,19 @@ class DPOTrainer(McaTrainer):
             "logps/rejected": responses.rejected,
             "sft_loss": sft,
         }
-        count = torch.full_like(sft.sum(), len(sft))
-        metrics = {key: torch.stack([value.detach().sum(), count]) for key, value in values.items()}
-        # context-parallel ranks have the same pairs, and megatron sums their counts: one counts
+        return self._summed(of_pairs, {name: (x, torch.ones_like(x)) for name, x in values.items()})
+
+    def _summed(self, losses: torch.Tensor, columns: dict[str, tuple]) -> tuple:
+        """(sum of the losses [n], n as int32, {metric: (sum, count)}) of columns {metric: (values
+        [n], 1 for those that count)}."""
+        metrics = {
+            key: torch.stack([(values.detach() * of).sum(), of.sum()]).float()
+            for key, (values, of) in columns.items()
+        }
+        # context-parallel ranks have the same ones, and megatron sums their counts: one counts
         counts = self.backend.context_parallel[1] == 0
-        return of_pairs.sum(), (count * counts).int(), metrics
+        count = torch.full_like(losses.sum(), len(losses)) * counts
+        return losses.sum(), count.int(), metrics
 
     def _count_of_loss(self, batch: dict) -> int:
         return _num_pairs(batch)

@@ -73,6 +73,7 @@ class KTOTrainer(DPOTrainer):
     in_turn = "an answer and a mismatched one"
     config_class = KTOConfig
     metrics_keys = list(KTO_METRICS)
+    own_columns = (ANSWER_LABEL,)
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -135,13 +136,7 @@ class KTOTrainer(DPOTrainer):
             "logps/rejected": (logps, ~good),
             "kl": (batch["kl"].expand(len(logps)), every),
         }
-        metrics = {
-            key: torch.stack([(value.detach() * chosen).sum(), chosen.sum()]).float()
-            for key, (value, chosen) in columns.items()
-        }
-        # context-parallel ranks have the same answers, and megatron sums their counts: one counts
-        counts = self.backend.context_parallel[1] == 0
-        return of_answers.sum(), (every.sum() * counts).int(), metrics
+        return self._summed(of_answers, columns)
 
     def _count_of_loss(self, batch: dict) -> int:
         return int(real_documents(batch).sum())
