@@ -407,7 +407,7 @@ _REFERENCE = (
 
 
 _DIVERGENCE = Rule(
-    "!f_divergence_type=alpha_divergence !f_alpha_divergence_coef=0.5",
+    "!f_alpha_divergence_coef=0.5 !f_divergence_type=alpha_divergence",
     "no effect, since f_divergence_type is not alpha_divergence",
     "f_divergence_type: alpha_divergence",
 )

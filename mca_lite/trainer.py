@@ -286,7 +286,15 @@ class McaTrainer:
         return model(**inputs), self.guard.mark(self._pre_compute_loss(of_rank, inputs))
 
     def _prepare_micro_batches(self, micro_batches: list[dict], seq_length: int) -> list[dict]:
-        """The micro-batches of a step before they run, with what another model says of them."""
+        """The micro-batches of a step, of training or evaluation, before they run, with columns
+        added by this trainer.
+
+        micro_batches: arranged batches, dicts of whole rows in host memory, padded to seq_length:
+        labels int64 [b, s], IGNORE_INDEX without loss; padding_mask; of packed rows cu_seqlens. A
+        registered column [b, s] of tokens, or [n] of real documents or samples, added to a batch is
+        cut with the tokens, and in the `batch` of _pre_compute_loss on the rank's device. A second
+        model may run here, forward only. All ranks call it: collectives match.
+        """
         return micro_batches
 
     def _pre_compute_loss(self, batch: dict, inputs: dict, *more):
