@@ -133,10 +133,11 @@ class DataArguments(ArgumentGroup):
     )
     ignore_message_keys: list[str] = arg([], "unknown keys of messages to leave out")
     pair_weight: str | None = arg(
-        None, "dpo: field of records with the weight of the pair's loss (None: 1)"
+        None, "dpo, rm: field of records with the weight of the pair's loss (None: 1)"
     )
     pair_margin: str | None = arg(
-        None, "dpo: field of records with the margin between the rewards of the answers (None: 0)"
+        None,
+        "dpo, rm: field of records with the margin between the rewards of the answers (None: 0)",
     )
     media_dir: str | None = arg(None, "folder of pictures (None: that of the dataset's file)")
     image_max_pixels: int | None = arg(
@@ -155,7 +156,10 @@ class FinetuningArguments(ArgumentGroup):
     """Objective and adapters."""
 
     stage: str = arg(
-        "sft", "pt: plain text, sft: conversations, dpo: preference pairs", choices=OBJECTIVES
+        "sft",
+        "pt: plain text, sft: conversations, dpo: preference pairs, kto: answers with a label, "
+        "rm: a reward model of pairs",
+        choices=OBJECTIVES,
     )
     finetuning_type: Literal["full", "lora", "freeze"] = arg(
         "full",
@@ -226,6 +230,11 @@ class FinetuningArguments(ArgumentGroup):
     )
     use_weighting: bool = arg(
         False, "WPO: pairs weigh by how likely the model is to give both answers"
+    )
+    kto_chosen_weight: float = arg(1.0, "stage kto: weight of desirable answers", low=0)
+    kto_rejected_weight: float = arg(1.0, "stage kto: weight of undesirable answers", low=0)
+    center_rewards_coefficient: float = arg(
+        0.0, "stage rm: weight of the squared sum of a pair's scores, which centres them", low=0
     )
     ref_model: str | None = arg(
         None,

@@ -252,7 +252,7 @@ class TorchHost:
         }
         self.embedding = model.get_input_embeddings()
         self.head = model.get_output_embeddings()
-        self.is_tied = self.embedding.weight is self.head.weight
+        self.is_tied = self.head is not None and self.embedding.weight is self.head.weight
         values = values_of(model.config)
         self.fields = values and _Fields(hf_model_type=model.config.model_type, **values)
 

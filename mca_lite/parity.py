@@ -192,7 +192,7 @@ def _megatron_modules(models: VirtualModels) -> Iterator[tuple[str, torch.nn.Mod
             yield f"{name} mlp", layer.mlp, False
             yield name, layer, False
         if chunk.post_process:
-            yield "final norm", chunk.output_layer, True
+            yield "final norm", chunk.output_layer or chunk.score, True
 
 
 def _torch_modules(model) -> Iterator[tuple[str, torch.nn.Module, bool]]:

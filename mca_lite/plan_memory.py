@@ -488,7 +488,8 @@ def rank_memory(
         trains_head = tensors.trained is None or "lm_head" in tensors.trained
         if spec is not None:
             trains_head = "lm_head" in spec.modules_to_save
-        logits = _loss(config, tokens, trains_head, on_gpu, r)
+        if not config.has_value_head:
+            logits = _loss(config, tokens, trains_head, on_gpu, r)
         # the final norm, with its output whole for the head
         norm = (r.h * (facts.norm - r.w) + 4) / r.sp + r.h * r.w
     return RankMemory(
@@ -509,15 +510,18 @@ class ModelOfRun:
         keys = arguments.finetuning
         self.spec = None
         if keys.finetuning_type == "lora":
-            self.spec = lora.plan(config, lora_files.adapter_of_keys(keys)[0])
+            spec = lora_files.adapter_of_keys(keys)[0]
+            if config.has_value_head:
+                spec = lora_files.with_value_head(spec)
+            self.spec = lora.plan(config, spec)
         judge = Judge(arguments)
         self.trained = freezing.plan(config, keys, judge)
         judge.close()
         self.source = InitSource(config.hf_config, 0, config.mtp_num_layers)
-        has_pairs = OBJECTIVES[keys.stage].has_pairs
-        self.lengths = [arguments.data.cutoff_len] * (1 + has_pairs)
+        objective = OBJECTIVES[keys.stage]
+        self.lengths = [arguments.data.cutoff_len] * (1 + objective.has_pairs)
         self.reference: str | None = None
-        if has_pairs:
+        if "ref_model" in objective.keys:
             name = arguments.model.model_name_or_path
             folders = {"cached": None, "adapter": None, "model": name}
             self.reference = folders.get(keys.ref_model, keys.ref_model)
@@ -527,7 +531,9 @@ class ModelOfRun:
         keys = arguments.model
         name = keys.model_name_or_path
         remote = keys.trust_remote_code
-        return AutoConfig.from_pretrained(name, arguments.training, remote, arguments.model_config)
+        values = arguments.model_config
+        has_scores = OBJECTIVES[arguments.finetuning.stage].scores
+        return AutoConfig.from_pretrained(name, arguments.training, remote, values, has_scores)
 
     def tensors(self, config) -> ModelTensors:
         """The tensors of the model in the layout of a config."""

@@ -129,7 +129,6 @@ class Evaluator:
     def predict(self, dataset, prefix: str) -> PredictionOutput:
         """McaTrainer.predict."""
         trainer = self.trainer
-        trainer.plan_batches(dataset, training=False)  # refuses several sets, and a stream
         logps = self._log_probabilities(dataset)
         if trainer.documents_per_sample == 1:
             total, count = logps.sum(axis=(0, 1))
@@ -223,10 +222,16 @@ class Evaluator:
 
         self.backend.use_loss(None)  # cross entropy, whatever the trainer minimises
         try:
-            run = functools.partial(self._forward, self.collecting(collect))
-            return self.by_sample(samples_of(dataset), run, (count, 2))
+            return self.collected(dataset, collect, (count, 2))
         finally:
             self.trainer.use_own_loss()
+
+    def collected(self, dataset, collect: Callable, shape: tuple[int, ...]) -> np.ndarray:
+        """float64 [samples, *shape], on every rank: results of collect(inputs, batch, output), one
+        tensor [samples or more, *shape] a micro-batch."""
+        self.trainer.plan_batches(dataset, training=False)  # refuses several sets, and a stream
+        run = functools.partial(self._forward, self.collecting(collect))
+        return self.by_sample(samples_of(dataset), run, shape)
 
     @torch.no_grad()
     def _user_metrics(self, dataset, prefix: str) -> dict[str, float]:

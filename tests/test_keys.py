@@ -31,6 +31,7 @@ KEYS = [
 ]
 
 DPO = "stage=dpo dataset={folder}/pairs.jsonl"
+KTO = "stage=kto dataset={folder}/labelled.jsonl"
 LORA = "finetuning_type=lora lora_target=o_proj,down_proj"
 START = f"{LORA} adapter_name_or_path={{folder}}/adapter"
 TWO_SETS = "dataset={folder}/chat.jsonl,{folder}/other.jsonl"
@@ -82,6 +83,9 @@ CHANGES_A_RUN = {
     "use_weighting": ("true", DPO),
     "pair_weight": ("trust", DPO),
     "pair_margin": ("trust", DPO),
+    "kto_chosen_weight": ("0.5", KTO),
+    "center_rewards_coefficient": ("0.5", DPO.replace("dpo", "rm")),
+    "kto_rejected_weight": ("0.5", KTO),
     "ref_model": ("{folder}/other_model", DPO),
     "global_batch_size": ("8", ""),
     "num_train_epochs": ("0.6", "max_steps=-1"),

@@ -147,6 +147,15 @@ def make_pairs() -> tuple[list[dict], list[dict]]:
     return records[NUM_HELDOUT_PAIRS:], records[:NUM_HELDOUT_PAIRS]
 
 
+def labelled(pairs: list[dict]) -> list[dict]:
+    """Returns one answer of each pair with its label: the chosen one of every second pair."""
+    sides = [("chosen", "rejected")[number % 2] for number in range(len(pairs))]
+    return [
+        {"prompt": pair["prompt"], "response": pair[side], "label": side == "chosen"}
+        for pair, side in zip(pairs, sides, strict=True)
+    ]
+
+
 def make_tokenizer(texts: list[str]) -> Tokenizer:
     """Returns a byte-level BPE tokenizer like Qwen's: any text can be encoded, and each digit is
     one token.
@@ -191,6 +200,8 @@ def main(directory: Path) -> None:
     pairs, heldout_pairs = make_pairs()
     write_lines(directory / "pairs.jsonl", pairs)
     write_lines(directory / "heldout_pairs.jsonl", heldout_pairs)
+    write_lines(directory / "answers.jsonl", labelled(pairs))
+    write_lines(directory / "heldout_answers.jsonl", labelled(heldout_pairs))
 
     roles = [
         "system\n",
