@@ -107,3 +107,28 @@ def test_copies_under_other_names_train_in_one_process_and_warn_of_nothing(tmp_p
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("step 2/2") == 3 and "Apex" not in result.stderr
+
+
+SILENT = """
+import gc, sys
+from mca_lite import cli
+
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            print("torch comes, collections:", gc.isenabled(), flush=True)
+            raise ImportError("torch")
+
+sys.meta_path.insert(0, Watch())
+code = cli.main(["configs/sft.yaml", f"output_dir={sys.argv[1]}"])
+print("the end, collections:", gc.isenabled(), code)
+"""
+
+
+def test_a_run_speaks_before_it_imports_torch_and_collects_garbage_after(tmp_path):
+    words = [sys.executable, "-c", SILENT, str(tmp_path / "out")]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    lines = [line for line in done.stdout.splitlines() if not line.startswith("note: ")]
+    assert lines[0].startswith("mca_lite starts on 1 rank"), done.stderr
+    assert lines[1] == "torch comes, collections: False"
+    assert lines[-1].startswith("the end, collections: True")
