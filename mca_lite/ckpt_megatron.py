@@ -12,7 +12,7 @@ assembled, kept and written by one of them, and no rank keeps it all. Objects in
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,8 +27,6 @@ from .kernels import AdamW
 from .mcore import (
     ShardedObject,
     ShardedTensorFactory,
-    apply_factory_merges,
-    dict_list_map_inplace,
     extract_sharded_tensors_and_factories,
     is_main_replica,
     load_preprocess,
@@ -175,24 +173,26 @@ def load_megatron(folder: Path, models, optimizer=None, index: dict | None = Non
     steps = [index.get(name, index.get(STEPS[0])) for name in STEPS]  # older ones lack the second
     if optimizer is not None and any(type(count) is not int for count in steps):
         raise CheckpointError(f"{place / INDEX_NAME} has no {STEPS[0]}: use another checkpoint")
-    state = _sharded(models)
-    chunks = list(state)
-    if optimizer is not None:
-        state["optimizer"] = _optimizer_to_fill(optimizer, models, _by_parameter(state))
-    sharded, _, factories = load_preprocess(state)
+    chunks = _sharded(models)
+
+    def fill(tensor) -> None:
+        memory = tensor.data.untyped_storage().data_ptr()
+        for part in nested_values(load_preprocess({"": tensor})[0]):
+            is_view = part.data.untyped_storage().data_ptr() == memory
+            assert is_view, f"megatron-core cuts {tensor.key} into copies, expected views"
+            read_tensor(part, index, place)
 
     def read() -> None:
-        for tensor in nested_values(sharded):
-            read_tensor(tensor, index, place)
+        for tensors in chunks.values():
+            for tensor in tensors.values():
+                fill(tensor)
+        if optimizer is not None:
+            _fill_optimizer(optimizer, models, _by_parameter(chunks), fill, steps)
 
-    words = f"{place} cannot be read: use another checkpoint"
+    words = f"{place} cannot be read: use another checkpoint, unless memory ran out"
     parallel.on_all(read, CheckpointError, words)
-    dict_list_map_inplace(lambda tensor: tensor.data, sharded)
-    loaded = apply_factory_merges(sharded, factories)
-    # a pipeline stage may train nothing; objects are not stored
-    models.load_state_dict({chunk: loaded.get(chunk, {}) for chunk in chunks}, strict=False)
-    if optimizer is not None:
-        _fill_optimizer(optimizer, models, loaded.get("optimizer", {}), steps)
+    weights = {key: {name: x.data for name, x in chunks[key].items()} for key in chunks}
+    models.load_state_dict(weights, strict=False)  # objects are not stored
 
 
 def _sharded(models) -> dict[str, dict]:
@@ -388,24 +388,19 @@ def _join(part, parameter, group, writer: int, pieces: dict):
     return whole.view(parameter.shape)
 
 
-def _optimizer_to_fill(optimizer, models, tensors: dict) -> dict[int, dict]:
-    """{id of a parameter: {name: empty sharded tensor}} of the states this rank steps."""
-    return {
-        id(parameter): {
-            name: _state_tensor(tensors[id(parameter)], name, torch.zeros(parameter.shape))
-            for name in state_names(optimizer, parameter)
-        }
-        for _, parameter, _, _ in owned_parameters(optimizer, models)
-    }
-
-
-def _fill_optimizer(optimizer, models, states: dict[int, dict], of_kinds: list[int]) -> None:
+def _fill_optimizer(
+    optimizer, models, tensors: dict, fill: Callable[[Any], None], of_kinds: list[int]
+) -> None:
+    """Set the states this rank steps. Host memory is one of them whole, and the pieces of one
+    parameter. fill: of a sharded tensor, from the files."""
     with torch.no_grad():
         for inner, parameter, main, cut in owned_parameters(optimizer, models):
             steps = of_kinds[is_of_tower(parameter)]
             is_piece = main.numel() != parameter.numel()
             mine = {}
-            for name, whole in states.pop(id(parameter)).items():
+            for name in state_names(optimizer, parameter):
+                whole = torch.zeros(parameter.shape)
+                fill(_state_tensor(tensors[id(parameter)], name, whole))
                 value = whole.reshape(-1)[cut].view(main.shape).to(main.device)
                 mine[name] = value.clone() if is_piece else value  # the whole can be freed
             if isinstance(inner, AdamW):
