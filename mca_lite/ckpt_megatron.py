@@ -21,8 +21,8 @@ import torch
 from torch.utils.serialization import config as torch_files
 
 from . import parallel
-from .ckpt_folder import CheckpointError
-from .files import MCA_CONFIG_NAME, lies_in, read_json, write_file
+from .ckpt_folder import CheckpointError, entry_of
+from .files import MCA_CONFIG_NAME, ChecksumWriter, lies_in, read_json, write_file
 from .kernels import AdamW
 from .mcore import (
     ShardedObject,
@@ -128,26 +128,26 @@ class MegatronSnapshot:
         self._tensors = [tensor for tensor in tensors if is_main_replica(tensor.replica_id)]
         self.config_json = models.config.to_json_string()
 
-    def write(self, folder: Path) -> tuple[list[str], list]:
-        """Write this rank's file, unflushed -> (files, [(key, entry in the index, place of this
-        part) of each tensor]). No collectives."""
+    def write(self, folder: Path) -> tuple[dict[str, dict], list]:
+        """Write this rank's file -> ({file: its entry in the manifest}, [(key, entry in the index,
+        place of this part) of each tensor]). No collectives."""
         (folder / DIST_NAME).mkdir(exist_ok=True)
         name = f"__{parallel.rank()}_0.distcp"
         path = folder / DIST_NAME / name
         parts = []
         # the manifest has a checksum of the whole file: torch's own, one a tensor, would take half
         # as long as the writing
-        with torch_files.patch("save.compute_crc32", False), open(path, "wb") as file:
+        with torch_files.patch("save.compute_crc32", False), ChecksumWriter(path) as file:
             for tensor in self._tensors:
                 # a copy: torch writes the whole storage of a view
                 data = tensor.data.detach().to("cpu", copy=True).view(_sizes(tensor))
-                start = file.tell()
+                start = file.size
                 torch.save(data, file)
-                place = [tensor.global_offset, data.shape, name, start, file.tell() - start]
+                place = [tensor.global_offset, data.shape, name, start, file.size - start]
                 dtype = str(data.dtype).removeprefix("torch.")
                 parts.append((tensor.key, {"dtype": dtype, "shape": tensor.global_shape}, place))
         self._tensors = []  # lets go of the copies
-        return [f"{DIST_NAME}/{name}"], parts
+        return {f"{DIST_NAME}/{name}": entry_of(file.size, file.crc)}, parts
 
     def finish(self, folder: Path, results: list[list]) -> list[str]:
         """On the main rank, when all have written: the index and the model's config -> files."""
