@@ -14,6 +14,8 @@ _HOME = {
     "AutoConfig": "model_config",
     "AutoModel": "model",
     "DataArguments": "args",
+    "DistillConfig": "trainer_distill",
+    "DistillTrainer": "trainer_distill",
     "DPOConfig": "trainer_dpo",
     "DPOTrainer": "trainer_dpo",
     "KTOConfig": "trainer_kto",

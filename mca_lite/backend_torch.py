@@ -313,8 +313,10 @@ class TorchBackend(Backend):
     def expect_weighted_losses(self) -> None:
         self.loss_model.weights_differ = True
 
-    def wrap_reference(self, model) -> list:
-        return [TokenLossModel(model.requires_grad_(False), self.args.loss_chunk_size).eval()]
+    def wrap_reference(self, model, of_logits=None) -> list:
+        wrapped = TokenLossModel(model.requires_grad_(False), self.args.loss_chunk_size)
+        wrapped.loss_of_logits = of_logits
+        return [wrapped.eval()]
 
     def use_loss(self, of_logits) -> None:
         self.loss_model.loss_of_logits = of_logits

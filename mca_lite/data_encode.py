@@ -588,9 +588,7 @@ def _keys(reader: Reader, encoder: Encoder, cache_dir: Path) -> tuple[str, str]:
         "declaration": {key: getattr(spec, key) for key in declared},
         "columns": reader.columns,
         # the kind determines how a file is read; its name does not matter
-        "files": [
-            [kind, _content_hash(Path(file), cache_dir)] for file, kind in spec.files.items()
-        ],
+        "files": [[kind, content_hash(Path(file), cache_dir)] for file, kind in spec.files.items()],
     }
     modules = (data_files, data_records, data_chat, data_images, sys.modules[__name__])
     code: dict = {"format": CACHE_FORMAT, "code": [inspect.getsource(module) for module in modules]}
@@ -607,7 +605,7 @@ def hash_of(facts) -> str:
     return _sha256(json.dumps(facts, sort_keys=True, default=str))
 
 
-def _content_hash(path: Path, cache_dir: Path) -> str:
+def content_hash(path: Path, cache_dir: Path) -> str:
     """sha256 of the file. A large one is read once, and not again until its size or modification
     time changes."""
     stat = path.stat()

@@ -18,11 +18,11 @@ from . import freezing, lora, lora_files
 from .args_rules import is_saved
 from .errors import Judge
 from .families import Row
-from .loss_tokens import CHUNK_SIZE_CPU, CHUNK_SIZE_CUDA
+from .loss_tokens import CHUNK_SIZE_CPU, CHUNK_SIZE_CUDA, CHUNK_SIZE_OF_LOGITS
 from .model_config import AutoConfig, McaModelConfig
 from .model_delta import CHUNK_SIZE, why_no_fla
 from .optim import splits_masters
-from .tables import OBJECTIVES, OPTIMIZERS
+from .tables import OBJECTIVES, OPTIMIZERS, TEACHER_KEY
 from .weights_convert import VOCABULARY, degree, in_layer_order
 from .weights_files import InitSource
 
@@ -443,12 +443,23 @@ def _in_flight(args, config, stage: int) -> float:
     return min(micro_batches * vpp, chunks) / vpp
 
 
-def _loss(config, tokens: float, trains_head: bool, on_gpu: bool, r: RankSizes) -> float:
+# bytes of float32 tensors of a logit and its gradient in a loss with a teacher, at most (a
+# resident one, jsd): measured on a CPU
+_OF_LOGIT = 53
+
+
+def _loss(
+    config, tokens: float, trains_head: bool, on_gpu: bool, r: RankSizes, distils: bool
+) -> float:
     """Bytes of the loss while it is taken."""
     columns = config.padded_vocab_size / r.tp
     chunk = config.loss_chunk_size or (CHUNK_SIZE_CUDA if on_gpu else CHUNK_SIZE_CPU)
+    of_logit = r.w
+    if distils:
+        chunk = config.loss_chunk_size or CHUNK_SIZE_OF_LOGITS
+        of_logit += _OF_LOGIT
     float32_gradient = columns * r.h * 4 * trains_head
-    return min(chunk, tokens) * columns * r.w + tokens * r.h * r.w + float32_gradient
+    return min(chunk, tokens) * columns * of_logit + tokens * r.h * r.w + float32_gradient
 
 
 def _buffers(config, tokens: float, r: RankSizes) -> float:
@@ -468,12 +479,19 @@ def _buffers(config, tokens: float, r: RankSizes) -> float:
 
 
 def rank_memory(
-    args, config, tensors: ModelTensors, stage: int, length: int, world_size: int, on_gpu: bool
+    args,
+    config,
+    tensors: ModelTensors,
+    stage: int,
+    length: int,
+    world_size: int,
+    on_gpu: bool,
+    distils: bool = False,
 ) -> RankMemory:
     """Memory of a rank of a pipeline stage at the peak of a step.
 
     args: TrainingArguments with the layout of config, a McaModelConfig; length: tokens of a
-    sample or row; on_gpu: True if kernels are compiled.
+    sample or row; on_gpu: True if kernels are compiled; distils: the loss compares with a teacher.
     """
     spec = tensors.spec
     r = RankSizes(config)
@@ -489,7 +507,7 @@ def rank_memory(
         if spec is not None:
             trains_head = "lm_head" in spec.modules_to_save
         if not config.has_value_head:
-            logits = _loss(config, tokens, trains_head, on_gpu, r)
+            logits = _loss(config, tokens, trains_head, on_gpu, r, distils)
         # the final norm, with its output whole for the head
         norm = (r.h * (facts.norm - r.w) + 4) / r.sp + r.h * r.w
     return RankMemory(
@@ -525,6 +543,11 @@ class ModelOfRun:
             name = arguments.model.model_name_or_path
             folders = {"cached": None, "adapter": None, "model": name}
             self.reference = folders.get(keys.ref_model, keys.ref_model)
+        self.distils = TEACHER_KEY in OBJECTIVES[keys.stage].keys
+        self.scores_before = False  # the second model is there before training alone
+        if self.distils:
+            self.reference = getattr(keys, TEACHER_KEY)
+            self.scores_before = keys.teacher_top_k is not None
 
     @staticmethod
     def config_of(arguments) -> McaModelConfig:
@@ -545,7 +568,7 @@ class ModelOfRun:
         tensors = self.tensors(config)
         length = sum(self.lengths)
         each = [
-            rank_memory(args, config, tensors, stage, length, world_size, on_gpu)
+            rank_memory(args, config, tensors, stage, length, world_size, on_gpu, self.distils)
             for stage in stages
         ]
         if self.reference is not None:
@@ -553,4 +576,37 @@ class ModelOfRun:
             held = ModelTensors(second)
             width = second.params_dtype.itemsize
             each = [replace(each[s], reference=held.counts(s)[0] * width) for s in stages]
+            if self.distils:
+                each[-1] = self._with_hidden_states(each[-1], args, second)
+        if self.scores_before:
+            each = list(map(_at_the_peak, each))
         return max(enumerate(each), key=lambda pair: pair[1].total)
+
+    def _with_hidden_states(self, memory: RankMemory, args, second) -> RankMemory:
+        """The last stage with a resident teacher's hidden states of a step."""
+        if self.scores_before:
+            return memory
+        tokens = args.micro_batch_size * sum(self.lengths) / second.context_parallel_size
+        numbers = tokens * (args.gradient_accumulation_steps or 1) * second.hidden_size
+        size = round(numbers * second.params_dtype.itemsize)
+        return replace(memory, reference=memory.reference + size)
+
+    def work_of_reference(self, args, config) -> float:
+        """The forward pass of a second model in each step, over that of the model of a config."""
+        from .log import model_sizes
+
+        if self.reference is None or self.scores_before:
+            return 0.0
+        sizes = [model_sizes(AutoConfig.from_pretrained(self.reference, args)), model_sizes(config)]
+        if None in sizes:
+            return 1.0
+        second, first = (size.weights for size in sizes)
+        return second / first
+
+
+def _at_the_peak(memory: RankMemory) -> RankMemory:
+    """The memory of a rank on which a second model scores the data before the optimizer is made:
+    its bytes beyond those of training."""
+    before = memory.weights + memory.gradients + memory.reference
+    in_training = memory.total - memory.reference
+    return replace(memory, reference=max(before - in_training, 0))

@@ -535,6 +535,83 @@ register_objective(
 )
 
 
+# -- distillation
+
+TEACHER_KEY = "teacher_model_name_or_path"
+DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
+_NO_TEACHER = "teacher_model_name_or_path: <the teacher's folder>"
+_DISTILLATION = (
+    Rule(
+        "!teacher_model_name_or_path !teacher_top_k",
+        "stage distill learns from a teacher",
+        _NO_TEACHER,
+    ),
+    Rule(
+        "!teacher_model_name_or_path teacher_top_k !teacher_cache",
+        "without a teacher its rows are read from a folder",
+        f"teacher_cache: <the folder of an earlier run>, or {_NO_TEACHER}",
+    ),
+    Rule("teacher_cache !teacher_top_k", "a resident teacher has no cache", "teacher_top_k: 64"),
+    Rule(
+        "teacher_cache_dtype=float16 !teacher_top_k",
+        "a resident teacher has no cache",
+        "teacher_top_k: 64",
+    ),
+)
+_DISTILLATION_RUN = (
+    Rule(
+        "mtp_num_layers",
+        "layers for multi-token prediction have no part in distillation",
+        "mtp_num_layers: 0",
+    ),
+    Rule(
+        "teacher_top_k streaming",
+        "a cached teacher scores the samples before training",
+        "streaming: false, or teacher_top_k left out",
+    ),
+)
+
+
+def _check_distillation_keys(a: Any, judge: Judge) -> None:
+    judge.apply(_DISTILLATION)
+    judge.expect(
+        a.distill_loss == "jsd" or "distill_jsd_mix" not in a.changed,
+        "distill_jsd_mix distill_loss",
+        f"no effect, since distill_loss is {a.distill_loss}",
+        "distill_loss: jsd",
+    )
+
+
+def _describe_distillation(keys: Any) -> str:
+    text = f"{keys.distill_loss}, temperature {keys.distill_temperature:g}"
+    text += f", cross entropy {keys.distill_ce_weight:g}"
+    source = "resident teacher"
+    if keys.teacher_top_k is not None:
+        source = f"cached top {keys.teacher_top_k} of the teacher"
+    return f"{text}, {source} {keys.teacher_model_name_or_path or keys.teacher_cache}"
+
+
+register_objective(
+    "distill",
+    records=CONVERSATIONS,
+    trainer="trainer_distill:DistillTrainer",
+    metrics=("loss", "kd_loss", "sft_loss"),
+    keys=(
+        TEACHER_KEY,
+        "teacher_top_k",
+        "teacher_cache",
+        "teacher_cache_dtype",
+        "distill_loss",
+        "distill_jsd_mix",
+        "distill_temperature",
+        "distill_ce_weight",
+    ),
+    check_keys=_check_distillation_keys,
+    check_run=lambda a, judge: judge.apply(_DISTILLATION_RUN),
+    describe=_describe_distillation,
+)
+
+
 # -- optimizers
 
 
@@ -696,6 +773,8 @@ COLUMNS = {
     "logp_weight": Column("token", given_by=()),
     # numbers of the global batch for each pair, two for each loss with some
     "of_batch": Column("sample", given_by=()),
+    # number of a trained token's row in a teacher's cache (data_teacher.py)
+    "teacher_row": Column("token", "int64", -1, given_by=_GIVEN),
 }
 
 

@@ -105,7 +105,7 @@ class McaTrainer:
     _reference_model = None  # a second model, run forward only on each batch
     micro_batch_weight = 1.0  # in the mean over micro-batches; some may be empty
     answers: Any = None  # of predict_with_generate: set by generation.Answers
-    _loss_of_logits = None  # a subclass's method: loss_tokens.Logits -> losses of tokens
+    _loss_of_logits: Any = None  # a subclass's method: loss_tokens.Logits -> losses of tokens
 
     def __init__(
         self,

@@ -171,7 +171,7 @@ class Evaluator:
         self.trainer.notify("on_prediction_step")
         return results
 
-    def _passes(
+    def passes(
         self, dataset, run: Callable[[list[dict], int], list]
     ) -> Iterator[list[tuple[list[int], Any]]]:
         """Yield for each step [(numbers of the samples, result of run(micro-batches, length))], a
@@ -188,7 +188,7 @@ class Evaluator:
         """float64 [samples, *shape], on every rank: results of run(micro-batches, length), one
         tensor [samples or more, *shape] a micro-batch."""
         values = torch.zeros(len(dataset), *shape, dtype=torch.float64, device=parallel.device())
-        for step in self._passes(dataset, run):
+        for step in self.passes(dataset, run):
             for numbers, result in step:
                 if self.backend.context_parallel[1] == 0:  # all of its ranks have the same
                     values[numbers] = result[: len(numbers)].to(values.dtype)
@@ -255,7 +255,7 @@ class Evaluator:
 
         rows: dict[int, tuple] = {}  # on the main rank
         run = functools.partial(self._forward, self.collecting(collect, with_labels=False))
-        for step in self._passes(dataset, run):
+        for step in self.passes(dataset, run):
             own = [pair for found in step for pair in zip(*found, strict=False)]
             for of_rank in parallel.gather(own):
                 if parallel.is_main():

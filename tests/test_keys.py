@@ -507,6 +507,12 @@ SHOWN_BY = {
         "freeze_vision_tower freeze_multi_modal_projector freeze_language_model".split(),
         "test_vision_torch.py::test_parts_of_a_family_train_as_transformers_does",
     ),
+    **dict.fromkeys(
+        "teacher_model_name_or_path teacher_top_k teacher_cache teacher_cache_dtype distill_loss "
+        "distill_jsd_mix distill_temperature distill_ce_weight".split(),
+        "test_distill_cache.py::test_the_keys_of_the_stage_train_as_plain_torch_and_rows_are_read_"
+        "without_a_teacher",
+    ),
     "moe_permute_fusion": "test_moe_args.py::test_a_config_that_does_not_fit_says_what_to_set",
 }
 ROWS = [CHANGES_A_RUN, IN_THE_CONFIG, IN_THE_OPTIMIZER, IN_THE_TRAINER, SHOWN_BY]

@@ -193,7 +193,7 @@ def write_lines(path: Path, records: list[dict]) -> None:
 
 def main(directory: Path) -> None:
     sft, heldout, pt = make_data()
-    (directory / "model").mkdir(parents=True, exist_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
     write_lines(directory / "sft.jsonl", sft)
     write_lines(directory / "heldout.jsonl", heldout)
     write_lines(directory / "pt.jsonl", pt)
@@ -214,19 +214,25 @@ def main(directory: Path) -> None:
         + [record["text"] for record in pt]
     )
     tokenizer = make_tokenizer(texts)
-    write_json(directory / "model" / "tokenizer.json", json.loads(tokenizer.to_str()))
+    write_model(directory / "model", CONFIG, tokenizer)
+    write_model(directory / "student", {**CONFIG, "num_hidden_layers": 2}, tokenizer)
+
+
+def write_model(folder: Path, config: dict, tokenizer: Tokenizer) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "tokenizer.json", json.loads(tokenizer.to_str()))
     write_json(
-        directory / "model" / "tokenizer_config.json",
+        folder / "tokenizer_config.json",
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": TURN_END,
             "pad_token": END_OF_TEXT,
-            "model_max_length": CONFIG["max_position_embeddings"],
+            "model_max_length": config["max_position_embeddings"],
             "clean_up_tokenization_spaces": False,
             "chat_template": CHAT_TEMPLATE,
         },
     )
-    write_json(directory / "model" / "config.json", CONFIG)
+    write_json(folder / "config.json", config)
     stop = {
         "bos_token_id": 0,
         "eos_token_id": [2, 0],
@@ -234,7 +240,7 @@ def main(directory: Path) -> None:
         "do_sample": False,
         "max_new_tokens": 32,
     }
-    write_json(directory / "model" / "generation_config.json", stop)
+    write_json(folder / "generation_config.json", stop)
 
 
 if __name__ == "__main__":
