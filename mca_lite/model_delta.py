@@ -16,6 +16,8 @@ tokens of a chunk, cp the context-parallel size.
 """
 
 import functools
+import importlib.util
+import re
 
 import torch
 import torch.nn.functional as F
@@ -31,7 +33,7 @@ from .model_moe import new_weight
 CHUNK_SIZE = 64
 _NO_KERNELS = (
     "the gated delta rule runs in plain torch, several times slower than the kernels of "
-    "flash-linear-attention ({}): pip install flash-linear-attention"
+    "flash-linear-attention ({}): pip install flash-linear-attention tilelang"
 )
 
 
@@ -110,11 +112,18 @@ def _of_length_one(x):
 
 @functools.cache
 def why_no_fla() -> str | None:
-    """The first line of the error of flash-linear-attention's import; None if it works."""
+    """The first line of the error of flash-linear-attention's import, or of its known fault here;
+    None if it works."""
     try:
         import fla.ops.gated_delta_rule  # noqa: F401
+        from triton import __version__
     except Exception as error:  # a broken installation raises more than ImportError
         return first_line(error)
+    is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+    version = tuple(int(number) for number in re.findall(r"\d+", __version__)[:3])
+    is_wrong = is_hopper and (3, 4) <= version < (3, 7, 1)
+    if is_wrong and importlib.util.find_spec("tilelang") is None:
+        return f"its gradients by Triton {__version__} are wrong on Hopper GPUs without tilelang"
     return None
 
 

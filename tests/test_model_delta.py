@@ -11,7 +11,12 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from mca_lite.batch import row_layout
-from mca_lite.model_delta import causal_convolution, delta_rule_by_kernels, gated_delta_rule
+from mca_lite.model_delta import (
+    causal_convolution,
+    delta_rule_by_kernels,
+    gated_delta_rule,
+    why_no_fla,
+)
 from tests.shared import pictures, tiny, tiny_moe, world
 from tests.shared.files import assert_same_bytes, changed, tensors
 from tests.shared.layouts import CP2, EP2, PP2, TP2_SP, VPP2
@@ -128,6 +133,21 @@ def test_kernels_get_rows_of_the_batch_and_the_borders_of_packed_ones(monkeypatc
     delta_rule_by_kernels(*tensors, torch.tensor([0, 3, 7], dtype=torch.int32))
     assert seen[0] is None
     assert seen[1].tolist() == [0, 3, 7] and seen[1].dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("triton", "gpu", "reason"),
+    [("3.6.0", (9, 0), "wrong"), ("3.7.1", (9, 0), None), ("3.6.0", (8, 0), None)],
+)
+def test_kernels_with_wrong_gradients_are_left_alone(triton, gpu, reason, monkeypatch):
+    for name in ("fla", "fla.ops", "fla.ops.gated_delta_rule", "triton"):
+        module = ModuleType(name)
+        module.__version__ = triton
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda: gpu)
+    found = why_no_fla.__wrapped__()
+    assert found is None if reason is None else reason in found
 
 
 # -- layers
