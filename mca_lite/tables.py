@@ -640,7 +640,7 @@ COLUMNS = {
     # number of each place's image feature in the micro-batch (batch.with_image_slots), -1 for text
     "image_slot": Column("token", "int64", -1, to_model=True, given_by=()),
     # of a labelled answer: 1 for a good one, 0 for a bad one, or another number
-    ANSWER_LABEL: Column("document", given_by=_GIVEN, of_trainer=True),
+    ANSWER_LABEL: Column("document", given_by=_GIVEN),
     # least difference of the scores of a pair without a loss of one half, of a reward model
     "margin": Column("sample", default=0.0, given_by=_GIVEN, of_trainer=True),
     # log-probability by a reference model

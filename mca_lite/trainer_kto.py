@@ -73,7 +73,6 @@ class KTOTrainer(DPOTrainer):
     in_turn = "an answer and a mismatched one"
     config_class = KTOConfig
     metrics_keys = list(KTO_METRICS)
-    own_columns = (ANSWER_LABEL,)
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)

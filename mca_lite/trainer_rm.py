@@ -81,8 +81,8 @@ class RewardTrainer(DPOTrainer):
             last = [int(document["input_ids"][-1]) for document in documents]
             expect(
                 pad not in last,
-                f"an answer ends with token {pad}, which pads: transformers scores the token before "
-                "padding: give the tokenizer another pad_token",
+                f"an answer ends with token {pad}, which pads, and transformers scores the token "
+                "before padding: give the tokenizer another pad_token",
             )
 
     @classmethod

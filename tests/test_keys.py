@@ -74,6 +74,7 @@ CHANGES_A_RUN = {
     "pref_ftx": ("0.5", DPO),
     "dpo_label_smoothing": ("0.3", DPO),
     "kto_chosen_weight": ("0.5", KTO),
+    "center_rewards_coefficient": ("0.5", DPO.replace("dpo", "rm")),
     "kto_rejected_weight": ("0.5", KTO),
     "ref_model": ("{folder}/other_model", DPO),
     "global_batch_size": ("8", ""),
