@@ -15,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: gpu kernels bench-gpu families foreign-keys help install train dpo orpo simpo kto images quick test test-all test-mcore pythons lint bench chaos fuzz mutations wrong-inputs clean
+.PHONY: gpu kernels bench-gpu families foreign-keys help install train dpo orpo simpo kto rm images quick test test-all test-mcore pythons lint bench chaos fuzz mutations wrong-inputs clean
 
 help:  ## this list
 	@grep -hE '^[a-z -]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -36,6 +36,9 @@ endif
 dpo orpo simpo kto: $(STAMP)  ## preference training of what `make train` wrote, on the embedded pairs or answers
 	$(BIN)/torchrun --standalone --local_addr 127.0.0.1 --nproc_per_node $(NPROC) train.py configs/$@.yaml $(ARGS)
 	$(BIN)/python configs/tiny/preference.py $(or $(patsubst output_dir=%,%,$(filter output_dir=%,$(ARGS))),output/$@) output/sft
+
+rm: $(STAMP)  ## a reward model from what `make train` wrote, on the embedded pairs
+	$(BIN)/torchrun --standalone --local_addr 127.0.0.1 --nproc_per_node $(NPROC) train.py configs/rm.yaml $(ARGS)
 
 images: $(STAMP)  ## a tiny model learns to count squares in pictures drawn on the spot, in about a minute
 	$(BIN)/python configs/images_demo/make.py
