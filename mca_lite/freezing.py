@@ -13,8 +13,8 @@ import torch
 
 from .args_rules import is_saved
 from .errors import Judge
-from .families import LANGUAGE_MODEL, part_of, vision_parts_of
-from .lora import Weight, host_of, spec_of
+from .families import LANGUAGE_MODEL, VALUE_HEAD, part_of, vision_parts_of
+from .lora import Weight, host_of, module_of, spec_of
 
 PARTS = ("vision_tower", "multi_modal_projector", LANGUAGE_MODEL)
 # configuration keys that decide which weights are in training
@@ -42,6 +42,7 @@ def plan(model, keys, judge: Judge) -> frozenset[str] | None:
     if keys.finetuning_type == "freeze":
         language = [weight for weight in weights if parts[weight.modules[0]] == LANGUAGE_MODEL]
         named = _named(language, keys, host.num_layers, judge)
+        named |= {module_of(VALUE_HEAD)} & modules.keys()  # it began at random
         trained = {m for m in trained if parts[m] != LANGUAGE_MODEL or m in named}
     judge.expect(
         trained or judge.problems,

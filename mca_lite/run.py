@@ -292,8 +292,16 @@ def _plan_adapters(
     host = _host_model(arguments, planned)
     is_tied = host_of(host).is_tied
     spec, planned.adapter_source = lora_files.adapter_of_keys(keys)
-    if OBJECTIVES[keys.stage].scores and not keys.adapter_name_or_path:
-        spec = lora_files.with_value_head(spec)
+    if OBJECTIVES[keys.stage].scores:
+        with_head = lora_files.with_value_head(spec)
+        judge.expect(
+            spec == with_head or not keys.adapter_name_or_path,
+            "adapter_name_or_path",
+            "it has no value head, so that one drawn at random would stay as it is",
+            "model_name_or_path: the model with the adapter in its weights (python -m mca_lite "
+            "convert BASE DST --merge)",
+        )
+        spec = with_head
     if num_new:
         check_new_rows(spec.modules_to_save, num_new, is_tied, judge)
     if keys.adapter_name_or_path:

@@ -292,8 +292,9 @@ class McaTrainer:
         micro_batches: arranged batches, dicts of whole rows in host memory, padded to seq_length:
         labels int64 [b, s], IGNORE_INDEX without loss; padding_mask; of packed rows cu_seqlens. A
         registered column [b, s] of tokens, or [n] of real documents or samples, added to a batch is
-        cut with the tokens, and in the `batch` of _pre_compute_loss on the rank's device. A second
-        model may run here, forward only. All ranks call it: collectives match.
+        cut with the tokens, and in the `batch` of _pre_compute_loss on the rank's device. Rows may
+        come back in another length, the same in all batches. A second model may run here, forward
+        only. All ranks call it: collectives match.
         """
         return micro_batches
 

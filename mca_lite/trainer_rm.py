@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from . import lora, lora_files
 from .data_batches import documents_of
 from .data_files import SIDES
 from .errors import expect
@@ -67,6 +68,12 @@ class RewardTrainer(DPOTrainer):
             has_value_head(values.get("architectures")),
             "a reward model has a value head: expected one for sequence classification, got "
             f"{values.get('architectures')}: model_config.add_value_head makes its config",
+        )
+        spec = lora.spec_of(self.model)
+        expect(
+            spec is None or lora_files.VALUE_HEAD in spec.modules_to_save,
+            "the value head would not be trained beside the adapters: expected modules_to_save: "
+            f"{lora_files.VALUE_HEAD}",
         )
         pad = getattr(self.tokenizer, "pad_token_id", None)
         if pad is None:

@@ -3,14 +3,18 @@ refused. A token is a byte.
 """
 
 import json
+from pathlib import Path
 
 import pytest
 
 from mca_lite import tables
 from mca_lite.data_batches import Collator
 from mca_lite.errors import ConfigError
+from tests.shared import world
 from tests.shared.chats import assistant, load_files, trained_answers, user, write_records
 from tests.shared.commands import error_of
+from tests.shared.small_runs import save_all, train_by_words
+from tests.shared.training import read_log
 
 TURNS = [user("a"), assistant("old"), user("b"), assistant("good")]
 SHAREGPT = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "good"}]
@@ -66,6 +70,35 @@ def test_a_stage_of_a_script_takes_records_with_scores(tmp_path, monkeypatch):
     assert row.has_labels and not row.has_pairs
     path = write_records(tmp_path / "a.jsonl", {"messages": TURNS, "label": -2.5})
     assert labels_of(load_files(tmp_path, path, stage="scored").train) == [-2.5]
+
+
+def loss_of_label(folder, label, layout) -> float:
+    """The loss of a first step, with a stage whose loss is the label times cross entropy."""
+    from mca_lite import McaTrainer
+
+    class ScoredTrainer(McaTrainer):
+        def _pre_compute_loss(self, batch, inputs, *more):
+            finish = super()._pre_compute_loss(batch, inputs, *more)
+            [label] = set(batch["answer_label"].tolist())
+            return lambda losses: finish(losses * label)
+
+    tables.register_objective("scored", records="labelled", trainer=ScoredTrainer)
+    keys = dict(layout, stage="scored", model_name_or_path=f"{folder}/model", max_steps=1)
+    keys |= dict(logging_steps=1, global_batch_size=4, save_strategy="no", cutoff_len=64)
+    keys |= {name: f"{folder}/{name}{label}" for name in ("cache_dir", "output_dir")}
+    train_by_words({**keys, "dataset": f"{folder}/labels{label}.jsonl"})
+    return read_log(Path(keys["output_dir"]))[0]["loss"]
+
+
+def test_a_trainer_of_a_script_gets_the_labels(tmp_path):
+    save_all(tmp_path, "qwen3", num_hidden_layers=2)
+    records = [json.loads(line) for line in (tmp_path / "labelled.jsonl").read_text().splitlines()]
+    for label in (1, 3):
+        given = [{**record, "label": label} for record in records]
+        write_records(tmp_path / f"labels{label}.jsonl", *given)
+    layout = dict(context_parallel_size=2, packing=True)
+    one, three = (world.run(loss_of_label, 2, str(tmp_path), n, layout)[0] for n in (1, 3))
+    assert three == pytest.approx(3 * one, rel=1e-6)
 
 
 @pytest.mark.parametrize(

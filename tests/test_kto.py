@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from tests.shared import tiny, world
+from tests.shared import tiny, tiny_moe, world
 from tests.shared.commands import error_of, run_script
 from tests.shared.dpo_tools import curve_of, differences
 from tests.shared.kto_tools import (
@@ -22,7 +22,7 @@ from tests.shared.kto_tools import (
     shifted,
     step_numbers,
 )
-from tests.shared.layouts import CP2, DIST_OPT, OVERLAP, PACKED, PP2, SP, TP2, VPP2
+from tests.shared.layouts import CP2, DIST_OPT, EP2, OVERLAP, PACKED, PP2, SP, TP2, TP2_SP, VPP2
 from tests.shared.training import read_log
 
 STEPS = 3
@@ -93,6 +93,27 @@ def test_kto_trains_as_plain_torch(layout, cells, oracles, tmp_path):
         for difference in differences(curve, curves[cell.split()[0]])
     ]
     assert not wrong, "\n".join(wrong[:20])
+
+
+# -- experts
+
+
+def oracle_of_experts(path) -> list:
+    from transformers import AutoModelForCausalLM
+
+    return oracle_curve(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
+
+
+@pytest.mark.parametrize(
+    "ranks, keys", [(2, EP2), (2, {**CP2, **EP2}), (4, {**EP2, **PP2}), (4, {**EP2, **TP2_SP})]
+)
+@pytest.mark.full
+def test_experts_train_as_plain_torch(tmp_path, ranks, keys):
+    path = tiny_moe.save_model(tmp_path / "model", "qwen3_moe", num_hidden_layers=2)
+    [wanted] = world.run(oracle_of_experts, 1, path)
+    for rows in ROWS.values():
+        for got in world.run(curve_of_run, ranks, path, str(tmp_path / "run"), {**keys, **rows}):
+            assert not differences(got, wanted)
 
 
 # -- references, packs, evaluations, predictions, resume

@@ -2,15 +2,34 @@
 metrics and gradient norm of whole curves, files, scores.
 """
 
-import pytest
+import json
 
+import numpy as np
+import pytest
+import torch
+
+from mca_lite.args import parse_args
 from mca_lite.data_batches import Collator
-from tests.shared import world
+from mca_lite.files import read_json
+from mca_lite.run import make_plan
+from tests.shared import tiny, world
 from tests.shared.chats import load_files, write_records
-from tests.shared.commands import error_of
+from tests.shared.commands import error_of, run_script
 from tests.shared.dpo_tools import curve_of, differences
-from tests.shared.layouts import CP2, DIST_OPT, OVERLAP, PACKED, PP2, SP, TP2, VPP2
-from tests.shared.rm_tools import make_oracles, rm_run, save_model
+from tests.shared.layouts import CP2, DIST_OPT, EP2, OVERLAP, PACKED, PP2, SP, TP2, TP2_SP, VPP2
+from tests.shared.rm_tools import (
+    SIDES,
+    Rated,
+    load,
+    make_oracles,
+    numbers_of,
+    oracle_curve,
+    rm_run,
+    save_model,
+    score,
+)
+from tests.shared.small_runs import save_all, save_tokenizer, write_data
+from tests.shared.toy_tokenizer import CHATML, byte_tokenizer
 
 STEPS = 3
 ROWS = {"padded": dict(per_device_train_batch_size=2), "packed": PACKED}
@@ -86,20 +105,235 @@ def test_a_reward_model_trains_as_plain_torch(layout, cells, oracles, tmp_path):
     assert not wrong, "\n".join(wrong[:20])
 
 
-# -- pairs of files
+# -- families, and experts
+
+FAMILIES = "llama qwen2 gemma2 phi3 deepseek_v2".split()
+OF_EXPERTS = {"ep2": (2, EP2), "ep2tp2": (4, {**EP2, **TP2_SP}), "cp2ep2": (2, {**CP2, **EP2})}
 
 
-def test_pairs_of_files_are_whole_and_have_margins_and_weights(tmp_path):
-    record = {"prompt": "a", "chosen": "good", "rejected": "bad", "gap": 0.5, "trust": 2}
-    path = write_records(tmp_path / "a.jsonl", record, {**record, "gap": 0})
+def oracle_of(path) -> list:
+    return oracle_curve(load(path))
+
+
+@pytest.mark.parametrize(
+    "family, ranks, keys",
+    [pytest.param(family, 2, TP2_SP, marks=pytest.mark.full) for family in FAMILIES]
+    + [
+        pytest.param("qwen3_moe", *layout, marks=pytest.mark.full, id=name)
+        for name, layout in OF_EXPERTS.items()
+    ],
+)
+def test_families_and_experts_train_as_plain_torch(family, ranks, keys, tmp_path):
+    path = save_model(tmp_path / "model", family, num_hidden_layers=2)
+    [wanted] = world.run(oracle_of, 1, path)
+    for rows in PACKED, dict(per_device_train_batch_size=2):
+        given = {**keys, **rows}
+        for got in world.run(curve_of_run, ranks, path, str(tmp_path / "run"), given):
+            assert not differences(got, wanted)
+
+
+# -- packs, evaluations, predictions, resume
+
+
+CAPACITY = 35
+
+
+def oracle_of_packs(path) -> list:
+    from mca_lite.data_batches import Packs
+
+    packs = [pack.tolist() for pack in Packs(Rated(), CAPACITY).packs]
+    assert len({len(pack) for pack in packs}) > 1, "rows with other numbers of pairs are wanted"
+    return oracle_curve(load(path), packs=packs)
+
+
+def curve_of_run(path, out, keys) -> list:
+    return curve_of(rm_run(path, out, **keys))
+
+
+@pytest.mark.parametrize(
+    "keys", [pytest.param({**PP2, **VPP2}, marks=pytest.mark.full), dict(backend="torch")]
+)
+def test_packs_weigh_every_pair_alike(oracles, tmp_path, keys):
+    [wanted] = world.run(oracle_of_packs, 1, oracles[0])
+    keys = dict(keys, pack=CAPACITY, sequence_packing=True, max_steps=2)
+    for got in world.run(curve_of_run, 2, oracles[0], str(tmp_path), keys):
+        assert not differences(got, wanted)
+
+
+def scored(path, out, keys) -> tuple:
+    """(metrics of an evaluation, predictions, metrics of these), of a model after a step; its
+    folder has the model."""
+    data = dict(eval_dataset=Rated(5, seed=4), per_device_eval_batch_size=2)
+    trainer = rm_run(path, out, **{**keys, **data, "max_steps": 1})
+    found = trainer.evaluate(), *trainer.predict(trainer.eval_dataset)
+    trainer.save_model()
+    return found
+
+
+def expected(trained) -> tuple:
+    """The same by transformers on what was exported, one document after another."""
+    pairs = Rated(5, seed=4).pairs
+    model = load(trained)
+    with torch.no_grad():
+        scores = [[float(score(model, pair[side])) for side in SIDES] for pair in pairs]
+        return numbers_of(model, pairs)[1], scores
+
+
+@pytest.mark.parametrize(
+    "ranks, keys",
+    [
+        (4, {**TP2, **PP2, **PACKED}),
+        pytest.param(1, dict(backend="torch"), marks=pytest.mark.full),
+        pytest.param(2, CP2, marks=pytest.mark.full),
+        pytest.param(2, {**TP2, **SP}, marks=pytest.mark.full),
+    ],
+)
+def test_an_export_gives_transformers_the_scores_of_a_prediction(oracles, tmp_path, ranks, keys):
+    found = world.run(scored, ranks, oracles[0], str(tmp_path), keys)[0]
+    evaluated, predictions, _, of_predictions = found
+    [(wanted, scores)] = world.run(expected, 1, str(tmp_path))
+    for key, value in wanted.items():
+        assert evaluated[f"eval_{key}"] == pytest.approx(value, rel=1e-5, abs=1e-5), key
+    assert predictions == pytest.approx(np.array(scores), rel=1e-5, abs=1e-6)
+    name = "rewards/accuracies"
+    assert of_predictions[f"test_{name}"] == pytest.approx(wanted[name])
+
+
+def whole_and_resumed(path, out, keys) -> tuple:
+    """(curve of a run, curve of a run that goes on from a checkpoint after its second step)"""
+    keys = {**keys, "attention_dropout": 0.1}
+    whole = curve_of(rm_run(path, f"{out}/whole", max_steps=3, **keys))
+    saving = dict(save_strategy="steps", save_steps=2, max_steps=2)
+    rm_run(path, f"{out}/parts", **{**keys, **saving})
+    checkpoint = f"{out}/parts/checkpoint-2"
+    resumed = rm_run(path, f"{out}/parts", max_steps=3, resume_from_checkpoint=checkpoint, **keys)
+    return whole, curve_of(resumed)
+
+
+@pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.full), "lora"])
+def test_resume_is_bit_for_bit(oracles, tmp_path, kind):
+    path, adapter, _ = oracles
+    keys = dict(PP2, adapter=adapter if kind == "lora" else None)
+    whole, parts = world.run(whole_and_resumed, 2, path, str(tmp_path), keys)[0]
+    assert parts == whole and len(whole) == 3
+
+
+def resumed_elsewhere(path, out, keys) -> list:
+    """The curve of a run that goes on from out/parts/checkpoint-2 in another layout."""
+    checkpoint = f"{out}/parts/checkpoint-2"
+    return curve_of(rm_run(path, f"{out}/more", resume_from_checkpoint=checkpoint, **keys))
+
+
+@pytest.mark.full
+def test_a_checkpoint_goes_on_in_another_layout(oracles, tmp_path):
+    path, _, curves = oracles
+    saving = dict(save_strategy="steps", save_steps=2, max_steps=2)
+    world.run(curve_of_run, 2, path, str(tmp_path / "parts"), {**TP2, **SP, **saving})
+    keys = {**PP2, "max_steps": STEPS}
+    *_, got = world.run(resumed_elsewhere, 2, path, str(tmp_path), keys)
+    assert not differences(got[-1:], curves["full"][-1:])
+
+
+def adapter_of_run(path, out, adapter) -> dict:
+    from mca_lite.lora_files import trained_tensors
+
+    trainer = rm_run(path, out, adapter, max_steps=1, **TP2)
+    trainer.save_model()
+    return {name: tensor.shape for name, tensor in trained_tensors(trainer.model).items()}
+
+
+def peft_reads(path, out) -> tuple[list, bool]:
+    from peft import PeftModel
+    from safetensors.torch import load_file
+
+    model = PeftModel.from_pretrained(load(path), out).eval()
+    head = load_file(f"{out}/adapter_model.safetensors")["base_model.model.score.weight"]
+    with torch.no_grad():
+        scores = [float(score(model, pair["chosen"])) for pair in Rated(3, seed=4).pairs]
+    return scores, torch.equal(model.base_model.model.score.weight, head)
+
+
+def test_peft_reads_adapters_with_their_value_head(oracles, tmp_path):
+    path, adapter, _ = oracles
+    shapes = world.run(adapter_of_run, 2, path, str(tmp_path), adapter)[0]
+    assert shapes["score.weight"] == (1, 32)
+    [(scores, has_head)] = world.run(peft_reads, 1, path, str(tmp_path))
+    assert has_head and len(set(scores)) == 3
+    assert read_json(tmp_path / "adapter_config.json")["task_type"] == "SEQ_CLS"
+
+
+# -- a run of the command line
+
+
+def test_a_causal_model_gets_a_value_head_the_same_in_two_layouts_and_on_torch(tmp_path):
+    save_all(tmp_path, "qwen3", num_hidden_layers=2)
+    short = (
+        f"stage=rm model_name_or_path={tmp_path}/model dataset={tmp_path}/pairs.jsonl "
+        f"eval_dataset={tmp_path}/pairs.jsonl max_steps=2 logging_steps=1 global_batch_size=4 "
+        "learning_rate=1e-3 do_predict=true do_eval=true save_strategy=no "
+        "center_rewards_coefficient=0.01 cutoff_len=64"
+    )
+    runs = {
+        "tp2": (2, "tensor_model_parallel_size=2 packing=true"),
+        "pp2": (2, "pipeline_model_parallel_size=2 per_device_train_batch_size=2"),
+        "torch": (1, "use_mca=false per_device_train_batch_size=2"),
+    }
+    lines = {}
+    for name, (ranks, keys) in runs.items():
+        shown = run_script(f"{short} {keys} output_dir={tmp_path / name}", tmp_path, ranks).stdout
+        assert "rm, center_rewards_coefficient 0.01" in shown and "warning" not in shown
+        text = (tmp_path / name / "predictions.jsonl").read_text()
+        lines[name] = [json.loads(line) for line in text.splitlines()]
+        assert lines[name][0].keys() == {"index", *SIDES} and len(lines[name]) == 12
+    for ours, theirs in zip(lines["pp2"], lines["torch"], strict=True):
+        assert ours == pytest.approx(theirs, abs=1e-5)
+    config = read_json(tmp_path / "pp2" / "config.json")
+    assert config["architectures"] == ["Qwen3ForSequenceClassification"]
+    assert config["id2label"] == {"0": "LABEL_0"} and isinstance(config["pad_token_id"], int)
+    [found] = world.run(scores_of_a_file, 1, str(tmp_path / "pp2"), str(tmp_path / "pairs.jsonl"))
+    for line, scores in zip(lines["pp2"], found, strict=True):
+        assert [line[side] for side in SIDES] == pytest.approx(scores, abs=1e-5)
+
+
+def scores_of_a_file(folder, file) -> list:
+    """As one who has transformers alone scores conversations, in a padded batch."""
+    from pathlib import Path
+
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    found = []
+    for line in Path(file).read_text().splitlines():
+        record = json.loads(line)
+        texts = [
+            tokenizer.apply_chat_template([*record["prompt"], record[side]], tokenize=False)
+            for side in SIDES
+        ]
+        inputs = tokenizer(
+            texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False
+        )
+        inputs.pop("token_type_ids", None)
+        with torch.no_grad():
+            found.append(model(**inputs).logits[:, 0].tolist())
+    return found
+
+
+def test_documents_of_files_are_whole_and_have_margins_and_weights(tmp_path):
+    pair = {"prompt": "a", "chosen": "good", "rejected": "bad", "gap": 0.5, "trust": 2}
+    path = write_records(tmp_path / "a.jsonl", pair, {**pair, "gap": 0})
     keys = dict(stage="rm", pair_margin="gap", pair_weight="trust")
     dataset = load_files(tmp_path, path, **keys).train
     batch = Collator(0)(list(dataset))
     assert batch["pair_margin"].tolist() == [[0.5, 0.5], [0.0, 0.0]]
-    assert set(batch["pair_weight"].flatten().tolist()) == {2.0}
-    ends = [side["input_ids"][-1] for side in dataset[0]]
-    assert ends[0] == ends[1], "the last token of the template is an input"
-    path = write_records(tmp_path / "b.jsonl", {**record, "gap": None})
+    assert batch["pair_weight"].tolist() == [[2.0, 2.0]] * 2
+    tokenizer = byte_tokenizer(CHATML)
+    prompt = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    texts = [tokenizer.decode(side["input_ids"]) for side in dataset[0]]
+    assert texts == [f"{prompt}{answer}<|im_end|>\n" for answer in ("good", "bad")]
+    cut = load_files(tmp_path, path, cutoff_len=10, **keys).train
+    assert [len(side["input_ids"]) for side in cut[0]] == [10, 9]
+    path = write_records(tmp_path / "b.jsonl", pair, {**pair, "gap": None})
     assert "gap" in error_of(load_files, tmp_path, path, **keys)
 
 
@@ -107,3 +341,56 @@ def test_margins_are_refused_where_no_pair_is(tmp_path):
     path = write_records(tmp_path / "a.jsonl", {"prompt": "a", "completion": "b", "label": 1})
     said = error_of(load_files, tmp_path, path, stage="kto", pair_margin="gap")
     assert "stage kto has no pairs" in said
+
+
+# -- what is refused
+
+
+def refusals(path, causal, out) -> list[str]:
+    from types import SimpleNamespace
+
+    half = [{**pair} for pair in Rated().pairs[:4]]
+    half[1].pop("pair_margin")
+    last = int(half[0]["chosen"]["input_ids"][-1])
+    cases = [
+        (causal, {}),
+        (path, dict(train_dataset=half, per_device_train_batch_size=4)),
+        (path, dict(tokenizer=SimpleNamespace(pad_token_id=last, save_pretrained=print))),
+        (path, dict(calculate_per_token_loss=False)),
+    ]
+    return [error_of(rm_run, p, f"{out}/{n}", **keys) for n, (p, keys) in enumerate(cases)]
+
+
+def test_what_cannot_be_trained_is_refused(oracles, tmp_path):
+    causal = tiny.save_model(tmp_path / "causal", "qwen3", num_hidden_layers=2)
+    [said] = world.run(refusals, 1, oracles[0], causal, str(tmp_path))
+    words = [
+        "has a value head",
+        "some pairs have pair_margin",
+        "another pad_token",
+        "calculate_per_token_loss",
+    ]
+    for text, expected_words in zip(said, words, strict=True):
+        assert expected_words in text
+
+
+def test_models_of_another_stage_are_refused_before_ranks_meet(oracles, tmp_path):
+    save_tokenizer(oracles[0])
+    write_data(tmp_path)
+
+    def planned(path, *words) -> str:
+        files = [f"output_dir={tmp_path}/out", f"cache_dir={tmp_path}/cache"]
+        given = [f"model_name_or_path={path}", *files, *words]
+        return error_of(lambda: make_plan(parse_args(given)))
+
+    chat = f"dataset={tmp_path}/chat.jsonl"
+    pairs = f"dataset={tmp_path}/pairs.jsonl"
+    assert "reward model" in planned(oracles[0], "stage=sft", chat)
+    assert "reward model" in planned(oracles[0], "stage=sft", chat, "use_mca=false")
+    path = tiny.save_model(tmp_path / "granite", "granite")
+    save_tokenizer(path)
+    assert "sequence classification" in planned(path, "stage=rm", pairs)
+    path = tiny.save_model(tmp_path / "trl", "qwen3")
+    save_tokenizer(path)
+    (tmp_path / "trl" / "value_head.safetensors").write_bytes(b"")
+    assert "v_head.summary.weight" in planned(path, "stage=rm", pairs)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tests.shared import tiny
+from tests.shared import tiny, tiny_moe
 from tests.shared.dpo_tools import (
     BETAS,
     CLIP,
@@ -40,7 +40,8 @@ def save_model(folder, family: str = "qwen3", seed: int = 0, **changes) -> str:
     from transformers import AutoModelForSequenceClassification
 
     torch.manual_seed(seed)
-    config = tiny.hf_config(family, **changes)
+    tables = tiny_moe if family in tiny_moe.MODELS else tiny
+    config = tables.hf_config(family, **changes)
     config.num_labels = 1
     model = AutoModelForSequenceClassification.from_config(config)
     with torch.no_grad():
