@@ -169,3 +169,23 @@ def test_pictures_stand_in_the_order_of_the_documents_packed_joined_and_without_
     assert (slots >= 0).equal(joined["input_ids"][0] == 7)
     text = collated([document()])
     assert "pixel_values" not in text and (with_image_slots(split(text), 7)["image_slot"] < 0).all()
+
+
+def test_margins_and_weights_of_pairs_are_fields_of_records(tmp_path):
+    file = tmp_path / "a.jsonl"
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c", "gap": 0.5, "trust": 2}
+    file.write_text(json.dumps(pair))
+    register_column("more", default=1.0)  # a script's column beside them
+    names = dict(pair_margin="gap", pair_weight="trust")
+    keys = dict(dataset=[str(file)], cache_dir=str(tmp_path), cutoff_len=64, chat_template="plain")
+    for _ in range(2):  # written, then read
+        data = load_datasets(DataArguments(**keys, **names), "dpo", byte_tokenizer())
+        documents = data.train[0]
+        assert [(d["pair_margin"], d["pair_weight"]) for d in documents] == [(0.5, 2.0)] * 2
+    data = load_datasets(DataArguments(**keys), "dpo", byte_tokenizer())
+    assert "pair_margin" not in data.train[0][0]
+    file.write_text(f"{json.dumps(pair)}\n{json.dumps({**pair, 'gap': None})}")
+    with pytest.raises(ValueError, match="a.jsonl:2: 'gap' is missing or null"):
+        load_datasets(DataArguments(**keys, **names), "dpo", byte_tokenizer())
+    with pytest.raises(ValueError, match="(?s)pair_margin: 'gap'.*stage sft has no pairs"):
+        load_datasets(DataArguments(**keys, **names), "sft", byte_tokenizer())

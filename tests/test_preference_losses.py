@@ -59,11 +59,12 @@ LAYOUTS = {
     "one": (1, PADDED),
     "tp2pp2": (4, {**TP2, **PP2, **PADDED}),
     "cp2 packed": (2, {**CP2, **PACKED}),
+    "dp2": (2, {**DIST_OPT, **PADDED}),
 }
 
 
 MORE_LAYOUTS = {
-    "dp2": (2, DIST_OPT),
+    "dp2": (2, {}),
     "dp2_overlap": (2, OVERLAP),
     "tp2_sp": (2, TP2_SP),
     "pp2": (2, PP2),
@@ -133,7 +134,7 @@ def check(path, wanted, out, names, ranks, keys, adapter=None) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_loss_trains_as_plain_torch(layout, start, tmp_path):
-    names = [*ROWS, *MORE] if layout == "one" else [*SUMS]
+    names = {"one": [*ROWS, *MORE], "dp2": ["with a reference", "wpo"]}.get(layout, [*SUMS])
     check(*start, tmp_path, names, *LAYOUTS[layout])
 
 
@@ -155,7 +156,7 @@ def test_sums_of_losses_train_as_plain_torch(layout, rows, start, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", [*LAYOUTS, *MORE_LAYOUTS])
+@pytest.mark.parametrize("layout", LAYOUTS | MORE_LAYOUTS)
 def test_sums_of_losses_train_adapters_as_peft(layout, adapted, tmp_path):
     path, adapter, wanted = adapted
     ranks, keys = {**LAYOUTS, **MORE_LAYOUTS}[layout]
@@ -189,6 +190,22 @@ def test_a_resumed_run_has_the_running_mean_of_the_whole_one(start, tmp_path):
     )
     assert resumed == whole and len(whole) == 4
     assert kept == kept_by_resumed and kept["bco_steps"] == 4 and kept["bco_mean"] != 0
+
+
+def forgotten_column(path, out) -> str:
+    """The refusal of pairs that have a margin here and none there."""
+    data = PairsWithColumns()
+    del data.pairs[3]["pair_margin"]
+    try:
+        our_run(path, out, MORE["columns"], train_dataset=data, max_steps=2)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_column_of_some_pairs_alone_is_refused(start, tmp_path):
+    [text] = world.run(forgotten_column, 1, start[0], str(tmp_path))
+    assert "some pairs have pair_margin, and others have not" in text
 
 
 def test_the_page_has_the_rows_of_the_table():

@@ -105,7 +105,8 @@ class Draw:
             keys.update(finetuning_type="lora", lora_rank=one(1, 3, 4), lora_target=self._targets())
             keys.update(use_rslora=chance(0.3), save_merged_model=chance(0.3))
         if keys["stage"] == "dpo":
-            keys["pref_loss"], keys["pref_beta"] = one("sigmoid", "sigmoid", "orpo"), one(0.1, 0.5)
+            losses = ("sigmoid", "sigmoid", "orpo", "simpo", "ipo")
+            keys["pref_loss"], keys["pref_beta"] = one(*losses), one(0.1, 0.5)
             keys["pref_ftx"] = one(0.0, 0.0, 0.3)
             if keys["pref_loss"] == "sigmoid":
                 keys["dpo_label_smoothing"] = one(0.0, 0.1)
