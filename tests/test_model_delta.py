@@ -229,6 +229,15 @@ def test_a_file_with_stacked_experts_a_tower_and_more_is_exported_as_it_is(keys,
     assert_same_bytes(tensors(tmp_path / "out"), tensors(source))
 
 
+def test_an_export_without_its_source_warns_of_layers_that_it_lacks(tmp_path):
+    from mca_lite.weights_files import carried_tensors
+
+    gone = str(tmp_path / "gone")
+    config = {"model_type": "qwen3_5", "text_config": {"mtp_num_hidden_layers": 1}}
+    with pytest.warns(UserWarning, match="layers for multi-token prediction"):
+        assert list(carried_tensors(gone, config)) == []
+
+
 def test_stacked_experts_are_those_of_transformers(tmp_path):
     source = tiny_moe.save_model(tmp_path / "model", "qwen3_5_moe_text", num_hidden_layers=2)
     source = stacked(source, tmp_path / "stacked")
