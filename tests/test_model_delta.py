@@ -190,6 +190,23 @@ def test_recomputed_states_change_nothing(path, recomputed, tmp_path):
     assert again == plain
 
 
+def modules_without_a_call(path: str) -> list[str]:
+    """Modules with parameters that a forward pass does not call."""
+    from mca_lite import AutoModel
+
+    [model] = AutoModel.from_pretrained(path, arguments())
+    called = set()
+    holders = {n: m for n, m in model.named_modules() if list(m.parameters(recurse=False))}
+    for name, module in holders.items():
+        module.register_forward_pre_hook(lambda *_, name=name: called.add(name))
+    model(IDS, labels=IDS)
+    return sorted(holders.keys() - called)
+
+
+def test_each_module_with_weights_is_called_as_overlapped_gathers_wait_for_that(path):
+    assert world.run(modules_without_a_call, 1, path)[0] == []
+
+
 # -- files as the hub has them
 
 
