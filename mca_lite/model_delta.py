@@ -177,6 +177,11 @@ class Convolution(torch.nn.Module):
         super().__init__()
         self.weight = new_weight(config, channels, 1, size)
 
+    def forward(self):
+        """The weight [channels, size], by a call: the hooks of overlap_param_gather wait for it in
+        one."""
+        return self.weight.flatten(1)
+
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         state = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
@@ -249,7 +254,7 @@ class GatedDeltaNet(RowModule):
     def _heads(self, mixed, documents, borders):
         """[s, b, g, sum of widths] of the whole row -> [s, b, n, v], both of this rank's heads."""
         convolved, gate, beta, a = mixed.split(self.widths, -1)
-        weight = self._of_rank(self.conv1d.weight).flatten(1)
+        weight = self._of_rank(self.conv1d())
         convolved = causal_convolution(convolved.flatten(2), weight, documents)
         heads = convolved.unflatten(-1, (-1, sum(self.of_convolution)))
         query, key, value = heads.split(self.of_convolution, -1)

@@ -142,7 +142,9 @@ def row_parts(row: Row, total: int, config) -> list[list[int]]:
     elif row.kind == "qkv":
         of_keys = config.num_query_groups * config.kv_channels
         of_queries = config.num_attention_heads * config.kv_channels
-        parts = [of_queries * (1 + config.attention_output_gate), of_keys, of_keys]
+        if getattr(config, "attention_output_gate", False):
+            of_queries *= 2
+        parts = [of_queries, of_keys, of_keys]
     elif row.kind.startswith("delta"):
         parts = _delta_parts(row.kind, config)
     more = len(parts) - len(row.hf)  # in the first tensor

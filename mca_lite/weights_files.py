@@ -570,7 +570,9 @@ def carried_tensors(
     tensors = original_of(source)
     if tensors is None:
         next_layer = hf_config.get("num_hidden_layers", 0) + (num_trained or 0)
-        if source and is_unused(f"model.layers.{next_layer}.", hf_config, num_trained):
+        has_more = is_unused(f"model.layers.{next_layer}.", hf_config, num_trained)
+        has_more |= bool(text_values(hf_config).get("mtp_num_hidden_layers"))  # of mtp.*
+        if source and has_more:
             warnings.warn(
                 "config.json names layers for multi-token prediction that were not trained, and "
                 f"{source} is not there to carry them from: the export lacks them, and its "

@@ -210,6 +210,23 @@ def test_recomputed_states_change_nothing(path, recomputed, tmp_path):
     assert again == plain
 
 
+def modules_without_a_call(path: str) -> list[str]:
+    """Modules with parameters that a forward pass does not call."""
+    from mca_lite import AutoModel
+
+    [model] = AutoModel.from_pretrained(path, arguments())
+    called = set()
+    holders = {n: m for n, m in model.named_modules() if list(m.parameters(recurse=False))}
+    for name, module in holders.items():
+        module.register_forward_pre_hook(lambda *_, name=name: called.add(name))
+    model(IDS, labels=IDS)
+    return sorted(holders.keys() - called)
+
+
+def test_each_module_with_weights_is_called_as_overlapped_gathers_wait_for_that(path):
+    assert world.run(modules_without_a_call, 1, path)[0] == []
+
+
 # -- files as the hub has them
 
 
@@ -247,6 +264,15 @@ def test_a_file_with_stacked_experts_a_tower_and_more_is_exported_as_it_is(keys,
     source = stacked(source, tmp_path / "stacked")
     world.run(exported, 2, source, str(tmp_path / "out"), keys)
     assert_same_bytes(tensors(tmp_path / "out"), tensors(source))
+
+
+def test_an_export_without_its_source_warns_of_layers_that_it_lacks(tmp_path):
+    from mca_lite.weights_files import carried_tensors
+
+    gone = str(tmp_path / "gone")
+    config = {"model_type": "qwen3_5", "text_config": {"mtp_num_hidden_layers": 1}}
+    with pytest.warns(UserWarning, match="layers for multi-token prediction"):
+        assert list(carried_tensors(gone, config)) == []
 
 
 def test_stacked_experts_are_those_of_transformers(tmp_path):

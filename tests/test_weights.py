@@ -536,6 +536,9 @@ def test_parts_of_qkv_join_to_the_whole_with_fewer_groups_than_ranks(tp, width):
         ("gated", [16], True),
         ("qkv", [16, 8, 8], False),
         ("qkv", [32], True),
+        ("delta_grouped", [32, 16], False),
+        ("delta", [24, 8, 8, 8], False),
+        ("delta_convolution", [24], True),
     ],
 )
 def test_the_parts_that_ranks_read_join_and_split_into_the_tensors_of_the_files(
@@ -547,7 +550,14 @@ def test_the_parts_that_ranks_read_join_and_split_into_the_tensors_of_the_files(
     from mca_lite.weights_convert import read_part, split
 
     config = SimpleNamespace(
-        num_attention_heads=8, num_query_groups=4, kv_channels=2, tensor_model_parallel_size=tp
+        num_attention_heads=8,
+        num_query_groups=4,
+        kv_channels=2,
+        linear_num_key_heads=4,
+        linear_num_value_heads=8,
+        linear_key_head_dim=2,
+        linear_value_head_dim=1,
+        tensor_model_parallel_size=tp,
     )
     held = {str(i): torch.randn(n, 12) for i, n in enumerate(rows)}
     source = SimpleNamespace(
