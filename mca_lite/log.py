@@ -273,12 +273,21 @@ def model_sizes(config) -> ModelSizes | None:
     ]
     return ModelSizes(
         weights=sum(weights.values()),
-        core=layers * heads * channels / 2,
+        core=(layers * heads * channels + _more_of_full_layers(fields)) / 2,
         num_layers=fields["num_layers"],
         hidden_size=fields["hidden_size"],
         vocab_size=fields["vocab_size"],
         mlp_weights=sum(of_mlps) / layers,
     )
+
+
+def _more_of_full_layers(fields: dict[str, Any]) -> int:
+    """Query and value channels of all heads that layers without a window have beyond the others."""
+    if not fields.get("full_kv_channels"):
+        return 0
+    full = fields["num_layers"] - len(fields["sliding_layers"])
+    more = fields["full_kv_channels"] - fields["kv_channels"]
+    return 2 * full * fields["num_attention_heads"] * more
 
 
 def _fields_of(config) -> dict[str, Any]:

@@ -43,6 +43,7 @@ from .weights_convert import (
     fill,
     in_layer_order,
     iter_hf_tensors,
+    num_groups,
     own_parameters,
     row_sizes,
     stacked,
@@ -200,8 +201,8 @@ class MegatronHost:
         arguments |= dict(in_size=in_size, widths=widths)
         if row.mca == VOCABULARY[0]:
             return Site(module, names, LoraEmbedding, arguments)
-        if row.kind == "qkv":
-            arguments["groups"] = config.num_query_groups // tp
+        if row.kind in ("qkv", "qk"):
+            arguments["groups"] = num_groups(row, config) // tp
         way = "inside" if _is_router(row) else "beside"
         return Site(module, names, LoraAdapter, arguments | dict(cut=row.axis), way)
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from mca_lite import kernels, loss_tokens
+from mca_lite.model_sinks import FlashWithSinks, whole_scores
 from mca_lite.kernels_attention import LateAttention
 
 # of the largest number
@@ -187,6 +188,39 @@ def attention_cases(dtype):
         )
 
 
+def sinks_cases(dtype):
+    """Flash attention with sinks: documents, windows, and queries that are the last ones of their
+    document."""
+    if device() == "cpu" or dtype == torch.float32:
+        return
+    lengths = [300, 2, 64, 130]
+    cu_k = torch.tensor([0, *lengths], device=device()).cumsum(0).int()
+    for window, late in itertools.product((None, 5, 128), (1, 2)):
+        cu_q = torch.tensor([0, *(n // late for n in lengths)], device=device()).cumsum(0).int()
+        sizes = cu_q, cu_k, 300 // late, 300, None, window
+
+        def kernel(*inputs, sizes=sizes):
+            return (FlashWithSinks.apply(*inputs, *sizes),)
+
+        def formula(q, k, v, sinks, sizes=sizes):
+            of_queries, of_keys, _, _, _, window = sizes
+            pairs = (itertools.pairwise(cu.tolist()) for cu in (of_queries, of_keys))
+            out = []
+            for (q0, q1), (k0, k1) in zip(*pairs, strict=True):
+                more = k1 - k0 - (q1 - q0)
+                visible = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool, device=device())
+                visible = visible.tril(more)
+                if window is not None:
+                    visible = visible.triu(more - window + 1)
+                row = (x[None].transpose(1, 2) for x in (q[q0:q1], k[k0:k1], v[k0:k1]))
+                out.append(whole_scores(*row, visible, None, 0.0, sinks=sinks)[0].transpose(0, 1))
+            return (torch.cat(out),)
+
+        inputs = [drawn(int(cu_q[-1]), 8, 64, dtype=dtype)]
+        inputs += [drawn(int(cu_k[-1]), 2, 64, dtype=dtype) for _ in range(2)]
+        yield f"sinks {window=} {late=}", kernel, formula, [*inputs, drawn(8, dtype=dtype)]
+
+
 def main() -> int:
     torch.manual_seed(0)
     if device() == "cpu":
@@ -194,7 +228,7 @@ def main() -> int:
     start, bad = time.time(), 0
     for dtype, tolerance in TOLERANCE.items():
         worst = {}
-        for cases in (norm_cases, heads_cases, other_cases, attention_cases):
+        for cases in (norm_cases, heads_cases, other_cases, attention_cases, sinks_cases):
             for name, kernel, formula, inputs in cases(dtype):
                 found = difference(kernel, formula, inputs)
                 kind = name.split()[0]
