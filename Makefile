@@ -15,7 +15,7 @@ export OMP_NUM_THREADS ?= 1
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: gpu kernels bench-gpu families foreign-keys help install train dpo orpo images quick test test-all test-mcore pythons lint bench chaos fuzz mutations wrong-inputs clean
+.PHONY: gpu kernels bench-gpu families foreign-keys help install train dpo orpo simpo kto distill images quick test test-all test-mcore pythons lint bench chaos fuzz mutations wrong-inputs clean
 
 help:  ## this list
 	@grep -hE '^[a-z -]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -33,9 +33,14 @@ ifneq ($(filter $(CONFIG),configs/sft.yaml configs/sft_lora.yaml),)
 	$(BIN)/python -m mca_lite generate $(CONFIG) $(ARGS) --before
 endif
 
-dpo orpo: $(STAMP)  ## preference training of what `make train` wrote, on the embedded pairs
+dpo orpo simpo kto: $(STAMP)  ## preference training of what `make train` wrote, on the embedded pairs or answers
 	$(BIN)/torchrun --standalone --local_addr 127.0.0.1 --nproc_per_node $(NPROC) train.py configs/$@.yaml $(ARGS)
 	$(BIN)/python configs/tiny/preference.py $(or $(patsubst output_dir=%,%,$(filter output_dir=%,$(ARGS))),output/$@) output/sft
+
+distill: $(STAMP)  ## a student of half the layers learns from a teacher, which is trained first if it is not there
+	test -f output/teacher/config.json || $(BIN)/torchrun --standalone --local_addr 127.0.0.1 --nproc_per_node $(NPROC) \
+		train.py configs/sft.yaml train_on_prompt=true max_steps=300 save_strategy=no output_dir=output/teacher
+	$(BIN)/torchrun --standalone --local_addr 127.0.0.1 --nproc_per_node $(NPROC) train.py configs/distill.yaml $(ARGS)
 
 images: $(STAMP)  ## a tiny model learns to count squares in pictures drawn on the spot, in about a minute
 	$(BIN)/python configs/images_demo/make.py

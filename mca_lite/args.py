@@ -44,7 +44,15 @@ from .args_rules_training import (
 from .args_values import ArgumentGroup, arg, default_of, read_config_file
 from .errors import ConfigError, Judge, Problem
 from .files import parse_size, read_model_config, write_file
-from .tables import LOSSES, OBJECTIVES, OPTIMIZER_ALIASES, OPTIMIZERS, TEMPLATES, check_template
+from .tables import (
+    DIVERGENCES,
+    LOSSES,
+    OBJECTIVES,
+    OPTIMIZER_ALIASES,
+    OPTIMIZERS,
+    TEMPLATES,
+    check_template,
+)
 
 # -- groups of keys
 
@@ -133,10 +141,11 @@ class DataArguments(ArgumentGroup):
     )
     ignore_message_keys: list[str] = arg([], "unknown keys of messages to leave out")
     pair_weight: str | None = arg(
-        None, "dpo: field of records with the weight of the pair's loss (None: 1)"
+        None, "dpo, rm: field of records with the weight of the pair's loss (None: 1)"
     )
     pair_margin: str | None = arg(
-        None, "dpo: field of records with the margin between the rewards of the answers (None: 0)"
+        None,
+        "dpo, rm: field of records with the margin between the rewards of the answers (None: 0)",
     )
     media_dir: str | None = arg(None, "folder of pictures (None: that of the dataset's file)")
     image_max_pixels: int | None = arg(
@@ -155,7 +164,10 @@ class FinetuningArguments(ArgumentGroup):
     """Objective and adapters."""
 
     stage: str = arg(
-        "sft", "pt: plain text, sft: conversations, dpo: preference pairs", choices=OBJECTIVES
+        "sft",
+        "pt: plain text, sft: conversations, dpo: preference pairs, kto: answers with a label, "
+        "rm: a reward model of pairs, distill: a teacher's answers",
+        choices=OBJECTIVES,
     )
     finetuning_type: Literal["full", "lora", "freeze"] = arg(
         "full",
@@ -227,9 +239,41 @@ class FinetuningArguments(ArgumentGroup):
     use_weighting: bool = arg(
         False, "WPO: pairs weigh by how likely the model is to give both answers"
     )
+    kto_chosen_weight: float = arg(1.0, "stage kto: weight of desirable answers", low=0)
+    kto_rejected_weight: float = arg(1.0, "stage kto: weight of undesirable answers", low=0)
+    center_rewards_coefficient: float = arg(
+        0.0, "stage rm: weight of the squared sum of a pair's scores, which centres them", low=0
+    )
     ref_model: str | None = arg(
         None,
         "cached: scored before training; adapter: adapters off; model, or a folder: a second model",
+    )
+    teacher_model_name_or_path: str | None = arg(
+        None, "stage distill: the teacher's folder, or model of the hub (None: read teacher_cache)"
+    )
+    teacher_top_k: int | None = arg(
+        None,
+        "score the data once before training, and keep the teacher's k likeliest tokens of each "
+        "(None: the teacher stays in memory, and its whole vocabulary counts)",
+        low=1,
+    )
+    teacher_cache: str | None = arg(
+        None, "teacher_top_k: folder of the teacher's tokens (None: in cache_dir)"
+    )
+    teacher_cache_dtype: Literal["float32", "float16"] = arg(
+        "float32", "teacher_top_k: log-probabilities on disk; float16 rounds to 3 digits"
+    )
+    distill_loss: str = arg(
+        "forward_kl",
+        "KL(teacher, student), KL(student, teacher), or Jensen-Shannon divergence",
+        choices=DIVERGENCES,
+    )
+    distill_jsd_mix: float = arg(0.5, "share of the teacher in jsd's mixture", above=0, below=1)
+    distill_temperature: float = arg(
+        1.0, "both models' logits are divided by it, and the divergence times its square", above=0
+    )
+    distill_ce_weight: float = arg(
+        0.0, "share of cross entropy with the labels in the loss", low=0, below=1
     )
 
     check = check_finetuning

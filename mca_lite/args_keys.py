@@ -24,6 +24,8 @@ ALIASES = {
     "loss_type": "pref_loss",
     "loss_weights": "pref_loss_weights",
     "rpo_alpha": "pref_ftx",
+    "desirable_weight": "kto_chosen_weight",
+    "undesirable_weight": "kto_rejected_weight",
     "deterministic_mode": "deterministic",
     "gradient_checkpointing": "recompute_granularity",
     "activation_checkpointing": "recompute_granularity",
@@ -160,7 +162,7 @@ _IGNORED_BY_REASON = {
     "checkpoints have one format for every layout": "ckpt_format ckpt_d2h_non_blocking "
     "distrib_optim_fully_reshardable distrib_optim_fully_reshardable_mem_efficient",
     "of a stage, adapter, optimizer or backend that is not in this version": "compile_warmup ppo_* "
-    "reward_model* kto_* module_dropout oft_* asft_alpha eaft_alpha galore_* apollo_* badam_* "
+    "reward_model* module_dropout oft_* asft_alpha eaft_alpha galore_* apollo_* badam_* "
     "megatron_bridge_args hyper_parallel_* kt_*",
     "muon_adjust_lr decides it": "muon_scale_mode muon_extra_scale_factor",
     "Muon updates whole matrices of Hugging Face's, in bf16, as torch.optim.Muon": "muon_tp_mode "

@@ -94,15 +94,11 @@ _FINETUNING = (
         "freeze_language_model: false, or finetuning_type: full",
     ),
 )
-_OF_PAIRS = (
-    Rule(
-        "train_on_prompt",
-        "answers are compared, and both have the same prompt",
-        "train_on_prompt: false",
-    ),
+_OF_PREFERENCES = (
+    Rule("train_on_prompt", "answers are compared, not prompts", "train_on_prompt: false"),
     Rule(
         "streaming",
-        "preference pairs are read as a whole: a reference scores them before training",
+        "preferences are read as a whole: a reference scores them before training",
         "streaming: false",
     ),
 )
@@ -165,8 +161,8 @@ def name_of_set(file: str) -> str:
 
 def check_records(objective: Objective, judge: Judge) -> None:
     """Check DataArguments against the records of an objective."""
-    if objective.has_pairs:
-        judge.apply(_OF_PAIRS)
+    if objective.has_pairs or objective.has_labels:
+        judge.apply(_OF_PREFERENCES)
     for key in ("pair_weight", "pair_margin"):
         judge.expect(
             objective.has_pairs or getattr(judge.arguments, key) is None,

@@ -187,13 +187,6 @@ def _check_linear_attention(m: Any, a: Any, judge: Judge) -> None:
         f"{TP} times those of {CP}",
         f"sizes whose product divides {heads}",
     )
-    judge.expect(
-        (m.linear_num_value_heads or heads) % heads == 0,
-        "model_name_or_path",
-        f"linear_num_value_heads is {m.linear_num_value_heads} in config.json, no multiple of "
-        f"linear_num_key_heads, {heads}",
-        "config.json as the model's authors wrote it",
-    )
 
 
 def _check_experts(m: Any, a: Any, judge: Judge) -> None:
@@ -383,6 +376,9 @@ def check_numbers(values: dict[str, Any], judge: Judge) -> None:
     if len(judge.problems) == before and _family_of(numbers):
         even = (numbers.num_attention_heads or 0) % groups == 0
         expect(even, "num_attention_heads", f"a multiple of num_key_value_heads, {groups},")
+        groups = numbers.linear_num_key_heads or 1
+        even = (numbers.linear_num_value_heads or 0) % groups == 0
+        expect(even, "linear_num_value_heads", f"a multiple of linear_num_key_heads, {groups},")
 
 
 def check_config(values: dict[str, Any], a: Any, judge: Judge) -> None:

@@ -66,8 +66,9 @@ class Backend(abc.ABC):
         """This rank's part of a batch, on its device: the arguments of the model's forward pass."""
 
     @abc.abstractmethod
-    def wrap_reference(self, model) -> list[torch.nn.Module]:
-        """A frozen model as chunks for forward_backward, forward only."""
+    def wrap_reference(self, model, of_logits: LossOfLogits | None = None) -> list[torch.nn.Module]:
+        """A frozen model as chunks for forward_backward, forward only. of_logits: in place of its
+        cross entropy."""
 
     def places(self, batch: dict) -> torch.Tensor | None:
         """Places of this rank's tokens in the rows of an arranged batch; None: all."""

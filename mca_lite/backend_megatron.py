@@ -245,8 +245,10 @@ class MegatronBackend(Backend):
         fixed = any(c.num_moe_experts or c.attn_logit_softcapping for c in configs)
         return self.config.pipeline_model_parallel_size == 1 and not fixed
 
-    def wrap_reference(self, models: VirtualModels) -> list:
+    def wrap_reference(self, models: VirtualModels, of_logits=None) -> list:
         self._configure(models.config)
+        for model in models:
+            model.loss_of_logits = of_logits
         return list(models.requires_grad_(False).eval())
 
     def _wrap(self, model, first: bool) -> DistributedDataParallel:

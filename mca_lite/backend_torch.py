@@ -29,7 +29,7 @@ from .batch import (
 )
 from .ckpt import TorchSnapshot, load_torch
 from .errors import Judge, expect
-from .families import FAMILIES, values_of
+from .families import FAMILIES, has_value_head, values_of
 from .files import IGNORE_INDEX
 from .loss_tokens import Head, Logits, LossOfLogits, checked, token_losses
 from .model_moe import BalancingLosses, RouterStatistics, updated_bias
@@ -148,7 +148,7 @@ def tower_of(model) -> torch.nn.Module | None:
 
 class TokenLossModel(torch.nn.Module):
     """A Hugging Face decoder with the outputs of McaGPTModel: token losses with labels, logits
-    without.
+    without; with a value head a score of each token.
 
     If the logits are the last hidden states times the head's weight, the loss is taken in chunks of
     rows. A forward pass detects other heads (scaled or capped logits, a bias), which need whole
@@ -163,7 +163,8 @@ class TokenLossModel(torch.nn.Module):
         self.loss_of_logits: LossOfLogits | None = None  # in place of cross entropy
         # True: a forward pass without a picture has a part of 0 in the tower's gradients
         self.always_sees = False
-        self.head_is_plain = self._head_is_plain()
+        self.has_value_head = has_value_head(model.config.architectures)
+        self.head_is_plain = self.has_value_head or self._head_is_plain()
 
     @torch.no_grad()
     def _head_is_plain(self) -> bool:
@@ -189,6 +190,9 @@ class TokenLossModel(torch.nn.Module):
         kwargs = dict(
             more, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
         )
+        if self.has_value_head:
+            hidden = self.model.base_model(input_ids, **kwargs).last_hidden_state
+            return self.model.score(hidden)[..., 0].float()
         if labels is None:
             if places is not None:
                 kwargs["logits_to_keep"] = places
@@ -309,8 +313,10 @@ class TorchBackend(Backend):
     def expect_weighted_losses(self) -> None:
         self.loss_model.weights_differ = True
 
-    def wrap_reference(self, model) -> list:
-        return [TokenLossModel(model.requires_grad_(False), self.args.loss_chunk_size).eval()]
+    def wrap_reference(self, model, of_logits=None) -> list:
+        wrapped = TokenLossModel(model.requires_grad_(False), self.args.loss_chunk_size)
+        wrapped.loss_of_logits = of_logits
+        return [wrapped.eval()]
 
     def use_loss(self, of_logits) -> None:
         self.loss_model.loss_of_logits = of_logits
@@ -335,7 +341,7 @@ class TorchBackend(Backend):
         )
         head = self.model.get_output_embeddings()
         modules = [m for m in self.model.modules() if isinstance(m, torch.nn.Embedding)]
-        others = {module.weight for module in (head, *modules)}
+        others = {module.weight for module in (head, *modules) if module is not None}
         counts = Counter(tensor for _, tensor, _ in file_tensors(self.model))
         for tensor in counts.keys() - others:
             if tensor.dim() in (2, 3) and 1 not in tensor.shape:

@@ -21,7 +21,6 @@ import random
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Set
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -58,12 +57,12 @@ class TorchSnapshot:
             if parallel.is_main():
                 self._files[file] = {name: x.detach().to("cpu", copy=copy) for name, x in tensors}
 
-    def write(self, folder: Path) -> tuple[list[str], None]:
-        """Write this rank's files, unflushed -> (files, None). No collectives."""
+    def write(self, folder: Path) -> tuple[dict[str, dict], None]:
+        """Write this rank's files -> ({file: its entry in the manifest}, None). No collectives."""
         names = list(self._files)
         for name in names:
             save_file(self._files.pop(name), folder / name)
-        return names, None
+        return ckpt_folder.measure_all(folder, names), None
 
     def finish(self, folder: Path, results: list) -> list[str]:
         """Nothing is left to write."""
@@ -341,14 +340,10 @@ class _Job:
         try:
             for name, data in self.files.items():
                 write_file(self.temporary / name, data)
-            names, self.results = self.snapshot.write(self.temporary)
-            names += self.exported
-            # the disk and the checksums are busy at the same time
-            with ThreadPoolExecutor(1) as flusher:
-                flushed = flusher.map(ckpt_folder.sync, [self.temporary / name for name in names])
-                for name in [*self.files, *names]:
-                    self.entries[name] = ckpt_folder.measure(self.temporary / name)
-                list(flushed)  # raises its errors
+            written, self.results = self.snapshot.write(self.temporary)
+            self.entries |= written
+            names = [*self.files, *self.exported]
+            self.entries |= ckpt_folder.measure_all(self.temporary, names)
         except Exception as error:  # complete() raises it on all ranks
             self.error = error
 

@@ -30,7 +30,8 @@ import socket
 import time
 import uuid
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -161,8 +162,22 @@ class CheckpointError(UserError, ValueError):
 
 def measure(path: Path) -> dict[str, Any]:
     """A file's entry in the manifest: size and checksum."""
-    size, crc = checksum(path)
+    return entry_of(*checksum(path))
+
+
+def entry_of(size: int, crc: int) -> dict[str, Any]:
+    """The entry in the manifest of a file of this size and checksum."""
     return {"bytes": size, "crc32": f"{crc:08x}"}
+
+
+def measure_all(folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """{name: entry in the manifest} of files, once their bytes are on the disk."""
+    # the disk and the checksums are busy at the same time
+    with ThreadPoolExecutor(1) as flusher:
+        flushed = flusher.map(sync, [folder / name for name in names])
+        entries = {name: measure(folder / name) for name in names}
+        list(flushed)  # raises its errors
+    return entries
 
 
 def model_identity(hf_config: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ assembled, kept and written by one of them, and no rank keeps it all. Objects in
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,14 +21,12 @@ import torch
 from torch.utils.serialization import config as torch_files
 
 from . import parallel
-from .ckpt_folder import CheckpointError
-from .files import MCA_CONFIG_NAME, lies_in, read_json, write_file
+from .ckpt_folder import CheckpointError, entry_of
+from .files import MCA_CONFIG_NAME, ChecksumWriter, lies_in, read_json, write_file
 from .kernels import AdamW
 from .mcore import (
     ShardedObject,
     ShardedTensorFactory,
-    apply_factory_merges,
-    dict_list_map_inplace,
     extract_sharded_tensors_and_factories,
     is_main_replica,
     load_preprocess,
@@ -130,26 +128,26 @@ class MegatronSnapshot:
         self._tensors = [tensor for tensor in tensors if is_main_replica(tensor.replica_id)]
         self.config_json = models.config.to_json_string()
 
-    def write(self, folder: Path) -> tuple[list[str], list]:
-        """Write this rank's file, unflushed -> (files, [(key, entry in the index, place of this
-        part) of each tensor]). No collectives."""
+    def write(self, folder: Path) -> tuple[dict[str, dict], list]:
+        """Write this rank's file -> ({file: its entry in the manifest}, [(key, entry in the index,
+        place of this part) of each tensor]). No collectives."""
         (folder / DIST_NAME).mkdir(exist_ok=True)
         name = f"__{parallel.rank()}_0.distcp"
         path = folder / DIST_NAME / name
         parts = []
         # the manifest has a checksum of the whole file: torch's own, one a tensor, would take half
         # as long as the writing
-        with torch_files.patch("save.compute_crc32", False), open(path, "wb") as file:
+        with torch_files.patch("save.compute_crc32", False), ChecksumWriter(path) as file:
             for tensor in self._tensors:
                 # a copy: torch writes the whole storage of a view
                 data = tensor.data.detach().to("cpu", copy=True).view(_sizes(tensor))
-                start = file.tell()
+                start = file.size
                 torch.save(data, file)
-                place = [tensor.global_offset, data.shape, name, start, file.tell() - start]
+                place = [tensor.global_offset, data.shape, name, start, file.size - start]
                 dtype = str(data.dtype).removeprefix("torch.")
                 parts.append((tensor.key, {"dtype": dtype, "shape": tensor.global_shape}, place))
         self._tensors = []  # lets go of the copies
-        return [f"{DIST_NAME}/{name}"], parts
+        return {f"{DIST_NAME}/{name}": entry_of(file.size, file.crc)}, parts
 
     def finish(self, folder: Path, results: list[list]) -> list[str]:
         """On the main rank, when all have written: the index and the model's config -> files."""
@@ -175,24 +173,26 @@ def load_megatron(folder: Path, models, optimizer=None, index: dict | None = Non
     steps = [index.get(name, index.get(STEPS[0])) for name in STEPS]  # older ones lack the second
     if optimizer is not None and any(type(count) is not int for count in steps):
         raise CheckpointError(f"{place / INDEX_NAME} has no {STEPS[0]}: use another checkpoint")
-    state = _sharded(models)
-    chunks = list(state)
-    if optimizer is not None:
-        state["optimizer"] = _optimizer_to_fill(optimizer, models, _by_parameter(state))
-    sharded, _, factories = load_preprocess(state)
+    chunks = _sharded(models)
+
+    def fill(tensor) -> None:
+        memory = tensor.data.untyped_storage().data_ptr()
+        for part in nested_values(load_preprocess({"": tensor})[0]):
+            is_view = part.data.untyped_storage().data_ptr() == memory
+            assert is_view, f"megatron-core cuts {tensor.key} into copies, expected views"
+            read_tensor(part, index, place)
 
     def read() -> None:
-        for tensor in nested_values(sharded):
-            read_tensor(tensor, index, place)
+        for tensors in chunks.values():
+            for tensor in tensors.values():
+                fill(tensor)
+        if optimizer is not None:
+            _fill_optimizer(optimizer, models, _by_parameter(chunks), fill, steps)
 
-    words = f"{place} cannot be read: use another checkpoint"
+    words = f"{place} cannot be read: use another checkpoint, unless memory ran out"
     parallel.on_all(read, CheckpointError, words)
-    dict_list_map_inplace(lambda tensor: tensor.data, sharded)
-    loaded = apply_factory_merges(sharded, factories)
-    # a pipeline stage may train nothing; objects are not stored
-    models.load_state_dict({chunk: loaded.get(chunk, {}) for chunk in chunks}, strict=False)
-    if optimizer is not None:
-        _fill_optimizer(optimizer, models, loaded.get("optimizer", {}), steps)
+    weights = {key: {name: x.data for name, x in chunks[key].items()} for key in chunks}
+    models.load_state_dict(weights, strict=False)  # objects are not stored
 
 
 def _sharded(models) -> dict[str, dict]:
@@ -388,24 +388,19 @@ def _join(part, parameter, group, writer: int, pieces: dict):
     return whole.view(parameter.shape)
 
 
-def _optimizer_to_fill(optimizer, models, tensors: dict) -> dict[int, dict]:
-    """{id of a parameter: {name: empty sharded tensor}} of the states this rank steps."""
-    return {
-        id(parameter): {
-            name: _state_tensor(tensors[id(parameter)], name, torch.zeros(parameter.shape))
-            for name in state_names(optimizer, parameter)
-        }
-        for _, parameter, _, _ in owned_parameters(optimizer, models)
-    }
-
-
-def _fill_optimizer(optimizer, models, states: dict[int, dict], of_kinds: list[int]) -> None:
+def _fill_optimizer(
+    optimizer, models, tensors: dict, fill: Callable[[Any], None], of_kinds: list[int]
+) -> None:
+    """Set the states this rank steps. Host memory is one of them whole, and the pieces of one
+    parameter. fill: of a sharded tensor, from the files."""
     with torch.no_grad():
         for inner, parameter, main, cut in owned_parameters(optimizer, models):
             steps = of_kinds[is_of_tower(parameter)]
             is_piece = main.numel() != parameter.numel()
             mine = {}
-            for name, whole in states.pop(id(parameter)).items():
+            for name in state_names(optimizer, parameter):
+                whole = torch.zeros(parameter.shape)
+                fill(_state_tensor(tensors[id(parameter)], name, whole))
                 value = whole.reshape(-1)[cut].view(main.shape).to(main.device)
                 mine[name] = value.clone() if is_piece else value  # the whole can be freed
             if isinstance(inner, AdamW):

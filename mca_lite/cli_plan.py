@@ -109,15 +109,15 @@ def step_time(
     world_size: int,
     rates: Rates,
     frozen=False,
-    reference=False,
+    reference: float = 0.0,
     trained: Set[str] | None = None,
 ) -> StepTime | None:
     """The parts of a step of args.train_global_batch_size samples; None if the model's sizes are
     unknown.
 
     memory: the fullest rank's RankMemory. lengths: of a sample's documents. frozen: adapters are
-    trained. reference: a second model of the same size passes forward. trained: the modules in
-    training beside frozen ones.
+    trained. reference: the forward pass of a second model in each step, over this one's. trained:
+    the modules in training beside frozen ones.
     """
     from .log import ModelWork, model_sizes, partial_work  # with torch
 
@@ -127,9 +127,12 @@ def step_time(
     samples = args.train_global_batch_size
     tokens = samples * sum(lengths)
     squares = samples * sum(n**2 for n in lengths)
-    beside = sizes if reference else None
+    beside = None
+    if reference:
+        beside = type(sizes)(sizes.weights * reference, sizes.core * reference, *sizes[2:])
     # adapters are less than a percent
-    work = ModelWork(sizes.weights * frozen, sizes.weights * (not frozen), sizes.core, beside)
+    weights = (sizes.weights * frozen, sizes.weights * (not frozen))
+    work = ModelWork(*weights, sizes.core, beside, linear=sizes.linear)
     if trained is not None:
         work = partial_work(config, trained, beside)
     in_layers, of_head = _kernels(config, sizes, work, tokens, squares, lengths, rates, reference)
@@ -158,7 +161,7 @@ def _kernels(
     squares: int,
     lengths: list[int],
     rates: Rates,
-    reference: bool,
+    reference: float,
 ) -> tuple[float, float]:
     """Seconds of (layers, head and loss) of a step on one device, were it large enough. squares: of
     the lengths of all documents, of which `lengths` are a sample's."""
@@ -338,7 +341,7 @@ class _Layout:
             self.time = step_time(
                 *(self.args, self.config, self.memory, model.lengths, options.gpus, rates),
                 frozen=model.spec is not None,
-                reference=model.reference is not None,
+                reference=model.work_of_reference(self.args, self.config),
                 trained=model.trained,
             )
 

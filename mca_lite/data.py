@@ -89,8 +89,13 @@ class TokenDataset(Subset):
         return int(self.lengths.sum())
 
     @property
+    def learned(self) -> np.ndarray:
+        """int64 [samples]: labels of each sample that are not IGNORE_INDEX."""
+        return np.concatenate([shard.learned for shard in self.shards])[self.indices]
+
+    @property
     def num_trained_tokens(self) -> int:
-        return int(np.concatenate([shard.learned for shard in self.shards])[self.indices].sum())
+        return int(self.learned.sum())
 
     @property
     def has_pictures(self) -> bool:

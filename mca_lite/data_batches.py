@@ -183,6 +183,11 @@ class Limits(NamedTuple):
             "vision_config" in whole,
         )
 
+    def within(self, other: "Limits") -> "Limits":
+        """The limits of batches for this model and another one."""
+        vocab_size = min(self.vocab_size, other.vocab_size)
+        return Limits(vocab_size, min(self.positions, other.positions), self.has_tower)
+
     def check_positions(self, longest: int) -> None:
         """ValueError if the longest document has more tokens than the model has positions."""
         expect(

@@ -29,7 +29,7 @@ from .data_images import PictureFile, Placed, Vision
 from .data_records import Conversation, conversations, detect_format, document
 from .errors import expect
 from .files import IGNORE_INDEX, checksum, describe_error, sync, write_file, write_json
-from .tables import Objective
+from .tables import ANSWER_LABEL, Objective
 
 _MAX_BAD_SHARE = 0.1  # of the records: a larger share points to a wrong declaration
 _MOST_CHARACTERS = 1_000_000  # of a text to be cut to cutoff_len; or 32 a token if that is more
@@ -129,6 +129,8 @@ class Reader:
         self.limit = min(filter(None, (data_args.max_samples, spec.num_samples)), default=None)
         self.formats = dict.fromkeys(spec.files, _UNREAD)
         self.columns = data_records.dataset_columns(spec, data_args)
+        if objective.has_labels:
+            self.columns[ANSWER_LABEL] = None  # of the records alone
 
     def records(self, start: Place = BEGINNING) -> Iterator[tuple[Record, Place]]:
         """(record, place of the next one) of the records from `start` on. ValueError without
@@ -167,11 +169,16 @@ class Reader:
             values = data_records.column_values(record, self.columns, where)
             if self.formats[file] == _UNREAD:
                 self.formats[file] = detect_format(record, self.spec, self.objective, where)
+            labelled = self.objective.has_labels
+            if labelled:
+                values[ANSWER_LABEL] = data_records.label_of(record, self.spec, where)
             if self.objective.joins_documents:
                 return document(record, self.spec, where), values
             options = (self.args.default_system, where, self.args.ignore_message_keys)
             kind = (self.formats[file], self.objective.has_pairs)
-            read = conversations(record, self.spec, *kind, *options, vision=self.vision)
+            read = conversations(
+                record, self.spec, *kind, *options, vision=self.vision, labelled=labelled
+            )
             return read, values
         except ValueError as error:
             if self.formats[file] == _UNREAD and not self.skips:
@@ -216,10 +223,11 @@ class Encoder:
         self.is_text = objective.joins_documents
         self.units = f"{objective.unit}s"
         self.cutoff_len = data_args.cutoff_len
+        self.scores = objective.scores  # of whole documents, their last token too
         self.skips = data_args.on_bad_record == "skip"
         self.joins = self.is_text and joins_texts(data_args)
         self.documents_per_sample = len(SIDES) if self.has_pairs else 1
-        last_answer_only = data_args.mask_history or self.has_pairs
+        last_answer_only = data_args.mask_history or self.has_pairs or objective.has_labels
         self.trained = "last" if last_answer_only else "answers"
         if data_args.train_on_prompt:
             self.trained = "all"
@@ -231,6 +239,8 @@ class Encoder:
             "skips": self.skips,
             **{key: getattr(data_args, key) for key in keys},
         }
+        if self.scores:
+            self.options["scores"] = True
         if vision is not None:
             self.options["vision"] = vision.identity
         expect(
@@ -273,6 +283,8 @@ class Encoder:
             of_sample = slice(first, first + self.documents_per_sample)
             pictures = [list(text.pictures) for *_, text in rendered[of_sample]]
             sample = self._cut(documents[of_sample], pictures, tally, where)
+            if self.scores:
+                sample = list(map(_with_target, sample))
             if not self._leaves_out(sample, tally, where):
                 columns = [values | ({"pictures": some} if some else {}) for some in pictures]
                 kept.append(list(zip(sample, columns, strict=True)))
@@ -387,12 +399,12 @@ class Encoder:
     ) -> list[Document]:
         """The documents cut to cutoff_len + 1 tokens, and before a picture that this would cut;
         `pictures` of each, in place."""
-        limit = self.cutoff_len + 1
+        limit = self.cutoff_len + 1 - int(self.scores)
         longest = max(map(len, documents))
         if self.joins or longest <= limit:
             return documents
         start = 0
-        what = f"{self.units} were longer than cutoff_len {limit - 1} and cut"
+        what = f"{self.units} were longer than cutoff_len {self.cutoff_len} and cut"
         if self.has_pairs:
             start = min(longest - limit, max(_shared_prompt(*documents) - 1, 0))
             what += " at the beginning of their prompt"
@@ -404,7 +416,9 @@ class Encoder:
                 fitted = self.vision.fit(document, pictures[number], start, start + limit)
                 spans[number], pictures[number] = fitted
             if sum(map(len, pictures)) < count:
-                what = f"{self.units} lost pictures, or all of them, to cutoff_len {limit - 1}"
+                what = (
+                    f"{self.units} lost pictures, or all of them, to cutoff_len {self.cutoff_len}"
+                )
                 tally.count(NOTE, what, where)
         return [document[span] for document, span in zip(documents, spans, strict=True)]
 
@@ -419,6 +433,11 @@ class Encoder:
         else:
             return False
         return True
+
+
+def _with_target(document: Document) -> Document:
+    """The document with a token more, which is no label: shifted, all of its tokens are inputs."""
+    return np.append(document, ~np.maximum(document[-1:], ~document[-1:]))
 
 
 def num_learned(document: Document) -> int:
@@ -569,9 +588,7 @@ def _keys(reader: Reader, encoder: Encoder, cache_dir: Path) -> tuple[str, str]:
         "declaration": {key: getattr(spec, key) for key in declared},
         "columns": reader.columns,
         # the kind determines how a file is read; its name does not matter
-        "files": [
-            [kind, _content_hash(Path(file), cache_dir)] for file, kind in spec.files.items()
-        ],
+        "files": [[kind, content_hash(Path(file), cache_dir)] for file, kind in spec.files.items()],
     }
     modules = (data_files, data_records, data_chat, data_images, sys.modules[__name__])
     code: dict = {"format": CACHE_FORMAT, "code": [inspect.getsource(module) for module in modules]}
@@ -588,7 +605,7 @@ def hash_of(facts) -> str:
     return _sha256(json.dumps(facts, sort_keys=True, default=str))
 
 
-def _content_hash(path: Path, cache_dir: Path) -> str:
+def content_hash(path: Path, cache_dir: Path) -> str:
     """sha256 of the file. A large one is read once, and not again until its size or modification
     time changes."""
     stat = path.stat()

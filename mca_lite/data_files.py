@@ -209,6 +209,8 @@ def _declared(name: str, entry: dict, folder: Path, objective: Objective, here: 
     entry = {key: value for key, value in entry.items() if value is not None}
     _check_names(entry, _KIND_OF_KEY, here)
     usable = list(_TEXT_COLUMNS)
+    if objective.has_labels:
+        usable.append("kto_tag")
     if objective.has_pairs:
         usable += SIDES
     elif entry.get("ranking"):

@@ -18,7 +18,9 @@ from .data_images import PICTURE, TOKEN_KEYS, Picture, Vision, picture_of_block,
 from .errors import expect
 from .tables import COLUMNS, Objective, registered_columns
 
-# -- registered columns
+# -- registered columns, and labels
+
+_LABELS = ("label", "kto_tag")  # TRL's name and LLaMA-Factory's
 
 
 def dataset_columns(spec: DatasetSpec, data_args) -> dict[str, float | str | None]:
@@ -56,6 +58,16 @@ def column_values(
         if isinstance(field_, str):
             values[name] = get_column(record, field_, where, (int, float))
     return {name: float(value) for name, value in values.items() if value is not None}
+
+
+def label_of(record, spec: DatasetSpec, where: str) -> float:
+    """The label of a record's answer, 1 for true and 0 for false. ValueError without one, and for
+    anything but a number."""
+    column = spec.columns.get("kto_tag")
+    if column is None:
+        given = (name for name in _LABELS if isinstance(record, dict) and name in record)
+        column = next(given, _LABELS[0])
+    return float(get_column(record, column, where, (int, float)))
 
 
 # -- turns
@@ -368,17 +380,19 @@ def conversations(
     where: str,
     ignored: Collection[str] = (),
     vision: Vision | None = None,
+    labelled: bool = False,
 ) -> list[Conversation]:
     """The conversation of a record; of pairs chosen and rejected, equal but for the last message.
 
     form: a name in FORMATS. default_system: for a record without a system message. ignored: keys of
-    messages to leave out. vision: of the model, None for one of texts.
+    messages to leave out. vision: of the model, None for one of texts. labelled: an answer has a
+    label, read by label_of.
     Raises: ValueError with the place for an unusable record.
     """
     row = FORMATS[form]
     options = get_column(record, "chat_template_kwargs", where, dict, required=False)
     options = _without((), options or {})
-    _refuse_other_kinds(record, pairs, where)
+    _refuse_other_kinds(record, pairs or labelled, where)
     of_columns = _pictures_of(record, spec, vision is not None)
     column = spec.columns.get("system", "system")
     system = get_column(record, column, where, required=False) or default_system
@@ -426,13 +440,13 @@ def conversations(
     return read
 
 
-def _refuse_other_kinds(record: dict, pairs: bool, where: str) -> None:
+def _refuse_other_kinds(record: dict, has_opinions: bool, where: str) -> None:
     """ValueError for records with another meaning than a text model would learn from them."""
-    for column in () if pairs else ("kto_tag", "label"):
+    for column in () if has_opinions else _LABELS:
         expect(
             not isinstance(record.get(column), bool),
             f"{where}: the column {column!r} says whether an answer is good, and every "
-            "answer would be trained: keep the good ones, and leave the column out",
+            "answer would be trained: set stage: kto, or keep the good ones without the column",
         )
     for column in ("videos", "audios"):
         expect(

@@ -184,6 +184,8 @@ def shared_expert_rows(name, gate=None):
         yield Row(f"{_LAYERS}{mca}gate_weight", hf, "copy", **more)
 
 
+VALUE_HEAD = "score.weight"  # [1, h], in megatron's model and in Hugging Face's files
+
 # HF's names of a layer's norms: before attention, of its output, before the MLP, of its output;
 # - for none. megatron's names last
 PRE_NORMS = "input_layernorm - post_attention_layernorm -"
@@ -206,7 +208,8 @@ def decoder_rows(of_attention, of_mlp, norms=PRE_NORMS):
         *of_mlp,
         of_layer[3],
         Row("decoder.final_layernorm.weight", ("model.norm.weight",), "copy"),
-        Row("output_layer.weight", ("lm_head.weight",), "column"),
+        Row("output_layer.weight", ("lm_head.weight",), "column", when="not has_value_head"),
+        Row(VALUE_HEAD, (VALUE_HEAD,), "copy", when="has_value_head"),
     )
     return tuple(row for row in rows if not row.hf[0].endswith("-.weight"))
 
@@ -374,6 +377,8 @@ class Family:
         if self.has_pictures:  # a flag of the text_config has no effect
             values["tie_embeddings_and_output_weights"] = whole.tie_word_embeddings
         values.update(self.derived(hf))
+        if has_value_head(whole.architectures):
+            values |= dict(has_value_head=True, tie_embeddings_and_output_weights=False)
         if not values.get("num_moe_experts"):
             # megatron refuses fields about experts for a dense model
             values = {name: value for name, value in values.items() if not name.startswith("moe_")}
@@ -958,6 +963,11 @@ def part_of(model_type: str, module: str) -> str:
 def values_of(hf) -> dict[str, Any]:
     """Family.values of a transformers config, {} for a family outside the table."""
     return FAMILIES[hf.model_type].values(hf) if hf.model_type in FAMILIES else {}
+
+
+def has_value_head(architectures: list[str] | None) -> bool:
+    """True if the architectures of a config.json name a model with scores in place of logits."""
+    return any(name.endswith("ForSequenceClassification") for name in architectures or ())
 
 
 def rows_of(model_type: str, config) -> tuple[Row, ...]:

@@ -12,6 +12,7 @@ import traceback
 import uuid
 import zlib
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,7 @@ CHECKPOINT_PREFIX = "checkpoint"
 _FRAME = re.compile(r'^ *File "([^"]+)", line (\d+), in (\S+)', re.MULTILINE)
 _OF_LIBRARIES = ("<", sysconfig.get_path("stdlib"))  # paths of templates and of Python begin so
 _BLOCK_BYTES = 1 << 20  # fits a core's cache
+_FLUSH_BYTES = 1 << 28
 
 
 # -- reading and writing
@@ -140,6 +142,49 @@ def checksum(path: str | os.PathLike) -> tuple[int, int]:
         while count := file.readinto(block):
             crc = zlib.crc32(block[:count], crc)
         return file.tell(), crc
+
+
+class ChecksumWriter:
+    """A new file with the size and the CRC-32 of its bytes so far. They go to the disk while others
+    follow; at the end of its context all are there. OSError for those that are not."""
+
+    def __init__(self, path: str | os.PathLike):
+        self.size = 0
+        self.crc = 0
+        self._file = open(path, "wb")
+        self._flusher = ThreadPoolExecutor(1)
+        self._flushed: Future = self._flusher.submit(int)  # nothing is to be flushed
+
+    def __enter__(self) -> "ChecksumWriter":
+        return self
+
+    def __exit__(self, kind, *error) -> None:
+        with self._file, self._flusher:
+            if kind is None:
+                self.flush()
+                self._sync()
+                self._flushed.result()
+
+    def write(self, data) -> int:
+        """Write bytes -> their number."""
+        data = memoryview(data).cast("B")
+        for start in range(0, len(data), _BLOCK_BYTES):
+            block = data[start : start + _BLOCK_BYTES]
+            self.crc = zlib.crc32(block, self.crc)
+            before = self.size
+            self.size += self._file.write(block)
+            if self.size // _FLUSH_BYTES > before // _FLUSH_BYTES:
+                self._sync()
+        return len(data)
+
+    def flush(self) -> None:
+        """Hand all bytes to the system."""
+        self._file.flush()
+
+    def _sync(self) -> None:
+        """Flush the file to the disk in the thread, after the flush before."""
+        self._flushed.result()
+        self._flushed = self._flusher.submit(os.fsync, self._file.fileno())
 
 
 def copy_files(source: Path, names: Iterable[str], folder: Path) -> list[str]:

@@ -3,7 +3,8 @@
 FLOPs of a step: (4 F + 6 T) tokens + 6 c (sum of squared document lengths). F and T: frozen and
 trained weights multiplied with a token; layers below every trained weight have no backward pass:
 2 tokens and 2 c squares. c: half the sum of query and value channels over all heads and layers, by
-causal attention. Pictures: 2 passes (weights of a patch) patches + 4 passes (width x layers) (sum
+causal attention. Linear attention: 6 tokens times the products of its convolution and its state;
+2 in layers below. Pictures: 2 passes (weights of a patch) patches + 4 passes (width x layers) (sum
 of squared patches of a picture), three passes if any of the tower is trained, else one.
 """
 
@@ -133,6 +134,7 @@ class ModelSizes(NamedTuple):
     hidden_size: int
     vocab_size: int
     mlp_weights: float  # of one layer, mean over layers; of a mixture those of one token's experts
+    linear: float = 0.0  # products of linear attention for a token, weights apart
 
     def cost(self, tokens, squares):
         """Products of a forward pass, for sums or arrays of them. squares: the documents' squared
@@ -159,6 +161,8 @@ class ModelWork:
     tower: TowerWork | None = None
     below: float = 0.0  # weights below the layers with a backward pass
     core_below: float = 0.0
+    linear: float = 0.0
+    linear_below: float = 0.0
 
     def flops(
         self, tokens: float, squares: float, patches: float = 0.0, patch_squares: float = 0.0
@@ -167,10 +171,12 @@ class ModelWork:
         patch_squares: the same of pictures."""
         flops = (4 * self.frozen + 6 * self.trained) * tokens + 6 * self.core * squares
         flops += 2 * self.below * tokens + 2 * self.core_below * squares
+        flops += (6 * self.linear + 2 * self.linear_below) * tokens
         if self.tower is not None:
             flops += self.tower.of_patch * patches + self.tower.of_square * patch_squares
         if self.reference is not None:
-            flops += 2 * self.reference.weights * tokens + 2 * self.reference.core * squares
+            beside = self.reference
+            flops += 2 * (beside.weights + beside.linear) * tokens + 2 * beside.core * squares
         return flops
 
 
@@ -191,7 +197,7 @@ def model_work(model, reference=None) -> ModelWork:
     if trained is not None:
         return replace(partial_work(config, trained, beside), tower=tower)
     if spec is None:
-        return ModelWork(0.0, sizes.weights, sizes.core, beside, tower)
+        return ModelWork(0.0, sizes.weights, sizes.core, beside, tower, linear=sizes.linear)
     adapters = 0.0
     saved = 0.0
     for module, (uses, shape) in _matrices_of(config).items():
@@ -200,7 +206,8 @@ def model_work(model, reference=None) -> ModelWork:
             adapters += spec.rank * (shape[1] if _is_embedding(module) else uses * sum(shape))
         elif not _is_embedding(module) and is_saved(module, spec):
             saved += uses * math.prod(shape)
-    return ModelWork(sizes.weights - saved, adapters + saved, sizes.core, beside, tower)
+    weights = (sizes.weights - saved, adapters + saved)
+    return ModelWork(*weights, sizes.core, beside, tower, linear=sizes.linear)
 
 
 def partial_work(config, trained: Collection[str], reference: ModelSizes | None) -> ModelWork:
@@ -208,7 +215,9 @@ def partial_work(config, trained: Collection[str], reference: ModelSizes | None)
     trained: the Hugging Face modules in training."""
     sizes = model_sizes(config)
     lowest = freezing.lowest_layer(trained, sizes.num_layers)
-    share = lowest / sizes.num_layers  # of layers without a backward pass
+    linear = _fields_of(config).get("linear_layers") or ()
+    linear_below = sum(layer < lowest for layer in linear)  # without a backward pass
+    share = (lowest - linear_below) / max(sizes.num_layers - len(linear), 1)
     weights = {"below": 0.0, "frozen": 0.0, "trained": 0.0}
     for module, (uses, shape) in _matrices_of(config).items():
         kind = "trained" if module in trained else "frozen"
@@ -217,6 +226,8 @@ def partial_work(config, trained: Collection[str], reference: ModelSizes | None)
         weights[kind] += uses * math.prod(shape)
     core_below = sizes.core * share
     core = sizes.core - core_below
+    beside = sizes.linear * linear_below / max(len(linear), 1)
+    weights |= {"linear": sizes.linear - beside, "linear_below": beside}
     return ModelWork(core=core, core_below=core_below, reference=reference, **weights)
 
 
@@ -271,13 +282,15 @@ def model_sizes(config) -> ModelSizes | None:
     of_mlps = [
         size for name, size in weights.items() if re.search(r"\.(mlp|block_sparse_moe)\.", name)
     ]
+    linear = len(fields.get("linear_layers") or ())
     return ModelSizes(
         weights=sum(weights.values()),
-        core=(layers * heads * channels + _more_of_full_layers(fields)) / 2,
+        core=((layers - linear) * heads * channels + _more_of_full_layers(fields)) / 2,
         num_layers=fields["num_layers"],
         hidden_size=fields["hidden_size"],
         vocab_size=fields["vocab_size"],
         mlp_weights=sum(of_mlps) / layers,
+        linear=linear and linear * _linear_products(fields),
     )
 
 
@@ -288,6 +301,15 @@ def _more_of_full_layers(fields: dict[str, Any]) -> int:
     full = fields["num_layers"] - len(fields["sliding_layers"])
     more = fields["full_kv_channels"] - fields["kv_channels"]
     return 2 * full * fields["num_attention_heads"] * more
+
+
+def _linear_products(fields: dict[str, Any]) -> int:
+    """Products of a layer with linear attention for a token: the convolution, and of each head
+    three products with the state [k, v]."""
+    k = fields["linear_key_head_dim"]
+    of_values = fields["linear_num_value_heads"] * fields["linear_value_head_dim"]
+    channels = 2 * fields["linear_num_key_heads"] * k + of_values
+    return channels * fields["linear_conv_kernel_dim"] + 3 * of_values * k
 
 
 def _fields_of(config) -> dict[str, Any]:

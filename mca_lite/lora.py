@@ -45,6 +45,8 @@ from .weights_convert import (
     iter_hf_tensors,
     num_groups,
     own_parameters,
+    row_order,
+    row_parts,
     row_sizes,
     stacked,
 )
@@ -201,8 +203,11 @@ class MegatronHost:
         arguments |= dict(in_size=in_size, widths=widths)
         if row.mca == VOCABULARY[0]:
             return Site(module, names, LoraEmbedding, arguments)
-        if row.kind in ("qkv", "qk"):
-            arguments["groups"] = num_groups(row, config) // tp
+        if row.kind.startswith(("qk", "delta")):
+            groups = num_groups(row, config)
+            arguments["groups"] = groups // tp
+            parts = row_parts(row, out_size * tp, config)
+            arguments["orders"] = [row_order(of_one, groups) for of_one in parts]
         way = "inside" if _is_router(row) else "beside"
         return Site(module, names, LoraAdapter, arguments | dict(cut=row.axis), way)
 
@@ -247,7 +252,7 @@ class TorchHost:
         }
         self.embedding = model.get_input_embeddings()
         self.head = model.get_output_embeddings()
-        self.is_tied = self.embedding.weight is self.head.weight
+        self.is_tied = self.head is not None and self.embedding.weight is self.head.weight
         values = values_of(model.config)
         self.fields = values and _Fields(hf_model_type=model.config.model_type, **values)
 

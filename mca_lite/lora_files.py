@@ -9,13 +9,14 @@ are stored in full.
 import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from . import lora, parallel
+from . import families, lora, parallel
 from .args_rules import (
     EMBEDDING_AND_HEAD,
     ONE_SIDED,
@@ -46,6 +47,8 @@ _FIELDS = {
 }
 # keys of adapter_config.json fixed for the life of an adapter
 _FIXED = ("r", "lora_alpha", "use_rslora", "target_modules", "modules_to_save")
+
+VALUE_HEAD = module_of(families.VALUE_HEAD)
 
 # -- in
 
@@ -112,6 +115,8 @@ class AdapterSource(SafetensorsSource):
 def _spec(values: Mapping[str, Any], targets: Iterable[str]) -> LoraSpec:
     """The spec of adapter_config.json's values; None means the default."""
     given = {field: values[key] for key, field in _FIELDS.items() if values.get(key) is not None}
+    if values.get("task_type") == "SEQ_CLS":  # PEFT adds two usual names, one of which is there
+        given["modules_to_save"] = [n for n in given["modules_to_save"] if n != "classifier"]
     return LoraSpec(targets=tuple(targets), **given)
 
 
@@ -138,6 +143,12 @@ def adapter_of_keys(keys) -> tuple[LoraSpec, AdapterSource | None]:
     if keys.adapter_name_or_path:
         return read_adapter(keys.adapter_name_or_path, keys.lora_dropout)
     return _spec({**vars(keys), "r": keys.lora_rank}, keys.lora_target), None
+
+
+def with_value_head(spec: LoraSpec) -> LoraSpec:
+    """The spec with the value head among modules_to_save, as PEFT adds it for SEQ_CLS."""
+    saved = dict.fromkeys((*spec.modules_to_save, VALUE_HEAD))
+    return replace(spec, modules_to_save=tuple(saved))
 
 
 def load_adapter(model, folder: PathLike, dropout: float | None = None):
@@ -240,7 +251,7 @@ def peft_config(spec: LoraSpec, target_modules: list[str]) -> dict:
         "modules_to_save": list(spec.modules_to_save) or None,
         "peft_type": "LORA",
         "target_modules": target_modules,
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if VALUE_HEAD in spec.modules_to_save else "CAUSAL_LM",
     }
 
 

@@ -92,6 +92,8 @@ class Piece(NamedTuple):
     real: int | None = None
     # its group is the expert-tensor-parallel one; other ranks have other experts
     is_expert: bool = False
+    # rows of the whole matrix in the order of megatron's, None: the same
+    order: torch.Tensor | None = None
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -113,6 +115,8 @@ class Piece(NamedTuple):
 
     def take(self, full: torch.Tensor) -> None:
         """Copy this rank's part of the whole matrix in."""
+        if self.order is not None:
+            full = full[self.order.to(full.device)]
         if self.axis is not None:
             size = self.tensor.shape[self.axis]
             missing = size * self.group.size() - full.shape[self.axis]
@@ -123,6 +127,8 @@ class Piece(NamedTuple):
     def whole(self) -> torch.Tensor:
         """The whole matrix. Collective: gathers over the group."""
         full = parallel.whole(self.tensor, self.axis, self.group)
+        if self.order is not None:
+            full = full[self.order.argsort().to(full.device)]
         return full[tuple(map(slice, self.full_shape))]
 
 
@@ -168,9 +174,11 @@ class Adapter(torch.nn.Module):
         shape: tuple[int, ...],
         axis: int | None,
         real: int | None = None,
+        order: torch.Tensor | None = None,
     ) -> None:
         """Add a float32 parameter. parts: of each module the part with its `matrix`, named as in a
-        file. Without a cut the gradient is a part of the sum over the sequence."""
+        file. Without a cut the gradient is a part of the sum over the sequence. real, order: see
+        Piece."""
         parameter = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=self.device))
         parameter.sequence_parallel = axis is None and self.sequence_parallel
         if self.tp == 1:
@@ -180,7 +188,8 @@ class Adapter(torch.nn.Module):
         self.cuts[name] = (axis, real)
         for module, part in parts.items():
             key = f"{module}.{matrix}"
-            self.pieces.append(Piece(key, parameter, part, axis, self.group, real, self.is_expert))
+            place = part, axis, self.group, real, self.is_expert, order
+            self.pieces.append(Piece(key, parameter, *place))
 
     def _mark(self, parameter: torch.nn.Parameter, axis: int | None) -> None:
         """Set megatron's attributes of a parameter cut along an axis."""
@@ -217,13 +226,22 @@ class Adapter(torch.nn.Module):
 class LoraAdapter(Adapter):
     """The adapters of one linear with one projection or several.
 
-    widths: outputs of each projection on this rank. cut: COLUMN, ROW or None. groups: query
-    groups of this rank, if the outputs are interleaved by them. vocab_size: the real V of an output
-    layer with padding.
+    widths: outputs of each projection on this rank. cut: COLUMN, ROW or None. groups: groups of
+    heads of this rank, if the outputs are interleaved by them. vocab_size: the real V of an output
+    layer with padding. orders: the order of the rows of each projection, see Piece.
     """
 
     def __init__(
-        self, spec, names, in_size, widths, cut=None, groups=None, vocab_size=None, **shared
+        self,
+        spec,
+        names,
+        in_size,
+        widths,
+        cut=None,
+        groups=None,
+        vocab_size=None,
+        orders=None,
+        **shared,
     ):
         super().__init__(spec, **shared)
         self.widths = widths
@@ -237,7 +255,8 @@ class LoraAdapter(Adapter):
             whole = dict.fromkeys(modules, slice(None))
             if whole:
                 shape = (widths[i], r)
-                self._add(f"lora_B_{i}", "lora_B.weight", whole, shape, axis_b, vocab_size)
+                rows_of_b = axis_b, vocab_size, orders and orders[i]
+                self._add(f"lora_B_{i}", "lora_B.weight", whole, shape, *rows_of_b)
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor | None = None):
         """Input of the linear -> scale * B A x, shaped as the linear's output, float32 (in_half: in

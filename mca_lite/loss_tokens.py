@@ -183,6 +183,7 @@ def checked(losses: torch.Tensor, logits: Logits) -> torch.Tensor:
 # ---- token losses in chunks
 
 CHUNK_SIZE_CUDA, CHUNK_SIZE_CPU = 4096, 1024  # rows; a GPU's products want many
+CHUNK_SIZE_OF_LOGITS = 1024  # of functions of the logits, with several float32 tensors of a chunk
 _SLICE = 16384  # columns of the vocabulary in one product of a weight gradient
 
 
@@ -535,13 +536,13 @@ def token_losses(
     hidden [..., h]; weight [V/tp, h] (this rank's rows); labels [...] of hidden's leading shape,
     global token ids; group: the tensor-parallel group (None: one rank); vocab_size: the real V,
     columns beyond it take no part (None: all take part); chunk_size: rows of logits in memory at
-    once (None: 4096 on CUDA, 1024 on a CPU); extra: (low [..., r], B [V/tp, r]), a product added to
-    the logits; softcap: c of a cap of the logits, c tanh(z / c); weights_differ: rows will weigh
-    differently in the objective, so that a weight's gradient taken in the forward pass would be in
-    vain (a matter of speed alone: the gradients are right either way); of_logits: another loss than
-    cross entropy, or several: float32 [..., k] then; trained: int64 [n], the places of labels that
-    are not IGNORE_INDEX among all of them (None: they are computed here, with a GPU sync);
-    sequence_first: labels are [s, b], and not [b, s], for Logits.take.
+    once (None: 4096 on CUDA, 1024 on a CPU and with of_logits); extra: (low [..., r], B [V/tp, r]),
+    a product added to the logits; softcap: c of a cap of the logits, c tanh(z / c); weights_differ:
+    rows will weigh differently in the objective, so that a weight's gradient taken in the forward
+    pass would be in vain (a matter of speed alone: the gradients are right either way); of_logits:
+    another loss than cross entropy, or several: float32 [..., k] then; trained: int64 [n], the
+    places of labels that are not IGNORE_INDEX among all of them (None: they are computed here, with
+    a GPU sync); sequence_first: labels are [s, b], and not [b, s], for Logits.take.
 
     Collectives: two all-reduces a chunk over `group`, in the forward pass. The gradient of hidden
     is this rank's part only: the caller's mapping (copy_to or gather_from of megatron) sums it. A
@@ -562,7 +563,10 @@ def token_losses(
     if vocab_size is None:
         vocab_size = rows * num_ranks(group)
     columns = min(max(vocab_size - first, 0), rows)
-    chunk_size = chunk_size or (CHUNK_SIZE_CUDA if hidden.is_cuda else CHUNK_SIZE_CPU)
+    if chunk_size is None:
+        chunk_size = CHUNK_SIZE_CUDA if hidden.is_cuda else CHUNK_SIZE_CPU
+        if of_logits is not None:
+            chunk_size = CHUNK_SIZE_OF_LOGITS
     shape = labels.shape
     head = Head(group, vocab_size, first, columns, chunk_size, softcap, shape, sequence_first)
     would_be_in_vain = weights_differ and any(t.requires_grad for t in factors[1::2])

@@ -38,12 +38,11 @@ with warnings.catch_warnings():
     check_version(__version__)
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core import parallel_state as mpu
-    from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import (
         ShardedObject,
         ShardedTensor,
         ShardedTensorFactory,
-        apply_factory_merges,
         is_main_replica,
     )
     from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess, save_preprocess

@@ -12,7 +12,7 @@ from . import lora, parallel, weights_convert
 from .batch import Targets
 from .ckpt_megatron import DIST_NAME, load_megatron
 from .errors import expect, refuse
-from .families import TE_ALIASES, rows_of
+from .families import TE_ALIASES, VALUE_HEAD, rows_of
 from .files import ADAPTER_CONFIG_NAME, HF_CONFIG_NAME, MCA_CONFIG_NAME, describe_error
 from .loss_tokens import LossOfLogits, token_losses
 from .mcore import (
@@ -49,6 +49,7 @@ from .weights_files import (
     file_tensors,
     grow_torch,
     model_class,
+    scored,
 )
 
 # of the start summary
@@ -105,7 +106,8 @@ class McaGPTModel(MegatronModule):
 
     Returns with labels the loss of each token, float32 [b, s], 0 for the label IGNORE_INDEX, or
     with Targets [b, s, 1 + layers for multi-token prediction]; without labels logits [b, s, V /
-    tp]; on a pipeline stage other than the last, its hidden states.
+    tp]; with a value head a score of each token, float32 [b, s]; on a pipeline stage other than the
+    last, its hidden states.
     """
 
     loss_of_logits: LossOfLogits | None = None  # not cross entropy; k of a token: [b, s, k]
@@ -136,7 +138,11 @@ class McaGPTModel(MegatronModule):
         self.decoder = Block(config, pre_process, post_process, vp_stage, groups)
         if self.mtp_process:
             self.mtp = Predictions(config, groups)
-        if post_process:
+        self.output_layer = None
+        self.score = None  # the value head, the same on all tensor-parallel ranks
+        if post_process and config.has_value_head:
+            self.score = torch.nn.Linear(config.hidden_size, 1, bias=False)
+        elif post_process:
             takes_its_weight = has_embedding and config.tie_embeddings_and_output_weights
             self.output_layer = OutputLayer(
                 config.hidden_size,
@@ -156,7 +162,7 @@ class McaGPTModel(MegatronModule):
         config = self.config
         if self.pre_process:
             self.embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
-        if self.post_process and self.output_layer.weight is not None:
+        if self.output_layer is not None and self.output_layer.weight is not None:
             self.output_layer.weight.is_embedding_or_output_parameter = True
         is_shared = self.share_embeddings_and_output_weights or bool(config.mtp_num_layers)
         weight = self.shared_embedding_or_output_weight()
@@ -172,7 +178,7 @@ class McaGPTModel(MegatronModule):
         """The embedding's weight, or the copy on the last stage; megatron sums their gradients."""
         if self.pre_process or self.mtp_process:
             return self.embedding.word_embeddings.weight
-        return self.output_layer.weight if self.post_process else None
+        return None if self.output_layer is None else self.output_layer.weight
 
     def set_input_tensor(self, input_tensor) -> None:
         """Take the hidden states of the stage before; called by megatron's schedules, with a list
@@ -207,6 +213,8 @@ class McaGPTModel(MegatronModule):
         hidden = self.decoder(hidden, *added, **shared)
         if not self.post_process:
             return hidden
+        if self.score is not None:
+            return self._scores(hidden, self.score)
         if labels is None:
             return self.logits(hidden)
         if not isinstance(labels, Targets):
@@ -260,6 +268,13 @@ class McaGPTModel(MegatronModule):
         else:
             hidden = copy_to_tensor_model_parallel_region(hidden)
         return hidden, weight, extra
+
+    def _scores(self, hidden, head: torch.nn.Linear) -> torch.Tensor:
+        """The decoder's output [s, b, h], or [s / tp, b, h] under sequence parallelism -> float32
+        [b, s]. Each tensor-parallel rank has whole scores, and their whole gradient."""
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+        return head(hidden)[..., 0].float().transpose(0, 1)
 
     def logits(self, hidden) -> torch.Tensor:
         """The decoder's output [s, b, h], or [s / tp, b, h] under sequence parallelism -> logits
@@ -472,7 +487,7 @@ class AutoModel:
             models.weights_from = load_decision(saved, config)
             return models
         if source is None:
-            source = SafetensorsSource(model_name_or_path)
+            source = scored(config, SafetensorsSource(model_name_or_path), args.seed)
         if config.vocab_size > old:
             names = weights_convert.vocabulary_names(config)
             source = GrownSource(source, names, config.vocab_size)
@@ -544,6 +559,9 @@ def load_torch_model(
         check_loaded(model_name_or_path, report)
         if is_mxfp4:
             model.weights_from = f"read by transformers{FROM_MXFP4}"
+        if VALUE_HEAD in report["missing_keys"]:
+            with torch.no_grad():
+                model.score.weight.copy_(InitSource(hf.to_dict(), seed).read(VALUE_HEAD))
         if vocab_size > text.vocab_size:
             grow_torch(model, vocab_size, hf.dtype or torch.float32)
     experts = [parameter for parameter in model.parameters() if parameter.dim() == 3]

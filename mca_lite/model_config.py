@@ -29,7 +29,7 @@ from .args_rules_training import (
     normalise_additional_configs,
 )
 from .errors import Judge, refuse
-from .families import FAMILIES, SAME_AS, get_family
+from .families import FAMILIES, SAME_AS, get_family, has_value_head
 from .files import (
     HF_CONFIG_NAME,
     MCA_CONFIG_NAME,
@@ -173,6 +173,7 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
     vocab_size: int = 0  # tokens of the model, without padding
     max_sequence_length: int = 0
     tie_embeddings_and_output_weights: bool = False
+    has_value_head: bool = False  # a score of each token, in place of logits
     position_embedding_type: str = "rope"
     rotary_base: float = 10000.0
     rotary_percent: float = 1.0
@@ -373,19 +374,26 @@ class AutoConfig:
 
     @staticmethod
     def from_pretrained(
-        model_name_or_path: str, args=None, trust_remote_code=False, values: dict | None = None
+        model_name_or_path: str,
+        args=None,
+        trust_remote_code=False,
+        values: dict | None = None,
+        value_head: bool = False,
     ) -> McaModelConfig:
         """The config of a model, with the layout of `args` (TrainingArguments; None: one rank,
         float32).
 
         An mca_config.json wins over a config.json, unless mcore_adapter wrote it: then the
         config.json beside it says the same. values: the contents of config.json, if it was read
-        before. ValueError if config.json has an unsupported feature.
+        before. value_head: see add_value_head. ValueError if config.json has an unsupported
+        feature.
         """
         folder = Path(model_name_or_path)
         if read_mca_config(folder):
             return McaModelConfig.from_json_file(folder / MCA_CONFIG_NAME, args)
         hf = load_hf_config(model_name_or_path, trust_remote_code, values)
+        if value_head:
+            add_value_head(hf)
         return from_hf_config(hf, args, model_name_or_path)
 
 
@@ -398,6 +406,28 @@ def from_hf_config(hf, args=None, name_or_path: str | None = None) -> McaModelCo
     known = dict(name_or_path=name_or_path, hf_model_type=hf.model_type, hf_config=values)
     target = MLAMcaModelConfig if family.constants.get("multi_latent_attention") else McaModelConfig
     return target.build(family.values(hf) | known, args, origin)
+
+
+def add_value_head(hf):
+    """Make a transformers config that of a model with one score in place of logits, in place ->
+    the config. ConfigError if transformers has no such model, or for several labels."""
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as NAMES,
+    )
+
+    key = "model_name_or_path"
+    name = NAMES.get(hf.model_type)
+    if name is None:
+        reason = "transformers has no model for sequence classification of this type"
+        refuse(key, hf.model_type, f"a value head: {reason}", "a model of another family")
+    if has_value_head(hf.architectures) and hf.num_labels != 1:
+        reason = f"it is a classifier with {hf.num_labels} labels: a reward model has one"
+        refuse(
+            key, hf.name_or_path, reason, "a model with num_labels 1, or one without such a head"
+        )
+    hf.architectures = [name]
+    hf.num_labels = 1
+    return hf
 
 
 def whole_config(hf_config: dict):

@@ -37,18 +37,20 @@ _NO_KERNELS = (
 
 @compiled
 def causal_convolution(x, weight, documents):
-    """silu of the sum of each channel's last tokens, weighted, the tokens of one document.
+    """silu of the sum of each channel's last tokens, weighted, the tokens of one document; in
+    float32 at least, rounded once.
 
     x [s, b, c]; weight [c, size], the present token's last; documents int64 [s]: the number of each
     token's document.
     """
     size = weight.shape[-1]
-    out = x * weight[:, -1]
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    out = wide * weight[:, -1]
     for ago in range(1, min(size, len(x))):
         is_same = (documents[ago:] == documents[:-ago])[:, None, None]
-        earlier = x[:-ago] * is_same * weight[:, size - 1 - ago]
+        earlier = wide[:-ago] * is_same * weight[:, size - 1 - ago]
         out = out + F.pad(earlier, (0, 0, 0, 0, ago, 0))
-    return F.silu(out)
+    return F.silu(out).to(x.dtype)
 
 
 def gated_delta_rule(query, key, value, decay, beta, documents, chunk_size: int = CHUNK_SIZE):
@@ -264,13 +266,3 @@ class GatedDeltaNet(RowModule):
         cut = {"A_log": self.A_log, "dt_bias": self.dt_bias}
         axes = dict.fromkeys(cut, 0)
         return state | make_sharded_tensors_for_checkpoint(cut, prefix, axes, sharded_offsets)
-
-
-def products_of_a_token(config) -> int:
-    """Multiplications of numbers that a layer takes for a token beside its matrices: the
-    convolution, and of each head three products with the state. config: McaModelConfig, or an
-    object with its fields."""
-    k = config.linear_key_head_dim
-    v = config.linear_value_head_dim
-    channels = 2 * config.linear_num_key_heads * k + config.linear_num_value_heads * v
-    return channels * config.linear_conv_kernel_dim + 3 * config.linear_num_value_heads * k * v

@@ -29,6 +29,7 @@ from .errors import refuse
 from .families import values_of
 from .mcore import mpu
 from .model import VirtualModels
+from .tables import TEACHER_KEY
 from .weights_files import generator_of
 
 # tiny models of 24 kinds came to 1.5 times the noise, by another order of sums
@@ -83,6 +84,9 @@ def compare(plan: run.Plan) -> list[Row]:
     """
     if not plan.arguments.backend.use_mca:
         refuse("use_mca", False, "layouts are compared with plain torch", "use_mca: true")
+    if TEACHER_KEY in plan.objective.keys:
+        reason = "a teacher's part of the loss is not compared"
+        refuse("stage", plan.objective.stage, reason, "stage: sft, which has the same layout")
     args = plan.arguments.training
     parallel.initialize(args, True)
     args.eval_strategy = "no"
@@ -192,7 +196,7 @@ def _megatron_modules(models: VirtualModels) -> Iterator[tuple[str, torch.nn.Mod
             yield f"{name} mlp", layer.mlp, False
             yield name, layer, False
         if chunk.post_process:
-            yield "final norm", chunk.output_layer, True
+            yield "final norm", chunk.output_layer or chunk.score, True
 
 
 def _torch_modules(model) -> Iterator[tuple[str, torch.nn.Module, bool]]:

@@ -18,10 +18,11 @@ from . import freezing, lora, lora_files
 from .args_rules import is_saved
 from .errors import Judge
 from .families import Row
-from .loss_tokens import CHUNK_SIZE_CPU, CHUNK_SIZE_CUDA
+from .loss_tokens import CHUNK_SIZE_CPU, CHUNK_SIZE_CUDA, CHUNK_SIZE_OF_LOGITS
 from .model_config import AutoConfig, McaModelConfig
+from .model_delta import CHUNK_SIZE, why_no_fla
 from .optim import splits_masters
-from .tables import OBJECTIVES, OPTIMIZERS
+from .tables import OBJECTIVES, OPTIMIZERS, TEACHER_KEY
 from .weights_convert import VOCABULARY, degree, in_layer_order
 from .weights_files import InitSource
 
@@ -294,12 +295,21 @@ class _Facts(NamedTuple):
     expert: int  # its columns are weighted too
     scores: int  # of attention with values narrower than its keys: bytes of a head
     attended: int  # its queries, keys and values: bytes of a number
+    compiled: bool
 
 
 def _facts(width: int, compiled: bool, frozen: bool, length: int) -> _Facts:
     """frozen: the norms' weights are not trained. length: of the sequences."""
     if compiled:
-        return _Facts(norm=2 * width, head_norm=width, mlp=3, expert=3, scores=4, attended=width)
+        return _Facts(
+            norm=2 * width,
+            head_norm=width,
+            mlp=3,
+            expert=3,
+            scores=4,
+            attended=width,
+            compiled=True,
+        )
     quotient = width * (not frozen)
     return _Facts(
         norm=4 + quotient + width,  # the input is float32 here
@@ -308,6 +318,7 @@ def _facts(width: int, compiled: bool, frozen: bool, length: int) -> _Facts:
         expert=5,
         scores=4 * length,  # a CPU has no kernel for it, and keeps all of them
         attended=4,
+        compiled=False,
     )
 
 
@@ -315,6 +326,8 @@ def _layer_bytes(config, layer: int, facts: _Facts, r: RankSizes) -> tuple[float
     """(bytes a token of a layer, those of its MLP or experts among them)."""
     if getattr(config, "kv_lora_rank", None):
         attention = _latent_bytes(config, facts, r)
+    elif config.layer_type(layer + 1) == "linear_attention":
+        attention = _linear_bytes(config, facts, r)
     else:
         # queries and attention's output, keys, values, and the sum of each row's exponentials
         groups, channels = config.head_sizes(layer + 1)
@@ -322,6 +335,8 @@ def _layer_bytes(config, layer: int, facts: _Facts, r: RankSizes) -> tuple[float
         attention = 2 * r.w * channels * heads + 4 * r.heads
         if config.qk_layernorm:
             attention += (facts.head_norm * channels + 4) * heads
+        if config.attention_output_gate:
+            attention += 2 * r.w * channels * r.heads
     norms = 2 + 2 * config.post_norms
     around = norms * (facts.norm * r.h + 4) / r.sp + attention
     if not config.is_moe_layer(layer):
@@ -352,6 +367,20 @@ def _latent_bytes(config, facts: _Facts, r: RankSizes) -> float:
     scores = 4 if query == value else facts.scores
     attended = facts.attended * (2 * query + value_copy) + r.w * value + scores
     return r.heads * attended + latent / r.sp
+
+
+def _linear_bytes(config, facts: _Facts, r: RankSizes) -> float:
+    """Bytes a token of a gated delta net, without the norm before it. In plain torch the rule keeps
+    float32 numbers, among them rows of matrices of a chunk and a state a chunk."""
+    heads = config.linear_num_value_heads / r.tp
+    k = config.linear_key_head_dim
+    v = config.linear_value_head_dim
+    channels = 2 * config.linear_num_key_heads / r.tp * k + heads * v
+    convolution = facts.attended * (config.linear_conv_kernel_dim + 1) * channels
+    if facts.compiled and why_no_fla() is None:
+        return convolution + r.w * heads * (2 * k + 5 * v + CHUNK_SIZE)
+    of_head = 12 * k + 9 * v + 6 * CHUNK_SIZE + k * v / CHUNK_SIZE + 9
+    return convolution + 4 * heads * of_head + CHUNK_SIZE
 
 
 def _activations(
@@ -415,12 +444,23 @@ def _in_flight(args, config, stage: int) -> float:
     return min(micro_batches * vpp, chunks) / vpp
 
 
-def _loss(config, tokens: float, trains_head: bool, on_gpu: bool, r: RankSizes) -> float:
+# bytes of float32 tensors of a logit and its gradient in a loss with a teacher, at most (a
+# resident one, jsd): measured on a CPU
+_OF_LOGIT = 53
+
+
+def _loss(
+    config, tokens: float, trains_head: bool, on_gpu: bool, r: RankSizes, distils: bool
+) -> float:
     """Bytes of the loss while it is taken."""
     columns = config.padded_vocab_size / r.tp
     chunk = config.loss_chunk_size or (CHUNK_SIZE_CUDA if on_gpu else CHUNK_SIZE_CPU)
+    of_logit = r.w
+    if distils:
+        chunk = config.loss_chunk_size or CHUNK_SIZE_OF_LOGITS
+        of_logit += _OF_LOGIT
     float32_gradient = columns * r.h * 4 * trains_head
-    return min(chunk, tokens) * columns * r.w + tokens * r.h * r.w + float32_gradient
+    return min(chunk, tokens) * columns * of_logit + tokens * r.h * r.w + float32_gradient
 
 
 def _buffers(config, tokens: float, r: RankSizes) -> float:
@@ -440,12 +480,19 @@ def _buffers(config, tokens: float, r: RankSizes) -> float:
 
 
 def rank_memory(
-    args, config, tensors: ModelTensors, stage: int, length: int, world_size: int, on_gpu: bool
+    args,
+    config,
+    tensors: ModelTensors,
+    stage: int,
+    length: int,
+    world_size: int,
+    on_gpu: bool,
+    distils: bool = False,
 ) -> RankMemory:
     """Memory of a rank of a pipeline stage at the peak of a step.
 
     args: TrainingArguments with the layout of config, a McaModelConfig; length: tokens of a
-    sample or row; on_gpu: True if kernels are compiled.
+    sample or row; on_gpu: True if kernels are compiled; distils: the loss compares with a teacher.
     """
     spec = tensors.spec
     r = RankSizes(config)
@@ -460,7 +507,8 @@ def rank_memory(
         trains_head = tensors.trained is None or "lm_head" in tensors.trained
         if spec is not None:
             trains_head = "lm_head" in spec.modules_to_save
-        logits = _loss(config, tokens, trains_head, on_gpu, r)
+        if not config.has_value_head:
+            logits = _loss(config, tokens, trains_head, on_gpu, r, distils)
         # the final norm, with its output whole for the head
         norm = (r.h * (facts.norm - r.w) + 4) / r.sp + r.h * r.w
     return RankMemory(
@@ -481,25 +529,35 @@ class ModelOfRun:
         keys = arguments.finetuning
         self.spec = None
         if keys.finetuning_type == "lora":
-            self.spec = lora.plan(config, lora_files.adapter_of_keys(keys)[0])
+            spec = lora_files.adapter_of_keys(keys)[0]
+            if config.has_value_head:
+                spec = lora_files.with_value_head(spec)
+            self.spec = lora.plan(config, spec)
         judge = Judge(arguments)
         self.trained = freezing.plan(config, keys, judge)
         judge.close()
         self.source = InitSource(config.hf_config, 0, config.mtp_num_layers)
-        has_pairs = OBJECTIVES[keys.stage].has_pairs
-        self.lengths = [arguments.data.cutoff_len] * (1 + has_pairs)
+        objective = OBJECTIVES[keys.stage]
+        self.lengths = [arguments.data.cutoff_len] * (1 + objective.has_pairs)
         self.reference: str | None = None
-        if has_pairs:
+        if "ref_model" in objective.keys:
             name = arguments.model.model_name_or_path
             folders = {"cached": None, "adapter": None, "model": name}
             self.reference = folders.get(keys.ref_model, keys.ref_model)
+        self.distils = TEACHER_KEY in OBJECTIVES[keys.stage].keys
+        self.scores_before = False  # the second model is there before training alone
+        if self.distils:
+            self.reference = getattr(keys, TEACHER_KEY)
+            self.scores_before = keys.teacher_top_k is not None
 
     @staticmethod
     def config_of(arguments) -> McaModelConfig:
         keys = arguments.model
         name = keys.model_name_or_path
         remote = keys.trust_remote_code
-        return AutoConfig.from_pretrained(name, arguments.training, remote, arguments.model_config)
+        values = arguments.model_config
+        has_scores = OBJECTIVES[arguments.finetuning.stage].scores
+        return AutoConfig.from_pretrained(name, arguments.training, remote, values, has_scores)
 
     def tensors(self, config) -> ModelTensors:
         """The tensors of the model in the layout of a config."""
@@ -511,7 +569,7 @@ class ModelOfRun:
         tensors = self.tensors(config)
         length = sum(self.lengths)
         each = [
-            rank_memory(args, config, tensors, stage, length, world_size, on_gpu)
+            rank_memory(args, config, tensors, stage, length, world_size, on_gpu, self.distils)
             for stage in stages
         ]
         if self.reference is not None:
@@ -519,4 +577,37 @@ class ModelOfRun:
             held = ModelTensors(second)
             width = second.params_dtype.itemsize
             each = [replace(each[s], reference=held.counts(s)[0] * width) for s in stages]
+            if self.distils:
+                each[-1] = self._with_hidden_states(each[-1], args, second)
+        if self.scores_before:
+            each = list(map(_at_the_peak, each))
         return max(enumerate(each), key=lambda pair: pair[1].total)
+
+    def _with_hidden_states(self, memory: RankMemory, args, second) -> RankMemory:
+        """The last stage with a resident teacher's hidden states of a step."""
+        if self.scores_before:
+            return memory
+        tokens = args.micro_batch_size * sum(self.lengths) / second.context_parallel_size
+        numbers = tokens * (args.gradient_accumulation_steps or 1) * second.hidden_size
+        size = round(numbers * second.params_dtype.itemsize)
+        return replace(memory, reference=memory.reference + size)
+
+    def work_of_reference(self, args, config) -> float:
+        """The forward pass of a second model in each step, over that of the model of a config."""
+        from .log import model_sizes
+
+        if self.reference is None or self.scores_before:
+            return 0.0
+        sizes = [model_sizes(AutoConfig.from_pretrained(self.reference, args)), model_sizes(config)]
+        if None in sizes:
+            return 1.0
+        second, first = (size.weights for size in sizes)
+        return second / first
+
+
+def _at_the_peak(memory: RankMemory) -> RankMemory:
+    """The memory of a rank on which a second model scores the data before the optimizer is made:
+    its bytes beyond those of training."""
+    before = memory.weights + memory.gradients + memory.reference
+    in_training = memory.total - memory.reference
+    return replace(memory, reference=max(before - in_training, 0))

@@ -47,8 +47,8 @@ from .data import DatasetBundle, load_datasets
 from .data_batches import Packs, samples_of
 from .data_images import Vision
 from .data_stream import TokenStream
-from .errors import Judge
-from .families import FAMILIES
+from .errors import Judge, refuse
+from .families import FAMILIES, has_value_head
 from .files import (
     EVAL_RESULTS_NAME,
     GENERATIONS_NAME,
@@ -64,8 +64,14 @@ from .files import (
 from .lora import host_of
 from .model_config import load_tokenizer
 from .tables import OBJECTIVES, Objective
-from .trainer_evaluation import records_of
-from .weights_files import GrownSource, SafetensorsSource, check_shapes, model_class
+from .weights_files import (
+    GrownSource,
+    SafetensorsSource,
+    ScoredSource,
+    check_shapes,
+    model_class,
+    scored,
+)
 
 
 @dataclass
@@ -79,7 +85,7 @@ class PlannedModel:
     vocab_size: int  # with new tokens
     from_scratch: bool = False
     # None: drawn from a seed, or in a checkpoint
-    source: SafetensorsSource | GrownSource | None = None
+    source: SafetensorsSource | ScoredSource | GrownSource | None = None
     adapters: lora.LoraSpec | None = None  # with the modules they are on
     trained: frozenset[str] | None = None  # Hugging Face modules in training; None: all
     adapter_source: lora_files.AdapterSource | None = None  # of adapter_name_or_path
@@ -112,7 +118,7 @@ def make_plan(arguments: RunArguments) -> Plan:
     objective = OBJECTIVES[arguments.finetuning.stage]
     folder = resolve_folder(keys.model_name_or_path, keys.model_revision)
     planned = _plan_model(arguments, folder, keys.train_from_scratch, arguments.model_config)
-    open_source(planned)
+    open_source(planned, args.seed)
     judge = Judge(arguments)
     tokenizer, num_new, report = _plan_tokenizer(arguments, planned, judge)
     if arguments.finetuning.finetuning_type == "lora":
@@ -164,14 +170,19 @@ def _plan_model(
     """The model of a folder, its weights unopened. values: its config.json, if it was read
     before."""
     remote = arguments.model.trust_remote_code
+    has_scores = OBJECTIVES[arguments.finetuning.stage].scores
     if (folder / HF_GENERATION_CONFIG_NAME).is_file():
         read_json(folder / HF_GENERATION_CONFIG_NAME)  # exports copy it
     if arguments.backend.use_mca:
         config = model_config.AutoConfig.from_pretrained(
-            str(folder), arguments.training, remote, values
+            str(folder), arguments.training, remote, values, has_scores
         )
+        _check_head(config.has_value_head, has_scores, folder)
         return PlannedModel(folder, config, config.vocab_size, config.vocab_size, from_scratch)
     config = model_config.load_hf_config(str(folder), remote, values)
+    if has_scores:
+        model_config.add_value_head(config)
+    _check_head(has_value_head(config.architectures), has_scores, folder)
     if arguments.training.sequence_packing:
         judge = Judge(None)
         check_torch_packing(config, judge)
@@ -180,17 +191,29 @@ def _plan_model(
     return PlannedModel(folder, config, vocab_size, vocab_size, from_scratch)
 
 
-def open_source(planned: PlannedModel) -> None:
+def _check_head(has_value_head: bool, wanted: bool, folder: Path) -> None:
+    """ConfigError for a reward model in another stage, and for a checkpoint of a causal one."""
+    if has_value_head and not wanted:
+        reason = "it is a reward model (its architectures in config.json), which has no logits"
+        refuse("model_name_or_path", str(folder), reason, "stage: rm, or the model it began as")
+    if wanted and not has_value_head:
+        reason = "it is a checkpoint of a model with logits"
+        remedy = "a Hugging Face folder of it, python -m mca_lite convert"
+        refuse("model_name_or_path", str(folder), reason, remedy)
+
+
+def open_source(planned: PlannedModel, seed: int = 42) -> None:
     """Read the headers of a planned model's weights. ValueError, before ranks meet, for tensors
-    that do not fit config.json."""
+    that do not fit config.json. seed: of a value head that the files lack."""
     config = planned.config
     is_mca = isinstance(config, model_config.McaModelConfig)
     if planned.from_scratch or (is_mca and (planned.folder / DIST_NAME).is_dir()):
         return
     planned.source = SafetensorsSource(str(planned.folder))
     if is_mca:
-        weights_convert.check_names(config, planned.source.names())
         check_shapes(planned.source, config.hf_config)
+        planned.source = scored(config, planned.source, seed)
+        weights_convert.check_names(config, planned.source.names())
         return
     if config.model_type in FAMILIES:  # transformers may convert files of others
         check_shapes(planned.source, config.to_dict())
@@ -269,6 +292,8 @@ def _plan_adapters(
     host = _host_model(arguments, planned)
     is_tied = host_of(host).is_tied
     spec, planned.adapter_source = lora_files.adapter_of_keys(keys)
+    if OBJECTIVES[keys.stage].scores and not keys.adapter_name_or_path:
+        spec = lora_files.with_value_head(spec)
     if num_new:
         check_new_rows(spec.modules_to_save, num_new, is_tied, judge)
     if keys.adapter_name_or_path:
@@ -351,7 +376,7 @@ def _predict(sets, trainer) -> None:
     for name, dataset in sets.items():
         logps, _, metrics = trainer.predict(dataset, metric_key_prefix="predict")
         answers = trainer.answers.lines if trainer.answers is not None else ()
-        for file, of_set in zip(lines, (records_of(logps), answers), strict=True):
+        for file, of_set in zip(lines, (trainer.prediction_records(logps), answers), strict=True):
             lines[file] += [{"dataset": name} | line if name else line for line in of_set]
         shown = ", ".join(f"{key} {value:.4f}" for key, value in metrics.items())
         trainer.report.print(f"{name or 'evaluation'}: {len(logps):,} samples, {shown}")

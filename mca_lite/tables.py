@@ -180,6 +180,16 @@ METRICS = (
     "logps/rejected",
     "sft_loss",
 )
+RM_METRICS = METRICS[:5]
+KTO_METRICS = (
+    "loss",
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/accuracies",
+    "logps/chosen",
+    "logps/rejected",
+    "kl",
+)
 
 
 class PreferenceLoss(NamedTuple):
@@ -286,6 +296,9 @@ def has_reference(names: Iterable[str]) -> bool:
 TEXT = "text"  # documents; may be joined and cut into full rows, without borders in attention
 CONVERSATIONS = "conversations"  # rendered by the tokenizer's chat template, with loss on answers
 PAIRS = "pairs"  # a prompt with a chosen and a rejected answer
+LABELLED = "labelled"  # conversations, each with a label: a number, or true and false
+KINDS = (TEXT, CONVERSATIONS, PAIRS, LABELLED)
+ANSWER_LABEL = "answer_label"  # the column of its label in samples and micro-batches
 
 
 def _nothing(*args: Any) -> str:
@@ -297,17 +310,20 @@ def _nothing(*args: Any) -> str:
 class Objective:
     """One row of OBJECTIVES.
 
-    records: the kind of records, TEXT, CONVERSATIONS or PAIRS; the data's datasets, cache and packs
-    follow. trainer: McaTrainer or a subclass, or "module:Class" of this package. metrics: the names
-    of its metrics; eval_<name> may decide the best checkpoint. keys: configuration keys of
-    FinetuningArguments without effect on other objectives. check_keys(a, judge),
-    check_run(a, judge): its rules over FinetuningArguments, and over the keys of all groups.
+    records: the kind of records, TEXT, CONVERSATIONS, PAIRS or LABELLED; the data's datasets, cache
+    and packs follow. trainer: McaTrainer or a subclass, or "module:Class" of this package. scores:
+    True for a model with a value head in place of logits. metrics: the names of its metrics;
+    eval_<name> may decide the best checkpoint. keys: configuration keys of FinetuningArguments
+    without effect on other objectives.
+    check_keys(a, judge), check_run(a, judge): its rules over FinetuningArguments, and over the keys
+    of all groups.
     describe(finetuning arguments) -> text after the stage's name in the start summary.
     """
 
     stage: str
     records: str
     trainer: type | str = "trainer:McaTrainer"
+    scores: bool = False
     metrics: tuple[str, ...] = ("loss",)
     keys: tuple[str, ...] = ()
     check_keys: Callable[[Any, Judge], Any] = _nothing
@@ -318,6 +334,7 @@ class Objective:
         # packing joins and cuts documents; else it puts whole samples in a row
         self.joins_documents = self.records == TEXT
         self.has_pairs = self.records == PAIRS  # a chosen and a rejected answer
+        self.has_labels = self.records == LABELLED
         self.unit = "pair" if self.has_pairs else "sample"  # name of a sample in reports
 
     def trainer_class(self) -> type:
@@ -338,8 +355,8 @@ def register_objective(stage: str, **fields: Any) -> Objective:
     objective = Objective(stage=stage, **fields)
     if not isinstance(objective.trainer, (type, str)):
         raise TypeError(f"stage {stage}: expected a trainer's class, got {objective.trainer!r}")
-    if objective.records not in (TEXT, CONVERSATIONS, PAIRS):
-        kinds = ", ".join((TEXT, CONVERSATIONS, PAIRS))
+    if objective.records not in KINDS:
+        kinds = ", ".join(KINDS)
         raise ValueError(f"stage {stage}: records {objective.records!r}: expected one of {kinds}")
     _refuse_taken("stage", stage, OBJECTIVES)
     OBJECTIVES[stage] = objective
@@ -365,7 +382,8 @@ PREFERENCE_KEYS = tuple(
 _PREFERENCES = (
     Rule(
         "!calculate_per_token_loss",
-        "a preference loss is the mean over the pairs of the global batch, in every layout",
+        "a preference loss is the mean over the answers or pairs of the global batch, in every "
+        "layout",
         "calculate_per_token_loss: true",
     ),
     Rule(
@@ -389,7 +407,7 @@ _REFERENCE = (
 
 
 _DIVERGENCE = Rule(
-    "!f_divergence_type=alpha_divergence !f_alpha_divergence_coef=0.5",
+    "!f_alpha_divergence_coef=0.5 !f_divergence_type=alpha_divergence",
     "no effect, since f_divergence_type is not alpha_divergence",
     "f_divergence_type: alpha_divergence",
 )
@@ -404,6 +422,10 @@ def _check_preferences(a: Any, judge: Judge) -> None:
         f"it is no folder with {HF_CONFIG_NAME}",
         f"ref_model: {', '.join(REFERENCES)}, or a model's folder",
     )
+
+
+def _check_pairs(a: Any, judge: Judge) -> None:
+    _check_preferences(a, judge)
     judge.expect(
         a.pair_margin is None or "pair_margin" in _keys_of(a.pref_loss),
         "pair_margin pref_loss",
@@ -423,6 +445,19 @@ def _describe_preferences(keys: Any) -> str:
 def _keys_of(names: Iterable[str]) -> set[str]:
     """The configuration keys that these losses read."""
     return {key for name in names for key in LOSSES[name].keys}
+
+
+def _describe_kto(keys: Any) -> str:
+    text = f"beta {keys.pref_beta:g}, weight of desirable answers {keys.kto_chosen_weight:g}"
+    return f"{text}, of undesirable ones {keys.kto_rejected_weight:g}"
+
+
+def _describe_rewards(keys: Any) -> str:
+    return f"center_rewards_coefficient {keys.center_rewards_coefficient:g}"
+
+
+def _check_reference(a: Any, judge: Judge) -> None:
+    judge.apply(_REFERENCE)
 
 
 def _check_preference_keys(a: Any, judge: Judge) -> None:
@@ -475,8 +510,105 @@ register_objective(
     metrics=METRICS,
     keys=PREFERENCE_KEYS,
     check_keys=_check_preference_keys,
-    check_run=_check_preferences,
+    check_run=_check_pairs,
     describe=_describe_preferences,
+)
+register_objective(
+    "kto",
+    records=LABELLED,
+    trainer="trainer_kto:KTOTrainer",
+    metrics=KTO_METRICS,
+    keys=("pref_beta", "kto_chosen_weight", "kto_rejected_weight", "ref_model"),
+    check_keys=_check_reference,
+    check_run=_check_preferences,
+    describe=_describe_kto,
+)
+register_objective(
+    "rm",
+    records=PAIRS,
+    trainer="trainer_rm:RewardTrainer",
+    scores=True,
+    metrics=RM_METRICS,
+    keys=("center_rewards_coefficient",),
+    check_run=_check_preferences,
+    describe=_describe_rewards,
+)
+
+
+# -- distillation
+
+TEACHER_KEY = "teacher_model_name_or_path"
+DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
+_NO_TEACHER = "teacher_model_name_or_path: <the teacher's folder>"
+_DISTILLATION = (
+    Rule(
+        "!teacher_model_name_or_path !teacher_top_k",
+        "stage distill learns from a teacher",
+        _NO_TEACHER,
+    ),
+    Rule(
+        "!teacher_model_name_or_path teacher_top_k !teacher_cache",
+        "without a teacher its rows are read from a folder",
+        f"teacher_cache: <the folder of an earlier run>, or {_NO_TEACHER}",
+    ),
+    Rule("teacher_cache !teacher_top_k", "a resident teacher has no cache", "teacher_top_k: 64"),
+    Rule(
+        "teacher_cache_dtype=float16 !teacher_top_k",
+        "a resident teacher has no cache",
+        "teacher_top_k: 64",
+    ),
+)
+_DISTILLATION_RUN = (
+    Rule(
+        "mtp_num_layers",
+        "layers for multi-token prediction have no part in distillation",
+        "mtp_num_layers: 0",
+    ),
+    Rule(
+        "teacher_top_k streaming",
+        "a cached teacher scores the samples before training",
+        "streaming: false, or teacher_top_k left out",
+    ),
+)
+
+
+def _check_distillation_keys(a: Any, judge: Judge) -> None:
+    judge.apply(_DISTILLATION)
+    judge.expect(
+        a.distill_loss == "jsd" or "distill_jsd_mix" not in a.changed,
+        "distill_jsd_mix distill_loss",
+        f"no effect, since distill_loss is {a.distill_loss}",
+        "distill_loss: jsd",
+    )
+
+
+def _describe_distillation(keys: Any) -> str:
+    text = f"{keys.distill_loss}, temperature {keys.distill_temperature:g}"
+    text += f", cross entropy {keys.distill_ce_weight:g}"
+    source = "resident teacher"
+    if keys.teacher_top_k is not None:
+        source = f"cached top {keys.teacher_top_k} of the teacher"
+    return f"{text}, {source} {keys.teacher_model_name_or_path or keys.teacher_cache}"
+
+
+register_objective(
+    "distill",
+    records=CONVERSATIONS,
+    trainer="trainer_distill:DistillTrainer",
+    metrics=("loss", "kd_loss", "sft_loss"),
+    keys=(
+        TEACHER_KEY,
+        "teacher_top_k",
+        "teacher_cache",
+        "teacher_cache_dtype",
+        "distill_loss",
+        "distill_jsd_mix",
+        "distill_temperature",
+        "distill_ce_weight",
+    ),
+    check_keys=_check_distillation_keys,
+    check_run=lambda a, judge: judge.apply(_DISTILLATION_RUN),
+    describe=_describe_distillation,
 )
 
 
@@ -630,6 +762,8 @@ COLUMNS = {
     "image_grid_thw": Column("picture", "int64", to_model=True, given_by=_GIVEN),
     # number of each place's image feature in the micro-batch (batch.with_image_slots), -1 for text
     "image_slot": Column("token", "int64", -1, to_model=True, given_by=()),
+    # of a labelled answer: 1 for a good one, 0 for a bad one, or another number
+    ANSWER_LABEL: Column("document", given_by=_GIVEN),
     # log-probability by a reference model
     "reference": Column("document", given_by=_GIVEN),
     # of pairs: by the keys of these names, or from the samples of a Python dataset
@@ -639,6 +773,8 @@ COLUMNS = {
     "logp_weight": Column("token", given_by=()),
     # numbers of the global batch for each pair, two for each loss with some
     "of_batch": Column("sample", given_by=()),
+    # number of a trained token's row in a teacher's cache (data_teacher.py)
+    "teacher_row": Column("token", "int64", -1, given_by=_GIVEN),
 }
 
 

@@ -51,7 +51,7 @@ from .log import Report, Throughput, model_sizes, model_work, peak_memory_gib, r
 from .loss_tokens import Logits
 from .model import VirtualModels
 from .optim import get_megatron_lr_scheduler, given_optimizers
-from .trainer_evaluation import Evaluator, PredictionOutput
+from .trainer_evaluation import Evaluator, PredictionOutput, records_of
 from .trainer_events import (
     EvalLoopOutput,
     Numbers,
@@ -105,7 +105,7 @@ class McaTrainer:
     _reference_model = None  # a second model, run forward only on each batch
     micro_batch_weight = 1.0  # in the mean over micro-batches; some may be empty
     answers: Any = None  # of predict_with_generate: set by generation.Answers
-    _loss_of_logits = None  # a subclass's method: loss_tokens.Logits -> losses of tokens
+    _loss_of_logits: Any = None  # a subclass's method: loss_tokens.Logits -> losses of tokens
 
     def __init__(
         self,
@@ -230,6 +230,7 @@ class McaTrainer:
         if any("padding_mask" not in batch for batch in micro_batches):
             micro_batches, seq_length, _ = self._arrange_step(micro_batches)
         micro_batches = self._prepare_micro_batches(micro_batches, seq_length)
+        seq_length = length_of(micro_batches)
         self.guard.start_step(micro_batches)
         metrics = self.compute_gradients(micro_batches, seq_length)
         for _ in micro_batches[1:]:
@@ -255,14 +256,15 @@ class McaTrainer:
         length. Collective."""
         plan = self.plan_batches(self.train_dataset)
         batches, length, _ = self.read_step(iter(self.get_train_dataloader()), plan, 0)
-        return self._prepare_micro_batches(batches, length), length
+        batches = self._prepare_micro_batches(batches, length)
+        return batches, length_of(batches)
 
     def measure(self, micro_batches: list[dict], seq_length: int) -> list[dict]:
         """Metrics of micro-batches by a forward pass alone, [] on pipeline stages before the last.
         Collective."""
         batches = self._prepare_micro_batches(micro_batches, seq_length)
         return self.backend.forward_backward(
-            self.forward_step, batches, seq_length, forward_only=True
+            self.forward_step, batches, length_of(batches), forward_only=True
         )
 
     # -- the objective
@@ -284,7 +286,15 @@ class McaTrainer:
         return model(**inputs), self.guard.mark(self._pre_compute_loss(of_rank, inputs))
 
     def _prepare_micro_batches(self, micro_batches: list[dict], seq_length: int) -> list[dict]:
-        """The micro-batches of a step before they run, with what another model says of them."""
+        """The micro-batches of a step, of training or evaluation, before they run, with columns
+        added by this trainer.
+
+        micro_batches: arranged batches, dicts of whole rows in host memory, padded to seq_length:
+        labels int64 [b, s], IGNORE_INDEX without loss; padding_mask; of packed rows cu_seqlens. A
+        registered column [b, s] of tokens, or [n] of real documents or samples, added to a batch is
+        cut with the tokens, and in the `batch` of _pre_compute_loss on the rank's device. A second
+        model may run here, forward only. All ranks call it: collectives match.
+        """
         return micro_batches
 
     def _pre_compute_loss(self, batch: dict, inputs: dict, *more):
@@ -451,7 +461,7 @@ class McaTrainer:
         if self.backend.counts_tokens:
             positions = sum(b["input_ids"].numel() for b in batches)
             numbers.set_counts(*map(sum, zip(*counts, strict=True)), positions)
-        return batches, batches[0]["input_ids"].shape[1], numbers
+        return batches, length_of(batches), numbers
 
     def _arrange(self, batch: dict) -> dict:
         """A checked batch as the model takes it: rows of a document each, or one packed row."""
@@ -754,6 +764,10 @@ class McaTrainer:
         """Forward passes over a loader of get_train_dataloader's kind -> metrics, samples."""
         return self.evaluator.run_loop(dataloader, metric_key_prefix)
 
+    def prediction_records(self, predictions) -> Iterator[dict[str, Any]]:
+        """The lines of predictions.jsonl, one a sample of predict()."""
+        return records_of(predictions)
+
     # -- files
 
     def objective_facts(self) -> dict:
@@ -819,3 +833,8 @@ class McaTrainer:
         """The constructor's keywords beside McaTrainer's, for a run with these RunArguments;
         second_model: a function that builds it, None without one."""
         return {}
+
+
+def length_of(micro_batches: list[dict]) -> int:
+    """Positions of a row of each arranged micro-batch of a step."""
+    return micro_batches[0]["input_ids"].shape[1]

@@ -18,7 +18,7 @@ import math
 import os
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -62,8 +62,45 @@ _KEYS = {name: key for name, key in (_SHORT_NAMES | _OWN_NAMES).items() if key !
 PAIR_COLUMNS = ("pair_weight", "pair_margin")
 
 
+class ReferenceConfig:
+    """Methods of an objective with a reference model, and its fields without losses of the table.
+    KEYS: its fields -> configuration keys of the same meaning."""
+
+    stage: ClassVar[str]
+    KEYS: ClassVar[dict[str, str]]
+    reference: str | None
+    pref_loss: Any = ()
+    ld_alpha: float | None = None
+    use_weighting: bool = False
+
+    def take_keys(self) -> Judge:
+        """Cast the fields to the types of their keys -> a Judge of the others. ConfigError by the
+        rules of the keys."""
+        keys = self.check_with()
+        for name, key in self.KEYS.items():
+            setattr(self, name, getattr(keys, key))
+        judge = Judge(self)
+        if self.reference not in (None, *REFERENCES):
+            judge.refuse("reference", f"expected {', '.join(REFERENCES)}, or None", "cached")
+        return judge
+
+    def as_keys(self) -> dict[str, Any]:
+        """The configuration keys of the same meaning."""
+        keys = {key: getattr(self, name) for name, key in self.KEYS.items()}
+        return {**keys, "ref_model": self.reference}
+
+    def check_with(self, kind="lora", modules_to_save=()) -> FinetuningArguments:
+        """The keys for such adapters. ConfigError by their rules."""
+        return FinetuningArguments(
+            stage=self.stage,
+            finetuning_type=kind,
+            modules_to_save=list(modules_to_save),
+            **self.as_keys(),
+        )
+
+
 @dataclass
-class DPOConfig:
+class DPOConfig(ReferenceConfig):
     """The objective. ConfigError for values that do not fit together.
 
     pref_loss: a name in LOSSES, such as sigmoid (DPO), or a list of them; a list afterwards.
@@ -93,35 +130,18 @@ class DPOConfig:
     reference: str | None = None
     cache_dir: str | None = None
     model_source: str = ""
+    stage: ClassVar[str] = "dpo"
+    KEYS: ClassVar[dict[str, str]] = _KEYS
 
     def __post_init__(self):
-        keys = self.check_with()
-        for name, key in _KEYS.items():  # cast to the keys' types
-            setattr(self, name, getattr(keys, key))
-        judge = Judge(self)
+        judge = self.take_keys()
         needs = has_reference(self.pref_loss)
-        if self.reference not in (None, *REFERENCES):
-            judge.refuse("reference", f"expected {', '.join(REFERENCES)}, or None", "cached")
         if self.use_ref_model not in (None, needs):
             article = "a" if needs else "no"
             reason = f"pref_loss {', '.join(self.pref_loss)} has {article} reference model"
             judge.refuse("use_ref_model", reason, "use_ref_model left out")
         judge.close()
         self.use_ref_model = needs
-
-    def as_keys(self) -> dict[str, Any]:
-        """The configuration keys of the same meaning."""
-        keys = {key: getattr(self, name) for name, key in _KEYS.items()}
-        return {**keys, "ref_model": self.reference}
-
-    def check_with(self, kind="lora", modules_to_save=()) -> FinetuningArguments:
-        """The keys for such adapters. ConfigError by their rules."""
-        return FinetuningArguments(
-            stage="dpo",
-            finetuning_type=kind,
-            modules_to_save=list(modules_to_save),
-            **self.as_keys(),
-        )
 
 
 def _choose_reference(config: DPOConfig, model, ref_model) -> str | None:
@@ -139,7 +159,7 @@ def _choose_reference(config: DPOConfig, model, ref_model) -> str | None:
         config.check_with("full" if spec is None else "lora", modules)
     if (kind == "model") != (ref_model is not None):
         article = "a" if kind == "model" else "no"
-        reason = f"pref_loss {', '.join(config.pref_loss)}: expected {article} ref_model"
+        reason = f"expected {article} ref_model for this loss"
         refuse(
             "reference", kind, reason, "reference: model, with a ref_model, or leave ref_model out"
         )
@@ -156,6 +176,9 @@ class DPOTrainer(McaTrainer):
     Raises: ValueError for data and keys that do not fit, before anything is computed.
     """
 
+    unit = "pair"  # name of a sample in reports
+    in_turn = "chosen and rejected"  # its documents
+    config_class: Any = DPOConfig
     metrics_keys = list(METRICS)
     documents_per_sample = len(SIDES)
     _loss_of_logits: Any = None
@@ -164,20 +187,20 @@ class DPOTrainer(McaTrainer):
         self, model=None, train_config: DPOConfig | None = None, ref_model=None, args=None, **kwargs
     ):
         check_given(model, args)
-        self.train_config = config = train_config or DPOConfig()
+        self.train_config = config = train_config or self.config_class()
         self.reference = _choose_reference(config, model, ref_model)
         evaluated = kwargs.get("eval_dataset")
         if not isinstance(evaluated, dict):
             evaluated = {"eval": evaluated}
         given = [*filter(None, (kwargs.get("train_dataset"), *evaluated.values()))]
         for dataset in given:
-            _check_pairs(dataset, args.sequence_packing)
+            self.check_samples(dataset, args.sequence_packing)
         names = [name for name in PAIR_COLUMNS if any(map(functools.partial(_has, name), given))]
         self.pair_columns = {*names}
         mtp = args.mtp_num_layers or getattr(model.config, "mtp_num_layers", None)
         fields = dict.fromkeys(names, "its column")
-        objective = dict(pref_loss=config.pref_loss, mtp_num_layers=mtp, **fields)
-        check_together(args, stage="dpo", **objective)
+        objective = {**config.as_keys(), **fields, "mtp_num_layers": mtp}
+        check_together(args, stage=config.stage, **objective)
         if config.use_weighting:
             self._loss_of_logits = _with_agreement
         super().__init__(model=model, args=args, **kwargs)
@@ -202,9 +225,14 @@ class DPOTrainer(McaTrainer):
     # -- a run of the command line
 
     @classmethod
+    def has_reference(cls, keys) -> bool:
+        """True if these FinetuningArguments compare with a reference model."""
+        return has_reference(keys.pref_loss)
+
+    @classmethod
     def second_model_folder(cls, arguments, planned) -> Path | None:
         keys = arguments.finetuning
-        if not has_reference(keys.pref_loss):
+        if not cls.has_reference(keys):
             return None
         if keys.ref_model == "model":
             return planned.folder
@@ -230,14 +258,33 @@ class DPOTrainer(McaTrainer):
         if arguments.model.train_from_scratch:
             source = f"drawn from seed {arguments.training.seed}"
         reference = "model" if second_model is not None else keys.ref_model
-        config = DPOConfig(
-            **{name: getattr(keys, key) for name, key in _KEYS.items()},
+        config = cls.config_class(
+            **{name: getattr(keys, key) for name, key in cls.config_class.KEYS.items()},
             reference=reference,
             cache_dir=str(cache_folder(arguments.data)),
             model_source=source,
         )
         ref_model = None if second_model is None else second_model()
         return {"train_config": config, "ref_model": ref_model}
+
+    @staticmethod
+    def check_samples(dataset, packs: bool) -> None:
+        """ValueError for samples other than pairs, and for packs without sequence_packing."""
+        first = dataset[0]
+        of_sample = getattr(dataset, "documents_per_sample", len(SIDES))
+        count = len(documents_of(first))
+        if of_sample != len(SIDES) or count % len(SIDES):
+            got = sorted(first) if isinstance(first, dict) else f"{count} documents"
+            raise ValueError(
+                'preference training takes samples {"chosen": ..., "rejected": ...}, or lists of '
+                f"two documents, and this one has {got}: use a data set of pairs, or stage: sft"
+            )
+        is_packed = isinstance(dataset, Packs) or count > len(SIDES)
+        # rows of unequal numbers of pairs: pipeline stages must know the shape
+        expect(
+            packs or not is_packed,
+            "the data set has packs of pairs, and sequence_packing is false: set it to true",
+        )
 
     # -- the loss
 
@@ -342,11 +389,19 @@ class DPOTrainer(McaTrainer):
             "logps/rejected": responses.rejected,
             "sft_loss": sft,
         }
-        count = torch.full_like(sft.sum(), len(sft))
-        metrics = {key: torch.stack([value.detach().sum(), count]) for key, value in values.items()}
-        # context-parallel ranks have the same pairs, and megatron sums their counts: one counts
+        return self._summed(of_pairs, {name: (x, torch.ones_like(x)) for name, x in values.items()})
+
+    def _summed(self, losses: torch.Tensor, columns: dict[str, tuple]) -> tuple:
+        """(sum of the losses [n], n as int32, {metric: (sum, count)}) of columns {metric: (values
+        [n], 1 for those that count)}."""
+        metrics = {
+            key: torch.stack([(values.detach() * of).sum(), of.sum()]).float()
+            for key, (values, of) in columns.items()
+        }
+        # context-parallel ranks have the same ones, and megatron sums their counts: one counts
         counts = self.backend.context_parallel[1] == 0
-        return of_pairs.sum(), (count * counts).int(), metrics
+        count = torch.full_like(losses.sum(), len(losses)) * counts
+        return losses.sum(), count.int(), metrics
 
     def _log_probs_of(self, batch: dict, labels, losses) -> torch.Tensor:
         """sum_documents of a rank's batch, its tokens weighing as ld_alpha says."""
@@ -374,9 +429,9 @@ class DPOTrainer(McaTrainer):
     def _arrange(self, batch: dict) -> dict:
         counts = batch["attention_mask"].amax(dim=1)  # documents of each row; a filler has none
         expect(
-            not (counts % 2).any(),
-            f"the data collator gave rows of {counts.tolist()} documents: expected chosen and "
-            "rejected in turn, numbered from 1 by attention_mask",
+            not (counts % self.documents_per_sample).any(),
+            f"the data collator gave rows of {counts.tolist()} documents: expected "
+            f"{self.in_turn} in turn, numbered from 1 by attention_mask",
         )
         arranged = super()._arrange(batch)
         found = self.pair_columns.intersection(arranged)
@@ -421,7 +476,8 @@ class DPOTrainer(McaTrainer):
         joined = _joined(micro_batches) if self.backend.joins_rows(models) else micro_batches
         joined = [self._to_length(batch) for batch in joined]
         logps = run(joined, seq_length)
-        return torch.cat(logps).split(list(map(_num_pairs, micro_batches))) if logps else ()
+        counts = list(map(_num_pairs, micro_batches))
+        return torch.cat(logps).view(-1, len(SIDES)).split(counts) if logps else ()
 
     # -- the global batch
 
@@ -485,18 +541,19 @@ class DPOTrainer(McaTrainer):
         with lora.without_adapters(self.model):
             logps = self._log_probs(models, data_list, seq_length)
         names = [f"reference_{side}_logps" for side in SIDES]
-        return [dict(zip(names, pairs.unbind(-1), strict=True)) for pairs in logps] or None
+        pairs = [(of_batch[0::2], of_batch[1::2]) for of_batch in logps]
+        return [dict(zip(names, of_batch, strict=True)) for of_batch in pairs] or None
 
     @torch.no_grad()
     def _log_probs(self, models, batches: list[dict], seq_length: int) -> list[torch.Tensor]:
-        """float32 [P, 2] of each micro-batch by chunks as they are, without dropout; [] on pipeline
-        stages before the last. Collectives: those of the schedule, forward only."""
+        """float32 [documents] of each micro-batch by chunks as they are, without dropout; [] on
+        pipeline stages before the last. Collectives: those of the schedule, forward only."""
         was_training = self.models[0].training
 
         def collect(inputs: dict, batch: dict, losses: torch.Tensor) -> torch.Tensor:
             of_rank = self.backend.loss_columns(batch)
             logps, _ = self._log_probs_of(of_rank, inputs["labels"], losses)
-            return logps.view(-1, len(SIDES))
+            return logps
 
         step = self.evaluator.collecting(collect)
         self.backend.train_mode(False)
@@ -528,7 +585,7 @@ class DPOTrainer(McaTrainer):
         if len(logps):
             self._check_kept(pairs, logps, store)
         if len(logps) == num:
-            self.report.print(f"reference model: {num:,} pairs from {store.folder}")
+            self.report.print(f"reference model: {num:,} {self.unit}s from {store.folder}")
         args = self.args
         per_rank = args.per_device_eval_batch_size * args.gradient_accumulation_steps
         whole_steps = per_rank * self.backend.dp_size
@@ -537,8 +594,8 @@ class DPOTrainer(McaTrainer):
             more = self._score(Subset(pairs, range(start, min(start + part, num))))
             logps = np.concatenate([logps, more])
             parallel.on_main(functools.partial(store.add, start, more), CheckpointError)
-            self.report.print(f"reference model: {len(logps):,} of {num:,} pairs")
-            where = store.folder or "the first pair"
+            self.report.print(f"reference model: {len(logps):,} of {num:,} {self.unit}s")
+            where = store.folder or f"the first {self.unit}"
             self.stop_after_signal(f"in the reference pass; the pass goes on from {where}")
         return logps
 
@@ -567,8 +624,8 @@ class DPOTrainer(McaTrainer):
         if not self._is_same(now, kept[:count]):
             raise CheckpointError(
                 f"the reference in {store.folder} is of another model: it gave {kept[0].tolist()} "
-                f"to the first pair, and this model gives {now[0].tolist()}: remove the folder, "
-                "and the reference is computed again"
+                f"to the first {self.unit}, and this model gives {now[0].tolist()}: remove the "
+                "folder, and the reference is computed again"
             )
 
     def _is_same(self, logps: np.ndarray, others: np.ndarray) -> bool:
@@ -588,7 +645,7 @@ class DPOTrainer(McaTrainer):
         expect(
             not self.was_trained,
             "a cached reference is computed by the model before it is trained: give this "
-            "dataset to DPOTrainer as train_dataset or eval_dataset",
+            f"dataset to {type(self).__name__} as train_dataset or eval_dataset",
         )
         referenced = WithReference(view, self._reference_of(view))
         return dataset.over(referenced) if isinstance(dataset, Packs) else referenced
@@ -625,8 +682,8 @@ class DPOTrainer(McaTrainer):
         if written and now and not self._is_same(np.array(now), np.array(written)):
             raise CheckpointError(
                 f"{folder} was trained against another reference model, which gave {written[0]} to "
-                f"the first pair, and this one gives {now[0]}: set model_name_or_path to the "
-                "model that the run started from"
+                f"the first {self.unit}, and this one gives {now[0]}: set model_name_or_path to "
+                "the model that the run started from"
             )
 
 
@@ -674,25 +731,6 @@ def _joined(batches: list[dict]) -> list[dict]:
 def _num_pairs(batch: dict) -> int:
     """Pairs of an arranged micro-batch, without those that only fill it."""
     return int(real_documents(batch).sum()) // len(SIDES)
-
-
-def _check_pairs(dataset, packs: bool) -> None:
-    """ValueError for samples other than pairs, and for packs without sequence_packing."""
-    first = dataset[0]
-    of_sample = getattr(dataset, "documents_per_sample", len(SIDES))
-    count = len(documents_of(first))
-    if of_sample != len(SIDES) or count % len(SIDES):
-        got = sorted(first) if isinstance(first, dict) else f"{count} documents"
-        raise ValueError(
-            'preference training takes samples {"chosen": ..., "rejected": ...}, or lists of two '
-            f"documents, and this one has {got}: use a data set of pairs, or stage: sft"
-        )
-    is_packed = isinstance(dataset, Packs) or count > len(SIDES)
-    # rows of unequal numbers of pairs: pipeline stages must know the shape
-    expect(
-        packs or not is_packed,
-        "the data set has packs of pairs, and sequence_packing is false: set it to true",
-    )
 
 
 # -- log-probabilities on disk

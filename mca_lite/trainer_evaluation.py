@@ -129,7 +129,6 @@ class Evaluator:
     def predict(self, dataset, prefix: str) -> PredictionOutput:
         """McaTrainer.predict."""
         trainer = self.trainer
-        trainer.plan_batches(dataset, training=False)  # refuses several sets, and a stream
         logps = self._log_probabilities(dataset)
         if trainer.documents_per_sample == 1:
             total, count = logps.sum(axis=(0, 1))
@@ -172,7 +171,7 @@ class Evaluator:
         self.trainer.notify("on_prediction_step")
         return results
 
-    def _passes(
+    def passes(
         self, dataset, run: Callable[[list[dict], int], list]
     ) -> Iterator[list[tuple[list[int], Any]]]:
         """Yield for each step [(numbers of the samples, result of run(micro-batches, length))], a
@@ -189,7 +188,7 @@ class Evaluator:
         """float64 [samples, *shape], on every rank: results of run(micro-batches, length), one
         tensor [samples or more, *shape] a micro-batch."""
         values = torch.zeros(len(dataset), *shape, dtype=torch.float64, device=parallel.device())
-        for step in self._passes(dataset, run):
+        for step in self.passes(dataset, run):
             for numbers, result in step:
                 if self.backend.context_parallel[1] == 0:  # all of its ranks have the same
                     values[numbers] = result[: len(numbers)].to(values.dtype)
@@ -223,10 +222,16 @@ class Evaluator:
 
         self.backend.use_loss(None)  # cross entropy, whatever the trainer minimises
         try:
-            run = functools.partial(self._forward, self.collecting(collect))
-            return self.by_sample(samples_of(dataset), run, (count, 2))
+            return self.collected(dataset, collect, (count, 2))
         finally:
             self.trainer.use_own_loss()
+
+    def collected(self, dataset, collect: Callable, shape: tuple[int, ...]) -> np.ndarray:
+        """float64 [samples, *shape], on every rank: results of collect(inputs, batch, output), one
+        tensor [samples or more, *shape] a micro-batch."""
+        self.trainer.plan_batches(dataset, training=False)  # refuses several sets, and a stream
+        run = functools.partial(self._forward, self.collecting(collect))
+        return self.by_sample(samples_of(dataset), run, shape)
 
     @torch.no_grad()
     def _user_metrics(self, dataset, prefix: str) -> dict[str, float]:
@@ -250,7 +255,7 @@ class Evaluator:
 
         rows: dict[int, tuple] = {}  # on the main rank
         run = functools.partial(self._forward, self.collecting(collect, with_labels=False))
-        for step in self._passes(dataset, run):
+        for step in self.passes(dataset, run):
             own = [pair for found in step for pair in zip(*found, strict=False)]
             for of_rank in parallel.gather(own):
                 if parallel.is_main():

@@ -62,7 +62,7 @@ def fill(models, source, only: Container[tuple[str, int | None]] | None = None) 
             watchdog.alive()  # a load may take longer than ddp_timeout
             row = rows[key[0]]
             group = parallel.replica_group(row.expert is not None)
-            part = torch.empty(parameter.shape, dtype=parameter.dtype, device=parallel.device())
+            part = parameter.detach().contiguous()  # the parameter itself, or a copy of a view
             if group.rank() == 0 and not problems:
                 try:
                     part.copy_(_checked_part(row, key[1], source, config, parameter.shape))
@@ -70,7 +70,7 @@ def fill(models, source, only: Container[tuple[str, int | None]] | None = None) 
                     problems.append(error)
             if group.size() > 1:
                 dist.broadcast(part, group=group, group_src=0)
-            parameter.copy_(part)
+            parameter.copy_(part)  # nothing, for the parameter itself
 
     def close() -> None:
         if problems:
@@ -180,6 +180,15 @@ def num_groups(row: Row, config) -> int:
     return degree(row, config) if row.axis == 0 else 1
 
 
+def row_order(parts: list[int], groups: int) -> torch.Tensor | None:
+    """int64 [rows]: rows of a Hugging Face tensor with these parts in the order of a megatron
+    tensor with groups; None: the same."""
+    if len(parts) == 1:
+        return None
+    rows = torch.arange(sum(parts)).split(parts)
+    return torch.cat([part.view(groups, -1) for part in rows], 1).flatten()
+
+
 def read_part(row: Row, layer, source, config, rank: int) -> torch.Tensor:
     """A rank's part of the megatron tensor of a row, in the source's dtype. Reads only the groups
     of rows with a row of this rank."""
@@ -209,7 +218,8 @@ def read_part(row: Row, layer, source, config, rank: int) -> torch.Tensor:
             pieces.append(piece.unflatten(0, (count, size)))
             of_part += rows
     start = rank * share - first * in_group
-    return torch.cat(pieces, dim=1).flatten(0, 1)[start : start + share]
+    groups = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)  # one is not copied
+    return groups.flatten(0, 1)[start : start + share]
 
 
 # -- out

@@ -1,9 +1,14 @@
-"""Files with the experts of a layer in one tensor, as gpt_oss has them: read and written here under
-the names of single experts.
+"""Files with the experts of a layer in one tensor: read and written here under the names of single
+experts. As gpt_oss has them, with biases:
 
     gate_up_proj [E, h, 2 f]   x W as transformers multiplies it; column 2 i is row i of the gate,
     down_proj [E, f, h]        column 2 i + 1 row i of up
     gate_up_proj_bias [E, 2 f], down_proj_bias [E, h]
+
+As others may have them (qwen3_5_moe):
+
+    gate_up_proj [E, 2 f, h]   the rows of the gate before those of up
+    down_proj [E, h, f]
 
 In MXFP4 a matrix is gate_up_proj_blocks [E, 2 f, h / 32, 16], two numbers of four bits in a byte,
 and gate_up_proj_scales [E, 2 f, h / 32], the exponents of 32 numbers each; rows are outputs. They
@@ -46,6 +51,21 @@ def parts_of(name: str, experts: int) -> list[tuple[str, tuple[Any, ...]]]:
 
 
 # -- in
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Stacked matrices [E, out, in] of a file."""
+
+    slices: Any
+
+    @property
+    def shape(self) -> Shape:
+        return tuple(self.slices.get_shape())
+
+    def read(self, expert: int, rows: slice, columns: slice) -> torch.Tensor:
+        """Outputs `rows` and inputs `columns` of an expert."""
+        return self.slices[expert, rows, columns]
 
 
 @dataclass(frozen=True)
@@ -111,44 +131,48 @@ def from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class ExpertSlice:
-    """A single expert's tensor, as safetensors' slices are read: every `step`-th output of a
-    stacked one from `first` on."""
+    """A single expert's tensor, as safetensors' slices are read. outputs: its rows of the stacked
+    one's."""
 
     stack: Any
     expert: int
-    first: int
-    step: int
+    outputs: range
 
     def get_shape(self) -> list[int]:
-        _, outputs, *inputs = self.stack.shape
-        return [outputs // self.step, *inputs]
+        return [len(self.outputs), *self.stack.shape[2:]]
 
     def __getitem__(self, part: tuple[slice, ...]) -> torch.Tensor:
         shape = self.get_shape()
         given = (*part, *[slice(None)] * len(shape))[: len(shape)]
         bounds = [slice(*p.indices(size)[:2]) for p, size in zip(given, shape, strict=True)]
-        rows = slice(bounds[0].start * self.step, bounds[0].stop * self.step)
-        return self.stack.read(self.expert, rows, *bounds[1:])[self.first :: self.step]
+        rows = self.outputs[bounds[0]]
+        step = self.outputs.step
+        return self.stack.read(self.expert, slice(rows.start, rows.stop), *bounds[1:])[::step]
 
 
 def unstacked(slices: dict[str, Any]) -> dict[str, Any]:
     """{name: safetensors' slice} of files, with an ExpertSlice for each single expert's tensor in
-    place of those of gpt_oss. ValueError if blocks or their scales are lacking, or differ in their
-    shapes."""
+    place of those of a stacked one. ValueError if blocks or their scales are lacking, or differ in
+    their shapes."""
     singles = {}
     for name, stored in slices.items():
         match = _STACKED.fullmatch(name)
         prefix, stack, suffix = match.groups() if match else ("", "", "")
-        if match is None or f"{prefix}{stack}_bias" not in slices:  # of another family
+        if match is None:
             singles[name] = stored
             continue
-        whole: Any = _Matrices(stored)
+        in_turns = f"{prefix}{stack}_bias" in slices
+        whole: Any = _Matrices(stored) if in_turns else _Rows(stored)
         if suffix == "_bias":
             whole = _Biases(stored)
         elif suffix == "_blocks":
             whole = _Mxfp4Matrices(stored, _scales_of(name, slices))
+        rows = range(whole.shape[1])
+        size = len(rows) // len(_PARTS[stack])
         for single, (expert, _, outputs) in parts_of(name, whole.shape[0]):
-            singles[single] = ExpertSlice(whole, expert, outputs.start, outputs.step)
+            first = outputs.start * size
+            of_single = rows[outputs] if in_turns else rows[first : first + size]
+            singles[single] = ExpertSlice(whole, expert, of_single)
     return {name: part for name, part in singles.items() if not _is_of_blocks(name, slices)}
 
 
@@ -171,17 +195,22 @@ def _scales_of(name: str, slices: dict[str, Any]) -> Any:
 # -- out
 
 
-def stacked(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+def stacked(
+    tensors: Iterable[tuple[str, torch.Tensor]], in_turns: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) with those of single experts, which follow one another, in one tensor each.
-    Host memory: two of these."""
+    in_turns: as gpt_oss has them. Host memory: two of these."""
     for name, group in itertools.groupby(tensors, lambda pair: stack_of(pair[0])):
         if name is None:
             yield from group
             continue
         whole = torch.stack([tensor for _, tensor in group])
         step = len(_PARTS[name.rpartition(".")[2].removesuffix("_bias")])
-        whole = whole.unflatten(0, (-1, step)).transpose(1, 2).flatten(1, 2)
-        yield name, whole if whole.dim() == 2 else whole.mT.contiguous()
+        whole = whole.unflatten(0, (-1, step))
+        if in_turns:
+            whole = whole.transpose(1, 2)
+        whole = whole.flatten(1, 2)
+        yield name, whole.mT.contiguous() if in_turns and whole.dim() == 3 else whole
 
 
 def stack_of(name: str) -> str | None:

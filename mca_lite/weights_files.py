@@ -22,7 +22,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from . import weights_experts
-from .families import FAMILIES, OLDER_PREFIXES, UNUSED_TENSORS
+from .errors import refuse
+from .families import FAMILIES, OLDER_PREFIXES, UNUSED_TENSORS, VALUE_HEAD, has_value_head
 from .files import (
     HF_CONFIG_NAME,
     HF_GENERATION_CONFIG_NAME,
@@ -43,6 +44,9 @@ Shape = tuple[int, ...]
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
 Part = tuple[slice, ...]  # of a tensor: rows, or rows and columns
 _ALL: Part = (slice(None),)
+
+# keys of config.json of a model with a value head
+OF_VALUE_HEAD = ("architectures", "id2label", "label2id", "pad_token_id")
 
 # -- safetensors in shards
 
@@ -101,8 +105,8 @@ def write_hf_config(
 ) -> list[str]:
     """Write config.json -> the file names.
 
-    It is a copy of the source's, if there is one of a model; the dtype, the vocabulary size and the
-    number of layers for multi-token prediction come from hf_config.
+    It is a copy of the source's, if there is one of a model; the dtype, the vocabulary size, the
+    number of layers for multi-token prediction, and the keys of a value head come from hf_config.
     """
     values = dict(hf_config)
     if source and (Path(source) / HF_CONFIG_NAME).is_file():
@@ -116,6 +120,8 @@ def write_hf_config(
     # transformers reads 1 if config.json has no such key
     if (trained.get(key) or 0) > (text.get(key, 1) or 0):
         text[key] = trained[key]
+    if has_value_head(hf_config.get("architectures")):
+        values |= {key: hf_config[key] for key in OF_VALUE_HEAD if key in hf_config}
     # whatever is read quantised is written in the dtype
     for key in ("torch_dtype", "_name_or_path", "quantization_config"):
         values.pop(key, None)
@@ -228,12 +234,15 @@ _OTHER_SIZES = "set vocab_size and the other sizes in config.json to those of th
 
 class SafetensorsSource:
     """The tensors of a folder (or hub name) in safetensors format, read by slices. is_older: True
-    if the files have older names than transformers' modules, which are used here. Stacked experts
-    have the names of single ones (weights_experts.py)."""
+    if the files have older names than transformers' modules, which are used here. is_stacked: True
+    if they have the experts of a layer in one tensor; here they have the names of single ones
+    (weights_experts.py)."""
 
     def __init__(self, model_name_or_path: str):
         self.folder = resolve_folder(model_name_or_path)
-        self._slices = weights_experts.unstacked(_open_files(self.folder))
+        in_files = _open_files(self.folder)
+        self._slices = weights_experts.unstacked(in_files)
+        self.is_stacked = len(self._slices) > len(in_files)
         self.is_older = is_older(self._slices)
         if self.is_older:
             self._slices = {newer_name(name): part for name, part in self._slices.items()}
@@ -305,9 +314,12 @@ def check_shape(source, name: str, wanted: Shape, remedy: str = _OTHER_SIZES) ->
 
 
 def model_class(hf):
-    """transformers' class to make a model of its config: one of text, or of pictures too."""
+    """transformers' class to make a model of its config: one of text, or of pictures too, or with a
+    value head."""
     import transformers
 
+    if has_value_head(hf.architectures):
+        return transformers.AutoModelForSequenceClassification
     family = FAMILIES.get(hf.model_type)
     if family is not None and family.has_pictures:
         return transformers.AutoModelForImageTextToText
@@ -342,7 +354,9 @@ def check_shapes(source: SafetensorsSource, hf_config: dict) -> None:
 def check_loaded(origin: str, loading_info: dict) -> None:
     """ValueError for weights that transformers would replace by random ones. loading_info: of
     from_pretrained."""
-    wrong = [f"lacks {name}" for name in sorted(loading_info["missing_keys"])]
+    # ScoredSource draws a value head that the files lack
+    missing = set(loading_info["missing_keys"]) - {VALUE_HEAD}
+    wrong = [f"lacks {name}" for name in sorted(missing)]
     for name, got, wanted in sorted(loading_info["mismatched_keys"]):
         wrong.append(f"has {name} of shape {tuple(got)} instead of {tuple(wanted)}")
     if wrong:
@@ -403,6 +417,42 @@ def generator_of(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
 
 
+class ScoredSource:
+    """A source with a value head: its own, or one drawn from a seed, in place of its head."""
+
+    def __init__(self, source, hf_config: dict, seed: int):
+        self._source = source
+        self._drawn = InitSource(hf_config, seed)
+
+    def names(self) -> Collection[str]:
+        return self._source.names() - {"lm_head.weight"} | {VALUE_HEAD}
+
+    def _of(self, name: str):
+        lacks = name == VALUE_HEAD and name not in self._source.names()
+        return self._drawn if lacks else self._source
+
+    def shape(self, name: str) -> Shape:
+        return self._of(name).shape(name)
+
+    def read(self, name: str, part: Part = _ALL) -> torch.Tensor:
+        return self._of(name).read(name, part)
+
+
+def scored(config, source: SafetensorsSource, seed: int):
+    """The source for a McaModelConfig: with a value head a ScoredSource. ConfigError for a value
+    head of another kind."""
+    if not config.has_value_head:
+        return source
+    others = [name for name in source.names() if name.startswith("v_head.")]
+    others += [path.name for path in source.folder.glob("value_head.*")]
+    if others and VALUE_HEAD not in source.names():
+        reason = f"{others[0]} is TRL's or LLaMA-Factory's value head, with a bias"
+        remedy = "its v_head.summary.weight [1, h] as score.weight among the model's tensors; the "
+        remedy += "bias moves all scores alike, and is left out"
+        refuse("model_name_or_path", str(source.folder), reason, remedy)
+    return ScoredSource(source, config.hf_config, seed)
+
+
 # -- new tokens
 
 # A new row of embedding and head starts as the mean of the matrix's rows, summed in float64 in the
@@ -450,7 +500,9 @@ class GrownSource:
 
 def grow_torch(model, vocab_size: int, dtype: torch.dtype) -> None:
     """Grow embedding, head and config of a transformers model. dtype: of its file's weights."""
-    modules = (model.get_input_embeddings, model.get_output_embeddings)
+    modules = [model.get_input_embeddings, model.get_output_embeddings]
+    if has_value_head(model.config.architectures):
+        modules.pop()
     matrices = [module().weight.detach() for module in modules]
     model.resize_token_embeddings(vocab_size, mean_resizing=False)
     for module, old in zip(modules, matrices, strict=True):
@@ -495,11 +547,13 @@ def original_of(source: str | None) -> SafetensorsSource | None:
 
 def in_words_of(source: str | None, hf_config: dict, tensors: NamedTensors) -> NamedTensors:
     """(name, tensor) under the names of the source's files; without a source under those that
-    transformers saves. Experts are stacked where transformers stacks them, and never in MXFP4."""
+    transformers saves. Experts are stacked as in the source, or as gpt_oss has them, and never in
+    MXFP4."""
     original = original_of(source)
     family = FAMILIES.get(str(hf_config.get("model_type")))
-    if family is not None and family.stacked_experts:
-        tensors = weights_experts.stacked(tensors)
+    in_turns = family is not None and family.stacked_experts
+    if in_turns or original is not None and original.is_stacked:
+        tensors = weights_experts.stacked(tensors, in_turns)
     older = family is not None and family.older_names
     if original is not None:
         older = original.is_older

@@ -4,8 +4,9 @@ import os
 import zlib
 
 import pytest
+import torch
 
-from mca_lite.files import checksum, replacing, write_file, write_json
+from mca_lite.files import ChecksumWriter, checksum, replacing, write_file, write_json
 
 
 def test_a_written_file_replaces_the_old_one(tmp_path):
@@ -65,3 +66,31 @@ def test_files_of_others_that_fail_leave_the_folder_as_it_was(tmp_path):
         (beside / "a").write_text("new")
         raise OSError("the disk is full")
     assert os.listdir(tmp_path) == ["a"] and (tmp_path / "a").read_text() == "old"
+
+
+def test_a_checksum_writer_knows_size_and_crc_of_what_is_in_the_file(tmp_path):
+    parts = [b"", b"abc", bytes(range(256)) * 8192, torch.arange(7).numpy()]
+    with ChecksumWriter(tmp_path / "x") as file:
+        counts = [file.write(part) for part in parts]
+        before = (tmp_path / "x").stat().st_size
+    content = b"".join(map(bytes, parts))
+    assert counts == [0, 3, 1 << 21, 56] and before <= len(content)
+    assert (tmp_path / "x").read_bytes() == content
+    assert (file.size, file.crc) == (len(content), zlib.crc32(content))
+
+
+def test_a_checksum_writer_closes_its_file_after_an_error(tmp_path):
+    with pytest.raises(KeyError), ChecksumWriter(tmp_path / "x") as file:
+        file.write(b"abc")
+        raise KeyError
+    with pytest.raises(ValueError, match="closed"):
+        file.write(b"d" * (1 << 20))
+
+
+def test_bytes_that_do_not_reach_the_disk_are_an_error_of_their_writer(tmp_path, monkeypatch):
+    def fail(*args):
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="disk is gone"), ChecksumWriter(tmp_path / "x") as file:
+        file.write(b"abc")

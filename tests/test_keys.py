@@ -31,6 +31,7 @@ KEYS = [
 ]
 
 DPO = "stage=dpo dataset={folder}/pairs.jsonl"
+KTO = "stage=kto dataset={folder}/labelled.jsonl"
 LORA = "finetuning_type=lora lora_target=o_proj,down_proj"
 START = f"{LORA} adapter_name_or_path={{folder}}/adapter"
 TWO_SETS = "dataset={folder}/chat.jsonl,{folder}/other.jsonl"
@@ -82,6 +83,9 @@ CHANGES_A_RUN = {
     "use_weighting": ("true", DPO),
     "pair_weight": ("trust", DPO),
     "pair_margin": ("trust", DPO),
+    "kto_chosen_weight": ("0.5", KTO),
+    "center_rewards_coefficient": ("0.5", DPO.replace("dpo", "rm")),
+    "kto_rejected_weight": ("0.5", KTO),
     "ref_model": ("{folder}/other_model", DPO),
     "global_batch_size": ("8", ""),
     "num_train_epochs": ("0.6", "max_steps=-1"),
@@ -502,6 +506,12 @@ SHOWN_BY = {
     **dict.fromkeys(
         "freeze_vision_tower freeze_multi_modal_projector freeze_language_model".split(),
         "test_vision_torch.py::test_parts_of_a_family_train_as_transformers_does",
+    ),
+    **dict.fromkeys(
+        "teacher_model_name_or_path teacher_top_k teacher_cache teacher_cache_dtype distill_loss "
+        "distill_jsd_mix distill_temperature distill_ce_weight".split(),
+        "test_distill_cache.py::test_the_keys_of_the_stage_train_as_plain_torch_and_rows_are_read_"
+        "without_a_teacher",
     ),
     "moe_permute_fusion": "test_moe_args.py::test_a_config_that_does_not_fit_says_what_to_set",
 }

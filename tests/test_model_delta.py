@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from mca_lite.batch import row_layout
 from mca_lite.model_delta import causal_convolution, delta_rule_by_kernels, gated_delta_rule
-from tests.shared import tiny_moe, world
-from tests.shared.layouts import CP2, TP2_SP
-from tests.shared.training import arguments, refusal
+from tests.shared import pictures, tiny, tiny_moe, world
+from tests.shared.files import assert_same_bytes, changed, tensors
+from tests.shared.layouts import CP2, EP2, PP2, TP2_SP, VPP2
+from tests.shared.training import BRIEF, arguments, refusal, train, whole_and_resumed
 
 B, N, K, V = 2, 3, 6, 5
 LENGTHS = (1, 7, 64, 65, 150)
@@ -170,6 +171,110 @@ def test_rows_of_several_chunks_have_the_logits_of_transformers(path, lengths, k
     torch.testing.assert_close(got, theirs, rtol=0, atol=1e-5)
 
 
+# -- runs
+
+
+@pytest.mark.parametrize("keys", (TP2_SP, {**PP2, **VPP2}), ids=("tp2_sp", "pp2_vpp2"))
+def test_a_resumed_run_is_the_whole_one(path, keys, tmp_path):
+    for whole, resumed in world.run(whole_and_resumed, 2, path, str(tmp_path), **keys):
+        assert whole == resumed
+
+
+@pytest.mark.parametrize("recomputed", ("core_attn", "full"))
+def test_recomputed_states_change_nothing(path, recomputed, tmp_path):
+    keys = dict(recompute_granularity="full")
+    if recomputed != "full":
+        keys = dict(recompute_granularity="selective", recompute_modules=[recomputed])
+    [plain] = world.run(train, 1, path, str(tmp_path / "plain"), **BRIEF)
+    [again] = world.run(train, 1, path, str(tmp_path / "again"), **BRIEF, **keys)
+    assert again == plain
+
+
+# -- files as the hub has them
+
+
+def stacked(path: str, folder) -> str:
+    """A copy of a model with the experts of a layer in one tensor, and layers that transformers
+    does not read."""
+    pieces = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+
+    def change(values: dict) -> None:
+        prefixes = {name.partition("experts.0.")[0] for name in values if "experts.0." in name}
+        for prefix in prefixes:
+            for name, projections in pieces.items():
+                experts = []
+                for e in range(tiny_moe.EXPERTS):
+                    names = [f"{prefix}experts.{e}.{p}.weight" for p in projections]
+                    experts.append(torch.cat([values.pop(name) for name in names]))
+                values[f"{prefix}experts.{name}"] = torch.stack(experts)
+        values["mtp.fc.weight"] = torch.randn(32, 64).bfloat16()
+        values["mtp.layers.0.mlp.gate.weight"] = torch.randn(4, 32)
+
+    return changed(path, folder, change)
+
+
+def exported(path: str, out: str, keys: dict) -> None:
+    from mca_lite import AutoModel, TrainingArguments
+
+    AutoModel.from_pretrained(path, TrainingArguments(output_dir="unused", **keys)).save_pretrained(
+        out
+    )
+
+
+@pytest.mark.parametrize("keys", (TP2_SP, EP2), ids=("tp2_sp", "ep2"))
+def test_a_file_with_stacked_experts_a_tower_and_more_is_exported_as_it_is(keys, tmp_path):
+    source = pictures.save_model(tmp_path / "model", "qwen3_5_moe")
+    source = stacked(source, tmp_path / "stacked")
+    world.run(exported, 2, source, str(tmp_path / "out"), keys)
+    assert_same_bytes(tensors(tmp_path / "out"), tensors(source))
+
+
+def test_stacked_experts_are_those_of_transformers(tmp_path):
+    source = tiny_moe.save_model(tmp_path / "model", "qwen3_5_moe_text", num_hidden_layers=2)
+    source = stacked(source, tmp_path / "stacked")
+    got = torch.tensor(world.run(logits_of, 1, source, (), {})[0])
+    model = AutoModelForCausalLM.from_pretrained(source).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(got, model(IDS).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ("qwen3_next", "qwen3_5_text"))
+def test_drawn_weights_are_distributed_as_transformers_draws_them(name):
+    from mca_lite.weights_files import InitSource
+
+    shared = tiny_moe if name in tiny_moe.MODELS else tiny
+    hf = shared.hf_config(name, linear_num_value_heads=400)
+    source = InitSource(hf.to_dict(), 1)
+    prefix = "model.layers.0.linear_attn."
+    for vector in ("norm.weight", "dt_bias"):
+        assert source.read(prefix + vector).eq(1).all()
+    assert source.read("model.layers.0.input_layernorm.weight").eq(0).all()
+    strength = source.read(prefix + "A_log").exp()
+    assert 0.01 <= strength.min() < 0.5 and 15.5 < strength.max() <= 16
+    assert abs(float(strength.mean()) - 8) < 1
+
+
+def test_flops_are_six_per_weight_the_core_and_the_states():
+    from mca_lite.log import ModelWork, model_sizes, partial_work
+    from mca_lite.model_config import from_hf_config
+
+    hf = tiny.hf_config("qwen3_5_text")
+    model = AutoModelForCausalLM.from_config(hf)
+    weights = sum(
+        p.numel() for n, p in model.named_parameters() if p.dim() == 2 and "embed_tokens" not in n
+    )
+    of_states = 88 * 3 + 3 * 8 * 6 * 5  # one of 2 layers: channels x taps, 8 heads of [6, 5]
+    for config in (hf, from_hf_config(hf, arguments())):
+        sizes = model_sizes(config)
+        assert (sizes.weights, sizes.linear) == (weights, of_states)
+        assert sizes.core == 4 * 2 * 16 / 2  # the other: 4 heads of 16
+        work = ModelWork(0.0, sizes.weights, sizes.core, linear=sizes.linear)
+        assert work.flops(10, 100) == 60 * (weights + of_states) + 600 * sizes.core
+        above = partial_work(config, {"model.layers.1.mlp.up_proj"}, None)
+        assert (above.linear, above.linear_below) == (0, of_states)
+        assert (above.core, above.core_below) == (sizes.core, 0)
+
+
 # -- limits, in words
 
 
@@ -178,7 +283,6 @@ def test_rows_of_several_chunks_have_the_logits_of_transformers(path, lengths, k
     [
         ((3, 6), TP2_SP, "3 key heads among 2 ranks"),
         ((2, 4), dict(CP2, **TP2_SP), "2 key heads among 4 ranks"),
-        ((2, 3), {}, "linear_num_value_heads is 3 in config.json, no multiple"),
         ((2, 4), dict(mtp_num_layers=1), "qwen3_next has no layers for multi-token prediction"),
     ],
 )
@@ -189,6 +293,16 @@ def test_layouts_that_do_not_fit_are_refused(heads, keys, words):
     sizes = dict(linear_num_key_heads=of_keys, linear_num_value_heads=of_values)
     hf = tiny_moe.hf_config("qwen3_next", **sizes)
     assert words in refusal(from_hf_config, hf, arguments(**keys))
+
+
+def test_heads_of_values_are_a_multiple_of_those_of_keys():
+    from mca_lite.args_rules_model import check_numbers
+    from mca_lite.errors import Judge
+
+    judge = Judge(None)
+    check_numbers(tiny_moe.hf_config("qwen3_next", linear_num_value_heads=3).to_dict(), judge)
+    text = refusal(judge.close)
+    assert "linear_num_value_heads" in text and "a multiple of linear_num_key_heads, 4" in text
 
 
 def test_transformer_engine_is_refused_for_what_it_lacks():

@@ -242,6 +242,8 @@ ADAPTED = {
     "gemma3_text": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
     "glm4": ("q_proj", "k_proj", "v_proj", "o_proj", "down_proj"),
     "phi3": ("o_proj", "down_proj"),
+    "qwen3_5_text": ("in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj", "q_proj", "lm_head"),
+    "qwen3_next": ("in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "v_proj"),
     "arcee": ("q_proj", "up_proj", "down_proj"),
     "gemma4_text": ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj"),
     "gpt_oss": ("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -302,7 +304,8 @@ def test_adapters_train_as_with_peft(layout, paths, with_peft, tmp_path):
 
 @pytest.mark.full
 def test_adapters_of_more_families_train_as_with_peft_at_tp2(paths, with_peft, tmp_path):
-    names = [name for name in ADAPTED if name not in UNCUT]
+    # experts need sequence parallelism
+    names = [name for name in ADAPTED if name not in UNCUT and name not in EXPERTS]
     check_adapters("tp2", names, paths, with_peft, tmp_path)
 
 

@@ -98,6 +98,12 @@ def test_ranks_with_latent_attention_do(tmp_path, name, keys, precision):
     check(hf, 2 if keys else 1, 64, tmp_path, {**TWO, **keys, **precision})
 
 
+@pytest.mark.parametrize("keys", [BF16, TP2_SP])
+def test_ranks_with_linear_attention_do(tmp_path, keys):
+    hf = tiny.hf_config("qwen3_5_text", hidden_size=64, vocab_size=512)
+    check(hf, 2 if keys is TP2_SP else 1, 128, tmp_path, keys)
+
+
 def test_ranks_with_adapters_do(tmp_path):
     check(tiny.hf_config("llama", **SMALL), 2, 64, tmp_path, {**TP2_SP, **TWO, "lora_rank": 4})
 
@@ -150,6 +156,22 @@ def test_a_reference_model_is_counted(tmp_path):
         count = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(folder).parameters())
         planned = reference_in(plan(f"{words} ref_model={name}")[1])
         assert planned == pytest.approx(count * 4 / 2**20, abs=0.01)
+
+
+def test_a_teacher_is_counted(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    hf = tiny.save_model(tmp_path / "hf", "qwen3", **SMALL)
+    sizes = {**SMALL, "hidden_size": 128, "vocab_size": 520}
+    teacher = tiny.save_model(tmp_path / "teacher", "qwen3", **sizes)
+    words = f"configs/distill.yaml model_name_or_path={hf} train_from_scratch=false warmup_ratio=0"
+    words += f" teacher_model_name_or_path={teacher} max_steps=2"
+    count = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(teacher).parameters())
+    hidden = 4 * 16 * 128 * 128  # of the four micro-batches: samples, cutoff_len, hidden size
+    planned = reference_in(plan(words)[1])
+    assert planned == pytest.approx((count + hidden) * 4 / 2**20, abs=0.01)
+    # scored before training, in the memory that the optimizer and activations take later
+    assert reference_in(plan(f"{words} teacher_top_k=4")[1]) == 0
 
 
 def reference_in(out: str) -> float:

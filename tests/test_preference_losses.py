@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from mca_lite.tables import LOSSES
-from tests.shared import preference_oracle, tiny, world
+from tests.shared import preference_oracle, tiny, tiny_moe, world
 from tests.shared.dpo_tools import Pairs, curve_of, differences, our_run
-from tests.shared.layouts import CP2, PACKED, PP2, TP2
+from tests.shared.layouts import CP2, DIST_OPT, EP2, OVERLAP, PACKED, PP2, TP2, TP2_SP, VPP2
 
 PAGE = Path(__file__).parents[1] / "configs/PREFERENCES.md"
 STEPS = 3
@@ -62,6 +62,18 @@ LAYOUTS = {
 }
 
 
+MORE_LAYOUTS = {
+    "dp2": (2, DIST_OPT),
+    "dp2_overlap": (2, OVERLAP),
+    "tp2_sp": (2, TP2_SP),
+    "pp2": (2, PP2),
+    "pp2_vpp2": (2, {**PP2, **VPP2}),
+    "cp2": (2, CP2),
+    "cp2pp2": (4, {**CP2, **PP2}),
+    "torch_on_two": (2, dict(backend="torch")),
+}
+
+
 class PairsWithColumns(Pairs):
     """Pairs with weights and margins."""
 
@@ -75,13 +87,18 @@ def pairs_of(name: str) -> Pairs:
     return PairsWithColumns() if name == "columns" else Pairs()
 
 
-def oracles(path) -> dict:
+def oracles(path, names, adapter=None) -> dict:
     from transformers import AutoModelForCausalLM
 
+    from tests.shared.lora_tools import peft_model
+
     found = {}
-    for name, objective in ALL.items():
+    for name in names:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        found[name] = preference_oracle.curve(model, objective, pairs_of(name).pairs, STEPS)
+        if adapter:
+            model = peft_model(path)
+            model.save_pretrained(adapter)
+        found[name] = preference_oracle.curve(model, ALL[name], pairs_of(name).pairs, STEPS)
     return found
 
 
@@ -89,21 +106,27 @@ def oracles(path) -> dict:
 def start(tmp_path_factory):
     """(model folder, {name: curve of plain torch})"""
     path = tiny.save_model(tmp_path_factory.mktemp("losses") / "model", "qwen3")
-    [curves] = world.run(oracles, 1, path, timeout_s=240)
-    return path, curves
+    return path, world.run(oracles, 1, path, [*ALL], timeout_s=240)[0]
 
 
-def curves_of(path, out, names, keys) -> dict:
+@pytest.fixture(scope="module")
+def adapted(start):
+    """(model folder, adapter's folder, {name: curve of plain torch and peft})"""
+    path, adapter = start[0], f"{start[0]}-adapter"
+    return path, adapter, world.run(oracles, 1, path, [*SUMS], adapter, timeout_s=240)[0]
+
+
+def curves_of(path, out, names, keys, adapter=None) -> dict:
     found = {}
     for i, name in enumerate(names):
         keys = dict(keys, train_dataset=pairs_of(name), max_steps=STEPS)
-        found[name] = curve_of(our_run(path, f"{out}/{i}", ALL[name], **keys))
+        found[name] = curve_of(our_run(path, f"{out}/{i}", ALL[name], adapter, **keys))
     return found
 
 
-def check(start, out, names, ranks, keys) -> None:
-    path, wanted = start
-    for found in world.run(curves_of, ranks, path, str(out), names, keys, timeout_s=240):
+def check(path, wanted, out, names, ranks, keys, adapter=None) -> None:
+    given = (path, str(out), names, keys, adapter)
+    for found in world.run(curves_of, ranks, *given, timeout_s=240):
         wrong = {name: differences(found[name], wanted[name]) for name in names}
         assert not any(wrong.values()), wrong
 
@@ -111,7 +134,61 @@ def check(start, out, names, ranks, keys) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_each_loss_trains_as_plain_torch(layout, start, tmp_path):
     names = [*ROWS, *MORE] if layout == "one" else [*SUMS]
-    check(start, tmp_path, names, *LAYOUTS[layout])
+    check(*start, tmp_path, names, *LAYOUTS[layout])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["tp2pp2", "cp2 packed"])
+def test_each_loss_alone_trains_as_plain_torch_in_a_layout(layout, start, tmp_path):
+    check(*start, tmp_path, [*ROWS, *MORE], *LAYOUTS[layout])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("rows", ["padded", "packed"])
+@pytest.mark.parametrize("layout", MORE_LAYOUTS)
+def test_sums_of_losses_train_as_plain_torch(layout, rows, start, tmp_path):
+    ranks, keys = MORE_LAYOUTS[layout]
+    keys = {**(PACKED if rows == "packed" else PADDED), **keys}
+    if "vpp2" in layout:  # virtual stages want two micro-batches
+        keys["per_device_train_batch_size"] = 1
+    check(*start, tmp_path, [*SUMS], ranks, keys)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", [*LAYOUTS, *MORE_LAYOUTS])
+def test_sums_of_losses_train_adapters_as_peft(layout, adapted, tmp_path):
+    path, adapter, wanted = adapted
+    ranks, keys = {**LAYOUTS, **MORE_LAYOUTS}[layout]
+    size = 1 if "vpp2" in layout else 2
+    keys = {"per_device_train_batch_size": size, **keys}
+    check(path, wanted, tmp_path, [*SUMS], ranks, keys, adapter)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("keys", [{**EP2, **DIST_OPT}, {**EP2, **CP2}], ids=["ep2", "cp2ep2"])
+def test_sums_of_losses_train_experts_as_plain_torch(keys, tmp_path):
+    path = tiny_moe.save_model(tmp_path / "model", "qwen3_moe", num_hidden_layers=2)
+    [wanted] = world.run(oracles, 1, path, [*SUMS], timeout_s=240)
+    check(path, wanted, tmp_path, [*SUMS], 2, {**PADDED, **keys})
+
+
+def parts_of_a_run(path, out, adapter=None) -> tuple:
+    """(the lines of a run of 4 steps; of one that is saved after 2 and goes on; what the loss kept
+    beyond a step)"""
+    keys = dict(PADDED, train_dataset=Pairs(), save_strategy="steps", save_steps=2)
+    whole = our_run(path, f"{out}/whole", MPO, **keys, max_steps=4)
+    our_run(path, f"{out}/parts", MPO, **keys, max_steps=2)
+    keys |= dict(max_steps=4, resume_from_checkpoint="auto", overwrite_output_dir=False)
+    resumed = our_run(path, f"{out}/parts", MPO, **keys)
+    return curve_of(whole), curve_of(resumed), whole.state.objective, resumed.state.objective
+
+
+def test_a_resumed_run_has_the_running_mean_of_the_whole_one(start, tmp_path):
+    [(whole, resumed, kept, kept_by_resumed)] = world.run(
+        parts_of_a_run, 1, start[0], str(tmp_path)
+    )
+    assert resumed == whole and len(whole) == 4
+    assert kept == kept_by_resumed and kept["bco_steps"] == 4 and kept["bco_mean"] != 0
 
 
 def test_the_page_has_the_rows_of_the_table():

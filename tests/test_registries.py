@@ -132,9 +132,17 @@ NAMES_OF = {"tp": "tensor_model_parallel_size", "pp": "pipeline_model_parallel_s
 NAMES_OF |= {"cp": "context_parallel_size"}
 
 
-def weighted_losses(folder, weights: dict[str, float]) -> list[dict]:
+def first_token_weights(labels: torch.Tensor) -> torch.Tensor:
+    """4 for the first token of each answer, 1 for the others."""
+    trained = (labels != -100).tolist()
+    begins = [now and not before for before, now in zip([False, *trained], trained, strict=False)]
+    return 1 + 3 * torch.tensor(begins).float()
+
+
+def weighted_losses(folder, weights: dict[str, float], of_tokens=None) -> list[dict]:
     """In plain torch, of two steps with SGD over all samples: sum(weight * cross entropy) / number
-    of tokens. weights: of the files, for records without a weight."""
+    of tokens. weights: of the files, for records without a weight; of_tokens: labels -> weights, in
+    place of them."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from mca_lite import DataArguments, load_datasets
@@ -152,8 +160,11 @@ def weighted_losses(folder, weights: dict[str, float]) -> list[dict]:
             for [document], record in zip(samples, records, strict=True):
                 ids, labels = (torch.as_tensor(document[k]) for k in ("input_ids", "labels"))
                 logits = model(ids[None]).logits[0]
-                cross_entropy = F.cross_entropy(logits, labels, reduction="sum")
-                total = total + record.get("weight", weight) * cross_entropy
+                cross_entropy = F.cross_entropy(logits, labels, reduction="none")
+                weight_of_tokens = record.get("weight", weight)
+                if of_tokens:
+                    weight_of_tokens = of_tokens(labels)
+                total = total + (weight_of_tokens * cross_entropy).sum()
                 tokens += int((labels != -100).sum())
         loss = total / tokens
         optimizer.zero_grad()
@@ -164,10 +175,10 @@ def weighted_losses(folder, weights: dict[str, float]) -> list[dict]:
     return lines
 
 
-def train_weighted(words: str, folder: str) -> int:
+def train_weighted(words: str, folder: str, name: str = "dataset_weights") -> int:
     os.chdir(ROOT)
     places = [f"output_dir={folder}/run", f"cache_dir={folder}/cache"]
-    return example("dataset_weights").main([*words.split(), *places])
+    return example(name).main([*words.split(), *places])
 
 
 def train_weighted_pairs(words: str, folder: str, weight: float) -> int:
@@ -210,16 +221,26 @@ def weighted(tmp_path_factory):
         for file, weight in weights.items()
     }
     (folder / "dataset_info.json").write_text(json.dumps(info))
-    return folder, info, weighted_losses(folder, weights)
+    of_tokens = weighted_losses(folder, weights, first_token_weights)
+    return folder, info, weighted_losses(folder, weights), of_tokens
 
 
 @pytest.mark.parametrize("layout", WEIGHTED, ids=lambda layout: "-".join(map(str, layout)))
 def test_a_weight_per_dataset_from_outside_equals_plain_torch(weighted, tmp_path, layout):
-    folder, info, wanted = weighted
+    check_weighted(weighted, tmp_path, layout, "dataset_weights", "sft_weighted", weighted[2])
+
+
+@pytest.mark.parametrize("layout", WEIGHTED[:3], ids=lambda layout: "-".join(map(str, layout)))
+def test_a_weight_per_token_from_outside_equals_plain_torch(weighted, tmp_path, layout):
+    check_weighted(weighted, tmp_path, layout, "token_weights", "sft_first_token", weighted[3])
+
+
+def check_weighted(weighted, tmp_path, layout, name, stage, wanted) -> None:
+    folder, info, *_ = weighted
     dp = layout.get("dp", 1)
     sizes = {key: layout[key] for key in NAMES_OF.keys() & layout.keys()}
     keys = {NAMES_OF.get(key, key): value for key, value in layout.items() if key != "dp"}
-    keys |= dict(model_name_or_path=folder / "model", stage="sft_weighted", global_batch_size=8)
+    keys |= dict(model_name_or_path=folder / "model", stage=stage, global_batch_size=8)
     keys |= dict(train_from_scratch="false", per_device_train_batch_size=2)
     keys |= dict(dataset_dir=folder, dataset=",".join(info))
     keys |= dict(cutoff_len=64, max_steps=2, logging_steps=1, warmup_steps=0, learning_rate=1e-2)
@@ -227,7 +248,7 @@ def test_a_weight_per_dataset_from_outside_equals_plain_torch(weighted, tmp_path
     keys |= dict(eval_strategy="no", save_strategy="no", disable_tqdm="true")
     words = "configs/sft.yaml eval_dataset=null " + " ".join(f"{k}={v}" for k, v in keys.items())
     ranks = dp * math.prod(sizes.values())
-    codes = world.run(train_weighted, ranks, words, str(tmp_path))
+    codes = world.run(train_weighted, ranks, words, str(tmp_path), name)
     assert codes == [0] * ranks
     for got, line in zip(read_log(tmp_path / "run"), wanted, strict=True):
         for name, value in line.items():

@@ -147,6 +147,15 @@ def make_pairs() -> tuple[list[dict], list[dict]]:
     return records[NUM_HELDOUT_PAIRS:], records[:NUM_HELDOUT_PAIRS]
 
 
+def labelled(pairs: list[dict]) -> list[dict]:
+    """Returns one answer of each pair with its label: the chosen one of every second pair."""
+    sides = [("chosen", "rejected")[number % 2] for number in range(len(pairs))]
+    return [
+        {"prompt": pair["prompt"], "response": pair[side], "label": side == "chosen"}
+        for pair, side in zip(pairs, sides, strict=True)
+    ]
+
+
 def make_tokenizer(texts: list[str]) -> Tokenizer:
     """Returns a byte-level BPE tokenizer like Qwen's: any text can be encoded, and each digit is
     one token.
@@ -184,13 +193,15 @@ def write_lines(path: Path, records: list[dict]) -> None:
 
 def main(directory: Path) -> None:
     sft, heldout, pt = make_data()
-    (directory / "model").mkdir(parents=True, exist_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
     write_lines(directory / "sft.jsonl", sft)
     write_lines(directory / "heldout.jsonl", heldout)
     write_lines(directory / "pt.jsonl", pt)
     pairs, heldout_pairs = make_pairs()
     write_lines(directory / "pairs.jsonl", pairs)
     write_lines(directory / "heldout_pairs.jsonl", heldout_pairs)
+    write_lines(directory / "answers.jsonl", labelled(pairs))
+    write_lines(directory / "heldout_answers.jsonl", labelled(heldout_pairs))
 
     roles = [
         "system\n",
@@ -203,19 +214,25 @@ def main(directory: Path) -> None:
         + [record["text"] for record in pt]
     )
     tokenizer = make_tokenizer(texts)
-    write_json(directory / "model" / "tokenizer.json", json.loads(tokenizer.to_str()))
+    write_model(directory / "model", CONFIG, tokenizer)
+    write_model(directory / "student", {**CONFIG, "num_hidden_layers": 2}, tokenizer)
+
+
+def write_model(folder: Path, config: dict, tokenizer: Tokenizer) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "tokenizer.json", json.loads(tokenizer.to_str()))
     write_json(
-        directory / "model" / "tokenizer_config.json",
+        folder / "tokenizer_config.json",
         {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": TURN_END,
             "pad_token": END_OF_TEXT,
-            "model_max_length": CONFIG["max_position_embeddings"],
+            "model_max_length": config["max_position_embeddings"],
             "clean_up_tokenization_spaces": False,
             "chat_template": CHAT_TEMPLATE,
         },
     )
-    write_json(directory / "model" / "config.json", CONFIG)
+    write_json(folder / "config.json", config)
     stop = {
         "bos_token_id": 0,
         "eos_token_id": [2, 0],
@@ -223,7 +240,7 @@ def main(directory: Path) -> None:
         "do_sample": False,
         "max_new_tokens": 32,
     }
-    write_json(directory / "model" / "generation_config.json", stop)
+    write_json(folder / "generation_config.json", stop)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from tests.shared import tiny
-from tests.shared.training import train
+from tests.shared.layouts import PP2
+from tests.shared.training import train, whole_and_resumed
 
 # name -> fields of DistillConfig
 OBJECTIVES = {
@@ -65,6 +66,8 @@ def whole_trainer(teacher: str, objective: dict):
     from mca_lite import McaTrainer
     from mca_lite.model import load_torch_model
 
+    taught = load_torch_model(teacher)
+
     class WholeLogits(McaTrainer):
         def forward_step(self, data_iterator, model):
             batch = next(data_iterator)
@@ -72,7 +75,7 @@ def whole_trainer(teacher: str, objective: dict):
             labels = inputs.pop("labels")
             z = model(**inputs).float()
             with torch.no_grad():
-                t = load_torch_model(teacher)(batch["input_ids"]).logits.float()
+                t = taught(batch["input_ids"]).logits.float()
             kept = labels != -100
             of_tokens = divergence(z, t, **objective).float() * kept
             cross_entropy = F.cross_entropy(z.flatten(0, 1), labels.flatten(), reduction="none")
@@ -83,32 +86,82 @@ def whole_trainer(teacher: str, objective: dict):
     return WholeLogits
 
 
-def oracle_curve(student, teacher, out, objective, **keys) -> list:
-    """The curve of plain torch."""
-    keys = {"backend": "torch", **keys}
-    return train(student, out, trainer_class=whole_trainer(teacher, objective), **keys)
+# a run: (name of OBJECTIVES, or "plain"; k of a cached teacher, None: resident; "full" or "lora")
+
+
+def keys_of(run: tuple) -> dict:
+    name, k, _ = run
+    return dict(OBJECTIVES.get(name, PLAIN), top_k=k)
+
+
+def adapting(adapter: str, kind: str):
+    from mca_lite.lora_files import load_adapter
+
+    return functools.partial(load_adapter, folder=adapter) if kind == "lora" else None
+
+
+def oracle_curves(student, teacher, adapter, out, runs) -> list:
+    """The curves of plain torch."""
+    return [
+        train(
+            student,
+            f"{out}/{number}",
+            backend="torch",
+            trainer_class=whole_trainer(teacher, keys_of(run)),
+            adapt=adapting(adapter, run[-1]),
+        )
+        for number, run in enumerate(runs)
+    ]
 
 
 # -- ours
 
 
-def our_curve(student, teacher, out, objective, given=True, metrics=None, **keys) -> list:
-    """The curve of DistillTrainer. given: False without a teacher, for a cache. metrics: a list for
-    the lines of the log."""
+def maker(teacher: str, config: dict, backend: str, given: bool = True):
+    """A function that makes a DistillTrainer of McaTrainer's arguments. given: False without its
+    teacher, for rows of an earlier run."""
     from mca_lite import AutoModel, DistillConfig, DistillTrainer
     from mca_lite.model import load_torch_model
 
     def load(args):
-        if keys.get("backend") == "torch":
+        if backend == "torch":
             return load_torch_model(teacher)
         return AutoModel.from_pretrained(teacher, args)
 
-    def make(model, args, callbacks=None, **data):
-        config = DistillConfig(**objective)
-        loaded = functools.partial(load, args) if given else None
-        trainer = DistillTrainer(model, config, loaded, args, callbacks=callbacks, **data)
-        if metrics is not None:
-            metrics.append(trainer.state)
-        return trainer
+    def make(model, args, **more):
+        loads = functools.partial(load, args) if given else None
+        return DistillTrainer(model, DistillConfig(**config), loads, args, **more)
 
-    return train(student, out, trainer_class=make, **keys)
+    return make
+
+
+def our_curve(student, teacher, out, config, backend="megatron", given=True, **keys) -> list:
+    """The curve of DistillTrainer."""
+    make = maker(teacher, config, backend, given)
+    return train(student, out, trainer_class=make, backend=backend, **keys)
+
+
+def curves_of(
+    student, teacher, adapter, out, cache, runs, given=True, dtype="float32", **keys
+) -> list:
+    """The curves of DistillTrainer, in chunks of few tokens; the rows of each cached teacher have a
+    folder in `cache`."""
+    keys = {"loss_chunk_size": 5, **keys}
+    curves = []
+    for number, run in enumerate(runs):
+        config = keys_of(run)
+        if run[1] is not None:
+            config |= dict(cache=f"{cache}/{run[0]}-{run[1]}", cache_dtype=dtype)
+        adapt = adapting(adapter, run[-1])
+        curves.append(
+            our_curve(student, teacher, f"{out}/{number}", config, given=given, adapt=adapt, **keys)
+        )
+    return curves
+
+
+def whole_and_resumed_curves(student, teacher, adapter, out, cache, k) -> tuple[list, list]:
+    """(curve, that of a run which died after its second step and went on) at pp2, with dropout."""
+    config = dict(keys_of(("jsd", k, "full")), cache=None if k is None else cache)
+    keys = dict(PP2, attention_dropout=0.1)
+    make = maker(teacher, config, "megatron")
+    return whole_and_resumed(student, out, trainer_class=make, **keys)

@@ -66,6 +66,12 @@ LLAMA_FACTORY = {
     "tensor_model_parallel_size=1 sequence_parallel=false pipeline_model_parallel_size=4 "
     "overlap_param_gather=true overlap_grad_reduce=true moe_grouped_gemm=true "
     "moe_token_dispatcher_type=alltoall expert_model_parallel_size=2 recompute_granularity=full",
+    "train_lora/qwen3_lora_kto": f"{_QWEN3}stage=kto {_LORA}pref_beta=0.1 dataset=kto_en_demo "
+    f"template=qwen3_nothink {_REST}output_dir=saves/qwen3-4b/lora/kto "
+    "gradient_accumulation_steps=8 learning_rate=5.0e-6",
+    "train_lora/qwen3_lora_reward": f"{_QWEN3}stage=rm {_LORA}dataset=dpo_en_demo "
+    f"template=qwen3_nothink {_REST}output_dir=saves/qwen3-4b/lora/reward "
+    "gradient_accumulation_steps=8 learning_rate=1.0e-4",
     "train_full/qwen3vl_full_sft": f"{_QWEN3_VL}stage=sft finetuning_type=full {_DS3}{_REST}"
     "freeze_vision_tower=true freeze_multi_modal_projector=true freeze_language_model=false "
     "dataset=mllm_demo,identity,alpaca_en_demo output_dir=saves/qwen3-vl-4b/full/sft "
@@ -81,22 +87,6 @@ LLAMA_FACTORY = {
     "learning_rate=2e-5 output_dir=saves/mca/qwen2_vl_full gradient_accumulation_steps=2 "
     "lr_scheduler_type=cosine tensor_model_parallel_size=4 sequence_parallel=true "
     "pipeline_model_parallel_size=2",
-}
-
-# name -> (words, the key that is refused, a word of the reason)
-REFUSED = {
-    "train_lora/qwen3_lora_kto": (
-        f"{_QWEN3}stage=kto {_LORA}pref_beta=0.1 dataset=kto_en_demo template=qwen3_nothink {_REST}"
-        "output_dir=saves/qwen3-4b/lora/kto gradient_accumulation_steps=8 learning_rate=5.0e-6",
-        "stage",
-        "one of pt, sft, dpo",
-    ),
-    "train_lora/qwen3_lora_reward": (
-        f"{_QWEN3}stage=rm {_LORA}dataset=dpo_en_demo template=qwen3_nothink {_REST}"
-        "output_dir=saves/qwen3-4b/lora/reward gradient_accumulation_steps=8 learning_rate=1.0e-4",
-        "stage",
-        "one of pt, sft, dpo",
-    ),
 }
 
 _ROLL = (
@@ -148,7 +138,7 @@ def write_demo_data(folder: Path) -> None:
         "dpo_en_demo": (pairs, {**sharegpt, "ranking": True, "columns": ranking}),
         "ultrafeedback": (pairs, {**sharegpt, "ranking": True, "columns": ranking}),
         "kto_en_demo": (
-            [{"messages": says, "label": i % 2 == 0} for i in range(4)],
+            [{"messages": says, "label": i % 2 == 0} for i in range(16)],
             {**sharegpt, "columns": {"messages": "messages", "kto_tag": "label"}},
         ),
     }

@@ -9,7 +9,12 @@ from tests.shared import tiny
 from tests.shared.toy_tokenizer import CHATML, word_tokenizer
 from tests.shared.training import NUMBERS
 
-DATA = {"pt": "chat", "sft": "chat", "dpo": "pairs"}  # {stage: its file of write_data}
+DATA = {
+    "pt": "chat",
+    "sft": "chat",
+    "dpo": "pairs",
+    "kto": "labelled",
+}  # {stage: its file of write_data}
 # how numbers of the log begin that a run of the same keys repeats
 REPEATED = (
     *("loss", "grad_norm", "learning_rate", "consumed", "rewards", "logps", "sft_loss", "mtp_loss"),
@@ -25,8 +30,8 @@ def save_tokenizer(folder) -> None:
 
 
 def write_data(folder: Path, chats: int = 12, pairs: int = 12) -> None:
-    """chat.jsonl and other.jsonl (conversations, with a text for stage pt) and pairs.jsonl, all of
-    unequal length.
+    """chat.jsonl and other.jsonl (conversations, with a text for stage pt), labelled.jsonl and
+    pairs.jsonl, all of unequal length.
     """
 
     def turn(role: str, *numbers: int) -> dict:
@@ -40,6 +45,8 @@ def write_data(folder: Path, chats: int = 12, pairs: int = 12) -> None:
         text = " ".join(f"w{n}" for n in range(30))
         lines = [json.dumps({"messages": chat(start + i), "text": text}) for i in range(chats)]
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
+    lines = [{"messages": chat(i), "label": i % 3 > 0} for i in range(chats)]
+    (folder / "labelled.jsonl").write_text("\n".join(map(json.dumps, lines)))
     lines = [
         {
             "prompt": [turn("user", i)],

@@ -113,7 +113,7 @@ def measure(model_path: str, folder: str, keys: dict) -> dict:
     def load(final: Path):
         model = ckpt_folder.model_identity(trainer.backend.hf_config)
         found = ckpt_folder.inspect(final, trainer.backend.name, model)
-        assert found is None, found
+        assert not found, found
         trainer.backend.load_state(final)
 
     memory = {"save memory": 0, "load memory": 0, "GPU": 0, "others": 0}

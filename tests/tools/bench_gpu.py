@@ -74,6 +74,40 @@ SHAPES["8M"] = (
 )
 _HEADS["8M"] = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=64)
 SHAPES["8B"][1].update(vocab_size=128256, tie_word_embeddings=False, max_position_embeddings=32768)
+# the layers of Qwen3.5-35B-A3B and of gpt_oss-20b, six of them
+_OF_TWO_SIZES = dict(tie_word_embeddings=False, max_position_embeddings=32768, num_hidden_layers=6)
+SHAPES["hybrid"] = (
+    "qwen3_5_moe_text",
+    dict(
+        _OF_TWO_SIZES,
+        vocab_size=248320,
+        hidden_size=2048,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+        num_experts=256,
+        num_experts_per_tok=8,
+        linear_num_key_heads=16,
+        linear_num_value_heads=32,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+    ),
+)
+_HEADS["hybrid"] = dict(num_attention_heads=16, num_key_value_heads=2, head_dim=256)
+SHAPES["sinks"] = (
+    "gpt_oss",
+    dict(
+        _OF_TWO_SIZES,
+        vocab_size=201088,
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_local_experts=32,
+        num_experts_per_tok=4,
+        sliding_window=128,
+    ),
+)
+_HEADS["sinks"] = dict(num_attention_heads=64, num_key_value_heads=8, head_dim=64)
+# attention of transformers, if it is not torch's scaled_dot_product_attention
+_ATTENTION = {"sinks": "flex_attention"}
 _FLOAT32 = ("liger-float32",)
 # mbs: rows of 4,096 tokens a micro-batch; rows: a step; theirs: what differs for rivals that
 # have masks; rivals: beside hf and liger
@@ -97,6 +131,8 @@ CASES = {
         shape="1.5B", mbs=4, rows=8, s=1024, pairs=True, packed=True, steps=12, skip=6
     ),
     "experts": dict(shape="experts", mbs=4, rows=8, steps=8, skip=4),
+    "hybrid": dict(shape="hybrid", mbs=2, rows=8, steps=7, skip=3),
+    "sinks": dict(shape="sinks", mbs=2, rows=8, steps=7, skip=3),
 }
 # on Transformer Engine, where it works; this project alone, the local layers beside it first
 _TE = dict(transformer_impl="transformer_engine")
@@ -148,6 +184,9 @@ def hf_config(shape: str):
         keys.update(num_attention_heads=4, num_key_value_heads=2, vocab_size=512)
         keys.update({"head_dim": 16} if "head_dim" in keys else {})
         keys.update({"moe_intermediate_size": 32} if "num_experts" in keys else {})
+        keys.update(
+            {"shared_expert_intermediate_size": 32} if "linear_num_key_heads" in keys else {}
+        )
     tokens = dict(pad_token_id=None, bos_token_id=None, eos_token_id=0)
     return AutoConfig.for_model(kind, rms_norm_eps=1e-6, **tokens, **keys)
 
@@ -351,7 +390,10 @@ def run_theirs(
     data, tokens, squares = dataset(config, s, rows, packed)
     with torch.device("cuda" if cuda else "cpu"):
         dtype = torch.bfloat16 if cuda and not float32 else torch.float32
-        more = {"experts_implementation": "grouped_mm"} if hasattr(config, "num_experts") else {}
+        has_experts = hasattr(config, "num_experts") or hasattr(config, "num_local_experts")
+        more = {"experts_implementation": "grouped_mm"} if has_experts else {}
+        if shape in _ATTENTION and cuda:
+            more["attn_implementation"] = _ATTENTION[shape]
         if varlen:
             more["attn_implementation"] = bench_varlen.register()
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, **more)
@@ -438,7 +480,9 @@ def measure(case: str, trainer: str, label: str) -> dict:
         own = {} if "varlen" in trainer else theirs
         clock, logs, tokens, squares = run_theirs(**{**keys, **own, **RIVALS[trainer]})
     median = clock.median(skip)
-    work = flops(hf_config(keys["shape"]), tokens, squares, keys.get("lora", 0))
+    work = float("nan")  # of other layers than flops() knows
+    if keys["shape"] not in ("hybrid", "sinks"):
+        work = flops(hf_config(keys["shape"]), tokens, squares, keys.get("lora", 0))
     if CASES[case].get("pairs"):
         work *= 4 / 3  # the reference's forward pass
     return dict(

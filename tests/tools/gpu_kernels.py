@@ -12,8 +12,7 @@ import time
 import torch
 import torch.nn.functional as F
 
-from mca_lite import kernels, loss_tokens
-from mca_lite.model_sinks import FlashWithSinks, whole_scores
+from mca_lite import kernels, loss_tokens, model_delta, model_sinks
 from mca_lite.kernels_attention import LateAttention
 
 # of the largest number
@@ -188,37 +187,57 @@ def attention_cases(dtype):
         )
 
 
-def sinks_cases(dtype):
-    """Flash attention with sinks: documents, windows, and queries that are the last ones of their
-    document."""
-    if device() == "cpu" or dtype == torch.float32:
+DOCUMENTS = [5, 200, 64, 1, 130]  # tokens of the documents of a packed row
+
+
+def linear_cases(dtype):
+    """flash-linear-attention's kernels at borders of documents, where they are installed."""
+    if dtype == torch.float32 or model_delta.why_no_fla() or not torch.cuda.is_available():
         return
-    lengths = [300, 2, 64, 130]
-    cu_k = torch.tensor([0, *lengths], device=device()).cumsum(0).int()
-    for window, late in itertools.product((None, 5, 128), (1, 2)):
-        cu_q = torch.tensor([0, *(n // late for n in lengths)], device=device()).cumsum(0).int()
-        sizes = cu_q, cu_k, 300 // late, 300, None, window
+    length = sum(DOCUMENTS)
+    ends = torch.tensor([0, *itertools.accumulate(DOCUMENTS)], dtype=torch.int32, device=device())
+    numbers = torch.arange(len(DOCUMENTS), device=device())
+    documents = numbers.repeat_interleave(torch.tensor(DOCUMENTS, device=device()))
+    whole = torch.zeros_like(documents)
+    for name, b, of_row, borders in (("packed", 1, documents, ends), ("rows", 3, whole, None)):
 
-        def kernel(*inputs, sizes=sizes):
-            return (FlashWithSinks.apply(*inputs, *sizes),)
+        def formula(q, k, v, decay, beta, of_row=of_row):
+            gates = -F.softplus(decay), beta.sigmoid()
+            return (model_delta.gated_delta_rule(q, k, v, *gates, of_row),)
 
-        def formula(q, k, v, sinks, sizes=sizes):
-            of_queries, of_keys, _, _, _, window = sizes
-            pairs = (itertools.pairwise(cu.tolist()) for cu in (of_queries, of_keys))
-            out = []
-            for (q0, q1), (k0, k1) in zip(*pairs, strict=True):
-                more = k1 - k0 - (q1 - q0)
-                visible = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool, device=device())
-                visible = visible.tril(more)
-                if window is not None:
-                    visible = visible.triu(more - window + 1)
-                row = (x[None].transpose(1, 2) for x in (q[q0:q1], k[k0:k1], v[k0:k1]))
-                out.append(whole_scores(*row, visible, None, 0.0, sinks=sinks)[0].transpose(0, 1))
-            return (torch.cat(out),)
+        def kernel(q, k, v, decay, beta, borders=borders):
+            gates = -F.softplus(decay.float()), beta.sigmoid()
+            return (model_delta.delta_rule_by_kernels(q, k, v, *gates, borders),)
 
-        inputs = [drawn(int(cu_q[-1]), 8, 64, dtype=dtype)]
-        inputs += [drawn(int(cu_k[-1]), 2, 64, dtype=dtype) for _ in range(2)]
-        yield f"sinks {window=} {late=}", kernel, formula, [*inputs, drawn(8, dtype=dtype)]
+        heads, gates = (length, b, 4, 128), (length, b, 4)
+        inputs = [drawn(*shape, dtype=dtype) for shape in (*[heads] * 3, *[gates] * 2)]
+        yield f"delta-rule {name}", kernel, formula, inputs
+
+
+def sink_cases(dtype):
+    """Packed attention with sinks, windows and query groups."""
+    if dtype == torch.float32 or not torch.cuda.is_available():
+        return
+    length, longest = sum(DOCUMENTS), max(DOCUMENTS)
+    ends = torch.tensor([0, *itertools.accumulate(DOCUMENTS)], dtype=torch.int32, device=device())
+    numbers = torch.arange(len(DOCUMENTS), device=device())
+    documents = numbers.repeat_interleave(torch.tensor(DOCUMENTS, device=device()))
+    same = (documents[:, None] == documents).tril()
+    for window in (None, 32):
+        visible = same if window is None else same.triu(1 - window)
+
+        def formula(q, k, v, sinks, visible=visible):
+            rows = (x.transpose(0, 1)[None] for x in (q, k, v))
+            out = model_sinks.whole_scores(*rows, visible, None, 0.0, sinks=sinks)
+            return (out[0].transpose(0, 1),)
+
+        def kernel(q, k, v, sinks, window=window):
+            of_rows = ends, ends, longest, longest, None, window
+            return (model_sinks.FlashWithSinks.apply(q, k, v, sinks, *of_rows),)
+
+        heads, groups = (length, 8, 64), (length, 2, 64)
+        inputs = [drawn(*shape, dtype=dtype) for shape in (heads, groups, groups)]
+        yield f"sinks {window}", kernel, formula, [*inputs, drawn(8, dtype=dtype)]
 
 
 def main() -> int:
@@ -226,9 +245,10 @@ def main() -> int:
     if device() == "cpu":
         kernels.num_programs = lambda device: 3  # it asks the GPU
     start, bad = time.time(), 0
+    of_attention = attention_cases, linear_cases, sink_cases
     for dtype, tolerance in TOLERANCE.items():
         worst = {}
-        for cases in (norm_cases, heads_cases, other_cases, attention_cases, sinks_cases):
+        for cases in (norm_cases, heads_cases, other_cases, *of_attention):
             for name, kernel, formula, inputs in cases(dtype):
                 found = difference(kernel, formula, inputs)
                 kind = name.split()[0]

@@ -1,0 +1,272 @@
+"""KTO: training on single answers with a label, as hooks of DPOTrainer with its reference.
+
+    loss  = weight (1 - sigmoid(beta (r - kl)))  of a desirable answer
+            weight (1 - sigmoid(beta (kl - r)))  of an undesirable one
+    r     = log-probability of the answer, policy - reference
+    kl    = max(0, mean of r over the mismatched answers of the global batch), without a gradient
+
+(Ethayarajh and others 2024, equation 7; TRL estimates kl over each micro-batch.) A sample is two
+documents: its answer, and its prompt with the answer of another sample. The second one is run
+forward only, before the step. The pairing belongs to the data set, so that a cached reference has
+scored it: answers shift by one sample within blocks as large as a global batch. Without shuffling
+these are the global batches, as TRL has them. Letters: n answers of a micro-batch.
+"""
+
+from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from . import parallel
+from .batch import every_second, real_documents
+from .data_batches import Packs, WithReference, count_tokens, documents_of, samples_of
+from .errors import expect
+from .files import IGNORE_INDEX
+from .tables import ANSWER_LABEL, KTO_METRICS
+from .trainer_dpo import DPOTrainer, ReferenceConfig
+from .trainer_evaluation import PredictionOutput, sum_documents
+
+
+@dataclass
+class KTOConfig(ReferenceConfig):
+    """The objective. ConfigError for values that do not fit together.
+
+    beta: strength of the reference. desirable_weight, undesirable_weight: of the losses of answers
+    with the label 1 and 0. cutoff_len: tokens of a mismatched document at most (None: any number).
+    reference, cache_dir, model_source: as in DPOConfig.
+    """
+
+    beta: float = 0.1
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+    _: KW_ONLY
+    cutoff_len: int | None = None
+    reference: str | None = None
+    cache_dir: str | None = None
+    model_source: str = ""
+    use_ref_model: ClassVar[bool] = True
+    stage: ClassVar[str] = "kto"
+    KEYS: ClassVar[dict[str, str]] = {
+        "beta": "pref_beta",
+        "desirable_weight": "kto_chosen_weight",
+        "undesirable_weight": "kto_rejected_weight",
+    }
+
+    def __post_init__(self):
+        self.take_keys().close()
+
+
+class KTOTrainer(DPOTrainer):
+    """Train `model` on samples of one document {"input_ids", "labels", "answer_label"}, shifted,
+    with the label 1 for a desirable answer and 0 for an undesirable one, or on packs of them.
+
+    train_config: KTOConfig. The other arguments are DPOTrainer's; per_device_train_batch_size
+    counts answers, or packs. In an evaluation kl is that of the micro-batches run together. Token
+    counts are those of the answers, without the mismatched ones.
+    Raises: ValueError for data and keys that do not fit, before anything is computed.
+    """
+
+    unit = "sample"
+    in_turn = "an answer and a mismatched one"
+    config_class = KTOConfig
+    metrics_keys = list(KTO_METRICS)
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        expect(
+            "vision_config" not in (self.backend.hf_config or {}),
+            "stage kto trains on texts: expected a model without a vision tower",
+        )
+
+    @classmethod
+    def has_reference(cls, keys) -> bool:
+        return True
+
+    @classmethod
+    def own_keywords(cls, arguments, second_model) -> dict[str, Any]:
+        keywords = super().own_keywords(arguments, second_model)
+        keywords["train_config"].cutoff_len = arguments.data.cutoff_len
+        return keywords
+
+    @staticmethod
+    def check_samples(dataset, packs: bool) -> None:
+        """ValueError for samples without a label, for a single one, and for packs without
+        sequence_packing."""
+        view = samples_of(dataset)
+        documents = documents_of(view[0])
+        expect(
+            len(documents) == 1 and documents[0].get(ANSWER_LABEL) is not None,
+            f"KTO takes samples of one document with {ANSWER_LABEL}, 1 or 0, and the first one has "
+            f"{[sorted(document) for document in documents]}: use records with a label",
+        )
+        expect(len(view) > 1, "KTO compares with answers to other prompts: expected two samples")
+        expect(
+            packs or not isinstance(dataset, Packs),
+            "the data set has packs, and sequence_packing is false: set it to true",
+        )
+
+    # -- the loss
+
+    def _post_compute_loss(self, labels, batch, ref_logps, ref_mismatched_logps, losses):
+        """Token losses [b, s] -> (sum of the answers' losses, answers int32, {metric: (sum,
+        count)}).
+
+        labels [b, s] of this rank; batch: the whole micro-batch, with "kl"; ref_*_logps [n].
+        Collective under context parallelism: one sum over its group.
+        """
+        config = self.train_config
+        logps, _ = sum_documents(self.backend, batch, labels, losses)
+        ratios = logps - ref_logps
+        good = batch[ANSWER_LABEL][0::2] > 0
+        signs = torch.where(good, 1.0, -1.0)
+        weights = torch.where(good, config.desirable_weight, config.undesirable_weight)
+        of_answers = weights * (1 - torch.sigmoid(config.beta * signs * (ratios - batch["kl"])))
+        every = torch.ones_like(signs)
+        rewards = config.beta * ratios
+        columns = {
+            "loss": (of_answers, every),
+            "rewards/chosen": (rewards, good),
+            "rewards/rejected": (rewards, ~good),
+            "rewards/accuracies": (signs * (ratios - batch["kl"]) > 0, every),
+            "logps/chosen": (logps, good),
+            "logps/rejected": (logps, ~good),
+            "kl": (batch["kl"].expand(len(logps)), every),
+        }
+        return self._summed(of_answers, columns)
+
+    def _count_of_loss(self, batch: dict) -> int:
+        return int(real_documents(batch).sum())
+
+    # -- micro-batches
+
+    def _arrange_step(self, batches: list[dict]):
+        arranged, length, numbers = super()._arrange_step(batches)
+        if self.documents_per_sample == 2 and self.backend.counts_tokens:
+            masks = [torch.as_tensor(batch["attention_mask"]) for batch in batches]
+            answers = [
+                {**batch, "attention_mask": mask * (mask % 2)}
+                for batch, mask in zip(batches, masks, strict=True)
+            ]
+            positions = sum(every_second(batch, 0)["input_ids"].numel() for batch in arranged)
+            numbers.set_counts(*map(sum, zip(*map(count_tokens, answers), strict=True)), positions)
+        return arranged, length, numbers
+
+    @torch.no_grad()
+    def _prepare_micro_batches(self, micro_batches: list[dict], seq_length: int) -> list[dict]:
+        """The answers of the micro-batches, with their "kl". Collectives: forward passes of the
+        schedule, and a sum over all ranks."""
+        both = super()._prepare_micro_batches(micro_batches, seq_length)
+        mismatched = self._of_each_two(both, 1)
+        length = mismatched[0]["input_ids"].shape[1]
+        logps = self._log_probs(self.models, mismatched, length)
+        sums = torch.zeros(2, device=parallel.device())
+        for batch, of_batch in zip(both, logps, strict=False):  # none on earlier pipeline stages
+            reference = batch["reference"].to(of_batch.device)[1::2]
+            sums += torch.stack([(of_batch - reference).sum(), of_batch.new_tensor(len(reference))])
+        total, count = self.backend.reduce(sums)
+        kl = (total / count.clamp(min=1)).clamp(min=0)
+        return [{**batch, "kl": kl} for batch in self._of_each_two(both, 0)]
+
+    def _of_each_two(self, batches: list[dict], first: int) -> list[dict]:
+        """The answers (first 0) of arranged micro-batches, or the mismatched ones (1)."""
+        chosen = [every_second(batch, first) for batch in batches]
+        longest = max(batch["input_ids"].shape[1] for batch in chosen)
+        longest = self.backend.common_length(longest)
+        return [self._to_length(batch, longest) for batch in chosen]
+
+    # -- data
+
+    def _with_reference(self, dataset):
+        """DPOTrainer's, over samples with mismatched documents."""
+        if dataset is None or isinstance(dataset, dict):
+            return super()._with_reference(dataset)
+        view = samples_of(dataset)
+        if not isinstance(view, (Mismatched, WithReference)):
+            self.check_samples(dataset, self.args.sequence_packing)
+            limit = self.train_config.cutoff_len
+            view = Mismatched(view, self.args.train_global_batch_size, limit)
+            dataset = dataset.over(view) if isinstance(dataset, Packs) else view
+        return super()._with_reference(dataset)
+
+    def predict(
+        self, test_dataset, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        view = samples_of(test_dataset)
+        while isinstance(view, (Mismatched, WithReference)):
+            view = view.dataset
+        self.documents_per_sample = 1
+        try:
+            return super().predict(view, ignore_keys, metric_key_prefix)
+        finally:
+            self.documents_per_sample = 2
+
+
+class Mismatched(Dataset):
+    """A view of labelled samples: each one's document, and one of its prompt with the answer of the
+    sample before it in its block; the first takes the last one's.
+
+    block: samples of a block; one alone takes the sample before it. cutoff_len: tokens of a
+    mismatched document at most.
+    """
+
+    documents_per_sample = 2
+
+    def __init__(self, dataset, block: int, cutoff_len: int | None = None):
+        self.dataset = dataset
+        self.block = block
+        self.cutoff_len = cutoff_len
+        self.identity = getattr(dataset, "identity", None)
+        fingerprint = getattr(dataset, "fingerprint", None)
+        self.fingerprint = fingerprint and f"{fingerprint} mismatched {block} {cutoff_len}"
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def partner(self, i: int) -> int:
+        """The sample with the answer for sample i's mismatched document."""
+        start = i - i % self.block
+        size = min(self.block, len(self) - start)
+        if size == 1:
+            return (i - 1) % len(self)
+        return start + (i - start - 1) % size
+
+    def __getitem__(self, i: int) -> list[dict]:
+        [document] = documents_of(self.dataset[i])
+        [other] = documents_of(self.dataset[self.partner(i)])
+        label = document.get(ANSWER_LABEL)
+        expect(
+            label in (0, 1),
+            f"sample {i}: {ANSWER_LABEL} {label!r}: expected 1 for a desirable answer, or 0",
+        )
+        tokens = {name: x[: self.cutoff_len] for name, x in _joined(document, other).items()}
+        return [dict(document), {**document, **tokens}]
+
+
+def _joined(document: Mapping, other: Mapping) -> dict:
+    """The prompt of a shifted document with the answer of another."""
+    ids = np.asarray(document["input_ids"])
+    start, _ = _span_of_answer(document)
+    first, end = _span_of_answer(other)
+    labels = np.asarray(other["labels"])
+    answer = labels[first:end]
+    return {
+        "input_ids": np.concatenate([ids[: start + 1], answer[:-1]]),
+        "labels": np.concatenate([np.full(start, IGNORE_INDEX), answer]),
+    }
+
+
+def _span_of_answer(document: Mapping) -> tuple[int, int]:
+    """(first, end) of the labels of a document's answer. ValueError without any, and for labels
+    with a gap."""
+    [trained] = np.nonzero(np.asarray(document["labels"]) != IGNORE_INDEX)
+    expect(len(trained) > 0, "a sample has no label: expected those of its answer")
+    first = int(trained[0])
+    end = int(trained[-1]) + 1
+    expect(
+        end - first == len(trained),
+        f"a sample has labels in several parts, from {first} to {end}: expected one answer",
+    )
+    return first, end

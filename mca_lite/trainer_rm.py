@@ -1,0 +1,160 @@
+"""Reward models: scores of whole answers, trained on pairs, as hooks of DPOTrainer without its
+reference.
+
+    loss = -log sigmoid(s(chosen) - s(rejected) - margin) + c (s(chosen) + s(rejected))^2
+
+(Bradley and Terry 1952; the second term, with c = center_rewards_coefficient, Eisenstein and others
+2023.) s is the value head's product with the last hidden state of an answer's last token, as
+transformers' models for sequence classification have it. The loss is the mean over the pairs of the
+global batch. Letters: P pairs of a micro-batch, b rows, s positions.
+"""
+
+from collections.abc import Iterator
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from .data_batches import documents_of
+from .data_files import SIDES
+from .errors import expect
+from .families import has_value_head
+from .files import IGNORE_INDEX
+from .tables import RM_METRICS
+from .trainer_dpo import DPOTrainer, ReferenceConfig
+from .trainer_evaluation import PredictionOutput, sum_documents
+
+
+@dataclass
+class RewardConfig(ReferenceConfig):
+    """The objective. ConfigError for values that do not fit together.
+
+    center_rewards_coefficient: weight of the squared sum of a pair's scores, which centres them.
+    """
+
+    center_rewards_coefficient: float = 0.0
+    _: KW_ONLY
+    reference: str | None = None
+    use_ref_model: ClassVar[bool] = False
+    stage: ClassVar[str] = "rm"
+    KEYS: ClassVar[dict[str, str]] = {"center_rewards_coefficient": "center_rewards_coefficient"}
+
+    def __post_init__(self):
+        self.take_keys().close()
+
+
+class RewardTrainer(DPOTrainer):
+    """Train a model with a value head on pairs: samples of two documents {"input_ids", "labels"},
+    chosen and rejected, whose input_ids are whole, with the last token; and the columns of
+    DPOTrainer's pairs.
+
+    model: VirtualModels of a config with has_value_head, or transformers' model for sequence
+    classification with one label. train_config: RewardConfig. The other arguments are DPOTrainer's,
+    without a ref_model.
+    Raises: ValueError for data and models that do not fit, before anything is computed.
+    """
+
+    config_class = RewardConfig
+    metrics_keys = list(RM_METRICS)
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        config = self.model.config
+        values = self.backend.hf_config
+        expect(
+            has_value_head(values.get("architectures")),
+            "a reward model has a value head: expected one for sequence classification, got "
+            f"{values.get('architectures')}: model_config.add_value_head makes its config",
+        )
+        pad = getattr(self.tokenizer, "pad_token_id", None)
+        if pad is None:
+            return
+        if hasattr(config, "hf_config"):  # McaModelConfig
+            config.hf_config["pad_token_id"] = pad
+        else:
+            config.pad_token_id = pad
+        if self.train_dataset is not None:
+            documents = documents_of(self.train_dataset[0])
+            last = [int(document["input_ids"][-1]) for document in documents]
+            expect(
+                pad not in last,
+                f"an answer ends with token {pad}, which pads, and transformers scores the token "
+                "before padding: give the tokenizer another pad_token",
+            )
+
+    @classmethod
+    def has_reference(cls, keys) -> bool:
+        return False
+
+    @classmethod
+    def own_keywords(cls, arguments, second_model) -> dict[str, Any]:
+        return {"train_config": RewardConfig(arguments.finetuning.center_rewards_coefficient)}
+
+    # -- the loss
+
+    def _arrange(self, batch: dict) -> dict:
+        """The batch arranged, with a label at the last token of each document alone."""
+        batch = super()._arrange(batch)
+        is_real = ~batch["padding_mask"]
+        goes_on = F.pad(is_real[:, 1:], (0, 1))
+        if "cu_seqlens" in batch:
+            ends = [end - 1 for end in batch["cu_seqlens"][1:] if end]
+            goes_on[:, ends] = False
+        is_last = is_real & ~goes_on
+        labels = batch["input_ids"].masked_fill(~is_last, IGNORE_INDEX)
+        return {**batch, "labels": labels}
+
+    def _scores(self, batch: dict, labels, scores) -> torch.Tensor:
+        """float32 [P, 2] of the scores [b, s] of this rank's tokens. Collective under context
+        parallelism: one sum over its group."""
+        # sum_documents takes losses: negative log-probabilities
+        sums, _ = sum_documents(self.backend, batch, labels, -scores * (labels != IGNORE_INDEX))
+        return sums.view(-1, len(SIDES))
+
+    def _post_compute_loss(self, labels, batch, *more):
+        """Scores of tokens [b, s], the last argument -> (sum of the pairs' losses, pairs int32,
+        {metric: (sum, pairs)}). Collective under context parallelism: one sum over its group."""
+        chosen, rejected = self._scores(batch, labels, more[-1]).unbind(-1)
+        differences = chosen - rejected
+        margin = batch.get("pair_margin", 0.0)
+        centre = self.train_config.center_rewards_coefficient * (chosen + rejected).square()
+        of_pairs = centre - F.logsigmoid(differences - margin)
+        of_pairs = of_pairs * batch.get("pair_weight", 1.0)
+        values = {
+            "loss": of_pairs,
+            "rewards/chosen": chosen,
+            "rewards/rejected": rejected,
+            "rewards/accuracies": (differences > 0).float(),
+            "rewards/margins": differences,
+        }
+        return self._summed(of_pairs, {name: (x, torch.ones_like(x)) for name, x in values.items()})
+
+    # -- evaluation
+
+    @torch.no_grad()
+    def predict(
+        self, test_dataset, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> PredictionOutput:
+        """The scores of each pair, float64 [pairs, 2], chosen and rejected, in the data set's order
+        on every rank; metrics: their means and the share of pairs in the right order. Collective.
+        """
+
+        def collect(inputs: dict, batch: dict, scores: torch.Tensor) -> torch.Tensor:
+            return self._scores(batch, inputs["labels"], scores)
+
+        scores = self.evaluator.collected(test_dataset, collect, (len(SIDES),))
+        chosen, rejected = scores.T
+        means = {
+            "rewards/chosen": chosen.mean(),
+            "rewards/rejected": rejected.mean(),
+            "rewards/accuracies": (chosen > rejected).mean(),
+        }
+        metrics = {f"{metric_key_prefix}_{name}": float(value) for name, value in means.items()}
+        self.notify("on_predict", metrics=metrics)
+        return PredictionOutput(scores, None, metrics)
+
+    def prediction_records(self, predictions: np.ndarray) -> Iterator[dict[str, Any]]:
+        for index, scores in enumerate(predictions.tolist()):
+            yield {"index": index, **dict(zip(SIDES, scores, strict=True))}

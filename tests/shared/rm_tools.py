@@ -1,0 +1,163 @@
+"""Reward models in tests: a tiny one, a run of ours in any layout, and transformers' model for
+sequence classification as the oracle.
+"""
+
+import math
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from tests.shared import tiny
+from tests.shared.dpo_tools import (
+    BETAS,
+    CLIP,
+    COUNT,
+    DECAY,
+    EPS,
+    GLOBAL_BATCH,
+    KEYS,
+    RATE,
+    STEPS,
+    Pairs,
+)
+
+CENTRE = 0.05
+SIDES = ("chosen", "rejected")
+
+
+class Rated(Pairs):
+    """Pairs of documents that are whole, each with a margin and a weight."""
+
+    def __init__(self, count: int = COUNT, seed: int = 1):
+        super().__init__(count, seed)
+        for i, pair in enumerate(self.pairs):
+            pair.update(pair_margin=0.5 * (i % 3), pair_weight=1.5 - 0.25 * (i % 2))
+
+
+def save_model(folder, family: str = "qwen3", seed: int = 0, **changes) -> str:
+    """A tiny model of one score with random weights, as transformers saves it."""
+    from transformers import AutoModelForSequenceClassification
+
+    torch.manual_seed(seed)
+    config = tiny.hf_config(family, **changes)
+    config.num_labels = 1
+    model = AutoModelForSequenceClassification.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+def rm_run(path, output_dir, adapter=None, backend="megatron", pack=0, before=None, **changes):
+    """The trainer after a run of RewardTrainer; the arguments are those of dpo_tools.our_run."""
+    from mca_lite import AutoModel, RewardConfig, RewardTrainer, TrainingArguments
+    from mca_lite.data_batches import Packs
+    from mca_lite.lora_files import load_adapter
+    from mca_lite.model import load_torch_model
+
+    data = {
+        name: changes.pop(name, default)
+        for name, default in (("train_dataset", Rated()), ("eval_dataset", None))
+    }
+    data["tokenizer"] = changes.pop("tokenizer", None)
+    args = TrainingArguments(output_dir, **{**KEYS, **changes})
+    if backend == "megatron":
+        model = AutoModel.from_pretrained(path, args)
+    else:
+        model = load_torch_model(path)
+    if adapter:
+        model = load_adapter(model, adapter)
+    if pack:
+        data["train_dataset"] = Packs(data["train_dataset"], pack)
+    trainer = RewardTrainer(model, RewardConfig(CENTRE), args=args, **data)
+    if before is not None:
+        before(trainer)
+    trainer.train()
+    return trainer
+
+
+# -- the oracle
+
+
+def score(model, document: dict) -> torch.Tensor:
+    """Of one document alone: without a pad_token_id transformers takes the last token."""
+    assert model.config.pad_token_id is None
+    return model(torch.as_tensor(document["input_ids"])[None]).logits[0, 0].float()
+
+
+def numbers_of(model, pairs) -> tuple:
+    """(losses, metrics) by TRL's formulas."""
+    chosen, rejected = (torch.stack([score(model, pair[s]) for pair in pairs]) for s in SIDES)
+    margins = torch.tensor([pair["pair_margin"] for pair in pairs])
+    losses = -F.logsigmoid(chosen - rejected - margins) + CENTRE * (chosen + rejected) ** 2
+    losses = losses * torch.tensor([pair["pair_weight"] for pair in pairs])
+    metrics = {
+        "loss": losses,
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/accuracies": (chosen > rejected).float(),
+        "rewards/margins": chosen - rejected,
+    }
+    return losses, {key: float(value.detach().mean()) for key, value in metrics.items()}
+
+
+def oracle_curve(model, steps: int = STEPS, packs=None) -> list[dict]:
+    """The curve for rm_run: one pair after another, torch's AdamW, the trainer's permutation.
+    packs: the numbers of the pairs of each pack."""
+    model.eval()
+    pairs = Rated().pairs
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": DECAY},
+        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=BETAS, eps=EPS)
+    packs = [[i] for i in range(COUNT)] if packs is None else packs
+    per_epoch = math.ceil(len(packs) / GLOBAL_BATCH)
+    curve = []
+    for step in range(steps):
+        epoch, i = divmod(step, per_epoch)
+        order = np.random.default_rng([7, epoch]).permutation(len(packs))
+        chosen = [j for p in order[i * GLOBAL_BATCH : (i + 1) * GLOBAL_BATCH] for j in packs[p]]
+        losses, metrics = numbers_of(model, [pairs[j] for j in chosen])
+        optimizer.zero_grad()
+        losses.mean().backward()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, CLIP)
+        optimizer.step()
+        curve.append({**metrics, "grad_norm": float(norm)})
+    return curve
+
+
+def load(path):
+    from transformers import AutoModelForSequenceClassification
+
+    return AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32).eval()
+
+
+def adapted(path):
+    """The model with PEFT's fresh adapters, B not zero, and a trained value head."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(3)
+    config = LoraConfig(
+        task_type="SEQ_CLS", r=4, lora_alpha=8, target_modules=["q_proj", "o_proj", "down_proj"]
+    )
+    model = get_peft_model(load(path), config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0.0, 0.05)
+    return model
+
+
+def make_oracles(path: str, folder: str, steps: int) -> dict:
+    """{"full" or "lora": curve}; folder/start is the adapter that lora starts from, and
+    folder/full the trained model."""
+    wrapped = adapted(path)
+    wrapped.save_pretrained(f"{folder}/start")
+    full = load(path)
+    curves = {"full": oracle_curve(full, steps), "lora": oracle_curve(wrapped, steps)}
+    full.save_pretrained(f"{folder}/full")
+    return curves

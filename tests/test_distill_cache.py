@@ -1,0 +1,410 @@
+"""Stage distill as a user runs it, and the teacher's rows on disk: kept, resumed, refused where
+they are foreign.
+"""
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mca_lite.args import parse_args
+from mca_lite.data_teacher import TopKStore, WithRows, trained_counts
+from mca_lite.errors import ConfigError
+from tests.shared import small_runs, tiny, world
+from tests.shared.commands import ROOT
+from tests.shared.distilling import PLAIN, TEACHER_VOCAB, maker, save_models, whole_trainer
+from tests.shared.training import assert_same_curve, read_log, train
+
+OBJECTIVE = dict(divergence="jsd", jsd_mix=0.3, temperature=1.5, ce_weight=0.5)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A student and a teacher, `student` and `teacher`, with one tokenizer, and data."""
+    folder = tmp_path_factory.mktemp("distill")
+    for path in save_models(folder):
+        small_runs.save_tokenizer(path)
+    small_runs.write_data(folder)
+    return folder
+
+
+# -- the command line
+
+
+def keys_of(folder, **more) -> dict:
+    keys = dict(
+        model_name_or_path=f"{folder}/student",
+        teacher_model_name_or_path=f"{folder}/teacher",
+        dataset=f"{folder}/chat.jsonl",
+        eval_dataset=f"{folder}/other.jsonl",
+        cache_dir=f"{folder}/cache",
+        stage="distill",
+        distill_loss="jsd",
+        distill_jsd_mix=0.3,
+        distill_temperature=1.5,
+        distill_ce_weight=0.5,
+        max_steps=2,
+        logging_steps=1,
+        eval_strategy="steps",
+        eval_steps=2,
+        global_batch_size=4,
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        cutoff_len=40,
+        save_strategy="no",
+        save_hf_model=False,
+        disable_tqdm=True,
+    )
+    return {key: value for key, value in {**keys, **more}.items() if value is not None}
+
+
+def run_of_whole_logits(keys: dict, teacher: str, objective: dict) -> None:
+    """The run of these keys, with a trainer whose losses are taken of whole logits."""
+    from mca_lite import run
+
+    plan = run.make_plan(parse_args(small_runs.words_of(keys)))
+    made = whole_trainer(teacher, objective)
+    plan.objective = dataclasses.replace(plan.objective, trainer=made)
+    run.train(plan)
+
+
+def runs_of(folder: str, out: str) -> dict:
+    """{name: (error, what was printed)} of runs of the command line."""
+    cached = dict(teacher_top_k=6, teacher_cache=f"{out}/rows")
+    alone = dict(cached, teacher_model_name_or_path=None)
+    plain = dict(use_mca=False, stage="sft", eval_dataset=None, eval_strategy=None)
+    runs = {
+        "resident": {},
+        "cached": cached,
+        "read": dict(alone, use_mca=False),
+        "another k": dict(cached, teacher_top_k=5),
+        "another temperature": dict(cached, distill_temperature=2.0),
+        "another dtype": dict(cached, teacher_cache_dtype="float16"),
+        "other data": dict(alone, eval_dataset=f"{folder}/chat.jsonl", max_samples=5),
+    }
+    found = {}
+    for name, keys in runs.items():
+        said = io.StringIO()
+        error = ""
+        with contextlib.redirect_stdout(said):
+            try:
+                keys = keys_of(folder, output_dir=f"{out}/{name}", **keys)
+                small_runs.train_by_words(keys)
+            except ValueError as refused:
+                error = str(refused)
+        found[name] = error, said.getvalue()
+    for k in (None, 6):
+        keys = keys_of(folder, output_dir=f"{out}/whole-{k}", **plain)
+        run_of_whole_logits(keys, f"{folder}/teacher", dict(OBJECTIVE, top_k=k))
+    return found
+
+
+def numbers(out: Path) -> list:
+    return [(line["loss"], line["grad_norm"]) for line in read_log(out) if "loss" in line]
+
+
+def test_the_keys_of_the_stage_train_as_plain_torch_and_rows_are_read_without_a_teacher(
+    folder, tmp_path
+):
+    found = world.run(runs_of, 1, str(folder), str(tmp_path))[0]
+    for name, k in (("resident", None), ("cached", 6), ("read", 6)):
+        assert not found[name][0], found[name]
+        assert_same_curve(numbers(tmp_path / name), numbers(tmp_path / f"whole-{k}"))
+        logged = read_log(tmp_path / name)
+        mixed = [0.5 * (line["kd_loss"] + line["sft_loss"]) for line in logged if "loss" in line]
+        assert mixed == pytest.approx([loss for loss, _ in numbers(tmp_path / name)])
+        assert logged[-1]["eval_sft_loss"] > 0
+    said = found["resident"][1]
+    assert "jsd, temperature 1.5, cross entropy 0.5, resident teacher" in said
+    assert found["cached"][1].count("tokens in /") == 2  # of both data sets
+    assert found["read"][1].count("tokens from /") == 2
+    for name, words in {
+        "another k": "teacher_top_k 6, and this run has another",
+        "another temperature": "distill_temperature 1.5",
+        "another dtype": "teacher_cache_dtype float32",
+        "other data": "set teacher_model_name_or_path, and it computes the others",
+    }.items():
+        assert words in found[name][0], name
+    shown = sorted(path.name for path in (tmp_path / "rows").glob("*/*") if path.name != "lock")
+    assert shown == ["meta.json", "meta.json", "rows.bin", "rows.bin"]
+
+
+def problems(folder, **changes) -> dict:
+    keys = {
+        k: v for k, v in keys_of(folder, output_dir="unused", **changes).items() if v is not None
+    }
+    with pytest.raises(ConfigError) as error:
+        parse_args(small_runs.words_of(keys))
+    return {problem.key: problem.reason for problem in error.value.problems}
+
+
+ALONE = dict(teacher_model_name_or_path=None)
+REFUSED = {
+    "no teacher": (ALONE, "teacher_model_name_or_path", "learns from a teacher"),
+    "no rows": (dict(ALONE, teacher_top_k=4), "teacher_model_name_or_path", "from a folder"),
+    "cache": (dict(teacher_cache="rows"), "teacher_cache", "resident teacher"),
+    "dtype": (dict(teacher_cache_dtype="float16"), "teacher_cache_dtype", "resident teacher"),
+    "mix": (dict(distill_loss="forward_kl"), "distill_jsd_mix", "distill_loss is forward_kl"),
+    "ahead": (dict(mtp_num_layers=1), "mtp_num_layers", "no part in distillation"),
+    "stream": (dict(teacher_top_k=4, streaming=True), "teacher_top_k", "before training"),
+    "weight": (dict(distill_ce_weight=1.0), "distill_ce_weight", "less than 1"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_keys_that_do_not_fit_together_are_refused(folder, name):
+    changes, key, words = REFUSED[name]
+    assert words in problems(folder, **changes)[key]
+
+
+def refusals(folder: str, out: str) -> dict[str, str]:
+    """What plans say to teachers that do not fit."""
+    import shutil
+
+    from mca_lite import run
+    from tests.shared.training import refusal
+
+    foreign = shutil.copytree(f"{folder}/teacher", f"{out}/foreign")
+    path = Path(foreign, "tokenizer.json")
+    path.write_text(path.read_text().replace('"w7"', '"v7"'))
+    small = tiny.save_model(f"{out}/small", "qwen3", vocab_size=40)
+    small_runs.save_tokenizer(small)
+    names = {
+        "foreign": dict(teacher_model_name_or_path=str(foreign)),
+        "small": dict(teacher_model_name_or_path=small),
+        "drawn": dict(teacher_model_name_or_path=f"{folder}/student", train_from_scratch=True),
+        "new tokens": dict(add_tokens=["w97"]),
+    }
+
+    def plan(keys):
+        words = small_runs.words_of(keys_of(folder, output_dir=f"{out}/run", **keys))
+        run.make_plan(parse_args(words))
+
+    return {name: refusal(plan, keys) for name, keys in names.items()}
+
+
+def test_a_teacher_that_reads_other_tokens_is_refused_in_words(folder, tmp_path):
+    found = world.run(refusals, 1, str(folder), str(tmp_path))[0]
+    assert "1 of the student's 60 tokens have another id in it, or none: 'w7'" in found["foreign"]
+    assert "40 rows for 60 tokens" in found["small"]
+    assert "random, as the student's" in found["drawn"]
+    assert "'w97' is 61, and there unknown" in found["new tokens"] or "w97" in found["new tokens"]
+
+
+# -- rows on disk
+
+
+def rows_of(count: int, k: int = 2) -> tuple[np.ndarray, np.ndarray]:
+    numbers = np.arange(count * k, dtype=np.int32).reshape(count, k)
+    return numbers, -np.arange(count * (k + 1), dtype=np.float32).reshape(count, k + 1)
+
+
+def store_in(folder, **changes) -> TopKStore:
+    identity = dict(data="d", rows=12, top_k=2, temperature=1.0, dtype="float32", teacher="t")
+    return TopKStore(Path(folder), {**identity, **changes})
+
+
+def written(folder) -> TopKStore:
+    """A store of 12 rows in three parts."""
+    store = store_in(folder)
+    store.begin()
+    tokens, logps = rows_of(12)
+    for part in (slice(0, 5), slice(5, 8), slice(8, 12)):
+        store.add(tokens[part], logps[part], 61)
+    store.end()
+    return store
+
+
+def loaded(folder, **changes) -> tuple[TopKStore, list]:
+    store, said = store_in(folder, **changes), []
+    store.load(said.append)
+    return store, said
+
+
+def test_rows_are_read_as_they_were_written(tmp_path):
+    written(tmp_path)
+    store, said = loaded(tmp_path)
+    assert store.is_complete and not said and store.meta["vocab_size"] == 61
+    tokens, logps = rows_of(12)
+    assert np.array_equal(store.rows["tokens"], tokens)
+    assert np.array_equal(store.rows["logps"], logps)
+    # a reader without the teacher takes those of any
+    identity = {k: v for k, v in store.identity.items() if k not in ("teacher", "format")}
+    assert TopKStore(tmp_path, identity).load()["vocab_size"] == 61
+
+
+DAMAGE = {
+    "flipped": (lambda data: data[:-1] + bytes([data[-1] ^ 1]), 8),
+    "cut": (lambda data: data[:-3], 8),
+    "first": (lambda data: b"x" + data[1:], 0),
+    "more": (lambda data: data + b"of a part that was being written", 12),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_rows_are_written_again_from_there_with_one_line(tmp_path, name):
+    damage, left = DAMAGE[name]
+    written(tmp_path)
+    path = tmp_path / "rows.bin"
+    path.write_bytes(damage(path.read_bytes()))
+    store, said = loaded(tmp_path)
+    assert store.num_rows == left and len(said) == (left < 12)
+    store.begin()
+    tokens, logps = rows_of(12)
+    if left < 12:
+        store.add(tokens[left:], logps[left:], 61)
+    again, said = loaded(tmp_path)
+    assert again.is_complete and not said and np.array_equal(again.rows["logps"], logps)
+
+
+def test_a_folder_has_one_writer(tmp_path):
+    store = store_in(tmp_path)
+    store.begin()
+    with pytest.raises(ValueError, match="another run writes the teacher's rows"):
+        store_in(tmp_path).begin()
+    store.end()
+    store_in(tmp_path).begin()
+
+
+FOREIGN = {
+    "teacher": ("u", "of another teacher"),
+    "data": ("e", "of other data"),
+    "rows": (13, "another number of trained tokens"),
+    "top_k": (3, "teacher_top_k 2"),
+    "temperature": (2.0, "distill_temperature 1.0"),
+    "dtype": ("float16", "teacher_cache_dtype float32"),
+}
+
+
+@pytest.mark.parametrize("key", FOREIGN)
+def test_foreign_rows_are_refused_in_words(tmp_path, key):
+    written(tmp_path)
+    value, words = FOREIGN[key]
+    with pytest.raises(ValueError, match=words):
+        store_in(tmp_path, **{key: value}).load()
+
+
+def test_trained_tokens_are_numbered_in_the_order_of_samples():
+    samples = tiny.samples(8)
+    counts = trained_counts(samples)
+    view = WithRows(samples, counts, first=100)
+    rows = np.concatenate([document["teacher_row"] for i in range(8) for document in view[i]])
+    labels = np.concatenate([sample["labels"].numpy() for sample in samples])
+    assert rows[labels != -100].tolist() == list(range(100, 100 + counts.sum()))
+    assert (rows[labels == -100] == -1).all() and counts[5] == 0
+    with pytest.raises(ValueError, match="the same sample in every epoch"):
+        WithRows(samples, counts + 1)[0]
+
+
+# -- a pass that stops
+
+
+def stopped_and_gone_on(student, teacher, out) -> tuple:
+    """(exit codes, rows left by a pass that got SIGTERM on its last rank, curve of the run that
+    goes on, what it printed, curve of a run whose pass did not stop)."""
+    from mca_lite import trainer_distill
+
+    trainer_distill.PART_ROWS = 20
+    config = dict(PLAIN, top_k=3, cache=f"{out}/rows")
+
+    def stopping(*args, **keys):
+        trainer = maker(teacher, config, "megatron")(*args, **keys)
+        passes = trainer.evaluator.passes
+
+        def signalled(*args):
+            if int(os.environ["RANK"]) == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return passes(*args)
+
+        trainer.evaluator.passes = signalled
+        return trainer
+
+    code = None
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        try:
+            train(student, f"{out}/a", trainer_class=stopping)
+        except SystemExit as stop:
+            code = stop.code
+        [meta] = Path(out, "rows").glob("*/meta.json")
+        left = json.loads(meta.read_text())["parts"][-1][0]
+        make = maker(teacher, config, "megatron")
+        parts = train(student, f"{out}/b", trainer_class=make)
+        whole = maker(teacher, dict(config, cache=f"{out}/whole"), "megatron")
+        return code, left, said.getvalue(), parts, train(student, f"{out}/c", trainer_class=whole)
+
+
+def test_a_stopped_pass_goes_on_where_it_stopped(folder, tmp_path):
+    args = (f"{folder}/student", f"{folder}/teacher", str(tmp_path))
+    found = world.run(stopped_and_gone_on, 2, *args)
+    assert [code for code, *_ in found] == [85, 85]
+    _, left, said, parts, whole = found[0]
+    assert 0 < left < 40 and "SIGTERM: stopped in the teacher's pass" in said
+    assert parts == whole
+    stopped, other = (
+        [path.read_bytes() for path in sorted((tmp_path / name).glob("*/rows.bin"))]
+        for name in ("rows", "whole")
+    )
+    assert stopped == other and len(stopped) == 2
+
+
+def refused_runs(student, teacher, other, out) -> list[str]:
+    """What DistillTrainer says to what cannot be."""
+    from mca_lite import trainer_distill
+    from mca_lite.data_batches import Collator
+    from tests.shared.training import refusal
+
+    trainer_distill.PART_ROWS = 20
+    cached = dict(PLAIN, top_k=3, cache=f"{out}/rows")
+
+    def forgetful(samples):
+        batch = Collator(0)(samples)
+        return {key: value for key, value in batch.items() if key != "teacher_row"}
+
+    def attempt(config, teacher=teacher, given=True, **more):
+        make = maker(teacher, config, "megatron", given)
+        made = (lambda *args, **keys: make(*args, **keys, **more)) if more else make
+        return refusal(train, student, f"{out}/run", trainer_class=made, steps=2)
+
+    whole = attempt(cached)
+    [meta, _] = sorted(Path(out, "rows").glob("*/meta.json"))
+    record = json.loads(meta.read_text())
+    meta.write_text(json.dumps({**record, "parts": record["parts"][:1]}))
+    return [
+        whole,
+        attempt(cached, other),  # without a folder's name its rows tell
+        attempt(cached, given=False),
+        attempt(dict(PLAIN), given=False),
+        attempt(dict(cached, cache=f"{out}/more", top_k=62)),
+        attempt(cached, data_collator=forgetful),
+    ]
+
+
+def test_what_cannot_be_is_refused(folder, tmp_path):
+    other = tiny.save_model(tmp_path / "other", "qwen3", seed=9, vocab_size=TEACHER_VOCAB)
+    args = (f"{folder}/student", f"{folder}/teacher", other, str(tmp_path))
+    found = world.run(refused_runs, 1, *args)[0]
+    for got, words in zip(
+        found,
+        [
+            "",
+            "are of another teacher",
+            "set teacher_model_name_or_path, and it computes the others",
+            "distillation needs its teacher here",
+            "at most 61",
+            'the data collator dropped "teacher_row"',
+        ],
+        strict=True,
+    ):
+        assert words in got and bool(words) == bool(got)
+
+
+def test_the_example_of_configs_names_keys_of_the_stage():
+    run = parse_args([str(ROOT / "configs/distill.yaml")], needs_world=False)
+    assert run.stage == "distill" and run.teacher_model_name_or_path == "output/teacher"

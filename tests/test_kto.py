@@ -1,0 +1,268 @@
+"""KTO in every layout trains as plain transformers and torch do: loss, metrics and gradient norm of
+whole curves.
+"""
+
+import json
+
+import pytest
+import torch
+
+from tests.shared import tiny, world
+from tests.shared.commands import error_of, run_script
+from tests.shared.dpo_tools import curve_of, differences
+from tests.shared.kto_tools import (
+    OBJECTIVE,
+    Answers,
+    kto_run,
+    logps_of,
+    make_oracles,
+    mismatched,
+    oracle_curve,
+    raw_answers,
+    shifted,
+    step_numbers,
+)
+from tests.shared.layouts import CP2, DIST_OPT, OVERLAP, PACKED, PP2, SP, TP2, VPP2
+from tests.shared.training import read_log
+
+STEPS = 3
+ROWS = {"padded": dict(per_device_train_batch_size=2), "packed": PACKED}
+LAYOUTS = {
+    "one": (1, {}),
+    "tp2pp2": (4, {**TP2, **PP2}),
+    "cp2": (2, CP2),
+    "torch": (1, dict(backend="torch")),
+    "dp2": (2, DIST_OPT),
+    "dp2_overlap": (2, OVERLAP),
+    "tp2sp": (2, {**TP2, **SP}),
+    "pp2": (2, PP2),
+    "pp2_vpp2": (2, {**PP2, **VPP2, "per_device_train_batch_size": 1}),
+    "pp2_variable": (2, {**PP2, "variable_seq_lengths": True}),
+    "tp2sp_cp2": (4, {**TP2, **SP, **CP2}),
+    "cp2pp2_dist_opt": (4, {**CP2, **PP2, **DIST_OPT}),
+    "torch_on_two": (2, dict(backend="torch")),
+}
+USUAL = {"one": ("full padded", "lora packed"), "tp2pp2": ("full padded",), "cp2": ("full packed",)}
+CELLS = [f"{kind} {rows}" for kind in ("full", "lora") for rows in ROWS]
+
+
+@pytest.fixture(scope="module")
+def oracles(tmp_path_factory):
+    """(model folder, folder of the adapter to start from, {kind: curve})"""
+    folder = tmp_path_factory.mktemp("kto")
+    path = tiny.save_model(folder / "model", "qwen3")
+    [curves] = world.run(make_oracles, 1, path, str(folder), STEPS, timeout_s=120)
+    estimates = [line["kl"] for line in curves["full"]]
+    assert estimates[1] > 0 == estimates[2], "one above 0 and a clamped one are wanted"
+    return path, f"{folder}/start", curves
+
+
+def cells_of(path, adapter, out, cells, keys) -> list:
+    """[(cell, curve)] of several runs in one world."""
+    found = []
+    for cell in cells:
+        kind, rows = cell.split()
+        given = {**ROWS[rows], **keys, "max_steps": STEPS}
+        adapter_of_cell = adapter if kind == "lora" else None
+        found.append(
+            (cell, curve_of(kto_run(path, f"{out}/{kind}-{rows}", adapter_of_cell, **given)))
+        )
+    return found
+
+
+@pytest.mark.parametrize(
+    "layout, cells",
+    [(layout, cells) for layout, cells in USUAL.items()]
+    + [
+        pytest.param(
+            layout,
+            [cell for cell in CELLS if cell not in USUAL.get(layout, ())],
+            marks=pytest.mark.full,
+        )
+        for layout in LAYOUTS
+    ],
+)
+def test_kto_trains_as_plain_torch(layout, cells, oracles, tmp_path):
+    path, adapter, curves = oracles
+    ranks, keys = LAYOUTS[layout]
+    found = world.run(cells_of, ranks, path, adapter, str(tmp_path), cells, keys, timeout_s=120)
+    wrong = [
+        f"rank {rank} {cell}: {difference}"
+        for rank, of_rank in enumerate(found)
+        for cell, curve in of_rank
+        for difference in differences(curve, curves[cell.split()[0]])
+    ]
+    assert not wrong, "\n".join(wrong[:20])
+
+
+# -- references, packs, evaluations, predictions, resume
+
+
+def curves_of_references(path, adapter, out, keys) -> dict:
+    given = {**keys, "max_steps": STEPS}
+    kinds = {
+        "full": dict(ref=True),
+        "lora": dict(adapter=adapter, objective=dict(OBJECTIVE, reference="cached")),
+    }
+    return {
+        name: curve_of(kto_run(path, f"{out}/{name}", **given, **kind))
+        for name, kind in kinds.items()
+    }
+
+
+@pytest.mark.parametrize("keys", [PP2, pytest.param(CP2, marks=pytest.mark.full)])
+def test_a_second_model_and_a_cached_reference_of_adapters_give_the_same(oracles, tmp_path, keys):
+    path, adapter, curves = oracles
+    found = world.run(curves_of_references, 2, path, adapter, str(tmp_path), keys)
+    for name in ("full", "lora"):
+        assert not differences(found[-1][name], curves[name])
+
+
+CAPACITY = 35
+
+
+def oracle_of_packs(path) -> list:
+    from transformers import AutoModelForCausalLM
+
+    from mca_lite.data_batches import Packs
+
+    packs = [pack.tolist() for pack in Packs(Answers(), CAPACITY).packs]
+    assert len({len(pack) for pack in packs}) > 1, "rows with other numbers of answers are wanted"
+    return oracle_curve(
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), packs=packs
+    )
+
+
+@pytest.mark.parametrize(
+    "keys", [{**PP2, **VPP2}, pytest.param(dict(backend="torch"), marks=pytest.mark.full)]
+)
+def test_packs_weigh_every_answer_alike(oracles, tmp_path, keys):
+    [wanted] = world.run(oracle_of_packs, 1, oracles[0])
+    keys = dict(keys, pack=CAPACITY, sequence_packing=True, max_steps=2)
+    for got in world.run(curve_of_run, 2, oracles[0], str(tmp_path), keys):
+        assert not differences(got, wanted)
+
+
+def curve_of_run(path, out, keys) -> list:
+    return curve_of(kto_run(path, out, **keys))
+
+
+def evaluated(path, out, keys) -> tuple:
+    """(metrics of an evaluation, predictions), of a model after a step, and its folder."""
+    data = dict(eval_dataset=Answers(), per_device_eval_batch_size=8)
+    trainer = kto_run(path, out, **{**keys, **data, "max_steps": 1, "global_batch_size": 8})
+    found = trainer.evaluate(), trainer.predict(trainer.eval_dataset)
+    trainer.save_model()
+    return found
+
+
+def expected(path, trained) -> tuple:
+    """The same by plain transformers: one step over all answers, and one block of them."""
+    from transformers import AutoModelForCausalLM
+
+    models = [AutoModelForCausalLM.from_pretrained(p).float().eval() for p in (path, trained)]
+    raw = raw_answers()
+    others = mismatched(raw, block=8)
+    documents = [shifted(*one[:2]) for one in raw]
+    with torch.no_grad():
+        reference, of_others = (logps_of(models[0], part) for part in (documents, others))
+        every = list(range(len(raw)))
+        _, metrics = step_numbers(models[1], every, raw, others, reference, of_others, OBJECTIVE)
+        return metrics, logps_of(models[1], documents).tolist()
+
+
+@pytest.mark.parametrize("ranks, keys", [(1, PACKED), pytest.param(2, PP2, marks=pytest.mark.full)])
+def test_evaluations_and_predictions_are_of_the_answers(oracles, tmp_path, ranks, keys):
+    metrics, output = world.run(evaluated, ranks, oracles[0], str(tmp_path), keys)[0]
+    [(wanted, logps)] = world.run(expected, 1, oracles[0], str(tmp_path))
+    for key, value in wanted.items():
+        assert metrics[f"eval_{key}"] == pytest.approx(value, rel=1e-5, abs=1e-5), key
+    assert output.predictions[:, 0] == pytest.approx(logps, rel=1e-5)
+    assert output.metrics.keys() == {"test_loss"}
+
+
+def whole_and_resumed(path, out, keys) -> tuple:
+    """(curve of a run, curve of a run that goes on from a checkpoint after its second step)"""
+    keys = {**keys, "attention_dropout": 0.1}
+    whole = curve_of(kto_run(path, f"{out}/whole", max_steps=3, **keys))
+    saving = dict(save_strategy="steps", save_steps=2, max_steps=2)
+    kto_run(path, f"{out}/parts", **{**keys, **saving})
+    resumed = kto_run(
+        path,
+        f"{out}/parts",
+        max_steps=3,
+        resume_from_checkpoint=f"{out}/parts/checkpoint-2",
+        **keys,
+    )
+    return whole, curve_of(resumed)
+
+
+@pytest.mark.parametrize("kind", ["full", pytest.param("lora", marks=pytest.mark.full)])
+def test_resume_is_bit_for_bit(oracles, tmp_path, kind):
+    path, adapter, _ = oracles
+    keys = dict(PP2, adapter=adapter if kind == "lora" else None)
+    whole, parts = world.run(whole_and_resumed, 2, path, str(tmp_path), keys)[0]
+    assert parts == whole and len(whole) == 3
+
+
+# -- what is refused, and the pairs of prompts and answers
+
+
+def test_answers_shift_by_one_within_blocks():
+    from mca_lite.trainer_kto import Mismatched
+
+    view = Mismatched(Answers(), 3)
+    assert [view.partner(i) for i in range(7)] == [2, 0, 1, 5, 3, 4, 5]
+    wanted = mismatched(raw_answers()[:6], block=3)
+    for got, document in zip(map(view.__getitem__, range(6)), wanted, strict=False):
+        for name, column in document.items():
+            assert got[1][name].tolist() == column.tolist()
+        assert got[0]["answer_label"] == got[1]["answer_label"]
+    assert len(Mismatched(Answers(), 3, cutoff_len=4)[1][1]["labels"]) == 4
+
+
+def refusals(path, out) -> list[str]:
+    gap = {"input_ids": [1, 2, 3, 4], "labels": [2, -100, 4, 5], "answer_label": 1}
+    odd = {**gap, "labels": [-100, 3, 4, 5], "answer_label": 2}
+    plain = {name: gap[name] for name in ("input_ids", "labels")}
+    cases = [[plain] * 2, [gap], [gap] * 2, [odd] * 2]
+    said = [error_of(kto_run, path, f"{out}/{n}", train_dataset=c) for n, c in enumerate(cases)]
+    more = [dict(calculate_per_token_loss=False), dict(pack=30), dict(objective=dict(beta=0))]
+    return said + [error_of(kto_run, path, f"{out}/more", **keys) for keys in more]
+
+
+def test_what_cannot_be_trained_is_refused(oracles, tmp_path):
+    [said] = world.run(refusals, 1, oracles[0], str(tmp_path))
+    words = ["with answer_label", "two samples", "labels in several parts", "answer_label 2"]
+    words += ["calculate_per_token_loss: true", "sequence_packing is false", "pref_beta"]
+    for text, expected_words in zip(said, words, strict=True):
+        assert expected_words in text
+
+
+# -- the command line
+
+
+def test_the_example_gives_the_same_numbers_on_two_ranks_and_on_plain_torch(tmp_path):
+    short = (
+        "configs/kto.yaml model_name_or_path=configs/tiny/model train_from_scratch=true "
+        "max_steps=3 logging_steps=1 eval_steps=3 global_batch_size=8 max_samples=24 "
+        "per_device_train_batch_size=4 per_device_eval_batch_size=12"
+    )
+    layouts = {"pp2": "pipeline_model_parallel_size=2", "torch": "use_mca=false"}
+    logs = {}
+    for name, keys in layouts.items():
+        words = f"{short} {keys} do_predict=true output_dir={tmp_path / name}"
+        shown = run_script(words, tmp_path, nproc=2 if name == "pp2" else 1).stdout
+        assert "kto, beta 0.1" in shown and "reference model: 24" in shown
+        assert "warning" not in shown
+        logs[name] = read_log(tmp_path / name)
+        lines = (tmp_path / name / "predictions.jsonl").read_text().splitlines()
+        assert len(lines) == 24 and json.loads(lines[0])["tokens"] > 0
+    assert {"eval_kl", "eval_rewards/accuracies"} <= logs["torch"][-1].keys()
+    for ours, theirs in zip(logs["pp2"], logs["torch"], strict=True):
+        for key in theirs:
+            if key.removeprefix("eval_").startswith(("loss", "kl", "rewards/c", "logps", "grad")):
+                assert ours[key] == pytest.approx(theirs[key], rel=1e-5, abs=1e-5), key
+    first, *_ = logs["torch"]
+    # policy and reference are one model: half of the weights of both kinds
+    assert first["loss"] == pytest.approx(0.5) and first["kl"] == 0
