@@ -58,10 +58,10 @@ class Row:
         field = self.when.removeprefix("not ")
         return bool(getattr(config, field, None)) != self.when.startswith("not ")
 
-    def is_in(self, is_moe_layer: bool, is_linear: bool) -> bool:
+    def is_in(self, is_moe_layer: bool, is_linear: bool, has_window: bool = False) -> bool:
         """True if a layer of this kind has the tensor. is_linear: its attention is linear."""
-        kinds = {"all": True, "moe": is_moe_layer, "linear": is_linear}
-        kinds |= {"dense": not is_moe_layer, "attention": not is_linear}
+        kinds = {"all": True, "moe": is_moe_layer, "linear": is_linear, "window": has_window}
+        kinds |= {"dense": not is_moe_layer, "attention": not is_linear, "full": not has_window}
         return kinds[self.layers]
 
 
@@ -94,6 +94,14 @@ def attention(bias=False, norm=False, norm_kind="copy", fused=False, norms="q_no
     yield _row(mca + "linear_proj", hf + "o_proj", "copy", of="bias", when="add_output_bias")
     sinks = (f"{_HF_LAYERS}{hf}sinks",)
     yield Row(f"{_LAYERS}{mca}core_attention.sinks", sinks, "column", when="attention_sinks")
+
+
+def attention_of_two_sizes():
+    """Rows of attention in layers with a window and in full ones, whose keys are values too."""
+    qkv, *others = attention(norm=True)
+    yield replace(qkv, layers="window")
+    yield _row("self_attention.linear_qk", "self_attn.q_proj self_attn.k_proj", "qk", layers="full")
+    yield from others
 
 
 def latent_attention():
@@ -290,12 +298,16 @@ REFUSALS: dict[str, tuple[tuple, str]] = {
         "transformers does not normalise the weights of this model: set it to false",
     ),
     "moe_layer_freq": ((None, 1), "expected 1: experts in each layer after the dense ones"),
+    "hidden_size_per_layer_input": (_UNSET, "embeddings of each layer's own are not built"),
+    "num_kv_shared_layers": (_UNSET, "layers that share keys and values are not built"),
+    "enable_moe_block": (_UNSET, "experts beside an MLP are not built"),
+    "attention_k_eq_v": ((True,), "expected keys that are values too in layers without a window"),
     "swiglu_alpha": ((None, 1.702), "expected 1.702"),
     "first_k_dense_replace": ((None, 1), "expected 1: other patterns are read of mlp_layer_types"),
 }
 
 # rope scalings with frequencies independent of the sequence length
-ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 
 
 def rope_parameters(hf) -> list[dict[str, Any]]:
@@ -307,6 +319,8 @@ def rope_parameters(hf) -> list[dict[str, Any]]:
         kind.setdefault("rope_type", "default")
         kind.setdefault("rope_theta", getattr(hf, "rope_theta", None) or 10000.0)
         kind["partial_rotary_factor"] = kind.get("partial_rotary_factor") or 1.0
+        if kind["rope_type"] == "proportional":  # all channels have a frequency, most of them 0
+            kind["partial_rotary_factor"] = 1.0
         if _has_fixed_alpha(hf, kind):
             kind["rope_theta"] *= kind["alpha"] ** (hf.head_dim / (hf.head_dim - 2))
             kind["rope_type"] = "default"
@@ -345,6 +359,8 @@ class Family:
     unused: tuple[str, ...] = ()
     # transformers saves its tensors under the names of OLDER_PREFIXES
     older_names: bool = False
+    # heads of layers with a window have other sizes: transformers' per_layer_config
+    sizes_differ: bool = False
     # files hold the experts of a layer in one tensor, in bf16 or MXFP4 (weights_experts.py)
     stacked_experts: bool = False
 
@@ -353,8 +369,9 @@ class Family:
         values = _CONSTANTS | self.constants
         whole = hf
         hf = hf.get_text_config()
+        of_window = hf.per_layer_config["sliding_attention"] if self.sizes_differ else hf
         for key, name in (DENSE_CONFIG | self.config).items():
-            value = getattr(hf, key, None)
+            value = getattr(of_window, key, None)
             if value is not None:
                 values[name] = value
         if self.has_pictures:  # a flag of the text_config has no effect
@@ -405,6 +422,9 @@ class Family:
         window = getattr(hf, "sliding_window", None)
         if not window and "sliding_attention" in (getattr(hf, "layer_types", None) or ()):
             refuse("layer_types", "sliding_attention", f"the window is switched off ({window})")
+        kinds = {"sliding_attention", "full_attention"}
+        if self.sizes_differ and kinds - set(hf.layer_types):
+            refuse("layer_types", hf.layer_types, f"expected {' and '.join(sorted(kinds))}")
         if quantized and not self.reads(quantized):
             refuse("quantization_config", None, "save the model in bf16 or fp32 first")
         for rope in rope_parameters(hf):
@@ -435,6 +455,16 @@ def _gemma_scales(hf):
     return {
         "embedding_multiplier": hf.hidden_size**0.5,
         "softmax_scale": hf.query_pre_attn_scalar**-0.5,
+    }
+
+
+def _gemma4(hf) -> dict[str, Any]:
+    """Fields of Gemma 4: the sizes of heads in layers without a window."""
+    full = hf.per_layer_config["full_attention"]
+    return {
+        "embedding_multiplier": hf.hidden_size**0.5,
+        "full_kv_channels": full.head_dim,
+        "full_query_groups": full.num_key_value_heads,
     }
 
 
@@ -560,6 +590,7 @@ def _deepseek_v2(hf) -> dict[str, Any]:
     return {**experts, "moe_router_group_score": "max", **_latent_fields(hf)}
 
 
+_SCALAR = "layer_scalar"  # a constant factor of a layer's output
 LANGUAGE_MODEL = "language_model"  # the part of a model beside those for images
 
 FAMILIES: dict[str, Family] = {
@@ -751,6 +782,26 @@ FAMILIES |= {
         "hidden_act router_jitter_noise",
         derived=_experts_everywhere,
         partial_rotary=True,
+    ),
+    "gemma4_text": Family(
+        decoder_rows(
+            (*attention_of_two_sizes(), Row(_LAYERS + _SCALAR, (_HF_LAYERS + _SCALAR,), "copy")),
+            mlp_rows(),
+            GEMMA_NORMS,
+        ),
+        _same("final_logit_softcapping"),
+        {
+            "activation_func": _GELU,
+            "post_norms": True,
+            "qk_layernorm": True,
+            "softmax_scale": 1.0,
+            "layer_scalars": True,
+        },
+        f"{_GEMMA_REFUSALS} hidden_size_per_layer_input num_kv_shared_layers enable_moe_block "
+        "attention_k_eq_v",
+        has_windows=True,
+        derived=_gemma4,
+        sizes_differ=True,
     ),
     "gpt_oss": Family(
         decoder_rows(attention(bias="add_qkv_bias"), moe_rows(router="router")),

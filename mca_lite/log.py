@@ -285,13 +285,22 @@ def model_sizes(config) -> ModelSizes | None:
     linear = len(fields.get("linear_layers") or ())
     return ModelSizes(
         weights=sum(weights.values()),
-        core=(layers - linear) * heads * channels / 2,
+        core=((layers - linear) * heads * channels + _more_of_full_layers(fields)) / 2,
         num_layers=fields["num_layers"],
         hidden_size=fields["hidden_size"],
         vocab_size=fields["vocab_size"],
         mlp_weights=sum(of_mlps) / layers,
         linear=linear and linear * _linear_products(fields),
     )
+
+
+def _more_of_full_layers(fields: dict[str, Any]) -> int:
+    """Query and value channels of all heads that layers without a window have beyond the others."""
+    if not fields.get("full_kv_channels"):
+        return 0
+    full = fields["num_layers"] - len(fields["sliding_layers"])
+    more = fields["full_kv_channels"] - fields["kv_channels"]
+    return 2 * full * fields["num_attention_heads"] * more
 
 
 def _linear_products(fields: dict[str, Any]) -> int:

@@ -203,7 +203,7 @@ class MegatronHost:
         arguments |= dict(in_size=in_size, widths=widths)
         if row.mca == VOCABULARY[0]:
             return Site(module, names, LoraEmbedding, arguments)
-        if row.kind.startswith(("qkv", "delta")):
+        if row.kind.startswith(("qk", "delta")):
             groups = num_groups(row, config)
             arguments["groups"] = groups // tp
             parts = row_parts(row, out_size * tp, config)

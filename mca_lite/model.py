@@ -338,10 +338,12 @@ class McaGPTModel(MegatronModule):
         return f"{block}.layers.{{}}.{rest}", layer.layer_number - 1
 
     def global_parameter_names(self) -> Iterator[tuple[str, int | None, torch.nn.Parameter]]:
-        """(*global_name(its name), parameter) of each parameter, and of each router's bias, a
-        buffer, under the names of rows. Experts are given as views of each matrix."""
-        biases = (b for b in self.named_buffers() if b[0].endswith("router.expert_bias"))
-        for name, parameter in (*self.named_parameters(), *biases):
+        """(*global_name(its name), parameter) of each parameter, and of each router's bias and
+        layer's factor, buffers, under the names of rows. Experts are given as views of each
+        matrix."""
+        of_files = ("router.expert_bias", "layer_scalar")
+        buffers = (pair for pair in self.named_buffers() if pair[0].endswith(of_files))
+        for name, parameter in (*self.named_parameters(), *buffers):
             template, layer = self.global_name(name)
             if ".mlp.experts." not in name:
                 yield TE_ALIASES.get(template, template), layer, parameter

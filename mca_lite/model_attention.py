@@ -84,11 +84,16 @@ def rope_frequencies(config, layer_type: str = "full_attention") -> tuple[torch.
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         hf = HFAutoConfig.for_model(**copy.deepcopy(config.hf_config)).get_text_config()
+        if config.full_kv_channels:  # heads of a size for each type
+            hf = hf.per_layer_config[layer_type]
         inv_freq, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](
             hf, torch.device("cpu"), **of_type
         )
         return inv_freq.float().to(device()), float(factor)
-    dim = int(config.kv_channels * config.rotary_percent)
+    channels = config.kv_channels
+    if layer_type == "full_attention":
+        channels = config.full_kv_channels or channels
+    dim = int(channels * config.rotary_percent)
     exponent = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
     return (1.0 / base**exponent).to(device()), 1.0
 
@@ -268,6 +273,48 @@ class SelfAttention(Attention):
         return of_groups[self.tp_group.rank() // self.ranks_of_group]
 
 
+class AttentionOfTwoSizes(Attention):
+    """Gemma 4's attention: normed values, and sizes of heads and groups for each type of layers.
+
+    Takes and gives what SelfAttention does. In layers without a window keys, before their norm and
+    rotation, are values too: linear_qk has no rows for them. Norms of values have no weight.
+    """
+
+    def __init__(self, config, layer_number: int, pg_collection):
+        super().__init__(config=config)
+        tp_group = pg_collection.tp
+        layer_type = config.layer_type(layer_number)
+        groups, self.head_size = config.head_sizes(layer_number)
+        self.groups = groups // tp_group.size()
+        is_full = layer_type == "full_attention"
+        self.linear_name = "linear_qk" if is_full else "linear_qkv"
+        heads = config.num_attention_heads
+        width = (heads + (1 if is_full else 2) * groups) * self.head_size
+        linear = column_linear(config, config.hidden_size, width, tp_group)
+        self.add_module(self.linear_name, linear)
+        self.core_attention = CoreAttention(config, layer_number, pg_collection)
+        self.linear_proj = row_linear(config, heads * self.head_size, tp_group)
+        sizes = config, self.head_size, config.layernorm_epsilon
+        self.q_layernorm = RMSNorm(*sizes)
+        self.k_layernorm = RMSNorm(*sizes)
+        self.rope = Rope.of(config, layer_type)
+
+    def query_key_value(self, hidden_states, packed_seq_params):
+        """Query [s, b, n, d], key and value [s, b, g, d] of this rank, normed, the first two
+        rotated; no gate."""
+        mixed, _ = self.get_submodule(self.linear_name)(hidden_states)
+        heads = mixed.unflatten(-1, (self.groups, -1, self.head_size))
+        if self.linear_name == "linear_qk":
+            heads = torch.cat((heads, heads[:, :, :, -1:]), 3)
+        query = self.q_layernorm(heads[:, :, :, :-2].flatten(2, 3))
+        key = self.k_layernorm(heads[:, :, :, -2])
+        value = heads[:, :, :, -1].float()
+        value = F.rms_norm(value, value.shape[-1:], eps=self.config.layernorm_epsilon)
+        layout = self.core_attention.layout(packed_seq_params, mixed)
+        tables = rotary_tables(self.rope, layout, mixed.dtype)
+        return *rotate(query, key, *tables), value.to(mixed.dtype), None
+
+
 def sdpa_order(query, mask):
     """The order of torch's attention kernels on CUDA, as a context. Without a mask cuDNN's is the
     first: it is the fastest, and torch would pass it over if an older cuDNN than torch's is loaded.
@@ -381,7 +428,8 @@ class CoreAttention(RowModule):
         """True if the varlen kernel takes them: it supports neither float32 nor dropout nor caps,
         and only multiples of 8 as sizes of heads."""
         suits_dtype = query.is_cuda and query.dtype != torch.float32
-        return suits_dtype and not dropout and self.softcap is None and query.shape[-1] % 8 == 0
+        suits_size = query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
+        return suits_dtype and not dropout and self.softcap is None and suits_size
 
     def _segments(self, query, key, value, layout, dropout):
         """One call for each run of queries with its keys: documents, or their chunks under context
@@ -551,6 +599,8 @@ def build_attention(config, layer_number: int, pg_collection):
     """The attention of a layer."""
     if config.multi_latent_attention:
         return LatentAttention(config, layer_number, pg_collection)
+    if config.full_kv_channels:
+        return AttentionOfTwoSizes(config, layer_number, pg_collection)
     if config.transformer_impl == "local":
         return SelfAttention(config, layer_number, pg_collection)
     provider = TESpecProvider()

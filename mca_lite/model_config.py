@@ -9,6 +9,7 @@ import copy
 import enum
 import functools
 import json
+import math
 import os
 import re
 import warnings
@@ -206,6 +207,10 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
     attention_dropout: float = 0.0
     qk_norm_over_heads: bool = False  # queries and keys are normed over all their heads together
     qk_norm_after_rope: bool = False  # the norms of heads follow the rotation
+    # in layers without a window: channels of a head and query groups, whose keys are values too
+    full_kv_channels: int | None = None
+    full_query_groups: int | None = None
+    layer_scalars: bool = False  # a constant factor of each layer's output
     attention_sinks: bool = False  # each head has a learned score beside those of its keys
     add_output_bias: bool = False  # on attention's output
     add_moe_bias: bool = False  # on routers and on the matrices of experts
@@ -268,6 +273,15 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         judge = Judge(self)
         self._choose_layers(judge)
         judge.apply(VIRTUAL_STAGES)
+        tp = self.tensor_model_parallel_size
+        groups = math.gcd(self.num_query_groups or 0, self.full_query_groups or 0)
+        judge.expect(
+            not self.full_query_groups or groups % tp == 0,
+            "tensor_model_parallel_size",
+            f"layers of this model have {self.num_query_groups} and {self.full_query_groups} query "
+            "groups, and ranks that share one are not supported",
+            f"tensor_model_parallel_size: {groups}",
+        )
         check_model(self, self, judge, transformer_engine_works())
         judge.close()
         if self.mtp_num_layers and self.hf_config is not None:
@@ -292,6 +306,13 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         if self.transformer_impl == "local":
             for name in _changed(self, NOT_LOCAL):
                 judge.refuse(name, f"{name}: the local layers lack it", f"{name} left out")
+
+    def head_sizes(self, layer_number: int) -> tuple[int, int]:
+        """(query groups, channels of a head) of a layer, numbered from 1."""
+        groups = self.num_query_groups or self.num_attention_heads
+        if self.full_kv_channels and self.layer_type(layer_number) == "full_attention":
+            return self.full_query_groups or groups, self.full_kv_channels
+        return groups, self.kv_channels
 
     def layer_type(self, layer_number: int) -> str:
         """transformers' name for the attention of a layer, numbered from 1 as megatron does."""
@@ -551,7 +572,7 @@ ONLY_LOCAL = (
     "final_logit_softcapping attn_logit_softcapping rope_interleave mrope_section "
     "layernorm_zero_centered_gamma multi_latent_attention mtp_num_layers layers_without_rope "
     "query_scaling_beta qk_norm_after_rope attention_sinks add_output_bias add_moe_bias "
-    "activation_func_clamp_value linear_layers attention_output_gate"
+    "activation_func_clamp_value linear_layers attention_output_gate full_kv_channels layer_scalars"
 ).split()
 # the same of megatron's modules alone
 NOT_LOCAL = (

@@ -41,6 +41,7 @@ from .model_attention import DuplicatedLinear, build_attention, recomputes
 from .model_delta import GatedDeltaNet
 from .model_moe import Mixture, mlp_parts
 from .model_norms import RMSNorm, hidden_norm
+from .parallel import device
 
 
 def recomputed(config, function, *tensors):
@@ -113,6 +114,8 @@ class Layer(MegatronModule):
             f = config.ffn_hidden_size
             self.mlp = MLP(config, parts, ffn_hidden_size=f, tp_group=pg_collection.tp)
         self.mlp_bda = Residual(config)
+        scalar = torch.ones(1, device=device()) if config.layer_scalars else None
+        self.register_buffer("layer_scalar", scalar)
         self.recomputes_norms = recomputes(config, "layernorm")
         self.recomputes_mlp = recomputes(config, "mlp") and not is_moe
 
@@ -131,7 +134,8 @@ class Layer(MegatronModule):
         else:
             out = self.mlp(normed)
         drop(out[0])
-        return self.mlp_bda(out, residual)
+        out = self.mlp_bda(out, residual)
+        return out if self.layer_scalar is None else out * self.layer_scalar
 
     def _normed(self, norm, x):
         """(norm of x, x for the residual, a function of what was computed of the norm: it drops a
@@ -238,7 +242,8 @@ class Block(MegatronModule):
         number."""
         state = {}
         config = self.config
-        one_kind = config.moe_layer_freq == 1 and not config.linear_layers
+        differ = config.linear_layers or config.full_kv_channels
+        one_kind = config.moe_layer_freq == 1 and not differ
         for i, layer in enumerate(self.layers):
             number = layer.layer_number - 1
             here = f"{prefix}layers.{i}."

@@ -330,12 +330,13 @@ def _layer_bytes(config, layer: int, facts: _Facts, r: RankSizes) -> tuple[float
         attention = _linear_bytes(config, facts, r)
     else:
         # queries and attention's output, keys, values, and the sum of each row's exponentials
-        heads = r.heads + r.groups
-        attention = 2 * r.w * config.kv_channels * heads + 4 * r.heads
+        groups, channels = config.head_sizes(layer + 1)
+        heads = r.heads + max(groups / r.tp, 1)
+        attention = 2 * r.w * channels * heads + 4 * r.heads
         if config.qk_layernorm:
-            attention += (facts.head_norm * config.kv_channels + 4) * heads
+            attention += (facts.head_norm * channels + 4) * heads
         if config.attention_output_gate:
-            attention += 2 * r.w * config.kv_channels * r.heads
+            attention += 2 * r.w * channels * r.heads
     norms = 2 + 2 * config.post_norms
     around = norms * (facts.norm * r.h + 4) / r.sp + attention
     if not config.is_moe_layer(layer):

@@ -145,6 +145,9 @@ def row_parts(row: Row, total: int, config) -> list[list[int]]:
         if getattr(config, "attention_output_gate", False):
             of_queries *= 2
         parts = [of_queries, of_keys, of_keys]
+    elif row.kind == "qk":
+        heads = (config.num_attention_heads, config.full_query_groups)
+        parts = [count * config.full_kv_channels for count in heads]
     elif row.kind.startswith("delta"):
         parts = _delta_parts(row.kind, config)
     more = len(parts) - len(row.hf)  # in the first tensor
@@ -172,6 +175,8 @@ def num_groups(row: Row, config) -> int:
     after the other."""
     if row.kind == "qkv":
         return config.num_query_groups
+    if row.kind == "qk":
+        return config.full_query_groups
     if row.kind.startswith("delta"):
         return config.linear_num_key_heads
     return degree(row, config) if row.axis == 0 else 1
@@ -320,9 +325,10 @@ def in_layer_order(config) -> Iterator[tuple[Row, int | None]]:
     layered = [row for row in rows if "{}" in row.mca]
     yield embedding, None
     linear = getattr(config, "linear_layers", None) or ()
+    windows = getattr(config, "sliding_layers", None) or ()
     for layer in range(config.num_layers + (config.mtp_num_layers or 0)):
         predicts = layer >= config.num_layers
-        kinds = config.is_moe_layer(layer), layer in linear
+        kinds = config.is_moe_layer(layer), layer in linear, layer in windows
         for row in layered:
             if row.mca.startswith(PREDICTION_LAYERS) == predicts and row.is_in(*kinds):
                 yield row, layer

@@ -245,6 +245,7 @@ ADAPTED = {
     "qwen3_5_text": ("in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj", "q_proj", "lm_head"),
     "qwen3_next": ("in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "v_proj"),
     "arcee": ("q_proj", "up_proj", "down_proj"),
+    "gemma4_text": ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj"),
     "gpt_oss": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "seed_oss": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
 }
@@ -417,6 +418,50 @@ def test_flops_of_latent_attention_are_six_per_weight_and_the_core(name):
     if name == "deepseek_v3":
         ahead = from_hf_config(config, TrainingArguments(output_dir="unused", mtp_num_layers=1))
         assert model_sizes(ahead).weights == 5 * layer + 2 * 32**2 + 2 * vocabulary
+
+
+def test_plan_and_flops_of_two_sizes_of_heads_are_counted_by_hand():
+    from mca_lite.args import TrainingArguments
+    from mca_lite.log import model_sizes
+    from mca_lite.model_config import from_hf_config
+    from mca_lite.plan_memory import ModelTensors
+
+    hf = tiny.hf_config("gemma4_text")
+    model = AutoModelForCausalLM.from_config(hf)
+    # a head of the embedding's weight, and no products with the embedding itself
+    weights = sum(p.numel() for p in model.parameters() if p.dim() > 1)
+    ours = from_hf_config(hf, TrainingArguments(output_dir="unused"))
+    for config in (hf, ours):
+        assert model_sizes(config).weights == weights
+        assert model_sizes(config).core == 4 * (8 + 8 + 16 + 16) / 2
+    factors = 2  # of layers, no parameters
+    assert ModelTensors(ours).total - factors == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        (dict(num_kv_shared_layers=1), "num_kv_shared_layers"),
+        (dict(enable_moe_block=True), "enable_moe_block"),
+        (dict(hidden_size_per_layer_input=4), "hidden_size_per_layer_input"),
+        (dict(attention_k_eq_v=False), "attention_k_eq_v"),
+        (dict(layer_types=["full_attention"] * 2), "sliding_attention"),
+    ],
+)
+def test_other_models_of_gemma4_are_refused(changes, words):
+    from mca_lite.model_config import from_hf_config
+
+    with pytest.raises(ValueError, match=words):
+        from_hf_config(tiny.hf_config("gemma4_text", **changes))
+
+
+def test_ranks_that_would_share_a_query_group_of_gemma4_are_refused():
+    from mca_lite.args import TrainingArguments
+    from mca_lite.model_config import from_hf_config
+
+    args = TrainingArguments(output_dir="unused", tensor_model_parallel_size=4)
+    with pytest.raises(ValueError, match="(?s)4 and 2 query groups.*tensor_model_parallel_size: 2"):
+        from_hf_config(tiny.hf_config("gemma4_text"), args)
 
 
 def test_readme_names_the_families_that_there_are_and_why_others_are_not():

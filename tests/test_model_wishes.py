@@ -58,12 +58,21 @@ WITHOUT_EFFECT_THERE = {
     ("deepseek_v2", "num_key_value_heads"): LATENT,
     ("deepseek_v3", "num_key_value_heads"): LATENT,
     ("glm4_moe_lite", "num_key_value_heads"): LATENT,
+    **{
+        ("gemma4_text", name): "of experts, which are refused"
+        for name in ("num_experts", "top_k_experts", "moe_intermediate_size")
+    },
+    ("gemma4_text", "vocab_size_per_layer_input"): "of embeddings of each layer: refused",
+    ("gemma4_text", "num_hidden_layers"): "transformers wants a per_layer_config of as many layers",
+    ("gemma4_text", "use_double_wide_mlp"): "of layers that share keys and values: refused",
     ("gpt_oss", "router_aux_loss_coef"): "0.9 in the released files, and without effect in "
     "transformers: moe_aux_loss_coeff decides",
 }
-VALUES = [True, False, 1, 2, 3, 8, 64, 0.25, "gelu", "greedy", "sigmoid", [0], [1, 1]]
+VALUES = [True, False, 1, 2, 3, 8, 64, 0.25, "gelu", "greedy", "sigmoid", "all", [0], [1, 1]]
+VALUES += [{"1": {"head_dim": 32}}]
 VALUES += [[name] * count for name in ("sliding_attention", "full_attention") for count in (2, 4)]
 VALUES += [{"rope_type": "default", "rope_theta": 77.0}]
+VALUES += [{**VALUES[-1], "llama_4_scaling_beta": 0.3, "original_max_position_embeddings": 4}]
 VALUES += [{name: VALUES[-1] for name in ("full_attention", "sliding_attention")}]
 
 
@@ -101,7 +110,7 @@ def is_heard(hf, field: str, plain: dict) -> bool:
     text.pop("layer_types", None)  # it would hold against what it follows from
     for value in VALUES:
         changed = copy.deepcopy(given)
-        (changed if is_at_top else changed["text_config"])[field] = value
+        (changed if is_at_top else changed["text_config"])[field] = copy.deepcopy(value)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")

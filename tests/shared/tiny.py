@@ -87,6 +87,11 @@ MORE_KEYS = {
     "cwm": dict(head_dim=8, sliding_window=5, bos_token_id=1),
     "qwen3_5_text": DELTA,
     "ernie4_5": dict(head_dim=8, tie_word_embeddings=True),
+    "gemma4_text": dict(
+        head_dim=8, global_head_dim=16, num_global_key_value_heads=2, num_key_value_heads=4,
+        attention_k_eq_v=True, hidden_size_per_layer_input=0, sliding_window=6,
+        tie_word_embeddings=True, final_logit_softcapping=2.0,
+        layer_types=["sliding_attention", "full_attention"]),
     "olmo3": dict(sliding_window=5, layer_types=["sliding_attention", "full_attention"],
                   rope_parameters={"full_attention": YARN,
                                    "sliding_attention": {"rope_type": "default",
@@ -135,6 +140,9 @@ def save_model(
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(hf_config(family, **changes))
     with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.uniform_(0.5, 1.5)
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.2 * torch.randn_like(parameter))
