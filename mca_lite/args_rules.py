@@ -17,7 +17,7 @@ from typing import Any
 
 from .args_rules_training import Need, check_needs
 from .errors import Judge, Rule
-from .families import is_of_expert
+from .families_rows import is_of_expert
 from .files import GENERATION_METRICS
 from .tables import CONVERSATIONS, OBJECTIVES, TEMPLATES, Objective
 

@@ -12,245 +12,24 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .errors import Judge
-
-# -- kinds of rows
-
-
-@dataclass(frozen=True)
-class Row:
-    """One megatron tensor and its HF tensors; of kind "module" all tensors under a prefix each."""
-
-    mca: str
-    hf: tuple[str, ...]
-    kind: str
-    # or "dense", or "moe": layers with a mixture of experts; or "linear", or "attention": layers
-    # with linear attention, or those without
-    layers: str = "all"
-    # True, or a condition for the tensor: a config field, set (or, after "not", unset)
-    when: str | bool = True
-    expert: int | None = None  # index of the expert in the layer
-    fused: bool = False  # one HF tensor with all parts
-    linear: bool = False  # of kind copy: a matrix, here on every rank
-
-    @property
-    def axis(self) -> int | None:
-        """The axis cut by tensor parallelism, or None."""
-        return {"copy": None, "row": 1}.get(self.kind, 0)
-
-    @property
-    def is_linear(self) -> bool:
-        """True for the matrix of a linear or an embedding: adapters are possible on it."""
-        if not self.mca.endswith(".weight"):
-            return False
-        if self.kind == "copy":
-            return self.linear
-        return "layernorm" not in self.mca and "conv1d" not in self.mca
-
-    @property
-    def is_of_tower(self) -> bool:
-        """True for a tensor of transformers' module for pictures."""
-        return self.mca.startswith("vision_model.")
-
-    def is_there(self, config) -> bool:
-        """True if a model has the tensor. config: any object with McaModelConfig's fields."""
-        if isinstance(self.when, bool):
-            return self.when
-        field = self.when.removeprefix("not ")
-        return bool(getattr(config, field, None)) != self.when.startswith("not ")
-
-    def is_in(self, is_moe_layer: bool, is_linear: bool, has_window: bool = False) -> bool:
-        """True if a layer of this kind has the tensor. is_linear: its attention is linear."""
-        kinds = {"all": True, "moe": is_moe_layer, "linear": is_linear, "window": has_window}
-        kinds |= {"dense": not is_moe_layer, "attention": not is_linear, "full": not has_window}
-        return kinds[self.layers]
-
-
-_LAYERS = "decoder.layers.{}."
-_HF_LAYERS = "model.layers.{}."
-
-
-def _row(mca: str, modules: str, kind: str, of: str = "weight", **more) -> Row:
-    """A row of a decoder layer: megatron's module, and Hugging Face's modules by spaces."""
-    hf = tuple(f"{_HF_LAYERS}{name}.{of}" for name in modules.split())
-    return Row(f"{_LAYERS}{mca}.{of}", hf, kind, **more)
-
-
-def attention(bias=False, norm=False, norm_kind="copy", fused=False, norms="q_norm k_norm"):
-    """Rows of attention. bias, norm: True, or the config field for them. norm_kind: "column" for a
-    norm over all heads. norms: Hugging Face's modules. Sinks and a bias of the output are there as
-    the config says."""
-    mca = "self_attention."
-    hf = "self_attn."
-    qkv = f"{hf}q_proj {hf}k_proj {hf}v_proj"
-    if fused:
-        qkv = f"{hf}qkv_proj"
-    yield _row(mca + "linear_qkv", qkv, "qkv", fused=fused)
-    if bias:
-        yield _row(mca + "linear_qkv", qkv, "qkv", of="bias", when=bias)
-    if norm:
-        for name, module in zip(("q_layernorm", "k_layernorm"), norms.split(), strict=True):
-            yield _row(mca + name, hf + module, norm_kind, when=norm)
-    yield _row(mca + "linear_proj", hf + "o_proj", "row")
-    yield _row(mca + "linear_proj", hf + "o_proj", "copy", of="bias", when="add_output_bias")
-    sinks = (f"{_HF_LAYERS}{hf}sinks",)
-    yield Row(f"{_LAYERS}{mca}core_attention.sinks", sinks, "column", when="attention_sinks")
-
-
-def attention_of_two_sizes():
-    """Rows of attention in layers with a window and in full ones, whose keys are values too."""
-    qkv, *others = attention(norm=True)
-    yield replace(qkv, layers="window")
-    yield _row("self_attention.linear_qk", "self_attn.q_proj self_attn.k_proj", "qk", layers="full")
-    yield from others
-
-
-def latent_attention():
-    """Rows of multi-latent attention; queries have one matrix, or two with a norm between them."""
-
-    def row(mca, modules, kind, **more):
-        return _row(f"self_attention.{mca}", f"self_attn.{modules}", kind, **more)
-
-    yield row("linear_q_proj", "q_proj", "column", when="not q_lora_rank")
-    yield row("linear_q_down_proj", "q_a_proj", "copy", linear=True, when="q_lora_rank")
-    yield row("q_layernorm", "q_a_layernorm", "copy", when="q_lora_rank")
-    yield row("linear_q_up_proj", "q_b_proj", "column", when="q_lora_rank")
-    yield row("linear_kv_down_proj", "kv_a_proj_with_mqa", "copy", linear=True)
-    yield row("kv_layernorm", "kv_a_layernorm", "copy")
-    yield row("linear_kv_up_proj", "kv_b_proj", "column")
-    yield row("linear_proj", "o_proj", "row")
-
-
-def delta_rows(inputs: str, kind: str):
-    """Rows of a gated delta net. inputs: Hugging Face's modules for its queries, keys, values and
-    gates; kind: "delta", or "delta_grouped" if their rows are those of each head of keys."""
-
-    def row(mca, modules, kind, **more):
-        hf = " ".join(f"linear_attn.{name}" for name in modules.split())
-        return _row(f"self_attention.{mca}", hf, kind, layers="linear", **more)
-
-    yield row("in_proj", inputs, kind)
-    yield row("conv1d", "conv1d", "delta_convolution", fused=True)
-    for name in ("A_log", "dt_bias"):
-        hf = (f"{_HF_LAYERS}linear_attn.{name}",)
-        yield Row(f"{_LAYERS}self_attention.{name}", hf, "column", layers="linear")
-    yield row("norm", "norm", "copy")
-    yield row("out_proj", "out_proj", "row")
-
-
-def delta_attention(*of_delta_net):
-    """Rows of attention with an output gate in some layers, of a gated delta net in the others."""
-    for row in attention(norm=True):
-        yield replace(row, layers="attention")
-    yield from delta_rows(*of_delta_net)
-
-
-def mlp_rows(hf="mlp.", mca="mlp.", fused=False, gated=True, **more):
-    """Rows of an MLP. more: fields of Row, such as its layers."""
-    gate_up = f"{hf}gate_up_proj" if fused else f"{hf}gate_proj {hf}up_proj"
-    if gated:
-        yield _row(mca + "linear_fc1", gate_up, "gated", fused=fused, **more)
-    else:
-        yield _row(mca + "linear_fc1", hf + "up_proj", "column", **more)
-    yield _row(mca + "linear_fc2", hf + "down_proj", "row", **more)
-
-
-def moe_rows(
-    hf="mlp.", gate="gate_proj", up="up_proj", down="down_proj", router="gate", bias_of="gate."
-):
-    """Rows of the router and the experts of a layer, one tensor each as in Hugging Face's files.
-    bias_of: prefix of the router's bias."""
-    yield _row("mlp.router", hf + router, "copy", layers="moe", linear=True)
-    bias = (f"{_HF_LAYERS}{hf}{bias_of}e_score_correction_bias",)
-    when = "moe_router_enable_expert_bias"
-    yield Row(_LAYERS + "mlp.router.expert_bias", bias, "copy", layers="moe", when=when)
-    more = dict(layers="moe", of="bias", when="add_moe_bias")
-    yield _row("mlp.router", hf + router, "copy", **more)
-    mca = "mlp.experts.[]."
-    hf = hf + "experts.[]."
-    gate_up = f"{hf}{gate} {hf}{up}"
-    yield _row(mca + "linear_fc1", gate_up, "gated", layers="moe")
-    yield _row(mca + "linear_fc1", gate_up, "gated", **more)
-    yield _row(mca + "linear_fc2", hf + down, "row", layers="moe")
-    yield _row(mca + "linear_fc2", hf + down, "copy", **more)
-
-
-def shared_expert_rows(name, gate=None):
-    """Rows of shared experts. gate: Hugging Face's module for the weight of their output."""
-    mca = "mlp.shared_experts."
-    more = dict(layers="moe", when="moe_shared_expert_intermediate_size")
-    yield from mlp_rows(f"mlp.{name}.", mca, **more)
-    if gate:
-        hf = (f"{_HF_LAYERS}mlp.{gate}.weight",)
-        yield Row(f"{_LAYERS}{mca}gate_weight", hf, "copy", **more)
-
-
-VALUE_HEAD = "score.weight"  # [1, h], in megatron's model and in Hugging Face's files
-
-# HF's names of a layer's norms: before attention, of its output, before the MLP, of its output;
-# - for none. megatron's names last
-PRE_NORMS = "input_layernorm - post_attention_layernorm -"
-POST_NORMS = "- post_attention_layernorm - post_feedforward_layernorm"
-GEMMA_NORMS = (
-    "input_layernorm post_attention_layernorm pre_feedforward_layernorm post_feedforward_layernorm"
+from .families_rows import (
+    GEMMA_NORMS,
+    GLM4_NORMS,
+    HF_LAYERS,
+    LAYERS,
+    POST_NORMS,
+    Row,
+    attention,
+    attention_of_two_sizes,
+    decoder_rows,
+    delta_attention,
+    dense_rows,
+    latent_attention,
+    mlp_rows,
+    moe_rows,
+    prediction_rows,
+    shared_expert_rows,
 )
-GLM4_NORMS = "input_layernorm post_self_attn_layernorm post_attention_layernorm post_mlp_layernorm"
-_NORMS = "input_layernorm self_attn_bda.norm pre_mlp_layernorm mlp_bda.norm"
-
-
-def decoder_rows(of_attention, of_mlp, norms=PRE_NORMS):
-    names = zip(_NORMS.split(), norms.split(), strict=True)
-    of_layer = [_row(mca, hf, "copy") for mca, hf in names]
-    rows = (
-        Row("embedding.word_embeddings.weight", ("model.embed_tokens.weight",), "column"),
-        of_layer[0],
-        *of_attention,
-        *of_layer[1:3],
-        *of_mlp,
-        of_layer[3],
-        Row("decoder.final_layernorm.weight", ("model.norm.weight",), "copy"),
-        Row("output_layer.weight", ("lm_head.weight",), "column", when="not has_value_head"),
-        Row(VALUE_HEAD, (VALUE_HEAD,), "copy", when="has_value_head"),
-    )
-    return tuple(row for row in rows if not row.hf[0].endswith("-.weight"))
-
-
-# numbered after the decoder's layers, as in Hugging Face's files
-PREDICTION_LAYERS = "mtp.layers.{}."
-
-
-def prediction_rows(decoder_rows):
-    """Rows of multi-token prediction layers: a decoder layer each, with norms and projection."""
-    mca = PREDICTION_LAYERS
-    hf = _HF_LAYERS
-    yield Row(mca + "enorm.weight", (hf + "enorm.weight",), "copy")
-    yield Row(mca + "hnorm.weight", (hf + "hnorm.weight",), "copy")
-    yield Row(mca + "eh_proj.weight", (hf + "eh_proj.weight",), "copy", linear=True)
-    for row in decoder_rows:
-        if row.mca.startswith(_LAYERS):
-            yield replace(row, mca=row.mca.replace(_LAYERS, mca + "transformer_layer."))
-    yield Row(mca + "final_layernorm.weight", (hf + "shared_head.norm.weight",), "copy")
-
-
-def dense_rows(norms=PRE_NORMS, **of_attention):
-    return decoder_rows(attention(**of_attention), mlp_rows(), norms)
-
-
-# Transformer Engine fuses a norm into the linear after it: the same tensor under another name
-TE_ALIASES = {
-    _LAYERS + "self_attention.linear_qkv.layer_norm_weight": _LAYERS + "input_layernorm.weight",
-    _LAYERS + "mlp.linear_fc1.layer_norm_weight": _LAYERS + "pre_mlp_layernorm.weight",
-}
-
-# Patterns of tensors in checkpoints without a use in any model. They are carried into every export;
-# any other tensor without a row is refused, since the model may need it.
-# Old llama checkpoints: the config gives the frequencies.
-UNUSED_TENSORS = (r"rotary_emb\.inv_freq$",)
-
-
-def is_of_expert(mca: str) -> bool:
-    """True for a megatron tensor of an expert, by its name in a row."""
-    return ".mlp.experts." in mca
-
 
 # -- families
 
@@ -785,7 +564,7 @@ FAMILIES |= {
     ),
     "gemma4_text": Family(
         decoder_rows(
-            (*attention_of_two_sizes(), Row(_LAYERS + _SCALAR, (_HF_LAYERS + _SCALAR,), "copy")),
+            (*attention_of_two_sizes(), Row(LAYERS + _SCALAR, (HF_LAYERS + _SCALAR,), "copy")),
             mlp_rows(),
             GEMMA_NORMS,
         ),

@@ -13,7 +13,8 @@ import torch
 
 from .args_rules import is_saved
 from .errors import Judge
-from .families import LANGUAGE_MODEL, VALUE_HEAD, part_of, vision_parts_of
+from .families import LANGUAGE_MODEL, part_of, vision_parts_of
+from .families_rows import VALUE_HEAD
 from .lora import Weight, host_of, module_of, spec_of
 
 PARTS = ("vision_tower", "multi_modal_projector", LANGUAGE_MODEL)

@@ -23,7 +23,8 @@ from .args_rules import (
     resolve_targets,
 )
 from .errors import Judge
-from .families import Row, rows_of, values_of
+from .families import rows_of, values_of
+from .families_rows import Row
 from .lora_layers import (
     Adapter,
     LoraAdapter,

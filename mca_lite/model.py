@@ -12,7 +12,8 @@ from . import lora, parallel, weights_convert
 from .batch import Targets
 from .ckpt_megatron import DIST_NAME, load_megatron
 from .errors import expect, refuse
-from .families import TE_ALIASES, VALUE_HEAD, rows_of
+from .families import rows_of
+from .families_rows import TE_ALIASES, VALUE_HEAD
 from .files import ADAPTER_CONFIG_NAME, HF_CONFIG_NAME, MCA_CONFIG_NAME, describe_error
 from .loss_tokens import LossOfLogits, token_losses
 from .mcore import (

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from . import freezing, lora, lora_files
 from .args_rules import is_saved
 from .errors import Judge
-from .families import Row
+from .families_rows import Row
 from .loss_tokens import CHUNK_SIZE_CPU, CHUNK_SIZE_CUDA, CHUNK_SIZE_OF_LOGITS
 from .model_config import AutoConfig, McaModelConfig
 from .model_delta import CHUNK_SIZE, why_no_fla

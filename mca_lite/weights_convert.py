@@ -18,7 +18,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from . import parallel, watchdog
-from .families import PREDICTION_LAYERS, Row, is_of_expert, rows_of
+from .families import rows_of
+from .families_rows import PREDICTION_LAYERS, Row, is_of_expert
 from .files import describe_error
 from .weights_files import (
     NamedTensors,

@@ -23,7 +23,8 @@ from safetensors.torch import save_file
 
 from . import weights_experts
 from .errors import refuse
-from .families import FAMILIES, OLDER_PREFIXES, UNUSED_TENSORS, VALUE_HEAD, has_value_head
+from .families import FAMILIES, OLDER_PREFIXES, has_value_head
+from .families_rows import UNUSED_TENSORS, VALUE_HEAD
 from .files import (
     HF_CONFIG_NAME,
     HF_GENERATION_CONFIG_NAME,

@@ -503,7 +503,7 @@ def test_parts_of_qkv_join_to_the_whole_with_fewer_groups_than_ranks(tp, width):
     from types import SimpleNamespace
 
     from mca_lite import weights_convert
-    from mca_lite.families import Row
+    from mca_lite.families_rows import Row
 
     config = SimpleNamespace(
         num_attention_heads=8, num_query_groups=2, kv_channels=4, tensor_model_parallel_size=tp
@@ -546,7 +546,7 @@ def test_the_parts_that_ranks_read_join_and_split_into_the_tensors_of_the_files(
 ):
     from types import SimpleNamespace
 
-    from mca_lite.families import Row
+    from mca_lite.families_rows import Row
     from mca_lite.weights_convert import read_part, split
 
     config = SimpleNamespace(
