@@ -29,6 +29,18 @@ ROWS: list[tuple[str, str, str, str]] = [
         "test_data_stream.py::test_a_run_goes_on_at_every_position",
     ),
     (
+        "rows are dealt in order, whatever a rank has so far",
+        'ranks = np.argsort(loads, kind="stable")',
+        "ranks = np.arange(len(loads))",
+        "test_data.py::test_a_rank_with_one_dear_sample_gets_the_cheap_ones_after_it",
+    ),
+    (
+        "the checksum of a checkpoint's file leaves out what came before",
+        "self.crc = zlib.crc32(block, self.crc)",
+        "self.crc = zlib.crc32(block)",
+        "test_files.py::test_a_checksum_writer_knows_size_and_crc_of_what_is_in_the_file",
+    ),
+    (
         "split masters scale gradients up to the limit of their norm",
         "/ (grad_norm + 1e-6)).clamp(max=1)",
         "/ (grad_norm + 1e-6))",
