@@ -272,7 +272,7 @@ class DistillTrainer(McaTrainer):
         super().__init__(model=model, args=args, **kwargs)
         self.settings |= config.as_keys()
         self._stores: list[tuple[int, TopKStore]] = []  # the first row of each
-        self._head = Head(self.backend.dtype)
+        self._head: Any = None  # of a resident teacher
 
     @property
     def _k(self) -> int:
@@ -409,7 +409,10 @@ class DistillTrainer(McaTrainer):
             teacher = teacher()
         self._check_teacher(teacher.config)
         self.guard.check_weights("the teacher", teacher)
-        of_logits = self._head.keep if not self._k else self._scores_of
+        of_logits = self._scores_of
+        if not self._k:
+            self._head = Head(self.backend.dtype)
+            of_logits = self._head.keep
         chunks = self.backend.wrap_reference(teacher, of_logits)
         expect(
             self._k or getattr(chunks[0], "head_is_plain", True),

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from tests.shared import layouts, tiny, world
+from tests.shared import layouts, tiny, tiny_moe, world
 from tests.shared.distilling import (
     OBJECTIVES,
     curves_of,
@@ -239,18 +239,30 @@ def test_resume_is_bit_for_bit(models, tmp_path, k):
     assert parts == whole and len(whole) == 4
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("layout", layouts.EXPERTS)
-def test_experts_distil_as_plain_torch(tmp_path_factory, tmp_path, layout):
-    from tests.shared import tiny_moe
+# (student's family, teacher's): capped logits, experts on one side
+PAIRS = {
+    "of_capped_logits": ("qwen3", "gemma2", 4, TP2PP2),
+    "to_capped_logits": ("gemma2", "qwen3", 1, TORCH),
+    "of_experts": ("qwen3", "qwen3_moe", 2, CP2_PACKED),
+    "to_experts": ("qwen3_moe", "qwen3", 2, {}),
+    **{name: ("qwen3_moe", "qwen3_moe", *layout) for name, layout in layouts.EXPERTS.items()},
+}
+MARKED = [
+    pytest.param(name, marks=[] if name == "of_capped_logits" else [pytest.mark.full])
+    for name in PAIRS
+]
 
-    folder = tmp_path_factory.mktemp("experts")
-    student = tiny_moe.save_model(folder / "student", "qwen3_moe")
-    teacher = tiny_moe.save_model(folder / "teacher", "qwen3_moe", seed=5)
-    args = (student, teacher, "", str(tmp_path))
+
+@pytest.mark.parametrize("name", MARKED)
+def test_models_of_two_families_distil_as_plain_torch(tmp_path, name):
+    *families, ranks, keys = PAIRS[name]
+    paths = []
+    for seed, family in enumerate(families):
+        save = tiny_moe.save_model if family in tiny_moe.MODELS else tiny.save_model
+        paths.append(save(tmp_path / f"model-{seed}", family, seed=seed))
+    args = (*paths, "", str(tmp_path))
     runs = [("jsd", None, "full"), ("reverse", K, "full")]
     wanted = world.run(oracle_curves, 1, *args, runs)[0]
-    ranks, keys = layouts.EXPERTS[layout]
     found = world.run(curves_of, ranks, *args, str(tmp_path / "cache"), runs, **keys)[-1]
     for got, theirs in zip(found, wanted, strict=True):
         assert_same_curve(got, theirs)

@@ -164,10 +164,10 @@ def test_keys_that_do_not_fit_together_are_refused(folder, name):
 
 
 def refusals(folder: str, out: str) -> dict[str, str]:
-    """What plans say to teachers that do not fit."""
+    """What plans say to teachers that do not fit, and `parity` to one that fits."""
     import shutil
 
-    from mca_lite import run
+    from mca_lite import parity, run
     from tests.shared.training import refusal
 
     foreign = shutil.copytree(f"{folder}/teacher", f"{out}/foreign")
@@ -184,9 +184,10 @@ def refusals(folder: str, out: str) -> dict[str, str]:
 
     def plan(keys):
         words = small_runs.words_of(keys_of(folder, output_dir=f"{out}/run", **keys))
-        run.make_plan(parse_args(words))
+        return run.make_plan(parse_args(words))
 
-    return {name: refusal(plan, keys) for name, keys in names.items()}
+    found = {name: refusal(plan, keys) for name, keys in names.items()}
+    return {**found, "parity": refusal(parity.compare, plan({}))}
 
 
 def test_a_teacher_that_reads_other_tokens_is_refused_in_words(folder, tmp_path):
@@ -194,7 +195,20 @@ def test_a_teacher_that_reads_other_tokens_is_refused_in_words(folder, tmp_path)
     assert "1 of the student's 60 tokens have another id in it, or none: 'w7'" in found["foreign"]
     assert "40 rows for 60 tokens" in found["small"]
     assert "random, as the student's" in found["drawn"]
-    assert "'w97' is 61, and there unknown" in found["new tokens"] or "w97" in found["new tokens"]
+    assert "'w97' is 60, and there unknown" in found["new tokens"]
+    assert "stage: sft, which has the same layout" in found["parity"]
+
+
+@pytest.mark.parametrize("changes", [{}, dict(teacher_top_k=4)])
+def test_the_dry_run_needs_no_rows_and_writes_none(folder, tmp_path, changes):
+    from mca_lite import cli_inspect
+    from tests.shared import commands
+
+    keys = keys_of(folder, output_dir=f"{tmp_path}/out", cache_dir=f"{tmp_path}/cache", **changes)
+    words = [*small_runs.words_of(keys), "--check", "--gpus", "2"]
+    code, out, error = commands.ended(cli_inspect.main, words)
+    assert code == 0 and f"{folder}/teacher" in out, out + error
+    assert not (tmp_path / "cache").exists()
 
 
 # -- rows on disk
