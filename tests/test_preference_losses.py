@@ -173,11 +173,13 @@ def test_sums_of_losses_train_experts_as_plain_torch(keys, tmp_path):
     check(path, wanted, tmp_path, [*SUMS], 2, {**PADDED, **keys})
 
 
-def parts_of_a_run(path, out, adapter=None) -> tuple:
-    """(the lines of a run of 4 steps; of one that is saved after 2 and goes on; what the loss kept
-    beyond a step)"""
+def parts_of_a_run(path, out) -> tuple:
+    """(the lines of a run of 4 steps with evaluations; of one that is saved after 2 and goes on;
+    what the loss kept beyond a step, of both)"""
     keys = dict(PADDED, train_dataset=Pairs(), save_strategy="steps", save_steps=2)
-    whole = our_run(path, f"{out}/whole", MPO, **keys, max_steps=4)
+    looks = dict(eval_strategy="steps", eval_steps=1, eval_dataset=Pairs(seed=5))
+    whole = our_run(path, f"{out}/whole", MPO, **keys, **looks, max_steps=4)
+    assert "eval_loss" in whole.state.log_history[-1]  # and it leaves no trace in the mean
     our_run(path, f"{out}/parts", MPO, **keys, max_steps=2)
     keys |= dict(max_steps=4, resume_from_checkpoint="auto", overwrite_output_dir=False)
     resumed = our_run(path, f"{out}/parts", MPO, **keys)
