@@ -83,6 +83,9 @@ def compare(plan: run.Plan) -> list[Row]:
     """
     if not plan.arguments.backend.use_mca:
         refuse("use_mca", False, "layouts are compared with plain torch", "use_mca: true")
+    if plan.objective.scores:
+        reason = "outputs, logits and gradients are compared, and a reward model has no logits"
+        refuse("stage", plan.objective.stage, reason, "stage: dpo, of the model it begins as")
     args = plan.arguments.training
     parallel.initialize(args, True)
     args.eval_strategy = "no"
