@@ -380,4 +380,6 @@ def test_models_of_another_stage_are_refused_before_ranks_meet(oracles, tmp_path
     path = tiny.save_model(tmp_path / "trl", "qwen3")
     save_tokenizer(path)
     (tmp_path / "trl" / "value_head.safetensors").write_bytes(b"")
-    assert "v_head.summary.weight" in planned(path, "stage=rm", pairs)
+    for backend in "true", "false":
+        words = ("stage=rm", pairs, f"use_mca={backend}")
+        assert "v_head.summary.weight" in planned(path, *words)
