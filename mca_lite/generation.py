@@ -32,6 +32,7 @@ from .data_batches import documents_of, samples_of
 from .data_chat import ChatRenderer
 from .data_images import Vision
 from .errors import Judge, expect, refuse
+from .families import has_value_head
 from .files import (
     ADAPTER_CONFIG_NAME,
     CHECKPOINT_PREFIX,
@@ -113,6 +114,9 @@ def load_for_generation(
     place = [origin, *own][-1]
     tokenizer = model_config.load_tokenizer(place, names.get(place, name) in trusted)
     config = model_config.load_hf_config(str(origin), name in trusted)
+    if has_value_head(config.architectures):
+        reason = "it is a reward model, which scores answers and gives none"
+        refuse("model_name_or_path", str(origin), reason, "the model that it began as")
     check_generation_config(origin)
     model = load_torch_model(
         str(origin),

@@ -87,6 +87,9 @@ def compare(plan: run.Plan) -> list[Row]:
     if TEACHER_KEY in plan.objective.keys:
         reason = "a teacher's part of the loss is not compared"
         refuse("stage", plan.objective.stage, reason, "stage: sft, which has the same layout")
+    if plan.objective.scores:
+        reason = "outputs, logits and gradients are compared, and a reward model has no logits"
+        refuse("stage", plan.objective.stage, reason, "stage: dpo, of the model it begins as")
     args = plan.arguments.training
     parallel.initialize(args, True)
     args.eval_strategy = "no"

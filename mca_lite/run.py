@@ -69,6 +69,7 @@ from .weights_files import (
     SafetensorsSource,
     ScoredSource,
     check_shapes,
+    check_value_head,
     model_class,
     scored,
 )
@@ -215,6 +216,8 @@ def open_source(planned: PlannedModel, seed: int = 42) -> None:
         planned.source = scored(config, planned.source, seed)
         weights_convert.check_names(config, planned.source.names())
         return
+    if has_value_head(config.architectures):
+        check_value_head(planned.source)
     if config.model_type in FAMILIES:  # transformers may convert files of others
         check_shapes(planned.source, config.to_dict())
 

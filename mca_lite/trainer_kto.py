@@ -80,6 +80,7 @@ class KTOTrainer(DPOTrainer):
             "vision_config" not in (self.backend.hf_config or {}),
             "stage kto trains on texts: expected a model without a vision tower",
         )
+        self.train_dataset = self._paired(self.train_dataset)
 
     @classmethod
     def has_reference(cls, keys) -> bool:
@@ -181,15 +182,19 @@ class KTOTrainer(DPOTrainer):
 
     def _with_reference(self, dataset):
         """DPOTrainer's, over samples with mismatched documents."""
-        if dataset is None or isinstance(dataset, dict):
+        if isinstance(dataset, dict):
             return super()._with_reference(dataset)
+        return super()._with_reference(self._paired(dataset))
+
+    def _paired(self, dataset):
+        """The dataset, its samples with mismatched documents."""
         view = samples_of(dataset)
-        if not isinstance(view, (Mismatched, WithReference)):
-            self.check_samples(dataset, self.args.sequence_packing)
-            limit = self.train_config.cutoff_len
-            view = Mismatched(view, self.args.train_global_batch_size, limit)
-            dataset = dataset.over(view) if isinstance(dataset, Packs) else view
-        return super()._with_reference(dataset)
+        if dataset is None or isinstance(view, (Mismatched, WithReference)):
+            return dataset
+        self.check_samples(dataset, self.args.sequence_packing)
+        limit = self.train_config.cutoff_len
+        view = Mismatched(view, self.args.train_global_batch_size, limit)
+        return dataset.over(view) if isinstance(dataset, Packs) else view
 
     def predict(
         self, test_dataset, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"

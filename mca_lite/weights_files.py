@@ -444,6 +444,12 @@ def scored(config, source: SafetensorsSource, seed: int):
     head of another kind."""
     if not config.has_value_head:
         return source
+    check_value_head(source)
+    return ScoredSource(source, config.hf_config, seed)
+
+
+def check_value_head(source: SafetensorsSource) -> None:
+    """ConfigError for a source of a model with a value head of another kind."""
     others = [name for name in source.names() if name.startswith("v_head.")]
     others += [path.name for path in source.folder.glob("value_head.*")]
     if others and VALUE_HEAD not in source.names():
@@ -451,7 +457,6 @@ def scored(config, source: SafetensorsSource, seed: int):
         remedy = "its v_head.summary.weight [1, h] as score.weight among the model's tensors; the "
         remedy += "bias moves all scores alike, and is left out"
         refuse("model_name_or_path", str(source.folder), reason, remedy)
-    return ScoredSource(source, config.hf_config, seed)
 
 
 # -- new tokens

@@ -342,6 +342,8 @@ WORLDS = {
     "cp2, packed preferences": ("llama", "dpo", {**CP2, "packing": True}),
     "pp2, tokens ahead": ("glm4_moe_plain", "sft", {**PP2, **AHEAD}),
     "dp2, streamed": ("llama", "sft", {"streaming": True, "packing": True}),
+    "pp2, packed labels": ("llama", "kto", {**PP2, "packing": True}),
+    "tp2_sp, a value head": ("qwen3", "rm", TP2_SP),
     "ep2": ("qwen3_moe", "sft", {**EP2, "moe_token_dispatcher_type": "allgather"}),
     "tp2_sp, adapters": ("qwen3", "sft", {**TP2_SP, **LORA, "lora_target": ADAPTED}),
     "ep2, experts in tp2, adapters": ("qwen2_moe", "sft", {**TP2_SP, **EP2, **ETP1, **LORA}),

@@ -11,6 +11,7 @@ import torch
 from mca_lite.args import parse_args
 from mca_lite.data_batches import Collator
 from mca_lite.files import read_json
+from mca_lite.generation import load_for_generation
 from mca_lite.run import make_plan
 from tests.shared import tiny, world
 from tests.shared.chats import load_files, write_records
@@ -387,10 +388,13 @@ def test_models_of_another_stage_are_refused_before_ranks_meet(oracles, tmp_path
     pairs = f"dataset={tmp_path}/pairs.jsonl"
     assert "reward model" in planned(oracles[0], "stage=sft", chat)
     assert "reward model" in planned(oracles[0], "stage=sft", chat, "use_mca=false")
+    assert "reward model" in error_of(load_for_generation, oracles[0])
     path = tiny.save_model(tmp_path / "granite", "granite")
     save_tokenizer(path)
     assert "sequence classification" in planned(path, "stage=rm", pairs)
     path = tiny.save_model(tmp_path / "trl", "qwen3")
     save_tokenizer(path)
     (tmp_path / "trl" / "value_head.safetensors").write_bytes(b"")
-    assert "v_head.summary.weight" in planned(path, "stage=rm", pairs)
+    for backend in "true", "false":
+        words = ("stage=rm", pairs, f"use_mca={backend}")
+        assert "v_head.summary.weight" in planned(path, *words)

@@ -14,6 +14,7 @@ DATA = {
     "sft": "chat",
     "dpo": "pairs",
     "kto": "labelled",
+    "rm": "pairs",
 }  # {stage: its file of write_data}
 # how numbers of the log begin that a run of the same keys repeats
 REPEATED = (
