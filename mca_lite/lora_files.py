@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from . import families, lora, parallel
+from . import families_rows, lora, parallel
 from .args_rules import (
     EMBEDDING_AND_HEAD,
     ONE_SIDED,
@@ -48,7 +48,7 @@ _FIELDS = {
 # keys of adapter_config.json fixed for the life of an adapter
 _FIXED = ("r", "lora_alpha", "use_rslora", "target_modules", "modules_to_save")
 
-VALUE_HEAD = module_of(families.VALUE_HEAD)
+VALUE_HEAD = module_of(families_rows.VALUE_HEAD)
 
 # -- in
 
