@@ -277,8 +277,8 @@ def test_each_file_runs_in_one_process_of_the_suite(tmp_path):
 # pictures 11,050 (model_vision, data_images); freezing 2,070 (freezing); the slowest rank 1,130;
 # hangs, a thousand ranks and plan's times 3,180; twelve families 960; attention and norms out of
 # the file of layers two modules and 80 tokens; cuDNN's attention under context parallelism 690
-# (kernels_attention); packs of equal work, start and files 580; gated delta nets 4,900 (model_delta);
-# gpt_oss and gemma4_text 4,100 (model_sinks, weights_experts); losses of pairs 4,380
+# (kernels_attention); packs of equal work, start and files 580; gated delta nets 4,900
+# (model_delta); gpt_oss and gemma4_text 4,100 (model_sinks, weights_experts); losses of pairs 4,380
 # (loss_preference); KTO and reward models 5,070 (trainer_kto, trainer_rm); distillation 7,120
 # (trainer_distill, data_teacher); rows of families in two files one module.
 LIMITS = {
