@@ -45,7 +45,7 @@ class WithRows(Dataset):
         self.dataset = dataset
         self.first = first
         self.ends = np.append(0, counts.cumsum())
-        self.costs = getattr(dataset, "costs", None)
+        self.work = getattr(dataset, "work", None)
         self.identity = getattr(dataset, "identity", None)
         self.document_lengths = getattr(dataset, "document_lengths", None)
 

@@ -139,7 +139,7 @@ class ModelSizes(NamedTuple):
     def cost(self, tokens, squares):
         """Products of a forward pass, for sums or arrays of them. squares: the documents' squared
         lengths. The same numbers on every rank and host: one rounding an operation."""
-        return self.weights * tokens + self.core * squares
+        return (self.weights + self.linear) * tokens + self.core * squares
 
 
 class TowerWork(NamedTuple):

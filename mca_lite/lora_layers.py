@@ -389,7 +389,8 @@ class LoraExperts(Adapter):
     def _mark(self, parameter: torch.nn.Parameter, axis: int | None) -> None:
         parameter.allreduce = False  # reduced over the ranks with the same experts
         # a whole expert is no duplicate of another rank's; a matrix of all ranks of the group is
-        parameter.tensor_model_parallel = axis is not None or self.tp == 1
+        is_first = self.tp == 1 or self.group.rank() == 0
+        parameter.tensor_model_parallel = axis is not None or is_first
         parameter.partition_dim = 1 + (axis or 0)
 
     def _matrix(self, name: str) -> torch.Tensor:

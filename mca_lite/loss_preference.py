@@ -147,7 +147,7 @@ def discopop(r: Responses, config):
     """(1 - m) (-log s(d)) + m exp(-d), m = s(d / tau): DiscoPOP (2406.08414, 5)."""
     d = _margin(r, config, *scores(r, config))
     share = (d / config.discopop_tau).sigmoid()
-    return (1 - share) * -logsigmoid(d) + share * torch.exp(-d)
+    return (1 - share) * -logsigmoid(d) + torch.exp(logsigmoid(d / config.discopop_tau) - d)
 
 
 # -- formulas of both log-ratios

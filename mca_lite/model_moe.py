@@ -449,7 +449,7 @@ class Experts(MegatronModule):
         weight.allreduce = False
         # a whole expert is no duplicate either: without the mark the gradient norm would leave out
         # those of all ranks but the first
-        weight.tensor_model_parallel = is_cut or self.etp_group.size() == 1
+        weight.tensor_model_parallel = is_cut or self.etp_group.rank() == 0
         weight.partition_dim = 2
         weight.partition_stride = 1
         return weight

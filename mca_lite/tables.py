@@ -259,8 +259,9 @@ def _add_losses() -> None:
     add("apo_zero", _BETA)
     add("apo_down", _BETA)
     add("kto_pair", _BETA, "kl_of_batch", looks_ahead=True)
-    add("aot", _SMOOTHED, "sorted_references", looks_ahead=True)
-    add("aot_unpaired", _SMOOTHED, "sorted_partners", looks_ahead=True)
+    of_others = dict(looks_ahead=True, excludes=("use_weighting", "pair_weight"))
+    add("aot", _SMOOTHED, "sorted_references", **of_others)
+    add("aot_unpaired", _SMOOTHED, "sorted_partners", **of_others)
     # terms of a token's loss are no preference: neither weighed by the policy nor cut short
     add("orpo", _BETA, has_reference=False, excludes=("use_weighting", "ld_alpha"))
     add("simpo", (*_SMOOTHED, "pair_margin", "simpo_gamma"), has_reference=False)
@@ -424,8 +425,17 @@ def _check_preferences(a: Any, judge: Judge) -> None:
     )
 
 
+def _check_excludes(a: Any, judge: Judge, name: str) -> None:
+    """Refuse the keys of a group that the row of a loss excludes."""
+    for key in LOSSES[name].excludes:
+        reason = f"pref_loss {name} has a term of single tokens, or of answers of several pairs"
+        judge.expect(not getattr(a, key, None), f"{key} pref_loss", reason, f"{key} left out")
+
+
 def _check_pairs(a: Any, judge: Judge) -> None:
     _check_preferences(a, judge)
+    for name in a.pref_loss:
+        _check_excludes(a, judge, name)
     judge.expect(
         a.pair_margin is None or "pair_margin" in _keys_of(a.pref_loss),
         "pair_margin pref_loss",
@@ -496,9 +506,7 @@ def _check_preference_keys(a: Any, judge: Judge) -> None:
         for key in row.required:
             reason = f"pref_loss {name} divides by it, or takes its logarithm"
             judge.expect(getattr(a, key), f"{key} pref_loss", reason, f"{key}: 1e-3")
-        for key in row.excludes:
-            reason = f"pref_loss {name} has a term of single tokens, without a preference"
-            judge.expect(not getattr(a, key), f"{key} pref_loss", reason, f"{key} left out")
+        _check_excludes(a, judge, name)
 
 
 register_objective("pt", records=TEXT)

@@ -474,6 +474,12 @@ class DistillTrainer(McaTrainer):
         of_step *= self.backend.dp_size
         start = int(np.searchsorted(view.ends, store.num_rows))
         if store.num_rows:
+            size = store.meta["vocab_size"]
+            expect(
+                size == self._num_tokens,
+                f"{store.folder} has a teacher's rows over {size:,} token ids, and this run adds "
+                f"rows over {self._num_tokens:,}: set teacher_cache to another folder",
+            )
             self._check_kept(store, view, min(of_step, start))
         while not store.is_complete:
             stop = int(np.searchsorted(view.ends, view.ends[start] + PART_ROWS, side="right")) - 1
@@ -508,7 +514,7 @@ class DistillTrainer(McaTrainer):
         return bool(np.allclose(logps, others, rtol=share, atol=share))
 
     def _store_of(self, view, num_rows: int) -> TopKStore:
-        """The store of a data set. On ranks other than the main one nothing is read."""
+        """The store of a data set; of its files the main rank alone reads any."""
         config = self.train_config
         cache_dir = cache_folder(config)
         identity: dict[str, Any] = {

@@ -434,10 +434,10 @@ class DPOTrainer(McaTrainer):
             f"{self.in_turn} in turn, numbered from 1 by attention_mask",
         )
         arranged = super()._arrange(batch)
-        found = self.pair_columns.intersection(arranged)
+        found = arranged.keys() & {*PAIR_COLUMNS}
         expect(
             found == self.pair_columns,
-            f"some pairs have {', '.join(self.pair_columns - found)}, and others have not, or the "
+            f"some pairs have {', '.join(self.pair_columns ^ found)}, and others have not, or the "
             "data collator dropped it: expected one number for each pair",
         )
         alpha = self.train_config.ld_alpha

@@ -28,8 +28,11 @@ import torch
 Shape = tuple[int, ...]
 # names of single experts' projections in each stacked tensor
 _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-_STACKED = re.compile(r"(.*\.mlp\.experts\.)(gate_up_proj|down_proj)(_bias|_blocks)?")
-_SINGLE = re.compile(r"(.*\.mlp\.experts\.)\d+\.(gate_proj|up_proj|down_proj)\.(weight|bias)")
+# those of layers for multi-token prediction stay as they are in the file
+_STACKED = re.compile(r"(?!mtp\.)(.*\.mlp\.experts\.)(gate_up_proj|down_proj)(_bias|_blocks)?")
+_SINGLE = re.compile(
+    r"(?!mtp\.)(.*\.mlp\.experts\.)\d+\.(gate_proj|up_proj|down_proj)\.(weight|bias)"
+)
 # numbers of four bits, the highest for the sign
 _MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _IN_BLOCK = 32

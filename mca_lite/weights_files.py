@@ -403,7 +403,11 @@ class InitSource:
         last = name.rpartition("linear_attn.")[2]
         if last == "A_log":  # as transformers draws it
             full.uniform_(0.01, 16, generator=generator_of(self._seed, name)).log_()
-        elif last in ("dt_bias", "norm.weight"):
+        elif (
+            last in ("dt_bias", "norm.weight")
+            or name.startswith("model.visual.")
+            and (full.dim() == 1 and not name.endswith("bias"))
+        ):  # norms that are not of the language model's kind
             full.fill_(1.0)
         elif full.dim() > 1 or name.endswith(".sinks"):
             full.normal_(0.0, self._std, generator=generator_of(self._seed, name))

@@ -538,7 +538,10 @@ def test_a_residual_is_compiled_on_a_gpu_where_it_has_dropout(keys, fused, monke
 # ---- models that are not trained here
 
 PICTURES = dict(vision_config={}, text_config={})
-NO_MEDIA = "of models with images, audio or video qwen2_5_vl, qwen2_vl, qwen3_vl are trained here"
+NO_MEDIA = (
+    "of models with images, audio or video qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_5_moe, qwen3_vl "
+    "are trained here"
+)
 PLAIN = "use_mca: false"
 
 
@@ -594,5 +597,5 @@ def test_auto_config_says_which_images_are_not_trained(tmp_path):
     from transformers import Glm4vConfig
 
     Glm4vConfig().save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="qwen2_5_vl, qwen2_vl, qwen3_vl are trained here"):
+    with pytest.raises(ConfigError, match="qwen3_5_moe, qwen3_vl are trained here"):
         AutoConfig.from_pretrained(str(tmp_path))

@@ -246,6 +246,9 @@ def stacked(path: str, folder) -> str:
                 values[f"{prefix}experts.{name}"] = torch.stack(experts)
         values["mtp.fc.weight"] = torch.randn(32, 64).bfloat16()
         values["mtp.layers.0.mlp.gate.weight"] = torch.randn(4, 32)
+        values["mtp.layers.0.mlp.experts.gate_up_proj"] = torch.randn(4, 16, 32).bfloat16()
+        values["mtp.layers.0.mlp.experts.down_proj"] = torch.randn(4, 32, 8).bfloat16()
+        values["mtp.layers.1.mlp.experts.0.down_proj.weight"] = torch.randn(32, 8).bfloat16()
 
     return changed(path, folder, change)
 

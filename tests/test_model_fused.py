@@ -139,9 +139,9 @@ def train_both_ways(path: str, out: str, **keys) -> list:
     whether each loss was told where labels are."""
     calls, told, beside, losses = [], [], kernels.norm_beside, model.token_losses
 
-    def noted(*args):
+    def noted(*args, **more):
         told.append(args[-1] is not None)
-        return losses(*args)
+        return losses(*args, **more)
 
     def counted(*args):
         calls.append(args)

@@ -327,7 +327,7 @@ def test_decay_is_for_matrices_and_every_trained_parameter_is_in_one_group():
         {"norm.weight", "norm.bias", "linear.bias"},
     ]
     assert [g["wd_mult"] for g in groups] == [1.0, 0.0]
-    assert {n for n, p in net.named_parameters() if decays(p)} == MATRICES | {"frozen"}
+    assert {n for n, p in net.named_parameters() if decays(n, p)} == MATRICES | {"frozen"}
 
 
 def test_scheduler_sets_decay_by_group_and_keeps_it():
