@@ -30,6 +30,7 @@ from tests.shared.layouts import CP2, DIST_OPT, DIST_OVERLAP, EP2, PACKED, PP2, 
 
 from . import bench_gpu, gpu
 
+AUTO = dict(pipeline_model_parallel_layout="auto")
 # name: (shape, rows a micro-batch, replicas of the data on two GPUs, keys[, tokens of a row]); on
 # one GPU those of dp2 and of rows are one GPU's
 CASES = {
@@ -41,6 +42,14 @@ CASES = {
     "tp2 sequence parallel": ("1.5B", 4, 1, TP2_SP),
     "pp2": ("1.5B", 2, 1, PP2),
     "pp2 vpp2": ("1.5B", 2, 1, {**PP2, **VPP2}),
+    "pp2 auto": ("1.5B", 2, 1, {**PP2, **AUTO}),
+    "pp2 vpp2 auto": ("1.5B", 2, 1, {**PP2, **VPP2, **AUTO}),
+    "4B rows": ("4B", 2, 2, {}),
+    "4B dp2 overlap": ("4B", 2, 2, DIST_OVERLAP),
+    "4B tp2 sequence parallel": ("4B", 2, 1, TP2_SP),
+    "8B dp2 overlap": ("8B", 2, 2, DIST_OVERLAP),
+    "8B tp2 sequence parallel": ("8B", 2, 1, TP2_SP),
+    "8B fsdp2": ("8B", 2, 2, None),
     "cp2": ("1.5B", 4, 1, CP2),
     "rows of 16,384": ("1.5B", 1, 2, {}, 16384),
     "cp2, rows of 16,384": ("1.5B", 1, 1, CP2, 16384),
@@ -122,6 +131,7 @@ def measure(name: str, folder: str, steps: int = 8, skip: int = 4) -> dict:
         peak_gib=bench_gpu.peak_gib(),
         step_ms=[round(1e3 * t) for t in clock.times],
         losses=[round(float(log["loss"]), 5) for log in logs],
+        **({"trace": clock.account} if clock.account else {}),
     )
 
 
