@@ -341,7 +341,7 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         if self.layer_type(layer_number) == "full_attention":
             seen = TOKENS_OF_A_ROW
         if self.layer_type(layer_number) == "sliding_attention":
-            seen = 2 * self.sliding_window
+            seen = 2 * (self.sliding_window or 0)
         return self.hidden_size * weights + seen * heads * channels
 
     def head_sizes(self, layer_number: int) -> tuple[int, int]:
