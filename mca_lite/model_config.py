@@ -332,6 +332,7 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         TOKENS_OF_A_ROW."""
         groups, channels = self.head_sizes(layer_number)
         heads = self.num_attention_heads
+        channels = channels or self.hidden_size // heads  # of megatron's default, not set yet
         width = self.ffn_hidden_size
         if self.is_moe_layer(layer_number - 1):
             of_experts = self.moe_router_topk * self.moe_ffn_hidden_size
