@@ -116,6 +116,7 @@ NEEDS = (
         "predict_with_generate: true",
     ),
     Need("sequence_parallel", f"!{TP}=1", f"{TP}: 2", is_harmless=True),
+    Need("tp_comm_overlap", "sequence_parallel", "sequence_parallel: true", is_harmless=True),
     Need("num_train_epochs", "max_steps=-1", "max_steps: -1", is_harmless=True),
     Need("warmup_ratio", "!warmup_steps", "warmup_steps: 0", is_harmless=True),
     Need(

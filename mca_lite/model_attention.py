@@ -21,10 +21,8 @@ from .kernels import rotate, rotated_heads, split_heads
 from .kernels_attention import SegmentAttention, suits_cudnn
 from .mcore import (
     AttnMaskType,
-    ColumnParallelLinear,
     IdentityOp,
     MegatronModule,
-    RowParallelLinear,
     SelfAttentionSubmodules,
     TEAttention,
     TENorm,
@@ -34,6 +32,7 @@ from .mcore import (
     mappings,
     tensor_parallel,
 )
+from .model_linears import ColumnLinear, RowLinear
 from .model_moe import new_weight
 from .model_norms import RMSNorm, RMSNormOverHeads, head_norms
 from .model_sinks import FlashWithSinks, whole_scores
@@ -142,7 +141,7 @@ class _GatherKeys(torch.autograd.Function):
 
 def column_linear(config, in_size: int, out_size: int, tp_group, bias=False):
     """megatron's linear with its outputs cut over the tensor-parallel ranks."""
-    return ColumnParallelLinear(
+    return ColumnLinear(
         in_size,
         out_size,
         config=config,
@@ -156,7 +155,7 @@ def column_linear(config, in_size: int, out_size: int, tp_group, bias=False):
 
 def row_linear(config, in_size: int, tp_group, bias=False):
     """megatron's linear of heads, cut over the ranks, to hidden states. A bias is given beside."""
-    return RowParallelLinear(
+    return RowLinear(
         in_size,
         config.hidden_size,
         config=config,

@@ -606,7 +606,7 @@ def _of_other_types(value):
 
 # fields of a config, supported by the local layers alone at other values than their default
 ONLY_LOCAL = (
-    "pre_norms post_norms embedding_multiplier residual_multiplier logits_scaling "
+    "tp_comm_overlap pre_norms post_norms embedding_multiplier residual_multiplier logits_scaling "
     "final_logit_softcapping attn_logit_softcapping rope_interleave mrope_section "
     "layernorm_zero_centered_gamma multi_latent_attention mtp_num_layers layers_without_rope "
     "query_scaling_beta qk_norm_after_rope attention_sinks add_output_bias add_moe_bias "
