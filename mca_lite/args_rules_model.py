@@ -76,6 +76,7 @@ _OF_EXPERTS: dict[str, tuple] = {
 }
 # keys for multi-token prediction
 _OF_PREDICTION: dict[str, tuple] = {"mtp_num_layers": (0, None), "mtp_loss_scaling_factor": (0.1,)}
+NO_PICTURES_AHEAD = "layers for multi-token prediction do not get the features of pictures"
 
 
 def numbers_of(values: dict[str, Any]) -> SimpleNamespace:
@@ -242,10 +243,17 @@ def _check_unused(keys: dict[str, tuple], reason: str, a: Any, judge: Judge) -> 
 
 
 def _check_prediction_layers(m: Any, a: Any, judge: Judge) -> None:
-    having = [name for name, family in FAMILIES.items() if family.prediction_layers]
-    if _family_of(m) is not None and m.hf_model_type not in having:
+    having = {name: family.prediction for name, family in FAMILIES.items() if family.prediction}
+    names = having.get(m.hf_model_type)
+    if _family_of(m) is not None and names is None:
         reason = f"{m.hf_model_type} has no layers for multi-token prediction"
         _check_unused(_OF_PREDICTION, f"{reason} ({', '.join(having)} have)", a, judge)
+    judge.expect(
+        names is None or names.is_numbered or (a.mtp_num_layers or 0) < 2,
+        "mtp_num_layers",
+        f"files of {m.hf_model_type} have one layer for multi-token prediction",
+        "mtp_num_layers: 1",
+    )
     judge.expect(
         not a.mtp_num_layers or not m.tie_embeddings_and_output_weights,
         "mtp_num_layers",

@@ -13,11 +13,14 @@ from typing import Any
 
 from .errors import Judge
 from .families_rows import (
+    AFTER_DECODER,
+    BESIDE_DECODER,
     GEMMA_NORMS,
     GLM4_NORMS,
     HF_LAYERS,
     LAYERS,
     POST_NORMS,
+    Prediction,
     Row,
     attention,
     attention_of_two_sizes,
@@ -126,15 +129,16 @@ class Family:
     has_windows: bool = False  # in the sliding layers of layer_types, or in all without the key
     # fields from several keys
     derived: Callable[[Any], dict[str, Any]] = field(default=lambda hf: {})
-    # multi-token prediction layers in checkpoints, after the last layer
-    prediction_layers: bool = False
+    # names of multi-token prediction layers in checkpoints
+    prediction: Prediction | None = None
     # transformers' model reads partial_rotary_factor
     partial_rotary: bool = False
     # parts beside the language model -> modules of Hugging Face's with their weights
     vision_parts: dict[str, tuple[str, ...]] = field(default_factory=dict)
     # the language model of a model with pictures: config keys are those of its text_config
     has_pictures: bool = False
-    # patterns of tensors in checkpoints without a use here, beside UNUSED_TENSORS
+    # patterns of tensors in checkpoints without a use here, beside UNUSED_TENSORS, as long as no
+    # layer for multi-token prediction is trained
     unused: tuple[str, ...] = ()
     # transformers saves its tensors under the names of OLDER_PREFIXES
     older_names: bool = False
@@ -424,7 +428,7 @@ FAMILIES: dict[str, Family] = {
         _MOE_CONFIG,
         _MOE,
         derived=_glm4_moe,
-        prediction_layers=True,
+        prediction=AFTER_DECODER,
         partial_rotary=True,
     ),
     "gemma2": Family(
@@ -488,7 +492,7 @@ FAMILIES: dict[str, Family] = {
         {**_MOE, "multi_latent_attention": True},
         "hidden_act attention_bias topk_method=noaux_tc moe_layer_freq scoring_func=sigmoid",
         derived=lambda hf: {**_sigmoid_router(hf), **_latent_fields(hf)},
-        prediction_layers=True,
+        prediction=AFTER_DECODER,
     ),
     "seed_oss": Family(
         dense_rows(bias="add_qkv_bias"),
@@ -545,7 +549,7 @@ FAMILIES |= {
     "glm4_moe_lite": replace(
         _DEEPSEEK_V3, refusals="hidden_act attention_bias first_k_dense_replace"
     ),
-    "solar_open": replace(_GLM4_MOE, prediction_layers=False, partial_rotary=False),
+    "solar_open": replace(_GLM4_MOE, prediction=None, partial_rotary=False),
     "minimax_m2": Family(
         decoder_rows(
             attention(norm=True, norm_kind="column"),
@@ -616,20 +620,22 @@ _QWEN3_NEXT = Family(
     "hidden_act attention_bias",
     derived=lambda hf: {**_sparse_layers(hf), **_linear_layers(hf)},
     partial_rotary=True,
-    unused=(r"^mtp\.",),  # layers for multi-token prediction, which transformers does not read
+    prediction=BESIDE_DECODER,
+    unused=(r"^mtp\.",),  # transformers does not read them
 )
+_QWEN3_5 = replace(_QWEN3_NEXT, prediction=replace(BESIDE_DECODER, key="mtp_num_hidden_layers"))
 _SEPARATE = ("in_proj_qkv in_proj_z in_proj_b in_proj_a", "delta")
 FAMILIES |= {
     "qwen3_next": _QWEN3_NEXT,
     "qwen3_5_text": replace(
-        _QWEN3_NEXT,
+        _QWEN3_5,
         rows=decoder_rows(delta_attention(*_SEPARATE), mlp_rows()),
         config=_LINEAR_CONFIG,
         constants=_LINEAR,
         derived=_linear_layers,
     ),
     "qwen3_5_moe_text": replace(
-        _QWEN3_NEXT, rows=decoder_rows(delta_attention(*_SEPARATE), _GATED_EXPERTS)
+        _QWEN3_5, rows=decoder_rows(delta_attention(*_SEPARATE), _GATED_EXPERTS)
     ),
 }
 
@@ -702,6 +708,14 @@ def get_family(model_type: str, values: dict[str, Any] | None = None) -> Family:
     return FAMILIES[SAME_AS.get(model_type, model_type)]
 
 
+def prediction_of(model_type: str | None) -> Prediction:
+    """The names of layers for multi-token prediction in files of a model type; those of most
+    families where the table has none."""
+    family = FAMILIES.get(str(model_type))
+    names = family.prediction if family is not None else None
+    return names or AFTER_DECODER
+
+
 def check_type(values: dict[str, Any], judge: Judge, use_mca: bool = True) -> None:
     """Check that the backend trains the model type of a raw config.json."""
     kind = values.get("model_type")
@@ -755,7 +769,7 @@ def rows_of(model_type: str, config) -> tuple[Row, ...]:
     family = get_family(model_type)
     rows = family.rows
     if getattr(config, "mtp_num_layers", None):
-        rows = (*rows, *prediction_rows(rows))
+        rows = (*rows, *prediction_rows(rows, prediction_of(model_type)))
     present = tuple(row for row in rows if row.is_there(config))
     tower = getattr(config, "tower_tensors", ())
     return _expand(present, getattr(config, "num_moe_experts", None) or 0, tower)

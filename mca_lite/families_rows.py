@@ -1,5 +1,6 @@
 """Rows of weights: a megatron tensor and its tensors in Hugging Face's files, for families.py."""
 
+import re
 from dataclasses import dataclass, replace
 
 
@@ -201,21 +202,59 @@ def decoder_rows(of_attention, of_mlp, norms=PRE_NORMS):
     return tuple(row for row in rows if not row.hf[0].endswith("-.weight"))
 
 
-# numbered after the decoder's layers, as in Hugging Face's files
+# numbered after the decoder's layers, as in most of Hugging Face's files
 PREDICTION_LAYERS = "mtp.layers.{}."
 
 
-def prediction_rows(decoder_rows):
+@dataclass(frozen=True)
+class Prediction:
+    """Names of layers for multi-token prediction in Hugging Face's files: their number in
+    config.json, the prefix of a decoder layer, and the modules beside it."""
+
+    key: str
+    layer: str
+    enorm: str
+    hnorm: str
+    eh_proj: str
+    final_layernorm: str
+
+    @property
+    def is_numbered(self) -> bool:
+        """True if each layer has its own modules, and maybe copies of embedding and head; else
+        there is one layer."""
+        return "{}" in self.layer
+
+
+PREDICTION_KEY = "num_nextn_predict_layers"
+AFTER_DECODER = Prediction(
+    PREDICTION_KEY,
+    HF_LAYERS,
+    enorm=f"{HF_LAYERS}enorm",
+    hnorm=f"{HF_LAYERS}hnorm",
+    eh_proj=f"{HF_LAYERS}eh_proj",
+    final_layernorm=f"{HF_LAYERS}shared_head.norm",
+)
+BESIDE_DECODER = Prediction(
+    PREDICTION_KEY,
+    "mtp.layers.0.",
+    enorm="mtp.pre_fc_norm_embedding",
+    hnorm="mtp.pre_fc_norm_hidden",
+    eh_proj="mtp.fc",
+    final_layernorm="mtp.norm",
+)
+
+
+def prediction_rows(decoder_rows, names: Prediction):
     """Rows of multi-token prediction layers: a decoder layer each, with norms and projection."""
     mca = PREDICTION_LAYERS
-    hf = HF_LAYERS
-    yield Row(mca + "enorm.weight", (hf + "enorm.weight",), "copy")
-    yield Row(mca + "hnorm.weight", (hf + "hnorm.weight",), "copy")
-    yield Row(mca + "eh_proj.weight", (hf + "eh_proj.weight",), "copy", linear=True)
+    for module in ("enorm", "hnorm", "final_layernorm"):
+        yield Row(f"{mca}{module}.weight", (f"{getattr(names, module)}.weight",), "copy")
+    yield Row(f"{mca}eh_proj.weight", (f"{names.eh_proj}.weight",), "copy", linear=True)
     for row in decoder_rows:
         if row.mca.startswith(LAYERS):
-            yield replace(row, mca=row.mca.replace(LAYERS, mca + "transformer_layer."))
-    yield Row(mca + "final_layernorm.weight", (hf + "shared_head.norm.weight",), "copy")
+            hf = tuple(re.sub(r".*layers\.\{}\.", names.layer, name) for name in row.hf)
+            mca_name = row.mca.replace(LAYERS, f"{mca}transformer_layer.")
+            yield replace(row, mca=mca_name, hf=hf)
 
 
 def dense_rows(norms=PRE_NORMS, **of_attention):

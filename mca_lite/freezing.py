@@ -83,8 +83,9 @@ def _named(weights: list[Weight], keys, num_layers: int, judge: Judge) -> set[st
     extras = keys.freeze_extra_modules or []
     _check_names("freeze_trainable_modules", wanted, in_layers, judge)
     _check_names("freeze_extra_modules", extras, outer.values(), judge)
+    is_ahead = any(layer >= num_layers for layer, _ in inner.values())
     judge.expect(
-        all(layer < num_layers for layer, _ in inner.values()),
+        not is_ahead and not any(module.startswith("mtp.") for module in inner),
         "mtp_num_layers",
         "it is not supported together with frozen layers",
         "mtp_num_layers: 0",

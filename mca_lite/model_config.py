@@ -29,7 +29,7 @@ from .args_rules_training import (
     normalise_additional_configs,
 )
 from .errors import Judge, refuse
-from .families import FAMILIES, SAME_AS, get_family, has_value_head
+from .families import FAMILIES, SAME_AS, get_family, has_value_head, prediction_of
 from .files import (
     HF_CONFIG_NAME,
     MCA_CONFIG_NAME,
@@ -290,9 +290,10 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         judge.close()
         if self.mtp_num_layers and self.hf_config is not None:
             # config.json has the number in the files: a model drawn from a seed may have more
-            count = self.hf_config.get("num_nextn_predict_layers") or 0
-            count = max(count, self.mtp_num_layers)
-            self.hf_config = {**self.hf_config, "num_nextn_predict_layers": count}
+            key = prediction_of(self.hf_model_type).key
+            self.hf_config = copy.deepcopy(self.hf_config)
+            text = text_values(self.hf_config)
+            text[key] = max(text.get(key) or 0, self.mtp_num_layers)
 
     def _choose_layers(self, judge: Judge) -> None:
         """Replace transformer_impl "auto", in place; refuse features missing in the implementation.
@@ -324,7 +325,7 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         ahead = self.mtp_num_layers or 0
         h = self.hidden_size
         head = h * self.vocab_size
-        head += ahead * (head + 2 * h * h + costs[-1])
+        head += ahead * (head + 2 * h * h + self._cost(self.num_layers + 1))
         return balanced_layout(costs, head, stages)
 
     def _cost(self, layer_number: int) -> float:

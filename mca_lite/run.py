@@ -38,7 +38,7 @@ from .args_rules import (
     check_new_rows,
     check_other_model,
 )
-from .args_rules_model import check_torch_packing
+from .args_rules_model import NO_PICTURES_AHEAD, check_torch_packing
 from .args_rules_training import plan_schedule
 from .args_values import show_count
 from .callbacks import StopSignals, TrainerCallback
@@ -144,7 +144,11 @@ def make_plan(arguments: RunArguments) -> Plan:
     vision = vision_of(planned.config, folder, tokenizer, arguments.data)
     data = load_datasets(arguments.data, objective.stage, tokenizer, args.order_seed, vision)
     data.report[:0] = report
-    if not args.dataloader_num_workers and getattr(samples_of(data.train), "has_pictures", False):
+    has_pictures = getattr(samples_of(data.train), "has_pictures", False)
+    ahead = has_pictures and getattr(planned.config, "mtp_num_layers", None)
+    if ahead:
+        refuse("mtp_num_layers", ahead, NO_PICTURES_AHEAD, "mtp_num_layers: 0, or data of text")
+    if not args.dataloader_num_workers and has_pictures:
         remedy = "dataloader_num_workers: 4 does it beside them"
         data.report.append(f"note: pictures are decoded between the steps: {remedy}")
     of_epoch = 0

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from . import parallel, watchdog
-from .families import rows_of
+from .families import prediction_of, rows_of
 from .families_rows import PREDICTION_LAYERS, Row, is_of_expert
 from .files import describe_error
 from .weights_files import (
@@ -402,7 +402,8 @@ def copies_of(row: Row, config) -> list[str]:
     """Further names of the embedding or output layer, repeated by some checkpoints in each layer
     for multi-token prediction: those in the model's original, or all that may be there."""
     names = {VOCABULARY[0]: "embed_tokens", VOCABULARY[1]: "shared_head.head"}
-    if row.mca not in names or not config.mtp_num_layers:
+    is_numbered = prediction_of(config.hf_model_type).is_numbered
+    if row.mca not in names or not config.mtp_num_layers or not is_numbered:
         return []
     layers = range(config.num_layers, config.num_layers + config.mtp_num_layers)
     copies = {f"model.layers.{layer}.{names[row.mca]}.weight" for layer in layers}

@@ -19,7 +19,7 @@ Letters: E experts, h hidden size, f columns of an expert.
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,11 +28,8 @@ import torch
 Shape = tuple[int, ...]
 # names of single experts' projections in each stacked tensor
 _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
-# those of layers for multi-token prediction stay as they are in the file
-_STACKED = re.compile(r"(?!mtp\.)(.*\.mlp\.experts\.)(gate_up_proj|down_proj)(_bias|_blocks)?")
-_SINGLE = re.compile(
-    r"(?!mtp\.)(.*\.mlp\.experts\.)\d+\.(gate_proj|up_proj|down_proj)\.(weight|bias)"
-)
+_STACKED = re.compile(r"(.*\.mlp\.experts\.)(gate_up_proj|down_proj)(_bias|_blocks)?")
+_SINGLE = re.compile(r"(.*\.mlp\.experts\.)\d+\.(gate_proj|up_proj|down_proj)\.(weight|bias)")
 # numbers of four bits, the highest for the sign
 _MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _IN_BLOCK = 32
@@ -199,12 +196,13 @@ def _scales_of(name: str, slices: dict[str, Any]) -> Any:
 
 
 def stacked(
-    tensors: Iterable[tuple[str, torch.Tensor]], in_turns: bool
+    tensors: Iterable[tuple[str, torch.Tensor]], in_turns: bool, names: Container[str] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, tensor) with those of single experts, which follow one another, in one tensor each.
-    in_turns: as gpt_oss has them. Host memory: two of these."""
+    in_turns: as gpt_oss has them. names: of the stacked tensors to make, None for all. Host memory:
+    two of these."""
     for name, group in itertools.groupby(tensors, lambda pair: stack_of(pair[0])):
-        if name is None:
+        if name is None or names is not None and name not in names:
             yield from group
             continue
         whole = torch.stack([tensor for _, tensor in group])

@@ -23,8 +23,8 @@ from safetensors.torch import save_file
 
 from . import weights_experts
 from .errors import refuse
-from .families import FAMILIES, OLDER_PREFIXES, has_value_head
-from .families_rows import UNUSED_TENSORS, VALUE_HEAD
+from .families import FAMILIES, OLDER_PREFIXES, has_value_head, prediction_of
+from .families_rows import PREDICTION_KEY, UNUSED_TENSORS, VALUE_HEAD
 from .files import (
     HF_CONFIG_NAME,
     HF_GENERATION_CONFIG_NAME,
@@ -117,9 +117,9 @@ def write_hf_config(
     trained = text_values(hf_config)
     if "vocab_size" in trained:
         text["vocab_size"] = trained["vocab_size"]
-    key = "num_nextn_predict_layers"
-    # transformers reads 1 if config.json has no such key
-    if (trained.get(key) or 0) > (text.get(key, 1) or 0):
+    key = prediction_of(hf_config.get("model_type")).key
+    otherwise = int(key == PREDICTION_KEY)  # without the key transformers reads 1
+    if (trained.get(key) or 0) > (text.get(key, otherwise) or 0):
         text[key] = trained[key]
     if has_value_head(hf_config.get("architectures")):
         values |= {key: hf_config[key] for key in OF_VALUE_HEAD if key in hf_config}
@@ -235,15 +235,15 @@ _OTHER_SIZES = "set vocab_size and the other sizes in config.json to those of th
 
 class SafetensorsSource:
     """The tensors of a folder (or hub name) in safetensors format, read by slices. is_older: True
-    if the files have older names than transformers' modules, which are used here. is_stacked: True
-    if they have the experts of a layer in one tensor; here they have the names of single ones
+    if the files have older names than transformers' modules, which are used here. stored: the names
+    in the files, of stacked experts too; here they have the names of single ones
     (weights_experts.py)."""
 
     def __init__(self, model_name_or_path: str):
         self.folder = resolve_folder(model_name_or_path)
         in_files = _open_files(self.folder)
+        self.stored = in_files.keys()
         self._slices = weights_experts.unstacked(in_files)
-        self.is_stacked = len(self._slices) > len(in_files)
         self.is_older = is_older(self._slices)
         if self.is_older:
             self._slices = {newer_name(name): part for name, part in self._slices.items()}
@@ -376,16 +376,8 @@ class InitSource:
 
     def __init__(self, hf_config: dict, seed: int, num_prediction_layers: int | None = 0):
         hf, self._shapes = shapes_of(hf_config)
-        first = hf.get_text_config().num_hidden_layers
-        last_layer = f"model.layers.{first - 1}."
-        for layer in range(first, first + (num_prediction_layers or 0)):
-            # the tensors of the last decoder layer, three norms and a projection
-            prefix = f"model.layers.{layer}."
-            for name in [name for name in self._shapes if name.startswith(last_layer)]:
-                self._shapes[prefix + name.removeprefix(last_layer)] = self._shapes[name]
-            for norm in ("enorm", "hnorm", "shared_head.norm"):
-                self._shapes[f"{prefix}{norm}.weight"] = (hf.hidden_size,)
-            self._shapes[f"{prefix}eh_proj.weight"] = (hf.hidden_size, 2 * hf.hidden_size)
+        if num_prediction_layers:
+            self._shapes |= _of_prediction(hf, self._shapes, num_prediction_layers)
         self._std = getattr(hf.get_text_config(), "initializer_range", 0.02)
         self._seed = seed
         constants = FAMILIES[hf.model_type].constants if hf.model_type in FAMILIES else {}
@@ -414,6 +406,29 @@ class InitSource:
         elif not name.endswith("bias"):
             full.fill_(self._norm)
         return full[part]
+
+
+def _of_prediction(hf, shapes: dict[str, Shape], count: int) -> dict[str, Shape]:
+    """{name: shape} of layers for multi-token prediction: three norms, a projection, full attention
+    and the rest of the last decoder layer. shapes: of the decoder."""
+    text = hf.get_text_config()
+    h = text.hidden_size
+    first = text.num_hidden_layers
+    names = prediction_of(hf.model_type)
+    of_layer = {}
+    for name, shape in shapes.items():
+        match = re.fullmatch(r".*\.layers\.(\d+)\.((\w+)\..*)", name)
+        is_last = match is not None and int(match[1]) == first - 1
+        if match and (is_last or match[3] == "self_attn") and match[3] != "linear_attn":
+            of_layer[match[2]] = shape
+    found = {}
+    for layer in range(first, first + count):
+        for name, shape in of_layer.items():
+            found[names.layer.format(layer) + name] = shape
+        for norm in (names.enorm, names.hnorm, names.final_layernorm):
+            found[f"{norm.format(layer)}.weight"] = (h,)
+        found[f"{names.eh_proj.format(layer)}.weight"] = (h, 2 * h)
+    return found
 
 
 def generator_of(seed: int, name: str) -> torch.Generator:
@@ -528,10 +543,12 @@ def is_unused(name: str, hf_config: dict, num_trained: int | None = 0) -> bool:
     it.
 
     Layers for multi-token prediction come after the decoder's; the first num_trained of them are
-    read.
+    read. One beside the decoder (Family.unused) is read whole or not at all.
     """
     family = FAMILIES.get(str(hf_config.get("model_type")))
-    patterns = UNUSED_TENSORS + (family.unused if family is not None else ())
+    patterns: tuple[str, ...] = UNUSED_TENSORS
+    if family is not None and not num_trained:
+        patterns += family.unused
     if re.search("|".join(patterns), name):
         return True
     layer = re.match(r"model\.layers\.(\d+)\.", name)
@@ -562,8 +579,10 @@ def in_words_of(source: str | None, hf_config: dict, tensors: NamedTensors) -> N
     original = original_of(source)
     family = FAMILIES.get(str(hf_config.get("model_type")))
     in_turns = family is not None and family.stacked_experts
-    if in_turns or original is not None and original.is_stacked:
+    if in_turns:
         tensors = weights_experts.stacked(tensors, in_turns)
+    elif original is not None:
+        tensors = weights_experts.stacked(tensors, in_turns, original.stored)
     older = family is not None and family.older_names
     if original is not None:
         older = original.is_older
@@ -581,7 +600,8 @@ def carried_tensors(
     if tensors is None:
         next_layer = hf_config.get("num_hidden_layers", 0) + (num_trained or 0)
         has_more = is_unused(f"model.layers.{next_layer}.", hf_config, num_trained)
-        has_more |= bool(text_values(hf_config).get("mtp_num_hidden_layers"))  # of mtp.*
+        # of mtp.*
+        has_more |= not num_trained and bool(text_values(hf_config).get("mtp_num_hidden_layers"))
         if source and has_more:
             warnings.warn(
                 "config.json names layers for multi-token prediction that were not trained, and "
@@ -590,7 +610,8 @@ def carried_tensors(
                 stacklevel=2,
             )
         return
-    unused = [name for name in sorted(tensors.names()) if is_unused(name, hf_config, num_trained)]
+    # in the file's order, as stacked experts are
+    unused = [name for name in tensors.names() if is_unused(name, hf_config, num_trained)]
     # copies of embedding and head in layers for multi-token prediction get the new tokens too
     copies = [name for name in unused if name.endswith((".embed_tokens.weight", ".head.weight"))]
     grown = GrownSource(tensors, copies, hf_config.get("vocab_size", 0))

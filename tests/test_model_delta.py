@@ -332,7 +332,7 @@ def test_flops_are_six_per_weight_the_core_and_the_states():
     [
         ((3, 6), TP2_SP, "3 key heads among 2 ranks"),
         ((2, 4), dict(CP2, **TP2_SP), "2 key heads among 4 ranks"),
-        ((2, 4), dict(mtp_num_layers=1), "qwen3_next has no layers for multi-token prediction"),
+        ((2, 4), dict(mtp_num_layers=2), "qwen3_next have one layer for multi-token prediction"),
     ],
 )
 def test_layouts_that_do_not_fit_are_refused(heads, keys, words):

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from mca_lite.args import parse_args
-from tests.shared import tiny, tiny_moe, world
+from tests.shared import pictures, tiny, tiny_moe, world
 from tests.shared.commands import keys_of
 from tests.shared.files import assert_same_bytes, tensors
 from tests.shared.layouts import CP2, DIST_OPT, FULL, OVERLAP, PACKED, PP2, SP, TP2, TWO_ROWS, VPP2
@@ -41,14 +41,25 @@ LAYOUTS = {
 }
 
 
+def text_of(model):
+    """The decoder of a transformers model, of pictures too."""
+    return getattr(model.model, "language_model", model.model)
+
+
+def count_of(model) -> int:
+    """Extra layers: files of Qwen's hybrids have one."""
+    return 1 if model.config.model_type.startswith("qwen") else COUNT
+
+
 def extra_layers(model):
     """transformers' layers for multi-token prediction, with random weights."""
     from transformers.modeling_layers import MtpLayer
 
     torch.manual_seed(5)
-    last, norm = model.model.layers[-1], type(model.model.norm)
+    text = text_of(model)
+    config, last, norm = text.config, text.layers[-1], type(text.norm)
     layers = torch.nn.ModuleList(
-        MtpLayer(model.config, type(last), norm, last.self_attn.layer_idx) for _ in range(COUNT)
+        MtpLayer(config, type(last), norm, last.self_attn.layer_idx) for _ in range(count_of(model))
     )
     with torch.no_grad():
         for parameter in layers.parameters():
@@ -59,15 +70,29 @@ def extra_layers(model):
     return layers
 
 
+# modules of MtpLayer -> their names in files of DeepSeek and GLM, and of Qwen
+_AFTER = {"mtp_block.": "", "post_norm.": "shared_head.norm."}
+_BESIDE = {
+    "mtp_block.": "layers.0.",
+    "enorm.": "pre_fc_norm_embedding.",
+    "hnorm.": "pre_fc_norm_hidden.",
+    "eh_proj.": "fc.",
+    "post_norm.": "norm.",
+}
+
+
 def in_files(layers, first: int) -> dict[str, torch.Tensor]:
-    """The layers' tensors as checkpoints have them: behind the others, an expert's projections by
-    themselves.
+    """The layers' tensors as checkpoints have them: behind the others, or under mtp; an expert's
+    projections by themselves.
     """
     out = {}
+    is_qwen = layers[0].config.model_type.startswith("qwen")
     for k, layer in enumerate(layers):
         for name, value in layer.state_dict().items():
-            name = name.removeprefix("mtp_block.").replace("post_norm.", "shared_head.norm.")
-            prefix = f"model.layers.{first + k}.{name}"
+            module, _, rest = name.partition(".")
+            names = _BESIDE if is_qwen else _AFTER
+            name = names.get(f"{module}.", f"{module}.") + rest
+            prefix = f"mtp.{name}" if is_qwen else f"model.layers.{first + k}.{name}"
             for e, matrix in enumerate(value) if ".experts." in name else ():
                 stem = prefix.rsplit(".", 1)[0] + f".{e}."
                 is_down = name.endswith("down_proj")
@@ -92,15 +117,20 @@ def path(tmp_path_factory) -> str:
 
 
 def save_with_extra_layers(folder: Path, name: str, **keys) -> str:
-    """A model whose files hold two more layers, with copies of the embedding and the head."""
-    from transformers import AutoModelForCausalLM
+    """A model whose files hold more layers, DeepSeek's with copies of the embedding and the
+    head."""
+    from mca_lite.model import load_torch_model
 
-    tiny_moe.save_model(folder / "plain", name, **keys)
+    [shared] = [
+        part for part in (tiny_moe.MODELS, tiny.MORE_KEYS, pictures.FAMILIES) if name in part
+    ]
+    save = {id(tiny_moe.MODELS): tiny_moe, id(tiny.MORE_KEYS): tiny}.get(id(shared), pictures)
+    save.save_model(folder / "plain", name, **keys)
     shutil.copytree(folder / "plain", folder / "full")
-    model = AutoModelForCausalLM.from_pretrained(folder / "plain")
+    model = load_torch_model(str(folder / "plain"))
     values = load_file(folder / "plain/model.safetensors")
     values.update(in_files(extra_layers(model), 4))
-    for layer in (4, 5):
+    for layer in () if name.startswith("qwen") else (4, 5):
         values[f"model.layers.{layer}.embed_tokens.weight"] = values[
             "model.embed_tokens.weight"
         ].clone()
@@ -134,7 +164,8 @@ def reference(path: str, out: str, **changes) -> list:
                 )
 
             hidden = hf.model(ids).last_hidden_state
-            rotary = hf.model.rotary_emb(hidden, positions)
+            text = text_of(hf)
+            rotary = text.rotary_emb(hidden, positions)
             mask = torch.full((1, 1, ids.shape[1], ids.shape[1]), float("-inf")).triu(1)
             main, more, trained, ahead = losses(hidden, labels).sum(), 0.0, labels, 0
             for layer in hf.extra:
@@ -142,7 +173,7 @@ def reference(path: str, out: str, **changes) -> list:
                     F.pad(ids[:, 1:], (0, 1)),
                     F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX),
                 )
-                hidden = layer(hf.model.embed_tokens(ids), hidden, rotary, mask, positions, None)
+                hidden = layer(text.embed_tokens(ids), hidden, rotary, mask, positions, None)
                 more, ahead = (
                     more + losses(hidden, labels).sum(),
                     ahead + (labels != IGNORE_INDEX).sum(),
@@ -155,7 +186,7 @@ def reference(path: str, out: str, **changes) -> list:
                 name: torch.stack([torch.as_tensor(x).detach().float() for x in pair])
                 for name, pair in pairs.items()
             }
-            total = (main + FACTOR / COUNT * more) * self.micro_batch_weight
+            total = (main + FACTOR / len(models[0].extra) * more) * self.micro_batch_weight
             return total, count.int(), metrics
 
     models = []
@@ -244,6 +275,68 @@ def test_extra_layers_of_glm_train_as_in_plain_torch(family, key, tmp_path):
     for got in world.run(train_layers, 2, path, str(tmp_path / "ours"), **TP2, **SP):
         assert_same(got, curve)
     assert tensors(tmp_path / "ours").keys() == tensors(path).keys()
+
+
+# -- one layer of Qwen's hybrids, beside the decoder
+
+ONE = dict(mtp_num_layers=1)
+QWEN_LAYOUTS = {
+    "one_packed": (1, PACKED),
+    "tp2_sp": (2, {**TP2, **SP, **TWO_ROWS}),
+    "pp2_packed": (2, {**PP2, **PACKED, **DIST_OPT}),
+    "cp2_packed": (2, {**CP2, **PACKED}),
+    "ep2": (2, {**EP2, **DIST_OPT}),
+    "tp2pp2": (4, {**TP2, **SP, **PP2}),
+}
+
+
+def data_of(name: str) -> dict:
+    """Documents of text for a model with pictures, which has positions along three axes."""
+    if name not in pictures.FAMILIES:
+        return {}
+    generator = torch.Generator().manual_seed(3)
+    return dict(data=[pictures.document(generator, n) for n in (7, 12, 9, 5, 11, 8, 6, 10)])
+
+
+@pytest.fixture(scope="module")
+def hybrids(tmp_path_factory):
+    """hybrids(model type, **changes) -> (folder of a model, curve of the reference, its weights)"""
+
+    @functools.cache
+    def save(name: str, **changes):
+        folder = tmp_path_factory.mktemp(name)
+        path = save_with_extra_layers(folder, name, **changes)
+        [curve] = world.run(reference, 1, path, str(folder / "reference"), **data_of(name))
+        extra = tensors(folder / "reference/extra")
+        return path, curve, {**tensors(folder / "reference"), **extra}
+
+    return save
+
+
+@pytest.mark.parametrize(
+    "name, layout",
+    [
+        *(("qwen3_next", layout) for layout in QWEN_LAYOUTS),
+        *(("qwen3_5_text", layout) for layout in ("tp2_sp", "pp2_packed", "cp2_packed")),
+        *(("qwen3_5_moe_text", layout) for layout in ("tp2_sp", "ep2")),
+        *(("qwen3_5", layout) for layout in ("tp2_sp", "pp2_packed")),
+        *(("qwen3_5_moe", layout) for layout in ("ep2", "cp2_packed")),
+    ],
+)
+def test_the_extra_layer_of_a_hybrid_trains_as_in_plain_torch(name, layout, hybrids, tmp_path):
+    path, curve, weights = hybrids(name)
+    ranks, keys = QWEN_LAYOUTS[layout]
+    keys = {**keys, **ONE, **data_of(name)}
+    for got in world.run(train_layers, ranks, path, str(tmp_path), **keys):
+        assert_same(got, curve)
+    ours = tensors(tmp_path)
+    assert ours.keys() == tensors(path).keys()
+    for key, value in ours.items():
+        if "visual" in key:  # frozen by no key, and unused: its decay is torch's choice
+            continue
+        torch.testing.assert_close(
+            value, weights[key], rtol=0, atol=1e-5, msg=lambda m, key=key: f"{key}: {m}"
+        )
 
 
 AUX = dict(moe_aux_loss_coeff=0.05, moe_z_loss_coeff=0.01, moe_router_bias_update_rate=0.01)
