@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from .errors import Judge, Rule
-from .families import FAMILIES, Family, check_type
+from .families import FAMILIES, Family, check_type, prediction_of
 
 # numbers of a config.json by the least and the most that they can be
 _COUNTS = {
@@ -244,20 +244,20 @@ def _check_unused(keys: dict[str, tuple], reason: str, a: Any, judge: Judge) -> 
 
 def _check_prediction_layers(m: Any, a: Any, judge: Judge) -> None:
     having = {name: family.prediction for name, family in FAMILIES.items() if family.prediction}
-    names = having.get(m.hf_model_type)
-    if _family_of(m) is not None and names is None:
+    if _family_of(m) is not None and m.hf_model_type not in having:
         reason = f"{m.hf_model_type} has no layers for multi-token prediction"
         _check_unused(_OF_PREDICTION, f"{reason} ({', '.join(having)} have)", a, judge)
+    is_numbered = prediction_of(m.hf_model_type).is_numbered
     judge.expect(
-        names is None or names.is_numbered or (a.mtp_num_layers or 0) < 2,
+        is_numbered or (a.mtp_num_layers or 0) < 2,
         "mtp_num_layers",
         f"files of {m.hf_model_type} have one layer for multi-token prediction",
         "mtp_num_layers: 1",
     )
     judge.expect(
-        not a.mtp_num_layers or not m.tie_embeddings_and_output_weights,
+        not (is_numbered and a.mtp_num_layers and m.tie_embeddings_and_output_weights),
         "mtp_num_layers",
-        "it is not supported for a model whose embedding is its head",
+        f"it is not supported for a {m.hf_model_type} model whose embedding is its head",
         "mtp_num_layers: 0",
     )
 

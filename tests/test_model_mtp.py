@@ -5,6 +5,7 @@ torch.
 import functools
 import itertools
 import json
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -17,9 +18,9 @@ from safetensors.torch import load_file, save_file
 from mca_lite.args import parse_args
 from tests.shared import pictures, tiny, tiny_moe, world
 from tests.shared.commands import keys_of
-from tests.shared.files import assert_same_bytes, tensors
+from tests.shared.files import assert_same_bytes, changed, tensors
 from tests.shared.layouts import CP2, DIST_OPT, FULL, OVERLAP, PACKED, PP2, SP, TP2, TWO_ROWS, VPP2
-from tests.shared.training import BRIEF, assert_same_curve, read_log, train
+from tests.shared.training import BRIEF, arguments, assert_same_curve, read_log, refusal, train
 
 COUNT, FACTOR = 2, 0.3
 KEYS = dict(BRIEF, adam_epsilon=1e-4, export=True)
@@ -121,10 +122,9 @@ def save_with_extra_layers(folder: Path, name: str, **keys) -> str:
     head."""
     from mca_lite.model import load_torch_model
 
-    [shared] = [
-        part for part in (tiny_moe.MODELS, tiny.MORE_KEYS, pictures.FAMILIES) if name in part
-    ]
-    save = {id(tiny_moe.MODELS): tiny_moe, id(tiny.MORE_KEYS): tiny}.get(id(shared), pictures)
+    save = tiny_moe if name in tiny_moe.MODELS else tiny
+    if name in pictures.FAMILIES:
+        save = pictures
     save.save_model(folder / "plain", name, **keys)
     shutil.copytree(folder / "plain", folder / "full")
     model = load_torch_model(str(folder / "plain"))
@@ -332,11 +332,157 @@ def test_the_extra_layer_of_a_hybrid_trains_as_in_plain_torch(name, layout, hybr
     ours = tensors(tmp_path)
     assert ours.keys() == tensors(path).keys()
     for key, value in ours.items():
-        if "visual" in key:  # frozen by no key, and unused: its decay is torch's choice
-            continue
         torch.testing.assert_close(
             value, weights[key], rtol=0, atol=1e-5, msg=lambda m, key=key: f"{key}: {m}"
         )
+
+
+TIED = ("one_packed", "tp2_sp", "pp2_packed", "cp2_packed", "tp2pp2")
+
+
+@pytest.mark.parametrize("layout", TIED)
+def test_an_extra_layer_shares_an_embedding_that_is_the_head(layout, hybrids, tmp_path):
+    path, curve, weights = hybrids("qwen3_5_text", tie_word_embeddings=True)
+    ranks, keys = QWEN_LAYOUTS[layout]
+    for got in world.run(train_layers, ranks, path, str(tmp_path), **{**keys, **ONE}):
+        assert_same(got, curve)
+    ours = tensors(tmp_path)
+    assert ours.keys() == tensors(path).keys() and "lm_head.weight" not in ours
+    for key, value in ours.items():
+        torch.testing.assert_close(value, weights[key], rtol=0, atol=1e-5)
+
+
+def stacked(path: str, folder: Path, *prefixes: str) -> str:
+    """A copy of a model whose layers under the prefixes have their experts in one tensor each."""
+
+    def change(values: dict) -> None:
+        for prefix in prefixes:
+            singles = {
+                n: values.pop(n) for n in list(values) if re.match(rf"{prefix}.*experts\.\d", n)
+            }
+            for stem in sorted({name.partition(".0.down_proj")[0] for name in singles}):
+                if ".experts." in stem + "." and f"{stem}.0.down_proj.weight" in singles:
+                    experts = range(tiny_moe.EXPERTS)
+                    downs = [singles[f"{stem}.{e}.down_proj.weight"] for e in experts]
+                    values[f"{stem}.down_proj"] = torch.stack(downs)
+                    both = [
+                        torch.cat([singles[f"{stem}.{e}.{p}_proj.weight"] for p in ("gate", "up")])
+                        for e in experts
+                    ]
+                    values[f"{stem}.gate_up_proj"] = torch.stack(both)
+
+    return changed(path, folder, change)
+
+
+STACKS = {"none": (), "decoder": ("model",), "extra": ("mtp",), "both": ("model", "mtp")}
+
+
+def exports_of(paths: dict[str, str], out: str, **keys) -> None:
+    """Models exported with their extra layer trained, and carried."""
+    from mca_lite import AutoModel, TrainingArguments
+
+    for name, path in paths.items():
+        for count in (0, 1):
+            args = TrainingArguments(output_dir="unused", mtp_num_layers=count, **keys)
+            AutoModel.from_pretrained(path, args).save_pretrained(f"{out}/{name}/{count}")
+
+
+@pytest.mark.parametrize("ranks, keys", [(1, {}), (4, {**EP2, **PP2}), (4, {**TP2, **SP, **PP2})])
+def test_files_of_a_hybrid_come_out_as_they_went_in(ranks, keys, hybrids, tmp_path):
+    path = hybrids("qwen3_5_moe")[0]
+    paths = {n: stacked(path, tmp_path / "in" / n, *prefixes) for n, prefixes in STACKS.items()}
+    if "expert_model_parallel_size" not in keys:
+        paths["dense"] = hybrids("qwen3_5_text")[0]
+    world.run(exports_of, ranks, paths, str(tmp_path / "out"), **keys)
+    for name, source in paths.items():
+        for count in (0, 1):
+            assert_same_bytes(tensors(tmp_path / f"out/{name}/{count}"), tensors(source))
+    names = tensors(paths["extra"])
+    assert "mtp.layers.0.mlp.experts.gate_up_proj" in names
+    assert "model.language_model.layers.3.mlp.experts.0.up_proj.weight" in names
+
+
+def drawn(path: str, out: str, **keys) -> None:
+    """A model with an extra layer drawn from a seed, exported."""
+    from mca_lite import AutoConfig, AutoModel, TrainingArguments
+
+    args = TrainingArguments(output_dir="unused", mtp_num_layers=1, **keys)
+    config = AutoConfig.from_pretrained(path, args)
+    config.name_or_path = None
+    AutoModel.from_config(config, args, seed=3).save_pretrained(out)
+
+
+@pytest.mark.parametrize(
+    "name, key",
+    [
+        ("qwen3_next", "num_nextn_predict_layers"),
+        ("qwen3_5_text", "mtp_num_hidden_layers"),
+        ("qwen3_5_moe", "mtp_num_hidden_layers"),
+    ],
+)
+def test_a_drawn_hybrid_has_the_same_extra_layer_in_every_layout(name, key, hybrids, tmp_path):
+    path = hybrids(name)[0]
+    world.run(drawn, 1, path, str(tmp_path / "one"))
+    world.run(drawn, 4, path, str(tmp_path / "four"), **TP2, **SP, **PP2)
+    ours = tensors(tmp_path / "four")
+    assert_same_bytes(ours, tensors(tmp_path / "one"))
+    assert {k: v.shape for k, v in ours.items()} == {k: v.shape for k, v in tensors(path).items()}
+    assert ours["mtp.norm.weight"].eq(0).all() and ours["mtp.fc.weight"].std() > 0.01
+    config = json.loads((tmp_path / "four/config.json").read_text())
+    assert config.get("text_config", config)[key] == 1
+
+
+@pytest.mark.parametrize("tied", (False, True))
+def test_a_run_of_a_hybrid_resumes_in_another_layout(tied, hybrids, tmp_path):
+    path, curve, _ = hybrids("qwen3_5_text", tie_word_embeddings=tied)
+    saves = dict(save_strategy="steps", save_steps=1, export=False)
+    world.run(train_layers, 2, path, str(tmp_path / "a"), **PP2, **saves, **ONE)
+    keys = dict(TP2, **SP, **ONE, resume_from_checkpoint=str(tmp_path / "a/checkpoint-1"))
+    for got in world.run(resumed, 2, path, str(tmp_path / "b"), **keys):
+        assert_same([got], curve[1:])
+
+
+def test_files_with_more_than_the_extra_layer_are_refused_where_it_is_trained(hybrids, tmp_path):
+    """Another embedding, or a second layer with the first one's projection."""
+    for name in ("mtp.embed_tokens.weight", "mtp.layers.1.input_layernorm.weight"):
+        path = changed(
+            hybrids("qwen3_5_text")[0],
+            tmp_path / name,
+            lambda values, name=name: values.update({name: torch.zeros(32)}),
+        )
+        [text] = world.run(loading, 1, path, 1)
+        assert name in text and "mtp_num_layers: 0" in text
+        assert world.run(loading, 1, path, 0) == [""]
+
+
+def loading(path: str, count: int) -> str:
+    from mca_lite import AutoModel
+
+    return refusal(AutoModel.from_pretrained, path, arguments(mtp_num_layers=count))
+
+
+def test_pictures_and_frozen_layers_are_refused_beside_the_extra_layer(hybrids, tmp_path):
+    path = hybrids("qwen3_5")[0]
+    [text] = world.run(training, 1, path, str(tmp_path), data=pictures.samples())
+    assert "mtp_num_layers: 0" in text and "features of pictures" in text
+    [text] = world.run(freezing, 1, path)
+    assert "mtp_num_layers: 0" in text and "frozen layers" in text
+
+
+def training(path: str, out: str, **keys) -> str:
+    return refusal(train, path, out, **KEYS, **ONE, **keys)
+
+
+def freezing(path: str) -> str:
+    from mca_lite import AutoModel, freezing
+    from mca_lite.args import FinetuningArguments
+    from mca_lite.errors import Judge
+
+    args = arguments(**ONE)
+    judge = Judge(args)
+    keys = FinetuningArguments(finetuning_type="freeze")
+    freezing.plan(AutoModel.from_pretrained(path, args), keys, judge)
+    return refusal(judge.close)
 
 
 AUX = dict(moe_aux_loss_coeff=0.05, moe_z_loss_coeff=0.01, moe_router_bias_update_rate=0.01)
