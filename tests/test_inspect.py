@@ -341,6 +341,7 @@ WORLDS = {
     "tp2_sp, preferences": ("llama", "dpo", TP2_SP),
     "cp2, packed preferences": ("llama", "dpo", {**CP2, "packing": True}),
     "pp2, tokens ahead": ("glm4_moe_plain", "sft", {**PP2, **AHEAD}),
+    "pp2, a token ahead of a hybrid": ("qwen3_next", "sft", {**PP2, **AHEAD}),
     "dp2, streamed": ("llama", "sft", {"streaming": True, "packing": True}),
     "pp2, packed labels": ("llama", "kto", {**PP2, "packing": True}),
     "tp2_sp, a value head": ("qwen3", "rm", TP2_SP),

@@ -420,6 +420,38 @@ def test_flops_of_latent_attention_are_six_per_weight_and_the_core(name):
         assert model_sizes(ahead).weights == 5 * layer + 2 * 32**2 + 2 * vocabulary
 
 
+@pytest.mark.parametrize("name", ("qwen3_5_text", "qwen3_next"))
+def test_plan_and_flops_of_a_hybrids_prediction_layer_are_counted_by_hand(name):
+    """The layer has full attention and the last layer's MLP, whatever attention that has."""
+    from mca_lite.args import TrainingArguments
+    from mca_lite.log import model_sizes
+    from mca_lite.model_config import from_hf_config
+    from mca_lite.plan_memory import ModelTensors
+
+    kinds = dict(num_hidden_layers=2, layer_types=["full_attention", "linear_attention"])
+    save = tiny_moe if name in tiny_moe.MODELS else tiny
+    hf = save.hf_config(name, **kinds)
+    hidden, vocabulary = 32, 32 * 61
+    attention = hidden * (2 * 64 + 2 * 32 + 64)  # queries and gates, keys, values, output
+    of_mlp = 3 * hidden * 48
+    used = of_mlp
+    if name == "qwen3_next":  # 4 experts of 16, 2 of them for a token
+        shared = 3 * hidden * 24 + hidden + hidden * 4
+        of_mlp = shared + 4 * 3 * hidden * 16
+        used = shared + 2 * 3 * hidden * 16
+    norms = 5 * hidden + 2 * 16
+    one, ahead = (
+        from_hf_config(hf, TrainingArguments(output_dir="unused", mtp_num_layers=count))
+        for count in (0, 1)
+    )
+    total = attention + of_mlp + norms + 2 * hidden**2
+    assert ModelTensors(ahead).total - ModelTensors(one).total == total
+    sizes, before = model_sizes(ahead), model_sizes(one)
+    assert sizes.weights - before.weights == attention + used + 2 * hidden**2 + vocabulary
+    assert sizes.core - before.core == 4 * 2 * 16 / 2  # 4 heads of 16
+    assert sizes.linear == before.linear
+
+
 def test_plan_and_flops_of_two_sizes_of_heads_are_counted_by_hand():
     from mca_lite.args import TrainingArguments
     from mca_lite.log import model_sizes

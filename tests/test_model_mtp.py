@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 from mca_lite.args import parse_args
-from tests.shared import pictures, tiny, tiny_moe, world
+from mca_lite.run import make_plan
+from tests.shared import picture_files, pictures, tiny, tiny_moe, world
+from tests.shared.chats import conversation, write_records
 from tests.shared.commands import keys_of
 from tests.shared.files import assert_same_bytes, changed, tensors
 from tests.shared.layouts import CP2, DIST_OPT, FULL, OVERLAP, PACKED, PP2, SP, TP2, TWO_ROWS, VPP2
@@ -469,6 +471,26 @@ def test_pictures_and_frozen_layers_are_refused_beside_the_extra_layer(hybrids, 
     assert "mtp_num_layers: 0" in text and "frozen layers" in text
 
 
+def test_a_run_on_pictures_is_refused_before_it_starts(tmp_path):
+    picture_files.save_whole_model(tmp_path / "model", "qwen3_5")
+    picture = picture_files.draw(tmp_path / "0.png")
+    write_records(
+        tmp_path / "chats.jsonl", {**conversation("<image>what?", "y"), "images": [picture]}
+    )
+    words = [
+        f"model_name_or_path={tmp_path / 'model'}",
+        f"dataset={tmp_path / 'chats.jsonl'}",
+        f"output_dir={tmp_path / 'out'}",
+        f"cache_dir={tmp_path / 'cache'}",
+        "max_steps=1",
+        "train_from_scratch=true",
+        "resize_vocab=true",
+    ]
+    assert make_plan(parse_args(words))
+    text = refusal(make_plan, parse_args([*words, "mtp_num_layers=1"]))
+    assert "mtp_num_layers" in text and "features of pictures" in text
+
+
 def training(path: str, out: str, **keys) -> str:
     return refusal(train, path, out, **KEYS, **ONE, **keys)
 
@@ -615,7 +637,7 @@ def resumed(path: str, out: str, **keys) -> tuple:
 # -- refusals
 
 
-def refusals(path: str, llama: str, plain: str) -> list:
+def refusals(path: str, llama: str, plain: str, tied: str) -> list:
     from mca_lite import AutoModel, DPOTrainer, McaTrainer, TrainingArguments, lora
     from mca_lite.model import load_torch_model
 
@@ -625,6 +647,7 @@ def refusals(path: str, llama: str, plain: str) -> list:
         lambda: McaTrainer(load_torch_model(path), args),
         lambda: AutoModel.from_pretrained(llama, args),
         lambda: AutoModel.from_pretrained(plain, args),
+        lambda: AutoModel.from_pretrained(tied, args),
         lambda: DPOTrainer(AutoModel.from_pretrained(path, args), args=args),
         lambda: lora.inject(AutoModel.from_pretrained(path, args), lora.LoraSpec()),
     ):
@@ -637,10 +660,12 @@ def refusals(path: str, llama: str, plain: str) -> list:
 def test_what_has_no_layers_to_train_is_refused(path, tmp_path):
     llama = tiny.save_model(tmp_path / "llama", "llama")
     plain = tiny_moe.save_model(tmp_path / "plain", "deepseek_v3")
-    for text in (got := world.run(refusals, 1, path, llama, plain)[0]):
+    tied = tiny_moe.save_model(tmp_path / "tied", "deepseek_v3", tie_word_embeddings=True)
+    for text in (got := world.run(refusals, 1, path, llama, plain, tied)[0]):
         assert "mtp_num_layers" in text
     assert "plain torch" in got[0] and "llama has no layers" in got[1] and "lacks" in got[2]
-    assert "preference" in got[3] and "adapters" in got[4]
+    assert "a deepseek_v3 model whose embedding is its head" in got[3]
+    assert "preference" in got[4] and "adapters" in got[5]
 
 
 @pytest.mark.parametrize("word", ("use_mca=false", "stage=dpo", "finetuning_type=lora"))
