@@ -60,9 +60,10 @@ def extra_layers(model):
 
     torch.manual_seed(5)
     text = text_of(model)
-    config, last, norm = text.config, text.layers[-1], type(text.norm)
+    config, norm = text.config, type(text.norm)
+    *_, full = [layer for layer in text.layers if hasattr(layer, "self_attn")]
     layers = torch.nn.ModuleList(
-        MtpLayer(config, type(last), norm, last.self_attn.layer_idx) for _ in range(count_of(model))
+        MtpLayer(config, type(full), norm, full.self_attn.layer_idx) for _ in range(count_of(model))
     )
     with torch.no_grad():
         for parameter in layers.parameters():
@@ -289,6 +290,12 @@ QWEN_LAYOUTS = {
     "cp2_packed": (2, {**CP2, **PACKED}),
     "ep2": (2, {**EP2, **DIST_OPT}),
     "tp2pp2": (4, {**TP2, **SP, **PP2}),
+    "tp2_sp_full_recompute": (2, {**TP2, **SP, **FULL}),
+    "pp2_vpp2": (2, {**PP2, **VPP2}),
+    "dp2_overlap": (2, OVERLAP),
+    "cp2ep2": (4, {**CP2, **EP2, **PACKED}),
+    "ep2tp2": (4, {**EP2, **TP2, **SP}),
+    "cp2tp2_sp": (4, {**CP2, **TP2, **SP, **PACKED}),
 }
 
 
@@ -315,15 +322,25 @@ def hybrids(tmp_path_factory):
     return save
 
 
+SHORT = {
+    ("qwen3_next", "pp2_packed"),
+    ("qwen3_next", "cp2_packed"),
+    ("qwen3_5_text", "tp2_sp"),
+    ("qwen3_5_moe_text", "ep2"),
+    ("qwen3_5", "pp2_packed"),
+}
+CELLS = [
+    *(("qwen3_next", layout) for layout in QWEN_LAYOUTS),
+    *(("qwen3_5_text", layout) for layout in ("tp2_sp", "pp2_packed", "cp2_packed", "tp2pp2")),
+    *(("qwen3_5_moe_text", layout) for layout in ("tp2_sp", "ep2", "ep2tp2")),
+    *(("qwen3_5", layout) for layout in ("tp2_sp", "pp2_packed", "cp2_packed")),
+    *(("qwen3_5_moe", layout) for layout in ("ep2", "cp2_packed")),
+]
+
+
 @pytest.mark.parametrize(
     "name, layout",
-    [
-        *(("qwen3_next", layout) for layout in QWEN_LAYOUTS),
-        *(("qwen3_5_text", layout) for layout in ("tp2_sp", "pp2_packed", "cp2_packed")),
-        *(("qwen3_5_moe_text", layout) for layout in ("tp2_sp", "ep2")),
-        *(("qwen3_5", layout) for layout in ("tp2_sp", "pp2_packed")),
-        *(("qwen3_5_moe", layout) for layout in ("ep2", "cp2_packed")),
-    ],
+    [pytest.param(*cell, marks=[] if cell in SHORT else [pytest.mark.full]) for cell in CELLS],
 )
 def test_the_extra_layer_of_a_hybrid_trains_as_in_plain_torch(name, layout, hybrids, tmp_path):
     path, curve, weights = hybrids(name)
@@ -339,10 +356,21 @@ def test_the_extra_layer_of_a_hybrid_trains_as_in_plain_torch(name, layout, hybr
         )
 
 
-TIED = ("one_packed", "tp2_sp", "pp2_packed", "cp2_packed", "tp2pp2")
+def test_the_extra_layer_attends_fully_where_the_last_layer_does_not(hybrids, tmp_path):
+    path, curve, _ = hybrids("qwen3_next", full_attention_interval=3)
+    assert not any("layers.3.self_attn" in name for name in tensors(path))
+    layout = dict(PP2, pipeline_model_parallel_layout="auto", **ONE)
+    for got in world.run(train_layers, 2, path, str(tmp_path), **layout):
+        assert_same(got, curve)
 
 
-@pytest.mark.parametrize("layout", TIED)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "pp2_packed",
+        *(pytest.param(n, marks=pytest.mark.full) for n in ("tp2_sp", "cp2_packed", "tp2pp2")),
+    ],
+)
 def test_an_extra_layer_shares_an_embedding_that_is_the_head(layout, hybrids, tmp_path):
     path, curve, weights = hybrids("qwen3_5_text", tie_word_embeddings=True)
     ranks, keys = QWEN_LAYOUTS[layout]
@@ -380,16 +408,24 @@ STACKS = {"none": (), "decoder": ("model",), "extra": ("mtp",), "both": ("model"
 
 
 def exports_of(paths: dict[str, str], out: str, **keys) -> None:
-    """Models exported with their extra layer trained, and carried."""
+    """Models exported with their extra layer trained, and carried; by the torch backend too."""
     from mca_lite import AutoModel, TrainingArguments
+    from mca_lite.backend_torch import TorchBackend
+    from mca_lite.model import load_torch_model
 
     for name, path in paths.items():
         for count in (0, 1):
             args = TrainingArguments(output_dir="unused", mtp_num_layers=count, **keys)
             AutoModel.from_pretrained(path, args).save_pretrained(f"{out}/{name}/{count}")
+        if not keys:
+            plain = TrainingArguments(output_dir="unused")
+            TorchBackend(load_torch_model(path), plain).export_hf(f"{out}/{name}/torch", "5GB")
 
 
-@pytest.mark.parametrize("ranks, keys", [(1, {}), (4, {**EP2, **PP2}), (4, {**TP2, **SP, **PP2})])
+@pytest.mark.parametrize(
+    "ranks, keys",
+    [(1, {}), (4, {**EP2, **PP2}), pytest.param(4, {**TP2, **SP, **PP2}, marks=pytest.mark.full)],
+)
 def test_files_of_a_hybrid_come_out_as_they_went_in(ranks, keys, hybrids, tmp_path):
     path = hybrids("qwen3_5_moe")[0]
     paths = {n: stacked(path, tmp_path / "in" / n, *prefixes) for n, prefixes in STACKS.items()}
@@ -397,8 +433,8 @@ def test_files_of_a_hybrid_come_out_as_they_went_in(ranks, keys, hybrids, tmp_pa
         paths["dense"] = hybrids("qwen3_5_text")[0]
     world.run(exports_of, ranks, paths, str(tmp_path / "out"), **keys)
     for name, source in paths.items():
-        for count in (0, 1):
-            assert_same_bytes(tensors(tmp_path / f"out/{name}/{count}"), tensors(source))
+        for export in (tmp_path / f"out/{name}").iterdir():
+            assert_same_bytes(tensors(export), tensors(source))
     names = tensors(paths["extra"])
     assert "mtp.layers.0.mlp.experts.gate_up_proj" in names
     assert "model.language_model.layers.3.mlp.experts.0.up_proj.weight" in names
@@ -417,8 +453,8 @@ def drawn(path: str, out: str, **keys) -> None:
 @pytest.mark.parametrize(
     "name, key",
     [
-        ("qwen3_next", "num_nextn_predict_layers"),
-        ("qwen3_5_text", "mtp_num_hidden_layers"),
+        pytest.param("qwen3_next", "num_nextn_predict_layers", marks=pytest.mark.full),
+        pytest.param("qwen3_5_text", "mtp_num_hidden_layers", marks=pytest.mark.full),
         ("qwen3_5_moe", "mtp_num_hidden_layers"),
     ],
 )
@@ -434,7 +470,7 @@ def test_a_drawn_hybrid_has_the_same_extra_layer_in_every_layout(name, key, hybr
     assert config.get("text_config", config)[key] == 1
 
 
-@pytest.mark.parametrize("tied", (False, True))
+@pytest.mark.parametrize("tied", (pytest.param(False, marks=pytest.mark.full), True))
 def test_a_run_of_a_hybrid_resumes_in_another_layout(tied, hybrids, tmp_path):
     path, curve, _ = hybrids("qwen3_5_text", tie_word_embeddings=tied)
     saves = dict(save_strategy="steps", save_steps=1, export=False)
