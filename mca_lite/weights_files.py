@@ -330,10 +330,17 @@ def model_class(hf):
 def shapes_of(hf_config: dict) -> tuple[Any, dict[str, Shape]]:
     """(transformers' config, {name in its files: shape}) of the model of a config.json. ValueError
     if transformers cannot make it."""
+    hf, shapes = _shapes_of(json.dumps(hf_config))
+    return hf, dict(shapes)
+
+
+# a start asks for them several times: of a large model, seconds each
+@functools.lru_cache(maxsize=4)
+def _shapes_of(config_json: str) -> tuple[Any, dict[str, Shape]]:
     import transformers
 
     try:
-        hf = transformers.AutoConfig.for_model(**json.loads(json.dumps(hf_config)))
+        hf = transformers.AutoConfig.for_model(**json.loads(config_json))
         with torch.device("meta"):
             model = model_class(hf).from_config(hf)
     except Exception as error:  # of any kind, for an invented config
