@@ -458,7 +458,7 @@ def test_optimizers_that_would_not_update_the_model_are_refused():
 def full_looks() -> int:
     """Looks of Python's collector at objects of all ages while many are made."""
     before = gc.get_stats()[2]["collections"]
-    made = [[] for _ in range(len(gc.get_objects()))]
+    made = [[] for _ in range(100_000 + len(gc.get_objects()))]
     assert made
     return gc.get_stats()[2]["collections"] - before
 
@@ -470,6 +470,7 @@ def test_a_host_that_feeds_a_gpu_is_not_held_up_during_a_run(on_host, monkeypatc
     from mca_lite import trainer_events
 
     threads, args = torch.get_num_threads(), SimpleNamespace(optimizer_cpu_offload=on_host)
+    gc.freeze()  # a look at all that the session has made takes a second
     thresholds, frozen = gc.get_threshold(), gc.get_freeze_count()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     torch.set_num_threads(2)
@@ -484,6 +485,7 @@ def test_a_host_that_feeds_a_gpu_is_not_held_up_during_a_run(on_host, monkeypatc
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(threads)
+        gc.unfreeze()
 
 
 def lives_on(path: str, out: str, host_freezes: bool, keys: dict) -> tuple[list[str], bool]:
