@@ -38,10 +38,9 @@ LAYOUTS = {
 # in its layout.
 OF_MILLIONS = [
     "tp2_sp_bf16",
-    "pp2",
     *(
         pytest.param(name, marks=pytest.mark.full)
-        for name in ("one_bf16", "dp2_dist_opt_bf16", "cp2", "full")
+        for name in ("one_bf16", "pp2", "dp2_dist_opt_bf16", "cp2", "full")
     ),
 ]
 
