@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import torch
 
-from .args_rules import is_saved
+from .args_rules import is_saved, last_of
 from .errors import Judge
 from .families import LANGUAGE_MODEL, part_of, vision_parts_of
 from .families_rows import VALUE_HEAD
@@ -75,7 +75,7 @@ def _named(weights: list[Weight], keys, num_layers: int, judge: Judge) -> set[st
     for module in (module for weight in weights for module in weight.modules):
         match = _IN_LAYER.fullmatch(module)
         if match is None:
-            outer[module] = module.rsplit(".", 1)[-1]
+            outer[module] = last_of(module)
         else:
             inner[module] = (int(match[1]), match[2])
     in_layers = [name for _, name in inner.values()]
