@@ -56,7 +56,7 @@ def plan(model, keys, judge: Judge) -> frozenset[str] | None:
 
 def is_wanted(config, keys) -> bool:
     """True if plan() may freeze a part of the model. config: McaModelConfig or transformers'."""
-    kind = config.hf_model_type if hasattr(config, "hf_model_type") else config.model_type
+    kind = getattr(config, "hf_model_type", None) or config.model_type
     return keys.finetuning_type == "freeze" or bool(vision_parts_of(kind))
 
 

@@ -755,9 +755,7 @@ COLUMNS = {
     "position_ids": Column("token", "int64", given_by=("collator",)),
     "padding_mask": Column("token", "bool", True, to_model=True, given_by=()),
     # positions along time, height and width, of a model that has them (batch.rope_positions)
-    "rope_t": _given("token", "int64", to_model=True),
-    "rope_h": _given("token", "int64", to_model=True),
-    "rope_w": _given("token", "int64", to_model=True),
+    **dict.fromkeys(("rope_t", "rope_h", "rope_w"), _given("token", "int64", to_model=True)),
     # [patches, values of a patch], and [pictures, 3]: patches along time, height and width
     "pixel_values": _given("picture", to_model=True),
     "image_grid_thw": _given("picture", "int64", to_model=True),
