@@ -17,7 +17,8 @@ PROCESSES = 2
 # the folder in which a process writes down which files it has taken
 TAKEN = "SUITE_TAKEN"
 # the files that take longest, the slowest or longest waiting first; others take under 5 s each
-SLOWEST = """vision model_families moe optim_muon ckpt_safety watchdog keys hosts vision_torch lora_files
+SLOWEST = """vision model_families moe optim_muon ckpt_safety watchdog keys hosts vision_torch
+lora_files
 trainer dpo_reference ckpt nonfinite packed_layouts moe_lora distill preference_losses
 registries model_mtp plan lora data dpo moe_ckpt moe_weights cli freeze imports plan_time
 weights ckpt_layouts parity cli_doctor weights_vocabulary chaos launch foreign_examples rm
