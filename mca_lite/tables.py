@@ -299,6 +299,7 @@ CONVERSATIONS = "conversations"  # rendered by the tokenizer's chat template, wi
 PAIRS = "pairs"  # a prompt with a chosen and a rejected answer
 LABELLED = "labelled"  # conversations, each with a label: a number, or true and false
 KINDS = (TEXT, CONVERSATIONS, PAIRS, LABELLED)
+PAIR_COLUMNS = ("pair_weight", "pair_margin")  # of samples and micro-batches; keys too
 ANSWER_LABEL = "answer_label"  # the column of its label in samples and micro-batches
 
 
@@ -784,6 +785,12 @@ COLUMNS = {
     # number of a trained token's row in a teacher's cache (data_teacher.py)
     "teacher_row": Column("token", "int64", -1, given_by=_GIVEN),
 }
+
+
+def other_columns(*read: str) -> tuple[str, ...]:
+    """The package's columns for losses that a trainer would ignore: all but those it reads."""
+    of_losses = (ANSWER_LABEL, "reference", *PAIR_COLUMNS, "teacher_row")
+    return tuple(name for name in of_losses if name not in read)
 
 
 def register_column(name: str, per: str = "token", **fields: Any) -> None:

@@ -23,7 +23,7 @@ from tests.shared.kto_tools import (
     step_numbers,
 )
 from tests.shared.layouts import CP2, DIST_OPT, EP2, OVERLAP, PACKED, PP2, SP, TP2, TP2_SP, VPP2
-from tests.shared.training import read_log
+from tests.shared.training import read_log, train
 
 STEPS = 3
 ROWS = {"padded": dict(per_device_train_batch_size=2), "packed": PACKED}
@@ -246,16 +246,20 @@ def refusals(path, out) -> list[str]:
     gap = {"input_ids": [1, 2, 3, 4], "labels": [2, -100, 4, 5], "answer_label": 1}
     odd = {**gap, "labels": [-100, 3, 4, 5], "answer_label": 2}
     plain = {name: gap[name] for name in ("input_ids", "labels")}
-    cases = [[plain] * 2, [gap], [gap] * 2, [odd] * 2]
+    weighed = {**odd, "answer_label": 1, "pair_weight": 2.0}
+    cases = [[plain] * 2, [gap], [gap] * 2, [odd] * 2, [weighed] * 4]
     said = [error_of(kto_run, path, f"{out}/{n}", train_dataset=c) for n, c in enumerate(cases)]
     more = [dict(calculate_per_token_loss=False), dict(pack=30), dict(objective=dict(beta=0))]
-    return said + [error_of(kto_run, path, f"{out}/more", **keys) for keys in more]
+    said += [error_of(kto_run, path, f"{out}/more", **keys) for keys in more]
+    return [*said, error_of(train, path, f"{out}/sft", data=[weighed] * 4)]
 
 
 def test_what_cannot_be_trained_is_refused(oracles, tmp_path):
     [said] = world.run(refusals, 1, oracles[0], str(tmp_path))
     words = ["with answer_label", "two samples", "labels in several parts", "answer_label 2"]
+    words += ["stage kto has no pairs"]
     words += ["calculate_per_token_loss: true", "sequence_packing is false", "pref_beta"]
+    words += ["the samples have answer_label, pair_weight, without an effect"]
     for text, expected_words in zip(said, words, strict=True):
         assert expected_words in text
 

@@ -356,6 +356,7 @@ def refusals(path, causal, out) -> list[str]:
     cases = [
         (causal, {}),
         (path, dict(train_dataset=half, per_device_train_batch_size=4)),
+        (path, dict(train_dataset=[{**half[0], "answer_label": 1}] * 4)),
         (path, dict(tokenizer=SimpleNamespace(pad_token_id=last, save_pretrained=print))),
         (path, dict(calculate_per_token_loss=False)),
     ]
@@ -367,7 +368,8 @@ def test_what_cannot_be_trained_is_refused(oracles, tmp_path):
     [said] = world.run(refusals, 1, oracles[0], causal, str(tmp_path))
     words = [
         "has a value head",
-        "some pairs have pair_margin",
+        "have no pair_margin",
+        "the samples have answer_label, without an effect",
         "another pad_token",
         "calculate_per_token_loss",
     ]
