@@ -426,7 +426,9 @@ def test_what_cannot_be_trained_is_refused_before_training(adapted_start, tmp_pa
     for text, expected in zip(texts, words, strict=True):
         assert expected in text
     # only what is in the batches of the first step shows as late as that
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["g", "j", "k", "ok"], "nothing else was written"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["g", "j", "k", "ok"], (
+        "nothing else was written"
+    )
 
 
 def scores(path, adapter, out, keys) -> tuple:

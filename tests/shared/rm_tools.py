@@ -63,6 +63,7 @@ def rm_run(path, output_dir, adapter=None, backend="megatron", pack=0, before=No
         for name, default in (("train_dataset", Rated()), ("eval_dataset", None))
     }
     data["tokenizer"] = changes.pop("tokenizer", None)
+    config = RewardConfig(changes.pop("centre", CENTRE))
     args = TrainingArguments(output_dir, **{**KEYS, **changes})
     if backend == "megatron":
         model = AutoModel.from_pretrained(path, args)
@@ -72,7 +73,7 @@ def rm_run(path, output_dir, adapter=None, backend="megatron", pack=0, before=No
         model = load_adapter(model, adapter)
     if pack:
         data["train_dataset"] = Packs(data["train_dataset"], pack)
-    trainer = RewardTrainer(model, RewardConfig(CENTRE), args=args, **data)
+    trainer = RewardTrainer(model, config, args=args, **data)
     if before is not None:
         before(trainer)
     trainer.train()
