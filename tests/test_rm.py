@@ -338,6 +338,16 @@ def test_documents_of_files_are_whole_and_have_margins_and_weights(tmp_path):
     assert "gap" in error_of(load_files, tmp_path, path, **keys)
 
 
+def test_a_margin_of_records_is_subtracted_by_its_key_or_refused(tmp_path):
+    pair = {"prompt": "a", "chosen": "good", "rejected": "bad", "margin": 0.5}
+    path = write_records(tmp_path / "a.jsonl", pair, {**pair, "margin": 0})
+    said = error_of(load_files, tmp_path, path, stage="rm")
+    assert "a.jsonl:1: the column 'margin'" in said and "pair_margin: margin" in said
+    dataset = load_files(tmp_path, path, stage="rm", pair_margin="margin").train
+    assert Collator(0)(list(dataset))["pair_margin"].tolist() == [[0.5, 0.5], [0.0, 0.0]]
+    assert len(load_files(tmp_path, path, stage="dpo").train) == 2
+
+
 def test_margins_are_refused_where_no_pair_is(tmp_path):
     path = write_records(tmp_path / "a.jsonl", {"prompt": "a", "completion": "b", "label": 1})
     said = error_of(load_files, tmp_path, path, stage="kto", pair_margin="gap")
