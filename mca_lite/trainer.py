@@ -518,7 +518,8 @@ class McaTrainer:
         self.sums = RunSums(self.new_numbers(), carried)
         self.backend.carry_router_sums(carried.get("routers"))
         self.throughput = Throughput.of(args)
-        self.work = model_work(self.model, self._reference_model)
+        passes = self.forward_passes(getattr(self, "train_config", None))
+        self.work = model_work(self.model, self._reference_model, passes)
         self.report.summary(run_summary(self, plan))
         return plan
 
@@ -815,6 +816,12 @@ class McaTrainer:
         parallel.barrier()
 
     # -- a run of the command line: needs of an objective beside model, data and arguments
+
+    @classmethod
+    def forward_passes(cls, keys) -> tuple[int, int]:
+        """Forward passes of the model and of a second one over the tokens of a step, beside those
+        of training. keys: FinetuningArguments, or the objective's config."""
+        return 0, 1
 
     @classmethod
     def second_model_folder(cls, arguments, planned) -> Path | None:

@@ -237,6 +237,10 @@ class DPOTrainer(McaTrainer):
         return has_reference(keys.pref_loss)
 
     @classmethod
+    def forward_passes(cls, keys) -> tuple[int, int]:
+        return int(any(LOSSES[name].looks_ahead for name in keys.pref_loss)), 1
+
+    @classmethod
     def second_model_folder(cls, arguments, planned) -> Path | None:
         keys = arguments.finetuning
         if not cls.has_reference(keys):
