@@ -426,6 +426,13 @@ def _check_preferences(a: Any, judge: Judge) -> None:
     )
 
 
+def _check_answers(a: Any, judge: Judge) -> None:
+    _check_preferences(a, judge)
+    values = getattr(a, "model_config", None) or {}  # of a run
+    reason = "it trains on texts, and the model has a vision tower"
+    judge.expect("vision_config" not in values, "stage", reason, "stage: sft or dpo")
+
+
 def _check_excludes(a: Any, judge: Judge, name: str) -> None:
     """Refuse the keys of a group that the row of a loss excludes."""
     for key in LOSSES[name].excludes:
@@ -529,7 +536,7 @@ register_objective(
     metrics=KTO_METRICS,
     keys=("pref_beta", "kto_chosen_weight", "kto_rejected_weight", "ref_model"),
     check_keys=_check_reference,
-    check_run=_check_preferences,
+    check_run=_check_answers,
     describe=_describe_kto,
 )
 register_objective(
