@@ -210,6 +210,21 @@ def test_evaluations_and_predictions_are_of_the_answers(oracles, tmp_path, ranks
     assert output.metrics.keys() == {"test_loss"}
 
 
+def logs_of_good_answers(path, out, keys) -> list[dict]:
+    raw = [(prompt, answer, 1.0) for prompt, answer, _ in raw_answers()]
+    data = dict(train_dataset=Answers(raw), eval_dataset=Answers(raw))
+    run = kto_run(path, out, **data, eval_strategy="steps", eval_steps=1, max_steps=1, **keys)
+    return run.state.log_history
+
+
+def test_numbers_of_bad_answers_are_left_out_where_there_is_none(oracles, tmp_path):
+    lines, others = world.run(logs_of_good_answers, 2, oracles[0], str(tmp_path), DIST_OPT)
+    assert len(lines) == len(others) == 2
+    for line, start in zip(lines, ("", "eval_"), strict=True):
+        assert {f"{start}kl", f"{start}rewards/chosen", f"{start}logps/chosen"} <= line.keys()
+        assert not {f"{start}rewards/rejected", f"{start}logps/rejected"} & line.keys()
+
+
 def whole_and_resumed(path, out, keys) -> tuple:
     """(curve of a run, curve of a run that goes on from a checkpoint after its second step)"""
     keys = {**keys, "attention_dropout": 0.1}

@@ -117,11 +117,10 @@ def our_run(
 
 
 def curve_of(trainer) -> list[dict]:
-    """Per step: the 8 metrics, the gradient's norm, the tokens so far."""
+    """Per step: the metrics with a count, the gradient's norm, the tokens so far."""
     wanted = [*trainer.metrics_keys, "grad_norm", "consumed_tokens"]
-    return [
-        {key: line[key] for key in wanted} for line in trainer.state.log_history if "loss" in line
-    ]
+    lines = (line for line in trainer.state.log_history if "loss" in line)
+    return [{key: line[key] for key in wanted if key in line} for line in lines]
 
 
 # -- the oracle ------------------------------------------------------------------------------------
