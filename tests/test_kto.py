@@ -8,6 +8,16 @@ import pytest
 import torch
 
 from tests.shared import tiny, tiny_moe, world
+from tests.shared.answers import (
+    LAYOUTS,
+    ROWS,
+    STEPS,
+    cells_of_layouts,
+    curve_of_run,
+    curves_of_cells,
+    whole_and_resumed,
+    wrong_cells,
+)
 from tests.shared.commands import error_of, run_script
 from tests.shared.dpo_tools import curve_of, differences
 from tests.shared.kto_tools import (
@@ -22,28 +32,10 @@ from tests.shared.kto_tools import (
     shifted,
     step_numbers,
 )
-from tests.shared.layouts import CP2, DIST_OPT, EP2, OVERLAP, PACKED, PP2, SP, TP2, TP2_SP, VPP2
+from tests.shared.layouts import CP2, DIST_OPT, EP2, PACKED, PP2, TP2_SP, VPP2
 from tests.shared.training import read_log, train
 
-STEPS = 3
-ROWS = {"padded": dict(per_device_train_batch_size=2), "packed": PACKED}
-LAYOUTS = {
-    "one": (1, {}),
-    "tp2pp2": (4, {**TP2, **PP2}),
-    "cp2": (2, CP2),
-    "torch": (1, dict(backend="torch")),
-    "dp2": (2, DIST_OPT),
-    "dp2_overlap": (2, OVERLAP),
-    "tp2sp": (2, {**TP2, **SP}),
-    "pp2": (2, PP2),
-    "pp2_vpp2": (2, {**PP2, **VPP2, "per_device_train_batch_size": 1}),
-    "pp2_variable": (2, {**PP2, "variable_seq_lengths": True}),
-    "tp2sp_cp2": (4, {**TP2, **SP, **CP2}),
-    "cp2pp2_dist_opt": (4, {**CP2, **PP2, **DIST_OPT}),
-    "torch_on_two": (2, dict(backend="torch")),
-}
 USUAL = {"one": ("full padded", "lora packed"), "tp2pp2": ("full padded",), "cp2": ("full packed",)}
-CELLS = [f"{kind} {rows}" for kind in ("full", "lora") for rows in ROWS]
 
 
 @pytest.fixture(scope="module")
@@ -57,41 +49,12 @@ def oracles(tmp_path_factory):
     return path, f"{folder}/start", curves
 
 
-def cells_of(path, adapter, out, cells, keys) -> list:
-    """[(cell, curve)] of several runs in one world."""
-    found = []
-    for cell in cells:
-        kind, rows = cell.split()
-        given = {**ROWS[rows], **keys, "max_steps": STEPS}
-        adapter_of_cell = adapter if kind == "lora" else None
-        found.append(
-            (cell, curve_of(kto_run(path, f"{out}/{kind}-{rows}", adapter_of_cell, **given)))
-        )
-    return found
-
-
-@pytest.mark.parametrize(
-    "layout, cells",
-    [(layout, cells) for layout, cells in USUAL.items()]
-    + [
-        pytest.param(
-            layout,
-            [cell for cell in CELLS if cell not in USUAL.get(layout, ())],
-            marks=pytest.mark.full,
-        )
-        for layout in LAYOUTS
-    ],
-)
+@pytest.mark.parametrize("layout, cells", cells_of_layouts(USUAL))
 def test_kto_trains_as_plain_torch(layout, cells, oracles, tmp_path):
     path, adapter, curves = oracles
     ranks, keys = LAYOUTS[layout]
-    found = world.run(cells_of, ranks, path, adapter, str(tmp_path), cells, keys, timeout_s=120)
-    wrong = [
-        f"rank {rank} {cell}: {difference}"
-        for rank, of_rank in enumerate(found)
-        for cell, curve in of_rank
-        for difference in differences(curve, curves[cell.split()[0]])
-    ]
+    args = (kto_run, path, adapter, str(tmp_path), cells, keys)
+    wrong = wrong_cells(world.run(curves_of_cells, ranks, *args, timeout_s=120), curves)
     assert not wrong, "\n".join(wrong[:20])
 
 
@@ -112,7 +75,9 @@ def test_experts_train_as_plain_torch(tmp_path, ranks, keys):
     path = tiny_moe.save_model(tmp_path / "model", "qwen3_moe", num_hidden_layers=2)
     [wanted] = world.run(oracle_of_experts, 1, path)
     for rows in ROWS.values():
-        for got in world.run(curve_of_run, ranks, path, str(tmp_path / "run"), {**keys, **rows}):
+        for got in world.run(
+            curve_of_run, ranks, kto_run, path, str(tmp_path / "run"), {**keys, **rows}
+        ):
             assert not differences(got, wanted)
 
 
@@ -168,12 +133,8 @@ def oracle_of_packs(path) -> list:
 def test_packs_weigh_every_answer_alike(oracles, tmp_path, keys):
     [wanted] = world.run(oracle_of_packs, 1, oracles[0])
     keys = dict(keys, pack=CAPACITY, sequence_packing=True, max_steps=2)
-    for got in world.run(curve_of_run, 2, oracles[0], str(tmp_path), keys):
+    for got in world.run(curve_of_run, 2, kto_run, oracles[0], str(tmp_path), keys):
         assert not differences(got, wanted)
-
-
-def curve_of_run(path, out, keys) -> list:
-    return curve_of(kto_run(path, out, **keys))
 
 
 def evaluated(path, out, keys) -> tuple:
@@ -225,27 +186,11 @@ def test_numbers_of_bad_answers_are_left_out_where_there_is_none(oracles, tmp_pa
         assert not {f"{start}rewards/rejected", f"{start}logps/rejected"} & line.keys()
 
 
-def whole_and_resumed(path, out, keys) -> tuple:
-    """(curve of a run, curve of a run that goes on from a checkpoint after its second step)"""
-    keys = {**keys, "attention_dropout": 0.1}
-    whole = curve_of(kto_run(path, f"{out}/whole", max_steps=3, **keys))
-    saving = dict(save_strategy="steps", save_steps=2, max_steps=2)
-    kto_run(path, f"{out}/parts", **{**keys, **saving})
-    resumed = kto_run(
-        path,
-        f"{out}/parts",
-        max_steps=3,
-        resume_from_checkpoint=f"{out}/parts/checkpoint-2",
-        **keys,
-    )
-    return whole, curve_of(resumed)
-
-
 @pytest.mark.parametrize("kind", ["full", pytest.param("lora", marks=pytest.mark.full)])
 def test_resume_is_bit_for_bit(oracles, tmp_path, kind):
     path, adapter, _ = oracles
     keys = dict(PP2, adapter=adapter if kind == "lora" else None)
-    whole, parts = world.run(whole_and_resumed, 2, path, str(tmp_path), keys)[0]
+    whole, parts = world.run(whole_and_resumed, 2, kto_run, path, str(tmp_path), keys)[0]
     assert parts == whole and len(whole) == 3
 
 
