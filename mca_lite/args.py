@@ -485,8 +485,14 @@ class TrainingArguments(ArgumentGroup):
     sequence_parallel: bool = of_config(
         False, "split activations of norms and dropout over tensor parallel ranks"
     )
+    tp_comm_overlap: bool = of_config(
+        False, "hide the messages of sequence parallelism behind products, on GPUs of one host"
+    )
     pipeline_model_parallel_layout: str | None = of_config(
-        None, 'layers of each stage, such as "Et*3|t*4|t*3L"', model="always", check=check_layout
+        None,
+        'layers of each stage, such as "Et*3|t*4|t*3L"; auto: stages of about equal time',
+        model="always",
+        check=check_layout,
     )
     variable_seq_lengths: bool = of_config(
         False, "micro-batches of different lengths: pipeline stages exchange shapes"

@@ -9,8 +9,11 @@ A layout has its stages between |, with the embedding E, layers t and the loss L
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import re
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,6 +41,7 @@ CP = "context_parallel_size"
 PP = "pipeline_model_parallel_size"
 VPP = "virtual_pipeline_model_parallel_size"
 LAYOUT = "pipeline_model_parallel_layout"
+AUTO_LAYOUT = "auto"
 
 # fields of McaModelConfig -> their names in config.json
 _IN_CONFIG_JSON = {
@@ -289,6 +293,14 @@ def _check_layers(layers: int, num_deepstack: int, a: Any, judge: Judge) -> None
     vpp = a.virtual_pipeline_model_parallel_size or 1
     layout = a.pipeline_model_parallel_layout
     counts = [layers // (pp * vpp)]
+    if layout == AUTO_LAYOUT:  # replaced when the model's sizes are known
+        judge.expect(
+            layers >= pp * vpp - 1,
+            f"{PP} {VPP} {LAYOUT}",
+            f"every stage but the last needs a layer, and the model has {layers} for {pp * vpp}",
+            f"{PP}: {max(layers // vpp, 1)}",
+        )
+        return
     if isinstance(layout, str):
         counts = [stage.count("t") for stage in layout_stages(layout)]
         judge.expect(
@@ -332,8 +344,40 @@ def layout_stages(layout: str) -> list[str]:
     return text.split("|")
 
 
+def num_stages(layout: str | None) -> int:
+    """Stages of a layout; 0 of none, and of auto, which has as many as other keys ask for."""
+    return len(layout_stages(layout)) if layout and layout != AUTO_LAYOUT else 0
+
+
+def balanced_layout(costs: Sequence[float], head: float, stages: int) -> str:
+    """The layout whose stages have costs as equal as can be: the smallest sum of eighth powers.
+
+    costs: of each layer, stages - 1 or more; head: of the last stage beside its layers. Each stage
+    has a layer, except the last.
+    """
+    n = len(costs)
+    before = [0.0, *itertools.accumulate(costs)]
+
+    @functools.cache
+    def best(stage: int, first: int) -> tuple[float, tuple[int, ...]]:
+        """(sum, counts) of the layers from `first` on, over the stages from `stage` on."""
+        if stage == stages - 1:
+            return (before[n] - before[first] + head) ** 8, (n - first,)
+        options = []
+        for last in range(first + 1, n - (stages - 2 - stage) + 1):
+            total, counts = best(stage + 1, last)
+            total += (before[last] - before[first]) ** 8
+            options.append((total, (last - first, *counts)))
+        return min(options)
+
+    _, counts = best(0, 0)
+    return "E" + "|".join(f"t*{count}" if count else "" for count in counts) + "L"
+
+
 def check_layout(layout: str) -> None:
     """Raise ValueError for a layout that works for no model and no pipeline size."""
+    if layout == AUTO_LAYOUT:
+        return
     if re.search(r"\*\d{4}", layout):
         raise ValueError(
             "it repeats something more than 999 times, and no model has so many layers"

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 from . import world
-from .args_rules_model import CP, LAYOUT, PP, TP, VPP, layout_stages
+from .args_rules_model import CP, LAYOUT, PP, TP, VPP, num_stages
 from .args_values import cast, show_count
 from .errors import Judge, Rule
 
@@ -116,6 +116,7 @@ NEEDS = (
         "predict_with_generate: true",
     ),
     Need("sequence_parallel", f"!{TP}=1", f"{TP}: 2", is_harmless=True),
+    Need("tp_comm_overlap", "sequence_parallel", "sequence_parallel: true", is_harmless=True),
     Need("num_train_epochs", "max_steps=-1", "max_steps: -1", is_harmless=True),
     Need("warmup_ratio", "!warmup_steps", "warmup_steps: 0", is_harmless=True),
     Need(
@@ -201,7 +202,7 @@ def normalise_training(a: Any) -> None:
         "per_device_eval_batch_size": a.per_device_train_batch_size,
         "gradient_accumulation_steps": max(1, (a.global_batch_size or 0) // _samples_at_once(a)),
         "eval_steps": a.logging_steps,
-        VPP: len(layout_stages(layout)) // a.pipeline_model_parallel_size,
+        VPP: num_stages(layout) // a.pipeline_model_parallel_size,
     }
     if a.recompute_granularity == "full":
         derived |= {"recompute_method": "uniform", "recompute_num_layers": 1}
@@ -321,7 +322,7 @@ def _check_layout(a: Any, judge: Judge) -> None:
     pp = a.pipeline_model_parallel_size
     vpp = a.virtual_pipeline_model_parallel_size or 1
     layout = a.pipeline_model_parallel_layout
-    stages = len(layout_stages(layout)) if layout else pp * vpp
+    stages = num_stages(layout) or pp * vpp
     judge.expect(
         stages % pp == 0,
         f"{LAYOUT} {VPP} {PP}",

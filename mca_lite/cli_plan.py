@@ -523,7 +523,7 @@ def _layouts(words: list[str], base: _Layout, options) -> Iterator[_Layout]:
         }
         if pp != base.args.pipeline_model_parallel_size:
             keys["virtual_pipeline_model_parallel_size"] = None
-            keys["pipeline_model_parallel_layout"] = None
+            keys["pipeline_model_parallel_layout"] = "auto" if pp > 1 else None
         for granularity, micro_batch in slower:
             keys["recompute_granularity"] = granularity
             keys["per_device_train_batch_size"] = micro_batch

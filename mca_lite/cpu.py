@@ -125,16 +125,18 @@ def _foreach_copy(this, that, overflow_buf=None):
         torch._foreach_copy_(that, this)
 
 
+def add_weight_gradient(inputs, grad_output, main_grad) -> None:
+    """main_grad += grad_output^T inputs, float32."""
+    if inputs.dtype == main_grad.dtype:
+        main_grad.addmm_(grad_output.t(), inputs)
+    else:
+        torch.addmm(main_grad, grad_output.t(), inputs, out_dtype=torch.float32, out=main_grad)
+
+
 class _WeightGradient:
     """The function of Apex's fused_weight_gradient_mlp_cuda that megatron calls."""
 
-    @staticmethod
-    def wgrad_gemm_accum_fp32(inputs, grad_output, main_grad):
-        """main_grad += grad_output^T inputs, float32."""
-        if inputs.dtype == torch.float32:
-            main_grad.addmm_(grad_output.t(), inputs)
-        else:
-            torch.addmm(main_grad, grad_output.t(), inputs, out_dtype=torch.float32, out=main_grad)
+    wgrad_gemm_accum_fp32 = staticmethod(add_weight_gradient)
 
 
 def cuda_rows():

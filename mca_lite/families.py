@@ -594,6 +594,7 @@ FAMILIES |= {
             "attention_sinks": True,
             "add_moe_bias": True,
             "activation_func": "quick_gelu",
+            "activation_func_clamp_value": 7.0,  # of configs without swiglu_limit
             "glu_linear_offset": 1.0,
         },
         "hidden_act swiglu_alpha",

@@ -1,5 +1,5 @@
-"""Attention of late queries, as context parallelism has them: the last query sees the last of more
-keys than there are queries.
+"""Attention of segments, as context parallelism has them: the last query sees the last of more keys
+than there are queries.
 
 torch's kernels for that shape on Hopper GPUs are half as fast as cuDNN's, which knows squares and
 full rectangles alone. So the keys are taken in two parts, a rectangle of those before the first
@@ -10,6 +10,9 @@ query and a causal square, and joined by their log-sum-exps, as in ring attentio
 import torch
 from torch.autograd.function import once_differentiable
 
+from .kernels import compiles, jit, launch, tl, triton
+
+_BLOCK = 2048  # elements of a program of join
 _CUDNN = torch.ops.aten._scaled_dot_product_cudnn_attention
 _CUDNN_BACKWARD = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
 _CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -46,34 +49,111 @@ def _backward(grad, q, k, v, out, lse, more, is_causal: bool, scale: float | Non
     return _CUDNN_BACKWARD(grad, q, k, v, out, lse, *of_random, *sizes, 0.0, is_causal, scale=scale)
 
 
-class LateAttention(torch.autograd.Function):
-    """softmax(q k^T scale) v, query i of the last q sees all keys but those after key k - q + i.
+@jit
+def _join_kernel(
+    first, lse1, second, lse2, out, lse, queries, heads, d, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    exists = row < queries * heads
+    of_query = (row % heads) * queries + row // heads
+    one = tl.load(lse1 + of_query, exists, 0.0)
+    two = tl.load(lse2 + of_query, exists, 0.0)
+    most = tl.maximum(one, two)
+    total = most + tl.log(tl.exp(one - most) + tl.exp(two - most))
+    tl.store(lse + of_query, total, exists)
+    column = tl.arange(0, BLOCK)
+    inside = exists[:, None] & (column < d)[None, :]
+    place = row[:, None] * d + column[None, :]
+    joined = tl.load(first + place, inside, 0.0).to(tl.float32) * tl.exp(one - total)[:, None]
+    joined += tl.load(second + place, inside, 0.0).to(tl.float32) * tl.exp(two - total)[:, None]
+    tl.store(out + place, joined, inside)
 
-    q [b, n, q, d], k and v [b, g, k, d], k > q, n a multiple of g (on a CPU g) -> [b, n, q, d].
+
+class SegmentAttention(torch.autograd.Function):
+    """softmax(q k^T scale) v in segments (q0, q1, k0, k1): queries q0:q1 see the keys k0:k1 alone,
+    the last query all of them, each one before it one less.
+
+    q [t, b, n, d], k and v [T, b, g, d], n a multiple of g (on a CPU g) -> [t, b, n * d]. Each
+    query is in one segment.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, scale: float | None):
-        more = k.shape[2] - q.shape[2]
-        before = k[:, :, :more], v[:, :, :more]
-        own = k[:, :, more:], v[:, :, more:]
-        out1, lse1, more1 = _forward(q, *before, False, scale)
-        out2, lse2, more2 = _forward(q, *own, True, scale)
-        lse = torch.logaddexp(lse1, lse2)
-        out = (out1 * (lse1 - lse).exp() + out2 * (lse2 - lse).exp()).to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.more = more1, more2
+    def forward(ctx, q, k, v, segments, scale: float | None):
+        heads = [x.permute(1, 2, 0, 3) for x in (q, k, v)]
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        saved = []
+        ctx.more = []
+        for rows, own, before in _parts(segments):
+            part, lse, more = _forward(*_cut(heads, rows, own), True, scale)
+            part = part.permute(2, 0, 1, 3)
+            more_before = None
+            if before is None:
+                out[rows] = part
+            else:
+                other, lse_before, more_before = _forward(*_cut(heads, rows, before), False, scale)
+                lse = join(part, lse, other.permute(2, 0, 1, 3), lse_before, out[rows])
+            saved.append(lse)
+            ctx.more.append((more, more_before))
+        ctx.save_for_backward(q, k, v, out, *saved)
+        ctx.segments = segments
         ctx.scale = scale
-        return out
+        return out.flatten(2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        q, k, v, out, lse = ctx.saved_tensors
-        more = k.shape[2] - q.shape[2]
-        before = k[:, :, :more], v[:, :, :more]
-        own = k[:, :, more:], v[:, :, more:]
-        more1, more2 = ctx.more
-        q1, k1, v1 = _backward(grad, q, *before, out, lse, more1, False, ctx.scale)
-        q2, k2, v2 = _backward(grad, q, *own, out, lse, more2, True, ctx.scale)
-        return q1 + q2, torch.cat((k1, k2), 2), torch.cat((v1, v2), 2), None
+        q, k, v, out, *saved = ctx.saved_tensors
+        grad = grad.view(out.shape).permute(1, 2, 0, 3)
+        out = out.permute(1, 2, 0, 3)
+        heads = [x.permute(1, 2, 0, 3) for x in (q, k, v)]
+        grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
+        sums = [x.permute(1, 2, 0, 3) for x in grads]
+        for (rows, own, before), lse, more in zip(
+            _parts(ctx.segments), saved, ctx.more, strict=True
+        ):
+            for keys, more_of_keys in zip((own, before), more, strict=True):
+                if keys is None:
+                    continue
+                of_rows = grad[:, :, rows], *_cut(heads, rows, keys), out[:, :, rows]
+                found = _backward(*of_rows, lse, more_of_keys, keys is own, ctx.scale)
+                for total, of_keys in zip(_cut(sums, rows, keys), found, strict=True):
+                    total += of_keys
+        return *grads, None, None
+
+
+def _parts(segments):
+    """(slice of queries, slice of as many keys, slice of the keys before these or None) of each
+    segment."""
+    for q0, q1, k0, k1 in segments:
+        own = k1 - (q1 - q0)
+        yield slice(q0, q1), slice(own, k1), slice(k0, own) if own > k0 else None
+
+
+def _cut(heads, rows: slice, keys: slice) -> list[torch.Tensor]:
+    """Rows of queries and of keys and values [b, heads, tokens, d]."""
+    q, k, v = heads
+    return [q[:, :, rows], k[:, :, keys], v[:, :, keys]]
+
+
+def join(first, lse1, second, lse2, out) -> torch.Tensor:
+    """Put softmax's product of two runs of keys together, in `out` -> the log-sum-exps of both.
+
+    first, second, out: [q, b, n, d]; lse1, lse2 and what is given: float32 [b, n, q, 1].
+    """
+    if not compiles(first):
+        lse = torch.logaddexp(lse1, lse2)
+        by1, by2 = ((x - lse).exp().permute(2, 0, 1, 3) for x in (lse1, lse2))
+        out.copy_(first * by1 + second * by2)
+        return lse
+    return join_by_kernel(first, lse1, second, lse2, out)
+
+
+def join_by_kernel(first, lse1, second, lse2, out) -> torch.Tensor:
+    """join in one kernel. out is contiguous."""
+    q, b, n, d = out.shape
+    lse = torch.empty_like(lse1)
+    block = triton.next_power_of_2(d)
+    rows = max(_BLOCK // block, 1)
+    tensors = first.contiguous(), lse1, second.contiguous(), lse2, out, lse
+    launch(_join_kernel, (triton.cdiv(q * b * n, rows),), *tensors, q, b * n, d, rows, block)
+    return lse

@@ -18,13 +18,11 @@ from torch.nn.attention.bias import causal_lower_right
 from . import parallel
 from .batch import RowLayout, row_layout
 from .kernels import rotate, rotated_heads, split_heads
-from .kernels_attention import LateAttention, suits_cudnn
+from .kernels_attention import SegmentAttention, suits_cudnn
 from .mcore import (
     AttnMaskType,
-    ColumnParallelLinear,
     IdentityOp,
     MegatronModule,
-    RowParallelLinear,
     SelfAttentionSubmodules,
     TEAttention,
     TENorm,
@@ -34,6 +32,7 @@ from .mcore import (
     mappings,
     tensor_parallel,
 )
+from .model_linears import ColumnLinear, RowLinear
 from .model_moe import new_weight
 from .model_norms import RMSNorm, RMSNormOverHeads, head_norms
 from .model_sinks import FlashWithSinks, whole_scores
@@ -118,26 +117,31 @@ def query_factors(config, positions: torch.Tensor) -> torch.Tensor:
 # ---- attention
 
 
-class _GatherTokens(torch.autograd.Function):
-    """Gather [t / cp, ...] of each context-parallel rank to [t, ...] in the row's order; backward:
-    this rank's part of the sum. order int64 [t]: see RowLayout. Collectives in both passes."""
+class _GatherKeys(torch.autograd.Function):
+    """Gather keys and values [t / cp, b, g, d] of each context-parallel rank to [t, b, g, d] in the
+    row's order, in one collective; backward: this rank's part of the sums. order int64 [t]: see
+    RowLayout. Collectives in both passes."""
 
     @staticmethod
-    def forward(ctx, x, group, order):
+    def forward(ctx, key, value, group, order):
         ctx.group = group
         ctx.order = order
-        return mappings._gather_along_first_dim(x, group)[order]
+        ctx.sizes = key.shape[-1], value.shape[-1]
+        both = torch.cat((key, value), -1)
+        return mappings._gather_along_first_dim(both, group)[order].split(ctx.sizes, -1)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, *grads):
+        grad = torch.cat(grads, -1)
         # each place is written once: the gradient of an index would sort the places, to add
         grad = torch.empty_like(grad).index_copy_(0, ctx.order, grad)
-        return mappings._reduce_scatter_along_first_dim(grad, ctx.group), None, None
+        grad = mappings._reduce_scatter_along_first_dim(grad, ctx.group)
+        return *grad.split(ctx.sizes, -1), None, None
 
 
 def column_linear(config, in_size: int, out_size: int, tp_group, bias=False):
     """megatron's linear with its outputs cut over the tensor-parallel ranks."""
-    return ColumnParallelLinear(
+    return ColumnLinear(
         in_size,
         out_size,
         config=config,
@@ -151,7 +155,7 @@ def column_linear(config, in_size: int, out_size: int, tp_group, bias=False):
 
 def row_linear(config, in_size: int, tp_group, bias=False):
     """megatron's linear of heads, cut over the ranks, to hidden states. A bias is given beside."""
-    return RowParallelLinear(
+    return RowLinear(
         in_size,
         config.hidden_size,
         config=config,
@@ -398,7 +402,7 @@ class CoreAttention(RowModule):
 
     def _attend(self, layout, is_packed: bool, query, key, value):
         if self.cp_group.size() > 1:
-            key, value = (_GatherTokens.apply(x, self.cp_group, layout.order) for x in (key, value))
+            key, value = _GatherKeys.apply(key, value, self.cp_group, layout.order)
         dropout = self.dropout if self.training else 0.0
         # dropout differs between tensor-parallel ranks: each has other heads
         with tensor_parallel.get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext():
@@ -409,7 +413,17 @@ class CoreAttention(RowModule):
                 rows = zip(*(x.split(1, 1) for x in (query, key, value)), strict=True)
                 out = [self._varlen(*row, layout) for row in rows]
                 return out[0] if len(out) == 1 else torch.cat(out, 1)
+            if not dropout and self._suits_parts(layout, query, key, value):
+                scale = self.softmax_scale
+                return SegmentAttention.apply(query, key, value, layout.segments, scale)
             return self._segments(query, key, value, layout, dropout)
+
+    def _suits_parts(self, layout, query, key, value) -> bool:
+        """True if cuDNN's kernel takes the segments of context parallelism: none needs a mask."""
+        is_wide = self.window is None or layout.longest <= self.window
+        is_plain = is_wide and not self.needs_scores and self.cp_group.size() > 1
+        heads = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        return is_plain and suits_cudnn(*heads)
 
     def _suits_rows(self, layout) -> bool:
         """True if the documents of a packed row can be rows of a batch: they have one length, and
@@ -448,9 +462,6 @@ class CoreAttention(RowModule):
         if self.needs_scores:
             scale = self.softmax_scale
             return whole_scores(q, k, v, mask, scale, dropout, self.softcap, self.sinks)
-        is_late = mask is not None and type(mask) is not torch.Tensor
-        if is_late and not dropout and suits_cudnn(q, k, v):
-            return LateAttention.apply(q, k, v, self.softmax_scale)
         times = q.shape[1] // k.shape[1]
         if type(mask) is torch.Tensor and q.is_cuda and times > 1:
             # without cuDNN's only the slowest kernel supports both masks and query groups

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from .args import TrainingArguments
-from .args_rules_model import check_model, check_numbers
+from .args_rules_model import AUTO_LAYOUT, balanced_layout, check_model, check_numbers
 from .args_rules_training import (
     ADDITIONAL_FIELDS,
     VIRTUAL_STAGES,
@@ -66,6 +66,8 @@ ACTIVATIONS = {
     "quick_gelu": quick_gelu,
 }
 _NAMES = {function: name for name, function in ACTIVATIONS.items()}
+
+TOKENS_OF_A_ROW = 4096  # for the cost of attention in pipeline_model_parallel_layout: auto
 
 # fields derived from others by megatron's __post_init__, for the layout of a run
 _DERIVED = (
@@ -266,6 +268,8 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         self.sequence_parallel &= self.tensor_model_parallel_size > 1
         more = "m" * (self.mtp_num_layers or 0)
         layout = vars(self)["pipeline_model_parallel_layout"]  # megatron's types know no text
+        if layout == AUTO_LAYOUT:
+            self.pipeline_model_parallel_layout = layout = self._balanced_layout()
         if isinstance(layout, str) and (more or "m" in layout):
             # m is a layer for multi-token prediction in megatron's syntax: before the loss
             layout = re.sub(r"m(\*\d+)?", "", layout)
@@ -306,6 +310,40 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         if self.transformer_impl == "local":
             for name in _changed(self, NOT_LOCAL):
                 judge.refuse(name, f"{name}: the local layers lack it", f"{name} left out")
+
+    def _balanced_layout(self) -> str | None:
+        """The layout of a pipeline with stages of about equal time; None without a pipeline, and
+        "auto" for one of too many stages."""
+        pp = self.pipeline_model_parallel_size
+        if pp == 1:
+            return None
+        stages = pp * (self.virtual_pipeline_model_parallel_size or 1)
+        if stages > self.num_layers + 1:
+            return AUTO_LAYOUT
+        costs = [self._cost(number) for number in range(1, self.num_layers + 1)]
+        ahead = self.mtp_num_layers or 0
+        h = self.hidden_size
+        head = h * self.vocab_size
+        head += ahead * (head + 2 * h * h + costs[-1])
+        return balanced_layout(costs, head, stages)
+
+    def _cost(self, layer_number: int) -> float:
+        """Products of a layer with a token, about; with full attention in rows of
+        TOKENS_OF_A_ROW."""
+        groups, channels = self.head_sizes(layer_number)
+        heads = self.num_attention_heads
+        channels = channels or self.hidden_size // heads  # of megatron's default, not set yet
+        width = self.ffn_hidden_size
+        if self.is_moe_layer(layer_number - 1):
+            of_experts = self.moe_router_topk * self.moe_ffn_hidden_size
+            width = of_experts + (self.moe_shared_expert_intermediate_size or 0)
+        weights = 2 * (heads + groups) * channels + 3 * width
+        seen = 0
+        if self.layer_type(layer_number) == "full_attention":
+            seen = TOKENS_OF_A_ROW
+        if self.layer_type(layer_number) == "sliding_attention":
+            seen = 2 * (self.sliding_window or 0)
+        return self.hidden_size * weights + seen * heads * channels
 
     def head_sizes(self, layer_number: int) -> tuple[int, int]:
         """(query groups, channels of a head) of a layer, numbered from 1."""
@@ -568,7 +606,7 @@ def _of_other_types(value):
 
 # fields of a config, supported by the local layers alone at other values than their default
 ONLY_LOCAL = (
-    "pre_norms post_norms embedding_multiplier residual_multiplier logits_scaling "
+    "tp_comm_overlap pre_norms post_norms embedding_multiplier residual_multiplier logits_scaling "
     "final_logit_softcapping attn_logit_softcapping rope_interleave mrope_section "
     "layernorm_zero_centered_gamma multi_latent_attention mtp_num_layers layers_without_rope "
     "query_scaling_beta qk_norm_after_rope attention_sinks add_output_bias add_moe_bias "

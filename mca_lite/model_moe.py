@@ -22,19 +22,18 @@ import torch.nn.functional as F
 from .kernels import compiled, swiglu, weighted_clamped_swiglu, weighted_swiglu
 from .loss_tokens import all_reduce, num_ranks
 from .mcore import (
-    ColumnParallelLinear,
     MegatronModule,
     MLPSubmodules,
     MoEAlltoAllTokenDispatcher,
     MoEAuxLossAutoScaler,
     MoELayer,
     MoESubmodules,
-    RowParallelLinear,
     ShardedTensor,
     SharedExpertMLP,
     TESpecProvider,
     TopKRouter,
 )
+from .model_linears import ColumnLinear, RowLinear
 from .parallel import device, sum_gradients, sum_over_all
 
 # ---- routing
@@ -559,8 +558,8 @@ class SwiGLU(MegatronModule):
 
 def mlp_parts(config, has_norm: bool) -> MLPSubmodules:
     """The parts of megatron's MLP. has_norm: Transformer Engine's first linear applies the norm."""
-    column = ColumnParallelLinear
-    row = RowParallelLinear
+    column = ColumnLinear
+    row = RowLinear
     if config.transformer_impl == "transformer_engine":
         provider = TESpecProvider()
         row = provider.row_parallel_linear()

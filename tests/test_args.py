@@ -1,6 +1,7 @@
 """The parser, the arguments' own rules, and the layouts it proposes."""
 
 import copy
+import itertools
 import json
 import os
 import subprocess
@@ -20,7 +21,13 @@ from mca_lite.args import (
     parse_args,
     read_words,
 )
-from mca_lite.args_rules_model import check_model, numbers_of
+from mca_lite.args_rules_model import (
+    balanced_layout,
+    check_layout,
+    check_model,
+    layout_stages,
+    numbers_of,
+)
 from mca_lite.args_values import cast, read_config_file, show_count
 from mca_lite.errors import ConfigError, Judge
 from tests.shared.commands import keys_of
@@ -614,6 +621,31 @@ def test_a_layout_that_loses_a_layer_is_an_error():
         args = training(pipeline_model_parallel_size=pp, pipeline_model_parallel_layout=layout)
         (problem,) = problems_with(NUMBERS, args)
         assert problem.key == "pipeline_model_parallel_layout" and "7 layers" in problem.reason
+
+
+@pytest.mark.parametrize("costs", [[1.0] * 7, [0.4] + [1.0] * 6, [1.0, 3.0] * 3])
+@pytest.mark.parametrize("head", [0.0, 1.6, 9.0])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_auto_has_the_layout_with_the_most_equal_stages(costs, head, stages):
+    def work(borders):
+        edges = (0, *borders, len(costs))
+        of_stages = [sum(costs[a:b]) for a, b in itertools.pairwise(edges)]
+        of_stages[-1] += head
+        return sum(seconds**8 for seconds in of_stages)
+
+    layout = balanced_layout(costs, head, stages)
+    counts = [stage.count("t") for stage in layout_stages(layout)]
+    borders = tuple(itertools.accumulate(counts[:-1]))
+    others = itertools.combinations(range(1, len(costs) + 1), stages - 1)
+    assert work(borders) == pytest.approx(min(map(work, others)))
+    check_layout(layout)
+
+
+def test_auto_needs_a_layer_on_every_stage_but_the_last():
+    layout = dict(pipeline_model_parallel_layout="auto")
+    assert not problems_with(NUMBERS, training(pipeline_model_parallel_size=9, **layout))
+    [problem] = problems_with(NUMBERS, training(pipeline_model_parallel_size=10, **layout))
+    assert problem.key == "pipeline_model_parallel_size" and "8 for 10" in problem.reason
 
 
 @pytest.mark.parametrize(

@@ -294,6 +294,16 @@ def test_a_key_is_in_the_models_configuration(key):
         assert getattr(got, key) == value != getattr(from_keys(model, **others), key)
 
 
+def test_auto_knows_the_heads_of_a_config_without_their_size():
+    from transformers import AutoConfig
+
+    sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=4, vocab_size=61)
+    heads = dict(num_attention_heads=4, num_key_value_heads=2)
+    model = AutoConfig.for_model("qwen2", **sizes, **heads)
+    layout = from_keys(model, **PP2, pipeline_model_parallel_layout="auto")
+    assert str(layout.pipeline_model_parallel_layout) == "Et*2|t*2L"
+
+
 def test_transformer_engine_is_used_only_where_it_is_asked_for_or_works():
     from mca_lite.model_config import transformer_engine_works
 

@@ -10,6 +10,7 @@ import torch
 import torch.utils.flop_counter  # before its operators have stand-ins
 
 from mca_lite.batch import packed_row
+from mca_lite.families import values_of
 from mca_lite.model_attention import CoreAttention
 from mca_lite.model_sinks import FlashWithSinks
 from tests.shared import tiny_moe, world
@@ -164,6 +165,14 @@ RUNS = {
     "loop": LOOP,
     "overlap": OVERLAP,
 }
+
+
+def test_a_config_of_older_transformers_has_the_limit_of_the_activation():
+    config = tiny_moe.hf_config("gpt_oss")
+    del config.swiglu_limit
+    assert values_of(config)["activation_func_clamp_value"] == 7.0
+    config.swiglu_limit = 5.0
+    assert values_of(config)["activation_func_clamp_value"] == 5.0
 
 
 def test_runs_of_gpt_oss_train_as_torch(tmp_path):

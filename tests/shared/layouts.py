@@ -38,6 +38,7 @@ DENSE = {
     "dp2_micro2": (2, dict(per_device_train_batch_size=2)),
     "tp2": (2, TP2),
     "tp2_sp": (2, {**TP2, **SP}),
+    "tp2_sp_overlap": (2, {**TP2, **SP, "tp_comm_overlap": True}),
     "pp2": (2, PP2),
     "pp2_variable": (2, {**PP2, "variable_seq_lengths": True}),
     "pp2_vpp2": (2, {**PP2, **VPP2}),

@@ -33,7 +33,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # a fork may start 
 import numpy as np
 import torch
 
-from . import bench_varlen
+from . import bench_varlen, gpu_trace
 
 PEAK = 989e12
 TINY = bool(os.environ.get("TINY"))
@@ -261,6 +261,7 @@ class Clock:
 
     def __init__(self):
         self.times, self.start = [], None
+        self.account: dict = {}  # gpu_trace.account of a step, if asked for
 
     def now(self) -> float:
         if not torch.cuda.is_available():
@@ -320,6 +321,8 @@ def run_ours(
     data, tokens, squares = (dataset_of_pairs if pairs else dataset)(config, s, rows, packed)
     if os.environ.get("PROFILE"):
         profile = torch.profiler.profile()
+    if os.environ.get("TRACE"):
+        profile = gpu_trace.profiler()
 
     class Ticks(TrainerCallback):
         def on_train_begin(self, *args, **kwargs):
@@ -364,7 +367,12 @@ def run_ours(
         trainer.train()
     if profile is not None:
         profile.stop()
+    if os.environ.get("PROFILE"):
         say_profile(profile)
+    if os.environ.get("TRACE"):
+        clock.account = gpu_trace.account(profile)
+        if name := os.environ.get("TRACE_TO"):
+            profile.export_chrome_trace(f"{name}-{os.getpid()}.json.gz")
     return clock, [log for log in trainer.state.log_history if "loss" in log], tokens, squares
 
 

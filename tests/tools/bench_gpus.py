@@ -30,6 +30,8 @@ from tests.shared.layouts import CP2, DIST_OPT, DIST_OVERLAP, EP2, PACKED, PP2, 
 
 from . import bench_gpu, gpu
 
+TP2_HIDDEN = dict(TP2_SP, tp_comm_overlap=True)
+AUTO = dict(pipeline_model_parallel_layout="auto")
 # name: (shape, rows a micro-batch, replicas of the data on two GPUs, keys[, tokens of a row]); on
 # one GPU those of dp2 and of rows are one GPU's
 CASES = {
@@ -39,8 +41,19 @@ CASES = {
     "fsdp2": ("1.5B", 4, 2, None),
     "tp2": ("1.5B", 4, 1, TP2),
     "tp2 sequence parallel": ("1.5B", 4, 1, TP2_SP),
+    "tp2 sequence parallel, overlapped": ("1.5B", 4, 1, TP2_HIDDEN),
     "pp2": ("1.5B", 2, 1, PP2),
     "pp2 vpp2": ("1.5B", 2, 1, {**PP2, **VPP2}),
+    "pp2 auto": ("1.5B", 2, 1, {**PP2, **AUTO}),
+    "pp2 vpp2 auto": ("1.5B", 2, 1, {**PP2, **VPP2, **AUTO}),
+    "4B rows": ("4B", 2, 2, {}),
+    "4B dp2 overlap": ("4B", 2, 2, DIST_OVERLAP),
+    "4B tp2 sequence parallel": ("4B", 2, 1, TP2_SP),
+    "4B tp2 sequence parallel, overlapped": ("4B", 2, 1, TP2_HIDDEN),
+    "8B dp2 overlap": ("8B", 2, 2, DIST_OVERLAP),
+    "8B tp2 sequence parallel": ("8B", 2, 1, TP2_SP),
+    "8B tp2 sequence parallel, overlapped": ("8B", 2, 1, TP2_HIDDEN),
+    "8B fsdp2": ("8B", 2, 2, None),
     "cp2": ("1.5B", 4, 1, CP2),
     "rows of 16,384": ("1.5B", 1, 2, {}, 16384),
     "cp2, rows of 16,384": ("1.5B", 1, 1, CP2, 16384),
@@ -122,6 +135,7 @@ def measure(name: str, folder: str, steps: int = 8, skip: int = 4) -> dict:
         peak_gib=bench_gpu.peak_gib(),
         step_ms=[round(1e3 * t) for t in clock.times],
         losses=[round(float(log["loss"]), 5) for log in logs],
+        **({"trace": clock.account} if clock.account else {}),
     )
 
 
@@ -149,7 +163,7 @@ def in_turn(names: list[str], folder: str, end: float) -> int:
 
 EXPERT_KEYS = dict(adam_epsilon=1e-4)
 PARITY = {
-    "dense": "dp2_overlap tp2 pp2_variable cp2".split(),
+    "dense": "dp2_overlap tp2 tp2_sp_overlap pp2_variable cp2".split(),
     "experts": "ep2 tp2 pp2 cp2ep2".split(),
     "packed": "dp2_overlap tp2_sp pp2_vpp2 cp2".split(),
 }

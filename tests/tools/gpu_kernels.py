@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from mca_lite import kernels, loss_tokens, model_delta, model_sinks
-from mca_lite.kernels_attention import LateAttention
+from mca_lite.kernels_attention import SegmentAttention, join_by_kernel
 
 # of the largest number
 TOLERANCE = {
@@ -161,30 +161,55 @@ def other_cases(dtype):
         yield words, probabilities, formula, [drawn(3, columns + 7, dtype=dtype)]
 
 
-# rows, heads, groups, queries, keys, size of a head
-LATE = (1, 12, 2, 1000, 3000, 128), (2, 4, 4, 64, 65, 64), (1, 8, 1, 512, 513, 96)
+# rows, heads, groups, size of a head, segments
+SEGMENTS = (
+    (1, 12, 2, 128, [(0, 1000, 0, 3000)]),
+    (2, 4, 4, 64, [(0, 64, 0, 64), (64, 128, 0, 256)]),
+    (1, 8, 1, 96, [(0, 512, 0, 513), (512, 1024, 100, 800)]),
+)
 
 
 def attention_cases(dtype):
+    """Segments of queries, and the join of their parts alone."""
     if (dtype == torch.float32) == torch.cuda.is_available():
         return  # cuDNN's takes halves, the CPU's float32 as well
-    for b, n, groups, queries, keys, d in LATE:
+    for b, n, groups, d, segments in SEGMENTS:
         groups = groups if torch.cuda.is_available() else n
-        visible = torch.ones(queries, keys, dtype=torch.bool, device=device()).tril(keys - queries)
+        queries, keys = (max(sizes[i] for sizes in segments) for i in (1, 3))
+        visible = torch.zeros(queries, keys, dtype=torch.bool, device=device())
+        for q0, q1, k0, k1 in segments:
+            visible[q0:q1, k0:k1] = True
+            visible[q0:q1, k0:k1].tril_(k1 - k0 - (q1 - q0))
 
         def formula(q, k, v, visible=visible):
-            return (F.scaled_dot_product_attention(q, k, v, visible, enable_gqa=True),)
+            rows = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+            out = F.scaled_dot_product_attention(*rows, visible, enable_gqa=True)
+            return (out.permute(2, 0, 1, 3).flatten(2),)
 
-        def kernel(q, k, v):
-            return (LateAttention.apply(q, k, v, None),)
+        def kernel(q, k, v, segments=segments):
+            return (SegmentAttention.apply(q, k, v, segments, None),)
 
-        shapes = (b, n, queries, d), (b, groups, keys, d), (b, groups, keys, d)
-        yield (
-            f"late-attention {n} {keys}",
-            kernel,
-            formula,
-            [drawn(*s, dtype=dtype) for s in shapes],
-        )
+        shapes = (queries, b, n, d), (keys, b, groups, d), (keys, b, groups, d)
+        inputs = [drawn(*s, dtype=dtype) for s in shapes]
+        yield f"segments {n} {keys}", kernel, formula, inputs
+
+
+def join_cases(dtype):
+    q, b, n, d = 37, 2, 3, 80
+    lse = 3 * torch.randn(2, b, n, q, 1, device=device())
+
+    def kernel(first, second):
+        out = torch.empty_like(first)
+        joined = join_by_kernel(first.detach(), lse[0], second.detach(), lse[1], out)
+        return [x + 0 * (first.sum() + second.sum()) for x in (out, joined)]
+
+    def formula(first, second):
+        zero = 0 * (first.sum() + second.sum())
+        by = lse.double().softmax(0).permute(0, 3, 1, 2, 4)
+        out = first.detach() * by[0] + second.detach() * by[1]
+        return [out + zero, lse.double().logsumexp(0) + zero]
+
+    yield "join", kernel, formula, [drawn(q, b, n, d, dtype=dtype) for _ in range(2)]
 
 
 DOCUMENTS = [5, 200, 64, 1, 130]  # tokens of the documents of a packed row
@@ -245,7 +270,7 @@ def main() -> int:
     if device() == "cpu":
         kernels.num_programs = lambda device: 3  # it asks the GPU
     start, bad = time.time(), 0
-    of_attention = attention_cases, linear_cases, sink_cases
+    of_attention = attention_cases, join_cases, linear_cases, sink_cases
     for dtype, tolerance in TOLERANCE.items():
         worst = {}
         for cases in (norm_cases, heads_cases, other_cases, *of_attention):
