@@ -19,7 +19,7 @@ from .args_rules_training import Need, check_needs, harmless_need
 from .errors import Judge, Rule
 from .families_rows import is_of_expert
 from .files import GENERATION_METRICS
-from .tables import CONVERSATIONS, OBJECTIVES, TEMPLATES, Objective
+from .tables import CONVERSATIONS, OBJECTIVES, PAIR_COLUMNS, TEMPLATES, Objective
 
 SOME_DATA = "dataset: <files, or names in dataset_info.json>"
 _NEEDS_OF_DATA = (
@@ -157,7 +157,7 @@ def check_records(objective: Objective, judge: Judge) -> None:
     """Check DataArguments against the records of an objective."""
     if objective.has_pairs or objective.has_labels:
         judge.apply(_OF_PREFERENCES)
-    for key in ("pair_weight", "pair_margin"):
+    for key in PAIR_COLUMNS:
         judge.expect(
             objective.has_pairs or getattr(judge.arguments, key) is None,
             key,

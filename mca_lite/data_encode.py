@@ -167,6 +167,8 @@ class Reader:
             return record, {}
         try:
             values = data_records.column_values(record, self.columns, where)
+            if self.objective.scores and "pair_margin" not in values:
+                data_records.refuse_margin(record, where)
             if self.formats[file] == _UNREAD:
                 self.formats[file] = detect_format(record, self.spec, self.objective, where)
             labelled = self.objective.has_labels

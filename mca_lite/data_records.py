@@ -60,6 +60,16 @@ def column_values(
     return {name: float(value) for name, value in values.items() if value is not None}
 
 
+def refuse_margin(record, where: str) -> None:
+    """ValueError for a pair with TRL's margin between scores, where no key names its field."""
+    has_margin = isinstance(record, dict) and record.get("margin") is not None
+    expect(
+        not has_margin,
+        f"{where}: the column 'margin' is there, which TRL's RewardTrainer subtracts from the "
+        "difference of the scores: set pair_margin: margin, or remove the column",
+    )
+
+
 def label_of(record, spec: DatasetSpec, where: str) -> float:
     """The label of a record's answer, 1 for true and 0 for false. ValueError without one, and for
     anything but a number."""

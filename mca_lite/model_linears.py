@@ -42,6 +42,10 @@ class RowLinear(RowParallelLinear):
     """A linear with its inputs cut over the ranks of tp_group: gives [s / tp, b, h] under sequence
     parallelism. Collectives over tp_group in both passes."""
 
+    def _forward_impl(self, input, weight, *args, **kwargs):
+        kwargs["tp_group"] = self.tp_group  # megatron warns on each call without it
+        return super()._forward_impl(input, weight, *args, **kwargs)
+
     def forward(self, input_):
         """(output, bias or None) of input_ [s, b, h / tp]."""
         if not self.skip_bias_add or not _overlaps(self, self.sequence_parallel):

@@ -300,6 +300,7 @@ CONVERSATIONS = "conversations"  # rendered by the tokenizer's chat template, wi
 PAIRS = "pairs"  # a prompt with a chosen and a rejected answer
 LABELLED = "labelled"  # conversations, each with a label: a number, or true and false
 KINDS = (TEXT, CONVERSATIONS, PAIRS, LABELLED)
+PAIR_COLUMNS = ("pair_weight", "pair_margin")  # of samples and micro-batches; keys too
 ANSWER_LABEL = "answer_label"  # the column of its label in samples and micro-batches
 
 
@@ -426,6 +427,13 @@ def _check_preferences(a: Any, judge: Judge) -> None:
     )
 
 
+def _check_answers(a: Any, judge: Judge) -> None:
+    _check_preferences(a, judge)
+    values = getattr(a, "model_config", None) or {}  # of a run
+    reason = "it trains on texts, and the model has a vision tower"
+    judge.expect("vision_config" not in values, "stage", reason, "stage: sft or dpo")
+
+
 def _check_excludes(a: Any, judge: Judge) -> None:
     """Refuse the keys of a group that the row of a loss excludes."""
     for name in a.pref_loss:
@@ -520,7 +528,7 @@ register_objective(
     metrics=KTO_METRICS,
     keys=("pref_beta", "kto_chosen_weight", "kto_rejected_weight", "ref_model"),
     check_keys=lambda a, judge: judge.apply(_REFERENCE),
-    check_run=_check_preferences,
+    check_run=_check_answers,
     describe=_describe_kto,
 )
 register_objective(
@@ -775,6 +783,12 @@ COLUMNS = {
     # number of a trained token's row in a teacher's cache (data_teacher.py)
     "teacher_row": _given("token", "int64", -1),
 }
+
+
+def other_columns(*read: str) -> tuple[str, ...]:
+    """The package's columns for losses that a trainer would ignore: all but those it reads."""
+    of_losses = (ANSWER_LABEL, "reference", *PAIR_COLUMNS, "teacher_row")
+    return tuple(name for name in of_losses if name not in read)
 
 
 def register_column(name: str, per: str = "token", **fields: Any) -> None:
