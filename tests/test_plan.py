@@ -125,11 +125,11 @@ def test_ranks_of_a_model_of_50_million_do(tmp_path, layout):
 
 
 # layout -> (the operation, how many of what it writes are there at once: what comes and what is
-# sent; keys and values, in parts and joined)
+# sent; keys and values as they come and in order)
 MESSAGES = {
     "tensor": (TP2_SP, "_allgather_base_", 1),
     "pipeline": (PP2, "recv_", 2),
-    "context": (CP2, "_allgather_base_", 4),
+    "context": (CP2, "_allgather_base_", 2),
     "experts": (EP2, "alltoall_base_", 1),
 }
 
