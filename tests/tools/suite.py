@@ -23,6 +23,7 @@ trainer dpo_reference ckpt nonfinite packed_layouts moe_lora distill preference_
 registries model_mtp plan lora data dpo moe_ckpt moe_weights cli freeze imports plan_time
 weights ckpt_layouts parity cli_doctor weights_vocabulary chaos launch foreign_examples rm
 additional_configs kto world cli_chat lora_errors structure images_runs predict parity_command
+model_linears
 trainer_events data_stream_runs deterministic cli_errors data_stream model_fused model_delta
 cli_convert dpo_moe watch lora_cli inspect query_groups offload loss_logits""".split()
 
