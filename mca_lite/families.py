@@ -776,6 +776,8 @@ def check_type(values: dict[str, Any], judge: Judge, use_mca: bool = True) -> No
         part = "its text"
     if is_causal:
         remedy = f"use_mca: false, to train {part} as plain torch"
+    if f"{kind}_text" in FAMILIES:
+        remedy = f"its language model, saved alone as {kind}_text; or {remedy}"
     judge.refuse("model_name_or_path", reason, remedy, kind, "model_type in config.json")
 
 
