@@ -249,6 +249,8 @@ ADAPTED = {
     "qwen3_5_text": ("in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj", "q_proj", "lm_head"),
     "qwen3_next": ("in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "v_proj"),
     "arcee": ("q_proj", "up_proj", "down_proj"),
+    "helium": ("q_proj", "o_proj", "gate_proj"),
+    "hunyuan_v1_moe": ("q_proj", "v_proj", "o_proj"),
     "gemma4_text": ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj"),
     "gpt_oss": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "seed_oss": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
