@@ -42,6 +42,8 @@ from .weights_files import file_tensors
 # -- experts of a transformers model
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
+# ends of the names of transformers' routers, in lower case
+_ROUTERS = ("topkrouter", "moev1gate")
 
 
 def losses_of(config, args) -> BalancingLosses:
@@ -82,9 +84,9 @@ class TorchRouters:
         self._counts = torch.zeros(layers, experts, device=parallel.device())
 
     def _find(self, model, wanted: int) -> None:
-        """Hook the router of each mixture, of a class whose name ends in TopKRouter."""
+        """Hook the router of each mixture, by the name of its class."""
         for name, module in model.named_modules():
-            if type(module).__name__.lower().endswith("topkrouter"):
+            if type(module).__name__.lower().endswith(_ROUTERS):
                 layer = int(_LAYER.search(name)[1])
                 block = model.get_submodule(name.rpartition(".")[0])
                 has_bias = hasattr(block, "e_score_correction_bias")  # else it is the router's

@@ -268,7 +268,9 @@ def _dtype_of(folder: Path):
         reason = f"it has no {HF_CONFIG_NAME}, and is no checkpoint"
         refuse("SRC", str(folder), reason, "a folder in Hugging Face's format, or a checkpoint's")
     values = read_json(folder / HF_CONFIG_NAME)
-    name = values.get("dtype") or values.get("torch_dtype") or "float32"
+    # quantised weights are read in bf16
+    default = "bfloat16" if values.get("quantization_config") else "float32"
+    name = values.get("dtype") or values.get("torch_dtype") or default
     if name not in ("float32", "bfloat16", "float16"):
         raise ValueError(
             f"{folder}: dtype {name} in {HF_CONFIG_NAME}, expected float32, bfloat16 or float16"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .errors import Judge
+from .errors import Judge, expect
 from .families_rows import (
     AFTER_DECODER,
     BESIDE_DECODER,
@@ -112,7 +112,7 @@ def rope_parameters(hf) -> list[dict[str, Any]]:
 def _has_fixed_alpha(hf, rope: dict[str, Any]) -> bool:
     """True for Hunyuan's "dynamic" scaling: alpha stretches the base, whatever the length."""
     is_dynamic = rope["rope_type"] == "dynamic" and rope.get("alpha")
-    return bool(is_dynamic and hf.head_dim and hf.model_type == "hunyuan_v1_dense")
+    return bool(is_dynamic and hf.head_dim and hf.model_type.startswith("hunyuan_v1"))
 
 
 @dataclass(frozen=True)
@@ -367,6 +367,21 @@ def _gpt_oss(hf) -> dict[str, Any]:
     }
 
 
+def _hunyuan_moe(hf) -> dict[str, Any]:
+    """Fields of Hunyuan's experts: a shared one as wide as the others. ValueError for layers with
+    different numbers of experts of a token."""
+    counts = hf.moe_topk
+    if isinstance(counts, int):
+        counts = [counts]
+    expect(
+        len(set(counts)) == 1,
+        f"moe_topk in config.json: expected one number of experts of a token, got {counts}: set "
+        "use_mca: false, to train it as plain torch",
+    )
+    width = {"moe_shared_expert_intermediate_size": hf.intermediate_size}
+    return {**_experts_everywhere(hf), **width, "moe_router_topk": counts[0]}
+
+
 def _deepseek_v2(hf) -> dict[str, Any]:
     """Fields of DeepSeek-V2: softmax scores without normalisation, groups by best expert."""
     experts = _grouped_experts(hf, hf.topk_method == "group_limited_greedy")
@@ -608,6 +623,43 @@ FAMILIES |= {
     ),
 }
 
+# interleaved rotation, and biases of queries, keys and values without one of the output
+_HELIUM = Family(
+    dense_rows(bias="add_qkv_bias"), _QKV_BIAS, {"rope_interleave": True}, "hidden_act mlp_bias"
+)
+_OLMOE = FAMILIES["olmoe"]
+FAMILIES |= {
+    "helium": _HELIUM,
+    "glm": replace(
+        _HELIUM,
+        rows=decoder_rows(attention(bias="add_qkv_bias"), mlp_rows(fused=True)),
+        refusals="hidden_act",
+        partial_rotary=True,
+    ),
+    "vaultgemma": replace(
+        FAMILIES["gemma2"],
+        rows=dense_rows(norms="input_layernorm - pre_feedforward_layernorm -"),
+        constants={**_GEMMA, "post_norms": False},
+        refusals="hidden_activation attention_bias",
+    ),
+    "flex_olmo": replace(
+        _OLMOE,
+        rows=decoder_rows(attention(norm=True, norm_kind="column"), moe_rows(), POST_NORMS),
+        constants={**_OLMOE.constants, **_OLMO2.constants},
+        refusals=_OLMO2.refusals,
+    ),
+    "hunyuan_v1_moe": Family(
+        decoder_rows(
+            attention(norm=True, norms="query_layernorm key_layernorm"),
+            (*moe_rows(router="gate.wg"), *shared_expert_rows("shared_mlp")),
+        ),
+        {"num_experts": "num_moe_experts"},
+        {**_MOE, "qk_layernorm": True, "qk_norm_after_rope": True},
+        "hidden_act attention_bias",
+        derived=_hunyuan_moe,
+    ),
+}
+
 _QWEN2_MOE = FAMILIES["qwen2_moe"]
 _GATED_EXPERTS = (*moe_rows(), *shared_expert_rows("shared_expert", "shared_expert_gate"))
 _QWEN3_NEXT = Family(
@@ -738,6 +790,8 @@ def check_type(values: dict[str, Any], judge: Judge, use_mca: bool = True) -> No
         part = "its text"
     if is_causal:
         remedy = f"use_mca: false, to train {part} as plain torch"
+    if f"{kind}_text" in FAMILIES:
+        remedy = f"its language model, saved alone as {kind}_text; or {remedy}"
     judge.refuse("model_name_or_path", reason, remedy, kind, "model_type in config.json")
 
 

@@ -543,6 +543,7 @@ NO_MEDIA = (
     "are trained here"
 )
 PLAIN = "use_mca: false"
+ALONE = "its language model, saved alone as "
 
 
 @pytest.mark.parametrize(
@@ -557,7 +558,8 @@ PLAIN = "use_mca: false"
             "a model of text",
         ),
         # transformers has a causal model of its text
-        (dict(PICTURES, model_type="gemma3"), "use_mca=true", NO_MEDIA, f"{PLAIN}, to train its"),
+        (dict(PICTURES, model_type="gemma3"), "use_mca=true", NO_MEDIA, f"{ALONE}gemma3_text; or"),
+        (dict(PICTURES, model_type="gemma4"), "use_mca=true", NO_MEDIA, f"{ALONE}gemma4_text; or"),
         (dict(model_type="gpt2"), "use_mca=true", "one of arcee, cwm", f"{PLAIN}, to train it as"),
         (dict(model_type="t5"), "use_mca=true", "one of arcee, cwm", "a model of text"),
         (dict(model_type="t5"), "use_mca=false", "no causal model", "a model of text"),

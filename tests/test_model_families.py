@@ -42,6 +42,8 @@ EXPERTS = {
             "dots1",
             "solar_open",
             "gpt_oss",
+            "flex_olmo",
+            "hunyuan_v1_moe",
             "qwen3_next",
             "qwen3_5_moe_text",
         )
@@ -50,8 +52,9 @@ EXPERTS = {
 FAMILIES = [*DENSE, *EXPERTS]
 # rows made of those of other families: one layout in `make test`
 OF_OTHERS = (
-    "arcee cwm dots1 ernie4_5 exaone4 exaone4_no_window glm4_moe_lite hunyuan_alpha "
-    "hunyuan_v1_dense minimax_m2 ministral3 olmo3 qwen3_5_moe_text qwen3_5_text smollm3 solar_open"
+    "arcee cwm dots1 ernie4_5 exaone4 exaone4_no_window flex_olmo glm glm4_moe_lite helium "
+    "hunyuan_alpha hunyuan_v1_dense hunyuan_v1_moe minimax_m2 ministral3 olmo3 "
+    "qwen3_5_moe_text qwen3_5_text smollm3 solar_open vaultgemma"
 ).split()
 LAYOUTS = {
     "one": (1, {}),
@@ -246,6 +249,8 @@ ADAPTED = {
     "qwen3_5_text": ("in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj", "q_proj", "lm_head"),
     "qwen3_next": ("in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "v_proj"),
     "arcee": ("q_proj", "up_proj", "down_proj"),
+    "helium": ("q_proj", "o_proj", "gate_proj"),
+    "hunyuan_v1_moe": ("q_proj", "v_proj", "o_proj"),
     "gemma4_text": ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj"),
     "gpt_oss": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "seed_oss": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
@@ -495,6 +500,13 @@ def test_other_models_of_gemma4_are_refused(changes, words):
 
     with pytest.raises(ValueError, match=words):
         from_hf_config(tiny.hf_config("gemma4_text", **changes))
+
+
+def test_layers_of_hunyuan_with_different_numbers_of_experts_of_a_token_are_refused():
+    from mca_lite.model_config import from_hf_config
+
+    with pytest.raises(ValueError, match=r"moe_topk.*\[2, 3, 2, 2\].*use_mca: false"):
+        from_hf_config(tiny_moe.hf_config("hunyuan_v1_moe", moe_topk=[2, 3, 2, 2]))
 
 
 def test_ranks_that_would_share_a_query_group_of_gemma4_are_refused():

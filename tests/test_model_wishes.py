@@ -24,7 +24,7 @@ WITHOUT_EFFECT = {
         "the name of the class, and of the files: the arguments decide the precision",
     ),
     **dict.fromkeys(
-        "bos_token_id eod_token_id eos_token_id pad_token_id".split(),
+        "bos_token_id eod_token_id eos_token_id pad_token_id sep_token_id".split(),
         "the tokenizer's are used, in the data",
     ),
     **dict.fromkeys(

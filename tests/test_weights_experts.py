@@ -136,6 +136,28 @@ def test_exports_have_stacked_experts_in_bf16(keys, plain, quantised, tmp_path):
         assert torch.equal(logits, theirs(torch.tensor(TOKENS)).logits)
 
 
+def convert(words: list[str]) -> int:
+    from mca_lite.cli_convert import main
+
+    return main(words)
+
+
+def test_a_model_in_mxfp4_without_a_dtype_is_converted_in_bf16(quantised, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(quantised, source)
+    values = json.loads((source / "config.json").read_text())
+    values.pop("dtype")
+    (source / "config.json").write_text(json.dumps(values))
+    for src, dst in (("source", "checkpoint"), ("checkpoint", "back")):
+        assert world.run(convert, 1, [str(tmp_path / src), str(tmp_path / dst)]) == [0]
+    got = tensors(tmp_path / "back")
+    assert {tensor.dtype for tensor in got.values()} == {torch.bfloat16}
+    theirs = dequantised(quantised, dtype=torch.bfloat16)
+    experts = {n: t.detach() for n, t in theirs.state_dict().items() if ".experts." in n}
+    assert experts
+    assert_same_bytes({name: got[name] for name in experts}, experts)
+
+
 def test_a_model_in_mxfp4_trains_as_torch(quantised, tmp_path):
     runs = {"torch": ((quantised,), dict(backend="torch")), "ours": ((quantised,), {})}
     [curves] = world.run(train_all, 1, runs, str(tmp_path), **BRIEF)

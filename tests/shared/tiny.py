@@ -86,6 +86,12 @@ MORE_KEYS = {
     "smollm3": dict(no_rope_layers=[1, 0], use_sliding_window=True, sliding_window=5),
     "cwm": dict(head_dim=8, sliding_window=5, bos_token_id=1),
     "qwen3_5_text": DELTA,
+    "helium": dict(head_dim=8, attention_bias=True),
+    "glm": dict(head_dim=8, rope_parameters={"rope_type": "default", "rope_theta": 100.0,
+                                             "partial_rotary_factor": 0.5}),
+    "vaultgemma": dict(head_dim=8, sliding_window=6, query_pre_attn_scalar=12,
+                       final_logit_softcapping=2.0, attn_logit_softcapping=3.0,
+                       tie_word_embeddings=True),
     "ernie4_5": dict(head_dim=8, tie_word_embeddings=True),
     "gemma4_text": dict(
         head_dim=8, global_head_dim=16, num_global_key_value_heads=2, num_key_value_heads=4,

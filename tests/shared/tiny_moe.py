@@ -61,6 +61,11 @@ MODELS = {
     "solar_open": ("solar_open", dict(
         SHARED, n_routed_experts=8, n_shared_experts=1, n_group=4, topk_group=2, head_dim=8,
         attention_bias=True)),
+    # outputs of experts are small and normed: a small epsilon amplifies rounding
+    "flex_olmo": ("flex_olmo", dict(num_experts=EXPERTS, num_experts_per_tok=2, rms_norm_eps=1e-3,
+                                    intermediate_size=16, router_aux_loss_coef=0.0)),
+    "hunyuan_v1_moe": ("hunyuan_v1_moe", dict(
+        num_experts=EXPERTS, moe_topk=[2] * 4, intermediate_size=16, head_dim=8)),
     "qwen3_next": ("qwen3_next", dict(
         tiny.DELTA, **SHARED, num_experts=EXPERTS, shared_expert_intermediate_size=24)),
     "qwen3_5_moe_text": ("qwen3_5_moe_text", dict(

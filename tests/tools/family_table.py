@@ -29,7 +29,8 @@ BEGIN, END = "<!-- families: written by make families -->", "<!-- families: end 
 NOT_BUILT = {
     "cohere, cohere2": "attention and MLP side by side on one LayerNorm",
     "deepseek_v32": "sparse attention with an indexer",
-    "ernie4_5_moe": "its router adds a bias [1, experts], under another name, to softmax scores",
+    "ernie4_5_moe": "a bias [1, experts] of softmax scores, which megatron refuses, and a floor "
+    "under the sum of a token's weights",
     "falcon_h1, jamba, bamba, nemotron_h, zamba2": "state-space layers",
     "gemma3, llama4, qwen3_vl_moe and others with images": "their language models alone, or "
     "qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_5 and qwen3_5_moe",
@@ -38,8 +39,11 @@ NOT_BUILT = {
     "gemma3n": "embeddings of their own in each layer, layers that share keys and values",
     "gpt2, gpt_neox, starcoder2, phi": "LayerNorm, biases and an MLP without a gate",
     "phi3 with longrope": "frequencies that depend on the length of the text: refused",
-    "granitemoe": "its files have all experts of a layer in one tensor",
-    "hunyuan_v1_moe": "a list with the number of experts of a token in each layer",
+    "granitemoe": "all experts of a layer in one tensor, under names of its own",
+    "hunyuan_v1_moe with moe_topk of several numbers": "layers with different numbers of experts "
+    "of a token: refused",
+    "hy_v3": "files that name the router, its bias and the shared experts otherwise than "
+    "transformers' modules, whose names adapters have",
     "kimi_linear, minimax": "linear attention layers of other kinds",
 }
 LAYOUTS = {
