@@ -204,7 +204,8 @@ class Backend(abc.ABC):
         if self.statistics_of_routers is None or not self.losses_of_routers.on:
             return
         counts = [count_real_micro_batches(micro_batches), sum(map(count_of_loss, micro_batches))]
-        numbers = torch.tensor(counts, dtype=torch.float32).to(parallel.device())
+        numbers = torch.tensor(counts, dtype=torch.float32)
+        numbers = parallel.to_device(numbers, parallel.device())
         real, counts = self._sum_over_data_parallel(numbers)
         scale = len(micro_batches) * self.dp_size
         if self.args.calculate_per_token_loss:

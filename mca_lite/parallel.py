@@ -3,6 +3,7 @@ with gloo."""
 
 import contextlib
 import datetime
+import functools
 import itertools
 import os
 import random
@@ -34,6 +35,25 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type == "cuda" and tensor.device.type == "cpu" and not tensor.is_pinned():
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+class HostCopy:
+    """A tensor's values on their way to host memory, while the device goes on. wait() waits for the
+    work that was queued before the copy, and for none queued after it."""
+
+    def __init__(self, tensor: torch.Tensor):
+        # into pinned memory
+        self._values = tensor.detach().to("cpu", non_blocking=True)
+        self._arrived = None
+        if tensor.is_cuda:
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def wait(self) -> torch.Tensor:
+        """The values, a CPU tensor."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._values
 
 
 def rank() -> int:
@@ -335,12 +355,27 @@ def _attempt(action: Callable[[], Any]) -> tuple[Any, str]:
 
 
 def largest(*numbers: int) -> list[int]:
-    """The largest of each number over all ranks, on every rank. Collective."""
+    """The largest of each number over all ranks, on every rank. Collective.
+
+    Does not wait for the GPU's earlier work: numbers of the host go by a stream of their own."""
     if world_size() == 1:
         return list(numbers)
-    vector = torch.tensor(numbers, dtype=torch.int64, device=device())
-    dist.all_reduce(vector, op=dist.ReduceOp.MAX)
-    return vector.tolist()
+    with _beside_other_work():
+        vector = torch.tensor(numbers, dtype=torch.int64, device=device())
+        dist.all_reduce(vector, op=dist.ReduceOp.MAX)
+        return vector.tolist()
+
+
+def _beside_other_work():
+    """A context with a stream of its own on a GPU."""
+    if not torch.cuda.is_available():
+        return contextlib.nullcontext()
+    return torch.cuda.stream(_stream_of(torch.cuda.current_device()))
+
+
+@functools.cache
+def _stream_of(device_index: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device_index)
 
 
 def sum_over_all(values: torch.Tensor) -> torch.Tensor:
