@@ -9,6 +9,7 @@ count, metrics).
 import abc
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ class Backend(abc.ABC):
     """A model in training. `chunks`: the wrapped models for the schedule."""
 
     name: str
-    snapshot_of: Callable  # (model, optimizer or None, copy) -> this rank's part of a checkpoint
+    snapshot_of: Any  # ckpt.TorchSnapshot or MegatronSnapshot: this rank's part of a checkpoint
     load_checkpoint: Callable  # (folder, model, optimizer or None): reads it into them
     micro_batch_multiple = 1  # a step has a multiple of this many micro-batches
     document_multiple = 1  # packed documents are padded to a multiple of this many tokens
@@ -235,10 +236,6 @@ class Backend(abc.ABC):
             carried = rows.new_tensor(sums)
             if carried.shape == rows.shape:  # not of another number of layers
                 rows += carried
-
-    def snapshot(self, with_optimizer: bool, copy: bool):
-        """This rank's part of a checkpoint, ready for writing. Collective."""
-        return self.snapshot_of(self.model, self.optimizer if with_optimizer else None, copy)
 
     def load_state(self, folder, with_optimizer: bool = True) -> None:
         """Load weights, and the optimizer's state, of a checkpoint. Collective."""

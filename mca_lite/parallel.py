@@ -7,6 +7,8 @@ import functools
 import itertools
 import os
 import random
+import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -54,6 +56,49 @@ class HostCopy:
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._values
+
+
+def wait_for_device() -> None:
+    """Wait for the work queued on this rank's GPU, if it has one."""
+    if torch.cuda.is_available():
+        torch.cuda.current_stream().synchronize()
+
+
+class HostBuffers:
+    """Copies of tensors in host memory kept for later copies of the same sizes: fresh memory takes
+    longer than the copy. Pinned on the host of a GPU, where torch rounds up to powers of two."""
+
+    def __init__(self):
+        self._free: dict[int, list[torch.Tensor]] = defaultdict(list)  # by their bytes
+        self._used: list[torch.Tensor] = []
+        self._reserving = threading.Thread()
+
+    def reserve(self, sizes: list[int]) -> None:
+        """Make buffers of these bytes, in a thread: pinning takes seconds."""
+        self._reserving = threading.Thread(target=self._make, args=[sizes], daemon=True)
+        self._reserving.start()
+
+    def _make(self, sizes: list[int]) -> None:
+        for size in sizes:
+            buffer = torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+            self._free[size].append(buffer)
+
+    def reuse(self) -> None:
+        """Give the memory of all copies to the next ones."""
+        if self._reserving.is_alive():
+            self._reserving.join()
+        for buffer in self._used:
+            self._free[buffer.nbytes].append(buffer)
+        self._used = []
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy with a storage of its own, there after the work queued on the device so far."""
+        if not self._free[tensor.nbytes]:
+            self._make([tensor.nbytes])
+        buffer = self._free[tensor.nbytes].pop()
+        self._used.append(buffer)
+        copy = buffer.view(tensor.dtype).view(tensor.shape)
+        return copy.copy_(tensor.detach(), non_blocking=True)
 
 
 def rank() -> int:

@@ -518,6 +518,7 @@ class McaTrainer:
         carried = self.state.log_sums or {}
         self.sums = RunSums(Numbers.zeros(self.metrics_keys), carried)
         self.backend.carry_router_sums(carried.get("routers"))
+        self.checkpoints.prepare()
         self.throughput = Throughput.of(args)
         self.work = model_work(self.model, self._reference_model)
         self.report.summary(run_summary(self, plan))
@@ -734,6 +735,7 @@ class McaTrainer:
         self.checkpoints.finish()
         watchdog.note(watchdog.ENDING)
         self.guard.end_run()
+        self.checkpoints.end()
         best = self.state.best_model_checkpoint
         if self.args.load_best_model_at_end and best:
             ckpt.load_model(best, self.backend)
