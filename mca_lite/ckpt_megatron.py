@@ -131,7 +131,8 @@ class MegatronSnapshot:
 
     @staticmethod
     def sizes(models, optimizer=None) -> list[int]:
-        """Bytes of the tensors that a copy of this rank has, in any order."""
+        """Bytes of the tensors in a copy of this rank, in any order, and of replicated weights
+        written by another rank."""
         holders = holders_of_all(models, optimizer)
         found = []
         for parameter in models.parameters():
