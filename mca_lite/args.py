@@ -57,6 +57,26 @@ from .tables import (
 # -- groups of keys
 
 
+def flag(text: str, **metadata: Any) -> Any:
+    """A key that is false unless it is given."""
+    return arg(False, text, **metadata)
+
+
+def optional(text: str, **metadata: Any) -> Any:
+    """A key that is None unless it is given."""
+    return arg(None, text, **metadata)
+
+
+def count(default: Any, text: str, **metadata: Any) -> Any:
+    """A key with a number of at least 1."""
+    return arg(default, text, low=1, **metadata)
+
+
+def amount(default: Any, text: str, **metadata: Any) -> Any:
+    """A key with a number of at least 0."""
+    return arg(default, text, low=0, **metadata)
+
+
 def mca(default: Any, text: str, **metadata: Any) -> Any:
     """A key of megatron-core, always the default on the plain torch backend."""
     return arg(default, text, torch=False, **metadata)
@@ -72,12 +92,12 @@ class ModelArguments(ArgumentGroup):
     """Model."""
 
     model_name_or_path: str = arg(MISSING, "folder with config.json, or model of the hub")
-    train_from_scratch: bool = arg(False, "random weights in place of those of model_name_or_path")
-    trust_remote_code: bool = arg(False, "run code from the model's folder (tokenizers)")
-    model_revision: str | None = arg(None, "branch, tag or commit on the hub")
-    resize_vocab: bool = arg(False, "grow embedding and head to the tokenizer's size")
-    add_tokens: list[str] | None = arg(None, "new tokens, with new rows in embedding and head")
-    add_special_tokens: list[str] | None = arg(None, "new special tokens, skipped in decoded text")
+    train_from_scratch: bool = flag("random weights in place of those of model_name_or_path")
+    trust_remote_code: bool = flag("run code from the model's folder (tokenizers)")
+    model_revision: str | None = optional("branch, tag or commit on the hub")
+    resize_vocab: bool = flag("grow embedding and head to the tokenizer's size")
+    add_tokens: list[str] | None = optional("new tokens, with new rows in embedding and head")
+    add_special_tokens: list[str] | None = optional("new special tokens, skipped in decoded text")
 
 
 @dataclass(kw_only=True)
@@ -88,71 +108,65 @@ class DataArguments(ArgumentGroup):
         [], "required to train: files, or names in dataset_info.json; a list, or joined by commas"
     )
     dataset_dir: str = arg("data", "folder of dataset_info.json")
-    eval_dataset: list[str] | None = arg(None, "files or names for evaluation")
-    eval_on_each_dataset: bool = arg(False, "one loss for each eval_dataset: eval_<name>_loss")
-    val_size: float = arg(
-        0.0, "samples held out for evaluation: a fraction below 1, or a count", low=0
+    eval_dataset: list[str] | None = optional("files or names for evaluation")
+    eval_on_each_dataset: bool = flag("one loss for each eval_dataset: eval_<name>_loss")
+    val_size: float = amount(0.0, "samples held out for evaluation: a fraction below 1, or a count")
+    cutoff_len: int = count(2048, "maximum tokens of a row; dpo: of an answer with its prompt")
+    packing: bool | None = optional(
+        "pt: join and cut documents (None: true); sft, dpo: pack samples (None: false)"
     )
-    cutoff_len: int = arg(2048, "maximum tokens of a row; dpo: of an answer with its prompt", low=1)
-    packing: bool | None = arg(
-        None, "pt: join and cut documents (None: true); sft, dpo: pack samples (None: false)"
-    )
-    neat_packing: bool = arg(False, "sft, dpo: like packing; pt: no attention across documents")
-    train_on_prompt: bool = arg(False, "loss on the prompt too")
-    mask_history: bool = arg(False, "loss on the last answer of a conversation only")
+    neat_packing: bool = flag("sft, dpo: like packing; pt: no attention across documents")
+    train_on_prompt: bool = flag("loss on the prompt too")
+    mask_history: bool = flag("loss on the last answer of a conversation only")
     mix_strategy: Literal["concat", "interleave_under", "interleave_over", "interleave_once"] = arg(
         "concat",
         "epoch of several datasets: all samples, or datasets in turns until the first is exhausted "
         "(under), until all are, with repeats (over), or without repeats (once)",
     )
-    mix_weights: list[float] | None = arg(
-        None, "relative sampling rate of each dataset, for interleave (None: round robin)"
+    mix_weights: list[float] | None = optional(
+        "relative sampling rate of each dataset, for interleave (None: round robin)"
     )
-    streaming: bool = arg(
-        False, "pt, sft: tokenise `dataset` on the fly, without a cache; needs max_steps"
+    streaming: bool = flag(
+        "pt, sft: tokenise `dataset` on the fly, without a cache; needs max_steps"
     )
-    buffer_size: int = arg(16384, "streaming: records in the shuffle buffer", low=1)
+    buffer_size: int = count(16384, "streaming: records in the shuffle buffer")
     sample_by: Literal["line", "document"] = arg(
         "line", "document of a .txt file: each line, or the whole file"
     )
     on_bad_record: Literal["stop", "skip"] = arg(
         "stop", "on an unusable record stop, or skip it: at most a tenth of a dataset"
     )
-    max_samples: int | None = arg(None, "maximum samples of each dataset, from its start", low=1)
-    preprocessing_num_workers: int | None = arg(
-        None, "tokenising processes (None: chosen)", low=1, high=1024
+    max_samples: int | None = count(None, "maximum samples of each dataset, from its start")
+    preprocessing_num_workers: int | None = count(
+        None, "tokenising processes (None: chosen)", high=1024
     )
-    cache_dir: str | None = arg(None, "folder of tokenised data (None: ~/.cache/mca_lite)")
-    overwrite_cache: bool = arg(False, "tokenise again, ignoring the cache")
-    disable_shuffling: bool = arg(False, "train in file order")
-    default_system: str | None = arg(None, "system message of conversations without one")
-    chat_template: str | None = arg(
-        None,
+    cache_dir: str | None = optional("folder of tokenised data (None: ~/.cache/mca_lite)")
+    overwrite_cache: bool = flag("tokenise again, ignoring the cache")
+    disable_shuffling: bool = flag("train in file order")
+    default_system: str | None = optional("system message of conversations without one")
+    chat_template: str | None = optional(
         f"{', '.join(TEMPLATES)}, a jinja file, or its text (None: the tokenizer's); "
-        "tools are rendered as Qwen's text if the template has no place for them",
+        "tools are rendered as Qwen's text if the template has no place for them"
     )
-    template: str | None = arg(
-        None,
-        "LLaMA-Factory's name of a chat template, for a tokenizer without one",
-        check=check_template,
+    template: str | None = optional(
+        "LLaMA-Factory's name of a chat template, for a tokenizer without one", check=check_template
     )
-    enable_thinking: bool | None = arg(
-        None, "enable_thinking of the chat template (None: not passed)"
+    enable_thinking: bool | None = optional(
+        "enable_thinking of the chat template (None: not passed)"
     )
     ignore_message_keys: list[str] = arg([], "unknown keys of messages to leave out")
-    pair_weight: str | None = arg(
-        None, "dpo, rm: field of records with the weight of the pair's loss (None: 1)"
+    pair_weight: str | None = optional(
+        "dpo, rm: field of records with the weight of the pair's loss (None: 1)"
     )
-    pair_margin: str | None = arg(
-        None,
-        "dpo, rm: field of records with the margin between the rewards of the answers (None: 0)",
+    pair_margin: str | None = optional(
+        "dpo, rm: field of records with the margin between the rewards of the answers (None: 0)"
     )
-    media_dir: str | None = arg(None, "folder of pictures (None: that of the dataset's file)")
-    image_max_pixels: int | None = arg(
-        None, "larger pictures are made smaller (None: as the model's image processor says)", low=1
+    media_dir: str | None = optional("folder of pictures (None: that of the dataset's file)")
+    image_max_pixels: int | None = count(
+        None, "larger pictures are made smaller (None: as the model's image processor says)"
     )
-    image_min_pixels: int | None = arg(
-        None, "smaller pictures are made larger (None: as the model's image processor says)", low=1
+    image_min_pixels: int | None = count(
+        None, "smaller pictures are made larger (None: as the model's image processor says)"
     )
 
     normalise = normalise_data
@@ -180,49 +194,49 @@ class FinetuningArguments(ArgumentGroup):
     freeze_trainable_modules: list[str] = arg(
         ["all"], "freeze: modules of these layers in training, such as self_attn, mlp"
     )
-    freeze_extra_modules: list[str] | None = arg(
-        None, "freeze: modules outside of layers in training: embed_tokens, norm, lm_head"
+    freeze_extra_modules: list[str] | None = optional(
+        "freeze: modules outside of layers in training: embed_tokens, norm, lm_head"
     )
     freeze_vision_tower: bool = arg(True, "models with images: do not train the vision tower")
     freeze_multi_modal_projector: bool = arg(
         True, "models with images: do not train the projector behind the tower"
     )
-    freeze_language_model: bool = arg(
-        False, "models with images: do not train the language model and its head"
+    freeze_language_model: bool = flag(
+        "models with images: do not train the language model and its head"
     )
-    lora_rank: int = arg(8, "rank of the adapters", low=1, high=65_536)
-    lora_alpha: float | None = arg(
-        None, "adapters are scaled by alpha / rank (None: twice the rank)", above=0
+    lora_rank: int = count(8, "rank of the adapters", high=65_536)
+    lora_alpha: float | None = optional(
+        "adapters are scaled by alpha / rank (None: twice the rank)", above=0
     )
-    lora_dropout: float | None = arg(
-        None, "dropout on adapters' input (None: 0, or the loaded adapter's)", low=0, below=1
+    lora_dropout: float | None = amount(
+        None, "dropout on adapters' input (None: 0, or the loaded adapter's)", below=1
     )
     lora_target: list[str] = arg(
         ["all"], "all (every linear layer except the head), module names, or patterns"
     )
-    use_rslora: bool = arg(False, "scale adapters by alpha / sqrt(rank)")
-    modules_to_save: list[str] | None = arg(
-        None, "modules trained in full beside the adapters, such as lm_head"
+    use_rslora: bool = flag("scale adapters by alpha / sqrt(rank)")
+    modules_to_save: list[str] | None = optional(
+        "modules trained in full beside the adapters, such as lm_head"
     )
-    adapter_name_or_path: str | None = arg(None, "folder of a PEFT adapter to train further")
-    save_merged_model: bool = arg(False, "also export the merged model, to output_dir/merged")
+    adapter_name_or_path: str | None = optional("folder of a PEFT adapter to train further")
+    save_merged_model: bool = flag("also export the merged model, to output_dir/merged")
     pref_loss: list[str] = arg(
         ["sigmoid"],
         "stage dpo: losses of pairs, summed; sigmoid is DPO; configs/PREFERENCES.md lists them",
         choices=LOSSES,
     )
-    pref_loss_weights: list[float] | None = arg(
-        None, "weight of each loss of pref_loss in their sum (None: 1)"
+    pref_loss_weights: list[float] | None = optional(
+        "weight of each loss of pref_loss in their sum (None: 1)"
     )
     pref_beta: float = arg(
         0.1, "strength of the reference, or weight of orpo's odds ratio", above=0
     )
-    pref_ftx: float = arg(
-        0.0, "weight of the sft term: the mean token loss of the chosen response", low=0
+    pref_ftx: float = amount(
+        0.0, "weight of the sft term: the mean token loss of the chosen response"
     )
-    dpo_label_smoothing: float = arg(0.0, "assumed fraction of swapped pairs", low=0, below=0.5)
-    simpo_gamma: float = arg(0.5, "simpo: margin of rewards between the answers", low=0)
-    cpo_alpha: float = arg(1.0, "cpo: weight of the loss of the chosen answers' tokens", low=0)
+    dpo_label_smoothing: float = amount(0.0, "assumed fraction of swapped pairs", below=0.5)
+    simpo_gamma: float = amount(0.5, "simpo: margin of rewards between the answers")
+    cpo_alpha: float = amount(1.0, "cpo: weight of the loss of the chosen answers' tokens")
     discopop_tau: float = arg(0.05, "discopop: temperature of the mix of its two losses", above=0)
     f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = (
         arg("reverse_kl", "divergence from the reference, for losses of log-ratio differences")
@@ -230,35 +244,28 @@ class FinetuningArguments(ArgumentGroup):
     f_alpha_divergence_coef: float = arg(
         0.5, "alpha of alpha_divergence: 1 is reverse_kl, 0 is forward_kl", low=-10, high=10
     )
-    ld_alpha: float | None = arg(
-        None,
-        "weight of an answer's tokens beyond the length of the other one (None: 1)",
-        low=0,
-        high=1,
+    ld_alpha: float | None = amount(
+        None, "weight of an answer's tokens beyond the length of the other one (None: 1)", high=1
     )
-    use_weighting: bool = arg(
-        False, "WPO: pairs weigh by how likely the model is to give both answers"
+    use_weighting: bool = flag("WPO: pairs weigh by how likely the model is to give both answers")
+    kto_chosen_weight: float = amount(1.0, "stage kto: weight of desirable answers")
+    kto_rejected_weight: float = amount(1.0, "stage kto: weight of undesirable answers")
+    center_rewards_coefficient: float = amount(
+        0.0, "stage rm: weight of the squared sum of a pair's scores, which centres them"
     )
-    kto_chosen_weight: float = arg(1.0, "stage kto: weight of desirable answers", low=0)
-    kto_rejected_weight: float = arg(1.0, "stage kto: weight of undesirable answers", low=0)
-    center_rewards_coefficient: float = arg(
-        0.0, "stage rm: weight of the squared sum of a pair's scores, which centres them", low=0
+    ref_model: str | None = optional(
+        "cached: scored before training; adapter: adapters off; model, or a folder: a second model"
     )
-    ref_model: str | None = arg(
-        None,
-        "cached: scored before training; adapter: adapters off; model, or a folder: a second model",
+    teacher_model_name_or_path: str | None = optional(
+        "stage distill: the teacher's folder, or model of the hub (None: read teacher_cache)"
     )
-    teacher_model_name_or_path: str | None = arg(
-        None, "stage distill: the teacher's folder, or model of the hub (None: read teacher_cache)"
-    )
-    teacher_top_k: int | None = arg(
+    teacher_top_k: int | None = count(
         None,
         "score the data once before training, and keep the teacher's k likeliest tokens of each "
         "(None: the teacher stays in memory, and its whole vocabulary counts)",
-        low=1,
     )
-    teacher_cache: str | None = arg(
-        None, "teacher_top_k: folder of the teacher's tokens (None: in cache_dir)"
+    teacher_cache: str | None = optional(
+        "teacher_top_k: folder of the teacher's tokens (None: in cache_dir)"
     )
     teacher_cache_dtype: Literal["float32", "float16"] = arg(
         "float32", "teacher_top_k: log-probabilities on disk; float16 rounds to 3 digits"
@@ -272,8 +279,8 @@ class FinetuningArguments(ArgumentGroup):
     distill_temperature: float = arg(
         1.0, "both models' logits are divided by it, and the divergence times its square", above=0
     )
-    distill_ce_weight: float = arg(
-        0.0, "share of cross entropy with the labels in the loss", low=0, below=1
+    distill_ce_weight: float = amount(
+        0.0, "share of cross entropy with the labels in the loss", below=1
     )
 
     check = check_finetuning
@@ -298,29 +305,29 @@ class TrainingArguments(ArgumentGroup):
 
     # output and cadence
     output_dir: str = arg(MISSING, "folder for checkpoints, logs and the trained model")
-    overwrite_output_dir: bool = arg(False, "train into a folder that is not empty")
+    overwrite_output_dir: bool = flag("train into a folder that is not empty")
     do_train: bool = arg(True, "train; false with do_eval: evaluate only, without an export")
-    do_eval: bool = arg(False, "evaluate at the end too")
-    do_predict: bool = arg(
-        False, "write the log-probability of each evaluation sample to predictions.jsonl"
+    do_eval: bool = flag("evaluate at the end too")
+    do_predict: bool = flag(
+        "write the log-probability of each evaluation sample to predictions.jsonl"
     )
-    predict_with_generate: bool = arg(
-        False, "sft: generate answers to the evaluation samples: exact_match, rouge_l"
+    predict_with_generate: bool = flag(
+        "sft: generate answers to the evaluation samples: exact_match, rouge_l"
     )
-    max_new_tokens: int = arg(1024, "maximum tokens of a generated answer", low=1)
-    generation_num_samples: int | None = arg(
-        None, "maximum answered samples of each set (None: all)", low=1
+    max_new_tokens: int = count(1024, "maximum tokens of a generated answer")
+    generation_num_samples: int | None = count(
+        None, "maximum answered samples of each set (None: all)"
     )
-    logging_steps: int = arg(10, "steps between log lines", low=1)
+    logging_steps: int = count(10, "steps between log lines")
     eval_strategy: Literal["no", "steps", "epoch"] = arg("no", "evaluation by steps or epochs")
-    eval_steps: int | None = arg(None, "steps between evaluations (None: logging_steps)", low=1)
+    eval_steps: int | None = count(None, "steps between evaluations (None: logging_steps)")
     save_strategy: Literal["no", "steps", "epoch"] = arg("steps", "checkpoints by steps or epochs")
-    save_steps: int = arg(500, "steps between checkpoints", low=1)
-    save_total_limit: int | None = arg(None, "maximum number of checkpoints (None: all)", low=1)
-    save_only_model: bool = arg(False, "checkpoints without optimizer state, not resumable")
-    async_save: bool = arg(False, "write checkpoints in the background, from host memory")
-    save_hf_checkpoints: bool = arg(
-        False, "also write the model in Hugging Face's format into each checkpoint, as hf/"
+    save_steps: int = count(500, "steps between checkpoints")
+    save_total_limit: int | None = count(None, "maximum number of checkpoints (None: all)")
+    save_only_model: bool = flag("checkpoints without optimizer state, not resumable")
+    async_save: bool = flag("write checkpoints in the background, from host memory")
+    save_hf_checkpoints: bool = flag(
+        "also write the model in Hugging Face's format into each checkpoint, as hf/"
     )
     save_hf_model: bool = arg(True, "write the trained model in Hugging Face's format at the end")
     max_shard_size: str = arg(
@@ -328,15 +335,14 @@ class TrainingArguments(ArgumentGroup):
         "maximum size of a weight file: bytes, or with KB, MB, GB, KiB, MiB, GiB",
         check=parse_size,
     )
-    load_best_model_at_end: bool = arg(False, "end with the weights of the best evaluation")
+    load_best_model_at_end: bool = flag("end with the weights of the best evaluation")
     metric_for_best_model: str = arg("loss", "metric of the best checkpoint")
-    greater_is_better: bool | None = arg(None, "a greater metric is better (None: from its name)")
-    early_stopping_patience: int | None = arg(
-        None, "evaluations without progress before the run stops", low=1
+    greater_is_better: bool | None = optional("a greater metric is better (None: from its name)")
+    early_stopping_patience: int | None = count(
+        None, "evaluations without progress before the run stops"
     )
-    early_stopping_threshold: float = arg(0.0, "minimum change for progress", low=0)
-    resume_from_checkpoint: str | None = arg(
-        None,
+    early_stopping_threshold: float = amount(0.0, "minimum change for progress")
+    resume_from_checkpoint: str | None = optional(
         "auto: the newest in output_dir; a path; false: start anew",
         # YAML files have true and false as well
         words=dict.fromkeys(("true", "yes"), "auto") | dict.fromkeys(("false", "no", "none")),
@@ -344,42 +350,38 @@ class TrainingArguments(ArgumentGroup):
     report_to: list[Literal["none", "all", "tensorboard", "wandb"]] = arg(
         [], "trackers: none, tensorboard, wandb"
     )
-    run_name: str | None = arg(None, "name of the run in wandb")
-    plot_loss: bool = arg(False, "draw training_loss.png during the run")
+    run_name: str | None = optional("name of the run in wandb")
+    plot_loss: bool = flag("draw training_loss.png during the run")
     html_report: bool = arg(True, "write report.html during the run")
-    disable_tqdm: bool | None = arg(None, "no progress bar (None: a bar in a terminal)")
-    profile_steps: str | None = arg(
-        None,
-        "profiled steps, such as 10-12: traces in output_dir/profile, a table",
-        check=parse_steps,
+    disable_tqdm: bool | None = optional("no progress bar (None: a bar in a terminal)")
+    profile_steps: str | None = optional(
+        "profiled steps, such as 10-12: traces in output_dir/profile, a table", check=parse_steps
     )
 
     # batches and length
-    per_device_train_batch_size: int = arg(1, "samples of a micro-batch", low=1, high=100_000)
-    per_device_eval_batch_size: int | None = arg(
-        None, "samples of an evaluation micro-batch (None: as in training)", low=1
+    per_device_train_batch_size: int = count(1, "samples of a micro-batch", high=100_000)
+    per_device_eval_batch_size: int | None = count(
+        None, "samples of an evaluation micro-batch (None: as in training)"
     )
-    gradient_accumulation_steps: int | None = arg(
-        None,
-        "micro-batches a step on each data parallel rank (None: from global_batch_size, or 1)",
-        low=1,
+    gradient_accumulation_steps: int | None = count(
+        None, "micro-batches a step on each data parallel rank (None: from global_batch_size, or 1)"
     )
-    global_batch_size: int | None = arg(
-        None, "samples of a step on all ranks, or packs of them with packing", low=1
+    global_batch_size: int | None = count(
+        None, "samples of a step on all ranks, or packs of them with packing"
     )
     num_train_epochs: float = arg(3.0, "passes over the data", above=0, high=1e6)
     max_steps: int = arg(-1, "optimizer steps, in place of num_train_epochs (-1: unset)", low=-1)
-    seed: int = arg(42, "seed of weights, data order and dropout", low=0, high=2**32 - 1)
-    deterministic: bool = arg(False, "the same bits in every run of a layout; slower on a GPU")
-    data_seed: int | None = arg(None, "seed of the data order (None: seed)", low=0, high=2**32 - 1)
-    dataloader_num_workers: int = arg(0, "data loading processes on each rank", low=0, high=256)
-    ddp_timeout: int = arg(1800, "timeout of collectives in seconds", low=1, high=10**9)
-    hang_timeout: int = arg(
-        300, "seconds without progress before ranks are named: at most ddp_timeout / 2", low=1
+    seed: int = amount(42, "seed of weights, data order and dropout", high=2**32 - 1)
+    deterministic: bool = flag("the same bits in every run of a layout; slower on a GPU")
+    data_seed: int | None = amount(None, "seed of the data order (None: seed)", high=2**32 - 1)
+    dataloader_num_workers: int = amount(0, "data loading processes on each rank", high=256)
+    ddp_timeout: int = count(1800, "timeout of collectives in seconds", high=10**9)
+    hang_timeout: int = count(
+        300, "seconds without progress before ranks are named: at most ddp_timeout / 2"
     )
 
     # optimizer and schedule
-    learning_rate: float = arg(5e-5, "peak learning rate", low=0, optimizer="lr")
+    learning_rate: float = amount(5e-5, "peak learning rate", optimizer="lr")
     lr_scheduler_type: str = arg(
         "linear",
         "schedule of the learning rate; constant has no warm-up, constant_with_warmup has",
@@ -388,12 +390,12 @@ class TrainingArguments(ArgumentGroup):
     lr_scheduler_kwargs: dict[str, Any] = arg(
         {}, "min_lr, min_lr_rate, num_decay_steps, num_stable_steps, decay_type"
     )
-    warmup_steps: float = arg(
-        0, "warm-up steps of the learning rate; below 1: a fraction of all steps", low=0
+    warmup_steps: float = amount(
+        0, "warm-up steps of the learning rate; below 1: a fraction of all steps"
     )
-    warmup_ratio: float = arg(0.0, "warm-up as a fraction of all steps", low=0, high=1)
-    weight_decay: float = arg(
-        0.0, "decoupled weight decay; none on norms and biases", low=0, optimizer=True
+    warmup_ratio: float = amount(0.0, "warm-up as a fraction of all steps", high=1)
+    weight_decay: float = amount(
+        0.0, "decoupled weight decay; none on norms and biases", optimizer=True
     )
     optim: str = arg(
         "adam",
@@ -402,15 +404,15 @@ class TrainingArguments(ArgumentGroup):
         words=OPTIMIZER_ALIASES,
         optimizer="optimizer",
     )
-    sgd_momentum: float = arg(0.9, "momentum of sgd", low=0, below=1, optimizer=True)
-    adam_beta1: float = arg(0.9, "decay of Adam's first moment", low=0, below=1, optimizer=True)
-    adam_beta2: float = arg(0.999, "decay of Adam's second moment", low=0, below=1, optimizer=True)
+    sgd_momentum: float = amount(0.9, "momentum of sgd", below=1, optimizer=True)
+    adam_beta1: float = amount(0.9, "decay of Adam's first moment", below=1, optimizer=True)
+    adam_beta2: float = amount(0.999, "decay of Adam's second moment", below=1, optimizer=True)
     adam_epsilon: float = arg(
         1e-8, "epsilon added to the root of the second moment", above=0, optimizer="adam_eps"
     )
-    muon_momentum: float = arg(0.95, "momentum of muon", low=0, below=1)
+    muon_momentum: float = amount(0.95, "momentum of muon", below=1)
     muon_nesterov: bool = arg(True, "Nesterov momentum of muon")
-    muon_ns_steps: int = arg(5, "Newton-Schulz iterations of muon", low=1, below=100)
+    muon_ns_steps: int = count(5, "Newton-Schulz iterations of muon", below=100)
     muon_adjust_lr: Literal["match_rms_adamw", "original"] = arg(
         "match_rms_adamw", "size of muon's updates: as AdamW's, or by the shape of a matrix"
     )
@@ -418,18 +420,13 @@ class TrainingArguments(ArgumentGroup):
     exp_avg_sq_dtype: Literal["fp32", "bf16"] = arg(
         "fp32", "dtype of Adam's second moment; bf16 is rounded stochastically"
     )
-    max_grad_norm: float = arg(
-        1.0, "gradient clipping norm (0: none)", low=0, optimizer="clip_grad"
-    )
+    max_grad_norm: float = amount(1.0, "gradient clipping norm (0: none)", optimizer="clip_grad")
     calculate_per_token_loss: bool = arg(
         True, "mean over the global batch's tokens; false: of micro-batches' means", model=True
     )
-    log_num_zeros_in_grad: bool = arg(False, "count the gradient's zeros", optimizer=True)
-    loss_chunk_size: int | None = arg(
-        None,
-        "rows of logits in memory at once (None: 4096 on a GPU, 1024 on a CPU)",
-        low=1,
-        model=True,
+    log_num_zeros_in_grad: bool = flag("count the gradient's zeros", optimizer=True)
+    loss_chunk_size: int | None = count(
+        None, "rows of logits in memory at once (None: 4096 on a GPU, 1024 on a CPU)", model=True
     )
     check_for_nan_in_loss_and_grad: bool = arg(
         True, "check loss and gradient for NaN and Inf before each update"
@@ -437,18 +434,16 @@ class TrainingArguments(ArgumentGroup):
     nan_policy: Literal["stop", "skip"] = arg(
         "stop", "on a non-finite update stop, or skip and count it"
     )
-    grad_norm_skip_threshold: float | None = arg(
-        None, "skip updates whose gradient norm is larger (None: none)", above=0
+    grad_norm_skip_threshold: float | None = optional(
+        "skip updates whose gradient norm is larger (None: none)", above=0
     )
-    nan_skip_limit: int = arg(
-        10,
-        "maximum updates skipped by nan_policy: skip, and by grad_norm_skip_threshold in a row",
-        low=1,
+    nan_skip_limit: int = count(
+        10, "maximum updates skipped by nan_policy: skip, and by grad_norm_skip_threshold in a row"
     )
 
     # precision
-    bf16: bool = arg(False, "bfloat16 weights and activations, fp32 master weights", model=True)
-    fp16: bool = arg(False, "float16 with loss scaling", model=True)
+    bf16: bool = flag("bfloat16 weights and activations, fp32 master weights", model=True)
+    fp16: bool = flag("float16 with loss scaling", model=True)
     fp8: Literal["hybrid", "e4m3"] | None = of_config(
         None,
         "8-bit matrix products of Transformer Engine; hybrid: gradients as e5m2",
@@ -461,15 +456,15 @@ class TrainingArguments(ArgumentGroup):
     first_last_layers_bf16: bool = of_config(False, "bf16 for first and last layers under fp8")
     num_layers_at_start_in_bf16: int = of_config(1, "first layers in bf16", low=0)
     num_layers_at_end_in_bf16: int = of_config(1, "last layers in bf16", low=0)
-    loss_scale: float | None = arg(
-        None, "constant loss scale (None: dynamic)", above=0, optimizer=True
+    loss_scale: float | None = optional(
+        "constant loss scale (None: dynamic)", above=0, optimizer=True
     )
     initial_loss_scale: float = arg(2.0**16, "initial loss scale", above=0, optimizer=True)
     min_loss_scale: float = arg(1.0, "minimum loss scale", above=0, optimizer=True)
-    loss_scale_window: int = arg(
-        1000, "steps without overflow before the scale doubles", low=1, optimizer=True
+    loss_scale_window: int = count(
+        1000, "steps without overflow before the scale doubles", optimizer=True
     )
-    hysteresis: int = arg(2, "overflows before the scale halves", low=1, optimizer=True)
+    hysteresis: int = count(2, "overflows before the scale halves", optimizer=True)
 
     # parallel layout
     tensor_model_parallel_size: int = of_config(1, "ranks that split each matrix", low=1)
@@ -497,8 +492,8 @@ class TrainingArguments(ArgumentGroup):
     variable_seq_lengths: bool = of_config(
         False, "micro-batches of different lengths: pipeline stages exchange shapes"
     )
-    sequence_packing: bool = arg(
-        False, "join the samples of a micro-batch; packing fills rows of cutoff_len from all data"
+    sequence_packing: bool = flag(
+        "join the samples of a micro-batch; packing fills rows of cutoff_len from all data"
     )
     use_distributed_optimizer: bool = mca(
         False, "shard optimizer state over data parallel ranks", optimizer=True, ddp=True
@@ -541,8 +536,8 @@ class TrainingArguments(ArgumentGroup):
     hidden_dropout: float | None = of_config(
         None, "dropout of activations (None: the model's)", low=0, below=1
     )
-    torch_compile: bool | None = arg(
-        None, "compile elementwise code between matrix products (None: on a GPU with a compiler)"
+    torch_compile: bool | None = optional(
+        "compile elementwise code between matrix products (None: on a GPU with a compiler)"
     )
     bias_activation_fusion: bool | None = of_config(
         None, "fused bias and activation (None: chosen)"
@@ -556,24 +551,21 @@ class TrainingArguments(ArgumentGroup):
     moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] = arg(
         "aux_loss", "load-balancing loss: over a micro-batch, or over each row", model=True
     )
-    moe_aux_loss_coeff: float | None = arg(
-        None,
-        "weight of the load-balancing loss (None: router_aux_loss_coef; 0: none)",
-        low=0,
-        model=True,
+    moe_aux_loss_coeff: float | None = amount(
+        None, "weight of the load-balancing loss (None: router_aux_loss_coef; 0: none)", model=True
     )
-    moe_z_loss_coeff: float | None = arg(None, "weight of the router z-loss", low=0, model="always")
+    moe_z_loss_coeff: float | None = amount(None, "weight of the router z-loss", model="always")
     moe_router_dtype: Literal["fp32", "fp64"] = of_config(
         "fp32", "dtype of the router's logits and scores"
     )
-    mtp_num_layers: int | None = arg(
-        None, "multi-token prediction layers (None: the model's; 0: none)", low=0
+    mtp_num_layers: int | None = amount(
+        None, "multi-token prediction layers (None: the model's; 0: none)"
     )
-    mtp_loss_scaling_factor: float = arg(
-        0.1, "weight of the multi-token prediction loss", low=0, model=True
+    mtp_loss_scaling_factor: float = amount(
+        0.1, "weight of the multi-token prediction loss", model=True
     )
-    moe_router_bias_update_rate: float = arg(
-        0.0, "update rate of the load-balancing router bias", low=0, model=True
+    moe_router_bias_update_rate: float = amount(
+        0.0, "update rate of the load-balancing router bias", model=True
     )
     moe_shared_expert_overlap: bool = of_config(False, "overlap shared experts with dispatch")
     moe_permute_fusion: bool = of_config(False, "Transformer Engine's fused permutation")

@@ -15,32 +15,26 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from .args_rules_training import Need, check_needs
+from .args_rules_training import Need, check_needs, harmless_need
 from .errors import Judge, Rule
 from .families_rows import is_of_expert
 from .files import GENERATION_METRICS
-from .tables import CONVERSATIONS, OBJECTIVES, TEMPLATES, Objective
+from .tables import CONVERSATIONS, OBJECTIVES, PAIR_COLUMNS, TEMPLATES, Objective
 
 SOME_DATA = "dataset: <files, or names in dataset_info.json>"
 _NEEDS_OF_DATA = (
-    Need("buffer_size", "streaming", "streaming: true", is_harmless=True),
-    Need(
-        "preprocessing_num_workers overwrite_cache",
-        "!streaming",
-        "streaming: false",
-        is_harmless=True,
-    ),
+    harmless_need("buffer_size", "streaming", "streaming: true"),
+    harmless_need("preprocessing_num_workers overwrite_cache", "!streaming", "streaming: false"),
 )
 _OF_ADAPTERS = "lora_rank lora_alpha lora_target use_rslora modules_to_save"
 _NEEDS_OF_ADAPTERS = (
-    Need(
+    harmless_need(
         f"{_OF_ADAPTERS} lora_dropout save_merged_model",
         "finetuning_type=lora",
         "finetuning_type: lora",
-        is_harmless=True,
     ),
-    Need(
-        _OF_ADAPTERS, "!adapter_name_or_path|!finetuning_type=lora", "adapter_name_or_path:", True
+    harmless_need(
+        _OF_ADAPTERS, "!adapter_name_or_path|!finetuning_type=lora", "adapter_name_or_path:"
     ),
     Need(
         "freeze_trainable_layers freeze_trainable_modules freeze_extra_modules",
@@ -163,7 +157,7 @@ def check_records(objective: Objective, judge: Judge) -> None:
     """Check DataArguments against the records of an objective."""
     if objective.has_pairs or objective.has_labels:
         judge.apply(_OF_PREFERENCES)
-    for key in ("pair_weight", "pair_margin"):
+    for key in PAIR_COLUMNS:
         judge.expect(
             objective.has_pairs or getattr(judge.arguments, key) is None,
             key,
@@ -373,7 +367,7 @@ def resolve_targets(targets: Iterable[str], candidates: list, judge: Judge) -> t
     A target without a module is refused.
     """
     chosen = set()
-    known = dict.fromkeys(_last(name) for c in candidates for name in (c.hf, c.mca) if name)
+    known = dict.fromkeys(last_of(name) for c in candidates for name in (c.hf, c.mca) if name)
     reason = "it means no layer of this model"
     if any(".language_model." in candidate.hf for candidate in candidates):
         reason += f", and {_OF_LANGUAGE}"
@@ -391,7 +385,8 @@ def resolve_targets(targets: Iterable[str], candidates: list, judge: Judge) -> t
     return tuple(c.hf for c in candidates if c.hf in chosen)
 
 
-def _last(module: str) -> str:
+def last_of(module: str) -> str:
+    """The last name of a module."""
     return module.rsplit(".", 1)[-1]
 
 
@@ -562,8 +557,8 @@ def check_on_megatron(spec, config, rows, candidates: list, judge: Judge) -> Non
 def _check_fused(spec, model_type: str, rows, judge: Judge) -> None:
     # PEFT has one A and one B for all projections of a fused tensor, and tensor parallelism cuts
     # each projection
-    fused = {_last(name.removesuffix(".weight")) for row in rows if row.fused for name in row.hf}
-    adapted = sorted(fused.intersection(map(_last, spec.modules)))
+    fused = {last_of(name.removesuffix(".weight")) for row in rows if row.fused for name in row.hf}
+    adapted = sorted(fused.intersection(map(last_of, spec.modules)))
     judge.expect(
         not adapted,
         "lora_target",

@@ -7,6 +7,7 @@ normalise_training fills in derived values; check_training changes nothing. Both
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import math
 from collections.abc import Iterable
@@ -98,9 +99,11 @@ class Need(NamedTuple):
     keys: str
     condition: str  # as in a Rule
     setting: str  # fulfils it
-    is_harmless: bool = False  # a note is enough: no result would be missed
+    is_harmless: bool = False
 
 
+# a note is enough: no result would be missed
+harmless_need = functools.partial(Need, is_harmless=True)
 NEEDS = (
     Need("nan_skip_limit", "nan_policy=skip|grad_norm_skip_threshold", "nan_policy: skip"),
     Need(
@@ -115,31 +118,26 @@ NEEDS = (
         "predict_with_generate",
         "predict_with_generate: true",
     ),
-    Need("sequence_parallel", f"!{TP}=1", f"{TP}: 2", is_harmless=True),
-    Need("tp_comm_overlap", "sequence_parallel", "sequence_parallel: true", is_harmless=True),
-    Need("num_train_epochs", "max_steps=-1", "max_steps: -1", is_harmless=True),
-    Need("warmup_ratio", "!warmup_steps", "warmup_steps: 0", is_harmless=True),
-    Need(
+    harmless_need("sequence_parallel", f"!{TP}=1", f"{TP}: 2"),
+    harmless_need("tp_comm_overlap", "sequence_parallel", "sequence_parallel: true"),
+    harmless_need("num_train_epochs", "max_steps=-1", "max_steps: -1"),
+    harmless_need("warmup_ratio", "!warmup_steps", "warmup_steps: 0"),
+    harmless_need(
         "warmup_steps warmup_ratio",
         "!lr_scheduler_type=constant",
         "lr_scheduler_type: constant_with_warmup",
-        is_harmless=True,
     ),
-    Need("run_name", "report_to=wandb", "report_to: wandb", is_harmless=True),
+    harmless_need("run_name", "report_to=wandb", "report_to: wandb"),
     # a registered optimizer may read any of them
-    Need("sgd_momentum", "!optim=adam", "optim: sgd", is_harmless=True),
-    Need(
-        "muon_momentum muon_nesterov muon_ns_steps muon_adjust_lr",
-        "!optim=adam",
-        "optim: muon",
-        is_harmless=True,
+    harmless_need("sgd_momentum", "!optim=adam", "optim: sgd"),
+    harmless_need(
+        "muon_momentum muon_nesterov muon_ns_steps muon_adjust_lr", "!optim=adam", "optim: muon"
     ),
-    Need("adam_beta1 adam_beta2 adam_epsilon", "!optim=sgd", "optim: adam", is_harmless=True),
-    Need(
+    harmless_need("adam_beta1 adam_beta2 adam_epsilon", "!optim=sgd", "optim: adam"),
+    harmless_need(
         "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis",
         "fp16",
         "fp16: true",
-        is_harmless=True,
     ),
     Need(
         "optimizer_offload_fraction",
@@ -160,7 +158,7 @@ NEEDS = (
         "recompute_granularity=full",
         "recompute_granularity: full",
     ),
-    Need("mtp_loss_scaling_factor", "!mtp_num_layers=0", "mtp_num_layers: 1", is_harmless=True),
+    harmless_need("mtp_loss_scaling_factor", "!mtp_num_layers=0", "mtp_num_layers: 1"),
 )
 
 

@@ -74,12 +74,23 @@ def _taken(
             continue
         if not _is_of_tokens(name):
             rows = zip(column, lengths, strict=True)
-            documents = torch.cat([row[: len(of_row)] for row, of_row in rows])
-            column = documents[::per_sample] if COLUMNS[name].per == "sample" else documents
+            column = torch.cat([row[: len(of_row)] for row, of_row in rows])
+            if COLUMNS[name].per == "sample":
+                column = _of_samples(name, column, per_sample)
         elif places is not None:
             column = F.pad(column.flatten(), (0, 1), value=padding_of(name, pad_token_id))[places]
         taken[name] = column
     return taken
+
+
+def _of_samples(name: str, column: torch.Tensor, per_sample: int) -> torch.Tensor:
+    """[samples] of a column [documents]. ValueError for documents of a sample that differ."""
+    of_samples = column.view(len(column) // per_sample, per_sample)
+    expect(
+        bool((of_samples == of_samples[:, :1]).all()),
+        f"the documents of a sample have different numbers in {name}: expected one for the sample",
+    )
+    return of_samples[:, 0]
 
 
 def _with_masks(batch: dict) -> dict:

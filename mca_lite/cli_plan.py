@@ -116,8 +116,8 @@ def step_time(
     unknown.
 
     memory: the fullest rank's RankMemory. lengths: of a sample's documents. frozen: adapters are
-    trained. reference: the forward pass of a second model in each step, over this one's. trained:
-    the modules in training beside frozen ones.
+    trained. reference: more forward passes in each step, over the model's own. trained: the modules
+    in training beside frozen ones.
     """
     from .log import ModelWork, model_sizes, partial_work  # with torch
 
@@ -129,7 +129,7 @@ def step_time(
     squares = samples * sum(n**2 for n in lengths)
     beside = None
     if reference:
-        beside = type(sizes)(sizes.weights * reference, sizes.core * reference, *sizes[2:])
+        beside = sizes.passes(reference)
     # adapters are less than a percent
     weights = (sizes.weights * frozen, sizes.weights * (not frozen))
     work = ModelWork(*weights, sizes.core, beside, linear=sizes.linear)
@@ -341,7 +341,7 @@ class _Layout:
             self.time = step_time(
                 *(self.args, self.config, self.memory, model.lengths, options.gpus, rates),
                 frozen=model.spec is not None,
-                reference=model.work_of_reference(self.args, self.config),
+                reference=model.forward_passes(self.args, self.config)[0],
                 trained=model.trained,
             )
 
@@ -461,7 +461,22 @@ def _run_lines(layout: _Layout) -> list[str]:
             messages += f"; not checked: no run of more than {_CHECKED} GPUs was compared"
         hours = time.total * steps / 3600
         table["time"] = f"{layout.time_words().strip()}, {hours:.1f} h; {messages}"
+        table |= _time_before(layout, of_epoch)
     return [f"{name:15}{words}" for name, words in table.items()]
+
+
+def _time_before(layout: _Layout, steps: int) -> dict[str, str]:
+    """The line about a pass over the data before training, of `steps` global batches (0: not
+    read); {} without one."""
+    in_step, before = layout.model.forward_passes(layout.args, layout.config)
+    if not before:
+        return {}
+    words = "a pass over the data, once"
+    if steps:
+        of_step = 3 + in_step + (layout.config.recompute_granularity == "full")
+        hours = before * layout.time.compute / of_step * steps / 3600
+        words += f": {hours:.1f} h"
+    return {"before it": words}
 
 
 # keys of a layout, in the order of the report

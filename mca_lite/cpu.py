@@ -189,10 +189,8 @@ def cpu_rows():
     late = "deferred until CUDA starts, which it never does here"
     yield cuda, "current_device", lambda: _DEVICE, "megatron places buffers on the current device"
     yield cuda, "synchronize", _nothing, no_streams
-    yield cuda, "Stream", _Finished, no_streams
-    yield cuda, "Event", _Finished, no_streams
-    yield cuda, "current_stream", _Finished, no_streams
-    yield cuda, "default_stream", _Finished, no_streams
+    for name in "Stream Event current_stream default_stream".split():
+        yield cuda, name, _Finished, no_streams
     yield cuda, "stream", lambda stream: contextlib.nullcontext(), no_streams
     yield cuda.nvtx, "range_push", _nothing, no_marks
     yield cuda.nvtx, "range_pop", _nothing, no_marks
@@ -213,8 +211,8 @@ def cpu_rows():
     as_lists = _all_to_all_single(dist.all_to_all_single)
     for name in names.split():
         yield torch, name, _constructor_on_cpu(getattr(torch, name)), device
-    yield torch.Tensor, "cuda", lambda self, *a, **k: self, "megatron moves tensors with .cuda()"
-    yield torch.nn.Module, "cuda", lambda self, *a, **k: self, "megatron moves modules with .cuda()"
+    for moved in (torch.Tensor, torch.nn.Module):
+        yield moved, "cuda", lambda self, *a, **k: self, "megatron moves both with .cuda()"
     yield torch.Tensor, "type", _tensor_type(torch.Tensor.type), kind
     yield dist, "all_gather", _all_gather(dist.all_gather), equal
     yield dist, "all_to_all_single", as_lists, "gloo needs split sizes as lists"

@@ -32,6 +32,7 @@ _HARMLESS = frozenset(
     "token_type_ids special_tokens_mask length text prompt id idx index data_position".split()
 )
 _NOTHING = ("None", "[]", "()", "")  # texts of columns without a value
+_NUMBERED = ("attention_mask",)  # columns that each row has, whatever its documents bring
 FILLER = -1  # stands for "no sample left": collated like sample 0, without labels
 _DRAWS = 1000  # at once, as Hugging Face's datasets does
 
@@ -95,7 +96,7 @@ def _row(sample) -> dict[str, torch.Tensor]:
             parts = [torch.as_tensor(one) for one in given_ones if one is not None]
             if parts:
                 row[name] = torch.cat(parts).to(getattr(torch, column.dtype))
-        elif column.is_registered or all(document.get(name) is not None for document in documents):
+        elif column.is_registered or _is_given(name, documents):
             parts = zip(documents, lengths, strict=True)
             values = [_value(name, column, document.get(name), size) for document, size in parts]
             row[name] = torch.cat(values)
@@ -103,6 +104,18 @@ def _row(sample) -> dict[str, torch.Tensor]:
         numbers = torch.arange(1, len(documents) + 1)
         row["attention_mask"] = numbers.repeat_interleave(torch.tensor(lengths))
     return row
+
+
+def _is_given(name: str, documents: Sequence[Mapping]) -> bool:
+    """True if the documents of a sample have a column. ValueError if only some of them have it."""
+    lacking = [i for i, document in enumerate(documents) if document.get(name) is None]
+    is_lost = 0 < len(lacking) < len(documents) and name not in _NUMBERED
+    expect(
+        not is_lost,
+        f"a sample has {name} in some of its documents, and not in those at {lacking}: set it in "
+        "every document, or in none",
+    )
+    return not lacking
 
 
 def _value(name: str, column: Column, value, length: int) -> torch.Tensor:
@@ -153,8 +166,12 @@ class Collator:
             if is_of_pictures(name):
                 batch[name] = torch.cat(columns)
                 continue
-            if len(columns) < len(rows):
-                continue
+            lacking = [i for i, row in enumerate(rows) if name not in row]
+            expect(
+                not lacking,
+                f"the samples at {lacking} of a micro-batch have no {name}, and its others have: "
+                f"set {name} in every sample, or in none",
+            )
             value = padding_of(name, self.pad_token_id)
             batch[name] = pad_sequence(columns, batch_first=True, padding_value=value)
         return batch
@@ -202,17 +219,24 @@ def _without_nulls(keys: dict) -> dict:
     return {key: value for key, value in keys.items() if value is not None}
 
 
-def check_batch(batch: Mapping, packs: bool, limits: Limits) -> dict:
+def check_batch(batch: Mapping, packs: bool, limits: Limits, unread: Collection[str] = ()) -> dict:
     """The columns of a collated batch as tensors. ValueError for what would silently give wrong
     numbers, or fail in the model.
 
-    packs: rows may hold several documents, numbered by attention_mask.
+    packs: rows may hold several documents, numbered by attention_mask. unread: columns of the
+    package without an effect on this loss.
     """
     if not isinstance(batch, Mapping):
         raise ValueError(f"the data collator gave {batch!r:.100}: expected a mapping of columns")
     known = _given_by("collator")
     _refuse_columns("a batch of the data collator", batch, known)
     batch = {k: torch.as_tensor(batch[k]) for k in known if batch.get(k) is not None}
+    ignored = sorted(batch.keys() & {*unread})
+    expect(
+        not ignored,
+        f"the samples have {', '.join(ignored)}, without an effect on the loss of this stage: "
+        "remove the columns, or set the stage that reads them",
+    )
     missing = sorted({"input_ids", "labels"} - batch.keys())
     expect(
         not missing,
@@ -439,19 +463,24 @@ class _MicroBatches:
 
 
 class _Filled(Dataset):
-    """A dataset with a user's collate function. `self[i]`: (True for a filler, sample). A filler is
-    sample 0, and its collated row has no labels."""
+    """A dataset with a user's collate function. `self[i]`: (i, sample). A filler is sample 0, and
+    its collated row has no labels. Errors of the function name its samples."""
 
     def __init__(self, dataset, collate):
         self.dataset = dataset
         self.user_collate = collate
 
     def __getitem__(self, i: int):
-        return i == FILLER, self.dataset[0 if i == FILLER else i]
+        return i, self.dataset[0 if i == FILLER else i]
 
     def collate(self, items: list):
-        fillers = torch.tensor([is_filler for is_filler, _ in items])
-        batch = self.user_collate([_sample_of(*item) for item in items])
+        numbers = [i for i, _ in items]
+        fillers = torch.tensor(numbers) == FILLER
+        samples = [_sample_of(i == FILLER, sample) for i, sample in items]
+        try:
+            batch = self.user_collate(samples)
+        except ValueError as error:
+            raise ValueError(f"{error} (samples {numbers} of the data set)") from error
         if not fillers.any():
             return batch
         for key, value in ("labels", IGNORE_INDEX), ("attention_mask", 0):

@@ -167,6 +167,8 @@ class Reader:
             return record, {}
         try:
             values = data_records.column_values(record, self.columns, where)
+            if self.objective.scores and "pair_margin" not in values:
+                data_records.refuse_margin(record, where)
             if self.formats[file] == _UNREAD:
                 self.formats[file] = detect_format(record, self.spec, self.objective, where)
             labelled = self.objective.has_labels
@@ -487,7 +489,8 @@ def encode_all(
 ) -> Iterator[tuple[list[Sample], Tally]]:
     """(samples, their Tally) of each chunk of a dataset's records, in their order.
 
-    workers: number of tokenising processes, without effect on the result; None: chosen here.
+    workers: number of tokenising processes, without effect on the result; None: chosen here. A
+    dataset of one chunk is tokenised in this process: another one takes seconds to start.
     """
     records = (record for record, _ in reader.records())
     chunks = iter(lambda: list(itertools.islice(records, CHUNK_RECORDS)), [])
@@ -496,7 +499,7 @@ def encode_all(
     if workers is None:
         is_long = len(head) * CHUNK_RECORDS >= PARALLEL_FROM_RECORDS
         workers = min(_MOST_WORKERS, cpu_count()) if is_long else 1
-    if workers <= 1:
+    if workers <= 1 or len(head) <= 1:
         yield from map(encoder.encode, chunks)
         return
     # spawn: forking a process that has started threads (torch, gloo, CUDA) may hang it

@@ -60,6 +60,16 @@ def column_values(
     return {name: float(value) for name, value in values.items() if value is not None}
 
 
+def refuse_margin(record, where: str) -> None:
+    """ValueError for a pair with TRL's margin between scores, where no key names its field."""
+    has_margin = isinstance(record, dict) and record.get("margin") is not None
+    expect(
+        not has_margin,
+        f"{where}: the column 'margin' is there, which TRL's RewardTrainer subtracts from the "
+        "difference of the scores: set pair_margin: margin, or remove the column",
+    )
+
+
 def label_of(record, spec: DatasetSpec, where: str) -> float:
     """The label of a record's answer, 1 for true and 0 for false. ValueError without one, and for
     anything but a number."""
@@ -234,16 +244,15 @@ def _no_turns(record, spec: DatasetSpec, where: str) -> list[dict]:
     return []
 
 
-def _has_prompt_and_completion(record: dict, spec: DatasetSpec, pairs: bool) -> bool:
-    return "prompt" in record and not record.keys().isdisjoint(("completion", "response"))
-
-
 def _has_prompt(record: dict, spec: DatasetSpec, pairs: bool) -> bool:
     return record.get(spec.columns.get("prompt", "prompt")) is not None
 
 
 def _prompt(record, spec: DatasetSpec, where: str) -> list[dict]:
     return _messages(record, spec.columns.get("prompt", "prompt"), "user", spec, where)
+
+
+_ANSWERS = {"completion", "response"}
 
 
 def _completion(record, spec: DatasetSpec, where: str) -> list[dict]:
@@ -294,7 +303,10 @@ FORMATS = {
     "openai": Format(_is_openai, _turns, alone="messages", in_pairs="messages"),
     "sharegpt": Format(_is_sharegpt, _turns, alone="conversations", in_pairs="conversations"),
     "prompt-completion": Format(
-        _has_prompt_and_completion, _prompt, _completion, alone="prompt, completion"
+        lambda record, *_: "prompt" in record and not _ANSWERS.isdisjoint(record),
+        _prompt,
+        _completion,
+        alone="prompt, completion",
     ),
     "prompt": Format(_has_prompt, _prompt, in_pairs="prompt"),
 }

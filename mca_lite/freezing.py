@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import torch
 
-from .args_rules import is_saved
+from .args_rules import is_saved, last_of
 from .errors import Judge
 from .families import LANGUAGE_MODEL, part_of, vision_parts_of
 from .families_rows import VALUE_HEAD
@@ -56,7 +56,7 @@ def plan(model, keys, judge: Judge) -> frozenset[str] | None:
 
 def is_wanted(config, keys) -> bool:
     """True if plan() may freeze a part of the model. config: McaModelConfig or transformers'."""
-    kind = config.hf_model_type if hasattr(config, "hf_model_type") else config.model_type
+    kind = getattr(config, "hf_model_type", None) or config.model_type
     return keys.finetuning_type == "freeze" or bool(vision_parts_of(kind))
 
 
@@ -75,7 +75,7 @@ def _named(weights: list[Weight], keys, num_layers: int, judge: Judge) -> set[st
     for module in (module for weight in weights for module in weight.modules):
         match = _IN_LAYER.fullmatch(module)
         if match is None:
-            outer[module] = module.rsplit(".", 1)[-1]
+            outer[module] = last_of(module)
         else:
             inner[module] = (int(match[1]), match[2])
     in_layers = [name for _, name in inner.values()]

@@ -141,6 +141,13 @@ class ModelSizes(NamedTuple):
         lengths. The same numbers on every rank and host: one rounding an operation."""
         return (self.weights + self.linear) * tokens + self.core * squares
 
+    def passes(self, count: float, others: "ModelSizes | None" = None) -> "ModelSizes":
+        """The sizes for `count` passes over a token, and those of others added."""
+        sums = {name: count * getattr(self, name) for name in ("weights", "core", "linear")}
+        if others is not None:
+            sums = {name: size + getattr(others, name) for name, size in sums.items()}
+        return self._replace(**sums)
+
 
 class TowerWork(NamedTuple):
     """FLOPs of a module for pictures: of a patch, and of a picture's squared number of patches."""
@@ -151,8 +158,8 @@ class TowerWork(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelWork:
-    """The FLOPs of a step: the formulas at the top of this file. reference: a model beside, which
-    runs forward only."""
+    """The FLOPs of a step: the formulas at the top of this file. reference: all that runs forward
+    only."""
 
     frozen: float = 0.0
     trained: float = 0.0
@@ -180,17 +187,22 @@ class ModelWork:
         return flops
 
 
-def model_work(model, reference=None) -> ModelWork:
+def model_work(model, reference=None, forward_passes=(0, 1)) -> ModelWork:
     """The work of a model in training; none for unknown sizes.
 
     model: VirtualModels or a transformers model, with its adapters. reference: a model that each
     batch passes forward only; `model` itself stands for its weights without adapters.
+    forward_passes: of the model and of the reference over a step's tokens, beside training's.
     """
     config = getattr(model, "config", None)
     sizes = model_sizes(config)
     if sizes is None:
         return ModelWork()
+    of_model, of_reference = forward_passes
     beside = model_sizes(getattr(reference, "config", None))
+    if beside is not None:
+        beside = beside.passes(of_reference)
+    beside = sizes.passes(of_model, beside)
     tower = tower_work(model, config)
     spec = lora.spec_of(model)
     trained = freezing.trained_of(model)

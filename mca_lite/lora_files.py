@@ -24,6 +24,7 @@ from .args_rules import (
     check_mergeable,
     check_other_model,
     is_saved,
+    last_of,
 )
 from .errors import Judge, refuse
 from .files import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME, read_json, write_json
@@ -231,14 +232,10 @@ def target_modules(model) -> list[str]:
     host = host_of(model)
     names = {candidate.hf for candidate in host.candidates()}
     names.update(*(weight.modules for weight in host.weights()))  # of a tower for pictures too
-    ambiguous = set(map(_last, names - set(modules)))
-    order = list(dict.fromkeys(map(_last, modules)))
-    grouped = sorted(modules, key=lambda name: order.index(_last(name)))
-    return list(dict.fromkeys(n if _last(n) in ambiguous else _last(n) for n in grouped))
-
-
-def _last(name: str) -> str:
-    return name.rsplit(".", 1)[-1]
+    ambiguous = set(map(last_of, names - set(modules)))
+    order = list(dict.fromkeys(map(last_of, modules)))
+    grouped = sorted(modules, key=lambda name: order.index(last_of(name)))
+    return list(dict.fromkeys(n if last_of(n) in ambiguous else last_of(n) for n in grouped))
 
 
 def peft_config(spec: LoraSpec, target_modules: list[str]) -> dict:

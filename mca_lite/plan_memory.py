@@ -12,7 +12,7 @@ Letters: T tokens of a micro-batch on this rank, h hidden size, w bytes of an ac
 import math
 from collections.abc import Set
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from . import freezing, lora, lora_files
 from .args_rules import is_saved
@@ -540,15 +540,24 @@ class ModelOfRun:
         objective = OBJECTIVES[keys.stage]
         self.lengths = [arguments.data.cutoff_len] * (1 + objective.has_pairs)
         self.reference: str | None = None
+        self.scores_before = False  # the second model is there before training alone
+        trainer: Any = objective.trainer_class()
+        of_model, of_second = trainer.forward_passes(keys)
+        has_second = False
         if "ref_model" in objective.keys:
             name = arguments.model.model_name_or_path
             folders = {"cached": None, "adapter": None, "model": name}
             self.reference = folders.get(keys.ref_model, keys.ref_model)
-        self.distils = TEACHER_KEY in OBJECTIVES[keys.stage].keys
-        self.scores_before = False  # the second model is there before training alone
+            has_second = trainer.has_reference(keys)
+            has_adapters = self.spec is not None and not self.spec.modules_to_save
+            of_adapters = keys.ref_model == "adapter" or (keys.ref_model is None and has_adapters)
+            self.scores_before = has_second and self.reference is None and not of_adapters
+        self.distils = TEACHER_KEY in objective.keys
         if self.distils:
             self.reference = getattr(keys, TEACHER_KEY)
+            has_second = self.reference is not None
             self.scores_before = keys.teacher_top_k is not None
+        self.passes = (of_model, of_second * has_second)  # of the model and of the second one
 
     @staticmethod
     def config_of(arguments) -> McaModelConfig:
@@ -592,17 +601,20 @@ class ModelOfRun:
         size = round(numbers * second.params_dtype.itemsize)
         return replace(memory, reference=memory.reference + size)
 
-    def work_of_reference(self, args, config) -> float:
-        """The forward pass of a second model in each step, over that of the model of a config."""
+    def forward_passes(self, args, config) -> tuple[float, float]:
+        """(passes in each step beside training's, passes over the data before the first step), over
+        a forward pass of the model of a config."""
         from .log import model_sizes
 
-        if self.reference is None or self.scores_before:
-            return 0.0
-        sizes = [model_sizes(AutoConfig.from_pretrained(self.reference, args)), model_sizes(config)]
-        if None in sizes:
-            return 1.0
-        second, first = (size.weights for size in sizes)
-        return second / first
+        of_model, of_second = self.passes
+        if self.reference is not None:
+            second = model_sizes(AutoConfig.from_pretrained(self.reference, args))
+            first = model_sizes(config)
+            if second is not None and first is not None:
+                of_second *= second.weights / first.weights
+        if self.scores_before:
+            return of_model, of_second
+        return of_model + of_second, 0.0
 
 
 def _at_the_peak(memory: RankMemory) -> RankMemory:

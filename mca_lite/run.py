@@ -470,10 +470,13 @@ def data_summary(plan: Plan) -> dict[str, str]:
         packing = ", documents joined and cut"
     summary = {
         "stage": ", ".join(filter(None, (keys.stage, plan.objective.describe(keys)))),
-        "finetuning": _weights_summary(plan),
+        "finetuning": "full: every weight is trained",
         "dataset": ", ".join(data.dataset),
         "cutoff_len": f"{data.cutoff_len} tokens{packing}",
     }
+    trained = plan.model.trained
+    if trained is not None:
+        summary["finetuning"] = f"{keys.finetuning_type}: {len(trained)} modules are trained"
     if spec is not None:
         modules = f"{len(spec.modules)} modules"
         summary["finetuning"] = f"LoRA of rank {spec.rank} on {modules}, scale {spec.scale:g}"
@@ -493,13 +496,6 @@ def data_summary(plan: Plan) -> dict[str, str]:
         tokens = f"{part.num_tokens:,} tokens, {part.num_trained_tokens:,} trained"
         summary[name] = f"{count}, {tokens}"
     return summary
-
-
-def _weights_summary(plan: Plan) -> str:
-    trained = plan.model.trained
-    if trained is None:
-        return "full: every weight is trained"
-    return f"{plan.arguments.finetuning.finetuning_type}: {len(trained)} modules are trained"
 
 
 def named_sets(data: DatasetBundle) -> dict[str, Any]:

@@ -6,6 +6,7 @@ must not wait for it.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
@@ -299,6 +300,7 @@ CONVERSATIONS = "conversations"  # rendered by the tokenizer's chat template, wi
 PAIRS = "pairs"  # a prompt with a chosen and a rejected answer
 LABELLED = "labelled"  # conversations, each with a label: a number, or true and false
 KINDS = (TEXT, CONVERSATIONS, PAIRS, LABELLED)
+PAIR_COLUMNS = ("pair_weight", "pair_margin")  # of samples and micro-batches; keys too
 ANSWER_LABEL = "answer_label"  # the column of its label in samples and micro-batches
 
 
@@ -425,17 +427,24 @@ def _check_preferences(a: Any, judge: Judge) -> None:
     )
 
 
-def _check_excludes(a: Any, judge: Judge, name: str) -> None:
+def _check_answers(a: Any, judge: Judge) -> None:
+    _check_preferences(a, judge)
+    values = getattr(a, "model_config", None) or {}  # of a run
+    reason = "it trains on texts, and the model has a vision tower"
+    judge.expect("vision_config" not in values, "stage", reason, "stage: sft or dpo")
+
+
+def _check_excludes(a: Any, judge: Judge) -> None:
     """Refuse the keys of a group that the row of a loss excludes."""
-    for key in LOSSES[name].excludes:
-        reason = f"pref_loss {name} has a term of single tokens, or of answers of several pairs"
-        judge.expect(not getattr(a, key, None), f"{key} pref_loss", reason, f"{key} left out")
+    for name in a.pref_loss:
+        for key in LOSSES[name].excludes:
+            reason = f"pref_loss {name} has a term of single tokens, or of answers of several pairs"
+            judge.expect(not getattr(a, key, None), f"{key} pref_loss", reason, f"{key} left out")
 
 
 def _check_pairs(a: Any, judge: Judge) -> None:
     _check_preferences(a, judge)
-    for name in a.pref_loss:
-        _check_excludes(a, judge, name)
+    _check_excludes(a, judge)
     judge.expect(
         a.pair_margin is None or "pair_margin" in _keys_of(a.pref_loss),
         "pair_margin pref_loss",
@@ -460,14 +469,6 @@ def _keys_of(names: Iterable[str]) -> set[str]:
 def _describe_kto(keys: Any) -> str:
     text = f"beta {keys.pref_beta:g}, weight of desirable answers {keys.kto_chosen_weight:g}"
     return f"{text}, of undesirable ones {keys.kto_rejected_weight:g}"
-
-
-def _describe_rewards(keys: Any) -> str:
-    return f"center_rewards_coefficient {keys.center_rewards_coefficient:g}"
-
-
-def _check_reference(a: Any, judge: Judge) -> None:
-    judge.apply(_REFERENCE)
 
 
 def _check_preference_keys(a: Any, judge: Judge) -> None:
@@ -502,11 +503,10 @@ def _check_preference_keys(a: Any, judge: Judge) -> None:
             f"{key} left out",
         )
     for name in names:
-        row = LOSSES[name]
-        for key in row.required:
+        for key in LOSSES[name].required:
             reason = f"pref_loss {name} divides by it, or takes its logarithm"
             judge.expect(getattr(a, key), f"{key} pref_loss", reason, f"{key}: 1e-3")
-        _check_excludes(a, judge, name)
+    _check_excludes(a, judge)
 
 
 register_objective("pt", records=TEXT)
@@ -527,8 +527,8 @@ register_objective(
     trainer="trainer_kto:KTOTrainer",
     metrics=KTO_METRICS,
     keys=("pref_beta", "kto_chosen_weight", "kto_rejected_weight", "ref_model"),
-    check_keys=_check_reference,
-    check_run=_check_preferences,
+    check_keys=lambda a, judge: judge.apply(_REFERENCE),
+    check_run=_check_answers,
     describe=_describe_kto,
 )
 register_objective(
@@ -539,7 +539,7 @@ register_objective(
     metrics=RM_METRICS,
     keys=("center_rewards_coefficient",),
     check_run=_check_preferences,
-    describe=_describe_rewards,
+    describe=lambda a: f"center_rewards_coefficient {a.center_rewards_coefficient:g}",
 )
 
 
@@ -753,37 +753,42 @@ class Column:
         return "record" in self.given_by
 
 
-_GIVEN = ("sample", "collator")
+# of samples and collators, no field of records
+_given = functools.partial(Column, given_by=("sample", "collator"))
 COLUMNS = {
-    "input_ids": Column("token", "int64", to_model=True, given_by=_GIVEN),
-    "labels": Column("token", "int64", IGNORE_INDEX, to_model=True, given_by=_GIVEN),
+    "input_ids": _given("token", "int64", to_model=True),
+    "labels": _given("token", "int64", IGNORE_INDEX, to_model=True),
     # number of each token's document in its row from 1, 0 for padding
-    "attention_mask": Column("token", "int64", given_by=_GIVEN),
+    "attention_mask": _given("token", "int64"),
     "position_ids": Column("token", "int64", given_by=("collator",)),
     "padding_mask": Column("token", "bool", True, to_model=True, given_by=()),
     # positions along time, height and width, of a model that has them (batch.rope_positions)
-    "rope_t": Column("token", "int64", to_model=True, given_by=_GIVEN),
-    "rope_h": Column("token", "int64", to_model=True, given_by=_GIVEN),
-    "rope_w": Column("token", "int64", to_model=True, given_by=_GIVEN),
+    **dict.fromkeys(("rope_t", "rope_h", "rope_w"), _given("token", "int64", to_model=True)),
     # [patches, values of a patch], and [pictures, 3]: patches along time, height and width
-    "pixel_values": Column("picture", to_model=True, given_by=_GIVEN),
-    "image_grid_thw": Column("picture", "int64", to_model=True, given_by=_GIVEN),
+    "pixel_values": _given("picture", to_model=True),
+    "image_grid_thw": _given("picture", "int64", to_model=True),
     # number of each place's image feature in the micro-batch (batch.with_image_slots), -1 for text
     "image_slot": Column("token", "int64", -1, to_model=True, given_by=()),
     # of a labelled answer: 1 for a good one, 0 for a bad one, or another number
-    ANSWER_LABEL: Column("document", given_by=_GIVEN),
+    ANSWER_LABEL: _given("document"),
     # log-probability by a reference model
-    "reference": Column("document", given_by=_GIVEN),
+    "reference": _given("document"),
     # of pairs: by the keys of these names, or from the samples of a Python dataset
-    "pair_weight": Column("sample", given_by=_GIVEN, of_key=True),
-    "pair_margin": Column("sample", given_by=_GIVEN, of_key=True),
+    "pair_weight": _given("sample", of_key=True),
+    "pair_margin": _given("sample", of_key=True),
     # weights of tokens in their answer's log-probability (ld_alpha)
     "logp_weight": Column("token", given_by=()),
     # numbers of the global batch for each pair, two for each loss with some
     "of_batch": Column("sample", given_by=()),
     # number of a trained token's row in a teacher's cache (data_teacher.py)
-    "teacher_row": Column("token", "int64", -1, given_by=_GIVEN),
+    "teacher_row": _given("token", "int64", -1),
 }
+
+
+def other_columns(*read: str) -> tuple[str, ...]:
+    """The package's columns for losses that a trainer would ignore: all but those it reads."""
+    of_losses = (ANSWER_LABEL, "reference", *PAIR_COLUMNS, "teacher_row")
+    return tuple(name for name in of_losses if name not in read)
 
 
 def register_column(name: str, per: str = "token", **fields: Any) -> None:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -51,6 +51,7 @@ from .log import Report, Throughput, model_sizes, model_work, peak_memory_gib, r
 from .loss_tokens import Logits
 from .model import VirtualModels
 from .optim import get_megatron_lr_scheduler, given_optimizers
+from .tables import other_columns
 from .trainer_evaluation import Evaluator, PredictionOutput, records_of
 from .trainer_events import (
     EvalLoopOutput,
@@ -102,6 +103,8 @@ class McaTrainer:
 
     metrics_keys = ["loss"]
     documents_per_sample = 1
+    # those of the class itself count: a subclass of a script may read any
+    unread_columns: ClassVar[tuple[str, ...]] = other_columns()
     was_trained = False  # True after the first training_step
     _reference_model = None  # a second model, run forward only on each batch
     micro_batch_weight = 1.0  # in the mean over micro-batches; some may be empty
@@ -453,7 +456,8 @@ class McaTrainer:
         read_step."""
         # a row may have several documents, numbered by its attention_mask
         numbered = self.args.sequence_packing or self.documents_per_sample > 1
-        batches = [check_batch(batch, numbered, self.limits) for batch in batches]
+        unread = vars(type(self)).get("unread_columns", ())
+        batches = [check_batch(batch, numbered, self.limits, unread) for batch in batches]
         counts = [count_tokens(batch) for batch in batches]
         # the schedule needs a multiple: others of the same shape follow, without loss and counted
         # as padding
@@ -520,7 +524,8 @@ class McaTrainer:
         self.backend.carry_router_sums(carried.get("routers"))
         self.checkpoints.prepare()
         self.throughput = Throughput.of(args)
-        self.work = model_work(self.model, self._reference_model)
+        passes = self.forward_passes(getattr(self, "train_config", None))
+        self.work = model_work(self.model, self._reference_model, passes)
         self.report.summary(run_summary(self, plan))
         return plan
 
@@ -819,6 +824,12 @@ class McaTrainer:
         parallel.barrier()
 
     # -- a run of the command line: needs of an objective beside model, data and arguments
+
+    @classmethod
+    def forward_passes(cls, keys) -> tuple[int, int]:
+        """Forward passes of the model and of a second one over the tokens of a step, beside those
+        of training. keys: FinetuningArguments, or the objective's config."""
+        return 0, 1
 
     @classmethod
     def second_model_folder(cls, arguments, planned) -> Path | None:

@@ -50,6 +50,7 @@ from .errors import expect, refuse
 from .files import IGNORE_INDEX, resolve_folder
 from .loss_tokens import Logits
 from .model_config import load_tokenizer
+from .tables import other_columns
 from .trainer import McaTrainer
 from .trainer_events import check_given
 
@@ -258,6 +259,7 @@ class DistillTrainer(McaTrainer):
     """
 
     metrics_keys = ["loss", "kd_loss", "sft_loss"]
+    unread_columns = other_columns("teacher_row")
 
     def __init__(
         self, model=None, train_config: DistillConfig | None = None, teacher=None, args=None,

@@ -39,11 +39,13 @@ from .tables import (
     LOSSES,
     METRICS,
     OBJECTIVES,
+    PAIR_COLUMNS,
     PREFERENCE_KEYS,
     REFERENCES,
     PreferenceLoss,
     function_of,
     has_reference,
+    other_columns,
 )
 from .trainer import McaTrainer
 from .trainer_evaluation import in_documents, sum_documents
@@ -59,7 +61,6 @@ FORMAT = 3
 _SHORT_NAMES = {"beta": "pref_beta", "label_smoothing": "dpo_label_smoothing", "ftx": "pref_ftx"}
 _OWN_NAMES = {key: key for key in PREFERENCE_KEYS if key not in {*_SHORT_NAMES.values()}}
 _KEYS = {name: key for name, key in (_SHORT_NAMES | _OWN_NAMES).items() if key != "ref_model"}
-PAIR_COLUMNS = ("pair_weight", "pair_margin")
 
 
 class ReferenceConfig:
@@ -181,6 +182,7 @@ class DPOTrainer(McaTrainer):
     config_class: Any = DPOConfig
     metrics_keys = list(METRICS)
     documents_per_sample = len(SIDES)
+    unread_columns = other_columns("reference", *PAIR_COLUMNS)
     _loss_of_logits: Any = None
 
     def __init__(
@@ -195,6 +197,11 @@ class DPOTrainer(McaTrainer):
         given = [*filter(None, (kwargs.get("train_dataset"), *evaluated.values()))]
         for dataset in given:
             self.check_samples(dataset, args.sequence_packing)
+            has_its_own = isinstance(samples_of(dataset), WithReference)
+            expect(
+                has_its_own or not _has("reference", dataset),
+                "the samples have reference, which the trainer computes: remove the column",
+            )
         names = [name for name in PAIR_COLUMNS if any(map(functools.partial(_has, name), given))]
         self.pair_columns = {*names}
         mtp = args.mtp_num_layers or getattr(model.config, "mtp_num_layers", None)
@@ -228,6 +235,10 @@ class DPOTrainer(McaTrainer):
     def has_reference(cls, keys) -> bool:
         """True if these FinetuningArguments compare with a reference model."""
         return has_reference(keys.pref_loss)
+
+    @classmethod
+    def forward_passes(cls, keys) -> tuple[int, int]:
+        return int(any(LOSSES[name].looks_ahead for name in keys.pref_loss)), 1
 
     @classmethod
     def second_model_folder(cls, arguments, planned) -> Path | None:

@@ -80,10 +80,12 @@ class Numbers:
         return self.vector[-_COUNTS:].tolist()
 
     def means(self, uncounted: float | None = 0.0) -> dict[str, Any]:
-        """Metric -> sum / count, `uncounted` for a count of 0. Waits for the device."""
+        """Metric -> sum / count, without those of a count of 0 but the loss: it is `uncounted`
+        then. All are None for None. Waits for the device."""
         values = self.vector.tolist()
         pairs = zip(self.keys, values[::2], values[1::2], strict=False)
-        return {key: total / count if count else uncounted for key, total, count in pairs}
+        nothing = dict.fromkeys(self.keys if uncounted is None else ["loss"], uncounted)
+        return nothing | {key: total / count for key, total, count in pairs if count}
 
 
 class SentNumbers:

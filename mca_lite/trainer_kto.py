@@ -25,7 +25,7 @@ from .batch import every_second, real_documents
 from .data_batches import Packs, WithReference, count_tokens, documents_of, samples_of
 from .errors import expect
 from .files import IGNORE_INDEX
-from .tables import ANSWER_LABEL, KTO_METRICS
+from .tables import ANSWER_LABEL, KTO_METRICS, other_columns
 from .trainer_dpo import DPOTrainer, ReferenceConfig
 from .trainer_evaluation import PredictionOutput, sum_documents
 
@@ -73,6 +73,7 @@ class KTOTrainer(DPOTrainer):
     in_turn = "an answer and a mismatched one"
     config_class = KTOConfig
     metrics_keys = list(KTO_METRICS)
+    unread_columns = other_columns("reference", ANSWER_LABEL)
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -85,6 +86,10 @@ class KTOTrainer(DPOTrainer):
     @classmethod
     def has_reference(cls, keys) -> bool:
         return True
+
+    @classmethod
+    def forward_passes(cls, keys) -> tuple[int, int]:
+        return 1, 2  # mismatched answers; over a batch they have as many tokens
 
     @classmethod
     def own_keywords(cls, arguments, second_model) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from .data_files import SIDES
 from .errors import expect
 from .families import has_value_head
 from .files import IGNORE_INDEX
-from .tables import RM_METRICS
+from .tables import PAIR_COLUMNS, RM_METRICS, other_columns
 from .trainer_dpo import DPOTrainer, ReferenceConfig
 from .trainer_evaluation import PredictionOutput, sum_documents
 
@@ -59,6 +59,7 @@ class RewardTrainer(DPOTrainer):
 
     config_class = RewardConfig
     metrics_keys = list(RM_METRICS)
+    unread_columns = other_columns(*PAIR_COLUMNS)
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)

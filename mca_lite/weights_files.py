@@ -327,13 +327,15 @@ def model_class(hf):
     return transformers.AutoModelForCausalLM
 
 
-def shapes_of(hf_config: dict) -> tuple[Any, dict[str, Shape]]:
-    """(transformers' config, {name in its files: shape}) of the model of a config.json. ValueError
-    if transformers cannot make it."""
+# a start asks for them several times: of a large model, seconds each
+@functools.lru_cache(maxsize=4)
+def shapes_of(hf_config: str) -> tuple[Any, dict[str, Shape]]:
+    """(transformers' config, {name in its files: shape}) of the model of a config.json (its text).
+    ValueError if transformers cannot make it."""
     import transformers
 
     try:
-        hf = transformers.AutoConfig.for_model(**json.loads(json.dumps(hf_config)))
+        hf = transformers.AutoConfig.for_model(**json.loads(hf_config))
         with torch.device("meta"):
             model = model_class(hf).from_config(hf)
     except Exception as error:  # of any kind, for an invented config
@@ -347,7 +349,7 @@ def shapes_of(hf_config: dict) -> tuple[Any, dict[str, Shape]]:
 def check_shapes(source: SafetensorsSource, hf_config: dict) -> None:
     """ValueError if a tensor of the source has another shape than in the model of config.json.
     Reads the headers of the files alone."""
-    shapes = shapes_of(hf_config)[1]
+    shapes = shapes_of(json.dumps(hf_config))[1]
     for name in sorted(source.names() & shapes.keys()):
         check_shape(source, name, shapes[name])
 
@@ -375,7 +377,8 @@ class InitSource:
     """
 
     def __init__(self, hf_config: dict, seed: int, num_prediction_layers: int | None = 0):
-        hf, self._shapes = shapes_of(hf_config)
+        hf, shapes = shapes_of(json.dumps(hf_config))
+        self._shapes = dict(shapes)
         first = hf.get_text_config().num_hidden_layers
         last_layer = f"model.layers.{first - 1}."
         for layer in range(first, first + (num_prediction_layers or 0)):

@@ -84,6 +84,36 @@ def test_a_column_that_cannot_be_is_refused_by_name(changes, said):
         collated(document)
 
 
+LACKING = {"chosen": CHOSEN, "rejected": REJECTED, "weight": 1}
+
+
+@pytest.mark.parametrize(
+    ("samples", "said"),
+    [
+        ([PAIR, {**PAIR, "pair_weight": 2}], r"samples at \[0\] of .* no pair_weight"),
+        ([{**PAIR, "pair_margin": 2}, PAIR], r"samples at \[1\] of .* no pair_margin"),
+        ([[PAIR, {**PAIR, "pair_weight": 2}]], r"pair_weight in some .* not in those at \[0, 1\]"),
+        ([{**PAIR, "chosen": {**CHOSEN, "reference": 1.0}}], r"reference in some .* at \[1\]"),
+        ([LACKING, {**LACKING, "answer_label": 1}], r"samples at \[0\] .* no answer_label"),
+        ([LACKING, {**LACKING, "rope_t": 0}], r"samples at \[0\] .* no rope_t"),
+    ],
+)
+def test_a_column_of_some_samples_is_not_lost(samples, said):
+    with pytest.raises(ValueError, match=said):
+        collated(*samples)
+    plan = BatchPlan(len(samples), len(samples), 1, 0, 1, seed=0, shuffle=False)
+    numbers = rf"\(samples \{list(range(len(samples)))} of the data set\)"
+    with pytest.raises(ValueError, match=f"{said}.*{numbers}"):
+        next(iter(make_loader(samples, Collator(0), plan)))
+
+
+def test_documents_of_a_sample_have_one_number_for_it():
+    pair = [{**CHOSEN, "weight": 1, "trust": 2}, {**REJECTED, "trust": 3}]
+    for arrange in pack, split:
+        with pytest.raises(ValueError, match="different numbers in trust"):
+            arrange(collated(pair), documents_per_sample=2)
+
+
 def test_a_collator_may_leave_out_what_has_a_default_and_nothing_else():
     ids = torch.tensor([[1, 2, 3]])
     batch = {"input_ids": ids, "labels": ids, "weight": [[1, 2, 3]]}

@@ -159,7 +159,7 @@ def test_a_run_goes_on_at_every_position(tmp_path, keys, strategy):
     train = stream(tmp_path, *files, **keys)
     rows = with_states(train, 250)
     assert rows[-1][1]["passes"] > 0
-    for number in range(0, 240, 13):
+    for number in range(0, 240, 29):
         again = stream(tmp_path, *files, **keys)
         # positions too: a run that goes on is stopped again
         assert with_states(again, 9, rows[number][1]) == rows[number + 1 : number + 10]

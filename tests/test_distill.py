@@ -18,6 +18,7 @@ from tests.shared.distilling import (
     whole_and_resumed_curves,
 )
 from tests.shared.examples import example
+from tests.shared.held import Rows
 from tests.shared.losses import draw_head
 from tests.shared.training import assert_same_curve, train
 
@@ -230,6 +231,40 @@ def test_what_one_layout_wrote_others_read_without_a_teacher(models, oracle, tmp
     # float16 rounds log-probabilities to 2^-11 of themselves
     assert_same_curve(written[0], oracle["jsd", K, "full"], 5e-3)
     assert written[0] != oracle["jsd", K, "full"]
+
+
+@pytest.mark.parametrize("keys", [{}, TORCH], ids=["megatron", "torch"])
+def test_bf16_stays_beside_float32(models, oracle, tmp_path, keys):
+    runs = [("jsd", K, "full"), OF_EXAMPLE]
+    args = (*models, str(tmp_path), str(tmp_path / "cache"), runs)
+    found = world.run(curves_of, 1, *args, bf16=True, **keys)[0]
+    for run, got in zip(runs, found, strict=True):
+        # bf16 rounds to 2^-9 of a number; a divergence is a difference of such logits
+        assert_same_curve(got, oracle[run], 3e-2)
+        assert got != oracle[run]
+
+
+VOCAB = 509
+
+
+def rows_of_logits(student, teacher, out, **keys) -> list:
+    """Most rows of logits at one time, in chunks of 5 and 7 rows, of a resident and a cached
+    teacher."""
+    found = []
+    brief = dict(steps=1, warmup_steps=0, per_device_train_batch_size=4)
+    for number, (size, k) in enumerate(itertools.product((5, 7), WAYS)):
+        with Rows((VOCAB, VOCAB + 3)) as mode:
+            args = (student, teacher, "", f"{out}/{number}", f"{out}/cache-{number}")
+            curves_of(*args, [("jsd", k, "full")], loss_chunk_size=size, **brief, **keys)
+        found.append(mode.most)
+    return found
+
+
+@pytest.mark.parametrize("keys", [{}, TORCH], ids=["megatron", "torch"])
+def test_logits_of_neither_model_are_held(tmp_path, keys):
+    paths = save_models(tmp_path, vocab=VOCAB + 3, vocab_size=VOCAB)
+    [rows] = world.run(rows_of_logits, 1, *paths, str(tmp_path), **keys)
+    assert rows == [5, 5, 7, 7]
 
 
 @pytest.mark.parametrize("k", WAYS)

@@ -54,7 +54,7 @@ LAYOUTS = {
 }
 # Logits are cut by tp and metrics sent over stages, each alone at tp2 and pp2; messages of any
 # length between virtual stages know nothing of pairs: test_packed_layouts.
-PRODUCTS = ("tp2pp2", "pp2_vpp2_variable")
+PRODUCTS = ("tp2pp2", "pp2_vpp2_variable", "cp2pp2_dist_opt")
 WHOLE_PRODUCT = ("dp2", "tp2", "pp2", "pp2_vpp2", "cp2", "tp2pp2")
 ALL = [*itertools.product(OBJECTIVES, ("full", "lora"), ("padded", "packed"))]
 

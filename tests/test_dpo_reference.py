@@ -379,6 +379,9 @@ def refused_runs(path, adapter, out) -> list[str]:
         return {key: value for key, value in Collator(0)(samples).items() if key != "reference"}
 
     orpo, plain = dict(pref_loss="orpo"), tiny.samples(4)
+    scored, labelled = ([{**Pairs()[0], name: 1}] * 4 for name in ("reference", "answer_label"))
+    weighed = [Pairs()[0], *({**Pairs()[i], "pair_weight": 0.5} for i in (1, 2, 3))]
+    of_four = dict(per_device_train_batch_size=4)
     trained = our_run(path, f"{out}/ok", SIGMOID, max_steps=1)
     return [
         refusal(lambda: DPOConfig(pref_loss="ranked")),
@@ -401,6 +404,9 @@ def refused_runs(path, adapter, out) -> list[str]:
         ),
         refusal(lambda: our_run(path, f"{out}/f", SIGMOID, collator=one_sided)),
         refusal(lambda: our_run(path, f"{out}/g", SIGMOID, collator=forgetful)),
+        refusal(lambda: our_run(path, f"{out}/i", SIGMOID, train_dataset=scored)),
+        refusal(lambda: our_run(path, f"{out}/j", orpo, train_dataset=labelled)),
+        refusal(lambda: our_run(path, f"{out}/k", orpo, train_dataset=weighed, **of_four)),
     ]
 
 
@@ -414,12 +420,15 @@ def test_what_cannot_be_trained_is_refused_before_training(adapted_start, tmp_pa
         "expected no ref_model", "calculate_per_token_loss: true",
         "packs of pairs, and sequence_packing is false", "before it is trained",
         "mtp_num_layers: 0",
-        "chosen and rejected in turn", 'dropped "reference"',
+        "chosen and rejected in turn", 'dropped "reference"', "the samples have reference",
+        "the samples have answer_label, without an effect", "have no pair_weight",
     ]  # fmt: skip
     for text, expected in zip(texts, words, strict=True):
         assert expected in text
-    # only what a collator did to the batches of the first step shows as late as that
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["g", "ok"], "nothing else was written"
+    # only what is in the batches of the first step shows as late as that
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["g", "j", "k", "ok"], (
+        "nothing else was written"
+    )
 
 
 def scores(path, adapter, out, keys) -> tuple:

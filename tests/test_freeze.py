@@ -124,13 +124,13 @@ def trained(request, references, tmp_path_factory):
 
 
 DENSE = [name for name in LAYOUTS if name != "ep2"]
-FEW = ["one", "pp2", "torch"]
+FEW = ["pp2", "torch"]
 
 
 @pytest.mark.parametrize(
     "case, layout",
     thinned(["last"], DENSE, ["last"], [])
-    + thinned(["head", "tied"], DENSE, [], ["one", "tp2_sp", "pp2_vpp2", "dp2_overlap", "torch"])
+    + thinned(["head", "tied"], DENSE, [], ["tp2_sp", "pp2_vpp2", "torch"])
     + thinned(["first", "mlp_of_all"], DENSE, [], FEW)
     + [cell("experts", "ep2"), cell("experts", "torch")],
 )

@@ -24,7 +24,7 @@ def test_a_seed_and_a_number_decide_a_configuration():
     for name in "tensor_model pipeline_model virtual_pipeline_model context expert_model".split():
         assert f"{name}_parallel_size" in drawn
     assert {"packing", "neat_packing", "ref_model", "recompute_modules"} <= drawn
-    assert {case.keys["stage"] for case in cases} == {"pt", "sft", "dpo"}
+    assert {case.keys["stage"] for case in cases} == {*fuzz.STAGES}
     assert {case.model for case in cases} == {*fuzz.DENSE, *fuzz.EXPERTS}
 
 

@@ -7,6 +7,8 @@ import importlib.util
 import json
 import os
 import pickle
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -138,6 +140,22 @@ def test_texts_of_a_model_with_pictures_have_positions_alone(tmp_path):
     assert [rows[0][0]["rope_h"].tolist(), len(rows) > 2] == [list(range(6)), True]
 
 
+@pytest.fixture(scope="module")
+def unfit(tmp_path_factory) -> Path:
+    """A folder of a picture, and of others that cannot be taken."""
+    folder = tmp_path_factory.mktemp("unfit")
+    draw(folder / "a.png")
+    draw(folder / "thin.png", 201, 1)
+    (folder / "text.png").write_text("no picture")
+    Image.new("I;16", (9, 9)).save(folder / "deep.png")
+    Image.new("1", (10_000, 9_999)).save(folder / "huge.png")
+    Image.new("1", (20_000, 20_000)).save(folder / "bomb.png")
+    frames = [Image.new("RGB", (9, 9), colour) for colour in ("red", "blue")]
+    frames[0].save(folder / "film.gif", save_all=True, append_images=frames[1:])
+    (folder / "a.svg").write_text("<svg/>")
+    return folder
+
+
 @pytest.mark.parametrize(
     ("record", "said"),
     [
@@ -165,16 +183,8 @@ def test_texts_of_a_model_with_pictures_have_positions_alone(tmp_path):
         ({"text": [{"type": "video", "path": "a"}]}, "blocks of text and image; only these can"),
     ],
 )
-def test_a_record_that_cannot_be_is_refused_with_file_and_line(tmp_path, record, said):
-    draw(tmp_path / "a.png")
-    draw(tmp_path / "thin.png", 201, 1)
-    (tmp_path / "text.png").write_text("no picture")
-    Image.new("I;16", (9, 9)).save(tmp_path / "deep.png")
-    Image.new("1", (10_000, 9_999)).save(tmp_path / "huge.png")
-    Image.new("1", (20_000, 20_000)).save(tmp_path / "bomb.png")
-    frames = [Image.new("RGB", (9, 9), colour) for colour in ("red", "blue")]
-    frames[0].save(tmp_path / "film.gif", save_all=True, append_images=frames[1:])
-    (tmp_path / "a.svg").write_text("<svg/>")
+def test_a_record_that_cannot_be_is_refused_with_file_and_line(unfit, tmp_path, record, said):
+    shutil.copytree(unfit, tmp_path, dirs_exist_ok=True)
     record = dict(record)
     content = record.pop("text", "why?")
     # not TRL's names, whose pictures may stand without a mark

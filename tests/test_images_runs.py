@@ -11,9 +11,11 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 from mca_lite import cli_inspect
+from mca_lite.args import parse_args
+from mca_lite.run import make_plan
 from tests.shared import world
 from tests.shared.chats import assistant, conversation, user, write_records
-from tests.shared.commands import answer, ended, run_script
+from tests.shared.commands import answer, ended, error_of, run_script
 from tests.shared.picture_files import TOKENS, draw, save_whole_model
 from tests.shared.training import read_log
 
@@ -104,6 +106,21 @@ def test_pairs_have_the_log_probabilities_of_transformers(folder, tmp_path):
             losses = answer_losses(folder, tokenizer, model, question, answer, of_record)
             sums.append(-losses.sum())
         assert line[f"logps/{side}"] == pytest.approx(torch.stack(sums).mean().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "stage, said",
+    [
+        ("kto", "it trains on texts, and the model has a vision tower"),
+        ("rm", "transformers has no model for sequence classification of this type"),
+    ],
+)
+def test_stages_without_pictures_refuse_their_models_in_words(folder, stage, said):
+    folder, *_ = folder
+    for backend in "true", "false":
+        words = f"stage={stage} model_name_or_path={folder / 'model'} use_mca={backend}"
+        words += f" dataset={folder / 'chats.jsonl'} output_dir={folder / 'out'}"
+        assert said in error_of(lambda words=words: make_plan(parse_args(words.split())))
 
 
 def parity(words: list[str]) -> tuple[int, str, str]:

@@ -261,6 +261,7 @@ IN_THE_CONFIG = {
     "expert_model_parallel_size": (2, {}),
     "expert_tensor_parallel_size": (1, dict(TP2, sequence_parallel=True)),
     "sequence_parallel": (True, TP2),
+    "tp_comm_overlap": (True, dict(TP2, sequence_parallel=True)),
     "pipeline_model_parallel_layout": ("Ett|ttL", PP2),
     "variable_seq_lengths": (True, PP2),
     "recompute_granularity": ("selective", {}),

@@ -8,6 +8,16 @@ import pytest
 import torch
 
 from tests.shared import tiny, tiny_moe, world
+from tests.shared.answers import (
+    LAYOUTS,
+    ROWS,
+    STEPS,
+    cells_of_layouts,
+    curve_of_run,
+    curves_of_cells,
+    whole_and_resumed,
+    wrong_cells,
+)
 from tests.shared.commands import error_of, run_script
 from tests.shared.dpo_tools import curve_of, differences
 from tests.shared.kto_tools import (
@@ -22,28 +32,10 @@ from tests.shared.kto_tools import (
     shifted,
     step_numbers,
 )
-from tests.shared.layouts import CP2, DIST_OPT, EP2, OVERLAP, PACKED, PP2, SP, TP2, TP2_SP, VPP2
-from tests.shared.training import read_log
+from tests.shared.layouts import CP2, DIST_OPT, EP2, PACKED, PP2, TP2_SP, VPP2
+from tests.shared.training import read_log, train
 
-STEPS = 3
-ROWS = {"padded": dict(per_device_train_batch_size=2), "packed": PACKED}
-LAYOUTS = {
-    "one": (1, {}),
-    "tp2pp2": (4, {**TP2, **PP2}),
-    "cp2": (2, CP2),
-    "torch": (1, dict(backend="torch")),
-    "dp2": (2, DIST_OPT),
-    "dp2_overlap": (2, OVERLAP),
-    "tp2sp": (2, {**TP2, **SP}),
-    "pp2": (2, PP2),
-    "pp2_vpp2": (2, {**PP2, **VPP2, "per_device_train_batch_size": 1}),
-    "pp2_variable": (2, {**PP2, "variable_seq_lengths": True}),
-    "tp2sp_cp2": (4, {**TP2, **SP, **CP2}),
-    "cp2pp2_dist_opt": (4, {**CP2, **PP2, **DIST_OPT}),
-    "torch_on_two": (2, dict(backend="torch")),
-}
 USUAL = {"one": ("full padded", "lora packed"), "tp2pp2": ("full padded",), "cp2": ("full packed",)}
-CELLS = [f"{kind} {rows}" for kind in ("full", "lora") for rows in ROWS]
 
 
 @pytest.fixture(scope="module")
@@ -57,41 +49,12 @@ def oracles(tmp_path_factory):
     return path, f"{folder}/start", curves
 
 
-def cells_of(path, adapter, out, cells, keys) -> list:
-    """[(cell, curve)] of several runs in one world."""
-    found = []
-    for cell in cells:
-        kind, rows = cell.split()
-        given = {**ROWS[rows], **keys, "max_steps": STEPS}
-        adapter_of_cell = adapter if kind == "lora" else None
-        found.append(
-            (cell, curve_of(kto_run(path, f"{out}/{kind}-{rows}", adapter_of_cell, **given)))
-        )
-    return found
-
-
-@pytest.mark.parametrize(
-    "layout, cells",
-    [(layout, cells) for layout, cells in USUAL.items()]
-    + [
-        pytest.param(
-            layout,
-            [cell for cell in CELLS if cell not in USUAL.get(layout, ())],
-            marks=pytest.mark.full,
-        )
-        for layout in LAYOUTS
-    ],
-)
+@pytest.mark.parametrize("layout, cells", cells_of_layouts(USUAL))
 def test_kto_trains_as_plain_torch(layout, cells, oracles, tmp_path):
     path, adapter, curves = oracles
     ranks, keys = LAYOUTS[layout]
-    found = world.run(cells_of, ranks, path, adapter, str(tmp_path), cells, keys, timeout_s=120)
-    wrong = [
-        f"rank {rank} {cell}: {difference}"
-        for rank, of_rank in enumerate(found)
-        for cell, curve in of_rank
-        for difference in differences(curve, curves[cell.split()[0]])
-    ]
+    args = (kto_run, path, adapter, str(tmp_path), cells, keys)
+    wrong = wrong_cells(world.run(curves_of_cells, ranks, *args, timeout_s=120), curves)
     assert not wrong, "\n".join(wrong[:20])
 
 
@@ -112,7 +75,9 @@ def test_experts_train_as_plain_torch(tmp_path, ranks, keys):
     path = tiny_moe.save_model(tmp_path / "model", "qwen3_moe", num_hidden_layers=2)
     [wanted] = world.run(oracle_of_experts, 1, path)
     for rows in ROWS.values():
-        for got in world.run(curve_of_run, ranks, path, str(tmp_path / "run"), {**keys, **rows}):
+        for got in world.run(
+            curve_of_run, ranks, kto_run, path, str(tmp_path / "run"), {**keys, **rows}
+        ):
             assert not differences(got, wanted)
 
 
@@ -120,23 +85,31 @@ def test_experts_train_as_plain_torch(tmp_path, ranks, keys):
 
 
 def curves_of_references(path, adapter, out, keys) -> dict:
+    """{kind: (curve, FLOPs of its steps over those of training alone)}"""
+    from mca_lite.log import model_work
+
     given = {**keys, "max_steps": STEPS}
     kinds = {
         "full": dict(ref=True),
         "lora": dict(adapter=adapter, objective=dict(OBJECTIVE, reference="cached")),
     }
-    return {
-        name: curve_of(kto_run(path, f"{out}/{name}", **given, **kind))
-        for name, kind in kinds.items()
-    }
+    found = {}
+    for name, kind in kinds.items():
+        run = kto_run(path, f"{out}/{name}", **given, **kind)
+        of_training = model_work(run.model).flops(10, 100)
+        found[name] = curve_of(run), run.work.flops(10, 100) / of_training
+    return found
 
 
 @pytest.mark.parametrize("keys", [PP2, pytest.param(CP2, marks=pytest.mark.full)])
 def test_a_second_model_and_a_cached_reference_of_adapters_give_the_same(oracles, tmp_path, keys):
     path, adapter, curves = oracles
     found = world.run(curves_of_references, 2, path, adapter, str(tmp_path), keys)
-    for name in ("full", "lora"):
-        assert not differences(found[-1][name], curves[name])
+    # mismatched answers pass forward, and both kinds of answers through a second model
+    for name, least, most in ("full", 2, 2), ("lora", 4 / 3, 1.5):
+        curve, flops = found[-1][name]
+        assert not differences(curve, curves[name])
+        assert least <= flops <= most
 
 
 CAPACITY = 35
@@ -160,12 +133,8 @@ def oracle_of_packs(path) -> list:
 def test_packs_weigh_every_answer_alike(oracles, tmp_path, keys):
     [wanted] = world.run(oracle_of_packs, 1, oracles[0])
     keys = dict(keys, pack=CAPACITY, sequence_packing=True, max_steps=2)
-    for got in world.run(curve_of_run, 2, oracles[0], str(tmp_path), keys):
+    for got in world.run(curve_of_run, 2, kto_run, oracles[0], str(tmp_path), keys):
         assert not differences(got, wanted)
-
-
-def curve_of_run(path, out, keys) -> list:
-    return curve_of(kto_run(path, out, **keys))
 
 
 def evaluated(path, out, keys) -> tuple:
@@ -202,27 +171,26 @@ def test_evaluations_and_predictions_are_of_the_answers(oracles, tmp_path, ranks
     assert output.metrics.keys() == {"test_loss"}
 
 
-def whole_and_resumed(path, out, keys) -> tuple:
-    """(curve of a run, curve of a run that goes on from a checkpoint after its second step)"""
-    keys = {**keys, "attention_dropout": 0.1}
-    whole = curve_of(kto_run(path, f"{out}/whole", max_steps=3, **keys))
-    saving = dict(save_strategy="steps", save_steps=2, max_steps=2)
-    kto_run(path, f"{out}/parts", **{**keys, **saving})
-    resumed = kto_run(
-        path,
-        f"{out}/parts",
-        max_steps=3,
-        resume_from_checkpoint=f"{out}/parts/checkpoint-2",
-        **keys,
-    )
-    return whole, curve_of(resumed)
+def logs_of_good_answers(path, out, keys) -> list[dict]:
+    raw = [(prompt, answer, 1.0) for prompt, answer, _ in raw_answers()]
+    data = dict(train_dataset=Answers(raw), eval_dataset=Answers(raw))
+    run = kto_run(path, out, **data, eval_strategy="steps", eval_steps=1, max_steps=1, **keys)
+    return run.state.log_history
+
+
+def test_numbers_of_bad_answers_are_left_out_where_there_is_none(oracles, tmp_path):
+    lines, others = world.run(logs_of_good_answers, 2, oracles[0], str(tmp_path), DIST_OPT)
+    assert len(lines) == len(others) == 2
+    for line, start in zip(lines, ("", "eval_"), strict=True):
+        assert {f"{start}kl", f"{start}rewards/chosen", f"{start}logps/chosen"} <= line.keys()
+        assert not {f"{start}rewards/rejected", f"{start}logps/rejected"} & line.keys()
 
 
 @pytest.mark.parametrize("kind", ["full", pytest.param("lora", marks=pytest.mark.full)])
 def test_resume_is_bit_for_bit(oracles, tmp_path, kind):
     path, adapter, _ = oracles
     keys = dict(PP2, adapter=adapter if kind == "lora" else None)
-    whole, parts = world.run(whole_and_resumed, 2, path, str(tmp_path), keys)[0]
+    whole, parts = world.run(whole_and_resumed, 2, kto_run, path, str(tmp_path), keys)[0]
     assert parts == whole and len(whole) == 3
 
 
@@ -246,16 +214,20 @@ def refusals(path, out) -> list[str]:
     gap = {"input_ids": [1, 2, 3, 4], "labels": [2, -100, 4, 5], "answer_label": 1}
     odd = {**gap, "labels": [-100, 3, 4, 5], "answer_label": 2}
     plain = {name: gap[name] for name in ("input_ids", "labels")}
-    cases = [[plain] * 2, [gap], [gap] * 2, [odd] * 2]
+    weighed = {**odd, "answer_label": 1, "pair_weight": 2.0}
+    cases = [[plain] * 2, [gap], [gap] * 2, [odd] * 2, [weighed] * 4]
     said = [error_of(kto_run, path, f"{out}/{n}", train_dataset=c) for n, c in enumerate(cases)]
     more = [dict(calculate_per_token_loss=False), dict(pack=30), dict(objective=dict(beta=0))]
-    return said + [error_of(kto_run, path, f"{out}/more", **keys) for keys in more]
+    said += [error_of(kto_run, path, f"{out}/more", **keys) for keys in more]
+    return [*said, error_of(train, path, f"{out}/sft", data=[weighed] * 4)]
 
 
 def test_what_cannot_be_trained_is_refused(oracles, tmp_path):
     [said] = world.run(refusals, 1, oracles[0], str(tmp_path))
     words = ["with answer_label", "two samples", "labels in several parts", "answer_label 2"]
+    words += ["stage kto has no pairs"]
     words += ["calculate_per_token_loss: true", "sequence_packing is false", "pref_beta"]
+    words += ["the samples have answer_label, pair_weight, without an effect"]
     for text, expected_words in zip(said, words, strict=True):
         assert expected_words in text
 

@@ -77,6 +77,16 @@ def test_a_reference_that_runs_beside_costs_a_third_of_the_model():
     assert adapted.flops(7, 0) == 7 * (600 + 30)
 
 
+def test_more_forward_passes_of_both_models_are_counted():
+    # two passes over a token, of 2 FLOPs each, of this model, and one of a larger one
+    sizes, larger = ModelSizes(100, 3.0, 2, 4, 7, 60, 8.0), ModelSizes(400, 5.0, 2, 4, 7, 60)
+    beside = sizes.passes(2, larger)
+    assert beside.cost(10, 100) == 10 * (2 * 108 + 400) + 100 * (2 * 3.0 + 5.0)
+    work = ModelWork(trained=100, core=3.0, reference=beside, linear=8.0)
+    training = 6 * 108 * 10 + 6 * 3.0 * 100
+    assert work.flops(10, 100) == training + 2 * beside.cost(10, 100)
+
+
 def test_flops_of_qwen3_8b_are_six_per_weight():
     hf = AutoConfig.for_model(
         "qwen3", hidden_size=4096, num_hidden_layers=36, num_attention_heads=32,

@@ -108,8 +108,9 @@ def assert_as_peft(request, peft_references, tmp_path_factory):
 
 FEW = ("one", "tp2_sp", "pp2_vpp2", "dp2_overlap")
 # With overlap the optimizer is distributed too, and stages without any adapter train there; whole
-# models train at pp2dp2_overlap in test_parity.
-PRODUCTS = ("dp2_dist_opt", "pp2dp2_overlap")
+# models train at pp2dp2_overlap in test_parity. Other plain layouts stand here with packed rows or
+# recomputation.
+PRODUCTS = ("dp2_dist_opt", "pp2dp2_overlap", "dp2", "pp2", "pp2_vpp2", "cp2")
 
 
 @pytest.mark.parametrize(

@@ -209,6 +209,13 @@ def test_numbers_of_a_batch_by_hand():
     losses, numbers = of_batch("kto_pair", two_pairs((LN3, 4 - LN3), (2 - LN3, LN3 - 4)))
     assert numbers == [[0, 0], [2, 2]]
     assert losses[0] == pytest.approx((0.25 + 0.25) / 2)
+    # CPO: d = 2 log 3 and 0; the mean over pairs of its second term is that of 6 tokens, and the
+    # answers of 4 and 2 tokens lose log 3 and 1: (log 3 + 1) / 6
+    losses, numbers = of_batch("cpo", two_pairs((-LN3, -1), (-3 * LN3, -1)))
+    assert numbers[0] == pytest.approx([1 / 3, 1 / 3])
+    assert losses == pytest.approx([-math.log(0.9) + LN3 / 3, LN2 + 1 / 3])
+    losses, _ = of_batch("sft", two_pairs((-LN3, -1), (-3 * LN3, -1)))
+    assert sum(losses) / 2 == pytest.approx((LN3 + 1) / 6)
     # AOT: margins 5 and 1 of the policy beside 0 and 3 of the reference, sorted: 5 - 3 and 1 - 0
     losses, numbers = of_batch("aot", two_pairs((5, 1), (0, 0), (0, 3), (0, 0)))
     assert numbers[0] == [3, 0]

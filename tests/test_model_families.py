@@ -77,14 +77,15 @@ EXPERT_LAYOUTS = {
 }
 
 
-# each half is there without the other; test_moe trains both models at ep2tp2, and balances them
-PRODUCTS = ("tp2sp_pp2", "ep2tp2_sp")
+# each half is there without the other; test_moe trains both models at ep2tp2, and balances them,
+# and others at ep4
+PRODUCTS = ("tp2sp_pp2", "ep2tp2_sp", "one", "ep4")
 MOST = [layout for layout in EXPERT_LAYOUTS if layout != "ep2"]
 
 # what is most unlike a plain decoder: latent attention, and windows with scores and logits of its
 # own
 EVERYWHERE = ["deepseek_v2", "deepseek_v3", "gemma2"]
-FEW = ["one", "tp2_sp", "pp2_packed", "cp2_packed"]
+FEW = ["tp2_sp", "pp2_packed", "cp2_packed"]
 SHORT = dict(BRIEF, adam_epsilon=1e-4)
 
 
@@ -258,8 +259,16 @@ ADAPTER_LAYOUTS = {
 }
 
 
+# In more layouts than tp2_sp_packed: latent and linear attention, norms after the layers, fused
+# rows, sinks
+UNLIKE = ("deepseek_v3", "gemma2", "phi3", "qwen3_next", "gpt_oss")
 # Without sequence parallelism: matrices that tensor parallelism does not cut, and the embedding.
 UNCUT = ("deepseek_v3", "gemma2")
+
+
+def names_in(layout: str) -> list[str]:
+    """The families whose adapters `make test` trains in a layout."""
+    return list({"tp2_sp_packed": ADAPTED, "tp2": UNCUT}.get(layout, UNLIKE))
 
 
 def train_adapters(paths: dict, references: str, out: str, names: list, keys: dict) -> dict:
@@ -298,15 +307,16 @@ def check_adapters(layout, names, paths, with_peft, tmp_path):
 
 @pytest.mark.parametrize("layout", ADAPTER_LAYOUTS)
 def test_adapters_train_as_with_peft(layout, paths, with_peft, tmp_path):
-    names = list(UNCUT if layout == "tp2" else ADAPTED)
-    check_adapters(layout, names, paths, with_peft, tmp_path)
+    check_adapters(layout, names_in(layout), paths, with_peft, tmp_path)
 
 
 @pytest.mark.full
-def test_adapters_of_more_families_train_as_with_peft_at_tp2(paths, with_peft, tmp_path):
-    # experts need sequence parallelism
-    names = [name for name in ADAPTED if name not in UNCUT and name not in EXPERTS]
-    check_adapters("tp2", names, paths, with_peft, tmp_path)
+@pytest.mark.parametrize("layout", [name for name in ADAPTER_LAYOUTS if name != "tp2_sp_packed"])
+def test_adapters_of_more_families_train_as_with_peft(layout, paths, with_peft, tmp_path):
+    names = [name for name in ADAPTED if name not in names_in(layout)]
+    if layout == "tp2":  # experts need sequence parallelism
+        names = [name for name in names if name not in EXPERTS]
+    check_adapters(layout, names, paths, with_peft, tmp_path)
 
 
 def refused_adapters(path: str) -> str:

@@ -24,7 +24,7 @@ from tests.shared.layouts import (
 from tests.shared.training import BRIEF, assert_same_curve, train
 
 EVERYWHERE = ["qwen3"]  # as in test_parity.py
-FEW = ["one", "tp2_sp", "pp2", "cp2"]
+FEW = ["tp2_sp", "cp2"]
 # Beside them stand the same with sequence parallelism; stages that cp cuts, and messages of any
 # length between virtual stages. How a padded row is cut knows of cp alone.
 ELSEWHERE = ["cp2tp2", "cp2pp2_variable", "cp2pp2_vpp2"]

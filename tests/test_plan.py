@@ -4,7 +4,10 @@ import os
 import re
 
 import pytest
+import torch
 
+from mca_lite.args import parse_args
+from mca_lite.plan_memory import ModelOfRun
 from tests.shared import commands, tiny, tiny_moe, world
 from tests.shared.layouts import CP2, DIST_OPT, EP2, FULL, PP2, TP2_SP, VPP2
 from tests.shared.training import train
@@ -38,10 +41,9 @@ LAYOUTS = {
 # in its layout.
 OF_MILLIONS = [
     "tp2_sp_bf16",
-    "pp2",
     *(
         pytest.param(name, marks=pytest.mark.full)
-        for name in ("one_bf16", "dp2_dist_opt_bf16", "cp2", "full")
+        for name in ("one_bf16", "pp2", "dp2_dist_opt_bf16", "cp2", "full")
     ),
 ]
 
@@ -123,11 +125,11 @@ def test_ranks_of_a_model_of_50_million_do(tmp_path, layout):
 
 
 # layout -> (the operation, how many of what it writes are there at once: what comes and what is
-# sent; keys and values, in parts and joined)
+# sent; keys and values as they come and in order)
 MESSAGES = {
     "tensor": (TP2_SP, "_allgather_base_", 1),
     "pipeline": (PP2, "recv_", 2),
-    "context": (CP2, "_allgather_base_", 4),
+    "context": (CP2, "_allgather_base_", 2),
     "experts": (EP2, "alltoall_base_", 1),
 }
 
@@ -172,6 +174,54 @@ def test_a_teacher_is_counted(tmp_path):
     assert planned == pytest.approx((count + hidden) * 4 / 2**20, abs=0.01)
     # scored before training, in the memory that the optimizer and activations take later
     assert reference_in(plan(f"{words} teacher_top_k=4")[1]) == 0
+
+
+DISTILL = "distill train_from_scratch=false teacher_model_name_or_path={larger}"
+# words -> (forward passes in each step beside training's, over the data before training)
+PASSES = {
+    "sft": (0, 0),
+    "rm": (0, 0),
+    "orpo": (0, 0),
+    "dpo": (0, 1),
+    "dpo finetuning_type=lora ref_model=null": (1, 0),
+    "dpo finetuning_type=lora ref_model=cached": (0, 1),
+    "dpo ref_model=model": (1, 0),
+    "dpo ref_model={larger}": ("larger", 0),
+    "dpo pref_loss=bco_pair": (1, 1),
+    "kto": (1, 2),
+    "kto ref_model=model": (3, 0),
+    DISTILL: ("larger", 0),
+    f"{DISTILL} teacher_top_k=4": (0, "larger"),
+    "distill train_from_scratch=false teacher_model_name_or_path=null teacher_top_k=4 "
+    "teacher_cache=rows": (0, 0),
+}
+
+
+def test_forward_passes_of_each_objective_are_counted(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    def weights(folder) -> int:  # of products with a token
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        return sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear))
+
+    hf = tiny.save_model(tmp_path / "hf", "qwen3", **SMALL)
+    larger = tiny.save_model(tmp_path / "larger", "qwen3", **{**SMALL, "intermediate_size": 352})
+    more = {"larger": weights(larger) / weights(hf)}
+    assert more["larger"] > 1.2
+    for words, wanted in PASSES.items():
+        stage, *others = words.format(larger=larger).split()
+        given = [f"configs/{stage}.yaml", f"model_name_or_path={hf}", "max_steps=2", *others]
+        run = parse_args([*given, "warmup_ratio=0", "warmup_steps=0"], needs_world=False)
+        model = ModelOfRun(run)
+        found = model.forward_passes(run.training, model.config_of(run))
+        assert found == pytest.approx([more.get(number, number) for number in wanted]), words
+
+
+def test_a_pass_over_the_data_before_training_is_in_the_time(tmp_path):
+    hf = tiny.save_model(tmp_path / "hf", "qwen3", **SMALL)
+    words = f"model_name_or_path={hf} max_steps=2 warmup_steps=0 --gpu H200"
+    assert "before it      a pass over the data, once\n" in plan(f"configs/dpo.yaml {words}")[1]
+    assert "before it" not in plan(f"configs/orpo.yaml {words}")[1]
 
 
 def reference_in(out: str) -> float:

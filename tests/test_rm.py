@@ -14,10 +14,19 @@ from mca_lite.files import read_json
 from mca_lite.generation import load_for_generation
 from mca_lite.run import make_plan
 from tests.shared import tiny, world
+from tests.shared.answers import (
+    LAYOUTS,
+    STEPS,
+    cells_of_layouts,
+    curve_of_run,
+    curves_of_cells,
+    whole_and_resumed,
+    wrong_cells,
+)
 from tests.shared.chats import load_files, write_records
 from tests.shared.commands import error_of, run_script
 from tests.shared.dpo_tools import curve_of, differences
-from tests.shared.layouts import CP2, DIST_OPT, EP2, OVERLAP, PACKED, PP2, SP, TP2, TP2_SP, VPP2
+from tests.shared.layouts import CP2, EP2, PACKED, PP2, SP, TP2, TP2_SP, VPP2
 from tests.shared.rm_tools import (
     SIDES,
     Rated,
@@ -32,23 +41,6 @@ from tests.shared.rm_tools import (
 from tests.shared.small_runs import save_all, save_tokenizer, write_data
 from tests.shared.toy_tokenizer import CHATML, byte_tokenizer
 
-STEPS = 3
-ROWS = {"padded": dict(per_device_train_batch_size=2), "packed": PACKED}
-LAYOUTS = {
-    "one": (1, {}),
-    "tp2pp2": (4, {**TP2, **PP2}),
-    "cp2": (2, CP2),
-    "torch": (1, dict(backend="torch")),
-    "dp2": (2, DIST_OPT),
-    "dp2_overlap": (2, OVERLAP),
-    "tp2sp": (2, {**TP2, **SP}),
-    "pp2": (2, PP2),
-    "pp2_vpp2": (2, {**PP2, **VPP2, "per_device_train_batch_size": 1}),
-    "pp2_variable": (2, {**PP2, "variable_seq_lengths": True}),
-    "tp2sp_cp2": (4, {**TP2, **SP, **CP2}),
-    "cp2pp2_dist_opt": (4, {**CP2, **PP2, **DIST_OPT}),
-    "torch_on_two": (2, dict(backend="torch")),
-}
 USUAL = {
     "one": ("full padded", "lora packed"),
     "tp2pp2": ("full padded", "lora packed"),
@@ -56,7 +48,6 @@ USUAL = {
     "torch": ("lora padded",),
     "tp2sp": ("full packed",),
 }
-CELLS = [f"{kind} {rows}" for kind in ("full", "lora") for rows in ROWS]
 
 
 @pytest.fixture(scope="module")
@@ -68,41 +59,12 @@ def oracles(tmp_path_factory):
     return path, f"{folder}/start", curves
 
 
-def cells_of(path, adapter, out, cells, keys) -> list:
-    """[(cell, curve)] of several runs in one world."""
-    found = []
-    for cell in cells:
-        kind, rows = cell.split()
-        start = adapter if kind == "lora" else None
-        trainer = rm_run(
-            path, f"{out}/{kind}-{rows}", start, **{**ROWS[rows], **keys, "max_steps": STEPS}
-        )
-        found.append((cell, curve_of(trainer)))
-    return found
-
-
-@pytest.mark.parametrize(
-    "layout, cells",
-    [(layout, cells) for layout, cells in USUAL.items()]
-    + [
-        pytest.param(
-            layout,
-            [cell for cell in CELLS if cell not in USUAL.get(layout, ())],
-            marks=pytest.mark.full,
-        )
-        for layout in LAYOUTS
-    ],
-)
+@pytest.mark.parametrize("layout, cells", cells_of_layouts(USUAL))
 def test_a_reward_model_trains_as_plain_torch(layout, cells, oracles, tmp_path):
     path, adapter, curves = oracles
     ranks, keys = LAYOUTS[layout]
-    found = world.run(cells_of, ranks, path, adapter, str(tmp_path), cells, keys, timeout_s=120)
-    wrong = [
-        f"rank {rank} {cell}: {difference}"
-        for rank, of_rank in enumerate(found)
-        for cell, curve in of_rank
-        for difference in differences(curve, curves[cell.split()[0]])
-    ]
+    args = (rm_run, path, adapter, str(tmp_path), cells, keys)
+    wrong = wrong_cells(world.run(curves_of_cells, ranks, *args, timeout_s=120), curves)
     assert not wrong, "\n".join(wrong[:20])
 
 
@@ -129,7 +91,7 @@ def test_families_and_experts_train_as_plain_torch(family, ranks, keys, tmp_path
     [wanted] = world.run(oracle_of, 1, path)
     for rows in PACKED, dict(per_device_train_batch_size=2):
         given = {**keys, **rows}
-        for got in world.run(curve_of_run, ranks, path, str(tmp_path / "run"), given):
+        for got in world.run(curve_of_run, ranks, rm_run, path, str(tmp_path / "run"), given):
             assert not differences(got, wanted)
 
 
@@ -147,17 +109,13 @@ def oracle_of_packs(path) -> list:
     return oracle_curve(load(path), packs=packs)
 
 
-def curve_of_run(path, out, keys) -> list:
-    return curve_of(rm_run(path, out, **keys))
-
-
 @pytest.mark.parametrize(
     "keys", [pytest.param({**PP2, **VPP2}, marks=pytest.mark.full), dict(backend="torch")]
 )
 def test_packs_weigh_every_pair_alike(oracles, tmp_path, keys):
     [wanted] = world.run(oracle_of_packs, 1, oracles[0])
     keys = dict(keys, pack=CAPACITY, sequence_packing=True, max_steps=2)
-    for got in world.run(curve_of_run, 2, oracles[0], str(tmp_path), keys):
+    for got in world.run(curve_of_run, 2, rm_run, oracles[0], str(tmp_path), keys):
         assert not differences(got, wanted)
 
 
@@ -200,22 +158,11 @@ def test_an_export_gives_transformers_the_scores_of_a_prediction(oracles, tmp_pa
     assert of_predictions[f"test_{name}"] == pytest.approx(wanted[name])
 
 
-def whole_and_resumed(path, out, keys) -> tuple:
-    """(curve of a run, curve of a run that goes on from a checkpoint after its second step)"""
-    keys = {**keys, "attention_dropout": 0.1}
-    whole = curve_of(rm_run(path, f"{out}/whole", max_steps=3, **keys))
-    saving = dict(save_strategy="steps", save_steps=2, max_steps=2)
-    rm_run(path, f"{out}/parts", **{**keys, **saving})
-    checkpoint = f"{out}/parts/checkpoint-2"
-    resumed = rm_run(path, f"{out}/parts", max_steps=3, resume_from_checkpoint=checkpoint, **keys)
-    return whole, curve_of(resumed)
-
-
 @pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.full), "lora"])
 def test_resume_is_bit_for_bit(oracles, tmp_path, kind):
     path, adapter, _ = oracles
     keys = dict(PP2, adapter=adapter if kind == "lora" else None)
-    whole, parts = world.run(whole_and_resumed, 2, path, str(tmp_path), keys)[0]
+    whole, parts = world.run(whole_and_resumed, 2, rm_run, path, str(tmp_path), keys)[0]
     assert parts == whole and len(whole) == 3
 
 
@@ -229,7 +176,7 @@ def resumed_elsewhere(path, out, keys) -> list:
 def test_a_checkpoint_goes_on_in_another_layout(oracles, tmp_path):
     path, _, curves = oracles
     saving = dict(save_strategy="steps", save_steps=2, max_steps=2)
-    world.run(curve_of_run, 2, path, str(tmp_path / "parts"), {**TP2, **SP, **saving})
+    world.run(curve_of_run, 2, rm_run, path, str(tmp_path / "parts"), {**TP2, **SP, **saving})
     keys = {**PP2, "max_steps": STEPS}
     *_, got = world.run(resumed_elsewhere, 2, path, str(tmp_path), keys)
     assert not differences(got[-1:], curves["full"][-1:])
@@ -338,6 +285,16 @@ def test_documents_of_files_are_whole_and_have_margins_and_weights(tmp_path):
     assert "gap" in error_of(load_files, tmp_path, path, **keys)
 
 
+def test_a_margin_of_records_is_subtracted_by_its_key_or_refused(tmp_path):
+    pair = {"prompt": "a", "chosen": "good", "rejected": "bad", "margin": 0.5}
+    path = write_records(tmp_path / "a.jsonl", pair, {**pair, "margin": 0})
+    said = error_of(load_files, tmp_path, path, stage="rm")
+    assert "a.jsonl:1: the column 'margin'" in said and "pair_margin: margin" in said
+    dataset = load_files(tmp_path, path, stage="rm", pair_margin="margin").train
+    assert Collator(0)(list(dataset))["pair_margin"].tolist() == [[0.5, 0.5], [0.0, 0.0]]
+    assert len(load_files(tmp_path, path, stage="dpo").train) == 2
+
+
 def test_margins_are_refused_where_no_pair_is(tmp_path):
     path = write_records(tmp_path / "a.jsonl", {"prompt": "a", "completion": "b", "label": 1})
     said = error_of(load_files, tmp_path, path, stage="kto", pair_margin="gap")
@@ -356,6 +313,7 @@ def refusals(path, causal, out) -> list[str]:
     cases = [
         (causal, {}),
         (path, dict(train_dataset=half, per_device_train_batch_size=4)),
+        (path, dict(train_dataset=[{**half[0], "answer_label": 1}] * 4)),
         (path, dict(tokenizer=SimpleNamespace(pad_token_id=last, save_pretrained=print))),
         (path, dict(calculate_per_token_loss=False)),
     ]
@@ -367,7 +325,8 @@ def test_what_cannot_be_trained_is_refused(oracles, tmp_path):
     [said] = world.run(refusals, 1, oracles[0], causal, str(tmp_path))
     words = [
         "has a value head",
-        "some pairs have pair_margin",
+        "have no pair_margin",
+        "the samples have answer_label, without an effect",
         "another pad_token",
         "calculate_per_token_loss",
     ]

@@ -254,6 +254,12 @@ def test_a_key_without_the_one_that_it_needs_is_refused_with_what_to_set(key):
 # the same, where no result would be missed -> a value, keys with which it has no effect, and has
 SGD, MUON, FP16 = dict(optim="sgd"), dict(optim="muon"), dict(fp16=True)
 NOTED = {
+    "tp_comm_overlap": (
+        True,
+        {},
+        dict(tensor_model_parallel_size=2, sequence_parallel=True),
+        "sequence_parallel is false",
+    ),
     "sgd_momentum": (0.5, {}, SGD, "optim is adam"),
     "muon_momentum": (0.5, {}, MUON, "optim is adam"),
     "muon_nesterov": (False, {}, MUON, "optim is adam"),

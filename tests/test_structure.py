@@ -271,7 +271,7 @@ def test_each_file_runs_in_one_process_of_the_suite(tmp_path):
 
 
 # What tests.tools.house counts -> (the least, the most). A change that moves a limit says why.
-# The house without capabilities of later versions: 161,250 tokens, 134,250 in the core, 27,000 in
+# The house without capabilities of later versions: 160,840 tokens, 133,840 in the core, 27,000 in
 # tools; 64 modules, 50 in the core; 4,075 decisions. Since then, in tokens: Muon,
 # grad_norm_skip_threshold, deterministic 1,750; pairs of Transformer Engine and megatron-core 230;
 # pictures 11,050 (model_vision, data_images); freezing 2,070 (freezing); the slowest rank 1,130;
@@ -280,14 +280,16 @@ def test_each_file_runs_in_one_process_of_the_suite(tmp_path):
 # (kernels_attention); packs of equal work, start and files 580; gated delta nets 4,900
 # (model_delta); gpt_oss and gemma4_text 4,100 (model_sinks, weights_experts); losses of pairs 4,380
 # (loss_preference); KTO and reward models 5,070 (trainer_kto, trainer_rm); distillation 7,120
-# (trainer_distill, data_teacher); rows of families in two files one module.
+# (trainer_distill, data_teacher); rows of families in two files one module; stages of equal work
+# 730; segments of context parallelism 900; messages behind products 1,700 (model_linears); passes
+# of objectives in plan and FLOPs, and columns that no loss reads 980.
 LIMITS = {
-    "modules": (0, 79),
-    "core modules": (0, 61),
-    "core tokens": (0, 170_000),
-    "tool tokens": (0, 38_800),
-    "tokens": (0, 208_800),
-    "decisions": (0, 5_130),
+    "modules": (0, 80),
+    "core modules": (0, 62),
+    "core tokens": (0, 173_600),
+    "tool tokens": (0, 39_100),
+    "tokens": (0, 212_600),
+    "decisions": (0, 5_230),
     "decisions a 1,000 tokens": (0, 26.0),
     "parallel assignments": (0, 1.3),
     "conditional expressions": (0, 2.0),

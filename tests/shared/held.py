@@ -52,6 +52,23 @@ class Messages(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+class Rows(TorchDispatchMode):
+    """Most rows of a new tensor with one of these numbers of columns, such as a vocabulary's."""
+
+    def __init__(self, columns):
+        super().__init__()
+        self.columns, self.most = {*columns}, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        given = [t.untyped_storage().data_ptr() for t in filter(torch.is_tensor, tree_leaves(args))]
+        for tensor in filter(torch.is_tensor, tree_leaves(found)):
+            is_view = tensor.untyped_storage().data_ptr() in given
+            if tensor.dim() > 1 and tensor.shape[-1] in self.columns and not is_view:
+                self.most = max(self.most, tensor.numel() // tensor.shape[-1])
+        return found
+
+
 def train_and_measure(hf, length: int, output_dir: str, lora_rank: int = 0, **keys) -> dict:
     """Bytes that this rank holds after two steps on rows of `length` tokens, by the names of
     plan_memory.PARTS, with the pipeline stage; and what plan_memory says."""

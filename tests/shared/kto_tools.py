@@ -2,24 +2,14 @@
 torch as the oracle.
 """
 
-import math
+import contextlib
 
 import numpy as np
 import torch
 
 from tests.shared import tiny
-from tests.shared.dpo_tools import (
-    BETAS,
-    CLIP,
-    COUNT,
-    DECAY,
-    EPS,
-    GLOBAL_BATCH,
-    KEYS,
-    RATE,
-    STEPS,
-    logp_and_length,
-)
+from tests.shared.answers import curve_of_steps, trained
+from tests.shared.dpo_tools import COUNT, GLOBAL_BATCH, STEPS, logp_and_length
 
 OBJECTIVE = dict(beta=0.3, desirable_weight=1.5, undesirable_weight=0.75)
 
@@ -61,36 +51,13 @@ class Answers:
         return self.samples[i]
 
 
-def kto_run(
-    path, output_dir, adapter=None, backend="megatron", pack=0, ref=False, before=None, **changes
-):
+def kto_run(path, output_dir, adapter=None, **changes):
     """The trainer after a run of KTOTrainer; the arguments are those of dpo_tools.our_run."""
-    from mca_lite import AutoModel, KTOConfig, KTOTrainer, TrainingArguments
-    from mca_lite.data_batches import Packs
-    from mca_lite.lora_files import load_adapter
-    from mca_lite.model import load_torch_model
+    from mca_lite import KTOConfig, KTOTrainer
 
-    objective = changes.pop("objective", OBJECTIVE)
-    data = {
-        name: changes.pop(name, default)
-        for name, default in (("train_dataset", Answers()), ("eval_dataset", None))
-    }
-    args = TrainingArguments(output_dir, **{**KEYS, **changes})
-
-    def load():
-        if backend == "megatron":
-            return AutoModel.from_pretrained(path, args)
-        return load_torch_model(path)
-
-    model = load_adapter(load(), adapter) if adapter else load()
-    if pack:
-        data = {name: dataset and Packs(dataset, pack) for name, dataset in data.items()}
-    data["ref_model"] = load() if ref else None
-    trainer = KTOTrainer(model, KTOConfig(**objective), args=args, **data)
-    if before is not None:
-        before(trainer)
-    trainer.train()
-    return trainer
+    config = KTOConfig(**changes.pop("objective", OBJECTIVE))
+    data = dict(train_dataset=Answers(), eval_dataset=None)
+    return trained(KTOTrainer, config, path, output_dir, data, adapter, **changes)
 
 
 # -- the oracle
@@ -133,36 +100,19 @@ def step_numbers(model, chosen, raw, others, reference, of_others, config) -> tu
 def oracle_curve(model, config=None, steps: int = STEPS, packs=None) -> list[dict]:
     """The curve for kto_run: one answer after another through transformers, torch's AdamW, the
     trainer's permutation. packs: the numbers of the samples of each pack."""
-    import contextlib
-
     config = config or OBJECTIVE
     model.eval()
     raw = raw_answers()
     others = mismatched(raw)
-    parameters = [p for p in model.parameters() if p.requires_grad]
     off = model.disable_adapter() if hasattr(model, "disable_adapter") else contextlib.nullcontext()
     with torch.no_grad(), off:
         reference = logps_of(model, [shifted(*one[:2]) for one in raw])
         of_others = logps_of(model, others)
-    groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": DECAY},
-        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=BETAS, eps=EPS)
-    packs = [[i] for i in range(COUNT)] if packs is None else packs
-    per_epoch = math.ceil(len(packs) / GLOBAL_BATCH)
-    curve = []
-    for step in range(steps):
-        epoch, i = divmod(step, per_epoch)
-        order = np.random.default_rng([7, epoch]).permutation(len(packs))
-        chosen = [j for p in order[i * GLOBAL_BATCH : (i + 1) * GLOBAL_BATCH] for j in packs[p]]
-        losses, metrics = step_numbers(model, chosen, raw, others, reference, of_others, config)
-        optimizer.zero_grad()
-        losses.mean().backward()
-        norm = torch.nn.utils.clip_grad_norm_(parameters, CLIP)
-        optimizer.step()
-        curve.append({**metrics, "grad_norm": float(norm)})
-    return curve
+
+    def numbers(model, chosen):
+        return step_numbers(model, chosen, raw, others, reference, of_others, config)
+
+    return curve_of_steps(model, numbers, steps, packs)
 
 
 def make_oracles(path: str, folder: str, steps: int) -> dict:

@@ -2,25 +2,12 @@
 sequence classification as the oracle.
 """
 
-import math
-
-import numpy as np
 import torch
 import torch.nn.functional as F
 
 from tests.shared import tiny, tiny_moe
-from tests.shared.dpo_tools import (
-    BETAS,
-    CLIP,
-    COUNT,
-    DECAY,
-    EPS,
-    GLOBAL_BATCH,
-    KEYS,
-    RATE,
-    STEPS,
-    Pairs,
-)
+from tests.shared.answers import curve_of_steps, trained
+from tests.shared.dpo_tools import COUNT, STEPS, Pairs
 
 CENTRE = 0.05
 SIDES = ("chosen", "rejected")
@@ -51,32 +38,13 @@ def save_model(folder, family: str = "qwen3", seed: int = 0, **changes) -> str:
     return str(folder)
 
 
-def rm_run(path, output_dir, adapter=None, backend="megatron", pack=0, before=None, **changes):
+def rm_run(path, output_dir, adapter=None, centre=CENTRE, **changes):
     """The trainer after a run of RewardTrainer; the arguments are those of dpo_tools.our_run."""
-    from mca_lite import AutoModel, RewardConfig, RewardTrainer, TrainingArguments
-    from mca_lite.data_batches import Packs
-    from mca_lite.lora_files import load_adapter
-    from mca_lite.model import load_torch_model
+    from mca_lite import RewardConfig, RewardTrainer
 
-    data = {
-        name: changes.pop(name, default)
-        for name, default in (("train_dataset", Rated()), ("eval_dataset", None))
-    }
-    data["tokenizer"] = changes.pop("tokenizer", None)
-    args = TrainingArguments(output_dir, **{**KEYS, **changes})
-    if backend == "megatron":
-        model = AutoModel.from_pretrained(path, args)
-    else:
-        model = load_torch_model(path)
-    if adapter:
-        model = load_adapter(model, adapter)
-    if pack:
-        data["train_dataset"] = Packs(data["train_dataset"], pack)
-    trainer = RewardTrainer(model, RewardConfig(CENTRE), args=args, **data)
-    if before is not None:
-        before(trainer)
-    trainer.train()
-    return trainer
+    data = dict(train_dataset=Rated(), eval_dataset=None, tokenizer=None)
+    config = RewardConfig(centre)
+    return trained(RewardTrainer, config, path, output_dir, data, adapter, **changes)
 
 
 # -- the oracle
@@ -105,30 +73,13 @@ def numbers_of(model, pairs) -> tuple:
 
 
 def oracle_curve(model, steps: int = STEPS, packs=None) -> list[dict]:
-    """The curve for rm_run: one pair after another, torch's AdamW, the trainer's permutation.
-    packs: the numbers of the pairs of each pack."""
-    model.eval()
+    """The curve for rm_run, one pair after another. packs: the numbers of the pairs of each."""
     pairs = Rated().pairs
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": DECAY},
-        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=BETAS, eps=EPS)
-    packs = [[i] for i in range(COUNT)] if packs is None else packs
-    per_epoch = math.ceil(len(packs) / GLOBAL_BATCH)
-    curve = []
-    for step in range(steps):
-        epoch, i = divmod(step, per_epoch)
-        order = np.random.default_rng([7, epoch]).permutation(len(packs))
-        chosen = [j for p in order[i * GLOBAL_BATCH : (i + 1) * GLOBAL_BATCH] for j in packs[p]]
-        losses, metrics = numbers_of(model, [pairs[j] for j in chosen])
-        optimizer.zero_grad()
-        losses.mean().backward()
-        norm = torch.nn.utils.clip_grad_norm_(parameters, CLIP)
-        optimizer.step()
-        curve.append({**metrics, "grad_norm": float(norm)})
-    return curve
+
+    def numbers(model, chosen):
+        return numbers_of(model, [pairs[j] for j in chosen])
+
+    return curve_of_steps(model, numbers, steps, packs)
 
 
 def load(path):

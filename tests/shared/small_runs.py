@@ -15,10 +15,12 @@ DATA = {
     "dpo": "pairs",
     "kto": "labelled",
     "rm": "pairs",
+    "distill": "chat",
 }  # {stage: its file of write_data}
 # how numbers of the log begin that a run of the same keys repeats
 REPEATED = (
     *("loss", "grad_norm", "learning_rate", "consumed", "rewards", "logps", "sft_loss", "mtp_loss"),
+    *("kl", "kd_loss", "eval_kl", "eval_kd_loss"),
     *("eval_loss", "eval_rewards/chosen", "eval_rewards/margins", "eval_mtp_loss", *NUMBERS),
 )
 

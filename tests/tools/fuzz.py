@@ -36,6 +36,8 @@ DENSE = [*tiny.FAMILY_KEYS, *tiny.MORE_KEYS]
 EXPERTS = list(tiny_moe.MODELS)
 WITH_BIAS = ("glm4_moe", "glm4_moe_plain", "deepseek_v3")
 LORA_TARGETS = [["all"], ["q_proj", "v_proj"], ["k_proj", "embed_tokens", "lm_head"]]
+STAGES = ("pt", "sft", "dpo", "kto", "rm", "distill")
+OF_ANSWERS = ("dpo", "kto", "rm")
 TYPES = ("linear", "cosine", "constant", "constant_with_warmup", "inverse_sqrt")
 REFUSED, SAME, ONE, FAILED = "refused", "same as torch", "same as one rank", "failed"
 
@@ -88,7 +90,7 @@ class Draw:
             sizes["moe_intermediate_size"] = one(12, 16, 20)
         elif case.model in tiny.FAMILY_KEYS:
             sizes["num_hidden_layers"] = one(1, 2, 3, 4)
-        if not case.model.startswith("deepseek"):
+        if not case.model.startswith(("deepseek", "glm4_moe_lite")):  # latent attention
             heads, groups = one((4, 2), (4, 4), (4, 1), (2, 2), (2, 1), (6, 3), (6, 2), (3, 1))
             sizes.update(num_attention_heads=heads, num_key_value_heads=groups)
             sizes["hidden_size"] = 8 * heads
@@ -98,7 +100,7 @@ class Draw:
 
     def _stage(self) -> None:
         keys, one, chance = self.case.keys, self.one, self.chance
-        keys["stage"] = self.rng.choices(("pt", "sft", "dpo"), (2, 4, 3))[0]
+        keys["stage"] = stage = self.rng.choices(STAGES, (2, 4, 3, 1, 1, 2))[0]
         keys["cutoff_len"] = one(15, 16, 24, 33)
         is_lora = chance(0.3)
         if is_lora:
@@ -111,12 +113,21 @@ class Draw:
             if keys["pref_loss"] == "sigmoid":
                 keys["dpo_label_smoothing"] = one(0.0, 0.1)
                 keys["ref_model"] = one(None, "cached", "model", "adapter" if is_lora else "cached")
+        elif stage == "kto":
+            keys.update(pref_beta=one(0.1, 0.5), kto_chosen_weight=one(1.0, 1.5))
+            keys["ref_model"] = one(None, "cached", "model")
+        elif stage == "rm":
+            keys["center_rewards_coefficient"] = one(0.0, 0.05)
         else:
             keys["calculate_per_token_loss"] = chance(0.8)
-        if keys["stage"] == "sft":
+        if stage == "distill":
+            keys.update(distill_loss=one("forward_kl", "reverse_kl", "jsd"))
+            keys.update(distill_temperature=one(1.0, 1.5), distill_ce_weight=one(0.0, 0.25))
+            keys["teacher_top_k"] = one(None, 4)
+        if stage in ("sft", "distill"):
             keys[one("train_on_prompt", "mask_history")] = chance(0.6)
         keys[one("packing", "neat_packing")] = chance(0.4)
-        if keys["stage"] == "dpo":
+        if stage in OF_ANSWERS:
             keys.pop("neat_packing", None)
 
     def _targets(self) -> list[str]:
@@ -210,7 +221,7 @@ class Draw:
         layout["moe_token_dispatcher_type"] = one("alltoall", "alltoall", "allgather")
         layout["moe_shared_expert_overlap"] = chance(0.1)
         layout["moe_router_dtype"] = one("fp32", "fp32", "fp64")
-        if is_full and keys["stage"] != "dpo" and chance(0.15):
+        if is_full and keys["stage"] in ("pt", "sft") and chance(0.15):
             # tiny models' files hold no such layers; plain torch has none: one rank is the oracle
             keys.update(train_from_scratch=True, mtp_num_layers=1)
 
@@ -235,9 +246,10 @@ def attempt(keys: dict) -> str:
     return ""
 
 
-def save_model(case: Case, folder: Path) -> None:
+def save_model(case: Case, folder: Path, more_seed: int = 0) -> None:
     sizes, module = dict(case.sizes), tiny_moe if case.has_experts else tiny
-    module.save_model(folder, case.model, seed=sizes.pop("weights_seed"), **sizes)
+    seed = sizes.pop("weights_seed") + more_seed
+    module.save_model(folder, case.model, seed=seed, **sizes)
     small_runs.save_tokenizer(folder)
 
 
@@ -260,6 +272,8 @@ class Runs:
             logging_steps=1, adam_epsilon=1e-4, preprocessing_num_workers=1, disable_tqdm=True,
         )  # fmt: skip
         keys.update(case.keys)
+        if keys["stage"] == "distill":
+            keys["teacher_model_name_or_path"] = str(place / "teacher")
         if kind == "megatron":
             keys.update(case.layout)
         elif kind == "torch":
@@ -279,6 +293,8 @@ class Runs:
         """(REFUSED, SAME, ONE or FAILED, why)"""
         place = self.folder / case.name
         save_model(case, place / "model")
+        if case.keys["stage"] == "distill":
+            save_model(case, place / "teacher", more_seed=1)
         try:
             if words := self.refused(case, "megatron"):
                 return REFUSED, words

@@ -120,8 +120,8 @@ ROWS: list[tuple[str, str, str, str]] = [
     ),
     (
         "a pair's weight counts for each of its documents",
-        'documents[::per_sample] if COLUMNS[name].per == "sample" else documents',
-        "documents",
+        "column = _of_samples(name, column, per_sample)",
+        "pass",
         "test_columns.py::test_columns_of_pairs_are_those_of_documents_and_samples_in_a_packed_row",
     ),
     (
@@ -190,6 +190,60 @@ ROWS: list[tuple[str, str, str, str]] = [
         'uses = share if ".experts." in name else 1.0',
         "uses = 1.0",
         "test_log_speed.py::test_the_log_counts_the_experts_that_a_token_goes_to_once",
+    ),
+    (
+        "a column of some samples is lost",
+        "lacking = [i for i, row in enumerate(rows) if name not in row]",
+        "lacking = []",
+        "test_columns.py::test_a_column_of_some_samples_is_not_lost",
+    ),
+    (
+        "KTO's estimate of the divergence may be below 0",
+        "kl = (total / count.clamp(min=1)).clamp(min=0)",
+        "kl = total / count.clamp(min=1)",
+        "test_kto.py::test_kto_trains_as_plain_torch",
+    ),
+    (
+        "answers shift within the whole data set, not within a global batch",
+        "size = min(self.block, len(self) - start)",
+        "size = len(self) - start",
+        "test_kto.py::test_answers_shift_by_one_within_blocks",
+    ),
+    (
+        "a reward model scores every token of a packed answer",
+        "goes_on[:, ends] = False",
+        "goes_on[:] = False",
+        "test_rm.py::test_a_reward_model_trains_as_plain_torch",
+    ),
+    (
+        "the margin of a pair is no part of its loss",
+        "centre - F.logsigmoid(differences - margin)",
+        "centre - F.logsigmoid(differences)",
+        "test_rm.py::test_a_reward_model_trains_as_plain_torch",
+    ),
+    (
+        "a divergence at a temperature is not scaled",
+        "config.temperature**2 * divergence,",
+        "divergence,",
+        "test_distill.py::test_layouts_distil_as_plain_torch_on_whole_logits",
+    ),
+    (
+        "a cached teacher's other tokens are no event",
+        "return torch.cat([log_q, rest], 1)",
+        "return log_q",
+        "test_distill.py::test_divergences_of_three_tokens_by_hand",
+    ),
+    (
+        "the teacher's rows are of the token after",
+        "self.first + row + trained.cumsum() - 1, -1)",
+        "self.first + row + trained.cumsum(), -1)",
+        "test_distill_cache.py::test_trained_tokens_are_numbered_in_the_order_of_samples",
+    ),
+    (
+        "plan leaves out the passes of KTO",
+        "return 1, 2  # mismatched",
+        "return 0, 1  # mismatched",
+        "test_plan.py::test_forward_passes_of_each_objective_are_counted",
     ),
     (
         "the lock of a folder that is in use is removed",

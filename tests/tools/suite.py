@@ -16,12 +16,16 @@ TESTS = Path(__file__).parents[1]
 PROCESSES = 2
 # the folder in which a process writes down which files it has taken
 TAKEN = "SUITE_TAKEN"
-# the files that take longest, the slowest or longest waiting first; the others do not matter
-SLOWEST = """moe model_families keys ckpt_safety lora_files nonfinite fuzz hosts chaos watchdog plan
-packed_layouts ckpt moe_lora lora trainer dpo weights model_mtp dpo_reference moe_weights
-foreign_examples imports weights_vocabulary data_stream moe_ckpt parity cli ckpt_layouts
-lora_errors launch parity_command cli_doctor data_stream_runs registries predict te loss_logits
-dpo_moe lora_cli data cli_convert cli_errors lora_merge offload query_groups""".split()
+# the files that take longest, the slowest or longest waiting first; others take under 5 s each
+SLOWEST = """vision model_families moe optim_muon ckpt_safety watchdog keys hosts vision_torch
+lora_files
+trainer dpo_reference ckpt nonfinite packed_layouts moe_lora distill preference_losses
+registries model_mtp plan lora data dpo moe_ckpt moe_weights cli freeze imports plan_time
+weights ckpt_layouts parity cli_doctor weights_vocabulary chaos launch foreign_examples rm
+additional_configs kto world cli_chat lora_errors structure images_runs predict parity_command
+model_linears
+trainer_events data_stream_runs deterministic cli_errors data_stream model_fused model_delta
+cli_convert dpo_moe watch lora_cli inspect query_groups offload loss_logits""".split()
 
 
 def in_order(files: list[Path]) -> list[Path]:
