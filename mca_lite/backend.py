@@ -9,6 +9,7 @@ count, metrics).
 import abc
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ class Backend(abc.ABC):
     """A model in training. `chunks`: the wrapped models for the schedule."""
 
     name: str
-    snapshot_of: Callable  # (model, optimizer or None, copy) -> this rank's part of a checkpoint
+    snapshot_of: Any  # ckpt.TorchSnapshot or MegatronSnapshot: this rank's part of a checkpoint
     load_checkpoint: Callable  # (folder, model, optimizer or None): reads it into them
     micro_batch_multiple = 1  # a step has a multiple of this many micro-batches
     document_multiple = 1  # packed documents are padded to a multiple of this many tokens
@@ -204,7 +205,8 @@ class Backend(abc.ABC):
         if self.statistics_of_routers is None or not self.losses_of_routers.on:
             return
         counts = [count_real_micro_batches(micro_batches), sum(map(count_of_loss, micro_batches))]
-        numbers = torch.tensor(counts, dtype=torch.float32).to(parallel.device())
+        numbers = torch.tensor(counts, dtype=torch.float32)
+        numbers = parallel.to_device(numbers, parallel.device())
         real, counts = self._sum_over_data_parallel(numbers)
         scale = len(micro_batches) * self.dp_size
         if self.args.calculate_per_token_loss:
@@ -234,10 +236,6 @@ class Backend(abc.ABC):
             carried = rows.new_tensor(sums)
             if carried.shape == rows.shape:  # not of another number of layers
                 rows += carried
-
-    def snapshot(self, with_optimizer: bool, copy: bool):
-        """This rank's part of a checkpoint, ready for writing. Collective."""
-        return self.snapshot_of(self.model, self.optimizer if with_optimizer else None, copy)
 
     def load_state(self, folder, with_optimizer: bool = True) -> None:
         """Load weights, and the optimizer's state, of a checkpoint. Collective."""

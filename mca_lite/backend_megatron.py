@@ -333,14 +333,20 @@ class MegatronBackend(Backend):
         )
 
     def _finalize_gradients(self, chunks, num_tokens=None, **kwargs) -> None:
-        """megatron's, except for the division by the tokens of all ranks if the update multiplies
-        gradients. Collective."""
+        """megatron's, with a division by the tokens of all ranks that reads no number on the host;
+        none if the update multiplies gradients. Collective."""
         self._tokens = None
         split = [isinstance(part, SplitMasterOptimizer) for part in parts_of(self.optimizer)]
-        if num_tokens is not None and all(split):
-            self._tokens = self.reduce(num_tokens)
-            num_tokens = None
-        finalize_model_grads(chunks, num_tokens, **kwargs)
+        if num_tokens is not None:
+            num_tokens = self.reduce(num_tokens)
+        finalize_model_grads(chunks, None, **kwargs)
+        if num_tokens is None:
+            return
+        if all(split):
+            self._tokens = num_tokens
+            return
+        for chunk in chunks:
+            chunk.scale_gradients(1.0 / num_tokens.clamp(min=1))
 
     @property
     def _gradient_factor(self) -> torch.Tensor | float:
@@ -352,19 +358,20 @@ class MegatronBackend(Backend):
         """The parts of megatron's step(), with a check of the gradient norm.
 
         With split masters the update is launched before the norm is read: the GPU does not wait for
-        the host.
+        the host, nor the host for the update.
         """
         optimizer = self.optimizer
         if optimizer.prepare_grads():  # the loss scale of fp16 overflowed
             return False, 0.0, None
         norm = gradient_norm(optimizer) * self._gradient_factor
+        norm_on_host = parallel.HostCopy(norm)
         if self._tower_rests:
             self._leave_tower()
         split = [part for part in parts_of(optimizer) if isinstance(part, SplitMasterOptimizer)]
         for part in split:
             part.multiply(self._gradient_factor, norm, self.largest_norm)
         updated = bool(split) and optimizer.step_with_ready_grads()
-        grad_norm = float(norm)
+        grad_norm = float(norm_on_host.wait())
         num_zeros = None
         if self.rejects(grad_norm):
             for part in split:

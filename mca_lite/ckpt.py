@@ -21,6 +21,7 @@ import random
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Set
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,16 +47,26 @@ from .weights_files import NamedTensors, Shape, named_tensors, slices_of
 
 
 class TorchSnapshot:
-    """Float32 weights and optimizer state by parameter name, for the main rank to write."""
+    """Float32 weights and optimizer state by parameter name, for the main rank to write.
 
-    def __init__(self, model, optimizer=None, copy: bool = False):
+    copy: as of MegatronSnapshot."""
+
+    def __init__(self, model, optimizer=None, copy: Callable | None = None):
+        copy = copy or torch.Tensor.cpu
         self._files: dict[str, dict[str, torch.Tensor]] = {}
         files = {"model.safetensors": _changing(model)}
         if optimizer is not None:
             files["optimizer.safetensors"] = _states(model, optimizer)
         for file, tensors in files.items():
             if parallel.is_main():
-                self._files[file] = {name: x.detach().to("cpu", copy=copy) for name, x in tensors}
+                self._files[file] = {name: copy(x.detach()) for name, x in tensors}
+        parallel.wait_for_device()
+
+    @staticmethod
+    def sizes(model, optimizer=None) -> list[int]:
+        """Bytes of the tensors that a copy of this rank has; those of an optimizer's states are
+        unknown before its first update."""
+        return [x.nbytes for _, x in _changing(model)] if parallel.is_main() else []
 
     def write(self, folder: Path) -> tuple[dict[str, dict], None]:
         """Write this rank's files -> ({file: its entry in the manifest}, None). No collectives."""
@@ -145,6 +156,9 @@ class Checkpoints:
         # the newest one, while no step was made from its weights: older ones stay
         self.unproven: Path | None = None
         self._job: _Job | None = None
+        self._buffers = parallel.HostBuffers()  # of copies that are written beside training
+        self._remover = ThreadPoolExecutor(1)
+        self._removing: list[Future] = []  # older checkpoints, on the main rank
 
     @property
     def is_busy(self) -> bool:
@@ -155,6 +169,17 @@ class Checkpoints:
     def is_writing(self) -> bool:
         """True while this rank's thread writes."""
         return self._job is not None and self._job.thread.is_alive()
+
+    def prepare(self) -> None:
+        """Reserve host memory for copies that will be written beside training."""
+        backend = self.trainer.backend
+        if self.trainer.args.async_save and self.trainer.args.save_strategy != "no":
+            self._buffers.reserve(backend.snapshot_of.sizes(backend.model, self._optimizer))
+
+    @property
+    def _optimizer(self):
+        """The optimizer whose states are saved, if any."""
+        return None if self.trainer.args.save_only_model else self.trainer.backend.optimizer
 
     def begin(self) -> None:
         """Copy the state of this step and write it; with async_save writing goes on after the
@@ -173,10 +198,13 @@ class Checkpoints:
         if parallel.is_main():
             files[TRAINER_STATE_NAME] = _state_to_store(trainer.state, final)
             files[TRAINING_NAME] = _json(self._training_record())
-        with_optimizer = not args.save_only_model
         backend = trainer.backend
-        facts = _facts(backend.name, backend.hf_config, step, with_optimizer)
-        snapshot = backend.snapshot(with_optimizer, copy=args.async_save)
+        facts = _facts(backend.name, backend.hf_config, step, not args.save_only_model)
+        copy = None
+        if args.async_save:
+            self._buffers.reuse()
+            copy = self._buffers.copy
+        snapshot = backend.snapshot_of(backend.model, self._optimizer, copy)
         exported = list(backend.export_adapters(temporary))
         if args.save_hf_checkpoints:
             names = backend.export_hf(temporary / HF_FOLDER, args.max_shard_size)
@@ -220,8 +248,27 @@ class Checkpoints:
             return
         self.unproven = None
         best = self.trainer.state.best_model_checkpoint
-        limit = self.trainer.args.save_total_limit
-        parallel.on_main(lambda: ckpt_folder.prune(folder, best, limit), CheckpointError)
+        args = self.trainer.args
+
+        def prune() -> None:
+            self._end_removals()
+            gone = ckpt_folder.set_spare_aside(folder, best, args.save_total_limit)
+            self._removing = [self._remover.submit(shutil.rmtree, path) for path in gone]
+            if not args.async_save:
+                self._end_removals()
+
+        parallel.on_main(prune, CheckpointError)
+
+    def _end_removals(self) -> None:
+        """Wait for older checkpoints to be removed. Raises the errors of that."""
+        for removal in self._removing:
+            removal.result()
+        self._removing = []
+
+    def end(self) -> None:
+        """Wait until older checkpoints are removed. Collective; CheckpointError for those that
+        cannot be."""
+        parallel.on_main(self._end_removals, CheckpointError)
 
     def resume(self, choice: str | bool | None) -> None:
         """Load the state of a checkpoint, if there is one; choice: see ckpt_folder.find.
@@ -444,7 +491,7 @@ def save_model(folder: str | os.PathLike, backend) -> None:
     folder = Path(folder)
     parallel.on_main(lambda: folder.mkdir(parents=True, exist_ok=True), CheckpointError)
     backend.finish_param_sync()
-    snapshot = backend.snapshot(with_optimizer=False, copy=False)
+    snapshot = backend.snapshot_of(backend.model)
     write_weights(folder, snapshot, backend.name, backend.hf_config)
 
 

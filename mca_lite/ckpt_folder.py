@@ -313,18 +313,29 @@ def publish(temporary: Path, final: Path) -> None:
 
 def remove(folder: Path) -> None:
     """Delete a checkpoint; it is never seen half deleted."""
+    shutil.rmtree(_named_old(folder))
+
+
+def _named_old(folder: Path) -> Path:
+    """Give a checkpoint the name of one being deleted -> its path."""
     gone = _free_name(folder.with_name(f".{folder.name}.old"))
     os.rename(folder, gone)
-    shutil.rmtree(gone)
+    return gone
+
+
+def set_spare_aside(newest: Path, best: str | None, limit: int | None) -> list[Path]:
+    """Give the oldest checkpoints beyond `limit`, but never the newest complete or the best, the
+    names of those being deleted -> their paths."""
+    there = list_checkpoints(newest.parent)
+    kept = {newest.name, Path(best or "").name}
+    spare = [folder for folder in there if folder.name not in kept]
+    return [_named_old(old) for old in spare[: max(0, len(there) - (limit or len(there)))]]
 
 
 def prune(newest: Path, best: str | None, limit: int | None) -> None:
     """Delete the oldest checkpoints beyond `limit`, but never the newest complete or the best."""
-    there = list_checkpoints(newest.parent)
-    kept = {newest.name, Path(best or "").name}
-    spare = [folder for folder in there if folder.name not in kept]
-    for old in spare[: max(0, len(there) - (limit or len(there)))]:
-        remove(old)
+    for folder in set_spare_aside(newest, best, limit):
+        shutil.rmtree(folder)
 
 
 def set_newer_aside(output_dir: str | os.PathLike, step: int, say) -> None:

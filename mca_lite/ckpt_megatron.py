@@ -107,11 +107,11 @@ def _overlap(
 class MegatronSnapshot:
     """Weights, and optionally the optimizer's state, ready to be written.
 
-    copy: copy them to host memory, unchanged by later steps. write() may then run in another
-    thread. The constructor is collective over all ranks.
+    copy: of a tensor, to host memory, unchanged by later steps: HostBuffers.copy. write() may then
+    run in another thread. The constructor is collective over all ranks.
     """
 
-    def __init__(self, models, optimizer=None, copy: bool = False):
+    def __init__(self, models, optimizer=None, copy: Callable | None = None):
         self._steps: list[int | None] = [None, None]
         holders = holders_of_all(models, optimizer)
         chunks = _sharded(models)
@@ -127,6 +127,21 @@ class MegatronSnapshot:
         tensors = (*nested_values(weights), *nested_values(states))
         self._tensors = [tensor for tensor in tensors if is_main_replica(tensor.replica_id)]
         self.config_json = models.config.to_json_string()
+        parallel.wait_for_device()
+
+    @staticmethod
+    def sizes(models, optimizer=None) -> list[int]:
+        """Bytes of the tensors in a copy of this rank, in any order, and of replicated weights
+        written by another rank."""
+        holders = holders_of_all(models, optimizer)
+        found = []
+        for parameter in models.parameters():
+            if holders[id(parameter)].i_write:
+                found.append(parameter.nbytes)
+                if optimizer is not None and parameter.requires_grad:
+                    states = state_names(optimizer, parameter)
+                    found += [4 * parameter.numel()] * len(states)
+        return found
 
     def write(self, folder: Path) -> tuple[dict[str, dict], list]:
         """Write this rank's file -> ({file: its entry in the manifest}, [(key, entry in the index,
@@ -135,12 +150,18 @@ class MegatronSnapshot:
         name = f"__{parallel.rank()}_0.distcp"
         path = folder / DIST_NAME / name
         parts = []
+        staging = torch.empty(0, dtype=torch.uint8)
         # the manifest has a checksum of the whole file: torch's own, one a tensor, would take half
         # as long as the writing
         with torch_files.patch("save.compute_crc32", False), ChecksumWriter(path) as file:
             for tensor in self._tensors:
-                # a copy: torch writes the whole storage of a view
-                data = tensor.data.detach().to("cpu", copy=True).view(_sizes(tensor))
+                data = tensor.data.detach()
+                # torch writes the whole storage of a view
+                if data.is_cuda or data.untyped_storage().nbytes() != data.nbytes:
+                    if len(staging) < data.nbytes:
+                        staging = torch.empty(data.nbytes, dtype=torch.uint8)
+                    data = _copied_into(staging, data)
+                data = data.view(_sizes(tensor))
                 start = file.size
                 torch.save(data, file)
                 place = [tensor.global_offset, data.shape, name, start, file.size - start]
@@ -159,6 +180,15 @@ class MegatronSnapshot:
         write_file(folder / DIST_NAME / INDEX_NAME, json.dumps(record) + "\n")
         write_file(folder / MCA_CONFIG_NAME, self.config_json)
         return [f"{DIST_NAME}/{INDEX_NAME}", MCA_CONFIG_NAME]
+
+
+def _copied_into(staging: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor at the begin of staging (uint8, at least its bytes), with a storage of
+    its size."""
+    if not tensor.numel():
+        return torch.empty_like(tensor, device="cpu")
+    bytes_of_copy = staging.numpy()[: tensor.nbytes]
+    return torch.frombuffer(bytes_of_copy, dtype=tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
 def load_megatron(folder: Path, models, optimizer=None, index: dict | None = None) -> None:
@@ -272,18 +302,18 @@ def _by_parameter(chunks: dict) -> dict:
     return {id(tensor.data): tensor for tensor in nested_values(found)}
 
 
-def _mine_to_write(tensors: dict, holders: dict[int, _Holders], copy: bool) -> dict:
+def _mine_to_write(tensors: dict, holders: dict[int, _Holders], copy: Callable | None) -> dict:
     """A chunk's sharded tensors, those that this rank writes marked as the main ones.
 
-    copy: copy their data to host memory.
+    copy: of their data, None for the data itself.
     """
     out = {}
     for name, tensor in tensors.items():
         holder = holders.get(id(tensor.data))
         if holder is not None:  # a buffer's replica_id is right already
             tensor = replace(tensor, replica_id=holder.replica(tensor))
-        if copy and is_main_replica(tensor.replica_id):
-            tensor = replace(tensor, data=tensor.data.detach().to("cpu", copy=True))
+        if copy is not None and is_main_replica(tensor.replica_id):
+            tensor = replace(tensor, data=copy(tensor.data))
         out[name] = tensor
     return out
 
@@ -335,7 +365,9 @@ def _state_tensor(tensor, name: str, value: torch.Tensor, **changes):
     return replace(tensor, key=f"optimizer.{name}.{tensor.key}", data=value, **changes)
 
 
-def _optimizer_to_write(optimizer, models, tensors: dict, holders: dict, copy: bool) -> dict:
+def _optimizer_to_write(
+    optimizer, models, tensors: dict, holders: dict, copy: Callable | None
+) -> dict:
     """{number: sharded tensor} of the states this rank writes. Collective, parameter by
     parameter."""
     owned = {
@@ -355,8 +387,10 @@ def _optimizer_to_write(optimizer, models, tensors: dict, holders: dict, copy: b
             if holder.i_write:
                 is_joined = len(holder.pieces) > 1
                 joined_bytes += is_joined * value.nbytes
-                if copy or (is_joined and joined_bytes > JOINED_ON_GPU_BYTES):
-                    value = value.to("cpu", copy=copy)
+                if copy is not None:
+                    value = copy(value)
+                elif is_joined and joined_bytes > JOINED_ON_GPU_BYTES:
+                    value = value.cpu()
                 replica = holder.replica(tensor)
                 out[len(out)] = _state_tensor(tensor, name, value, replica_id=replica)
     return out

@@ -3,9 +3,12 @@ with gloo."""
 
 import contextlib
 import datetime
+import functools
 import itertools
 import os
 import random
+import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,6 +37,68 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if device.type == "cuda" and tensor.device.type == "cpu" and not tensor.is_pinned():
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
+
+
+class HostCopy:
+    """A tensor's values on their way to host memory, while the device goes on. wait() waits for the
+    work that was queued before the copy, and for none queued after it."""
+
+    def __init__(self, tensor: torch.Tensor):
+        # into pinned memory
+        self._values = tensor.detach().to("cpu", non_blocking=True)
+        self._arrived = None
+        if tensor.is_cuda:
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def wait(self) -> torch.Tensor:
+        """The values, a CPU tensor."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._values
+
+
+def wait_for_device() -> None:
+    """Wait for the work queued on this rank's GPU, if it has one."""
+    if torch.cuda.is_available():
+        torch.cuda.current_stream().synchronize()
+
+
+class HostBuffers:
+    """Copies of tensors in host memory kept for later copies of the same sizes: fresh memory takes
+    longer than the copy. Pinned on the host of a GPU, where torch rounds up to powers of two."""
+
+    def __init__(self):
+        self._free: dict[int, list[torch.Tensor]] = defaultdict(list)  # by their bytes
+        self._used: list[torch.Tensor] = []
+        self._reserving = threading.Thread()
+
+    def reserve(self, sizes: list[int]) -> None:
+        """Make buffers of these bytes, in a thread: pinning takes seconds."""
+        self._reserving = threading.Thread(target=self._make, args=[sizes], daemon=True)
+        self._reserving.start()
+
+    def _make(self, sizes: list[int]) -> None:
+        for size in sizes:
+            buffer = torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+            self._free[size].append(buffer)
+
+    def reuse(self) -> None:
+        """Give the memory of all copies to the next ones."""
+        if self._reserving.is_alive():
+            self._reserving.join()
+        for buffer in self._used:
+            self._free[buffer.nbytes].append(buffer)
+        self._used = []
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy with a storage of its own, there after the work queued on the device so far."""
+        if not self._free[tensor.nbytes]:
+            self._make([tensor.nbytes])
+        buffer = self._free[tensor.nbytes].pop()
+        self._used.append(buffer)
+        copy = buffer.view(tensor.dtype).view(tensor.shape)
+        return copy.copy_(tensor.detach(), non_blocking=True)
 
 
 def rank() -> int:
@@ -335,12 +400,27 @@ def _attempt(action: Callable[[], Any]) -> tuple[Any, str]:
 
 
 def largest(*numbers: int) -> list[int]:
-    """The largest of each number over all ranks, on every rank. Collective."""
+    """The largest of each number over all ranks, on every rank. Collective.
+
+    Does not wait for the GPU's earlier work: numbers of the host go by a stream of their own."""
     if world_size() == 1:
         return list(numbers)
-    vector = torch.tensor(numbers, dtype=torch.int64, device=device())
-    dist.all_reduce(vector, op=dist.ReduceOp.MAX)
-    return vector.tolist()
+    with _beside_other_work():
+        vector = torch.tensor(numbers, dtype=torch.int64, device=device())
+        dist.all_reduce(vector, op=dist.ReduceOp.MAX)
+        return vector.tolist()
+
+
+def _beside_other_work():
+    """A context with a stream of its own on a GPU."""
+    if not torch.cuda.is_available():
+        return contextlib.nullcontext()
+    return torch.cuda.stream(_stream_of(torch.cuda.current_device()))
+
+
+@functools.cache
+def _stream_of(device_index: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device_index)
 
 
 def sum_over_all(values: torch.Tensor) -> torch.Tensor:

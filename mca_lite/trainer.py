@@ -58,6 +58,7 @@ from .trainer_events import (
     Numbers,
     Phases,
     RunSums,
+    SentNumbers,
     TrainOutput,
     as_callback,
     callbacks_of,
@@ -107,6 +108,7 @@ class McaTrainer:
     was_trained = False  # True after the first training_step
     _reference_model = None  # a second model, run forward only on each batch
     micro_batch_weight = 1.0  # in the mean over micro-batches; some may be empty
+    _sent: SentNumbers | None = None  # of the step in train()
     answers: Any = None  # of predict_with_generate: set by generation.Answers
     _loss_of_logits: Any = None  # a subclass's method: loss_tokens.Logits -> losses of tokens
 
@@ -206,9 +208,10 @@ class McaTrainer:
                 batches = iter(loader)
             self._begin_step(epoch_begins)
             data, length, numbers = self._get_step_iterator_and_seq_length(batches, plan, step)
+            self._sent = SentNumbers(numbers, self.over_ranks)
             _, metrics, skipped, grad_norm, zeros = self.training_step(self.models, data, length)
             metrics, grad_norm = self.guard.after_step(skipped, grad_norm, metrics, length)
-            numbers = self.over_ranks(numbers.add_metrics(metrics))
+            numbers = self._sent.result(metrics)
             self.sums.add(numbers, skipped, grad_norm, zeros)
             tokens, *squares_and_patches, positions = numbers.counts()
             self.state.count_step(plan.num_samples_of(step), int(tokens), plan.steps_per_epoch)
@@ -236,6 +239,8 @@ class McaTrainer:
         seq_length = length_of(micro_batches)
         self.guard.start_step(micro_batches)
         metrics = self.compute_gradients(micro_batches, seq_length)
+        if self._sent is not None:
+            self._sent.begin(metrics)
         for _ in micro_batches[1:]:
             self.notify("on_substep_end")
         self.notify("on_pre_optimizer_step")
@@ -515,8 +520,9 @@ class McaTrainer:
         self.guard.start_run()
         self.guard.check_weights("before the first step")
         carried = self.state.log_sums or {}
-        self.sums = RunSums(self.new_numbers(), carried)
+        self.sums = RunSums(Numbers.zeros(self.metrics_keys), carried)
         self.backend.carry_router_sums(carried.get("routers"))
+        self.checkpoints.prepare()
         self.throughput = Throughput.of(args)
         passes = self.forward_passes(getattr(self, "train_config", None))
         self.work = model_work(self.model, self._reference_model, passes)
@@ -730,9 +736,11 @@ class McaTrainer:
 
     def _end_run(self, seconds: float) -> TrainOutput:
         """After the last step: finish a checkpoint, load the best one, store the state."""
+        self._sent = None
         self.checkpoints.finish()
         watchdog.note(watchdog.ENDING)
         self.guard.end_run()
+        self.checkpoints.end()
         best = self.state.best_model_checkpoint
         if self.args.load_best_model_at_end and best:
             ckpt.load_model(best, self.backend)

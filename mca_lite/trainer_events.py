@@ -46,9 +46,12 @@ class Numbers:
     vector: torch.Tensor
 
     @classmethod
-    def zeros(cls, keys: list[str], device: torch.device) -> "Numbers":
+    def zeros(cls, keys: list[str], device: torch.device | str = "cpu") -> "Numbers":
         size = 2 * len(keys) + _COUNTS
         return cls(keys, torch.zeros(size, dtype=torch.float64, device=device))
+
+    def copy(self) -> "Numbers":
+        return Numbers(self.keys, self.vector.clone())
 
     def __add__(self, other: "Numbers") -> "Numbers":
         return Numbers(self.keys, self.vector + other.vector)
@@ -68,10 +71,12 @@ class Numbers:
         return Numbers([*self.keys, *pairs], vector)
 
     def set_counts(self, *counts: int) -> None:
-        self.vector[-_COUNTS:] = torch.tensor(counts)
+        """Set them in place. Does not wait for the device."""
+        values = torch.tensor(counts, dtype=self.vector.dtype)
+        self.vector[-_COUNTS:] = parallel.to_device(values, self.vector.device)
 
     def counts(self) -> list[float]:
-        """Those of data_batches.count_tokens, and the positions. Waits for the device."""
+        """Those of data_batches.count_tokens, and the positions."""
         return self.vector[-_COUNTS:].tolist()
 
     def means(self, uncounted: float | None = 0.0) -> dict[str, Any]:
@@ -83,10 +88,36 @@ class Numbers:
         return nothing | {key: total / count for key, total, count in pairs if count}
 
 
+class SentNumbers:
+    """The Numbers of a step over all ranks, sent to the host before the update is launched: the
+    host reads them, and goes on with the next step, while the device makes the update.
+
+    counts: this rank's Numbers without metrics. over_ranks: sums Numbers over all ranks, in place.
+    """
+
+    def __init__(self, counts: Numbers, over_ranks: Callable[[Numbers], Numbers]):
+        self._counts = counts
+        self._over_ranks = over_ranks
+        self._metrics: Sequence[dict] | None = None
+
+    def begin(self, metrics: Sequence[dict[str, torch.Tensor]]) -> None:
+        """Send them with these metrics of micro-batches. Collective."""
+        whole = self._over_ranks(self._counts.copy().add_metrics(metrics))
+        self._metrics = metrics
+        self._arriving = parallel.HostCopy(whole.vector)
+
+    def result(self, metrics: Sequence[dict[str, torch.Tensor]]) -> Numbers:
+        """The Numbers with these metrics, in host memory. Collective for others than were sent:
+        another list, on every rank alike."""
+        if metrics is not self._metrics:
+            self.begin(metrics)
+        return Numbers(self._counts.keys, self._arriving.wait())
+
+
 class RunSums:
-    """The numbers of all steps of a run, and those of the steps since the last line of the log.
-    nothing: the Numbers of no step. carried: to_record() of the run before it was resumed, or
-    {}."""
+    """The numbers of all steps of a run, and those of the steps since the last line of the log, in
+    host memory. nothing: the Numbers of no step. carried: to_record() of the run before it was
+    resumed, or {}."""
 
     def __init__(self, nothing: Numbers, carried: dict[str, Any]):
         self._nothing = self.whole_run = self._window = nothing
@@ -105,8 +136,7 @@ class RunSums:
 
     def take(self) -> dict[str, Any]:
         """Fields of a log line: means since the last line (None without a count, as updates were
-        skipped), skipped updates, numbers of the last step; {} without steps since. Waits for the
-        device."""
+        skipped), skipped updates, numbers of the last step; {} without steps since."""
         if self._window is self._nothing:
             return {}
         means = self._window.means(uncounted=None if self._skipped else 0.0)

@@ -240,42 +240,35 @@ def test_a_run_goes_on_with_the_other_kind_of_masters(runs, name):
 
 
 def what_updates_wait_for(path: str, out: str) -> list[str]:
-    """Events of a run in bf16 around its gradients' norm, in order."""
-    from mca_lite import backend_megatron
+    """Events of a run in bf16 around its updates, in order."""
+    from mca_lite import parallel
 
-    events, update, norm = [], AdamW.step, backend_megatron.gradient_norm
+    events, update = [], AdamW.step
 
-    class Norm:
-        """A tensor on a GPU, which is waited for by whoever reads it."""
+    class Copy(parallel.HostCopy):
+        def __init__(self, tensor):
+            events.append("copied")
+            super().__init__(tensor)
 
-        def __init__(self, value):
-            self.value = value
-
-        def __mul__(self, factor):
-            return Norm(self.value * factor)
-
-        def __getattr__(self, name):
-            return getattr(self.value, name)
-
-        def __add__(self, other):
-            return self.value + other
-
-        def __float__(self):
+        def wait(self):
             events.append("read")
-            return float(self.value)
+            return super().wait()
 
     def noted(self, closure=None):
         events.append("updated")
         update(self)
 
-    AdamW.step, backend_megatron.gradient_norm = noted, lambda optimizer: Norm(norm(optimizer))
+    AdamW.step, parallel.HostCopy = noted, Copy
     train(path, out, steps=2, **BF16)
     return events
 
 
-def test_an_update_of_split_masters_is_on_its_way_before_the_norm_is_read(model_path, tmp_path):
+def test_a_split_masters_update_is_on_its_way_before_numbers_copied_before_it_are_read(
+    model_path, tmp_path
+):
     [events] = world.run(what_updates_wait_for, 1, model_path, str(tmp_path))
-    assert events == ["updated", "read"] * 2
+    # those of the step, and the norm of its gradients
+    assert events == ["copied", "copied", "updated", "read", "read"] * 2
 
 
 def counts_behind_a_skipped_step(path: str, out: str) -> list[int]:
@@ -340,7 +333,7 @@ def there_and_back(path: str, out: str) -> list[dict]:
         found.append(states_of(backend))
         folder = Path(out, str(i))
         folder.mkdir(parents=True)
-        snapshot = backend.snapshot(with_optimizer=True, copy=False)
+        snapshot = backend.snapshot_of(backend.model, backend.optimizer)
         snapshot.finish(folder, [snapshot.write(folder)[1]])
     backend.load_state(Path(out, "0"), with_optimizer=False)  # weights that somebody else sets
     for inner, parameter, main, _ in owned_parameters(optimizer, backend.model):

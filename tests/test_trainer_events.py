@@ -2,6 +2,7 @@
 would not be called; the import lines of mcore_adapter.
 """
 
+import functools
 import gc
 import importlib
 import json
@@ -565,3 +566,48 @@ def test_garbage_of_all_ages_goes_after_what_compiles_evaluations_and_many_steps
 ):
     looks = world.run(looks_of_the_collector, 1, model_path, str(tmp_path))
     assert looks == [[0, 1, 2, 4, 4, 5]]
+
+
+# -- the numbers of a step, read while the update runs
+
+
+def order_of_a_step(path: str, out: str, doubled: bool, **keys) -> tuple[list, list]:
+    """(calls of two steps in their order, losses of the log) of a run whose training_step may
+    give a loss twice as large."""
+    from mca_lite import McaTrainer
+
+    calls: list = []
+
+    class Watched(McaTrainer):
+        def over_ranks(self, numbers):
+            calls.append("numbers")
+            return super().over_ranks(numbers)
+
+        def training_step(self, *args):
+            step = self.backend.step
+            self.backend.step = lambda: calls.append("update") or step()
+            loss, metrics, *rest = super().training_step(*args)
+            self.backend.step = step
+            if doubled:
+                metrics = [
+                    {name: pair * torch.tensor([2.0, 1.0]) for name, pair in found.items()}
+                    for found in metrics
+                ]
+            return loss, metrics, *rest
+
+    import torch
+
+    lines = train(path, out, steps=2, trainer_class=Watched, **keys)
+    return calls, [loss for loss, _ in lines]
+
+
+@pytest.mark.parametrize("keys", [DIST_OPT, dict(backend="torch")], ids=["megatron", "torch"])
+def test_numbers_are_sent_before_the_update_and_again_if_a_subclass_changes_them(
+    model_path, tmp_path, keys
+):
+    run = functools.partial(world.run, order_of_a_step, 2, model_path, str(tmp_path))
+    calls, losses = run(False, **keys)[0]
+    assert calls == ["numbers", "update"] * 2
+    calls, doubled = run(True, **keys)[0]
+    assert calls == ["numbers", "update", "numbers"] * 2
+    assert doubled == pytest.approx([2 * loss for loss in losses], rel=1e-6)

@@ -3,9 +3,10 @@
 
 Each case is trained by this project, by Hugging Face's Trainer and by that with Liger kernels, each
 in a process of its own, with random weights and tokens; one JSON line each, also appended to
-$OUT/results.jsonl where OUT is set. Time: the device is synchronised at the end of each step, and
-the median of the steps after the warm-up counts. FLOPs are counted as Megatron does (see `flops`),
-over the dense bf16 peak of an H100 or H200, 989 TFLOP/s; recomputed work and padding do not count.
+$OUT/results.jsonl where OUT is set. Time: by events in the device's stream at the end of each step,
+without a wait for them; the median of the steps after the warm-up counts. FLOPs are counted as
+Megatron does (see `flops`), over the dense bf16 peak of an H100 or H200, 989 TFLOP/s; recomputed
+work and padding do not count.
 
 Full training here has float32 master weights. Of Hugging Face's, hf and liger have bf16 weights and
 moments; liger-float32 has weights loaded in float32, and products in bf16 by autocast. Packed rows
@@ -13,12 +14,13 @@ have a dense mask in hf and liger; in liger-varlen documents are flattened, and 
 varlen kernel (bench_varlen.py). Adapters are float32 in all of them. DPO's rivals are a plain loop
 over transformers' models (bench_pairs.py), and the reference's forward pass counts as work. TINY=1
 in the environment runs the same at a size for a CPU, without Liger there; PROFILE=1 prints where
-the GPU's time goes in a step of this project's.
+the GPU's time goes in a step of this project's, WAITS=1 each line of it in which the host waits.
 """
 
 import contextlib
 import importlib.util
 import io
+import itertools
 import json
 import math
 import multiprocessing
@@ -33,7 +35,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # a fork may start 
 import numpy as np
 import torch
 
-from . import bench_varlen, gpu_trace
+from . import bench_varlen, gpu_trace, gpu_waits
 
 PEAK = 989e12
 TINY = bool(os.environ.get("TINY"))
@@ -257,25 +259,29 @@ def dataset_of_pairs(config, s: int, pairs: int, packed: bool) -> tuple[list, in
 
 
 class Clock:
-    """Seconds of each step."""
+    """Seconds of each step: by the device's clock from the end of an update to that of the next,
+    without a wait for it; of this process alone on a CPU."""
 
     def __init__(self):
-        self.times, self.start = [], None
+        self.marks: list = []
         self.account: dict = {}  # gpu_trace.account of a step, if asked for
 
-    def now(self) -> float:
-        if not torch.cuda.is_available():
-            return time.process_time()  # what else runs on the machine does not count
-        torch.cuda.synchronize()
-        return time.perf_counter()
-
     def begin(self):
-        self.start = self.now()
+        self.tick()
 
     def tick(self):
-        end = self.now()
-        self.times.append(end - self.start)
-        self.start = end
+        mark = time.process_time()
+        if torch.cuda.is_available():
+            mark = torch.cuda.Event(enable_timing=True)
+            mark.record()
+        self.marks.append(mark)
+
+    @property
+    def times(self) -> list[float]:
+        if not torch.cuda.is_available():
+            return [end - start for start, end in itertools.pairwise(self.marks)]
+        torch.cuda.synchronize()
+        return [start.elapsed_time(end) / 1e3 for start, end in itertools.pairwise(self.marks)]
 
     def median(self, skip: int) -> float:
         """Seconds of the median step after the first `skip`."""
@@ -330,8 +336,7 @@ def run_ours(
 
         def on_step_end(self, args, state, control, **kwargs):
             clock.tick()
-            if profile is not None and state.global_step == steps - 1:
-                profile.start()
+            watch_last(steps - state.global_step, profile)
 
     with contextlib.redirect_stdout(io.StringIO()):
         of_run = dict(
@@ -374,6 +379,14 @@ def run_ours(
         if name := os.environ.get("TRACE_TO"):
             profile.export_chrome_trace(f"{name}-{os.getpid()}.json.gz")
     return clock, [log for log in trainer.state.log_history if "loss" in log], tokens, squares
+
+
+def watch_last(left: int, profile) -> None:
+    """Watch the waits of the last two of the steps left, and profile the last, if asked for."""
+    if left == 2 and os.environ.get("WAITS"):
+        gpu_waits.watch()
+    if left == 1 and profile is not None:
+        profile.start()
 
 
 def say_profile(profile) -> None:
