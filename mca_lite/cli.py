@@ -65,7 +65,6 @@ def _train(words: list[str]) -> int:
     arguments.training.notes.clear()  # they are printed
     try:
         # these take seconds: imported after the keys are checked
-        world.start_gpu()
         with _no_collections():
             from . import generation, log, log_html, run
             from .ckpt_folder import check_new

@@ -5,7 +5,6 @@ all of them would write to one folder.
 """
 
 import contextlib
-import ctypes
 import json
 import multiprocessing
 import os
@@ -13,7 +12,6 @@ import re
 import resource
 import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -132,24 +130,6 @@ def raise_open_files() -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError):  # macOS refuses a limit without end
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def start_gpu() -> threading.Thread:
-    """Make the CUDA context of this rank's GPU, torch's own, in a thread: the driver takes its time
-    while modules are imported. Without a driver, or after an error of it, torch has the word."""
-    os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # as by torch, before the driver starts
-    thread = threading.Thread(target=_make_context, args=[current().local_rank], daemon=True)
-    thread.start()
-    return thread
-
-
-def _make_context(number: int) -> None:
-    with contextlib.suppress(OSError):  # no driver
-        driver = ctypes.CDLL("libcuda.so.1")
-        device = ctypes.c_int()
-        context = ctypes.c_void_p()
-        if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(device), number) == 0:
-            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 
 
 def why_not_met(error: Exception) -> str:

@@ -5,7 +5,6 @@ test is not touched.
 import os
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 
@@ -121,39 +120,3 @@ def test_ranks_wait_an_hour_for_each_other_where_ddp_timeout_is_years(monkeypatc
         with pytest.raises(ValueError, match="enough"):
             parallel.start_process_group(timeout_s=timedelta(days=2000).total_seconds())
         assert asked == [timedelta(seconds=seconds)]
-
-
-@pytest.mark.parametrize("device, calls", [(0, 3), (100, 2)])
-def test_the_context_of_a_ranks_gpu_is_made_in_a_thread(monkeypatch, device, calls):
-    """device: the driver's answer to cuDeviceGet, 0 or the number of an error."""
-    from mca_lite import world
-
-    made = []
-
-    def call(name: str, answer: int):
-        return lambda *args: made.append((name, args, threading.current_thread())) or answer
-
-    def driver(name: str):
-        assert name == "libcuda.so.1"
-        answers = dict(cuInit=0, cuDeviceGet=device, cuDevicePrimaryCtxRetain=0)
-        return SimpleNamespace(**{name: call(name, answer) for name, answer in answers.items()})
-
-    monkeypatch.setattr("ctypes.CDLL", driver)
-    monkeypatch.setenv("LOCAL_RANK", "3")
-    thread = world.start_gpu()
-    thread.join()
-    names = ["cuInit", "cuDeviceGet", "cuDevicePrimaryCtxRetain"]
-    assert [name for name, *_ in made] == names[:calls]
-    assert made[1][1][1] == 3
-    assert {where for *_, where in made} == {thread}
-
-
-def test_a_machine_without_a_driver_starts_none(monkeypatch, capfd):
-    from mca_lite import world
-
-    def missing(name: str):
-        raise OSError(f"{name}: cannot open shared object file")
-
-    monkeypatch.setattr("ctypes.CDLL", missing)
-    world.start_gpu().join()
-    assert capfd.readouterr() == ("", "")

@@ -4,12 +4,11 @@
 
 A model on disk in bf16 (random weights, the embedded tokenizer) and a JSONL of 4,000 conversations
 are made first. Each line is a fresh launch of a command on the main rank's clock: ours by torchrun
-on 1 and 2 ranks, then a plain script of Hugging Face's Trainer, without torchrun.
+on 1 and 2 ranks, then a plain script of Hugging Face's Trainer (and Liger where there is a GPU).
 Each is launched twice: at first without caches of tokens and compiled kernels (of tokens alone on a
 machine that has run), then with them. "launch" is torchrun's own time and the interpreter's; the
-imports come in the order of a run. "others" is the sum of what is not named. The default
-shape is of a CPU. NO_OVERLAP=1 in the environment leaves the CUDA context to torch, after the
-imports.
+imports come in the order of a run. "others" is the sum of what is not named. The first shape is of
+a CPU.
 """
 
 import argparse
@@ -63,30 +62,16 @@ class Phases:
             Path(os.environ[_RESULT]).write_text(json.dumps(self.seconds))
 
 
-def start_torch() -> None:
-    """Make torch's first tensor on this rank's GPU."""
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-        torch.zeros(1, device="cuda")
-
-
 def ours(words: list[str]) -> int:
     """A rank of ours, as train.py."""
     from importlib import import_module
 
     phases = Phases()
-    from mca_lite import world
-
-    if not os.environ.get("NO_OVERLAP"):
-        world.start_gpu()  # as cli does, before the imports
     for name in ("torch", "transformers"):
         phases.run(f"import {name}", import_module, name)
     phases.run("import megatron", import_module, "mca_lite.mcore")
     for name in ("run", "generation", "log_html"):
         phases.run("import mca_lite", import_module, f"mca_lite.{name}")
-    phases.run("CUDA", start_torch)
     from mca_lite import cli, model, parallel, run, weights_convert
     from mca_lite.callbacks import TrainerCallback
     from mca_lite.trainer import McaTrainer
