@@ -471,6 +471,13 @@ class DistillTrainer(McaTrainer):
     def _write(self, store: TopKStore, view: WithRows) -> None:
         """Let the teacher score the samples whose rows are missing. Collective."""
         parallel.on_main(store.begin, CheckpointError)
+        try:
+            self._write_missing(store, view)
+        finally:  # after a signal too: the next run of this process may write there
+            if parallel.is_main():
+                store.end()
+
+    def _write_missing(self, store: TopKStore, view: WithRows) -> None:
         args = self.args
         of_step = args.per_device_eval_batch_size * args.gradient_accumulation_steps
         of_step *= self.backend.dp_size
@@ -495,8 +502,6 @@ class DistillTrainer(McaTrainer):
             self.report.print(f"teacher: {store.num_rows:,} of {total:,} tokens in {store.folder}")
             self.stop_after_signal(f"in the teacher's pass; it goes on from {store.folder}")
             start = stop
-        if parallel.is_main():
-            store.end()
 
     def _check_kept(self, store: TopKStore, view: WithRows, stop: int) -> None:
         """CheckpointError if the teacher gives other log-probabilities to the first samples."""

@@ -272,8 +272,11 @@ def as_a_script(folder: str, words: list[str]) -> tuple[int, str]:
 
 
 def test_a_script_without_a_guard_ends_in_words_where_it_starts_processes(tmp_path):
+    data = tmp_path / "texts.jsonl"  # of two chunks: one needs no process
+    data.write_text(501 * '{"text": "a"}\n')
     words = ["configs/sft.yaml", f"output_dir={tmp_path / 'out'}", "preprocessing_num_workers=2"]
-    words += [f"cache_dir={tmp_path / 'cache'}", "max_samples=1", "max_steps=1"]
+    words += [f"cache_dir={tmp_path / 'cache'}", "max_steps=1", "stage=pt"]
+    words += [f"dataset={data}", "eval_dataset=null", "eval_strategy=no"]
     [(code, errors)] = world.run(as_a_script, 1, str(tmp_path), words)
     assert code == 2
     assert_names(errors, "error: a process that helps a run", "error: a tokenising process died")

@@ -311,7 +311,9 @@ def test_the_house_keeps_its_limits():
         for name, (low, high) in LIMITS.items()
         if not low <= counts[name] <= high
     }
-    assert not beyond, f"{beyond}: a capability raises LIMITS here, and says what it costs: {LIMITS}"
+    assert not beyond, (
+        f"{beyond}: a capability raises LIMITS here, and says what it costs: {LIMITS}"
+    )
 
 
 def test_the_core_imports_no_tool():
