@@ -207,12 +207,15 @@ def test_a_page_names_only_files_tests_and_targets_that_exist(page):
 
 def test_tests_share_only_through_tests_shared():
     """No test module imports from another, and `make test` knows its slowest files."""
-    from tests.tools.suite import SLOWEST, in_order
+    from tests.tools.suite import SLOWEST, WAITING, in_order, those_that_wait
 
     files = sorted((ROOT / "tests").glob("test_*.py"))
     for path in files:
         assert not re.search(r"(?m)^\s*from tests(\.| import )test_", path.read_text()), path
-    assert [path.stem for path in in_order(files)][: len(SLOWEST)] == [f"test_{n}" for n in SLOWEST]
+    names = [path.stem for path in in_order(files)]
+    assert names[: len(SLOWEST)] == [f"test_{name}" for name in SLOWEST]
+    assert set(names[-len(WAITING) :]) == {path.stem for path in those_that_wait(files)}
+    assert len(those_that_wait(files)) == len(WAITING)
 
 
 def private_names(tree: ast.AST) -> set[str]:

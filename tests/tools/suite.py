@@ -1,5 +1,6 @@
 """`make test`: the suite in two processes, since most worlds of ranks leave a core idle. Each takes
-the next file that the other has not taken, the slowest first; both end within one short file.
+the next file that the other has not taken, the slowest first; both end within one short file. A
+third has the files that mostly wait.
 
 python -m tests.tools.suite [words for pytest]
 """
@@ -16,22 +17,29 @@ TESTS = Path(__file__).parents[1]
 PROCESSES = 2
 # the folder in which a process writes down which files it has taken
 TAKEN = "SUITE_TAKEN"
-# the files that take longest, the slowest or longest waiting first; others take under 5 s each
-SLOWEST = """vision model_families moe optim_muon ckpt_safety watchdog keys hosts vision_torch
-lora_files
-trainer dpo_reference ckpt nonfinite packed_layouts moe_lora distill preference_losses
-registries model_mtp plan lora data dpo moe_ckpt moe_weights cli freeze imports plan_time
-weights ckpt_layouts parity cli_doctor weights_vocabulary chaos launch foreign_examples rm
-additional_configs kto world cli_chat lora_errors structure images_runs predict parity_command
-model_linears
-trainer_events data_stream_runs deterministic cli_errors data_stream model_fused model_delta
-cli_convert dpo_moe watch lora_cli inspect query_groups offload loss_logits""".split()
+# the files that take longest, the slowest first; others take under 4 s each
+SLOWEST = """vision model_families keys model_mtp moe lora_files vision_torch registries ckpt
+ckpt_safety optim_muon dpo_reference distill nonfinite trainer moe_lora plan packed_layouts data
+lora preference_losses dpo foreign_examples freeze moe_ckpt moe_weights parity imports images_runs
+ckpt_layouts weights_vocabulary cli_doctor weights cli cli_errors inspect data_stream_runs kto
+rm parity_command structure trainer_events dpo_cli deterministic lora_cli lora_errors
+model_delta plan_time predict model_fused dpo_moe distill_cache loss_logits te offload
+optim_adam cli_convert data_stream lora_merge additional_configs told""".split()
+# files that mostly wait, for timeouts and processes of their own: a third process runs them beside
+# the others
+WAITING = "watchdog hosts slowest world launch chaos".split()
 
 
 def in_order(files: list[Path]) -> list[Path]:
-    """The slow files as SLOWEST has them, then the others by name."""
+    """The slow files as SLOWEST has them, then the others by name, those of WAITING last."""
     places = {f"test_{name}": place for place, name in enumerate(SLOWEST)}
-    return sorted(files, key=lambda path: (places.get(path.stem, len(places)), path.name))
+    last = len(places) + 1
+    places |= {path.stem: last for path in those_that_wait(files)}
+    return sorted(files, key=lambda path: (places.get(path.stem, last - 1), path.name))
+
+
+def those_that_wait(files: list[Path]) -> list[Path]:
+    return [path for path in files if path.stem.removeprefix("test_") in WAITING]
 
 
 class OneOfTwo:
@@ -66,32 +74,34 @@ def keep_to(cores: list[int]) -> None:
         os.sched_setaffinity(0, cores)
 
 
-def start(number: int, words: list[str], files, taken: str, out) -> subprocess.Popen:
-    files = map(str, in_order(files))
-    command = [sys.executable, "-m", "pytest", "-q", "-p", __spec__.name, *files, *words]
+def start(cores: list[int], words: list[str], files, taken: str, out) -> subprocess.Popen:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", __spec__.name, *map(str, files), *words]
     environment = {"OMP_NUM_THREADS": "1", **os.environ, TAKEN: taken}
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    own = cores[number::PROCESSES] or cores
     return subprocess.Popen(
-        command, env=environment, stdout=out, stderr=out, preexec_fn=lambda: keep_to(own)
+        command, env=environment, stdout=out, stderr=out, preexec_fn=lambda: keep_to(cores)
     )
 
 
 def main(words: list[str], names: list[str] | None = None) -> int:
-    """Run both processes at once; the first shows its progress, the other follows as a whole -> 0,
+    """Run the processes at once; the first shows its progress, the others follow as a whole -> 0,
     or the first exit code. names: those of the files, without test_; None: all.
     """
-    codes = []
     files = list(TESTS.glob("test_*.py"))
     if names is not None:
         files = [TESTS / f"test_{name}.py" for name in names]
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     with tempfile.TemporaryDirectory() as taken, tempfile.TemporaryFile("w+") as out:
-        running = [start(n, words, files, taken, out if n else None) for n in range(PROCESSES)]
-        for process in running:
-            codes.append(process.wait())
+        running = []
+        if waiting := those_that_wait(files):
+            running.append(start(cores, words, waiting, taken, out))
+        for number in range(PROCESSES):
+            own = cores[number::PROCESSES] or cores
+            running.append(start(own, words, in_order(files), taken, out if number else None))
+        codes = [process.wait() for process in running]
         out.seek(0)
         print(out.read(), flush=True)
-    return next((code for code in codes if code), 0)
+    found_some = [code for code in codes if code != pytest.ExitCode.NO_TESTS_COLLECTED] or codes
+    return next((code for code in found_some if code), 0)
 
 
 if __name__ == "__main__":
