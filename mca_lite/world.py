@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_LEAST_FILES = 64
 _START = "start with torchrun, or with srun so that SLURM's variables describe the world"
 
 
@@ -126,8 +127,14 @@ def _check() -> None:
 
 def raise_open_files() -> None:
     """Raise this process's soft limit of open files to its hard one: the store of the ranks has two
-    connections to each."""
+    connections to each. ValueError if gloo, which ends a process that can open no more, would not
+    have enough."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if current().size > 1 and 0 <= most < _LEAST_FILES:
+        raise ValueError(
+            f"each of several ranks opens more files than this process may: expected at least "
+            f"{_LEAST_FILES}, got {most}; set ulimit -n 65536"
+        )
     with contextlib.suppress(ValueError):  # macOS refuses a limit without end
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 

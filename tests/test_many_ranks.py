@@ -228,3 +228,15 @@ def test_a_run_raises_its_limit_of_open_files(monkeypatch):
     monkeypatch.setattr(resource, "setrlimit", lambda which, pair: limits.append((which, pair)))
     launched.raise_open_files()
     assert limits == [(resource.RLIMIT_NOFILE, (20000, 20000))]
+
+
+def test_ranks_without_enough_open_files_are_refused(monkeypatch):
+    from mca_lite import world as launched
+
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (32, 32))
+    monkeypatch.setattr(resource, "setrlimit", lambda which, pair: None)
+    launched.raise_open_files()  # a world of one
+    for name, value in dict(RANK="0", WORLD_SIZE="2", LOCAL_RANK="0").items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="at least 64, got 32; set ulimit -n"):
+        launched.raise_open_files()
