@@ -6,6 +6,7 @@ difference.
 
 import contextlib
 import itertools
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -323,7 +324,7 @@ class TorchHost:
         sizes = dict(hidden_size=hidden_size, columns=columns, device=device)
         yield Site(block.experts, _expert_names(rows, layer), LoraExperts, sizes, "merged")
         [names] = [modules_of(row, layer) for row in rows if _is_router(row)]
-        router = block.get_submodule(names[0].rpartition(".")[2])
+        router = block.get_submodule(re.sub(r".*\.layers\.\d+\.\w+\.", "", names[0]))
         out_size, in_size = router.weight.shape
         sizes = dict(in_size=in_size, widths=[out_size], device=device)
         yield Site(router, (names,), LoraAdapter, sizes, "merged")
