@@ -237,8 +237,10 @@ def make_oracles(path: str, folder: str) -> dict:
 
 
 def of_tie(line: dict) -> str:
-    """The metric that is 0 where policy and reference are one model; KTO has no margins."""
-    return "rewards/margins" if "rewards/margins" in line else "rewards/chosen"
+    """The metric that is 0 where policy and reference are one model; KTO has no margins, and a step
+    may have answers of one kind."""
+    names = ("rewards/margins", "rewards/chosen", "rewards/rejected")
+    return next(name for name in names if name in line)
 
 
 def differences(got: list[dict], wanted: list[dict], tolerance: float = 1e-5) -> list[str]:
