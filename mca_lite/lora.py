@@ -6,7 +6,6 @@ difference.
 
 import contextlib
 import itertools
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -317,14 +316,16 @@ class TorchHost:
             yield from self._mixture(decoder.layers[layer].mlp, layer)
 
     def _mixture(self, block: torch.nn.Module, layer: int) -> Iterator[Site]:
-        """The experts and the router of a layer, no linears in transformers."""
+        """The experts and the router of a layer, mostly no linears in transformers."""
         rows = rows_of(self.fields.hf_model_type, self.fields)
         _, hidden_size, columns = in_rows(block.experts, "down_proj").shape
         device = block.experts.down_proj.device
         sizes = dict(hidden_size=hidden_size, columns=columns, device=device)
         yield Site(block.experts, _expert_names(rows, layer), LoraExperts, sizes, "merged")
         [names] = [modules_of(row, layer) for row in rows if _is_router(row)]
-        router = block.get_submodule(re.sub(r".*\.layers\.\d+\.\w+\.", "", names[0]))
+        if names[0] in self.linears:  # hunyuan_v1_moe's
+            return
+        router = block.get_submodule(names[0].rpartition(".")[2])
         out_size, in_size = router.weight.shape
         sizes = dict(in_size=in_size, widths=[out_size], device=device)
         yield Site(router, (names,), LoraAdapter, sizes, "merged")
