@@ -183,15 +183,16 @@ def _without_tail(packed: dict) -> dict:
 
 
 def every_second(batch: dict, first: int) -> dict:
-    """An arranged batch with the documents first, first + 2, ... alone. Columns of documents,
-    samples and pictures stay as they are."""
+    """An arranged batch with the documents first, first + 2, ... alone; a packed row of padding
+    keeps one. Columns of documents, samples and pictures stay as they are."""
     chosen = dict(batch)
     names = [name for name in batch if _is_of_tokens(name)]
     if "cu_seqlens" not in batch:
         return chosen | {name: batch[name][first::2] for name in names}
     count = int(real_documents(batch).sum())
-    borders = list(itertools.pairwise(batch["cu_seqlens"][: count + 1]))[first::2]
-    places = [torch.arange(start, end) for start, end in borders] or [torch.arange(0)]
+    borders = list(itertools.pairwise(batch["cu_seqlens"]))
+    kept = borders[:count][first::2] or borders[:1]
+    places = [torch.arange(start, end) for start, end in kept]
     sizes = map(len, places)
     chosen["cu_seqlens"] = tuple(itertools.accumulate(sizes, initial=0))
     return chosen | {name: batch[name][:, torch.cat(places)] for name in names}

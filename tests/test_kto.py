@@ -61,7 +61,7 @@ def test_kto_trains_as_plain_torch(layout, cells, oracles, tmp_path):
 # -- experts
 
 
-def oracle_of_experts(path) -> list:
+def oracle_of(path) -> list:
     from transformers import AutoModelForCausalLM
 
     return oracle_curve(AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32))
@@ -73,7 +73,7 @@ def oracle_of_experts(path) -> list:
 @pytest.mark.full
 def test_experts_train_as_plain_torch(tmp_path, ranks, keys):
     path = tiny_moe.save_model(tmp_path / "model", "qwen3_moe", num_hidden_layers=2)
-    [wanted] = world.run(oracle_of_experts, 1, path)
+    [wanted] = world.run(oracle_of, 1, path)
     for rows in ROWS.values():
         for got in world.run(
             curve_of_run, ranks, kto_run, path, str(tmp_path / "run"), {**keys, **rows}
@@ -134,6 +134,15 @@ def test_packs_weigh_every_answer_alike(oracles, tmp_path, keys):
     [wanted] = world.run(oracle_of_packs, 1, oracles[0])
     keys = dict(keys, pack=CAPACITY, sequence_packing=True, max_steps=2)
     for got in world.run(curve_of_run, 2, kto_run, oracles[0], str(tmp_path), keys):
+        assert not differences(got, wanted)
+
+
+def test_a_rank_with_padding_alone_takes_part_in_a_step(tmp_path):
+    """Of three answers two ranks get two packs and one. Latent attention takes no empty row."""
+    path = tiny.save_model(tmp_path / "model", "deepseek_v3")
+    [wanted] = world.run(oracle_of, 1, path)
+    keys = dict(sequence_packing=True, max_steps=2)
+    for got in world.run(curve_of_run, 2, kto_run, path, str(tmp_path / "run"), keys):
         assert not differences(got, wanted)
 
 
