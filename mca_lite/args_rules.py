@@ -10,7 +10,7 @@ import fnmatch
 import math
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -469,11 +469,14 @@ def check_saved(spec, weights: Iterable, judge: Judge) -> None:
     )
 
 
-def check_new_rows(modules_to_save, num_new: int, is_tied: bool, judge: Judge) -> None:
-    """Check modules_to_save for the rows of new tokens beside adapters."""
+def check_new_rows(
+    modules_to_save, num_new: int, ends: Sequence[str], is_tied: bool, judge: Judge
+) -> None:
+    """Check modules_to_save for the rows of new tokens beside adapters. ends: of the names of the
+    modules with such rows."""
     key = "modules_to_save"
     saved = list(modules_to_save or ())
-    lacking = [end for end in EMBEDDING_AND_HEAD if not any(m.endswith(end) for m in saved)]
+    lacking = [end for end in ends if not any(m.endswith(end) for m in saved)]
     judge.expect(
         not is_tied,
         key,
@@ -486,19 +489,22 @@ def check_new_rows(modules_to_save, num_new: int, is_tied: bool, judge: Judge) -
         not lacking,
         key,
         f"the rows of {num_new} new tokens would not be trained: {', '.join(lacking)} is not in it",
-        f"modules_to_save: {', '.join(EMBEDDING_AND_HEAD)}",
+        f"modules_to_save: {', '.join(ends)}",
         saved,
     )
 
 
-def check_frozen_rows(trained: Iterable[str] | None, num_new: int, judge: Judge) -> None:
-    """Refuse rows of new tokens in a frozen matrix. trained: Hugging Face modules, None for all."""
-    frozen = [end for end in EMBEDDING_AND_HEAD if not any(m.endswith(end) for m in trained or ())]
+def check_frozen_rows(
+    trained: Iterable[str] | None, num_new: int, ends: Sequence[str], judge: Judge
+) -> None:
+    """Refuse rows of new tokens in a frozen matrix. trained: Hugging Face modules, None for all;
+    ends: as for check_new_rows."""
+    frozen = [end for end in ends if not any(m.endswith(end) for m in trained or ())]
     judge.expect(
         trained is None or not num_new or not frozen,
         "finetuning_type",
         f"the rows of {num_new} new tokens would not be trained: {', '.join(frozen)} is frozen",
-        f"freeze_extra_modules: {', '.join(EMBEDDING_AND_HEAD)}",
+        f"freeze_extra_modules: {', '.join(ends)}",
     )
 
 

@@ -31,13 +31,7 @@ from . import (
     weights_convert,
 )
 from .args import RunArguments
-from .args_rules import (
-    EMBEDDING_AND_HEAD,
-    check_frozen_rows,
-    check_mergeable,
-    check_new_rows,
-    check_other_model,
-)
+from .args_rules import check_frozen_rows, check_mergeable, check_new_rows, check_other_model
 from .args_rules_model import NO_PICTURES_AHEAD, check_torch_packing
 from .args_rules_training import plan_schedule
 from .args_values import show_count
@@ -127,7 +121,7 @@ def make_plan(arguments: RunArguments) -> Plan:
     elif freezing.is_wanted(planned.config, arguments.finetuning):
         host = _host_model(arguments, planned)
         planned.trained = freezing.plan(host, arguments.finetuning, judge)
-        check_frozen_rows(planned.trained, num_new, judge)
+        check_frozen_rows(planned.trained, num_new, objective.vocabulary, judge)
     judge.close()
     second_model = None
     make = objective.trainer_class()
@@ -232,8 +226,8 @@ def _plan_tokenizer(
     """Load the tokenizer, put the keys' new tokens into it, and plan their rows -> (tokenizer, new
     tokens, lines for the report).
 
-    With adapters, modules_to_save becomes embed_tokens and lm_head unless it is given: new rows
-    would not be trained otherwise.
+    With adapters, modules_to_save becomes the modules with a row a token unless it is given: new
+    rows would not be trained otherwise.
     """
     keys = arguments.model
     finetuning = arguments.finetuning
@@ -259,8 +253,9 @@ def _plan_tokenizer(
         line += f", {old:,} -> {size:,} rows; a new row begins as the mean of the old ones"
     given = finetuning.modules_to_save or finetuning.adapter_name_or_path
     if finetuning.finetuning_type == "lora" and not given:
-        finetuning.modules_to_save = list(EMBEDDING_AND_HEAD)
-        line += "; modules_to_save is embed_tokens, lm_head, which trains them"
+        finetuning.modules_to_save = list(OBJECTIVES[finetuning.stage].vocabulary)
+        names = ", ".join(finetuning.modules_to_save)
+        line += f"; modules_to_save is {names}, which trains them"
     return tokenizer, new, [line]
 
 
@@ -310,7 +305,8 @@ def _plan_adapters(
         )
         spec = with_head
     if num_new:
-        check_new_rows(spec.modules_to_save, num_new, is_tied, judge)
+        ends = OBJECTIVES[keys.stage].vocabulary
+        check_new_rows(spec.modules_to_save, num_new, ends, is_tied, judge)
     if keys.adapter_name_or_path:
         check_other_model(keys.adapter_name_or_path, spec, host_of(host).candidates(), judge)
         if judge.problems:

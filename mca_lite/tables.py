@@ -339,6 +339,8 @@ class Objective:
         self.has_pairs = self.records == PAIRS  # a chosen and a rejected answer
         self.has_labels = self.records == LABELLED
         self.unit = "pair" if self.has_pairs else "sample"  # name of a sample in reports
+        # ends of the names of modules with a row for each token
+        self.vocabulary = ("embed_tokens",) if self.scores else ("embed_tokens", "lm_head")
 
     def trainer_class(self) -> type:
         """The trainer; imports torch and megatron-core for one of this package."""

@@ -26,6 +26,7 @@ from tests.shared.answers import (
 from tests.shared.chats import load_files, write_records
 from tests.shared.commands import error_of, run_script
 from tests.shared.dpo_tools import curve_of, differences
+from tests.shared.files import assert_same_tensors, tensors
 from tests.shared.layouts import CP2, EP2, PACKED, PP2, SP, TP2, TP2_SP, VPP2
 from tests.shared.rm_tools import (
     SIDES,
@@ -38,7 +39,7 @@ from tests.shared.rm_tools import (
     save_model,
     score,
 )
-from tests.shared.small_runs import save_all, save_tokenizer, write_data
+from tests.shared.small_runs import save_all, save_tokenizer, train_by_words, write_data
 from tests.shared.toy_tokenizer import CHATML, byte_tokenizer
 
 USUAL = {
@@ -241,6 +242,37 @@ def test_a_causal_model_gets_a_value_head_the_same_in_two_layouts_and_on_torch(t
     [found] = world.run(scores_of_a_file, 1, str(tmp_path / "pp2"), str(tmp_path / "pairs.jsonl"))
     for line, scores in zip(lines["pp2"], found, strict=True):
         assert [line[side] for side in SIDES] == pytest.approx(scores, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        dict(finetuning_type="lora", lora_rank=2),
+        dict(finetuning_type="freeze", freeze_extra_modules="embed_tokens"),
+    ],
+)
+def test_rows_of_new_tokens_train_in_the_embedding_alone(keys, tmp_path):
+    """A reward model has no head with a row a token, even if its embedding was one."""
+    save_all(tmp_path, "qwen3", num_hidden_layers=2)
+    keys = dict(
+        keys,
+        stage="rm",
+        model_name_or_path=f"{tmp_path}/model",
+        dataset=f"{tmp_path}/pairs.jsonl",
+        cache_dir=f"{tmp_path}/cache",
+        add_tokens=["new1", "new2"],
+        max_steps=2,
+        learning_rate=1e-3,
+        adam_epsilon=1e-5,
+        save_strategy="no",
+        preprocessing_num_workers=1,
+    )
+    world.run(train_by_words, 2, {**keys, **TP2, "output_dir": f"{tmp_path}/tp2"})
+    world.run(train_by_words, 1, {**keys, "use_mca": False, "output_dir": f"{tmp_path}/torch"})
+    got = tensors(tmp_path / "tp2")
+    assert_same_tensors(got, tensors(tmp_path / "torch"))
+    [rows] = [tensor for name, tensor in got.items() if name.endswith("embed_tokens.weight")]
+    assert len(rows) == tiny.VOCAB + 1
 
 
 def scores_of_a_file(folder, file) -> list:
