@@ -102,6 +102,11 @@ class Plan:
 
 # -- planning
 
+_EXPERTS_IN_PEFT = (
+    "note: of models with adapters of experts PEFT may pass over these, or others beside them, "
+    "without an error: save_merged_model: true writes whole weights for other programs"
+)
+
 
 def make_plan(arguments: RunArguments) -> Plan:
     """Read tokenizer, configs, weights' index, adapter and data. ValueError for wrong ones. No
@@ -123,6 +128,9 @@ def make_plan(arguments: RunArguments) -> Plan:
         planned.trained = freezing.plan(host, arguments.finetuning, judge)
         check_frozen_rows(planned.trained, num_new, objective.vocabulary, judge)
     judge.close()
+    adapted = planned.adapters.modules if planned.adapters else ()
+    if any(".experts." in name for name in adapted) and not arguments.finetuning.save_merged_model:
+        report.append(_EXPERTS_IN_PEFT)
     second_model = None
     make = objective.trainer_class()
     second_folder = make.second_model_folder(arguments, planned)

@@ -19,6 +19,7 @@ from tests.shared.lora_tools import (
     save_start,
     whole_logits_trainer,
 )
+from tests.shared.small_runs import save_tokenizer, write_data
 from tests.shared.training import assert_same_curve, train
 
 SCALE = ALPHA / RANK
@@ -337,3 +338,30 @@ def beside_the_dispatch(path: str) -> list:
 def test_adapters_of_shared_experts_beside_the_dispatch_are_refused_where_they_are_cut(made):
     for refused, taken in world.run(beside_the_dispatch, 2, made["qwen2_moe"][0]):
         assert "try: moe_shared_expert_overlap: false" in refused and taken == "taken"
+
+
+# -- a run of the command line
+
+
+def lines_of_plans(folder: str) -> dict:
+    """{keys: lines of the report about PEFT} of runs of adapters."""
+    from mca_lite.args import parse_args
+    from mca_lite.run import make_plan
+
+    words = f"model_name_or_path={folder}/model dataset={folder}/chat.jsonl output_dir={folder}/out"
+    words += f" cache_dir={folder}/cache stage=sft finetuning_type=lora preprocessing_num_workers=1"
+    found = {}
+    for keys in ("lora_target=all", "lora_target=o_proj", "save_merged_model=true"):
+        report = make_plan(parse_args(f"{words} {keys}".split())).data.report
+        found[keys] = [line for line in report if "PEFT" in line]
+    return found
+
+
+def test_a_run_says_that_peft_may_pass_over_adapters_of_experts(tmp_path):
+    """PEFT 0.21 takes those of gpt_oss' attention alone, without a word about the others."""
+    tiny_moe.save_model(tmp_path / "model", "gpt_oss")
+    save_tokenizer(tmp_path / "model")
+    write_data(tmp_path)
+    [found] = world.run(lines_of_plans, 1, str(tmp_path))
+    assert list(map(len, found.values())) == [1, 0, 0]
+    assert "save_merged_model: true" in found["lora_target=all"][0]
