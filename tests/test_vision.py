@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import PeftModel, get_peft_model_state_dict
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText
 
@@ -22,6 +22,7 @@ from tests.shared.held import SavedTensors
 from tests.shared.layouts import (
     CP2,
     DIST_OPT,
+    EP2,
     FULL,
     ONE_ROW,
     OVERLAP,
@@ -54,13 +55,14 @@ LAYOUTS = {
     "tp2pp2": (4, {**TP2, **PP2, **TWO_ROWS}),
     "tp2sp_pp2_packed": (4, {**TP2, **SP, **PP2, **PACKED}),
     "cp2tp2_sp": (4, {**CP2, **TP2, **SP, **TWO_ROWS}),
+    "ep2": (2, {**EP2, **DIST_OPT, **ONE_ROW}),
 }
 EVERYWHERE = ["qwen2_5_vl"]
 FEW = ["tp2_sp_packed"]
 # plain, with features of several layers, and with linear attention
 CUT_ROWS = ["qwen2_5_vl", "qwen3_vl", "qwen3_5_moe"]
 # beside them stand the same with overlap, sequence parallelism or virtual stages
-ELSEWHERE = ["dp2", "tp2", "pp2", "tp2pp2", "cp2_packed"]
+ELSEWHERE = ["dp2", "tp2", "pp2", "tp2pp2"]
 
 
 @pytest.fixture(scope="module")
@@ -83,8 +85,10 @@ def trained(request, paths, tmp_path_factory):
     return shared_worlds(request, tmp_path_factory, LAYOUTS, lambda n: ((paths[n],), {}), run=run)
 
 
-CELLS = thinned(FAMILIES, [n for n in LAYOUTS if n not in ELSEWHERE], EVERYWHERE, FEW)
-CELLS += thinned(FAMILIES, ELSEWHERE[:-1], [], []) + thinned(FAMILIES, ["cp2_packed"], CUT_ROWS, [])
+USUAL = [n for n in LAYOUTS if n not in (*ELSEWHERE, "cp2_packed", "ep2")]
+CELLS = thinned(FAMILIES, USUAL, EVERYWHERE, FEW)
+CELLS += thinned(FAMILIES, ELSEWHERE, [], []) + thinned(FAMILIES, ["cp2_packed"], CUT_ROWS, [])
+CELLS += thinned(["qwen3_5_moe"], ["ep2"], [], [])
 # one layer a stage: refused below
 CELLS = [cell for cell in CELLS if cell.values != ("qwen3_vl", "pp2_vpp2")]
 # experts and tensor parallelism need sequence parallelism
@@ -241,10 +245,22 @@ def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(paths, tmp_path, family,
 # -- what is frozen
 
 
-@pytest.mark.parametrize("layout", ["one", "dp2_overlap", "tp2_sp_packed", "pp2"])
-def test_adapters_of_the_text_train_as_peft_does_beside_a_frozen_tower(paths, tmp_path, layout):
+# the linears of the first one's tower have the names of the text's; the others' text has linear
+# attention, and the last one's shared experts
+ADAPTED = [
+    *(("qwen2_5_vl", layout) for layout in ("one", "dp2_overlap", "tp2_sp_packed", "pp2")),
+    ("qwen3_5", "tp2_sp_packed"),
+    *(("qwen3_5_moe", layout) for layout in ("tp2_sp_packed", "ep2")),
+    *(pytest.param(f"qwen3_5{kind}", "one", marks=pytest.mark.full) for kind in ("", "_moe")),
+]
+
+
+@pytest.mark.parametrize("family, layout", ADAPTED)
+def test_adapters_of_the_text_train_as_peft_does_beside_a_frozen_tower(
+    paths, tmp_path, family, layout
+):
     start, end, out = (str(tmp_path / name) for name in ("start", "end", "out"))
-    path = paths["qwen2_5_vl"]  # the linears of its tower have the names of the text's
+    path = paths[family]
     wanted = pictures.train_plain(path, end, functools.partial(pictures.with_peft, start))
     ranks, keys = LAYOUTS[layout]
     adapt = functools.partial(load, start)
@@ -253,7 +269,9 @@ def test_adapters_of_the_text_train_as_peft_does_beside_a_frozen_tower(paths, tm
     assert_same_tensors(adapter_of(out), adapter_of(end))
     base = AutoModelForImageTextToText.from_pretrained(path)
     loaded = PeftModel.from_pretrained(base, out)
-    assert not any("visual" in name for name, _ in loaded.named_parameters() if "lora_" in name)
+    read = get_peft_model_state_dict(loaded)
+    assert_same_bytes(read, adapter_of(out))
+    assert not any("visual" in name for name in read)
 
 
 def test_convert_merges_an_adapter_as_peft_does(paths, tmp_path):

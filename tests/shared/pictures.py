@@ -209,7 +209,8 @@ def train_plain(path: str, out: str, adapt=None) -> list:
     return curve
 
 
-LINEARS = r"model\.language_model\..*\.(q|k|v|o|gate|up|down)_proj"
+# of attention, linear attention, MLPs and shared experts
+LINEARS = r"model\.language_model\..*\.((q|k|v|o|gate|up|down|out)_proj|in_proj_(qkv|z|a|b))"
 
 
 def with_peft(folder: str, model):
