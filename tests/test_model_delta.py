@@ -21,6 +21,7 @@ from tests.shared import pictures, tiny, tiny_moe, world
 from tests.shared.files import assert_same_bytes, changed, tensors
 from tests.shared.layouts import CP2, EP2, PP2, TP2_SP, VPP2
 from tests.shared.training import BRIEF, arguments, refusal, train, whole_and_resumed
+from tests.tools import gpu_kernels
 
 B, N, K, V = 2, 3, 6, 5
 LENGTHS = (1, 7, 64, 65, 150)
@@ -148,6 +149,29 @@ def test_kernels_with_wrong_gradients_are_left_alone(triton, gpu, reason, monkey
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: gpu)
     found = why_no_fla.__wrapped__()
     assert found is None if reason is None else reason in found
+
+
+@pytest.mark.parametrize("sees_borders", [True, False])
+def test_the_check_of_kernels_on_a_gpu_sees_wrong_borders(sees_borders, monkeypatch):
+    """The kernels of flash-linear-attention have a stand-in in plain torch."""
+
+    def stand_in(query, key, value, decay, beta, borders):
+        lengths = [len(query)]
+        if borders is not None and sees_borders:
+            lengths = borders.diff().tolist()
+        return gated_delta_rule(query, key, value, decay, beta, numbers(lengths))
+
+    monkeypatch.setattr("mca_lite.model_delta.why_no_fla", lambda: None)
+    monkeypatch.setattr("mca_lite.model_delta.delta_rule_by_kernels", stand_in)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(gpu_kernels, "device", lambda: "cpu")
+    tolerance = gpu_kernels.TOLERANCE[torch.bfloat16]
+    is_right = {}
+    for name, *case in gpu_kernels.linear_cases(torch.bfloat16):
+        is_right[name] = gpu_kernels.difference(*case) < tolerance
+    assert is_right == {"delta-rule-packed": sees_borders, "delta-rule-rows": True}
+    for dtype in (torch.float32, torch.float16):
+        assert not list(gpu_kernels.linear_cases(dtype))
 
 
 # -- layers
