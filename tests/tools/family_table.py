@@ -2,9 +2,12 @@
 tests/README.md.
 
 Each family's tiny models (tiny.py, tiny_moe.py) are trained for three steps in each layout and
-compared with the torch backend on one rank, read and written, and asked for logits. A number in the
-table is the worst of all its models and layouts. With names of families, the rows of these alone
-are measured: `python -m tests.tools.family_table olmo3 dots1`.
+compared with the torch backend on one rank, read and written, and asked for logits. Checkpoints of
+some layouts go on in others, and are compared with the run that did not stop. Greedy tokens of
+transformers' generate() on the export of a layout are compared with those of our logits. A number
+in the table is the worst of all its models and layouts. The exit code is 1 if one is too large.
+With names of families, the rows of these alone are measured:
+`python -m tests.tools.family_table olmo3 dots1`.
 """
 
 import contextlib
@@ -17,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from tests.shared import pictures, tiny, tiny_moe, world
+from tests.shared import greedy, pictures, tiny, tiny_moe, world
 from tests.shared.cells import train_all
 from tests.shared.files import TOKENS, tensors
 from tests.shared.layouts import CP2, EP2, PACKED, PP2, TP2_SP
@@ -60,6 +63,12 @@ EXPERT_LAYOUTS = {
     "ep2 pp2": (4, {**EP2, **PP2}),
     "cp2 ep2, packed": (4, {**CP2, **EP2, **PACKED}),
 }
+# {layout of a run: (another layout, in which its checkpoint goes on; ranks and keys of that)}
+RESUMED = {"tp2+sp": ("pp2", (2, PP2)), "ep2": ("tp2+sp", (2, TP2_SP))}
+NUMBERS = ("logits", "loss", "norm", "weights", "resume")
+SAVED_STEP = (1, 3)  # of models of text and of pictures; the third step has no picture
+EXPORTED = "tp2+sp pp2"  # of which transformers generates
+TOLERANCE = 1e-5
 
 
 def save_models(folder: Path) -> dict[str, dict[str, str]]:
@@ -83,57 +92,110 @@ class Worst(dict):
     """
 
     def __init__(self):
-        super().__init__(logits=0.0, loss=0.0, norm=0.0, weights=0.0, bytes=True, layouts=set())
+        super().__init__(bytes=True, tokens=True, layouts=set())
+        self.update(dict.fromkeys(NUMBERS, 0.0))
+
+    @property
+    def is_right(self) -> bool:
+        return self["bytes"] and self["tokens"] and all(self[n] <= TOLERANCE for n in NUMBERS)
 
     def see(self, kind: str, *values: float) -> None:
         self[kind] = max(self[kind], *values)
 
+    def see_curve(self, got: list, wanted: list) -> None:
+        for (loss, norm), (wanted_loss, wanted_norm) in zip(got, wanted, strict=True):
+            self.see("loss", abs(loss - wanted_loss))
+            self.see("norm", abs(norm - wanted_norm) / wanted_norm)
+
+
+def train_models(ranks: int, paths: dict, out: Path, resumes: Path | None = None, **own) -> list:
+    """[{model: curve} of each rank]; exports in out/model. resumes: the folder of the runs whose
+    checkpoints go on."""
+    from tests.test_model_families import SHORT
+
+    curves: list[dict] = [{} for _ in range(ranks)]
+    for of_pictures in (False, True):
+        runs = {}
+        for name, path in paths.items():
+            more = {}
+            if resumes is not None:
+                step = SAVED_STEP[of_pictures]
+                more["resume_from_checkpoint"] = str(resumes / name / f"checkpoint-{step}")
+            if (name in pictures.FAMILIES) == of_pictures:
+                runs[name] = ((path,), more)
+        keys = dict(run=pictures.train_ours) if of_pictures else SHORT
+        if out.name in RESUMED:
+            saves = dict(save_strategy="steps", save_steps=SAVED_STEP[of_pictures])
+            keys = {**keys, **saves}
+        got = world.run(train_all, ranks, runs, str(out), timeout_s=600, **keys, **own)
+        for curve, of_rank in zip(curves, got, strict=True):
+            curve.update(of_rank)
+    return curves
+
 
 def measure(folder: Path, chosen: set[str]) -> dict[str, Worst]:
     """{family: the worst of what was measured}, of the chosen families, all without."""
-    from tests.test_model_families import SHORT, round_trip
-
     models = save_models(folder)
     models = {family: models[family] for family in chosen or models}
     worst = {family: Worst() for family in models}
     paths = {name: path for family in models.values() for name, path in family.items()}
-    family_of = {name: family for family, names in models.items() for name in names}
-    runs = {name: ((path,), {}) for name, path in paths.items()}
-    seen = {name: runs.pop(name) for name in pictures.FAMILIES if name in runs}
-    keys = dict(SHORT, timeout_s=600)
-    [wanted] = world.run(train_all, 1, runs, str(folder / "torch"), backend="torch", **keys)
-    for name in seen:
+    of_model = {name: worst[family] for family, names in models.items() for name in names}
+    text = {name: path for name, path in paths.items() if name not in pictures.FAMILIES}
+    [wanted] = train_models(1, text, folder / "torch", backend="torch")
+    for name in paths.keys() - text.keys():
         wanted[name] = pictures.train_plain(paths[name], str(folder / "torch" / name))
     for layout, (ranks, own) in {**LAYOUTS, **EXPERT_LAYOUTS}.items():
-        chosen = {n: run for n, run in runs.items() if layout in LAYOUTS or n.endswith("+experts")}
-        out = folder / layout
-        got = world.run(train_all, ranks, chosen, str(out), **keys, **own)
-        if layout in LAYOUTS:
-            chosen |= seen
-            of_pictures = dict(own, run=pictures.train_ours, timeout_s=600)
-            more = world.run(train_all, ranks, seen, str(out), **of_pictures)
-            got = [{**a, **b} for a, b in zip(got, more, strict=True)]
-        for name in chosen:
-            of = worst[family_of[name]]
-            of["layouts"].add(layout)
-            for curve in (rank[name] for rank in got):
-                pairs = list(zip(curve, wanted[name], strict=True))
-                of.see("loss", *(abs(a[0] - b[0]) for a, b in pairs))
-                of.see("norm", *(abs(a[1] - b[1]) / b[1] for a, b in pairs))
-            ours, theirs = tensors(out / name), tensors(folder / "torch" / name)
-            assert ours.keys() == theirs.keys(), name
-            of.see("weights", *(float((ours[key] - theirs[key]).abs().max()) for key in theirs))
+        trained = {n: path for n, path in paths.items() if layout in LAYOUTS or has_experts(n)}
+        curves = train_models(ranks, trained, folder / layout, **own)
+        for name in trained:
+            of_model[name]["layouts"].add(layout)
+            for of_rank in curves:
+                of_model[name].see_curve(of_rank[name], wanted[name])
+            difference = difference_of_weights(folder, layout, "torch", name)
+            of_model[name].see("weights", difference)
+        if layout in RESUMED:
+            whole = curves[0]
+            then, (ranks, own) = RESUMED[layout]
+            later = f"{layout}, then {then}"
+            resumed = train_models(ranks, trained, folder / later, folder / layout, **own)
+            for name in trained:
+                loss = abs(resumed[0][name][-1][0] - whole[name][-1][0])
+                weights = difference_of_weights(folder, later, layout, name)
+                of_model[name].see("resume", loss, weights)
         print(layout, flush=True)
+    see_files(folder, paths, of_model)
+    return worst
+
+
+def see_files(folder: Path, paths: dict, of_model: dict[str, Worst]) -> None:
+    """Add what is measured of reading, writing and exports to the models' worst."""
+    from tests.test_model_families import round_trip
+
     [logits] = world.run(round_trip, 1, paths, str(folder / "read"), {}, timeout_s=600)
     world.run(round_trip, 4, paths, str(folder / "cut"), {**TP2_SP, **PP2}, timeout_s=600)
+    exports = {name: str(folder / EXPORTED / name) for name in paths}
+    [tokens] = world.run(greedy.of_ours, 1, exports, timeout_s=600)
     for name, path in paths.items():
-        of = worst[family_of[name]]
+        of = of_model[name]
         of.see("logits", difference_of_logits(path, logits[name]))
         source, cut = tensors(path), tensors(folder / "cut" / name)
         of["bytes"] &= source.keys() == cut.keys() and all(
             torch.equal(source[key], cut[key]) for key in source
         )
-    return worst
+        of["tokens"] &= greedy.of_transformers(exports[name]) == tokens[name]
+
+
+def has_experts(name: str) -> bool:
+    """True for a name of save_models whose model has experts."""
+    text, _ = pictures.FAMILIES.get(name, ({}, {}))
+    return name.endswith("+experts") or "num_experts" in text
+
+
+def difference_of_weights(folder: Path, one: str, other: str, name: str) -> float:
+    """The largest difference of a model's exports in two folders."""
+    ours, theirs = tensors(folder / one / name), tensors(folder / other / name)
+    assert ours.keys() == theirs.keys(), name
+    return max(float((ours[key] - theirs[key]).abs().max()) for key in theirs)
 
 
 def difference_of_logits(path: str, ours: list) -> float:
@@ -148,9 +210,11 @@ def rows(worst: dict[str, Worst]) -> dict[str, str]:
     """{family: its row}"""
     lines = {}
     for family, of in worst.items():
-        numbers = " | ".join(f"{of[kind]:.0e}" for kind in ("logits", "loss", "norm", "weights"))
-        same = "the same bytes" if of["bytes"] else "NOT the same"
-        lines[family] = f"| {family} | {numbers} | {same} | {len(of['layouts'])} |"
+        numbers = " | ".join(f"{of[kind]:.0e}" for kind in NUMBERS)
+        bytes_read = "the same bytes" if of["bytes"] else "NOT the same"
+        tokens = "the same tokens" if of["tokens"] else "NOT the same"
+        count = len(of["layouts"])
+        lines[family] = f"| {family} | {numbers} | {bytes_read} | {tokens} | {count} |"
     return lines
 
 
@@ -164,10 +228,12 @@ def rows_of_page(text: str) -> dict[str, str]:
 def table(rows: dict[str, str]) -> str:
     lines = [
         f"Layouts: {'; '.join(LAYOUTS)}; of models with experts "
-        f"{'; '.join(EXPERT_LAYOUTS)} as well.",
+        f"{'; '.join(EXPERT_LAYOUTS)} as well. Resumed: "
+        f"{'; '.join(f'{first} to {then}' for first, (then, _) in RESUMED.items())}.",
         "",
-        "| family | logits | loss | grad norm | weights | read and written | layouts |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| family | logits | loss | grad norm | weights | resume | read and written "
+        "| generation | layouts |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     lines += [row for _, row in sorted(rows.items())]
     lines += ["", "| not built | why |", "| --- | --- |"]
@@ -185,17 +251,21 @@ def named_families(text: str) -> tuple[set[str], dict[str, str]]:
     return set(rows_of_page(text)), {cells[0].strip(): cells[1].strip() for cells in absent}
 
 
-def main() -> None:
+def main() -> int:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    text = README.read_text()
     chosen = set(sys.argv[1:])
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
-        measured = rows(measure(Path(folder), chosen))
-    new = table({**(rows_of_page(text) if chosen else {}), **measured})
+        worst = measure(Path(folder), chosen)
+    text = README.read_text()
+    new = table({**(rows_of_page(text) if chosen else {}), **rows(worst)})
     pattern = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
     README.write_text(pattern.sub(lambda _: f"{BEGIN}\n{new}\n{END}", text))
     print(new)
+    wrong = [family for family, of in worst.items() if not of.is_right]
+    if wrong:
+        print(f"larger than {TOLERANCE}, or not the same: {', '.join(wrong)}")
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
