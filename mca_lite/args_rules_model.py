@@ -76,7 +76,12 @@ _OF_EXPERTS: dict[str, tuple] = {
 }
 # keys for multi-token prediction
 _OF_PREDICTION: dict[str, tuple] = {"mtp_num_layers": (0, None), "mtp_loss_scaling_factor": (0.1,)}
-NO_PICTURES_AHEAD = "layers for multi-token prediction do not get the features of pictures"
+# with more than one pipeline stage
+NO_PICTURES_AHEAD = (
+    "layers for multi-token prediction, on the last pipeline stage, do not get the features of "
+    "pictures from the first"
+)
+PICTURES_AHEAD_REMEDY = "pipeline_model_parallel_size: 1, mtp_num_layers: 0, or data of text"
 
 
 def numbers_of(values: dict[str, Any]) -> SimpleNamespace:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from . import lora, parallel, weights_convert
-from .args_rules_model import NO_PICTURES_AHEAD, check_gate
+from .args_rules_model import NO_PICTURES_AHEAD, PICTURES_AHEAD_REMEDY, check_gate
 from .backend import Backend
 from .batch import (
     RowLayout,
@@ -167,9 +167,10 @@ class MegatronBackend(Backend):
                 f"a batch has {', '.join(columns)}: {config.hf_model_type} takes text alone",
             )
             return batch
+        is_cut = config.pipeline_model_parallel_size > 1
         expect(
-            not (config.mtp_num_layers and has_pictures(batch)),
-            f"a batch has pictures: {NO_PICTURES_AHEAD}: set mtp_num_layers: 0, or train on text",
+            not (is_cut and config.mtp_num_layers and has_pictures(batch)),
+            f"a batch has pictures: {NO_PICTURES_AHEAD}: set {PICTURES_AHEAD_REMEDY}",
         )
         batch = with_image_slots(batch, config.hf_config["image_token_id"])
         check_slots(batch, config.vision_config.spatial_merge_size)

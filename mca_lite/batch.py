@@ -311,12 +311,14 @@ def to_rank(
 
 
 class Targets(NamedTuple):
-    """Labels [b, s], and for multi-token prediction the ids and labels [k, b, s] of the tokens 1 to
-    k places ahead of each, within its document; id 0 and no label after its end."""
+    """Labels [b, s], and for multi-token prediction the ids, the labels and the numbers of image
+    features [k, b, s] of the tokens 1 to k places ahead of each, within its document; id 0, no
+    label and -1 after its end. Texts have the number -1."""
 
     labels: torch.Tensor
     next_ids: torch.Tensor
     next_labels: torch.Tensor
+    next_slots: torch.Tensor
 
     @classmethod
     def ahead(cls, batch: dict, count: int) -> "Targets":
@@ -327,17 +329,18 @@ class Targets(NamedTuple):
         places = torch.arange(length) + torch.arange(1, count + 1)[:, None]  # [k, s]
         is_beyond = (places >= ends)[:, None]  # [k, 1, s]
         places = places.clamp(max=length - 1)
-        next_ids = batch["input_ids"].cpu()[:, places].transpose(0, 1)  # [k, b, s]
-        next_labels = batch["labels"].cpu()[:, places].transpose(0, 1)
-        return cls(
-            batch["labels"],
-            next_ids.masked_fill(is_beyond, 0),
-            next_labels.masked_fill(is_beyond, IGNORE_INDEX),
+        ids = batch["input_ids"]
+        slots = batch.get("image_slot", torch.full_like(ids, -1))
+        columns = ((ids, 0), (batch["labels"], IGNORE_INDEX), (slots, -1))
+        ahead = (
+            column.cpu()[:, places].transpose(0, 1).masked_fill(is_beyond, filler)  # [k, b, s]
+            for column, filler in columns
         )
+        return cls(batch["labels"], *ahead)
 
     def to_rank(self, labels, places: torch.Tensor | None, device: torch.device) -> "Targets":
         """Those of this rank's places (None: all), on its device, as its labels [b, s] are."""
-        ahead = (self.next_ids, self.next_labels)
+        ahead = self[1:]
         if places is not None:
             ahead = tuple(x[..., places] for x in ahead)
         return Targets(labels, *(to_device(x, device) for x in ahead))

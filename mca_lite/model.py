@@ -41,7 +41,7 @@ from .model_config import (
     use_attention_backend,
 )
 from .model_layers import Block, Predictions
-from .model_vision import AxialRope, Tower
+from .model_vision import AxialRope, PlacedFeatures, Tower
 from .weights_files import (
     GrownSource,
     InitSource,
@@ -203,8 +203,9 @@ class McaGPTModel(MegatronModule):
         hidden = self.embedding(input_ids) if self.pre_process else None
         shared = dict(packed_seq_params=packed_seq_params)
         added = []
+        features = None
         if of_pictures:
-            hidden, added = self._with_pictures(hidden, shared, **of_pictures)
+            hidden, added, features = self._with_pictures(hidden, shared, **of_pictures)
         if self.rotary_pos_emb is not None:
             shared["attention_mask"] = None
             shared["rotary_pos_emb"] = self._rotary(hidden, packed_seq_params)
@@ -221,9 +222,11 @@ class McaGPTModel(MegatronModule):
         if not isinstance(labels, Targets):
             return self._losses(labels, hidden, trained)
         losses = [self._losses(labels.labels, hidden, trained)]
-        layers = zip(self.mtp.layers, labels.next_ids, labels.next_labels, strict=True)
-        for layer, ids, next_labels in layers:
-            hidden = layer(self.embedding(ids), hidden, **shared)
+        for layer, ids, next_labels, slots in zip(self.mtp.layers, *labels[1:], strict=True):
+            embedded = self.embedding(ids)
+            if features is not None:
+                embedded = self._placed(features, slots).into(embedded)
+            hidden = layer(embedded, hidden, **shared)
             losses.append(self._losses(next_labels, hidden, trained))
         return torch.stack(losses, 2)
 
@@ -231,19 +234,25 @@ class McaGPTModel(MegatronModule):
         self, hidden, shared, rope_t, rope_h, rope_w,
         image_slot=None, pixel_values=None, image_grid_thw=None,
     ):  # fmt: skip
-        """(hidden with the features of pictures, features to add after the first layers); puts the
-        rotary tables of this rank's positions into `shared`."""
+        """(hidden with the features of pictures, features to add after the first layers, the
+        Tower's features or None); puts the rotary tables of this rank's positions into `shared`."""
         positions = torch.stack((rope_t, rope_h, rope_w))
         tables = self.axial_rope.tables(positions, self.config.params_dtype)
         shared["rope_tables"] = tables
         if self.vision_model is None:
-            return hidden, []
+            return hidden, [], None
+        features = self.vision_model(pixel_values, image_grid_thw)
+        if features is None:
+            return hidden, [], None
+        placed = self._placed(features, image_slot)
+        return placed.into(hidden), placed.deepstack, features
+
+    def _placed(self, features, image_slot) -> PlacedFeatures:
+        """The Tower's features at the places image_slot [b, s], of this rank's part under sequence
+        parallelism."""
         if self.config.sequence_parallel:
             image_slot = image_slot.chunk(self.tp_group.size(), 1)[self.tp_group.rank()]
-        placed = self.vision_model(pixel_values, image_grid_thw, image_slot)
-        if placed is None:
-            return hidden, []
-        return placed.into(hidden), placed.deepstack
+        return PlacedFeatures.of(features, image_slot)
 
     def _rotary(self, hidden, packed_seq_params):
         """Angles [s, 1, 1, rotary dim] for Transformer Engine's attention."""

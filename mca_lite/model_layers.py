@@ -7,9 +7,10 @@ Multi-token prediction is extra layers in a row; layer k predicts the token k + 
     g_k = norm(layer_k(eh_proj [enorm(embedding of the token k places ahead); hnorm(g_{k-1})]))
 
 They share the embedding and the output layer of the model, on the last pipeline stage, with a copy
-of the embedding. With N trained tokens of the main loss, in the whole step or the micro-batch
-according to calculate_per_token_loss, the objective is (sum of main losses +
-mtp_loss_scaling_factor / layers * sum of the layers' losses) / N, as in the DeepSeek-V3 report.
+of the embedding. A picture's features stand for embeddings there too; rotary positions are those of
+g_0's tokens, as in megatron-core and vLLM. With N trained tokens of the main loss, in the whole
+step or the micro-batch according to calculate_per_token_loss, the objective is (sum of main losses
++ mtp_loss_scaling_factor / layers * sum of the layers' losses) / N, as in the DeepSeek-V3 report.
 megatron's module divides by other counts in its two modes, and moves tokens between ranks to look
 ahead; here a batch includes the following tokens (batch.Targets).
 """

@@ -80,6 +80,13 @@ class PlacedFeatures(NamedTuple):
     embedded: torch.Tensor
     deepstack: list[torch.Tensor]
 
+    @classmethod
+    def of(cls, features: list[torch.Tensor], image_slot: torch.Tensor) -> "PlacedFeatures":
+        """The Tower's features at the places image_slot [b, s], -1 for text."""
+        places = image_slot.t().contiguous() + 1  # 0 of text, a row of zeros without a gradient
+        embedded, *deepstack = (F.embedding(places, x, padding_idx=0) for x in features)
+        return cls((places > 0)[..., None], embedded, deepstack)
+
     def into(self, hidden: torch.Tensor) -> torch.Tensor:
         """The embeddings [s, b, h] with features in the places of pictures."""
         return torch.where(self.is_image, self.embedded.to(hidden.dtype), hidden)
@@ -148,20 +155,19 @@ class Tower(torch.nn.Module):
     def is_trained(self) -> bool:
         return any(parameter.requires_grad for parameter in self.parameters())
 
-    def forward(self, pixel_values, image_grid_thw, image_slot) -> PlacedFeatures | None:
-        """Features of the pictures of a micro-batch, at the places image_slot [b, s] of this rank.
+    def forward(self, pixel_values, image_grid_thw) -> list[torch.Tensor] | None:
+        """Features of the pictures of a micro-batch: the embedded ones and those of deepstack, each
+        [n + 1, h] with zeros first.
 
         pixel_values [patches, values of a patch] and image_grid_thw [pictures, 3], or None: then
         a trained tower runs on an empty picture without a place, so that each rank has a gradient
         for every bucket; None is the answer otherwise.
         """
-        dtype = next(self.parameters()).dtype
+        weight = next(self.parameters())
         if pixel_values is None:
             if not (self.is_trained and torch.is_grad_enabled()):
                 return None
-            pixel_values, image_grid_thw = empty_picture(self.vision_config, image_slot.device)
-        output = self.module(pixel_values.to(dtype), grid_thw=image_grid_thw)
+            pixel_values, image_grid_thw = empty_picture(self.vision_config, weight.device)
+        output = self.module(pixel_values.to(weight.dtype), grid_thw=image_grid_thw)
         features = [output.pooler_output, *getattr(output, "deepstack_features", ())]
-        places = image_slot.t().contiguous() + 1  # 0 of text, a row of zeros without a gradient
-        placed = [F.embedding(places, F.pad(x, (0, 0, 1, 0)), padding_idx=0) for x in features]
-        return PlacedFeatures((places > 0)[..., None], placed[0], placed[1:])
+        return [F.pad(x, (0, 0, 1, 0)) for x in features]

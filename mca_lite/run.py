@@ -32,7 +32,7 @@ from . import (
 )
 from .args import RunArguments
 from .args_rules import check_frozen_rows, check_mergeable, check_new_rows, check_other_model
-from .args_rules_model import NO_PICTURES_AHEAD, check_torch_packing
+from .args_rules_model import NO_PICTURES_AHEAD, PICTURES_AHEAD_REMEDY, check_torch_packing
 from .args_rules_training import plan_schedule
 from .args_values import show_count
 from .callbacks import StopSignals, TrainerCallback
@@ -147,9 +147,9 @@ def make_plan(arguments: RunArguments) -> Plan:
     data = load_datasets(arguments.data, objective.stage, tokenizer, args.order_seed, vision)
     data.report[:0] = report
     has_pictures = getattr(samples_of(data.train), "has_pictures", False)
-    ahead = has_pictures and getattr(planned.config, "mtp_num_layers", None)
-    if ahead:
-        refuse("mtp_num_layers", ahead, NO_PICTURES_AHEAD, "mtp_num_layers: 0, or data of text")
+    ahead = getattr(planned.config, "mtp_num_layers", None)
+    if ahead and has_pictures and args.pipeline_model_parallel_size > 1:
+        refuse("mtp_num_layers", ahead, NO_PICTURES_AHEAD, PICTURES_AHEAD_REMEDY)
     if not args.dataloader_num_workers and has_pictures:
         remedy = "dataloader_num_workers: 4 does it beside them"
         data.report.append(f"note: pictures are decoded between the steps: {remedy}")

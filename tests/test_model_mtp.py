@@ -166,17 +166,23 @@ def reference(path: str, out: str, **changes) -> list:
                     hf.lm_head(hidden)[0], labels[0], ignore_index=IGNORE_INDEX, reduction="none"
                 )
 
-            hidden = hf.model(ids).last_hidden_state
             text = text_of(hf)
+            embedded = text.embed_tokens(ids)
+            seen = {n: inputs[n] for n in ("pixel_values", "image_grid_thw") if n in inputs}
+            if seen:
+                is_image = ids == pictures.IMAGE
+                features = torch.cat(hf.model.get_image_features(**seen).pooler_output)
+                embedded = embedded.masked_scatter(is_image[..., None], features)
+                seen["mm_token_type_ids"] = is_image.int()
+            hidden = hf.model(ids, **seen).last_hidden_state
+            of_zero = text.embed_tokens(torch.zeros_like(ids[:, :1]))
             rotary = text.rotary_emb(hidden, positions)
             mask = torch.full((1, 1, ids.shape[1], ids.shape[1]), float("-inf")).triu(1)
             main, more, trained, ahead = losses(hidden, labels).sum(), 0.0, labels, 0
             for layer in hf.extra:
-                ids, labels = (
-                    F.pad(ids[:, 1:], (0, 1)),
-                    F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX),
-                )
-                hidden = layer(text.embed_tokens(ids), hidden, rotary, mask, positions, None)
+                embedded = torch.cat((embedded[:, 1:], of_zero), 1)
+                labels = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+                hidden = layer(embedded, hidden, rotary, mask, positions, None)
                 more, ahead = (
                     more + losses(hidden, labels).sum(),
                     ahead + (labels != IGNORE_INDEX).sum(),
@@ -299,23 +305,31 @@ QWEN_LAYOUTS = {
 }
 
 
-def data_of(name: str) -> dict:
-    """Documents of text for a model with pictures, which has positions along three axes."""
+TEXTS = [(7,), (12,), (9,), (5,), (11,), (8,), (6,), (10,)]
+# a picture at the start, the last, several, side by side, and micro-batches without any
+WITH_PICTURES = [(3, (2, 2), 5), (4, (1, 3), 2, (2, 1), 3), (9,), (6,)]
+WITH_PICTURES += [((2, 3), 4), (7,), (5, (2, 2), (3, 1), 3), (4, (2, 2))]
+
+
+def data_of(name: str, shapes: list) -> dict:
+    """Documents for a model with pictures, which has positions along three axes."""
     if name not in pictures.FAMILIES:
         return {}
     generator = torch.Generator().manual_seed(3)
-    return dict(data=[pictures.document(generator, n) for n in (7, 12, 9, 5, 11, 8, 6, 10)])
+    return dict(data=[pictures.document(generator, *pieces) for pieces in shapes])
 
 
 @pytest.fixture(scope="module")
 def hybrids(tmp_path_factory):
-    """hybrids(model type, **changes) -> (folder of a model, curve of the reference, its weights)"""
+    """hybrids(model type, sees, **changes) -> (folder of a model, curve of the reference, its
+    weights)"""
 
     @functools.cache
-    def save(name: str, **changes):
+    def save(name: str, sees: bool = False, **changes):
         folder = tmp_path_factory.mktemp(name)
         path = save_with_extra_layers(folder, name, **changes)
-        [curve] = world.run(reference, 1, path, str(folder / "reference"), **data_of(name))
+        data = data_of(name, WITH_PICTURES if sees else TEXTS)
+        [curve] = world.run(reference, 1, path, str(folder / "reference"), **data)
         extra = tensors(folder / "reference/extra")
         return path, curve, {**tensors(folder / "reference"), **extra}
 
@@ -343,9 +357,31 @@ CELLS = [
     [pytest.param(*cell, marks=[] if cell in SHORT else [pytest.mark.full]) for cell in CELLS],
 )
 def test_the_extra_layer_of_a_hybrid_trains_as_in_plain_torch(name, layout, hybrids, tmp_path):
-    path, curve, weights = hybrids(name)
+    check_hybrid(name, layout, hybrids, tmp_path)
+
+
+SEEING = {
+    "qwen3_5": ("tp2_sp", "one_packed", "dp2_overlap", "cp2tp2_sp"),
+    "qwen3_5_moe": ("cp2_packed", "ep2", "ep2tp2", "tp2_sp_full_recompute", "cp2ep2"),
+}
+
+
+@pytest.mark.parametrize(
+    "name, layout",
+    [
+        pytest.param(name, layout, marks=[pytest.mark.full] if layout != layouts[0] else [])
+        for name, layouts in SEEING.items()
+        for layout in layouts
+    ],
+)
+def test_the_extra_layer_sees_the_features_of_pictures(name, layout, hybrids, tmp_path):
+    check_hybrid(name, layout, hybrids, tmp_path, sees=True)
+
+
+def check_hybrid(name: str, layout: str, hybrids, tmp_path, sees: bool = False):
+    path, curve, weights = hybrids(name, sees=sees)
     ranks, keys = QWEN_LAYOUTS[layout]
-    keys = {**keys, **ONE, **data_of(name)}
+    keys = {**keys, **ONE, **data_of(name, WITH_PICTURES if sees else TEXTS)}
     for got in world.run(train_layers, ranks, path, str(tmp_path), **keys):
         assert_same(got, curve)
     ours = tensors(tmp_path)
@@ -499,15 +535,15 @@ def loading(path: str, count: int) -> str:
     return refusal(AutoModel.from_pretrained, path, arguments(mtp_num_layers=count))
 
 
-def test_pictures_and_frozen_layers_are_refused_beside_the_extra_layer(hybrids, tmp_path):
+def test_pictures_in_stages_and_frozen_layers_are_refused_beside_the_extra_layer(hybrids):
     path = hybrids("qwen3_5")[0]
-    [text] = world.run(training, 1, path, str(tmp_path), data=pictures.samples())
-    assert "mtp_num_layers: 0" in text and "features of pictures" in text
+    for text in world.run(taking_pictures, 2, path, **PP2):
+        assert "pipeline_model_parallel_size: 1, mtp_num_layers: 0" in text
     [text] = world.run(freezing, 1, path)
     assert "mtp_num_layers: 0" in text and "frozen layers" in text
 
 
-def test_a_run_on_pictures_is_refused_before_it_starts(tmp_path):
+def test_a_run_on_pictures_in_stages_is_refused_before_it_starts(tmp_path):
     picture_files.save_whole_model(tmp_path / "model", "qwen3_5")
     picture = picture_files.draw(tmp_path / "0.png")
     write_records(
@@ -522,13 +558,27 @@ def test_a_run_on_pictures_is_refused_before_it_starts(tmp_path):
         "train_from_scratch=true",
         "resize_vocab=true",
     ]
-    assert make_plan(parse_args(words))
-    text = refusal(make_plan, parse_args([*words, "mtp_num_layers=1"]))
-    assert "mtp_num_layers" in text and "features of pictures" in text
+    assert make_plan(parse_args([*words, "mtp_num_layers=1"]))
+    stages = [*words, "pipeline_model_parallel_size=2"]
+    for ahead, is_refused in ((0, False), (1, True)):
+        for text in world.run(planning, 2, [*stages, f"mtp_num_layers={ahead}"]):
+            assert ("pipeline_model_parallel_size: 1, mtp_num_layers: 0" in text) == is_refused
 
 
-def training(path: str, out: str, **keys) -> str:
-    return refusal(train, path, out, **KEYS, **ONE, **keys)
+def planning(words: list[str]) -> str:
+    return refusal(make_plan, parse_args(words))
+
+
+def taking_pictures(path: str, **keys) -> str:
+    """The words that refuse a batch of one document with a picture."""
+    from mca_lite.backend_megatron import MegatronBackend
+    from mca_lite.batch import split
+    from mca_lite.model import AutoModel
+
+    args = arguments(**ONE, **keys)
+    backend = MegatronBackend(AutoModel.from_pretrained(path, args), args)
+    [document] = data_of("qwen3_5", WITH_PICTURES[:1])["data"]
+    return refusal(backend.model_inputs, split(pictures.row_of(document)))
 
 
 def freezing(path: str) -> str:

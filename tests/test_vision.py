@@ -387,10 +387,7 @@ def forward(path: str, batch: dict) -> str:
 
 
 def test_a_batch_without_positions_or_with_too_few_pictures_is_refused(paths, tmp_path):
-    document = pictures.document(torch.Generator(), 3, (2, 2), 4)
-    batch = {
-        n: c if n in ("pixel_values", "image_grid_thw") else c[None] for n, c in document.items()
-    }
+    batch = pictures.row_of(pictures.document(torch.Generator(), 3, (2, 2), 4))
     grid = batch.pop("image_grid_thw")
     [said] = world.run(forward, 1, paths["qwen2_vl"], batch)
     assert "4 image tokens, and its pictures 0 features" in said

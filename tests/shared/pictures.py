@@ -117,6 +117,12 @@ def document(generator, *pieces) -> dict:
     return out
 
 
+def row_of(document: dict) -> dict:
+    """A batch of one document."""
+    whole = ("pixel_values", "image_grid_thw")
+    return {name: x if name in whole else x[None] for name, x in document.items()}
+
+
 def samples(first: int = 0, seed: int = 1) -> list[dict]:
     """Twenty documents, five steps of four from the one with number `first`: the first micro-batch
     of two has pictures and the second none, or each some; step 2 has no picture at all."""
