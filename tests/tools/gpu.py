@@ -1,7 +1,7 @@
 """Parity and plans on GPUs: `make gpu` on a machine with CUDA, or a part of it:
 
-    python -m tests.tools.gpu [kernels | memory | plan | parity | pictures | deterministic | hangs |
-                               te]
+    python -m tests.tools.gpu [kernels | memory | plan | parity | families | pictures |
+                               deterministic | hangs | te]
 
 kernels: the Triton kernels against their formulas (gpu_kernels.py).
 
@@ -12,6 +12,9 @@ GPU; experts and the other families there too; and where there are several GPUs 
 suite that they can hold, over nccl. float32 agrees to rounding, bf16 to its own. The worst float32
 difference decides the exit code. A compilation takes as long as ten of these runs: the lines named
 "compiled" have one, the others none.
+
+families: 20 steps of every family in bf16, and of transformers' class (gpu_families.py), of which
+further words choose some; on a CPU too by that name.
 
 pictures: models with pictures on one GPU, against transformers' own in plain torch on the CPU.
 
@@ -42,7 +45,15 @@ from tests import test_model_families, test_moe
 from tests.shared import pictures, tiny, tiny_moe, world
 from tests.shared.layouts import AUX, CUT, DENSE, DIST_OVERLAP, EXPERTS, PACKED, PACKED_LAYOUTS
 from tests.shared.training import train
-from tests.tools import bench_gpu, gpu_deterministic, gpu_hangs, gpu_kernels, gpu_plan, gpu_te
+from tests.tools import (
+    bench_gpu,
+    gpu_deterministic,
+    gpu_families,
+    gpu_hangs,
+    gpu_kernels,
+    gpu_plan,
+    gpu_te,
+)
 
 CASES = {
     "megatron": {},
@@ -73,7 +84,7 @@ COMPILED_CASES = {
     ("qwen2", "float32"): {"compiled": COMPILED},
 }
 ALSO_COMPILED = ("gemma2", "deepseek_v3", "qwen2_moe, experts")
-CHOOSES = ("deterministic", "hangs", "te")  # parts with cases to choose
+CHOOSES = ("deterministic", "families", "hangs", "te")  # parts with cases to choose
 TOLERANCE = 1e-5
 LEFT_OVER = 0.3  # GiB: workspaces of libraries; the weights alone are 0.9
 WIDE = dict(global_batch_size=8, count=22)  # two samples on each of four ranks
@@ -298,6 +309,7 @@ def main(words: list[str]) -> int:
         memory=memory,
         plan=gpu_plan.main,
         parity=parity,
+        families=lambda: gpu_families.main(words[1:]),
         pictures=of_pictures,
         deterministic=lambda: gpu_deterministic.main(words[1:]),
         hangs=lambda: gpu_hangs.main(words[1:]),
