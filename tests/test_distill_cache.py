@@ -4,9 +4,11 @@ they are foreign.
 
 import contextlib
 import dataclasses
+import functools
 import io
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -14,11 +16,21 @@ import numpy as np
 import pytest
 
 from mca_lite.args import parse_args
-from mca_lite.data_teacher import TopKStore, WithRows, trained_counts
+from mca_lite.data_teacher import TopKStore, WithRows, fingerprint_of, trained_counts
 from mca_lite.errors import ConfigError
-from tests.shared import small_runs, tiny, world
+from tests.shared import layouts, small_runs, tiny, world
 from tests.shared.commands import ROOT
-from tests.shared.distilling import PLAIN, TEACHER_VOCAB, maker, save_models, whole_trainer
+from tests.shared.distilling import (
+    PLAIN,
+    TEACHER_VOCAB,
+    keys_of_run,
+    maker,
+    oracle_curves,
+    our_curve,
+    rows_of_torch,
+    save_models,
+    whole_trainer,
+)
 from tests.shared.training import assert_same_curve, read_log, train
 
 OBJECTIVE = dict(divergence="jsd", jsd_mix=0.3, temperature=1.5, ce_weight=0.5)
@@ -319,39 +331,49 @@ def test_trained_tokens_are_numbered_in_the_order_of_samples():
 # -- a pass that stops
 
 
-def stopped_and_gone_on(student, teacher, out) -> tuple:
-    """(exit codes, rows left by a pass that got SIGTERM on its last rank, curve of the run that
-    goes on, what it printed, curve of a run whose pass did not stop)."""
+@contextlib.contextmanager
+def signalled_passes():
+    """Passes of 20 rows a part, in which the last rank gets SIGTERM."""
     from mca_lite import trainer_distill
+    from mca_lite.trainer_evaluation import Evaluator
 
     trainer_distill.PART_ROWS = 20
+    passes = Evaluator.passes
+
+    def signalled(*args):
+        if int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return passes(*args)
+
+    Evaluator.passes = signalled
+    try:
+        yield
+    finally:
+        Evaluator.passes = passes
+
+
+def code_of_stopped(run, *args, **keys) -> int | None:
+    """The exit code of a run stopped in its teacher's pass."""
+    with signalled_passes():
+        try:
+            run(*args, **keys)
+        except SystemExit as stop:
+            return stop.code
+    return None
+
+
+def stopped_and_gone_on(student, teacher, out) -> tuple:
+    """(exit code, rows left by a pass that got SIGTERM on its last rank, curve of the run that
+    goes on, what it printed, curve of a run whose pass did not stop)."""
     config = dict(PLAIN, top_k=3, cache=f"{out}/rows")
-
-    def stopping(*args, **keys):
-        trainer = maker(teacher, config, "megatron")(*args, **keys)
-        passes = trainer.evaluator.passes
-
-        def signalled(*args):
-            if int(os.environ["RANK"]) == 1:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return passes(*args)
-
-        trainer.evaluator.passes = signalled
-        return trainer
-
-    code = None
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        try:
-            train(student, f"{out}/a", trainer_class=stopping)
-        except SystemExit as stop:
-            code = stop.code
+        code = code_of_stopped(our_curve, student, teacher, f"{out}/a", config)
         [meta] = Path(out, "rows").glob("*/meta.json")
         left = json.loads(meta.read_text())["parts"][-1][0]
-        make = maker(teacher, config, "megatron")
-        parts = train(student, f"{out}/b", trainer_class=make)
-        whole = maker(teacher, dict(config, cache=f"{out}/whole"), "megatron")
-        return code, left, said.getvalue(), parts, train(student, f"{out}/c", trainer_class=whole)
+        parts = our_curve(student, teacher, f"{out}/b", config)
+        config = dict(config, cache=f"{out}/whole")
+        return code, left, said.getvalue(), parts, our_curve(student, teacher, f"{out}/c", config)
 
 
 def test_a_stopped_pass_goes_on_where_it_stopped(folder, tmp_path):
@@ -366,6 +388,125 @@ def test_a_stopped_pass_goes_on_where_it_stopped(folder, tmp_path):
         for name in ("rows", "whole")
     )
     assert stopped == other and len(stopped) == 2
+
+
+# -- a pass begun in one layout, finished in another
+
+ACROSS = ("jsd", 4, "full")  # the run, as tests/shared/distilling.py has it
+SEEDS = {11: 1, 9: 2}  # of the samples that a run of train() has: their numbers
+ROW = np.dtype([("tokens", np.int32, (4,)), ("logps", np.float32, (5,))])
+SMALL_STEPS = dict(per_device_eval_batch_size=1)
+# the layouts that begin, and those that finish it: ranks, keys
+BEGUN = {"tp2": (2, layouts.TP2), "torch": (1, dict(backend="torch"))}
+FINISHED = {
+    "pp2": (2, {**layouts.PP2, "per_device_eval_batch_size": 3}),
+    "torch packed": (1, dict(backend="torch", **layouts.PACKED)),
+    "cp2 packed": (2, {**layouts.CP2, **layouts.PACKED}),
+    "dp2": (2, SMALL_STEPS),
+    "tp2+sp pp2": (4, {**layouts.TP2_SP, **layouts.PP2}),
+}
+CROSSINGS = [("tp2", "pp2"), ("tp2", "torch packed")] + [
+    pytest.param(*pair, marks=pytest.mark.full)
+    for pair in [("tp2", "cp2 packed"), ("tp2", "dp2"), ("torch", "tp2+sp pp2")]
+]
+
+
+def config_across(teacher, cache) -> dict:
+    """The objective with a teacher whose files the rows name."""
+    return dict(keys_of_run(ACROSS), cache=cache, cache_dir=f"{cache}-sums", teacher=teacher)
+
+
+def begun_rows(student, teacher, out, cache, **keys) -> int | None:
+    config = config_across(teacher, cache)
+    return code_of_stopped(our_curve, student, teacher, out, config, **keys, **SMALL_STEPS)
+
+
+def finished_rows(student, teacher, out, cache, **keys) -> list:
+    return our_curve(student, teacher, out, config_across(teacher, cache), **keys)
+
+
+def assert_same_rows(path, wanted: tuple) -> None:
+    tokens, logps = wanted
+    found = np.fromfile(path, ROW)
+    assert found["tokens"].tolist() == tokens.tolist()
+    np.testing.assert_allclose(found["logps"], logps, rtol=1e-5, atol=1e-5)
+
+
+def rows_and_curve_of_torch(student, teacher, out) -> tuple:
+    """({number of samples: (tokens, log-probabilities) of their trained tokens}, curve)."""
+    rows = {
+        count: rows_of_torch(teacher, tiny.samples(count, seed), keys_of_run(ACROSS))
+        for count, seed in SEEDS.items()
+    }
+    [curve] = oracle_curves(student, teacher, "", out, [ACROSS])
+    return rows, curve
+
+
+@pytest.fixture(scope="module")
+def of_torch(folder, tmp_path_factory):
+    out = str(tmp_path_factory.mktemp("of_torch"))
+    args = (f"{folder}/student", f"{folder}/teacher", out)
+    return world.run(rows_and_curve_of_torch, 1, *args)[0]
+
+
+@pytest.fixture(scope="module")
+def begun(folder, tmp_path_factory):
+    """(name of a layout -> folder of the rows that it has begun), each begun once."""
+
+    @functools.cache
+    def begin(name: str) -> Path:
+        ranks, keys = BEGUN[name]
+        out = tmp_path_factory.mktemp("begun")
+        args = (f"{folder}/student", f"{folder}/teacher", f"{out}/run", f"{out}/rows")
+        assert world.run(begun_rows, ranks, *args, **keys) == [85] * ranks
+        return out / "rows"
+
+    return begin
+
+
+@pytest.mark.parametrize("first, then", CROSSINGS)
+def test_rows_begun_in_one_layout_are_finished_in_another(
+    folder, tmp_path, of_torch, begun, first, then
+):
+    rows = shutil.copytree(begun(first), tmp_path / "rows")
+    [before] = (path.read_bytes() for path in rows.glob("*/rows.bin"))
+    ranks, keys = FINISHED[then]
+    args = (f"{folder}/student", f"{folder}/teacher", str(tmp_path / "run"), str(rows))
+    curves = world.run(finished_rows, ranks, *args, **keys)
+    wanted, curve = of_torch
+    assert_same_curve(curves[-1], curve)
+    kept = 0
+    for count, seed in SEEDS.items():
+        path = rows / fingerprint_of(tiny.samples(count, seed)) / "rows.bin"
+        kept += path.read_bytes().startswith(before)
+        assert_same_rows(path, wanted[count])
+        assert count == 9 or 0 < len(before) < path.stat().st_size
+    assert kept == 1  # those begun were not written again
+
+
+def packed_across(folder, out) -> tuple:
+    """(exit code of a run without packs stopped at tp2, what transformers gives for its rows) of
+    the command line; a packed run at pp2 finishes them."""
+    from mca_lite import run
+
+    rows = dict(teacher_top_k=4, teacher_cache=f"{out}/rows")
+    given = dict(rows, eval_dataset=None, eval_strategy=None)
+    keys = keys_of(folder, output_dir=f"{out}/first", **given, **layouts.TP2, **SMALL_STEPS)
+    code = code_of_stopped(small_runs.train_by_words, keys)
+    world.leave_layout()
+    keys = keys_of(folder, output_dir=f"{out}/then", packing=True, **given, **layouts.PP2)
+    small_runs.train_by_words(keys)
+    packs = run.make_plan(parse_args(small_runs.words_of(keys))).data.train
+    samples = [document for sample in packs.dataset for document in sample]
+    return code, rows_of_torch(f"{folder}/teacher", samples, dict(OBJECTIVE, top_k=4))
+
+
+@pytest.mark.full
+def test_rows_begun_without_packs_are_finished_with_them(folder, tmp_path):
+    code, wanted = world.run(packed_across, 2, str(folder), str(tmp_path))[0]
+    assert code == 85
+    [path] = (tmp_path / "rows").glob("*/rows.bin")
+    assert_same_rows(path, wanted)
 
 
 def refused_runs(student, teacher, other, out) -> list[str]:

@@ -61,6 +61,26 @@ def divergence(z, t, divergence, jsd_mix=0.5, temperature=1.0, top_k=None, **_) 
     return temperature**2 * found
 
 
+def rows_of_torch(teacher: str, samples: list[dict], objective: dict) -> tuple:
+    """(tokens int64 [rows, k], log-probabilities [rows, k + 1]) of the samples' trained tokens by
+    transformers' model: those of the student's ids that it finds likeliest, and of all others."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32).eval()
+    tokens, logps = [], []
+    with torch.no_grad():
+        for sample in samples:
+            ids, labels = (torch.as_tensor(sample[name]) for name in ("input_ids", "labels"))
+            logits = model(ids[None]).logits[0, labels != -100]
+            of_student = logits[:, : tiny.VOCAB] / objective.get("temperature", 1.0)
+            order = of_student.log_softmax(-1).sort(descending=True)
+            k = objective["top_k"]
+            tokens.append(order.indices[:, :k])
+            rest = order.values[:, k:].logsumexp(-1, keepdim=True)
+            logps.append(torch.cat([order.values[:, :k], rest], 1))
+    return torch.cat(tokens).numpy(), torch.cat(logps).numpy()
+
+
 def whole_trainer(teacher: str, objective: dict):
     """A trainer on the torch backend whose losses are taken of whole logits."""
     from mca_lite import McaTrainer
@@ -89,7 +109,7 @@ def whole_trainer(teacher: str, objective: dict):
 # a run: (name of OBJECTIVES, or "plain"; k of a cached teacher, None: resident; "full" or "lora")
 
 
-def keys_of(run: tuple) -> dict:
+def keys_of_run(run: tuple) -> dict:
     name, k, _ = run
     return dict(OBJECTIVES.get(name, PLAIN), top_k=k)
 
@@ -107,7 +127,7 @@ def oracle_curves(student, teacher, adapter, out, runs) -> list:
             student,
             f"{out}/{number}",
             backend="torch",
-            trainer_class=whole_trainer(teacher, keys_of(run)),
+            trainer_class=whole_trainer(teacher, keys_of_run(run)),
             adapt=adapting(adapter, run[-1]),
         )
         for number, run in enumerate(runs)
@@ -149,7 +169,7 @@ def curves_of(
     keys = {"loss_chunk_size": 5, **keys}
     curves = []
     for number, run in enumerate(runs):
-        config = keys_of(run)
+        config = keys_of_run(run)
         if run[1] is not None:
             config |= dict(cache=f"{cache}/{run[0]}-{run[1]}", cache_dtype=dtype)
         adapt = adapting(adapter, run[-1])
@@ -161,7 +181,7 @@ def curves_of(
 
 def whole_and_resumed_curves(student, teacher, adapter, out, cache, k) -> tuple[list, list]:
     """(curve, that of a run which died after its second step and went on) at pp2, with dropout."""
-    config = dict(keys_of(("jsd", k, "full")), cache=None if k is None else cache)
+    config = dict(keys_of_run(("jsd", k, "full")), cache=None if k is None else cache)
     keys = dict(PP2, attention_dropout=0.1)
     make = maker(teacher, config, "megatron")
     return whole_and_resumed(student, out, trainer_class=make, **keys)
