@@ -4,9 +4,9 @@ reference.
     loss = -log sigmoid(s(chosen) - s(rejected) - margin) + c (s(chosen) + s(rejected))^2
 
 (Bradley and Terry 1952; the second term, with c = center_rewards_coefficient, Eisenstein and others
-2023.) s is the value head's product with the last hidden state of an answer's last token, as
-transformers' models for sequence classification have it. The loss is the mean over the pairs of the
-global batch. Letters: P pairs of a micro-batch, b rows, s positions.
+2023.) s is the value head's product with the last hidden state of an answer's last token other than
+the pad token, as transformers' models for sequence classification have it. The loss is the mean
+over the pairs of the global batch. Letters: P pairs of a micro-batch, b rows, s positions.
 """
 
 from collections.abc import Iterator
@@ -18,14 +18,14 @@ import torch
 import torch.nn.functional as F
 
 from . import lora, lora_files
-from .data_batches import documents_of
+from .batch import real_documents
 from .data_files import SIDES
 from .errors import expect
 from .families import has_value_head
-from .files import IGNORE_INDEX
+from .files import IGNORE_INDEX, text_values
 from .tables import PAIR_COLUMNS, RM_METRICS, other_columns
 from .trainer_dpo import DPOTrainer, ReferenceConfig
-from .trainer_evaluation import PredictionOutput, sum_documents
+from .trainer_evaluation import PredictionOutput, in_documents, sum_documents
 
 
 @dataclass
@@ -52,8 +52,9 @@ class RewardTrainer(DPOTrainer):
     DPOTrainer's pairs.
 
     model: VirtualModels of a config with has_value_head, or transformers' model for sequence
-    classification with one label. train_config: RewardConfig. The other arguments are DPOTrainer's,
-    without a ref_model.
+    classification with one label. train_config: RewardConfig. tokenizer: its pad token becomes that
+    of the config; without one the config's counts. The other arguments are DPOTrainer's, without a
+    ref_model.
     Raises: ValueError for data and models that do not fit, before anything is computed.
     """
 
@@ -78,19 +79,12 @@ class RewardTrainer(DPOTrainer):
         )
         pad = getattr(self.tokenizer, "pad_token_id", None)
         if pad is None:
-            return
-        if hasattr(config, "hf_config"):  # McaModelConfig
-            config.hf_config["pad_token_id"] = pad
+            pad = text_values(values).get("pad_token_id")
+        elif hasattr(config, "hf_config"):  # McaModelConfig
+            text_values(config.hf_config)["pad_token_id"] = pad
         else:
-            config.pad_token_id = pad
-        if self.train_dataset is not None:
-            documents = documents_of(self.train_dataset[0])
-            last = [int(document["input_ids"][-1]) for document in documents]
-            expect(
-                pad not in last,
-                f"an answer ends with token {pad}, which pads, and transformers scores the token "
-                "before padding: give the tokenizer another pad_token",
-            )
+            config.get_text_config().pad_token_id = pad
+        self.pad_token_id = pad  # of exports: transformers gives no score of such a token
 
     @classmethod
     def has_reference(cls, keys) -> bool:
@@ -103,15 +97,24 @@ class RewardTrainer(DPOTrainer):
     # -- the loss
 
     def _arrange(self, batch: dict) -> dict:
-        """The batch arranged, with a label at the last token of each document alone."""
+        """The batch arranged, with a label at one token of each document: the last one other than
+        the pad token, as transformers chooses it."""
         batch = super()._arrange(batch)
-        is_real = ~batch["padding_mask"]
-        goes_on = F.pad(is_real[:, 1:], (0, 1))
-        if "cu_seqlens" in batch:
-            ends = [end - 1 for end in batch["cu_seqlens"][1:] if end]
-            goes_on[:, ends] = False
-        is_last = is_real & ~goes_on
-        labels = batch["input_ids"].masked_fill(~is_last, IGNORE_INDEX)
+        ids = batch["input_ids"]
+        can_score = ~batch["padding_mask"]
+        if self.pad_token_id is not None:
+            can_score = can_score & (ids != self.pad_token_id)
+        real = real_documents(batch)
+        counts = in_documents(batch, can_score.long())
+        expect(
+            bool(counts[real].all()),
+            f"an answer of a micro-batch has token {self.pad_token_id} alone, which pads: expected "
+            "another one beside it: give the tokenizer another pad_token",
+        )
+        [places] = can_score.flatten().nonzero(as_tuple=True)
+        last = places[counts.cumsum(0)[real] - 1]
+        labels = torch.full_like(ids, IGNORE_INDEX)
+        labels.put_(last, ids.take(last))
         return {**batch, "labels": labels}
 
     def _scores(self, batch: dict, labels, scores) -> torch.Tensor:

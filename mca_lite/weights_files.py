@@ -47,7 +47,7 @@ Part = tuple[slice, ...]  # of a tensor: rows, or rows and columns
 _ALL: Part = (slice(None),)
 
 # keys of config.json of a model with a value head
-OF_VALUE_HEAD = ("architectures", "id2label", "label2id", "pad_token_id")
+OF_VALUE_HEAD = ("architectures", "id2label", "label2id")
 
 # -- safetensors in shards
 
@@ -123,6 +123,7 @@ def write_hf_config(
         text[key] = trained[key]
     if has_value_head(hf_config.get("architectures")):
         values |= {key: hf_config[key] for key in OF_VALUE_HEAD if key in hf_config}
+        text["pad_token_id"] = trained.get("pad_token_id")
     # whatever is read quantised is written in the dtype
     for key in ("torch_dtype", "_name_or_path", "quantization_config"):
         values.pop(key, None)

@@ -3,12 +3,15 @@ metrics and gradient norm of whole curves, files, scores.
 """
 
 import json
+import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from mca_lite.args import parse_args
+from mca_lite.batch import ROPE_COLUMNS
 from mca_lite.data_batches import Collator
 from mca_lite.files import read_json
 from mca_lite.generation import load_for_generation
@@ -29,12 +32,15 @@ from tests.shared.dpo_tools import curve_of, differences
 from tests.shared.files import assert_same_tensors, tensors
 from tests.shared.layouts import CP2, EP2, PACKED, PP2, SP, TP2, TP2_SP, VPP2
 from tests.shared.rm_tools import (
+    PAD,
     SIDES,
+    Ending,
     Rated,
     load,
     make_oracles,
     numbers_of,
     oracle_curve,
+    padded_scores,
     rm_run,
     save_model,
     score,
@@ -157,6 +163,81 @@ def test_an_export_gives_transformers_the_scores_of_a_prediction(oracles, tmp_pa
     assert predictions == pytest.approx(np.array(scores), rel=1e-5, abs=1e-6)
     name = "rewards/accuracies"
     assert of_predictions[f"test_{name}"] == pytest.approx(wanted[name])
+
+
+# -- the pad token in answers
+
+
+def run_with_pads(path, out, of_config: bool, keys) -> tuple:
+    """(curve, scores of a prediction) of a run; its folder has the model. of_config: the config
+    names the token that pads, and no tokenizer is given."""
+    tokenizer = SimpleNamespace(pad_token_id=PAD, save_pretrained=str)
+    given = dict(train_dataset=Ending(), tokenizer=None if of_config else tokenizer)
+    trainer = rm_run(path, out, **keys, **given)
+    trainer.save_model()
+    return curve_of(trainer), trainer.predict(Ending()).predictions
+
+
+def oracle_with_pads(path) -> list:
+    return oracle_curve(load(path, PAD), data=Ending())
+
+
+def scores_with_pads(trained) -> dict:
+    """{side of the padding: scores of all pairs} by transformers on what was exported."""
+    model = load(trained)
+    assert model.config.get_text_config().pad_token_id == PAD
+    documents = [pair[side] for pair in Ending().pairs for side in SIDES]
+    return {side: padded_scores(model, documents, side) for side in ("left", "right")}
+
+
+@pytest.mark.parametrize(
+    "ranks, keys, of_config",
+    [
+        (2, {**CP2, **PACKED}, True),
+        (1, dict(backend="torch", per_device_train_batch_size=2), False),
+        pytest.param(4, {**TP2, **PP2}, False, marks=pytest.mark.full),
+        pytest.param(2, {**PP2, **PACKED}, False, marks=pytest.mark.full),
+    ],
+)
+def test_answers_that_hold_the_pad_token_are_scored_as_by_transformers(
+    oracles, tmp_path, ranks, keys, of_config
+):
+    path = shutil.copytree(oracles[0], tmp_path / "model")
+    if of_config:
+        config = read_json(path / "config.json")
+        (path / "config.json").write_text(json.dumps({**config, "pad_token_id": PAD}))
+    out = str(tmp_path / "run")
+    curve, predictions = world.run(run_with_pads, ranks, str(path), out, of_config, keys)[0]
+    [wanted] = world.run(oracle_with_pads, 1, oracles[0])
+    assert not differences(curve, wanted)
+    [scores] = world.run(scores_with_pads, 1, out)
+    for of_side in scores.values():
+        assert predictions.flatten() == pytest.approx(of_side, rel=1e-5, abs=1e-6)
+
+
+def run_of_a_model_with_a_tower(path, out, keys) -> list:
+    """Scores of a prediction; the run's folder has the model."""
+    data = Ending()
+    for pair in data.pairs:
+        for side in SIDES:
+            positions = torch.arange(len(pair[side]["input_ids"]))
+            pair[side].update(dict.fromkeys(ROPE_COLUMNS, positions))
+    tokenizer = SimpleNamespace(pad_token_id=PAD, save_pretrained=str)
+    trainer = rm_run(path, out, train_dataset=data, tokenizer=tokenizer, max_steps=1, **keys)
+    trainer.save_model()
+    return trainer.predict(data).predictions
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("backend", ["megatron", "torch"])
+def test_a_text_config_has_the_pad_token_of_exports(tmp_path, backend):
+    path = save_model(tmp_path / "model", "qwen3_5")
+    out = str(tmp_path / "run")
+    keys = dict(backend=backend)
+    [predictions] = world.run(run_of_a_model_with_a_tower, 1, path, out, keys)
+    [scores] = world.run(scores_with_pads, 1, out)
+    for of_side in scores.values():
+        assert predictions.flatten() == pytest.approx(of_side, rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.full), "lora"])
@@ -337,16 +418,16 @@ def test_margins_are_refused_where_no_pair_is(tmp_path):
 
 
 def refusals(path, causal, out) -> list[str]:
-    from types import SimpleNamespace
-
     half = [{**pair} for pair in Rated().pairs[:4]]
     half[1].pop("pair_margin")
-    last = int(half[0]["chosen"]["input_ids"][-1])
+    ids = torch.full_like(half[0]["chosen"]["input_ids"], PAD)
+    pads = {**half[0], "chosen": {**half[0]["chosen"], "input_ids": ids}}
+    tokenizer = SimpleNamespace(pad_token_id=PAD, save_pretrained=print)
     cases = [
         (causal, {}),
         (path, dict(train_dataset=half, per_device_train_batch_size=4)),
         (path, dict(train_dataset=[{**half[0], "answer_label": 1}] * 4)),
-        (path, dict(tokenizer=SimpleNamespace(pad_token_id=last, save_pretrained=print))),
+        (path, dict(train_dataset=[pads] * 4, tokenizer=tokenizer)),
         (path, dict(calculate_per_token_loss=False)),
     ]
     return [error_of(rm_run, p, f"{out}/{n}", **keys) for n, (p, keys) in enumerate(cases)]

@@ -5,7 +5,7 @@ sequence classification as the oracle.
 import torch
 import torch.nn.functional as F
 
-from tests.shared import tiny, tiny_moe
+from tests.shared import pictures, tiny, tiny_moe
 from tests.shared.answers import curve_of_steps, trained
 from tests.shared.dpo_tools import COUNT, STEPS, Pairs
 
@@ -22,12 +22,34 @@ class Rated(Pairs):
             pair.update(pair_margin=0.5 * (i % 3), pair_weight=1.5 - 0.25 * (i % 2))
 
 
+PAD = 11  # the token that pads
+
+
+class Ending(Rated):
+    """Rated pairs whose answers hold the token that pads inside, or end with it once or twice: not
+    those of the first pair."""
+
+    def __init__(self, count: int = COUNT, seed: int = 1):
+        super().__init__(count, seed)
+        for i, pair in enumerate(self.pairs):
+            for side in SIDES:
+                ids = pair[side]["input_ids"]
+                ids[(ids >= pictures.IMAGE) & (ids <= pictures.END)] = 0  # have no picture
+                ids[len(ids) - i % 3 :] = PAD
+                ids[len(ids) // 2] = PAD
+                ids[0] = PAD + 1
+                if i == 0:
+                    ids[-1] = PAD + 1
+
+
 def save_model(folder, family: str = "qwen3", seed: int = 0, **changes) -> str:
     """A tiny model of one score with random weights, as transformers saves it."""
     from transformers import AutoModelForSequenceClassification
 
     torch.manual_seed(seed)
     tables = tiny_moe if family in tiny_moe.MODELS else tiny
+    if family in pictures.FAMILIES:
+        tables = pictures
     config = tables.hf_config(family, **changes)
     config.num_labels = 1
     model = AutoModelForSequenceClassification.from_config(config)
@@ -52,7 +74,6 @@ def rm_run(path, output_dir, adapter=None, centre=CENTRE, **changes):
 
 def score(model, document: dict) -> torch.Tensor:
     """Of one document alone: without a pad_token_id transformers takes the last token."""
-    assert model.config.pad_token_id is None
     return model(torch.as_tensor(document["input_ids"])[None]).logits[0, 0].float()
 
 
@@ -72,9 +93,21 @@ def numbers_of(model, pairs) -> tuple:
     return losses, {key: float(value.detach().mean()) for key, value in metrics.items()}
 
 
-def oracle_curve(model, steps: int = STEPS, packs=None) -> list[dict]:
-    """The curve for rm_run, one pair after another. packs: the numbers of the pairs of each."""
-    pairs = Rated().pairs
+def padded_scores(model, documents: list[dict], side: str) -> list[float]:
+    """Of documents in one batch, padded on the right or on the left."""
+    from torch.nn.utils.rnn import pad_sequence
+
+    rows = [torch.as_tensor(document["input_ids"]) for document in documents]
+    ids = pad_sequence(rows, True, model.config.get_text_config().pad_token_id, side)
+    mask = pad_sequence([torch.ones_like(row) for row in rows], True, 0, side)
+    with torch.no_grad():
+        return model(ids, attention_mask=mask).logits[:, 0].tolist()
+
+
+def oracle_curve(model, steps: int = STEPS, packs=None, data=None) -> list[dict]:
+    """The curve for rm_run, one pair after another. packs: the numbers of the pairs of each. data:
+    in place of Rated()."""
+    pairs = (data or Rated()).pairs
 
     def numbers(model, chosen):
         return numbers_of(model, [pairs[j] for j in chosen])
@@ -82,10 +115,15 @@ def oracle_curve(model, steps: int = STEPS, packs=None) -> list[dict]:
     return curve_of_steps(model, numbers, steps, packs)
 
 
-def load(path):
+def load(path, pad=None):
+    """transformers' model of a folder. pad: set after its embedding was made, which would give the
+    row of its padding_idx no gradient."""
     from transformers import AutoModelForSequenceClassification
 
-    return AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32).eval()
+    model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32).eval()
+    if pad is not None:
+        model.config.pad_token_id = pad
+    return model
 
 
 def adapted(path):

@@ -211,8 +211,8 @@ ROWS: list[tuple[str, str, str, str]] = [
     ),
     (
         "a reward model scores every token of a packed answer",
-        "goes_on[:, ends] = False",
-        "goes_on[:] = False",
+        "last = places[counts.cumsum(0)[real] - 1]",
+        "last = places",
         "test_rm.py::test_a_reward_model_trains_as_plain_torch",
     ),
     (
