@@ -11,7 +11,7 @@ import copy
 import functools
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -604,7 +604,25 @@ def samples_of(dataset):
     return dataset.dataset if isinstance(dataset, Packs) else dataset
 
 
-class WithReference(Dataset):
+def with_samples(dataset, change: Callable):
+    """The dataset with change(its samples) as its samples, in the packs that it has."""
+    samples = change(samples_of(dataset))
+    return dataset.over(samples) if isinstance(dataset, Packs) else samples
+
+
+class View(Dataset):
+    """A view of a dataset, with other columns in its documents."""
+
+    def __init__(self, dataset):
+        self.dataset = dataset
+        self.work = getattr(dataset, "work", None)
+        self.identity = getattr(dataset, "identity", None)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+class WithReference(View):
     """A view of a dataset whose documents have "reference", their log-probability by a reference
     model.
 
@@ -612,13 +630,8 @@ class WithReference(Dataset):
     """
 
     def __init__(self, dataset, logps: np.ndarray):
-        self.dataset = dataset
+        super().__init__(dataset)
         self.logps = logps
-        self.work = getattr(dataset, "work", None)
-        self.identity = getattr(dataset, "identity", None)
-
-    def __len__(self) -> int:
-        return len(self.dataset)
 
     def __getitem__(self, i: int) -> list[dict]:
         documents = documents_of(self.dataset[i])

@@ -16,9 +16,8 @@ from typing import Any
 
 import numpy as np
 from filelock import FileLock, Timeout
-from torch.utils.data import Dataset
 
-from .data_batches import documents_of
+from .data_batches import View, documents_of
 from .data_encode import content_hash
 from .errors import expect
 from .files import HF_CONFIG_NAME, IGNORE_INDEX, describe_error, write_json
@@ -34,7 +33,7 @@ def _trained(document) -> np.ndarray:
     return np.asarray(document["labels"]) != IGNORE_INDEX
 
 
-class WithRows(Dataset):
+class WithRows(View):
     """A view of a dataset whose documents have "teacher_row", int64 [n]: the number of each trained
     token's row, -1 for other tokens.
 
@@ -42,15 +41,10 @@ class WithRows(Dataset):
     """
 
     def __init__(self, dataset, counts: np.ndarray, first: int = 0):
-        self.dataset = dataset
+        super().__init__(dataset)
         self.first = first
         self.ends = np.append(0, counts.cumsum())
-        self.work = getattr(dataset, "work", None)
-        self.identity = getattr(dataset, "identity", None)
         self.document_lengths = getattr(dataset, "document_lengths", None)
-
-    def __len__(self) -> int:
-        return len(self.dataset)
 
     def __getitem__(self, i: int) -> list[dict]:
         documents = documents_of(self.dataset[i])

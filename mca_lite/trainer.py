@@ -43,6 +43,7 @@ from .data_batches import (
     count_tokens,
     make_loader,
     samples_of,
+    with_samples,
 )
 from .data_stream import TokenStream
 from .errors import expect, refuse
@@ -374,8 +375,26 @@ class McaTrainer:
 
     # -- data
 
+    def _prepare_samples(self, samples):
+        """A view of a data set's samples with the columns that this objective computes for them,
+        before the first pass over it; of one that has them, itself. Collective."""
+        return samples
+
+    def _prepared(self, dataset):
+        """The dataset, or each of a dict of them, over prepared samples. Collective."""
+        if isinstance(dataset, dict):
+            return {name: self._prepared(part) for name, part in dataset.items()}
+        return None if dataset is None else with_samples(dataset, self._prepare_samples)
+
+    def _prepare_datasets(self) -> None:
+        """Prepare the samples for training and evaluation. Collective."""
+        self.train_dataset = self._prepared(self.train_dataset)
+        self.eval_dataset = self._prepared(self.eval_dataset)
+
     def get_train_dataloader(self):
-        """A DataLoader of this data parallel rank's micro-batches, epoch after epoch."""
+        """A DataLoader of this data parallel rank's micro-batches, epoch after epoch. Collective if
+        the objective computes columns of the samples."""
+        self.train_dataset = self._prepared(self.train_dataset)
         return self._train_loader(self.plan_batches(self.train_dataset), 0, 0)
 
     def plan_batches(self, dataset, training: bool = True) -> BatchPlan:
@@ -506,6 +525,8 @@ class McaTrainer:
 
     def _prepare_train_loop(self, resume_from_checkpoint) -> BatchPlan:
         args = self.args
+        # before a checkpoint is loaded: a reference is the model that the run started from
+        self._prepare_datasets()
         self.batch_plan = plan = self.plan_batches(self.train_dataset)
         max_steps = args.steps_of_run(plan.steps_per_epoch)
         self.lr_scheduler = self._given[1]  # another schedule for each run
@@ -757,8 +778,9 @@ class McaTrainer:
     def evaluate(self, eval_dataset=None, metric_key_prefix: str = "eval") -> dict[str, float]:
         """Metrics over the whole set (None: the trainer's), sum / count over all ranks. A dict of
         sets has metrics of each too, named <prefix>_<its name>_<metric>. Collective."""
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        return self.evaluator.evaluate(dataset, metric_key_prefix)
+        if eval_dataset is None:
+            eval_dataset = self.eval_dataset = self._prepared(self.eval_dataset)
+        return self.evaluator.evaluate(self._prepared(eval_dataset), metric_key_prefix)
 
     def predict(
         self, test_dataset, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"

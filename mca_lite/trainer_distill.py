@@ -35,7 +35,7 @@ from torch.utils.data import Subset
 from . import parallel
 from .args import FinetuningArguments, check_together
 from .ckpt_folder import CheckpointError
-from .data_batches import Limits, Packs, samples_of
+from .data_batches import Limits, samples_of
 from .data_encode import cache_folder, hash_of
 from .data_stream import TokenStream
 from .data_teacher import (
@@ -577,47 +577,27 @@ class DistillTrainer(McaTrainer):
             )
         self.limits = self.limits.within(Limits(vocab_size=size))
 
-    def _with_rows(self, dataset):
-        """The dataset, its samples with the numbers of a cached teacher's rows. Collective."""
-        if dataset is None or not self._k:
-            return dataset
-        if isinstance(dataset, dict):
-            return {name: self._with_rows(part) for name, part in dataset.items()}
+    def _prepare_samples(self, samples):
+        """The samples with the numbers of a cached teacher's rows. Collective."""
+        if not self._k or isinstance(samples, WithRows):
+            return samples
         expect(
-            not isinstance(dataset, TokenStream),
+            not isinstance(samples, TokenStream),
             "a cached teacher scores the samples before training, and a stream is read once: leave "
             "teacher_top_k out, or set streaming: false",
         )
-        view = samples_of(dataset)
-        if isinstance(view, WithRows):
-            return dataset
-        numbered = self._rows_of(view)
-        return dataset.over(numbered) if isinstance(dataset, Packs) else numbered
-
-    def _with_rows_of_all(self) -> None:
-        """Give the trainer's datasets their rows, and let go of a teacher that was loaded for it.
-        Collective."""
-        self.train_dataset = self._with_rows(self.train_dataset)
-        self.eval_dataset = self._with_rows(self.eval_dataset)
-        if self._k:
-            self._chunks = None
+        return self._rows_of(samples)
 
     # -- around the loop
 
-    def _prepare_train_loop(self, resume_from_checkpoint):
-        self._with_rows_of_all()
-        if not self._k and self._chunks is None:
-            self._chunks = self._load_teacher()  # before the summary, which counts its work
-        return super()._prepare_train_loop(resume_from_checkpoint)
-
-    def evaluate(self, eval_dataset=None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        self._with_rows_of_all()
-        return super().evaluate(self._with_rows(eval_dataset), metric_key_prefix)
-
-    def get_train_dataloader(self):
-        """McaTrainer's; the samples have their rows of a cached teacher. Collective."""
-        self._with_rows_of_all()
-        return super().get_train_dataloader()
+    def _prepare_datasets(self) -> None:
+        """Load a resident teacher too, before the summary, which counts its work; let go of one
+        that was loaded for its rows. Collective."""
+        super()._prepare_datasets()
+        if self._k:
+            self._chunks = None
+        elif self._chunks is None:
+            self._chunks = self._load_teacher()
 
     def objective_facts(self) -> dict:
         """The first rows of a cached teacher: a resumed run must have the same."""

@@ -644,40 +644,18 @@ class DPOTrainer(McaTrainer):
         share = 3e-2 if self.args.bf16 or self.args.fp16 else 1e-3
         return bool(np.allclose(logps, others, rtol=share, atol=share))
 
-    def _with_reference(self, dataset):
-        """The dataset, its pairs with log-probabilities of a cached reference. Collective."""
-        if dataset is None or self.reference != "cached":
-            return dataset
-        if isinstance(dataset, dict):
-            return {name: self._with_reference(part) for name, part in dataset.items()}
-        view = samples_of(dataset)
-        if isinstance(view, WithReference):
-            return dataset
+    def _prepare_samples(self, samples):
+        """The samples with log-probabilities of a cached reference. Collective."""
+        if self.reference != "cached" or isinstance(samples, WithReference):
+            return samples
         expect(
             not self.was_trained,
             "a cached reference is computed by the model before it is trained: give this "
             f"dataset to {type(self).__name__} as train_dataset or eval_dataset",
         )
-        referenced = WithReference(view, self._reference_of(view))
-        return dataset.over(referenced) if isinstance(dataset, Packs) else referenced
+        return WithReference(samples, self._reference_of(samples))
 
     # -- around the loop
-
-    def _prepare_train_loop(self, resume_from_checkpoint):
-        # before a checkpoint is loaded: the reference is the model that the run started from
-        self.train_dataset = self._with_reference(self.train_dataset)
-        self.eval_dataset = self._with_reference(self.eval_dataset)
-        return super()._prepare_train_loop(resume_from_checkpoint)
-
-    def evaluate(self, eval_dataset=None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        if eval_dataset is None:
-            self.eval_dataset = self._with_reference(self.eval_dataset)
-        return super().evaluate(self._with_reference(eval_dataset), metric_key_prefix)
-
-    def get_train_dataloader(self):
-        """McaTrainer's; the pairs of a cached reference have its log-probabilities. Collective."""
-        self.train_dataset = self._with_reference(self.train_dataset)
-        return super().get_train_dataloader()
 
     def objective_facts(self) -> dict:
         """The reference's log-probabilities of the first pairs: a resumed run must have the same

@@ -18,11 +18,18 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
 
 from . import parallel
 from .batch import every_second, real_documents
-from .data_batches import Packs, WithReference, count_tokens, documents_of, samples_of
+from .data_batches import (
+    Packs,
+    View,
+    WithReference,
+    count_tokens,
+    documents_of,
+    samples_of,
+    with_samples,
+)
 from .errors import expect
 from .files import IGNORE_INDEX
 from .tables import ANSWER_LABEL, KTO_METRICS, other_columns
@@ -81,7 +88,8 @@ class KTOTrainer(DPOTrainer):
             "vision_config" not in (self.backend.hf_config or {}),
             "stage kto trains on texts: expected a model without a vision tower",
         )
-        self.train_dataset = self._paired(self.train_dataset)
+        if self.train_dataset is not None:  # the dry run reads it
+            self.train_dataset = with_samples(self.train_dataset, self._paired)
 
     @classmethod
     def has_reference(cls, keys) -> bool:
@@ -89,7 +97,7 @@ class KTOTrainer(DPOTrainer):
 
     @classmethod
     def forward_passes(cls, keys) -> tuple[int, int]:
-        return 1, 2  # mismatched answers; over a batch they have as many tokens
+        return 1, 2  # mismatched answers; over an epoch they have as many tokens
 
     @classmethod
     def own_keywords(cls, arguments, second_model) -> dict[str, Any]:
@@ -185,21 +193,15 @@ class KTOTrainer(DPOTrainer):
 
     # -- data
 
-    def _with_reference(self, dataset):
-        """DPOTrainer's, over samples with mismatched documents."""
-        if isinstance(dataset, dict):
-            return super()._with_reference(dataset)
-        return super()._with_reference(self._paired(dataset))
+    def _prepare_samples(self, samples):
+        return super()._prepare_samples(self._paired(samples))
 
-    def _paired(self, dataset):
-        """The dataset, its samples with mismatched documents."""
-        view = samples_of(dataset)
-        if dataset is None or isinstance(view, (Mismatched, WithReference)):
-            return dataset
-        self.check_samples(dataset, self.args.sequence_packing)
-        limit = self.train_config.cutoff_len
-        view = Mismatched(view, self.args.train_global_batch_size, limit)
-        return dataset.over(view) if isinstance(dataset, Packs) else view
+    def _paired(self, samples):
+        """The samples with mismatched documents."""
+        if isinstance(samples, (Mismatched, WithReference)):
+            return samples
+        self.check_samples(samples, packs=True)
+        return Mismatched(samples, self.args.train_global_batch_size, self.train_config.cutoff_len)
 
     def predict(
         self, test_dataset, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
@@ -214,7 +216,7 @@ class KTOTrainer(DPOTrainer):
             self.documents_per_sample = 2
 
 
-class Mismatched(Dataset):
+class Mismatched(View):
     """A view of labelled samples: each one's document, and one of its prompt with the answer of the
     sample before it in its block; the first takes the last one's.
 
@@ -225,15 +227,12 @@ class Mismatched(Dataset):
     documents_per_sample = 2
 
     def __init__(self, dataset, block: int, cutoff_len: int | None = None):
-        self.dataset = dataset
+        super().__init__(dataset)
         self.block = block
         self.cutoff_len = cutoff_len
-        self.identity = getattr(dataset, "identity", None)
+        self.work = None  # that of the answers alone
         fingerprint = getattr(dataset, "fingerprint", None)
         self.fingerprint = fingerprint and f"{fingerprint} mismatched {block} {cutoff_len}"
-
-    def __len__(self) -> int:
-        return len(self.dataset)
 
     def partner(self, i: int) -> int:
         """The sample with the answer for sample i's mismatched document."""
