@@ -287,9 +287,8 @@ class LoraAdapter(Adapter):
         return torch.cat(parts, axis + 1).flatten(axis, axis + 1)
 
     def _product(self, x, weight):
-        """W x + scale * B A x; of a column-cut linear this rank's part of that sum, with its part
-        of A x. Collective: gradients of a whole matrix are summed unless megatron sums them, as
-        under sequence parallelism."""
+        """W x + scale * B A x, summed over the ranks of a row-cut linear. Collective: gradients of
+        a whole matrix are summed unless megatron sums them, as under sequence parallelism."""
         a = self.lora_A
         gathers = None
         # B of all projections as one matrix [out, projections * r]
@@ -302,7 +301,8 @@ class LoraAdapter(Adapter):
         elif self.cut == ROW and not self.sequence_parallel:
             b = parallel.sum_gradients(b, self.group)
         room = with_room(weight, len(self.lora_A), self._rooms)
-        return AdaptedProduct.apply(x, weight, room, a, b, self.spec.scale, gathers)
+        out = AdaptedProduct.apply(x, weight, room, a, b, self.spec.scale, gathers)
+        return self._summed(out) if self.cut == ROW else out
 
     def low(self, x: torch.Tensor) -> torch.Tensor:
         """scale * A x, float32 or in x's dtype; of a cut linear summed over its ranks, or of the
@@ -462,7 +462,7 @@ def attach(module: torch.nn.Module, adapter: Adapter, way: str = "beside") -> No
     """Put an adapter on a module.
 
     way: "beside" a linear or an embedding: the output of the adapter is added, by a hook or in
-    megatron's product; "inside": the module uses it itself (model_moe.py's router and experts);
+    its product; "inside": the module uses it itself (model_moe.py's router and experts);
     "merged": the forward pass of transformers' experts and routers reads adapter.merged(module), by
     name, in place of their parameters. That takes their memory once more, and allows no dropout.
     """
@@ -488,22 +488,18 @@ def _uncover_parameters(module, args, output):
 
 
 def _add_in_product(module, adapter: Adapter) -> None:
-    """Let a linear of megatron or of Transformer Engine add the adapter in its product. Both are
-    replaced on the instance: a hook comes after the product."""
+    """Let a tensor-parallel linear, or Transformer Engine's, add the adapter in its product. Both
+    are replaced on the instance: a hook comes after the product."""
     if hasattr(module, "activation_dtype"):
         _suit_transformer_engine(module, adapter)
-    elif isinstance(adapter, LoraAdapter) and hasattr(module, "_forward_impl"):
-        base_product = module._forward_impl  # of a ColumnParallelLinear or RowParallelLinear
+    elif isinstance(adapter, LoraAdapter) and hasattr(module, "product"):
+        base_product = module.product  # of model_linears.py
 
-        def product(input, weight, bias=None, **keys):
-            if not adapter.adds_in_product(weight):
-                return base_product(input=input, weight=weight, bias=bias, **keys)
-            out = adapter(input, weight)
-            if bias is not None:
-                out = out + bias
-            return out
+        def product(x, weight):
+            multiply = adapter if adapter.adds_in_product(weight) else base_product
+            return multiply(x, weight)
 
-        module._forward_impl = product
+        module.product = product
         adapter.in_product = True
 
 

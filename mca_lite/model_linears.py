@@ -1,24 +1,25 @@
-"""megatron's linears under sequence parallelism with their messages behind their products
-(tp_comm_overlap).
+"""megatron's linears, a product and its messages in one function of autograd, in every layout.
 
-A product takes this rank's part of the tokens while the others' travel: the GPUs of one host copy
-them from each other's memory (torch's symmetric memory), on a stream of its own. Elsewhere the same
-functions gather, multiply and scatter in turn.
-Of megatron's linears the weights, their initialisation and their checkpoints stay; frozen weights,
-which have adapters beside them, take megatron's way.
+Under sequence parallelism messages can travel behind products (tp_comm_overlap): a product takes
+this rank's part of the tokens while the others' arrive. The GPUs of one host copy them from each
+other's memory (torch's symmetric memory), on a stream of its own. Elsewhere the same functions
+gather, multiply and scatter in turn.
+Of megatron's linears the weights, their initialisation and their checkpoints stay.
 """
 
 import functools
 import math
 import warnings
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from .cpu import add_weight_gradient
 from .kernels import first_line
-from .mcore import ColumnParallelLinear, RowParallelLinear, mappings
+from .mcore import ColumnParallelLinear, RowParallelLinear
 
 _SETS = 3
 _LEAST = 1 << 20  # bytes of a set
@@ -26,78 +27,115 @@ _NO_SYMMETRIC_MEMORY = (
     "tp_comm_overlap: torch's symmetric memory does not work here ({}): messages of tensor "
     "parallelism are not hidden behind products"
 )
+# torch 2.13 warns about the former names in each call
+_gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_scatter_into = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class ColumnLinear(ColumnParallelLinear):
-    """A linear with its outputs cut over the ranks of tp_group: takes [s / tp, b, h] under sequence
-    parallelism. Collectives over tp_group in both passes."""
+    """A linear with its outputs cut over the ranks of tp_group: takes [s, b, h], or [s / tp, b, h]
+    under sequence parallelism. Collectives over tp_group in both passes."""
 
-    def _forward_impl(self, input, weight, *args, **kwargs):
-        if kwargs["bias"] is not None or not _overlaps(self, kwargs["sequence_parallel"]):
-            return super()._forward_impl(input, weight, *args, **kwargs)
-        return GatherLinear.apply(input, weight, self.tp_group, self.gradient_accumulation_fusion)
+    def product(self, x, weight):
+        """The outputs [s, b, n / tp] of x. An adapter replaces it on the instance."""
+        return ColumnProduct.apply(x, weight, Way.of(self))
+
+    def forward(self, x):
+        """(output [s, b, n / tp], bias or None)."""
+        return self.product(x, self.weight), self.bias
 
 
 class RowLinear(RowParallelLinear):
-    """A linear with its inputs cut over the ranks of tp_group: gives [s / tp, b, h] under sequence
-    parallelism. Collectives over tp_group in both passes."""
+    """A linear with its inputs cut over the ranks of tp_group: gives [s, b, h], or [s / tp, b, h]
+    under sequence parallelism. Collectives over tp_group in both passes."""
 
-    def _forward_impl(self, input, weight, *args, **kwargs):
-        kwargs["tp_group"] = self.tp_group  # megatron warns on each call without it
-        return super()._forward_impl(input, weight, *args, **kwargs)
+    def product(self, x, weight):
+        """The outputs of x [s, b, h / tp]. An adapter replaces it on the instance."""
+        return RowProduct.apply(x, weight, Way.of(self))
 
-    def forward(self, input_):
-        """(output, bias or None) of input_ [s, b, h / tp]."""
-        if not self.skip_bias_add or not _overlaps(self, self.sequence_parallel):
-            return super().forward(input_)
-        more = self.tp_group, self.gradient_accumulation_fusion
-        return LinearScatter.apply(input_, self.weight, *more), self.bias
+    def forward(self, x):
+        """(output, bias or None) of x [s, b, h / tp]."""
+        return self.product(x, self.weight), self.bias
 
 
-def _overlaps(linear, is_cut: bool) -> bool:
-    """True if the functions of this file multiply for a linear, with its tokens cut."""
-    is_usual = is_cut and not linear.explicit_expert_comm
-    return is_usual and linear.config.tp_comm_overlap and linear.weight.requires_grad
+class Way(NamedTuple):
+    """The messages of a linear."""
+
+    group: dist.ProcessGroup | None  # None: no messages
+    cuts_tokens: bool = False  # ranks have parts of the sequence, outside of the linear
+    overlaps: bool = False
+    accumulates: bool = False  # the weight's gradient is added to its main_grad
+
+    @classmethod
+    def of(cls, linear) -> "Way":
+        """Read it from a linear of megatron."""
+        accumulates = linear.gradient_accumulation_fusion
+        # the shared experts beside a dispatch send for themselves
+        if linear.explicit_expert_comm or linear.tp_group.size() == 1:
+            return cls(None, accumulates=accumulates)
+        is_cut = linear.sequence_parallel
+        return cls(linear.tp_group, is_cut, linear.config.tp_comm_overlap, accumulates)
 
 
-class GatherLinear(torch.autograd.Function):
-    """x [s / tp, b, k] of each rank, whole, times weight [n, k] -> [s, b, n]. accumulates: the
-    weight's gradient is added to its main_grad."""
-
-    @staticmethod
-    def forward(ctx, x, weight, group, accumulates: bool):
-        ctx.save_for_backward(x)
-        ctx.constants = weight, group, accumulates
-        return gather_multiply(x, weight.t(), group)[1]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        weight, group, accumulates = ctx.constants
-        [x] = ctx.saved_tensors
-        whole, arrivals = start_gather(x, group)
-        of_x = multiply_scatter(grad, weight, group)
-        for _, arrival in arrivals:
-            arrival.wait()
-        return of_x, _of_weight(weight, whole, grad, accumulates), None, None
-
-
-class LinearScatter(torch.autograd.Function):
-    """x [s, b, k] times weight [n, k], summed over the ranks -> this rank's part [s / tp, b, n]."""
+class ColumnProduct(torch.autograd.Function):
+    """x [s, b, k], or [s / tp, b, k] of each rank with cut tokens, times weight [n, k] ->
+    [s, b, n]."""
 
     @staticmethod
-    def forward(ctx, x, weight, group, accumulates: bool):
-        ctx.save_for_backward(x)
-        ctx.constants = weight, group, accumulates
-        return multiply_scatter(x, weight.t(), group)
+    def forward(ctx, x, weight, way: Way):
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
+        ctx.constants = weight, way
+        if not way.cuts_tokens:
+            return F.linear(x, weight)
+        return gather_multiply(x, weight.t(), way)[1]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        weight, group, accumulates = ctx.constants
+        weight, way = ctx.constants
         [x] = ctx.saved_tensors
-        whole, of_x = gather_multiply(grad, weight, group)
-        return of_x, _of_weight(weight, x, whole, accumulates), None, None
+        of_x = of_weight = None
+        # the messages of each product are behind the other one
+        if x is not None:
+            whole, arrivals = start_gather(x, way)
+        sums = []
+        if ctx.needs_input_grad[0]:
+            of_x, sums = start_sum(grad, weight, way)
+        if x is not None:
+            _wait(arrivals)
+            of_weight = _of_weight(weight, whole, grad, way.accumulates)
+        _wait(sums)
+        return of_x, of_weight, None
+
+
+class RowProduct(torch.autograd.Function):
+    """x [s, b, k] times weight [n, k], summed over the ranks -> [s, b, n], or this rank's part
+    [s / tp, b, n] with cut tokens."""
+
+    @staticmethod
+    def forward(ctx, x, weight, way: Way):
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
+        ctx.constants = weight, way
+        if way.cuts_tokens:
+            return multiply_scatter(x, weight.t(), way)
+        out = F.linear(x, weight)
+        if way.group is not None:
+            dist.all_reduce(out, group=way.group)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        weight, way = ctx.constants
+        [x] = ctx.saved_tensors
+        of_weight = None
+        if way.cuts_tokens:
+            grad, of_x = gather_multiply(grad, weight, way)
+        else:
+            of_x = grad @ weight
+        if x is not None:
+            of_weight = _of_weight(weight, x, grad, way.accumulates)
+        return of_x, of_weight, None
 
 
 def _of_weight(weight, x, grad, accumulates: bool):
@@ -112,23 +150,49 @@ def _of_weight(weight, x, grad, accumulates: bool):
     return torch.empty_like(weight)
 
 
-def start_gather(x, group) -> tuple[torch.Tensor, list]:
-    """(x [s / tp, b, k] of each rank gathered to [s, b, k], (rank, event) of parts that arrive
-    later). Collective over group."""
-    peers = peers_of(group) if x.is_cuda else None
-    if peers is None:
-        return mappings._gather_along_first_dim(x, group), []
-    return peers.gather(x.contiguous())
+def _wait(messages: list) -> None:
+    """Let the device wait for messages, or events, under way."""
+    for message in messages:
+        message.wait()
 
 
-def gather_multiply(x, matrix, group) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x [s / tp, b, k] of each rank gathered to [s, b, k], that times matrix [k, n]). Collective
-    over group."""
-    peers = peers_of(group) if x.is_cuda else None
-    if peers is None:
-        whole = mappings._gather_along_first_dim(x, group)
-        return whole, whole @ matrix
+def start_gather(x, way: Way) -> tuple[torch.Tensor, list]:
+    """(x [s / tp, b, k] of each rank gathered to [s, b, k], messages to wait for); x itself without
+    cut tokens. Collective over the group of `way`."""
+    if not way.cuts_tokens:
+        return x, []
     x = x.contiguous()
+    peers = peers_of(way.group) if way.overlaps and x.is_cuda else None
+    if peers is not None:
+        whole, arrivals = peers.gather(x)
+        return whole, [arrival for _, arrival in arrivals]
+    whole = x.new_empty(way.group.size() * x.shape[0], *x.shape[1:])
+    return whole, [_gather_into(whole, x, group=way.group, async_op=True)]
+
+
+def start_sum(grad, weight, way: Way) -> tuple[torch.Tensor, list]:
+    """(grad [s, b, n] times weight [n, k], summed over the ranks, or this rank's part of that with
+    cut tokens; messages to wait for). Collective over the group of `way`."""
+    if way.cuts_tokens and way.overlaps and grad.is_cuda:
+        return multiply_scatter(grad, weight, way), []
+    product = grad @ weight
+    if way.group is None:
+        return product, []
+    if not way.cuts_tokens:
+        return product, [dist.all_reduce(product, group=way.group, async_op=True)]
+    out = product.new_empty(product.shape[0] // way.group.size(), *product.shape[1:])
+    return out, [_scatter_into(out, product, group=way.group, async_op=True)]
+
+
+def gather_multiply(x, matrix, way: Way) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x [s / tp, b, k] of each rank gathered to [s, b, k], that times matrix [k, n]). Collective
+    over the group of `way`."""
+    x = x.contiguous()
+    peers = peers_of(way.group) if way.overlaps and x.is_cuda else None
+    if peers is None:
+        whole = x.new_empty(way.group.size() * x.shape[0], *x.shape[1:])
+        _gather_into(whole, x, group=way.group)
+        return whole, whole @ matrix
     whole, arrivals = peers.gather(x)
     out = x.new_empty(*whole.shape[:-1], matrix.shape[1])
     parts = whole.view(peers.size, -1, whole.shape[-1])
@@ -140,12 +204,15 @@ def gather_multiply(x, matrix, group) -> tuple[torch.Tensor, torch.Tensor]:
     return whole, out
 
 
-def multiply_scatter(x, matrix, group) -> torch.Tensor:
+def multiply_scatter(x, matrix, way: Way) -> torch.Tensor:
     """x [s, b, k] times matrix [k, n], summed over the ranks -> this rank's part [s / tp, b, n].
-    Collective over group."""
-    peers = peers_of(group) if x.is_cuda else None
+    Collective over the group of `way`."""
+    peers = peers_of(way.group) if way.overlaps and x.is_cuda else None
     if peers is None:
-        return mappings._reduce_scatter_along_first_dim(x @ matrix, group)
+        product = x @ matrix
+        out = product.new_empty(product.shape[0] // way.group.size(), *product.shape[1:])
+        _scatter_into(out, product, group=way.group)
+        return out
     parts = x.contiguous().view(peers.size, -1, x.shape[-1])
     arrivals = []
     for step in range(1, peers.size):

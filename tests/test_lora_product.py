@@ -44,13 +44,13 @@ def test_one_product_equals_the_sum_of_two(names, groups):
 
 
 class Linear(torch.nn.Linear):
-    """With the seam of megatron's linears."""
+    """With the seam of tensor-parallel linears."""
 
-    def _forward_impl(self, input, weight, bias=None):
-        return F.linear(input, weight, bias)
+    def product(self, x, weight):
+        return F.linear(x, weight)
 
     def forward(self, x):
-        return self._forward_impl(input=x, weight=self.weight, bias=self.bias)
+        return self.product(x, self.weight)
 
 
 @torch.no_grad()

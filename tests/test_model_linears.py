@@ -1,4 +1,4 @@
-"""Linears with their messages behind their products, against whole products."""
+"""Linears of tensor parallelism, with their messages, against whole products."""
 
 import torch
 
@@ -14,30 +14,47 @@ def drawn(*shape, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def halves(x, axis: int, rank: int) -> torch.Tensor:
-    return x.chunk(2, axis)[rank].contiguous()
+def part_of(x, axis: int | None, rank: int) -> torch.Tensor:
+    """The half of a rank; all of it without an axis."""
+    return x if axis is None else x.chunk(2, axis)[rank].contiguous()
 
 
-def on_a_rank(accumulates: bool) -> list[list]:
-    """[output, gradient of the input, gradient of the weight] of this rank, of both linears."""
+def on_a_rank(ways: list[dict]) -> list[list]:
+    """[output, gradient of the input, gradient of the weight] of this rank, of both linears each
+    way."""
     import torch.distributed as dist
 
-    from mca_lite.model_linears import GatherLinear, LinearScatter
+    from mca_lite.model_linears import ColumnProduct, RowProduct, Way
 
     group, rank = dist.group.WORLD, dist.get_rank()
-    cuts = ((GatherLinear, 0, 0, 2), (LinearScatter, 2, 1, 0))  # of inputs, weights and outputs
     found = []
-    for linear, of_inputs, of_weights, of_outputs in cuts:
-        x = halves(drawn(TOKENS, BATCH, INPUTS, seed=0), of_inputs, rank).requires_grad_()
-        weight = halves(drawn(OUTPUTS, INPUTS, seed=1), of_weights, rank).requires_grad_()
-        weight.main_grad = torch.ones_like(weight)
-        out = linear.apply(x, weight, group, accumulates)
-        out.backward(halves(drawn(TOKENS, BATCH, OUTPUTS, seed=2), of_outputs, rank))
-        if accumulates:
-            assert weight.grad_added_to_main_grad and weight.grad.shape == weight.shape
-        of_weight = weight.main_grad - 1 if accumulates else weight.grad
-        found.append([part.detach().numpy() for part in (out, x.grad, of_weight)])
+    for keys in ways:
+        way = Way(group, **keys)
+        tokens = 0 if way.cuts_tokens else None
+        # axes of the cuts of inputs, weights and outputs
+        for linear, *axes in ((ColumnProduct, tokens, 0, 2), (RowProduct, 2, 1, tokens)):
+            sizes = (TOKENS, BATCH, INPUTS), (OUTPUTS, INPUTS), (TOKENS, BATCH, OUTPUTS)
+            x, weight, grad = (
+                part_of(drawn(*size, seed=i), axis, rank)
+                for i, (size, axis) in enumerate(zip(sizes, axes, strict=True))
+            )
+            x.requires_grad_()
+            weight.requires_grad_()
+            weight.main_grad = torch.ones_like(weight)
+            out = linear.apply(x, weight, way)
+            out.backward(grad)
+            if way.accumulates:
+                assert weight.grad_added_to_main_grad and weight.grad.shape == weight.shape
+            of_weight = weight.main_grad - 1 if way.accumulates else weight.grad
+            found.append([part.detach().numpy() for part in (out, x.grad, of_weight)])
     return found
+
+
+WAYS = [
+    dict(cuts_tokens=is_cut, accumulates=accumulates, overlaps=is_cut)
+    for is_cut in (False, True)
+    for accumulates in (False, True)
+]
 
 
 def test_both_linears_multiply_as_one_rank_does():
@@ -45,11 +62,13 @@ def test_both_linears_multiply_as_one_rank_does():
     weight = drawn(OUTPUTS, INPUTS, seed=1).requires_grad_()
     out = x @ weight.t()
     out.backward(drawn(TOKENS, BATCH, OUTPUTS, seed=2))
-    of_column = [(out, 2), (x.grad, 0), (weight.grad, 0)]
-    of_row = [(out, 0), (x.grad, 2), (weight.grad, 1)]
-    for accumulates in (False, True):
-        for rank, found in enumerate(world.run(on_a_rank, 2, accumulates)):
-            for got, wanted in zip(found, (of_column, of_row), strict=True):
-                for ours, (whole, axis) in zip(got, wanted, strict=True):
-                    part = halves(whole.detach(), axis, rank)
-                    torch.testing.assert_close(torch.from_numpy(ours), part, rtol=0, atol=1e-12)
+    wanted = []
+    for way in WAYS:
+        tokens = 0 if way["cuts_tokens"] else None
+        wanted.append([(out, 2), (x.grad, tokens), (weight.grad, 0)])
+        wanted.append([(out, tokens), (x.grad, 2), (weight.grad, 1)])
+    for rank, found in enumerate(world.run(on_a_rank, 2, WAYS)):
+        for got, whole in zip(found, wanted, strict=True):
+            for ours, (tensor, axis) in zip(got, whole, strict=True):
+                part = part_of(tensor.detach(), axis, rank)
+                torch.testing.assert_close(torch.from_numpy(ours), part, rtol=0, atol=1e-12)
