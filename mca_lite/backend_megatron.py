@@ -436,7 +436,7 @@ class MegatronBackend(Backend):
                 group = buckets.intra_distributed_optimizer_instance_group
                 for bucket in buckets.buckets:
                     shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
-                    dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
+                    parallel.gather_into(bucket.grad_data, shard, group=group)
 
     def _trained_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return weights_convert.iter_hf_tensors(self.model)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from .files import IGNORE_INDEX
 from .kernels import compiled, compiles, jit, launch, tl, triton
 from .mcore import reduce_from_tensor_model_parallel_region
-from .parallel import sum_gradients, to_device
+from .parallel import gather_into, sum_gradients, to_device
 
 # bounds the largest logit from below: it is finite also on a rank with padding alone
 _LOWEST = torch.finfo(torch.float32).min
@@ -63,6 +63,10 @@ class Head(NamedTuple):
         column = labels - self.first
         here = (column >= 0) & (column < self.columns)
         return column.where(here, 0), here
+
+    def unknown(self, tokens):
+        """bool, True for numbers that are no token id."""
+        return (tokens < 0) | (tokens >= self.vocab_size)
 
     def of_first(self, size: int) -> "Head":
         """The head of the first `size` token ids alone."""
@@ -155,8 +159,7 @@ class Logits:
         part = values.sum(1, keepdim=True).expand(tokens.shape)  # a rank may have padding alone
         if self.head.columns:
             part = values.gather(1, column) * here
-        unknown = (tokens < 0) | (tokens >= self.head.vocab_size)
-        return self.sum(part).masked_fill(unknown, float("nan"))
+        return self.sum(part).masked_fill(self.head.unknown(tokens), float("nan"))
 
     def of_labels(self) -> torch.Tensor:
         """[n]: the logit of each label, NaN for labels that are no token id. Collective."""
@@ -201,20 +204,21 @@ def _without_padding(logits, columns: int):
     return logits
 
 
-def _statistics(logits, column, columns: int):
-    """float32 (largest logit, sum of exponentials relative to it, logit at `column`), each [rows],
-    of capped logits."""
+def _statistics(logits, places, columns: int):
+    """float32 [3, rows] of capped logits: the largest one, the sum of exponentials relative to it,
+    the one at the row's place (0 for the place -1)."""
     if compiles(logits):
-        return statistics_in_one_pass(logits.contiguous(), column, columns)
+        return statistics_in_one_pass(logits.contiguous(), places, columns)
     logits = _without_padding(logits, columns)
     top = logits.amax(1).clamp(min=_LOWEST)
     total = (logits - top[:, None]).exp_().sum(1)
-    return top, total, logits.gather(1, column[:, None])[:, 0]
+    target = logits.gather(1, places.clamp(min=0)[:, None])[:, 0]
+    return torch.stack([top, total, target.masked_fill(places < 0, 0.0)])
 
 
 @jit
 def _statistics_kernel(
-    logits, column, top, total, target, columns, width, LOWEST: tl.constexpr,
+    logits, places, top, total, target, columns, width, LOWEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -229,12 +233,13 @@ def _statistics_kernel(
         largest = now
     tl.store(top + row, largest)
     tl.store(total + row, summed)
-    tl.store(target + row, tl.load(start + tl.load(column + row)).to(tl.float32))
+    place = tl.load(places + row)
+    tl.store(target + row, tl.load(start + place, place >= 0, 0.0).to(tl.float32))
 
 
 @jit
-def _probabilities_kernel(
-    logits, lse, weights, softcap, columns, width, CAPPED: tl.constexpr,
+def _gradients_kernel(
+    logits, places, at_label, lse, weights, softcap, columns, width, CAPPED: tl.constexpr,
     WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -242,6 +247,7 @@ def _probabilities_kernel(
     place = logits + row * width + column
     value = tl.load(place, column < columns, -float("inf")).to(tl.float32)
     out = tl.exp(value - tl.load(lse + row))
+    out = tl.where(column == tl.load(places + row), tl.load(at_label + row), out)
     if CAPPED:
         # padding is -inf: a slope of 0 and not of -inf, which would make 0 x inf
         tanh = tl.maximum(value / softcap, -1.0)
@@ -251,45 +257,27 @@ def _probabilities_kernel(
     tl.store(place, out, column < width)
 
 
-def statistics_in_one_pass(logits, column, columns: int):
+def statistics_in_one_pass(logits, places, columns: int):
     """The results of _statistics by a Triton kernel, in one read of the logits [rows, V/tp]."""
     rows, width = logits.shape
-    results = [torch.empty(rows, dtype=torch.float32, device=logits.device) for _ in range(3)]
-    tensors = logits, column, *results
+    results = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
     constants = dict(LOWEST=_LOWEST, BLOCK=8192, num_warps=16)
+    tensors = logits, places, *results
     launch(_statistics_kernel, (rows,), *tensors, columns, width, **constants)
     return results
 
 
-def probabilities_in_one_pass(logits, lse, weights, columns: int, softcap: float | None):
-    """The result of _probabilities by a Triton kernel."""
+def gradients_in_one_pass(logits, places, at_label, lse, weights, head: Head):
+    """The result of _logit_gradients by a Triton kernel. at_label: float32 [rows], p - 1."""
     rows, width = logits.shape
-    flags = dict(CAPPED=softcap is not None, WEIGHTED=weights is not None)
+    flags = dict(CAPPED=head.softcap is not None, WEIGHTED=weights is not None)
     if weights is not None:
         weights = weights.float().contiguous()
     grid = rows, triton.cdiv(width, 4096)
-    tensors = logits, lse.contiguous(), weights
-    numbers = softcap or 1.0, columns, width
-    launch(_probabilities_kernel, grid, *tensors, *numbers, **flags, BLOCK=4096, num_warps=8)
+    tensors = logits, places, at_label, lse.contiguous(), weights
+    numbers = head.softcap or 1.0, head.columns, width
+    launch(_gradients_kernel, grid, *tensors, *numbers, **flags, BLOCK=4096, num_warps=8)
     return logits
-
-
-def _probabilities(logits, lse, weights, columns: int, softcap: float | None):
-    """softmax of capped logits, times the weights of the rows and the slope of the cap, in the
-    place of the logits."""
-    if compiles(logits):
-        return probabilities_in_one_pass(logits.contiguous(), lse, weights, columns, softcap)
-    values = _without_padding(logits, columns)
-    factors = []
-    if softcap is not None:
-        # the slope of c tanh(z / c); padding is -inf: a slope of 0, not 0 x inf
-        factors.append(1 - (values / softcap).clamp_(min=-1).square_())
-    if weights is not None:
-        factors.append(weights[:, None])
-    values.sub_(lse[:, None]).exp_()
-    for factor in factors:
-        values.mul_(factor)
-    return logits.copy_(values)
 
 
 def scaled(gradient, by, dtype: torch.dtype):
@@ -310,34 +298,43 @@ def _logits(parts, softcap: float | None):
     return logits if softcap is None else _capped(logits, softcap)
 
 
-def _losses(logits, labels, head: Head):
-    """(losses, logsumexp) float32 [rows] of a chunk."""
-    column, here = head.place(labels)
-    top, total, target = _statistics(logits, column, head.columns)
-    local_top = top
-    top = all_reduce(top.clone(), dist.ReduceOp.MAX, head.group)
-    total = total * (local_top - top).exp()
-    # target logit and sum of exponentials travel together: one collective for both
-    both = torch.stack([torch.where(here, target - top, 0.0), total])
-    target, total = all_reduce(both, dist.ReduceOp.SUM, head.group)
-    # a label outside of the vocabulary would leave the target's logit at 0, a loss like any other
-    unknown = (labels < 0) | (labels >= head.vocab_size)
-    return (total.log() - target).masked_fill_(unknown, float("nan")), total.log() + top
+def _losses(logits, places, head: Head):
+    """(losses, logsumexp) float32 [rows] of a chunk, of labels of some rank. Collective."""
+    found = _statistics(logits, places, head.columns)
+    top, total, target = found
+    ranks = num_ranks(head.group)
+    if ranks > 1:
+        of_ranks = found.new_empty(ranks * 3, found.shape[1])
+        gather_into(of_ranks, found, group=head.group)
+        tops, totals, targets = of_ranks.view(ranks, 3, -1).unbind(1)
+        top = tops.amax(0)
+        total = (totals * (tops - top).exp()).sum(0)
+        target = targets.sum(0)
+    log = total.log()
+    return log - (target - top), log + top
 
 
-def _logit_gradients(logits, labels, losses, lse, weights, head: Head):
-    """d sum(weights * losses) / d z in the place of the logits; weights None: 1."""
-    out = _probabilities(logits, lse, weights, head.columns, head.softcap)
-    column, here = head.place(labels)
-    # at the label p - 1, taken before any rounding: a nearly certain token still has a gradient
-    value = torch.expm1(-losses)
+def _logit_gradients(logits, places, losses, lse, weights, head: Head):
+    """d sum(weights * losses) / d z in the place of capped logits: softmax, at the label less 1,
+    times the weights of the rows (None: 1) and the slope of the cap."""
+    # p - 1 before any rounding: a nearly certain token still has a gradient
+    at_label = torch.expm1(-losses)
+    if compiles(logits):
+        logits = logits.contiguous()
+        return gradients_in_one_pass(logits, places, at_label, lse, weights, head)
+    values = _without_padding(logits, head.columns)
+    factors = []
     if head.softcap is not None:
-        value = value * (1 - ((lse - losses) / head.softcap).square())
+        # the slope of c tanh(z / c); padding is -inf: a slope of 0, not 0 x inf
+        factors.append(1 - (values / head.softcap).clamp_(min=-1).square_())
     if weights is not None:
-        value = value * weights
-    column = column[:, None]
-    value = torch.where(here[:, None], value.to(out.dtype)[:, None], out.gather(1, column))
-    return out.scatter_(1, column, value)
+        factors.append(weights[:, None])
+    values.sub_(lse[:, None]).exp_()
+    [here] = (places >= 0).nonzero(as_tuple=True)
+    values[here, places[here]] = at_label[here]
+    for factor in factors:
+        values.mul_(factor)
+    return logits.copy_(values)
 
 
 def _add_product(into, left, right):
@@ -434,25 +431,29 @@ class _TokenLosses(torch.autograd.Function):
             ctx.gradients = gradients.tensors
         losses = torch.zeros(labels.shape, dtype=torch.float32, device=labels.device)
         lse = torch.zeros_like(losses)
+        column, here = head.place(labels)
+        places = column.where(here, -1)
         for rows in chunks:
             parts = _pairs(factors, rows)
             logits = _logits(parts, head.softcap)
-            losses[rows], lse[rows] = chunk_losses, chunk_lse = _losses(logits, labels[rows], head)
+            of_rows = places[rows]
+            losses[rows], lse[rows] = chunk_losses, chunk_lse = _losses(logits, of_rows, head)
             if ahead:
-                d_logits = _logit_gradients(
-                    logits, labels[rows], chunk_losses, chunk_lse, None, head
-                )
+                d_logits = _logit_gradients(logits, of_rows, chunk_losses, chunk_lse, None, head)
                 del logits  # the same memory
                 gradients.add(rows, parts, d_logits)
                 del d_logits  # the largest tensor here
+        # the target's logit of such a label would be 0, a loss like any other
+        unknown = head.unknown(labels) & (labels != IGNORE_INDEX)
+        losses.masked_fill_(unknown, float("nan"))
         ctx.head = head
         ctx.chunks = chunks
-        ctx.save_for_backward(labels, losses, lse, *factors)
+        ctx.save_for_backward(places, losses, lse, *factors)
         return losses
 
     @staticmethod
     def backward(ctx, grad):
-        labels, losses, lse, *factors = ctx.saved_tensors
+        places, losses, lse, *factors = ctx.saved_tensors
         # the gradient of a sum is one number, expanded: strides say so without a sync
         is_sum = grad.stride(0) == 0 or len(grad) < 2
         has_frozen_head = not any(ctx.needs_input_grad[5::2])
@@ -463,7 +464,7 @@ class _TokenLosses(torch.autograd.Function):
             gradients = _Gradients(factors, ctx.needs_input_grad[4:])
             for rows in ctx.chunks:
                 parts = _pairs(factors, rows)
-                of_rows = (x[rows] for x in (labels, losses, lse, grad))
+                of_rows = (x[rows] for x in (places, losses, lse, grad))
                 logits = _logits(parts, ctx.head.softcap)
                 gradients.add(rows, parts, _logit_gradients(logits, *of_rows, ctx.head))
             out = _converted(gradients.tensors, factors, torch.Tensor.to)
@@ -544,7 +545,7 @@ def token_losses(
     places of labels that are not IGNORE_INDEX among all of them (None: they are computed here, with
     a GPU sync); sequence_first: labels are [s, b], and not [b, s], for Logits.take.
 
-    Collectives: two all-reduces a chunk over `group`, in the forward pass. The gradient of hidden
+    Collectives: an all-gather a chunk over `group`, in the forward pass. The gradient of hidden
     is this rank's part only: the caller's mapping (copy_to or gather_from of megatron) sums it. A
     weight that needs no gradient gets none. Rows without a label are dropped before any GEMM. Under
     autocast the GEMMs run in its dtype.

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from .cpu import add_weight_gradient
 from .kernels import first_line
 from .mcore import ColumnParallelLinear, RowParallelLinear
+from .parallel import gather_into, scatter_into
 
 _SETS = 3
 _LEAST = 1 << 20  # bytes of a set
@@ -27,9 +28,6 @@ _NO_SYMMETRIC_MEMORY = (
     "tp_comm_overlap: torch's symmetric memory does not work here ({}): messages of tensor "
     "parallelism are not hidden behind products"
 )
-# torch 2.13 warns about the former names in each call
-_gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_scatter_into = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class ColumnLinear(ColumnParallelLinear):
@@ -167,7 +165,7 @@ def start_gather(x, way: Way) -> tuple[torch.Tensor, list]:
         whole, arrivals = peers.gather(x)
         return whole, [arrival for _, arrival in arrivals]
     whole = x.new_empty(way.group.size() * x.shape[0], *x.shape[1:])
-    return whole, [_gather_into(whole, x, group=way.group, async_op=True)]
+    return whole, [gather_into(whole, x, group=way.group, async_op=True)]
 
 
 def start_sum(grad, weight, way: Way) -> tuple[torch.Tensor, list]:
@@ -181,7 +179,7 @@ def start_sum(grad, weight, way: Way) -> tuple[torch.Tensor, list]:
     if not way.cuts_tokens:
         return product, [dist.all_reduce(product, group=way.group, async_op=True)]
     out = product.new_empty(product.shape[0] // way.group.size(), *product.shape[1:])
-    return out, [_scatter_into(out, product, group=way.group, async_op=True)]
+    return out, [scatter_into(out, product, group=way.group, async_op=True)]
 
 
 def gather_multiply(x, matrix, way: Way) -> tuple[torch.Tensor, torch.Tensor]:
@@ -191,7 +189,7 @@ def gather_multiply(x, matrix, way: Way) -> tuple[torch.Tensor, torch.Tensor]:
     peers = peers_of(way.group) if way.overlaps and x.is_cuda else None
     if peers is None:
         whole = x.new_empty(way.group.size() * x.shape[0], *x.shape[1:])
-        _gather_into(whole, x, group=way.group)
+        gather_into(whole, x, group=way.group)
         return whole, whole @ matrix
     whole, arrivals = peers.gather(x)
     out = x.new_empty(*whole.shape[:-1], matrix.shape[1])
@@ -211,7 +209,7 @@ def multiply_scatter(x, matrix, way: Way) -> torch.Tensor:
     if peers is None:
         product = x @ matrix
         out = product.new_empty(product.shape[0] // way.group.size(), *product.shape[1:])
-        _scatter_into(out, product, group=way.group)
+        scatter_into(out, product, group=way.group)
         return out
     parts = x.contiguous().view(peers.size, -1, x.shape[-1])
     arrivals = []

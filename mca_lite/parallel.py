@@ -20,6 +20,9 @@ from . import world
 from .files import describe_error, first_of, users_place
 from .mcore import mpu, tensor_parallel
 
+# torch 2.13 warns about the former names in each call
+gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+scatter_into = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 _is_alone = False  # inside alone()
 _MEET = datetime.timedelta(hours=1)  # at most, for all ranks to start; ddp_timeout may be years
 

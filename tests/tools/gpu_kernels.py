@@ -127,38 +127,44 @@ def other_cases(dtype):
         return (kernels.SwiGLU.apply(both),)
 
     yield "SwiGLU", kernel, gated, [drawn(3, 5, 2 * 1500, dtype=dtype)]
-    column, columns = torch.tensor([3, 0, 20_008], device=device()), 20_009
+    places, columns = torch.tensor([3, -1, 20_008], device=device()), 20_009  # -1: another rank's
+    here = (places >= 0)[:, None]
 
     def statistics(logits):
-        found = loss_tokens.statistics_in_one_pass(logits.detach(), column, columns)
+        found = loss_tokens.statistics_in_one_pass(logits.detach(), places, columns)
         return [x + 0 * logits.sum() for x in found]  # it has no gradient
 
     def formula(logits):
         logits, zero = logits.detach()[:, :columns], 0 * logits.sum()
         top = logits.amax(1)
         total = (logits - top[:, None]).exp().sum(1)
-        return [x + zero for x in (top, total, logits.gather(1, column[:, None])[:, 0])]
+        target = (logits.gather(1, places.clamp(min=0)[:, None]) * here)[:, 0]
+        return [x + zero for x in (top, total, target)]
 
     yield "statistics of logits", statistics, formula, [drawn(3, columns + 7, dtype=dtype)]
     lse, weights = 10 + torch.rand(3, device=device()), torch.rand(3, device=device())
+    at_label = -torch.rand(3, device=device())
     for softcap, by in itertools.product((None, 5.0), (None, weights)):
+        head = loss_tokens.Head(None, columns, 0, columns, 3, softcap)
 
-        def probabilities(logits, softcap=softcap, by=by):
+        def gradients(logits, head=head, by=by):
             capped = logits.detach().clamp(-4, 4)
-            found = loss_tokens.probabilities_in_one_pass(capped, lse, by, columns, softcap)
+            found = loss_tokens.gradients_in_one_pass(capped, places, at_label, lse, by, head)
             return [found + 0 * logits.sum()]
 
         def formula(logits, softcap=softcap, by=by):
             values, zero = logits.detach().clamp(-4, 4), 0 * logits.sum()
+            is_label = torch.arange(columns + 7, device=device()) == places[:, None]
             out = (values - lse[:, None].double()).exp()
+            out = torch.where(is_label, at_label[:, None].double(), out)
             if softcap is not None:
                 out = out * (1 - (values / softcap).square())
             out = out if by is None else out * by[:, None].double()
             out[:, columns:] = 0
             return [out + zero]
 
-        words = f"probabilities {softcap=} weighted={by is not None}"
-        yield words, probabilities, formula, [drawn(3, columns + 7, dtype=dtype)]
+        words = f"gradients of logits {softcap=} weighted={by is not None}"
+        yield words, gradients, formula, [drawn(3, columns + 7, dtype=dtype)]
 
 
 # rows, heads, groups, size of a head, segments
