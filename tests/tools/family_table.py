@@ -1,16 +1,17 @@
 """`make families`: measures every family against transformers and writes the table in
 tests/README.md.
 
-Each family's tiny models (tiny.py, tiny_moe.py) are trained for three steps in each layout and
+Each family's tiny models (tiny.py, tiny_moe.py) are trained for two steps in each layout and
 compared with the torch backend on one rank, read and written, and asked for logits. Checkpoints of
-some layouts go on in others, and are compared with the run that did not stop. Greedy tokens of
-transformers' generate() on the export of a layout are compared with those of our logits. A number
-in the table is the worst of all its models and layouts. The exit code is 1 if one is too large.
-With names of families, the rows of these alone are measured:
-`python -m tests.tools.family_table olmo3 dots1`.
+some layouts go on in others, and are compared with the run that did not stop. Adapters on the
+linears of attention and MLPs are compared with PEFT's. Greedy tokens of transformers' generate() on
+the export of a layout are compared with those of our logits. A number in the table is the worst of
+all its models and layouts. The exit code is 1 if one is too large. With names of families, the rows
+of these alone are measured: `python -m tests.tools.family_table olmo3 dots1`.
 """
 
 import contextlib
+import functools
 import io
 import os
 import re
@@ -24,6 +25,7 @@ from tests.shared import greedy, pictures, tiny, tiny_moe, world
 from tests.shared.cells import train_all
 from tests.shared.files import TOKENS, tensors
 from tests.shared.layouts import CP2, EP2, PACKED, PP2, TP2_SP
+from tests.shared.lora_tools import adapter_of, load, train_with_peft
 
 README = Path(__file__).parents[1] / "README.md"
 BEGIN, END = "<!-- families: written by make families -->", "<!-- families: end -->"
@@ -65,8 +67,11 @@ EXPERT_LAYOUTS = {
 }
 # {layout of a run: (another layout, in which its checkpoint goes on; ranks and keys of that)}
 RESUMED = {"tp2+sp": ("pp2", (2, PP2)), "ep2": ("tp2+sp", (2, TP2_SP))}
-NUMBERS = ("logits", "loss", "norm", "weights", "resume")
+NUMBERS = ("logits", "loss", "norm", "weights", "resume", "adapters")
 SAVED_STEP = (1, 3)  # of models of text and of pictures; the third step has no picture
+ADAPTED = (2, {**TP2_SP, **PACKED})
+FUSED = ("qkv_proj", "gate_up_proj")
+MLPS = ("gate_proj", "up_proj", "down_proj", "shared_expert_gate")
 EXPORTED = "tp2+sp pp2"  # of which transformers generates
 TOLERANCE = 1e-5
 
@@ -163,8 +168,66 @@ def measure(folder: Path, chosen: set[str]) -> dict[str, Worst]:
                 weights = difference_of_weights(folder, later, layout, name)
                 of_model[name].see("resume", loss, weights)
         print(layout, flush=True)
+    see_adapters(folder, paths, of_model)
     see_files(folder, paths, of_model)
     return worst
+
+
+def linears(path: str) -> list[str]:
+    """The linears of a text model that lora_target: all means, without fused ones, which this
+    refuses, and experts, which are no modules of transformers. Where transformers fuses experts of
+    the files, PEFT takes names of other MLPs as names of experts: then those of attention."""
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    from mca_lite import AutoConfig, lora
+    from tests.shared.files import load_hf, make_args
+
+    config = AutoConfig.from_pretrained(path, make_args())
+    candidates = lora.host_of(config).candidates()
+    left_out = FUSED
+    if get_checkpoint_conversion_mapping(config.hf_model_type) is not None:
+        left_out += MLPS
+    names = [c.hf for c in candidates if c.in_all and not c.hf.endswith(left_out)]
+    modules = dict(load_hf(path).named_modules())
+    return [name for name in names if isinstance(modules.get(name), torch.nn.Linear)]
+
+
+def train_with_adapters(paths: dict[str, str], out: str) -> dict[str, list]:
+    """{model: curve} with PEFT's adapters, saved before and after to out/model."""
+    return {
+        name: train_with_peft(path, f"{out}/{name}", targets=linears(path))
+        for name, path in paths.items()
+    }
+
+
+def see_adapters(folder: Path, paths: dict, of_model: dict[str, Worst]) -> None:
+    """Add the differences from PEFT of adapters in ADAPTED to the models' worst."""
+    from tests.test_model_families import train_adapters
+
+    ranks, own = ADAPTED
+    peft, out = folder / "peft", folder / "adapters"
+    text = {name: path for name, path in paths.items() if name not in pictures.FAMILIES}
+    curves, wanted = {}, {}
+    if text:
+        [wanted] = world.run(train_with_adapters, 1, text, str(peft), timeout_s=600)
+        curves = world.run(
+            train_adapters, ranks, text, str(peft), str(out), list(text), own, timeout_s=600
+        )[0]
+    for name in paths.keys() - text.keys():
+        start, end = (str(peft / name / part) for part in ("start", "end"))
+        adapt = functools.partial(pictures.with_peft, start)
+        wanted[name] = pictures.train_plain(paths[name], end, adapt)
+        keys = dict(own, adapt=functools.partial(load, start), timeout_s=600)
+        where = paths[name], str(out / name)
+        curves[name] = world.run(pictures.train_ours, ranks, *where, **keys)[0]
+    for name in paths:
+        ours, theirs = adapter_of(out / name), adapter_of(peft / name / "end")
+        assert ours.keys() == theirs.keys() and ours, name
+        for (loss, _), (wanted_loss, _) in zip(curves[name], wanted[name], strict=True):
+            of_model[name].see("adapters", abs(loss - wanted_loss))
+        for key, matrix in theirs.items():
+            of_model[name].see("adapters", float((ours[key] - matrix).abs().max()))
+    print("adapters", flush=True)
 
 
 def see_files(folder: Path, paths: dict, of_model: dict[str, Worst]) -> None:
@@ -231,9 +294,9 @@ def table(rows: dict[str, str]) -> str:
         f"{'; '.join(EXPERT_LAYOUTS)} as well. Resumed: "
         f"{'; '.join(f'{first} to {then}' for first, (then, _) in RESUMED.items())}.",
         "",
-        "| family | logits | loss | grad norm | weights | resume | read and written "
+        "| family | logits | loss | grad norm | weights | resume | adapters | read and written "
         "| generation | layouts |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     lines += [row for _, row in sorted(rows.items())]
     lines += ["", "| not built | why |", "| --- | --- |"]
