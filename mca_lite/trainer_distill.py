@@ -349,17 +349,19 @@ class DistillTrainer(McaTrainer):
     def _prepare_micro_batches(self, micro_batches: list[dict], seq_length: int) -> list[dict]:
         """The micro-batches with the teacher's part."""
         if self._k:
-            rows = map(self._numbers_of, micro_batches)
-            pairs = zip(micro_batches, rows, strict=True)
-            return [{**batch, "teacher": Cached(self._read, of_batch)} for batch, of_batch in pairs]
+            return [
+                {**batch, "teacher": Cached(self._read, self._numbers_of(batch))}
+                for batch in micro_batches
+            ]
         step = self.evaluator.collecting(lambda inputs, batch, hidden: hidden)
         found = self._run_teacher(step, micro_batches, seq_length)
         if not found:  # a pipeline stage before the last, without losses
             return micro_batches
-        # float32, of hidden states in the dtype of the head's product
-        hidden = (states.to(self.backend.dtype) for states in found)
-        pairs = zip(micro_batches, hidden, strict=True)
-        return [{**batch, "teacher": Resident(self._head, states)} for batch, states in pairs]
+        dtype = self.backend.dtype  # of the head's product; the states are float32
+        return [
+            {**batch, "teacher": Resident(self._head, hidden.to(dtype))}
+            for batch, hidden in zip(micro_batches, found, strict=True)
+        ]
 
     def _numbers_of(self, batch: dict) -> torch.Tensor:
         """int64 [b, s] on the host: the rows of this rank's tokens, -1 without."""
@@ -411,18 +413,16 @@ class DistillTrainer(McaTrainer):
             teacher = teacher()
         self._check_teacher(teacher.config)
         self.guard.check_weights("the teacher", teacher)
-        of_logits = self._scores_of
-        if not self._k:
-            self._head = Head(self.backend.dtype)
-            of_logits = self._head.keep
-        chunks = self.backend.wrap_reference(teacher, of_logits)
+        if self._k:
+            return self.backend.wrap_reference(teacher, self._scores_of)
+        self._reference_model = teacher  # its work counts in each step
+        self._head = Head(self.backend.dtype)
+        chunks = self.backend.wrap_reference(teacher, self._head.keep)
         expect(
-            self._k or getattr(chunks[0], "head_is_plain", True),
+            getattr(chunks[0], "head_is_plain", True),
             "this teacher changes its logits, which plain torch would hold whole: set "
             "teacher_top_k, or use_mca: true",
         )
-        if not self._k:
-            self._reference_model = teacher  # its work counts in each step
         return chunks
 
     def _check_teacher(self, config) -> None:
@@ -458,12 +458,7 @@ class DistillTrainer(McaTrainer):
             rows = parallel.to_device(self._numbers_of(batch), scores.device)
             scores[rows[kept] - first] = output[kept]
 
-        step = self.evaluator.collecting(collect)
-
-        def run(batches: list[dict], seq_length: int) -> list:
-            self._run_teacher(step, batches, seq_length)
-            return []
-
+        run = functools.partial(self._run_teacher, self.evaluator.collecting(collect))
         for _ in self.evaluator.passes(Subset(view, range(start, stop)), run):
             pass
         return self.backend.reduce(scores.flatten()).view(scores.shape).cpu().numpy()

@@ -74,6 +74,9 @@ class ReferenceConfig:
     ld_alpha: float | None = None
     use_weighting: bool = False
 
+    def __post_init__(self):
+        self.take_keys().close()
+
     def take_keys(self) -> Judge:
         """Cast the fields to the types of their keys -> a Judge of the others. ConfigError by the
         rules of the keys."""
@@ -400,18 +403,19 @@ class DPOTrainer(McaTrainer):
             "logps/rejected": responses.rejected,
             "sft_loss": sft,
         }
-        return self._summed(of_pairs, {name: (x, torch.ones_like(x)) for name, x in values.items()})
+        return self._summed(of_pairs, values)
 
-    def _summed(self, losses: torch.Tensor, columns: dict[str, tuple]) -> tuple:
-        """(sum of the losses [n], n as int32, {metric: (sum, count)}) of columns {metric: (values
-        [n], 1 for those that count)}."""
+    def _summed(self, losses: torch.Tensor, values: dict[str, Any], counted: Any = ()) -> tuple:
+        """(sum of the losses [n], n as int32, {metric: (sum, count)}) of values {metric: [n]}.
+        counted: {metric: bool [n], those that count}, of metrics without some of them."""
+        masks = dict.fromkeys(values, torch.ones_like(losses)) | dict(counted)
         metrics = {
-            key: torch.stack([(values.detach() * of).sum(), of.sum()]).float()
-            for key, (values, of) in columns.items()
+            key: torch.stack([(values[key].detach() * mask).sum(), mask.sum()]).float()
+            for key, mask in masks.items()
         }
         # context-parallel ranks have the same ones, and megatron sums their counts: one counts
-        counts = self.backend.context_parallel[1] == 0
-        count = torch.full_like(losses.sum(), len(losses)) * counts
+        is_counted = self.backend.context_parallel[1] == 0
+        count = torch.full_like(losses.sum(), len(losses)) * is_counted
         return losses.sum(), count.int(), metrics
 
     def _log_probs_of(self, batch: dict, labels, losses) -> torch.Tensor:

@@ -62,9 +62,6 @@ class KTOConfig(ReferenceConfig):
         "undesirable_weight": "kto_rejected_weight",
     }
 
-    def __post_init__(self):
-        self.take_keys().close()
-
 
 class KTOTrainer(DPOTrainer):
     """Train `model` on samples of one document {"input_ids", "labels", "answer_label"}, shifted,
@@ -138,18 +135,23 @@ class KTOTrainer(DPOTrainer):
         signs = torch.where(good, 1.0, -1.0)
         weights = torch.where(good, config.desirable_weight, config.undesirable_weight)
         of_answers = weights * (1 - torch.sigmoid(config.beta * signs * (ratios - batch["kl"])))
-        every = torch.ones_like(signs)
         rewards = config.beta * ratios
-        columns = {
-            "loss": (of_answers, every),
-            "rewards/chosen": (rewards, good),
-            "rewards/rejected": (rewards, ~good),
-            "rewards/accuracies": (signs * (ratios - batch["kl"]) > 0, every),
-            "logps/chosen": (logps, good),
-            "logps/rejected": (logps, ~good),
-            "kl": (batch["kl"].expand(len(logps)), every),
+        values = {
+            "loss": of_answers,
+            "rewards/chosen": rewards,
+            "rewards/rejected": rewards,
+            "rewards/accuracies": signs * (ratios - batch["kl"]) > 0,
+            "logps/chosen": logps,
+            "logps/rejected": logps,
+            "kl": batch["kl"].expand(len(logps)),
         }
-        return self._summed(of_answers, columns)
+        counted = {
+            "rewards/chosen": good,
+            "rewards/rejected": ~good,
+            "logps/chosen": good,
+            "logps/rejected": ~good,
+        }
+        return self._summed(of_answers, values, counted)
 
     def _count_of_loss(self, batch: dict) -> int:
         return int(real_documents(batch).sum())

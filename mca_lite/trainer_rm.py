@@ -42,9 +42,6 @@ class RewardConfig(ReferenceConfig):
     stage: ClassVar[str] = "rm"
     KEYS: ClassVar[dict[str, str]] = {"center_rewards_coefficient": "center_rewards_coefficient"}
 
-    def __post_init__(self):
-        self.take_keys().close()
-
 
 class RewardTrainer(DPOTrainer):
     """Train a model with a value head on pairs: samples of two documents {"input_ids", "labels"},
@@ -140,7 +137,7 @@ class RewardTrainer(DPOTrainer):
             "rewards/accuracies": (differences > 0).float(),
             "rewards/margins": differences,
         }
-        return self._summed(of_pairs, {name: (x, torch.ones_like(x)) for name, x in values.items()})
+        return self._summed(of_pairs, values)
 
     # -- evaluation
 
