@@ -9,14 +9,14 @@ import torch
 
 from tests.shared import tiny, tiny_moe, world
 from tests.shared.answers import (
-    LAYOUTS,
+    OF_PACKS,
     ROWS,
     STEPS,
+    assert_every_rank_has,
+    assert_resumed_bit_for_bit,
     cells_of_layouts,
-    curve_of_run,
-    curves_of_cells,
-    whole_and_resumed,
-    wrong_cells,
+    packs_of,
+    wrong_of_layout,
 )
 from tests.shared.commands import error_of, run_script
 from tests.shared.dpo_tools import curve_of, differences
@@ -51,11 +51,8 @@ def oracles(tmp_path_factory):
 
 @pytest.mark.parametrize("layout, cells", cells_of_layouts(USUAL))
 def test_kto_trains_as_plain_torch(layout, cells, oracles, tmp_path):
-    path, adapter, curves = oracles
-    ranks, keys = LAYOUTS[layout]
-    args = (kto_run, path, adapter, str(tmp_path), cells, keys)
-    wrong = wrong_cells(world.run(curves_of_cells, ranks, *args, timeout_s=120), curves)
-    assert not wrong, "\n".join(wrong[:20])
+    wrong = wrong_of_layout(kto_run, layout, cells, oracles, tmp_path)
+    assert not wrong, wrong
 
 
 # -- experts
@@ -75,10 +72,7 @@ def test_experts_train_as_plain_torch(tmp_path, ranks, keys):
     path = tiny_moe.save_model(tmp_path / "model", "qwen3_moe", num_hidden_layers=2)
     [wanted] = world.run(oracle_of, 1, path)
     for rows in ROWS.values():
-        for got in world.run(
-            curve_of_run, ranks, kto_run, path, str(tmp_path / "run"), {**keys, **rows}
-        ):
-            assert not differences(got, wanted)
+        assert_every_rank_has(wanted, ranks, kto_run, path, tmp_path / "run", {**keys, **rows})
 
 
 # -- references, packs, evaluations, predictions, resume
@@ -112,19 +106,11 @@ def test_a_second_model_and_a_cached_reference_of_adapters_give_the_same(oracles
         assert least <= flops <= most
 
 
-CAPACITY = 35
-
-
 def oracle_of_packs(path) -> list:
     from transformers import AutoModelForCausalLM
 
-    from mca_lite.data_batches import Packs
-
-    packs = [pack.tolist() for pack in Packs(Answers(), CAPACITY).packs]
-    assert len({len(pack) for pack in packs}) > 1, "rows with other numbers of answers are wanted"
-    return oracle_curve(
-        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), packs=packs
-    )
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    return oracle_curve(model, packs=packs_of(Answers()))
 
 
 @pytest.mark.parametrize(
@@ -132,9 +118,7 @@ def oracle_of_packs(path) -> list:
 )
 def test_packs_weigh_every_answer_alike(oracles, tmp_path, keys):
     [wanted] = world.run(oracle_of_packs, 1, oracles[0])
-    keys = dict(keys, pack=CAPACITY, sequence_packing=True, max_steps=2)
-    for got in world.run(curve_of_run, 2, kto_run, oracles[0], str(tmp_path), keys):
-        assert not differences(got, wanted)
+    assert_every_rank_has(wanted, 2, kto_run, oracles[0], tmp_path, {**keys, **OF_PACKS})
 
 
 def test_a_rank_with_padding_alone_takes_part_in_a_step(tmp_path):
@@ -198,9 +182,8 @@ def test_numbers_of_bad_answers_are_left_out_where_there_is_none(oracles, tmp_pa
 @pytest.mark.parametrize("kind", ["full", pytest.param("lora", marks=pytest.mark.full)])
 def test_resume_is_bit_for_bit(oracles, tmp_path, kind):
     path, adapter, _ = oracles
-    keys = dict(PP2, adapter=adapter if kind == "lora" else None)
-    whole, parts = world.run(whole_and_resumed, 2, kto_run, path, str(tmp_path), keys)[0]
-    assert parts == whole and len(whole) == 3
+    keys = dict(adapter=adapter if kind == "lora" else None)
+    assert_resumed_bit_for_bit(kto_run, path, tmp_path, keys)
 
 
 # -- what is refused, and the pairs of prompts and answers

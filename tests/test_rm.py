@@ -18,13 +18,14 @@ from mca_lite.generation import load_for_generation
 from mca_lite.run import make_plan
 from tests.shared import tiny, world
 from tests.shared.answers import (
-    LAYOUTS,
+    OF_PACKS,
     STEPS,
+    assert_every_rank_has,
+    assert_resumed_bit_for_bit,
     cells_of_layouts,
     curve_of_run,
-    curves_of_cells,
-    whole_and_resumed,
-    wrong_cells,
+    packs_of,
+    wrong_of_layout,
 )
 from tests.shared.chats import load_files, write_records
 from tests.shared.commands import error_of, run_script
@@ -68,11 +69,8 @@ def oracles(tmp_path_factory):
 
 @pytest.mark.parametrize("layout, cells", cells_of_layouts(USUAL))
 def test_a_reward_model_trains_as_plain_torch(layout, cells, oracles, tmp_path):
-    path, adapter, curves = oracles
-    ranks, keys = LAYOUTS[layout]
-    args = (rm_run, path, adapter, str(tmp_path), cells, keys)
-    wrong = wrong_cells(world.run(curves_of_cells, ranks, *args, timeout_s=120), curves)
-    assert not wrong, "\n".join(wrong[:20])
+    wrong = wrong_of_layout(rm_run, layout, cells, oracles, tmp_path)
+    assert not wrong, wrong
 
 
 # -- families, and experts
@@ -97,23 +95,14 @@ def test_families_and_experts_train_as_plain_torch(family, ranks, keys, tmp_path
     path = save_model(tmp_path / "model", family, num_hidden_layers=2)
     [wanted] = world.run(oracle_of, 1, path)
     for rows in PACKED, dict(per_device_train_batch_size=2):
-        given = {**keys, **rows}
-        for got in world.run(curve_of_run, ranks, rm_run, path, str(tmp_path / "run"), given):
-            assert not differences(got, wanted)
+        assert_every_rank_has(wanted, ranks, rm_run, path, tmp_path / "run", {**keys, **rows})
 
 
 # -- packs, evaluations, predictions, resume
 
 
-CAPACITY = 35
-
-
 def oracle_of_packs(path) -> list:
-    from mca_lite.data_batches import Packs
-
-    packs = [pack.tolist() for pack in Packs(Rated(), CAPACITY).packs]
-    assert len({len(pack) for pack in packs}) > 1, "rows with other numbers of pairs are wanted"
-    return oracle_curve(load(path), packs=packs)
+    return oracle_curve(load(path), packs=packs_of(Rated()))
 
 
 @pytest.mark.parametrize(
@@ -121,9 +110,7 @@ def oracle_of_packs(path) -> list:
 )
 def test_packs_weigh_every_pair_alike(oracles, tmp_path, keys):
     [wanted] = world.run(oracle_of_packs, 1, oracles[0])
-    keys = dict(keys, pack=CAPACITY, sequence_packing=True, max_steps=2)
-    for got in world.run(curve_of_run, 2, rm_run, oracles[0], str(tmp_path), keys):
-        assert not differences(got, wanted)
+    assert_every_rank_has(wanted, 2, rm_run, oracles[0], tmp_path, {**keys, **OF_PACKS})
 
 
 def scored(path, out, keys) -> tuple:
@@ -243,9 +230,8 @@ def test_a_text_config_has_the_pad_token_of_exports(tmp_path, backend):
 @pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.full), "lora"])
 def test_resume_is_bit_for_bit(oracles, tmp_path, kind):
     path, adapter, _ = oracles
-    keys = dict(PP2, adapter=adapter if kind == "lora" else None)
-    whole, parts = world.run(whole_and_resumed, 2, rm_run, path, str(tmp_path), keys)[0]
-    assert parts == whole and len(whole) == 3
+    keys = dict(adapter=adapter if kind == "lora" else None)
+    assert_resumed_bit_for_bit(rm_run, path, tmp_path, keys)
 
 
 def resumed_elsewhere(path, out, keys) -> list:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.shared import world
 from tests.shared.dpo_tools import (
     BETAS,
     CLIP,
@@ -122,6 +123,41 @@ def wrong_cells(found: list, curves: dict) -> list[str]:
 
 def curve_of_run(run, path, out, keys) -> list:
     return curve_of(run(path, out, **keys))
+
+
+def wrong_of_layout(run, layout: str, cells, oracles: tuple, out) -> str:
+    """The first differences of a layout's cells from oracles, (model's folder, that of the adapter
+    to start from, {"full" or "lora": curve})."""
+    path, adapter, curves = oracles
+    ranks, keys = LAYOUTS[layout]
+    args = (run, path, adapter, str(out), cells, keys)
+    found = world.run(curves_of_cells, ranks, *args, timeout_s=120)
+    return "\n".join(wrong_cells(found, curves)[:20])
+
+
+def assert_every_rank_has(wanted: list, ranks: int, run, path, out, keys) -> None:
+    """Check the curve of a run on each of its ranks."""
+    for got in world.run(curve_of_run, ranks, run, path, str(out), keys):
+        assert not differences(got, wanted)
+
+
+OF_PACKS = dict(pack=35, sequence_packing=True, max_steps=2)
+
+
+def packs_of(samples) -> list[list[int]]:
+    """The numbers of the samples in each pack of a run with OF_PACKS."""
+    from mca_lite.data_batches import Packs
+
+    packs = [pack.tolist() for pack in Packs(samples, OF_PACKS["pack"]).packs]
+    assert len({len(pack) for pack in packs}) > 1, "rows with other numbers of samples are wanted"
+    return packs
+
+
+def assert_resumed_bit_for_bit(run, path, out, keys) -> None:
+    """Check a run at pp2 that goes on after its second step."""
+    args = (run, path, str(out), {**PP2, **keys})
+    whole, parts = world.run(whole_and_resumed, 2, *args)[0]
+    assert parts == whole and len(whole) == 3
 
 
 def whole_and_resumed(run, path, out, keys) -> tuple:
