@@ -255,6 +255,9 @@ class TorchBackend(Backend):
 
     def __init__(self, model, args):
         super().__init__(model, args, BalancingLosses())
+        # transformers' embedding gives the pad token no gradient, in the text neither; without a
+        # padding_idx it learns it as megatron-core does
+        model.get_input_embeddings().padding_idx = None
         self.dp_size = parallel.world_size()
         self.dp_rank = parallel.rank()
         self.loss_model = wrapped = TokenLossModel(model, args.loss_chunk_size)

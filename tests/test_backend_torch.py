@@ -2,12 +2,16 @@
 or a refusal.
 """
 
+import json
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from tests.shared import tiny, world
-from tests.shared.training import refusal, train
+from tests.shared.training import assert_same_curve, refusal, train
 
 SIZES = dict(
     vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
@@ -44,6 +48,27 @@ def test_token_losses_are_those_of_the_models_own_logits(family):
     ).view(2, 9)
     torch.testing.assert_close(wrapped(ids, labels=labels), wanted, rtol=1e-5, atol=1e-5)
     assert wrapped.head_is_plain == (family == "qwen3")
+
+
+def curves_with_pad_tokens(paths: list[str], out: str) -> list:
+    """A curve of plain torch for each folder, and one of megatron-core for the last."""
+    runs = [(path, "torch") for path in paths] + [(paths[-1], "megatron")]
+    return [train(path, f"{out}/{n}", backend=kind) for n, (path, kind) in enumerate(runs)]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_pad_token_of_a_text_has_its_gradient(tied, tmp_path):
+    """With a pad_token_id in config.json transformers' embedding gives its row none; a model whose
+    texts end with it has one token as both."""
+    plain = Path(tiny.save_model(tmp_path / "plain", "qwen3", tie_word_embeddings=tied))
+    padded = shutil.copytree(plain, tmp_path / "padded")
+    [pad] = tiny.samples(1)[0]["input_ids"][:1].tolist()
+    config = json.loads((plain / "config.json").read_text())
+    (padded / "config.json").write_text(json.dumps({**config, "pad_token_id": pad}))
+    args = ([str(plain), str(padded)], str(tmp_path))
+    wanted, *others = world.run(curves_with_pad_tokens, 1, *args)[0]
+    for got in others:
+        assert_same_curve(got, wanted)
 
 
 def test_packing_over_a_sliding_window_is_refused_on_torch(tmp_path):
