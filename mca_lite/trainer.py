@@ -386,15 +386,15 @@ class McaTrainer:
             return {name: self._prepared(part) for name, part in dataset.items()}
         return None if dataset is None else with_samples(dataset, self._prepare_samples)
 
-    def _prepare_datasets(self) -> None:
-        """Prepare the samples for training and evaluation. Collective."""
-        self.train_dataset = self._prepared(self.train_dataset)
-        self.eval_dataset = self._prepared(self.eval_dataset)
+    def _prepare_datasets(self, *names: str) -> None:
+        """Prepare the samples of train_dataset or eval_dataset, in place. Collective."""
+        for name in names:
+            setattr(self, name, self._prepared(getattr(self, name)))
 
     def get_train_dataloader(self):
         """A DataLoader of this data parallel rank's micro-batches, epoch after epoch. Collective if
         the objective computes columns of the samples."""
-        self.train_dataset = self._prepared(self.train_dataset)
+        self._prepare_datasets("train_dataset")
         return self._train_loader(self.plan_batches(self.train_dataset), 0, 0)
 
     def plan_batches(self, dataset, training: bool = True) -> BatchPlan:
@@ -526,7 +526,7 @@ class McaTrainer:
     def _prepare_train_loop(self, resume_from_checkpoint) -> BatchPlan:
         args = self.args
         # before a checkpoint is loaded: a reference is the model that the run started from
-        self._prepare_datasets()
+        self._prepare_datasets("train_dataset", "eval_dataset")
         self.batch_plan = plan = self.plan_batches(self.train_dataset)
         max_steps = args.steps_of_run(plan.steps_per_epoch)
         self.lr_scheduler = self._given[1]  # another schedule for each run
@@ -778,9 +778,11 @@ class McaTrainer:
     def evaluate(self, eval_dataset=None, metric_key_prefix: str = "eval") -> dict[str, float]:
         """Metrics over the whole set (None: the trainer's), sum / count over all ranks. A dict of
         sets has metrics of each too, named <prefix>_<its name>_<metric>. Collective."""
-        if eval_dataset is None:
-            eval_dataset = self.eval_dataset = self._prepared(self.eval_dataset)
-        return self.evaluator.evaluate(self._prepared(eval_dataset), metric_key_prefix)
+        dataset = self._prepared(eval_dataset)
+        if dataset is None:
+            self._prepare_datasets("eval_dataset")
+            dataset = self.eval_dataset
+        return self.evaluator.evaluate(dataset, metric_key_prefix)
 
     def predict(
         self, test_dataset, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"

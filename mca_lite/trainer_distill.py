@@ -585,10 +585,10 @@ class DistillTrainer(McaTrainer):
 
     # -- around the loop
 
-    def _prepare_datasets(self) -> None:
+    def _prepare_datasets(self, *names: str) -> None:
         """Load a resident teacher too, before the summary, which counts its work; let go of one
         that was loaded for its rows. Collective."""
-        super()._prepare_datasets()
+        super()._prepare_datasets(*names)
         if self._k:
             self._chunks = None
         elif self._chunks is None:

@@ -216,6 +216,18 @@ ROWS: list[tuple[str, str, str, str]] = [
         "test_rm.py::test_a_reward_model_trains_as_plain_torch",
     ),
     (
+        "a reward model scores the pad token at the end of an answer",
+        "can_score = can_score & (ids != self.pad_token_id)",
+        "pass",
+        "test_rm.py::test_answers_that_hold_the_pad_token_are_scored_as_by_transformers",
+    ),
+    (
+        "the pad token of a text has no gradient on plain torch",
+        "model.get_input_embeddings().padding_idx = None",
+        "pass",
+        "test_backend_torch.py::test_the_pad_token_of_a_text_has_its_gradient",
+    ),
+    (
         "the margin of a pair is no part of its loss",
         "centre - F.logsigmoid(differences - margin)",
         "centre - F.logsigmoid(differences)",
