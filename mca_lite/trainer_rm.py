@@ -81,6 +81,11 @@ class RewardTrainer(DPOTrainer):
             text_values(config.hf_config)["pad_token_id"] = pad
         else:
             config.get_text_config().pad_token_id = pad
+        if pad is None:
+            self.args.notes.append(
+                "no pad_token: transformers takes one answer at a time, and with a pad_token set "
+                "later it would score other tokens of answers that end with it"
+            )
         self.pad_token_id = pad  # of exports: transformers gives no score of such a token
 
     @classmethod

@@ -118,6 +118,7 @@ def scored(path, out, keys) -> tuple:
     folder has the model."""
     data = dict(eval_dataset=Rated(5, seed=4), per_device_eval_batch_size=2)
     trainer = rm_run(path, out, **{**keys, **data, "max_steps": 1})
+    assert [note for note in trainer.args.notes if "no pad_token" in note]
     found = trainer.evaluate(), *trainer.predict(trainer.eval_dataset)
     trainer.save_model()
     return found
@@ -161,6 +162,7 @@ def run_with_pads(path, out, of_config: bool, keys) -> tuple:
     tokenizer = SimpleNamespace(pad_token_id=PAD, save_pretrained=str)
     given = dict(train_dataset=Ending(), tokenizer=None if of_config else tokenizer)
     trainer = rm_run(path, out, **keys, **given)
+    assert not [note for note in trainer.args.notes if "no pad_token" in note]
     trainer.save_model()
     return curve_of(trainer), trainer.predict(Ending()).predictions
 
