@@ -137,22 +137,36 @@ def num_programs(device: torch.device) -> int:
 
 
 @jit
-def _sum_kernel(partial, out, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_kernel(
+    partial, out, rows, width, stride, ADDS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     summed = tl.zeros((ROWS, BLOCK), tl.float32)
     for first in range(0, rows, ROWS):
         row = first + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (column < width)[None, :]
-        summed += tl.load(partial + row[:, None] * width + column[None, :], inside, 0.0)
-    tl.store(out + column, tl.sum(summed, 0), column < width)
+        summed += tl.load(partial + row[:, None] * stride + column[None, :], inside, 0.0)
+    total = tl.sum(summed, 0)
+    if ADDS:
+        total += tl.load(out + column, column < width, 0.0)
+    tl.store(out + column, total, column < width)
 
 
-def _sum(partial, dtype: torch.dtype):
-    """The sum of partial float32 [programs, ...] over programs, in the dtype of a parameter."""
-    out = partial.new_empty(partial.shape[1:], dtype=dtype)
-    grid = (triton.cdiv(out.numel(), 32),)
-    launch(_sum_kernel, grid, partial, out, len(partial), out.numel(), ROWS=128, BLOCK=32)
-    return out
+def _gradient(partial, parameter):
+    """The gradient [width] of a parameter: the sum of partial float32 [programs, width] over
+    programs. Added to a float32 main_grad of megatron's DDP, and an empty tensor for its hook, if
+    there is one."""
+    gradient = torch.empty_like(parameter)
+    main_grad = getattr(parameter, "main_grad", None)
+    adds = main_grad is not None and main_grad.dtype == torch.float32
+    if adds:
+        parameter.grad_added_to_main_grad = True
+    width = partial.shape[1]
+    sizes = partial.shape[0], width, partial.stride(0)
+    tensors = partial, main_grad if adds else gradient
+    launch(_sum_kernel, (triton.cdiv(width, 32),), *tensors, *sizes, adds, ROWS=128, BLOCK=32)
+    return gradient
 
 
 def iterations_at_once(loaded: int) -> int:
@@ -260,7 +274,7 @@ class Norm(torch.autograd.Function):
         numbers = *ctx.numbers, is_beside, trained, stages
         launch(_norm_backward_kernel, (programs,), *tensors, *numbers, **tile)
         if trained:
-            of_weight = _sum(partial, weight.dtype)
+            of_weight = _gradient(partial, weight)
         return of_x, of_weight, None, None, None
 
 
@@ -517,9 +531,10 @@ class RotatedHeads(torch.autograd.Function):
         launch(_heads_backward_kernel, (programs, chunks), *tensors, *numbers, **ctx.tile)
         gradients = [out, None, None, None]
         if sums_bias:
-            gradients[1] = _sum(of_bias, bias.dtype)
-        if sums_norms:
-            gradients[2:] = _sum(of_norms, of_query.dtype).unbind(0)
+            gradients[1] = _gradient(of_bias, bias)
+        for i, weight in enumerate((of_query, of_key)):
+            if ctx.needs_input_grad[2 + i]:
+                gradients[2 + i] = _gradient(of_norms[:, i], weight)
         return *gradients, *[None] * 7
 
 

@@ -49,7 +49,7 @@ def normed(x, weight, eps: float, zero_centered: bool):
 
 def difference(kernel, formula, inputs: list) -> float:
     """The largest difference of outputs and gradients, of the largest number of each. Inputs that
-    need no gradient get none."""
+    need no gradient get none. Gradients of vectors are taken once more, added to a main_grad."""
     exact = [x if x is None else x.detach().double() for x in inputs]
     exact = [
         x if x is None else x.requires_grad_(own.requires_grad)
@@ -60,7 +60,17 @@ def difference(kernel, formula, inputs: list) -> float:
     has_grad = [x for x in inputs if x is not None and x.requires_grad]
     of_exact = [x for x in exact if x is not None and x.requires_grad]
     got = [*outputs, *torch.autograd.grad(outputs, has_grad, weights)]
-    wanted = [*wanted, *torch.autograd.grad(wanted, of_exact, [w.double() for w in weights])]
+    of_inputs = torch.autograd.grad(wanted, of_exact, [w.double() for w in weights])
+    wanted = [*wanted, *of_inputs]
+    vectors = {i: x for i, x in enumerate(has_grad) if x.dim() == 1}
+    for x in vectors.values():
+        x.main_grad = torch.ones_like(x, dtype=torch.float32)
+    if vectors:
+        torch.autograd.grad(kernel(*inputs), has_grad, weights)
+    for i, x in vectors.items():
+        if hasattr(x, "grad_added_to_main_grad"):
+            got.append(x.main_grad - 1)
+            wanted.append(of_inputs[i])
     for ours, theirs in zip(got, wanted, strict=True):
         if ours.shape != theirs.shape or not ours.isfinite().all():
             return float("inf")
