@@ -17,6 +17,7 @@ from pathlib import Path
 
 from .cli import finish, parser_of
 from .errors import refuse
+from .families import has_value_head
 from .files import (
     ADAPTER_CONFIG_NAME,
     HF_CONFIG_NAME,
@@ -99,7 +100,6 @@ def merge(src: str, adapter: Path, dst: Path, max_shard_size: str = "5GB") -> st
     _refuse_full(dst)
     resolve_folder(src)
     from . import ckpt_folder, lora_files, weights_files
-    from .model_config import load_hf_config
 
     if (adapter / ckpt_folder.MANIFEST_NAME).is_file():
         backend = ckpt_folder.read_manifest(adapter)["backend"]
@@ -107,18 +107,35 @@ def merge(src: str, adapter: Path, dst: Path, max_shard_size: str = "5GB") -> st
     base = weights_files.SafetensorsSource(src)
     config = read_json(base.folder / HF_CONFIG_NAME)
     # from transformers, for the family's default if config.json lacks the key
-    tied = load_hf_config(str(base.folder)).tie_word_embeddings
-    shapes = {name: base.shape(name) for name in base.names()}
+    hf = _config_of(base.folder, adapter)
+    tied = hf.tie_word_embeddings
+    source = base
+    if has_value_head(hf.architectures):
+        values = hf.to_dict()
+        config |= {key: values[key] for key in weights_files.OF_VALUE_HEAD if key in values}
+        source = weights_files.ScoredSource(base, values, seed=0)  # the adapter brings the head
+    shapes = {name: source.shape(name) for name in source.names()}
     change, vocab_size = lora_files.file_merger(adapter, base.folder, shapes, tied)
     if vocab_size:
         text_values(config)["vocab_size"] = vocab_size
-    changed = ((name, change(name, base.read(name))) for name in base.names())
+    changed = ((name, change(name, source.read(name))) for name in source.names())
     tensors = weights_files.in_words_of(src, config, changed)
     weights_files.write_safetensors(tensors, dst, max_shard_size)
     weights_files.write_hf_config(config, str(base.folder), dst, _dtype_of(base.folder))
     for folder in (base.folder, adapter):
         copy_files(folder, _SIDE_FILES, dst)
     return f"{src} with the adapter {adapter} in its weights is now {dst}"
+
+
+def _config_of(folder: Path, adapter: Path | str | None):
+    """transformers' config of a folder, with a value head if the adapter trained one."""
+    from . import lora_files
+    from .model_config import add_value_head, load_hf_config
+
+    config = load_hf_config(str(folder))
+    if adapter is not None and lora_files.brings_value_head(adapter):
+        add_value_head(config)
+    return config
 
 
 def verify(src: str, dst: str, adapter: str | None = None) -> str:
@@ -157,7 +174,7 @@ def _logits(folder: str, tokens, vocab_size: int, adapter: str | None = None):
     if (Path(folder) / "dist").is_dir():
         models = _load(Path(folder), torch.float32).eval()
         return models.gather_logits(models(tokens))
-    model = load_torch_model(folder).eval()
+    model = load_torch_model(folder, config=_config_of(resolve_folder(folder), adapter)).eval()
     if adapter is not None:
         if (
             vocab_size > model.config.get_text_config().vocab_size
@@ -168,6 +185,8 @@ def _logits(folder: str, tokens, vocab_size: int, adapter: str | None = None):
             model.get_parameter(name).copy_(source.read(name))
         lora.inject(model, spec).eval()
         lora.fill_adapters(model, source)
+    if has_value_head(model.config.architectures):
+        return model.score(model.base_model(tokens).last_hidden_state)[..., 0]
     return model(tokens).logits
 
 

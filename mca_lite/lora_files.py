@@ -152,6 +152,12 @@ def with_value_head(spec: LoraSpec) -> LoraSpec:
     return replace(spec, modules_to_save=tuple(saved))
 
 
+def brings_value_head(folder: PathLike) -> bool:
+    """True for the folder of an adapter with a trained value head."""
+    spec, _ = read_adapter(folder)
+    return VALUE_HEAD in spec.modules_to_save
+
+
 def load_adapter(model, folder: PathLike, dropout: float | None = None):
     """Put the adapter of a folder on a model of either backend, to train it further -> the model.
 

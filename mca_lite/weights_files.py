@@ -449,7 +449,9 @@ class ScoredSource:
         self._drawn = InitSource(hf_config, seed)
 
     def names(self) -> Collection[str]:
-        return self._source.names() - {"lm_head.weight"} | {VALUE_HEAD}
+        names = dict.fromkeys((*self._source.names(), VALUE_HEAD))  # file by file
+        names.pop("lm_head.weight", None)
+        return names.keys()
 
     def _of(self, name: str):
         lacks = name == VALUE_HEAD and name not in self._source.names()

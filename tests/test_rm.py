@@ -16,7 +16,7 @@ from mca_lite.data_batches import Collator
 from mca_lite.files import read_json
 from mca_lite.generation import load_for_generation
 from mca_lite.run import make_plan
-from tests.shared import tiny, world
+from tests.shared import tiny, tiny_moe, world
 from tests.shared.answers import (
     OF_PACKS,
     STEPS,
@@ -342,6 +342,53 @@ def test_rows_of_new_tokens_train_in_the_embedding_alone(keys, tmp_path):
     assert_same_tensors(got, tensors(tmp_path / "torch"))
     [rows] = [tensor for name, tensor in got.items() if name.endswith("embed_tokens.weight")]
     assert len(rows) == tiny.VOCAB + 1
+
+
+def converted(words: list[str]) -> int:
+    from mca_lite import cli_convert
+
+    return cli_convert.main([*words, "--verify"])
+
+
+def scores_of_both(base, adapter, merged) -> list:
+    """Scores of an answer by PEFT on the causal base, and by transformers on the merged model."""
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification as Scores
+
+    models = [Scores.from_pretrained(base, num_labels=1), Scores.from_pretrained(merged)]
+    models[0] = PeftModel.from_pretrained(models[0], adapter)
+    ids = torch.arange(1, 9)[None]
+    with torch.no_grad():
+        return [float(model.eval()(ids).logits) for model in models]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt_oss"])
+def test_an_adapter_with_its_value_head_is_merged_into_a_causal_model(family, tmp_path):
+    """By `convert --merge`; --verify reads scores of whole models and of checkpoints too."""
+    tables = tiny_moe if family in tiny_moe.MODELS else tiny
+    base = tables.save_model(tmp_path / "model", family, num_hidden_layers=2)
+    save_tokenizer(base)
+    write_data(tmp_path)
+    keys = dict(
+        stage="rm",
+        finetuning_type="lora",
+        lora_target="q_proj,o_proj",
+        model_name_or_path=base,
+        dataset=f"{tmp_path}/pairs.jsonl",
+        cache_dir=f"{tmp_path}/cache",
+        output_dir=f"{tmp_path}/run",
+        max_steps=2,
+        learning_rate=1e-2,
+        save_strategy="no",
+        preprocessing_num_workers=1,
+    )
+    world.run(train_by_words, 1, keys)
+    run, merged = str(tmp_path / "run"), str(tmp_path / "merged")
+    assert world.run(converted, 1, [base, merged, "--merge", run]) == [0]
+    [(wanted, got)] = world.run(scores_of_both, 1, base, run, merged)
+    assert got == pytest.approx(wanted, abs=1e-6)
+    assert world.run(converted, 1, [merged, str(tmp_path / "checkpoint")]) == [0]
+    assert "lm_head.weight" not in tensors(merged)
 
 
 def scores_of_a_file(folder, file) -> list:
