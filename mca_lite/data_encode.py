@@ -173,7 +173,9 @@ class Reader:
                 self.formats[file] = detect_format(record, self.spec, self.objective, where)
             labelled = self.objective.has_labels
             if labelled:
-                values[ANSWER_LABEL] = data_records.label_of(record, self.spec, where)
+                is_binary = self.objective.has_binary_labels
+                label = data_records.label_of(record, self.spec, where, is_binary)
+                values[ANSWER_LABEL] = label
             if self.objective.joins_documents:
                 return document(record, self.spec, where), values
             options = (self.args.default_system, where, self.args.ignore_message_keys)

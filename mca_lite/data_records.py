@@ -8,6 +8,7 @@ conversations, or for pairs. Rows are tried in their order, on the first record 
 answers of a pair are the columns chosen and rejected in every format.
 """
 
+import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,7 +46,7 @@ def column_values(
     record, of_dataset: dict[str, float | str | None], where: str
 ) -> dict[str, float]:
     """A record's values of registered columns, else its dataset's, and those of its fields.
-    ValueError for anything but numbers."""
+    ValueError for anything but finite numbers."""
     given = {}
     if not isinstance(record, str):
         given = {
@@ -57,7 +58,10 @@ def column_values(
     for name, field_ in of_dataset.items():
         if isinstance(field_, str):
             values[name] = get_column(record, field_, where, (int, float))
-    return {name: float(value) for name, value in values.items() if value is not None}
+    values = _without((), values)
+    for name, value in values.items():
+        _check_finite(name, value, where)
+    return {name: float(value) for name, value in values.items()}
 
 
 def refuse_margin(record, where: str) -> None:
@@ -70,14 +74,24 @@ def refuse_margin(record, where: str) -> None:
     )
 
 
-def label_of(record, spec: DatasetSpec, where: str) -> float:
-    """The label of a record's answer, 1 for true and 0 for false. ValueError without one, and for
-    anything but a number."""
+def label_of(record, spec: DatasetSpec, where: str, is_binary: bool) -> float:
+    """The label of a record's answer, 1 for true and 0 for false. is_binary: no other number is
+    one. ValueError without a label, and for anything but a finite number."""
     column = spec.columns.get("kto_tag")
     if column is None:
         given = (name for name in _LABELS if isinstance(record, dict) and name in record)
         column = next(given, _LABELS[0])
-    return float(get_column(record, column, where, (int, float)))
+    label = get_column(record, column, where, (int, float))
+    _check_finite(column, label, where)
+    expect(
+        not is_binary or label in (0, 1),
+        f"{where}: {column!r} is {label}: expected true or 1 for a desirable answer, or false or 0",
+    )
+    return float(label)
+
+
+def _check_finite(name: str, value: float, where: str) -> None:
+    expect(math.isfinite(value), f"{where}: {name!r} is {value}: expected a finite number")
 
 
 # -- turns

@@ -315,7 +315,8 @@ class Objective:
 
     records: the kind of records, TEXT, CONVERSATIONS, PAIRS or LABELLED; the data's datasets, cache
     and packs follow. trainer: McaTrainer or a subclass, or "module:Class" of this package. scores:
-    True for a model with a value head in place of logits. metrics: the names of its metrics;
+    True for a model with a value head in place of logits. has_binary_labels: True if labels are 1
+    or 0, False for any numbers. metrics: the names of its metrics;
     eval_<name> may decide the best checkpoint. keys: configuration keys of FinetuningArguments
     without effect on other objectives.
     check_keys(a, judge), check_run(a, judge): its rules over FinetuningArguments, and over the keys
@@ -327,6 +328,7 @@ class Objective:
     records: str
     trainer: type | str = "trainer:McaTrainer"
     scores: bool = False
+    has_binary_labels: bool = False
     metrics: tuple[str, ...] = ("loss",)
     keys: tuple[str, ...] = ()
     check_keys: Callable[[Any, Judge], Any] = _nothing
@@ -527,6 +529,7 @@ register_objective(
     "kto",
     records=LABELLED,
     trainer="trainer_kto:KTOTrainer",
+    has_binary_labels=True,
     metrics=KTO_METRICS,
     keys=("pref_beta", "kto_chosen_weight", "kto_rejected_weight", "ref_model"),
     check_keys=lambda a, judge: judge.apply(_REFERENCE),

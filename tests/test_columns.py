@@ -170,10 +170,15 @@ def test_a_records_column_is_in_the_cache_and_a_changed_one_is_read_again(tmp_pa
     (tmp_path / "dataset_info.json").write_text(json.dumps({"a": {**entry, "values": {"w": 7}}}))
     with pytest.raises(ValueError, match="dataset 'a': values {'w': 7}: expected registered"):
         load_datasets(DataArguments(dataset=["a"], **keys), "pt", byte_tokenizer())
-    (tmp_path / "b.jsonl").write_text('{"text": "ab", "weight": "much"}\n')
+    wrong = {
+        '"much"': "b.jsonl:1: .*'weight': expected a number, got 'much'",
+        "NaN": "b.jsonl:1: .*'weight' is nan: expected a finite number",  # the cache's "no value"
+    }
     keys = dict(dataset=[str(tmp_path / "b.jsonl")], cache_dir=str(tmp_path), packing=False)
-    with pytest.raises(ValueError, match="b.jsonl:1: .*'weight': expected a number, got 'much'"):
-        load_datasets(DataArguments(**keys), "pt", byte_tokenizer())
+    for value, words in wrong.items():
+        (tmp_path / "b.jsonl").write_text(f'{{"text": "ab", "weight": {value}}}\n')
+        with pytest.raises(ValueError, match=words):
+            load_datasets(DataArguments(**keys), "pt", byte_tokenizer())
 
 
 def test_pictures_stand_in_the_order_of_the_documents_packed_joined_and_without_fillers():

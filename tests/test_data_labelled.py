@@ -106,6 +106,8 @@ def test_a_trainer_of_a_script_gets_the_labels(tmp_path):
     [
         ({"messages": TURNS}, ("a.jsonl:1", "label")),
         ({"messages": TURNS, "label": "good"}, ("a.jsonl:1", "label")),
+        ({"messages": TURNS, "label": 0.5}, ("a.jsonl:1", "'label' is 0.5", "true or 1")),
+        ({"messages": TURNS, "label": float("nan")}, ("a.jsonl:1", "'label' is nan", "finite")),
         ({"messages": TURNS[:1], "label": True}, ("a.jsonl:1", "ends after user")),
         ({"text": "a", "label": True}, ("a.jsonl:1", "stage kto expects samples")),
     ],
