@@ -113,7 +113,11 @@ class KTOTrainer(DPOTrainer):
             f"KTO takes samples of one document with {ANSWER_LABEL}, 1 or 0, and the first one has "
             f"{[sorted(document) for document in documents]}: use records with a label",
         )
-        expect(len(view) > 1, "KTO compares with answers to other prompts: expected two samples")
+        expect(
+            len(view) > 1,
+            "KTO compares with answers to other prompts, and a data set has one sample: expected "
+            "two samples in each: raise max_samples or val_size",
+        )
         expect(
             packs or not isinstance(dataset, Packs),
             "the data set has packs, and sequence_packing is false: set it to true",
