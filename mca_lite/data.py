@@ -315,10 +315,7 @@ def load_datasets(
         sets |= {f"eval {name}": TokenDataset([shard]) for name, shard in each}
     elif shards:
         sets["eval"] = TokenDataset(shards)
-    for name, dataset in sets.items():
-        lines.append(
-            f"{name}: {len(dataset):,} {objective.unit}s, {dataset.num_tokens:,} tokens an epoch"
-        )
+    lines += [_counted(name, dataset, objective) for name, dataset in sets.items()]
     if packs:
         sets = {name: _packed(name, dataset, data_args, lines) for name, dataset in sets.items()}
     train = sets.pop("train", stream)
@@ -326,6 +323,16 @@ def load_datasets(
     if data_args.eval_on_each_dataset:
         evaluation = {name_of_set(name.removeprefix("eval ")): sets[name] for name in sets}
     return DatasetBundle(train, evaluation, report + lines, vision)
+
+
+def _counted(name: str, dataset: TokenDataset, objective: Objective) -> str:
+    """A line with the numbers of a data set. ConfigError for one too small for its stage."""
+    least = objective.least_samples
+    if len(dataset) < least:
+        reason = f"samples of {name}: stage {objective.stage} compares {least} or more"
+        refuse("dataset", len(dataset), reason, "more records, max_samples or val_size")
+    count = f"{len(dataset):,} {objective.unit}s"
+    return f"{name}: {count}, {dataset.num_tokens:,} tokens an epoch"
 
 
 def _packed(name: str, dataset: TokenDataset, data_args, lines: list[str]) -> Packs:

@@ -316,7 +316,7 @@ class Objective:
     records: the kind of records, TEXT, CONVERSATIONS, PAIRS or LABELLED; the data's datasets, cache
     and packs follow. trainer: McaTrainer or a subclass, or "module:Class" of this package. scores:
     True for a model with a value head in place of logits. has_binary_labels: True if labels are 1
-    or 0, False for any numbers. metrics: the names of its metrics;
+    or 0, False for any numbers. least_samples: of each data set. metrics: the names of its metrics;
     eval_<name> may decide the best checkpoint. keys: configuration keys of FinetuningArguments
     without effect on other objectives.
     check_keys(a, judge), check_run(a, judge): its rules over FinetuningArguments, and over the keys
@@ -329,6 +329,7 @@ class Objective:
     trainer: type | str = "trainer:McaTrainer"
     scores: bool = False
     has_binary_labels: bool = False
+    least_samples: int = 1
     metrics: tuple[str, ...] = ("loss",)
     keys: tuple[str, ...] = ()
     check_keys: Callable[[Any, Judge], Any] = _nothing
@@ -530,6 +531,7 @@ register_objective(
     records=LABELLED,
     trainer="trainer_kto:KTOTrainer",
     has_binary_labels=True,
+    least_samples=2,
     metrics=KTO_METRICS,
     keys=("pref_beta", "kto_chosen_weight", "kto_rejected_weight", "ref_model"),
     check_keys=lambda a, judge: judge.apply(_REFERENCE),

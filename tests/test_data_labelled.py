@@ -42,9 +42,10 @@ def test_a_record_has_its_last_answer_and_its_label(tmp_path, form):
 
 def test_texts_of_trl_are_trained_without_a_template(tmp_path):
     record = {"prompt": "What?", "completion": " That.", "label": False}
-    dataset = load_files(tmp_path, write_records(tmp_path / "a.jsonl", record), stage="kto").train
-    assert labels_of(dataset) == [0.0]
-    assert trained_answers(dataset) == [" That.</s>"]
+    path = write_records(tmp_path / "a.jsonl", record, {**record, "label": True})
+    dataset = load_files(tmp_path, path, stage="kto").train
+    assert labels_of(dataset) == [0.0, 1.0]
+    assert trained_answers(dataset) == [" That.</s>"] * 2
 
 
 def test_dataset_info_names_the_label_and_packs_keep_it(tmp_path):
@@ -115,6 +116,14 @@ def test_a_trainer_of_a_script_gets_the_labels(tmp_path):
 def test_records_without_a_label_or_an_answer_are_refused(tmp_path, record, words):
     said = error_of(load_files, tmp_path, write_records(tmp_path / "a.jsonl", record), stage="kto")
     assert all(word in said for word in words), said
+
+
+@pytest.mark.parametrize("name, keys", [("train", dict(max_samples=1)), ("eval", dict(val_size=1))])
+def test_a_set_of_kto_with_one_sample_is_refused(tmp_path, name, keys):
+    """Its mismatched answer would be its own one."""
+    path = write_records(tmp_path / "a.jsonl", *[FORMS["messages"]] * 4)
+    said = error_of(load_files, tmp_path, path, stage="kto", **keys)
+    assert f"samples of {name}: stage kto compares 2 or more" in said, said
 
 
 def test_keys_without_a_meaning_for_labels_are_refused(tmp_path):
