@@ -37,6 +37,8 @@ EXPERTS = list(tiny_moe.MODELS)
 WITH_BIAS = ("glm4_moe", "glm4_moe_plain", "deepseek_v3")
 LORA_TARGETS = [["all"], ["q_proj", "v_proj"], ["k_proj", "embed_tokens", "lm_head"]]
 STAGES = ("pt", "sft", "dpo", "kto", "rm", "distill")
+# half of them compare the pairs of a global batch
+LOSSES = ("orpo", "simpo", "ipo", "hinge", "cpo", "bco_pair", "kto_pair", "aot", "aot_unpaired")
 OF_ANSWERS = ("dpo", "kto", "rm")
 TYPES = ("linear", "cosine", "constant", "constant_with_warmup", "inverse_sqrt")
 REFUSED, SAME, ONE, FAILED = "refused", "same as torch", "same as one rank", "failed"
@@ -106,8 +108,10 @@ class Draw:
         if is_lora:
             keys.update(finetuning_type="lora", lora_rank=one(1, 3, 4), lora_target=self._targets())
             keys.update(use_rslora=chance(0.3), save_merged_model=chance(0.3))
+        elif chance(0.15):
+            keys.update(finetuning_type="freeze", freeze_trainable_layers=one(1, 2, -1))
         if keys["stage"] == "dpo":
-            losses = ("sigmoid", "sigmoid", "orpo", "simpo", "ipo")
+            losses = ("sigmoid", "sigmoid", "sigmoid", *LOSSES)
             keys["pref_loss"], keys["pref_beta"] = one(*losses), one(0.1, 0.5)
             keys["pref_ftx"] = one(0.0, 0.0, 0.3)
             if keys["pref_loss"] == "sigmoid":
@@ -177,10 +181,13 @@ class Draw:
         layout.update({name: degree for name, degree in degrees.items() if degree > 1})
         tp, pp, _ = (degrees[name] for name in names)
         layout["sequence_parallel"] = chance(0.9 if self.case.has_experts else 0.5)
+        layout["tp_comm_overlap"] = chance(0.3)
         if pp > 1:
             layout["variable_seq_lengths"] = chance(0.3)
             if chance(0.3):
                 layout["virtual_pipeline_model_parallel_size"] = 2
+            elif chance(0.2):
+                layout["pipeline_model_parallel_layout"] = "auto"
             elif chance(0.3):
                 layers = case.sizes.get("num_hidden_layers", 2)
                 first = self.rng.randint(0, layers)
