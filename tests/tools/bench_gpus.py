@@ -42,6 +42,10 @@ CASES = {
     "tp2": ("1.5B", 4, 1, TP2),
     "tp2 sequence parallel": ("1.5B", 4, 1, TP2_SP),
     "tp2 sequence parallel, overlapped": ("1.5B", 4, 1, TP2_HIDDEN),
+    # as large as one GPU's products: its memory holds twice the rows, of half a model
+    "tp2, 8 rows": ("1.5B", 8, 1, TP2),
+    "tp2 sequence parallel, 8 rows": ("1.5B", 8, 1, TP2_SP),
+    "cp2, 8 rows": ("1.5B", 8, 1, CP2),
     "pp2": ("1.5B", 2, 1, PP2),
     "pp2 vpp2": ("1.5B", 2, 1, {**PP2, **VPP2}),
     "pp2 auto": ("1.5B", 2, 1, {**PP2, **AUTO}),
