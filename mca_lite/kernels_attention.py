@@ -49,6 +49,15 @@ def _backward(grad, q, k, v, out, lse, more, is_causal: bool, scale: float | Non
     return _CUDNN_BACKWARD(grad, q, k, v, out, lse, *of_random, *sizes, 0.0, is_causal, scale=scale)
 
 
+def causal_by_cudnn(q, k, v, scale: float | None) -> torch.Tensor:
+    """softmax(q k^T scale) v, causal, of as many queries as keys: the call that torch's
+    scaled_dot_product_attention makes, without its choice of a kernel.
+
+    q [b, n, s, d], k and v [b, g, s, d], n a multiple of g -> [b, n, s, d]. See suits_cudnn.
+    """
+    return _CUDNN(q, k, v, None, torch.is_grad_enabled(), 0.0, True, False, scale=scale)[0]
+
+
 @jit
 def _join_kernel(
     first, lse1, second, lse2, out, lse, queries, heads, d, ROWS: tl.constexpr, BLOCK: tl.constexpr,

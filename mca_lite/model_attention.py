@@ -18,7 +18,7 @@ from torch.nn.attention.bias import causal_lower_right
 from . import parallel
 from .batch import RowLayout, row_layout
 from .kernels import rotate, rotated_heads, split_heads
-from .kernels_attention import SegmentAttention, suits_cudnn
+from .kernels_attention import SegmentAttention, causal_by_cudnn, suits_cudnn
 from .mcore import (
     AttnMaskType,
     IdentityOp,
@@ -462,6 +462,9 @@ class CoreAttention(RowModule):
         if self.needs_scores:
             scale = self.softmax_scale
             return whole_scores(q, k, v, mask, scale, dropout, self.softcap, self.sinks)
+        if mask is None and not dropout and suits_cudnn(q, k, v):
+            # the order of kernels is a context that takes the host half of a call
+            return causal_by_cudnn(q, k, v, self.softmax_scale)
         times = q.shape[1] // k.shape[1]
         if type(mask) is torch.Tensor and q.is_cuda and times > 1:
             # without cuDNN's only the slowest kernel supports both masks and query groups
