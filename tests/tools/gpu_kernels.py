@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from mca_lite import kernels, loss_tokens, model_delta, model_sinks
-from mca_lite.kernels_attention import SegmentAttention, join_by_kernel
+from mca_lite.kernels_attention import SegmentAttention, causal_by_cudnn, join_by_kernel
 
 # of the largest number
 TOLERANCE = {
@@ -210,6 +210,22 @@ def attention_cases(dtype):
         yield f"segments {n} {keys}", kernel, formula, inputs
 
 
+def causal_cases(dtype):
+    """cuDNN's attention of as many queries as keys, which no CPU has."""
+    if dtype == torch.float32 or not torch.cuda.is_available():
+        return
+
+    def formula(*heads):
+        return (F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True),)
+
+    def kernel(q, k, v):
+        return (causal_by_cudnn(q, k, v, None),)
+
+    for b, n, groups, s, d in ((2, 12, 2, 300, 128), (1, 6, 3, 37, 96)):
+        inputs = [drawn(b, heads, s, d, dtype=dtype) for heads in (n, groups, groups)]
+        yield f"causal {n} {s}", kernel, formula, inputs
+
+
 def join_cases(dtype):
     q, b, n, d = 37, 2, 3, 80
     lse = 3 * torch.randn(2, b, n, q, 1, device=device())
@@ -295,7 +311,7 @@ def main() -> int:
     if device() == "cpu":
         kernels.num_programs = lambda device: 3  # it asks the GPU
     start, bad = time.time(), 0
-    of_attention = attention_cases, join_cases, linear_cases, sink_cases
+    of_attention = attention_cases, causal_cases, join_cases, linear_cases, sink_cases
     for dtype, tolerance in TOLERANCE.items():
         worst = {}
         for cases in (norm_cases, heads_cases, other_cases, *of_attention):
