@@ -287,14 +287,17 @@ def test_each_file_runs_in_one_process_of_the_suite(tmp_path):
 # 730; segments of context parallelism 900; messages behind products 1,700 (model_linears); passes
 # of objectives in plan and FLOPs, and columns that no loss reads 980; prediction layers of hybrids
 # 490; five more families 340; steps that the host does not wait for, and host memory of
-# checkpoints kept, 1,360.
+# checkpoints kept, 1,360; since, products and their messages in one function 440, losses and
+# gradients with fewer launches 80, cuDNN called itself 80; pictures before prediction layers 145;
+# pad tokens of reward models, their adapters and new tokens, numbers of records 400; one hook for
+# columns of data sets, 370 less.
 LIMITS = {
     "modules": (0, 80),
     "core modules": (0, 62),
-    "core tokens": (0, 175_700),
+    "core tokens": (0, 176_800),
     "tool tokens": (0, 39_100),
-    "tokens": (0, 214_700),
-    "decisions": (0, 5_280),
+    "tokens": (0, 215_600),
+    "decisions": (0, 5_300),
     "decisions a 1,000 tokens": (0, 26.0),
     "parallel assignments": (0, 1.3),
     "conditional expressions": (0, 2.0),

@@ -26,7 +26,10 @@ from tests.shared import pictures, tiny, world
 from tests.shared.training import GLOBAL_BATCH, train
 from tests.tools.family_table import has_experts, save_models
 
-FACTOR, FLOOR = 3.0, 5e-3  # on a CPU the worst factor was 2.4, the worst distance 1.2e-2
+# The worst factor was 2.4 on a CPU and 3.4 on an H200 (olmo2), the worst distance 1.2e-2. In bf16 a
+# token changes its experts here and there, ours as often as theirs: over 40 drawn models of gpt_oss
+# logits were off by 6.2e-3 and 6.5e-3; of one model the losses by 7.7e-3 and 2.3e-3.
+FACTOR, FLOOR = 3.0, 1e-2
 RATE, EPSILON, NORM, BETAS = 1e-3, 1e-4, 1.0, (0.9, 0.95)
 OURS = dict(
     bf16=True,
