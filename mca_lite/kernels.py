@@ -672,7 +672,7 @@ def weighted_clamped_swiglu(both, weights, limit: float):
     """(up + 1) * gate * sigmoid(1.702 gate) * weights of both [T, 2 f], gate before up, and weights
     [T] -> [T, f] in both's dtype: the activation of an expert of gpt_oss. gate is at most limit,
     and up between -limit and limit."""
-    gate, up = both.chunk(2, -1)
+    gate, up = both.float().chunk(2, -1)  # of the products here bf16 would round each
     gate = gate.clamp(max=limit)
     up = up.clamp(-limit, limit)
     product = (up + 1) * (gate * torch.sigmoid(QUICK_GELU * gate))

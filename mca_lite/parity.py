@@ -219,7 +219,10 @@ def _keep_outputs(modules, axis: int, outputs: dict[str, torch.Tensor]) -> None:
 
     def keep(name, module, args, output=None):
         value = args if output is None else output
-        value = value[0] if isinstance(value, tuple) else value
+        if isinstance(value, tuple):
+            value, *more = value
+            biases = (x for x in more if isinstance(x, torch.Tensor) and x.dim() == 1)
+            value = value + next(biases, 0)  # megatron gives the bias beside the product
         if name not in outputs:
             outputs[name] = value.detach().select(axis, 0).to("cpu", copy=True)
 

@@ -145,7 +145,7 @@ SETTINGS = {"mean": MEAN, "seq": SEQ, "packed": PACKED}
         (1, {}),
         (2, {**TP2_SP, **ETP1}),
         (2, {**TP2_SP, **EP2, **ETP1}),
-        (4, {**EP2, **CP2, **DIST_OPT}),
+        pytest.param(4, {**EP2, **CP2, **DIST_OPT}, marks=pytest.mark.full),
         (4, {**EP2, **TP2_SP, **OVERLAP}),
     ],
 )

@@ -15,7 +15,7 @@ KEYS = dict(
     stage="sft", cutoff_len=32, global_batch_size=8, per_device_train_batch_size=2, lora_rank=4
 )
 PACKED, BF16, LORA = dict(neat_packing=True), dict(bf16=True), dict(finetuning_type="lora")
-MODELS = {"qwen3": tiny, "qwen3_moe": tiny_moe}
+MODELS = {"qwen3": tiny, "qwen3_moe": tiny_moe, "gpt_oss": tiny_moe}
 RIGHT = {
     "tp2pp2": ("qwen3", 4, {**TP2, **PP2}),
     "tp2 sp, bf16": ("qwen3", 2, {**TP2_SP, **BF16}),
@@ -23,6 +23,7 @@ RIGHT = {
     "dp2, sharded optimizer, packed, bf16": ("qwen3", 2, {**OVERLAP, **PACKED, **BF16}),
     "lora, tp2, dropout": ("qwen3", 2, {**TP2, **LORA, "lora_dropout": 0.5}),
     "experts, ep2, balancing losses": ("qwen3_moe", 2, {**EP2, **AUX}),
+    "biases of attention, ep2": ("gpt_oss", 2, EP2),
     "dpo, pp2 vpp2": ("qwen3", 2, {**PP2, **VPP2, "stage": "dpo"}),
 }
 

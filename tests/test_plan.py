@@ -141,8 +141,8 @@ def test_messages_are_as_large_as_planned(tmp_path, kind):
     if kind == "experts":
         hf = tiny_moe.hf_config("qwen3_moe", hidden_size=64, vocab_size=512)
     runs = world.run(measured, 2, hf, 64, str(tmp_path), {**TWO, **layout})
-    # of activations: others are some bytes; what an expert gets is even over all ranks alone
-    sizes = [size for run in runs for size in run["messages"][operation] if size > 2048]
+    # of activations: others are up to 3 KiB; what an expert gets is even over all ranks alone
+    sizes = [size for run in runs for size in run["messages"][operation] if size > 4096]
     mean = sum(sizes) / len(sizes)
     assert [run["planned"].buffers for run in runs] == [pytest.approx(mean * times)] * 2
 
