@@ -4,6 +4,7 @@ Pages need no other file, no script and no net. They are HTML that is XML too. C
 SVGs with texts of HTML round them, and so can be read at every width.
 """
 
+import functools
 import io
 import itertools
 import json
@@ -308,6 +309,8 @@ _PAGES = jinja2.Environment(
     autoescape=True, trim_blocks=True, loader=jinja2.DictLoader({"base": _BASE})
 )
 
+_compiled = functools.cache(_PAGES.from_string)
+
 
 def render(template: str, **context) -> str:
     """A page: a jinja2 template with {% extends "base" %} and the blocks style and body, filled.
@@ -315,7 +318,7 @@ def render(template: str, **context) -> str:
     context: `title`, `refreshes` (the browser loads the page again) and the template's names. Texts
     are escaped; characters that XML does not allow are replaced.
     """
-    text = _PAGES.from_string(template).render(context)
+    text = _compiled(template).render(context)
     return re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]", "\ufffd", text)
 
 

@@ -74,7 +74,12 @@ def test_an_example_is_planned(example_folder, monkeypatch, name):
     assert len(plan.data.train) > 0 and plan.objective.stage in words
 
 
-@pytest.mark.parametrize("name", TRAINED)
+LIKE_ANOTHER = "train_lora/qwen3_lora_dpo"  # with pictures it is trained too
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.full) if n == LIKE_ANOTHER else n for n in TRAINED]
+)
 def test_an_example_trains(example_folder, name):
     words = fewer_ranks(replaced(EXAMPLES[name], example_folder, f"trained-{name}"))
     ranks = 4 if name.startswith("megatron") else 2

@@ -50,11 +50,13 @@ EXPERTS = {
     },
 }  # names in tiny_moe
 FAMILIES = [*DENSE, *EXPERTS]
-# rows made of those of other families: one layout in `make test`
+# rows made of those of other families, and families whose attention is another's: one layout in
+# `make test`
 OF_OTHERS = (
-    "arcee cwm dots1 ernie4_5 exaone4 exaone4_no_window flex_olmo glm glm4_moe_lite helium "
-    "hunyuan_alpha hunyuan_v1_dense hunyuan_v1_moe minimax_m2 ministral3 olmo3 "
-    "qwen3_5_moe_text qwen3_5_text smollm3 solar_open vaultgemma"
+    "arcee cwm deepseek_v3_yarn dots1 ernie4_5 exaone4 exaone4_no_window flex_olmo glm glm4 "
+    "glm4_no_bias glm4_moe_lite granite helium hunyuan_alpha hunyuan_v1_dense hunyuan_v1_moe "
+    "minimax_m2 ministral3 olmo2 olmo3 phi3 qwen3_5_moe_text qwen3_5_text qwen3_window seed_oss "
+    "smollm3 solar_open vaultgemma"
 ).split()
 LAYOUTS = {
     "one": (1, {}),
@@ -88,7 +90,7 @@ MOST = [layout for layout in EXPERT_LAYOUTS if layout != "ep2"]
 # what is most unlike a plain decoder: latent attention, and windows with scores and logits of its
 # own
 EVERYWHERE = ["deepseek_v2", "deepseek_v3", "gemma2"]
-FEW = ["tp2_sp", "pp2_packed", "cp2_packed"]
+FEW = ["tp2_sp", "cp2_packed"]
 SHORT = dict(BRIEF, adam_epsilon=1e-4)
 
 

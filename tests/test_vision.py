@@ -61,8 +61,8 @@ EVERYWHERE = ["qwen2_5_vl"]
 FEW = ["tp2_sp_packed"]
 # plain, with features of several layers, and with linear attention
 CUT_ROWS = ["qwen2_5_vl", "qwen3_vl", "qwen3_5_moe"]
-# beside them stand the same with overlap, sequence parallelism or virtual stages
-ELSEWHERE = ["dp2", "tp2", "pp2", "tp2pp2"]
+# beside them stand the same with overlap, packed rows or virtual stages
+ELSEWHERE = ["dp2", "tp2", "tp2_sp", "pp2", "tp2pp2", "one_packed"]
 
 
 @pytest.fixture(scope="module")
