@@ -565,6 +565,13 @@ FAMILIES |= {
         _DEEPSEEK_V3, refusals="hidden_act attention_bias first_k_dense_replace"
     ),
     "solar_open": replace(_GLM4_MOE, prediction=None, partial_rotary=False),
+    "youtu": Family(
+        decoder_rows(latent_attention(), mlp_rows()),
+        _LATENT_CONFIG,
+        {"multi_latent_attention": True},
+        "hidden_act attention_bias",
+        derived=_latent_fields,
+    ),
     "minimax_m2": Family(
         decoder_rows(
             attention(norm=True, norm_kind="column"),

@@ -58,6 +58,8 @@ WITHOUT_EFFECT_THERE = {
     ("deepseek_v2", "num_key_value_heads"): LATENT,
     ("deepseek_v3", "num_key_value_heads"): LATENT,
     ("glm4_moe_lite", "num_key_value_heads"): LATENT,
+    ("youtu", "num_key_value_heads"): LATENT,
+    ("youtu", "embedding_initializer_range"): "of embeddings drawn anew: initializer_range decides",
     **{
         ("gemma4_text", name): "of experts, which are refused"
         for name in ("num_experts", "top_k_experts", "moe_intermediate_size")

@@ -66,6 +66,8 @@ MORE_KEYS = {
     "deepseek_v3": dict(LATENT, rms_norm_eps=1e-3),
     "deepseek_v3_yarn": dict(LATENT, model_type="deepseek_v3", q_lora_rank=None,
                              rope_interleave=False, rope_parameters=YARN),
+    "youtu": dict({k: v for k, v in LATENT.items() if k != "first_k_dense_replace"},
+                  rms_norm_eps=1e-3, initializer_range=0.02, tie_word_embeddings=True),
     "glm4": dict(head_dim=8),
     "glm4_no_bias": dict(model_type="glm4", head_dim=8, attention_bias=False),
     "granite": dict(embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.4,
