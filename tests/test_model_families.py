@@ -56,7 +56,7 @@ OF_OTHERS = (
     "arcee cwm deepseek_v3_yarn dots1 ernie4_5 exaone4 exaone4_no_window flex_olmo glm glm4 "
     "glm4_no_bias glm4_moe_lite granite helium hunyuan_alpha hunyuan_v1_dense hunyuan_v1_moe "
     "minimax_m2 ministral3 olmo2 olmo3 phi3 qwen3_5_moe_text qwen3_5_text qwen3_window seed_oss "
-    "smollm3 solar_open vaultgemma"
+    "smollm3 solar_open vaultgemma youtu"
 ).split()
 LAYOUTS = {
     "one": (1, {}),

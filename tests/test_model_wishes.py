@@ -51,25 +51,6 @@ WITHOUT_EFFECT = {
         "of videos, and of the processor that makes the prompts",
     ),
 }
-# {(family, field): why}, where only some families read it
-LATENT = "multi-latent attention has one key for all heads, and qk_rope_head_dim turns"
-WITHOUT_EFFECT_THERE = {
-    ("deepseek_v2", "head_dim"): LATENT,
-    ("deepseek_v2", "num_key_value_heads"): LATENT,
-    ("deepseek_v3", "num_key_value_heads"): LATENT,
-    ("glm4_moe_lite", "num_key_value_heads"): LATENT,
-    ("youtu", "num_key_value_heads"): LATENT,
-    ("youtu", "embedding_initializer_range"): "of embeddings drawn anew: initializer_range decides",
-    **{
-        ("gemma4_text", name): "of experts, which are refused"
-        for name in ("num_experts", "top_k_experts", "moe_intermediate_size")
-    },
-    ("gemma4_text", "vocab_size_per_layer_input"): "of embeddings of each layer: refused",
-    ("gemma4_text", "num_hidden_layers"): "transformers wants a per_layer_config of as many layers",
-    ("gemma4_text", "use_double_wide_mlp"): "of layers that share keys and values: refused",
-    ("gpt_oss", "router_aux_loss_coef"): "0.9 in the released files, and without effect in "
-    "transformers: moe_aux_loss_coeff decides",
-}
 VALUES = [True, False, 1, 2, 3, 8, 64, 0.25, "gelu", "greedy", "sigmoid", "all", [0], [1, 1]]
 VALUES += [{"1": {"head_dim": 32}}]
 VALUES += [[name] * count for name in ("sliding_attention", "full_attention") for count in (2, 4)]
@@ -140,7 +121,8 @@ def test_every_field_of_a_config_json_is_heard_or_has_a_reason_not_to_be(family)
     fields = fields.union(*(hf.get_text_config().to_dict() for hf, _ in plain))
     fields -= {"text_config", *WITHOUT_EFFECT}
     silent = {f for f in fields if not any(is_heard(hf, f, before) for hf, before in plain)}
-    there = {name for kind, name in WITHOUT_EFFECT_THERE if kind == family}
+    known = tiny.WITHOUT_EFFECT | tiny_moe.WITHOUT_EFFECT
+    there = {name for kind, name in known if kind == family}
     assert silent - there == set()
     assert there <= silent, "reasons for fields that are heard"
 

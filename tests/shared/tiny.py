@@ -107,6 +107,19 @@ MORE_KEYS = {
 }  # fmt: skip
 
 
+# {(family, field of its config): why it has no effect}; those of tiny_moe's models stand there
+ONE_KEY = "multi-latent attention has one key for all heads, and qk_rope_head_dim turns"
+WITHOUT_EFFECT = {
+    ("youtu", "num_key_value_heads"): ONE_KEY,
+    ("youtu", "embedding_initializer_range"): "of embeddings drawn anew: initializer_range decides",
+    **{
+        ("gemma4_text", name): "of experts, which are refused"
+        for name in ("num_experts", "top_k_experts", "moe_intermediate_size")
+    },
+    ("gemma4_text", "vocab_size_per_layer_input"): "of embeddings of each layer: refused",
+    ("gemma4_text", "num_hidden_layers"): "transformers wants a per_layer_config of as many layers",
+    ("gemma4_text", "use_double_wide_mlp"): "of layers that share keys and values: refused",
+}
 SIZES = dict(
     hidden_size=32,
     intermediate_size=48,

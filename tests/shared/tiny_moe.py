@@ -71,6 +71,15 @@ MODELS = {
     "qwen3_5_moe_text": ("qwen3_5_moe_text", dict(
         tiny.DELTA, **SHARED, num_experts=EXPERTS, shared_expert_intermediate_size=24)),
 }  # fmt: skip
+# {(family, field): why it has no effect}, of fields of a config
+WITHOUT_EFFECT = {
+    ("deepseek_v2", "head_dim"): tiny.ONE_KEY,
+    ("deepseek_v2", "num_key_value_heads"): tiny.ONE_KEY,
+    ("deepseek_v3", "num_key_value_heads"): tiny.ONE_KEY,
+    ("glm4_moe_lite", "num_key_value_heads"): tiny.ONE_KEY,
+    ("gpt_oss", "router_aux_loss_coef"): "0.9 in the released files, and without effect in "
+    "transformers: moe_aux_loss_coeff decides",
+}
 
 
 def hf_config(name: str, **changes):
