@@ -146,6 +146,8 @@ class Family:
     sizes_differ: bool = False
     # files hold the experts of a layer in one tensor, in bf16 or MXFP4 (weights_experts.py)
     stacked_experts: bool = False
+    # part of a name in transformers' modules -> that in files (its conversion_mapping.py has both)
+    renamed: dict[str, str] = field(default_factory=dict)
 
     def values(self, hf) -> dict[str, Any]:
         """The McaModelConfig fields from a transformers config object."""

@@ -158,6 +158,8 @@ def file_parts(model_type: str, name: str, shape: Shape) -> list[tuple[str, tupl
     """
     if model_type not in FAMILIES:
         return [(name, ())]
+    for module, file in FAMILIES[model_type].renamed.items():
+        name = name.replace(module, file)
     if FAMILIES[model_type].stacked_experts:
         return weights_experts.parts_of(name, shape[0]) or [(name, ())]
     rows = [row for row in FAMILIES[model_type].rows if "[]" in row.mca and row.is_linear]

@@ -4,6 +4,7 @@ drawn from a seed.
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -180,6 +181,17 @@ def test_names_of_experts_in_files_are_those_of_the_familys_rows():
             for e in (0, 1)
             for part, rows in ((gate, slice(0, 8)), (up, slice(8, 16)))
         ]
+
+
+def test_a_family_renames_parts_of_its_modules_names(monkeypatch):
+    from mca_lite.families import FAMILIES
+    from mca_lite.weights_files import file_parts
+
+    renamed = replace(FAMILIES["glm4_moe"], renamed={"mlp.gate.bias": "mlp.bias"})
+    monkeypatch.setitem(FAMILIES, "glm4_moe", renamed)
+    name = "model.layers.1.mlp.gate.bias"
+    assert file_parts("glm4_moe", name, (8,)) == [("model.layers.1.mlp.bias", ())]
+    assert file_parts("dots1", name, (8,)) == [(name, ())]
 
 
 def test_fused_experts_that_the_rows_do_not_name_are_refused():

@@ -290,14 +290,14 @@ def test_each_file_runs_in_one_process_of_the_suite(tmp_path):
 # checkpoints kept, 1,360; since, products and their messages in one function 440, losses and
 # gradients with fewer launches 80, cuDNN called itself 80; pictures before prediction layers 145;
 # pad tokens of reward models, their adapters and new tokens, numbers of records 400; one hook for
-# columns of data sets, 370 less.
+# columns of data sets, 370 less; names of modules that differ from files 40.
 LIMITS = {
     "modules": (0, 80),
     "core modules": (0, 62),
-    "core tokens": (0, 176_800),
+    "core tokens": (0, 177_300),
     "tool tokens": (0, 39_100),
-    "tokens": (0, 215_600),
-    "decisions": (0, 5_300),
+    "tokens": (0, 216_100),
+    "decisions": (0, 5_315),
     "decisions a 1,000 tokens": (0, 26.0),
     "parallel assignments": (0, 1.3),
     "conditional expressions": (0, 2.0),
