@@ -225,6 +225,9 @@ def with_image_slots(batch: dict, image_token_id: int) -> dict:
     return {**batch, "image_slot": numbers.masked_fill(~is_image, -1)}
 
 
+# what the sizes of varlen_of_graph are multiples of
+GRAPH_DOCUMENTS = 16
+GRAPH_LENGTH = 256
 ROPE_COLUMNS = ("rope_t", "rope_h", "rope_w")
 
 
@@ -442,6 +445,15 @@ class RowLayout:
             for x in (_borders(queries), _borders(keys), torch.cat(runs))
         )
         return cu_q, cu_k, places, int(queries.max()), int(keys.max())
+
+    @functools.cached_property
+    def varlen_of_graph(self) -> tuple[torch.Tensor, int]:
+        """(cu_seqlens int32, longest) of a row in order, rounded up, with empty documents at its
+        end: a kernel that is built for one shape serves many rows."""
+        count = len(self.borders) - 1
+        more = -count % GRAPH_DOCUMENTS
+        borders = torch.cat((self.borders, self.borders[-1:].expand(more)))
+        return borders, self.longest + -self.longest % GRAPH_LENGTH
 
 
 def _borders(lengths: torch.Tensor) -> torch.Tensor:

@@ -7,12 +7,21 @@ query and a causal square, and joined by their log-sum-exps, as in ring attentio
 "Ring Attention with Blockwise Transformers for Near-Infinite Context").
 """
 
+import functools
+import importlib.util
+
 import torch
 from torch.autograd.function import once_differentiable
 
-from .kernels import compiles, jit, launch, tl, triton
+from .kernels import compiles, first_line, jit, launch, tl, triton, works
 
 _BLOCK = 2048  # elements of a program of join
+# elements of queries from which a call of cuDNN's costs the host less than it saves the GPU
+_FRONTEND_FROM = 2**23
+_NO_FRONTEND = (
+    "nvidia-cudnn-frontend cannot be used: {}. Packed rows train with torch's flash attention, "
+    "which is slower on this GPU: pip install -U nvidia-cudnn-frontend, or uninstall it"
+)
 _CUDNN = torch.ops.aten._scaled_dot_product_cudnn_attention
 _CUDNN_BACKWARD = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
 _CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -56,6 +65,55 @@ def causal_by_cudnn(q, k, v, scale: float | None) -> torch.Tensor:
     q [b, n, s, d], k and v [b, g, s, d], n a multiple of g -> [b, n, s, d]. See suits_cudnn.
     """
     return _CUDNN(q, k, v, None, torch.is_grad_enabled(), 0.0, True, False, scale=scale)[0]
+
+
+@functools.cache
+def has_frontend(device: torch.device) -> bool:
+    """True if nvidia-cudnn-frontend is installed, and the GPU a Hopper or newer."""
+    is_installed = importlib.util.find_spec("cudnn") is not None
+    return is_installed and torch.cuda.get_device_capability(device)[0] >= 9
+
+
+@functools.cache
+def why_no_frontend() -> str | None:
+    """The first line of the error of nvidia-cudnn-frontend's import; None if it works."""
+    try:
+        import cudnn.sdpa.fwd.torch_op  # noqa: F401  it registers torch.ops.cudnn
+    except Exception as error:  # a broken installation raises more than ImportError
+        return first_line(error)
+    return None
+
+
+def suits_frontend(q) -> bool:
+    """True if cuDNN's attention of packed rows takes queries [t, n, d]: many, in half precision,
+    where has_frontend(); not with deterministic algorithms."""
+    if not q.is_cuda or q.numel() < _FRONTEND_FROM or q.dtype == torch.float32:
+        return False
+    if torch.are_deterministic_algorithms_enabled() or not has_frontend(q.device):
+        return False
+    return works(why_no_frontend, _NO_FRONTEND)
+
+
+def packed_by_cudnn(q, k, v, layout, scale: float | None, window: int | None) -> torch.Tensor:
+    """softmax(q k^T scale) v of a packed row in order, causal, in a window of tokens or None.
+
+    q [t, n, d], k [t, g, d], v [t, g, e] -> [t, n, e]. layout: the row's RowLayout. torch's own
+    call of this kernel builds its graph again each time, and its gradients are wrong (2.11).
+    """
+    borders, longest = layout.varlen_of_graph
+    out, _ = torch.ops.cudnn.sdpa_fwd(
+        q,
+        k,
+        v,
+        scale or q.shape[-1] ** -0.5,
+        is_causal=True,
+        window_left=window or -1,
+        cu_seqlens_q=borders,
+        cu_seqlens_kv=borders,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+    return out
 
 
 @jit

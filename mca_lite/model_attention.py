@@ -18,7 +18,13 @@ from torch.nn.attention.bias import causal_lower_right
 from . import parallel
 from .batch import RowLayout, row_layout
 from .kernels import rotate, rotated_heads, split_heads
-from .kernels_attention import SegmentAttention, causal_by_cudnn, suits_cudnn
+from .kernels_attention import (
+    SegmentAttention,
+    causal_by_cudnn,
+    packed_by_cudnn,
+    suits_cudnn,
+    suits_frontend,
+)
 from .mcore import (
     AttnMaskType,
     IdentityOp,
@@ -499,6 +505,9 @@ class CoreAttention(RowModule):
         if places is not None:
             k = k[places]
             v = v[places]
+        elif self.sinks is None and suits_frontend(q):
+            out = packed_by_cudnn(q, k, v, layout, self.softmax_scale, self.window)
+            return out.flatten(1)[:, None]
         # the kernel takes one size of a head: multi-latent attention has two
         missing = q.shape[-1] - v.shape[-1]
         if missing:

@@ -2,7 +2,10 @@
 by hand.
 """
 
-from types import SimpleNamespace
+import importlib.util
+import itertools
+import sys
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +24,13 @@ from mca_lite.batch import (
     zigzag,
 )
 from mca_lite.data_batches import best_fit
+from mca_lite.kernels import works
+from mca_lite.kernels_attention import (
+    has_frontend,
+    packed_by_cudnn,
+    suits_frontend,
+    why_no_frontend,
+)
 from mca_lite.model_attention import CoreAttention
 
 PACKED = torch.tensor([[1, 1, 2, 2, 2, 0], [1, 2, 2, 3, 3, 3]])
@@ -239,3 +249,85 @@ def test_the_varlen_kernel_gets_the_borders_that_megatron_gets():
     row = packed_row((0, 4, 6), 1, 0, torch.device("cpu"))
     cu_q, cu_k, places, max_q, max_k = row.layout.varlen
     assert cu_q is cu_k is row.cu_seqlens_q and places is None and max_q == max_k == 4
+
+
+def test_borders_for_a_graph_are_rounded_up_by_empty_documents():
+    row = packed_row((0, 4, 261), 1, 0, torch.device("cpu"))
+    borders, longest = row.layout.varlen_of_graph
+    assert borders.tolist() == [0, 4, *[261] * 15] and borders.dtype == torch.int32
+    assert longest == 512
+    row = packed_row(tuple(range(0, 17 * 8, 8)), 1, 0, torch.device("cpu"))  # 16 documents
+    borders, longest = row.layout.varlen_of_graph
+    assert borders.tolist() == list(range(0, 17 * 8, 8)) and longest == 256
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_cudnns_operator_gets_a_packed_row(window):
+    """By a stand-in of nvidia-cudnn-frontend's operator: an image of its documented arguments."""
+
+    def documents(
+        q, k, v, attn_scale, *, is_causal, window_left, cu_seqlens_q, cu_seqlens_kv, **longest
+    ):
+        assert is_causal and set(longest.values()) == {256}
+        assert torch.equal(cu_seqlens_q, cu_seqlens_kv) and len(cu_seqlens_q) == 17
+        outs = []
+        for start, stop in itertools.pairwise(cu_seqlens_q.tolist()):
+            visible = torch.ones(stop - start, stop - start, dtype=torch.bool).tril()
+            if window_left > 0:  # keys that a query sees, itself among them
+                visible = visible.triu(1 - window_left)
+            parts = (x[start:stop].transpose(0, 1) for x in (q, k, v))
+            out = F.scaled_dot_product_attention(*parts, visible, scale=attn_scale, enable_gqa=True)
+            outs.append(out.transpose(0, 1))
+        return torch.cat(outs), None
+
+    operators = SimpleNamespace(cudnn=SimpleNamespace(sdpa_fwd=documents))
+    layout = packed_row((0, 2, 8), 1, 0, torch.device("cpu")).layout
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(8, heads, 4, generator=generator) for heads in (4, 2, 2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "ops", operators)
+        got = packed_by_cudnn(q, k, v, layout, None, window)
+    number = torch.tensor([0] * 2 + [1] * 6)
+    visible = (number[:, None] == number).tril().triu(1 - (window or 8))
+    rows = (x.transpose(0, 1) for x in (q, k, v))
+    wanted = F.scaled_dot_product_attention(*rows, visible, enable_gqa=True)
+    torch.testing.assert_close(got, wanted.transpose(0, 1))
+
+
+@pytest.fixture
+def fresh_answers():
+    """Kernels and packages are looked for again, before a test and after it."""
+    answers = has_frontend, why_no_frontend, works
+
+    def forget():
+        for function in answers:
+            function.cache_clear()
+
+    forget()
+    yield forget
+    forget()
+
+
+def test_cudnns_operator_is_for_many_tokens_on_new_gpus_alone(monkeypatch, fresh_answers):
+    class Queries(torch.Tensor):
+        is_cuda = True
+
+    many = torch.empty(4096, 16, 128, dtype=torch.bfloat16, device="meta")
+    assert not suits_frontend(many)  # no GPU
+    on_gpu = many.as_subclass(Queries)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert not suits_frontend(on_gpu)  # not installed: no warning
+    fresh_answers()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    with pytest.warns(UserWarning, match="nvidia-cudnn-frontend cannot be used: No module"):
+        assert not suits_frontend(on_gpu)
+    fresh_answers()
+    for name in ("cudnn", "cudnn.sdpa", "cudnn.sdpa.fwd", "cudnn.sdpa.fwd.torch_op"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    assert suits_frontend(on_gpu)
+    assert not suits_frontend(on_gpu[:100])
+    assert not suits_frontend(on_gpu.float())
+    fresh_answers()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert not suits_frontend(on_gpu)

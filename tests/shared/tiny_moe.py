@@ -83,9 +83,12 @@ WITHOUT_EFFECT = {
 
 
 def hf_config(name: str, **changes):
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     family, keys = MODELS[name]
+    if not hasattr(CONFIG_MAPPING[family], "swiglu_limit"):
+        # transformers before 5.18 has gpt_oss's in its code, whatever the file says
+        keys = {key: value for key, value in keys.items() if key != "swiglu_limit"}
     # a loss of their own by default
     if (
         family in ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "minimax_m2")

@@ -37,6 +37,8 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import ChainMap
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
@@ -86,6 +88,7 @@ COMPILED_CASES = {
 ALSO_COMPILED = ("gemma2", "deepseek_v3", "qwen2_moe, experts")
 CHOOSES = ("deterministic", "families", "hangs", "te")  # parts with cases to choose
 TOLERANCE = 1e-5
+PROCESSES = 8  # of one rank that share a GPU
 LEFT_OVER = 0.3  # GiB: workspaces of libraries; the weights alone are 0.9
 WIDE = dict(global_batch_size=8, count=22)  # two samples on each of four ranks
 
@@ -239,11 +242,23 @@ def jobs(folder: str) -> list[tuple[str, str, dict, dict]]:
     ]
 
 
+def at_once(cells: dict, wanted: dict, folder: str) -> dict:
+    """in_turn of cells on one rank, in several processes of the first GPU, each with its share."""
+    count = min(max(os.cpu_count() // 2, 1), PROCESSES)
+    shares = [dict(list(cells.items())[i::count]) for i in range(count)]
+
+    def run(share: dict) -> dict:
+        return world.run(in_turn, 1, share, wanted, folder, timeout_s=400)[0]
+
+    with ThreadPoolExecutor(count) as pool:
+        return dict(ChainMap(*pool.map(run, filter(None, shares))))
+
+
 def in_worlds(folder: str) -> list[float]:
     """Every job's layouts, those of as many GPUs in one world, against the torch backend on one."""
     work, limits = jobs(folder), []
     references = {name: (path, name, {**keys, "backend": "torch"}) for name, path, keys, _ in work}
-    [wanted] = world.run(in_turn, 1, references, {}, f"{folder}/torch", timeout_s=400)
+    wanted = at_once(references, {}, f"{folder}/torch")
     for ranks in sorted({n for *_, where in work for n, _ in where.values()}):
         cells = {
             f"{name}: {layout}": (path, name, {**shared, **keys})
@@ -251,7 +266,11 @@ def in_worlds(folder: str) -> list[float]:
             for layout, (n, keys) in where.items()
             if n == ranks
         }
-        for differences in world.run(in_turn, ranks, cells, wanted, folder, timeout_s=500):
+        if ranks == 1:
+            answers = [at_once(cells, wanted, folder)]
+        else:
+            answers = world.run(in_turn, ranks, cells, wanted, folder, timeout_s=500)
+        for differences in answers:
             for name, pair in differences.items():
                 limits += [
                     number for number in pair if "bf16" not in name or number == float("inf")

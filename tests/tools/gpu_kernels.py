@@ -12,7 +12,8 @@ import time
 import torch
 import torch.nn.functional as F
 
-from mca_lite import kernels, loss_tokens, model_delta, model_sinks
+from mca_lite import kernels, kernels_attention, loss_tokens, model_delta, model_sinks
+from mca_lite.batch import row_layout
 from mca_lite.kernels_attention import SegmentAttention, causal_by_cudnn, join_by_kernel
 
 # of the largest number
@@ -280,6 +281,31 @@ def linear_cases(dtype):
         yield name, kernel, formula, inputs
 
 
+def packed_cases(dtype):
+    """cuDNN's attention of packed rows, where nvidia-cudnn-frontend is installed: windows, query
+    groups, values of another size."""
+    if dtype == torch.float32 or not torch.cuda.is_available():
+        return
+    if not kernels_attention.has_frontend(torch.device("cuda", 0)):
+        return
+    length = sum(DOCUMENTS)
+    cu = (0, *itertools.accumulate(DOCUMENTS))
+    layout = row_layout(cu, 1, 0, torch.device("cuda", 0))
+    same = (layout.documents[:, None] == layout.documents).tril()
+    for d, e, window in ((128, 128, None), (64, 64, 32), (192, 128, None)):
+        visible = same if window is None else same.triu(1 - window)
+
+        def formula(q, k, v, visible=visible):
+            rows = (x.transpose(0, 1)[None] for x in (q, k, v))
+            return (model_sinks.whole_scores(*rows, visible, None, 0.0)[0].transpose(0, 1),)
+
+        def kernel(q, k, v, window=window):
+            return (kernels_attention.packed_by_cudnn(q, k, v, layout, None, window),)
+
+        shapes = (length, 8, d), (length, 2, d), (length, 2, e)
+        yield f"packed {d} {e} {window}", kernel, formula, [drawn(*s, dtype=dtype) for s in shapes]
+
+
 def sink_cases(dtype):
     """Packed attention with sinks, windows and query groups."""
     if dtype == torch.float32 or not torch.cuda.is_available():
@@ -311,7 +337,14 @@ def main() -> int:
     if device() == "cpu":
         kernels.num_programs = lambda device: 3  # it asks the GPU
     start, bad = time.time(), 0
-    of_attention = attention_cases, causal_cases, join_cases, linear_cases, sink_cases
+    of_attention = (
+        attention_cases,
+        causal_cases,
+        join_cases,
+        packed_cases,
+        sink_cases,
+        linear_cases,
+    )
     for dtype, tolerance in TOLERANCE.items():
         worst = {}
         for cases in (norm_cases, heads_cases, other_cases, *of_attention):
