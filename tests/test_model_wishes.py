@@ -90,8 +90,13 @@ def is_heard(hf, field: str, plain: dict) -> bool:
     given = hf.to_dict()
     is_at_top = field in given
     text = given.get("text_config", given)
-    text.pop("layer_types", None)  # it would hold against what it follows from
-    for value in VALUES:
+    values = VALUES
+    if isinstance(text.get(field), list):
+        values = [*VALUES, text[field][::-1]]
+    for types in ("layer_types", "mlp_layer_types"):
+        text.pop(types, None)  # it would hold against what it follows from
+    taken = 0
+    for value in values:
         changed = copy.deepcopy(given)
         (changed if is_at_top else changed["text_config"])[field] = copy.deepcopy(value)
         try:
@@ -100,6 +105,7 @@ def is_heard(hf, field: str, plain: dict) -> bool:
                 changed = type(hf)(**changed)
         except Exception:  # transformers takes no such value
             continue
+        taken += 1
         try:
             if fields_of(changed) != plain:
                 return True
@@ -107,6 +113,7 @@ def is_heard(hf, field: str, plain: dict) -> bool:
             return True
         except Exception:  # no value that a model could have
             continue
+    assert taken, f"transformers takes none of VALUES as {field}: add one that it takes"
     return False
 
 
