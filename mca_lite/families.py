@@ -300,30 +300,39 @@ def _experts_everywhere(hf) -> dict[str, Any]:
     }
 
 
-def _grouped_experts(hf, grouped: bool) -> dict[str, Any]:
-    """Fields of experts after the first, dense layers, chosen within groups; shared experts."""
+def _grouped_experts(
+    hf, grouped: bool, routed="n_routed_experts", shared="n_shared_experts"
+) -> dict[str, Any]:
+    """Fields of experts after the first, dense layers, chosen within groups; shared experts.
+    routed, shared: the config keys of their numbers."""
     dense = getattr(hf, "first_k_dense_replace", 0)
     sparse = [int(i >= dense) for i in range(hf.num_hidden_layers)]
     if hasattr(hf, "mlp_layer_types"):
         sparse = [int(name == "sparse") for name in hf.mlp_layer_types]
-    shared = (hf.n_shared_experts or 0) * hf.moe_intermediate_size
+    width = (getattr(hf, shared) or 0) * hf.moe_intermediate_size
     return {
-        "num_moe_experts": hf.n_routed_experts if any(sparse) else None,
+        "num_moe_experts": getattr(hf, routed) if any(sparse) else None,
         "moe_router_topk_scaling_factor": hf.routed_scaling_factor,
         "moe_router_num_groups": hf.n_group if grouped else None,
         "moe_router_group_topk": hf.topk_group if grouped else None,
-        "moe_shared_expert_intermediate_size": shared or None,
+        "moe_shared_expert_intermediate_size": width or None,
         "moe_layer_freq": sparse,
     }
 
 
-def _sigmoid_router(hf) -> dict[str, Any]:
-    """Fields of a router with sigmoid scores, and a bias for the choice only."""
+def _sigmoid_router(hf, *keys: str) -> dict[str, Any]:
+    """Fields of a router with sigmoid scores, and a bias for the choice only. keys: those of
+    _grouped_experts."""
     return {
-        **_grouped_experts(hf, (hf.n_group or 1) > 1),
+        **_grouped_experts(hf, (hf.n_group or 1) > 1, *keys),
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
     }
+
+
+def _exaone_moe(hf) -> dict[str, Any]:
+    """Fields of EXAONE 4's attention, and of a router under names of its config keys."""
+    return _sigmoid_router(hf, "num_experts", "num_shared_experts") | _exaone4(hf)
 
 
 def _glm4_moe(hf) -> dict[str, Any]:
@@ -573,6 +582,17 @@ FAMILIES |= {
         {"multi_latent_attention": True},
         "hidden_act attention_bias",
         derived=_latent_fields,
+    ),
+    "exaone_moe": replace(
+        FAMILIES["dots1"],
+        rows=decoder_rows(
+            attention(norm=True),
+            (*_DENSE_LAYERS, *moe_rows(bias_of=""), *shared_expert_rows("shared_experts")),
+        ),
+        refusals="hidden_act",
+        derived=_exaone_moe,
+        unused=(r"^mtp\.",),  # transformers does not read them
+        renamed={"mlp.gate.e_score_correction_bias": "mlp.e_score_correction_bias"},
     ),
     "minimax_m2": Family(
         decoder_rows(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from tests.shared import tiny, tiny_moe, world
@@ -40,6 +41,7 @@ EXPERTS = {
             "glm4_moe_lite",
             "minimax_m2",
             "dots1",
+            "exaone_moe",
             "solar_open",
             "gpt_oss",
             "flex_olmo",
@@ -53,10 +55,10 @@ FAMILIES = [*DENSE, *EXPERTS]
 # rows made of those of other families, and families whose attention is another's: one layout in
 # `make test`
 OF_OTHERS = (
-    "arcee cwm deepseek_v3_yarn dots1 ernie4_5 exaone4 exaone4_no_window flex_olmo glm glm4 "
-    "glm4_no_bias glm4_moe_lite granite helium hunyuan_alpha hunyuan_v1_dense hunyuan_v1_moe "
-    "minimax_m2 ministral3 olmo2 olmo3 phi3 qwen3_5_moe_text qwen3_5_text qwen3_window seed_oss "
-    "smollm3 solar_open vaultgemma youtu"
+    "arcee cwm deepseek_v3_yarn dots1 ernie4_5 exaone4 exaone4_no_window exaone_moe flex_olmo "
+    "glm glm4 glm4_no_bias glm4_moe_lite granite helium hunyuan_alpha hunyuan_v1_dense "
+    "hunyuan_v1_moe minimax_m2 ministral3 olmo2 olmo3 phi3 qwen3_5_moe_text qwen3_5_text "
+    "qwen3_window seed_oss smollm3 solar_open vaultgemma youtu"
 ).split()
 LAYOUTS = {
     "one": (1, {}),
@@ -187,6 +189,14 @@ def test_round_trip_gives_the_same_bytes(name, paths, trips):
     assert_same_bytes(tensors(out / name), tensors(paths[name]))
 
 
+def test_layers_of_exaone_moe_that_transformers_ignores_are_exported_as_they_are(paths, tmp_path):
+    shutil.copytree(paths["exaone_moe"], tmp_path / "model")
+    values = {**tensors(tmp_path / "model"), "mtp.fc.weight": torch.ones(32, 64)}
+    save_file(values, tmp_path / "model/model.safetensors", metadata={"format": "pt"})
+    world.run(round_trip, 1, {"model": str(tmp_path / "model")}, str(tmp_path / "out"), {})
+    assert_same_bytes(tensors(tmp_path / "out/model"), values)
+
+
 def as_kimi(path: str, out: str) -> tuple:
     """Logits of ours and of plain torch for a model whose config.json has a type that transformers
     does not know.
@@ -255,6 +265,7 @@ ADAPTED = {
     "hunyuan_v1_moe": ("q_proj", "v_proj", "o_proj"),
     "gemma4_text": ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj"),
     "gpt_oss": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "exaone_moe": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "seed_oss": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
 }
 ADAPTER_LAYOUTS = {

@@ -61,6 +61,10 @@ MODELS = {
     "solar_open": ("solar_open", dict(
         SHARED, n_routed_experts=8, n_shared_experts=1, n_group=4, topk_group=2, head_dim=8,
         attention_bias=True)),
+    "exaone_moe": ("exaone_moe", dict(
+        SHARED, head_dim=8, num_experts=8, num_shared_experts=2, n_group=4, topk_group=2,
+        num_experts_per_tok=3, routed_scaling_factor=1.7, sliding_window=5,
+        layer_types=["sliding_attention", "full_attention"] * 2)),
     # outputs of experts are small and normed: a small epsilon amplifies rounding
     "flex_olmo": ("flex_olmo", dict(num_experts=EXPERTS, num_experts_per_tok=2, rms_norm_eps=1e-3,
                                     intermediate_size=16, router_aux_loss_coef=0.0)),
