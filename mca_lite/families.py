@@ -378,6 +378,16 @@ def _gpt_oss(hf) -> dict[str, Any]:
     }
 
 
+def _flint(hf) -> dict[str, Any]:
+    """Fields of Flint: layers without the window have no positions."""
+    return {
+        **_sparse_layers(hf),
+        **_without_rope(name == "full_attention" for name in hf.layer_types),
+        "add_qkv_bias": hf.attention_bias,
+        "add_output_bias": hf.attention_bias,
+    }
+
+
 def _hunyuan_moe(hf) -> dict[str, Any]:
     """Fields of Hunyuan's experts: a shared one as wide as the others. ValueError for layers with
     different numbers of experts of a token."""
@@ -686,6 +696,22 @@ FAMILIES |= {
         {**_MOE, "qk_layernorm": True, "qk_norm_after_rope": True},
         "hidden_act attention_bias",
         derived=_hunyuan_moe,
+    ),
+    "flint": Family(
+        decoder_rows(
+            attention(bias="add_qkv_bias", norm=True, sinks="softmax_offset"),
+            (*_DENSE_LAYERS, *moe_rows(), *shared_expert_rows("shared_expert")),
+        ),
+        FAMILIES["qwen2_moe"].config,
+        {
+            **_MOE,
+            "qk_layernorm": True,
+            "attention_sinks": True,
+            "moe_router_score_function": "sigmoid",
+        },
+        has_windows=True,
+        derived=_flint,
+        renamed={"self_attn.sinks": "self_attn.softmax_offset"},
     ),
 }
 

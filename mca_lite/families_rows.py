@@ -63,10 +63,12 @@ def _row(mca: str, modules: str, kind: str, of: str = "weight", **more) -> Row:
     return Row(f"{LAYERS}{mca}.{of}", hf, kind, **more)
 
 
-def attention(bias=False, norm=False, norm_kind="copy", fused=False, norms="q_norm k_norm"):
+def attention(
+    bias=False, norm=False, norm_kind="copy", fused=False, norms="q_norm k_norm", sinks="sinks"
+):
     """Rows of attention. bias, norm: True, or the config field for them. norm_kind: "column" for a
-    norm over all heads. norms: Hugging Face's modules. Sinks and a bias of the output are there as
-    the config says."""
+    norm over all heads. norms, sinks: Hugging Face's names. Sinks and a bias of the output are
+    there as the config says."""
     mca = "self_attention."
     hf = "self_attn."
     qkv = f"{hf}q_proj {hf}k_proj {hf}v_proj"
@@ -80,8 +82,8 @@ def attention(bias=False, norm=False, norm_kind="copy", fused=False, norms="q_no
             yield _row(mca + name, hf + module, norm_kind, when=norm)
     yield _row(mca + "linear_proj", hf + "o_proj", "row")
     yield _row(mca + "linear_proj", hf + "o_proj", "copy", of="bias", when="add_output_bias")
-    sinks = (f"{HF_LAYERS}{hf}sinks",)
-    yield Row(f"{LAYERS}{mca}core_attention.sinks", sinks, "column", when="attention_sinks")
+    names = (f"{HF_LAYERS}{hf}{sinks}",)
+    yield Row(f"{LAYERS}{mca}core_attention.sinks", names, "column", when="attention_sinks")
 
 
 def attention_of_two_sizes():

@@ -407,7 +407,7 @@ class InitSource:
             and (full.dim() == 1 and not name.endswith("bias"))
         ):  # norms that are not of the language model's kind
             full.fill_(1.0)
-        elif full.dim() > 1 or name.endswith(".sinks"):
+        elif full.dim() > 1 or name.endswith((".sinks", ".softmax_offset")):
             full.normal_(0.0, self._std, generator=generator_of(self._seed, name))
         elif not name.endswith("bias"):
             full.fill_(self._norm)

@@ -46,6 +46,7 @@ EXPERTS = {
             "gpt_oss",
             "flex_olmo",
             "hunyuan_v1_moe",
+            "flint",
             "qwen3_next",
             "qwen3_5_moe_text",
         )
@@ -56,7 +57,7 @@ FAMILIES = [*DENSE, *EXPERTS]
 # `make test`
 OF_OTHERS = (
     "arcee cwm deepseek_v3_yarn dots1 ernie4_5 exaone4 exaone4_no_window exaone_moe flex_olmo "
-    "glm glm4 glm4_no_bias glm4_moe_lite granite helium hunyuan_alpha hunyuan_v1_dense "
+    "flint glm glm4 glm4_no_bias glm4_moe_lite granite helium hunyuan_alpha hunyuan_v1_dense "
     "hunyuan_v1_moe minimax_m2 ministral3 olmo2 olmo3 phi3 qwen3_5_moe_text qwen3_5_text "
     "qwen3_window seed_oss smollm3 solar_open vaultgemma youtu"
 ).split()
@@ -266,6 +267,7 @@ ADAPTED = {
     "gemma4_text": ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj"),
     "gpt_oss": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "exaone_moe": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "flint": ("q_proj", "k_proj", "v_proj", "o_proj"),
     "seed_oss": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
 }
 ADAPTER_LAYOUTS = {

@@ -135,13 +135,15 @@ def drawn_by_torch(sources: dict) -> dict:
 
 
 def test_both_backends_draw_the_same_weights(sources, tmp_path):
-    chosen = {name: sources[name] for name in ("mixtral", "glm4_moe")}
+    chosen = {name: sources[name] for name in ("mixtral", "glm4_moe", "flint")}
     world.run(draw_from_a_seed, 2, chosen, str(tmp_path), EP2)
     [wanted] = world.run(drawn_by_torch, 1, chosen)
     for name, values in wanted.items():
         with torch.no_grad():
             ours = load_hf(tmp_path / f"{name}-seed")(torch.tensor(TOKENS)).logits
         torch.testing.assert_close(ours, torch.tensor(values), rtol=0, atol=1e-6)
+    sinks = tensors(tmp_path / "flint-seed")["model.layers.1.self_attn.softmax_offset"]
+    assert 0.001 < sinks.std() < 0.1
 
 
 def there_and_back(path: str, out: str) -> None:

@@ -70,6 +70,10 @@ MODELS = {
                                     intermediate_size=16, router_aux_loss_coef=0.0)),
     "hunyuan_v1_moe": ("hunyuan_v1_moe", dict(
         num_experts=EXPERTS, moe_topk=[2] * 4, intermediate_size=16, head_dim=8)),
+    "flint": ("flint", dict(
+        SHARED, num_experts=EXPERTS, shared_expert_intermediate_size=24, head_dim=8,
+        attention_bias=True, mlp_only_layers=[1], sliding_window=5,
+        layer_types=["sliding_attention", "full_attention"] * 2, router_aux_loss_coef=0.0)),
     "qwen3_next": ("qwen3_next", dict(
         tiny.DELTA, **SHARED, num_experts=EXPERTS, shared_expert_intermediate_size=24)),
     "qwen3_5_moe_text": ("qwen3_5_moe_text", dict(
