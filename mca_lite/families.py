@@ -330,11 +330,6 @@ def _sigmoid_router(hf, *keys: str) -> dict[str, Any]:
     }
 
 
-def _exaone_moe(hf) -> dict[str, Any]:
-    """Fields of EXAONE 4's attention, and of a router under names of its config keys."""
-    return _sigmoid_router(hf, "num_experts", "num_shared_experts") | _exaone4(hf)
-
-
 def _glm4_moe(hf) -> dict[str, Any]:
     has_norms = getattr(hf, "use_qk_norm", False)
     attention = {"add_qkv_bias": hf.attention_bias, "qk_layernorm": has_norms}
@@ -600,7 +595,7 @@ FAMILIES |= {
             (*_DENSE_LAYERS, *moe_rows(bias_of=""), *shared_expert_rows("shared_experts")),
         ),
         refusals="hidden_act",
-        derived=_exaone_moe,
+        derived=lambda hf: _sigmoid_router(hf, "num_experts", "num_shared_experts") | _exaone4(hf),
         unused=(r"^mtp\.",),  # transformers does not read them
         renamed={"mlp.gate.e_score_correction_bias": "mlp.e_score_correction_bias"},
     ),

@@ -320,10 +320,11 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
         worst = measure(Path(folder), chosen)
     text = README.read_text()
-    new = table({**(rows_of_page(text) if chosen else {}), **rows(worst)})
+    measured = rows(worst)
+    new = table({**(rows_of_page(text) if chosen else {}), **measured})
     pattern = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
     README.write_text(pattern.sub(lambda _: f"{BEGIN}\n{new}\n{END}", text))
-    print(new)
+    print("\n".join(measured.values()))
     wrong = [family for family, of in worst.items() if not of.is_right]
     if wrong:
         print(f"larger than {TOLERANCE}, or not the same: {', '.join(wrong)}")
