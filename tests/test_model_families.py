@@ -32,35 +32,10 @@ from tests.shared.lora_tools import adapter_of, train_from_adapter, train_with_p
 from tests.shared.training import BRIEF, assert_same_curve
 
 DENSE = list(tiny.MORE_KEYS)
-EXPERTS = {
-    "deepseek_v2_experts": "deepseek_v2",
-    "deepseek_v3_experts": "deepseek_v3",
-    **{
-        name: name
-        for name in (
-            "glm4_moe_lite",
-            "minimax_m2",
-            "dots1",
-            "exaone_moe",
-            "solar_open",
-            "gpt_oss",
-            "flex_olmo",
-            "hunyuan_v1_moe",
-            "flint",
-            "qwen3_next",
-            "qwen3_5_moe_text",
-        )
-    },
-}  # names in tiny_moe
+# the dense models of deepseek have these names
+EXPERTS = {f"{name}_experts" if name in DENSE else name: name for name in tiny_moe.UNBALANCED}
 FAMILIES = [*DENSE, *EXPERTS]
-# rows made of those of other families, and families whose attention is another's: one layout in
-# `make test`
-OF_OTHERS = (
-    "arcee cwm deepseek_v3_yarn dots1 ernie4_5 exaone4 exaone4_no_window exaone_moe flex_olmo "
-    "flint glm glm4 glm4_no_bias glm4_moe_lite granite helium hunyuan_alpha hunyuan_v1_dense "
-    "hunyuan_v1_moe minimax_m2 ministral3 olmo2 olmo3 phi3 qwen3_5_moe_text qwen3_5_text "
-    "qwen3_window seed_oss smollm3 solar_open vaultgemma youtu"
-).split()
+OF_OTHERS = [*tiny.OF_OTHERS, *tiny_moe.OF_OTHERS]  # one layout in `make test`
 LAYOUTS = {
     "one": (1, {}),
     "tp2": (2, TP2),
@@ -248,28 +223,7 @@ def test_a_checkpoint_of_tp2_is_the_same_model_at_pp2(name, paths, resharded):
 
 # -- adapters
 
-LATENT = "q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj o_proj".split()
-ADAPTED = {
-    "deepseek_v3": LATENT,
-    "deepseek_v3_yarn": ("q_proj", *LATENT[2:]),
-    "gemma2": ("v_proj", "up_proj", "lm_head", "embed_tokens"),
-    "granite": ("v_proj", "down_proj", "lm_head", "embed_tokens"),
-    "olmo2": ("q_proj", "o_proj"),
-    "deepseek_v2": ("q_proj", *LATENT[2:]),
-    "gemma3_text": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-    "glm4": ("q_proj", "k_proj", "v_proj", "o_proj", "down_proj"),
-    "phi3": ("o_proj", "down_proj"),
-    "qwen3_5_text": ("in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj", "q_proj", "lm_head"),
-    "qwen3_next": ("in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "v_proj"),
-    "arcee": ("q_proj", "up_proj", "down_proj"),
-    "helium": ("q_proj", "o_proj", "gate_proj"),
-    "hunyuan_v1_moe": ("q_proj", "v_proj", "o_proj"),
-    "gemma4_text": ("q_proj", "k_proj", "v_proj", "o_proj", "up_proj"),
-    "gpt_oss": ("q_proj", "k_proj", "v_proj", "o_proj"),
-    "exaone_moe": ("q_proj", "k_proj", "v_proj", "o_proj"),
-    "flint": ("q_proj", "k_proj", "v_proj", "o_proj"),
-    "seed_oss": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-}
+ADAPTED = tiny.ADAPTED | tiny_moe.ADAPTED
 ADAPTER_LAYOUTS = {
     "one": (1, {}),
     "torch": (1, dict(backend="torch")),

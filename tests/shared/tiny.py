@@ -106,8 +106,33 @@ MORE_KEYS = {
                                                          "rope_theta": 100.0}}),
 }  # fmt: skip
 
-
-# {(family, field of its config): why it has no effect}; those of tiny_moe's models stand there
+# Families made of the rows of others, or with the attention of others. This and the next two have
+# tiny_moe's models there
+OF_OTHERS = (
+    "arcee cwm deepseek_v3_yarn ernie4_5 exaone4 exaone4_no_window glm glm4 glm4_no_bias granite "
+    "helium hunyuan_alpha hunyuan_v1_dense ministral3 olmo2 olmo3 phi3 qwen3_5_text qwen3_window "
+    "seed_oss smollm3 vaultgemma youtu"
+).split()
+# {family: modules whose adapters are compared with PEFT's}
+OF_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+OF_LATENT = ("kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+ADAPTED = {
+    "deepseek_v2": ("q_proj", *OF_LATENT),
+    "deepseek_v3": ("q_a_proj", "q_b_proj", *OF_LATENT),
+    "deepseek_v3_yarn": ("q_proj", *OF_LATENT),
+    "gemma2": ("v_proj", "up_proj", "lm_head", "embed_tokens"),
+    "granite": ("v_proj", "down_proj", "lm_head", "embed_tokens"),
+    "olmo2": ("q_proj", "o_proj"),
+    "gemma3_text": (*OF_ATTENTION, "gate_proj", "up_proj", "down_proj"),
+    "glm4": (*OF_ATTENTION, "down_proj"),
+    "phi3": ("o_proj", "down_proj"),
+    "qwen3_5_text": ("in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj", "q_proj", "lm_head"),
+    "arcee": ("q_proj", "up_proj", "down_proj"),
+    "helium": ("q_proj", "o_proj", "gate_proj"),
+    "gemma4_text": (*OF_ATTENTION, "up_proj"),
+    "seed_oss": (*OF_ATTENTION, "gate_proj", "up_proj", "down_proj"),
+}
+# {(family, field of its config): why it has no effect}
 ONE_KEY = "multi-latent attention has one key for all heads, and qk_rope_head_dim turns"
 WITHOUT_EFFECT = {
     ("youtu", "num_key_value_heads"): ONE_KEY,

@@ -79,7 +79,23 @@ MODELS = {
     "qwen3_5_moe_text": ("qwen3_5_moe_text", dict(
         tiny.DELTA, **SHARED, num_experts=EXPERTS, shared_expert_intermediate_size=24)),
 }  # fmt: skip
-# {(family, field): why it has no effect}, of fields of a config
+# Those of test_moe.py and test_moe_weights.py; test_model_families.py has the others
+BALANCED = (
+    "qwen3_moe qwen3_moe_dense_layers qwen3_moe_sparse_step mixtral qwen2_moe olmoe glm4_moe "
+    "glm4_moe_plain"
+).split()
+UNBALANCED = [name for name in MODELS if name not in BALANCED]
+OF_OTHERS = (
+    "dots1 exaone_moe flex_olmo flint glm4_moe_lite hunyuan_v1_moe minimax_m2 qwen3_5_moe_text "
+    "solar_open"
+).split()
+ADAPTED = {
+    "qwen3_next": ("in_proj_qkvz", "in_proj_ba", "out_proj", "q_proj", "v_proj"),
+    "hunyuan_v1_moe": ("q_proj", "v_proj", "o_proj"),
+    "gpt_oss": tiny.OF_ATTENTION,
+    "exaone_moe": tiny.OF_ATTENTION,
+    "flint": tiny.OF_ATTENTION,
+}
 WITHOUT_EFFECT = {
     ("deepseek_v2", "head_dim"): tiny.ONE_KEY,
     ("deepseek_v2", "num_key_value_heads"): tiny.ONE_KEY,
