@@ -159,6 +159,15 @@ SIZES = dict(
 )
 
 
+def is_known(family: str) -> bool:
+    """True if the installed transformers has the model_type; a line says so if not."""
+    from transformers import CONFIG_MAPPING, __version__
+
+    if family not in CONFIG_MAPPING:
+        print(f"{family}: left out, transformers {__version__} has no such model")
+    return family in CONFIG_MAPPING
+
+
 def hf_config(family: str, **changes):
     """A transformers config of 4 layers (2 of MORE_KEYS), 4 heads in 2 query groups, hidden 32,
     with what is special about the family.

@@ -107,11 +107,11 @@ WITHOUT_EFFECT = {
 
 
 def hf_config(name: str, **changes):
-    from transformers import CONFIG_MAPPING, AutoConfig
+    from transformers import AutoConfig, GptOssConfig
 
     family, keys = MODELS[name]
-    if not hasattr(CONFIG_MAPPING[family], "swiglu_limit"):
-        # transformers before 5.18 has gpt_oss's in its code, whatever the file says
+    if not hasattr(GptOssConfig, "swiglu_limit"):
+        # an older transformers has the limit in its code, whatever the file says
         keys = {key: value for key, value in keys.items() if key != "swiglu_limit"}
     # a loss of their own by default
     if (

@@ -83,6 +83,8 @@ def save_models(folder: Path) -> dict[str, dict[str, str]]:
         family = keys.get("model_type", name)
         made.setdefault(family, {})[name] = tiny.save_model(folder / name, name)
     for name, (family, _) in tiny_moe.MODELS.items():
+        if not tiny.is_known(family):
+            continue
         made.setdefault(family, {})[f"{name}+experts"] = tiny_moe.save_model(
             folder / f"{name}-experts", name
         )
