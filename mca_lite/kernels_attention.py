@@ -69,9 +69,9 @@ def causal_by_cudnn(q, k, v, scale: float | None) -> torch.Tensor:
 
 @functools.cache
 def has_frontend(device: torch.device) -> bool:
-    """True if nvidia-cudnn-frontend is installed, and the GPU a Hopper or newer."""
+    """True if nvidia-cudnn-frontend is installed, and the GPU a Hopper, where it was measured."""
     is_installed = importlib.util.find_spec("cudnn") is not None
-    return is_installed and torch.cuda.get_device_capability(device)[0] >= 9
+    return is_installed and torch.cuda.get_device_capability(device)[0] == 9
 
 
 @functools.cache

@@ -308,7 +308,7 @@ def fresh_answers():
     forget()
 
 
-def test_cudnns_operator_is_for_many_tokens_on_new_gpus_alone(monkeypatch, fresh_answers):
+def test_cudnns_operator_is_for_many_tokens_on_hopper_gpus_alone(monkeypatch, fresh_answers):
     class Queries(torch.Tensor):
         is_cuda = True
 
@@ -329,5 +329,5 @@ def test_cudnns_operator_is_for_many_tokens_on_new_gpus_alone(monkeypatch, fresh
     assert not suits_frontend(on_gpu[:100])
     assert not suits_frontend(on_gpu.float())
     fresh_answers()
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     assert not suits_frontend(on_gpu)
