@@ -18,7 +18,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from .errors import Judge, Rule
-from .families import FAMILIES, Family, check_type, prediction_of
+from .families import FAMILIES, check_type, prediction_of
+from .families_rows import Family
 
 # numbers of a config.json by the least and the most that they can be
 _COUNTS = {

@@ -29,7 +29,8 @@ from .batch import (
 )
 from .ckpt import TorchSnapshot, load_torch
 from .errors import Judge, expect
-from .families import FAMILIES, has_value_head, values_of
+from .families import FAMILIES, values_of
+from .families_rows import has_value_head
 from .files import IGNORE_INDEX
 from .loss_tokens import Head, Logits, LossOfLogits, checked, token_losses
 from .model_moe import BalancingLosses, RouterStatistics, updated_bias

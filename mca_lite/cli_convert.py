@@ -17,7 +17,7 @@ from pathlib import Path
 
 from .cli import finish, parser_of
 from .errors import refuse
-from .families import has_value_head
+from .families_rows import has_value_head
 from .files import (
     ADAPTER_CONFIG_NAME,
     HF_CONFIG_NAME,

@@ -7,19 +7,20 @@ unsupported values in a config.json. `get_family` and `rows_of` read the table.
 import functools
 import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from .errors import Judge, expect
 from .families_rows import (
     AFTER_DECODER,
     BESIDE_DECODER,
+    GELU,
     GEMMA_NORMS,
     GLM4_NORMS,
     HF_LAYERS,
     LAYERS,
     POST_NORMS,
+    Family,
     Prediction,
     Row,
     attention,
@@ -34,194 +35,6 @@ from .families_rows import (
     shared_expert_rows,
 )
 
-# -- families
-
-DENSE_CONFIG = {
-    "num_hidden_layers": "num_layers",
-    "hidden_size": "hidden_size",
-    "intermediate_size": "ffn_hidden_size",
-    "num_attention_heads": "num_attention_heads",
-    "num_key_value_heads": "num_query_groups",
-    "head_dim": "kv_channels",
-    "rms_norm_eps": "layernorm_epsilon",
-    "attention_dropout": "attention_dropout",
-    "initializer_range": "init_method_std",
-    "vocab_size": "vocab_size",
-    "max_position_embeddings": "max_sequence_length",
-    "tie_word_embeddings": "tie_embeddings_and_output_weights",
-}
-_CONSTANTS = dict(
-    normalization="RMSNorm",
-    gated_linear_unit=True,
-    activation_func="silu",
-    add_bias_linear=False,
-    hidden_dropout=0.0,
-)
-
-# -- refusals: key of config.json -> (supported values, remedy for others)
-
-_UNSET = (None, False, 0)
-_GELU = "gelu_pytorch_tanh"
-_WITHOUT = "a bias on o_proj is not built: convert the model to one without"
-REFUSALS: dict[str, tuple[tuple, str]] = {
-    "hidden_act": (("silu", "swish"), "only silu (swiglu) is built"),
-    "hidden_activation": ((_GELU,), f"only {_GELU} (geglu) is built"),
-    "attention_out_bias": (_UNSET, _WITHOUT),
-    "attention_bias": (_UNSET, _WITHOUT),
-    "use_bias": (_UNSET, "biases on every matrix are not built"),
-    "use_bidirectional_attention": (_UNSET, "only causal attention is built"),
-    "mlp_bias": (_UNSET, "biases in the MLP are not built"),
-    "layer_types": ((None,), "transformers gives all layers of this model one type"),
-    "router_jitter_noise": (_UNSET, "noise on the router's input is not built: set it to 0"),
-    "clip_qkv": (_UNSET, "clipping of queries, keys and values is not built"),
-    # keys of DeepSeek's code, ignored by transformers' classes: other values make another model
-    "norm_topk_prob": (
-        _UNSET,
-        "transformers does not normalise the weights of this model: set it to false",
-    ),
-    "moe_layer_freq": ((None, 1), "expected 1: experts in each layer after the dense ones"),
-    "hidden_size_per_layer_input": (_UNSET, "embeddings of each layer's own are not built"),
-    "num_kv_shared_layers": (_UNSET, "layers that share keys and values are not built"),
-    "enable_moe_block": (_UNSET, "experts beside an MLP are not built"),
-    "attention_k_eq_v": ((True,), "expected keys that are values too in layers without a window"),
-    "swiglu_alpha": ((None, 1.702), "expected 1.702"),
-    "first_k_dense_replace": ((None, 1), "expected 1: other patterns are read of mlp_layer_types"),
-}
-
-# rope scalings with frequencies independent of the sequence length
-ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
-
-
-def rope_parameters(hf) -> list[dict[str, Any]]:
-    """The rope parameters of a transformers config: one dict, or two for layers with a window and
-    without."""
-    rope = dict(getattr(hf, "rope_parameters", None) or {})
-    kinds = [dict(rope[t]) for t in ("sliding_attention", "full_attention") if t in rope] or [rope]
-    for kind in kinds:
-        kind.setdefault("rope_type", "default")
-        kind.setdefault("rope_theta", getattr(hf, "rope_theta", None) or 10000.0)
-        kind["partial_rotary_factor"] = kind.get("partial_rotary_factor") or 1.0
-        if kind["rope_type"] == "proportional":  # all channels have a frequency, most of them 0
-            kind["partial_rotary_factor"] = 1.0
-        if _has_fixed_alpha(hf, kind):
-            kind["rope_theta"] *= kind["alpha"] ** (hf.head_dim / (hf.head_dim - 2))
-            kind["rope_type"] = "default"
-    return kinds
-
-
-def _has_fixed_alpha(hf, rope: dict[str, Any]) -> bool:
-    """True for Hunyuan's "dynamic" scaling: alpha stretches the base, whatever the length."""
-    is_dynamic = rope["rope_type"] == "dynamic" and rope.get("alpha")
-    return bool(is_dynamic and hf.head_dim and hf.model_type.startswith("hunyuan_v1"))
-
-
-@dataclass(frozen=True)
-class Family:
-    """A model_type: its rows, config keys, and refusals of unsupported values in a config.json."""
-
-    rows: tuple[Row, ...]
-    # beside DENSE_CONFIG: HF config key -> McaModelConfig field
-    config: dict[str, str] = field(default_factory=dict)
-    # constant McaModelConfig fields of the family, beside or in place of _CONSTANTS
-    constants: dict[str, Any] = field(default_factory=dict)
-    # keys of REFUSALS, and key=value for the only value, or key=one|another
-    refusals: str = "hidden_act"
-    has_windows: bool = False  # in the sliding layers of layer_types, or in all without the key
-    # fields from several keys
-    derived: Callable[[Any], dict[str, Any]] = field(default=lambda hf: {})
-    # names of multi-token prediction layers in checkpoints
-    prediction: Prediction | None = None
-    # transformers' model reads partial_rotary_factor
-    partial_rotary: bool = False
-    # parts beside the language model -> modules of Hugging Face's with their weights
-    vision_parts: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    # the language model of a model with pictures: config keys are those of its text_config
-    has_pictures: bool = False
-    # patterns of tensors in checkpoints without a use here, beside UNUSED_TENSORS, as long as no
-    # layer for multi-token prediction is trained
-    unused: tuple[str, ...] = ()
-    # transformers saves its tensors under the names of OLDER_PREFIXES
-    older_names: bool = False
-    # heads of layers with a window have other sizes: transformers' per_layer_config
-    sizes_differ: bool = False
-    # files hold the experts of a layer in one tensor, in bf16 or MXFP4 (weights_experts.py)
-    stacked_experts: bool = False
-    # part of a name in transformers' modules -> that in files (its conversion_mapping.py has both)
-    renamed: dict[str, str] = field(default_factory=dict)
-
-    def values(self, hf) -> dict[str, Any]:
-        """The McaModelConfig fields from a transformers config object."""
-        values = _CONSTANTS | self.constants
-        whole = hf
-        hf = hf.get_text_config()
-        of_window = hf.per_layer_config["sliding_attention"] if self.sizes_differ else hf
-        for key, name in (DENSE_CONFIG | self.config).items():
-            value = getattr(of_window, key, None)
-            if value is not None:
-                values[name] = value
-        if self.has_pictures:  # a flag of the text_config has no effect
-            values["tie_embeddings_and_output_weights"] = whole.tie_word_embeddings
-        values.update(self.derived(hf))
-        if has_value_head(whole.architectures):
-            values |= dict(has_value_head=True, tie_embeddings_and_output_weights=False)
-        if not values.get("num_moe_experts"):
-            # megatron refuses fields about experts for a dense model
-            values = {name: value for name, value in values.items() if not name.startswith("moe_")}
-        rope = rope_parameters(hf)[-1]
-        types = getattr(hf, "layer_types", None)
-        values["rotary_base"] = rope["rope_theta"]
-        values["rotary_percent"] = rope["partial_rotary_factor"]
-        if self.has_windows and (types is None or "sliding_attention" in types):
-            values["sliding_window"] = hf.sliding_window
-            if types:
-                slides = [i for i, name in enumerate(types) if name == "sliding_attention"]
-                values["sliding_layers"] = slides
-        return values
-
-    def reads(self, quantized: Any) -> bool:
-        """True if weights quantised by a quantization_config of config.json can be read."""
-        method = dict(quantized).get("quant_method") if isinstance(quantized, Mapping) else None
-        return self.stacked_experts and method == "mxfp4"
-
-    def check(self, hf, origin: str) -> None:
-        """Raise ConfigError for unsupported values in transformers' config of a model. origin: the
-        name of the config.json."""
-        judge = Judge(None)
-        instead = "use_mca: false, to train it as plain torch"
-        quantized = getattr(hf, "quantization_config", None)
-        hf = hf.get_text_config()
-
-        def refuse(key: str, value: Any, reason: str) -> None:
-            name = f"{key} in config.json of {origin}"
-            reason = f"it cannot be honoured: {reason}"
-            judge.refuse("model_name_or_path", reason, instead, value, name)
-
-        for refusal in self.refusals.split():
-            key, _, only = refusal.partition("=")
-            options = only.split("|")
-            default = (None, *options), f"expected {' or '.join(options)}"
-            honoured, why = default if only else REFUSALS[key]
-            value = getattr(hf, key, None)
-            if value not in honoured:
-                refuse(key, value, why)
-        window = getattr(hf, "sliding_window", None)
-        if not window and "sliding_attention" in (getattr(hf, "layer_types", None) or ()):
-            refuse("layer_types", "sliding_attention", f"the window is switched off ({window})")
-        kinds = {"sliding_attention", "full_attention"}
-        if self.sizes_differ and kinds - set(hf.layer_types):
-            refuse("layer_types", hf.layer_types, f"expected {' and '.join(sorted(kinds))}")
-        if quantized and not self.reads(quantized):
-            refuse("quantization_config", None, "save the model in bf16 or fp32 first")
-        for rope in rope_parameters(hf):
-            if rope["rope_type"] not in ROPE_TYPES:
-                refuse("rope_type", rope["rope_type"], f"expected one of {', '.join(ROPE_TYPES)}")
-            # default rope in the other models of transformers ignores it, and scaled ones fail
-            part = rope["partial_rotary_factor"]
-            if part != 1.0 and not self.partial_rotary:
-                refuse("partial_rotary_factor", part, "expected 1.0 or none")
-        judge.close()
-
-
 # -- shared by several families
 
 
@@ -230,7 +43,7 @@ def _same(keys: str) -> dict[str, str]:
     return {key: key for key in keys.split()}
 
 
-_GEMMA = {"activation_func": _GELU, "layernorm_zero_centered_gamma": True, "post_norms": True}
+_GEMMA = {"activation_func": GELU, "layernorm_zero_centered_gamma": True, "post_norms": True}
 _GEMMA_REFUSALS = "hidden_activation attention_bias use_bidirectional_attention"
 _CAPS = _same("attn_logit_softcapping final_logit_softcapping")
 _QKV_BIAS = {"attention_bias": "add_qkv_bias"}
@@ -623,7 +436,7 @@ FAMILIES |= {
         ),
         _same("final_logit_softcapping"),
         {
-            "activation_func": _GELU,
+            "activation_func": GELU,
             "post_norms": True,
             "qk_layernorm": True,
             "softmax_scale": 1.0,
@@ -861,11 +674,6 @@ def part_of(model_type: str, module: str) -> str:
 def values_of(hf) -> dict[str, Any]:
     """Family.values of a transformers config, {} for a family outside the table."""
     return FAMILIES[hf.model_type].values(hf) if hf.model_type in FAMILIES else {}
-
-
-def has_value_head(architectures: list[str] | None) -> bool:
-    """True if the architectures of a config.json name a model with scores in place of logits."""
-    return any(name.endswith("ForSequenceClassification") for name in architectures or ())
 
 
 def rows_of(model_type: str, config) -> tuple[Row, ...]:

@@ -32,7 +32,7 @@ from .data_batches import documents_of, samples_of
 from .data_chat import ChatRenderer
 from .data_images import Vision
 from .errors import Judge, expect, refuse
-from .families import has_value_head
+from .families_rows import has_value_head
 from .files import (
     ADAPTER_CONFIG_NAME,
     CHECKPOINT_PREFIX,

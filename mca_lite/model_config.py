@@ -29,7 +29,8 @@ from .args_rules_training import (
     normalise_additional_configs,
 )
 from .errors import Judge, refuse
-from .families import FAMILIES, SAME_AS, get_family, has_value_head, prediction_of
+from .families import FAMILIES, SAME_AS, get_family, prediction_of
+from .families_rows import has_value_head
 from .files import (
     HF_CONFIG_NAME,
     MCA_CONFIG_NAME,

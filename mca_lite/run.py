@@ -42,7 +42,8 @@ from .data_batches import Packs, samples_of
 from .data_images import Vision
 from .data_stream import TokenStream
 from .errors import Judge, refuse
-from .families import FAMILIES, has_value_head
+from .families import FAMILIES
+from .families_rows import has_value_head
 from .files import (
     EVAL_RESULTS_NAME,
     GENERATIONS_NAME,

@@ -21,7 +21,7 @@ from . import lora, lora_files
 from .batch import real_documents
 from .data_files import SIDES
 from .errors import expect
-from .families import has_value_head
+from .families_rows import has_value_head
 from .files import IGNORE_INDEX, text_values
 from .tables import PAIR_COLUMNS, RM_METRICS, other_columns
 from .trainer_dpo import DPOTrainer, ReferenceConfig

@@ -23,8 +23,8 @@ from safetensors.torch import save_file
 
 from . import weights_experts
 from .errors import refuse
-from .families import FAMILIES, OLDER_PREFIXES, has_value_head, prediction_of
-from .families_rows import PREDICTION_KEY, UNUSED_TENSORS, VALUE_HEAD
+from .families import FAMILIES, OLDER_PREFIXES, prediction_of
+from .families_rows import PREDICTION_KEY, UNUSED_TENSORS, VALUE_HEAD, has_value_head
 from .files import (
     HF_CONFIG_NAME,
     HF_GENERATION_CONFIG_NAME,

@@ -85,34 +85,50 @@ def fields_of(hf) -> dict:
     return {k: v for k, v in from_hf_config(hf).to_dict().items() if k != "hf_config"}
 
 
-def is_heard(hf, field: str, plain: dict) -> bool:
-    """True if another value of the field makes another model, or is refused."""
+def built(hf, given: dict):
+    """A config of the class of hf; None if transformers refuses the keys."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return type(hf)(**copy.deepcopy(given))
+    except Exception:
+        return None
+
+
+def with_and_without_types(hf) -> list[dict]:
+    """The keys of a config, and without kinds of layers, which hold against what they follow
+    from."""
     given = hf.to_dict()
-    is_at_top = field in given
-    text = given.get("text_config", given)
-    values = VALUES
-    if isinstance(text.get(field), list):
-        values = [*VALUES, text[field][::-1]]
+    without = copy.deepcopy(given)
+    text = without.get("text_config", without)
     for types in ("layer_types", "mlp_layer_types"):
-        text.pop(types, None)  # it would hold against what it follows from
+        text.pop(types, None)
+    return [keys for keys in (given, without) if built(hf, keys)]
+
+
+def is_heard(hf, field: str) -> bool:
+    """True if another value of the field makes another model, or is refused."""
+    values = VALUES
+    given = hf.get_text_config().to_dict().get(field)
+    if isinstance(given, list):
+        values = [*VALUES, given[::-1]]
     taken = 0
-    for value in values:
-        changed = copy.deepcopy(given)
-        (changed if is_at_top else changed["text_config"])[field] = copy.deepcopy(value)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                changed = type(hf)(**changed)
-        except Exception:  # transformers takes no such value
-            continue
-        taken += 1
-        try:
-            if fields_of(changed) != plain:
+    for keys in with_and_without_types(hf):
+        plain = fields_of(built(hf, keys))
+        for value in values:
+            changed = copy.deepcopy(keys)
+            (changed if field in keys else changed["text_config"])[field] = value
+            config = built(hf, changed)
+            if config is None:
+                continue
+            taken += 1
+            try:
+                if fields_of(config) != plain:
+                    return True
+            except ConfigError:
                 return True
-        except ConfigError:
-            return True
-        except Exception:  # no value that a model could have
-            continue
+            except Exception:  # no value that a model could have
+                continue
     assert taken, f"transformers takes none of VALUES as {field}: add one that it takes"
     return False
 
@@ -123,15 +139,19 @@ def test_every_family_has_a_config_here():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_field_of_a_config_json_is_heard_or_has_a_reason_not_to_be(family):
-    plain = [(hf, fields_of(hf)) for hf in BASES[family]]
-    fields = set().union(*(hf.to_dict() for hf, _ in plain))
-    fields = fields.union(*(hf.get_text_config().to_dict() for hf, _ in plain))
+    fields = set().union(*(hf.to_dict() for hf in BASES[family]))
+    fields = fields.union(*(hf.get_text_config().to_dict() for hf in BASES[family]))
     fields -= {"text_config", *WITHOUT_EFFECT}
-    silent = {f for f in fields if not any(is_heard(hf, f, before) for hf, before in plain)}
+    silent = {f for f in fields if not any(is_heard(hf, f) for hf in BASES[family])}
     known = tiny.WITHOUT_EFFECT | tiny_moe.WITHOUT_EFFECT
     there = {name for kind, name in known if kind == family}
     assert silent - there == set()
     assert there <= silent, "reasons for fields that are heard"
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "flint"])
+def test_a_field_without_effect_is_not_heard_beside_kinds_of_layers(family):
+    assert not any(is_heard(hf, "use_cache") for hf in BASES[family])
 
 
 OWN = dict(router_aux_loss_coef=0.03)
