@@ -13,6 +13,7 @@ command, if the checks cannot be made.
 
 import configparser
 import importlib.metadata
+import importlib.util
 import os
 import resource
 import shutil
@@ -136,24 +137,34 @@ def devices() -> Iterator[Finding]:
 
 
 def compiler() -> Iterator[Finding]:
-    """Triton, torch.compile and Transformer Engine, where there is CUDA."""
+    """Triton, torch.compile and packages of kernels, where there is CUDA."""
     import torch
 
-    from . import kernels, model_config
+    from . import kernels, kernels_attention, model_config, model_delta
 
     if not torch.cuda.is_available():
         yield Finding("compiler", "not used: nothing is compiled on a CPU")
         return
     compilers = "install Triton, gcc and Python's headers (python3-dev)"
     engine = "install it anew for this torch (`pip install mca-lite[te]`), or uninstall it"
+    newer = "install a newer one (and tilelang for flash-linear-attention), or uninstall it"
     rows = (
         ("Triton", kernels.why_no_kernels(), compilers),
         ("torch.compile", kernels.why_no_torch_compile(), compilers),
         ("Transformer Engine", model_config.why_unusable(), engine),
+        ("flash-linear-attention", of_package("fla", model_delta.why_no_fla), newer),
+        ("nvidia-cudnn-frontend", of_package("cudnn", kernels_attention.why_no_frontend), newer),
     )
     for subject, reason, remedy in rows:
         is_broken = reason not in (None, model_config.ABSENT)
         yield Finding(subject, reason or "works", is_broken, remedy)
+
+
+def of_package(module: str, why_not: Callable[[], str | None]) -> str | None:
+    """ABSENT, or the reason of an installed package."""
+    from .model_config import ABSENT
+
+    return why_not() if importlib.util.find_spec(module) is not None else ABSENT
 
 
 def engine() -> Iterator[Finding]:

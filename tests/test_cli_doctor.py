@@ -3,6 +3,7 @@
 import collections
 import configparser
 import importlib.metadata
+import importlib.util
 import re
 import resource
 import shutil
@@ -12,7 +13,7 @@ import sys
 import pytest
 import torch
 
-from mca_lite import cli_doctor, kernels, model_config
+from mca_lite import cli_doctor, kernels, kernels_attention, model_config, model_delta
 from mca_lite.mcore import MINORS
 from tests.shared import commands, world
 
@@ -84,7 +85,10 @@ def test_a_broken_transformer_engine_or_compiler_is_a_warning(monkeypatch):
         "Triton": (kernels, "why_no_kernels"),
         "torch.compile": (kernels, "why_no_torch_compile"),
         "Transformer Engine": (model_config, "why_unusable"),
+        "flash-linear-attention": (model_delta, "why_no_fla"),
+        "nvidia-cudnn-frontend": (kernels_attention, "why_no_frontend"),
     }
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     for broken in places:
         for subject, (module, name) in places.items():
             reason = "undefined symbol" if subject == broken else None
@@ -92,6 +96,8 @@ def test_a_broken_transformer_engine_or_compiler_is_a_warning(monkeypatch):
         found = levels(cli_doctor.compiler())
         assert found.keys() == {broken} and "undefined symbol" in found[broken][0]
         assert "warning" in found[broken][0] and "install" in found[broken][1]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert not levels(cli_doctor.compiler())  # the last of them is not installed
 
 
 @pytest.mark.parametrize(
