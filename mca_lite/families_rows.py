@@ -1,4 +1,4 @@
-"""What a family of models is: rows of weights (a megatron tensor and its tensors in Hugging Face's
+"""A family of models: its rows of weights (a megatron tensor and its tensors in Hugging Face's
 files), config keys, and refusals of unsupported values. The table of families is families.py.
 """
 
