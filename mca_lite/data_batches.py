@@ -632,6 +632,7 @@ class WithReference(View):
     def __init__(self, dataset, logps: np.ndarray):
         super().__init__(dataset)
         self.logps = logps
+        self.first_scores = logps[:4].tolist()
 
     def __getitem__(self, i: int) -> list[dict]:
         documents = documents_of(self.dataset[i])

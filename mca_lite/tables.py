@@ -787,7 +787,7 @@ COLUMNS = {
     "logp_weight": Column("token", given_by=()),
     # numbers of the global batch for each pair, two for each loss with some
     "of_batch": Column("sample", given_by=()),
-    # number of a trained token's row in a teacher's cache (data_teacher.py)
+    # number of a trained token's row in a teacher's cache (trainer_scores.py)
     "teacher_row": _given("token", "int64", -1),
 }
 

@@ -26,50 +26,37 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch.utils.data import Subset
 
 from . import parallel
-from .args import FinetuningArguments, check_together
 from .ckpt_folder import CheckpointError
-from .data_batches import Limits, samples_of
+from .data_batches import Limits, View, documents_of
 from .data_encode import cache_folder, hash_of
 from .data_stream import TokenStream
-from .data_teacher import (
-    LOWEST,
-    TopKStore,
-    WithRows,
-    fingerprint_of,
-    teacher_identity,
-    trained_counts,
-)
 from .errors import expect, refuse
 from .files import IGNORE_INDEX, resolve_folder
 from .loss_tokens import Logits
 from .model_config import load_tokenizer
 from .tables import other_columns
-from .trainer import McaTrainer
-from .trainer_events import check_given
+from .trainer_scores import (
+    ObjectiveConfig,
+    RowStore,
+    ScoredTrainer,
+    identity_of_model,
+    trained,
+    trained_counts,
+)
 
-PART_ROWS = 65_536  # tokens that the teacher's pass writes at once; a crash loses as many
-# fields of DistillConfig -> configuration keys of the same meaning
-_KEYS = {
-    "divergence": "distill_loss",
-    "jsd_mix": "distill_jsd_mix",
-    "temperature": "distill_temperature",
-    "ce_weight": "distill_ce_weight",
-    "top_k": "teacher_top_k",
-    "cache": "teacher_cache",
-    "cache_dtype": "teacher_cache_dtype",
-    "teacher": "teacher_model_name_or_path",
-}
+# a log-probability of float16 is at least this: -inf would make 0 x inf of it
+LOWEST = float(np.finfo(np.float16).min)
 
 
 @dataclass(kw_only=True)
-class DistillConfig:
+class DistillConfig(ObjectiveConfig):
     """The objective. ConfigError for values that do not fit together.
 
     divergence: forward_kl, reverse_kl or jsd. jsd_mix: the share b of the teacher in its mixture.
@@ -88,19 +75,24 @@ class DistillConfig:
     cache_dtype: str = "float32"
     teacher: str | None = None
     cache_dir: str | None = None
+    stage: ClassVar[str] = "distill"
+    KEYS: ClassVar[dict[str, str]] = {
+        "divergence": "distill_loss",
+        "jsd_mix": "distill_jsd_mix",
+        "temperature": "distill_temperature",
+        "ce_weight": "distill_ce_weight",
+        "top_k": "teacher_top_k",
+        "cache": "teacher_cache",
+        "cache_dtype": "teacher_cache_dtype",
+    }
 
     def __post_init__(self):
-        keys = self.as_keys()
         # rules about a missing teacher are DistillTrainer's, which may be given a model
-        keys["teacher_model_name_or_path"] = self.teacher or "given"
-        checked = FinetuningArguments(stage="distill", **keys)
-        for name, key in _KEYS.items():  # cast to the keys' types
-            if name != "teacher":
-                setattr(self, name, getattr(checked, key))
+        self.take_keys(teacher_model_name_or_path=self.teacher or "given")
+        self.cache_dir = str(cache_folder(self))
 
     def as_keys(self) -> dict[str, Any]:
-        """The configuration keys of the same meaning."""
-        return {key: getattr(self, name) for name, key in _KEYS.items()}
+        return {**super().as_keys(), "teacher_model_name_or_path": self.teacher}
 
 
 # -- divergences
@@ -249,7 +241,37 @@ _SAME = {
 }
 
 
-class DistillTrainer(McaTrainer):
+class WithRows(View):
+    """A view of a dataset whose documents have "teacher_row", int64 [n]: the number of each trained
+    token's row, -1 for other tokens.
+
+    ends: int64 [samples + 1], the rows before each sample, and all. first: the number of the first.
+    """
+
+    def __init__(self, dataset, ends: np.ndarray, first: int = 0):
+        super().__init__(dataset)
+        self.first = first
+        self.ends = ends
+        self.document_lengths = getattr(dataset, "document_lengths", None)
+
+    def __getitem__(self, i: int) -> list[dict]:
+        documents = documents_of(self.dataset[i])
+        row = self.ends[i]
+        numbered = []
+        for document in documents:
+            has_row = trained(document)
+            rows = np.where(has_row, self.first + row + has_row.cumsum() - 1, -1)
+            numbered.append({**document, "teacher_row": rows})
+            row += has_row.sum()
+        expect(
+            row == self.ends[i + 1],
+            f"sample {i} has {row - self.ends[i]} trained tokens, and had "
+            f"{self.ends[i + 1] - self.ends[i]}: expected the same sample in every epoch",
+        )
+        return numbered
+
+
+class DistillTrainer(ScoredTrainer):
     """Train `model` to give a teacher's probabilities, on McaTrainer's samples.
 
     train_config: DistillConfig. teacher: a model of the backend's kind, or a function that loads
@@ -258,6 +280,12 @@ class DistillTrainer(McaTrainer):
     Raises: ValueError for data, keys and models that do not fit.
     """
 
+    config_class = DistillConfig
+    scorer = "teacher"
+    scorer_key = "teacher_model_name_or_path"
+    kind = "teacher"
+    row_unit = "token"
+    part_rows = 65_536
     metrics_keys = ["loss", "kd_loss", "sft_loss"]
     unread_columns = other_columns("teacher_row")
 
@@ -265,16 +293,14 @@ class DistillTrainer(McaTrainer):
         self, model=None, train_config: DistillConfig | None = None, teacher=None, args=None,
         **kwargs,
     ):  # fmt: skip
-        check_given(model, args)
-        self.train_config = config = train_config or DistillConfig()
-        mtp = args.mtp_num_layers or getattr(model.config, "mtp_num_layers", None)
-        check_together(args, stage="distill", mtp_num_layers=mtp, **config.as_keys())
         self._given_teacher = teacher
         self._chunks: list | None = None  # of the teacher, once it is loaded
-        super().__init__(model=model, args=args, **kwargs)
-        self.settings |= config.as_keys()
-        self._stores: list[tuple[int, TopKStore]] = []  # the first row of each
         self._head: Any = None  # of a resident teacher
+        self._maps: list[np.ndarray] = []  # of rows, those of all data sets
+        self._firsts = np.zeros(1, np.int64)  # the first row of each, and the number of all
+        super().__init__(model, train_config, args, **kwargs)
+        logps = (np.dtype(self.train_config.cache_dtype), (self._k + 1,))
+        self.row_type = np.dtype([("tokens", np.int32, (self._k,)), ("logps", *logps)])
 
     @property
     def _k(self) -> int:
@@ -320,9 +346,8 @@ class DistillTrainer(McaTrainer):
     @classmethod
     def own_keywords(cls, arguments, second_model) -> dict[str, Any]:
         keys = arguments.finetuning
-        config = DistillConfig(
-            **{name: getattr(keys, key) for name, key in _KEYS.items()},
-            cache_dir=arguments.data.cache_dir,
+        config = DistillConfig.of_keys(
+            keys, teacher=keys.teacher_model_name_or_path, cache_dir=arguments.data.cache_dir
         )
         return {"train_config": config, "teacher": second_model}
 
@@ -381,26 +406,29 @@ class DistillTrainer(McaTrainer):
         return rows if places is None else rows[..., places]
 
     def _read(self, numbers: np.ndarray) -> np.ndarray:
-        """The rows of these numbers, over all stores."""
-        firsts = [first for first, _ in self._stores]
-        of_store = np.searchsorted(firsts, numbers, side="right") - 1
-        rows = np.empty(len(numbers), self._stores[0][1].dtype)
-        for i, (first, store) in enumerate(self._stores):
-            here = of_store == i
-            rows[here] = store.rows[numbers[here] - first]
+        """The rows of these numbers."""
+        of_part = np.searchsorted(self._firsts, numbers, side="right") - 1
+        rows = np.empty(len(numbers), self.row_type)
+        for part in np.unique(of_part):
+            here = of_part == part
+            rows[here] = self._maps[part][numbers[here] - self._firsts[part]]
         return rows
 
     # -- the teacher
 
     def _run_teacher(self, step: Callable, batches: list[dict], seq_length: int) -> list:
         """Results of step for each micro-batch by the teacher; [] on pipeline stages before the
-        last. Loads it at first. Collective."""
-        if self._chunks is None:
-            self._chunks = self._load_teacher()
+        last. Collective."""
+        self._need_teacher()
         with torch.no_grad():
             return self.backend.forward_backward(
                 step, batches, seq_length, forward_only=True, chunks=self._chunks
             )
+
+    def _need_teacher(self) -> None:
+        """Load the teacher unless it is there. Collective."""
+        if self._chunks is None:
+            self._chunks = self._load_teacher()
 
     def _load_teacher(self) -> list:
         teacher = self._given_teacher
@@ -447,9 +475,35 @@ class DistillTrainer(McaTrainer):
 
     # -- the teacher's pass over a data set
 
-    def _score(self, view: WithRows, start: int, stop: int) -> np.ndarray:
-        """float32 [rows, 2 k + 1] of samples start to stop, on every rank. Collective."""
-        first, end = view.ends[[start, stop]].tolist()
+    def _ends_of(self, samples) -> np.ndarray:
+        return np.append(0, trained_counts(samples).cumsum())
+
+    def _identity(self, cache_dir: Path) -> dict[str, Any]:
+        config = self.train_config
+        identity: dict[str, Any] = {
+            "top_k": config.top_k,
+            "temperature": config.temperature,
+            "dtype": config.cache_dtype,
+        }
+        if config.teacher is not None:
+            files = identity_of_model(resolve_folder(config.teacher), cache_dir)
+            identity["teacher"] = hash_of([files, self.backend.precision])
+        return identity
+
+    def _check_vocabulary(self, store: RowStore) -> None:
+        """CheckpointError for rows of more tokens than the student has, or than other rows."""
+        known = self._num_tokens
+        size = store.identity.setdefault("vocab_size", known)
+        is_narrower = size < known and not self._maps and self._chunks is None
+        if size != known and not is_narrower:
+            raise CheckpointError(
+                f"the teacher's rows in {store.folder} are of {size:,} token ids, and this run "
+                f"needs those of {known:,}: set teacher_cache to another folder"
+            )
+        self.limits = self.limits.within(Limits(vocab_size=size))
+
+    def _score(self, samples, ends: np.ndarray, start: int, stop: int) -> np.ndarray:
+        first, end = ends[[start, stop]].tolist()
         scores = torch.zeros(end - first, 2 * self._k + 1)
         scores = scores.to(parallel.device())
 
@@ -459,118 +513,13 @@ class DistillTrainer(McaTrainer):
             scores[rows[kept] - first] = output[kept]
 
         run = functools.partial(self._run_teacher, self.evaluator.collecting(collect))
-        for _ in self.evaluator.passes(Subset(view, range(start, stop)), run):
+        for _ in self.evaluator.passes(Subset(WithRows(samples, ends), range(start, stop)), run):
             pass
-        return self.backend.reduce(scores.flatten()).view(scores.shape).cpu().numpy()
-
-    def _write(self, store: TopKStore, view: WithRows) -> None:
-        """Let the teacher score the samples whose rows are missing. Collective."""
-        parallel.on_main(store.begin, CheckpointError)
-        try:
-            self._write_missing(store, view)
-        finally:  # after a signal too: the next run of this process may write there
-            if parallel.is_main():
-                store.end()
-
-    def _write_missing(self, store: TopKStore, view: WithRows) -> None:
-        args = self.args
-        of_step = args.per_device_eval_batch_size * args.gradient_accumulation_steps
-        of_step *= self.backend.dp_size
-        start = int(np.searchsorted(view.ends, store.num_rows))
-        if store.num_rows:
-            size = store.meta["vocab_size"]
-            expect(
-                size == self._num_tokens,
-                f"{store.folder} has a teacher's rows over {size:,} token ids, and this run adds "
-                f"rows over {self._num_tokens:,}: set teacher_cache to another folder",
-            )
-            self._check_kept(store, view, min(of_step, start))
-        while not store.is_complete:
-            stop = int(np.searchsorted(view.ends, view.ends[start] + PART_ROWS, side="right")) - 1
-            if stop < len(view):  # whole steps, and one at least
-                steps = max((stop - start) // of_step, 1)
-                stop = min(start + steps * of_step, len(view))
-            tokens, logps = np.split(self._score(view, start, stop), [self._k], 1)
-            add = functools.partial(store.add, tokens, logps, self._num_tokens)
-            store.meta = parallel.on_main(add, CheckpointError)
-            total = store.identity["rows"]
-            self.report.print(f"teacher: {store.num_rows:,} of {total:,} tokens in {store.folder}")
-            self.stop_after_signal(f"in the teacher's pass; it goes on from {store.folder}")
-            start = stop
-
-    def _check_kept(self, store: TopKStore, view: WithRows, stop: int) -> None:
-        """CheckpointError if the teacher gives other log-probabilities to the first samples."""
-        now = self._score(view, 0, stop)[:, self._k :]
-        kept = parallel.on_main(lambda: store.read(len(now))["logps"].astype(np.float32))
-        if not self._is_same(now, kept):
-            raise CheckpointError(
-                f"the rows in {store.folder} are of another teacher: set it back, or "
-                "teacher_cache: <another folder>"
-            )
-
-    def _is_same(self, logps, others) -> bool:
-        """True if log-probabilities differ by rounding only."""
-        share = 1e-3
-        if self.args.bf16 or self.args.fp16 or self.train_config.cache_dtype == "float16":
-            share = 3e-2
-        return bool(np.allclose(logps, others, rtol=share, atol=share))
-
-    def _store_of(self, view, num_rows: int) -> TopKStore:
-        """The store of a data set; of its files the main rank alone reads any."""
-        config = self.train_config
-        cache_dir = cache_folder(config)
-        identity: dict[str, Any] = {
-            "data": fingerprint_of(view),
-            "rows": num_rows,
-            "top_k": config.top_k,
-            "temperature": config.temperature,
-            "dtype": config.cache_dtype,
-        }
-        if config.teacher is not None:
-            folder = str(resolve_folder(config.teacher))
-            teacher = [teacher_identity(folder, cache_dir), self.backend.precision]
-            identity["teacher"] = hash_of(teacher)
-        name = hash_of([identity.get("teacher"), config.top_k, config.temperature])[:32]
-        root = config.cache or cache_dir / "teacher" / name
-        return TopKStore(Path(root, identity["data"]), identity)
-
-    def _rows_of(self, view) -> WithRows:
-        """The samples with the numbers of their rows, which are on disk. Collective."""
-        counts = trained_counts(view)
-        num_rows = int(counts.sum())
-        store = self._store_of(view, num_rows)
-        same = [first for first, other in self._stores if other.folder == store.folder]
-        if same:
-            return WithRows(view, counts, same[0])
-        store.meta = parallel.on_main(lambda: store.load(self.report.print), CheckpointError)
-        if store.is_complete:
-            self.report.print(f"teacher: {num_rows:,} tokens from {store.folder}")
-        elif self._given_teacher is None:
-            raise CheckpointError(
-                f"{store.folder} has {store.num_rows:,} of the teacher's rows for {num_rows:,} "
-                "trained tokens: set teacher_model_name_or_path, and it computes the others; rows "
-                "of other data, or of another tokenizer or cutoff_len, are in other folders"
-            )
-        else:
-            self._write(store, WithRows(view, counts))
-        self._check_vocabulary(store)
-        words = "the teacher's rows cannot be read"
-        parallel.on_all(lambda: len(store.rows), CheckpointError, words)
-        first = sum(other.identity["rows"] for _, other in self._stores)
-        self._stores.append((first, store))
-        return WithRows(view, counts, first)
-
-    def _check_vocabulary(self, store: TopKStore) -> None:
-        """CheckpointError for rows of more tokens than the student has, or than other rows."""
-        size = store.meta["vocab_size"] or self.limits.vocab_size  # no rows
-        is_first = not self._stores and self._chunks is None
-        fits = size <= self.limits.vocab_size if is_first else size == self.limits.vocab_size
-        if not fits:
-            raise CheckpointError(
-                f"the teacher's rows in {store.folder} are of {size:,} tokens, and this run needs "
-                f"those of {self.limits.vocab_size:,}: set teacher_cache to another folder"
-            )
-        self.limits = self.limits.within(Limits(vocab_size=size))
+        found = self.backend.reduce(scores.flatten()).view(scores.shape).cpu().numpy()
+        rows = np.empty(len(found), self.row_type)
+        rows["tokens"] = found[:, : self._k]
+        rows["logps"] = found[:, self._k :].clip(min=LOWEST)
+        return rows
 
     def _prepare_samples(self, samples):
         """The samples with the numbers of a cached teacher's rows. Collective."""
@@ -581,7 +530,31 @@ class DistillTrainer(McaTrainer):
             "a cached teacher scores the samples before training, and a stream is read once: leave "
             "teacher_top_k out, or set streaming: false",
         )
-        return self._rows_of(samples)
+        ends = np.append(0, trained_counts(samples).cumsum())
+        store = self._stored(samples, int(ends[-1]))
+        if not store.is_complete:
+            if self._given_teacher is None:
+                raise CheckpointError(
+                    f"{store.folder} lacks rows of the teacher: set teacher_model_name_or_path, "
+                    "and it computes them; those of other data, or of another tokenizer or "
+                    "cutoff_len, are in other folders"
+                )
+            self._need_teacher()
+        self._check_vocabulary(store)
+        if not store.is_complete:
+            for _ in self._missing_rows(store, samples, ends):
+                pass
+        first = int(self._firsts[-1])
+
+        def open_rows() -> None:
+            self._maps += store.maps()
+
+        words = f"{store.folder} cannot be read: expected a folder that all nodes see"
+        parallel.on_all(open_rows, CheckpointError, words)
+        self._firsts = np.cumsum([0, *map(len, self._maps)])
+        view = WithRows(samples, ends, first)
+        view.first_scores = self._read(first + np.arange(min(4, ends[-1])))["logps"].tolist()
+        return view
 
     # -- around the loop
 
@@ -591,22 +564,5 @@ class DistillTrainer(McaTrainer):
         super()._prepare_datasets(*names)
         if self._k:
             self._chunks = None
-        elif self._chunks is None:
-            self._chunks = self._load_teacher()
-
-    def objective_facts(self) -> dict:
-        """The first rows of a cached teacher: a resumed run must have the same."""
-        view = samples_of(self.train_dataset)
-        if not isinstance(view, WithRows):
-            return {}
-        rows = self._read(np.arange(min(4, view.ends[-1])) + view.first)
-        return {"teacher": rows["logps"].astype(float).tolist()}
-
-    def check_objective(self, facts: dict, folder: Path) -> None:
-        written = facts.get("teacher")
-        now = self.objective_facts().get("teacher")
-        if written and now and not self._is_same(np.array(now), np.array(written)):
-            raise CheckpointError(
-                f"{folder} was trained with another teacher, or other keys of it: set "
-                "teacher_model_name_or_path back to go on"
-            )
+        else:
+            self._need_teacher()

@@ -13,9 +13,7 @@ positions.
 """
 
 import functools
-import io
 import math
-import os
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,14 +23,13 @@ import torch
 from torch.utils.data import Subset
 
 from . import ckpt_folder, lora, loss_preference, parallel
-from .args import FinetuningArguments, check_together
 from .batch import join, real_documents
 from .ckpt_folder import CheckpointError
 from .data_batches import Packs, WithReference, documents_of, samples_of
 from .data_encode import cache_folder, hash_of
 from .data_files import SIDES
 from .errors import Judge, expect, refuse
-from .files import HF_CONFIG_NAME, IGNORE_INDEX, describe_error, resolve_folder, write_file
+from .files import IGNORE_INDEX, resolve_folder
 from .loss_preference import Responses
 from .loss_tokens import Logits
 from .tables import (
@@ -47,60 +44,40 @@ from .tables import (
     has_reference,
     other_columns,
 )
-from .trainer import McaTrainer
 from .trainer_evaluation import in_documents, sum_documents
-from .trainer_events import check_given
+from .trainer_scores import ObjectiveConfig, ScoredTrainer, identity_of_model
 
 # most micro-batches and tokens of a forward pass of the reference: with fewer a GPU waits for the
 # host's launches, with more it may need more memory than training
 JOINED = 2
 JOINED_TOKENS = 16384
-PART_PAIRS = 1024  # pairs that the pass writes at once; a crash loses as many
-FORMAT = 3
 # fields of DPOConfig -> configuration keys of the same meaning
 _SHORT_NAMES = {"beta": "pref_beta", "label_smoothing": "dpo_label_smoothing", "ftx": "pref_ftx"}
 _OWN_NAMES = {key: key for key in PREFERENCE_KEYS if key not in {*_SHORT_NAMES.values()}}
 _KEYS = {name: key for name, key in (_SHORT_NAMES | _OWN_NAMES).items() if key != "ref_model"}
 
 
-class ReferenceConfig:
-    """Methods of an objective with a reference model, and its fields without losses of the table.
-    KEYS: its fields -> configuration keys of the same meaning."""
+@dataclass(kw_only=True)
+class ReferenceConfig(ObjectiveConfig):
+    """Fields of an objective with a reference model.
 
-    stage: ClassVar[str]
-    KEYS: ClassVar[dict[str, str]]
-    reference: str | None
-    pref_loss: Any = ()
-    ld_alpha: float | None = None
-    use_weighting: bool = False
+    reference: cached, adapter or model (None: a model that is given, else the model without its
+    adapters, else cached). cache_dir: folder for log-probabilities of a cached reference (None: not
+    written). model_source: tells start models of one folder apart.
+    """
+
+    reference: str | None = None
+    cache_dir: str | None = None
+    model_source: str = ""
 
     def __post_init__(self):
-        self.take_keys().close()
-
-    def take_keys(self) -> Judge:
-        """Cast the fields to the types of their keys -> a Judge of the others. ConfigError by the
-        rules of the keys."""
-        keys = self.check_with()
-        for name, key in self.KEYS.items():
-            setattr(self, name, getattr(keys, key))
-        judge = Judge(self)
+        self.take_keys(finetuning_type="lora")
         if self.reference not in (None, *REFERENCES):
-            judge.refuse("reference", f"expected {', '.join(REFERENCES)}, or None", "cached")
-        return judge
+            reason = f"expected {', '.join(REFERENCES)}, or None"
+            refuse("reference", self.reference, reason, "cached")
 
     def as_keys(self) -> dict[str, Any]:
-        """The configuration keys of the same meaning."""
-        keys = {key: getattr(self, name) for name, key in self.KEYS.items()}
-        return {**keys, "ref_model": self.reference}
-
-    def check_with(self, kind="lora", modules_to_save=()) -> FinetuningArguments:
-        """The keys for such adapters. ConfigError by their rules."""
-        return FinetuningArguments(
-            stage=self.stage,
-            finetuning_type=kind,
-            modules_to_save=list(modules_to_save),
-            **self.as_keys(),
-        )
+        return {**super().as_keys(), "ref_model": self.reference}
 
 
 @dataclass
@@ -111,10 +88,8 @@ class DPOConfig(ReferenceConfig):
     pref_loss_weights: a weight of each (None: 1). beta: strength of the reference, or weight of the
     odds ratio. label_smoothing: expected share of swapped pairs. ftx: weight of the sft term, the
     mean loss of a token of the chosen response. simpo_gamma to use_weighting: the keys of the same
-    names. use_ref_model: True with a reference
-    (None: as the loss needs it). reference: cached, adapter or model (None: a model that is given,
-    else the model without its adapters, else cached). cache_dir: folder for log-probabilities of a
-    cached reference (None: not written). model_source: tells start models of one folder apart.
+    names. use_ref_model: True with a reference (None: as the loss needs it). The other fields are
+    ReferenceConfig's.
     """
 
     beta: float = 0.1
@@ -131,20 +106,16 @@ class DPOConfig(ReferenceConfig):
     f_alpha_divergence_coef: float = 0.5
     ld_alpha: float | None = None
     use_weighting: bool = False
-    reference: str | None = None
-    cache_dir: str | None = None
-    model_source: str = ""
     stage: ClassVar[str] = "dpo"
     KEYS: ClassVar[dict[str, str]] = _KEYS
 
     def __post_init__(self):
-        judge = self.take_keys()
+        super().__post_init__()
         needs = has_reference(self.pref_loss)
         if self.use_ref_model not in (None, needs):
             article = "a" if needs else "no"
             reason = f"pref_loss {', '.join(self.pref_loss)} has {article} reference model"
-            judge.refuse("use_ref_model", reason, "use_ref_model left out")
-        judge.close()
+            refuse("use_ref_model", self.use_ref_model, reason, "use_ref_model left out")
         self.use_ref_model = needs
 
 
@@ -160,7 +131,8 @@ def _choose_reference(config: DPOConfig, model, ref_model) -> str | None:
         elif spec is not None and not modules:
             kind = "adapter"
         kind = config.reference or kind
-        config.check_with("full" if spec is None else "lora", modules)
+        finetuning = "full" if spec is None else "lora"
+        config.check_with(finetuning_type=finetuning, modules_to_save=modules)
     if (kind == "model") != (ref_model is not None):
         article = "a" if kind == "model" else "no"
         reason = f"expected {article} ref_model for this loss"
@@ -170,7 +142,7 @@ def _choose_reference(config: DPOConfig, model, ref_model) -> str | None:
     return kind
 
 
-class DPOTrainer(McaTrainer):
+class DPOTrainer(ScoredTrainer):
     """Train `model` on pairs: samples of two documents {"input_ids", "labels"}, shifted, chosen and
     rejected, as a list or as {"chosen", "rejected"}, or on packs (lists) of pairs.
 
@@ -180,9 +152,14 @@ class DPOTrainer(McaTrainer):
     Raises: ValueError for data and keys that do not fit, before anything is computed.
     """
 
-    unit = "pair"  # name of a sample in reports
-    in_turn = "chosen and rejected"  # its documents
     config_class: Any = DPOConfig
+    scorer = "reference model"
+    scorer_key = "model_name_or_path"
+    kind = "reference"
+    row_unit = "pair"
+    part_rows = 1024
+    row_type = np.dtype([("logps", np.float32, (len(SIDES),))])
+    in_turn = "chosen and rejected"  # the documents of a sample
     metrics_keys = list(METRICS)
     documents_per_sample = len(SIDES)
     unread_columns = other_columns("reference", *PAIR_COLUMNS)
@@ -191,30 +168,12 @@ class DPOTrainer(McaTrainer):
     def __init__(
         self, model=None, train_config: DPOConfig | None = None, ref_model=None, args=None, **kwargs
     ):
-        check_given(model, args)
-        self.train_config = config = train_config or self.config_class()
+        super().__init__(model, train_config, args, **kwargs)
+        config = self.train_config
         self.reference = _choose_reference(config, model, ref_model)
-        evaluated = kwargs.get("eval_dataset")
-        if not isinstance(evaluated, dict):
-            evaluated = {"eval": evaluated}
-        given = [*filter(None, (kwargs.get("train_dataset"), *evaluated.values()))]
-        for dataset in given:
-            self.check_samples(dataset, args.sequence_packing)
-            has_its_own = isinstance(samples_of(dataset), WithReference)
-            expect(
-                has_its_own or not _has("reference", dataset),
-                "the samples have reference, which the trainer computes: remove the column",
-            )
-        names = [name for name in PAIR_COLUMNS if any(map(functools.partial(_has, name), given))]
-        self.pair_columns = {*names}
-        mtp = args.mtp_num_layers or getattr(model.config, "mtp_num_layers", None)
-        fields = dict.fromkeys(names, "its column")
-        objective = {**config.as_keys(), **fields, "mtp_num_layers": mtp}
-        check_together(args, stage=config.stage, **objective)
+        self.settings["ref_model"] = self.reference
         if config.use_weighting:
             self._loss_of_logits = _with_agreement
-        super().__init__(model=model, args=args, **kwargs)
-        self.settings |= {**config.as_keys(), "ref_model": self.reference}
         self.backend.expect_weighted_losses()
         self.ref_chunks = None
         if ref_model is not None:
@@ -222,6 +181,21 @@ class DPOTrainer(McaTrainer):
             self.ref_chunks = self.backend.wrap_reference(ref_model)
         if config.use_ref_model and self.reference != "cached":
             self._reference_model = self.model if ref_model is None else ref_model
+
+    def _keys_of_data(self, args, given: dict[str, Any]) -> dict[str, Any]:
+        evaluated = given.get("eval_dataset")
+        if not isinstance(evaluated, dict):
+            evaluated = {"eval": evaluated}
+        datasets = [*filter(None, (given.get("train_dataset"), *evaluated.values()))]
+        for dataset in datasets:
+            self.check_samples(dataset, args.sequence_packing)
+            has_its_own = isinstance(samples_of(dataset), WithReference)
+            expect(
+                has_its_own or not _has("reference", dataset),
+                "the samples have reference, which the trainer computes: remove the column",
+            )
+        self.pair_columns = {name for name in PAIR_COLUMNS for one in datasets if _has(name, one)}
+        return dict.fromkeys(self.pair_columns, "its column")
 
     @property
     def _rows(self) -> dict[str, PreferenceLoss]:
@@ -271,10 +245,9 @@ class DPOTrainer(McaTrainer):
         source = ""
         if arguments.model.train_from_scratch:
             source = f"drawn from seed {arguments.training.seed}"
-        reference = "model" if second_model is not None else keys.ref_model
-        config = cls.config_class(
-            **{name: getattr(keys, key) for name, key in cls.config_class.KEYS.items()},
-            reference=reference,
+        config = cls.config_class.of_keys(
+            keys,
+            reference=keys.ref_model if second_model is None else "model",
             cache_dir=str(cache_folder(arguments.data)),
             model_source=source,
         )
@@ -585,68 +558,25 @@ class DPOTrainer(McaTrainer):
         logps = self.compute_reference_log_probs(models, batches, seq_length) or ()
         return [torch.stack(list(of_batch.values()), -1) for of_batch in logps]
 
-    def _score(self, pairs) -> np.ndarray:
-        """float32 [pairs, 2]: log-probabilities by the model as it is, without adapters.
-        Collective."""
+    def _score(self, samples, ends: np.ndarray, start: int, stop: int) -> np.ndarray:
         run = functools.partial(self._reference_logps, self.models)
-        return self.evaluator.by_sample(pairs, run, (len(SIDES),)).astype(np.float32)
+        found = self.evaluator.by_sample(Subset(samples, range(start, stop)), run, (len(SIDES),))
+        rows = np.empty(len(found), self.row_type)
+        rows["logps"] = found
+        return rows
 
-    def _reference_of(self, pairs) -> np.ndarray:
-        """float32 [pairs, 2], on every rank: those on disk, checked, and the rest computed now.
-        Collective."""
-        store = self._store_of(pairs)
-        num = len(pairs)
-        logps = parallel.on_main(lambda: store.load(self.report.print), CheckpointError)
-        if len(logps):
-            self._check_kept(pairs, logps, store)
-        if len(logps) == num:
-            self.report.print(f"reference model: {num:,} {self.unit}s from {store.folder}")
-        args = self.args
-        per_rank = args.per_device_eval_batch_size * args.gradient_accumulation_steps
-        whole_steps = per_rank * self.backend.dp_size
-        part = math.ceil(PART_PAIRS / whole_steps) * whole_steps
-        for start in range(len(logps), num, part):
-            more = self._score(Subset(pairs, range(start, min(start + part, num))))
-            logps = np.concatenate([logps, more])
-            parallel.on_main(functools.partial(store.add, start, more), CheckpointError)
-            self.report.print(f"reference model: {len(logps):,} of {num:,} {self.unit}s")
-            where = store.folder or f"the first {self.unit}"
-            self.stop_after_signal(f"in the reference pass; the pass goes on from {where}")
-        return logps
-
-    def _store_of(self, pairs) -> "ReferenceStore":
-        """The store of these pairs; without a folder for a dataset of a user. On ranks other than
-        the main one its times of files may differ."""
+    def _identity(self, cache_dir: Path) -> dict[str, Any]:
         config = self.train_config
-        fingerprint = getattr(pairs, "fingerprint", None)
         name = getattr(self.model.config, "name_or_path", None)
-        model = ckpt_folder.model_identity(self.backend.hf_config)
-        identity = {
-            "model": [name or None, config.model_source, model],
-            "files": files_of_model(name),
-            "precision": self.backend.precision,
-            "data": fingerprint,
-            "pairs": len(pairs),
-        }
-        if config.ld_alpha is not None:
-            identity["ld_alpha"] = config.ld_alpha
-        return ReferenceStore(config.cache_dir if fingerprint else None, identity)
-
-    def _check_kept(self, pairs, kept: np.ndarray, store: "ReferenceStore") -> None:
-        """CheckpointError if the model gives other log-probabilities to the first pairs."""
-        count = min(len(kept), self.args.per_device_eval_batch_size * self.backend.dp_size)
-        now = self._score(Subset(pairs, range(count)))
-        if not self._is_same(now, kept[:count]):
-            raise CheckpointError(
-                f"the reference in {store.folder} is of another model: it gave {kept[0].tolist()} "
-                f"to the first {self.unit}, and this model gives {now[0].tolist()}: remove the "
-                "folder, and the reference is computed again"
-            )
-
-    def _is_same(self, logps: np.ndarray, others: np.ndarray) -> bool:
-        """True if two passes over the same pairs differ by rounding only."""
-        share = 3e-2 if self.args.bf16 or self.args.fp16 else 1e-3
-        return bool(np.allclose(logps, others, rtol=share, atol=share))
+        facts = [
+            name,
+            config.model_source,
+            config.ld_alpha,
+            ckpt_folder.model_identity(self.backend.hf_config),
+            identity_of_model(name, cache_dir),
+            self.backend.precision,
+        ]
+        return {"reference": hash_of(facts)}
 
     def _prepare_samples(self, samples):
         """The samples with log-probabilities of a cached reference. Collective."""
@@ -657,27 +587,10 @@ class DPOTrainer(McaTrainer):
             "a cached reference is computed by the model before it is trained: give this "
             f"dataset to {type(self).__name__} as train_dataset or eval_dataset",
         )
-        return WithReference(samples, self._reference_of(samples))
-
-    # -- around the loop
-
-    def objective_facts(self) -> dict:
-        """The reference's log-probabilities of the first pairs: a resumed run must have the same
-        reference."""
-        view = samples_of(self.train_dataset)
-        if not isinstance(view, WithReference):
-            return {}
-        return {"reference": view.logps[:4].tolist()}
-
-    def check_objective(self, facts: dict, folder: Path) -> None:
-        written = facts.get("reference")
-        now = self.objective_facts().get("reference")
-        if written and now and not self._is_same(np.array(now), np.array(written)):
-            raise CheckpointError(
-                f"{folder} was trained against another reference model, which gave {written[0]} to "
-                f"the first {self.unit}, and this one gives {now[0]}: set model_name_or_path to "
-                "the model that the run started from"
-            )
+        store = self._stored(samples, len(samples))
+        kept = parallel.on_main(store.read, CheckpointError)
+        rows = [kept, *self._missing_rows(store, samples, np.arange(len(samples) + 1))]
+        return WithReference(samples, np.concatenate(rows)["logps"])
 
 
 def _with_agreement(logits: Logits) -> torch.Tensor:
@@ -724,56 +637,3 @@ def _joined(batches: list[dict]) -> list[dict]:
 def _num_pairs(batch: dict) -> int:
     """Pairs of an arranged micro-batch, without those that only fill it."""
     return int(real_documents(batch).sum()) // len(SIDES)
-
-
-# -- log-probabilities on disk
-
-
-class ReferenceStore:
-    """Log-probabilities of one model for one data set, in a folder of cache_dir; None: nothing is
-    written. A part has the name of its first pair, and the checksum of a zip file."""
-
-    def __init__(self, cache_dir: str | os.PathLike | None, identity: dict):
-        name = hash_of({"format": FORMAT, **identity})[:32]
-        self.folder: Any = Path(cache_dir, "reference", name) if cache_dir else None
-
-    def path(self, start: int) -> Path:
-        """The file of the pairs from `start` on."""
-        return self.folder / f"part-{start:012d}.npz"
-
-    def load(self, report=print) -> np.ndarray:
-        """float32 [n, 2] of the first n pairs, as many as are whole. The others are computed again,
-        with one line of report for a damaged part."""
-        logps = np.zeros((0, len(SIDES)), np.float32)
-        while self.folder is not None and self.path(len(logps)).is_file():
-            path = self.path(len(logps))
-            try:
-                logps = np.concatenate([logps, np.load(path)["logps"]])
-            except Exception as error:
-                report(
-                    f"{path}: {describe_error(error)}: the reference is computed again from there"
-                )
-                break
-        return logps
-
-    def add(self, start: int, logps: np.ndarray) -> None:
-        """Write the pairs from `start` on. On disk when the call returns."""
-        if self.folder is None:
-            return
-        self.folder.mkdir(parents=True, exist_ok=True)
-        stream = io.BytesIO()
-        np.savez(stream, logps=logps)
-        write_file(self.path(start), stream.getvalue())
-
-
-def files_of_model(name_or_path: str | None) -> list:
-    """[name, bytes, time of change] of the files that a model's folder loads; [] without one."""
-    files: list = []
-    if not name_or_path:
-        return files
-    folder = Path(name_or_path)
-    for pattern in ("*.safetensors", "dist/*", HF_CONFIG_NAME):
-        for path in folder.glob(pattern):
-            state = path.stat()
-            files.append([path.relative_to(folder).as_posix(), state.st_size, state.st_mtime_ns])
-    return sorted(files)

@@ -43,7 +43,7 @@ class KTOConfig(ReferenceConfig):
 
     beta: strength of the reference. desirable_weight, undesirable_weight: of the losses of answers
     with the label 1 and 0. cutoff_len: tokens of a mismatched document at most (None: any number).
-    reference, cache_dir, model_source: as in DPOConfig.
+    The other fields are ReferenceConfig's.
     """
 
     beta: float = 0.1
@@ -51,9 +51,6 @@ class KTOConfig(ReferenceConfig):
     undesirable_weight: float = 1.0
     _: KW_ONLY
     cutoff_len: int | None = None
-    reference: str | None = None
-    cache_dir: str | None = None
-    model_source: str = ""
     use_ref_model: ClassVar[bool] = True
     stage: ClassVar[str] = "kto"
     KEYS: ClassVar[dict[str, str]] = {
@@ -73,7 +70,7 @@ class KTOTrainer(DPOTrainer):
     Raises: ValueError for data and keys that do not fit, before anything is computed.
     """
 
-    unit = "sample"
+    row_unit = "sample"
     in_turn = "an answer and a mismatched one"
     config_class = KTOConfig
     metrics_keys = list(KTO_METRICS)

@@ -10,7 +10,7 @@ over the pairs of the global batch. Letters: P pairs of a micro-batch, b rows, s
 """
 
 from collections.abc import Iterator
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -36,8 +36,6 @@ class RewardConfig(ReferenceConfig):
     """
 
     center_rewards_coefficient: float = 0.0
-    _: KW_ONLY
-    reference: str | None = None
     use_ref_model: ClassVar[bool] = False
     stage: ClassVar[str] = "rm"
     KEYS: ClassVar[dict[str, str]] = {"center_rewards_coefficient": "center_rewards_coefficient"}
@@ -94,7 +92,7 @@ class RewardTrainer(DPOTrainer):
 
     @classmethod
     def own_keywords(cls, arguments, second_model) -> dict[str, Any]:
-        return {"train_config": RewardConfig(arguments.finetuning.center_rewards_coefficient)}
+        return {"train_config": RewardConfig.of_keys(arguments.finetuning)}
 
     # -- the loss
 

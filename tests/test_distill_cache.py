@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import io
-import json
 import os
 import shutil
 import signal
@@ -16,8 +15,9 @@ import numpy as np
 import pytest
 
 from mca_lite.args import parse_args
-from mca_lite.data_teacher import TopKStore, WithRows, fingerprint_of, trained_counts
 from mca_lite.errors import ConfigError
+from mca_lite.trainer_distill import WithRows
+from mca_lite.trainer_scores import RowStore, fingerprint_of, trained_counts
 from tests.shared import layouts, small_runs, tiny, world
 from tests.shared.commands import ROOT
 from tests.shared.distilling import (
@@ -134,17 +134,17 @@ def test_the_keys_of_the_stage_train_as_plain_torch_and_rows_are_read_without_a_
         assert logged[-1]["eval_sft_loss"] > 0
     said = found["resident"][1]
     assert "jsd, temperature 1.5, cross entropy 0.5, resident teacher" in said
-    assert found["cached"][1].count("tokens in /") == 2  # of both data sets
-    assert found["read"][1].count("tokens from /") == 2
+    for name, lines in ("cached", 4), ("read", 2):  # of both data sets
+        assert found[name][1].count("tokens in /") == lines
     for name, words in {
         "another k": "teacher_top_k 6, and this run has another",
         "another temperature": "distill_temperature 1.5",
         "another dtype": "teacher_cache_dtype float32",
-        "other data": "set teacher_model_name_or_path, and it computes the others",
+        "other data": "set teacher_model_name_or_path, and it computes them",
     }.items():
         assert words in found[name][0], name
-    shown = sorted(path.name for path in (tmp_path / "rows").glob("*/*") if path.name != "lock")
-    assert shown == ["meta.json", "meta.json", "rows.bin", "rows.bin"]
+    shown = sorted(path.suffix for path in (tmp_path / "rows").glob("*/*"))
+    assert shown == [".json", ".json", ".rows", ".rows"]
 
 
 def problems(folder, **changes) -> dict:
@@ -226,82 +226,100 @@ def test_the_dry_run_needs_no_rows_and_writes_none(folder, tmp_path, changes):
 # -- rows on disk
 
 
-def rows_of(count: int, k: int = 2) -> tuple[np.ndarray, np.ndarray]:
-    numbers = np.arange(count * k, dtype=np.int32).reshape(count, k)
-    return numbers, -np.arange(count * (k + 1), dtype=np.float32).reshape(count, k + 1)
+ROWS = np.dtype([("tokens", np.int32, (2,)), ("logps", np.float32, (3,))])
 
 
-def store_in(folder, **changes) -> TopKStore:
+def twelve_rows() -> np.ndarray:
+    rows = np.zeros(12, ROWS)
+    rows["tokens"] = np.arange(24).reshape(12, 2)
+    rows["logps"] = -np.arange(36).reshape(12, 3)
+    return rows
+
+
+def store_in(folder, **changes) -> RowStore:
     identity = dict(data="d", rows=12, top_k=2, temperature=1.0, dtype="float32", teacher="t")
-    return TopKStore(Path(folder), {**identity, **changes})
+    return RowStore(Path(folder), {**identity, **changes}, ROWS)
 
 
-def written(folder) -> TopKStore:
-    """A store of 12 rows in three parts."""
-    store = store_in(folder)
-    store.begin()
-    tokens, logps = rows_of(12)
-    for part in (slice(0, 5), slice(5, 8), slice(8, 12)):
-        store.add(tokens[part], logps[part], 61)
-    store.end()
-    return store
+def written(store, stops=(5, 8, 12)) -> None:
+    """Write the rows that a store lacks, in three parts."""
+    for stop in stops:
+        if stop > store.num_rows:
+            store.parts.append(store.write(twelve_rows()[store.num_rows : stop]))
 
 
-def loaded(folder, **changes) -> tuple[TopKStore, list]:
-    store, said = store_in(folder, **changes), []
-    store.load(said.append)
-    return store, said
+def loaded(folder, **changes) -> tuple[RowStore, list]:
+    said = []
+    return store_in(folder, **changes).load(said.append), said
 
 
 def test_rows_are_read_as_they_were_written(tmp_path):
-    written(tmp_path)
+    written(store_in(tmp_path, vocab_size=61))
     store, said = loaded(tmp_path)
-    assert store.is_complete and not said and store.meta["vocab_size"] == 61
-    tokens, logps = rows_of(12)
-    assert np.array_equal(store.rows["tokens"], tokens)
-    assert np.array_equal(store.rows["logps"], logps)
+    assert store.is_complete and not said and store.identity["vocab_size"] == 61
+    assert np.array_equal(store.read(), twelve_rows())
+    assert np.array_equal(np.concatenate(store.maps()), twelve_rows())
     # a reader without the teacher takes those of any
-    identity = {k: v for k, v in store.identity.items() if k not in ("teacher", "format")}
-    assert TopKStore(tmp_path, identity).load()["vocab_size"] == 61
+    identity = {k: v for k, v in store.identity.items() if k != "teacher"}
+    assert RowStore(tmp_path, identity, ROWS).load().is_complete
 
 
+def flipped(data: bytes) -> bytes:
+    return data[:-1] + bytes([data[-1] ^ 1])
+
+
+# (number of the damaged part, its content, rows left)
 DAMAGE = {
-    "flipped": (lambda data: data[:-1] + bytes([data[-1] ^ 1]), 8),
-    "cut": (lambda data: data[:-3], 8),
-    "first": (lambda data: b"x" + data[1:], 0),
-    "more": (lambda data: data + b"of a part that was being written", 12),
+    "flipped": (2, flipped, 8),
+    "cut": (2, lambda data: data[:-3], 8),
+    "empty": (1, lambda data: b"", 5),
+    "first": (0, lambda data: b"x" + data[1:], 0),
+    "more": (1, lambda data: data + b"x", 5),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGE)
-def test_damaged_rows_are_written_again_from_there_with_one_line(tmp_path, name):
-    damage, left = DAMAGE[name]
-    written(tmp_path)
-    path = tmp_path / "rows.bin"
+def test_damaged_rows_are_named_and_written_again(tmp_path, name):
+    number, damage, left = DAMAGE[name]
+    written(store_in(tmp_path))
+    path = sorted(tmp_path.glob("*.rows"))[number]
     path.write_bytes(damage(path.read_bytes()))
     store, said = loaded(tmp_path)
-    assert store.num_rows == left and len(said) == (left < 12)
-    store.begin()
-    tokens, logps = rows_of(12)
-    if left < 12:
-        store.add(tokens[left:], logps[left:], 61)
+    assert store.num_rows == left
+    assert [str(path) in line for line in said] == [True] and "computed again" in said[0]
+    written(store)
     again, said = loaded(tmp_path)
-    assert again.is_complete and not said and np.array_equal(again.rows["logps"], logps)
+    assert again.is_complete and not said and np.array_equal(again.read(), twelve_rows())
 
 
-def test_a_folder_has_one_writer(tmp_path):
-    store = store_in(tmp_path)
-    store.begin()
-    with pytest.raises(ValueError, match="another run writes the teacher's rows"):
-        store_in(tmp_path).begin()
-    store.end()
-    store_in(tmp_path).begin()
+def test_rows_of_two_writers_are_those_of_one(tmp_path):
+    written(store_in(tmp_path), stops=(4, 8, 12))
+    written(store_in(tmp_path))  # parts of other sizes
+    store, said = loaded(tmp_path)
+    assert store.is_complete and not said and np.array_equal(store.read(), twelve_rows())
+
+
+def test_rows_of_another_identity_in_a_folder_are_not_read(tmp_path):
+    """Runs with two teachers may begin at once: rows of one have the meta.json of the other."""
+    written(store_in(tmp_path, teacher="u"))
+    store_in(tmp_path).write(twelve_rows()[:5])
+    store, said = loaded(tmp_path)
+    assert store.num_rows == 5 and not said
+
+
+@pytest.mark.parametrize("content", ['{"format": 1, "parts": [[12, 0]]}', "{", "[]"])
+def test_rows_of_another_version_are_computed_again_with_one_line(tmp_path, content):
+    written(store_in(tmp_path))
+    (tmp_path / "meta.json").write_text(content)
+    store, said = loaded(tmp_path)
+    assert not store.num_rows and len(said) == 1
+    assert str(tmp_path) in said[0] and "computed again" in said[0]
 
 
 FOREIGN = {
     "teacher": ("u", "of another teacher"),
     "data": ("e", "of other data"),
-    "rows": (13, "another number of trained tokens"),
+    "rows": (13, "another number of rows"),
     "top_k": (3, "teacher_top_k 2"),
     "temperature": (2.0, "distill_temperature 1.0"),
     "dtype": ("float16", "teacher_cache_dtype float32"),
@@ -310,7 +328,7 @@ FOREIGN = {
 
 @pytest.mark.parametrize("key", FOREIGN)
 def test_foreign_rows_are_refused_in_words(tmp_path, key):
-    written(tmp_path)
+    written(store_in(tmp_path))
     value, words = FOREIGN[key]
     with pytest.raises(ValueError, match=words):
         store_in(tmp_path, **{key: value}).load()
@@ -319,13 +337,13 @@ def test_foreign_rows_are_refused_in_words(tmp_path, key):
 def test_trained_tokens_are_numbered_in_the_order_of_samples():
     samples = tiny.samples(8)
     counts = trained_counts(samples)
-    view = WithRows(samples, counts, first=100)
+    view = WithRows(samples, np.append(0, counts.cumsum()), first=100)
     rows = np.concatenate([document["teacher_row"] for i in range(8) for document in view[i]])
     labels = np.concatenate([sample["labels"].numpy() for sample in samples])
     assert rows[labels != -100].tolist() == list(range(100, 100 + counts.sum()))
     assert (rows[labels == -100] == -1).all() and counts[5] == 0
     with pytest.raises(ValueError, match="the same sample in every epoch"):
-        WithRows(samples, counts + 1)[0]
+        WithRows(samples, np.append(0, (counts + 1).cumsum()))[0]
 
 
 # -- a pass that stops
@@ -334,10 +352,10 @@ def test_trained_tokens_are_numbered_in_the_order_of_samples():
 @contextlib.contextmanager
 def signalled_passes():
     """Passes of 20 rows a part, in which the last rank gets SIGTERM."""
-    from mca_lite import trainer_distill
+    from mca_lite import DistillTrainer
     from mca_lite.trainer_evaluation import Evaluator
 
-    trainer_distill.PART_ROWS = 20
+    DistillTrainer.part_rows = 20
     passes = Evaluator.passes
 
     def signalled(*args):
@@ -369,8 +387,8 @@ def stopped_and_gone_on(student, teacher, out) -> tuple:
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         code = code_of_stopped(our_curve, student, teacher, f"{out}/a", config)
-        [meta] = Path(out, "rows").glob("*/meta.json")
-        left = json.loads(meta.read_text())["parts"][-1][0]
+        [part] = Path(out, "rows").glob("*/*.rows")
+        left = int(part.name.split("-")[1])
         parts = our_curve(student, teacher, f"{out}/b", config)
         config = dict(config, cache=f"{out}/whole")
         return code, left, said.getvalue(), parts, our_curve(student, teacher, f"{out}/c", config)
@@ -384,10 +402,15 @@ def test_a_stopped_pass_goes_on_where_it_stopped(folder, tmp_path):
     assert 0 < left < 40 and "SIGTERM: stopped in the teacher's pass" in said
     assert parts == whole
     stopped, other = (
-        [path.read_bytes() for path in sorted((tmp_path / name).glob("*/rows.bin"))]
+        [bytes_in(folder) for folder in sorted((tmp_path / name).iterdir())]
         for name in ("rows", "whole")
     )
     assert stopped == other and len(stopped) == 2
+
+
+def bytes_in(folder: Path) -> bytes:
+    """The rows of a data set, one after another."""
+    return b"".join(path.read_bytes() for path in sorted(folder.glob("*.rows")))
 
 
 # -- a pass begun in one layout, finished in another
@@ -425,9 +448,9 @@ def finished_rows(student, teacher, out, cache, **keys) -> list:
     return our_curve(student, teacher, out, config_across(teacher, cache), **keys)
 
 
-def assert_same_rows(path, wanted: tuple) -> None:
+def assert_same_rows(folder, wanted: tuple) -> None:
     tokens, logps = wanted
-    found = np.fromfile(path, ROW)
+    found = np.frombuffer(bytes_in(folder), ROW)
     assert found["tokens"].tolist() == tokens.tolist()
     np.testing.assert_allclose(found["logps"], logps, rtol=1e-5, atol=1e-5)
 
@@ -469,7 +492,7 @@ def test_rows_begun_in_one_layout_are_finished_in_another(
     folder, tmp_path, of_torch, begun, first, then
 ):
     rows = shutil.copytree(begun(first), tmp_path / "rows")
-    [before] = (path.read_bytes() for path in rows.glob("*/rows.bin"))
+    [before] = map(bytes_in, rows.iterdir())
     ranks, keys = FINISHED[then]
     args = (f"{folder}/student", f"{folder}/teacher", str(tmp_path / "run"), str(rows))
     curves = world.run(finished_rows, ranks, *args, **keys)
@@ -477,10 +500,10 @@ def test_rows_begun_in_one_layout_are_finished_in_another(
     assert_same_curve(curves[-1], curve)
     kept = 0
     for count, seed in SEEDS.items():
-        path = rows / fingerprint_of(tiny.samples(count, seed)) / "rows.bin"
-        kept += path.read_bytes().startswith(before)
-        assert_same_rows(path, wanted[count])
-        assert count == 9 or 0 < len(before) < path.stat().st_size
+        folder = rows / fingerprint_of(tiny.samples(count, seed))
+        kept += bytes_in(folder).startswith(before)
+        assert_same_rows(folder, wanted[count])
+        assert count == 9 or 0 < len(before) < len(bytes_in(folder))
     assert kept == 1  # those begun were not written again
 
 
@@ -505,17 +528,17 @@ def packed_across(folder, out) -> tuple:
 def test_rows_begun_without_packs_are_finished_with_them(folder, tmp_path):
     code, wanted = world.run(packed_across, 2, str(folder), str(tmp_path))[0]
     assert code == 85
-    [path] = (tmp_path / "rows").glob("*/rows.bin")
-    assert_same_rows(path, wanted)
+    [folder] = (tmp_path / "rows").iterdir()
+    assert_same_rows(folder, wanted)
 
 
 def refused_runs(student, teacher, other, out) -> list[str]:
     """What DistillTrainer says to what cannot be."""
-    from mca_lite import trainer_distill
+    from mca_lite import DistillTrainer
     from mca_lite.data_batches import Collator
     from tests.shared.training import refusal
 
-    trainer_distill.PART_ROWS = 20
+    DistillTrainer.part_rows = 20
     cached = dict(PLAIN, top_k=3, cache=f"{out}/rows")
 
     def forgetful(samples):
@@ -528,9 +551,10 @@ def refused_runs(student, teacher, other, out) -> list[str]:
         return refusal(train, student, f"{out}/run", trainer_class=made, steps=2)
 
     whole = attempt(cached)
-    [meta, _] = sorted(Path(out, "rows").glob("*/meta.json"))
-    record = json.loads(meta.read_text())
-    meta.write_text(json.dumps({**record, "parts": record["parts"][:1]}))
+    for folder in Path(out, "rows").iterdir():
+        [_, *others] = sorted(folder.glob("*.rows"))
+        for part in others:
+            part.unlink()
     return [
         whole,
         attempt(cached, other),  # without a folder's name its rows tell
@@ -550,7 +574,7 @@ def test_what_cannot_be_is_refused(folder, tmp_path):
         [
             "",
             "are of another teacher",
-            "set teacher_model_name_or_path, and it computes the others",
+            "set teacher_model_name_or_path, and it computes them",
             "distillation needs its teacher here",
             "at most 61",
             'the data collator dropped "teacher_row"',

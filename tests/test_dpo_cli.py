@@ -60,7 +60,8 @@ def test_the_example_gives_the_same_numbers_in_two_layouts_with_two_references(t
     again = run_script(
         f"configs/dpo.yaml {SMALL} eval_strategy=no output_dir={tmp_path / 'again'}", tmp_path
     ).stdout
-    assert "reference model: 16 pairs from" in again, "what one layout computed another one reads"
+    assert "reference model: 16 of 16 pairs in" in again
+    assert "reference model: 0 of" not in again, "what one layout computed another one reads"
 
 
 def test_packs_and_adapters_train_from_the_command_line(tmp_path):

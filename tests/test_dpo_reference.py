@@ -5,6 +5,7 @@ refused where it is foreign.
 import contextlib
 import functools
 import io
+import json
 import os
 import shutil
 import signal
@@ -17,6 +18,7 @@ import torch
 
 from tests.shared import small_runs, tiny, world
 from tests.shared.dpo_tools import (
+    COUNT,
     OBJECTIVES,
     STEPS,
     Pairs,
@@ -220,74 +222,46 @@ def test_the_cached_reference_is_kept_and_goes_on_where_it_stopped(adapted_start
     first, said = world.run(curve_and_printed, 1, path, str(tmp_path / "a"), **keys)[0]
     assert "9 of 9 pairs" in said
     [folder] = (tmp_path / "cache/reference").iterdir()
-    [part] = folder.iterdir()
-    assert part.name == "part-000000000000.npz"
-    whole = np.load(part)["logps"]
+    whole = stored(folder)
     # a second run, in another layout, reads it
     again, said = world.run(curve_and_printed, 2, path, str(tmp_path / "b"), **PP2, **keys)[0]
-    assert "9 pairs from" in said and not differences(again, first)
+    assert said.count("9 of 9 pairs in") == 1 and not differences(again, first)
     # a pass that died after 8 pairs
-    store = store_of(folder)
-    store.add(0, whole[:4])
-    store.add(4, whole[4:8] + 0.25)  # to be known again
+    [part] = folder.glob("*.rows")
+    part.unlink()
+    kept = [whole[:4], whole[4:8] + 0.25]  # to be known again
+    store_of(folder, *kept)
     again, said = world.run(curve_and_printed, 1, path, str(tmp_path / "c"), **keys)[0]
-    assert "9 of 9 pairs" in said and len(again) == STEPS
-    whole[4:8] += 0.25
-    np.testing.assert_allclose(store.load(), whole, atol=1e-5)
+    assert "8 of 9 pairs" in said and "9 of 9 pairs" in said and len(again) == STEPS
+    np.testing.assert_allclose(stored(folder), np.concatenate([*kept, whole[8:]]), atol=1e-5)
 
 
-def store_of(folder: Path):
-    """The store of a folder that another one has written."""
-    from mca_lite.trainer_dpo import ReferenceStore
+def store_of(folder: Path, *parts: np.ndarray):
+    """The store of a folder that another one has written, with more parts."""
+    from mca_lite import DPOTrainer
+    from mca_lite.trainer_scores import RowStore
 
-    store = ReferenceStore(None, {})
-    store.folder = folder
+    identity = json.loads((folder / "meta.json").read_text())
+    store = RowStore(folder, identity, DPOTrainer.row_type).load()
+    for logps in parts:
+        rows = np.zeros(len(logps), DPOTrainer.row_type)
+        rows["logps"] = logps
+        store.parts.append(store.write(rows))
     return store
 
 
-DAMAGE = {
-    "empty part": ("part-000000000004.npz", lambda data: b"", 4),
-    "cut part": ("part-000000000004.npz", lambda data: data[:-8], 4),
-    "flipped bit": ("part-000000000004.npz", lambda data: flipped(data), 4),
-    "another part": ("part-000000000000.npz", lambda data: b"x" + data[1:], 0),
-}
-
-
-def flipped(data: bytes) -> bytes:
-    """The data with another last bit of the log-probabilities in it."""
-    numbers = np.arange(8, 16, dtype=np.float32).tobytes()
-    assert numbers in data
-    return data.replace(numbers, numbers[:-1] + bytes([numbers[-1] ^ 1]))
-
-
-@pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_reference_is_computed_again_from_there_with_one_line(tmp_path, kind):
-    from mca_lite.trainer_dpo import ReferenceStore
-
-    said, logps = [], np.arange(24, dtype=np.float32).reshape(12, 2)
-    store = ReferenceStore(tmp_path, {"model": "mine"})
-    for start in (0, 4, 8):
-        store.add(start, logps[start : start + 4])
-    assert np.array_equal(store.load(said.append), logps) and not said
-    assert not len(ReferenceStore(tmp_path, {"model": "another"}).load())
-    name, damage, left = DAMAGE[kind]
-    path = store.folder / name
-    path.write_bytes(damage(path.read_bytes()))
-    again = ReferenceStore(tmp_path, {"model": "mine"})
-    assert np.array_equal(again.load(said.append), logps[:left])
-    assert len(said) == 1 and str(path) in said[0] and "computed again" in said[0]
-    for start in range(left, 12, 4):
-        again.add(start, logps[start : start + 4])
-    assert np.array_equal(store.load(said.append), logps) and len(said) == 1
+def stored(folder: Path) -> np.ndarray:
+    """float32 [pairs, 2], in the order of the data set."""
+    return store_of(folder).read()["logps"]
 
 
 def asked_to_stop(path, out, cache) -> tuple:
     """(exit code, what was printed, steps made) of a run that gets SIGTERM on its last rank in the
     first part of the pass.
     """
-    from mca_lite import trainer_dpo
+    from mca_lite import DPOTrainer
 
-    trainer_dpo.PART_PAIRS = 4
+    DPOTrainer.part_rows = 4
     said = io.StringIO()
 
     def at_first_part(trainer):
@@ -314,9 +288,9 @@ def test_a_reference_pass_stops_between_two_parts_when_asked_to(adapted_start, t
         asked_to_stop, 2, adapted_start[0], str(tmp_path / "run"), str(tmp_path / "cache")
     )
     assert [code for code, _ in found] == [85, 85]
-    assert "SIGTERM: stopped in the reference pass" in found[0][1]
+    assert "SIGTERM: stopped in the reference model's pass" in found[0][1]
     [folder] = (tmp_path / "cache/reference").iterdir()
-    assert [file.name for file in folder.iterdir()] == ["part-000000000000.npz"]
+    assert 0 < len(stored(folder)) < COUNT
 
 
 def test_a_cached_reference_of_another_model_or_other_data_is_refused(adapted_start, tmp_path):
@@ -330,12 +304,14 @@ def test_a_cached_reference_of_another_model_or_other_data_is_refused(adapted_st
     [theirs] = {f.name for f in (cache / "reference").iterdir()} - {
         folder.name
     }  # another model has a folder of its own
-    kept = store_of(folder).load()
-    store_of(folder).add(0, store_of(cache / "reference" / theirs).load())
+    [kept] = folder.glob("*.rows")
+    kept.rename(tmp_path / kept.name)
+    [(_, foreign)] = store_of(folder, stored(cache / "reference" / theirs)).parts
     found, _ = world.run(curve_and_printed, 2, path, str(tmp_path / "c"), **keys)[1]
-    assert "is of another model" in found and str(folder) in found
+    assert "are of another reference model: it gave" in found and str(folder) in found
     assert not (tmp_path / "c" / "trainer_log.jsonl").exists(), "nothing was trained"
-    store_of(folder).add(0, kept)
+    foreign.unlink()
+    (tmp_path / kept.name).rename(kept)
     # a run goes on with the reference that it began with
     keys["overwrite_output_dir"] = False
     keys["resume_from_checkpoint"] = "auto"

@@ -80,9 +80,9 @@ def victim(keys: dict, folders: list[str], rank: int, event: int | None, seconds
     seconds, or not at all.
 
     -> how often this rank touched a file there"""
-    from mca_lite import trainer_dpo
+    from mca_lite import DPOTrainer
 
-    trainer_dpo.PART_PAIRS = 4  # of this process: a pass of several parts
+    DPOTrainer.part_rows = 4  # of this process: a pass of several parts
     count = 0
 
     def watch(name, args):

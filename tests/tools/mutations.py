@@ -163,16 +163,11 @@ ROWS: list[tuple[str, str, str, str]] = [
     ),
     (
         "drawn models of two seeds share a cached reference",
-        '"model": [name or None, config.model_source, ',
-        '"model": [name or None, ',
-        DRAWN,
-    ),
-    (
-        "two precisions share a cached reference",
-        '            "precision": self.backend.precision,\n',
+        "            config.model_source,\n",
         "",
         DRAWN,
     ),
+    ("two precisions share a cached reference", "            self.backend.precision,\n", "", DRAWN),
     (
         "every replica of experts is the main one",
         "replica_id=(0, copy, self.dp_group.rank()),",

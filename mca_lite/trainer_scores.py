@@ -1,0 +1,325 @@
+"""Scores of a data set by another model, a reference or a teacher: ScoredTrainer's pass before
+training, and the store of its rows.
+
+A row is what that model says of a sample, or of a trained token: a record of a fixed size, whose
+field `logps` has log-probabilities. Rows have the order of the samples: the layout that wrote them
+does not matter. A pass writes them part by part, and goes on after the last whole one. Letters: N
+rows, n of a part.
+"""
+
+import functools
+import hashlib
+import math
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from . import parallel
+from .args import FinetuningArguments, check_together
+from .ckpt_folder import CheckpointError
+from .data_batches import documents_of, samples_of
+from .data_encode import content_hash, hash_of
+from .errors import expect
+from .files import HF_CONFIG_NAME, IGNORE_INDEX, checksum, read_json, write_file, write_json
+from .tables import COLUMNS
+from .trainer import McaTrainer
+from .trainer_events import check_given
+
+FORMAT = 2
+META_NAME = "meta.json"
+
+
+# -- identities
+
+
+def trained_counts(dataset) -> np.ndarray:
+    """int64 [samples]: trained tokens of each sample. Reads a dataset without `learned`."""
+    learned = getattr(dataset, "learned", None)
+    if learned is not None:
+        return learned
+    counts = np.zeros(len(dataset), np.int64)
+    for i in range(len(dataset)):
+        for document in documents_of(dataset[i]):
+            counts[i] += trained(document).sum()
+    return counts
+
+
+def trained(document) -> np.ndarray:
+    """True for the tokens of a document with a label."""
+    return np.asarray(document["labels"]) != IGNORE_INDEX
+
+
+def fingerprint_of(dataset) -> str:
+    """Name of the columns of a dataset. Reads a dataset without `fingerprint`."""
+    name = getattr(dataset, "fingerprint", None)
+    if name is not None:
+        return name
+    digest = hashlib.sha256()
+    for i in range(len(dataset)):
+        for document in documents_of(dataset[i]):
+            for column in sorted(document.keys() & COLUMNS.keys()):
+                values = torch.as_tensor(document[column]).double()
+                digest.update(f"{column} {[*values.shape]}".encode())
+                digest.update(values.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def identity_of_model(folder: str | os.PathLike | None, cache_dir: Path) -> dict[str, str]:
+    """{file: sha256} of a model's folder, {} without one. cache_dir: keeps the sums of large
+    files."""
+    if not folder:
+        return {}
+    paths: list[Path] = []
+    for pattern in (HF_CONFIG_NAME, "*.safetensors", "dist/*"):
+        paths += sorted(Path(folder).glob(pattern))
+    return {str(path.relative_to(folder)): content_hash(path, cache_dir) for path in paths}
+
+
+# -- rows on disk
+
+# keys of an identity -> how a refusal names them
+_WORDS = {
+    "reference": "another reference model",
+    "teacher": "another teacher",
+    "data": "other data",
+    "rows": "data of another number of rows",
+    "top_k": "teacher_top_k {}",
+    "temperature": "distill_temperature {}",
+    "dtype": "teacher_cache_dtype {}",
+}
+
+
+class RowStore:
+    """The rows of one data set in a folder: meta.json with their identity, and a file for each
+    part, with its first row, the row after it, its CRC-32 and a hash of the identity in its name.
+
+    folder: None: nothing is written. identity: {"data", "rows", ...}, the keys of _WORDS that are
+    compared, and more for meta.json. dtype: of a row. Files are written whole or not at all: two
+    processes may write the same rows.
+    """
+
+    def __init__(self, folder: Path | None, identity: dict[str, Any], dtype: np.dtype):
+        self.folder = folder
+        self.identity = {"format": FORMAT, **identity}
+        self.dtype = dtype
+        self.parts: list[tuple[int, Path]] = []  # (the row after it, its file)
+
+    @property
+    def num_rows(self) -> int:
+        """The rows that are there."""
+        return self.parts[-1][0] if self.parts else 0
+
+    def _tag(self) -> str:
+        return hash_of(self.identity)[:8]
+
+    @property
+    def is_complete(self) -> bool:
+        return self.num_rows == self.identity["rows"]
+
+    def load(self, report=print) -> "RowStore":
+        """Read and check the rows on disk, up to the first damaged one, named in a line of report
+        -> self, with the identity that was written. ValueError for rows of another model, other
+        data or other keys."""
+        if self.folder is None or not (self.folder / META_NAME).is_file():
+            return self
+        try:
+            meta = read_json(self.folder / META_NAME)
+        except ValueError:
+            meta = {}
+        if meta.get("format") != FORMAT:
+            report(f"{self.folder} is damaged, or of another version: its rows are computed again")
+            return self
+        for key in self.identity.keys() & _WORDS.keys():
+            expect(
+                meta.get(key) == self.identity[key],
+                f"the rows in {self.folder} are of {_WORDS[key].format(meta.get(key))}, and this "
+                "run has another: set it back, or have them in another folder",
+            )
+        self.identity = meta
+        for path in sorted(self.folder.glob(f"*-{self._tag()}.rows")):
+            start, end, crc, _ = path.stem.split("-")
+            if int(start) != self.num_rows:  # it follows a damaged one, or one of another size
+                continue
+            if f"{checksum(path)[1]:08x}" == crc:
+                self.parts.append((int(end), path))
+            else:
+                report(f"{path} has other content than was written: its rows are computed again")
+        return self
+
+    def write(self, rows: np.ndarray) -> tuple[int, Path]:
+        """Write the next rows -> an item for `parts`. On disk when the call returns."""
+        data = rows.tobytes()
+        end = self.num_rows + len(rows)
+        crc = zlib.crc32(data)
+        name = f"{self.num_rows:012d}-{end:012d}-{crc:08x}-{self._tag()}.rows"
+        path = Path(self.folder or "", name)
+        if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_json(self.folder / META_NAME, self.identity)
+            write_file(path, data)
+        return end, path
+
+    def maps(self) -> list[np.ndarray]:
+        """The rows of each part, memory-mapped."""
+        return [np.memmap(path, self.dtype, mode="r") for _, path in self.parts]
+
+    def read(self) -> np.ndarray:
+        """All rows, in memory."""
+        return np.concatenate([np.empty(0, self.dtype), *self.maps()])
+
+
+# -- configs and trainers
+
+
+class ObjectiveConfig:
+    """Base of the configs of objectives, dataclasses. KEYS: its fields -> configuration keys of the
+    same meaning. The others are those of some objectives. cache_dir: folder for rows; None: they
+    are in memory alone. cache: another folder for them."""
+
+    stage: ClassVar[str]
+    KEYS: ClassVar[dict[str, str]]
+    cache_dir: str | None
+    cache: str | None = None
+    pref_loss: Any = ()
+    ld_alpha: float | None = None
+    use_weighting: bool = False
+
+    @classmethod
+    def of_keys(cls, keys: FinetuningArguments, **more: Any):
+        """The config of a run with these keys. more: the other fields."""
+        return cls(**{name: getattr(keys, key) for name, key in cls.KEYS.items()}, **more)
+
+    def as_keys(self) -> dict[str, Any]:
+        """The configuration keys of the same meaning."""
+        return {key: getattr(self, name) for name, key in self.KEYS.items()}
+
+    def check_with(self, **more: Any) -> FinetuningArguments:
+        """The keys, and more in place of some. ConfigError by their rules."""
+        return FinetuningArguments(stage=self.stage, **self.as_keys() | more)
+
+    def take_keys(self, **more: Any) -> None:
+        """Cast the fields to the types of their keys. ConfigError by the rules of the keys."""
+        keys = self.check_with(**more)
+        for name, key in self.KEYS.items():
+            setattr(self, name, getattr(keys, key))
+
+
+class ScoredTrainer(McaTrainer):
+    """Base of trainers that learn from another model's scores of their samples. Subclasses set the
+    names below.
+
+    The other arguments are McaTrainer's. ConfigError for keys that do not fit together.
+    """
+
+    config_class: Any
+    scorer: str  # name of the other model in reports
+    scorer_key: str  # configuration key that sets it
+    kind: str  # name of its rows on disk, and of the first ones in checkpoints
+    row_unit: str  # name of what a row is of, in reports
+    part_rows: int  # that the pass writes at once; a crash loses as many
+    row_type: np.dtype
+
+    def __init__(self, model=None, train_config=None, args=None, **kwargs):
+        check_given(model, args)
+        self.train_config = config = train_config or self.config_class()
+        mtp = args.mtp_num_layers or getattr(model.config, "mtp_num_layers", None)
+        keys = {**config.as_keys(), **self._keys_of_data(args, kwargs), "mtp_num_layers": mtp}
+        check_together(args, stage=config.stage, **keys)
+        super().__init__(model=model, args=args, **kwargs)
+        self.settings |= config.as_keys()
+
+    def _keys_of_data(self, args, given: dict[str, Any]) -> dict[str, Any]:
+        """The keys that data sets stand for. given: the constructor's keywords. ValueError for
+        samples that do not fit."""
+        return {}
+
+    def _identity(self, cache_dir: Path) -> dict[str, Any]:
+        """Keys of RowStore's identity beside those of the data. cache_dir: keeps sums of files."""
+        raise NotImplementedError
+
+    def _score(self, samples, ends: np.ndarray, start: int, stop: int) -> np.ndarray:
+        """Rows of the samples from `start` to `stop`, on every rank. ends: int64 [samples + 1], the
+        rows before each sample, and all. Collective."""
+        raise NotImplementedError
+
+    # -- the pass
+
+    def _stored(self, samples, num_rows: int) -> RowStore:
+        """The rows of the samples that are on disk. Collective."""
+
+        def load() -> RowStore:
+            config = self.train_config
+            if config.cache_dir is None:
+                return RowStore(None, {"rows": num_rows}, self.row_type)
+            cache_dir = Path(config.cache_dir)
+            identity = {"data": fingerprint_of(samples), "rows": num_rows}
+            identity |= self._identity(cache_dir)
+            folder = cache_dir / self.kind / hash_of(identity)[:32]
+            if config.cache is not None:
+                folder = Path(config.cache, identity["data"])
+            return RowStore(folder, identity, self.row_type).load(self.report.print)
+
+        store = parallel.on_main(load, CheckpointError)
+        self._report_rows(store)
+        return store
+
+    def _report_rows(self, store: RowStore) -> None:
+        done = f"{store.num_rows:,} of {store.identity['rows']:,} {self.row_unit}s"
+        self.report.print(f"{self.scorer}: {done} in {store.folder or 'memory'}")
+
+    def _missing_rows(self, store: RowStore, samples, ends: np.ndarray) -> Iterator[np.ndarray]:
+        """Compute the rows that a store lacks -> those of each part, once it is written.
+        CheckpointError if the model gives other scores to the first samples than were kept.
+        Collective."""
+        args = self.args
+        of_step = args.per_device_eval_batch_size * args.gradient_accumulation_steps
+        of_step *= self.backend.dp_size
+        start = int(np.searchsorted(ends, store.num_rows))
+        if start:
+            now = self._score(samples, ends, 0, min(start, of_step))["logps"]
+            kept = parallel.on_main(lambda: store.maps()[0]["logps"][: len(now)], CheckpointError)
+            if not self._is_same(now[: len(kept)], kept):
+                raise CheckpointError(
+                    f"the rows in {store.folder} are of another {self.scorer}: it gave "
+                    f"{kept[0].tolist()} to the first {self.row_unit}, and this one gives "
+                    f"{now[0].tolist()}: set it back, or remove the folder"
+                )
+        while not store.is_complete:
+            wanted = np.searchsorted(ends, store.num_rows + self.part_rows) - start
+            stop = min(start + math.ceil(wanted / of_step) * of_step, len(samples))
+            rows = self._score(samples, ends, start, stop)
+            part = parallel.on_main(functools.partial(store.write, rows), CheckpointError)
+            store.parts.append(part)
+            yield rows
+            self._report_rows(store)
+            where = store.folder or f"the first {self.row_unit}"
+            self.stop_after_signal(f"in the {self.scorer}'s pass; it goes on from {where}")
+            start = stop
+
+    def _is_same(self, logps, others) -> bool:
+        """True if two passes over the same samples differ by rounding only."""
+        is_half = self.row_type["logps"].base.itemsize < 4
+        share = 3e-2 if self.args.bf16 or self.args.fp16 or is_half else 1e-3
+        return bool(np.allclose(logps, others, rtol=share, atol=share))
+
+    # -- around the loop
+
+    def objective_facts(self) -> dict:
+        """The first rows of the train set: a resumed run must have the same."""
+        scores = getattr(samples_of(self.train_dataset), "first_scores", None)
+        return {self.kind: scores} if scores else {}
+
+    def check_objective(self, facts: dict, folder: Path) -> None:
+        written = facts.get(self.kind)
+        now = self.objective_facts().get(self.kind)
+        if written and now and not self._is_same(now, written):
+            raise CheckpointError(
+                f"{folder} was trained against another {self.scorer}, which gave {written[0]} to "
+                f"the first {self.row_unit}, and this one gives {now[0]}: set {self.scorer_key} "
+                "back to go on"
+            )
