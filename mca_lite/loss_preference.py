@@ -94,6 +94,17 @@ def _margin(r: Responses, config, of_chosen, of_rejected) -> torch.Tensor:
     return margin if r.margin is None else margin - r.margin
 
 
+def _difference(r: Responses, config) -> torch.Tensor:
+    """d of the log-ratios."""
+    return _margin(r, config, *scores(r, config))
+
+
+def _scaled(r: Responses, config) -> tuple[torch.Tensor, torch.Tensor]:
+    """(b c, b r)."""
+    of_chosen, of_rejected = r.ratios
+    return config.beta * of_chosen, config.beta * of_rejected
+
+
 def _smoothed(d: torch.Tensor, e: float) -> torch.Tensor:
     return -(1 - e) * logsigmoid(d) - e * logsigmoid(-d)
 
@@ -109,7 +120,7 @@ def _token_loss(r: Responses) -> torch.Tensor:
 
 def sigmoid(r: Responses, config):
     """-(1 - e) log s(d) - e log s(-d): DPO (2305.18290), conservative DPO."""
-    return _smoothed(_margin(r, config, *scores(r, config)), config.label_smoothing)
+    return _smoothed(_difference(r, config), config.label_smoothing)
 
 
 def sigmoid_norm(r: Responses, config):
@@ -119,7 +130,7 @@ def sigmoid_norm(r: Responses, config):
 
 def hinge(r: Responses, config):
     """max(0, 1 - d): SLiC's hinge (2305.10425) on log-ratios, as RSO has it (2309.06657)."""
-    return (1 - _margin(r, config, *scores(r, config))).clamp(min=0)
+    return (1 - _difference(r, config)).clamp(min=0)
 
 
 def ipo(r: Responses, config):
@@ -130,14 +141,14 @@ def ipo(r: Responses, config):
 
 def robust(r: Responses, config):
     """(-(1 - e) log s(d) + e log s(-d)) / (1 - 2 e): robust DPO (2403.00409)."""
-    d = _margin(r, config, *scores(r, config))
+    d = _difference(r, config)
     e = config.label_smoothing
     return (-(1 - e) * logsigmoid(d) + e * logsigmoid(-d)) / (1 - 2 * e)
 
 
 def exo_pair(r: Responses, config):
     """s(d) (log s(d) - log(1 - e)) + s(-d) (log s(-d) - log e): EXO (2402.00856, 16)."""
-    d = _margin(r, config, *scores(r, config))
+    d = _difference(r, config)
     e = config.label_smoothing
     of_chosen = d.sigmoid() * (logsigmoid(d) - math.log1p(-e))
     return of_chosen + (-d).sigmoid() * (logsigmoid(-d) - math.log(e))
@@ -145,7 +156,7 @@ def exo_pair(r: Responses, config):
 
 def discopop(r: Responses, config):
     """(1 - m) (-log s(d)) + m exp(-d), m = s(d / tau): DiscoPOP (2406.08414, 5)."""
-    d = _margin(r, config, *scores(r, config))
+    d = _difference(r, config)
     share = (d / config.discopop_tau).sigmoid()
     return (1 - share) * -logsigmoid(d) + torch.exp(logsigmoid(d / config.discopop_tau) - d)
 
@@ -155,13 +166,13 @@ def discopop(r: Responses, config):
 
 def nca_pair(r: Responses, config):
     """-log s(b c) - (log s(-b c) + log s(-b r)) / 2: NCA (2402.05369)."""
-    of_chosen, of_rejected = (config.beta * ratio for ratio in r.ratios)
+    of_chosen, of_rejected = _scaled(r, config)
     return softplus(-of_chosen) + 0.5 * softplus(of_chosen) + 0.5 * softplus(of_rejected)
 
 
 def bco_pair(r: Responses, config):
     """-log s(b c - m) - log s(m - b r): BCO (2404.04656); m of bco_shift, 0 without."""
-    of_chosen, of_rejected = (config.beta * ratio for ratio in r.ratios)
+    of_chosen, of_rejected = _scaled(r, config)
     shift = 0.0 if r.of_batch is None else r.of_batch[:, 0]
     return -logsigmoid(of_chosen - shift) - logsigmoid(shift - of_rejected)
 
@@ -175,13 +186,13 @@ def sppo_hard(r: Responses, config):
 
 def apo_zero(r: Responses, config):
     """1 - s(b c) + s(b r): APO-zero (2408.06266, 7)."""
-    of_chosen, of_rejected = (config.beta * ratio for ratio in r.ratios)
+    of_chosen, of_rejected = _scaled(r, config)
     return (-of_chosen).sigmoid() + of_rejected.sigmoid()
 
 
 def apo_down(r: Responses, config):
     """s(b c) + 1 - s(b (c - r)): APO-down (2408.06266, 8)."""
-    of_chosen, of_rejected = (config.beta * ratio for ratio in r.ratios)
+    of_chosen, of_rejected = _scaled(r, config)
     return of_chosen.sigmoid() + (of_rejected - of_chosen).sigmoid()
 
 

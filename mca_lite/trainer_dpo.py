@@ -287,30 +287,32 @@ class DPOTrainer(ScoredTrainer):
 
     def _loss_of(self, name: str, r: Responses):
         """preference_loss of one loss."""
-        formula = function_of(self._rows[name].formula)
-        if formula is loss_preference.sigmoid:
+        row = self._rows[name]
+        if row is LOSSES["sigmoid"]:
             margin = {} if r.margin is None else {"margin": r.margin}
             of_reference = (r.reference_chosen, r.reference_rejected)
             return self.dpo_loss(r.chosen, r.rejected, *of_reference, **margin)
-        if formula is loss_preference.orpo:
+        if row is LOSSES["orpo"]:
             lens = torch.cat([r.chosen_lens, r.rejected_lens])
             return self.odds_ratio_loss(r.chosen, r.rejected, lens)
         own = None
-        if name in self._of_batch:
+        if row.of_batch:
             first = 2 * self._of_batch.index(name)
             own = r.of_batch[:, first : first + 2]
-        found = formula(r.with_numbers(own), self.train_config)
+        return self._with_rewards(row, r.with_numbers(own))
+
+    def _with_rewards(self, row: PreferenceLoss, r: Responses):
+        found = function_of(row.formula)(r, self.train_config)
         if isinstance(found, tuple):
             return found
-        numbers = r.ratios if self._rows[name].has_reference else r.means
+        numbers = r.ratios if row.has_reference else r.means
         return found, *loss_preference.rewards(numbers, self.train_config)
 
     def odds_ratio_loss(self, chosen_logps, rejected_logps, response_lens):
         """(losses, rewards of chosen, rewards of rejected), each [P]; response_lens [2 P]: chosen,
         then rejected."""
         r = Responses(chosen_logps, rejected_logps, *response_lens.chunk(2))
-        config = self.train_config
-        return loss_preference.orpo(r, config), *loss_preference.rewards(r.means, config)
+        return self._with_rewards(LOSSES["orpo"], r)
 
     def dpo_loss(
         self,
@@ -325,8 +327,7 @@ class DPOTrainer(ScoredTrainer):
         policy = (policy_chosen_logps, policy_rejected_logps)
         reference = (reference_chosen_logps, reference_rejected_logps)
         r = Responses(*policy, None, None, *reference, margin=margin)
-        config = self.train_config
-        return loss_preference.sigmoid(r, config), *loss_preference.rewards(r.ratios, config)
+        return self._with_rewards(LOSSES["sigmoid"], r)
 
     def _pre_compute_loss(self, batch: dict, inputs: dict, *more):
         of_reference = (None, None)
@@ -503,16 +504,14 @@ class DPOTrainer(ScoredTrainer):
             lengths = in_documents(batch, batch["labels"] != IGNORE_INDEX)
             lengths = lengths[real_documents(batch)].view_as(logps)
             rows.append(torch.cat([x.to(device).double() for x in (logps, lengths, reference)], -1))
-        backend = self.backend
-        is_counted = backend.context_parallel[1] == 0  # all of its ranks have the same
-        of_ranks = torch.zeros(backend.dp_size, dtype=torch.float64, device=device)
-        of_ranks[backend.dp_rank] = sum(counts) * is_counted
-        of_ranks = backend.reduce(of_ranks)
-        first = int(of_ranks[: backend.dp_rank].sum())
-        table = torch.zeros(int(of_ranks.sum()), 3 * len(SIDES), dtype=torch.float64, device=device)
-        table[first : first + sum(counts)] = torch.cat(rows) * is_counted
-        table = backend.reduce(table.flatten()).view_as(table)
-        return Responses(*table.unbind(-1)), first
+        rank = self.backend.dp_rank
+        own = {rank: torch.cat(rows).cpu()} if self.backend.counts_tokens else {}
+        of_ranks = {}
+        for found in parallel.gather(own):
+            of_ranks.update(found)
+        tables = [of_ranks[number] for number in sorted(of_ranks)]
+        first = sum(map(len, tables[:rank]))
+        return Responses(*torch.cat(tables).to(device).unbind(-1)), first
 
     # -- the reference
 
@@ -606,14 +605,15 @@ def _weights_beyond(batch: dict, alpha: float) -> torch.Tensor:
     """[rows, s] of an arranged batch: alpha for the trained tokens of an answer beyond the number
     of the other answer's, 1 else."""
     trained = (batch["labels"] != IGNORE_INDEX).long()
-    lengths = np.diff(batch.get("cu_seqlens", np.arange(len(trained) + 1) * trained.shape[1]))
-    documents = trained.flatten().split(lengths.tolist())
-    weights = []
-    for pair in zip(documents[0::2], documents[1::2], strict=False):  # an odd one only pads
-        shared = min(int(document.sum()) for document in pair)
-        weights += [torch.where(document.cumsum(0) > shared, alpha, 1.0) for document in pair]
-    weights += [torch.ones(len(documents[-1]))] * (len(documents) % 2)
-    return torch.cat(weights).view(trained.shape)
+    counts = in_documents(batch, trained)
+    of_pairs = counts[: len(counts) // 2 * 2].view(-1, 2)
+    shared = counts.clone()  # an odd one only pads
+    shared[: of_pairs.numel()] = of_pairs.amin(1).repeat_interleave(2)
+    last = counts.cumsum(0) - counts + shared  # of each document, the last one that counts fully
+    borders = batch.get("cu_seqlens", np.arange(len(trained) + 1) * trained.shape[1])
+    last = last.repeat_interleave(torch.as_tensor(np.diff(borders)))
+    numbers = trained.flatten().cumsum(0)
+    return torch.where(numbers > last, alpha, 1.0).view(trained.shape)
 
 
 def _has(column: str, dataset) -> bool:
