@@ -476,21 +476,24 @@ class McaTrainer:
         # a row may have several documents, numbered by its attention_mask
         numbered = self.args.sequence_packing or self.documents_per_sample > 1
         unread = vars(type(self)).get("unread_columns", ())
-        batches = [check_batch(batch, numbered, self.limits, unread) for batch in batches]
-        counts = [count_tokens(batch) for batch in batches]
+        given = [check_batch(batch, numbered, self.limits, unread) for batch in batches]
         # the schedule needs a multiple: others of the same shape follow, without loss and counted
         # as padding
-        missing = -len(batches) % self.backend.micro_batch_multiple
-        nothing = torch.zeros_like(batches[0]["labels"])
-        empty = {**batches[0], "labels": nothing + IGNORE_INDEX, "attention_mask": nothing}
-        batches = [self._arrange(batch) for batch in batches + missing * [empty]]
+        missing = -len(given) % self.backend.micro_batch_multiple
+        nothing = torch.zeros_like(given[0]["labels"])
+        empty = {**given[0], "labels": nothing + IGNORE_INDEX, "attention_mask": nothing}
+        batches = [self._arrange(batch) for batch in given + missing * [empty]]
         longest = self.backend.common_length(max(b["input_ids"].shape[1] for b in batches))
         batches = [self._to_length(batch, longest) for batch in batches]
         numbers = self.new_numbers()
         if self.backend.counts_tokens:
-            positions = sum(b["input_ids"].numel() for b in batches)
-            numbers.set_counts(*map(sum, zip(*counts, strict=True)), positions)
+            numbers.set_counts(*self._count(given, batches))
         return batches, length_of(batches), numbers
+
+    def _count(self, batches: list[dict], arranged: list[dict]) -> tuple:
+        """The sums of count_tokens over a step's checked batches, and all positions of its rows."""
+        counts = zip(*map(count_tokens, batches), strict=True)
+        return *map(sum, counts), sum(batch["input_ids"].numel() for batch in arranged)
 
     def _arrange(self, batch: dict) -> dict:
         """A checked batch as the model takes it: rows of a document each, or one packed row."""

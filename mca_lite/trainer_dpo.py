@@ -366,13 +366,8 @@ class DPOTrainer(ScoredTrainer):
         sft = -responses.whole_chosen / responses.chosen_lens.clamp(min=1)
         of_pairs = agreement * of_pairs + self.train_config.ftx * sft
         of_pairs = of_pairs * batch.get("pair_weight", 1.0)
-        margins = chosen_rewards - rejected_rewards
         values = {
-            "loss": of_pairs,
-            "rewards/chosen": chosen_rewards,
-            "rewards/rejected": rejected_rewards,
-            "rewards/accuracies": (margins > 0).float(),
-            "rewards/margins": margins,
+            **compared(chosen_rewards, rejected_rewards),
             "logps/chosen": responses.chosen,
             "logps/rejected": responses.rejected,
             "sft_loss": sft,
@@ -382,6 +377,7 @@ class DPOTrainer(ScoredTrainer):
     def _summed(self, losses: torch.Tensor, values: dict[str, Any], counted: Any = ()) -> tuple:
         """(sum of the losses [n], n as int32, {metric: (sum, count)}) of values {metric: [n]}.
         counted: {metric: bool [n], those that count}, of metrics without some of them."""
+        values = {"loss": losses, **values}
         masks = dict.fromkeys(values, torch.ones_like(losses)) | dict(counted)
         metrics = {
             key: torch.stack([(values[key].detach() * mask).sum(), mask.sum()]).float()
@@ -435,13 +431,11 @@ class DPOTrainer(ScoredTrainer):
         return arranged
 
     def _prepare_micro_batches(self, micro_batches: list[dict], seq_length: int) -> list[dict]:
-        batches = self._with_reference_logps(micro_batches, seq_length)
-        return self._compared(batches, seq_length) if self._of_batch else batches
+        if self.train_config.use_ref_model:
+            micro_batches = self._with_reference_logps(micro_batches, seq_length)
+        return self._compared(micro_batches, seq_length) if self._of_batch else micro_batches
 
     def _with_reference_logps(self, micro_batches: list[dict], seq_length: int) -> list[dict]:
-        """The micro-batches with the reference's log-probabilities, if the loss needs them."""
-        if not self.train_config.use_ref_model:
-            return micro_batches
         if self.reference == "cached":
             expect(
                 all("reference" in batch for batch in micro_batches),
@@ -451,22 +445,18 @@ class DPOTrainer(ScoredTrainer):
             return micro_batches
         models = self.ref_chunks or self.models
         run = functools.partial(self._reference_logps, models)
-        parts = self._score_pairs(micro_batches, seq_length, models, run)
-        if not parts:
+        logps = self._score_pairs(micro_batches, seq_length, models, run)
+        if logps is None:
             return micro_batches
-        return [
-            {**batch, "reference": of_pairs.flatten()}
-            for batch, of_pairs in zip(micro_batches, parts, strict=True)
-        ]
+        return _with_column(micro_batches, "reference", logps, len(SIDES))
 
-    def _score_pairs(self, micro_batches: list[dict], seq_length: int, models, run) -> tuple:
-        """Log-probabilities [P, 2] of each micro-batch by run(micro-batches, length), in few
-        passes; () on a pipeline stage before the last, without losses."""
+    def _score_pairs(self, micro_batches: list[dict], seq_length: int, models, run):
+        """Log-probabilities [2 P] of all micro-batches by run(micro-batches, length), in few
+        passes; None on a pipeline stage before the last, without losses."""
         joined = _joined(micro_batches) if self.backend.joins_rows(models) else micro_batches
         joined = [self._to_length(batch) for batch in joined]
         logps = run(joined, seq_length)
-        counts = list(map(_num_pairs, micro_batches))
-        return torch.cat(logps).view(-1, len(SIDES)).split(counts) if logps else ()
+        return torch.cat(logps).flatten() if logps else None
 
     # -- the global batch
 
@@ -483,35 +473,34 @@ class DPOTrainer(ScoredTrainer):
             for number in numbers:
                 column = torch.as_tensor(number).to(every.chosen)
                 columns.append(column.expand_as(every.chosen))
-        counts = list(map(_num_pairs, micro_batches))
-        own = torch.stack(columns, -1).float()[first : first + sum(counts)].split(counts)
-        return [{**b, "of_batch": numbers} for b, numbers in zip(micro_batches, own, strict=True)]
+        own = torch.stack(columns, -1).float()[first : first + sum(map(_num_pairs, micro_batches))]
+        return _with_column(micro_batches, "of_batch", own)
 
     @torch.no_grad()
     def _every_pair(self, micro_batches: list[dict], seq_length: int) -> tuple[Responses, int]:
         """(the Responses of all pairs of the global batch in float64, the same on every rank; the
         number of this rank's first pair). The policy's are 0 if no loss reads them, and without
         dropout. Collective."""
-        device = parallel.device()
-        counts = list(map(_num_pairs, micro_batches))
-        parts: tuple = tuple(torch.zeros(n, len(SIDES), device=device) for n in counts)
+        logps = None
         if any(row.looks_ahead for row in self._rows.values()):
             run = functools.partial(self._log_probs, self.models)
-            parts = self._score_pairs(micro_batches, seq_length, self.models, run) or parts
-        rows = []
-        for batch, logps in zip(micro_batches, parts, strict=True):
-            reference = batch.get("reference", torch.zeros(logps.numel())).view_as(logps)
-            lengths = in_documents(batch, batch["labels"] != IGNORE_INDEX)
-            lengths = lengths[real_documents(batch)].view_as(logps)
-            rows.append(torch.cat([x.to(device).double() for x in (logps, lengths, reference)], -1))
+            logps = self._score_pairs(micro_batches, seq_length, self.models, run)
+        own = {}
         rank = self.backend.dp_rank
-        own = {rank: torch.cat(rows).cpu()} if self.backend.counts_tokens else {}
-        of_ranks = {}
+        if self.backend.counts_tokens:
+            lengths = torch.cat([_lengths(batch) for batch in micro_batches])
+            reference = torch.zeros(len(lengths))
+            if self.train_config.use_ref_model:
+                reference = torch.cat([batch["reference"] for batch in micro_batches])
+            logps = torch.zeros(len(lengths)) if logps is None else logps
+            columns = [x.cpu().double().view(-1, 2) for x in (logps, lengths, reference)]
+            own[rank] = torch.cat(columns, -1)
+        of_ranks: dict[int, torch.Tensor] = {}
         for found in parallel.gather(own):
             of_ranks.update(found)
         tables = [of_ranks[number] for number in sorted(of_ranks)]
-        first = sum(map(len, tables[:rank]))
-        return Responses(*torch.cat(tables).to(device).unbind(-1)), first
+        every = torch.cat(tables).to(parallel.device())
+        return Responses(*every.unbind(-1)), sum(map(len, tables[:rank]))
 
     # -- the reference
 
@@ -592,6 +581,17 @@ class DPOTrainer(ScoredTrainer):
         return WithReference(samples, np.concatenate(rows)["logps"])
 
 
+def compared(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The metrics of pairs with these rewards [P]."""
+    margins = chosen - rejected
+    return {
+        "rewards/chosen": chosen,
+        "rewards/rejected": rejected,
+        "rewards/accuracies": (margins > 0).float(),
+        "rewards/margins": margins,
+    }
+
+
 def _with_agreement(logits: Logits) -> torch.Tensor:
     """[n, 2]: cross entropy, and the log of the sum of squared probabilities, without a
     gradient. Collective."""
@@ -632,6 +632,18 @@ def _joined(batches: list[dict]) -> list[dict]:
         fits = have_one_length and has_memory and all(map(_num_pairs, group))
         joined += [join(group)] if fits else group
     return joined
+
+
+def _with_column(batches: list[dict], name: str, values: torch.Tensor, per_pair=1) -> list[dict]:
+    """Arranged micro-batches with their parts of values, so many of each pair."""
+    sizes = [_num_pairs(batch) * per_pair for batch in batches]
+    parts = zip(batches, values.split(sizes), strict=True)
+    return [{**batch, name: part} for batch, part in parts]
+
+
+def _lengths(batch: dict) -> torch.Tensor:
+    """[documents]: the trained tokens of an arranged micro-batch's documents."""
+    return in_documents(batch, batch["labels"] != IGNORE_INDEX)[real_documents(batch)]
 
 
 def _num_pairs(batch: dict) -> int:

@@ -21,15 +21,7 @@ import torch
 
 from . import parallel
 from .batch import every_second, real_documents
-from .data_batches import (
-    Packs,
-    View,
-    WithReference,
-    count_tokens,
-    documents_of,
-    samples_of,
-    with_samples,
-)
+from .data_batches import Packs, View, WithReference, documents_of, samples_of, with_samples
 from .errors import expect
 from .files import IGNORE_INDEX
 from .tables import ANSWER_LABEL, KTO_METRICS, other_columns
@@ -138,7 +130,6 @@ class KTOTrainer(DPOTrainer):
         of_answers = weights * (1 - torch.sigmoid(config.beta * signs * (ratios - batch["kl"])))
         rewards = config.beta * ratios
         values = {
-            "loss": of_answers,
             "rewards/chosen": rewards,
             "rewards/rejected": rewards,
             "rewards/accuracies": signs * (ratios - batch["kl"]) > 0,
@@ -159,17 +150,15 @@ class KTOTrainer(DPOTrainer):
 
     # -- micro-batches
 
-    def _arrange_step(self, batches: list[dict]):
-        arranged, length, numbers = super()._arrange_step(batches)
-        if self.documents_per_sample == 2 and self.backend.counts_tokens:
+    def _count(self, batches: list[dict], arranged: list[dict]) -> tuple:
+        if self.documents_per_sample == 2:
             masks = [torch.as_tensor(batch["attention_mask"]) for batch in batches]
-            answers = [
+            batches = [
                 {**batch, "attention_mask": mask * (mask % 2)}
                 for batch, mask in zip(batches, masks, strict=True)
             ]
-            positions = sum(every_second(batch, 0)["input_ids"].numel() for batch in arranged)
-            numbers.set_counts(*map(sum, zip(*map(count_tokens, answers), strict=True)), positions)
-        return arranged, length, numbers
+            arranged = [every_second(batch, 0) for batch in arranged]
+        return super()._count(batches, arranged)
 
     @torch.no_grad()
     def _prepare_micro_batches(self, micro_batches: list[dict], seq_length: int) -> list[dict]:

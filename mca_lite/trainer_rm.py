@@ -24,7 +24,7 @@ from .errors import expect
 from .families_rows import has_value_head
 from .files import IGNORE_INDEX, text_values
 from .tables import PAIR_COLUMNS, RM_METRICS, other_columns
-from .trainer_dpo import DPOTrainer, ReferenceConfig
+from .trainer_dpo import DPOTrainer, ReferenceConfig, compared
 from .trainer_evaluation import PredictionOutput, in_documents, sum_documents
 
 
@@ -128,19 +128,11 @@ class RewardTrainer(DPOTrainer):
         """Scores of tokens [b, s], the last argument -> (sum of the pairs' losses, pairs int32,
         {metric: (sum, pairs)}). Collective under context parallelism: one sum over its group."""
         chosen, rejected = self._scores(batch, labels, more[-1]).unbind(-1)
-        differences = chosen - rejected
         margin = batch.get("pair_margin", 0.0)
         centre = self.train_config.center_rewards_coefficient * (chosen + rejected).square()
-        of_pairs = centre - F.logsigmoid(differences - margin)
+        of_pairs = centre - F.logsigmoid(chosen - rejected - margin)
         of_pairs = of_pairs * batch.get("pair_weight", 1.0)
-        values = {
-            "loss": of_pairs,
-            "rewards/chosen": chosen,
-            "rewards/rejected": rejected,
-            "rewards/accuracies": (differences > 0).float(),
-            "rewards/margins": differences,
-        }
-        return self._summed(of_pairs, values)
+        return self._summed(of_pairs, compared(chosen, rejected))
 
     # -- evaluation
 
@@ -156,13 +148,9 @@ class RewardTrainer(DPOTrainer):
             return self._scores(batch, inputs["labels"], scores)
 
         scores = self.evaluator.collected(test_dataset, collect, (len(SIDES),))
-        chosen, rejected = scores.T
-        means = {
-            "rewards/chosen": chosen.mean(),
-            "rewards/rejected": rejected.mean(),
-            "rewards/accuracies": (chosen > rejected).mean(),
-        }
-        metrics = {f"{metric_key_prefix}_{name}": float(value) for name, value in means.items()}
+        values = compared(*torch.from_numpy(scores).T)
+        del values["rewards/margins"]
+        metrics = {f"{metric_key_prefix}_{name}": float(x.mean()) for name, x in values.items()}
         self.notify("on_predict", metrics=metrics)
         return PredictionOutput(scores, None, metrics)
 
