@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Container, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -318,7 +318,7 @@ class Objective:
     True for a model with a value head in place of logits. has_binary_labels: True if labels are 1
     or 0, False for any numbers. least_samples: of each data set. metrics: the names of its metrics;
     eval_<name> may decide the best checkpoint. keys: configuration keys of FinetuningArguments
-    without effect on other objectives.
+    without effect on other objectives -> fields of the trainer's config.
     check_keys(a, judge), check_run(a, judge): its rules over FinetuningArguments, and over the keys
     of all groups.
     describe(finetuning arguments) -> text after the stage's name in the start summary.
@@ -331,7 +331,7 @@ class Objective:
     has_binary_labels: bool = False
     least_samples: int = 1
     metrics: tuple[str, ...] = ("loss",)
-    keys: tuple[str, ...] = ()
+    keys: dict[str, str] = field(default_factory=dict)
     check_keys: Callable[[Any, Judge], Any] = _nothing
     check_run: Callable[[Any, Judge], Any] = _nothing
     describe: Callable[[Any], str] = _nothing
@@ -381,12 +381,20 @@ def objective_of(stage: str) -> Objective:
 # -- preference training
 
 
-# of stage dpo: all but ref_model are fields of DPOConfig
-PREFERENCE_KEYS = tuple(
-    "pref_loss pref_loss_weights pref_beta pref_ftx dpo_label_smoothing simpo_gamma cpo_alpha "
-    "discopop_tau f_divergence_type f_alpha_divergence_coef ld_alpha use_weighting "
-    "ref_model".split()
-)
+# of stage dpo
+PREFERENCE_KEYS = {
+    "pref_beta": "beta",
+    "pref_ftx": "ftx",
+    "dpo_label_smoothing": "label_smoothing",
+    "ref_model": "reference",
+}
+PREFERENCE_KEYS |= {
+    key: key
+    for key in (
+        "pref_loss pref_loss_weights simpo_gamma cpo_alpha discopop_tau f_divergence_type "
+        "f_alpha_divergence_coef ld_alpha use_weighting".split()
+    )
+}
 _PREFERENCES = (
     Rule(
         "!calculate_per_token_loss",
@@ -533,7 +541,12 @@ register_objective(
     has_binary_labels=True,
     least_samples=2,
     metrics=KTO_METRICS,
-    keys=("pref_beta", "kto_chosen_weight", "kto_rejected_weight", "ref_model"),
+    keys={
+        "pref_beta": "beta",
+        "kto_chosen_weight": "desirable_weight",
+        "kto_rejected_weight": "undesirable_weight",
+        "ref_model": "reference",
+    },
     check_keys=lambda a, judge: judge.apply(_REFERENCE),
     check_run=_check_answers,
     describe=_describe_kto,
@@ -544,7 +557,7 @@ register_objective(
     trainer="trainer_rm:RewardTrainer",
     scores=True,
     metrics=RM_METRICS,
-    keys=("center_rewards_coefficient",),
+    keys={"center_rewards_coefficient": "center_rewards_coefficient"},
     check_run=_check_preferences,
     describe=lambda a: f"center_rewards_coefficient {a.center_rewards_coefficient:g}",
 )
@@ -611,16 +624,16 @@ register_objective(
     records=CONVERSATIONS,
     trainer="trainer_distill:DistillTrainer",
     metrics=("loss", "kd_loss", "sft_loss"),
-    keys=(
-        TEACHER_KEY,
-        "teacher_top_k",
-        "teacher_cache",
-        "teacher_cache_dtype",
-        "distill_loss",
-        "distill_jsd_mix",
-        "distill_temperature",
-        "distill_ce_weight",
-    ),
+    keys={
+        TEACHER_KEY: "teacher",
+        "teacher_top_k": "top_k",
+        "teacher_cache": "cache",
+        "teacher_cache_dtype": "cache_dtype",
+        "distill_loss": "divergence",
+        "distill_jsd_mix": "jsd_mix",
+        "distill_temperature": "temperature",
+        "distill_ce_weight": "ce_weight",
+    },
     check_keys=_check_distillation_keys,
     check_run=lambda a, judge: judge.apply(_DISTILLATION_RUN),
     describe=_describe_distillation,

@@ -76,23 +76,11 @@ class DistillConfig(ObjectiveConfig):
     teacher: str | None = None
     cache_dir: str | None = None
     stage: ClassVar[str] = "distill"
-    KEYS: ClassVar[dict[str, str]] = {
-        "divergence": "distill_loss",
-        "jsd_mix": "distill_jsd_mix",
-        "temperature": "distill_temperature",
-        "ce_weight": "distill_ce_weight",
-        "top_k": "teacher_top_k",
-        "cache": "teacher_cache",
-        "cache_dtype": "teacher_cache_dtype",
-    }
 
     def __post_init__(self):
         # rules about a missing teacher are DistillTrainer's, which may be given a model
         self.take_keys(teacher_model_name_or_path=self.teacher or "given")
         self.cache_dir = str(cache_folder(self))
-
-    def as_keys(self) -> dict[str, Any]:
-        return {**super().as_keys(), "teacher_model_name_or_path": self.teacher}
 
 
 # -- divergences
@@ -345,10 +333,8 @@ class DistillTrainer(ScoredTrainer):
 
     @classmethod
     def own_keywords(cls, arguments, second_model) -> dict[str, Any]:
-        keys = arguments.finetuning
-        config = DistillConfig.of_keys(
-            keys, teacher=keys.teacher_model_name_or_path, cache_dir=arguments.data.cache_dir
-        )
+        cache_dir = arguments.data.cache_dir
+        config = DistillConfig.of_keys(arguments.finetuning, cache_dir=cache_dir)
         return {"train_config": config, "teacher": second_model}
 
     # -- the loss

@@ -37,7 +37,6 @@ from .tables import (
     METRICS,
     OBJECTIVES,
     PAIR_COLUMNS,
-    PREFERENCE_KEYS,
     REFERENCES,
     PreferenceLoss,
     function_of,
@@ -51,10 +50,6 @@ from .trainer_scores import ObjectiveConfig, ScoredTrainer, identity_of_model
 # host's launches, with more it may need more memory than training
 JOINED = 2
 JOINED_TOKENS = 16384
-# fields of DPOConfig -> configuration keys of the same meaning
-_SHORT_NAMES = {"beta": "pref_beta", "label_smoothing": "dpo_label_smoothing", "ftx": "pref_ftx"}
-_OWN_NAMES = {key: key for key in PREFERENCE_KEYS if key not in {*_SHORT_NAMES.values()}}
-_KEYS = {name: key for name, key in (_SHORT_NAMES | _OWN_NAMES).items() if key != "ref_model"}
 
 
 @dataclass(kw_only=True)
@@ -75,9 +70,6 @@ class ReferenceConfig(ObjectiveConfig):
         if self.reference not in (None, *REFERENCES):
             reason = f"expected {', '.join(REFERENCES)}, or None"
             refuse("reference", self.reference, reason, "cached")
-
-    def as_keys(self) -> dict[str, Any]:
-        return {**super().as_keys(), "ref_model": self.reference}
 
 
 @dataclass
@@ -107,7 +99,6 @@ class DPOConfig(ReferenceConfig):
     ld_alpha: float | None = None
     use_weighting: bool = False
     stage: ClassVar[str] = "dpo"
-    KEYS: ClassVar[dict[str, str]] = _KEYS
 
     def __post_init__(self):
         super().__post_init__()
@@ -288,11 +279,12 @@ class DPOTrainer(ScoredTrainer):
     def _loss_of(self, name: str, r: Responses):
         """preference_loss of one loss."""
         row = self._rows[name]
-        if row is LOSSES["sigmoid"]:
+        formula = function_of(row.formula)
+        if formula is loss_preference.sigmoid:
             margin = {} if r.margin is None else {"margin": r.margin}
             of_reference = (r.reference_chosen, r.reference_rejected)
             return self.dpo_loss(r.chosen, r.rejected, *of_reference, **margin)
-        if row is LOSSES["orpo"]:
+        if formula is loss_preference.orpo:
             lens = torch.cat([r.chosen_lens, r.rejected_lens])
             return self.odds_ratio_loss(r.chosen, r.rejected, lens)
         own = None

@@ -45,11 +45,6 @@ class KTOConfig(ReferenceConfig):
     cutoff_len: int | None = None
     use_ref_model: ClassVar[bool] = True
     stage: ClassVar[str] = "kto"
-    KEYS: ClassVar[dict[str, str]] = {
-        "beta": "pref_beta",
-        "desirable_weight": "kto_chosen_weight",
-        "undesirable_weight": "kto_rejected_weight",
-    }
 
 
 class KTOTrainer(DPOTrainer):

@@ -38,7 +38,6 @@ class RewardConfig(ReferenceConfig):
     center_rewards_coefficient: float = 0.0
     use_ref_model: ClassVar[bool] = False
     stage: ClassVar[str] = "rm"
-    KEYS: ClassVar[dict[str, str]] = {"center_rewards_coefficient": "center_rewards_coefficient"}
 
 
 class RewardTrainer(DPOTrainer):

@@ -26,7 +26,7 @@ from .data_batches import documents_of, samples_of
 from .data_encode import content_hash, hash_of
 from .errors import expect
 from .files import HF_CONFIG_NAME, IGNORE_INDEX, checksum, read_json, write_file, write_json
-from .tables import COLUMNS
+from .tables import COLUMNS, OBJECTIVES
 from .trainer import McaTrainer
 from .trainer_events import check_given
 
@@ -177,12 +177,11 @@ class RowStore:
 
 
 class ObjectiveConfig:
-    """Base of the configs of objectives, dataclasses. KEYS: its fields -> configuration keys of the
-    same meaning. The others are those of some objectives. cache_dir: folder for rows; None: they
+    """Base of the configs of objectives, dataclasses with the fields of `keys` in the row of
+    OBJECTIVES. The fields here are those of some objectives. cache_dir: folder for rows; None: they
     are in memory alone. cache: another folder for them."""
 
     stage: ClassVar[str]
-    KEYS: ClassVar[dict[str, str]]
     cache_dir: str | None
     cache: str | None = None
     pref_loss: Any = ()
@@ -191,22 +190,25 @@ class ObjectiveConfig:
 
     @classmethod
     def of_keys(cls, keys: FinetuningArguments, **more: Any):
-        """The config of a run with these keys. more: the other fields."""
-        return cls(**{name: getattr(keys, key) for name, key in cls.KEYS.items()}, **more)
+        """The config of a run with these keys. more: other fields, and some in their place."""
+        names = OBJECTIVES[cls.stage].keys
+        return cls(**{name: getattr(keys, key) for key, name in names.items()} | more)
 
     def as_keys(self) -> dict[str, Any]:
         """The configuration keys of the same meaning."""
-        return {key: getattr(self, name) for name, key in self.KEYS.items()}
+        return {key: getattr(self, name) for key, name in OBJECTIVES[self.stage].keys.items()}
 
     def check_with(self, **more: Any) -> FinetuningArguments:
         """The keys, and more in place of some. ConfigError by their rules."""
         return FinetuningArguments(stage=self.stage, **self.as_keys() | more)
 
     def take_keys(self, **more: Any) -> None:
-        """Cast the fields to the types of their keys. ConfigError by the rules of the keys."""
+        """Cast the fields to the types of their keys, but those of `more`. ConfigError by the rules
+        of the keys."""
         keys = self.check_with(**more)
-        for name, key in self.KEYS.items():
-            setattr(self, name, getattr(keys, key))
+        for key, name in OBJECTIVES[self.stage].keys.items():
+            if key not in more:
+                setattr(self, name, getattr(keys, key))
 
 
 class ScoredTrainer(McaTrainer):
