@@ -371,12 +371,12 @@ class DPOTrainer(ScoredTrainer):
         counted: {metric: bool [n], those that count}, of metrics without some of them."""
         values = {"loss": losses, **values}
         masks = dict.fromkeys(values, torch.ones_like(losses)) | dict(counted)
+        # context-parallel ranks have the same ones, which are summed over all ranks: one counts
+        is_counted = self.backend.context_parallel[1] == 0
         metrics = {
-            key: torch.stack([(values[key].detach() * mask).sum(), mask.sum()]).float()
+            key: torch.stack([(values[key].detach() * mask).sum(), mask.sum()]).float() * is_counted
             for key, mask in masks.items()
         }
-        # context-parallel ranks have the same ones, and megatron sums their counts: one counts
-        is_counted = self.backend.context_parallel[1] == 0
         count = torch.full_like(losses.sum(), len(losses)) * is_counted
         return losses.sum(), count.int(), metrics
 
@@ -394,12 +394,6 @@ class DPOTrainer(ScoredTrainer):
 
     def _count_of_loss(self, batch: dict) -> int:
         return _num_pairs(batch)
-
-    def over_ranks(self, numbers):
-        """The sums over all ranks, with pairs counted once per context-parallel group."""
-        numbers = super().over_ranks(numbers)
-        numbers.vector[: 2 * len(numbers.keys)] /= self.backend.context_parallel[0]
-        return numbers
 
     # -- micro-batches
 
