@@ -96,7 +96,8 @@ _WORDS = {
 
 class RowStore:
     """The rows of one data set in a folder: meta.json with their identity, and a file for each
-    part, with its first row, the row after it, its CRC-32 and a hash of the identity in its name.
+    part. Its name has its first row, the row after it, a hash of the identity and of the name of
+    the part before it, and its CRC-32: parts of one pass are a chain.
 
     folder: None: nothing is written. identity: {"data", "rows", ...}, the keys of _WORDS that are
     compared, and more for meta.json. dtype: of a row. Files are written whole or not at all: two
@@ -114,8 +115,9 @@ class RowStore:
         """The rows that are there."""
         return self.parts[-1][0] if self.parts else 0
 
-    def _tag(self) -> str:
-        return hash_of(self.identity)[:8]
+    def _before(self) -> str:
+        """A hash of the identity and of the name of the last part."""
+        return hash_of([self.identity, [path.name for _, path in self.parts[-1:]]])[:8]
 
     @property
     def is_complete(self) -> bool:
@@ -138,13 +140,13 @@ class RowStore:
             expect(
                 meta.get(key) == self.identity[key],
                 f"the rows in {self.folder} are of {_WORDS[key].format(meta.get(key))}, and this "
-                "run has another: set it back, or have them in another folder",
+                "run has another: set it back, or teacher_cache: <another folder>",
             )
         self.identity = meta
-        for path in sorted(self.folder.glob(f"*-{self._tag()}.rows")):
-            start, end, crc, _ = path.stem.split("-")
-            if int(start) != self.num_rows:  # it follows a damaged one, or one of another size
-                continue
+        for path in sorted(self.folder.glob("*-*-*-*.rows")):
+            start, end, before, crc = path.stem.split("-")
+            if (int(start), before) != (self.num_rows, self._before()):
+                continue  # it follows a damaged one, or is of another pass
             if f"{checksum(path)[1]:08x}" == crc:
                 self.parts.append((int(end), path))
             else:
@@ -156,7 +158,7 @@ class RowStore:
         data = rows.tobytes()
         end = self.num_rows + len(rows)
         crc = zlib.crc32(data)
-        name = f"{self.num_rows:012d}-{end:012d}-{crc:08x}-{self._tag()}.rows"
+        name = f"{self.num_rows:012d}-{end:012d}-{self._before()}-{crc:08x}.rows"
         path = Path(self.folder or "", name)
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)

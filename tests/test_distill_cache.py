@@ -307,6 +307,21 @@ def test_rows_of_another_identity_in_a_folder_are_not_read(tmp_path):
     assert store.num_rows == 5 and not said
 
 
+@pytest.mark.parametrize("stops", [(8, 9), (9, 8)])
+def test_rows_of_two_passes_are_not_mixed(tmp_path, stops):
+    """Teachers without a folder have one identity: part two is that of the same pass."""
+    passes = []
+    for number, stop in enumerate(stops):
+        store = store_in(tmp_path)
+        rows = twelve_rows()
+        rows["tokens"] += number
+        passes.append(rows[:stop])
+        for end in (5, stop):
+            store.parts.append(store.write(rows[store.num_rows : end]))
+    store, said = loaded(tmp_path)
+    assert not said and any(np.array_equal(store.read(), rows) for rows in passes)
+
+
 @pytest.mark.parametrize("content", ['{"format": 1, "parts": [[12, 0]]}', "{", "[]"])
 def test_rows_of_another_version_are_computed_again_with_one_line(tmp_path, content):
     written(store_in(tmp_path))

@@ -167,6 +167,25 @@ ROWS: list[tuple[str, str, str, str]] = [
         "",
         DRAWN,
     ),
+    (
+        "parts of two passes over a teacher's rows are mixed",
+        "if (int(start), before) != (self.num_rows, self._before()):",
+        "if int(start) != self.num_rows:",
+        "test_distill_cache.py::test_rows_of_two_passes_are_not_mixed",
+    ),
+    (
+        "damaged rows of a teacher pass",
+        'if f"{checksum(path)[1]:08x}" == crc:',
+        "if crc:",
+        "test_distill_cache.py::test_damaged_rows_are_named_and_written_again",
+    ),
+    (
+        "another model goes on with the rows of a first one",
+        "if not self._is_same(now[: len(kept)], kept):",
+        "if not len(now):",
+        "test_distill_cache.py::test_what_cannot_be_is_refused "
+        "test_dpo_reference.py::test_a_cached_reference_of_another_model_or_other_data_is_refused",
+    ),
     ("two precisions share a cached reference", "            self.backend.precision,\n", "", DRAWN),
     (
         "every replica of experts is the main one",
