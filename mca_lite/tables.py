@@ -442,7 +442,7 @@ def _check_preferences(a: Any, judge: Judge) -> None:
 
 def _check_answers(a: Any, judge: Judge) -> None:
     _check_preferences(a, judge)
-    values = getattr(a, "model_config", None) or {}  # of a run
+    values = getattr(a, "model_config", None) or {}
     reason = "it trains on texts, and the model has a vision tower"
     judge.expect("vision_config" not in values, "stage", reason, "stage: sft or dpo")
 

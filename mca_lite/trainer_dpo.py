@@ -202,7 +202,8 @@ class DPOTrainer(ScoredTrainer):
     @classmethod
     def has_reference(cls, keys) -> bool:
         """True if these FinetuningArguments compare with a reference model."""
-        return has_reference(keys.pref_loss)
+        known = cls.config_class.use_ref_model
+        return has_reference(keys.pref_loss) if known is None else known
 
     @classmethod
     def forward_passes(cls, keys) -> tuple[int, int]:

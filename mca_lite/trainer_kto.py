@@ -65,16 +65,8 @@ class KTOTrainer(DPOTrainer):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        expect(
-            "vision_config" not in (self.backend.hf_config or {}),
-            "stage kto trains on texts: expected a model without a vision tower",
-        )
         if self.train_dataset is not None:  # the dry run reads it
             self.train_dataset = with_samples(self.train_dataset, self._paired)
-
-    @classmethod
-    def has_reference(cls, keys) -> bool:
-        return True
 
     @classmethod
     def forward_passes(cls, keys) -> tuple[int, int]:

@@ -86,10 +86,6 @@ class RewardTrainer(DPOTrainer):
         self.pad_token_id = pad  # of exports: transformers gives no score of such a token
 
     @classmethod
-    def has_reference(cls, keys) -> bool:
-        return False
-
-    @classmethod
     def own_keywords(cls, arguments, second_model) -> dict[str, Any]:
         return {"train_config": RewardConfig.of_keys(arguments.finetuning)}
 

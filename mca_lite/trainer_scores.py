@@ -231,9 +231,10 @@ class ScoredTrainer(McaTrainer):
     def __init__(self, model=None, train_config=None, args=None, **kwargs):
         check_given(model, args)
         self.train_config = config = train_config or self.config_class()
+        keys = {**config.as_keys(), **self._keys_of_data(args, kwargs)}
         mtp = args.mtp_num_layers or getattr(model.config, "mtp_num_layers", None)
-        keys = {**config.as_keys(), **self._keys_of_data(args, kwargs), "mtp_num_layers": mtp}
-        check_together(args, stage=config.stage, **keys)
+        values = getattr(model.config, "hf_config", None) or vars(model.config)
+        check_together(args, stage=config.stage, mtp_num_layers=mtp, model_config=values, **keys)
         super().__init__(model=model, args=args, **kwargs)
         self.settings |= config.as_keys()
 
