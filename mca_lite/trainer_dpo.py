@@ -179,7 +179,13 @@ class DPOTrainer(ScoredTrainer):
             evaluated = {"eval": evaluated}
         datasets = [*filter(None, (given.get("train_dataset"), *evaluated.values()))]
         for dataset in datasets:
-            self.check_samples(dataset, args.sequence_packing)
+            self.check_samples(dataset)
+            is_packed = isinstance(dataset, Packs) or len(documents_of(dataset[0])) > len(SIDES)
+            # rows of unequal numbers of samples: pipeline stages must know the shape
+            expect(
+                args.sequence_packing or not is_packed,
+                "the data set has packs, and sequence_packing is false: set it to true",
+            )
             has_its_own = isinstance(samples_of(dataset), WithReference)
             expect(
                 has_its_own or not _has("reference", dataset),
@@ -247,8 +253,8 @@ class DPOTrainer(ScoredTrainer):
         return {"train_config": config, "ref_model": ref_model}
 
     @staticmethod
-    def check_samples(dataset, packs: bool) -> None:
-        """ValueError for samples other than pairs, and for packs without sequence_packing."""
+    def check_samples(dataset) -> None:
+        """ValueError for samples other than pairs."""
         first = dataset[0]
         of_sample = getattr(dataset, "documents_per_sample", len(SIDES))
         count = len(documents_of(first))
@@ -258,12 +264,6 @@ class DPOTrainer(ScoredTrainer):
                 'preference training takes samples {"chosen": ..., "rejected": ...}, or lists of '
                 f"two documents, and this one has {got}: use a data set of pairs, or stage: sft"
             )
-        is_packed = isinstance(dataset, Packs) or count > len(SIDES)
-        # rows of unequal numbers of pairs: pipeline stages must know the shape
-        expect(
-            packs or not is_packed,
-            "the data set has packs of pairs, and sequence_packing is false: set it to true",
-        )
 
     # -- the loss
 

@@ -21,7 +21,7 @@ import torch
 
 from . import parallel
 from .batch import every_second, real_documents
-from .data_batches import Packs, View, WithReference, documents_of, samples_of, with_samples
+from .data_batches import View, WithReference, documents_of, samples_of, with_samples
 from .errors import expect
 from .files import IGNORE_INDEX
 from .tables import ANSWER_LABEL, KTO_METRICS, other_columns
@@ -79,9 +79,8 @@ class KTOTrainer(DPOTrainer):
         return keywords
 
     @staticmethod
-    def check_samples(dataset, packs: bool) -> None:
-        """ValueError for samples without a label, for a single one, and for packs without
-        sequence_packing."""
+    def check_samples(dataset) -> None:
+        """ValueError for samples without a label, and for a single one."""
         view = samples_of(dataset)
         documents = documents_of(view[0])
         expect(
@@ -93,10 +92,6 @@ class KTOTrainer(DPOTrainer):
             len(view) > 1,
             "KTO compares with answers to other prompts, and a data set has one sample: expected "
             "two samples in each: raise max_samples or val_size",
-        )
-        expect(
-            packs or not isinstance(dataset, Packs),
-            "the data set has packs, and sequence_packing is false: set it to true",
         )
 
     # -- the loss
@@ -179,7 +174,7 @@ class KTOTrainer(DPOTrainer):
         """The samples with mismatched documents."""
         if isinstance(samples, (Mismatched, WithReference)):
             return samples
-        self.check_samples(samples, packs=True)
+        self.check_samples(samples)
         return Mismatched(samples, self.args.train_global_batch_size, self.train_config.cutoff_len)
 
     def predict(

@@ -394,7 +394,7 @@ def test_what_cannot_be_trained_is_refused_before_training(adapted_start, tmp_pa
         "pref_beta: 0.0", "leave ref_model out", "a data set of pairs, or stage: sft",
         "there are no adapters to switch off",
         "expected no ref_model", "calculate_per_token_loss: true",
-        "packs of pairs, and sequence_packing is false", "before it is trained",
+        "packs, and sequence_packing is false", "before it is trained",
         "mtp_num_layers: 0",
         "chosen and rejected in turn", 'dropped "reference"', "the samples have reference",
         "the samples have answer_label, without an effect", "have no pair_weight",
