@@ -461,9 +461,6 @@ class DistillTrainer(ScoredTrainer):
 
     # -- the teacher's pass over a data set
 
-    def _ends_of(self, samples) -> np.ndarray:
-        return np.append(0, trained_counts(samples).cumsum())
-
     def _identity(self, cache_dir: Path) -> dict[str, Any]:
         config = self.train_config
         identity: dict[str, Any] = {

@@ -243,8 +243,8 @@ ROWS: list[tuple[str, str, str, str]] = [
     ),
     (
         "the margin of a pair is no part of its loss",
-        "centre - F.logsigmoid(differences - margin)",
-        "centre - F.logsigmoid(differences)",
+        "centre - F.logsigmoid(chosen - rejected - margin)",
+        "centre - F.logsigmoid(chosen - rejected)",
         "test_rm.py::test_a_reward_model_trains_as_plain_torch",
     ),
     (
@@ -261,8 +261,8 @@ ROWS: list[tuple[str, str, str, str]] = [
     ),
     (
         "the teacher's rows are of the token after",
-        "self.first + row + trained.cumsum() - 1, -1)",
-        "self.first + row + trained.cumsum(), -1)",
+        "self.first + row + has_row.cumsum() - 1, -1)",
+        "self.first + row + has_row.cumsum(), -1)",
         "test_distill_cache.py::test_trained_tokens_are_numbered_in_the_order_of_samples",
     ),
     (
