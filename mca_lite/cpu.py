@@ -242,6 +242,31 @@ def _replace_what_needs_triton() -> None:
         sys.modules.setdefault(_PAGED_STASH, _WithoutTriton(_PAGED_STASH))
 
 
+def _compile_later(compile):
+    """torch.compile as a decorator that calls `compile` with the first call of a function."""
+
+    def later(function=None, **options):
+        if function is None:
+            return functools.partial(later, **options)
+        compiled = functools.cache(lambda: compile(function, **options))
+        return functools.wraps(function)(lambda *args, **kwargs: compiled()(*args, **kwargs))
+
+    return later
+
+
+@contextlib.contextmanager
+def compiling_later():
+    """Within it torch.compile waits for the first call of a function: megatron-core decorates its
+    fused functions with it, which imports torch's compiler for seconds, and only Transformer
+    Engine's layers call them."""
+    compile = torch.compile
+    torch.compile = _compile_later(compile)
+    try:
+        yield
+    finally:
+        torch.compile = compile
+
+
 def apply() -> list[tuple[object, str, object, str]]:
     """The rows in force in this process, none with CUDA. Calling it again changes nothing, also
     from another copy of the package."""

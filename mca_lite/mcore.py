@@ -29,7 +29,7 @@ def check_version(version: str) -> None:
         raise MegatronVersionError(f"{text}pip install 'megatron-core{SUPPORTED}'")
 
 
-with warnings.catch_warnings():
+with warnings.catch_warnings(), cpu.compiling_later():
     warnings.filterwarnings("ignore", message=".*(Apex is not installed|Engine and Apex)")
     warnings.filterwarnings("ignore", message="absl.logging is not|MimoModelConfig is experimental")
     cpu.apply()

@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 from . import parallel
 from .batch import RowLayout, row_layout
@@ -489,7 +488,9 @@ class CoreAttention(RowModule):
             if more == 0:
                 return None
             if query.is_cuda and query.dtype != torch.float32:
-                # a case of flash attention: no mask
+                # a case of flash attention: no mask. Its module imports torch's compiler
+                from torch.nn.attention.bias import causal_lower_right
+
                 return causal_lower_right(num_queries, num_keys)
         visible = torch.ones(num_queries, num_keys, dtype=torch.bool, device=query.device)
         visible = visible.tril(more)

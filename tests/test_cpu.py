@@ -41,6 +41,30 @@ def test_every_patch_is_in_force_and_has_a_reason_of_its_own_words():
     assert len(names) == len(set(names))
 
 
+def test_functions_that_megatron_decorates_are_compiled_when_they_are_called(monkeypatch):
+    compiled = []
+
+    def compile(function, **options):
+        compiled.append((function.__name__, options))
+        return lambda x: function(x) + 1
+
+    monkeypatch.setattr(torch, "compile", compile)
+    with cpu.compiling_later():
+
+        @torch.compile
+        def twice(x):
+            return 2 * x
+
+        @torch.compile(dynamic=True)
+        def half(x):
+            return x / 2
+
+    assert torch.compile is compile and not compiled
+    assert [twice(1), twice(2), half(4)] == [3, 5, 3]
+    assert compiled == [("twice", {}), ("half", {"dynamic": True})]
+    assert twice.__name__ == "twice"
+
+
 @without_cuda
 def test_applying_again_changes_nothing():
     before = [(owner, attribute, getattr(owner, attribute)) for owner, attribute, *_ in cpu.apply()]

@@ -84,6 +84,9 @@ def train(name):
     model = copy.AutoModel.from_pretrained({model!r}, args)
     return copy.McaTrainer(model=model, args=args, train_dataset=data).train()
 
+importlib.import_module("third_party.first.run")
+compiler = sys.modules.keys() & {{"torch._dynamo", "torch._inductor"}}
+assert not compiler, f"a run imports torch's compiler, which takes seconds: {{compiler}}"
 losses = [train(name).training_loss for name in ("first", "second", "first_again")]
 assert len(set(losses)) == 1, losses
 original = [m for m in sys.modules if m.split(".")[0] == "mca_lite"]

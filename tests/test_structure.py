@@ -292,13 +292,14 @@ def test_each_file_runs_in_one_process_of_the_suite(tmp_path):
 # pad tokens of reward models, their adapters and new tokens, numbers of records 400; one hook for
 # columns of data sets, 370 less; names of modules that differ from files 40; packed
 # attention by cuDNN 380; two more families 250; packages in doctor 90; one store of a second
-# model's rows 1,180 less, and 1,030 more of them in the core, one module.
+# model's rows 1,180 less, and 1,030 more of them in the core, one module; functions compiled when they
+# are called 115.
 LIMITS = {
     "modules": (0, 80),
     "core modules": (0, 63),
-    "core tokens": (0, 178_500),
+    "core tokens": (0, 178_700),
     "tool tokens": (0, 36_800),
-    "tokens": (0, 215_300),
+    "tokens": (0, 215_400),
     "decisions": (0, 5_280),
     "decisions a 1,000 tokens": (0, 26.0),
     "parallel assignments": (0, 1.3),
