@@ -461,7 +461,7 @@ class ChatRenderer:
             message = messages[number]
             before, after = self._around_marker(messages, number)
             ending = self._style.closing
-            if not after.startswith(ending):  # tool calls, or more after the answer
+            if message.get("tool_calls") or not after.startswith(ending):  # more than the marker
                 _, rest = self._around_marker(messages[: number + 1], number)
                 ending = rest.removesuffix(self._style.tail) + ending
             end = len(text) - len(after) + len(ending)
@@ -496,19 +496,22 @@ class ChatRenderer:
         return before, "".join(after)
 
     def _prompt(self, before: str, messages: list[dict]) -> str | None:
-        """The prompt of the next answer with `lead`, None if `before` does not begin with it."""
+        """The prompt of the next answer with `lead`, None if `before` does not begin with it.
+
+        With enable_thinking: false a prompt has an empty block, with others an open one: history
+        has neither."""
         style = self._style
-        # with enable_thinking: false the prompt has an empty block, which history has not
+        prompts = []
         for options in (self.options, {}):
             try:
-                prompt = self._render(messages, style.prompted, options)
+                prompts.append(self._render(messages, style.has_prompt, options))
+                if not style.prompted:
+                    shown = os.path.commonprefix([self._render(messages, False, options), before])
+                    prompts.append(shown + style.lead)
             except TemplateError:  # a template may refuse a part of a conversation
                 return None
-            if not style.prompted:
-                prompt = os.path.commonprefix([prompt, before])
-            if before.startswith(prompt + style.lead):
-                return prompt + style.lead
-        return None
+        prompts += [_OPENED.sub("", prompt) for prompt in prompts]
+        return next(filter(before.startswith, prompts), None)
 
 
 @contextlib.contextmanager

@@ -127,6 +127,20 @@ def test_conversations_with_tools_and_thinking_become_samples_that_inference_sho
     assert len(encode_messages(CALLS, TEMPLATES["qwen3"], tools, mask_history=True)[1].lengths) == 1
 
 
+def test_tool_calls_are_trained_to_their_end_without_an_end_of_turn_token():
+    # the next header ends a turn, as with GLM's
+    template = (
+        "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}"
+        "{% for c in m['tool_calls'] %}<tool_call>{{ c['function'] | tojson }}</tool_call>{% endfor %}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+    )
+    messages = [user("2+3?"), assistant("", tool_calls=[CALL, CALL]), *CALLS[2:4]]
+    tokenizer, part = encode_messages(messages, template)
+    call = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+    assert trained_turns(tokenizer, part) == prefix_by_prefix(tokenizer, messages)
+    assert [text for _, text in trained_turns(tokenizer, part)] == [2 * call, "Five."]
+
+
 @pytest.mark.parametrize("messages", [PLAIN, CALLS], ids=["plain", "calls"])
 def test_enable_thinking_false_shows_the_empty_block_and_does_not_train_it(messages):
     tokenizer, part = encode_messages(messages, TEMPLATES["qwen3"], enable_thinking=False)
