@@ -40,6 +40,7 @@ _CLOSING = r"</think>(?!.*</think>)"
 _THINKING = re.compile(
     rf"(?:^|(?<=<think>))(?!\s*{_CLOSING})(?:(?!<think>).)*(?={_CLOSING})", re.DOTALL
 )
+_OPENED = re.compile(r"<think>\s*(?:</think>\s*)?\Z")  # thinking at the end of a prompt
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # texts to try a template with: a template that changes answers changes these too
 _QUESTION = "mcaquestion"
@@ -452,10 +453,11 @@ class ChatRenderer:
 
         All answers begin after their prompts. If one of the prompts is written otherwise in the
         conversation, all begin with their contents: a system message may move to the last question.
+        With calls of tools or thinking beside the content only those without a prompt do.
         Raises: TemplateError for a conversation refused by the template.
         """
         ends = []
-        at_markers = []
+        at_markers = []  # -1: not known
         at_prompts = []
         for number in numbers:
             message = messages[number]
@@ -471,14 +473,15 @@ class ChatRenderer:
             if not all([*is_part, answer in text[:end]]):
                 return []
             ends.append(end)
-            if not message.get("tool_calls"):
-                untrained = before.removesuffix(thinking).removesuffix(thinking.lstrip())
-                at_markers.append(len(untrained))
-            prompt = self._prompt(before, messages[:number])
-            if prompt is not None:
-                at_prompts.append(len(prompt))
-        for starts in (at_prompts, at_markers):
-            if len(starts) == len(ends):
+            marker = -1
+            if not (message.get("tool_calls") or message.get("reasoning_content")):
+                marker = len(before.removesuffix(thinking).removesuffix(thinking.lstrip()))
+            at_markers.append(marker)
+            at_prompts.append(self._prompt(before, messages[:number]))
+        pairs = zip(at_prompts, at_markers, strict=True)
+        mixed = [marker if prompt < 0 else prompt for prompt, marker in pairs]
+        for starts in (at_prompts, at_markers, mixed):
+            if -1 not in starts:
                 return list(zip(starts, ends, strict=True))
         return []
 
@@ -495,23 +498,23 @@ class ChatRenderer:
         before, *after = re.split(_ANSWER, text, maxsplit=1, flags=re.IGNORECASE)
         return before, "".join(after)
 
-    def _prompt(self, before: str, messages: list[dict]) -> str | None:
-        """The prompt of the next answer with `lead`, None if `before` does not begin with it.
-
-        With enable_thinking: false a prompt has an empty block, with others an open one: history
-        has neither."""
+    def _prompt(self, before: str, messages: list[dict]) -> int:
+        """Length of the prompt of the next answer with `lead`, -1 if `before` does not begin with
+        it. A prompt may end with a block of thinking, empty or open, and history lack it."""
         style = self._style
         prompts = []
         for options in (self.options, {}):
             try:
-                prompts.append(self._render(messages, style.has_prompt, options))
-                if not style.prompted:
+                prompt = self._render(messages, prompt=True, options=options)
+                if style.prompted:
+                    prompts.append(prompt + style.lead)
+                else:
                     shown = os.path.commonprefix([self._render(messages, False, options), before])
-                    prompts.append(shown + style.lead)
+                    prompts += [prompt, shown + style.lead]
             except TemplateError:  # a template may refuse a part of a conversation
-                return None
+                return -1
         prompts += [_OPENED.sub("", prompt) for prompt in prompts]
-        return next(filter(before.startswith, prompts), None)
+        return next((len(prompt) for prompt in prompts if before.startswith(prompt)), -1)
 
 
 @contextlib.contextmanager

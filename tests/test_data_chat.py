@@ -131,14 +131,44 @@ def test_tool_calls_are_trained_to_their_end_without_an_end_of_turn_token():
     # the next header ends a turn, as with GLM's
     template = (
         "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}"
-        "{% for c in m['tool_calls'] %}<tool_call>{{ c['function'] | tojson }}</tool_call>{% endfor %}{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+        "{% for c in m['tool_calls'] %}<tool_call>{{ c['function'] | tojson }}</tool_call>"
+        "{% endfor %}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
     )
     messages = [user("2+3?"), assistant("", tool_calls=[CALL, CALL]), *CALLS[2:4]]
     tokenizer, part = encode_messages(messages, template)
     call = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
     assert trained_turns(tokenizer, part) == prefix_by_prefix(tokenizer, messages)
     assert [text for _, text in trained_turns(tokenizer, part)] == [2 * call, "Five."]
+
+
+# as Qwen3.5's and its models without thinking: a prompt opens a block that history lacks
+OPENS = "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n' }}{%- endif %}"
+CLOSES = OPENS.replace("<think>", "<think>\\n\\n</think>\\n")
+
+
+@pytest.mark.parametrize("opening", [OPENS, CLOSES], ids=["open", "empty"])
+def test_thinking_is_trained_after_answers_that_have_none(opening):
+    template = TEMPLATES["qwen3"].partition("{%- if add_generation_prompt %}")[0] + opening
+    turns = [user("Hi"), assistant("Hello"), user("2+3?"), assistant("5", reasoning_content="add")]
+    tokenizer, part = encode_messages(turns, template)
+    [(first, hello), (second, thinks)] = trained_turns(tokenizer, part)
+    start = "<think>\n" if opening == OPENS else ""  # an open block is the prompt's
+    header = "<|im_start|>assistant\n"
+    assert (hello, thinks) == (
+        "Hello<|im_end|>",
+        "<think>\nadd\n</think>\n\n5<|im_end|>"[len(start) :],
+    )
+    assert first.endswith(f"Hi<|im_end|>\n{header}")
+    assert second.endswith(f"2+3?<|im_end|>\n{header}{start}")
+    # a block that the next question takes away, beside a call
+    calls = [user("2+3?"), assistant("", tool_calls=[CALL]), {"role": "tool", "content": "5"}]
+    calls += [assistant("Five."), user("Hi"), assistant("Hello")]
+    turns = trained_turns(*encode_messages(calls, template))
+    written = '{"name": "add", "arguments": {"a": 2, "b": 3}}'
+    assert [text for _, text in turns[:2]] == [
+        f"<tool_call>\n{written}\n</tool_call><|im_end|>",
+        "Five.<|im_end|>",
+    ]
 
 
 @pytest.mark.parametrize("messages", [PLAIN, CALLS], ids=["plain", "calls"])
