@@ -324,9 +324,23 @@ def _read_parquet(file: str, raw) -> Iterator[tuple[int, object]]:
     try:
         batches = pyarrow.parquet.ParquetFile(raw).iter_batches(batch_size=1000)
         rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
-        yield from enumerate(rows, 1)
+        yield from enumerate(map(_without_nulls, rows), 1)
     except pyarrow.ArrowException as error:
         raise ValueError(f"{file}: no valid parquet: {error}") from None
+
+
+def _without_nulls(row: dict) -> dict:
+    """The row without nulls within its columns: parquet gives an object the fields of all others,
+    such as each tool call the arguments of every tool."""
+    return {column: _given(value) for column, value in row.items()}
+
+
+def _given(value):
+    if isinstance(value, dict):
+        return {name: _given(part) for name, part in value.items() if part is not None}
+    if isinstance(value, list):
+        return [_given(part) for part in value]
+    return value
 
 
 _READERS = {"a list": _read_list, ".parquet": _read_parquet}

@@ -420,6 +420,16 @@ def test_parquet_is_read_where_pyarrow_is_there(tmp_path):
     assert list(read_records(file)) == [(f"{file}:1", {"text": "a"}), (f"{file}:2", {"text": "b"})]
 
 
+def test_objects_in_parquet_have_no_fields_of_others(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    calls = [{"name": "add", "arguments": {"a": 2}}, {"name": "now", "arguments": {"zone": "Z"}}]
+    turns = [{"role": "assistant", "content": "", "tool_calls": [call]} for call in calls]
+    rows = [{"n": None, "messages": [{"role": "user", "content": "a"}, turn]} for turn in turns]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert [record for _, record in read_records(str(tmp_path / "a.parquet"))] == rows
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
