@@ -298,8 +298,8 @@ def _read_lines(
         cursor.offset += len(line)
         where = f"{file}:{cursor.number}"
         try:
-            text = _decode(line, where).strip()
-            if text or is_whole:
+            text = _decode(line, where).strip("\r\n")  # the indentation of a text is part of it
+            if text.strip() or is_whole:
                 yield where, text if is_text else parse_json(text, where)
         except ValueError as error:
             if not skip:

@@ -399,7 +399,7 @@ def test_readers_give_records_with_their_lines(tmp_path):
     (tmp_path / "a.json").write_text('[\n {"n": 1},\n\n {"n":\n 2}, {"n": 3}\n]\n')
     (tmp_path / "b.json").write_text('{"n": 1}\n{"n": 2}\n')
     (tmp_path / "c.jsonl").write_bytes(b'\xef\xbb\xbf{"n": 1}\n\n{"n": "\\r"}\n')
-    (tmp_path / "d.txt").write_text("one\n\n  two\n")
+    (tmp_path / "d.txt").write_bytes(b"one\r\n \r\n  two \n")
     records = {path.name: list(read_records(str(path))) for path in tmp_path.iterdir()}
     assert records["a.json"] == [
         (f"{tmp_path}/a.json:{number}", {"n": number}) for number in (1, 2, 3)
@@ -409,7 +409,7 @@ def test_readers_give_records_with_their_lines(tmp_path):
         (f"{tmp_path}/c.jsonl:1", {"n": 1}),
         (f"{tmp_path}/c.jsonl:3", {"n": "\r"}),
     ]
-    assert records["d.txt"] == [(f"{tmp_path}/d.txt:1", "one"), (f"{tmp_path}/d.txt:3", "two")]
+    assert records["d.txt"] == [(f"{tmp_path}/d.txt:1", "one"), (f"{tmp_path}/d.txt:3", "  two ")]
 
 
 def test_parquet_is_read_where_pyarrow_is_there(tmp_path):
