@@ -397,7 +397,8 @@ class ChatRenderer:
         key = (template, str(self.options))
         if key not in self._styles:
             question = {"role": "user", "content": _QUESTION}
-            both = self._render([question, {"role": "assistant", "content": _ANSWER}])
+            turn = [question, {"role": "assistant", "content": _ANSWER}]
+            both = self._render(turn)
             plain = self._render([question])
             prompt = self._render([question], prompt=True)
             # `plain` may have more than `both` begins with: Phi-3 ends it with eos
@@ -406,18 +407,25 @@ class ChatRenderer:
             lead, _, tail = both[start:].partition(_ANSWER)
             if prompted and (prompt != plain or not lead.strip()):
                 lead = ""  # think marks or a space, to be produced by the model
-            self._styles[key] = _Style(prompted, lead, self._end_of_turn(tail), tail)
+            middle = tail
+            with contextlib.suppress(TemplateError):  # a template may take one question alone
+                middle = self._render(turn + turn).partition(_ANSWER)[2]
+            closing = self._end_of_turn(tail, middle)
+            self._styles[key] = _Style(prompted, lead, closing, tail)
         return self._styles[key]
 
-    def _end_of_turn(self, tail: str) -> str:
-        """tail to the end of its first special token; without one, tail without the white space at
-        its end."""
+    def _end_of_turn(self, tail: str, middle: str) -> str:
+        """tail to the end of its first special tokens, one after another, which follow an answer in
+        the `middle` too: eos at the end of a text is no part of them. Without any there, tail to
+        the end of its first ones, or without the white space at its end."""
         added = map(str, self.tokenizer.added_tokens_decoder.values())
         tokens = {*added, *self.tokenizer.all_special_tokens} - {""}
         # of those that begin at one place the longest; (?!) matches nothing
         patterns = map(re.escape, sorted(tokens, key=len, reverse=True))
-        if found := re.search("|".join([*patterns, "(?!)"]), tail):
-            return tail[: found.end()]
+        special = re.compile(f"(?:{'|'.join([*patterns, '(?!)'])})+")
+        for text in (os.path.commonprefix([tail, middle]), tail):
+            if found := special.search(text):
+                return text[: found.end()]
         return tail.rstrip()
 
     def _marked_spans(self, messages: list[dict]) -> list:

@@ -38,6 +38,14 @@ PHI3 = (
     "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% else %}</s>{% endif %}"
 )
+# Cohere's: two tokens end an answer
+COHERE = (
+    "{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>{{ m['content'] }}"
+    "{% if m['role'] == 'assistant' %}<|end|>{% endif %}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>{% endif %}"
+)
+# Phi-4-mini's: the token at the end of the text is beside that of the turn
+PHI4 = PHI3.replace("<|end|>\n", "<|end|>").replace("|>\n", "|>")
 # the system message moves to the last question, so that a part of a conversation is no beginning of
 # the whole
 MISTRAL = (
@@ -89,6 +97,8 @@ TWO_TURNS = conversation("Hi", "Hello", "What is 2+3?", "5")
         (QWEN3, ["Hello<|im_end|>", "<think>\n\n</think>\n\n5<|im_end|>"]),
         (LLAMA3, ["Hello<|eot_id|>", "5<|eot_id|>"]),
         (PHI3, ["Hello<|end|>", "5<|end|>"]),
+        (PHI4, ["Hello<|end|>", "5<|end|>"]),
+        (COHERE, ["Hello<|end|><|eot_id|>", "5<|end|><|eot_id|>"]),
         (MISTRAL, [" Hello</s>", " 5</s>"]),
         (DEEPSEEK, ["Hello</s>", "5</s>"]),
     ],
@@ -100,6 +110,8 @@ TWO_TURNS = conversation("Hi", "Hello", "What is 2+3?", "5")
         "qwen3",
         "llama3",
         "phi3",
+        "phi4",
+        "cohere",
         "mistral",
         "deepseek",
     ],
