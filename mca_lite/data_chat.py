@@ -97,12 +97,14 @@ class _Style:
 class Rendered(NamedTuple):
     """text: of a document. spans: [start, end) in characters, to be trained. is_plain: the
     tokenizer has to add special tokens, for no chat template wrote them. pictures: those of the
-    text, in their order."""
+    text, in their order. lacks_thinking: the template leaves out thinking of the conversation,
+    wherever it stands."""
 
     text: str
     spans: list[tuple[int, int]]
     is_plain: bool = False
     pictures: tuple[Placed, ...] = ()
+    lacks_thinking: bool = False
 
 
 def in_time(render: Callable, place: Callable[[], str]):
@@ -253,20 +255,23 @@ class ChatRenderer:
         self._check_whole(messages)
         if conversation.pictures:
             self._check_blocks(messages)
+        lacks = self._lacks_thinking(messages)
         turns = _answers(messages)  # of other numbers: messages of tools may be joined
         hidden = [n for n, weight in zip(turns, weights, strict=True) if not weight]
         if trained == "all":
             sample = self._sample(messages, hidden)
             text = sample.text
             borders = [-1, *itertools.chain(*sample.spans), len(text) + 1]
-            return [Rendered(text, list(zip(borders[::2], borders[1::2], strict=True)))]
+            spans = list(zip(borders[::2], borders[1::2], strict=True))
+            return [Rendered(text, spans, lacks_thinking=lacks)]
         parts = [(len(messages), turns[-1])]
         if trained == "answers":
             parts = self._parts(messages)
         samples = []
         for end, first in parts:
             wanted = [n for n in turns if first <= n < end and n not in hidden]
-            samples.append(self._sample(messages[:end], wanted))
+            sample = self._sample(messages[:end], wanted)
+            samples.append(sample._replace(lacks_thinking=lacks))
         return [sample for sample in samples if sample.spans] or samples[-1:]
 
     def _check_whole(self, messages: list[dict]) -> None:
@@ -290,6 +295,16 @@ class ChatRenderer:
                 f"of {message['role']}: expected a role that it writes (most know system), or "
                 "another chat_template",
             )
+
+    def _lacks_thinking(self, messages: list[dict]) -> bool:
+        """True if the template leaves out thinking of an answer even as the last message."""
+        marked = _mark_thinking(messages)
+        thinks = [n for n in _answers(messages) if marked[n] != messages[n]]
+        with contextlib.suppress(TemplateError):  # the template parses the content
+            text = self._render(marked) if thinks else ""
+            hidden = (n for n in thinks if _mark_of(n) not in text)
+            return any(_mark_of(n) not in self._render(marked[: n + 1]) for n in hidden)
+        return False
 
     def _check_blocks(self, messages: list[dict]) -> None:
         """ValueError for a template that writes pictures otherwise than as image_block."""
@@ -639,12 +654,16 @@ def _call_as_text(function: dict) -> str:
     return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
 
 
+def _mark_of(number: int) -> str:
+    return f"mcathought{number}x"
+
+
 def _mark_thinking(messages: list[dict]) -> list[dict]:
     """The messages with a mark in place of each text of the assistant's thinking."""
     marked = list(messages)
     for number in _answers(messages):
         message = messages[number]
-        mark = f"mcathought{number}x"
+        mark = _mark_of(number)
         marked[number] = message | {"content": _THINKING.sub(f"\n{mark}\n", message["content"])}
         if message.get("reasoning_content", "").strip():
             marked[number] = message | {"reasoning_content": mark}

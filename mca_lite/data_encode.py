@@ -60,6 +60,7 @@ NOTE = "note"  # worth a warning, and trained
 
 _IDENTICAL = "pairs have the same chosen and rejected answer and were left out"
 _PLAIN = "prompts and completions are texts, trained without a chat template"
+_THOUGHTLESS = "conversations have thinking, and the chat template leaves it out"
 _SEVERAL = "conversations became several samples, for the template strips their thinking"
 
 
@@ -317,6 +318,8 @@ class Encoder:
         samples = [self.renderer.render(each, self.trained, where) for each in content]
         if max(map(len, samples)) > 1:
             tally.count(NOTE, _SEVERAL, where)
+        if any(one.lacks_thinking for one in itertools.chain(*samples)):
+            tally.count(NOTE, _THOUGHTLESS, where)
         return [
             self._with_pictures(rendered, conversation.pictures, where)
             for conversation, of_conversation in zip(content, samples, strict=True)

@@ -152,6 +152,18 @@ def test_thinking_that_the_template_drops_from_the_history_is_trained_before_it_
     assert trained_runs(record, QWEN3, mask_history=True) == [last]
 
 
+def test_thinking_that_a_template_never_writes_is_counted():
+    thinks = conversation("Hi", "Hello", "2+3?", "<think>\nadd\n</think>\n\n5")
+    beside = conversation("Hi", "Hello", "2+3?", "5")
+    beside["messages"][-1]["reasoning_content"] = "add"
+    said = {"conversations have thinking, and the chat template leaves it out": (1, "t.json:1")}
+    for record in (thinks, beside):
+        for options in ({}, {"mask_history": True}, {"train_on_prompt": True}):
+            assert encode(record, DEEPSEEK, **options)[1].tallies == said
+            assert not encode(record, QWEN3, **options)[1].tallies
+    assert not encode(TWO_TURNS, DEEPSEEK)[1].tallies
+
+
 def test_tool_calls_are_trained_and_tool_results_are_not():
     call = {"name": "add", "arguments": {"a": 2}}
     turns = [
