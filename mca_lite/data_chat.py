@@ -255,7 +255,8 @@ class ChatRenderer:
         self._check_whole(messages)
         if conversation.pictures:
             self._check_blocks(messages)
-        lacks = self._lacks_thinking(messages)
+        marked = _mark_thinking(messages)
+        lacks = self._lacks_thinking(messages, marked)
         turns = _answers(messages)  # of other numbers: messages of tools may be joined
         hidden = [n for n, weight in zip(turns, weights, strict=True) if not weight]
         if trained == "all":
@@ -266,7 +267,7 @@ class ChatRenderer:
             return [Rendered(text, spans, lacks_thinking=lacks)]
         parts = [(len(messages), turns[-1])]
         if trained == "answers":
-            parts = self._parts(messages)
+            parts = self._parts(messages, marked)
         samples = []
         for end, first in parts:
             wanted = [n for n in turns if first <= n < end and n not in hidden]
@@ -296,9 +297,9 @@ class ChatRenderer:
                 "another chat_template",
             )
 
-    def _lacks_thinking(self, messages: list[dict]) -> bool:
-        """True if the template leaves out thinking of an answer even as the last message."""
-        marked = _mark_thinking(messages)
+    def _lacks_thinking(self, messages: list[dict], marked: list[dict]) -> bool:
+        """True if the template leaves out thinking of an answer even as the last message. marked:
+        of _mark_thinking."""
         thinks = [n for n in _answers(messages) if marked[n] != messages[n]]
         with contextlib.suppress(TemplateError):  # the template parses the content
             text = self._render(marked) if thinks else ""
@@ -334,14 +335,13 @@ class ChatRenderer:
             blocks += [{"type": "image"}, {"type": "text", "text": text}]
         return [block for block in blocks if block != {"type": "text", "text": ""}]
 
-    def _parts(self, messages: list[dict]) -> list[tuple[int, int]]:
+    def _parts(self, messages: list[dict], marked: list[dict]) -> list[tuple[int, int]]:
         """(end, first) of each sample: messages[:end], with the turns from `first` on trained.
 
         A template may strip the thinking of earlier turns once another question follows. The last
         sample is the whole conversation. The sample before ends with the last turn that shows
-        thinking stripped from it, and so on.
+        thinking stripped from it, and so on. marked: of _mark_thinking.
         """
-        marked = _mark_thinking(messages)
 
         @functools.cache
         def shown(end: int) -> set[str]:
@@ -523,21 +523,27 @@ class ChatRenderer:
 
     def _prompt(self, before: str, messages: list[dict]) -> int:
         """Length of the prompt of the next answer with `lead`, -1 if `before` does not begin with
-        it. A prompt may end with a block of thinking, empty or open, and history lack it."""
+        it."""
+        with contextlib.suppress(TemplateError):  # a template may refuse a part of a conversation
+            for prompt in self._prompts(before, messages):
+                if before.startswith(prompt):
+                    return len(prompt)
+        return -1
+
+    def _prompts(self, before: str, messages: list[dict]) -> Iterator[str]:
+        """Ways of writing the prompt of the next answer. It may end with a block of thinking, empty
+        or open, and history lack it."""
         style = self._style
-        prompts = []
+        written = []
         for options in (self.options, {}):
-            try:
-                prompt = self._render(messages, prompt=True, options=options)
-                if style.prompted:
-                    prompts.append(prompt + style.lead)
-                else:
-                    shown = os.path.commonprefix([self._render(messages, False, options), before])
-                    prompts += [prompt, shown + style.lead]
-            except TemplateError:  # a template may refuse a part of a conversation
-                return -1
-        prompts += [_OPENED.sub("", prompt) for prompt in prompts]
-        return next((len(prompt) for prompt in prompts if before.startswith(prompt)), -1)
+            prompt = self._render(messages, prompt=True, options=options)
+            written.append(prompt + style.lead if style.prompted else prompt)
+            yield written[-1]
+            if not style.prompted:
+                shown = os.path.commonprefix([self._render(messages, False, options), before])
+                written.append(shown + style.lead)
+                yield written[-1]
+        yield from (_OPENED.sub("", prompt) for prompt in written)
 
 
 @contextlib.contextmanager
