@@ -276,25 +276,36 @@ class ChatRenderer:
         return [sample for sample in samples if sample.spans] or samples[-1:]
 
     def _check_whole(self, messages: list[dict]) -> None:
-        """ValueError for a message left out by the template."""
-        marks: dict[int, str] = {}
-        marked = list(messages)
+        """ValueError for a message or a call left out by the template."""
+        marks: dict[str, tuple[str, str]] = {}  # -> text, role
+        marked = []
         for number, message in enumerate(messages):
-            # not of the assistant, whose thinking a template may leave out
-            if message["role"] != "assistant" and message["content"].strip():
-                marks[number] = f"mcatext{number}x"
-                marked[number] = message | {"content": marks[number]}
+            changed = dict(message)
+            kept = ""
+            if message["role"] == "assistant":
+                kept = _before_answer(message["content"])  # a template may leave out thinking
+            if message["content"].removeprefix(kept).strip():
+                mark = f"mcatext{number}x"
+                marks[mark] = (message["content"], message["role"])
+                changed["content"] = kept + mark
+            calls: list[dict] = []
+            for call in message.get("tool_calls", ()):
+                mark = f"mcacall{number}n{len(calls)}x"
+                marks[mark] = (call["function"]["name"], "a tool call")
+                calls.append(call | {"function": call["function"] | {"name": mark}})
+            if calls:
+                changed["tool_calls"] = calls
+            marked.append(changed)
         try:
             text = self._render(marked).lower()  # templates may write in capitals
         except TemplateError:  # the template parses the content
             return
-        for number, mark in marks.items():
-            message = messages[number]
+        for mark, (content, role) in marks.items():
             expect(
                 mark in text,
-                f"the chat template leaves out the message {message['content']!r:.60} "
-                f"of {message['role']}: expected a role that it writes (most know system), or "
-                "another chat_template",
+                f"the chat template leaves out the message {content!r:.60} of {role}: expected one "
+                "that it writes (most know system; some one call at once, or no text beside it), "
+                "or another chat_template",
             )
 
     def _lacks_thinking(self, messages: list[dict], marked: list[dict]) -> bool:

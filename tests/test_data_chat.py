@@ -171,6 +171,26 @@ def test_thinking_is_trained_after_answers_that_have_none(opening):
     ]
 
 
+@pytest.mark.parametrize("options", [{}, {"mask_history": True}, {"train_on_prompt": True}])
+def test_parts_of_answers_that_the_template_leaves_out_are_refused(options):
+    # as gpt-oss': a message is one call, or a text
+    template = CHATML_MARKS.replace(
+        "{{ m['content'] }}<|im_end|>\n{% endgeneration %}",
+        "{{ m['tool_calls'][0]['function'] | tojson if m['tool_calls'] else m['content'] }}"
+        "<|im_end|>\n{% endgeneration %}",
+    )
+    for call, words in (
+        (assistant("", tool_calls=[CALL, CALL]), "'add' of a tool call"),
+        (assistant("Well.", tool_calls=[CALL]), "'Well.' of assistant"),
+        (assistant("<think>\n2+3\n</think>\n\nWell.", tool_calls=[CALL]), "Well.' of assistant"),
+    ):
+        messages = [user("2+3?"), call, *CALLS[2:4]]
+        with pytest.raises(ValueError, match=f"leaves out the message .*{words}: expected one"):
+            encode_messages(messages, template, **options)
+    one = [user("2+3?"), assistant("", tool_calls=[CALL]), *CALLS[2:4]]
+    assert encode_messages(one, template, **options)[1].mask.any()
+
+
 @pytest.mark.parametrize("messages", [PLAIN, CALLS], ids=["plain", "calls"])
 def test_enable_thinking_false_shows_the_empty_block_and_does_not_train_it(messages):
     tokenizer, part = encode_messages(messages, TEMPLATES["qwen3"], enable_thinking=False)
