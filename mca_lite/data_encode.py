@@ -60,7 +60,10 @@ NOTE = "note"  # worth a warning, and trained
 
 _IDENTICAL = "pairs have the same chosen and rejected answer and were left out"
 _PLAIN = "prompts and completions are texts, trained without a chat template"
-_THOUGHTLESS = "conversations have thinking, and the chat template leaves it out"
+_THOUGHTLESS = (
+    "conversations have thinking, and the chat template leaves it out; some write it with "
+    "enable_thinking: true"
+)
 _SEVERAL = "conversations became several samples, for the template strips their thinking"
 
 

@@ -156,10 +156,11 @@ def test_thinking_that_a_template_never_writes_is_counted():
     thinks = conversation("Hi", "Hello", "2+3?", "<think>\nadd\n</think>\n\n5")
     beside = conversation("Hi", "Hello", "2+3?", "5")
     beside["messages"][-1]["reasoning_content"] = "add"
-    said = {"conversations have thinking, and the chat template leaves it out": (1, "t.json:1")}
+    said = "conversations have thinking, and the chat template leaves it out"
     for record in (thinks, beside):
         for options in ({}, {"mask_history": True}, {"train_on_prompt": True}):
-            assert encode(record, DEEPSEEK, **options)[1].tallies == said
+            [(what, found)] = encode(record, DEEPSEEK, **options)[1].tallies.items()
+            assert what.startswith(said) and found == (1, "t.json:1")
             assert not encode(record, QWEN3, **options)[1].tallies
     assert not encode(TWO_TURNS, DEEPSEEK)[1].tallies
 
