@@ -256,6 +256,8 @@ class Encoder:
             f"stage {objective.stage} ends documents with the tokenizer's eos_token: set it in "
             "its config, and expected a fast tokenizer (one with a tokenizer.json)",
         )
+        end = tokenizer.eos_token_id
+        self.adds_end = end is not None and tokenizer("")["input_ids"][-1:] == [end]
 
     def encode(self, chunk: list[Record]) -> tuple[list[Sample], Tally]:
         """The samples that are kept, in their order, and the counts of the records.
@@ -365,13 +367,17 @@ class Encoder:
         for is_plain, group in itertools.groupby(rendered, key=lambda one: one.is_plain):
             alike = list(group)
             batch = self._tokens([one.text for one in alike], is_plain)
+            for ids in batch["input_ids"] if is_plain and self.adds_end else ():
+                if ids[-2:] == 2 * [self.tokenizer.eos_token_id]:  # the text has its own
+                    ids.pop()
             if self.is_text:
                 documents += map(self._ended, alike, batch["input_ids"])
                 continue
             rows = zip(batch["input_ids"], batch["offset_mapping"], alike, strict=True)
             for ids, offsets, one in rows:
                 tokens = np.array(ids, dtype=np.int32)
-                document = np.where(mask_of_spans(offsets, one.spans), tokens, ~tokens)
+                trained = mask_of_spans(offsets[: len(ids)], one.spans)
+                document = np.where(trained, tokens, ~tokens)
                 if self.vision is not None:
                     document = self.vision.expand(document, one.pictures)
                 documents.append(document)

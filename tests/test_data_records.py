@@ -282,6 +282,18 @@ def test_a_text_prompt_gets_the_special_tokens_that_the_tokenizer_adds():
     assert tokenizer.bos_token_id not in part.ids  # a chat template writes its own
 
 
+@pytest.mark.parametrize("keys", [{}, {"train_on_prompt": True}])
+def test_a_tokenizer_that_adds_the_end_token_gives_no_second_one(keys):
+    tokenizer = byte_tokenizer(CHATML)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A </s>", special_tokens=[("</s>", tokenizer.eos_token_id)]
+    )
+    for completion in ("a", "a</s>"):
+        record = {"prompt": "q", "completion": completion}
+        part = encode_with(tokenizer, record, "prompt-completion", **keys)
+        assert tokenizer.decode(part.ids) == "qa</s>" and part.mask.tolist()[1:] == [1, 1]
+
+
 def test_formats_are_detected_from_the_first_record():
     none = DatasetSpec("t")
     assert detect_format({"instruction": "", "output": ""}, none, SFT, "t:1") == "alpaca"
