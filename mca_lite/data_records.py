@@ -469,8 +469,10 @@ def conversations(
 def _refuse_other_kinds(record: dict, has_opinions: bool, where: str) -> None:
     """ValueError for records with another meaning than a text model would learn from them."""
     for column in () if has_opinions else _LABELS:
+        # a number under TRL's name may be that of a class
+        kinds = bool if column == "label" else (bool, int, float)
         expect(
-            not isinstance(record.get(column), bool),
+            not isinstance(record.get(column), kinds),
             f"{where}: the column {column!r} says whether an answer is good, and every "
             "answer would be trained: set stage: kto, or keep the good ones without the column",
         )

@@ -133,6 +133,12 @@ def test_keys_without_a_meaning_for_labels_are_refused(tmp_path):
             load_files(tmp_path, path, stage="kto", **{key: True})
 
 
-def test_other_stages_refuse_records_with_a_label(tmp_path):
-    path = write_records(tmp_path / "a.jsonl", FORMS["messages"])
+@pytest.mark.parametrize("tag", [True, False, 1, 0, 0.0])
+def test_other_stages_refuse_records_with_a_label(tmp_path, tag):
+    path = write_records(tmp_path / "a.jsonl", {"messages": TURNS, "kto_tag": tag})
     assert "set stage: kto" in error_of(load_files, tmp_path, path)
+
+
+def test_a_number_in_a_column_label_may_be_a_class(tmp_path):
+    path = write_records(tmp_path / "a.jsonl", {"messages": TURNS, "label": 0})
+    assert len(load_files(tmp_path, path).train) == 1
