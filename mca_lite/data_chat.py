@@ -441,16 +441,17 @@ class ChatRenderer:
         return self._styles[key]
 
     def _end_of_turn(self, tail: str, middle: str) -> str:
-        """tail to the end of its first special tokens, one after another, which follow an answer in
-        the `middle` too: eos at the end of a text is no part of them. Without any there, tail to
-        the end of its first ones, or without the white space at its end."""
+        """tail to the end of its first special token, or of eos among those right after it, as far
+        as they follow an answer in the `middle` too: eos at the end of a text ends no turn. Without
+        any there, those of tail, or tail without the white space at its end."""
         added = map(str, self.tokenizer.added_tokens_decoder.values())
         tokens = {*added, *self.tokenizer.all_special_tokens} - {""}
         # of those that begin at one place the longest; (?!) matches nothing
         patterns = map(re.escape, sorted(tokens, key=len, reverse=True))
-        special = re.compile(f"(?:{'|'.join([*patterns, '(?!)'])})+")
+        one = "|".join([*patterns, "(?!)"])
+        eos = re.escape(self.tokenizer.eos_token or "") or "(?!)"
         for text in (os.path.commonprefix([tail, middle]), tail):
-            if found := special.search(text):
+            if found := re.search(f"(?:{one})*?{eos}|{one}", text):
                 return text[: found.end()]
         return tail.rstrip()
 

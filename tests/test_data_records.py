@@ -38,12 +38,13 @@ PHI3 = (
     "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% else %}</s>{% endif %}"
 )
-# Cohere's: two tokens end an answer
+# Cohere's: two tokens end an answer, the second is eos; some write the next header in any case
 COHERE = (
     "{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>{{ m['content'] }}"
-    "{% if m['role'] == 'assistant' %}<|end|>{% endif %}<|eot_id|>{% endfor %}"
+    "{% if m['role'] == 'assistant' %}<|end|>{% endif %}</s>{% endfor %}"
     "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>{% endif %}"
 )
+COHERE_OPEN = COHERE.replace("{% if add_generation_prompt %}", "{% if true %}")
 # Phi-4-mini's: the token at the end of the text is beside that of the turn
 PHI4 = PHI3.replace("<|end|>\n", "<|end|>").replace("|>\n", "|>")
 # the system message moves to the last question, so that a part of a conversation is no beginning of
@@ -98,7 +99,8 @@ TWO_TURNS = conversation("Hi", "Hello", "What is 2+3?", "5")
         (LLAMA3, ["Hello<|eot_id|>", "5<|eot_id|>"]),
         (PHI3, ["Hello<|end|>", "5<|end|>"]),
         (PHI4, ["Hello<|end|>", "5<|end|>"]),
-        (COHERE, ["Hello<|end|><|eot_id|>", "5<|end|><|eot_id|>"]),
+        (COHERE, ["Hello<|end|></s>", "5<|end|></s>"]),
+        (COHERE_OPEN, ["Hello<|end|></s>", "5<|end|></s>"]),
         (MISTRAL, [" Hello</s>", " 5</s>"]),
         (DEEPSEEK, ["Hello</s>", "5</s>"]),
     ],
@@ -112,6 +114,7 @@ TWO_TURNS = conversation("Hi", "Hello", "What is 2+3?", "5")
         "phi3",
         "phi4",
         "cohere",
+        "cohere_open",
         "mistral",
         "deepseek",
     ],
