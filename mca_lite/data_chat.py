@@ -41,6 +41,7 @@ _THINKING = re.compile(
     rf"(?:^|(?<=<think>))(?!\s*{_CLOSING})(?:(?!<think>).)*(?={_CLOSING})", re.DOTALL
 )
 _OPENED = re.compile(r"<think>\s*(?:</think>\s*)?\Z")  # thinking at the end of a prompt
+_EMPTY = re.compile(r"<think>\s*(?:</think>\s*|\Z)")  # and empty blocks before it
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # texts to try a template with: a template that changes answers changes these too
 _QUESTION = "mcaquestion"
@@ -544,7 +545,7 @@ class ChatRenderer:
 
     def _prompts(self, before: str, messages: list[dict]) -> Iterator[str]:
         """Ways of writing the prompt of the next answer. It may end with a block of thinking, empty
-        or open, and history lack it."""
+        or open, and history lack it, and the empty blocks of calls before it."""
         style = self._style
         written = []
         for options in (self.options, {}):
@@ -555,7 +556,8 @@ class ChatRenderer:
                 shown = os.path.commonprefix([self._render(messages, False, options), before])
                 written.append(shown + style.lead)
                 yield written[-1]
-        yield from (_OPENED.sub("", prompt) for prompt in written)
+        for blocks in (_OPENED, _EMPTY):
+            yield from (blocks.sub("", prompt) for prompt in written)
 
 
 @contextlib.contextmanager

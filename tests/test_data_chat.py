@@ -160,15 +160,19 @@ def test_thinking_is_trained_after_answers_that_have_none(opening):
     )
     assert first.endswith(f"Hi<|im_end|>\n{header}")
     assert second.endswith(f"2+3?<|im_end|>\n{header}{start}")
-    # a block that the next question takes away, beside a call
-    calls = [user("2+3?"), assistant("", tool_calls=[CALL]), {"role": "tool", "content": "5"}]
-    calls += [assistant("Five."), user("Hi"), assistant("Hello")]
-    turns = trained_turns(*encode_messages(calls, template))
-    written = '{"name": "add", "arguments": {"a": 2, "b": 3}}'
-    assert [text for _, text in turns[:2]] == [
-        f"<tool_call>\n{written}\n</tool_call><|im_end|>",
-        "Five.<|im_end|>",
-    ]
+
+
+@pytest.mark.parametrize("opening", [OPENS, CLOSES], ids=["open", "empty"])
+def test_calls_are_trained_where_a_later_question_takes_empty_blocks_away(opening):
+    # of Qwen3.5 each answer after the last question has a block
+    head, _, _ = TEMPLATES["qwen3"].partition("{%- if add_generation_prompt %}")
+    template = head.replace("and (loop.last or thinking)", "") + opening
+    step = [assistant("", tool_calls=[CALL]), {"role": "tool", "content": "5"}]
+    messages = [user("2+3?"), *step, *step, assistant("Five."), user("Hi"), assistant("Hello")]
+    _, turns = zip(*trained_turns(*encode_messages(messages, template)), strict=True)
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call><|im_end|>'
+    closed = "\n</think>\n\n" if opening == OPENS else ""
+    assert turns == (call, call, "Five.<|im_end|>", f"{closed}Hello<|im_end|>")
 
 
 @pytest.mark.parametrize("options", [{}, {"mask_history": True}, {"train_on_prompt": True}])
