@@ -278,7 +278,7 @@ class ChatRenderer:
 
     def _check_whole(self, messages: list[dict]) -> None:
         """ValueError for a message or a call left out by the template."""
-        marks: dict[str, tuple[str, str]] = {}  # -> text, role
+        marks: dict[str, tuple[str, str, str]] = {}  # -> text, role, another mark
         marked = []
         for number, message in enumerate(messages):
             changed = dict(message)
@@ -287,12 +287,14 @@ class ChatRenderer:
                 kept = _before_answer(message["content"])  # a template may leave out thinking
             if message["content"].removeprefix(kept).strip():
                 mark = f"mcatext{number}x"
-                marks[mark] = (message["content"], message["role"])
+                marks[mark] = (message["content"], message["role"], mark)
                 changed["content"] = kept + mark
             calls: list[dict] = []
             for call in message.get("tool_calls", ()):
                 mark = f"mcacall{number}n{len(calls)}x"
-                marks[mark] = (call["function"]["name"], "a tool call")
+                # Kimi's template writes the id of a call, not the name
+                other = str(call.get("id") or mark).lower()
+                marks[mark] = (call["function"]["name"], "a tool call", other)
                 calls.append(call | {"function": call["function"] | {"name": mark}})
             if calls:
                 changed["tool_calls"] = calls
@@ -301,9 +303,9 @@ class ChatRenderer:
             text = self._render(marked).lower()  # templates may write in capitals
         except TemplateError:  # the template parses the content
             return
-        for mark, (content, role) in marks.items():
+        for mark, (content, role, other) in marks.items():
             expect(
-                mark in text,
+                mark in text or other in text,
                 f"the chat template leaves out the message {content!r:.60} of {role}: expected one "
                 "that it writes (most know system; some one call at once, or no text beside it), "
                 "or another chat_template",
