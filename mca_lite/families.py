@@ -196,6 +196,11 @@ def _flint(hf) -> dict[str, Any]:
     }
 
 
+def _hyperclovax(hf) -> dict[str, Any]:
+    """Fields of HyperCLOVA X: its logits are multiplied by logits_scaling, not divided."""
+    return {"logits_scaling": 1 / hf.logits_scaling, "add_output_bias": hf.attention_bias}
+
+
 def _hunyuan_moe(hf) -> dict[str, Any]:
     """Fields of Hunyuan's experts: a shared one as wide as the others. ValueError for layers with
     different numbers of experts of a token."""
@@ -475,6 +480,7 @@ _HELIUM = Family(
     dense_rows(bias="add_qkv_bias"), _QKV_BIAS, {"rope_interleave": True}, "hidden_act mlp_bias"
 )
 _OLMOE = FAMILIES["olmoe"]
+_HYPERCLOVAX_NORMS = "input_layernorm post_norm1 post_attention_layernorm post_norm2"
 FAMILIES |= {
     "helium": _HELIUM,
     "glm": replace(
@@ -482,6 +488,15 @@ FAMILIES |= {
         rows=decoder_rows(attention(bias="add_qkv_bias"), mlp_rows(fused=True)),
         refusals="hidden_act",
         partial_rotary=True,
+    ),
+    "hyperclovax": Family(
+        tuple(
+            replace(row, when="post_norms") if "post_norm" in row.hf[0] else row
+            for row in dense_rows(bias="add_qkv_bias", norms=_HYPERCLOVAX_NORMS)
+        ),
+        {**FAMILIES["granite"].config, **_QKV_BIAS, "use_post_norm": "post_norms"},
+        refusals="hidden_act mlp_bias",
+        derived=_hyperclovax,
     ),
     "vaultgemma": replace(
         FAMILIES["gemma2"],

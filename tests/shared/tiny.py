@@ -94,6 +94,9 @@ MORE_KEYS = {
     "vaultgemma": dict(head_dim=8, sliding_window=6, query_pre_attn_scalar=12,
                        final_logit_softcapping=2.0, attn_logit_softcapping=3.0,
                        tie_word_embeddings=True),
+    "hyperclovax": dict(embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.4,
+                        logits_scaling=0.4, head_dim=12, attention_bias=True),
+    "hyperclovax_pre_norm": dict(model_type="hyperclovax", use_post_norm=False, logits_scaling=0.4),
     "ernie4_5": dict(head_dim=8, tie_word_embeddings=True),
     "gemma4_text": dict(
         head_dim=8, global_head_dim=16, num_global_key_value_heads=2, num_key_value_heads=4,
@@ -110,8 +113,8 @@ MORE_KEYS = {
 # tiny_moe's models there
 OF_OTHERS = (
     "arcee cwm deepseek_v3_yarn ernie4_5 exaone4 exaone4_no_window glm glm4 glm4_no_bias granite "
-    "helium hunyuan_alpha hunyuan_v1_dense ministral3 olmo2 olmo3 phi3 qwen3_5_text qwen3_window "
-    "seed_oss smollm3 vaultgemma youtu"
+    "helium hunyuan_alpha hunyuan_v1_dense hyperclovax hyperclovax_pre_norm ministral3 olmo2 olmo3 "
+    "phi3 qwen3_5_text qwen3_window seed_oss smollm3 vaultgemma youtu"
 ).split()
 # {family: modules whose adapters are compared with PEFT's}
 OF_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -130,6 +133,7 @@ ADAPTED = {
     "arcee": ("q_proj", "up_proj", "down_proj"),
     "helium": ("q_proj", "o_proj", "gate_proj"),
     "gemma4_text": (*OF_ATTENTION, "up_proj"),
+    "hyperclovax": ("q_proj", "o_proj", "down_proj", "lm_head", "embed_tokens"),
     "seed_oss": (*OF_ATTENTION, "gate_proj", "up_proj", "down_proj"),
 }
 # {(family, field of its config): why it has no effect}
