@@ -319,7 +319,7 @@ _CONSTANTS = dict(
 
 _UNSET = (None, False, 0)
 GELU = "gelu_pytorch_tanh"
-_WITHOUT = "a bias on o_proj is not built: convert the model to one without"
+_WITHOUT = "a bias on o_proj is not built for this family: convert the model to one without"
 REFUSALS: dict[str, tuple[tuple, str]] = {
     "hidden_act": (("silu", "swish"), "only silu (swiglu) is built"),
     "hidden_activation": ((GELU,), f"only {GELU} (geglu) is built"),
