@@ -291,8 +291,8 @@ def test_each_file_runs_in_one_process_of_the_suite(tmp_path):
 # gradients with fewer launches 80, cuDNN called itself 80; pictures before prediction layers 145;
 # pad tokens of reward models, their adapters and new tokens, numbers of records 400; one hook for
 # columns of data sets, 370 less; names of modules that differ from files 40; packed attention by
-# cuDNN 380; three more families 350; packages in doctor 90; one store of a second model's rows 1,180
-# less, and 1,030 more of them in the core, one module; functions compiled when they are called 115;
+# cuDNN 380; three more families 350; packages in doctor 90; one store of a second model's rows
+# 1,180 less, and 1,030 more of them in the core, one module; functions compiled when called 115;
 # labels of tool calls, thinking and ends of turns by 74 templates 760.
 LIMITS = {
     "modules": (0, 80),
