@@ -9,7 +9,7 @@ import itertools
 import re
 import shutil
 import sys
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -308,30 +308,37 @@ def continuations(
 ) -> list[list[int]]:
     """The new tokens after each prompt, up to the first one of `stop`.
 
-    Prompts of similar length share a batch [b, s], padded on the left: generation continues at the
-    end of a row. streamer: transformers', for one prompt. pictures: pixel_values and image_grid_thw
-    of each prompt, {} without any; (): no prompt has one.
+    A row ends at the model's last position. Prompts of similar length share a batch [b, s], padded
+    on the left: generation continues at the end of a row. streamer: transformers', for one prompt.
+    pictures: pixel_values and image_grid_thw of each prompt, {} without any; (): no prompt has one.
     """
     config = _generation_config(model, stop, decoding)
-    limit = config.max_new_tokens
     text_config = model.config.get_text_config()
     positions = getattr(text_config, "max_position_embeddings", None) or sys.maxsize
-    order = sorted(range(len(prompts)), key=lambda n: len(prompts[n]))
+    limits = [max(1, min(config.max_new_tokens, positions - len(prompt))) for prompt in prompts]
     new_tokens = {}
-    for start in range(0, len(order), batch_size):
+    for numbers in _batches(prompts, limits, batch_size):
         watchdog.alive()
-        numbers = order[start : start + batch_size]
         rows = [torch.tensor(prompts[number], device=model.device) for number in numbers]
         ids = pad_sequence(rows, True, config.pad_token_id, "left")
         mask = pad_sequence([torch.ones_like(row) for row in rows], True, 0, "left")
-        width = ids.shape[1]
-        config.max_new_tokens = max(1, min(limit, positions - width))
+        config.max_new_tokens = limits[numbers[0]]
         seen = _joined([pictures[number] for number in numbers] if pictures else [], ids, model)
         output = model.generate(
             input_ids=ids, attention_mask=mask, generation_config=config, streamer=streamer, **seen
         )
-        new_tokens |= zip(numbers, output[:, width:].tolist(), strict=True)
+        new_tokens |= zip(numbers, output[:, ids.shape[1] :].tolist(), strict=True)
     return [until_stop(new_tokens[number], stop) for number in range(len(prompts))]
+
+
+def _batches(prompts: list[list[int]], limits: list[int], size: int) -> Iterator[list[int]]:
+    """Numbers of up to `size` prompts of similar length with one limit of new tokens: beside a
+    prompt near the model's last position, a shorter one would be cut with it."""
+    order = sorted(range(len(prompts)), key=lambda n: len(prompts[n]))
+    for _, group in itertools.groupby(order, key=limits.__getitem__):
+        alike = list(group)
+        for start in range(0, len(alike), size):
+            yield alike[start : start + size]
 
 
 def _joined(pictures: list[dict], ids: torch.Tensor, model) -> dict[str, torch.Tensor]:

@@ -60,6 +60,22 @@ def test_greedy_batches_are_what_transformers_generates_from_each_prompt(llama_w
     assert all(text.startswith(answer) for text, answer in zip(texts, found, strict=True))
 
 
+def test_a_prompt_near_the_last_position_cuts_no_other_answer(llama_with_tokenizer):
+    """Each prompt has the model's 128 positions for itself, whichever share its batch."""
+    model, _ = load_for_generation(llama_with_tokenizer)
+    long = torch.randint(4, 60, (128,), generator=torch.Generator().manual_seed(1)).tolist()
+    prompts = [[7, 9, 12], long[:120], long, long[:123], [5]]
+    sizes = [12, 8, 1, 5, 12]
+    wanted = [
+        greedy_by_transformers(
+            model, prompt, do_sample=False, max_new_tokens=size, eos_token_id=None
+        )
+        for prompt, size in zip(prompts, sizes, strict=True)
+    ]
+    for size in (1, 2, 32):
+        assert generation.continuations(model, prompts, [], SHORT, size) == wanted
+
+
 def test_greedy_answers_of_a_model_that_samples_give_no_warning(llama_with_tokenizer, monkeypatch):
     model, _ = load_for_generation(llama_with_tokenizer)
     model.generation_config = GenerationConfig(do_sample=True, temperature=0.6, top_k=20)
