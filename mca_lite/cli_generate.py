@@ -298,11 +298,13 @@ def _evaluation_set(arguments, tokenizer, vision):
 
 def _of_file(file: str, tokenizer, data, vision) -> list[_Sample]:
     """The samples of a file of records."""
+    from .data_chat import ChatRenderer
     from .data_files import DatasetSpec, read_records
-    from .data_records import FORMATS, detect_format, is_plain, pictures_of_prompt
-    from .generation import prompt_ids
+    from .data_records import detect_format, prompt_and_answer
 
     spec = DatasetSpec(file)
+    renderer = ChatRenderer(tokenizer, data.enable_thinking)
+    options = (data.ignore_message_keys, vision)
     samples = []
     for where, record in read_records(file):
         if isinstance(record, str):
@@ -310,22 +312,16 @@ def _of_file(file: str, tokenizer, data, vision) -> list[_Sample]:
         form = "prompt"
         if not isinstance(record, dict) or record.keys() - {"system"} != {"prompt"}:
             form = detect_format(record, spec, OBJECTIVES["sft"], where)
-        reader = FORMATS[form]
-        messages = [*reader.prompt(record, spec, where), *reader.answer(record, spec, where)]
-        expected = None
-        if messages[-1]["role"] == "assistant":
-            expected = messages.pop()["content"]
-        system = record.get("system") or data.default_system
-        if system and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": system})
-        pictures = pictures_of_prompt(messages, record, spec, vision, where)
-        seen = {}
-        if is_plain(record, form):
-            ids = tokenizer.encode(record["prompt"])
+        asked, expected = prompt_and_answer(
+            record, spec, form, data.default_system, where, *options
+        )
+        if asked.is_plain or not tokenizer.chat_template:
+            ids = tokenizer.encode(asked.messages[-1]["content"])
         else:
-            ids = prompt_ids(tokenizer, messages, data.enable_thinking)
+            ids = tokenizer.encode(renderer.prompt(asked, where), add_special_tokens=False)
+        seen = {}
         if vision is not None:
-            ids, seen = vision.prompt(ids, pictures, where)
+            ids, seen = vision.prompt(ids, asked.pictures, where)
         samples.append((ids, expected, seen))
     if not samples:
         refuse("--file", file, "it holds no record", _FILES)

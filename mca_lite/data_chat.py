@@ -214,6 +214,15 @@ class ChatRenderer:
         Raises: ValueError with the place."""
         if conversation.is_plain:
             return [self._plain(conversation.messages, trained)]
+        return self._in_words(conversation, where, lambda one: one.samples(conversation, trained))
+
+    def prompt(self, conversation: Conversation, where: str) -> str:
+        """The text of a conversation up to the assistant's next answer, with thinking and tools
+        written as in training. Raises: ValueError with the place."""
+        return self._in_words(conversation, where, lambda one: one.open_text(conversation))
+
+    def _in_words(self, conversation: Conversation, where: str, render: Callable):
+        """render(a copy for this conversation), its errors as ValueErrors with the place."""
         taken = ", ".join(map(repr, sorted(_TAKEN.intersection(conversation.options))))
         expect(
             not taken, f"{where}: chat_template_kwargs: {taken}: expected variables of the template"
@@ -221,7 +230,7 @@ class ChatRenderer:
         one = copy.copy(self)
         one.options = self.options | conversation.options
         try:
-            return one.samples(conversation, trained)
+            return render(one)
         except TemplateError as error:
             raise ValueError(
                 f"{where}: the chat template refuses the conversation: {error}: set chat_template "
@@ -247,9 +256,7 @@ class ChatRenderer:
         expect(self.tokenizer.chat_template, _NO_TEMPLATE)
         _check_weights(conversation, trained == "all")
         weights = [conversation.weights.get(n, True) for n in _answers(conversation.messages)]
-        template = self.tokenizer.get_chat_template(tools=conversation.tools)
-        messages = [_with_known_keys(m, template) for m in conversation.messages]
-        messages, tools = _for_template(messages, conversation.tools, template)
+        messages, tools = self._for_template(conversation)
         self._template = self.tokenizer.get_chat_template(tools=tools)
         self._style = self._style_of(self._template)
         self._tools = tools
@@ -275,6 +282,17 @@ class ChatRenderer:
             sample = self._sample(messages[:end], wanted)
             samples.append(sample._replace(lacks_thinking=lacks))
         return [sample for sample in samples if sample.spans] or samples[-1:]
+
+    def _for_template(self, conversation: Conversation) -> tuple[list[dict], list | None]:
+        """(messages, tools) of a conversation as its template takes them."""
+        template = self.tokenizer.get_chat_template(tools=conversation.tools)
+        messages = [_with_known_keys(m, template) for m in conversation.messages]
+        return _for_template(messages, conversation.tools, template)
+
+    def open_text(self, conversation: Conversation) -> str:
+        """prompt(), on the copy for this conversation."""
+        messages, self._tools = self._for_template(conversation)
+        return self._render(messages, prompt=True)
 
     def _check_whole(self, messages: list[dict]) -> None:
         """ValueError for a message or a call left out by the template."""

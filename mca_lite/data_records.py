@@ -416,8 +416,7 @@ def conversations(
     Raises: ValueError with the place for an unusable record.
     """
     row = FORMATS[form]
-    options = get_column(record, "chat_template_kwargs", where, dict, required=False)
-    options = _without((), options or {})
+    options = _template_options(record, where)
     _refuse_other_kinds(record, pairs or labelled, where)
     of_columns = _pictures_of(record, spec, vision is not None)
     column = spec.columns.get("system", "system")
@@ -464,6 +463,41 @@ def conversations(
             _take_pictures(prompt, of_columns, may_lead, vision, where)
         _check_prompts(chosen, rejected, prompt, where)
     return read
+
+
+def prompt_and_answer(
+    record,
+    spec: DatasetSpec,
+    form: str,
+    default_system: str | None,
+    where: str,
+    ignored: Collection[str] = (),
+    vision: Vision | None = None,
+) -> tuple[Conversation, str | None]:
+    """(the conversation of a record before its last answer, the text of this answer, None without
+    one), to be answered: the record may end with a question. Arguments as of conversations()."""
+    row = FORMATS[form]
+    turns = [*row.prompt(record, spec, where), *row.answer(record, spec, where)]
+    messages = [_without(ignored, turn) for turn in turns]
+    _take_weights(messages, where)
+    answer = None
+    if messages[-1]["role"] == "assistant":
+        answer = messages.pop()["content"]
+    system = record.get("system") or default_system
+    if system and messages[0]["role"] not in ("system", "developer"):
+        messages.insert(0, _message("system", system))
+    of_columns = _pictures_of(record, spec, vision is not None)
+    pictures = _take_pictures(messages, of_columns, True, vision, where)
+    tools = _tools(record, spec, where)
+    options = _template_options(record, where)
+    plain = is_plain(record, form)
+    return Conversation(messages, tools, {}, options, plain, pictures), answer
+
+
+def _template_options(record, where: str) -> dict:
+    """The variables of the chat template in a record."""
+    options = get_column(record, "chat_template_kwargs", where, dict, required=False)
+    return _without((), options or {})
 
 
 def _refuse_other_kinds(record: dict, has_opinions: bool, where: str) -> None:
@@ -545,14 +579,6 @@ def _take_pictures(
     folder = Path(vision.media_dir or Path(where.rpartition(":")[0]).parent)
     values = [next(rest) if value is None else value for value in values]
     return tuple(read_picture(value, folder, where) for value in values)
-
-
-def pictures_of_prompt(
-    messages: list[dict], record: dict, spec: DatasetSpec, vision: Vision | None, where: str
-) -> tuple[Picture, ...]:
-    """Write Vision.block for each picture of a record's messages, in place -> the pictures."""
-    of_columns = _pictures_of(record, spec, vision is not None)
-    return _take_pictures(messages, of_columns, True, vision, where)
 
 
 # weights of messages under the names of OpenAI, LLaMA-Factory and axolotl (two)

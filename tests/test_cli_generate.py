@@ -10,6 +10,7 @@ from tests.shared import tiny
 from tests.shared.chats import assistant, user, write_records
 from tests.shared.commands import ended
 from tests.shared.small_runs import save_tokenizer
+from tests.shared.toy_tokenizer import CHATML, QWEN3, byte_tokenizer
 
 LENGTH = 4
 
@@ -127,3 +128,52 @@ def test_a_file_of_prompts_needs_no_answers(known, tmp_path):
     assert code == 2 and "its documents have no answers" in error
     code, _, error, _ = generate(path, tmp_path, "--file", write_records(tmp_path / "empty.jsonl"))
     assert code == 2 and "empty.jsonl'\n    it holds no record" in error
+
+
+def test_prompts_of_a_file_are_those_that_training_makes_of_its_records(tmp_path):
+    """Tools, calls, variables of the template and thinking reach a prompt as transformers'
+    apply_chat_template writes them."""
+    tokenizer = byte_tokenizer("{{ mode }}" + QWEN3)
+    path = tiny.save_model(
+        tmp_path / "m", "llama", vocab_size=len(tokenizer), max_position_embeddings=999
+    )
+    tokenizer.save_pretrained(path)
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    with_tools = {"tools": [tool]}
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
+    of_tool = {"role": "tool", "content": "r"}
+    called = [user("q"), {**assistant(""), "tool_calls": calls}, of_tool]
+    developer = {"role": "developer", "content": "d"}
+    thought = [user("q"), {**assistant("b"), "reasoning": "t"}, user("p")]
+    turns = [
+        {"from": "human", "value": "q"},
+        {"from": "function_call", "value": json.dumps(calls[0]["function"])},
+        {"from": "observation", "value": "r"},
+    ]
+    wanted = {
+        "tools": ({"messages": [user("q")], "tools": [tool]}, [user("q")], with_tools),
+        "calls": ({"conversations": turns, "tools": json.dumps([tool])}, called, with_tools),
+        "variables": (
+            {"messages": [user("q")], "chat_template_kwargs": {"mode": "m"}},
+            [user("q")],
+            {"mode": "m"},
+        ),
+        "developer": ({"messages": [developer, user("q")]}, [developer, user("q")], {}),
+    }
+    system = {"role": "system", "content": "s"}
+    file = write_records(tmp_path / "prompts.jsonl", *[record for record, *_ in wanted.values()])
+    code, _, error, rows = generate(path, tmp_path, "--file", file, default_system="s")
+    assert code == 0, error
+    for row, (name, (_, messages, keys)) in zip(rows, wanted.items(), strict=True):
+        whole = messages if name == "developer" else [system, *messages]
+        right = tokenizer.apply_chat_template(
+            whole, tokenize=False, add_generation_prompt=True, **keys
+        )
+        assert row["prompt"] == right, name
+    tokenizer.chat_template = CHATML  # without a place for either
+    tokenizer.save_pretrained(path)
+    file = write_records(tmp_path / "more.jsonl", {"messages": thought}, {"messages": called})
+    code, _, error, rows = generate(path, tmp_path, "--file", file)
+    assert code == 0, error
+    assert "assistant\n<think>\nt\n</think>\n\nb<|im_end|>" in rows[0]["prompt"]
+    assert '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>' in rows[1]["prompt"]
