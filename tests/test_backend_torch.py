@@ -50,6 +50,25 @@ def test_token_losses_are_those_of_the_models_own_logits(family):
     assert wrapped.head_is_plain == (family == "qwen3")
 
 
+def test_a_cap_that_the_first_logits_are_far_below_is_not_lost():
+    """A model as it is drawn has small logits: a cap changes them by less than rounding."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from mca_lite.backend_torch import TokenLossModel
+
+    torch.manual_seed(0)
+    sizes = {**SIZES, **OTHERS["gemma2"], "final_logit_softcapping": 30.0}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma2", **sizes))
+    wrapped = TokenLossModel(model, 4)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(200)  # as after training
+    ids, labels = torch.randint(0, 61, (2, 9)), torch.randint(0, 61, (2, 9))
+    wanted = F.cross_entropy(
+        model(ids).logits.flatten(0, 1), labels.flatten(), reduction="none"
+    ).view(2, 9)
+    torch.testing.assert_close(wrapped(ids, labels=labels), wanted, rtol=1e-5, atol=1e-5)
+
+
 def curves_with_pad_tokens(paths: list[str], out: str) -> list:
     """A curve of plain torch for each folder, and one of megatron-core for the last."""
     runs = [(path, "torch") for path in paths] + [(paths[-1], "megatron")]
