@@ -268,7 +268,8 @@ class TorchBackend(Backend):
         model.get_input_embeddings().padding_idx = None
         self.dp_size = parallel.world_size()
         self.dp_rank = parallel.rank()
-        self.loss_model = wrapped = TokenLossModel(model, args.loss_chunk_size)
+        with self.autocast():  # beside frozen weights in bf16, those of modules_to_save are float32
+            self.loss_model = wrapped = TokenLossModel(model, args.loss_chunk_size)
         if not wrapped.head_is_plain:
             args.notes.append(
                 f"{model.config.model_type} changes its logits: they are held whole, "

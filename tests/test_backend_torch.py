@@ -2,6 +2,7 @@
 or a refusal.
 """
 
+import functools
 import json
 import shutil
 from pathlib import Path
@@ -67,6 +68,33 @@ def test_a_cap_that_the_first_logits_are_far_below_is_not_lost():
         model(ids).logits.flatten(0, 1), labels.flatten(), reduction="none"
     ).view(2, 9)
     torch.testing.assert_close(wrapped(ids, labels=labels), wanted, rtol=1e-5, atol=1e-5)
+
+
+def adapted(model, saved: str, dtype: torch.dtype):
+    """The model with adapters beside a module that trains whole. dtype: of frozen weights."""
+    from mca_lite import lora
+
+    spec = lora.LoraSpec(targets=("q_proj",), rank=2, alpha=4.0, modules_to_save=(saved,))
+    return lora.inject(model, spec, dtype=dtype)
+
+
+def curves_with_saved_modules(path: str, out: str) -> list:
+    """Curves in float32 and in bf16, beside weights of each kind that train whole."""
+    curves = []
+    for saved in ("model.norm", "embed_tokens", "lm_head"):
+        for dtype in (torch.float32, torch.bfloat16):
+            adapt = functools.partial(adapted, saved=saved, dtype=dtype)
+            kind = dict(backend="torch", steps=2, count=7, bf16=dtype == torch.bfloat16)
+            curves.append(train(path, f"{out}/{len(curves)}", adapt=adapt, **kind))
+    return curves
+
+
+def test_modules_to_save_train_in_bf16(tmp_path):
+    """They are float32 beside weights in bf16, with or without adapters."""
+    path = tiny.save_model(tmp_path / "model", "qwen3", tie_word_embeddings=False)
+    [curves] = world.run(curves_with_saved_modules, 1, path, str(tmp_path))
+    for exact, rounded in zip(curves[::2], curves[1::2], strict=True):
+        assert_same_curve(rounded, exact, tolerance=0.05)
 
 
 def curves_with_pad_tokens(paths: list[str], out: str) -> list:
