@@ -10,6 +10,7 @@ import copy
 import functools
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,9 +105,10 @@ class Plan:
 # -- planning
 
 _EXPERTS_IN_PEFT = (
-    "note: of models with adapters of experts PEFT may pass over these, or others beside them, "
+    "note: in families with experts PEFT may pass over adapters of MLPs, or others beside them, "
     "without an error: save_merged_model: true writes whole weights for other programs"
 )
+_OF_MLPS = re.compile(r".*\.(experts\..*|gate_proj|up_proj|down_proj)")
 
 
 def make_plan(arguments: RunArguments) -> Plan:
@@ -129,8 +131,7 @@ def make_plan(arguments: RunArguments) -> Plan:
         planned.trained = freezing.plan(host, arguments.finetuning, judge)
         check_frozen_rows(planned.trained, num_new, objective.vocabulary, judge)
     judge.close()
-    adapted = planned.adapters.modules if planned.adapters else ()
-    if any(".experts." in name for name in adapted) and not arguments.finetuning.save_merged_model:
+    if not arguments.finetuning.save_merged_model and _may_lose_adapters(planned, arguments):
         report.append(_EXPERTS_IN_PEFT)
     second_model = None
     make = objective.trainer_class()
@@ -170,6 +171,15 @@ def vision_of(config, folder: Path, tokenizer, data_args) -> Vision | None:
             return None
         config = model_config.whole_config(config.hf_config)
     return Vision.of(folder, config.to_dict(), tokenizer, data_args)
+
+
+def _may_lose_adapters(planned: PlannedModel, arguments: RunArguments) -> bool:
+    """True if PEFT reads adapters as those of stacked experts: by the name of their module alone,
+    of dense layers and shared experts too."""
+    family = FAMILIES.get(str(arguments.model_config.get("model_type")))
+    has_experts = family is not None and any("[]" in row.mca for row in family.rows)
+    adapted = planned.adapters.modules if planned.adapters else ()
+    return has_experts and any(map(_OF_MLPS.fullmatch, adapted))
 
 
 def _plan_model(

@@ -345,7 +345,7 @@ def test_adapters_of_shared_experts_beside_the_dispatch_are_refused_where_they_a
 # -- a run of the command line
 
 
-def lines_of_plans(folder: str) -> dict:
+def lines_of_plans(folder: str, keys_of_plans: tuple) -> dict:
     """{keys: lines of the report about PEFT} of runs of adapters."""
     from mca_lite.args import parse_args
     from mca_lite.run import make_plan
@@ -353,7 +353,7 @@ def lines_of_plans(folder: str) -> dict:
     words = f"model_name_or_path={folder}/model dataset={folder}/chat.jsonl output_dir={folder}/out"
     words += f" cache_dir={folder}/cache stage=sft finetuning_type=lora preprocessing_num_workers=1"
     found = {}
-    for keys in ("lora_target=all", "lora_target=o_proj", "save_merged_model=true"):
+    for keys in keys_of_plans:
         report = make_plan(parse_args(f"{words} {keys}".split())).data.report
         found[keys] = [line for line in report if "PEFT" in line]
     return found
@@ -364,6 +364,19 @@ def test_a_run_says_that_peft_may_pass_over_adapters_of_experts(tmp_path):
     tiny_moe.save_model(tmp_path / "model", "gpt_oss")
     save_tokenizer(tmp_path / "model")
     write_data(tmp_path)
-    [found] = world.run(lines_of_plans, 1, str(tmp_path))
+    keys = ("lora_target=all", "lora_target=o_proj", "save_merged_model=true")
+    [found] = world.run(lines_of_plans, 1, str(tmp_path), keys)
     assert list(map(len, found.values())) == [1, 0, 0]
     assert "save_merged_model: true" in found["lora_target=all"][0]
+
+
+def test_a_run_says_so_of_dense_layers_and_shared_experts_too(tmp_path):
+    """PEFT 0.21 takes down_proj for that of experts, wherever it is: logits were off by a tenth."""
+    tiny_moe.save_model(tmp_path / "model", "glm4_moe")
+    save_tokenizer(tmp_path / "model")
+    write_data(tmp_path)
+    shared = "lora_target=*.shared_experts.*"
+    dense = "lora_target=*.layers.0.mlp.down_proj"
+    keys = (shared, dense, "lora_target=q_proj", f"{dense} save_merged_model=true")
+    [found] = world.run(lines_of_plans, 1, str(tmp_path), keys)
+    assert list(map(len, found.values())) == [1, 1, 0, 0]
