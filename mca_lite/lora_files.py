@@ -220,7 +220,8 @@ def save_adapter(model, folder: PathLike) -> list[str]:
     """Write the adapter as PEFT does -> file names, on global rank 0. All ranks must call it."""
     folder = Path(folder)
     tensors = trained_tensors(model)
-    config = peft_config(lora.spec_of(model), target_modules(model))
+    spec = lora.spec_of(model)
+    config = _with_equal_scales(peft_config(spec, target_modules(model)), spec)
 
     def write() -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -258,6 +259,15 @@ def peft_config(spec: LoraSpec, target_modules: list[str]) -> dict:
     }
 
 
+def _with_equal_scales(config: dict, spec: LoraSpec) -> dict:
+    """The config with the scale of rank-stabilised adapters of experts as alpha / rank: PEFT joins
+    two projections of experts at twice the rank and alpha, and alpha / sqrt(rank) grows by
+    sqrt(2) in it."""
+    if spec.use_rslora and any(".experts." in name for name in spec.modules):
+        return config | {"use_rslora": False, "lora_alpha": spec.scale * spec.rank}
+    return config
+
+
 def check_checkpoint(model, folder: PathLike) -> None:
     """ValueError if the PEFT adapter of a checkpoint and the model's adapters differ."""
     spec = lora.spec_of(model)
@@ -270,9 +280,10 @@ def check_checkpoint(model, folder: PathLike) -> None:
     if spec is None:
         return
     values = read_json(path)
-    now = peft_config(spec, target_modules(model))
+    plain = peft_config(spec, target_modules(model))  # as earlier versions wrote it
+    now = _with_equal_scales(plain, spec)
     for key in _FIXED:
-        if _unordered(values.get(key)) != _unordered(now[key]):
+        if _unordered(values.get(key)) not in (_unordered(plain[key]), _unordered(now[key])):
             raise ValueError(
                 f"{folder} was saved with {key} {values.get(key)} of its adapters, and this run "
                 f"has {now[key]}: set it back to go on"

@@ -3,6 +3,8 @@ every layout.
 """
 
 import functools
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from tests.shared.lora_tools import (
     run_keys,
     save_start,
     whole_logits_trainer,
+    with_drawn_adapters,
 )
 from tests.shared.small_runs import save_tokenizer, write_data
 from tests.shared.training import assert_same_curve, train
@@ -285,6 +288,41 @@ def test_peft_loads_adapters_of_experts_with_the_same_logits(name, made, tmp_pat
     answer = world.run(merged_and_logits, 2, {name: (path, folder)}, str(tmp_path), EP2)[0]
     theirs = PeftModel.from_pretrained(load_hf(path), folder)
     torch.testing.assert_close(logits_of(theirs), torch.tensor(answer[name]), rtol=0, atol=1e-5)
+
+
+def save_stabilised(path: str, folder: str) -> list:
+    """Save drawn adapters of experts scaled by alpha / sqrt(rank), and check a checkpoint's file of
+    an earlier version -> the logits."""
+    from mca_lite.lora_files import check_checkpoint, save_adapter
+    from mca_lite.model import AutoModel
+    from tests.shared.files import TOKENS, make_args
+
+    spec = dict(targets=("*.experts.*",), rank=2, alpha=8.0)
+    model = AutoModel.from_pretrained(path, make_args())
+    model = with_drawn_adapters(model, use_rslora=True, **spec).eval()
+    save_adapter(model, folder)
+    check_checkpoint(model, folder)
+    file = Path(folder) / "adapter_config.json"
+    written = json.loads(file.read_text())
+    file.write_text(json.dumps({**written, "use_rslora": True, "lora_alpha": 8}))
+    check_checkpoint(model, folder)
+    file.write_text(json.dumps(written))
+    with torch.no_grad():
+        return model.gather_logits(model(torch.tensor(TOKENS))).tolist()
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_peft_scales_rank_stabilised_adapters_of_experts_alike(name, tmp_path):
+    """It joins gate and up at twice the rank and alpha, by whose square root it would divide."""
+    from peft import PeftModel
+
+    from tests.shared.files import load_hf
+
+    path = str(tiny_moe.save_model(tmp_path / name, name))
+    folder = str(tmp_path / "adapter")
+    [wanted] = world.run(save_stabilised, 1, path, folder)
+    theirs = PeftModel.from_pretrained(load_hf(path), folder)
+    torch.testing.assert_close(logits_of(theirs), torch.tensor(wanted), rtol=0, atol=1e-5)
 
 
 RESUME = {"ep2": ("ep2", "ep2tp2_etp1"), "ep2tp2": ("ep2pp2",)}
