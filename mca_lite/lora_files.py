@@ -365,6 +365,11 @@ def file_merger(folder: PathLike, base: PathLike, shapes: dict, tied: bool):
     both = [name for end in _VOCABULARY_WEIGHTS for name in whole if name.endswith(end)]
     if tied and len(both) == 2 and torch.equal(*map(source.read, both)):
         whole.remove(both[1])  # the head: written twice, and one matrix in the base
+    elif tied and any(is_saved(module_of(name), spec) for name in both):
+        raise ValueError(
+            f"{folder} brings its own {both[0]}, and the embedding is the head in this model: "
+            "merge that adapter with PEFT, which cuts the tie"
+        )
     needed = whole | {f"{module}.weight" for module in source.pairs}
     if missing := sorted(needed - shapes.keys()):
         raise ValueError(

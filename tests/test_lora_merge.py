@@ -111,6 +111,28 @@ def test_modules_to_save_take_the_place_of_the_base_s(tmp_path):
         torch.testing.assert_close(tensors(tmp_path / "out")[name], tensor, rtol=0, atol=1e-7)
 
 
+@pytest.mark.parametrize("saved", ["embed_tokens", "lm_head"])
+def test_one_side_of_a_tied_embedding_is_not_merged_into_both(saved, tmp_path):
+    """PEFT trains a copy for one of the two, unless the adapter keeps both the same."""
+    from transformers import AutoModelForCausalLM
+
+    path = tiny.save_model(tmp_path / "model", "llama", tie_word_embeddings=True)
+    for is_tied in (False, True):
+        keys = dict(modules_to_save=[saved], ensure_weight_tying=is_tied)
+        model = peft_model(path, ["o_proj"], **keys)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "modules_to_save" in name and parameter.requires_grad:
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+        model.save_pretrained(tmp_path / f"adapter{is_tied}")
+    code, _, error = convert(path, tmp_path / "one", "--merge", tmp_path / "adapterFalse")
+    assert code == 2 and "the embedding is the head in this model" in error
+    code, _, error = convert(path, tmp_path / "both", "--merge", tmp_path / "adapterTrue")
+    assert code == 0, error
+    got = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "both"))
+    torch.testing.assert_close(got, logits(model), rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("keys", [{**TP2, **DIST_OPT}, dict(backend="torch")])
 def test_a_checkpoint_with_adapters_is_merged_as_training_merges(sharded_base, tmp_path, keys):
     path, adapter = sharded_base
@@ -173,7 +195,7 @@ def test_what_cannot_be_merged_is_refused(sharded_base, tmp_path):
         (shallow, "out2", adapter, "another model: it is for 30 weights"),
         (tied, "out3", tmp_path / "one_sided", "embedding is the head"),
         (by_default, "out6", tmp_path / "one_sided_too", "embedding is the head"),
-        (tied, "out7", tmp_path / "parted", "lacks 1, such as lm_head.weight"),
+        (tied, "out7", tmp_path / "parted", "the embedding is the head"),
         (path, "out4", tmp_path / "nowhere", "holds no adapter_config.json"),
         (path, "out5", tmp_path / "cut", f"lacks {gone}"),
         (path, "full", adapter, "is not empty"),
