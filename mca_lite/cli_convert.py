@@ -7,7 +7,8 @@ python -m mca_lite convert SRC DST [options]
     SRC a Hugging Face folder or hub name, with --merge ADAPTER, the folder of a PEFT adapter of it,
     or a checkpoint with adapters:         DST becomes a Hugging Face folder
     The tokenizer's files and generation_config.json are copied, of a checkpoint without them from
-    the model that it was trained from; code (*.py) and links elsewhere are not
+    its run's folder, else from the model that it was trained from; code (*.py) and links elsewhere
+    are not
 """
 
 import os
@@ -20,6 +21,7 @@ from .errors import refuse
 from .families_rows import has_value_head
 from .files import (
     ADAPTER_CONFIG_NAME,
+    CHECKPOINT_PREFIX,
     HF_CONFIG_NAME,
     HF_GENERATION_CONFIG_NAME,
     PROCESSOR_FILES,
@@ -35,7 +37,9 @@ from .files import (
 )
 
 # files of a model beside its weights and config.json
-_SIDE_FILES = (*TOKENIZER_FILES, *PROCESSOR_FILES, HF_GENERATION_CONFIG_NAME)
+_NO_TOKENIZERS = (*PROCESSOR_FILES, HF_GENERATION_CONFIG_NAME)
+_SIDE_FILES = (*TOKENIZER_FILES, *_NO_TOKENIZERS)
+_MORE_TEMPLATES = "additional_chat_templates"  # transformers' folder of those with names
 
 
 def main(words: list[str]) -> int:
@@ -77,8 +81,12 @@ def convert(src: str, dst: Path, max_shard_size: str = "5GB") -> str:
         ckpt_folder.refuse_damage(folder, "megatron", {})
         models = _load(folder)
         weights_convert.export_hf(models, dst, max_shard_size, beside=False)
-        for source in (Path(models.config.name_or_path or src), folder):
-            copy_files(source, _SIDE_FILES, dst)
+        origin = Path(models.config.name_or_path or src)
+        run = _run_of(folder)
+        # a run's tokenizer may have new tokens, or another chat template
+        has_tokenizer = any((run / name).is_file() for name in TOKENIZER_FILES)
+        _copy_beside(origin, run if has_tokenizer else origin, dst)
+        copy_files(folder, _SIDE_FILES, dst)
         return f"{src}, a checkpoint, is now {dst} in Hugging Face's format"
     refusal = why_mcore_adapters(folder)
     if refusal:
@@ -87,8 +95,23 @@ def convert(src: str, dst: Path, max_shard_size: str = "5GB") -> str:
     dst.mkdir(parents=True, exist_ok=True)
     ckpt.write_weights(dst, MegatronSnapshot(models), "megatron", models.config.hf_config)
     shutil.copyfile(folder / HF_CONFIG_NAME, dst / HF_CONFIG_NAME)
-    copy_files(folder, _SIDE_FILES, dst)
+    _copy_beside(folder, folder, dst)
     return f"{src} is now {dst}, a checkpoint that any layout loads"
+
+
+def _run_of(folder: Path) -> Path:
+    """The output_dir of a run's checkpoint, with the run's tokenizer; of others the folder."""
+    return folder.parent if folder.name.startswith(f"{CHECKPOINT_PREFIX}-") else folder
+
+
+def _copy_beside(model: Path, tokenizer: Path, dst: Path) -> None:
+    """Copy the files beside the weights of one folder, and the tokenizer's of another."""
+    copy_files(model, _NO_TOKENIZERS, dst)
+    templates = [path.name for path in (tokenizer / _MORE_TEMPLATES).glob("*.jinja")]
+    names = [f"{_MORE_TEMPLATES}/{name}" for name in sorted(templates)]
+    if names:
+        (dst / _MORE_TEMPLATES).mkdir(exist_ok=True)
+    copy_files(tokenizer, [*TOKENIZER_FILES, *names], dst)
 
 
 def merge(src: str, adapter: Path, dst: Path, max_shard_size: str = "5GB") -> str:
@@ -122,8 +145,8 @@ def merge(src: str, adapter: Path, dst: Path, max_shard_size: str = "5GB") -> st
     tensors = weights_files.in_words_of(src, config, changed)
     weights_files.write_safetensors(tensors, dst, max_shard_size)
     weights_files.write_hf_config(config, str(base.folder), dst, _dtype_of(base.folder))
-    for folder in (base.folder, adapter):
-        copy_files(folder, _SIDE_FILES, dst)
+    for folder in (base.folder, _run_of(adapter), adapter):
+        _copy_beside(folder, folder, dst)
     return f"{src} with the adapter {adapter} in its weights is now {dst}"
 
 

@@ -467,14 +467,16 @@ def _export(plan: Plan, trainer, result) -> None:
 
 
 class _SaveConfig(TrainerCallback):
-    """Writes config.yaml once the run is accepted: a refused one leaves an earlier run's."""
+    """Writes config.yaml, and the tokenizer of its checkpoints, once the run is accepted: a refused
+    one leaves an earlier run's."""
 
     def __init__(self, arguments: RunArguments):
         self.arguments = arguments
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(self, args, state, control, trainer, **kwargs):
         if parallel.is_main():
             self.arguments.save(Path(args.output_dir) / RUN_CONFIG_NAME)
+        trainer.save_tokenizer(Path(args.output_dir))
 
 
 def data_summary(plan: Plan) -> dict[str, str]:

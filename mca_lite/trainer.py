@@ -835,16 +835,17 @@ class McaTrainer:
             self.backend.export_hf(folder, self.args.max_shard_size)
         else:
             ckpt.save_model(folder, self.backend)
-        self._save_tokenizer(folder)
+        self.save_tokenizer(folder)
 
     def save_merged_model(self, output_dir: str | None = None) -> None:
         """Write the model with its adapters in its weights (None: to args.output_dir/merged), in
         Hugging Face's format, and the tokenizer. All ranks must call it."""
         folder = Path(output_dir or Path(self.args.output_dir) / "merged")
         self.backend.export_merged(folder, self.args.max_shard_size)
-        self._save_tokenizer(folder)
+        self.save_tokenizer(folder)
 
-    def _save_tokenizer(self, folder: Path) -> None:
+    def save_tokenizer(self, folder: Path) -> None:
+        """Write the tokenizer, if there is one. Collective."""
         if self.tokenizer is not None and parallel.is_main():
             with replacing(folder) as beside:
                 self.tokenizer.save_pretrained(beside)

@@ -12,9 +12,11 @@ from mca_lite.errors import ConfigError
 from mca_lite.files import lies_in
 from mca_lite.model_config import AutoConfig
 from tests.shared import tiny, tiny_moe, world
-from tests.shared.commands import convert
+from tests.shared.chats import conversation, write_records
+from tests.shared.commands import convert, run_script
 from tests.shared.files import assert_same_bytes, flip_bit, tensors
 from tests.shared.layouts import DIST_OPT, PP2, TP2
+from tests.shared.toy_tokenizer import CHATML, byte_tokenizer
 from tests.shared.training import train
 
 
@@ -180,3 +182,27 @@ def test_a_checkpoint_in_mcore_adapters_own_format_is_refused_with_its_export(
         (problem,) = error.value.problems
         assert "mcore_adapter's own format" in problem.reason and export in problem.suggestion
     assert command([named, str(tmp_path / "dst")]) and export in capsys.readouterr().err
+
+
+def test_a_checkpoint_brings_the_tokenizer_of_its_run(tmp_path):
+    """Its weights have rows of new tokens, which the model before training does not know; here the
+    run left checkpoints alone. Named chat templates are files in a folder of their own."""
+    from transformers import AutoTokenizer
+
+    tokenizer = byte_tokenizer({"default": CHATML, "tool_use": f"{CHATML}<tools>"})
+    path = tiny.save_model(tmp_path / "model", "llama", vocab_size=len(tokenizer))
+    tokenizer.save_pretrained(path)
+    data = write_records(tmp_path / "data.jsonl", *[conversation("a<new>", "b")] * 4)
+    words = f"model_name_or_path={path} dataset={data} output_dir={tmp_path / 'out'} cutoff_len=64"
+    words += " add_tokens=<new> max_steps=1 save_steps=1 global_batch_size=4 save_hf_model=false"
+    run_script(words, tmp_path)
+    code, _, error = convert(tmp_path / "out" / "checkpoint-1", tmp_path / "hf")
+    assert code == 0, error
+    found = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert found("<new>")["input_ids"] == [len(tokenizer)]
+    assert found.chat_template == tokenizer.chat_template
+    for src, dst in (("hf", "mca"), ("mca", "back")):
+        code, _, error = convert(tmp_path / src, tmp_path / dst)
+        assert code == 0, error
+    back = AutoTokenizer.from_pretrained(tmp_path / "back")
+    assert back.chat_template == tokenizer.chat_template and len(back) == len(found)
