@@ -3,6 +3,7 @@ refused, or has a reason here why training goes on alike. And a model's load-bal
 """
 
 import copy
+import functools
 import warnings
 from types import SimpleNamespace
 
@@ -95,27 +96,30 @@ def built(hf, given: dict):
         return None
 
 
-def with_and_without_types(hf) -> list[dict]:
-    """The keys of a config, and without kinds of layers, which hold against what they follow
-    from."""
-    given = hf.to_dict()
-    without = copy.deepcopy(given)
-    text = without.get("text_config", without)
-    for types in ("layer_types", "mlp_layer_types"):
-        text.pop(types, None)
-    return [keys for keys in (given, without) if built(hf, keys)]
+@functools.lru_cache(1)
+def kinds_of(family: str) -> list[tuple]:
+    """(config, its keys, their fields) of a family's configs, and of each without kinds of layers,
+    which hold against what they follow from."""
+    out = []
+    for hf in BASES[family]:
+        given = hf.to_dict()
+        without = copy.deepcopy(given)
+        text = without.get("text_config", without)
+        for types in ("layer_types", "mlp_layer_types"):
+            text.pop(types, None)
+        for keys in [given] if given == without else [given, without]:
+            if built(hf, keys):
+                out.append((hf, keys, fields_of(built(hf, keys))))
+    return out
 
 
-def is_heard(hf, field: str) -> bool:
-    """True if another value of the field makes another model, or is refused."""
-    values = VALUES
-    given = hf.get_text_config().to_dict().get(field)
-    if isinstance(given, list):
-        values = [*VALUES, given[::-1]]
+def is_heard(family: str, field: str) -> bool:
+    """True if another value of the field makes another model of the family, or is refused."""
     taken = 0
-    for keys in with_and_without_types(hf):
-        plain = fields_of(built(hf, keys))
-        for value in values:
+    for hf, keys, plain in kinds_of(family):
+        given = hf.get_text_config().to_dict().get(field)
+        others = [given[::-1]] if isinstance(given, list) else []
+        for value in VALUES + others:
             changed = copy.deepcopy(keys)
             (changed if field in keys else changed["text_config"])[field] = value
             config = built(hf, changed)
@@ -142,7 +146,7 @@ def test_every_field_of_a_config_json_is_heard_or_has_a_reason_not_to_be(family)
     fields = set().union(*(hf.to_dict() for hf in BASES[family]))
     fields = fields.union(*(hf.get_text_config().to_dict() for hf in BASES[family]))
     fields -= {"text_config", *WITHOUT_EFFECT}
-    silent = {f for f in fields if not any(is_heard(hf, f) for hf in BASES[family])}
+    silent = {field for field in fields if not is_heard(family, field)}
     known = tiny.WITHOUT_EFFECT | tiny_moe.WITHOUT_EFFECT
     there = {name for kind, name in known if kind == family}
     assert silent - there == set()
@@ -151,7 +155,7 @@ def test_every_field_of_a_config_json_is_heard_or_has_a_reason_not_to_be(family)
 
 @pytest.mark.parametrize("family", ["gemma3_text", "flint"])
 def test_a_field_without_effect_is_not_heard_beside_kinds_of_layers(family):
-    assert not any(is_heard(hf, "use_cache") for hf in BASES[family])
+    assert not is_heard(family, "use_cache")
 
 
 OWN = dict(router_aux_loss_coef=0.03)
