@@ -245,12 +245,12 @@ class ScoredTrainer(McaTrainer):
 
     def _identity(self, cache_dir: Path) -> dict[str, Any]:
         """Keys of RowStore's identity beside those of the data. cache_dir: keeps sums of files."""
-        raise NotImplementedError
+        raise NotImplementedError  # DPOTrainer names a reference, DistillTrainer a teacher
 
     def _score(self, samples, ends: np.ndarray, start: int, stop: int) -> np.ndarray:
         """Rows of the samples from `start` to `stop`, on every rank. ends: int64 [samples + 1], the
         rows before each sample, and all. Collective."""
-        raise NotImplementedError
+        raise NotImplementedError  # DPOTrainer has sums of answers, DistillTrainer tokens' top k
 
     # -- the pass
 
