@@ -113,7 +113,14 @@ def _check_shared(folder: Path) -> None:
     """
     # the path of each rank: a relative one depends on the rank's working directory
     here = f"it is not on {socket.gethostname()} in {folder.absolute()}"
-    token = folder / f".probe-{parallel.on_main(lambda: uuid.uuid4().hex)}"
+
+    def leave_token() -> str:
+        name = f".probe-{uuid.uuid4().hex}"
+        (folder / name).touch()
+        return name
+
+    # it is there before the others look: on one file system nobody waits
+    token = folder / parallel.on_main(leave_token, OutputFolderError)
 
     def look() -> None:
         end = time.monotonic() + SEE_S
@@ -122,8 +129,6 @@ def _check_shared(folder: Path) -> None:
                 raise OutputFolderError(here)
             time.sleep(0.1)
 
-    if parallel.is_main():
-        token.touch()
     words = (
         "output_dir is not shared by all nodes: set it to one folder of a file system that all of "
         "them mount; a file of rank 0"

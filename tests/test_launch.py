@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -174,12 +175,16 @@ def hold_from_a_folder_of_ones_own(folder: str) -> str:
         return str(error)
 
 
-def hold(folder: str) -> list[str]:
-    """What is there for the rank that has removed the probe."""
+def hold(folder: str) -> tuple[list[str], list[float]]:
+    """(what is there for the rank that has removed the probe, the seconds that this rank slept)."""
     from mca_lite import ckpt_folder, parallel
 
+    slept: list[float] = []
+    wait, touch = time.sleep, Path.touch
+    ckpt_folder.time.sleep = slept.append
+    Path.touch = lambda *args: (wait(0.2), touch(*args))  # a slow disk
     with ckpt_folder.hold(folder):
-        return sorted(os.listdir(folder)) if parallel.is_main() else []
+        return sorted(os.listdir(folder)) if parallel.is_main() else [], slept
 
 
 def test_nodes_that_share_no_folder_are_found_before_the_first_step(tmp_path):
@@ -187,8 +192,8 @@ def test_nodes_that_share_no_folder_are_found_before_the_first_step(tmp_path):
     assert answers[0] == answers[1]
     assert f"rank 1: it is not on {socket.gethostname()} in {tmp_path}/1/out" in answers[0]
     assert not (tmp_path / "1/out").exists()
-    names = world.run(hold, 2, str(tmp_path / "shared"))[0]
-    assert names == [ckpt_folder.LOCK_NAME]
+    answers = world.run(hold, 2, str(tmp_path / "shared"))
+    assert answers == [([ckpt_folder.LOCK_NAME], []), ([], [])], "the probe is there at once"
 
 
 @pytest.mark.full
