@@ -15,7 +15,7 @@ from tests.shared.layouts import PP2, TP2
 from tests.shared.training import train
 
 model_path = saved_model("llama")
-SLEEP_S = 0.05
+SLEEP_S = 0.1
 LAGS = ["lag_data_s", "lag_model_s", "lag_update_s", "lag_save_s", "lag_callbacks_s"]
 
 
@@ -117,7 +117,7 @@ def test_the_slowest_rank_is_named_with_its_phase(name, lines):
     assert line["slowest_rank"] == slow, lags
     assert max(lags, key=lags.get) == f"lag_{phase}_s"
     assert line["reduction_s"] < SLEEP_S, "the slow rank waits for nobody"
-    assert lags[f"lag_{phase}_s"] > 1.8 * SLEEP_S, lags
+    assert lags[f"lag_{phase}_s"] > 1.5 * SLEEP_S, lags
 
 
 class Rank(Phases):
