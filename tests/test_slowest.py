@@ -103,21 +103,43 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def lines(model_path, tmp_path_factory) -> dict:
-    out = tmp_path_factory.mktemp("slow")
-    return world.run(train_with_a_slow_rank, 2, model_path, str(out), CASES, timeout_s=120)[0]
+def lines(model_path, tmp_path_factory):
+    """A function: names of cases -> {name: the last line of its log}."""
+
+    def of(*names: str) -> dict:
+        out = str(tmp_path_factory.mktemp("slow"))
+        cases = {name: CASES[name] for name in names}
+        return world.run(train_with_a_slow_rank, 2, model_path, out, cases, timeout_s=120)[0]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def first_lines(lines) -> dict:
+    return lines(*CASES)
+
+
+def wrong_fields(name: str, line: dict) -> dict:
+    """Those of the line that a case with a slow rank should not have."""
+    slow, where, _ = CASES[name]
+    phase = {"forward": "model", "backward": "model"}.get(where, where)
+    lags = {key: line[key] for key in LAGS}
+    longest = max(lags, key=lags.get)
+    is_right = {
+        "slowest_rank": line["slowest_rank"] == slow,
+        longest: longest == f"lag_{phase}_s" and lags[longest] > 1.5 * SLEEP_S,
+        "reduction_s": line["reduction_s"] < SLEEP_S,  # the slow rank waits for nobody
+    }
+    return {key: line[key] for key, is_so in is_right.items() if not is_so}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_slowest_rank_is_named_with_its_phase(name, lines):
-    slow, where, _ = CASES[name]
-    line = lines[name]
-    phase = {"forward": "model", "backward": "model"}.get(where, where)
-    lags = {key: line[key] for key in LAGS}
-    assert line["slowest_rank"] == slow, lags
-    assert max(lags, key=lags.get) == f"lag_{phase}_s"
-    assert line["reduction_s"] < SLEEP_S, "the slow rank waits for nobody"
-    assert lags[f"lag_{phase}_s"] > 1.5 * SLEEP_S, lags
+def test_the_slowest_rank_is_named_with_its_phase(name, lines, first_lines):
+    """A busy machine holds the other rank up as long now and then, but not three times."""
+    found = wrong_fields(name, first_lines[name])
+    for _ in range(2):
+        found = found and wrong_fields(name, lines(name)[name])
+    assert not found
 
 
 class Rank(Phases):
