@@ -8,6 +8,7 @@ This is the only file of the package that assigns to another library's attribute
 
 import contextlib
 import functools
+import importlib
 import importlib.util
 import os
 import sys
@@ -146,7 +147,6 @@ def cuda_rows():
     import megatron.core.optimizer.clip_grads as clip_grads
     import megatron.core.optimizer.optimizer as optimizer
     import megatron.core.tensor_parallel.layers as layers
-    import torch._inductor.config as inductor
     from megatron.core.utils import local_multi_tensor_l2_norm
 
     waits = "megatron's loops launch a kernel for each tensor"
@@ -162,6 +162,17 @@ def cuda_rows():
         no_apex = "a product that adds to the float32 gradient needs no Apex: torch has one"
         yield layers, "fused_weight_gradient_mlp_cuda", _WeightGradient, no_apex
         yield layers, "_grad_accum_fusion_available", True, no_apex
+    disable = _disabled_where_loaded(torch._disable_dynamo)
+    for name in "add_param_group load_state_dict state_dict zero_grad".split():
+        method = getattr(torch.optim.Optimizer, name).__wrapped__
+        late = "the first call imports torch's compiler for seconds, to say that it is not compiled"
+        yield torch.optim.Optimizer, name, disable(method), late
+
+
+def compiler_rows():
+    """The rows for torch's compiler on CUDA, whose import takes seconds."""
+    import torch._inductor.config as inductor
+
     if torch.are_deterministic_algorithms_enabled():
         yield inductor, "deterministic", True, "kernels are not chosen by their time in this run"
     if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
@@ -248,23 +259,79 @@ def _compile_later(compile):
     def later(function=None, **options):
         if function is None:
             return functools.partial(later, **options)
-        compiled = functools.cache(lambda: compile(function, **options))
+
+        @functools.cache
+        def compiled():
+            apply_to_compiler()
+            return compile(function, **options)
+
         return functools.wraps(function)(lambda *args, **kwargs: compiled()(*args, **kwargs))
 
     return later
 
 
+def _disabled_where_loaded(disable):
+    """torch._disable_dynamo as a decorator of functions that run as they are until torch's compiler
+    is imported: nothing traces them before."""
+
+    def later(function=None, **options):
+        if function is None:
+            return functools.partial(later, **options)
+        disabled = disable(function, **options)
+
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            chosen = disabled if "torch._dynamo" in sys.modules else function
+            return chosen(*args, **kwargs)
+
+        return call
+
+    return later
+
+
+_SHAPES = "torch.fx.experimental.symbolic_shapes"
+
+
+class _Later(types.ModuleType):
+    """In place of a module while others are imported: torch's distributed tensors get functions
+    that import it when they are called, and everybody else the module itself."""
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def load():
+            if sys.modules.get(self.__name__) is self:
+                del sys.modules[self.__name__]
+            return getattr(importlib.import_module(self.__name__), name)
+
+        who = sys._getframe(1).f_globals["__name__"]
+        if not who.startswith("torch.distributed.tensor."):
+            return load()
+        if name[0].isupper():  # an exception, which nobody raises before the module is there
+            return type(name, (Exception,), {})
+        return lambda *args, **kwargs: load()(*args, **kwargs)
+
+
 @contextlib.contextmanager
 def compiling_later():
-    """Within it torch.compile waits for the first call of a function: megatron-core decorates its
-    fused functions with it, which imports torch's compiler for seconds, and only Transformer
-    Engine's layers call them."""
-    compile = torch.compile
-    torch.compile = _compile_later(compile)
+    """Within it no module imports torch's compiler and sympy, which takes seconds.
+
+    megatron-core decorates its fused functions with torch.compile, which waits for the first call
+    of such a function: only Transformer Engine's layers call them. It imports torch's distributed
+    tensors, too, and they the shapes of the compiler, which need sympy. Operators of torch in
+    Python, as attention of packed rows, are kept from the compiler by it itself.
+    """
+    before = torch.compile, torch._disable_dynamo
+    torch.compile = _compile_later(torch.compile)
+    torch._disable_dynamo = _disabled_where_loaded(torch._disable_dynamo)
+    later = sys.modules.setdefault(_SHAPES, _Later(_SHAPES))
     try:
         yield
     finally:
-        torch.compile = compile
+        torch.compile, torch._disable_dynamo = before
+        if isinstance(later, _Later) and sys.modules.get(_SHAPES) is later:
+            del sys.modules[_SHAPES]
 
 
 def apply() -> list[tuple[object, str, object, str]]:
@@ -292,6 +359,13 @@ def apply_on_cuda() -> None:
     """Put the rows for CUDA in force, if CUDA is there."""
     if torch.cuda.is_available():
         _put_in_force(cuda_rows())
+
+
+@functools.cache
+def apply_to_compiler() -> None:
+    """Put the rows for torch's compiler in force, if CUDA is there, ahead of its first use."""
+    if torch.cuda.is_available():
+        _put_in_force(compiler_rows())
 
 
 def _put_in_force(table) -> list[tuple[object, str, object, str]]:

@@ -28,7 +28,15 @@ from .data_files import SIDES, Cursor, DatasetSpec, Progress, build_once, read_r
 from .data_images import PictureFile, Placed, Vision
 from .data_records import Conversation, conversations, detect_format, document
 from .errors import expect
-from .files import IGNORE_INDEX, checksum, describe_error, sync, write_file, write_json
+from .files import (
+    IGNORE_INDEX,
+    cache_folder,
+    checksum,
+    describe_error,
+    sync,
+    write_file,
+    write_json,
+)
 from .tables import ANSWER_LABEL, Objective
 
 _MAX_BAD_SHARE = 0.1  # of the records: a larger share points to a wrong declaration
@@ -551,7 +559,7 @@ def load_shard(reader: Reader, encoder: Encoder, data_args) -> "Shard":
     Raises: ValueError with file and line, in every process that calls; ValueError for a cache_dir
     that cannot be written.
     """
-    cache_dir = cache_folder(data_args)
+    cache_dir = cache_folder(data_args.cache_dir)
     key, identity = _keys(reader, encoder, cache_dir)
     folder = cache_dir / "tokens" / key
     # a shard younger than this process may be another rank's
@@ -571,12 +579,6 @@ def load_shard(reader: Reader, encoder: Encoder, data_args) -> "Shard":
 
     build_once(folder, build, f"tokenising {reader.spec.name}", is_good)
     return Shard(folder, encoder.documents_per_sample, identity, encoder.vision)
-
-
-def cache_folder(data_args) -> Path:
-    """cache_dir of DataArguments, else $MCA_LITE_CACHE, else ~/.cache/mca_lite."""
-    folder = data_args.cache_dir or os.environ.get("MCA_LITE_CACHE") or "~/.cache/mca_lite"
-    return Path(folder).expanduser()
 
 
 def tokenizer_identity(tokenizer) -> list:

@@ -94,6 +94,12 @@ def write_json(path: str | os.PathLike, record: Any, **options) -> None:
     write_file(path, json.dumps(record, indent=2, **options) + "\n")
 
 
+def cache_folder(folder: str | None = None) -> Path:
+    """The folder of what later runs read again: the key cache_dir, else $MCA_LITE_CACHE, else
+    ~/.cache/mca_lite."""
+    return Path(folder or os.environ.get("MCA_LITE_CACHE") or "~/.cache/mca_lite").expanduser()
+
+
 def read_json(path: str | os.PathLike) -> dict[str, Any]:
     """The object in a JSON file. ValueError with the file's name for other content."""
     try:

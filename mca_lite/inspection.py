@@ -26,11 +26,11 @@ from .backend_torch import TorchBackend
 from .data import TokenDataset, marked_runs, tokens_of
 from .data_batches import Packs, make_loader, samples_of
 from .data_chat import ChatRenderer
-from .data_encode import BAD, CUT, LEFT_OUT, UNLABELED, cache_folder, joins_texts
+from .data_encode import BAD, CUT, LEFT_OUT, UNLABELED, joins_texts
 from .data_files import SIDES
 from .data_images import thumbnail
 from .data_stream import TokenStream
-from .files import check_can_write
+from .files import cache_folder, check_can_write
 from .log import format_summary, steps_summary
 from .model_config import grow
 from .plan_memory import ModelTensors
@@ -285,7 +285,7 @@ def check(arguments: RunArguments) -> None:
     """Print the beginning of a run in the world of WORLD_SIZE: model, data, steps, and the tensors
     and first batches of each rank. Raises the errors that the run would raise before its first
     step."""
-    cache = cache_folder(arguments.data)
+    cache = cache_folder(arguments.data.cache_dir)
     with tempfile.TemporaryDirectory(prefix="mca_lite-check-") as folder:
         arguments.data.cache_dir = folder
         _link_cache(cache, Path(folder))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from . import parallel
+from . import cpu, parallel
 from .batch import RowLayout, row_layout
 from .kernels import rotate, rotated_heads, split_heads
 from .kernels_attention import (
@@ -342,7 +342,8 @@ def sdpa_order(query, mask):
 @functools.cache
 def _packed_kernel():
     """(torch's varlen attention, True if it takes enable_gqa: not in torch 2.11)."""
-    from torch.nn.attention.varlen import varlen_attn
+    with cpu.compiling_later():
+        from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
 

@@ -35,10 +35,10 @@ from torch.utils.data import Subset
 from . import parallel
 from .ckpt_folder import CheckpointError
 from .data_batches import Limits, View, documents_of
-from .data_encode import cache_folder, hash_of
+from .data_encode import hash_of
 from .data_stream import TokenStream
 from .errors import expect, refuse
-from .files import IGNORE_INDEX, resolve_folder
+from .files import IGNORE_INDEX, cache_folder, resolve_folder
 from .loss_tokens import Logits
 from .model_config import load_tokenizer
 from .tables import other_columns
@@ -80,7 +80,7 @@ class DistillConfig(ObjectiveConfig):
     def __post_init__(self):
         # rules about a missing teacher are DistillTrainer's, which may be given a model
         self.take_keys(teacher_model_name_or_path=self.teacher or "given")
-        self.cache_dir = str(cache_folder(self))
+        self.cache_dir = str(cache_folder(self.cache_dir))
 
 
 # -- divergences

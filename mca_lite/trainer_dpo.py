@@ -26,10 +26,10 @@ from . import ckpt_folder, lora, loss_preference, parallel
 from .batch import join, real_documents
 from .ckpt_folder import CheckpointError
 from .data_batches import Packs, WithReference, documents_of, samples_of
-from .data_encode import cache_folder, hash_of
+from .data_encode import hash_of
 from .data_files import SIDES
 from .errors import Judge, expect, refuse
-from .files import IGNORE_INDEX, resolve_folder
+from .files import IGNORE_INDEX, cache_folder, resolve_folder
 from .loss_preference import Responses
 from .loss_tokens import Logits
 from .tables import (
@@ -246,7 +246,7 @@ class DPOTrainer(ScoredTrainer):
         config = cls.config_class.of_keys(
             keys,
             reference=keys.ref_model if second_model is None else "model",
-            cache_dir=str(cache_folder(arguments.data)),
+            cache_dir=str(cache_folder(arguments.data.cache_dir)),
             model_source=source,
         )
         ref_model = None if second_model is None else second_model()

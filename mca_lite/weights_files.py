@@ -8,10 +8,12 @@ writes a tensor for each projection of each expert, under names that differ betw
 import contextlib
 import functools
 import hashlib
+import inspect
 import itertools
 import json
 import os
 import re
+import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, KeysView
 from pathlib import Path
@@ -21,7 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from . import weights_experts
+from . import families, families_rows, weights_experts
 from .errors import refuse
 from .families import FAMILIES, OLDER_PREFIXES, prediction_of
 from .families_rows import PREDICTION_KEY, UNUSED_TENSORS, VALUE_HEAD, has_value_head
@@ -31,6 +33,7 @@ from .files import (
     PROCESSOR_FILES,
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
+    cache_folder,
     copy_files,
     describe_error,
     parse_size,
@@ -38,6 +41,7 @@ from .files import (
     replacing,
     resolve_folder,
     text_values,
+    write_file,
     write_json,
 )
 
@@ -339,14 +343,30 @@ def shapes_of(hf_config: str) -> tuple[Any, dict[str, Shape]]:
 
     try:
         hf = transformers.AutoConfig.for_model(**json.loads(hf_config))
-        with torch.device("meta"):
-            model = model_class(hf).from_config(hf)
+        return hf, _cached_shapes(hf, f"{transformers.__version__} {hf_config}")
     except Exception as error:  # of any kind, for an invented config
         words = f"transformers makes no model of this config.json: {describe_error(error)}"
         raise ValueError(words) from error
+
+
+def _cached_shapes(hf, facts: str) -> dict[str, Shape]:
+    """{name in its files: shape} of the model of a transformers config, from the cache of earlier
+    runs: transformers' class takes seconds to import. facts: with the code here, all that decides
+    them."""
+    code = map(inspect.getsource, (families, families_rows, weights_experts, sys.modules[__name__]))
+    key = hashlib.sha256("".join((facts, *code)).encode()).hexdigest()
+    file = cache_folder() / "shapes" / f"{key}.json"
+    with contextlib.suppress(OSError, ValueError):  # not there, or damaged
+        return {name: tuple(shape) for name, shape in read_json(file).items()}
+    with torch.device("meta"):
+        model = model_class(hf).from_config(hf)
     # a source has both names of a tied head
     parts = file_tensors(model, tied_twice=True)
-    return hf, {name: tuple(part.shape) for name, _, part in parts}
+    shapes = {name: tuple(part.shape) for name, _, part in parts}
+    with contextlib.suppress(OSError):  # a home that cannot be written has no cache
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_file(file, json.dumps(shapes))
+    return shapes
 
 
 def check_shapes(source: SafetensorsSource, hf_config: dict) -> None:

@@ -9,11 +9,12 @@ import sys
 import pytest
 
 
-def pytest_configure():
-    """Keep a process that wakes from preempting the one that runs, here and in all that tests
-    start: gloo's threads ask again and again for a lock of a thread that they preempted, which took
-    a fifth of the time of worlds.
+def pytest_configure(config):
+    """Keep caches of runs out of the home. Keep a process that wakes from preempting the one that
+    runs, here and in all that tests start: gloo's threads ask again and again for a lock of a
+    thread that they preempted, which took a fifth of the time of worlds.
     """
+    os.environ.setdefault("MCA_LITE_CACHE", str(config.cache.mkdir("mca_lite")))
     if hasattr(os, "SCHED_BATCH"):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 

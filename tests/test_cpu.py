@@ -3,6 +3,8 @@ other libraries.
 """
 
 import importlib.util
+import os
+import subprocess
 import sys
 
 import pytest
@@ -11,6 +13,7 @@ import transformers
 
 from mca_lite import cpu, parallel  # noqa: F401 - parallel applies the patches
 
+FOLDER = os.path.dirname(cpu.__file__)
 without_cuda = pytest.mark.skipif(
     torch.cuda.is_available(), reason="the patches are not in force where CUDA is there"
 )
@@ -63,6 +66,118 @@ def test_functions_that_megatron_decorates_are_compiled_when_they_are_called(mon
     assert [twice(1), twice(2), half(4)] == [3, 5, 3]
     assert compiled == [("twice", {}), ("half", {"dynamic": True})]
     assert twice.__name__ == "twice"
+
+
+def test_the_rows_of_the_compiler_come_with_the_first_compiled_function(fresh_cpu, monkeypatch):
+    put = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(fresh_cpu, "compiler_rows", lambda: put.append(True) or ())
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    with fresh_cpu.compiling_later():
+        twice = torch.compile(lambda x: 2 * x)
+    assert not put
+    assert [twice(1), twice(2)] == [2, 4] and put == [True]
+
+
+def run(script: str) -> None:
+    """A script in a process of its own, in which torch compiles."""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "TORCHDYNAMO_DISABLE": "0"},
+    )
+    assert done.returncode == 0, done.stderr
+
+
+LATER = """
+import sys
+import torch
+
+sys.path.append({folder!r})
+import cpu
+
+with cpu.compiling_later():
+    import torch.distributed.tensor
+    assert "sympy" not in sys.modules
+    if {compiler!r}:
+        import torch._dynamo
+        assert "sympy" in sys.modules
+print(torch.fx.experimental.symbolic_shapes.__file__ if {compiler!r} else "")
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+store = torch.distributed.HashStore()
+torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+mesh = init_device_mesh("cpu", (1,))
+x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+y = distribute_tensor(torch.ones(4, 4), mesh, [Replicate()])
+assert torch.cat([x @ y, x]).view(2, 16).full_tensor().sum() == 80
+twice = torch.compile(lambda x: 2 * x.sin(), backend="eager", dynamic=True)
+assert torch.equal(twice(torch.ones(2)), 2 * torch.ones(2).sin())
+assert statically_known_true.__module__ == "torch.fx.experimental.symbolic_shapes"
+"""
+
+
+@pytest.mark.parametrize("compiler", [False, True], ids=["without", "with its compiler"])
+def test_torchs_distributed_tensors_work_when_they_came_before_sympy(compiler):
+    run(LATER.format(folder=FOLDER, compiler=compiler))
+
+
+OPTIMIZER = """
+import sys
+import torch
+
+sys.path.append({folder!r})
+import cpu
+
+with cpu.compiling_later():
+    rows = list(cpu.cuda_rows())
+for owner, name, replacement, _ in rows:
+    if owner is torch.optim.Optimizer:
+        setattr(owner, name, replacement)
+
+class Still(torch.optim.Optimizer):
+    def step(self, closure=None):
+        pass
+
+with cpu.compiling_later():
+
+    @torch.library.custom_op("test_cpu::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+    twice.register_fake(torch.empty_like)
+
+assert torch.equal(twice(torch.ones(2)), 2 * torch.ones(2))
+weight = torch.nn.Parameter(torch.ones(2))
+still = Still([weight], dict(lr=1.0))
+still.load_state_dict(still.state_dict())
+weight.sum().backward()
+still.step()
+still.zero_grad()
+assert weight.grad is None and "torch._dynamo" not in sys.modules
+
+traced = []
+
+def backend(graph, inputs):
+    traced.append(graph)
+    return graph
+
+@torch.compile(backend=backend)
+def cleared(x):
+    still.zero_grad()
+    return twice(x)
+
+weight.grad = torch.ones(2)
+assert torch.equal(cleared(torch.ones(2)), 2 * torch.ones(2)) and weight.grad is None
+assert "zero_grad" not in str([graph.graph for graph in traced])
+"""
+
+
+def test_neither_an_optimizer_nor_an_operator_in_python_imports_the_compiler_on_cuda():
+    run(OPTIMIZER.format(folder=FOLDER))
 
 
 @without_cuda
@@ -118,7 +233,8 @@ def test_on_cuda_no_process_beside_training_compiles_unless_it_is_asked_for(monk
     monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
     if asked:
         monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", asked)
-    rows = [row for row in cpu.cuda_rows() if row[0] is inductor]
+    rows = list(cpu.compiler_rows())
+    assert {row[0] for row in rows} <= {inductor}
     assert [row[1:3] for row in rows] == ([] if asked else [("compile_threads", 1)])
     for owner, attribute, replacement, _ in rows:
         with monkeypatch.context() as patch:

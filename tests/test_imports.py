@@ -85,7 +85,7 @@ def train(name):
     return copy.McaTrainer(model=model, args=args, train_dataset=data).train()
 
 importlib.import_module("third_party.first.run")
-compiler = sys.modules.keys() & {{"torch._dynamo", "torch._inductor"}}
+compiler = sys.modules.keys() & {{"torch._dynamo", "torch._inductor", "sympy"}}
 assert not compiler, f"a run imports torch's compiler, which takes seconds: {{compiler}}"
 losses = [train(name).training_loss for name in ("first", "second", "first_again")]
 assert len(set(losses)) == 1, losses

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mca_lite import lora, lora_files
+from mca_lite import lora, lora_files, weights_files
 from mca_lite.args import TrainingArguments
 from mca_lite.weights_files import SafetensorsSource, write_safetensors
 from tests.shared import tiny, tiny_moe, world
@@ -329,3 +329,32 @@ def test_the_files_of_every_family_fit_their_config_json(tmp_path, maker, name):
         planned = run.PlannedModel(Path(path), config, config.vocab_size, config.vocab_size)
         run.open_source(planned)
         assert planned.source.names()
+
+
+def test_shapes_of_a_model_are_kept_for_later_runs(tmp_path, monkeypatch):
+    monkeypatch.setenv("MCA_LITE_CACHE", str(tmp_path))
+    hf_config = json.dumps(tiny.hf_config("llama").to_dict())
+    shapes = weights_files.shapes_of.__wrapped__(hf_config)[1]
+    (file,) = (tmp_path / "shapes").iterdir()
+    written = file.stat().st_mtime_ns
+
+    def none(hf):
+        raise AssertionError("transformers' class was asked for")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(weights_files, "model_class", none)
+        assert weights_files.shapes_of.__wrapped__(hf_config)[1] == shapes
+        with pytest.raises(ValueError, match="transformers makes no model"):
+            weights_files.shapes_of.__wrapped__(hf_config.replace("llama", "mistral"))
+        file.write_text(file.read_text()[:-9])
+        with pytest.raises(ValueError, match="transformers makes no model"):
+            weights_files.shapes_of.__wrapped__(hf_config)
+    assert weights_files.shapes_of.__wrapped__(hf_config)[1] == shapes
+    assert file.stat().st_mtime_ns > written and list((tmp_path / "shapes").iterdir()) == [file]
+
+
+def test_a_cache_that_cannot_be_written_keeps_no_shapes(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MCA_LITE_CACHE", str(tmp_path / "file"))
+    hf_config = json.dumps(tiny.hf_config("llama").to_dict())
+    assert weights_files.shapes_of.__wrapped__(hf_config)[1]["model.norm.weight"] == (32,)

@@ -4,7 +4,7 @@
 
 A model on disk in bf16 (random weights, the embedded tokenizer) and a JSONL of 4,000 conversations
 are made first. Each line is a fresh launch of a command on the main rank's clock: ours by torchrun
-on 1 and 2 ranks, then a plain script of Hugging Face's Trainer (and Liger where there is a GPU).
+on 1 and 2 ranks and by Python alone, then a plain script of Hugging Face's Trainer by Python alone.
 Each is launched twice: at first without caches of tokens and compiled kernels (of tokens alone on a
 machine that has run), then with them. "launch" is torchrun's own time and the interpreter's; the
 imports come in the order of a run. "others" is the sum of what is not named. The first shape is of
@@ -194,13 +194,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         words = make(options.shape, folder)
+        rank = [*me, "--rank", *words, "overwrite_output_dir=true"]
         commands = {
             f"ours, {ranks} ranks": [
-                *torchrun, "--local_addr", "127.0.0.1", "--nproc_per_node", str(ranks), *me,
-                "--rank", *words, f"output_dir={folder}/run{ranks}", "overwrite_output_dir=true",
+                *torchrun, "--local_addr", "127.0.0.1", "--nproc_per_node", str(ranks), *rank,
+                f"output_dir={folder}/run{ranks}",
             ]
             for ranks in options.ranks
         }  # fmt: skip
+        commands["ours, Python alone"] = [sys.executable, *rank, f"output_dir={folder}/run"]
         files = [str(folder / "model"), str(folder / "records.jsonl")]
         commands["Hugging Face"] = [sys.executable, *me, "--rival", *files]
         for name, command in commands.items():
