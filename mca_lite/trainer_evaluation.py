@@ -141,8 +141,8 @@ class Evaluator:
         if trainer.compute_metrics is not None:
             metrics |= self._user_metrics(dataset, prefix)
         if trainer.answers is not None:
-            nothing = Numbers.zeros([], parallel.device())
-            metrics |= _named(nothing.with_pairs(trainer.answers.measure(dataset)), prefix)
+            pairs = trainer.answers.measure(dataset).items()
+            metrics |= {f"{prefix}_{key}": total / count for key, (total, count) in pairs if count}
         trainer.notify("on_predict", metrics=metrics)
         return PredictionOutput(logps, None, metrics)
 

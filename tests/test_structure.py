@@ -295,14 +295,15 @@ def test_each_file_runs_in_one_process_of_the_suite(tmp_path):
 # 1,180 less, and 1,030 more of them in the core, one module; functions compiled when called 115;
 # labels of tool calls, thinking and ends of turns by 74 templates 760; prompts of generate, caps of
 # plain torch, adapters of experts and tokenizers of checkpoints 770; starts without sympy, torch's
-# compiler and transformers' classes 570.
+# compiler and transformers' classes 700; a host without room for copies 110; notes on
+# references and thinking 110.
 LIMITS = {
     "modules": (0, 80),
     "core modules": (0, 63),
-    "core tokens": (0, 180_600),
+    "core tokens": (0, 181_050),
     "tool tokens": (0, 36_900),
-    "tokens": (0, 217_500),
-    "decisions": (0, 5_340),
+    "tokens": (0, 217_950),
+    "decisions": (0, 5_365),
     "decisions a 1,000 tokens": (0, 26.0),
     "parallel assignments": (0, 1.3),
     "conditional expressions": (0, 2.0),

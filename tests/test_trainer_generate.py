@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from mca_lite.files import GENERATION_METRICS
 from tests.shared import tiny, world
 from tests.shared.layouts import PP2, TP2
 from tests.shared.toy_tokenizer import word_tokenizer
@@ -87,7 +88,9 @@ def evaluated(folder, out, backend, layout, samples) -> tuple[dict, list, list]:
     metrics = trainer.evaluate()
     args.generation_num_samples = 3  # of which one rank has the first and the last
     left = sorted(p.name for p in out.iterdir())
-    return metrics, trainer.answers.generate(samples), left
+    answers = trainer.answers.generate(samples)
+    args.generation_num_samples = None
+    return metrics, answers, left, trainer.predict(samples, metric_key_prefix="predict").metrics
 
 
 def longest_common(a: list, b: list) -> int:
@@ -114,7 +117,10 @@ def test_answers_are_those_of_transformers_generate(folder, tmp_path, name):
         label = sample["labels"][len(prompt) - 1 :][: len(answer)]
         a, b = ([t for t in ids if t > 3] for ids in (answer, label))
         overlaps.append(2 * longest_common(a, b) / (len(a) + len(b)))
-    for metrics, first, left in results:
+    for metrics, first, left, predicted in results:
+        assert predicted["predict_loss"] == pytest.approx(metrics["eval_a_loss"], rel=1e-5)
+        assert predicted["predict_exact_match"] == metrics["eval_a_exact_match"]
+        assert predicted.keys() == {f"predict_{key}" for key in ("loss", *GENERATION_METRICS)}
         assert metrics["eval_a_exact_match"] == 3 / 5 and metrics["eval_b_exact_match"] == 1
         assert metrics["eval_exact_match"] == 4 / 6
         assert metrics["eval_a_rouge_l"] == pytest.approx(np.mean(overlaps))
