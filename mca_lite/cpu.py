@@ -140,6 +140,10 @@ class _WeightGradient:
     wgrad_gemm_accum_fp32 = staticmethod(add_weight_gradient)
 
 
+_INDUCTOR = "torch._inductor.config"
+_COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
+
+
 def cuda_rows():
     """The rows for CUDA. Those of scaling and copies replace megatron's loops alone: Transformer
     Engine and Apex bring kernels for them."""
@@ -163,22 +167,21 @@ def cuda_rows():
         yield layers, "fused_weight_gradient_mlp_cuda", _WeightGradient, no_apex
         yield layers, "_grad_accum_fusion_available", True, no_apex
     disable = _disabled_where_loaded(torch._disable_dynamo)
+    by_torch = torch._disable_dynamo(_nothing).__code__  # not what a host program put there
     for name in "add_param_group load_state_dict state_dict zero_grad".split():
-        method = getattr(torch.optim.Optimizer, name).__wrapped__
-        late = "the first call imports torch's compiler for seconds, to say that it is not compiled"
-        yield torch.optim.Optimizer, name, disable(method), late
-
-
-def compiler_rows():
-    """The rows for torch's compiler on CUDA, whose import takes seconds."""
-    import torch._inductor.config as inductor
-
-    if torch.are_deterministic_algorithms_enabled():
-        yield inductor, "deterministic", True, "kernels are not chosen by their time in this run"
-    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
-        # until they are ready, after the first step, this process compiles anyway
-        late = "processes that compile start for seconds, while training needs the cores"
-        yield inductor, "compile_threads", 1, late
+        method = getattr(torch.optim.Optimizer, name)
+        if getattr(method, "__code__", None) is by_torch:
+            seconds = "its first call imports torch's compiler only to be kept from being compiled"
+            yield torch.optim.Optimizer, name, disable(method.__wrapped__), seconds
+    if torch.are_deterministic_algorithms_enabled() or _INDUCTOR in sys.modules:
+        inductor = importlib.import_module(_INDUCTOR)
+        if torch.are_deterministic_algorithms_enabled():
+            untimed = "kernels are not chosen by their time in this run"
+            yield inductor, "deterministic", True, untimed
+        if _COMPILE_THREADS not in os.environ:
+            # until they are ready, after the first step, this process compiles anyway
+            late = "processes that compile start for seconds, while training needs the cores"
+            yield inductor, "compile_threads", 1, late
 
 
 def cpu_rows():
@@ -260,13 +263,10 @@ def _compile_later(compile):
         if function is None:
             return functools.partial(later, **options)
 
-        @functools.cache
-        def compiled():
-            apply_to_compiler()
-            return compile(function, **options)
-
+        compiled = functools.cache(lambda: compile(function, **options))
         return functools.wraps(function)(lambda *args, **kwargs: compiled()(*args, **kwargs))
 
+    later.original = compile
     return later
 
 
@@ -286,6 +286,7 @@ def _disabled_where_loaded(disable):
 
         return call
 
+    later.original = disable
     return later
 
 
@@ -294,7 +295,12 @@ _SHAPES = "torch.fx.experimental.symbolic_shapes"
 
 class _Later(types.ModuleType):
     """In place of a module while others are imported: torch's distributed tensors get functions
-    that import it when they are called, and everybody else the module itself."""
+    that import it when they are called, and everybody else the module itself, which takes its
+    place in them, too."""
+
+    def __init__(self, name):
+        super().__init__(name)
+        self._given: list[tuple[dict, str]] = []  # (names of a module, one of here)
 
     def __getattr__(self, name):
         if name.startswith("__"):
@@ -303,28 +309,38 @@ class _Later(types.ModuleType):
         def load():
             if sys.modules.get(self.__name__) is self:
                 del sys.modules[self.__name__]
-            return getattr(importlib.import_module(self.__name__), name)
+            real = importlib.import_module(self.__name__)
+            for names, given in self._given:
+                names[given] = getattr(real, given)
+            return getattr(real, name)
 
-        who = sys._getframe(1).f_globals["__name__"]
-        if not who.startswith("torch.distributed.tensor."):
+        names = sys._getframe(1).f_globals
+        is_error = name == "GuardOnDataDependentSymNode"  # of functions here
+        if not names.get("__name__", "").startswith("torch.distributed.tensor."):
             return load()
-        if name[0].isupper():  # an exception, which nobody raises before the module is there
-            return type(name, (Exception,), {})
+        if name[0].isupper() and not is_error:
+            return load()
+        self._given.append((names, name))
+        if is_error:
+            return type(name, (RuntimeError,), {})
         return lambda *args, **kwargs: load()(*args, **kwargs)
 
 
 @contextlib.contextmanager
 def compiling_later():
-    """Within it no module imports torch's compiler and sympy, which takes seconds.
+    """Within it modules are imported without torch's compiler and sympy, which take seconds, unless
+    they name them.
 
     megatron-core decorates its fused functions with torch.compile, which waits for the first call
     of such a function: only Transformer Engine's layers call them. It imports torch's distributed
-    tensors, too, and they the shapes of the compiler, which need sympy. Operators of torch in
-    Python, as attention of packed rows, are kept from the compiler by it itself.
+    tensors, too, and they the shapes of the compiler, which need sympy. torch imports the compiler
+    to keep its operators in Python from being compiled, as attention of packed rows: they run as
+    they are until somebody else has imported it.
     """
-    before = torch.compile, torch._disable_dynamo
-    torch.compile = _compile_later(torch.compile)
-    torch._disable_dynamo = _disabled_where_loaded(torch._disable_dynamo)
+    # the originals also where another copy of the package is within its own
+    before = [getattr(x, "original", x) for x in (torch.compile, torch._disable_dynamo)]
+    torch.compile = _compile_later(before[0])
+    torch._disable_dynamo = _disabled_where_loaded(before[1])
     later = sys.modules.setdefault(_SHAPES, _Later(_SHAPES))
     try:
         yield
@@ -359,13 +375,7 @@ def apply_on_cuda() -> None:
     """Put the rows for CUDA in force, if CUDA is there."""
     if torch.cuda.is_available():
         _put_in_force(cuda_rows())
-
-
-@functools.cache
-def apply_to_compiler() -> None:
-    """Put the rows for torch's compiler in force, if CUDA is there, ahead of its first use."""
-    if torch.cuda.is_available():
-        _put_in_force(compiler_rows())
+        os.environ.setdefault(_COMPILE_THREADS, "1")  # for a compiler that is imported later
 
 
 def _put_in_force(table) -> list[tuple[object, str, object, str]]:

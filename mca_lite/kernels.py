@@ -18,8 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from . import cpu
-
 try:
     import triton
     import triton.language as tl
@@ -67,7 +65,6 @@ def why_no_kernels() -> str | None:
 
 def why_no_torch_compile() -> str | None:
     """The same of torch.compile, which needs a Python that it supports and folders as well."""
-    cpu.apply_to_compiler()
     return _failure(lambda one: torch.compile(F.silu)(one))
 
 

@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from . import families, families_rows, weights_experts
+from . import families, families_rows, weights_experts, world
 from .errors import refuse
 from .families import FAMILIES, OLDER_PREFIXES, prediction_of
 from .families_rows import PREDICTION_KEY, UNUSED_TENSORS, VALUE_HEAD, has_value_head
@@ -343,29 +343,42 @@ def shapes_of(hf_config: str) -> tuple[Any, dict[str, Shape]]:
 
     try:
         hf = transformers.AutoConfig.for_model(**json.loads(hf_config))
-        return hf, _cached_shapes(hf, f"{transformers.__version__} {hf_config}")
+        return hf, _cached_shapes(hf, _shapes_file(hf, hf_config, transformers.__version__))
     except Exception as error:  # of any kind, for an invented config
         words = f"transformers makes no model of this config.json: {describe_error(error)}"
         raise ValueError(words) from error
 
 
-def _cached_shapes(hf, facts: str) -> dict[str, Shape]:
-    """{name in its files: shape} of the model of a transformers config, from the cache of earlier
-    runs: transformers' class takes seconds to import. facts: with the code here, all that decides
-    them."""
-    code = map(inspect.getsource, (families, families_rows, weights_experts, sys.modules[__name__]))
-    key = hashlib.sha256("".join((facts, *code)).encode()).hexdigest()
-    file = cache_folder() / "shapes" / f"{key}.json"
-    with contextlib.suppress(OSError, ValueError):  # not there, or damaged
-        return {name: tuple(shape) for name, shape in read_json(file).items()}
+def _shapes_file(hf, hf_config: str, version: str) -> Path | None:
+    """The file that keeps the shapes of a model, its name from all that decides them. version: of
+    transformers. None for a class that is not of a release of it, and without a home."""
+    if ".dev" in version or not type(hf).__module__.startswith("transformers.models."):
+        return None
+    try:
+        modules = families, families_rows, weights_experts, sys.modules[__name__]
+        text = "\n".join((version, hf_config, *map(inspect.getsource, modules)))
+        name = f"{hashlib.sha256(text.encode()).hexdigest()}.json"
+        return cache_folder() / "shapes" / name
+    except (OSError, RuntimeError):  # no sources, no home
+        return None
+
+
+def _cached_shapes(hf, file: Path | None) -> dict[str, Shape]:
+    """{name in its files: shape} of the model of a transformers config, from the file of an earlier
+    run: transformers' class takes seconds to import."""
+    if file is not None:
+        with contextlib.suppress(OSError, TypeError, ValueError):  # not there, or damaged
+            if cached := {name: tuple(shape) for name, shape in read_json(file).items()}:
+                return cached
     with torch.device("meta"):
         model = model_class(hf).from_config(hf)
     # a source has both names of a tied head
     parts = file_tensors(model, tied_twice=True)
     shapes = {name: tuple(part.shape) for name, _, part in parts}
-    with contextlib.suppress(OSError):  # a home that cannot be written has no cache
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_file(file, json.dumps(shapes))
+    if file is not None and world.current().local_rank == 0:
+        with contextlib.suppress(OSError):  # a home that cannot be written keeps none
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_file(file, json.dumps(shapes))
     return shapes
 
 

@@ -68,17 +68,6 @@ def test_functions_that_megatron_decorates_are_compiled_when_they_are_called(mon
     assert twice.__name__ == "twice"
 
 
-def test_the_rows_of_the_compiler_come_with_the_first_compiled_function(fresh_cpu, monkeypatch):
-    put = []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(fresh_cpu, "compiler_rows", lambda: put.append(True) or ())
-    monkeypatch.setattr(torch, "compile", lambda function: function)
-    with fresh_cpu.compiling_later():
-        twice = torch.compile(lambda x: 2 * x)
-    assert not put
-    assert [twice(1), twice(2)] == [2, 4] and put == [True]
-
-
 def run(script: str) -> None:
     """A script in a process of its own, in which torch compiles."""
     done = subprocess.run(
@@ -113,6 +102,12 @@ torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
 mesh = init_device_mesh("cpu", (1,))
 x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
 y = distribute_tensor(torch.ones(4, 4), mesh, [Replicate()])
+if not {compiler!r}:
+    from torch.distributed.tensor._ops import _tensor_ops
+    _tensor_ops.statically_known_true(True)  # it imports the module, which takes its place
+from torch.distributed.tensor import _decompositions
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+assert _decompositions.GuardOnDataDependentSymNode is GuardOnDataDependentSymNode
 assert torch.cat([x @ y, x]).view(2, 16).full_tensor().sum() == 80
 twice = torch.compile(lambda x: 2 * x.sin(), backend="eager", dynamic=True)
 assert torch.equal(twice(torch.ones(2)), 2 * torch.ones(2).sin())
@@ -132,9 +127,14 @@ import torch
 sys.path.append({folder!r})
 import cpu
 
+patched = lambda self, set_to_none=True: None
+original, torch.optim.Optimizer.zero_grad = torch.optim.Optimizer.zero_grad, patched
 with cpu.compiling_later():
-    rows = list(cpu.cuda_rows())
-for owner, name, replacement, _ in rows:
+    import megatron.core
+names = [name for owner, name, *_ in cpu.cuda_rows() if owner is torch.optim.Optimizer]
+assert "state_dict" in names and "zero_grad" not in names, "a host program's own stays"
+torch.optim.Optimizer.zero_grad = original
+for owner, name, replacement, _ in cpu.cuda_rows():
     if owner is torch.optim.Optimizer:
         setattr(owner, name, replacement)
 
@@ -178,6 +178,25 @@ assert "zero_grad" not in str([graph.graph for graph in traced])
 
 def test_neither_an_optimizer_nor_an_operator_in_python_imports_the_compiler_on_cuda():
     run(OPTIMIZER.format(folder=FOLDER))
+
+
+def test_two_copies_that_import_at_once_leave_torch_as_it_was(fresh_cpu):
+    before = {name: id(value) for name, value in vars(torch).items()}
+    one, other = cpu.compiling_later(), fresh_cpu.compiling_later()
+    for step in (one.__enter__, other.__enter__):
+        step()
+    assert {name: id(value) for name, value in vars(torch).items()} != before
+    for copy in (one, other):
+        copy.__exit__(None, None, None)
+    assert {name: id(value) for name, value in vars(torch).items()} == before
+
+
+def test_on_cuda_a_compiler_imported_later_has_one_process(fresh_cpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(fresh_cpu, "cuda_rows", lambda: ())
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+    fresh_cpu.apply_on_cuda()
+    assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == "1"
 
 
 @without_cuda
@@ -233,8 +252,7 @@ def test_on_cuda_no_process_beside_training_compiles_unless_it_is_asked_for(monk
     monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
     if asked:
         monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", asked)
-    rows = list(cpu.compiler_rows())
-    assert {row[0] for row in rows} <= {inductor}
+    rows = [row for row in cpu.cuda_rows() if row[0] is inductor]
     assert [row[1:3] for row in rows] == ([] if asked else [("compile_threads", 1)])
     for owner, attribute, replacement, _ in rows:
         with monkeypatch.context() as patch:

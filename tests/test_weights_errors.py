@@ -331,6 +331,36 @@ def test_the_files_of_every_family_fit_their_config_json(tmp_path, maker, name):
         assert planned.source.names()
 
 
+def test_shapes_of_a_class_that_is_not_transformers_own_are_not_kept(tmp_path, monkeypatch):
+    import transformers
+
+    monkeypatch.setenv("MCA_LITE_CACHE", str(tmp_path))
+    hf_config = tiny.hf_config("llama").to_dict()
+
+    class Mine(transformers.LlamaConfig):
+        pass
+
+    with monkeypatch.context() as patch:
+        make = lambda **keys: Mine(**keys)  # noqa: E731
+        patch.setattr(transformers.AutoConfig, "for_model", make)
+        patch.setattr(weights_files, "model_class", lambda hf: Whole)
+        weights_files.shapes_of.__wrapped__(json.dumps(hf_config))
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(transformers, "__version__", "5.99.0.dev0")
+    weights_files.shapes_of.__wrapped__(json.dumps(hf_config))
+    assert not list(tmp_path.iterdir())
+
+
+class Whole:
+    """In place of an auto class."""
+
+    @staticmethod
+    def from_config(hf):
+        import transformers
+
+        return transformers.LlamaForCausalLM(hf)
+
+
 def test_shapes_of_a_model_are_kept_for_later_runs(tmp_path, monkeypatch):
     monkeypatch.setenv("MCA_LITE_CACHE", str(tmp_path))
     hf_config = json.dumps(tiny.hf_config("llama").to_dict())
@@ -346,15 +376,18 @@ def test_shapes_of_a_model_are_kept_for_later_runs(tmp_path, monkeypatch):
         assert weights_files.shapes_of.__wrapped__(hf_config)[1] == shapes
         with pytest.raises(ValueError, match="transformers makes no model"):
             weights_files.shapes_of.__wrapped__(hf_config.replace("llama", "mistral"))
-        file.write_text(file.read_text()[:-9])
-        with pytest.raises(ValueError, match="transformers makes no model"):
-            weights_files.shapes_of.__wrapped__(hf_config)
+        for text in (file.read_text()[:-9], "", "[]", "{}", '{"a": 5}'):
+            file.write_text(text)
+            with pytest.raises(ValueError, match="class was asked for"):
+                weights_files.shapes_of.__wrapped__(hf_config)
     assert weights_files.shapes_of.__wrapped__(hf_config)[1] == shapes
     assert file.stat().st_mtime_ns > written and list((tmp_path / "shapes").iterdir()) == [file]
 
 
-def test_a_cache_that_cannot_be_written_keeps_no_shapes(tmp_path, monkeypatch):
+@pytest.mark.parametrize("folder", ["file", "~nobody_of_this_name/cache"])
+def test_a_cache_that_cannot_be_written_keeps_no_shapes(tmp_path, monkeypatch, folder):
     (tmp_path / "file").touch()
-    monkeypatch.setenv("MCA_LITE_CACHE", str(tmp_path / "file"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MCA_LITE_CACHE", folder)
     hf_config = json.dumps(tiny.hf_config("llama").to_dict())
     assert weights_files.shapes_of.__wrapped__(hf_config)[1]["model.norm.weight"] == (32,)
