@@ -27,16 +27,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 from safetensors.torch import save_file
 
-from . import ckpt_folder, lora, parallel, watchdog
+from . import ckpt_folder, lora, parallel, watchdog, world
 from .args import FIELDS
 from .args_values import default_of
 from .callbacks import TrainerState, ranking_of, restore_states
 from .ckpt_folder import CheckpointError
 from .data_stream import TokenStream
-from .files import TRAINER_STATE_NAME, read_json, write_file
+from .files import TRAINER_STATE_NAME, read_json, show_size, write_file
 from .freezing import KEYS_OF_TRAINED
 from .kernels import AdamW
 from .mcore import get_cuda_rng_tracker
@@ -171,10 +172,24 @@ class Checkpoints:
         return self._job is not None and self._job.thread.is_alive()
 
     def prepare(self) -> None:
-        """Reserve host memory for copies that will be written beside training."""
+        """Reserve host memory for copies that will be written beside training; a line on each host
+        that has less of it."""
+        args = self.trainer.args
+        if not args.async_save or args.save_strategy == "no":
+            return
         backend = self.trainer.backend
-        if self.trainer.args.async_save and self.trainer.args.save_strategy != "no":
-            self._buffers.reserve(backend.snapshot_of.sizes(backend.model, self._optimizer))
+        sizes = backend.snapshot_of.sizes(backend.model, self._optimizer)
+        here = world.current()
+        needed = sum(map(parallel.HostBuffers.taken, sizes)) * here.local_size
+        free = psutil.virtual_memory().available
+        if needed > free and here.local_rank == 0:
+            print(
+                f"note: async_save copies checkpoints into {show_size(needed)} of host memory, and "
+                f"{show_size(free)} are free: the system ends runs that take more than it has; "
+                "async_save: false needs no copies",
+                flush=True,
+            )
+        self._buffers.reserve(sizes)
 
     @property
     def _optimizer(self):

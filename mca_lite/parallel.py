@@ -76,6 +76,11 @@ class HostBuffers:
         self._used: list[torch.Tensor] = []
         self._reserving = threading.Thread()
 
+    @staticmethod
+    def taken(size: int) -> int:
+        """Bytes of host memory that a copy of this many takes."""
+        return 1 << (size - 1).bit_length() if size and torch.cuda.is_available() else size
+
     def reserve(self, sizes: list[int]) -> None:
         """Make buffers of these bytes, in a thread: pinning takes seconds."""
         self._reserving = threading.Thread(target=self._make, args=[sizes], daemon=True)

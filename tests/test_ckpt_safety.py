@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from mca_lite import ckpt_folder
+from mca_lite.files import show_size
 from tests.shared import tiny, world
 from tests.shared.files import flip_bit
 from tests.shared.fixtures import saved_model
@@ -416,6 +417,30 @@ def test_copies_of_all_checkpoints_are_in_the_same_memory_reserved_when_training
         assert names == ["checkpoint-4"]
     # weights and two moments, in float32: each by one rank
     assert sum(copied for _, _, copied, _ in found) == pytest.approx(3 * of_model, rel=0.1)
+
+
+def told_of_memory(path: str, out: str, free: int, **keys) -> list[str]:
+    """What a run with `free` bytes of host memory tells of its copies."""
+    import psutil
+
+    from tests.shared import training
+
+    psutil.virtual_memory = lambda: SimpleNamespace(available=free)
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        training.train(path, out, async_save=True, **SAVE, **keys)
+    return [line for line in told.getvalue().splitlines() if "host memory" in line]
+
+
+def test_a_host_without_room_for_the_copies_of_its_ranks_is_told(model_path, tmp_path):
+    weights = load_file(Path(model_path) / "model.safetensors").values()
+    states = 3 * sum(tensor.nbytes for tensor in weights)
+    told = world.run(told_of_memory, 2, model_path, str(tmp_path / "a"), states // 2, **DIST_OPT)
+    words = f"of host memory, and {show_size(states // 2)} are free"
+    assert len(told[0]) == 1 and words in told[0][0] and "async_save: false" in told[0][0]
+    assert told[1] == []  # one line a host
+    enough = world.run(told_of_memory, 2, model_path, str(tmp_path / "b"), 2 * states, **DIST_OPT)
+    assert enough == [[], []]
 
 
 def interrupted(path: str, out: str, number: int, **keys):
