@@ -149,7 +149,8 @@ def end_of(case: Case, folder: Path, rank: int = 0) -> int:
         resource.setrlimit(getattr(resource, name), (value, value))
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, environment))
-        for name in "RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT".split():
+        own = "RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT TORCH_GLOO_LAZY_INIT"
+        for name in own.split():
             if name not in environment:
                 os.environ.pop(name, None)
         if case.door == "read":
