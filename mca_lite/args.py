@@ -109,13 +109,17 @@ class DataArguments(ArgumentGroup):
     )
     dataset_dir: str = arg("data", "folder of dataset_info.json")
     eval_dataset: list[str] | None = optional("files or names for evaluation")
-    eval_on_each_dataset: bool = flag("one loss for each eval_dataset: eval_<name>_loss")
+    eval_on_each_dataset: bool = flag(
+        "a loss of each eval_dataset, eval_<name>_loss, beside eval_loss"
+    )
     val_size: float = amount(0.0, "samples held out for evaluation: a fraction below 1, or a count")
     cutoff_len: int = count(2048, "maximum tokens of a row; dpo: of an answer with its prompt")
     packing: bool | None = optional(
         "pt: join and cut documents (None: true); sft, dpo: pack samples (None: false)"
     )
-    neat_packing: bool = flag("sft, dpo: like packing; pt: no attention across documents")
+    neat_packing: bool = flag(
+        "sft, dpo: like packing; pt: pack documents, each cut to cutoff_len, apart from each other"
+    )
     train_on_prompt: bool = flag("loss on the prompt too")
     mask_history: bool = flag("loss on the last answer of a conversation only")
     mix_strategy: Literal["concat", "interleave_under", "interleave_over", "interleave_once"] = arg(
@@ -140,7 +144,9 @@ class DataArguments(ArgumentGroup):
     preprocessing_num_workers: int | None = count(
         None, "tokenising processes (None: chosen)", high=1024
     )
-    cache_dir: str | None = optional("folder of tokenised data (None: ~/.cache/mca_lite)")
+    cache_dir: str | None = optional(
+        "folder of tokenised data (None: $MCA_LITE_CACHE, or ~/.cache/mca_lite)"
+    )
     overwrite_cache: bool = flag("tokenise again, ignoring the cache")
     disable_shuffling: bool = flag("train in file order")
     default_system: str | None = optional("system message of conversations without one")

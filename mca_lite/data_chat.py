@@ -99,13 +99,14 @@ class Rendered(NamedTuple):
     """text: of a document. spans: [start, end) in characters, to be trained. is_plain: the
     tokenizer has to add special tokens, for no chat template wrote them. pictures: those of the
     text, in their order. lacks_thinking: the template leaves out thinking of the conversation,
-    wherever it stands."""
+    wherever it stands; strips_thinking: of earlier turns, and the sample has them."""
 
     text: str
     spans: list[tuple[int, int]]
     is_plain: bool = False
     pictures: tuple[Placed, ...] = ()
     lacks_thinking: bool = False
+    strips_thinking: bool = False
 
 
 def in_time(render: Callable, place: Callable[[], str]):
@@ -272,7 +273,8 @@ class ChatRenderer:
             text = sample.text
             borders = [-1, *itertools.chain(*sample.spans), len(text) + 1]
             spans = list(zip(borders[::2], borders[1::2], strict=True))
-            return [Rendered(text, spans, lacks_thinking=lacks)]
+            strips = len(self._parts(messages, marked)) > 1
+            return [Rendered(text, spans, lacks_thinking=lacks, strips_thinking=strips)]
         parts = [(len(messages), turns[-1])]
         if trained == "answers":
             parts = self._parts(messages, marked)

@@ -72,6 +72,10 @@ _THOUGHTLESS = (
     "conversations have thinking, and the chat template leaves it out; some write it with "
     "enable_thinking: true"
 )
+_STRIPPED = (
+    "conversations are trained without the thinking of earlier turns, which the template strips; "
+    "train_on_prompt: false trains each turn with its own"
+)
 _SEVERAL = "conversations became several samples, for the template strips their thinking"
 
 
@@ -333,6 +337,8 @@ class Encoder:
             tally.count(NOTE, _SEVERAL, where)
         if any(one.lacks_thinking for one in itertools.chain(*samples)):
             tally.count(NOTE, _THOUGHTLESS, where)
+        if any(one.strips_thinking for one in itertools.chain(*samples)):
+            tally.count(NOTE, _STRIPPED, where)
         return [
             self._with_pictures(rendered, conversation.pictures, where)
             for conversation, of_conversation in zip(content, samples, strict=True)

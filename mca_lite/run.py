@@ -59,7 +59,7 @@ from .files import (
 )
 from .lora import host_of
 from .model_config import load_tokenizer
-from .tables import OBJECTIVES, Objective
+from .tables import OBJECTIVES, REFERENCES, Objective
 from .weights_files import (
     GrownSource,
     SafetensorsSource,
@@ -108,6 +108,11 @@ _EXPERTS_IN_PEFT = (
     "note: in families with experts PEFT may pass over adapters of MLPs, or others beside them, "
     "without an error: save_merged_model: true writes whole weights for other programs"
 )
+_WITHOUT_ADAPTER = (
+    "note: the reference is the model of model_name_or_path, without the adapter of "
+    "adapter_name_or_path, so that rewards do not begin at 0; to start from the adapter's model, "
+    "merge it (python -m mca_lite convert BASE DST --merge) and train a new adapter on it"
+)
 _OF_MLPS = re.compile(r".*\.(experts\..*|gate_proj|up_proj|down_proj)")
 
 
@@ -136,6 +141,10 @@ def make_plan(arguments: RunArguments) -> Plan:
     second_model = None
     make = objective.trainer_class()
     second_folder = make.second_model_folder(arguments, planned)
+    finetuning = arguments.finetuning
+    is_base = "ref_model" in objective.keys and finetuning.ref_model in (None, *REFERENCES)
+    if is_base and finetuning.adapter_name_or_path and make.has_reference(finetuning):
+        report.append(_WITHOUT_ADAPTER)
     if second_folder is not None:
         second_model = planned
         if second_folder != folder:

@@ -121,9 +121,11 @@ def test_conversations_with_tools_and_thinking_become_samples_that_inference_sho
     assert len(part.lengths) == 3 and len(expected) == 5
     [(what, found)] = part.tallies.items()
     assert "several samples" in what and found == (1, "t.json:1")
-    assert (
-        len(encode_messages(CALLS, TEMPLATES["qwen3"], tools, train_on_prompt=True)[1].lengths) == 1
-    )
+    whole = encode_messages(CALLS, TEMPLATES["qwen3"], tools, train_on_prompt=True)[1]
+    assert len(whole.lengths) == 1
+    [(what, found)] = whole.tallies.items()
+    assert "without the thinking of earlier turns" in what and found == (1, "t.json:1")
+    assert not encode_messages(PLAIN, TEMPLATES["qwen3"], train_on_prompt=True)[1].tallies
     assert len(encode_messages(CALLS, TEMPLATES["qwen3"], tools, mask_history=True)[1].lengths) == 1
 
 

@@ -13,7 +13,7 @@ from mca_lite.args import parse_args
 from mca_lite.errors import ConfigError
 from tests.shared import tiny, world
 from tests.shared.commands import ROOT, run_script
-from tests.shared.small_runs import save_tokenizer, train_by_words, write_data
+from tests.shared.small_runs import save_all, save_tokenizer, train_by_words, write_data
 from tests.shared.training import read_log
 
 MODEL = "model_name_or_path=configs/tiny/model train_from_scratch=true"
@@ -172,6 +172,33 @@ def test_an_adapter_that_changes_the_model_has_no_reference_in_it(tmp_path, monk
     new_tokens.finetuning.modules_to_save = ["embed_tokens"]  # as new tokens make it
     with pytest.raises(ValueError, match="try: ref_model: cached"):
         folder_of(new_tokens, planned)
+
+
+def test_a_run_says_that_its_reference_lacks_the_adapter_it_begins_with(tmp_path):
+    from mca_lite import run
+    from tests.shared.lora_tools import peft_model
+
+    save_all(tmp_path, "llama", num_hidden_layers=2)
+    peft_model(str(tmp_path / "model")).save_pretrained(tmp_path / "adapter")
+    keys = {
+        "model_name_or_path": tmp_path / "model",
+        "stage": "dpo",
+        "dataset": tmp_path / "pairs.jsonl",
+        "finetuning_type": "lora",
+        "adapter_name_or_path": tmp_path / "adapter",
+        "cache_dir": tmp_path / "cache",
+        "output_dir": tmp_path / "out",
+        "max_steps": 1,
+    }
+
+    def is_told(**changes) -> bool:
+        words = [f"{key}={value}" for key, value in (keys | changes).items()]
+        plan = run.make_plan(parse_args(words))
+        return any("rewards do not begin at 0" in line for line in plan.data.report)
+
+    assert is_told() and is_told(ref_model="model") and is_told(ref_model="cached")
+    assert not is_told(ref_model=tmp_path / "model")  # asked for by its name
+    assert not is_told(pref_loss="orpo") and not is_told(adapter_name_or_path="null")
 
 
 def test_a_line_of_the_log_has_the_pairs_of_all_its_steps_after_a_restart(tmp_path):
