@@ -8,8 +8,9 @@
 (Ethayarajh and others 2024, equation 7; TRL estimates kl over each micro-batch.) A sample is two
 documents: its answer, and its prompt with the answer of another sample. The second one is run
 forward only, before the step. The pairing belongs to the data set, so that a cached reference has
-scored it: answers shift by one sample within blocks as large as a global batch. Without shuffling
-these are the global batches, as TRL has them. Letters: n answers of a micro-batch.
+scored it: answers shift by one sample within blocks of global_batch_size samples, packed or not.
+Without packing and shuffling these are the global batches, as TRL has them. Letters: n answers of a
+micro-batch.
 """
 
 from collections.abc import Mapping
