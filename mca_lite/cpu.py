@@ -262,7 +262,6 @@ def _compile_later(compile):
     def later(function=None, **options):
         if function is None:
             return functools.partial(later, **options)
-
         compiled = functools.cache(lambda: compile(function, **options))
         return functools.wraps(function)(lambda *args, **kwargs: compiled()(*args, **kwargs))
 

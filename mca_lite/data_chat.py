@@ -273,7 +273,9 @@ class ChatRenderer:
             text = sample.text
             borders = [-1, *itertools.chain(*sample.spans), len(text) + 1]
             spans = list(zip(borders[::2], borders[1::2], strict=True))
-            strips = len(self._parts(messages, marked)) > 1
+            strips = False
+            with contextlib.suppress(TemplateError):  # the template refuses a part
+                strips = len(self._parts(messages, marked)) > 1
             return [Rendered(text, spans, lacks_thinking=lacks, strips_thinking=strips)]
         parts = [(len(messages), turns[-1])]
         if trained == "answers":

@@ -129,6 +129,16 @@ def test_conversations_with_tools_and_thinking_become_samples_that_inference_sho
     assert len(encode_messages(CALLS, TEMPLATES["qwen3"], tools, mask_history=True)[1].lengths) == 1
 
 
+def test_a_template_that_refuses_a_part_of_a_conversation_trains_it_whole():
+    refuses = (
+        "{% if messages | length == 2 and messages[0]['content'] == '2+3?' %}"
+        "{{ raise_exception('two messages') }}{% endif %}"
+    )
+    messages = [user("2+3?"), thought("add", "5"), user("4+4?"), thought("add", "8")]
+    tokenizer, part = encode_messages(messages, refuses + TEMPLATES["qwen3"], train_on_prompt=True)
+    assert len(part.lengths) == 1 and not part.tallies
+
+
 def test_tool_calls_are_trained_to_their_end_without_an_end_of_turn_token():
     # the next header ends a turn, as with GLM's
     template = (
