@@ -42,6 +42,9 @@ _NO_TORCH_COMPILE = (
     "torch.compile does not work here ({}): experts, caps and some rotary embeddings run as single "
     "operations, and training is slower"
 )
+_NOT_COMPILED = (
+    "torch.compile fails for {} ({}): it runs as single operations, and training is slower"
+)
 
 
 def switch(torch_compile: bool | None) -> None:
@@ -98,20 +101,35 @@ def compiles(tensor: torch.Tensor) -> bool:
     return is_on_gpu and works(why_no_kernels, _NO_KERNELS)
 
 
+def _compile_both_passes(graph, inputs):
+    """torch.compile's own backend, which would compile a backward pass when that begins: an error
+    of it comes here as well, where `compiled` can still choose."""
+    with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+        return torch._inductor.compile(graph, inputs)
+
+
 def compiled(function):
     """Decorate a function of tensors and constants: torch.compile, if its first argument is on a
-    GPU.
+    GPU. A function that cannot be compiled runs as it is from then on, with a warning.
 
     A second length of rows compiles once more, for any length.
     """
-    fast = functools.cache(torch.compile)
+    fast = None
 
     @functools.wraps(function)
     def call(first, *args):
+        nonlocal fast
         # torch.compile is tried for the first function that needs it: starting it takes seconds
-        if compiles(first) and works(why_no_torch_compile, _NO_TORCH_COMPILE):
-            return fast(function)(first, *args)
-        return function(first, *args)
+        if not (compiles(first) and works(why_no_torch_compile, _NO_TORCH_COMPILE)):
+            return function(first, *args)
+        fast = fast or torch.compile(function, backend=_compile_both_passes)
+        try:
+            return fast(first, *args)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            out = function(first, *args)  # raises what is wrong with the arguments, if that is it
+            warnings.warn(_NOT_COMPILED.format(function.__name__, first_line(error)), stacklevel=2)
+            fast = function
+            return out
 
     return call
 

@@ -106,10 +106,9 @@ class RewardTrainer(DPOTrainer):
             f"an answer of a micro-batch has token {self.pad_token_id} alone, which pads: expected "
             "another one beside it: give the tokenizer another pad_token",
         )
-        [places] = can_score.flatten().nonzero(as_tuple=True)
-        last = places[counts.cumsum(0)[real] - 1]
+        last = can_score.nonzero()[counts.cumsum(0)[real] - 1].unbind(1)
         labels = torch.full_like(ids, IGNORE_INDEX)
-        labels.put_(last, ids.take(last))
+        labels[last] = ids[last]  # put_ is not deterministic
         return {**batch, "labels": labels}
 
     def _scores(self, batch: dict, labels, scores) -> torch.Tensor:

@@ -6,8 +6,10 @@ import shutil
 
 import pytest
 
-from tests.shared import tiny, tiny_moe, world
+from tests.shared import distilling, rm_tools, tiny, tiny_moe, world
+from tests.shared.dpo_tools import OBJECTIVES, curve_of, our_run
 from tests.shared.files import tensors
+from tests.shared.kto_tools import kto_run
 from tests.shared.layouts import EP2, PACKED, SAVE, TP2
 from tests.shared.training import train
 
@@ -47,6 +49,46 @@ def test_two_runs_and_a_resumed_one_have_the_same_bits(tmp_path, case):
     for other in ("b", "c"):
         again = tensors(tmp_path / other)
         assert all((tensor == again[name]).all() for name, tensor in weights.items())
+
+
+def curves_of_objectives(folder: str, rows: dict, backends: dict) -> dict:
+    """{(objective, backend): curves of two runs} with the key. backends: {objective: names}."""
+
+    def curve(objective: str, out: str, keys: dict) -> list:
+        if objective == "distill":
+            models = f"{folder}/student", f"{folder}/teacher"
+            return distilling.our_curve(*models, out, distilling.PLAIN, steps=2, **keys)
+        if objective == "rm":
+            return curve_of(rm_tools.rm_run(f"{folder}/rm", out, **keys))
+        if objective == "kto":
+            return curve_of(kto_run(f"{folder}/student", out, **keys))
+        return curve_of(our_run(f"{folder}/student", out, OBJECTIVES["sigmoid"], **keys))
+
+    return {
+        (objective, backend): [
+            curve(objective, f"{folder}/{run}", dict(rows, backend=backend, deterministic=True))
+            for run in ("a", "b")
+        ]
+        for objective, names in backends.items()
+        for backend in names
+    }
+
+
+BOTH = ("megatron", "torch")
+IN_SUITE = dict.fromkeys(("dpo", "kto", "distill"), BOTH[:1]) | {"rm": BOTH}
+
+
+@pytest.mark.parametrize(
+    ("rows", "backends"),
+    [(PACKED, IN_SUITE), pytest.param({}, dict.fromkeys(IN_SUITE, BOTH), marks=pytest.mark.full)],
+    ids=("packed", "rows"),
+)
+def test_each_objective_has_the_same_bits_twice(tmp_path, rows, backends):
+    distilling.save_models(tmp_path, num_hidden_layers=2)
+    rm_tools.save_model(tmp_path / "rm", num_hidden_layers=2)
+    [curves] = world.run(curves_of_objectives, 1, str(tmp_path), rows, backends)
+    for cell, (first, second) in curves.items():
+        assert len(first) == 2 and first == second, cell
 
 
 def settings() -> dict:

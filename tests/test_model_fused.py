@@ -4,8 +4,9 @@ compares the kernels."""
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from mca_lite import TrainingArguments, kernels, model, model_layers, model_norms
+from mca_lite import TrainingArguments, kernels, model, model_delta, model_layers, model_norms
 from tests.shared import tiny, world
 from tests.shared.layouts import CP2, FULL, PACKED, PP2, TP2_SP
 from tests.shared.training import assert_same_curve, train
@@ -129,6 +130,98 @@ def test_where_torch_compile_alone_does_not_work_functions_run_as_they_are(monke
         got = kernels.weighted_swiglu(both, weights)
     kernels.works.cache_clear()
     torch.testing.assert_close(got, F.silu(gate) * up * weights[:, None])
+
+
+def cannot_be_compiled(graph, inputs):
+    """A compiler that fails as torch 2.11's did on the convolution of gated delta nets."""
+    from torch._inductor.exc import InductorError
+
+    raise InductorError(AssertionError("1533 v.s. 1534\nand a long trace"), None)
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """A function that puts compilers of forward and backward passes in place of torch's, which
+    compile what runs on a CPU here."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    monkeypatch.setenv("TORCHDYNAMO_DISABLE", "0")  # set while megatron is imported on a CPU
+    monkeypatch.setattr(kernels, "compiles", lambda x: True)
+    monkeypatch.setattr(kernels, "works", lambda *words: True)
+
+    def replace(**compilers):
+        monkeypatch.setattr(torch._inductor, "compile", aot_autograd(**compilers))
+
+    yield replace
+    torch.compiler.reset()
+
+
+def as_it_is(graph, inputs):
+    return graph
+
+
+def half_of_sum(x, weight):
+    return (x * weight).sum() / 2
+
+
+@pytest.mark.parametrize("failing", ["fw_compiler", "bw_compiler"])
+def test_a_function_that_cannot_be_compiled_runs_as_it_is_and_says_so_once(compiler, failing):
+    compiler(**{"fw_compiler": as_it_is, "bw_compiler": as_it_is, failing: cannot_be_compiled})
+    half = kernels.compiled(half_of_sum)
+    words = (
+        r"fails for half_of_sum \(AssertionError: 1533 v.s. 1534\): it runs as single operations"
+    )
+    with pytest.warns(UserWarning, match=words) as said:
+        for length in (3, 5):
+            x, weight = rows(length, 2).requires_grad_(), rows(2).requires_grad_()
+            half(x, weight).backward()
+            torch.testing.assert_close(weight.grad, x.detach().sum(0) / 2)
+    assert len(said) == 1 and "\n" not in str(said[0].message)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_wrong_argument_is_no_fault_of_the_compiler(compiler):
+    compiled = []
+    compiler(fw_compiler=lambda graph, inputs: compiled.append(graph) or graph)
+    half = kernels.compiled(half_of_sum)
+    with pytest.raises(RuntimeError, match=r"^The size of tensor a \(2\)"):
+        half(rows(3, 2), rows(3))
+    assert half(rows(3, 2), rows(2)) == half_of_sum(rows(3, 2), rows(2))
+    assert len(compiled) == 1
+
+
+# the functions of `compiled` whose backward pass is compiled too: inputs with a gradient, others
+WITH_GRADIENTS = {
+    model_delta.causal_convolution: ((rows(11, 2, 3), rows(3, 4)), (torch.arange(11) // 4,)),
+    kernels.rotate: ((rows(11, 2, 4, 8), rows(11, 2, 2, 8)), (rows(11, 1, 1, 6),) * 2),
+    kernels.weighted_swiglu: ((rows(11, 6), rows(11)), ()),
+    kernels.weighted_clamped_swiglu: ((rows(11, 6), rows(11)), (7.0,)),
+}
+
+
+class Sums(TorchDispatchMode):
+    """Notes the shape of each tensor that is summed."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket is torch.ops.aten.sum:
+            self.shapes.add(tuple(args[0].shape))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("function", WITH_GRADIENTS, ids=lambda function: function.__name__)
+def test_compiled_functions_have_no_sums_of_unequal_length(function):
+    """torch's compiler joins the sums of a graph, and asserts that they are of one length."""
+    trained, others = WITH_GRADIENTS[function]
+    trained = [x.clone().requires_grad_() for x in trained]
+    out = function(*trained, *others)
+    out = out if isinstance(out, tuple) else (out,)
+    with Sums() as sums:
+        torch.autograd.grad(out, trained, [torch.ones_like(x) for x in out])
+    assert len(sums.shapes) <= 1
 
 
 # -- a norm whose input is used beside it

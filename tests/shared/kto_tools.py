@@ -14,12 +14,12 @@ from tests.shared.dpo_tools import COUNT, GLOBAL_BATCH, STEPS, logp_and_length
 OBJECTIVE = dict(beta=0.3, desirable_weight=1.5, undesirable_weight=0.75)
 
 
-def raw_answers(count: int = COUNT, seed: int = 1) -> list[tuple]:
-    """(tokens of a prompt, tokens of its answer, label), all of unequal length."""
+def raw_answers(count: int = COUNT, seed: int = 1, scale: int = 1) -> list[tuple]:
+    """(tokens of a prompt, tokens of its answer, label), all of unequal length, times scale."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(low, high):
-        length = int(torch.randint(low, high, (1,), generator=generator))
+        length = int(torch.randint(scale * low, scale * high, (1,), generator=generator))
         return torch.randint(0, tiny.VOCAB, (length,), generator=generator)
 
     return [(draw(2, 7), draw(1, 9), float(i % 3 != 1)) for i in range(count)]

@@ -183,12 +183,13 @@ def train_ours(path: str, out: str, **keys) -> list:
     return train(path, out, **{**KEYS, "export": True, "data": samples(), **keys})
 
 
-def train_plain(path: str, out: str, adapt=None) -> list:
+def train_plain(path: str, out: str, adapt=None, data=None, device="cpu") -> list:
     """The same of transformers' model on one document at a time, in plain torch. adapt: what is
-    done to the model before; it returns the model to save."""
+    done to the model before; it returns the model to save. data: in place of samples()."""
     from transformers import AutoModelForImageTextToText
 
-    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).train()
+    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+    model.to(device).train()
     saved = adapt(model) if adapt is not None else model
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
@@ -196,7 +197,7 @@ def train_plain(path: str, out: str, adapt=None) -> list:
         dict(params=[p for p in trained if p.dim() == 1], weight_decay=0.0),
     ]
     optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=EPSILON)
-    data = samples()
+    data = [{name: x.to(device) for name, x in one.items()} for one in data or samples()]
     curve = []
     for first in range(0, len(data), 4):
         step = data[first : first + 4]

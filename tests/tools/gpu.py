@@ -1,6 +1,6 @@
 """Parity and plans on GPUs: `make gpu` on a machine with CUDA, or a part of it:
 
-    python -m tests.tools.gpu [kernels | memory | plan | parity | families | pictures |
+    python -m tests.tools.gpu [kernels | memory | plan | parity | compiled | families | pictures |
                                deterministic | hangs | te]
 
 kernels: the Triton kernels against their formulas (gpu_kernels.py).
@@ -11,7 +11,11 @@ parity: differences from the torch backend on one GPU there. Each family in ever
 GPU; experts and the other families there too; and where there are several GPUs every layout of the
 suite that they can hold, over nccl. float32 agrees to rounding, bf16 to its own. The worst float32
 difference decides the exit code. A compilation takes as long as ten of these runs: the lines named
-"compiled" have one, the others none.
+"compiled" have one, the others none; compiled ones of all families are the next part.
+
+compiled: two steps of every family and objective at its default keys, compiled
+(gpu_compiled.py), of which further words choose some: compiled text, compiled experts, compiled
+pictures, compiled objectives, each under 8 minutes.
 
 families: 20 steps of every family in bf16, and of transformers' class (gpu_families.py), of which
 further words choose some; on a CPU too by that name.
@@ -49,6 +53,7 @@ from tests.shared.layouts import AUX, CUT, DENSE, DIST_OVERLAP, EXPERTS, PACKED,
 from tests.shared.training import train
 from tests.tools import (
     bench_gpu,
+    gpu_compiled,
     gpu_deterministic,
     gpu_families,
     gpu_hangs,
@@ -86,7 +91,7 @@ COMPILED_CASES = {
     ("qwen2", "float32"): {"compiled": COMPILED},
 }
 ALSO_COMPILED = ("gemma2", "deepseek_v3", "qwen2_moe, experts")
-CHOOSES = ("deterministic", "families", "hangs", "te")  # parts with cases to choose
+CHOOSES = ("compiled", "deterministic", "families", "hangs", "te")  # parts with cases to choose
 TOLERANCE = 1e-5
 PROCESSES = 8  # of one rank that share a GPU
 LEFT_OVER = 0.3  # GiB: workspaces of libraries; the weights alone are 0.9
@@ -330,6 +335,7 @@ def main(words: list[str]) -> int:
         memory=memory,
         plan=gpu_plan.main,
         parity=parity,
+        compiled=lambda: gpu_compiled.main(words[1:]),
         families=lambda: gpu_families.main(words[1:]),
         pictures=of_pictures,
         deterministic=lambda: gpu_deterministic.main(words[1:]),

@@ -2,9 +2,9 @@
 processes of its own, and one that goes on from the checkpoint of step 10, agree bit for bit in
 losses, gradient norms and exported weights.
 
-Plain and packed rows on one GPU, in bf16 and float32, a mixture of experts, Muon, and with two GPUs
-tensor parallelism over nccl. "free" is the same run without the key: it may agree by chance, and
-decides nothing.
+Plain and packed rows on one GPU, in bf16 and float32, a mixture of experts, gated delta nets, Muon,
+every objective, and with two GPUs tensor parallelism over nccl. "free" is the same run without the
+key: it may agree by chance, and decides nothing.
 """
 
 import contextlib
@@ -15,17 +15,24 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from tests.shared import tiny, tiny_moe
+from tests.shared import distilling, tiny, tiny_moe
+from tests.shared.dpo_tools import our_run
+from tests.shared.kto_tools import Answers, kto_run, raw_answers
+from tests.shared.rm_tools import rm_run
+from tests.shared.rm_tools import save_model as save_value_model
+from tests.tools.gpu_compiled import SCALE, LongPairs, LongRated
 
 STEPS, SAVED_AT = 20, 10
+AT_ONCE = 6  # cases that share a GPU
 VOCAB = 1024
 SIZES = dict(hidden_size=512, intermediate_size=1024, num_attention_heads=8, vocab_size=VOCAB)
-SIZES |= dict(num_hidden_layers=2, max_position_embeddings=1024)
+SIZES |= dict(num_hidden_layers=2, max_position_embeddings=2048)
 HALF = dict(bf16=True)
 PACKED = dict(sequence_packing=True, per_device_train_batch_size=4)
 TP2 = dict(tensor_model_parallel_size=2, sequence_parallel=True)
@@ -38,6 +45,17 @@ CASES = {
     "bf16, capped scores": ("gemma2", 1, HALF),
     "bf16, packed, latent": ("deepseek_v3", 1, {**HALF, **PACKED}),
     "bf16, packed, experts": ("qwen3_moe", 1, {**HALF, **PACKED}),
+    "bf16, packed, delta": ("qwen3_5_text", 1, {**HALF, **PACKED}),
+    "bf16, packed, delta and experts": ("qwen3_next", 1, {**HALF, **PACKED}),
+    "pt, packed": ("qwen3", 1, dict(HALF, **PACKED, stage="pt")),
+    "dpo": ("qwen3", 1, dict(HALF, stage="dpo")),
+    "dpo, packed": ("qwen3", 1, dict(HALF, **PACKED, stage="dpo")),
+    "orpo": ("qwen3", 1, dict(HALF, stage="orpo")),
+    "kto": ("qwen3", 1, dict(HALF, stage="kto")),
+    "rm": ("qwen3", 1, dict(HALF, stage="rm")),
+    "rm, packed": ("qwen3", 1, dict(HALF, **PACKED, stage="rm")),
+    "rm, torch": ("qwen3", 1, dict(HALF, stage="rm", backend="torch")),
+    "distill": ("qwen3", 1, dict(HALF, stage="distill")),
     "bf16, muon": ("qwen3", 1, dict(HALF, optim="muon")),
     "torch, packed": ("qwen3", 1, dict(HALF, **PACKED, backend="torch")),
     "tp2": ("qwen3", 2, {**HALF, **TP2}),
@@ -45,37 +63,69 @@ CASES = {
 }
 
 
-def samples() -> list[dict]:
-    """96 samples of 100 to 700 tokens."""
+def samples(masks: bool = True) -> list[dict]:
+    """96 samples of 100 to 700 tokens. masks: the first ones have no label."""
     generator = np.random.default_rng(1)
     made = []
     for length in generator.integers(100, 700, 96):
         ids = generator.integers(0, VOCAB, length + 1)
-        made.append({"input_ids": ids[:-1], "labels": ids[1:]})
+        labels = ids[1:].copy()
+        labels[: masks * 20] = -100
+        made.append({"input_ids": ids[:-1], "labels": labels})
     return made
+
+
+def trainer_of(path: str, out: str, stage: str, keys: dict):
+    """The trainer of an objective after its run."""
+    if stage in ("dpo", "orpo"):
+        loss = dict(pref_loss="sigmoid" if stage == "dpo" else stage, beta=0.1)
+        return our_run(path, out, loss, train_dataset=LongPairs(96), **keys)
+    if stage == "kto":
+        answers = Answers(raw_answers(96, scale=SCALE))
+        return kto_run(path, out, train_dataset=answers, **keys)
+    if stage == "rm":
+        return rm_run(path, out, train_dataset=LongRated(96), **keys)
+    backend = keys.pop("backend", "megatron")
+    return _with_samples(path, out, stage, backend, keys)
+
+
+def _with_samples(path: str, out: str, stage: str, backend: str, keys: dict):
+    """The same of those that train on samples."""
+    from mca_lite import AutoModel, McaTrainer, TrainingArguments
+    from mca_lite.model import load_torch_model
+
+    args = TrainingArguments(out, **keys)
+    if backend == "torch":
+        model = load_torch_model(path)
+    else:
+        model = AutoModel.from_pretrained(path, args)
+    make = McaTrainer
+    if stage == "distill":
+        make = distilling.maker(f"{path}-teacher", distilling.PLAIN, backend)
+    trainer = make(model=model, args=args, train_dataset=samples(masks=stage != "pt"))
+    trainer.train()
+    return trainer
 
 
 def train(path: str, out: str, keys: dict) -> None:
     """Train on this rank, and write the numbers of each step to out/steps.json."""
-    from mca_lite import AutoModel, McaTrainer, TrainingArguments, parallel
-    from mca_lite.model import load_torch_model
+    from mca_lite import TrainingArguments, parallel
 
     base = dict(
-        output_dir=out,
         max_steps=STEPS,
         global_batch_size=8,
         per_device_train_batch_size=2,
         logging_steps=1,
         learning_rate=1e-3,
+        save_strategy="steps",
         save_steps=SAVED_AT,
         disable_tqdm=True,
     )
-    is_torch = keys.pop("backend", "") == "torch"
-    args = TrainingArguments(**{**base, **keys})
-    parallel.initialize(args, use_mca=not is_torch)
-    model = load_torch_model(path) if is_torch else AutoModel.from_pretrained(path, args)
-    trainer = McaTrainer(model, args, train_dataset=samples())
-    trainer.train()
+    stage, keys = keys.pop("stage", "sft"), {**base, **keys}
+    own = {name: value for name, value in keys.items() if name != "backend"}
+    use_mca = keys.get("backend") != "torch"
+    parallel.initialize(TrainingArguments(out, **own), use_mca=use_mca)
+    trainer = trainer_of(path, out, stage, keys)
     trainer.save_model()
     if parallel.is_main():
         lines = [line for line in trainer.state.log_history if "loss" in line]
@@ -91,7 +141,8 @@ def run(path: str, out: str, gpus: int, keys: dict) -> tuple[list, str]:
     words += [path, out, json.dumps(keys)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     if done.returncode:
-        raise RuntimeError(f"{out}: {done.stderr[-2000:]}")
+        of_rank = [line for line in done.stderr.splitlines() if line.startswith("[rank0]")]
+        raise RuntimeError(f"{out}: {' '.join(of_rank[-3:])}")
     digest = hashlib.sha256()
     for file in sorted(Path(out).glob("*.safetensors")):
         digest.update(file.read_bytes())
@@ -107,6 +158,11 @@ def agrees(name: str, folder: str) -> bool:
     if family == "deepseek_v3":  # its heads have parts of their own sizes
         heads = dict(num_key_value_heads=8)
     path = save(f"{folder}/{name}/model", family, **SIZES, **heads)
+    stage = keys.get("stage")
+    if stage == "rm":
+        path = save_value_model(f"{folder}/{name}/scores", family, **SIZES, **heads)
+    if stage == "distill":
+        tiny.save_model(f"{path}-teacher", family, seed=5, **SIZES, **heads)
     kept = dict(keys, deterministic=True)
     first = run(path, f"{folder}/{name}/a", gpus, kept)
     second = run(path, f"{folder}/{name}/b", gpus, kept)
@@ -126,14 +182,20 @@ def main(words: list[str] | None = None) -> int:
     """The cases that fit the GPUs; words: parts of the names of some -> 0 if all agree."""
     fits = [name for name, (_, gpus, _) in CASES.items() if gpus <= torch.cuda.device_count()]
     chosen = [name for name in fits if not words or any(word in name for word in words)]
-    good = []
     with tempfile.TemporaryDirectory() as folder:
-        for name in chosen:
+
+        def is_good(name: str) -> bool:
             try:
-                good.append(agrees(name, folder))
+                return agrees(name, folder)
             except Exception as error:
                 print(f"{name:24} FAIL {error}", flush=True)
-                good.append(False)
+                return False
+
+        good = []
+        for is_single, at_once in (True, AT_ONCE), (False, 1):
+            names = [name for name in chosen if (CASES[name][1] == 1) == is_single]
+            with ThreadPoolExecutor(at_once) as pool:
+                good += pool.map(is_good, names)
     return int(not all(good))
 
 
