@@ -16,6 +16,7 @@ cells' names, of which those with all are run. By its own name it runs on a CPU,
 """
 
 import contextlib
+import gc
 import io
 import os
 import sys
@@ -27,6 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from tests.shared import distilling, dpo_tools, kto_tools, pictures, rm_tools, tiny, tiny_moe, world
 from tests.shared.layouts import ONE_ROW, PACKED, TWO_ROWS
@@ -41,6 +43,8 @@ ROWS = {
 }
 # the largest difference of a loss and of a gradient norm
 TOLERANCES = {"float32": (1e-5, 1e-4), "bf16": (2e-2, 5e-2)}
+# these losses are of differences between sums over hundreds of tokens, or of scores
+OF_DIFFERENCES = {"float32": (1e-4, 1e-3), "bf16": (5e-2, 2e-1)}
 LENGTHS = (600, 1537)
 LONG = dict(max_position_embeddings=2048)
 PROCESSES = 8  # that share a GPU
@@ -224,7 +228,8 @@ def in_turn(share: list[tuple], folder: str, end: float) -> list[str]:
             except Exception as error:
                 traceback.print_exc()
                 what = f"FAILED: {(str(error) or type(error).__name__).splitlines()[0]}"
-            most = TOLERANCES["bf16" if "bf16" in variant else "float32"]
+            tolerances = OF_DIFFERENCES if name.startswith(("dpo", "kto", "rm")) else TOLERANCES
+            most = tolerances["bf16" if "bf16" in variant else "float32"]
             is_far = not (loss <= most[0] and norm <= most[1])
             graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
             words = what or f"compiled: kernels, {graphs} graphs{', TOO FAR' if is_far else ''}"
@@ -233,8 +238,19 @@ def in_turn(share: list[tuple], folder: str, end: float) -> list[str]:
             print(line, flush=True)
             if is_far or what:
                 wrong.append(label)
-            world.leave_layout()
+            leave_layout()
     return wrong
+
+
+def leave_layout() -> None:
+    """Free what a cell held on the GPU, which eight processes share: its tensors, and the
+    communicators of its groups, which NCCL keeps until they are destroyed."""
+    world.leave_layout()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def plain_run(function, path: str, out: str, given: dict) -> list:
