@@ -31,6 +31,7 @@ from tests.shared.layouts import CP2, DIST_OPT, DIST_OVERLAP, EP2, PACKED, PP2, 
 from . import bench_gpu, gpu
 
 TP2_HIDDEN = dict(TP2_SP, tp_comm_overlap=True)
+JOINED = dict(sequence_packing=True)
 AUTO = dict(pipeline_model_parallel_layout="auto")
 # name: (shape, rows a micro-batch, replicas of the data on two GPUs, keys[, tokens of a row]); on
 # one GPU those of dp2 and of rows are one GPU's
@@ -38,6 +39,8 @@ CASES = {
     "dp2": ("1.5B", 4, 2, {}),
     "dp2 distributed optimizer": ("1.5B", 4, 2, DIST_OPT),
     "dp2 overlap": ("1.5B", 4, 2, DIST_OVERLAP),
+    "packed rows": ("1.5B", 4, 2, JOINED),
+    "packed dp2 overlap": ("1.5B", 4, 2, {**JOINED, **DIST_OVERLAP}),
     "fsdp2": ("1.5B", 4, 2, None),
     "tp2": ("1.5B", 4, 1, TP2),
     "tp2 sequence parallel": ("1.5B", 4, 1, TP2_SP),
@@ -127,7 +130,8 @@ def measure(name: str, folder: str, steps: int = 8, skip: int = 4) -> dict:
         tokens, squares = tokens * ranks, squares * ranks
     else:
         keys = {**keys, "gradient_accumulation_steps": rows // mbs // replicas}
-        found = bench_gpu.run_ours(**shared, rows=rows, keys=keys, folder=folder)
+        packed = "sequence_packing" in keys
+        found = bench_gpu.run_ours(**shared, rows=rows, keys=keys, packed=packed, folder=folder)
         clock, logs, tokens, squares = found
     median = clock.median(skip)
     work = bench_gpu.flops(bench_gpu.hf_config(shape), tokens, squares, 0)
