@@ -1,8 +1,12 @@
 """`make mutations`: what is said of a wrong change that a test notices, and of others."""
 
+from pathlib import Path
+
 import pytest
 
 from tests.tools.mutations import ROWS, verdict
+
+CONFTEST = Path(__file__).with_name("conftest.py").read_text()
 
 TEST = """
 from mca_lite.sums import doubled
@@ -27,8 +31,9 @@ def test_a_row_is_noticed_survives_or_is_stale(tmp_path, old, new, said):
     for file, text in {
         module: "def doubled(x):\n    return 2 * x\n",
         tmp_path / "tests" / "test_sums.py": TEST,
+        tmp_path / "tests" / "conftest.py": CONFTEST,
     }.items():
-        file.parent.mkdir()
+        file.parent.mkdir(exist_ok=True)
         file.write_text(text)
     assert verdict(tmp_path, old, new, "test_sums.py::test_twice_two_is_four") == said
     assert "return 2 * x" in module.read_text()
