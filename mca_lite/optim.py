@@ -36,7 +36,7 @@ from .mcore import (
     get_megatron_optimizer,
     of_minor,
 )
-from .tables import OPTIMIZERS
+from .tables import OPTIMIZERS, numbers_of_adam
 
 
 class MegatronLRScheduler(OptimizerParamScheduler):
@@ -184,8 +184,8 @@ class Muon(AdamW):
     mu: muon_momentum. args: TrainingArguments.
     """
 
-    def __init__(self, groups, args, **of_adam):
-        super().__init__(groups, **of_adam)
+    def __init__(self, groups, args):
+        super().__init__(groups, **numbers_of_adam(args))
         self.args = args
 
     def dtypes_of(self, p):
@@ -275,7 +275,7 @@ def create_megatron_optimizer(
         if args.optimizer_cpu_offload:
             fraction = args.optimizer_offload_fraction
             part.optimizer = OffloadedOptimizer(
-                part.optimizer, fraction, lambda groups: row.make(groups, args)
+                part.optimizer, fraction, lambda groups: row.new(groups, args)
             )
     for group in optimizer.param_groups:
         # they would override the scheduler's limits
@@ -294,7 +294,7 @@ def _made_here(part: MegatronOptimizer, args) -> torch.optim.Optimizer:
     row = OPTIMIZERS[args.optim]
     inner = part.optimizer
     if row.megatron is None or "bf16" in (args.exp_avg_dtype, args.exp_avg_sq_dtype):
-        return row.make(_groups_without_defaults(inner), args)
+        return row.new(_groups_without_defaults(inner), args)
     for group in inner.param_groups if isinstance(inner, torch.optim.AdamW) else ():
         group["foreach"], group["fused"] = False, True  # one kernel for the whole update
     return inner
@@ -395,7 +395,7 @@ def create_torch_optimizer(args, model: torch.nn.Module) -> torch.optim.Optimize
         if parameter.requires_grad:
             groups[not decays(name, parameter)]["params"].append(parameter)
     groups = [group for group in groups if group["params"]]
-    return OPTIMIZERS[args.optim].make(groups, args)
+    return OPTIMIZERS[args.optim].new(groups, args)
 
 
 class GivenScheduler:

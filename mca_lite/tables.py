@@ -646,22 +646,27 @@ register_objective(
 class Optimizer(NamedTuple):
     """One row of OPTIMIZERS.
 
-    make(groups, args) -> the torch optimizer of parameter groups (dicts with "params"); args:
-    TrainingArguments. Both backends set each group's lr and weight_decay before every step, so
-    decay should be decoupled. states: the names of its tensors of a parameter's shape, for
-    checkpoints. counts_steps: True with the number of updates as a tensor "step" beside them.
+    make(groups, args) -> the torch optimizer of parameter groups (dicts with "params"), or
+    "module:name" of this package; args: TrainingArguments. Both backends set each group's lr and
+    weight_decay before every step, so decay should be decoupled. states: the names of its tensors
+    of a parameter's shape, for checkpoints. counts_steps: True with the number of updates as a
+    tensor "step" beside them.
     megatron: its name in megatron-core, used on that backend; None: make() is used there too.
     halves(groups, args) -> the optimizer for bf16 weights that are the upper halves of fp32
     masters, or None. of_matrices: the states of the matrices in hidden layers, in place of
     `states`; these parameters have optim.Matrices as their attribute `matrices` then.
     """
 
-    make: Callable[[list[dict], Any], Any]
+    make: Callable[[list[dict], Any], Any] | str
     states: tuple[str, ...]
     counts_steps: bool = False
     megatron: str | None = None
     halves: Callable[[list[dict], Any], Any] | None = None
     of_matrices: tuple[str, ...] = ()
+
+    def new(self, groups: list[dict], args) -> Any:
+        """The torch optimizer of parameter groups."""
+        return function_of(self.make)(groups, args)
 
     def states_of(self, parameter: Any) -> tuple[str, ...]:
         """The names of a parameter's states."""
@@ -700,7 +705,7 @@ def _adam(groups: list[dict], args):
     if "bf16" in (args.exp_avg_dtype, args.exp_avg_sq_dtype):
         return _adam_of_halves(groups, args)
     # fused: one kernel for the whole update
-    return torch.optim.AdamW(groups, **_numbers_of_adam(args), fused=True)
+    return torch.optim.AdamW(groups, **numbers_of_adam(args), fused=True)
 
 
 def _adam_of_halves(groups: list[dict], args):
@@ -708,10 +713,11 @@ def _adam_of_halves(groups: list[dict], args):
 
     moments = ("exp_avg", "exp_avg_sq")
     halves = {name for name in moments if getattr(args, f"{name}_dtype") == "bf16"}
-    return AdamW(groups, **_numbers_of_adam(args), halves=halves)
+    return AdamW(groups, **numbers_of_adam(args), halves=halves)
 
 
-def _numbers_of_adam(args) -> dict:
+def numbers_of_adam(args) -> dict:
+    """The keywords of Adam by TrainingArguments."""
     betas = args.adam_beta1, args.adam_beta2
     return dict(lr=args.learning_rate, betas=betas, eps=args.adam_epsilon)
 
@@ -720,11 +726,6 @@ def _sgd(groups: list[dict], args):
     import torch
 
     return torch.optim.SGD(groups, lr=args.learning_rate, momentum=args.sgd_momentum)
-
-
-def _muon(groups: list[dict], args):
-    optim = import_module(".optim", __package__)  # it reads this table
-    return optim.Muon(groups, args, **_numbers_of_adam(args))
 
 
 OPTIMIZERS["adam"] = Optimizer(
@@ -736,7 +737,10 @@ OPTIMIZERS["adam"] = Optimizer(
 )
 OPTIMIZERS["sgd"] = Optimizer(_sgd, states=("momentum_buffer",), megatron="sgd")
 OPTIMIZERS["muon"] = Optimizer(
-    _muon, states=("exp_avg", "exp_avg_sq"), counts_steps=True, of_matrices=("momentum_buffer",)
+    "optim:Muon",
+    states=("exp_avg", "exp_avg_sq"),
+    counts_steps=True,
+    of_matrices=("momentum_buffer",),
 )
 OPTIMIZER_ALIASES |= dict.fromkeys(("adamw_torch", "adamw_torch_fused"), "adam")
 

@@ -40,18 +40,46 @@ def test_every_module_has_its_place_in_the_order():
 
 def test_imports_point_down():
     for name in ORDER:
-        check_imports(name)
+        check_imports(name, modules()[name])
 
 
-def check_imports(name: str) -> None:
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from . import optim",
+        "from .optim import Muon",
+        'import_module(".optim", __package__)',
+        'importlib.import_module(".optim", __package__)',
+    ],
+)
+def test_an_import_of_a_module_that_imports_this_one_is_seen(line):
+    with pytest.raises(AssertionError, match="tables imports optim, which stands below it"):
+        check_imports("tables", ast.parse(f"def late():\n    {line}"))
+
+
+# a row of a table, a public name or a command is "module:name", imported when it is used
+RESOLVING = {"__init__", "__main__", "tables"}
+
+
+def named_by_call(name: str, node: ast.AST) -> list[str]:
+    """The module of the package that a call of import_module names in full."""
+    is_call = isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module")
+    first = node.args[0] if is_call else None
+    if isinstance(first, ast.JoinedStr):
+        assert name in RESOLVING, f"{name} imports {ast.unparse(first)}, a name that it computes"
+    text = first.value if isinstance(first, ast.Constant) else ""
+    return [text[1:]] if text.startswith(".") else []
+
+
+def check_imports(name: str, tree: ast.Module) -> None:
     place = ORDER.index(name)
-    for node in ast.walk(modules()[name]):
+    for node in ast.walk(tree):
+        targets = named_by_call(name, node)
         if isinstance(node, ast.ImportFrom) and node.level:
             assert node.level == 1, f"{name} imports from outside the package"
-            for target in [node.module] if node.module else [a.name for a in node.names]:
-                assert ORDER.index(target) < place, (
-                    f"{name} imports {target}, which stands above it"
-                )
+            targets += [node.module] if node.module else [a.name for a in node.names]
+        for target in targets:
+            assert ORDER.index(target) < place, f"{name} imports {target}, which stands below it"
         imported = [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
         imported += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         for full in imported:
