@@ -153,6 +153,19 @@ def test_the_best_evaluation_is_forgotten_when_another_way_tells_it(run_files, t
     assert (state["best_metric"], state["best_global_step"]) == (last, 3)
 
 
+def test_the_best_checkpoint_moves_with_the_runs_folder(run_files, tmp_path):
+    out, moved, path = tmp_path / "run", tmp_path / "moved", str(run_files / "model")
+    keys = dict(SAVE, save_steps=1, backend="torch", eval_strategy="steps", eval_steps=1)
+    keys |= dict(metric_for_best_model="eval_loss", save_total_limit=1)  # it rises on other data
+    world.run(attempt, 1, path, str(out), steps=2, **keys)
+    out.rename(moved)
+    world.run(attempt, 1, path, str(moved), steps=3, resume_from_checkpoint="auto", **keys)
+    state = json.loads((moved / "trainer_state.json").read_text())
+    assert state["best_model_checkpoint"] == f"{moved}/checkpoint-1"
+    kept = sorted(folder.name for folder in moved.glob("checkpoint-*"))
+    assert kept == ["checkpoint-1", "checkpoint-3"]
+
+
 def test_a_run_of_python_says_what_has_changed(run_files, tmp_path):
     out, path = str(tmp_path / "run"), str(run_files / "model")
     keys = dict(SAVE, backend="torch", steps=2)

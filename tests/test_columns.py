@@ -202,6 +202,8 @@ def test_pictures_stand_in_the_order_of_the_documents_packed_joined_and_without_
     slots = joined["image_slot"][0]
     assert slots[slots >= 0].tolist() == [0, 1, 2, 3, 4]
     assert (slots >= 0).equal(joined["input_ids"][0] == 7)
+    later = join([pack(collated([document()]), 4, 9), packs[1]])
+    assert later["pixel_values"].flatten().tolist() == [3, 4, 5]
     text = collated([document()])
     assert "pixel_values" not in text and (with_image_slots(split(text), 7)["image_slot"] < 0).all()
 

@@ -12,7 +12,7 @@ from mca_lite.data_chat import ChatRenderer, chat_renderer
 from mca_lite.data_records import Conversation
 from mca_lite.errors import ConfigError
 from mca_lite.tables import BUILT_IN_FOR, TEMPLATES
-from tests.shared.chats import assistant, user
+from tests.shared.chats import assistant, trained_texts, user, write_records
 from tests.shared.commands import assert_names
 from tests.shared.foreign_keys import LLAMA_FACTORY_TEMPLATES
 from tests.shared.toy_tokenizer import (
@@ -427,6 +427,18 @@ def test_chat_template_kwargs_of_a_record_count_before_the_run_s():
     )
     [(what, found)] = part.tallies.items()
     assert "enable_thinking" in what and found == (1, WHERE)
+
+
+def test_each_record_has_the_end_of_turn_of_its_options(tmp_path):
+    template = CHATML.replace("<|im_end|>", "{{ ending | default('<|im_end|>') }}")
+    record = {"messages": [user("Hi"), assistant("Hello")]}
+    other = record | {"chat_template_kwargs": {"ending": "<|im_stop|>"}}
+    tokenizer = byte_tokenizer(template)
+    file = write_records(tmp_path / "a.jsonl", record, other, record)
+    keys = dict(cache_dir=str(tmp_path), cutoff_len=64)
+    data = load_datasets(DataArguments(dataset=[file], **keys), "sft", tokenizer)
+    ends = ["<|im_end|>", "<|im_stop|>", "<|im_end|>"]
+    assert trained_texts(tokenizer, data.train) == [f"Hello{end}" for end in ends]
 
 
 def test_thinking_and_tools_are_text_where_the_template_has_no_place_for_them():

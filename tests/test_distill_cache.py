@@ -17,7 +17,7 @@ import pytest
 from mca_lite.args import parse_args
 from mca_lite.errors import ConfigError
 from mca_lite.trainer_distill import WithRows
-from mca_lite.trainer_scores import RowStore, fingerprint_of, trained_counts
+from mca_lite.trainer_scores import RowStore, fingerprint_of, identity_of_model, trained_counts
 from tests.shared import layouts, small_runs, tiny, world
 from tests.shared.commands import ROOT
 from tests.shared.distilling import (
@@ -90,7 +90,7 @@ def runs_of(folder: str, out: str) -> dict:
     """{name: (error, what was printed)} of runs of the command line."""
     cached = dict(teacher_top_k=6, teacher_cache=f"{out}/rows")
     alone = dict(cached, teacher_model_name_or_path=None)
-    plain = dict(use_mca=False, stage="sft", eval_dataset=None, eval_strategy=None)
+    plain = dict(use_mca=False, stage="sft")
     runs = {
         "resident": {},
         "cached": cached,
@@ -98,6 +98,7 @@ def runs_of(folder: str, out: str) -> dict:
         "another k": dict(cached, teacher_top_k=5),
         "another temperature": dict(cached, distill_temperature=2.0),
         "another dtype": dict(cached, teacher_cache_dtype="float16"),
+        "another precision": dict(cached, bf16=True),
         "other data": dict(alone, eval_dataset=f"{folder}/chat.jsonl", max_samples=5),
     }
     found = {}
@@ -131,7 +132,8 @@ def test_the_keys_of_the_stage_train_as_plain_torch_and_rows_are_read_without_a_
         logged = read_log(tmp_path / name)
         mixed = [0.5 * (line["kd_loss"] + line["sft_loss"]) for line in logged if "loss" in line]
         assert mixed == pytest.approx([loss for loss, _ in numbers(tmp_path / name)])
-        assert logged[-1]["eval_sft_loss"] > 0
+        [whole] = [n["eval_loss"] for n in read_log(tmp_path / f"whole-{k}") if "eval_loss" in n]
+        assert logged[-1]["eval_loss"] == pytest.approx(whole, rel=1e-5)  # of the second data set
     said = found["resident"][1]
     assert "jsd, temperature 1.5, cross entropy 0.5, resident teacher" in said
     for name, lines in ("cached", 4), ("read", 2):  # of both data sets
@@ -140,6 +142,7 @@ def test_the_keys_of_the_stage_train_as_plain_torch_and_rows_are_read_without_a_
         "another k": "teacher_top_k 6, and this run has another",
         "another temperature": "distill_temperature 1.5",
         "another dtype": "teacher_cache_dtype float32",
+        "another precision": "are of another teacher",
         "other data": "set teacher_model_name_or_path, and it computes them",
     }.items():
         assert words in found[name][0], name
@@ -347,6 +350,29 @@ def test_foreign_rows_are_refused_in_words(tmp_path, key):
     value, words = FOREIGN[key]
     with pytest.raises(ValueError, match=words):
         store_in(tmp_path, **{key: value}).load()
+
+
+def test_a_byte_of_any_shard_makes_another_teacher(tmp_path):
+    names = ["config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    for name in names:
+        (tmp_path / name).write_bytes(b"0123")
+    before = identity_of_model(tmp_path, tmp_path / "cache")
+    assert before.keys() == {*names}
+    for name in names:
+        (tmp_path / name).write_bytes(b"0122")
+        after = identity_of_model(tmp_path, tmp_path / "cache")
+        assert [other for other in names if after[other] != before[other]] == [name]
+        (tmp_path / name).write_bytes(b"0123")
+
+
+def test_every_column_of_a_dataset_in_memory_is_in_its_fingerprint():
+    sample = {"input_ids": [1, 2, 3], "labels": [2, 3, 4], "answer_label": 1}
+    of_pair = {"chosen": sample, "rejected": sample, "pair_weight": 1.0}
+    changes = {"input_ids": [1, 2, 5], "labels": [-100, 3, 4], "answer_label": 0}
+    datasets = [[sample], [sample, sample]]
+    datasets += [[sample | {name: value}] for name, value in changes.items()]
+    datasets += [[of_pair], [of_pair | {"pair_weight": 2.0}], [of_pair | {"pair_margin": 1.0}]]
+    assert len(set(map(fingerprint_of, datasets))) == len(datasets)
 
 
 def test_trained_tokens_are_numbered_in_the_order_of_samples():

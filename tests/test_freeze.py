@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tests.shared import tiny, tiny_moe, world
+from tests.shared import rm_tools, tiny, tiny_moe, world
 from tests.shared.cells import cell, shared_worlds, thinned
 from tests.shared.files import assert_same_tensors, tensors
 from tests.shared.frozen import by_keys, by_pattern
@@ -245,6 +245,25 @@ def test_a_part_of_a_fused_matrix_is_refused_on_megatron_alone(tmp_path):
     words = world.run(refusal_of, 1, path, keys)[0]
     assert "are one matrix on megatron-core" in words["megatron"]
     assert words["torch"] == ""
+
+
+def weights_in_training(path: str) -> list[list[str]]:
+    """Of megatron-core's model and of plain torch's."""
+    from mca_lite.model import AutoModel, load_torch_model
+    from tests.shared.files import make_args
+
+    models = AutoModel.from_pretrained(path, make_args()), load_torch_model(path)
+    frozen = map(by_keys(dict(FREEZE, stage="rm")), models)
+    return [[n for n, p in model.named_parameters() if p.requires_grad] for model in frozen]
+
+
+def test_the_value_head_of_a_frozen_reward_model_trains(tmp_path):
+    path = rm_tools.save_model(tmp_path / "model")
+    [found] = world.run(weights_in_training, 1, path)
+    for names in found:
+        outside = [name for name in names if not re.search(r"\.layers\.[23]\.", name)]
+        assert [name.split(".")[-2:] for name in outside] == [["score", "weight"]]
+        assert len(names) > 1
 
 
 def refusal_of(path: str, keys: dict) -> dict:

@@ -33,7 +33,7 @@ from tests.shared.kto_tools import (
     shifted,
     step_numbers,
 )
-from tests.shared.layouts import CP2, DIST_OPT, EP2, PACKED, PP2, TP2_SP, VPP2
+from tests.shared.layouts import AUX, CP2, DIST_OPT, EP2, PACKED, PP2, TP2_SP, VPP2
 from tests.shared.training import read_log, train
 
 USUAL = {"one": ("full padded", "lora packed"), "tp2pp2": ("full padded",), "cp2": ("full packed",)}
@@ -74,6 +74,20 @@ def test_experts_train_as_plain_torch(tmp_path, ranks, keys):
     [wanted] = world.run(oracle_of, 1, path)
     for rows in ROWS.values():
         assert_every_rank_has(wanted, ranks, kto_run, path, tmp_path / "run", {**keys, **rows})
+
+
+def balanced_curves(path, out) -> list:
+    """Of answers in rows, where the last step has a row that fills, and packed, without one."""
+    runs = {
+        name: dict(AUX, backend="torch", max_steps=STEPS, **rows) for name, rows in ROWS.items()
+    }
+    return [curve_of(kto_run(path, f"{out}/{name}", **keys)) for name, keys in runs.items()]
+
+
+def test_rows_that_fill_have_no_part_in_the_weight_of_balancing_losses(tmp_path):
+    path = tiny_moe.save_model(tmp_path / "model", "qwen3_moe", num_hidden_layers=2)
+    [(padded, packed)] = world.run(balanced_curves, 1, path, str(tmp_path))
+    assert not differences(padded, packed)
 
 
 # -- references, packs, evaluations, predictions, resume
@@ -200,6 +214,8 @@ def test_answers_shift_by_one_within_blocks():
             assert got[1][name].tolist() == column.tolist()
         assert got[0]["answer_label"] == got[1]["answer_label"]
     assert len(Mismatched(Answers(), 3, cutoff_len=4)[1][1]["labels"]) == 4
+    views = [Mismatched(Answers(), *more) for more in ((3,), (4,), (3, 4), (3, 5))]
+    assert len({view.fingerprint for view in views}) == len(views)
 
 
 def refusals(path, out) -> list[str]:

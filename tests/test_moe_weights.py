@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from tests.shared import tiny_moe, world
 from tests.shared.files import SEED, TOKENS, assert_same_bytes, load_hf, make_args, tensors
 from tests.shared.layouts import CP2, EP2, EP4, ETP1, EXPERTS, PP2, TP2_SP, VPP2
+from tests.shared.training import BRIEF, train
 
 ALL = {
     "one": (1, {}),
@@ -122,6 +123,16 @@ def test_round_trip_of_more_families_gives_the_same_bytes(layout, sources, logit
 def test_the_bias_that_chooses_experts_stays_float32_in_a_bf16_model(sources):
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     assert tensors(sources["glm4_moe-bf16"])[name].dtype == torch.float32
+
+
+@pytest.mark.parametrize("backend", ["megatron", "torch"])
+def test_a_run_in_bf16_leaves_the_bias_that_chooses_experts_as_it_was(sources, tmp_path, backend):
+    path, out = sources["glm4_moe-bf16"], str(tmp_path / "out")
+    world.run(train, 1, path, out, backend=backend, bf16=True, export=True, **BRIEF)
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    before, after = tensors(path)[name], tensors(out)[name]
+    assert not before.equal(before.bfloat16().float()), "the rounding would not be seen"
+    assert_same_bytes({name: after}, {name: before})
 
 
 def drawn_by_torch(sources: dict) -> dict:

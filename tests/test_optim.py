@@ -13,10 +13,13 @@ from mca_lite.args import TrainingArguments
 from mca_lite.args_rules_training import warmup_steps
 from mca_lite.errors import ConfigError
 from mca_lite.optim import (
+    create_grad_scaler,
     create_torch_optimizer,
     decays,
     get_megatron_lr_scheduler,
     get_optimizer_config,
+    load_scaler_states,
+    scaler_states,
 )
 from tests.shared import tiny, world
 from tests.shared.layouts import DENSE
@@ -414,3 +417,16 @@ def test_megatron_gets_the_same_numbers():
     assert config.bf16 and not config.fp16 and config.params_dtype == torch.bfloat16
     assert config.clip_grad == math.inf  # never clips, and measures the norm all the same
     assert config.optimizer == "adam" and config.decoupled_weight_decay
+
+
+def test_every_part_of_an_optimizer_gets_its_loss_scale_back():
+    """Of a checkpoint of fewer parts, too: the last one's is that of the rest."""
+    args = arguments(fp16=True)
+    saved, resumed = ([create_grad_scaler(args) for _ in range(count)] for count in (2, 3))
+    for overflows, scaler in enumerate(saved, 1):
+        for _ in range(overflows * args.hysteresis):
+            scaler.update(True)
+    load_scaler_states(resumed, scaler_states(saved))
+    scales = [float(scaler.scale) for scaler in saved]
+    assert len({*scales, args.initial_loss_scale}) == 3
+    assert [float(scaler.scale) for scaler in resumed] == [*scales, scales[-1]]

@@ -57,6 +57,10 @@ def found_in(path, out, backend, layout) -> dict:
     from mca_lite.data_batches import Packs
     from mca_lite.model import load_torch_model
 
+    class Doubled(McaTrainer):
+        def _loss_of_logits(self, logits):
+            return 2 * logits.cross_entropy()
+
     found = {}
     for rows, keys in {"rows": dict(per_device_eval_batch_size=2), "packed": PACKED}.items():
         args = TrainingArguments(output_dir=out, disable_tqdm=True, **layout, **keys)
@@ -73,6 +77,7 @@ def found_in(path, out, backend, layout) -> dict:
         output = trainer.predict(SAMPLES)
         found[rows] = output.predictions, output.metrics, output.label_ids
         found[f"{rows} evaluated"] = trainer.evaluate()
+        found[f"{rows} of another loss"] = Doubled(model, args).predict(SAMPLES).predictions
         pairs = Pairs(5)
         packs = Packs(pairs, 60) if rows == "packed" else pairs
         of_pairs = DPOTrainer(model, args=args, train_dataset=packs).predict(packs)
@@ -102,6 +107,7 @@ def test_predictions_are_transformers_own_in_every_layout(path, oracle, tmp_path
             predictions, metrics, label_ids = found[rows]
             np.testing.assert_allclose(predictions, wanted, rtol=1e-5, atol=1e-5)
             np.testing.assert_array_equal(predictions[:, 1], wanted[:, 1])
+            np.testing.assert_array_equal(found[f"{rows} of another loss"], predictions)
             named = {f"test_{key}": float(value) for key, value in counts.items()}
             assert metrics == {"test_loss": pytest.approx(loss, rel=1e-5), **named}
             assert label_ids is None

@@ -186,6 +186,30 @@ def test_mean_of_micro_batches_agrees_with_the_torch_backend(
         assert_same_curve(got, wanted)
 
 
+def norm_of_means(path: str, micro_batches: list[list[dict]]) -> float:
+    """The gradient norm of the mean over micro-batches of their means over labels."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path)
+    for samples in micro_batches:
+        logits = torch.cat([model(sample["input_ids"][None]).logits[0] for sample in samples])
+        labels = torch.cat([sample["labels"] for sample in samples])
+        (F.cross_entropy(logits, labels) / len(micro_batches)).backward()
+    gradients = [parameter.grad.flatten() for parameter in model.parameters()]
+    return float(torch.cat(gradients).norm())
+
+
+@pytest.mark.parametrize("backend", ["megatron", "torch"])
+def test_a_micro_batch_that_is_partly_filled_counts_as_one(model_path, tmp_path, backend):
+    """Of five samples, two a micro-batch, the third has one beside a filler, on either rank."""
+    data = tiny.samples(5)
+    [wanted] = world.run(norm_of_means, 1, model_path, [data[:2], data[2:4], data[4:]])
+    keys = dict(MEAN, backend=backend, steps=1, warmup_steps=0, global_batch_size=8)
+    keys |= dict(data=data, per_device_train_batch_size=2)
+    for [(_, norm)] in world.run(train, 2, model_path, str(tmp_path), **keys):
+        assert norm == pytest.approx(wanted, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     "keys",
     [dict(optim="sgd", learning_rate=0.05), dict(max_grad_norm=0.0), dict(max_grad_norm=50.0)],

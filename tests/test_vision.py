@@ -337,6 +337,32 @@ def test_the_tower_rests_in_a_step_without_a_picture_and_goes_on_afterwards(path
             assert not torch.equal(rested[key], tensor), key
 
 
+def tower_of_rank(path: str, out: str, data: list[dict]) -> dict:
+    """The tower's weights on this rank after a step of a document a rank."""
+    kept = []
+
+    def keep(models):
+        kept.append(models)
+        return models
+
+    keys = dict(data=data, adapt=keep, steps=1, global_batch_size=2, export=False, **ONE_ROW)
+    pictures.train_ours(path, out, **keys)
+    named = kept[0].named_parameters()
+    return {name: p.detach().numpy().copy() for name, p in named if "vision_model." in name}
+
+
+def test_ranks_with_and_without_a_picture_have_one_tower(paths, tmp_path):
+    generator = torch.Generator().manual_seed(1)
+    data = [pictures.document(generator, *pieces) for pieces in [(3, (2, 2), 5), (9,)]]
+    path = paths["qwen2_5_vl"]
+    one, other = world.run(tower_of_rank, 2, path, str(tmp_path), data)
+    [both] = world.run(tower_of_rank, 1, path, str(tmp_path), data)
+    assert one.keys() == other.keys() == both.keys()
+    for name, weights in one.items():
+        assert (weights == other[name]).all(), name
+        assert weights == pytest.approx(both[name], abs=1e-5), name
+
+
 # -- Muon: the tower's matrices too, as on the torch backend (which test_optim_muon compares with
 # torch.optim.Muon)
 

@@ -225,8 +225,8 @@ ROWS: list[tuple[str, str, str, str]] = [
     ),
     (
         "a reward model scores every token of a packed answer",
-        "last = places[counts.cumsum(0)[real] - 1]",
-        "last = places",
+        "last = can_score.nonzero()[counts.cumsum(0)[real] - 1].unbind(1)",
+        "last = can_score.nonzero().unbind(1)",
         "test_rm.py::test_a_reward_model_trains_as_plain_torch",
     ),
     (
@@ -276,6 +276,120 @@ ROWS: list[tuple[str, str, str, str]] = [
         "if [path.name for path in folder.iterdir()] == [LOCK_NAME]:",
         "if True:",
         "test_launch.py::test_a_folder_belongs_to_one_run_until_its_process_is_gone",
+    ),
+    (
+        "rows of a second data set are those of the first",
+        "view = WithRows(samples, ends, first)",
+        "view = WithRows(samples, ends)",
+        "test_distill_cache.py"
+        "::test_the_keys_of_the_stage_train_as_plain_torch_and_rows_are_read_without_a_teacher",
+    ),
+    (
+        "two precisions of a teacher share its rows",
+        'identity["teacher"] = hash_of([files, self.backend.precision])',
+        'identity["teacher"] = hash_of([files])',
+        "test_distill_cache.py"
+        "::test_the_keys_of_the_stage_train_as_plain_torch_and_rows_are_read_without_a_teacher",
+    ),
+    (
+        "the tower rests on a rank without a picture alone",
+        "[seen] = parallel.largest(int(any(map(has_pictures, micro_batches))))\n"
+        "                self._tower_rests = not seen",
+        "self._tower_rests = not any(map(has_pictures, micro_batches))",
+        "test_vision.py::test_ranks_with_and_without_a_picture_have_one_tower",
+    ),
+    (
+        "the value head of a frozen reward model stays as it was drawn",
+        "named |= {module_of(VALUE_HEAD)} & modules.keys()",
+        "pass",
+        "test_freeze.py::test_the_value_head_of_a_frozen_reward_model_trains",
+    ),
+    (
+        "the first shard alone is in a model's identity",
+        '(HF_CONFIG_NAME, "*.safetensors", "dist/*")',
+        '(HF_CONFIG_NAME, "model.safetensors", "dist/*")',
+        "test_distill_cache.py::test_a_byte_of_any_shard_makes_another_teacher",
+    ),
+    (
+        "data sets in memory with other labels have one fingerprint",
+        "for column in sorted(document.keys() & COLUMNS.keys()):",
+        'for column in ["input_ids"]:',
+        "test_distill_cache.py::test_every_column_of_a_dataset_in_memory_is_in_its_fingerprint",
+    ),
+    (
+        "the best checkpoint keeps its path when the run's folder moves",
+        "state.best_model_checkpoint = str(best)",
+        "pass",
+        "test_ckpt_settings.py::test_the_best_checkpoint_moves_with_the_runs_folder",
+    ),
+    (
+        "a bias that chooses experts is rounded to bf16",
+        "self._maintain_float32_expert_bias()  # whatever the dtype of the model",
+        "pass",
+        "test_moe_weights.py"
+        "::test_a_run_in_bf16_leaves_the_bias_that_chooses_experts_as_it_was[megatron]",
+    ),
+    (
+        "plain torch exports a bias that chooses experts in bf16",
+        "kept = dtype if isinstance(tensor, torch.nn.Parameter) else part.dtype",
+        "kept = dtype",
+        "test_moe_weights.py"
+        "::test_a_run_in_bf16_leaves_the_bias_that_chooses_experts_as_it_was[torch]",
+    ),
+    (
+        "some parts of an optimizer begin with the first loss scale",
+        "zip(scalers, states + states[-1:] * len(scalers), strict=False)",
+        "zip(scalers, states, strict=False)",
+        "test_optim.py::test_every_part_of_an_optimizer_gets_its_loss_scale_back",
+    ),
+    (
+        "all parts of an optimizer have the loss scale of the first",
+        "zip(scalers, states + states[-1:] * len(scalers), strict=False)",
+        "zip(scalers, states[:1] * len(scalers), strict=False)",
+        "test_optim.py::test_every_part_of_an_optimizer_gets_its_loss_scale_back",
+    ),
+    (
+        "a micro-batch that is partly filled counts less than a whole one",
+        "filled = math.ceil(plan.num_samples_of(step) / plan.micro_batch_size)",
+        "filled = plan.num_samples_of(step) / plan.micro_batch_size",
+        "test_trainer.py::test_a_micro_batch_that_is_partly_filled_counts_as_one",
+    ),
+    (
+        "mismatched answers of other blocks share a reference",
+        'f"{fingerprint} mismatched {block} {cutoff_len}"',
+        'f"{fingerprint} mismatched {cutoff_len}"',
+        "test_kto.py::test_answers_shift_by_one_within_blocks",
+    ),
+    (
+        "mismatched answers cut to other lengths share a reference",
+        'f"{fingerprint} mismatched {block} {cutoff_len}"',
+        'f"{fingerprint} mismatched {block}"',
+        "test_kto.py::test_answers_shift_by_one_within_blocks",
+    ),
+    (
+        "rows that fill weigh balancing losses of KTO",
+        "(self, batch: dict) -> int:\n        return int(real_documents(batch).sum())",
+        "(self, batch: dict) -> int:\n        return len(real_documents(batch))",
+        "test_kto.py::test_rows_that_fill_have_no_part_in_the_weight_of_balancing_losses",
+    ),
+    (
+        "predictions are of the trainer's loss",
+        "self.backend.use_loss(None)  # cross entropy, whatever the trainer minimises",
+        "pass",
+        "test_predict.py::test_predictions_are_transformers_own_in_every_layout[torch_dp2]",
+    ),
+    (
+        "records with other options have the end of turn of the first",
+        "key = (template, str(self.options))",
+        "key = template",
+        "test_data_chat.py::test_each_record_has_the_end_of_turn_of_its_options",
+    ),
+    (
+        "pictures are lost where the first of joined batches has none",
+        "for name in set().union(*batches) - joined.keys():",
+        "for name in batches[0].keys() - joined.keys():",
+        "test_columns.py"
+        "::test_pictures_stand_in_the_order_of_the_documents_packed_joined_and_without_fillers",
     ),
 ]
 
