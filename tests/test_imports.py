@@ -4,13 +4,28 @@ which name it works.
 
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.shared import uninstalled
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "mca_lite"
+
+
+def ended(script: str, cwd, *words: str) -> subprocess.CompletedProcess:
+    """A script in a process that has `cwd` and the packages that are needed, and no install."""
+    command = [*uninstalled.PYTHON, "-c", script, *words]
+    given = dict(capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=cwd, env=uninstalled.environment(), **given)
+
+
+def test_a_module_that_a_copy_lacks_is_not_taken_from_the_install(tmp_path):
+    leave_out = shutil.ignore_patterns("__pycache__", "log_html.py")
+    shutil.copytree(PACKAGE, tmp_path / "mca_lite", ignore=leave_out)
+    result = ended("import mca_lite.log_html", tmp_path)
+    assert "ModuleNotFoundError: No module named 'mca_lite.log_html'" in result.stderr
 
 
 def test_public_names_of_the_seeds_are_importable():
@@ -62,9 +77,7 @@ for name in {modules!r}:
 def test_megatron_is_imported_after_the_cpu_settings_whatever_is_imported_first():
     names = sorted(p.stem for p in PACKAGE.glob("*.py") if not p.stem.startswith("__"))
     script = FIRST_MEGATRON.replace("{modules!r}", repr(names))
-    result = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=120
-    )
+    result = ended(script, ROOT)
     assert result.returncode == 0, result.stderr
     answers = dict(line.split(": ") for line in result.stdout.splitlines())
     assert [name for name, answer in answers.items() if answer == "before the CPU settings"] == []
@@ -74,7 +87,6 @@ def test_megatron_is_imported_after_the_cpu_settings_whatever_is_imported_first(
 
 VENDORED = """
 import importlib, sys
-sys.path.insert(0, {here!r})
 keys = dict(max_steps=2, logging_steps=1, save_strategy="no", learning_rate=1e-2)
 data = [{{"input_ids": list(range(8)), "labels": list(range(1, 9))}}] * 4
 
@@ -103,11 +115,7 @@ def test_copies_under_other_names_train_in_one_process_and_warn_of_nothing(tmp_p
             PACKAGE, tmp_path / "third_party" / name, ignore=shutil.ignore_patterns("__pycache__")
         )
     (tmp_path / "third_party" / "first_again.py").write_text("from .first import *")
-    script = tmp_path / "use.py"
-    script.write_text(VENDORED.format(here=str(tmp_path), out=str(tmp_path / "out"), model=model))
-    result = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, cwd=tmp_path, timeout=120
-    )
+    result = ended(VENDORED.format(out=str(tmp_path / "out"), model=model), tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("step 2/2") == 3 and "Apex" not in result.stderr
 
@@ -129,8 +137,7 @@ print("the end, collections:", gc.isenabled(), code)
 
 
 def test_a_run_speaks_before_it_imports_torch_and_collects_garbage_after(tmp_path):
-    words = [sys.executable, "-c", SILENT, str(tmp_path / "out")]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = ended(SILENT, ROOT, str(tmp_path / "out"))
     lines = [line for line in done.stdout.splitlines() if not line.startswith("note: ")]
     assert lines[0].startswith("mca_lite starts on 1 rank"), done.stderr
     assert lines[1] == "torch comes, collections: False"

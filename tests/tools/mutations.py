@@ -6,12 +6,13 @@ A row survives if its tests pass with the change. It is stale if its text is not
 exactly once; modules may be renamed and merged, so a row names none.
 """
 
-import os
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from tests.shared import uninstalled
 
 ROOT = Path(__file__).parents[2]
 COPIED = "mca_lite tests configs train.py setup.cfg pyproject.toml README.md CHANGELOG.md".split()
@@ -405,9 +406,9 @@ def copy_tree(folder: Path) -> None:
 
 def run_tests(folder: Path, tests: list[str]) -> subprocess.CompletedProcess:
     """pytest on the copy; its exit code is 0 if all pass and 1 if one fails."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x"]
+    command = [*uninstalled.PYTHON, "-m", "pytest", "-q", "-x"]
     command += [f"tests/{test}" for test in tests]
-    environment = {"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": str(folder)}
+    environment = {"OMP_NUM_THREADS": "1", **uninstalled.environment(folder)}
     environment["PYTHONDONTWRITEBYTECODE"] = "1"  # a change may leave a file's size and second
     with tempfile.TemporaryDirectory() as cache:  # of this change alone
         command += ["-o", f"cache_dir={cache}"]
