@@ -4,8 +4,6 @@ import copy
 import itertools
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -67,17 +65,6 @@ def training(**values):
 
 
 # ---- reading
-
-
-def test_importing_the_arguments_loads_no_heavy_library():
-    code = (
-        "import sys, mca_lite.args; print([m for m in ('torch', 'megatron', 'transformers') "
-        "if m in sys.modules])"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert result.stdout.strip() == "[]"
 
 
 def test_yaml_scalars_take_the_type_of_their_field(tmp_path, good_words):

@@ -37,6 +37,12 @@ def test_public_names_of_the_seeds_are_importable():
         mca_lite.Nothing  # noqa: B018
 
 
+def test_importing_the_arguments_loads_no_heavy_library():
+    heavy = "torch", "megatron", "transformers"
+    script = f"import sys, mca_lite.args; print([m for m in {heavy} if m in sys.modules])"
+    assert ended(script, ROOT).stdout.strip() == "[]"
+
+
 FIRST_MEGATRON = """
 import importlib, os, sys, warnings
 import torch
