@@ -297,7 +297,14 @@ ROWS: list[tuple[str, str, str, str]] = [
         "[seen] = parallel.largest(int(any(map(has_pictures, micro_batches))))\n"
         "                self._tower_rests = not seen",
         "self._tower_rests = not any(map(has_pictures, micro_batches))",
-        "test_vision.py::test_ranks_with_and_without_a_picture_have_one_tower",
+        "test_vision.py::test_ranks_with_and_without_a_picture_have_one_tower[megatron]",
+    ),
+    (
+        "plain torch leaves the tower of a rank without a picture as it was",
+        "[seen] = parallel.largest(int(any(map(has_pictures, micro_batches))))\n"
+        "        for parameter",
+        "seen = any(map(has_pictures, micro_batches))\n        for parameter",
+        "test_vision.py::test_ranks_with_and_without_a_picture_have_one_tower[torch]",
     ),
     (
         "the value head of a frozen reward model stays as it was drawn",
