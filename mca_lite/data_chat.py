@@ -51,9 +51,10 @@ RENDER_S = 30.0  # limit of a trial, and of a record: usual templates take milli
 _TAKEN = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {
     "documents"
 }
+_THINKING_KEYS = ("reasoning_content", "thinking", "reasoning")
 # keys of messages: read here, and without effect on the text
 _KNOWN_KEYS = """
-role content tool_calls tool_call_id reasoning_content
+role content tool_calls tool_call_id
 name id uuid message_id turn_id parent_id conversation_id index turn turn_index
 turn_identifier timestamp time date created created_at create_time updated_at update_time
 refusal annotations author model model_name provider language lang source metadata
@@ -84,14 +85,16 @@ For each function call, return a json object with function name and arguments wi
 class _Style:
     """Parts of a rendered turn of the assistant, from a trial with one question and one answer.
 
-    prompted: the prompt is rendered with add_generation_prompt. lead: untrained text between that
-    prompt and the answer, such as a header. closing: the end-of-turn token. tail: all text after
-    the answer.
+    prompted: the prompt is rendered with add_generation_prompt. header: its end, which begins an
+    answer. lead: untrained text between that prompt and the answer, such as a header. closing: the
+    end-of-turn token. inner: that of an answer before others. tail: all text after the answer.
     """
 
     prompted: bool
+    header: str
     lead: str
     closing: str
+    inner: str
     tail: str
 
 
@@ -461,24 +464,27 @@ class ChatRenderer:
             middle = tail
             with contextlib.suppress(TemplateError):  # a template may take one question alone
                 middle = self._render(turn + turn).partition(_ANSWER)[2]
-            closing = self._end_of_turn(tail, middle)
-            self._styles[key] = _Style(prompted, lead, closing, tail)
+            # eos at the end of a text ends no turn
+            inner = self._end_of_turn(os.path.commonprefix([middle, tail]))
+            closing = inner or self._end_of_turn(tail) or tail.rstrip()
+            # a token that ends questions too ends the answers before them
+            asked = plain.partition(_QUESTION)[2]
+            inner = inner or self._end_of_turn(os.path.commonprefix([middle, asked])) or closing
+            header = prompt.removeprefix(plain)
+            self._styles[key] = _Style(prompted, header, lead, closing, inner, tail)
         return self._styles[key]
 
-    def _end_of_turn(self, tail: str, middle: str) -> str:
-        """tail to the end of its first special token, or of eos among those right after it, as far
-        as they follow an answer in the `middle` too: eos at the end of a text ends no turn. Without
-        any there, those of tail, or tail without the white space at its end."""
+    def _end_of_turn(self, text: str) -> str:
+        """text to the end of its first special token, or of eos among those right after it, ""
+        without any."""
         added = map(str, self.tokenizer.added_tokens_decoder.values())
         tokens = {*added, *self.tokenizer.all_special_tokens} - {""}
         # of those that begin at one place the longest; (?!) matches nothing
         patterns = map(re.escape, sorted(tokens, key=len, reverse=True))
         one = "|".join([*patterns, "(?!)"])
         eos = re.escape(self.tokenizer.eos_token or "") or "(?!)"
-        for text in (os.path.commonprefix([tail, middle]), tail):
-            if found := re.search(f"(?:{one})*?{eos}|{one}", text):
-                return text[: found.end()]
-        return tail.rstrip()
+        found = re.search(f"(?:{one})*?{eos}|{one}", text)
+        return text[: found.end()] if found else ""
 
     def _marked_spans(self, messages: list[dict]) -> list:
         """The spans of the template's {% generation %} marks, to the end of the end-of-turn
@@ -501,8 +507,9 @@ class ChatRenderer:
             _, closing, rest = text[start:end].rpartition(self._style.closing or "\0")
             if closing and not rest.strip():
                 end -= len(rest)
-            elif text.startswith(self._style.closing, end):
-                end += len(self._style.closing)
+            else:
+                after = filter(text[end:].startswith, (self._style.closing, self._style.inner))
+                end += len(next(after, ""))
             spans.append((start, end))
         return spans
 
@@ -525,7 +532,10 @@ class ChatRenderer:
             ending = self._style.closing
             if message.get("tool_calls") or not after.startswith(ending):  # more than the marker
                 _, rest = self._around_marker(messages[: number + 1], number)
-                ending = rest.removesuffix(self._style.tail) + ending
+                turn = rest.removesuffix(self._style.tail)
+                # calls may have another closing than answers
+                endings = [turn + ending, turn + self._style.inner, rest.rstrip()]
+                ending = next(filter(after.startswith, endings), ending)
             end = len(text) - len(after) + len(ending)
             thinking = _before_answer(message["content"])
             answer = message["content"].removeprefix(thinking).strip()
@@ -534,10 +544,10 @@ class ChatRenderer:
                 return []
             ends.append(end)
             marker = -1
-            if not (message.get("tool_calls") or message.get("reasoning_content")):
+            if not (message.get("tool_calls") or _thinking_of(message)):
                 marker = len(before.removesuffix(thinking).removesuffix(thinking.lstrip()))
             at_markers.append(marker)
-            at_prompts.append(self._prompt(before, messages[:number]))
+            at_prompts.append(self._prompt(text, before, messages, number))
         pairs = zip(at_prompts, at_markers, strict=True)
         mixed = [marker if prompt < 0 else prompt for prompt, marker in pairs]
         for starts in (at_prompts, at_markers, mixed):
@@ -546,26 +556,31 @@ class ChatRenderer:
         return []
 
     def _around_marker(self, messages: list[dict], number: int) -> tuple[str, str]:
-        """Texts before and after a marker in the place of an answer, or of the name of the first
+        """Texts before and after a marker in the place of a message, or of the name of the first
         function it calls. Thinking in the message stays."""
         message = messages[number]
+        name = ""
         if calls := message.get("tool_calls"):
+            name = calls[0]["function"]["name"]
             function = calls[0]["function"] | {"name": _ANSWER}
             marked = message | {"tool_calls": [calls[0] | {"function": function}, *calls[1:]]}
         else:
             marked = message | {"content": _before_answer(message["content"]) + _ANSWER}
         text = self._render([*messages[:number], marked, *messages[number + 1 :]])
-        before, *after = re.split(_ANSWER, text, maxsplit=1, flags=re.IGNORECASE)
-        return before, "".join(after)
+        before, *after = re.split(_ANSWER, text, flags=re.IGNORECASE)
+        return before, name.join(after)  # the result of a call may repeat its name
 
-    def _prompt(self, before: str, messages: list[dict]) -> int:
-        """Length of the prompt of the next answer with `lead`, -1 if `before` does not begin with
-        it."""
+    def _prompt(self, text: str, before: str, messages: list[dict], number: int) -> int:
+        """Length of the prompt of an answer with `lead`: a beginning of `before`, or where its
+        history is written otherwise, up to the header after the previous message. Else -1."""
         with contextlib.suppress(TemplateError):  # a template may refuse a part of a conversation
-            for prompt in self._prompts(before, messages):
+            for prompt in self._prompts(before, messages[:number]):
                 if before.startswith(prompt):
                     return len(prompt)
-        return -1
+        header = self._style.header
+        _, after = self._around_marker(messages, number - 1)
+        start = before.find(header, len(text) - len(after))
+        return start + len(header) if header and text.endswith(after) and start >= 0 else -1
 
     def _prompts(self, before: str, messages: list[dict]) -> Iterator[str]:
         """Ways of writing the prompt of the next answer. It may end with a block of thinking, empty
@@ -622,17 +637,29 @@ def _check_weights(conversation: Conversation, trains_all: bool) -> None:
         )
 
 
+def _reads(template: str, key: str) -> bool:
+    """True if the template reads this key of a message."""
+    return bool(re.search(rf"[.'\"]{re.escape(key)}\b", template))
+
+
+def _thinking_key(template: str) -> str:
+    """The key of a message under which the template reads thinking, "" without one."""
+    return next((key for key in _THINKING_KEYS if _reads(template, key)), "")
+
+
 def _with_known_keys(message: dict, template: str) -> dict:
-    """The message with its thinking in reasoning_content, unless the template reads another key.
+    """The message with its thinking under _thinking_key, or the first of _THINKING_KEYS.
 
     Raises: ValueError for keys whose meaning nobody knows."""
     message = dict(message)
-    for key in sorted(message.keys() - _KNOWN_KEYS):
-        if re.search(rf"[.'\"]{re.escape(key)}\b", template):
-            continue
-        value = message.pop(key)
-        is_thinking = key in ("thinking", "reasoning") and isinstance(value, str)
-        if not is_thinking or message.setdefault("reasoning_content", value) != value:
+    name = _thinking_key(template) or _THINKING_KEYS[0]
+    for key in sorted(message.keys() - _KNOWN_KEYS - {name}):
+        value = message[key]
+        is_known = _reads(template, key)
+        if key in _THINKING_KEYS and isinstance(value, str):
+            del message[key]
+            is_known = not value.strip() or message.setdefault(name, value) == value
+        if not is_known:
             raise ValueError(
                 f"a message of {message['role']} has the key {key!r}, which neither "
                 "mca_lite nor the chat template reads: remove it, or set ignore_message_keys: "
@@ -649,13 +676,13 @@ def _for_template(
 ) -> tuple[list[dict], list | None]:
     """(messages, tools) without what the chat template would leave out or refuse.
 
-    Where it does not read reasoning_content, the thinking stands in <think></think> before the
-    answer. Where it takes no tools, or no tool calls, Qwen's way of writing them is used: their
-    descriptions end the system message, or begin the first question where there is none; calls are
-    JSON in <tool_call></tool_call>, and what tools return is a user's message in
+    Where it reads no thinking, this stands in <think></think> before the answer. Where it takes no
+    tools, or no tool calls, Qwen's way of writing them is used: their descriptions end the system
+    message, or begin the first question where there is none; calls are JSON in
+    <tool_call></tool_call>, and what tools return is a user's message in
     <tool_response></tool_response>.
     """
-    if "reasoning_content" not in template:
+    if not _thinking_key(template):
         messages = [_with_thinking_as_text(message) for message in messages]
     has_calls = any("tool_calls" in message for message in messages)
     if (tools and "tools" not in template) or (has_calls and "tool_calls" not in template):
@@ -666,7 +693,7 @@ def _for_template(
 
 def _with_thinking_as_text(message: dict) -> dict:
     message = dict(message)
-    if thinking := message.pop("reasoning_content", ""):
+    if thinking := message.pop(_THINKING_KEYS[0], ""):
         message["content"] = f"<think>\n{thinking.strip()}\n</think>\n\n{message['content']}"
     return message
 
@@ -698,6 +725,11 @@ def _call_as_text(function: dict) -> str:
     return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
 
 
+def _thinking_of(message: dict) -> str:
+    """The key of a message with its thinking, "" without any."""
+    return next((key for key in _THINKING_KEYS if str(message.get(key, "")).strip()), "")
+
+
 def _mark_of(number: int) -> str:
     return f"mcathought{number}x"
 
@@ -709,6 +741,6 @@ def _mark_thinking(messages: list[dict]) -> list[dict]:
         message = messages[number]
         mark = _mark_of(number)
         marked[number] = message | {"content": _THINKING.sub(f"\n{mark}\n", message["content"])}
-        if message.get("reasoning_content", "").strip():
-            marked[number] = message | {"reasoning_content": mark}
+        if key := _thinking_of(message):
+            marked[number] = message | {key: mark}
     return marked

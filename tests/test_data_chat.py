@@ -3,6 +3,7 @@ transformers' apply_chat_template alone.
 """
 
 import json
+import re
 
 import pytest
 
@@ -18,6 +19,9 @@ from tests.shared.foreign_keys import LLAMA_FACTORY_TEMPLATES
 from tests.shared.toy_tokenizer import (
     CHATML,
     CHATML_MARKS,
+    HARMONY,
+    HARMONY_MARKS,
+    HARMONY_TOKENS,
     QWEN3,
     byte_tokenizer,
     encode,
@@ -151,6 +155,72 @@ def test_tool_calls_are_trained_to_their_end_without_an_end_of_turn_token():
     call = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
     assert trained_turns(tokenizer, part) == prefix_by_prefix(tokenizer, messages)
     assert [text for _, text in trained_turns(tokenizer, part)] == [2 * call, "Five."]
+
+
+def harmony_turns(text: str, marks: bool) -> list[str]:
+    """What the assistant says in each of its turns, by the text alone: up to the header of another
+    role. With marks the header of the assistant is a part of it."""
+    turns = re.findall(
+        r"(?:<\|start\|>assistant(?:(?!<\|start\|>).)*<\|(?:end|return|call)\|>)+", text, re.DOTALL
+    )
+    # two answers never stand side by side, but a call is followed by its result
+    return [turn if marks else turn.removeprefix("<|start|>assistant") for turn in turns]
+
+
+ASKS = [user("2+3?"), assistant("", tool_calls=[CALL]), {"role": "tool", "content": "5"}]
+ONE_CALL = [m | {"tool_calls": [CALL]} if "tool_calls" in m else m for m in CALLS]
+HARMONY_RECORDS = {
+    "answers": PLAIN,
+    "calls": [*ASKS, assistant("Five."), *ASKS, assistant("<think> is a mark.")],
+    "ends with a call": [user("Hi"), assistant("Hello"), *ASKS[:2]],
+    "thinks": [
+        user("q"), assistant("A", thinking="h"), user("r"), assistant("B", reasoning_content="i"),
+    ],
+    "thinks and calls": [*ONE_CALL[:7], *ONE_CALL[8:]],
+    "thinks twice and calls": [
+        ASKS[0], ASKS[1] | {"thinking": "I add."}, ASKS[2], ASKS[1] | {"reasoning": "Again."},
+        ASKS[2], assistant("Five.", thinking="Same."), user("Thanks"), assistant("Welcome"),
+    ],
+}  # fmt: skip
+THINKING_KEYS = ("thinking", "reasoning", "reasoning_content")
+
+
+@pytest.mark.parametrize("marks", [False, True])
+@pytest.mark.parametrize("name", HARMONY_RECORDS)
+def test_harmony_trains_all_that_the_assistant_says(name, marks):
+    messages = HARMONY_RECORDS[name]
+    tokenizer = byte_tokenizer(HARMONY_MARKS if marks else HARMONY)
+    tokenizer.add_special_tokens({"additional_special_tokens": HARMONY_TOKENS})
+    tools = [{"type": "function", "function": ADD}]
+    part = encode_with(tokenizer, {"messages": messages, "tools": tools})
+    expected = []
+    start = 0
+    for length in part.lengths:  # a later sample trains the turns after those of the one before
+        text = tokenizer.decode(part.ids[start:][:length])
+        expected += harmony_turns(text, marks)[len(expected) :]
+        start += length
+    got = [text for _, text in trained_turns(tokenizer, part)]
+    assert got == expected
+    answers = [message for message in messages if message["role"] == "assistant"]
+    for text, message in zip(got, answers, strict=True):
+        said = message["content"] or json.dumps(CALL["function"]["arguments"])
+        assert f"<|message|>{said}<|" in text
+        thinking = [message[key] for key in THINKING_KEYS if key in message]
+        assert text.count("<|channel|>analysis") == len(thinking)
+        assert all(f"<|channel|>analysis<|message|>{one}<|end|>" in text for one in thinking)
+
+
+def test_marks_round_the_content_alone_reach_to_the_end_of_each_answer():
+    ending = "'<|return|>' if loop.last else '<|end|>'"
+    said = "<|start|>assistant<|channel|>final<|message|>{% generation %}{{ m['content'] }}"
+    written = f"{{{{ say('', 'final', m['content'], {ending}) }}}}"
+    assert written in HARMONY
+    template = HARMONY.replace(written, f"{said}{{% endgeneration %}}{{{{ {ending} }}}}")
+    tokenizer = byte_tokenizer(template)
+    tokenizer.add_special_tokens({"additional_special_tokens": HARMONY_TOKENS})
+    part = encode_with(tokenizer, {"messages": PLAIN})
+    turns = [text for _, text in trained_turns(tokenizer, part)]
+    assert turns == ["Hello<|end|>", "3<|return|>"]
 
 
 # as Qwen3.5's and its models without thinking: a prompt opens a block that history lacks

@@ -31,6 +31,34 @@ QWEN3 = (
     "{% else %}{{ text }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# as gpt-oss': an answer ends with <|return|> if it is the last, else with <|end|>; a call ends with
+# <|call|>, and its thinking goes once an answer follows
+HARMONY = (
+    "{% macro say(to, channel, text, end) %}<|start|>assistant{{ to }}<|channel|>{{ channel }}"
+    "<|message|>{{ text }}{{ end }}{% endmacro %}"
+    "<|start|>system<|message|>Be a model.{% if tools %} Tools: {{ tools | tojson }}{% endif %}"
+    "<|end|>{% set ns = namespace(answer=-1, call='') %}{% for m in messages %}"
+    "{% if m['role'] == 'assistant' and not m['tool_calls'] %}{% set ns.answer = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}{% if m['role'] == 'assistant' %}"
+    "{% set calls = m['tool_calls'] %}"
+    "{% if m['thinking'] and (loop.index0 > ns.answer if calls else loop.last) %}"
+    "{{ say('', 'analysis', m['thinking'], '<|end|>') }}{% endif %}"
+    "{% if calls %}{% set call = calls[0]['function'] %}"
+    "{% set ns.call = 'functions.' + call['name'] %}"
+    "{{ say(' to=' + ns.call, 'commentary', call['arguments'] | tojson, '<|call|>') }}{% else %}"
+    "{{ say('', 'final', m['content'], '<|return|>' if loop.last else '<|end|>') }}{% endif %}"
+    "{% elif m['role'] == 'tool' %}<|start|>{{ ns.call }} to=assistant<|message|>"
+    "{{ m['content'] | tojson }}<|end|>"
+    "{% else %}<|start|>{{ m['role'] }}<|message|>{{ m['content'] }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+HARMONY_TOKENS = "<|start|> <|message|> <|channel|> <|end|> <|return|> <|call|>".split()
+HARMONY_MARKS = HARMONY.replace(
+    "{% set calls = m['tool_calls'] %}", "{% set calls = m['tool_calls'] %}{% generation %}"
+).replace(
+    "{% endif %}{% elif m['role'] == 'tool'",
+    "{% endif %}{% endgeneration %}{% elif m['role'] == 'tool'",
+)
 SPECIAL = [
     "<s>",
     "</s>",
