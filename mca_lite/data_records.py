@@ -157,13 +157,10 @@ def _read_turn(turn, tags: dict, roles: dict, where: str) -> dict:
     message = _without((tags["role_tag"], tags["content_tag"]), turn)
     message |= _message(role, content or "")
     if role == "function_call":
-        calls = parse_json(get_column(turn, tags["content_tag"], where), f"{where}: a tool call")
-        calls = calls if isinstance(calls, list) else [calls]
-        message |= {"role": "assistant", "content": "", "tool_calls": calls}
-    elif isinstance(content, list):
-        blocks = [_without((), block) if isinstance(block, dict) else block for block in content]
-        message["content"] = "".join(_text_of(block, where) for block in blocks)
-        message["pictures"] = [picture_of_block(b) for b in blocks if _is_picture(b)]
+        message["role"] = "assistant"
+        content = [{"type": "tool_call", "value": content}]
+    if isinstance(content, list):
+        message |= _read_blocks(content, where)
     get_column(message, "reasoning_content", where, required=False)
     if calls := get_column(message, "tool_calls", where, list, required=False):
         message["tool_calls"] = [_read_call(call, where) for call in calls]
@@ -172,22 +169,30 @@ def _read_turn(turn, tags: dict, roles: dict, where: str) -> dict:
     return message
 
 
-def _text_of(block, where: str) -> str:
-    """The text of a block of a message's content, OpenAI's or (value) LLaMA-Factory's; of a picture
-    PICTURE."""
-    match block:
-        case {"type": "text", "text": str(text)} | {"type": "text", "value": str(text)}:
-            return text
-    if _is_picture(block):
-        return PICTURE
-    raise ValueError(
-        f"{where}: content: expected a text or a list of blocks of text and image; only these can "
-        "be trained on"
-    )
-
-
-def _is_picture(block) -> bool:
-    return isinstance(block, dict) and block.get("type") in ("image", "image_url")
+def _read_blocks(blocks: list, where: str) -> dict:
+    """The parts of a message from the blocks of its content, OpenAI's or (value) LLaMA-Factory's.
+    PICTURE stands for a picture."""
+    message: dict = {"content": "", "pictures": []}
+    for block in blocks:
+        block = _without((), block) if isinstance(block, dict) else block
+        match block:
+            case {"type": "text", "text": str(text)} | {"type": "text", "value": str(text)}:
+                message["content"] += text
+            case {"type": "reasoning", "value": str(text)}:
+                message["reasoning_content"] = message.get("reasoning_content", "") + text
+            case {"type": "tool_call", "value": str(text)}:
+                calls = parse_json(text, f"{where}: a tool call")
+                calls = calls if isinstance(calls, list) else [calls]
+                message["tool_calls"] = message.get("tool_calls", []) + calls
+            case {"type": "image" | "image_url"}:
+                message["content"] += PICTURE
+                message["pictures"].append(picture_of_block(block))
+            case _:
+                raise ValueError(
+                    f"{where}: content: expected a text or a list of blocks of text and image, "
+                    f"reasoning and tool_call; only these can be trained on; got {block!r:.80}"
+                )
+    return message
 
 
 def _read_call(call, where: str) -> dict:

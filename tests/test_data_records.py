@@ -663,3 +663,60 @@ def test_a_broken_parquet_file_is_named(tmp_path):
     (tmp_path / "a.parquet").write_bytes(b"PAR1 and no more")
     with pytest.raises(ValueError, match="a.parquet"):
         list(read_records(str(tmp_path / "a.parquet")))
+
+
+QUESTION = {"role": "user", "content": "Hi"}
+ANSWER = {"role": "assistant", "content": "Hello"}
+OTHER = {"role": "assistant", "content": "No"}
+# name in FORMATS -> a record of it, of the stage pt, of dpo, or of sft
+FORMS = {
+    "text": ("pt", {"text": "Hello"}),
+    "conversations": ("dpo", {"chosen": [QUESTION, ANSWER], "rejected": [QUESTION, OTHER]}),
+    "alpaca": ("sft", {"instruction": "Hi", "input": "", "output": "Hello"}),
+    "openai": ("sft", {"messages": [QUESTION, ANSWER]}),
+    "sharegpt": (
+        "sft",
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]},
+    ),
+    "prompt-completion": ("sft", {"prompt": [QUESTION], "completion": [ANSWER]}),
+    "prompt": ("dpo", {"prompt": "Hi", "chosen": "Hello", "rejected": "No"}),
+}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_file_of_each_form_is_read(tmp_path, form):
+    stage, record = FORMS[form]
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(record))
+    reader = Reader(
+        DatasetSpec("x", {str(path): ".jsonl"}), OBJECTIVES[stage], DataArguments(dataset=["x"])
+    )
+    [((_, read, _), _)] = reader.records()
+    assert reader.formats == {str(path): form}
+    if stage == "pt":
+        assert read == "Hello"
+        return
+    answers = ["Hello", "No"] if stage == "dpo" else ["Hello"]
+    assert [one.messages[-1]["content"] for one in read] == answers
+    assert [one.messages[0] for one in read] == [QUESTION] * len(answers)
+
+
+def test_blocks_of_reasoning_and_calls_are_read():
+    calls = [{"name": "add", "arguments": {"a": 2}}, {"name": "sub", "arguments": {"a": 3}}]
+    blocks = [
+        {"type": "reasoning", "value": "I add."},
+        {"type": "text", "value": "Well."},
+        *({"type": "tool_call", "value": json.dumps(call)} for call in calls),
+    ]
+    turns = [QUESTION, {"role": "assistant", "content": blocks}]
+    spec = DatasetSpec("t")
+    [read] = conversations({"messages": turns}, spec, "openai", False, None, "t:1")
+    assert read.messages[1] == {
+        "role": "assistant",
+        "content": "Well.",
+        "reasoning_content": "I add.",
+        "tool_calls": [{"type": "function", "function": call} for call in calls],
+    }
+    turns[1]["content"] = [{"type": "thought", "value": "x"}]
+    with pytest.raises(ValueError, match="t:1: content: expected .* tool_call.*got .*'thought'"):
+        conversations({"messages": turns}, spec, "openai", False, None, "t:1")
