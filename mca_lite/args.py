@@ -44,15 +44,7 @@ from .args_rules_training import (
 from .args_values import ArgumentGroup, arg, default_of, read_config_file
 from .errors import ConfigError, Judge, Problem
 from .files import parse_size, read_model_config, write_file
-from .tables import (
-    DIVERGENCES,
-    LOSSES,
-    OBJECTIVES,
-    OPTIMIZER_ALIASES,
-    OPTIMIZERS,
-    TEMPLATES,
-    check_template,
-)
+from .tables import DIVERGENCES, LOSSES, OBJECTIVES, OPTIMIZER_ALIASES, OPTIMIZERS, TEMPLATES
 
 # -- groups of keys
 
@@ -155,7 +147,7 @@ class DataArguments(ArgumentGroup):
         "tools are rendered as Qwen's text if the template has no place for them"
     )
     template: str | None = optional(
-        "LLaMA-Factory's name of a chat template, for a tokenizer without one", check=check_template
+        "LLaMA-Factory's name of a chat template, for a tokenizer without one"
     )
     enable_thinking: bool | None = optional(
         "enable_thinking of the chat template (None: not passed)"

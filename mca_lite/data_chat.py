@@ -166,7 +166,10 @@ def _set_template(tokenizer, chat_template: str | None, template: str | None) ->
             return [f"template {template}: the tokenizer's own chat template is used"]
         chat_template = BUILT_IN_FOR.get(template)
         if chat_template is None:
-            raise ValueError(f"template {template} is not built in, and {_NO_TEMPLATE}")
+            names = ", ".join(BUILT_IN_FOR)
+            raise ValueError(
+                f"template {template} is not built in ({names} are), and {_NO_TEMPLATE}"
+            )
     if not chat_template:
         return []
     text = chat_template

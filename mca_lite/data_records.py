@@ -61,6 +61,11 @@ def column_values(
     values = _without((), values)
     for name, value in values.items():
         _check_finite(name, value, where)
+    weight = values.get("pair_weight", 1)
+    expect(
+        weight >= 0 and not isinstance(weight, bool),
+        f"{where}: {of_dataset.get('pair_weight')!r} is {weight}: expected a weight of 0 or more",
+    )
     return {name: float(value) for name, value in values.items()}
 
 

@@ -141,26 +141,6 @@ _LLAMA_FACTORY = {
 BUILT_IN_FOR = {
     name: built_in for built_in, names in _LLAMA_FACTORY.items() for name in names.split()
 }
-# templates without a built-in one: most tokenizers of their models have one
-_NOT_BUILT_IN = """
-alpaca bailing bailing_v2 breeze chatglm3 cohere cpm4 dbrx deepseek hy3 deepseekcoder dots_ocr
-empty ernie ernie_nothink ernie_vl exaone falcon falcon_h1 fewshot gemma3n gemma4 gemma4n glm4
-glm4_moe glm4v glm4_5v glm_ocr glm4_7 glmz1 gpt_oss granite3 granite3_vision granite4 index
-hunyuan hunyuan_small intern_vl intern_s1 keye_vl kimi_vl lfm2 lfm2_vl llama2 llama2_zh llama4
-mllama moonlight llava llava_next llava_next_llama3 llava_next_mistral llava_next_qwen
-llava_next_yi llava_next_video llava_next_video_mistral llava_next_video_yi mimo mimo_v2 mimo_vl
-minicpm_v minicpm_v_4_6 minicpm_o minimax1 minimax2 mistral_small ministral3 olmo openchat
-openchat-3.6 opencoder paligemma paligemma_chat phi phi_small phi4 phi4_mini pixtral qwen2_audio
-qwen2_omni qwen3_omni qwen3_omni_nothink qwen2_vl qwen3_vl qwen3_vl_nothink qwen3_5
-qwen3_5_nothink qwen3_6 sailor seed_coder seed_oss solar starchat telechat2 vicuna video_llava
-xuanyuan yi_vl youtu youtu_vl yuan zephyr aeva
-""".split()
-
-
-def check_template(name: str) -> None:
-    """Raise ValueError for a template unknown to LLaMA-Factory."""
-    if name not in (*BUILT_IN_FOR, *_NOT_BUILT_IN):
-        raise ValueError("LLaMA-Factory has no template of this name")
 
 
 def _refuse_taken(kind: str, name: str, table: Container[str]) -> None:

@@ -224,5 +224,9 @@ def test_margins_and_weights_of_pairs_are_fields_of_records(tmp_path):
     file.write_text(f"{json.dumps(pair)}\n{json.dumps({**pair, 'gap': None})}")
     with pytest.raises(ValueError, match="a.jsonl:2: 'gap' is missing or null"):
         load_datasets(DataArguments(**keys, **names), "dpo", byte_tokenizer())
+    for weight in (-1, True):
+        file.write_text(json.dumps({**pair, "trust": weight}))
+        with pytest.raises(ValueError, match=f"a.jsonl:1: 'trust' is {weight}: expected a weight"):
+            load_datasets(DataArguments(**keys, **names), "dpo", byte_tokenizer())
     with pytest.raises(ValueError, match="(?s)pair_margin: 'gap'.*stage sft has no pairs"):
         load_datasets(DataArguments(**keys, **names), "sft", byte_tokenizer())

@@ -15,7 +15,6 @@ from mca_lite.errors import ConfigError
 from mca_lite.tables import BUILT_IN_FOR, TEMPLATES
 from tests.shared.chats import assistant, trained_texts, user, write_records
 from tests.shared.commands import assert_names
-from tests.shared.foreign_keys import LLAMA_FACTORY_TEMPLATES
 from tests.shared.toy_tokenizer import (
     CHATML,
     CHATML_MARKS,
@@ -575,11 +574,12 @@ def test_a_template_of_llama_factory_is_used_where_the_tokenizer_has_none(tmp_pa
         report_of(tmp_path, byte_tokenizer(None), template="alpaca")
 
 
-def test_a_template_that_nobody_has_is_refused():
-    with pytest.raises(ConfigError, match="template: 'qwen3_nothnk'"):
-        DataArguments(dataset=["a"], template="qwen3_nothnk")
-    for name in LLAMA_FACTORY_TEMPLATES.split():
-        assert DataArguments(dataset=["a"], template=name).template == name
+def test_an_unknown_template_is_a_note_where_the_tokenizer_has_one(tmp_path):
+    for name in ("moss_vl", "qwen3_nothnk"):
+        [line, *_] = report_of(tmp_path, byte_tokenizer(CHATML), template=name)
+        assert_names(line, f"template {name}: ", "tokenizer's own")
+        with pytest.raises(ValueError, match=f"template {name} is not built in.*qwen3_nothink"):
+            report_of(tmp_path, byte_tokenizer(None), template=name)
 
 
 def test_a_system_message_that_a_template_refuses_leads_to_another():

@@ -180,7 +180,10 @@ def unfit(tmp_path_factory) -> Path:
         ({"text": "see \ufdd0", "images": ["a.png"]}, "the token of a picture, or U.FDD0"),
         ({"videos": ["a.mp4"]}, "the column 'videos' is there"),
         ({"audios": ["a.mp3"]}, "the column 'audios' is there"),
-        ({"text": [{"type": "video", "path": "a"}]}, "blocks of text and image, .*; only these can"),
+        (
+            {"text": [{"type": "video", "path": "a"}]},
+            "blocks of text and image, .*; only these can",
+        ),
     ],
 )
 def test_a_record_that_cannot_be_is_refused_with_file_and_line(unfit, tmp_path, record, said):
