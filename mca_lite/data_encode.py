@@ -76,6 +76,8 @@ _STRIPPED = (
     "conversations are trained without the thinking of earlier turns, which the template strips; "
     "train_on_prompt: false trains each turn with its own"
 )
+_FILM = re.compile(r"<(?:video|audio)>|<\|(?:video|audio)_pad\|>")
+_FILM_AS_TEXT = "records have marks of video or audio, which are trained as text"
 _SEVERAL = "conversations became several samples, for the template strips their thinking"
 
 
@@ -316,7 +318,15 @@ class Encoder:
         """Each document of a record as text, [] for one to be left out."""
         if isinstance(content, ValueError):
             raise content
-        self.check_size(len(str(content)), where)
+        text = str(content)
+        self.check_size(len(text), where)
+        if mark := _FILM.search(text):
+            expect(
+                self.vision is None,
+                f"{where}: the text has {mark.group()}, a mark of video or audio, and models here "
+                "read text and pictures: leave the record out, or write another text",
+            )
+            tally.count(NOTE, _FILM_AS_TEXT, where)
         if self.renderer is None:
             return [self._with_pictures(Rendered(content, [], is_plain=True), (), where)]
         if any(_is_empty(conversation.messages[-1]) for conversation in content):

@@ -520,7 +520,7 @@ def _refuse_other_kinds(record: dict, has_opinions: bool, where: str) -> None:
             f"{where}: the column {column!r} says whether an answer is good, and every "
             "answer would be trained: set stage: kto, or keep the good ones without the column",
         )
-    for column in ("videos", "audios"):
+    for column in ("videos", "audios", "video", "audio"):
         expect(
             not record.get(column),
             f"{where}: the column {column!r} is there, and models here read text and pictures",

@@ -9,6 +9,7 @@ from tokenizers import processors
 
 from mca_lite import data_chat
 from mca_lite.args import DataArguments
+from mca_lite.data_chat import chat_renderer
 from mca_lite.data_encode import Encoder, Reader, mask_of_spans, num_learned
 from mca_lite.data_files import DatasetSpec, read_records, resolve
 from mca_lite.data_records import FORMATS, Format, conversations, detect_format
@@ -565,7 +566,24 @@ def test_half_a_character_and_deep_nesting_are_refused_with_their_line(tmp_path,
         list(read_records(str(tmp_path / name)))
 
 
-@pytest.mark.parametrize("column, value", [("kto_tag", False), ("label", True), ("videos", ["a"])])
+def test_marks_of_video_and_audio_are_text_for_a_model_of_texts_with_one_note(tmp_path):
+    path = tmp_path / "a.jsonl"
+    texts = ["<video>", "a", "<audio> and <video>", "<|video_pad|>"]
+    path.write_text("".join(json.dumps(conversation(text, "b")) + "\n" for text in texts))
+    tokenizer = byte_tokenizer(CHATML)
+    data_args = DataArguments(dataset=["x"])
+    reader = Reader(DatasetSpec("x", {str(path): ".jsonl"}), SFT, data_args)
+    encoder = Encoder(tokenizer, chat_renderer(tokenizer, data_args)[0], SFT, data_args)
+    samples, tally = encoder.encode([record for record, _ in reader.records()])
+    assert len(samples) == 4
+    [line] = tally.lines()
+    assert line.startswith("3 records have marks of video or audio") and "a.jsonl:1" in line
+
+
+@pytest.mark.parametrize(
+    "column, value",
+    [("kto_tag", False), ("label", True), ("videos", ["a"]), ("video", "a.mp4"), ("audio", "a")],
+)
 def test_records_that_mean_something_else_are_refused_by_path_too(tmp_path, column, value):
     first, later, data_args = (
         tmp_path / "a.jsonl",

@@ -180,6 +180,11 @@ def unfit(tmp_path_factory) -> Path:
         ({"text": "see \ufdd0", "images": ["a.png"]}, "the token of a picture, or U.FDD0"),
         ({"videos": ["a.mp4"]}, "the column 'videos' is there"),
         ({"audios": ["a.mp3"]}, "the column 'audios' is there"),
+        ({"video": "a.mp4"}, "the column 'video' is there"),
+        ({"audio": {"path": "a.mp3"}}, "the column 'audio' is there"),
+        ({"text": "<video>What happens?"}, "the text has <video>, .* another text"),
+        ({"text": "<audio>What is said?"}, "the text has <audio>, "),
+        ({"text": [{"type": "text", "text": "<|video_pad|>"}]}, r"text has <\|video_pad\|>, "),
         (
             {"text": [{"type": "video", "path": "a"}]},
             "blocks of text and image, .*; only these can",
