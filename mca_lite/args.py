@@ -152,6 +152,11 @@ class DataArguments(ArgumentGroup):
     enable_thinking: bool | None = optional(
         "enable_thinking of the chat template (None: not passed)"
     )
+    end_of_answer: list[str] = arg(
+        [],
+        "tokens, one of which ends each answer where the template writes nothing after it: the one "
+        "that follows (GLM: <|user|>, <|observation|>), else the first, which is written",
+    )
     ignore_message_keys: list[str] = arg([], "unknown keys of messages to leave out")
     pair_weight: str | None = optional(
         "dpo, rm: field of records with the weight of the pair's loss (None: 1)"

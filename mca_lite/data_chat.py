@@ -20,7 +20,7 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,14 +144,19 @@ def chat_renderer(tokenizer, data_args, image_block: str = "") -> tuple["ChatRen
     template, and for an endless template.
     """
     report = _set_template(tokenizer, data_args.chat_template, data_args.template)
-    renderer = ChatRenderer(tokenizer, data_args.enable_thinking, image_block)
+    ends = data_args.end_of_answer
+    renderer = ChatRenderer(tokenizer, data_args.enable_thinking, image_block, ends)
     if renderer.options and not renderer.reads("enable_thinking"):
         report.append("note: the chat template does not read enable_thinking")
-    if tokenizer.chat_template and not renderer.end_of_turn():
+    closing = renderer.end_of_turn()
+    if tokenizer.chat_template and not closing and not ends:
         report.append(
             "note: the chat template writes nothing after an answer: the model will not learn to "
-            "stop"
+            "stop: set end_of_answer to tokens that end one"
         )
+    if ends and (closing or not tokenizer.get_vocab().keys() >= {*ends}):
+        reason = f"expected tokens of the tokenizer, and the chat template writes {closing!r} there"
+        refuse("end_of_answer", ends, reason, "tokens, where the template writes nothing")
     return renderer, report
 
 
@@ -194,11 +199,18 @@ def _set_template(tokenizer, chat_template: str | None, template: str | None) ->
 class ChatRenderer:
     """Renders conversations with the tokenizer's chat template and finds the spans of the answers.
     enable_thinking: variable of the template, None: not given. image_block: the text of a picture.
+    ends: one of these tokens ends each answer, if any are given.
 
     Raises: ValueError for a tokenizer without character offsets (not a fast one).
     """
 
-    def __init__(self, tokenizer, enable_thinking: bool | None = None, image_block: str = ""):
+    def __init__(
+        self,
+        tokenizer,
+        enable_thinking: bool | None = None,
+        image_block: str = "",
+        ends: Sequence[str] = (),
+    ):
         expect(
             tokenizer.is_fast,
             f"{type(tokenizer).__name__} gives no character offsets, from which the loss mask "
@@ -206,6 +218,7 @@ class ChatRenderer:
         )
         self.tokenizer = tokenizer
         self.image_block = image_block
+        self.ends = ends
         self.options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         self._styles: dict[tuple[str, str], _Style] = {}
         # of the conversation that a copy renders
@@ -413,18 +426,22 @@ class ChatRenderer:
             )
         spans = self._marked_spans(messages)
         turns = _answers(messages)
+        located = turns if self.ends else wanted
         if len(spans) == len(turns):
-            spans = [span for span, n in zip(spans, turns, strict=True) if n in wanted]
-        elif wanted != turns:  # several marks of a turn do not say whose they are
+            spans = [span for span, n in zip(spans, turns, strict=True) if n in located]
+        elif self.ends or wanted != turns:  # several marks of a turn do not say whose they are
             spans = []
         with contextlib.suppress(TemplateError):  # a template may refuse a part of a conversation
-            spans = spans or self._answer_spans(text, messages, wanted)
+            spans = spans or self._answer_spans(text, messages, located)
         expect(
-            spans or not wanted,
+            spans or not located,
             "cannot tell which part of the rendered conversation the assistant says: "
             "the chat template rewrites it; put {% generation %} and {% endgeneration %} round "
             "it there, or set train_on_prompt: true",
         )
+        if self.ends:
+            text, spans = _with_ends(text, spans, self.ends)
+            spans = [span for span, n in zip(spans, turns, strict=True) if n in wanted]
         return Rendered(text, spans)
 
     def end_of_turn(self) -> str:
@@ -617,6 +634,20 @@ def _as_template_error() -> Iterator[None]:
 def _answers(messages: list[dict]) -> list[int]:
     """Numbers of the assistant's messages."""
     return [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+
+
+def _with_ends(text: str, spans: list, ends: Sequence[str]) -> tuple[str, list]:
+    """(text, spans), each span with the one of `ends` that follows it, else the first, written."""
+    ended = []
+    moved = 0
+    for start, end in spans:
+        end += moved
+        ending = next((token for token in ends if text.startswith(token, end)), "")
+        ended.append((start + moved, end + len(ending or ends[0])))
+        if not ending:
+            text = text[:end] + ends[0] + text[end:]
+            moved += len(ends[0])
+    return text, ended
 
 
 def _before_answer(content: str) -> str:

@@ -263,6 +263,8 @@ class Encoder:
         }
         if self.scores:
             self.options["scores"] = True
+        if data_args.end_of_answer:
+            self.options["end_of_answer"] = data_args.end_of_answer
         if vision is not None:
             self.options["vision"] = vision.identity
         expect(

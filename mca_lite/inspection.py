@@ -103,7 +103,7 @@ class DataInspector:
         self.objective = plan.objective
         self.joins = self.objective.joins_documents and joins_texts(data)
         self.cutoff_len = data.cutoff_len
-        ends = {self.tokenizer.eos_token}
+        ends = {self.tokenizer.eos_token, *data.end_of_answer}
         if not self.objective.joins_documents:
             ends.add(ChatRenderer(self.tokenizer, data.enable_thinking).end_of_turn().strip())
         self.ends = tuple(filter(None, ends))

@@ -39,7 +39,7 @@ from .args_values import show_count
 from .callbacks import StopSignals, TrainerCallback
 from .ckpt_megatron import DIST_NAME
 from .data import DatasetBundle, load_datasets
-from .data_batches import Packs, samples_of
+from .data_batches import Limits, Packs, samples_of
 from .data_images import Vision
 from .data_stream import TokenStream
 from .errors import Judge, refuse
@@ -498,6 +498,10 @@ def data_summary(plan: Plan) -> dict[str, str]:
         packing = ", samples packed, none sees another"
     elif data.packing:
         packing = ", documents joined and cut"
+    config = plan.model.config
+    positions = Limits.of(getattr(config, "hf_config", None) or config.to_dict()).positions
+    if data.cutoff_len > positions:
+        packing += f", above the model's {positions:,} positions (max_position_embeddings)"
     summary = {
         "stage": ", ".join(filter(None, (keys.stage, plan.objective.describe(keys)))),
         "finetuning": "full: every weight is trained",

@@ -142,15 +142,65 @@ def test_a_template_that_refuses_a_part_of_a_conversation_trains_it_whole():
     assert len(part.lengths) == 1 and not part.tallies
 
 
-def test_tool_calls_are_trained_to_their_end_without_an_end_of_turn_token():
-    # the next header ends a turn, as with GLM's
-    template = (
-        "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}"
-        "{% for c in m['tool_calls'] %}<tool_call>{{ c['function'] | tojson }}</tool_call>"
-        "{% endfor %}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+# the next header ends a turn, as with GLM's
+OPEN_ENDED = (
+    "{% for m in messages %}<|{{ m['role'] }}|>\n{{ m['content'] }}"
+    "{% for c in m['tool_calls'] %}<tool_call>{{ c['function'] | tojson }}</tool_call>"
+    "{% endfor %}{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+OPEN_MARKS = OPEN_ENDED.replace("{{ m['content'] }}", "{% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ m['content'] }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("template", [OPEN_ENDED, OPEN_MARKS])
+def test_end_of_answer_ends_each_answer_where_the_template_writes_nothing(template):
+    tokenizer = byte_tokenizer(template)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|tool|>"]})
+    messages = with_weights("weight", 1, 0, 1)
+    plain = encode_with(tokenizer, {"messages": messages})
+    headers = encode_with(tokenizer, {"messages": messages}, end_of_answer=["<|user|>"])
+    written = encode_with(tokenizer, {"messages": messages}, end_of_answer=["<|end|>", "<|tool|>"])
+    for part, ending in ((plain, ""), (headers, "<|user|>"), (written, "<|end|>")):
+        turns = [text for _, text in trained_turns(tokenizer, part)]
+        assert turns == [f"No{ending}", f"5{ending}"]
+    text = tokenizer.decode(plain.ids)
+    # a header that follows ends an answer as it is; another token is written after each
+    assert tokenizer.decode(headers.ids) == f"{text}<|user|>"
+    answer = re.compile("(?<=<.assistant.>\n)[^<]+")
+    assert tokenizer.decode(written.ids) == answer.sub(r"\g<0><|end|>", text)
+    everything = encode_with(
+        tokenizer, {"messages": PLAIN}, end_of_answer=["<|end|>"], train_on_prompt=True
     )
+    assert everything.mask.all() and tokenizer.decode(everything.ids).endswith("3<|end|>")
+
+
+def test_end_of_answer_ends_calls_with_the_header_of_their_result():
+    tokenizer = byte_tokenizer(OPEN_ENDED)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|user|>", "<|tool|>"]})
+    part = encode_with(tokenizer, {"messages": CALLS[:4]}, end_of_answer=["<|user|>", "<|tool|>"])
+    [call, answer] = [text for _, text in trained_turns(tokenizer, part)]
+    assert call.endswith("</tool_call><|tool|>") and answer == "Five.<|user|>"
+
+
+def test_a_template_without_an_end_of_answers_names_the_key_that_sets_one():
+    data_args = DataArguments(dataset=["t"])
+    [line] = chat_renderer(byte_tokenizer(OPEN_ENDED), data_args)[1]
+    assert_names(line, "writes nothing after an answer", "set end_of_answer")
+    data_args = DataArguments(dataset=["t"], end_of_answer=["<|end|>"])
+    assert not chat_renderer(byte_tokenizer(OPEN_ENDED), data_args)[1]
+    with pytest.raises(
+        ConfigError, match="end_of_answer(.|\n)*expected tokens .*writes .<.im_end.>. there"
+    ):
+        chat_renderer(byte_tokenizer(CHATML), data_args)
+    data_args = DataArguments(dataset=["t"], end_of_answer=["<|stop|>"])
+    with pytest.raises(ConfigError, match="end_of_answer(.|\n)*expected tokens .*writes .. there"):
+        chat_renderer(byte_tokenizer(OPEN_ENDED), data_args)
+
+
+def test_tool_calls_are_trained_to_their_end_without_an_end_of_turn_token():
     messages = [user("2+3?"), assistant("", tool_calls=[CALL, CALL]), *CALLS[2:4]]
-    tokenizer, part = encode_messages(messages, template)
+    tokenizer, part = encode_messages(messages, OPEN_ENDED)
     call = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
     assert trained_turns(tokenizer, part) == prefix_by_prefix(tokenizer, messages)
     assert [text for _, text in trained_turns(tokenizer, part)] == [2 * call, "Five."]

@@ -488,6 +488,8 @@ SHOWN_BY = {
     "test_bad_records_are_left_out_counted_by_reason_and_listed",
     "streaming": "test_data_stream_runs.py::test_a_run_that_stops_goes_on_bit_for_bit",
     "sample_by": "test_data_mix.py::test_a_text_file_is_a_document_a_line_or_as_a_whole",
+    "end_of_answer": "test_data_chat.py::"
+    "test_end_of_answer_ends_each_answer_where_the_template_writes_nothing",
     "ignore_message_keys": "test_data_chat.py::"
     "test_unknown_keys_of_a_message_are_refused_by_name_unless_they_are_ignored",
     "media_dir": "test_images.py::"

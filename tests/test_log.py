@@ -18,7 +18,7 @@ import torch
 from transformers import AutoTokenizer
 from transformers import TrainerState as HFTrainerState
 
-from mca_lite.args import TrainingArguments, parse_args
+from mca_lite.args import DataArguments, FinetuningArguments, TrainingArguments, parse_args
 from mca_lite.callbacks import (
     BestModel,
     EarlyStopping,
@@ -31,6 +31,7 @@ from mca_lite.callbacks import (
 from mca_lite.log import Report, format_progress, format_summary
 from mca_lite.log_html import draw
 from mca_lite.log_metrics import format_duration
+from mca_lite.run import data_summary
 from tests.shared.training import Clock
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -511,3 +512,22 @@ def test_shipped_configuration_starts_with_the_command_that_runs_it(path):
     head = text.split("\nmodel_name_or_path")[0]
     assert f"train.py configs/{path.name}" in head
     assert path.stem not in REAL or ("torchrun" in head and "sbatch" in head)
+
+
+@pytest.mark.parametrize("is_mca", [True, False])
+@pytest.mark.parametrize(("cutoff_len", "is_above"), [(64, False), (65, True)])
+def test_a_cutoff_len_above_the_positions_of_the_model_has_a_word(is_mca, cutoff_len, is_above):
+    keys = {"max_position_embeddings": 64}
+    config = SimpleNamespace(hf_config=keys) if is_mca else SimpleNamespace(to_dict=lambda: keys)
+    arguments = SimpleNamespace(
+        data=DataArguments(dataset=["a.txt"], cutoff_len=cutoff_len),
+        finetuning=FinetuningArguments(),
+        training=SimpleNamespace(sequence_packing=False),
+    )
+    plan = SimpleNamespace(
+        arguments=arguments,
+        objective=SimpleNamespace(describe=lambda keys: ""),
+        model=SimpleNamespace(config=config, adapters=None, trained=None),
+        data=SimpleNamespace(train=None, evals=None, evaluation=None, eval=None),
+    )
+    assert ("above the model's 64 positions" in data_summary(plan)["cutoff_len"]) == is_above
