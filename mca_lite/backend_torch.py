@@ -263,9 +263,6 @@ class TorchBackend(Backend):
 
     def __init__(self, model, args):
         super().__init__(model, args, BalancingLosses())
-        # transformers' embedding gives the pad token no gradient, in the text neither; without a
-        # padding_idx it learns it as megatron-core does
-        model.get_input_embeddings().padding_idx = None
         self.dp_size = parallel.world_size()
         self.dp_rank = parallel.rank()
         with self.autocast():  # beside frozen weights in bf16, those of modules_to_save are float32

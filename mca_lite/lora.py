@@ -203,6 +203,7 @@ class MegatronHost:
         widths = [size // tp for size in row_sizes(row, out_size * tp, config)]
         arguments |= dict(in_size=in_size, widths=widths)
         if row.mca == VOCABULARY[0]:
+            arguments["padding_idx"] = config.padding_idx
             return Site(module, names, LoraEmbedding, arguments)
         if row.kind.startswith(("qk", "delta")):
             groups = num_groups(row, config)
@@ -306,8 +307,11 @@ class TorchHost:
         """The places for adapters; experts and routers of families in the table."""
         for name, module in self.linears.items():
             out_size, in_size = module.weight.shape
-            kind = LoraEmbedding if isinstance(module, torch.nn.Embedding) else LoraAdapter
+            kind = LoraAdapter
             sizes = dict(in_size=in_size, widths=[out_size], device=module.weight.device)
+            if isinstance(module, torch.nn.Embedding):
+                kind = LoraEmbedding
+                sizes["padding_idx"] = module.padding_idx
             yield Site(module, ((name,),), kind, sizes)
         if not self.fields:
             return

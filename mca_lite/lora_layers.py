@@ -331,11 +331,16 @@ class LoraAdapter(Adapter):
 class LoraEmbedding(Adapter):
     """The adapter of an embedding: scale * B A[:, token]. As in PEFT A [r, V / tp] starts at zero.
 
-    in_size: h. widths: [V / tp], padding included. vocab_size: the real V.
+    in_size: h. widths: [V / tp], padding included. vocab_size: the real V. padding_idx: the token
+    without gradient in A, as in PEFT.
     """
 
-    def __init__(self, spec, names, in_size, widths, vocab_size=None, **shared):
+    def __init__(self, spec, names, in_size, widths, vocab_size=None, padding_idx=None, **shared):
         super().__init__(spec, **shared)
+        [rows] = widths
+        self.first = self.group.rank() * rows if self.tp > 1 else 0
+        local = range(self.first, self.first + rows)
+        self.padding_idx = local.index(padding_idx) if padding_idx in local else None
         [modules] = names
         whole = dict.fromkeys(modules, slice(None))
         a = "lora_embedding_A"
@@ -347,11 +352,11 @@ class LoraEmbedding(Adapter):
         """tokens [b, s] -> float32 [b, s, h], or [s / tp, b, h] under sequence parallelism."""
         table = self.lora_embedding_A.t()
         if self.tp == 1:
-            low = F.embedding(tokens, table)
+            low = F.embedding(tokens, table, self.padding_idx)
         else:
-            local = tokens - self.group.rank() * table.shape[0]
+            local = tokens - self.first
             elsewhere = (local < 0) | (local >= table.shape[0])
-            low = F.embedding(local.masked_fill(elsewhere, 0), table)
+            low = F.embedding(local.masked_fill(elsewhere, 0), table, self.padding_idx)
             low = low.masked_fill(elsewhere[..., None], 0.0)
             if self.sequence_parallel:
                 low = low.transpose(0, 1).contiguous()

@@ -67,6 +67,17 @@ class Embedding(LanguageModelEmbedding):
         super().__init__(config, *sizes, position_embedding_type="none", tp_group=tp_group)
         if not config.drop_embeddings:
             self.embedding_dropout.p = 0.0
+        self.padding_idx = config.padding_idx
+        if self.padding_idx is not None:
+            self.word_embeddings.register_forward_hook(self._keep_padding)
+
+    def _keep_padding(self, module, inputs, out) -> None:
+        """Give the pad token no gradient, in the text neither, as transformers' embedding does."""
+        is_padding = inputs[0] == self.padding_idx
+        if self.config.sequence_parallel:
+            is_padding = is_padding.t().chunk(self.tp_group.size())[self.tp_group.rank()]
+        if out.requires_grad:
+            out.register_hook(lambda grad: grad.masked_fill(is_padding[..., None], 0.0))
 
     def forward(self, input_ids):
         out = super().forward(input_ids=input_ids, position_ids=None)

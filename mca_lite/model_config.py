@@ -380,6 +380,12 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         return -(-self.vocab_size // tp) * tp
 
     @property
+    def padding_idx(self) -> int | None:
+        """The token whose embedding has no gradient, as in transformers; None for none."""
+        pad = text_values(self.hf_config or {}).get("pad_token_id")
+        return pad % self.vocab_size if pad is not None and pad < 0 else pad
+
+    @property
     def rope_parameters(self) -> dict[str, Any]:
         """transformers' parameters of the rotary embedding, or those of each type of layers."""
         return text_values(self.hf_config or {}).get("rope_parameters") or {}

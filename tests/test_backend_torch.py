@@ -3,9 +3,6 @@ or a refusal.
 """
 
 import functools
-import json
-import shutil
-from pathlib import Path
 
 import pytest
 import torch
@@ -95,27 +92,6 @@ def test_modules_to_save_train_in_bf16(tmp_path):
     [curves] = world.run(curves_with_saved_modules, 1, path, str(tmp_path))
     for exact, rounded in zip(curves[::2], curves[1::2], strict=True):
         assert_same_curve(rounded, exact, tolerance=0.05)
-
-
-def curves_with_pad_tokens(paths: list[str], out: str) -> list:
-    """A curve of plain torch for each folder, and one of megatron-core for the last."""
-    runs = [(path, "torch") for path in paths] + [(paths[-1], "megatron")]
-    return [train(path, f"{out}/{n}", backend=kind) for n, (path, kind) in enumerate(runs)]
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_pad_token_of_a_text_has_its_gradient(tied, tmp_path):
-    """With a pad_token_id in config.json transformers' embedding gives its row none; a model whose
-    texts end with it has one token as both."""
-    plain = Path(tiny.save_model(tmp_path / "plain", "qwen3", tie_word_embeddings=tied))
-    padded = shutil.copytree(plain, tmp_path / "padded")
-    [pad] = tiny.samples(1)[0]["input_ids"][:1].tolist()
-    config = json.loads((plain / "config.json").read_text())
-    (padded / "config.json").write_text(json.dumps({**config, "pad_token_id": pad}))
-    args = ([str(plain), str(padded)], str(tmp_path))
-    wanted, *others = world.run(curves_with_pad_tokens, 1, *args)[0]
-    for got in others:
-        assert_same_curve(got, wanted)
 
 
 def test_packing_over_a_sliding_window_is_refused_on_torch(tmp_path):
