@@ -296,9 +296,10 @@ class Objective:
     records: the kind of records, TEXT, CONVERSATIONS, PAIRS or LABELLED; the data's datasets, cache
     and packs follow. trainer: McaTrainer or a subclass, or "module:Class" of this package. scores:
     True for a model with a value head in place of logits. has_binary_labels: True if labels are 1
-    or 0, False for any numbers. least_samples: of each data set. metrics: the names of its metrics;
-    eval_<name> may decide the best checkpoint. keys: configuration keys of FinetuningArguments
-    without effect on other objectives -> fields of the trainer's config.
+    or 0, False for any numbers. least_samples: of each data set. metrics: metrics_keys
+    of the trainer, given here for one of this package, which is not imported yet. keys:
+    configuration keys of FinetuningArguments without effect on other objectives -> fields of the
+    trainer's config.
     check_keys(a, judge), check_run(a, judge): its rules over FinetuningArguments, and over the keys
     of all groups.
     describe(finetuning arguments) -> text after the stage's name in the start summary.
@@ -317,6 +318,12 @@ class Objective:
     describe: Callable[[Any], str] = _nothing
 
     def __post_init__(self) -> None:
+        declared = tuple(getattr(self.trainer, "metrics_keys", self.metrics))
+        if self.metrics not in (declared, ("loss",)):
+            raise TypeError(
+                f"stage {self.stage}: metrics: name them in metrics_keys of the trainer"
+            )
+        self.metrics = declared
         # packing joins and cuts documents; else it puts whole samples in a row
         self.joins_documents = self.records == TEXT
         self.has_pairs = self.records == PAIRS  # a chosen and a rejected answer

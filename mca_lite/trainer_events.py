@@ -15,6 +15,7 @@ from . import parallel
 from .args import TrainingArguments
 from .args_rules_training import parse_steps
 from .callbacks import BestModel, EarlyStopping, Profiler, TrainerCallback
+from .errors import expect
 from .log_metrics import PHASES
 
 # -- numbers of a step
@@ -57,7 +58,14 @@ class Numbers:
         return Numbers(self.keys, self.vector + other.vector)
 
     def add_metrics(self, metrics: Sequence[dict[str, torch.Tensor]]) -> "Numbers":
-        """Add the (sum, count) pairs of micro-batches in place -> self."""
+        """Add the (sum, count) pairs of micro-batches in place -> self. ValueError for other names
+        than the keys."""
+        for of_micro_batch in metrics:
+            expect(
+                of_micro_batch.keys() == {*self.keys},
+                f"_post_compute_loss gave the metrics {', '.join(of_micro_batch)}: expected "
+                f"{', '.join(self.keys)}: name each in metrics_keys of the trainer's class",
+            )
         for i, key in enumerate(self.keys):
             for of_micro_batch in metrics:
                 self.vector[2 * i : 2 * i + 2] += of_micro_batch[key].to(self.vector.dtype)

@@ -192,7 +192,7 @@ def train_weighted_pairs(words: str, folder: str, weight: float) -> int:
     os.chdir(ROOT)
     dpo = OBJECTIVES["dpo"]
     register_column("weight", of_dataset=lambda spec, keys: weight * keys.cutoff_len / 128)
-    fields = dict(trainer=WeightedPairs, metrics=dpo.metrics, keys=dpo.keys)
+    fields = dict(trainer=WeightedPairs, keys=dpo.keys)
     register_objective("weighted_pairs", records="pairs", **fields)
     places = [f"output_dir={folder}/run", f"cache_dir={folder}/cache"]
     return cli.main([*MODEL.split(), *SHORT.split(), *words.split(), *places])
@@ -316,6 +316,24 @@ def test_names_that_are_taken_and_records_that_there_are_not_are_refused():
         register_optimizer("five", 5, states=())
     with pytest.raises(TypeError, match="stage five: .* got 5"):
         register_objective("five", records="text", trainer=5)
+
+
+def test_the_metrics_of_a_stage_are_those_of_its_trainer(monkeypatch):
+    from mca_lite import DPOTrainer, register_objective, tables
+    from mca_lite.trainer_events import Numbers
+
+    monkeypatch.setattr(tables, "OBJECTIVES", dict(tables.OBJECTIVES))
+    trainer = example("objective").FocalTrainer
+    row = register_objective("focal", records="conversations", trainer=trainer)
+    assert row.metrics == ("loss", "certain")
+    assert tables.OBJECTIVES["dpo"].metrics == tuple(DPOTrainer.metrics_keys)
+    with pytest.raises(TypeError, match="stage other: metrics: .*metrics_keys"):
+        fields = dict(records="conversations", trainer=trainer, metrics=("loss", "sure"))
+        register_objective("other", **fields)
+    pair = torch.ones(2)
+    for given in (dict(loss=pair, sure=pair), dict(sure=pair)):
+        with pytest.raises(ValueError, match="gave the metrics .*sure: expected loss: .*_keys"):
+            Numbers.zeros(["loss"]).add_metrics([given])
 
 
 # -- the names of rows are compared in no file but their tables

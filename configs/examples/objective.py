@@ -13,7 +13,7 @@ from mca_lite import McaTrainer, cli, register_objective
 
 
 class FocalTrainer(McaTrainer):
-    metrics_keys = ["loss", "certain"]
+    metrics_keys = ["loss", "certain"]  # of _post_compute_loss, "loss" first
 
     def _post_compute_loss(self, labels, losses):
         """losses [b, s]: cross entropy, 0 without a label -> (sum, count, metrics). A metric is a
@@ -27,11 +27,7 @@ class FocalTrainer(McaTrainer):
 
 def main(words):
     register_objective(
-        "focal",
-        records="conversations",
-        trainer=FocalTrainer,
-        metrics=("loss", "certain"),
-        describe=lambda keys: "focal loss",
+        "focal", records="conversations", trainer=FocalTrainer, describe=lambda keys: "focal loss"
     )
     return cli.main(words)
 

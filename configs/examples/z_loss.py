@@ -34,7 +34,6 @@ def main(words):
         "sft_z",
         records="conversations",
         trainer=ZLossTrainer,
-        metrics=("loss", "log_z_squared"),
         describe=lambda keys: f"with a z loss of {WEIGHT:g}",
     )
     return cli.main(words)

@@ -213,7 +213,7 @@ def _run(folder: Path, *words: str, **keywords) -> None:
         if keywords.get("_post_compute_loss"):
             _post_compute_loss = keywords.pop("_post_compute_loss")
 
-    register_objective("mine", records="conversations", trainer=Mine, metrics=("loss",))
+    register_objective("mine", records="conversations", trainer=Mine)
     base = [word.replace("{}", str(folder)) for word in BASE]
     raise SystemExit(main([*base, "stage=mine", *words]))
 
