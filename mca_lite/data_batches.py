@@ -266,6 +266,7 @@ def check_batch(batch: Mapping, packs: bool, limits: Limits, unread: Collection[
         packs or (positions == torch.arange(positions.shape[-1])).all(),
         "position_ids other than 0, 1, 2, ... belong to packed rows: set sequence_packing: true",
     )
+    _check_shift(batch)
     _check_limits(batch, limits)
     return batch | {
         name: _checked(name, column, batch) for name, column in registered_columns().items()
@@ -288,6 +289,22 @@ def _checked(name: str, column: Column, batch: dict) -> torch.Tensor:
         raise ValueError(
             f"{name} of a batch, a registered column: expected {shape}, got {got}"
         ) from None
+
+
+def _check_shift(batch: dict) -> None:
+    """ValueError for labels in Hugging Face's form, which the models there shift."""
+    ids = batch["input_ids"]
+    labels = batch["labels"]
+    mask = batch["attention_mask"]
+    is_trained = (labels != IGNORE_INDEX) & (mask != 0)
+    has_next = is_trained[:, :-1] & (mask[:, :-1] == mask[:, 1:])
+    repeats_next = (labels[:, :-1] == ids[:, 1:])[has_next].all()  # as in a row of one token
+    expect(
+        repeats_next or not (labels == ids)[is_trained].all(),
+        "labels equal input_ids wherever they are not -100: the model would learn to repeat its "
+        "input. Expected labels[t] to be the target of position t, the token after input_ids[t]: "
+        "give input_ids[:-1] with labels[1:]",
+    )
 
 
 def _check_limits(batch: dict, limits: Limits) -> None:
