@@ -231,13 +231,11 @@ class FinetuningArguments(ArgumentGroup):
     pref_loss_weights: list[float] | None = optional(
         "weight of each loss of pref_loss in their sum (None: 1)"
     )
-    pref_beta: float = arg(
-        0.1, "strength of the reference, or weight of orpo's odds ratio", above=0
-    )
+    pref_beta: float = amount(0.1, "strength of the reference, or weight of orpo's odds ratio")
     pref_ftx: float = amount(
         0.0, "weight of the sft term: the mean token loss of the chosen response"
     )
-    dpo_label_smoothing: float = amount(0.0, "assumed fraction of swapped pairs", below=0.5)
+    dpo_label_smoothing: float = amount(0.0, "assumed fraction of swapped pairs", high=0.5)
     simpo_gamma: float = amount(0.5, "simpo: margin of rewards between the answers")
     cpo_alpha: float = amount(1.0, "cpo: weight of the loss of the chosen answers' tokens")
     discopop_tau: float = arg(0.05, "discopop: temperature of the mix of its two losses", above=0)
@@ -398,7 +396,7 @@ class TrainingArguments(ArgumentGroup):
     )
     warmup_ratio: float = amount(0.0, "warm-up as a fraction of all steps", high=1)
     weight_decay: float = amount(
-        0.0, "decoupled weight decay; none on norms and biases", optimizer=True
+        0.0, "weight decay, decoupled except in sgd; none on norms and biases", optimizer=True
     )
     optim: str = arg(
         "adam",

@@ -31,7 +31,7 @@ from .ckpt import TorchSnapshot, load_torch
 from .errors import Judge, expect
 from .families import FAMILIES, values_of
 from .families_rows import has_value_head
-from .files import IGNORE_INDEX
+from .files import IGNORE_INDEX, describe_error
 from .loss_tokens import Head, Logits, LossOfLogits, checked, token_losses
 from .model_moe import BalancingLosses, RouterStatistics, updated_bias
 from .model_vision import empty_picture
@@ -184,7 +184,11 @@ class TokenLossModel(torch.nn.Module):
             return numbers.to(output.dtype)
 
         handle = head.register_forward_hook(replace)
-        logits = self.model(ids, use_cache=False).logits
+        try:
+            logits = self.model(ids, use_cache=False).logits
+        except RuntimeError as error:
+            words = f"transformers' model of this config.json does not run: {describe_error(error)}"
+            raise ValueError(f"{words}: change the sizes, or set use_mca: true") from error
         handle.remove()
         hidden = self.model.base_model(ids, use_cache=False).last_hidden_state
         is_last = torch.allclose(entered[0].float(), hidden.float(), rtol=1e-3, atol=1e-3)

@@ -8,7 +8,7 @@ conversations, or for pairs. Rows are tried in their order, on the first record 
 answers of a pair are the columns chosen and rejected in every format.
 """
 
-import math
+import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -96,7 +96,8 @@ def label_of(record, spec: DatasetSpec, where: str, is_binary: bool) -> float:
 
 
 def _check_finite(name: str, value: float, where: str) -> None:
-    expect(math.isfinite(value), f"{where}: {name!r} is {value}: expected a finite number")
+    is_finite = abs(value) <= sys.float_info.max  # a whole number may have no float
+    expect(is_finite, f"{where}: {name!r} is {value!s:.40}: expected a finite number")
 
 
 # -- turns

@@ -108,6 +108,10 @@ _EXPERTS_IN_PEFT = (
     "note: in families with experts PEFT may pass over adapters of MLPs, or others beside them, "
     "without an error: save_merged_model: true writes whole weights for other programs"
 )
+_FROM_BF16 = (
+    "note: the model's files are in bfloat16, and bf16 is false: it trains and is saved in "
+    "float32, in twice the memory"
+)
 _WITHOUT_ADAPTER = (
     "note: the reference is the model of model_name_or_path, without the adapter of "
     "adapter_name_or_path, so that rewards do not begin at 0; to start from the adapter's model, "
@@ -138,6 +142,9 @@ def make_plan(arguments: RunArguments) -> Plan:
     judge.close()
     if not arguments.finetuning.save_merged_model and _may_lose_adapters(planned, arguments):
         report.append(_EXPERTS_IN_PEFT)
+    hf_config = getattr(planned.config, "hf_config", None) or planned.config.to_dict()
+    if not args.bf16 and hf_config.get("dtype") == "bfloat16" and not planned.from_scratch:
+        report.append(_FROM_BF16)
     second_model = None
     make = objective.trainer_class()
     second_folder = make.second_model_folder(arguments, planned)
@@ -148,7 +155,7 @@ def make_plan(arguments: RunArguments) -> Plan:
     if second_folder is not None:
         second_model = planned
         if second_folder != folder:
-            second_model = _plan_model(arguments, second_folder)
+            second_model = _plan_model(_of_any_depth(arguments), second_folder)
         make.check_second_model(arguments, planned, second_model, tokenizer)
     if second_model is not None and second_model is not planned:
         open_source(second_model)
@@ -216,6 +223,17 @@ def _plan_model(
         judge.close()
     vocab_size = config.get_text_config().vocab_size
     return PlannedModel(folder, config, vocab_size, vocab_size, from_scratch)
+
+
+def _of_any_depth(arguments: RunArguments) -> RunArguments:
+    """The arguments for a second model, which only runs forward: its layers are shared among the
+    pipeline's stages whatever their number."""
+    arguments = copy.copy(arguments)
+    arguments.training = training = copy.copy(arguments.training)
+    training.pipeline_model_parallel_layout = "auto"
+    for name in ("granularity", "method", "num_layers"):
+        setattr(training, f"recompute_{name}", None)
+    return arguments
 
 
 def _check_head(has_value_head: bool, wanted: bool, folder: Path) -> None:

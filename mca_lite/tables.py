@@ -229,14 +229,15 @@ def _add_losses() -> None:
     add("sigmoid", (*_OF_SCORES, "dpo_label_smoothing"))
     add("sigmoid_norm", _OF_SCORES)
     add("hinge", _OF_SCORES)
-    add("ipo", ("pref_beta", "f_divergence_type", "f_alpha_divergence_coef"))
+    of_ipo = ("pref_beta", "f_divergence_type", "f_alpha_divergence_coef")
+    add("ipo", of_ipo, required=_BETA)
     add("robust", (*_OF_SCORES, "dpo_label_smoothing"))
     add("exo_pair", (*_OF_SCORES, "dpo_label_smoothing"), required=("dpo_label_smoothing",))
     add("discopop", (*_OF_SCORES, "discopop_tau"))
     add("nca_pair", _BETA)
     add("bco_pair", _BETA, "bco_shift", looks_ahead=True)
     LOSSES["bco_pair_unshifted"] = PreferenceLoss("loss_preference:bco_pair", True)
-    add("sppo_hard", _BETA)
+    add("sppo_hard", _BETA, required=_BETA)
     add("apo_zero", _BETA)
     add("apo_down", _BETA)
     add("kto_pair", _BETA, "kl_of_batch", looks_ahead=True)
@@ -502,6 +503,12 @@ def _check_preference_keys(a: Any, judge: Judge) -> None:
             f"no effect, since pref_loss is {listed}",
             f"{key} left out",
         )
+    judge.expect(
+        a.dpo_label_smoothing < 0.5 or "robust" not in names,
+        "dpo_label_smoothing pref_loss",
+        "pref_loss robust divides by 1 - 2 * dpo_label_smoothing",
+        "dpo_label_smoothing: 0.4",
+    )
     for name in names:
         for key in LOSSES[name].required:
             reason = f"pref_loss {name} divides by it, or takes its logarithm"
@@ -712,6 +719,7 @@ def numbers_of_adam(args) -> dict:
 def _sgd(groups: list[dict], args):
     import torch
 
+    # the decay is added to the gradient, as torch and transformers have it
     return torch.optim.SGD(groups, lr=args.learning_rate, momentum=args.sgd_momentum)
 
 

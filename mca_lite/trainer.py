@@ -83,6 +83,13 @@ def _loss_in(batch: dict | None, loss_of_logits, logits: Logits) -> torch.Tensor
     return loss_of_logits(replace(logits, batch=batch))
 
 
+def _with_mean(loss_func, output):
+    """A loss_func's results, with the mean of the micro-batch as the logged loss: this rank's part
+    of it, and of a count of 1, under context parallelism."""
+    total, count, metrics = loss_func(output)
+    return total, count, {**metrics, "loss": metrics["loss"] / count.clamp(min=1)}
+
+
 class McaTrainer:
     """Trains `model` on `train_dataset`.
 
@@ -292,7 +299,10 @@ class McaTrainer:
         inputs = self.inputs_of(batch)
         of_rank = self.backend.loss_columns(batch)
         self.use_own_loss(of_rank)
-        return model(**inputs), self.guard.mark(self._pre_compute_loss(of_rank, inputs))
+        loss_func = self._pre_compute_loss(of_rank, inputs)
+        if not self.args.calculate_per_token_loss and torch.is_grad_enabled():
+            loss_func = functools.partial(_with_mean, loss_func)
+        return model(**inputs), self.guard.mark(loss_func)
 
     def _prepare_micro_batches(self, micro_batches: list[dict], seq_length: int) -> list[dict]:
         """The micro-batches of a step, of training or evaluation, before they run, with columns

@@ -50,6 +50,12 @@ class BadLoss(NamedTuple):
         )
 
 
+_NOTHING_LEARNED = (
+    "warning: the gradient norm of the first step is 0, and nothing was learned from it: look at "
+    "the keys of the loss (weights, temperature, pref_beta), the labels, and the trained weights"
+)
+
+
 class FiniteGuard:
     """Watches the steps of a trainer. All ranks must call its methods together."""
 
@@ -99,6 +105,8 @@ class FiniteGuard:
         changes nothing.
         """
         self.steps += 1
+        if self.steps == 1 and grad_norm == 0 and not skipped:
+            self.trainer.report.print(_NOTHING_LEARNED)
         if not skipped:
             self.too_large = 0
             self.trainer.checkpoints.prune()

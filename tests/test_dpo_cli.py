@@ -112,11 +112,11 @@ def test_keys_that_do_not_fit_together_are_refused(monkeypatch):
     assert "of other trainers" in problems("ref_model_adapters=x")["ref_model_adapters"]
     assert "pref_loss: [sigmoid, bco_pair]" in problems("pref_bco_weight=0.1")["pref_bco_weight"]
     assert {"pref_beta", "dpo_label_smoothing"} <= problems(
-        "pref_beta=0", "dpo_label_smoothing=0.5"
+        "pref_beta=-1", "dpo_label_smoothing=0.6"
     ).keys()
     of_dpo = problems("stage=sft", "metric_for_best_model=sft_loss")
     assert "an evaluation gives loss" in of_dpo["metric_for_best_model"]
-    assert "an evaluation" not in str(problems("metric_for_best_model=sft_loss", "pref_beta=0"))
+    assert "an evaluation" not in str(problems("metric_for_best_model=sft_loss", "pref_beta=-1"))
 
 
 def test_keys_of_preferences_on_another_stage_are_named(monkeypatch):

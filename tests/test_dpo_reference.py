@@ -364,7 +364,7 @@ def refused_runs(path, adapter, out) -> list[str]:
         refusal(lambda: DPOConfig(pref_loss="orpo", use_ref_model=True)),
         refusal(lambda: DPOConfig(pref_loss="sigmoid", use_ref_model=False)),
         refusal(lambda: DPOConfig(pref_loss="orpo", label_smoothing=0.1)),
-        refusal(lambda: DPOConfig(beta=0.0)),
+        refusal(lambda: DPOConfig(beta=-1.0)),
         refusal(lambda: our_run(path, f"{out}/a", orpo, ref=True)),
         refusal(lambda: our_run(path, f"{out}/b", SIGMOID, train_dataset=plain)),
         refusal(lambda: our_run(path, f"{out}/c", {**SIGMOID, "reference": "adapter"})),
@@ -391,7 +391,7 @@ def test_what_cannot_be_trained_is_refused_before_training(adapted_start, tmp_pa
     words = [
         "expected one of sigmoid, sigmoid_norm", "has no reference model", "has a reference model",
         "dpo_label_smoothing: 0.1",
-        "pref_beta: 0.0", "leave ref_model out", "a data set of pairs, or stage: sft",
+        "pref_beta: -1.0", "leave ref_model out", "a data set of pairs, or stage: sft",
         "there are no adapters to switch off",
         "expected no ref_model", "calculate_per_token_loss: true",
         "packs, and sequence_packing is false", "before it is trained",

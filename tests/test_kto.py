@@ -225,7 +225,7 @@ def refusals(path, out) -> list[str]:
     weighed = {**odd, "answer_label": 1, "pair_weight": 2.0}
     cases = [[plain] * 2, [gap], [gap] * 2, [odd] * 2, [weighed] * 4]
     said = [error_of(kto_run, path, f"{out}/{n}", train_dataset=c) for n, c in enumerate(cases)]
-    more = [dict(calculate_per_token_loss=False), dict(pack=30), dict(objective=dict(beta=0))]
+    more = [dict(calculate_per_token_loss=False), dict(pack=30), dict(objective=dict(beta=-1))]
     said += [error_of(kto_run, path, f"{out}/more", **keys) for keys in more]
     return [*said, error_of(train, path, f"{out}/sft", data=[weighed] * 4)]
 
