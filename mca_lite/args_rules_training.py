@@ -128,9 +128,7 @@ NEEDS = (
         "lr_scheduler_type: constant_with_warmup",
     ),
     harmless_need("run_name", "report_to=wandb", "report_to: wandb"),
-    harmless_need(
-        "metric_for_best_model greater_is_better", "!eval_strategy=no", "eval_strategy: steps"
-    ),
+    harmless_need("metric_for_best_model", "!eval_strategy=no", "eval_strategy: steps"),
     # a registered optimizer may read any of them
     harmless_need("sgd_momentum", "!optim=adam", "optim: sgd"),
     harmless_need(

@@ -116,7 +116,7 @@ def test_documents_of_a_sample_have_one_number_for_it():
 
 def test_a_collator_may_leave_out_what_has_a_default_and_nothing_else():
     ids = torch.tensor([[1, 2, 3]])
-    batch = {"input_ids": ids, "labels": ids, "weight": [[1, 2, 3]]}
+    batch = {"input_ids": ids, "labels": ids + 1, "weight": [[1, 2, 3]]}
     checked = check_batch(batch, False, Limits())
     assert checked["score"].tolist() == [[0.125]] and checked["weight"].dtype == torch.float32
     assert check_batch({**batch, "weight": [4]}, False, Limits())["weight"].tolist() == [[4] * 3]
@@ -184,7 +184,7 @@ def test_a_records_column_is_in_the_cache_and_a_changed_one_is_read_again(tmp_pa
 def test_pictures_stand_in_the_order_of_the_documents_packed_joined_and_without_fillers():
     def document(*pictures, image=7):
         ids = torch.tensor([1] + [image] * len(pictures))
-        columns = {"input_ids": ids, "labels": ids, "weight": 1}
+        columns = {"input_ids": ids, "labels": ids + 1, "weight": 1}
         if pictures:
             columns["pixel_values"] = torch.tensor(pictures, dtype=torch.float)[:, None]
             columns["image_grid_thw"] = torch.ones(len(pictures), 3, dtype=torch.long)

@@ -668,7 +668,7 @@ def test_ids_and_documents_up_to_the_limits_pass():
     ids = torch.tensor([[0, 8, 1, 2, 3, 4]])
     numbered = {
         "input_ids": ids,
-        "labels": ids,
+        "labels": ids.roll(-1),
         "attention_mask": torch.tensor([[1, 1, 2, 2, 2, 2]]),
     }
     assert check_batch(numbered, True, LIMITS)["input_ids"] is ids

@@ -275,6 +275,7 @@ NOTED = {
     "hysteresis": (3, {}, FP16, "fp16 is false"),
     "mtp_loss_scaling_factor": (0.5, dict(mtp_num_layers=0), {}, "mtp_num_layers is 0"),
     "run_name": ("a", {}, dict(report_to="wandb"), "report_to is not set"),
+    "metric_for_best_model": ("eval_loss", {}, EVALUATED, "eval_strategy is no"),
     "sequence_parallel": (
         True,
         {},
