@@ -12,6 +12,7 @@ assembled, kept and written by one of them, and no rank keeps it all. Objects in
 
 import io
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -62,19 +63,25 @@ def read_index(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{error}: use another checkpoint") from None
 
 
-def read_tensor(tensor, index: dict[str, Any], folder: Path) -> None:
+def read_tensor(tensor, index: dict[str, Any], folder: Path, num_tokens: int = 0) -> None:
     """Fill a ShardedTensor in place from all parts in the files that overlap it.
 
-    Raises many kinds of error for an index or a file with other content; no code of theirs is run,
-    and no file outside of the folder is opened.
+    num_tokens: of the vocabulary, whose padding differs between layouts. Raises many kinds of error
+    for an index or a file with other content, or with parts that do not cover the tensor once; no
+    code of theirs is run, and no file outside of the folder is opened.
     """
     entry = index["tensors"][tensor.key]
     whole = tensor.data.detach().view(_sizes(tensor))
-    if tensor.allow_shape_mismatch:  # the vocabulary's padding differs between layouts
+    shape = entry["shape"]
+    least = math.inf
+    if tensor.allow_shape_mismatch:
+        least = num_tokens
         whole.zero_()
-    elif [*entry["shape"]] != [*tensor.global_shape]:
-        raise ValueError(f"{tensor.key} has shape {entry['shape']}, not {tensor.global_shape}")
+    both = zip(shape, tensor.global_shape, strict=True)
+    if any(a != b and min(a, b) < least for a, b in both):
+        raise ValueError(f"{tensor.key} has shape {shape}, not {tensor.global_shape}")
     here = tensor.global_offset, whole.shape
+    times = torch.zeros(whole.shape, dtype=torch.uint8)
     for offset, sizes, name, start, length in entry["chunks"]:
         target = _overlap(*here, offset, sizes)
         if any(cut.start >= cut.stop for cut in target):
@@ -85,7 +92,10 @@ def read_tensor(tensor, index: dict[str, Any], folder: Path) -> None:
             file.seek(start)
             stored = io.BytesIO(file.read(length))
         part = torch.load(stored, map_location="cpu", weights_only=True)
-        whole[target] = part[_overlap(offset, sizes, *here)]
+        whole[target] = part.view(sizes)[_overlap(offset, sizes, *here)]
+        times[target] += 1
+    if (times[_overlap(*here, [0] * len(shape), shape)] != 1).any():
+        raise ValueError(f"the parts of {tensor.key} do not cover it once")
 
 
 def _sizes(tensor) -> list[int]:
@@ -98,7 +108,9 @@ def _overlap(
 ) -> tuple[slice, ...]:
     """The slices of a box (offset, sizes) in common with another box."""
     axes = zip(offset, sizes, other, others, strict=True)
-    return tuple(slice(max(0, o - a), min(size, o + length - a)) for a, size, o, length in axes)
+    return tuple(
+        slice(max(0, o - a), max(0, min(size, o + length - a))) for a, size, o, length in axes
+    )
 
 
 # -- writing and loading
@@ -210,7 +222,7 @@ def load_megatron(folder: Path, models, optimizer=None, index: dict | None = Non
         for part in nested_values(load_preprocess({"": tensor})[0]):
             is_view = part.data.untyped_storage().data_ptr() == memory
             assert is_view, f"megatron-core cuts {tensor.key} into copies, expected views"
-            read_tensor(part, index, place)
+            read_tensor(part, index, place, models.config.vocab_size)
 
     def read() -> None:
         for tensors in chunks.values():

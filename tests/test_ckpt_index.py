@@ -5,6 +5,7 @@ whose index is a pickle, are exported by convert.
 import json
 import os
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,71 @@ def test_an_odd_index_is_refused(tmp_path, kind):
 
     with pytest.raises(CheckpointError, match=rf"odd \(rank 0: .*({words})"):
         parallel.on_all(read, CheckpointError, "odd")
+
+
+def moved(chunk: list, row: int) -> list:
+    """A chunk in the index, at another row."""
+    return [[row, 0], *chunk[1:]]
+
+
+ONCE = "the parts of weight do not cover it once"
+EDITS = {  # of the entry of two chunks, a row each
+    "no chunks": (lambda first, second: dict(chunks=[]), ONCE),
+    "one chunk": (lambda first, second: dict(chunks=[second]), ONCE),
+    "a row twice": (lambda first, second: dict(chunks=[first, first]), ONCE),
+    "three": (lambda first, second: dict(chunks=[first, second, second]), ONCE),
+    "above": (lambda first, second: dict(chunks=[moved(first, -1), second]), ONCE),
+    "below": (lambda first, second: dict(chunks=[first, moved(second, 2)]), ONCE),
+    "fewer stored": (
+        lambda first, second: dict(chunks=[[[0, 0], [2, 3], *first[2:]]]),
+        "invalid for input of size 3",
+    ),
+    "fewer rows": (
+        lambda first, second: dict(shape=[1, 3], chunks=[first]),
+        "shape .1, 3., not .2, 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", EDITS)
+@pytest.mark.parametrize("is_vocabulary", [False, True])
+def test_an_index_that_does_not_cover_a_tensor_once_is_refused(tmp_path, kind, is_vocabulary):
+    """A vocabulary of two tokens may have other rows of padding, and no fewer."""
+    index = write_rows(tmp_path / "dist")
+    entry = index["tensors"]["weight"]
+    edit, words = EDITS[kind]
+    entry.update(edit(*entry["chunks"]))
+    tensor = replace(columns_from(), allow_shape_mismatch=is_vocabulary)
+    with pytest.raises((ValueError, RuntimeError), match=words):
+        read_tensor(tensor, index, tmp_path / "dist", 2)
+
+
+@pytest.mark.parametrize("first, wanted", [(0, [1, 2, 0]), (1, [2, 0, 0]), (3, [0, 0, 0])])
+def test_rows_of_padding_are_zeros_and_in_no_part(tmp_path, first, wanted):
+    index = write_rows(tmp_path / "dist")
+    data = torch.full((3, 3), 9.0)
+    padded = ShardedTensor("weight", data, data.dtype, (3, 3), (6, 3), (first, 0), None)
+    read_tensor(replace(padded, allow_shape_mismatch=True), index, tmp_path / "dist", 2)
+    assert data[:, 0].tolist() == wanted
+
+
+def test_moments_without_chunks_are_not_resumed_from(tmp_path):
+    model = tiny.save_model(tmp_path / "model", "qwen3")
+    out = str(tmp_path / "run")
+    world.run(train, 1, model, out, steps=2, **SAVE)
+    folder = tmp_path / "run" / "checkpoint-2"
+    index = read_index(folder / "dist")
+    name = next(name for name in index["tensors"] if name.startswith("optimizer.exp_avg."))
+    index["tensors"][name]["chunks"] = []
+    (folder / "dist" / "index.json").write_text(json.dumps(index))
+    record = ckpt_folder.read_manifest(folder)
+    files = record.pop("files")
+    del record["format"]
+    files["dist/index.json"] = ckpt_folder.measure(folder / "dist" / "index.json")
+    ckpt_folder.write_manifest(folder, record, files)
+    keys = dict(SAVE, steps=3, resume_from_checkpoint=str(folder))
+    [(error, _, _)] = world.run(attempt, 1, model, out, **keys)
+    assert f"the parts of {name} do not cover it once" in error and "another checkpoint" in error
 
 
 def test_a_pickle_in_place_of_a_tensor_runs_nothing(tmp_path):
