@@ -96,8 +96,12 @@ def write_json(path: str | os.PathLike, record: Any, **options) -> None:
 
 def cache_folder(folder: str | None = None) -> Path:
     """The folder of what later runs read again: the key cache_dir, else $MCA_LITE_CACHE, else
-    ~/.cache/mca_lite."""
-    return Path(folder or os.environ.get("MCA_LITE_CACHE") or "~/.cache/mca_lite").expanduser()
+    ~/.cache/mca_lite. ValueError without such a home."""
+    name = folder or os.environ.get("MCA_LITE_CACHE") or "~/.cache/mca_lite"
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{name}: {error}: set cache_dir, or MCA_LITE_CACHE, to a path") from None
 
 
 def read_json(path: str | os.PathLike) -> dict[str, Any]:

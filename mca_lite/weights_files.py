@@ -15,6 +15,7 @@ import os
 import re
 import sys
 import warnings
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, KeysView
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from .files import (
     cache_folder,
     copy_files,
     describe_error,
+    is_there,
     parse_size,
     read_json,
     replacing,
@@ -359,7 +361,7 @@ def _shapes_file(hf, hf_config: str, version: str) -> Path | None:
         text = "\n".join((version, hf_config, *map(inspect.getsource, modules)))
         name = f"{hashlib.sha256(text.encode()).hexdigest()}.json"
         return cache_folder() / "shapes" / name
-    except (OSError, RuntimeError):  # no sources, no home
+    except (OSError, ValueError):  # no sources, no home
         return None
 
 
@@ -367,9 +369,10 @@ def _cached_shapes(hf, file: Path | None) -> dict[str, Shape]:
     """{name in its files: shape} of the model of a transformers config, from the file of an earlier
     run: transformers' class takes seconds to import."""
     if file is not None:
-        with contextlib.suppress(OSError, TypeError, ValueError):  # not there, or damaged
-            if cached := {name: tuple(shape) for name, shape in read_json(file).items()}:
-                return cached
+        with contextlib.suppress(OSError, KeyError, ValueError):  # damaged
+            kept = read_json(file) if is_there(file) else {}
+            if kept["crc32"] == _crc32(kept["shapes"]):
+                return {name: tuple(shape) for name, shape in kept["shapes"].items()}
     with torch.device("meta"):
         model = model_class(hf).from_config(hf)
     # a source has both names of a tied head
@@ -378,8 +381,12 @@ def _cached_shapes(hf, file: Path | None) -> dict[str, Shape]:
     if file is not None and world.current().local_rank == 0:
         with contextlib.suppress(OSError):  # a home that cannot be written keeps none
             file.parent.mkdir(parents=True, exist_ok=True)
-            write_file(file, json.dumps(shapes))
+            write_file(file, json.dumps({"crc32": _crc32(shapes), "shapes": shapes}))
     return shapes
+
+
+def _crc32(record: Any) -> int:
+    return zlib.crc32(json.dumps(record).encode())
 
 
 def check_shapes(source: SafetensorsSource, hf_config: dict) -> None:

@@ -3,6 +3,7 @@ fit.
 """
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -376,12 +377,28 @@ def test_shapes_of_a_model_are_kept_for_later_runs(tmp_path, monkeypatch):
         assert weights_files.shapes_of.__wrapped__(hf_config)[1] == shapes
         with pytest.raises(ValueError, match="transformers makes no model"):
             weights_files.shapes_of.__wrapped__(hf_config.replace("llama", "mistral"))
-        for text in (file.read_text()[:-9], "", "[]", "{}", '{"a": 5}'):
+        text = file.read_text()
+        for text in (text[:-9], text.replace("[32]", "[33]", 1), "", "[]", "{}", '{"a": 5}'):
             file.write_text(text)
             with pytest.raises(ValueError, match="class was asked for"):
                 weights_files.shapes_of.__wrapped__(hf_config)
     assert weights_files.shapes_of.__wrapped__(hf_config)[1] == shapes
     assert file.stat().st_mtime_ns > written and list((tmp_path / "shapes").iterdir()) == [file]
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+def test_a_pipe_or_a_device_in_place_of_kept_shapes_is_replaced(tmp_path, monkeypatch, make):
+    monkeypatch.setenv("MCA_LITE_CACHE", str(tmp_path))
+    hf_config = json.dumps(tiny.hf_config("llama").to_dict())
+    shapes = weights_files.shapes_of.__wrapped__(hf_config)[1]
+    (file,) = (tmp_path / "shapes").iterdir()
+    kept = file.read_bytes()
+    file.unlink()
+    make(file)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", lambda path: pytest.fail(f"{path} was read"))
+        assert weights_files.shapes_of.__wrapped__(hf_config)[1] == shapes
+    assert not file.is_symlink() and file.read_bytes() == kept
 
 
 @pytest.mark.parametrize("folder", ["file", "~nobody_of_this_name/cache"])
