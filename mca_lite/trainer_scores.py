@@ -7,10 +7,12 @@ does not matter. A pass writes them part by part, and goes on after the last who
 rows, n of a part.
 """
 
+import contextlib
 import functools
 import hashlib
 import math
 import os
+import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,7 +27,15 @@ from .ckpt_folder import CheckpointError
 from .data_batches import documents_of, samples_of
 from .data_encode import content_hash, hash_of
 from .errors import expect
-from .files import HF_CONFIG_NAME, IGNORE_INDEX, checksum, read_json, write_file, write_json
+from .files import (
+    HF_CONFIG_NAME,
+    IGNORE_INDEX,
+    checksum,
+    describe_error,
+    read_json,
+    write_file,
+    write_json,
+)
 from .tables import COLUMNS, OBJECTIVES
 from .trainer import McaTrainer
 from .trainer_events import check_given
@@ -94,6 +104,22 @@ _WORDS = {
 }
 
 
+# first row, the row after the last one, hash, CRC-32
+_PART = re.compile(r"(\d+)-(\d+)-([0-9a-f]{8})-([0-9a-f]{8})\.rows", re.ASCII)
+
+
+@contextlib.contextmanager
+def _naming(folder: Path) -> Iterator[None]:
+    """CheckpointError with the folder and its keys for an error of the system."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"the folder of rows {folder} cannot be read or written ({describe_error(error)}): "
+            "make room there, or set cache_dir (of a teacher's rows: teacher_cache) to another"
+        ) from error
+
+
 class RowStore:
     """The rows of one data set in a folder: meta.json with their identity, and a file for each
     part. Its name has its first row, the row after it, a hash of the identity and of the name of
@@ -143,12 +169,15 @@ class RowStore:
                 "run has another: set it back, or teacher_cache: <another folder>",
             )
         self.identity = meta
-        for path in sorted(self.folder.glob("*-*-*-*.rows")):
-            start, end, before, crc = path.stem.split("-")
-            if (int(start), before) != (self.num_rows, self._before()):
+        for path in sorted(self.folder.glob("*.rows")):
+            name = _PART.fullmatch(path.name)
+            if name is None or not path.is_file():
+                continue
+            start, end = int(name[1]), int(name[2])
+            if (start, name[3]) != (self.num_rows, self._before()):
                 continue  # it follows a damaged one, or is of another pass
-            if f"{checksum(path)[1]:08x}" == crc:
-                self.parts.append((int(end), path))
+            if checksum(path) == ((end - start) * self.dtype.itemsize, int(name[4], 16)):
+                self.parts.append((end, path))
             else:
                 report(f"{path} has other content than was written: its rows are computed again")
         return self
@@ -161,9 +190,10 @@ class RowStore:
         name = f"{self.num_rows:012d}-{end:012d}-{self._before()}-{crc:08x}.rows"
         path = Path(self.folder or "", name)
         if self.folder is not None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            write_json(self.folder / META_NAME, self.identity)
-            write_file(path, data)
+            with _naming(self.folder):
+                self.folder.mkdir(parents=True, exist_ok=True)
+                write_json(self.folder / META_NAME, self.identity)
+                write_file(path, data)
         return end, path
 
     def maps(self) -> list[np.ndarray]:
@@ -267,7 +297,8 @@ class ScoredTrainer(McaTrainer):
             folder = cache_dir / self.kind / hash_of(identity)[:32]
             if config.cache is not None:
                 folder = Path(config.cache, identity["data"])
-            return RowStore(folder, identity, self.row_type).load(self.report.print)
+            with _naming(folder):
+                return RowStore(folder, identity, self.row_type).load(self.report.print)
 
         store = parallel.on_main(load, CheckpointError)
         self._report_rows(store)

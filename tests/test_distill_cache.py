@@ -10,11 +10,15 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from mca_lite import files
 from mca_lite.args import parse_args
+from mca_lite.ckpt_folder import CheckpointError
+from mca_lite.data_encode import hash_of
 from mca_lite.errors import ConfigError
 from mca_lite.trainer_distill import WithRows
 from mca_lite.trainer_scores import RowStore, fingerprint_of, identity_of_model, trained_counts
@@ -293,6 +297,41 @@ def test_damaged_rows_are_named_and_written_again(tmp_path, name):
     written(store)
     again, said = loaded(tmp_path)
     assert again.is_complete and not said and np.array_equal(again.read(), twelve_rows())
+
+
+JUNK = [
+    "a-b-c-d.rows",
+    "1-2-3-4-5.rows",
+    "{at:012d}-٣-{before}-00000000.rows",
+    "{at:012d}-999999999999-{before}-00000000.rows",
+    "{at:012d}-000000000012-{before}-xyz.rows",
+]
+
+
+@pytest.mark.parametrize("name", JUNK)
+@pytest.mark.parametrize("make", [Path.touch, Path.mkdir, os.mkfifo])
+def test_junk_among_rows_is_left_alone(tmp_path, name, make):
+    store = store_in(tmp_path)
+    written(store, stops=(8,))
+    before = hash_of([store.identity, [path.name for _, path in store.parts]])[:8]
+    make(tmp_path / name.format(at=8, before=before))
+    store, _ = loaded(tmp_path)
+    assert store.num_rows == 8
+    written(store)
+    assert loaded(tmp_path)[0].is_complete
+
+
+def test_a_folder_of_rows_without_room_is_named_with_its_keys(tmp_path, monkeypatch):
+    store = store_in(tmp_path / "rows")
+    (tmp_path / "rows").mkdir()
+    name = SimpleNamespace(uuid4=lambda: SimpleNamespace(hex="0"))  # of temporary files
+    monkeypatch.setattr(files, "uuid", name)
+    (tmp_path / "rows" / ".meta.json.0.tmp").symlink_to("/dev/full")
+    with pytest.raises(CheckpointError, match="rows.*disk full: .*No space left.*teacher_cache"):
+        written(store)
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="file/rows.*cache_dir"):
+        written(store_in(tmp_path / "file" / "rows"))
 
 
 def test_rows_of_two_writers_are_those_of_one(tmp_path):
