@@ -20,7 +20,7 @@ from typing import NoReturn
 from . import world
 from .args import parse_args
 from .errors import UserError
-from .files import describe_error, printable, users_place
+from .files import describe_error, lost_stdout, printable, users_place
 from .watchdog import RankFailed, lost_a_rank
 from .world import tell_torchrun
 
@@ -155,7 +155,7 @@ def end(error: Exception, output_dir: str | None) -> int:
     output_dir: the folder of the traceback; the temporary folder if it is None, missing or full.
     With None nothing is trained, and a closed pipe (`| head`) is no error.
     """
-    if output_dir is None and isinstance(error, BrokenPipeError) and _lost_reader():
+    if output_dir is None and isinstance(error, BrokenPipeError) and lost_stdout():
         return NOT_READ
     code = getattr(error, "exit_code", USER_ERROR)
     text = user_words(error)
@@ -164,7 +164,7 @@ def end(error: Exception, output_dir: str | None) -> int:
     if text is None or isinstance(error, (ValueError, OSError)):
         text = _with_traceback(error, text, output_dir)
     if text.startswith("disk full") and output_dir and output_dir not in text:
-        text += f" (output_dir is {output_dir})"
+        text += " (of stdout)" if lost_stdout() else f" (output_dir is {output_dir})"
     if not lost_a_rank(error):
         tell_torchrun(text)
     here = world.current()
@@ -231,14 +231,3 @@ def _keep_traceback(error: Exception, output_dir: str | None) -> str:
         except OSError as failed:
             problem = failed
     return f"no file, since {problem}"
-
-
-def _lost_reader() -> bool:
-    """True if the reader of stdout has gone; later output is discarded."""
-    try:
-        print(end=" ", flush=True)
-    except OSError:
-        # for Python's flush at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return True
-    return False

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import sys
 import sysconfig
 import tempfile
 import traceback
@@ -369,6 +370,17 @@ def users_place(error: BaseException) -> str | None:
         if not (file.startswith(_OF_LIBRARIES) or f"-packages{os.sep}" in file):
             return f"{function} ({file}:{line})"
     return None
+
+
+def lost_stdout() -> bool:
+    """True if stdout's reader has gone, or its disk is full; later output is discarded."""
+    try:
+        print(end=" ", flush=True)
+    except OSError:
+        # for Python's flush at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def first_of(texts: list[str], most: int = 3) -> str:

@@ -29,7 +29,14 @@ from .args_rules_training import plan_schedule
 from .args_values import show_count
 from .callbacks import TrainerCallback
 from .families import values_of
-from .files import RUN_SUMMARY_NAME, TRAINER_LOG_NAME, describe_error, write_file, write_json
+from .files import (
+    RUN_SUMMARY_NAME,
+    TRAINER_LOG_NAME,
+    describe_error,
+    lost_stdout,
+    write_file,
+    write_json,
+)
 from .log_metrics import METRICS, PROGRESS, format_duration, log_line, metric_of, read_lines
 from .weights_files import InitSource
 
@@ -472,13 +479,21 @@ class Report(TrainerCallback):
         self._facts: dict = {}  # run_summary.json
 
     def print(self, text: str) -> None:
-        """Print on the main rank only, above the bar if there is one."""
+        """Print on the main rank only, above the bar if there is one. Where stdout takes no more,
+        the log goes on, with a note."""
         if not self.is_main:
             return
-        if self._bar is not None:
-            self._bar.write(text, file=sys.stdout)
-        else:
-            print(text, flush=True)
+        try:
+            if self._bar is not None:
+                self._bar.write(text, file=sys.stdout)
+            else:
+                print(text, flush=True)
+        except OSError as error:
+            if not lost_stdout():
+                raise
+            if self._file is not None:
+                note = f"stdout takes no more ({error}): this file goes on"
+                self._file.write(json.dumps({"note": note}) + "\n")
 
     def summary(self, sections: Mapping[str, Mapping]) -> None:
         """Print the start summary, see `format_summary`. run_summary.json gets it too."""

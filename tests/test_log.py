@@ -5,6 +5,7 @@ shipped configurations.
 import importlib.util
 import json
 import math
+import os
 import random
 import re
 import subprocess
@@ -56,6 +57,36 @@ def begin_training(report, **state):
     state = TrainerState(**state)
     report.on_train_begin(ARGS, state, TrainerControl())
     return state
+
+
+LOGGED = """
+import sys
+from mca_lite.args import TrainingArguments
+from mca_lite.callbacks import TrainerControl, TrainerState
+from mca_lite.log import Report
+
+args = TrainingArguments(output_dir=sys.argv[1], disable_tqdm=True)
+report = Report(args, True)
+report.on_train_begin(args, TrainerState(max_steps=3), TrainerControl())
+for step in (1, 2, 3):
+    report.log({"step": step, "loss": 1.0})
+report.end("finished")
+"""
+
+
+@pytest.mark.parametrize("kind", ["reader gone", "disk full"])
+def test_a_run_goes_on_without_stdout_and_its_log_says_so(tmp_path, kind):
+    read_end, stdout = os.pipe()
+    os.close(read_end)
+    if kind == "disk full":
+        stdout = os.open("/dev/full", os.O_WRONLY)
+    command = [sys.executable, "-c", LOGGED, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, stdout=stdout, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 0, done.stderr
+    records = lines(tmp_path)
+    assert [record["step"] for record in records if "step" in record] == [1, 2, 3]
+    [note] = [record["note"] for record in records if "note" in record]
+    assert {"reader gone": "Broken pipe", "disk full": "No space left"}[kind] in note
 
 
 def lines(tmp_path):
