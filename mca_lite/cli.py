@@ -20,7 +20,7 @@ from typing import NoReturn
 from . import world
 from .args import parse_args
 from .errors import UserError
-from .files import describe_error, lost_stdout, printable, users_place
+from .files import describe_error, lost_stdout, printable, users_place, write_file
 from .watchdog import RankFailed, lost_a_rank
 from .world import tell_torchrun
 
@@ -31,6 +31,8 @@ NOT_READ = 141  # as other programs exit after `| head` has closed the pipe
 WAIT_S = 1.0  # for torchrun to end ranks with the same error
 _MEMORY = "out of memory: python -m mca_lite plan CONFIG --memory GIB names layouts that fit"
 _REMEDIES = {  # words in errors of the system and of torch -> remedy
+    "DataLoader worker (pid": "the system ended it, most often for want of memory: set "
+    "dataloader_num_workers to less, or give the job more memory",
     "Too many open files": "raise the limit, ulimit -n 65536",
     "can't start new thread": "raise the limits of threads and processes, ulimit -u and the job's",
     "Resource temporarily unavailable": "raise the limits of threads and processes, ulimit -u",
@@ -219,15 +221,17 @@ def _with_traceback(error: Exception, text: str | None, output_dir: str | None) 
 
 def _keep_traceback(error: Exception, output_dir: str | None) -> str:
     """Write the traceback to a file -> its path, or why there is none."""
-    text = "".join(traceback.format_exception(error))
+    lines = "".join(traceback.format_exception(error))
+    text = lines.encode(errors="backslashreplace")
     name = f"traceback-rank{world.current().rank}.txt"
-    paths = [Path(tempfile.gettempdir()) / f"mca_lite-{os.getpid()}-{name}"]
     if output_dir:
-        paths.insert(0, Path(output_dir) / name)
-    for path in paths:
-        try:
-            path.write_text(text, encoding="utf-8", errors="backslashreplace")
-            return str(path)
-        except OSError as failed:
-            problem = failed
-    return f"no file, since {problem}"
+        with contextlib.suppress(OSError):
+            write_file(Path(output_dir, name), text)
+            return f"{output_dir}/{name}"
+    try:  # in a folder of all users: a new file, and no link that one of them has put there
+        descriptor, path = tempfile.mkstemp(f"-{name}", "mca_lite-")
+        with open(descriptor, "wb") as file:
+            file.write(text)
+        return path
+    except OSError as problem:
+        return f"no file, since {problem}"

@@ -83,6 +83,35 @@ def test_a_traceback_goes_to_the_temporary_folder_where_output_dir_takes_none(
     assert code == 1 and str(kept) in shown and not (tmp_path / "not there").exists()
 
 
+def test_a_traceback_follows_no_link_in_the_temporary_folder(error_of, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "mine").write_text("kept")
+    planted = tmp_path / f"mca_lite-{os.getpid()}-traceback-rank0.txt"
+    planted.symlink_to(tmp_path / "mine")
+    error_of(KeyError("x"), tmp_path / "not there")
+    [kept] = [path for path in tmp_path.glob("mca_lite-*") if path != planted]
+    assert (tmp_path / "mine").read_text() == "kept" and "KeyError" in kept.read_text()
+    assert kept.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_loaders_worker_that_the_system_ends_is_no_defect(error_of):
+    code, shown = error_of(RuntimeError("DataLoader worker (pid 7) is killed by signal: Killed. "))
+    assert code == 2 and "pid 7" in shown and "dataloader_num_workers" in shown
+    assert "defect" not in shown
+
+
+def test_a_full_disk_of_stdout_is_not_blamed_on_the_folder():
+    """/dev/full is a disk without room."""
+    script = "import sys; from mca_lite import cli\n"
+    script += "try:\n    print('line', flush=True)\n"
+    script += "except OSError as error:\n    sys.exit(cli.end(error, '/tmp'))"
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-c", script]
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2 and "disk full" in done.stderr and "stdout" in done.stderr
+    assert "output_dir" not in done.stderr
+
+
 def test_torchrun_is_given_the_words_and_not_those_of_a_rank_that_lost_another(error_of, tmp_path):
     path = tmp_path / "error.json"
     lost = RuntimeError("[/gloo/transport/tcp/pair.cc] Connection closed by peer [127.0.0.1]")
