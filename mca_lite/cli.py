@@ -19,8 +19,10 @@ from typing import NoReturn
 
 from . import world
 from .args import parse_args
+from .data_files import check_first
 from .errors import UserError
 from .files import describe_error, lost_stdout, printable, users_place, write_file
+from .tables import objective_of
 from .watchdog import RankFailed, lost_a_rank
 from .world import tell_torchrun
 
@@ -62,6 +64,7 @@ def _train(words: list[str]) -> int:
     if here.is_main:
         for line in arguments.warnings:
             print(f"note: {line}", flush=True)
+        check_first(arguments.data, objective_of(arguments.finetuning.stage))
         ranks = "1 rank" if here.size == 1 else f"{here.size} ranks"
         print(f"mca_lite starts on {ranks}: it loads torch and megatron-core first", flush=True)
     arguments.training.notes.clear()  # they are printed

@@ -28,12 +28,13 @@ from .args_rules_training import (
     check_additional_configs,
     normalise_additional_configs,
 )
-from .errors import Judge, refuse
+from .errors import Judge, expect, refuse
 from .families import FAMILIES, SAME_AS, get_family, prediction_of
 from .families_rows import has_value_head
 from .files import (
     HF_CONFIG_NAME,
     MCA_CONFIG_NAME,
+    TOKENIZER_FILES,
     describe_error,
     read_json,
     read_mca_config,
@@ -556,6 +557,9 @@ def load_tokenizer(folder: str | Path, trust_remote_code: bool):
     import transformers
 
     try:
+        # transformers makes an empty one of config.json alone. A name of the hub is no folder
+        has_files = any(Path(folder, name).is_file() for name in TOKENIZER_FILES)
+        expect(has_files or trust_remote_code or not Path(folder).is_dir(), "it has no file of one")
         return transformers.AutoTokenizer.from_pretrained(
             str(folder), trust_remote_code=trust_remote_code
         )

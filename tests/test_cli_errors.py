@@ -405,6 +405,23 @@ def test_a_wrong_key_or_folder_is_told_before_torch_is_imported(words, told):
     assert done.returncode == cli.USER_ERROR and told in done.stderr, done.stderr
 
 
+NO_OBJECT, NO_NAME = "not valid JSON", "expected a file, a folder, or a name"
+
+
+@pytest.mark.parametrize(
+    "words, told", [("dataset=./none", NO_NAME), ("dataset={file}", NO_OBJECT)]
+)
+def test_wrong_data_is_refused_before_torch_is_imported_by_rank_0(tmp_path, words, told):
+    (tmp_path / "wrong.jsonl").write_text("{no json\n")
+    words = words.format(file=tmp_path / "wrong.jsonl")
+    script = "import sys; from mca_lite.cli import main; code = main(sys.argv[1:])\n"
+    script += "assert 'torch' not in sys.modules; sys.exit(code)"
+    command = [sys.executable, "-c", script, "configs/sft.yaml", words]
+    command.append(f"output_dir={tmp_path / 'out'}")
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == cli.USER_ERROR and told in done.stderr, done.stderr
+
+
 @pytest.mark.parametrize("kind, text", [(int, "0"), (int, "2.5"), (float, "nan"), (float, "x")])
 def test_an_option_that_is_no_such_number_is_refused_with_what_was_expected(kind, text, capsys):
     parser = cli.parser_of("any", "")

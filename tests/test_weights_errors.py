@@ -377,8 +377,8 @@ def test_shapes_of_a_model_are_kept_for_later_runs(tmp_path, monkeypatch):
         assert weights_files.shapes_of.__wrapped__(hf_config)[1] == shapes
         with pytest.raises(ValueError, match="transformers makes no model"):
             weights_files.shapes_of.__wrapped__(hf_config.replace("llama", "mistral"))
-        text = file.read_text()
-        for text in (text[:-9], text.replace("[32]", "[33]", 1), "", "[]", "{}", '{"a": 5}'):
+        kept = file.read_text()
+        for text in (kept[:-9], kept.replace("[32]", "[33]", 1), "", "[]", "{}", '{"a": 5}'):
             file.write_text(text)
             with pytest.raises(ValueError, match="class was asked for"):
                 weights_files.shapes_of.__wrapped__(hf_config)
@@ -408,3 +408,11 @@ def test_a_cache_that_cannot_be_written_keeps_no_shapes(tmp_path, monkeypatch, f
     monkeypatch.setenv("MCA_LITE_CACHE", folder)
     hf_config = json.dumps(tiny.hf_config("llama").to_dict())
     assert weights_files.shapes_of.__wrapped__(hf_config)[1]["model.norm.weight"] == (32,)
+
+
+def test_a_folder_without_tokenizer_files_is_called_one(tmp_path):
+    from mca_lite.model_config import load_tokenizer
+
+    tiny.hf_config("llama").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="no tokenizer could be loaded.*it has no file of one"):
+        load_tokenizer(tmp_path, False)
