@@ -2,8 +2,7 @@
 
 tokens: names, numbers, strings and operators; docstrings and comments are none, an f-string is one.
 decisions: branches, loops, handlers, comprehensions and their ifs, `and`, `or`, assert, with.
-core: the modules that training imports, those imported inside functions too; tools: the rest.
-tests/test_structure.py holds the limits.
+tests/test_structure.py holds the limits; tests.tools.rings has the figures by ring.
 """
 
 import ast
@@ -11,10 +10,10 @@ import io
 import re
 import sys
 import tokenize
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-CORE = ("trainer", "trainer_dpo", "run")
 BRANCHES = (ast.If, ast.For, ast.While, ast.ExceptHandler, ast.IfExp, ast.Assert, ast.With)
 BRANCHES += (ast.comprehension, ast.match_case)
 DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
@@ -36,7 +35,6 @@ class Module:
     prose: list[str]  # docstrings and comments
     private_reads: list[str]  # of other objects' attributes
     takes_trainer: list[str]  # functions that do first
-    imports: set[str]  # relative ones
 
 
 def measure(path: Path) -> Module:
@@ -45,11 +43,10 @@ def measure(path: Path) -> Module:
     tree = ast.parse(source)
     nodes = list(ast.walk(tree))
     documented = [n for n in nodes if isinstance(n, DOCUMENTED) and ast.get_docstring(n)]
-    lines = {i for n in documented for i in range(n.body[0].lineno, n.body[0].end_lineno + 1)}
     docstrings = [ast.get_docstring(n) for n in documented]
-    tokens, comments = count_tokens(source, lines)
+    comments = [t.string.lstrip("# ") for t in read_tokens(source) if t.type == tokenize.COMMENT]
     return Module(
-        tokens=tokens,
+        tokens=sum(tokens_by_line(source, tree).values()),
         decisions=sum(map(count_decisions, nodes)),
         parallel_assignments=sum(map(is_parallel_assignment, nodes)),
         conditional_expressions=sum(isinstance(n, ast.IfExp) for n in nodes),
@@ -57,26 +54,28 @@ def measure(path: Path) -> Module:
         prose=docstrings + comments,
         private_reads=private_reads(nodes),
         takes_trainer=[n.name for n in nodes if takes_trainer(n)],
-        imports=relative_imports(nodes, source),
     )
 
 
-def count_tokens(source: str, docstring_lines: set[int]) -> tuple[int, list[str]]:
-    """(code tokens, comments): a string with fields counts once on every Python."""
+def read_tokens(source: str) -> Iterator[tokenize.TokenInfo]:
+    return tokenize.generate_tokens(io.StringIO(source).readline)
+
+
+def tokens_by_line(source: str, tree: ast.Module) -> dict[int, int]:
+    """Line -> its code tokens: a string with fields counts once on every Python."""
+    documented = [n for n in ast.walk(tree) if isinstance(n, DOCUMENTED) and ast.get_docstring(n)]
+    prose = {i for n in documented for i in range(n.body[0].lineno, n.body[0].end_lineno + 1)}
     begins = getattr(tokenize, "FSTRING_START", None)
     ends = getattr(tokenize, "FSTRING_END", None)
-    count = 0
+    counts = dict.fromkeys(range(1, source.count("\n") + 2), 0)
     nesting = 0
-    comments = []
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            comments.append(token.string.lstrip("# "))
-        elif token.type == ends:
+    for token in read_tokens(source):
+        if token.type == ends:
             nesting -= 1
-        elif not nesting and token.type not in LAYOUT:
-            count += token.start[0] not in docstring_lines
+        elif not nesting and token.type not in (*LAYOUT, tokenize.COMMENT):
+            counts[token.start[0]] += token.start[0] not in prose
         nesting += token.type == begins
-    return count, comments
+    return counts
 
 
 def count_decisions(node: ast.AST) -> int:
@@ -112,34 +111,19 @@ def private_reads(nodes: list[ast.AST]) -> list[str]:
     return found
 
 
-def relative_imports(nodes: list[ast.AST], source: str) -> set[str]:
-    """Modules of the package; where it imports by name, every string counts as one."""
+def relative_imports(nodes: list[ast.AST]) -> set[str]:
+    """The modules of the package that its import statements name."""
     found = set()
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.level == 1:
             found |= {node.module} if node.module else {a.name for a in node.names}
-        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
-        if is_text and "import_module" in source:
-            found.add(node.value.lstrip("."))
     return found
-
-
-def core_of(modules: dict[str, Module]) -> set[str]:
-    """The modules that importing CORE loads."""
-    core: set[str] = set()
-    waiting = set(CORE)
-    while waiting:
-        name = waiting.pop()
-        core.add(name)
-        waiting |= (modules[name].imports & modules.keys()) - core
-    return core
 
 
 def house(package: Path) -> dict[str, float]:
     """Figure -> value of a package. Rates are per 1,000 code tokens, words per 100 words of prose,
     docstrings in percent."""
     modules = {path.stem: measure(path) for path in sorted(package.glob("*.py"))}
-    core = core_of(modules)
     rooms = modules.values()
     tokens = sum(m.tokens for m in rooms)
     docstrings = [text for m in rooms for text in m.docstrings]
@@ -158,9 +142,6 @@ def house(package: Path) -> dict[str, float]:
         "relative words": 100 * sum(w.lower() in RELATIVE_WORDS for w in words) / len(words),
         "private reads": sum(len(m.private_reads) for m in rooms),
         "functions that take trainer": sum(len(m.takes_trainer) for m in rooms),
-        "core modules": len(core),
-        "core tokens": sum(modules[name].tokens for name in core),
-        "tool tokens": sum(m.tokens for name, m in modules.items() if name not in core),
     }
 
 
