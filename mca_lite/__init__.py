@@ -11,6 +11,7 @@ from importlib.machinery import ModuleSpec
 __version__ = "0.1.0"
 
 _HOME = {
+    "ArgumentGroup": "args_values",
     "AutoConfig": "model_config",
     "AutoModel": "model",
     "DataArguments": "args",
@@ -28,16 +29,20 @@ _HOME = {
     "MLAMcaModelConfig": "model_config",
     "RewardConfig": "trainer_rm",
     "RewardTrainer": "trainer_rm",
+    "Need": "args_rules_training",
+    "Rule": "errors",
     "Seq2SeqTrainingArguments": "args",
     "TrainerCallback": "callbacks",
     "TrainingArguments": "args",
     "VirtualModels": "model",
+    "arg": "args_values",
     "check_pack_seq_aligned": "batch",
     "get_ltor_masks_and_position_ids": "batch",
     "get_megatron_lr_scheduler": "optim",
     "get_seqlens_in_batch": "batch",
     "load_datasets": "data",
     "register_column": "tables",
+    "register_keys": "tables",
     "register_loss": "tables",
     "register_objective": "tables",
     "register_optimizer": "tables",
@@ -48,6 +53,8 @@ __all__ = sorted(_HOME)
 def __getattr__(name: str):
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name.startswith("register_"):
+        import_module(".args", __name__)  # parts have the first choice of names
     return getattr(import_module(f".{_HOME[name]}", __name__), name)
 
 

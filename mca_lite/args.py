@@ -1,4 +1,5 @@
-"""All configuration keys, in five dataclasses, and parse_args, which fills them.
+"""The configuration keys of the core, in five dataclasses, and parse_args, which fills them and the
+groups of parts.
 
 Every key is flat, with the name that Hugging Face, LLaMA-Factory or megatron-core gives it. The
 constructor of a group casts, normalises and checks its values, from Python as from a file, and
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
 import math
 import os
@@ -22,13 +24,14 @@ from typing import Any, Literal
 
 import yaml
 
-from . import world
+from . import parts, world
 from .args_keys import ALIASES, IGNORED_KEYS, NOT_OF_TRAINING, UNSUPPORTED, lookup, unsupported
 from .args_rules import (
     BACKEND,
     check_data,
     check_finetuning,
     check_objective_run,
+    check_part_rules,
     check_run,
     normalise_data,
 )
@@ -41,32 +44,29 @@ from .args_rules_training import (
     normalise_training,
     parse_steps,
 )
-from .args_values import ArgumentGroup, arg, default_of, read_config_file
+from .args_values import (
+    ArgumentGroup,
+    amount,
+    arg,
+    count,
+    default_of,
+    flag,
+    optional,
+    read_config_file,
+)
 from .errors import ConfigError, Judge, Problem
 from .files import parse_size, read_model_config, write_file
-from .tables import DIVERGENCES, LOSSES, OBJECTIVES, OPTIMIZER_ALIASES, OPTIMIZERS, TEMPLATES
+from .tables import (
+    KEY_GROUPS,
+    LOSSES,
+    OBJECTIVES,
+    OPTIMIZER_ALIASES,
+    OPTIMIZERS,
+    TEMPLATES,
+    register_keys,
+)
 
 # -- groups of keys
-
-
-def flag(text: str, **metadata: Any) -> Any:
-    """A key that is false unless it is given."""
-    return arg(False, text, **metadata)
-
-
-def optional(text: str, **metadata: Any) -> Any:
-    """A key that is None unless it is given."""
-    return arg(None, text, **metadata)
-
-
-def count(default: Any, text: str, **metadata: Any) -> Any:
-    """A key with a number of at least 1."""
-    return arg(default, text, low=1, **metadata)
-
-
-def amount(default: Any, text: str, **metadata: Any) -> Any:
-    """A key with a number of at least 0."""
-    return arg(default, text, low=0, **metadata)
 
 
 def mca(default: Any, text: str, **metadata: Any) -> Any:
@@ -249,41 +249,9 @@ class FinetuningArguments(ArgumentGroup):
         None, "weight of an answer's tokens beyond the length of the other one (None: 1)", high=1
     )
     use_weighting: bool = flag("WPO: pairs weigh by how likely the model is to give both answers")
-    kto_chosen_weight: float = amount(1.0, "stage kto: weight of desirable answers")
-    kto_rejected_weight: float = amount(1.0, "stage kto: weight of undesirable answers")
-    center_rewards_coefficient: float = amount(
-        0.0, "stage rm: weight of the squared sum of a pair's scores, which centres them"
-    )
     ref_model: str | None = optional(
         "cached: scored before training; adapter: adapters off; model, or a folder: a second model"
     )
-    teacher_model_name_or_path: str | None = optional(
-        "stage distill: the teacher's folder, or model of the hub (None: read teacher_cache)"
-    )
-    teacher_top_k: int | None = count(
-        None,
-        "score the data once before training, and keep the teacher's k likeliest tokens of each "
-        "(None: the teacher stays in memory, and its whole vocabulary counts)",
-    )
-    teacher_cache: str | None = optional(
-        "teacher_top_k: folder of the teacher's tokens (None: in cache_dir)"
-    )
-    teacher_cache_dtype: Literal["float32", "float16"] = arg(
-        "float32", "teacher_top_k: log-probabilities on disk; float16 rounds to 3 digits"
-    )
-    distill_loss: str = arg(
-        "forward_kl",
-        "KL(teacher, student), KL(student, teacher), or Jensen-Shannon divergence",
-        choices=DIVERGENCES,
-    )
-    distill_jsd_mix: float = arg(0.5, "share of the teacher in jsd's mixture", above=0, below=1)
-    distill_temperature: float = arg(
-        1.0, "both models' logits are divided by it, and the divergence times its square", above=0
-    )
-    distill_ce_weight: float = amount(
-        0.0, "share of cross entropy with the labels in the loss", below=1
-    )
-
     check = check_finetuning
 
 
@@ -645,10 +613,10 @@ class Seq2SeqTrainingArguments(TrainingArguments):
 
 @dataclass
 class RunArguments:
-    """All groups of a run; their keys are attributes too.
+    """All groups of a run; their keys are attributes too, None for those of a missing part.
 
-    warnings: notes about values without effect, for rank 0 to print. model_config: the model's
-    config.json, {} if it was not read.
+    parts: the groups of parts and scripts, by name. warnings: notes about values without effect,
+    for rank 0 to print. model_config: the model's config.json, {} if it was not read.
     """
 
     model: ModelArguments
@@ -656,6 +624,7 @@ class RunArguments:
     finetuning: FinetuningArguments
     training: TrainingArguments
     backend: UseMcaArguments
+    parts: dict[str, ArgumentGroup] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     model_config: dict[str, Any] = field(default_factory=dict)
 
@@ -668,19 +637,27 @@ class RunArguments:
             self.training.sequence_packing = True
 
     def __getattr__(self, key: str) -> Any:
-        for group in self.groups if key in FIELDS else ():
+        for group in self.groups if key in key_fields() else ():
             if hasattr(group, key):
                 return getattr(group, key)
+        if key in parts.absent_keys():
+            return None
         raise AttributeError(key)
 
     @property
     def groups(self) -> tuple[ArgumentGroup, ...]:
-        """The five groups, in the order of GROUPS."""
-        return self.model, self.data, self.finetuning, self.training, self.backend
+        """All groups, in the order of KEY_GROUPS."""
+        groups = dict(vars(self), **self.parts)
+        return tuple(groups[name] for name in KEY_GROUPS if name in groups)
+
+    @property
+    def changed(self) -> list[str]:
+        """The keys with another value than their default."""
+        return [key for group in self.groups for key in group.changed]
 
     def to_dict(self) -> dict[str, Any]:
         """Flat key -> value in effect, of all groups."""
-        return {key: getattr(self, key) for key in FIELDS}
+        return {key: getattr(self, key) for key in key_fields()}
 
     def to_yaml_dict(self) -> dict[str, Any]:
         """Flat key -> value in effect, without None, which means the same as an absent key.
@@ -701,8 +678,48 @@ class RunArguments:
         write_file(path, text)
 
 
-GROUPS = (ModelArguments, DataArguments, FinetuningArguments, TrainingArguments, UseMcaArguments)
-FIELDS = {item.name: item for group in GROUPS for item in dataclasses.fields(group)}
+register_keys("model", ModelArguments)
+register_keys("data", DataArguments)
+register_keys("finetuning", FinetuningArguments)
+parts.load()
+register_keys("training", TrainingArguments)
+register_keys("backend", UseMcaArguments)
+CORE_GROUPS = ("model", "data", "finetuning", "training", "backend")
+
+
+def key_groups() -> tuple[type[ArgumentGroup], ...]:
+    """The groups of keys: the core's, those of parts, and those of scripts."""
+    return tuple(row.group for row in KEY_GROUPS.values())
+
+
+def key_fields() -> dict[str, dataclasses.Field]:
+    """Key -> its field, of all groups."""
+    return _fields_of(key_groups())
+
+
+@functools.cache
+def _fields_of(groups: tuple) -> dict[str, dataclasses.Field]:
+    return {item.name: item for group in groups for item in dataclasses.fields(group)}
+
+
+def objective_keys(stage: str, **keys: Any) -> SimpleNamespace:
+    """The keys of finetuning and of parts, for the configs of objectives: cast, and with defaults
+    for those not given. ConfigError by their types and by the rules of the stage."""
+    judge = Judge(None)
+    groups = [
+        row.group.read({"stage": stage, **keys}, judge)
+        for name, row in KEY_GROUPS.items()
+        if name == "finetuning" or name not in CORE_GROUPS
+    ]
+    joined = judge.arguments = SimpleNamespace(**dict.fromkeys(parts.absent_keys()))
+    for group in groups:
+        vars(joined).update(vars(group))
+    joined.changed = [key for group in groups for key in group.changed]
+    for group in groups:
+        group.resolve(judge)
+    OBJECTIVES[joined.stage].check_keys(joined, judge)
+    judge.close()
+    return joined
 
 
 def check_together(args: TrainingArguments, *, stage: str | None = None, **keys: Any) -> None:
@@ -711,9 +728,11 @@ def check_together(args: TrainingArguments, *, stage: str | None = None, **keys:
     Keys that are not given have their defaults; without a stage the rules of objectives are left
     out. Raises ConfigError.
     """
-    defaults = {name: default_of(item) for name, item in FIELDS.items()}
+    defaults = dict.fromkeys(parts.absent_keys())
+    defaults |= {name: default_of(item) for name, item in key_fields().items()}
     judge = Judge(SimpleNamespace(**defaults | args.to_dict() | keys))
     judge.apply(BACKEND)
+    check_part_rules(judge)
     if stage is not None:
         judge.arguments.stage = stage
         check_objective_run(judge.arguments, judge)
@@ -739,8 +758,9 @@ def parse_args(argv: list[str] | None = None, *, needs_world: bool = True) -> Ru
     if any(problem.reason == _IN_GROUPS or problem.key in NOT_OF_TRAINING for problem in problems):
         raise ConfigError(problems)  # missing keys may be in those groups, or not needed
     judge = Judge(None, problems)
-    groups: list[Any] = [group.read(keys, judge) for group in GROUPS]
-    judge.arguments = run = RunArguments(*groups)
+    groups: dict[str, Any] = {n: row.group.read(keys, judge) for n, row in KEY_GROUPS.items()}
+    core = {name: groups.pop(name) for name in CORE_GROUPS}
+    judge.arguments = run = RunArguments(**core, parts=groups)
     if not run.use_mca:
         run.training.leave_out_megatron()
     if run.model_name_or_path:
@@ -795,7 +815,7 @@ def read_words(argv: list[str]) -> tuple[dict[str, Any], list[Problem]]:
     values = read_config_file(paths[0]) if paths else {}
     for key, value in words:
         # a word replaces the file's value under each name of the key
-        values = {n: v for n, v in values.items() if ALIASES.get(n, n) != ALIASES.get(key, key)}
+        values = {name: v for name, v in values.items() if _key_of(name) != _key_of(key)}
         values[key] = value
     return values, problems
 
@@ -814,17 +834,27 @@ def _word_value(text: str) -> str | None:
     return quoted[2] if quoted else text
 
 
+def _key_of(name: str) -> str:
+    """The key of a name. A key of a script may have a name that other trainers use."""
+    return name if name in key_fields() else ALIASES.get(name, name)
+
+
 def known_keys(values: dict[str, Any], problems: list[Problem]) -> tuple[dict[str, Any], list[str]]:
-    """(values by the names of FIELDS, notes about keys without effect); adds Problems."""
+    """(values by keys, notes about keys without effect); adds Problems."""
     keys: dict[str, Any] = {}
     ignored = []
+    need_parts = parts.absent({_key_of(name): value for name, value in values.items()})
+    problems += need_parts
+    absent = {*parts.absent_keys(), *(problem.key for problem in need_parts)}
     for name, value in values.items():
-        key = ALIASES.get(name, name)
+        key = _key_of(name)
         reason = lookup(IGNORED_KEYS, name)
         if key in keys:
             same = f"{key} is given too, and means the same"
             problems.append(Problem(name, value, same, f"only {key}"))
-        elif key in FIELDS:
+        elif key in absent:
+            continue
+        elif key in key_fields():
             keys[key] = value
         elif reason:
             ignored.append(f"{name} ({reason})")
@@ -842,7 +872,8 @@ def _refuse_key(name: str, value: Any) -> Problem | None:
     if isinstance(value, dict):
         flat = f"its keys without {name}: one level up, each on a separate line"
         return Problem(name, None, _IN_GROUPS, flat)
-    near = difflib.get_close_matches(name, [*FIELDS, *ALIASES], n=1, cutoff=0.6)
+    known = [*key_fields(), *parts.absent_keys(), *ALIASES]
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     [remedy] = near or ["one of the keys that --help lists; configs/MIGRATION.md has others' names"]
     return Problem(name, value, "no such key", remedy)
 
@@ -850,7 +881,7 @@ def _refuse_key(name: str, value: Any) -> Problem | None:
 def format_help() -> str:
     """The text of --help: keys, defaults and meanings, by group."""
     lines = ["usage: train.py [config.yaml] [key=value ...]"]
-    for group in GROUPS:
+    for group in key_groups():
         lines += ["", str(group.__doc__).strip().splitlines()[0]]
         for item in dataclasses.fields(group):
             default = default_of(item)

@@ -19,7 +19,7 @@ from .args_rules_training import Need, check_needs, harmless_need
 from .errors import Judge, Rule
 from .families_rows import is_of_expert
 from .files import GENERATION_METRICS
-from .tables import CONVERSATIONS, OBJECTIVES, PAIR_COLUMNS, TEMPLATES, Objective
+from .tables import CONVERSATIONS, KEY_GROUPS, OBJECTIVES, PAIR_COLUMNS, TEMPLATES, Objective
 
 SOME_DATA = "dataset: <files, or names in dataset_info.json>"
 _NEEDS_OF_DATA = (
@@ -237,7 +237,6 @@ def check_finetuning(a: Any, judge: Judge) -> None:
     objective = OBJECTIVES[a.stage]
     others = {key for row in OBJECTIVES.values() for key in row.keys}.difference(objective.keys)
     a.notes += [f"{key}: no effect, since stage is {a.stage}" for key in a.changed if key in others]
-    objective.check_keys(a, judge)
 
 
 # -- between groups
@@ -277,10 +276,20 @@ def check_objective_run(a: Any, judge: Judge) -> None:
     objective.check_run(a, judge)
 
 
+def check_part_rules(judge: Judge) -> None:
+    """Apply the rules of registered groups."""
+    for row in KEY_GROUPS.values():
+        judge.apply(row.rules)
+
+
 def check_run(a: Any, judge: Judge) -> list[str]:
     """Check the groups of a run (RunArguments) against each other -> notes about values without
     effect."""
+    OBJECTIVES[a.stage].check_keys(a, judge)
     judge.apply(BACKEND)
+    check_part_rules(judge)
+    for name, group in a.parts.items():
+        check_needs(KEY_GROUPS[name].needs, group, judge)
     check_objective_run(a, judge)
     judge.apply(_RUN)
     evaluations = ("eval_strategy", "do_eval", "do_predict")

@@ -216,6 +216,26 @@ def arg(default: Any, text: str, **metadata: Any) -> Any:
     return field(default=default, metadata=metadata, kw_only=default is not MISSING)
 
 
+def flag(text: str, **metadata: Any) -> Any:
+    """A key that is false unless it is given."""
+    return arg(False, text, **metadata)
+
+
+def optional(text: str, **metadata: Any) -> Any:
+    """A key that is None unless it is given."""
+    return arg(None, text, **metadata)
+
+
+def count(default: Any, text: str, **metadata: Any) -> Any:
+    """A key with a number of at least 1."""
+    return arg(default, text, low=1, **metadata)
+
+
+def amount(default: Any, text: str, **metadata: Any) -> Any:
+    """A key with a number of at least 0."""
+    return arg(default, text, low=0, **metadata)
+
+
 def default_of(item: dataclasses.Field) -> Any:
     """A field's default, or dataclasses.MISSING."""
     if item.default_factory is not MISSING:

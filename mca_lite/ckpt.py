@@ -32,7 +32,7 @@ import torch
 from safetensors.torch import save_file
 
 from . import ckpt_folder, lora, parallel, watchdog, world
-from .args import FIELDS
+from .args import key_fields
 from .args_values import default_of
 from .callbacks import TrainerState, ranking_of, restore_states
 from .ckpt_folder import CheckpointError
@@ -42,6 +42,7 @@ from .freezing import KEYS_OF_TRAINED
 from .kernels import AdamW
 from .mcore import get_cuda_rng_tracker
 from .optim import load_scaler_states, scaler_states
+from .tables import KEY_GROUPS
 from .weights_files import NamedTensors, Shape, named_tensors, slices_of
 
 # -- checkpoints of the torch backend
@@ -534,7 +535,7 @@ def changes(before: dict, now: dict) -> dict[str, tuple[str, str]]:
     left out has its default."""
     found = {}
     for key in sorted((before.keys() | now.keys()) - _OF_A_START):
-        default = default_of(FIELDS[key]) if key in FIELDS else None
+        default = default_of(key_fields()[key]) if key in key_fields() else None
         pair = _shown(before.get(key, default)), _shown(now.get(key, default))
         if pair[0] != pair[1]:
             found[key] = pair
@@ -548,6 +549,8 @@ def _ranking(settings: dict) -> tuple[str, bool]:
 def _fixed_settings(before: dict, backend: str) -> list[str]:
     """The keys of settings that decide the states of an optimizer. backend: megatron or torch."""
     fixed = ["optim", *KEYS_OF_TRAINED]
+    for row in KEY_GROUPS.values():
+        fixed += row.fixed
     if backend == "torch":
         return [*fixed, "exp_avg_dtype", "exp_avg_sq_dtype"]  # of tensors loaded without a cast
     is_half = "true" in (_shown(before.get("bf16")), _shown(before.get("fp16")))

@@ -22,7 +22,7 @@ from transformers import AutoConfig, TextStreamer
 from transformers.utils.logging import disable_progress_bar
 
 from . import lora, lora_files, model_config, parallel, watchdog, world
-from .args import GROUPS
+from .args import key_groups
 from .args_values import read_config_file
 from .batch import merged_grids
 from .callbacks import TrainerCallback
@@ -166,7 +166,7 @@ def keys_of_run(folder: str | Path, names: str) -> SimpleNamespace:
     taken = {name: written[name] for name in names.split() if written.get(name) is not None}
     judge = Judge(None)
     values: dict[str, Any] = {}
-    for group in GROUPS:
+    for group in key_groups():
         values |= vars(group.read(taken, judge))
     judge.problems = [problem for problem in judge.problems if problem.key in taken]
     judge.close()

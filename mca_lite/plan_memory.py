@@ -526,7 +526,7 @@ class ModelOfRun:
 
     def __init__(self, arguments):
         config = self.config_of(arguments)
-        keys = arguments.finetuning
+        keys = arguments
         self.spec = None
         if keys.finetuning_type == "lora":
             spec = lora_files.adapter_of_keys(keys)[0]

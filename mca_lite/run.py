@@ -521,7 +521,7 @@ def data_summary(plan: Plan) -> dict[str, str]:
     if data.cutoff_len > positions:
         packing += f", above the model's {positions:,} positions (max_position_embeddings)"
     summary = {
-        "stage": ", ".join(filter(None, (keys.stage, plan.objective.describe(keys)))),
+        "stage": ", ".join(filter(None, (keys.stage, plan.objective.describe(plan.arguments)))),
         "finetuning": "full: every weight is trained",
         "dataset": ", ".join(data.dataset),
         "cutoff_len": f"{data.cutoff_len} tokens{packing}",

@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Container, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib import import_module
 from typing import Any, NamedTuple
 
+from .args_values import ArgumentGroup
 from .errors import Judge, Rule
 from .files import HF_CONFIG_NAME, IGNORE_INDEX
 
@@ -148,6 +149,49 @@ def _refuse_taken(kind: str, name: str, table: Container[str]) -> None:
         raise ValueError(f"{kind} {name} is registered already: choose another name")
 
 
+# -- keys
+
+
+class KeyGroup(NamedTuple):
+    """One row of KEY_GROUPS: a group of keys, with the arguments of register_keys."""
+
+    group: type[ArgumentGroup]
+    rules: tuple[Rule, ...] = ()
+    needs: tuple[Any, ...] = ()
+    fixed: tuple[str, ...] = ()
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return tuple(item.name for item in fields(self.group))
+
+
+KEY_GROUPS: dict[str, KeyGroup] = {}  # the core's groups, those of parts and of scripts
+
+
+def register_keys(
+    part: str,
+    group: type[ArgumentGroup],
+    *,
+    rules: Iterable[Rule] = (),
+    needs: Iterable[Any] = (),
+    fixed: Iterable[str] = (),
+) -> None:
+    """Add the keys of a part: the fields of `group`, a dataclass. rules: Rules over the keys of all
+    groups. needs: args_rules_training.Needs of the group's keys. fixed: keys that must not change
+    when a run is resumed.
+
+    Call it before the configuration is parsed, on every rank. Raises ValueError for a name or a key
+    that is taken, TypeError for a group that is no ArgumentGroup.
+    """
+    if not (isinstance(group, type) and issubclass(group, ArgumentGroup)):
+        raise TypeError(f"keys {part}: expected a subclass of ArgumentGroup, got {group!r}")
+    row = KeyGroup(group, tuple(rules), tuple(needs), tuple(fixed))
+    _refuse_taken("keys", part, KEY_GROUPS)
+    for key in row.keys:
+        _refuse_taken("key", key, {*KEY_GROUPS, *(k for r in KEY_GROUPS.values() for k in r.keys)})
+    KEY_GROUPS[part] = row
+
+
 # -- preference losses
 
 REFERENCES = ("cached", "adapter", "model")
@@ -160,16 +204,6 @@ METRICS = (
     "logps/chosen",
     "logps/rejected",
     "sft_loss",
-)
-RM_METRICS = METRICS[:5]
-KTO_METRICS = (
-    "loss",
-    "rewards/chosen",
-    "rewards/rejected",
-    "rewards/accuracies",
-    "logps/chosen",
-    "logps/rejected",
-    "kl",
 )
 
 
@@ -297,13 +331,13 @@ class Objective:
     records: the kind of records, TEXT, CONVERSATIONS, PAIRS or LABELLED; the data's datasets, cache
     and packs follow. trainer: McaTrainer or a subclass, or "module:Class" of this package. scores:
     True for a model with a value head in place of logits. has_binary_labels: True if labels are 1
-    or 0, False for any numbers. least_samples: of each data set. metrics: metrics_keys
-    of the trainer, given here for one of this package, which is not imported yet. keys:
-    configuration keys of FinetuningArguments without effect on other objectives -> fields of the
-    trainer's config.
-    check_keys(a, judge), check_run(a, judge): its rules over FinetuningArguments, and over the keys
-    of all groups.
-    describe(finetuning arguments) -> text after the stage's name in the start summary.
+    or 0, False for any numbers. least_samples: of each data set. metrics: metrics_keys of the
+    trainer, given here for one of this package, which is not imported yet; eval_<name> may decide
+    the best checkpoint. keys: configuration keys -> fields of the trainer's config; those of
+    FinetuningArguments have no effect on other objectives.
+    check_keys(a, judge): its rules over FinetuningArguments and the keys of parts, for configs made
+    in Python too. check_run(a, judge): those over the keys of all groups.
+    describe(a) -> text after the stage's name in the start summary.
     """
 
     stage: str
@@ -396,7 +430,7 @@ _PREFERENCES = (
         "mtp_num_layers: 0",
     ),
 )
-_REFERENCE = (
+REFERENCE_RULES = (
     Rule(
         "ref_model=adapter !finetuning_type=lora",
         "there are no adapters to switch off",
@@ -417,7 +451,8 @@ _DIVERGENCE = Rule(
 )
 
 
-def _check_preferences(a: Any, judge: Judge) -> None:
+def check_preferences(a: Any, judge: Judge) -> None:
+    """Apply the rules of stages that compare answers, over the keys of all groups."""
     judge.apply(_PREFERENCES)
     path = os.path.join(a.ref_model or "", HF_CONFIG_NAME)
     judge.expect(
@@ -426,13 +461,6 @@ def _check_preferences(a: Any, judge: Judge) -> None:
         f"it is no folder with {HF_CONFIG_NAME}",
         f"ref_model: {', '.join(REFERENCES)}, or a model's folder",
     )
-
-
-def _check_answers(a: Any, judge: Judge) -> None:
-    _check_preferences(a, judge)
-    values = getattr(a, "model_config", None) or {}
-    reason = "it trains on texts, and the model has a vision tower"
-    judge.expect("vision_config" not in values, "stage", reason, "stage: sft or dpo")
 
 
 def _check_excludes(a: Any, judge: Judge) -> None:
@@ -444,7 +472,7 @@ def _check_excludes(a: Any, judge: Judge) -> None:
 
 
 def _check_pairs(a: Any, judge: Judge) -> None:
-    _check_preferences(a, judge)
+    check_preferences(a, judge)
     _check_excludes(a, judge)
     judge.expect(
         a.pair_margin is None or "pair_margin" in _keys_of(a.pref_loss),
@@ -465,11 +493,6 @@ def _describe_preferences(keys: Any) -> str:
 def _keys_of(names: Iterable[str]) -> set[str]:
     """The configuration keys that these losses read."""
     return {key for name in names for key in LOSSES[name].keys}
-
-
-def _describe_kto(keys: Any) -> str:
-    text = f"beta {keys.pref_beta:g}, weight of desirable answers {keys.kto_chosen_weight:g}"
-    return f"{text}, of undesirable ones {keys.kto_rejected_weight:g}"
 
 
 def _check_preference_keys(a: Any, judge: Judge) -> None:
@@ -495,7 +518,7 @@ def _check_preference_keys(a: Any, judge: Judge) -> None:
         f"pref_loss {listed} has no reference model",
         "ref_model left out",
     )
-    judge.apply((*_REFERENCE, _DIVERGENCE))
+    judge.apply((*REFERENCE_RULES, _DIVERGENCE))
     for key in _keys_of(LOSSES) - _keys_of(names):
         judge.expect(
             key not in a.changed,
@@ -528,112 +551,7 @@ register_objective(
     check_run=_check_pairs,
     describe=_describe_preferences,
 )
-register_objective(
-    "kto",
-    records=LABELLED,
-    trainer="trainer_kto:KTOTrainer",
-    has_binary_labels=True,
-    least_samples=2,
-    metrics=KTO_METRICS,
-    keys={
-        "pref_beta": "beta",
-        "kto_chosen_weight": "desirable_weight",
-        "kto_rejected_weight": "undesirable_weight",
-        "ref_model": "reference",
-    },
-    check_keys=lambda a, judge: judge.apply(_REFERENCE),
-    check_run=_check_answers,
-    describe=_describe_kto,
-)
-register_objective(
-    "rm",
-    records=PAIRS,
-    trainer="trainer_rm:RewardTrainer",
-    scores=True,
-    metrics=RM_METRICS,
-    keys={"center_rewards_coefficient": "center_rewards_coefficient"},
-    check_run=_check_preferences,
-    describe=lambda a: f"center_rewards_coefficient {a.center_rewards_coefficient:g}",
-)
-
-
-# -- distillation
-
 TEACHER_KEY = "teacher_model_name_or_path"
-DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
-_NO_TEACHER = "teacher_model_name_or_path: <the teacher's folder>"
-_DISTILLATION = (
-    Rule(
-        "!teacher_model_name_or_path !teacher_top_k",
-        "stage distill learns from a teacher",
-        _NO_TEACHER,
-    ),
-    Rule(
-        "!teacher_model_name_or_path teacher_top_k !teacher_cache",
-        "without a teacher its rows are read from a folder",
-        f"teacher_cache: <the folder of an earlier run>, or {_NO_TEACHER}",
-    ),
-    Rule("teacher_cache !teacher_top_k", "a resident teacher has no cache", "teacher_top_k: 64"),
-    Rule(
-        "teacher_cache_dtype=float16 !teacher_top_k",
-        "a resident teacher has no cache",
-        "teacher_top_k: 64",
-    ),
-)
-_DISTILLATION_RUN = (
-    Rule(
-        "mtp_num_layers",
-        "layers for multi-token prediction have no part in distillation",
-        "mtp_num_layers: 0",
-    ),
-    Rule(
-        "teacher_top_k streaming",
-        "a cached teacher scores the samples before training",
-        "streaming: false, or teacher_top_k left out",
-    ),
-)
-
-
-def _check_distillation_keys(a: Any, judge: Judge) -> None:
-    judge.apply(_DISTILLATION)
-    judge.expect(
-        a.distill_loss == "jsd" or "distill_jsd_mix" not in a.changed,
-        "distill_jsd_mix distill_loss",
-        f"no effect, since distill_loss is {a.distill_loss}",
-        "distill_loss: jsd",
-    )
-
-
-def _describe_distillation(keys: Any) -> str:
-    text = f"{keys.distill_loss}, temperature {keys.distill_temperature:g}"
-    text += f", cross entropy {keys.distill_ce_weight:g}"
-    source = "resident teacher"
-    if keys.teacher_top_k is not None:
-        source = f"cached top {keys.teacher_top_k} of the teacher"
-    return f"{text}, {source} {keys.teacher_model_name_or_path or keys.teacher_cache}"
-
-
-register_objective(
-    "distill",
-    records=CONVERSATIONS,
-    trainer="trainer_distill:DistillTrainer",
-    metrics=("loss", "kd_loss", "sft_loss"),
-    keys={
-        TEACHER_KEY: "teacher",
-        "teacher_top_k": "top_k",
-        "teacher_cache": "cache",
-        "teacher_cache_dtype": "cache_dtype",
-        "distill_loss": "divergence",
-        "distill_jsd_mix": "jsd_mix",
-        "distill_temperature": "temperature",
-        "distill_ce_weight": "ce_weight",
-    },
-    check_keys=_check_distillation_keys,
-    check_run=lambda a, judge: judge.apply(_DISTILLATION_RUN),
-    describe=_describe_distillation,
-)
-
-
 # -- optimizers
 
 

@@ -866,7 +866,7 @@ class McaTrainer:
     @classmethod
     def forward_passes(cls, keys) -> tuple[int, int]:
         """Forward passes of the model and of a second one over the tokens of a step, beside those
-        of training. keys: FinetuningArguments, or the objective's config."""
+        of training. keys: RunArguments, or the objective's config."""
         return 0, 1
 
     @classmethod

@@ -304,7 +304,7 @@ class DistillTrainer(ScoredTrainer):
 
     @classmethod
     def second_model_folder(cls, arguments, planned) -> Path | None:
-        name = arguments.finetuning.teacher_model_name_or_path
+        name = arguments.teacher_model_name_or_path
         if name is None:
             return None
         folder = resolve_folder(name)
@@ -334,7 +334,7 @@ class DistillTrainer(ScoredTrainer):
     @classmethod
     def own_keywords(cls, arguments, second_model) -> dict[str, Any]:
         cache_dir = arguments.data.cache_dir
-        config = DistillConfig.of_keys(arguments.finetuning, cache_dir=cache_dir)
+        config = DistillConfig.of_keys(arguments, cache_dir=cache_dir)
         return {"train_config": config, "teacher": second_model}
 
     # -- the loss

@@ -207,7 +207,7 @@ class DPOTrainer(ScoredTrainer):
 
     @classmethod
     def has_reference(cls, keys) -> bool:
-        """True if these FinetuningArguments compare with a reference model."""
+        """True if these keys compare with a reference model."""
         known = cls.config_class.use_ref_model
         return has_reference(keys.pref_loss) if known is None else known
 
@@ -224,9 +224,9 @@ class DPOTrainer(ScoredTrainer):
             return planned.folder
         if keys.ref_model not in (None, *REFERENCES):
             return resolve_folder(keys.ref_model, arguments.model.model_revision)
-        judge = Judge(keys)
+        judge = Judge(arguments)
         # new tokens bring modules_to_save that the file does not name
-        OBJECTIVES[keys.stage].check_keys(keys, judge)
+        OBJECTIVES[keys.stage].check_keys(arguments, judge)
         judge.close()
         adapter = keys.adapter_name_or_path
         if adapter and planned.adapters.modules_to_save:
@@ -244,7 +244,7 @@ class DPOTrainer(ScoredTrainer):
         if arguments.model.train_from_scratch:
             source = f"drawn from seed {arguments.training.seed}"
         config = cls.config_class.of_keys(
-            keys,
+            arguments,
             reference=keys.ref_model if second_model is None else "model",
             cache_dir=str(cache_folder(arguments.data.cache_dir)),
             model_source=source,

@@ -25,7 +25,8 @@ from .batch import every_second, real_documents
 from .data_batches import View, WithReference, documents_of, samples_of, with_samples
 from .errors import expect
 from .files import IGNORE_INDEX
-from .tables import ANSWER_LABEL, KTO_METRICS, other_columns
+from .part_kto_keys import KTO_METRICS
+from .tables import ANSWER_LABEL, other_columns
 from .trainer_dpo import DPOTrainer, ReferenceConfig
 from .trainer_evaluation import PredictionOutput, sum_documents
 

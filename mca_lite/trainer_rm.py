@@ -23,7 +23,8 @@ from .data_files import SIDES
 from .errors import expect
 from .families_rows import has_value_head
 from .files import IGNORE_INDEX, text_values
-from .tables import PAIR_COLUMNS, RM_METRICS, other_columns
+from .part_rm_keys import RM_METRICS
+from .tables import PAIR_COLUMNS, other_columns
 from .trainer_dpo import DPOTrainer, ReferenceConfig, compared
 from .trainer_evaluation import PredictionOutput, in_documents, sum_documents
 
@@ -87,7 +88,7 @@ class RewardTrainer(DPOTrainer):
 
     @classmethod
     def own_keywords(cls, arguments, second_model) -> dict[str, Any]:
-        return {"train_config": RewardConfig.of_keys(arguments.finetuning)}
+        return {"train_config": RewardConfig.of_keys(arguments)}
 
     # -- the loss
 

@@ -16,13 +16,14 @@ import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from . import parallel
-from .args import FinetuningArguments, check_together
+from .args import RunArguments, check_together, objective_keys
 from .ckpt_folder import CheckpointError
 from .data_batches import documents_of, samples_of
 from .data_encode import content_hash, hash_of
@@ -221,7 +222,7 @@ class ObjectiveConfig:
     use_weighting: bool = False
 
     @classmethod
-    def of_keys(cls, keys: FinetuningArguments, **more: Any):
+    def of_keys(cls, keys: RunArguments, **more: Any):
         """The config of a run with these keys. more: other fields, and some in their place."""
         names = OBJECTIVES[cls.stage].keys
         return cls(**{name: getattr(keys, key) for key, name in names.items()} | more)
@@ -230,9 +231,9 @@ class ObjectiveConfig:
         """The configuration keys of the same meaning."""
         return {key: getattr(self, name) for key, name in OBJECTIVES[self.stage].keys.items()}
 
-    def check_with(self, **more: Any) -> FinetuningArguments:
+    def check_with(self, **more: Any) -> SimpleNamespace:
         """The keys, and more in place of some. ConfigError by their rules."""
-        return FinetuningArguments(stage=self.stage, **self.as_keys() | more)
+        return objective_keys(self.stage, **self.as_keys() | more)
 
     def take_keys(self, **more: Any) -> None:
         """Cast the fields to the types of their keys, but those of `more`. ConfigError by the rules

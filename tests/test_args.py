@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from mca_lite.args import (
-    GROUPS,
     DataArguments,
     Seq2SeqTrainingArguments,
     TrainingArguments,
+    key_groups,
     known_keys,
     parse_args,
     read_words,
@@ -676,7 +676,7 @@ def test_shipped_configurations_hold_known_keys_and_consistent_values(path):
     given, problems = read_words([str(path)])
     own, _ = known_keys(given, problems)
     judge = Judge(None, problems)
-    for group in GROUPS:
+    for group in key_groups():
         judge.arguments = group.read(own, judge)
         judge.arguments.resolve(judge)
     assert judge.problems == []

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import transformers
 
-from mca_lite.args import FIELDS, GROUPS, TrainingArguments, known_keys, parse_args
+from mca_lite.args import TrainingArguments, key_fields, key_groups, known_keys, parse_args
 from mca_lite.args_keys import ALIASES, IGNORED_KEYS, UNSUPPORTED, lookup, unsupported
 from mca_lite.args_values import check_keys
 from tests.shared.commands import keys_of
@@ -36,7 +36,7 @@ REFUSED_WITH_ITS_DEFAULT = "max_length"
 
 
 def fate_of(name: str) -> str:
-    if ALIASES.get(name, name) in FIELDS:
+    if ALIASES.get(name, name) in key_fields():
         return "in effect"
     if lookup(IGNORED_KEYS, name):
         return "without meaning"
@@ -86,7 +86,7 @@ def test_the_defaults_of_the_origins_are_taken(off):
     for name, default in FOREIGN + of_trl:
         value = default if off == "default" and name != REFUSED_WITH_ITS_DEFAULT else None
         own, _ = known_keys({name: value}, problems)
-        for group in GROUPS if value is not None else ():
+        for group in key_groups() if value is not None else ():
             problems += check_keys(group, **own)
     assert [f"{problem.key}: {problem.value}" for problem in problems] == []
 
@@ -100,11 +100,11 @@ def test_what_is_refused_says_why_and_what_to_write():
 
 
 def test_no_key_stands_in_two_tables():
-    keys = [*FIELDS, *ALIASES, *IGNORED_KEYS, *UNSUPPORTED]
+    keys = [*key_fields(), *ALIASES, *IGNORED_KEYS, *UNSUPPORTED]
     assert sorted(keys) == sorted(set(keys))
     covered = [key for key in UNSUPPORTED if lookup(IGNORED_KEYS, key)]
     assert covered == [], "a pattern of the keys without meaning hides them"
-    assert set(ALIASES.values()) <= set(FIELDS)
+    assert set(ALIASES.values()) <= set(key_fields())
 
 
 PAGE = ROOT / "configs/MIGRATION.md"
@@ -132,7 +132,7 @@ def test_the_page_for_those_who_move_in_names_keys_that_are_known():
     assert len(theirs) > 30
     assert [key for key in theirs if fate_of(key) == "unknown"] == []
     ours = [key for _, here in ROWS for key in backticked_keys(here)]
-    assert [key for key in ours if key not in FIELDS and key not in others] == []
+    assert [key for key in ours if key not in key_fields() and key not in others] == []
 
 
 @pytest.mark.parametrize(

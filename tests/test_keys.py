@@ -7,7 +7,6 @@ logs and starts: the test that shows them.
 """
 
 import contextlib
-import dataclasses
 import io
 import json
 import os
@@ -18,17 +17,14 @@ from pathlib import Path
 
 import pytest
 
-from mca_lite import args as arguments
+from mca_lite.args import key_fields
 from tests.shared import tiny, tiny_moe, world
 from tests.shared.files import tensors
 from tests.shared.small_runs import save_tokenizer, write_data
 from tests.shared.training import read_log
 
 HERE = Path(__file__).parent
-GROUPS = "ModelArguments DataArguments FinetuningArguments TrainingArguments UseMcaArguments"
-KEYS = [
-    item.name for group in GROUPS.split() for item in dataclasses.fields(getattr(arguments, group))
-]
+KEYS = list(key_fields())
 
 DPO = "stage=dpo dataset={folder}/pairs.jsonl"
 KTO = "stage=kto dataset={folder}/labelled.jsonl"

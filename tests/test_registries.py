@@ -7,6 +7,9 @@ import json
 import math
 import os
 import re
+import subprocess
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 import mca_lite
+from mca_lite.args import parse_args
 from tests.shared import world
 from tests.shared.examples import FOLDER, example
 from tests.shared.training import read_log
@@ -102,6 +106,67 @@ def test_a_loss_on_the_logits_from_outside_trains_and_is_logged(tmp_path, backen
     # of logits near 0 the sum is near the size of the vocabulary
     assert first["log_z_squared"] == pytest.approx(math.log(512) ** 2, rel=0.1)
     assert second["grad_norm"] > 0
+
+
+@pytest.mark.parametrize("backend", ["tensor_model_parallel_size=2", "use_mca=false"])
+def test_a_key_of_a_stage_from_outside_arrives_and_is_fixed_on_resume(tmp_path, backend):
+    words = f"configs/sft.yaml stage=poly poly_epsilon=2 save_strategy=steps save_steps=1 {backend}"
+    ranks = 1 if "use_mca" in backend else 2
+    first = logged("own_keys", words, tmp_path / "poly", ranks)[0]
+    plain = logged("own_keys", f"{words} stage=sft poly_epsilon=1", tmp_path / "sft", ranks)[0]
+    # a model that is drawn at random gives each of 512 tokens about the same probability
+    assert first["loss"] - plain["loss"] == pytest.approx(2 * (1 - 1 / 512), abs=0.01)
+    words += " resume_from_checkpoint=auto"
+    for value, code in (("2", 0), ("3", 2)):
+        again = f"{words} poly_epsilon={value}"
+        assert world.run(train, ranks, "own_keys", again, str(tmp_path / "poly")) == [code] * ranks
+
+
+@pytest.fixture
+def poly():
+    """The rows of own_keys.py, in this process."""
+    from mca_lite.tables import KEY_GROUPS, OBJECTIVES
+
+    yield example("own_keys").main
+    KEY_GROUPS.pop("poly", None)
+    OBJECTIVES.pop("poly", None)
+
+
+def test_keys_from_outside_have_help_limits_rules_and_near_names(poly, capsys):
+    with pytest.raises(SystemExit):
+        poly(["--help"])
+    assert "\n  poly_epsilon (1.0): stage poly: weight" in capsys.readouterr().out
+    words = [*MODEL.split(), "dataset=configs/tiny/sft.jsonl", "output_dir=out", "stage=poly"]
+    assert parse_args([*words, "poly_epsilon=2"]).poly_epsilon == 2.0
+    for wrong, reason in {
+        "poly_epsilon=-2": "it must be at least -1",
+        "poly_epsilom=1": "try: poly_epsilon",
+        "poly_epsilon=0": "it is stage sft then",
+        "poly_epsilon=2 stage=sft": "no effect, since stage is sft",
+    }.items():
+        with pytest.raises(ValueError, match=reason):
+            parse_args([*words, *wrong.split()])
+
+
+def test_keys_that_are_taken_and_what_is_no_group_are_refused():
+    from mca_lite import ArgumentGroup, arg, register_keys
+
+    @dataclass(kw_only=True)
+    class Taken(ArgumentGroup):
+        seed: int = arg(1, "of a script")
+
+    with pytest.raises(ValueError, match="key seed is registered already"):
+        register_keys("mine", Taken)
+    with pytest.raises(ValueError, match="keys kto is registered already"):
+        register_keys("kto", ArgumentGroup)
+    with pytest.raises(TypeError, match="keys mine: expected a subclass of ArgumentGroup"):
+        register_keys("mine", dict)
+
+
+def test_a_part_has_the_first_choice_of_names():
+    code = "import mca_lite; mca_lite.register_objective('kto', records='text')"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert "ValueError: stage kto is registered already" in ended.stderr.splitlines()[-1]
 
 
 def distil_itself(words: str, out: str) -> int:

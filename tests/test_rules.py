@@ -13,6 +13,7 @@ from mca_lite.args import (
     FinetuningArguments,
     TrainingArguments,
     check_together,
+    objective_keys,
     parse_args,
 )
 from mca_lite.args_rules_training import NEEDS
@@ -171,13 +172,9 @@ OF_GROUPS = [
     (DataArguments, dict(train_on_prompt=True, mask_history=True), "mask_history"),
     (FinetuningArguments, dict(adapter_name_or_path="a"), "adapter_name_or_path"),
     (FinetuningArguments, dict(LORA, lora_target=[]), "lora_target"),
-    (FinetuningArguments, dict(DPO, pref_loss="orpo", ref_model="cached"), "ref_model"),
-    (FinetuningArguments, dict(DPO, ref_model="adapter"), "ref_model"),
-    (
-        FinetuningArguments,
-        dict(DPO, pref_loss="orpo", dpo_label_smoothing=0.1),
-        "dpo_label_smoothing",
-    ),
+    (objective_keys, dict(DPO, pref_loss="orpo", ref_model="cached"), "ref_model"),
+    (objective_keys, dict(DPO, ref_model="adapter"), "ref_model"),
+    (objective_keys, dict(DPO, pref_loss="orpo", dpo_label_smoothing=0.1), "dpo_label_smoothing"),
 ]
 REQUIRED = {TrainingArguments: dict(output_dir="out"), DataArguments: dict(dataset=["a"])}
 

@@ -58,7 +58,7 @@ def test_an_import_of_a_module_that_imports_this_one_is_seen(line):
 
 
 # a row of a table, a public name or a command is "module:name", imported when it is used
-RESOLVING = {"__init__", "__main__", "tables"}
+RESOLVING = {"__init__", "__main__", "parts", "tables"}
 
 
 def named_by_call(name: str, node: ast.AST) -> list[str]:
@@ -305,7 +305,7 @@ def test_each_file_runs_in_one_process_of_the_suite(tmp_path):
 
 
 SLACK = 1.02  # a limit is what was measured; its change is a decision, with the reason in a commit
-TOKENS = {"core": 152_600, "part": 34_500, "tool": 30_950, "all": 217_950}  # of tests.tools.rings
+TOKENS = {"core": 152_600, "part": 45_000, "tool": 30_950, "all": 217_650}  # of tests.tools.rings
 LIMITS = {  # of tests.tools.house
     "decisions a 1,000 tokens": 24.6,
     "parallel assignments": 0.1,
@@ -332,7 +332,7 @@ weights_files weights_experts, freezing lora, ckpt data_stream, ckpt lora, model
 model model_vision, backend lora, backend lora_files, backend_megatron lora, backend_torch lora,
 backend_torch model_vision, log lora, trainer data_stream, run data_images, run data_stream,
 run lora, run lora_files, trainer_distill data_stream, trainer_dpo lora, trainer_rm lora,
-trainer_rm lora_files, trainer_rm trainer_dpo
+trainer_rm lora_files
 """
 AGAINST_THE_ORDER = {tuple(pair.split()) for pair in AGAINST.split(",")}
 

@@ -60,10 +60,10 @@ def _trained(*words: str) -> tuple[str, ...]:
 
 
 def keys() -> Iterator[Case]:
-    from mca_lite.args import FIELDS, GROUPS
+    from mca_lite.args import key_fields, key_groups
 
-    hints = {k: v for group in GROUPS for k, v in typing.get_type_hints(group).items()}
-    for key, item in FIELDS.items():
+    hints = {k: v for group in key_groups() for k, v in typing.get_type_hints(group).items()}
+    for key, item in key_fields().items():
         kinds = typing.get_args(hints[key]) or (hints[key],)
         wrong = {}
         if bool in kinds:

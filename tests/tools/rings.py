@@ -24,6 +24,7 @@ DEPTH = {"core": 0, "part": 1, "tool": 2}
 MAY_USE = {  # part -> the parts that it needs
     "kto": {"dpo", "scores"},
     "dpo": {"scores"},
+    "rm": {"dpo", "scores"},
     "distill": {"scores"},
 }
 WORDS = {  # capability -> identifiers and strings that name it

@@ -1,0 +1,63 @@
+"""Keys, rules and rows of KTO: training on single answers with a label."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from .args_rules_training import harmless_need
+from .args_values import ArgumentGroup, amount
+from .errors import Judge
+from .tables import LABELLED, REFERENCE_RULES, check_preferences, register_keys, register_objective
+
+KTO_METRICS = (
+    "loss",
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/accuracies",
+    "logps/chosen",
+    "logps/rejected",
+    "kl",
+)
+
+
+@dataclass(kw_only=True)
+class KTOArguments(ArgumentGroup):
+    """KTO."""
+
+    kto_chosen_weight: float = amount(1.0, "stage kto: weight of desirable answers")
+    kto_rejected_weight: float = amount(1.0, "stage kto: weight of undesirable answers")
+
+
+def _check_answers(a: Any, judge: Judge) -> None:
+    check_preferences(a, judge)
+    values = getattr(a, "model_config", None) or {}
+    reason = "it trains on texts, and the model has a vision tower"
+    judge.expect("vision_config" not in values, "stage", reason, "stage: sft or dpo")
+
+
+def _describe_kto(keys: Any) -> str:
+    text = f"beta {keys.pref_beta:g}, weight of desirable answers {keys.kto_chosen_weight:g}"
+    return f"{text}, of undesirable ones {keys.kto_rejected_weight:g}"
+
+
+register_keys(
+    "kto",
+    KTOArguments,
+    needs=(harmless_need("kto_chosen_weight kto_rejected_weight", "stage=kto", "stage: kto"),),
+)
+register_objective(
+    "kto",
+    records=LABELLED,
+    trainer="trainer_kto:KTOTrainer",
+    has_binary_labels=True,
+    least_samples=2,
+    metrics=KTO_METRICS,
+    keys={
+        "pref_beta": "beta",
+        "kto_chosen_weight": "desirable_weight",
+        "kto_rejected_weight": "undesirable_weight",
+        "ref_model": "reference",
+    },
+    check_keys=lambda a, judge: judge.apply(REFERENCE_RULES),
+    check_run=_check_answers,
+    describe=_describe_kto,
+)

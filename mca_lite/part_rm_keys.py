@@ -1,0 +1,35 @@
+"""Keys and rows of reward models: scores of whole answers, trained on pairs."""
+
+from dataclasses import dataclass
+
+from .args_rules_training import harmless_need
+from .args_values import ArgumentGroup, amount
+from .tables import METRICS, PAIRS, check_preferences, register_keys, register_objective
+
+RM_METRICS = METRICS[:5]
+
+
+@dataclass(kw_only=True)
+class RewardArguments(ArgumentGroup):
+    """Reward models."""
+
+    center_rewards_coefficient: float = amount(
+        0.0, "stage rm: weight of the squared sum of a pair's scores, which centres them"
+    )
+
+
+register_keys(
+    "rm",
+    RewardArguments,
+    needs=(harmless_need("center_rewards_coefficient", "stage=rm", "stage: rm"),),
+)
+register_objective(
+    "rm",
+    records=PAIRS,
+    trainer="trainer_rm:RewardTrainer",
+    scores=True,
+    metrics=RM_METRICS,
+    keys={"center_rewards_coefficient": "center_rewards_coefficient"},
+    check_run=check_preferences,
+    describe=lambda a: f"center_rewards_coefficient {a.center_rewards_coefficient:g}",
+)

@@ -1,0 +1,102 @@
+"""The parts of the package: capabilities whose files can be deleted, and the rest still trains.
+
+A part brings keys, rules, rows of tables and trainers. The core imports none: load() imports the
+first module of each part, which registers what the part has, without torch. Keys and values of
+parts whose files are gone are refused by name.
+"""
+
+import functools
+import re
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .errors import Problem
+
+
+class Part(NamedTuple):
+    """One row of PARTS; each field is words separated by spaces.
+
+    modules: its files without .py; importing the first one registers the part. keys: its
+    configuration keys, and key=value for its values of core keys. provides: its rows of other
+    tables. needs: the parts that it imports.
+    """
+
+    modules: str
+    keys: str
+    provides: str = ""
+    needs: str = ""
+
+
+PARTS = {
+    "kto": Part("part_kto_keys trainer_kto", "kto_chosen_weight kto_rejected_weight stage=kto"),
+    "rm": Part("part_rm_keys trainer_rm", "center_rewards_coefficient stage=rm"),
+    "distill": Part(
+        "part_distill_keys trainer_distill",
+        "teacher_model_name_or_path teacher_top_k teacher_cache teacher_cache_dtype distill_loss "
+        "distill_jsd_mix distill_temperature distill_ce_weight stage=distill",
+    ),
+}
+
+
+@functools.cache
+def missing() -> dict[str, dict[str, str]]:
+    """Part -> {itself, or a part that it needs: its files that are not there}, of the parts that
+    cannot be used."""
+    # an import finder may know a deleted file in another installation: look into this folder
+    files = {path.stem for path in Path(__file__).parent.glob("*.py")}
+    gone = {}
+    for name, part in PARTS.items():
+        if lacking := [f"{module}.py" for module in part.modules.split() if module not in files]:
+            gone[name] = ", ".join(lacking)
+    found = {}
+    for name in PARTS:
+        if lacking_parts := {part: gone[part] for part in with_needs(name) if part in gone}:
+            found[name] = lacking_parts
+    return found
+
+
+def with_needs(name: str) -> list[str]:
+    """A part, and all parts that it needs."""
+    found = [name]
+    for part in found:
+        found += [need for need in PARTS[part].needs.split() if need not in found]
+    return found
+
+
+def load() -> None:
+    """Let each part that is there register its keys, rules and rows."""
+    for name, part in PARTS.items():
+        if name not in missing():
+            import_module(f".{part.modules.split()[0]}", __package__)
+
+
+def need_of(name: str) -> tuple[str, str]:
+    """(the reason why something needs a missing part, the remedy)."""
+    lacking = missing()[name]
+    files = ", ".join(lacking.values())
+    verb = "are" if "," in files else "is"
+    reason = f"it needs part {name}, and {files} {verb} not in {Path(__file__).parent}"
+    return reason, f"copy {' and '.join(lacking)}'s files from mca_lite"
+
+
+def absent_keys() -> dict[str, str]:
+    """Key -> its part, of the parts that are missing."""
+    words = {word: name for name in missing() for word in PARTS[name].keys.split()}
+    return {word: name for word, name in words.items() if "=" not in word}
+
+
+def absent(values: Mapping[str, Any]) -> list[Problem]:
+    """Problems of given keys, and of values of core keys, that need a missing part. Values are as
+    they were written: the types of these keys are gone with the part."""
+    problems = []
+    for name in missing():
+        reason, remedy = need_of(name)
+        for word in PARTS[name].keys.split():
+            key, equals, wanted = word.partition("=")
+            given = values.get(key)
+            names = re.findall(r"[\w.-]+", str(given).lower())
+            if given is not None and (not equals or wanted in names):
+                problems.append(Problem(key, given, reason, f"{remedy}, or leave the key out"))
+    return problems

@@ -1,0 +1,159 @@
+"""Each part of the package can be deleted: what is left reads configurations, refuses the part's
+keys by name, plans and trains with the same losses, in processes that no installation can help.
+"""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy
+import pytest
+
+from mca_lite.args import CORE_GROUPS
+from mca_lite.parts import PARTS, absent, missing, with_needs
+from mca_lite.tables import KEY_GROUPS, OBJECTIVES
+from tests.shared import removal
+from tests.tools import rings
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "mca_lite"
+# key of the core -> its values, and the module that a part's row names
+CHOICES = {"stage": {name: str(row.trainer).split(":")[0] for name, row in OBJECTIVES.items()}}
+
+
+def without(*parts: str) -> list[str]:
+    """The parts that cannot be used without these."""
+    return [name for name in PARTS if not {*with_needs(name)}.isdisjoint(parts)]
+
+
+def files_of(*parts: str) -> list[str]:
+    return [f"{module}.py" for part in parts for module in PARTS[part].modules.split()]
+
+
+def case(*parts: str) -> dict:
+    return {"removed": files_of(*parts), "parts": without(*parts)}
+
+
+CASES = {"whole": case(), **{part: case(part) for part in PARTS}, removal.ALL: case(*PARTS)}
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory):
+    """name of a case, and of a report of removal.py -> what was seen"""
+    out = tmp_path_factory.mktemp("removal")
+    site_packages = str(Path(numpy.__file__).parents[1])
+    env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-S", "-m", "tests.shared.removal", str(out), site_packages]
+    subprocess.run([*command, json.dumps(CASES)], cwd=ROOT, env=env, check=True)
+
+    def read(name: str, report: str) -> dict:
+        found = json.loads(Path(out, f"{name}.{report}.json").read_text())
+        assert "error" not in found, f"{found['error']}\n{found['shown']}"
+        return found
+
+    return read
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_keys_of_a_missing_part_are_refused_by_name_without_torch(facts, name):
+    seen = facts(name, "keys")
+    assert not seen["torch"] and seen["good"] == []
+    assert [*seen["missing"]] == CASES[name]["parts"]
+    for word, refused in seen["refusals"].items():
+        key = word.partition("=")[0]
+        [part] = [part for part, row in PARTS.items() if word in row.keys.split()]
+        [[named, reason, remedy]] = refused
+        assert named == key and reason.startswith(f"it needs part {part}, and part_")
+        assert reason.endswith(f"not in {Path(reason.split()[-1])}") and "mca_lite" in reason
+        assert remedy.startswith("copy ") and remedy.endswith(", or leave the key out")
+        assert f"\n  {word} (" not in seen["help"]
+    for key, refused in seen["near"].items():
+        [[_, reason, remedy]] = refused
+        assert (reason, remedy) == ("no such key", key)
+    for key in [key for part in set(PARTS) - {*CASES[name]["parts"]} for key in keys_of(part)]:
+        assert f"\n  {key} (" in seen["help"]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_package_without_a_part_plans_and_trains_with_the_same_losses(facts, name):
+    seen = facts(name, "run")
+    assert seen["home"].endswith(f"/{name}/mca_lite/__init__.py")
+    assert (seen["plan"], seen["code"]) == (0, 0), seen["shown"]
+    assert len(seen["losses"]) == 2 and seen["losses"] == facts("whole", "run")["losses"]
+    assert "model.safetensors" in seen["exported"]
+
+
+def test_the_package_without_any_part_trains_at_tp2(facts):
+    whole = facts("whole", "run")["losses"]
+    for rank in range(2):
+        seen = facts(removal.ALL, f"tp2-{rank}")
+        assert seen["code"] == 0, seen["shown"]
+        assert seen["losses"] == pytest.approx(whole, rel=1e-5)
+
+
+# -- the table
+
+
+def keys_of(part: str) -> list[str]:
+    return [word for word in PARTS[part].keys.split() if "=" not in word]
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_the_row_of_a_part_lists_its_files_and_keys(part):
+    modules = PARTS[part].modules.split()
+    assert set(modules) == {m for m, of in rings.rings_of(PACKAGE).items() if of == ("part", part)}
+    assert modules[0] == f"part_{part}_keys"
+    fields = [item.name for item in dataclasses.fields(KEY_GROUPS[part].group)]
+    values = [
+        f"{key}={value}"
+        for key, rows in CHOICES.items()
+        for value, module in rows.items()
+        if module in modules
+    ]
+    assert sorted(PARTS[part].keys.split()) == sorted(fields + values)
+
+
+def test_every_group_of_keys_is_the_core_s_or_a_part_s():
+    assert set(KEY_GROUPS) == {*CORE_GROUPS, *PARTS}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The folder in which parts are looked for, with the files of all."""
+    from mca_lite import parts
+
+    for file in files_of(*PARTS):
+        (tmp_path / file).touch()
+    monkeypatch.setattr(parts, "__file__", str(tmp_path / "parts.py"))
+    missing.cache_clear()
+    yield tmp_path
+    missing.cache_clear()
+
+
+def test_half_a_part_is_missing_and_so_is_one_without_the_part_that_it_needs(folder, monkeypatch):
+    assert missing() == {}
+    (folder / "trainer_kto.py").unlink()
+    monkeypatch.setitem(PARTS, "rm", PARTS["rm"]._replace(needs="kto"))
+    monkeypatch.setitem(PARTS, "distill", PARTS["distill"]._replace(needs="rm"))
+    missing.cache_clear()
+    assert missing() == dict.fromkeys(("kto", "rm", "distill"), {"kto": "trainer_kto.py"})
+    [problem] = absent({"stage": "Distill", "teacher_top_k": None})
+    assert problem.key == "stage" and problem.value == "Distill"
+    reason = f"it needs part distill, and trainer_kto.py is not in {folder}"
+    assert (problem.reason, problem.suggestion) == (
+        reason,
+        "copy kto's files from mca_lite, or leave the key out",
+    )
+
+
+def test_a_part_that_is_whole_takes_its_keys_and_loads_alone(folder):
+    assert absent({"stage": "kto", "kto_chosen_weight": "2"}) == []
+    for file in files_of("kto"):
+        (folder / file).unlink()
+    missing.cache_clear()
+    assert [p.key for p in absent({"kto_chosen_weight": "2", "stage": "rm"})] == [
+        "kto_chosen_weight"
+    ]
