@@ -215,7 +215,9 @@ class FinetuningArguments(ArgumentGroup):
         None, "dropout on adapters' input (None: 0, or the loaded adapter's)", below=1
     )
     lora_target: list[str] = arg(
-        ["all"], "all (every linear layer except the head), module names, or patterns"
+        ["all"],
+        "all (every linear layer except the head), module names, or patterns",
+        words={"all-linear": "all"},  # of PEFT
     )
     use_rslora: bool = flag("scale adapters by alpha / sqrt(rank)")
     modules_to_save: list[str] | None = optional(
@@ -793,6 +795,7 @@ def read_words(argv: list[str]) -> tuple[dict[str, Any], list[Problem]]:
     problems: list[Problem] = []
     paths = []
     rest = list(argv)
+    known = {**key_fields(), **ALIASES, **IGNORED_KEYS, **UNSUPPORTED}
     while rest:
         word = rest.pop(0)
         key, equals, text = word.removeprefix("--").partition("=")
@@ -801,6 +804,10 @@ def read_words(argv: list[str]) -> tuple[dict[str, Any], list[Problem]]:
             key = key.replace("-", "_")
         if is_option and not equals:
             text = rest.pop(0) if rest and _is_value(rest[0]) else "true"
+            switched = key.removeprefix("no_")
+            if switched != key and text == "true" and lookup(known, switched):
+                key = switched  # --no_KEY, as transformers reads words
+                text = "false"
         if not _is_value(word):
             words.append((key, _word_value(text)))
         elif word.endswith(_FILE_SUFFIXES):

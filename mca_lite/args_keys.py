@@ -8,32 +8,44 @@ from __future__ import annotations
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-# Names of other trainers -> keys of this package.
-ALIASES = {
-    "interleave_probs": "mix_weights",
-    "accumulate_allreduce_grads_in_fp32": "grad_reduce_in_fp32",
-    "evaluation_strategy": "eval_strategy",
-    "additional_target": "modules_to_save",
-    "early_stopping_steps": "early_stopping_patience",
-    "moe_aux_loss_coef": "moe_aux_loss_coeff",
-    "router_aux_loss_coef": "moe_aux_loss_coeff",
-    "optimizer": "optim",
-    "muon_num_ns_steps": "muon_ns_steps",
-    "muon_use_nesterov": "muon_nesterov",
-    "full_determinism": "deterministic",
-    "loss_type": "pref_loss",
-    "loss_weights": "pref_loss_weights",
-    "rpo_alpha": "pref_ftx",
-    "desirable_weight": "kto_chosen_weight",
-    "undesirable_weight": "kto_rejected_weight",
-    "deterministic_mode": "deterministic",
-    "gradient_checkpointing": "recompute_granularity",
-    "activation_checkpointing": "recompute_granularity",
-}
+# Names of other trainers=keys of this package.
+ALIASES = dict(
+    pair.split("=")
+    for pair in """
+interleave_probs=mix_weights
+accumulate_allreduce_grads_in_fp32=grad_reduce_in_fp32
+evaluation_strategy=eval_strategy
+additional_target=modules_to_save
+early_stopping_steps=early_stopping_patience
+moe_aux_loss_coef=moe_aux_loss_coeff
+router_aux_loss_coef=moe_aux_loss_coeff
+optimizer=optim
+muon_num_ns_steps=muon_ns_steps
+muon_use_nesterov=muon_nesterov
+full_determinism=deterministic
+loss_type=pref_loss
+loss_weights=pref_loss_weights
+rpo_alpha=pref_ftx
+desirable_weight=kto_chosen_weight
+undesirable_weight=kto_rejected_weight
+deterministic_mode=deterministic
+gradient_checkpointing=recompute_granularity
+activation_checkpointing=recompute_granularity
+lora_r=lora_rank
+lora_target_modules=lora_target
+lora_modules_to_save=modules_to_save
+label_smoothing=dpo_label_smoothing
+dataset_name=dataset
+dataset_num_proc=preprocessing_num_workers
+dataset_streaming=streaming
+test_split_size=val_size
+chat_template_path=chat_template
+""".split()
+)
 
 # Known keys without support: (the missing feature, the nearest way; "" for the key left out) -> the
-# keys. None is accepted, and the value after =, the default elsewhere; without one false, 0 and
-# nothing. A * at the end stands for every ending.
+# keys. None is accepted, and the value after =, the default elsewhere; without one false and 0.
+# A * at the end stands for every ending.
 _REFUSED_BY_REASON = {
     ("an adapter on top of another", "adapter_name_or_path trains one further"): (
         "create_new_adapter"
@@ -60,7 +72,34 @@ _REFUSED_BY_REASON = {
         "a weight w of the BCO loss by this name",
         "pref_loss: [sigmoid, bco_pair], and pref_loss_weights: [1 / (1 + w), w / (1 + w)]",
     ): "pref_bco_weight",
-    ("quantised weights", "fp8, or finetuning_type: lora in bf16"): "quantization_bit",
+    ("quantised weights", "fp8, or finetuning_type: lora in bf16"): (
+        "quantization_bit load_in_8bit load_in_4bit"
+    ),
+    ("a dtype by this name", "bf16: true, or fp16: true"): (
+        "dtype=float32 torch_dtype mixed_precision=no"
+    ),
+    ("a switch for adapters", "finetuning_type: lora"): "use_peft",
+    (
+        "a number with several meanings",
+        "pref_beta with stage: dpo or kto; with stage: distill distill_jsd_mix, "
+        "for 0 distill_loss: forward_kl, for 1 distill_loss: reverse_kl",
+    ): "beta=none",
+    (
+        "answers of student or teacher while the student trains",
+        "lmbda: 0, with stage: distill on the data's answers; python -m mca_lite generate writes "
+        "a teacher's before",
+    ): "lmbda seq_kd",
+    (
+        "parts of data sets by this key",
+        "dataset: <names in dataset_info.json>, with subset, split and columns in their entries",
+    ): (
+        "datasets dataset_config dataset_train_split=train dataset_test_split=test "
+        "dataset_text_field=text"
+    ),
+    ("a length of prompts or answers alone", "cutoff_len, of both together"): (
+        "max_completion_length max_prompt_length max_seq_length"
+    ),
+    ("a key for the file", "the file alone, as a word without a key"): "config",
     ("values other than those of the model's config.json", "config.json"): (
         "rope_scaling num_experts num_moe_experts moe_*"
     ),
@@ -119,15 +158,16 @@ _REFUSED_BY_REASON = {
         "neftune_noise_alpha preserve_thinking split_special_tokens shift_attn mixture_of_depths "
         "use_llama_pro debug loraplus_lr_ratio "
         "loraplus_lr_embedding=1e-06 truncation_mode=keep_start model_init_kwargs "
-        "dataset_kwargs use_megatron_bridge use_hyper_parallel use_kt use_v1_kernels "
-        "auto_find_batch_size eval_delay"
+        "teacher_model_init_kwargs lora_target_parameters alpha dataset_kwargs use_megatron_bridge "
+        "use_hyper_parallel use_kt use_v1_kernels auto_find_batch_size eval_delay"
     ),
 }
 # Keys of files without training: keys required for training are not required beside these.
 NOT_OF_TRAINING = ("export_dir",)
 
 
-_OFF = ("", "none", "null", "false", "no", "0", "0.0", "[]", "{}")  # default values, in lower case
+_NOTHING = ("", "none", "null")
+_OFF = (*_NOTHING, "false", "no", "0", "0.0", "[]", "{}")  # default values, in lower case
 
 
 class Refused(NamedTuple):
@@ -146,17 +186,25 @@ UNSUPPORTED = {
 
 # Keys of LLaMA-Factory and Hugging Face without a meaning here, by reason.
 _IGNORED_BY_REASON = {
-    "the model's folder decides it": "multi_latent_attention tool_format use_fast_tokenizer",
+    "the model's folder decides it": "multi_latent_attention tool_format use_fast_tokenizer "
+    "disable_dropout eos_token pad_token",
     "eval_strategy decides it": "eval_on_start",
-    "transformer_impl decides it": "flash_attn use_unsloth upcast_layernorm fp8_backend",
+    "transformer_impl decides it": "flash_attn attn_implementation use_unsloth upcast_layernorm "
+    "fp8_backend",
     "loss_chunk_size keeps the logits small": "enable_liger_kernel use_liger_kernel "
     "liger_kernel_config cross_entropy_loss_fusion",
     "recompute_granularity decides it": "gradient_checkpointing_kwargs use_unsloth_gc "
     "activation_checkpointing_kwargs disable_gradient_checkpointing use_reentrant_gc",
     "torchrun and the parallel keys decide it": "ray_* placement_strategy resources_per_worker "
-    "master_addr master_port deepspeed fsdp fsdp_config local_rank "
+    "master_addr master_port deepspeed fsdp fsdp_config local_rank accelerate_config "
     "accelerator_config parallelism_config device_map offload_folder low_cpu_mem_usage "
     "fp8_enable_fsdp_float8_all_gather",
+    "ref_model decides it": "precompute_ref_log_probs",
+    "disable_shuffling decides it": "shuffle_dataset",
+    "packing decides it": "packing_strategy eval_packing padding_free",
+    "answers are trained, and with train_on_prompt: true all tokens": (
+        "completion_only_loss assistant_only_loss"
+    ),
     "profile_steps decides it": "profiler_*",
     "overlap_grad_reduce decides it": "delay_grad_reduce",
     "checkpoints have one format for every layout": "ckpt_format ckpt_d2h_non_blocking "
@@ -222,6 +270,7 @@ def lookup(table: dict[str, Any], key: str) -> Any:
 def unsupported(key: str, value: Any) -> tuple[str, str] | None:
     """Why a value of a key of UNSUPPORTED is refused, and what to write; None for its default."""
     row = lookup(UNSUPPORTED, key)
-    if str(value).strip().lower() in (*_OFF, row.default):
+    off = (*_NOTHING, row.default) if row.default else _OFF
+    if str(value).strip().lower() in off:
         return None
     return f"not in this version: {row.reason}", row.remedy or "the key left out"

@@ -28,11 +28,8 @@ _NEEDS_OF_DATA = (
 )
 _OF_ADAPTERS = "lora_rank lora_alpha lora_target use_rslora modules_to_save"
 _NEEDS_OF_ADAPTERS = (
-    harmless_need(
-        f"{_OF_ADAPTERS} lora_dropout save_merged_model",
-        "finetuning_type=lora",
-        "finetuning_type: lora",
-    ),
+    Need(f"{_OF_ADAPTERS} lora_dropout", "finetuning_type=lora", "finetuning_type: lora"),
+    harmless_need("save_merged_model", "finetuning_type=lora", "finetuning_type: lora"),
     harmless_need(
         _OF_ADAPTERS, "!adapter_name_or_path|!finetuning_type=lora", "adapter_name_or_path:"
     ),

@@ -529,7 +529,7 @@ def test_what_plain_torch_does_without_is_named(good_words, key):
 
 @pytest.mark.parametrize(
     "key, meant",
-    [("lora_targets", "lora_target"), ("lora_dropot", "lora_dropout"), ("lora_r", "lora_rank")],
+    [("lora_targets", "lora_target"), ("lora_dropot", "lora_dropout"), ("lora_rnk", "lora_rank")],
 )
 def test_a_misspelt_key_of_adapters_is_an_error(good_words, key, meant):
     with pytest.raises(ConfigError) as error:

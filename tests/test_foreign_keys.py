@@ -1,6 +1,6 @@
 """Every argument of mcore_adapter, LLaMA-Factory and transformers is known: in effect, under
 another name, without meaning here, or refused with the reason; and takes the default
-that it has there. TRL's too, or they are unknown.
+that it has there. Those of TRL's scripts too, but for a few whose defaults mean something else.
 """
 
 import ast
@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 import transformers
 
-from mca_lite.args import TrainingArguments, key_fields, key_groups, known_keys, parse_args
+from mca_lite.args import (
+    FinetuningArguments,
+    TrainingArguments,
+    key_fields,
+    key_groups,
+    known_keys,
+    parse_args,
+    read_words,
+)
 from mca_lite.args_keys import ALIASES, IGNORED_KEYS, UNSUPPORTED, lookup, unsupported
 from mca_lite.args_values import check_keys
 from tests.shared.commands import keys_of
@@ -31,8 +39,14 @@ FOREIGN = [
     *listed(LLAMA_FACTORY).items(),
     *listed(TRANSFORMERS).items(),
 ]
-# of TRL another thing with the same default: a sample's length, not an answer's
-REFUSED_WITH_ITS_DEFAULT = "max_length"
+# TRL's, refused with their defaults too: a command line with one of them means it
+MEANT = {
+    "max_length": "LLaMA-Factory's is the length of an answer",
+    "train_sampling_strategy": "KTO's default is the order of the file",
+    "beta": "another key in each stage",
+    "lmbda": "GKD's default makes the student generate half of the answers",
+    "loss_type": "the names of the losses of supervised training and KTO",
+}
 
 
 def fate_of(name: str) -> str:
@@ -45,7 +59,7 @@ def fate_of(name: str) -> str:
 
 def test_the_lists_are_whole():
     lists = (MCORE_ADAPTER, LLAMA_FACTORY, TRANSFORMERS, TRL)
-    least = (57, 225, 119, 70)
+    least = (57, 225, 119, 85)
     assert [len(listed(text)) >= n for text, n in zip(lists, least, strict=True)] == [True] * 4
     assert f"transformers=={VERSIONS['transformers']};" in (ROOT / "constraints.txt").read_text()
 
@@ -75,16 +89,16 @@ def test_the_lists_are_read_from_source_without_its_import():
 
 def test_every_argument_of_the_origins_has_a_fate():
     installed = dataclasses.fields(transformers.Seq2SeqTrainingArguments)
-    names = {item.name for item in installed} | {name for name, _ in FOREIGN}
+    names = {item.name for item in installed} | {name for name, _ in FOREIGN} | {*listed(TRL)}
     assert [name for name in names if fate_of(name) == "unknown"] == []
 
 
 @pytest.mark.parametrize("off", ["default", None])
 def test_the_defaults_of_the_origins_are_taken(off):
     problems = []
-    of_trl = [(k, value) for k, value in listed(TRL).items() if lookup(UNSUPPORTED, k)]
+    of_trl = [(name, None if name in MEANT else value) for name, value in listed(TRL).items()]
     for name, default in FOREIGN + of_trl:
-        value = default if off == "default" and name != REFUSED_WITH_ITS_DEFAULT else None
+        value = default if off == "default" and name != "max_length" else None
         own, _ = known_keys({name: value}, problems)
         for group in key_groups() if value is not None else ():
             problems += check_keys(group, **own)
@@ -92,7 +106,8 @@ def test_the_defaults_of_the_origins_are_taken(off):
 
 
 def test_what_is_refused_says_why_and_what_to_write():
-    for name in {name for name, _ in FOREIGN if fate_of(name) == "refused"}:
+    names = {name for name, _ in FOREIGN} | {*listed(TRL)}
+    for name in {name for name in names if fate_of(name) == "refused"}:
         reason, remedy = unsupported(name, "something")
         assert reason.startswith("not in this version: ") and remedy
         row = lookup(UNSUPPORTED, name)
@@ -126,10 +141,9 @@ def test_the_page_says_of_which_versions_the_arguments_are():
 def test_the_page_for_those_who_move_in_names_keys_that_are_known():
     others = {"num_decay_steps", "decay_type"}
     others |= {"router_aux_loss_coef", "constant_with_warmup", "register_loss"}
-    of_trl = [there.startswith(" `SFTTrainer`") for there, _ in ROWS].index(True)
-    rows = [there for there, _ in ROWS[:of_trl] if "run_clm" not in there]
+    rows = [there for there, _ in ROWS if "run_clm" not in there]
     theirs = [key for there in rows for key in backticked_keys(there)]
-    assert len(theirs) > 30
+    assert len(theirs) > 60
     assert [key for key in theirs if fate_of(key) == "unknown"] == []
     ours = [key for _, here in ROWS for key in backticked_keys(here)]
     assert [key for key in ours if key not in key_fields() and key not in others] == []
@@ -145,12 +159,69 @@ def test_the_page_for_those_who_move_in_names_keys_that_are_known():
         ("use_cpu", "true", "CUDA_VISIBLE_DEVICES="),
         ("compute_accuracy", "true", "predict_with_generate: true"),
         ("enable_torch_profiler", "true", "profile_steps"),
+        ("beta", "0.1", "pref_beta with stage: dpo or kto; with stage: distill distill_jsd_mix"),
+        ("beta", "0", "distill_loss: forward_kl"),
+        ("lmbda", "0.5", "lmbda: 0, with stage: distill"),
+        ("use_peft", "true", "finetuning_type: lora"),
+        ("load_in_4bit", "true", "finetuning_type: lora"),
+        ("dtype", "bfloat16", "bf16: true"),
+        ("dataset_config", "en", "with subset, split and columns"),
     ],
 )
 def test_what_would_be_lost_in_silence_is_refused_with_the_way_that_there_is(key, value, words):
     problems: list = []
     known_keys({key: value}, problems)
     assert [problem.key for problem in problems] == [key] and words in problems[0].suggestion
+
+
+# the command lines in the docstrings of TRL's scripts, and one with GKD's keys -> what is refused
+SCRIPTS = {
+    "sft": (
+        "--dataset_name trl-lib/Capybara --learning_rate 2.0e-4 --num_train_epochs 1 --packing "
+        "--eos_token <|im_end|> --eval_strategy steps --eval_steps 100 --use_peft --lora_r 32 "
+        "--lora_alpha 16 --push_to_hub",
+        {"push_to_hub", "use_peft"},
+    ),
+    "dpo": (
+        "--dataset_name trl-lib/ultrafeedback_binarized --dataset_streaming --max_steps 1000 "
+        "--learning_rate 5.0e-7 --no_remove_unused_columns --beta 0.1 --max_length 1024",
+        {"beta", "max_length"},
+    ),
+    "kto": (
+        "--dataset_name trl-lib/kto-mix-14k --learning_rate 5e-7 --lr_scheduler_type=cosine "
+        "--eval_steps 500 --warmup_steps 0.1 --logging_first_step --use_peft --load_in_4bit "
+        "--lora_target_modules=all-linear --lora_r=16 --lora_alpha=16",
+        {"use_peft", "load_in_4bit"},
+    ),
+    "reward": (
+        "--dataset_name trl-lib/ultrafeedback_binarized --eval_strategy steps --max_length 2048 "
+        "--use_peft --lora_task_type SEQ_CLS --lora_r 32 --lora_alpha 16",
+        {"max_length", "use_peft", "lora_task_type"},
+    ),
+    "gkd": (
+        "--dataset_name trl-lib/chatbot_arena_completions --teacher_model_name_or_path teacher "
+        "--beta 0.5 --lmbda 0.5 --temperature 0.9 --no_gradient_checkpointing --seq_kd",
+        {"beta", "lmbda", "seq_kd"},
+    ),
+}
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_each_key_of_a_script_of_trl_is_known(script):
+    line, refused = SCRIPTS[script]
+    words, problems = read_words(line.split())
+    keys, notes = known_keys(words, problems)
+    assert {problem.key for problem in problems} == refused
+    assert not any(problem.reason == "no such key" for problem in problems)
+    assert keys["dataset"].startswith("trl-lib/")
+    assert script != "dpo" or "remove_unused_columns" in notes[0]
+    assert script != "gkd" or keys["recompute_granularity"] == "false"
+
+
+def test_a_target_of_all_linear_layers_is_called_as_in_peft():
+    assert FinetuningArguments(finetuning_type="lora", lora_target="all-linear").lora_target == [
+        "all"
+    ]
 
 
 def test_a_token_of_a_hub_is_sent_to_the_environment():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mca_lite.errors import ConfigError
 from tests.shared import tiny, tiny_moe, world
 from tests.shared.commands import assert_names
 from tests.shared.layouts import PP2, SAVE, TP2, TP2_SP
@@ -331,9 +332,18 @@ def test_a_given_dropout_counts_for_an_adapter_too(adapted_qwen3, tmp_path):
     assert found == {None: [0.0, 0.25], 0.0: [0.0, 0.0], 0.5: [0.5, 0.5]}
 
 
+@pytest.mark.parametrize(
+    "key, value", [("lora_rank", 16), ("lora_alpha", 8), ("lora_dropout", 0.1)]
+)
+def test_a_key_of_adapters_on_a_run_of_all_weights_is_refused(key, value):
+    with pytest.raises(ConfigError) as caught:
+        finetuning(**{key: value})
+    [problem] = caught.value.problems
+    assert problem.key == key and problem.reason == "no effect, since finetuning_type is full"
+    assert problem.suggestion == f"finetuning_type: lora, or {key} left out"
+
+
 def test_keys_without_effect_are_named():
-    [note] = finetuning(lora_rank=16).notes
-    assert "lora_rank: no effect" in note
     notes = finetuning(
         finetuning_type="lora", adapter_name_or_path="somewhere", lora_rank=16, lora_alpha=8
     ).notes

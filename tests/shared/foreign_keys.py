@@ -104,20 +104,22 @@ generation_num_beams generation_config
 
 TRL = """
 logging_steps=10 gradient_checkpointing=true bf16 lr_scheduler_kwargs use_liger_kernel
-torch_empty_cache_steps learning_rate=1e-06 model_init_kwargs trust_remote_code router_aux_loss_coef
+torch_empty_cache_steps learning_rate=2e-05 model_init_kwargs trust_remote_code router_aux_loss_coef
 chat_template_path dataset_text_field=text dataset_kwargs dataset_num_proc eos_token max_length=1024
 truncation_mode=keep_start shuffle_dataset packing packing_strategy=bfd padding_free
-pad_to_multiple_of=auto eval_packing completion_only_loss assistant_only_loss loss_type
+pad_to_multiple_of=auto eval_packing completion_only_loss assistant_only_loss loss_type=nll
 activation_offloading pad_token disable_dropout=true precompute_ref_log_probs
 precompute_ref_batch_size loss_weights ld_alpha f_divergence_type=reverse_kl
-f_alpha_divergence_coef=0.5 label_smoothing=0.0 beta=0.1 use_weighting discopop_tau=0.05
-sync_ref_model ref_model_mixup_alpha=0.6 ref_model_sync_steps=512 max_completion_length
-padding_value generate_during_eval is_encoder_decoder model_name_or_path model_revision=main
-dtype=float32 attn_implementation use_peft lora_r=16 lora_alpha=32 lora_dropout=0.05
-lora_target_modules lora_target_parameters lora_modules_to_save lora_task_type=CAUSAL_LM use_rslora
-use_dora load_in_8bit load_in_4bit bnb_4bit_quant_type=nf4 use_bnb_nested_quant
-bnb_4bit_quant_storage dataset_name dataset_config dataset_train_split=train dataset_test_split=test
-dataset_streaming ignore_bias_buffers
+f_alpha_divergence_coef=0.5 label_smoothing=0.0 beta=0.5 use_weighting discopop_tau=0.05
+sync_ref_model ref_model_mixup_alpha=0.6 ref_model_sync_steps=512 center_rewards_coefficient
+train_sampling_strategy=sequential desirable_weight=1.0 undesirable_weight=1.0 max_completion_length
+padding_value generate_during_eval is_encoder_decoder cpo_alpha=1.0 simpo_gamma=0.5 alpha=0.0
+temperature=0.9 lmbda=0.5 max_new_tokens=128 teacher_model_name_or_path teacher_model_init_kwargs
+seq_kd model_name_or_path model_revision=main dtype=float32 attn_implementation use_peft lora_r=16
+lora_alpha=32 lora_dropout=0.05 lora_target_modules lora_target_parameters lora_modules_to_save
+lora_task_type=CAUSAL_LM use_rslora use_dora load_in_8bit load_in_4bit bnb_4bit_quant_type=nf4
+use_bnb_nested_quant bnb_4bit_quant_storage dataset_name dataset_config dataset_train_split=train
+dataset_test_split=test dataset_streaming ignore_bias_buffers datasets streaming test_split_size
 """
 
 LLAMA_FACTORY_TEMPLATES = """

@@ -30,8 +30,9 @@ SOURCES = {
     ),
     "TRL": (
         "trl",
-        "trl/(trainer/|scripts/utils|experimental/orpo/)",
-        "SFTConfig DPOConfig ORPOConfig ModelConfig ScriptArguments",
+        "trl/(trainer/|scripts/utils|experimental/(orpo|cpo|gkd)/)",
+        "SFTConfig DPOConfig RewardConfig KTOConfig ORPOConfig CPOConfig GKDConfig ModelConfig "
+        "ScriptArguments DatasetMixtureConfig",
     ),
 }
 HEADER = '''"""The arguments of other trainers: name, or name=default where it is not None or false.
