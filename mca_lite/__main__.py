@@ -44,7 +44,7 @@ def main(words: list[str] | None = None) -> int:
 
 
 def _list_commands() -> None:
-    print("python -m mca_lite <command> ...", "", sep="\n")
+    print(f"python -m {__package__} <command> ...", "", sep="\n")
     for name, (_, text) in COMMANDS.items():
         print(f"  {name:10} {text}")
     print("\nEach of them has --help; that of train lists all keys of a configuration.")

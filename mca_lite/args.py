@@ -185,11 +185,13 @@ class FinetuningArguments(ArgumentGroup):
         "pt: plain text, sft: conversations, dpo: preference pairs, kto: answers with a label, "
         "rm: a reward model of pairs, distill: a teacher's answers",
         choices=OBJECTIVES,
+        remedy="stage: sft | dpo | kto | rm | distill: nothing is generated while training",
     )
     finetuning_type: Literal["full", "lora", "freeze"] = arg(
         "full",
         "full: train every weight; lora (LLaMA-Factory's default): train adapters; freeze: train "
         "some layers",
+        remedy="finetuning_type: lora for adapters, full or freeze",
     )
     freeze_trainable_layers: int = arg(
         2, "freeze: layers in training: the last n, or -n: the first n"

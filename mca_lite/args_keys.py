@@ -107,7 +107,10 @@ _REFUSED_BY_REASON = {
         "label smoothing of tokens (dpo_label_smoothing is that of pairs)",
         "register_objective, with a loss on the logits",
     ): "label_smoothing_factor",
-    ("uploads", "hf upload <repository> <output_dir>, after the run"): "push_to_hub",
+    (
+        "uploads and model cards",
+        "hf upload <repository> <output_dir>, after the run",
+    ): "push_to_hub create_model_card",
     (
         "a choice of the device: CUDA is used where it is there",
         "CUDA_VISIBLE_DEVICES= in the environment, which hides GPUs",

@@ -28,8 +28,14 @@ _NEEDS_OF_DATA = (
 )
 _OF_ADAPTERS = "lora_rank lora_alpha lora_target use_rslora modules_to_save"
 _NEEDS_OF_ADAPTERS = (
-    Need(f"{_OF_ADAPTERS} lora_dropout", "finetuning_type=lora", "finetuning_type: lora"),
-    harmless_need("save_merged_model", "finetuning_type=lora", "finetuning_type: lora"),
+    Need(
+        "lora_rank lora_alpha lora_target use_rslora lora_dropout",
+        "finetuning_type=lora",
+        "finetuning_type: lora",
+    ),
+    harmless_need(
+        "modules_to_save save_merged_model", "finetuning_type=lora", "finetuning_type: lora"
+    ),
     harmless_need(
         _OF_ADAPTERS, "!adapter_name_or_path|!finetuning_type=lora", "adapter_name_or_path:"
     ),

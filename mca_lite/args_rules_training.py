@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 from . import world
+from .args_keys import ALIASES
 from .args_rules_model import CP, LAYOUT, PP, TP, VPP, num_stages
 from .args_values import cast, show_count
 from .errors import Judge, Rule
@@ -391,7 +392,11 @@ def check_additional_configs(a: Any, judge: Judge) -> None:
     takes = f"{key} takes {', '.join(ADDITIONAL_FIELDS)}: config.json and keys decide the rest"
     for name, value in a.additional_configs.items():
         defect = _defect(name, value, ADDITIONAL_FIELDS, takes)
-        judge.expect(not defect, key, defect, f"{name} left out", value, f"{key}.{name}")
+        remedy = f"{name} left out"
+        field = ALIASES.get(name, name)
+        if hasattr(a, field):
+            remedy = f"{field}: {str(value).lower()}, beside {key}"
+        judge.expect(not defect, key, defect, remedy, value, f"{key}.{name}")
 
 
 def _defect(name: str, value: Any, types: dict[str, Any], takes: str) -> str:

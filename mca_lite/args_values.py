@@ -122,10 +122,13 @@ def _cast_dict(value: Any, of_keys: Any = str, of_values: Any = Any) -> dict:
 
 
 def _parse(text: str) -> Any:
+    """The value of a text, or of the JSON file of this name."""
     try:
+        if text.endswith(".json"):
+            text = Path(text).read_text(encoding="utf-8")
         return loads_yaml(text)
-    except yaml.YAMLError as error:
-        raise ValueError(f"expected JSON or YAML text ({error})") from None
+    except (OSError, yaml.YAMLError) as error:
+        raise ValueError(f"expected JSON or YAML text, or a JSON file ({error})") from None
 
 
 _TRUTHS = dict.fromkeys(("true", "yes", "on", "1"), True)
@@ -202,7 +205,8 @@ def arg(default: Any, text: str, **metadata: Any) -> Any:
     given by position.
 
     choices: a table of the values, which may grow until the arguments are read. words: texts -> the
-        values that they mean. check: raises ValueError for a value that does not work.
+        values that they mean. check: raises ValueError for a value that does not work. remedy: the
+        line that an error suggests (else the default).
     low, above, high, below: limits (low <= value, above < value, value <= high, value < below).
     torch: False for a key without effect on the plain torch backend.
     model: True for a field of McaModelConfig under the same name, set unless the key is None;
@@ -319,7 +323,7 @@ class ArgumentGroup:
             if value is not None:
                 _check_value(value, known)
         except ValueError as error:
-            judge.refuse(key, str(error), example(item), value)
+            judge.refuse(key, str(error), known.get("remedy", example(item)), value)
             value = "" if default is MISSING else default
         setattr(self, key, value)
 

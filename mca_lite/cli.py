@@ -109,10 +109,11 @@ class _Parser(argparse.ArgumentParser):
 def parser_of(command: str, doc: str | None) -> argparse.ArgumentParser:
     """A parser with the docstring of a command as its help. Options are whole words:
     an abbreviation may be a key of the configuration."""
+    program = f"python -m {__package__} {command}"  # of a copy under another name too
     return _Parser(
-        prog=f"python -m mca_lite {command}",
+        prog=program,
         usage=argparse.SUPPRESS,
-        description=doc,
+        description=(doc or "").replace(f"python -m mca_lite {command}", program),
         formatter_class=argparse.RawTextHelpFormatter,
         allow_abbrev=False,
     )

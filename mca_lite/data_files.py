@@ -153,7 +153,8 @@ def _files_of_hub(repository: str, entry: dict, here: str) -> dict[str, str]:
         raise ValueError(
             f"{here}: {repository} was not found as a file, and could not be read from the Hugging "
             f"Face hub or its cache ({describe_error(error)}): set a path, or run `hf download "
-            f"{repository} --repo-type dataset` where there is a network"
+            f"{repository} --repo-type dataset` where there is a network (ms_hub_url and "
+            "USE_MODELSCOPE have no effect)"
         ) from None
     below = Path(folder, entry.get("folder", ""), entry.get("subset", ""))
     files = _readable(below.rglob("*"))

@@ -273,8 +273,8 @@ def resolve_folder(
         except Exception as error:  # of a hub, a network or a cache
             reason = f"; the hub says: {describe_error(error).strip().splitlines()[0]}"
     raise ValueError(
-        f"model {name}: expected a folder, or a model of the hub; no such folder is here (seen "
-        f"from {Path.cwd()}){reason}"
+        f"model {name}: expected a folder, or a model of the hub, which is Hugging Face's: "
+        f"USE_MODELSCOPE has no effect; no such folder is here (seen from {Path.cwd()}){reason}"
     )
 
 

@@ -67,7 +67,12 @@ PROGRESS = (
     Metric("rewards/chosen", "reward chosen", chart=_REWARDS),
     Metric("rewards/rejected", "reward rejected", chart=_REWARDS),
     Metric("rewards/margins", "reward margin", chart=_REWARDS),
-    Metric("rewards/accuracies", "pairs ahead", _percent, "Pairs with the chosen answer ahead"),
+    Metric(
+        "rewards/accuracies",
+        "ranked right",
+        _percent,
+        "Pairs ranked right; in KTO answers with rewards of their label",
+    ),
     Metric("logps/chosen", "logp chosen", "{:.2f}".format, _LOGPS),
     Metric("logps/rejected", "logp rejected", "{:.2f}".format, _LOGPS),
     Metric("grad_norm", "grad_norm", "{:.2f}".format, "Gradient norm, before clipping"),

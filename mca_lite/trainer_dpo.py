@@ -139,7 +139,7 @@ class DPOTrainer(ScoredTrainer):
 
     train_config: DPOConfig. ref_model: a second model of the backend's kind, frozen, for reference:
     model; it shares no parameter with `model`. The other arguments are McaTrainer's;
-    per_device_train_batch_size counts pairs, or packs.
+    per_device_train_batch_size counts pairs, or packs. optimizer, lr_scheduler: its `optimizers`.
     Raises: ValueError for data and keys that do not fit, before anything is computed.
     """
 
@@ -157,8 +157,16 @@ class DPOTrainer(ScoredTrainer):
     _loss_of_logits: Any = None
 
     def __init__(
-        self, model=None, train_config: DPOConfig | None = None, ref_model=None, args=None, **kwargs
+        self,
+        model=None,
+        train_config: DPOConfig | None = None,
+        ref_model=None,
+        args=None,
+        optimizer=None,
+        lr_scheduler=None,
+        **kwargs,
     ):
+        kwargs.setdefault("optimizers", (optimizer, lr_scheduler))
         super().__init__(model, train_config, args, **kwargs)
         config = self.train_config
         self.reference = _choose_reference(config, model, ref_model)

@@ -164,6 +164,24 @@ def put(values) -> None:
             os.environ[name] = value
 
 
+@pytest.mark.parametrize(
+    "name, key", [("tp_comm_overlap", "tp_comm_overlap"), ("deterministic_mode", "deterministic")]
+)
+def test_a_field_that_is_a_key_is_sent_there(name, key):
+    [problem] = keys_of(unused_run, additional_configs={name: True}).values()
+    assert problem.suggestion == f"{key}: true, beside additional_configs"
+
+
+def test_a_file_of_fields_is_read_as_by_mcore_adapter(tmp_path):
+    path = tmp_path / "more.json"
+    path.write_text('{"attention_backend": "fused"}')
+    assert unused_run(additional_configs=str(path)).additional_configs == {
+        "attention_backend": "fused"
+    }
+    [problem] = keys_of(unused_run, additional_configs="absent.json").values()
+    assert "absent.json" in problem.reason and "No such file" in problem.reason
+
+
 # the variables, attention_backend of additional_configs, what TE's layers find
 WITH_TE = [
     (("0", None, None), None, ("0", None, None)),  # TE chooses among the other two

@@ -123,14 +123,14 @@ def steps_by_hand(path, out, backend, ref, keys) -> list[tuple[float, float]]:
     from_hf = load_torch_model
     if backend == "megatron":
         from_hf = functools.partial(AutoModel.from_pretrained, args=args)
-    model, given = from_hf(path), {}
+    model, given = from_hf(path), dict(optimizer=None, lr_scheduler=None)
     if backend == "torch":
         matrices = [p for p in model.parameters() if p.dim() > 1]
         rest = [p for p in model.parameters() if p.dim() == 1]
         groups = [dict(params=matrices, weight_decay=DECAY), dict(params=rest, weight_decay=0.0)]
         optimizer = torch.optim.AdamW(groups, lr=RATE, betas=BETAS, eps=EPS)
         scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
-        given = dict(optimizers=(optimizer, scheduler))
+        given = dict(optimizer=optimizer, lr_scheduler=scheduler)
     trainer = DPOTrainer(
         model=model,
         train_config=DPOConfig(0.3, "sigmoid"),

@@ -163,6 +163,8 @@ def test_the_page_for_those_who_move_in_names_keys_that_are_known():
         ("beta", "0", "distill_loss: forward_kl"),
         ("lmbda", "0.5", "lmbda: 0, with stage: distill"),
         ("use_peft", "true", "finetuning_type: lora"),
+        ("create_model_card", "true", "hf upload"),
+        ("mixed_precision", "bf16", "bf16: true"),
         ("load_in_4bit", "true", "finetuning_type: lora"),
         ("dtype", "bfloat16", "bf16: true"),
         ("dataset_config", "en", "with subset, split and columns"),
@@ -216,6 +218,19 @@ def test_each_key_of_a_script_of_trl_is_known(script):
     assert keys["dataset"].startswith("trl-lib/")
     assert script != "dpo" or "remove_unused_columns" in notes[0]
     assert script != "gkd" or keys["recompute_granularity"] == "false"
+
+
+@pytest.mark.parametrize(
+    "key, value, words",
+    [
+        ("stage", "grpo", "stage: sft | dpo | kto | rm | distill: nothing is generated"),
+        ("stage", "ppo", "stage: sft | dpo | kto | rm | distill: nothing is generated"),
+        ("finetuning_type", "oft", "finetuning_type: lora"),
+    ],
+)
+def test_a_method_that_is_not_here_is_answered_by_those_that_are(key, value, words):
+    [problem] = keys_of(FinetuningArguments, **{key: value}).values()
+    assert words in problem.suggestion
 
 
 def test_a_target_of_all_linear_layers_is_called_as_in_peft():

@@ -124,6 +124,10 @@ def test_copies_under_other_names_train_in_one_process_and_warn_of_nothing(tmp_p
     result = ended(VENDORED.format(out=str(tmp_path / "out"), model=model), tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("step 2/2") == 3 and "Apex" not in result.stderr
+    for words in ([], ["watch", "--help"]):
+        command = [sys.executable, "-m", "third_party.first", *words]
+        text = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path).stdout
+        assert "python -m third_party.first" in text and "python -m mca_lite" not in text
 
 
 SILENT = """

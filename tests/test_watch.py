@@ -317,7 +317,7 @@ def test_constants_spikes_and_single_lines_are_drawn(tmp_path):
     root = parse(page([RunFolder(run)]))
     assert texts(cards(root)["own"], "span", "c1") == ["— eval_own 2"]
     assert texts(cards(root)["Loss"], "span", "c2") == ["— eval_web_loss 1.0000"]
-    assert "Pairs with the chosen answer ahead" in cards(root)
+    assert "Pairs ranked right; in KTO answers with rewards of their label" in cards(root)
     assert not {"step", "expert_load"} & cards(root).keys()
 
 
