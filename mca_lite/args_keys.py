@@ -43,128 +43,171 @@ chat_template_path=chat_template
 """.split()
 )
 
-# Known keys without support: (the missing feature, the nearest way; "" for the key left out) -> the
-# keys. None is accepted, and the value after =, the default elsewhere; without one false and 0.
-# A * at the end stands for every ending.
-_REFUSED_BY_REASON = {
-    ("an adapter on top of another", "adapter_name_or_path trains one further"): (
-        "create_new_adapter"
-    ),
-    ("adapters in a folder inside of the adapter's", "adapter_name_or_path: <that folder>"): (
-        "adapter_folder"
-    ),
-    ("weight-decomposed adapters", "use_rslora: true"): "use_dora",
-    ("a limit on an expert's tokens: every token reaches its experts", ""): (
-        "moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy=probs"
-    ),
-    (
-        "a switch for one module, which has become a list",
-        "recompute_granularity: selective, and recompute_modules: moe",
-    ): "moe_layer_recompute",
-    ("weights and attention in 8 bits, and products in 4", "fp8: hybrid"): (
-        "fp8_param fp8_dot_product_attention fp8_multi_head_attention fp4*"
-    ),
-    ("another split of the layers", "pipeline_model_parallel_layout, such as Ett|tttL"): (
-        "account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split "
-        "num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage"
-    ),
-    (
-        "a weight w of the BCO loss by this name",
-        "pref_loss: [sigmoid, bco_pair], and pref_loss_weights: [1 / (1 + w), w / (1 + w)]",
-    ): "pref_bco_weight",
-    ("quantised weights", "fp8, or finetuning_type: lora in bf16"): (
-        "quantization_bit load_in_8bit load_in_4bit"
-    ),
-    ("a dtype by this name", "bf16: true, or fp16: true"): (
-        "dtype=float32 torch_dtype mixed_precision=no"
-    ),
-    ("a switch for adapters", "finetuning_type: lora"): "use_peft",
-    (
-        "a number with several meanings",
-        "pref_beta with stage: dpo or kto; with stage: distill distill_jsd_mix, "
-        "for 0 distill_loss: forward_kl, for 1 distill_loss: reverse_kl",
-    ): "beta=none",
-    (
-        "answers of student or teacher while the student trains",
-        "lmbda: 0, with stage: distill on the data's answers; python -m mca_lite generate writes "
-        "a teacher's before",
-    ): "lmbda seq_kd",
-    (
-        "parts of data sets by this key",
-        "dataset: <names in dataset_info.json>, with subset, split and columns in their entries",
-    ): (
-        "datasets dataset_config dataset_train_split=train dataset_test_split=test "
-        "dataset_text_field=text"
-    ),
-    ("a length of prompts or answers alone", "cutoff_len, of both together"): (
-        "max_completion_length max_prompt_length max_seq_length"
-    ),
-    ("a key for the file", "the file alone, as a word without a key"): "config",
-    ("values other than those of the model's config.json", "config.json"): (
-        "rope_scaling num_experts num_moe_experts moe_*"
-    ),
-    (
-        "label smoothing of tokens (dpo_label_smoothing is that of pairs)",
-        "register_objective, with a loss on the logits",
-    ): "label_smoothing_factor",
-    (
-        "uploads and model cards",
-        "hf upload <repository> <output_dir>, after the run",
-    ): "push_to_hub create_model_card",
-    (
-        "a choice of the device: CUDA is used where it is there",
-        "CUDA_VISIBLE_DEVICES= in the environment, which hides GPUs",
-    ): "use_cpu",
-    ("accuracy of tokens", "predict_with_generate: true, for exact_match"): "compute_accuracy",
-    (
-        "an export, which trains nothing",
-        "python -m mca_lite convert BASE DST --merge ADAPTER, where BASE is model_name_or_path, "
-        "DST export_dir and ADAPTER adapter_name_or_path",
-    ): "export_dir",
-    ("LLaMA-Factory's profiler", "profile_steps: 10-12"): "enable_torch_profiler profile_modules",
-    ("a reference that follows the model", "ref_model: model"): (
-        "sync_ref_model ref_model_mixup_alpha=0.6 ref_model_sync_steps=512"
-    ),
-    ("activations in host memory", "recompute_granularity: full"): "activation_offloading",
-    ("answers during an evaluation of pairs", "predict_with_generate: true with stage: sft"): (
-        "generate_during_eval"
-    ),
-    ("tokens in a file", "add_special_tokens: <the tokens>"): "new_special_tokens_config",
-    ("optimizers that are not in the table", "optim: adam, or register_optimizer"): (
-        "use_galore use_apollo use_badam use_adam_mini optim_args optim_target_modules"
-    ),
-    (
-        "a switch of earlier days",
-        "freeze_vision_tower, freeze_language_model",
-    ): "train_mm_proj_only",
-    ("a switch for an optimizer", "optim: muon"): "use_muon",
-    ("weights and optimizer in 16 bits alone", "bf16: true, exp_avg_dtype: bf16"): "pure_bf16",
-    ("losses of tokens with weights of their own", "register_objective"): (
-        "use_dft_loss use_asft_loss use_eaft_loss"
-    ),
-    ("SwanLab", "report_to: tensorboard or wandb"): "use_swanlab",
-    ("a resume that begins the data anew", "model_name_or_path: <the checkpoint>"): (
-        "ignore_data_skip"
-    ),
-    ("samples in another order", "disable_shuffling: true for that of the file"): (
-        "train_sampling_strategy=random sortish_sampler"
-    ),
-    (
-        "a length by this name: TRL's is that of a sample, LLaMA-Factory's that of an answer",
-        "cutoff_len for samples, max_new_tokens for answers",
-    ): "max_length",
-    ("a length of prompt and answer together", "max_new_tokens"): "generation_max_length",
-    ("it is a feature of other trainers or engines", ""): (
-        "ref_model_* pissa_init pissa_convert pissa_iter=16 "
-        "cuda_graph_impl=none cuda_graph_* "
-        "enable_cuda_graph external_cuda_graph lora_task_type=causal_lm is_encoder_decoder "
-        "neftune_noise_alpha preserve_thinking split_special_tokens shift_attn mixture_of_depths "
-        "use_llama_pro debug loraplus_lr_ratio "
-        "loraplus_lr_embedding=1e-06 truncation_mode=keep_start model_init_kwargs "
-        "teacher_model_init_kwargs lora_target_parameters alpha dataset_kwargs use_megatron_bridge "
-        "use_hyper_parallel use_kt use_v1_kernels auto_find_batch_size eval_delay"
-    ),
-}
+# Known keys without support, in paragraphs: the missing feature, the nearest way, the keys. None is
+# accepted, and the value after =, the default elsewhere; without one false and 0. A * at the end
+# stands for every ending.
+_REFUSED = """\
+an adapter on top of another
+adapter_name_or_path trains one further
+create_new_adapter
+
+adapters in a folder inside of the adapter's
+adapter_name_or_path: <that folder>
+adapter_folder
+
+weight-decomposed adapters
+use_rslora: true
+use_dora
+
+a limit on an expert's tokens: every token reaches its experts
+the key left out
+moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy=probs
+
+a switch for one module, which has become a list
+recompute_granularity: selective, and recompute_modules: moe
+moe_layer_recompute
+
+weights and attention in 8 bits, and products in 4
+fp8: hybrid
+fp8_param fp8_dot_product_attention fp8_multi_head_attention fp4*
+
+another split of the layers
+pipeline_model_parallel_layout, such as Ett|tttL
+account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
+num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage
+
+a weight w of the BCO loss by this name
+pref_loss: [sigmoid, bco_pair], and pref_loss_weights: [1 / (1 + w), w / (1 + w)]
+pref_bco_weight
+
+quantised weights
+fp8, or finetuning_type: lora in bf16
+quantization_bit load_in_8bit load_in_4bit
+
+a dtype by this name
+bf16: true, or fp16: true
+dtype=float32 torch_dtype mixed_precision=no
+
+a switch for adapters
+finetuning_type: lora
+use_peft
+
+a number with several meanings
+pref_beta with stage: dpo or kto; with stage: distill distill_jsd_mix, for 0 distill_loss: \
+forward_kl, for 1 distill_loss: reverse_kl
+beta=none
+
+answers of student or teacher while the student trains
+lmbda: 0, with stage: distill on the data's answers; python -m mca_lite generate writes a \
+teacher's before
+lmbda seq_kd
+
+parts of data sets by this key
+dataset: <names in dataset_info.json>, with subset, split and columns in their entries
+datasets dataset_config dataset_train_split=train dataset_test_split=test dataset_text_field=text
+
+a length of prompts or answers alone
+cutoff_len, of both together
+max_completion_length max_prompt_length max_seq_length
+
+a key for the file
+the file alone, as a word without a key
+config
+
+values other than those of the model's config.json
+config.json
+rope_scaling num_experts num_moe_experts moe_*
+
+label smoothing of tokens (dpo_label_smoothing is that of pairs)
+register_objective, with a loss on the logits
+label_smoothing_factor
+
+uploads and model cards
+hf upload <repository> <output_dir>, after the run
+push_to_hub create_model_card
+
+a choice of the device: CUDA is used where it is there
+CUDA_VISIBLE_DEVICES= in the environment, which hides GPUs
+use_cpu
+
+accuracy of tokens
+predict_with_generate: true, for exact_match
+compute_accuracy
+
+an export, which trains nothing
+python -m mca_lite convert BASE DST --merge ADAPTER, where BASE is model_name_or_path, DST \
+export_dir and ADAPTER adapter_name_or_path
+export_dir
+
+LLaMA-Factory's profiler
+profile_steps: 10-12
+enable_torch_profiler profile_modules
+
+a reference that follows the model
+ref_model: model
+sync_ref_model ref_model_mixup_alpha=0.6 ref_model_sync_steps=512
+
+activations in host memory
+recompute_granularity: full
+activation_offloading
+
+answers during an evaluation of pairs
+predict_with_generate: true with stage: sft
+generate_during_eval
+
+tokens in a file
+add_special_tokens: <the tokens>
+new_special_tokens_config
+
+optimizers that are not in the table
+optim: adam, or register_optimizer
+use_galore use_apollo use_badam use_adam_mini optim_args optim_target_modules
+
+a switch of earlier days
+freeze_vision_tower, freeze_language_model
+train_mm_proj_only
+
+a switch for an optimizer
+optim: muon
+use_muon
+
+weights and optimizer in 16 bits alone
+bf16: true, exp_avg_dtype: bf16
+pure_bf16
+
+losses of tokens with weights of their own
+register_objective
+use_dft_loss use_asft_loss use_eaft_loss
+
+SwanLab
+report_to: tensorboard or wandb
+use_swanlab
+
+a resume that begins the data anew
+model_name_or_path: <the checkpoint>
+ignore_data_skip
+
+samples in another order
+disable_shuffling: true for that of the file
+train_sampling_strategy=random sortish_sampler
+
+a length by this name: TRL's is that of a sample, LLaMA-Factory's that of an answer
+cutoff_len for samples, max_new_tokens for answers
+max_length
+
+a length of prompt and answer together
+max_new_tokens
+generation_max_length
+
+it is a feature of other trainers or engines
+the key left out
+ref_model_* pissa_init pissa_convert pissa_iter=16 cuda_graph_impl=none cuda_graph_*
+enable_cuda_graph external_cuda_graph lora_task_type=causal_lm is_encoder_decoder
+neftune_noise_alpha preserve_thinking split_special_tokens shift_attn mixture_of_depths
+use_llama_pro debug loraplus_lr_ratio loraplus_lr_embedding=1e-06 truncation_mode=keep_start
+model_init_kwargs teacher_model_init_kwargs lora_target_parameters alpha dataset_kwargs
+use_megatron_bridge use_hyper_parallel use_kt use_v1_kernels auto_find_batch_size eval_delay
+"""
 # Keys of files without training: keys required for training are not required beside these.
 NOT_OF_TRAINING = ("export_dir",)
 
@@ -183,8 +226,8 @@ class Refused(NamedTuple):
 
 UNSUPPORTED = {
     word.partition("=")[0]: Refused(reason, remedy, word.partition("=")[2])
-    for (reason, remedy), keys in _REFUSED_BY_REASON.items()
-    for word in keys.split()
+    for reason, remedy, *keys in map(str.splitlines, _REFUSED.split("\n\n"))
+    for word in " ".join(keys).split()
 }
 
 # Keys of LLaMA-Factory and Hugging Face without a meaning here, by reason.
@@ -276,4 +319,4 @@ def unsupported(key: str, value: Any) -> tuple[str, str] | None:
     off = (*_NOTHING, row.default) if row.default else _OFF
     if str(value).strip().lower() in off:
         return None
-    return f"not in this version: {row.reason}", row.remedy or "the key left out"
+    return f"not in this version: {row.reason}", row.remedy

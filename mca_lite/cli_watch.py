@@ -15,7 +15,7 @@ from pathlib import Path
 
 from .cli import USER_ERROR, at_least, finish, parser_of
 from .files import PAGE_NAME, TRAINER_LOG_NAME, write_file
-from .log_html import NO_RUN, RunFolder, beside, figures, page
+from .log_html import FIRST, NO_RUN, RunFolder, beside, figures, page
 from .log_metrics import METRICS
 
 # -- watch
@@ -77,7 +77,9 @@ def frame(runs: Sequence[RunFolder], columns: int) -> list[str]:
 
 def _cells(run: RunFolder, width: int) -> dict[str, str]:
     """Name -> text of a run's column; of metrics with their past."""
-    cells = {"": run.name[-width:], **figures(run)}
+    found = figures(run)
+    first = {name: found[name] for name in FIRST if name in found}
+    cells = {"": run.name[-width:], **first, " ": "", **found}
     for metric in METRICS:
         past = run.values(metric.key)
         if past:

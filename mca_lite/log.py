@@ -404,7 +404,8 @@ def format_progress(logs: Mapping, max_steps: int, eta_s: float | None = None) -
     """One line for the numbers of one record of the log, in the order of METRICS."""
     parts = [f"step {logs['step']}/{max_steps}"]
     for metric in PROGRESS:
-        if metric.key in logs and not logs[metric.key] < metric.least:
+        is_noise = metric.key.startswith("lag_") and "slowest_rank" not in logs
+        if metric.key in logs and logs[metric.key] >= metric.least and not is_noise:
             parts.append(f"{metric.name} {metric.form(logs[metric.key])}")
     for key, value in logs.items():
         if key not in _KNOWN and value:  # as skipped_iter, in the steps after which it is 0
@@ -512,9 +513,11 @@ class Report(TrainerCallback):
         if self.first_step:
             lines = filter(log_line, read_lines(self.log_path))
             kept = [line for line in lines if line["step"] <= self.first_step]
+            state.resumes.append(self.first_step)
         write_file(self.log_path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file = self._opened.enter_context(open(self.log_path, "a", encoding="utf-8"))
         self._facts |= {"max_steps": state.max_steps, "first_step": state.global_step}
+        self._facts["resumes"] = state.resumes
         self._facts |= {"started": time.time(), "host": socket.gethostname(), "pid": os.getpid()}
         self._write_facts("running")
         self._draw_at = self._started + DRAW_EVERY_S

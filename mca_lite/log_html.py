@@ -58,30 +58,19 @@ _SILENCE_S = 120
 _SILENT_LINES = 5
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_time(value: Any) -> bool:
-    return is_number(value) and 0 <= value <= MOST
-
-
-def _is_process(value: Any) -> bool:
-    return is_count(value) and value < 2**31
-
-
 def _is_sections(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(part, dict) for part in value.values())
 
 
 # keys of run_summary.json -> the kind of their values, and its test
 _SUMMARY: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "state": ("a text", _is_text),
+    "state": ("a text", lambda value: isinstance(value, str)),
     "max_steps": ("a number of steps", is_count),
     "first_step": ("a number of steps", is_count),
-    "started": ("seconds since 1970", _is_time),
-    "host": ("a text", _is_text),
-    "pid": ("a process", _is_process),
+    "resumes": ("steps", lambda value: isinstance(value, list) and all(map(is_count, value))),
+    "started": ("seconds since 1970", lambda value: is_number(value) and 0 <= value <= MOST),
+    "host": ("a text", lambda value: isinstance(value, str)),
+    "pid": ("a process", lambda value: is_count(value) and value < 2**31),
     "sections": ("names with their facts", _is_sections),
 }
 
@@ -209,6 +198,10 @@ class RunFolder:
         return "hung?" if self.silence_s() > limit else "running"
 
 
+# the figures that people look at first
+FIRST = ("state", "step", "time left", "loss", "tokens/s")
+
+
 def figures(run: RunFolder) -> dict[str, str]:
     """Name -> text of a run's state, steps and times, and of each metric in its log."""
     texts = {"state": run.state(), "step": f"{run.step:,}"}
@@ -246,6 +239,11 @@ def draw(args) -> None:
         write_file(run.folder / PAGE_NAME, page([run]))
 
 
+def _smoothed(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """The running mean of values: nine tenths of the mean before, one of the new value."""
+    return list(itertools.accumulate(points, lambda a, b: (b[0], 0.9 * a[1] + 0.1 * b[1])))
+
+
 def plot_loss(run: RunFolder, path: Path) -> None:
     """Write a picture of loss, smoothed loss and eval_loss over the steps; needs matplotlib."""
     # Figure and Agg directly: pyplot would choose a backend for the whole process and keep every
@@ -257,11 +255,9 @@ def plot_loss(run: RunFolder, path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(xlabel="step", ylabel="loss per token")
     trained = run.points("loss")
-    losses = itertools.accumulate(run.values("loss"), lambda mean, loss: 0.9 * mean + 0.1 * loss)
-    smoothed = [(step, loss) for (step, _), loss in zip(trained, losses, strict=True)]
     for label, points, color in (
         ("loss", trained, "lightsteelblue"),
-        ("loss, smoothed", smoothed, "tab:blue"),
+        ("loss, smoothed", _smoothed(trained), "tab:blue"),
         ("eval_loss", run.points("eval_loss"), "tab:orange"),
     ):
         if points:
@@ -326,6 +322,10 @@ _REPORT = """{% extends "base" %}
 {% block style %}
 .charts { display: grid; gap: .8rem;
  grid-template-columns: repeat(auto-fill, minmax(min(100%, 25rem), 1fr)); }
+.leading { grid-template-columns: repeat(auto-fill, minmax(min(100%, 34rem), 1fr)); }
+.leading .card:first-child { grid-column: 1 / -1; }
+.leading .card:first-child .plot { height: 24rem; }
+summary { cursor: pointer; margin: 1.5rem 0 .6rem; font-size: 1.1rem; font-weight: 600; }
 .legend, .plot { color: var(--soft); }
 .legend { font-size: .82rem; }
 .legend span { margin-right: .9rem; display: inline-block; }
@@ -333,11 +333,13 @@ _REPORT = """{% extends "base" %}
 .plot { position: relative; height: 11rem; margin: .5rem .6rem 1.5rem 5.5rem; font-size: .75rem; }
 .plot svg { position: absolute; width: 100%; height: 100%; overflow: visible; }
 .x, .y { position: absolute; white-space: nowrap; }
-.y { right: 100%; margin-right: .4rem; transform: translateY(-50%); }
-.x { top: 100%; margin-top: .2rem; }
+.y { right: 100%; margin-right: .4rem; transform: translateY(50%); }
+.x { top: 100%; margin-top: .2rem; transform: translateX(-50%); }
 path { fill: none; stroke: currentColor; stroke-width: 1.8px; stroke-linejoin: round;
  stroke-linecap: round; vector-effect: non-scaling-stroke; }
 .grid { stroke: var(--line); stroke-width: 1px; }
+.raw { opacity: .5; stroke-width: 1px; }
+.resume { stroke: var(--soft); stroke-width: 1px; stroke-dasharray: 4 4; }
 table { border-collapse: collapse; width: 100%; font-size: .88rem; }
 th, td { text-align: left; vertical-align: top; padding: .3rem .8rem .3rem 0; font-weight: 400;
  border-top: 1px solid var(--line); min-width: 5rem; white-space: pre-wrap; }
@@ -356,34 +358,50 @@ tr > th:first-child { width: 14rem; }
 {% endfor %}</table>
 {% endmacro %}
 
+{% macro tiles(names) %}
+<div class='tiles'>{% for name in names if name in figures %}
+<div class='card'><span>{{ name }}</span><b>{{ figures[name][0] }}</b></div>
+{%- endfor %}</div>
+{% endmacro %}
+
 {% macro chart(c) %}
 <div class='card'><h3>{{ c.title }}</h3><div class='legend'>
 {% for name, newest, _ in c.curves %}
 <span class='c{{ loop.index0 % 6 }}'>&#8212; {{ name }} <b>{{ newest }}</b></span>
 {%- endfor %}</div>
 <div class='plot'><svg viewBox='0 0 1000 1000' preserveAspectRatio='none'>
-{% for mark in c.marks %}<path class='grid' d='M0 {{ loop.index0 * 250 }}h1000'/>{% endfor %}
-{% for _, _, path in c.curves %}
-<path class='c{{ loop.index0 % 6 }}' d='M{{ path }}h0'/>
+{% for place, _ in c.y %}<path class='grid' d='M0 {{ 1000 - place * 10 }}h1000'/>{% endfor %}
+{% for run in runs %}{% for step in run.summary.resumes if 0 < step - c.first < c.width %}
+<path class='resume' d='M{{ 1000 * (step - c.first) / c.width }} 0v1000'/>
+{% endfor %}{% endfor %}
+{% set names = c.curves|map(attribute=0)|list %}
+{% for name, _, path in c.curves %}
+<path class='c{{ loop.index0 % 6 }}{% if name ~ ", smoothed" in names %} raw{% endif %}'
+ d='M{{ path }}h0'/>
 {% endfor %}</svg>
-{% for mark in c.marks %}
-<span class='y' style='top: {{ loop.index0 * 25 }}%'>{{ mark }}</span>
+{% for place, mark in c.y %}
+<span class='y' style='bottom: {{ place }}%'>{{ mark }}</span>
 {% endfor %}
-<span class='x'>step {{ "{:,}".format(c.steps[0]) }}</span>
-<span class='x' style='right: 0'>{{ "{:,}".format(c.steps[1]) }}</span></div></div>
+{% for place, mark in c.x %}
+<span class='x' style='left: {{ place }}%'>{{ mark }}</span>
+{% endfor %}</div></div>
 {% endmacro %}
 
 {% block body %}
-<h1>{{ title }}</h1><p>Drawn on {{ drawn }}.</p>
+{% set leading = ["Loss", "Gradient norm, before clipping", "Learning rate"] %}
+<h1>{{ title }}</h1><p>Drawn on {{ drawn }}.
+{%- if runs|map(attribute="summary.resumes")|select|list %} Dashed lines: the run was resumed.
+{%- endif %}</p>
 {% for run in runs %}{% for note in run.notes %}<p class='c5'>{{ note }}</p>{% endfor %}{% endfor %}
 {% if several %}<h2>The runs</h2><div class='card'>{{ table(figures) }}</div>
-{% else %}<div class='tiles'>
-{% for name, texts in figures.items() %}
-<div class='card'><span>{{ name }}</span><b>{{ texts[0] }}</b></div>
-{%- endfor %}</div>
+{% else %}{{ tiles(first) }}
 {% endif %}
-{% if charts %}<h2>Curves</h2><div class='charts'>
-{% for one in charts %}{{ chart(one) }}{% endfor %}</div>
+{% if charts %}<h2>Curves over the steps</h2><div class='charts leading'>
+{% for one in charts if one.title in leading %}{{ chart(one) }}{% endfor %}</div>
+<details><summary>All numbers and curves</summary>
+{% if not several %}{{ tiles(figures) }}{% endif %}
+<h2>Other curves</h2><div class='charts'>
+{% for one in charts if one.title not in leading %}{{ chart(one) }}{% endfor %}</div></details>
 {% endif %}
 {% if answers %}<h2>Answers before and after</h2><div class='card'><table>
 <tr><th>prompt</th><th>expected</th><th>before</th>
@@ -422,6 +440,7 @@ def page(runs: Sequence[RunFolder]) -> str:
         several=several,
         runs=runs,
         figures=beside(map(figures, runs)),
+        first=FIRST,
         charts=_charts(runs),
         answers=answers,
         sections=[(name, beside(_texts(of.get(name, {})) for of in sections)) for name in names],
@@ -443,6 +462,7 @@ def _answers(runs: Sequence[RunFolder]) -> dict[str, dict[str, str]]:
 # -- curves
 
 _STRETCHES = 200
+_FEW = 20  # points that need no smoothing
 
 
 def _charts(runs: Sequence[RunFolder]) -> list[dict]:
@@ -453,7 +473,11 @@ def _charts(runs: Sequence[RunFolder]) -> list[dict]:
         for key in dict.fromkeys(itertools.chain(*run.records)):
             metric = metric_of(key)
             name = f"{run.name}: {key}" if len(runs) > 1 else key
-            charts.setdefault(metric.chart, []).append((name, run.points(key)))
+            curves = charts.setdefault(metric.chart, [])
+            points = run.points(key)
+            curves.append((name, points))
+            if key == "loss" and len(points) > _FEW:
+                curves.append((f"{name}, smoothed", _smoothed(points)))
             rows[metric.chart] = metric
     for title in (None, "step"):
         charts.pop(title, None)
@@ -461,7 +485,7 @@ def _charts(runs: Sequence[RunFolder]) -> list[dict]:
 
 
 def _chart(metric: Metric, curves: list[tuple[str, list]]) -> dict:
-    """A chart for the template, in units of a thousandth of its width and height."""
+    """A chart for the template: paths in thousandths of its width and height, ticks in percent."""
     points = itertools.chain(*(points for _, points in curves))
     steps, values = zip(*points, strict=True)
     first = min(steps)
@@ -471,6 +495,7 @@ def _chart(metric: Metric, curves: list[tuple[str, list]]) -> dict:
         low = min(low, 0.0)  # shows a change in proportion
     width = max(steps) - first or 1
     height = high - low or abs(high) or 1.0
+    high = low + height
     drawn = []
     for name, points in curves:
         places = [
@@ -481,9 +506,22 @@ def _chart(metric: Metric, curves: list[tuple[str, list]]) -> dict:
     return {
         "title": metric.chart,
         "curves": drawn,
-        "marks": [metric.form(high - height * i / 4) for i in range(5)],
-        "steps": (first, max(steps)),
+        "y": _ticks(low, height, metric.form),
+        "x": _ticks(first, width, "{:,.0f}".format, 1),
+        "first": first,
+        "width": width,
     }
+
+
+def _ticks(
+    low: float, size: float, form: Callable[[Any], str], least: int = 0
+) -> list[tuple[float, str]]:
+    """(percent of an axis from `low` on, text) of two to six round numbers, `least` apart."""
+    power = 10.0 ** math.floor(math.log10(size / 5))
+    apart = max(least, next(power * i for i in (1, 2, 5, 10) if size / (power * i) <= 5))
+    first = math.ceil(low / apart)
+    marks = [apart * i for i in range(first, first + 6) if apart * i <= low + size]
+    return [(100 * (mark - low) / size, form(mark)) for mark in marks]
 
 
 def _thin(points: list[tuple[int, float]]) -> list[tuple[int, float]]:

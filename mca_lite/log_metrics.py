@@ -76,7 +76,7 @@ PROGRESS = (
     Metric("logps/chosen", "logp chosen", "{:.2f}".format, _LOGPS),
     Metric("logps/rejected", "logp rejected", "{:.2f}".format, _LOGPS),
     Metric("grad_norm", "grad_norm", "{:.2f}".format, "Gradient norm, before clipping"),
-    Metric("learning_rate", "lr", "{:.1e}".format, "Learning rate of the next step"),
+    Metric("learning_rate", "lr", "{:.1e}".format, "Learning rate"),
     Metric("expert_load_max", "experts, most", _load, _LOADS),
     Metric("expert_load_min", "experts, least", _load, _LOADS),
     Metric("tokens_per_second", "tokens/s", format_rate, "Tokens per second", statistics.median),

@@ -168,6 +168,7 @@ class McaTrainer:
         self.extra_summary = summary or {}
         self.lr_scheduler = self._given[1]
         self.optimizer = self.batch_plan = cast(Any, None)  # made when training begins
+        self._rate = 0.0  # of the last step
         self.state = TrainerState()
         self.control = TrainerControl()
         self.signals = StopSignals()
@@ -255,6 +256,7 @@ class McaTrainer:
         watchdog.note("updating the weights")
         updated, grad_norm, num_zeros = self.backend.step()
         self.notify("on_optimizer_step")
+        self._rate = self.lr_scheduler.get_last_lr()[0]
         if updated:
             self.lr_scheduler.step(1)
         total, count = self.new_numbers(metrics).vector[:2]
@@ -695,14 +697,15 @@ class McaTrainer:
         if not numbers:
             return
         state = self.state
+        speed = self.throughput.take()
         logs = {
             "step": state.global_step,
             "epoch": state.epoch,
             **numbers,
             **of_routers,
-            **self.throughput.take(),
-            **self.phases.take(),
-            "learning_rate": self.lr_scheduler.get_last_lr()[0],
+            **speed,
+            **self.phases.take(speed.get("step_time_s", 0.0)),
+            "learning_rate": self._rate,
             "consumed_samples": state.consumed_samples,
             "consumed_tokens": state.consumed_tokens,
             "peak_memory_gib": peak_memory_gib(),

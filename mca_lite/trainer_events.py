@@ -165,6 +165,7 @@ class RunSums:
 # -- the slowest rank
 
 _RANK_BITS = 20
+_BEHIND = 0.02  # of a step: a rank that is less behind is not named
 # of megatron-core's timers -> phases
 _OF_TIMERS = {
     "forward-compute": "model",
@@ -261,14 +262,16 @@ class Phases:
             behind, rank = self._slowest["model"]
             self._slowest["model"] = max(0.0, behind - self._slowest["data"][0]), rank
 
-    def take(self) -> dict[str, Any]:
-        """Fields of a log line, and a new start: slowest_rank, and of each phase lag_<phase>_s,
-        seconds a step by which its slowest rank is behind the fastest; reduction_s, the seconds a
-        step of a gradient reduction without a wait for a rank. {} for one rank."""
+    def take(self, step_time_s: float = 0.0) -> dict[str, Any]:
+        """Fields of a log line, and a new start: of each phase lag_<phase>_s, seconds a step by
+        which its slowest rank is behind the fastest; slowest_rank, where one is behind by more than
+        2 % of a step; reduction_s, the seconds a step of a gradient reduction without a wait for a
+        rank. {} for one rank."""
         steps = max(1, self.steps)
         lags = {f"lag_{name}_s": lag / steps for name, (lag, _) in self._slowest.items()}
-        _, slowest_rank = max(self._slowest.values())
-        of_ranks = {"slowest_rank": slowest_rank, **lags, "reduction_s": self._reduction / steps}
+        of_ranks = {**lags, "reduction_s": self._reduction / steps}
+        if max(lags.values()) >= _BEHIND * step_time_s:
+            of_ranks["slowest_rank"] = max(self._slowest.values())[1]
         for phase in self.of.values():
             phase.reset()
         self.steps = 0

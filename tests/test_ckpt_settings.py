@@ -31,36 +31,46 @@ KEYS = dict(
 )
 # name -> (stage, what the run that goes on has, what it is told, the learning rates of its steps)
 TAKEN = {
-    "learning_rate": ("sft", dict(learning_rate=1e-3), "learning_rate 0.01 -> 0.001", [2.5e-4, 0]),
+    "learning_rate": (
+        "sft",
+        dict(learning_rate=1e-3),
+        "learning_rate 0.01 -> 0.001",
+        [5e-4, 2.5e-4],
+    ),
     "schedule": (
         "sft",
         dict(lr_scheduler_type="constant"),
         "lr_scheduler_type linear -> constant",
         [1e-2, 1e-2],
     ),
-    "more steps": ("sft", dict(max_steps=5), "max_steps 4 -> 5", [4e-3, 2e-3, 0]),
+    "more steps": ("sft", dict(max_steps=5), "max_steps 4 -> 5", [6e-3, 4e-3, 2e-3]),
     "no steps": ("sft", dict(max_steps=2), "max_steps 4 -> 2", []),
     "less than no steps": ("sft", dict(max_steps=1), "max_steps 4 -> 1", []),
     "epochs": (
         "sft",
         dict(max_steps=-1, num_train_epochs=1),
         "max_steps 4 -> -1, num_train_epochs 3.0 -> 1.0",
-        [0],
+        [1e-2 / 3],
     ),
     "micro-batch": (
         "sft",
         dict(per_device_train_batch_size=4),
         "per_device_eval_batch_size 2 -> 4, per_device_train_batch_size 2 -> 4",
-        [2.5e-3, 0],
+        [5e-3, 2.5e-3],
     ),
     "per token": (
         "sft",
         dict(calculate_per_token_loss=False),
         "calculate_per_token_loss true -> false",
-        [2.5e-3, 0],
+        [5e-3, 2.5e-3],
     ),
-    "pref_beta": ("dpo", dict(pref_beta=0.7), "pref_beta 0.1 -> 0.7", [2.5e-3, 0]),
-    "pref_loss": ("dpo", dict(pref_loss="orpo"), "pref_loss ['sigmoid'] -> ['orpo']", [2.5e-3, 0]),
+    "pref_beta": ("dpo", dict(pref_beta=0.7), "pref_beta 0.1 -> 0.7", [5e-3, 2.5e-3]),
+    "pref_loss": (
+        "dpo",
+        dict(pref_loss="orpo"),
+        "pref_loss ['sigmoid'] -> ['orpo']",
+        [5e-3, 2.5e-3],
+    ),
 }
 REFUSED = {
     "batch": ("sft", dict(global_batch_size=8), "global_batch_size 4, and this run has 8"),
@@ -130,7 +140,7 @@ def test_what_is_refused_says_what_to_set_back(told, name):
 def test_a_checkpoint_of_another_folder_tells_its_settings(told):
     code, said, rates = told["elsewhere"]
     assert code == 0 and f"{NOTE}learning_rate 0.01 -> 0.001\n" in said
-    assert rates == pytest.approx([2.5e-4, 0])
+    assert rates == pytest.approx([5e-4, 2.5e-4])
 
 
 def test_the_best_evaluation_is_forgotten_when_another_way_tells_it(run_files, tmp_path):

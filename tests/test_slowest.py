@@ -156,7 +156,7 @@ class Rank(Phases):
         return super().numbers()
 
 
-def compared(monkeypatch, *ranks: Rank) -> dict:
+def compared(monkeypatch, *ranks: Rank, step_time_s: float = 0.0) -> dict:
     """The fields of the log of these ranks."""
     numbers = []
     for number, rank in enumerate(ranks):
@@ -164,7 +164,7 @@ def compared(monkeypatch, *ranks: Rank) -> dict:
         numbers.append(rank.numbers())
     monkeypatch.setattr(parallel, "world_size", lambda: len(ranks))
     ranks[0].compare([max(of_ranks) for of_ranks in zip(*numbers, strict=True)])
-    return {key: value for key, value in ranks[0].take().items() if value}
+    return {key: value for key, value in ranks[0].take(step_time_s).items() if value}
 
 
 def test_seconds_behind_the_fastest_are_of_a_step_and_ranks_above_a_thousand_are_kept(monkeypatch):
@@ -234,7 +234,7 @@ def test_watch_and_the_page_show_who_is_slow_most_often_and_each_phase(tmp_path)
     ]
     (tmp_path / "trainer_log.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
     run = log_html.RunFolder(tmp_path)
-    shown = {row.split()[0]: row.split() for row in cli_watch.frame([run], 80)[1:]}
+    shown = {row.split()[0]: row.split() for row in cli_watch.frame([run], 80)[1:] if row}
     assert log_html.figures(run)["slowest rank"] == "3"
     assert log_html.figures(run)["in data"] == "+0.50 s"
     assert {"slowest", "in"} <= shown.keys()
@@ -246,6 +246,16 @@ def test_watch_and_the_page_show_who_is_slow_most_often_and_each_phase(tmp_path)
 
 def test_one_rank_is_compared_with_nobody(monkeypatch):
     assert compared(monkeypatch, Rank(data=1.0)) == {}
+
+
+def test_a_rank_behind_by_less_than_two_percent_of_a_step_is_not_named(monkeypatch):
+    """As a healthy run has it in nearly each step: 0.01 s of 0.51."""
+    for step_time_s, named in ((0.51, False), (0.49, True)):
+        ranks = Rank(data=1.0), Rank(data=1.02)  # over two steps
+        line = compared(monkeypatch, *ranks, step_time_s=step_time_s)
+        assert ("slowest_rank" in line) == named and line["lag_data_s"] == pytest.approx(0.01)
+        shown = format_progress({"step": 1, **line}, max_steps=4)
+        assert shown == "step 1/4" + "  slowest rank 1  in data +0.01 s" * named
 
 
 def test_the_progress_line_leaves_out_what_costs_no_hundredth_of_a_second():

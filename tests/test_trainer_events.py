@@ -145,7 +145,8 @@ def run_stopping_epochs(path, out, resume=None, **changes) -> tuple[list, list, 
     trainer.train(resume_from_checkpoint=resume)
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     kept = [event for event in events if event.startswith(("epoch", "train_end"))]
-    return kept, losses, vars(trainer.state) | {"stateful_callbacks": None, "log_history": None}
+    left_out = dict.fromkeys(("stateful_callbacks", "log_history", "resumes"))
+    return kept, losses, vars(trainer.state) | left_out
 
 
 def test_an_epoch_that_is_stopped_goes_on_with_the_next_also_after_a_resume(model_path, tmp_path):
@@ -380,7 +381,7 @@ def resume_without_warnings(path, out, again) -> list:
 
 
 def the_same_in_torch(path, total: int) -> list:
-    """The loss of each step and the rate that the next one has, of a loop in plain torch."""
+    """The loss of each step and its rate, of a loop in plain torch."""
     import torch
     from transformers import AutoModelForCausalLM, get_cosine_schedule_with_warmup
 
@@ -397,8 +398,8 @@ def the_same_in_torch(path, total: int) -> list:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        scheduler.step()
         found.append((float(loss), scheduler.get_last_lr()[0]))
+        scheduler.step()
     return found
 
 

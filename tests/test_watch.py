@@ -241,9 +241,13 @@ def test_the_numbers_on_the_page_are_the_logs(tmp_path):
     append(run, '{"step": 20, "eval_loss": 1.5}\n{"step": 40, "eval_loss": 1.75}\n')
     (run / "config.yaml").write_text("seed: 42\nbf16: true\nlearning_rate: 0.00025\n")
     root = parse(page([RunFolder(run)]))
-    tiles = dict(
-        ("".join(part.itertext()) for part in tile) for tile in root.find(".//div[@class='tiles']")
+    first, tiles = (
+        dict(("".join(part.itertext()) for part in tile) for tile in tiles)
+        for tiles in root.iterfind(".//div[@class='tiles']")
     )
+    assert first == {
+        "state": "finished", "step": "40 of 100", "loss": "1.0000", "tokens/s": "12.3k",
+    }  # fmt: skip
     assert tiles.pop("time") in ("1m40s", "1m41s")
     assert tiles == {
         "state": "finished", "step": "40 of 100", "epoch": "0.50", "loss": "1.0000",
@@ -254,9 +258,8 @@ def test_the_numbers_on_the_page_are_the_logs(tmp_path):
     assert texts(chart, "span", "c0") == ["— loss 1.0000"]
     assert texts(chart, "span", "c1") == ["— eval_loss 1.7500"]
     # the curve from its path and the axis' ends: 1 to 4, from step 10 to 40
-    marks = texts(chart, "span", "y")
-    assert marks == ["4.0000", "3.2500", "2.5000", "1.7500", "1.0000"]
-    assert texts(chart, "span", "x") == ["step 10", "40"]
+    assert texts(chart, "span", "y") == ["1.0000", "2.0000", "3.0000", "4.0000"]
+    assert texts(chart, "span", "x") == ["10", "20", "30", "40"]
     curve = next(path for path in chart.iter("path") if path.get("class") == "c0")
     places = re.findall(r"([\d.]+) ([\d.]+)", curve.get("d"))
     assert [10 + float(x) / 1000 * 30 for x, _ in places] == pytest.approx([10, 20, 30, 40], 1e-3)
@@ -303,8 +306,58 @@ def test_a_long_log_makes_a_short_page_without_losing_a_spike(tmp_path):
     # a quarter of a second, and in a process that holds many tests' garbage three times that
     assert time.process_time() - started < 4 and len(text) < 1_000_000
     chart = cards(parse(text))["Loss"]
-    path = chart.findall(".//path")[-1].get("d")
+    [path] = [path.get("d") for path in chart.iter("path") if path.get("class") == "c0 raw"]
     assert re.search(r"L755.6 0.0L", path) and path.endswith("L1000.0 998.6h0")
+
+
+def places(element) -> list[tuple[str, float, str]]:
+    """(class, percent, text) of the marks beside the axes of a chart."""
+    spans = [span for span in element.iter("span") if span.get("class") in ("x", "y")]
+    return [(s.get("class"), float(re.search(r"[\d.]+", s.get("style"))[0]), s.text) for s in spans]
+
+
+def test_the_page_leads_with_the_loss_smoothed_and_folds_the_rest(tmp_path):
+    losses = [4.0 - i / 10 + (i % 2) / 2 for i in range(30)]
+    run = make_run(tmp_path / "run", losses, state="interrupted", resumes=[100, 250])
+    append(run, json.dumps({"step": 300, "skipped_iter": 0, "own": 3.0}) + "\n")
+    root = parse(page([RunFolder(run)]))
+    leading, folded = (
+        root.find(f".//{path}") for path in ("div[@class='charts leading']", "details")
+    )
+    assert [*cards(leading)] == ["Loss", "Gradient norm, before clipping", "Learning rate"]
+    assert {"Seconds per step", "own", "skipped_iter"} <= cards(folded).keys()
+    assert not cards(leading).keys() & cards(folded).keys()
+    chart = cards(leading)["Loss"]
+    kinds = [path.get("class") for path in chart.iter("path")]
+    assert kinds.count("resume") == 2 and kinds[-2:] == ["c0 raw", "c1"]
+    # from step 10 to 300
+    marks = [path.get("d") for path in chart.iter("path") if path.get("class") == "resume"]
+    assert [float(re.match(r"M([\d.]+) 0v1000", mark)[1]) for mark in marks] == pytest.approx(
+        [1000 * 90 / 290, 1000 * 240 / 290]
+    )
+    # the mean falls behind by nine tenths of each difference: of a ramp of 0.1 by 0.9 in the end
+    mean = losses[0]
+    for loss in losses[1:]:
+        mean += (loss - mean) / 10
+    assert texts(chart, "span", "c1") == [f"— loss, smoothed {mean:.4f}"]
+
+
+@pytest.mark.parametrize("values", [[0.0], [0.0, 0.0], [5.0, 5.0], [1e-9, 3e5], [-3.0, -7.0]])
+def test_axes_have_several_true_marks(tmp_path, values):
+    run = make_run(tmp_path / "run", values)
+    for step, value in enumerate(values):
+        append(run, json.dumps({"step": 10 + 10 * step, "own": value}) + "\n")
+    folded = parse(page([RunFolder(run)])).find(".//details")
+    marks = places(cards(folded)["own"])
+    low, high = min(0.0, *values), max(values)
+    high = max(high, low + 1.0) if high == low else high
+    for axis, first, size in (("y", low, high - low), ("x", 10, max(1, 10 * len(values) - 10))):
+        found = [
+            (place, float(text.replace(",", ""))) for kind, place, text in marks if kind == axis
+        ]
+        assert 2 <= len(found) <= 6
+        for place, number in found:
+            assert 0 <= place <= 100 and number == pytest.approx(first + size * place / 100, 1e-3)
 
 
 def test_constants_spikes_and_single_lines_are_drawn(tmp_path):
