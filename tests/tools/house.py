@@ -6,6 +6,7 @@ tests/test_structure.py holds the limits; tests.tools.rings has the figures by r
 """
 
 import ast
+import functools
 import io
 import re
 import sys
@@ -37,6 +38,7 @@ class Module:
     takes_trainer: list[str]  # functions that do first
 
 
+@functools.cache
 def measure(path: Path) -> Module:
     """Count one file."""
     source = path.read_text()
