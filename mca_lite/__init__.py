@@ -43,7 +43,7 @@ _HOME = {
     "load_datasets": "data",
     "register_column": "tables",
     "register_keys": "tables",
-    "register_loss": "tables",
+    "register_loss": "part_dpo_keys",
     "register_objective": "tables",
     "register_optimizer": "tables",
 }

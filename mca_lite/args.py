@@ -9,6 +9,7 @@ a typing error shows in a fraction of a second.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import functools
@@ -56,15 +57,7 @@ from .args_values import (
 )
 from .errors import ConfigError, Judge, Problem
 from .files import parse_size, read_model_config, write_file
-from .tables import (
-    KEY_GROUPS,
-    LOSSES,
-    OBJECTIVES,
-    OPTIMIZER_ALIASES,
-    OPTIMIZERS,
-    TEMPLATES,
-    register_keys,
-)
+from .tables import KEY_GROUPS, OBJECTIVES, OPTIMIZER_ALIASES, OPTIMIZERS, TEMPLATES, register_keys
 
 # -- groups of keys
 
@@ -227,35 +220,6 @@ class FinetuningArguments(ArgumentGroup):
     )
     adapter_name_or_path: str | None = optional("folder of a PEFT adapter to train further")
     save_merged_model: bool = flag("also export the merged model, to output_dir/merged")
-    pref_loss: list[str] = arg(
-        ["sigmoid"],
-        "stage dpo: losses of pairs, summed; sigmoid is DPO; configs/PREFERENCES.md lists them",
-        choices=LOSSES,
-    )
-    pref_loss_weights: list[float] | None = optional(
-        "weight of each loss of pref_loss in their sum (None: 1)"
-    )
-    pref_beta: float = amount(0.1, "strength of the reference, or weight of orpo's odds ratio")
-    pref_ftx: float = amount(
-        0.0, "weight of the sft term: the mean token loss of the chosen response"
-    )
-    dpo_label_smoothing: float = amount(0.0, "assumed fraction of swapped pairs", high=0.5)
-    simpo_gamma: float = amount(0.5, "simpo: margin of rewards between the answers")
-    cpo_alpha: float = amount(1.0, "cpo: weight of the loss of the chosen answers' tokens")
-    discopop_tau: float = arg(0.05, "discopop: temperature of the mix of its two losses", above=0)
-    f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = (
-        arg("reverse_kl", "divergence from the reference, for losses of log-ratio differences")
-    )
-    f_alpha_divergence_coef: float = arg(
-        0.5, "alpha of alpha_divergence: 1 is reverse_kl, 0 is forward_kl", low=-10, high=10
-    )
-    ld_alpha: float | None = amount(
-        None, "weight of an answer's tokens beyond the length of the other one (None: 1)", high=1
-    )
-    use_weighting: bool = flag("WPO: pairs weigh by how likely the model is to give both answers")
-    ref_model: str | None = optional(
-        "cached: scored before training; adapter: adapters off; model, or a folder: a second model"
-    )
     check = check_finetuning
 
 
@@ -658,6 +622,13 @@ class RunArguments:
     def changed(self) -> list[str]:
         """The keys with another value than their default."""
         return [key for group in self.groups for key in group.changed]
+
+    def with_keys(self, **values: Any) -> RunArguments:
+        """A copy with these values of keys; those of missing parts are left out."""
+        copied = copy.deepcopy(self)
+        for group in copied.groups:
+            vars(group).update({key: values[key] for key in values.keys() & vars(group).keys()})
+        return copied
 
     def to_dict(self) -> dict[str, Any]:
         """Flat key -> value in effect, of all groups."""

@@ -234,12 +234,9 @@ def check_data(a: Any, judge: Judge) -> None:
 
 
 def check_finetuning(a: Any, judge: Judge) -> None:
-    """Apply the rules of FinetuningArguments, and note keys without effect."""
+    """Apply the rules of FinetuningArguments."""
     judge.apply(_FINETUNING)
     check_needs(_NEEDS_OF_ADAPTERS, a, judge)
-    objective = OBJECTIVES[a.stage]
-    others = {key for row in OBJECTIVES.values() for key in row.keys}.difference(objective.keys)
-    a.notes += [f"{key}: no effect, since stage is {a.stage}" for key in a.changed if key in others]
 
 
 # -- between groups
@@ -288,11 +285,15 @@ def check_part_rules(judge: Judge) -> None:
 def check_run(a: Any, judge: Judge) -> list[str]:
     """Check the groups of a run (RunArguments) against each other -> notes about values without
     effect."""
-    OBJECTIVES[a.stage].check_keys(a, judge)
+    objective = OBJECTIVES[a.stage]
+    objective.check_keys(a, judge)
     judge.apply(BACKEND)
     check_part_rules(judge)
     for name, group in a.parts.items():
-        check_needs(KEY_GROUPS[name].needs, group, judge)
+        row = KEY_GROUPS[name]
+        check_needs(row.needs, group, judge)
+        idle = [key for key in group.changed if row.of_stages and key not in objective.keys]
+        group.notes += [f"{key}: no effect, since stage is {a.stage}" for key in idle]
     check_objective_run(a, judge)
     judge.apply(_RUN)
     evaluations = ("eval_strategy", "do_eval", "do_predict")
@@ -316,7 +317,7 @@ def check_run(a: Any, judge: Judge) -> list[str]:
         f"sequence_packing joins the samples of a micro-batch, {a.per_device_train_batch_size} "
         "of them: packing: true fills rows of cutoff_len": a.sequence_packing and not is_packed,
         "fp8: log-probabilities of responses are rounded to about 0.2 with it": (
-            a.fp8 and OBJECTIVES[a.stage].has_pairs
+            a.fp8 and objective.has_pairs
         ),
         "nothing is evaluated: eval_strategy is no": (
             (has_data or a.predict_with_generate) and not on

@@ -5,7 +5,6 @@ One process does it alone. The dry run (check) writes nothing.
 
 import collections
 import copy
-import dataclasses
 import itertools
 import math
 import re
@@ -394,7 +393,6 @@ def _planned_trainer(plan: Plan, dp_rank: int):
     kind = _PlannedMegatron if arguments.backend.use_mca else _PlannedTorch
     backend = kind(plan, dp_rank)
     make = plan.objective.trainer_class()
-    finetuning = dataclasses.replace(arguments.finetuning, ref_model=None)  # it scores nothing
     trainer = make(
         model=backend.model,
         args=args,
@@ -402,7 +400,7 @@ def _planned_trainer(plan: Plan, dp_rank: int):
         train_dataset=plan.data.train,
         shuffle=not arguments.data.disable_shuffling,
         backend=backend,
-        **make.own_keywords(dataclasses.replace(arguments, finetuning=finetuning), None),
+        **make.own_keywords(arguments.with_keys(ref_model=None), None),  # it scores nothing
     )
     trainer.state.max_steps = plan.steps
     return trainer

@@ -1,4 +1,4 @@
-"""Losses of preference pairs: pure functions, each a row of tables.LOSSES.
+"""Losses of preference pairs: pure functions, each a row of part_dpo_keys.LOSSES.
 
     c, r   log-ratios of chosen and rejected: log-probability minus the reference's, [P]
     d      beta (c - r) - margin, of f-divergences with f'(exp(c)) in place of c

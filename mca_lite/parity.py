@@ -323,11 +323,10 @@ def _plain_trainer(plan: run.Plan, trainer, bf16: bool):
     values = {of.name: getattr(args, of.name) for of in fields if of.metadata.get("torch", True)}
     values |= dict(bf16=bf16, global_batch_size=None, gradient_accumulation_steps=None)
     arguments = dataclasses.replace(
-        plan.arguments,
+        # the batches have the numbers of a reference
+        plan.arguments.with_keys(ref_model=None),
         training=TrainingArguments(**values),
         backend=UseMcaArguments(use_mca=False),
-        # the batches have the numbers of a reference
-        finetuning=dataclasses.replace(plan.arguments.finetuning, ref_model=None),
     )
     planned = dataclasses.replace(plan.model, config=_hf_config(plan))
     model = run.build_model(dataclasses.replace(plan, arguments=arguments, model=planned))

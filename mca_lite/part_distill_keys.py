@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from .args_rules_training import harmless_need
 from .args_values import ArgumentGroup, amount, arg, count, optional
 from .errors import Judge, Rule
 from .tables import CONVERSATIONS, TEACHER_KEY, register_keys, register_objective
@@ -105,11 +104,7 @@ _KEYS = {
     "distill_temperature": "temperature",
     "distill_ce_weight": "ce_weight",
 }
-register_keys(
-    "distill",
-    DistillArguments,
-    needs=(harmless_need(" ".join(_KEYS), "stage=distill", "stage: distill"),),
-)
+register_keys("distill", DistillArguments, of_stages=True)
 register_objective(
     "distill",
     records=CONVERSATIONS,

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Any
 
-from .args_rules_training import harmless_need
 from .args_values import ArgumentGroup, amount
 from .errors import Judge
-from .tables import LABELLED, REFERENCE_RULES, check_preferences, register_keys, register_objective
+from .part_scores_keys import REFERENCE_RULES, check_preferences
+from .tables import LABELLED, register_keys, register_objective
 
 KTO_METRICS = (
     "loss",
@@ -39,11 +39,7 @@ def _describe_kto(keys: Any) -> str:
     return f"{text}, of undesirable ones {keys.kto_rejected_weight:g}"
 
 
-register_keys(
-    "kto",
-    KTOArguments,
-    needs=(harmless_need("kto_chosen_weight kto_rejected_weight", "stage=kto", "stage: kto"),),
-)
+register_keys("kto", KTOArguments, of_stages=True)
 register_objective(
     "kto",
     records=LABELLED,

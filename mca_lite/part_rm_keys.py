@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
-from .args_rules_training import harmless_need
 from .args_values import ArgumentGroup, amount
-from .tables import METRICS, PAIRS, check_preferences, register_keys, register_objective
+from .part_dpo_keys import METRICS
+from .part_scores_keys import check_preferences
+from .tables import PAIRS, register_keys, register_objective
 
 RM_METRICS = METRICS[:5]
 
@@ -18,11 +19,7 @@ class RewardArguments(ArgumentGroup):
     )
 
 
-register_keys(
-    "rm",
-    RewardArguments,
-    needs=(harmless_need("center_rewards_coefficient", "stage=rm", "stage: rm"),),
-)
+register_keys("rm", RewardArguments, of_stages=True)
 register_objective(
     "rm",
     records=PAIRS,

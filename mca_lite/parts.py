@@ -30,12 +30,26 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "kto": Part("part_kto_keys trainer_kto", "kto_chosen_weight kto_rejected_weight stage=kto"),
-    "rm": Part("part_rm_keys trainer_rm", "center_rewards_coefficient stage=rm"),
+    "scores": Part("part_scores_keys trainer_scores", "pref_beta ref_model"),
+    "dpo": Part(
+        "part_dpo_keys loss_preference trainer_dpo",
+        "pref_loss pref_loss_weights pref_ftx dpo_label_smoothing simpo_gamma cpo_alpha "
+        "discopop_tau f_divergence_type f_alpha_divergence_coef ld_alpha use_weighting stage=dpo",
+        needs="scores",
+    ),
+    "kto": Part(
+        "part_kto_keys trainer_kto",
+        "kto_chosen_weight kto_rejected_weight stage=kto",
+        needs="dpo scores",
+    ),
+    "rm": Part(
+        "part_rm_keys trainer_rm", "center_rewards_coefficient stage=rm", needs="dpo scores"
+    ),
     "distill": Part(
         "part_distill_keys trainer_distill",
         "teacher_model_name_or_path teacher_top_k teacher_cache teacher_cache_dtype distill_loss "
         "distill_jsd_mix distill_temperature distill_ce_weight stage=distill",
+        needs="scores",
     ),
 }
 

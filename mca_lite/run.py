@@ -59,7 +59,7 @@ from .files import (
 )
 from .lora import host_of
 from .model_config import load_tokenizer
-from .tables import OBJECTIVES, REFERENCES, Objective
+from .tables import OBJECTIVES, Objective
 from .weights_files import (
     GrownSource,
     SafetensorsSource,
@@ -112,11 +112,6 @@ _FROM_BF16 = (
     "note: the model's files are in bfloat16, and bf16 is false: it trains and is saved in "
     "float32, in twice the memory"
 )
-_WITHOUT_ADAPTER = (
-    "note: the reference is the model of model_name_or_path, without the adapter of "
-    "adapter_name_or_path, so that rewards do not begin at 0; to start from the adapter's model, "
-    "merge it (python -m mca_lite convert BASE DST --merge) and train a new adapter on it"
-)
 _OF_MLPS = re.compile(r".*\.(experts\..*|gate_proj|up_proj|down_proj)")
 
 
@@ -148,10 +143,7 @@ def make_plan(arguments: RunArguments) -> Plan:
     second_model = None
     make = objective.trainer_class()
     second_folder = make.second_model_folder(arguments, planned)
-    finetuning = arguments.finetuning
-    is_base = "ref_model" in objective.keys and finetuning.ref_model in (None, *REFERENCES)
-    if is_base and finetuning.adapter_name_or_path and make.has_reference(finetuning):
-        report.append(_WITHOUT_ADAPTER)
+    report += make.notes_of_run(arguments)
     if second_folder is not None:
         second_model = planned
         if second_folder != folder:

@@ -1,4 +1,4 @@
-"""Tables of named choices: chat templates, preference losses, stages and optimizers.
+"""Tables of named choices: groups of keys, chat templates, stages, optimizers and columns.
 
 The rules of configuration keys read them too, so torch is imported in the functions: a typing error
 must not wait for it.
@@ -7,7 +7,6 @@ must not wait for it.
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field, fields
 from importlib import import_module
@@ -15,7 +14,7 @@ from typing import Any, NamedTuple
 
 from .args_values import ArgumentGroup
 from .errors import Judge, Rule
-from .files import HF_CONFIG_NAME, IGNORE_INDEX
+from .files import IGNORE_INDEX
 
 # -- chat templates
 
@@ -144,7 +143,8 @@ BUILT_IN_FOR = {
 }
 
 
-def _refuse_taken(kind: str, name: str, table: Container[str]) -> None:
+def refuse_taken(kind: str, name: str, table: Container[str]) -> None:
+    """ValueError for a name that a table has already."""
     if name in table:
         raise ValueError(f"{kind} {name} is registered already: choose another name")
 
@@ -159,6 +159,7 @@ class KeyGroup(NamedTuple):
     rules: tuple[Rule, ...] = ()
     needs: tuple[Any, ...] = ()
     fixed: tuple[str, ...] = ()
+    of_stages: bool = False
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -175,123 +176,23 @@ def register_keys(
     rules: Iterable[Rule] = (),
     needs: Iterable[Any] = (),
     fixed: Iterable[str] = (),
+    of_stages: bool = False,
 ) -> None:
     """Add the keys of a part: the fields of `group`, a dataclass. rules: Rules over the keys of all
     groups. needs: args_rules_training.Needs of the group's keys. fixed: keys that must not change
-    when a run is resumed.
+    when a run is resumed. of_stages: True if a key has an effect on a stage only where `keys` of
+    its row in OBJECTIVES names it; a note names others that are given.
 
     Call it before the configuration is parsed, on every rank. Raises ValueError for a name or a key
     that is taken, TypeError for a group that is no ArgumentGroup.
     """
     if not (isinstance(group, type) and issubclass(group, ArgumentGroup)):
         raise TypeError(f"keys {part}: expected a subclass of ArgumentGroup, got {group!r}")
-    row = KeyGroup(group, tuple(rules), tuple(needs), tuple(fixed))
-    _refuse_taken("keys", part, KEY_GROUPS)
+    row = KeyGroup(group, tuple(rules), tuple(needs), tuple(fixed), of_stages)
+    refuse_taken("keys", part, KEY_GROUPS)
     for key in row.keys:
-        _refuse_taken("key", key, {*KEY_GROUPS, *(k for r in KEY_GROUPS.values() for k in r.keys)})
+        refuse_taken("key", key, {*KEY_GROUPS, *(k for r in KEY_GROUPS.values() for k in r.keys)})
     KEY_GROUPS[part] = row
-
-
-# -- preference losses
-
-REFERENCES = ("cached", "adapter", "model")
-METRICS = (
-    "loss",
-    "rewards/chosen",
-    "rewards/rejected",
-    "rewards/accuracies",
-    "rewards/margins",
-    "logps/chosen",
-    "logps/rejected",
-    "sft_loss",
-)
-
-
-class PreferenceLoss(NamedTuple):
-    """One row of LOSSES.
-
-    formula(responses, config) -> losses [P], or (losses, rewards of chosen, rewards of rejected)
-    with detached rewards; "module:function" of this package. responses:
-    loss_preference.Responses; config: a DPOConfig. has_reference: True for a comparison with a
-    reference model. keys: the configuration keys of the loss, beside pref_ftx, pair_weight and
-    those of `excludes`. required: keys that must be set. excludes: keys it cannot be combined with.
-    of_batch(responses, config, memory) -> two numbers, or two tensors [N], of the N pairs of a
-    global batch, for `responses.of_batch` (see loss_preference). looks_ahead: True if it reads the
-    policy's log-probabilities: one more forward pass a step.
-    """
-
-    formula: Callable[[Any, Any], Any] | str
-    has_reference: bool
-    keys: tuple[str, ...] = ("pref_beta",)
-    required: tuple[str, ...] = ()
-    excludes: tuple[str, ...] = ()
-    of_batch: Callable[[Any, Any, dict], tuple] | str | None = None
-    looks_ahead: bool = False
-
-
-LOSSES: dict[str, PreferenceLoss] = {}
-
-
-def register_loss(name: str, formula: Callable[[Any, Any], Any], **fields: Any) -> None:
-    """Add a row to LOSSES: `pref_loss: <name>` trains with `formula`. fields: the others of
-    PreferenceLoss, with `has_reference` required.
-
-    Call it before the configuration is parsed, on every rank. Raises ValueError for a taken name,
-    TypeError for a formula that is no function.
-    """
-    if not callable(formula):
-        raise TypeError(f"pref_loss {name}: expected a function of responses, got {formula!r}")
-    _refuse_taken("pref_loss", name, LOSSES)
-    LOSSES[name] = PreferenceLoss(formula, **fields)
-
-
-_BETA = ("pref_beta",)
-_SMOOTHED = ("pref_beta", "dpo_label_smoothing")
-_OF_SCORES = ("pref_beta", "pair_margin", "f_divergence_type", "f_alpha_divergence_coef")
-_NO_PREFERENCE = ("use_weighting",)
-
-
-def _add_losses() -> None:
-    """Fill LOSSES with the functions of loss_preference of the same names."""
-
-    def add(name: str, keys: tuple[str, ...], of_batch: str = "", **fields: Any) -> None:
-        fields.setdefault("has_reference", True)
-        if of_batch:
-            fields["of_batch"] = f"loss_preference:{of_batch}"
-        LOSSES[name] = PreferenceLoss(f"loss_preference:{name}", keys=keys, **fields)
-
-    add("sigmoid", (*_OF_SCORES, "dpo_label_smoothing"))
-    add("sigmoid_norm", _OF_SCORES)
-    add("hinge", _OF_SCORES)
-    of_ipo = ("pref_beta", "f_divergence_type", "f_alpha_divergence_coef")
-    add("ipo", of_ipo, required=_BETA)
-    add("robust", (*_OF_SCORES, "dpo_label_smoothing"))
-    add("exo_pair", (*_OF_SCORES, "dpo_label_smoothing"), required=("dpo_label_smoothing",))
-    add("discopop", (*_OF_SCORES, "discopop_tau"))
-    add("nca_pair", _BETA)
-    add("bco_pair", _BETA, "bco_shift", looks_ahead=True)
-    LOSSES["bco_pair_unshifted"] = PreferenceLoss("loss_preference:bco_pair", True)
-    add("sppo_hard", _BETA, required=_BETA)
-    add("apo_zero", _BETA)
-    add("apo_down", _BETA)
-    add("kto_pair", _BETA, "kl_of_batch", looks_ahead=True)
-    of_others = dict(looks_ahead=True, excludes=("use_weighting", "pair_weight"))
-    add("aot", _SMOOTHED, "sorted_references", **of_others)
-    add("aot_unpaired", _SMOOTHED, "sorted_partners", **of_others)
-    # terms of a token's loss are no preference: neither weighed by the policy nor cut short
-    add("orpo", _BETA, has_reference=False, excludes=("use_weighting", "ld_alpha"))
-    add("simpo", (*_SMOOTHED, "pair_margin", "simpo_gamma"), has_reference=False)
-    add(
-        "cpo",
-        (*_SMOOTHED, "pair_margin", "cpo_alpha"),
-        "pairs_per_token",
-        has_reference=False,
-        excludes=_NO_PREFERENCE,
-    )
-    add("sft", _BETA, "pairs_per_token", has_reference=False, excludes=_NO_PREFERENCE)
-
-
-_add_losses()
 
 
 def function_of(name: Any) -> Any:
@@ -300,11 +201,6 @@ def function_of(name: Any) -> Any:
         return name
     module, _, attribute = name.partition(":")
     return getattr(import_module(f".{module}", __package__), attribute)
-
-
-def has_reference(names: Iterable[str]) -> bool:
-    """True if any of these losses is a comparison with a reference model."""
-    return any(LOSSES[name].has_reference for name in names)
 
 
 # -- stages
@@ -333,8 +229,7 @@ class Objective:
     True for a model with a value head in place of logits. has_binary_labels: True if labels are 1
     or 0, False for any numbers. least_samples: of each data set. metrics: metrics_keys of the
     trainer, given here for one of this package, which is not imported yet; eval_<name> may decide
-    the best checkpoint. keys: configuration keys -> fields of the trainer's config; those of
-    FinetuningArguments have no effect on other objectives.
+    the best checkpoint. keys: configuration keys -> fields of the trainer's config.
     check_keys(a, judge): its rules over FinetuningArguments and the keys of parts, for configs made
     in Python too. check_run(a, judge): those over the keys of all groups.
     describe(a) -> text after the stage's name in the start summary.
@@ -388,7 +283,7 @@ def register_objective(stage: str, **fields: Any) -> Objective:
     if objective.records not in KINDS:
         kinds = ", ".join(KINDS)
         raise ValueError(f"stage {stage}: records {objective.records!r}: expected one of {kinds}")
-    _refuse_taken("stage", stage, OBJECTIVES)
+    refuse_taken("stage", stage, OBJECTIVES)
     OBJECTIVES[stage] = objective
     return objective
 
@@ -400,158 +295,11 @@ def objective_of(stage: str) -> Objective:
     return OBJECTIVES[stage]
 
 
-# -- preference training
-
-
-# of stage dpo
-PREFERENCE_KEYS = {
-    "pref_beta": "beta",
-    "pref_ftx": "ftx",
-    "dpo_label_smoothing": "label_smoothing",
-    "ref_model": "reference",
-}
-PREFERENCE_KEYS |= {
-    key: key
-    for key in (
-        "pref_loss pref_loss_weights simpo_gamma cpo_alpha discopop_tau f_divergence_type "
-        "f_alpha_divergence_coef ld_alpha use_weighting".split()
-    )
-}
-_PREFERENCES = (
-    Rule(
-        "!calculate_per_token_loss",
-        "a preference loss is the mean over the answers or pairs of the global batch, in every "
-        "layout",
-        "calculate_per_token_loss: true",
-    ),
-    Rule(
-        "mtp_num_layers",
-        "layers for multi-token prediction have no part in a preference loss",
-        "mtp_num_layers: 0",
-    ),
-)
-REFERENCE_RULES = (
-    Rule(
-        "ref_model=adapter !finetuning_type=lora",
-        "there are no adapters to switch off",
-        "ref_model: cached, or finetuning_type: lora",
-    ),
-    Rule(
-        "ref_model=adapter modules_to_save",
-        "modules_to_save changes the model beside its adapters",
-        "ref_model: cached",
-    ),
-)
-
-
-_DIVERGENCE = Rule(
-    "!f_alpha_divergence_coef=0.5 !f_divergence_type=alpha_divergence",
-    "no effect, since f_divergence_type is not alpha_divergence",
-    "f_divergence_type: alpha_divergence",
-)
-
-
-def check_preferences(a: Any, judge: Judge) -> None:
-    """Apply the rules of stages that compare answers, over the keys of all groups."""
-    judge.apply(_PREFERENCES)
-    path = os.path.join(a.ref_model or "", HF_CONFIG_NAME)
-    judge.expect(
-        a.ref_model in (None, *REFERENCES, a.model_name_or_path) or os.path.isfile(path),
-        "ref_model",
-        f"it is no folder with {HF_CONFIG_NAME}",
-        f"ref_model: {', '.join(REFERENCES)}, or a model's folder",
-    )
-
-
-def _check_excludes(a: Any, judge: Judge) -> None:
-    """Refuse the keys of a group that the row of a loss excludes."""
-    for name in a.pref_loss:
-        for key in LOSSES[name].excludes:
-            reason = f"pref_loss {name} has a term of single tokens, or of answers of several pairs"
-            judge.expect(not getattr(a, key, None), f"{key} pref_loss", reason, f"{key} left out")
-
-
-def _check_pairs(a: Any, judge: Judge) -> None:
-    check_preferences(a, judge)
-    _check_excludes(a, judge)
-    judge.expect(
-        a.pair_margin is None or "pair_margin" in _keys_of(a.pref_loss),
-        "pair_margin pref_loss",
-        f"no effect, since pref_loss is {', '.join(a.pref_loss)}",
-        "pair_margin left out",
-    )
-
-
-def _describe_preferences(keys: Any) -> str:
-    losses = ", ".join(keys.pref_loss)
-    if keys.pref_loss_weights:
-        losses += f" weighing {', '.join(f'{weight:g}' for weight in keys.pref_loss_weights)}"
-    text = f"pref_loss {losses}, beta {keys.pref_beta:g}, sft term {keys.pref_ftx:g}"
-    return f"{text}, label smoothing {keys.dpo_label_smoothing:g}"
-
-
-def _keys_of(names: Iterable[str]) -> set[str]:
-    """The configuration keys that these losses read."""
-    return {key for name in names for key in LOSSES[name].keys}
-
-
-def _check_preference_keys(a: Any, judge: Judge) -> None:
-    """Check the keys of losses and their reference."""
-    names = a.pref_loss
-    listed = ", ".join(names)
-    judge.expect(
-        len(names) == len({*names}) > 0,
-        "pref_loss",
-        "expected at least one loss, and each once",
-        "pref_loss: sigmoid",
-    )
-    weights = a.pref_loss_weights
-    judge.expect(
-        weights is None or (len(weights) == len(names) and min(weights, default=1) > 0),
-        "pref_loss_weights pref_loss",
-        f"expected a number above 0 for each of {listed}",
-        f"pref_loss_weights: {[1.0] * len(names)}",
-    )
-    judge.expect(
-        has_reference(names) or a.ref_model is None,
-        "ref_model pref_loss",
-        f"pref_loss {listed} has no reference model",
-        "ref_model left out",
-    )
-    judge.apply((*REFERENCE_RULES, _DIVERGENCE))
-    for key in _keys_of(LOSSES) - _keys_of(names):
-        judge.expect(
-            key not in a.changed,
-            f"{key} pref_loss",
-            f"no effect, since pref_loss is {listed}",
-            f"{key} left out",
-        )
-    judge.expect(
-        a.dpo_label_smoothing < 0.5 or "robust" not in names,
-        "dpo_label_smoothing pref_loss",
-        "pref_loss robust divides by 1 - 2 * dpo_label_smoothing",
-        "dpo_label_smoothing: 0.4",
-    )
-    for name in names:
-        for key in LOSSES[name].required:
-            reason = f"pref_loss {name} divides by it, or takes its logarithm"
-            judge.expect(getattr(a, key), f"{key} pref_loss", reason, f"{key}: 1e-3")
-    _check_excludes(a, judge)
-
-
 register_objective("pt", records=TEXT)
 register_objective("sft", records=CONVERSATIONS)
-register_objective(
-    "dpo",
-    records=PAIRS,
-    trainer="trainer_dpo:DPOTrainer",
-    metrics=METRICS,
-    keys=PREFERENCE_KEYS,
-    check_keys=_check_preference_keys,
-    check_run=_check_pairs,
-    describe=_describe_preferences,
-)
 TEACHER_KEY = "teacher_model_name_or_path"
+
+
 # -- optimizers
 
 
@@ -606,7 +354,7 @@ def register_optimizer(
     if not callable(make):
         raise TypeError(f"optim {name}: expected a function of (groups, args), got {make!r}")
     for taken in (name, *aliases):
-        _refuse_taken("optim", taken, {*OPTIMIZERS, *OPTIMIZER_ALIASES})
+        refuse_taken("optim", taken, {*OPTIMIZERS, *OPTIMIZER_ALIASES})
     OPTIMIZERS[name] = Optimizer(make, **fields)
     OPTIMIZER_ALIASES.update({alias.lower(): name for alias in aliases})
 
@@ -742,7 +490,7 @@ def register_column(name: str, per: str = "token", **fields: Any) -> None:
     """
     if per not in ("token", "document", "sample"):
         raise ValueError(f"column {name}: expected per token, document or sample, got {per!r}")
-    _refuse_taken("column", name, COLUMNS)
+    refuse_taken("column", name, COLUMNS)
     COLUMNS[name] = Column(per, **fields)
 
 

@@ -864,35 +864,34 @@ class McaTrainer:
                 self.tokenizer.save_pretrained(beside)
         parallel.barrier()
 
-    # -- a run of the command line: needs of an objective beside model, data and arguments
+    # -- a run with RunArguments `arguments`: what an objective needs beside model and data
 
     @classmethod
     def forward_passes(cls, keys) -> tuple[int, int]:
-        """Forward passes of the model and of a second one over the tokens of a step, beside those
-        of training. keys: RunArguments, or the objective's config."""
+        """Forward passes of both models beside training's; keys: RunArguments or train_config."""
         return 0, 1
 
     @classmethod
     def second_model_folder(cls, arguments, planned) -> Path | None:
-        """The folder of the objective's second model, None without one. arguments: RunArguments;
-        planned: a run.PlannedModel, the one to be trained. ValueError, before ranks meet, for
-        models it cannot train."""
+        """The folder of the objective's second model, None without one. planned: the trained one,
+        a run.PlannedModel. ValueError, before ranks meet, for models it cannot train."""
         return None
 
     @classmethod
     def check_second_model(cls, arguments, first, second, tokenizer) -> None:
-        """Refuse a second model that does not belong to the first one, both run.PlannedModels;
-        tokenizer: of the first."""
+        """Refuse a second model that does not belong to the first; both are run.PlannedModels."""
         if second.old_vocab_size != first.old_vocab_size:
-            reason = f"it has a vocabulary of {second.old_vocab_size} tokens, and the trained "
-            reason += f"model {first.old_vocab_size}"
-            remedy = "a model that reads the same tokens"
-            refuse("ref_model", str(second.folder), reason, remedy)
+            reason = f"a vocabulary of {second.old_vocab_size} tokens, not {first.old_vocab_size}"
+            refuse("ref_model", str(second.folder), reason, "a model that reads the same tokens")
+
+    @classmethod
+    def notes_of_run(cls, arguments) -> list[str]:
+        """Lines for the report at the start of a run."""
+        return []
 
     @classmethod
     def own_keywords(cls, arguments, second_model) -> dict[str, Any]:
-        """The constructor's keywords beside McaTrainer's, for a run with these RunArguments;
-        second_model: a function that builds it, None without one."""
+        """The constructor's keywords beside McaTrainer's. second_model: a function, or None."""
         return {}
 
 

@@ -32,17 +32,9 @@ from .errors import Judge, expect, refuse
 from .files import IGNORE_INDEX, cache_folder, resolve_folder
 from .loss_preference import Responses
 from .loss_tokens import Logits
-from .tables import (
-    LOSSES,
-    METRICS,
-    OBJECTIVES,
-    PAIR_COLUMNS,
-    REFERENCES,
-    PreferenceLoss,
-    function_of,
-    has_reference,
-    other_columns,
-)
+from .part_dpo_keys import LOSSES, METRICS, PreferenceLoss, has_reference
+from .part_scores_keys import REFERENCES
+from .tables import OBJECTIVES, PAIR_COLUMNS, function_of, other_columns
 from .trainer_evaluation import in_documents, sum_documents
 from .trainer_scores import ObjectiveConfig, ScoredTrainer, identity_of_model
 
@@ -50,6 +42,11 @@ from .trainer_scores import ObjectiveConfig, ScoredTrainer, identity_of_model
 # host's launches, with more it may need more memory than training
 JOINED = 2
 JOINED_TOKENS = 16384
+_WITHOUT_ADAPTER = (
+    "note: the reference is the model of model_name_or_path, without the adapter of "
+    "adapter_name_or_path, so that rewards do not begin at 0; to start from the adapter's model, "
+    "merge it (python -m mca_lite convert BASE DST --merge) and train a new adapter on it"
+)
 
 
 @dataclass(kw_only=True)
@@ -225,18 +222,17 @@ class DPOTrainer(ScoredTrainer):
 
     @classmethod
     def second_model_folder(cls, arguments, planned) -> Path | None:
-        keys = arguments.finetuning
-        if not cls.has_reference(keys):
+        if not cls.has_reference(arguments):
             return None
-        if keys.ref_model == "model":
+        if arguments.ref_model == "model":
             return planned.folder
-        if keys.ref_model not in (None, *REFERENCES):
-            return resolve_folder(keys.ref_model, arguments.model.model_revision)
+        if arguments.ref_model not in (None, *REFERENCES):
+            return resolve_folder(arguments.ref_model, arguments.model.model_revision)
         judge = Judge(arguments)
         # new tokens bring modules_to_save that the file does not name
-        OBJECTIVES[keys.stage].check_keys(arguments, judge)
+        OBJECTIVES[arguments.stage].check_keys(arguments, judge)
         judge.close()
-        adapter = keys.adapter_name_or_path
+        adapter = arguments.adapter_name_or_path
         if adapter and planned.adapters.modules_to_save:
             reason = (
                 "it has modules_to_save, and without its adapters the model is not the one that "
@@ -246,14 +242,18 @@ class DPOTrainer(ScoredTrainer):
         return None
 
     @classmethod
+    def notes_of_run(cls, arguments) -> list[str]:
+        is_base = cls.has_reference(arguments) and arguments.ref_model in (None, *REFERENCES)
+        return [_WITHOUT_ADAPTER] if is_base and arguments.adapter_name_or_path else []
+
+    @classmethod
     def own_keywords(cls, arguments, second_model) -> dict[str, Any]:
-        keys = arguments.finetuning
         source = ""
         if arguments.model.train_from_scratch:
             source = f"drawn from seed {arguments.training.seed}"
         config = cls.config_class.of_keys(
             arguments,
-            reference=keys.ref_model if second_model is None else "model",
+            reference=arguments.ref_model if second_model is None else "model",
             cache_dir=str(cache_folder(arguments.data.cache_dir)),
             model_source=source,
         )

@@ -123,7 +123,7 @@ def test_keys_of_preferences_on_another_stage_are_named(monkeypatch):
     monkeypatch.chdir(ROOT)
     words = ["configs/sft.yaml", "pref_loss=orpo", "pref_beta=0.2"]
     of_stage = [note for note in parse_args(words).warnings if "since stage is sft" in note]
-    assert [note.partition(":")[0] for note in of_stage] == ["pref_loss", "pref_beta"]
+    assert [note.partition(":")[0] for note in of_stage] == ["pref_beta", "pref_loss"]
 
 
 def test_what_cannot_be_trained_on_is_told_before_anything_starts(tmp_path, monkeypatch, capsys):

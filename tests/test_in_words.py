@@ -168,9 +168,9 @@ def test_the_decay_of_sgd_is_coupled_and_its_help_says_so(tmp_path):
 
 
 def keys_refused(**keys) -> str:
-    from mca_lite.args import FinetuningArguments
+    from mca_lite.args import objective_keys
 
-    return refusal(FinetuningArguments, stage="dpo", **keys)
+    return refusal(objective_keys, "dpo", **keys)
 
 
 def test_half_of_the_pairs_swapped_and_a_beta_of_zero_are_taken_as_trl_does():

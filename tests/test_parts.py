@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy
 import pytest
 
-from mca_lite.args import CORE_GROUPS
+from mca_lite.args import CORE_GROUPS, parse_args
 from mca_lite.parts import PARTS, absent, missing, with_needs
 from mca_lite.tables import KEY_GROUPS, OBJECTIVES
 from tests.shared import removal
@@ -118,6 +118,14 @@ def test_the_row_of_a_part_lists_its_files_and_keys(part):
 
 def test_every_group_of_keys_is_the_core_s_or_a_part_s():
     assert set(KEY_GROUPS) == {*CORE_GROUPS, *PARTS}
+
+
+def test_a_copy_with_other_keys_leaves_the_arguments_as_they_are(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    arguments = parse_args([*removal.GOOD, "stage=dpo", "ref_model=model"])
+    copied = arguments.with_keys(ref_model=None, key_of_a_missing_part=1)
+    assert copied.to_dict() == arguments.to_dict() | {"ref_model": None}
+    assert arguments.ref_model == "model"
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mca_lite.tables import LOSSES
+from mca_lite.part_dpo_keys import LOSSES
 from tests.shared import preference_oracle, tiny, tiny_moe, world
 from tests.shared.dpo_tools import Pairs, curve_of, differences, our_run
 from tests.shared.layouts import CP2, DIST_OPT, EP2, OVERLAP, PACKED, PP2, TP2, TP2_SP, VPP2

@@ -18,15 +18,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
+from mca_lite.parts import PARTS, with_needs
 from tests.tools import house
 
 DEPTH = {"core": 0, "part": 1, "tool": 2}
-MAY_USE = {  # part -> the parts that it needs
-    "kto": {"dpo", "scores"},
-    "dpo": {"scores"},
-    "rm": {"dpo", "scores"},
-    "distill": {"scores"},
-}
 WORDS = {  # capability -> identifiers and strings that name it
     "lora": r"(?<!q_)(?<!kv_)lora|(?<!mcore_)adapter|spec_of|modules_to_save|merger|PEFT",
     "freeze": r"freez|trained_modules|trained_of|lowest_layer|\btrains\b",
@@ -83,7 +78,7 @@ def against_the_order(package: Path) -> list[tuple[str, str]]:
         for other in sorted(house.relative_imports(nodes) & rings.keys()):
             other_ring, other_part = rings[other]
             is_of_parts = ring == other_ring == "part"
-            may_use = {part, *MAY_USE.get(part, ())}
+            may_use = with_needs(part) if part in PARTS else [part]
             if DEPTH[other_ring] > DEPTH[ring] or (is_of_parts and other_part not in may_use):
                 found.append((module, other))
     return found

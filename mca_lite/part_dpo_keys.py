@@ -1,0 +1,252 @@
+"""Keys, rules and rows of stage dpo: training on preference pairs, and the losses of pairs."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from typing import Any, Literal, NamedTuple
+
+from .args_values import ArgumentGroup, amount, arg, flag, optional
+from .errors import Judge, Rule
+from .part_scores_keys import REFERENCE_RULES, check_preferences
+from .tables import PAIRS, refuse_taken, register_keys, register_objective
+
+# -- losses
+
+METRICS = (
+    "loss",
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/accuracies",
+    "rewards/margins",
+    "logps/chosen",
+    "logps/rejected",
+    "sft_loss",
+)
+
+
+class PreferenceLoss(NamedTuple):
+    """One row of LOSSES.
+
+    formula(responses, config) -> losses [P], or (losses, rewards of chosen, rewards of rejected)
+    with detached rewards; "module:function" of this package. responses:
+    loss_preference.Responses; config: a DPOConfig. has_reference: True for a comparison with a
+    reference model. keys: the configuration keys of the loss, beside pref_ftx, pair_weight and
+    those of `excludes`. required: keys that must be set. excludes: keys it cannot be combined with.
+    of_batch(responses, config, memory) -> two numbers, or two tensors [N], of the N pairs of a
+    global batch, for `responses.of_batch` (see loss_preference). looks_ahead: True if it reads the
+    policy's log-probabilities: one more forward pass a step.
+    """
+
+    formula: Callable[[Any, Any], Any] | str
+    has_reference: bool
+    keys: tuple[str, ...] = ("pref_beta",)
+    required: tuple[str, ...] = ()
+    excludes: tuple[str, ...] = ()
+    of_batch: Callable[[Any, Any, dict], tuple] | str | None = None
+    looks_ahead: bool = False
+
+
+LOSSES: dict[str, PreferenceLoss] = {}
+
+
+def register_loss(name: str, formula: Callable[[Any, Any], Any], **fields: Any) -> None:
+    """Add a row to LOSSES: `pref_loss: <name>` trains with `formula`. fields: the others of
+    PreferenceLoss, with `has_reference` required.
+
+    Call it before the configuration is parsed, on every rank. Raises ValueError for a taken name,
+    TypeError for a formula that is no function.
+    """
+    if not callable(formula):
+        raise TypeError(f"pref_loss {name}: expected a function of responses, got {formula!r}")
+    refuse_taken("pref_loss", name, LOSSES)
+    LOSSES[name] = PreferenceLoss(formula, **fields)
+
+
+_BETA = ("pref_beta",)
+_SMOOTHED = ("pref_beta", "dpo_label_smoothing")
+_OF_SCORES = ("pref_beta", "pair_margin", "f_divergence_type", "f_alpha_divergence_coef")
+_NO_PREFERENCE = ("use_weighting",)
+
+
+def _add_losses() -> None:
+    """Fill LOSSES with the functions of loss_preference of the same names."""
+
+    def add(name: str, keys: tuple[str, ...], of_batch: str = "", **fields: Any) -> None:
+        fields.setdefault("has_reference", True)
+        if of_batch:
+            fields["of_batch"] = f"loss_preference:{of_batch}"
+        LOSSES[name] = PreferenceLoss(f"loss_preference:{name}", keys=keys, **fields)
+
+    add("sigmoid", (*_OF_SCORES, "dpo_label_smoothing"))
+    add("sigmoid_norm", _OF_SCORES)
+    add("hinge", _OF_SCORES)
+    of_ipo = ("pref_beta", "f_divergence_type", "f_alpha_divergence_coef")
+    add("ipo", of_ipo, required=_BETA)
+    add("robust", (*_OF_SCORES, "dpo_label_smoothing"))
+    add("exo_pair", (*_OF_SCORES, "dpo_label_smoothing"), required=("dpo_label_smoothing",))
+    add("discopop", (*_OF_SCORES, "discopop_tau"))
+    add("nca_pair", _BETA)
+    add("bco_pair", _BETA, "bco_shift", looks_ahead=True)
+    LOSSES["bco_pair_unshifted"] = PreferenceLoss("loss_preference:bco_pair", True)
+    add("sppo_hard", _BETA, required=_BETA)
+    add("apo_zero", _BETA)
+    add("apo_down", _BETA)
+    add("kto_pair", _BETA, "kl_of_batch", looks_ahead=True)
+    of_others = dict(looks_ahead=True, excludes=("use_weighting", "pair_weight"))
+    add("aot", _SMOOTHED, "sorted_references", **of_others)
+    add("aot_unpaired", _SMOOTHED, "sorted_partners", **of_others)
+    # terms of a token's loss are no preference: neither weighed by the policy nor cut short
+    add("orpo", _BETA, has_reference=False, excludes=("use_weighting", "ld_alpha"))
+    add("simpo", (*_SMOOTHED, "pair_margin", "simpo_gamma"), has_reference=False)
+    add(
+        "cpo",
+        (*_SMOOTHED, "pair_margin", "cpo_alpha"),
+        "pairs_per_token",
+        has_reference=False,
+        excludes=_NO_PREFERENCE,
+    )
+    add("sft", _BETA, "pairs_per_token", has_reference=False, excludes=_NO_PREFERENCE)
+
+
+_add_losses()
+
+
+def has_reference(names: Iterable[str]) -> bool:
+    """True if any of these losses is a comparison with a reference model."""
+    return any(LOSSES[name].has_reference for name in names)
+
+
+# -- keys
+
+
+@dataclass(kw_only=True)
+class PreferenceArguments(ArgumentGroup):
+    """Preference training."""
+
+    pref_loss: list[str] = arg(
+        ["sigmoid"],
+        "stage dpo: losses of pairs, summed; sigmoid is DPO; configs/PREFERENCES.md lists them",
+        choices=LOSSES,
+    )
+    pref_loss_weights: list[float] | None = optional(
+        "weight of each loss of pref_loss in their sum (None: 1)"
+    )
+    pref_ftx: float = amount(
+        0.0, "weight of the sft term: the mean token loss of the chosen response"
+    )
+    dpo_label_smoothing: float = amount(0.0, "assumed fraction of swapped pairs", high=0.5)
+    simpo_gamma: float = amount(0.5, "simpo: margin of rewards between the answers")
+    cpo_alpha: float = amount(1.0, "cpo: weight of the loss of the chosen answers' tokens")
+    discopop_tau: float = arg(0.05, "discopop: temperature of the mix of its two losses", above=0)
+    f_divergence_type: Literal["reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"] = (
+        arg("reverse_kl", "divergence from the reference, for losses of log-ratio differences")
+    )
+    f_alpha_divergence_coef: float = arg(
+        0.5, "alpha of alpha_divergence: 1 is reverse_kl, 0 is forward_kl", low=-10, high=10
+    )
+    ld_alpha: float | None = amount(
+        None, "weight of an answer's tokens beyond the length of the other one (None: 1)", high=1
+    )
+    use_weighting: bool = flag("WPO: pairs weigh by how likely the model is to give both answers")
+
+
+_KEYS = {item.name: item.name for item in fields(PreferenceArguments)}
+_KEYS |= {
+    "pref_beta": "beta",
+    "pref_ftx": "ftx",
+    "dpo_label_smoothing": "label_smoothing",
+    "ref_model": "reference",
+}
+_DIVERGENCE = Rule(
+    "!f_alpha_divergence_coef=0.5 !f_divergence_type=alpha_divergence",
+    "no effect, since f_divergence_type is not alpha_divergence",
+    "f_divergence_type: alpha_divergence",
+)
+
+
+def _check_excludes(a: Any, judge: Judge) -> None:
+    """Refuse the keys of a group that the row of a loss excludes."""
+    for name in a.pref_loss:
+        for key in LOSSES[name].excludes:
+            reason = f"pref_loss {name} has a term of single tokens, or of answers of several pairs"
+            judge.expect(not getattr(a, key, None), f"{key} pref_loss", reason, f"{key} left out")
+
+
+def _check_pairs(a: Any, judge: Judge) -> None:
+    check_preferences(a, judge)
+    _check_excludes(a, judge)
+    judge.expect(
+        a.pair_margin is None or "pair_margin" in _keys_of(a.pref_loss),
+        "pair_margin pref_loss",
+        f"no effect, since pref_loss is {', '.join(a.pref_loss)}",
+        "pair_margin left out",
+    )
+
+
+def _describe_preferences(keys: Any) -> str:
+    losses = ", ".join(keys.pref_loss)
+    if keys.pref_loss_weights:
+        losses += f" weighing {', '.join(f'{weight:g}' for weight in keys.pref_loss_weights)}"
+    text = f"pref_loss {losses}, beta {keys.pref_beta:g}, sft term {keys.pref_ftx:g}"
+    return f"{text}, label smoothing {keys.dpo_label_smoothing:g}"
+
+
+def _keys_of(names: Iterable[str]) -> set[str]:
+    """The configuration keys that these losses read."""
+    return {key for name in names for key in LOSSES[name].keys}
+
+
+def _check_preference_keys(a: Any, judge: Judge) -> None:
+    """Check the keys of losses and their reference."""
+    names = a.pref_loss
+    listed = ", ".join(names)
+    judge.expect(
+        len(names) == len({*names}) > 0,
+        "pref_loss",
+        "expected at least one loss, and each once",
+        "pref_loss: sigmoid",
+    )
+    weights = a.pref_loss_weights
+    judge.expect(
+        weights is None or (len(weights) == len(names) and min(weights, default=1) > 0),
+        "pref_loss_weights pref_loss",
+        f"expected a number above 0 for each of {listed}",
+        f"pref_loss_weights: {[1.0] * len(names)}",
+    )
+    judge.expect(
+        has_reference(names) or a.ref_model is None,
+        "ref_model pref_loss",
+        f"pref_loss {listed} has no reference model",
+        "ref_model left out",
+    )
+    judge.apply((*REFERENCE_RULES, _DIVERGENCE))
+    for key in _keys_of(LOSSES) - _keys_of(names):
+        judge.expect(
+            key not in a.changed,
+            f"{key} pref_loss",
+            f"no effect, since pref_loss is {listed}",
+            f"{key} left out",
+        )
+    judge.expect(
+        a.dpo_label_smoothing < 0.5 or "robust" not in names,
+        "dpo_label_smoothing pref_loss",
+        "pref_loss robust divides by 1 - 2 * dpo_label_smoothing",
+        "dpo_label_smoothing: 0.4",
+    )
+    for name in names:
+        for key in LOSSES[name].required:
+            reason = f"pref_loss {name} divides by it, or takes its logarithm"
+            judge.expect(getattr(a, key), f"{key} pref_loss", reason, f"{key}: 1e-3")
+    _check_excludes(a, judge)
+
+
+register_keys("dpo", PreferenceArguments, of_stages=True)
+register_objective(
+    "dpo",
+    records=PAIRS,
+    trainer="trainer_dpo:DPOTrainer",
+    metrics=METRICS,
+    keys=_KEYS,
+    check_keys=_check_preference_keys,
+    check_run=_check_pairs,
+    describe=_describe_preferences,
+)
