@@ -1,23 +1,18 @@
-"""Rules of the other groups of keys, between groups, and between adapters and a model.
+"""Rules of the other groups of keys, and between groups.
 
 Each function takes the arguments `a`, objects whose attributes are keys, and a Judge (errors.py)
-over them. args.parse_args and the constructors of Python (DPOConfig, LoraSpec, the trainers) apply
-the same rules.
+over them. args.parse_args and the constructors of Python (DPOConfig, the trainers) apply the same
+rules.
 """
 
-import contextlib
-import fnmatch
 import math
 import os
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import NoneType
 from typing import Any
 
 from .args_rules_training import Need, check_needs, harmless_need
 from .errors import Judge, Rule
-from .families_rows import is_of_expert
 from .files import GENERATION_METRICS
 from .tables import CONVERSATIONS, KEY_GROUPS, OBJECTIVES, PAIR_COLUMNS, TEMPLATES, Objective
 
@@ -45,8 +40,8 @@ _NEEDS_OF_ADAPTERS = (
         "finetuning_type: freeze",
     ),
 )
-_OF_LANGUAGE = "adapters are on the language model alone, and all other weights are frozen"
-_ON_ADAPTERS = "it is not supported together with adapters"
+OF_LANGUAGE = "adapters are on the language model alone, and all other weights are frozen"
+ON_ADAPTERS = "it is not supported together with adapters"
 
 NAMED = (Rule("!dataset !eval_dataset", "it names no data", SOME_DATA),)
 _DATA = (
@@ -77,17 +72,17 @@ _FINETUNING = (
     Rule("!lora_target finetuning_type=lora", "it names no layer", "lora_target: all"),
     Rule(
         "!freeze_vision_tower finetuning_type=lora",
-        _OF_LANGUAGE,
+        OF_LANGUAGE,
         "freeze_vision_tower: true, or finetuning_type: full",
     ),
     Rule(
         "!freeze_multi_modal_projector finetuning_type=lora",
-        _OF_LANGUAGE,
+        OF_LANGUAGE,
         "freeze_multi_modal_projector: true, or finetuning_type: full",
     ),
     Rule(
         "freeze_language_model finetuning_type=lora",
-        _OF_LANGUAGE,
+        OF_LANGUAGE,
         "freeze_language_model: false, or finetuning_type: full",
     ),
 )
@@ -105,7 +100,7 @@ BACKEND = (
         "plain torch has no layers for multi-token prediction",
         "mtp_num_layers: 0",
     ),
-    Rule("mtp_num_layers finetuning_type=lora", _ON_ADAPTERS, "mtp_num_layers: 0"),
+    Rule("mtp_num_layers finetuning_type=lora", ON_ADAPTERS, "mtp_num_layers: 0"),
     Rule(
         "optim=muon finetuning_type=lora",
         "Muon makes updates of whole matrices orthogonal, and adapters are factors of them",
@@ -327,75 +322,7 @@ def check_run(a: Any, judge: Judge) -> list[str]:
     return of_groups + [note for note, applies in notes.items() if applies]
 
 
-# -- adapters: `spec` is a LoraSpec (lora_layers.py), `candidates` the modules for adapters
-# (lora.Candidate)
-
-ALL_LINEAR = ("all", "all-linear")
-ALL_ROUTERS = "all-router"
-EMBEDDING_AND_HEAD = ("embed_tokens", "lm_head")
-ONE_SIDED = (
-    "{} has an adapter, and the embedding is the head in this model: merged, both would change"
-)
-# keys of adapter_config.json for unsupported features -> their values without effect
-_PLAIN: dict[str, tuple] = dict.fromkeys(
-    "use_dora use_qalora lora_bias rank_pattern alpha_pattern fan_in_fan_out target_parameters "
-    "trainable_token_indices layer_replication alora_invocation_tokens arrow_config kasa_config "
-    "monteclora_config use_bdlora".split(),
-    (False, None, {}, []),
-)
-_PLAIN |= {
-    "peft_type": ("LORA",),
-    "bias": ("none",),
-    # other ways to start change the base weights
-    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
-}
-
-
-def check_adapter_config(values: dict, path, judge: Judge) -> None:
-    """Check the raw values of an adapter_config.json for supported ones."""
-    saved = values.get("modules_to_save") or []
-    fits = {
-        "r": type(values.get("r")) is int,
-        "lora_alpha": type(values.get("lora_alpha")) in (int, float),
-        "lora_dropout": type(values.get("lora_dropout")) in (int, float, NoneType),
-        "modules_to_save": isinstance(saved, list) and set(map(type, saved)) <= {str},
-    }
-    fits |= {key: values.get(key, plain[0]) in plain for key, plain in _PLAIN.items()}
-    for key, is_known in fits.items():
-        judge.expect(
-            is_known,
-            "adapter_name_or_path",
-            f"{key} is {values.get(key)!r:.80}, which is damaged or not supported",
-            "the file as PEFT wrote it; or merge that adapter into its base and train a new one",
-            None,
-            f"{key} of {path}",
-        )
-
-
-def resolve_targets(targets: Iterable[str], candidates: list, judge: Judge) -> tuple[str, ...]:
-    """The HF names of the modules of `targets`, in the model's order.
-
-    A target is "all", a name (q_proj, self_attn.q_proj, linear_qkv), or a pattern:
-    *.layers.[0-3].*.q_proj, or a regular expression for a whole name, of Hugging Face or megatron.
-    A target without a module is refused.
-    """
-    chosen = set()
-    known = dict.fromkeys(last_of(name) for c in candidates for name in (c.hf, c.mca) if name)
-    reason = "it means no layer of this model"
-    if any(".language_model." in candidate.hf for candidate in candidates):
-        reason += f", and {_OF_LANGUAGE}"
-    for target in targets:
-        matches = {c.hf for c in candidates if target == c.hf}
-        matches = matches or {c.hf for c in candidates if _is_match(target, c)}
-        judge.expect(
-            matches,
-            "lora_target",
-            reason,
-            f"all, some of {', '.join(known)}, or a pattern over names such as {candidates[-2].hf}",
-            target,
-        )
-        chosen |= matches
-    return tuple(c.hf for c in candidates if c.hf in chosen)
+# -- modules of a model
 
 
 def last_of(module: str) -> str:
@@ -403,198 +330,20 @@ def last_of(module: str) -> str:
     return module.rsplit(".", 1)[-1]
 
 
-def _is_match(target: str, candidate) -> bool:
-    if target in ALL_LINEAR:
-        return candidate.in_all
-    if target == ALL_ROUTERS:
-        return candidate.mca.endswith(".mlp.router")
-    for name in filter(None, (candidate.hf, candidate.mca)):
-        if f".{name}".endswith(f".{target}") or fnmatch.fnmatchcase(name, target):
-            return True
-        with contextlib.suppress(re.error):
-            if re.fullmatch(target, name):
-                return True
-    return False
-
-
-def check_other_model(folder, spec, candidates: list, judge: Judge) -> None:
-    """Check the modules of a folder's adapter, the targets of `spec`, against the model's."""
-    unknown = set(spec.targets).difference(c.hf for c in candidates)
-    judge.expect(
-        spec.targets and not unknown,
-        "adapter_name_or_path lora_target",
-        f"it is an adapter of another model: of its {len(spec.targets)} modules this model "
-        f"lacks {len(unknown)}, such as {min(unknown, default='all')}",
-        "model_name_or_path: its base",
-        str(folder),
-    )
-
-
-def check_single_experts(spec, candidates: list, judge: Judge) -> None:
-    """Check for targets on some experts of a layer only."""
-
-    def of_layer(module: str) -> str:
-        return re.sub(r"\.experts\.\d+\.", ".experts.", module)
-
-    chosen = set(map(of_layer, spec.modules))
-    others = [c.hf for c in candidates if of_layer(c.hf) in chosen and c.hf not in spec.modules]
-    judge.expect(
-        not others,
-        "lora_target",
-        f"it means some experts of a layer and not {min(others, default='')}",
-        "all experts of a layer, or none",
-        list(spec.targets),
-    )
-
-
 def is_saved(module: str, spec) -> bool:
     """True for an HF module in modules_to_save, by PEFT's rule: the end of its name."""
     return module.endswith(tuple(spec.modules_to_save))
-
-
-def check_saved(spec, weights: Iterable, judge: Judge) -> None:
-    """Check modules_to_save against the trainable weights (lora.Weight) of the model."""
-    key = "modules_to_save"
-    unused = set(spec.modules_to_save)
-    for weight in weights if unused else ():
-        saved = [module for module in weight.modules if is_saved(module, spec)]
-        unused -= {name for name in unused if any(module.endswith(name) for module in saved)}
-        if not saved:
-            continue
-        defects = {
-            "experts are not trained whole": weight.is_expert,
-            "the embedding is the head in this model: PEFT would train a copy for one of the two": (
-                weight.is_tied
-            ),
-            f"{', '.join(weight.modules)} are one matrix: all of them or none": (
-                len(saved) < len(weight.modules)
-            ),
-            "it is in lora_target too": not set(saved).isdisjoint(spec.modules),
-        }
-        for reason, applies in defects.items():
-            judge.expect(not applies, key, reason, f"{key} without it", saved[0])
-    judge.expect(
-        not unused,
-        key,
-        "it is the end of no module's name in this model",
-        "some of embed_tokens, lm_head, or left out",
-        min(unused, default=""),
-    )
-
-
-def check_new_rows(
-    modules_to_save, num_new: int, ends: Sequence[str], is_tied: bool, judge: Judge
-) -> None:
-    """Check modules_to_save for the rows of new tokens beside adapters. ends: of the names of the
-    modules with such rows."""
-    key = "modules_to_save"
-    saved = list(modules_to_save or ())
-    lacking = [end for end in ends if not any(m.endswith(end) for m in saved)]
-    judge.expect(
-        not is_tied,
-        "finetuning_type",
-        f"the rows of {num_new} new tokens are trained through modules_to_save, for models "
-        "with a head apart from the embedding, and this model's embedding is its head",
-        "finetuning_type: full, or no new tokens",
-        "lora",
-    )
-    judge.expect(
-        not lacking,
-        key,
-        f"the rows of {num_new} new tokens would not be trained: {', '.join(lacking)} is not in it",
-        f"modules_to_save: {', '.join(ends)}",
-        saved,
-    )
 
 
 def check_frozen_rows(
     trained: Iterable[str] | None, num_new: int, ends: Sequence[str], judge: Judge
 ) -> None:
     """Refuse rows of new tokens in a frozen matrix. trained: Hugging Face modules, None for all;
-    ends: as for check_new_rows."""
+    ends: of the names of the modules with such rows."""
     frozen = [end for end in ends if not any(m.endswith(end) for m in trained or ())]
     judge.expect(
         trained is None or not num_new or not frozen,
         "finetuning_type",
         f"the rows of {num_new} new tokens would not be trained: {', '.join(frozen)} is frozen",
         f"freeze_extra_modules: {', '.join(ends)}",
-    )
-
-
-def check_on_torch(spec, linears: Iterable[str], judge: Judge) -> None:
-    """Check adapters on plain torch. linears: the names of a transformers model's linears and
-    embeddings."""
-    judge.expect(
-        not spec.dropout or set(linears) >= set(spec.modules),
-        "lora_dropout",
-        "adapters of experts and routers have none on plain torch",
-        "lora_dropout: 0, or use_mca: true",
-        spec.dropout,
-    )
-
-
-def check_on_megatron(spec, config, rows, candidates: list, judge: Judge) -> None:
-    """Check adapters on megatron-core. config: McaModelConfig; rows: those of its family."""
-    adapted = [c.mca for c in candidates if c.hf in set(spec.modules)]
-    targets = list(spec.targets)
-    groups = config.num_query_groups
-    tp = config.tensor_model_parallel_size
-    mtp = config.mtp_num_layers
-    judge.expect(not mtp, "mtp_num_layers", _ON_ADAPTERS, "mtp_num_layers: 0", mtp)
-    _check_fused(spec, config.hf_model_type, rows, judge)
-    has_qkv = any(name.endswith("linear_qkv") for name in adapted)
-    has_shared = any(".shared_experts." in name for name in adapted)
-    # ranks that share a query group would have unequal parts of q_proj, k_proj and v_proj
-    judge.expect(
-        groups % tp == 0 or not has_qkv,
-        "lora_target",
-        f"adapters on q_proj, k_proj or v_proj of a model with {groups} query groups are not "
-        f"supported for tensor_model_parallel_size {tp}",
-        f"tensor_model_parallel_size: {math.gcd(groups, tp)}, or lora_target without them",
-        targets,
-    )
-    # overlapped linears of shared experts leave their communication to other code, without the
-    # adapters
-    judge.expect(
-        tp == 1 or not config.moe_shared_expert_overlap or not has_shared,
-        "lora_target",
-        "adapters on shared experts that overlap with the dispatch are not supported under tensor "
-        "parallelism",
-        "moe_shared_expert_overlap: false",
-        targets,
-    )
-    is_cut = (config.expert_tensor_parallel_size or 1) > 1
-    judge.expect(
-        not spec.dropout or not is_cut or not any(map(is_of_expert, adapted)),
-        "lora_dropout",
-        "ranks that share an expert's columns would drop different inputs",
-        "expert_tensor_parallel_size: 1, or lora_dropout: 0",
-        spec.dropout,
-    )
-
-
-def _check_fused(spec, model_type: str, rows, judge: Judge) -> None:
-    # PEFT has one A and one B for all projections of a fused tensor, and tensor parallelism cuts
-    # each projection
-    fused = {last_of(name.removesuffix(".weight")) for row in rows if row.fused for name in row.hf}
-    adapted = sorted(fused.intersection(map(last_of, spec.modules)))
-    judge.expect(
-        not adapted,
-        "lora_target",
-        f"adapters on {', '.join(adapted)} of {model_type}, several projections in one tensor, are "
-        "not supported",
-        "lora_target: <other modules>, or use_mca: false",
-        list(spec.targets),
-    )
-
-
-def check_mergeable(spec, is_tied: bool, judge: Judge, key: str = "save_merged_model") -> None:
-    """Refuse to merge an adapter on one side of a tied embedding."""
-    one_sided = [name for name in spec.modules if name.endswith(EMBEDDING_AND_HEAD)]
-    judge.expect(
-        not is_tied or not one_sided,
-        key,
-        ONE_SIDED.format(", ".join(one_sided)),
-        f"take it out of lora_target, or set {key}: false",
-        True,
     )

@@ -14,14 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from . import parallel
-from .args_rules import (
-    check_on_megatron,
-    check_on_torch,
-    check_saved,
-    check_single_experts,
-    is_saved,
-    resolve_targets,
-)
+from .args_rules import is_saved
 from .errors import Judge
 from .families import rows_of, values_of
 from .families_rows import Row
@@ -39,6 +32,13 @@ from .lora_layers import (
 from .mcore import ShardedTensor, mpu
 from .model_config import McaModelConfig
 from .model_moe import Experts
+from .part_lora_rules import (
+    check_on_megatron,
+    check_on_torch,
+    check_saved,
+    check_single_experts,
+    resolve_targets,
+)
 from .weights_convert import (
     VOCABULARY,
     fill,

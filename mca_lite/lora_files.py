@@ -17,19 +17,20 @@ import torch
 from safetensors.torch import save_file
 
 from . import families_rows, lora, parallel
-from .args_rules import (
-    EMBEDDING_AND_HEAD,
-    ONE_SIDED,
-    check_adapter_config,
-    check_mergeable,
-    check_other_model,
-    is_saved,
-    last_of,
-)
+from .args_rules import is_saved, last_of
 from .errors import Judge, refuse
 from .files import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME, read_json, write_json
 from .lora import host_of, module_of
 from .lora_layers import LoraSpec
+from .part_lora_rules import (
+    EMBEDDING_AND_HEAD,
+    ONE_SIDED,
+    check_adapter_config,
+    check_mergeable,
+    check_new_rows,
+    check_other_model,
+)
+from .tables import OBJECTIVES
 from .weights_convert import Change
 from .weights_files import SafetensorsSource, Shape, check_shape, file_tensors, slices_of
 
@@ -150,6 +151,39 @@ def with_value_head(spec: LoraSpec) -> LoraSpec:
     """The spec with the value head among modules_to_save, as PEFT adds it for SEQ_CLS."""
     saved = dict.fromkeys((*spec.modules_to_save, VALUE_HEAD))
     return replace(spec, modules_to_save=tuple(saved))
+
+
+def plan_of_keys(
+    arguments, host_model, num_new: int, judge: Judge
+) -> tuple[LoraSpec, AdapterSource | None]:
+    """The adapters of RunArguments with their modules, by the rules between the keys and the model;
+    the tensors of adapter_name_or_path. host_model: as of lora.plan. num_new: new tokens."""
+    keys = arguments.finetuning
+    objective = OBJECTIVES[keys.stage]
+    host = host_of(host_model)
+    spec, source = adapter_of_keys(keys)
+    if objective.scores:
+        with_head = with_value_head(spec)
+        judge.expect(
+            spec == with_head or not keys.adapter_name_or_path,
+            "adapter_name_or_path",
+            "it has no value head, so that one drawn at random would stay as it is",
+            "model_name_or_path: the model with the adapter in its weights (python -m mca_lite "
+            "convert BASE DST --merge)",
+        )
+        spec = with_head
+    if num_new:
+        check_new_rows(spec.modules_to_save, num_new, objective.vocabulary, host.is_tied, judge)
+    if keys.adapter_name_or_path:
+        check_other_model(keys.adapter_name_or_path, spec, host.candidates(), judge)
+        if judge.problems:
+            return spec, source
+    spec = lora.plan(host_model, spec, judge)
+    if keys.save_merged_model:
+        check_mergeable(spec, host.is_tied, judge)
+    if arguments.training.predict_with_generate and arguments.backend.use_mca:
+        check_mergeable(spec, host.is_tied, judge, "predict_with_generate")
+    return spec, source
 
 
 def brings_value_head(folder: PathLike) -> bool:

@@ -32,7 +32,7 @@ from . import (
     weights_convert,
 )
 from .args import RunArguments
-from .args_rules import check_frozen_rows, check_mergeable, check_new_rows, check_other_model
+from .args_rules import check_frozen_rows
 from .args_rules_model import NO_PICTURES_AHEAD, PICTURES_AHEAD_REMEDY, check_torch_packing
 from .args_rules_training import plan_schedule
 from .args_values import show_count
@@ -57,7 +57,6 @@ from .files import (
     write_file,
     write_json,
 )
-from .lora import host_of
 from .model_config import load_tokenizer
 from .tables import OBJECTIVES, Objective
 from .weights_files import (
@@ -129,7 +128,10 @@ def make_plan(arguments: RunArguments) -> Plan:
     judge = Judge(arguments)
     tokenizer, num_new, report = _plan_tokenizer(arguments, planned, judge)
     if arguments.finetuning.finetuning_type == "lora":
-        _plan_adapters(arguments, planned, num_new, judge)
+        host = _host_model(arguments, planned)
+        planned.adapters, planned.adapter_source = lora_files.plan_of_keys(
+            arguments, host, num_new, judge
+        )
     elif freezing.is_wanted(planned.config, arguments.finetuning):
         host = _host_model(arguments, planned)
         planned.trained = freezing.plan(host, arguments.finetuning, judge)
@@ -321,39 +323,6 @@ def _host_model(arguments: RunArguments, planned: PlannedModel):
         return model_class(planned.config).from_config(
             planned.config, trust_remote_code=arguments.model.trust_remote_code
         )
-
-
-def _plan_adapters(
-    arguments: RunArguments, planned: PlannedModel, num_new: int, judge: Judge
-) -> None:
-    """Plan the adapters with their modules, by the rules between the finetuning keys and the
-    model. num_new: new tokens."""
-    keys = arguments.finetuning
-    host = _host_model(arguments, planned)
-    is_tied = host_of(host).is_tied
-    spec, planned.adapter_source = lora_files.adapter_of_keys(keys)
-    if OBJECTIVES[keys.stage].scores:
-        with_head = lora_files.with_value_head(spec)
-        judge.expect(
-            spec == with_head or not keys.adapter_name_or_path,
-            "adapter_name_or_path",
-            "it has no value head, so that one drawn at random would stay as it is",
-            "model_name_or_path: the model with the adapter in its weights (python -m mca_lite "
-            "convert BASE DST --merge)",
-        )
-        spec = with_head
-    if num_new:
-        ends = OBJECTIVES[keys.stage].vocabulary
-        check_new_rows(spec.modules_to_save, num_new, ends, is_tied, judge)
-    if keys.adapter_name_or_path:
-        check_other_model(keys.adapter_name_or_path, spec, host_of(host).candidates(), judge)
-        if judge.problems:
-            return
-    spec = planned.adapters = lora.plan(host, spec, judge)
-    if keys.save_merged_model:
-        check_mergeable(spec, is_tied, judge)
-    if arguments.training.predict_with_generate and arguments.backend.use_mca:
-        check_mergeable(spec, is_tied, judge, "predict_with_generate")
 
 
 # -- building and training
