@@ -322,17 +322,7 @@ def check_run(a: Any, judge: Judge) -> list[str]:
     return of_groups + [note for note, applies in notes.items() if applies]
 
 
-# -- modules of a model
-
-
-def last_of(module: str) -> str:
-    """The last name of a module."""
-    return module.rsplit(".", 1)[-1]
-
-
-def is_saved(module: str, spec) -> bool:
-    """True for an HF module in modules_to_save, by PEFT's rule: the end of its name."""
-    return module.endswith(tuple(spec.modules_to_save))
+# -- between a model's modules and keys
 
 
 def check_frozen_rows(

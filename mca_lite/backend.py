@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from . import cpu, kernels, lora, lora_files, parallel
+from . import cpu, kernels, lora_files, parallel
 from .args import check_together
 from .batch import to_rank
-from .freezing import trains
+from .freezing import spec_of, trains
+from .hosts import module_of
 from .loss_tokens import LossOfLogits
 from .model_moe import BalancingLosses, RouterStatistics, count_real_micro_batches
 from .tables import COLUMNS
@@ -40,7 +41,7 @@ class Backend(abc.ABC):
     grad_scalers: list  # the loss scalers of fp16, for checkpoints
 
     def __init__(self, model, args, losses: BalancingLosses):
-        kind = "full" if lora.spec_of(model) is None else "lora"
+        kind = "full" if spec_of(model) is None else "lora"
         check_together(args, use_mca=self.name == "megatron", finetuning_type=kind)
         if args.deterministic:
             parallel.make_deterministic()  # a world from Python has not begun with initialize()
@@ -249,9 +250,9 @@ class Backend(abc.ABC):
         The gradients replace the weights and are exported: the model is of no use afterwards.
         Collectives: those of an export, and a gather of the distributed optimizer's shards."""
         self._gradients_for_weights()
-        if lora.spec_of(self.model) is None:
+        if spec_of(self.model) is None:
             for name, tensor in self._trained_weights():
-                if trains(self.model, lora.module_of(name)):  # others are no gradients
+                if trains(self.model, module_of(name)):  # others are no gradients
                     yield name, tensor
         else:
             yield from lora_files.trained_tensors(self.model).items()
@@ -260,13 +261,13 @@ class Backend(abc.ABC):
         """Write the trained model in Hugging Face's format, or its adapters in PEFT's -> this
         rank's files. Collective."""
         self.finish_param_sync()
-        if lora.spec_of(self.model) is not None:
+        if spec_of(self.model) is not None:
             return self.export_adapters(folder)
         return self._export(folder, max_shard_size)
 
     def export_adapters(self, folder) -> list[str]:
         """Write the adapters, if any, in PEFT's format -> this rank's files. Collective."""
-        if lora.spec_of(self.model) is None:
+        if spec_of(self.model) is None:
             return []
         return lora_files.save_adapter(self.model, folder)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 
-from . import lora, parallel, weights_convert
+from . import parallel, weights_convert
 from .args_rules_model import NO_PICTURES_AHEAD, PICTURES_AHEAD_REMEDY, check_gate
 from .backend import Backend
 from .batch import (
@@ -23,7 +23,8 @@ from .batch import (
 from .ckpt_megatron import MegatronSnapshot, is_of_tower, load_megatron, owned_parameters
 from .errors import Judge, expect
 from .families import rows_of
-from .freezing import trains
+from .freezing import spec_of, trains
+from .hosts import module_of
 from .loss_tokens import TrainedPlaces
 from .mcore import (
     ColumnParallelLinear,
@@ -271,7 +272,7 @@ class MegatronBackend(Backend):
         """Also sets the functions that megatron's schedule reads from the model's config."""
         config = self.config
         chunks = self.chunks
-        has_adapters = lora.spec_of(self.model) is not None
+        has_adapters = spec_of(self.model) is not None
         dtype = config.params_dtype
         self.optimizer = create_megatron_optimizer(self.args, chunks, dtype, has_adapters)
         if OPTIMIZERS[self.args.optim].of_matrices:
@@ -399,7 +400,7 @@ class MegatronBackend(Backend):
     def _num_zeros_of_padding(self) -> int:
         """The gradient's elements in the vocabulary's padding, all zero."""
         config = self.config
-        modules = {lora.module_of(name) for name in weights_convert.vocabulary_names(config)}
+        modules = {module_of(name) for name in weights_convert.vocabulary_names(config)}
         if config.tie_embeddings_and_output_weights:
             modules.discard("lm_head")
         count = sum(trains(self.model, module) for module in modules)

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from . import cpu, lora, parallel
+from . import cpu, parallel
 from .args_rules_model import check_torch_packing
 from .backend import Backend
 from .batch import (
@@ -33,6 +33,7 @@ from .families import FAMILIES, values_of
 from .families_rows import has_value_head
 from .files import IGNORE_INDEX, describe_error
 from .loss_tokens import Head, Logits, LossOfLogits, checked, token_losses
+from .model_linears import extra_factors
 from .model_moe import BalancingLosses, RouterStatistics, updated_bias
 from .model_vision import empty_picture
 from .optim import Matrices, create_grad_scaler, create_torch_optimizer
@@ -226,7 +227,7 @@ class TokenLossModel(torch.nn.Module):
             head.weight,
             labels,
             chunk_size=self.loss_chunk_size,
-            extra=lora.extra_factors(head, hidden),
+            extra=extra_factors(head, hidden),
             weights_differ=self.weights_differ,
             of_logits=self.loss_of_logits,
         )

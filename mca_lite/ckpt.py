@@ -38,7 +38,7 @@ from .callbacks import TrainerState, ranking_of, restore_states
 from .ckpt_folder import CheckpointError
 from .data_stream import TokenStream
 from .files import TRAINER_STATE_NAME, read_json, show_size, write_file
-from .freezing import KEYS_OF_TRAINED
+from .freezing import KEYS_OF_TRAINED, spec_of
 from .kernels import AdamW
 from .mcore import get_cuda_rng_tracker
 from .optim import load_scaler_states, scaler_states
@@ -84,7 +84,7 @@ class TorchSnapshot:
 
 def _changing(model) -> NamedTensors:
     """(name, tensor) of a model; of one with adapters the parameters in training alone."""
-    is_whole = lora.spec_of(model) is None
+    is_whole = spec_of(model) is None
     return ((name, x) for name, x in named_tensors(model) if is_whole or x.requires_grad)
 
 

@@ -8,14 +8,14 @@ optimizer state and no decay, and is exported unchanged.
 import re
 from collections import Counter
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
-from .args_rules import is_saved, last_of
 from .errors import Judge
 from .families import LANGUAGE_MODEL, part_of, vision_parts_of
 from .families_rows import VALUE_HEAD
-from .lora import Weight, host_of, module_of, spec_of
+from .hosts import Weight, host_of, last_of, module_of
 
 PARTS = ("vision_tower", "multi_modal_projector", LANGUAGE_MODEL)
 # configuration keys that decide which weights are in training
@@ -32,7 +32,8 @@ _IN_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")
 def plan(model, keys, judge: Judge) -> frozenset[str] | None:
     """The Hugging Face modules in training by FinetuningArguments; None: all of the model.
 
-    model: as of lora.plan. `judge` refuses layers and modules that the model lacks. No collectives.
+    model: as of hosts.host_of. `judge` refuses layers and modules that the model lacks. No
+    collectives.
     """
     host = host_of(model)
     weights = list(host.weights())
@@ -156,6 +157,16 @@ def parts_summary(model, model_type: str) -> str | None:
 def trained_of(model) -> frozenset[str] | None:
     """The Hugging Face modules in training, None for a model without frozen ones."""
     return getattr(model, "trained_modules", None)  # a transformers model has it only from freeze()
+
+
+def spec_of(model) -> Any:
+    """The LoraSpec of a model with adapters, None of one without."""
+    return getattr(model, "lora", None)  # a transformers model has the attribute only from inject()
+
+
+def is_saved(module: str, spec) -> bool:
+    """True for an HF module in modules_to_save, by PEFT's rule: the end of its name."""
+    return module.endswith(tuple(spec.modules_to_save))
 
 
 def trains(model, module: str) -> bool:

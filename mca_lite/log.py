@@ -23,8 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import freezing, lora, model_config, parallel
-from .args_rules import is_saved
+from . import freezing, model_config, parallel
 from .args_rules_training import plan_schedule
 from .args_values import show_count
 from .callbacks import TrainerCallback
@@ -211,7 +210,7 @@ def model_work(model, reference=None, forward_passes=(0, 1)) -> ModelWork:
         beside = beside.passes(of_reference)
     beside = sizes.passes(of_model, beside)
     tower = tower_work(model, config)
-    spec = lora.spec_of(model)
+    spec = freezing.spec_of(model)
     trained = freezing.trained_of(model)
     if trained is not None:
         return replace(partial_work(config, trained, beside), tower=tower)
@@ -223,7 +222,7 @@ def model_work(model, reference=None, forward_passes=(0, 1)) -> ModelWork:
         if module in spec.modules:
             # the first matrix of the embedding's adapter is looked up
             adapters += spec.rank * (shape[1] if _is_embedding(module) else uses * sum(shape))
-        elif not _is_embedding(module) and is_saved(module, spec):
+        elif not _is_embedding(module) and freezing.is_saved(module, spec):
             saved += uses * math.prod(shape)
     weights = (sizes.weights - saved, adapters + saved)
     return ModelWork(*weights, sizes.core, beside, tower, linear=sizes.linear)

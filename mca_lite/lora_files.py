@@ -17,10 +17,10 @@ import torch
 from safetensors.torch import save_file
 
 from . import families_rows, lora, parallel
-from .args_rules import is_saved, last_of
 from .errors import Judge, refuse
 from .files import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME, read_json, write_json
-from .lora import host_of, module_of
+from .freezing import is_saved, spec_of
+from .hosts import host_of, last_of, module_of
 from .lora_layers import LoraSpec
 from .part_lora_rules import (
     EMBEDDING_AND_HEAD,
@@ -175,7 +175,7 @@ def plan_of_keys(
     if num_new:
         check_new_rows(spec.modules_to_save, num_new, objective.vocabulary, host.is_tied, judge)
     if keys.adapter_name_or_path:
-        check_other_model(keys.adapter_name_or_path, spec, host.candidates(), judge)
+        check_other_model(keys.adapter_name_or_path, spec, lora.candidates_of(host), judge)
         if judge.problems:
             return spec, source
     spec = lora.plan(host_model, spec, judge)
@@ -200,7 +200,7 @@ def load_adapter(model, folder: PathLike, dropout: float | None = None):
     """
     spec, source = read_adapter(folder, dropout)
     judge = Judge(None)
-    check_other_model(folder, spec, host_of(model).candidates(), judge)
+    check_other_model(folder, spec, lora.candidates_of(host_of(model)), judge)
     judge.close()
     return place_adapter(model, spec, source)
 
@@ -244,7 +244,7 @@ def trained_tensors(model) -> dict[str, torch.Tensor]:
     """gather_adapters() with the weights of modules_to_save. All ranks must call it."""
     tensors = gather_adapters(model)
     host = host_of(model)
-    keys = lora.saved_keys(host, lora.spec_of(model))
+    keys = lora.saved_keys(host, spec_of(model))
     if keys:
         tensors.update(host.read(keys))
     return tensors
@@ -254,7 +254,7 @@ def save_adapter(model, folder: PathLike) -> list[str]:
     """Write the adapter as PEFT does -> file names, on global rank 0. All ranks must call it."""
     folder = Path(folder)
     tensors = trained_tensors(model)
-    spec = lora.spec_of(model)
+    spec = spec_of(model)
     config = _with_equal_scales(peft_config(spec, target_modules(model)), spec)
 
     def write() -> None:
@@ -269,9 +269,9 @@ def save_adapter(model, folder: PathLike) -> list[str]:
 
 def target_modules(model) -> list[str]:
     """PEFT's target_modules: a last name if it means adapted modules alone, else whole names."""
-    modules = lora.spec_of(model).modules
+    modules = spec_of(model).modules
     host = host_of(model)
-    names = {candidate.hf for candidate in host.candidates()}
+    names = {candidate.hf for candidate in lora.candidates_of(host)}
     names.update(*(weight.modules for weight in host.weights()))  # of a tower for pictures too
     ambiguous = set(map(last_of, names - set(modules)))
     order = list(dict.fromkeys(map(last_of, modules)))
@@ -304,7 +304,7 @@ def _with_equal_scales(config: dict, spec: LoraSpec) -> dict:
 
 def check_checkpoint(model, folder: PathLike) -> None:
     """ValueError if the PEFT adapter of a checkpoint and the model's adapters differ."""
-    spec = lora.spec_of(model)
+    spec = spec_of(model)
     path = Path(folder) / ADAPTER_CONFIG_NAME
     if (spec is not None) != path.is_file():
         words = "holds no adapters, and this run has some: set finetuning_type: full"
@@ -339,7 +339,7 @@ def merger(model) -> Change:
     The model's weights do not change. All ranks must call merger(); the function works on global
     rank 0.
     """
-    spec = lora.spec_of(model)
+    spec = spec_of(model)
     judge = Judge(None)
     check_mergeable(spec, host_of(model).is_tied, judge)
     judge.close()

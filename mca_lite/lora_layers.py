@@ -322,6 +322,10 @@ class LoraAdapter(Adapter):
             low = mappings.copy_to_tensor_model_parallel_region(low, group=self.group)
         return low * self.spec.scale
 
+    def factors(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(scale * A hidden of the whole sequence, B) on an output layer."""
+        return self.low(hidden), self.lora_B_0
+
     def merged(self, router: torch.nn.Module) -> dict[str, torch.Tensor]:
         """The weight of transformers' router with the adapter in it; nothing cuts it."""
         delta = self.spec.scale * self.lora_B_0 @ self.lora_A
@@ -543,7 +547,7 @@ def _normed(module, x):
 def _add_output(module, args, output):
     """Forward hook: add the adapter's output in float32; the result has the base's dtype."""
     adapter = module.lora
-    # the chunked loss takes the adapter's factors itself (lora.extra_factors)
+    # the chunked loss takes the adapter's factors itself (model_linears.extra_factors)
     passes_hidden = getattr(module, "passes_hidden", False)
     if not adapter.enabled or passes_hidden or adapter.adds_in_product(module.weight):
         return output

@@ -41,6 +41,7 @@ from .model_config import (
     use_attention_backend,
 )
 from .model_layers import Block, Predictions
+from .model_linears import extra_factors
 from .model_vision import AxialRope, PlacedFeatures, Tower
 from .weights_files import (
     GrownSource,
@@ -89,7 +90,7 @@ class OutputLayer(ColumnParallelLinear):
     """The weight of the output layer. A call passes hidden states through: loss_tokens.py makes the
     logits. It must be *called*: the hooks of megatron's DDP on it wait for its weight."""
 
-    passes_hidden = True  # its adapter's factors go to the loss: lora.extra_factors
+    passes_hidden = True  # its adapter's factors go to the loss: extra_factors
 
     def forward(self, hidden, weight=None):
         return hidden, self.weight if weight is None else weight
@@ -283,7 +284,7 @@ class McaGPTModel(MegatronModule):
         hidden, weight = self.output_layer(hidden, tied)
         if self.config.logits_scaling != 1.0:
             hidden = hidden / self.config.logits_scaling
-        extra = lora.extra_factors(self.output_layer, hidden)
+        extra = extra_factors(self.output_layer, hidden)
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         else:

@@ -136,6 +136,18 @@ class RowProduct(torch.autograd.Function):
         return of_x, of_weight, None
 
 
+def beside(module: torch.nn.Module):
+    """The adapter on a module; None without one, or while it is off."""
+    adapter = getattr(module, "lora", None)
+    return adapter if adapter is not None and adapter.enabled else None
+
+
+def extra_factors(head: torch.nn.Module, hidden: torch.Tensor):
+    """Two matrices of the adapter on an output layer, for token_losses; None without one."""
+    adapter = beside(head)
+    return None if adapter is None else adapter.factors(hidden)
+
+
 def _of_weight(weight, x, grad, accumulates: bool):
     """The gradient of weight [n, k] for its inputs x [s, b, k] and its outputs' gradient
     [s, b, n]; added to weight.main_grad, an empty tensor for the hook of megatron's DDP."""

@@ -33,7 +33,7 @@ from .mcore import (
     TESpecProvider,
     TopKRouter,
 )
-from .model_linears import ColumnLinear, RowLinear
+from .model_linears import ColumnLinear, RowLinear, beside
 from .parallel import device, sum_gradients, sum_over_all
 
 # ---- routing
@@ -218,12 +218,6 @@ def count_real_micro_batches(batches: Iterable[dict]) -> int:
 # ---- router
 
 
-def _adapter_of(module):
-    """A module's adapter (lora_layers.attach); None without one, or while it is off."""
-    adapter = getattr(module, "lora", None)
-    return adapter if adapter is not None and adapter.enabled else None
-
-
 class Router(TopKRouter):
     """megatron's router with the routing of transformers' models, and balancing losses of real
     tokens alone.
@@ -254,7 +248,7 @@ class Router(TopKRouter):
         )
         bias = None if self.bias is None else self.bias.to(dtype)
         logits = F.linear(input.to(dtype), self.weight.to(dtype), bias)
-        adapter = _adapter_of(self)
+        adapter = beside(self)
         if adapter is not None:
             logits = logits + adapter(input).to(logits.dtype)
         return logits
@@ -475,7 +469,7 @@ class Experts(MegatronModule):
     def forward(self, x, tokens_per_expert, probs):
         """x [T, h] sorted by expert, tokens_per_expert [n], probs [T] -> ([T, h], None)."""
         ends = None
-        adapter = _adapter_of(self)
+        adapter = beside(self)
         if self.config.moe_grouped_gemm:
             ends = tokens_per_expert.cumsum(0).to(
                 device=x.device, dtype=torch.int32, non_blocking=True

@@ -11,9 +11,11 @@ import re
 from collections.abc import Iterable, Sequence
 from types import NoneType
 
-from .args_rules import OF_LANGUAGE, ON_ADAPTERS, is_saved, last_of
+from .args_rules import OF_LANGUAGE, ON_ADAPTERS
 from .errors import Judge
 from .families_rows import is_of_expert
+from .freezing import is_saved
+from .hosts import last_of
 
 ALL_LINEAR = ("all", "all-linear")
 ALL_ROUTERS = "all-router"
@@ -128,7 +130,7 @@ def check_single_experts(spec, candidates: list, judge: Judge) -> None:
 
 
 def check_saved(spec, weights: Iterable, judge: Judge) -> None:
-    """Check modules_to_save against the trainable weights (lora.Weight) of the model."""
+    """Check modules_to_save against the trainable weights (hosts.Weight) of the model."""
     key = "modules_to_save"
     unused = set(spec.modules_to_save)
     for weight in weights if unused else ():

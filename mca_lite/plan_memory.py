@@ -15,9 +15,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from . import freezing, lora, lora_files
-from .args_rules import is_saved
 from .errors import Judge
 from .families_rows import Row
+from .hosts import module_of, modules_of
 from .loss_tokens import CHUNK_SIZE_CPU, CHUNK_SIZE_CUDA, CHUNK_SIZE_OF_LOGITS
 from .model_config import AutoConfig, McaModelConfig
 from .model_delta import CHUNK_SIZE, why_no_fla
@@ -110,7 +110,7 @@ class ModelTensors:
                 stage = 0
             self._add_weight(row, layer, stage)
             for name in row.hf:
-                if row.is_linear and lora.module_of(name.format(layer)) in adapted:
+                if row.is_linear and module_of(name.format(layer)) in adapted:
                     self._add_adapter(row, name, layer, stage)
 
     def _add_weight(self, row: Row, layer: int | None, stage: int) -> None:
@@ -124,10 +124,10 @@ class ModelTensors:
         if row.mca in VOCABULARY:
             shape[0] = config.padded_vocab_size
         self.total += math.prod(shape)
-        modules = lora.modules_of(row, layer)
+        modules = modules_of(row, layer)
         is_trained = self.trained is None or self.trained.issuperset(modules)
         if self.spec is not None:
-            is_trained = any(is_saved(name, self.spec) for name in modules)
+            is_trained = any(freezing.is_saved(name, self.spec) for name in modules)
         self.total_trained += math.prod(shape) * is_trained
         shape = self._cut(row, shape)
         self._add(row, row.mca, layer, shape, is_trained, stage)
@@ -145,7 +145,7 @@ class ModelTensors:
         if row.mca == VOCABULARY[0]:
             shapes = {"lora_embedding_A": (rank, out), "lora_embedding_B": (into, rank)}
         for matrix, shape in shapes.items():
-            self._add(row, f"{lora.module_of(name)}.{matrix}", layer, shape, True, stage)
+            self._add(row, f"{module_of(name)}.{matrix}", layer, shape, True, stage)
 
     def _cut(self, row: Row, shape) -> list[int]:
         """The shape of a rank's part."""

@@ -316,7 +316,7 @@ def _grow(planned: PlannedModel, size: int) -> None:
 
 def _host_model(arguments: RunArguments, planned: PlannedModel):
     """The config of a planned model, on the torch backend the model itself without its weights:
-    hosts of lora.host_of."""
+    as of hosts.host_of."""
     if arguments.backend.use_mca:
         return planned.config
     with torch.device("meta"):

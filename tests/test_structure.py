@@ -335,9 +335,9 @@ def test_the_package_keeps_its_limits():
 AGAINST = """
 data_records data_images, data_chat data_images, data_encode data_images, data data_images,
 data data_stream, model_attention model_sinks, model_layers model_delta,
-weights_files weights_experts, freezing lora, ckpt data_stream, ckpt lora, model lora,
-model model_vision, backend lora, backend lora_files, backend_megatron lora, backend_torch lora,
-backend_torch model_vision, log lora, trainer data_stream, run data_images, run data_stream,
+weights_files weights_experts, ckpt data_stream, ckpt lora, model lora,
+model model_vision, backend lora_files,
+backend_torch model_vision, trainer data_stream, run data_images, run data_stream,
 run lora, run lora_files, trainer_distill data_stream, trainer_dpo lora, trainer_rm lora,
 trainer_rm lora_files
 """

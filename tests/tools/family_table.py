@@ -185,7 +185,7 @@ def linears(path: str) -> list[str]:
     from tests.shared.files import load_hf, make_args
 
     config = AutoConfig.from_pretrained(path, make_args())
-    candidates = lora.host_of(config).candidates()
+    candidates = lora.candidates_of(lora.host_of(config))
     left_out = FUSED
     if get_checkpoint_conversion_mapping(config.hf_model_type) is not None:
         left_out += MLPS
