@@ -8,6 +8,7 @@ are stored in full.
 
 import itertools
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from safetensors.torch import save_file
 
 from . import families_rows, lora, parallel
 from .errors import Judge, refuse
+from .families import FAMILIES
 from .files import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME, read_json, write_json
 from .freezing import is_saved, spec_of
 from .hosts import host_of, last_of, module_of
@@ -51,6 +53,12 @@ _FIELDS = {
 _FIXED = ("r", "lora_alpha", "use_rslora", "target_modules", "modules_to_save")
 
 VALUE_HEAD = module_of(families_rows.VALUE_HEAD)
+
+_EXPERTS_IN_PEFT = (
+    "note: in families with experts PEFT may pass over adapters of MLPs, or others beside them, "
+    "without an error: save_merged_model: true writes whole weights for other programs"
+)
+_OF_MLPS = re.compile(r".*\.(experts\..*|gate_proj|up_proj|down_proj)")
 
 # -- in
 
@@ -186,6 +194,25 @@ def plan_of_keys(
     return spec, source
 
 
+def take_new_tokens(keys) -> str:
+    """Make modules_to_save of FinetuningArguments the modules with a row a token unless it is
+    given: new rows would not be trained otherwise -> words on it for the report."""
+    if keys.modules_to_save or keys.adapter_name_or_path:
+        return ""
+    keys.modules_to_save = list(OBJECTIVES[keys.stage].vocabulary)
+    return f"; modules_to_save is {', '.join(keys.modules_to_save)}, which trains them"
+
+
+def notes_of(arguments, spec: LoraSpec) -> list[str]:
+    """Lines for the report on planned adapters of RunArguments: a note if PEFT reads them as those
+    of stacked experts, by the name of their module alone, of dense layers and shared experts too.
+    """
+    family = FAMILIES.get(str(arguments.model_config.get("model_type")))
+    has_experts = family is not None and any("[]" in row.mca for row in family.rows)
+    is_lost = has_experts and any(map(_OF_MLPS.fullmatch, spec.modules))
+    return [_EXPERTS_IN_PEFT] if is_lost and not arguments.finetuning.save_merged_model else []
+
+
 def brings_value_head(folder: PathLike) -> bool:
     """True for the folder of an adapter with a trained value head."""
     spec, _ = read_adapter(folder)
@@ -221,6 +248,14 @@ def place_adapter(model, spec: LoraSpec, source: AdapterSource, dtype=torch.floa
     parallel.on_all(lambda: lora.fill_adapters(model, source), ValueError, words)
     parallel.on_all(lambda: host.fill(lora.saved_keys(host, spec), source), ValueError, words)
     return model
+
+
+def place(model, spec: LoraSpec, source: AdapterSource | None, seed: int, dtype: torch.dtype):
+    """Put planned adapters on a model -> the model: those of `source`, None: fresh ones. dtype: of
+    a transformers model's frozen weights."""
+    if source is not None:
+        return place_adapter(model, spec, source, dtype)
+    return lora.inject(model, spec, seed, dtype)
 
 
 # -- out

@@ -69,6 +69,10 @@ class LoraSpec:
         if self.alpha is None:
             object.__setattr__(self, "alpha", 2 * self.rank)
 
+    def __str__(self) -> str:
+        modules = f"{len(self.modules)} modules"
+        return f"LoRA of rank {self.rank} on {modules}, scale {self.scale:g}"
+
     @property
     def scale(self) -> float:
         if self.use_rslora:

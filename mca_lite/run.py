@@ -10,7 +10,6 @@ import copy
 import functools
 import json
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,6 @@ import transformers
 from . import (
     ckpt_folder,
     freezing,
-    lora,
     lora_files,
     mcore,
     model,
@@ -82,7 +80,7 @@ class PlannedModel:
     from_scratch: bool = False
     # None: drawn from a seed, or in a checkpoint
     source: SafetensorsSource | ScoredSource | GrownSource | None = None
-    adapters: lora.LoraSpec | None = None  # with the modules they are on
+    adapters: lora_files.LoraSpec | None = None  # with the modules they are on
     trained: frozenset[str] | None = None  # Hugging Face modules in training; None: all
     adapter_source: lora_files.AdapterSource | None = None  # of adapter_name_or_path
 
@@ -103,15 +101,10 @@ class Plan:
 
 # -- planning
 
-_EXPERTS_IN_PEFT = (
-    "note: in families with experts PEFT may pass over adapters of MLPs, or others beside them, "
-    "without an error: save_merged_model: true writes whole weights for other programs"
-)
 _FROM_BF16 = (
     "note: the model's files are in bfloat16, and bf16 is false: it trains and is saved in "
     "float32, in twice the memory"
 )
-_OF_MLPS = re.compile(r".*\.(experts\..*|gate_proj|up_proj|down_proj)")
 
 
 def make_plan(arguments: RunArguments) -> Plan:
@@ -137,8 +130,8 @@ def make_plan(arguments: RunArguments) -> Plan:
         planned.trained = freezing.plan(host, arguments.finetuning, judge)
         check_frozen_rows(planned.trained, num_new, objective.vocabulary, judge)
     judge.close()
-    if not arguments.finetuning.save_merged_model and _may_lose_adapters(planned, arguments):
-        report.append(_EXPERTS_IN_PEFT)
+    if planned.adapters is not None:
+        report += lora_files.notes_of(arguments, planned.adapters)
     hf_config = getattr(planned.config, "hf_config", None) or planned.config.to_dict()
     if not args.bf16 and hf_config.get("dtype") == "bfloat16" and not planned.from_scratch:
         report.append(_FROM_BF16)
@@ -181,15 +174,6 @@ def vision_of(config, folder: Path, tokenizer, data_args) -> Vision | None:
             return None
         config = model_config.whole_config(config.hf_config)
     return Vision.of(folder, config.to_dict(), tokenizer, data_args)
-
-
-def _may_lose_adapters(planned: PlannedModel, arguments: RunArguments) -> bool:
-    """True if PEFT reads adapters as those of stacked experts: by the name of their module alone,
-    of dense layers and shared experts too."""
-    family = FAMILIES.get(str(arguments.model_config.get("model_type")))
-    has_experts = family is not None and any("[]" in row.mca for row in family.rows)
-    adapted = planned.adapters.modules if planned.adapters else ()
-    return has_experts and any(map(_OF_MLPS.fullmatch, adapted))
 
 
 def _plan_model(
@@ -266,8 +250,7 @@ def _plan_tokenizer(
     """Load the tokenizer, put the keys' new tokens into it, and plan their rows -> (tokenizer, new
     tokens, lines for the report).
 
-    With adapters, modules_to_save becomes the modules with a row a token unless it is given: new
-    rows would not be trained otherwise.
+    With adapters it may change modules_to_save: lora_files.take_new_tokens.
     """
     keys = arguments.model
     finetuning = arguments.finetuning
@@ -291,11 +274,8 @@ def _plan_tokenizer(
     if size > old:
         _grow(planned, size)
         line += f", {old:,} -> {size:,} rows; a new row begins as the mean of the old ones"
-    given = finetuning.modules_to_save or finetuning.adapter_name_or_path
-    if finetuning.finetuning_type == "lora" and not given:
-        finetuning.modules_to_save = list(OBJECTIVES[finetuning.stage].vocabulary)
-        names = ", ".join(finetuning.modules_to_save)
-        line += f"; modules_to_save is {names}, which trains them"
+    if finetuning.finetuning_type == "lora":
+        line += lora_files.take_new_tokens(finetuning)
     return tokenizer, new, [line]
 
 
@@ -338,9 +318,7 @@ def build_model(plan: Plan):
         return freezing.freeze(built, plan.model.trained)
     # of frozen weights; fp16 would lose too much of them
     dtype = torch.bfloat16 if args.bf16 else torch.float32
-    if plan.model.adapter_source is not None:
-        return lora_files.place_adapter(built, spec, plan.model.adapter_source, dtype)
-    return lora.inject(built, spec, args.seed, dtype)
+    return lora_files.place(built, spec, plan.model.adapter_source, args.seed, dtype)
 
 
 def build_planned(arguments: RunArguments, planned: PlannedModel):
@@ -491,8 +469,7 @@ def data_summary(plan: Plan) -> dict[str, str]:
     if trained is not None:
         summary["finetuning"] = f"{keys.finetuning_type}: {len(trained)} modules are trained"
     if spec is not None:
-        modules = f"{len(spec.modules)} modules"
-        summary["finetuning"] = f"LoRA of rank {spec.rank} on {modules}, scale {spec.scale:g}"
+        summary["finetuning"] = str(spec)
     if len(data.dataset) > 1:
         weights = map("weight {:g}".format, data.mix_weights or ())
         summary["mixed"] = ", ".join([data.mix_strategy, *weights])

@@ -338,7 +338,7 @@ data data_stream, model_attention model_sinks, model_layers model_delta,
 weights_files weights_experts, ckpt data_stream, ckpt lora, model lora,
 model model_vision, backend lora_files,
 backend_torch model_vision, trainer data_stream, run data_images, run data_stream,
-run lora, run lora_files, trainer_distill data_stream, trainer_dpo lora, trainer_rm lora,
+run lora_files, trainer_distill data_stream, trainer_dpo lora, trainer_rm lora,
 trainer_rm lora_files
 """
 AGAINST_THE_ORDER = {tuple(pair.split()) for pair in AGAINST.split(",")}
