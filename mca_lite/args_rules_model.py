@@ -20,6 +20,7 @@ from typing import Any
 from .errors import Judge, Rule
 from .families import FAMILIES, check_type, prediction_of
 from .families_rows import Family
+from .parts import absent_rows, need_of
 
 # numbers of a config.json by the least and the most that they can be
 _COUNTS = {
@@ -445,10 +446,27 @@ def check_config(values: dict[str, Any], a: Any, judge: Judge) -> None:
     judge.apply(_WITH_TOWER if "vision_config" in values else _WITHOUT_TOWER)
     before = len(judge.problems)
     numbers = numbers_of(values)
+    _check_parts(numbers, a, judge)
     check_numbers(values, judge)
     if len(judge.problems) == before:
         check_model(numbers, a, judge)
         check_gate(numbers, a, judge)
+
+
+def _check_parts(m: Any, a: Any, judge: Judge) -> None:
+    """Refuse a model with a need for rows of missing parts."""
+    family = _family_of(m)
+    needed = {}
+    if family is not None and family.stacked_experts:
+        needed["stacked_experts"] = "its files with stacked experts need"
+    if family is not None and a.use_mca and "linear_num_key_heads" in family.config:
+        needed["linear_attention"] = "its linear_attention layers need"
+    if family is not None and a.use_mca and family.constants.get("attention_sinks"):
+        needed["sinks"] = "its attention sinks need"
+    for row, part in absent_rows().items():
+        if row in needed:
+            reason, remedy = need_of(part, needed[row])
+            judge.refuse("model_name_or_path", reason, remedy, m.hf_model_type, "model_type")
 
 
 def check_gate(m: Any, a: Any, judge: Judge) -> None:

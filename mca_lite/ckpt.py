@@ -36,7 +36,7 @@ from .args import key_fields
 from .args_values import default_of
 from .callbacks import TrainerState, ranking_of, restore_states
 from .ckpt_folder import CheckpointError
-from .data_stream import TokenStream
+from .data_batches import Stream
 from .files import TRAINER_STATE_NAME, read_json, show_size, write_file
 from .freezing import KEYS_OF_TRAINED, spec_of
 from .kernels import AdamW
@@ -361,7 +361,7 @@ class Checkpoints:
         trainer = self.trainer
         args = trainer.args
         plan = trainer.batch_plan
-        streams = isinstance(trainer.train_dataset, TokenStream)
+        streams = isinstance(trainer.train_dataset, Stream)
         degrees = "tensor_model pipeline_model virtual_pipeline_model context".split()
         layout = [getattr(args, f"{degree}_parallel_size") for degree in degrees]
         return {

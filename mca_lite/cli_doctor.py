@@ -140,7 +140,7 @@ def compiler() -> Iterator[Finding]:
     """Triton, torch.compile and packages of kernels, where there is CUDA."""
     import torch
 
-    from . import kernels, kernels_attention, model_config, model_delta
+    from . import kernels, kernels_attention, model_config, parts
 
     if not torch.cuda.is_available():
         yield Finding("compiler", "not used: nothing is compiled on a CPU")
@@ -148,13 +148,16 @@ def compiler() -> Iterator[Finding]:
     compilers = "install Triton, gcc and Python's headers (python3-dev)"
     engine = "install it anew for this torch (`pip install mca-lite[te]`), or uninstall it"
     newer = "install a newer one (and tilelang for flash-linear-attention), or uninstall it"
-    rows = (
+    rows = [
         ("Triton", kernels.why_no_kernels(), compilers),
         ("torch.compile", kernels.why_no_torch_compile(), compilers),
         ("Transformer Engine", model_config.why_unusable(), engine),
-        ("flash-linear-attention", of_package("fla", model_delta.why_no_fla), newer),
         ("nvidia-cudnn-frontend", of_package("cudnn", kernels_attention.why_no_frontend), newer),
-    )
+    ]
+    if "delta" not in parts.missing():
+        from .model_delta import why_no_fla
+
+        rows.append(("flash-linear-attention", of_package("fla", why_no_fla), newer))
     for subject, reason, remedy in rows:
         is_broken = reason not in (None, model_config.ABSENT)
         yield Finding(subject, reason or "works", is_broken, remedy)

@@ -9,21 +9,21 @@ import itertools
 import reprlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from torch.utils.data import ConcatDataset, Subset
 
 from . import world
 from .args_rules import NAMED, check_records, name_of_set
-from .data_batches import Packs, Turns, work_of
+from .data_batches import Packs, Stream, Turns, work_of
 from .data_chat import ChatRenderer, chat_renderer
-from .data_encode import Encoder, Reader, Shard, load_shard, shifted
+from .data_encode import Encoder, Reader, Shard, load_shard
 from .data_files import SIDES, DatasetSpec, resolve
 from .data_images import Placed, Vision
-from .data_stream import CHUNK_RECORDS, TokenStream
 from .errors import Judge, refuse
 from .files import IGNORE_INDEX
-from .tables import Objective, objective_of
+from .tables import Objective, function_of, objective_of
 
 _shown = reprlib.Repr()
 _shown.maxstring = 600  # characters of a sample, in the report
@@ -195,7 +195,9 @@ def show_document(document: dict, tokenizer, vision: Vision | None = None) -> st
     return _shown.repr(text)
 
 
-def _describe(spec: DatasetSpec, formats: list[str], facts: str, objective: Objective) -> list[str]:
+def describe_files(
+    spec: DatasetSpec, formats: list[str], facts: str, objective: Objective
+) -> list[str]:
     """Lines for the report: formats of the files, facts."""
     ending = "-chosen-rejected records" if objective.has_pairs else " records"
     files = zip(spec.files, formats, strict=True)
@@ -208,23 +210,15 @@ def _describe_shard(spec: DatasetSpec, shard: Shard, objective: Objective, token
     share = 100 * shard.learned.sum() / max(tokens, 1)
     facts = f"{shard.tally.records:,} records -> {len(shard):,} {objective.unit}s, "
     facts += f"{tokens:,} tokens ({share:.1f} % trained), longest {lengths.max(initial=0):,}"
-    lines = _describe(spec, shard.meta["formats"], facts, objective)
+    lines = describe_files(spec, shard.meta["formats"], facts, objective)
     lines += [f"  warning: {line}" for line in shard.tally.lines()]
     samples = [shard.documents(row) for row in range(len(shard))[:1]]
-    return lines + _show(samples, tokenizer, shard.vision)
+    return lines + show_samples(samples, tokenizer, shard.vision)
 
 
-def _describe_stream(reader: Reader, encoder: Encoder) -> list[str]:
-    """Lines for the report, from the first records."""
-    records = itertools.islice(reader.records(), CHUNK_RECORDS)
-    samples, _ = encoder.encode([record for record, _ in records])
-    facts = "tokenised as they are read (lists in .json as a whole)"
-    lines = _describe(reader.spec, list(reader.formats.values()), facts, reader.objective)
-    first = ([shifted(*document) for document in sample] for sample in samples[:1])
-    return lines + _show(first, encoder.tokenizer)
-
-
-def _show(samples: Iterable[list[dict]], tokenizer, vision: Vision | None = None) -> list[str]:
+def show_samples(
+    samples: Iterable[list[dict]], tokenizer, vision: Vision | None = None
+) -> list[str]:
     """Lines with the text of each document."""
     documents = list(itertools.chain(*samples))
     names = SIDES if len(documents) > 1 else ("sample",)
@@ -242,7 +236,7 @@ class DatasetBundle:
     """Datasets of a run, from load_datasets. report: lines to print on one rank. vision: of a model
     with pictures, read by the datasets."""
 
-    train: TokenDataset | Packs | TokenStream | None
+    train: TokenDataset | Packs | Stream | None
     # a dict: by name
     eval: TokenDataset | Packs | dict[str, TokenDataset | Packs] | None
     report: list[str]
@@ -297,13 +291,12 @@ def load_datasets(
 
     trained = readers(data_args.dataset)
     evaluated = readers(data_args.eval_dataset)
-    stream: TokenStream | None = None
+    stream: Any = None
     sets: dict = {}
     lines: list[str] = []
     if trained and data_args.streaming:
-        for reader in trained:
-            report += _describe_stream(reader, encoder)
-        stream = TokenStream(trained, encoder, data_args, packs, seed)
+        stream = function_of("data_stream:TokenStream")(trained, encoder, data_args, packs, seed)
+        report += stream.report()
     elif trained:
         sets["train"] = TokenDataset(list(map(load, trained)))
         if data_args.val_size:

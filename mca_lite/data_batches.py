@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -567,6 +567,24 @@ def make_loader(
 
 
 # -- packs
+
+
+@runtime_checkable
+class Stream(Protocol):
+    """A training set without a length, with an order and micro-batches."""
+
+    def loader(
+        self, collate: Callable, plan: BatchPlan, state: dict | None, num_workers: int, speaks: bool
+    ) -> Any:
+        """An iterable of this rank's micro-batches from a position on, with "data_position", the
+        beginning of the next step, in each.
+
+        plan: sizes and ranks of a step. state: data_position of a micro-batch, None: the beginning.
+        speaks: print the counts of records. ValueError for a state of another stream.
+        """
+
+    def describe(self) -> str:
+        """A line for the summary at the start of a run."""
 
 
 class Packs(Dataset):

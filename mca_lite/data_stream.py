@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from .data import describe_files, show_samples
 from .data_batches import BatchPlan, Turns
 from .data_encode import (
     BEGINNING,
@@ -93,6 +94,26 @@ class TokenStream:
             facts += declared + [[kind, *_begin_of(file)] for file, kind in spec.files.items()]
         return f"streamed-{hash_of(facts)[:16]}"
 
+    def report(self) -> list[str]:
+        """Lines from the first records of each dataset."""
+        lines = []
+        for reader in self.readers:
+            records = itertools.islice(reader.records(), CHUNK_RECORDS)
+            samples, _ = self.encoder.encode([record for record, _ in records])
+            facts = "tokenised as they are read (lists in .json as a whole)"
+            formats = list(reader.formats.values())
+            lines += describe_files(reader.spec, formats, facts, reader.objective)
+            first = ([shifted(*document) for document in sample] for sample in samples[:1])
+            lines += show_samples(first, self.encoder.tokenizer)
+        return lines
+
+    def describe(self) -> str:
+        """A line for the summary at the start of a run."""
+        order = "in the order of the files"
+        if self.shuffles:
+            order = f"shuffled in blocks of {self.block_records:,} records"
+        return f"streamed, {order}; every rank reads and tokenises all of it"
+
     def rows(self, position: Position | None = None) -> Iterator[tuple[list[dict], Position]]:
         """(documents {"input_ids", "labels"} of a row, position after it), without end."""
         position = position or Position()
@@ -104,13 +125,8 @@ class TokenStream:
         return _one_each(samples)
 
     def loader(self, collate, plan: BatchPlan, state: dict | None, num_workers: int, speaks: bool):
-        """A DataLoader of this rank's micro-batches from a position on. Each mapping of `collate`
-        has "data_position", the beginning of the next step.
-
-        plan: sizes and ranks of a step. state: data_position of a micro-batch, None: the beginning.
-        num_workers: above 0 one process reads ahead. speaks: print the counts of records.
-        Raises: ValueError for a state of another stream.
-        """
+        """A DataLoader (data_batches.Stream). num_workers: above 0 one process reads ahead. speaks:
+        print the counts of records."""
         self._speaks = speaks
         try:
             position = Position(**state or {})

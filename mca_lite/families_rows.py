@@ -401,7 +401,7 @@ class Family:
     older_names: bool = False
     # heads of layers with a window have other sizes: transformers' per_layer_config
     sizes_differ: bool = False
-    # files hold the experts of a layer in one tensor, in bf16 or MXFP4 (weights_experts.py)
+    # files hold the experts of a layer in one tensor, in bf16 or MXFP4 (TENSOR_FORMATS)
     stacked_experts: bool = False
     # part of a name in transformers' modules -> that in files (its conversion_mapping.py has both)
     renamed: dict[str, str] = field(default_factory=dict)

@@ -23,12 +23,11 @@ from .args_values import show_count
 from .backend_megatron import PACKED_BUCKET, MegatronBackend
 from .backend_torch import TorchBackend
 from .data import TokenDataset, marked_runs, tokens_of
-from .data_batches import Packs, make_loader, samples_of
+from .data_batches import Packs, Stream, make_loader, samples_of
 from .data_chat import ChatRenderer
 from .data_encode import BAD, CUT, LEFT_OUT, UNLABELED, joins_texts
 from .data_files import SIDES
 from .data_images import thumbnail
-from .data_stream import TokenStream
 from .files import cache_folder, check_can_write
 from .log import format_summary, steps_summary
 from .model_config import grow
@@ -419,7 +418,7 @@ def _first_batches(plan: Plan) -> list[list[tuple[int, int]]]:
 def _first_batches_of(trainer) -> list[tuple[int, int]]:
     data = trainer.train_dataset
     batches = trainer.plan_batches(data)
-    if isinstance(data, TokenStream):
+    if isinstance(data, Stream):
         loader = data.loader(trainer.data_collator, batches, None, num_workers=0, speaks=False)
     else:
         loader = make_loader(data, trainer.data_collator, batches)

@@ -40,8 +40,8 @@ from .mcore import (
 from .model_linears import ColumnLinear, RowLinear
 from .model_moe import new_weight
 from .model_norms import RMSNorm, RMSNormOverHeads, head_norms
-from .model_sinks import FlashWithSinks, whole_scores
 from .parallel import device
+from .tables import CORE_ATTENTIONS, function_of
 
 # ---- rotary positions
 
@@ -369,13 +369,31 @@ class RowModule(MegatronModule):
         return row_layout((0, len(x) * cp), cp, self.cp_group.rank(), x.device)
 
 
+def whole_scores(q, k, v, visible, scale, dropout: float, cap: float | None = None, sinks=None):
+    """softmax(cap tanh(q k^T scale / cap)) v with all scores in memory, the softmax in float32.
+
+    q [b, n, q, d], k and v [b, g, k, d], visible bool [q, k] -> [b, n, q, d]. scale None: d **
+    -0.5. cap None: scores as they are. sinks [n]: a further score of each query of a head.
+    """
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    scores = q @ k.transpose(-1, -2) * (scale or q.shape[-1] ** -0.5)
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
+    scores = scores.masked_fill(~visible, float("-inf"))
+    if sinks is not None:
+        column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, column), -1)
+    weights = scores.softmax(-1, dtype=torch.float32)[..., : k.shape[-2]].to(q.dtype)
+    return F.dropout(weights, dropout) @ v
+
+
 class CoreAttention(RowModule):
     """softmax(q k^T * scale) v over torch's attention kernels.
 
     Causal. Rows are padded on the right: no position ever looks at padding, so no mask is built.
     Packed rows: documents do not see each other. Context parallelism: keys and values of the whole
     row are gathered once a layer; the local queries are this rank's zigzag chunks (batch.py). The
-    layer's sliding window, the cap on scores and sinks [n] (model_sinks.py) count as well. Nothing
+    layer's sliding window, the cap on scores and sinks [n] (CORE_ATTENTIONS) count as well. Nothing
     here waits for the device.
     """
 
@@ -516,7 +534,8 @@ class CoreAttention(RowModule):
             v = F.pad(v, (0, missing))
         if self.sinks is not None:
             rows = cu_q, cu_k, max_q, max_k, self.softmax_scale, self.window
-            return FlashWithSinks.apply(q, k, v, self.sinks, *rows).flatten(1)[:, None]
+            flash = function_of(CORE_ATTENTIONS["sinks"])
+            return flash.apply(q, k, v, self.sinks, *rows).flatten(1)[:, None]
         keys = dict(scale=self.softmax_scale, window_size=((self.window or 0) - 1, 0))  # -1: all
         if takes_groups:  # 2.11 takes fewer heads of keys than of queries without it
             keys["enable_gqa"] = q.shape[1] != k.shape[1]

@@ -185,7 +185,7 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
     sliding_window: int | None = None  # tokens visible to a query, itself included
     sliding_layers: list[int] | None = None  # layers with the window, from 0; None: all
     layers_without_rope: list[int] | None = None  # layers without positions, from 0
-    linear_layers: list[int] | None = None  # layers of model_delta.GatedDeltaNet, from 0
+    linear_layers: list[int] | None = None  # layers of linear attention, from 0
     linear_num_key_heads: int | None = None
     # beta of Llama 4's factor on the query at position p, 1 + beta log(1 + floor(p / length)) with
     # original_max_position_embeddings as the length

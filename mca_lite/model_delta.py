@@ -238,6 +238,22 @@ class GatedDeltaNet(RowModule):
         self.out_proj = row_linear(config, heads * v, self.tp_group)
         self.is_recomputed = recomputes(config, "core_attn")
 
+    @staticmethod
+    def costs(config, facts) -> float:
+        """Bytes a token, without the norm before it. In plain torch the rule keeps float32 numbers,
+        among them rows of matrices of a chunk and a state a chunk. facts: plan_memory's."""
+        tp = config.tensor_model_parallel_size
+        heads = config.linear_num_value_heads / tp
+        k = config.linear_key_head_dim
+        v = config.linear_value_head_dim
+        channels = 2 * config.linear_num_key_heads / tp * k + heads * v
+        convolution = facts.attended * (config.linear_conv_kernel_dim + 1) * channels
+        if facts.compiled and why_no_fla() is None:
+            width = config.params_dtype.itemsize
+            return convolution + width * heads * (2 * k + 5 * v + CHUNK_SIZE)
+        of_head = 12 * k + 9 * v + 6 * CHUNK_SIZE + k * v / CHUNK_SIZE + 9
+        return convolution + 4 * heads * of_head + CHUNK_SIZE
+
     def forward(self, hidden_states, packed_seq_params=None, **unused):
         """unused: rotary tables, without effect here."""
         mixed, _ = self.in_proj(hidden_states)

@@ -39,10 +39,10 @@ from .mcore import (
     tensor_parallel,
 )
 from .model_attention import DuplicatedLinear, build_attention, recomputes
-from .model_delta import GatedDeltaNet
 from .model_moe import Mixture, mlp_parts
 from .model_norms import RMSNorm, hidden_norm
 from .parallel import device
+from .tables import LAYER_TYPES, function_of
 
 
 def recomputed(config, function, *tensors):
@@ -102,8 +102,8 @@ class Layer(MegatronModule):
         is_te = config.transformer_impl == "transformer_engine"
         normed_here = config.pre_norms and not is_te
         self.input_layernorm = hidden_norm(config) if normed_here else IdentityOp()
-        is_linear = config.layer_type(layer_number) == "linear_attention"
-        build = GatedDeltaNet if is_linear else build_attention
+        kind = config.layer_type(layer_number)
+        build = function_of(LAYER_TYPES.get(kind, build_attention))
         self.self_attention = build(config, layer_number, pg_collection)
         self.self_attn_bda = Residual(config)
         normed_here = normed_here or is_te and is_moe

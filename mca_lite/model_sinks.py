@@ -8,25 +8,6 @@ tokens.
 """
 
 import torch
-import torch.nn.functional as F
-
-
-def whole_scores(q, k, v, visible, scale, dropout: float, cap: float | None = None, sinks=None):
-    """softmax(cap tanh(q k^T scale / cap)) v with all scores in memory, the softmax in float32.
-
-    q [b, n, q, d], k and v [b, g, k, d], visible bool [q, k] -> [b, n, q, d]. scale None: d **
-    -0.5. cap None: scores as they are. sinks [n]: a further score of each query of a head.
-    """
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = q @ k.transpose(-1, -2) * (scale or q.shape[-1] ** -0.5)
-    if cap is not None:
-        scores = cap * torch.tanh(scores / cap)
-    scores = scores.masked_fill(~visible, float("-inf"))
-    if sinks is not None:
-        column = sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:-1], 1)
-        scores = torch.cat((scores, column), -1)
-    weights = scores.softmax(-1, dtype=torch.float32)[..., : k.shape[-2]].to(q.dtype)
-    return F.dropout(weights, dropout) @ v
 
 
 class FlashWithSinks(torch.autograd.Function):

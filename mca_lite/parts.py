@@ -12,15 +12,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .errors import Problem
+from .errors import Problem, UserError
 
 
 class Part(NamedTuple):
     """One row of PARTS; each field is words separated by spaces.
 
-    modules: its files without .py; importing the first one registers the part. keys: its
-    configuration keys, and key=value for its values of core keys. provides: its rows of other
-    tables. needs: the parts that it imports.
+    modules: its files without .py; importing the first one registers the part, if its name ends in
+    _keys. keys: its configuration keys, and key=value for its values of core keys. provides: its
+    rows of CORE_ATTENTIONS, LAYER_TYPES and TENSOR_FORMATS. needs: the parts that it imports.
     """
 
     modules: str
@@ -30,6 +30,10 @@ class Part(NamedTuple):
 
 
 PARTS = {
+    "sinks": Part("model_sinks", "", provides="sinks"),
+    "stream": Part("data_stream", "streaming=true"),
+    "delta": Part("model_delta", "", provides="linear_attention"),
+    "stacked": Part("weights_experts", "", provides="stacked_experts"),
     "scores": Part("part_scores_keys trainer_scores", "pref_beta ref_model"),
     "dpo": Part(
         "part_dpo_keys loss_preference trainer_dpo",
@@ -82,17 +86,31 @@ def with_needs(name: str) -> list[str]:
 def load() -> None:
     """Let each part that is there register its keys, rules and rows."""
     for name, part in PARTS.items():
-        if name not in missing():
-            import_module(f".{part.modules.split()[0]}", __package__)
+        first = part.modules.split()[0]
+        if first.endswith("_keys") and name not in missing():
+            import_module(f".{first}", __package__)
 
 
-def need_of(name: str) -> tuple[str, str]:
+def need_of(name: str, what: str = "it needs") -> tuple[str, str]:
     """(the reason why something needs a missing part, the remedy)."""
     lacking = missing()[name]
     files = ", ".join(lacking.values())
     verb = "are" if "," in files else "is"
-    reason = f"it needs part {name}, and {files} {verb} not in {Path(__file__).parent}"
+    reason = f"{what} part {name}, and {files} {verb} not in {Path(__file__).parent}"
     return reason, f"copy {' and '.join(lacking)}'s files from mca_lite"
+
+
+def check_module(module: str) -> None:
+    """Raise UserError for a module of a missing part: another installation may have it."""
+    for name in missing():
+        if module in PARTS[name].modules.split():
+            reason, remedy = need_of(name)
+            raise UserError(f"{module}.py: {reason}: {remedy}")
+
+
+def absent_rows() -> dict[str, str]:
+    """Row of another table -> its part, of missing parts."""
+    return {row: name for name in missing() for row in PARTS[name].provides.split()}
 
 
 def absent_keys() -> dict[str, str]:

@@ -20,9 +20,8 @@ from .families_rows import Row
 from .hosts import module_of, modules_of
 from .loss_tokens import CHUNK_SIZE_CPU, CHUNK_SIZE_CUDA, CHUNK_SIZE_OF_LOGITS
 from .model_config import AutoConfig, McaModelConfig
-from .model_delta import CHUNK_SIZE, why_no_fla
 from .optim import splits_masters
-from .tables import OBJECTIVES, OPTIMIZERS, TEACHER_KEY
+from .tables import LAYER_TYPES, OBJECTIVES, OPTIMIZERS, TEACHER_KEY, function_of
 from .weights_convert import VOCABULARY, degree, in_layer_order
 from .weights_files import InitSource
 
@@ -326,8 +325,8 @@ def _layer_bytes(config, layer: int, facts: _Facts, r: RankSizes) -> tuple[float
     """(bytes a token of a layer, those of its MLP or experts among them)."""
     if getattr(config, "kv_lora_rank", None):
         attention = _latent_bytes(config, facts, r)
-    elif config.layer_type(layer + 1) == "linear_attention":
-        attention = _linear_bytes(config, facts, r)
+    elif layer_class := LAYER_TYPES.get(config.layer_type(layer + 1)):
+        attention = function_of(layer_class).costs(config, facts)
     else:
         # queries and attention's output, keys, values, and the sum of each row's exponentials
         groups, channels = config.head_sizes(layer + 1)
@@ -367,20 +366,6 @@ def _latent_bytes(config, facts: _Facts, r: RankSizes) -> float:
     scores = 4 if query == value else facts.scores
     attended = facts.attended * (2 * query + value_copy) + r.w * value + scores
     return r.heads * attended + latent / r.sp
-
-
-def _linear_bytes(config, facts: _Facts, r: RankSizes) -> float:
-    """Bytes a token of a gated delta net, without the norm before it. In plain torch the rule keeps
-    float32 numbers, among them rows of matrices of a chunk and a state a chunk."""
-    heads = config.linear_num_value_heads / r.tp
-    k = config.linear_key_head_dim
-    v = config.linear_value_head_dim
-    channels = 2 * config.linear_num_key_heads / r.tp * k + heads * v
-    convolution = facts.attended * (config.linear_conv_kernel_dim + 1) * channels
-    if facts.compiled and why_no_fla() is None:
-        return convolution + r.w * heads * (2 * k + 5 * v + CHUNK_SIZE)
-    of_head = 12 * k + 9 * v + 6 * CHUNK_SIZE + k * v / CHUNK_SIZE + 9
-    return convolution + 4 * heads * of_head + CHUNK_SIZE
 
 
 def _activations(

@@ -37,9 +37,8 @@ from .args_values import show_count
 from .callbacks import StopSignals, TrainerCallback
 from .ckpt_megatron import DIST_NAME
 from .data import DatasetBundle, load_datasets
-from .data_batches import Limits, Packs, samples_of
+from .data_batches import Limits, Packs, Stream, samples_of
 from .data_images import Vision
-from .data_stream import TokenStream
 from .errors import Judge, refuse
 from .families import FAMILIES
 from .families_rows import has_value_head
@@ -159,7 +158,7 @@ def make_plan(arguments: RunArguments) -> Plan:
         remedy = "dataloader_num_workers: 4 does it beside them"
         data.report.append(f"note: pictures are decoded between the steps: {remedy}")
     of_epoch = 0
-    if data.train is not None and not arguments.data.streaming:
+    if data.train is not None and not isinstance(data.train, Stream):
         of_epoch = math.ceil(len(data.train) / args.train_global_batch_size)
     steps = args.steps_of_run(of_epoch)
     if data.train is not None:
@@ -474,11 +473,8 @@ def data_summary(plan: Plan) -> dict[str, str]:
         weights = map("weight {:g}".format, data.mix_weights or ())
         summary["mixed"] = ", ".join([data.mix_strategy, *weights])
     for name, part in named_sets(plan.data).items():
-        if isinstance(part, TokenStream):
-            order = "in the order of the files"
-            if part.shuffles:
-                order = f"shuffled in blocks of {part.block_records:,} records"
-            summary[name] = f"streamed, {order}; every rank reads and tokenises all of it"
+        if isinstance(part, Stream):
+            summary[name] = part.describe()
             continue
         count = f"{len(samples_of(part)):,} {plan.objective.unit}s"
         if isinstance(part, Packs):

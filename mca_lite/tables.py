@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from .args_values import ArgumentGroup
 from .errors import Judge, Rule
 from .files import IGNORE_INDEX
+from .parts import check_module
 
 # -- chat templates
 
@@ -196,11 +197,13 @@ def register_keys(
 
 
 def function_of(name: Any) -> Any:
-    """A function or class: itself, or "module:name" of this package."""
+    """A function or class: itself, or "module:name" of this package. "module" gives the module."""
     if not isinstance(name, str):
         return name
     module, _, attribute = name.partition(":")
-    return getattr(import_module(f".{module}", __package__), attribute)
+    check_module(module)
+    found = import_module(f".{module}", __package__)
+    return getattr(found, attribute) if attribute else found
 
 
 # -- stages
@@ -404,6 +407,17 @@ OPTIMIZERS["muon"] = Optimizer(
     of_matrices=("momentum_buffer",),
 )
 OPTIMIZER_ALIASES |= dict.fromkeys(("adamw_torch", "adamw_torch_fused"), "adam")
+
+
+# -- the network
+
+# a layer's type -> its class, in place of attention; costs(config, facts) -> bytes of a token that
+# it keeps for the backward pass, for plan
+LAYER_TYPES = {"linear_attention": "model_delta:GatedDeltaNet"}
+# what a layer's scores have beside those of keys -> the autograd function of its attention on CUDA
+CORE_ATTENTIONS = {"sinks": "model_sinks:FlashWithSinks"}
+# tensors of files that differ from a model's -> the module that takes them apart and together
+TENSOR_FORMATS = {"stacked_experts": "weights_experts"}
 
 
 # -- columns of a micro-batch

@@ -39,13 +39,13 @@ from .data_batches import (
     BatchPlan,
     Collator,
     Limits,
+    Stream,
     check_batch,
     count_tokens,
     make_loader,
     samples_of,
     with_samples,
 )
-from .data_stream import TokenStream
 from .errors import expect, refuse
 from .files import IGNORE_INDEX, TRAINER_STATE_NAME, replacing
 from .log import Report, Throughput, model_sizes, model_work, peak_memory_gib, run_summary
@@ -98,7 +98,7 @@ class McaTrainer:
     list of samples -> {"input_ids", "labels", "attention_mask"} [b, s] with labels already shifted
     (labels[t] is the target of position t) and padded on the right; None: pads samples
     {"input_ids", "labels"} with shifted labels. Datasets are map-style, or for training a
-    TokenStream. callbacks: of this package or of transformers, instances or classes.
+    Stream. callbacks: of this package or of transformers, instances or classes.
     processing_class: another name of tokenizer. optimizers: on the torch backend (a torch optimizer
     of the model's trained parameters, its scheduler or None).
     compute_metrics(EvalPrediction) -> {name: number} of an evaluation, over the results of
@@ -414,7 +414,7 @@ class McaTrainer:
         and for one with documents known to be too long for the model."""
         args = self.args
         backend = self.backend
-        streams = training and isinstance(dataset, TokenStream)
+        streams = training and isinstance(dataset, Stream)
         name = "train_dataset" if training else "eval_dataset"
         is_known = streams or hasattr(dataset, "__len__")
         expect(
@@ -457,7 +457,7 @@ class McaTrainer:
     def _train_loader(self, plan: BatchPlan, epoch: int, step: int):
         workers = self.args.dataloader_num_workers
         dataset = self.train_dataset
-        if isinstance(dataset, TokenStream):
+        if isinstance(dataset, Stream):
             start = self.state.data_position
             return dataset.loader(self.data_collator, plan, start, workers, parallel.is_main())
         return make_loader(dataset, self.data_collator, plan, epoch, step, num_workers=workers)

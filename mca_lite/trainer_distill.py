@@ -34,9 +34,8 @@ from torch.utils.data import Subset
 
 from . import parallel
 from .ckpt_folder import CheckpointError
-from .data_batches import Limits, View, documents_of
+from .data_batches import Limits, Stream, View, documents_of
 from .data_encode import hash_of
-from .data_stream import TokenStream
 from .errors import expect, refuse
 from .files import IGNORE_INDEX, cache_folder, resolve_folder
 from .loss_tokens import Logits
@@ -509,7 +508,7 @@ class DistillTrainer(ScoredTrainer):
         if not self._k or isinstance(samples, WithRows):
             return samples
         expect(
-            not isinstance(samples, TokenStream),
+            not isinstance(samples, Stream),
             "a cached teacher scores the samples before training, and a stream is read once: leave "
             "teacher_top_k out, or set streaming: false",
         )

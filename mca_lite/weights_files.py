@@ -24,7 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from . import families, families_rows, weights_experts, world
+from . import families, families_rows, world
 from .errors import refuse
 from .families import FAMILIES, OLDER_PREFIXES, prediction_of
 from .families_rows import PREDICTION_KEY, UNUSED_TENSORS, VALUE_HEAD, has_value_head
@@ -46,6 +46,7 @@ from .files import (
     write_file,
     write_json,
 )
+from .tables import TENSOR_FORMATS, function_of
 
 Shape = tuple[int, ...]
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
@@ -151,7 +152,18 @@ def copy_beside(source: str | None, folder: Path) -> list[str]:
 # -- the names of experts
 
 _FUSED = re.compile(r"(.*\.)mlp\.experts\.(gate_up_proj|down_proj)")  # transformers' modules
+_STACKED = re.compile(f"{_FUSED.pattern}(_bias|_blocks)?")  # files with stacked experts
 _IN_BLOCK = re.compile(r"(\.layers\.\d+\.)mlp\.")
+
+
+def _is_stacked(model_type: str | None) -> bool:
+    """True for a family with the experts of a layer in one tensor of its files."""
+    return model_type in FAMILIES and FAMILIES[model_type].stacked_experts
+
+
+def _stacked_experts() -> Any:
+    """The module of files with stacked experts; UserError if it is missing."""
+    return function_of(TENSOR_FORMATS["stacked_experts"])
 
 
 def file_parts(model_type: str, name: str, shape: Shape) -> list[tuple[str, tuple]]:
@@ -166,8 +178,8 @@ def file_parts(model_type: str, name: str, shape: Shape) -> list[tuple[str, tupl
         return [(name, ())]
     for module, file in FAMILIES[model_type].renamed.items():
         name = name.replace(module, file)
-    if FAMILIES[model_type].stacked_experts:
-        return weights_experts.parts_of(name, shape[0]) or [(name, ())]
+    if _is_stacked(model_type):
+        return _stacked_experts().parts_of(name, shape[0]) or [(name, ())]
     rows = [row for row in FAMILIES[model_type].rows if "[]" in row.mca and row.is_linear]
     experts = _FUSED.fullmatch(name)
     if rows and experts:
@@ -203,9 +215,9 @@ def file_tensors(
     model, tied_twice: bool = False
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
     """(name in a file, tensor of the model, view of the file's part of it) of a transformers model
-    without its adapters; of stacked experts those of single ones (weights_experts.py)."""
+    without its adapters; of stacked experts those of single ones."""
     model_type = model.config.model_type
-    is_stacked = model_type in FAMILIES and FAMILIES[model_type].stacked_experts
+    is_stacked = _is_stacked(model_type)
     for name, tensor in named_tensors(model, tied_twice):
         if ".lora." not in name:
             for file_name, index in file_parts(model_type, name, tuple(tensor.shape)):
@@ -245,14 +257,15 @@ _OTHER_SIZES = "set vocab_size and the other sizes in config.json to those of th
 class SafetensorsSource:
     """The tensors of a folder (or hub name) in safetensors format, read by slices. is_older: True
     if the files have older names than transformers' modules, which are used here. stored: the names
-    in the files, of stacked experts too; here they have the names of single ones
-    (weights_experts.py)."""
+    in the files. has_stacks: True if experts are stacked there; here they have the names of single
+    ones."""
 
     def __init__(self, model_name_or_path: str):
         self.folder = resolve_folder(model_name_or_path)
         in_files = _open_files(self.folder)
         self.stored = in_files.keys()
-        self._slices = weights_experts.unstacked(in_files)
+        self.has_stacks = any(map(_STACKED.fullmatch, in_files))
+        self._slices = _stacked_experts().unstacked(in_files) if self.has_stacks else in_files
         self.is_older = is_older(self._slices)
         if self.is_older:
             self._slices = {newer_name(name): part for name, part in self._slices.items()}
@@ -357,7 +370,9 @@ def _shapes_file(hf, hf_config: str, version: str) -> Path | None:
     if ".dev" in version or not type(hf).__module__.startswith("transformers.models."):
         return None
     try:
-        modules = families, families_rows, weights_experts, sys.modules[__name__]
+        modules = [families, families_rows, sys.modules[__name__]]
+        if _is_stacked(hf.model_type):
+            modules.append(_stacked_experts())
         text = "\n".join((version, hf_config, *map(inspect.getsource, modules)))
         name = f"{hashlib.sha256(text.encode()).hexdigest()}.json"
         return cache_folder() / "shapes" / name
@@ -626,11 +641,10 @@ def in_words_of(source: str | None, hf_config: dict, tensors: NamedTensors) -> N
     MXFP4."""
     original = original_of(source)
     family = FAMILIES.get(str(hf_config.get("model_type")))
-    in_turns = family is not None and family.stacked_experts
-    if in_turns:
-        tensors = weights_experts.stacked(tensors, in_turns)
-    elif original is not None:
-        tensors = weights_experts.stacked(tensors, in_turns, original.stored)
+    if family is not None and family.stacked_experts:
+        tensors = _stacked_experts().stacked(tensors, in_turns=True)
+    elif original is not None and original.has_stacks:
+        tensors = _stacked_experts().stacked(tensors, in_turns=False, names=original.stored)
     older = family is not None and family.older_names
     if original is not None:
         older = original.is_older

@@ -4,6 +4,7 @@ which name it works.
 
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest

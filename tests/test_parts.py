@@ -13,15 +13,27 @@ import numpy
 import pytest
 
 from mca_lite.args import CORE_GROUPS, parse_args
+from mca_lite.errors import UserError
 from mca_lite.parts import PARTS, absent, missing, with_needs
-from mca_lite.tables import KEY_GROUPS, OBJECTIVES
+from mca_lite.tables import (
+    CORE_ATTENTIONS,
+    KEY_GROUPS,
+    LAYER_TYPES,
+    OBJECTIVES,
+    TENSOR_FORMATS,
+    function_of,
+)
 from tests.shared import removal
 from tests.tools import rings
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "mca_lite"
 # key of the core -> its values, and the module that a part's row names
-CHOICES = {"stage": {name: str(row.trainer).split(":")[0] for name, row in OBJECTIVES.items()}}
+TABLES = (CORE_ATTENTIONS, LAYER_TYPES, TENSOR_FORMATS)  # their rows name modules of parts
+CHOICES = {
+    "stage": {name: str(row.trainer).split(":")[0] for name, row in OBJECTIVES.items()},
+    "streaming": {"true": "data_stream"},
+}
 
 
 def without(*parts: str) -> list[str]:
@@ -70,6 +82,13 @@ def test_keys_of_a_missing_part_are_refused_by_name_without_torch(facts, name):
         assert reason.endswith(f"not in {Path(reason.split()[-1])}") and "mca_lite" in reason
         assert remedy.startswith("copy ") and remedy.endswith(", or leave the key out")
         assert f"\n  {word} (" not in seen["help"]
+    for row, refused in seen["models"].items():
+        [part] = [part for part, of in PARTS.items() if row in of.provides.split()]
+        words = f" need part {part}, and {files_of(part)[0]} is not in "
+        found = [r for key, reason, r in refused if key == "model_type" and words in reason]
+        assert len(found) == (part in seen["missing"])
+        for remedy in found:
+            assert remedy.startswith(f"copy {part}'s files from ")
     for key, refused in seen["near"].items():
         [[_, reason, remedy]] = refused
         assert (reason, remedy) == ("no such key", key)
@@ -97,6 +116,14 @@ def test_the_package_without_any_part_trains_at_tp2(facts):
 # -- the table
 
 
+def has_keys(part: str) -> bool:
+    return PARTS[part].modules.split()[0] == f"part_{part}_keys"
+
+
+def module_of(name: str) -> str:
+    return name.partition(":")[0]
+
+
 def keys_of(part: str) -> list[str]:
     return [word for word in PARTS[part].keys.split() if "=" not in word]
 
@@ -105,8 +132,9 @@ def keys_of(part: str) -> list[str]:
 def test_the_row_of_a_part_lists_its_files_and_keys(part):
     modules = PARTS[part].modules.split()
     assert set(modules) == {m for m, of in rings.rings_of(PACKAGE).items() if of == ("part", part)}
-    assert modules[0] == f"part_{part}_keys"
-    fields = [item.name for item in dataclasses.fields(KEY_GROUPS[part].group)]
+    fields = []
+    if has_keys(part):
+        fields = [item.name for item in dataclasses.fields(KEY_GROUPS[part].group)]
     values = [
         f"{key}={value}"
         for key, rows in CHOICES.items()
@@ -114,10 +142,29 @@ def test_the_row_of_a_part_lists_its_files_and_keys(part):
         if module in modules
     ]
     assert sorted(PARTS[part].keys.split()) == sorted(fields + values)
+    rows = [row for table in TABLES for row, name in table.items() if module_of(name) in modules]
+    assert sorted(PARTS[part].provides.split()) == sorted(rows)
+
+
+def test_every_row_that_a_part_provides_names_what_is_there_and_is_refused_without_it():
+    rows = [row for table in TABLES for row in table]
+    assert sorted(rows) == sorted(removal.MODELS)
+    for table in TABLES:
+        for name in table.values():
+            assert function_of(name).__doc__
+
+
+def test_a_row_of_a_missing_part_is_not_taken_from_another_installation(folder):
+    (folder / "model_sinks.py").unlink()
+    missing.cache_clear()
+    with pytest.raises(
+        UserError, match=r"^model_sinks\.py: it needs part sinks, and model_sinks\.py"
+    ):
+        function_of(CORE_ATTENTIONS["sinks"])
 
 
 def test_every_group_of_keys_is_the_core_s_or_a_part_s():
-    assert set(KEY_GROUPS) == {*CORE_GROUPS, *PARTS}
+    assert set(KEY_GROUPS) == {*CORE_GROUPS, *filter(has_keys, PARTS)}
 
 
 def test_a_copy_with_other_keys_leaves_the_arguments_as_they_are(monkeypatch):

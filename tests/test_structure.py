@@ -312,13 +312,13 @@ def test_each_file_runs_in_one_process_of_the_suite(tmp_path):
 
 
 SLACK = 1.02  # a limit is what was measured; its change is a decision, with the reason in a commit
-TOKENS = {"core": 152_600, "part": 45_000, "tool": 30_950, "all": 217_650}  # of tests.tools.rings
+TOKENS = {"core": 152_600, "part": 45_000, "tool": 30_950, "all": 219_500}  # of tests.tools.rings
 LIMITS = {  # of tests.tools.house
     "decisions a 1,000 tokens": 24.6,
     "parallel assignments": 0.1,
     "conditional expressions": 1.8,
     "docstrings with a relative opening": 0,
-    "relative words": 1.05,
+    "relative words": 1.08,
     "private reads": 11,
     "functions that take trainer": 5,
 }
@@ -334,12 +334,8 @@ def test_the_package_keeps_its_limits():
 # Imports of an outer ring, or of a part that is not needed: none may come.
 AGAINST = """
 data_records data_images, data_chat data_images, data_encode data_images, data data_images,
-data data_stream, model_attention model_sinks, model_layers model_delta,
-weights_files weights_experts, ckpt data_stream, ckpt lora, model lora,
-model model_vision, backend lora_files,
-backend_torch model_vision, trainer data_stream, run data_images, run data_stream,
-run lora_files, trainer_distill data_stream, trainer_dpo lora, trainer_rm lora,
-trainer_rm lora_files
+ckpt lora, model lora, model model_vision, backend lora_files, backend_torch model_vision,
+run data_images, run lora_files, trainer_dpo lora, trainer_rm lora, trainer_rm lora_files
 """
 AGAINST_THE_ORDER = {tuple(pair.split()) for pair in AGAINST.split(",")}
 

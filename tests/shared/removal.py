@@ -24,6 +24,8 @@ ROOT = Path(__file__).parents[2]
 WORKERS = 2
 ALL = "all"  # the name of the copy without any part, which trains at tp2
 GOOD = ["model_name_or_path=configs/tiny/model", "dataset=configs/tiny/sft.jsonl", "output_dir=out"]
+# row that a part provides -> a model type that needs it
+MODELS = {"sinks": "flint", "linear_attention": "qwen3_next", "stacked_experts": "gpt_oss"}
 SHORT = (
     "configs/sft.yaml train_from_scratch=true cutoff_len=64 max_steps=2 max_samples=40 "
     "logging_steps=1 warmup_steps=0 global_batch_size=4 per_device_train_batch_size=2 "
@@ -51,6 +53,14 @@ def refusals_of(words: list[str]) -> list[list[str]]:
     return []
 
 
+def refusals_of_model(kind: str) -> list[list[str]]:
+    """refusals_of a run with a model of this type."""
+    folder = Path(kind)
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": kind}))
+    return refusals_of([f"model_name_or_path={folder}", "train_from_scratch=true"])
+
+
 def misspelt(key: str) -> str:
     return key + key[-1]
 
@@ -66,6 +76,7 @@ def read_configurations(parts: list[str]) -> dict:
         facts["refusals"][word] = refusals_of([f"{key}={value or 'nonsense'}"])
         if not equals:
             facts["near"][word] = refusals_of([f"{misspelt(key)}=1"])
+    facts["models"] = {row: refusals_of_model(kind) for row, kind in MODELS.items()}
     facts["good"] = refusals_of([])
     facts["torch"] = "torch" in sys.modules
     return facts

@@ -12,7 +12,14 @@ import time
 import torch
 import torch.nn.functional as F
 
-from mca_lite import kernels, kernels_attention, loss_tokens, model_delta, model_sinks
+from mca_lite import (
+    kernels,
+    kernels_attention,
+    loss_tokens,
+    model_attention,
+    model_delta,
+    model_sinks,
+)
 from mca_lite.batch import row_layout
 from mca_lite.kernels_attention import SegmentAttention, causal_by_cudnn, join_by_kernel
 
@@ -298,7 +305,7 @@ def packed_cases(dtype):
 
         def formula(q, k, v, visible=visible):
             rows = (x.transpose(0, 1)[None] for x in (q, k, v))
-            return (model_sinks.whole_scores(*rows, visible, None, 0.0)[0].transpose(0, 1),)
+            return (model_attention.whole_scores(*rows, visible, None, 0.0)[0].transpose(0, 1),)
 
         def kernel(q, k, v, window=window):
             return (kernels_attention.packed_by_cudnn(q, k, v, layout, None, window),)
@@ -321,7 +328,7 @@ def sink_cases(dtype):
 
         def formula(q, k, v, sinks, visible=visible):
             rows = (x.transpose(0, 1)[None] for x in (q, k, v))
-            out = model_sinks.whole_scores(*rows, visible, None, 0.0, sinks=sinks)
+            out = model_attention.whole_scores(*rows, visible, None, 0.0, sinks=sinks)
             return (out[0].transpose(0, 1),)
 
         def kernel(q, k, v, sinks, window=window):
