@@ -206,7 +206,7 @@ def arg(default: Any, text: str, **metadata: Any) -> Any:
 
     choices: a table of the values, which may grow until the arguments are read. words: texts -> the
         values that they mean. check: raises ValueError for a value that does not work. remedy: the
-        line that an error suggests (else the default).
+        suggestion of an error (else the default).
     low, above, high, below: limits (low <= value, above < value, value <= high, value < below).
     torch: False for a key without effect on the plain torch backend.
     model: True for a field of McaModelConfig under the same name, set unless the key is None;

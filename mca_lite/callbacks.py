@@ -32,7 +32,7 @@ class TrainerState:
     best_metric: int | float | None = None
     best_global_step: int | None = None
     best_model_checkpoint: str | None = None
-    resumes: list = field(default_factory=list)  # the steps from which the run went on
+    resumes: list = field(default_factory=list)  # steps of the checkpoints it went on with
     left_out_steps: int = 0  # of epochs stopped early by a callback
     data_position: dict | None = None  # of a stream: the begin of the next step
     log_sums: dict | None = None  # of the steps since the last line of the log

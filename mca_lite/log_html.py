@@ -198,7 +198,7 @@ class RunFolder:
         return "hung?" if self.silence_s() > limit else "running"
 
 
-# the figures that people look at first
+# the figures to look at first
 FIRST = ("state", "step", "time left", "loss", "tokens/s")
 
 
@@ -462,7 +462,7 @@ def _answers(runs: Sequence[RunFolder]) -> dict[str, dict[str, str]]:
 # -- curves
 
 _STRETCHES = 200
-_FEW = 20  # points that need no smoothing
+_FEW = 20  # points: a curve of no more is not smoothed
 
 
 def _charts(runs: Sequence[RunFolder]) -> list[dict]:

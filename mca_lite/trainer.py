@@ -167,8 +167,7 @@ class McaTrainer:
         self.shuffle = shuffle
         self.extra_summary = summary or {}
         self.lr_scheduler = self._given[1]
-        self.optimizer = self.batch_plan = cast(Any, None)  # made when training begins
-        self._rate = 0.0  # of the last step
+        self.optimizer = self.batch_plan = self._rate = cast(Any, None)  # made in training
         self.state = TrainerState()
         self.control = TrainerControl()
         self.signals = StopSignals()

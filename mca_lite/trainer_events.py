@@ -165,7 +165,7 @@ class RunSums:
 # -- the slowest rank
 
 _RANK_BITS = 20
-_BEHIND = 0.02  # of a step: a rank that is less behind is not named
+_BEHIND = 0.02  # share of a step: a rank less behind is not named
 # of megatron-core's timers -> phases
 _OF_TIMERS = {
     "forward-compute": "model",
@@ -264,7 +264,7 @@ class Phases:
 
     def take(self, step_time_s: float = 0.0) -> dict[str, Any]:
         """Fields of a log line, and a new start: of each phase lag_<phase>_s, seconds a step by
-        which its slowest rank is behind the fastest; slowest_rank, where one is behind by more than
+        which its slowest rank is behind the fastest; slowest_rank, if one is behind by more than
         2 % of a step; reduction_s, the seconds a step of a gradient reduction without a wait for a
         rank. {} for one rank."""
         steps = max(1, self.steps)

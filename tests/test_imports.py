@@ -4,7 +4,6 @@ which name it works.
 
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -126,8 +125,9 @@ def test_copies_under_other_names_train_in_one_process_and_warn_of_nothing(tmp_p
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("step 2/2") == 3 and "Apex" not in result.stderr
     for words in ([], ["watch", "--help"]):
-        command = [sys.executable, "-m", "third_party.first", *words]
-        text = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path).stdout
+        command = [*uninstalled.PYTHON, "-m", "third_party.first", *words]
+        given = dict(cwd=tmp_path, env=uninstalled.environment(), capture_output=True, text=True)
+        text = subprocess.run(command, **given).stdout
         assert "python -m third_party.first" in text and "python -m mca_lite" not in text
 
 
