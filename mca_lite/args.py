@@ -115,10 +115,6 @@ class DataArguments(ArgumentGroup):
     mix_weights: list[float] | None = optional(
         "relative sampling rate of each dataset, for interleave (None: round robin)"
     )
-    streaming: bool = flag(
-        "pt, sft: tokenise `dataset` on the fly, without a cache; needs max_steps"
-    )
-    buffer_size: int = count(16384, "streaming: records in the shuffle buffer")
     sample_by: Literal["line", "document"] = arg(
         "line", "document of a .txt file: each line, or the whole file"
     )

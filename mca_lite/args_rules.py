@@ -17,10 +17,6 @@ from .files import GENERATION_METRICS
 from .tables import CONVERSATIONS, KEY_GROUPS, OBJECTIVES, PAIR_COLUMNS, TEMPLATES, Objective
 
 SOME_DATA = "dataset: <files, or names in dataset_info.json>"
-_NEEDS_OF_DATA = (
-    harmless_need("buffer_size", "streaming", "streaming: true"),
-    harmless_need("preprocessing_num_workers overwrite_cache", "!streaming", "streaming: false"),
-)
 _OF_ADAPTERS = "lora_rank lora_alpha lora_target use_rslora modules_to_save"
 _NEEDS_OF_ADAPTERS = (
     Need(
@@ -114,13 +110,6 @@ BACKEND = (
 )
 _RUN = (
     Rule(
-        "max_steps=-1 streaming",
-        "the number of steps an epoch is unknown before the data is read",
-        "max_steps: 1000",
-    ),
-    Rule("eval_strategy=epoch streaming", "a stream has no epochs", "eval_strategy: steps"),
-    Rule("save_strategy=epoch streaming", "a stream has no epochs", "save_strategy: steps"),
-    Rule(
         "!dataset do_train eval_dataset",
         "there is nothing to train on",
         f"{SOME_DATA}, or do_train: false",
@@ -173,7 +162,6 @@ def normalise_data(a: Any) -> None:
 def check_data(a: Any, judge: Judge) -> None:
     """Apply the rules of DataArguments."""
     judge.apply(_DATA)
-    check_needs(_NEEDS_OF_DATA, a, judge)
     names = [name_of_set(name) for name in a.eval_dataset or ()]
     judge.expect(
         not a.eval_on_each_dataset or len(set(names)) == len(names),
@@ -211,12 +199,6 @@ def check_data(a: Any, judge: Judge) -> None:
         "val_size",
         "expected a fraction below 1 or a whole number of samples",
         "val_size: 0.05",
-    )
-    judge.expect(
-        a.val_size == 0 or not a.streaming,
-        "val_size streaming",
-        "the samples of a stream are not chosen ahead",
-        "eval_dataset: <files, or names>",
     )
     equal = [1.0] * len(a.dataset)
     weights = equal if a.mix_weights is None else a.mix_weights

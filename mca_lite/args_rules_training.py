@@ -165,7 +165,7 @@ NEEDS = (
 
 
 def check_needs(needs: Iterable[Need], a: Any, judge: Judge) -> None:
-    """Refuse the changed keys of a group without effect, and note the harmless ones."""
+    """Refuse changed keys without effect, and note the harmless ones."""
     for need in needs:
         if judge.holds(need.condition):
             continue
@@ -175,7 +175,7 @@ def check_needs(needs: Iterable[Need], a: Any, judge: Judge) -> None:
         if isinstance(value, bool):
             state = state.lower()
         reason = f"no effect, since {switch} is {state}"
-        for key in [key for key in need.keys.split() if key in a.changed]:
+        for key in [key for key in need.keys.split() if key in judge.arguments.changed]:
             if need.is_harmless:
                 a.notes.append(f"{key}: {reason}")
             else:

@@ -91,7 +91,7 @@ def _read(words: list[str]):
     """(run.Plan, the text of the ValueError of a record at which a run would stop, or ""). With
     such a record the plan is of the others."""
     arguments = _arguments(words)
-    if arguments.data.streaming:
+    if arguments.streaming:
         remedy = "streaming=false max_samples=1000"
         refuse("streaming", True, "every sample is looked at", remedy)
     from .run import make_plan

@@ -9,6 +9,7 @@ import itertools
 import reprlib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -243,24 +244,36 @@ class DatasetBundle:
     vision: Vision | None = None
 
 
+def _joined(data_args, stream_args) -> SimpleNamespace:
+    of_stream = {} if stream_args is None else vars(stream_args)
+    return SimpleNamespace(**{"streaming": False, **vars(data_args), **of_stream})
+
+
 def load_datasets(
-    data_args, stage: str, tokenizer, seed: int = 42, vision: Vision | None = None
+    data_args,
+    stage: str,
+    tokenizer,
+    seed: int = 42,
+    vision: Vision | None = None,
+    stream_args: Any = None,
 ) -> DatasetBundle:
     """The datasets of a run, tokenised or from the cache, with lines for the report.
 
     data_args: DataArguments. stage: a name in OBJECTIVES, which determines samples. tokenizer:
     gets the chat template of the keys, in place, to be exported with it. vision: for a model with
-    pictures. No collectives: of the processes that share cache_dir one writes, the others wait. The
-    split of val_size and the mixing depend on the seed and the files alone.
+    pictures. stream_args: StreamArguments, None: nothing is streamed. No collectives: of the
+    processes that share cache_dir one writes, the others wait. The split of val_size and the mixing
+    depend on the seed and the files alone.
     Raises: ConfigError for keys, ValueError with file and line for unusable input.
     """
     world.end_second_run()
     objective = objective_of(stage)
-    judge = Judge(data_args)
+    keys = _joined(data_args, stream_args)
+    judge = Judge(keys)
     judge.apply(NAMED)
     check_records(objective, judge)
     judge.expect(
-        vision is None or not data_args.streaming,
+        vision is None or not keys.streaming,
         "streaming",
         "the samples of a model with pictures are tokenised beforehand",
         "streaming: false",
@@ -294,8 +307,8 @@ def load_datasets(
     stream: Any = None
     sets: dict = {}
     lines: list[str] = []
-    if trained and data_args.streaming:
-        stream = function_of("data_stream:TokenStream")(trained, encoder, data_args, packs, seed)
+    if trained and keys.streaming:
+        stream = function_of("data_stream:TokenStream")(trained, encoder, keys, packs, seed)
         report += stream.report()
     elif trained:
         sets["train"] = TokenDataset(list(map(load, trained)))

@@ -64,9 +64,9 @@ def _with_next(reader: Reader, start: Place) -> Iterator[tuple]:
 class TokenStream:
     """The rows of datasets, read again and again.
 
-    readers: of each dataset. data_args: DataArguments. packs: samples are put into rows of at most
-    cutoff_len tokens in their order, without attention across documents. Every rank must read the
-    same files.
+    readers: of each dataset. data_args: the keys of DataArguments and StreamArguments. packs:
+    samples are put into rows of at most cutoff_len tokens in their order, without attention across
+    documents. Every rank must read the same files.
     """
 
     def __init__(self, readers: list[Reader], encoder: Encoder, data_args, packs: bool, seed: int):

@@ -31,7 +31,7 @@ class Part(NamedTuple):
 
 PARTS = {
     "sinks": Part("model_sinks", "", provides="sinks"),
-    "stream": Part("data_stream", "streaming=true"),
+    "stream": Part("part_stream_keys data_stream", "streaming buffer_size"),
     "delta": Part("model_delta", "", provides="linear_attention"),
     "stacked": Part("weights_experts", "", provides="stacked_experts"),
     "scores": Part("part_scores_keys trainer_scores", "pref_beta ref_model"),

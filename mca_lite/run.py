@@ -148,7 +148,9 @@ def make_plan(arguments: RunArguments) -> Plan:
         if second_model.old_vocab_size == planned.old_vocab_size:
             _grow(second_model, planned.vocab_size)
     vision = vision_of(planned.config, folder, tokenizer, arguments.data)
-    data = load_datasets(arguments.data, objective.stage, tokenizer, args.order_seed, vision)
+    stream = arguments.parts.get("stream")
+    seed = args.order_seed
+    data = load_datasets(arguments.data, objective.stage, tokenizer, seed, vision, stream)
     data.report[:0] = report
     has_pictures = getattr(samples_of(data.train), "has_pictures", False)
     ahead = getattr(planned.config, "mtp_num_layers", None)

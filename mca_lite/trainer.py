@@ -412,7 +412,6 @@ class McaTrainer:
         """The samples of each micro-batch on each rank. ValueError for a dataset without a length,
         and for one with documents known to be too long for the model."""
         args = self.args
-        backend = self.backend
         streams = training and isinstance(dataset, Stream)
         name = "train_dataset" if training else "eval_dataset"
         is_known = streams or hasattr(dataset, "__len__")
@@ -430,14 +429,14 @@ class McaTrainer:
             not streams or args.max_steps > 0,
             "max_steps: a streamed dataset has no length: set max_steps",
         )
-        of_a_step = size * args.gradient_accumulation_steps * backend.dp_size
+        of_a_step = size * args.gradient_accumulation_steps * self.backend.dp_size
         return BatchPlan(
             args.max_steps * of_a_step if streams else len(dataset),
             size,
             # evaluation takes as many micro-batches at once: a pipeline wants more than one
             args.gradient_accumulation_steps,
-            backend.dp_rank,
-            backend.dp_size,
+            self.backend.dp_rank,
+            self.backend.dp_size,
             seed=args.order_seed,
             shuffle=self.shuffle and training and not streams,  # a stream has its order
             costs=self._costs(dataset),

@@ -38,7 +38,7 @@ from mca_lite.data_encode import Encoder
 from mca_lite.data_files import build_once
 from mca_lite.files import IGNORE_INDEX
 from mca_lite.trainer import McaTrainer
-from tests.shared.chats import trained_texts, write_answers
+from tests.shared.chats import load_by_keys, trained_texts, write_answers
 from tests.shared.commands import assert_names
 
 CHATML = (
@@ -76,7 +76,7 @@ def own_cache(tmp_path, monkeypatch):
 
 
 def load_stage(tokenizer, stage, *dataset, seed=42, **options):
-    return load_datasets(DataArguments(dataset=list(dataset), **options), stage, tokenizer, seed)
+    return load_by_keys({"dataset": list(dataset), **options}, stage, tokenizer, seed)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from mca_lite import data_encode, data_files
-from mca_lite.args import DataArguments
+from mca_lite.args import parse_args
 from mca_lite.data_batches import BatchPlan
 from mca_lite.data_stream import Position
 from mca_lite.errors import ConfigError
@@ -311,26 +311,33 @@ def test_a_position_of_something_else_is_refused(tmp_path, state):
         train.loader(list, BatchPlan(8, 8, 1, 0, 1, 0, shuffle=False), state, 0, False)
 
 
+def words_of(folder, **keys: str) -> list[str]:
+    """The words of a run of three steps."""
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    places = {"model_name_or_path": str(folder), "output_dir": f"{folder}/out", "dataset": "a"}
+    keys = {**places, "train_from_scratch": "true", "max_steps": "3", **keys}
+    return [f"{key}={value}" for key, value in keys.items()]
+
+
 @pytest.mark.parametrize(
     ("keys", "key"),
     [
-        (dict(val_size=0.1), "val_size"),
-        (dict(val_size=10), "val_size"),
-        (dict(dataset=["a", "b"], mix_weights=[1, 2]), "mix_weights"),
+        (dict(val_size="0.1"), "val_size"),
+        (dict(val_size="10"), "val_size"),
+        (dict(dataset="a,b", mix_weights="1,2"), "mix_weights"),
     ],
 )
-def test_what_cannot_be_streamed_is_refused(keys, key):
+def test_what_cannot_be_streamed_is_refused(keys, key, tmp_path):
     with pytest.raises(ConfigError) as refused:
-        DataArguments(**{"dataset": ["a"], **keys}, streaming=True)
+        parse_args(words_of(tmp_path, streaming="true", **keys))
     assert [problem.key for problem in refused.value.problems] == [key]
 
 
-def test_keys_without_effect_are_said():
-    streamed = DataArguments(dataset=["a"], streaming=True, preprocessing_num_workers=2)
-    [note] = streamed.notes
+def test_keys_without_effect_are_said(tmp_path):
+    streamed = words_of(tmp_path, streaming="true", preprocessing_num_workers="2")
+    [note] = parse_args(streamed).parts["stream"].notes
     assert_names(note, "preprocessing_num_workers: no effect", "streaming is true")
-    kept = DataArguments(dataset=["a"], buffer_size=2)
-    [note] = kept.notes
+    [note] = parse_args(words_of(tmp_path, buffer_size="2")).parts["stream"].notes
     assert_names(note, "buffer_size: no effect", "streaming is false")
 
 

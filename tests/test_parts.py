@@ -30,10 +30,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "mca_lite"
 # key of the core -> its values, and the module that a part's row names
 TABLES = (CORE_ATTENTIONS, LAYER_TYPES, TENSOR_FORMATS)  # their rows name modules of parts
-CHOICES = {
-    "stage": {name: str(row.trainer).split(":")[0] for name, row in OBJECTIVES.items()},
-    "streaming": {"true": "data_stream"},
-}
+CHOICES = {"stage": {name: str(row.trainer).split(":")[0] for name, row in OBJECTIVES.items()}}
 
 
 def without(*parts: str) -> list[str]:

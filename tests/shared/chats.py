@@ -7,6 +7,7 @@ import json
 from mca_lite.args import DataArguments
 from mca_lite.data import load_datasets
 from mca_lite.files import IGNORE_INDEX
+from mca_lite.part_stream_keys import StreamArguments
 from tests.shared.toy_tokenizer import CHATML, byte_tokenizer
 
 
@@ -39,7 +40,15 @@ def write_answers(path, *answers: str) -> str:
 def load_files(folder, *dataset, template=CHATML, stage="sft", seed=42, **keys):
     """load_datasets with a token a byte and a cache in `folder`."""
     keys |= {"dataset": list(map(str, dataset)), "cache_dir": str(folder / "cache")}
-    return load_datasets(DataArguments(**keys), stage, byte_tokenizer(template), seed)
+    return load_by_keys(keys, stage, byte_tokenizer(template), seed)
+
+
+def load_by_keys(keys: dict, stage: str, tokenizer, seed: int = 42, vision=None):
+    """load_datasets by the keys of DataArguments and StreamArguments."""
+    of_stream = {key: keys[key] for key in ("streaming", "buffer_size") if key in keys}
+    of_data = {key: value for key, value in keys.items() if key not in of_stream}
+    stream = StreamArguments(**of_stream)
+    return load_datasets(DataArguments(**of_data), stage, tokenizer, seed, vision, stream)
 
 
 def trained_texts(tokenizer, dataset) -> list[str]:

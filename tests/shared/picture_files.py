@@ -9,9 +9,10 @@ from PIL import Image
 from tokenizers import AddedToken
 from transformers import AutoModelForImageTextToText
 
-from mca_lite import DataArguments, load_datasets
+from mca_lite import DataArguments
 from mca_lite.data_images import Vision
 from mca_lite.files import read_json
+from tests.shared.chats import load_by_keys
 from tests.shared.toy_tokenizer import byte_tokenizer
 
 TOKENS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>")
@@ -79,9 +80,9 @@ def load(folder: Path, *dataset, template=TEMPLATE, stage="sft", **keys):
     if not model.exists():
         write_model(model, tokenizer)
     keys = {"dataset": list(map(str, dataset)), "cache_dir": str(folder / "cache"), **keys}
-    data_args = DataArguments(**keys)
-    vision = vision_of(model, tokenizer, data_args)
-    return load_datasets(data_args, stage, tokenizer, vision=vision), tokenizer
+    of_vision = {key: value for key, value in keys.items() if key != "streaming"}
+    vision = vision_of(model, tokenizer, DataArguments(**of_vision))
+    return load_by_keys(keys, stage, tokenizer, vision=vision), tokenizer
 
 
 def save_whole_model(folder: Path, family: str = "qwen2_5_vl"):
