@@ -45,7 +45,7 @@ from .weights_files import Shape, generator_of, original_of
 
 
 class Candidate(NamedTuple):
-    """A Hugging Face module that supports an adapter, anywhere in the model."""
+    """A Hugging Face module for an adapter, anywhere in the model."""
 
     hf: str
     mca: str  # megatron's module with it, "" if the family is not in the table
@@ -76,8 +76,7 @@ def _candidates(config) -> Iterator[Candidate]:
 
 
 def candidates_of(host: MegatronHost | TorchHost) -> list[Candidate]:
-    """All modules that support an adapter, in the model's order: those of the table, else the
-    linears."""
+    """All modules for adapters, in the model's order: those of the table, else the linears."""
     if host.fields:
         return list(_candidates(host.fields))
     return [

@@ -131,8 +131,8 @@ def _spec(values: Mapping[str, Any], targets: Iterable[str]) -> LoraSpec:
 
 
 def read_adapter(folder: PathLike, dropout: float | None = None) -> tuple[LoraSpec, AdapterSource]:
-    """The spec of a PEFT adapter, targets from its file, and its tensors. ConfigError for features
-    that are not built here, ValueError for a damaged file. dropout: in place of the adapter's."""
+    """The spec of a PEFT adapter, targets from its file, and its tensors. ConfigError for
+    unsupported features, ValueError for a damaged file. dropout: in place of the adapter's."""
     path = Path(folder) / ADAPTER_CONFIG_NAME
     if not path.is_file():
         reason = f"it holds no {ADAPTER_CONFIG_NAME}"
@@ -233,7 +233,7 @@ def load_adapter(model, folder: PathLike, dropout: float | None = None):
 
 
 def place_adapter(model, spec: LoraSpec, source: AdapterSource, dtype=torch.float32):
-    """load_adapter() of an adapter that was read and checked -> the model. dtype: of a transformers
+    """load_adapter() of a checked adapter -> the model. dtype: of a transformers
     model's frozen weights."""
     lost = [n for n in sorted(source.whole_weights()) if not is_saved(module_of(n), spec)]
     if lost:  # PEFT writes embedding and head there once the vocabulary was resized
