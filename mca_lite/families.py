@@ -28,6 +28,7 @@ from .families_rows import (
     decoder_rows,
     delta_attention,
     dense_rows,
+    field_of,
     latent_attention,
     mlp_rows,
     moe_rows,
@@ -84,8 +85,8 @@ _MOE_CONFIG = {
     "num_experts_per_tok": "moe_router_topk",
     "norm_topk_prob": "moe_router_norm_topk_prob",
     "moe_intermediate_size": "moe_ffn_hidden_size",
-    "router_aux_loss_coef": "moe_aux_loss_coeff",
 }
+_BALANCED_CONFIG = {**_MOE_CONFIG, "router_aux_loss_coef": "moe_aux_loss_coeff"}
 _LATENT_CONFIG = {
     **_MOE_CONFIG,
     **_same("kv_lora_rank v_head_dim rope_interleave"),
@@ -99,8 +100,8 @@ _SPARSE_MLP = (*_DENSE_LAYERS, *moe_rows(), *shared_expert_rows("shared_experts"
 
 def _sparse_layers(hf) -> dict[str, Any]:
     """moe_layer_freq: 1 for each layer with a mixture of experts, 0 for each dense one."""
-    step = getattr(hf, "decoder_sparse_step", 1)
-    dense = getattr(hf, "mlp_only_layers", None) or ()
+    step = field_of(hf, "decoder_sparse_step", 1)
+    dense = field_of(hf, "mlp_only_layers") or ()
     sparse = [int(i not in dense and (i + 1) % step == 0) for i in range(hf.num_hidden_layers)]
     return {"moe_layer_freq": sparse}
 
@@ -118,10 +119,10 @@ def _grouped_experts(
 ) -> dict[str, Any]:
     """Fields of experts after the first, dense layers, chosen within groups; shared experts.
     routed, shared: the config keys of their numbers."""
-    dense = getattr(hf, "first_k_dense_replace", 0)
+    dense = field_of(hf, "first_k_dense_replace", 0)
     sparse = [int(i >= dense) for i in range(hf.num_hidden_layers)]
-    if hasattr(hf, "mlp_layer_types"):
-        sparse = [int(name == "sparse") for name in hf.mlp_layer_types]
+    if kinds := field_of(hf, "mlp_layer_types"):
+        sparse = [int(name == "sparse") for name in kinds]
     width = (getattr(hf, shared) or 0) * hf.moe_intermediate_size
     return {
         "num_moe_experts": getattr(hf, routed) if any(sparse) else None,
@@ -144,7 +145,7 @@ def _sigmoid_router(hf, *keys: str) -> dict[str, Any]:
 
 
 def _glm4_moe(hf) -> dict[str, Any]:
-    has_norms = getattr(hf, "use_qk_norm", False)
+    has_norms = field_of(hf, "use_qk_norm", False)
     attention = {"add_qkv_bias": hf.attention_bias, "qk_layernorm": has_norms}
     return _sigmoid_router(hf) | attention
 
@@ -237,7 +238,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen3_moe": Family(
         decoder_rows(attention(norm=True), (*_DENSE_LAYERS, *moe_rows())),
-        _MOE_CONFIG,
+        _BALANCED_CONFIG,
         {**_MOE, "qk_layernorm": True},
         "hidden_act attention_bias",
         has_windows=True,
@@ -252,14 +253,17 @@ FAMILIES: dict[str, Family] = {
                 *shared_expert_rows("shared_expert", "shared_expert_gate"),
             ),
         ),
-        {**_MOE_CONFIG, "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size"},
+        {
+            **_BALANCED_CONFIG,
+            "shared_expert_intermediate_size": "moe_shared_expert_intermediate_size",
+        },
         {**_MOE, "moe_shared_expert_gate": True},
         has_windows=True,
         derived=lambda hf: {**_sparse_layers(hf), "add_qkv_bias": hf.qkv_bias},
     ),
     "mixtral": Family(
         decoder_rows(attention(), moe_rows("block_sparse_moe.", "w1", "w3", "w2")),
-        {**_MOE_CONFIG, "num_local_experts": "num_moe_experts"},
+        {**_BALANCED_CONFIG, "num_local_experts": "num_moe_experts"},
         _MOE,
         "hidden_act router_jitter_noise",
         has_windows=True,
@@ -267,7 +271,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "olmoe": Family(
         decoder_rows(attention(norm=True, norm_kind="column"), moe_rows()),
-        _MOE_CONFIG,
+        _BALANCED_CONFIG,
         {**_MOE, "qk_norm_over_heads": True},
         "hidden_act attention_bias clip_qkv",
         derived=_experts_everywhere,
@@ -290,7 +294,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma3_text": Family(
         dense_rows(norm=True, norms=GEMMA_NORMS),
-        _CAPS,
+        _same("final_logit_softcapping"),
         {**_GEMMA, "qk_layernorm": True},
         _GEMMA_REFUSALS,
         has_windows=True,
@@ -422,7 +426,7 @@ FAMILIES |= {
             attention(norm=True, norm_kind="column"),
             moe_rows("block_sparse_moe.", "w1", "w3", "w2", bias_of=""),
         ),
-        {**_MOE_CONFIG, "num_local_experts": "num_moe_experts"},
+        {**_BALANCED_CONFIG, "num_local_experts": "num_moe_experts"},
         {
             **_MOE,
             "qk_norm_over_heads": True,
@@ -601,10 +605,13 @@ def _sections(hf, default: tuple[int, ...]) -> dict[str, Any]:
     return {"mrope_section": list(hf.rope_parameters.get("mrope_section", default))}
 
 
+def _qwen2_vl(hf) -> dict[str, Any]:
+    """Fields of Qwen2-VL, which ignores head_dim."""
+    return {"kv_channels": hf.hidden_size // hf.num_attention_heads, **_sections(hf, (16, 24, 24))}
+
+
 FAMILIES |= {
-    name: _with_pictures(
-        FAMILIES["qwen2"], derived=lambda hf: _sections(hf, (16, 24, 24)), older_names=True
-    )
+    name: _with_pictures(FAMILIES["qwen2"], derived=_qwen2_vl, older_names=True)
     for name in ("qwen2_vl", "qwen2_5_vl")
 }
 FAMILIES["qwen3_vl"] = _with_pictures(

@@ -2,6 +2,7 @@
 files), config keys, and refusals of unsupported values. The table of families is families.py.
 """
 
+import functools
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -372,6 +373,20 @@ def _has_fixed_alpha(hf, rope: dict[str, Any]) -> bool:
     return bool(is_dynamic and hf.head_dim and hf.model_type.startswith("hunyuan_v1"))
 
 
+@functools.cache
+def _default(kind) -> Any:
+    return kind()
+
+
+def field_of(hf, key: str, default=None) -> Any:
+    """A field of a transformers config; `default` where its class lacks the field, so that the
+    model of transformers ignores it in a config.json."""
+    # models read head_dim where their classes have none
+    if key == "head_dim" or hasattr(_default(hf.__class__), key):
+        return getattr(hf, key, default)
+    return default
+
+
 @dataclass(frozen=True)
 class Family:
     """A model_type: its rows, config keys, and refusals of unsupported values in a config.json."""
@@ -413,7 +428,7 @@ class Family:
         hf = hf.get_text_config()
         of_window = hf.per_layer_config["sliding_attention"] if self.sizes_differ else hf
         for key, name in (DENSE_CONFIG | self.config).items():
-            value = getattr(of_window, key, None)
+            value = field_of(of_window, key)
             if value is not None:
                 values[name] = value
         if self.has_pictures:  # a flag of the text_config has no effect
@@ -425,7 +440,7 @@ class Family:
             # megatron refuses fields about experts for a dense model
             values = {name: value for name, value in values.items() if not name.startswith("moe_")}
         rope = rope_parameters(hf)[-1]
-        types = getattr(hf, "layer_types", None)
+        types = field_of(hf, "layer_types")
         values["rotary_base"] = rope["rope_theta"]
         values["rotary_percent"] = rope["partial_rotary_factor"]
         if self.has_windows and (types is None or "sliding_attention" in types):

@@ -145,6 +145,7 @@ WITHOUT_EFFECT = {
         ("gemma4_text", name): "of experts, which are refused"
         for name in ("num_experts", "top_k_experts", "moe_intermediate_size")
     },
+    ("gemma3_text", "attn_logit_softcapping"): "transformers' Gemma 3 does not cap its scores",
     ("gemma4_text", "vocab_size_per_layer_input"): "of embeddings of each layer: refused",
     ("gemma4_text", "num_hidden_layers"): "transformers wants a per_layer_config of as many layers",
     ("gemma4_text", "use_double_wide_mlp"): "of layers that share keys and values: refused",

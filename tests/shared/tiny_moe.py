@@ -101,6 +101,10 @@ WITHOUT_EFFECT = {
     ("deepseek_v2", "num_key_value_heads"): tiny.ONE_KEY,
     ("deepseek_v3", "num_key_value_heads"): tiny.ONE_KEY,
     ("glm4_moe_lite", "num_key_value_heads"): tiny.ONE_KEY,
+    **{
+        (family, "intermediate_size"): "of dense layers, which transformers' model never has"
+        for family in ("solar_open", "qwen3_5_moe_text", "qwen3_5_moe")
+    },
     ("gpt_oss", "router_aux_loss_coef"): "0.9 in the released files, and without effect in "
     "transformers: moe_aux_loss_coeff decides",
 }
