@@ -182,19 +182,25 @@ def _upright_size(image) -> tuple[int, int]:
     return height, width
 
 
-def _as_rgb(image):
-    """The picture upright, in RGB, what is transparent on white.
+def _as_rgb(image, *resize):
+    """The picture upright, in RGB, what is transparent on white. resize: arguments of Pillow's, the
+    new size first.
 
     transformers' processors drop transparency, and show the colour below it, mostly black. vLLM and
     qwen_vl_utils put it on white, as people see it.
     """
     from PIL import Image, ImageOps
 
-    image = ImageOps.exif_transpose(image)
+    # a picture takes up to 360 MB: no copy of one that is as it should be
+    ImageOps.exif_transpose(image, in_place=True)
     if image.has_transparency_data:
         picture = image.convert("RGBA")
         image = Image.new("RGBA", image.size, "white")
         image.alpha_composite(picture)
+    if image.mode not in ("RGB", "L"):
+        image = image.convert("RGB")
+    if resize:
+        image = image.resize(*resize)
     return image.convert("RGB")
 
 
@@ -308,45 +314,52 @@ class Vision:
         expect(low <= high, f"image_min_pixels {low} is above image_max_pixels {high}")
         return processor
 
-    def place(self, picture: Picture, where: str) -> Placed:
-        """The picture with its grid, from its header."""
+    def _grid(self, height: int, width: int) -> tuple[int, int, int]:
+        """The grid of a picture of this size. ValueError for one that is too thin."""
         processor = self.processor
         resize = sys.modules[type(processor).__module__].smart_resize  # of its own version
+        sizes = resize(
+            height,
+            width,
+            self.patch_size * self.merge_size,
+            processor.size["shortest_edge"],
+            processor.size["longest_edge"],
+        )
+        rows, columns = (size // self.patch_size for size in sizes)
+        return _TEMPORAL, rows, columns
+
+    def place(self, picture: Picture, where: str) -> Placed:
+        """The picture with its grid, from its header."""
         with _opened(picture, where) as image:
             height, width = _upright_size(image)
         try:
-            sizes = resize(
-                height,
-                width,
-                self.patch_size * self.merge_size,
-                processor.size["shortest_edge"],
-                processor.size["longest_edge"],
-            )
+            grid = self._grid(height, width)
         except ValueError as error:
             raise ValueError(f"{where}: {picture}: {width} x {height}: {error}") from None
-        rows, columns = (size // self.patch_size for size in sizes)
-        grid = (_TEMPORAL, rows, columns)
         return Placed(picture, grid, picture.num_bytes, picture.modified, where)
 
     def pixels(self, placed: Placed) -> torch.Tensor:
         """float32 [patches, values of a patch]. ValueError for a picture that changed, or is
         broken."""
         picture = placed.picture
+        processor = self.processor
         with _opened(picture, placed.where) as image:
             if (picture.num_bytes, picture.modified) != (placed.num_bytes, placed.modified):
                 raise _Unusable(
                     f"its file has changed since it was tokenised ({picture.num_bytes:,} bytes, "
                     f"and {placed.num_bytes:,} then): set overwrite_cache: true"
                 )
-            image = _as_rgb(image)
-        made = self.processor(images=image, return_tensors="pt")
-        grid = tuple(made["image_grid_thw"][0].tolist())
-        expect(
-            grid == placed.grid,
-            f"{placed.where}: {picture}: a grid of {grid} patches, and {placed.grid} when it was "
-            "tokenised: set overwrite_cache: true",
-        )
-        return made["pixel_values"]
+            grid = self._grid(*_upright_size(image))
+            if grid != placed.grid:
+                raise _Unusable(
+                    f"a grid of {grid} patches, and {placed.grid} when it was tokenised: set "
+                    "overwrite_cache: true"
+                )
+            _, rows, columns = grid
+            size = columns * self.patch_size, rows * self.patch_size
+            image = _as_rgb(image, size, processor.resample)
+        # resized as the processor would, which makes arrays of the whole picture before
+        return processor(images=image, do_resize=False, return_tensors="pt")["pixel_values"]
 
     # -- among the tokens
 

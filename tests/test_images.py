@@ -8,6 +8,8 @@ import json
 import os
 import pickle
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,8 @@ from tests.shared.picture_files import (
     write_model,
 )
 from tests.shared.toy_tokenizer import QWEN3, byte_tokenizer
+
+ROOT = Path(__file__).parents[1]
 
 
 @functools.cache
@@ -286,6 +290,34 @@ def test_the_smallest_picture_and_a_thin_one_take_what_the_processor_says(tmp_pa
         right = processed(tmp_path, Image.open(tmp_path / name))
         assert document["pixel_values"].equal(right)
         assert document["image_grid_thw"].prod() == len(right)
+
+
+# peaks of a process, in KiB, after each of some pictures
+PEAKS = """
+import resource, sys
+from pathlib import Path
+from mca_lite.data_images import Picture
+from tests.shared.picture_files import picture_tokenizer, vision_of
+folder = Path(sys.argv[1])
+vision = vision_of(folder / "model", picture_tokenizer())
+for name in sys.argv[2:]:
+    vision.pixels(vision.place(Picture(str(folder / name)), name))
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+def test_a_large_picture_is_in_memory_once(tmp_path):
+    write_model(tmp_path / "model", picture_tokenizer())
+    names = [draw(tmp_path / "small.png")]
+    bytes_of_pixel = {"L": 1, "RGB": 4}  # in Pillow
+    for mode in bytes_of_pixel:
+        names.append(f"{mode}.png")
+        Image.new(mode, (9400, 9400)).save(tmp_path / names[-1], compress_level=1)
+    command = [sys.executable, "-c", PEAKS, str(tmp_path), *names]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    small, *peaks = (int(line) / 1024 for line in ended.stdout.split())
+    for peak, count in zip(peaks, bytes_of_pixel.values(), strict=True):
+        assert peak - small < count * 9400**2 / 2**20 + 40
 
 
 def test_keys_bound_the_pixels_and_are_read_again(tmp_path):
