@@ -21,7 +21,7 @@ from . import world
 from .args import parse_args
 from .data_files import check_first
 from .errors import UserError
-from .files import describe_error, lost_stdout, printable, users_place, write_file
+from .files import Printable, describe_error, lost_stdout, printable, users_place, write_file
 from .tables import objective_of
 from .watchdog import RankFailed, lost_a_rank
 from .world import tell_torchrun
@@ -53,7 +53,12 @@ def main(argv: list[str] | None = None) -> int:
     if words == ["--version"]:
         print(import_module(__package__).__version__)
         return 0
-    return finish(_train, words)
+    # names in the data and warnings of libraries are others' text
+    with (
+        contextlib.redirect_stdout(Printable(sys.stdout)),
+        contextlib.redirect_stderr(Printable(sys.stderr)),
+    ):
+        return finish(_train, words)
 
 
 def _train(words: list[str]) -> int:

@@ -458,9 +458,8 @@ class Encoder:
                 fitted = self.vision.fit(document, pictures[number], start, start + limit)
                 spans[number], pictures[number] = fitted
             if sum(map(len, pictures)) < count:
-                what = (
-                    f"{self.units} lost pictures, or all of them, to cutoff_len {self.cutoff_len}"
-                )
+                what = f"{self.units} lost pictures, or all of them, to cutoff_len "
+                what += f"{self.cutoff_len}: pictures take less with a lower image_max_pixels"
                 tally.count(NOTE, what, where)
         return [document[span] for document, span in zip(documents, spans, strict=True)]
 

@@ -25,7 +25,7 @@ import torch
 
 from .batch import is_of_pictures, rope_positions
 from .errors import expect
-from .files import describe_error, read_json
+from .files import describe_error, lies_in, read_json
 
 # keys of config.json: tokens before a picture, of its features, and after it
 TOKEN_KEYS = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
@@ -76,9 +76,10 @@ class Placed(NamedTuple):
     where: str
 
 
-def read_picture(value, folder: Path, where: str) -> Picture:
+def read_picture(value, folder: Path, where: str, home: str | Path | None = None) -> Picture:
     """The picture of a value in a record: a path (relative to `folder`), bytes, a data: URL, or an
-    object with one of them. ValueError with the place for others; nothing is fetched."""
+    object with one of them. home: the folder that holds all files, once links are followed; None:
+    any may. ValueError with the place for others; nothing is fetched."""
     match value:
         case bytes():
             return Picture("", value)
@@ -106,6 +107,11 @@ def read_picture(value, folder: Path, where: str) -> Picture:
         os.path.isfile(path),  # False for a name that is no name, too
         f"{where}: there is no picture {str(path)!r:.300}: paths are relative to media_dir, or "
         "without that key to the folder of the dataset's file",
+    )
+    expect(
+        home is None or lies_in(path, Path(home)),
+        f"{where}: picture {str(path)!r:.300} lies outside of {home}: with media_dir, or data of "
+        "the hub, only files of that folder are read",
     )
     return Picture(str(path.absolute()))
 

@@ -17,6 +17,7 @@ from typing import Any
 from .data_files import SIDES, TAGS, DatasetSpec, get_column, parse_json
 from .data_images import PICTURE, TOKEN_KEYS, Picture, Vision, picture_of_block, read_picture
 from .errors import expect
+from .files import snapshot_of
 from .tables import COLUMNS, Objective, registered_columns
 
 # -- registered columns, and labels
@@ -587,9 +588,11 @@ def _take_pictures(
         "pictures in the column images: expected as many",
     )
     rest = iter(of_columns)
-    folder = Path(vision.media_dir or Path(where.rpartition(":")[0]).parent)
+    file = Path(where.rpartition(":")[0])
+    folder = Path(vision.media_dir or file.parent)
+    home = vision.media_dir or snapshot_of(file)
     values = [next(rest) if value is None else value for value in values]
-    return tuple(read_picture(value, folder, where) for value in values)
+    return tuple(read_picture(value, folder, where, home) for value in values)
 
 
 # weights of messages under the names of OpenAI, LLaMA-Factory and axolotl (two)

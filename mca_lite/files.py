@@ -221,9 +221,14 @@ def lies_in(path: Path, folder: Path) -> bool:
     real = Path(os.path.realpath(path))
     home = Path(os.path.realpath(folder))
     is_inside = real.is_relative_to(home)
-    if home.parent.name == "snapshots":
-        is_inside |= real.is_relative_to(home.parent.parent / "blobs")
+    if snapshot := snapshot_of(home):
+        is_inside |= real.is_relative_to(snapshot.parent.parent / "blobs")
     return is_inside and real.is_file()
+
+
+def snapshot_of(path: Path) -> Path | None:
+    """The folder of the snapshot in the hub's cache that holds the path, None elsewhere."""
+    return next((p for p in (path, *path.parents) if p.parent.name == "snapshots"), None)
 
 
 def check_can_write(folder: str | os.PathLike, key: str) -> None:
@@ -392,6 +397,19 @@ def first_of(texts: list[str], most: int = 3) -> str:
 def printable(text: str, kept: str = "\n\t") -> str:
     """Replace control characters other than those of `kept`: text must not steer a terminal."""
     return "".join(c if c.isprintable() or c in kept else "\ufffd" for c in text)
+
+
+class Printable:
+    """A text stream that writes printable() texts, with the other members of `stream`."""
+
+    def __init__(self, stream):
+        self._stream = stream
+
+    def __getattr__(self, name: str):
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        return self._stream.write(printable(text, kept="\n\t\r"))
 
 
 def parse_size(size: str | int) -> int:

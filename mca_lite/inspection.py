@@ -28,7 +28,7 @@ from .data_chat import ChatRenderer
 from .data_encode import BAD, CUT, LEFT_OUT, UNLABELED, joins_texts
 from .data_files import SIDES
 from .data_images import thumbnail
-from .files import cache_folder, check_can_write
+from .files import cache_folder, check_can_write, printable
 from .log import format_summary, steps_summary
 from .model_config import grow
 from .plan_memory import ModelTensors
@@ -290,7 +290,7 @@ def check(arguments: RunArguments) -> None:
         plan = make_plan(arguments)
         if any(not path.is_symlink() for path in Path(folder, "tokens").glob("*")):
             check_can_write(cache, "cache_dir")  # the run would tokenise into it
-        print(*plan.data.report, sep="\n")
+        print(*map(printable, plan.data.report), sep="\n")
         print(format_summary({"model": _model_facts(plan), "data": data_summary(plan)}))
         if arguments.training.do_train:
             print(format_summary({"steps": _step_facts(plan)}))

@@ -20,7 +20,14 @@ from safetensors.torch import save_file
 from . import families_rows, lora, parallel
 from .errors import Judge, refuse
 from .families import FAMILIES
-from .files import ADAPTER_CONFIG_NAME, ADAPTER_WEIGHTS_NAME, read_json, write_json
+from .files import (
+    ADAPTER_CONFIG_NAME,
+    ADAPTER_WEIGHTS_NAME,
+    PROCESSOR_FILES,
+    copy_files,
+    read_json,
+    write_json,
+)
 from .freezing import is_saved, spec_of
 from .hosts import host_of, last_of, module_of
 from .lora_layers import LoraSpec
@@ -292,14 +299,16 @@ def save_adapter(model, folder: PathLike) -> list[str]:
     spec = spec_of(model)
     config = _with_equal_scales(peft_config(spec, target_modules(model)), spec)
 
-    def write() -> None:
+    def write() -> list[str]:
         folder.mkdir(parents=True, exist_ok=True)
         named = {PREFIX + key: tensor for key, tensor in sorted(tensors.items())}
         save_file(named, folder / ADAPTER_WEIGHTS_NAME, metadata={"format": "pt"})
         write_json(folder / ADAPTER_CONFIG_NAME, config, sort_keys=True)
+        copied = copy_files(Path(spec.base_model or folder), PROCESSOR_FILES, folder)
+        return [ADAPTER_WEIGHTS_NAME, ADAPTER_CONFIG_NAME, *copied]
 
-    parallel.on_main(write, OSError)
-    return [ADAPTER_WEIGHTS_NAME, ADAPTER_CONFIG_NAME] if parallel.is_main() else []
+    names = parallel.on_main(write, OSError)
+    return names if parallel.is_main() else []
 
 
 def target_modules(model) -> list[str]:

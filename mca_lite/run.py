@@ -104,6 +104,7 @@ _FROM_BF16 = (
     "note: the model's files are in bfloat16, and bf16 is false: it trains and is saved in "
     "float32, in twice the memory"
 )
+_OF_PICTURES = ("image_max_pixels", "image_min_pixels", "media_dir")
 
 
 def make_plan(arguments: RunArguments) -> Plan:
@@ -148,6 +149,9 @@ def make_plan(arguments: RunArguments) -> Plan:
         if second_model.old_vocab_size == planned.old_vocab_size:
             _grow(second_model, planned.vocab_size)
     vision = vision_of(planned.config, folder, tokenizer, arguments.data)
+    if vision is None:
+        unused = [key for key in arguments.data.changed if key in _OF_PICTURES]
+        report += [f"note: {key}: no effect, since the model reads text alone" for key in unused]
     stream = arguments.parts.get("stream")
     seed = args.order_seed
     data = load_datasets(arguments.data, objective.stage, tokenizer, seed, vision, stream)

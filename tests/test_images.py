@@ -468,6 +468,7 @@ def test_no_length_cuts_a_picture(tmp_path):
         assert int((ids[:count] == image).sum()) == 4 * pictures
         assert len(document.get("pixel_values", ())) == 16 * pictures
         assert pictures == 3 or "lost pictures, or all of them, to cutoff_len" in str(data.report)
+        assert pictures == 3 or "a lower image_max_pixels" in str(data.report)
         last = int(document["labels"][-1])  # its next token, of a picture that is not cut
         assert last not in (image, tokenizer.convert_tokens_to_ids(TOKENS[0]))
         if pictures:
@@ -530,6 +531,65 @@ def test_the_cache_knows_the_folder_of_relative_paths_and_bad_records_are_left_o
     moved = write_records(tmp_path / "b.jsonl", records[0])
     data, _ = load(tmp_path, moved, media_dir=str(tmp_path / "two"))
     assert data.train[0][0]["image_grid_thw"].tolist() == [[1, 2, 6]]
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory) -> Path:
+    """A folder of pictures, one beside it, and a snapshot of the hub whose files are links."""
+    root = tmp_path_factory.mktemp("places")
+    draw(root / "secret.png")
+    draw(root / "media" / "in.png")
+    (root / "media" / "link.png").symlink_to(root / "secret.png")
+    draw(root / "hub" / "blobs" / "1f", format="PNG")
+    snapshot = root / "hub" / "snapshots" / "abc"
+    (snapshot / "data").mkdir(parents=True)
+    (snapshot / "in.png").symlink_to(root / "hub" / "blobs" / "1f")
+    return root
+
+
+@pytest.mark.parametrize(
+    "path, is_inside",
+    [("{home}/in.png", True), ("file://{home}/in.png", True), ("{up}in.png", True)]
+    + [("{root}/secret.png", False), ("file://{root}/secret.png", False)]
+    + [("{up}{out}secret.png", False), ("{home}/link.png", False)],
+)
+@pytest.mark.parametrize("home", ["media", "hub/snapshots/abc"])
+def test_with_media_dir_or_data_of_the_hub_pictures_lie_inside(places, path, is_inside, home):
+    is_hub = home.startswith("hub")
+    up, out = ("../", "../../../") if is_hub else ("", "../")
+    keys = {} if is_hub else {"media_dir": str(places / home)}
+    path = path.format(home=places / home, root=places, up=up, out=out)
+    record = {**conversation("<image>", "b"), "images": [path]}
+    of_data = f"{home}/data" if is_hub else "."
+    data = write_records(places / of_data / "a.jsonl", record)
+    if is_inside:
+        assert "pixel_values" in load(places, data, **keys)[0].train[0][0]
+        return
+    with pytest.raises(ValueError, match="a.jsonl:1: .*(lies outside of|there is no picture)"):
+        load(places, data, **keys)
+
+
+def test_a_folder_in_a_snapshot_may_be_media_dir_and_other_data_opens_any(places):
+    home = places / "hub/snapshots/abc"
+    record = {**conversation("<image>", "b"), "images": ["in.png"]}
+    data = write_records(places / "b.jsonl", record)
+    assert len(load(places, data, media_dir=str(home))[0].train) == 1
+    record["images"] = [str(places / "secret.png")]
+    assert len(load(places, write_records(places / "c.jsonl", record))[0].train) == 1
+
+
+def test_pictures_stored_in_one_record_keep_their_order(tmp_path):
+    names = [draw(tmp_path / f"{n}.png", 8 * n, 8, seed=n) for n in (1, 2, 3)]
+    encoded = [base64.b64encode((tmp_path / name).read_bytes()).decode() for name in names]
+    images = [f"data:image/png;base64,{text}" for text in encoded]
+    turns = conversation("<image><image><image>", "b")
+    paths = [
+        write_records(tmp_path / "stored.jsonl", {**turns, "images": images}),
+        write_records(tmp_path / "named.jsonl", {**turns, "images": names}),
+    ]
+    stored, named = load(tmp_path, *paths)[0].train
+    assert stored[0]["image_grid_thw"].prod(1).tolist() == [4, 8, 12]
+    assert stored[0]["pixel_values"].equal(named[0]["pixel_values"])
 
 
 def test_packed_rows_and_several_processes_give_the_same_documents(tmp_path):

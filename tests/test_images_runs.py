@@ -123,6 +123,17 @@ def test_stages_without_pictures_refuse_their_models_in_words(folder, stage, sai
         assert said in error_of(lambda words=words: make_plan(parse_args(words.split())))
 
 
+@pytest.mark.parametrize("backend", ["true", "false"])
+def test_an_adapter_and_its_checkpoints_have_the_image_processors_file(folder, backend, tmp_path):
+    folder, *_ = folder
+    words = f"model_name_or_path={folder / 'model'} dataset={folder / 'chats.jsonl'} cutoff_len=128"
+    words += f" {ONE_STEP} save_strategy=steps save_steps=1 finetuning_type=lora lora_rank=2"
+    run_script(f"{words} use_mca={backend} output_dir={tmp_path}", tmp_path)
+    name = "preprocessor_config.json"
+    for place in (tmp_path, tmp_path / "checkpoint-1"):
+        assert (place / name).read_bytes() == (folder / "model" / name).read_bytes()
+
+
 def parity(words: list[str]) -> tuple[int, str, str]:
     return ended(cli_inspect.main_parity, words)
 

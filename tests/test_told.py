@@ -2,12 +2,15 @@
 those who move in. Words of libraries on each rank are not among them.
 """
 
+import logging
 import re
 import warnings
 
+from mca_lite import cli
 from mca_lite.args import format_help, key_fields
 from mca_lite.log import connections
 from tests.shared import world
+from tests.shared.chats import conversation, write_records
 from tests.shared.commands import ROOT, SHORT, run_script, run_train
 
 SHARDED = "sequence_parallel=true use_distributed_optimizer=true overlap_grad_reduce=true "
@@ -46,6 +49,28 @@ def test_a_run_says_once_what_a_row_is_and_which_schedule_and_weights_it_trains(
     ):
         assert len(re.findall(once, shown)) == 1, once
     assert "sequence_packing joins" not in shown
+
+
+def test_names_and_warnings_do_not_steer_the_terminal_and_keys_of_pictures_get_a_note(tmp_path):
+    data = write_records(tmp_path / "a\x1b[2Jb.jsonl", *[conversation("q", "a")] * 40)
+    words = ["configs/sft.yaml", *SHORT.split(), f"dataset={data}", "image_max_pixels=9"]
+    words += [f"output_dir={tmp_path}", f"cache_dir={tmp_path}/cache"]
+    [(code, out, error)] = world.run(run_with_warnings, 1, words, timeout_s=240)
+    assert code == 0, error
+    assert "a\ufffd[2Jb.jsonl" in out and "\x1b" not in out + error
+    assert out.count("image_max_pixels: no effect, since the model reads text alone") == 1
+
+
+def test_warnings_of_libraries_do_not_steer_the_terminal(monkeypatch, capsys):
+    def train(*args) -> int:
+        library = logging.Logger("library")
+        library.addHandler(logging.StreamHandler())  # as transformers does when it is imported
+        library.warning("rope_type\x1b[2J")
+        return 0
+
+    monkeypatch.setattr(cli, "finish", train)
+    assert cli.main(["a.yaml"]) == 0
+    assert capsys.readouterr().err == "rope_type\ufffd[2J\n"
 
 
 def test_sequence_packing_alone_is_told_from_packing(tmp_path):
