@@ -313,7 +313,6 @@ def test_mla_config_round_trips_as_its_own_class(tmp_path):
         {"layernorm_epsilom": 1e-3},
         {"params_dtype": "torch.bfloat16"},
         {"num_layers": 3},
-        {"fp8": "hybrid"},
         {"cuda_graph_impl": "local"},
         {"num_layers_in_first_pipeline_stage": 1},
         {"cross_entropy_loss_fusion": True},
@@ -327,6 +326,11 @@ def test_additional_configs_that_cannot_be_are_refused(more):
     assert [problem.key for problem in caught.value.problems] == [
         f"additional_configs.{next(iter(more))}"
     ]
+
+
+def test_additional_configs_that_are_keys_are_sent_there():
+    with pytest.raises(ConfigError, match="try: fp8: hybrid, beside additional_configs"):
+        arguments(additional_configs={"fp8": "hybrid"})
 
 
 def test_an_unknown_activation_is_refused():
