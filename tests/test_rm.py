@@ -167,8 +167,9 @@ def run_with_pads(path, out, of_config: bool, keys) -> tuple:
     return curve_of(trainer), trainer.predict(Ending()).predictions
 
 
-def oracle_with_pads(path) -> list:
-    return oracle_curve(load(path, PAD), data=Ending())
+def oracle_with_pads(path, of_config: bool) -> list:
+    """A pad token of the config has no gradient in the embedding, one of the tokenizer has."""
+    return oracle_curve(load(path, None if of_config else PAD), data=Ending())
 
 
 def scores_with_pads(trained) -> dict:
@@ -197,7 +198,7 @@ def test_answers_that_hold_the_pad_token_are_scored_as_by_transformers(
         (path / "config.json").write_text(json.dumps({**config, "pad_token_id": PAD}))
     out = str(tmp_path / "run")
     curve, predictions = world.run(run_with_pads, ranks, str(path), out, of_config, keys)[0]
-    [wanted] = world.run(oracle_with_pads, 1, oracles[0])
+    [wanted] = world.run(oracle_with_pads, 1, str(path), of_config)
     assert not differences(curve, wanted)
     [scores] = world.run(scores_with_pads, 1, out)
     for of_side in scores.values():
