@@ -11,10 +11,9 @@ from tests.shared.commands import ended
 from tests.shared.layouts import AUX, CP2, EP2, OVERLAP, PP2, TP2, TP2_SP, VPP2
 from tests.shared.small_runs import save_tokenizer, words_of, write_data
 
-KEYS = dict(
-    stage="sft", cutoff_len=32, global_batch_size=8, per_device_train_batch_size=2, lora_rank=4
-)
-PACKED, BF16, LORA = dict(neat_packing=True), dict(bf16=True), dict(finetuning_type="lora")
+KEYS = dict(stage="sft", cutoff_len=32, global_batch_size=8, per_device_train_batch_size=2)
+PACKED, BF16 = dict(neat_packing=True), dict(bf16=True)
+LORA = dict(finetuning_type="lora", lora_rank=4)
 MODELS = {"qwen3": tiny, "qwen3_moe": tiny_moe, "gpt_oss": tiny_moe}
 RIGHT = {
     "tp2pp2": ("qwen3", 4, {**TP2, **PP2}),

@@ -334,11 +334,11 @@ def main(place: str, family: str, out: str, words: str = NEW) -> tuple[int, str]
     return code, printed.getvalue()
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
-def test_keys_add_tokens_and_both_backends_agree(place, kind, tmp_path):
+@pytest.mark.parametrize(("kind", "keys"), [("full", ""), ("lora", "lora_rank=4")])
+def test_keys_add_tokens_and_both_backends_agree(place, kind, keys, tmp_path):
     from transformers import AutoTokenizer
 
-    words = f"{NEW} finetuning_type={kind} lora_rank=4"
+    words = f"{NEW} finetuning_type={kind} {keys}"
     for name, ranks, layout in (
         ("tp2", 2, "tensor_model_parallel_size=2"),
         ("torch", 1, "use_mca=false"),
