@@ -190,7 +190,9 @@ def reference(path: str, out: str, **changes) -> list:
             return main, functools.partial(self._loss, (trained != IGNORE_INDEX).sum(), more, ahead)
 
         def _loss(self, count, more, ahead, main):
-            pairs = {"loss": (main, count), "mtp_loss": (more, ahead)}
+            # the log has the mean that is minimised: of tokens, or of micro-batches' means
+            shared = 1 if self.args.calculate_per_token_loss else count.clamp(min=1)
+            pairs = {"loss": (main / shared, count / shared), "mtp_loss": (more, ahead)}
             metrics = {
                 name: torch.stack([torch.as_tensor(x).detach().float() for x in pair])
                 for name, pair in pairs.items()
