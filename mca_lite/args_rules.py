@@ -254,7 +254,7 @@ def check_objective_run(a: Any, judge: Judge) -> None:
 
 
 def check_part_rules(judge: Judge) -> None:
-    """Apply the rules of registered groups."""
+    """Apply the rules of each registered group of keys."""
     for row in KEY_GROUPS.values():
         judge.apply(row.rules)
 

@@ -292,7 +292,7 @@ def _checked(name: str, column: Column, batch: dict) -> torch.Tensor:
 
 
 def _check_shift(batch: dict) -> None:
-    """ValueError for labels in Hugging Face's form, which the models there shift."""
+    """Raise ValueError for labels that are not shifted: transformers' models shift them inside."""
     ids = batch["input_ids"]
     labels = batch["labels"]
     mask = batch["attention_mask"]

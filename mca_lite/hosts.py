@@ -40,7 +40,7 @@ def host_of(model) -> "MegatronHost | TorchHost":
 
 
 def module_of(name: str) -> str:
-    """The module of a weight, by its name."""
+    """Name of the module that has a weight: "a.b" for "a.b.weight"."""
     return name.rsplit(".", 1)[0]
 
 

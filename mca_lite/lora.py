@@ -155,7 +155,8 @@ def _site_of_experts(module: Experts, rows: Iterable[Row], layer: int) -> Site:
 
 
 def _sites_on_torch(host: TorchHost) -> Iterator[Site]:
-    """The linears; experts and routers of families in the table."""
+    """Yield the places of adapters in a torch model: its linears, and the experts and routers of
+    families in the table."""
     for name, module in host.linears.items():
         out_size, in_size = module.weight.shape
         kind = LoraAdapter

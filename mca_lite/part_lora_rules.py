@@ -39,7 +39,7 @@ _PLAIN |= {
 
 
 def check_adapter_config(values: dict, path, judge: Judge) -> None:
-    """Check the raw values of an adapter_config.json for supported ones."""
+    """Check that the values of an adapter_config.json are supported."""
     saved = values.get("modules_to_save") or []
     fits = {
         "r": type(values.get("r")) is int,
@@ -197,7 +197,8 @@ def check_on_torch(spec, linears: Iterable[str], judge: Judge) -> None:
 
 
 def check_on_megatron(spec, config, rows, candidates: list, judge: Judge) -> None:
-    """Check adapters on megatron-core. config: McaModelConfig; rows: those of its family."""
+    """Check that adapters fit a model on megatron-core. config: its McaModelConfig; rows: the
+    weight rows of its family."""
     adapted = [c.mca for c in candidates if c.hf in set(spec.modules)]
     targets = list(spec.targets)
     groups = config.num_query_groups

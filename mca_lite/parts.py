@@ -60,8 +60,8 @@ PARTS = {
 
 @functools.cache
 def missing() -> dict[str, dict[str, str]]:
-    """Part -> {itself, or a part that it needs: its files that are not there}, of the parts that
-    cannot be used."""
+    """{part: {part: names of its missing files}} of the parts that cannot be used. The inner keys
+    are the part itself, or parts it needs."""
     # an import finder may know a deleted file in another installation: look into this folder
     files = {path.stem for path in Path(__file__).parent.glob("*.py")}
     gone = {}

@@ -162,7 +162,7 @@ def _is_stacked(model_type: str | None) -> bool:
 
 
 def _stacked_experts() -> Any:
-    """The module of files with stacked experts; UserError if it is missing."""
+    """Import the module that reads and writes stacked experts. UserError if its file is missing."""
     return function_of(TENSOR_FORMATS["stacked_experts"])
 
 
