@@ -187,6 +187,8 @@ class TokenLossModel(torch.nn.Module):
         handle = head.register_forward_hook(replace)
         try:
             logits = self.model(ids, use_cache=False).logits
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             words = f"transformers' model of this config.json does not run: {describe_error(error)}"
             raise ValueError(f"{words}: change the sizes, or set use_mca: true") from error

@@ -74,11 +74,12 @@ class Embedding(LanguageModelEmbedding):
 
     def _keep_padding(self, module, inputs, out) -> None:
         """Give the pad token no gradient, in the text neither, as transformers' embedding does."""
+        if not out.requires_grad:
+            return
         is_padding = inputs[0] == self.padding_idx
         if self.config.sequence_parallel:
             is_padding = is_padding.t().chunk(self.tp_group.size())[self.tp_group.rank()]
-        if out.requires_grad:
-            out.register_hook(lambda grad: grad.masked_fill(is_padding[..., None], 0.0))
+        out.register_hook(lambda grad: grad.masked_fill(is_padding[..., None], 0.0))
 
     def forward(self, input_ids):
         out = super().forward(input_ids=input_ids, position_ids=None)
