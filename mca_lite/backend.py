@@ -32,6 +32,7 @@ class Backend(abc.ABC):
     micro_batch_multiple = 1  # a step has a multiple of this many micro-batches
     document_multiple = 1  # packed documents are padded to a multiple of this many tokens
     length_multiple = 1  # rows are padded to a multiple of this many tokens
+    pad_token_id = 0  # the token in their padding
     context_parallel = (1, 0)  # (size, this rank's number)
     predicts_ahead = 0.0  # weight of all losses of multi-token prediction beside the main loss
     counts_tokens = True  # True on one rank of those with the same batch

@@ -29,6 +29,7 @@ from .errors import refuse
 from .families import values_of
 from .mcore import mpu
 from .model import VirtualModels
+from .step import compute_gradients
 from .tables import TEACHER_KEY
 from .weights_files import generator_of
 
@@ -101,9 +102,11 @@ def compare(plan: run.Plan) -> list[Row]:
     trainer.create_optimizer()
     if getattr(trainer, "reference", None) == "cached":
         trainer.reference = "adapter"  # the same model, for these pairs alone
-    batches, length = trainer.first_step()  # with the log-probabilities of a reference
+    loader = iter(trainer.get_train_dataloader())
+    batches, _, _ = trainer.read_step(loader, trainer.plan_batches(trainer.train_dataset), 0)
+    batches = trainer.prepared(batches)  # with the log-probabilities of a reference
     part = _Part(trainer, batches[0])
-    shares = parallel.gather(part.share(batches, _run(trainer, batches, length)))
+    shares = parallel.gather(part.share(batches, _run(trainer, batches)))
     sent = part.outputs_and_logits()
     plain: list[dict] = []  # on rank 0: the oracle, its noise, the least noise
     parallel.on_main(lambda: plain.extend(_oracle_and_noise(plan, trainer, shares)), ValueError)
@@ -133,10 +136,10 @@ def _fill_adapters(model, plan: run.Plan) -> None:
     lora.fill_adapters(model, draw)
 
 
-def _run(trainer, batches: list[dict], length: int) -> list[list[float]]:
+def _run(trainer, batches: list[dict]) -> list[list[float]]:
     """(sum, count) of each micro-batch's loss, [] before the last pipeline stage. The gradients
     stay in the backend."""
-    metrics = trainer.compute_gradients(batches, length)
+    metrics = compute_gradients(trainer.backend, trainer, trainer.forward_step, batches)
     return [of_batch[trainer.metrics_keys[0]].tolist() for of_batch in metrics]
 
 
@@ -360,7 +363,7 @@ def _plain_step(plan: run.Plan, trainer, batches: list[dict], places, dtype: tor
     plain.backend.optimizer = torch.optim.SGD(trained)  # empties gradients, and updates nothing
     outputs: dict[str, torch.Tensor] = {}
     _keep_outputs(_torch_modules(model), 0, outputs)
-    losses = _losses(_run(plain, batches, 0))
+    losses = _losses(_run(plain, batches))
     outputs["logits"] = _plain_logits(plain, batches[0], places)
     yield from _named("outputs", outputs.items())
     yield from losses.items()

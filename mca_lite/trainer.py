@@ -1,11 +1,7 @@
 """McaTrainer: the training loop. It has no base class and knows no parallelism; a backend does.
 
-The objective speaks megatron's contract, run by both backends:
-
-    forward_step(iterator, model) -> (output, loss_func)
-    loss_func(output) -> (loss, tokens, metrics)
-
-A metric is a pair (sum, count); pairs are summed over micro-batches, ranks and steps, and divided
+It is the objective of its steps, whose parts stand in step.py: subclasses override its hooks. A
+metric is a pair (sum, count); pairs are summed over micro-batches, ranks and steps, and divided
 when they are shown.
 """
 
@@ -13,8 +9,7 @@ import functools
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -24,7 +19,6 @@ import torch
 from . import ckpt, ckpt_folder, mcore, parallel, watchdog
 from .backend_megatron import MegatronBackend
 from .backend_torch import TorchBackend
-from .batch import Targets, pack, packed_row, pad, split
 from .callbacks import (
     FLAGS,
     Interrupted,
@@ -47,11 +41,26 @@ from .data_batches import (
     with_samples,
 )
 from .errors import expect, refuse
-from .files import IGNORE_INDEX, TRAINER_STATE_NAME, replacing
+from .files import TRAINER_STATE_NAME
 from .log import Report, Throughput, model_sizes, model_work, peak_memory_gib, run_summary
-from .loss_tokens import Logits
 from .model import VirtualModels
 from .optim import get_megatron_lr_scheduler, given_optimizers
+from .step import (
+    arrange,
+    arrange_step,
+    arranged,
+    compute_gradients,
+    count_labels,
+    inputs_of,
+    loss_func_of,
+    new_numbers,
+    row_length,
+    save_model,
+    save_tokenizer,
+    sum_losses,
+    use_loss,
+    with_borders,
+)
 from .tables import other_columns
 from .trainer_evaluation import Evaluator, PredictionOutput, records_of
 from .trainer_events import (
@@ -77,17 +86,6 @@ __path__: list[str] = []  # mca_lite.trainer.utils and others of mcore_adapter's
 def __getattr__(name: str):
     """The public names: mcore_adapter's package of this name has DPOTrainer."""
     return sys.modules[__package__].__getattr__(name)
-
-
-def _loss_in(batch: dict | None, loss_of_logits, logits: Logits) -> torch.Tensor:
-    return loss_of_logits(replace(logits, batch=batch))
-
-
-def _with_mean(loss_func, output):
-    """A loss_func's results, with the mean of the micro-batch as the logged loss: this rank's part
-    of it, and of a count of 1, under context parallelism."""
-    total, count, metrics = loss_func(output)
-    return total, count, {**metrics, "loss": metrics["loss"] / count.clamp(min=1)}
 
 
 class McaTrainer:
@@ -158,10 +156,11 @@ class McaTrainer:
         sizes = [getattr(args, f"{degree}_parallel_size") for degree in degrees]
         self.phases = Phases(waits_in_model=max(sizes) > 1)
         backend.use_timers(self.phases.timer)
-        self.use_own_loss()
+        backend.pad_token_id = getattr(self.tokenizer, "pad_token_id", None) or 0
+        use_loss(backend, self)
         if backend.predicts_ahead:
             self.metrics_keys = [*self.metrics_keys, "mtp_loss"]
-        self.data_collator = data_collator or Collator(self._pad_token_id)
+        self.data_collator = data_collator or Collator(backend.pad_token_id)
         self.train_dataset = train_dataset
         self.eval_dataset = eval_dataset
         self.shuffle = shuffle
@@ -216,7 +215,7 @@ class McaTrainer:
                 batches = iter(loader)
             self._begin_step(epoch_begins)
             data, length, numbers = self._get_step_iterator_and_seq_length(batches, plan, step)
-            self._sent = SentNumbers(numbers, self.over_ranks)
+            self._sent = SentNumbers(numbers, self.backend)
             _, metrics, skipped, grad_norm, zeros = self.training_step(self.models, data, length)
             metrics, grad_norm = self.guard.after_step(skipped, grad_norm, metrics, length)
             numbers = self._sent.result(metrics)
@@ -242,11 +241,10 @@ class McaTrainer:
         self.was_trained = True
         micro_batches = list(data_iterator)
         if any("padding_mask" not in batch for batch in micro_batches):
-            micro_batches, seq_length, _ = self._arrange_step(micro_batches)
-        micro_batches = self._prepare_micro_batches(micro_batches, seq_length)
-        seq_length = length_of(micro_batches)
+            micro_batches = arrange_step(self.backend, self, self._checked(micro_batches))
+        micro_batches = self.prepared(micro_batches)
         self.guard.start_step(micro_batches)
-        metrics = self.compute_gradients(micro_batches, seq_length)
+        metrics = compute_gradients(self.backend, self, self.forward_step, micro_batches)
         if self._sent is not None:
             self._sent.begin(metrics)
         for _ in micro_batches[1:]:
@@ -258,52 +256,22 @@ class McaTrainer:
         self._rate = self.lr_scheduler.get_last_lr()[0]
         if updated:
             self.lr_scheduler.step(1)
-        total, count = self.new_numbers(metrics).vector[:2]
+        total, count = new_numbers(self, metrics).vector[:2]
         return total / count.clamp(min=1), metrics, int(not updated), grad_norm, num_zeros
-
-    def compute_gradients(self, micro_batches: list[dict], seq_length: int) -> list[dict]:
-        """Leave the gradients of micro-batches in the backend -> metrics of each, [] on pipeline
-        stages before the last. Collective."""
-        self.backend.train_mode(True)
-        self.backend.weigh_router_losses(micro_batches, self._count_of_loss)
-        return self.backend.forward_backward(self.forward_step, micro_batches, seq_length)
-
-    def first_step(self) -> tuple[list[dict], int]:
-        """This rank's micro-batches of the first step, ready for compute_gradients, and their
-        length. Collective."""
-        plan = self.plan_batches(self.train_dataset)
-        batches, length, _ = self.read_step(iter(self.get_train_dataloader()), plan, 0)
-        batches = self._prepare_micro_batches(batches, length)
-        return batches, length_of(batches)
-
-    def measure(self, micro_batches: list[dict], seq_length: int) -> list[dict]:
-        """Metrics of micro-batches by a forward pass alone, [] on pipeline stages before the last.
-        Collective."""
-        batches = self._prepare_micro_batches(micro_batches, seq_length)
-        return self.backend.forward_backward(
-            self.forward_step, batches, length_of(batches), forward_only=True
-        )
 
     # -- the objective
 
-    def use_own_loss(self, batch: dict | None = None) -> None:
-        """Let the backend's model give this objective's loss of tokens, for a micro-batch as
-        _pre_compute_loss gets it."""
-        of_logits = self._loss_of_logits
-        if of_logits is not None:
-            of_logits = functools.partial(_loss_in, batch, of_logits)
-        self.backend.use_loss(of_logits)
-
     def forward_step(self, data_iterator: Iterator, model):
         """megatron's contract: one micro-batch through one chunk -> (output, loss_func)."""
-        batch = self._arranged(next(data_iterator))
+        batch = arranged(self.backend, self, next(data_iterator))
         inputs = self.inputs_of(batch)
-        of_rank = self.backend.loss_columns(batch)
-        self.use_own_loss(of_rank)
-        loss_func = self._pre_compute_loss(of_rank, inputs)
-        if not self.args.calculate_per_token_loss and torch.is_grad_enabled():
-            loss_func = functools.partial(_with_mean, loss_func)
+        loss_func = loss_func_of(self.backend, self.args, self, batch, inputs)
         return model(**inputs), self.guard.mark(loss_func)
+
+    def prepared(self, micro_batches: list[dict]) -> list[dict]:
+        """The arranged micro-batches of a step with the columns added by this trainer.
+        Collective."""
+        return self._prepare_micro_batches(micro_batches, row_length(micro_batches[0]))
 
     def _prepare_micro_batches(self, micro_batches: list[dict], seq_length: int) -> list[dict]:
         """The micro-batches of a step, of training or evaluation, before they run, with columns
@@ -331,11 +299,10 @@ class McaTrainer:
 
         Every pipeline stage reads the whole batch: each needs the borders of packed documents.
         """
-        watchdog.alive()
         batch = next(data_iterator)
         if self.args.sequence_packing:
             batch = self._packing_sequence(batch)
-        return self.backend.model_inputs(self._arranged(batch))
+        return inputs_of(self.backend, arranged(self.backend, self, batch))
 
     def inputs_of(self, batch: dict) -> dict[str, Any]:
         """A micro-batch as the model takes it, on this rank."""
@@ -349,14 +316,7 @@ class McaTrainer:
         dropped); without numbers each row is a document. A batch that is packed already is taken as
         it is.
         """
-        inputs = self._arranged(inputs)
-        cp_size, cp_rank = self.backend.context_parallel
-        params = packed_row(inputs["cu_seqlens"], cp_size, cp_rank, parallel.device())
-        return {**inputs, "packed_seq_params": params}
-
-    @property
-    def _pad_token_id(self) -> int:
-        return getattr(self.tokenizer, "pad_token_id", None) or 0
+        return with_borders(self.backend, arranged(self.backend, self, inputs))
 
     def _post_compute_loss(self, labels: torch.Tensor, losses: torch.Tensor):
         """Token losses [b, s] -> (their sum, trained tokens int32, {"loss": (sum, tokens)}).
@@ -364,25 +324,11 @@ class McaTrainer:
         With multi-token prediction labels are batch.Targets, and losses [b, s, 1 + layers]:
         "mtp_loss" is one more metric.
         """
-        metrics = {}
-        more = 0.0
-        if isinstance(labels, Targets):
-            more = losses[..., 1:].sum()
-            ahead = (labels.next_labels != IGNORE_INDEX).sum()
-            metrics["mtp_loss"] = torch.stack([more.detach(), ahead])
-            labels = labels.labels
-            losses = losses[..., 0]
-        total = losses.sum()
-        count = (labels != IGNORE_INDEX).sum()
-        # megatron divides `total` in place afterwards: the metric is a copy
-        metrics["loss"] = torch.stack([total.detach().clone(), count.float()])
-        total = total + self.backend.predicts_ahead * more
-        total, count = self.backend.over_context_parallel(total, count)
-        return total * self.micro_batch_weight, count.int(), metrics
+        return sum_losses(self.backend, labels, losses, self.micro_batch_weight)
 
     def _count_of_loss(self, batch: dict) -> int:
         """The count that _post_compute_loss will give for a whole micro-batch."""
-        return int((batch["labels"] != IGNORE_INDEX).sum())
+        return count_labels(batch)
 
     # -- data
 
@@ -472,33 +418,24 @@ class McaTrainer:
             batches = [next(loader) for _ in range(plan.num_micro_batches(step))]
         if "data_position" in batches[-1]:  # of a stream
             self.state.data_position = batches[-1]["data_position"]
-        batches, length, numbers = self._arrange_step(batches)
+        given = self._checked(batches)
+        batches = arrange_step(self.backend, self, given)
+        numbers = new_numbers(self)
+        if self.backend.counts_tokens:
+            numbers.set_counts(*self._count(given, batches))
         watchdog.note("running the model")
         if not self.args.calculate_per_token_loss:
             # empty micro-batches have no part in the mean over micro-batches
             filled = math.ceil(plan.num_samples_of(step) / plan.micro_batch_size)
             self.micro_batch_weight = len(batches) * plan.dp_size / filled
-        return batches, length, numbers
+        return batches, row_length(batches[0]), numbers
 
-    def _arrange_step(self, batches: list[dict]) -> tuple[list[dict], int, Numbers]:
-        """The data collator's batches of a step, arranged; their length; its Numbers. Collective as
-        read_step."""
+    def _checked(self, batches: list[dict]) -> list[dict]:
+        """The data collator's batches, checked."""
         # a row may have several documents, numbered by its attention_mask
         numbered = self.args.sequence_packing or self.documents_per_sample > 1
         unread = vars(type(self)).get("unread_columns", ())
-        given = [check_batch(batch, numbered, self.limits, unread) for batch in batches]
-        # the schedule needs a multiple: others of the same shape follow, without loss and counted
-        # as padding
-        missing = -len(given) % self.backend.micro_batch_multiple
-        nothing = torch.zeros_like(given[0]["labels"])
-        empty = {**given[0], "labels": nothing + IGNORE_INDEX, "attention_mask": nothing}
-        batches = [self._arrange(batch) for batch in given + missing * [empty]]
-        longest = self.backend.common_length(max(b["input_ids"].shape[1] for b in batches))
-        batches = [self._to_length(batch, longest) for batch in batches]
-        numbers = self.new_numbers()
-        if self.backend.counts_tokens:
-            numbers.set_counts(*self._count(given, batches))
-        return batches, length_of(batches), numbers
+        return [check_batch(batch, numbered, self.limits, unread) for batch in batches]
 
     def _count(self, batches: list[dict], arranged: list[dict]) -> tuple:
         """The sums of count_tokens over a step's checked batches, and all positions of its rows."""
@@ -507,32 +444,7 @@ class McaTrainer:
 
     def _arrange(self, batch: dict) -> dict:
         """A checked batch as the model takes it: rows of a document each, or one packed row."""
-        count = self.documents_per_sample
-        if not self.args.sequence_packing:
-            return split(batch, count, self._pad_token_id)
-        return pack(batch, self.backend.document_multiple, self._pad_token_id, count)
-
-    def _arranged(self, batch: dict) -> dict:
-        """The batch itself, or one of the data collator's arranged."""
-        if "padding_mask" in batch:
-            return batch
-        return self._to_length(self._arrange(batch))
-
-    def _to_length(self, batch: dict, at_least: int = 0) -> dict:
-        """The batch, padded on the right to a length that the layout can cut."""
-        multiple = self.backend.length_multiple
-        length = -(-max(at_least, batch["input_ids"].shape[1]) // multiple) * multiple
-        return pad(batch, length, self._pad_token_id)
-
-    # -- numbers
-
-    def new_numbers(self, metrics: Sequence[dict] = ()) -> Numbers:
-        """The (sum, count) pairs of micro-batches; zeros without any."""
-        return Numbers.zeros(self.metrics_keys, parallel.device()).add_metrics(metrics)
-
-    def over_ranks(self, numbers: Numbers) -> Numbers:
-        """The sums over all ranks. Collective."""
-        return Numbers(numbers.keys, self.backend.reduce(numbers.vector))
+        return arrange(self.backend, self.args, batch, self.documents_per_sample)
 
     # -- around a step
 
@@ -842,11 +754,7 @@ class McaTrainer:
         save_hf_model, else a checkpoint of the weights.
         """
         folder = Path(output_dir or self.args.output_dir)
-        if self.args.save_hf_model:
-            self.backend.export_hf(folder, self.args.max_shard_size)
-        else:
-            ckpt.save_model(folder, self.backend)
-        self.save_tokenizer(folder)
+        save_model(self.backend, self.args, folder, self.tokenizer)
 
     def save_merged_model(self, output_dir: str | None = None) -> None:
         """Write the model with its adapters in its weights (None: to args.output_dir/merged), in
@@ -857,10 +765,7 @@ class McaTrainer:
 
     def save_tokenizer(self, folder: Path) -> None:
         """Write the tokenizer, if there is one. Collective."""
-        if self.tokenizer is not None and parallel.is_main():
-            with replacing(folder) as beside:
-                self.tokenizer.save_pretrained(beside)
-        parallel.barrier()
+        save_tokenizer(folder, self.tokenizer)
 
     # -- a run with RunArguments `arguments`: what an objective needs beside model and data
 
@@ -891,8 +796,3 @@ class McaTrainer:
     def own_keywords(cls, arguments, second_model) -> dict[str, Any]:
         """The constructor's keywords beside McaTrainer's. second_model: a function, or None."""
         return {}
-
-
-def length_of(micro_batches: list[dict]) -> int:
-    """Positions of a row of each arranged micro-batch of a step."""
-    return micro_batches[0]["input_ids"].shape[1]

@@ -34,6 +34,7 @@ from .loss_preference import Responses
 from .loss_tokens import Logits
 from .part_dpo_keys import LOSSES, METRICS, PreferenceLoss, has_reference
 from .part_scores_keys import REFERENCES
+from .step import to_length, use_loss
 from .tables import OBJECTIVES, PAIR_COLUMNS, function_of, other_columns
 from .trainer_evaluation import in_documents, sum_documents
 from .trainer_scores import ObjectiveConfig, ScoredTrainer, identity_of_model
@@ -449,7 +450,7 @@ class DPOTrainer(ScoredTrainer):
         """Log-probabilities [2 P] of all micro-batches by run(micro-batches, length), in few
         passes; None on a pipeline stage before the last, without losses."""
         joined = _joined(micro_batches) if self.backend.joins_rows(models) else micro_batches
-        joined = [self._to_length(batch) for batch in joined]
+        joined = [to_length(self.backend, batch) for batch in joined]
         logps = run(joined, seq_length)
         return torch.cat(logps).flatten() if logps else None
 
@@ -532,7 +533,7 @@ class DPOTrainer(ScoredTrainer):
         logps = self.backend.forward_backward(
             step, batches, seq_length, forward_only=True, chunks=models
         )
-        self.use_own_loss()
+        use_loss(self.backend, self)
         self.backend.train_mode(was_training)
         return logps
 

@@ -21,6 +21,7 @@ from .data_batches import FILLER, BatchPlan, make_loader, samples_of
 from .data_files import SIDES
 from .errors import Judge, expect
 from .files import IGNORE_INDEX
+from .step import measure, new_numbers, use_loss
 from .trainer_events import EvalLoopOutput, Numbers
 
 
@@ -118,12 +119,11 @@ class Evaluator:
             "evaluation_loop takes a loader of get_train_dataloader()'s kind; for a dataset "
             "call evaluate(dataset)",
         )
-        whole = trainer.new_numbers()
-        for _, batches, seq_length, numbers in self._steps(dataloader, plan):
-            metrics = trainer.measure(batches, seq_length)
-            trainer.notify("on_prediction_step")
+        whole = new_numbers(trainer)
+        for _, batches, _, numbers in self._steps(dataloader, plan):
+            metrics = self._forward(trainer.forward_step, trainer.prepared(batches))
             whole = whole + numbers.add_metrics(metrics)
-        whole = trainer.over_ranks(whole)
+        whole = whole.over_ranks(self.backend)
         return EvalLoopOutput(None, None, _named(whole, prefix), plan.num_samples, whole)
 
     def predict(self, dataset, prefix: str) -> PredictionOutput:
@@ -163,11 +163,9 @@ class Evaluator:
         trainer.loaders["eval_dataloader"] = None
         self.backend.train_mode(True)
 
-    def _forward(self, forward_step: Callable, batches: list[dict], seq_length: int) -> list:
+    def _forward(self, forward_step: Callable, batches: list[dict], *_) -> list:
         """Results of forward_step for each micro-batch; [] on pipeline stages before the last."""
-        results = self.backend.forward_backward(
-            forward_step, batches, seq_length, forward_only=True
-        )
+        results = measure(self.backend, forward_step, batches)
         self.trainer.notify("on_prediction_step")
         return results
 
@@ -224,7 +222,7 @@ class Evaluator:
         try:
             return self.collected(dataset, collect, (count, 2))
         finally:
-            self.trainer.use_own_loss()
+            use_loss(self.backend, self.trainer)
 
     def collected(self, dataset, collect: Callable, shape: tuple[int, ...]) -> np.ndarray:
         """float64 [samples, *shape], on every rank: results of collect(inputs, batch, output), one

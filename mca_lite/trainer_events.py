@@ -78,6 +78,10 @@ class Numbers:
         vector = torch.cat([self.vector[:end], more, self.vector[end:]])
         return Numbers([*self.keys, *pairs], vector)
 
+    def over_ranks(self, backend) -> "Numbers":
+        """The sums over all ranks, in place. Collective."""
+        return Numbers(self.keys, backend.reduce(self.vector))
+
     def set_counts(self, *counts: int) -> None:
         """Set them in place. Does not wait for the device."""
         values = torch.tensor(counts, dtype=self.vector.dtype)
@@ -100,17 +104,17 @@ class SentNumbers:
     """The Numbers of a step over all ranks, sent to the host before the update is launched: the
     host reads them, and goes on with the next step, while the device makes the update.
 
-    counts: this rank's Numbers without metrics. over_ranks: sums Numbers over all ranks, in place.
+    counts: this rank's Numbers without metrics.
     """
 
-    def __init__(self, counts: Numbers, over_ranks: Callable[[Numbers], Numbers]):
+    def __init__(self, counts: Numbers, backend):
         self._counts = counts
-        self._over_ranks = over_ranks
+        self._backend = backend
         self._metrics: Sequence[dict] | None = None
 
     def begin(self, metrics: Sequence[dict[str, torch.Tensor]]) -> None:
         """Send them with these metrics of micro-batches. Collective."""
-        whole = self._over_ranks(self._counts.copy().add_metrics(metrics))
+        whole = self._counts.copy().add_metrics(metrics).over_ranks(self._backend)
         self._metrics = metrics
         self._arriving = parallel.HostCopy(whole.vector)
 
@@ -319,7 +323,7 @@ _OTHER_HOOKS = {
     "get_batch": "_prepare_train_inputs(data_iterator)",
     "_prepare_inputs": "_prepare_train_inputs(data_iterator)",
     "get_batch_on_this_cp_rank": "_prepare_train_inputs(data_iterator)",
-    "_pad_batched_inputs": "_to_length(batch, at_least)",
+    "_pad_batched_inputs": "_arrange(batch)",
     "create_optimizer_and_scheduler": "create_optimizer() or create_scheduler(num_training_steps)",
     "get_test_dataloader": "eval_dataset and data_collator",
     "_get_eval_sampler": "eval_dataset and data_collator",

@@ -26,6 +26,7 @@ from .data_batches import View, WithReference, documents_of, samples_of, with_sa
 from .errors import expect
 from .files import IGNORE_INDEX
 from .part_kto_keys import KTO_METRICS
+from .step import row_length, to_length
 from .tables import ANSWER_LABEL, other_columns
 from .trainer_dpo import DPOTrainer, ReferenceConfig
 from .trainer_evaluation import PredictionOutput, sum_documents
@@ -150,8 +151,7 @@ class KTOTrainer(DPOTrainer):
         schedule, and a sum over all ranks."""
         both = super()._prepare_micro_batches(micro_batches, seq_length)
         mismatched = self._of_each_two(both, 1)
-        length = mismatched[0]["input_ids"].shape[1]
-        logps = self._log_probs(self.models, mismatched, length)
+        logps = self._log_probs(self.models, mismatched, row_length(mismatched[0]))
         sums = torch.zeros(2, device=parallel.device())
         for batch, of_batch in zip(both, logps, strict=False):  # none on earlier pipeline stages
             reference = batch["reference"].to(of_batch.device)[1::2]
@@ -163,9 +163,8 @@ class KTOTrainer(DPOTrainer):
     def _of_each_two(self, batches: list[dict], first: int) -> list[dict]:
         """The answers (first 0) of arranged micro-batches, or the mismatched ones (1)."""
         chosen = [every_second(batch, first) for batch in batches]
-        longest = max(batch["input_ids"].shape[1] for batch in chosen)
-        longest = self.backend.common_length(longest)
-        return [self._to_length(batch, longest) for batch in chosen]
+        longest = self.backend.common_length(max(map(row_length, chosen)))
+        return [to_length(self.backend, batch, longest) for batch in chosen]
 
     # -- data
 

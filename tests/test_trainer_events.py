@@ -237,7 +237,7 @@ def hook(*names: str):
             hook("data_iterator", "model", "x"),
             r"called with \(batch, inputs\)",
         ),
-        ("_pad_batched_inputs", hook("inputs"), r"never be called: override _to_length"),
+        ("_pad_batched_inputs", hook("inputs"), r"never be called: override _arrange"),
         ("create_optimizer_and_scheduler", hook("steps"), r"override create_optimizer\(\) or"),
         ("_post_compute_loss", hook("outputs"), r"called with \(labels, losses\)"),
         ("_post_compute_loss", hook("loss_mask", "losses"), r"'loss_mask' in the place of labels"),
@@ -576,14 +576,19 @@ def order_of_a_step(path: str, out: str, doubled: bool, **keys) -> tuple[list, l
     """(calls of two steps in their order, losses of the log) of a run whose training_step may
     give a loss twice as large."""
     from mca_lite import McaTrainer
+    from mca_lite.trainer_events import Numbers
 
     calls: list = []
 
-    class Watched(McaTrainer):
-        def over_ranks(self, numbers):
-            calls.append("numbers")
-            return super().over_ranks(numbers)
+    over_ranks = Numbers.over_ranks
 
+    def watched(numbers, backend):
+        calls.append("numbers")
+        return over_ranks(numbers, backend)
+
+    Numbers.over_ranks = watched  # of this process, which is the test's own
+
+    class Watched(McaTrainer):
         def training_step(self, *args):
             step = self.backend.step
             self.backend.step = lambda: calls.append("update") or step()

@@ -1,0 +1,212 @@
+"""A step without its loop: micro-batches arranged, run and measured, by functions of a backend, its
+arguments and an objective.
+
+Batches come from a data collator, checked by data_batches.check_batch. Both backends run megatron's
+contract: forward_step(iterator, model) -> (output, loss_func), and loss_func(output) -> (loss sum,
+count, metrics).
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from . import ckpt, parallel, watchdog
+from .batch import Targets, pack, packed_row, pad, split
+from .files import IGNORE_INDEX, replacing
+from .loss_tokens import Logits
+from .trainer_events import Numbers
+
+
+class Objective(Protocol):
+    """The loss of a step. McaTrainer is one, and describes the methods."""
+
+    metrics_keys: list[str]
+    _loss_of_logits: Any  # Logits -> losses of tokens; None: cross entropy
+
+    def _arrange(self, batch: dict) -> dict: ...
+
+    def _pre_compute_loss(self, batch: dict, inputs: dict) -> Callable: ...
+
+    def _post_compute_loss(self, *args: Any, **kwargs: Any) -> tuple: ...
+
+    def _count_of_loss(self, batch: dict) -> int: ...
+
+
+# -- micro-batches
+
+
+def arrange(backend, args, batch: dict, documents_per_sample: int = 1) -> dict:
+    """A checked batch as the model takes it: rows of a document each, or one packed row."""
+    if not args.sequence_packing:
+        return split(batch, documents_per_sample, backend.pad_token_id)
+    return pack(batch, backend.document_multiple, backend.pad_token_id, documents_per_sample)
+
+
+def arranged(backend, objective: Objective, batch: dict) -> dict:
+    """The batch itself, or one of the data collator arranged."""
+    if "padding_mask" in batch:
+        return batch
+    return to_length(backend, objective._arrange(batch))
+
+
+def arrange_step(backend, objective: Objective, given: list[dict]) -> list[dict]:
+    """The checked batches of a step, arranged and padded to one length. Collective where the layout
+    wants one length on all ranks."""
+    # the schedule needs a multiple: others of the same shape follow, without loss and counted as
+    # padding
+    missing = -len(given) % backend.micro_batch_multiple
+    nothing = torch.zeros_like(given[0]["labels"])
+    empty = {**given[0], "labels": nothing + IGNORE_INDEX, "attention_mask": nothing}
+    batches = [objective._arrange(batch) for batch in given + missing * [empty]]
+    longest = backend.common_length(max(map(row_length, batches)))
+    return [to_length(backend, batch, longest) for batch in batches]
+
+
+def row_length(batch: dict) -> int:
+    """Positions of a row of an arranged micro-batch."""
+    return batch["input_ids"].shape[1]
+
+
+def to_length(backend, batch: dict, at_least: int = 0) -> dict:
+    """An arranged batch, padded on the right to a length that the layout can cut."""
+    multiple = backend.length_multiple
+    length = -(-max(at_least, row_length(batch)) // multiple) * multiple
+    return pad(batch, length, backend.pad_token_id)
+
+
+def with_borders(backend, batch: dict) -> dict:
+    """A packed row with packed_seq_params, its documents' borders for attention."""
+    params = packed_row(batch["cu_seqlens"], *backend.context_parallel, parallel.device())
+    return {**batch, "packed_seq_params": params}
+
+
+def inputs_of(backend, batch: dict) -> dict[str, Any]:
+    """An arranged micro-batch as the model takes it, on this rank's device, cut for its
+    context-parallel rank.
+
+    Every pipeline stage reads the whole batch: each needs the borders of packed documents.
+    """
+    watchdog.alive()
+    if "cu_seqlens" in batch and "packed_seq_params" not in batch:
+        batch = with_borders(backend, batch)
+    return backend.model_inputs(batch)
+
+
+# -- passes
+
+
+def forward_step(backend, args, objective: Objective, data_iterator: Iterator, model):
+    """megatron's contract: one micro-batch through one chunk -> (output, loss_func)."""
+    batch = arranged(backend, objective, next(data_iterator))
+    inputs = inputs_of(backend, batch)
+    loss_func = loss_func_of(backend, args, objective, batch, inputs)
+    return model(**inputs), loss_func
+
+
+def loss_func_of(backend, args, objective: Objective, batch: dict, inputs: dict) -> Callable:
+    """The loss_func of an arranged micro-batch and its inputs; the model gets the loss of its
+    tokens."""
+    of_rank = backend.loss_columns(batch)
+    use_loss(backend, objective, of_rank)
+    loss_func = objective._pre_compute_loss(of_rank, inputs)
+    if not args.calculate_per_token_loss and torch.is_grad_enabled():
+        loss_func = functools.partial(_with_mean, loss_func)
+    return loss_func
+
+
+def use_loss(backend, objective: Objective, batch: dict | None = None) -> None:
+    """Let the backend's model give the objective's loss of tokens, for a micro-batch as
+    _pre_compute_loss gets it."""
+    of_logits = objective._loss_of_logits
+    if of_logits is not None:
+        of_logits = functools.partial(_loss_in, batch, of_logits)
+    backend.use_loss(of_logits)
+
+
+def _loss_in(batch: dict | None, loss_of_logits, logits: Logits) -> torch.Tensor:
+    return loss_of_logits(replace(logits, batch=batch))
+
+
+def _with_mean(loss_func, output):
+    """A loss_func's results, with the mean of the micro-batch as the logged loss: this rank's part
+    of it, and of a count of 1, under context parallelism."""
+    total, count, metrics = loss_func(output)
+    return total, count, {**metrics, "loss": metrics["loss"] / count.clamp(min=1)}
+
+
+def compute_gradients(
+    backend, objective: Objective, forward_step: Callable, micro_batches: list[dict]
+) -> list[dict]:
+    """Leave the gradients of arranged micro-batches in the backend -> metrics of each, [] on
+    pipeline stages before the last. Collective."""
+    backend.train_mode(True)
+    backend.weigh_router_losses(micro_batches, objective._count_of_loss)
+    length = row_length(micro_batches[0])
+    return backend.forward_backward(forward_step, micro_batches, length)
+
+
+def measure(backend, forward_step: Callable, micro_batches: list[dict]) -> list:
+    """Results of a forward pass alone, one of each micro-batch; [] on pipeline stages before the
+    last. Collective."""
+    length = row_length(micro_batches[0])
+    return backend.forward_backward(forward_step, micro_batches, length, forward_only=True)
+
+
+# -- numbers
+
+
+def sum_losses(backend, labels, losses: torch.Tensor, weight: float = 1.0):
+    """Token losses [b, s] -> (weight times their sum, trained tokens int32, {"loss": (sum,
+    tokens)}), see McaTrainer._post_compute_loss."""
+    metrics = {}
+    more = 0.0
+    if isinstance(labels, Targets):
+        more = losses[..., 1:].sum()
+        ahead = (labels.next_labels != IGNORE_INDEX).sum()
+        metrics["mtp_loss"] = torch.stack([more.detach(), ahead])
+        labels = labels.labels
+        losses = losses[..., 0]
+    total = losses.sum()
+    count = (labels != IGNORE_INDEX).sum()
+    # megatron divides `total` in place afterwards: the metric is a copy
+    metrics["loss"] = torch.stack([total.detach().clone(), count.float()])
+    total = total + backend.predicts_ahead * more
+    total, count = backend.over_context_parallel(total, count)
+    return total * weight, count.int(), metrics
+
+
+def count_labels(batch: dict) -> int:
+    """Trained tokens of a whole micro-batch: the count of sum_losses."""
+    return int((batch["labels"] != IGNORE_INDEX).sum())
+
+
+def new_numbers(objective: Objective, metrics: Sequence[dict] = ()) -> Numbers:
+    """The (sum, count) pairs of micro-batches; zeros without any."""
+    return Numbers.zeros(objective.metrics_keys, parallel.device()).add_metrics(metrics)
+
+
+# -- files
+
+
+def save_model(backend, args, folder: Path, tokenizer=None) -> None:
+    """Write the trained model, or its adapters in PEFT's format, and the tokenizer. Collective.
+
+    Hugging Face's format with save_hf_model, else a checkpoint of the weights.
+    """
+    if args.save_hf_model:
+        backend.export_hf(folder, args.max_shard_size)
+    else:
+        ckpt.save_model(folder, backend)
+    save_tokenizer(folder, tokenizer)
+
+
+def save_tokenizer(folder: Path, tokenizer=None) -> None:
+    """Write the tokenizer, if there is one. Collective."""
+    if tokenizer is not None and parallel.is_main():
+        with replacing(folder) as beside:
+            tokenizer.save_pretrained(beside)
+    parallel.barrier()
