@@ -26,7 +26,6 @@ from typing import Any, Literal
 import yaml
 
 from . import parts, world
-from .args_keys import ALIASES, IGNORED_KEYS, NOT_OF_TRAINING, UNSUPPORTED, lookup, unsupported
 from .args_rules import (
     BACKEND,
     check_data,
@@ -57,7 +56,17 @@ from .args_values import (
 )
 from .errors import ConfigError, Judge, Problem
 from .files import parse_size, read_model_config, write_file
-from .tables import KEY_GROUPS, OBJECTIVES, OPTIMIZER_ALIASES, OPTIMIZERS, TEMPLATES, register_keys
+from .tables import (
+    ALIASES,
+    KEY_GROUPS,
+    NOT_OF_TRAINING,
+    OBJECTIVES,
+    OPTIMIZER_ALIASES,
+    OPTIMIZERS,
+    TEMPLATES,
+    foreign_key,
+    register_keys,
+)
 
 # -- groups of keys
 
@@ -764,7 +773,6 @@ def read_words(argv: list[str]) -> tuple[dict[str, Any], list[Problem]]:
     problems: list[Problem] = []
     paths = []
     rest = list(argv)
-    known = {**key_fields(), **ALIASES, **IGNORED_KEYS, **UNSUPPORTED}
     while rest:
         word = rest.pop(0)
         key, equals, text = word.removeprefix("--").partition("=")
@@ -774,7 +782,8 @@ def read_words(argv: list[str]) -> tuple[dict[str, Any], list[Problem]]:
         if is_option and not equals:
             text = rest.pop(0) if rest and _is_value(rest[0]) else "true"
             switched = key.removeprefix("no_")
-            if switched != key and text == "true" and lookup(known, switched):
+            is_known = _key_of(switched) in key_fields() or foreign_key(switched)
+            if switched != key and text == "true" and is_known:
                 key = switched  # --no_KEY, as transformers reads words
                 text = "false"
         if not _is_value(word):
@@ -824,7 +833,7 @@ def known_keys(values: dict[str, Any], problems: list[Problem]) -> tuple[dict[st
     absent = {*parts.absent_keys(), *(problem.key for problem in need_parts)}
     for name, value in values.items():
         key = _key_of(name)
-        reason = lookup(IGNORED_KEYS, name)
+        foreign = foreign_key(name)
         if key in keys:
             same = f"{key} is given too, and means the same"
             problems.append(Problem(name, value, same, f"only {key}"))
@@ -832,19 +841,17 @@ def known_keys(values: dict[str, Any], problems: list[Problem]) -> tuple[dict[st
             continue
         elif key in key_fields():
             keys[key] = value
-        elif reason:
-            ignored.append(f"{name} ({reason})")
-        elif refused := _refuse_key(name, value):
-            problems.append(refused)
+        elif foreign is None:
+            problems.append(_unknown_key(name, value))
+        elif not foreign.remedy:
+            ignored.append(f"{name} ({foreign.reason})")
+        elif str(value).strip().lower() not in foreign.off:
+            problems.append(Problem(name, value, foreign.reason, foreign.remedy))
     notes = ["these keys have no effect: " + ", ".join(ignored)] if ignored else []
     return keys, notes
 
 
-def _refuse_key(name: str, value: Any) -> Problem | None:
-    """The Problem of a key that is no field; None for an unsupported one at its default."""
-    if lookup(UNSUPPORTED, name):
-        refused = unsupported(name, value)
-        return Problem(name, value, *refused) if refused else None
+def _unknown_key(name: str, value: Any) -> Problem:
     if isinstance(value, dict):
         flat = f"its keys without {name}: one level up, each on a separate line"
         return Problem(name, None, _IN_GROUPS, flat)

@@ -14,10 +14,10 @@ from collections.abc import Iterable
 from typing import Any, Literal, NamedTuple
 
 from . import world
-from .args_keys import ALIASES
 from .args_rules_model import CP, LAYOUT, PP, TP, VPP, num_stages
 from .args_values import cast, show_count
 from .errors import Judge, Rule
+from .tables import ALIASES
 
 REPORTERS = ("tensorboard", "wandb")  # values of report_to: packages, and extras of this one
 # fields of megatron's config for additional_configs, and their types: they change the way a step is

@@ -171,7 +171,7 @@ def _set_template(tokenizer, chat_template: str | None, template: str | None) ->
             return [f"template {template}: the tokenizer's own chat template is used"]
         chat_template = BUILT_IN_FOR.get(template)
         if chat_template is None:
-            names = ", ".join(BUILT_IN_FOR)
+            names = ", ".join(BUILT_IN_FOR) or "none"
             raise ValueError(
                 f"template {template} is not built in ({names} are), and {_NO_TEMPLATE}"
             )

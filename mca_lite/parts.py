@@ -19,8 +19,9 @@ class Part(NamedTuple):
     """One row of PARTS; each field is words separated by spaces.
 
     modules: its files without .py; importing the first one registers the part, if its name ends in
-    _keys. keys: its configuration keys, and key=value for its values of core keys. provides: its
-    rows of CORE_ATTENTIONS, LAYER_TYPES and TENSOR_FORMATS. needs: the parts that it imports.
+    _keys or is part_migration. keys: its configuration keys, and key=value for its values of core
+    keys. provides: its rows of CORE_ATTENTIONS, LAYER_TYPES and TENSOR_FORMATS. needs: the parts
+    that it imports.
     """
 
     modules: str
@@ -55,6 +56,7 @@ PARTS = {
         "distill_jsd_mix distill_temperature distill_ce_weight stage=distill",
         needs="scores",
     ),
+    "migration": Part("part_migration part_migration_paths", ""),
 }
 
 
@@ -87,7 +89,7 @@ def load() -> None:
     """Let each part that is there register its keys, rules and rows."""
     for name, part in PARTS.items():
         first = part.modules.split()[0]
-        if first.endswith("_keys") and name not in missing():
+        if first.endswith(("_keys", "_migration")) and name not in missing():
             import_module(f".{first}", __package__)
 
 

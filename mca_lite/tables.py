@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -129,25 +130,34 @@ TEMPLATES = {
 """,
 }
 
-# templates of LLaMA-Factory -> the built-in one
-_LLAMA_FACTORY = {
-    "chatml": "chatml chatml_de qwen yi intern2 smollm smollm2",
-    "llama3": "llama3",
-    "mistral": "mistral ministral",
-    "deepseek": "deepseek3 deepseekr1",
-    "gemma": "gemma gemma2 gemma3",
-    "plain": "default",
-    "qwen3": "qwen3 qwen3_nothink",
-}
-BUILT_IN_FOR = {
-    name: built_in for built_in, names in _LLAMA_FACTORY.items() for name in names.split()
-}
-
 
 def refuse_taken(kind: str, name: str, table: Container[str]) -> None:
     """ValueError for a name that a table has already."""
     if name in table:
         raise ValueError(f"{kind} {name} is registered already: choose another name")
+
+
+# -- names of other trainers, which part migration adds
+
+
+class ForeignKey(NamedTuple):
+    """A key that has no effect here. remedy: what to set in its place; a key without one is
+    ignored. off: the values of a key with a remedy that are taken, in lower case."""
+
+    reason: str
+    remedy: str = ""
+    off: tuple[str, ...] = ()
+
+
+ALIASES: dict[str, str] = {}  # key -> the one of the same meaning
+FOREIGN_KEYS: dict[str, ForeignKey] = {}  # by name, or by a pattern such as hub_*
+NOT_OF_TRAINING: set[str] = set()  # keys beside which those required for training may be missing
+BUILT_IN_FOR: dict[str, str] = {}  # name of a chat template -> the built-in one
+
+
+def foreign_key(name: str) -> ForeignKey | None:
+    """The first row of FOREIGN_KEYS whose name or pattern fits."""
+    return next((row for key, row in FOREIGN_KEYS.items() if fnmatchcase(name, key)), None)
 
 
 # -- keys

@@ -20,8 +20,8 @@ from mca_lite.args import (
     parse_args,
     read_words,
 )
-from mca_lite.args_keys import ALIASES, IGNORED_KEYS, UNSUPPORTED, lookup, unsupported
 from mca_lite.args_values import check_keys
+from mca_lite.tables import ALIASES, FOREIGN_KEYS, foreign_key
 from tests.shared.commands import keys_of
 from tests.shared.foreign_keys import LLAMA_FACTORY, MCORE_ADAPTER, TRANSFORMERS, TRL, VERSIONS
 from tests.tools import foreign_keys
@@ -52,9 +52,10 @@ MEANT = {
 def fate_of(name: str) -> str:
     if ALIASES.get(name, name) in key_fields():
         return "in effect"
-    if lookup(IGNORED_KEYS, name):
-        return "without meaning"
-    return "refused" if lookup(UNSUPPORTED, name) else "unknown"
+    row = foreign_key(name)
+    if row is None:
+        return "unknown"
+    return "refused" if row.remedy else "without meaning"
 
 
 def test_the_lists_are_whole():
@@ -108,17 +109,20 @@ def test_the_defaults_of_the_origins_are_taken(off):
 def test_what_is_refused_says_why_and_what_to_write():
     names = {name for name, _ in FOREIGN} | {*listed(TRL)}
     for name in {name for name in names if fate_of(name) == "refused"}:
-        reason, remedy = unsupported(name, "something")
-        assert reason.startswith("not in this version: ") and remedy
-        row = lookup(UNSUPPORTED, name)
-        assert unsupported(name, row.default or False) is None
+        problems: list = []
+        for value in (*foreign_key(name).off, None):
+            assert known_keys({name: value}, problems) == ({}, [])
+        assert problems == []
+        known_keys({name: "something"}, problems)
+        [problem] = problems
+        assert problem.reason.startswith("not in this version: ") and problem.suggestion
 
 
 def test_no_key_stands_in_two_tables():
-    keys = [*key_fields(), *ALIASES, *IGNORED_KEYS, *UNSUPPORTED]
+    keys = [*key_fields(), *ALIASES, *FOREIGN_KEYS]
     assert sorted(keys) == sorted(set(keys))
-    covered = [key for key in UNSUPPORTED if lookup(IGNORED_KEYS, key)]
-    assert covered == [], "a pattern of the keys without meaning hides them"
+    covered = [key for key, row in FOREIGN_KEYS.items() if foreign_key(key) is not row]
+    assert covered == [], "a pattern above hides them"
     assert set(ALIASES.values()) <= set(key_fields())
 
 

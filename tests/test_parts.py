@@ -89,6 +89,13 @@ def test_keys_of_a_missing_part_are_refused_by_name_without_torch(facts, name):
     for key, refused in seen["near"].items():
         [[_, reason, remedy]] = refused
         assert (reason, remedy) == ("no such key", key)
+    reasons = [[reason for _, reason, _ in refused] for refused in seen["foreign"].values()]
+    if "migration" in seen["missing"]:
+        assert reasons == [["no such key"]] * 3
+        assert seen["foreign"]["router_aux_loss_coef"][0][2] == "moe_aux_loss_coeff"
+    else:
+        assert reasons[:2] == [["expected a finite number"], []]
+        assert reasons[2][0].startswith("not in this version: ")
     for key in [key for part in set(PARTS) - {*CASES[name]["parts"]} for key in keys_of(part)]:
         assert f"\n  {key} (" in seen["help"]
 

@@ -26,6 +26,8 @@ ALL = "all"  # the name of the copy without any part, which trains at tp2
 GOOD = ["model_name_or_path=configs/tiny/model", "dataset=configs/tiny/sft.jsonl", "output_dir=out"]
 # row that a part provides -> a model type that needs it
 MODELS = {"sinks": "flint", "linear_attention": "qwen3_next", "stacked_experts": "gpt_oss"}
+# keys of other trainers: an alias, one that is ignored, and one that is refused
+FOREIGN = ("router_aux_loss_coef", "dataloader_drop_last", "use_dora")
 SHORT = (
     "configs/sft.yaml train_from_scratch=true cutoff_len=64 max_steps=2 max_samples=40 "
     "logging_steps=1 warmup_steps=0 global_batch_size=4 per_device_train_batch_size=2 "
@@ -77,6 +79,7 @@ def read_configurations(parts: list[str]) -> dict:
         if not equals:
             facts["near"][word] = refusals_of([f"{misspelt(key)}=1"])
     facts["models"] = {row: refusals_of_model(kind) for row, kind in MODELS.items()}
+    facts["foreign"] = {key: refusals_of([f"{key}=x"]) for key in FOREIGN}
     facts["good"] = refusals_of([])
     facts["torch"] = "torch" in sys.modules
     return facts

@@ -36,7 +36,7 @@ WORDS = {  # capability -> identifiers and strings that name it
     "distill": r"distill|teacher",
     "experts": r"moe|expert|router",
     "te": r"transformer_engine|\bTE[A-Z_]|why_unusable|fp8",
-    "llamafactory": r"LLAMA_FACTORY|BUILT_IN|NOT_BUILT_IN|alpaca|sharegpt|UNSUPPORTED|IGNORED_KEYS",
+    "llamafactory": r"LLAMA_FACTORY|BUILT_IN|NOT_BUILT_IN|alpaca|sharegpt|ForeignKey|FOREIGN_KEYS",
 }
 RUN = (
     "configs/sft.yaml tensor_model_parallel_size=2 sequence_parallel=true neat_packing=true "

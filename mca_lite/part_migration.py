@@ -1,17 +1,13 @@
-"""Tables of keys without an effect: aliases, unsupported and ignored keys.
+"""Keys and names of other trainers: aliases, keys that are ignored, keys that are refused, chat
+templates.
 
 Keys with an effect are fields in args.py.
 """
 
-from __future__ import annotations
-
-from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from .tables import ALIASES, BUILT_IN_FOR, FOREIGN_KEYS, NOT_OF_TRAINING, ForeignKey, refuse_taken
 
 # Names of other trainers=keys of this package.
-ALIASES = dict(
-    pair.split("=")
-    for pair in """
+_SAME = """
 interleave_probs=mix_weights
 accumulate_allreduce_grads_in_fp32=grad_reduce_in_fp32
 evaluation_strategy=eval_strategy
@@ -41,7 +37,7 @@ dataset_streaming=streaming
 test_split_size=val_size
 chat_template_path=chat_template
 """.split()
-)
+ALIASES.update(dict(pair.split("=") for pair in _SAME))
 
 # Known keys without support, in paragraphs: the missing feature, the nearest way, the keys. None is
 # accepted, and the value after =, the default elsewhere; without one false and 0. A * at the end
@@ -208,30 +204,8 @@ use_llama_pro debug loraplus_lr_ratio loraplus_lr_embedding=1e-06 truncation_mod
 model_init_kwargs teacher_model_init_kwargs lora_target_parameters alpha dataset_kwargs
 use_megatron_bridge use_hyper_parallel use_kt use_v1_kernels auto_find_batch_size eval_delay
 """
-# Keys of files without training: keys required for training are not required beside these.
-NOT_OF_TRAINING = ("export_dir",)
-
-
-_NOTHING = ("", "none", "null")
-_OFF = (*_NOTHING, "false", "no", "0", "0.0", "[]", "{}")  # default values, in lower case
-
-
-class Refused(NamedTuple):
-    """Why a key is refused, what to write instead, and its default unless that is "off"."""
-
-    reason: str
-    remedy: str
-    default: str
-
-
-UNSUPPORTED = {
-    word.partition("=")[0]: Refused(reason, remedy, word.partition("=")[2])
-    for reason, remedy, *keys in map(str.splitlines, _REFUSED.split("\n\n"))
-    for word in " ".join(keys).split()
-}
-
 # Keys of LLaMA-Factory and Hugging Face without a meaning here, by reason.
-_IGNORED_BY_REASON = {
+_IGNORED = {
     "the model's folder decides it": "multi_latent_attention tool_format use_fast_tokenizer "
     "disable_dropout eos_token pad_token",
     "eval_strategy decides it": "eval_on_start",
@@ -305,18 +279,35 @@ _IGNORED_BY_REASON = {
     "the image processor of the model decides it": "image_resize_algo crop_to_patches "
     "image_do_pan_and_scan",
 }
-IGNORED_KEYS = {key: reason for reason, keys in _IGNORED_BY_REASON.items() for key in keys.split()}
+
+_OFF = "false no 0 0.0 [] {}"  # values of a key that asks for nothing
 
 
-def lookup(table: dict[str, Any], key: str) -> Any:
-    """The row of the first name or pattern of a table that fits a key; None for an unknown key."""
-    return next((row for name, row in table.items() if fnmatchcase(key, name)), None)
+def _add(key: str, row: ForeignKey) -> None:
+    refuse_taken("key", key, {*FOREIGN_KEYS, *ALIASES})
+    FOREIGN_KEYS[key] = row
 
 
-def unsupported(key: str, value: Any) -> tuple[str, str] | None:
-    """Why a value of a key of UNSUPPORTED is refused, and what to write; None for its default."""
-    row = lookup(UNSUPPORTED, key)
-    off = (*_NOTHING, row.default) if row.default else _OFF
-    if str(value).strip().lower() in off:
-        return None
-    return f"not in this version: {row.reason}", row.remedy
+for _reason, _keys in _IGNORED.items():
+    for _key in _keys.split():
+        _add(_key, ForeignKey(_reason))
+for _reason, _remedy, *_lines in map(str.splitlines, _REFUSED.split("\n\n")):
+    for _word in " ".join(_lines).split():
+        _key, _, _default = _word.partition("=")
+        _off = ("", "none", "null", *(_default or _OFF).split())
+        _add(_key, ForeignKey(f"not in this version: {_reason}", _remedy, _off))
+NOT_OF_TRAINING.add("export_dir")
+
+# chat templates of LLaMA-Factory, by the built-in one
+_TEMPLATES = {
+    "chatml": "chatml chatml_de qwen yi intern2 smollm smollm2",
+    "llama3": "llama3",
+    "mistral": "mistral ministral",
+    "deepseek": "deepseek3 deepseekr1",
+    "gemma": "gemma gemma2 gemma3",
+    "plain": "default",
+    "qwen3": "qwen3 qwen3_nothink",
+}
+BUILT_IN_FOR.update(
+    (name, built_in) for built_in, names in _TEMPLATES.items() for name in names.split()
+)

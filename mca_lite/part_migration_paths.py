@@ -1,0 +1,60 @@
+"""The module paths of mcore_adapter, under the name of this package, and its names without a
+successor.
+
+The package imports this module first, so that the paths can be imported.
+"""
+
+import sys
+from importlib import import_module
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+
+_PATHS = (
+    "adapters checkpointing initialize models models.auto models.auto.config_auto "
+    "models.auto.modeling_auto models.converter models.converter.model_converter "
+    "models.converter.post_converter models.model_config models.model_factory parallel_functions "
+    "patcher trainer.dpo_config trainer.dpo_trainer trainer.trainer trainer.utils training_args "
+    "utils"
+).split()
+_REMEDIES = {  # names by spaces -> replacement
+    "apply_megatron_lora find_all_embedding_modules find_all_linear_modules "
+    "find_all_router_modules set_linear_is_expert": (
+        "finetuning_type: lora, or in Python lora.inject(model, lora_layers.LoraSpec())"
+    ),
+    "generate_model_state_dict get_checkpoint_dir load_state_dict_from_checkpoint": (
+        "trainer.save_model(), AutoModel.from_pretrained(), and checkpoints are those of train()"
+    ),
+    "build_sharded_state_dict_metadata patch_torch_find_nd_overlapping_shards "
+    "patch_torch_validate_global_plan": "nothing: checkpoints need no patches",
+    "convert_checkpoint_to_hf convert_checkpoint_to_mca ModelConverter": (
+        "python -m mca_lite convert SRC DST"
+    ),
+    "context_parallel_gather": "the trainer's backend.whole_logits()",
+    "vocab_parallel_logprobs": "trainer.predict(), or loss_tokens.token_losses()",
+    "DistributingParallelArguments": "TrainingArguments, which has its fields",
+    "get_logger": "logging.getLogger(__name__)",
+}
+
+
+def _moved(name: str):
+    """A name of mcore_adapter's modules. ImportError with its replacement, if it is not here."""
+    if name == "initialize_megatron":
+        return import_module(".parallel", __package__).initialize
+    for names, remedy in _REMEDIES.items():
+        if name in names.split():
+            raise ImportError(f"{name} of mcore_adapter is not in {__package__}: {remedy}")
+    return getattr(import_module(__package__), name)
+
+
+class _MovedModules(Loader):
+    """Finder and loader of the modules of _PATHS, with the public names as attributes."""
+
+    def find_spec(self, name, path=None, target=None):
+        is_moved = name in [f"{__package__}.{moved}" for moved in _PATHS]
+        return ModuleSpec(name, self, is_package=True) if is_moved else None
+
+    def exec_module(self, module) -> None:
+        vars(module)["__getattr__"] = _moved
+
+
+sys.meta_path.append(_MovedModules())
