@@ -58,6 +58,7 @@ from .errors import ConfigError, Judge, Problem
 from .files import parse_size, read_model_config, write_file
 from .tables import (
     ALIASES,
+    FINETUNING,
     KEY_GROUPS,
     NOT_OF_TRAINING,
     OBJECTIVES,
@@ -176,7 +177,7 @@ class DataArguments(ArgumentGroup):
 
 @dataclass(kw_only=True)
 class FinetuningArguments(ArgumentGroup):
-    """Objective and adapters."""
+    """Objective, and the weights in training."""
 
     stage: str = arg(
         "sft",
@@ -185,10 +186,11 @@ class FinetuningArguments(ArgumentGroup):
         choices=OBJECTIVES,
         remedy="stage: sft | dpo | kto | rm | distill: nothing is generated while training",
     )
-    finetuning_type: Literal["full", "lora", "freeze"] = arg(
+    finetuning_type: str = arg(
         "full",
         "full: train every weight; lora (LLaMA-Factory's default): train adapters; freeze: train "
         "some layers",
+        choices=FINETUNING,
         remedy="finetuning_type: lora for adapters, full or freeze",
     )
     freeze_trainable_layers: int = arg(
@@ -207,24 +209,6 @@ class FinetuningArguments(ArgumentGroup):
     freeze_language_model: bool = flag(
         "models with images: do not train the language model and its head"
     )
-    lora_rank: int = count(8, "rank of the adapters", high=65_536)
-    lora_alpha: float | None = optional(
-        "adapters are scaled by alpha / rank (None: twice the rank)", above=0
-    )
-    lora_dropout: float | None = amount(
-        None, "dropout on adapters' input (None: 0, or the loaded adapter's)", below=1
-    )
-    lora_target: list[str] = arg(
-        ["all"],
-        "all (every linear layer except the head), module names, or patterns",
-        words={"all-linear": "all"},  # of PEFT
-    )
-    use_rslora: bool = flag("scale adapters by alpha / sqrt(rank)")
-    modules_to_save: list[str] | None = optional(
-        "modules trained in full beside the adapters, such as lm_head"
-    )
-    adapter_name_or_path: str | None = optional("folder of a PEFT adapter to train further")
-    save_merged_model: bool = flag("also export the merged model, to output_dir/merged")
     check = check_finetuning
 
 

@@ -11,33 +11,19 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .args_rules_training import Need, check_needs, harmless_need
+from .args_rules_training import Need, check_needs
 from .errors import Judge, Rule
 from .files import GENERATION_METRICS
 from .tables import CONVERSATIONS, KEY_GROUPS, OBJECTIVES, PAIR_COLUMNS, TEMPLATES, Objective
 
 SOME_DATA = "dataset: <files, or names in dataset_info.json>"
-_OF_ADAPTERS = "lora_rank lora_alpha lora_target use_rslora modules_to_save"
-_NEEDS_OF_ADAPTERS = (
-    Need(
-        "lora_rank lora_alpha lora_target use_rslora lora_dropout",
-        "finetuning_type=lora",
-        "finetuning_type: lora",
-    ),
-    harmless_need(
-        "modules_to_save save_merged_model", "finetuning_type=lora", "finetuning_type: lora"
-    ),
-    harmless_need(
-        _OF_ADAPTERS, "!adapter_name_or_path|!finetuning_type=lora", "adapter_name_or_path:"
-    ),
+_NEEDS_OF_FREEZING = (
     Need(
         "freeze_trainable_layers freeze_trainable_modules freeze_extra_modules",
         "finetuning_type=freeze",
         "finetuning_type: freeze",
     ),
 )
-OF_LANGUAGE = "adapters are on the language model alone, and all other weights are frozen"
-ON_ADAPTERS = "it is not supported together with adapters"
 
 NAMED = (Rule("!dataset !eval_dataset", "it names no data", SOME_DATA),)
 _DATA = (
@@ -59,29 +45,6 @@ _DATA = (
         "mix_strategy: interleave_over",
     ),
 )
-_FINETUNING = (
-    Rule(
-        "adapter_name_or_path !finetuning_type=lora",
-        "finetuning_type is not lora, and the adapter would not be used",
-        "finetuning_type: lora",
-    ),
-    Rule("!lora_target finetuning_type=lora", "it names no layer", "lora_target: all"),
-    Rule(
-        "!freeze_vision_tower finetuning_type=lora",
-        OF_LANGUAGE,
-        "freeze_vision_tower: true, or finetuning_type: full",
-    ),
-    Rule(
-        "!freeze_multi_modal_projector finetuning_type=lora",
-        OF_LANGUAGE,
-        "freeze_multi_modal_projector: true, or finetuning_type: full",
-    ),
-    Rule(
-        "freeze_language_model finetuning_type=lora",
-        OF_LANGUAGE,
-        "freeze_language_model: false, or finetuning_type: full",
-    ),
-)
 _OF_PREFERENCES = (
     Rule("train_on_prompt", "answers are compared, not prompts", "train_on_prompt: false"),
     Rule(
@@ -95,12 +58,6 @@ BACKEND = (
         "mtp_num_layers !use_mca",
         "plain torch has no layers for multi-token prediction",
         "mtp_num_layers: 0",
-    ),
-    Rule("mtp_num_layers finetuning_type=lora", ON_ADAPTERS, "mtp_num_layers: 0"),
-    Rule(
-        "optim=muon finetuning_type=lora",
-        "Muon makes updates of whole matrices orthogonal, and adapters are factors of them",
-        "optim: adam",
     ),
     Rule(
         "moe_router_bias_update_rate !finetuning_type=full",
@@ -212,8 +169,7 @@ def check_data(a: Any, judge: Judge) -> None:
 
 def check_finetuning(a: Any, judge: Judge) -> None:
     """Apply the rules of FinetuningArguments."""
-    judge.apply(_FINETUNING)
-    check_needs(_NEEDS_OF_ADAPTERS, a, judge)
+    check_needs(_NEEDS_OF_FREEZING, a, judge)
 
 
 # -- between groups

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from . import cpu, kernels, lora_files, parallel
+from . import cpu, kernels, parallel
 from .args import check_together
 from .batch import to_rank
-from .freezing import spec_of, trains
+from .finetuning import finetuning_of
 from .hosts import module_of
 from .loss_tokens import LossOfLogits
 from .model_moe import BalancingLosses, RouterStatistics, count_real_micro_batches
@@ -42,7 +42,8 @@ class Backend(abc.ABC):
     grad_scalers: list  # the loss scalers of fp16, for checkpoints
 
     def __init__(self, model, args, losses: BalancingLosses):
-        kind = "full" if spec_of(model) is None else "lora"
+        self.finetuning = finetuning_of(model)
+        kind = self.finetuning.kind
         check_together(args, use_mca=self.name == "megatron", finetuning_type=kind)
         if args.deterministic:
             parallel.make_deterministic()  # a world from Python has not begun with initialize()
@@ -241,7 +242,7 @@ class Backend(abc.ABC):
 
     def load_state(self, folder, with_optimizer: bool = True) -> None:
         """Load weights, and the optimizer's state, of a checkpoint. Collective."""
-        lora_files.check_checkpoint(self.model, folder)
+        self.finetuning.check_checkpoint(self.model, folder)
         self.load_checkpoint(folder, self.model, self.optimizer if with_optimizer else None)
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -251,28 +252,26 @@ class Backend(abc.ABC):
         The gradients replace the weights and are exported: the model is of no use afterwards.
         Collectives: those of an export, and a gather of the distributed optimizer's shards."""
         self._gradients_for_weights()
-        if spec_of(self.model) is None:
+        if self.finetuning.is_whole:
             for name, tensor in self._trained_weights():
-                if trains(self.model, module_of(name)):  # others are no gradients
+                if self.finetuning.trains(module_of(name)):  # others are no gradients
                     yield name, tensor
         else:
-            yield from lora_files.trained_tensors(self.model).items()
+            yield from self.finetuning.trained_tensors(self.model).items()
 
     def export_hf(self, folder, max_shard_size) -> list[str]:
         """Write the trained model in Hugging Face's format, or its adapters in PEFT's -> this
         rank's files. Collective."""
         self.finish_param_sync()
-        if spec_of(self.model) is not None:
+        if not self.finetuning.is_whole:
             return self.export_adapters(folder)
         return self._export(folder, max_shard_size)
 
     def export_adapters(self, folder) -> list[str]:
         """Write the adapters, if any, in PEFT's format -> this rank's files. Collective."""
-        if spec_of(self.model) is None:
-            return []
-        return lora_files.save_adapter(self.model, folder)
+        return self.finetuning.export_beside(self.model, folder)
 
     def export_merged(self, folder, max_shard_size) -> None:
         """Write the model with merged adapters in Hugging Face's format. Collective."""
         self.finish_param_sync()
-        self._export(folder, max_shard_size, lora_files.merger(self.model))
+        self._export(folder, max_shard_size, self.finetuning.merger(self.model))

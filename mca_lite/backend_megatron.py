@@ -23,7 +23,6 @@ from .batch import (
 from .ckpt_megatron import MegatronSnapshot, is_of_tower, load_megatron, owned_parameters
 from .errors import Judge, expect
 from .families import rows_of
-from .freezing import spec_of, trains
 from .hosts import module_of
 from .loss_tokens import TrainedPlaces
 from .mcore import (
@@ -272,9 +271,9 @@ class MegatronBackend(Backend):
         """Also sets the functions that megatron's schedule reads from the model's config."""
         config = self.config
         chunks = self.chunks
-        has_adapters = spec_of(self.model) is not None
+        is_whole = self.finetuning.is_whole
         dtype = config.params_dtype
-        self.optimizer = create_megatron_optimizer(self.args, chunks, dtype, has_adapters)
+        self.optimizer = create_megatron_optimizer(self.args, chunks, dtype, is_whole)
         if OPTIMIZERS[self.args.optim].of_matrices:
             self._mark_matrices()
         if config.vision_config is not None:
@@ -403,7 +402,7 @@ class MegatronBackend(Backend):
         modules = {module_of(name) for name in weights_convert.vocabulary_names(config)}
         if config.tie_embeddings_and_output_weights:
             modules.discard("lm_head")
-        count = sum(trains(self.model, module) for module in modules)
+        count = sum(map(self.finetuning.trains, modules))
         return count * (config.padded_vocab_size - config.vocab_size) * config.hidden_size
 
     # -- numbers

@@ -31,14 +31,14 @@ import psutil
 import torch
 from safetensors.torch import save_file
 
-from . import ckpt_folder, lora, parallel, watchdog, world
+from . import ckpt_folder, parallel, watchdog, world
 from .args import key_fields
 from .args_values import default_of
 from .callbacks import TrainerState, ranking_of, restore_states
 from .ckpt_folder import CheckpointError
 from .data_batches import Stream
 from .files import TRAINER_STATE_NAME, read_json, show_size, write_file
-from .freezing import KEYS_OF_TRAINED, spec_of
+from .finetuning import KEYS_OF_TRAINED, finetuning_of
 from .kernels import AdamW
 from .mcore import get_cuda_rng_tracker
 from .optim import load_scaler_states, scaler_states
@@ -83,8 +83,8 @@ class TorchSnapshot:
 
 
 def _changing(model) -> NamedTensors:
-    """(name, tensor) of a model; of one with adapters the parameters in training alone."""
-    is_whole = spec_of(model) is None
+    """(name, tensor) of a model; beside frozen weights the parameters in training alone."""
+    is_whole = finetuning_of(model).is_whole
     return ((name, x) for name, x in named_tensors(model) if is_whole or x.requires_grad)
 
 
@@ -314,7 +314,7 @@ class Checkpoints:
         now = parallel.on_main(self._training_record)
         before = record["settings"]
         changed = changes(before, trainer.settings)
-        fixed = _fixed_settings(before, trainer.backend.name)
+        fixed = _fixed_settings(before, trainer.backend)
         _refuse_changes(changes(record, now), _OF_THE_DATA, folder)
         _refuse_changes(changed, fixed, folder)
         trainer.check_objective(record["objective"], folder)
@@ -378,7 +378,7 @@ class Checkpoints:
             "layout": [*layout, args.world_size],
             "objective": trainer.objective_facts(),
             "settings": trainer.settings,
-            "base": lora.base_sample(trainer.model),
+            "base": trainer.backend.finetuning.base_sample(),
         }
 
 
@@ -546,15 +546,15 @@ def _ranking(settings: dict) -> tuple[str, bool]:
     return ranking_of(settings.get("metric_for_best_model"), settings.get("greater_is_better"))
 
 
-def _fixed_settings(before: dict, backend: str) -> list[str]:
-    """The keys of settings that decide the states of an optimizer. backend: megatron or torch."""
+def _fixed_settings(before: dict, backend) -> list[str]:
+    """The keys of settings that decide the states of an optimizer."""
     fixed = ["optim", *KEYS_OF_TRAINED]
     for row in KEY_GROUPS.values():
         fixed += row.fixed
-    if backend == "torch":
+    if backend.name == "torch":
         return [*fixed, "exp_avg_dtype", "exp_avg_sq_dtype"]  # of tensors loaded without a cast
     is_half = "true" in (_shown(before.get("bf16")), _shown(before.get("fp16")))
-    if is_half or before.get("finetuning_type") == "lora":  # adapters are float32 anyway
+    if is_half or not backend.finetuning.is_whole:  # tensors beside weights are float32 anyway
         return fixed
     return [*fixed, "bf16", "fp16"]  # there are no float32 weights beside the model's
 

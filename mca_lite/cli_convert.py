@@ -35,6 +35,7 @@ from .files import (
     text_values,
     why_mcore_adapters,
 )
+from .tables import function_of
 
 # files of a model beside its weights and config.json
 _NO_TOKENIZERS = (*PROCESSOR_FILES, HF_GENERATION_CONFIG_NAME)
@@ -122,7 +123,7 @@ def merge(src: str, adapter: Path, dst: Path, max_shard_size: str = "5GB") -> st
     is not empty, src is no such model, or the adapter is damaged or of another model."""
     _refuse_full(dst)
     resolve_folder(src)
-    from . import ckpt_folder, lora_files, weights_files
+    from . import ckpt_folder, weights_files
 
     if (adapter / ckpt_folder.MANIFEST_NAME).is_file():
         backend = ckpt_folder.read_manifest(adapter)["backend"]
@@ -138,7 +139,8 @@ def merge(src: str, adapter: Path, dst: Path, max_shard_size: str = "5GB") -> st
         config |= {key: values[key] for key in weights_files.OF_VALUE_HEAD if key in values}
         source = weights_files.ScoredSource(base, values, seed=0)  # the adapter brings the head
     shapes = {name: source.shape(name) for name in source.names()}
-    change, vocab_size = lora_files.file_merger(adapter, base.folder, shapes, tied)
+    file_merger = function_of("part_lora_files:file_merger")
+    change, vocab_size = file_merger(adapter, base.folder, shapes, tied)
     if vocab_size:
         text_values(config)["vocab_size"] = vocab_size
     changed = ((name, change(name, source.read(name))) for name in source.names())
@@ -152,11 +154,10 @@ def merge(src: str, adapter: Path, dst: Path, max_shard_size: str = "5GB") -> st
 
 def _config_of(folder: Path, adapter: Path | str | None):
     """transformers' config of a folder, with a value head if the adapter trained one."""
-    from . import lora_files
     from .model_config import add_value_head, load_hf_config
 
     config = load_hf_config(str(folder))
-    if adapter is not None and lora_files.brings_value_head(adapter):
+    if adapter is not None and function_of("part_lora_files:brings_value_head")(adapter):
         add_value_head(config)
     return config
 
@@ -191,7 +192,6 @@ def _logits(folder: str, tokens, vocab_size: int, adapter: str | None = None):
     """The logits of a folder's model in float32, of an adapter beside its weights too."""
     import torch
 
-    from . import lora, lora_files
     from .model import load_torch_model  # supports types that transformers lacks
 
     if (Path(folder) / "dist").is_dir():
@@ -203,11 +203,12 @@ def _logits(folder: str, tokens, vocab_size: int, adapter: str | None = None):
             vocab_size > model.config.get_text_config().vocab_size
         ):  # the adapter brings the new rows
             model.resize_token_embeddings(vocab_size, mean_resizing=False)
-        spec, source = lora_files.read_adapter(adapter, 0.0)
+        part_lora = function_of("part_lora")
+        spec, source = part_lora.read_adapter(adapter, 0.0)
         for name in source.whole_weights():
             model.get_parameter(name).copy_(source.read(name))
-        lora.inject(model, spec).eval()
-        lora.fill_adapters(model, source)
+        part_lora.inject(model, spec).eval()
+        part_lora.fill_adapters(model, source)
     if has_value_head(model.config.architectures):
         return model.score(model.base_model(tokens).last_hidden_state)[..., 0]
     return model(tokens).logits

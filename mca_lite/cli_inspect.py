@@ -342,8 +342,8 @@ def _leave_out_chance(arguments) -> None:
     if arguments.backend.use_mca:
         args.attention_dropout = args.hidden_dropout = 0.0
         args.mtp_num_layers = 0
-    if arguments.finetuning.finetuning_type == "lora":
-        arguments.finetuning.lora_dropout = 0.0
+    if "lora" in arguments.parts:
+        arguments.parts["lora"].lora_dropout = 0.0
 
 
 def _table(rows) -> list[str]:

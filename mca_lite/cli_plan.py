@@ -340,7 +340,7 @@ class _Layout:
                 rates = rates._replace(link=options.link * 1e9, network=options.link * 1e9)
             self.time = step_time(
                 *(self.args, self.config, self.memory, model.lengths, options.gpus, rates),
-                frozen=model.spec is not None,
+                frozen=not model.finetuning.is_whole,
                 reference=model.forward_passes(self.args, self.config)[0],
                 trained=model.trained,
             )
@@ -363,7 +363,7 @@ class _Layout:
             states = 4 * len(row.of_matrices or row.states)
             masters = 4 * (width < 4)  # float32
         size = of_weights + self.model.tensors(self.config).total_trained * (states + masters)
-        if self.model.spec is not None:  # the adapters alone are kept, in float32
+        if not self.model.finetuning.is_whole:  # the adapters alone are kept, in float32
             ranks = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
             size = self.memory.trained * ranks * (4 + states)
         return of_weights, size

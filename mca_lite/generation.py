@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, TextStreamer
 from transformers.utils.logging import disable_progress_bar
 
-from . import lora, lora_files, model_config, parallel, watchdog, world
+from . import model_config, parallel, watchdog, world
 from .args import key_groups
 from .args_values import read_config_file
 from .batch import merged_grids
@@ -46,6 +46,7 @@ from .files import (
     resolve_folder,
 )
 from .model import load_torch_model
+from .tables import function_of
 from .weights_files import model_class
 
 MAX_NEW_TOKENS = 512  # without a number from the caller or generation_config.json
@@ -129,7 +130,7 @@ def load_for_generation(
         config.dtype or torch.float32,
     )
     if adapter:
-        lora_files.merge_into(model, adapter)
+        function_of("part_lora_files:merge_into")(model, adapter)
     return model.eval(), tokenizer
 
 
@@ -481,9 +482,7 @@ class Answers(TrainerCallback):
         check_room(backend)
         folder = Path(trainer.args.output_dir) / ".generate"
         try:
-            has_adapters = lora.spec_of(trainer.model) is not None
-            export = backend.export_merged if has_adapters else backend.export_hf
-            export(folder, trainer.args.max_shard_size)
+            backend.export_merged(folder, trainer.args.max_shard_size)
             model = load_torch_model(str(folder), dtype=backend.dtype).eval()
             parallel.barrier()
         finally:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from . import ckpt_folder, freezing, lora
+from . import ckpt_folder
 from .args import RunArguments
 from .args_values import show_count
 from .backend_megatron import PACKED_BUCKET, MegatronBackend
@@ -475,9 +475,9 @@ def _places(rank: int, sizes: dict[str, int]) -> dict[str, int]:
 def _stages(plan: Plan) -> list[tuple[int, int, dict]]:
     """(parameters, trained ones, {(name, shape): layers}) of a rank of each pipeline stage."""
     config = plan.model.config
-    spec = plan.model.adapters
+    finetuning = plan.model.finetuning
     if plan.arguments.backend.use_mca:
-        tensors = ModelTensors(config, spec, trained=plan.model.trained)
+        tensors = ModelTensors(config, finetuning)
         stages = range(config.pipeline_model_parallel_size)
         return [(*tensors.counts(stage), tensors.shapes(stage)) for stage in stages]
     config = copy.deepcopy(config)
@@ -486,9 +486,7 @@ def _stages(plan: Plan) -> list[tuple[int, int, dict]]:
         model = model_class(config).from_config(
             config, trust_remote_code=plan.arguments.model.trust_remote_code
         )
-        if spec is not None:
-            lora.inject(model, spec)
-        freezing.freeze(model, plan.model.trained)
+        finetuning.place(model)
     tensors: dict = {}
     total = 0
     trained = 0

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import freezing, model_config, parallel
+from . import model_config, parallel
 from .args_rules_training import plan_schedule
 from .args_values import show_count
 from .callbacks import TrainerCallback
@@ -36,6 +36,7 @@ from .files import (
     write_file,
     write_json,
 )
+from .finetuning import finetuning_of, layer_of, lowest_layer, parts_summary
 from .log_metrics import METRICS, PROGRESS, format_duration, log_line, metric_of, read_lines
 from .weights_files import InitSource
 
@@ -196,8 +197,8 @@ class ModelWork:
 def model_work(model, reference=None, forward_passes=(0, 1)) -> ModelWork:
     """The work of a model in training; none for unknown sizes.
 
-    model: VirtualModels or a transformers model, with its adapters. reference: a model that each
-    batch passes forward only; `model` itself stands for its weights without adapters.
+    model: VirtualModels or a transformers model. reference: a model that each batch passes forward
+    only; `model` itself stands for the one before training.
     forward_passes: of the model and of the reference over a step's tokens, beside training's.
     """
     config = getattr(model, "config", None)
@@ -210,21 +211,18 @@ def model_work(model, reference=None, forward_passes=(0, 1)) -> ModelWork:
         beside = beside.passes(of_reference)
     beside = sizes.passes(of_model, beside)
     tower = tower_work(model, config)
-    spec = freezing.spec_of(model)
-    trained = freezing.trained_of(model)
-    if trained is not None:
-        return replace(partial_work(config, trained, beside), tower=tower)
-    if spec is None:
+    finetuning = finetuning_of(model)
+    if finetuning.trained is not None:
+        return replace(partial_work(config, finetuning.trained, beside), tower=tower)
+    if finetuning.is_whole:
         return ModelWork(0.0, sizes.weights, sizes.core, beside, tower, linear=sizes.linear)
-    adapters = 0.0
-    saved = 0.0
+    added = 0.0
+    whole = 0.0
     for module, (uses, shape) in _matrices_of(config).items():
-        if module in spec.modules:
-            # the first matrix of the embedding's adapter is looked up
-            adapters += spec.rank * (shape[1] if _is_embedding(module) else uses * sum(shape))
-        elif not _is_embedding(module) and freezing.is_saved(module, spec):
-            saved += uses * math.prod(shape)
-    weights = (sizes.weights - saved, adapters + saved)
+        of_matrix = 0.0 if _is_embedding(module) else uses
+        added += finetuning.work_beside(module, of_matrix, shape)
+        whole += finetuning.trains(module) * of_matrix * math.prod(shape)
+    weights = (sizes.weights - whole, added + whole)
     return ModelWork(*weights, sizes.core, beside, tower, linear=sizes.linear)
 
 
@@ -232,14 +230,14 @@ def partial_work(config, trained: Collection[str], reference: ModelSizes | None)
     """The work of a model with frozen weights. config: as of model_sizes, with known sizes;
     trained: the Hugging Face modules in training."""
     sizes = model_sizes(config)
-    lowest = freezing.lowest_layer(trained, sizes.num_layers)
+    lowest = lowest_layer(trained, sizes.num_layers)
     linear = _fields_of(config).get("linear_layers") or ()
     linear_below = sum(layer < lowest for layer in linear)  # without a backward pass
     share = (lowest - linear_below) / max(sizes.num_layers - len(linear), 1)
     weights = {"below": 0.0, "frozen": 0.0, "trained": 0.0}
     for module, (uses, shape) in _matrices_of(config).items():
         kind = "trained" if module in trained else "frozen"
-        if freezing.layer_of(module, lowest) < lowest:
+        if layer_of(module, lowest) < lowest:
             kind = "below"
         weights[kind] += uses * math.prod(shape)
     core_below = sizes.core * share
@@ -628,7 +626,7 @@ def run_summary(trainer, plan) -> dict[str, dict]:
             "name": getattr(config, "name_or_path", None),
             "type": model_type,
             "parameters on this rank": f"{total:,} ({trained:,} trained)",
-            "trained of each part": freezing.parts_summary(trainer.model, model_type),
+            "trained of each part": parts_summary(trainer.model, model_type),
             "weights": getattr(trainer.model, "weights_from", None) or "as given",
             "precision": precision,
         },

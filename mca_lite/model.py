@@ -8,13 +8,14 @@ from pathlib import Path
 
 import torch
 
-from . import lora, parallel, weights_convert
+from . import parallel, weights_convert
 from .batch import Targets
 from .ckpt_megatron import DIST_NAME, load_megatron
 from .errors import expect, refuse
 from .families import rows_of
 from .families_rows import TE_ALIASES, VALUE_HEAD
 from .files import ADAPTER_CONFIG_NAME, HF_CONFIG_NAME, MCA_CONFIG_NAME, describe_error
+from .finetuning import Finetuning
 from .loss_tokens import LossOfLogits, token_losses
 from .mcore import (
     ColumnParallelLinear,
@@ -383,8 +384,7 @@ class VirtualModels(torch.nn.ModuleList):
         super().__init__(models)
         self.config = config
         self.weights_from = ""  # their origin, for the start summary
-        self.lora: lora.LoraSpec | None = None  # set by lora.inject: the base is frozen then
-        self.trained_modules: frozenset[str] | None = None  # set by freezing.freeze
+        self.finetuning = Finetuning()
 
     def forward(self, *args, **kwargs):
         """The forward pass of the only chunk; a rank with several runs megatron's schedule."""
@@ -415,13 +415,13 @@ class VirtualModels(torch.nn.ModuleList):
 
     def load_state_dict(self, state_dict: dict, strict: bool = True) -> None:
         for key, model in self._by_key().items():
-            model.load_state_dict(state_dict[key], strict=strict and self.lora is None)
+            model.load_state_dict(state_dict[key], strict=strict and self.finetuning.is_whole)
 
     def sharded_state_dict(self) -> dict:
-        """megatron's ShardedTensors of all chunks, under the keys of state_dict(); with adapters
-        only the trained ones."""
-        state_of = McaGPTModel.sharded_state_dict if self.lora is None else lora.sharded_state
-        return {key: state_of(model) for key, model in self._by_key().items()}
+        """megatron's ShardedTensors of all chunks, under the keys of state_dict(); beside frozen
+        weights only the trained ones."""
+        chunks = self._by_key()
+        return {key: self.finetuning.sharded_state(model) for key, model in chunks.items()}
 
     def save_pretrained(
         self, save_directory: str | os.PathLike, max_shard_size: str | int = "5GB"

@@ -243,21 +243,22 @@ class SplitMasterOptimizer(FP32Optimizer):
         self.optimizer.forget_masters()
 
 
-def splits_masters(args, params_dtype: torch.dtype, has_adapters: bool) -> bool:
-    """True if SplitMasterOptimizer updates a model of this dtype, on all ranks alike. Adapters
-    are float32; the distributed and the offloaded optimizer keep masters elsewhere."""
+def splits_masters(args, params_dtype: torch.dtype, is_whole: bool) -> bool:
+    """True if SplitMasterOptimizer updates a model of this dtype, on all ranks alike. Tensors
+    beside frozen weights (is_whole False) are float32; the distributed and the offloaded optimizer
+    keep masters elsewhere."""
     elsewhere = args.use_distributed_optimizer or args.optimizer_cpu_offload
-    is_half = params_dtype == torch.bfloat16 and not has_adapters
+    is_half = params_dtype == torch.bfloat16 and is_whole
     return is_half and OPTIMIZERS[args.optim].halves is not None and not elsewhere
 
 
 def create_megatron_optimizer(
-    args, chunks: list, params_dtype: torch.dtype, has_adapters: bool = False
+    args, chunks: list, params_dtype: torch.dtype, is_whole: bool = True
 ) -> MegatronOptimizer:
     """megatron's optimizer over DDP-wrapped chunks, plain or distributed, with float32 masters of
-    16-bit weights. has_adapters: only LoRA's parameters and modules_to_save are trained."""
+    16-bit weights. is_whole: Finetuning.is_whole."""
     row = OPTIMIZERS[args.optim]
-    split = splits_masters(args, params_dtype, has_adapters)
+    split = splits_masters(args, params_dtype, is_whole)
     config = get_optimizer_config(args, params_dtype, split)
     # float32 pieces are views of weights: with a gradient function they would keep the node of
     # DDP's hook, and with it the model

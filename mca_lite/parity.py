@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import cpu, lora, model_config, parallel, run
+from . import cpu, model_config, parallel, run
 from .args import TrainingArguments, UseMcaArguments
 from .backend_torch import TorchBackend
 from .batch import zigzag
@@ -126,14 +126,12 @@ def compare(plan: run.Plan) -> list[Row]:
 def _fill_adapters(model, plan: run.Plan) -> None:
     """Give new adapters small values, the same on both sides. With a matrix of zeros the other one
     would have no gradient."""
-    if plan.model.adapters is None or plan.model.adapter_source is not None:
-        return
 
     def draw(key, shape):
         generator = generator_of(plan.arguments.training.seed, key)
         return torch.empty(shape).normal_(0, 0.02, generator=generator)
 
-    lora.fill_adapters(model, draw)
+    plan.model.finetuning.fill_fresh(model, draw)
 
 
 def _run(trainer, batches: list[dict]) -> list[list[float]]:
@@ -354,7 +352,7 @@ def _plain_step(plan: run.Plan, trainer, batches: list[dict], places, dtype: tor
     model = plain.model
     # after the backend tried in float32 whether packed documents see each other; buffers stay as
     # they are, since rotary frequencies are float32 in every precision
-    if not bf16 or plan.model.adapters is None:
+    if not bf16 or plan.model.finetuning.is_whole:
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
     if dtype == torch.float64:

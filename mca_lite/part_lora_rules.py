@@ -1,7 +1,8 @@
 """Rules between adapters and a model.
 
-`spec` is a LoraSpec (lora_layers.py), `candidates` are the modules for adapters (lora.Candidate).
-Runs and the functions of Python (lora.plan, lora_files.load_adapter) apply the same rules.
+`spec` is a LoraSpec (part_lora_layers.py), `candidates` are the modules for adapters
+(part_lora_sites.Candidate). Runs and the functions of Python (part_lora.inject, load_adapter) apply
+the same rules.
 """
 
 import contextlib
@@ -11,11 +12,11 @@ import re
 from collections.abc import Iterable, Sequence
 from types import NoneType
 
-from .args_rules import OF_LANGUAGE, ON_ADAPTERS
 from .errors import Judge
 from .families_rows import is_of_expert
-from .freezing import is_saved
 from .hosts import last_of
+from .part_lora_keys import OF_LANGUAGE, ON_ADAPTERS
+from .part_lora_layers import is_saved
 
 ALL_LINEAR = ("all", "all-linear")
 ALL_ROUTERS = "all-router"

@@ -19,7 +19,7 @@ _PATHS = (
 _REMEDIES = {  # names by spaces -> replacement
     "apply_megatron_lora find_all_embedding_modules find_all_linear_modules "
     "find_all_router_modules set_linear_is_expert": (
-        "finetuning_type: lora, or in Python lora.inject(model, lora_layers.LoraSpec())"
+        "finetuning_type: lora, or in Python part_lora.inject(model, part_lora.LoraSpec())"
     ),
     "generate_model_state_dict get_checkpoint_dir load_state_dict_from_checkpoint": (
         "trainer.save_model(), AutoModel.from_pretrained(), and checkpoints are those of train()"

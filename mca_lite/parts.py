@@ -31,6 +31,11 @@ class Part(NamedTuple):
 
 
 PARTS = {
+    "lora": Part(
+        "part_lora_keys part_lora part_lora_files part_lora_rules part_lora_sites part_lora_layers",
+        "lora_rank lora_alpha lora_dropout lora_target use_rslora modules_to_save "
+        "adapter_name_or_path save_merged_model finetuning_type=lora",
+    ),
     "sinks": Part("model_sinks", "", provides="sinks"),
     "stream": Part("part_stream_keys data_stream", "streaming buffer_size"),
     "delta": Part("model_delta", "", provides="linear_attention"),

@@ -10,13 +10,12 @@ Letters: T tokens of a micro-batch on this rank, h hidden size, w bytes of an ac
 """
 
 import math
-from collections.abc import Set
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
-from . import freezing, lora, lora_files
 from .errors import Judge
 from .families_rows import Row
+from .finetuning import Finetuning, Request, finetuning_class, lowest_layer
 from .hosts import module_of, modules_of
 from .loss_tokens import CHUNK_SIZE_CPU, CHUNK_SIZE_CUDA, CHUNK_SIZE_OF_LOGITS
 from .model_config import AutoConfig, McaModelConfig
@@ -76,8 +75,8 @@ class RankTensor(NamedTuple):
 class ModelTensors:
     """The tensors of each rank in the layout of a config.
 
-    spec: LoraSpec with its modules, None without adapters. source: shapes by Hugging Face name, the
-    same for every layout of a model. trained: the Hugging Face modules in training, None: all.
+    finetuning: as planned. source: shapes by Hugging Face name, the same for every layout of a
+    model.
     stages: the tensors of a rank of each pipeline stage. total, total_trained: parameters of the
     whole model, without adapters.
     """
@@ -85,23 +84,21 @@ class ModelTensors:
     def __init__(
         self,
         config: McaModelConfig,
-        spec=None,
+        finetuning: Finetuning | None = None,
         source: InitSource | None = None,
-        trained: Set[str] | None = None,
     ):
         self.config = config
-        self.spec = spec
-        self.trained = trained
+        self.finetuning = finetuning or Finetuning()
         self.total_trained = 0
         self.lowest = 0  # layer with a backward pass
         # recomputation asks for gradients of the first layer's input
+        trained = self.finetuning.trained
         if trained is not None and config.recompute_granularity is None:
-            self.lowest = freezing.lowest_layer(trained, config.num_layers)
+            self.lowest = lowest_layer(trained, config.num_layers)
         self.source = source or InitSource(config.hf_config, 0, config.mtp_num_layers)
         self.total = 0
         self.stages: list[list[RankTensor]] = []
         self.stages += ([] for _ in range(config.pipeline_model_parallel_size))
-        adapted = set(spec.modules if spec is not None else ())
         stage_of = dict(enumerate(stages_of_layers(config)))
         for row, layer in in_layer_order(config):
             stage = stage_of.get(layer, -1)
@@ -109,8 +106,8 @@ class ModelTensors:
                 stage = 0
             self._add_weight(row, layer, stage)
             for name in row.hf:
-                if row.is_linear and module_of(name.format(layer)) in adapted:
-                    self._add_adapter(row, name, layer, stage)
+                if row.is_linear:
+                    self._add_beside(row, name, layer, stage)
 
     def _add_weight(self, row: Row, layer: int | None, stage: int) -> None:
         config = self.config
@@ -124,9 +121,7 @@ class ModelTensors:
             shape[0] = config.padded_vocab_size
         self.total += math.prod(shape)
         modules = modules_of(row, layer)
-        is_trained = self.trained is None or self.trained.issuperset(modules)
-        if self.spec is not None:
-            is_trained = any(freezing.is_saved(name, self.spec) for name in modules)
+        is_trained = any(map(self.finetuning.trains, modules))
         self.total_trained += math.prod(shape) * is_trained
         shape = self._cut(row, shape)
         self._add(row, row.mca, layer, shape, is_trained, stage)
@@ -134,15 +129,13 @@ class ModelTensors:
         if row.mca == VOCABULARY[0] and is_again and len(self.stages) > 1:
             self._add(row, VOCABULARY[is_tied], layer, shape, is_trained, -1)
 
-    def _add_adapter(self, row: Row, name: str, layer: int | None, stage: int) -> None:
-        rank = self.spec.rank
+    def _add_beside(self, row: Row, name: str, layer: int | None, stage: int) -> None:
         shape = self.source.shape(name.format(layer))
         if row.mca in VOCABULARY:
             shape = (self.config.padded_vocab_size, self.config.hidden_size)
-        out, into = self._cut(row, shape)
-        shapes = {"lora_A.weight": (rank, into), "lora_B.weight": (out, rank)}
-        if row.mca == VOCABULARY[0]:
-            shapes = {"lora_embedding_A": (rank, out), "lora_embedding_B": (into, rank)}
+        module = module_of(name.format(layer))
+        is_embedding = row.mca == VOCABULARY[0]
+        shapes = self.finetuning.shapes_beside(module, self._cut(row, shape), is_embedding)
         for matrix, shape in shapes.items():
             self._add(row, f"{module_of(name)}.{matrix}", layer, shape, True, stage)
 
@@ -210,7 +203,7 @@ def _static(args, config, tensors: ModelTensors, stage: int, world_size: int) ->
     parameters, trained = tensors.counts(stage)
     width = config.params_dtype.itemsize
     master = 4 * (width == 2)
-    if splits_masters(args, config.params_dtype, any(t.is_adapter for t in held)):
+    if splits_masters(args, config.params_dtype, not any(t.is_adapter for t in held)):
         master = 2
     gradient = 4
     if not args.grad_reduce_in_fp32:
@@ -479,19 +472,17 @@ def rank_memory(
     args: TrainingArguments with the layout of config, a McaModelConfig; length: tokens of a
     sample or row; on_gpu: True if kernels are compiled; distils: the loss compares with a teacher.
     """
-    spec = tensors.spec
+    finetuning = tensors.finetuning
     r = RankSizes(config)
     tokens = args.micro_batch_size * length / r.cp
-    facts = _facts(r.w, on_gpu, spec is not None, length)
+    facts = _facts(r.w, on_gpu, not finetuning.is_whole, length)
     kept, again = _activations(args, config, stage, facts, r, tensors.lowest)
     tower = 0.0
     if stage == 0:
         tower = tower_activations(args, config, tensors, length, r)
     logits = norm = 0.0
     if stage == r.pp - 1:
-        trains_head = tensors.trained is None or "lm_head" in tensors.trained
-        if spec is not None:
-            trains_head = "lm_head" in spec.modules_to_save
+        trains_head = finetuning.trains("lm_head")
         if not config.has_value_head:
             logits = _loss(config, tokens, trains_head, on_gpu, r, distils)
         # the final norm, with its output whole for the head
@@ -512,14 +503,9 @@ class ModelOfRun:
     def __init__(self, arguments):
         config = self.config_of(arguments)
         keys = arguments
-        self.spec = None
-        if keys.finetuning_type == "lora":
-            spec = lora_files.adapter_of_keys(keys)[0]
-            if config.has_value_head:
-                spec = lora_files.with_value_head(spec)
-            self.spec = lora.plan(config, spec)
         judge = Judge(arguments)
-        self.trained = freezing.plan(config, keys, judge)
+        request = Request(arguments, config, lambda: config)
+        self.finetuning = finetuning_class(keys).plan(request, judge)
         judge.close()
         self.source = InitSource(config.hf_config, 0, config.mtp_num_layers)
         objective = OBJECTIVES[keys.stage]
@@ -534,8 +520,8 @@ class ModelOfRun:
             folders = {"cached": None, "adapter": None, "model": name}
             self.reference = folders.get(keys.ref_model, keys.ref_model)
             has_second = trainer.has_reference(keys)
-            has_adapters = self.spec is not None and not self.spec.modules_to_save
-            of_adapters = keys.ref_model == "adapter" or (keys.ref_model is None and has_adapters)
+            can_be_off = self.finetuning.can_be_off
+            of_adapters = keys.ref_model == "adapter" or (keys.ref_model is None and can_be_off)
             self.scores_before = has_second and self.reference is None and not of_adapters
         self.distils = TEACHER_KEY in objective.keys
         if self.distils:
@@ -555,7 +541,7 @@ class ModelOfRun:
 
     def tensors(self, config) -> ModelTensors:
         """The tensors of the model in the layout of a config."""
-        return ModelTensors(config, self.spec, self.source, self.trained)
+        return ModelTensors(config, self.finetuning, self.source)
 
     def fullest_rank(self, args, config, world_size: int, on_gpu: bool) -> tuple[int, RankMemory]:
         """(pipeline stage, memory) of the rank with the most memory, in the layout of config."""

@@ -11,26 +11,15 @@ import functools
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
-from . import (
-    ckpt_folder,
-    freezing,
-    lora_files,
-    mcore,
-    model,
-    model_config,
-    parallel,
-    watchdog,
-    weights_convert,
-)
+from . import ckpt_folder, mcore, model, model_config, parallel, watchdog, weights_convert
 from .args import RunArguments
-from .args_rules import check_frozen_rows
 from .args_rules_model import NO_PICTURES_AHEAD, PICTURES_AHEAD_REMEDY, check_torch_packing
 from .args_rules_training import plan_schedule
 from .args_values import show_count
@@ -54,6 +43,7 @@ from .files import (
     write_file,
     write_json,
 )
+from .finetuning import Finetuning, Request, finetuning_class
 from .model_config import load_tokenizer
 from .tables import OBJECTIVES, Objective
 from .weights_files import (
@@ -79,9 +69,7 @@ class PlannedModel:
     from_scratch: bool = False
     # None: drawn from a seed, or in a checkpoint
     source: SafetensorsSource | ScoredSource | GrownSource | None = None
-    adapters: lora_files.LoraSpec | None = None  # with the modules they are on
-    trained: frozenset[str] | None = None  # Hugging Face modules in training; None: all
-    adapter_source: lora_files.AdapterSource | None = None  # of adapter_name_or_path
+    finetuning: Finetuning = field(default_factory=Finetuning)
 
 
 @dataclass
@@ -120,18 +108,11 @@ def make_plan(arguments: RunArguments) -> Plan:
     open_source(planned, args.seed)
     judge = Judge(arguments)
     tokenizer, num_new, report = _plan_tokenizer(arguments, planned, judge)
-    if arguments.finetuning.finetuning_type == "lora":
-        host = _host_model(arguments, planned)
-        planned.adapters, planned.adapter_source = lora_files.plan_of_keys(
-            arguments, host, num_new, judge
-        )
-    elif freezing.is_wanted(planned.config, arguments.finetuning):
-        host = _host_model(arguments, planned)
-        planned.trained = freezing.plan(host, arguments.finetuning, judge)
-        check_frozen_rows(planned.trained, num_new, objective.vocabulary, judge)
+    host = functools.partial(_host_model, arguments, planned)
+    request = Request(arguments, planned.config, host, num_new)
+    planned.finetuning = finetuning_class(arguments.finetuning).plan(request, judge)
     judge.close()
-    if planned.adapters is not None:
-        report += lora_files.notes_of(arguments, planned.adapters)
+    report += planned.finetuning.notes(arguments)
     hf_config = getattr(planned.config, "hf_config", None) or planned.config.to_dict()
     if not args.bf16 and hf_config.get("dtype") == "bfloat16" and not planned.from_scratch:
         report.append(_FROM_BF16)
@@ -255,10 +236,9 @@ def _plan_tokenizer(
     """Load the tokenizer, put the keys' new tokens into it, and plan their rows -> (tokenizer, new
     tokens, lines for the report).
 
-    With adapters it may change modules_to_save: lora_files.take_new_tokens.
+    The keys may change, so that these rows are trained: Finetuning.take_new_tokens.
     """
     keys = arguments.model
-    finetuning = arguments.finetuning
     plain = keys.add_tokens or []
     special = keys.add_special_tokens or []
     added = plain + special
@@ -279,8 +259,7 @@ def _plan_tokenizer(
     if size > old:
         _grow(planned, size)
         line += f", {old:,} -> {size:,} rows; a new row begins as the mean of the old ones"
-    if finetuning.finetuning_type == "lora":
-        line += lora_files.take_new_tokens(finetuning)
+    line += finetuning_class(arguments.finetuning).take_new_tokens(arguments)
     return tokenizer, new, [line]
 
 
@@ -315,19 +294,16 @@ def _host_model(arguments: RunArguments, planned: PlannedModel):
 
 def build_model(plan: Plan):
     """VirtualModels, or a transformers model with use_mca: false, on this rank, with the planned
-    adapters: fresh ones, or those of adapter_name_or_path."""
+    finetuning placed on it."""
     built = build_planned(plan.arguments, plan.model)
     args = plan.arguments.training
-    spec = plan.model.adapters
-    if spec is None:
-        return freezing.freeze(built, plan.model.trained)
     # of frozen weights; fp16 would lose too much of them
     dtype = torch.bfloat16 if args.bf16 else torch.float32
-    return lora_files.place(built, spec, plan.model.adapter_source, args.seed, dtype)
+    return plan.model.finetuning.place(built, args.seed, dtype)
 
 
 def build_planned(arguments: RunArguments, planned: PlannedModel):
-    """A planned model without adapters, on this rank."""
+    """A planned model on this rank, all of its weights in training."""
     # a copy: megatron-core keeps functions of the optimizer's in it
     config = copy.deepcopy(planned.config)
     seed = arguments.training.seed
@@ -423,7 +399,7 @@ def _export(plan: Plan, trainer, result) -> None:
     first = trainer.report.first_step
     if args.save_hf_model:
         trainer.save_model()
-    if plan.arguments.finetuning.save_merged_model and plan.model.adapters is not None:
+    if plan.model.finetuning.merges:
         trainer.save_merged_model()
     if result.global_step > first:
         steps = show_count(result.global_step - first, "step")
@@ -454,7 +430,6 @@ def data_summary(plan: Plan) -> dict[str, str]:
     """Lines of the start summary on the objective and the data."""
     data = plan.arguments.data
     keys = plan.arguments.finetuning
-    spec = plan.model.adapters
     packing = ""
     if plan.arguments.training.sequence_packing:
         packing = ", samples packed, none sees another"
@@ -466,15 +441,10 @@ def data_summary(plan: Plan) -> dict[str, str]:
         packing += f", above the model's {positions:,} positions (max_position_embeddings)"
     summary = {
         "stage": ", ".join(filter(None, (keys.stage, plan.objective.describe(plan.arguments)))),
-        "finetuning": "full: every weight is trained",
+        "finetuning": str(plan.model.finetuning),
         "dataset": ", ".join(data.dataset),
         "cutoff_len": f"{data.cutoff_len} tokens{packing}",
     }
-    trained = plan.model.trained
-    if trained is not None:
-        summary["finetuning"] = f"{keys.finetuning_type}: {len(trained)} modules are trained"
-    if spec is not None:
-        summary["finetuning"] = str(spec)
     if len(data.dataset) > 1:
         weights = map("weight {:g}".format, data.mix_weights or ())
         summary["mixed"] = ", ".join([data.mix_strategy, *weights])

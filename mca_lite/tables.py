@@ -206,6 +206,10 @@ def register_keys(
     KEY_GROUPS[part] = row
 
 
+# finetuning_type -> a subclass of finetuning.Finetuning
+FINETUNING: dict[str, Any] = dict.fromkeys(("full", "freeze"), "finetuning:Finetuning")
+
+
 def function_of(name: Any) -> Any:
     """A function or class: itself, or "module:name" of this package. "module" gives the module."""
     if not isinstance(name, str):

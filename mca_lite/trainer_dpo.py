@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch.utils.data import Subset
 
-from . import ckpt_folder, lora, loss_preference, parallel
+from . import ckpt_folder, loss_preference, parallel
 from .batch import join, real_documents
 from .ckpt_folder import CheckpointError
 from .data_batches import Packs, WithReference, documents_of, samples_of
@@ -30,6 +30,7 @@ from .data_encode import hash_of
 from .data_files import SIDES
 from .errors import Judge, expect, refuse
 from .files import IGNORE_INDEX, cache_folder, resolve_folder
+from .finetuning import finetuning_of
 from .loss_preference import Responses
 from .loss_tokens import Logits
 from .part_dpo_keys import LOSSES, METRICS, PreferenceLoss, has_reference
@@ -110,18 +111,16 @@ class DPOConfig(ReferenceConfig):
 
 def _choose_reference(config: DPOConfig, model, ref_model) -> str | None:
     """The kind of reference, None for a loss without one. ConfigError for one that cannot be."""
-    spec = lora.spec_of(model)
-    modules = [] if spec is None else spec.modules_to_save
+    finetuning = finetuning_of(model)
     kind = None
     if config.use_ref_model:
         kind = "cached"
         if ref_model is not None:
             kind = "model"
-        elif spec is not None and not modules:
+        elif finetuning.can_be_off:
             kind = "adapter"
         kind = config.reference or kind
-        finetuning = "full" if spec is None else "lora"
-        config.check_with(finetuning_type=finetuning, modules_to_save=modules)
+        config.check_with(finetuning_type=finetuning.kind, modules_to_save=finetuning.saved)
     if (kind == "model") != (ref_model is not None):
         article = "a" if kind == "model" else "no"
         reason = f"expected {article} ref_model for this loss"
@@ -234,7 +233,7 @@ class DPOTrainer(ScoredTrainer):
         OBJECTIVES[arguments.stage].check_keys(arguments, judge)
         judge.close()
         adapter = arguments.adapter_name_or_path
-        if adapter and planned.adapters.modules_to_save:
+        if adapter and planned.finetuning.saved:
             reason = (
                 "it has modules_to_save, and without its adapters the model is not the one that "
                 "it began with"
@@ -510,7 +509,7 @@ class DPOTrainer(ScoredTrainer):
 
         Collectives: those of the schedule, forward only.
         """
-        with lora.without_adapters(self.model):
+        with self.backend.finetuning.without(self.model):
             logps = self._log_probs(models, data_list, seq_length)
         names = [f"reference_{side}_logps" for side in SIDES]
         pairs = [(of_batch[0::2], of_batch[1::2]) for of_batch in logps]

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from . import lora, lora_files
 from .batch import real_documents
 from .data_files import SIDES
 from .errors import expect
-from .families_rows import has_value_head
+from .families_rows import VALUE_HEAD, has_value_head
 from .files import IGNORE_INDEX, text_values
+from .hosts import module_of
 from .part_rm_keys import RM_METRICS
 from .tables import PAIR_COLUMNS, other_columns
 from .trainer_dpo import DPOTrainer, ReferenceConfig, compared
@@ -66,11 +66,10 @@ class RewardTrainer(DPOTrainer):
             "a reward model has a value head: expected one for sequence classification, got "
             f"{values.get('architectures')}: model_config.add_value_head makes its config",
         )
-        spec = lora.spec_of(self.model)
         expect(
-            spec is None or lora_files.VALUE_HEAD in spec.modules_to_save,
+            self.backend.finetuning.trains(module_of(VALUE_HEAD)),
             "the value head would not be trained beside the adapters: expected modules_to_save: "
-            f"{lora_files.VALUE_HEAD}",
+            f"{module_of(VALUE_HEAD)}",
         )
         pad = getattr(self.tokenizer, "pad_token_id", None)
         if pad is None:

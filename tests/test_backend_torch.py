@@ -69,10 +69,10 @@ def test_a_cap_that_the_first_logits_are_far_below_is_not_lost():
 
 def adapted(model, saved: str, dtype: torch.dtype):
     """The model with adapters beside a module that trains whole. dtype: of frozen weights."""
-    from mca_lite import lora
+    from mca_lite import part_lora
 
-    spec = lora.LoraSpec(targets=("q_proj",), rank=2, alpha=4.0, modules_to_save=(saved,))
-    return lora.inject(model, spec, dtype=dtype)
+    spec = part_lora.LoraSpec(targets=("q_proj",), rank=2, alpha=4.0, modules_to_save=(saved,))
+    return part_lora.inject(model, spec, dtype=dtype)
 
 
 def curves_with_saved_modules(path: str, out: str) -> list:

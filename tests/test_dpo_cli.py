@@ -152,7 +152,7 @@ def test_what_cannot_be_trained_on_is_told_before_anything_starts(tmp_path, monk
 
 
 def test_an_adapter_that_changes_the_model_has_no_reference_in_it(tmp_path, monkeypatch):
-    from mca_lite.lora_layers import LoraSpec
+    from mca_lite.part_lora import Lora, LoraSpec
     from mca_lite.trainer_dpo import DPOTrainer
 
     monkeypatch.chdir(ROOT)
@@ -162,14 +162,14 @@ def test_an_adapter_that_changes_the_model_has_no_reference_in_it(tmp_path, monk
         "finetuning_type=lora",
         f"adapter_name_or_path={tmp_path}",
     ]
-    adapters = LoraSpec(modules_to_save=("lm_head",))  # as the folder's file has it
-    planned = SimpleNamespace(folder=ROOT, adapters=adapters)
+    adapters = Lora(LoraSpec(modules_to_save=("lm_head",)))  # as the folder's file has it
+    planned = SimpleNamespace(folder=ROOT, finetuning=adapters)
     folder_of = DPOTrainer.second_model_folder
     with pytest.raises(ConfigError, match="try: ref_model: model"):
         folder_of(parse_args(words), planned)
     assert folder_of(parse_args([*words, "ref_model=model"]), planned) == ROOT
     new_tokens = parse_args([*words[:-1], "ref_model=adapter"])
-    new_tokens.finetuning.modules_to_save = ["embed_tokens"]  # as new tokens make it
+    new_tokens.parts["lora"].modules_to_save = ["embed_tokens"]  # as new tokens make it
     with pytest.raises(ValueError, match="try: ref_model: cached"):
         folder_of(new_tokens, planned)
 

@@ -412,8 +412,8 @@ def scores(path, adapter, out, keys) -> tuple:
     trains on) of a model in training, with dropout.
     """
     from mca_lite import AutoModel, DPOConfig, DPOTrainer, TrainingArguments
-    from mca_lite.lora import adapters_of
-    from mca_lite.lora_files import load_adapter
+    from mca_lite.part_lora import load_adapter
+    from mca_lite.part_lora_sites import adapters_of
 
     args = TrainingArguments(output_dir=out, attention_dropout=0.3, hidden_dropout=0.3, **keys)
     model, second = (AutoModel.from_pretrained(path, args) for _ in range(2))

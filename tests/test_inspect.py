@@ -250,7 +250,7 @@ def real(keys: dict) -> dict:
     """What this rank holds, and its first step's micro-batches."""
     from megatron.core import parallel_state as mpu
 
-    from mca_lite import lora, parallel, run
+    from mca_lite import parallel, part_lora_sites, run
     from mca_lite.args import parse_args
     from mca_lite.weights_convert import own_parameters
 
@@ -261,7 +261,7 @@ def real(keys: dict) -> dict:
     step = trainer.read_step(iter(trainer.get_train_dataloader()), batches, 0)[0]
     own = own_parameters(trainer.model).items()
     held = {key: tuple(p.shape) for key, p in own if ".lora." not in key[0]}
-    for piece in lora.pieces_of(trainer.model):
+    for piece in part_lora_sites.pieces_of(trainer.model):
         layer = re.search(r"(?<=layers.)\d+", piece.key)
         key = re.sub(r"layers\.\d+", "layers.{}", piece.key)
         held[key, int(layer[0]) if layer else None] = tuple(piece.tensor.shape)

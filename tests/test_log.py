@@ -559,7 +559,7 @@ def test_a_cutoff_len_above_the_positions_of_the_model_has_a_word(is_mca, cutoff
     plan = SimpleNamespace(
         arguments=arguments,
         objective=SimpleNamespace(describe=lambda keys: ""),
-        model=SimpleNamespace(config=config, adapters=None, trained=None),
+        model=SimpleNamespace(config=config, finetuning=None),
         data=SimpleNamespace(train=None, evals=None, evaluation=None, eval=None),
     )
     assert ("above the model's 64 positions" in data_summary(plan)["cutoff_len"]) == is_above

@@ -110,9 +110,9 @@ ADAPTERS = 4 * 4 * ((32 + 32) + 2 * (32 + 16) + (32 + 32) + 3 * (32 + 48))
 
 
 def with_adapters(model, **spec):
-    from mca_lite import lora
+    from mca_lite import part_lora
 
-    return lora.inject(model, lora.LoraSpec(rank=4, **spec))
+    return part_lora.inject(model, part_lora.LoraSpec(rank=4, **spec))
 
 
 def adapted_with_head(model):

@@ -99,15 +99,15 @@ def test_pretraining_takes_adapters_too_with_the_same_numbers_on_both_backends(t
 
 
 def adapters_read(backend: str, adapter: str, out: str) -> list[str]:
-    from mca_lite import lora_files
+    from mca_lite import part_lora_files
 
-    read, make = [], lora_files.AdapterSource.__init__
+    read, make = [], part_lora_files.AdapterSource.__init__
 
     def count(self, folder):
         read.append(str(folder))
         make(self, folder)
 
-    lora_files.AdapterSource.__init__ = count
+    part_lora_files.AdapterSource.__init__ = count
     assert pretrain(backend, out, f"adapter_name_or_path={adapter}") == 0
     return read
 

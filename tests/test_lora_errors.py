@@ -27,16 +27,16 @@ def adapted_qwen3(tmp_path_factory):
 
 def specified(path: str, output_dir: str, backend="megatron", then=None, **spec):
     """The complete spec of fresh adapters, or what refused them."""
-    from mca_lite import lora, lora_files
+    from mca_lite import part_lora, part_lora_files
 
     model, _ = make(path, output_dir, backend)
     try:
-        lora.inject(model, lora.LoraSpec(**spec))
+        part_lora.inject(model, part_lora.LoraSpec(**spec))
         if then == "merge":
-            lora_files.merger(model)
+            part_lora_files.merger(model)
     except ValueError as error:
         return str(error)
-    return lora.spec_of(model).modules, lora_files.target_modules(model)
+    return part_lora.spec_of(model).modules, part_lora_files.target_modules(model)
 
 
 ALL = [f"model.layers.{i}.{m}" for i in range(4) for m in
@@ -99,13 +99,13 @@ def test_adapters_that_cannot_be_are_refused(adapted_qwen3, tmp_path, spec, word
 
 
 def test_adapters_on_some_experts_of_a_layer_are_refused(tmp_path):
-    from mca_lite import AutoConfig, TrainingArguments, lora
+    from mca_lite import AutoConfig, TrainingArguments, part_lora
 
     path = tiny_moe.save_model(tmp_path / "model", "qwen3_moe")
     config = AutoConfig.from_pretrained(path, TrainingArguments(output_dir="unused"))
     with pytest.raises(ValueError, match="(?s)and not .*experts.1.gate_proj.*all experts"):
-        lora.plan(config, lora.LoraSpec(targets=("experts.0.gate_proj",)))
-    assert lora.plan(config, lora.LoraSpec(targets=("gate_proj",))).modules
+        part_lora.plan(config, part_lora.LoraSpec(targets=("experts.0.gate_proj",)))
+    assert part_lora.plan(config, part_lora.LoraSpec(targets=("gate_proj",))).modules
 
 
 def test_half_of_a_fused_matrix_cannot_be_saved_whole(adapted_qwen3, tmp_path):
@@ -170,7 +170,7 @@ def test_an_adapter_of_another_model_is_refused_on_every_rank(adapted_qwen3, tmp
     ],
 )
 def test_an_adapter_of_another_kind_is_refused(adapted_qwen3, tmp_path, values, words):
-    from mca_lite.lora_files import read_adapter
+    from mca_lite.part_lora_files import read_adapter
 
     with pytest.raises(ValueError) as refused:
         read_adapter(with_config(adapted_qwen3[1], tmp_path / "changed", **values))
@@ -233,13 +233,13 @@ def test_a_checkpoint_with_other_adapters_is_not_resumed_from(adapted_qwen3, tmp
 
 
 def resumed_with_modules_in_another_order(path: str, folder, adapter: str) -> None:
-    from mca_lite import lora_files
+    from mca_lite import part_lora_files
 
     model = load(adapter, make(path, str(folder), "torch")[0])
-    lora_files.save_adapter(model, folder / "saved")
-    modules = lora_files.target_modules(model)
+    part_lora_files.save_adapter(model, folder / "saved")
+    modules = part_lora_files.target_modules(model)
     with_config(str(folder / "saved"), folder / "other", target_modules=modules[::-1])
-    lora_files.check_checkpoint(model, folder / "other")
+    part_lora_files.check_checkpoint(model, folder / "other")
 
 
 def test_the_order_of_the_modules_may_differ(adapted_qwen3, tmp_path):
@@ -282,14 +282,19 @@ def test_a_checkpoint_is_an_adapter_that_peft_loads(adapted_qwen3, tmp_path):
 
 
 def finetuning(**keys):
-    from mca_lite.args import FinetuningArguments
+    """LoraArguments of a run with these keys."""
+    from mca_lite.args import parse_args
 
-    return FinetuningArguments(**keys)
+    words = ["configs/sft_lora.yaml", "finetuning_type=null"]
+    words += [f"{key}=null" for key in ("lora_rank", "lora_alpha", "lora_target", "lora_dropout")]
+    words += [f"{key}={value}" for key, value in keys.items() if value is not None]
+    return parse_args(words).parts["lora"]
 
 
 def test_the_keys_are_those_of_llama_factory():
-    from mca_lite.args import FinetuningArguments, known_keys
+    from mca_lite.args import known_keys
     from mca_lite.errors import Judge
+    from mca_lite.part_lora_keys import LoraArguments
 
     values = dict(
         finetuning_type="lora",
@@ -297,7 +302,7 @@ def test_the_keys_are_those_of_llama_factory():
         lora_alpha=32,
         additional_target="lm_head",
     )
-    got = FinetuningArguments.read(known_keys(values, [])[0], Judge(None))
+    got = LoraArguments.read(known_keys(values, [])[0], Judge(None))
     assert (got.lora_rank, got.lora_alpha, got.lora_target) == (8, 32.0, ["q_proj", "v_proj"])
     assert got.modules_to_save == ["lm_head"]
 
@@ -318,7 +323,7 @@ def test_keys_that_do_not_work_are_errors(keys, words):
 
 
 def test_a_given_dropout_counts_for_an_adapter_too(adapted_qwen3, tmp_path):
-    from mca_lite.lora_files import adapter_of_keys
+    from mca_lite.part_lora_files import adapter_of_keys
 
     dropping = with_config(adapted_qwen3[1], tmp_path / "dropping", lora_dropout=0.25)
     found = {}
@@ -352,21 +357,21 @@ def test_keys_without_effect_are_named():
 
 @pytest.mark.parametrize("family", ["phi3", "glm4"])
 def test_adapters_on_fused_projections_are_refused_before_ranks_meet(tmp_path, family):
-    from mca_lite import AutoConfig, TrainingArguments, lora
+    from mca_lite import AutoConfig, TrainingArguments, part_lora
 
     path = tiny.save_model(tmp_path / "model", family)
     config = AutoConfig.from_pretrained(path, TrainingArguments(output_dir="unused"))
     with pytest.raises(ValueError, match="(?s)several projections in one tensor.*use_mca: false"):
-        lora.plan(config, lora.LoraSpec())
-    assert lora.plan(config, lora.LoraSpec(targets=("o_proj",))).modules
+        part_lora.plan(config, part_lora.LoraSpec())
+    assert part_lora.plan(config, part_lora.LoraSpec(targets=("o_proj",))).modules
 
 
 def test_adapters_of_experts_that_ranks_share_are_refused_with_dropout_before_ranks_meet(tmp_path):
-    from mca_lite import AutoConfig, TrainingArguments, lora
+    from mca_lite import AutoConfig, TrainingArguments, part_lora
 
     path = tiny_moe.save_model(tmp_path / "model", "mixtral")
     args = TrainingArguments(output_dir="unused", **TP2_SP)
     config = AutoConfig.from_pretrained(path, args)
-    assert lora.plan(config, lora.LoraSpec(dropout=0.1, targets=("q_proj",))).modules
+    assert part_lora.plan(config, part_lora.LoraSpec(dropout=0.1, targets=("q_proj",))).modules
     with pytest.raises(ValueError, match="expert_tensor_parallel_size: 1, or lora_dropout: 0"):
-        lora.plan(config, lora.LoraSpec(dropout=0.1, targets=("w2",)))
+        part_lora.plan(config, part_lora.LoraSpec(dropout=0.1, targets=("w2",)))

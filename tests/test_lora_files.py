@@ -167,7 +167,7 @@ def test_the_config_is_pefts(adapted_everywhere, tmp_path):
 
 
 def megatron_logits(path: str, adapter: str, output_dir: str, **changes):
-    from mca_lite import lora
+    from mca_lite import part_lora
 
     model, _ = make(path, output_dir, **changes)
     load(adapter, model).eval()
@@ -175,7 +175,7 @@ def megatron_logits(path: str, adapter: str, output_dir: str, **changes):
     positions = torch.arange(24).expand(2, 24)
     with torch.no_grad():
         on = model.gather_logits(model(tokens, positions))
-        with lora.without_adapters(model):
+        with part_lora.without_adapters(model):
             off = model.gather_logits(model(tokens, positions))
     return on.numpy(), off.numpy()
 
@@ -198,12 +198,12 @@ def test_logits_are_pefts_and_the_bases_without_adapters(adapted_everywhere, ran
 
 
 def fresh(path: str, output_dir: str, targets, **changes) -> None:
-    from mca_lite import lora
+    from mca_lite import part_lora
 
     model, backend = make(path, output_dir, **changes)
-    backend(lora.inject(model, lora.LoraSpec(rank=RANK, targets=targets), seed=5)).export_hf(
-        output_dir, "20KB"
-    )
+    backend(
+        part_lora.inject(model, part_lora.LoraSpec(rank=RANK, targets=targets), seed=5)
+    ).export_hf(output_dir, "20KB")
 
 
 @pytest.fixture(scope="module")
@@ -407,17 +407,17 @@ def replicas(path: str, output_dir: str, **changes):
     """The matrices that tensor parallelism does not cut, after training with dropout; and the
     curve.
     """
-    from mca_lite import lora
+    from mca_lite import part_lora, part_lora_sites
 
     kept = []
 
     def adapt(model):
-        kept.append(lora.inject(model, lora.LoraSpec(rank=RANK, dropout=0.3), seed=1))
+        kept.append(part_lora.inject(model, part_lora.LoraSpec(rank=RANK, dropout=0.3), seed=1))
         return model
 
     curve = train(path, output_dir, adapt=adapt, steps=2, **KEYS, **changes)
     return {
-        p.key: p.tensor.numpy().copy() for p in lora.pieces_of(kept[0]) if p.axis is None
+        p.key: p.tensor.numpy().copy() for p in part_lora_sites.pieces_of(kept[0]) if p.axis is None
     }, curve
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mca_lite.lora_layers import COLUMN, ROW, LoraAdapter, LoraExperts, LoraSpec, attach
+from mca_lite.part_lora_layers import COLUMN, ROW, LoraAdapter, LoraExperts, LoraSpec, attach
 from tests.shared import tiny, world
 from tests.shared.files import assert_same_tensors
 from tests.shared.layouts import PACKED, SP, TP2
@@ -220,7 +220,7 @@ def shares_that_arrive(path, folder) -> dict:
     """{linear: (the share of a small update that is in its bf16 output on average, the share if the
     sum were made afterwards)} of a column-cut and a row-cut one."""
     from mca_lite import AutoModel, TrainingArguments
-    from mca_lite.lora import inject
+    from mca_lite.part_lora import inject
 
     args = TrainingArguments(output_dir=folder, bf16=True, **TP2)
     model = AutoModel.from_pretrained(path, args)

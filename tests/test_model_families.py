@@ -294,11 +294,11 @@ def test_adapters_of_more_families_train_as_with_peft(layout, paths, with_peft, 
 
 
 def refused_adapters(path: str) -> str:
-    from mca_lite import AutoModel, TrainingArguments, lora
+    from mca_lite import AutoModel, TrainingArguments, part_lora
 
     models = AutoModel.from_pretrained(path, TrainingArguments(output_dir="unused"))
     with pytest.raises(ValueError) as error:
-        lora.inject(models, lora.LoraSpec())
+        part_lora.inject(models, part_lora.LoraSpec())
     return str(error.value)
 
 

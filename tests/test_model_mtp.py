@@ -584,14 +584,15 @@ def taking_pictures(path: str, **keys) -> str:
 
 
 def freezing(path: str) -> str:
-    from mca_lite import AutoModel, freezing
+    from mca_lite import AutoModel
     from mca_lite.args import FinetuningArguments
     from mca_lite.errors import Judge
+    from mca_lite.finetuning import plan_frozen
 
     args = arguments(**ONE)
     judge = Judge(args)
     keys = FinetuningArguments(finetuning_type="freeze")
-    freezing.plan(AutoModel.from_pretrained(path, args), keys, judge)
+    plan_frozen(AutoModel.from_pretrained(path, args), keys, judge)
     return refusal(judge.close)
 
 
@@ -726,7 +727,7 @@ def resumed(path: str, out: str, **keys) -> tuple:
 
 
 def refusals(path: str, llama: str, plain: str, tied: str) -> list:
-    from mca_lite import AutoModel, DPOTrainer, McaTrainer, TrainingArguments, lora
+    from mca_lite import AutoModel, DPOTrainer, McaTrainer, TrainingArguments, part_lora
     from mca_lite.model import load_torch_model
 
     args = TrainingArguments(output_dir="unused", mtp_num_layers=1)
@@ -737,7 +738,7 @@ def refusals(path: str, llama: str, plain: str, tied: str) -> list:
         lambda: AutoModel.from_pretrained(plain, args),
         lambda: AutoModel.from_pretrained(tied, args),
         lambda: DPOTrainer(AutoModel.from_pretrained(path, args), args=args),
-        lambda: lora.inject(AutoModel.from_pretrained(path, args), lora.LoraSpec()),
+        lambda: part_lora.inject(AutoModel.from_pretrained(path, args), part_lora.LoraSpec()),
     ):
         with pytest.raises(ValueError) as error:
             attempt()

@@ -190,7 +190,7 @@ def train_all(models: dict, out: str, keys: dict) -> dict:
 
 def train_all_by_products(*args) -> dict:
     """train_all, whose adapters are added in products, as they are in half precision."""
-    from mca_lite.lora_layers import Adapter
+    from mca_lite.part_lora_layers import Adapter
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Adapter, "adds_in_product", lambda self, weight: self.enabled)
@@ -236,15 +236,15 @@ def merged_and_logits(models: dict, out: str, keys: dict) -> dict:
     """Write each model with its adapter in its weights -> the logits with the adapter beside them,
     on one stage.
     """
-    from mca_lite import lora_files, weights_convert
+    from mca_lite import part_lora, part_lora_files, weights_convert
     from mca_lite.model import AutoModel
     from tests.shared.files import TOKENS, make_args
 
     logits = {}
     for name, (path, adapter) in models.items():
         args = make_args(**keys)
-        model = lora_files.load_adapter(AutoModel.from_pretrained(path, args), adapter).eval()
-        weights_convert.export_hf(model, f"{out}/{name}", change=lora_files.merger(model))
+        model = part_lora.load_adapter(AutoModel.from_pretrained(path, args), adapter).eval()
+        weights_convert.export_hf(model, f"{out}/{name}", change=part_lora_files.merger(model))
         with torch.no_grad():
             logits[name] = model.gather_logits(model(torch.tensor(TOKENS))).tolist()
     return logits
@@ -293,8 +293,8 @@ def test_peft_loads_adapters_of_experts_with_the_same_logits(name, made, tmp_pat
 def save_stabilised(path: str, folder: str) -> list:
     """Save drawn adapters of experts scaled by alpha / sqrt(rank), and check a checkpoint's file of
     an earlier version -> the logits."""
-    from mca_lite.lora_files import check_checkpoint, save_adapter
     from mca_lite.model import AutoModel
+    from mca_lite.part_lora_files import check_checkpoint, save_adapter
     from tests.shared.files import TOKENS, make_args
 
     spec = dict(targets=("*.experts.*",), rank=2, alpha=8.0)
@@ -362,13 +362,15 @@ def test_checkpoints_of_adapters_go_on_in_other_expert_layouts(before, after, ma
 
 
 def beside_the_dispatch(path: str) -> list:
-    from mca_lite import AutoModel, TrainingArguments, lora
+    from mca_lite import AutoModel, TrainingArguments, part_lora
 
     answers = []
     for targets in (("all",), ("q_proj", "gate")):  # with shared experts, and without
         args = TrainingArguments(output_dir="unused", moe_shared_expert_overlap=True, **TP2_SP)
         try:
-            lora.inject(AutoModel.from_pretrained(path, args), lora.LoraSpec(targets=targets))
+            part_lora.inject(
+                AutoModel.from_pretrained(path, args), part_lora.LoraSpec(targets=targets)
+            )
             answers.append("taken")
         except ValueError as error:
             answers.append(str(error))

@@ -17,6 +17,7 @@ from mca_lite.errors import UserError
 from mca_lite.parts import PARTS, absent, missing, with_needs
 from mca_lite.tables import (
     CORE_ATTENTIONS,
+    FINETUNING,
     KEY_GROUPS,
     LAYER_TYPES,
     OBJECTIVES,
@@ -30,7 +31,10 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "mca_lite"
 # key of the core -> its values, and the module that a part's row names
 TABLES = (CORE_ATTENTIONS, LAYER_TYPES, TENSOR_FORMATS)  # their rows name modules of parts
-CHOICES = {"stage": {name: str(row.trainer).split(":")[0] for name, row in OBJECTIVES.items()}}
+CHOICES = {
+    "stage": {name: str(row.trainer).split(":")[0] for name, row in OBJECTIVES.items()},
+    "finetuning_type": {name: row.split(":")[0] for name, row in FINETUNING.items()},
+}
 
 
 def without(*parts: str) -> list[str]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mca_lite import TrainingArguments, cli_plan, lora, plan_memory
+from mca_lite import TrainingArguments, cli_plan, part_lora, plan_memory
 from mca_lite import world as launched
 from mca_lite.model_config import from_hf_config
 from tests.shared import planned, tiny, world
@@ -66,8 +66,11 @@ def planned_step(case: planned.Step, gpu: str):
             per_device_train_batch_size=case.micro_batch, global_batch_size=case.rows,
         )  # fmt: skip
         config = from_hf_config(planned.hf_config(case.shape), args)
-        spec = adapter and lora.plan(config, lora.LoraSpec(rank=adapter))
-        tensors = plan_memory.ModelTensors(config, spec)
+        finetuning = None
+        if adapter:
+            spec = part_lora.plan(config, part_lora.LoraSpec(rank=adapter))
+            finetuning = part_lora.Lora(spec)
+        tensors = plan_memory.ModelTensors(config, finetuning)
         memory = plan_memory.rank_memory(args, config, tensors, 0, case.length, case.gpus, True)
         lengths = [case.length]
         rates = cli_plan.RATES[gpu]

@@ -38,7 +38,8 @@ def test_two_query_groups_train_on_four_ranks_as_on_one(case, trained):
 
 def adapter_error(path: str) -> str:
     from mca_lite import AutoModel, TrainingArguments
-    from mca_lite.lora import LoraSpec, inject
+    from mca_lite.part_lora import inject
+    from mca_lite.part_lora_layers import LoraSpec
 
     model = AutoModel.from_pretrained(path, TrainingArguments(output_dir="unused", **TP4))
     with pytest.raises(ValueError) as error:

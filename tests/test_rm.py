@@ -254,7 +254,7 @@ def test_a_checkpoint_goes_on_in_another_layout(oracles, tmp_path):
 
 
 def adapter_of_run(path, out, adapter) -> dict:
-    from mca_lite.lora_files import trained_tensors
+    from mca_lite.part_lora_files import trained_tensors
 
     trainer = rm_run(path, out, adapter, max_steps=1, **TP2)
     trainer.save_model()

@@ -10,7 +10,6 @@ import pytest
 from mca_lite import args_rules_model
 from mca_lite.args import (
     DataArguments,
-    FinetuningArguments,
     TrainingArguments,
     check_together,
     objective_keys,
@@ -170,8 +169,6 @@ OF_GROUPS = [
     (DataArguments, dict(val_size=1.5), "val_size"),
     (DataArguments, dict(mix_weights=[1, 2]), "mix_weights"),
     (DataArguments, dict(train_on_prompt=True, mask_history=True), "mask_history"),
-    (FinetuningArguments, dict(adapter_name_or_path="a"), "adapter_name_or_path"),
-    (FinetuningArguments, dict(LORA, lora_target=[]), "lora_target"),
     (objective_keys, dict(DPO, pref_loss="orpo", ref_model="cached"), "ref_model"),
     (objective_keys, dict(DPO, ref_model="adapter"), "ref_model"),
     (objective_keys, dict(DPO, pref_loss="orpo", dpo_label_smoothing=0.1), "dpo_label_smoothing"),
@@ -400,7 +397,7 @@ def test_a_rule_of_adapters_is_the_same_for_a_run_and_for_lora_plan(
     family, values, spec, key, tmp_path, monkeypatch
 ):
     """A run is refused while it is planned, before ranks meet and before data is read."""
-    from mca_lite import lora, run
+    from mca_lite import part_lora, run
 
     module = tiny_moe if family == "mixtral" else tiny
     module.hf_config(family, vocab_size=512).save_pretrained(tmp_path / "model")
@@ -414,7 +411,7 @@ def test_a_rule_of_adapters_is_the_same_for_a_run_and_for_lora_plan(
     config = AutoConfig.from_pretrained(
         str(tmp_path / "model"), TrainingArguments(output_dir="out", **layout)
     )
-    assert refused(lambda: lora.plan(config, lora.LoraSpec(**spec))) == told
+    assert refused(lambda: part_lora.plan(config, part_lora.LoraSpec(**spec))) == told
     assert [found for found, _ in told] == [key]
 
 
@@ -433,10 +430,10 @@ def test_a_backend_asks_the_rules_of_adapters_for_a_model_that_has_some():
     from types import SimpleNamespace
 
     from mca_lite.backend_torch import TorchBackend
-    from mca_lite.lora_layers import LoraSpec
+    from mca_lite.part_lora import Lora, LoraSpec
 
     args = TrainingArguments(output_dir="out", moe_router_bias_update_rate=0.1)
-    model = SimpleNamespace(lora=LoraSpec())
+    model = SimpleNamespace(finetuning=Lora(LoraSpec()))
     [(key, _)] = refused(lambda: TorchBackend(model, args))
     assert key == "moe_router_bias_update_rate"
 
@@ -450,9 +447,9 @@ def test_an_alias_of_megatrons_key_counts_as_the_key_on_plain_torch(models, tmp_
 
 
 def test_all_that_adapters_cannot_be_is_said_at_once(models):
-    from mca_lite import lora
+    from mca_lite import part_lora
 
     config = AutoConfig.from_pretrained(str(models["dense"]))
-    spec = lora.LoraSpec(targets=("q_porj", "o_proj"), modules_to_save=("lm_hed",))
-    told = refused(lambda: lora.plan(config, spec))
+    spec = part_lora.LoraSpec(targets=("q_porj", "o_proj"), modules_to_save=("lm_hed",))
+    told = refused(lambda: part_lora.plan(config, spec))
     assert [key for key, _ in told] == ["lora_target", "modules_to_save"]

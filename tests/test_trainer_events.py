@@ -307,7 +307,7 @@ def test_an_import_line_of_mcore_adapter_works(module, names):
     ("line", "said"),
     [
         ("adapters import apply_megatron_lora, find_all_linear_modules", "finetuning_type: lora"),
-        ("adapters import set_linear_is_expert", r"lora.inject\(model, lora_layers.LoraSpec"),
+        ("adapters import set_linear_is_expert", r"part_lora.inject\(model, part_lora.LoraSpec"),
         ("adapters import find_all_embedding_modules, find_all_router_modules", "LoraSpec"),
         ("checkpointing import generate_model_state_dict", r"trainer.save_model\(\)"),
         ("checkpointing import get_checkpoint_dir, load_state_dict_from_checkpoint", "AutoModel"),
@@ -332,9 +332,9 @@ def test_what_takes_the_place_of_names_of_mcore_adapter_is_there():
     from mca_lite import AutoModel, McaTrainer, parallel
     from mca_lite.backend import Backend
     from mca_lite.files import MCA_CONFIG_NAME
-    from mca_lite.lora import inject
-    from mca_lite.lora_layers import LoraSpec
     from mca_lite.loss_tokens import token_losses
+    from mca_lite.part_lora import inject
+    from mca_lite.part_lora_layers import LoraSpec
 
     moved = importlib.import_module("mca_lite.initialize")
     assert moved.initialize_megatron is parallel.initialize

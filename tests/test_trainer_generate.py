@@ -71,8 +71,8 @@ def samples_of(answers) -> list[dict]:
 def evaluated(folder, out, backend, layout, samples) -> tuple[dict, list, list]:
     from mca_lite import AutoModel, McaTrainer, TrainingArguments
     from mca_lite.generation import Answers
-    from mca_lite.lora_files import load_adapter
     from mca_lite.model import load_torch_model
+    from mca_lite.part_lora import load_adapter
 
     args = TrainingArguments(
         output_dir=out, disable_tqdm=True, predict_with_generate=True, max_new_tokens=NEW,

@@ -228,9 +228,9 @@ def test_adapters_of_the_language_model_train_as_with_peft(layout, paths, tmp_pa
 
 def targets_of(path: str, target: str) -> dict:
     """{backend: modules of a target, or the words that refuse it}"""
-    from mca_lite import lora
-    from mca_lite.lora_layers import LoraSpec
+    from mca_lite import part_lora
     from mca_lite.model import AutoModel, load_torch_model
+    from mca_lite.part_lora_layers import LoraSpec
     from tests.shared.files import make_args
 
     found = {}
@@ -239,7 +239,7 @@ def targets_of(path: str, target: str) -> dict:
         ("megatron", AutoModel.from_pretrained(path, make_args())),
     ):
         try:
-            found[backend] = list(lora.plan(model, LoraSpec(targets=(target,))).modules)
+            found[backend] = list(part_lora.plan(model, LoraSpec(targets=(target,))).modules)
         except ValueError as error:
             found[backend] = str(error)
     return found

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from mca_lite import lora, lora_files, weights_files
+from mca_lite import part_lora, part_lora_files, weights_files
 from mca_lite.args import TrainingArguments
 from mca_lite.weights_files import SafetensorsSource, write_safetensors
 from tests.shared import tiny, tiny_moe, world
@@ -222,7 +222,7 @@ ADAPTER = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_p
 def test_a_damaged_adapter_config_is_named(tmp_path, text):
     (tmp_path / "adapter_config.json").write_text(text)
     with pytest.raises(ValueError, match=r"adapter_config\.json"):
-        lora_files.read_adapter(tmp_path)
+        part_lora_files.read_adapter(tmp_path)
 
 
 def test_an_adapter_that_is_damaged_or_lacks_a_matrix_is_named(tmp_path):
@@ -231,10 +231,10 @@ def test_an_adapter_that_is_damaged_or_lacks_a_matrix_is_named(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps(ADAPTER))
     save_file(values, tmp_path / "adapter_model.safetensors")
     with pytest.raises(ValueError, match=f"lacks {module}.lora_B.weight"):
-        lora_files.read_adapter(tmp_path)
+        part_lora_files.read_adapter(tmp_path)
     (tmp_path / "adapter_model.safetensors").write_bytes(b"")
     with pytest.raises(ValueError, match="adapter_model.safetensors is damaged or cut"):
-        lora_files.read_adapter(tmp_path)
+        part_lora_files.read_adapter(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["config.json", "mca_config.json"])
@@ -258,7 +258,7 @@ def test_a_deepseek_without_experts_takes_adapters_on_the_torch_backend():
     with torch.device("meta"):
         config = tiny.hf_config("deepseek_v3", first_k_dense_replace=4)
         model = transformers.AutoModelForCausalLM.from_config(config)
-    spec = lora.plan(model, lora.LoraSpec(rank=2, targets=("q_a_proj", "down_proj")))
+    spec = part_lora.plan(model, part_lora.LoraSpec(rank=2, targets=("q_a_proj", "down_proj")))
     assert "model.layers.0.mlp.down_proj" in spec.modules
 
 

@@ -76,8 +76,8 @@ def trained(
     other keywords, by default."""
     from mca_lite import AutoModel, TrainingArguments
     from mca_lite.data_batches import Packs
-    from mca_lite.lora_files import load_adapter
     from mca_lite.model import load_torch_model
+    from mca_lite.part_lora import load_adapter
 
     data = {name: changes.pop(name, default) for name, default in data.items()}
     args = TrainingArguments(output_dir, **{**KEYS, **changes})

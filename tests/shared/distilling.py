@@ -115,7 +115,7 @@ def keys_of_run(run: tuple) -> dict:
 
 
 def adapting(adapter: str, kind: str):
-    from mca_lite.lora_files import load_adapter
+    from mca_lite.part_lora import load_adapter
 
     return functools.partial(load_adapter, folder=adapter) if kind == "lora" else None
 

@@ -88,8 +88,8 @@ def our_run(
     """
     from mca_lite import AutoModel, DPOConfig, DPOTrainer, TrainingArguments
     from mca_lite.data_batches import Packs
-    from mca_lite.lora_files import load_adapter
     from mca_lite.model import load_torch_model
+    from mca_lite.part_lora import load_adapter
 
     data = {
         name: changes.pop(name, default)

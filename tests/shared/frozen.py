@@ -18,14 +18,14 @@ def by_keys(keys: dict):
     """Freeze by the keys of finetuning, as a run does."""
 
     def freeze(model):
-        from mca_lite import freezing
         from mca_lite.args import FinetuningArguments
         from mca_lite.errors import Judge
+        from mca_lite.finetuning import Finetuning, plan_frozen
 
         given = FinetuningArguments(**keys)
         judge = Judge(given)
-        trained = freezing.plan(model, given, judge)
+        trained = plan_frozen(model, given, judge)
         judge.close()
-        return freezing.freeze(model, trained)
+        return Finetuning(trained, given.finetuning_type).place(model)
 
     return freeze

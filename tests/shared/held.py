@@ -75,10 +75,11 @@ def train_and_measure(hf, length: int, output_dir: str, lora_rank: int = 0, **ke
     from megatron.core import parallel_state as mpu
 
     from mca_lite import McaTrainer, TrainingArguments, parallel, plan_memory
-    from mca_lite.lora import LoraSpec, inject
     from mca_lite.model import AutoModel
     from mca_lite.model_config import from_hf_config
     from mca_lite.optim import parts_of
+    from mca_lite.part_lora import inject
+    from mca_lite.part_lora_layers import LoraSpec
 
     given = dict(output_dir=output_dir, max_steps=2, save_strategy="no", save_hf_model=False)
     args = TrainingArguments(**{**given, "disable_tqdm": True, **keys})
@@ -104,7 +105,7 @@ def train_and_measure(hf, length: int, output_dir: str, lora_rank: int = 0, **ke
         activations=saved.peak,
     )
     stage, config = mpu.get_pipeline_model_parallel_rank(), built.config
-    tensors = plan_memory.ModelTensors(config, built.lora)
+    tensors = plan_memory.ModelTensors(config, built.finetuning)
     world_size = parallel.world_size()
     planned = plan_memory.rank_memory(args, config, tensors, stage, length, world_size, False)
     parameters = sum(p.numel() for p in weights)

@@ -89,7 +89,7 @@ def run_keys(output_dir: str) -> dict:
 
 
 def load(folder: str, model):
-    from mca_lite.lora_files import load_adapter
+    from mca_lite.part_lora import load_adapter
 
     return load_adapter(model, folder)
 
@@ -110,10 +110,10 @@ def draw_by_name(key: str, shape) -> torch.Tensor:
 
 def with_drawn_adapters(models, **spec):
     """The models with adapters of a LoraSpec, both of whose matrices are drawn."""
-    from mca_lite import lora
+    from mca_lite import part_lora
 
-    lora.inject(models, lora.LoraSpec(**spec))
-    lora.fill_adapters(models, draw_by_name)
+    part_lora.inject(models, part_lora.LoraSpec(**spec))
+    part_lora.fill_adapters(models, draw_by_name)
     return models
 
 
@@ -154,11 +154,11 @@ def save_start(path: str, folder: str, targets: tuple) -> None:
     """An adapter of ours whose matrices are all not zero: a start of B = 0 would hide errors
     in A.
     """
-    from mca_lite import lora, lora_files
-    from mca_lite.lora_layers import LoraSpec
+    from mca_lite import part_lora, part_lora_files
     from mca_lite.model import load_torch_model
+    from mca_lite.part_lora_layers import LoraSpec
 
-    model = lora.inject(load_torch_model(path), LoraSpec(RANK, ALPHA, targets=targets))
+    model = part_lora.inject(load_torch_model(path), LoraSpec(RANK, ALPHA, targets=targets))
     generator = torch.Generator().manual_seed(3)
-    lora.fill_adapters(model, lambda key, shape: 0.1 * torch.randn(shape, generator=generator))
-    lora_files.save_adapter(model, folder)
+    part_lora.fill_adapters(model, lambda key, shape: 0.1 * torch.randn(shape, generator=generator))
+    part_lora_files.save_adapter(model, folder)

@@ -317,9 +317,10 @@ def run_ours(
     """keys: further TrainingArguments; folder: of the run, the same on every rank."""
     from mca_lite import DPOConfig, DPOTrainer, McaTrainer, TrainingArguments, parallel
     from mca_lite.callbacks import TrainerCallback
-    from mca_lite.lora import LoraSpec, inject
     from mca_lite.model import build_chunks, load_torch_model
     from mca_lite.model_config import AutoConfig
+    from mca_lite.part_lora import inject
+    from mca_lite.part_lora_layers import LoraSpec
 
     folder, clock = folder or tempfile.mkdtemp(), Clock()
     config, profile = hf_config(shape), None

@@ -19,7 +19,7 @@ def held(path: str, output_dir: str, rank: int | None, **changes) -> dict[str, f
     """MiB on this rank after two steps in bf16: weights, gradient buffers, optimizer state with
     master weights.
     """
-    from mca_lite import lora
+    from mca_lite import part_lora
     from mca_lite.args import TrainingArguments
     from mca_lite.model import AutoModel
     from mca_lite.trainer import McaTrainer
@@ -35,7 +35,7 @@ def held(path: str, output_dir: str, rank: int | None, **changes) -> dict[str, f
     args = TrainingArguments(**keys, **changes)
     model = AutoModel.from_pretrained(path, args)
     if rank is not None:
-        lora.inject(model, lora.LoraSpec(rank=rank))
+        part_lora.inject(model, part_lora.LoraSpec(rank=rank))
     trainer = McaTrainer(model=model, args=args, train_dataset=tiny.samples(4))
     with contextlib.redirect_stdout(io.StringIO()):
         trainer.train()

@@ -181,11 +181,11 @@ def linears(path: str) -> list[str]:
     the files, PEFT takes names of other MLPs as names of experts: then those of attention."""
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
-    from mca_lite import AutoConfig, lora
+    from mca_lite import AutoConfig, hosts, part_lora
     from tests.shared.files import load_hf, make_args
 
     config = AutoConfig.from_pretrained(path, make_args())
-    candidates = lora.candidates_of(lora.host_of(config))
+    candidates = part_lora.candidates_of(hosts.host_of(config))
     left_out = FUSED
     if get_checkpoint_conversion_mapping(config.hf_model_type) is not None:
         left_out += MLPS

@@ -22,10 +22,11 @@ GIB = 2**30
 def planned(name: str, world_size: int = 1, **keys):
     """(arguments, config, RankMemory) of a case of bench_gpu.py, keys of TrainingArguments beside
     its own."""
-    from mca_lite import TrainingArguments, lora, plan_memory
+    from mca_lite import TrainingArguments, part_lora, plan_memory
     from mca_lite.model_config import from_hf_config
 
-    case, spec = bench_gpu.CASES[name], None
+    case = bench_gpu.CASES[name]
+    finetuning = None
     own = dict(
         bf16=True,
         transformer_impl="local",
@@ -35,8 +36,9 @@ def planned(name: str, world_size: int = 1, **keys):
     args = TrainingArguments(output_dir="unused", **{**own, **keys})
     config = from_hf_config(bench_gpu.hf_config(case["shape"]), args)
     if "lora" in case:
-        spec = lora.plan(config, lora.LoraSpec(rank=case["lora"]))
-    tensors = plan_memory.ModelTensors(config, spec)
+        spec = part_lora.plan(config, part_lora.LoraSpec(rank=case["lora"]))
+        finetuning = part_lora.Lora(spec)
+    tensors = plan_memory.ModelTensors(config, finetuning)
     length = case.get("s", 4096) * (2 if "pairs" in case else 1)
     memory = plan_memory.rank_memory(args, config, tensors, 0, length, world_size, True)
     if "pairs" in case:

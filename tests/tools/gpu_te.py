@@ -246,7 +246,7 @@ def lora_cases() -> None:
 
 
 def merged():
-    from mca_lite.lora import pieces_of
+    from mca_lite.part_lora_sites import pieces_of
 
     path, folder = model_of("qwen3"), new_folder("merged")
     with contextlib.redirect_stdout(io.StringIO()):
@@ -265,14 +265,16 @@ def merged():
 
 
 def dpo(path, lora=False, pack=0, **changes):
-    from mca_lite import lora_files
+    from mca_lite import part_lora_files
 
     def curve(impl, bf16):
         with contextlib.redirect_stdout(io.StringIO()):
             adapter = None
             if lora:
                 adapter = new_folder("adapter")
-                lora_files.save_adapter(trainer_of(path, LOCAL, adapt=lora_on()).model, adapter)
+                part_lora_files.save_adapter(
+                    trainer_of(path, LOCAL, adapt=lora_on()).model, adapter
+                )
             keys = dict(transformer_impl=impl, bf16=bf16, learning_rate=1e-3, torch_compile=False)
             keys.update(changes if impl == TE else {}, sequence_packing=bool(pack))
             keys.update(train_dataset=dpo_tools.Pairs(17), max_steps=5)

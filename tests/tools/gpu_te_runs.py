@@ -261,10 +261,10 @@ def lora_on(*targets, dropout=0.0, saved=()):
 
 def lora_start(path, adapt) -> dict:
     """The adapter before its first step, as it is exported."""
-    from mca_lite import lora_files
+    from mca_lite import part_lora_files
 
     with contextlib.redirect_stdout(io.StringIO()):
         trainer = trainer_of(path, LOCAL, adapt=adapt)
     folder = new_folder("start")
-    lora_files.save_adapter(trainer.model, folder)
+    part_lora_files.save_adapter(trainer.model, folder)
     return read(folder)

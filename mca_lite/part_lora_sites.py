@@ -1,4 +1,4 @@
-"""LoRA on a model: modules with adapters, their first values, their part of a checkpoint.
+"""LoRA on a model: the modules for adapters, their first values, their part of a checkpoint.
 
 `model` is VirtualModels or a transformers model everywhere below, as in hosts.py.
 """
@@ -15,9 +15,11 @@ from . import parallel
 from .errors import Judge
 from .families import rows_of
 from .families_rows import Row
-from .freezing import is_saved, spec_of
 from .hosts import MegatronHost, TorchHost, host_of, module_of, modules_of
-from .lora_layers import (
+from .mcore import ShardedTensor, mpu
+from .model_config import McaModelConfig
+from .model_moe import Experts
+from .part_lora_layers import (
     Adapter,
     LoraAdapter,
     LoraEmbedding,
@@ -25,12 +27,9 @@ from .lora_layers import (
     LoraSpec,
     Names,
     Piece,
-    attach,
     in_rows,
+    is_saved,
 )
-from .mcore import ShardedTensor, mpu
-from .model_config import McaModelConfig
-from .model_moe import Experts
 from .part_lora_rules import (
     check_on_megatron,
     check_on_torch,
@@ -39,7 +38,7 @@ from .part_lora_rules import (
     resolve_targets,
 )
 from .weights_convert import VOCABULARY, in_layer_order, num_groups, row_order, row_parts, row_sizes
-from .weights_files import Shape, generator_of, original_of
+from .weights_files import Shape, generator_of
 
 # -- sites of adapters
 
@@ -75,7 +74,7 @@ def _candidates(config) -> Iterator[Candidate]:
             yield from (Candidate(module, mca, in_all) for module in modules_of(row, layer))
 
 
-def candidates_of(host: MegatronHost | TorchHost) -> list[Candidate]:
+def candidates_of(host: Any) -> list[Candidate]:
     """All modules for adapters, in the model's order: those of the table, else the linears."""
     if host.fields:
         return list(_candidates(host.fields))
@@ -94,7 +93,7 @@ def _expert_names(rows: Iterable[Row], layer: int) -> Names:
     return (*zip(*of_rows[:half], strict=True), *zip(*of_rows[half:], strict=True))
 
 
-def _sites(host: MegatronHost | TorchHost) -> Iterator[Site]:
+def sites_of(host: MegatronHost | TorchHost) -> Iterator[Site]:
     """The places for adapters on this rank."""
     if isinstance(host, MegatronHost):
         return _sites_on_megatron(host)
@@ -154,12 +153,12 @@ def _site_of_experts(module: Experts, rows: Iterable[Row], layer: int) -> Site:
     return Site(module, names, LoraExperts, arguments, "inside")
 
 
-def _sites_on_torch(host: TorchHost) -> Iterator[Site]:
+def _sites_on_torch(host: Any) -> Iterator[Site]:
     """Yield the places of adapters in a torch model: its linears, and the experts and routers of
     families in the table."""
     for name, module in host.linears.items():
         out_size, in_size = module.weight.shape
-        kind = LoraAdapter
+        kind: type[Adapter] = LoraAdapter
         sizes = dict(in_size=in_size, widths=[out_size], device=module.weight.device)
         if isinstance(module, torch.nn.Embedding):
             kind = LoraEmbedding
@@ -172,7 +171,7 @@ def _sites_on_torch(host: TorchHost) -> Iterator[Site]:
         yield from _sites_of_mixture(host, decoder.layers[layer].mlp, layer)
 
 
-def _sites_of_mixture(host: TorchHost, block: torch.nn.Module, layer: int) -> Iterator[Site]:
+def _sites_of_mixture(host: Any, block: torch.nn.Module, layer: int) -> Iterator[Site]:
     """The experts and the router of a layer, mostly no linears in transformers."""
     rows = rows_of(host.fields.hf_model_type, host.fields)
     _, hidden_size, columns = in_rows(block.experts, "down_proj").shape
@@ -188,7 +187,7 @@ def _sites_of_mixture(host: TorchHost, block: torch.nn.Module, layer: int) -> It
     yield Site(router, (names,), LoraAdapter, sizes, "merged")
 
 
-# -- choosing and placing
+# -- choosing
 
 
 def saved_keys(host, spec: LoraSpec) -> set:
@@ -215,31 +214,6 @@ def plan(model, spec: LoraSpec, judge: Judge | None = None) -> LoraSpec:
     if judge is None:
         rules.close()
     return spec
-
-
-def inject(model, spec: LoraSpec, seed: int = 42, dtype: torch.dtype = torch.float32):
-    """Freeze a model and put adapters on it -> the model, with the complete spec as `lora`.
-
-    The adapters start as in PEFT, drawn from `seed` by name: the same in every layout and on both
-    backends. Call it after the weights are loaded and before McaTrainer is made. A spec from plan()
-    is not planned again. dtype: of a transformers model's frozen weights. No collectives.
-    ConfigError as in plan(), ValueError if the model has adapters already.
-    """
-    if spec_of(model) is not None:
-        raise ValueError("this model has adapters already: load it anew to give it others")
-    host = host_of(model)
-    if not spec.modules:
-        spec = plan(model, spec)
-    spec = replace(spec, base_model=host.base_model)
-    host.freeze(saved_keys(host, spec), dtype)
-    chosen = set(spec.modules)
-    for site in _sites(host):
-        names = tuple(of_one if chosen.issuperset(of_one) else () for of_one in site.names)
-        if any(names):
-            attach(site.module, site.kind(spec, names, **site.arguments), site.way)
-    model.lora = spec
-    fill_adapters(model, init_source(seed))
-    return model
 
 
 def fill_adapters(model, source: Callable[[str, Shape], torch.Tensor]) -> None:
@@ -325,19 +299,3 @@ def sharded_state(chunk) -> dict[str, Any]:
                 allow_shape_mismatch=real is not None,
             )
     return state
-
-
-def base_sample(model) -> dict[str, list[float]]:
-    """{HF weight: some of its numbers} in the files of the base, under the first adapter.
-
-    A checkpoint of adapters keeps it, to know its base. {} without adapters, or if the base's files
-    are gone. No collectives.
-    """
-    spec = spec_of(model)
-    source = spec and original_of(spec.base_model)
-    if source is not None:
-        for name in map("{}.weight".format, spec.modules):
-            if name in source.names():
-                weight = source.read(name).flatten()
-                return {name: weight[:: max(weight.numel() // 64, 1)].tolist()}
-    return {}

@@ -8,18 +8,15 @@ are stored in full.
 
 import itertools
 import os
-import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from . import families_rows, lora, parallel
+from . import families_rows, parallel
 from .errors import Judge, refuse
-from .families import FAMILIES
 from .files import (
     ADAPTER_CONFIG_NAME,
     ADAPTER_WEIGHTS_NAME,
@@ -28,18 +25,10 @@ from .files import (
     read_json,
     write_json,
 )
-from .freezing import is_saved, spec_of
 from .hosts import host_of, last_of, module_of
-from .lora_layers import LoraSpec
-from .part_lora_rules import (
-    EMBEDDING_AND_HEAD,
-    ONE_SIDED,
-    check_adapter_config,
-    check_mergeable,
-    check_new_rows,
-    check_other_model,
-)
-from .tables import OBJECTIVES
+from .part_lora_layers import LoraSpec, is_saved, spec_of
+from .part_lora_rules import EMBEDDING_AND_HEAD, ONE_SIDED, check_adapter_config, check_mergeable
+from .part_lora_sites import candidates_of, pieces_of, saved_keys
 from .weights_convert import Change
 from .weights_files import SafetensorsSource, Shape, check_shape, file_tensors, slices_of
 
@@ -60,12 +49,6 @@ _FIELDS = {
 _FIXED = ("r", "lora_alpha", "use_rslora", "target_modules", "modules_to_save")
 
 VALUE_HEAD = module_of(families_rows.VALUE_HEAD)
-
-_EXPERTS_IN_PEFT = (
-    "note: in families with experts PEFT may pass over adapters of MLPs, or others beside them, "
-    "without an error: save_merged_model: true writes whole weights for other programs"
-)
-_OF_MLPS = re.compile(r".*\.(experts\..*|gate_proj|up_proj|down_proj)")
 
 # -- in
 
@@ -155,114 +138,17 @@ def read_adapter(folder: PathLike, dropout: float | None = None) -> tuple[LoraSp
 
 
 def adapter_of_keys(keys) -> tuple[LoraSpec, AdapterSource | None]:
-    """The spec of FinetuningArguments, and the tensors of adapter_name_or_path. A lora_dropout
+    """The spec of LoraArguments, and the tensors of adapter_name_or_path. A lora_dropout
     replaces the dropout of a loaded adapter."""
     if keys.adapter_name_or_path:
         return read_adapter(keys.adapter_name_or_path, keys.lora_dropout)
     return _spec({**vars(keys), "r": keys.lora_rank}, keys.lora_target), None
 
 
-def with_value_head(spec: LoraSpec) -> LoraSpec:
-    """The spec with the value head among modules_to_save, as PEFT adds it for SEQ_CLS."""
-    saved = dict.fromkeys((*spec.modules_to_save, VALUE_HEAD))
-    return replace(spec, modules_to_save=tuple(saved))
-
-
-def plan_of_keys(
-    arguments, host_model, num_new: int, judge: Judge
-) -> tuple[LoraSpec, AdapterSource | None]:
-    """The adapters of RunArguments with their modules, by the rules between the keys and the model;
-    the tensors of adapter_name_or_path. host_model: as of lora.plan. num_new: new tokens."""
-    keys = arguments.finetuning
-    objective = OBJECTIVES[keys.stage]
-    host = host_of(host_model)
-    spec, source = adapter_of_keys(keys)
-    if objective.scores:
-        with_head = with_value_head(spec)
-        judge.expect(
-            spec == with_head or not keys.adapter_name_or_path,
-            "adapter_name_or_path",
-            "it has no value head, so that one drawn at random would stay as it is",
-            "model_name_or_path: the model with the adapter in its weights (python -m mca_lite "
-            "convert BASE DST --merge)",
-        )
-        spec = with_head
-    if num_new:
-        check_new_rows(spec.modules_to_save, num_new, objective.vocabulary, host.is_tied, judge)
-    if keys.adapter_name_or_path:
-        check_other_model(keys.adapter_name_or_path, spec, lora.candidates_of(host), judge)
-        if judge.problems:
-            return spec, source
-    spec = lora.plan(host_model, spec, judge)
-    if keys.save_merged_model:
-        check_mergeable(spec, host.is_tied, judge)
-    if arguments.training.predict_with_generate and arguments.backend.use_mca:
-        check_mergeable(spec, host.is_tied, judge, "predict_with_generate")
-    return spec, source
-
-
-def take_new_tokens(keys) -> str:
-    """Make modules_to_save of FinetuningArguments the modules with a row a token unless it is
-    given: new rows would not be trained otherwise -> words on it for the report."""
-    if keys.modules_to_save or keys.adapter_name_or_path:
-        return ""
-    keys.modules_to_save = list(OBJECTIVES[keys.stage].vocabulary)
-    return f"; modules_to_save is {', '.join(keys.modules_to_save)}, which trains them"
-
-
-def notes_of(arguments, spec: LoraSpec) -> list[str]:
-    """Lines for the report on planned adapters of RunArguments: a note if PEFT reads them as those
-    of stacked experts, by the name of their module alone, of dense layers and shared experts too.
-    """
-    family = FAMILIES.get(str(arguments.model_config.get("model_type")))
-    has_experts = family is not None and any("[]" in row.mca for row in family.rows)
-    is_lost = has_experts and any(map(_OF_MLPS.fullmatch, spec.modules))
-    return [_EXPERTS_IN_PEFT] if is_lost and not arguments.finetuning.save_merged_model else []
-
-
 def brings_value_head(folder: PathLike) -> bool:
     """True for the folder of an adapter with a trained value head."""
     spec, _ = read_adapter(folder)
     return VALUE_HEAD in spec.modules_to_save
-
-
-def load_adapter(model, folder: PathLike, dropout: float | None = None):
-    """Put the adapter of a folder on a model of either backend, to train it further -> the model.
-
-    dropout: in place of the adapter's. All ranks must call it. ValueError, on every rank, for an
-    adapter of another model.
-    """
-    spec, source = read_adapter(folder, dropout)
-    judge = Judge(None)
-    check_other_model(folder, spec, lora.candidates_of(host_of(model)), judge)
-    judge.close()
-    return place_adapter(model, spec, source)
-
-
-def place_adapter(model, spec: LoraSpec, source: AdapterSource, dtype=torch.float32):
-    """load_adapter() of a checked adapter -> the model. dtype: of a transformers
-    model's frozen weights."""
-    lost = [n for n in sorted(source.whole_weights()) if not is_saved(module_of(n), spec)]
-    if lost:  # PEFT writes embedding and head there once the vocabulary was resized
-        raise ValueError(
-            f"{source.folder} brings its own {lost[0]}, which is not among its modules_to_save: it "
-            "would be lost in training; put the adapter into its base first, python -m mca_lite "
-            "convert BASE DST --merge"
-        )
-    lora.inject(model, spec, dtype=dtype)
-    host = host_of(model)
-    words = f"{source.folder} cannot be loaded"
-    parallel.on_all(lambda: lora.fill_adapters(model, source), ValueError, words)
-    parallel.on_all(lambda: host.fill(lora.saved_keys(host, spec), source), ValueError, words)
-    return model
-
-
-def place(model, spec: LoraSpec, source: AdapterSource | None, seed: int, dtype: torch.dtype):
-    """Put planned adapters on a model -> the model: those of `source`, None: fresh ones. dtype: of
-    a transformers model's frozen weights."""
-    if source is not None:
-        return place_adapter(model, spec, source, dtype)
-    return lora.inject(model, spec, seed, dtype)
 
 
 # -- out
@@ -275,7 +161,7 @@ def gather_adapters(model) -> dict[str, torch.Tensor]:
     groups, sends to rank 0.
     """
     wholes = {}
-    for piece in lora.pieces_of(model):
+    for piece in pieces_of(model):
         whole = piece.whole()
         if piece.is_first:
             wholes[piece.key] = whole.to("cpu", copy=True).contiguous()
@@ -286,7 +172,7 @@ def trained_tensors(model) -> dict[str, torch.Tensor]:
     """gather_adapters() with the weights of modules_to_save. All ranks must call it."""
     tensors = gather_adapters(model)
     host = host_of(model)
-    keys = lora.saved_keys(host, spec_of(model))
+    keys = saved_keys(host, spec_of(model))
     if keys:
         tensors.update(host.read(keys))
     return tensors
@@ -315,7 +201,7 @@ def target_modules(model) -> list[str]:
     """PEFT's target_modules: a last name if it means adapted modules alone, else whole names."""
     modules = spec_of(model).modules
     host = host_of(model)
-    names = {candidate.hf for candidate in lora.candidates_of(host)}
+    names = {candidate.hf for candidate in candidates_of(host)}
     names.update(*(weight.modules for weight in host.weights()))  # of a tower for pictures too
     ambiguous = set(map(last_of, names - set(modules)))
     order = list(dict.fromkeys(map(last_of, modules)))
@@ -326,8 +212,8 @@ def target_modules(model) -> list[str]:
 def peft_config(spec: LoraSpec, target_modules: list[str]) -> dict:
     """adapter_config.json with PEFT's keys of plain LoRA; it has defaults for other keys."""
     config = {key: getattr(spec, field) for key, field in _FIELDS.items()}
-    if float(spec.alpha).is_integer():
-        config["lora_alpha"] = int(spec.alpha)
+    if float(config["lora_alpha"]).is_integer():
+        config["lora_alpha"] = int(config["lora_alpha"])
     return config | {
         "base_model_name_or_path": spec.base_model,
         "modules_to_save": list(spec.modules_to_save) or None,
@@ -350,13 +236,11 @@ def check_checkpoint(model, folder: PathLike) -> None:
     """ValueError if the PEFT adapter of a checkpoint and the model's adapters differ."""
     spec = spec_of(model)
     path = Path(folder) / ADAPTER_CONFIG_NAME
-    if (spec is not None) != path.is_file():
-        words = "holds no adapters, and this run has some: set finetuning_type: full"
-        if spec is None:
-            words = "holds adapters, and this run has none: set finetuning_type: lora"
-        raise ValueError(f"{folder} {words}, or start anew with another output_dir")
-    if spec is None:
-        return
+    if not path.is_file():
+        raise ValueError(
+            f"{folder} holds no adapters, and this run has some: set finetuning_type: full, or "
+            "start anew with another output_dir"
+        )
     values = read_json(path)
     plain = peft_config(spec, target_modules(model))  # as earlier versions wrote it
     now = _with_equal_scales(plain, spec)

@@ -24,18 +24,18 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from . import parallel
-from .args import FinetuningArguments
 from .args_values import check_keys
 from .errors import ConfigError
+from .finetuning import finetuning_of
 from .kernels import rms_norm
 from .mcore import get_cuda_rng_tracker, mappings, set_tensor_model_parallel_attributes
+from .part_lora_keys import LoraArguments
 
 PROJECTIONS = ("gate", "up", "down")  # of an expert
 Names = tuple[tuple[str, ...], ...]
@@ -48,13 +48,13 @@ _CUT_AXES = {None: (None, None), COLUMN: (None, 0), ROW: (1, None)}
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """The adapters of a model. modules: the adapted HF modules, filled in by lora.plan.
+    """The adapters of a model. modules: the adapted HF modules, filled in by part_lora_sites.plan.
 
-    Raises ConfigError by the rules of its keys in FinetuningArguments.
+    Raises ConfigError by the rules of its keys in LoraArguments.
     """
 
     rank: int = 8
-    alpha: float | None = None  # None: 2 * rank
+    alpha: Any = None  # float; None: 2 * rank
     dropout: float = 0.0
     targets: tuple[str, ...] = ("all",)
     use_rslora: bool = False
@@ -64,7 +64,7 @@ class LoraSpec:
 
     def __post_init__(self):
         keys = dict(lora_rank=self.rank, lora_alpha=self.alpha, lora_dropout=self.dropout)
-        if problems := check_keys(FinetuningArguments, **keys):
+        if problems := check_keys(LoraArguments, **keys):
             raise ConfigError(problems)
         if self.alpha is None:
             object.__setattr__(self, "alpha", 2 * self.rank)
@@ -80,6 +80,16 @@ class LoraSpec:
         return self.alpha / self.rank
 
 
+def spec_of(model) -> Any:
+    """The LoraSpec of a model with adapters, None of one without."""
+    return getattr(finetuning_of(model), "spec", None)
+
+
+def is_saved(module: str, spec: LoraSpec) -> bool:
+    """True for an HF module in modules_to_save, by PEFT's rule: the end of its name."""
+    return module.endswith(tuple(spec.modules_to_save))
+
+
 class Piece(NamedTuple):
     """This rank's part of one matrix of PEFT.
 
@@ -92,7 +102,7 @@ class Piece(NamedTuple):
     parameter: torch.nn.Parameter
     part: slice | int
     axis: int | None
-    group: dist.ProcessGroup | None  # None: this rank alone
+    group: Any  # dist.ProcessGroup; None: this rank alone
     real: int | None = None
     # its group is the expert-tensor-parallel one; other ranks have other experts
     is_expert: bool = False
