@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from . import world
 from .args import parse_args
-from .data_files import check_first
+from .data_records import check_first
 from .errors import UserError
 from .files import Printable, describe_error, lost_stdout, printable, users_place, write_file
 from .tables import objective_of

@@ -31,7 +31,6 @@ from .tables import Objective
 _COMPRESSED = (".json", ".jsonl", ".txt")
 SUFFIXES = (*_COMPRESSED, ".parquet", *(f"{suffix}.gz" for suffix in _COMPRESSED))
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
-_SMALL_BYTES = 1 << 26  # a list of records is read whole
 _AS_A_WHOLE = " as a whole"  # ends the kind of a text file of one document
 _BLANK = b"\xef\xbb\xbf \t\r\n"  # before a list: a byte order mark too
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # escaped: alone, it makes no text
@@ -97,16 +96,6 @@ def resolve(entries: list[str], data_args, objective: Objective) -> list[Dataset
                 spec.files[file] += _AS_A_WHOLE
         specs.append(spec)
     return specs
-
-
-def check_first(data_args, objective: Objective) -> None:
-    """Find the datasets of a run, and read the first record of each small file, without torch.
-    ValueError as of resolve and read_records."""
-    entries = [*(data_args.dataset or ()), *(data_args.eval_dataset or ())]
-    for spec in resolve(entries, data_args, objective):
-        for file, kind in spec.files.items():
-            if os.path.getsize(file) < _SMALL_BYTES:
-                next(read_records(file, kind, data_args.on_bad_record == "skip"), None)
 
 
 def _files_of(path: Path) -> dict[str, str]:

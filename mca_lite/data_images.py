@@ -6,6 +6,8 @@ grid / merge_size ** 2 placeholders, tokens image_token_id, one for each feature
 Pillow is an extra, imported for pictures alone.
 """
 
+from __future__ import annotations
+
 import base64
 import binascii
 import contextlib
@@ -18,14 +20,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 
-from .batch import is_of_pictures, rope_positions
 from .errors import expect
 from .files import describe_error, lies_in, read_json
+
+if TYPE_CHECKING:
+    import torch
 
 # keys of config.json: tokens before a picture, of its features, and after it
 TOKEN_KEYS = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
@@ -243,7 +246,7 @@ class Vision:
     makes_pixels: bool = True
 
     @classmethod
-    def of(cls, folder: Path, config: dict, tokenizer, data_args) -> "Vision | None":
+    def of(cls, folder: Path, config: dict, tokenizer, data_args) -> Vision | None:
         """The pictures of a config.json, None for a model without them, or of another kind.
         ValueError for a tokenizer without the tokens of pictures."""
         tower = config.get("vision_config") or {}
@@ -394,6 +397,8 @@ class Vision:
         """(tokens of a prompt with all placeholders of its pictures, pixel_values and
         image_grid_thw) from its tokens with one placeholder for each. ValueError for other numbers
         of pictures, and unusable ones."""
+        from .batch import is_of_pictures  # brings torch
+
         placed = [self.place(picture, where) for picture in pictures]
         document = self.expand(np.array(ids, dtype=np.int32), placed)
         ids = np.maximum(document, ~document).astype(np.int64)
@@ -420,6 +425,10 @@ class Vision:
     def columns(self, ids: np.ndarray, pictures: Sequence[Placed]) -> dict[str, torch.Tensor]:
         """The columns of a document with these inputs [n]: rope_t, rope_h and rope_w; with pictures
         image_grid_thw, and pixel_values unless makes_pixels is False."""
+        import torch  # not to read records
+
+        from .batch import rope_positions
+
         grids = torch.tensor([placed.grid for placed in pictures], dtype=torch.int64).view(-1, 3)
         positions = rope_positions(
             torch.as_tensor(ids), grids, self.image_token_id, self.merge_size

@@ -8,17 +8,20 @@ conversations, or for pairs. Rows are tried in their order, on the first record 
 answers of a pair are the columns chosen and rejected in every format.
 """
 
+import os
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .data_files import SIDES, TAGS, DatasetSpec, get_column, parse_json
+from .data_files import SIDES, TAGS, DatasetSpec, get_column, parse_json, read_records, resolve
 from .data_images import PICTURE, TOKEN_KEYS, Picture, Vision, picture_of_block, read_picture
 from .errors import expect
 from .files import snapshot_of
 from .tables import COLUMNS, Objective, registered_columns
+
+_SMALL_BYTES = 1 << 26  # a list of records is read whole
 
 # -- registered columns, and labels
 
@@ -364,6 +367,31 @@ def detect_format(record, spec: DatasetSpec, objective: Objective, where: str) -
         f"{sorted(record)}: texts are for stage: pt, conversations for sft, conversations with the "
         "columns chosen and rejected for dpo; other names: columns in dataset_info.json"
     )
+
+
+def check_first(data_args, objective: Objective) -> None:
+    """Find the datasets of a run, and read the first record of each small file, without torch.
+    ValueError as of resolve and read_records, and for a record without the columns of a format."""
+    entries = [*(data_args.dataset or ()), *(data_args.eval_dataset or ())]
+    skips = data_args.on_bad_record == "skip"
+    for spec in resolve(entries, data_args, objective):
+        for file, kind in spec.files.items():
+            if os.path.getsize(file) < _SMALL_BYTES:
+                first = next(read_records(file, kind, skips), None)
+                if first and not skips:
+                    _check_columns(*first, spec, objective)
+
+
+def _check_columns(where: str, record, spec: DatasetSpec, objective: Objective) -> None:
+    row = FORMATS[detect_format(record, spec, objective, where)]
+    if objective.joins_documents:
+        document(record, spec, where)
+        return
+    row.prompt(record, spec, where)
+    if not objective.has_pairs:
+        row.answer(record, spec, where)
+    if objective.has_labels:
+        label_of(record, spec, where, objective.has_binary_labels)
 
 
 # -- documents

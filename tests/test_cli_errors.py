@@ -406,18 +406,39 @@ def test_a_wrong_key_or_folder_is_told_before_torch_is_imported(words, told):
 
 
 NO_OBJECT, NO_NAME = "not valid JSON", "expected a file, a folder, or a name"
+NO_FORMAT = "stage sft expects samples: alpaca (instruction, input, output)"
+NO_COLUMN, NO_LABEL = "'questio' is missing", "'verdict' is missing"
 
 
 @pytest.mark.parametrize(
-    "words, told", [("dataset=./none", NO_NAME), ("dataset={file}", NO_OBJECT)]
+    "words, told",
+    [
+        ("dataset=./none", NO_NAME),
+        ("dataset={folder}/wrong.jsonl", NO_OBJECT),
+        ("dataset={folder}/other.jsonl", NO_FORMAT),
+        ("dataset=misspelt", NO_COLUMN),
+        ("dataset=misspelt stage=kto", NO_COLUMN),
+        ("dataset=unlabelled stage=kto", NO_LABEL),
+        ("dataset=pairs stage=dpo", "stage dpo expects pairs"),
+    ],
 )
 def test_wrong_data_is_refused_before_torch_is_imported_by_rank_0(tmp_path, words, told):
     (tmp_path / "wrong.jsonl").write_text("{no json\n")
-    words = words.format(file=tmp_path / "wrong.jsonl")
+    (tmp_path / "other.jsonl").write_text('{"title": "", "body": ""}\n')
+    record = {"question": "", "output": "", "chosen": "", "rejected": ""}
+    (tmp_path / "right.jsonl").write_text(json.dumps(record))
+    file = {"file_name": "right.jsonl"}
+    names = {"misspelt": {"prompt": "questio", "response": "output"}}
+    names["pairs"] = {"prompt": "questio"}
+    names["unlabelled"] = {"prompt": "question", "response": "output", "kto_tag": "verdict"}
+    info = {name: {**file, "columns": columns} for name, columns in names.items()}
+    info["pairs"]["ranking"] = True
+    (tmp_path / "dataset_info.json").write_text(json.dumps(info))
+    words = words.format(folder=tmp_path).split()
     script = "import sys; from mca_lite.cli import main; code = main(sys.argv[1:])\n"
     script += "assert 'torch' not in sys.modules; sys.exit(code)"
-    command = [sys.executable, "-c", script, "configs/sft.yaml", words]
-    command.append(f"output_dir={tmp_path / 'out'}")
+    command = [sys.executable, "-c", script, "configs/sft.yaml", *words]
+    command += [f"output_dir={tmp_path / 'out'}", f"dataset_dir={tmp_path}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == cli.USER_ERROR and told in done.stderr, done.stderr
 
