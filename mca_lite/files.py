@@ -31,11 +31,15 @@ SAFE_WEIGHTS_NAME = "model.safetensors"
 SAFE_WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
 
 # of tokenizers: fast ones, WordPiece, BPE, sentencepiece, and files of transformers
+VOCABULARY_FILES = (
+    *("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model"),
+    *("tokenizer.model.v3", "spiece.model", "sentencepiece.bpe.model", "tekken.json"),
+    "tiktoken.model",
+)
 TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "chat_template.json"),
-    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
-    *("tokenizer.model", "tokenizer.model.v3", "spiece.model", "sentencepiece.bpe.model"),
-    *("tekken.json", "tiktoken.model"),
+    *VOCABULARY_FILES,
+    *("tokenizer_config.json", "chat_template.jinja", "chat_template.json"),
+    *("special_tokens_map.json", "added_tokens.json"),
 )
 
 # of the processors of models with pictures: copied, never loaded

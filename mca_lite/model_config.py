@@ -34,7 +34,7 @@ from .families_rows import has_value_head
 from .files import (
     HF_CONFIG_NAME,
     MCA_CONFIG_NAME,
-    TOKENIZER_FILES,
+    VOCABULARY_FILES,
     describe_error,
     read_json,
     read_mca_config,
@@ -557,9 +557,11 @@ def load_tokenizer(folder: str | Path, trust_remote_code: bool):
     import transformers
 
     try:
-        # transformers makes an empty one of config.json alone. A name of the hub is no folder
-        has_files = any(Path(folder, name).is_file() for name in TOKENIZER_FILES)
-        expect(has_files or trust_remote_code or not Path(folder).is_dir(), "it has no file of one")
+        # transformers makes an empty one of a config alone. A name of the hub is no folder
+        has_files = any(Path(folder, name).is_file() for name in VOCABULARY_FILES)
+        may_lack = trust_remote_code or not Path(folder).is_dir()
+        words = f"it has no vocabulary, a file like {VOCABULARY_FILES[0]}"
+        expect(has_files or may_lack, words)
         return transformers.AutoTokenizer.from_pretrained(
             str(folder), trust_remote_code=trust_remote_code
         )

@@ -410,9 +410,12 @@ def test_a_cache_that_cannot_be_written_keeps_no_shapes(tmp_path, monkeypatch, f
     assert weights_files.shapes_of.__wrapped__(hf_config)[1]["model.norm.weight"] == (32,)
 
 
-def test_a_folder_without_tokenizer_files_is_called_one(tmp_path):
+def test_a_folder_without_a_tokenizers_vocabulary_is_called_one(tmp_path):
     from mca_lite.model_config import load_tokenizer
 
     tiny.hf_config("llama").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="no tokenizer could be loaded.*it has no file of one"):
-        load_tokenizer(tmp_path, False)
+    for kind in (None, "LlamaTokenizer", "Qwen2Tokenizer", "PreTrainedTokenizerFast"):
+        if kind:
+            (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}))
+        with pytest.raises(ValueError, match="no tokenizer could be loaded.*it has no vocabulary"):
+            load_tokenizer(tmp_path, False)
