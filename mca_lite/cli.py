@@ -64,6 +64,7 @@ def main(argv: list[str] | None = None) -> int:
 def _train(words: list[str]) -> int:
     world.end_second_run()
     world.settle()
+    world.watch_meeting()
     arguments = parse_args(words)
     here = world.current()
     if here.is_main:

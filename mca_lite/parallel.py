@@ -149,6 +149,7 @@ def start_process_group(timeout_s: float = 1800) -> None:
     if dist.is_initialized():
         return
     world.settle()
+    world.watch_meeting()
     world.raise_open_files()
     here = world.current()
     backend = "gloo"
@@ -171,6 +172,8 @@ def start_process_group(timeout_s: float = 1800) -> None:
         )
     except dist.DistError as error:
         raise ValueError(world.why_not_met(error)) from error
+    finally:
+        world.met.set()
 
 
 def _store_of_all(timeout: datetime.timedelta):

@@ -12,13 +12,17 @@ import re
 import resource
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from .errors import UserError
+
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LEAST_FILES = 64
+_SOCKETS = Path("/proc/net/unix")  # of Linux: those of this machine
 _START = "start with torchrun, or with srun so that SLURM's variables describe the world"
 
 
@@ -158,6 +162,41 @@ def stay_on_loopback() -> None:
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if current().is_one_machine and loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
+
+
+# -- the time before the ranks meet, without torchrun
+
+met = threading.Event()  # or they could not
+_sign: list[socket.socket] = []
+
+
+def watch_meeting() -> None:
+    """Let this rank leave, by a thread, if another rank of this machine ends before they meet:
+    nothing links them until then, and torchrun alone ends those that are left. On Linux alone.
+
+    A rank shows itself by the name of a socket, which the kernel removes with its process.
+    """
+    here = current()
+    is_bare = here.size > 1 and "TORCHELASTIC_RUN_ID" not in os.environ
+    if is_bare and not _sign and _SOCKETS.exists():
+        name = f"mca_lite-{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}-"
+        _sign.append(socket.socket(socket.AF_UNIX))
+        with contextlib.suppress(OSError):  # a longer name than the kernel takes
+            _sign[0].bind(f"\0{name}{here.rank}")
+        threading.Thread(target=_look_at_ranks, args=[name, here.rank], daemon=True).start()
+
+
+def _look_at_ranks(name: str, rank: int) -> None:
+    seen: set[str] = set()
+    while not met.wait(1.0):
+        there = set(re.findall(f"@{re.escape(name)}(.*)", _SOCKETS.read_text(errors="replace")))
+        gone = seen - there
+        seen = there
+        if gone and not met.wait(5.0):  # this rank may end in words of its own
+            place = f"rank {', '.join(gone)} on {socket.gethostname()}"
+            text = f"error: rank {rank}: {place} ended before the ranks met"
+            print(f"{text}: see its output, or the system's log", file=sys.stderr, flush=True)
+            os._exit(UserError.exit_code)
 
 
 def tell_torchrun(text: str) -> None:

@@ -3,12 +3,17 @@ test is not touched.
 """
 
 import os
+import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from tests.shared import world
+from tests.shared.commands import ROOT
 
 
 def fail_on_rank_1():
@@ -120,3 +125,51 @@ def test_ranks_wait_an_hour_for_each_other_where_ddp_timeout_is_years(monkeypatc
         with pytest.raises(ValueError, match="enough"):
             parallel.start_process_group(timeout_s=timedelta(days=2000).total_seconds())
         assert asked == [timedelta(seconds=seconds)]
+
+
+WORLD = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
+SLEEPER = "import time; from mca_lite import world; world.watch_meeting(); time.sleep(600)"
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts a rank without torchrun, as a process that is killed after the test."""
+    started = []
+
+    def start(rank: int, port: str, *words: str) -> subprocess.Popen:
+        env = os.environ | WORLD | dict(RANK=str(rank), LOCAL_RANK=str(rank), MASTER_PORT=port)
+        command = [sys.executable, *words, f"output_dir={tmp_path / 'out'}"]
+        options = dict(cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
+        started.append(subprocess.Popen(command, **options))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def wait_for(rank: int, port: str) -> None:
+    """Wait until a rank of WORLD can be seen by others of this machine."""
+    name = f"mca_lite-127.0.0.1:{port}-{rank}\n"
+    end = time.monotonic() + 60
+    while name not in Path("/proc/net/unix").read_text(errors="replace"):
+        assert time.monotonic() < end, "it did not start"
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("survivor, port", [(0, "28313"), (1, "28314")])
+def test_without_torchrun_a_rank_leaves_soon_when_another_is_killed_before_they_met(
+    start, survivor, port
+):
+    other = start(1 - survivor, port, "-c", SLEEPER)
+    wait_for(1 - survivor, port)
+    rank = start(survivor, port, "train.py", "configs/sft.yaml")
+    wait_for(survivor, port)
+    time.sleep(2.5)  # a look of the rank at the other one
+    other.send_signal(signal.SIGKILL)
+    killed = time.monotonic()
+    _, error = rank.communicate(timeout=30)
+    assert time.monotonic() - killed < 15 and rank.returncode == 2
+    assert f"rank {survivor}: rank {1 - survivor} on " in error, error
+    assert "ended before the ranks met" in error
