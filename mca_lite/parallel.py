@@ -177,15 +177,28 @@ def start_process_group(timeout_s: float = 1800) -> None:
 
 
 def _store_of_all(timeout: datetime.timedelta):
-    """The store of torchrun, or of rank 0."""
+    """The store of torchrun, or of rank 0, which waits until all ranks have come."""
+    here = world.current()
     limit = min(timeout, _MEET)
-    if not world.current().is_main:
+    if not here.is_main:
         limit /= 2  # torch tries twice
-    store, _, _ = next(dist.rendezvous("env://", timeout=limit))
+    is_holder = here.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(
+        *address, None, is_holder, timeout=limit, wait_for_workers=False, multi_tenant=True
+    )
+    keys = [f"come/{rank}" for rank in range(here.size)]
+    store.set(keys[here.rank], "")
+    if is_holder:
+        try:
+            store.wait(keys)
+        except dist.DistError as error:
+            absent = [key.removeprefix("come/") for key in keys if not store.check([key])]
+            raise dist.DistError(f"ranks {first_of(absent, 8)} did not come") from error
     store.set_timeout(timeout)
     # after a restart torchrun's store on one machine still has the addresses of dead ranks
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"start-{start}", store) if world.current().is_one_machine else store
+    return dist.PrefixStore(f"start-{start}", store) if here.is_one_machine else store
 
 
 def own_store(prefix: str):

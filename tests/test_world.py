@@ -111,11 +111,11 @@ def test_ranks_wait_an_hour_for_each_other_where_ddp_timeout_is_years(monkeypatc
 
     asked = []
 
-    def meet(url: str, timeout: timedelta):
+    def meet(*words, timeout: timedelta, **options):
         asked.append(timeout)
         raise ValueError("enough")
 
-    monkeypatch.setattr("torch.distributed.rendezvous", meet)
+    monkeypatch.setattr("torch.distributed.TCPStore", meet)
     names = dict(WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="28312")
     for name, value in names.items():
         monkeypatch.setenv(name, value)
@@ -173,3 +173,14 @@ def test_without_torchrun_a_rank_leaves_soon_when_another_is_killed_before_they_
     assert time.monotonic() - killed < 15 and rank.returncode == 2
     assert f"rank {survivor}: rank {1 - survivor} on " in error, error
     assert "ended before the ranks met" in error
+
+
+def test_ranks_that_never_come_are_named(monkeypatch):
+    from mca_lite import parallel
+
+    for name, value in (WORLD | dict(WORLD_SIZE="4", RANK="0", MASTER_PORT="28315")).items():
+        monkeypatch.setenv(name, value)
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="rank 0 of 4 could not meet .*ranks 1, 2, 3 did not come"):
+        parallel.start_process_group(timeout_s=2)
+    assert time.monotonic() - start < 5
