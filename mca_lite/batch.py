@@ -183,12 +183,15 @@ def _without_tail(packed: dict) -> dict:
 
 
 def every_second(batch: dict, first: int) -> dict:
-    """An arranged batch with the documents first, first + 2, ... alone; a packed row of padding
-    keeps one. Columns of documents, samples and pictures stay as they are."""
+    """An arranged batch with the documents first, first + 2, ... alone, rows as long as the longest
+    of them; a packed row of padding keeps one. Columns of documents, samples and pictures stay as
+    they are."""
     chosen = dict(batch)
     names = [name for name in batch if _is_of_tokens(name)]
     if "cu_seqlens" not in batch:
-        return chosen | {name: batch[name][first::2] for name in names}
+        lengths = (~batch["padding_mask"][first::2]).sum(1)
+        longest = max(int(lengths.max()), 1)
+        return chosen | {name: batch[name][first::2, :longest] for name in names}
     count = int(real_documents(batch).sum())
     borders = list(itertools.pairwise(batch["cu_seqlens"]))
     kept = borders[:count][first::2] or borders[:1]

@@ -509,8 +509,7 @@ class DPOTrainer(ScoredTrainer):
 
         Collectives: those of the schedule, forward only.
         """
-        with self.backend.finetuning.without(self.model):
-            logps = self._log_probs(models, data_list, seq_length)
+        logps = self._log_probs_of_reference(models, data_list, seq_length)
         names = [f"reference_{side}_logps" for side in SIDES]
         pairs = [(of_batch[0::2], of_batch[1::2]) for of_batch in logps]
         return [dict(zip(names, of_batch, strict=True)) for of_batch in pairs] or None
@@ -535,6 +534,11 @@ class DPOTrainer(ScoredTrainer):
         use_loss(self.backend, self)
         self.backend.train_mode(was_training)
         return logps
+
+    def _log_probs_of_reference(self, models, *more) -> list[torch.Tensor]:
+        """_log_probs of the model before training."""
+        with self.backend.finetuning.without(self.model):
+            return self._log_probs(models, *more)
 
     def _reference_logps(self, models, batches: list[dict], seq_length: int) -> list[torch.Tensor]:
         """compute_reference_log_probs as one tensor [P, 2] of each micro-batch."""

@@ -160,8 +160,18 @@ class KTOTrainer(DPOTrainer):
         kl = (total / count.clamp(min=1)).clamp(min=0)
         return [{**batch, "kl": kl} for batch in self._of_each_two(both, 0)]
 
+    def _reference_logps(self, models, batches: list[dict], seq_length: int) -> list[torch.Tensor]:
+        """float32 [n, 2] of each micro-batch, of its answers and its mismatched documents. They run
+        apart: mismatched ones are longer, and would pad the answers."""
+        kinds = []
+        for first in range(2):
+            chosen = self._of_each_two(batches, first)
+            kinds.append(self._log_probs_of_reference(models, chosen, row_length(chosen[0])))
+        return [torch.stack(pair, -1) for pair in zip(*kinds, strict=True)]
+
     def _of_each_two(self, batches: list[dict], first: int) -> list[dict]:
-        """The answers (first 0) of arranged micro-batches, or the mismatched ones (1)."""
+        """The answers (first 0) of arranged micro-batches, or the mismatched ones (1), padded as
+        these need it."""
         chosen = [every_second(batch, first) for batch in batches]
         longest = self.backend.common_length(max(map(row_length, chosen)))
         return [to_length(self.backend, batch, longest) for batch in chosen]

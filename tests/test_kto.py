@@ -90,7 +90,33 @@ def test_rows_that_fill_have_no_part_in_the_weight_of_balancing_losses(tmp_path)
     assert not differences(padded, packed)
 
 
-# -- references, packs, evaluations, predictions, resume
+# -- rows, references, packs, evaluations, predictions, resume
+
+
+def columns_of_passes(path, out, keys) -> list:
+    """[(positions of the rows, tokens of the longest)] of each micro-batch of each pass."""
+    found = []
+
+    def spy(trainer):
+        run = trainer.backend.forward_backward
+
+        def recorded(step, batches, *more, **given):
+            for batch in batches:
+                mask = batch["padding_mask"]
+                found.append((mask.shape[1], int((~mask).sum(1).max())))
+            return run(step, batches, *more, **given)
+
+        trainer.backend.forward_backward = recorded
+
+    kto_run(path, out, before=spy, max_steps=1, **ROWS["padded"], **keys)
+    return found
+
+
+@pytest.mark.parametrize("keys", [dict(ref=True), dict(backend="torch")])
+def test_answers_are_not_padded_to_the_length_of_mismatched_ones(oracles, tmp_path, keys):
+    [found] = world.run(columns_of_passes, 1, oracles[0], str(tmp_path), keys)
+    assert len({longest for _, longest in found}) > 1
+    assert all(columns == max(longest, 1) for columns, longest in found)
 
 
 def curves_of_references(path, adapter, out, keys) -> dict:
