@@ -147,6 +147,7 @@ def start_process_group(timeout_s: float = 1800) -> None:
     for variables of a half-described world, and if the ranks do not meet within timeout_s.
     """
     if dist.is_initialized():
+        world.met.set()
         return
     world.settle()
     world.watch_meeting()
