@@ -34,7 +34,7 @@ from .mcore import (
     nested_values,
     save_preprocess,
 )
-from .optim import OffloadedOptimizer, parts_of
+from .optim import parts_of
 from .tables import OPTIMIZERS, Optimizer
 
 DIST_NAME = "dist"
@@ -457,7 +457,7 @@ def _fill_optimizer(
             if _row(optimizer).counts_steps:  # the fused AdamW counts beside the parameter
                 mine["step"] = torch.tensor(float(steps), device=main.device)
             inner.state[main] = mine
-            if isinstance(inner, OffloadedOptimizer):
+            if hasattr(inner, "settle"):  # part_offload.OffloadedOptimizer
                 inner.settle(main)
 
 

@@ -13,6 +13,7 @@ max * n / w in the warm-up, then by style:
 and min after D. The first update uses the rate of n = 0.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ from .mcore import (
     get_megatron_optimizer,
     of_minor,
 )
-from .tables import OPTIMIZERS, numbers_of_adam
+from .tables import OPTIMIZERS, function_of
 
 
 class MegatronLRScheduler(OptimizerParamScheduler):
@@ -155,65 +156,6 @@ class Matrices(NamedTuple):
         return blocks.reshape(part.shape)
 
 
-def orthogonalised(x: torch.Tensor, steps: int) -> torch.Tensor:
-    """The orthogonal factors of bf16 matrices [n, rows, columns], singular values near 1, by
-    Newton-Schulz iterations with the coefficients of torch.optim.Muon."""
-    if x.shape[1] > x.shape[2]:
-        return orthogonalised(x.mT, steps).mT
-    x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
-    for _ in range(steps):
-        gram = x @ x.mT
-        factor = torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
-        x = torch.baddbmm(x, factor, x, beta=3.4445)
-    return x
-
-
-class Muon(AdamW):
-    """Momentum, made orthogonal, for the matrices of hidden layers; AdamW for all others.
-
-        m = mu m + (1 - mu) g,   u = (1 - mu) g + mu m (muon_nesterov) or m
-        w = (1 - lr decay) w - lr ratio orthogonalised(u)
-
-    of each Hugging Face matrix by itself: q, k, v, gate, up and every expert, as by
-    torch.optim.Muon on transformers' modules. ratio: sqrt(max(1, rows / columns)) with
-    muon_adjust_lr original, 0.2 sqrt(max(rows, columns)) with match_rms_adamw: updates are as large
-    as AdamW's then, and share its rate.
-
-    AdamW updates embedding and output layer, since each of their rows is one token's, norms, biases
-    and matrices of one row. Routers get Muon, as in megatron-core (emerging_optimizers.py of 0.19).
-    mu: muon_momentum. args: TrainingArguments.
-    """
-
-    def __init__(self, groups, args):
-        super().__init__(groups, **numbers_of_adam(args))
-        self.args = args
-
-    def dtypes_of(self, p):
-        if hasattr(p, "matrices"):
-            return {"momentum_buffer": torch.float32}
-        return self.dtypes
-
-    def _update(self, group, p, grad, factor):
-        if not hasattr(p, "matrices"):
-            return super()._update(group, p, grad, factor)
-        state = self.state_of(p)
-        state["step"] = state["step"] + 1
-        momentum = self.args.muon_momentum
-        update = state["momentum_buffer"].lerp_(grad, 1 - momentum)
-        if self.args.muon_nesterov:
-            update = grad.lerp(update, momentum)
-        p.mul_(1 - group["lr"] * group["weight_decay"])
-        p.sub_(p.matrices.apply(self._direction, update.bfloat16()), alpha=group["lr"])
-
-    def _direction(self, matrices):
-        """The update at rate 1 of matrices [n, rows, columns], float32."""
-        rows, columns = matrices.shape[1:]
-        ratio = 0.2 * max(rows, columns) ** 0.5
-        if self.args.muon_adjust_lr == "original":
-            ratio = max(1, rows / columns) ** 0.5
-        return orthogonalised(matrices, self.args.muon_ns_steps).float() * ratio
-
-
 class SplitMasterOptimizer(FP32Optimizer):
     """megatron's wrapper of kernels.AdamW, whose bf16 parameters hold the upper 16 bits of the
     float32 masters. Gradients are DDP's, in place."""
@@ -274,10 +216,10 @@ def create_megatron_optimizer(
             continue
         part.optimizer = _made_here(part, args)
         if args.optimizer_cpu_offload:
+            offloaded = function_of("part_offload:OffloadedOptimizer")
             fraction = args.optimizer_offload_fraction
-            part.optimizer = OffloadedOptimizer(
-                part.optimizer, fraction, lambda groups: row.new(groups, args)
-            )
+            make = functools.partial(row.new, args=args)
+            part.optimizer = offloaded(part.optimizer, fraction, make)
     for group in optimizer.param_groups:
         # they would override the scheduler's limits
         group.pop("min_lr", None)
@@ -299,85 +241,6 @@ def _made_here(part: MegatronOptimizer, args) -> torch.optim.Optimizer:
     for group in inner.param_groups if isinstance(inner, torch.optim.AdamW) else ():
         group["foreach"], group["fused"] = False, True  # one kernel for the whole update
     return inner
-
-
-class OffloadedOptimizer:
-    """An optimizer with the states of a share of its parameters in host memory, updated there: the
-    first ones, up to `fraction` of all elements. on_host: these parameters.
-
-    The weights stay on their device: an update copies them and their gradients to the host and
-    back. megatron's crashes in bf16 without its distributed optimizer and in float32 with it, and
-    a loaded checkpoint does not reach its copies of the weights.
-    """
-
-    def __init__(self, inner: torch.optim.Optimizer, fraction: float, make):
-        """make(groups) -> an optimizer of the same kind as `inner`."""
-        self.inner = inner
-        parameters = [p for group in inner.param_groups for p in group["params"]]
-        left = fraction * sum(p.numel() for p in parameters)
-        # an update on the host is one of stand-ins, with tensors during the update alone
-        self._stand_ins: dict[torch.Tensor, torch.nn.Parameter] = {}
-        for parameter in parameters:
-            if left > 0:
-                self._stand_ins[parameter] = torch.nn.Parameter(torch.empty(0, device="cpu"))
-            left -= parameter.numel()
-        self.on_host = set(self._stand_ins)
-        self._host = make([{"params": [torch.nn.Parameter(torch.empty(0, device="cpu"))]}])
-
-    def _host_groups(self) -> list[dict]:
-        groups = []
-        for group in self.param_groups:
-            params = [self._stand_ins[p] for p in group["params"] if p in self._stand_ins]
-            groups.append({**group, "params": params})
-        return groups
-
-    @property
-    def param_groups(self) -> list[dict]:
-        return self.inner.param_groups
-
-    @property
-    def state(self) -> dict:
-        """States of each parameter, CPU tensors for those on the host."""
-        return self.inner.state
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.inner.zero_grad(set_to_none)
-
-    def settle(self, parameter: torch.Tensor) -> None:
-        """Move a parameter's states to the device of its updates, after a checkpoint's load."""
-        if parameter in self.on_host:
-            states = self.state[parameter]
-            self.state[parameter] = {name: value.cpu() for name, value in states.items()}
-
-    @torch.no_grad()
-    def step(self) -> None:
-        gradients = {p: p.grad for p in self._stand_ins if p.grad is not None}
-        for parameter in gradients:
-            parameter.grad = None
-        self.inner.step()  # of all others
-        self._host.param_groups = self._host_groups()
-        for parameter, gradient in gradients.items():
-            stand_in = self._stand_ins[parameter]
-            stand_in.data = _to_host(parameter)
-            stand_in.grad = _to_host(gradient)
-            self._host.state[stand_in] = self.state.get(parameter, {})
-        if gradients and next(iter(gradients)).is_cuda:
-            torch.cuda.synchronize()  # the copies are there
-        self._host.step()
-        for parameter, gradient in gradients.items():
-            stand_in = self._stand_ins[parameter]
-            parameter.copy_(stand_in, non_blocking=True)
-            parameter.grad = gradient
-            self.state[parameter] = self._host.state.pop(stand_in)
-            stand_in.data = torch.empty(0, device="cpu")
-            stand_in.grad = None
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory, under way."""
-    pinned = tensor.is_cuda
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
-    return copy.copy_(tensor, non_blocking=True)
 
 
 def _groups_without_defaults(optimizer: torch.optim.Optimizer) -> list[dict]:

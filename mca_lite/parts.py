@@ -37,6 +37,8 @@ PARTS = {
         "adapter_name_or_path save_merged_model finetuning_type=lora",
     ),
     "sinks": Part("model_sinks", "", provides="sinks"),
+    "muon": Part("part_muon", "optim=muon"),
+    "offload": Part("part_offload", "optimizer_cpu_offload=true"),
     "stream": Part("part_stream_keys data_stream", "streaming buffer_size"),
     "delta": Part("model_delta", "", provides="linear_attention"),
     "stacked": Part("weights_experts", "", provides="stacked_experts"),

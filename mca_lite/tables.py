@@ -415,7 +415,7 @@ OPTIMIZERS["adam"] = Optimizer(
 )
 OPTIMIZERS["sgd"] = Optimizer(_sgd, states=("momentum_buffer",), megatron="sgd")
 OPTIMIZERS["muon"] = Optimizer(
-    "optim:Muon",
+    "part_muon:Muon",
     states=("exp_avg", "exp_avg_sq"),
     counts_steps=True,
     of_matrices=("momentum_buffer",),

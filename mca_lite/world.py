@@ -177,7 +177,7 @@ def watch_meeting() -> None:
     A rank shows itself by the name of a socket, which the kernel removes with its process.
     """
     here = current()
-    has_address = {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()  # not in a group of a script's
+    has_address = {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()  # a script's group has none
     is_bare = here.size > 1 and has_address and "TORCHELASTIC_RUN_ID" not in os.environ
     if is_bare and not _sign and _SOCKETS.exists():
         name = f"mca_lite-{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}-"

@@ -65,7 +65,7 @@ def test_a_fraction_of_the_elements_is_on_the_host(fraction, on_host):
     """optimizer_offload_fraction counts elements: of 2, 4 and 10 the first one makes up 0.1 of
     them, two 0.3.
     """
-    from mca_lite.optim import OffloadedOptimizer
+    from mca_lite.part_offload import OffloadedOptimizer
 
     parameters = [torch.nn.Parameter(torch.ones(size)) for size in (2, 4, 10)]
     inner = torch.optim.AdamW(parameters, lr=0.1)

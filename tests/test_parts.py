@@ -21,6 +21,7 @@ from mca_lite.tables import (
     KEY_GROUPS,
     LAYER_TYPES,
     OBJECTIVES,
+    OPTIMIZERS,
     TENSOR_FORMATS,
     function_of,
 )
@@ -33,6 +34,8 @@ PACKAGE = ROOT / "mca_lite"
 TABLES = (CORE_ATTENTIONS, LAYER_TYPES, TENSOR_FORMATS)  # their rows name modules of parts
 CHOICES = {
     "stage": {name: str(row.trainer).split(":")[0] for name, row in OBJECTIVES.items()},
+    "optim": {name: str(row.make).split(":")[0] for name, row in OPTIMIZERS.items()},
+    "optimizer_cpu_offload": {"true": "part_offload"},
     "finetuning_type": {name: row.split(":")[0] for name, row in FINETUNING.items()},
 }
 

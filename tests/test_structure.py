@@ -47,7 +47,7 @@ def test_imports_point_down():
     "line",
     [
         "from . import optim",
-        "from .optim import Muon",
+        "from .optim import decays",
         'import_module(".optim", __package__)',
         'importlib.import_module(".optim", __package__)',
     ],
