@@ -5,7 +5,7 @@ template.
 import json
 
 import pytest
-from tokenizers import processors
+from tokenizers import Regex, pre_tokenizers, processors
 
 from mca_lite import data_chat
 from mca_lite.args import DataArguments
@@ -434,6 +434,16 @@ def test_what_a_template_meets_is_said_in_words(piece, words):
 def test_a_tokenizer_without_chat_template_is_an_error_that_says_what_to_set():
     with pytest.raises(ValueError, match="no chat template.*set chat_template to one of chatml"):
         encode(TWO_TURNS, None)
+
+
+def test_an_expression_of_a_tokenizer_that_takes_too_long_is_named():
+    """tokenizers' Rust panics then, which is no Exception."""
+    tokenizer = byte_tokenizer(CHATML)
+    endless = Regex("(([a-z])+.)+[A-Z]([a-z])+$")
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split(endless, "isolated")
+    turns = [{"role": "user", "content": "a" * 60}, {"role": "assistant", "content": "b"}]
+    with pytest.raises(ValueError, match="gave up on a text.*json has an expression"):
+        encode_with(tokenizer, {"messages": turns})
 
 
 def test_readers_give_records_with_their_lines(tmp_path):
