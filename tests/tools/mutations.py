@@ -393,6 +393,18 @@ ROWS: list[tuple[str, str, str, str]] = [
         "test_data_chat.py::test_each_record_has_the_end_of_turn_of_its_options",
     ),
     (
+        "the bytes of pictures in one record are stored in another order",
+        "for placed in pictures:\n                record = ",
+        "for placed in reversed(pictures):\n                record = ",
+        "test_images.py::test_pictures_stored_in_one_record_keep_their_order",
+    ),
+    (
+        "a family without a balancing loss has that of its config.json",
+        "is_heard = family is None or key in family.config",
+        "is_heard = True",
+        "test_model_wishes.py::test_the_models_coefficient_counts_where_transformers_reads_it",
+    ),
+    (
         "pictures are lost where the first of joined batches has none",
         "for name in set().union(*batches) - joined.keys():",
         "for name in batches[0].keys() - joined.keys():",
