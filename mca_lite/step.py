@@ -1,7 +1,9 @@
 """A step without its loop: micro-batches arranged, run and measured, by functions of a backend, its
 arguments and an objective.
 
-Batches come from a data collator, checked by data_batches.check_batch. Both backends run megatron's
+An objective has the loss, in six members that McaTrainer describes: metrics_keys, _loss_of_logits
+(None: cross entropy), _arrange, _pre_compute_loss, _post_compute_loss and _count_of_loss. Batches
+come from a data collator, checked by data_batches.check_batch. Both backends run megatron's
 contract: forward_step(iterator, model) -> (output, loss_func), and loss_func(output) -> (loss sum,
 count, metrics).
 """
@@ -10,7 +12,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -19,22 +21,6 @@ from .batch import Targets, pack, packed_row, pad, split
 from .files import IGNORE_INDEX, replacing
 from .loss_tokens import Logits
 from .trainer_events import Numbers
-
-
-class Objective(Protocol):
-    """The loss of a step. McaTrainer is one, and describes the methods."""
-
-    metrics_keys: list[str]
-    _loss_of_logits: Any  # Logits -> losses of tokens; None: cross entropy
-
-    def _arrange(self, batch: dict) -> dict: ...
-
-    def _pre_compute_loss(self, batch: dict, inputs: dict) -> Callable: ...
-
-    def _post_compute_loss(self, *args: Any, **kwargs: Any) -> tuple: ...
-
-    def _count_of_loss(self, batch: dict) -> int: ...
-
 
 # -- micro-batches
 
@@ -46,14 +32,7 @@ def arrange(backend, args, batch: dict, documents_per_sample: int = 1) -> dict:
     return pack(batch, backend.document_multiple, backend.pad_token_id, documents_per_sample)
 
 
-def arranged(backend, objective: Objective, batch: dict) -> dict:
-    """The batch itself, or one of the data collator arranged."""
-    if "padding_mask" in batch:
-        return batch
-    return to_length(backend, objective._arrange(batch))
-
-
-def arrange_step(backend, objective: Objective, given: list[dict]) -> list[dict]:
+def arrange_step(backend, objective, given: list[dict]) -> list[dict]:
     """The checked batches of a step, arranged and padded to one length. Collective where the layout
     wants one length on all ranks."""
     # the schedule needs a multiple: others of the same shape follow, without loss and counted as
@@ -78,12 +57,6 @@ def to_length(backend, batch: dict, at_least: int = 0) -> dict:
     return pad(batch, length, backend.pad_token_id)
 
 
-def with_borders(backend, batch: dict) -> dict:
-    """A packed row with packed_seq_params, its documents' borders for attention."""
-    params = packed_row(batch["cu_seqlens"], *backend.context_parallel, parallel.device())
-    return {**batch, "packed_seq_params": params}
-
-
 def inputs_of(backend, batch: dict) -> dict[str, Any]:
     """An arranged micro-batch as the model takes it, on this rank's device, cut for its
     context-parallel rank.
@@ -92,22 +65,23 @@ def inputs_of(backend, batch: dict) -> dict[str, Any]:
     """
     watchdog.alive()
     if "cu_seqlens" in batch and "packed_seq_params" not in batch:
-        batch = with_borders(backend, batch)
+        params = packed_row(batch["cu_seqlens"], *backend.context_parallel, parallel.device())
+        batch = {**batch, "packed_seq_params": params}
     return backend.model_inputs(batch)
 
 
 # -- passes
 
 
-def forward_step(backend, args, objective: Objective, data_iterator: Iterator, model):
+def forward_step(backend, args, objective, data_iterator: Iterator, model):
     """megatron's contract: one micro-batch through one chunk -> (output, loss_func)."""
-    batch = arranged(backend, objective, next(data_iterator))
+    batch = next(data_iterator)
     inputs = inputs_of(backend, batch)
     loss_func = loss_func_of(backend, args, objective, batch, inputs)
     return model(**inputs), loss_func
 
 
-def loss_func_of(backend, args, objective: Objective, batch: dict, inputs: dict) -> Callable:
+def loss_func_of(backend, args, objective, batch: dict, inputs: dict) -> Callable:
     """The loss_func of an arranged micro-batch and its inputs; the model gets the loss of its
     tokens."""
     of_rank = backend.loss_columns(batch)
@@ -118,7 +92,7 @@ def loss_func_of(backend, args, objective: Objective, batch: dict, inputs: dict)
     return loss_func
 
 
-def use_loss(backend, objective: Objective, batch: dict | None = None) -> None:
+def use_loss(backend, objective, batch: dict | None = None) -> None:
     """Let the backend's model give the objective's loss of tokens, for a micro-batch as
     _pre_compute_loss gets it."""
     of_logits = objective._loss_of_logits
@@ -139,7 +113,7 @@ def _with_mean(loss_func, output):
 
 
 def compute_gradients(
-    backend, objective: Objective, forward_step: Callable, micro_batches: list[dict]
+    backend, objective, forward_step: Callable, micro_batches: list[dict]
 ) -> list[dict]:
     """Leave the gradients of arranged micro-batches in the backend -> metrics of each, [] on
     pipeline stages before the last. Collective."""
@@ -184,7 +158,7 @@ def count_labels(batch: dict) -> int:
     return int((batch["labels"] != IGNORE_INDEX).sum())
 
 
-def new_numbers(objective: Objective, metrics: Sequence[dict] = ()) -> Numbers:
+def new_numbers(objective, metrics: Sequence[dict] = ()) -> Numbers:
     """The (sum, count) pairs of micro-batches; zeros without any."""
     return Numbers.zeros(objective.metrics_keys, parallel.device()).add_metrics(metrics)
 

@@ -1,4 +1,4 @@
-"""McaTrainer: the training loop. It has no base class and knows no parallelism; a backend does.
+"""McaTrainer: the training loop. It knows no parallelism; a backend does.
 
 It is the objective of its steps, whose parts stand in step.py: subclasses override its hooks. A
 metric is a pair (sum, count); pairs are summed over micro-batches, ranks and steps, and divided
@@ -29,6 +29,7 @@ from .callbacks import (
     export_states,
     raise_flags,
 )
+from .compat import OtherNames
 from .data_batches import (
     BatchPlan,
     Collator,
@@ -48,7 +49,6 @@ from .optim import get_megatron_lr_scheduler, given_optimizers
 from .step import (
     arrange,
     arrange_step,
-    arranged,
     compute_gradients,
     count_labels,
     inputs_of,
@@ -59,7 +59,6 @@ from .step import (
     save_tokenizer,
     sum_losses,
     use_loss,
-    with_borders,
 )
 from .tables import other_columns
 from .trainer_evaluation import Evaluator, PredictionOutput, records_of
@@ -88,7 +87,7 @@ def __getattr__(name: str):
     return sys.modules[__package__].__getattr__(name)
 
 
-class McaTrainer:
+class McaTrainer(OtherNames):
     """Trains `model` on `train_dataset`.
 
     model: VirtualModels (megatron backend) or a transformers model (torch backend). args:
@@ -214,7 +213,7 @@ class McaTrainer:
                 self.loaders["train_dataloader"] = loader = self._train_loader(plan, epoch, step)
                 batches = iter(loader)
             self._begin_step(epoch_begins)
-            data, length, numbers = self._get_step_iterator_and_seq_length(batches, plan, step)
+            data, length, numbers = self.read_step(batches, plan, step)
             self._sent = SentNumbers(numbers, self.backend)
             _, metrics, skipped, grad_norm, zeros = self.training_step(self.models, data, length)
             metrics, grad_norm = self.guard.after_step(skipped, grad_norm, metrics, length)
@@ -263,7 +262,7 @@ class McaTrainer:
 
     def forward_step(self, data_iterator: Iterator, model):
         """megatron's contract: one micro-batch through one chunk -> (output, loss_func)."""
-        batch = arranged(self.backend, self, next(data_iterator))
+        batch = next(data_iterator)
         inputs = self.inputs_of(batch)
         loss_func = loss_func_of(self.backend, self.args, self, batch, inputs)
         return model(**inputs), self.guard.mark(loss_func)
@@ -293,30 +292,9 @@ class McaTrainer:
         """
         return functools.partial(self._post_compute_loss, inputs["labels"], *more)
 
-    def _prepare_train_inputs(self, data_iterator: Iterator) -> dict[str, Any]:
-        """The next micro-batch as the model takes it, on this rank's device, cut for its
-        context-parallel rank.
-
-        Every pipeline stage reads the whole batch: each needs the borders of packed documents.
-        """
-        batch = next(data_iterator)
-        if self.args.sequence_packing:
-            batch = self._packing_sequence(batch)
-        return inputs_of(self.backend, arranged(self.backend, self, batch))
-
     def inputs_of(self, batch: dict) -> dict[str, Any]:
-        """A micro-batch as the model takes it, on this rank."""
-        return self._prepare_train_inputs(iter([batch]))
-
-    def _packing_sequence(self, inputs: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """A batch [b, s] as one row [1, t] in thd format: input_ids, labels, cu_seqlens and
-        packed_seq_params.
-
-        attention_mask numbers the documents of each row (1, 2, ...; 0 is padding, which is
-        dropped); without numbers each row is a document. A batch that is packed already is taken as
-        it is.
-        """
-        return with_borders(self.backend, arranged(self.backend, self, inputs))
+        """An arranged micro-batch as the model takes it, on this rank, see step.inputs_of."""
+        return inputs_of(self.backend, batch)
 
     def _post_compute_loss(self, labels: torch.Tensor, losses: torch.Tensor):
         """Token losses [b, s] -> (their sum, trained tokens int32, {"loss": (sum, tokens)}).
@@ -407,10 +385,6 @@ class McaTrainer:
         return make_loader(dataset, self.data_collator, plan, epoch, step, num_workers=workers)
 
     def read_step(self, loader: Iterator, plan: BatchPlan, step: int):
-        """_get_step_iterator_and_seq_length, for others than the loop."""
-        return self._get_step_iterator_and_seq_length(loader, plan, step)
-
-    def _get_step_iterator_and_seq_length(self, loader: Iterator, plan: BatchPlan, step: int):
         """(this rank's micro-batches of the step, padded to one length; the length; the step's
         Numbers with its counts). Collective where the layout wants one length on all ranks."""
         watchdog.note("reading data", self.state.global_step)

@@ -43,6 +43,7 @@ def peak_rise_mib(path: str, **keys) -> float:
     row = {
         "input_ids": torch.ones(8, 512, dtype=torch.long),
         "labels": torch.ones(8, 512, dtype=torch.long),
+        "padding_mask": torch.zeros(8, 512, dtype=torch.bool),
     }
 
     def peak(rows: int) -> float:

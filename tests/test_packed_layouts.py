@@ -142,18 +142,14 @@ def token_losses(path: str, cp: int = 1) -> dict:
 
     from mca_lite import AutoModel, McaTrainer, TrainingArguments
 
-    class Trainer(McaTrainer):
-        def inputs_of(self, batch: dict) -> dict:
-            return self._prepare_train_inputs(iter([batch]))
-
     args = TrainingArguments(output_dir="unused", context_parallel_size=cp, sequence_packing=True)
-    trainer = Trainer(AutoModel.from_pretrained(path, args), args)
+    trainer = McaTrainer(AutoModel.from_pretrained(path, args), args)
     trainer.backend.train_mode(False)
 
     def run(docs):
         batch = trainer.data_collator(docs)
         with torch.no_grad():
-            inputs = trainer.inputs_of(batch)
+            inputs = trainer._prepare_train_inputs(iter([batch]))
             local = trainer.models[0](**inputs)[0]
         layout = inputs["packed_seq_params"].layout
         whole = torch.zeros(len(local) * cp)

@@ -15,7 +15,7 @@ import pytest
 
 from tests.shared import tiny, tiny_moe, world
 from tests.shared.fixtures import saved_model
-from tests.shared.layouts import DIST_OPT, LOOP
+from tests.shared.layouts import DIST_OPT, LOOP, PACKED
 from tests.shared.training import train
 
 model_path = saved_model("qwen3")
@@ -231,7 +231,7 @@ def hook(*names: str):
     [
         ("compute_loss", hook("model", "inputs"), r"never be called: override _post_compute_loss"),
         ("_inner_forward_step", hook("data_iterator", "model"), "override forward_step"),
-        ("get_batch", hook("data_iterator"), "override _prepare_train_inputs"),
+        ("get_batch", hook("data_iterator"), "override inputs_of"),
         (
             "_pre_compute_loss",
             hook("data_iterator", "model", "x"),
@@ -617,3 +617,38 @@ def test_numbers_are_sent_before_the_update_and_again_if_a_subclass_changes_them
     calls, doubled = run(True, **keys)[0]
     assert calls == ["numbers", "update", "numbers"] * 2
     assert doubled == pytest.approx([2 * loss for loss in losses], rel=1e-6)
+
+
+# -- names of mcore_adapter's trainer
+
+
+def runs_with_other_names(path: str, out: str) -> list[tuple]:
+    """(curve, names of hooks that were called) of a plain run and of trainers with overrides."""
+    from mca_lite import McaTrainer
+
+    def noted(name: str):
+        def hook(self, *args):
+            called.add(name)
+            return getattr(super(type(self), self), name)(*args)
+
+        return hook
+
+    loop = "_get_step_iterator_and_seq_length"
+    runs = []
+    for names in (), ("_prepare_train_inputs", "_packing_sequence"), ("_packing_sequence", loop):
+        called: set = set()
+        kind = type("Mine", (McaTrainer,), {name: noted(name) for name in names})
+        curve = train(path, f"{out}/{len(runs)}", steps=2, trainer_class=kind, **PACKED)
+        runs.append((curve, called))
+    return runs
+
+
+def test_overrides_under_names_of_mcore_adapter_are_called(model_path, tmp_path):
+    [runs] = world.run(runs_with_other_names, 1, model_path, str(tmp_path))
+    curves, called = zip(*runs, strict=True)
+    assert called == (
+        set(),
+        {"_prepare_train_inputs", "_packing_sequence"},
+        {"_packing_sequence", "_get_step_iterator_and_seq_length"},
+    )
+    assert curves[0] == curves[1] == curves[2]
