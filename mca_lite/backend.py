@@ -23,6 +23,12 @@ from .model_moe import BalancingLosses, RouterStatistics, count_real_micro_batch
 from .tables import COLUMNS
 
 
+def mean_of(total, count: torch.Tensor):
+    """The sum `total` divided by its count, 0 without summands: the one division of losses and
+    gradients by tokens."""
+    return total / count.clamp(min=1)
+
+
 class Backend(abc.ABC):
     """A model in training. `chunks`: the wrapped models for the schedule."""
 
@@ -34,6 +40,7 @@ class Backend(abc.ABC):
     length_multiple = 1  # rows are padded to a multiple of this many tokens
     pad_token_id = 0  # the token in their padding
     context_parallel = (1, 0)  # (size, this rank's number)
+    micro_batch_weight = 1.0  # in the mean over micro-batches; some may be empty
     predicts_ahead = 0.0  # weight of all losses of multi-token prediction beside the main loss
     counts_tokens = True  # True on one rank of those with the same batch
     dp_rank: int
@@ -195,6 +202,12 @@ class Backend(abc.ABC):
         trained = sum(p.numel() for p in parameters if p.requires_grad)
         return sum(p.numel() for p in parameters), trained
 
+    def weigh_micro_batches(self, micro_batches: list, num_filled: int) -> None:
+        """Set the weight of this rank's micro-batches in their mean, of which empty ones have no
+        part. num_filled: the others of all ranks."""
+        if not self.args.calculate_per_token_loss:
+            self.micro_batch_weight = len(micro_batches) * self.dp_size / num_filled
+
     def weigh_router_losses(
         self, micro_batches: list, count_of_loss: Callable[[dict], int]
     ) -> None:
@@ -214,7 +227,7 @@ class Backend(abc.ABC):
         scale = len(micro_batches) * self.dp_size
         if self.args.calculate_per_token_loss:
             scale = counts
-        self.statistics_of_routers.loss_weight = scale / real.clamp(min=1)
+        self.statistics_of_routers.loss_weight = mean_of(scale, real)
 
     def router_statistics(self) -> dict[str, float]:
         """Numbers of the routers since the last call, over all ranks; {} without experts.

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from . import parallel, weights_convert
 from .args_rules_model import NO_PICTURES_AHEAD, PICTURES_AHEAD_REMEDY, check_gate
-from .backend import Backend
+from .backend import Backend, mean_of
 from .batch import (
     RowLayout,
     Targets,
@@ -347,12 +347,12 @@ class MegatronBackend(Backend):
             self._tokens = num_tokens
             return
         for chunk in chunks:
-            chunk.scale_gradients(1.0 / num_tokens.clamp(min=1))
+            chunk.scale_gradients(mean_of(1.0, num_tokens))
 
     @property
     def _gradient_factor(self) -> torch.Tensor | float:
         """The factor that _finalize_gradients left out, a float64 tensor or 1."""
-        return 1.0 if self._tokens is None else 1 / self._tokens.clamp(min=1).double()
+        return 1.0 if self._tokens is None else mean_of(1.0, self._tokens.double())
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float, int | None]:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from . import cpu, parallel
 from .args_rules_model import check_torch_packing
-from .backend import Backend
+from .backend import Backend, mean_of
 from .batch import (
     ROPE_COLUMNS,
     block_diagonal_mask,
@@ -412,7 +412,7 @@ class TorchBackend(Backend):
         micro-batches of the means over their tokens.
         """
         if not self.args.calculate_per_token_loss:
-            loss = loss / count.clamp(min=1)
+            loss = mean_of(loss, count)
         loss = loss + self.routers.losses_of_pass()
         if not self.args.calculate_per_token_loss:
             loss = loss / num_micro_batches
@@ -440,7 +440,7 @@ class TorchBackend(Backend):
         tokens = parallel.sum_over_all(tokens)
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
         if grads:
-            torch._foreach_mul_(grads, self.dp_size / tokens.clamp(min=1))
+            torch._foreach_mul_(grads, mean_of(self.dp_size, tokens))
 
     def step(self) -> tuple[bool, float, int | None]:
         parameters = [p for p in self.model.parameters() if p.grad is not None]

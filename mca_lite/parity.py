@@ -340,7 +340,7 @@ def _plain_trainer(plan: run.Plan, trainer, bf16: bool):
         backend=TorchBackend(model, arguments.training),
         **make.own_keywords(arguments, None),
     )
-    plain.micro_batch_weight = trainer.micro_batch_weight
+    plain.backend.micro_batch_weight = trainer.backend.micro_batch_weight
     plain.backend.expect_weighted_losses()
     return plain
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from . import ckpt, parallel, watchdog
+from .backend import mean_of
 from .batch import Targets, pack, packed_row, pad, split
 from .files import IGNORE_INDEX, replacing
 from .loss_tokens import Logits
@@ -109,7 +110,7 @@ def _with_mean(loss_func, output):
     """A loss_func's results, with the mean of the micro-batch as the logged loss: this rank's part
     of it, and of a count of 1, under context parallelism."""
     total, count, metrics = loss_func(output)
-    return total, count, {**metrics, "loss": metrics["loss"] / count.clamp(min=1)}
+    return total, count, {**metrics, "loss": mean_of(metrics["loss"], count)}
 
 
 def compute_gradients(
@@ -133,9 +134,9 @@ def measure(backend, forward_step: Callable, micro_batches: list[dict]) -> list:
 # -- numbers
 
 
-def sum_losses(backend, labels, losses: torch.Tensor, weight: float = 1.0):
-    """Token losses [b, s] -> (weight times their sum, trained tokens int32, {"loss": (sum,
-    tokens)}), see McaTrainer._post_compute_loss."""
+def sum_losses(backend, labels, losses: torch.Tensor):
+    """Token losses [b, s] -> (their sum, trained tokens int32, {"loss": (sum, tokens)}), see
+    McaTrainer._post_compute_loss."""
     metrics = {}
     more = 0.0
     if isinstance(labels, Targets):
@@ -150,7 +151,7 @@ def sum_losses(backend, labels, losses: torch.Tensor, weight: float = 1.0):
     metrics["loss"] = torch.stack([total.detach().clone(), count.float()])
     total = total + backend.predicts_ahead * more
     total, count = backend.over_context_parallel(total, count)
-    return total * weight, count.int(), metrics
+    return total * backend.micro_batch_weight, count.int(), metrics
 
 
 def count_labels(batch: dict) -> int:

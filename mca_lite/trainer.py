@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from . import ckpt, ckpt_folder, mcore, parallel, watchdog
+from .backend import mean_of
 from .backend_megatron import MegatronBackend
 from .backend_torch import TorchBackend
 from .callbacks import (
@@ -112,7 +113,6 @@ class McaTrainer(OtherNames):
     unread_columns: ClassVar[tuple[str, ...]] = other_columns()
     was_trained = False  # True after the first training_step
     _reference_model = None  # a second model, run forward only on each batch
-    micro_batch_weight = 1.0  # in the mean over micro-batches; some may be empty
     _sent: SentNumbers | None = None  # of the step in train()
     answers: Any = None  # of predict_with_generate: set by generation.Answers
     _loss_of_logits: Any = None  # a subclass's method: loss_tokens.Logits -> losses of tokens
@@ -256,7 +256,7 @@ class McaTrainer(OtherNames):
         if updated:
             self.lr_scheduler.step(1)
         total, count = new_numbers(self, metrics).vector[:2]
-        return total / count.clamp(min=1), metrics, int(not updated), grad_norm, num_zeros
+        return mean_of(total, count), metrics, int(not updated), grad_norm, num_zeros
 
     # -- the objective
 
@@ -302,7 +302,7 @@ class McaTrainer(OtherNames):
         With multi-token prediction labels are batch.Targets, and losses [b, s, 1 + layers]:
         "mtp_loss" is one more metric.
         """
-        return sum_losses(self.backend, labels, losses, self.micro_batch_weight)
+        return sum_losses(self.backend, labels, losses)
 
     def _count_of_loss(self, batch: dict) -> int:
         """The count that _post_compute_loss will give for a whole micro-batch."""
@@ -398,10 +398,8 @@ class McaTrainer(OtherNames):
         if self.backend.counts_tokens:
             numbers.set_counts(*self._count(given, batches))
         watchdog.note("running the model")
-        if not self.args.calculate_per_token_loss:
-            # empty micro-batches have no part in the mean over micro-batches
-            filled = math.ceil(plan.num_samples_of(step) / plan.micro_batch_size)
-            self.micro_batch_weight = len(batches) * plan.dp_size / filled
+        filled = math.ceil(plan.num_samples_of(step) / plan.micro_batch_size)
+        self.backend.weigh_micro_batches(batches, filled)
         return batches, row_length(batches[0]), numbers
 
     def _checked(self, batches: list[dict]) -> list[dict]:

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from . import parallel
+from .backend import mean_of
 from .batch import every_second, real_documents
 from .data_batches import View, WithReference, documents_of, samples_of, with_samples
 from .errors import expect
@@ -157,7 +158,7 @@ class KTOTrainer(DPOTrainer):
             reference = batch["reference"].to(of_batch.device)[1::2]
             sums += torch.stack([(of_batch - reference).sum(), of_batch.new_tensor(len(reference))])
         total, count = self.backend.reduce(sums)
-        kl = (total / count.clamp(min=1)).clamp(min=0)
+        kl = mean_of(total, count).clamp(min=0)
         return [{**batch, "kl": kl} for batch in self._of_each_two(both, 0)]
 
     def _reference_logps(self, models, batches: list[dict], seq_length: int) -> list[torch.Tensor]:

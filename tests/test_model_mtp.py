@@ -197,7 +197,7 @@ def reference(path: str, out: str, **changes) -> list:
                 name: torch.stack([torch.as_tensor(x).detach().float() for x in pair])
                 for name, pair in pairs.items()
             }
-            total = (main + FACTOR / len(models[0].extra) * more) * self.micro_batch_weight
+            total = (main + FACTOR / len(models[0].extra) * more) * self.backend.micro_batch_weight
             return total, count.int(), metrics
 
     models = []
