@@ -31,7 +31,7 @@ import psutil
 import torch
 from safetensors.torch import save_file
 
-from . import ckpt_folder, parallel, watchdog, world
+from . import ckpt_folder, parallel, parts, watchdog, world
 from .args import key_fields
 from .args_values import default_of
 from .callbacks import TrainerState, ranking_of, restore_states
@@ -313,7 +313,8 @@ class Checkpoints:
             )
         now = parallel.on_main(self._training_record)
         before = record["settings"]
-        changed = changes(before, trainer.settings)
+        refuse_missing_parts(before, folder)
+        changed = changed_settings(before, trainer.settings)
         fixed = _fixed_settings(before, trainer.backend)
         _refuse_changes(changes(record, now), _OF_THE_DATA, folder)
         _refuse_changes(changed, fixed, folder)
@@ -540,6 +541,19 @@ def changes(before: dict, now: dict) -> dict[str, tuple[str, str]]:
         if pair[0] != pair[1]:
             found[key] = pair
     return found
+
+
+def changed_settings(before: dict, now: dict) -> dict[str, tuple[str, str]]:
+    """changes() of settings. Those of missing parts have their defaults."""
+    return changes({key: before[key] for key in before.keys() - parts.absent_keys().keys()}, now)
+
+
+def refuse_missing_parts(before: dict, folder: Path) -> None:
+    """CheckpointError for settings that need a missing part."""
+    for key, name in parts.needed(before).items():
+        reason, remedy = parts.need_of(name)
+        saved = f"{folder} was saved with {key} {_shown(before[key])}"
+        raise CheckpointError(f"{saved}: {reason}: {remedy}")
 
 
 def _ranking(settings: dict) -> tuple[str, bool]:

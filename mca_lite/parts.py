@@ -20,12 +20,13 @@ class Part(NamedTuple):
 
     modules: its files without .py; importing the first one registers the part, if its name ends in
     _keys or is part_migration. keys: its configuration keys, and key=value for its values of core
-    keys. provides: its rows of CORE_ATTENTIONS, LAYER_TYPES and TENSOR_FORMATS. needs: the parts
-    that it imports.
+    keys. defaults: key:value of those that are not None if they are not given. provides: its rows
+    of CORE_ATTENTIONS, LAYER_TYPES and TENSOR_FORMATS. needs: the parts that it imports.
     """
 
     modules: str
     keys: str
+    defaults: str = ""
     provides: str = ""
     needs: str = ""
 
@@ -35,32 +36,44 @@ PARTS = {
         "part_lora_keys part_lora part_lora_files part_lora_rules part_lora_sites part_lora_layers",
         "lora_rank lora_alpha lora_dropout lora_target use_rslora modules_to_save "
         "adapter_name_or_path save_merged_model finetuning_type=lora",
+        "lora_rank:8 lora_target:all use_rslora:false save_merged_model:false",
     ),
     "sinks": Part("model_sinks", "", provides="sinks"),
     "muon": Part("part_muon", "optim=muon"),
     "offload": Part("part_offload", "optimizer_cpu_offload=true"),
-    "stream": Part("part_stream_keys data_stream", "streaming buffer_size"),
+    "stream": Part(
+        "part_stream_keys data_stream", "streaming buffer_size", "streaming:false buffer_size:16384"
+    ),
     "delta": Part("model_delta", "", provides="linear_attention"),
     "stacked": Part("weights_experts", "", provides="stacked_experts"),
-    "scores": Part("part_scores_keys trainer_scores", "pref_beta ref_model"),
+    "scores": Part("part_scores_keys trainer_scores", "pref_beta ref_model", "pref_beta:0.1"),
     "dpo": Part(
         "part_dpo_keys loss_preference trainer_dpo",
         "pref_loss pref_loss_weights pref_ftx dpo_label_smoothing simpo_gamma cpo_alpha "
         "discopop_tau f_divergence_type f_alpha_divergence_coef ld_alpha use_weighting stage=dpo",
+        "pref_loss:sigmoid pref_ftx:0.0 dpo_label_smoothing:0.0 simpo_gamma:0.5 cpo_alpha:1.0 "
+        "discopop_tau:0.05 f_divergence_type:reverse_kl f_alpha_divergence_coef:0.5 "
+        "use_weighting:false",
         needs="scores",
     ),
     "kto": Part(
         "part_kto_keys trainer_kto",
         "kto_chosen_weight kto_rejected_weight stage=kto",
+        "kto_chosen_weight:1.0 kto_rejected_weight:1.0",
         needs="dpo scores",
     ),
     "rm": Part(
-        "part_rm_keys trainer_rm", "center_rewards_coefficient stage=rm", needs="dpo scores"
+        "part_rm_keys trainer_rm",
+        "center_rewards_coefficient stage=rm",
+        "center_rewards_coefficient:0.0",
+        needs="dpo scores",
     ),
     "distill": Part(
         "part_distill_keys trainer_distill",
         "teacher_model_name_or_path teacher_top_k teacher_cache teacher_cache_dtype distill_loss "
         "distill_jsd_mix distill_temperature distill_ce_weight stage=distill",
+        "teacher_cache_dtype:float32 distill_loss:forward_kl distill_jsd_mix:0.5 "
+        "distill_temperature:1.0 distill_ce_weight:0.0",
         needs="scores",
     ),
     "migration": Part("part_migration part_migration_paths", ""),
@@ -109,12 +122,16 @@ def need_of(name: str, what: str = "it needs") -> tuple[str, str]:
     return reason, f"copy {' and '.join(lacking)}'s files from mca_lite"
 
 
+def missing_modules() -> dict[str, str]:
+    """Module -> its part, of the parts that are missing."""
+    return {module: name for name in missing() for module in PARTS[name].modules.split()}
+
+
 def check_module(module: str) -> None:
     """Raise UserError for a module of a missing part: another installation may have it."""
-    for name in missing():
-        if module in PARTS[name].modules.split():
-            reason, remedy = need_of(name)
-            raise UserError(f"{module}.py: {reason}: {remedy}")
+    if module in missing_modules():
+        reason, remedy = need_of(missing_modules()[module])
+        raise UserError(f"{module}.py: {reason}: {remedy}")
 
 
 def absent_rows() -> dict[str, str]:
@@ -128,16 +145,26 @@ def absent_keys() -> dict[str, str]:
     return {word: name for word, name in words.items() if "=" not in word}
 
 
-def absent(values: Mapping[str, Any]) -> list[Problem]:
-    """Problems of given keys, and of values of core keys, that need a missing part. Values are as
-    they were written: the types of these keys are gone with the part."""
-    problems = []
+def needed(values: Mapping[str, Any]) -> dict[str, str]:
+    """Key -> the missing part that it needs, of given keys, and of core keys with such a value. A
+    key with its default needs nothing. Values are as they were written: the types of these keys are
+    gone with the part."""
+    found = {}
     for name in missing():
-        reason, remedy = need_of(name)
+        defaults = PARTS[name].defaults.split()
         for word in PARTS[name].keys.split():
             key, equals, wanted = word.partition("=")
-            given = values.get(key)
-            names = re.findall(r"[\w.-]+", str(given).lower())
-            if given is not None and (not equals or wanted in names):
-                problems.append(Problem(key, given, reason, f"{remedy}, or leave the key out"))
+            names = re.findall(r"[\w.-]+", str(values.get(key)).lower())
+            is_set = values.get(key) is not None and f"{key}:{' '.join(names)}" not in defaults
+            if wanted in names if equals else is_set:
+                found[key] = name
+    return found
+
+
+def absent(values: Mapping[str, Any]) -> list[Problem]:
+    """Problems of the keys that need a missing part."""
+    problems = []
+    for key, name in needed(values).items():
+        reason, remedy = need_of(name)
+        problems.append(Problem(key, values[key], reason, f"{remedy}, or leave the key out"))
     return problems

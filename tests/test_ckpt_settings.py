@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mca_lite import parts
 from tests.shared import world
 from tests.shared.commands import assert_names, run_train
 from tests.shared.dpo_tools import our_run
@@ -109,7 +110,11 @@ def told_by_runs(folder: str) -> dict:
         if not code and Path(f"{out}/trainer_log.jsonl").is_file():
             rates = [line["learning_rate"] for line in read_log(out) if line["step"] > 2]
         told[name] = (code, said + error, rates)
-    return told
+    keys = {"dataset": data["sft"], "output_dir": f"{folder}/dpo"}
+    parts.__file__ = f"{folder}/parts.py"  # of a package without any part
+    parts.missing.cache_clear()
+    code, said, error = run_train(words_of({**base, **keys, "resume_from_checkpoint": "auto"}))
+    return {**told, "without parts": (code, said + error, [])}
 
 
 run_files = saved_run_files("llama", num_hidden_layers=2)
@@ -135,6 +140,12 @@ def test_what_is_refused_says_what_to_set_back(told, name):
     code, said, _ = told[name]
     assert code == 2 and REFUSED[name][2] in said and "set it back to go on" in said
     assert NOTE not in said
+
+
+def test_a_checkpoint_that_needs_a_missing_part_is_refused_by_its_name(told):
+    code, said, _ = told["without parts"]
+    assert code == 2 and "checkpoint-2 was saved with stage dpo: it needs part dpo, and " in said
+    assert "'s files from mca_lite" in said and NOTE not in said
 
 
 def test_a_checkpoint_of_another_folder_tells_its_settings(told):

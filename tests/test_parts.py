@@ -13,6 +13,7 @@ import numpy
 import pytest
 
 from mca_lite.args import CORE_GROUPS, parse_args
+from mca_lite.args_values import default_of
 from mca_lite.errors import UserError
 from mca_lite.parts import PARTS, absent, missing, with_needs
 from mca_lite.tables import (
@@ -61,6 +62,9 @@ def facts(tmp_path_factory):
     """name of a case, and of a report of removal.py -> what was seen"""
     out = tmp_path_factory.mktemp("removal")
     site_packages = str(Path(numpy.__file__).parents[1])
+    tiny = ROOT / "configs/tiny"
+    words = [f"model_name_or_path={tiny}/model", f"dataset={tiny}/sft.jsonl", "output_dir=out"]
+    (out / "full.json").write_text(json.dumps(parse_args(words).to_yaml_dict()))
     env = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-S", "-m", "tests.shared.removal", str(out), site_packages]
     subprocess.run([*command, json.dumps(CASES)], cwd=ROOT, env=env, check=True)
@@ -76,7 +80,7 @@ def facts(tmp_path_factory):
 @pytest.mark.parametrize("name", CASES)
 def test_keys_of_a_missing_part_are_refused_by_name_without_torch(facts, name):
     seen = facts(name, "keys")
-    assert not seen["torch"] and seen["good"] == []
+    assert not seen["torch"] and seen["good"] == seen["full"] == []
     assert [*seen["missing"]] == CASES[name]["parts"]
     for word, refused in seen["refusals"].items():
         key = word.partition("=")[0]
@@ -116,6 +120,19 @@ def test_the_package_without_a_part_plans_and_trains_with_the_same_losses(facts,
     assert "model.safetensors" in seen["exported"]
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_a_checkpoint_of_the_whole_package_goes_on_unless_it_needs_a_missing_part(facts, name):
+    seen = facts(name, "run")["resumed"]
+    assert seen["changed"] == {}
+    words = [word for part in CASES[name]["parts"] for word in PARTS[part].keys.split()]
+    assert [*seen["refusals"]] == words
+    for word, refused in seen["refusals"].items():
+        [part] = [part for part, row in PARTS.items() if word in row.keys.split()]
+        key, _, value = word.partition("=")
+        saved = f"checkpoint-1 was saved with {key} {value or 7}: it needs part {part}, and part_"
+        assert refused.startswith(saved) and refused.endswith("'s files from mca_lite")
+
+
 def test_the_package_without_any_part_trains_at_tp2(facts):
     whole = facts("whole", "run")["losses"]
     for rank in range(2):
@@ -139,13 +156,20 @@ def keys_of(part: str) -> list[str]:
     return [word for word in PARTS[part].keys.split() if "=" not in word]
 
 
+def as_written(value) -> str:
+    return ",".join(value) if isinstance(value, list) else str(value).lower()
+
+
 @pytest.mark.parametrize("part", PARTS)
 def test_the_row_of_a_part_lists_its_files_and_keys(part):
     modules = PARTS[part].modules.split()
     assert set(modules) == {m for m, of in rings.rings_of(PACKAGE).items() if of == ("part", part)}
-    fields = []
-    if has_keys(part):
-        fields = [item.name for item in dataclasses.fields(KEY_GROUPS[part].group)]
+    items = dataclasses.fields(KEY_GROUPS[part].group) if has_keys(part) else ()
+    fields = [item.name for item in items]
+    defaults = {item.name: default_of(item) for item in items}
+    assert PARTS[part].defaults.split() == [
+        f"{key}:{as_written(value)}" for key, value in defaults.items() if value is not None
+    ]
     values = [
         f"{key}={value}"
         for key, rows in CHOICES.items()

@@ -26,6 +26,7 @@ ALL = "all"  # the name of the copy without any part, which trains at tp2
 GOOD = ["model_name_or_path=configs/tiny/model", "dataset=configs/tiny/sft.jsonl", "output_dir=out"]
 # row that a part provides -> a model type that needs it
 MODELS = {"sinks": "flint", "linear_attention": "qwen3_next", "stacked_experts": "gpt_oss"}
+FULL = "../full.json"  # the configuration of a run of the whole package, all keys with a value
 # keys of other trainers: an alias, one that is ignored, and one that is refused
 FOREIGN = ("router_aux_loss_coef", "dataloader_drop_last", "use_dora")
 SHORT = (
@@ -79,6 +80,7 @@ def read_configurations(parts: list[str]) -> dict:
         if not equals:
             facts["near"][word] = refusals_of([f"{misspelt(key)}=1"])
     facts["models"] = {row: refusals_of_model(kind) for row, kind in MODELS.items()}
+    facts["full"] = refusals_of([FULL])
     facts["foreign"] = {key: refusals_of([f"{key}=x"]) for key in FOREIGN}
     facts["good"] = refusals_of([])
     facts["torch"] = "torch" in sys.modules
@@ -107,7 +109,28 @@ def use(out: Path, parts: list[str]) -> dict:
     for module in sorted(left):
         importlib.import_module(f"mca_lite.{module}")
     plan = __main__.main(["plan", "configs/sft.yaml"])
-    return {"home": sys.modules["mca_lite"].__file__, "plan": plan, **train(out, [])}
+    facts = {"home": sys.modules["mca_lite"].__file__, "plan": plan, **train(out, [])}
+    return {**facts, "resumed": resume(parts)}
+
+
+def resume(parts: list[str]) -> dict:
+    """What a run that goes on finds changed in the settings of the whole package, and how those
+    that need a missing part are refused."""
+    from mca_lite import ckpt
+    from mca_lite.args import parse_args
+    from mca_lite.parts import PARTS
+
+    before = json.loads(Path(FULL).read_text())
+    ckpt.refuse_missing_parts(before, Path("checkpoint-1"))
+    now = parse_args([FULL]).to_yaml_dict()
+    facts: dict = {"changed": ckpt.changed_settings(before, now), "refusals": {}}
+    for word in [word for part in parts for word in PARTS[part].keys.split()]:
+        key, _, value = word.partition("=")
+        try:
+            ckpt.refuse_missing_parts({**before, key: value or 7}, Path("checkpoint-1"))
+        except ckpt.CheckpointError as error:
+            facts["refusals"][word] = str(error)
+    return facts
 
 
 def use_at_tp2(out: Path, rank: int, port: int) -> dict:
