@@ -163,13 +163,6 @@ class DataArguments(ArgumentGroup):
     pair_margin: str | None = optional(
         "dpo, rm: field of records with the margin between the rewards of the answers (None: 0)"
     )
-    media_dir: str | None = optional("folder of pictures (None: that of the dataset's file)")
-    image_max_pixels: int | None = count(
-        None, "larger pictures are made smaller (None: as the model's image processor says)"
-    )
-    image_min_pixels: int | None = count(
-        None, "smaller pictures are made larger (None: as the model's image processor says)"
-    )
 
     normalise = normalise_data
     check = check_data
@@ -201,13 +194,6 @@ class FinetuningArguments(ArgumentGroup):
     )
     freeze_extra_modules: list[str] | None = optional(
         "freeze: modules outside of layers in training: embed_tokens, norm, lm_head"
-    )
-    freeze_vision_tower: bool = arg(True, "models with images: do not train the vision tower")
-    freeze_multi_modal_projector: bool = arg(
-        True, "models with images: do not train the projector behind the tower"
-    )
-    freeze_language_model: bool = flag(
-        "models with images: do not train the language model and its head"
     )
     check = check_finetuning
 
@@ -645,7 +631,7 @@ class RunArguments:
 register_keys("model", ModelArguments)
 register_keys("data", DataArguments)
 register_keys("finetuning", FinetuningArguments)
-parts.load()
+parts.load("_keys", "_migration")
 register_keys("training", TrainingArguments)
 register_keys("backend", UseMcaArguments)
 CORE_GROUPS = ("model", "data", "finetuning", "training", "backend")

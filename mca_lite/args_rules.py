@@ -5,7 +5,6 @@ over them. args.parse_args and the constructors of Python (DPOConfig, the traine
 rules.
 """
 
-import math
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -132,18 +131,6 @@ def check_data(a: Any, judge: Judge) -> None:
         "chat_template",
         "expected a built-in template, a jinja file or its text",
         f"one of {', '.join(TEMPLATES)}",
-    )
-    judge.expect(
-        os.path.isdir(a.media_dir or "."),
-        "media_dir",
-        "it is no folder",
-        "the folder of the pictures that records name",
-    )
-    judge.expect(
-        (a.image_min_pixels or 0) <= (a.image_max_pixels or math.inf),
-        "image_min_pixels image_max_pixels",
-        f"it is above image_max_pixels, {a.image_max_pixels}",
-        "a lower one",
     )
     judge.expect(
         {"role", "content"}.isdisjoint(a.ignore_message_keys),

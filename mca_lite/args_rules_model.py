@@ -78,12 +78,6 @@ _OF_EXPERTS: dict[str, tuple] = {
 }
 # keys for multi-token prediction
 _OF_PREDICTION: dict[str, tuple] = {"mtp_num_layers": (0, None), "mtp_loss_scaling_factor": (0.1,)}
-# with more than one pipeline stage
-NO_PICTURES_AHEAD = (
-    "layers for multi-token prediction, on the last pipeline stage, do not get the features of "
-    "pictures from the first"
-)
-PICTURES_AHEAD_REMEDY = "pipeline_model_parallel_size: 1, mtp_num_layers: 0, or data of text"
 
 
 def numbers_of(values: dict[str, Any]) -> SimpleNamespace:
@@ -114,21 +108,6 @@ _FP8 = (
         "its products are Transformer Engine's, and the layers of this run are local ones",
         "transformer_impl: transformer_engine, or fp8 left out",
     ),
-)
-_WITH_TOWER = (
-    Rule(
-        "predict_with_generate",
-        "answers about pictures are not generated in evaluations",
-        "predict_with_generate: false, and python -m mca_lite generate after the run",
-    ),
-)
-_WITHOUT_TOWER = tuple(
-    Rule(f"{wrong}{key}", "the model has no vision tower", f"{key} left out")
-    for wrong, key in (
-        ("!", "freeze_vision_tower"),
-        ("!", "freeze_multi_modal_projector"),
-        ("", "freeze_language_model"),
-    )
 )
 _WITHOUT_TE = (
     Rule(
@@ -443,7 +422,6 @@ def check_numbers(values: dict[str, Any], judge: Judge) -> None:
 def check_config(values: dict[str, Any], a: Any, judge: Judge) -> None:
     """Apply every rule between a raw config.json and the arguments."""
     check_type(values, judge, a.use_mca)
-    judge.apply(_WITH_TOWER if "vision_config" in values else _WITHOUT_TOWER)
     before = len(judge.problems)
     numbers = numbers_of(values)
     _check_parts(numbers, a, judge)

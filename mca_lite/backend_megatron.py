@@ -7,21 +7,11 @@ import torch
 import torch.distributed as dist
 
 from . import parallel, weights_convert
-from .args_rules_model import NO_PICTURES_AHEAD, PICTURES_AHEAD_REMEDY, check_gate
+from .args_rules_model import check_gate
 from .backend import Backend, mean_of
-from .batch import (
-    RowLayout,
-    Targets,
-    check_slots,
-    has_pictures,
-    is_of_pictures,
-    model_columns,
-    row_layout,
-    to_rank,
-    with_image_slots,
-)
-from .ckpt_megatron import MegatronSnapshot, is_of_tower, load_megatron, owned_parameters
-from .errors import Judge, expect
+from .batch import RowLayout, Targets, model_columns, row_layout, to_rank
+from .ckpt_megatron import MegatronSnapshot, load_megatron, may_rest, owned_parameters
+from .errors import Judge
 from .families import rows_of
 from .hosts import module_of
 from .loss_tokens import TrainedPlaces
@@ -76,8 +66,8 @@ class MegatronBackend(Backend):
         self.counts_tokens = mpu.is_pipeline_last_stage(ignore_virtual=True) and cp_rank == 0
         self._configure(config)
         self.chunks = [self._wrap(model, first=i == 0) for i, model in enumerate(models)]
-        self._trains_tower = False  # on any rank
-        self._tower_rests = False  # in the next update
+        self._may_rest = False  # parameters of any rank
+        self._rests = False  # they, in the next update
         self._accumulate_in_place(models)
         experts = config.num_moe_experts
         if experts:
@@ -89,6 +79,7 @@ class MegatronBackend(Backend):
     def set_layout(self, config, cp_rank: int) -> None:
         """Set what batches and losses need to know of a config's model and layout."""
         self.hf_config = config.hf_config
+        self.inputs = config.inputs
         cp = config.context_parallel_size
         self.context_parallel = cp, cp_rank
         if cp > 1:  # each document is cut into two chunks a rank
@@ -137,7 +128,7 @@ class MegatronBackend(Backend):
         """Tokens and labels at this rank's places, with the borders of packed documents."""
         places = self.places(batch)
         device = parallel.device()
-        batch = self._with_slots(batch)
+        batch = self.inputs.arrange(batch)
         names = model_columns(batch)
         if not self.config.num_moe_experts:  # padding counts in no balancing loss
             names.remove("padding_mask")
@@ -155,28 +146,6 @@ class MegatronBackend(Backend):
             attention_mask=None,
             packed_seq_params=batch.get("packed_seq_params"),
         )
-
-    def _with_slots(self, batch: dict) -> dict:
-        """The batch of a model with pictures with the places of features. The pictures stay on the
-        host on later pipeline stages, and those of rows of padding on the first."""
-        config = self.config
-        if config.mrope_section is None:
-            columns = [name for name in batch if is_of_pictures(name)]
-            expect(
-                not columns,
-                f"a batch has {', '.join(columns)}: {config.hf_model_type} takes text alone",
-            )
-            return batch
-        is_cut = config.pipeline_model_parallel_size > 1
-        expect(
-            not (is_cut and config.mtp_num_layers and has_pictures(batch)),
-            f"a batch has pictures: {NO_PICTURES_AHEAD}: set {PICTURES_AHEAD_REMEDY}",
-        )
-        batch = with_image_slots(batch, config.hf_config["image_token_id"])
-        check_slots(batch, config.vision_config.spatial_merge_size)
-        if mpu.is_pipeline_first_stage(ignore_virtual=True) and has_pictures(batch):
-            return batch
-        return {name: column for name, column in batch.items() if not is_of_pictures(name)}
 
     def places(self, batch: dict) -> torch.Tensor | None:
         return None if self.context_parallel[0] == 1 else self._layout(batch).index
@@ -276,9 +245,7 @@ class MegatronBackend(Backend):
         self.optimizer = create_megatron_optimizer(self.args, chunks, dtype, is_whole)
         if OPTIMIZERS[self.args.optim].of_matrices:
             self._mark_matrices()
-        if config.vision_config is not None:
-            trained = (p for p in self.model.parameters() if p.requires_grad)
-            [self._trains_tower] = parallel.largest(int(any(map(is_of_tower, trained))))
+        self._may_rest = self.inputs.trains(self.model)
         for part in parts_of(self.optimizer):
             part.config.timers = config.timers
         config.finalize_model_grads_func = self._finalize_gradients
@@ -293,7 +260,7 @@ class MegatronBackend(Backend):
         """Set `matrices` of the parameters with matrices of hidden layers, and of their masters."""
         config = self.config
         rows = rows_of(config.hf_model_type, config)
-        rows = {row.mca: row for row in rows if row.is_linear or row.is_of_tower}
+        rows = {row.mca: row for row in rows if row.is_linear or row.is_of_inputs}
         tables = {m.weight for m in self.model.modules() if isinstance(m, torch.nn.Embedding)}
         for (name, _), view in weights_convert.own_parameters(self.model).items():
             row = rows.get(name)
@@ -320,9 +287,8 @@ class MegatronBackend(Backend):
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
-            if self._trains_tower:
-                [seen] = parallel.largest(int(any(map(has_pictures, micro_batches))))
-                self._tower_rests = not seen
+            if self._may_rest:
+                self._rests = self.inputs.rests(micro_batches)
         return get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=_one_or_all([iter(micro_batches) for _ in chunks]),
@@ -366,8 +332,8 @@ class MegatronBackend(Backend):
             return False, 0.0, None
         norm = gradient_norm(optimizer) * self._gradient_factor
         norm_on_host = parallel.HostCopy(norm)
-        if self._tower_rests:
-            self._leave_tower()
+        if self._rests:
+            self._leave_out()
         split = [part for part in parts_of(optimizer) if isinstance(part, SplitMasterOptimizer)]
         for part in split:
             part.multiply(self._gradient_factor, norm, self.largest_norm)
@@ -387,11 +353,10 @@ class MegatronBackend(Backend):
             updated = optimizer.step_with_ready_grads()
         return bool(updated), grad_norm, num_zeros
 
-    def _leave_tower(self) -> None:
-        """Leave the tower out of the next update, after a step without a picture on any rank: its
-        gradients are zeros, and an update would decay its weights and moments."""
+    def _leave_out(self) -> None:
+        """Leave the parameters that rest out of the next update."""
         for _, parameter, main, _ in owned_parameters(self.optimizer, self.model):
-            if is_of_tower(parameter):
+            if may_rest(parameter):
                 main.grad = None
                 if hasattr(main, "decoupled_grad"):  # set anew for each update
                     main.decoupled_grad = None

@@ -16,26 +16,16 @@ import torch.nn.functional as F
 from . import cpu, parallel
 from .args_rules_model import check_torch_packing
 from .backend import Backend, mean_of
-from .batch import (
-    ROPE_COLUMNS,
-    block_diagonal_mask,
-    check_slots,
-    get_ltor_masks_and_position_ids,
-    has_pictures,
-    is_of_pictures,
-    model_columns,
-    to_rank,
-    with_image_slots,
-)
+from .batch import block_diagonal_mask, get_ltor_masks_and_position_ids, model_columns, to_rank
 from .ckpt import TorchSnapshot, load_torch
 from .errors import Judge, expect
 from .families import FAMILIES, values_of
 from .families_rows import has_value_head
 from .files import IGNORE_INDEX, describe_error
+from .inputs import inputs_of
 from .loss_tokens import Head, Logits, LossOfLogits, checked, token_losses
 from .model_linears import extra_factors
 from .model_moe import BalancingLosses, RouterStatistics, updated_bias
-from .model_vision import empty_picture
 from .optim import Matrices, create_grad_scaler, create_torch_optimizer
 from .tables import OPTIMIZERS
 from .weights_convert import write_model
@@ -145,11 +135,6 @@ class TorchRouters:
 # -- the backend
 
 
-def tower_of(model) -> torch.nn.Module | None:
-    """transformers' module for the pictures of a model, None without."""
-    return getattr(model.base_model, "visual", None)
-
-
 class TokenLossModel(torch.nn.Module):
     """A Hugging Face decoder with the outputs of McaGPTModel: token losses with labels, logits
     without; with a value head a score of each token.
@@ -165,7 +150,8 @@ class TokenLossModel(torch.nn.Module):
         self.weights_differ = False  # True: rows weigh differently in the loss
         self.loss_of_logits: LossOfLogits | None = None  # in place of cross entropy
         # True: a forward pass without a picture has a part of 0 in the tower's gradients
-        self.always_sees = False
+        self.inputs = inputs_of(model.config)
+        self.trains_inputs = False
         self.has_value_head = has_value_head(model.config.architectures)
         self.head_is_plain = self.has_value_head or self._head_is_plain()
 
@@ -215,8 +201,8 @@ class TokenLossModel(torch.nn.Module):
                 kwargs["logits_to_keep"] = places
             return self.model(input_ids, **kwargs).logits
         losses = self._losses(input_ids, labels, kwargs)
-        if self.always_sees and torch.is_grad_enabled() and "pixel_values" not in more:
-            losses = losses + self._nothing_seen()
+        if self.trains_inputs and torch.is_grad_enabled():
+            losses = losses + self.inputs.unused(self.model, more)
         return losses
 
     def _losses(self, input_ids, labels, kwargs) -> torch.Tensor:
@@ -233,13 +219,6 @@ class TokenLossModel(torch.nn.Module):
             weights_differ=self.weights_differ,
             of_logits=self.loss_of_logits,
         )
-
-    def _nothing_seen(self) -> torch.Tensor:
-        """0, with gradients of 0 for the tower's weights."""
-        pixels, grid = empty_picture(self.model.config.vision_config, parallel.device())
-        output = tower_of(self.model)(pixels, grid_thw=grid)
-        features = [output.pooler_output, *getattr(output, "deepstack_features", ())]
-        return sum(feature.sum() for feature in features) * 0
 
     def _losses_of_whole_logits(self, input_ids, labels, kwargs) -> torch.Tensor:
         if self.loss_of_logits is None:
@@ -283,10 +262,11 @@ class TorchBackend(Backend):
             judge = Judge(None)
             check_torch_packing(model.config, judge)
             judge.close()
-        tower = list(tower_of(model).parameters()) if tower_of(model) else []
-        self.tower = [parameter for parameter in tower if parameter.requires_grad]
+        self.inputs = wrapped.inputs
+        parameters = self.inputs.parameters_of(model)
+        self._resting = [parameter for parameter in parameters if parameter.requires_grad]
         if self.dp_size > 1:
-            wrapped.always_sees = bool(self.tower)  # DDP waits for every gradient
+            wrapped.trains_inputs = bool(self._resting)  # DDP waits for every gradient
             ids = [torch.cuda.current_device()] if torch.cuda.is_available() else None
             # buffers change on all ranks alike: a broadcast in each pass would only be waited for
             wrapped = torch.nn.parallel.DistributedDataParallel(
@@ -315,17 +295,7 @@ class TorchBackend(Backend):
         else:
             mask = block_diagonal_mask(batch["cu_seqlens"], device)
             positions = params.layout.positions[None]
-        if tower_of(self.model) is not None:
-            config = self.model.config
-            slots = with_image_slots(batch, config.image_token_id)
-            check_slots(slots, config.vision_config.spatial_merge_size)
-            ids = inputs["input_ids"]
-            # rows that only fill the batch have no pictures
-            unseen = is_padding & (ids == config.image_token_id)
-            inputs["input_ids"] = ids.masked_fill(unseen, int(config.image_token_id == 0))
-            positions = torch.stack([inputs.pop(name) for name in ROPE_COLUMNS])
-            if not has_pictures(batch):
-                inputs = {name: x for name, x in inputs.items() if not is_of_pictures(name)}
+        inputs, positions = self.inputs.for_transformers(batch, inputs, positions, is_padding)
         return dict(inputs, position_ids=positions, attention_mask=mask)
 
     def expect_weighted_losses(self) -> None:
@@ -390,20 +360,18 @@ class TorchBackend(Backend):
                 self._backward(loss, count, len(micro_batches))
             metrics.append(measured)
         if not forward_only:
-            self._leave_tower(micro_batches)
+            self._leave_out(micro_batches)
             self.routers.update_biases()
             if self.args.calculate_per_token_loss:
                 self._divide_by_tokens(tokens)
         return metrics
 
-    def _leave_tower(self, micro_batches: list) -> None:
-        """Leave the tower out of the update after a step without a picture on any rank: DDP has
-        gradients of 0 for it, which would decay its weights and moments. Collective."""
-        if not self.loss_model.always_sees:
-            return
-        [seen] = parallel.largest(int(any(map(has_pictures, micro_batches))))
-        for parameter in self.tower if not seen else ():
-            parameter.grad = None
+    def _leave_out(self, micro_batches: list) -> None:
+        """Leave the modules for inputs out of the update after a step without any: DDP has
+        gradients of 0 for them. Collective."""
+        if self.loss_model.trains_inputs and self.inputs.rests(micro_batches):
+            for parameter in self._resting:
+                parameter.grad = None
 
     def _backward(self, loss, count, num_micro_batches: int) -> None:
         """The backward pass of a micro-batch.

@@ -24,7 +24,7 @@ from .errors import expect
 from .files import IGNORE_INDEX
 from .mcore import PackedSeqParams
 from .parallel import to_device
-from .tables import COLUMNS, registered_columns
+from .tables import COLUMNS, is_of_inputs, registered_columns
 
 # -- from the collator's rows to what a model takes
 
@@ -36,11 +36,6 @@ def padding_of(name: str, pad_token_id: int) -> float:
 
 def _is_of_tokens(name: str) -> bool:
     return name in COLUMNS and COLUMNS[name].per == "token"
-
-
-def is_of_pictures(name: str) -> bool:
-    """True for a column with rows of pictures."""
-    return name in COLUMNS and COLUMNS[name].per == "picture"
 
 
 def document_lengths(mask: torch.Tensor) -> list[list[int]]:
@@ -69,7 +64,7 @@ def _taken(
     they are), and its other columns without fillers, as [documents] or [samples]."""
     taken = {}
     for name, column in batch.items():
-        if is_of_pictures(name):
+        if is_of_inputs(name):
             taken[name] = column
             continue
         if not _is_of_tokens(name):
@@ -217,86 +212,6 @@ def join(batches: list[dict]) -> dict:
     return joined
 
 
-# -- pictures
-
-
-def with_image_slots(batch: dict, image_token_id: int) -> dict:
-    """An arranged batch with "image_slot" [b, s], the number of each place's image feature among
-    those of the micro-batch, -1 for text and padding."""
-    is_image = (batch["input_ids"] == image_token_id) & ~batch["padding_mask"]
-    numbers = is_image.flatten().cumsum(0).view(is_image.shape) - 1
-    return {**batch, "image_slot": numbers.masked_fill(~is_image, -1)}
-
-
-# what the sizes of varlen_of_graph are multiples of
-GRAPH_DOCUMENTS = 16
-GRAPH_LENGTH = 256
-ROPE_COLUMNS = ("rope_t", "rope_h", "rope_w")
-
-
-def has_pictures(batch: dict) -> bool:
-    """True for an arranged batch with a picture in another row than one that only fills it."""
-    return "image_grid_thw" in batch and not bool(batch["padding_mask"].all())
-
-
-def merged_grids(grids: torch.Tensor, merge_size: int) -> torch.Tensor:
-    """Features of pictures along time, height and width [pictures, 3], of their patches `grids`: a
-    square of merge_size x merge_size patches is one feature."""
-    return grids // grids.new_tensor([1, merge_size, merge_size])
-
-
-def rope_positions(
-    ids: torch.Tensor, grids: torch.Tensor, image_token_id: int, merge_size: int
-) -> torch.Tensor:
-    """Positions int64 [3, n] of a document's tokens `ids` [n] along time, height and width.
-
-    Text counts on along all three. A picture counts its features along each from the position
-    after the token before it; the text after a picture goes on where its longer side ends. grids:
-    see merged_grids. ValueError if the document has not one image token for each feature.
-    """
-    grids = merged_grids(grids.view(-1, 3), merge_size)
-    counts = grids.prod(1)
-    [places] = torch.nonzero(ids == image_token_id, as_tuple=True)
-    total = int(counts.sum())
-    expect(
-        len(places) == total,
-        f"a document has {len(places)} image tokens, and its {len(grids)} pictures {total} "
-        "features: expected an image token for each feature",
-    )
-    firsts = counts.cumsum(0) - counts  # of each picture among all features
-    steps = torch.ones_like(ids)
-    steps[places] = 0
-    steps[places[firsts]] = grids[:, 1:].amax(1)
-    starts = steps.cumsum(0) - steps
-    number = torch.arange(len(grids)).repeat_interleave(counts)
-    inside = torch.arange(total) - firsts[number]
-    _, height, width = grids[number].T
-    along = (inside // (height * width), inside // width % height, inside % width)
-    positions = starts.expand(3, -1).clone()
-    positions[:, places] = starts[places[firsts]][number] + torch.stack(along)
-    return positions
-
-
-def check_slots(batch: dict, merge_size: int) -> None:
-    """ValueError for a batch of with_image_slots with more or fewer image tokens than features, and
-    for one without positions. Rows of padding alone may have pictures."""
-    lacking = [name for name in ROPE_COLUMNS if name not in batch]
-    expect(
-        not lacking,
-        f"a batch of a model with pictures lacks {', '.join(lacking)}: batch.rope_positions gives "
-        "them for a document",
-    )
-    count = int(batch["image_slot"].max()) + 1
-    features = 0
-    if "image_grid_thw" in batch:
-        features = int(merged_grids(batch["image_grid_thw"], merge_size).prod(1).sum())
-    expect(
-        count == features or batch["padding_mask"].all(),
-        f"a batch has {count} image tokens, and its pictures {features} features: expected an "
-        "image token for each feature, and image_grid_thw of every picture",
-    )
-
-
 def model_columns(batch: dict) -> list[str]:
     """The columns of an arranged batch for the forward pass."""
     return [name for name in batch if name in COLUMNS and COLUMNS[name].to_model]
@@ -399,6 +314,10 @@ def check_pack_seq_aligned(attention_mask: torch.Tensor, align_size: int) -> boo
 
 
 # -- a row on a rank
+
+# what the sizes of varlen_of_graph are multiples of
+GRAPH_DOCUMENTS = 16
+GRAPH_LENGTH = 256
 
 
 @dataclass(eq=False)  # a key of caches, by identity

@@ -351,14 +351,14 @@ def owned_parameters(optimizer, models):
                 yield inner, parameter, main, slice(0, parameter.numel())
 
 
-# keys of the index: updates made so far, of a model and of its tower. A step without a picture is
-# no update of the tower
+# keys of the index: updates made so far, of a model and of its modules for inputs beside text. A
+# step without such an input is no update of these
 STEPS = ("optimizer_steps", "tower_steps")
 
 
-def is_of_tower(parameter) -> bool:
-    """True for a parameter of transformers' module for pictures."""
-    return hasattr(parameter, "of_tower")
+def may_rest(parameter) -> bool:
+    """True for a parameter that updates leave out after a step without its inputs."""
+    return getattr(parameter, "may_rest", False)
 
 
 def state_names(optimizer, parameter) -> list[str]:
@@ -441,7 +441,7 @@ def _fill_optimizer(
     parameter. fill: of a sharded tensor, from the files."""
     with torch.no_grad():
         for inner, parameter, main, cut in owned_parameters(optimizer, models):
-            steps = of_kinds[is_of_tower(parameter)]
+            steps = of_kinds[may_rest(parameter)]
             is_piece = main.numel() != parameter.numel()
             mine = {}
             for name in state_names(optimizer, parameter):
@@ -466,6 +466,6 @@ def _optimizer_steps(optimizer, models) -> list[int]:
     since some have no piece."""
     counts = [0, 0]
     for inner, parameter, main, _ in owned_parameters(optimizer, models):
-        kind = int(is_of_tower(parameter))
+        kind = int(may_rest(parameter))
         counts[kind] = max(counts[kind], int(inner.state[main].get("step", 0)))
     return parallel.largest(*counts)

@@ -139,13 +139,15 @@ class _Speaker:
     """A model with its side of the conversation."""
 
     def __init__(self, name: str, options, decoding, keys):
-        from .generation import load_for_generation, vision_of
+        from .generation import load_for_generation
+        from .inputs import inputs_of
 
         trusted = [options.model, options.base] * options.trust_remote_code
         self.model, self.tokenizer = load_for_generation(
             options.model, options.base, name == "before", trusted
         )
-        self.vision = vision_of(self.model, self.tokenizer, keys)
+        folder = Path(self.model.name_or_path)
+        self.media = inputs_of(self.model.config).media(folder, self.tokenizer, keys)
         self.enable_thinking = keys.enable_thinking
         self.name = name
         self.decoding = decoding
@@ -161,19 +163,16 @@ class _Speaker:
 
     def show(self, path: str) -> None:
         """Put a picture before the next question, or print the reason against it."""
-        from .data_images import read_picture
-
-        if self.vision is None:
+        if not self.media.block:
             print("this model sees no pictures")
             return
         try:
-            picture = read_picture(path, Path.cwd(), "/image")
-            self.vision.place(picture, "/image")  # its header is read
+            picture = self.media.read(path, "/image")
         except ValueError as error:
             print(printable(str(error)))
             return
         self.pictures.append(picture)
-        self.waiting += self.vision.block
+        self.waiting += self.media.block
 
     def answer(self, question: str) -> None:
         """Print the answer as it comes. An answer cut by Ctrl-C stays in the conversation."""
@@ -183,11 +182,9 @@ class _Speaker:
 
         self.messages.append({"role": "user", "content": self.waiting + question})
         self.waiting = ""
-        seen = None
         try:
             prompt = generation.prompt_ids(self.tokenizer, self.messages, self.enable_thinking)
-            if self.vision is not None:
-                prompt, seen = self.vision.prompt(prompt, self.pictures, "this conversation")
+            prompt, seen = self.media.prompt(prompt, self.pictures, "this conversation")
         except TemplateError as error:
             print(f"the chat template refuses this conversation: {printable(str(error))}")
             return self.begin("")
@@ -208,15 +205,16 @@ def _generate(words: list[str], options) -> None:
     arguments = parse_args(words, needs_world=False)
     if options.file is not None and not Path(options.file).is_file():
         refuse("--file", options.file, f"no such file (seen from {Path.cwd()})", _FILES)
-    from .generation import answers, load_for_generation, vision_of
+    from .generation import answers, load_for_generation
+    from .inputs import inputs_of
 
     output_dir = Path(arguments.training.output_dir)
     decoding = _decoding(options)
     names = [str(output_dir), options.base, arguments.model.model_name_or_path]
     trusted = names * arguments.model.trust_remote_code
     model, tokenizer = load_for_generation(output_dir, options.base, False, trusted)
-    vision = vision_of(model, tokenizer, arguments.data)
-    samples = _samples(arguments, options.file, model, tokenizer, vision)[: options.num]
+    media = inputs_of(model.config).media(Path(model.name_or_path), tokenizer, arguments)
+    samples = _samples(arguments, options.file, model, tokenizer, media)[: options.num]
     prompts = [ids for ids, *_ in samples]
     rows = [{"prompt": tokenizer.decode(ids)} for ids in prompts]
     seen = [pictures for *_, pictures in samples]
@@ -262,7 +260,7 @@ def _result(rows: list[dict], name: str) -> str:
 _Sample = tuple[list[int], str | None, dict]
 
 
-def _samples(arguments, file: str | None, model, tokenizer, vision) -> list[_Sample]:
+def _samples(arguments, file: str | None, model, tokenizer, media) -> list[_Sample]:
     """(token ids of the prompt, the expected answer if there is one, the prompt's pictures) of a
     file, else of the evaluation set as training reads it: its last answer with loss is the expected
     one."""
@@ -270,15 +268,15 @@ def _samples(arguments, file: str | None, model, tokenizer, vision) -> list[_Sam
 
     stage = arguments.finetuning.stage
     if file is not None:
-        return _of_file(file, tokenizer, arguments.data, vision)
+        return _of_file(file, tokenizer, arguments.data, media)
     if OBJECTIVES[stage].joins_documents:
         refuse("stage", stage, "its documents have no answers", "--file prompts.jsonl")
-    evaluated = _evaluation_set(arguments, tokenizer, vision)
+    evaluated = _evaluation_set(arguments, tokenizer, media)
     turns = turns_of(evaluated, range(len(evaluated)), model, tokenizer)
     return [turn[1:] for turn in turns]
 
 
-def _evaluation_set(arguments, tokenizer, vision):
+def _evaluation_set(arguments, tokenizer, media):
     """The samples of eval_dataset or val_size, with loss on their answers alone."""
     from .data import load_datasets
 
@@ -290,13 +288,13 @@ def _evaluation_set(arguments, tokenizer, vision):
         refuse("train_on_prompt", True, "the samples of val_size have trained prompts", remedy)
     vars(data).update(packing=False, neat_packing=False, train_on_prompt=False)
     seed = arguments.training.order_seed
-    samples = load_datasets(data, arguments.finetuning.stage, tokenizer, seed, vision).eval
+    samples = load_datasets(data, arguments.finetuning.stage, tokenizer, seed, media).eval
     if samples is None:
         refuse("eval_dataset", None, "there is nothing to evaluate on", f"val_size, {remedy}")
     return samples
 
 
-def _of_file(file: str, tokenizer, data, vision) -> list[_Sample]:
+def _of_file(file: str, tokenizer, data, media) -> list[_Sample]:
     """The samples of a file of records."""
     from .data_chat import ChatRenderer
     from .data_files import DatasetSpec, read_records
@@ -304,7 +302,7 @@ def _of_file(file: str, tokenizer, data, vision) -> list[_Sample]:
 
     spec = DatasetSpec(file)
     renderer = ChatRenderer(tokenizer, data.enable_thinking)
-    options = (data.ignore_message_keys, vision)
+    options = (data.ignore_message_keys, media)
     samples = []
     for where, record in read_records(file):
         if isinstance(record, str):
@@ -319,9 +317,7 @@ def _of_file(file: str, tokenizer, data, vision) -> list[_Sample]:
             ids = tokenizer.encode(asked.messages[-1]["content"])
         else:
             ids = tokenizer.encode(renderer.prompt(asked, where), add_special_tokens=False)
-        seen = {}
-        if vision is not None:
-            ids, seen = vision.prompt(ids, asked.pictures, where)
+        ids, seen = media.prompt(ids, asked.media, where)
         samples.append((ids, expected, seen))
     if not samples:
         refuse("--file", file, "it holds no record", _FILES)

@@ -428,14 +428,14 @@ def _run_lines(layout: _Layout) -> list[str]:
     of_epoch = 0
     if args.max_steps <= 0:
         from .data import load_datasets
-        from .run import load_tokenizer, vision_of
+        from .run import load_tokenizer
 
         run = layout.arguments
         tokenizer = load_tokenizer(run.model.model_name_or_path, run.model.trust_remote_code)
         seed = args.order_seed
         folder = Path(run.model.model_name_or_path)
-        vision = vision_of(layout.config, folder, tokenizer, run.data)
-        train = load_datasets(run.data, run.finetuning.stage, tokenizer, seed, vision).train
+        media = layout.config.inputs.media(folder, tokenizer, run)
+        train = load_datasets(run.data, run.finetuning.stage, tokenizer, seed, media).train
         of_epoch = math.ceil(len(train) / samples)
         data = f"{len(train):,} samples, {train.num_tokens:,} tokens"
     steps = args.steps_of_run(of_epoch)
@@ -452,7 +452,7 @@ def _run_lines(layout: _Layout) -> list[str]:
         "model on disk": show_size(total),
         "a checkpoint": show_size(of_checkpoint),
     }
-    if layout.config.vision_config is not None:
+    if layout.config.input_tensors:
         table["pictures"] = "in memory as if a row held nothing else; not in the time"
     time = layout.time
     if time is not None:

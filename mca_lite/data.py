@@ -21,9 +21,9 @@ from .data_batches import Packs, Stream, Turns, work_of
 from .data_chat import ChatRenderer, chat_renderer
 from .data_encode import Encoder, Reader, Shard, load_shard
 from .data_files import SIDES, DatasetSpec, resolve
-from .data_images import Placed, Vision
 from .errors import Judge, refuse
 from .files import IGNORE_INDEX
+from .inputs import TEXT, Media
 from .tables import Objective, function_of, objective_of
 
 _shown = reprlib.Repr()
@@ -99,16 +99,9 @@ class TokenDataset(Subset):
         return int(self.learned.sum())
 
     @property
-    def has_pictures(self) -> bool:
-        """True if a document of the shards has a picture."""
-        return any(shard.pictures_end[-1] for shard in self.shards)
-
-    def pictures(self, i: int) -> list[Placed]:
-        """The pictures of the first document of a sample."""
-        number = int(self.indices[i])
-        at = int(np.searchsorted(self.ends, number, side="right"))
-        first = self.ends[at] - len(self.shards[at])
-        return self.shards[at].pictures(number - first)[0]
+    def has_media(self) -> bool:
+        """True if a document of the shards has an input beside text."""
+        return any(shard.media_end[-1] for shard in self.shards)
 
     def subset(self, index) -> "TokenDataset":
         """The samples at these positions, in this order; positions may repeat."""
@@ -172,26 +165,26 @@ def tokens_of(document: dict) -> tuple[np.ndarray, np.ndarray]:
 
 
 def marked_runs(
-    tokens: np.ndarray, trained: np.ndarray, tokenizer, vision: Vision | None = None
+    tokens: np.ndarray, trained: np.ndarray, tokenizer, media: Media = TEXT
 ) -> list[tuple[str, bool]]:
-    """(text, True if it has loss) of each run of tokens with loss, or without; of a picture its
-    token and their number."""
-    is_image = tokens == (-1 if vision is None else vision.image_token_id)
-    borders = np.flatnonzero(np.diff(trained) | np.diff(is_image)) + 1
+    """(text, True if it has loss) of each run of tokens with loss, or without; of an input beside
+    text its token and their number."""
+    is_placeholder = tokens == media.token_id
+    borders = np.flatnonzero(np.diff(trained) | np.diff(is_placeholder)) + 1
     runs = []
     for places in np.split(np.arange(len(tokens)), borders):
         if len(places):
             text = tokenizer.decode(tokens[places].tolist())
-            if is_image[places[0]]:
+            if is_placeholder[places[0]]:
                 text = f"{tokenizer.decode(tokens[places[:1]].tolist())} x {len(places)}"
             runs.append((text, bool(trained[places[0]])))
     return runs
 
 
-def show_document(document: dict, tokenizer, vision: Vision | None = None) -> str:
+def show_document(document: dict, tokenizer, media: Media = TEXT) -> str:
     """The document decoded, with «» around text with loss, and long text cut in the middle."""
     text = ""
-    for piece, is_trained in marked_runs(*tokens_of(document), tokenizer, vision):
+    for piece, is_trained in marked_runs(*tokens_of(document), tokenizer, media):
         text += f"«{piece}»" if is_trained else piece
     return _shown.repr(text)
 
@@ -214,17 +207,15 @@ def _describe_shard(spec: DatasetSpec, shard: Shard, objective: Objective, token
     lines = describe_files(spec, shard.meta["formats"], facts, objective)
     lines += [f"  warning: {line}" for line in shard.tally.lines()]
     samples = [shard.documents(row) for row in range(len(shard))[:1]]
-    return lines + show_samples(samples, tokenizer, shard.vision)
+    return lines + show_samples(samples, tokenizer, shard.media)
 
 
-def show_samples(
-    samples: Iterable[list[dict]], tokenizer, vision: Vision | None = None
-) -> list[str]:
+def show_samples(samples: Iterable[list[dict]], tokenizer, media: Media = TEXT) -> list[str]:
     """Lines with the text of each document."""
     documents = list(itertools.chain(*samples))
     names = SIDES if len(documents) > 1 else ("sample",)
     return [
-        f"  first {name}, trained tokens in «»: {show_document(document, tokenizer, vision)}"
+        f"  first {name}, trained tokens in «»: {show_document(document, tokenizer, media)}"
         for name, document in zip(names, documents, strict=False)
     ]
 
@@ -234,14 +225,14 @@ def show_samples(
 
 @dataclass
 class DatasetBundle:
-    """Datasets of a run, from load_datasets. report: lines to print on one rank. vision: of a model
-    with pictures, read by the datasets."""
+    """Datasets of a run, from load_datasets. report: lines to print on one rank. media: of the
+    model, read by the datasets."""
 
     train: TokenDataset | Packs | Stream | None
     # a dict: by name
     eval: TokenDataset | Packs | dict[str, TokenDataset | Packs] | None
     report: list[str]
-    vision: Vision | None = None
+    media: Media = TEXT
 
 
 def _joined(data_args, stream_args) -> SimpleNamespace:
@@ -250,18 +241,13 @@ def _joined(data_args, stream_args) -> SimpleNamespace:
 
 
 def load_datasets(
-    data_args,
-    stage: str,
-    tokenizer,
-    seed: int = 42,
-    vision: Vision | None = None,
-    stream_args: Any = None,
+    data_args, stage: str, tokenizer, seed: int = 42, media: Media = TEXT, stream_args: Any = None
 ) -> DatasetBundle:
     """The datasets of a run, tokenised or from the cache, with lines for the report.
 
     data_args: DataArguments. stage: a name in OBJECTIVES, which determines samples. tokenizer:
-    gets the chat template of the keys, in place, to be exported with it. vision: for a model with
-    pictures. stream_args: StreamArguments, None: nothing is streamed. No collectives: of the
+    gets the chat template of the keys, in place, to be exported with it. media: of the
+    model. stream_args: StreamArguments, None: nothing is streamed. No collectives: of the
     processes that share cache_dir one writes, the others wait. The split of val_size and the mixing
     depend on the seed and the files alone.
     Raises: ConfigError for keys, ValueError with file and line for unusable input.
@@ -272,24 +258,18 @@ def load_datasets(
     judge = Judge(keys)
     judge.apply(NAMED)
     check_records(objective, judge)
-    judge.expect(
-        vision is None or not keys.streaming,
-        "streaming",
-        "the samples of a model with pictures are tokenised beforehand",
-        "streaming: false",
-    )
+    media.check_keys(judge)
     judge.close()
     renderer: ChatRenderer | None = None
     report: list[str] = []
     if not objective.joins_documents:
-        block = "" if vision is None else vision.block
-        renderer, report = chat_renderer(tokenizer, data_args, block)
-    encoder = Encoder(tokenizer, renderer, objective, data_args, vision)
+        renderer, report = chat_renderer(tokenizer, data_args, media)
+    encoder = Encoder(tokenizer, renderer, objective, data_args, media)
     packs = data_args.neat_packing or (bool(data_args.packing) and not objective.joins_documents)
 
     def readers(entries: list[str] | None) -> list[Reader]:
         return [
-            Reader(spec, objective, data_args, vision)
+            Reader(spec, objective, data_args, media)
             for spec in resolve(entries or [], data_args, objective)
         ]
 
@@ -328,7 +308,7 @@ def load_datasets(
     evaluation = sets.get("eval")
     if data_args.eval_on_each_dataset:
         evaluation = {name_of_set(name.removeprefix("eval ")): sets[name] for name in sets}
-    return DatasetBundle(train, evaluation, report + lines, vision)
+    return DatasetBundle(train, evaluation, report + lines, media)
 
 
 def _counted(name: str, dataset: TokenDataset, objective: Objective) -> str:

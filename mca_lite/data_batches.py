@@ -20,11 +20,11 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
-from .batch import document_lengths, is_of_pictures, padding_of
+from .batch import document_lengths, padding_of
 from .data_files import SIDES
 from .errors import expect
 from .files import IGNORE_INDEX
-from .tables import COLUMNS, Column, registered_columns
+from .tables import COLUMNS, Column, is_of_inputs, registered_columns
 from .watchdog import end_with_rank
 
 # columns of tokenizers and data sets, and of a stream, without a meaning for the model
@@ -91,7 +91,7 @@ def _row(sample) -> dict[str, torch.Tensor]:
     )
     row = {}
     for name, column in given.items():
-        if is_of_pictures(name):
+        if is_of_inputs(name):
             given_ones = (document.get(name) for document in documents)
             parts = [torch.as_tensor(one) for one in given_ones if one is not None]
             if parts:
@@ -163,7 +163,7 @@ class Collator:
         batch = {}
         for name in sorted(set().union(*rows)):
             columns = [row[name] for row in rows if name in row]
-            if is_of_pictures(name):
+            if is_of_inputs(name):
                 batch[name] = torch.cat(columns)
                 continue
             lacking = [i for i, row in enumerate(rows) if name not in row]
@@ -178,12 +178,12 @@ class Collator:
 
 
 class Limits(NamedTuple):
-    """Limits of a model: ids below vocab_size, documents of so many positions; pictures, if it has
-    a tower for them."""
+    """Limits of a model: ids below vocab_size, documents of so many positions; inputs beside
+    text, if it has modules for them."""
 
     vocab_size: float = math.inf
     positions: float = math.inf
-    has_tower: bool = True
+    has_inputs: bool = True
 
     @classmethod
     def of(cls, hf_config: dict) -> "Limits":
@@ -203,7 +203,7 @@ class Limits(NamedTuple):
     def within(self, other: "Limits") -> "Limits":
         """The limits of batches for this model and another one."""
         vocab_size = min(self.vocab_size, other.vocab_size)
-        return Limits(vocab_size, min(self.positions, other.positions), self.has_tower)
+        return Limits(vocab_size, min(self.positions, other.positions), self.has_inputs)
 
     def check_positions(self, longest: int) -> None:
         """ValueError if the longest document has more tokens than the model has positions."""
@@ -310,7 +310,7 @@ def _check_shift(batch: dict) -> None:
 def _check_limits(batch: dict, limits: Limits) -> None:
     """ValueError for ids, labels, documents or pictures outside the model's limits."""
     expect(
-        limits.has_tower or not any(map(is_of_pictures, batch)),
+        limits.has_inputs or not any(map(is_of_inputs, batch)),
         "a batch has pixel_values or image_grid_thw, and the model reads text: its config.json has "
         "no vision_config: remove the columns",
     )
@@ -522,10 +522,10 @@ def _sample_of(is_filler: bool, sample):
         documents = documents_of(sample)
     except ValueError:  # a user's collate function may take others
         return sample
-    if not any(map(is_of_pictures, set().union(*documents))):
+    if not any(map(is_of_inputs, set().union(*documents))):
         return sample
     return [
-        {name: value for name, value in document.items() if not is_of_pictures(name)}
+        {name: value for name, value in document.items() if not is_of_inputs(name)}
         for document in documents
     ]
 

@@ -30,9 +30,9 @@ from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from .data_images import Placed
 from .data_records import Conversation
 from .errors import expect, refuse
+from .inputs import TEXT, Media
 from .tables import BUILT_IN_FOR, TEMPLATES
 
 # text before the last </think>, from the last <think> or the beginning on, unless it is blank
@@ -100,14 +100,14 @@ class _Style:
 
 class Rendered(NamedTuple):
     """text: of a document. spans: [start, end) in characters, to be trained. is_plain: the
-    tokenizer has to add special tokens, for no chat template wrote them. pictures: those of the
-    text, in their order. lacks_thinking: the template leaves out thinking of the conversation,
-    wherever it stands; strips_thinking: of earlier turns, and the sample has them."""
+    tokenizer has to add special tokens, for no chat template wrote them. media: the inputs
+    beside text, in their order. lacks_thinking: the template leaves out thinking of the
+    conversation, wherever it stands; strips_thinking: of earlier turns, and the sample has them."""
 
     text: str
     spans: list[tuple[int, int]]
     is_plain: bool = False
-    pictures: tuple[Placed, ...] = ()
+    media: tuple = ()
     lacks_thinking: bool = False
     strips_thinking: bool = False
 
@@ -136,16 +136,16 @@ def in_time(render: Callable, place: Callable[[], str]):
     return answer.result()
 
 
-def chat_renderer(tokenizer, data_args, image_block: str = "") -> tuple["ChatRenderer", list[str]]:
+def chat_renderer(tokenizer, data_args, media: Media = TEXT) -> tuple["ChatRenderer", list[str]]:
     """(the renderer of a run, lines for the report), by the keys of DataArguments. Sets the
-    template of these keys in the tokenizer, in place. image_block: of Vision.
+    template of these keys in the tokenizer, in place. media: of the model.
 
     Raises: ConfigError for an unreadable file; ValueError for a tokenizer without offsets or
     template, and for an endless template.
     """
     report = _set_template(tokenizer, data_args.chat_template, data_args.template)
     ends = data_args.end_of_answer
-    renderer = ChatRenderer(tokenizer, data_args.enable_thinking, image_block, ends)
+    renderer = ChatRenderer(tokenizer, data_args.enable_thinking, media, ends)
     if renderer.options and not renderer.reads("enable_thinking"):
         report.append("note: the chat template does not read enable_thinking")
     closing = renderer.end_of_turn()
@@ -198,7 +198,7 @@ def _set_template(tokenizer, chat_template: str | None, template: str | None) ->
 
 class ChatRenderer:
     """Renders conversations with the tokenizer's chat template and finds the spans of the answers.
-    enable_thinking: variable of the template, None: not given. image_block: the text of a picture.
+    enable_thinking: variable of the template, None: not given. media: of the model.
     ends: one of these tokens ends each answer, if any are given.
 
     Raises: ValueError for a tokenizer without character offsets (not a fast one).
@@ -208,7 +208,7 @@ class ChatRenderer:
         self,
         tokenizer,
         enable_thinking: bool | None = None,
-        image_block: str = "",
+        media: Media = TEXT,
         ends: Sequence[str] = (),
     ):
         expect(
@@ -217,7 +217,7 @@ class ChatRenderer:
             "is made: expected a fast tokenizer (one with a tokenizer.json)",
         )
         self.tokenizer = tokenizer
-        self.image_block = image_block
+        self.media = media
         self.ends = ends
         self.options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         self._styles: dict[tuple[str, str], _Style] = {}
@@ -281,8 +281,8 @@ class ChatRenderer:
         self._style = self._style_of(self._template)
         self._tools = tools
         self._check_whole(messages)
-        if conversation.pictures:
-            self._check_blocks(messages)
+        if conversation.media:
+            self.media.check_template(self._template, self._render, messages)
         marked = _mark_thinking(messages)
         lacks = self._lacks_thinking(messages, marked)
         turns = _answers(messages)  # of other numbers: messages of tools may be joined
@@ -362,34 +362,6 @@ class ChatRenderer:
             return any(_mark_of(n) not in self._render(marked[: n + 1]) for n in hidden)
         return False
 
-    def _check_blocks(self, messages: list[dict]) -> None:
-        """ValueError for a template that writes pictures otherwise than as image_block."""
-        if "image" not in self._template:  # of texts: it writes image_block as it is
-            return
-        blocks = [
-            message | {"content": self._as_blocks(message["content"])} for message in messages
-        ]
-        try:
-            text = self._render(blocks)
-        except TemplateError:  # it takes texts alone
-            return
-        expect(
-            text == self._render(messages),
-            f"the chat template writes pictures otherwise than as {self.image_block}, or their "
-            "message otherwise than without one: set chat_template to one that does not, and leave "
-            "out chat_template_kwargs of pictures",
-        )
-
-    def _as_blocks(self, content: str) -> str | list[dict]:
-        """The content as blocks of text and image, if it has pictures."""
-        first, *texts = content.split(self.image_block)
-        if not texts:
-            return content
-        blocks = [{"type": "text", "text": first}]
-        for text in texts:
-            blocks += [{"type": "image"}, {"type": "text", "text": text}]
-        return [block for block in blocks if block != {"type": "text", "text": ""}]
-
     def _parts(self, messages: list[dict], marked: list[dict]) -> list[tuple[int, int]]:
         """(end, first) of each sample: messages[:end], with the turns from `first` on trained.
 
@@ -417,13 +389,7 @@ class ChatRenderer:
     def _sample(self, messages: list[dict], wanted: list[int]) -> Rendered:
         """The conversation as text, with the spans of the answers in messages of these numbers."""
         text = self._render(messages)
-        if self.image_block:  # else those after it would have another's pixels
-            count = sum(message["content"].count(self.image_block) for message in messages)
-            expect(
-                text.count(self.image_block) == count,
-                f"the chat template leaves out some of {count} pictures, as it does with the "
-                "thinking of earlier answers: move them out of it",
-            )
+        self.media.check_rendered(text, messages)
         spans = self._marked_spans(messages)
         turns = _answers(messages)
         located = turns if self.ends else wanted

@@ -22,10 +22,9 @@ from typing import TypeAlias
 import numpy as np
 import psutil
 
-from . import data_chat, data_files, data_images, data_records
+from . import data_chat, data_files, data_records, inputs
 from .data_chat import ChatRenderer, Rendered, in_time
 from .data_files import SIDES, Cursor, DatasetSpec, Progress, build_once, read_records
-from .data_images import PictureFile, Placed, Vision
 from .data_records import Conversation, conversations, detect_format, document
 from .errors import expect
 from .files import (
@@ -37,6 +36,7 @@ from .files import (
     write_file,
     write_json,
 )
+from .inputs import TEXT, Media
 from .tables import ANSWER_LABEL, Objective
 
 _MAX_BAD_SHARE = 0.1  # of the records: a larger share points to a wrong declaration
@@ -133,15 +133,13 @@ class Tally:
 
 class Reader:
     """Reads the records of one dataset. formats: name in FORMATS of each file, "not read"
-    before its first usable record. vision: of the model, None for one of texts."""
+    before its first usable record. media: of the model."""
 
-    def __init__(
-        self, spec: DatasetSpec, objective: Objective, data_args, vision: Vision | None = None
-    ):
+    def __init__(self, spec: DatasetSpec, objective: Objective, data_args, media: Media = TEXT):
         self.spec = spec
         self.objective = objective
         self.args = data_args
-        self.vision = vision
+        self.media = media
         self.skips = data_args.on_bad_record == "skip"
         # only the first so many records
         self.limit = min(filter(None, (data_args.max_samples, spec.num_samples)), default=None)
@@ -199,7 +197,7 @@ class Reader:
             options = (self.args.default_system, where, self.args.ignore_message_keys)
             kind = (self.formats[file], self.objective.has_pairs)
             read = conversations(
-                record, self.spec, *kind, *options, vision=self.vision, labelled=labelled
+                record, self.spec, *kind, *options, media=self.media, labelled=labelled
             )
             return read, values
         except ValueError as error:
@@ -223,8 +221,8 @@ class Encoder:
     A document has at most cutoff_len + 1 tokens: the end of a longer one is cut. A pair loses the
     beginning of its prompt instead, the same tokens on both sides and all but the last one at most,
     and then the end of an answer. Texts to be joined (joins) are kept whole. renderer: of
-    conversations, None for texts. data_args: DataArguments. vision: of the model, None for one of
-    texts: no border cuts a picture. options: all that determines the result, beside the records
+    conversations, None for texts. data_args: DataArguments. media: of the model: no border cuts
+    an input. options: all that determines the result, beside the records
     and the tokenizer. Picklable, for worker processes.
     Raises: ValueError for a tokenizer that cannot end a text.
     """
@@ -235,10 +233,10 @@ class Encoder:
         renderer: ChatRenderer | None,
         objective: Objective,
         data_args,
-        vision: Vision | None = None,
+        media: Media = TEXT,
     ):
         self.tokenizer = tokenizer
-        self.vision = vision
+        self.media = media
         self.renderer = renderer
         # not the objective: worker processes need not import a script that registers its own
         self.has_pairs = objective.has_pairs
@@ -265,8 +263,7 @@ class Encoder:
             self.options["scores"] = True
         if data_args.end_of_answer:
             self.options["end_of_answer"] = data_args.end_of_answer
-        if vision is not None:
-            self.options["vision"] = vision.identity
+        self.options |= media.options
         expect(
             not self.is_text or (tokenizer.is_fast and tokenizer.eos_token_id is not None),
             f"stage {objective.stage} ends documents with the tokenizer's eos_token: set it in "
@@ -307,12 +304,12 @@ class Encoder:
         for first in range(0, len(documents), self.documents_per_sample):
             where, values, _ = rendered[first]
             of_sample = slice(first, first + self.documents_per_sample)
-            pictures = [list(text.pictures) for *_, text in rendered[of_sample]]
-            sample = self._cut(documents[of_sample], pictures, tally, where)
+            media = [list(text.media) for *_, text in rendered[of_sample]]
+            sample = self._cut(documents[of_sample], media, tally, where)
             if self.scores:
                 sample = list(map(_with_target, sample))
             if not self._leaves_out(sample, tally, where):
-                columns = [values | ({"pictures": some} if some else {}) for some in pictures]
+                columns = [values | ({"media": some} if some else {}) for some in media]
                 kept.append(list(zip(sample, columns, strict=True)))
         return kept, tally
 
@@ -323,14 +320,10 @@ class Encoder:
         text = str(content)
         self.check_size(len(text), where)
         if mark := _FILM.search(text):
-            expect(
-                self.vision is None,
-                f"{where}: the text has {mark.group()}, a mark of video or audio, and models here "
-                "read text and pictures: leave the record out, or write another text",
-            )
+            self.media.check_mark(mark.group(), where)
             tally.count(NOTE, _FILM_AS_TEXT, where)
         if self.renderer is None:
-            return [self._with_pictures(Rendered(content, [], is_plain=True), (), where)]
+            return [self._placed(Rendered(content, [], is_plain=True), (), where)]
         if any(_is_empty(conversation.messages[-1]) for conversation in content):
             tally.count(LEFT_OUT, f"{self.units} have an empty answer and were left out", where)
             return []
@@ -352,24 +345,15 @@ class Encoder:
         if any(one.strips_thinking for one in itertools.chain(*samples)):
             tally.count(NOTE, _STRIPPED, where)
         return [
-            self._with_pictures(rendered, conversation.pictures, where)
+            self._placed(rendered, conversation.media, where)
             for conversation, of_conversation in zip(content, samples, strict=True)
             for rendered in of_conversation
         ]
 
-    def _with_pictures(self, rendered: Rendered, pictures, where: str) -> Rendered:
-        """The text with its pictures, the first of its conversation's. ValueError for a token of
-        pictures without one."""
-        if self.vision is None:
-            return rendered
-        count = rendered.text.count(self.vision.image_token)
-        expect(
-            count <= len(pictures),
-            f"{where}: the text has {count} tokens {self.vision.image_token}, and the record "
-            f"{len(pictures)} pictures: expected this token for pictures alone",
-        )
-        placed = (self.vision.place(picture, where) for picture in pictures[:count])
-        return Rendered(rendered.text, rendered.spans, rendered.is_plain, tuple(placed))
+    def _placed(self, rendered: Rendered, media: tuple, where: str) -> Rendered:
+        """The text with those inputs of its conversation that it has."""
+        placed = self.media.placed(rendered.text, media, where)
+        return Rendered(rendered.text, rendered.spans, rendered.is_plain, placed)
 
     def check_size(self, size: int, where: str) -> None:
         """ValueError with the place for a text far longer than the part that is kept: tokenising
@@ -404,9 +388,7 @@ class Encoder:
                 tokens = np.array(ids, dtype=np.int32)
                 trained = mask_of_spans(offsets[: len(ids)], one.spans)
                 document = np.where(trained, tokens, ~tokens)
-                if self.vision is not None:
-                    document = self.vision.expand(document, one.pictures)
-                documents.append(document)
+                documents.append(self.media.expand(document, one.media))
         return documents
 
     def _tokens(self, texts: list[str], is_plain: bool):
@@ -437,10 +419,10 @@ class Encoder:
         return np.array(ids, dtype=np.int32)
 
     def _cut(
-        self, documents: list[Document], pictures: list[list[Placed]], tally: Tally, where: str
+        self, documents: list[Document], media: list[list], tally: Tally, where: str
     ) -> list[Document]:
-        """The documents cut to cutoff_len + 1 tokens, and before a picture that this would cut;
-        `pictures` of each, in place."""
+        """The documents cut to cutoff_len + 1 tokens, and before an input that this would cut;
+        `media` of each, in place."""
         limit = self.cutoff_len + 1 - int(self.scores)
         longest = max(map(len, documents))
         if self.joins or longest <= limit:
@@ -452,15 +434,13 @@ class Encoder:
             what += " at the beginning of their prompt"
         tally.count(CUT, what, where)
         spans = [slice(start, start + limit)] * len(documents)
-        if self.vision is not None and any(pictures):
-            count = sum(map(len, pictures))
+        if any(media):
+            count = sum(map(len, media))
             for number, document in enumerate(documents):
-                fitted = self.vision.fit(document, pictures[number], start, start + limit)
-                spans[number], pictures[number] = fitted
-            if sum(map(len, pictures)) < count:
-                what = f"{self.units} lost pictures, or all of them, to cutoff_len "
-                what += f"{self.cutoff_len}: pictures take less with a lower image_max_pixels"
-                tally.count(NOTE, what, where)
+                fitted = self.media.fit(document, media[number], start, start + limit)
+                spans[number], media[number] = fitted
+            if sum(map(len, media)) < count:
+                tally.count(NOTE, self.media.lost(self.units, self.cutoff_len), where)
         return [document[span] for document, span in zip(documents, spans, strict=True)]
 
     def _leaves_out(self, documents: list[Document], tally: Tally, where: str) -> bool:
@@ -595,7 +575,7 @@ def load_shard(reader: Reader, encoder: Encoder, data_args) -> "Shard":
         write_shard(temporary, parts, reader, row_length, progress)
 
     build_once(folder, build, f"tokenising {reader.spec.name}", is_good)
-    return Shard(folder, encoder.documents_per_sample, identity, encoder.vision)
+    return Shard(folder, encoder.documents_per_sample, identity, encoder.media)
 
 
 def tokenizer_identity(tokenizer) -> list:
@@ -626,13 +606,10 @@ def _keys(reader: Reader, encoder: Encoder, cache_dir: Path) -> tuple[str, str]:
         # the kind determines how a file is read; its name does not matter
         "files": [[kind, content_hash(Path(file), cache_dir)] for file, kind in spec.files.items()],
     }
-    modules = (data_files, data_records, data_chat, data_images, sys.modules[__name__])
+    of_media = sys.modules[type(encoder.media).__module__]
+    modules = (data_files, data_records, data_chat, inputs, of_media, sys.modules[__name__])
     code: dict = {"format": CACHE_FORMAT, "code": [inspect.getsource(module) for module in modules]}
-    if encoder.vision is not None:  # paths of pictures are relative to a folder
-        code["folders"] = [
-            encoder.vision.media_dir,
-            *(Path(file).absolute() for file in spec.files),
-        ]
+    code |= encoder.media.folders(spec.files)
     return hash_of(identity | code), hash_of(identity)
 
 
@@ -677,15 +654,15 @@ def write_shard(
     folder: Path, parts: Iterator, reader: Reader, row_length: int | None, progress: Progress
 ) -> None:
     """Write a new folder with the documents of `parts`, synced to disk: ids.bin, the documents end
-    to end; index.npz, the arrays of a Shard; meta.json; of a model with pictures a PictureFile.
+    to end; index.npz, the arrays of a Shard; meta.json; the files of Media.store.
 
     parts: of encode_all, from the reader's records. row_length: join the documents and cut them
     into rows of so many tokens, as row_spans does (None: leave them).
     """
     folder.mkdir()
     rows = []
-    pictures_end: list[int] = []
-    pictures = PictureFile(folder)
+    media_end: list[int] = []
+    store = reader.media.store(folder)
     tally = Tally()
     with open(folder / "ids.bin", "wb") as tokens:
         for samples, of_chunk in parts:
@@ -694,11 +671,8 @@ def write_shard(
                 tokens.write(document.tobytes())
                 columns = (values.get(name, np.nan) for name in reader.columns)
                 rows.append((len(document), num_learned(document), *columns))
-                if reader.vision is not None and row_length is None:
-                    end = pictures_end[-1] if pictures_end else 0
-                    if placed := values.get("pictures"):
-                        end = pictures.add(placed)
-                    pictures_end.append(end)
+                if store is not None and row_length is None:
+                    media_end.append(store.add(values.get("media", ())))
             progress(f"{tally.records:,} records, {tokens.tell() // 4:,} tokens")
     tally.check()
     table = np.array(rows).reshape(len(rows), 2 + len(reader.columns))
@@ -713,7 +687,7 @@ def write_shard(
         spans=spans,
         learned=learned,
         columns=table[:, 2:],
-        pictures_end=np.array(pictures_end, dtype=np.int64),
+        pictures_end=np.array(media_end, dtype=np.int64),
     )
     files = sorted(folder.iterdir())
     meta = {
@@ -758,18 +732,16 @@ def damage(folder: Path) -> str | None:
 class Shard:
     """Tokenised samples. `shard[r]` is sample r, a list of documents {"input_ids", "labels"}, int64
     [n] each, shifted: labels[t] is the token after input_ids[t], or IGNORE_INDEX; with the columns
-    of `vision`, for a model with pictures.
+    of `media`.
 
     document_lengths int64 [samples, documents of a sample]: every n. learned int64 [samples]:
     labels that are not IGNORE_INDEX. columns [documents, registered columns]: NaN for none. meta:
     of meta.json. tally: counts of its records. identity: names its files, keys and tokenizer.
     """
 
-    def __init__(
-        self, folder: Path, documents_per_sample: int, identity: str, vision: Vision | None = None
-    ):
+    def __init__(self, folder: Path, documents_per_sample: int, identity: str, media: Media = TEXT):
         self.folder = folder
-        self.vision = vision
+        self.media = media
         self.documents_per_sample = documents_per_sample
         self.identity = identity
         self.meta = json.loads((folder / META_NAME).read_text())
@@ -779,23 +751,22 @@ class Shard:
         self.document_lengths = self.spans[..., 1] - self.spans[..., 0] - 1
         self.learned = index["learned"].reshape(-1, documents_per_sample).sum(axis=1)
         self.columns = index["columns"]
-        self.pictures_end = np.append(0, index["pictures_end"])
+        self.media_end = np.append(0, index["pictures_end"])
 
     def __reduce__(self):  # numpy would pickle the map as a copy of the file
-        return Shard, (self.folder, self.documents_per_sample, self.identity, self.vision)
+        return Shard, (self.folder, self.documents_per_sample, self.identity, self.media)
 
     def __len__(self) -> int:
         return len(self.spans)
 
     def __getitem__(self, row: int) -> list[dict]:
         documents = self.documents(row)
-        if self.vision is not None:
-            for document_, pictures in zip(documents, self.pictures(row), strict=True):
-                document_.update(self.vision.columns(document_["input_ids"], pictures))
+        for document_, placed in zip(documents, self.placed(row), strict=True):
+            document_.update(self.media.columns(document_["input_ids"], placed))
         return documents
 
     def documents(self, row: int) -> list[dict]:
-        """The documents of a sample without the columns of pictures."""
+        """The documents of a sample without the columns of inputs beside text."""
         documents = [shifted(self.tokens[start:stop]) for start, stop in self.spans[row]]
         first = row * self.documents_per_sample
         values_of = self.columns[first : first + len(documents)].tolist()
@@ -804,13 +775,14 @@ class Shard:
             document_.update((name, value) for name, value in columns if value == value)
         return documents
 
-    def pictures(self, row: int) -> list[list[Placed]]:
-        """The pictures of each document of a sample."""
+    def placed(self, row: int) -> list[list]:
+        """The inputs beside text of each document of a sample."""
         first = row * self.documents_per_sample
-        ends = self.pictures_end[first : first + self.documents_per_sample + 1].tolist()
-        if len(self.pictures_end) == 1:  # texts
-            ends = [0] * (self.documents_per_sample + 1)
-        return [PictureFile(self.folder).read(*span) for span in itertools.pairwise(ends)]
+        ends = self.media_end[first : first + self.documents_per_sample + 1].tolist()
+        if len(self.media_end) == 1:  # texts
+            return [[] for _ in range(self.documents_per_sample)]
+        store = self.media.store(self.folder)
+        return [store.read(*span) for span in itertools.pairwise(ends)]
 
     @functools.cached_property
     def tokens(self) -> np.ndarray:

@@ -17,22 +17,25 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from jinja2.exceptions import TemplateError
 
-from .errors import expect
-from .files import describe_error, lies_in, read_json
+from .errors import Judge, expect
+from .files import describe_error, lies_in, read_json, snapshot_of
+from .inputs import MARK, Media
+from .tables import is_of_inputs
 
 if TYPE_CHECKING:
     import torch
 
 # keys of config.json: tokens before a picture, of its features, and after it
 TOKEN_KEYS = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
-PICTURE = "\ufdd0"  # in place of a picture in a message: Unicode has no such character
+_MARK = "<image>"  # LLaMA-Factory's, in a text
 _MOST_PIXELS = 89_478_485  # Pillow's bound for files of strangers, MAX_IMAGE_PIXELS
 # formats in which Pillow runs no other program
 _FORMATS = ("BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
@@ -43,6 +46,7 @@ _PROCESSOR_NAMES = ("processor_config.json", "preprocessor_config.json")
 _PROCESSOR = "Qwen2VLImageProcessor"  # of all three families; Qwen3-VL has other sizes
 _SOURCES = ("image", "image_url", "path", "url", "base64", "value")  # keys of a block of a message
 _TEMPORAL = 1  # patches of a picture along time
+ROPE_COLUMNS = ("rope_t", "rope_h", "rope_w")
 
 
 # -- where a picture is
@@ -226,62 +230,78 @@ def thumbnail(placed: Placed) -> str:
 # -- the pictures of a model
 
 
-@dataclass
-class Vision:
+@dataclass(kw_only=True)
+class Vision(Media):
     """Sizes, tokens and pixels of pictures for one model. Picklable.
 
     folder: of the model, with the settings of its image processor. block: the text of a picture in
     a conversation, with image_token once. limits: min_pixels and max_pixels where the keys give
-    them. makes_pixels: False where no tower is, for a rank to leave pixels out.
+    them.
     """
 
     folder: Path
-    image_token_id: int
+    token_id: int
     merge_size: int
     patch_size: int
     image_token: str
     block: str
     limits: dict[str, int]
     media_dir: str | None = None
-    makes_pixels: bool = True
+    is_read: bool = True
+    kinds = (bytes, dict, str)  # a text in a column image is a path
 
     @classmethod
-    def of(cls, folder: Path, config: dict, tokenizer, data_args) -> Vision | None:
-        """The pictures of a config.json, None for a model without them, or of another kind.
+    def of(cls, folder: Path, config: dict, tokenizer, keys) -> Media:
+        """The pictures of a config.json, Media for a model without them, or of another kind.
         ValueError for a tokenizer without the tokens of pictures."""
         tower = config.get("vision_config") or {}
         sizes = [tower.get(key) for key in ("spatial_merge_size", "patch_size")]
         ids = [config.get(key) for key in TOKEN_KEYS]
         if None in (*sizes, *ids):
-            return None
+            return Media()
         tokens = [tokenizer.decode([number]) for number in ids]
         expect(
             tokenizer("".join(tokens), add_special_tokens=False)["input_ids"] == ids,
             f"{folder}: the tokens of {', '.join(TOKEN_KEYS)} are {tokens}, which the tokenizer "
             "reads otherwise: it is another model's",
         )
-        limits = {
-            "min_pixels": data_args.image_min_pixels,
-            "max_pixels": data_args.image_max_pixels,
-        }
+        limits = {"min_pixels": keys.image_min_pixels, "max_pixels": keys.image_max_pixels}
         return cls(
-            folder,
-            ids[1],
-            *sizes,
-            tokens[1],
-            "".join(tokens),
-            {key: value for key, value in limits.items() if value is not None},
-            data_args.media_dir,
+            folder=folder,
+            token_id=ids[1],
+            merge_size=sizes[0],
+            patch_size=sizes[1],
+            image_token=tokens[1],
+            block="".join(tokens),
+            limits={key: value for key, value in limits.items() if value is not None},
+            media_dir=keys.media_dir,
         )
 
     @property
-    def identity(self) -> dict:
-        """The facts that determine sizes and places."""
-        return {
-            "block": [self.block, self.image_token_id, self.merge_size],
+    def options(self) -> dict:
+        identity = {
+            "block": [self.block, self.token_id, self.merge_size],
             "limits": self.limits,
             "processor": self._settings(),
         }
+        return {"vision": identity}
+
+    def folders(self, files: Iterable[str]) -> dict[str, Any]:
+        return {"folders": [self.media_dir, *(Path(file).absolute() for file in files)]}
+
+    def check_keys(self, judge: Judge) -> None:
+        judge.expect(
+            not judge.arguments.streaming,
+            "streaming",
+            "the samples of a model with pictures are tokenised beforehand",
+            "streaming: false",
+        )
+
+    def check_mark(self, mark: str, where: str) -> None:
+        raise ValueError(
+            f"{where}: the text has {mark}, a mark of video or audio, and models here "
+            "read text and pictures: leave the record out, or write another text"
+        )
 
     def _settings(self) -> dict:
         """The settings of the image processor, {} without a file of them."""
@@ -370,75 +390,248 @@ class Vision:
         # resized as the processor would, which makes arrays of the whole picture before
         return processor(images=image, do_resize=False, return_tensors="pt")["pixel_values"]
 
+    def read(self, path: str, where: str) -> Picture:
+        picture = read_picture(path, Path.cwd(), where)
+        self.place(picture, where)  # its header is read
+        return picture
+
+    # -- in a record
+
+    def take(
+        self, messages: list[dict], of_columns: list, may_lead: bool, where: str
+    ) -> tuple[Picture, ...]:
+        of_blocks = [message.pop("media", None) for message in messages]
+        for message, blocks in zip(messages, of_blocks, strict=True):
+            is_free = blocks is not None or MARK not in message["content"]
+            expect(
+                is_free and self.image_token not in message["content"],
+                f"{where}: a text has {self.image_token}, the token of a picture, or U+FDD0, "
+                f"without one: write {_MARK} for a picture of the column images, or another text",
+            )
+        is_marked = any(of_blocks) or any(_MARK in message["content"] for message in messages)
+        leads = may_lead and not is_marked
+        values: list = []
+        for message, blocks in zip(messages, of_blocks, strict=True):
+            if leads and message["role"] == "user":
+                message["content"] = MARK * len(of_columns) + message["content"]
+                leads = False
+            if blocks is None:
+                message["content"] = message["content"].replace(_MARK, MARK)
+                blocks = [{}] * message["content"].count(MARK)
+            message["content"] = message["content"].replace(MARK, self.block)
+            values += map(picture_of_block, blocks)
+        count = values.count(None)
+        expect(
+            count == len(of_columns),
+            f"{where}: {count} {_MARK} marks, or blocks without a picture, and {len(of_columns)} "
+            "pictures in the column images: expected as many",
+        )
+        rest = iter(of_columns)
+        file = Path(where.rpartition(":")[0])
+        folder = Path(self.media_dir or file.parent)
+        home = self.media_dir or snapshot_of(file)
+        values = [next(rest) if value is None else value for value in values]
+        return tuple(read_picture(value, folder, where, home) for value in values)
+
+    # -- in a chat template
+
+    def check_template(self, template: str, render: Callable, messages: list[dict]) -> None:
+        if "image" not in template:  # of texts: it writes `block` as it is
+            return
+        blocks = [
+            message | {"content": self._as_blocks(message["content"])} for message in messages
+        ]
+        try:
+            text = render(blocks)
+        except TemplateError:  # it takes texts alone
+            return
+        expect(
+            text == render(messages),
+            f"the chat template writes pictures otherwise than as {self.block}, or their message "
+            "otherwise than without one: set chat_template to one that does not, and leave out "
+            "chat_template_kwargs of pictures",
+        )
+
+    def _as_blocks(self, content: str) -> str | list[dict]:
+        """The content as blocks of text and image, if it has pictures."""
+        first, *texts = content.split(self.block)
+        if not texts:
+            return content
+        blocks = [{"type": "text", "text": first}]
+        for text in texts:
+            blocks += [{"type": "image"}, {"type": "text", "text": text}]
+        return [block for block in blocks if block != {"type": "text", "text": ""}]
+
+    def check_rendered(self, text: str, messages: list[dict]) -> None:
+        count = sum(message["content"].count(self.block) for message in messages)
+        expect(  # else those after it would have another's pixels
+            text.count(self.block) == count,
+            f"the chat template leaves out some of {count} pictures, as it does with the "
+            "thinking of earlier answers: move them out of it",
+        )
+
     # -- among the tokens
+
+    def placed(self, text: str, inputs: Sequence[Picture], where: str) -> tuple[Placed, ...]:
+        count = text.count(self.image_token)
+        expect(
+            count <= len(inputs),
+            f"{where}: the text has {count} tokens {self.image_token}, and the record "
+            f"{len(inputs)} pictures: expected this token for pictures alone",
+        )
+        return tuple(self.place(picture, where) for picture in inputs[:count])
 
     def count(self, pictures: Sequence[Placed]) -> np.ndarray:
         """int64 [pictures]: placeholders of each."""
         grids = np.array([placed.grid for placed in pictures], dtype=np.int64).reshape(-1, 3)
         return grids.prod(axis=1) // self.merge_size**2
 
-    def expand(self, document: np.ndarray, pictures: Sequence[Placed]) -> np.ndarray:
+    def expand(self, document: np.ndarray, inputs: Sequence[Placed]) -> np.ndarray:
         """The document (data_encode.Document) with as many placeholders as its pictures take, in
         place of one for each. Placeholders are no targets. ValueError for other numbers."""
-        is_image = np.maximum(document, ~document) == self.image_token_id
+        is_image = np.maximum(document, ~document) == self.token_id
         expect(
-            is_image.sum() == len(pictures),
+            is_image.sum() == len(inputs),
             f"the text has {is_image.sum()} tokens {self.image_token}, and the record "
-            f"{len(pictures)} pictures: expected the token for pictures alone",
+            f"{len(inputs)} pictures: expected the token for pictures alone",
         )
         repeats = np.ones(len(document), dtype=np.int64)
-        repeats[is_image] = self.count(pictures)
-        document = np.where(is_image, ~np.int32(self.image_token_id), document)
+        repeats[is_image] = self.count(inputs)
+        document = np.where(is_image, ~np.int32(self.token_id), document)
         return document.repeat(repeats)
 
     def prompt(
-        self, ids: list[int], pictures: Sequence[Picture], where: str
+        self, ids: list[int], inputs: Sequence[Picture], where: str
     ) -> tuple[list[int], dict[str, torch.Tensor]]:
         """(tokens of a prompt with all placeholders of its pictures, pixel_values and
         image_grid_thw) from its tokens with one placeholder for each. ValueError for other numbers
         of pictures, and unusable ones."""
-        from .batch import is_of_pictures  # brings torch
-
-        placed = [self.place(picture, where) for picture in pictures]
+        placed = [self.place(picture, where) for picture in inputs]
         document = self.expand(np.array(ids, dtype=np.int32), placed)
         ids = np.maximum(document, ~document).astype(np.int64)
         columns = self.columns(ids, placed)
-        return ids.tolist(), {name: x for name, x in columns.items() if is_of_pictures(name)}
+        return ids.tolist(), {name: x for name, x in columns.items() if is_of_inputs(name)}
 
     def fit(
-        self, document: np.ndarray, pictures: Sequence[Placed], start: int, stop: int
+        self, document: np.ndarray, inputs: Sequence[Placed], start: int, stop: int
     ) -> tuple[slice, list[Placed]]:
         """(places, their pictures) of the document from `start` to `stop`, without a picture that
         these borders cut."""
-        places = np.flatnonzero(np.maximum(document, ~document) == self.image_token_id)
-        ends = self.count(pictures).cumsum()
+        places = np.flatnonzero(np.maximum(document, ~document) == self.token_id)
+        ends = self.count(inputs).cumsum()
         starts = np.append(0, ends[:-1])
         # with the tokens before and after it
         units = [(places[a] - 1, places[b - 1] + 2) for a, b in zip(starts, ends, strict=True)]
         start = next((last for first, last in units if first < start < last), start)
         stop = next((first for first, last in units if first < stop < last), stop)
-        kept = zip(pictures, units, strict=True)
+        kept = zip(inputs, units, strict=True)
         return slice(start, stop), [
             placed for placed, (first, last) in kept if start <= first and last <= stop
         ]
 
-    def columns(self, ids: np.ndarray, pictures: Sequence[Placed]) -> dict[str, torch.Tensor]:
+    def columns(self, ids: np.ndarray, inputs: Sequence[Placed]) -> dict[str, torch.Tensor]:
         """The columns of a document with these inputs [n]: rope_t, rope_h and rope_w; with pictures
-        image_grid_thw, and pixel_values unless makes_pixels is False."""
+        image_grid_thw, and pixel_values unless is_read is False."""
         import torch  # not to read records
 
-        from .batch import rope_positions
-
-        grids = torch.tensor([placed.grid for placed in pictures], dtype=torch.int64).view(-1, 3)
-        positions = rope_positions(
-            torch.as_tensor(ids), grids, self.image_token_id, self.merge_size
-        )
-        columns = dict(zip(("rope_t", "rope_h", "rope_w"), positions, strict=True))
-        if pictures:
+        grids = torch.tensor([placed.grid for placed in inputs], dtype=torch.int64).view(-1, 3)
+        positions = rope_positions(torch.as_tensor(ids), grids, self.token_id, self.merge_size)
+        columns = dict(zip(ROPE_COLUMNS, positions, strict=True))
+        if inputs:
             columns["image_grid_thw"] = grids
-        if pictures and self.makes_pixels:
-            columns["pixel_values"] = torch.cat([self.pixels(placed) for placed in pictures])
+        if inputs and self.is_read:
+            columns["pixel_values"] = torch.cat([self.pixels(placed) for placed in inputs])
         return columns
+
+    def lost(self, units: str, cutoff_len: int) -> str:
+        what = f"{units} lost pictures, or all of them, to cutoff_len {cutoff_len}: "
+        return f"{what}pictures take less with a lower image_max_pixels"
+
+    def shown(self, inputs: Sequence[Placed]) -> list[tuple[str, str]]:
+        counts = self.count(inputs).tolist()
+        return [
+            (thumbnail(placed), f"{placed.picture}: {count:,} tokens, {placed.grid} patches")
+            for placed, count in zip(inputs, counts, strict=True)
+        ]
+
+    def store(self, folder: Path) -> PictureFile:
+        return PictureFile(folder)
+
+
+# -- in batches
+
+
+def with_image_slots(batch: dict, image_token_id: int) -> dict:
+    """An arranged batch with "image_slot" [b, s], the number of each place's image feature among
+    those of the micro-batch, -1 for text and padding."""
+    is_image = (batch["input_ids"] == image_token_id) & ~batch["padding_mask"]
+    numbers = is_image.flatten().cumsum(0).view(is_image.shape) - 1
+    return {**batch, "image_slot": numbers.masked_fill(~is_image, -1)}
+
+
+def has_pictures(batch: dict) -> bool:
+    """True for an arranged batch with a picture in another row than one that only fills it."""
+    return "image_grid_thw" in batch and not bool(batch["padding_mask"].all())
+
+
+def merged_grids(grids: torch.Tensor, merge_size: int) -> torch.Tensor:
+    """Features of pictures along time, height and width [pictures, 3], of their patches `grids`: a
+    square of merge_size x merge_size patches is one feature."""
+    return grids // grids.new_tensor([1, merge_size, merge_size])
+
+
+def rope_positions(
+    ids: torch.Tensor, grids: torch.Tensor, image_token_id: int, merge_size: int
+) -> torch.Tensor:
+    """Positions int64 [3, n] of a document's tokens `ids` [n] along time, height and width.
+
+    Text counts on along all three. A picture counts its features along each from the position
+    after the token before it; the text after a picture goes on where its longer side ends. grids:
+    see merged_grids. ValueError if the document has not one image token for each feature.
+    """
+    import torch
+
+    grids = merged_grids(grids.view(-1, 3), merge_size)
+    counts = grids.prod(1)
+    [places] = torch.nonzero(ids == image_token_id, as_tuple=True)
+    total = int(counts.sum())
+    expect(
+        len(places) == total,
+        f"a document has {len(places)} image tokens, and its {len(grids)} pictures {total} "
+        "features: expected an image token for each feature",
+    )
+    firsts = counts.cumsum(0) - counts  # of each picture among all features
+    steps = torch.ones_like(ids)
+    steps[places] = 0
+    steps[places[firsts]] = grids[:, 1:].amax(1)
+    starts = steps.cumsum(0) - steps
+    number = torch.arange(len(grids)).repeat_interleave(counts)
+    inside = torch.arange(total) - firsts[number]
+    _, height, width = grids[number].T
+    along = (inside // (height * width), inside // width % height, inside % width)
+    positions = starts.expand(3, -1).clone()
+    positions[:, places] = starts[places[firsts]][number] + torch.stack(along)
+    return positions
+
+
+def check_slots(batch: dict, merge_size: int) -> None:
+    """ValueError for a batch of with_image_slots with more or fewer image tokens than features, and
+    for one without positions. Rows of padding alone may have pictures."""
+    lacking = [name for name in ROPE_COLUMNS if name not in batch]
+    expect(
+        not lacking,
+        f"a batch of a model with pictures lacks {', '.join(lacking)}: rope_positions gives them "
+        "for a document",
+    )
+    count = int(batch["image_slot"].max()) + 1
+    features = 0
+    if "image_grid_thw" in batch:
+        features = int(merged_grids(batch["image_grid_thw"], merge_size).prod(1).sum())
+    expect(
+        count == features or batch["padding_mask"].all(),
+        f"a batch has {count} image tokens, and its pictures {features} features: expected an "
+        "image token for each feature, and image_grid_thw of every picture",
+    )
 
 
 # -- in the token cache
@@ -453,9 +646,12 @@ class PictureFile:
 
     def __init__(self, folder: Path):
         self.folder = folder
+        self.end = 0  # of the lines written
 
     def add(self, pictures: Sequence[Placed]) -> int:
-        """Append the pictures of a document -> the end of the file of lines."""
+        """Append the pictures of a document, if it has some -> the end of the file of lines."""
+        if not pictures:
+            return self.end
         records = []
         with (
             open(self.folder / self.NAME, "ab") as lines,
@@ -466,7 +662,8 @@ class PictureFile:
                 data.write(placed.picture.data or b"")
                 records.append(record)
             lines.write(json.dumps(records).encode())
-            return lines.tell()
+            self.end = lines.tell()
+        return self.end
 
     def read(self, start: int, stop: int) -> list[Placed]:
         """The pictures of the line between two ends."""

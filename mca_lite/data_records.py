@@ -12,13 +12,11 @@ import os
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from .data_files import SIDES, TAGS, DatasetSpec, get_column, parse_json, read_records, resolve
-from .data_images import PICTURE, TOKEN_KEYS, Picture, Vision, picture_of_block, read_picture
 from .errors import expect
-from .files import snapshot_of
+from .inputs import BLOCKS, MARK, TEXT, Media
 from .tables import COLUMNS, Objective, registered_columns
 
 _SMALL_BYTES = 1 << 26  # a list of records is read whole
@@ -179,10 +177,16 @@ def _read_turn(turn, tags: dict, roles: dict, where: str) -> dict:
     return message
 
 
+_OTHER_BLOCK = (
+    "content: expected a text or a list of blocks of text and image, reasoning and tool_call; only "
+    "these can be trained on"
+)
+
+
 def _read_blocks(blocks: list, where: str) -> dict:
     """The parts of a message from the blocks of its content, OpenAI's or (value) LLaMA-Factory's.
-    PICTURE stands for a picture."""
-    message: dict = {"content": "", "pictures": []}
+    MARK stands for an input beside text."""
+    message: dict = {"content": "", "media": []}
     for block in blocks:
         block = _without((), block) if isinstance(block, dict) else block
         match block:
@@ -194,14 +198,11 @@ def _read_blocks(blocks: list, where: str) -> dict:
                 calls = parse_json(text, f"{where}: a tool call")
                 calls = calls if isinstance(calls, list) else [calls]
                 message["tool_calls"] = message.get("tool_calls", []) + calls
-            case {"type": "image" | "image_url"}:
-                message["content"] += PICTURE
-                message["pictures"].append(picture_of_block(block))
+            case {"type": kind} if kind in BLOCKS:
+                message["content"] += MARK
+                message["media"].append(block)
             case _:
-                raise ValueError(
-                    f"{where}: content: expected a text or a list of blocks of text and image, "
-                    f"reasoning and tool_call; only these can be trained on; got {block!r:.80}"
-                )
+                raise ValueError(f"{where}: {_OTHER_BLOCK}; got {block!r:.80}")
     return message
 
 
@@ -406,7 +407,7 @@ def document(record, spec: DatasetSpec, where: str) -> str:
     if isinstance(record, str):
         return record
     expect(
-        not _pictures_of(record, spec, has_vision=False),
+        not TEXT.of_columns(record, spec.columns),
         f"{where}: the record has pictures, which stage pt does not train: write conversations for "
         "stage sft",
     )
@@ -425,8 +426,8 @@ class Conversation:
     ending with the assistant; tool messages follow an assistant's tool calls.
 
     weights: number of a message -> True if it is trained, as declared by the record. options: of
-    the chat template. is_plain: a prompt and its completion, without a chat template. pictures:
-    those of all messages, each written as Vision.block.
+    the chat template. is_plain: a prompt and its completion, without a chat template. media: the
+    inputs beside text of all messages, each written as Media.block.
     """
 
     messages: list[dict]
@@ -434,7 +435,7 @@ class Conversation:
     weights: dict[int, bool] = field(default_factory=dict)
     options: dict = field(default_factory=dict)
     is_plain: bool = False
-    pictures: tuple[Picture, ...] = ()
+    media: tuple = ()
 
 
 def conversations(
@@ -445,20 +446,20 @@ def conversations(
     default_system: str | None,
     where: str,
     ignored: Collection[str] = (),
-    vision: Vision | None = None,
+    media: Media = TEXT,
     labelled: bool = False,
 ) -> list[Conversation]:
     """The conversation of a record; of pairs chosen and rejected, equal but for the last message.
 
     form: a name in FORMATS. default_system: for a record without a system message. ignored: keys of
-    messages to leave out. vision: of the model, None for one of texts. labelled: an answer has a
+    messages to leave out. media: of the model. labelled: an answer has a
     label, read by label_of.
     Raises: ValueError with the place for an unusable record.
     """
     row = FORMATS[form]
     options = _template_options(record, where)
     _refuse_other_kinds(record, pairs or labelled, where)
-    of_columns = _pictures_of(record, spec, vision is not None)
+    of_columns = media.of_columns(record, spec.columns)
     column = spec.columns.get("system", "system")
     system = get_column(record, column, where, required=False) or default_system
     tools = _tools(record, spec, where)
@@ -489,18 +490,18 @@ def conversations(
             not pairs or weights.get(len(messages) - 1, True),
             f"{place}: weight 0 of an answer: expected 1, for two are compared",
         )
-        pictures = _take_pictures(messages, of_columns, may_lead, vision, place)
-        read.append(Conversation(messages, tools, weights, options, plain, pictures))
+        taken = media.take(messages, of_columns, may_lead, place)
+        read.append(Conversation(messages, tools, weights, options, plain, taken))
     if pairs:
         expect(
-            read[0].pictures == read[1].pictures,
+            read[0].media == read[1].media,
             f"{where}: chosen and rejected have different pictures: expected one prompt",
         )
         chosen, rejected = (conversation.messages for conversation in read)
         prompt = []
         if form == "conversations" and _has_prompt(record, spec, pairs):
             prompt = _prompt(record, spec, where)
-            _take_pictures(prompt, of_columns, may_lead, vision, where)
+            media.take(prompt, of_columns, may_lead, where)
         _check_prompts(chosen, rejected, prompt, where)
     return read
 
@@ -512,7 +513,7 @@ def prompt_and_answer(
     default_system: str | None,
     where: str,
     ignored: Collection[str] = (),
-    vision: Vision | None = None,
+    media: Media = TEXT,
 ) -> tuple[Conversation, str | None]:
     """(the conversation of a record before its last answer, the text of this answer, None without
     one), to be answered: the record may end with a question. Arguments as of conversations()."""
@@ -526,12 +527,12 @@ def prompt_and_answer(
     system = record.get("system") or default_system
     if system and messages[0]["role"] not in ("system", "developer"):
         messages.insert(0, _message("system", system))
-    of_columns = _pictures_of(record, spec, vision is not None)
-    pictures = _take_pictures(messages, of_columns, True, vision, where)
+    of_columns = media.of_columns(record, spec.columns)
+    taken = media.take(messages, of_columns, True, where)
     tools = _tools(record, spec, where)
     options = _template_options(record, where)
     plain = is_plain(record, form)
-    return Conversation(messages, tools, {}, options, plain, pictures), answer
+    return Conversation(messages, tools, {}, options, plain, taken), answer
 
 
 def _template_options(record, where: str) -> dict:
@@ -555,72 +556,6 @@ def _refuse_other_kinds(record: dict, has_opinions: bool, where: str) -> None:
             not record.get(column),
             f"{where}: the column {column!r} is there, and models here read text and pictures",
         )
-
-
-# -- pictures
-
-_MARK = "<image>"  # LLaMA-Factory's, in a text
-
-
-def _pictures_of(record: dict, spec: DatasetSpec, has_vision: bool) -> list:
-    """The pictures in the column of a record: LLaMA-Factory's images, or TRL's image. A text in a
-    column image is a picture where the model sees any."""
-    found = record.get(spec.columns.get("images", "images")) or []
-    alone = record.get("image")
-    if not found and isinstance(alone, (bytes, dict, str) if has_vision else (bytes, dict)):
-        found = [alone]
-    return found if isinstance(found, list) else [found]
-
-
-def _take_pictures(
-    messages: list[dict], of_columns: list, may_lead: bool, vision: Vision | None, where: str
-) -> tuple[Picture, ...]:
-    """Write Vision.block for each picture of the messages, in place -> the pictures.
-
-    A picture is a block, or a mark in a content that is a text; those without a picture of their
-    own take the next of the column. may_lead: TRL's way, pictures without any mark stand before the
-    first question.
-    Raises: ValueError for other numbers of pictures and marks, and where the model sees none.
-    """
-    of_blocks = [message.pop("pictures", None) for message in messages]
-    if vision is None:
-        expect(
-            not (of_columns or any(of_blocks)),
-            f"{where}: the record has pictures (images, or blocks of a message), and the model "
-            f"reads text: its config.json has no vision_config with {', '.join(TOKEN_KEYS)}",
-        )
-        return ()
-    for message, blocks in zip(messages, of_blocks, strict=True):
-        is_free = blocks is not None or PICTURE not in message["content"]
-        expect(
-            is_free and vision.image_token not in message["content"],
-            f"{where}: a text has {vision.image_token}, the token of a picture, or U+FDD0, without "
-            f"one: write {_MARK} for a picture of the column images, or another text",
-        )
-    is_marked = any(of_blocks) or any(_MARK in message["content"] for message in messages)
-    leads = may_lead and not is_marked
-    values: list = []
-    for message, blocks in zip(messages, of_blocks, strict=True):
-        if leads and message["role"] == "user":
-            message["content"] = PICTURE * len(of_columns) + message["content"]
-            leads = False
-        if blocks is None:
-            message["content"] = message["content"].replace(_MARK, PICTURE)
-            blocks = [None] * message["content"].count(PICTURE)
-        message["content"] = message["content"].replace(PICTURE, vision.block)
-        values += blocks
-    count = values.count(None)
-    expect(
-        count == len(of_columns),
-        f"{where}: {count} {_MARK} marks, or blocks without a picture, and {len(of_columns)} "
-        "pictures in the column images: expected as many",
-    )
-    rest = iter(of_columns)
-    file = Path(where.rpartition(":")[0])
-    folder = Path(vision.media_dir or file.parent)
-    home = vision.media_dir or snapshot_of(file)
-    values = [next(rest) if value is None else value for value in values]
-    return tuple(read_picture(value, folder, where, home) for value in values)
 
 
 # weights of messages under the names of OpenAI, LLaMA-Factory and axolotl (two)

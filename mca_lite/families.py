@@ -6,7 +6,6 @@ unsupported values in a config.json. `get_family` and `rows_of` read the table.
 
 import functools
 import math
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +34,7 @@ from .families_rows import (
     prediction_rows,
     shared_expert_rows,
 )
+from .parts import absent_rows, load, need_of
 
 # -- shared by several families
 
@@ -573,61 +573,10 @@ FAMILIES |= {
     ),
 }
 
-# -- models with pictures: a language model of the table, and transformers' module for pictures
+# -- models with inputs beside text: parts register them, with the language model of another
 
 # prefixes of transformers' modules -> those of older files, as of Qwen2-VL on the hub
 OLDER_PREFIXES = {"model.visual.": "visual.", "model.language_model.": "model."}
-_TOWER_ROW = Row("vision_model.module.*", ("model.visual.*",), "module")
-_VISION_PARTS = {
-    "vision_tower": (
-        "visual.patch_embed",
-        "visual.pos_embed",
-        "visual.blocks",
-        "visual.deepstack_merger_list",
-    ),
-    "multi_modal_projector": ("visual.merger",),
-}
-
-
-def _with_pictures(text: Family, **changes) -> Family:
-    """The family of a model with pictures, with the language model of another."""
-    rows = []
-    for row in text.rows:
-        hf = tuple(re.sub("^model[.]", "model.language_model.", name) for name in row.hf)
-        rows.append(replace(row, hf=hf))
-    rows.append(_TOWER_ROW)
-    changes["vision_parts"] = _VISION_PARTS
-    return replace(text, rows=tuple(rows), has_pictures=True, **changes)
-
-
-def _sections(hf, default: tuple[int, ...]) -> dict[str, Any]:
-    """The numbers of rotary frequencies along time, height and width. default: transformers'."""
-    return {"mrope_section": list(hf.rope_parameters.get("mrope_section", default))}
-
-
-def _qwen2_vl(hf) -> dict[str, Any]:
-    """Fields of Qwen2-VL, which ignores head_dim."""
-    return {"kv_channels": hf.hidden_size // hf.num_attention_heads, **_sections(hf, (16, 24, 24))}
-
-
-FAMILIES |= {
-    name: _with_pictures(FAMILIES["qwen2"], derived=_qwen2_vl, older_names=True)
-    for name in ("qwen2_vl", "qwen2_5_vl")
-}
-FAMILIES["qwen3_vl"] = _with_pictures(
-    FAMILIES["qwen3"],
-    constants={"qk_layernorm": True, "mrope_in_turns": True},
-    has_windows=False,
-    derived=lambda hf: _sections(hf, (24, 20, 20)),
-)
-for _name in ("qwen3_5", "qwen3_5_moe"):
-    _text = FAMILIES[f"{_name}_text"]
-    FAMILIES[_name] = _with_pictures(
-        _text,
-        constants={**_text.constants, "mrope_in_turns": True},
-        derived=lambda hf, text=_text: {**text.derived(hf), **_sections(hf, (11, 11, 10))},
-    )
-
 
 # keys of a config.json about the parts of a model for images, audio or video
 _MEDIA_CONFIGS = {"vision_config", "audio_config", "thinker_config"}
@@ -658,6 +607,10 @@ def check_type(values: dict[str, Any], judge: Judge, use_mca: bool = True) -> No
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind in FAMILIES or kind in SAME_AS:
         return
+    if part := absent_rows().get(kind):
+        reason, remedy = need_of(part, "its pictures need")
+        judge.refuse("model_name_or_path", reason, remedy, kind, "model_type")
+        return
     # seconds to import
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
@@ -670,7 +623,7 @@ def check_type(values: dict[str, Any], judge: Judge, use_mca: bool = True) -> No
     if not use_mca:
         reason = "it is no causal model of transformers (AutoModelForCausalLM)"
     if not values.keys().isdisjoint(_MEDIA_CONFIGS):
-        known = sorted(name for name, family in FAMILIES.items() if family.has_pictures)
+        known = sorted(name for name, family in FAMILIES.items() if family.inputs)
         reason = f"of models with images, audio or video {', '.join(known)} are trained here"
         part = "its text"
     if is_causal:
@@ -705,16 +658,16 @@ def rows_of(model_type: str, config) -> tuple[Row, ...]:
     if getattr(config, "mtp_num_layers", None):
         rows = (*rows, *prediction_rows(rows, prediction_of(model_type)))
     present = tuple(row for row in rows if row.is_there(config))
-    tower = getattr(config, "tower_tensors", ())
-    return _expand(present, getattr(config, "num_moe_experts", None) or 0, tower)
+    tensors = getattr(config, "input_tensors", ())
+    return _expand(present, getattr(config, "num_moe_experts", None) or 0, tensors)
 
 
 @functools.lru_cache(16)
-def _expand(rows: tuple[Row, ...], num_experts: int, tower: tuple[str, ...]) -> tuple[Row, ...]:
+def _expand(rows: tuple[Row, ...], num_experts: int, tensors: tuple[str, ...]) -> tuple[Row, ...]:
     expanded: list[Row] = []
     for row in rows:
         if row.kind == "module":
-            for name in tower:
+            for name in tensors:
                 hf = tuple(prefix.replace("*", name) for prefix in row.hf)
                 expanded.append(Row(row.mca.replace("*", name), hf, "copy"))
             continue
@@ -725,3 +678,6 @@ def _expand(rows: tuple[Row, ...], num_experts: int, tower: tuple[str, ...]) -> 
             hf = tuple(name.replace("[]", str(e)) for name in row.hf)
             expanded.append(replace(row, mca=row.mca.replace("[]", str(e)), hf=hf, expert=e))
     return tuple(expanded)
+
+
+OF_PARTS = load("_families")

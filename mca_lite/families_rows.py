@@ -42,8 +42,8 @@ class Row:
         return "layernorm" not in self.mca and "conv1d" not in self.mca
 
     @property
-    def is_of_tower(self) -> bool:
-        """True for a tensor of transformers' module for pictures."""
+    def is_of_inputs(self) -> bool:
+        """True for a tensor of transformers' module for inputs beside text."""
         return self.mca.startswith("vision_model.")
 
     def is_there(self, config) -> bool:
@@ -407,8 +407,8 @@ class Family:
     partial_rotary: bool = False
     # parts beside the language model -> modules of Hugging Face's with their weights
     vision_parts: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    # the language model of a model with pictures: config keys are those of its text_config
-    has_pictures: bool = False
+    # a row of INPUTS, beside a language model: config keys are those of its text_config
+    inputs: str = ""
     # patterns of tensors in checkpoints without a use here, beside UNUSED_TENSORS, as long as no
     # layer for multi-token prediction is trained
     unused: tuple[str, ...] = ()
@@ -431,7 +431,7 @@ class Family:
             value = field_of(of_window, key)
             if value is not None:
                 values[name] = value
-        if self.has_pictures:  # a flag of the text_config has no effect
+        if self.inputs:  # a flag of the text_config has no effect
             values["tie_embeddings_and_output_weights"] = whole.tie_word_embeddings
         values.update(self.derived(hf))
         if has_value_head(whole.architectures):

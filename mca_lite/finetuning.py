@@ -33,7 +33,6 @@ KEYS_OF_TRAINED = (
     "freeze_trainable_layers",
     "freeze_trainable_modules",
     "freeze_extra_modules",
-    *(f"freeze_{part}" for part in PARTS),
 )
 _IN_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")
 
@@ -67,7 +66,7 @@ class Finetuning:
     def plan(cls, request: Request, judge: Judge) -> "Finetuning":
         """The finetuning of a run by its keys. `judge` refuses what the model cannot do. No
         collectives."""
-        keys = request.arguments.finetuning
+        keys = request.arguments
         if not is_wanted(request.config, keys):
             return cls()
         trained = plan_frozen(request.host(), keys, judge)
@@ -176,7 +175,7 @@ def finetuning_of(model) -> Finetuning:
 
 
 def plan_frozen(model, keys, judge: Judge) -> frozenset[str] | None:
-    """The Hugging Face modules in training by FinetuningArguments; None: all of the model.
+    """The Hugging Face modules in training by the keys of a run; None: all of the model.
 
     model: as of hosts.host_of. `judge` refuses layers and modules that the model lacks. No
     collectives.

@@ -24,13 +24,11 @@ from transformers.utils.logging import disable_progress_bar
 from . import model_config, parallel, watchdog, world
 from .args import key_groups
 from .args_values import read_config_file
-from .batch import merged_grids
 from .callbacks import TrainerCallback
 from .ckpt import HF_FOLDER
 from .ckpt_megatron import DIST_NAME
 from .data_batches import documents_of, samples_of
 from .data_chat import ChatRenderer
-from .data_images import Vision
 from .errors import Judge, expect, refuse
 from .families_rows import has_value_head
 from .files import (
@@ -198,11 +196,6 @@ def _note(text: str) -> None:
 # -- prompts and their ends
 
 
-def vision_of(model, tokenizer, keys) -> Vision | None:
-    """The pictures of a model, None without any. keys: with those of DataArguments on pictures."""
-    return Vision.of(Path(model.name_or_path), model.config.to_dict(), tokenizer, keys)
-
-
 def prompt_ids(tokenizer, messages: list[dict], enable_thinking: bool | None = None) -> list[int]:
     """The tokens of a conversation up to the assistant's answer; without a chat template those of
     the last message's text. enable_thinking: for the template; None: not given."""
@@ -258,6 +251,8 @@ def pictures_before(document: dict, ids: list[int], model) -> dict[str, torch.Te
         "pictures of an evaluation have no pixels on this pipeline stage: set "
         "predict_with_generate: false, and ask the exported model, python -m mca_lite generate",
     )
+    from .data_images import merged_grids
+
     grids = document["image_grid_thw"]
     ends = merged_grids(grids, model.config.vision_config.spatial_merge_size).prod(1).cumsum(0)
     count = int((ends <= ids.count(model.config.image_token_id)).sum())

@@ -27,7 +27,6 @@ from .data_batches import Packs, Stream, make_loader, samples_of
 from .data_chat import ChatRenderer
 from .data_encode import BAD, CUT, LEFT_OUT, UNLABELED, joins_texts
 from .data_files import SIDES
-from .data_images import thumbnail
 from .files import cache_folder, check_can_write, printable
 from .log import format_summary, steps_summary
 from .model_config import grow
@@ -106,9 +105,8 @@ class DataInspector:
             ends.add(ChatRenderer(self.tokenizer, data.enable_thinking).end_of_turn().strip())
         self.ends = tuple(filter(None, ends))
         self.sets = named_sets(plan.data)
-        self.vision = plan.data.vision
-        if self.vision is not None:
-            self.vision.makes_pixels = False  # of the samples shown alone
+        self.media = plan.data.media
+        self.media.is_read = False  # of the samples shown alone
 
     def records(self) -> dict[str, int]:
         """Counts of records over the files of all datasets."""
@@ -181,9 +179,7 @@ class DataInspector:
 
     def _count_pictures(self, tokens: np.ndarray, counts: collections.Counter) -> None:
         """Add the pictures, placeholders and all tokens of a document."""
-        if self.vision is None:
-            return
-        is_image = np.append(tokens == self.vision.image_token_id, False)
+        is_image = np.append(tokens == self.media.token_id, False)
         counts["pictures"] += int((is_image[:-1] & ~is_image[1:]).sum())
         counts["placeholders"] += int(is_image.sum())
         counts["all"] += len(tokens)
@@ -248,22 +244,20 @@ class DataInspector:
             sides.append(self._side(f"{name}, {count}, goes on", document, at))
         return Sample(number, sides, problems)
 
+    def _pictures(self, dataset: TokenDataset, number: int) -> list[tuple[str, str]]:
+        """(data: URL, caption) of the pictures of the first document of a sample."""
+        if not self.media.block:
+            return []
+        index = int(dataset.indices[number])
+        at = int(np.searchsorted(dataset.ends, index, side="right"))
+        shard = dataset.shards[at]
+        return self.media.shown(shard.placed(index - dataset.ends[at] + len(shard))[0])
+
     def _side(
         self, name: str, document: tuple, start: int = 0, stop: int | None = None, pictures=()
     ) -> Side:
         tokens, trained = (column[start:stop] for column in document)
-        return Side(name, marked_runs(tokens, trained, self.tokenizer, self.vision), pictures)
-
-    def _pictures(self, dataset: TokenDataset, number: int) -> list[tuple[str, str]]:
-        """(data: URL, caption) of a sample's pictures."""
-        if self.vision is None:
-            return []
-        pictures = dataset.pictures(number)
-        counts = self.vision.count(pictures).tolist()
-        return [
-            (thumbnail(placed), f"{placed.picture}: {count:,} tokens, {placed.grid} patches")
-            for placed, count in zip(pictures, counts, strict=True)
-        ]
+        return Side(name, marked_runs(tokens, trained, self.tokenizer, self.media), pictures)
 
 
 def histogram(lengths: np.ndarray) -> list[tuple[str, int]]:

@@ -37,6 +37,7 @@ from .files import (
     write_json,
 )
 from .finetuning import finetuning_of, layer_of, lowest_layer, parts_summary
+from .inputs import InputWork, inputs_of
 from .log_metrics import METRICS, PROGRESS, format_duration, log_line, metric_of, read_lines
 from .weights_files import InitSource
 
@@ -156,13 +157,6 @@ class ModelSizes(NamedTuple):
         return self._replace(**sums)
 
 
-class TowerWork(NamedTuple):
-    """FLOPs of a module for pictures: of a patch, and of a picture's squared number of patches."""
-
-    of_patch: float
-    of_square: float
-
-
 @dataclass(frozen=True)
 class ModelWork:
     """The FLOPs of a step: the formulas at the top of this file. reference: all that runs forward
@@ -172,22 +166,22 @@ class ModelWork:
     trained: float = 0.0
     core: float = 0.0
     reference: ModelSizes | None = None
-    tower: TowerWork | None = None
+    inputs: InputWork | None = None
     below: float = 0.0  # weights below the layers with a backward pass
     core_below: float = 0.0
     linear: float = 0.0
     linear_below: float = 0.0
 
     def flops(
-        self, tokens: float, squares: float, patches: float = 0.0, patch_squares: float = 0.0
+        self, tokens: float, squares: float, units: float = 0.0, unit_squares: float = 0.0
     ) -> float:
-        """tokens: without padding; squares: the sum of the documents' squared lengths; patches and
-        patch_squares: the same of pictures."""
+        """tokens: without padding; squares: the sum of the documents' squared lengths; units and
+        unit_squares: the same of inputs beside text."""
         flops = (4 * self.frozen + 6 * self.trained) * tokens + 6 * self.core * squares
         flops += 2 * self.below * tokens + 2 * self.core_below * squares
         flops += (6 * self.linear + 2 * self.linear_below) * tokens
-        if self.tower is not None:
-            flops += self.tower.of_patch * patches + self.tower.of_square * patch_squares
+        if self.inputs is not None:
+            flops += self.inputs.of_unit * units + self.inputs.of_square * unit_squares
         if self.reference is not None:
             beside = self.reference
             flops += 2 * (beside.weights + beside.linear) * tokens + 2 * beside.core * squares
@@ -210,12 +204,12 @@ def model_work(model, reference=None, forward_passes=(0, 1)) -> ModelWork:
     if beside is not None:
         beside = beside.passes(of_reference)
     beside = sizes.passes(of_model, beside)
-    tower = tower_work(model, config)
+    inputs = inputs_of(config).work(model)
     finetuning = finetuning_of(model)
     if finetuning.trained is not None:
-        return replace(partial_work(config, finetuning.trained, beside), tower=tower)
+        return replace(partial_work(config, finetuning.trained, beside), inputs=inputs)
     if finetuning.is_whole:
-        return ModelWork(0.0, sizes.weights, sizes.core, beside, tower, linear=sizes.linear)
+        return ModelWork(0.0, sizes.weights, sizes.core, beside, inputs, linear=sizes.linear)
     added = 0.0
     whole = 0.0
     for module, (uses, shape) in _matrices_of(config).items():
@@ -223,7 +217,7 @@ def model_work(model, reference=None, forward_passes=(0, 1)) -> ModelWork:
         added += finetuning.work_beside(module, of_matrix, shape)
         whole += finetuning.trains(module) * of_matrix * math.prod(shape)
     weights = (sizes.weights - whole, added + whole)
-    return ModelWork(*weights, sizes.core, beside, tower, linear=sizes.linear)
+    return ModelWork(*weights, sizes.core, beside, inputs, linear=sizes.linear)
 
 
 def partial_work(config, trained: Collection[str], reference: ModelSizes | None) -> ModelWork:
@@ -245,36 +239,6 @@ def partial_work(config, trained: Collection[str], reference: ModelSizes | None)
     beside = sizes.linear * linear_below / max(len(linear), 1)
     weights |= {"linear": sizes.linear - beside, "linear_below": beside}
     return ModelWork(core=core, core_below=core_below, reference=reference, **weights)
-
-
-def tower_work(model, config) -> TowerWork | None:
-    """The work of a model's module for pictures, None without.
-
-    A merger runs once for each feature; a layer with windows attends to those of full size.
-    """
-    vision = getattr(config, "vision_config", None)
-    if vision is None:
-        return None
-    source = InitSource(getattr(config, "hf_config", None) or config.to_dict(), 0)
-    weights = 0.0
-    for name in filter(_is_of_tower, source.names()):
-        shape = source.shape(name)
-        if len(shape) > 1 and "pos_embed" not in name:
-            uses = vision.spatial_merge_size**-2 if "merger" in name else 1.0
-            weights += uses * math.prod(shape)
-    windows = 0
-    if hasattr(vision, "fullatt_block_indexes"):
-        windows = vision.depth - len(vision.fullatt_block_indexes)
-    in_window = (getattr(vision, "window_size", 0) // vision.patch_size) ** 2
-    width = getattr(vision, "embed_dim", vision.hidden_size)
-    trained = any("vis" in name and p.requires_grad for name, p in model.named_parameters())
-    passes = 3 if trained else 1
-    of_patch = 2 * weights + 4 * width * windows * in_window
-    return TowerWork(passes * of_patch, passes * 4 * width * (vision.depth - windows))
-
-
-def _is_of_tower(name: str) -> bool:
-    return name.startswith("model.visual.")
 
 
 def _is_embedding(module: str) -> bool:
@@ -344,6 +308,7 @@ def _matrices_of(config) -> dict[str, tuple[float, tuple]]:
     experts = fields.get("num_moe_experts")
     share = fields["moe_router_topk"] / experts if experts else 1.0
     source = InitSource(hf_config, 0, ahead)
+    inputs = inputs_of(config)
     matrices = {}
     for name in source.names():
         shape = source.shape(name)
@@ -353,7 +318,7 @@ def _matrices_of(config) -> dict[str, tuple[float, tuple]]:
         module = name.removesuffix(".weight")
         if _is_embedding(module):
             uses = 0.0
-        if len(shape) == 2 and not _is_of_tower(name):
+        if len(shape) == 2 and not inputs.owns(name):
             matrices[module] = uses, shape
     return matrices
 

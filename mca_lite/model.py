@@ -43,7 +43,6 @@ from .model_config import (
 )
 from .model_layers import Block, Predictions
 from .model_linears import extra_factors
-from .model_vision import AxialRope, PlacedFeatures, Tower
 from .weights_files import (
     GrownSource,
     InitSource,
@@ -116,8 +115,8 @@ class McaGPTModel(MegatronModule):
     forward(input_ids [b, s], ...): positions count from 0 in each document; attention is causal.
     attention_mask: None or the causal one, bool [b or 1, 1, s, s], True for hidden; ValueError for
     any other. padding_mask: bool [b, s], True for padding, on every stage; labels: [b, s],
-    batch.Targets, or None; trained: loss_tokens.TrainedPlaces of the labels, or None; of_pictures:
-    the columns of a batch of a model with pictures, rope_t, rope_h and rope_w on every stage.
+    batch.Targets, or None; trained: loss_tokens.TrainedPlaces of the labels, or None; columns: of
+    the model's inputs beside text (inputs.Inputs).
 
     Returns with labels the loss of each token, float32 [b, s], 0 for the label IGNORE_INDEX, or
     with Targets [b, s, 1 + layers for multi-token prediction]; without labels logits [b, s, V /
@@ -141,10 +140,8 @@ class McaGPTModel(MegatronModule):
         has_embedding = pre_process or self.mtp_process
         if has_embedding:
             self.embedding = Embedding(config, self.tp_group)
-        self.axial_rope = AxialRope(config) if config.mrope_section else None
-        self.vision_model = None
-        if pre_process and config.vision_config is not None:
-            self.vision_model = Tower(config)
+        self.inputs = config.inputs
+        self.inputs.build(self)
         self.rotary_pos_emb = None  # of Transformer Engine's attention; local layers have tables
         if config.transformer_impl == "transformer_engine":
             sizes = config.kv_channels, config.rotary_percent
@@ -210,16 +207,16 @@ class McaGPTModel(MegatronModule):
         trained=None,
         padding_mask=None,
         packed_seq_params=None,
-        **of_pictures,
+        **columns,
     ):
         if attention_mask is not None:
             expect_causal(attention_mask, input_ids)
         hidden = self.embedding(input_ids) if self.pre_process else None
         shared = dict(packed_seq_params=packed_seq_params)
         added = []
-        features = None
-        if of_pictures:
-            hidden, added, features = self._with_pictures(hidden, shared, **of_pictures)
+        place = None
+        if columns:
+            hidden, added, place = self.inputs.embed(self, hidden, shared, **columns)
         if self.rotary_pos_emb is not None:
             shared["attention_mask"] = None
             shared["rotary_pos_emb"] = self._rotary(hidden, packed_seq_params)
@@ -236,37 +233,13 @@ class McaGPTModel(MegatronModule):
         if not isinstance(labels, Targets):
             return self._losses(labels, hidden, trained)
         losses = [self._losses(labels.labels, hidden, trained)]
-        for layer, ids, next_labels, slots in zip(self.mtp.layers, *labels[1:], strict=True):
+        for layer, ids, next_labels, places in zip(self.mtp.layers, *labels[1:], strict=True):
             embedded = self.embedding(ids)
-            if features is not None:
-                embedded = self._placed(features, slots).into(embedded)
+            if place is not None:
+                embedded = place(embedded, places)
             hidden = layer(embedded, hidden, **shared)
             losses.append(self._losses(next_labels, hidden, trained))
         return torch.stack(losses, 2)
-
-    def _with_pictures(
-        self, hidden, shared, rope_t, rope_h, rope_w,
-        image_slot=None, pixel_values=None, image_grid_thw=None,
-    ):  # fmt: skip
-        """(hidden with the features of pictures, features to add after the first layers, the
-        Tower's features or None); puts the rotary tables of this rank's positions into `shared`."""
-        positions = torch.stack((rope_t, rope_h, rope_w))
-        tables = self.axial_rope.tables(positions, self.config.params_dtype)
-        shared["rope_tables"] = tables
-        if self.vision_model is None:
-            return hidden, [], None
-        features = self.vision_model(pixel_values, image_grid_thw)
-        if features is None:
-            return hidden, [], None
-        placed = self._placed(features, image_slot)
-        return placed.into(hidden), placed.deepstack, features
-
-    def _placed(self, features, image_slot) -> PlacedFeatures:
-        """The Tower's features at the places image_slot [b, s], of this rank's part under sequence
-        parallelism."""
-        if self.config.sequence_parallel:
-            image_slot = image_slot.chunk(self.tp_group.size(), 1)[self.tp_group.rank()]
-        return PlacedFeatures.of(features, image_slot)
 
     def _rotary(self, hidden, packed_seq_params):
         """Angles [s, 1, 1, rotary dim] for Transformer Engine's attention."""

@@ -42,6 +42,7 @@ from .files import (
     text_values,
     write_file,
 )
+from .inputs import Inputs, inputs_of
 from .kernels import QUICK_GELU, first_line
 from .mcore import AttnBackend, MLATransformerConfig, TransformerConfig, of_minor
 
@@ -391,24 +392,20 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         """transformers' parameters of the rotary embedding, or those of each type of layers."""
         return text_values(self.hf_config or {}).get("rope_parameters") or {}
 
-    @functools.cached_property
-    def vision_config(self):
-        """transformers' config of the module for pictures, None without."""
-        if self.mrope_section is None:
-            return None
-        return whole_config(self.hf_config).vision_config
+    @property
+    def inputs(self) -> Inputs:
+        """The model's inputs beside text."""
+        return inputs_of(self)
 
     @property
-    def tower_tensors(self) -> tuple[str, ...]:
-        """Names of the tensors of the module for pictures, () without."""
-        if self.vision_config is None:
-            return ()
-        return tower_tensors(json.dumps(self.hf_config, sort_keys=True))
+    def input_tensors(self) -> tuple[str, ...]:
+        """Names of the tensors of the modules for inputs."""
+        return self.inputs.tensors
 
     @property
     def num_deepstack(self) -> int:
-        """Layers, the first ones, that add features of pictures to their outputs."""
-        return len(getattr(self.vision_config, "deepstack_visual_indexes", ()))
+        """Layers, the first ones, that add features of inputs to their outputs."""
+        return self.inputs.num_deepstack
 
 
 @dataclass
@@ -475,29 +472,6 @@ def add_value_head(hf):
     hf.architectures = [name]
     hf.num_labels = 1
     return hf
-
-
-def whole_config(hf_config: dict):
-    """transformers' config object of a config.json's values."""
-    import transformers
-
-    return transformers.AutoConfig.for_model(**copy.deepcopy(hf_config))
-
-
-@functools.lru_cache(4)
-def tower_on_meta(hf_config: str):
-    """transformers' module for pictures of a config.json (its text), without memory."""
-    import transformers
-
-    hf = whole_config(json.loads(hf_config))
-    hf.get_text_config().num_hidden_layers = 1
-    with torch.device("meta"):
-        return transformers.AutoModelForImageTextToText.from_config(hf).model.visual
-
-
-def tower_tensors(hf_config: str) -> tuple[str, ...]:
-    """Names of its tensors."""
-    return tuple(name for name, _ in tower_on_meta(hf_config).named_parameters())
 
 
 def grow(config, vocab_size: int) -> None:

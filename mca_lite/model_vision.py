@@ -7,17 +7,27 @@ a rank's gradient of the tower is that of its places: a partial sum, and marked 
 Letters: n features, h hidden size, s, b as elsewhere.
 """
 
+import copy
 import functools
 import json
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from .errors import expect
+from .ckpt_megatron import may_rest
+from .data_images import ROPE_COLUMNS, Vision, check_slots, has_pictures, with_image_slots
+from .errors import expect, refuse
+from .inputs import Inputs, InputWork, Media
+from .mcore import mpu
 from .model_attention import Rope
-from .model_config import McaModelConfig, tower_on_meta
-from .parallel import to_device
+from .model_config import McaModelConfig
+from .parallel import largest, to_device
+from .tables import is_of_inputs
+from .weights_files import InitSource
 
 # -- positions
 
@@ -116,6 +126,24 @@ def _product_of_patches(convolution, patches):
     return F.linear(patches.flatten(1), convolution.weight.flatten(1), convolution.bias)
 
 
+def whole_config(hf_config: dict):
+    """transformers' config object of a config.json's values."""
+    import transformers
+
+    return transformers.AutoConfig.for_model(**copy.deepcopy(hf_config))
+
+
+@functools.lru_cache(4)
+def tower_on_meta(hf_config: str):
+    """transformers' module for pictures of a config.json (its text), without memory."""
+    import transformers
+
+    hf = whole_config(json.loads(hf_config))
+    hf.get_text_config().num_hidden_layers = 1
+    with torch.device("meta"):
+        return transformers.AutoModelForImageTextToText.from_config(hf).model.visual
+
+
 class Tower(torch.nn.Module):
     """transformers' module for pictures, as its family has it."""
 
@@ -124,9 +152,10 @@ class Tower(torch.nn.Module):
         from transformers.initialization import no_init_weights
 
         super().__init__()
+        self.vision_config = config.inputs.vision_config
         kind = type(tower_on_meta(json.dumps(config.hf_config, sort_keys=True)))
         with no_init_weights():
-            self.module = kind(config.vision_config)
+            self.module = kind(self.vision_config)
         patches = self.module.patch_embed.proj
         patches.forward = functools.partial(_product_of_patches, patches)
         if torch.cuda.is_available() and config.params_dtype != torch.float32:
@@ -136,8 +165,7 @@ class Tower(torch.nn.Module):
             self.module.gradient_checkpointing_enable()
         for parameter in self.module.parameters():
             parameter.sequence_parallel = config.sequence_parallel
-            parameter.of_tower = True  # see ckpt_megatron.is_of_tower
-        self.vision_config = config.vision_config
+            parameter.may_rest = True  # see ckpt_megatron.may_rest
 
     def _apply(self, fn, recurse=True):
         """Keep the frequencies of positions in float32 whatever the weights' dtype, as transformers
@@ -171,3 +199,178 @@ class Tower(torch.nn.Module):
         output = self.module(pixel_values.to(weight.dtype), grid_thw=image_grid_thw)
         features = [output.pooler_output, *getattr(output, "deepstack_features", ())]
         return [F.pad(x, (0, 0, 1, 0)) for x in features]
+
+
+# -- the inputs of a model
+
+# numbers kept of a patch in a layer of transformers' modules for pictures, for each channel and for
+# each column of the MLP, by the activation; counted storages
+_KEPT = {"quick_gelu": (11, 3), "gelu_pytorch_tanh": (11, 2), "silu": (15, 4)}
+
+
+# with more than one pipeline stage
+_NOT_AHEAD = (
+    "layers for multi-token prediction, on the last pipeline stage, do not get the features of "
+    "pictures from the first"
+)
+_REMEDY_AHEAD = "pipeline_model_parallel_size: 1, mtp_num_layers: 0, or data of text"
+
+
+class Pictures(Inputs):
+    """Pictures of a model, with a Tower on the first pipeline stage."""
+
+    @functools.cached_property
+    def whole(self) -> Any:
+        """transformers' config of the model."""
+        is_hf = hasattr(self.config, "vision_config")
+        return self.config if is_hf else whole_config(self.config.hf_config)
+
+    @functools.cached_property
+    def hf_config(self) -> dict[str, Any]:
+        """config.json of the model, as it was read."""
+        return getattr(self.config, "hf_config", None) or self.config.to_dict()
+
+    @property
+    def vision_config(self) -> Any:
+        """transformers' config of the module for pictures."""
+        return self.whole.vision_config
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        tower = tower_on_meta(json.dumps(self.hf_config, sort_keys=True))
+        return tuple(name for name, _ in tower.named_parameters())
+
+    @property
+    def num_deepstack(self) -> int:
+        return len(getattr(self.vision_config, "deepstack_visual_indexes", ()))
+
+    def owns(self, name: str) -> bool:
+        return name.startswith("model.visual.")
+
+    def media(self, folder: Path, tokenizer, keys) -> Media:
+        return Vision.of(folder, self.whole.to_dict(), tokenizer, keys)
+
+    def notes(self, args) -> list[str]:
+        ahead = getattr(self.config, "mtp_num_layers", None)
+        if ahead and args.pipeline_model_parallel_size > 1:
+            refuse("mtp_num_layers", ahead, _NOT_AHEAD, _REMEDY_AHEAD)
+        if args.dataloader_num_workers:
+            return []
+        remedy = "dataloader_num_workers: 4 does it beside them"
+        return [f"note: pictures are decoded between the steps: {remedy}"]
+
+    def build(self, model) -> None:
+        self.axial_rope = AxialRope(self.config)
+        if model.pre_process:
+            model.vision_model = Tower(self.config)
+
+    def embed(
+        self, model, hidden, shared, rope_t, rope_h, rope_w,
+        image_slot=None, pixel_values=None, image_grid_thw=None,
+    ) -> tuple[Any, list, Callable | None]:  # fmt: skip
+        """Also puts the rotary tables of this rank's positions into `shared`."""
+        positions = torch.stack((rope_t, rope_h, rope_w))
+        shared["rope_tables"] = self.axial_rope.tables(positions, self.config.params_dtype)
+        if not model.pre_process:
+            return hidden, [], None
+        features = model.vision_model(pixel_values, image_grid_thw)
+        if features is None:
+            return hidden, [], None
+
+        def placed(image_slot) -> PlacedFeatures:
+            """The features at this rank's part of the places [b, s]."""
+            if self.config.sequence_parallel:
+                image_slot = image_slot.chunk(model.tp_group.size(), 1)[model.tp_group.rank()]
+            return PlacedFeatures.of(features, image_slot)
+
+        here = placed(image_slot)
+        return here.into(hidden), here.deepstack, lambda ahead, slots: placed(slots).into(ahead)
+
+    def arrange(self, batch: dict) -> dict:
+        """The batch with the places of features. The pictures stay on the host on later pipeline
+        stages, and those of rows of padding on the first."""
+        config = self.config
+        is_cut = config.pipeline_model_parallel_size > 1
+        expect(
+            not (is_cut and config.mtp_num_layers and has_pictures(batch)),
+            f"a batch has pictures: {_NOT_AHEAD}: set {_REMEDY_AHEAD}",
+        )
+        batch = self._with_slots(batch)
+        if mpu.is_pipeline_first_stage(ignore_virtual=True) and has_pictures(batch):
+            return batch
+        return _without_pictures(batch)
+
+    def _with_slots(self, batch: dict) -> dict:
+        batch = with_image_slots(batch, self.hf_config["image_token_id"])
+        check_slots(batch, self.vision_config.spatial_merge_size)
+        return batch
+
+    def trains(self, model) -> bool:
+        trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+        [trains] = largest(int(any(map(may_rest, trained))))
+        return bool(trains)
+
+    def for_transformers(self, batch, inputs, positions, is_padding):
+        self._with_slots(batch)
+        image_token_id = self.config.image_token_id
+        ids = inputs["input_ids"]
+        # rows that only fill the batch have no pictures
+        unseen = is_padding & (ids == image_token_id)
+        inputs["input_ids"] = ids.masked_fill(unseen, int(image_token_id == 0))
+        positions = torch.stack([inputs.pop(name) for name in ROPE_COLUMNS])
+        return inputs if has_pictures(batch) else _without_pictures(inputs), positions
+
+    def parameters_of(self, model) -> list[torch.nn.Parameter]:
+        return list(model.base_model.visual.parameters())
+
+    def unused(self, model, columns: dict) -> Any:
+        if "pixel_values" in columns:
+            return 0.0
+        weight = next(model.parameters())
+        pixels, grid = empty_picture(self.vision_config, weight.device)
+        output = model.base_model.visual(pixels, grid_thw=grid)
+        features = [output.pooler_output, *getattr(output, "deepstack_features", ())]
+        return sum(feature.sum() for feature in features) * 0
+
+    def rests(self, micro_batches: list[dict]) -> bool:
+        [seen] = largest(int(any(map(has_pictures, micro_batches))))
+        return not seen
+
+    def work(self, model) -> InputWork:
+        """A merger runs once for each feature; a layer with windows attends to those of full
+        size."""
+        vision = self.vision_config
+        source = InitSource(self.hf_config, 0)
+        weights = 0.0
+        for name in filter(self.owns, source.names()):
+            shape = source.shape(name)
+            if len(shape) > 1 and "pos_embed" not in name:
+                uses = vision.spatial_merge_size**-2 if "merger" in name else 1.0
+                weights += uses * math.prod(shape)
+        windows = 0
+        if hasattr(vision, "fullatt_block_indexes"):
+            windows = vision.depth - len(vision.fullatt_block_indexes)
+        in_window = (getattr(vision, "window_size", 0) // vision.patch_size) ** 2
+        width = getattr(vision, "embed_dim", vision.hidden_size)
+        trained = any("vis" in name and p.requires_grad for name, p in model.named_parameters())
+        passes = 3 if trained else 1
+        of_patch = 2 * weights + 4 * width * windows * in_window
+        return InputWork(passes * of_patch, passes * 4 * width * (vision.depth - windows))
+
+    def bytes_of_token(self, trained: Iterable[str], width: int) -> float:
+        """0 for a tower with frozen layers."""
+        if not any(name.startswith("vision_model.module.blocks") for name in trained):
+            return 0.0
+        vision = self.vision_config
+        channels = getattr(vision, "embed_dim", vision.hidden_size)
+        columns = getattr(vision, "intermediate_size", None) or vision.mlp_ratio * channels
+        of_channel, of_column = _KEPT.get(vision.hidden_act, _KEPT["silu"])
+        layer = width * (of_channel * channels + of_column * columns)
+        kept = vision.depth * layer
+        if self.config.recompute_granularity == "full":
+            kept = vision.depth * width * channels + layer
+        return kept * vision.spatial_merge_size**2
+
+
+def _without_pictures(columns: dict) -> dict:
+    return {name: column for name, column in columns.items() if not is_of_inputs(name)}

@@ -96,8 +96,7 @@ def compare(plan: run.Plan) -> list[Row]:
     args.eval_strategy = "no"
     args.predict_with_generate = False
     trainer = run.build_trainer(plan)
-    if plan.data.vision is not None:  # the oracle's batches come from the last stage
-        plan.data.vision.makes_pixels = True
+    plan.data.media.is_read = True  # the oracle's batches come from the last stage
     _fill_adapters(trainer.model, plan)
     trainer.create_optimizer()
     if getattr(trainer, "reference", None) == "cached":

@@ -42,21 +42,6 @@ _RULES = (
         "finetuning_type: lora",
     ),
     Rule("!lora_target finetuning_type=lora", "it names no layer", "lora_target: all"),
-    Rule(
-        "!freeze_vision_tower finetuning_type=lora",
-        OF_LANGUAGE,
-        "freeze_vision_tower: true, or finetuning_type: full",
-    ),
-    Rule(
-        "!freeze_multi_modal_projector finetuning_type=lora",
-        OF_LANGUAGE,
-        "freeze_multi_modal_projector: true, or finetuning_type: full",
-    ),
-    Rule(
-        "freeze_language_model finetuning_type=lora",
-        OF_LANGUAGE,
-        "freeze_language_model: false, or finetuning_type: full",
-    ),
     Rule("mtp_num_layers finetuning_type=lora", ON_ADAPTERS, "mtp_num_layers: 0"),
     Rule(
         "optim=muon finetuning_type=lora",

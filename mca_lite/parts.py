@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from .errors import Problem, UserError
@@ -21,7 +22,8 @@ class Part(NamedTuple):
     modules: its files without .py; importing the first one registers the part, if its name ends in
     _keys or is part_migration. keys: its configuration keys, and key=value for its values of core
     keys. defaults: key:value of those that are not None if they are not given. provides: its rows
-    of CORE_ATTENTIONS, LAYER_TYPES and TENSOR_FORMATS. needs: the parts that it imports.
+    of CORE_ATTENTIONS, LAYER_TYPES, TENSOR_FORMATS, INPUTS and FAMILIES. needs: the parts that it
+    imports.
     """
 
     modules: str
@@ -32,6 +34,13 @@ class Part(NamedTuple):
 
 
 PARTS = {
+    "pictures": Part(
+        "part_pictures_keys part_pictures_families data_images model_vision",
+        "media_dir image_max_pixels image_min_pixels freeze_vision_tower "
+        "freeze_multi_modal_projector freeze_language_model",
+        "freeze_vision_tower:true freeze_multi_modal_projector:true freeze_language_model:false",
+        provides="pictures qwen2_vl qwen2_5_vl qwen3_vl qwen3_5 qwen3_5_moe",
+    ),
     "lora": Part(
         "part_lora_keys part_lora part_lora_files part_lora_rules part_lora_sites part_lora_layers",
         "lora_rank lora_alpha lora_dropout lora_target use_rslora modules_to_save "
@@ -105,12 +114,12 @@ def with_needs(name: str) -> list[str]:
     return found
 
 
-def load() -> None:
-    """Let each part that is there register its keys, rules and rows."""
-    for name, part in PARTS.items():
-        first = part.modules.split()[0]
-        if first.endswith(("_keys", "_migration")) and name not in missing():
-            import_module(f".{first}", __package__)
+def load(*endings: str) -> list[ModuleType]:
+    """Let each part that is there register its keys, rules and rows: the imported modules, those
+    with one of these ends of their name."""
+    there = [part for name, part in PARTS.items() if name not in missing()]
+    names = [module for part in there for module in part.modules.split()]
+    return [import_module(f".{name}", __package__) for name in names if name.endswith(endings)]
 
 
 def need_of(name: str, what: str = "it needs") -> tuple[str, str]:

@@ -102,7 +102,7 @@ class ModelTensors:
         stage_of = dict(enumerate(stages_of_layers(config)))
         for row, layer in in_layer_order(config):
             stage = stage_of.get(layer, -1)
-            if row.mca == VOCABULARY[0] or row.is_of_tower:
+            if row.mca == VOCABULARY[0] or row.is_of_inputs:
                 stage = 0
             self._add_weight(row, layer, stage)
             for name in row.hf:
@@ -388,27 +388,11 @@ def _activations(
     return sum(kept) * _in_flight(args, config, stage), again
 
 
-# numbers kept of a patch in a layer of transformers' modules for pictures, for each channel and for
-# each column of the MLP, by the activation; counted storages
-_OF_TOWER = {"quick_gelu": (11, 3), "gelu_pytorch_tanh": (11, 2), "silu": (15, 4)}
-
-
-def tower_activations(args, config, tensors: "ModelTensors", length: int, r: RankSizes) -> float:
-    """Bytes kept of the module for pictures, at most: of rows of pictures alone. 0 without, and for
-    one with frozen layers."""
-    vision = config.vision_config
-    trained = (t.name for t in tensors.stages[0] if t.is_trained)
-    if vision is None or not any(name.startswith("vision_model.module.blocks") for name in trained):
-        return 0.0
-    width = getattr(vision, "embed_dim", vision.hidden_size)
-    columns = getattr(vision, "intermediate_size", None) or vision.mlp_ratio * width
-    of_channel, of_column = _OF_TOWER.get(vision.hidden_act, _OF_TOWER["silu"])
-    layer = r.w * (of_channel * width + of_column * columns)
-    kept = vision.depth * layer
-    if config.recompute_granularity == "full":
-        kept = vision.depth * r.w * width + layer
-    patches = args.micro_batch_size * length * vision.spatial_merge_size**2
-    return patches * kept * _in_flight(args, config, 0)
+def input_activations(args, config, tensors: "ModelTensors", length: int, r: RankSizes) -> float:
+    """Bytes kept of the modules for inputs beside text, at most: of rows of these alone."""
+    trained = (tensor.name for tensor in tensors.stages[0] if tensor.is_trained)
+    of_token = config.inputs.bytes_of_token(trained, r.w)
+    return args.micro_batch_size * length * of_token * _in_flight(args, config, 0)
 
 
 def _in_flight(args, config, stage: int) -> float:
@@ -477,9 +461,9 @@ def rank_memory(
     tokens = args.micro_batch_size * length / r.cp
     facts = _facts(r.w, on_gpu, not finetuning.is_whole, length)
     kept, again = _activations(args, config, stage, facts, r, tensors.lowest)
-    tower = 0.0
+    of_inputs = 0.0
     if stage == 0:
-        tower = tower_activations(args, config, tensors, length, r)
+        of_inputs = input_activations(args, config, tensors, length, r)
     logits = norm = 0.0
     if stage == r.pp - 1:
         trains_head = finetuning.trains("lm_head")
@@ -489,7 +473,7 @@ def rank_memory(
         norm = (r.h * (facts.norm - r.w) + 4) / r.sp + r.h * r.w
     return RankMemory(
         **_static(args, config, tensors, stage, world_size),
-        activations=round(tokens * (kept + max(norm, again)) + tower),
+        activations=round(tokens * (kept + max(norm, again)) + of_inputs),
         logits=round(logits),
         buffers=round(_buffers(config, tokens, r)),
         nccl=_nccl(config, world_size) * on_gpu,

@@ -20,14 +20,13 @@ import transformers
 
 from . import ckpt_folder, mcore, model, model_config, parallel, watchdog, weights_convert
 from .args import RunArguments
-from .args_rules_model import NO_PICTURES_AHEAD, PICTURES_AHEAD_REMEDY, check_torch_packing
+from .args_rules_model import check_torch_packing
 from .args_rules_training import plan_schedule
 from .args_values import show_count
 from .callbacks import StopSignals, TrainerCallback
 from .ckpt_megatron import DIST_NAME
 from .data import DatasetBundle, load_datasets
 from .data_batches import Limits, Packs, Stream, samples_of
-from .data_images import Vision
 from .errors import Judge, refuse
 from .families import FAMILIES
 from .families_rows import has_value_head
@@ -44,6 +43,7 @@ from .files import (
     write_json,
 )
 from .finetuning import Finetuning, Request, finetuning_class
+from .inputs import inputs_of
 from .model_config import load_tokenizer
 from .tables import OBJECTIVES, Objective
 from .weights_files import (
@@ -92,7 +92,6 @@ _FROM_BF16 = (
     "note: the model's files are in bfloat16, and bf16 is false: it trains and is saved in "
     "float32, in twice the memory"
 )
-_OF_PICTURES = ("image_max_pixels", "image_min_pixels", "media_dir")
 
 
 def make_plan(arguments: RunArguments) -> Plan:
@@ -129,21 +128,14 @@ def make_plan(arguments: RunArguments) -> Plan:
         open_source(second_model)
         if second_model.old_vocab_size == planned.old_vocab_size:
             _grow(second_model, planned.vocab_size)
-    vision = vision_of(planned.config, folder, tokenizer, arguments.data)
-    if vision is None:
-        unused = [key for key in arguments.data.changed if key in _OF_PICTURES]
-        report += [f"note: {key}: no effect, since the model reads text alone" for key in unused]
+    inputs = inputs_of(planned.config)
+    media = inputs.media(folder, tokenizer, arguments)
     stream = arguments.parts.get("stream")
     seed = args.order_seed
-    data = load_datasets(arguments.data, objective.stage, tokenizer, seed, vision, stream)
+    data = load_datasets(arguments.data, objective.stage, tokenizer, seed, media, stream)
     data.report[:0] = report
-    has_pictures = getattr(samples_of(data.train), "has_pictures", False)
-    ahead = getattr(planned.config, "mtp_num_layers", None)
-    if ahead and has_pictures and args.pipeline_model_parallel_size > 1:
-        refuse("mtp_num_layers", ahead, NO_PICTURES_AHEAD, PICTURES_AHEAD_REMEDY)
-    if not args.dataloader_num_workers and has_pictures:
-        remedy = "dataloader_num_workers: 4 does it beside them"
-        data.report.append(f"note: pictures are decoded between the steps: {remedy}")
+    if getattr(samples_of(data.train), "has_media", False):
+        data.report += inputs.notes(args)
     of_epoch = 0
     if data.train is not None and not isinstance(data.train, Stream):
         of_epoch = math.ceil(len(data.train) / args.train_global_batch_size)
@@ -151,15 +143,6 @@ def make_plan(arguments: RunArguments) -> Plan:
     if data.train is not None:
         plan_schedule(args, steps)  # refuses a schedule without steps to decay in
     return Plan(arguments, objective, planned, tokenizer, data, steps, of_epoch, second_model)
-
-
-def vision_of(config, folder: Path, tokenizer, data_args) -> Vision | None:
-    """The pictures of a model by its McaModelConfig or transformers config, None without any."""
-    if isinstance(config, model_config.McaModelConfig):
-        if config.vision_config is None:
-            return None
-        config = model_config.whole_config(config.hf_config)
-    return Vision.of(folder, config.to_dict(), tokenizer, data_args)
 
 
 def _plan_model(
@@ -371,8 +354,8 @@ def build_trainer(plan: Plan, callbacks: Sequence = ()):
     if parallel.is_main():
         print("\n".join(data.report), flush=True)
     built = build_model(plan)
-    if data.vision is not None and arguments.backend.use_mca:
-        data.vision.makes_pixels = built[0].pre_process
+    if arguments.backend.use_mca:
+        data.media.is_read = built[0].pre_process
     make = plan.objective.trainer_class()
     second_model = None
     if plan.second_model is not None:

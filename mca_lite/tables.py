@@ -432,6 +432,8 @@ LAYER_TYPES = {"linear_attention": "model_delta:GatedDeltaNet"}
 CORE_ATTENTIONS = {"sinks": "model_sinks:FlashWithSinks"}
 # tensors of files that differ from a model's -> the module that takes them apart and together
 TENSOR_FORMATS = {"stacked_experts": "weights_experts"}
+# what a model takes beside text -> its class, an inputs.Inputs
+INPUTS = {"pictures": "model_vision:Pictures"}
 
 
 # -- columns of a micro-batch
@@ -442,8 +444,8 @@ class Column:
     """A column of samples and micro-batches.
 
     per: "token", cut by context parallelism at the rank's places of a row; "document", or "sample":
-    one value each; "picture": rows of all pictures of a micro-batch, one picture after another in
-    the order of the documents, whole on every rank, absent without a picture. dtype: torch's name.
+    one value each; "input": rows of all inputs beside text of a micro-batch, one after another in
+    the order of the documents, whole on every rank, absent without any. dtype: torch's name.
     padding: the value in positions that only pad. default: of a document without the column.
     of_dataset: (DatasetSpec, DataArguments) -> the value of its documents by the keys of a run,
     None: the default. to_model: the forward pass gets it, under its name. given_by: where it may
@@ -475,13 +477,6 @@ COLUMNS = {
     "attention_mask": _given("token", "int64"),
     "position_ids": Column("token", "int64", given_by=("collator",)),
     "padding_mask": Column("token", "bool", True, to_model=True, given_by=()),
-    # positions along time, height and width, of a model that has them (batch.rope_positions)
-    **dict.fromkeys(("rope_t", "rope_h", "rope_w"), _given("token", "int64", to_model=True)),
-    # [patches, values of a patch], and [pictures, 3]: patches along time, height and width
-    "pixel_values": _given("picture", to_model=True),
-    "image_grid_thw": _given("picture", "int64", to_model=True),
-    # number of each place's image feature in the micro-batch (batch.with_image_slots), -1 for text
-    "image_slot": Column("token", "int64", -1, to_model=True, given_by=()),
     # of a labelled answer: 1 for a good one, 0 for a bad one, or another number
     ANSWER_LABEL: _given("document"),
     # log-probability by a reference model
@@ -496,6 +491,11 @@ COLUMNS = {
     # number of a trained token's row in a teacher's cache (trainer_scores.py)
     "teacher_row": _given("token", "int64", -1),
 }
+
+
+def is_of_inputs(name: str) -> bool:
+    """True for a column with rows of inputs beside text."""
+    return name in COLUMNS and COLUMNS[name].per == "input"
 
 
 def other_columns(*read: str) -> tuple[str, ...]:

@@ -38,6 +38,7 @@ from .data_batches import Limits, Stream, View, documents_of
 from .data_encode import hash_of
 from .errors import expect, refuse
 from .files import IGNORE_INDEX, cache_folder, resolve_folder
+from .inputs import inputs_of
 from .loss_tokens import Logits
 from .model_config import load_tokenizer
 from .tables import other_columns
@@ -220,12 +221,6 @@ class Cached:
 
 
 # -- the trainer
-
-# of configs: keys in which both models must agree -> the reason
-_SAME = {
-    "vision_config": "both see pictures, or none of them",
-    "mtp_num_layers": "layers for multi-token prediction have no part in distillation",
-}
 
 
 class WithRows(View):
@@ -441,11 +436,17 @@ class DistillTrainer(ScoredTrainer):
     def _check_teacher(self, config) -> None:
         """ValueError for a teacher that cannot run on the student's batches. Lowers the limits of
         batches to the teacher's."""
-        for name, reason in _SAME.items():
-            expect(
-                bool(getattr(config, name, None)) == bool(getattr(self.model.config, name, None)),
-                f"the teacher and the student differ in {name}: {reason}",
-            )
+        differ = "the teacher and the student differ in"
+        mine = self.model.config
+        ahead = "mtp_num_layers"
+        expect(
+            type(inputs_of(config)) is type(inputs_of(mine)),
+            f"{differ} vision_config: both see pictures, or none of them",
+        )
+        expect(
+            bool(getattr(config, ahead, None)) == bool(getattr(mine, ahead, None)),
+            f"{differ} {ahead}: layers for multi-token prediction have no part in distillation",
+        )
         values = getattr(config, "hf_config", None) or config.to_dict()
         self.limits = self.limits.within(Limits.of(values))
         size = self.limits.vocab_size

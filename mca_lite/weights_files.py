@@ -344,7 +344,7 @@ def model_class(hf):
     if has_value_head(hf.architectures):
         return transformers.AutoModelForSequenceClassification
     family = FAMILIES.get(hf.model_type)
-    if family is not None and family.has_pictures:
+    if family is not None and family.inputs:
         return transformers.AutoModelForImageTextToText
     return transformers.AutoModelForCausalLM
 
@@ -370,7 +370,7 @@ def _shapes_file(hf, hf_config: str, version: str) -> Path | None:
     if ".dev" in version or not type(hf).__module__.startswith("transformers.models."):
         return None
     try:
-        modules = [families, families_rows, sys.modules[__name__]]
+        modules = [families, families_rows, *families.OF_PARTS, sys.modules[__name__]]
         if _is_stacked(hf.model_type):
             modules.append(_stacked_experts())
         text = "\n".join((version, hf_config, *map(inspect.getsource, modules)))

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from mca_lite import DataArguments, load_datasets, register_column
-from mca_lite.batch import join, pack, pad, real_documents, split, to_rank, with_image_slots, zigzag
+from mca_lite.batch import join, pack, pad, real_documents, split, to_rank, zigzag
 from mca_lite.data_batches import BatchPlan, Collator, Limits, check_batch, make_loader
+from mca_lite.data_images import with_image_slots
 from mca_lite.tables import COLUMNS
 from tests.shared.toy_tokenizer import byte_tokenizer
 
@@ -138,11 +139,12 @@ def test_a_column_for_the_model_is_one_of_its_arguments():
     from types import SimpleNamespace
 
     from mca_lite.backend_torch import TorchBackend
+    from mca_lite.inputs import Inputs
 
     register_column("colour", default=0.5, to_model=True)
     batch = split(collated({"input_ids": [1, 2], "labels": [2, 3], "weight": 1}))
     routers = SimpleNamespace(expect=lambda mask: None)
-    backend = SimpleNamespace(routers=routers, model=SimpleNamespace(base_model=None))
+    backend = SimpleNamespace(routers=routers, inputs=Inputs(None))
     inputs = TorchBackend.model_inputs(backend, batch)
     assert inputs["colour"].tolist() == [[0.5, 0.5]] and "weight" not in inputs
 

@@ -628,7 +628,7 @@ def test_a_rank_without_the_tower_makes_no_pixels(tmp_path):
     )
     data, _ = load(tmp_path, path)
     [with_pixels] = data.train[0]
-    data.vision.makes_pixels = False
+    data.media.is_read = False
     (tmp_path / "a.png").unlink()
     [without] = data.train[0]
     assert with_pixels.keys() - without.keys() == {"pixel_values"}

@@ -585,13 +585,13 @@ def taking_pictures(path: str, **keys) -> str:
 
 def freezing(path: str) -> str:
     from mca_lite import AutoModel
-    from mca_lite.args import FinetuningArguments
+    from mca_lite.args import objective_keys
     from mca_lite.errors import Judge
     from mca_lite.finetuning import plan_frozen
 
     args = arguments(**ONE)
     judge = Judge(args)
-    keys = FinetuningArguments(finetuning_type="freeze")
+    keys = objective_keys("sft", finetuning_type="freeze")
     plan_frozen(AutoModel.from_pretrained(path, args), keys, judge)
     return refusal(judge.close)
 

@@ -15,10 +15,12 @@ import pytest
 from mca_lite.args import CORE_GROUPS, parse_args
 from mca_lite.args_values import default_of
 from mca_lite.errors import UserError
+from mca_lite.families import FAMILIES
 from mca_lite.parts import PARTS, absent, missing, with_needs
 from mca_lite.tables import (
     CORE_ATTENTIONS,
     FINETUNING,
+    INPUTS,
     KEY_GROUPS,
     LAYER_TYPES,
     OBJECTIVES,
@@ -32,7 +34,11 @@ from tests.tools import rings
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "mca_lite"
 # key of the core -> its values, and the module that a part's row names
-TABLES = (CORE_ATTENTIONS, LAYER_TYPES, TENSOR_FORMATS)  # their rows name modules of parts
+FAMILIES_OF_PARTS = {  # their rows are gone with the part
+    kind: INPUTS[family.inputs] for kind, family in FAMILIES.items() if family.inputs
+}
+# their rows name modules of parts
+TABLES = (CORE_ATTENTIONS, LAYER_TYPES, TENSOR_FORMATS, INPUTS, FAMILIES_OF_PARTS)
 CHOICES = {
     "stage": {name: str(row.trainer).split(":")[0] for name, row in OBJECTIVES.items()},
     "optim": {name: str(row.make).split(":")[0] for name, row in OPTIMIZERS.items()},
@@ -92,7 +98,8 @@ def test_keys_of_a_missing_part_are_refused_by_name_without_torch(facts, name):
         assert f"\n  {word} (" not in seen["help"]
     for row, refused in seen["models"].items():
         [part] = [part for part, of in PARTS.items() if row in of.provides.split()]
-        words = f" need part {part}, and {files_of(part)[0]} is not in "
+        files = files_of(part)
+        words = f" need part {part}, and {', '.join(files)} {'are' if files[1:] else 'is'} not in "
         found = [r for key, reason, r in refused if key == "model_type" and words in reason]
         assert len(found) == (part in seen["missing"])
         for remedy in found:

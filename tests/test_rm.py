@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from mca_lite.args import parse_args
-from mca_lite.batch import ROPE_COLUMNS
 from mca_lite.data_batches import Collator
+from mca_lite.data_images import ROPE_COLUMNS
 from mca_lite.files import read_json
 from mca_lite.generation import load_for_generation
 from mca_lite.run import make_plan

@@ -80,9 +80,7 @@ def check_imports(name: str, tree: ast.Module) -> None:
             targets += [node.module] if node.module else [a.name for a in node.names]
         for target in targets:
             is_above = ORDER.index(target) < place
-            assert is_above or (name, target) in AGAINST_THE_ORDER, (
-                f"{name} imports {target}, which stands below it"
-            )
+            assert is_above, f"{name} imports {target}, which stands below it"
         imported = [node.module] if isinstance(node, ast.ImportFrom) and not node.level else []
         imported += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         for full in imported:
@@ -331,17 +329,8 @@ def test_the_package_keeps_its_limits():
     assert not beyond, f"{beyond}: expected at most {SLACK} of {limits}"
 
 
-# Imports of an outer ring, or of a part that is not needed: none may come.
-AGAINST = """
-data_records data_images, data_chat data_images, data_encode data_images, data data_images,
-model model_vision, backend_torch model_vision, run data_images
-"""
-AGAINST_THE_ORDER = {tuple(pair.split()) for pair in AGAINST.split(",")}
-
-
 def test_the_core_imports_no_part_and_parts_no_tool():
-    """But for imports that are listed until they are gone."""
-    assert set(rings.against_the_order(PACKAGE)) == AGAINST_THE_ORDER
+    assert rings.against_the_order(PACKAGE) == []
 
 
 def test_a_ring_stands_above_those_that_may_import_it():

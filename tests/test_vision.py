@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText
 
 from mca_lite import TrainingArguments, model_config
-from mca_lite.batch import rope_positions
+from mca_lite.data_images import rope_positions
 from tests.shared import pictures, tiny, world
 from tests.shared.cells import asked_for, shared_worlds, thinned
 from tests.shared.files import assert_same_bytes, assert_same_tensors, tensors
@@ -440,14 +440,14 @@ def test_a_batch_without_positions_or_with_too_few_pictures_is_refused(paths, tm
 def planned(path: str, **keys) -> tuple:
     """(memory of a rank of each stage, bytes of the tower's activations)"""
     from mca_lite.model_config import AutoConfig
-    from mca_lite.plan_memory import ModelTensors, RankSizes, rank_memory, tower_activations
+    from mca_lite.plan_memory import ModelTensors, RankSizes, input_activations, rank_memory
 
     args = TrainingArguments(output_dir="unused", **keys)
     config = AutoConfig.from_pretrained(path, args)
     tensors = ModelTensors(config)
     stages = range(config.pipeline_model_parallel_size)
     memory = [rank_memory(args, config, tensors, stage, 64, len(stages), False) for stage in stages]
-    return memory, tower_activations(args, config, tensors, 64, RankSizes(config))
+    return memory, input_activations(args, config, tensors, 64, RankSizes(config))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -469,17 +469,17 @@ def test_a_plan_counts_the_tower_on_the_first_stage(paths, family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_work_of_the_tower_is_what_torch_counts(paths, family):
-    from mca_lite.log import tower_work
+    from mca_lite.inputs import inputs_of
 
     model = AutoModelForImageTextToText.from_pretrained(paths[family], attn_implementation="eager")
     grid = torch.tensor([[1, 16, 16]])  # of whole windows
     with FlopCounterMode(display=False) as counter:
         model.model.visual(torch.randn(256, pictures.CHANNELS), grid_thw=grid)
     forward = counter.get_total_flops()
-    work = tower_work(model, model.config)
-    assert work.of_patch * 256 + work.of_square * 256**2 == pytest.approx(3 * forward, rel=1e-6)
-    frozen = tower_work(pictures.without_tower(model), model.config)
-    assert frozen.of_patch * 256 + frozen.of_square * 256**2 == pytest.approx(forward, rel=1e-6)
+    work = inputs_of(model.config).work(model)
+    assert work.of_unit * 256 + work.of_square * 256**2 == pytest.approx(3 * forward, rel=1e-6)
+    frozen = inputs_of(model.config).work(pictures.without_tower(model))
+    assert frozen.of_unit * 256 + frozen.of_square * 256**2 == pytest.approx(forward, rel=1e-6)
 
 
 # -- evaluation, and half precision

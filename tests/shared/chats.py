@@ -7,6 +7,7 @@ import json
 from mca_lite.args import DataArguments
 from mca_lite.data import load_datasets
 from mca_lite.files import IGNORE_INDEX
+from mca_lite.inputs import TEXT
 from mca_lite.part_stream_keys import StreamArguments
 from tests.shared.toy_tokenizer import CHATML, byte_tokenizer
 
@@ -43,12 +44,12 @@ def load_files(folder, *dataset, template=CHATML, stage="sft", seed=42, **keys):
     return load_by_keys(keys, stage, byte_tokenizer(template), seed)
 
 
-def load_by_keys(keys: dict, stage: str, tokenizer, seed: int = 42, vision=None):
+def load_by_keys(keys: dict, stage: str, tokenizer, seed: int = 42, media=TEXT):
     """load_datasets by the keys of DataArguments and StreamArguments."""
     of_stream = {key: keys[key] for key in ("streaming", "buffer_size") if key in keys}
     of_data = {key: value for key, value in keys.items() if key not in of_stream}
     stream = StreamArguments(**of_stream)
-    return load_datasets(DataArguments(**of_data), stage, tokenizer, seed, vision, stream)
+    return load_datasets(DataArguments(**of_data), stage, tokenizer, seed, media, stream)
 
 
 def trained_texts(tokenizer, dataset) -> list[str]:

@@ -26,7 +26,7 @@ def of_ours(paths: dict[str, str]) -> dict[str, list]:
     found = {}
     for name, path in paths.items():
         models = AutoModel.from_pretrained(path, make_args()).eval()
-        has_tower = models.config.vision_config is not None
+        has_tower = bool(models.config.input_tensors)
         ids = torch.tensor(TOKENS)
         if has_tower:
             ids = prompt_with_picture()["input_ids"][None]

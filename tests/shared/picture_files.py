@@ -1,6 +1,7 @@
 """Pictures, and a folder of a model for them: config.json and image processor, no weights."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +10,9 @@ from PIL import Image
 from tokenizers import AddedToken
 from transformers import AutoModelForImageTextToText
 
-from mca_lite import DataArguments
 from mca_lite.data_images import Vision
 from mca_lite.files import read_json
+from mca_lite.part_pictures_keys import PicturesArguments
 from tests.shared.chats import load_by_keys
 from tests.shared.toy_tokenizer import byte_tokenizer
 
@@ -60,9 +61,9 @@ def write_model(folder: Path, tokenizer, model_type: str = "qwen2_vl", **changes
     return folder
 
 
-def vision_of(folder: Path, tokenizer, data_args=None) -> Vision:
-    data_args = data_args or DataArguments(dataset=["t"])
-    return Vision.of(folder, read_json(folder / "config.json"), tokenizer, data_args)
+def vision_of(folder: Path, tokenizer, **keys) -> Vision:
+    config = read_json(folder / "config.json")
+    return Vision.of(folder, config, tokenizer, PicturesArguments(**keys))
 
 
 def draw(path: Path, width: int = 16, height: int = 8, seed: int = 0, mode="RGB", **options) -> str:
@@ -80,9 +81,9 @@ def load(folder: Path, *dataset, template=TEMPLATE, stage="sft", **keys):
     if not model.exists():
         write_model(model, tokenizer)
     keys = {"dataset": list(map(str, dataset)), "cache_dir": str(folder / "cache"), **keys}
-    of_vision = {key: value for key, value in keys.items() if key != "streaming"}
-    vision = vision_of(model, tokenizer, DataArguments(**of_vision))
-    return load_by_keys(keys, stage, tokenizer, vision=vision), tokenizer
+    names = {item.name for item in fields(PicturesArguments)} & keys.keys()
+    vision = vision_of(model, tokenizer, **{name: keys.pop(name) for name in names})
+    return load_by_keys(keys, stage, tokenizer, media=vision), tokenizer
 
 
 def save_whole_model(folder: Path, family: str = "qwen2_5_vl"):

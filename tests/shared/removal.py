@@ -25,7 +25,17 @@ WORKERS = 2
 ALL = "all"  # the name of the copy without any part, which trains at tp2
 GOOD = ["model_name_or_path=configs/tiny/model", "dataset=configs/tiny/sft.jsonl", "output_dir=out"]
 # row that a part provides -> a model type that needs it
-MODELS = {"sinks": "flint", "linear_attention": "qwen3_next", "stacked_experts": "gpt_oss"}
+MODELS = {
+    "sinks": "flint",
+    "linear_attention": "qwen3_next",
+    "stacked_experts": "gpt_oss",
+    "pictures": "qwen3_vl",
+    "qwen2_vl": "qwen2_vl",
+    "qwen2_5_vl": "qwen2_5_vl",
+    "qwen3_vl": "qwen3_vl",
+    "qwen3_5": "qwen3_5",
+    "qwen3_5_moe": "qwen3_5_moe",
+}
 FULL = "../full.json"  # the configuration of a run of the whole package, all keys with a value
 # keys of other trainers: an alias, one that is ignored, and one that is refused
 FOREIGN = ("router_aux_loss_coef", "dataloader_drop_last", "use_dora")

@@ -1,0 +1,92 @@
+"""Keys and rules of pictures: their files and sizes, the parts of a model in training."""
+
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from .args_values import ArgumentGroup, arg, count, flag, optional
+from .errors import Judge, Rule
+from .tables import register_keys
+
+_OF_LANGUAGE = "adapters are on the language model alone, and all other weights are frozen"
+_FROZEN = ("freeze_vision_tower", "freeze_multi_modal_projector", "freeze_language_model")
+_OF_ADAPTERS = (
+    Rule(
+        "!freeze_vision_tower finetuning_type=lora",
+        _OF_LANGUAGE,
+        "freeze_vision_tower: true, or finetuning_type: full",
+    ),
+    Rule(
+        "!freeze_multi_modal_projector finetuning_type=lora",
+        _OF_LANGUAGE,
+        "freeze_multi_modal_projector: true, or finetuning_type: full",
+    ),
+    Rule(
+        "freeze_language_model finetuning_type=lora",
+        _OF_LANGUAGE,
+        "freeze_language_model: false, or finetuning_type: full",
+    ),
+)
+_WITH_TOWER = (
+    Rule(
+        "predict_with_generate",
+        "answers about pictures are not generated in evaluations",
+        "predict_with_generate: false, and python -m mca_lite generate after the run",
+    ),
+)
+_WITHOUT_TOWER = tuple(
+    Rule(f"{wrong}{key}", "the model has no vision tower", f"{key} left out")
+    for wrong, key in zip(("!", "!", ""), _FROZEN, strict=True)
+)
+
+
+@dataclass(kw_only=True)
+class PicturesArguments(ArgumentGroup):
+    """Pictures."""
+
+    media_dir: str | None = optional("folder of pictures (None: that of the dataset's file)")
+    image_max_pixels: int | None = count(
+        None, "larger pictures are made smaller (None: as the model's image processor says)"
+    )
+    image_min_pixels: int | None = count(
+        None, "smaller pictures are made larger (None: as the model's image processor says)"
+    )
+    freeze_vision_tower: bool = arg(True, "models with images: do not train the vision tower")
+    freeze_multi_modal_projector: bool = arg(
+        True, "models with images: do not train the projector behind the tower"
+    )
+    freeze_language_model: bool = flag(
+        "models with images: do not train the language model and its head"
+    )
+
+    def check(self, judge: Judge) -> None:
+        judge.expect(
+            os.path.isdir(self.media_dir or "."),
+            "media_dir",
+            "it is no folder",
+            "the folder of the pictures that records name",
+        )
+        judge.expect(
+            (self.image_min_pixels or 0) <= (self.image_max_pixels or math.inf),
+            "image_min_pixels image_max_pixels",
+            f"it is above image_max_pixels, {self.image_max_pixels}",
+            "a lower one",
+        )
+        config = getattr(judge.arguments, "model_config", None)
+        if config is not None:  # of a run
+            self._check_run(config, judge)
+
+    def _check_run(self, config: dict[str, Any], judge: Judge) -> None:
+        """Apply the rules between a run, its config.json (empty if it was not read) and these
+        keys."""
+        judge.apply(_OF_ADAPTERS)
+        if "vision_config" in config:
+            judge.apply(_WITH_TOWER)
+        elif config:
+            judge.apply(_WITHOUT_TOWER)
+            unused = [key for key in self.changed if key not in _FROZEN]
+            self.notes += [f"{key}: no effect, since the model reads text alone" for key in unused]
+
+
+register_keys("pictures", PicturesArguments, fixed=_FROZEN)
