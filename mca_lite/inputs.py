@@ -10,7 +10,7 @@ import numpy as np
 from .errors import Judge, expect
 from .families import FAMILIES
 from .parts import absent_rows, need_of
-from .tables import INPUTS, function_of, is_of_inputs
+from .tables import INPUTS, function_of
 
 
 class InputWork(NamedTuple):
@@ -175,16 +175,10 @@ class Inputs:
         """(hidden with the features of inputs, features to add after the first layers, a function
         that puts features into the embeddings of other tokens or None), by the columns of a
         micro-batch. Adds to `shared`, the arguments of layers."""
-        raise TypeError(f"a model of text was given {', '.join(columns)}")
+        raise ValueError(f"a batch has {', '.join(columns)}, and the model takes text alone")
 
     def arrange(self, batch) -> dict:
-        """The columns of an arranged batch for this rank. ValueError for columns that the model
-        does not take."""
-        columns = [name for name in batch if is_of_inputs(name)]
-        expect(
-            not columns,
-            f"a batch has {', '.join(columns)}: {self.config.hf_model_type} takes text alone",
-        )
+        """The columns of an arranged batch for this rank. ValueError for wrong ones."""
         return batch
 
     def trains(self, model) -> bool:

@@ -16,6 +16,7 @@ from mca_lite.args import CORE_GROUPS, parse_args
 from mca_lite.args_values import default_of
 from mca_lite.errors import UserError
 from mca_lite.families import FAMILIES
+from mca_lite.inputs import TEXT
 from mca_lite.parts import PARTS, absent, missing, with_needs
 from mca_lite.tables import (
     CORE_ATTENTIONS,
@@ -203,6 +204,15 @@ def test_a_row_of_a_missing_part_is_not_taken_from_another_installation(folder):
         UserError, match=r"^model_sinks\.py: it needs part sinks, and model_sinks\.py"
     ):
         function_of(CORE_ATTENTIONS["sinks"])
+
+
+def test_a_record_with_pictures_is_refused_by_the_name_of_their_part(folder):
+    (folder / "model_vision.py").unlink()
+    missing.cache_clear()
+    words = r"a\.jsonl:1: .*they need part pictures, and model_vision\.py is not in"
+    for blocks, of_columns in ([{}], []), ([], ["a.png"]):
+        with pytest.raises(ValueError, match=words):
+            TEXT.take([{"content": "", "media": blocks}], of_columns, False, "a.jsonl:1")
 
 
 def test_every_group_of_keys_is_the_core_s_or_a_part_s():
