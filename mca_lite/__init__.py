@@ -5,7 +5,7 @@ The public names are imported at their first use: `import mca_lite` takes no tim
 
 from importlib import import_module
 
-from .parts import missing
+from .parts import check_module, missing_modules
 
 __version__ = "0.1.0"
 
@@ -46,7 +46,7 @@ _HOME = {
     "register_objective": "tables",
     "register_optimizer": "tables",
 }
-__all__ = sorted(_HOME)
+__all__ = sorted(name for name, home in _HOME.items() if home not in missing_modules())
 
 
 def __getattr__(name: str):
@@ -54,6 +54,7 @@ def __getattr__(name: str):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name.startswith("register_"):
         import_module(".args", __name__)  # parts have the first choice of names
+    check_module(_HOME[name])
     return getattr(import_module(f".{_HOME[name]}", __name__), name)
 
 
@@ -61,5 +62,5 @@ def __dir__():
     return __all__
 
 
-if "migration" not in missing():
+if "part_migration_paths" not in missing_modules():
     import_module(".part_migration_paths", __package__)

@@ -4,21 +4,58 @@
 
 import sys
 from importlib import import_module
+from pathlib import Path
+from typing import NamedTuple
 
 from .cli import USER_ERROR, finish
 
-# name -> (module or module.function of words -> exit code, help)
+
+class Command(NamedTuple):
+    """One row of COMMANDS. target: a module of tools, or its function: words -> exit code. text:
+    its help. needs: other modules of tools, imported by it."""
+
+    target: str
+    text: str
+    needs: str = ""
+
+    def modules(self) -> list[str]:
+        return [self.target.partition(".")[0], *self.needs.split()]
+
+    def lacking(self) -> str:
+        """The reason why the command cannot run, missing files; "" if it can."""
+        here = Path(__file__).parent
+        files = [f"{module}.py" for module in self.modules()]
+        gone = ", ".join(file for file in files if not (here / file).is_file())
+        return f"it needs {gone} of mca_lite, not in {here}" if gone else ""
+
+
+_INSPECTION = "inspection log_html parity plan_memory"
 COMMANDS = {
-    "train": ("cli", "train a model from a configuration file"),
-    "plan": ("cli_plan", "memory, steps and layouts of a configuration, before it runs"),
-    "parity": ("cli_inspect.main_parity", "compare the first step in a layout with plain torch"),
-    "watch": ("cli_watch", "show runs in the terminal as they train"),
-    "report": ("cli_watch.main_report", "write runs as a page: curves, numbers, configuration"),
-    "inspect": ("cli_inspect", "samples, lengths and rows of the data; --check: a dry run"),
-    "chat": ("cli_generate.main_chat", "chat with the trained model in the terminal"),
-    "generate": ("cli_generate", "answer the evaluation set with the trained model"),
-    "doctor": ("cli_doctor", "check this machine for training, with remedies"),
-    "convert": ("cli_convert", "convert weights between formats, merge an adapter"),
+    "train": Command("cli", "train a model from a configuration file", "generation log_html"),
+    "plan": Command(
+        "cli_plan", "memory, steps and layouts of a configuration, before it runs", "plan_memory"
+    ),
+    "parity": Command(
+        "cli_inspect.main_parity",
+        "compare the first step in a layout with plain torch",
+        _INSPECTION,
+    ),
+    "watch": Command("cli_watch", "show runs in the terminal as they train", "log_html"),
+    "report": Command(
+        "cli_watch.main_report", "write runs as a page: curves, numbers, configuration", "log_html"
+    ),
+    "inspect": Command(
+        "cli_inspect", "samples, lengths and rows of the data; --check: a dry run", _INSPECTION
+    ),
+    "chat": Command(
+        "cli_generate.main_chat", "chat with the trained model in the terminal", "generation"
+    ),
+    "generate": Command(
+        "cli_generate", "answer the evaluation set with the trained model", "generation"
+    ),
+    "doctor": Command("cli_doctor", "check this machine for training, with remedies"),
+    "convert": Command("cli_convert", "convert weights between formats, merge an adapter"),
+    "vendor": Command("tool_vendor", "copy the package into another repository, without parts"),
 }
 _NEED_NO_WORDS = ("train", "doctor")  # the others show their help
 
@@ -39,14 +76,18 @@ def main(words: list[str] | None = None) -> int:
         rest = words
     if not rest and name not in _NEED_NO_WORDS:
         rest = ["--help"]
-    module, _, function = COMMANDS[name][0].partition(".")
+    if lacking := COMMANDS[name].lacking():
+        print(f"error: command {name}: {lacking}: copy it from there", file=sys.stderr)
+        return USER_ERROR
+    module, _, function = COMMANDS[name].target.partition(".")
     return getattr(import_module(f".{module}", __package__), function or "main")(rest)
 
 
 def _list_commands() -> None:
     print(f"python -m {__package__} <command> ...", "", sep="\n")
-    for name, (_, text) in COMMANDS.items():
-        print(f"  {name:10} {text}")
+    for name, command in COMMANDS.items():
+        if not command.lacking():
+            print(f"  {name:10} {command.text}")
     print("\nEach of them has --help; that of train lists all keys of a configuration.")
 
 

@@ -549,7 +549,7 @@ def changed_settings(before: dict, now: dict) -> dict[str, tuple[str, str]]:
 
 
 def refuse_missing_parts(before: dict, folder: Path) -> None:
-    """CheckpointError for settings that need a missing part."""
+    """CheckpointError for settings in need of a missing part."""
     for key, name in parts.needed(before).items():
         reason, remedy = parts.need_of(name)
         saved = f"{folder} was saved with {key} {_shown(before[key])}"

@@ -1,5 +1,4 @@
-"""Keys and names of other trainers: aliases, keys that are ignored, keys that are refused, chat
-templates.
+"""Keys and names of other trainers: aliases, ignored keys, refused keys, chat templates.
 
 Keys with an effect are fields in args.py.
 """

@@ -1,7 +1,7 @@
 """The module paths of mcore_adapter, under the name of this package, and its names without a
 successor.
 
-The package imports this module first, so that the paths can be imported.
+The package imports this module first: its finder must be there before a path is imported.
 """
 
 import sys

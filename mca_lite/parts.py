@@ -21,8 +21,8 @@ class Part(NamedTuple):
 
     modules: its files without .py; importing the first one registers the part, if its name ends in
     _keys or is part_migration. keys: its configuration keys, and key=value for its values of core
-    keys. defaults: key:value of those that are not None if they are not given. provides: its rows
-    of CORE_ATTENTIONS, LAYER_TYPES, TENSOR_FORMATS, INPUTS and FAMILIES. needs: the parts that it
+    keys. defaults: key:value of its keys with a default other than None. provides: its rows of
+    CORE_ATTENTIONS, LAYER_TYPES, TENSOR_FORMATS, INPUTS and FAMILIES. needs: the parts that it
     imports.
     """
 
@@ -155,9 +155,9 @@ def absent_keys() -> dict[str, str]:
 
 
 def needed(values: Mapping[str, Any]) -> dict[str, str]:
-    """Key -> the missing part that it needs, of given keys, and of core keys with such a value. A
-    key with its default needs nothing. Values are as they were written: the types of these keys are
-    gone with the part."""
+    """Key -> the missing part it needs, for keys of parts and for values of core keys. A key with
+    its default needs nothing. Values are as they were written: the types are gone with the part.
+    """
     found = {}
     for name in missing():
         defaults = PARTS[name].defaults.split()
@@ -171,7 +171,7 @@ def needed(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def absent(values: Mapping[str, Any]) -> list[Problem]:
-    """Problems of the keys that need a missing part."""
+    """Problems of keys in need of a missing part."""
     problems = []
     for key, name in needed(values).items():
         reason, remedy = need_of(name)

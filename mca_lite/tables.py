@@ -141,8 +141,8 @@ def refuse_taken(kind: str, name: str, table: Container[str]) -> None:
 
 
 class ForeignKey(NamedTuple):
-    """A key that has no effect here. remedy: what to set in its place; a key without one is
-    ignored. off: the values of a key with a remedy that are taken, in lower case."""
+    """A key without effect here. remedy: the setting in its place; a key without one is ignored.
+    off: values of a refused key that are taken, in lower case."""
 
     reason: str
     remedy: str = ""
@@ -151,7 +151,7 @@ class ForeignKey(NamedTuple):
 
 ALIASES: dict[str, str] = {}  # key -> the one of the same meaning
 FOREIGN_KEYS: dict[str, ForeignKey] = {}  # by name, or by a pattern such as hub_*
-NOT_OF_TRAINING: set[str] = set()  # keys beside which those required for training may be missing
+NOT_OF_TRAINING: set[str] = set()  # beside them keys required for training may be missing
 BUILT_IN_FOR: dict[str, str] = {}  # name of a chat template -> the built-in one
 
 

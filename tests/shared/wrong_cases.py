@@ -515,6 +515,8 @@ _COMMANDS = {
     "convert_option": ("convert {}/model {}/new --nothing", "--nothing"),
     "report_none": ("report ./nowhere", "nowhere"),
     "report_empty": ("report {}/model", "model"),
+    "vendor_part": ("vendor {}/new --parts lroa", "lroa"),
+    "vendor_full": ("vendor {}/model", "model"),
     "parity_key": ("parity {base} seed=x", "seed"),
     "parity_none": ("parity {base} model_name_or_path=./nowhere", "nowhere"),
 }
