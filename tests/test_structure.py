@@ -5,18 +5,18 @@ files that exist.
 import ast
 import configparser
 import functools
+import gc
 import re
 import sys
 from importlib import import_module
 from pathlib import Path
 
 import pytest
-import torch
 
 import mca_lite
 from mca_lite import __main__
 from tests.tools import rings
-from tests.tools.house import RELATIVE_OPENING, house, measure
+from tests.tools.house import RELATIVE_OPENING, docstrings_of, house, nodes_of
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "mca_lite"
@@ -30,8 +30,16 @@ FOREIGN = {"accelerate", "peft", "datasets", "trl", "deepspeed", "llamafactory"}
 
 
 @functools.cache
-def modules() -> dict[str, ast.Module]:
-    return {path.stem: ast.parse(path.read_text()) for path in sorted(PACKAGE.glob("*.py"))}
+def modules() -> dict[str, list[ast.AST]]:
+    return {path.stem: nodes_of(path) for path in sorted(PACKAGE.glob("*.py"))}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_collections():
+    """Trees have no cycles: looking for some takes half of the time."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def test_every_module_has_its_place_in_the_order():
@@ -54,7 +62,7 @@ def test_imports_point_down():
 )
 def test_an_import_of_a_module_that_imports_this_one_is_seen(line):
     with pytest.raises(AssertionError, match="tables imports optim, which stands below it"):
-        check_imports("tables", ast.parse(f"def late():\n    {line}"))
+        check_imports("tables", [*ast.walk(ast.parse(f"def late():\n    {line}"))])
 
 
 # a row of a table, a public name or a command is "module:name", imported when it is used
@@ -71,9 +79,9 @@ def named_by_call(name: str, node: ast.AST) -> list[str]:
     return [text[1:]] if text.startswith(".") else []
 
 
-def check_imports(name: str, tree: ast.Module) -> None:
+def check_imports(name: str, nodes: list[ast.AST]) -> None:
     place = ORDER.index(name)
-    for node in ast.walk(tree):
+    for node in nodes:
         targets = named_by_call(name, node)
         if isinstance(node, ast.ImportFrom) and node.level:
             assert node.level == 1, f"{name} imports from outside the package"
@@ -93,9 +101,8 @@ PACKAGES = {"megatron": "megatron-core", "yaml": "pyyaml", "huggingface_hub": "h
 OPTIONAL = {"PIL", "cudnn", "fla", "matplotlib", "pyarrow", "transformer_engine", "triton", "wandb"}
 
 
-def imports_of(tree: ast.Module) -> set[str]:
+def imports_of(nodes: list[ast.AST]) -> set[str]:
     """The modules of other packages that a module names in an import."""
-    nodes = list(ast.walk(tree))
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     names += [n.module for n in nodes if isinstance(n, ast.ImportFrom) and not n.level]
     return {name.split(".")[0] for name in names} - sys.stdlib_module_names
@@ -130,20 +137,20 @@ def test_messages_between_two_ranks_go_in_batches():
     """Unbatched, each pair of ranks takes a communicator of nccl."""
     alone = {"send", "recv", "isend", "irecv"}
     for name in ORDER:
-        for node in ast.walk(modules()[name]):
+        for node in modules()[name]:
             called = getattr(node.func, "attr", "") if isinstance(node, ast.Call) else ""
             assert called not in alone, f"{name}.py:{node.lineno}: use parallel.exchange"
 
 
 def check_assignments(name: str) -> None:
-    tree = modules()[name]
+    nodes = modules()[name]
     borrowed = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import):
             borrowed |= {(a.asname or a.name).split(".")[0] for a in node.names}
         if isinstance(node, ast.ImportFrom) and not node.level:
             borrowed |= {a.asname or a.name for a in node.names}
-    for node in ast.walk(tree):
+    for node in nodes:
         targets = (
             node.targets
             if isinstance(node, ast.Assign)
@@ -182,7 +189,7 @@ def test_the_homes_of_public_names_are_typed():
 def test_files_and_functions_stay_short(path):
     text = path.read_text()
     assert text.count("\n") <= 900, f"{path.name} has {text.count(chr(10))} lines"
-    for node in ast.walk(ast.parse(text)):
+    for node in nodes_of(path):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             assert node.end_lineno - node.lineno < 80, (
                 f"{path.name}: {node.name} has {node.end_lineno - node.lineno + 1} lines"
@@ -190,7 +197,7 @@ def test_files_and_functions_stay_short(path):
 
 
 def test_docstrings_of_tools_open_with_a_verb_or_a_noun():
-    docstrings = {path.name: measure(path).docstrings for path in TOOLS.glob("*.py")}
+    docstrings = {path.name: docstrings_of(nodes_of(path)) for path in TOOLS.glob("*.py")}
     wrong = {
         name: text.splitlines()[0]
         for name, texts in docstrings.items()
@@ -247,11 +254,11 @@ def test_tests_share_only_through_tests_shared():
     assert len(those_that_wait(files)) == len(WAITING)
 
 
-def private_names(tree: ast.AST) -> set[str]:
+def private_names(nodes: list[ast.AST]) -> set[str]:
     """Names with one leading underscore that a file defines: functions, classes, variables,
     attributes."""
     defined = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             defined.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -264,13 +271,13 @@ def private_names(tree: ast.AST) -> set[str]:
 PRIVATE_PATH = re.compile(r"\bmca_lite(\.\w+)*\._[a-z]")
 
 
-def private_uses(tree: ast.AST, private: set[str]) -> list[str]:
+def private_uses(nodes: list[ast.AST], private: set[str]) -> list[str]:
     """Uses of private names of the package: imports, attributes and strings (monkeypatch). A
     class's own attribute of the same name is none."""
-    own = private_names(tree)
-    parts = {id(x) for n in ast.walk(tree) if isinstance(n, ast.JoinedStr) for x in n.values}
+    own = private_names(nodes)
+    parts = {id(x) for n in nodes if isinstance(n, ast.JoinedStr) for x in n.values}
     found = []
-    for node in ast.walk(tree):
+    for node in nodes:
         if id(node) in parts:  # of an f-string
             continue
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mca_lite"):
@@ -287,6 +294,8 @@ def private_uses(tree: ast.AST, private: set[str]) -> list[str]:
 
 def test_tests_use_no_private_name_of_the_package():
     """Hooks of the trainer are public where mca_lite/README.md names them."""
+    import torch
+
     hooks = set(re.findall(r"`(_\w+)\b", (PACKAGE / "README.md").read_text()))
     private = set().union(*map(private_names, modules().values())) - hooks - set(dir(torch.Tensor))
     uses = []
@@ -295,7 +304,7 @@ def test_tests_use_no_private_name_of_the_package():
         # most files name none, and parsing all takes seconds
         if private.isdisjoint(re.findall(r"\b_\w+", text)) and not PRIVATE_PATH.search(text):
             continue
-        found = private_uses(ast.parse(text), private)
+        found = private_uses(nodes_of(path), private)
         uses += [f"{path.relative_to(ROOT)}: {use}" for use in found]
     assert not uses, "\n".join(uses)
 

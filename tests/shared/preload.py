@@ -6,6 +6,7 @@ import warnings
 
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # saves a second an import
 warnings.filterwarnings("ignore")
+gc.disable()  # while modules are imported, which stay
 
 import peft  # noqa: E402, F401
 import pytest  # noqa: E402, F401  # the module of a test imports it, and each rank imports that module
@@ -26,5 +27,6 @@ get_checkpoint_conversion_mapping("llama")  # a table that the first model to be
 
 # A rank's collections would walk through all that was imported, and copy its pages: a third of the
 # CPU time of a small world.
+gc.enable()
 gc.collect()
 gc.freeze()

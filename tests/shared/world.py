@@ -30,14 +30,19 @@ os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 _context = None
 
 
+def has_cuda() -> bool:
+    """True if torch sees a GPU; torch is imported only beside NVIDIA's driver."""
+    if not os.path.exists("/dev/nvidiactl"):
+        return False
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def server():
     global _context
     if _context is None:
-        import torch
-
-        if (
-            torch.cuda.is_available()
-        ):  # importing megatron starts CUDA, which does not live through a fork
+        if has_cuda():  # importing megatron starts CUDA, which does not live through a fork
             _context = multiprocessing.get_context("spawn")
         else:
             _context = multiprocessing.get_context("forkserver")

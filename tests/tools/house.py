@@ -11,7 +11,7 @@ import io
 import re
 import sys
 import tokenize
-from collections.abc import Iterator
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,16 +39,24 @@ class Module:
 
 
 @functools.cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """The nodes of a file, the module first."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
+def docstrings_of(nodes: list[ast.AST]) -> list[str]:
+    return [text for n in nodes if isinstance(n, DOCUMENTED) and (text := ast.get_docstring(n))]
+
+
+@functools.cache
 def measure(path: Path) -> Module:
     """Count one file."""
-    source = path.read_text()
-    tree = ast.parse(source)
-    nodes = list(ast.walk(tree))
-    documented = [n for n in nodes if isinstance(n, DOCUMENTED) and ast.get_docstring(n)]
-    docstrings = [ast.get_docstring(n) for n in documented]
-    comments = [t.string.lstrip("# ") for t in read_tokens(source) if t.type == tokenize.COMMENT]
+    nodes = nodes_of(path)
+    tokens = read_tokens(path)
+    docstrings = docstrings_of(nodes)
+    comments = [t.string.lstrip("# ") for t in tokens if t.type == tokenize.COMMENT]
     return Module(
-        tokens=sum(tokens_by_line(source, tree).values()),
+        tokens=sum(tokens_by_line(tokens, nodes).values()),
         decisions=sum(map(count_decisions, nodes)),
         parallel_assignments=sum(map(is_parallel_assignment, nodes)),
         conditional_expressions=sum(isinstance(n, ast.IfExp) for n in nodes),
@@ -59,19 +67,19 @@ def measure(path: Path) -> Module:
     )
 
 
-def read_tokens(source: str) -> Iterator[tokenize.TokenInfo]:
-    return tokenize.generate_tokens(io.StringIO(source).readline)
+def read_tokens(path: Path) -> list[tokenize.TokenInfo]:
+    return list(tokenize.generate_tokens(io.StringIO(path.read_text()).readline))
 
 
-def tokens_by_line(source: str, tree: ast.Module) -> dict[int, int]:
+def tokens_by_line(tokens: list[tokenize.TokenInfo], nodes: list[ast.AST]) -> Counter[int]:
     """Line -> its code tokens: a string with fields counts once on every Python."""
-    documented = [n for n in ast.walk(tree) if isinstance(n, DOCUMENTED) and ast.get_docstring(n)]
+    documented = [n for n in nodes if isinstance(n, DOCUMENTED) and ast.get_docstring(n)]
     prose = {i for n in documented for i in range(n.body[0].lineno, n.body[0].end_lineno + 1)}
     begins = getattr(tokenize, "FSTRING_START", None)
     ends = getattr(tokenize, "FSTRING_END", None)
-    counts = dict.fromkeys(range(1, source.count("\n") + 2), 0)
+    counts: Counter[int] = Counter()
     nesting = 0
-    for token in read_tokens(source):
+    for token in tokens:
         if token.type == ends:
             nesting -= 1
         elif not nesting and token.type not in (*LAYOUT, tokenize.COMMENT):

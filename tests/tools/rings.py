@@ -74,7 +74,7 @@ def against_the_order(package: Path) -> list[tuple[str, str]]:
     for module, (ring, part) in rings.items():
         if module == "__init__":  # it imports by name, when a public name is used
             continue
-        nodes = list(ast.walk(ast.parse((package / f"{module}.py").read_text())))
+        nodes = house.nodes_of(package / f"{module}.py")
         for other in sorted(house.relative_imports(nodes) & rings.keys()):
             other_ring, other_part = rings[other]
             is_of_parts = ring == other_ring == "part"
@@ -195,9 +195,9 @@ def main(root: Path, with_run: bool) -> None:
     trees = {}
     of_lines = {}
     for module in rings:
-        source = (package / f"{module}.py").read_text()
-        trees[module] = ast.parse(source)
-        of_lines[module] = house.tokens_by_line(source, trees[module])
+        path = package / f"{module}.py"
+        trees[module] = house.nodes_of(path)[0]
+        of_lines[module] = house.tokens_by_line(house.read_tokens(path), house.nodes_of(path))
     counts = tokens_of(package)
     for ring in DEPTH:
         names = [module for module in rings if rings[module][0] == ring]
