@@ -74,23 +74,20 @@ def inputs_of(backend, batch: dict) -> dict[str, Any]:
 # -- passes
 
 
-def forward_step(backend, args, objective, data_iterator: Iterator, model):
-    """megatron's contract: one micro-batch through one chunk -> (output, loss_func)."""
+def forward_step(
+    backend, args, objective, data_iterator: Iterator, model, to_inputs: Callable | None = None
+):
+    """megatron's contract: one micro-batch through one chunk -> (output, loss_func). to_inputs: in
+    place of inputs_of."""
     batch = next(data_iterator)
-    inputs = inputs_of(backend, batch)
-    loss_func = loss_func_of(backend, args, objective, batch, inputs)
-    return model(**inputs), loss_func
-
-
-def loss_func_of(backend, args, objective, batch: dict, inputs: dict) -> Callable:
-    """The loss_func of an arranged micro-batch and its inputs; the model gets the loss of its
-    tokens."""
+    to_inputs = to_inputs or functools.partial(inputs_of, backend)
+    inputs = to_inputs(batch)
     of_rank = backend.loss_columns(batch)
     use_loss(backend, objective, of_rank)
     loss_func = objective._pre_compute_loss(of_rank, inputs)
     if not args.calculate_per_token_loss and torch.is_grad_enabled():
         loss_func = functools.partial(_with_mean, loss_func)
-    return loss_func
+    return model(**inputs), loss_func
 
 
 def use_loss(backend, objective, batch: dict | None = None) -> None:

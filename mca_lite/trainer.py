@@ -52,8 +52,8 @@ from .step import (
     arrange_step,
     compute_gradients,
     count_labels,
+    forward_step,
     inputs_of,
-    loss_func_of,
     new_numbers,
     row_length,
     save_model,
@@ -262,10 +262,10 @@ class McaTrainer(OtherNames):
 
     def forward_step(self, data_iterator: Iterator, model):
         """megatron's contract: one micro-batch through one chunk -> (output, loss_func)."""
-        batch = next(data_iterator)
-        inputs = self.inputs_of(batch)
-        loss_func = loss_func_of(self.backend, self.args, self, batch, inputs)
-        return model(**inputs), self.guard.mark(loss_func)
+        output, loss_func = forward_step(
+            self.backend, self.args, self, data_iterator, model, self.inputs_of
+        )
+        return output, self.guard.mark(loss_func)
 
     def prepared(self, micro_batches: list[dict]) -> list[dict]:
         """The arranged micro-batches of a step with the columns added by this trainer.
