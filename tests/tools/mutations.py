@@ -170,14 +170,14 @@ ROWS: list[tuple[str, str, str, str]] = [
     ),
     (
         "parts of two passes over a teacher's rows are mixed",
-        "if (int(start), before) != (self.num_rows, self._before()):",
-        "if int(start) != self.num_rows:",
+        "if (start, name[3]) != (self.num_rows, self._before()):",
+        "if start != self.num_rows:",
         "test_distill_cache.py::test_rows_of_two_passes_are_not_mixed",
     ),
     (
         "damaged rows of a teacher pass",
-        'if f"{checksum(path)[1]:08x}" == crc:',
-        "if crc:",
+        "if checksum(path) == ((end - start) * self.dtype.itemsize, int(name[4], 16)):",
+        "if True:",
         "test_distill_cache.py::test_damaged_rows_are_named_and_written_again",
     ),
     (
@@ -214,8 +214,8 @@ ROWS: list[tuple[str, str, str, str]] = [
     ),
     (
         "KTO's estimate of the divergence may be below 0",
-        "kl = (total / count.clamp(min=1)).clamp(min=0)",
-        "kl = total / count.clamp(min=1)",
+        "kl = mean_of(total, count).clamp(min=0)",
+        "kl = mean_of(total, count)",
         "test_kto.py::test_kto_trains_as_plain_torch",
     ),
     (
