@@ -6,6 +6,7 @@ import pytest
 
 from tests.tools.mutations import ROWS, verdict
 
+ROOT = Path(__file__).parents[1]
 CONFTEST = Path(__file__).with_name("conftest.py").read_text()
 
 TEST = """
@@ -42,3 +43,13 @@ def test_a_row_is_noticed_survives_or_is_stale(tmp_path, old, new, said):
 def test_rows_have_names_of_their_own_and_change_something():
     assert len({what for what, *_ in ROWS}) == len(ROWS)
     assert all(old != new and tests for _, old, new, tests in ROWS)
+
+
+def test_the_text_of_each_row_is_in_the_package_once_and_its_tests_are_there():
+    """A change of the package may leave a row without its text."""
+    modules = [path.read_text() for path in (ROOT / "mca_lite").glob("*.py")]
+    counts = {what: sum(text.count(old) for text in modules) for what, old, *_ in ROWS}
+    assert {what: count for what, count in counts.items() if count != 1} == {}
+    for name in {name for *_, tests in ROWS for name in tests.split()}:
+        file, function = name.partition("[")[0].split("::")
+        assert f"def {function}(" in (ROOT / "tests" / file).read_text(), name
