@@ -46,14 +46,14 @@ class Media:
         return {}
 
     def folders(self, files: Iterable[str]) -> dict[str, Any]:
-        """The folders of files that records name, for a key of the cache."""
+        """The folders of files named by records, for a key of the cache."""
         return {}
 
     def check_keys(self, judge: Judge):
         """Apply the rules between such a model and the keys of its data."""
 
     def check_mark(self, mark, where):
-        """ValueError for a mark in a text that this model would take for an input."""
+        """ValueError for a mark of video or audio in a text, if the model has inputs beside it."""
 
     # -- of a record
 
@@ -94,8 +94,8 @@ class Media:
         """ValueError for a text that lacks inputs of its messages."""
 
     def placed(self, text, inputs, where) -> tuple:
-        """The inputs that a text has, the first of its conversation's, with their sizes. ValueError
-        for unusable ones, and for their token without one."""
+        """The inputs in a text, the first of its conversation's, with their sizes. ValueError for
+        unusable ones, and for their token without one."""
         return ()
 
     def expand(self, document, inputs) -> np.ndarray:
@@ -103,8 +103,8 @@ class Media:
         return document
 
     def fit(self, document, inputs, start, stop) -> tuple[slice, list]:
-        """(places, their inputs) of the document from `start` to `stop`, without an input that
-        these borders cut."""
+        """(places, their inputs) of the document from `start` to `stop`, without an input cut by
+        these borders."""
         return slice(start, stop), [*inputs]
 
     def lost(self, units, cutoff_len) -> str:
@@ -173,7 +173,7 @@ class Inputs:
 
     def embed(self, model, hidden, shared, **columns) -> tuple[Any, list, Callable | None]:
         """(hidden with the features of inputs, features to add after the first layers, a function
-        that puts features into the embeddings of other tokens or None), by the columns of a
+        of the embeddings of tokens ahead and their places or None), by the columns of a
         micro-batch. Adds to `shared`, the arguments of layers."""
         raise ValueError(f"a batch has {', '.join(columns)}, and the model takes text alone")
 
@@ -197,16 +197,15 @@ class Inputs:
         return []
 
     def unused(self, model, columns):
-        """0, with gradients of 0 for the modules that a forward pass with these columns leaves
-        out."""
+        """0, with gradients of 0 for the modules left out of a forward pass with these columns."""
         return 0.0
 
     # -- on both
 
     def rests(self, micro_batches) -> bool:
-        """True if no micro-batch of a step has such an input, on any rank: the update leaves the
-        modules out, whose zeros as gradients would decay weights and moments. Collective; called
-        if these modules are in training."""
+        """True if no micro-batch of a step has an input, on any rank. The update then leaves the
+        modules out: by gradients of zero it would decay their weights and moments. Collective;
+        called if these modules are in training."""
         return False
 
     def work(self, model) -> InputWork | None:
@@ -214,7 +213,7 @@ class Inputs:
         return None
 
     def bytes_of_token(self, trained: Iterable[str], width: int) -> float:
-        """Bytes that the modules keep for the backward pass, of a token of rows of inputs alone.
+        """Bytes kept by the modules for the backward pass, of a token in rows of inputs alone.
         trained: names of parameters in training; width: bytes of a number."""
         return 0.0
 
