@@ -60,10 +60,8 @@ def to_length(backend, batch: dict, at_least: int = 0) -> dict:
 
 def inputs_of(backend, batch: dict) -> dict[str, Any]:
     """An arranged micro-batch as the model takes it, on this rank's device, cut for its
-    context-parallel rank.
-
-    Every pipeline stage reads the whole batch: each needs the borders of packed documents.
-    """
+    context-parallel rank. Every pipeline stage reads the whole batch, for the borders of packed
+    documents."""
     watchdog.alive()
     if "cu_seqlens" in batch and "packed_seq_params" not in batch:
         params = packed_row(batch["cu_seqlens"], *backend.context_parallel, parallel.device())
@@ -74,9 +72,7 @@ def inputs_of(backend, batch: dict) -> dict[str, Any]:
 # -- passes
 
 
-def forward_step(
-    backend, args, objective, data_iterator: Iterator, model, to_inputs: Callable | None = None
-):
+def forward_step(backend, args, objective, data_iterator: Iterator, model, to_inputs=None):
     """megatron's contract: one micro-batch through one chunk -> (output, loss_func). to_inputs: in
     place of inputs_of."""
     batch = next(data_iterator)
