@@ -10,7 +10,6 @@ decay, and is exported unchanged.
 import contextlib
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +25,6 @@ from .hosts import Weight, host_of, last_of, module_of
 from .tables import FINETUNING, OBJECTIVES, function_of
 from .weights_convert import Change
 
-PARTS = ("vision_tower", "multi_modal_projector", LANGUAGE_MODEL)
 # configuration keys that decide which weights are in training
 KEYS_OF_TRAINED = (
     "finetuning_type",
@@ -184,7 +182,7 @@ def plan_frozen(model, keys, judge: Judge) -> frozenset[str] | None:
     weights = list(host.weights())
     modules = dict.fromkeys(module for weight in weights for module in weight.modules)
     parts = {module: part_of(host.model_type, module) for module in modules}
-    frozen = {part for part in PARTS if getattr(keys, f"freeze_{part}")}
+    frozen = {part for part in set(parts.values()) if getattr(keys, f"freeze_{part}")}
     trained = {module for module in modules if parts[module] not in frozen}
     if keys.finetuning_type == "freeze":
         language = [weight for weight in weights if parts[weight.modules[0]] == LANGUAGE_MODEL]
@@ -270,22 +268,6 @@ def _check_names(key: str, wanted: Iterable[str], names: Iterable[str], judge: J
             f"some of {', '.join(known)}",
             wish,
         )
-
-
-def parts_summary(model, model_type: str) -> str | None:
-    """The parameters in training of each part of a model with images on this rank, adapters apart;
-    None for another type of models."""
-    if not vision_parts_of(model_type):
-        return None
-    host = host_of(model)
-    parts = {weight.key: part_of(model_type, weight.modules[0]) for weight in host.weights()}
-    totals = Counter()
-    trained = Counter()
-    for key, tensor, is_trained in host.parameters():
-        part = parts.get(key)
-        totals[part] += tensor.numel()
-        trained[part] += tensor.numel() * is_trained
-    return ", ".join(f"{part} {trained[part]:,} of {totals[part]:,}" for part in PARTS)
 
 
 def lowest_layer(trained: Iterable[str], num_layers: int) -> int:

@@ -212,6 +212,10 @@ class Inputs:
         """The work of the modules in a step, None without any."""
         return None
 
+    def parts_summary(self, model) -> str | None:
+        """The parameters in training on this rank of each part of the model, adapters apart."""
+        return None
+
     def bytes_of_token(self, trained: Iterable[str], width: int) -> float:
         """Bytes kept by the modules for the backward pass, of a token in rows of inputs alone.
         trained: names of parameters in training; width: bytes of a number."""

@@ -36,7 +36,7 @@ from .files import (
     write_file,
     write_json,
 )
-from .finetuning import finetuning_of, layer_of, lowest_layer, parts_summary
+from .finetuning import finetuning_of, layer_of, lowest_layer
 from .inputs import InputWork, inputs_of
 from .log_metrics import METRICS, PROGRESS, format_duration, log_line, metric_of, read_lines
 from .weights_files import InitSource
@@ -591,7 +591,7 @@ def run_summary(trainer, plan) -> dict[str, dict]:
             "name": getattr(config, "name_or_path", None),
             "type": model_type,
             "parameters on this rank": f"{total:,} ({trained:,} trained)",
-            "trained of each part": parts_summary(trainer.model, model_type),
+            "trained of each part": inputs_of(config).parts_summary(trainer.model),
             "weights": getattr(trainer.model, "weights_from", None) or "as given",
             "precision": precision,
         },

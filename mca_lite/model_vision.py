@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from .ckpt_megatron import may_rest
 from .data_images import ROPE_COLUMNS, Vision, check_slots, has_pictures, with_image_slots
 from .errors import expect, refuse
+from .families import LANGUAGE_MODEL, part_of, vision_parts_of
+from .hosts import host_of
 from .inputs import Inputs, InputWork, Media
 from .mcore import mpu
 from .model_attention import Rope
@@ -356,6 +358,17 @@ class Pictures(Inputs):
         passes = 3 if trained else 1
         of_patch = 2 * weights + 4 * width * windows * in_window
         return InputWork(passes * of_patch, passes * 4 * width * (vision.depth - windows))
+
+    def parts_summary(self, model) -> str:
+        host = host_of(model)
+        parts = {w.key: part_of(host.model_type, w.modules[0]) for w in host.weights()}
+        totals = dict.fromkeys((*vision_parts_of(host.model_type), LANGUAGE_MODEL), 0)
+        trained = dict(totals)
+        for key, tensor, is_trained in host.parameters():
+            if key in parts:
+                totals[parts[key]] += tensor.numel()
+                trained[parts[key]] += tensor.numel() * is_trained
+        return ", ".join(f"{part} {trained[part]:,} of {total:,}" for part, total in totals.items())
 
     def bytes_of_token(self, trained: Iterable[str], width: int) -> float:
         """0 for a tower with frozen layers."""
