@@ -31,6 +31,7 @@ _HOME = {
     "Need": "args_rules_training",
     "Rule": "errors",
     "Seq2SeqTrainingArguments": "args",
+    "Session": "session",
     "TrainerCallback": "callbacks",
     "TrainingArguments": "args",
     "VirtualModels": "model",

@@ -69,6 +69,8 @@ class Backend(abc.ABC):
         self.statistics_of_routers: RouterStatistics | None = None  # of a model with experts
         self.chunks: list[torch.nn.Module] = []
         self.optimizer = None
+        self.pending: torch.Tensor | None = None  # this rank's count, of calls of add_gradients
+        self._is_sent = False  # the reduction of their gradients has begun
 
     # -- different in each backend
 
@@ -120,6 +122,25 @@ class Backend(abc.ABC):
         Gradients are left reduced over data parallel ranks and, with per-token loss, divided by the
         tokens of all. chunks: those of wrap_reference, in place of the trained ones.
         """
+
+    @abc.abstractmethod
+    def add_gradients(
+        self, forward_step, micro_batches: list, seq_length: int, last: bool = False
+    ) -> list[dict]:
+        """forward_backward that adds gradients of sums to those of the calls before, since the last
+        finish_gradients or discard_gradients. They stay on this rank; last: of the last call they
+        are reduced during its backward pass."""
+
+    @abc.abstractmethod
+    def finish_gradients(
+        self, denominator: float | None = None, times: float = 1.0
+    ) -> torch.Tensor:
+        """Sum the added gradients over the ranks and divide them, for step() -> the divisor: a
+        denominator, or the sum of all counts times a number. Collective."""
+
+    @abc.abstractmethod
+    def clip_at(self, max_grad_norm: float) -> None:
+        """Set the norm at which later updates clip; 0: they do not."""
 
     @abc.abstractmethod
     def step(self) -> tuple[bool, float, int | None]:
@@ -174,7 +195,25 @@ class Backend(abc.ABC):
     def finish_param_sync(self) -> None:  # noqa: B027 - no gather is pending on one rank
         """Wait for the pending all-gathers of weights."""
 
+    def discard_gradients(self) -> None:
+        """Forget the added gradients. Collective with a reduction under way."""
+        self.pending = None
+        self._is_sent = False
+
     # -- the same for both
+
+    def _take_divisor(
+        self, denominator: float | None, times: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(divisor of finish_gradients, factor of gradients that are divided by the pending count
+        of all ranks), no longer pending."""
+        count = self.pending.float().clamp(min=1)
+        divisor = count * times
+        if denominator is not None:
+            divisor = torch.full_like(count, denominator)
+        self.pending = None
+        self._is_sent = False
+        return divisor, count / divisor
 
     @property
     def largest_norm(self) -> float | None:
@@ -228,6 +267,12 @@ class Backend(abc.ABC):
         if self.args.calculate_per_token_loss:
             scale = counts
         self.statistics_of_routers.loss_weight = mean_of(scale, real)
+
+    def weigh_router_loss(self, count: int) -> None:
+        """Set the weight of the balancing losses of the next micro-batch to the count of its loss:
+        added gradients, divided by the sum of all counts, do not depend on calls."""
+        if self.statistics_of_routers is not None:
+            self.statistics_of_routers.loss_weight = float(count)
 
     def router_statistics(self) -> dict[str, float]:
         """Numbers of the routers since the last call, over all ranks; {} without experts.

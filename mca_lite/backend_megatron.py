@@ -1,5 +1,6 @@
 """The megatron-core backend: DDP on every chunk, the pipeline schedule, megatron's optimizer."""
 
+import contextlib
 import math
 from collections.abc import Iterator
 
@@ -282,13 +283,26 @@ class MegatronBackend(Backend):
     def forward_backward(
         self, forward_step, micro_batches: list, seq_length: int, forward_only=False, chunks=None
     ) -> list[dict]:
-        chunks = chunks or self.chunks
         if not forward_only:
+            self._begin_gradients(micro_batches)
+        return self._run_schedule(
+            forward_step, micro_batches, seq_length, chunks or self.chunks, forward_only
+        )
+
+    def _begin_gradients(self, micro_batches: list, first: bool = True) -> None:
+        """Set gradients to zero before the first call of an update. Collective if modules for
+        inputs are trained."""
+        if first:
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
-            if self._may_rest:
-                self._rests = self.inputs.rests(micro_batches)
+        if self._may_rest:
+            rests = self.inputs.rests(micro_batches)
+            self._rests = rests and (first or self._rests)
+
+    def _run_schedule(
+        self, forward_step, micro_batches: list, seq_length: int, chunks, forward_only=False
+    ) -> list[dict]:
         return get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=_one_or_all([iter(micro_batches) for _ in chunks]),
@@ -298,6 +312,62 @@ class MegatronBackend(Backend):
             micro_batch_size=micro_batches[0]["input_ids"].shape[0],
             forward_only=forward_only,
         )
+
+    def add_gradients(
+        self, forward_step, micro_batches: list, seq_length: int, last: bool = False
+    ) -> list[dict]:
+        config = self.config
+        usual = config.finalize_model_grads_func, config.no_sync_func
+        first = self.pending is None
+        self._begin_gradients(micro_batches, first)
+        if first:
+            self.pending = torch.zeros((), dtype=torch.int, device=parallel.device())
+        config.finalize_model_grads_func = self._count
+        with contextlib.ExitStack() as stack:
+            if not last:
+                # megatron's schedule would end no_sync before the last micro-batch of each call
+                config.no_sync_func = contextlib.nullcontext
+                for chunk in self.chunks:
+                    stack.enter_context(chunk.no_sync())
+            metrics = self._run_schedule(forward_step, micro_batches, seq_length, self.chunks)
+        config.finalize_model_grads_func, config.no_sync_func = usual
+        self._is_sent = last
+        return metrics
+
+    def _count(self, chunks, num_tokens, **kwargs) -> None:
+        """Take the place of _finalize_gradients in a call that adds gradients."""
+        self.pending += num_tokens
+
+    def finish_gradients(
+        self, denominator: float | None = None, times: float = 1.0
+    ) -> torch.Tensor:
+        if not self._is_sent:
+            self._start_reduction()
+        self._finalize_gradients(self.chunks, self.pending)
+        divisor, factor = self._take_divisor(denominator, times)
+        for chunk in self.chunks:
+            chunk.scale_gradients(factor)
+        return divisor
+
+    def _start_reduction(self) -> None:
+        """Begin the reduction that hooks of the backward pass begin with overlap_grad_reduce."""
+        if not self.args.overlap_grad_reduce:
+            return
+        for chunk in self.chunks:
+            for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
+                # before the first one is counted, finish_grad_sync begins it
+                if not getattr(group, "is_first_batch", False):
+                    group.start_grad_sync()
+
+    def discard_gradients(self) -> None:
+        if self._is_sent and self.args.overlap_grad_reduce:
+            for chunk in self.chunks:
+                chunk.finish_grad_sync()
+        super().discard_gradients()
+
+    def clip_at(self, max_grad_norm: float) -> None:
+        for part in parts_of(self.optimizer):
+            part.config.clip_grad = max_grad_norm or float("inf")
 
     def _finalize_gradients(self, chunks, num_tokens=None, **kwargs) -> None:
         """megatron's, with a division by the tokens of all ranks that reads no number on the host;

@@ -276,6 +276,8 @@ class TorchBackend(Backend):
         self.routers = TorchRouters(model, args)
         self.losses_of_routers = self.routers.losses
         self.statistics_of_routers = self.routers.statistics
+        self._max_grad_norm = args.max_grad_norm
+        self._rests = False  # modules for inputs, in the next update by added gradients
         self._scaler = create_grad_scaler(args) if args.fp16 else None
         self.grad_scalers = [self._scaler] if self._scaler else []
 
@@ -340,15 +342,25 @@ class TorchBackend(Backend):
     def forward_backward(
         self, forward_step, micro_batches: list, seq_length: int, forward_only=False, chunks=None
     ) -> list[dict]:
+        if not forward_only:
+            self.optimizer.zero_grad()
         model = (chunks or self.chunks)[0]
+        metrics, tokens = self._run_all(forward_step, micro_batches, model, forward_only)
+        if not forward_only:
+            self._finish_step(tokens, self._can_rest(micro_batches))
+        return metrics
+
+    def _run_all(
+        self, forward_step, micro_batches: list, model, forward_only=False, last=True
+    ) -> tuple[list[dict], torch.Tensor]:
+        """(metrics of each micro-batch, sum of their counts). last: DDP averages the gradients."""
         iterator = iter(micro_batches)
         metrics = []
         tokens = torch.zeros((), dtype=torch.float32, device=parallel.device())
-        if not forward_only:
-            self.optimizer.zero_grad()
         for i in range(len(micro_batches)):
             # DDP reads it, as no_sync() sets it: the gradients are reduced once
-            model.require_backward_grad_sync = forward_only or i == len(micro_batches) - 1
+            is_last = last and i == len(micro_batches) - 1
+            model.require_backward_grad_sync = forward_only or is_last
             passes = self._timers("model")
             passes.start()
             with self.autocast():
@@ -359,19 +371,52 @@ class TorchBackend(Backend):
             if not forward_only:
                 self._backward(loss, count, len(micro_batches))
             metrics.append(measured)
-        if not forward_only:
-            self._leave_out(micro_batches)
-            self.routers.update_biases()
-            if self.args.calculate_per_token_loss:
-                self._divide_by_tokens(tokens)
+        return metrics, tokens
+
+    def _can_rest(self, micro_batches: list) -> bool:
+        """True if modules for inputs have gradients of 0 from DDP alone. Collective."""
+        return self.loss_model.trains_inputs and self.inputs.rests(micro_batches)
+
+    def _finish_step(self, tokens: torch.Tensor, rests: bool) -> None:
+        """Divide the gradients, and leave out of the update what rests. Collective."""
+        for parameter in self._resting if rests else ():
+            parameter.grad = None
+        self.routers.update_biases()
+        if self.args.calculate_per_token_loss:
+            self._divide_by_tokens(tokens)
+
+    def add_gradients(
+        self, forward_step, micro_batches: list, seq_length: int, last: bool = False
+    ) -> list[dict]:
+        first = self.pending is None
+        if first:
+            self.optimizer.zero_grad()
+            self.pending = torch.zeros((), dtype=torch.float32, device=parallel.device())
+        [model] = self.chunks
+        metrics, tokens = self._run_all(forward_step, micro_batches, model, last=last)
+        self.pending += tokens
+        self._is_sent = last
+        rests = self._can_rest(micro_batches)
+        self._rests = rests and (first or self._rests)
         return metrics
 
-    def _leave_out(self, micro_batches: list) -> None:
-        """Leave the modules for inputs out of the update after a step without any: DDP has
-        gradients of 0 for them. Collective."""
-        if self.loss_model.trains_inputs and self.inputs.rests(micro_batches):
-            for parameter in self._resting:
-                parameter.grad = None
+    def finish_gradients(
+        self, denominator: float | None = None, times: float = 1.0
+    ) -> torch.Tensor:
+        if not self._is_sent:  # as DDP's average
+            for gradient in self._gradients() if self.dp_size > 1 else ():
+                torch.distributed.all_reduce(gradient.div_(self.dp_size))
+        self._finish_step(self.pending, self._rests)
+        divisor, factor = self._take_divisor(denominator, times)
+        if gradients := self._gradients():
+            torch._foreach_mul_(gradients, factor)
+        return divisor
+
+    def clip_at(self, max_grad_norm: float) -> None:
+        self._max_grad_norm = max_grad_norm
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [p.grad for p in self.model.parameters() if p.grad is not None]
 
     def _backward(self, loss, count, num_micro_batches: int) -> None:
         """The backward pass of a micro-batch.
@@ -406,8 +451,7 @@ class TorchBackend(Backend):
         """Make DDP's average of the ranks' sums the sum over all, divided by the tokens of all.
         Collective."""
         tokens = parallel.sum_over_all(tokens)
-        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
-        if grads:
+        if grads := self._gradients():
             torch._foreach_mul_(grads, mean_of(self.dp_size, tokens))
 
     def step(self) -> tuple[bool, float, int | None]:
@@ -426,7 +470,7 @@ class TorchBackend(Backend):
         if self.rejects(float(grad_norm)):
             return False, float(grad_norm), None
         torch.nn.utils.clip_grads_with_norm_(
-            parameters, self.args.max_grad_norm or float("inf"), grad_norm
+            parameters, self._max_grad_norm or float("inf"), grad_norm
         )
         zeros = sum(int((g == 0).sum()) for g in grads) if self.args.log_num_zeros_in_grad else None
         with self._timers("update"):

@@ -317,6 +317,10 @@ register_objective("sft", records=CONVERSATIONS)
 TEACHER_KEY = "teacher_model_name_or_path"
 
 
+# a Session's loss -> the class of its numbers, see session.CrossEntropy
+SESSION_LOSSES: dict[str, Any] = {"cross_entropy": "session:CrossEntropy"}
+
+
 # -- optimizers
 
 
@@ -438,6 +442,9 @@ INPUTS = {"pictures": "model_vision:Pictures"}
 
 # -- columns of a micro-batch
 
+# the rows of a Session's samples beside tokens and labels
+SESSION_COLUMNS = ("advantage", "old_logp", "ref_logp", "sampler_weight")
+
 
 @dataclass(frozen=True)
 class Column:
@@ -490,6 +497,9 @@ COLUMNS = {
     "of_batch": Column("sample", given_by=()),
     # number of a trained token's row in a teacher's cache (trainer_scores.py)
     "teacher_row": _given("token", "int64", -1),
+    # of a Session's samples, and the number of each trained token in the call
+    **dict.fromkeys(SESSION_COLUMNS, _given("token")),
+    "token_number": _given("token", "int64", -1),
 }
 
 
@@ -500,7 +510,7 @@ def is_of_inputs(name: str) -> bool:
 
 def other_columns(*read: str) -> tuple[str, ...]:
     """The package's columns for losses that a trainer would ignore: all but those it reads."""
-    of_losses = (ANSWER_LABEL, "reference", *PAIR_COLUMNS, "teacher_row")
+    of_losses = (ANSWER_LABEL, "reference", *PAIR_COLUMNS, "teacher_row", *SESSION_COLUMNS)
     return tuple(name for name in of_losses if name not in read)
 
 

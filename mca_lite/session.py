@@ -1,0 +1,543 @@
+"""Session: log-probabilities, gradients, updates and weights of a model, for a training loop
+outside this package.
+
+A sample is a shifted document: {"input_ids": [n], "labels": [n]}, where labels[t] is the target of
+position t, or -100 without loss. Columns of numbers beside them: advantage (one number, or [n]),
+old_logp, ref_logp and sampler_weight [n], ignored where labels are -100. Letters: N samples of a
+call, n tokens of a sample, [b, s] a micro-batch on this rank.
+
+A call adds the gradient of a sum, and optim_step divides once, by a count over the whole update:
+any number of calls before an update gives the gradient of one call with all samples. Every rank
+calls each method with the same samples, and gets the same results.
+"""
+
+import functools
+import math
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+
+from . import parallel
+from .backend_megatron import MegatronBackend
+from .backend_torch import TorchBackend
+from .batch import Targets
+from .data_batches import BatchPlan, Collator, Limits, check_batch, documents_of, make_loader
+from .errors import expect
+from .files import IGNORE_INDEX
+from .loss_tokens import Logits
+from .model import VirtualModels
+from .step import arrange, arrange_step, forward_step, measure, new_numbers, row_length
+from .tables import SESSION_COLUMNS, SESSION_LOSSES, function_of
+from .trainer_events import Phases, check_given
+
+
+class Output(NamedTuple):
+    """Results of a pass. logps: float32 [n] of each sample, in order, 0 without label. sums:
+    {metric: (sum, count)} over all ranks; metrics: their means."""
+
+    logps: list[torch.Tensor]
+    metrics: dict[str, float]
+    sums: dict[str, tuple[float, float]]
+
+
+class Step(NamedTuple):
+    """Results of an update. grad_norm: after the division and before clipping. skipped: True if it
+    prevented the update, or fp16 overflowed. denominator: the divisor of the gradient."""
+
+    grad_norm: float
+    skipped: bool
+    denominator: float
+
+
+_DROPOUTS = ("attention_dropout", "hidden_dropout", "residual_dropout", "_pdrop", "dropout")
+
+
+# -- losses
+
+
+@dataclass
+class Tokens:
+    """The tokens of a micro-batch on this rank, for a loss; tensors [b, s].
+
+    logps: float32, 0 without label. is_trained: bool, True with a label. lengths: float32, trained
+    tokens of each token's sample. is_first: True for the first trained token of each. columns: of
+    the samples, those that the loss reads, 0 without label. entropy: of the next token, if wanted.
+    """
+
+    logps: torch.Tensor
+    is_trained: torch.Tensor
+    lengths: torch.Tensor
+    is_first: torch.Tensor
+    columns: dict[str, torch.Tensor]
+    entropy: torch.Tensor | None
+    sum_samples: Callable[[torch.Tensor], torch.Tensor]
+
+    def sum_of_sample(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of values [b, s] over the trained tokens of each token's sample, without a
+        history: a gradient of other context-parallel ranks' tokens would be lost. Collective over
+        the context-parallel group."""
+        return self.sum_samples(values.detach().masked_fill(~self.is_trained, 0.0))
+
+
+@dataclass(kw_only=True)
+class CrossEntropy:
+    """-log p of each label, times sampler_weight if the samples have it: a row of SESSION_LOSSES.
+
+    A row is a class of the loss's numbers, with these attributes. columns: those that it reads.
+    required: those that every sample must have. metrics: names beside "loss". counts: the
+    denominator of an update: "tokens" with a label, "answers" (samples with such a token), or
+    "one". times: multiplies that count. temperature: divides the logits. wants_entropy: True for
+    Tokens.entropy. refuses_dropout: True for a ratio to log-probabilities of another pass.
+    terms(tokens) -> (float32 [b, s], summands of the loss, {metric: values [b, s]}).
+    """
+
+    name: str = "cross_entropy"
+    temperature: float = 1.0
+    columns: ClassVar[tuple[str, ...]] = ("sampler_weight",)
+    required: ClassVar[tuple[str, ...]] = ()
+    metrics: ClassVar[tuple[str, ...]] = ()
+    counts: ClassVar[str] = "tokens"
+    times: ClassVar[float] = 1.0
+    wants_entropy: ClassVar[bool] = False
+    refuses_dropout: ClassVar[bool] = False
+
+    def terms(self, tokens: Tokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        return -tokens.logps * tokens.columns.get("sampler_weight", 1.0), {}
+
+
+class _Plain(CrossEntropy):
+    """Cross entropy that reads no columns."""
+
+    columns = ()
+
+
+class _GivenGradient(CrossEntropy):
+    """The loss whose gradient in the log-probabilities is -sampler_weight."""
+
+    counts = "one"
+    refuses_dropout = True
+
+
+def loss_of(name: str, numbers: dict[str, Any]):
+    """The row of a loss with its numbers. ValueError for an unknown loss or number."""
+    expect(name in SESSION_LOSSES, f"loss {name!r}: expected one of {', '.join(SESSION_LOSSES)}")
+    row = function_of(SESSION_LOSSES[name])
+    known = [field.name for field in fields(row) if field.name != "name"]
+    unknown = sorted(numbers.keys() - {*known})
+    expect(not unknown, f"{name} has no {', '.join(unknown)}: expected {', '.join(known)}")
+    return row(name=name, **numbers)
+
+
+def _losses_of_logits(temperature: float, with_entropy: bool, logits: Logits) -> torch.Tensor:
+    """[n], or with the entropy [n, 2]: cross entropy of logits divided by the temperature."""
+    values = logits.values / temperature
+    whole = logits.logsumexp(values)
+    losses = whole - logits.of_tokens(logits.labels[:, None], values)[:, 0]
+    if not with_entropy:
+        return losses
+    probabilities = (values - logits.spread(whole)[:, None]).exp()
+    return torch.stack([losses, whole - logits.sum((probabilities * values).sum(1))], 1)
+
+
+class _Pass:
+    """A loss over the samples of a call, as the objective of step.py. ends: int64 [N + 1], trained
+    tokens before each sample, and all."""
+
+    def __init__(self, backend, args, loss, ends: np.ndarray):
+        self.backend = backend
+        self.args = args
+        self.loss = loss
+        self.ends = torch.from_numpy(ends)
+        self.metrics_keys = ["loss", *loss.metrics]
+        self._loss_of_logits = None
+        if loss.temperature != 1.0 or loss.wants_entropy:
+            self._loss_of_logits = functools.partial(
+                _losses_of_logits, loss.temperature, loss.wants_entropy
+            )
+
+    def _arrange(self, batch: dict) -> dict:
+        batch = arrange(self.backend, self.args, batch)
+        is_first = self._firsts(batch["token_number"], batch["labels"] != IGNORE_INDEX)
+        return batch | {"answers": int(is_first.sum())}
+
+    def _firsts(self, numbers: torch.Tensor, is_trained: torch.Tensor) -> torch.Tensor:
+        return torch.isin(numbers, self.ends.to(numbers.device)) & is_trained
+
+    def _count_of_loss(self, batch: dict) -> int:
+        if self.loss.counts == "tokens":
+            return int((batch["labels"] != IGNORE_INDEX).sum())
+        return batch["answers"] if self.loss.counts == "answers" else 1
+
+    def _pre_compute_loss(self, batch: dict, inputs: dict) -> Callable:
+        if torch.is_grad_enabled():
+            self.backend.weigh_router_loss(self._count_of_loss(batch))
+        return functools.partial(self._post_compute_loss, inputs["labels"], batch)
+
+    def _post_compute_loss(self, labels, batch: dict, losses: torch.Tensor) -> tuple:
+        """losses [b, s], or [b, s, k] with entropy or multi-token prediction -> (their sum, its
+        count, {metric: (sum, count)} and the log-probabilities with their numbers)."""
+        if isinstance(labels, Targets):
+            labels = labels.labels
+        entropy = None
+        if losses.dim() == 3:
+            if self.loss.wants_entropy:
+                entropy = losses[..., 1]
+            losses = losses[..., 0]
+        is_trained = labels != IGNORE_INDEX
+        tokens = self._tokens(batch, -losses, is_trained, entropy)
+        terms, values = self.loss.terms(tokens)
+        total = terms.masked_fill(~is_trained, 0.0).sum()
+        trained = is_trained.sum()
+        count = {"tokens": trained, "answers": tokens.is_first.sum(), "one": trained * 0}
+        count = count[self.loss.counts]
+        # megatron divides `total` in place afterwards
+        metrics: dict[str, Any] = {"loss": torch.stack([total.detach().clone(), count.float()])}
+        for name, of_tokens in values.items():
+            kept = of_tokens.detach().masked_fill(~is_trained, 0.0)
+            metrics[name] = torch.stack([kept.sum(), trained.float()])
+        metrics["logps"] = (batch["token_number"][is_trained], tokens.logps.detach()[is_trained])
+        return total, count.int(), metrics
+
+    def _tokens(self, batch: dict, logps, is_trained, entropy) -> Tokens:
+        numbers = batch["token_number"]
+        ends = self.ends.to(numbers.device)
+        count = len(ends) - 1
+        sample = torch.bucketize(numbers.clamp(min=0), ends[1:], right=True).clamp(max=count - 1)
+
+        def sum_samples(values: torch.Tensor) -> torch.Tensor:
+            sums = values.new_zeros(count).index_add(0, sample.flatten(), values.flatten())
+            return self.backend.sum_over_context_parallel(sums)[sample]
+
+        return Tokens(
+            logps,
+            is_trained,
+            ends.diff()[sample].float(),
+            self._firsts(numbers, is_trained),
+            {name: batch[name] for name in self.loss.columns if name in batch},
+            entropy,
+            sum_samples,
+        )
+
+
+# -- samples
+
+
+def _documents(samples: Sequence[Mapping], loss, limits: Limits, refuses_more: bool) -> list[dict]:
+    """The samples as documents with the columns that a loss reads, and token_number, the number of
+    each trained token in the call. ValueError for samples that it would not be right about."""
+    expect(len(samples) > 0, "the call has no samples: expected at least one")
+    documents = []
+    first = 0
+    for number, sample in enumerate(samples):
+        try:
+            document = _document(sample, loss, limits, refuses_more, first)
+        except ValueError as error:
+            raise ValueError(f"sample {number} of the call: {error}") from None
+        documents.append(document)
+        first += int((document["labels"] != IGNORE_INDEX).sum())
+    for name in loss.columns:
+        lacking = [number for number, one in enumerate(documents) if name not in one]
+        expect(
+            len(lacking) in (0, len(documents)),
+            f"{name}: samples {lacking} of the call have none, and others have: set it in every "
+            "sample, or in none",
+        )
+    return documents
+
+
+def _document(sample: Mapping, loss, limits: Limits, refuses_more: bool, first: int) -> dict:
+    [given, *others] = documents_of(sample)
+    expect(not others, "it has several documents: expected one, {input_ids, labels}")
+    kept = {name: given[name] for name in given if given[name] is not None}
+    unread = [name for name in SESSION_COLUMNS if name in kept and name not in loss.columns]
+    expect(
+        not (refuses_more and unread),
+        f"{', '.join(unread)} has no effect on the loss {loss.name}: remove it, or choose another",
+    )
+    kept = {name: kept[name] for name in kept if name not in unread}
+    row = {name: column[0] for name, column in Collator(0)([kept]).items()}
+    check_batch({name: column[None] for name, column in row.items()}, False, limits)
+    is_trained = row["labels"] != IGNORE_INDEX
+    for name in loss.columns:
+        if name not in row:
+            expect(name not in loss.required, f"{loss.name} needs {name}, and it has none")
+            continue
+        values = row[name]
+        wrong = (~values.isfinite() & is_trained).nonzero().flatten().tolist()
+        expect(
+            not wrong,
+            f"{name} is {values[wrong[:1]].tolist()} at position {wrong[:1]}, which has a label: "
+            "expected finite numbers there",
+        )
+        row[name] = values.where(is_trained, 0.0)
+    row["token_number"] = torch.where(is_trained, first + is_trained.cumsum(0) - 1, -1)
+    row.pop("attention_mask")  # the collator numbers documents
+    return row
+
+
+def _check_same(documents: list[dict], *more: Any) -> None:
+    """ValueError, on all ranks, if a rank was given other samples than another. Collective."""
+    checksum = zlib.crc32(repr(more).encode())
+    for document in documents:
+        for name in sorted(document):
+            checksum = zlib.crc32(document[name].contiguous().numpy().tobytes(), checksum)
+    high, low = parallel.largest(checksum, -checksum)
+    expect(
+        high == -low,
+        "the ranks were given different samples, or another loss: expected the same call on each, "
+        "with all samples of the whole batch",
+    )
+
+
+# -- the session
+
+
+class Session:
+    """A model in training, by calls of another program.
+
+    model: VirtualModels (megatron backend) or a transformers model (torch backend), with adapters
+    or without. args: TrainingArguments; its schedule has no effect. tokenizer: its padding token is
+    used, and save_model's files. backend: in place of one made for the model.
+
+    Every method but the constructor is collective over all ranks: each rank calls it with the same
+    arguments. Layers for multi-token prediction are not trained. ValueError for arguments that
+    average losses over micro-batches.
+    """
+
+    def __init__(self, model, args, tokenizer=None, backend=None):
+        check_given(model, args)
+        expect(
+            args.calculate_per_token_loss,
+            "calculate_per_token_loss: false: a Session adds the gradients of sums: set it to true",
+        )
+        if backend is None:
+            parallel.start_process_group(args.ddp_timeout)
+            is_megatron = isinstance(model, VirtualModels)
+            backend = (MegatronBackend if is_megatron else TorchBackend)(model, args)
+        self.model = model
+        self.args = args
+        self.tokenizer = tokenizer
+        self.backend = backend
+        backend.use_timers(Phases(waits_in_model=False).timer)
+        backend.pad_token_id = getattr(tokenizer, "pad_token_id", None) or 0
+        backend.expect_weighted_losses()
+        self._limits = Limits.of(backend.hf_config or {})
+        self._counts: set[tuple[str, float]] = set()  # of the pending calls
+        self._is_closed = False  # a call was the last one of the update
+
+    # -- passes
+
+    def log_probs(
+        self, samples: Sequence[Mapping], temperature: float = 1.0, base: bool = False
+    ) -> list[torch.Tensor]:
+        """Log-probabilities of labels: float32 [n] of each sample, in order, 0 without label, on
+        the CPU of every rank.
+
+        temperature: divides the logits. base: of the model before training, by switching adapters
+        off. ValueError for wrong samples, and for base of a model whose whole weights are trained.
+        """
+        finetuning = self.backend.finetuning
+        expect(
+            not base or finetuning.can_be_off,
+            "base=True: the weights of the model itself are in training, so that the model before "
+            "it is gone: call log_probs() before the first update, and give it as ref_logp",
+        )
+        loss = _Plain(temperature=temperature)
+        documents = _documents(samples, loss, self._limits, False)
+        if not base:
+            return self._run(documents, loss, False).logps
+        with finetuning.without(self.model):
+            return self._run(documents, loss, False).logps
+
+    def forward(
+        self, samples: Sequence[Mapping], loss: str = "cross_entropy", **numbers: Any
+    ) -> Output:
+        """The Output of a loss without gradients, in evaluation mode."""
+        row, documents = self._prepared(samples, loss, numbers)
+        return self._run(documents, row, False)
+
+    def forward_backward(
+        self, samples: Sequence[Mapping], loss: str, last: bool = False, **numbers: Any
+    ) -> Output:
+        """Add the gradient of the sum of a loss over the samples, for optim_step.
+
+        loss: a row of SESSION_LOSSES; numbers: its fields. last: the gradients are reduced during
+        this call's backward pass, and no other call may follow before optim_step. ValueError for
+        an unknown loss or number, and for wrong samples.
+        """
+        row, documents = self._prepared(samples, loss, numbers)
+        return self._run(documents, row, True, last)
+
+    def forward_backward_custom(
+        self, samples: Sequence[Mapping], function: Callable, last: bool = False
+    ) -> Output:
+        """Add the gradient of function(samples, [logps]) -> (loss, {metric: number}), a function of
+        all log-probabilities, float32 [n] each, in torch on the CPU.
+
+        The denominator is 1. Takes one more forward pass. ValueError for a function without a
+        finite gradient.
+        """
+        logps = [values.requires_grad_() for values in self.log_probs(samples)]
+        loss, metrics = function(samples, logps)
+        expect(
+            isinstance(loss, torch.Tensor) and loss.requires_grad and loss.numel() == 1,
+            f"the function gave {loss!r:.100} as its loss: expected a tensor of one number, "
+            "computed from the log-probabilities",
+        )
+        loss.backward()
+        gradients = [torch.zeros_like(x) if x.grad is None else x.grad for x in logps]
+        weighted = [
+            {**_only_document(sample), "sampler_weight": -gradient}
+            for sample, gradient in zip(samples, gradients, strict=True)
+        ]
+        row = _GivenGradient(name="custom")
+        documents = _documents(weighted, row, self._limits, True)
+        found = self._run(documents, row, True, last)
+        return Output(found.logps, {"loss": float(loss.detach()), **metrics}, {})
+
+    def _prepared(self, samples, name: str, numbers: dict) -> tuple[Any, list[dict]]:
+        loss = loss_of(name, numbers)
+        return loss, _documents(samples, loss, self._limits, True)
+
+    def _run(self, documents: list[dict], loss, trains: bool, last: bool = False) -> Output:
+        expect(
+            not (trains and self._is_closed),
+            "forward_backward after last=True: its gradients are reduced already: call optim_step, "
+            "or discard",
+        )
+        if trains:
+            self._begin_training(loss)
+        _check_same(documents, loss, trains, last)
+        trained = [int((one["labels"] != IGNORE_INDEX).sum()) for one in documents]
+        ends = np.cumsum([0, *trained])
+        objective = _Pass(self.backend, self.args, loss, ends)
+        batches = arrange_step(self.backend, objective, self._batches(documents))
+        run = functools.partial(forward_step, self.backend, self.args, objective)
+        self.backend.train_mode(trains)
+        if trains:
+            length = row_length(batches[0])
+            found = self.backend.add_gradients(run, batches, length, last)
+            self._counts.add((loss.counts, loss.times))
+            self._is_closed = last
+        else:
+            with torch.no_grad():
+                found = measure(self.backend, run, batches)
+        logps = self._gathered([metrics.pop("logps") for metrics in found], documents, ends)
+        numbers = new_numbers(objective, found).over_ranks(self.backend)
+        pairs = numbers.vector[: 2 * len(numbers.keys)].view(-1, 2).tolist()
+        sums = dict(zip(numbers.keys, map(tuple, pairs), strict=True))
+        return Output(logps, numbers.means(), sums)
+
+    def _begin_training(self, loss) -> None:
+        """Make the optimizer if it is missing. ValueError for dropout in a ratio of two passes."""
+        named = vars(self.model.config) | vars(getattr(self.backend.finetuning, "spec", Step))
+        rates = [f"{name} {named[name]}" for name in named if name.endswith(_DROPOUTS)]
+        rates = [rate for rate in rates if rate.split()[1] not in ("0", "0.0", "None")]
+        expect(
+            not (loss.refuses_dropout and rates),
+            f"{', '.join(rates)}: {loss.name} compares log-probabilities of two passes, which "
+            "would differ by it: set it to 0",
+        )
+        self._need_optimizer()
+
+    def _need_optimizer(self) -> None:
+        if self.backend.optimizer is None:
+            self.backend.create_optimizer()
+
+    def _batches(self, documents: list[dict]) -> list[dict]:
+        """This rank's collated micro-batches, with documents of similar length side by side."""
+        size = self.args.per_device_train_batch_size
+        backend = self.backend
+        plan = BatchPlan(
+            len(documents),
+            size,
+            math.ceil(len(documents) / (size * backend.dp_size)),
+            backend.dp_rank,
+            backend.dp_size,
+            seed=0,
+            shuffle=False,
+            costs=np.array([len(one["labels"]) for one in documents], np.float64),
+        )
+        return list(make_loader(documents, Collator(backend.pad_token_id), plan, num_epochs=1))
+
+    def _gathered(self, found: list[tuple], documents: list[dict], ends) -> list[torch.Tensor]:
+        """The log-probabilities of all ranks' tokens, by sample."""
+        flat = torch.zeros(int(ends[-1]), dtype=torch.float32, device=parallel.device())
+        for numbers, logps in found:
+            flat[numbers] = logps
+        parts = self.backend.reduce(flat).cpu().split(np.diff(ends).tolist())
+        rows = []
+        for document, part in zip(documents, parts, strict=True):
+            is_trained = document["labels"] != IGNORE_INDEX
+            rows.append(torch.zeros(len(is_trained)).masked_scatter(is_trained, part))
+        return rows
+
+    # -- updates
+
+    def optim_step(
+        self,
+        lr: float | None = None,
+        betas: tuple[float, float] | None = None,
+        eps: float | None = None,
+        weight_decay: float | None = None,
+        max_grad_norm: float | None = None,
+        denominator: float | None = None,
+    ) -> Step:
+        """Divide the added gradients, clip and update -> Step.
+
+        Numbers that are None are those of args. denominator: in place of the count of the losses;
+        needed where calls of an update have different ones. ValueError without gradients, and for
+        different denominators.
+        """
+        counts = self._counts
+        expect(counts, "optim_step without gradients: call forward_backward first")
+        words = sorted(f"{count} times {times:g}" for count, times in counts)
+        expect(
+            len(counts) == 1 or denominator is not None,
+            f"the calls of this update divide by different counts, {', '.join(words)}: one update "
+            "has one denominator: divide in the samples, and give denominator=1",
+        )
+        expect(
+            denominator is None or denominator > 0,
+            f"denominator: expected a number above 0, got {denominator}",
+        )
+        [(count, times), *_] = counts
+        if count == "one" and denominator is None:
+            denominator = 1.0
+        args = self.args
+        self._set_groups(
+            lr=_first(lr, args.learning_rate),
+            betas=_first(betas, (args.adam_beta1, args.adam_beta2)),
+            eps=_first(eps, args.adam_epsilon),
+            weight_decay=_first(weight_decay, args.weight_decay),
+        )
+        self.backend.clip_at(_first(max_grad_norm, args.max_grad_norm))
+        divisor = self.backend.finish_gradients(denominator, times)
+        self._counts = set()
+        self._is_closed = False
+        updated, grad_norm, _ = self.backend.step()
+        return Step(grad_norm, not updated, float(divisor))
+
+    def _set_groups(self, **numbers: Any) -> None:
+        """Set the numbers of the optimizer's groups, those that they have."""
+        for group in self.backend.optimizer.param_groups:
+            group.update({name: value for name, value in numbers.items() if name in group})
+            group["weight_decay"] = numbers["weight_decay"] * group.get("wd_mult", 1.0)
+
+    def discard(self) -> None:
+        """Forget the gradients since the last update."""
+        self.backend.discard_gradients()
+        self._counts = set()
+        self._is_closed = False
+
+
+def _only_document(sample: Mapping) -> dict:
+    return {name: sample[name] for name in sample if name not in SESSION_COLUMNS}
+
+
+def _first(given: Any, otherwise: Any) -> Any:
+    return otherwise if given is None else given

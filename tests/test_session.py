@@ -1,0 +1,190 @@
+"""A Session: gradients of any number of calls before an update, and log-probabilities, beside
+formulas on whole logits in plain transformers, in every layout.
+"""
+
+import functools
+
+import pytest
+import torch
+
+from tests.shared import session_tools, tiny, world
+from tests.shared.session_tools import LAYOUTS, MORE_LAYOUTS, log_probs_of
+
+TOKENS = 28  # with a label, of all samples
+TOLERANCE = 1e-5
+
+
+def weighted_sum(samples, logps):
+    """A loss that couples all samples: no sum over them."""
+    means = torch.stack([values.sum() for values in logps])
+    return torch.logsumexp(means / 10, 0), {"largest": float(means.detach().max())}
+
+
+def cross_entropy(model, samples, temperature=1.0, weighted=False):
+    total = 0.0
+    for sample in samples:
+        logps, _ = log_probs_of(model, sample, temperature)
+        weights = torch.tensor(sample["sampler_weight"]) if weighted else 1.0
+        total = total - (logps * weights).sum()
+    return total
+
+
+def mean_cross_entropy(model, samples, **keys):
+    return cross_entropy(model, samples, **keys) / TOKENS
+
+
+def custom(model, samples):
+    return weighted_sum(samples, [log_probs_of(model, sample)[0] for sample in samples])[0]
+
+
+def given(numbers=None, **more):
+    return dict(loss="cross_entropy", columns=(), numbers=numbers or {}, denominator=TOKENS, **more)
+
+
+CALLS = {
+    "cross_entropy": given(),
+    "weighted": {**given(), "columns": ("sampler_weight",)},
+    "temperature": given(dict(temperature=0.7)),
+    "sum": {**given(step=dict(denominator=4.0)), "denominator": 4.0},
+    "custom": dict(function=weighted_sum, denominator=1.0, cuts=(8,)),
+}
+ORACLES = {
+    "cross_entropy": mean_cross_entropy,
+    "weighted": functools.partial(mean_cross_entropy, weighted=True),
+    "temperature": functools.partial(mean_cross_entropy, temperature=0.7),
+    "sum": lambda model, samples: cross_entropy(model, samples) / 4,
+    "custom": custom,
+}
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory):
+    return session_tools.make_oracle(tmp_path_factory.mktemp("session"), ORACLES)
+
+
+def wrong_of(folder: str, calls: dict, layout: str, tolerance: float = TOLERANCE) -> str:
+    ranks, keys = (LAYOUTS | MORE_LAYOUTS)[layout]
+    found = world.run(session_tools.errors_of, ranks, folder, calls, keys, timeout_s=120)
+    return "\n".join(
+        f"rank {rank}, {what}: {error:.1e}"
+        for rank, errors in enumerate(found)
+        for what, error in errors.items()
+        if not error <= (1e-6 if what == "log_probs" else tolerance)
+    )
+
+
+@pytest.mark.parametrize(
+    "layout", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.full) for name in MORE_LAYOUTS)]
+)
+def test_gradients_of_one_call_and_of_two_are_those_of_whole_logits(oracle, layout):
+    assert not wrong_of(oracle, CALLS, layout)
+
+
+def refusal(call, *args, **keys) -> str:
+    """The words of the ValueError that a call raises."""
+    with pytest.raises(ValueError) as caught:
+        call(*args, **keys)
+    return str(caught.value)
+
+
+def refusals(folder: str) -> dict:
+    session = session_tools.new_session(folder)
+    good = dict(input_ids=[1, 2, 3], labels=[-100, 3, 4])
+    nan = float("nan")
+
+    def add(loss="cross_entropy", numbers=None, last=False, **changes):
+        return refusal(
+            session.forward_backward, [good, good | changes], loss, last, **numbers or {}
+        )
+
+    found = {
+        "loss": add("entropy"),
+        "number": add(numbers={"clip": 0.2}),
+        "column": add(advantages=1.0),
+        "unread": add(advantage=1.0),
+        "some": add(sampler_weight=[1.0, 1.0, 1.0]),
+        "lengths": add(labels=[-100, 3]),
+        "column's length": add(sampler_weight=[1.0, 1.0]),
+        "NaN": add(sampler_weight=[nan, 1.0, nan]),
+        "vocabulary": add(input_ids=[1, 2, 61]),
+        "label": add(labels=[-100, 3, 61]),
+        "shift": add(labels=[1, 2, 3]),
+        "none": refusal(session.log_probs, []),
+        "base": refusal(session.log_probs, [good], base=True),
+        "function": refusal(
+            session.forward_backward_custom, [good], lambda samples, logps: (1.0, {})
+        ),
+        "update": refusal(session.optim_step),
+    }
+    session.forward_backward([good], "cross_entropy")
+    found["denominator"] = refusal(session.optim_step, denominator=0.0)
+    session.forward_backward_custom([good], weighted_sum, last=True)
+    found["after the last"] = add()
+    found["denominators"] = refusal(session.optim_step)
+    session.discard()
+    found["discarded"] = refusal(session.optim_step)
+    return found
+
+
+def test_wrong_calls_are_refused_in_words(oracle):
+    [found] = world.run(refusals, 1, oracle)
+    words = {
+        "loss": "loss 'entropy': expected one of cross_entropy",
+        "number": "cross_entropy has no clip: expected temperature",
+        "column": "sample 1 of the call: a sample has 'advantages'",
+        "unread": "sample 1 of the call: advantage has no effect on the loss cross_entropy",
+        "some": "sampler_weight: samples [0] of the call have none",
+        "lengths": "labels of a sample: expected int64 [3]",
+        "column's length": "sampler_weight of a sample: expected float32 [3]",
+        "NaN": "sampler_weight is [nan] at position [2], which has a label",
+        "vocabulary": "input_ids from 1 to 61: expected 0 to 60",
+        "label": "labels from 3 to 61: expected 0 to 60",
+        "shift": "Expected labels[t] to be the target of position t",
+        "none": "the call has no samples",
+        "base": "call log_probs() before the first update",
+        "function": "expected a tensor of one number",
+        "update": "call forward_backward first",
+        "denominator": "expected a number above 0, got 0.0",
+        "after the last": "forward_backward after last=True",
+        "denominators": "one update has one denominator",
+        "discarded": "call forward_backward first",
+    }
+    assert found.keys() == words.keys()
+    wrong = {name: found[name] for name in words if words[name] not in found[name]}
+    assert not wrong
+
+
+def with_other_samples(folder: str) -> str:
+    session = session_tools.new_session(folder)
+    sample = dict(input_ids=[1, 2 + torch.distributed.get_rank()], labels=[-100, 4])
+    return refusal(session.log_probs, [sample])
+
+
+def test_ranks_with_different_samples_are_refused(oracle):
+    for words in world.run(with_other_samples, 2, oracle):
+        assert "the ranks were given different samples" in words
+
+
+def last_calls(folder: str, keys: dict) -> tuple:
+    """(norm of an update by two calls, the same with last=True, of one after a discarded last one,
+    metrics of a forward pass, of a training pass)."""
+    samples = [{name: one[name] for name in ("input_ids", "labels")} for one in tiny.samples(7)]
+    session = session_tools.new_session(folder, **keys)
+    norms = []
+    for last in False, True, True:
+        session.forward_backward(samples[:3], "cross_entropy")
+        found = session.forward_backward(samples[3:], "cross_entropy", last=last)
+        norms.append(session.optim_step(**session_tools.STILL).grad_norm)
+    session.forward_backward(samples, "cross_entropy", last=True)
+    session.discard()
+    session.forward_backward(samples, "cross_entropy", last=True)
+    norms.append(session.optim_step(**session_tools.STILL).grad_norm)
+    return norms, session.forward(samples[3:]).sums["loss"], found.sums["loss"]
+
+
+@pytest.mark.parametrize("layout", ["overlap", "torch_dp2"])
+def test_a_last_call_reduces_once(oracle, layout):
+    ranks, keys = LAYOUTS[layout]
+    for norms, measured, trained in world.run(last_calls, ranks, oracle, keys):
+        assert norms == pytest.approx([norms[0]] * 4, rel=1e-6)
+        assert measured == pytest.approx(trained, rel=1e-6)
