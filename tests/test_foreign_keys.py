@@ -21,6 +21,7 @@ from mca_lite.args import (
     read_words,
 )
 from mca_lite.args_values import check_keys
+from mca_lite.part_lora_keys import LoraArguments
 from mca_lite.tables import ALIASES, FOREIGN_KEYS, foreign_key
 from tests.shared.commands import keys_of
 from tests.shared.foreign_keys import LLAMA_FACTORY, MCORE_ADAPTER, TRANSFORMERS, TRL, VERSIONS
@@ -238,9 +239,7 @@ def test_a_method_that_is_not_here_is_answered_by_those_that_are(key, value, wor
 
 
 def test_a_target_of_all_linear_layers_is_called_as_in_peft():
-    assert FinetuningArguments(finetuning_type="lora", lora_target="all-linear").lora_target == [
-        "all"
-    ]
+    assert LoraArguments(lora_target="all-linear").lora_target == ["all"]
 
 
 def test_a_token_of_a_hub_is_sent_to_the_environment():
