@@ -29,32 +29,36 @@ class Command(NamedTuple):
         return f"it needs {gone} of mca_lite, not in {here}" if gone else ""
 
 
-_INSPECTION = "inspection log_html parity plan_memory"
+_INSPECTION = "tool_inspection tool_page tool_parity tool_plan_memory"
 COMMANDS = {
-    "train": Command("cli", "train a model from a configuration file", "generation log_html"),
+    "train": Command("cli", "train a model from a configuration file", "tool_generation tool_page"),
     "plan": Command(
-        "cli_plan", "memory, steps and layouts of a configuration, before it runs", "plan_memory"
+        "tool_plan",
+        "memory, steps and layouts of a configuration, before it runs",
+        "tool_plan_memory",
     ),
     "parity": Command(
-        "cli_inspect.main_parity",
+        "tool_inspect.main_parity",
         "compare the first step in a layout with plain torch",
         _INSPECTION,
     ),
-    "watch": Command("cli_watch", "show runs in the terminal as they train", "log_html"),
+    "watch": Command("tool_watch", "show runs in the terminal as they train", "tool_page"),
     "report": Command(
-        "cli_watch.main_report", "write runs as a page: curves, numbers, configuration", "log_html"
+        "tool_watch.main_report",
+        "write runs as a page: curves, numbers, configuration",
+        "tool_page",
     ),
     "inspect": Command(
-        "cli_inspect", "samples, lengths and rows of the data; --check: a dry run", _INSPECTION
+        "tool_inspect", "samples, lengths and rows of the data; --check: a dry run", _INSPECTION
     ),
     "chat": Command(
-        "cli_generate.main_chat", "chat with the trained model in the terminal", "generation"
+        "tool_generate.main_chat", "chat with the trained model in the terminal", "tool_generation"
     ),
     "generate": Command(
-        "cli_generate", "answer the evaluation set with the trained model", "generation"
+        "tool_generate", "answer the evaluation set with the trained model", "tool_generation"
     ),
-    "doctor": Command("cli_doctor", "check this machine for training, with remedies"),
-    "convert": Command("cli_convert", "convert weights between formats, merge an adapter"),
+    "doctor": Command("tool_doctor", "check this machine for training, with remedies"),
+    "convert": Command("tool_convert", "convert weights between formats, merge an adapter"),
     "vendor": Command("tool_vendor", "copy the package into another repository, without parts"),
 }
 _NEED_NO_WORDS = ("train", "doctor")  # the others show their help

@@ -77,13 +77,13 @@ def _train(words: list[str]) -> int:
     try:
         # these take seconds: imported after the keys are checked
         with _no_collections():
-            from . import generation, log, log_html, run
+            from . import log, run, tool_generation, tool_page
             from .ckpt_folder import check_new
 
         if arguments.training.do_train and arguments.training.resume_from_checkpoint is None:
             check_new(arguments.training)  # here too, before anything is tokenised
         plan = run.make_plan(arguments)
-        run.train(plan, [generation.Answers(), log.Pictures(log_html.draw)])
+        run.train(plan, [tool_generation.Answers(), log.Pictures(tool_page.draw)])
     except Exception as error:
         return end(error, arguments.training.output_dir)
     return 0

@@ -288,7 +288,7 @@ def load_datasets(
     sets: dict = {}
     lines: list[str] = []
     if trained and keys.streaming:
-        stream = function_of("data_stream:TokenStream")(trained, encoder, keys, packs, seed)
+        stream = function_of("part_stream:TokenStream")(trained, encoder, keys, packs, seed)
         report += stream.report()
     elif trained:
         sets["train"] = TokenDataset(list(map(load, trained)))

@@ -378,7 +378,7 @@ def format_progress(logs: Mapping, max_steps: int, eta_s: float | None = None) -
 
 
 class Pictures(TrainerCallback):
-    """Gives a trainer's Report the function that draws the run: Pictures(log_html.draw)."""
+    """Gives a trainer's Report the function that draws the run: Pictures(tool_page.draw)."""
 
     def __init__(self, draw: Callable):
         self.draw = draw

@@ -108,7 +108,7 @@ register_keys("distill", DistillArguments, of_stages=True)
 register_objective(
     "distill",
     records=CONVERSATIONS,
-    trainer="trainer_distill:DistillTrainer",
+    trainer="part_distill:DistillTrainer",
     metrics=("loss", "kd_loss", "sft_loss"),
     keys=_KEYS,
     check_keys=_check_distillation_keys,

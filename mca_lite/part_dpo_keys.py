@@ -28,11 +28,11 @@ class PreferenceLoss(NamedTuple):
 
     formula(responses, config) -> losses [P], or (losses, rewards of chosen, rewards of rejected)
     with detached rewards; "module:function" of this package. responses:
-    loss_preference.Responses; config: a DPOConfig. has_reference: True for a comparison with a
+    part_dpo_losses.Responses; config: a DPOConfig. has_reference: True for a comparison with a
     reference model. keys: the configuration keys of the loss, beside pref_ftx, pair_weight and
     those of `excludes`. required: keys that must be set. excludes: keys it cannot be combined with.
     of_batch(responses, config, memory) -> two numbers, or two tensors [N], of the N pairs of a
-    global batch, for `responses.of_batch` (see loss_preference). looks_ahead: True if it reads the
+    global batch, for `responses.of_batch` (see part_dpo_losses). looks_ahead: True if it reads the
     policy's log-probabilities: one more forward pass a step.
     """
 
@@ -68,13 +68,13 @@ _NO_PREFERENCE = ("use_weighting",)
 
 
 def _add_losses() -> None:
-    """Fill LOSSES with the functions of loss_preference of the same names."""
+    """Fill LOSSES with the functions of part_dpo_losses of the same names."""
 
     def add(name: str, keys: tuple[str, ...], of_batch: str = "", **fields: Any) -> None:
         fields.setdefault("has_reference", True)
         if of_batch:
-            fields["of_batch"] = f"loss_preference:{of_batch}"
-        LOSSES[name] = PreferenceLoss(f"loss_preference:{name}", keys=keys, **fields)
+            fields["of_batch"] = f"part_dpo_losses:{of_batch}"
+        LOSSES[name] = PreferenceLoss(f"part_dpo_losses:{name}", keys=keys, **fields)
 
     add("sigmoid", (*_OF_SCORES, "dpo_label_smoothing"))
     add("sigmoid_norm", _OF_SCORES)
@@ -86,7 +86,7 @@ def _add_losses() -> None:
     add("discopop", (*_OF_SCORES, "discopop_tau"))
     add("nca_pair", _BETA)
     add("bco_pair", _BETA, "bco_shift", looks_ahead=True)
-    LOSSES["bco_pair_unshifted"] = PreferenceLoss("loss_preference:bco_pair", True)
+    LOSSES["bco_pair_unshifted"] = PreferenceLoss("part_dpo_losses:bco_pair", True)
     add("sppo_hard", _BETA, required=_BETA)
     add("apo_zero", _BETA)
     add("apo_down", _BETA)
@@ -243,7 +243,7 @@ register_keys("dpo", PreferenceArguments, of_stages=True)
 register_objective(
     "dpo",
     records=PAIRS,
-    trainer="trainer_dpo:DPOTrainer",
+    trainer="part_dpo:DPOTrainer",
     metrics=METRICS,
     keys=_KEYS,
     check_keys=_check_preference_keys,

@@ -43,7 +43,7 @@ register_keys("kto", KTOArguments, of_stages=True)
 register_objective(
     "kto",
     records=LABELLED,
-    trainer="trainer_kto:KTOTrainer",
+    trainer="part_kto:KTOTrainer",
     has_binary_labels=True,
     least_samples=2,
     metrics=KTO_METRICS,

@@ -60,7 +60,7 @@ for _name in ("qwen3_5", "qwen3_5_moe"):
 
 _GIVEN = ("sample", "collator")
 COLUMNS |= {
-    # positions along time, height and width (data_images.rope_positions)
+    # positions along time, height and width (part_pictures_data.rope_positions)
     "rope_t": Column("token", "int64", to_model=True, given_by=_GIVEN),
     "rope_h": Column("token", "int64", to_model=True, given_by=_GIVEN),
     "rope_w": Column("token", "int64", to_model=True, given_by=_GIVEN),

@@ -23,7 +23,7 @@ register_keys("rm", RewardArguments, of_stages=True)
 register_objective(
     "rm",
     records=PAIRS,
-    trainer="trainer_rm:RewardTrainer",
+    trainer="part_rm:RewardTrainer",
     scores=True,
     metrics=RM_METRICS,
     keys={"center_rewards_coefficient": "center_rewards_coefficient"},

@@ -35,7 +35,7 @@ class Part(NamedTuple):
 
 PARTS = {
     "pictures": Part(
-        "part_pictures_keys part_pictures_families data_images model_vision",
+        "part_pictures_keys part_pictures_families part_pictures_data part_pictures_model",
         "media_dir image_max_pixels image_min_pixels freeze_vision_tower "
         "freeze_multi_modal_projector freeze_language_model",
         "freeze_vision_tower:true freeze_multi_modal_projector:true freeze_language_model:false",
@@ -47,17 +47,17 @@ PARTS = {
         "adapter_name_or_path save_merged_model finetuning_type=lora",
         "lora_rank:8 lora_target:all use_rslora:false save_merged_model:false",
     ),
-    "sinks": Part("model_sinks", "", provides="sinks"),
+    "sinks": Part("part_sinks", "", provides="sinks"),
     "muon": Part("part_muon", "optim=muon"),
     "offload": Part("part_offload", "optimizer_cpu_offload=true"),
     "stream": Part(
-        "part_stream_keys data_stream", "streaming buffer_size", "streaming:false buffer_size:16384"
+        "part_stream_keys part_stream", "streaming buffer_size", "streaming:false buffer_size:16384"
     ),
-    "delta": Part("model_delta", "", provides="linear_attention"),
-    "stacked": Part("weights_experts", "", provides="stacked_experts"),
-    "scores": Part("part_scores_keys trainer_scores", "pref_beta ref_model", "pref_beta:0.1"),
+    "delta": Part("part_delta", "", provides="linear_attention"),
+    "stacked": Part("part_stacked", "", provides="stacked_experts"),
+    "scores": Part("part_scores_keys part_scores", "pref_beta ref_model", "pref_beta:0.1"),
     "dpo": Part(
-        "part_dpo_keys loss_preference trainer_dpo",
+        "part_dpo_keys part_dpo_losses part_dpo",
         "pref_loss pref_loss_weights pref_ftx dpo_label_smoothing simpo_gamma cpo_alpha "
         "discopop_tau f_divergence_type f_alpha_divergence_coef ld_alpha use_weighting stage=dpo",
         "pref_loss:sigmoid pref_ftx:0.0 dpo_label_smoothing:0.0 simpo_gamma:0.5 cpo_alpha:1.0 "
@@ -66,19 +66,19 @@ PARTS = {
         needs="scores",
     ),
     "kto": Part(
-        "part_kto_keys trainer_kto",
+        "part_kto_keys part_kto",
         "kto_chosen_weight kto_rejected_weight stage=kto",
         "kto_chosen_weight:1.0 kto_rejected_weight:1.0",
         needs="dpo scores",
     ),
     "rm": Part(
-        "part_rm_keys trainer_rm",
+        "part_rm_keys part_rm",
         "center_rewards_coefficient stage=rm",
         "center_rewards_coefficient:0.0",
         needs="dpo scores",
     ),
     "distill": Part(
-        "part_distill_keys trainer_distill",
+        "part_distill_keys part_distill",
         "teacher_model_name_or_path teacher_top_k teacher_cache teacher_cache_dtype distill_loss "
         "distill_jsd_mix distill_temperature distill_ce_weight stage=distill",
         "teacher_cache_dtype:float32 distill_loss:forward_kl distill_jsd_mix:0.5 "

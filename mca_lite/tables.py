@@ -431,13 +431,13 @@ OPTIMIZER_ALIASES |= dict.fromkeys(("adamw_torch", "adamw_torch_fused"), "adam")
 
 # a layer's type -> its class, in place of attention; costs(config, facts) -> bytes of a token that
 # it keeps for the backward pass, for plan
-LAYER_TYPES = {"linear_attention": "model_delta:GatedDeltaNet"}
+LAYER_TYPES = {"linear_attention": "part_delta:GatedDeltaNet"}
 # what a layer's scores have beside those of keys -> the autograd function of its attention on CUDA
-CORE_ATTENTIONS = {"sinks": "model_sinks:FlashWithSinks"}
+CORE_ATTENTIONS = {"sinks": "part_sinks:FlashWithSinks"}
 # tensors of files that differ from a model's -> the module that takes them apart and together
-TENSOR_FORMATS = {"stacked_experts": "weights_experts"}
+TENSOR_FORMATS = {"stacked_experts": "part_stacked"}
 # what a model takes beside text -> its class, an inputs.Inputs
-INPUTS = {"pictures": "model_vision:Pictures"}
+INPUTS = {"pictures": "part_pictures_model:Pictures"}
 
 
 # -- columns of a micro-batch
@@ -495,7 +495,7 @@ COLUMNS = {
     "logp_weight": Column("token", given_by=()),
     # numbers of the global batch for each pair, two for each loss with some
     "of_batch": Column("sample", given_by=()),
-    # number of a trained token's row in a teacher's cache (trainer_scores.py)
+    # number of a trained token's row in a teacher's cache (part_scores.py)
     "teacher_row": _given("token", "int64", -1),
     # of a Session's samples, and the number of each trained token in the call
     **dict.fromkeys(SESSION_COLUMNS, _given("token")),

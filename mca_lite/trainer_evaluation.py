@@ -65,7 +65,7 @@ class Evaluator:
         expect(
             trainer.answers is not None or not trainer.args.predict_with_generate,
             "predict_with_generate: answers are the work of a callback: "
-            "McaTrainer(callbacks=[mca_lite.generation.Answers()])",
+            "McaTrainer(callbacks=[mca_lite.tool_generation.Answers()])",
         )
         names = tuple(trainer.metrics_keys)
         if trainer.answers is not None:

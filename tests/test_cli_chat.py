@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mca_lite import cli_generate, generation
+from mca_lite import tool_generate, tool_generation
 from mca_lite.__main__ import main as package_main
 from tests.shared import tiny
 from tests.shared.commands import convert, ended
@@ -33,7 +33,7 @@ def two_models(tmp_path_factory):
 
 def piped_chat(monkeypatch, lines: list[str], *words: str) -> tuple[int, list[str], str]:
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
-    code, out, error = ended(cli_generate.main_chat, [*words, *GREEDY])
+    code, out, error = ended(tool_generate.main_chat, [*words, *GREEDY])
     return code, [line.rstrip() for line in out.splitlines()], error
 
 
@@ -63,13 +63,13 @@ class Plain:
 
 def test_a_piped_session_keeps_the_history_that_the_template_writes(two_models, monkeypatch):
     lines = ["w3 w4", "", "w5", "/new", "w5", "/system w7", "w5", "/what", "w6", "/exit", "w8"]
-    stream, prompts = generation.stream, []
+    stream, prompts = tool_generation.stream, []
 
     def watched(model, tokenizer, prompt, *rest):
         prompts.append(prompt)
         return stream(model, tokenizer, prompt, *rest)
 
-    monkeypatch.setattr(generation, "stream", watched)
+    monkeypatch.setattr(tool_generation, "stream", watched)
     code, out, error = piped_chat(monkeypatch, lines, two_models[0])
     assert code == 0, error
     plain = Plain(two_models[0])
@@ -104,7 +104,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_session(two_models, monkeypatch):
             signal.raise_signal(signal.SIGINT)
         return text
 
-    monkeypatch.setattr(generation, "printable", interrupted)
+    monkeypatch.setattr(tool_generation, "printable", interrupted)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's & ignores it
     try:
         code, out, error = piped_chat(monkeypatch, ["w3 w4", "w5"], two_models[0])
@@ -123,7 +123,7 @@ def test_a_seed_repeats_a_sampled_session(two_models, monkeypatch):
         words = [two_models[0], "--seed", seed, "--top-p", "0.99"]
         monkeypatch.setattr(sys, "stdin", io.StringIO("w3\nw4"))
         return ended(
-            cli_generate.main_chat, [*words, "--temperature", "2", "--max-new-tokens", "20"]
+            tool_generate.main_chat, [*words, "--temperature", "2", "--max-new-tokens", "20"]
         )[1]
 
     with torch.random.fork_rng():
@@ -199,7 +199,7 @@ def test_a_config_that_lies_in_a_folder_lets_no_code_run(
         (tmp_path / "prompts.txt").write_text("w3\n")
         given = [f"output_dir={out}", "model_name_or_path=configs/tiny/model", "dataset=d.jsonl"]
         given += ["--file", str(tmp_path / "prompts.txt"), "--max-new-tokens", "2", *words]
-        code, _, error = ended(cli_generate.main, given)
+        code, _, error = ended(tool_generate.main, given)
         taken = f"model_name_or_path: {base}"
     assert code == 0 and not marker.exists(), error
     lines = [line for line in error.splitlines() if line.startswith(f"{out}/config.yaml: ")]

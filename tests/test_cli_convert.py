@@ -21,7 +21,7 @@ from tests.shared.training import train
 
 
 def command(words: list[str]) -> int:
-    from mca_lite.cli_convert import main
+    from mca_lite.tool_convert import main
 
     return main(words)
 

@@ -13,7 +13,7 @@ import sys
 import pytest
 import torch
 
-from mca_lite import cli_doctor, kernels, kernels_attention, model_config, model_delta
+from mca_lite import kernels, kernels_attention, model_config, part_delta, tool_doctor
 from mca_lite.mcore import MINORS
 from tests.shared import commands, world
 
@@ -36,7 +36,7 @@ def test_a_machine_is_examined_with_two_ranks():
 
 
 def examined() -> tuple[int, str, str]:
-    return commands.ended(cli_doctor.main, [])
+    return commands.ended(tool_doctor.main, [])
 
 
 def test_the_ranks_of_a_world_are_measured_together():
@@ -46,7 +46,7 @@ def test_the_ranks_of_a_world_are_measured_together():
 
 
 def test_versions_are_compared_with_the_requirements(monkeypatch):
-    assert not levels(cli_doctor.versions())
+    assert not levels(tool_doctor.versions())
     given = {"torch": "2.12.0+cu130", "megatron-core": "0.15.0"}
 
     def version(name):
@@ -55,7 +55,7 @@ def test_versions_are_compared_with_the_requirements(monkeypatch):
         return given.get(name, "5.99")
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    found = levels(cli_doctor.versions())
+    found = levels(tool_doctor.versions())
     assert found.keys() == {"megatron-core", "psutil"}
     assert "PROBLEM" in found["megatron-core"][0] and ">=0.16.1" in found["megatron-core"][1]
     assert "not installed" in found["psutil"][0] and "pip install" in found["psutil"][1]
@@ -63,20 +63,20 @@ def test_versions_are_compared_with_the_requirements(monkeypatch):
 
 def test_little_shared_memory_and_small_limits_are_warnings(monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(2**26, 0, 2**26))
-    assert "--shm-size" in levels(cli_doctor.limits())["shared memory"][1]
+    assert "--shm-size" in levels(tool_doctor.limits())["shared memory"][1]
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 1024))
-    monkeypatch.setattr(cli_doctor.Path, "glob", lambda path, pattern: iter([path]))
-    found = levels(cli_doctor.limits())
+    monkeypatch.setattr(tool_doctor.Path, "glob", lambda path, pattern: iter([path]))
+    found = levels(tool_doctor.limits())
     monkeypatch.setattr(resource, "getrlimit", lambda which: (1024, 20000))
-    assert "raises it to 20,000" in levels(cli_doctor.limits())["open files"][0]
+    assert "raises it to 20,000" in levels(tool_doctor.limits())["open files"][0]
     assert "ulimit -n" in found["open files"][1] and "memlock" in found["locked bytes"][1]
     monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY,) * 2)
-    assert list(levels(cli_doctor.limits())) == ["shared memory"]
+    assert list(levels(tool_doctor.limits())) == ["shared memory"]
 
 
 def test_a_gpu_that_torch_does_not_see_is_a_problem(monkeypatch):
-    monkeypatch.setattr(cli_doctor.Path, "exists", lambda path: str(path) == "/dev/nvidia0")
-    assert "driver" in levels(cli_doctor.devices())["GPU"][1]
+    monkeypatch.setattr(tool_doctor.Path, "exists", lambda path: str(path) == "/dev/nvidia0")
+    assert "driver" in levels(tool_doctor.devices())["GPU"][1]
 
 
 def test_a_broken_transformer_engine_or_compiler_is_a_warning(monkeypatch):
@@ -85,7 +85,7 @@ def test_a_broken_transformer_engine_or_compiler_is_a_warning(monkeypatch):
         "Triton": (kernels, "why_no_kernels"),
         "torch.compile": (kernels, "why_no_torch_compile"),
         "Transformer Engine": (model_config, "why_unusable"),
-        "flash-linear-attention": (model_delta, "why_no_fla"),
+        "flash-linear-attention": (part_delta, "why_no_fla"),
         "nvidia-cudnn-frontend": (kernels_attention, "why_no_frontend"),
     }
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
@@ -93,11 +93,11 @@ def test_a_broken_transformer_engine_or_compiler_is_a_warning(monkeypatch):
         for subject, (module, name) in places.items():
             reason = "undefined symbol" if subject == broken else None
             monkeypatch.setattr(module, name, lambda reason=reason: reason)
-        found = levels(cli_doctor.compiler())
+        found = levels(tool_doctor.compiler())
         assert found.keys() == {broken} and "undefined symbol" in found[broken][0]
         assert "warning" in found[broken][0] and "install" in found[broken][1]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert not levels(cli_doctor.compiler())  # the last of them is not installed
+    assert not levels(tool_doctor.compiler())  # the last of them is not installed
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_broken_transformer_engine_or_compiler_is_a_warning(monkeypatch):
 )
 def test_pairs_of_transformer_engine_and_megatron_are_named(engine, megatron, told):
     minor = tuple(int(number) for number in megatron.split(".")[:2])
-    found = cli_doctor.engine_pair(engine, megatron, MINORS["transformer_engine"][minor])
+    found = tool_doctor.engine_pair(engine, megatron, MINORS["transformer_engine"][minor])
     assert re.match(f"(?s){told}", str(found))
 
 
@@ -130,13 +130,13 @@ def test_the_extra_takes_the_engine_of_the_pinned_megatron():
 
 def test_the_exit_code_is_the_severest_finding(monkeypatch):
     for is_right, speed, code in ((True, 1.0, 0), (True, 0.001, 4), (False, 1.0, 5)):
-        measured = cli_doctor.Link("gloo", 2, is_right, speed)
-        monkeypatch.setattr(cli_doctor, "measure_pair", lambda measured=measured: measured)
-        assert commands.ended(cli_doctor.main, [])[0] == code
+        measured = tool_doctor.Link("gloo", 2, is_right, speed)
+        monkeypatch.setattr(tool_doctor, "measure_pair", lambda measured=measured: measured)
+        assert commands.ended(tool_doctor.main, [])[0] == code
 
     def failing():
         raise OSError("two ranks of this machine did not meet")
 
-    monkeypatch.setattr(cli_doctor, "measure_pair", failing)
-    code, out, _ = commands.ended(cli_doctor.main, [])
+    monkeypatch.setattr(tool_doctor, "measure_pair", failing)
+    code, out, _ = commands.ended(tool_doctor.main, [])
     assert code == 5 and "did not meet" in out and "MASTER_ADDR" in out

@@ -314,7 +314,7 @@ def test_yaml_nested_too_deep_is_refused(tmp_path):
 
 
 def test_convert_ends_as_training_does(tmp_path, capsys):
-    from mca_lite.cli_convert import main
+    from mca_lite.tool_convert import main
 
     (tmp_path / "file").write_text("")
     (tmp_path / "model").mkdir()

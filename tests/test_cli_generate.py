@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from mca_lite import cli_generate
-from mca_lite.generation import Decoding, answers, load_for_generation, prompt_ids
+from mca_lite import tool_generate
+from mca_lite.tool_generation import Decoding, answers, load_for_generation, prompt_ids
 from tests.shared import tiny
 from tests.shared.chats import assistant, user, write_records
 from tests.shared.commands import ended
@@ -41,7 +41,7 @@ def generate(path, folder, *words, **keys) -> tuple[int, str, str, list[dict]]:
     }
     given = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
     code, out, error = ended(
-        cli_generate.main, [*given, "--max-new-tokens", str(LENGTH), *map(str, words)]
+        tool_generate.main, [*given, "--max-new-tokens", str(LENGTH), *map(str, words)]
     )
     rows = []
     if code == 0:

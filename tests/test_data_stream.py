@@ -16,8 +16,8 @@ import pytest
 from mca_lite import data_encode, data_files
 from mca_lite.args import parse_args
 from mca_lite.data_batches import BatchPlan
-from mca_lite.data_stream import Position
 from mca_lite.errors import ConfigError
+from mca_lite.part_stream import Position
 from tests.shared.chats import load_files
 from tests.shared.commands import assert_names
 

@@ -122,7 +122,7 @@ def logits_of(z):
 
 @pytest.mark.parametrize("name", BY_HAND)
 def test_divergences_of_three_tokens_by_hand(name):
-    from mca_lite.trainer_distill import DistillConfig, divergence_terms, log_probs_of, top_k_of
+    from mca_lite.part_distill import DistillConfig, divergence_terms, log_probs_of, top_k_of
 
     keys, wanted = BY_HAND[name]
     config = DistillConfig(**keys)
@@ -137,7 +137,7 @@ def test_divergences_of_three_tokens_by_hand(name):
 
 def test_the_rest_of_the_teachers_tokens_is_exact_where_it_is_tiny():
     """1 - sum of the probabilities would be 0 here, or rounding."""
-    from mca_lite.trainer_distill import top_k_of
+    from mca_lite.part_distill import top_k_of
 
     _, logps = top_k_of(logits_of(torch.tensor([[50.0, 1.0, 0.0]])), 1, 1.0)
     assert logps[0].tolist() == pytest.approx([0.0, math.log(math.e + 1) - 50], rel=1e-6)
@@ -146,7 +146,7 @@ def test_the_rest_of_the_teachers_tokens_is_exact_where_it_is_tiny():
 def cut_losses(rows: int, vocab: int, k: int) -> list:
     """Of a head cut over all ranks: divergence of its own top k from those of a second head, with
     gradients."""
-    from mca_lite.trainer_distill import DistillConfig, divergence_terms, log_probs_of, top_k_of
+    from mca_lite.part_distill import DistillConfig, divergence_terms, log_probs_of, top_k_of
     from tests.shared.losses import losses_of_cut_head
 
     hidden, weight, labels, grad = draw_head(vocab, (26,))

@@ -20,8 +20,8 @@ from mca_lite.args import parse_args
 from mca_lite.ckpt_folder import CheckpointError
 from mca_lite.data_encode import hash_of
 from mca_lite.errors import ConfigError
-from mca_lite.trainer_distill import WithRows
-from mca_lite.trainer_scores import RowStore, fingerprint_of, identity_of_model, trained_counts
+from mca_lite.part_distill import WithRows
+from mca_lite.part_scores import RowStore, fingerprint_of, identity_of_model, trained_counts
 from tests.shared import layouts, small_runs, tiny, world
 from tests.shared.commands import ROOT
 from tests.shared.distilling import (
@@ -186,7 +186,7 @@ def refusals(folder: str, out: str) -> dict[str, str]:
     """What plans say to teachers that do not fit, and `parity` to one that fits."""
     import shutil
 
-    from mca_lite import parity, run
+    from mca_lite import run, tool_parity
     from tests.shared.training import refusal
 
     foreign = shutil.copytree(f"{folder}/teacher", f"{out}/foreign")
@@ -206,7 +206,7 @@ def refusals(folder: str, out: str) -> dict[str, str]:
         return run.make_plan(parse_args(words))
 
     found = {name: refusal(plan, keys) for name, keys in names.items()}
-    return {**found, "parity": refusal(parity.compare, plan({}))}
+    return {**found, "parity": refusal(tool_parity.compare, plan({}))}
 
 
 def test_a_teacher_that_reads_other_tokens_is_refused_in_words(folder, tmp_path):
@@ -220,12 +220,12 @@ def test_a_teacher_that_reads_other_tokens_is_refused_in_words(folder, tmp_path)
 
 @pytest.mark.parametrize("changes", [{}, dict(teacher_top_k=4)])
 def test_the_dry_run_needs_no_rows_and_writes_none(folder, tmp_path, changes):
-    from mca_lite import cli_inspect
+    from mca_lite import tool_inspect
     from tests.shared import commands
 
     keys = keys_of(folder, output_dir=f"{tmp_path}/out", cache_dir=f"{tmp_path}/cache", **changes)
     words = [*small_runs.words_of(keys), "--check", "--gpus", "2"]
-    code, out, error = commands.ended(cli_inspect.main, words)
+    code, out, error = commands.ended(tool_inspect.main, words)
     assert code == 0 and f"{folder}/teacher" in out, out + error
     assert not (tmp_path / "cache").exists()
 

@@ -152,8 +152,8 @@ def test_what_cannot_be_trained_on_is_told_before_anything_starts(tmp_path, monk
 
 
 def test_an_adapter_that_changes_the_model_has_no_reference_in_it(tmp_path, monkeypatch):
+    from mca_lite.part_dpo import DPOTrainer
     from mca_lite.part_lora import Lora, LoraSpec
-    from mca_lite.trainer_dpo import DPOTrainer
 
     monkeypatch.chdir(ROOT)
     words = [

@@ -239,7 +239,7 @@ def test_the_cached_reference_is_kept_and_goes_on_where_it_stopped(adapted_start
 def store_of(folder: Path, *parts: np.ndarray):
     """The store of a folder that another one has written, with more parts."""
     from mca_lite import DPOTrainer
-    from mca_lite.trainer_scores import RowStore
+    from mca_lite.part_scores import RowStore
 
     identity = json.loads((folder / "meta.json").read_text())
     store = RowStore(folder, identity, DPOTrainer.row_type).load()
@@ -467,11 +467,11 @@ class EvenPairs(Pairs):
 def joined_and_apart(path, out, dataset, few, keys) -> list:
     """For runs whose reference takes all micro-batches at once, two, two with few tokens, and each
     by itself: the curve, and how many forward passes each step had."""
-    from mca_lite import trainer_dpo
+    from mca_lite import part_dpo
 
-    found, two = [], trainer_dpo.JOINED
+    found, two = [], part_dpo.JOINED
     for joined, tokens in ((4, 2**14), (two, 2**14), (two, few), (4, 0)):
-        trainer_dpo.JOINED, trainer_dpo.JOINED_TOKENS, passes = joined, tokens, []
+        part_dpo.JOINED, part_dpo.JOINED_TOKENS, passes = joined, tokens, []
 
         def count(trainer, passes=passes):
             compute = trainer.compute_reference_log_probs

@@ -281,7 +281,7 @@ def refusal_of(path: str, keys: dict) -> dict:
 
 def test_plan_counts_gradients_and_states_of_trained_weights_alone(tmp_path):
     from mca_lite.args import parse_args
-    from mca_lite.plan_memory import ModelOfRun
+    from mca_lite.tool_plan_memory import ModelOfRun
 
     save_all(tmp_path, "llama")
     words = [f"model_name_or_path={tmp_path}/model", "output_dir=unused", "dataset=unused"]

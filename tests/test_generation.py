@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import GenerationConfig
 
-from mca_lite import generation
-from mca_lite.cli_convert import merge
+from mca_lite import tool_generation
 from mca_lite.errors import ConfigError
-from mca_lite.generation import Decoding, load_for_generation
+from mca_lite.tool_convert import merge
+from mca_lite.tool_generation import Decoding, load_for_generation
 from tests.shared import tiny, tiny_moe, world
 from tests.shared.lora_tools import EVERYTHING, TARGETS, peft_model, save_start
 from tests.shared.small_runs import save_tokenizer, train_by_words, write_data
@@ -47,16 +47,16 @@ def test_greedy_batches_are_what_transformers_generates_from_each_prompt(llama_w
         for prompt in PROMPTS
     ]
     for size in (1, 3, 32):
-        assert generation.continuations(model, PROMPTS, [], SHORT, size) == wanted
+        assert tool_generation.continuations(model, PROMPTS, [], SHORT, size) == wanted
     stop = [wanted[0][5], wanted[2][3]]
     ended = [
         row[: min([row.index(token) for token in stop if token in row], default=12)]
         for row in wanted
     ]
-    assert generation.continuations(model, PROMPTS, stop, SHORT, 3) == ended
+    assert tool_generation.continuations(model, PROMPTS, stop, SHORT, 3) == ended
     assert sorted(map(len, ended))[0] < 12
     texts = [tokenizer.decode(row) for row in wanted]
-    found = generation.answers(model, tokenizer, PROMPTS, SHORT)
+    found = tool_generation.answers(model, tokenizer, PROMPTS, SHORT)
     assert all(text.startswith(answer) for text, answer in zip(texts, found, strict=True))
 
 
@@ -73,7 +73,7 @@ def test_a_prompt_near_the_last_position_cuts_no_other_answer(llama_with_tokeniz
         for prompt, size in zip(prompts, sizes, strict=True)
     ]
     for size in (1, 2, 32):
-        assert generation.continuations(model, prompts, [], SHORT, size) == wanted
+        assert tool_generation.continuations(model, prompts, [], SHORT, size) == wanted
 
 
 def test_greedy_answers_of_a_model_that_samples_give_no_warning(llama_with_tokenizer, monkeypatch):
@@ -83,7 +83,7 @@ def test_greedy_answers_of_a_model_that_samples_give_no_warning(llama_with_token
     for name in ("warning", "warning_once"):
         there = f"transformers.generation.configuration_utils.logger.{name}"
         monkeypatch.setattr(there, lambda text, *args: said.append(text))
-    found = generation.continuations(model, [[5, 6]], [], SHORT)
+    found = tool_generation.continuations(model, [[5, 6]], [], SHORT)
     assert said == []
     assert found == [
         greedy_by_transformers(model, [5, 6], max_new_tokens=12, do_sample=False, eos_token_id=None)
@@ -104,9 +104,9 @@ def test_sampling_is_transformers_own_with_the_same_seed(llama_with_tokenizer):
             model, PROMPTS[2], eos_token_id=None, do_sample=True, **given
         )
         torch.manual_seed(3)
-        found = generation.continuations(model, PROMPTS[2:3], [], Decoding(**given))
+        found = tool_generation.continuations(model, PROMPTS[2:3], [], Decoding(**given))
         assert found == [wanted] and len(wanted) == 9
-    greedy = generation.continuations(model, PROMPTS[2:3], [])
+    greedy = tool_generation.continuations(model, PROMPTS[2:3], [])
     assert greedy == [greedy_by_transformers(model, PROMPTS[2], eos_token_id=None, do_sample=False)]
 
 
@@ -114,10 +114,10 @@ def test_an_answer_ends_where_config_tokenizer_or_template_end_it(llama_with_tok
     model, tokenizer = load_for_generation(llama_with_tokenizer)
     end_of_turn = tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert model.generation_config.eos_token_id == 0
-    assert generation.stop_ids(model, tokenizer) == [0, tokenizer.eos_token_id, end_of_turn]
+    assert tool_generation.stop_ids(model, tokenizer) == [0, tokenizer.eos_token_id, end_of_turn]
     tokenizer.chat_template = None
-    assert generation.stop_ids(model, tokenizer) == [0, tokenizer.eos_token_id]
-    assert generation.prompt_ids(tokenizer, [{"role": "user", "content": "w3 w4"}]) == [7, 8]
+    assert tool_generation.stop_ids(model, tokenizer) == [0, tokenizer.eos_token_id]
+    assert tool_generation.prompt_ids(tokenizer, [{"role": "user", "content": "w3 w4"}]) == [7, 8]
 
 
 def weights_for_generation(path, base=None, before=False) -> dict[str, torch.Tensor]:
@@ -145,9 +145,11 @@ def test_an_adapter_is_loaded_as_its_merged_export_is(kind, tmp_path):
     assert are_equal(weights_for_generation(adapter, path), weights_for_generation(merged))
     model, tokenizer = load_for_generation(adapter)  # it names its base
     assert model.dtype == (torch.bfloat16 if kind == "bf16" else torch.float32)
-    found = generation.answers(model, tokenizer, PROMPTS, SHORT)
-    assert found == generation.answers(*load_for_generation(merged), PROMPTS, SHORT)
-    assert found != generation.answers(*load_for_generation(adapter, before=True), PROMPTS, SHORT)
+    found = tool_generation.answers(model, tokenizer, PROMPTS, SHORT)
+    assert found == tool_generation.answers(*load_for_generation(merged), PROMPTS, SHORT)
+    assert found != tool_generation.answers(
+        *load_for_generation(adapter, before=True), PROMPTS, SHORT
+    )
     assert are_equal(weights_for_generation(adapter, before=True), weights_for_generation(path))
 
 
@@ -184,7 +186,9 @@ def test_a_run_says_what_was_before_it(adapter_runs):
         weights_for_generation(adapter_runs / "out" / "merged"),
     )
     assert not are_equal(weights_for_generation(adapter_runs / "out"), start)
-    keys = generation.keys_of_run(adapter_runs / "out" / "merged", "default_system enable_thinking")
+    keys = tool_generation.keys_of_run(
+        adapter_runs / "out" / "merged", "default_system enable_thinking"
+    )
     assert keys.default_system == " w9 " and keys.enable_thinking is None
     assert not keys.model_name_or_path, "no other key is taken"
 

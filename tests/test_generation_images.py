@@ -11,7 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
-from mca_lite import cli_generate
+from mca_lite import tool_generate
 from mca_lite.files import printable
 from tests.shared.commands import ended
 from tests.shared.picture_files import TOKENS, draw, save_whole_model
@@ -109,7 +109,7 @@ def test_pictures_of_prompts_are_answered_as_by_transformers(folder, kind):
         words.append(f"eval_dataset={file}")
     else:
         words += ["--file", file]
-    code, _, error = ended(cli_generate.main, words)
+    code, _, error = ended(tool_generate.main, words)
     assert code == 0, error
     rows = [json.loads(line) for line in open(folder / "trained" / "generations.jsonl")]
     plain = Plain(folder)
@@ -121,7 +121,7 @@ def test_pictures_of_prompts_are_answered_as_by_transformers(folder, kind):
 def test_a_picture_is_shown_in_a_chat(folder, monkeypatch):
     lines = [f"/image {folder}/a.png", "one", "why", "/new", "/image nowhere.png", "text"]
     monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
-    code, out, error = ended(cli_generate.main_chat, [f"{folder}/model", *GREEDY])
+    code, out, error = ended(tool_generate.main_chat, [f"{folder}/model", *GREEDY])
     assert code == 0, error
     plain = Plain(folder)
     first = [{"role": "user", "content": "<image>one"}]

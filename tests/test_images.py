@@ -296,7 +296,7 @@ def test_the_smallest_picture_and_a_thin_one_take_what_the_processor_says(tmp_pa
 PEAKS = """
 import resource, sys
 from pathlib import Path
-from mca_lite.data_images import Picture
+from mca_lite.part_pictures_data import Picture
 from tests.shared.picture_files import picture_tokenizer, vision_of
 folder = Path(sys.argv[1])
 vision = vision_of(folder / "model", picture_tokenizer())

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
-from mca_lite import cli_inspect
+from mca_lite import tool_inspect
 from mca_lite.args import parse_args
 from mca_lite.run import make_plan
 from tests.shared import world
@@ -135,7 +135,7 @@ def test_an_adapter_and_its_checkpoints_have_the_image_processors_file(folder, b
 
 
 def parity(words: list[str]) -> tuple[int, str, str]:
-    return ended(cli_inspect.main_parity, words)
+    return ended(tool_inspect.main_parity, words)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_inspect_shows_pictures_with_their_tokens(folder, tmp_path):
     words = f"model_name_or_path={folder / 'model'} output_dir={tmp_path / 'out'} max_steps=1 "
     words += f"dataset={folder / 'chats.jsonl'} eval_dataset={odd} cutoff_len=128 warmup_steps=0 "
     words += f"cache_dir={tmp_path} --samples 4 --html {tmp_path / 'page.html'}"
-    code, out = answer(cli_inspect.main, words)
+    code, out = answer(tool_inspect.main, words)
     assert code == 0, out
     # patches of 2 x 2 pixels, 4 of them a token: sides are multiples of 4, at most 256 pixels
     assert "4 pictures, 33 of " in out and "1 picture, 15 of " in out

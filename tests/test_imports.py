@@ -22,10 +22,10 @@ def ended(script: str, cwd, *words: str) -> subprocess.CompletedProcess:
 
 
 def test_a_module_that_a_copy_lacks_is_not_taken_from_the_install(tmp_path):
-    leave_out = shutil.ignore_patterns("__pycache__", "log_html.py")
+    leave_out = shutil.ignore_patterns("__pycache__", "tool_page.py")
     shutil.copytree(PACKAGE, tmp_path / "mca_lite", ignore=leave_out)
-    result = ended("import mca_lite.log_html", tmp_path)
-    assert "ModuleNotFoundError: No module named 'mca_lite.log_html'" in result.stderr
+    result = ended("import mca_lite.tool_page", tmp_path)
+    assert "ModuleNotFoundError: No module named 'mca_lite.tool_page'" in result.stderr
 
 
 def test_public_names_of_the_seeds_are_importable():

@@ -19,9 +19,9 @@ OPEN_ENDED = CHATML.replace("<|im_end|>", "")  # an answer goes over into the ne
 
 
 def inspect(words: str) -> tuple[int, str]:
-    from mca_lite import cli_inspect
+    from mca_lite import tool_inspect
 
-    code, out, error = commands.ended(cli_inspect.main, words.split())
+    code, out, error = commands.ended(tool_inspect.main, words.split())
     return code, out + error
 
 
@@ -141,9 +141,9 @@ def test_samples_show_what_is_trained_and_run_nothing(tmp_path):
 
 
 def test_a_terminal_gets_colours(tmp_path, monkeypatch):
-    from mca_lite import cli_inspect
+    from mca_lite import tool_inspect
 
-    monkeypatch.setattr(cli_inspect, "has_colors", lambda: True)
+    monkeypatch.setattr(tool_inspect, "has_colors", lambda: True)
     data = write_records(tmp_path / "a.jsonl", *[conversation("q", "a\x1b«")])
     out = inspect(f"{model_words(tmp_path)} stage=sft dataset={data}")[1]
     assert "assistant\n    \x1b[32ma\\x1b«<|im_end|>\x1b[0m\n" in out
@@ -178,7 +178,7 @@ def test_texts_that_rows_cut_are_counted_whole(tmp_path):
 def test_lengths_fall_into_bars():
     import numpy as np
 
-    from mca_lite.inspection import histogram
+    from mca_lite.tool_inspection import histogram
 
     assert histogram(np.array([7, 7, 9])) == [("7-7", 2), ("8-8", 0), ("9-9", 1)]
     bars = histogram(np.array([3, 999, 1000]))
@@ -384,6 +384,6 @@ def test_ranks_hold_and_read_what_a_check_says(tmp_path, name):
 
 
 def check_files(words: list[str]) -> int:
-    from mca_lite import cli_inspect
+    from mca_lite import tool_inspect
 
-    return cli_inspect.main([*words, "--check", "--gpus", "2"])
+    return tool_inspect.main([*words, "--check", "--gpus", "2"])

@@ -230,7 +230,7 @@ def test_resume_is_bit_for_bit(oracles, tmp_path, kind):
 
 
 def test_answers_shift_by_one_within_blocks():
-    from mca_lite.trainer_kto import Mismatched
+    from mca_lite.part_kto import Mismatched
 
     view = Mismatched(Answers(), 3)
     assert [view.partner(i) for i in range(7)] == [2, 0, 1, 5, 3, 4, 5]

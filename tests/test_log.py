@@ -30,9 +30,9 @@ from mca_lite.callbacks import (
     restore_states,
 )
 from mca_lite.log import Report, format_progress, format_summary
-from mca_lite.log_html import draw
 from mca_lite.log_metrics import format_duration
 from mca_lite.run import data_summary
+from mca_lite.tool_page import draw
 from tests.shared.training import Clock
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -219,7 +219,7 @@ def test_a_merge_that_went_wrong_is_found_out(sharded_base, tmp_path):
 
 
 def verified(src: str, dst: str, adapter: str) -> str:
-    from mca_lite.cli_convert import verify
+    from mca_lite.tool_convert import verify
 
     try:
         return verify(src, dst, adapter)

@@ -7,8 +7,8 @@ import torch
 
 from mca_lite import DPOConfig
 from mca_lite.errors import ConfigError
-from mca_lite.loss_preference import Responses, log1mexp, orpo, rewards, scores, sigmoid
 from mca_lite.part_dpo_keys import LOSSES
+from mca_lite.part_dpo_losses import Responses, log1mexp, orpo, rewards, scores, sigmoid
 from mca_lite.tables import function_of
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from mca_lite.batch import row_layout
-from mca_lite.model_delta import (
+from mca_lite.part_delta import (
     causal_convolution,
     delta_rule_by_kernels,
     gated_delta_rule,
@@ -161,8 +161,8 @@ def test_the_check_of_kernels_on_a_gpu_sees_wrong_borders(sees_borders, monkeypa
             lengths = borders.diff().tolist()
         return gated_delta_rule(query, key, value, decay, beta, numbers(lengths))
 
-    monkeypatch.setattr("mca_lite.model_delta.why_no_fla", lambda: None)
-    monkeypatch.setattr("mca_lite.model_delta.delta_rule_by_kernels", stand_in)
+    monkeypatch.setattr("mca_lite.part_delta.why_no_fla", lambda: None)
+    monkeypatch.setattr("mca_lite.part_delta.delta_rule_by_kernels", stand_in)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr(gpu_kernels, "device", lambda: "cpu")
     tolerance = gpu_kernels.TOLERANCE[torch.bfloat16]

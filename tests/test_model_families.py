@@ -410,7 +410,7 @@ def test_plan_and_flops_of_a_hybrids_prediction_layer_are_counted_by_hand(name):
     from mca_lite.args import TrainingArguments
     from mca_lite.log import model_sizes
     from mca_lite.model_config import from_hf_config
-    from mca_lite.plan_memory import ModelTensors
+    from mca_lite.tool_plan_memory import ModelTensors
 
     kinds = dict(num_hidden_layers=2, layer_types=["full_attention", "linear_attention"])
     save = tiny_moe if name in tiny_moe.MODELS else tiny
@@ -440,7 +440,7 @@ def test_plan_and_flops_of_two_sizes_of_heads_are_counted_by_hand():
     from mca_lite.args import TrainingArguments
     from mca_lite.log import model_sizes
     from mca_lite.model_config import from_hf_config
-    from mca_lite.plan_memory import ModelTensors
+    from mca_lite.tool_plan_memory import ModelTensors
 
     hf = tiny.hf_config("gemma4_text")
     model = AutoModelForCausalLM.from_config(hf)

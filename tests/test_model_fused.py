@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mca_lite import TrainingArguments, kernels, model, model_delta, model_layers, model_norms
+from mca_lite import TrainingArguments, kernels, model, model_layers, model_norms, part_delta
 from tests.shared import tiny, world
 from tests.shared.layouts import CP2, FULL, PACKED, PP2, TP2_SP
 from tests.shared.training import assert_same_curve, train
@@ -192,7 +192,7 @@ def test_a_wrong_argument_is_no_fault_of_the_compiler(compiler):
 
 # the functions of `compiled` whose backward pass is compiled too: inputs with a gradient, others
 WITH_GRADIENTS = {
-    model_delta.causal_convolution: ((rows(11, 2, 3), rows(3, 4)), (torch.arange(11) // 4,)),
+    part_delta.causal_convolution: ((rows(11, 2, 3), rows(3, 4)), (torch.arange(11) // 4,)),
     kernels.rotate: ((rows(11, 2, 4, 8), rows(11, 2, 2, 8)), (rows(11, 1, 1, 6),) * 2),
     kernels.weighted_swiglu: ((rows(11, 6), rows(11)), ()),
     kernels.weighted_clamped_swiglu: ((rows(11, 6), rows(11)), (7.0,)),

@@ -12,7 +12,7 @@ import torch.utils.flop_counter  # before its operators have stand-ins
 from mca_lite.batch import packed_row
 from mca_lite.families import values_of
 from mca_lite.model_attention import CoreAttention
-from mca_lite.model_sinks import FlashWithSinks
+from mca_lite.part_sinks import FlashWithSinks
 from tests.shared import tiny_moe, world
 from tests.shared.cells import train_all
 from tests.shared.files import assert_same_tensors, tensors

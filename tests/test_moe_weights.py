@@ -160,7 +160,7 @@ def test_both_backends_draw_the_same_weights(sources, tmp_path):
 def there_and_back(path: str, out: str) -> None:
     from pathlib import Path
 
-    from mca_lite.cli_convert import convert
+    from mca_lite.tool_convert import convert
 
     convert(path, Path(f"{out}/checkpoint"))
     convert(f"{out}/checkpoint", Path(f"{out}/back"))

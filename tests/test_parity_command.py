@@ -5,7 +5,7 @@ named.
 import pytest
 import torch
 
-from mca_lite import parity as parity_of_steps
+from mca_lite import tool_parity as parity_of_steps
 from tests.shared import tiny, tiny_moe, world
 from tests.shared.commands import ended
 from tests.shared.layouts import AUX, CP2, EP2, OVERLAP, PP2, TP2, TP2_SP, VPP2
@@ -110,7 +110,7 @@ WRONG = {
 
 def parity(keys: dict, harm=None) -> tuple[int, str, str]:
     """The command on this rank; harm: done to the trainer of the layout before its step."""
-    from mca_lite import cli_inspect, run
+    from mca_lite import run, tool_inspect
 
     build = run.build_trainer
 
@@ -122,7 +122,7 @@ def parity(keys: dict, harm=None) -> tuple[int, str, str]:
 
     run.build_trainer = harmed
     try:
-        return ended(cli_inspect.main_parity, words_of(keys))
+        return ended(tool_inspect.main_parity, words_of(keys))
     finally:
         run.build_trainer = build
 

@@ -198,18 +198,18 @@ def test_every_row_that_a_part_provides_names_what_is_there_and_is_refused_witho
 
 
 def test_a_row_of_a_missing_part_is_not_taken_from_another_installation(folder):
-    (folder / "model_sinks.py").unlink()
+    (folder / "part_sinks.py").unlink()
     missing.cache_clear()
     with pytest.raises(
-        UserError, match=r"^model_sinks\.py: it needs part sinks, and model_sinks\.py"
+        UserError, match=r"^part_sinks\.py: it needs part sinks, and part_sinks\.py"
     ):
         function_of(CORE_ATTENTIONS["sinks"])
 
 
 def test_a_record_with_pictures_is_refused_by_the_name_of_their_part(folder):
-    (folder / "model_vision.py").unlink()
+    (folder / "part_pictures_model.py").unlink()
     missing.cache_clear()
-    words = r"a\.jsonl:1: .*they need part pictures, and model_vision\.py is not in"
+    words = r"a\.jsonl:1: .*they need part pictures, and part_pictures_model\.py is not in"
     for blocks, of_columns in ([{}], []), ([], ["a.png"]):
         with pytest.raises(ValueError, match=words):
             TEXT.take([{"content": "", "media": blocks}], of_columns, False, "a.jsonl:1")
@@ -242,14 +242,14 @@ def folder(tmp_path, monkeypatch):
 
 def test_half_a_part_is_missing_and_so_is_one_without_the_part_that_it_needs(folder, monkeypatch):
     assert missing() == {}
-    (folder / "trainer_kto.py").unlink()
+    (folder / "part_kto.py").unlink()
     monkeypatch.setitem(PARTS, "rm", PARTS["rm"]._replace(needs="kto"))
     monkeypatch.setitem(PARTS, "distill", PARTS["distill"]._replace(needs="rm"))
     missing.cache_clear()
-    assert missing() == dict.fromkeys(("kto", "rm", "distill"), {"kto": "trainer_kto.py"})
+    assert missing() == dict.fromkeys(("kto", "rm", "distill"), {"kto": "part_kto.py"})
     [problem] = absent({"stage": "Distill", "teacher_top_k": None})
     assert problem.key == "stage" and problem.value == "Distill"
-    reason = f"it needs part distill, and trainer_kto.py is not in {folder}"
+    reason = f"it needs part distill, and part_kto.py is not in {folder}"
     assert (problem.reason, problem.suggestion) == (
         reason,
         "copy kto's files from mca_lite, or leave the key out",

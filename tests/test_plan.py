@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mca_lite.args import parse_args
-from mca_lite.plan_memory import ModelOfRun
+from mca_lite.tool_plan_memory import ModelOfRun
 from tests.shared import commands, tiny, tiny_moe, world
 from tests.shared.layouts import CP2, DIST_OPT, EP2, FULL, PP2, TP2_SP, VPP2
 from tests.shared.training import train
@@ -269,9 +269,9 @@ def test_a_plan_that_is_a_ninth_off_fails_make_gpu():
 
 
 def plan(words: str) -> tuple[int, str]:
-    from mca_lite import cli_plan
+    from mca_lite import tool_plan
 
-    return commands.answer(cli_plan.main, words)
+    return commands.answer(tool_plan.main, words)
 
 
 def test_a_configuration_is_planned_without_weights(tmp_path):

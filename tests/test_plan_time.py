@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mca_lite import TrainingArguments, cli_plan, part_lora, plan_memory
+from mca_lite import TrainingArguments, part_lora, tool_plan, tool_plan_memory
 from mca_lite import world as launched
 from mca_lite.model_config import from_hf_config
 from tests.shared import planned, tiny, world
@@ -40,8 +40,8 @@ def planned_on_h200(name: str, world_size: int = 1, link: float = math.inf, **ke
     pairs = "pairs" in case
     lengths = [case.get("s", 4096)] * (2 if pairs else 1)
     args, config, memory = gpu_plan.planned(name, world_size, **keys)
-    rates = cli_plan.RATES["H200"]._replace(link=link)
-    times = cli_plan.step_time(
+    rates = tool_plan.RATES["H200"]._replace(link=link)
+    times = tool_plan.step_time(
         *(args, config, memory, lengths, world_size, rates), frozen="lora" in case, reference=pairs
     )
     return times, args.train_global_batch_size * sum(lengths)
@@ -70,12 +70,14 @@ def planned_step(case: planned.Step, gpu: str):
         if adapter:
             spec = part_lora.plan(config, part_lora.LoraSpec(rank=adapter))
             finetuning = part_lora.Lora(spec)
-        tensors = plan_memory.ModelTensors(config, finetuning)
-        memory = plan_memory.rank_memory(args, config, tensors, 0, case.length, case.gpus, True)
+        tensors = tool_plan_memory.ModelTensors(config, finetuning)
+        memory = tool_plan_memory.rank_memory(
+            args, config, tensors, 0, case.length, case.gpus, True
+        )
         lengths = [case.length]
-        rates = cli_plan.RATES[gpu]
+        rates = tool_plan.RATES[gpu]
         is_frozen = adapter is not None
-        time = cli_plan.step_time(args, config, memory, lengths, case.gpus, rates, is_frozen)
+        time = tool_plan.step_time(args, config, memory, lengths, case.gpus, rates, is_frozen)
     return time, memory
 
 
@@ -99,7 +101,7 @@ def test_published_runs_on_h100_took_what_is_predicted(name):
 def test_small_micro_batches_take_the_time_of_the_host():
     name = "1.5B pp2 of 16 and 12 layers"
     case = planned.STEPS[name]
-    rates = cli_plan.RATES["H200"]
+    rates = tool_plan.RATES["H200"]
     time, _ = planned_step(case, "H200")
     slowest = 16 * 16 * rates.layer_s  # micro-batches, layers of the first stage
     assert time.compute + time.bubble == pytest.approx(slowest * 17 / 16, rel=0.01)
@@ -117,7 +119,7 @@ def test_the_network_between_nodes_is_slower():
     near, _ = planned_step(step, "H100")
     far, _ = planned_step(step._replace(gpus=16, rows=64), "H100")
     sent = 1543714304 * (4 + 2)  # float32 gradients, bf16 weights
-    rates = cli_plan.RATES["H100"]
+    rates = tool_plan.RATES["H100"]
     assert near.messages == pytest.approx(sent * 7 / 8 / rates.link)
     assert far.messages == pytest.approx(sent * 15 / 16 / rates.network)
 

@@ -12,10 +12,10 @@ import torch
 
 from mca_lite.args import parse_args
 from mca_lite.data_batches import Collator
-from mca_lite.data_images import ROPE_COLUMNS
 from mca_lite.files import read_json
-from mca_lite.generation import load_for_generation
+from mca_lite.part_pictures_data import ROPE_COLUMNS
 from mca_lite.run import make_plan
+from mca_lite.tool_generation import load_for_generation
 from tests.shared import tiny, tiny_moe, world
 from tests.shared.answers import (
     OF_PACKS,
@@ -346,9 +346,9 @@ def test_rows_of_new_tokens_train_in_the_embedding_alone(keys, tmp_path):
 
 
 def converted(words: list[str]) -> int:
-    from mca_lite import cli_convert
+    from mca_lite import tool_convert
 
-    return cli_convert.main([*words, "--verify"])
+    return tool_convert.main([*words, "--verify"])
 
 
 def scores_of_both(base, adapter, merged) -> list:

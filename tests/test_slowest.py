@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from mca_lite import cli_watch, log_html, parallel
+from mca_lite import parallel, tool_page, tool_watch
 from mca_lite.log import format_progress
 from mca_lite.trainer_events import Phases
 from tests.shared import tiny, world
@@ -233,12 +233,12 @@ def test_watch_and_the_page_show_who_is_slow_most_often_and_each_phase(tmp_path)
         for step, rank, lag in ((1, 3, 0.5), (2, 0, 0.002), (3, 3, 0.7))
     ]
     (tmp_path / "trainer_log.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
-    run = log_html.RunFolder(tmp_path)
-    shown = {row.split()[0]: row.split() for row in cli_watch.frame([run], 80)[1:] if row}
-    assert log_html.figures(run)["slowest rank"] == "3"
-    assert log_html.figures(run)["in data"] == "+0.50 s"
+    run = tool_page.RunFolder(tmp_path)
+    shown = {row.split()[0]: row.split() for row in tool_watch.frame([run], 80)[1:] if row}
+    assert tool_page.figures(run)["slowest rank"] == "3"
+    assert tool_page.figures(run)["in data"] == "+0.50 s"
     assert {"slowest", "in"} <= shown.keys()
-    drawn = log_html.page([run])
+    drawn = tool_page.page([run])
     assert drawn.count("Seconds a step by which the slowest rank is behind the fastest") == 1
     for key in ("lag_data_s", "lag_model_s"):
         assert f"{key} <b>" in drawn

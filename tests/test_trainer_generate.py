@@ -70,9 +70,9 @@ def samples_of(answers) -> list[dict]:
 
 def evaluated(folder, out, backend, layout, samples) -> tuple[dict, list, list]:
     from mca_lite import AutoModel, McaTrainer, TrainingArguments
-    from mca_lite.generation import Answers
     from mca_lite.model import load_torch_model
     from mca_lite.part_lora import load_adapter
+    from mca_lite.tool_generation import Answers
 
     args = TrainingArguments(
         output_dir=out, disable_tqdm=True, predict_with_generate=True, max_new_tokens=NEW,
@@ -130,7 +130,7 @@ def test_answers_are_those_of_transformers_generate(folder, tmp_path, name):
 
 
 def test_rouge_l_is_the_f1_of_the_longest_common_subsequence():
-    from mca_lite.generation import rouge_l
+    from mca_lite.tool_generation import rouge_l
 
     generator = np.random.default_rng(0)
     for _ in range(200):
@@ -144,7 +144,7 @@ def test_rouge_l_is_the_f1_of_the_longest_common_subsequence():
 
 
 def test_the_last_answer_is_asked_for():
-    from mca_lite.generation import last_turn
+    from mca_lite.tool_generation import last_turn
 
     turns = {"input_ids": [5, 6, 7, 8, 9], "labels": [6, -100, 8, 9, 10]}
     assert last_turn(turns) == ([5, 6, 7], [8, 9, 10])
@@ -159,18 +159,18 @@ def test_the_last_answer_is_asked_for():
 
 
 def test_a_model_that_one_rank_cannot_hold_is_refused(folder, monkeypatch):
-    from mca_lite import generation
+    from mca_lite import tool_generation
 
     config = tiny.hf_config("qwen3", vocab_size=WORDS)
     backend = SimpleNamespace(name="megatron", hf_config=config.to_dict(), dtype=torch.float32)
-    monkeypatch.setattr(generation, "free_memory", lambda: 4 * 32_000)
-    monkeypatch.setattr(generation.parallel, "largest", lambda *numbers: [*numbers])
+    monkeypatch.setattr(tool_generation, "free_memory", lambda: 4 * 32_000)
+    monkeypatch.setattr(tool_generation.parallel, "largest", lambda *numbers: [*numbers])
     with pytest.raises(ValueError, match="a copy of the whole model takes 0.0 GiB on each rank"):
-        generation.check_room(backend)
+        tool_generation.check_room(backend)
     monkeypatch.undo()
-    assert generation.free_memory() > 2**20
-    monkeypatch.setattr(generation.parallel, "largest", lambda *numbers: [*numbers])
-    generation.check_room(backend)
+    assert tool_generation.free_memory() > 2**20
+    monkeypatch.setattr(tool_generation.parallel, "largest", lambda *numbers: [*numbers])
+    tool_generation.check_room(backend)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_a_model_that_one_rank_cannot_hold_is_refused(folder, monkeypatch):
 )
 def test_generation_that_cannot_be_compared_is_refused_when_the_trainer_is_made(given, said):
     from mca_lite import TrainingArguments
-    from mca_lite.generation import Answers
+    from mca_lite.tool_generation import Answers
     from mca_lite.trainer_evaluation import Evaluator
 
     metric = given.pop("metric", "rouge_l")
@@ -214,6 +214,6 @@ def test_predict_with_generate_names_the_callback_that_it_needs(folder):
     from mca_lite.model import load_torch_model
 
     args = TrainingArguments(output_dir="unused", predict_with_generate=True)
-    with pytest.raises(ValueError, match=r"callbacks=\[mca_lite.generation.Answers"):
+    with pytest.raises(ValueError, match=r"callbacks=\[mca_lite.tool_generation.Answers"):
         McaTrainer(load_torch_model(str(folder / "model")), args, word_tokenizer())
     parallel.shutdown()  # tests of other files start a world in this process

@@ -50,7 +50,7 @@ def test_a_copy_with_parts_trains_under_another_name_and_says_what_it_lacks(tmp_
     copied = {path.stem for path in folder.glob("*.py")}
     parts = {module for part in ("scores", "dpo", "kto") for module in PARTS[part].modules.split()}
     of_parts = {module for part in PARTS.values() for module in part.modules.split()}
-    tools = {"cli", "cli_watch", "generation", "log_html"} | OF_ALL
+    tools = {"cli", "tool_watch", "tool_generation", "tool_page"} | OF_ALL
     assert copied == modules_of("core") | (modules_of("part") - of_parts) | parts | tools
     files = [*folder.iterdir()]
     assert (folder / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
@@ -61,7 +61,9 @@ def test_a_copy_with_parts_trains_under_another_name_and_says_what_it_lacks(tmp_
     assert "\n  watch " in shown and "\n  plan " not in shown
     refused = run_in(folder, "plan", "x.yaml")
     assert refused.returncode == USER_ERROR
-    assert_names(refused.stderr, "command plan: it needs cli_plan.py, plan_memory.py", str(folder))
+    assert_names(
+        refused.stderr, "command plan: it needs tool_plan.py, tool_plan_memory.py", str(folder)
+    )
     refused = run_in(folder, "x=1", "stage=rm", "kto_chosen_weight=2")
     assert_names(refused.stderr, "it needs part rm, and part_rm_keys.py", f"not in {folder}")
     assert "part kto" not in refused.stderr

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText
 
 from mca_lite import TrainingArguments, model_config
-from mca_lite.data_images import rope_positions
+from mca_lite.part_pictures_data import rope_positions
 from tests.shared import pictures, tiny, world
 from tests.shared.cells import asked_for, shared_worlds, thinned
 from tests.shared.files import assert_same_bytes, assert_same_tensors, tensors
@@ -181,7 +181,7 @@ def test_files_are_written_as_they_were_read(spelled, tmp_path):
 
 
 def command(words: list[str]) -> int:
-    from mca_lite.cli_convert import main
+    from mca_lite.tool_convert import main
 
     return main(words)
 
@@ -440,7 +440,7 @@ def test_a_batch_without_positions_or_with_too_few_pictures_is_refused(paths, tm
 def planned(path: str, **keys) -> tuple:
     """(memory of a rank of each stage, bytes of the tower's activations)"""
     from mca_lite.model_config import AutoConfig
-    from mca_lite.plan_memory import ModelTensors, RankSizes, input_activations, rank_memory
+    from mca_lite.tool_plan_memory import ModelTensors, RankSizes, input_activations, rank_memory
 
     args = TrainingArguments(output_dir="unused", **keys)
     config = AutoConfig.from_pretrained(path, args)

@@ -12,12 +12,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from mca_lite import TrainingArguments, cli_watch, log, log_html
+from mca_lite import TrainingArguments, log, tool_page, tool_watch
 from mca_lite.callbacks import TrainerControl, TrainerState
-from mca_lite.cli_watch import frame, sparkline
 from mca_lite.log import Report
-from mca_lite.log_html import RunFolder, draw, page
 from mca_lite.log_metrics import read_lines
+from mca_lite.tool_page import RunFolder, draw, page
+from mca_lite.tool_watch import frame, sparkline
 from tests.shared import tiny, world
 from tests.shared.training import Clock
 
@@ -174,9 +174,9 @@ def test_watch_follows_until_all_runs_have_ended(tmp_path, capsys, monkeypatch):
         append(run, json.dumps({"step": 20, "loss": 3.25}) + "\n")
         (run / "run_summary.json").write_text(json.dumps({**summary, "state": "finished"}))
 
-    monkeypatch.setattr(cli_watch.time, "sleep", sleep)
+    monkeypatch.setattr(tool_watch.time, "sleep", sleep)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    assert cli_watch.main([str(run), "--every", "0.5"]) == 0
+    assert tool_watch.main([str(run), "--every", "0.5"]) == 0
     frames = capsys.readouterr().out.split("\033[H")[1:]
     assert len(frames) == 2
     assert "4.0000" in frames[0] and "running" in frames[0]
@@ -186,7 +186,7 @@ def test_watch_follows_until_all_runs_have_ended(tmp_path, capsys, monkeypatch):
 def test_what_is_no_terminal_gets_one_plain_frame(tmp_path, capsys):
     run = make_run(tmp_path / "run", [4.0])
     for words in ([str(run)], [str(run), "--once"]):
-        assert cli_watch.main(words) == 0
+        assert tool_watch.main(words) == 0
         out = capsys.readouterr().out
         assert "4.0000" in out and "\033" not in out
 
@@ -197,16 +197,18 @@ def test_a_folder_of_other_things_is_left_out_beside_runs(tmp_path, capsys, monk
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "tokens.bin").touch()
     (tmp_path / "page.html").touch()
-    assert cli_watch.main(["first", "cache", "page.html", "later"]) == 0
+    assert tool_watch.main(["first", "cache", "page.html", "later"]) == 0
     printed = capsys.readouterr().out
     assert "first" in printed
     assert not any(name in printed for name in ("cache", "page.html", "later"))
-    assert cli_watch.main(["cache"]) == 2
+    assert tool_watch.main(["cache"]) == 2
     assert "cache" in capsys.readouterr().out
 
 
 def test_neither_command_waits_for_torch():
-    script = "import sys, mca_lite.cli_watch, mca_lite.cli_watch; assert 'torch' not in sys.modules"
+    script = (
+        "import sys, mca_lite.tool_watch, mca_lite.tool_watch; assert 'torch' not in sys.modules"
+    )
     subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[1])
 
 
@@ -377,21 +379,21 @@ def test_constants_spikes_and_single_lines_are_drawn(tmp_path):
 def test_a_frame_of_folders_without_a_run_ends_with_the_code_of_an_error(tmp_path, capsys):
     run = make_run(tmp_path / "run", [1.0])
     nothing = str(tmp_path / "nothing")
-    assert cli_watch.main([nothing, "--once"]) == 2
-    assert cli_watch.main([nothing, str(run), "--once"]) == 0
+    assert tool_watch.main([nothing, "--once"]) == 2
+    assert tool_watch.main([nothing, str(run), "--once"]) == 0
     assert capsys.readouterr().out.count("no run yet") == 1
 
 
 def test_the_report_command_writes_the_page(tmp_path, capsys, monkeypatch):
     first, second = (make_run(tmp_path / name, [1.0]) for name in "ab")
-    assert cli_watch.main_report([str(first)]) == 0
+    assert tool_watch.main_report([str(first)]) == 0
     assert capsys.readouterr().out == f"{first}/report.html\n"
     parse((first / "report.html").read_text())
     monkeypatch.chdir(tmp_path)
-    assert cli_watch.main_report([str(first), str(second)]) == 0
+    assert tool_watch.main_report([str(first), str(second)]) == 0
     assert capsys.readouterr().out == f"{tmp_path}/comparison.html\n"
     assert f"{first}: loss" in (tmp_path / "comparison.html").read_text()
-    assert cli_watch.main_report([str(tmp_path / "nothing")]) == 2
+    assert tool_watch.main_report([str(tmp_path / "nothing")]) == 2
     assert "trainer_log.jsonl" in capsys.readouterr().err
 
 
@@ -426,12 +428,12 @@ def watched_and_reported(folder: Path, capsys, monkeypatch) -> str:
     """Pages of `watch` about the folder's run beside a good one, after `report` drew both."""
     monkeypatch.chdir(folder)
     make_run(folder / "good", [3.0, 1.2345], **HERE, pid=os.getpid())
-    assert cli_watch.main_report(["odd", "good"]) in (0, 2), capsys.readouterr().err
+    assert tool_watch.main_report(["odd", "good"]) in (0, 2), capsys.readouterr().err
     page_of_both = (folder / "comparison.html").read_text()
     assert "1.234" in page_of_both
     parse(page_of_both)
     capsys.readouterr()
-    assert cli_watch.main(["odd", "good"]) == 0, capsys.readouterr().err
+    assert tool_watch.main(["odd", "good"]) == 0, capsys.readouterr().err
     out = capsys.readouterr().out
     assert "1.2345" in out and "\x1b" not in out and "\x07" not in out
     return out
@@ -494,7 +496,7 @@ def test_an_odd_file_in_one_folder_leaves_the_others_shown(tmp_path, capsys, mon
     seen_by_watch = name in ("run_summary.json", "trainer_log.jsonl") and words != ""
     assert ("cannot be read" in out) == seen_by_watch
     page_of_both = (tmp_path / "comparison.html").read_text()
-    code = cli_watch.main_report(["odd"])
+    code = tool_watch.main_report(["odd"])
     told = capsys.readouterr().err + page_of_both
     assert code == (2 if name == "trainer_log.jsonl" else 0)
     assert words in told and ("cannot be read" in told) == bool(words)
@@ -502,7 +504,7 @@ def test_an_odd_file_in_one_folder_leaves_the_others_shown(tmp_path, capsys, mon
 
 def test_names_of_folders_do_not_steer_the_terminal(tmp_path, capsys):
     make_run(tmp_path / "a\x1b[2J\nb", [1.0])
-    assert cli_watch.main([str(tmp_path / "a\x1b[2J\nb")]) == 0
+    assert tool_watch.main([str(tmp_path / "a\x1b[2J\nb")]) == 0
     assert "a\ufffd[2J\ufffdb" in capsys.readouterr().out
 
 
@@ -521,7 +523,7 @@ def begin(tmp_path, **options) -> tuple[Report, Clock]:
 
 def test_a_run_draws_itself_again_after_thirty_seconds_and_at_its_end(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(log_html, "plot_loss", lambda run, path: drawn.append(len(run.records)))
+    monkeypatch.setattr(tool_page, "plot_loss", lambda run, path: drawn.append(len(run.records)))
     report, clock = begin(tmp_path, plot_loss=True)
     for step, now in enumerate((0, 29, 30, 31, 59, 61), start=1):
         clock.now = float(now)

@@ -137,7 +137,7 @@ def test_exports_have_stacked_experts_in_bf16(keys, plain, quantised, tmp_path):
 
 
 def convert(words: list[str]) -> int:
-    from mca_lite.cli_convert import main
+    from mca_lite.tool_convert import main
 
     return main(words)
 
@@ -214,7 +214,7 @@ def test_plan_and_flops_count_what_transformers_has():
 
     from mca_lite.log import model_sizes
     from mca_lite.model_config import from_hf_config
-    from mca_lite.plan_memory import ModelTensors
+    from mca_lite.tool_plan_memory import ModelTensors
 
     hf = tiny_moe.hf_config("gpt_oss")
     numbers = {

@@ -10,7 +10,7 @@ from mca_lite import cli, register_loss
 
 
 def slic(responses, config):
-    """loss_preference.Responses, DPOConfig -> losses max(0, beta - (chosen - rejected)), [pairs].
+    """part_dpo_losses.Responses, DPOConfig -> losses max(0, beta - (chosen - rejected)), [pairs].
     Rewards left out are beta times the means."""
     chosen, rejected = responses.means
     return (config.beta - (chosen - rejected)).clamp(min=0)

@@ -119,7 +119,7 @@ def error_of(call, *args, **kwargs) -> str:
 
 
 def run_convert(words: list[str]) -> tuple[int, str, str]:
-    from mca_lite.cli_convert import main
+    from mca_lite.tool_convert import main
 
     return ended(main, words)
 

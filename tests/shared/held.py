@@ -71,10 +71,10 @@ class Rows(TorchDispatchMode):
 
 def train_and_measure(hf, length: int, output_dir: str, lora_rank: int = 0, **keys) -> dict:
     """Bytes that this rank holds after two steps on rows of `length` tokens, by the names of
-    plan_memory.PARTS, with the pipeline stage; and what plan_memory says."""
+    tool_plan_memory.PARTS, with the pipeline stage; and what tool_plan_memory says."""
     from megatron.core import parallel_state as mpu
 
-    from mca_lite import McaTrainer, TrainingArguments, parallel, plan_memory
+    from mca_lite import McaTrainer, TrainingArguments, parallel, tool_plan_memory
     from mca_lite.model import AutoModel
     from mca_lite.model_config import from_hf_config
     from mca_lite.optim import parts_of
@@ -105,9 +105,9 @@ def train_and_measure(hf, length: int, output_dir: str, lora_rank: int = 0, **ke
         activations=saved.peak,
     )
     stage, config = mpu.get_pipeline_model_parallel_rank(), built.config
-    tensors = plan_memory.ModelTensors(config, built.finetuning)
+    tensors = tool_plan_memory.ModelTensors(config, built.finetuning)
     world_size = parallel.world_size()
-    planned = plan_memory.rank_memory(args, config, tensors, stage, length, world_size, False)
+    planned = tool_plan_memory.rank_memory(args, config, tensors, stage, length, world_size, False)
     parameters = sum(p.numel() for p in weights)
     return dict(
         held=held, planned=planned, stage=stage, parameters=parameters, messages=messages.sizes

@@ -10,8 +10,8 @@ from PIL import Image
 from tokenizers import AddedToken
 from transformers import AutoModelForImageTextToText
 
-from mca_lite.data_images import Vision
 from mca_lite.files import read_json
+from mca_lite.part_pictures_data import Vision
 from mca_lite.part_pictures_keys import PicturesArguments
 from tests.shared.chats import load_by_keys
 from tests.shared.toy_tokenizer import byte_tokenizer

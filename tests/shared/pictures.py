@@ -93,7 +93,7 @@ def save_model(folder, family: str, seed: int = 0, **changes) -> str:
 def document(generator, *pieces) -> dict:
     """A shifted document of pieces in their order: a number of random text tokens, or the (height,
     width) of a picture in features."""
-    from mca_lite.data_images import rope_positions
+    from mca_lite.part_pictures_data import rope_positions
 
     ids: list[int] = []
     grids = []

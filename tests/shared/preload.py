@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping  # noqa: E402
 
 import mca_lite.cli  # noqa: E402
-import mca_lite.run  # noqa: E402
-import mca_lite.trainer_dpo  # noqa: E402, F401
+import mca_lite.part_dpo  # noqa: E402, F401
 
 FAMILIES = """deepseek_v2 deepseek_v3 gemma2 gemma3 glm4 glm4_moe granite llama mistral mixtral
 olmo2 olmoe phi3 qwen2 qwen2_moe qwen3 qwen3_moe seed_oss"""

@@ -43,17 +43,17 @@ def _trainer(hf, length: int, output_dir: str, steps: int, callback, **keys):
 def predict_and_train(hf, length: int, output_dir: str, **keys) -> dict:
     """The median over steps of this rank: seconds `planned` with gaps of 1 and without the
     pipeline's wait, then `taken`. Collective."""
-    from mca_lite import cli_plan, parallel, plan_memory
+    from mca_lite import parallel, tool_plan, tool_plan_memory
 
     clock = _Clock()
     trainer = _trainer(hf, length, output_dir, _STEPS, clock, **keys)
     args, config, world_size = trainer.args, trainer.model.config, parallel.world_size()
-    tensors = plan_memory.ModelTensors(config)
-    memory = plan_memory.rank_memory(args, config, tensors, 0, length, world_size, False)
+    tensors = tool_plan_memory.ModelTensors(config)
+    memory = tool_plan_memory.rank_memory(args, config, tensors, 0, length, world_size, False)
     clock.operations = _operations(config, args.micro_batch_size, length, memory.gradients)
 
     def predict(rates) -> float:
-        times = cli_plan.step_time(args, config, memory, [length], world_size, rates)
+        times = tool_plan.step_time(args, config, memory, [length], world_size, rates)
         return times.total - times.bubble
 
     clock.predict = predict
@@ -97,7 +97,7 @@ class _Clock(TrainerCallback):
         self.seconds: dict[str, list[float]] = {"planned": [], "taken": []}
 
     def on_step_begin(self, args, state, control, **kwargs):
-        from mca_lite import cli_plan
+        from mca_lite import tool_plan
 
         rates = {}
         for name, (operation, amount) in self.operations.items():
@@ -105,7 +105,7 @@ class _Clock(TrainerCallback):
             for _ in range(_TIMES):
                 operation()
             rates[name] = amount * _TIMES / (time.process_time() - start)
-        self.seconds["planned"].append(self.predict(cli_plan.Rates(gaps=1.0, **rates)))
+        self.seconds["planned"].append(self.predict(tool_plan.Rates(gaps=1.0, **rates)))
         self.start = time.process_time()
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -119,7 +119,7 @@ def wait_in_a_pipeline(hf, length: int, output_dir: str, layer_s: float, **keys)
     """The seconds by the clock that a step takes longer when its layers sleep: layer_s forward and
     twice that backward. Every other step sleeps, so that what layers compute and ranks send, much
     on a busy machine, is in both and falls out; the quickest of each kind are taken. Collective."""
-    from mca_lite import cli_plan
+    from mca_lite import tool_plan
 
     watch = _Watch()
     trainer = _trainer(hf, length, output_dir, 7, watch, **keys)
@@ -139,7 +139,7 @@ def wait_in_a_pipeline(hf, length: int, output_dir: str, layer_s: float, **keys)
     layers = config.num_layers / config.pipeline_model_parallel_size
     busy = args.gradient_accumulation_steps * layers * 3 * layer_s
     taken = min(watch.seconds[True]) - min(watch.seconds[False])
-    return dict(busy=busy, bubble=cli_plan.bubble(args, config), taken=taken)
+    return dict(busy=busy, bubble=tool_plan.bubble(args, config), taken=taken)
 
 
 class _Watch(TrainerCallback):

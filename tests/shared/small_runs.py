@@ -76,10 +76,10 @@ def words_of(keys: dict) -> list[str]:
 
 def train_by_words(keys: dict) -> None:
     """Train as the command line does with `keys`, on this rank; its errors are raised."""
-    from mca_lite import generation, run
+    from mca_lite import run, tool_generation
     from mca_lite.args import parse_args
 
-    run.train(run.make_plan(parse_args(words_of(keys))), [generation.Answers()])
+    run.train(run.make_plan(parse_args(words_of(keys))), [tool_generation.Answers()])
 
 
 def curve(lines: list[dict]) -> list[dict]:

@@ -25,7 +25,7 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # a fork may start 
 import numpy as np
 import torch
 
-from mca_lite.data_images import rope_positions
+from mca_lite.part_pictures_data import rope_positions
 
 from . import bench_gpu
 from .bench_gpu import Clock, peak_gib

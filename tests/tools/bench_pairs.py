@@ -15,7 +15,7 @@ import torch.nn.functional as F
 def run_pairs(shape, mbs, rows, s, steps, packed=False, liger=False):
     import transformers
 
-    from mca_lite.loss_preference import Responses, sigmoid
+    from mca_lite.part_dpo_losses import Responses, sigmoid
 
     from .bench_gpu import Clock, dataset_of_pairs, fill, hf_config
 

@@ -70,7 +70,7 @@ def ours(words: list[str]) -> int:
     for name in ("torch", "transformers"):
         phases.run(f"import {name}", import_module, name)
     phases.run("import megatron", import_module, "mca_lite.mcore")
-    for name in ("run", "generation", "log_html"):
+    for name in ("run", "generation", "tool_page"):
         phases.run("import mca_lite", import_module, f"mca_lite.{name}")
     from mca_lite import cli, model, parallel, run, weights_convert
     from mca_lite.callbacks import TrainerCallback

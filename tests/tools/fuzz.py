@@ -240,7 +240,7 @@ def attempt(keys: dict) -> str:
     """Train on this rank -> "", or why the keys were refused. Whatever comes after the plan is
     raised.
     """
-    from mca_lite import generation, run
+    from mca_lite import run, tool_generation
     from mca_lite.args import parse_args
 
     said = io.StringIO()
@@ -249,7 +249,7 @@ def attempt(keys: dict) -> str:
             plan = run.make_plan(parse_args(small_runs.words_of(keys)))
         except ValueError as error:
             return str(error)
-        run.train(plan, [generation.Answers()])
+        run.train(plan, [tool_generation.Answers()])
     return ""
 
 

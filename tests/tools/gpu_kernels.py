@@ -17,8 +17,8 @@ from mca_lite import (
     kernels_attention,
     loss_tokens,
     model_attention,
-    model_delta,
-    model_sinks,
+    part_delta,
+    part_sinks,
 )
 from mca_lite.batch import row_layout
 from mca_lite.kernels_attention import SegmentAttention, causal_by_cudnn, join_by_kernel
@@ -264,7 +264,7 @@ def linear_cases(dtype):
     """flash-linear-attention's kernels at borders of documents, where they are installed. Triton
     tunes each of them to a dtype, a size of heads and borders or none, for seconds: bf16 alone,
     and one shape with borders and without."""
-    if dtype != torch.bfloat16 or model_delta.why_no_fla() or not torch.cuda.is_available():
+    if dtype != torch.bfloat16 or part_delta.why_no_fla() or not torch.cuda.is_available():
         return
     total = sum(DOCUMENTS)
     ends = torch.tensor([0, *itertools.accumulate(DOCUMENTS)], dtype=torch.int32, device=device())
@@ -276,11 +276,11 @@ def linear_cases(dtype):
 
         def formula(q, k, v, decay, beta, of_row=of_row):
             gates = -F.softplus(decay), beta.sigmoid()
-            return (model_delta.gated_delta_rule(q, k, v, *gates, of_row),)
+            return (part_delta.gated_delta_rule(q, k, v, *gates, of_row),)
 
         def kernel(q, k, v, decay, beta, borders=borders):
             gates = -F.softplus(decay.float()), beta.sigmoid()
-            return (model_delta.delta_rule_by_kernels(q, k, v, *gates, borders),)
+            return (part_delta.delta_rule_by_kernels(q, k, v, *gates, borders),)
 
         gates = (total // b, b, LINEAR_HEADS)
         heads = (*gates, LINEAR_SIZE)
@@ -333,7 +333,7 @@ def sink_cases(dtype):
 
         def kernel(q, k, v, sinks, window=window):
             of_rows = ends, ends, longest, longest, None, window
-            return (model_sinks.FlashWithSinks.apply(q, k, v, sinks, *of_rows),)
+            return (part_sinks.FlashWithSinks.apply(q, k, v, sinks, *of_rows),)
 
         heads, groups = (length, 8, 64), (length, 2, 64)
         inputs = [drawn(*shape, dtype=dtype) for shape in (heads, groups, groups)]

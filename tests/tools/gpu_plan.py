@@ -22,7 +22,7 @@ GIB = 2**30
 def planned(name: str, world_size: int = 1, **keys):
     """(arguments, config, RankMemory) of a case of bench_gpu.py, keys of TrainingArguments beside
     its own."""
-    from mca_lite import TrainingArguments, part_lora, plan_memory
+    from mca_lite import TrainingArguments, part_lora, tool_plan_memory
     from mca_lite.model_config import from_hf_config
 
     case = bench_gpu.CASES[name]
@@ -38,9 +38,9 @@ def planned(name: str, world_size: int = 1, **keys):
     if "lora" in case:
         spec = part_lora.plan(config, part_lora.LoraSpec(rank=case["lora"]))
         finetuning = part_lora.Lora(spec)
-    tensors = plan_memory.ModelTensors(config, finetuning)
+    tensors = tool_plan_memory.ModelTensors(config, finetuning)
     length = case.get("s", 4096) * (2 if "pairs" in case else 1)
-    memory = plan_memory.rank_memory(args, config, tensors, 0, length, world_size, True)
+    memory = tool_plan_memory.rank_memory(args, config, tensors, 0, length, world_size, True)
     if "pairs" in case:
         memory = replace(memory, reference=memory.weights)
     return args, config, memory
@@ -63,7 +63,7 @@ def held(name: str) -> tuple[float, float]:
 
 def speeds(args, config, memory, seconds: float) -> str:
     """Tokens a second as planned, where the GPU's rates are known, and as measured."""
-    from mca_lite.cli_plan import RATES, step_time
+    from mca_lite.tool_plan import RATES, step_time
 
     tokens, gpu = args.train_global_batch_size * 4096, torch.cuda.get_device_name()
     rates = next((rates for name, rates in RATES.items() if name in gpu), None)

@@ -378,7 +378,7 @@ def converted():
         folder = new_folder(name)
         saves = dict(out=folder, steps=2, save_strategy="steps", save_steps=2)
         made[name] = folder, new_folder("hf"), train(model_of(family), bf16=True, **saves, **keys)
-    script = "import sys; from mca_lite.cli_convert import main; args = sys.argv[1:]\n"
+    script = "import sys; from mca_lite.tool_convert import main; args = sys.argv[1:]\n"
     script += "sys.exit(any([main([*p, '--verify']) for p in zip(args[::2], args[1::2])]))"
     pairs = [word for folder, hf, _ in made.values() for word in (f"{folder}/checkpoint-2", hf)]
     done = subprocess.run(

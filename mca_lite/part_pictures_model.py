@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 
 from .ckpt_megatron import may_rest
-from .data_images import ROPE_COLUMNS, Vision, check_slots, has_pictures, with_image_slots
 from .errors import expect, refuse
 from .families import LANGUAGE_MODEL, part_of, vision_parts_of
 from .hosts import host_of
@@ -28,6 +27,7 @@ from .mcore import mpu
 from .model_attention import Rope
 from .model_config import McaModelConfig
 from .parallel import largest, to_device
+from .part_pictures_data import ROPE_COLUMNS, Vision, check_slots, has_pictures, with_image_slots
 from .tables import is_of_inputs
 from .weights_files import InitSource
 
@@ -154,7 +154,8 @@ class Tower(torch.nn.Module):
         from transformers.initialization import no_init_weights
 
         super().__init__()
-        self.vision_config = config.inputs.vision_config
+        inputs: Any = config.inputs
+        self.vision_config = inputs.vision_config
         kind = type(tower_on_meta(json.dumps(config.hf_config, sort_keys=True)))
         with no_init_weights():
             self.module = kind(self.vision_config)
@@ -266,7 +267,7 @@ class Pictures(Inputs):
         if model.pre_process:
             model.vision_model = Tower(self.config)
 
-    def embed(
+    def embed(  # type: ignore[override]
         self, model, hidden, shared, rope_t, rope_h, rope_w,
         image_slot=None, pixel_values=None, image_grid_thw=None,
     ) -> tuple[Any, list, Callable | None]:  # fmt: skip

@@ -251,7 +251,7 @@ def pictures_before(document: dict, ids: list[int], model) -> dict[str, torch.Te
         "pictures of an evaluation have no pixels on this pipeline stage: set "
         "predict_with_generate: false, and ask the exported model, python -m mca_lite generate",
     )
-    from .data_images import merged_grids
+    from .part_pictures_data import merged_grids
 
     grids = document["image_grid_thw"]
     ends = merged_grids(grids, model.config.vision_config.spatial_merge_size).prod(1).cumsum(0)

@@ -26,10 +26,10 @@ from .batch import every_second, real_documents
 from .data_batches import View, WithReference, documents_of, samples_of, with_samples
 from .errors import expect
 from .files import IGNORE_INDEX
+from .part_dpo import DPOTrainer, ReferenceConfig
 from .part_kto_keys import KTO_METRICS
 from .step import row_length, to_length
 from .tables import ANSWER_LABEL, other_columns
-from .trainer_dpo import DPOTrainer, ReferenceConfig
 from .trainer_evaluation import PredictionOutput, sum_documents
 
 # tokens: cuDNN plans attention anew for each length of rows, for 0.1 s

@@ -241,7 +241,7 @@ class GatedDeltaNet(RowModule):
     @staticmethod
     def costs(config, facts) -> float:
         """Bytes a token, without the norm before it. In plain torch the rule keeps float32 numbers,
-        among them rows of matrices of a chunk and a state a chunk. facts: plan_memory's."""
+        among them rows of matrices of a chunk and a state a chunk. facts: tool_plan_memory's."""
         tp = config.tensor_model_parallel_size
         heads = config.linear_num_value_heads / tp
         k = config.linear_key_head_dim

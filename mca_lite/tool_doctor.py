@@ -155,7 +155,7 @@ def compiler() -> Iterator[Finding]:
         ("nvidia-cudnn-frontend", of_package("cudnn", kernels_attention.why_no_frontend), newer),
     ]
     if "delta" not in parts.missing():
-        from .model_delta import why_no_fla
+        from .part_delta import why_no_fla
 
         rows.append(("flash-linear-attention", of_package("fla", why_no_fla), newer))
     for subject, reason, remedy in rows:

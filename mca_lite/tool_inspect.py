@@ -26,7 +26,7 @@ from .args import parse_args
 from .cli import USER_ERROR, at_least, finish, has_colors, parser_of
 from .errors import refuse
 from .files import write_file
-from .log_html import render
+from .tool_page import render
 
 _MAX_CHARS = 1500  # of a piece of a sample in the terminal, and on the page
 _MAX_PAGE_CHARS = 20_000
@@ -55,15 +55,15 @@ def main(words: list[str]) -> int:
 def _check(words: list[str], options) -> None:
     with world.planned_world(options.gpus):
         arguments = _arguments(words)
-        from .inspection import check  # torch: seconds, after typing errors
+        from .tool_inspection import check  # torch: seconds, after typing errors
 
         check(arguments)
 
 
 def _inspect(words: list[str], options) -> int | None:
     plan, stop = _read(words)
-    from .inspection import PROBLEMS, DataInspector
     from .run import data_summary
+    from .tool_inspection import PROBLEMS, DataInspector
 
     inspector = DataInspector(plan, options.samples)
     facts = {
@@ -317,7 +317,7 @@ def _compare(words: list[str]) -> int:
     world.settle()
     arguments = parse_args(words)
     _leave_out_chance(arguments)
-    from . import parallel, parity
+    from . import parallel, tool_parity
     from .run import make_plan
 
     plan = make_plan(arguments)
@@ -325,7 +325,7 @@ def _compare(words: list[str]) -> int:
         reason = "transformers cannot read a checkpoint of this package"
         remedy = "a Hugging Face folder of it, python -m mca_lite convert"
         refuse("model_name_or_path", str(plan.model.folder), reason, remedy)
-    rows = parity.compare(plan)
+    rows = tool_parity.compare(plan)
     if rows:
         verdict = _verdict(rows, arguments.training.bf16)
         print("\n".join([*_table(rows), "", *verdict]), flush=True)

@@ -41,8 +41,7 @@ from .files import IGNORE_INDEX, cache_folder, resolve_folder
 from .inputs import inputs_of
 from .loss_tokens import Logits
 from .model_config import load_tokenizer
-from .tables import other_columns
-from .trainer_scores import (
+from .part_scores import (
     ObjectiveConfig,
     RowStore,
     ScoredTrainer,
@@ -50,6 +49,7 @@ from .trainer_scores import (
     trained,
     trained_counts,
 )
+from .tables import other_columns
 
 # a log-probability of float16 is at least this: -inf would make 0 x inf of it
 LOWEST = float(np.finfo(np.float16).min)

@@ -192,7 +192,7 @@ def _kernels(
 def _of_stages(args, config, in_layers: float, of_head: float, rates: Rates) -> tuple[float, float]:
     """Seconds of a step on a pipeline stage, in the mean and of the slowest: as long as its kernels
     or as the host takes to start them. in_layers, of_head: kernels of a rank, in the mean."""
-    from .plan_memory import stages_of_layers
+    from .tool_plan_memory import stages_of_layers
 
     pp = config.pipeline_model_parallel_size
     counts = collections.Counter(stages_of_layers(config))
@@ -218,7 +218,7 @@ def _link(ranks: float, rates: Rates) -> float:
 def _within_layers(args, config, sample: int, world_size: int, rates: Rates) -> float:
     """Seconds of messages of a rank in a step for tensor, context, expert and pipeline
     parallelism."""
-    from .plan_memory import RankSizes
+    from .tool_plan_memory import RankSizes
 
     r = RankSizes(config)
     layers = config.num_layers / r.pp
@@ -293,7 +293,7 @@ def _plan(words: list[str], options) -> int:
     arguments = parse_args(words)
     if not arguments.backend.use_mca:
         refuse("use_mca", False, "layouts are megatron-core's", "use_mca: true")
-    from .plan_memory import ModelOfRun
+    from .tool_plan_memory import ModelOfRun
 
     layout = _Layout(arguments, ModelOfRun(arguments), options)
     print(*_memory_lines(layout), *_run_lines(layout), sep="\n")
@@ -403,7 +403,7 @@ class _Layout:
 
 
 def _memory_lines(layout: _Layout) -> list[str]:
-    from .plan_memory import PARTS
+    from .tool_plan_memory import PARTS
 
     memory = layout.memory
     where = ""

@@ -255,8 +255,8 @@ class Vision(Media):
         """The pictures of a config.json, Media for a model without them, or of another kind.
         ValueError for a tokenizer without the tokens of pictures."""
         tower = config.get("vision_config") or {}
-        sizes = [tower.get(key) for key in ("spatial_merge_size", "patch_size")]
-        ids = [config.get(key) for key in TOKEN_KEYS]
+        sizes: list[Any] = [tower.get(key) for key in ("spatial_merge_size", "patch_size")]
+        ids: list[Any] = [config.get(key) for key in TOKEN_KEYS]
         if None in (*sizes, *ids):
             return Media()
         tokens = [tokenizer.decode([number]) for number in ids]
@@ -508,9 +508,9 @@ class Vision(Media):
         of pictures, and unusable ones."""
         placed = [self.place(picture, where) for picture in inputs]
         document = self.expand(np.array(ids, dtype=np.int32), placed)
-        ids = np.maximum(document, ~document).astype(np.int64)
-        columns = self.columns(ids, placed)
-        return ids.tolist(), {name: x for name, x in columns.items() if is_of_inputs(name)}
+        tokens = np.maximum(document, ~document).astype(np.int64)
+        columns = self.columns(tokens, placed)
+        return tokens.tolist(), {name: x for name, x in columns.items() if is_of_inputs(name)}
 
     def fit(
         self, document: np.ndarray, inputs: Sequence[Placed], start: int, stop: int
@@ -676,7 +676,8 @@ class PictureFile:
         data = None
         if not picture:
             data = self._read(self.DATA_NAME, start, start + facts["num_bytes"])
-        return Placed(Picture(picture, data), tuple(grid), **facts)
+        frames, rows, columns = grid
+        return Placed(Picture(picture, data), (frames, rows, columns), **facts)
 
     def _read(self, name: str, start: int, stop: int) -> bytes:
         with open(self.folder / name, "rb") as file:

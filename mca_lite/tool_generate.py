@@ -78,7 +78,7 @@ def _decoding(options):
     """The Decoding of these options; seeds torch."""
     import torch
 
-    from .generation import Decoding
+    from .tool_generation import Decoding
 
     if options.seed is not None:
         torch.manual_seed(options.seed)
@@ -91,7 +91,7 @@ def _decoding(options):
 def _chat(options) -> None:
     options.model = str(resolve_folder(options.model))  # before torch is imported
     decoding = _decoding(options)
-    from .generation import keys_of_run
+    from .tool_generation import keys_of_run
 
     names = "default_system enable_thinking image_max_pixels image_min_pixels"
     keys = keys_of_run(options.model, names)
@@ -139,8 +139,8 @@ class _Speaker:
     """A model with its side of the conversation."""
 
     def __init__(self, name: str, options, decoding, keys):
-        from .generation import load_for_generation
         from .inputs import inputs_of
+        from .tool_generation import load_for_generation
 
         trusted = [options.model, options.base] * options.trust_remote_code
         self.model, self.tokenizer = load_for_generation(
@@ -178,12 +178,12 @@ class _Speaker:
         """Print the answer as it comes. An answer cut by Ctrl-C stays in the conversation."""
         from jinja2.exceptions import TemplateError
 
-        from . import generation
+        from . import tool_generation
 
         self.messages.append({"role": "user", "content": self.waiting + question})
         self.waiting = ""
         try:
-            prompt = generation.prompt_ids(self.tokenizer, self.messages, self.enable_thinking)
+            prompt = tool_generation.prompt_ids(self.tokenizer, self.messages, self.enable_thinking)
             prompt, seen = self.media.prompt(prompt, self.pictures, "this conversation")
         except TemplateError as error:
             print(f"the chat template refuses this conversation: {printable(str(error))}")
@@ -193,7 +193,7 @@ class _Speaker:
             return self.begin()
         if self.name:
             print(f"{self.name + ':':9}", end="")
-        text = generation.stream(self.model, self.tokenizer, prompt, self.decoding, seen)
+        text = tool_generation.stream(self.model, self.tokenizer, prompt, self.decoding, seen)
         print(flush=True)
         self.messages.append({"role": "assistant", "content": text})
 
@@ -205,8 +205,8 @@ def _generate(words: list[str], options) -> None:
     arguments = parse_args(words, needs_world=False)
     if options.file is not None and not Path(options.file).is_file():
         refuse("--file", options.file, f"no such file (seen from {Path.cwd()})", _FILES)
-    from .generation import answers, load_for_generation
     from .inputs import inputs_of
+    from .tool_generation import answers, load_for_generation
 
     output_dir = Path(arguments.training.output_dir)
     decoding = _decoding(options)
@@ -264,7 +264,7 @@ def _samples(arguments, file: str | None, model, tokenizer, media) -> list[_Samp
     """(token ids of the prompt, the expected answer if there is one, the prompt's pictures) of a
     file, else of the evaluation set as training reads it: its last answer with loss is the expected
     one."""
-    from .generation import turns_of
+    from .tool_generation import turns_of
 
     stage = arguments.finetuning.stage
     if file is not None:

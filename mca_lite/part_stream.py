@@ -218,7 +218,7 @@ def _one_each(samples: Iterator) -> Iterator[tuple[list[dict], Position]]:
 
 def _packed(samples: Iterator, capacity: int) -> Iterator[tuple[list[dict], Position]]:
     """Rows of as many samples as fit, in their order."""
-    row = []
+    row: list[dict] = []
     used = 0
     for position, documents in samples:
         more = [shifted(*document) for document in documents]

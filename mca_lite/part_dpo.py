@@ -6,7 +6,7 @@
     _pre_compute_loss, _post_compute_loss
                             token losses -> log-probabilities of responses -> loss, 8 metrics
 
-The formulas are in loss_preference. The loss is the mean over the pairs of the global batch, in
+The formulas are in part_dpo_losses. The loss is the mean over the pairs of the global batch, in
 every layout. A cached reference is the start model: its log-probabilities are computed once, before
 training, and kept on disk. Letters: P pairs of a micro-batch without those that only fill it, s
 positions.
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch.utils.data import Subset
 
-from . import ckpt_folder, loss_preference, parallel
+from . import ckpt_folder, parallel, part_dpo_losses
 from .batch import join, real_documents
 from .ckpt_folder import CheckpointError
 from .data_batches import Packs, WithReference, documents_of, samples_of
@@ -31,14 +31,14 @@ from .data_files import SIDES
 from .errors import Judge, expect, refuse
 from .files import IGNORE_INDEX, cache_folder, resolve_folder
 from .finetuning import finetuning_of
-from .loss_preference import Responses
 from .loss_tokens import Logits
 from .part_dpo_keys import LOSSES, METRICS, PreferenceLoss, has_reference
+from .part_dpo_losses import Responses
+from .part_scores import ObjectiveConfig, ScoredTrainer, identity_of_model
 from .part_scores_keys import REFERENCES
 from .step import to_length, use_loss
 from .tables import OBJECTIVES, PAIR_COLUMNS, function_of, other_columns
 from .trainer_evaluation import in_documents, sum_documents
-from .trainer_scores import ObjectiveConfig, ScoredTrainer, identity_of_model
 
 # most micro-batches and tokens of a forward pass of the reference: with fewer a GPU waits for the
 # host's launches, with more it may need more memory than training
@@ -289,11 +289,11 @@ class DPOTrainer(ScoredTrainer):
         """preference_loss of one loss."""
         row = self._rows[name]
         formula = function_of(row.formula)
-        if formula is loss_preference.sigmoid:
+        if formula is part_dpo_losses.sigmoid:
             margin = {} if r.margin is None else {"margin": r.margin}
             of_reference = (r.reference_chosen, r.reference_rejected)
             return self.dpo_loss(r.chosen, r.rejected, *of_reference, **margin)
-        if formula is loss_preference.orpo:
+        if formula is part_dpo_losses.orpo:
             lens = torch.cat([r.chosen_lens, r.rejected_lens])
             return self.odds_ratio_loss(r.chosen, r.rejected, lens)
         own = None
@@ -307,7 +307,7 @@ class DPOTrainer(ScoredTrainer):
         if isinstance(found, tuple):
             return found
         numbers = r.ratios if row.has_reference else r.means
-        return found, *loss_preference.rewards(numbers, self.train_config)
+        return found, *part_dpo_losses.rewards(numbers, self.train_config)
 
     def odds_ratio_loss(self, chosen_logps, rejected_logps, response_lens):
         """(losses, rewards of chosen, rewards of rejected), each [P]; response_lens [2 P]: chosen,

@@ -30,8 +30,8 @@ from .data_files import SIDES
 from .files import cache_folder, check_can_write, printable
 from .log import format_summary, steps_summary
 from .model_config import grow
-from .plan_memory import ModelTensors
 from .run import Plan, data_summary, make_plan, named_sets
+from .tool_plan_memory import ModelTensors
 from .weights_files import model_class
 
 # -- the data

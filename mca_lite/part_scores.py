@@ -293,7 +293,7 @@ class ScoredTrainer(McaTrainer):
             if config.cache_dir is None:
                 return RowStore(None, {"rows": num_rows}, self.row_type)
             cache_dir = Path(config.cache_dir)
-            identity = {"data": fingerprint_of(samples), "rows": num_rows}
+            identity: dict[str, Any] = {"data": fingerprint_of(samples), "rows": num_rows}
             identity |= self._identity(cache_dir)
             folder = cache_dir / self.kind / hash_of(identity)[:32]
             if config.cache is not None:

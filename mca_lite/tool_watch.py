@@ -15,8 +15,8 @@ from pathlib import Path
 
 from .cli import USER_ERROR, at_least, finish, parser_of
 from .files import PAGE_NAME, TRAINER_LOG_NAME, write_file
-from .log_html import FIRST, NO_RUN, RunFolder, beside, figures, page
 from .log_metrics import METRICS
+from .tool_page import FIRST, NO_RUN, RunFolder, beside, figures, page
 
 # -- watch
 

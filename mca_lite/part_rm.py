@@ -23,9 +23,9 @@ from .errors import expect
 from .families_rows import VALUE_HEAD, has_value_head
 from .files import IGNORE_INDEX, text_values
 from .hosts import module_of
+from .part_dpo import DPOTrainer, ReferenceConfig, compared
 from .part_rm_keys import RM_METRICS
 from .tables import PAIR_COLUMNS, other_columns
-from .trainer_dpo import DPOTrainer, ReferenceConfig, compared
 from .trainer_evaluation import PredictionOutput, in_documents, sum_documents
 
 
