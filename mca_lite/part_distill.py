@@ -39,8 +39,10 @@ from .data_encode import hash_of
 from .errors import expect, refuse
 from .files import IGNORE_INDEX, cache_folder, resolve_folder
 from .inputs import inputs_of
+from .kernels import compiles
 from .loss_tokens import Logits
 from .model_config import load_tokenizer
+from .part_distill_kernels import log_probs_of_events, losses_beside
 from .part_scores import (
     ObjectiveConfig,
     RowStore,
@@ -183,15 +185,19 @@ class Resident:
     head: Head
     hidden: torch.Tensor
 
-    def divergence(self, logits: Logits, config: DistillConfig) -> torch.Tensor:
-        """D of each token [n]. Collective."""
-        values = (logits.take(self.hidden) @ self.head.rows_of(logits).t()).float()
+    def losses(self, logits: Logits, common: Logits, config: DistillConfig) -> tuple:
+        """(D, cross entropy) of each token, [n]. common: of the ids of both models. Collective."""
+        product = common.take(self.hidden) @ self.head.rows_of(common).t()
         cap = self.head.head.softcap
+        if compiles(product):
+            return losses_beside(logits, common, product, cap, config)
+        values = product.float()
         if cap is not None:
             values = cap * torch.tanh(values / cap)
-        log_p = logits.log_softmax(values / config.temperature)
-        log_q = logits.log_softmax(logits.values / config.temperature)
-        return logits.sum(divergence_terms(log_p, log_q, config).sum(1))
+        log_p = common.log_softmax(values / config.temperature)
+        log_q = common.log_softmax(common.values / config.temperature)
+        divergence = common.sum(divergence_terms(log_p, log_q, config).sum(1))
+        return divergence, logits.cross_entropy()
 
 
 @dataclass
@@ -213,11 +219,16 @@ class Cached:
         device = parallel.device()
         return parallel.to_device(tokens, device), parallel.to_device(logps, device)
 
-    def divergence(self, logits: Logits, config: DistillConfig) -> torch.Tensor:
-        """D of each token [n]. Collective."""
-        tokens, log_p = (logits.take(column) for column in self.columns)
-        log_q = log_probs_of(logits, tokens, config.temperature)
-        return divergence_terms(log_p[:, : log_q.shape[1]], log_q, config).sum(1)
+    def losses(self, logits: Logits, common: Logits, config: DistillConfig) -> tuple:
+        """(D, cross entropy) of each token, [n]. common: of the ids of both models. Collective."""
+        tokens, log_p = (common.take(column) for column in self.columns)
+        if compiles(logits.product):
+            log_q, cross_entropy = log_probs_of_events(logits, common, tokens, config.temperature)
+        else:
+            log_q = log_probs_of(common, tokens, config.temperature)
+            cross_entropy = logits.cross_entropy()
+        terms = divergence_terms(log_p[:, : log_q.shape[1]], log_q, config)
+        return terms.sum(1), cross_entropy
 
 
 # -- the trainer
@@ -337,8 +348,8 @@ class DistillTrainer(ScoredTrainer):
         """[n, 2]: T^2 D, and cross entropy."""
         config = self.train_config
         common = logits.of_first(self._num_tokens)
-        divergence = logits.batch["teacher"].divergence(common, config)
-        return torch.stack([config.temperature**2 * divergence, logits.cross_entropy()], 1)
+        divergence, cross_entropy = logits.batch["teacher"].losses(logits, common, config)
+        return torch.stack([config.temperature**2 * divergence, cross_entropy], 1)
 
     def _post_compute_loss(self, labels, losses):
         """losses [b, s, 2] -> (sum of the mix, trained tokens, {metric: (sum, tokens)})."""

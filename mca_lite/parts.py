@@ -78,7 +78,7 @@ PARTS = {
         needs="dpo scores",
     ),
     "distill": Part(
-        "part_distill_keys part_distill",
+        "part_distill_keys part_distill_kernels part_distill",
         "teacher_model_name_or_path teacher_top_k teacher_cache teacher_cache_dtype distill_loss "
         "distill_jsd_mix distill_temperature distill_ce_weight stage=distill",
         "teacher_cache_dtype:float32 distill_loss:forward_kl distill_jsd_mix:0.5 "

@@ -406,8 +406,8 @@ def _in_flight(args, config, stage: int) -> float:
     return min(micro_batches * vpp, chunks) / vpp
 
 
-# bytes of float32 tensors of a logit and its gradient in a loss with a teacher, at most (a
-# resident one, jsd): measured on a CPU
+# bytes of float32 tensors of a logit and its gradient in a loss with a teacher without kernels, at
+# most (a resident one, jsd): measured on a CPU
 _OF_LOGIT = 53
 
 
@@ -420,7 +420,8 @@ def _loss(
     of_logit = r.w
     if distils:
         chunk = config.loss_chunk_size or CHUNK_SIZE_OF_LOGITS
-        of_logit += _OF_LOGIT
+        # with kernels the teacher's logit, a gradient, and the number of an event
+        of_logit += 2 * r.w + 2 if on_gpu else _OF_LOGIT
     float32_gradient = columns * r.h * 4 * trains_head
     return min(chunk, tokens) * columns * of_logit + tokens * r.h * r.w + float32_gradient
 

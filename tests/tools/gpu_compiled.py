@@ -18,6 +18,7 @@ cells' names, of which those with all are run. By its own name it runs on a CPU,
 import contextlib
 import gc
 import io
+import itertools
 import os
 import sys
 import tempfile
@@ -57,7 +58,11 @@ PAIRS = {
     "orpo": dict(pref_loss="orpo", beta=0.1),
     "simpo": dict(pref_loss="simpo", beta=0.1),
 }
-OBJECTIVES = ("pt", "sft", *PAIRS, "kto", "rm", "distill")
+# of tests.shared.distilling: each divergence, a resident teacher and a cached one
+RUNS_OF_TEACHERS = (
+    ("plain", None, "full"),
+    *itertools.product(distilling.OBJECTIVES, (None, 5), ("full",)),
+)
 
 
 # -- what is trained: functions of a model's folder, a folder for its run, and keys
@@ -127,9 +132,12 @@ def of_scores(path: str, out: str, **keys) -> list:
     return curve_of(rm_tools.rm_run(path, out, train_dataset=LongRated(), **keys))
 
 
-def of_a_teacher(path: str, out: str, teacher: str, **keys) -> list:
+def of_a_teacher(path: str, out: str, teacher: str, run: tuple, **keys) -> list:
     keys = dict(SHORT, steps=STEPS, data=tiny.samples(COUNT, lengths=LENGTHS), **keys)
-    return distilling.our_curve(path, teacher, out, distilling.PLAIN, **keys)
+    config = distilling.keys_of_run(run)
+    if config["top_k"]:
+        config["cache"] = f"{out}-cache"
+    return distilling.our_curve(path, teacher, out, config, **keys)
 
 
 # -- cells: {name: (function, folder of its model, keys)}, and those that they are compared with
@@ -158,7 +166,9 @@ def cells_of(part: str, folder: Path) -> dict[str, tuple]:
         of_family = dict(pt=(of_whole_documents, path, {}), sft=(of_text, path, {}))
         of_family |= {name: (of_pairs, path, dict(objective=name)) for name in PAIRS}
         of_family |= dict(kto=(of_answers, path, {}), rm=(of_scores, scores, {}))
-        of_family["distill"] = of_a_teacher, path, dict(teacher=teacher)
+        for run in RUNS_OF_TEACHERS:
+            keys = dict(teacher=teacher, run=run)
+            of_family["distill " + " ".join(map(str, run))] = of_a_teacher, path, keys
         cells |= {f"{name}, {family}": cell for name, cell in of_family.items()}
     return cells
 

@@ -7,9 +7,11 @@ without a GPU too, by its interpreter: TRITON_INTERPRET=1 python -m tests.tools.
 
 import itertools
 import sys
+import threading
 import time
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from mca_lite import (
@@ -18,10 +20,13 @@ from mca_lite import (
     loss_tokens,
     model_attention,
     part_delta,
+    part_distill_kernels,
     part_sinks,
 )
 from mca_lite.batch import row_layout
 from mca_lite.kernels_attention import SegmentAttention, causal_by_cudnn, join_by_kernel
+from mca_lite.part_distill import DistillConfig, divergence_terms, top_k_of
+from tests.shared import distilling
 
 # of the largest number
 TOLERANCE = {
@@ -183,6 +188,110 @@ def other_cases(dtype):
 
         words = f"gradients of logits {softcap=} weighted={by is not None}"
         yield words, gradients, formula, [drawn(3, columns + 7, dtype=dtype)]
+
+
+# token ids of both models, those of the student, columns of its head
+VOCABULARIES = (20_000, 20_009, 20_016), (35, 37, 38)
+DIVERGENCES = (
+    dict(divergence="forward_kl"),
+    dict(divergence="reverse_kl", temperature=2.0),
+    dict(divergence="jsd", jsd_mix=0.3, temperature=0.7),
+)
+TOP = 5  # tokens of a cached teacher
+
+
+class Ranks:
+    """A tensor-parallel group whose ranks are threads, of which one runs at a time: Triton's
+    interpreter is not made for several."""
+
+    def __init__(self, count: int):
+        self.parts: dict = {}
+        self.barrier = threading.Barrier(count, timeout=60)
+        self.number = threading.local()
+        self.turn = threading.Lock()
+
+    def all_reduce(self, tensor, op, group):
+        self.parts[self.number.rank] = tensor
+        self.meet()
+        whole = torch.stack([self.parts[rank] for rank in sorted(self.parts)])
+        self.meet()
+        return whole.amax(0) if op == dist.ReduceOp.MAX else whole.sum(0)
+
+    def meet(self) -> None:
+        self.turn.release()
+        self.barrier.wait()
+        self.turn.acquire()
+
+    def run(self, function, parts) -> list:
+        """function(rank, part) of each part."""
+        found: dict = {}
+
+        def of_rank(rank, part):
+            self.number.rank = rank
+            with self.turn:
+                found[rank] = function(rank, part)
+
+        threads = [threading.Thread(target=of_rank, args=pair) for pair in enumerate(parts)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [found[rank] for rank in range(len(parts))]
+
+
+def distill_cases(dtype):
+    """Both losses of a chunk with a teacher, resident or cached, of a head that is whole or cut."""
+    ways = itertools.product(VOCABULARIES, DIVERGENCES, (None, 30.0), (None, TOP), (1, 2))
+    for (common, vocab, width), keys, cap, k, ranks in ways:
+        config = DistillConfig(**keys, top_k=k)
+        labels = torch.tensor([3, common - 1, 0, vocab - 1], device=device())
+        # likely tokens, one of both models: with all near 1 / V the others' log-probability is near
+        # 0, and of models that agree a divergence
+        number = torch.arange(width, device=device())
+        likely = 18.0 * (number % 7000 == 6999)
+        of_both = likely[:common] * (number[:common] > 7000)
+        teacher = (2 * drawn(4, common, grad=False) + of_both).to(dtype)
+        student = (2 * drawn(4, width, grad=False) + likely).to(dtype)
+        own_cap = cap and 25.0
+        known = teacher.double() if cap is None else 25 * torch.tanh(teacher.double() / 25)
+        head = loss_tokens.Head(None, common, 0, common, 4, None)
+        of_teacher = loss_tokens.Logits(known.float(), labels, known, known, head, labels)
+        top = top_k_of(of_teacher, TOP, config.temperature)
+
+        def of_rank(rank, z, config=config, k=k, cap=cap, own_cap=own_cap, common=common,
+                    vocab=vocab, teacher=teacher, labels=labels, top=top):  # fmt: skip
+            first = rank * z.shape[1]
+            columns = min(vocab - first, z.shape[1])
+            head = loss_tokens.Head(None, vocab, first, columns, 4, cap)
+            logits = loss_tokens.Logits(z, labels, z, z, head, labels)
+            both = logits.of_first(common)
+            if k is None:
+                part = teacher[:, first : first + both.head.columns]
+                found = part_distill_kernels.losses_beside(logits, both, part, own_cap, config)
+                return config.temperature**2 * found[0], found[1]
+            log_q, cross_entropy = part_distill_kernels.log_probs_of_events(
+                logits, both, top[0], config.temperature
+            )
+            terms = divergence_terms(top[1], log_q, config).sum(1)
+            return config.temperature**2 * terms, cross_entropy
+
+        def kernel(z, of_rank=of_rank, ranks=ranks):
+            group = Ranks(ranks)
+            part_distill_kernels.all_reduce = group.all_reduce
+            found = group.run(of_rank, z.chunk(ranks, 1))
+            part_distill_kernels.all_reduce = loss_tokens.all_reduce
+            # the losses of a rank have the gradients of its columns
+            pairs = zip(*found, strict=True)
+            return [sum(x - x.detach() for x in same) + same[0].detach() for same in pairs]
+
+        def formula(z, keys=keys, k=k, common=common, vocab=vocab, known=known, cap=cap,
+                    labels=labels):  # fmt: skip
+            z = z[:, :vocab] if cap is None else cap * torch.tanh(z[:, :vocab] / cap)
+            found = distilling.divergence(z[:, :common], known, top_k=k, **keys)
+            return found, F.cross_entropy(z, labels, reduction="none")
+
+        words = f"distill {common} {keys} {cap=} top_k={k} {ranks=}"
+        yield words, kernel, formula, [student.requires_grad_()]
 
 
 # rows, heads, groups, size of a head, segments
@@ -355,17 +464,19 @@ def main() -> int:
     )
     for dtype, tolerance in TOLERANCE.items():
         worst = {}
-        for cases in (norm_cases, heads_cases, other_cases, *of_attention):
+        for cases in (norm_cases, heads_cases, other_cases, distill_cases, *of_attention):
             for name, kernel, formula, inputs in cases(dtype):
                 kind = name.split()[0]
                 if kind not in worst:  # where a run that is killed was
                     seconds = time.time() - start
                     print(f"{dtype}: {kind} from {seconds:.0f} s", flush=True)
                 found = difference(kernel, formula, inputs)
+                # a divergence is of differences between logits of up to 30, in float32 as well
+                most = 5 * tolerance if kind == "distill" else tolerance
                 worst[kind] = max(worst.get(kind, 0.0), found)
-                if not found <= tolerance:
+                if not found <= most:
                     bad += 1
-                    print(f"{dtype}: {name}: differs by {found:.1e}, expected {tolerance}")
+                    print(f"{dtype}: {name}: differs by {found:.1e}, expected {most}")
         print(f"kernels, {dtype}:", ", ".join(f"{k} {v:.1e}" for k, v in worst.items()))
     print(f"kernels: {bad} wrong, {time.time() - start:.0f} s", flush=True)
     return int(bad > 0)
