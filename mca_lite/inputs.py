@@ -10,7 +10,7 @@ import numpy as np
 from .errors import Judge, expect
 from .families import FAMILIES
 from .parts import absent_rows, need_of
-from .tables import INPUTS, function_of
+from .tables import INPUTS, function_of, is_of_inputs
 
 
 class InputWork(NamedTuple):
@@ -175,10 +175,15 @@ class Inputs:
         """(hidden with the features of inputs, features to add after the first layers, a function
         of the embeddings of tokens ahead and their places or None), by the columns of a
         micro-batch. Adds to `shared`, the arguments of layers."""
-        raise ValueError(f"a batch has {', '.join(columns)}, and the model takes text alone")
+        raise ValueError(f"a model of text was given {', '.join(columns)}")
 
     def arrange(self, batch) -> dict:
-        """The columns of an arranged batch for this rank. ValueError for wrong ones."""
+        """The columns of an arranged batch for this rank. ValueError for those of other inputs."""
+        columns = [name for name in batch if is_of_inputs(name)]
+        expect(
+            not columns,
+            f"a batch has {', '.join(columns)}: {self.config.hf_model_type} takes text alone",
+        )
         return batch
 
     def trains(self, model) -> bool:
