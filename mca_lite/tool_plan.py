@@ -342,7 +342,7 @@ class _Layout:
                 *(self.args, self.config, self.memory, model.lengths, options.gpus, rates),
                 frozen=not model.finetuning.is_whole,
                 reference=model.forward_passes(self.args, self.config)[0],
-                trained=model.trained,
+                trained=model.finetuning.trained,
             )
 
     @functools.cached_property
