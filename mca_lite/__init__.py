@@ -46,6 +46,7 @@ _HOME = {
     "register_loss": "part_dpo_keys",
     "register_objective": "tables",
     "register_optimizer": "tables",
+    "register_policy_loss": "part_policy",
 }
 __all__ = sorted(name for name, home in _HOME.items() if home not in missing_modules())
 

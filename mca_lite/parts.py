@@ -85,6 +85,7 @@ PARTS = {
         "distill_temperature:1.0 distill_ce_weight:0.0",
         needs="scores",
     ),
+    "policy": Part("part_policy", ""),
     "migration": Part("part_migration part_migration_paths", ""),
 }
 

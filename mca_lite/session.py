@@ -88,7 +88,7 @@ class CrossEntropy:
     """-log p of each label, times sampler_weight if the samples have it: a row of SESSION_LOSSES.
 
     A row is a class of the loss's numbers, with these attributes. columns: those that it reads.
-    required: those that every sample must have. metrics: names beside "loss". counts: the
+    required: those that every sample must have. metrics: possible names beside "loss". counts: the
     denominator of an update: "tokens" with a label, "answers" (samples with such a token), or
     "one". times: multiplies that count. temperature: divides the logits. wants_entropy: True for
     Tokens.entropy. refuses_dropout: True for a ratio to log-probabilities of another pass.
@@ -196,9 +196,11 @@ class _Pass:
         count = count[self.loss.counts]
         # megatron divides `total` in place afterwards
         metrics: dict[str, Any] = {"loss": torch.stack([total.detach().clone(), count.float()])}
-        for name, of_tokens in values.items():
-            kept = of_tokens.detach().masked_fill(~is_trained, 0.0)
-            metrics[name] = torch.stack([kept.sum(), trained.float()])
+        for name in self.loss.metrics:
+            metrics[name] = metrics["loss"].new_zeros(2)
+            if name in values:
+                kept = values[name].detach().masked_fill(~is_trained, 0.0)
+                metrics[name] = torch.stack([kept.sum(), trained.float()])
         metrics["logps"] = (batch["token_number"][is_trained], tokens.logps.detach()[is_trained])
         return total, count.int(), metrics
 

@@ -318,7 +318,11 @@ TEACHER_KEY = "teacher_model_name_or_path"
 
 
 # a Session's loss -> the class of its numbers, see session.CrossEntropy
-SESSION_LOSSES: dict[str, Any] = {"cross_entropy": "session:CrossEntropy"}
+_POLICIES = "ppo grpo dapo dr_grpo cispo gspo sapo reinforce importance_sampling"
+SESSION_LOSSES: dict[str, Any] = {
+    "cross_entropy": "session:CrossEntropy",
+    **dict.fromkeys(_POLICIES.split(), "part_policy:Policy"),
+}
 
 
 # -- optimizers

@@ -11,7 +11,6 @@ from tests.shared import session_tools, tiny, world
 from tests.shared.session_tools import LAYOUTS, MORE_LAYOUTS, log_probs_of
 
 TOKENS = 28  # with a label, of all samples
-TOLERANCE = 1e-5
 
 
 def weighted_sum(samples, logps):
@@ -62,22 +61,16 @@ def oracle(tmp_path_factory):
     return session_tools.make_oracle(tmp_path_factory.mktemp("session"), ORACLES)
 
 
-def wrong_of(folder: str, calls: dict, layout: str, tolerance: float = TOLERANCE) -> str:
-    ranks, keys = (LAYOUTS | MORE_LAYOUTS)[layout]
-    found = world.run(session_tools.errors_of, ranks, folder, calls, keys, timeout_s=120)
-    return "\n".join(
-        f"rank {rank}, {what}: {error:.1e}"
-        for rank, errors in enumerate(found)
-        for what, error in errors.items()
-        if not error <= (1e-6 if what == "log_probs" else tolerance)
-    )
+# test_policy.py has the others
+USUAL = ("torch", "overlap")
+OTHERS = [name for name in (*LAYOUTS, *MORE_LAYOUTS) if name not in USUAL]
 
 
 @pytest.mark.parametrize(
-    "layout", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.full) for name in MORE_LAYOUTS)]
+    "layout", [*USUAL, *(pytest.param(name, marks=pytest.mark.full) for name in OTHERS)]
 )
 def test_gradients_of_one_call_and_of_two_are_those_of_whole_logits(oracle, layout):
-    assert not wrong_of(oracle, CALLS, layout)
+    assert not session_tools.wrong_of(oracle, CALLS, layout)
 
 
 def refusal(call, *args, **keys) -> str:

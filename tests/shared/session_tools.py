@@ -6,9 +6,10 @@ from pathlib import Path
 
 import torch
 
-from tests.shared import tiny
+from tests.shared import tiny, world
 from tests.shared.layouts import CP2, DIST_OPT, OVERLAP, PP2, TP2_SP, VPP2
 
+TOLERANCE = 1e-5
 UPDATE = dict(lr=1e-2, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1, max_grad_norm=0.5)
 STILL = dict(lr=0.0, weight_decay=0.0, max_grad_norm=0.0)  # an update that changes no weight
 PACKED = dict(sequence_packing=True)
@@ -183,3 +184,15 @@ def errors_of(folder: str, calls: dict, keys: dict) -> dict:
             key = f"{name}, {'one call' if cut == 8 else 'two calls'}"
             errors[key] = largest_error(found, oracle["gradients"][name])
     return errors
+
+
+def wrong_of(folder: str, calls: dict, layout: str) -> str:
+    """The errors of a layout's ranks above the tolerance."""
+    ranks, keys = (LAYOUTS | MORE_LAYOUTS)[layout]
+    found = world.run(errors_of, ranks, folder, calls, keys, timeout_s=120)
+    return "\n".join(
+        f"rank {rank}, {what}: {error:.1e}"
+        for rank, errors in enumerate(found)
+        for what, error in errors.items()
+        if not error <= (1e-6 if what == "log_probs" else TOLERANCE)
+    )

@@ -1,0 +1,199 @@
+"""Losses of policy training for a Session: formulas with their sources, one row each.
+
+Letters, of a trained token: l its log-probability, o by the policy that sampled (l itself where a
+sample has no old_logp), r = exp(l - o), A its advantage, q by the reference. n: trained tokens of
+its sample. clip(r) = r between 1 - clip_low and 1 + clip_high. sg: without gradient.
+
+    ppo          -min(r A, clip(r) A)                   Schulman et al., 2017; for A < 0 at most
+                                                        -dual_clip A (Ye et al., 2020)
+    grpo         the same / n                           Shao et al., DeepSeekMath, 2024
+    dapo         the same as ppo                        Yu et al., 2025; clip_high 0.28 there
+    dr_grpo      the same as ppo                        Liu et al., 2025
+    cispo        -sg(min(r, cispo_max)) A l             MiniMax-M1, 2025, as in ScaleRL
+    gspo         as grpo, r = exp(mean of l - o)        Zheng et al., 2025
+    sapo         -4 / tau sigmoid(tau (r - 1)) A / n    Gao et al., 2025; tau_pos for A > 0, else
+                                                        tau_neg
+    reinforce    -A l
+    importance_sampling  -r A                           Tinker
+
+An update divides by all trained tokens (ppo, dapo, cispo, reinforce), by the samples with such a
+token (grpo, gspo, sapo; TRL counts the others too), by those times `constant` (dr_grpo), or by 1.
+
+A penalty kl_coef kl(l, q) is added to each token's term, and entropy_coef times the entropy taken
+away; with d = q - l, kl is k1 = -d, k2 = d^2 / 2, or k3 = exp(d) - d - 1 (Schulman, 2020), times r
+with kl_unbiased. sampler_weight multiplies the term without these.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+
+from .errors import expect
+from .session import Tokens
+from .tables import SESSION_COLUMNS, SESSION_LOSSES, function_of, refuse_taken
+
+
+class PolicyTokens(NamedTuple):
+    """Inputs of a formula; tensors [b, s]. log_ratio: l - o. logps: l. advantage: A."""
+
+    log_ratio: torch.Tensor
+    logps: torch.Tensor
+    advantage: torch.Tensor
+
+
+class PolicyLoss(NamedTuple):
+    """One row of POLICIES.
+
+    formula(tokens: PolicyTokens, numbers: Policy) -> terms of tokens [b, s]; "module:function" of
+    this package. counts: the denominator of an update: "tokens", "answers" or "one". is_mean: True
+    if a sample counts by the mean of its terms. is_of_sequence: True for one ratio of a whole
+    sample. times: the field of Policy that multiplies the count.
+    """
+
+    formula: Callable[[PolicyTokens, Any], torch.Tensor] | str
+    counts: str = "tokens"
+    is_mean: bool = False
+    is_of_sequence: bool = False
+    times: str = ""
+
+
+def clipped(tokens: PolicyTokens, numbers) -> torch.Tensor:
+    ratio = tokens.log_ratio.exp()
+    if numbers.delta is not None:
+        ratio = ratio.clamp(max=numbers.delta)
+    bounded = tokens.log_ratio.exp().clamp(*numbers.bounds)
+    terms = -torch.min(ratio * tokens.advantage, bounded * tokens.advantage)
+    if numbers.dual_clip is None:
+        return terms
+    most = -numbers.dual_clip * tokens.advantage
+    return torch.where(tokens.advantage < 0, torch.min(terms, most), terms)
+
+
+def cispo(tokens: PolicyTokens, numbers) -> torch.Tensor:
+    ratio = tokens.log_ratio.exp().clamp(max=numbers.cispo_max)
+    return -ratio.detach() * tokens.advantage * tokens.logps
+
+
+def sapo(tokens: PolicyTokens, numbers) -> torch.Tensor:
+    tau = torch.where(tokens.advantage > 0, numbers.tau_pos, numbers.tau_neg)
+    return -torch.sigmoid(tau * (tokens.log_ratio.exp() - 1)) * 4 / tau * tokens.advantage
+
+
+def reinforce(tokens: PolicyTokens, numbers) -> torch.Tensor:
+    return -tokens.advantage * tokens.logps
+
+
+def importance_sampling(tokens: PolicyTokens, numbers) -> torch.Tensor:
+    return -tokens.log_ratio.exp() * tokens.advantage
+
+
+POLICIES: dict[str, PolicyLoss] = {
+    "ppo": PolicyLoss(clipped),
+    "grpo": PolicyLoss(clipped, "answers", is_mean=True),
+    "dapo": PolicyLoss(clipped),
+    "dr_grpo": PolicyLoss(clipped, "answers", times="constant"),
+    "cispo": PolicyLoss(cispo),
+    "gspo": PolicyLoss(clipped, "answers", is_mean=True, is_of_sequence=True),
+    "sapo": PolicyLoss(sapo, "answers", is_mean=True),
+    "reinforce": PolicyLoss(reinforce),
+    "importance_sampling": PolicyLoss(importance_sampling, "one"),
+}
+_NEEDED = {"cispo": "cispo_max", "dr_grpo": "constant"}
+
+
+def register_policy_loss(
+    name: str, formula: Callable[[PolicyTokens, Any], torch.Tensor], **fields: Any
+) -> None:
+    """Add a row to POLICIES: session.forward_backward(samples, name) trains with `formula`. fields:
+    the others of PolicyLoss.
+
+    Raises ValueError for a taken name and unknown counts, TypeError for a formula that is no
+    function.
+    """
+    if not callable(formula):
+        raise TypeError(f"loss {name}: expected a function of (tokens, numbers), got {formula!r}")
+    row = PolicyLoss(formula, **fields)
+    known = ("tokens", "answers", "one")
+    expect(row.counts in known, f"counts {row.counts!r}: expected one of {', '.join(known)}")
+    refuse_taken("loss", name, SESSION_LOSSES)
+    POLICIES[name] = row
+    SESSION_LOSSES[name] = "part_policy:Policy"
+
+
+_KL = {"k1": lambda d: -d, "k2": lambda d: d.square() / 2, "k3": lambda d: d.exp() - d - 1}
+
+
+@dataclass(kw_only=True)
+class Policy:
+    """The numbers of a row of POLICIES, as a row of SESSION_LOSSES (see session.CrossEntropy).
+
+    clip_low, clip_high: distances of the bounds of r from 1; clip_high None: clip_low. delta: the
+    largest r of the unclipped term. cispo_max: the largest r itself. constant: of dr_grpo, tokens.
+    The metrics are means over trained tokens: ratio; clipped, the share whose gradient clip(r)
+    takes away; kl, with ref_logp; entropy, with entropy_coef or with_entropy. ValueError for
+    numbers that do not fit together.
+    """
+
+    name: str
+    clip_low: float = 0.2
+    clip_high: float | None = None
+    dual_clip: float | None = None
+    delta: float | None = None
+    cispo_max: float | None = None
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+    constant: float | None = None
+    kl_coef: float = 0.0
+    kl: str = "k3"
+    kl_unbiased: bool = False
+    entropy_coef: float = 0.0
+    with_entropy: bool = False
+    temperature: float = 1.0
+    columns: ClassVar[tuple[str, ...]] = SESSION_COLUMNS
+    refuses_dropout: ClassVar[bool] = True
+
+    def __post_init__(self):
+        self.row = POLICIES[self.name]
+        needed = _NEEDED.get(self.name)
+        if needed is not None:
+            expect(getattr(self, needed) is not None, f"{self.name} needs {needed}: a number")
+        expect(self.kl in _KL, f"kl {self.kl!r}: expected one of {', '.join(_KL)}")
+        expect(self.temperature > 0, f"temperature {self.temperature}: expected above 0")
+        self.counts = self.row.counts
+        self.times = float(getattr(self, self.row.times)) if self.row.times else 1.0
+        self.required = ("advantage", "ref_logp") if self.kl_coef else ("advantage",)
+        self.wants_entropy = self.with_entropy or self.entropy_coef != 0.0
+        self.metrics = ("ratio", "clipped", "kl", "entropy")
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Those of r."""
+        high = self.clip_low if self.clip_high is None else self.clip_high
+        return 1 - self.clip_low, 1 + high
+
+    def terms(self, tokens: Tokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        logps = tokens.logps
+        columns = tokens.columns
+        token_ratio = logps - columns.get("old_logp", logps.detach())
+        log_ratio = token_ratio
+        if self.row.is_of_sequence:
+            mean = tokens.sum_of_sample(token_ratio) / tokens.lengths.clamp(min=1)
+            log_ratio = mean + logps - logps.detach()
+        advantage = columns["advantage"]
+        read = PolicyTokens(log_ratio, logps, advantage)
+        terms = function_of(self.row.formula)(read, self)
+        terms = terms * columns.get("sampler_weight", 1.0)
+        low, high = self.bounds
+        ratio = log_ratio.detach().exp()
+        is_clipped = (ratio < low) & (advantage < 0) | (ratio > high) & (advantage > 0)
+        metrics = {"ratio": ratio, "clipped": is_clipped.float()}
+        if "ref_logp" in columns:
+            kl = _KL[self.kl](columns["ref_logp"] - logps)
+            metrics["kl"] = kl
+            terms = terms + self.kl_coef * (kl * token_ratio.exp() if self.kl_unbiased else kl)
+        if tokens.entropy is not None:
+            metrics["entropy"] = tokens.entropy
+            terms = terms - self.entropy_coef * tokens.entropy
+        return terms / tokens.lengths.clamp(min=1) if self.row.is_mean else terms, metrics

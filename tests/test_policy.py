@@ -1,0 +1,199 @@
+"""Policy losses: gradients of every row, by one call and by two, beside formulas written
+by hand on whole logits in plain transformers, in every layout.
+"""
+
+import functools
+
+import pytest
+import torch
+
+from tests.shared import session_tools, world
+from tests.shared.session_tools import LAYOUTS, MORE_LAYOUTS, log_probs_of
+
+TOKENS, ANSWERS = 28, 7  # with a label; samples with such a token
+COLUMNS = ("advantage", "old_logp")
+
+
+def tokens_of(model, sample, temperature=1.0) -> tuple:
+    """(log p, o, q, A, sampler_weight, entropy) of the trained tokens of a sample."""
+    logps, entropy = log_probs_of(model, sample, temperature)
+    kept = torch.tensor(sample["labels"]) != -100
+    columns = [torch.tensor(sample[name]) for name in ("old_logp", "ref_logp", "advantage")]
+    columns = [column.expand(len(kept))[kept] for column in columns]
+    return logps[kept], *columns, torch.tensor(sample["sampler_weight"])[kept], entropy[kept]
+
+
+def surrogate(r, a, low=0.2, high=0.2):
+    return -torch.minimum(r * a, torch.clamp(r, 1 - low, 1 + high) * a)
+
+
+def ppo(p, o, q, a, w, h):
+    return surrogate((p - o).exp(), a)
+
+
+def ppo_dual(p, o, q, a, w, h):
+    r = (p - o).exp()
+    terms = -torch.minimum(r.clamp(max=1.5) * a, r.clamp(0.9, 1.1) * a)
+    return w * torch.where(a < 0, torch.minimum(terms, -1.2 * a), terms)
+
+
+def grpo_k3(p, o, q, a, w, h):
+    r = (p - o).exp()
+    return w * surrogate(r, a) + 0.1 * ((q - p).exp() - (q - p) - 1) * r
+
+
+def dapo(p, o, q, a, w, h):
+    return surrogate((p - o).exp(), a, 0.2, 0.28)
+
+
+def dr_grpo_k2(p, o, q, a, w, h):
+    return surrogate((p - o).exp(), a) + 0.1 * (q - p) ** 2 / 2
+
+
+def cispo(p, o, q, a, w, h):
+    return -(p - o).exp().detach().clamp(max=1.1) * a * p
+
+
+def gspo(p, o, q, a, w, h):
+    # the gradient of a token is that of its ratio, as in the paper's GSPO-token
+    s = (p - o).mean().exp().detach() * (p - p.detach()).exp()
+    return surrogate(s, a, 0.03, 0.04)
+
+
+def sapo(p, o, q, a, w, h):
+    r = (p - o).exp()
+    tau = torch.where(a > 0, 1.0, 1.05)
+    return -4 / tau * a / (1 + torch.exp(-tau * (r - 1)))
+
+
+def reinforce_k1(p, o, q, a, w, h):
+    return -a * p - 0.1 * (q - p) - 0.05 * h
+
+
+def importance_sampling(p, o, q, a, w, h):
+    return -(p - o).exp() * a
+
+
+def on_policy(p, o, q, a, w, h):
+    return surrogate((p - p.detach()).exp(), a)
+
+
+def whole_loss(model, samples, formula, denominator, is_mean=False, temperature=1.0):
+    total = 0.0
+    for sample in samples:
+        columns = tokens_of(model, sample, temperature)
+        if len(columns[0]):
+            terms = formula(*columns)
+            total = total + (terms.mean() if is_mean else terms.sum())
+    return total / denominator
+
+
+def row(loss, formula, denominator, is_mean=False, columns=COLUMNS, **numbers) -> tuple:
+    call = dict(loss=loss, columns=columns, numbers=numbers, denominator=float(denominator))
+    more = dict(denominator=denominator, is_mean=is_mean)
+    temperature = numbers.get("temperature", 1.0)
+    return call, functools.partial(whole_loss, formula=formula, temperature=temperature, **more)
+
+
+WEIGHTED = (*COLUMNS, "sampler_weight")
+ALL = (*WEIGHTED, "ref_logp")
+ROWS = {
+    "ppo": row("ppo", ppo, TOKENS),
+    "ppo dual": row(
+        "ppo", ppo_dual, TOKENS, columns=WEIGHTED, clip_low=0.1, dual_clip=1.2, delta=1.5
+    ),
+    "grpo": row("grpo", grpo_k3, ANSWERS, True, ALL, kl_coef=0.1, kl_unbiased=True),
+    "dapo at 0.7": row("dapo", dapo, TOKENS, clip_high=0.28, temperature=0.7),
+    "dr_grpo": row(
+        "dr_grpo", dr_grpo_k2, ANSWERS * 16, False, (*COLUMNS, "ref_logp"), constant=16,
+        kl_coef=0.1, kl="k2",
+    ),
+    "cispo": row("cispo", cispo, TOKENS, cispo_max=1.1),
+    "gspo": row("gspo", gspo, ANSWERS, True, clip_low=0.03, clip_high=0.04),
+    "sapo": row("sapo", sapo, ANSWERS, True),
+    "reinforce": row(
+        "reinforce", reinforce_k1, TOKENS, False, (*COLUMNS, "ref_logp"), kl_coef=0.1, kl="k1",
+        entropy_coef=0.05,
+    ),
+    "importance_sampling": row("importance_sampling", importance_sampling, 1),
+    "on policy": row("ppo", on_policy, TOKENS, columns=("advantage",)),
+}  # fmt: skip
+CALLS = {name: call for name, (call, _) in ROWS.items()}
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory):
+    losses = {name: loss for name, (_, loss) in ROWS.items()}
+    return session_tools.make_oracle(tmp_path_factory.mktemp("policy"), losses)
+
+
+@pytest.mark.parametrize(
+    "layout", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.full) for name in MORE_LAYOUTS)]
+)
+def test_gradients_of_every_row_are_those_of_whole_logits(oracle, layout):
+    assert not session_tools.wrong_of(oracle, CALLS, layout)
+
+
+def squared(tokens, numbers):
+    return tokens.log_ratio.square() * numbers.clip_low
+
+
+def metrics_and_refusals(folder: str) -> dict:
+    from mca_lite import register_policy_loss
+    from tests.shared.training import refusal
+
+    register_policy_loss("squared", squared, counts="answers", is_mean=True)
+    oracle = torch.load(f"{folder}/oracle.pt", weights_only=False)
+    session = session_tools.new_session(folder)
+    samples = oracle["samples"]
+    found = {
+        "metrics": session.forward(samples, "grpo", with_entropy=True).metrics,
+        "squared": session.forward(samples, "squared", clip_low=0.5).metrics["loss"],
+    }
+    call = session.forward_backward
+    short = [dict(input_ids=[1, 2], labels=[2, 3])]
+    found["advantage"] = refusal(call, short, "grpo")
+    short[0]["advantage"] = 1.0
+    found["ref_logp"] = refusal(call, short, "ppo", kl_coef=0.1)
+    found["cispo"] = refusal(call, short, "cispo")
+    found["kl"] = refusal(call, short, "ppo", kl="k4")
+    found["taken"] = refusal(register_policy_loss, "ppo", squared)
+    found["counts"] = refusal(register_policy_loss, "other", squared, counts="samples")
+    call(short, "ppo")
+    call(short, "grpo")
+    found["two"] = refusal(session.optim_step)
+    session.discard()
+    dropping = session_tools.new_session(folder, attention_dropout=0.1)
+    found["dropout"] = refusal(dropping.forward_backward, short, "ppo")
+    return found
+
+
+def test_metrics_a_registered_row_and_refusals(oracle):
+    from mca_lite.model import load_torch_model
+
+    [found] = world.run(metrics_and_refusals, 1, oracle)
+    model = load_torch_model(f"{oracle}/model")
+    samples = torch.load(f"{oracle}/oracle.pt", weights_only=False)["samples"]
+    with torch.no_grad():
+        of_samples = [tokens_of(model, sample) for sample in samples]
+    p, o, q, a, _, h = (torch.cat(parts) for parts in zip(*of_samples, strict=True))
+    r = (p - o).exp()
+    k3 = (q - p).exp() - (q - p) - 1
+    is_clipped = torch.where(a > 0, r > 1.2, r < 0.8)
+    wanted = dict(ratio=r, clipped=is_clipped.float(), kl=k3, entropy=h)
+    for name, values in wanted.items():
+        assert found["metrics"][name] == pytest.approx(float(values.mean()), abs=1e-5), name
+    kept = [one for one in of_samples if len(one[0])]
+    means = [0.5 * (one[4] * (one[0] - one[1]).square()).mean() for one in kept]
+    assert found["squared"] == pytest.approx(float(sum(means)) / ANSWERS, rel=1e-4)
+    words = {
+        "advantage": "grpo needs advantage",
+        "ref_logp": "ppo needs ref_logp",
+        "cispo": "cispo needs cispo_max",
+        "kl": "kl 'k4': expected one of k1, k2, k3",
+        "taken": "loss ppo is registered already",
+        "counts": "counts 'samples': expected one of tokens, answers, one",
+        "two": "one update has one denominator",
+        "dropout": "attention_dropout 0.1: ppo compares log-probabilities of two passes",
+    }
+    assert not {name: found[name] for name in words if words[name] not in found[name]}
