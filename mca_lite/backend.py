@@ -168,6 +168,17 @@ class Backend(abc.ABC):
         """(Hugging Face's name, CPU tensor) of a model without adapters, on global rank 0."""
 
     @abc.abstractmethod
+    def weights(self, change: Callable | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name in the model's files, CPU tensor in the dtype of the computation) without adapters,
+        each changed by change(name, tensor), on global rank 0. Collective: all ranks iterate to
+        the end."""
+
+    @abc.abstractmethod
+    def weight_forms(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, tensor on the meta device) of weights(), on every rank, without their transfer.
+        Collective."""
+
+    @abc.abstractmethod
     def _sum_over_data_parallel(self, values: torch.Tensor) -> torch.Tensor:
         """The sum over the ranks with different batches. Changes `values`."""
 

@@ -38,6 +38,7 @@ from .optim import (
     parts_of,
 )
 from .tables import OPTIMIZERS
+from .weights_files import in_words_of
 
 PACKED_BUCKET = 128  # tokens
 
@@ -475,6 +476,19 @@ class MegatronBackend(Backend):
 
     def _trained_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return weights_convert.iter_hf_tensors(self.model)
+
+    def weights(self, change=None) -> Iterator[tuple[str, torch.Tensor]]:
+        self.finish_param_sync()
+        tensors = weights_convert.iter_hf_tensors(self.model)
+        if change is not None:
+            tensors = ((name, change(name, tensor)) for name, tensor in tensors)
+        return self._in_words(tensors)
+
+    def weight_forms(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._in_words(weights_convert.forms_of(self.model))
+
+    def _in_words(self, tensors) -> Iterator[tuple[str, torch.Tensor]]:
+        return in_words_of(self.config.name_or_path, self.hf_config, tensors)
 
     def _export(self, folder, max_shard_size, change=None) -> list[str]:
         return weights_convert.export_hf(self.model, folder, max_shard_size, change)

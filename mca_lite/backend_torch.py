@@ -487,6 +487,14 @@ class TorchBackend(Backend):
         source = self.model.name_or_path
         return write_model(tensors, folder, max_shard_size, self.hf_config, source, self.dtype)
 
+    def weights(self, change=None) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._tensors_of_files(self.dtype, change)
+
+    def weight_forms(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor, view in file_tensors(self.model):
+            dtype = self.dtype if isinstance(tensor, torch.nn.Parameter) else view.dtype
+            yield name, view.to("meta", dtype)
+
     def _gradients_for_weights(self) -> None:
         for parameter in self.model.parameters():
             if parameter.requires_grad:

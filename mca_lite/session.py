@@ -14,7 +14,7 @@ calls each method with the same samples, and gets the same results.
 import functools
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple
 
@@ -295,6 +295,58 @@ def _check_same(documents: list[dict], *more: Any) -> None:
     )
 
 
+# -- weights
+
+
+class ParamMeta(NamedTuple):
+    """A tensor of Weights."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+@dataclass
+class Weights:
+    """Whole tensors of a model as they are at each iteration, as vLLM's WeightSource has them.
+
+    All ranks iterate at the same time, any number of times: global rank 0 gets (name, tensor on its
+    device), the others nothing. Names are those of the model's files, experts one by one, without
+    a tied head; of adapters alone PEFT's, without base_model.model.
+    """
+
+    backend: Any
+    adapters: str
+
+    def metadata(self) -> list[ParamMeta]:
+        """Name, dtype and shape of each tensor, in order, on every rank. Collective; transfers
+        adapters at most."""
+        if self.adapters == "only":
+            forms = dict(self._adapters())
+            return parallel.on_main(lambda: _metadata(forms.items()), ValueError)
+        return _metadata(self.backend.weight_forms())
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        finetuning = self.backend.finetuning
+        if self.adapters == "only":
+            tensors = self._adapters()
+        else:
+            is_merged = self.adapters == "merged"
+            tensors = self.backend.weights(
+                finetuning.merger(self.backend.model) if is_merged else None
+            )
+        for name, tensor in tensors:
+            yield name, parallel.to_device(tensor, parallel.device())
+
+    def _adapters(self) -> Iterable[tuple[str, torch.Tensor]]:
+        found = self.backend.finetuning.trained_tensors(self.backend.model)
+        return sorted(found.items()) if parallel.is_main() else ()
+
+
+def _metadata(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[ParamMeta]:
+    return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors]
+
+
 # -- the session
 
 
@@ -529,6 +581,17 @@ class Session:
         for group in self.backend.optimizer.param_groups:
             group.update({name: value for name, value in numbers.items() if name in group})
             group["weight_decay"] = numbers["weight_decay"] * group.get("wd_mult", 1.0)
+
+    def weights(self, adapters: str = "merged") -> Weights:
+        """The Weights of the model: "merged" with its adapters, "without" them, or they "only".
+        ValueError for another word, and for adapters of a model without any."""
+        known = ("merged", "only", "without")
+        expect(adapters in known, f"weights({adapters!r}): expected one of {', '.join(known)}")
+        expect(
+            adapters != "only" or not self.backend.finetuning.is_whole,
+            'weights("only"): this model has no adapters: expected weights()',
+        )
+        return Weights(self.backend, adapters)
 
     def discard(self) -> None:
         """Forget the gradients since the last update."""

@@ -280,6 +280,17 @@ def iter_hf_tensors(models, only: Container[tuple[str, int | None]] | None = Non
                 yield name, tensor.to("cpu", copy=True)
 
 
+def forms_of(models) -> NamedTensors:
+    """(HF name, tensor on the meta device) of the whole model on every rank, in the order of
+    iter_hf_tensors and without its transfers. Collective: _locate."""
+    config = models.config
+    located = _locate(own_parameters(models))
+    for row, layer in _exported(config):
+        _, part = located[row.mca, layer]
+        form = part.new_empty(_whole_shape(row, part.shape, config))
+        yield from split(row, layer, form, config)
+
+
 def own_parameters(models) -> dict:
     """{(megatron name with {}, layer): parameter} of this rank."""
     named = itertools.chain.from_iterable(chunk.global_parameter_names() for chunk in models)

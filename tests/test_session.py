@@ -181,3 +181,58 @@ def test_a_last_call_reduces_once(oracle, layout):
     for norms, measured, trained in world.run(last_calls, ranks, oracle, keys):
         assert norms == pytest.approx([norms[0]] * 4, rel=1e-6)
         assert measured == pytest.approx(trained, rel=1e-6)
+
+
+def with_adapters(model):
+    """A model with adapters of which none begins at zero."""
+    from mca_lite.part_lora import inject
+    from mca_lite.part_lora_layers import LoraSpec
+
+    inject(model, LoraSpec(rank=4), seed=1)
+    generator = torch.Generator().manual_seed(2)
+    model.finetuning.fill_fresh(
+        model, lambda key, shape: 0.1 * torch.randn(shape, generator=generator)
+    )
+    return model
+
+
+def weights_of(folder: str, keys: dict) -> dict:
+    """{what: the tensors of weights() on the main rank}, whose metadata agree on every rank."""
+    samples = torch.load(f"{folder}/oracle.pt", weights_only=False)["samples"]
+    documents = [{name: one[name] for name in ("input_ids", "labels")} for one in samples]
+    found = {}
+    for adapt in None, with_adapters:
+        session = session_tools.new_session(folder, adapt=adapt, **keys)
+        session.forward_backward(documents, "cross_entropy")
+        session.optim_step(lr=1e-2)
+        for kind in ("merged", "without", "only") if adapt else ("merged",):
+            source = session.weights(kind)
+            metadata = [tuple(one) for one in source.metadata()]
+            for _ in range(2):
+                tensors = dict(source)
+                forms = [(name, x.dtype, tuple(x.shape)) for name, x in tensors.items()]
+                assert forms == (metadata if torch.distributed.get_rank() == 0 else [])
+            name = f"lora {kind}" if adapt else kind
+            logps = torch.cat(session.log_probs(documents, base=kind == "without"))
+            arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+            found[name] = arrays, logps.numpy()  # tensors would die with this process
+    return found
+
+
+@pytest.mark.parametrize("layout", ["torch", "tp2", "pp2"])
+def test_weights_loaded_into_transformers_give_the_same_log_probabilities(oracle, layout):
+    from mca_lite.model import load_torch_model
+
+    ranks, keys = LAYOUTS[layout]
+    found, *_ = world.run(weights_of, ranks, oracle, keys)
+    samples = torch.load(f"{oracle}/oracle.pt", weights_only=False)["samples"]
+    adapters, _ = found.pop("lora only")
+    assert adapters and all("lora_" in name for name in adapters)
+    for kind, (arrays, wanted) in found.items():
+        model = load_torch_model(f"{oracle}/model")
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        lost = model.load_state_dict(tensors, strict=False)
+        assert not lost.unexpected_keys and not {*lost.missing_keys} - {"lm_head.weight"}
+        with torch.no_grad():
+            logps = torch.cat([log_probs_of(model, sample)[0] for sample in samples])
+        assert float((logps - torch.from_numpy(wanted)).abs().max()) < 2e-6, kind
