@@ -495,27 +495,40 @@ def read_records(folder: Path) -> tuple[dict, TrainerState]:
     return record, state
 
 
-def load_model(folder: str | os.PathLike, backend) -> None:
-    """Load the weights alone, verified first. Collective. CheckpointError for an unreadable
-    checkpoint."""
+def load_model(folder: str | os.PathLike, backend, with_optimizer: bool = False) -> None:
+    """Load the weights, verified first, and the optimizer's state if it is wanted. Collective.
+    CheckpointError for an unreadable checkpoint, and for one without that state."""
     model = ckpt_folder.model_identity(backend.hf_config)
     ckpt_folder.refuse_damage(Path(folder), backend.name, model)
-    backend.load_state(Path(folder), with_optimizer=False)
+    if with_optimizer and not ckpt_folder.read_manifest(Path(folder))["with_optimizer"]:
+        raise CheckpointError(f"{folder} has weights alone: load it with_optimizer=False")
+    backend.load_state(Path(folder), with_optimizer)
 
 
-def save_model(folder: str | os.PathLike, backend) -> None:
-    """The weights alone, in the format of checkpoints, with a manifest. Collective."""
+def save_model(folder: str | os.PathLike, backend, with_optimizer: bool = False) -> None:
+    """The weights, with the optimizer's state or alone, in the format of checkpoints, with a
+    manifest. Collective."""
     folder = Path(folder)
     parallel.on_main(lambda: folder.mkdir(parents=True, exist_ok=True), CheckpointError)
     backend.finish_param_sync()
-    snapshot = backend.snapshot_of(backend.model)
-    write_weights(folder, snapshot, backend.name, backend.hf_config)
+    snapshot = backend.snapshot_of(backend.model, backend.optimizer if with_optimizer else None)
+    exported = list(backend.export_adapters(folder))
+    name, hf_config = backend.name, backend.hf_config
+    write_weights(folder, snapshot, name, hf_config, with_optimizer, exported)
 
 
-def write_weights(folder: Path, snapshot, backend: str, hf_config: dict) -> None:
-    """Write a snapshot and its manifest into a folder. backend: name of the writer. Collective;
-    CheckpointError on every rank if any fails."""
-    job = _Job(folder, folder, snapshot, _facts(backend, hf_config), {}, [])
+def write_weights(
+    folder: Path,
+    snapshot,
+    backend: str,
+    hf_config: dict,
+    with_optimizer: bool = False,
+    exported: list[str] | None = None,
+) -> None:
+    """Write a snapshot and its manifest into a folder. backend: name of the writer. exported: files
+    of this rank that are there. Collective; CheckpointError on every rank if any fails."""
+    facts = _facts(backend, hf_config, with_optimizer=with_optimizer)
+    job = _Job(folder, folder, snapshot, facts, {}, exported or [])
     job.write()
     job.complete()
 

@@ -13,6 +13,7 @@ calls each method with the same samples, and gets the same results.
 
 import functools
 import math
+import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -21,7 +22,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import torch
 
-from . import parallel
+from . import ckpt, parallel
 from .backend_megatron import MegatronBackend
 from .backend_torch import TorchBackend
 from .batch import Targets
@@ -581,6 +582,22 @@ class Session:
         for group in self.backend.optimizer.param_groups:
             group.update({name: value for name, value in numbers.items() if name in group})
             group["weight_decay"] = numbers["weight_decay"] * group.get("wd_mult", 1.0)
+
+    # -- files
+
+    def save(self, folder: str | os.PathLike, with_optimizer: bool = True) -> None:
+        """Write a checkpoint of the weights, or of the adapters, and of the optimizer's state. It
+        loads in any layout. ValueError for gradients that wait for optim_step."""
+        expect(not self._counts, "save with pending gradients: call optim_step or discard first")
+        self._need_optimizer()
+        ckpt.save_model(folder, self.backend, with_optimizer)
+
+    def load(self, folder: str | os.PathLike, with_optimizer: bool = True) -> None:
+        """Read what save wrote; pending gradients are discarded. The loss scale of fp16 stays.
+        CheckpointError for an unreadable checkpoint, or one of another model."""
+        self.discard()
+        self._need_optimizer()
+        ckpt.load_model(folder, self.backend, with_optimizer)
 
     def weights(self, adapters: str = "merged") -> Weights:
         """The Weights of the model: "merged" with its adapters, "without" them, or they "only".

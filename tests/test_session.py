@@ -236,3 +236,41 @@ def test_weights_loaded_into_transformers_give_the_same_log_probabilities(oracle
         with torch.no_grad():
             logps = torch.cat([log_probs_of(model, sample)[0] for sample in samples])
         assert float((logps - torch.from_numpy(wanted)).abs().max()) < 2e-6, kind
+
+
+def continued(folder: str, out: str, keys: dict) -> list:
+    """[(norm, log-probabilities) after an update of a session, of one that loaded its state before
+    the update], for a whole model and for adapters; log-probabilities of one that loaded adapters
+    alone."""
+    samples = [{name: one[name] for name in ("input_ids", "labels")} for one in tiny.samples(7)]
+    found = []
+    for adapt in None, with_adapters:
+        saved = f"{out}/{adapt is None}"
+        sessions = [session_tools.new_session(folder, adapt=adapt, **keys) for _ in range(2)]
+        first, second = sessions
+        first.forward_backward(samples, "cross_entropy")
+        first.optim_step(**session_tools.UPDATE)
+        first.save(saved)
+        second.forward_backward(samples[:2], "cross_entropy")  # load discards it
+        second.load(saved)
+        pair = []
+        for session in sessions:
+            session.forward_backward(samples[3:], "cross_entropy")
+            norm = session.optim_step(**session_tools.UPDATE).grad_norm
+            pair.append((norm, torch.cat(session.log_probs(samples)).tolist()))
+        found.append(pair)
+    first.save(f"{out}/weights", with_optimizer=False)
+    assert "load it with_optimizer=False" in refusal(second.load, f"{out}/weights")
+    second.forward_backward(samples, "cross_entropy")
+    second.optim_step(**session_tools.UPDATE)
+    second.load(f"{out}/weights", with_optimizer=False)
+    found.append([torch.cat(session.log_probs(samples)).tolist() for session in sessions])
+    return found
+
+
+@pytest.mark.parametrize("layout", ["torch", "dist_opt_packed"])
+def test_a_loaded_session_goes_on_bit_for_bit(oracle, tmp_path, layout):
+    ranks, keys = LAYOUTS[layout]
+    for pairs in world.run(continued, ranks, oracle, str(tmp_path), keys):
+        for one, other in pairs:
+            assert one == other
