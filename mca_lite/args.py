@@ -833,7 +833,8 @@ def _unknown_key(name: str, value: Any) -> Problem:
 
 def format_help() -> str:
     """The text of --help: keys, defaults and meanings, by group."""
-    lines = ["usage: train.py [config.yaml] [key=value ...]"]
+    program = "train.py" if __package__ == "mca_lite" else f"python -m {__package__} train"
+    lines = [f"usage: {program} [config.yaml] [key=value ...]"]
     for group in key_groups():
         lines += ["", str(group.__doc__).strip().splitlines()[0]]
         for item in dataclasses.fields(group):

@@ -47,7 +47,7 @@ def main(words):
     register_keys(
         "poly",
         PolyArguments,
-        rules=[Rule("stage=poly poly_epsilon=0.0", "it is stage sft then", "stage: sft")],
+        rules=[Rule("poly_epsilon=0.0 stage=poly", "it is stage sft then", "stage: sft")],
         needs=[Need("poly_epsilon", "stage=poly", "stage: poly")],
         fixed=["poly_epsilon"],
     )
