@@ -56,6 +56,22 @@ def test_a_loss_from_outside_trains(tmp_path, backend):
     assert second["grad_norm"] > 0
 
 
+def own_loop(words: str, out: str) -> list:
+    os.chdir(ROOT)
+    places = [f"output_dir={out}/run", f"cache_dir={out}/cache"]
+    return example("own_loop").loop([*MODEL.split(), *SHORT.split(), *words.split(), *places])
+
+
+@BACKENDS
+def test_a_loop_of_one_s_own_has_the_losses_of_a_trainer(tmp_path, backend):
+    words = f"configs/sft.yaml {backend} save_strategy=no lr_scheduler_type=constant"
+    words += " disable_shuffling=true"
+    theirs = logged("optimizer", words, tmp_path / "trainer")
+    [ours] = world.run(own_loop, 1, words, str(tmp_path / "loop"))
+    wanted = [(line["loss"], line["grad_norm"]) for line in theirs]
+    assert ours == [pytest.approx(pair, rel=1e-5) for pair in wanted]
+
+
 @BACKENDS
 def test_an_optimizer_from_outside_trains_and_goes_on_from_a_checkpoint(tmp_path, backend):
     words = f"configs/sft.yaml optim=radam {backend} lr_scheduler_type=constant"

@@ -59,7 +59,9 @@ def test_a_copy_with_parts_trains_under_another_name_and_says_what_it_lacks(tmp_
 
     shown = run_in(folder).stdout
     assert "\n  watch " in shown and "\n  plan " not in shown
-    assert "usage: python -m trainer train [config.yaml]" in run_in(folder, "train", "--help").stdout
+    assert (
+        "usage: python -m trainer train [config.yaml]" in run_in(folder, "train", "--help").stdout
+    )
     refused = run_in(folder, "plan", "x.yaml")
     assert refused.returncode == USER_ERROR
     assert_names(
