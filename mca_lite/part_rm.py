@@ -22,6 +22,7 @@ from .data_files import SIDES
 from .errors import expect
 from .families_rows import VALUE_HEAD, has_value_head
 from .files import IGNORE_INDEX, text_values
+from .finetuning import finetuning_of
 from .hosts import module_of
 from .part_dpo import DPOTrainer, ReferenceConfig, compared
 from .part_rm_keys import RM_METRICS
@@ -67,7 +68,7 @@ class RewardTrainer(DPOTrainer):
             f"{values.get('architectures')}: model_config.add_value_head makes its config",
         )
         expect(
-            self.backend.finetuning.trains(module_of(VALUE_HEAD)),
+            finetuning_of(self.model).trains(module_of(VALUE_HEAD)),
             "the value head would not be trained beside the adapters: expected modules_to_save: "
             f"{module_of(VALUE_HEAD)}",
         )

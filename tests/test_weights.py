@@ -136,6 +136,7 @@ def memory_of_a_round_trip(path: str, out: str, keys: dict, max_shard_size: int)
     # blocks above 64 KiB go back to the system when they are freed: the rise is what is held, not
     # what malloc keeps
     ctypes.CDLL(None).mallopt(-3, 65536)
+    ctypes.CDLL(None).malloc_trim(0)  # pages that are free already would be taken without a rise
     with PeakMemory() as reading:
         models = AutoModel.from_pretrained(path, args)
     with PeakMemory() as writing:
