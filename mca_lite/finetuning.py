@@ -123,7 +123,7 @@ class Finetuning:
 
     def trained_tensors(self, model) -> dict[str, torch.Tensor]:
         """{name in a file: CPU tensor} of all tensors in training, on global rank 0. Collective."""
-        raise NotImplementedError
+        raise NotImplementedError  # a subclass with is_whole False has them
 
     def export_beside(self, model, folder: str | os.PathLike) -> list[str]:
         """Write the tensors beside whole weights -> names of this rank's files. Collective."""
