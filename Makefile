@@ -66,8 +66,8 @@ test-mcore: $(STAMP)  ## run the tests with another megatron-core: VERSION=0.19.
 pythons: $(STAMP)  ## what pip takes for Python 3.10 to 3.13, into tests/README.md
 	$(BIN)/python -m tests.tools.pythons $(ARGS)
 
-lint: $(STAMP)  ## ruff: lint and format; mypy: types of the public surface
-	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
+lint: $(STAMP)  ## ruff: lint and format; mypy: types of the public surface; the number of its strict errors
+	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(BIN)/python -m tests.tools.strict
 
 bench: $(STAMP)  ## measure speed and memory: ARGS="..." goes to tests/tools/bench.py
 	$(BIN)/python -m tests.tools.bench $(ARGS)
