@@ -108,6 +108,8 @@ SHAPES["sinks"] = (
     ),
 )
 _HEADS["sinks"] = dict(num_attention_heads=64, num_key_value_heads=8, head_dim=64)
+SHAPES["30B-A3B"] = ("qwen3_moe", dict(SHAPES["experts"][1], num_hidden_layers=48))
+_HEADS["30B-A3B"] = _HEADS["experts"]
 # attention of transformers, if it is not torch's scaled_dot_product_attention
 _ATTENTION = {"sinks": "flex_attention"}
 _FLOAT32 = ("liger-float32",)
