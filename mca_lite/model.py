@@ -1,14 +1,17 @@
-"""The model of one rank: McaGPTModel is a chunk of layers, VirtualModels all chunks of a rank,
-AutoModel makes them."""
+"""The model of one rank: McaGPTModel is one chunk of layers, VirtualModels holds all chunks of a
+rank, AutoModel builds them.
+"""
 
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from . import parallel, weights_convert
+from .args import TrainingArguments
 from .batch import Targets
 from .ckpt_megatron import DIST_NAME, load_megatron
 from .errors import expect, refuse
@@ -16,12 +19,13 @@ from .families import rows_of
 from .families_rows import TE_ALIASES, VALUE_HEAD
 from .files import ADAPTER_CONFIG_NAME, HF_CONFIG_NAME, MCA_CONFIG_NAME, describe_error
 from .finetuning import Finetuning
-from .loss_tokens import LossOfLogits, token_losses
+from .loss_tokens import LossOfLogits, TrainedPlaces, token_losses
 from .mcore import (
     ColumnParallelLinear,
     LanguageModelEmbedding,
     MegatronModule,
     ModelType,
+    PackedSeqParams,
     ProcessGroupCollection,
     RotaryEmbedding,
     copy_to_tensor_model_parallel_region,
@@ -54,16 +58,18 @@ from .weights_files import (
     scored,
 )
 
-# of the start summary
+# appended to weights_from, for the start summary
 FROM_MXFP4 = ", experts from MXFP4: exports are not quantised"
 _IN_LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(.*)")
 
 
 class Embedding(LanguageModelEmbedding):
-    """megatron's embedding [b, s] -> [s, b, h], [s / tp, b, h] under sequence parallelism, times
-    config.embedding_multiplier, rounded to the weights' dtype as in Gemma."""
+    """megatron's embedding: ids [b, s] -> [s, b, h], or [s / tp, b, h] under sequence parallelism.
+    The output is multiplied by config.embedding_multiplier, rounded to the dtype of the weights as
+    in Gemma.
+    """
 
-    def __init__(self, config: McaModelConfig, tp_group):
+    def __init__(self, config: McaModelConfig, tp_group: torch.distributed.ProcessGroup) -> None:
         sizes = config.padded_vocab_size, config.max_sequence_length
         super().__init__(config, *sizes, position_embedding_type="none", tp_group=tp_group)
         if not config.drop_embeddings:
@@ -72,8 +78,12 @@ class Embedding(LanguageModelEmbedding):
         if self.padding_idx is not None:
             self.word_embeddings.register_forward_hook(self._keep_padding)
 
-    def _keep_padding(self, module, inputs, out) -> None:
-        """Give the pad token no gradient, in the text neither, as transformers' embedding does."""
+    def _keep_padding(
+        self, module: torch.nn.Module, inputs: tuple[torch.Tensor], out: torch.Tensor
+    ) -> None:
+        """Forward hook: zero the gradient of the pad token wherever it appears, as transformers'
+        embedding does.
+        """
         if not out.requires_grad:
             return
         is_padding = inputs[0] == self.padding_idx
@@ -81,25 +91,30 @@ class Embedding(LanguageModelEmbedding):
             is_padding = is_padding.t().chunk(self.tp_group.size())[self.tp_group.rank()]
         out.register_hook(lambda grad: grad.masked_fill(is_padding[..., None], 0.0))
 
-    def forward(self, input_ids):
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         out = super().forward(input_ids=input_ids, position_ids=None)
         multiplier = self.config.embedding_multiplier
         return out if multiplier == 1.0 else out * torch.tensor(multiplier, dtype=out.dtype)
 
 
 class OutputLayer(ColumnParallelLinear):
-    """The weight of the output layer. A call passes hidden states through: loss_tokens.py makes the
-    logits. It must be *called*: the hooks of megatron's DDP on it wait for its weight."""
+    """Owns the weight of the output layer, but computes no logits: loss_tokens.py does. forward
+    returns (hidden, weight). Call the module instead of reading its weight: megatron's DDP hooks
+    wait for the weight in the call.
+    """
 
     passes_hidden = True  # its adapter's factors go to the loss: extra_factors
 
-    def forward(self, hidden, weight=None):
+    def forward(
+        self, hidden: torch.Tensor, weight: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return hidden, self.weight if weight is None else weight
 
 
 def expect_causal(mask: torch.Tensor, input_ids: torch.Tensor) -> None:
-    """ValueError for another mask than the causal one of input_ids [b, s]: bool [b or 1, 1, s, s],
-    True for hidden."""
+    """Raise ValueError unless `mask` is the causal mask for input_ids [b, s]: bool [b or 1, 1, s,
+    s], True for hidden.
+    """
     b, s = input_ids.shape
     causal = torch.ones(s, s, dtype=torch.bool, device=mask.device).triu(1)
     fits = mask.dtype == torch.bool and mask.shape in ((1, 1, s, s), (b, 1, s, s))
@@ -109,25 +124,34 @@ def expect_causal(mask: torch.Tensor, input_ids: torch.Tensor) -> None:
 
 
 class McaGPTModel(MegatronModule):
-    """A decoder, or a pipeline stage's chunk of it: embedding, Block, output layer, and extra
+    """A decoder, or one pipeline stage's chunk of it: embedding, Block, output layer, and extra
     layers for multi-token prediction, on megatron's parallel layers.
 
     forward(input_ids [b, s], ...): positions count from 0 in each document; attention is causal.
-    attention_mask: None or the causal one, bool [b or 1, 1, s, s], True for hidden; ValueError for
-    any other. padding_mask: bool [b, s], True for padding, on every stage; labels: [b, s],
-    batch.Targets, or None; trained: loss_tokens.TrainedPlaces of the labels, or None; columns: of
-    the model's inputs beside text (inputs.Inputs).
+    attention_mask: None or the causal mask, bool [b or 1, 1, s, s], True for hidden; any other
+    raises ValueError.
+    padding_mask: bool [b, s], True for padding, needed on every stage.
+    labels: [b, s], batch.Targets, or None.
+    trained: loss_tokens.TrainedPlaces for the labels, or None.
+    columns: further model inputs, such as pixels (inputs.Inputs).
 
-    Returns with labels the loss of each token, float32 [b, s], 0 for the label IGNORE_INDEX, or
-    with Targets [b, s, 1 + layers for multi-token prediction]; without labels logits [b, s, V /
-    tp]; with a value head a score of each token, float32 [b, s]; on a pipeline stage other than the
-    last, its hidden states.
+    Returns, on the last pipeline stage: with labels, the loss of each token, float32 [b, s], 0
+    where the label is IGNORE_INDEX; with Targets, the same per prediction depth, [b, s, 1 +
+    prediction layers]; without labels, logits [b, s, V / tp]; with a value head, a score per token,
+    float32 [b, s]. Other stages return hidden states.
     """
 
-    loss_of_logits: LossOfLogits | None = None  # not cross entropy; k of a token: [b, s, k]
+    # replaces cross entropy; may give k losses per token: forward then returns [b, s, k]
+    loss_of_logits: LossOfLogits | None = None
     model_type = ModelType.encoder_or_decoder  # read by megatron's schedules
 
-    def __init__(self, config: McaModelConfig, pre_process=True, post_process=True, vp_stage=None):
+    def __init__(
+        self,
+        config: McaModelConfig,
+        pre_process: bool = True,
+        post_process: bool = True,
+        vp_stage: int | None = None,
+    ) -> None:
         super().__init__(config=config)
         use_attention_backend(config)
         groups = ProcessGroupCollection.use_mpu_process_groups()
@@ -142,7 +166,9 @@ class McaGPTModel(MegatronModule):
             self.embedding = Embedding(config, self.tp_group)
         self.inputs = config.inputs
         self.inputs.build(self)
-        self.rotary_pos_emb = None  # of Transformer Engine's attention; local layers have tables
+        self.rotary_pos_emb: Any = (
+            None  # of Transformer Engine's attention; local layers have tables
+        )
         if config.transformer_impl == "transformer_engine":
             sizes = config.kv_channels, config.rotary_percent
             self.rotary_pos_emb = RotaryEmbedding(*sizes, cp_group=groups.cp)
@@ -150,7 +176,7 @@ class McaGPTModel(MegatronModule):
         self.decoder = Block(config, pre_process, post_process, vp_stage, groups)
         if self.mtp_process:
             self.mtp = Predictions(config, groups)
-        self.output_layer = None
+        self.output_layer: Any = None
         self.score = None  # the value head, the same on all tensor-parallel ranks
         if post_process and config.has_value_head:
             self.score = torch.nn.Linear(config.hidden_size, 1, bias=False)
@@ -169,8 +195,9 @@ class McaGPTModel(MegatronModule):
         self._mark_vocabulary()
 
     def _mark_vocabulary(self) -> None:
-        """Mark the weights of the vocabulary for megatron: its optimizer's groups, and copies of
-        the embedding on the last stage, with the gradients of both summed."""
+        """Mark embedding and output weights for megatron: for its optimizer groups, and so that the
+        copy of the embedding on the last pipeline stage shares one summed gradient.
+        """
         config = self.config
         if self.pre_process:
             self.embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
@@ -187,33 +214,36 @@ class McaGPTModel(MegatronModule):
             weight.shared = not self.pre_process  # a copy: the gradient norm counts the first
 
     def shared_embedding_or_output_weight(self) -> torch.Tensor | None:
-        """The embedding's weight, or the copy on the last stage; megatron sums their gradients."""
+        """The embedding weight; on a last stage without embedding the output layer's; None on other
+        stages. megatron sums the gradients of tied copies.
+        """
         if self.pre_process or self.mtp_process:
             return self.embedding.word_embeddings.weight
         return None if self.output_layer is None else self.output_layer.weight
 
-    def set_input_tensor(self, input_tensor) -> None:
-        """Take the hidden states of the stage before; called by megatron's schedules, with a list
-        of one."""
+    def set_input_tensor(self, input_tensor: list[torch.Tensor]) -> None:
+        """Take the previous stage's hidden states. megatron's schedules call it with a list of one
+        tensor.
+        """
         [self.decoder.input_tensor] = input_tensor
 
     def forward(
         self,
-        input_ids,
-        position_ids=None,
-        attention_mask=None,
-        labels=None,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        labels: torch.Tensor | Targets | None = None,
         *,
-        trained=None,
-        padding_mask=None,
-        packed_seq_params=None,
-        **columns,
-    ):
+        trained: TrainedPlaces | None = None,
+        padding_mask: torch.Tensor | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **columns: Any,
+    ) -> torch.Tensor:
         if attention_mask is not None:
             expect_causal(attention_mask, input_ids)
         hidden = self.embedding(input_ids) if self.pre_process else None
         shared = dict(packed_seq_params=packed_seq_params)
-        added = []
+        added: list[torch.Tensor] = []
         place = None
         if columns:
             hidden, added, place = self.inputs.embed(self, hidden, shared, **columns)
@@ -241,18 +271,21 @@ class McaGPTModel(MegatronModule):
             losses.append(self._losses(next_labels, hidden, trained))
         return torch.stack(losses, 2)
 
-    def _rotary(self, hidden, packed_seq_params):
-        """Angles [s, 1, 1, rotary dim] for Transformer Engine's attention."""
-        is_packed = packed_seq_params is not None
+    def _rotary(
+        self, hidden: torch.Tensor | None, packed_seq_params: PackedSeqParams | None
+    ) -> torch.Tensor:
+        """Rotary angles [s, 1, 1, rotary dim] for Transformer Engine's attention."""
+        cp_group = None
+        if packed_seq_params is not None:
+            cp_group = packed_seq_params.cp_group
         length = self.rotary_pos_emb.get_rotary_seq_len(
             None, self.decoder, hidden, self.config, packed_seq_params
         )
-        cp_group = packed_seq_params.cp_group if is_packed else None
+        is_packed = packed_seq_params is not None
         return self.rotary_pos_emb(length, packed_seq=is_packed, cp_group=cp_group)
 
-    def _head(self, hidden):
-        """(hidden [s, b, h] of the whole sequence, the output layer's weight, factors of its
-        adapter or None)."""
+    def _head(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        """(hidden [s, b, h] of the whole sequence, output weight, adapter factors or None)."""
         tied = None
         if self.share_embeddings_and_output_weights:
             tied = self.shared_embedding_or_output_weight()
@@ -266,17 +299,18 @@ class McaGPTModel(MegatronModule):
             hidden = copy_to_tensor_model_parallel_region(hidden)
         return hidden, weight, extra
 
-    def _scores(self, hidden, head: torch.nn.Linear) -> torch.Tensor:
-        """The decoder's output [s, b, h], or [s / tp, b, h] under sequence parallelism -> float32
-        [b, s]. Each tensor-parallel rank has whole scores, and their whole gradient."""
+    def _scores(self, hidden: torch.Tensor, head: torch.nn.Linear) -> torch.Tensor:
+        """Decoder output [s, b, h], or [s / tp, b, h] under sequence parallelism -> scores, float32
+        [b, s]. Every tensor-parallel rank computes all scores and the full gradient.
+        """
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         return head(hidden)[..., 0].float().transpose(0, 1)
 
-    def logits(self, hidden) -> torch.Tensor:
-        """The decoder's output [s, b, h], or [s / tp, b, h] under sequence parallelism -> logits
-        [b, s, V / tp] of this rank's part of the vocabulary. Collective over the tensor-parallel
-        ranks."""
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Decoder output [s, b, h], or [s / tp, b, h] under sequence parallelism -> logits [b, s, V
+        / tp], this rank's vocabulary shard. Collective over the tensor-parallel group.
+        """
         hidden, weight, extra = self._head(hidden)
         logits = hidden @ weight.t()
         if extra is not None:
@@ -287,9 +321,12 @@ class McaGPTModel(MegatronModule):
             logits = cap * torch.tanh(logits / cap)
         return logits.transpose(0, 1).contiguous()
 
-    def _losses(self, labels, hidden, trained):
-        """labels [b, s]; hidden [s, b, h], or [s / tp, b, h] under sequence parallelism -> float32
-        [b, s]."""
+    def _losses(
+        self, labels: torch.Tensor, hidden: torch.Tensor, trained: TrainedPlaces | None
+    ) -> torch.Tensor:
+        """Loss per token: labels [b, s] and decoder output [s, b, h], or [s / tp, b, h] under
+        sequence parallelism -> float32 [b, s].
+        """
         config = self.config
         hidden, weight, extra = self._head(hidden)
         losses = token_losses(
@@ -300,9 +337,15 @@ class McaGPTModel(MegatronModule):
         )  # fmt: skip
         return losses.transpose(0, 1)
 
-    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        """megatron's ShardedTensors; a copy of the embedding on the last stage is a replica of
-        it."""
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """megatron's ShardedTensors. The last stage's copy of the embedding is saved as a replica
+        of the first stage's.
+        """
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         state.pop(f"{prefix}output_layer._extra_state", None)  # empty
@@ -324,8 +367,9 @@ class McaGPTModel(MegatronModule):
         return state
 
     def global_name(self, name: str) -> tuple[str, int | None]:
-        """The name of a module or tensor of this chunk in the whole model: (the name with {} for
-        the layer's number, that number or None)."""
+        """The name of a module or tensor in the whole model: (name with {} in place of the layer
+        index, that index counted from 0, or None outside layers).
+        """
         match = _IN_LAYER.fullmatch(name)
         if match is None:
             return name, None
@@ -335,9 +379,10 @@ class McaGPTModel(MegatronModule):
         return f"{block}.layers.{{}}.{rest}", layer.layer_number - 1
 
     def global_parameter_names(self) -> Iterator[tuple[str, int | None, torch.nn.Parameter]]:
-        """(*global_name(its name), parameter) of each parameter, and of each router's bias and
-        layer's factor, buffers, under the names of rows. Experts are given as views of each
-        matrix."""
+        """Yield (*global_name, parameter) for each parameter and for the buffers that files
+        contain: router biases and layer scalars. Stacked experts appear one by one, as views, under
+        the names used in `families` rows.
+        """
         of_files = ("router.expert_bias", "layer_scalar")
         buffers = (pair for pair in self.named_buffers() if pair[0].endswith(of_files))
         for name, parameter in (*self.named_parameters(), *buffers):
@@ -351,16 +396,18 @@ class McaGPTModel(MegatronModule):
 
 
 class VirtualModels(torch.nn.ModuleList):
-    """All chunks of this rank: one, or one a virtual pipeline stage."""
+    """All chunks of this rank: one, or one per virtual pipeline stage."""
 
     def __init__(self, config: McaModelConfig, models: list[torch.nn.Module]):
         super().__init__(models)
         self.config = config
-        self.weights_from = ""  # their origin, for the start summary
+        self.weights_from = ""  # shown in the start summary
         self.finetuning = Finetuning()
 
-    def forward(self, *args, **kwargs):
-        """The forward pass of the only chunk; a rank with several runs megatron's schedule."""
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run the forward pass of the only chunk. ValueError with several chunks: these need
+        megatron's pipeline schedule.
+        """
         if len(self) != 1:
             raise ValueError(
                 f"this rank holds {len(self)} chunks: run them through the pipeline schedule"
@@ -369,10 +416,15 @@ class VirtualModels(torch.nn.ModuleList):
         return self[0](*args, **kwargs)
 
     def get_models(self) -> list[torch.nn.Module]:
+        """The chunks as a list."""
         return list(self)
 
-    def named_parameters(self, *args, **kwargs):
-        """(name in its chunk, after "model0." and so on with several chunks; parameter)."""
+    def named_parameters(
+        self, *args: Any, **kwargs: Any
+    ) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Yield (name in its chunk, parameter). With several chunks, names start with "model0.",
+        "model1." and so on. Arguments are ignored.
+        """
         for chunk, model in self._by_key().items():
             yield from model.named_parameters(chunk if len(self) > 1 else "")
 
@@ -382,33 +434,41 @@ class VirtualModels(torch.nn.ModuleList):
             return {"model": self[0]}
         return {f"model{i}": model for i, model in enumerate(self)}
 
-    def state_dict(self) -> dict:
+    def state_dict(self) -> dict[str, Any]:
         """{"model": ...}, or {"model0": ..., "model1": ...} with several chunks."""
         return {key: model.state_dict() for key, model in self._by_key().items()}
 
-    def load_state_dict(self, state_dict: dict, strict: bool = True) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
+        """Load what state_dict() returned. Missing weights are an error only if strict and all
+        weights are trained: beside frozen weights a state is partial.
+        """
         for key, model in self._by_key().items():
             model.load_state_dict(state_dict[key], strict=strict and self.finetuning.is_whole)
 
-    def sharded_state_dict(self) -> dict:
-        """megatron's ShardedTensors of all chunks, under the keys of state_dict(); beside frozen
-        weights only the trained ones."""
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """megatron's ShardedTensors of all chunks, under the keys of state_dict(). If weights are
+        frozen, only the trained ones.
+        """
         chunks = self._by_key()
         return {key: self.finetuning.sharded_state(model) for key, model in chunks.items()}
 
     def save_pretrained(
-        self, save_directory: str | os.PathLike, max_shard_size: str | int = "5GB"
+        self, save_directory: str | os.PathLike[str], max_shard_size: str | int = "5GB"
     ) -> None:
-        """Write config.json and safetensors of Hugging Face. All ranks must call it."""
+        """Write a Hugging Face checkpoint: config.json and safetensors. Collective: every rank must
+        call it.
+        """
         weights_convert.export_hf(self, save_directory, max_shard_size)
 
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """[b, s, V / tp] of this rank -> [b, s, V] of all, without the vocabulary's padding."""
+        """Gather this rank's logits [b, s, V / tp] to [b, s, V], without vocabulary padding.
+        Collective over the tensor-parallel group.
+        """
         return gather_from_tensor_model_parallel_region(logits)[..., : self.config.vocab_size]
 
 
 def build_chunks(config: McaModelConfig) -> VirtualModels:
-    """This rank's chunks, uninitialised."""
+    """Build this rank's chunks, with uninitialised weights."""
     vpp = config.virtual_pipeline_model_parallel_size
     models = []
     for vp_stage in range(vpp) if vpp else [None]:
@@ -422,9 +482,10 @@ def build_chunks(config: McaModelConfig) -> VirtualModels:
 
 
 def _mark_tensor_parallel(model: McaGPTModel) -> None:
-    """Mark the parameters cut by tensor parallelism. megatron marks them when it draws their first
-    values, which is left out here; a parameter without the mark counts as a duplicate, and the
-    gradient norm comes out too small."""
+    """Mark the parameters sharded by tensor parallelism. megatron does so while initialising
+    weights, a step skipped here. Without the mark a parameter counts as duplicated, and the
+    gradient norm comes out too small.
+    """
     axes = {row.mca: row.axis for row in rows_of(model.config.hf_model_type, model.config)}
     for name, _, parameter in model.global_parameter_names():
         axis = axes.get(name)
@@ -433,34 +494,39 @@ def _mark_tensor_parallel(model: McaGPTModel) -> None:
 
 
 def refuse_new_rows(folder: Path, old: int, new: int) -> None:
-    """ConfigError: the rows of a checkpoint cannot grow."""
+    """Raise ConfigError: a checkpoint's vocabulary cannot grow."""
     reason = f"it is a checkpoint of a model of {old} tokens: expected as many, got {new}"
     remedy = "a Hugging Face folder of it, python -m mca_lite convert"
     refuse("model_name_or_path", str(folder), reason, remedy)
 
 
 class AutoModel:
-    """Makes VirtualModels; starts the distributed world from `args` if it has not started."""
+    """Builds VirtualModels. First starts the distributed world from `args`, if it has
+    not started.
+    """
 
     @staticmethod
     def from_pretrained(
         model_name_or_path: str,
-        args,
+        args: TrainingArguments,
         trust_remote_code: bool = False,
         vocab_size: int | None = None,
         *,
         config: McaModelConfig | None = None,
-        source=None,
+        source: Any = None,
     ) -> VirtualModels:
-        """The model with the folder's (or hub name's) Hugging Face weights, or those of a
-        checkpoint, cut for this rank.
+        """Load a Hugging Face model (folder or hub name) or a checkpoint of this package, keeping
+        this rank's shard.
 
-        vocab_size: tokens of the result, if they are more than the folder's; weights_files.py
-        describes the first values of new rows. config, source: the results of reading the folder
-        before: its config, with the final number of tokens, and a source of its tensors
-        (weights_files.py) with as many rows. One replica reads only the bytes of its slices.
-        Collectives: those that start the world, and of weights_convert.fill. Raises ValueError for
-        a model or layout that cannot be built, and for weights that do not fill it exactly.
+        vocab_size: number of tokens of the result, if larger than the folder's; weights_files.py
+        says how new rows are initialised.
+        config, source: pass them if the folder was read before: its config with the final
+        vocab_size, and a tensor source (weights_files.py) with as many rows.
+
+        Only one data-parallel replica reads the files, and only the bytes of its shards.
+        Collective: it may start the world, and weights_convert.fill communicates.
+        ValueError: the model or layout cannot be built, or the weights do not fill the model
+        exactly.
         """
         folder = Path(model_name_or_path)
         is_checkpoint = (folder / DIST_NAME).is_dir()  # of a run, of any layout
@@ -494,9 +560,12 @@ class AutoModel:
         return models
 
     @staticmethod
-    def from_config(config: McaModelConfig, args=None, seed: int = 42) -> VirtualModels:
-        """The model with weights drawn from a seed and each tensor's Hugging Face name: the same in
-        every layout."""
+    def from_config(
+        config: McaModelConfig, args: TrainingArguments | None = None, seed: int = 42
+    ) -> VirtualModels:
+        """Build a model with random weights. Each tensor is drawn from `seed` and its Hugging Face
+        name, so the weights are the same in every layout.
+        """
         if args is not None:
             parallel.initialize(args)
         models = build_chunks(config)
@@ -508,19 +577,19 @@ class AutoModel:
 
 def load_torch_model(
     model_name_or_path: str,
-    train_from_scratch=False,
-    seed=42,
-    trust_remote_code=False,
+    train_from_scratch: bool = False,
+    seed: int = 42,
+    trust_remote_code: bool = False,
     vocab_size: int | None = None,
-    config=None,
-    dtype=torch.float32,
-):
-    """The Hugging Face model in `dtype` on this rank's device, for the torch backend, and as the
-    oracle of every test.
+    config: Any = None,
+    dtype: torch.dtype = torch.float32,
+) -> torch.nn.Module:
+    """The Hugging Face model in `dtype` on this rank's device, for the torch backend and as a
+    reference in tests.
 
-    train_from_scratch draws the same weights as AutoModel.from_config does. vocab_size: tokens of
-    the result, if they are more than the folder's. config: transformers' config of the folder, if
-    it was read before; it belongs to the model afterwards.
+    train_from_scratch: draw the same weights as AutoModel.from_config.
+    vocab_size: number of tokens of the result, if larger than the folder's.
+    config: transformers' config of the folder, if it was read before; the model takes it over.
     """
     hf = config or load_hf_config(model_name_or_path, trust_remote_code)
     text = hf.get_text_config()
@@ -531,7 +600,7 @@ def load_torch_model(
     if is_mxfp4:
         hf.quantization_config = {**quantized, "dequantize": True}
     if getattr(text, "attn_logit_softcapping", None):
-        # some releases leave the cap out of their sdpa without a word
+        # with sdpa some transformers releases silently ignore the cap
         kwargs["attn_implementation"] = "eager"
     if train_from_scratch:
         grow(hf, vocab_size)
@@ -562,7 +631,7 @@ def load_torch_model(
             grow_torch(model, vocab_size, hf.dtype or torch.float32)
     experts = [parameter for parameter in model.parameters() if parameter.dim() == 3]
     if any(size % 8 for stacked in experts for size in stacked.shape[1:]):
-        # torch's grouped product needs rows of whole 16 bytes, in bf16 too
+        # torch's grouped GEMM needs rows whose bytes are a multiple of 16
         model.set_experts_implementation("eager")
     if Path(model_name_or_path).is_dir():
         model.name_or_path = str(model_name_or_path)

@@ -1,15 +1,15 @@
-"""Rotary positions and attention: of heads, and multi-head latent attention; or Transformer
-Engine's.
+"""Rotary positions and attention: multi-head, multi-head latent, or Transformer Engine's.
 
-Local layers need torch alone. Of Transformer Engine model_norms.py, model_moe.py and
-model_config.py have the rest.
+Local layers need torch alone. model_norms.py, model_moe.py and model_config.py contain the other
+uses of Transformer Engine.
 """
 
 import contextlib
 import copy
 import functools
 import inspect
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,10 +28,13 @@ from .mcore import (
     AttnMaskType,
     IdentityOp,
     MegatronModule,
+    PackedSeqParams,
+    ProcessGroupCollection,
     SelfAttentionSubmodules,
     TEAttention,
     TENorm,
     TESpecProvider,
+    TransformerConfig,
     gather_from_sequence_parallel_region,
     make_sharded_tensors_for_checkpoint,
     mappings,
@@ -47,21 +50,22 @@ from .tables import CORE_ATTENTIONS, function_of
 
 
 class Rope(NamedTuple):
-    """Rotary embedding of a type of layers."""
+    """The rotary embedding of one layer type."""
 
     inv_freq: tuple[float, ...]  # inverse frequencies [rotary_dim / 2]
-    factor: float  # on cos and sin
-    interleaved: bool  # neighbouring channels turn together
+    factor: float  # multiplies cos and sin
+    interleaved: bool  # pairs are neighbouring channels, not channels half a head apart
 
     @classmethod
-    def of(cls, config, layer_type: str = "full_attention") -> "Rope":
+    def of(cls, config: TransformerConfig, layer_type: str = "full_attention") -> "Rope":
         """Compute it from a McaModelConfig."""
         inv_freq, factor = rope_frequencies(config, layer_type)
         return cls(tuple(inv_freq.tolist()), factor, config.rope_interleave)
 
-    def tables(self, angles: torch.Tensor, dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin [..., rotary_dim], computed in float32, in dtype, of a position's angles
-        [..., rotary_dim / 2]."""
+    def tables(self, angles: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """(cos, sin) [..., rotary_dim] for angles [..., rotary_dim / 2]: computed in float32,
+        returned in `dtype`.
+        """
         if self.interleaved:
             angles = angles.repeat_interleave(2, -1)
         else:
@@ -69,17 +73,19 @@ class Rope(NamedTuple):
         return (angles.cos() * self.factor).to(dtype), (angles.sin() * self.factor).to(dtype)
 
 
-def rope_frequencies(config, layer_type: str = "full_attention") -> tuple[torch.Tensor, float]:
+def rope_frequencies(
+    config: TransformerConfig, layer_type: str = "full_attention"
+) -> tuple[torch.Tensor, float]:
     """(inverse frequencies float32 [rotary_dim / 2] on this rank's device, factor on cos and sin)
-    of layers of a type.
+    for one layer type.
 
-    From transformers' functions, so that linear, llama3 and yarn scaling are Hugging Face's to the
-    bit.
+    transformers' functions compute linear, llama3 and yarn scaling, so the values equal Hugging
+    Face's bit for bit.
     """
     scaling = config.rope_parameters
     of_type = {}
     base = config.rotary_base
-    if "sliding_attention" in scaling:  # each type has frequencies of its kind
+    if "sliding_attention" in scaling:  # each layer type has its frequencies
         scaling = scaling[layer_type]
         of_type = {"layer_type": layer_type}
         base = scaling["rope_theta"]
@@ -88,7 +94,7 @@ def rope_frequencies(config, layer_type: str = "full_attention") -> tuple[torch.
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
         hf = HFAutoConfig.for_model(**copy.deepcopy(config.hf_config)).get_text_config()
-        if config.full_kv_channels:  # heads of a size for each type
+        if config.full_kv_channels:  # full and sliding layers differ in head size
             hf = hf.per_layer_config[layer_type]
         inv_freq, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](
             hf, torch.device("cpu"), **of_type
@@ -102,19 +108,22 @@ def rope_frequencies(config, layer_type: str = "full_attention") -> tuple[torch.
     return (1.0 / base**exponent).to(device()), 1.0
 
 
-@functools.lru_cache(8)  # the layers of a model share the tables of a row
+@functools.lru_cache(8)
 def rotary_tables(
     rope: Rope, layout: RowLayout, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [t, 1, 1, rotary_dim] for the positions of a row, computed in float32, in
-    dtype."""
+    """(cos, sin) [t, 1, 1, rotary_dim] for the positions of a row: computed in float32, returned in
+    `dtype`. Cached, so that all layers share them.
+    """
     inv_freq = parallel.to_device(torch.tensor(rope.inv_freq), layout.positions.device)
     angles = torch.outer(layout.positions.float(), inv_freq)[:, None, None]
     return rope.tables(angles, dtype)
 
 
-def query_factors(config, positions: torch.Tensor) -> torch.Tensor:
-    """Factors on the queries at positions int64 [t], float32 [t]: query_scaling_beta."""
+def query_factors(config: TransformerConfig, positions: torch.Tensor) -> torch.Tensor:
+    """Factors on the queries, float32 [t], at positions int64 [t]: they grow with the position, as
+    query_scaling_beta configures.
+    """
     length = config.rope_parameters["original_max_position_embeddings"]
     return 1 + config.query_scaling_beta * torch.log(1 + torch.floor(positions / length))
 
@@ -123,12 +132,21 @@ def query_factors(config, positions: torch.Tensor) -> torch.Tensor:
 
 
 class _GatherKeys(torch.autograd.Function):
-    """Gather keys and values [t / cp, b, g, d] of each context-parallel rank to [t, b, g, d] in the
-    row's order, in one collective; backward: this rank's part of the sums. order int64 [t]: see
-    RowLayout. Collectives in both passes."""
+    """Gather keys and values [t / cp, b, g, d] of all context-parallel ranks to [t, b, g, d] in row
+    order, in one collective. Backward sums the gradients and returns this rank's part. order: int64
+    [t], see RowLayout.
+
+    Collective over `group` in both passes.
+    """
 
     @staticmethod
-    def forward(ctx, key, value, group, order):
+    def forward(
+        ctx: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        group: torch.distributed.ProcessGroup,
+        order: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
         ctx.group = group
         ctx.order = order
         ctx.sizes = key.shape[-1], value.shape[-1]
@@ -136,16 +154,22 @@ class _GatherKeys(torch.autograd.Function):
         return mappings._gather_along_first_dim(both, group)[order].split(ctx.sizes, -1)
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         grad = torch.cat(grads, -1)
-        # each place is written once: the gradient of an index would sort the places, to add
+        # each row is written once; the gradient of indexing would sort the indices and add
         grad = torch.empty_like(grad).index_copy_(0, ctx.order, grad)
         grad = mappings._reduce_scatter_along_first_dim(grad, ctx.group)
         return *grad.split(ctx.sizes, -1), None, None
 
 
-def column_linear(config, in_size: int, out_size: int, tp_group, bias=False):
-    """megatron's linear with its outputs cut over the tensor-parallel ranks."""
+def column_linear(
+    config: TransformerConfig,
+    in_size: int,
+    out_size: int,
+    tp_group: torch.distributed.ProcessGroup,
+    bias: bool = False,
+) -> ColumnLinear:
+    """megatron's linear with its outputs sharded over the tensor-parallel ranks."""
     return ColumnLinear(
         in_size,
         out_size,
@@ -158,8 +182,15 @@ def column_linear(config, in_size: int, out_size: int, tp_group, bias=False):
     )
 
 
-def row_linear(config, in_size: int, tp_group, bias=False):
-    """megatron's linear of heads, cut over the ranks, to hidden states. A bias is given beside."""
+def row_linear(
+    config: TransformerConfig,
+    in_size: int,
+    tp_group: torch.distributed.ProcessGroup,
+    bias: bool = False,
+) -> RowLinear:
+    """megatron's linear from sharded heads to hidden states. It returns the bias without
+    adding it.
+    """
     return RowLinear(
         in_size,
         config.hidden_size,
@@ -173,10 +204,19 @@ def row_linear(config, in_size: int, tp_group, bias=False):
 
 
 class Attention(MegatronModule):
-    """Query, key and value of hidden states, CoreAttention, and the output's linear."""
+    """Base of attention layers: query, key and value from hidden states, CoreAttention, output
+    linear.
+    """
 
-    def forward(self, hidden_states, packed_seq_params=None, **tables):
-        """tables: rope_tables, cos and sin [s, b, 1, rotary_dim] instead of those of the row."""
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        packed_seq_params: PackedSeqParams | None = None,
+        **tables: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """tables: optional rope_tables, (cos, sin) [s, b, 1, rotary_dim], to use instead of the
+        row's.
+        """
         *heads, gate = self.query_key_value(hidden_states, packed_seq_params, **tables)
         out = self.core_attention(*heads, packed_seq_params)
         if gate is not None:
@@ -185,16 +225,20 @@ class Attention(MegatronModule):
 
 
 class SelfAttention(Attention):
-    """Queries, keys and values by one product; norms of heads; rotation; CoreAttention; output.
+    """Multi-head attention: one matmul for queries, keys and values; norms over heads; rotation;
+    CoreAttention; output linear.
 
-    Takes [s, b, h], or [s / tp, b, h] under sequence parallelism, gives (the same, bias or None).
-    One kernel adds the bias, splits the heads, and norms and rotates them, except for norms over
-    all heads. With fewer query groups than tensor-parallel ranks, several ranks share a group: they
-    gather its heads, and each takes its part of the queries. Collectives: those of megatron's
-    linears.
+    [s, b, h], or [s / tp, b, h] under sequence parallelism -> (the same shape, bias or None).
+
+    One kernel adds the bias, splits the heads, and norms and rotates them, unless a norm spans all
+    heads. With fewer query groups than tensor-parallel ranks, the ranks that share a group gather
+    its heads, and each keeps a part of its queries. Collectives: those of megatron's linears, and
+    that gather.
     """
 
-    def __init__(self, config, layer_number: int, pg_collection):
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection
+    ):
         super().__init__(config=config)
         self.tp_group = pg_collection.tp
         tp = self.tp_group.size()
@@ -215,13 +259,19 @@ class SelfAttention(Attention):
             self.q_layernorm, self.k_layernorm = (norm(*sizes) for norm in norms)
         self.rope = Rope.of(config, config.layer_type(layer_number))
         if layer_number - 1 in (config.layers_without_rope or ()):
-            # angles of zero: the rotation, with its kernel, changes nothing
+            # zero angles: the same kernel runs, and its rotation changes nothing
             still = (0.0,) * len(self.rope.inv_freq)
             self.rope = Rope(still, 1.0, config.rope_interleave)
 
-    def query_key_value(self, hidden_states, packed_seq_params, rope_tables=None):
-        """Query [s, b, n, d], key and value [s, b, g, d] of this rank, normed, rotated and
-        scaled; the gate [s, b, n * d] of attention's output, or None."""
+    def query_key_value(
+        self,
+        hidden_states: torch.Tensor,
+        packed_seq_params: PackedSeqParams | None,
+        rope_tables: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> tuple[Any, ...]:
+        """(query [s, b, n, d], key and value [s, b, g, d], gate [s, b, n * d] or None) of this
+        rank. Query and key are normed, rotated and scaled; the gate multiplies attention's output.
+        """
         query, key, value, gate, layout = self._rotated(
             hidden_states, packed_seq_params, rope_tables
         )
@@ -233,9 +283,15 @@ class SelfAttention(Attention):
             query = query * factors[:, None, None, None].to(query.dtype)
         return query, key, value, gate
 
-    def _rotated(self, hidden_states, packed_seq_params, rope_tables):
-        """(query, key, value, gate, layout), rotated, and normed before unless
-        qk_norm_after_rope."""
+    def _rotated(
+        self,
+        hidden_states: torch.Tensor,
+        packed_seq_params: PackedSeqParams | None,
+        rope_tables: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> tuple[Any, ...]:
+        """(query, key, value, gate, layout): query and key rotated, and normed first unless
+        qk_norm_after_rope is set.
+        """
         mixed, bias = self.linear_qkv(hidden_states)
         if self.ranks_of_group > 1:
             mixed = self._of_group(mixed, bias)
@@ -247,7 +303,7 @@ class SelfAttention(Attention):
         tables = rope_tables or rotary_tables(self.rope, layout, mixed.dtype)
         sizes = self.groups, self.head_size
         norm = None if self.config.qk_norm_after_rope else self.q_layernorm
-        is_alone = not isinstance(norm, RMSNormOverHeads)  # needs no other ranks
+        is_alone = not isinstance(norm, RMSNormOverHeads)  # the norm needs no other ranks
         if is_alone and self.ranks_of_group == 1:
             norms = None
             if norm is not None:
@@ -256,7 +312,7 @@ class SelfAttention(Attention):
             heads = rotated_heads(mixed, bias, *sizes, norms, *tables, interleaved)
             return *heads, gate, layout
         query, key, value = split_heads(mixed, bias, *sizes)
-        of_ranks = query.chunk(self.ranks_of_group, 2)  # those of this rank's group
+        of_ranks = query.chunk(self.ranks_of_group, 2)  # one chunk per rank sharing the group
         query = of_ranks[self.tp_group.rank() % self.ranks_of_group]
         if norm is not None:
             query = norm(query)
@@ -264,17 +320,20 @@ class SelfAttention(Attention):
         rotated = rotate(query, key, *tables, self.config.rope_interleave)
         return *rotated, value, gate, layout
 
-    def _without_gate(self, mixed):
-        """(mixed of queries, keys and values, the gate [s, b, n * d] of this rank's queries): each
-        query of a group is followed by its gate."""
+    def _without_gate(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Split off the gate -> (queries, keys and values; gate [s, b, n * d] of this rank's
+        queries). In `mixed`, each query of a group is followed by its gate.
+        """
         heads = mixed.unflatten(-1, (self.groups, -1, self.head_size))
         pairs, of_keys = heads.split((heads.shape[-2] - 2, 2), -2)
         mixed = torch.cat((pairs[..., ::2, :], of_keys), -2).flatten(-3)
         gates = pairs[..., 1::2, :].flatten(-3).chunk(self.ranks_of_group, -1)
         return mixed, gates[self.tp_group.rank() % self.ranks_of_group]
 
-    def _of_group(self, mixed, bias):
-        """The channels of this rank's query group, from those of the ranks that share it."""
+    def _of_group(self, mixed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Gather the channels of this rank's query group from the ranks that share it, with the
+        bias added. Collective over the tensor-parallel group.
+        """
         if bias is not None:
             mixed = mixed + bias
         mixed = mappings.all_gather_last_dim_from_tensor_parallel_region(mixed)
@@ -283,13 +342,16 @@ class SelfAttention(Attention):
 
 
 class AttentionOfTwoSizes(Attention):
-    """Gemma 4's attention: normed values, and sizes of heads and groups for each type of layers.
+    """Gemma 4's attention: values are normed, and full and sliding layers differ in head size and
+    number of groups.
 
-    Takes and gives what SelfAttention does. In layers without a window keys, before their norm and
-    rotation, are values too: linear_qk has no rows for them. Norms of values have no weight.
+    Inputs and outputs are those of SelfAttention. In full layers, keys before norm and rotation
+    also serve as values, so linear_qk has no rows for values. The norm over values has no weight.
     """
 
-    def __init__(self, config, layer_number: int, pg_collection):
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection
+    ):
         super().__init__(config=config)
         tp_group = pg_collection.tp
         layer_type = config.layer_type(layer_number)
@@ -308,9 +370,12 @@ class AttentionOfTwoSizes(Attention):
         self.k_layernorm = RMSNorm(*sizes)
         self.rope = Rope.of(config, layer_type)
 
-    def query_key_value(self, hidden_states, packed_seq_params):
-        """Query [s, b, n, d], key and value [s, b, g, d] of this rank, normed, the first two
-        rotated; no gate."""
+    def query_key_value(
+        self, hidden_states: torch.Tensor, packed_seq_params: PackedSeqParams | None
+    ) -> tuple[Any, ...]:
+        """(query [s, b, n, d], key and value [s, b, g, d], None for the gate) of this rank, all
+        normed; query and key rotated.
+        """
         mixed, _ = self.get_submodule(self.linear_name)(hidden_states)
         heads = mixed.unflatten(-1, (self.groups, -1, self.head_size))
         if self.linear_name == "linear_qk":
@@ -324,11 +389,13 @@ class AttentionOfTwoSizes(Attention):
         return *rotate(query, key, *tables), value.to(mixed.dtype), None
 
 
-def sdpa_order(query, mask):
-    """The order of torch's attention kernels on CUDA, as a context. Without a mask cuDNN's is the
-    first: it is the fastest, and torch would pass it over if an older cuDNN than torch's is loaded.
-    With a mask it is left out: its gradients may be NaN (pytorch issue 196678). So it is with
-    deterministic: true, which it cannot be."""
+def sdpa_order(query: torch.Tensor, mask: Any) -> Any:
+    """A context with the order in which torch tries its attention kernels on CUDA.
+
+    Without a mask, cuDNN comes first: it is the fastest, and torch would skip it if a cuDNN older
+    than torch's is loaded. cuDNN is left out with a mask, because its gradients may be NaN (pytorch
+    issue 196678), and with deterministic algorithms, because it has none.
+    """
     if not query.is_cuda:
         return contextlib.nullcontext()
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -340,24 +407,30 @@ def sdpa_order(query, mask):
 
 
 @functools.cache
-def _packed_kernel():
-    """(torch's varlen attention, True if it takes enable_gqa: not in torch 2.11)."""
+def _packed_kernel() -> tuple[Callable[..., Any], bool]:
+    """(torch's varlen attention, True if it accepts enable_gqa). torch 2.11's does not."""
     with cpu.compiling_later():
         from torch.nn.attention.varlen import varlen_attn
 
     return varlen_attn, "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-def recomputes(config, module: str) -> bool:
-    """True if a part of layers is computed again in the backward pass (recompute_modules)."""
+def recomputes(config: TransformerConfig, module: str) -> bool:
+    """True if this part of a layer is recomputed in the backward pass (recompute_modules)."""
     return config.recompute_granularity == "selective" and module in config.recompute_modules
 
 
 class RowModule(MegatronModule):
-    """A module of the tokens of rows, with a cp_group: attention, linear or not."""
+    """Base of modules that need to know the documents in a row: attention, linear or not.
+    Subclasses set cp_group.
+    """
 
-    def layout(self, packed_seq_params, x) -> RowLayout:
-        """The documents of this rank's tokens x [s, ...]."""
+    def layout(self, packed_seq_params: PackedSeqParams | None, x: torch.Tensor) -> RowLayout:
+        """The documents of this rank's tokens x [s, ...].
+
+        ValueError in training on packed rows without packed_seq_params: documents would see each
+        other.
+        """
         if packed_seq_params is not None:
             return packed_seq_params.layout
         if self.training and self.config.rows_are_packed:
@@ -369,11 +442,23 @@ class RowModule(MegatronModule):
         return row_layout((0, len(x) * cp), cp, self.cp_group.rank(), x.device)
 
 
-def whole_scores(q, k, v, visible, scale, dropout: float, cap: float | None = None, sinks=None):
-    """softmax(cap tanh(q k^T scale / cap)) v with all scores in memory, the softmax in float32.
+def whole_scores(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    visible: torch.Tensor,
+    scale: float | None,
+    dropout: float,
+    cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """softmax(cap tanh(q k^T scale / cap)) v with all scores in memory; the softmax is computed in
+    float32.
 
-    q [b, n, q, d], k and v [b, g, k, d], visible bool [q, k] -> [b, n, q, d]. scale None: d **
-    -0.5. cap None: scores as they are. sinks [n]: a further score of each query of a head.
+    q [b, n, q, d], k and v [b, g, k, d], visible bool [q, k] -> [b, n, q, d].
+    scale: None means d ** -0.5.
+    cap: None leaves the scores uncapped.
+    sinks: [n], one more score per head in each query's softmax, without a value.
     """
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     scores = q @ k.transpose(-1, -2) * (scale or q.shape[-1] ** -0.5)
@@ -388,16 +473,18 @@ def whole_scores(q, k, v, visible, scale, dropout: float, cap: float | None = No
 
 
 class CoreAttention(RowModule):
-    """softmax(q k^T * scale) v over torch's attention kernels.
+    """softmax(q k^T * scale) v, causal, with torch's attention kernels.
 
-    Causal. Rows are padded on the right: no position ever looks at padding, so no mask is built.
-    Packed rows: documents do not see each other. Context parallelism: keys and values of the whole
-    row are gathered once a layer; the local queries are this rank's zigzag chunks (batch.py). The
-    layer's sliding window, the cap on scores and sinks [n] (CORE_ATTENTIONS) count as well. Nothing
-    here waits for the device.
+    Rows are padded on the right, so no token sees padding and no mask is built. In packed rows,
+    documents do not see each other. Under context parallelism, keys and values of the whole row are
+    gathered once per layer, and queries are this rank's zigzag chunks (batch.py). Sliding windows,
+    a cap on scores and attention sinks [n] (CORE_ATTENTIONS) are supported. Nothing here waits for
+    the device.
     """
 
-    def __init__(self, config, layer_number: int, pg_collection):
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection
+    ):
         super().__init__(config=config)
         self.cp_group = pg_collection.cp
         self.softmax_scale = config.softmax_scale
@@ -410,9 +497,16 @@ class CoreAttention(RowModule):
         if config.attention_sinks:
             self.sinks = new_weight(config, config.num_attention_heads // pg_collection.tp.size())
 
-    def forward(self, query, key, value, packed_seq_params=None):
-        """query [s, b, n, d], key and value [s, b, g, d] -> [s, b, n * d]; b is 1 of packed
-        rows."""
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        packed_seq_params: PackedSeqParams | None = None,
+    ) -> torch.Tensor:
+        """query [s, b, n, d], key and value [s, b, g, d] -> [s, b, n * d]. Packed rows have b
+        = 1.
+        """
         layout = self.layout(packed_seq_params, query)
         run = functools.partial(self._attend, layout, packed_seq_params is not None)
         if self.is_recomputed and self.training:
@@ -421,14 +515,24 @@ class CoreAttention(RowModule):
 
     @property
     def needs_scores(self) -> bool:
-        """True if torch's attention lacks something of this one: a cap on scores, sinks."""
+        """True if torch's attention cannot compute this one, because of a cap on scores
+        or sinks.
+        """
         return self.softcap is not None or self.sinks is not None
 
-    def _attend(self, layout, is_packed: bool, query, key, value):
+    def _attend(
+        self,
+        layout: RowLayout,
+        is_packed: bool,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> torch.Tensor:
+        """Choose the kernel and compute attention of this rank's queries -> [s, b, n * d]."""
         if self.cp_group.size() > 1:
             key, value = _GatherKeys.apply(key, value, self.cp_group, layout.order)
         dropout = self.dropout if self.training else 0.0
-        # dropout differs between tensor-parallel ranks: each has other heads
+        # tensor-parallel ranks have different heads, so they need different dropout
         with tensor_parallel.get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext():
             if is_packed and self._suits_rows(layout):
                 return self._rows(query, key, value, layout, dropout)
@@ -442,36 +546,59 @@ class CoreAttention(RowModule):
                 return SegmentAttention.apply(query, key, value, layout.segments, scale)
             return self._segments(query, key, value, layout, dropout)
 
-    def _suits_parts(self, layout, query, key, value) -> bool:
-        """True if cuDNN's kernel takes the segments of context parallelism: none needs a mask."""
+    def _suits_parts(
+        self, layout: RowLayout, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> bool:
+        """True if cuDNN's kernel can compute the segments of context parallelism: none of them
+        needs a mask.
+        """
         is_wide = self.window is None or layout.longest <= self.window
         is_plain = is_wide and not self.needs_scores and self.cp_group.size() > 1
         heads = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         return is_plain and suits_cudnn(*heads)
 
-    def _suits_rows(self, layout) -> bool:
-        """True if the documents of a packed row can be rows of a batch: they have one length, and
-        need no mask. cuDNN's kernel is about twice as fast on these as the varlen one."""
+    def _suits_rows(self, layout: RowLayout) -> bool:
+        """True if the packed documents can be the rows of a batch: all have one length and need no
+        mask. cuDNN's kernel for batches is about twice as fast as the varlen kernel.
+        """
         is_wide = self.window is None or layout.longest <= self.window
         return layout.same_length is not None and is_wide and self.sinks is None
 
-    def _rows(self, query, key, value, layout, dropout):
-        """Packed documents of one length, [t, 1, n, d], as rows of a batch -> [t, 1, n * d]."""
+    def _rows(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layout: RowLayout,
+        dropout: float,
+    ) -> torch.Tensor:
+        """Attention of equally long packed documents [t, 1, n, d], computed as rows of a batch ->
+        [t, 1, n * d].
+        """
         length = layout.same_length
         rows = (x.view(-1, length, *x.shape[2:]).transpose(0, 1) for x in (query, key, value))
         one = row_layout((0, length), 1, 0, query.device)
         return self._segments(*rows, one, dropout).transpose(0, 1).flatten(0, 1)[:, None]
 
-    def _suits_varlen(self, query, dropout: float) -> bool:
-        """True if the varlen kernel takes them: it supports neither float32 nor dropout nor caps,
-        and only multiples of 8 as sizes of heads."""
+    def _suits_varlen(self, query: torch.Tensor, dropout: float) -> bool:
+        """True if the varlen kernel can be used: on CUDA, not float32, no dropout, no cap, and a
+        head size up to 256 and divisible by 8.
+        """
         suits_dtype = query.is_cuda and query.dtype != torch.float32
         suits_size = query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
         return suits_dtype and not dropout and self.softcap is None and suits_size
 
-    def _segments(self, query, key, value, layout, dropout):
-        """One call for each run of queries with its keys: documents, or their chunks under context
-        parallelism."""
+    def _segments(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layout: RowLayout,
+        dropout: float,
+    ) -> torch.Tensor:
+        """One attention call per segment (queries with their keys): a document, or under context
+        parallelism a chunk of one. -> [s, b, n * d].
+        """
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         out = []
         for q0, q1, k0, k1 in layout.segments:
@@ -481,33 +608,38 @@ class CoreAttention(RowModule):
         out = out[0] if len(out) == 1 else torch.cat(out, 2)
         return out.permute(2, 0, 1, 3).flatten(2)
 
-    def _attention(self, q, k, v, mask, dropout):
-        """q [b, n, q, d], k and v [b, g, k, d] -> [b, n, q, d]. mask: see _visible."""
+    def _attention(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, dropout: float
+    ) -> torch.Tensor:
+        """q [b, n, q, d], k and v [b, g, k, d] -> [b, n, q, d]. mask: what _visible returns."""
         if self.needs_scores:
             scale = self.softmax_scale
             return whole_scores(q, k, v, mask, scale, dropout, self.softcap, self.sinks)
         if mask is None and not dropout and suits_cudnn(q, k, v):
-            # the order of kernels is a context that takes the host half of a call
+            # sdpa_order's context would cost half of the call's host time
             return causal_by_cudnn(q, k, v, self.softmax_scale)
         times = q.shape[1] // k.shape[1]
         if type(mask) is torch.Tensor and q.is_cuda and times > 1:
-            # without cuDNN's only the slowest kernel supports both masks and query groups
+            # beside cuDNN's, only the slowest kernel supports both masks and query groups
             k, v = (x.repeat_interleave(times, 1) for x in (k, v))
             times = 1
         keys = dict(is_causal=mask is None, scale=self.softmax_scale, enable_gqa=times > 1)
         with sdpa_order(q, mask):
             return F.scaled_dot_product_attention(q, k, v, mask, dropout, **keys)
 
-    def _visible(self, num_queries: int, num_keys: int, query):
-        """bool [num_queries, num_keys], True if a query sees a key; the last query sees the last
-        key. None: causal, and nothing else, of as many queries as keys."""
+    def _visible(self, num_queries: int, num_keys: int, query: torch.Tensor) -> Any:
+        """Attention mask, bool [num_queries, num_keys], True if a query sees a key; the last query
+        sees the last key. None if plain causal attention with as many queries as keys suffices;
+        torch's causal_lower_right if its kernel needs no mask.
+        """
         more = num_keys - num_queries
         is_narrow = self.window is not None and num_keys > self.window
         if not is_narrow and not self.needs_scores:
             if more == 0:
                 return None
             if query.is_cuda and query.dtype != torch.float32:
-                # a case of flash attention: no mask. Its module imports torch's compiler
+                # flash attention does this without a mask; imported here because the module loads
+                # torch's compiler
                 from torch.nn.attention.bias import causal_lower_right
 
                 return causal_lower_right(num_queries, num_keys)
@@ -515,8 +647,12 @@ class CoreAttention(RowModule):
         visible = visible.tril(more)
         return visible.triu(more - self.window + 1) if is_narrow else visible
 
-    def _varlen(self, query, key, value, layout):
-        """All documents of a packed row in one kernel on CUDA, without a host synchronisation."""
+    def _varlen(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: RowLayout
+    ) -> torch.Tensor:
+        """Attention of all documents of a packed row in one CUDA kernel, without a host sync -> [t,
+        1, n * d].
+        """
         kernel, takes_groups = _packed_kernel()
         cu_q, cu_k, places, max_q, max_k = layout.varlen
         q = query[:, 0]
@@ -528,7 +664,7 @@ class CoreAttention(RowModule):
         elif self.sinks is None and suits_frontend(q):
             out = packed_by_cudnn(q, k, v, layout, self.softmax_scale, self.window)
             return out.flatten(1)[:, None]
-        # the kernel takes one size of a head: multi-latent attention has two
+        # the kernel needs equal head sizes; latent attention has narrower values
         missing = q.shape[-1] - v.shape[-1]
         if missing:
             v = F.pad(v, (0, missing))
@@ -537,57 +673,64 @@ class CoreAttention(RowModule):
             flash = function_of(CORE_ATTENTIONS["sinks"])
             return flash.apply(q, k, v, self.sinks, *rows).flatten(1)[:, None]
         keys = dict(scale=self.softmax_scale, window_size=((self.window or 0) - 1, 0))  # -1: all
-        if takes_groups:  # 2.11 takes fewer heads of keys than of queries without it
+        if takes_groups:  # torch 2.11 needs no argument for query groups
             keys["enable_gqa"] = q.shape[1] != k.shape[1]
         out = kernel(q, k, v, cu_q, cu_k, max_q, max_k, **keys)
         return out[..., : out.shape[-1] - missing].flatten(1)[:, None]
 
-    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        """megatron's ShardedTensors: sinks are cut with their heads."""
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """megatron's ShardedTensors: sinks are sharded with their heads."""
         state = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(state, prefix, {"sinks": 0}, sharded_offsets)
 
 
 # ---- multi-latent attention
 
-# of the norms between two projections: fixed in transformers, whatever the value of rms_norm_eps
+# transformers uses this epsilon for latent norms, whatever the value of rms_norm_eps
 LATENT_EPSILON = 1e-6
 
 
 class DuplicatedLinear(torch.nn.Module):
-    """A linear without bias, its matrix whole on every tensor-parallel rank.
+    """A linear without bias whose matrix is replicated on every tensor-parallel rank.
 
-    x is the whole sequence, or this rank's part under sequence parallelism; then the matrix's
-    gradient is a partial sum, and marked so for megatron.
+    x: [s, b, in], or [s / tp, b, in] under sequence parallelism. There the matrix's gradient is a
+    partial sum; the matrix is marked so that megatron sums it.
     """
 
-    def __init__(self, config, in_size: int, out_size: int):
+    def __init__(self, config: TransformerConfig, in_size: int, out_size: int):
         super().__init__()
         self.weight = new_weight(config, out_size, in_size)
         self.weight.sequence_parallel = config.sequence_parallel
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight)
 
 
 class LatentAttention(Attention):
-    """DeepSeek's attention: keys and values come from a small latent vector.
+    """DeepSeek's multi-head latent attention: keys and values come from a small latent vector.
 
-    Takes [s, b, h], or [s / tp, b, h] under sequence parallelism, gives (the same, None). Of a head
-    c channels stay, and r turn with the position; a value has d channels:
+    [s, b, h], or [s / tp, b, h] under sequence parallelism -> (the same shape, None). In a query or
+    key head, c channels carry no position and r are rotated; a value head has d channels:
 
         query [s, b, n, c + r]   linear_q_proj h, or linear_q_up_proj norm(linear_q_down_proj h)
-        latent, k_r              linear_kv_down_proj h; k_r [s, b, r] is the same for all heads
+        latent, k_r              linear_kv_down_proj h; all heads share k_r [s, b, r]
         k_c, value               linear_kv_up_proj norm(latent)
 
-    Every head needs the down projections, so every tensor-parallel rank has them whole. megatron's
-    module cuts their columns without Transformer Engine, and gives their turning rows the gradient
-    of one rank's heads only; and it sums gradients of its latent norms twice without sequence
-    parallelism. Rotation turns the first channels of each head, so the turning channels come first
-    here; the order within a head does not matter to q k^T.
+    Every head needs the down projections, so they are replicated on the tensor-parallel ranks.
+    megatron's module without Transformer Engine shards their columns, gives the rotated rows the
+    gradient of one rank's heads only, and without sequence parallelism sums the gradients of its
+    latent norms twice. The rotated channels come first in each head, because the rotation works on
+    the first channels; the order within a head does not matter to q k^T.
     """
 
-    def __init__(self, config, layer_number: int, pg_collection):
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection
+    ):
         super().__init__(config=config)
         self.tp_group = pg_collection.tp
         h = config.hidden_size
@@ -614,8 +757,12 @@ class LatentAttention(Attention):
         self.linear_proj = row_linear(config, heads * config.v_head_dim, self.tp_group)
         self.rope = Rope.of(config)
 
-    def query_key_value(self, hidden_states, packed_seq_params):
-        """Query and key [s, b, n, r + c], value [s, b, n, d] of this rank, rotated."""
+    def query_key_value(
+        self, hidden_states: torch.Tensor, packed_seq_params: PackedSeqParams | None
+    ) -> tuple[Any, ...]:
+        """(query and key [s, b, n, r + c], value [s, b, n, d], None for the gate) of this rank;
+        query and key rotated.
+        """
         if self.config.q_lora_rank is None:
             query, _ = self.linear_q_proj(hidden_states)
         else:
@@ -639,8 +786,10 @@ class LatentAttention(Attention):
         return *rotate(query, key, *tables, self.config.rope_interleave), value, None
 
 
-def build_attention(config, layer_number: int, pg_collection):
-    """The attention of a layer."""
+def build_attention(
+    config: TransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection
+) -> MegatronModule:
+    """Build a layer's attention: latent, Gemma 4's, SelfAttention, or Transformer Engine's."""
     if config.multi_latent_attention:
         return LatentAttention(config, layer_number, pg_collection)
     if config.full_kv_channels:
@@ -656,7 +805,9 @@ def build_attention(config, layer_number: int, pg_collection):
         q_layernorm=of_query,
         k_layernorm=of_key,
     )
-    if config.qk_norm_over_heads:  # 0.19's attention asks for it; with it DDP would sum these norms
+    if config.qk_norm_over_heads:
+        # megatron 0.19's attention requires qk_layernorm; set in the config itself, it would make
+        # DDP sum the gradients of these norms
         config = copy.copy(config)
         config.qk_layernorm = True
     over_ranks = config.cp_comm_type if config.context_parallel_size > 1 else None

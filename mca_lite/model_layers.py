@@ -1,22 +1,26 @@
-"""The layers of a decoder: local parts on megatron's tensor-parallel linears, or Transformer
-Engine's.
+"""The layers of a decoder, built from this package's parts on megatron's tensor-parallel linears,
+or from Transformer Engine's.
 
-Multi-token prediction is extra layers in a row; layer k predicts the token k + 1 ahead.
+Multi-token prediction adds layers one after another; layer k predicts the token k + 1 ahead:
 
     g_0 = the decoder's output
-    g_k = norm(layer_k(eh_proj [enorm(embedding of the token k places ahead); hnorm(g_{k-1})]))
+    g_k = norm(layer_k(eh_proj [enorm(embedding of the token k ahead); hnorm(g_{k-1})]))
 
-They share the embedding and the output layer of the model, on the last pipeline stage, with a copy
-of the embedding. A picture's features stand for embeddings there too; rotary positions are those of
-g_0's tokens, as in megatron-core and vLLM. With N trained tokens of the main loss, in the whole
-step or the micro-batch according to calculate_per_token_loss, the objective is (sum of main losses
-+ mtp_loss_scaling_factor / layers * sum of the layers' losses) / N, as in the DeepSeek-V3 report.
-megatron's module divides by other counts in its two modes, and moves tokens between ranks to look
-ahead; here a batch includes the following tokens (batch.Targets).
+These layers share the model's embedding and output layer. They run on the last pipeline stage,
+which keeps a copy of the embedding. Image features replace embeddings there too. Rotary positions
+are those of g_0's tokens, as in megatron-core and vLLM.
+
+The objective is that of the DeepSeek-V3 report. With N trained tokens of the main loss, it is (sum
+of main losses + mtp_loss_scaling_factor / layers * sum of the prediction losses) / N. N counts the
+whole step if calculate_per_token_loss, else the micro-batch. megatron's module divides by other
+counts, and exchanges tokens between ranks to look ahead; here a batch already includes the
+following tokens (batch.Targets).
 """
 
 import contextlib
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +30,8 @@ from .mcore import (
     MLP,
     IdentityOp,
     MegatronModule,
+    ProcessGroupCollection,
+    TransformerConfig,
     apply_prefix_mapping,
     get_bias_dropout_add,
     get_fp8_context,
@@ -45,8 +51,10 @@ from .parallel import device
 from .tables import LAYER_TYPES, function_of
 
 
-def recomputed(config, function, *tensors):
-    """function(*tensors), computed again in the backward pass."""
+def recomputed(
+    config: TransformerConfig, function: Callable[..., Any], *tensors: torch.Tensor
+) -> Any:
+    """function(*tensors), with activations dropped and computed again in the backward pass."""
     if config.fp8:
         tracker = tensor_parallel.random.get_cuda_rng_tracker
         group = parallel_state.get_tensor_model_parallel_group()
@@ -55,9 +63,11 @@ def recomputed(config, function, *tensors):
 
 
 class Residual(torch.nn.Module):
-    """residual + multiplier * dropout(norm(x)), with the norm and multiplier of some families."""
+    """residual + multiplier * dropout(norm(x)). Only some model families use the norm or
+    multiplier.
+    """
 
-    def __init__(self, config):
+    def __init__(self, config: TransformerConfig):
         super().__init__()
         self.dropout = config.hidden_dropout
         self.fused = config.bias_dropout_fusion
@@ -66,7 +76,10 @@ class Residual(torch.nn.Module):
         if config.post_norms:
             self.norm = hidden_norm(config)
 
-    def forward(self, x_with_bias, residual):
+    def forward(
+        self, x_with_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor
+    ) -> torch.Tensor:
+        """x_with_bias: (x [s, b, h], bias or None). residual: [s, b, h]."""
         if self.norm is None and self.multiplier == 1.0:
             add = get_bias_dropout_add(self.training, self.fused)
             return add(x_with_bias, residual, self.dropout)
@@ -82,20 +95,22 @@ class Residual(torch.nn.Module):
 
 
 class Layer(MegatronModule):
-    """A layer of the decoder: attention, then an MLP or experts, each with a norm and a residual.
+    """A decoder layer: attention, then an MLP or experts, each with a norm and a residual
+    connection.
 
-    layer_number counts from 1 in the whole model. Takes and gives [s, b, h], or [s / tp, b, h]
-    under sequence parallelism. The parts are those of this file, or Transformer Engine's, which
-    apply the norms in the linears behind them.
+    [s, b, h] -> [s, b, h], or [s / tp, b, h] for both under sequence parallelism. layer_number
+    counts from 1 in the whole model. With Transformer Engine, its fused linears apply the norms.
     """
 
-    # a checkpoint has these norms under the names of Transformer Engine's linears
+    # norms are saved under Transformer Engine's names: both implementations read a checkpoint
     names = {
         "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
         "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
     }
 
-    def __init__(self, config, layer_number: int, pg_collection):
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection
+    ):
         super().__init__(config=config)
         self.layer_number = layer_number
         is_moe = config.is_moe_layer(layer_number - 1)
@@ -120,9 +135,15 @@ class Layer(MegatronModule):
         self.recomputes_norms = recomputes(config, "layernorm")
         self.recomputes_mlp = recomputes(config, "mlp") and not is_moe
 
-    def forward(self, hidden_states, padding_mask=None, **of_attention):
-        """padding_mask: bool [b, s], True for padding, for routers; of_attention:
-        packed_seq_params, and more of Transformer Engine's attention."""
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        padding_mask: torch.Tensor | None = None,
+        **of_attention: Any,
+    ) -> torch.Tensor:
+        """padding_mask: bool [b, s], True for padding, for routers. of_attention: packed_seq_params
+        and other keywords of the attention module.
+        """
         normed, residual, drop = self._normed(self.input_layernorm, hidden_states)
         out = self.self_attention(normed, **of_attention)
         drop(out[0])
@@ -138,9 +159,12 @@ class Layer(MegatronModule):
         out = self.mlp_bda(out, residual)
         return out if self.layer_scalar is None else out * self.layer_scalar
 
-    def _normed(self, norm, x):
-        """(norm of x, x for the residual, a function of what was computed of the norm: it drops a
-        norm that is computed again)."""
+    def _normed(
+        self, norm: torch.nn.Module, x: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, Callable[[torch.Tensor], None]]:
+        """(norm(x), x for the residual, a function to call with the next module's output). If norms
+        are recomputed, that function frees the norm's output; otherwise it does nothing.
+        """
         if self.recomputes_norms and not isinstance(norm, IdentityOp):
             again = tensor_parallel.CheckpointWithoutOutput()
             return again.checkpoint(norm, x), x, again.discard_output_and_register_recompute
@@ -149,31 +173,47 @@ class Layer(MegatronModule):
             return *norm(x, beside=True), _nothing
         return norm(x), x, _nothing
 
-    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """megatron's ShardedTensors, with the norms renamed as in `names`."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         apply_prefix_mapping(state, {prefix + k: prefix + v for k, v in self.names.items()})
         return state
 
 
-def _nothing(output) -> None:
-    """Keep a norm."""
+def _nothing(output: torch.Tensor) -> None:
+    """Do nothing: the norm's output stays."""
 
 
-def build_layer(config, layer_number: int, pg_collection):
-    """A layer; its weights in 8 bits if they are kept so (fp8_param)."""
+def build_layer(
+    config: TransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection
+) -> Layer:
+    """A Layer. With fp8_param its weights are stored in 8 bits."""
     with get_fp8_context(config, layer_number - 1, is_init=True):
         return Layer(config, layer_number, pg_collection)
 
 
 class Block(MegatronModule):
-    """The layers of a pipeline stage (or virtual stage), and the norm after the last of all.
+    """The layers of a (virtual) pipeline stage, and the final norm after the model's last layer.
 
-    forward(hidden_states [s, b, h] of the embedding, or None on later stages, which take
-    `input_tensor`; more to add to the output of each of the first layers; keywords of
-    Layer.forward) -> [s, b, h].
+    forward(hidden_states [s, b, h], *added, **shared) -> [s, b, h]. Later stages pass None for
+    hidden_states and read `input_tensor` instead.
+    added: one tensor per layer for the first layers, added to that layer's output.
+    shared: keywords of Layer.forward.
     """
 
-    def __init__(self, config, pre_process: bool, post_process: bool, vp_stage, pg_collection):
+    def __init__(
+        self,
+        config: TransformerConfig,
+        pre_process: bool,
+        post_process: bool,
+        vp_stage: int | None,
+        pg_collection: ProcessGroupCollection,
+    ) -> None:
         super().__init__(config=config)
         self.tp_group = pg_collection.tp
         self.pre_process = pre_process
@@ -184,17 +224,19 @@ class Block(MegatronModule):
             build_layer(config, number, pg_collection) for number in numbers
         )
         is_last = post_process
-        if config.mtp_num_layers:  # layers for prediction may stand on a stage without others
+        if config.mtp_num_layers:  # the last stage may have prediction layers alone
             is_last = config.num_layers in numbers
         self.final_layernorm = None
         if is_last:
             self.final_layernorm = hidden_norm(config)
 
-    def forward(self, hidden_states, *added, **shared):
+    def forward(
+        self, hidden_states: torch.Tensor, *added: torch.Tensor, **shared: Any
+    ) -> torch.Tensor:
         config = self.config
         if not self.pre_process:
             hidden_states = self.input_tensor
-        # the pipeline frees the storage of what it has sent: no view of it may live on
+        # the pipeline schedule frees a tensor's storage after sending it: a view would break
         viewless = functools.partial(make_viewless_tensor, requires_grad=True, keep_graph=True)
         hidden_states = viewless(hidden_states)
         if config.recompute_granularity is not None and torch.is_grad_enabled():
@@ -204,22 +246,23 @@ class Block(MegatronModule):
         with contextlib.ExitStack() as stack:
             if config.sequence_parallel:
                 stack.enter_context(tensor_parallel.get_cuda_rng_tracker().fork())
-            if config.fp8_recipe == "delayed":  # one context for all layers; else one each
+            if config.fp8_recipe == "delayed":  # one context for all layers; others: one per layer
                 stack.enter_context(get_fp8_context(config))
             for layers, again in self._units():
                 run = functools.partial(self._run, layers, shared)
                 if again:
                     run = functools.partial(recomputed, config, run)
-                # as inputs of what is recomputed: else their gradients would be lost
+                # passed as inputs: recomputation would lose the gradients of captured tensors
                 hidden_states = run(hidden_states, *added[: len(layers)])
                 added = added[len(layers) :]
         if self.final_layernorm is not None:
             return viewless(self.final_layernorm(hidden_states))
         is_empty = not self.pre_process and not len(self.layers)
-        return hidden_states.clone() if is_empty else hidden_states  # not the sent tensor itself
+        # a stage without layers must not send on the very tensor that it received
+        return hidden_states.clone() if is_empty else hidden_states
 
-    def _units(self):
-        """(layers, True if they are recomputed together), in their order."""
+    def _units(self) -> list[tuple[Any, bool]]:
+        """[(layers, True if they are recomputed as one unit)], in order."""
         if self.config.recompute_granularity != "full" or not self.training:
             return [(self.layers, False)]
         count = self.config.recompute_num_layers
@@ -228,7 +271,10 @@ class Block(MegatronModule):
         starts = range(0, len(self.layers), count)
         return [(self.layers[start : start + count], True) for start in starts]
 
-    def _run(self, layers, shared, hidden_states, *added):
+    def _run(
+        self, layers: Any, shared: dict[str, Any], hidden_states: torch.Tensor, *added: torch.Tensor
+    ) -> torch.Tensor:
+        """Apply `layers` in turn. added: tensors for the outputs of the first of these layers."""
         one_each = self.config.fp8_recipe != "delayed"
         for i, layer in enumerate(layers):
             number = layer.layer_number - 1
@@ -238,10 +284,16 @@ class Block(MegatronModule):
                 hidden_states = hidden_states + added[i]
         return hidden_states
 
-    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        """megatron's ShardedTensors: layers of one kind stacked along an axis, else each by its
-        number."""
-        state = {}
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """megatron's ShardedTensors. If all layers have the same tensors, they are stacked along a
+        new first axis; otherwise each layer's names contain its index.
+        """
+        state: dict[str, Any] = {}
         config = self.config
         differ = config.linear_layers or config.full_kv_channels
         one_kind = config.moe_layer_freq == 1 and not differ
@@ -267,9 +319,11 @@ class Block(MegatronModule):
 
 
 class PredictionLayer(MegatronModule):
-    """One extra layer; layer_number counts them from 1."""
+    """One layer for multi-token prediction. layer_number counts these layers from 1."""
 
-    def __init__(self, config, layer_number: int, pg_collection):
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection
+    ):
         super().__init__(config=config)
         self.layer_number = layer_number
         self.enorm = hidden_norm(config)
@@ -280,15 +334,19 @@ class PredictionLayer(MegatronModule):
         self.final_layernorm = hidden_norm(config)
 
     @property
-    def mtp_model_layer(self):
-        """The layer under the name that megatron's schedules know from 0.17 on."""
+    def mtp_model_layer(self) -> Layer:
+        """transformer_layer, under the name used by megatron's schedules since 0.17."""
         return self.transformer_layer
 
-    def forward(self, embedded, hidden_states, **shared):
-        """embedded, hidden_states [s, b, h], or [s / tp, b, h] under sequence parallelism -> the
-        next hidden_states. shared: keywords of Layer.forward."""
+    def forward(
+        self, embedded: torch.Tensor, hidden_states: torch.Tensor, **shared: Any
+    ) -> torch.Tensor:
+        """embedded: embeddings of the tokens ahead; hidden_states: output of the layer before. Both
+        [s, b, h], or [s / tp, b, h] under sequence parallelism, as is the result. shared: keywords
+        of Layer.forward.
+        """
 
-        def run(embedded, hidden_states):
+        def run(embedded: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
             both = torch.cat((self.enorm(embedded), self.hnorm(hidden_states)), -1)
             hidden_states = self.transformer_layer(self.eh_proj(both), **shared)
             return self.final_layernorm(hidden_states)
@@ -301,15 +359,21 @@ class PredictionLayer(MegatronModule):
 class Predictions(MegatronModule):
     """The layers for multi-token prediction, all on the last pipeline stage."""
 
-    def __init__(self, config, pg_collection):
+    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection):
         super().__init__(config=config)
         numbers = range(1, config.mtp_num_layers + 1)
         self.layers = torch.nn.ModuleList(
             PredictionLayer(config, number, pg_collection) for number in numbers
         )
 
-    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        state = {}
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """megatron's ShardedTensors of all prediction layers, each under its index."""
+        state: dict[str, Any] = {}
         for i, layer in enumerate(self.layers):
             state |= layer.sharded_state_dict(f"{prefix}layers.{i}.", (), metadata)
         return state

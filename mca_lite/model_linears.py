@@ -1,16 +1,15 @@
-"""megatron's linears, a product and its messages in one function of autograd, in every layout.
+"""megatron's tensor-parallel linears, each matmul and its communication in one autograd function.
 
-Under sequence parallelism messages can travel behind products (tp_comm_overlap): a product takes
-this rank's part of the tokens while the others' arrive. The GPUs of one host copy them from each
-other's memory (torch's symmetric memory), on a stream of its own. Elsewhere the same functions
-gather, multiply and scatter in turn.
-Of megatron's linears the weights, their initialisation and their checkpoints stay.
+Under sequence parallelism, communication can overlap with matmuls (tp_comm_overlap): the matmul for
+this rank's tokens runs while other ranks' tokens arrive. GPUs of one host copy them from each
+other's memory (torch's symmetric memory) on a separate stream. Otherwise the same functions gather,
+multiply and scatter one after another. Weights, initialisation and checkpoints stay megatron's.
 """
 
 import functools
 import math
 import warnings
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,52 +22,62 @@ from .mcore import ColumnParallelLinear, RowParallelLinear
 from .parallel import gather_into, scatter_into
 
 _SETS = 3
-_LEAST = 1 << 20  # bytes of a set
+_LEAST = 1 << 20  # smallest buffer set, in bytes
 _NO_SYMMETRIC_MEMORY = (
-    "tp_comm_overlap: torch's symmetric memory does not work here ({}): messages of tensor "
-    "parallelism are not hidden behind products"
+    "tp_comm_overlap: torch's symmetric memory does not work here ({}): tensor-parallel "
+    "communication does not overlap with matmuls"
 )
 
 
 class ColumnLinear(ColumnParallelLinear):
-    """A linear with its outputs cut over the ranks of tp_group: takes [s, b, h], or [s / tp, b, h]
-    under sequence parallelism. Collectives over tp_group in both passes."""
+    """A linear whose outputs are sharded over tp_group: [s, b, h], or [s / tp, b, h] under sequence
+    parallelism -> [s, b, n / tp].
 
-    def product(self, x, weight):
-        """The outputs [s, b, n / tp] of x. An adapter replaces it on the instance."""
+    Collectives over tp_group: in backward; under sequence parallelism in forward too.
+    """
+
+    def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """The matmul: x -> [s, b, n / tp], without the bias. An adapter replaces this method on the
+        instance.
+        """
         return ColumnProduct.apply(x, weight, Way.of(self))
 
-    def forward(self, x):
-        """(output [s, b, n / tp], bias or None)."""
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(output [s, b, n / tp] without the bias, bias or None)."""
         return self.product(x, self.weight), self.bias
 
 
 class RowLinear(RowParallelLinear):
-    """A linear with its inputs cut over the ranks of tp_group: gives [s, b, h], or [s / tp, b, h]
-    under sequence parallelism. Collectives over tp_group in both passes."""
+    """A linear whose inputs are sharded over tp_group: [s, b, k / tp] -> [s, b, n], or [s / tp, b,
+    n] under sequence parallelism.
 
-    def product(self, x, weight):
-        """The outputs of x [s, b, h / tp]. An adapter replaces it on the instance."""
+    Collectives over tp_group: in forward; under sequence parallelism in backward too.
+    """
+
+    def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """The matmul: x [s, b, k / tp] -> output summed over tp_group, without the bias. An adapter
+        replaces this method on the instance.
+        """
         return RowProduct.apply(x, weight, Way.of(self))
 
-    def forward(self, x):
-        """(output, bias or None) of x [s, b, h / tp]."""
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(output without the bias, bias or None)."""
         return self.product(x, self.weight), self.bias
 
 
 class Way(NamedTuple):
-    """The messages of a linear."""
+    """The communication pattern of a linear."""
 
-    group: dist.ProcessGroup | None  # None: no messages
-    cuts_tokens: bool = False  # ranks have parts of the sequence, outside of the linear
-    overlaps: bool = False
+    group: Any  # a ProcessGroup; None: no communication
+    cuts_tokens: bool = False  # outside the linear, tokens are sharded (sequence parallelism)
+    overlaps: bool = False  # communication runs beside matmuls
     accumulates: bool = False  # the weight's gradient is added to its main_grad
 
     @classmethod
-    def of(cls, linear) -> "Way":
-        """Read it from a linear of megatron."""
+    def of(cls, linear: torch.nn.Module) -> "Way":
+        """Read the fields from a megatron linear."""
         accumulates = linear.gradient_accumulation_fusion
-        # the shared experts beside a dispatch send for themselves
+        # shared experts that overlap with the token dispatch do this communication themselves
         if linear.explicit_expert_comm or linear.tp_group.size() == 1:
             return cls(None, accumulates=accumulates)
         is_cut = linear.sequence_parallel
@@ -76,11 +85,12 @@ class Way(NamedTuple):
 
 
 class ColumnProduct(torch.autograd.Function):
-    """x [s, b, k], or [s / tp, b, k] of each rank with cut tokens, times weight [n, k] ->
-    [s, b, n]."""
+    """x [s, b, k], or [s / tp, b, k] if tokens are sharded, times weight [n, k] transposed -> [s,
+    b, n]. n counts this rank's outputs.
+    """
 
     @staticmethod
-    def forward(ctx, x, weight, way: Way):
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, way: Way) -> torch.Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
         ctx.constants = weight, way
         if not way.cuts_tokens:
@@ -89,14 +99,16 @@ class ColumnProduct(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(
+        ctx: Any, grad: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, None]:
         weight, way = ctx.constants
         [x] = ctx.saved_tensors
         of_x = of_weight = None
-        # the messages of each product are behind the other one
+        # each of the two matmuls runs during the other's communication
         if x is not None:
             whole, arrivals = start_gather(x, way)
-        sums = []
+        sums: list[Any] = []
         if ctx.needs_input_grad[0]:
             of_x, sums = start_sum(grad, weight, way)
         if x is not None:
@@ -107,11 +119,12 @@ class ColumnProduct(torch.autograd.Function):
 
 
 class RowProduct(torch.autograd.Function):
-    """x [s, b, k] times weight [n, k], summed over the ranks -> [s, b, n], or this rank's part
-    [s / tp, b, n] with cut tokens."""
+    """x [s, b, k] times weight [n, k] transposed, summed over the group -> [s, b, n], or [s / tp,
+    b, n] if tokens are sharded. k counts this rank's inputs.
+    """
 
     @staticmethod
-    def forward(ctx, x, weight, way: Way):
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, way: Way) -> torch.Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None)
         ctx.constants = weight, way
         if way.cuts_tokens:
@@ -123,7 +136,7 @@ class RowProduct(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         weight, way = ctx.constants
         [x] = ctx.saved_tensors
         of_weight = None
@@ -136,21 +149,25 @@ class RowProduct(torch.autograd.Function):
         return of_x, of_weight, None
 
 
-def beside(module: torch.nn.Module):
-    """The adapter on a module; None without one, or while it is off."""
+def beside(module: torch.nn.Module) -> Any:
+    """The module's adapter; None if it has none or the adapter is disabled."""
     adapter = getattr(module, "lora", None)
     return adapter if adapter is not None and adapter.enabled else None
 
 
-def extra_factors(head: torch.nn.Module, hidden: torch.Tensor):
-    """Two matrices of the adapter on an output layer, for token_losses; None without one."""
+def extra_factors(head: torch.nn.Module, hidden: torch.Tensor) -> Any:
+    """(x A^T, B) of an output layer's adapter, for token_losses; None if there is no adapter."""
     adapter = beside(head)
     return None if adapter is None else adapter.factors(hidden)
 
 
-def _of_weight(weight, x, grad, accumulates: bool):
-    """The gradient of weight [n, k] for its inputs x [s, b, k] and its outputs' gradient
-    [s, b, n]; added to weight.main_grad, an empty tensor for the hook of megatron's DDP."""
+def _of_weight(
+    weight: torch.Tensor, x: torch.Tensor, grad: torch.Tensor, accumulates: bool
+) -> torch.Tensor:
+    """Gradient of weight [n, k] from inputs x [s, b, k] and output gradient [s, b, n]. If
+    `accumulates`, it is added to weight.main_grad, and the result is an empty tensor for megatron's
+    DDP hook.
+    """
     x = x.flatten(0, 1)
     grad = grad.flatten(0, 1)
     if not accumulates:
@@ -160,15 +177,16 @@ def _of_weight(weight, x, grad, accumulates: bool):
     return torch.empty_like(weight)
 
 
-def _wait(messages: list) -> None:
-    """Let the device wait for messages, or events, under way."""
+def _wait(messages: list[Any]) -> None:
+    """Make the current stream wait for pending communication (handles or events)."""
     for message in messages:
         message.wait()
 
 
-def start_gather(x, way: Way) -> tuple[torch.Tensor, list]:
-    """(x [s / tp, b, k] of each rank gathered to [s, b, k], messages to wait for); x itself without
-    cut tokens. Collective over the group of `way`."""
+def start_gather(x: torch.Tensor, way: Way) -> tuple[torch.Tensor, list[Any]]:
+    """Start to gather x [s / tp, b, k] to [s, b, k] -> (result, handles to wait for). If tokens are
+    not sharded: (x, []). Collective over way.group.
+    """
     if not way.cuts_tokens:
         return x, []
     x = x.contiguous()
@@ -180,9 +198,13 @@ def start_gather(x, way: Way) -> tuple[torch.Tensor, list]:
     return whole, [gather_into(whole, x, group=way.group, async_op=True)]
 
 
-def start_sum(grad, weight, way: Way) -> tuple[torch.Tensor, list]:
-    """(grad [s, b, n] times weight [n, k], summed over the ranks, or this rank's part of that with
-    cut tokens; messages to wait for). Collective over the group of `way`."""
+def start_sum(grad: torch.Tensor, weight: torch.Tensor, way: Way) -> tuple[torch.Tensor, list[Any]]:
+    """Compute grad [s, b, n] @ weight [n, k] and start to sum it over the group -> (result, handles
+    to wait for).
+
+    The result is [s, b, k], or this rank's [s / tp, b, k] if tokens are sharded. Collective over
+    way.group.
+    """
     if way.cuts_tokens and way.overlaps and grad.is_cuda:
         return multiply_scatter(grad, weight, way), []
     product = grad @ weight
@@ -194,9 +216,12 @@ def start_sum(grad, weight, way: Way) -> tuple[torch.Tensor, list]:
     return out, [scatter_into(out, product, group=way.group, async_op=True)]
 
 
-def gather_multiply(x, matrix, way: Way) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x [s / tp, b, k] of each rank gathered to [s, b, k], that times matrix [k, n]). Collective
-    over the group of `way`."""
+def gather_multiply(
+    x: torch.Tensor, matrix: torch.Tensor, way: Way
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x [s / tp, b, k] gathered to [s, b, k], the gathered x @ matrix [k, n]). Collective over
+    way.group.
+    """
     x = x.contiguous()
     peers = peers_of(way.group) if way.overlaps and x.is_cuda else None
     if peers is None:
@@ -214,9 +239,10 @@ def gather_multiply(x, matrix, way: Way) -> tuple[torch.Tensor, torch.Tensor]:
     return whole, out
 
 
-def multiply_scatter(x, matrix, way: Way) -> torch.Tensor:
-    """x [s, b, k] times matrix [k, n], summed over the ranks -> this rank's part [s / tp, b, n].
-    Collective over the group of `way`."""
+def multiply_scatter(x: torch.Tensor, matrix: torch.Tensor, way: Way) -> torch.Tensor:
+    """x [s, b, k] @ matrix [k, n], summed over the group -> this rank's tokens [s / tp, b, n].
+    Collective over way.group.
+    """
     peers = peers_of(way.group) if way.overlaps and x.is_cuda else None
     if peers is None:
         product = x @ matrix
@@ -239,25 +265,28 @@ def multiply_scatter(x, matrix, way: Way) -> torch.Tensor:
 
 
 class Peers:
-    """Buffers that the GPUs of a group of one host read from each other, and a stream for it.
+    """Buffers that the GPUs of one host read from each other, and the stream that copies them.
 
-    Three sets of buffers take turns. A set is written again three exchanges later: every rank has
-    read it then, for this one has waited for the exchange in between, where all ranks met after
-    that; the last exchange may still be under way. The sets grow with the largest exchange.
+    Three buffer sets take turns. A set is written again three exchanges later. By then every rank
+    has read it: this rank has waited for an exchange in between, in which all ranks met after their
+    reads. The last exchange may still be running. The sets grow with the largest exchange.
     """
 
-    def __init__(self, group):
+    def __init__(self, group: dist.ProcessGroup):
         self.group = group
         self.rank = group.rank()
         self.size = group.size()
         self.stream = torch.cuda.Stream()
         self.turn = 0
-        self._room = 0  # bytes of a set
-        self._views: dict[tuple, tuple] = {}
+        self._room = 0  # bytes per set
+        self._views: dict[tuple[Any, ...], tuple[torch.Tensor, list[torch.Tensor]]] = {}
 
-    def slot(self, number: int, length: int, dtype: torch.dtype) -> tuple:
-        """(a buffer [length] of this rank, those of all ranks), of number 1 to size - 1 of a set.
-        Collective if the buffers have to grow."""
+    def slot(
+        self, number: int, length: int, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """(this rank's buffer [length], the same buffer of every rank) in the current set. number:
+        1 to size - 1. Collective if the buffers must grow.
+        """
         key = self.turn % _SETS, number, length, dtype
         if key not in self._views:
             needed = (self.size - 1) * length * dtype.itemsize
@@ -270,6 +299,7 @@ class Peers:
         return self._views[key]
 
     def _grow(self, needed: int) -> None:
+        """Allocate sets of at least `needed` bytes. Collective."""
         from torch.distributed import _symmetric_memory
 
         torch.cuda.synchronize()  # nothing reads the smaller ones any more
@@ -281,11 +311,13 @@ class Peers:
         self._views = {}
 
     def next(self) -> None:
-        """An exchange ends."""
+        """End an exchange: the next one uses the next buffer set."""
         self.turn += 1
 
-    def gather(self, x) -> tuple[torch.Tensor, list]:
-        """(x [s / tp, ...] of all ranks [s, ...], [(rank, event of its arrival)])."""
+    def gather(self, x: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
+        """(x [s / tp, ...] gathered to [s, ...], [(rank, event of its tokens' arrival)]). This
+        rank's tokens are there at once.
+        """
         whole = x.new_empty(self.size * len(x), *x.shape[1:])
         parts = whole.view(self.size, -1)
         mine, theirs = self.slot(1, x.numel(), x.dtype)
@@ -299,8 +331,12 @@ class Peers:
         parts[self.rank].copy_(x.view(-1))
         return whole, arrivals
 
-    def fetch(self, theirs, out, meets: bool = True) -> tuple[torch.Tensor, torch.cuda.Event]:
-        """(out, event of its arrival): another rank's buffer, copied after all ranks have met."""
+    def fetch(
+        self, theirs: torch.Tensor, out: torch.Tensor, meets: bool = True
+    ) -> tuple[torch.Tensor, torch.cuda.Event]:
+        """Copy another rank's buffer `theirs` into `out` -> (out, event of its arrival). meets:
+        first wait until all ranks reach this point.
+        """
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             if meets:
@@ -310,9 +346,12 @@ class Peers:
 
 
 @functools.cache
-def peers_of(group) -> Peers | None:
-    """The Peers of a group; None, with a warning, where symmetric memory does not work on all of
-    its ranks. Tried once, collective over group then."""
+def peers_of(group: dist.ProcessGroup) -> Peers | None:
+    """The Peers of a group, or None, with a warning, if symmetric memory does not work on one of
+    its ranks.
+
+    The first call tries it, collectively over the group; later calls return the same answer.
+    """
     reason = "another rank could not"
     peers = Peers(group)
     try:

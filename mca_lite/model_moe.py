@@ -1,19 +1,21 @@
-"""The parts of a mixture-of-experts layer: router, dispatcher, experts. Shared experts: megatron.
+"""The parts of a mixture-of-experts layer: router, token dispatcher, experts. Shared experts are
+megatron's.
 
-Letters: T tokens, k experts of a token, E experts, n of them on this rank, f columns of an expert
-on this rank (1 / etp of them), h hidden size. Experts are spread over the expert-parallel ranks,
-e = n * ep_rank + i, and their matrices are cut over the expert-tensor-parallel ranks.
+Letters: T tokens, k experts per token, E experts, n of them on this rank, h hidden size, f the
+columns of an expert on this rank (1 / etp of all). Experts are spread over the expert-parallel
+ranks: local expert i has index n * ep_rank + i. Their matrices are sharded over the
+expert-tensor-parallel ranks.
 
-A token goes to k experts, so it has k rows there. `order` [T k] lists the pairs (token, choice) by
-expert, tokens in turn; `places` [T, k] is its inverse: the row of each pair. Both directions, and
-their gradients, read at such places, and sum k rows in float32, rounded once. Additions to rows, as
-in megatron's permutation, would collide on a GPU. On one expert-parallel rank nothing waits for the
+A token goes to k experts, so k rows represent it there. `order` [T k] sorts the (token, choice)
+pairs by expert, stably; `places` [T, k] is its inverse: the row of each pair. Forward and backward
+both gather by these indices and sum k rows in float32, rounded once. Scattered additions, as in
+megatron's permutation, would collide on a GPU. With one expert-parallel rank nothing waits for the
 device.
 """
 
 import functools
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,10 +30,12 @@ from .mcore import (
     MoEAuxLossAutoScaler,
     MoELayer,
     MoESubmodules,
+    ProcessGroupCollection,
     ShardedTensor,
     SharedExpertMLP,
     TESpecProvider,
     TopKRouter,
+    TransformerConfig,
 )
 from .model_linears import ColumnLinear, RowLinear, beside
 from .parallel import device, sum_gradients, sum_over_all
@@ -40,7 +44,7 @@ from .parallel import device, sum_gradients, sum_over_all
 
 
 def scores_of(logits: torch.Tensor, score_function: str) -> torch.Tensor:
-    """softmax or sigmoid of logits [T, E] over the experts, in float32 at least."""
+    """softmax or sigmoid over the experts of logits [T, E], in float32 or wider."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return torch.softmax(logits, -1) if score_function == "softmax" else torch.sigmoid(logits)
 
@@ -56,11 +60,14 @@ def choose_experts(
     group_topk: int | None = None,
     group_score: str = "top2",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weights, experts) [T, k] of logits [T, E], as the routers of transformers give them.
+    """(weights, expert indices), both [T, k], from logits [T, E], as transformers' routers compute
+    them.
 
-    bias [E] is added to the scores for the choice alone. With groups, only experts of the
-    group_topk best groups are open; a group counts by its two best experts ("top2") or its best
-    ("max"). normalise: a token's weights sum to 1.
+    bias: [E], added to the scores for the choice only.
+    num_groups: experts can be chosen only from the group_topk best groups. A group is ranked by the
+    sum of its two best experts ("top2") or by its best one ("max").
+    normalise: scale a token's weights to sum to 1.
+    scaling: factor on the weights, applied last.
     """
     scores = scores_of(logits, score_function)
     choice = scores
@@ -83,7 +90,7 @@ def choose_experts(
 
 
 class BalancingLosses(NamedTuple):
-    """Coefficients of the additions to the objective; `kind` is moe_router_load_balancing_type."""
+    """Coefficients of the router losses. kind: moe_router_load_balancing_type."""
 
     kind: str = "none"
     balance: float = 0.0
@@ -91,12 +98,14 @@ class BalancingLosses(NamedTuple):
 
     @property
     def on(self) -> bool:
+        """True if any router loss is added."""
         return (self.kind != "none" and self.balance > 0) or self.z > 0
 
     @classmethod
-    def of(cls, settings, default: float = 0.0) -> "BalancingLosses":
-        """From TrainingArguments or McaModelConfig. default: the balancing coefficient of a model,
-        for arguments without one."""
+    def of(cls, settings: Any, default: float = 0.0) -> "BalancingLosses":
+        """Read them from TrainingArguments or McaModelConfig. default: the model's balancing
+        coefficient, used if the arguments set none.
+        """
         balance = settings.moe_aux_loss_coeff
         if balance is None:
             balance = default
@@ -112,12 +121,15 @@ def balancing_parts(
     score_function: str,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """This rank's part of (balancing loss, z loss), and the number of real tokens of the
-    micro-batch, float32.
+    """(balancing loss, z loss, number of real tokens in the micro-batch), float32.
 
-    logits [s, b, E]; real bool [s, b]. group: the ranks that share the micro-batch's tokens (None:
-    this one alone), whose parts sum to the losses. kind "none": the first is 0. Collective: one
-    all-reduce over the group.
+    The losses are this rank's shares: they sum to the total over `group`. The token count is the
+    total.
+
+    logits: [s, b, E]; real: bool [s, b], True for tokens, False for padding.
+    kind: "none" makes the balancing loss 0.
+    group: the ranks that share the micro-batch's tokens; None: only this rank. Collective: one
+    all-reduce over it.
     """
     num_experts = logits.shape[-1]
     real = real.to(torch.float32).contiguous()
@@ -130,12 +142,12 @@ def balancing_parts(
     counts = all_reduce(counts, dist.ReduceOp.SUM, group)
     mass = (scores * real[..., None]).sum(0)  # [b, E]
     tokens = counts[:, -1].sum()
-    # pools are balanced each by itself: rows, or all rows together
+    # a pool is balanced by itself: each row, or with "aux_loss" all rows together
     if kind == "aux_loss":
         counts = counts.sum(0, keepdim=True)
         mass = mass.sum(0, keepdim=True)
     choices = counts[:, :-1]
-    pools = counts[:, -1]  # tokens of each
+    pools = counts[:, -1]  # tokens per pool
     size = pools.clamp(min=1)[:, None]
     balance = num_experts * (choices / (size * topk) * (mass / size)).sum(-1)
     num_pools = (pools > 0).sum().clamp(min=1)
@@ -145,36 +157,47 @@ def balancing_parts(
 
 
 def updated_bias(bias: torch.Tensor, counts: torch.Tensor, rate: float) -> torch.Tensor:
-    """The router's bias [.., E] after a step with counts [.., E] of choices of its experts: `rate`
-    more for experts below the mean, less for those above it."""
+    """The router bias [.., E] after a step in which experts were chosen `counts` [.., E] times:
+    `rate` higher for experts chosen less than average, `rate` lower for those chosen more.
+    """
     return bias + (counts.mean(-1, keepdim=True) - counts).sign() * rate
 
 
 class RouterStatistics:
-    """Counts of the routers of this rank since the last log line; nothing here waits for the
-    device.
+    """Router counts of this rank since the last log line. Counting never waits for the device.
 
-    A layer has a row: choices of each expert, the balancing loss, the z loss, micro-batches.
+    Each layer has one row: choices per expert, balancing loss, z loss, number of micro-batches.
     """
 
     def __init__(self, num_layers: int, num_experts: int):
         self.rows = torch.zeros(num_layers, num_experts + 3, dtype=torch.float64, device=device())
-        # weight of a micro-batch's losses beside its main loss, in this step
+        # factor on the router losses of each micro-batch of this step
         self.loss_weight: float | torch.Tensor = 0.0
 
     def count(self, layer: int, experts: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-        """float32 [E]: choices of each expert by real tokens, counted for the log. experts [T, k],
-        real bool [T]."""
+        """Choices per expert by real tokens, float32 [E]; also added to the layer's row. experts:
+        [T, k]; real: bool [T].
+        """
         choices = torch.zeros_like(self.rows[layer, :-3], dtype=torch.float32)
         choices.index_add_(0, experts.flatten(), real.float().repeat_interleave(experts.shape[1]))
         self.rows[layer, :-3] += choices
         return choices
 
     def losses(
-        self, layer: int, logits, real, losses: BalancingLosses, topk, score_function, group=None
+        self,
+        layer: int,
+        logits: torch.Tensor,
+        real: torch.Tensor,
+        losses: BalancingLosses,
+        topk: int,
+        score_function: str,
+        group: dist.ProcessGroup | None = None,
     ) -> torch.Tensor:
-        """The router's addition to the loss of a micro-batch, counted for the log. Arguments and
-        collective: those of balancing_parts."""
+        """The loss that the router adds for a micro-batch; its parts are also added to the layer's
+        row.
+
+        Arguments and collective are those of balancing_parts.
+        """
         balance, z, tokens = balancing_parts(logits, real, losses.kind, topk, score_function, group)
         share = (tokens > 0) / num_ranks(group)  # this rank's part of the micro-batch
         self.rows[layer, -3:] += torch.stack([balance.detach(), z.detach(), share])
@@ -184,13 +207,14 @@ class RouterStatistics:
         """The rows summed over all ranks. Collective."""
         return sum_over_all(self.rows.clone())
 
-    def take(self, losses: BalancingLosses) -> dict[str, float | list]:
-        """Numbers of all ranks for the log; resets the counts. Collective.
+    def take(self, losses: BalancingLosses) -> dict[str, Any]:
+        """Figures of all ranks for the log, {} if no layer has experts. Resets the counts.
+        Collective.
 
-        expert_load: for each mixture layer the choices of each of its experts over their mean.
-        expert_load_max and _min: those of the most and of the least loaded expert of a layer,
-        averaged over these layers; the losses, without their coefficients, averaged over these
-        layers and the micro-batches.
+        expert_load: for each MoE layer, choices per expert divided by their mean.
+        expert_load_max, expert_load_min: the load of a layer's busiest and of its least busy
+        expert, averaged over layers. The losses come without their coefficients, averaged over
+        layers and micro-batches.
         """
         rows = self.sums()
         self.rows.zero_()
@@ -210,8 +234,8 @@ class RouterStatistics:
         return {**{key: float(value) for key, value in out.items()}, "expert_load": shares}
 
 
-def count_real_micro_batches(batches: Iterable[dict]) -> int:
-    """Count the arranged micro-batches with any real token; fillers have none."""
+def count_real_micro_batches(batches: Iterable[dict[str, Any]]) -> int:
+    """Count the micro-batches with at least one real token; filler micro-batches have none."""
     return sum(not bool(batch["padding_mask"].all()) for batch in batches)
 
 
@@ -219,30 +243,32 @@ def count_real_micro_batches(batches: Iterable[dict]) -> int:
 
 
 class Router(TopKRouter):
-    """megatron's router with the routing of transformers' models, and balancing losses of real
-    tokens alone.
+    """megatron's router, with transformers' routing rules and balancing losses over real tokens
+    only.
 
-    The backend sets `statistics` for training; without them nothing is counted and no loss is
+    In training the backend sets `statistics`. If it is None, nothing is counted and no loss is
     added.
     """
 
     statistics: RouterStatistics | None = None
-    gives_choices = False  # to the dispatcher, in place of megatron's maps
+    gives_choices = False  # routing gives expert indices, instead of megatron's bool maps
 
-    def __init__(self, config, *args, **kwargs):
+    def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any):
         super().__init__(config, *args, **kwargs)
         if config.add_moe_bias:
             self.bias = new_weight(config, config.num_moe_experts)
             self.bias.sequence_parallel = config.sequence_parallel
 
-    def _apply(self, fn, recurse=True):
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Router":
+        """Module.to and the like, but the expert bias stays float32 whatever the model's dtype."""
         super()._apply(fn, recurse)
-        self._maintain_float32_expert_bias()  # whatever the dtype of the model
+        self._maintain_float32_expert_bias()
         return self
 
-    def gating(self, input):
-        """[s, b, h] -> logits [s, b, E] in moe_router_dtype. Megatron's own needs Transformer
-        Engine on a GPU."""
+    def gating(self, input: torch.Tensor) -> torch.Tensor:
+        """[s, b, h] -> logits [s, b, E] in moe_router_dtype. megatron's method needs Transformer
+        Engine on a GPU.
+        """
         dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(
             self.config.moe_router_dtype, input.dtype
         )
@@ -253,9 +279,13 @@ class Router(TopKRouter):
             logits = logits + adapter(input).to(logits.dtype)
         return logits
 
-    def routing(self, logits, padding_mask=None):
-        """logits [s, b, E], padding_mask bool [s, b] with True meaning padding -> (weights [T, E],
-        choices bool [T, E]); with gives_choices (weights [T, k], experts [T, k])."""
+    def routing(
+        self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """logits [s, b, E] -> (weights [T, E], 0 for experts not chosen; choices bool [T, E]), or
+        with gives_choices (weights [T, k], expert indices [T, k]). padding_mask: bool [s, b], True
+        for padding.
+        """
         config = self.config
         flat = logits.flatten(0, 1)
         weights, experts = choose_experts(
@@ -269,7 +299,7 @@ class Router(TopKRouter):
             config.moe_router_group_topk,
             config.moe_router_group_score,
         )
-        # recomputation runs a second time, with gradients: it counts then
+        # with recomputation this runs twice: count only the second run, which has gradients
         if self.statistics is not None and self.training and torch.is_grad_enabled():
             real = torch.ones_like(logits[..., 0], dtype=torch.bool)
             if padding_mask is not None:
@@ -280,11 +310,11 @@ class Router(TopKRouter):
                 self.local_tokens_per_expert += choices
             losses = BalancingLosses.of(config)
             if losses.on:
-                # a view of the flat form: megatron's linear needs its gradient in that order
+                # a view of `flat`: megatron's linear needs the gradient in its memory order
                 shared = flat.view(logits.shape), real, losses, self.topk, self.score_function
                 loss = self.statistics.losses(layer, *shared, self.tp_cp_group)
-                # adds its gradient to that of the weights; megatron's schedule scales it like the
-                # main loss of a micro-batch
+                # the loss gets its gradient where the weights get theirs; megatron's schedule
+                # scales it like the micro-batch's main loss
                 weights = MoEAuxLossAutoScaler.apply(weights, loss)
         if self.gives_choices:
             return weights, experts
@@ -296,10 +326,10 @@ class Router(TopKRouter):
 
 
 @compiled
-def sums_of_rows(rows, places):
-    """The sum of the k rows [T k, h] of each token -> [T, h]."""
+def sums_of_rows(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Sum the k rows of each token: rows [T k, h], places [T, k] -> [T, h]."""
     first, *others = places.unbind(1)
-    # read after read: a compiled sum over k spreads k over threads, and takes three times as long
+    # one gather after another: a compiled sum over k spreads k over threads and takes 3x as long
     total = rows[first].to(torch.promote_types(rows.dtype, torch.float32))
     for places_of_choice in others:
         total = total + rows[places_of_choice]
@@ -307,39 +337,50 @@ def sums_of_rows(rows, places):
 
 
 class ToExperts(torch.autograd.Function):
-    """x [T, h] and weights [T, k] in the order of experts: [T k, h] and [T k]."""
+    """x [T, h] and weights [T, k] -> [T k, h] and [T k], sorted by expert. Local to this rank."""
 
     @staticmethod
-    def forward(ctx, x, weights, order, places):
+    def forward(
+        ctx: Any, x: torch.Tensor, weights: torch.Tensor, order: torch.Tensor, places: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(places)
         return x[order // places.shape[1]], weights.flatten()[order]
 
     @staticmethod
-    def backward(ctx, grad, grad_of_weights):
+    def backward(
+        ctx: Any, grad: torch.Tensor, grad_of_weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, None, None]:
         (places,) = ctx.saved_tensors
         return sums_of_rows(grad, places), grad_of_weights[places], None, None
 
 
 class FromExperts(torch.autograd.Function):
-    """Rows [T k, h] in the order of experts -> their sums for each token [T, h]."""
+    """Rows [T k, h] sorted by expert -> the sum of each token's rows, [T, h]. Local to
+    this rank.
+    """
 
     @staticmethod
-    def forward(ctx, rows, order, places):
+    def forward(
+        ctx: Any, rows: torch.Tensor, order: torch.Tensor, places: torch.Tensor
+    ) -> torch.Tensor:
         ctx.save_for_backward(order, places)
         return sums_of_rows(rows, places)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         order, places = ctx.saved_tensors
         return grad[order // places.shape[1]], None, None
 
 
 class Dispatcher(MoEAlltoAllTokenDispatcher):
-    """megatron's all-to-all with the permutation of this module. Takes the router's choices as
-    int64 [T, k] in place of a map, and their weights [T, k]."""
+    """megatron's all-to-all dispatcher with this module's permutation. It takes the router's expert
+    indices, int64 [T, k], and weights [T, k], instead of bool maps.
+    """
 
-    def dispatch_preprocess(self, hidden_states, experts, weights):
-        """[s, b, h] -> rows in the order of experts [T k, h], and their weights [T k]."""
+    def dispatch_preprocess(
+        self, hidden_states: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden_states [s, b, h] -> (rows sorted by expert [T k, h], their weights [T k])."""
         self.hidden_shape = hidden_states.shape
         self.probs = weights
         self.order = experts.flatten().argsort(stable=True)
@@ -350,76 +391,95 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
         flat = hidden_states.reshape(-1, self.hidden_shape[-1])
         return ToExperts.apply(flat, weights, self.order, self.places)
 
-    def count(self, chosen):
-        """Tokens of each local expert, of chosen bool [T, E]."""
+    def count(self, chosen: torch.Tensor) -> torch.Tensor:
+        """Tokens per local expert, from chosen bool [T, E]. With several ranks the counts are
+        exchanged. Collective.
+        """
         return self._maybe_dtoh_and_synchronize("before_permutation_1", self.preprocess(chosen))
 
-    def combine_postprocess(self, rows):
-        """Rows in the order of experts [T k, h] -> [s, b, h]."""
+    def combine_postprocess(self, rows: torch.Tensor) -> torch.Tensor:
+        """Rows sorted by expert [T k, h] -> [s, b, h]."""
         return FromExperts.apply(rows, self.order, self.places).view(self.hidden_shape)
 
 
 class LocalDispatcher(Dispatcher):
-    """The same for one expert-parallel rank: nothing is exchanged, nothing waits for the device."""
+    """Dispatcher for one expert-parallel rank: it exchanges nothing and never waits for
+    the device.
+    """
 
-    def count(self, chosen):
+    def count(self, chosen: torch.Tensor) -> torch.Tensor:
         return chosen.sum(0)
 
-    def token_dispatch(self, rows, weights):
+    def token_dispatch(
+        self, rows: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return rows, weights
 
-    def dispatch_postprocess(self, rows, weights):
+    def dispatch_postprocess(
+        self, rows: torch.Tensor, weights: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         return rows, self.tokens_per_expert, weights
 
-    def combine_preprocess(self, rows):
+    def combine_preprocess(self, rows: torch.Tensor) -> torch.Tensor:
         return rows
 
-    def token_combine(self, rows):
+    def token_combine(self, rows: torch.Tensor) -> torch.Tensor:
         return rows
 
 
 # ---- experts
 
 
-def new_weight(config, *shape: int) -> torch.nn.Parameter:
-    """A parameter of ones on this rank's device, in the dtype of the model."""
+def new_weight(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
+    """A parameter filled with ones, on this rank's device, in the model's dtype."""
     on_device = dict(dtype=config.params_dtype, device=torch.cuda.current_device())
     return torch.nn.Parameter(torch.ones(shape, **on_device))
 
 
 @compiled
-def _add(into, gradient):
+def _add(into: torch.Tensor, gradient: torch.Tensor) -> None:
     into += gradient
 
 
-def _accumulate(weight, gradient) -> None:
-    """Hook of a weight: add its gradient to DDP's buffer, and mark it as added for megatron."""
+def _accumulate(weight: torch.Tensor, gradient: torch.Tensor) -> None:
+    """Gradient hook of a weight: add the gradient to DDP's buffer and tell megatron that this is
+    done.
+    """
     _add(weight.main_grad, gradient)
     weight.grad_added_to_main_grad = True
 
 
 class ExpertBiases(torch.nn.Module):
-    """The biases of the experts of a rank, one for each matrix. By its name megatron leaves it out
-    of weight decay; the hooks of overlap_param_gather wait for it in a call."""
+    """The biases of this rank's experts for one matrix. The parameter's name exempts it from
+    megatron's weight decay. forward returns it, because overlap_param_gather hooks wait for it in a
+    call.
+    """
 
     def __init__(self, bias: torch.nn.Parameter):
         super().__init__()
         self.bias = bias
 
-    def forward(self):
+    def forward(self) -> torch.nn.Parameter:
         return self.bias
 
 
 class Experts(MegatronModule):
-    """SwiGLU experts in stacked weights: fc1 [n, 2, f, h], gate before up, and fc2 [n, h, f]; with
-    add_moe_bias also biases [n, 2, f] and [n, h], these whole on each rank.
+    """SwiGLU experts with stacked weights: fc1 [n, 2, f, h], gate before up, and fc2 [n, h, f].
 
-    activation_func_clamp_value: gates are limited, and up is counted from -1 (kernels.py).
-    moe_grouped_gemm: one grouped matrix product for all of them; otherwise one expert after
-    another. The numbers are the same.
+    add_moe_bias: also biases [n, 2, f] and [n, h]; the latter are whole on each
+    expert-tensor-parallel rank.
+    activation_func_clamp_value: clamp the gate, and up with 1 added, as in gpt-oss (kernels.py).
+    moe_grouped_gemm: one grouped GEMM for all experts; otherwise a loop over experts, with equal
+    results.
     """
 
-    def __init__(self, num_local_experts: int, config, pg_collection, **unused):
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+        **unused: Any,
+    ):
         super().__init__(config=config)
         self.ep_group = pg_collection.ep
         self.etp_group = pg_collection.expt_tp
@@ -435,28 +495,32 @@ class Experts(MegatronModule):
             self.linear_fc2 = ExpertBiases(self._new_weight(n, h, is_cut=False))
 
     def _new_weight(self, *shape: int, is_cut: bool = True) -> torch.nn.Parameter:
-        """A weight. is_cut: its axis 2 is, over the expert-tensor-parallel ranks."""
+        """A stacked weight, with the marks that megatron reads. is_cut: axis 2 is sharded over the
+        expert-tensor-parallel ranks.
+        """
         weight = new_weight(self.config, *shape)
-        # gradients are summed over the ranks with the same experts, even if these are all ranks
-        # (ep 1, etp < tp)
+        # its gradient is summed over the ranks with the same experts, not over all data-parallel
+        # ranks; set even if both are the same (ep 1, etp < tp)
         weight.allreduce = False
-        # a whole expert is no duplicate either: without the mark the gradient norm would leave out
-        # those of all ranks but the first
+        # unsharded experts differ between ranks too: without the mark the gradient norm would skip
+        # those of every rank but the first
         weight.tensor_model_parallel = is_cut or self.etp_group.rank() == 0
         weight.partition_dim = 2
         weight.partition_stride = 1
         return weight
 
     def accumulate_in_place(self) -> None:
-        """Add the weights' gradients to DDP's float32 ones here: DDP's addition of another dtype
-        takes twice as long."""
+        """Add the weights' gradients to DDP's float32 buffers in hooks: DDP takes twice as long to
+        add another dtype.
+        """
         for weight in (self.fc1, self.fc2):
             if weight.requires_grad:
                 weight.register_hook(functools.partial(_accumulate, weight))
 
-    def tensors(self):
-        """(number in the layer, name of megatron's tensor, view) of each local expert's: matrices
-        have two dimensions, biases one."""
+    def tensors(self) -> Iterator[tuple[int, str, torch.Tensor]]:
+        """Yield (expert index in the layer, megatron's tensor name, view) for each local expert.
+        Matrices have two dimensions, biases one.
+        """
         n = len(self.fc1)
         for i in range(n):
             number = n * self.ep_group.rank() + i
@@ -466,8 +530,12 @@ class Experts(MegatronModule):
                 yield number, "linear_fc1.bias", self.linear_fc1.bias[i].flatten()
                 yield number, "linear_fc2.bias", self.linear_fc2.bias[i]
 
-    def forward(self, x, tokens_per_expert, probs):
-        """x [T, h] sorted by expert, tokens_per_expert [n], probs [T] -> ([T, h], None)."""
+    def forward(
+        self, x: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        """x [T, h] sorted by expert, tokens_per_expert [n], probs [T] -> (weighted outputs [T, h],
+        None).
+        """
         ends = None
         adapter = beside(self)
         if self.config.moe_grouped_gemm:
@@ -475,9 +543,9 @@ class Experts(MegatronModule):
                 device=x.device, dtype=torch.int32, non_blocking=True
             )
 
-        def multiply(t, w):
-            """Each expert's tokens t times the transpose of its matrix in w [n, out, in]."""
-            # the grouped product needs rows of whole 16 bytes: the smallest adapters have fewer
+        def multiply(t: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            """Multiply each expert's tokens in t by its transposed matrix in w [n, out, in]."""
+            # the grouped GEMM needs rows in multiples of 16 bytes: the smallest adapters have fewer
             if ends is None or any(size * t.element_size() % 16 for size in w.shape[1:]):
                 counts = tokens_per_expert.tolist()
                 return torch.cat(
@@ -485,7 +553,7 @@ class Experts(MegatronModule):
                 )
             return F.grouped_mm(t, w.transpose(1, 2), offs=ends)
 
-        def product(projections, t, w):
+        def product(projections: tuple[str, ...], t: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
             if adapter is None:
                 return multiply(t, w.flatten(1, -2))
             return adapter(projections, t, w, multiply)
@@ -503,16 +571,23 @@ class Experts(MegatronModule):
             bias = sum_gradients(bias, self.etp_group) / etp
         return out + (of_expert * probs.unsqueeze(-1)).to(out.dtype) @ bias, None
 
-    def _one_hot(self, x, tokens_per_expert):
-        """[T, n] in the dtype of x: 1 for the expert of each of its rows. A product with it adds
-        biases exactly, and its gradient does not depend on the order of additions."""
+    def _one_hot(self, x: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
+        """The expert of each row as a one-hot matrix [T, n] in the dtype of x. A matmul with it
+        adds biases exactly, and its gradient does not depend on the order of additions.
+        """
         ends = tokens_per_expert.to(x.device, non_blocking=True).cumsum(0)
         rows = torch.arange(len(x), device=x.device).unsqueeze(1)
         return ((rows < ends) & (rows >= ends - ends.diff(prepend=ends.new_zeros(1)))).to(x.dtype)
 
-    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        """megatron's ShardedTensors: experts along the first axis, their columns along the
-        third."""
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """megatron's ShardedTensors: experts are sharded along the first axis, their columns along
+        the third.
+        """
         first = len(sharded_offsets)
         expert = (first, self.ep_group.rank(), self.ep_group.size())
         etp = self.etp_group.rank()
@@ -541,17 +616,19 @@ class Experts(MegatronModule):
 
 
 class SwiGLU(MegatronModule):
-    """silu(gate) * up of [..., 2 f] -> [..., f], as megatron's MLP takes an activation."""
+    """silu(gate) * up: [..., 2 f] -> [..., f], in the form of an activation for megatron's MLP."""
 
-    def __init__(self, config=None):
+    def __init__(self, config: TransformerConfig | None = None):
         super().__init__(config=config)
 
-    def forward(self, both):
+    def forward(self, both: torch.Tensor) -> torch.Tensor:
         return swiglu(both)
 
 
-def mlp_parts(config, has_norm: bool) -> MLPSubmodules:
-    """The parts of megatron's MLP. has_norm: Transformer Engine's first linear applies the norm."""
+def mlp_parts(config: TransformerConfig, has_norm: bool) -> MLPSubmodules:
+    """The submodules of megatron's MLP. has_norm: with Transformer Engine, the first linear applies
+    the norm.
+    """
     column = ColumnLinear
     row = RowLinear
     if config.transformer_impl == "transformer_engine":
@@ -564,20 +641,29 @@ def mlp_parts(config, has_norm: bool) -> MLPSubmodules:
 
 
 class SharedExperts(SharedExpertMLP):
-    """megatron's shared experts."""
+    """megatron's shared experts, on this package's linears."""
 
-    def __init__(self, config, pg_collection, gate: bool, **unused):
+    def __init__(
+        self,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+        gate: bool,
+        **unused: Any,
+    ):
         parts = mlp_parts(config, has_norm=False)
         super().__init__(config, parts, gate, pg_collection=pg_collection)
 
 
 class Mixture(MoELayer):
-    """megatron's layer of experts with the parts of this module.
+    """megatron's MoE layer with the router, experts and shared experts of this module.
 
-    The dispatcher too, unless the configuration needs another one of megatron's.
+    It also gets this module's dispatcher, unless the configuration needs a dispatcher of
+    megatron's.
     """
 
-    def __init__(self, config, layer_number: int, pg_collection):
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection
+    ):
         parts = MoESubmodules(experts=Experts, shared_experts=SharedExperts, router=Router)
         super().__init__(config, parts, layer_number, pg_collection)
         self.set_layer_number(layer_number)
@@ -591,15 +677,15 @@ class Mixture(MoELayer):
             )
             self.router.gives_choices = True
 
-    def forward(self, *args, **kwargs):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward(*args, **kwargs)
-        # megatron's dispatchers keep the weights of the last tokens: with their graph they would
-        # keep the nodes of DDP's hooks, and these the model, for good
+        # megatron's dispatchers keep the last weights: their graph would keep the nodes of DDP's
+        # hooks alive, and those the model
         state = vars(self.token_dispatcher)
         state |= {name: value.detach() for name, value in state.items() if torch.is_tensor(value)}
         return output
 
 
-def routers_of(chunks) -> list[Router]:
-    """The routers of a rank's chunks."""
+def routers_of(chunks: Iterable[torch.nn.Module]) -> list[Router]:
+    """All routers in this rank's model chunks."""
     return [module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)]

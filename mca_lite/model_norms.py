@@ -1,53 +1,64 @@
-"""Norms of hidden states, and of queries and keys."""
+"""Norms over hidden states, and over queries and keys."""
+
+from typing import Any
 
 import torch
 from torch.distributed.nn.functional import all_reduce
 
 from .kernels import norm_beside, rms_norm
-from .mcore import TENorm, make_sharded_tensors_for_checkpoint, parallel_state
+from .mcore import TENorm, TransformerConfig, make_sharded_tensors_for_checkpoint, parallel_state
 from .model_moe import new_weight
 
 
 class RMSNorm(torch.nn.Module):
-    """x / rms(x) * weight over the last dimension, the mean square in float32, as in Hugging Face's
-    decoders. Weights around zero (Gemma's) get 1 added, and multiply before the rounding.
+    """x / rms(x) * weight over the last dimension, computed in float32 as in Hugging Face's
+    decoders. With layernorm_zero_centered_gamma (Gemma), 1 is added to the weight, and the result
+    is rounded after the multiplication.
 
-    Under sequence parallelism the weight's gradient is a partial sum, and marked so for megatron.
+    Under sequence parallelism the weight's gradient is a partial sum; the weight is marked so that
+    megatron sums it.
     """
 
-    def __init__(self, config, hidden_size: int, eps: float = 1e-5, **unused):
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any
+    ):
         super().__init__()
         self.weight = new_weight(config, hidden_size)
         self.weight.sequence_parallel = config.sequence_parallel
         self.eps = eps
         self.zero_centered = config.layernorm_zero_centered_gamma
 
-    def forward(self, x=None, beside: bool = False):
-        """x normed; with beside (x normed, x), of which kernels.norm_beside adds both gradients.
-        Without x the weight, for a kernel that includes the norm: a call, since the hooks of
-        overlap_param_gather wait for the weight in one."""
+    def forward(self, x: torch.Tensor | None = None, beside: bool = False) -> Any:
+        """norm(x). If beside: (norm(x), x), with one kernel adding both gradients in backward
+        (kernels.norm_beside).
+
+        Without x: the weight, for a kernel with the norm built in. Only a call gives it, because
+        DDP's overlap_param_gather hooks wait for the weight there.
+        """
         if x is None:
             return self.weight
         norm = norm_beside if beside else rms_norm
         return norm(x, self.weight, self.eps, self.zero_centered)
 
 
-def hidden_norm(config):
-    """A norm of hidden states, of the implementation of the layers."""
+def hidden_norm(config: TransformerConfig) -> torch.nn.Module:
+    """A norm over hidden states: Transformer Engine's, or RMSNorm with local layers."""
     norm = TENorm if config.transformer_impl == "transformer_engine" else RMSNorm
     return norm(config, config.hidden_size, config.layernorm_epsilon)
 
 
 class RMSNormOverHeads(torch.nn.Module):
-    """RMS norm of queries or keys over all their heads together.
+    """RMS norm of queries or keys, over all heads of a token together.
 
-    x [s, b, heads of this rank, d], weight [heads * d]. Tensor parallelism cuts the weight with the
-    heads; the mean square is taken over all ranks. Collective: one all-reduce each way.
+    x [s, b, heads on this rank, d], weight [heads * d]. Tensor parallelism shards the weight like
+    the heads; the mean square is taken over all ranks. Collective: one all-reduce in each pass.
     """
 
-    heads = "num_attention_heads"  # the field of the config with their number
+    heads = "num_attention_heads"  # config field: how many heads share the norm
 
-    def __init__(self, config, hidden_size: int, eps: float = 1e-5, **unused):
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any
+    ):
         super().__init__()
         self.tp_group = parallel_state.get_tensor_model_parallel_group()
         heads = getattr(config, self.heads)
@@ -55,7 +66,7 @@ class RMSNormOverHeads(torch.nn.Module):
         self.eps = eps
         self.width = heads * hidden_size
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         flat = x.flatten(-2).float()
         squares = flat.square().sum(-1, keepdim=True)
         if self.tp_group.size() > 1:
@@ -63,19 +74,27 @@ class RMSNormOverHeads(torch.nn.Module):
         normed = flat * torch.rsqrt(squares / self.width + self.eps)
         return (self.weight * normed.to(x.dtype)).view(x.shape)
 
-    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """megatron's ShardedTensors: the weight is sharded along axis 0."""
         state = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
 
 
 class RMSNormOverGroups(RMSNormOverHeads):
-    """The same of keys, over all query groups together."""
+    """RMSNormOverHeads for keys: over all query groups together."""
 
     heads = "num_query_groups"
 
 
-def head_norms(config, norm) -> tuple | None:
-    """(class of queries' norm, class of keys' norm), None without; norm: over one head."""
+def head_norms(config: TransformerConfig, norm: Any) -> tuple[Any, Any] | None:
+    """(class of the query norm, class of the key norm), or None if heads have no norm. norm: the
+    class to use for a norm over each single head.
+    """
     if config.qk_norm_over_heads:
         return RMSNormOverHeads, RMSNormOverGroups
     return (norm, norm) if config.qk_layernorm else None
