@@ -16,6 +16,7 @@ import torch
 from . import cpu, kernels, parallel
 from .args import check_together
 from .batch import to_rank
+from .errors import expect
 from .finetuning import finetuning_of
 from .hosts import module_of
 from .loss_tokens import LossOfLogits
@@ -71,6 +72,8 @@ class Backend(abc.ABC):
         self.optimizer = None
         self.pending: torch.Tensor | None = None  # this rank's count, of calls of add_gradients
         self._is_sent = False  # the reduction of their gradients has begun
+        # {"model", "grad" or "optimizer": its storages that part_sleep.py freed}
+        self.away: dict[str, list] = {}
 
     # -- different in each backend
 
@@ -212,6 +215,11 @@ class Backend(abc.ABC):
         self._is_sent = False
 
     # -- the same for both
+
+    def expect_here(self, call: str, *kinds: str) -> None:
+        """ValueError if tensors that a call needs are in host memory."""
+        away = [kind for kind in kinds if kind in self.away]
+        expect(not away, f"{call} with {' and '.join(away)} in host memory: call to(device) first")
 
     def _take_divisor(
         self, denominator: float | None, times: float

@@ -86,6 +86,7 @@ PARTS = {
         needs="scores",
     ),
     "policy": Part("part_policy", ""),
+    "sleep": Part("part_sleep", ""),
     "migration": Part("part_migration part_migration_paths", ""),
 }
 

@@ -54,6 +54,7 @@ class Step(NamedTuple):
     denominator: float
 
 
+_ALL = ("model", "optimizer", "grad")  # kinds of tensors
 _DROPOUTS = ("attention_dropout", "hidden_dropout", "residual_dropout", "_pdrop", "dropout")
 
 
@@ -328,6 +329,7 @@ class Weights:
         return _metadata(self.backend.weight_forms())
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.backend.expect_here("weights", "model")
         finetuning = self.backend.finetuning
         if self.adapters == "only":
             tensors = self._adapters()
@@ -340,6 +342,7 @@ class Weights:
             yield name, parallel.to_device(tensor, parallel.device())
 
     def _adapters(self) -> Iterable[tuple[str, torch.Tensor]]:
+        self.backend.expect_here("weights", "model")
         found = self.backend.finetuning.trained_tensors(self.backend.model)
         return sorted(found.items()) if parallel.is_main() else ()
 
@@ -464,6 +467,7 @@ class Session:
             "forward_backward after last=True: its gradients are reduced already: call optim_step, "
             "or discard",
         )
+        self.backend.expect_here("a pass", *_ALL if trains else ("model",))
         if trains:
             self._begin_training(loss)
         _check_same(documents, loss, trains, last)
@@ -589,6 +593,7 @@ class Session:
         """Write a checkpoint of the weights, or of the adapters, and of the optimizer's state. It
         loads in any layout. ValueError for gradients that wait for optim_step."""
         expect(not self._counts, "save with pending gradients: call optim_step or discard first")
+        self.backend.expect_here("save", *_ALL)
         self._need_optimizer()
         ckpt.save_model(folder, self.backend, with_optimizer)
 
@@ -596,6 +601,7 @@ class Session:
         """Read what save wrote; pending gradients are discarded. The loss scale of fp16 stays.
         CheckpointError for an unreadable checkpoint, or one of another model."""
         self.discard()
+        self.backend.expect_here("load", *_ALL)
         self._need_optimizer()
         ckpt.load_model(folder, self.backend, with_optimizer)
 
@@ -609,6 +615,24 @@ class Session:
             'weights("only"): this model has no adapters: expected weights()',
         )
         return Weights(self.backend, adapters)
+
+    def to(
+        self,
+        device: str | torch.device,
+        model: bool = True,
+        optimizer: bool = True,
+        grad: bool = True,
+    ) -> None:
+        """Move weights, the optimizer's masters and states, and buffers of gradients to host memory
+        ("cpu"), or back to this rank's device with the same bits. Gradients come back as 0.
+
+        Calls that need what is away raise ValueError. The buckets of torch's DDP stay. ValueError
+        for gradients that wait for optim_step, and for another device.
+        """
+        expect(not self._counts, "to with pending gradients: call optim_step or discard first")
+        given = dict(zip(_ALL, (model, optimizer, grad), strict=True))
+        kinds = [kind for kind in _ALL if given[kind]]
+        function_of("part_sleep:move")(self.backend, device, kinds)
 
     def discard(self) -> None:
         """Forget the gradients since the last update."""

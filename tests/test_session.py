@@ -73,20 +73,13 @@ def test_gradients_of_one_call_and_of_two_are_those_of_whole_logits(oracle, layo
     assert not session_tools.wrong_of(oracle, CALLS, layout)
 
 
-def refusal(call, *args, **keys) -> str:
-    """The words of the ValueError that a call raises."""
-    with pytest.raises(ValueError) as caught:
-        call(*args, **keys)
-    return str(caught.value)
-
-
 def refusals(folder: str) -> dict:
     session = session_tools.new_session(folder)
     good = dict(input_ids=[1, 2, 3], labels=[-100, 3, 4])
     nan = float("nan")
 
     def add(loss="cross_entropy", numbers=None, last=False, **changes):
-        return refusal(
+        return session_tools.refusal(
             session.forward_backward, [good, good | changes], loss, last, **numbers or {}
         )
 
@@ -102,20 +95,20 @@ def refusals(folder: str) -> dict:
         "vocabulary": add(input_ids=[1, 2, 61]),
         "label": add(labels=[-100, 3, 61]),
         "shift": add(labels=[1, 2, 3]),
-        "none": refusal(session.log_probs, []),
-        "base": refusal(session.log_probs, [good], base=True),
-        "function": refusal(
+        "none": session_tools.refusal(session.log_probs, []),
+        "base": session_tools.refusal(session.log_probs, [good], base=True),
+        "function": session_tools.refusal(
             session.forward_backward_custom, [good], lambda samples, logps: (1.0, {})
         ),
-        "update": refusal(session.optim_step),
+        "update": session_tools.refusal(session.optim_step),
     }
     session.forward_backward([good], "cross_entropy")
-    found["denominator"] = refusal(session.optim_step, denominator=0.0)
+    found["denominator"] = session_tools.refusal(session.optim_step, denominator=0.0)
     session.forward_backward_custom([good], weighted_sum, last=True)
     found["after the last"] = add()
-    found["denominators"] = refusal(session.optim_step)
+    found["denominators"] = session_tools.refusal(session.optim_step)
     session.discard()
-    found["discarded"] = refusal(session.optim_step)
+    found["discarded"] = session_tools.refusal(session.optim_step)
     return found
 
 
@@ -150,7 +143,7 @@ def test_wrong_calls_are_refused_in_words(oracle):
 def with_other_samples(folder: str) -> str:
     session = session_tools.new_session(folder)
     sample = dict(input_ids=[1, 2 + torch.distributed.get_rank()], labels=[-100, 4])
-    return refusal(session.log_probs, [sample])
+    return session_tools.refusal(session.log_probs, [sample])
 
 
 def test_ranks_with_different_samples_are_refused(oracle):
@@ -183,25 +176,12 @@ def test_a_last_call_reduces_once(oracle, layout):
         assert measured == pytest.approx(trained, rel=1e-6)
 
 
-def with_adapters(model):
-    """A model with adapters of which none begins at zero."""
-    from mca_lite.part_lora import inject
-    from mca_lite.part_lora_layers import LoraSpec
-
-    inject(model, LoraSpec(rank=4), seed=1)
-    generator = torch.Generator().manual_seed(2)
-    model.finetuning.fill_fresh(
-        model, lambda key, shape: 0.1 * torch.randn(shape, generator=generator)
-    )
-    return model
-
-
 def weights_of(folder: str, keys: dict) -> dict:
     """{what: the tensors of weights() on the main rank}, whose metadata agree on every rank."""
     samples = torch.load(f"{folder}/oracle.pt", weights_only=False)["samples"]
     documents = [{name: one[name] for name in ("input_ids", "labels")} for one in samples]
     found = {}
-    for adapt in None, with_adapters:
+    for adapt in None, session_tools.with_adapters:
         session = session_tools.new_session(folder, adapt=adapt, **keys)
         session.forward_backward(documents, "cross_entropy")
         session.optim_step(lr=1e-2)
@@ -244,7 +224,7 @@ def continued(folder: str, out: str, keys: dict) -> list:
     alone."""
     samples = [{name: one[name] for name in ("input_ids", "labels")} for one in tiny.samples(7)]
     found = []
-    for adapt in None, with_adapters:
+    for adapt in None, session_tools.with_adapters:
         saved = f"{out}/{adapt is None}"
         sessions = [session_tools.new_session(folder, adapt=adapt, **keys) for _ in range(2)]
         first, second = sessions
@@ -260,7 +240,7 @@ def continued(folder: str, out: str, keys: dict) -> list:
             pair.append((norm, torch.cat(session.log_probs(samples)).tolist()))
         found.append(pair)
     first.save(f"{out}/weights", with_optimizer=False)
-    assert "load it with_optimizer=False" in refusal(second.load, f"{out}/weights")
+    assert "load it with_optimizer=False" in session_tools.refusal(second.load, f"{out}/weights")
     second.forward_backward(samples, "cross_entropy")
     second.optim_step(**session_tools.UPDATE)
     second.load(f"{out}/weights", with_optimizer=False)

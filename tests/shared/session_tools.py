@@ -4,6 +4,7 @@ real update, then the gradients of losses.
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.shared import tiny, world
@@ -129,6 +130,26 @@ def new_session(folder: str, backend: str = "megatron", adapt=None, **keys):
     else:
         model = AutoModel.from_pretrained(path, args)
     return Session(adapt(model) if adapt else model, args)
+
+
+def with_adapters(model):
+    """A model with adapters of which none begins at zero."""
+    from mca_lite.part_lora import inject
+    from mca_lite.part_lora_layers import LoraSpec
+
+    inject(model, LoraSpec(rank=4), seed=1)
+    generator = torch.Generator().manual_seed(2)
+    model.finetuning.fill_fresh(
+        model, lambda key, shape: 0.1 * torch.randn(shape, generator=generator)
+    )
+    return model
+
+
+def refusal(call, *args, **keys) -> str:
+    """The words of the ValueError that a call raises."""
+    with pytest.raises(ValueError) as caught:
+        call(*args, **keys)
+    return str(caught.value)
 
 
 def gradients_of(session) -> dict:

@@ -1,7 +1,7 @@
 """Parity and plans on GPUs: `make gpu` on a machine with CUDA, or a part of it:
 
     python -m tests.tools.gpu [kernels | memory | plan | parity | compiled | families | pictures |
-                               deterministic | hangs | te]
+                               deterministic | hangs | session | te]
 
 kernels: the Triton kernels against their formulas (gpu_kernels.py).
 
@@ -28,6 +28,9 @@ deterministic: runs with deterministic: true, twice and resumed, bit for bit
 (gpu_deterministic.py), of which further words choose some.
 
 hangs: who is named where ranks hang over nccl (gpu_hangs.py), of which further words choose some.
+
+session: memory that leaves with Session.to, and the same bits afterwards (gpu_session.py), of which
+further words choose some.
 
 te: the cases of Transformer Engine (gpu_te.py), of which further words choose some.
 """
@@ -59,6 +62,7 @@ from tests.tools import (
     gpu_hangs,
     gpu_kernels,
     gpu_plan,
+    gpu_session,
     gpu_te,
 )
 
@@ -91,7 +95,8 @@ COMPILED_CASES = {
     ("qwen2", "float32"): {"compiled": COMPILED},
 }
 ALSO_COMPILED = ("gemma2", "deepseek_v3", "qwen2_moe, experts")
-CHOOSES = ("compiled", "deterministic", "families", "hangs", "te")  # parts with cases to choose
+# parts with cases to choose
+CHOOSES = ("compiled", "deterministic", "families", "hangs", "session", "te")
 TOLERANCE = 1e-5
 PROCESSES = 8  # of one rank that share a GPU
 LEFT_OVER = 0.3  # GiB: workspaces of libraries; the weights alone are 0.9
@@ -340,6 +345,7 @@ def main(words: list[str]) -> int:
         pictures=of_pictures,
         deterministic=lambda: gpu_deterministic.main(words[1:]),
         hangs=lambda: gpu_hangs.main(words[1:]),
+        session=lambda: gpu_session.main(words[1:]),
         te=lambda: gpu_te.main(words[1:]),
     )
     if words and words[0] not in parts or words[1:] and words[0] not in CHOOSES:

@@ -1,0 +1,105 @@
+"""Move tensors of a Session to host memory, while another program uses the GPU, and back.
+
+A storage is freed and allocated again in place: its views (megatron's buffers, shards, main_grad)
+stay views of it.
+"""
+
+from collections.abc import Collection, Iterable, Iterator
+
+import torch
+
+from . import parallel
+from .errors import expect
+from .optim import parts_of
+
+
+def move(backend, device: str | torch.device, kinds: Collection[str]) -> None:
+    """leave() for "cpu" on a rank with a GPU, come_back() for this rank's device. ValueError for
+    another device."""
+    here = parallel.device()
+    wanted = torch.device(device)
+    expect(
+        wanted.type in ("cpu", here.type) and wanted.index in (None, here.index),
+        f'to({str(device)!r}): expected "cpu", or the device of this rank, "{here}"',
+    )
+    if wanted.type == here.type:
+        come_back(backend, kinds)
+    else:
+        leave(backend, kinds)
+
+
+@torch.no_grad()
+def leave(backend, kinds: Collection[str]) -> None:
+    """Copy "model" and "optimizer" to host memory, and free their storages on the device; "grad" is
+    freed without a copy. Collective with overlap_param_gather."""
+    kinds = [kind for kind in kinds if kind not in backend.away]
+    if "model" in kinds:
+        backend.finish_param_sync()
+    if backend.optimizer is not None:
+        backend.optimizer.zero_grad()
+    found = _storages(backend)
+    for kind in kinds:
+        copies = [None if kind == "grad" else _to_host(storage) for storage in found[kind]]
+        sizes = [storage.nbytes() for storage in found[kind]]
+        backend.away[kind] = list(zip(found[kind], sizes, copies, strict=True))
+    parallel.wait_for_device()
+    for storage in (storage for kind in kinds for storage in found[kind]):
+        storage.resize_(0)
+    torch.cuda.empty_cache()
+
+
+@torch.no_grad()
+def come_back(backend, kinds: Collection[str]) -> None:
+    """Undo leave(): the same bits, and gradients of 0."""
+    moved = [part for kind in kinds for part in backend.away.pop(kind, ())]
+    for storage, size, copy in moved:
+        storage.resize_(size)
+        if copy is None:
+            _bytes_of(storage).zero_()
+        else:
+            _bytes_of(storage).copy_(copy, non_blocking=True)
+    parallel.wait_for_device()  # before the copies are freed
+
+
+def _storages(backend) -> dict[str, list[torch.UntypedStorage]]:
+    """The storages on this rank's device, each once."""
+    model = backend.model
+    gradients = [getattr(parameter, "main_grad", None) for parameter in model.parameters()]
+    tensors = {
+        "model": [*model.parameters(), *model.buffers()],
+        "grad": [gradient for gradient in gradients if gradient is not None],
+        "optimizer": list(_tensors_of(backend.optimizer)),  # float32 weights are masters too
+    }
+    seen = {0}  # the address of freed ones
+    return {kind: list(_new(tensors[kind], seen)) for kind in tensors}
+
+
+def _tensors_of(optimizer) -> Iterator[torch.Tensor]:
+    """Masters and states."""
+    for part in parts_of(optimizer):
+        inner = getattr(part, "optimizer", part)
+        if inner is None:  # nothing to train on this rank
+            continue
+        for group in inner.param_groups:
+            yield from group["params"]
+        for state in inner.state.values():
+            yield from (value for value in state.values() if torch.is_tensor(value))
+
+
+def _new(tensors: Iterable[torch.Tensor], seen: set[int]) -> Iterator[torch.UntypedStorage]:
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.device == parallel.device() and storage.data_ptr() not in seen:
+            seen.add(storage.data_ptr())
+            yield storage
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _to_host(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A copy in host memory, under way."""
+    given = _bytes_of(storage)
+    copy = torch.empty(given.shape, dtype=torch.uint8, device="cpu", pin_memory=given.is_cuda)
+    return copy.copy_(given, non_blocking=True)
