@@ -95,7 +95,7 @@ kernels: $(STAMP)  ## the kernels of a GPU against float64, on a CPU by Triton's
 gpu: $(STAMP)  ## on a machine with CUDA: kernels, memory that stays, what plan says, parity with the torch backend, Transformer Engine; ARGS="plan", ... for one part
 	$(BIN)/python -m tests.tools.gpu $(ARGS)
 
-families: $(STAMP)  ## measure every family against transformers, and write the table in tests/README.md
+families: $(STAMP)  ## measure every family against transformers, and write the table in tests/FAMILIES.md
 	$(BIN)/python -m tests.tools.family_table
 
 foreign-keys: $(STAMP)  ## before a release: the arguments of the newest other trainers, for the tests (downloads 20 MB)

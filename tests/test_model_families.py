@@ -487,10 +487,10 @@ def test_ranks_that_would_share_a_query_group_of_gemma4_are_refused():
         from_hf_config(tiny.hf_config("gemma4_text"), args)
 
 
-def test_readme_names_the_families_that_there_are_and_why_others_are_not():
+def test_the_page_names_the_families_that_there_are_and_why_others_are_not():
     from mca_lite.families import FAMILIES as TABLE
-    from tests.tools.family_table import NOT_BUILT, README, named_families
+    from tests.tools.family_table import NOT_BUILT, PAGE, named_families
 
-    there, absent = named_families(README.read_text())
+    there, absent = named_families(PAGE.read_text())
     assert there == TABLE.keys()
     assert absent == NOT_BUILT

@@ -23,8 +23,9 @@ def rows(page: str, heading: str = "") -> list[list[str]]:
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
 
 
-WRITTEN = [*ROOT.glob("*.md"), *ROOT.glob("configs/**/*.md"), *ROOT.glob("mca_lite/*.md")]
-WRITTEN += [ROOT / "tests" / "README.md"]
+FOLDERS = (ROOT, ROOT / "configs", ROOT / "mca_lite", ROOT / "tests")
+WRITTEN = [page for folder in FOLDERS for page in sorted(folder.glob("*.md"))]
+LARGEST = {"README.md": 11_000, "CHANGELOG.md": 100_000}  # bytes; a log grows
 
 
 @pytest.mark.parametrize("page", WRITTEN, ids=lambda page: str(page.relative_to(ROOT)))
@@ -32,6 +33,12 @@ def test_no_cell_of_a_table_is_longer_than_250_characters(page):
     lines = [line for line in page.read_text().splitlines() if line.startswith("|")]
     cells = [cell.strip() for line in lines for cell in re.split(r"(?<!\\)\|", line)]
     assert not [cell for cell in cells if len(cell) > 250]
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_page_answers_one_question_and_is_read_in_a_sitting(page):
+    largest = LARGEST.get(str(page.relative_to(ROOT)), 20_000)
+    assert page.stat().st_size <= largest, "cut it in two by its reader's question"
 
 
 def test_every_template_stands_on_its_page_with_its_names_and_what_it_writes():

@@ -3,6 +3,8 @@ optimizer. The scripts are those of configs/examples.
 """
 
 import ast
+import contextlib
+import io
 import json
 import math
 import os
@@ -18,8 +20,9 @@ import torch.nn.functional as F
 
 import mca_lite
 from mca_lite.args import parse_args
-from tests.shared import world
+from tests.shared import tiny, world
 from tests.shared.examples import FOLDER, example
+from tests.shared.small_runs import save_tokenizer
 from tests.shared.training import read_log
 
 ROOT = Path(__file__).parents[1]
@@ -70,6 +73,33 @@ def test_a_loop_of_one_s_own_has_the_losses_of_a_trainer(tmp_path, backend):
     [ours] = world.run(own_loop, 1, words, str(tmp_path / "loop"))
     wanted = [(line["loss"], line["grad_norm"]) for line in theirs]
     assert ours == [pytest.approx(pair, rel=1e-5) for pair in wanted]
+
+
+def run_the_page(folder: str, **keys) -> list[str]:
+    """What the code on LOOP.md prints, one block after the other, with a model in `folder`."""
+    os.chdir(folder)
+    page = (ROOT / "configs/LOOP.md").read_text()
+    code = "\n".join(re.findall(r"```python\n(.+?)```", page, re.DOTALL))
+    code = code.replace("Qwen/Qwen3-0.6B", f"{folder}/model")
+    code = code.replace("One two three four.", "w1 w2 w3 w4").replace("Five six", "w5 w6")
+    assert code.count("bf16=True") == 2
+    code = code.replace("bf16=True", ", ".join(f"{key}={value}" for key, value in keys.items()))
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown):
+        exec(compile(code, "LOOP.md", "exec"), {})
+    return shown.getvalue().splitlines()
+
+
+def test_the_code_of_the_page_on_loops_runs_in_a_layout(tmp_path):
+    tiny.save_model(tmp_path / "model", "qwen3", vocab_size=100)
+    save_tokenizer(tmp_path / "model")
+    keys = dict(disable_tqdm=True, save_strategy="'no'", report_to=[])
+    [alone] = world.run(run_the_page, 1, str(tmp_path), **keys)
+    both = world.run(run_the_page, 2, str(tmp_path), tensor_model_parallel_size=2, **keys)
+    steps = [[line for line in lines if re.match(r"[\d.]+ ", line)] for lines in (alone, both[0])]
+    numbers = [[float(word) for line in of for word in line.split()] for of in steps]
+    assert len(numbers[0]) == 13  # three steps of three numbers, two of two
+    assert numbers[1] == pytest.approx(numbers[0], rel=1e-4)
 
 
 @BACKENDS

@@ -218,19 +218,31 @@ def test_only_the_import_of_megatron_filters_warnings():
     assert filtering == ["mcore"]  # under warnings.catch_warnings()
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        *("README.md", "CONTRIBUTING.md", "mca_lite/README.md", "tests/README.md"),
-        *("configs/README.md", "configs/MIGRATION.md"),
-    ],
-)
+FOLDERS = (ROOT, ROOT / "configs", PACKAGE, ROOT / "tests")
+PAGES = [page for folder in FOLDERS for page in sorted(folder.glob("*.md"))]
+PAGES.remove(ROOT / "CHANGELOG.md")
+
+
+def anchors(page: Path) -> set[str]:
+    """Those of the page's headings, as GitHub writes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def is_there(page: Path, link: str) -> bool:
+    """True if a page's link, outside of the web, leads to a file, and to a heading of it."""
+    name, _, anchor = link.partition("#")
+    target = page.parent / name if name else page
+    return target.exists() and (not anchor or anchor in anchors(target))
+
+
+@pytest.mark.parametrize("page", [str(page.relative_to(ROOT)) for page in PAGES])
 def test_a_page_names_only_files_tests_and_targets_that_exist(page):
     text = (ROOT / page).read_text()
-    links = [link.split("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text)]
-    gone = [x for x in links if "://" not in x and not (ROOT / page).parent.joinpath(x).exists()]
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if "://" not in link]
+    gone = [link for link in links if not is_there(ROOT / page, link)]
     gone += [x for x in re.findall(r"(?:configs|tests)/[\w/.]+\w", text) if not (ROOT / x).exists()]
-    if page == "tests/README.md":
+    if page.startswith("tests/"):
         gone += [
             x for x in re.findall(r"\btest_\w+", text) if not (ROOT / f"tests/{x}.py").exists()
         ]
@@ -293,10 +305,10 @@ def private_uses(nodes: list[ast.AST], private: set[str]) -> list[str]:
 
 
 def test_tests_use_no_private_name_of_the_package():
-    """Hooks of the trainer are public where mca_lite/README.md names them."""
+    """Hooks of the trainer are public where mca_lite/EXTENDING.md names them."""
     import torch
 
-    hooks = set(re.findall(r"`(_\w+)\b", (PACKAGE / "README.md").read_text()))
+    hooks = set(re.findall(r"`(_\w+)\b", (PACKAGE / "EXTENDING.md").read_text()))
     private = set().union(*map(private_names, modules().values())) - hooks - set(dir(torch.Tensor))
     uses = []
     for path in sorted((ROOT / "tests").rglob("*.py")):

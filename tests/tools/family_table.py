@@ -1,5 +1,5 @@
 """`make families`: measures every family against transformers and writes the table in
-tests/README.md.
+tests/FAMILIES.md.
 
 Each family's tiny models (tiny.py, tiny_moe.py) are trained for two steps in each layout and
 compared with the torch backend on one rank, read and written, and asked for logits. Checkpoints of
@@ -27,7 +27,7 @@ from tests.shared.files import TOKENS, tensors
 from tests.shared.layouts import CP2, EP2, PACKED, PP2, TP2_SP
 from tests.shared.lora_tools import adapter_of, load, train_with_peft
 
-README = Path(__file__).parents[1] / "README.md"
+PAGE = Path(__file__).parents[1] / "FAMILIES.md"
 BEGIN, END = "<!-- families: written by make families -->", "<!-- families: end -->"
 
 # What people ask for and this does not have, and why
@@ -321,11 +321,11 @@ def main() -> int:
     chosen = set(sys.argv[1:])
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
         worst = measure(Path(folder), chosen)
-    text = README.read_text()
+    text = PAGE.read_text()
     measured = rows(worst)
     new = table({**(rows_of_page(text) if chosen else {}), **measured})
     pattern = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
-    README.write_text(pattern.sub(lambda _: f"{BEGIN}\n{new}\n{END}", text))
+    PAGE.write_text(pattern.sub(lambda _: f"{BEGIN}\n{new}\n{END}", text))
     print("\n".join(measured.values()))
     wrong = [family for family, of in worst.items() if not of.is_right]
     if wrong:
