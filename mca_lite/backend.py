@@ -116,30 +116,26 @@ class Backend(abc.ABC):
         """Make the optimizer, set it as `optimizer` and return it."""
 
     @abc.abstractmethod
-    def forward_backward(
-        self, forward_step, micro_batches: list, seq_length: int, forward_only=False, chunks=None
+    def forward(
+        self, forward_step, micro_batches: list, seq_length: int, chunks: list | None = None
     ) -> list[dict]:
-        """Run the schedule over the micro-batches; on the last pipeline stage the metrics of each,
-        elsewhere [].
-
-        Gradients are left reduced over data parallel ranks and, with per-token loss, divided by the
-        tokens of all. chunks: those of wrap_reference, in place of the trained ones.
-        """
+        """Run the schedule forward only -> the metrics of each micro-batch, [] on pipeline stages
+        before the last. chunks: those of wrap_reference, in place of the trained ones."""
 
     @abc.abstractmethod
     def add_gradients(
         self, forward_step, micro_batches: list, seq_length: int, last: bool = False
     ) -> list[dict]:
-        """forward_backward that adds gradients of sums to those of the calls before, since the last
-        finish_gradients or discard_gradients. They stay on this rank; last: of the last call they
-        are reduced during its backward pass."""
+        """Run the schedule -> metrics as forward() gives them; add the gradients to those of the
+        calls since the last finish_gradients or discard_gradients. They stay on this rank; last: of
+        the last call they are reduced during its backward pass."""
 
     @abc.abstractmethod
     def finish_gradients(
         self, denominator: float | None = None, times: float = 1.0
     ) -> torch.Tensor:
-        """Sum the added gradients over the ranks and divide them, for step() -> the divisor: a
-        denominator, or the sum of all counts times a number. Collective."""
+        """Sum the added gradients over the ranks and, with per-token loss, divide them, for step()
+        -> the divisor: a denominator, or the sum of all counts times a number. Collective."""
 
     @abc.abstractmethod
     def clip_at(self, max_grad_norm: float) -> None:
@@ -221,17 +217,30 @@ class Backend(abc.ABC):
         away = [kind for kind in kinds if kind in self.away]
         expect(not away, f"{call} with {' and '.join(away)} in host memory: call to(device) first")
 
+    def forward_backward(
+        self, forward_step, micro_batches: list, seq_length: int, forward_only=False, chunks=None
+    ) -> list[dict]:
+        """forward(), or the gradients of a whole update, finished for step()."""
+        if forward_only:
+            return self.forward(forward_step, micro_batches, seq_length, chunks)
+        self.pending = None  # of a call that failed
+        metrics = self.add_gradients(forward_step, micro_batches, seq_length, last=True)
+        self.finish_gradients()
+        return metrics
+
     def _take_divisor(
         self, denominator: float | None, times: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """(divisor of finish_gradients, factor of gradients that are divided by the pending count
-        of all ranks), no longer pending."""
+        of all ranks, None for 1), no longer pending."""
         count = self.pending.float().clamp(min=1)
+        self.pending = None
+        self._is_sent = False
+        if denominator is None and times == 1.0:
+            return count, None
         divisor = count * times
         if denominator is not None:
             divisor = torch.full_like(count, denominator)
-        self.pending = None
-        self._is_sent = False
         return divisor, count / divisor
 
     @property

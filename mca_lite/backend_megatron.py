@@ -250,7 +250,7 @@ class MegatronBackend(Backend):
         self._may_rest = self.inputs.trains(self.model)
         for part in parts_of(self.optimizer):
             part.config.timers = config.timers
-        config.finalize_model_grads_func = self._finalize_gradients
+        config.finalize_model_grads_func = self._count
         config.grad_scale_func = self.optimizer.scale_loss
         if self.args.overlap_grad_reduce:
             config.no_sync_func = _one_or_all([c.no_sync for c in chunks])
@@ -281,16 +281,14 @@ class MegatronBackend(Backend):
             master = getattr(parameter, "main_param", parameter)
             parameter.matrices = master.matrices = Matrices(sizes, groups, **cut)
 
-    def forward_backward(
-        self, forward_step, micro_batches: list, seq_length: int, forward_only=False, chunks=None
+    def forward(
+        self, forward_step, micro_batches: list, seq_length: int, chunks: list | None = None
     ) -> list[dict]:
-        if not forward_only:
-            self._begin_gradients(micro_batches)
         return self._run_schedule(
-            forward_step, micro_batches, seq_length, chunks or self.chunks, forward_only
+            forward_step, micro_batches, seq_length, chunks or self.chunks, forward_only=True
         )
 
-    def _begin_gradients(self, micro_batches: list, first: bool = True) -> None:
+    def _begin_gradients(self, micro_batches: list, first: bool) -> None:
         """Set gradients to zero before the first call of an update. Collective if modules for
         inputs are trained."""
         if first:
@@ -318,12 +316,11 @@ class MegatronBackend(Backend):
         self, forward_step, micro_batches: list, seq_length: int, last: bool = False
     ) -> list[dict]:
         config = self.config
-        usual = config.finalize_model_grads_func, config.no_sync_func
+        usual = config.no_sync_func
         first = self.pending is None
         self._begin_gradients(micro_batches, first)
         if first:
             self.pending = torch.zeros((), dtype=torch.int, device=parallel.device())
-        config.finalize_model_grads_func = self._count
         with contextlib.ExitStack() as stack:
             if not last:
                 # megatron's schedule would end no_sync before the last micro-batch of each call
@@ -331,22 +328,23 @@ class MegatronBackend(Backend):
                 for chunk in self.chunks:
                     stack.enter_context(chunk.no_sync())
             metrics = self._run_schedule(forward_step, micro_batches, seq_length, self.chunks)
-        config.finalize_model_grads_func, config.no_sync_func = usual
+        config.no_sync_func = usual
         self._is_sent = last
         return metrics
 
     def _count(self, chunks, num_tokens, **kwargs) -> None:
-        """Take the place of _finalize_gradients in a call that adds gradients."""
-        self.pending += num_tokens
+        """Count tokens where megatron's schedule would finish the gradients."""
+        if num_tokens is not None:
+            self.pending += num_tokens
 
     def finish_gradients(
         self, denominator: float | None = None, times: float = 1.0
     ) -> torch.Tensor:
         if not self._is_sent:
             self._start_reduction()
-        self._finalize_gradients(self.chunks, self.pending)
+        self._finalize_gradients()
         divisor, factor = self._take_divisor(denominator, times)
-        for chunk in self.chunks:
+        for chunk in self.chunks if factor is not None else ():
             chunk.scale_gradients(factor)
         return divisor
 
@@ -370,21 +368,20 @@ class MegatronBackend(Backend):
         for part in parts_of(self.optimizer):
             part.config.clip_grad = max_grad_norm or float("inf")
 
-    def _finalize_gradients(self, chunks, num_tokens=None, **kwargs) -> None:
+    def _finalize_gradients(self) -> None:
         """megatron's, with a division by the tokens of all ranks that reads no number on the host;
         none if the update multiplies gradients. Collective."""
         self._tokens = None
+        per_token = self.args.calculate_per_token_loss
+        if per_token:
+            self.reduce(self.pending)
+        finalize_model_grads(self.chunks)
         split = [isinstance(part, SplitMasterOptimizer) for part in parts_of(self.optimizer)]
-        if num_tokens is not None:
-            num_tokens = self.reduce(num_tokens)
-        finalize_model_grads(chunks, None, **kwargs)
-        if num_tokens is None:
-            return
-        if all(split):
-            self._tokens = num_tokens
-            return
-        for chunk in chunks:
-            chunk.scale_gradients(mean_of(1.0, num_tokens))
+        if per_token and all(split):
+            self._tokens = self.pending
+        elif per_token:
+            for chunk in self.chunks:
+                chunk.scale_gradients(mean_of(1.0, self.pending))
 
     @property
     def _gradient_factor(self) -> torch.Tensor | float:

@@ -339,16 +339,11 @@ class TorchBackend(Backend):
                 parts = max(counts[tensor] // math.prod(experts), 1)
                 tensor.matrices = Matrices([rows // parts] * parts)
 
-    def forward_backward(
-        self, forward_step, micro_batches: list, seq_length: int, forward_only=False, chunks=None
+    def forward(
+        self, forward_step, micro_batches: list, seq_length: int, chunks: list | None = None
     ) -> list[dict]:
-        if not forward_only:
-            self.optimizer.zero_grad()
-        model = (chunks or self.chunks)[0]
-        metrics, tokens = self._run_all(forward_step, micro_batches, model, forward_only)
-        if not forward_only:
-            self._finish_step(tokens, self._can_rest(micro_batches))
-        return metrics
+        [model] = chunks or self.chunks
+        return self._run_all(forward_step, micro_batches, model, forward_only=True)[0]
 
     def _run_all(
         self, forward_step, micro_batches: list, model, forward_only=False, last=True
@@ -373,18 +368,6 @@ class TorchBackend(Backend):
             metrics.append(measured)
         return metrics, tokens
 
-    def _can_rest(self, micro_batches: list) -> bool:
-        """True if modules for inputs have gradients of 0 from DDP alone. Collective."""
-        return self.loss_model.trains_inputs and self.inputs.rests(micro_batches)
-
-    def _finish_step(self, tokens: torch.Tensor, rests: bool) -> None:
-        """Divide the gradients, and leave out of the update what rests. Collective."""
-        for parameter in self._resting if rests else ():
-            parameter.grad = None
-        self.routers.update_biases()
-        if self.args.calculate_per_token_loss:
-            self._divide_by_tokens(tokens)
-
     def add_gradients(
         self, forward_step, micro_batches: list, seq_length: int, last: bool = False
     ) -> list[dict]:
@@ -396,7 +379,8 @@ class TorchBackend(Backend):
         metrics, tokens = self._run_all(forward_step, micro_batches, model, last=last)
         self.pending += tokens
         self._is_sent = last
-        rests = self._can_rest(micro_batches)
+        # modules for inputs have gradients of 0 from DDP alone
+        rests = self.loss_model.trains_inputs and self.inputs.rests(micro_batches)
         self._rests = rests and (first or self._rests)
         return metrics
 
@@ -406,9 +390,13 @@ class TorchBackend(Backend):
         if not self._is_sent:  # as DDP's average
             for gradient in self._gradients() if self.dp_size > 1 else ():
                 torch.distributed.all_reduce(gradient.div_(self.dp_size))
-        self._finish_step(self.pending, self._rests)
+        for parameter in self._resting if self._rests else ():
+            parameter.grad = None  # left out of the update
+        self.routers.update_biases()
+        if self.args.calculate_per_token_loss:
+            self._divide_by_tokens(self.pending)
         divisor, factor = self._take_divisor(denominator, times)
-        if gradients := self._gradients():
+        if factor is not None and (gradients := self._gradients()):
             torch._foreach_mul_(gradients, factor)
         return divisor
 

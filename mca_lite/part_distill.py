@@ -51,6 +51,7 @@ from .part_scores import (
     trained,
     trained_counts,
 )
+from .step import collecting, measure, scattered
 from .tables import other_columns
 
 # a log-probability of float16 is at least this: -inf would make 0 x inf of it
@@ -264,6 +265,17 @@ class WithRows(View):
         return numbered
 
 
+def _rows_of(batch: dict) -> torch.Tensor:
+    """A batch's numbers of rows, int64 [b, s]. ValueError without."""
+    rows: Any = batch.get("teacher_row")
+    expect(
+        rows is not None,
+        'the data collator dropped "teacher_row", the numbers of the tokens\' rows [b, s]: '
+        "hand them on, or leave teacher_top_k out",
+    )
+    return rows
+
+
 class DistillTrainer(ScoredTrainer):
     """Train `model` to give a teacher's probabilities, on McaTrainer's samples.
 
@@ -369,8 +381,7 @@ class DistillTrainer(ScoredTrainer):
                 {**batch, "teacher": Cached(self._read, self._numbers_of(batch))}
                 for batch in micro_batches
             ]
-        step = self.evaluator.collecting(lambda inputs, batch, hidden: hidden)
-        found = self._run_teacher(step, micro_batches, seq_length)
+        found = self._run_teacher(lambda inputs, batch, hidden: hidden, micro_batches)
         if not found:  # a pipeline stage before the last, without losses
             return micro_batches
         dtype = self.backend.dtype  # of the head's product; the states are float32
@@ -381,12 +392,7 @@ class DistillTrainer(ScoredTrainer):
 
     def _numbers_of(self, batch: dict) -> torch.Tensor:
         """int64 [b, s] on the host: the rows of this rank's tokens, -1 without."""
-        rows: Any = batch.get("teacher_row")
-        expect(
-            rows is not None,
-            'the data collator dropped "teacher_row", the numbers of the tokens\' rows [b, s]: '
-            "hand them on, or leave teacher_top_k out",
-        )
+        rows = _rows_of(batch)
         trained = batch["labels"] != IGNORE_INDEX
         expect(
             bool((rows[trained] >= 0).all()),
@@ -407,14 +413,12 @@ class DistillTrainer(ScoredTrainer):
 
     # -- the teacher
 
-    def _run_teacher(self, step: Callable, batches: list[dict], seq_length: int) -> list:
-        """Results of step for each micro-batch by the teacher; [] on pipeline stages before the
-        last. Collective."""
+    def _run_teacher(self, collect: Callable, batches: list[dict], seq_length: int = 0) -> list:
+        """Results of collect(inputs, batch, output) for each micro-batch by the teacher; [] on
+        pipeline stages before the last. Collective."""
         self._need_teacher()
-        with torch.no_grad():
-            return self.backend.forward_backward(
-                step, batches, seq_length, forward_only=True, chunks=self._chunks
-            )
+        step = collecting(self.backend, collect, self.inputs_of)
+        return measure(self.backend, step, batches, self._chunks)
 
     def _need_teacher(self) -> None:
         """Load the teacher unless it is there. Collective."""
@@ -498,18 +502,16 @@ class DistillTrainer(ScoredTrainer):
 
     def _score(self, samples, ends: np.ndarray, start: int, stop: int) -> np.ndarray:
         first, end = ends[[start, stop]].tolist()
-        scores = torch.zeros(end - first, 2 * self._k + 1)
-        scores = scores.to(parallel.device())
+        zeros = torch.zeros(end - first, 2 * self._k + 1, device=parallel.device())
 
-        def collect(inputs: dict, batch: dict, output: torch.Tensor) -> None:
+        def collect(inputs: dict, batch: dict, output: torch.Tensor) -> tuple:
             kept = inputs["labels"] != IGNORE_INDEX
-            rows = parallel.to_device(self._numbers_of(batch), scores.device)
-            scores[rows[kept] - first] = output[kept]
+            return _rows_of(batch)[kept] - first, output[kept]
 
-        run = functools.partial(self._run_teacher, self.evaluator.collecting(collect))
-        for _ in self.evaluator.passes(Subset(WithRows(samples, ends), range(start, stop)), run):
-            pass
-        found = self.backend.reduce(scores.flatten()).view(scores.shape).cpu().numpy()
+        run = functools.partial(self._run_teacher, collect)
+        part = Subset(WithRows(samples, ends), range(start, stop))
+        scores = [pair for step in self.evaluator.passes(part, run) for _, pair in step]
+        found = scattered(self.backend, scores, zeros).numpy()
         rows = np.empty(len(found), self.row_type)
         rows["tokens"] = found[:, : self._k]
         rows["logps"] = found[:, self._k :].clip(min=LOWEST)

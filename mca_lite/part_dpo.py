@@ -36,7 +36,7 @@ from .part_dpo_keys import LOSSES, METRICS, PreferenceLoss, has_reference
 from .part_dpo_losses import Responses
 from .part_scores import ObjectiveConfig, ScoredTrainer, identity_of_model
 from .part_scores_keys import REFERENCES
-from .step import to_length, use_loss
+from .step import collecting, measure, to_length
 from .tables import OBJECTIVES, PAIR_COLUMNS, function_of, other_columns
 from .trainer_evaluation import in_documents, sum_documents
 
@@ -514,26 +514,16 @@ class DPOTrainer(ScoredTrainer):
         pairs = [(of_batch[0::2], of_batch[1::2]) for of_batch in logps]
         return [dict(zip(names, of_batch, strict=True)) for of_batch in pairs] or None
 
-    @torch.no_grad()
     def _log_probs(self, models, batches: list[dict], seq_length: int) -> list[torch.Tensor]:
         """float32 [documents] of each micro-batch by chunks as they are, without dropout; [] on
         pipeline stages before the last. Collectives: those of the schedule, forward only."""
-        was_training = self.models[0].training
 
         def collect(inputs: dict, batch: dict, losses: torch.Tensor) -> torch.Tensor:
-            of_rank = self.backend.loss_columns(batch)
-            logps, _ = self._log_probs_of(of_rank, inputs["labels"], losses)
+            logps, _ = self._log_probs_of(batch, inputs["labels"], losses)
             return logps
 
-        step = self.evaluator.collecting(collect)
-        self.backend.train_mode(False)
-        self.backend.use_loss(None)  # cross entropy alone
-        logps = self.backend.forward_backward(
-            step, batches, seq_length, forward_only=True, chunks=models
-        )
-        use_loss(self.backend, self)
-        self.backend.train_mode(was_training)
-        return logps
+        step = collecting(self.backend, collect, self.inputs_of)
+        return measure(self.backend, step, batches, models)
 
     def _log_probs_of_reference(self, models, *more) -> list[torch.Tensor]:
         """_log_probs of the model before training."""

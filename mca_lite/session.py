@@ -31,7 +31,7 @@ from .errors import expect
 from .files import IGNORE_INDEX
 from .loss_tokens import Logits
 from .model import VirtualModels
-from .step import arrange, arrange_step, forward_step, measure, new_numbers, row_length
+from .step import arrange, arrange_step, forward_step, measure, new_numbers, row_length, scattered
 from .tables import SESSION_COLUMNS, SESSION_LOSSES, function_of
 from .trainer_events import Phases, check_given
 
@@ -476,15 +476,13 @@ class Session:
         objective = _Pass(self.backend, self.args, loss, ends)
         batches = arrange_step(self.backend, objective, self._batches(documents))
         run = functools.partial(forward_step, self.backend, self.args, objective)
-        self.backend.train_mode(trains)
         if trains:
-            length = row_length(batches[0])
-            found = self.backend.add_gradients(run, batches, length, last)
+            self.backend.train_mode(True)
+            found = self.backend.add_gradients(run, batches, row_length(batches[0]), last)
             self._counts.add((loss.counts, loss.times))
             self._is_closed = last
         else:
-            with torch.no_grad():
-                found = measure(self.backend, run, batches)
+            found = measure(self.backend, run, batches)
         logps = self._gathered([metrics.pop("logps") for metrics in found], documents, ends)
         numbers = new_numbers(objective, found).over_ranks(self.backend)
         pairs = numbers.vector[: 2 * len(numbers.keys)].view(-1, 2).tolist()
@@ -525,10 +523,8 @@ class Session:
 
     def _gathered(self, found: list[tuple], documents: list[dict], ends) -> list[torch.Tensor]:
         """The log-probabilities of all ranks' tokens, by sample."""
-        flat = torch.zeros(int(ends[-1]), dtype=torch.float32, device=parallel.device())
-        for numbers, logps in found:
-            flat[numbers] = logps
-        parts = self.backend.reduce(flat).cpu().split(np.diff(ends).tolist())
+        zeros = torch.zeros(int(ends[-1]), dtype=torch.float32, device=parallel.device())
+        parts = scattered(self.backend, found, zeros).split(np.diff(ends).tolist())
         rows = []
         for document, part in zip(documents, parts, strict=True):
             is_trained = document["labels"] != IGNORE_INDEX

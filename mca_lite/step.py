@@ -117,11 +117,49 @@ def compute_gradients(
     return backend.forward_backward(forward_step, micro_batches, length)
 
 
-def measure(backend, forward_step: Callable, micro_batches: list[dict]) -> list:
-    """Results of a forward pass alone, one of each micro-batch; [] on pipeline stages before the
-    last. Collective."""
+@torch.no_grad()
+def measure(backend, forward_step: Callable, micro_batches: list[dict], chunks=None) -> list:
+    """Results of a forward pass alone in evaluation mode, one of each micro-batch; [] on pipeline
+    stages before the last. chunks: those that run, None: the trained ones. Collective."""
+    running = chunks or backend.chunks
+    in_training = [chunk for chunk in running if chunk.training]
+    for chunk in in_training:
+        chunk.eval()
     length = row_length(micro_batches[0])
-    return backend.forward_backward(forward_step, micro_batches, length, forward_only=True)
+    results = backend.forward_backward(
+        forward_step, micro_batches, length, forward_only=True, chunks=running
+    )
+    for chunk in in_training:
+        chunk.train()
+    return results
+
+
+def collecting(backend, collect: Callable, to_inputs: Callable) -> Callable:
+    """A forward_step for measure() with the results collect(inputs, batch, output), of cross
+    entropy, or of logits if to_inputs(batch) has no labels. batch: with the columns for losses as
+    this rank has them."""
+
+    def forward_step(data_iterator: Iterator, model):
+        batch = next(data_iterator)
+        inputs = to_inputs(batch)
+        of_rank = backend.loss_columns(batch)
+        backend.use_loss(None)  # cross entropy, whatever the trainer minimises
+
+        def finish(output):
+            nothing = output.new_zeros((), dtype=torch.float32)
+            return nothing, nothing.int(), collect(inputs, of_rank, output)
+
+        return model(**inputs), finish
+
+    return forward_step
+
+
+def scattered(backend, found: list[tuple[Any, Any]], zeros: torch.Tensor) -> torch.Tensor:
+    """The rows of all ranks, on the CPU: (numbers, values) of this rank's micro-batches, set in
+    zeros [rows, ...]. A row has its values from one rank alone. Collective."""
+    for numbers, values in found:
+        zeros[numbers] = values
+    return backend.reduce(zeros.flatten()).view(zeros.shape).cpu()
 
 
 # -- numbers

@@ -216,7 +216,7 @@ class McaTrainer(OtherNames):
             data, length, numbers = self.read_step(batches, plan, step)
             self._sent = SentNumbers(numbers, self.backend)
             _, metrics, skipped, grad_norm, zeros = self.training_step(self.models, data, length)
-            metrics, grad_norm = self.guard.after_step(skipped, grad_norm, metrics, length)
+            metrics, grad_norm = self.guard.after_step(skipped, grad_norm, metrics)
             numbers = self._sent.result(metrics)
             self.sums.add(numbers, skipped, grad_norm, zeros)
             tokens, *squares_and_patches, positions = numbers.counts()

@@ -21,7 +21,7 @@ from .data_batches import FILLER, BatchPlan, make_loader, samples_of
 from .data_files import SIDES
 from .errors import Judge, expect
 from .files import IGNORE_INDEX
-from .step import measure, new_numbers, use_loss
+from .step import collecting, measure, new_numbers, scattered
 from .trainer_events import EvalLoopOutput, Numbers
 
 
@@ -39,7 +39,7 @@ class PredictionOutput(NamedTuple):
 
 
 class Evaluator:
-    """Forward passes of one trainer. All methods but check() and collecting() are collective."""
+    """Forward passes of one trainer. All methods but check() are collective."""
 
     def __init__(self, trainer):
         self.trainer = trainer
@@ -153,15 +153,13 @@ class Evaluator:
         return make_loader(dataset, self.trainer.data_collator, plan, num_epochs=1)
 
     def _steps(self, loader, plan: BatchPlan) -> Iterator[tuple[int, list[dict], int, Numbers]]:
-        """(number, micro-batches, length, counts) of each step, with the model in evaluation."""
+        """(number, micro-batches, length, counts) of each step."""
         trainer = self.trainer
         trainer.loaders["eval_dataloader"] = loader
         batches = iter(loader)
-        self.backend.train_mode(False)
         for step in range(plan.steps_per_epoch):
             yield step, *trainer.read_step(batches, plan, step)
         trainer.loaders["eval_dataloader"] = None
-        self.backend.train_mode(True)
 
     def _forward(self, forward_step: Callable, batches: list[dict], *_) -> list:
         """Results of forward_step for each micro-batch; [] on pipeline stages before the last."""
@@ -185,28 +183,12 @@ class Evaluator:
     def by_sample(self, dataset, run: Callable, shape: tuple[int, ...]) -> np.ndarray:
         """float64 [samples, *shape], on every rank: results of run(micro-batches, length), one
         tensor [samples or more, *shape] a micro-batch."""
-        values = torch.zeros(len(dataset), *shape, dtype=torch.float64, device=parallel.device())
+        zeros = torch.zeros(len(dataset), *shape, dtype=torch.float64, device=parallel.device())
+        found = []
         for step in self.passes(dataset, run):
-            for numbers, result in step:
-                if self.backend.context_parallel[1] == 0:  # all of its ranks have the same
-                    values[numbers] = result[: len(numbers)].to(values.dtype)
-        return self.backend.reduce(values.flatten()).view(values.shape).cpu().numpy()
-
-    def collecting(self, collect: Callable, with_labels: bool = True) -> Callable:
-        """A forward_step of the trained model with the result collect(inputs, batch, output)."""
-
-        def step(data_iterator, model):
-            batch = next(data_iterator)
-            inputs = self.trainer.inputs_of(batch)
-            given = inputs if with_labels else {**inputs, "labels": None}
-
-            def finish(output):  # megatron's contract: a loss, a count, and the result
-                nothing = output.new_zeros((), dtype=torch.float32)
-                return nothing, nothing.int(), collect(inputs, batch, output)
-
-            return model(**given), finish
-
-        return step
+            if self.backend.context_parallel[1] == 0:  # all of its ranks have the same
+                found += [(numbers, result[: len(numbers)].double()) for numbers, result in step]
+        return scattered(self.backend, found, zeros).numpy()
 
     @torch.no_grad()
     def _log_probabilities(self, dataset) -> np.ndarray:
@@ -218,17 +200,14 @@ class Evaluator:
             sums = sum_documents(self.backend, batch, inputs["labels"], losses)
             return sums.t().reshape(-1, count, 2)
 
-        self.backend.use_loss(None)  # cross entropy, whatever the trainer minimises
-        try:
-            return self.collected(dataset, collect, (count, 2))
-        finally:
-            use_loss(self.backend, self.trainer)
+        return self.collected(dataset, collect, (count, 2))
 
     def collected(self, dataset, collect: Callable, shape: tuple[int, ...]) -> np.ndarray:
         """float64 [samples, *shape], on every rank: results of collect(inputs, batch, output), one
         tensor [samples or more, *shape] a micro-batch."""
         self.trainer.plan_batches(dataset, training=False)  # refuses several sets, and a stream
-        run = functools.partial(self._forward, self.collecting(collect))
+        step = collecting(self.backend, collect, self.trainer.inputs_of)
+        run = functools.partial(self._forward, step)
         return self.by_sample(samples_of(dataset), run, shape)
 
     @torch.no_grad()
@@ -252,7 +231,11 @@ class Evaluator:
             ]
 
         rows: dict[int, tuple] = {}  # on the main rank
-        run = functools.partial(self._forward, self.collecting(collect, with_labels=False))
+
+        def inputs_of(batch: dict) -> dict:
+            return {**self.trainer.inputs_of(batch), "labels": None}
+
+        run = functools.partial(self._forward, collecting(self.backend, collect, inputs_of))
         for step in self.passes(dataset, run):
             own = [pair for found in step for pair in zip(*found, strict=False)]
             for of_rank in parallel.gather(own):

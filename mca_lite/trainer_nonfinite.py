@@ -21,6 +21,7 @@ from . import ckpt_folder, parallel
 from .data_batches import FILLER, Packs
 from .errors import UserError
 from .model import VirtualModels
+from .step import measure
 
 NOT_FINITE_EXIT_CODE = 86  # of a run stopped by non-finite numbers
 _SHOWN = 3  # micro-batches in a message
@@ -97,7 +98,7 @@ class FiniteGuard:
 
         return marked
 
-    def after_step(self, skipped, grad_norm, metrics, seq_length):
+    def after_step(self, skipped, grad_norm, metrics):
         """Count a step -> (metrics, gradient norm), without non-finite ones if nan_policy: skip
         leaves the update out.
 
@@ -133,7 +134,7 @@ class FiniteGuard:
                 pairs = zip(metrics, losses, strict=False)
                 return [of_batch for of_batch, loss in pairs if math.isfinite(loss)], 0.0
             advice = f"{limit} updates were left out before (nan_skip_limit)"
-        where = self._first_cause(bool(found), seq_length)
+        where = self._first_cause(bool(found))
         self.stop(
             f"{what}. The first that is not finite: {where}. Its update is not made: {advice}"
         )
@@ -228,7 +229,7 @@ class FiniteGuard:
             return rows
         return [int(sample) for sample in itertools.chain(*(dataset.packs[row] for row in rows))]
 
-    def _first_cause(self, has_bad_loss: bool, seq_length: int) -> str:
+    def _first_cause(self, has_bad_loss: bool) -> str:
         """A weight, else a layer's output, else a gradient, in words. Collective."""
         rank = parallel.rank()
         parameters = list(_named(self.trainer.model, "parameters"))
@@ -239,7 +240,7 @@ class FiniteGuard:
         # (kind, micro-batch, place, words), the first cause being the least; ranks of later
         # pipeline stages have higher numbers
         own = [(0, 0, chunk, rank, f"the weight {name}") for chunk, name in _first_bad(parameters)]
-        for (number, chunk), name in self._bad_outputs(seq_length).items():
+        for (number, chunk), name in self._bad_outputs().items():
             own.append((1, number, chunk, rank, f"the output of {name or 'the model'}"))
         if has_bad_loss:
             own.append((2, 0, 0, rank, "the loss itself"))
@@ -248,8 +249,7 @@ class FiniteGuard:
         own.append((4, 0, 0, rank, "the gradient's norm, a sum of finite numbers"))
         return min(map(min, parallel.gather(own)))[-1]
 
-    @torch.no_grad()
-    def _bad_outputs(self, seq_length: int) -> dict[tuple[int, int], str]:
+    def _bad_outputs(self) -> dict[tuple[int, int], str]:
         """(micro-batch, chunk) -> the first module on this rank with a non-finite output, by
         another forward pass. Collective."""
         trainer = self.trainer
@@ -260,14 +260,13 @@ class FiniteGuard:
             if not _is_finite(output):
                 first.setdefault(place, name)
 
-        backend.train_mode(False)
         for number, batch in enumerate(self._micro_batches):
             same = [batch] * backend.micro_batch_multiple
             with contextlib.ExitStack() as hooks:
                 for chunk, name, module in _named(trainer.model, "modules"):
                     hook = functools.partial(look, (number, chunk), name)
                     hooks.enter_context(module.register_forward_hook(hook))
-                backend.forward_backward(trainer.forward_step, same, seq_length, forward_only=True)
+                measure(backend, trainer.forward_step, same)
         return first
 
 

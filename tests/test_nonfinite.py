@@ -472,5 +472,5 @@ def test_an_update_between_them_starts_the_count_anew():
     guard = FiniteGuard(trainer)
     guard.step = 1
     for norm in (2.0, 0.5, 2.0, 0.5, 2.0):
-        guard.after_step(int(norm > 1), norm, [], 8)
+        guard.after_step(int(norm > 1), norm, [])
     assert len(prints) == 3 and guard.dropped == 0

@@ -380,7 +380,7 @@ ROWS: list[tuple[str, str, str, str]] = [
     ),
     (
         "predictions are of the trainer's loss",
-        "self.backend.use_loss(None)  # cross entropy, whatever the trainer minimises",
+        "backend.use_loss(None)  # cross entropy, whatever the trainer minimises",
         "pass",
         "test_predict.py::test_predictions_are_transformers_own_in_every_layout[torch_dp2]",
     ),
