@@ -13,9 +13,8 @@ import importlib.util
 import torch
 from torch.autograd.function import once_differentiable
 
-from .kernels import compiles, first_line, jit, launch, tl, triton, works
+from .kernels import compiles, first_line, fused, works
 
-_BLOCK = 2048  # elements of a program of join
 # elements of queries from which a call of cuDNN's costs the host less than it saves the GPU
 _FRONTEND_FROM = 2**23
 _NO_FRONTEND = (
@@ -116,26 +115,6 @@ def packed_by_cudnn(q, k, v, layout, scale: float | None, window: int | None) ->
     return out
 
 
-@jit
-def _join_kernel(
-    first, lse1, second, lse2, out, lse, queries, heads, d, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    exists = row < queries * heads
-    of_query = (row % heads) * queries + row // heads
-    one = tl.load(lse1 + of_query, exists, 0.0)
-    two = tl.load(lse2 + of_query, exists, 0.0)
-    most = tl.maximum(one, two)
-    total = most + tl.log(tl.exp(one - most) + tl.exp(two - most))
-    tl.store(lse + of_query, total, exists)
-    column = tl.arange(0, BLOCK)
-    inside = exists[:, None] & (column < d)[None, :]
-    place = row[:, None] * d + column[None, :]
-    joined = tl.load(first + place, inside, 0.0).to(tl.float32) * tl.exp(one - total)[:, None]
-    joined += tl.load(second + place, inside, 0.0).to(tl.float32) * tl.exp(two - total)[:, None]
-    tl.store(out + place, joined, inside)
-
-
 class SegmentAttention(torch.autograd.Function):
     """softmax(q k^T scale) v in segments (q0, q1, k0, k1): queries q0:q1 see the keys k0:k1 alone,
     the last query all of them, each one before it one less.
@@ -212,15 +191,4 @@ def join(first, lse1, second, lse2, out) -> torch.Tensor:
         by1, by2 = ((x - lse).exp().permute(2, 0, 1, 3) for x in (lse1, lse2))
         out.copy_(first * by1 + second * by2)
         return lse
-    return join_by_kernel(first, lse1, second, lse2, out)
-
-
-def join_by_kernel(first, lse1, second, lse2, out) -> torch.Tensor:
-    """join in one kernel. out is contiguous."""
-    q, b, n, d = out.shape
-    lse = torch.empty_like(lse1)
-    block = triton.next_power_of_2(d)
-    rows = max(_BLOCK // block, 1)
-    tensors = first.contiguous(), lse1, second.contiguous(), lse2, out, lse
-    launch(_join_kernel, (triton.cdiv(q * b * n, rows),), *tensors, q, b * n, d, rows, block)
-    return lse
+    return fused().join_by_kernel(first, lse1, second, lse2, out)

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from .files import IGNORE_INDEX
-from .kernels import compiled, compiles, jit, launch, tl, triton
+from .kernels import compiled, compiles, fused
 from .mcore import reduce_from_tensor_model_parallel_region
 from .parallel import gather_into, sum_gradients, to_device
 
@@ -208,76 +208,12 @@ def _statistics(logits, places, columns: int):
     """float32 [3, rows] of capped logits: the largest one, the sum of exponentials relative to it,
     the one at the row's place (0 for the place -1)."""
     if compiles(logits):
-        return statistics_in_one_pass(logits.contiguous(), places, columns)
+        return fused().statistics_in_one_pass(logits.contiguous(), places, columns)
     logits = _without_padding(logits, columns)
     top = logits.amax(1).clamp(min=_LOWEST)
     total = (logits - top[:, None]).exp_().sum(1)
     target = logits.gather(1, places.clamp(min=0)[:, None])[:, 0]
     return torch.stack([top, total, target.masked_fill(places < 0, 0.0)])
-
-
-@jit
-def _statistics_kernel(
-    logits, places, top, total, target, columns, width, LOWEST: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    start = logits + row * width
-    largest = tl.full((), LOWEST, tl.float32)
-    summed = tl.full((), 0.0, tl.float32)
-    for first in range(0, columns, BLOCK):
-        place = first + tl.arange(0, BLOCK)
-        values = tl.load(start + place, place < columns, -float("inf")).to(tl.float32)
-        now = tl.maximum(largest, tl.max(values, 0))
-        summed = summed * tl.exp(largest - now) + tl.sum(tl.exp(values - now), 0)
-        largest = now
-    tl.store(top + row, largest)
-    tl.store(total + row, summed)
-    place = tl.load(places + row)
-    tl.store(target + row, tl.load(start + place, place >= 0, 0.0).to(tl.float32))
-
-
-@jit
-def _gradients_kernel(
-    logits, places, at_label, lse, weights, softcap, columns, width, CAPPED: tl.constexpr,
-    WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    place = logits + row * width + column
-    value = tl.load(place, column < columns, -float("inf")).to(tl.float32)
-    out = tl.exp(value - tl.load(lse + row))
-    out = tl.where(column == tl.load(places + row), tl.load(at_label + row), out)
-    if CAPPED:
-        # padding is -inf: a slope of 0 and not of -inf, which would make 0 x inf
-        tanh = tl.maximum(value / softcap, -1.0)
-        out *= 1 - tanh * tanh
-    if WEIGHTED:
-        out *= tl.load(weights + row)
-    tl.store(place, out, column < width)
-
-
-def statistics_in_one_pass(logits, places, columns: int):
-    """The results of _statistics by a Triton kernel, in one read of the logits [rows, V/tp]."""
-    rows, width = logits.shape
-    results = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
-    constants = dict(LOWEST=_LOWEST, BLOCK=8192, num_warps=16)
-    tensors = logits, places, *results
-    launch(_statistics_kernel, (rows,), *tensors, columns, width, **constants)
-    return results
-
-
-def gradients_in_one_pass(logits, places, at_label, lse, weights, head: Head):
-    """The result of _logit_gradients by a Triton kernel. at_label: float32 [rows], p - 1."""
-    rows, width = logits.shape
-    flags = dict(CAPPED=head.softcap is not None, WEIGHTED=weights is not None)
-    if weights is not None:
-        weights = weights.float().contiguous()
-    grid = rows, triton.cdiv(width, 4096)
-    tensors = logits, places, at_label, lse.contiguous(), weights
-    numbers = head.softcap or 1.0, head.columns, width
-    launch(_gradients_kernel, grid, *tensors, *numbers, **flags, BLOCK=4096, num_warps=8)
-    return logits
 
 
 def scaled(gradient, by, dtype: torch.dtype):
@@ -321,7 +257,7 @@ def _logit_gradients(logits, places, losses, lse, weights, head: Head):
     at_label = torch.expm1(-losses)
     if compiles(logits):
         logits = logits.contiguous()
-        return gradients_in_one_pass(logits, places, at_label, lse, weights, head)
+        return fused().gradients_in_one_pass(logits, places, at_label, lse, weights, head)
     values = _without_padding(logits, head.columns)
     factors = []
     if head.softcap is not None:

@@ -87,6 +87,7 @@ PARTS = {
     ),
     "policy": Part("part_policy", ""),
     "sleep": Part("part_sleep", ""),
+    "triton": Part("part_triton", ""),
     "migration": Part("part_migration part_migration_paths", ""),
 }
 

@@ -1,12 +1,23 @@
 """One kernel on a GPU, plain torch on a CPU: the latter against formulas. `make gpu`, part kernels,
 compares the kernels."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mca_lite import TrainingArguments, kernels, model, model_layers, model_norms, part_delta
+from mca_lite import (
+    TrainingArguments,
+    kernels,
+    model,
+    model_layers,
+    model_norms,
+    part_delta,
+    part_triton,
+    parts,
+)
 from tests.shared import tiny, world
 from tests.shared.layouts import CP2, FULL, PACKED, PP2, TP2_SP
 from tests.shared.training import assert_same_curve, train
@@ -115,6 +126,18 @@ def test_a_machine_without_a_compiler_says_so_once_and_runs_uncompiled(monkeypat
     assert len(said) == 1
     monkeypatch.setattr(kernels, "triton", None)
     assert kernels.why_no_kernels() == "Triton cannot be imported"
+
+
+def test_a_package_without_its_kernels_says_which_file_to_copy(monkeypatch):
+    gone = {"triton": {"triton": "part_triton.py"}}
+    monkeypatch.setattr(parts, "missing", lambda: gone)
+    monkeypatch.setattr(kernels, "triton", "there")
+    kernels.fused.cache_clear()
+    assert kernels.why_no_kernels() == (
+        f"it needs part triton, and part_triton.py is not in {Path(parts.__file__).parent}: copy "
+        "triton's files from mca_lite"
+    )
+    kernels.fused.cache_clear()
 
 
 def test_where_torch_compile_alone_does_not_work_functions_run_as_they_are(monkeypatch):
@@ -297,5 +320,5 @@ def test_heads_are_split_normed_and_rotated_at_once(family, wanted, tmp_path):
 
 
 def test_loops_of_wide_rows_ask_for_no_more_memory_than_small_gpus_have():
-    of_rows = {width: kernels.iterations_at_once(3 * width * 4) for width in (2048, 4096, 8192)}
+    of_rows = {width: part_triton.iterations_at_once(3 * width * 4) for width in (2048, 4096, 8192)}
     assert of_rows == {2048: 3, 4096: 3, 8192: 1}  # float32; two of three iterations wait

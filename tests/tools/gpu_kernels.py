@@ -22,9 +22,10 @@ from mca_lite import (
     part_delta,
     part_distill_kernels,
     part_sinks,
+    part_triton,
 )
 from mca_lite.batch import row_layout
-from mca_lite.kernels_attention import SegmentAttention, causal_by_cudnn, join_by_kernel
+from mca_lite.kernels_attention import SegmentAttention, causal_by_cudnn
 from mca_lite.part_distill import DistillConfig, divergence_terms, top_k_of
 from tests.shared import distilling
 
@@ -99,7 +100,7 @@ def norm_cases(dtype):
         inputs = [drawn(*shape, dtype=dtype), drawn(shape[-1], dtype=dtype, grad=trained)]
 
         def kernel(x, weight, zero=zero, beside=beside):
-            out = kernels.Norm.apply(x, weight, 1e-6, zero, beside)
+            out = part_triton.Norm.apply(x, weight, 1e-6, zero, beside)
             return out if beside else (out,)
 
         def formula(x, weight, zero=zero, beside=beside):
@@ -127,7 +128,7 @@ def heads_cases(dtype):
         sizes, flags = (groups, d), (1e-6, zero, interleaved)
 
         def kernel(*inputs, sizes=sizes, tables=tables, flags=flags):
-            return kernels.RotatedHeads.apply(*inputs, *tables, *sizes, *flags)
+            return part_triton.RotatedHeads.apply(*inputs, *tables, *sizes, *flags)
 
         def formula(mixed, bias, q, k, sizes=sizes, tables=tables, flags=flags):
             eps, zero, interleaved = flags
@@ -147,14 +148,14 @@ def other_cases(dtype):
         return (F.silu(gate) * up,)
 
     def kernel(both):
-        return (kernels.SwiGLU.apply(both),)
+        return (part_triton.SwiGLU.apply(both),)
 
     yield "SwiGLU", kernel, gated, [drawn(3, 5, 2 * 1500, dtype=dtype)]
     places, columns = torch.tensor([3, -1, 20_008], device=device()), 20_009  # -1: another rank's
     here = (places >= 0)[:, None]
 
     def statistics(logits):
-        found = loss_tokens.statistics_in_one_pass(logits.detach(), places, columns)
+        found = part_triton.statistics_in_one_pass(logits.detach(), places, columns)
         return [x + 0 * logits.sum() for x in found]  # it has no gradient
 
     def formula(logits):
@@ -172,7 +173,7 @@ def other_cases(dtype):
 
         def gradients(logits, head=head, by=by):
             capped = logits.detach().clamp(-4, 4)
-            found = loss_tokens.gradients_in_one_pass(capped, places, at_label, lse, by, head)
+            found = part_triton.gradients_in_one_pass(capped, places, at_label, lse, by, head)
             return [found + 0 * logits.sum()]
 
         def formula(logits, softcap=softcap, by=by):
@@ -349,7 +350,7 @@ def join_cases(dtype):
 
     def kernel(first, second):
         out = torch.empty_like(first)
-        joined = join_by_kernel(first.detach(), lse[0], second.detach(), lse[1], out)
+        joined = part_triton.join_by_kernel(first.detach(), lse[0], second.detach(), lse[1], out)
         return [x + 0 * (first.sum() + second.sum()) for x in (out, joined)]
 
     def formula(first, second):
@@ -452,7 +453,7 @@ def sink_cases(dtype):
 def main() -> int:
     torch.manual_seed(0)
     if device() == "cpu":
-        kernels.num_programs = lambda device: 3  # it asks the GPU
+        part_triton.num_programs = lambda device: 3  # it asks the GPU
     start, bad = time.time(), 0
     of_attention = (
         attention_cases,

@@ -1,0 +1,620 @@
+"""Triton kernels of operations that the core has in plain torch: norms, heads, SwiGLU, AdamW, token
+losses, attention in two parts.
+
+Letters: s positions, b rows, n query heads, g groups (heads of keys and of values), d channels of a
+head, f columns of a gate, V/tp columns of a rank's logits.
+"""
+
+import functools
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from .kernels import jit, launch, tl, triton
+from .loss_tokens import Head
+
+_SWIGLU_BLOCK = 1024  # columns of a program of SwiGLU
+_ADAM_BLOCK = 1024  # elements of a program of AdamW
+_JOIN_BLOCK = 2048  # elements of a program of join
+_HEADS = 16  # heads of a program of rotated_heads
+_PROGRAMS = 2  # of a multiprocessor, if each sums over its part of the tokens; twice of heads
+_SHARED = 96 * 1024  # bytes of shared memory that a program may take: small GPUs have 99 KiB
+# bounds the largest logit from below: it is finite also on a rank with padding alone
+_LOWEST = torch.finfo(torch.float32).min
+
+
+@functools.cache
+def num_programs(device: torch.device) -> int:
+    """Programs of a kernel, if each sums over its part of the tokens."""
+    return _PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@jit
+def _sum_kernel(
+    partial, out, rows, width, stride, ADDS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    summed = tl.zeros((ROWS, BLOCK), tl.float32)
+    for first in range(0, rows, ROWS):
+        row = first + tl.arange(0, ROWS)
+        inside = (row < rows)[:, None] & (column < width)[None, :]
+        summed += tl.load(partial + row[:, None] * stride + column[None, :], inside, 0.0)
+    total = tl.sum(summed, 0)
+    if ADDS:
+        total += tl.load(out + column, column < width, 0.0)
+    tl.store(out + column, total, column < width)
+
+
+def _gradient(partial, parameter):
+    """The gradient [width] of a parameter: the sum of partial float32 [programs, width] over
+    programs. Added to a float32 main_grad of megatron's DDP, and an empty tensor for its hook, if
+    there is one."""
+    gradient = torch.empty_like(parameter)
+    main_grad = getattr(parameter, "main_grad", None)
+    adds = main_grad is not None and main_grad.dtype == torch.float32
+    if adds:
+        parameter.grad_added_to_main_grad = True
+    width = partial.shape[1]
+    sizes = partial.shape[0], width, partial.stride(0)
+    tensors = partial, main_grad if adds else gradient
+    launch(_sum_kernel, (triton.cdiv(width, 32),), *tensors, *sizes, adds, ROWS=128, BLOCK=32)
+    return gradient
+
+
+def iterations_at_once(loaded: int) -> int:
+    """Iterations of a loop with loads in flight at once; all but one wait in shared memory.
+    loaded: bytes of an iteration."""
+    return 3 if 2 * loaded <= _SHARED else 1
+
+
+# ---- RMS norm
+
+
+@jit
+def _norm_kernel(
+    x, weight, out, rows, width: tl.constexpr, eps, ZERO: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (column < width)[None, :]
+    place = row[:, None] * width + column[None, :]
+    values = tl.load(x + place, inside, 0.0).to(tl.float32)
+    scale = tl.load(weight + column, column < width, 0.0).to(tl.float32)[None, :]
+    values = values * tl.rsqrt(tl.sum(values * values, 1) / width + eps)[:, None]
+    if ZERO:
+        values = values * (1.0 + scale)
+    else:  # the rounding comes before the weight, as in the Hugging Face model
+        values = values.to(out.dtype.element_ty).to(tl.float32) * scale
+    tl.store(out + place, values, inside)
+
+
+@jit
+def _norm_backward_kernel(
+    x, weight, grad, passed, of_x, of_weight, rows, width: tl.constexpr, eps,
+    ZERO: tl.constexpr, BESIDE: tl.constexpr, TRAINED: tl.constexpr, STAGES: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, BLOCK)
+    scale = tl.load(weight + column, column < width, 0.0).to(tl.float32)[None, :]
+    if ZERO:
+        scale = 1.0 + scale
+    summed = tl.zeros((BLOCK,), tl.float32)
+    start = tl.program_id(0) * ROWS
+    step = tl.num_programs(0) * ROWS
+    for first in tl.range(start, rows, step, num_stages=STAGES):
+        row = (first + tl.arange(0, ROWS)).to(tl.int64)
+        inside = (row < rows)[:, None] & (column < width)[None, :]
+        place = row[:, None] * width + column[None, :]
+        normed = tl.load(x + place, inside, 0.0).to(tl.float32)
+        g = tl.load(grad + place, inside, 0.0).to(tl.float32)
+        by = tl.rsqrt(tl.sum(normed * normed, 1) / width + eps)[:, None]
+        normed = normed * by
+        scaled = g * scale
+        inner = by * (scaled - normed * (tl.sum(scaled * normed, 1) / width)[:, None])
+        if BESIDE:
+            inner += tl.load(passed + place, inside, 0.0).to(tl.float32)
+        tl.store(of_x + place, inner, inside)
+        if TRAINED:
+            summed += tl.sum(g * normed, 0)
+    if TRAINED:
+        tl.store(of_weight + tl.program_id(0) * width + column, summed, column < width)
+
+
+def _tile(x) -> tuple[int, dict]:
+    """(programs of whole rows of x, sizes of each)."""
+    width = x.shape[-1]
+    block = triton.next_power_of_2(width)
+    rows = max(4096 // block, 1)
+    tile = dict(ROWS=rows, BLOCK=block, num_warps=16 if block > 4096 else 8)
+    return triton.cdiv(x.numel() // width, rows), tile
+
+
+class Norm(torch.autograd.Function):
+    """x [..., h], weight [h] -> rms norm of x, and with `beside` also x itself; the gradients of
+    both are added in the norm's backward pass."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps: float, zero_centered: bool, beside: bool):
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        ctx.save_for_backward(x, weight)
+        width = x.shape[-1]
+        ctx.numbers = x.numel() // width, width, eps, zero_centered
+        programs, tile = _tile(x)
+        launch(_norm_kernel, (programs,), x, weight, out, *ctx.numbers, **tile)
+        if beside:
+            return out, x.view_as(x)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad, passed=None):
+        x, weight = ctx.saved_tensors
+        of_x = torch.empty_like(x)
+        is_beside = passed is not None
+        if is_beside:
+            passed = passed.contiguous()
+        trained = ctx.needs_input_grad[1]
+        programs, tile = _tile(x)
+        programs = min(programs, num_programs(x.device))
+        partial = of_weight = None
+        if trained:
+            partial = x.new_empty(programs, x.shape[-1], dtype=torch.float32)
+        stages = iterations_at_once(3 * tile["ROWS"] * tile["BLOCK"] * x.itemsize)
+        tensors = x, weight, grad.contiguous(), passed, of_x, partial
+        numbers = *ctx.numbers, is_beside, trained, stages
+        launch(_norm_backward_kernel, (programs,), *tensors, *numbers, **tile)
+        if trained:
+            of_weight = _gradient(partial, weight)
+        return of_x, of_weight, None, None, None
+
+
+# ---- queries, keys and values
+
+
+@jit
+def _pairs(D: tl.constexpr, ROTARY: tl.constexpr, NEXT: tl.constexpr, HALF: tl.constexpr):
+    """The channels of a head in pairs that turn together; those beyond ROTARY stay."""
+    pair = tl.arange(0, HALF)
+    turns = pair < ROTARY // 2
+    if NEXT:
+        first = 2 * pair
+        second = 2 * pair + 1
+    else:
+        first = pair
+        second = pair + ROTARY // 2
+    first = tl.where(turns, first, pair + ROTARY // 2)
+    second = tl.where(turns, second, pair + D // 2)
+    return first, second, turns, pair < D // 2
+
+
+@jit
+def _rotation(cos, sin, position, first, second, turns, moves, ROTARY: tl.constexpr):
+    """cos and sin of the first and of the second channel of each pair, [heads, pairs]."""
+    table = position * ROTARY
+    one = tl.full(first.shape, 1.0, tl.float32)
+    zero = tl.zeros(first.shape, tl.float32)
+    cos1 = tl.load(cos + table + first, turns, 1.0).to(tl.float32)
+    cos2 = tl.load(cos + table + second, turns, 1.0).to(tl.float32)
+    sin1 = tl.load(sin + table + first, turns, 0.0).to(tl.float32)
+    sin2 = tl.load(sin + table + second, turns, 0.0).to(tl.float32)
+    cos1 = tl.where(moves, cos1[None, :], one[None, :])
+    cos2 = tl.where(moves, cos2[None, :], one[None, :])
+    sin1 = tl.where(moves, sin1[None, :], zero[None, :])
+    sin2 = tl.where(moves, sin2[None, :], zero[None, :])
+    return cos1, cos2, sin1, sin2
+
+
+@jit
+def _scale(of_query, of_key, channel, inside, is_query, ZERO: tl.constexpr):
+    """The norm's weights of a channel, by the kind of a head."""
+    q = tl.load(of_query + channel, inside, 0.0).to(tl.float32)[None, :]
+    k = tl.load(of_key + channel, inside, 0.0).to(tl.float32)[None, :]
+    scale = tl.where(is_query, q, k)
+    if ZERO:
+        scale = 1.0 + scale
+    return scale
+
+
+@jit
+def _load(start, first, second, inside):
+    """Both channels of pairs [heads, pairs]; start [heads, 1] of each head."""
+    a = tl.load(start + first[None, :], inside, 0.0).to(tl.float32)
+    return a, tl.load(start + second[None, :], inside, 0.0).to(tl.float32)
+
+
+@jit
+def _store(start, first, second, inside, a, b):
+    tl.store(start + first[None, :], a, inside)
+    tl.store(start + second[None, :], b, inside)
+
+
+@jit
+def _parts(query, key, value, token, group, part, GROUPS: tl.constexpr, OWN: tl.constexpr,
+           D: tl.constexpr):  # fmt: skip
+    """Starts of the heads [heads, 1] of a token, read as queries, as keys and as values."""
+    of_token = token * GROUPS + group
+    of_query = query + (of_token * (OWN - 2) + part) * D
+    return of_query, key + of_token * D, value + of_token * D
+
+
+@jit
+def _heads_kernel(
+    mixed, bias, of_query, of_key, cos, sin, query, key, value, sharing, eps,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr, ROTARY: tl.constexpr,
+    BIAS: tl.constexpr, NORMS: tl.constexpr, ZERO: tl.constexpr, NEXT: tl.constexpr,
+    BLOCK: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[:, None]
+    OWN: tl.constexpr = HEADS // GROUPS  # heads of a group: queries, a key, a value
+    group = head // OWN
+    part = head % OWN
+    first, second, turns, exists = _pairs(D, ROTARY, NEXT, HALF)
+    inside = (head < HEADS) & exists[None, :]
+    is_query = part < OWN - 2
+    is_value = part == OWN - 1
+    moves = part != OWN - 1
+    a, b = _load(mixed + (token * HEADS + head) * D, first, second, inside)
+    if BIAS:
+        more1, more2 = _load(bias + head * D, first, second, inside)
+        a = a + more1
+        b = b + more2
+    if NORMS:
+        by = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / D + eps)[:, None]
+        normed1 = a * by
+        normed2 = b * by
+        if not ZERO:
+            normed1 = normed1.to(query.dtype.element_ty).to(tl.float32)
+            normed2 = normed2.to(query.dtype.element_ty).to(tl.float32)
+        normed1 *= _scale(of_query, of_key, first, exists, is_query, ZERO)
+        normed2 *= _scale(of_query, of_key, second, exists, is_query, ZERO)
+        a = tl.where(moves, normed1, a)
+        b = tl.where(moves, normed2, b)
+    cos1, cos2, sin1, sin2 = _rotation(
+        cos, sin, token // sharing, first, second, turns, moves, ROTARY
+    )
+    a, b = a * cos1 - b * sin1, b * cos2 + a * sin2
+    q, k, v = _parts(query, key, value, token, group, part, GROUPS, OWN, D)
+    _store(q, first, second, inside & is_query, a, b)
+    _store(k, first, second, inside & (part == OWN - 2), a, b)
+    _store(v, first, second, inside & is_value, a, b)
+
+
+@jit
+def _heads_backward_kernel(
+    mixed, bias, of_query, of_key, cos, sin, query, key, value, out, of_bias, of_norms,
+    tokens, sharing, eps, HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr,
+    ROTARY: tl.constexpr, BIAS: tl.constexpr, NORMS: tl.constexpr, ZERO: tl.constexpr,
+    NEXT: tl.constexpr, SUMS_BIAS: tl.constexpr, SUMS_NORMS: tl.constexpr,
+    STAGES: tl.constexpr, BLOCK: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    head = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[:, None]
+    OWN: tl.constexpr = HEADS // GROUPS
+    group = head // OWN
+    part = head % OWN
+    first, second, turns, exists = _pairs(D, ROTARY, NEXT, HALF)
+    inside = (head < HEADS) & exists[None, :]
+    is_query = part < OWN - 2
+    is_key = part == OWN - 2
+    is_value = part == OWN - 1
+    moves = part != OWN - 1
+    if NORMS:
+        scale1 = _scale(of_query, of_key, first, exists, is_query, ZERO)
+        scale2 = _scale(of_query, of_key, second, exists, is_query, ZERO)
+    none = tl.zeros((BLOCK, HALF), tl.float32)
+    bias1, bias2, norm1, norm2 = none, none, none, none  # sums over tokens
+    for number in tl.range(tl.program_id(0), tokens, tl.num_programs(0), num_stages=STAGES):
+        token = tl.full((), 0, tl.int64) + number
+        q, k, v = _parts(query, key, value, token, group, part, GROUPS, OWN, D)
+        a, b = _load(q, first, second, inside & is_query)
+        a2, b2 = _load(k, first, second, inside & is_key)
+        a3, b3 = _load(v, first, second, inside & is_value)
+        a = a + a2 + a3
+        b = b + b2 + b3
+        cos1, cos2, sin1, sin2 = _rotation(
+            cos, sin, token // sharing, first, second, turns, moves, ROTARY
+        )
+        a, b = a * cos1 + b * sin2, b * cos2 - a * sin1
+        start = (token * HEADS + head) * D
+        if NORMS:
+            x1, x2 = _load(mixed + start, first, second, inside)
+            if BIAS:
+                more1, more2 = _load(bias + head * D, first, second, inside)
+                x1 = x1 + more1
+                x2 = x2 + more2
+            by = tl.rsqrt((tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)) / D + eps)[:, None]
+            x1 = x1 * by
+            x2 = x2 * by
+            norm1 = norm1 + a * x1
+            norm2 = norm2 + b * x2
+            scaled1 = a * scale1
+            scaled2 = b * scale2
+            along = (tl.sum(scaled1 * x1, 1) + tl.sum(scaled2 * x2, 1))[:, None] / D
+            a = tl.where(moves, by * (scaled1 - x1 * along), a)
+            b = tl.where(moves, by * (scaled2 - x2 * along), b)
+        _store(out + start, first, second, inside, a, b)
+        bias1 = bias1 + a
+        bias2 = bias2 + b
+    if SUMS_BIAS:
+        of_bias += tl.program_id(0) * HEADS * D
+        _store(of_bias + head * D, first, second, inside, bias1, bias2)
+    if SUMS_NORMS:
+        of_norms += (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * 2 * D
+        tl.store(of_norms + first, tl.sum(tl.where(is_query, norm1, 0.0), 0), exists)
+        tl.store(of_norms + second, tl.sum(tl.where(is_query, norm2, 0.0), 0), exists)
+        tl.store(of_norms + D + first, tl.sum(tl.where(is_key, norm1, 0.0), 0), exists)
+        tl.store(of_norms + D + second, tl.sum(tl.where(is_key, norm2, 0.0), 0), exists)
+
+
+class RotatedHeads(torch.autograd.Function):
+    """rotated_heads, for even d."""
+
+    @staticmethod
+    def forward(ctx, mixed, bias, of_query, of_key, cos, sin, groups, d, eps, zero, interleaved):
+        mixed = mixed.contiguous()
+        cos = cos.contiguous()
+        sin = sin.contiguous()
+        s, b, width = mixed.shape
+        heads = width // d
+        query = mixed.new_empty(s, b, heads - 2 * groups, d)
+        key = mixed.new_empty(s, b, groups, d)
+        value = mixed.new_empty(s, b, groups, d)
+        norms = of_query is not None
+        ctx.save_for_backward(mixed if norms else None, bias, of_query, of_key, cos, sin)
+        ctx.shape = mixed.shape
+        ctx.dtype = mixed.dtype
+        sizes = heads, groups, d, cos.shape[-1]
+        sharing = b if cos.shape[1] == 1 else 1  # tokens with one row of the tables
+        ctx.numbers = sharing, eps, *sizes, bias is not None, norms, zero, interleaved
+        ctx.tile = dict(BLOCK=_HEADS, HALF=triton.next_power_of_2(d // 2))
+        ctx.grid = s * b, triton.cdiv(heads, _HEADS)
+        tensors = mixed, bias, of_query, of_key, cos, sin, query, key, value
+        launch(_heads_kernel, ctx.grid, *tensors, *ctx.numbers, **ctx.tile)
+        return query, key, value
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        mixed, bias, of_query, of_key, cos, sin = ctx.saved_tensors
+        out = torch.empty(ctx.shape, dtype=ctx.dtype, device=cos.device)
+        width = ctx.shape[-1]
+        d = ctx.numbers[4]
+        tokens, chunks = ctx.grid
+        sums_bias = ctx.needs_input_grad[1]
+        sums_norms = any(ctx.needs_input_grad[2:4])
+        programs = min(tokens, max(2 * num_programs(cos.device) // chunks, 1))
+        empty = functools.partial(torch.empty, dtype=torch.float32, device=cos.device)
+        of_bias = of_norms = None
+        if sums_bias:
+            of_bias = empty(programs, width)
+        if sums_norms:
+            of_norms = empty(programs * chunks, 2, d)
+        grads = [grad.contiguous() for grad in grads]
+        tensors = mixed, bias, of_query, of_key, cos, sin, *grads, out, of_bias, of_norms
+        stages = iterations_at_once(10 * _HEADS * ctx.tile["HALF"] * out.itemsize)
+        numbers = tokens, *ctx.numbers, sums_bias, sums_norms, stages
+        launch(_heads_backward_kernel, (programs, chunks), *tensors, *numbers, **ctx.tile)
+        gradients = [out, None, None, None]
+        if sums_bias:
+            gradients[1] = _gradient(of_bias, bias)
+        for i, weight in enumerate((of_query, of_key)):
+            if ctx.needs_input_grad[2 + i]:
+                gradients[2 + i] = _gradient(of_norms[:, i], weight)
+        return *gradients, *[None] * 7
+
+
+# ---- SwiGLU
+
+
+@jit
+def _gate_and_up(both, f: tl.constexpr, BLOCK: tl.constexpr):
+    """(row, columns, those inside, both halves) of a program."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < f
+    gate = tl.load(both + row * 2 * f + column, inside).to(tl.float32)
+    up = tl.load(both + row * 2 * f + f + column, inside).to(tl.float32)
+    return row, column, inside, gate, up
+
+
+@jit
+def _swiglu_kernel(both, out, f: tl.constexpr, BLOCK: tl.constexpr):
+    row, column, inside, gate, up = _gate_and_up(both, f, BLOCK)
+    # silu is rounded before it multiplies, as two operations of torch do
+    silu = (gate * tl.sigmoid(gate)).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + row * f + column, silu * up, inside)
+
+
+@jit
+def _swiglu_backward_kernel(both, grad, out, f: tl.constexpr, BLOCK: tl.constexpr):
+    row, column, inside, gate, up = _gate_and_up(both, f, BLOCK)
+    g = tl.load(grad + row * f + column, inside).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    slope = sigmoid + gate * sigmoid * (1 - sigmoid)
+    tl.store(out + row * 2 * f + column, g * up * slope, inside)
+    tl.store(out + row * 2 * f + f + column, g * gate * sigmoid, inside)
+
+
+def _launch_swiglu(kernel, both, *tensors) -> None:
+    width = both.shape[-1]
+    f = width // 2
+    grid = both.numel() // width, triton.cdiv(f, _SWIGLU_BLOCK)
+    launch(kernel, grid, both, *tensors, f, _SWIGLU_BLOCK)
+
+
+class SwiGLU(torch.autograd.Function):
+    """silu(gate) * up of [..., 2 f] in one kernel each way; only its input is saved."""
+
+    @staticmethod
+    def forward(ctx, both):
+        both = both.contiguous()
+        ctx.save_for_backward(both)
+        out = both.new_empty(*both.shape[:-1], both.shape[-1] // 2)
+        _launch_swiglu(_swiglu_kernel, both, out)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (both,) = ctx.saved_tensors
+        out = torch.empty_like(both)
+        _launch_swiglu(_swiglu_backward_kernel, both, grad.contiguous(), out)
+        return out
+
+
+# ---- AdamW
+
+
+@jit
+def _adam_kernel(
+    weight, low, grad, mean, square, factor, n, seed, decay, beta2, new1, new2, rate, root, eps,
+    SPLIT: tl.constexpr, CHANCE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < n
+    by = tl.load(factor).to(tl.float32)
+    if by != by:
+        return
+    if SPLIT:
+        bits = tl.load(weight + place, inside, 0).to(tl.int32) << 16
+        bits += tl.load(low + place, inside, 0).to(tl.int32)
+        w = bits.to(tl.float32, bitcast=True)
+    else:
+        w = tl.load(weight + place, inside, 0.0)
+    g = tl.load(grad + place, inside, 0.0).to(tl.float32) * by
+    m = tl.load(mean + place, inside, 0.0).to(tl.float32)
+    v = tl.load(square + place, inside, 0.0).to(tl.float32)
+    m += (g - m) * new1
+    v = v * beta2 + g * g * new2
+    w = w - w * decay - rate * m / (tl.sqrt(v) / root + eps)
+    tl.store(mean + place, m, inside)
+    if CHANCE:
+        x = (place.to(tl.int32) ^ seed).to(tl.uint32, bitcast=True)
+        x = (x ^ (x >> 16)) * 0x7FEB352D
+        x = (x ^ (x >> 15)) * 0x846CA68B
+        chance = (x >> 16).to(tl.int32)
+        v_bits = (v.to(tl.int32, bitcast=True) + chance) & -65536
+        v = v_bits.to(tl.float32, bitcast=True)
+    tl.store(square + place, v, inside)
+    if SPLIT:
+        bits = w.to(tl.int32, bitcast=True)
+        high = (bits + 32768) >> 16
+        tl.store(weight + place, high.to(tl.int16), inside)
+        tl.store(low + place, (bits - (high << 16)).to(tl.int16), inside)
+    else:
+        tl.store(weight + place, w, inside)
+
+
+def update_by_adam(tensors, seed: int, numbers: tuple, by_chance: bool) -> None:
+    """kernels.AdamW's update of a parameter, in place. tensors: the parameter, the low bits of its
+    master or None, gradient, moments, factor. by_chance: the second moment, in bf16, is rounded
+    so."""
+    p, low, *more = tensors
+    weight = p if low is None else p.view(torch.int16)
+    constants = (low is not None, by_chance, _ADAM_BLOCK)
+    grid = (triton.cdiv(p.numel(), _ADAM_BLOCK),)
+    launch(_adam_kernel, grid, weight, low, *more, p.numel(), seed, *numbers, *constants)
+
+
+# ---- token losses
+
+
+@jit
+def _statistics_kernel(
+    logits, places, top, total, target, columns, width, LOWEST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    start = logits + row * width
+    largest = tl.full((), LOWEST, tl.float32)
+    summed = tl.full((), 0.0, tl.float32)
+    for first in range(0, columns, BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        values = tl.load(start + place, place < columns, -float("inf")).to(tl.float32)
+        now = tl.maximum(largest, tl.max(values, 0))
+        summed = summed * tl.exp(largest - now) + tl.sum(tl.exp(values - now), 0)
+        largest = now
+    tl.store(top + row, largest)
+    tl.store(total + row, summed)
+    place = tl.load(places + row)
+    tl.store(target + row, tl.load(start + place, place >= 0, 0.0).to(tl.float32))
+
+
+@jit
+def _gradients_kernel(
+    logits, places, at_label, lse, weights, softcap, columns, width, CAPPED: tl.constexpr,
+    WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place = logits + row * width + column
+    value = tl.load(place, column < columns, -float("inf")).to(tl.float32)
+    out = tl.exp(value - tl.load(lse + row))
+    out = tl.where(column == tl.load(places + row), tl.load(at_label + row), out)
+    if CAPPED:
+        # padding is -inf: a slope of 0 and not of -inf, which would make 0 x inf
+        tanh = tl.maximum(value / softcap, -1.0)
+        out *= 1 - tanh * tanh
+    if WEIGHTED:
+        out *= tl.load(weights + row)
+    tl.store(place, out, column < width)
+
+
+def statistics_in_one_pass(logits, places, columns: int):
+    """The results of _statistics by a Triton kernel, in one read of the logits [rows, V/tp]."""
+    rows, width = logits.shape
+    results = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
+    constants = dict(LOWEST=_LOWEST, BLOCK=8192, num_warps=16)
+    tensors = logits, places, *results
+    launch(_statistics_kernel, (rows,), *tensors, columns, width, **constants)
+    return results
+
+
+def gradients_in_one_pass(logits, places, at_label, lse, weights, head: Head):
+    """The result of _logit_gradients by a Triton kernel. at_label: float32 [rows], p - 1."""
+    rows, width = logits.shape
+    flags = dict(CAPPED=head.softcap is not None, WEIGHTED=weights is not None)
+    if weights is not None:
+        weights = weights.float().contiguous()
+    grid = rows, triton.cdiv(width, 4096)
+    tensors = logits, places, at_label, lse.contiguous(), weights
+    numbers = head.softcap or 1.0, head.columns, width
+    launch(_gradients_kernel, grid, *tensors, *numbers, **flags, BLOCK=4096, num_warps=8)
+    return logits
+
+
+# ---- attention in two parts
+
+
+@jit
+def _join_kernel(
+    first, lse1, second, lse2, out, lse, queries, heads, d, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    exists = row < queries * heads
+    of_query = (row % heads) * queries + row // heads
+    one = tl.load(lse1 + of_query, exists, 0.0)
+    two = tl.load(lse2 + of_query, exists, 0.0)
+    most = tl.maximum(one, two)
+    total = most + tl.log(tl.exp(one - most) + tl.exp(two - most))
+    tl.store(lse + of_query, total, exists)
+    column = tl.arange(0, BLOCK)
+    inside = exists[:, None] & (column < d)[None, :]
+    place = row[:, None] * d + column[None, :]
+    joined = tl.load(first + place, inside, 0.0).to(tl.float32) * tl.exp(one - total)[:, None]
+    joined += tl.load(second + place, inside, 0.0).to(tl.float32) * tl.exp(two - total)[:, None]
+    tl.store(out + place, joined, inside)
+
+
+def join_by_kernel(first, lse1, second, lse2, out) -> torch.Tensor:
+    """join in one kernel. out is contiguous."""
+    q, b, n, d = out.shape
+    lse = torch.empty_like(lse1)
+    block = triton.next_power_of_2(d)
+    rows = max(_JOIN_BLOCK // block, 1)
+    tensors = first.contiguous(), lse1, second.contiguous(), lse2, out, lse
+    launch(_join_kernel, (triton.cdiv(q * b * n, rows),), *tensors, q, b * n, d, rows, block)
+    return lse
