@@ -10,10 +10,12 @@ assembled, kept and written by one of them, and no rank keeps it all. Objects in
 (_extra_state, the scaling history of fp8) are not stored: fp8 begins its history anew.
 """
 
+import functools
 import io
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +25,7 @@ from torch.utils.serialization import config as torch_files
 
 from . import parallel
 from .ckpt_folder import CheckpointError, entry_of
-from .files import MCA_CONFIG_NAME, ChecksumWriter, lies_in, read_json, write_file
+from .files import MCA_CONFIG_NAME, READERS, ChecksumWriter, lies_in, read_json, write_file
 from .kernels import AdamW
 from .mcore import (
     ShardedObject,
@@ -225,11 +227,11 @@ def load_megatron(folder: Path, models, optimizer=None, index: dict | None = Non
             read_tensor(part, index, place, models.config.vocab_size)
 
     def read() -> None:
-        for tensors in chunks.values():
-            for tensor in tensors.values():
-                fill(tensor)
-        if optimizer is not None:
-            _fill_optimizer(optimizer, models, _by_parameter(chunks), fill, steps)
+        with ThreadPoolExecutor(READERS) as pool:
+            list(pool.map(fill, [x for tensors in chunks.values() for x in tensors.values()]))
+            if optimizer is not None:
+                read_all = functools.partial(pool.map, fill)
+                _fill_optimizer(optimizer, models, _by_parameter(chunks), read_all, steps)
 
     words = f"{place} cannot be read: use another checkpoint, unless memory ran out"
     parallel.on_all(read, CheckpointError, words)
@@ -435,19 +437,21 @@ def _join(part, parameter, group, writer: int, pieces: dict):
 
 
 def _fill_optimizer(
-    optimizer, models, tensors: dict, fill: Callable[[Any], None], of_kinds: list[int]
+    optimizer, models, tensors: dict, fill_all: Callable[[list], Iterable], of_kinds: list[int]
 ) -> None:
-    """Set the states this rank steps. Host memory is one of them whole, and the pieces of one
-    parameter. fill: of a sharded tensor, from the files."""
+    """Set the states this rank steps. Host memory has those of one parameter whole, at most.
+    fill_all: of sharded tensors, from the files."""
     with torch.no_grad():
         for inner, parameter, main, cut in owned_parameters(optimizer, models):
             steps = of_kinds[may_rest(parameter)]
             is_piece = main.numel() != parameter.numel()
+            names = state_names(optimizer, parameter)
+            wholes = {name: torch.zeros(parameter.shape) for name in names}
+            tensor = tensors[id(parameter)]
+            list(fill_all([_state_tensor(tensor, name, wholes[name]) for name in names]))
             mine = {}
-            for name in state_names(optimizer, parameter):
-                whole = torch.zeros(parameter.shape)
-                fill(_state_tensor(tensors[id(parameter)], name, whole))
-                value = whole.reshape(-1)[cut].view(main.shape).to(main.device)
+            for name in names:
+                value = wholes.pop(name).reshape(-1)[cut].view(main.shape).to(main.device)
                 mine[name] = value.clone() if is_piece else value  # the whole can be freed
             if isinstance(inner, AdamW):
                 inner.fill(main, {**mine, "step": steps})
