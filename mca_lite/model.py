@@ -51,6 +51,7 @@ from .weights_files import (
     GrownSource,
     InitSource,
     SafetensorsSource,
+    TensorSource,
     check_loaded,
     file_tensors,
     grow_torch,
@@ -513,7 +514,7 @@ class AutoModel:
         vocab_size: int | None = None,
         *,
         config: McaModelConfig | None = None,
-        source: Any = None,
+        source: TensorSource | None = None,
     ) -> VirtualModels:
         """Load a Hugging Face model (folder or hub name) or a checkpoint of this package, keeping
         this rank's shard.

@@ -1,8 +1,8 @@
-"""McaModelConfig: megatron's TransformerConfig with a Hugging Face model and a parallel layout, and
-the choice between local layers and Transformer Engine's.
+"""McaModelConfig: megatron's TransformerConfig with a Hugging Face model and a parallel layout.
+Also the choice between local layers and Transformer Engine's.
 
-AutoConfig.from_pretrained reads mca_config.json if the folder has one, and otherwise translates
-Hugging Face's config.json by the family's table.
+AutoConfig.from_pretrained reads mca_config.json if the folder has one. Otherwise it translates
+Hugging Face's config.json with the family's table.
 """
 
 import copy
@@ -47,15 +47,15 @@ from .kernels import QUICK_GELU, first_line
 from .mcore import AttnBackend, MLATransformerConfig, TransformerConfig, of_minor
 
 
-def gelu_tanh(x):
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return F.gelu(x, approximate="tanh")
 
 
-def squared_relu(x):
+def squared_relu(x: torch.Tensor) -> torch.Tensor:
     return F.relu(x).square()
 
 
-def quick_gelu(x):
+def quick_gelu(x: torch.Tensor) -> torch.Tensor:
     return x * torch.sigmoid(QUICK_GELU * x)
 
 
@@ -70,16 +70,17 @@ ACTIVATIONS = {
 }
 _NAMES = {function: name for name, function in ACTIVATIONS.items()}
 
-TOKENS_OF_A_ROW = 4096  # for the cost of attention in pipeline_model_parallel_layout: auto
+# row length assumed for attention's cost, in pipeline_model_parallel_layout: auto
+TOKENS_OF_A_ROW = 4096
 
-# fields derived from others by megatron's __post_init__, for the layout of a run
+# fields that megatron's __post_init__ derives from others, for the layout of a run
 _DERIVED = (
     "params_dtype pipeline_dtype overlap_p2p_comm batch_p2p_comm use_cpu_initialization "
     "use_te_activation_func gradient_accumulation_fusion autocast_dtype "
     "microbatch_group_size_per_vp_stage window_size window_attn_skip_freq init_method "
     "output_layer_init_method embedding_init_method"
 ).split()
-# fields that decide the place and the name of each part of a tensor
+# fields that decide how tensors are sharded, and their names
 LAYOUT_FIELDS = (
     "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size "
     "expert_model_parallel_size expert_tensor_parallel_size transformer_impl "
@@ -96,9 +97,9 @@ class PretrainedConfig:
     hf_config: dict[str, Any] | None = None  # the model's config.json as it was read
 
     def to_dict(self) -> dict[str, Any]:
-        """Every field with another value than its default, as JSON. Derived fields, and functions
-        other than the activation, are left out: they are derived again, for the layout of the
-        reader."""
+        """The fields whose value is not their default, as JSON values. Left out are derived fields,
+        and functions other than activations: the reader derives them again for its layout.
+        """
         out = {"model_class": type(self).__name__}
         for f in fields(self):
             # the fields of CUDA graphs differ between versions of megatron, and are not used here
@@ -112,18 +113,20 @@ class PretrainedConfig:
     def to_json_string(self) -> str:
         return json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
 
-    def save_pretrained(self, save_directory: str | os.PathLike) -> None:
-        """Write mca_config.json into the folder, made if it is missing. One rank should call
-        it."""
+    def save_pretrained(self, save_directory: str | os.PathLike[str]) -> None:
+        """Write mca_config.json into a folder, created if missing. Only one rank should call it."""
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
         write_file(folder / MCA_CONFIG_NAME, self.to_json_string())
 
     @classmethod
-    def from_json_file(cls, path: str | os.PathLike, args=None) -> "McaModelConfig":
-        """Read an mca_config.json. The layout of `args` (TrainingArguments) replaces the saved
-        one."""
-        # 8-bit products belong to a run, and need a GPU
+    def from_json_file(
+        cls, path: str | os.PathLike[str], args: TrainingArguments | None = None
+    ) -> "McaModelConfig":
+        """Read an mca_config.json. If `args` is given, its layout replaces the saved one.
+        ValueError for a damaged file, an unknown class or unknown fields.
+        """
+        # fp8 is a choice of each run, and needs a GPU
         values = {k: v for k, v in read_json(path).items() if not k.startswith("fp8")}
         name = values.pop("model_class", cls.__name__)
         targets = {target.__name__: target for target in (McaModelConfig, MLAMcaModelConfig)}
@@ -135,18 +138,21 @@ class PretrainedConfig:
             raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
 
     @classmethod
-    def from_pretrained(cls, model_name_or_path: str, args=None) -> "McaModelConfig":
-        """The config of a folder or hub name; see AutoConfig.from_pretrained."""
+    def from_pretrained(
+        cls, model_name_or_path: str, args: TrainingArguments | None = None
+    ) -> "McaModelConfig":
+        """The config of a folder or hub model; see AutoConfig.from_pretrained."""
         return AutoConfig.from_pretrained(model_name_or_path, args)
 
     @classmethod
-    def build(cls, values: dict, args, origin: str) -> Any:
-        """A config of fields as JSON has them, with those of `args` (TrainingArguments or None).
-        ValueError for names of no field."""
+    def build(cls, values: dict[str, Any], args: TrainingArguments | None, origin: str) -> Any:
+        """A config with these fields (JSON values), overridden by those set in `args`. ValueError
+        for unknown fields; `origin` names the file in the message.
+        """
         if args is not None:
-            # the saved coefficient may be a key of a former run; hf_config has the model's
+            # the saved coefficient may come from a former run's key; hf_config has the model's
             family = FAMILIES.get(str(values.get("hf_model_type")))
-            of_model = {}
+            of_model: dict[str, Any] = {}
             if values.get("num_moe_experts"):
                 hf = text_values(values.get("hf_config") or {})
                 key = "router_aux_loss_coef"
@@ -160,7 +166,8 @@ class PretrainedConfig:
 
     def distribute_config_match(self, other: "PretrainedConfig") -> bool:
         """True if weights saved under `other` can be loaded rank by rank, without resharding or
-        conversion."""
+        conversion.
+        """
         return all(
             _to_json(getattr(self, name)) == _to_json(getattr(other, name))
             for name in LAYOUT_FIELDS
@@ -169,56 +176,58 @@ class PretrainedConfig:
 
 @dataclass
 class McaModelConfig(TransformerConfig, PretrainedConfig):
-    """A dense or MoE decoder: megatron's fields, its Hugging Face model, and the layout of a run.
+    """A dense or MoE decoder: megatron's fields, the Hugging Face model, and the parallel layout of
+    a run.
 
-    Raises ValueError if the layout does not fit the model (heads, query groups, layers), each
-    with what to set.
+    The constructor raises ConfigError (a ValueError) if the layout does not fit the model (heads,
+    query groups, layers), and says what to set.
     """
 
     vocab_size: int = 0  # tokens of the model, without padding
     max_sequence_length: int = 0
     tie_embeddings_and_output_weights: bool = False
-    has_value_head: bool = False  # a score of each token, in place of logits
+    has_value_head: bool = False  # outputs a score per token instead of logits
     position_embedding_type: str = "rope"
     rotary_base: float = 10000.0
     rotary_percent: float = 1.0
-    transformer_impl: str = "auto"  # replaced by the choice: local or transformer_engine
-    sliding_window: int | None = None  # tokens visible to a query, itself included
-    sliding_layers: list[int] | None = None  # layers with the window, from 0; None: all
-    layers_without_rope: list[int] | None = None  # layers without positions, from 0
-    linear_layers: list[int] | None = None  # layers of linear attention, from 0
+    transformer_impl: str = "auto"  # the constructor chooses: local or transformer_engine
+    sliding_window: int | None = None  # tokens that a query sees, itself included
+    sliding_layers: list[int] | None = None  # indices of layers with the window; None: all
+    layers_without_rope: list[int] | None = None  # indices of layers without positions
+    linear_layers: list[int] | None = None  # indices of layers with linear attention
     linear_num_key_heads: int | None = None
-    # beta of Llama 4's factor on the query at position p, 1 + beta log(1 + floor(p / length)) with
-    # original_max_position_embeddings as the length
+    # Llama 4 multiplies the query at position p by 1 + beta log(1 + floor(p / length)); this is
+    # beta, and original_max_position_embeddings is the length
     query_scaling_beta: float | None = None
-    pre_norms: bool = True  # norms in front of attention and MLP
-    post_norms: bool = False  # norms of the outputs of attention and MLP, before the residual
+    pre_norms: bool = True  # norms before attention and MLP
+    post_norms: bool = False  # norms after attention and MLP, before the residual addition
     embedding_multiplier: float = 1.0
-    residual_multiplier: float = 1.0  # of the outputs of attention and MLP
+    residual_multiplier: float = 1.0  # multiplies the outputs of attention and MLP
     logits_scaling: float = 1.0  # the logits are divided by it
     final_logit_softcapping: float | None = None  # c: logits become c tanh(logits / c)
-    attn_logit_softcapping: float | None = None  # the same of attention's scores
-    # neighbouring channels turn together; megatron's rotary_interleaved forbids MLA
+    attn_logit_softcapping: float | None = None  # the same for attention scores
+    # rotate pairs of neighbouring channels; megatron's rotary_interleaved would forbid MLA
     rope_interleave: bool = False
-    # channels take time, height and width in turns (Qwen3-VL), else in runs of mrope_section
+    # rotary channels alternate between time, height and width (Qwen3-VL); if False they come in
+    # blocks, sized by mrope_section
     mrope_in_turns: bool = False
     drop_embeddings: bool = True  # hidden_dropout applies to the embeddings as well
-    loss_chunk_size: int | None = None  # rows of logits in memory at once; None: by the device
-    loss_weights_differ: bool = False  # rows weigh differently in the loss: see loss_tokens.py
-    # training rows hold several documents: attention without their borders is refused
+    loss_chunk_size: int | None = None  # rows of logits in memory at once; None: by device
+    loss_weights_differ: bool = False  # rows have different loss weights: see loss_tokens.py
+    # training rows contain several documents: attention refuses to run without their borders
     rows_are_packed: bool = False
     add_bias_linear: bool = False
     hidden_dropout: float = 0.0
     attention_dropout: float = 0.0
-    qk_norm_over_heads: bool = False  # queries and keys are normed over all their heads together
-    qk_norm_after_rope: bool = False  # the norms of heads follow the rotation
-    # in layers without a window: channels of a head and query groups, whose keys are values too
+    qk_norm_over_heads: bool = False  # one norm spans all heads of a query or key
+    qk_norm_after_rope: bool = False  # query and key norms follow the rotation
+    # Gemma 4: head size and query groups of layers without a window; their keys are values too
     full_kv_channels: int | None = None
     full_query_groups: int | None = None
-    layer_scalars: bool = False  # a constant factor of each layer's output
+    layer_scalars: bool = False  # a constant multiplies each layer's output
     attention_sinks: bool = False  # each head has a learned score beside those of its keys
-    add_output_bias: bool = False  # on attention's output
-    add_moe_bias: bool = False  # on routers and on the matrices of experts
+    add_output_bias: bool = False  # for attention's output linear
+    add_moe_bias: bool = False  # for routers and experts
     # "allgather", megatron's default, forbids variable lengths even for dense models
     moe_token_dispatcher_type: str = "alltoall"
     moe_grouped_gemm: bool = True
@@ -227,7 +236,7 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
     # megatron's 1e-3 would change the bias of a merely fine-tuned model
     moe_router_bias_update_rate: float = 0.0
     moe_router_norm_topk_prob: bool = True  # a token's weights sum to 1
-    moe_router_group_score: str = "top2"  # of a group of experts: sum of its best two, or "max"
+    moe_router_group_score: str = "top2"  # rank expert groups by their best two, or "max": best one
     perform_initialization: bool = False  # weights come from a checkpoint, or are drawn by name
 
     def __post_init__(self):
@@ -242,8 +251,8 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
             self.bias_activation_fusion = False
         self.validate()
         if self.transformer_impl == "local":
-            self.apply_rope_fusion = False  # TE's kernel: local attention has another
-        # megatron's switch for an MLP with another activation: kernels.swiglu
+            self.apply_rope_fusion = False  # TE's kernel; local attention has another
+        # lets megatron's MLP call the activation module that it is given: kernels.swiglu
         has_swiglu = self.gated_linear_unit and self.activation_func is F.silu
         self.use_te_activation_func = has_swiglu and not self.bias_activation_fusion
         self.params_dtype = torch.float32
@@ -253,7 +262,7 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
             self.params_dtype = torch.bfloat16
         self.pipeline_dtype = self.params_dtype
         self.use_cpu_initialization = not torch.cuda.is_available()
-        setattr(self, of_minor("cuda_graph_parts"), [])  # else megatron warns of its default
+        setattr(self, of_minor("cuda_graph_parts"), [])  # megatron warns about its default
         super().__post_init__()  # reads the virtual stages off a pipeline_model_parallel_layout
         if self.transformer_impl == "transformer_engine" and self.sliding_window is not None:
             self.window_size = (self.sliding_window - 1, 0)  # positions a token sees on each side
@@ -261,20 +270,21 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
                 int(self.layer_type(number) == "sliding_attention")
                 for number in range(1, self.num_layers + 1)
             ]
-        # two messages between one pair of ranks: batched p2p mixes them up without an error
+        # virtual stages send two tensors between one pair of ranks: batched p2p mixes them up
         self.overlap_p2p_comm = self.virtual_pipeline_model_parallel_size is not None
         self.batch_p2p_comm = not self.overlap_p2p_comm
 
     def validate(self) -> None:
-        """Choose the layers, and check the layout against the model, without a process group.
-        Raises ConfigError."""
+        """Choose the layer implementation and check the layout against the model. Needs no process
+        group. Raises ConfigError.
+        """
         self.sequence_parallel &= self.tensor_model_parallel_size > 1
         more = "m" * (self.mtp_num_layers or 0)
-        layout = vars(self)["pipeline_model_parallel_layout"]  # megatron's types know no text
+        layout = vars(self)["pipeline_model_parallel_layout"]  # megatron's annotation excludes str
         if layout == AUTO_LAYOUT:
             self.pipeline_model_parallel_layout = layout = self._balanced_layout()
         if isinstance(layout, str) and (more or "m" in layout):
-            # m is a layer for multi-token prediction in megatron's syntax: before the loss
+            # in megatron's syntax, m is a multi-token prediction layer; they precede the loss, L
             layout = re.sub(r"m(\*\d+)?", "", layout)
             self.pipeline_model_parallel_layout = layout[:-1] + more + "L"
         judge = Judge(self)
@@ -292,16 +302,17 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         check_model(self, self, judge, transformer_engine_works())
         judge.close()
         if self.mtp_num_layers and self.hf_config is not None:
-            # config.json has the number in the files: a model drawn from a seed may have more
+            # config.json counts the layers in its files: a model drawn from a seed may have more
             key = prediction_of(self.hf_model_type).key
             self.hf_config = copy.deepcopy(self.hf_config)
             text = text_values(self.hf_config)
             text[key] = max(text.get(key) or 0, self.mtp_num_layers)
 
     def _choose_layers(self, judge: Judge) -> None:
-        """Replace transformer_impl "auto", in place; refuse features missing in the implementation.
+        """Replace transformer_impl "auto" by the choice, in place, and report features that the
+        implementation lacks.
 
-        TE multiplies float32 in tf32, so auto takes it for bf16 and fp16 alone.
+        "auto" chooses Transformer Engine for bf16 and fp16 only: it multiplies float32 in tf32.
         """
         needs = needs_local(self)
         if self.transformer_impl == "auto":
@@ -316,8 +327,9 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
                 judge.refuse(name, f"{name}: the local layers lack it", f"{name} left out")
 
     def _balanced_layout(self) -> str | None:
-        """The layout of a pipeline with stages of about equal time; None without a pipeline, and
-        "auto" for one of too many stages."""
+        """A pipeline layout whose stages take about equal time. None without a pipeline; "auto",
+        which a later check refuses, if there are more stages than layers.
+        """
         pp = self.pipeline_model_parallel_size
         if pp == 1:
             return None
@@ -332,11 +344,12 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         return balanced_layout(costs, head, stages)
 
     def _cost(self, layer_number: int) -> float:
-        """Products of a layer with a token, about; with full attention in rows of
-        TOKENS_OF_A_ROW."""
+        """Approximate multiplications per token in a layer, with full attention over rows of
+        TOKENS_OF_A_ROW.
+        """
         groups, channels = self.head_sizes(layer_number)
         heads = self.num_attention_heads
-        channels = channels or self.hidden_size // heads  # of megatron's default, not set yet
+        channels = channels or self.hidden_size // heads  # megatron sets its default later
         width = self.ffn_hidden_size
         if self.is_moe_layer(layer_number - 1):
             of_experts = self.moe_router_topk * self.moe_ffn_hidden_size
@@ -350,14 +363,16 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         return self.hidden_size * weights + seen * heads * channels
 
     def head_sizes(self, layer_number: int) -> tuple[int, int]:
-        """(query groups, channels of a head) of a layer, numbered from 1."""
+        """(query groups, channels per head) of a layer, numbered from 1."""
         groups = self.num_query_groups or self.num_attention_heads
         if self.full_kv_channels and self.layer_type(layer_number) == "full_attention":
             return self.full_query_groups or groups, self.full_kv_channels
         return groups, self.kv_channels
 
     def layer_type(self, layer_number: int) -> str:
-        """transformers' name for the attention of a layer, numbered from 1 as megatron does."""
+        """transformers' name for a layer's attention type. layer_number counts from 1, as in
+        megatron.
+        """
         if layer_number - 1 in (self.linear_layers or ()):
             return "linear_attention"
         layers = self.sliding_layers
@@ -367,70 +382,72 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         return "full_attention"
 
     def is_moe_layer(self, layer: int) -> bool:
-        """True if a layer, by its number in the whole model, is a mixture of experts."""
+        """True if the layer has experts. layer: its index in the whole model, from 0."""
         if not self.num_moe_experts:
             return False
         pattern = self.moe_layer_freq
-        layer = min(layer, self.num_layers - 1)  # layers for prediction are like the last one
+        layer = min(layer, self.num_layers - 1)  # prediction layers are like the last layer
         return bool(pattern[layer]) if isinstance(pattern, list) else layer % pattern == 0
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of megatron's embedding: vocab_size rounded up to a multiple of tensor
-        parallelism."""
+        """Rows of megatron's embedding: vocab_size, rounded up to a multiple of the tensor-parallel
+        size.
+        """
         tp = self.tensor_model_parallel_size
         return -(-self.vocab_size // tp) * tp
 
     @property
     def padding_idx(self) -> int | None:
-        """The token whose embedding has no gradient, as in transformers; None for none."""
+        """The token whose embedding gets no gradient, as in transformers; None if there is none."""
         pad = text_values(self.hf_config or {}).get("pad_token_id")
         return pad % self.vocab_size if pad is not None and pad < 0 else pad
 
     @property
     def rope_parameters(self) -> dict[str, Any]:
-        """transformers' parameters of the rotary embedding, or those of each type of layers."""
+        """transformers' rotary parameters: one dict, or a dict per layer type."""
         return text_values(self.hf_config or {}).get("rope_parameters") or {}
 
     @property
     def inputs(self) -> Inputs:
-        """The model's inputs beside text."""
+        """The model's inputs other than text, such as images."""
         return inputs_of(self)
 
     @property
     def input_tensors(self) -> tuple[str, ...]:
-        """Names of the tensors of the modules for inputs."""
+        """Names of the tensors in the modules for these inputs."""
         return self.inputs.tensors
 
     @property
     def num_deepstack(self) -> int:
-        """Layers, the first ones, that add features of inputs to their outputs."""
+        """Number of layers, counted from the first, that add input features to their outputs."""
         return self.inputs.num_deepstack
 
 
 @dataclass
 class MLAMcaModelConfig(McaModelConfig, MLATransformerConfig):
-    """The same for multi-latent attention: kv_channels are the rotary ones, layers are local."""
+    """McaModelConfig for multi-latent attention: kv_channels counts the rotary channels, and layers
+    are local.
+    """
 
 
 class AutoConfig:
-    """McaModelConfig of a folder or hub name."""
+    """Loads McaModelConfig from a folder or hub model."""
 
     @staticmethod
     def from_pretrained(
         model_name_or_path: str,
-        args=None,
-        trust_remote_code=False,
-        values: dict | None = None,
+        args: TrainingArguments | None = None,
+        trust_remote_code: bool = False,
+        values: dict[str, Any] | None = None,
         value_head: bool = False,
     ) -> McaModelConfig:
-        """The config of a model, with the layout of `args` (TrainingArguments; None: one rank,
-        float32).
+        """Read a model's config, with the layout of `args` (None: one rank, float32).
 
-        An mca_config.json wins over a config.json, unless mcore_adapter wrote it: then the
-        config.json beside it says the same. values: the contents of config.json, if it was read
-        before. value_head: see add_value_head. ValueError if config.json has an unsupported
-        feature.
+        mca_config.json wins over config.json, unless mcore_adapter wrote it: then config.json
+        beside it has the same content.
+        values: the contents of config.json, if it was read before.
+        value_head: see add_value_head. ValueError if config.json has an unsupported feature.
         """
         folder = Path(model_name_or_path)
         if read_mca_config(folder):
@@ -441,8 +458,10 @@ class AutoConfig:
         return from_hf_config(hf, args, model_name_or_path)
 
 
-def from_hf_config(hf, args=None, name_or_path: str | None = None) -> McaModelConfig:
-    """McaModelConfig of a transformers config object, translated by its family's table."""
+def from_hf_config(
+    hf: Any, args: TrainingArguments | None = None, name_or_path: str | None = None
+) -> McaModelConfig:
+    """Translate a transformers config object to McaModelConfig with its family's table."""
     values = hf.to_dict()
     origin = name_or_path or hf.model_type
     family = get_family(hf.model_type, values)
@@ -452,9 +471,13 @@ def from_hf_config(hf, args=None, name_or_path: str | None = None) -> McaModelCo
     return target.build(family.values(hf) | known, args, origin)
 
 
-def add_value_head(hf):
-    """Make a transformers config that of a model with one score in place of logits, in place ->
-    the config. ConfigError if transformers has no such model, or for several labels."""
+def add_value_head(hf: Any) -> Any:
+    """Change a transformers config, in place, to one with a value head: one score instead of logits
+    -> the config.
+
+    ConfigError if transformers has no sequence-classification model of this type, or the model has
+    several labels.
+    """
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as NAMES,
     )
@@ -474,9 +497,10 @@ def add_value_head(hf):
     return hf
 
 
-def grow(config, vocab_size: int) -> None:
-    """Set the number of tokens of a McaModelConfig or a transformers config, in place. ValueError
-    for fewer."""
+def grow(config: Any, vocab_size: int) -> None:
+    """Set vocab_size of a McaModelConfig or transformers config, in place. ValueError if it is
+    smaller than before.
+    """
     is_mca = isinstance(config, McaModelConfig)
     text = config if is_mca else config.get_text_config()
     if vocab_size < text.vocab_size:
@@ -489,15 +513,16 @@ def grow(config, vocab_size: int) -> None:
 
 
 def load_decision(saved: PretrainedConfig, now: PretrainedConfig) -> str:
-    """A phrase for the log: weights saved under one config are loaded under another directly, or
-    resharded."""
+    """A phrase for the log: weights saved under `saved` are loaded directly, or resharded."""
     if saved.distribute_config_match(now):
         return "loaded directly: the layout is the same"
     return "resharded from another layout"
 
 
-def load_hf_config(model_name_or_path: str, trust_remote_code=False, values: dict | None = None):
-    """transformers' config object of a folder or hub name. ConfigError if there is none.
+def load_hf_config(
+    model_name_or_path: str, trust_remote_code: bool = False, values: dict[str, Any] | None = None
+) -> Any:
+    """transformers' config object of a folder or hub model. ConfigError if it cannot be read.
 
     values: the contents of its config.json, if it was read before.
     """
@@ -510,28 +535,28 @@ def load_hf_config(model_name_or_path: str, trust_remote_code=False, values: dic
         check_numbers(values, judge)
         judge.close()
     kind = str(values.get("model_type"))
-    # transformers must read the file itself, which it may take for another type's
+    # for these, only reading the file makes transformers choose the right class
     needs_file = "auto_map" in values or (kind == "mistral" and "layer_types" in values)
     try:
         if kind in SAME_AS or (kind in FAMILIES and not needs_file):
             keys = {**copy.deepcopy(values), "model_type": SAME_AS.get(kind, kind)}
-            keys.pop("_name_or_path", None)  # a former place
+            keys.pop("_name_or_path", None)  # where the folder was before
             return transformers.AutoConfig.for_model(**keys, name_or_path=model_name_or_path)
         return transformers.AutoConfig.from_pretrained(
             model_name_or_path, trust_remote_code=trust_remote_code
         )
-    except Exception as error:  # whatever a made up file leads to in transformers
+    except Exception as error:  # transformers raises many types for invalid files
         reason = f"its {HF_CONFIG_NAME} cannot be used: {describe_error(error)}"
         remedy = f"a folder with {HF_CONFIG_NAME}, or a model of the hub"
         refuse("model_name_or_path", model_name_or_path, reason, remedy)
 
 
-def load_tokenizer(folder: str | Path, trust_remote_code: bool):
-    """transformers' tokenizer of a folder. ConfigError if there is none, or a damaged one."""
+def load_tokenizer(folder: str | Path, trust_remote_code: bool) -> Any:
+    """transformers' tokenizer of a folder or hub model. ConfigError if it is missing or damaged."""
     import transformers
 
     try:
-        # transformers makes an empty one of a config alone. A name of the hub is no folder
+        # transformers makes an empty tokenizer from a config alone. A hub name is no folder
         has_files = any(Path(folder, name).is_file() for name in VOCABULARY_FILES)
         may_lack = trust_remote_code or not Path(folder).is_dir()
         words = f"it has no vocabulary, a file like {VOCABULARY_FILES[0]}"
@@ -539,19 +564,20 @@ def load_tokenizer(folder: str | Path, trust_remote_code: bool):
         return transformers.AutoTokenizer.from_pretrained(
             str(folder), trust_remote_code=trust_remote_code
         )
-    except Exception as error:  # whatever a damaged file leads to in transformers
+    except Exception as error:  # transformers raises many types for damaged files
         reason = f"no tokenizer could be loaded from this folder: {describe_error(error)}"
         refuse("model_name_or_path", str(folder), reason, "a folder with the model's tokenizer")
 
 
-def _from_arguments(args) -> dict[str, Any]:
-    """The fields of the config set by TrainingArguments. ConfigError if they ask for Transformer
-    Engine on a machine without it."""
+def _from_arguments(args: TrainingArguments) -> dict[str, Any]:
+    """The config fields that TrainingArguments set. ConfigError if Transformer Engine is requested
+    and does not work here.
+    """
     if args.transformer_impl == "transformer_engine" and not transformer_engine_works():
         reason = "Transformer Engine does not work here (it needs a GPU and `pip install "
         reason += "mca-lite[te]`)"
         refuse("transformer_impl", args.transformer_impl, reason, "transformer_impl: local or auto")
-    normalise_additional_configs(args)  # set again since the constructor, maybe
+    normalise_additional_configs(args)  # the user may have set them after the constructor
     judge = Judge(args)
     check_additional_configs(args, judge)
     judge.close()
@@ -559,40 +585,42 @@ def _from_arguments(args) -> dict[str, Any]:
     for f in fields(TrainingArguments):
         kind = f.metadata.get("model")
         value = getattr(args, f.name)
-        # a saved layout must not outlive its run: there None counts too
+        # "always" marks the layout: None too must override a checkpoint's layout
         if kind == "always" or (kind is not None and value is not None):
             out[f.name] = value
     cuda = torch.cuda.is_available()
-    # fused kernels pay on a GPU, and need nothing else; on a CPU they would only round differently
+    # fused kernels are faster on a GPU; on a CPU they would only round differently
     out.setdefault("apply_rope_fusion", cuda)
     # without dropout a residual is one addition; compiled it costs the host ten times as much
     out.setdefault("bias_dropout_fusion", cuda and bool(args.hidden_dropout))
     out.setdefault("bias_activation_fusion", False)  # kernels.swiglu replaces it
     out["deterministic_mode"] = args.deterministic
-    if args.mtp_num_layers is not None:  # else the number of the checkpoint
+    if args.mtp_num_layers is not None:  # None keeps the checkpoint's
         out["mtp_num_layers"] = args.mtp_num_layers or None
-    # those of a checkpoint belong to the run that saved it
+    # defaults, because a checkpoint's values belong to the run that saved it
     out |= {name: getattr(McaModelConfig, name) for name in ADDITIONAL_FIELDS}
     return out | args.additional_configs
 
 
-def _to_json(value):
-    """The value for JSON, None for functions other than activations."""
+def _to_json(value: Any) -> Any:
+    """The value as JSON reads it back. Enums become their names; functions other than activations
+    become None.
+    """
     return json.loads(json.dumps(value, default=_of_other_types))
 
 
-def _of_other_types(value):
-    """The value of a type unknown to JSON."""
+def _of_other_types(value: Any) -> Any:
+    """json.dumps' fallback for values of other types."""
     if isinstance(value, enum.Enum):
         return value.name
-    if hasattr(value, "input_data"):  # megatron's pipeline layout, as the text of the key
+    if hasattr(value, "input_data"):  # megatron's pipeline layout: the key's text
         return value.input_data
     return _NAMES.get(value)
 
 
 # ---- Transformer Engine
 
-# fields of a config, supported by the local layers alone at other values than their default
+# only local layers support these fields at values other than their default
 ONLY_LOCAL = (
     "tp_comm_overlap pre_norms post_norms embedding_multiplier residual_multiplier logits_scaling "
     "final_logit_softcapping attn_logit_softcapping rope_interleave mrope_section "
@@ -600,25 +628,27 @@ ONLY_LOCAL = (
     "query_scaling_beta qk_norm_after_rope attention_sinks add_output_bias add_moe_bias "
     "activation_func_clamp_value linear_layers attention_output_gate full_kv_channels layer_scalars"
 ).split()
-# the same of megatron's modules alone
+# only megatron's modules support these
 NOT_LOCAL = (
     "add_bias_linear softmax_type no_rope_freq qk_clip experimental_attention_variant".split()
 )
 
-# variables of TE -> the attention switched on or off by each
+# TE's environment variables -> the attention that each switches on or off
 TE_SWITCHES = {
     "NVTE_FLASH_ATTN": "flash",
     "NVTE_FUSED_ATTN": "fused",
     "NVTE_UNFUSED_ATTN": "unfused",
 }
 
-# reasons of why_unusable without a fault
+# the results of why_unusable that are no fault
 NO_GPU = "there is no GPU"
 ABSENT = "not installed"
 
 
 def why_unusable() -> str | None:
-    """NO_GPU, ABSENT, or the first line of the error of TE's import; None if it works."""
+    """Why Transformer Engine cannot be used: NO_GPU, ABSENT, or the first line of its import error.
+    None if it works.
+    """
     if not torch.cuda.is_available():
         return NO_GPU
     try:
@@ -633,31 +663,35 @@ def why_unusable() -> str | None:
 
 @functools.lru_cache(1)
 def transformer_engine_works() -> bool:
-    """True if TE can be imported and there is a GPU for it. Warns if it is installed and broken."""
+    """True if there is a GPU and Transformer Engine can be imported. Warns if it is installed but
+    broken. Cached.
+    """
     reason = why_unusable()
     if reason not in (None, NO_GPU, ABSENT):
         warnings.warn(
-            f"Transformer Engine is installed and cannot be imported ({reason}): layers are local "
-            "ones",
+            f"Transformer Engine is installed and cannot be imported ({reason}): local layers are "
+            "used",
             stacklevel=3,
         )
     return reason is None
 
 
-def _changed(config, names: list[str]) -> list[str]:
-    """The fields among `names` with another value than their default."""
+def _changed(config: McaModelConfig, names: list[str]) -> list[str]:
+    """The fields among `names` whose value is not their default."""
     return [name for name in names if getattr(config, name) != getattr(McaModelConfig, name)]
 
 
-def needs_local(config) -> list[str]:
-    """Features of a McaModelConfig that TE's layers lack, or compute wrong."""
+def needs_local(config: McaModelConfig) -> list[str]:
+    """Features of this config that Transformer Engine's layers lack or compute wrongly,
+    in words.
+    """
     needs = _changed(config, ONLY_LOCAL)
     channels = config.kv_channels or config.hidden_size // max(config.num_attention_heads, 1)
     if channels > 128:  # gradients of packed rows are NaN or 1e19 with cuDNN before 9.18
         needs.append("heads of more than 128 channels")
     if config.sliding_window is not None and config.context_parallel_size > 1:
-        needs.append("a sliding window under context_parallel_size")  # the ring has none
-    # the kernel for packed rows leaves out yarn's factor on cos and sin
+        needs.append("a sliding window under context_parallel_size")  # TE's ring has no windows
+    # TE's kernel for packed rows ignores yarn's factor on cos and sin
     if config.rope_parameters.get("rope_type") == "yarn":
         needs.append("yarn")
     if config.attention_backend.name == "local":
@@ -665,17 +699,19 @@ def needs_local(config) -> list[str]:
     return needs
 
 
-def use_attention_backend(config) -> None:
-    """Set the variables of TE_SWITCHES for an attention_backend of the user's. With auto TE reads
-    those of the environment."""
+def use_attention_backend(config: McaModelConfig) -> None:
+    """Set Transformer Engine's environment variables for the chosen attention_backend. With "auto"
+    the user's variables stay.
+    """
     name = config.attention_backend.name
     if config.transformer_impl == "transformer_engine" and name != "auto":
         os.environ.update({var: str(int(of == name)) for var, of in TE_SWITCHES.items()})
 
 
 def accumulate_in_place(module: torch.nn.Module) -> bool:
-    """Let a linear of TE add its weight's gradient to the float32 one itself. False for other
-    modules."""
+    """Let a Transformer Engine linear add its weight's gradient to the float32 buffer itself.
+    False, and no change, for other modules.
+    """
     if not hasattr(module, "fuse_wgrad_accumulation"):
         return False
     module.fuse_wgrad_accumulation = module.weight.requires_grad
@@ -683,10 +719,10 @@ def accumulate_in_place(module: torch.nn.Module) -> bool:
 
 
 def found_here() -> str | None:
-    """The versions of TE and cuDNN for the start summary, None without CUDA.
+    """Versions of Transformer Engine and cuDNN, for the start summary; None without CUDA.
 
-    TE loads the system's cuDNN before torch loads its version, and torch uses the loaded one: local
-    layers are slower with an older one.
+    Transformer Engine loads the system's cuDNN before torch loads its own version, and torch then
+    uses the loaded one. If it is older, local layers are slower.
     """
     if not torch.cuda.is_available():
         return None
@@ -698,5 +734,5 @@ def found_here() -> str | None:
     try:
         version = torch.backends.cudnn.version() or 0
         return f"{engine}, cuDNN {version // 10000}.{version // 100 % 100}.{version % 100}"
-    except RuntimeError as error:  # another one than torch was compiled for
+    except RuntimeError as error:  # the loaded cuDNN does not fit torch
         return f"{engine}, {first_line(error)}"

@@ -1,28 +1,29 @@
-"""Optimizers and the learning-rate schedule, the same for both backends.
+"""Optimizers and the learning-rate schedule, shared by both backends.
 
-With n finished steps, w warm-up steps, D = lr_decay_steps and rho = (n - w) / (D - w), the rate is
-max * n / w in the warm-up, then by style:
+After n steps, with w warm-up steps, D = lr_decay_steps and rho = (n - w) / (D - w), the learning
+rate is max * n / w during warm-up; then it depends on the style:
 
     constant             max
     linear               min + (max - min) (1 - rho)
     cosine               min + (max - min) (1 + cos(pi rho)) / 2
     inverse-square-root  max(min, max sqrt(max(w, 1)) / sqrt(n))
-    WSD                  max until D - wsd_decay_steps, then linear, cosine, exponential or
-                         minus_sqrt down to min
+    WSD                  max until D - wsd_decay_steps, then down to min: linear, cosine,
+                         exponential or minus_sqrt
 
-and min after D. The first update uses the rate of n = 0.
+After D it is min. The first update uses n = 0.
 """
 
 import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from . import parallel
+from .args import TrainingArguments
 from .args_rules_training import SCHEDULES, plan_schedule
 from .cpu import l2_norm
 from .errors import expect
@@ -41,27 +42,30 @@ from .tables import OPTIMIZERS, function_of
 
 
 class MegatronLRScheduler(OptimizerParamScheduler):
-    """megatron's scheduler with get_last_lr(), for the log.
+    """megatron's scheduler, plus get_last_lr() for the log.
 
-    Works on any optimizer with param_groups; sets lr, and weight_decay times the group's wd_mult.
+    Works with any optimizer that has param_groups. It sets each group's lr, and its weight_decay
+    times wd_mult.
     """
 
     def step(self, increment: int = 1) -> None:
-        """Count `increment` finished steps and set every group's rate and decay."""
+        """Count `increment` more steps, and set each group's learning rate and weight decay."""
         super().step(increment)
 
     def get_last_lr(self) -> list[float]:
-        """The rate in force, one of each group."""
+        """The current learning rate of each parameter group."""
         return [group["lr"] for group in self.optimizer.param_groups]
 
 
-def get_megatron_lr_scheduler(args, num_training_steps: int, optimizer) -> MegatronLRScheduler:
-    """The schedule of `args` (TrainingArguments) over num_training_steps optimizer steps.
+def get_megatron_lr_scheduler(
+    args: TrainingArguments, num_training_steps: int, optimizer: Any
+) -> MegatronLRScheduler:
+    """The learning-rate schedule of `args` over num_training_steps optimizer steps.
 
-    lr_scheduler_kwargs: min_lr or min_lr_rate (a fraction of the rate), not both; num_decay_steps,
-    num_stable_steps and decay_type (default: cosine, as in transformers) for warmup_stable_decay;
-    for other schedules num_decay_steps is the step of min.
-    Raises: ConfigError for numbers of steps that do not fit.
+    lr_scheduler_kwargs: min_lr, or min_lr_rate (a fraction of learning_rate), not both.
+    warmup_stable_decay also takes num_decay_steps, num_stable_steps and decay_type (default cosine,
+    as in transformers); other schedules reach min at step num_decay_steps. ConfigError if the
+    numbers of steps do not fit.
     """
     kwargs = args.lr_scheduler_kwargs
     warmup, end, decay = plan_schedule(args, num_training_steps)
@@ -83,39 +87,43 @@ def get_megatron_lr_scheduler(args, num_training_steps: int, optimizer) -> Megat
 
 
 def decays(name: str, parameter: torch.nn.Parameter) -> bool:
-    """Weight decay is for matrices: norms and biases have none, nor the biases of several experts
-    in one tensor."""
+    """True if a parameter gets weight decay: matrices do; norms and biases do not, even stacked
+    biases of experts.
+    """
     return parameter.dim() != 1 and not name.endswith("bias")
 
 
 @dataclass
 class NamedOptimizerConfig(OptimizerConfig):
-    """megatron's, and the row of OPTIMIZERS: checkpoints read the names of its states."""
+    """megatron's OptimizerConfig with the optimizer's name, a row of OPTIMIZERS. Checkpoints read
+    from that row how the optimizer's states are called.
+    """
 
     optim: str = "adam"
 
 
 def get_optimizer_config(
-    args, params_dtype: torch.dtype, splits: bool = False
+    args: TrainingArguments, params_dtype: torch.dtype, splits: bool = False
 ) -> NamedOptimizerConfig:
-    """megatron's OptimizerConfig of `args` (TrainingArguments). splits: see splits_masters."""
+    """megatron's OptimizerConfig for `args`. splits: the result of splits_masters."""
     own = dict(
         optim=args.optim,
-        # megatron-core knows two: an SGD, without a state yet, stands in for any other
+        # megatron-core has two optimizers; SGD, stateless so far, stands in for any other
         optimizer=OPTIMIZERS[args.optim].megatron or "sgd",
-        min_lr=0.0,  # None would break the scheduler, which reads it from each group
+        min_lr=0.0,  # the scheduler reads it from each group, and None breaks it
         fp16=params_dtype == torch.float16,
-        bf16=params_dtype == torch.bfloat16 and not splits,  # true: megatron makes masters
+        bf16=params_dtype == torch.bfloat16 and not splits,  # if true, megatron makes masters
         params_dtype=params_dtype,
-        # never clipping still measures the norm
+        # an infinite limit never clips, but megatron still measures the norm
         clip_grad=args.max_grad_norm or float("inf"),
     )
     return NamedOptimizerConfig(**{**args.fields_of("optimizer"), **own})
 
 
 def gradient_norm(optimizer: MegatronOptimizer) -> torch.Tensor:
-    """The float64 norm of all gradients of megatron's optimizer, as by its get_grad_norm(): a
-    tensor, without a synchronisation. Collective."""
+    """Norm of all gradients in megatron's optimizer, a float64 tensor. The value is that of
+    get_grad_norm(), but without a device sync. Collective.
+    """
     parts = parts_of(optimizer)
     gradients = [getattr(part, of_minor("gradients_for_norm"))() for part in parts]
     groups = [part.get_grad_stats_parallel_group() for part in parts]
@@ -130,11 +138,13 @@ def gradient_norm(optimizer: MegatronOptimizer) -> torch.Tensor:
 
 
 class Matrices(NamedTuple):
-    """The Hugging Face matrices in a parameter [rows, columns], or of experts [n, ..., columns].
+    """The Hugging Face matrices inside a parameter [rows, columns], or inside stacked experts [n,
+    ..., columns].
 
-    sizes: rows of each matrix in a group of rows. groups: groups in the whole parameter, with a
-    share of every matrix each. group: the ranks with its parts, cut along an axis of [n, rows,
-    columns]; None: it is whole.
+    sizes: number of rows of each matrix in one group of rows.
+    groups: number of row groups in the whole parameter; each has a share of every matrix.
+    group, axis: the ranks with the parameter's shards, and the axis of [n, rows, columns] along
+    which it is sharded. group None: not sharded.
     """
 
     sizes: Sequence[int]
@@ -142,9 +152,12 @@ class Matrices(NamedTuple):
     group: dist.ProcessGroup | None = None
     axis: int = 1
 
-    def apply(self, change: Callable, part: torch.Tensor) -> torch.Tensor:
-        """change([n, rows, columns] of each whole matrix), cut and joined like this rank's part.
-        Collective over the ranks with the other parts."""
+    def apply(
+        self, change: Callable[[torch.Tensor], torch.Tensor], part: torch.Tensor
+    ) -> torch.Tensor:
+        """Replace each whole matrix by change([n, rows, columns]), then return this rank's shard,
+        in the layout of `part`. Collective over `group`.
+        """
         blocks = part.reshape(len(part) if part.dim() > 2 else 1, -1, part.shape[-1])
         if self.group:
             blocks = parallel.whole(blocks, self.axis, self.group)
@@ -157,59 +170,75 @@ class Matrices(NamedTuple):
 
 
 class SplitMasterOptimizer(FP32Optimizer):
-    """megatron's wrapper of kernels.AdamW, whose bf16 parameters hold the upper 16 bits of the
-    float32 masters. Gradients are DDP's, in place."""
+    """megatron's wrapper around kernels.AdamW, which stores a float32 master weight in two halves:
+    the bf16 parameter is the upper 16 bits. Reads DDP's gradients in place.
+    """
 
     def __init__(self, part: FP32Optimizer, inner: AdamW):
         super().__init__(inner, part.config, part.init_state_fn)
         self.grad_stats_parallel_group = part.grad_stats_parallel_group
         self.tp_group = part.tp_group
-        # norm and zeros of decoupled_grad, as of Transformer Engine's Adam
+        # makes megatron take norm and zeros from decoupled_grad, as for Transformer Engine's Adam
         part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
 
     def prepare_grads(self) -> bool:
+        """Point decoupled_grad at DDP's gradients. Returns False: no overflow is looked for."""
         for parameter in self.get_parameters():
-            parameter.decoupled_grad = parameter.main_grad.float()  # the same tensor, mostly
+            parameter.decoupled_grad = parameter.main_grad.float()  # no copy if already float32
         return False
 
-    def multiply(self, factor, grad_norm: torch.Tensor, largest: float | None) -> None:
-        """Multiply gradients by `factor` in the next update, which clips by their norm then,
-        grad_norm. largest: the update changes nothing if the norm is above it or NaN. Both are
-        float64 tensors of one number; no synchronisation."""
+    def multiply(
+        self, factor: float | torch.Tensor, grad_norm: torch.Tensor, largest: float | None
+    ) -> None:
+        """In the next update, scale gradients by `factor` and clip them.
+
+        grad_norm: the norm after scaling, a float64 scalar tensor.
+        largest: if grad_norm is above it or NaN, the update changes nothing; None: no limit. No
+        device sync.
+        """
         shrink = (self.config.clip_grad / (grad_norm + 1e-6)).clamp(max=1).nan_to_num(1.0)
         if largest is not None:
             shrink = shrink.where(grad_norm.le(largest), float("nan"))
         self.optimizer.factor = factor * shrink
 
-    def reload_model_params(self, state_dict=None) -> None:
+    def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
+        """Drop the lower halves of the masters after the weights changed."""
         self.optimizer.forget_masters()
 
 
-def splits_masters(args, params_dtype: torch.dtype, is_whole: bool) -> bool:
-    """True if SplitMasterOptimizer updates a model of this dtype, on all ranks alike. Tensors
-    beside frozen weights (is_whole False) are float32; the distributed and the offloaded optimizer
-    keep masters elsewhere."""
+def splits_masters(args: TrainingArguments, params_dtype: torch.dtype, is_whole: bool) -> bool:
+    """True if SplitMasterOptimizer is used; the same on all ranks.
+
+    It needs bf16 weights that are all trained (is_whole): partly frozen models train in float32.
+    The distributed and the offloaded optimizer store masters elsewhere.
+    """
     elsewhere = args.use_distributed_optimizer or args.optimizer_cpu_offload
     is_half = params_dtype == torch.bfloat16 and is_whole
     return is_half and OPTIMIZERS[args.optim].halves is not None and not elsewhere
 
 
 def create_megatron_optimizer(
-    args, chunks: list, params_dtype: torch.dtype, is_whole: bool = True
+    args: TrainingArguments,
+    chunks: list[torch.nn.Module],
+    params_dtype: torch.dtype,
+    is_whole: bool = True,
 ) -> MegatronOptimizer:
-    """megatron's optimizer over DDP-wrapped chunks, plain or distributed, with float32 masters of
-    16-bit weights. is_whole: Finetuning.is_whole."""
+    """megatron's optimizer, plain or distributed, over DDP-wrapped chunks. It has float32 masters
+    for 16-bit weights.
+
+    is_whole: True if all weights are trained (Finetuning.is_whole).
+    """
     row = OPTIMIZERS[args.optim]
     split = splits_masters(args, params_dtype, is_whole)
     config = get_optimizer_config(args, params_dtype, split)
-    # float32 pieces are views of weights: with a gradient function they would keep the node of
-    # DDP's hook, and with it the model
+    # megatron makes float32 views of weights: with autograd on, these would keep the nodes of
+    # DDP's hooks alive, and those the model
     with torch.no_grad():
         optimizer = get_megatron_optimizer(config, chunks, use_gloo_process_groups=False)
     parts = parts_of(optimizer)
     for i, part in enumerate(parts):
         if getattr(part, "optimizer", None) is None:
-            continue  # nothing to train on this rank
+            continue  # this rank trains nothing
         if split and row.halves:
             groups = _groups_without_defaults(part.optimizer)
             parts[i] = SplitMasterOptimizer(part, row.halves(groups, args))
@@ -221,30 +250,37 @@ def create_megatron_optimizer(
             make = functools.partial(row.new, args=args)
             part.optimizer = offloaded(part.optimizer, fraction, make)
     for group in optimizer.param_groups:
-        # they would override the scheduler's limits
+        # in a group these would override the scheduler's limits
         group.pop("min_lr", None)
         group.pop("max_lr", None)
     return optimizer
 
 
-def parts_of(optimizer: MegatronOptimizer | None) -> list:
-    """The optimizers in megatron's chain (its list itself), or the only one."""
+def parts_of(optimizer: MegatronOptimizer | None) -> list[Any]:
+    """The optimizers in megatron's chain, as the chain's list itself; for an unchained optimizer a
+    list of one; [] for None.
+    """
     return [] if optimizer is None else getattr(optimizer, "chained_optimizers", [optimizer])
 
 
-def _made_here(part: MegatronOptimizer, args) -> torch.optim.Optimizer:
-    """The torch optimizer of a part of megatron's: megatron's Adam, or another row's."""
+def _made_here(part: MegatronOptimizer, args: TrainingArguments) -> torch.optim.Optimizer:
+    """The torch optimizer to use in one of megatron's optimizers: megatron's Adam, or one made by
+    the row of OPTIMIZERS.
+    """
     row = OPTIMIZERS[args.optim]
     inner = part.optimizer
     if row.megatron is None or "bf16" in (args.exp_avg_dtype, args.exp_avg_sq_dtype):
         return row.new(_groups_without_defaults(inner), args)
     for group in inner.param_groups if isinstance(inner, torch.optim.AdamW) else ():
-        group["foreach"], group["fused"] = False, True  # one kernel for the whole update
+        group["foreach"] = False
+        group["fused"] = True  # one kernel for the whole update
     return inner
 
 
-def _groups_without_defaults(optimizer: torch.optim.Optimizer) -> list[dict]:
-    """The parameter groups of an optimizer before its first step, without keys of its kind."""
+def _groups_without_defaults(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The parameter groups of an optimizer before its first step, keeping lr and weight_decay but
+    no other default.
+    """
     kept = ("lr", "weight_decay")
     return [
         {key: value for key, value in group.items() if key in kept or key not in optimizer.defaults}
@@ -252,9 +288,13 @@ def _groups_without_defaults(optimizer: torch.optim.Optimizer) -> list[dict]:
     ]
 
 
-def create_torch_optimizer(args, model: torch.nn.Module) -> torch.optim.Optimizer:
-    """The optimizer for a plain torch model, with megatron's groups and their key wd_mult."""
-    groups: list[dict] = [{"params": [], "wd_mult": 1.0}, {"params": [], "wd_mult": 0.0}]
+def create_torch_optimizer(
+    args: TrainingArguments, model: torch.nn.Module
+) -> torch.optim.Optimizer:
+    """The optimizer for a plain torch model. Its groups are megatron's: wd_mult 1 for weights with
+    decay, 0 for others.
+    """
+    groups: list[dict[str, Any]] = [{"params": [], "wd_mult": 1.0}, {"params": [], "wd_mult": 0.0}]
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             groups[not decays(name, parameter)]["params"].append(parameter)
@@ -263,14 +303,16 @@ def create_torch_optimizer(args, model: torch.nn.Module) -> torch.optim.Optimize
 
 
 class GivenScheduler:
-    """Adapter of a user's torch scheduler to the interface of loop and checkpoints."""
+    """Adapts a user's torch scheduler to the methods used by the training loop and checkpoints."""
 
     def __init__(self, scheduler: torch.optim.lr_scheduler.LRScheduler):
         self.scheduler = scheduler
         self.num_steps = 0
 
     def step(self, increment: int = 1) -> None:
-        """Count finished steps. A resumed run steps a new scheduler as often as before."""
+        """Count `increment` steps, one scheduler.step() each: a resumed run catches up a new
+        scheduler that way.
+        """
         for _ in range(increment):
             self.scheduler.step()
         self.num_steps += increment
@@ -279,11 +321,15 @@ class GivenScheduler:
         return self.scheduler.get_last_lr()
 
 
-def given_optimizers(optimizers: tuple, model, is_megatron: bool) -> tuple:
-    """(optimizer or None, GivenScheduler or None) from the `optimizers` of transformers' Trainer.
+def given_optimizers(
+    optimizers: tuple[Any, Any], model: torch.nn.Module, is_megatron: bool
+) -> tuple[Any, Any]:
+    """(optimizer or None, GivenScheduler or None) from the `optimizers` argument of transformers'
+    Trainer.
 
-    Without a scheduler each group keeps its weight decay, and its rate is the highest of the
-    schedule of lr_scheduler_type. ValueError for optimizers that would not update the model.
+    Without a scheduler, lr_scheduler_type applies: each group keeps its weight decay, and its
+    learning rate is the schedule's maximum. ValueError for optimizers that would not update exactly
+    the model's trained parameters, or under megatron-core.
     """
     if optimizers == (None, None):
         return optimizers
@@ -322,9 +368,10 @@ def given_optimizers(optimizers: tuple, model, is_megatron: bool) -> tuple:
     return optimizer, GivenScheduler(scheduler)
 
 
-def create_grad_scaler(args):
-    """megatron's loss scaler of fp16 for the torch backend: constant with loss_scale, else
-    adaptive."""
+def create_grad_scaler(args: TrainingArguments) -> ConstantGradScaler | DynamicGradScaler:
+    """megatron's fp16 loss scaler for the torch backend: constant if loss_scale is set, otherwise
+    dynamic.
+    """
     if args.loss_scale is not None:
         return ConstantGradScaler(args.loss_scale)
     return DynamicGradScaler(
@@ -337,15 +384,16 @@ def create_grad_scaler(args):
     )
 
 
-def scaler_states(scalers: list) -> list[dict]:
-    """The states of loss scalers for JSON: the scale, and the progress to the next one."""
+def scaler_states(scalers: list[Any]) -> list[dict[str, Any]]:
+    """States of loss scalers for JSON: the scale, and the progress to its next change."""
     states = [scaler.state_dict() for scaler in scalers]
     return [{**state, "scale": float(state["scale"])} for state in states if state]
 
 
-def load_scaler_states(scalers: list, states: list[dict]) -> None:
-    """Restore scalers from scaler_states(); a constant one is not changed. With another number of
-    parts in this layout the last state is that of the rest: all follow the same overflows."""
+def load_scaler_states(scalers: list[Any], states: list[dict[str, Any]]) -> None:
+    """Restore scalers from scaler_states(); constant scalers stay. If this layout has more scalers
+    than states, the rest take the last state, because all see the same overflows.
+    """
     for scaler, state in zip(scalers, states + states[-1:] * len(scalers), strict=False):
         if isinstance(scaler, DynamicGradScaler):
             scale = torch.tensor([state["scale"]], dtype=torch.float32)

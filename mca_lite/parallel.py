@@ -1,5 +1,6 @@
-"""The distributed world: its start and stop, devices, seeds, collectives. CUDA with nccl, else CPU
-with gloo."""
+"""The distributed world: start and stop, devices, seeds, collectives. Uses nccl with CUDA,
+otherwise gloo on the CPU.
+"""
 
 import contextlib
 import datetime
@@ -23,31 +24,33 @@ from .mcore import mpu, tensor_parallel
 # torch 2.13 warns about the former names in each call
 gather_into = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 scatter_into = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-_is_alone = False  # inside alone()
-_MEET = datetime.timedelta(hours=1)  # at most, for all ranks to start; ddp_timeout may be years
+_is_alone = False  # True inside alone()
+_MEET = datetime.timedelta(hours=1)  # longest wait for all ranks to start; ddp_timeout may be years
 
 
 def device() -> torch.device:
-    """This rank's device: its GPU with CUDA, else the CPU."""
+    """This rank's device: its GPU with CUDA, otherwise the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor on `device`. Does not wait for the GPU's earlier work, unlike a copy from memory
-    without pinning."""
+    """The tensor on `device`. The copy goes through pinned memory, so it does not wait for the
+    GPU's earlier work.
+    """
     if device.type == "cuda" and tensor.device.type == "cpu" and not tensor.is_pinned():
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 
 
 class HostCopy:
-    """A tensor's values on their way to host memory, while the device goes on. wait() waits for the
-    work that was queued before the copy, and for none queued after it."""
+    """An asynchronous copy of a tensor to host memory. wait() waits for device work queued before
+    the copy, not for later work.
+    """
 
     def __init__(self, tensor: torch.Tensor):
-        # into pinned memory
+        # torch copies into pinned memory here
         self._values = tensor.detach().to("cpu", non_blocking=True)
         self._arrived = None
         if tensor.is_cuda:
@@ -55,34 +58,35 @@ class HostCopy:
             self._arrived.record()
 
     def wait(self) -> torch.Tensor:
-        """The values, a CPU tensor."""
+        """The copied values, a CPU tensor."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._values
 
 
 def wait_for_device() -> None:
-    """Wait for the work queued on this rank's GPU, if it has one."""
+    """Wait for all work queued on the GPU's current stream; returns at once without a GPU."""
     if torch.cuda.is_available():
         torch.cuda.current_stream().synchronize()
 
 
 class HostBuffers:
-    """Copies of tensors in host memory kept for later copies of the same sizes: fresh memory takes
-    longer than the copy. Pinned on the host of a GPU, where torch rounds up to powers of two."""
+    """Reusable host memory for copies of tensors, because allocation takes longer than the copy.
+    With a GPU the memory is pinned, and torch rounds its size up to a power of two.
+    """
 
-    def __init__(self):
-        self._free: dict[int, list[torch.Tensor]] = defaultdict(list)  # by their bytes
+    def __init__(self) -> None:
+        self._free: dict[int, list[torch.Tensor]] = defaultdict(list)  # by size in bytes
         self._used: list[torch.Tensor] = []
         self._reserving = threading.Thread()
 
     @staticmethod
     def taken(size: int) -> int:
-        """Bytes of host memory that a copy of this many takes."""
+        """Bytes of host memory that a buffer of `size` bytes takes."""
         return 1 << (size - 1).bit_length() if size and torch.cuda.is_available() else size
 
     def reserve(self, sizes: list[int]) -> None:
-        """Make buffers of these bytes, in a thread: pinning takes seconds."""
+        """Allocate buffers of these sizes in bytes, in a thread, because pinning takes seconds."""
         self._reserving = threading.Thread(target=self._make, args=[sizes], daemon=True)
         self._reserving.start()
 
@@ -92,7 +96,7 @@ class HostBuffers:
             self._free[size].append(buffer)
 
     def reuse(self) -> None:
-        """Give the memory of all copies to the next ones."""
+        """Free all buffers for new copies; earlier copies become invalid."""
         if self._reserving.is_alive():
             self._reserving.join()
         for buffer in self._used:
@@ -100,7 +104,9 @@ class HostBuffers:
         self._used = []
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy with a storage of its own, there after the work queued on the device so far."""
+        """A copy of a tensor in one of the buffers. On a GPU it is complete once the work queued so
+        far is done.
+        """
         if not self._free[tensor.nbytes]:
             self._make([tensor.nbytes])
         buffer = self._free[tensor.nbytes].pop()
@@ -110,7 +116,7 @@ class HostBuffers:
 
 
 def rank() -> int:
-    """Global rank of this process."""
+    """Global rank of this process; 0 inside alone()."""
     if _is_alone:
         return 0
     if dist.is_initialized():
@@ -119,14 +125,15 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    """Number of ranks; 1 before the process group starts."""
+    """Number of ranks; 1 before the process group starts and inside alone()."""
     return dist.get_world_size() if dist.is_initialized() and not _is_alone else 1
 
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Make this rank a world of one, within the context, for this module and the torch backend: one
-    rank computes while the others wait."""
+    """Context in which this module and the torch backend see a world of one rank, so that one rank
+    can compute while the others wait.
+    """
     global _is_alone
     _is_alone = True
     try:
@@ -136,15 +143,17 @@ def alone() -> Iterator[None]:
 
 
 def is_main() -> bool:
-    """True on global rank 0: it prints and writes."""
+    """True on global rank 0, the rank that prints and writes files."""
     return rank() == 0
 
 
 def start_process_group(timeout_s: float = 1800) -> None:
-    """Join the world of torchrun's or SLURM's variables, or make a world of one.
+    """Start torch.distributed for the ranks that torchrun or SLURM describes; without them, a world
+    of one.
 
-    Does nothing if a process group exists: a test or a host program may have made it. ValueError
-    for variables of a half-described world, and if the ranks do not meet within timeout_s.
+    Does nothing if a process group exists, made by a test or a host program. ValueError if the
+    environment variables are incomplete, or the ranks do not meet in time. timeout_s: limit for
+    starting, and later for each collective.
     """
     if dist.is_initialized():
         world.met.set()
@@ -157,7 +166,7 @@ def start_process_group(timeout_s: float = 1800) -> None:
     if torch.cuda.is_available():
         torch.cuda.set_device(here.local_rank)
         backend = "nccl"
-        # for watchdog.py: the last calls of a rank, and the moments its GPU begins them
+        # watchdog.py reads the last collectives of a rank, and when its GPU began them
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "500")
         os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")
     else:
@@ -177,8 +186,10 @@ def start_process_group(timeout_s: float = 1800) -> None:
         world.met.set()
 
 
-def _store_of_all(timeout: datetime.timedelta):
-    """The store of torchrun, or of rank 0, which waits until all ranks have come."""
+def _store_of_all(timeout: datetime.timedelta) -> Any:
+    """The key-value store shared by all ranks: torchrun's, or rank 0's. Its holder waits until all
+    ranks have connected.
+    """
     here = world.current()
     limit = min(timeout, _MEET)
     if not here.is_main:
@@ -197,26 +208,28 @@ def _store_of_all(timeout: datetime.timedelta):
             absent = [key.removeprefix("come/") for key in keys if not store.check([key])]
             raise dist.DistError(f"ranks {first_of(absent, 8)} did not come") from error
     store.set_timeout(timeout)
-    # after a restart torchrun's store on one machine still has the addresses of dead ranks
+    # after a restart on one machine, torchrun's store still has the addresses of dead ranks
     start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"start-{start}", store) if here.is_one_machine else store
 
 
-def own_store(prefix: str):
-    """A second connection to the process group's store, usable while the main thread waits in the
-    first."""
+def own_store(prefix: str) -> Any:
+    """A second connection to the process group's store. It works while the main thread waits on the
+    first one.
+    """
     store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
     return store.clone()
 
 
 def make_deterministic() -> None:
-    """Choose the deterministic path of every library, for this process. CUDA must not have started.
+    """Choose deterministic algorithms in every library, for this process. Call it before CUDA
+    starts.
 
-    A step has the same bits then in every run of the same layout on the same machine and versions:
-    flash attention sums its gradients in order, cuDNN's attention is left out (model_attention.py),
-    cuBLAS and NCCL keep to one algorithm for a shape, torch.compile times no candidates (cpu.py).
-    The Triton kernels of this package add in a fixed order always. ValueError for NCCL_ALGO with
-    NVLS: the switch adds in the order of arrival.
+    Afterwards a step gives the same bits in every run with the same layout, machine and versions.
+    Flash attention sums its gradients in order; cuDNN's attention is not used (model_attention.py);
+    cuBLAS and NCCL use one algorithm per shape; torch.compile does not choose kernels by timing
+    (cpu.py). This package's Triton kernels always add in a fixed order. ValueError if NCCL_ALGO
+    includes NVLS, which adds in the order of arrival.
     """
     algorithms = os.environ.setdefault("NCCL_ALGO", "Ring,Tree")
     if "NVLS" in algorithms.upper() and not algorithms.startswith("^"):
@@ -230,12 +243,12 @@ def make_deterministic() -> None:
     torch.backends.cudnn.set_flags(_benchmark=False, _deterministic=True)
 
 
-def initialize(args, use_mca: bool = True) -> None:
-    """Start the world for `args` (TrainingArguments): process group, megatron's groups, seeds.
+def initialize(args: Any, use_mca: bool = True) -> None:
+    """Start the distributed world for `args` (TrainingArguments): process group, megatron's groups, seeds.
 
-    With use_mca false only torch.distributed starts. A second call with the same layout changes
-    nothing; with another layout it raises RuntimeError: a process has one layout. Collectives:
-    group creation over all ranks. ValueError if the layout does not fit the world.
+    use_mca False: only torch.distributed. A second call with the same layout changes nothing; with
+    another layout it raises RuntimeError, because a process has one layout. ValueError if the
+    layout does not fit the number of ranks. Collective: all ranks create groups.
     """
     if args.deterministic:
         make_deterministic()
@@ -251,7 +264,8 @@ def initialize(args, use_mca: bool = True) -> None:
     set_seed(args.seed, use_mca)
 
 
-def _initialize_model_parallel(args) -> None:
+def _initialize_model_parallel(args: Any) -> None:
+    """Create megatron's process groups. RuntimeError if they exist with another layout."""
     kinds = "tensor_model pipeline_model virtual_pipeline_model context expert_model expert_tensor"
     degrees = [f"{kind}_parallel" for kind in kinds.split()]
     wanted = {f"{degree}_size": getattr(args, f"{degree}_size") for degree in degrees}
@@ -268,14 +282,15 @@ def _initialize_model_parallel(args) -> None:
         return
     mpu.initialize_model_parallel(
         **wanted,
-        distributed_timeout_minutes=args.ddp_timeout / 60,  # a timedelta takes fractions
-        create_gloo_process_groups=False,  # for megatron's checkpoints alone
+        distributed_timeout_minutes=args.ddp_timeout / 60,  # fractions of a minute are valid
+        create_gloo_process_groups=False,  # only megatron's checkpoints would use them
     )
 
 
 def set_seed(seed: int, use_mca: bool) -> None:
-    """Seed python, numpy and torch, and megatron's per-rank dropout states. Megatron wants seeds
-    above 0."""
+    """Seed python, numpy and torch, and with use_mca megatron's dropout states of each rank.
+    megatron needs seeds above 0, so it gets seed + 1.
+    """
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -284,54 +299,60 @@ def set_seed(seed: int, use_mca: bool) -> None:
 
 
 def barrier() -> None:
-    """Wait for all ranks. Collective."""
+    """Wait until all ranks get here. Collective."""
     if world_size() > 1:
         dist.barrier()
 
 
-def gather(value) -> list:
-    """Every rank's `value` (picklable), in order of rank, on every rank. Collective."""
+def gather(value: Any) -> list[Any]:
+    """Every rank's `value` (picklable) as a list in rank order, on every rank. Collective."""
     if world_size() == 1:
         return [value]
-    values = [None] * world_size()
+    values: list[Any] = [None] * world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def pipeline_rank() -> int:
-    """This rank's pipeline stage; 0 without megatron's groups."""
+    """This rank's pipeline stage; 0 if megatron's groups do not exist."""
     if mpu.model_parallel_is_initialized():
         return mpu.get_pipeline_model_parallel_rank()
     return 0
 
 
-def gather_given(value: dict) -> dict[int, dict]:
-    """{rank: its value} of the ranks whose value is not empty, on every rank. Collective: a
-    broadcast of each such rank.
+def gather_given(value: dict[Any, Any]) -> dict[int, dict[Any, Any]]:
+    """{rank: value} for the ranks whose value is not empty, on every rank. Collective: one
+    broadcast per such rank.
 
-    gather() pads all values to the longest one: of a thousand ranks with one a thousand of it.
+    gather() would pad every value to the longest: if one rank of a thousand has a value, it would
+    send a thousand times its size.
     """
     given = [rank for rank, has_one in enumerate(gather(bool(value))) if has_one]
     return {number: _broadcast(value, number) for number in given}
 
 
-def cut_group(of_expert: bool):
-    """megatron's group over which tensors of experts, or others, are sharded."""
+def cut_group(of_expert: bool) -> dist.ProcessGroup:
+    """megatron's process group over which tensors are sharded: of experts if of_expert, otherwise
+    of other modules.
+    """
     if of_expert:
         return mpu.get_expert_tensor_parallel_group()
     return mpu.get_tensor_model_parallel_group()
 
 
-def replica_group(of_expert: bool):
-    """megatron's group of ranks with the same shard of a tensor of experts, or of another."""
+def replica_group(of_expert: bool) -> dist.ProcessGroup:
+    """megatron's process group of ranks with the same shard of a tensor: of experts if of_expert,
+    otherwise of other modules.
+    """
     if of_expert:
         return mpu.get_expert_data_parallel_group()
     return mpu.get_data_parallel_group(with_context_parallel=True)
 
 
-def whole(part: torch.Tensor, axis: int | None, group) -> torch.Tensor:
-    """A tensor from its shards along an axis, one on each rank of a group; None: no shards.
-    Collective over the group, unless there are no shards."""
+def whole(part: torch.Tensor, axis: int | None, group: dist.ProcessGroup) -> torch.Tensor:
+    """Concatenate the shards of all ranks in `group` along `axis`. axis None: the tensor is not
+    sharded and is returned unchanged. Collective over the group if it is sharded.
+    """
     if axis is None or group.size() == 1:
         return part
     part = part.contiguous()
@@ -340,11 +361,16 @@ def whole(part: torch.Tensor, axis: int | None, group) -> torch.Tensor:
     return torch.cat(parts, axis)
 
 
-def exchange(sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor], group=None) -> None:
-    """Send tensors to ranks of the group, and receive into others, in one batch. The group has had
-    a collective before.
+def exchange(
+    sends: dict[int, torch.Tensor],
+    receives: dict[int, torch.Tensor],
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Send tensors to ranks of a group and receive tensors from others, in one batch: {rank in the
+    group: tensor}.
 
-    Without a batch nccl makes a communicator for each pair of ranks: 265 MiB of either GPU.
+    The group must have run a collective before. Unbatched, nccl would make a communicator per pair
+    of ranks, 265 MiB on each GPU.
     """
     rows = [(dist.isend, *item) for item in sends.items()]
     rows += [(dist.irecv, *item) for item in receives.items()]
@@ -355,8 +381,9 @@ def exchange(sends: dict[int, torch.Tensor], receives: dict[int, torch.Tensor], 
 
 
 def to_main(tensor: torch.Tensor | None, sender: int, form: torch.Tensor) -> torch.Tensor | None:
-    """The sender's tensor, on the main rank; what they have on other ranks. form: one of its shape
-    and dtype. A message from the sender to the main rank."""
+    """Send a tensor from rank `sender` to the main rank. Returns it on the main rank, and `tensor`
+    unchanged elsewhere. form: a tensor with its shape and dtype. Only these two ranks communicate.
+    """
     if sender == rank() != 0:
         exchange({0: tensor.to(device()).contiguous()}, {})
     if sender != 0 and is_main():
@@ -366,8 +393,11 @@ def to_main(tensor: torch.Tensor | None, sender: int, form: torch.Tensor) -> tor
 
 
 def send_to_main(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, dict[int, torch.Tensor]]]:
-    """(name, {rank: its tensor of that name, on the CPU}) on the main rank, one name at a time;
-    nothing elsewhere. All ranks must iterate to the end. Collective, with a message a tensor."""
+    """On the main rank, yield (name, {rank: its tensor of this name, on the CPU}), one name at a
+    time; elsewhere nothing.
+
+    Every rank must iterate to the end. Collective: one message per tensor.
+    """
     forms = gather_given({name: tensor.to("meta") for name, tensor in tensors.items()})
     for name in dict.fromkeys(itertools.chain(*forms.values())):
         received = {}
@@ -379,10 +409,10 @@ def send_to_main(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, dict[i
 
 
 def on_main(action: Callable[[], Any], kind: type[Exception] = RuntimeError) -> Any:
-    """The result of action() on the main rank, on every rank. Collective.
+    """Run action() on the main rank, and return its result on every rank. Collective.
 
-    An error there is raised on every rank as `kind`, with the same text: no rank waits for a
-    stopped one.
+    If it fails, every rank raises `kind` with the error's text, so that no rank waits for a stopped
+    one.
     """
     result, problem = _broadcast(_attempt(action) if is_main() else None)
     if problem:
@@ -390,22 +420,22 @@ def on_main(action: Callable[[], Any], kind: type[Exception] = RuntimeError) -> 
     return result
 
 
-def _broadcast(value, source: int = 0):
-    """The value of the source's rank. Collective."""
+def _broadcast(value: Any, source: int = 0) -> Any:
+    """The value of rank `source`, on every rank. Collective."""
     values = [value]
     if world_size() > 1:
         dist.broadcast_object_list(values, src=source)
     return values[0]
 
 
-def on_all(action: Callable[[], Any], kind: type[Exception], words: str) -> list:
-    """The result of action() on each rank, in order of rank, on every rank. Collective.
+def on_all(action: Callable[[], Any], kind: type[Exception], words: str) -> list[Any]:
+    """Run action() on every rank, and return all results in rank order on every rank. Collective.
 
-    Errors of any are raised on every rank as one of `kind`: the words, and the first line of each,
-    with its ranks.
+    If any rank fails, every rank raises `kind`: `words`, then the first line of each error with its
+    ranks.
     """
     answers = gather(_attempt(action))
-    ranks: dict[str, list[str]] = {}  # a thousand may have one problem
+    ranks: dict[str, list[str]] = {}  # grouped, because a thousand ranks may have one problem
     for number, (_, problem) in enumerate(answers):
         if problem:
             ranks.setdefault(problem.splitlines()[0], []).append(str(number))
@@ -416,7 +446,7 @@ def on_all(action: Callable[[], Any], kind: type[Exception], words: str) -> list
 
 
 def _attempt(action: Callable[[], Any]) -> tuple[Any, str]:
-    """(the result of action(), its error in words)."""
+    """(action()'s result, ""), or (None, the error's text)."""
     try:
         return action(), ""
     except Exception as error:
@@ -425,9 +455,10 @@ def _attempt(action: Callable[[], Any]) -> tuple[Any, str]:
 
 
 def largest(*numbers: int) -> list[int]:
-    """The largest of each number over all ranks, on every rank. Collective.
+    """The maximum of each number over all ranks, on every rank. Collective.
 
-    Does not wait for the GPU's earlier work: numbers of the host go by a stream of their own."""
+    It runs on a separate GPU stream, so it does not wait for the GPU's earlier work.
+    """
     if world_size() == 1:
         return list(numbers)
     with _beside_other_work():
@@ -436,8 +467,8 @@ def largest(*numbers: int) -> list[int]:
         return vector.tolist()
 
 
-def _beside_other_work():
-    """A context with a stream of its own on a GPU."""
+def _beside_other_work() -> Any:
+    """A context that uses a separate CUDA stream, if there is a GPU."""
     if not torch.cuda.is_available():
         return contextlib.nullcontext()
     return torch.cuda.stream(_stream_of(torch.cuda.current_device()))
@@ -449,7 +480,7 @@ def _stream_of(device_index: int) -> torch.cuda.Stream:
 
 
 def sum_over_all(values: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor over all ranks, on every rank. Collective. Changes `values`."""
+    """Sum a tensor over all ranks, in place, on every rank. Collective."""
     if world_size() > 1:
         dist.all_reduce(values)
     return values
@@ -457,29 +488,31 @@ def sum_over_all(values: torch.Tensor) -> torch.Tensor:
 
 class _SumGradients(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, group):
+    def forward(ctx: Any, x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         grad = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(grad, group=ctx.group)
         return grad, None
 
 
-def sum_gradients(x: torch.Tensor, group) -> torch.Tensor:
-    """x, the same on all ranks of the group; its gradient is the sum over them. Collective in the
-    backward pass.
+def sum_gradients(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """The identity in forward; in backward the gradient is summed over the group. Collective in
+    backward.
 
-    megatron's copy_to does not sum a gradient that is not contiguous, as after a split.
+    x must be the same on all ranks of the group. megatron's copy_to fails to sum a non-contiguous
+    gradient, as after a split.
     """
     return _SumGradients.apply(x, group)
 
 
 def shutdown() -> None:
-    """Close the groups of `initialize`, on every rank. For a clean end only: after a failure of a
-    rank it would wait."""
+    """Destroy the process groups. Call it on every rank, after a clean end only: after another
+    rank's failure it would wait.
+    """
     if mpu.model_parallel_is_initialized():
         mpu.destroy_model_parallel()
     if dist.is_initialized():

@@ -1,8 +1,8 @@
-"""The parts of the package: capabilities whose files can be deleted, and the rest still trains.
+"""The parts of the package: capabilities whose files can be deleted while the rest still trains.
 
-A part brings keys, rules, rows of tables and trainers. The core imports none: load() imports the
-first module of each part, which registers what the part has, without torch. Keys and values of
-parts whose files are gone are refused by name.
+A part adds keys, rules, table rows and trainers. The core imports no part; load() imports the first
+module of each, which registers them without importing torch. If a part's files are deleted, its
+keys and values are refused by name.
 """
 
 import functools
@@ -17,13 +17,14 @@ from .errors import Problem, UserError
 
 
 class Part(NamedTuple):
-    """One row of PARTS; each field is words separated by spaces.
+    """One row of PARTS. Each field is a string of words separated by spaces.
 
-    modules: its files without .py; importing the first one registers the part, if its name ends in
-    _keys or is part_migration. keys: its configuration keys, and key=value for its values of core
-    keys. defaults: key:value of its keys with a default other than None. provides: its rows of
-    CORE_ATTENTIONS, LAYER_TYPES, TENSOR_FORMATS, INPUTS and FAMILIES. needs: the parts that it
-    imports.
+    modules: its files without ".py". Importing the first registers the part, if its name ends in
+    _keys or is part_migration.
+    keys: its configuration keys, and key=value for values that it adds to core keys.
+    defaults: key:value for its keys with a default other than None.
+    provides: its rows in CORE_ATTENTIONS, LAYER_TYPES, TENSOR_FORMATS, INPUTS and FAMILIES.
+    needs: the parts that it imports.
     """
 
     modules: str
@@ -94,9 +95,10 @@ PARTS = {
 
 @functools.cache
 def missing() -> dict[str, dict[str, str]]:
-    """{part: {part: names of its missing files}} of the parts that cannot be used. The inner keys
-    are the part itself, or parts it needs."""
-    # an import finder may know a deleted file in another installation: look into this folder
+    """{unusable part: {part: its missing files, comma-separated}}. The inner keys are the part
+    itself or parts that it needs. Cached.
+    """
+    # look into this folder: an import could find a deleted file in another installation
     files = {path.stem for path in Path(__file__).parent.glob("*.py")}
     gone = {}
     for name, part in PARTS.items():
@@ -110,7 +112,7 @@ def missing() -> dict[str, dict[str, str]]:
 
 
 def with_needs(name: str) -> list[str]:
-    """A part, and all parts that it needs."""
+    """The part and all parts it needs, directly or indirectly."""
     found = [name]
     for part in found:
         found += [need for need in PARTS[part].needs.split() if need not in found]
@@ -118,15 +120,18 @@ def with_needs(name: str) -> list[str]:
 
 
 def load(*endings: str) -> list[ModuleType]:
-    """Let each part that is there register its keys, rules and rows: the imported modules, those
-    with one of these ends of their name."""
+    """Import the modules, of all usable parts, whose name ends with one of `endings`, and return
+    them. Importing registers a part's keys, rules and rows.
+    """
     there = [part for name, part in PARTS.items() if name not in missing()]
     names = [module for part in there for module in part.modules.split()]
     return [import_module(f".{name}", __package__) for name in names if name.endswith(endings)]
 
 
 def need_of(name: str, what: str = "it needs") -> tuple[str, str]:
-    """(the reason why something needs a missing part, the remedy)."""
+    """(why something cannot be used without a missing part, the remedy). what: the beginning of the
+    reason.
+    """
     lacking = missing()[name]
     files = ", ".join(lacking.values())
     verb = "are" if "," in files else "is"
@@ -135,31 +140,35 @@ def need_of(name: str, what: str = "it needs") -> tuple[str, str]:
 
 
 def missing_modules() -> dict[str, str]:
-    """Module -> its part, of the parts that are missing."""
+    """{module: its part} for unusable parts."""
     return {module: name for name in missing() for module in PARTS[name].modules.split()}
 
 
 def check_module(module: str) -> None:
-    """Raise UserError for a module of a missing part: another installation may have it."""
+    """Raise UserError if the module belongs to an unusable part; an import could find it in another
+    installation.
+    """
     if module in missing_modules():
         reason, remedy = need_of(missing_modules()[module])
         raise UserError(f"{module}.py: {reason}: {remedy}")
 
 
 def absent_rows() -> dict[str, str]:
-    """Row of another table -> its part, of missing parts."""
+    """{row of another table: its part} for unusable parts."""
     return {row: name for name in missing() for row in PARTS[name].provides.split()}
 
 
 def absent_keys() -> dict[str, str]:
-    """Key -> its part, of the parts that are missing."""
+    """{key: its part} for unusable parts."""
     words = {word: name for name in missing() for word in PARTS[name].keys.split()}
     return {word: name for word, name in words.items() if "=" not in word}
 
 
 def needed(values: Mapping[str, Any]) -> dict[str, str]:
-    """Key -> the missing part it needs, for keys of parts and for values of core keys. A key with
-    its default needs nothing. Values are as they were written: the types are gone with the part.
+    """{key: the unusable part it needs}, for keys of parts and values of core keys.
+
+    A key at its default needs nothing. values: as written in the configuration, because the types
+    are gone with the part.
     """
     found = {}
     for name in missing():
@@ -174,7 +183,7 @@ def needed(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def absent(values: Mapping[str, Any]) -> list[Problem]:
-    """Problems of keys in need of a missing part."""
+    """A Problem for each key that needs an unusable part."""
     problems = []
     for key, name in needed(values).items():
         reason, remedy = need_of(name)

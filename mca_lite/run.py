@@ -1,9 +1,8 @@
 """A run from its arguments: planned once, then built and trained from the plan alone.
 
-make_plan() reads everything without a process group (configs, tokenizer, weights' index, adapter,
-data), and refuses models and data that cannot be trained, on every rank alike, before ranks meet.
-Later steps take the plan and read nothing again. The command line (cli.py) parses, plans and
-trains.
+make_plan() needs no process group. It reads configs, tokenizer, the weights' index, adapter and
+data, and refuses a model or data that cannot be trained, on every rank alike, before ranks meet.
+Later steps use the plan and read nothing again. The command line (cli.py) parses, plans and trains.
 """
 
 import copy
@@ -19,11 +18,11 @@ import torch
 import transformers
 
 from . import ckpt_folder, mcore, model, model_config, parallel, watchdog, weights_convert
-from .args import RunArguments
+from .args import RunArguments, TrainingArguments
 from .args_rules_model import check_torch_packing
 from .args_rules_training import plan_schedule
 from .args_values import show_count
-from .callbacks import StopSignals, TrainerCallback
+from .callbacks import StopSignals, TrainerCallback, TrainerControl, TrainerState
 from .ckpt_megatron import DIST_NAME
 from .data import DatasetBundle, load_datasets
 from .data_batches import Limits, Packs, Stream, samples_of
@@ -59,31 +58,34 @@ from .weights_files import (
 
 @dataclass
 class PlannedModel:
-    """A model to be built. config: McaModelConfig, with the rows of new tokens; or, on the torch
-    backend, the transformers config of the folder."""
+    """A model to build.
+
+    config: McaModelConfig, already with rows for new tokens. On the torch backend: the folder's
+    transformers config.
+    """
 
     folder: Path
     config: Any
-    old_vocab_size: int  # of the folder
-    vocab_size: int  # with new tokens
+    old_vocab_size: int  # tokens of the folder's model
+    vocab_size: int  # the same with new tokens
     from_scratch: bool = False
-    # None: drawn from a seed, or in a checkpoint
+    # None if the weights are drawn from a seed or come from a checkpoint
     source: SafetensorsSource | ScoredSource | GrownSource | None = None
     finetuning: Finetuning = field(default_factory=Finetuning)
 
 
 @dataclass
 class Plan:
-    """The parts of a run, each read once."""
+    """Everything that a run needs, each read once."""
 
     arguments: RunArguments
     objective: Objective
     model: PlannedModel
     tokenizer: Any
     data: DatasetBundle
-    steps: int  # of the optimizer
+    steps: int  # optimizer steps
     steps_per_epoch: int  # 0 for a stream, and without training data
-    second_model: PlannedModel | None = None  # of the objective: a reference
+    second_model: PlannedModel | None = None  # the objective's reference or teacher
 
 
 # -- planning
@@ -95,8 +97,11 @@ _FROM_BF16 = (
 
 
 def make_plan(arguments: RunArguments) -> Plan:
-    """Read tokenizer, configs, weights' index, adapter and data. ValueError for wrong ones. No
-    collectives: ranks waiting for the token cache poll for it."""
+    """Read tokenizer, configs, weights' index, adapter and data -> the Plan.
+
+    ValueError if one of them is wrong. No collectives: ranks that wait for the token cache poll for
+    it.
+    """
     transformers.utils.logging.disable_progress_bar()
     keys = arguments.model
     args = arguments.training
@@ -146,10 +151,14 @@ def make_plan(arguments: RunArguments) -> Plan:
 
 
 def _plan_model(
-    arguments: RunArguments, folder: Path, from_scratch=False, values: dict | None = None
+    arguments: RunArguments,
+    folder: Path,
+    from_scratch: bool = False,
+    values: dict[str, Any] | None = None,
 ) -> PlannedModel:
-    """The model of a folder, its weights unopened. values: its config.json, if it was read
-    before."""
+    """Read a folder's configs -> the model to build; its weights stay unread. values: the contents
+    of its config.json, if it was read before.
+    """
     remote = arguments.model.trust_remote_code
     has_scores = OBJECTIVES[arguments.finetuning.stage].scores
     if (folder / HF_GENERATION_CONFIG_NAME).is_file():
@@ -173,8 +182,9 @@ def _plan_model(
 
 
 def _of_any_depth(arguments: RunArguments) -> RunArguments:
-    """The arguments for a second model, which only runs forward: its layers are shared among the
-    pipeline's stages whatever their number."""
+    """A copy of the arguments for a second model, which only runs forward: its layers are
+    distributed over the pipeline stages whatever their number, and nothing is recomputed.
+    """
     arguments = copy.copy(arguments)
     arguments.training = training = copy.copy(arguments.training)
     training.pipeline_model_parallel_layout = "auto"
@@ -184,7 +194,9 @@ def _of_any_depth(arguments: RunArguments) -> RunArguments:
 
 
 def _check_head(has_value_head: bool, wanted: bool, folder: Path) -> None:
-    """ConfigError for a reward model in another stage, and for a checkpoint of a causal one."""
+    """Raise ConfigError for a reward model in another stage, or a checkpoint with logits in stage
+    rm.
+    """
     if has_value_head and not wanted:
         reason = "it is a reward model (its architectures in config.json), which has no logits"
         refuse("model_name_or_path", str(folder), reason, "stage: rm, or the model it began as")
@@ -195,8 +207,11 @@ def _check_head(has_value_head: bool, wanted: bool, folder: Path) -> None:
 
 
 def open_source(planned: PlannedModel, seed: int = 42) -> None:
-    """Read the headers of a planned model's weights. ValueError, before ranks meet, for tensors
-    that do not fit config.json. seed: of a value head that the files lack."""
+    """Read the headers of a planned model's weight files, into planned.source.
+
+    seed: draws a value head if the files lack it. ValueError, before ranks meet, for tensors that
+    do not fit config.json.
+    """
     config = planned.config
     is_mca = isinstance(config, model_config.McaModelConfig)
     if planned.from_scratch or (is_mca and (planned.folder / DIST_NAME).is_dir()):
@@ -209,17 +224,17 @@ def open_source(planned: PlannedModel, seed: int = 42) -> None:
         return
     if has_value_head(config.architectures):
         check_value_head(planned.source)
-    if config.model_type in FAMILIES:  # transformers may convert files of others
+    if config.model_type in FAMILIES:  # transformers may convert files of other families
         check_shapes(planned.source, config.to_dict())
 
 
 def _plan_tokenizer(
     arguments: RunArguments, planned: PlannedModel, judge: Judge
 ) -> tuple[Any, int, list[str]]:
-    """Load the tokenizer, put the keys' new tokens into it, and plan their rows -> (tokenizer, new
-    tokens, lines for the report).
+    """Load the tokenizer, add the configured tokens, and plan rows for them -> (tokenizer, number
+    of new tokens, report lines).
 
-    The keys may change, so that these rows are trained: Finetuning.take_new_tokens.
+    Finetuning.take_new_tokens may change the keys, so that the new rows are trained.
     """
     keys = arguments.model
     plain = keys.add_tokens or []
@@ -247,8 +262,11 @@ def _plan_tokenizer(
 
 
 def _grow(planned: PlannedModel, size: int) -> None:
-    """Give a planned model `size` tokens. transformers loads the old rows before it grows a model:
-    its config does not change."""
+    """Plan `size` tokens for a model.
+
+    A McaModelConfig and its source grow too. On the torch backend the config stays, because
+    transformers loads the old rows before it grows a model.
+    """
     planned.vocab_size = size
     is_mca = isinstance(planned.config, model_config.McaModelConfig)
     if size == planned.old_vocab_size or not is_mca:
@@ -261,9 +279,10 @@ def _grow(planned: PlannedModel, size: int) -> None:
         planned.source = GrownSource(planned.source, names, size)
 
 
-def _host_model(arguments: RunArguments, planned: PlannedModel):
-    """The config of a planned model, on the torch backend the model itself without its weights:
-    as of hosts.host_of."""
+def _host_model(arguments: RunArguments, planned: PlannedModel) -> Any:
+    """A planned model as hosts.host_of takes it: its McaModelConfig, or on the torch backend the
+    model on the meta device.
+    """
     if arguments.backend.use_mca:
         return planned.config
     with torch.device("meta"):
@@ -275,19 +294,20 @@ def _host_model(arguments: RunArguments, planned: PlannedModel):
 # -- building and training
 
 
-def build_model(plan: Plan):
-    """VirtualModels, or a transformers model with use_mca: false, on this rank, with the planned
-    finetuning placed on it."""
+def build_model(plan: Plan) -> Any:
+    """Build the planned model on this rank, with its finetuning in place -> VirtualModels, or a
+    transformers model with use_mca: false.
+    """
     built = build_planned(plan.arguments, plan.model)
     args = plan.arguments.training
-    # of frozen weights; fp16 would lose too much of them
+    # dtype of frozen weights; fp16 would lose too much precision
     dtype = torch.bfloat16 if args.bf16 else torch.float32
     return plan.model.finetuning.place(built, args.seed, dtype)
 
 
-def build_planned(arguments: RunArguments, planned: PlannedModel):
-    """A planned model on this rank, all of its weights in training."""
-    # a copy: megatron-core keeps functions of the optimizer's in it
+def build_planned(arguments: RunArguments, planned: PlannedModel) -> Any:
+    """Build a planned model on this rank, with all weights trainable."""
+    # a copy, because megatron-core stores functions of the optimizer in it
     config = copy.deepcopy(planned.config)
     seed = arguments.training.seed
     remote = arguments.model.trust_remote_code
@@ -303,11 +323,11 @@ def build_planned(arguments: RunArguments, planned: PlannedModel):
     )
 
 
-def train(plan: Plan, callbacks: Sequence = ()):
-    """Start the world, build, train, save, and stop the world -> the trainer.
+def train(plan: Plan, callbacks: Sequence[TrainerCallback] = ()) -> Any:
+    """Start the world, build, train, save, stop the world -> the trainer. Collective.
 
-    callbacks: more of them for the trainer. A signal during the export does not stop it: half a
-    model is of no use to anyone.
+    callbacks: added to the trainer's. A signal during the export does not interrupt it, because
+    half a model is useless.
     """
     args = plan.arguments.training
     parallel.initialize(args, plan.arguments.backend.use_mca)
@@ -327,10 +347,13 @@ def train(plan: Plan, callbacks: Sequence = ()):
     return trainer
 
 
-def _predict(sets, trainer) -> None:
-    """Write predictions.jsonl: a line a sample of the evaluation set, or of each; with
-    predict_with_generate generations.jsonl too, a line an answer. Collective."""
-    lines: dict[str, list[dict]] = {PREDICTIONS_NAME: [], GENERATIONS_NAME: []}
+def _predict(sets: Any, trainer: Any) -> None:
+    """Write predictions.jsonl, one line per sample of the evaluation set (or sets, {name:
+    dataset}).
+
+    With predict_with_generate, also generations.jsonl, one line per answer. Collective.
+    """
+    lines: dict[str, list[dict[str, Any]]] = {PREDICTIONS_NAME: [], GENERATIONS_NAME: []}
     if not isinstance(sets, dict):
         sets = {"": sets}
     for name, dataset in sets.items():
@@ -346,8 +369,8 @@ def _predict(sets, trainer) -> None:
             write_file(Path(trainer.args.output_dir) / file, f"{text}\n")
 
 
-def build_trainer(plan: Plan, callbacks: Sequence = ()):
-    """The objective's trainer with the planned model and data. Collective."""
+def build_trainer(plan: Plan, callbacks: Sequence[TrainerCallback] = ()) -> Any:
+    """Build the model, and the objective's trainer with it and the planned data. Collective."""
     arguments = plan.arguments
     args = plan.arguments.training
     data = plan.data
@@ -371,13 +394,14 @@ def build_trainer(plan: Plan, callbacks: Sequence = ()):
         callbacks=[_SaveConfig(arguments), *callbacks],
         **make.own_keywords(arguments, second_model),
     )
-    trainer.settings = arguments.to_yaml_dict()  # of all groups
+    trainer.settings = arguments.to_yaml_dict()
     return trainer
 
 
-def _export(plan: Plan, trainer, result) -> None:
-    """Write the model, and print the end of the run. A resumed run's time and loss are those of the
-    steps since."""
+def _export(plan: Plan, trainer: Any, result: Any) -> None:
+    """Save the model as configured, and print how the run ended. For a resumed run, time and loss
+    count only its new steps.
+    """
     args = plan.arguments.training
     first = trainer.report.first_step
     if args.save_hf_model:
@@ -397,20 +421,28 @@ def _export(plan: Plan, trainer, result) -> None:
 
 
 class _SaveConfig(TrainerCallback):
-    """Writes config.yaml, and the tokenizer of its checkpoints, once the run is accepted: a refused
-    one leaves an earlier run's."""
+    """Writes config.yaml and the tokenizer when training begins. A run refused before that leaves
+    an earlier run's files.
+    """
 
     def __init__(self, arguments: RunArguments):
         self.arguments = arguments
 
-    def on_train_begin(self, args, state, control, trainer, **kwargs):
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        trainer: Any,
+        **kwargs: Any,
+    ) -> None:
         if parallel.is_main():
             self.arguments.save(Path(args.output_dir) / RUN_CONFIG_NAME)
         trainer.save_tokenizer(Path(args.output_dir))
 
 
 def data_summary(plan: Plan) -> dict[str, str]:
-    """Lines of the start summary on the objective and the data."""
+    """{name: text} for the start summary: objective, finetuning and data."""
     data = plan.arguments.data
     keys = plan.arguments.finetuning
     packing = ""
@@ -444,7 +476,9 @@ def data_summary(plan: Plan) -> dict[str, str]:
 
 
 def named_sets(data: DatasetBundle) -> dict[str, Any]:
-    """Name -> dataset of a run: training, and evaluation or the names of its data sets."""
+    """{name: dataset} of a run: "training", and "evaluation" or the names of several evaluation
+    sets. Missing sets are left out.
+    """
     evaluated = data.eval
     if not isinstance(evaluated, dict):
         evaluated = {"evaluation": evaluated}

@@ -1,7 +1,7 @@
-"""Tables of named choices: groups of keys, chat templates, stages, optimizers and columns.
+"""Tables of named choices: key groups, chat templates, stages, optimizers and columns.
 
-The rules of configuration keys read them too, so torch is imported in the functions: a typing error
-must not wait for it.
+The rules for configuration keys read these tables, and a typing error should be reported without
+waiting for torch: functions import it when they need it.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ TEMPLATES = {
     "{% if m['role'] == 'user' %}{{ 'Human: ' + m['content'] + '\nAssistant:' }}"
     "{% elif m['role'] == 'assistant' %}{{ ' ' + m['content'] + eos_token + '\n' }}"
     "{% else %}{{ m['role'] | capitalize + ': ' + m['content'] + '\n' }}{% endif %}{% endfor %}",
-    # as in the tokenizers of Qwen3: thinking is written from the last question on, and the last
-    # turn has a block even without thoughts
+    # as in Qwen3's tokenizers: only turns after the last question keep their thinking, and the
+    # last turn has a think block even if it is empty
     "qwen3": """
 {%- if tools %}
     {{- '<|im_start|>system\n' }}
@@ -132,7 +132,7 @@ TEMPLATES = {
 
 
 def refuse_taken(kind: str, name: str, table: Container[str]) -> None:
-    """ValueError for a name that a table has already."""
+    """Raise ValueError if the table already has this name."""
     if name in table:
         raise ValueError(f"{kind} {name} is registered already: choose another name")
 
@@ -141,22 +141,25 @@ def refuse_taken(kind: str, name: str, table: Container[str]) -> None:
 
 
 class ForeignKey(NamedTuple):
-    """A key without effect here. remedy: the setting in its place; a key without one is ignored.
-    off: values of a refused key that are taken, in lower case."""
+    """Another trainer's key, which has no effect here.
+
+    remedy: what to set instead; the key is then refused. Without a remedy it is ignored.
+    off: values (lower case) with which a refused key is accepted.
+    """
 
     reason: str
     remedy: str = ""
     off: tuple[str, ...] = ()
 
 
-ALIASES: dict[str, str] = {}  # key -> the one of the same meaning
+ALIASES: dict[str, str] = {}  # another trainer's key -> the key here with the same meaning
 FOREIGN_KEYS: dict[str, ForeignKey] = {}  # by name, or by a pattern such as hub_*
-NOT_OF_TRAINING: set[str] = set()  # beside them keys required for training may be missing
-BUILT_IN_FOR: dict[str, str] = {}  # name of a chat template -> the built-in one
+NOT_OF_TRAINING: set[str] = set()  # with one of these, keys required for training may be missing
+BUILT_IN_FOR: dict[str, str] = {}  # another trainer's chat template -> the built-in one
 
 
 def foreign_key(name: str) -> ForeignKey | None:
-    """The first row of FOREIGN_KEYS whose name or pattern fits."""
+    """The first row of FOREIGN_KEYS whose name or pattern matches; None if none does."""
     return next((row for key, row in FOREIGN_KEYS.items() if fnmatchcase(name, key)), None)
 
 
@@ -164,7 +167,7 @@ def foreign_key(name: str) -> ForeignKey | None:
 
 
 class KeyGroup(NamedTuple):
-    """One row of KEY_GROUPS: a group of keys, with the arguments of register_keys."""
+    """One row of KEY_GROUPS: a dataclass of keys, and the other arguments of register_keys."""
 
     group: type[ArgumentGroup]
     rules: tuple[Rule, ...] = ()
@@ -177,7 +180,7 @@ class KeyGroup(NamedTuple):
         return tuple(item.name for item in fields(self.group))
 
 
-KEY_GROUPS: dict[str, KeyGroup] = {}  # the core's groups, those of parts and of scripts
+KEY_GROUPS: dict[str, KeyGroup] = {}  # groups of the core, of parts and of user scripts
 
 
 def register_keys(
@@ -189,13 +192,17 @@ def register_keys(
     fixed: Iterable[str] = (),
     of_stages: bool = False,
 ) -> None:
-    """Add the keys of a part: the fields of `group`, a dataclass. rules: Rules over the keys of all
-    groups. needs: args_rules_training.Needs of the group's keys. fixed: keys that must not change
-    when a run is resumed. of_stages: True if a key has an effect on a stage only where `keys` of
-    its row in OBJECTIVES names it; a note names others that are given.
+    """Add configuration keys: the fields of `group`, a dataclass derived from ArgumentGroup.
 
-    Call it before the configuration is parsed, on every rank. Raises ValueError for a name or a key
-    that is taken, TypeError for a group that is no ArgumentGroup.
+    part: name of the group in KEY_GROUPS.
+    rules: Rules over the keys of all groups.
+    needs: args_rules_training.Needs of these keys.
+    fixed: keys that must not change when a run is resumed.
+    of_stages: if True, a key works only in stages whose row in OBJECTIVES names it under `keys`;
+    elsewhere a note says that it has no effect.
+
+    Call it on every rank before the configuration is parsed. ValueError for a name or key that
+    exists, TypeError if `group` is no ArgumentGroup.
     """
     if not (isinstance(group, type) and issubclass(group, ArgumentGroup)):
         raise TypeError(f"keys {part}: expected a subclass of ArgumentGroup, got {group!r}")
@@ -211,7 +218,9 @@ FINETUNING: dict[str, Any] = dict.fromkeys(("full", "freeze"), "finetuning:Finet
 
 
 def function_of(name: Any) -> Any:
-    """A function or class: itself, or "module:name" of this package. "module" gives the module."""
+    """Resolve "module:name" within this package, or "module" to the module itself. Anything but a
+    string is returned unchanged. UserError if the module belongs to a missing part.
+    """
     if not isinstance(name, str):
         return name
     module, _, attribute = name.partition(":")
@@ -226,30 +235,33 @@ def function_of(name: Any) -> Any:
 TEXT = "text"  # documents; may be joined and cut into full rows, without borders in attention
 CONVERSATIONS = "conversations"  # rendered by the tokenizer's chat template, with loss on answers
 PAIRS = "pairs"  # a prompt with a chosen and a rejected answer
-LABELLED = "labelled"  # conversations, each with a label: a number, or true and false
+LABELLED = "labelled"  # conversations, each with a label: a number, or true or false
 KINDS = (TEXT, CONVERSATIONS, PAIRS, LABELLED)
-PAIR_COLUMNS = ("pair_weight", "pair_margin")  # of samples and micro-batches; keys too
-ANSWER_LABEL = "answer_label"  # the column of its label in samples and micro-batches
+PAIR_COLUMNS = ("pair_weight", "pair_margin")  # columns for pairs, and keys of these names
+ANSWER_LABEL = "answer_label"  # column with the label of a labelled answer
 
 
 def _nothing(*args: Any) -> str:
-    """Apply no rule; describe nothing."""
+    """The default of Objective's functions: apply no rule, or describe nothing."""
     return ""
 
 
 @dataclass(kw_only=True)
 class Objective:
-    """One row of OBJECTIVES.
+    """One row of OBJECTIVES: a training stage.
 
-    records: the kind of records, TEXT, CONVERSATIONS, PAIRS or LABELLED; the data's datasets, cache
-    and packs follow. trainer: McaTrainer or a subclass, or "module:Class" of this package. scores:
-    True for a model with a value head in place of logits. has_binary_labels: True if labels are 1
-    or 0, False for any numbers. least_samples: of each data set. metrics: metrics_keys of the
-    trainer, given here for one of this package, which is not imported yet; eval_<name> may decide
-    the best checkpoint. keys: configuration keys -> fields of the trainer's config.
-    check_keys(a, judge): its rules over FinetuningArguments and the keys of parts, for configs made
-    in Python too. check_run(a, judge): those over the keys of all groups.
-    describe(a) -> text after the stage's name in the start summary.
+    records: kind of records, TEXT, CONVERSATIONS, PAIRS or LABELLED. It decides datasets, cache and
+    packing.
+    trainer: McaTrainer or a subclass, or "module:Class" in this package.
+    scores: True if the model has a value head instead of logits.
+    has_binary_labels: True if labels are 1 or 0, False if they can be any number.
+    least_samples: fewest samples that each data set must have.
+    metrics: the trainer's metrics_keys. Given here for trainers of this package, which are not
+    imported yet. eval_<metric> may choose the best checkpoint.
+    keys: configuration key -> field of the trainer's config. check_keys(a, judge): rules over
+    FinetuningArguments and the keys of parts; they also apply to configs made in Python.
+    check_run(a, judge): rules over the keys of all groups. describe(a): text that follows the
+    stage's name in the start summary.
     """
 
     stage: str
@@ -271,16 +283,18 @@ class Objective:
                 f"stage {self.stage}: metrics: name them in metrics_keys of the trainer"
             )
         self.metrics = declared
-        # packing joins and cuts documents; else it puts whole samples in a row
+        # if True, packing joins and cuts documents; otherwise it puts whole samples in a row
         self.joins_documents = self.records == TEXT
         self.has_pairs = self.records == PAIRS  # a chosen and a rejected answer
         self.has_labels = self.records == LABELLED
         self.unit = "pair" if self.has_pairs else "sample"  # name of a sample in reports
-        # ends of the names of modules with a row for each token
+        # name endings of the modules with one row per vocabulary token
         self.vocabulary = ("embed_tokens",) if self.scores else ("embed_tokens", "lm_head")
 
-    def trainer_class(self) -> type:
-        """The trainer; imports torch and megatron-core for one of this package."""
+    def trainer_class(self) -> Any:
+        """The trainer class. For a trainer of this package, this imports torch
+        and megatron-core.
+        """
         return function_of(self.trainer)
 
 
@@ -288,11 +302,11 @@ OBJECTIVES: dict[str, Objective] = {}
 
 
 def register_objective(stage: str, **fields: Any) -> Objective:
-    """Add a row to OBJECTIVES, for `stage: <name>`, and return it. fields: Objective's, with
-    `records` required.
+    """Add a row to OBJECTIVES, so that `stage: <name>` selects it, and return it.
 
-    Call it before the configuration is parsed, on every rank. Raises ValueError for a taken name
-    and an unknown kind of records, TypeError for a trainer that is no class.
+    fields: those of Objective; `records` is required. Call it on every rank before the
+    configuration is parsed. ValueError if the name exists or `records` is unknown, TypeError if the
+    trainer is no class.
     """
     objective = Objective(stage=stage, **fields)
     if not isinstance(objective.trainer, (type, str)):
@@ -306,7 +320,7 @@ def register_objective(stage: str, **fields: Any) -> Objective:
 
 
 def objective_of(stage: str) -> Objective:
-    """The row of a stage. Raises ValueError for an unknown one."""
+    """The row of a stage. ValueError for an unknown stage."""
     if stage not in OBJECTIVES:
         raise ValueError(f"stage {stage!r}: expected one of {', '.join(OBJECTIVES)}")
     return OBJECTIVES[stage]
@@ -317,7 +331,7 @@ register_objective("sft", records=CONVERSATIONS)
 TEACHER_KEY = "teacher_model_name_or_path"
 
 
-# a Session's loss -> the class of its numbers, see session.CrossEntropy
+# name of a Session's loss -> its class; session.CrossEntropy shows the interface
 _POLICIES = "ppo grpo dapo dr_grpo cispo gspo sapo reinforce importance_sampling"
 SESSION_LOSSES: dict[str, Any] = {
     "cross_entropy": "session:CrossEntropy",
@@ -331,50 +345,53 @@ SESSION_LOSSES: dict[str, Any] = {
 class Optimizer(NamedTuple):
     """One row of OPTIMIZERS.
 
-    make(groups, args) -> the torch optimizer of parameter groups (dicts with "params"), or
-    "module:name" of this package; args: TrainingArguments. Both backends set each group's lr and
-    weight_decay before every step, so decay should be decoupled. states: the names of its tensors
-    of a parameter's shape, for checkpoints. counts_steps: True with the number of updates as a
-    tensor "step" beside them.
-    megatron: its name in megatron-core, used on that backend; None: make() is used there too.
-    halves(groups, args) -> the optimizer for bf16 weights that are the upper halves of fp32
-    masters, or None. of_matrices: the states of the matrices in hidden layers, in place of
-    `states`; these parameters have optim.Matrices as their attribute `matrices` then.
+    make(groups, args): builds the torch optimizer for parameter groups (dicts with "params") and
+    TrainingArguments; or "module:name" in this package. Both backends set each group's lr and
+    weight_decay before every step, so the decay should be decoupled.
+    states: names of its state tensors with the parameter's shape, for checkpoints.
+    counts_steps: True if the state also has a tensor "step" that counts updates.
+    megatron: the name of megatron-core's optimizer to use on that backend; None: make() there too.
+    halves(groups, args): builds the optimizer for bf16 weights that are the upper halves of float32
+    masters; None: there is none.
+    of_matrices: state names, instead of `states`, for matrices in hidden layers. Such parameters
+    get an attribute `matrices` (optim.Matrices).
     """
 
-    make: Callable[[list[dict], Any], Any] | str
+    make: Callable[[list[dict[str, Any]], Any], Any] | str
     states: tuple[str, ...]
     counts_steps: bool = False
     megatron: str | None = None
-    halves: Callable[[list[dict], Any], Any] | None = None
+    halves: Callable[[list[dict[str, Any]], Any], Any] | None = None
     of_matrices: tuple[str, ...] = ()
 
-    def new(self, groups: list[dict], args) -> Any:
-        """The torch optimizer of parameter groups."""
+    def new(self, groups: list[dict[str, Any]], args: Any) -> Any:
+        """Build the torch optimizer for parameter groups. args: TrainingArguments."""
         return function_of(self.make)(groups, args)
 
     def states_of(self, parameter: Any) -> tuple[str, ...]:
-        """The names of a parameter's states."""
+        """Names of a parameter's state tensors."""
         return self.of_matrices if hasattr(parameter, "matrices") else self.states
 
 
 OPTIMIZERS: dict[str, Optimizer] = {}
-OPTIMIZER_ALIASES: dict[str, str] = {}  # in lower case
+OPTIMIZER_ALIASES: dict[str, str] = {}  # another name, in lower case -> row of OPTIMIZERS
 
 
 def register_optimizer(
     name: str,
-    make: Callable[[list[dict], Any], Any],
+    make: Callable[[list[dict[str, Any]], Any], Any],
     *,
     aliases: tuple[str, ...] = (),
     **fields: Any,
 ) -> None:
-    """Add a row to OPTIMIZERS: `optim: <name>` trains with the optimizer of `make` on both
-    backends, with float32 master weights under megatron-core. fields: `states`, required,
-    `counts_steps` and `of_matrices` of Optimizer.
+    """Add a row to OPTIMIZERS: `optim: <name>` then trains with the optimizer that `make` builds,
+    on both backends. Under megatron-core it updates float32 master weights.
 
-    Call it before the configuration is parsed, on every rank. Raises ValueError for a taken name,
-    TypeError for a `make` that is no function.
+    aliases: other names for it.
+    fields: those of Optimizer: `states`, which is required, `counts_steps` and `of_matrices`.
+
+    Call it on every rank before the configuration is parsed. ValueError for a name that exists,
+    TypeError if `make` cannot be called.
     """
     if not callable(make):
         raise TypeError(f"optim {name}: expected a function of (groups, args), got {make!r}")
@@ -384,16 +401,16 @@ def register_optimizer(
     OPTIMIZER_ALIASES.update({alias.lower(): name for alias in aliases})
 
 
-def _adam(groups: list[dict], args):
+def _adam(groups: list[dict[str, Any]], args: Any) -> Any:
     import torch
 
     if "bf16" in (args.exp_avg_dtype, args.exp_avg_sq_dtype):
         return _adam_of_halves(groups, args)
-    # fused: one kernel for the whole update
+    # fused is one kernel for the whole update
     return torch.optim.AdamW(groups, **numbers_of_adam(args), fused=True)
 
 
-def _adam_of_halves(groups: list[dict], args):
+def _adam_of_halves(groups: list[dict[str, Any]], args: Any) -> Any:
     from .kernels import AdamW
 
     moments = ("exp_avg", "exp_avg_sq")
@@ -401,16 +418,16 @@ def _adam_of_halves(groups: list[dict], args):
     return AdamW(groups, **numbers_of_adam(args), halves=halves)
 
 
-def numbers_of_adam(args) -> dict:
-    """The keywords of Adam by TrainingArguments."""
+def numbers_of_adam(args: Any) -> dict[str, Any]:
+    """Adam's keyword arguments from TrainingArguments: lr, betas, eps."""
     betas = args.adam_beta1, args.adam_beta2
     return dict(lr=args.learning_rate, betas=betas, eps=args.adam_epsilon)
 
 
-def _sgd(groups: list[dict], args):
+def _sgd(groups: list[dict[str, Any]], args: Any) -> Any:
     import torch
 
-    # the decay is added to the gradient, as torch and transformers have it
+    # weight decay is added to the gradient, as in torch and transformers
     return torch.optim.SGD(groups, lr=args.learning_rate, momentum=args.sgd_momentum)
 
 
@@ -433,20 +450,20 @@ OPTIMIZER_ALIASES |= dict.fromkeys(("adamw_torch", "adamw_torch_fused"), "adam")
 
 # -- the network
 
-# a layer's type -> its class, in place of attention; costs(config, facts) -> bytes of a token that
-# it keeps for the backward pass, for plan
+# layer type -> class that replaces attention; its costs(config, facts) gives the bytes per token
+# saved for the backward pass, for the command `plan`
 LAYER_TYPES = {"linear_attention": "part_delta:GatedDeltaNet"}
-# what a layer's scores have beside those of keys -> the autograd function of its attention on CUDA
+# addition to attention scores -> autograd function that computes such attention on CUDA
 CORE_ATTENTIONS = {"sinks": "part_sinks:FlashWithSinks"}
-# tensors of files that differ from a model's -> the module that takes them apart and together
+# tensor format of files that differs from the model's -> module that converts both ways
 TENSOR_FORMATS = {"stacked_experts": "part_stacked"}
-# what a model takes beside text -> its class, an inputs.Inputs
+# kind of model input beside text -> its class, a subclass of inputs.Inputs
 INPUTS = {"pictures": "part_pictures_model:Pictures"}
 
 
 # -- columns of a micro-batch
 
-# the rows of a Session's samples beside tokens and labels
+# per-token columns of a Session's samples, beside tokens and labels
 SESSION_COLUMNS = ("advantage", "old_logp", "ref_logp", "sampler_weight")
 
 
@@ -454,14 +471,18 @@ SESSION_COLUMNS = ("advantage", "old_logp", "ref_logp", "sampler_weight")
 class Column:
     """A column of samples and micro-batches.
 
-    per: "token", cut by context parallelism at the rank's places of a row; "document", or "sample":
-    one value each; "input": rows of all inputs beside text of a micro-batch, one after another in
-    the order of the documents, whole on every rank, absent without any. dtype: torch's name.
-    padding: the value in positions that only pad. default: of a document without the column.
-    of_dataset: (DatasetSpec, DataArguments) -> the value of its documents by the keys of a run,
-    None: the default. to_model: the forward pass gets it, under its name. given_by: where it may
-    come from; "record" is a field of a dataset's files. of_key: True for a column with a key of
-    DataArguments of its name, whose value is the field of records that has it.
+    per: "token": sharded by context parallelism like the tokens; "document" or "sample": one value
+    each; "input": rows for inputs other than text (such as pixels), concatenated in document order,
+    whole on every rank, absent if the micro-batch has none.
+    dtype: torch's name.
+    padding: the value at padding positions.
+    default: the value for a document without the column; None: it is required.
+    of_dataset: (DatasetSpec, DataArguments) -> the value for a dataset's documents, or None for the
+    default.
+    to_model: True if the forward pass gets the column, as a keyword.
+    given_by: where it may come from; "record" means a field of a dataset's files.
+    of_key: True if DataArguments has a key of this name; its value names the field of records that
+    contains the column.
     """
 
     per: str
@@ -475,60 +496,62 @@ class Column:
 
     @property
     def is_registered(self) -> bool:
-        """True for a column of a script, which every sample must have."""
+        """True if a user script registered the column; every sample must then have it."""
         return "record" in self.given_by
 
 
-# of samples and collators, no field of records
+# columns that samples and collators may contain, and records of files may not
 _given = functools.partial(Column, given_by=("sample", "collator"))
 COLUMNS = {
     "input_ids": _given("token", "int64", to_model=True),
     "labels": _given("token", "int64", IGNORE_INDEX, to_model=True),
-    # number of each token's document in its row from 1, 0 for padding
+    # index of each token's document in its row, from 1; 0 for padding
     "attention_mask": _given("token", "int64"),
     "position_ids": Column("token", "int64", given_by=("collator",)),
     "padding_mask": Column("token", "bool", True, to_model=True, given_by=()),
-    # of a labelled answer: 1 for a good one, 0 for a bad one, or another number
+    # label of an answer: 1 for a good one, 0 for a bad one, or another number
     ANSWER_LABEL: _given("document"),
-    # log-probability by a reference model
+    # log-probability under a reference model
     "reference": _given("document"),
-    # of pairs: by the keys of these names, or from the samples of a Python dataset
+    # pairs get them from the keys of these names, or from the samples of a Python dataset
     "pair_weight": _given("sample", of_key=True),
     "pair_margin": _given("sample", of_key=True),
     # weights of tokens in their answer's log-probability (ld_alpha)
     "logp_weight": Column("token", given_by=()),
-    # numbers of the global batch for each pair, two for each loss with some
+    # statistics of the global batch, repeated for each pair; two per loss that uses them
     "of_batch": Column("sample", given_by=()),
-    # number of a trained token's row in a teacher's cache (part_scores.py)
+    # row index of a trained token in a teacher's cache (part_scores.py)
     "teacher_row": _given("token", "int64", -1),
-    # of a Session's samples, and the number of each trained token in the call
+    # columns of a Session's samples, and the index of each trained token in the call
     **dict.fromkeys(SESSION_COLUMNS, _given("token")),
     "token_number": _given("token", "int64", -1),
 }
 
 
 def is_of_inputs(name: str) -> bool:
-    """True for a column with rows of inputs beside text."""
+    """True for a column with rows for inputs other than text."""
     return name in COLUMNS and COLUMNS[name].per == "input"
 
 
 def other_columns(*read: str) -> tuple[str, ...]:
-    """The package's columns for losses that a trainer would ignore: all but those it reads."""
+    """The package's loss columns that a trainer would ignore: all except those it reads."""
     of_losses = (ANSWER_LABEL, "reference", *PAIR_COLUMNS, "teacher_row", *SESSION_COLUMNS)
     return tuple(name for name in of_losses if name not in read)
 
 
 def register_column(name: str, per: str = "token", **fields: Any) -> None:
-    """Add a column to samples and micro-batches, with the fields of Column. The loss hooks get it
-    in `batch`, cut and on the rank's device as the tokens are: [b, s], or of real documents or
-    samples [n].
+    """Add a column to samples and micro-batches. fields: those of Column.
 
-    A document of a Python dataset has it as a number, or a list of its length; a record of a file
-    as a number. For the records without it a dataset gives a number, by `values` of its entry in
-    dataset_info.json, or of_dataset. One number counts for all tokens of a document. A document
-    without the column and without a default is a ValueError. Call it before the data is read, on
-    every rank.
-    Raises: ValueError for a name that is taken, and for another `per`.
+    Loss hooks get it in `batch`, on the rank's device, sharded like the tokens: [b, s] per token,
+    [n] per document or sample.
+
+    In a Python dataset, a document gives a number, or a list as long as its tokens. In files, a
+    record gives a number. Records without it take the dataset's value: `values` of its entry in
+    dataset_info.json, or of_dataset. One number applies to all tokens of a document. A document
+    without a value raises ValueError, unless the column has a default.
+
+    Call it on every rank before the data is read. ValueError for a name that exists or an unknown
+    `per`.
     """
     if per not in ("token", "document", "sample"):
         raise ValueError(f"column {name}: expected per token, document or sample, got {per!r}")
@@ -537,4 +560,5 @@ def register_column(name: str, per: str = "token", **fields: Any) -> None:
 
 
 def registered_columns() -> dict[str, Column]:
+    """The columns that user scripts registered."""
     return {name: column for name, column in COLUMNS.items() if column.is_registered}

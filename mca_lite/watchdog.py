@@ -1,16 +1,16 @@
-"""Watchdog: report a rank that hangs or dies, and stop the others.
+"""Watchdog: report ranks that hang or die, and stop the others.
 
-Each rank notes its phases: the count of phases is the same on all ranks, and a note is a few
-assignments. A thread watches the count of its rank. After hang_timeout seconds without progress it
-asks all ranks, through the process group's store, for count, phase, micro-batches, Python stack and
-collectives, and prints the late ranks. After ddp_timeout seconds all ranks leave. A second thread
-does so alone if the store does not answer. A rank that dies of an exception leaves its message in
-the store for ranks that lose their connection to it.
+Each rank counts its phases; the count is the same on all ranks, and noting a phase costs a few
+assignments. A thread of each rank watches its count. After hang_timeout seconds without progress,
+it asks all ranks for count, phase, micro-batches, Python stack and collectives, through the process
+group's store, and prints the ranks that are late. After ddp_timeout seconds all ranks exit. If the
+store does not answer, a second thread makes its rank exit alone. A rank that dies from an exception
+leaves a message in the store, for ranks that lose their connection to it.
 
-No collective is added; without a hang each rank reads two small keys of the store now and then.
+No collectives are added. Without a hang, each rank now and then reads two small keys of the store.
 
-A rank stops as at SIGTERM if its torchrun has gone: it saves and leaves. A data loader's worker
-ends with its rank.
+If its torchrun has gone, a rank stops as at SIGTERM: it saves and exits. Data loader workers end
+with their rank.
 """
 
 import contextlib
@@ -34,18 +34,18 @@ from .errors import UserError
 from .files import first_of
 from .world import tell_torchrun
 
-HANG_EXIT_CODE = 87  # of a run with a hanging rank
-# phases of unknown length, like all before the end of the first step: reported at half of
-# ddp_timeout
+HANG_EXIT_CODE = 87  # exit code of a run with a hanging rank
+# phases of unknown length: a hang is reported at half of ddp_timeout, as it is before the end of
+# the first step
 STARTING = "starting"
 SAVING = "saving a checkpoint"
 ENDING = "ending the run, with its export"
 BETWEEN_STEPS = "between steps"
 _LONG = (STARTING, SAVING, ENDING)
-_SHOWN = 3  # stacks that are printed
-_FRAMES = 25  # the innermost ones of a stack
-_LEAVE_S = 10.0  # for a rank to end by itself after another one died
-SILENT = {  # the answer of a rank without one
+_SHOWN = 3  # how many stacks are printed
+_FRAMES = 25  # how many of a stack's innermost frames are printed
+_LEAVE_S = 10.0  # time for a rank to end by itself after another rank died
+SILENT: dict[str, Any] = {  # stands for the answer of a rank that gives none
     "count": -1,
     "ticks": 0,
     "stage": 0,
@@ -53,32 +53,34 @@ SILENT = {  # the answer of a rank without one
     "text": "does not answer: its process is stopped or gone, or lets no Python run; it cannot "
     "show its stack",
 }
-ANSWER_S = 3.0  # for the store to answer a rank without its connection
-_PR_SET_PDEATHSIG = 1  # of Linux's prctl
-_LOST = (  # words of gloo or nccl about a lost rank
+ANSWER_S = 3.0  # time for the store to answer a rank that lost its connection
+_PR_SET_PDEATHSIG = 1  # a constant for Linux's prctl
+_LOST = (  # in messages of gloo and nccl about a lost rank
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",
     "Timed out waiting",
     "remote process exiting",
     "Connection was likely closed",
-    "wait timeout after",  # of the store, about a rank without an address
+    "wait timeout after",  # the store's message about a rank without an address
 )
 
 
-_RECORDS = "flight_recorder"  # a folder in output_dir
+_RECORDS = "flight_recorder"  # folder in output_dir
 _CALLS_SHOWN = 4
-_RECENT = 8  # calls of a group
+_RECENT = 8  # how many recent calls per group are compared
 _TORCH = re.compile(r"[/\\]torch[/\\]|^<")
 _OF_LIBRARIES = re.compile(
     r"[/\\]megatron[/\\]core[/\\]|^" + re.escape(os.path.dirname(os.path.abspath(__file__)))
 )
-_EVEN = re.compile("reduce|broadcast|gather")  # with the same sizes on all ranks
+_EVEN = re.compile("reduce|broadcast|gather")  # operations with equal sizes on all ranks
 _PEERS = re.compile(r"(\d+)(?:->|<-)(\d+)")
 
 
 class RankFailed(UserError, RuntimeError):
-    """This rank lost its connection to a failed rank. The text names that rank and its error."""
+    """Raised on a rank that lost its connection to a failed rank. The text names that rank and its
+    error.
+    """
 
     same_on_all_ranks = True
 
@@ -88,41 +90,44 @@ class RankFailed(UserError, RuntimeError):
 
 
 def lost_a_rank(error: BaseException) -> bool:
-    """True for an error about the connection to a lost rank."""
+    """True if the error is about the connection to a lost rank."""
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _LOST)
 
 
 def end_with_rank(worker: int) -> None:
-    """Let the kernel end this process, the `worker`th of a data loader, with its rank. On Linux
-    alone."""
+    """Let the kernel kill this process, the `worker`th of a data loader, when its rank ends. Only
+    on Linux.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-# -- for the loop; without a watch, or in a world of one rank, these do nothing
+# -- called by the training loop; outside watch(), or with one rank, these do nothing
 
 _current: "Watchdog | None" = None
 
 
 def note(phase: str, step: int | None = None) -> None:
-    """Begin a phase of this rank, after `step` steps (None: as before). All ranks must call it
-    equally often: a rank with fewer calls is late."""
+    """Begin a phase of this rank. step: finished steps; None: as before.
+
+    All ranks must call it equally often: a rank with fewer calls counts as late.
+    """
     if _current is not None:
         _current.note(phase, step)
 
 
 def alive() -> None:
-    """Report progress within a phase; ranks may call it differently often."""
+    """Report progress within a phase. Ranks may call it differently often."""
     if _current is not None:
         _current.ticks += 1
 
 
 @contextlib.contextmanager
-def watch(args) -> Iterator[None]:
-    """Watch this rank within the context; may be nested. args: TrainingArguments.
+def watch(args: Any) -> Iterator[None]:
+    """Watch this rank inside the context; contexts may be nested. args: TrainingArguments.
 
-    Raises RankFailed in place of a lost connection, if the lost rank left its message. Collective
-    on entry.
+    If a connection is lost and the lost rank left a message, RankFailed replaces the error.
+    Collective on entry.
     """
     from . import parallel  # brings torch
 
@@ -130,7 +135,7 @@ def watch(args) -> Iterator[None]:
     if _current is not None or parallel.world_size() == 1:
         yield
         return
-    # keys of this run are not for a restarted run, or another one in this world
+    # a new prefix for each run: a restarted or later run must not read the keys of this one
     store = parallel.own_store(parallel.on_main(lambda: f"watch-{uuid.uuid4().hex}"))
     _current = watchdog = Watchdog(
         store,
@@ -155,24 +160,27 @@ def watch(args) -> Iterator[None]:
 
 
 class Watchdog:
-    """The notes of one rank, and its part in the search for late ranks.
+    """The progress of one rank, and its part in the search for late ranks.
 
-    store: that of the ranks, as torch.distributed's. The stack of the thread that makes a
-    Watchdog is shown. Another thread calls look() every `poll_s` seconds; all times are counted in
-    such calls, so a suspended process does not wait. A third one calls mind_store() as often.
+    store: the ranks' key-value store, of torch.distributed.
+    dump: rank -> the summary of its collectives.
+    stage: -> this rank's pipeline stage.
+    leave: exits the process with a code.
 
-    dump: rank -> the summary of its collectives. stage: -> the pipeline stage of this rank.
+    The thread that creates a Watchdog is the one whose stack is shown. One thread calls look()
+    every `poll_s` seconds, another calls mind_store(). All times are counted in such calls, so a
+    suspended process does not count as waiting.
     """
 
     def __init__(
         self,
-        store,
+        store: Any,
         rank: int,
         size: int,
         hang_timeout: float,
         ddp_timeout: float,
         leave: Callable[[int], Any] = os._exit,
-        dump: Callable[[int], dict] = lambda rank: {},
+        dump: Callable[[int], dict[str, Any]] = lambda rank: {},
         stage: Callable[[], int] = lambda: 0,
     ):
         self.store = store
@@ -189,31 +197,31 @@ class Watchdog:
         self._leave = leave
         self._dump = dump
         self._stage = stage
-        self._ticks_before = 0  # this phase
+        self._ticks_before = 0  # ticks when this phase began
         self._looks = 0
-        self._minded = (0, 0, 0)  # looks, count and ticks when the store was minded
-        self._silent_s = 0.0  # without any of them
+        self._minded = (0, 0, 0)  # looks, count and ticks at the last change seen by mind_store
+        self._silent_s = 0.0  # seconds since that change
         self._has_store = True
-        self._dumped: str | None = None  # the question that has the record of this rank
+        self._dumped: str | None = None  # last question for which this rank stored its record
         self._is_settled = False  # a step is done: kernels are compiled, groups are connected
         self._thread_id = threading.get_ident()
         self._seen = (0, 0)
-        self._question: str | None = None  # put by this rank, ...
-        self._answers_due = 0.0  # ... the time limit of its answers, ...
-        self._late: str | None = None  # ... and the late ranks according to them
-        self._will_leave = False  # at ddp_timeout, according to them
+        self._question: str | None = None  # asked by this rank
+        self._answers_due = 0.0  # answers are read when `waited` reaches this
+        self._late: str | None = None  # the late ranks according to the answers
+        self._will_leave = False  # True if, by the answers, all ranks must exit at ddp_timeout
         self._since_verdict = 0.0
         self._stopped = threading.Event()
         self._threads = [
             threading.Thread(target=run, name="watchdog", daemon=True)
             for run in (self._run, self._run_beside)
         ]
-        self._parent = os.getppid()  # torchrun, under it
+        self._parent = os.getppid()  # torchrun, if it started this rank
         self._name = f"rank {rank} on {socket.gethostname()} (process {os.getpid()})"
         store.set(f"name/{rank}", self._name)
 
     def note(self, phase: str, step: int | None = None) -> None:
-        """Begin a phase: see note() of this module."""
+        """Begin a phase; see the function note()."""
         self.phase = phase
         self.step = self.step if step is None else step
         self.count += 1
@@ -221,6 +229,7 @@ class Watchdog:
         self._is_settled |= phase == BETWEEN_STEPS
 
     def start(self) -> None:
+        """Start the threads."""
         self._holder = "torchrun on the first machine"
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             self._holder = self.store.get("name/0").decode()
@@ -228,9 +237,10 @@ class Watchdog:
             thread.start()
 
     def stop(self) -> None:
+        """Stop the threads."""
         self._stopped.set()
         for thread in self._threads:
-            thread.join(timeout=1.0)  # it may wait for a lost store
+            thread.join(timeout=1.0)  # a thread may be waiting for a lost store
 
     def _run(self) -> None:
         while not self._stopped.wait(self.poll_s):
@@ -246,15 +256,16 @@ class Watchdog:
             self.mind_store()
 
     def mind_store(self) -> None:
-        """Name the holder of a store without answers, and leave at ddp_timeout, while this rank
-        makes no progress either."""
+        """If neither the store nor this rank makes progress, print who holds the store, and exit at
+        ddp_timeout.
+        """
         now = (self._looks, self.count, self.ticks)
         if now != self._minded:
             self._minded = now
             self._silent_s = 0.0
             return
         limit_s = self.ddp_timeout
-        if not self._has_store and now[1:] == self._seen:  # it waited before the store went
+        if not self._has_store and now[1:] == self._seen:  # count the wait before the store ended
             limit_s = max(ANSWER_S, limit_s - self.waited)
         before = self._silent_s
         self._silent_s += self.poll_s
@@ -273,14 +284,15 @@ class Watchdog:
 
     @property
     def limit_s(self) -> float:
-        """Seconds without progress before the ranks are searched."""
+        """Seconds without progress before this rank asks the others."""
         half = self.ddp_timeout / 2
         is_short = self._is_settled and self.phase not in _LONG
         return min(self.hang_timeout, half) if is_short else half
 
     def look(self) -> None:
-        """Answer a question, ask one if this rank makes no progress, and leave with all ranks. The
-        last look finds that the store has gone with its holder."""
+        """Answer a question, ask one if this rank makes no progress, and exit if all ranks must. An
+        error from the store means that it ended with its holder; look() is not called again.
+        """
         try:
             self._look()
         except RuntimeError:
@@ -302,9 +314,13 @@ class Watchdog:
             self._investigate()
 
     def _read(self, key: str) -> str:
+        """The text under a key in the store; "" if there is none."""
         return self.store.get(key).decode() if self.store.check([key]) else ""
 
     def _answer(self) -> None:
+        """If a rank asks, store this rank's answer, and once per question its record of
+        collectives.
+        """
         question = self._read("question")
         if question:
             stack, is_waiting = stack_of(self._thread_id)
@@ -323,16 +339,20 @@ class Watchdog:
             self._dumped = question
             self.store.set(f"record/{question}/{self.rank}", json.dumps(self._calls()))
 
-    def _calls(self) -> dict:
+    def _calls(self) -> dict[str, Any]:
+        """The summary of this rank's collectives; {} with a warning if it cannot be made."""
         try:
             return self._dump(self.rank)
-        except Exception as error:  # a full disk, another form of torch's record
+        except Exception as error:  # a full disk, or a new format of torch's record
             _print(f"warning: rank {self.rank} has no record of its collectives: {error!r}")
             return {}
 
-    # -- late ranks: one rank asks and prints
+    # -- the search for late ranks: one rank asks and prints
 
     def _investigate(self) -> None:
+        """Ask all ranks, then report their answers, then at ddp_timeout make all ranks exit. Only
+        the first rank to ask does so.
+        """
         if self._question is None:
             question = f"{self.rank} at {self._seen}"
             if self.store.compare_set("question", "", question).decode() == question:
@@ -344,11 +364,11 @@ class Watchdog:
         elif self._will_leave and self.waited >= self.ddp_timeout - 2 * self.poll_s:
             late = self._late or "all ranks, none behind the others,"
             self._judge(f"{late} hung for {self.waited:.0f} s (ddp_timeout): see above")
-            # now: the store may end with the next rank that leaves
+            # exit now: the store may end with the next rank that exits
             self._obey(json.loads(self._read("verdict")))
 
     def _report(self) -> None:
-        """Print the answers of the ranks."""
+        """Print the ranks' answers: who is late, and where the others wait."""
         ranks = range(self.size)
         names = [self._read(f"name/{rank}") or f"rank {rank}" for rank in ranks]
         texts = [self._read(f"answer/{self._question}/{rank}") for rank in ranks]
@@ -359,7 +379,7 @@ class Watchdog:
         late = ranks_behind(answers) or late_in_calls
         self._late = first_of([names[rank] for rank in late], _SHOWN)
         all_wait = all(answer["is_waiting"] for answer in answers)
-        # files of a long phase may be read and written by all ranks, which looks alike
+        # in a long phase all ranks may be reading or writing files, which looks like waiting
         self._will_leave = bool(late) or all_wait and self.phase not in _LONG
         text = "\n".join([describe(late, answers, names), *calls])
         summary = "no rank was behind the others when they were asked: see above"
@@ -373,7 +393,8 @@ class Watchdog:
         self.store.set("report", summary)
 
     def _go_on(self) -> None:
-        # nothing is deleted: get() of a rank between check() and get() would wait
+        """Withdraw this rank's question: there is progress."""
+        # keys are emptied, not deleted: a rank between check() and get() would wait forever
         if self._question is not None:
             self.store.set("report", "")
             self.store.set("question", "")
@@ -384,13 +405,14 @@ class Watchdog:
     # -- the end of all ranks
 
     def _judge(self, text: str, code: int = HANG_EXIT_CODE) -> None:
-        """Give all ranks the reason of their end, unless there is one."""
+        """Store the reason why all ranks must exit, unless one is stored already."""
         verdict = json.dumps({"rank": self.rank, "text": text, "code": code})
         self.store.compare_set("verdict", "", verdict)
 
-    def _obey(self, verdict: dict) -> None:
-        """Leave: no exception reaches a waiting rank. After an error of another rank this one may
-        notice, and end in its way."""
+    def _obey(self, verdict: dict[str, Any]) -> None:
+        """Exit, because a waiting rank cannot receive an exception. After another rank's error,
+        first give this rank time to notice and end by itself.
+        """
         self._since_verdict += self.poll_s
         if verdict["code"] != HANG_EXIT_CODE and self._since_verdict < _LEAVE_S:
             return
@@ -400,8 +422,9 @@ class Watchdog:
         self._leave(verdict["code"])
 
     def tell(self, error: Exception) -> RankFailed | None:
-        """Leave the message of this rank's last error for the others. For a lost connection
-        -> the error to raise in its place, None if the lost rank left no message."""
+        """Store this rank's last error for the other ranks. If the error is a lost connection,
+        return the error to raise instead: None if the lost rank left no message.
+        """
         failed: list[RankFailed] = []
 
         def ask() -> None:
@@ -417,11 +440,12 @@ class Watchdog:
                 "torchrun on the first machine) is stopped or cannot be reached",
                 HANG_EXIT_CODE,
             )
-            alone.same_on_all_ranks = False  # the main rank may be the lost one
+            alone.same_on_all_ranks = False  # the lost rank may be the main rank
             return alone
         return failed[0] if failed else None
 
     def _tell(self, error: Exception) -> Iterator[RankFailed]:
+        """Do the work of tell(), which limits its time: yield the error to raise, if any."""
         if not lost_a_rank(error):
             line = f"{type(error).__name__}: {error}".strip().splitlines()[0]
             self._judge(f"{self._name} failed: {line}", code=1)
@@ -438,13 +462,16 @@ class Watchdog:
 # -- answers and stacks
 
 
-def ranks_behind(answers: list[dict]) -> list[int]:
-    """Ranks without an answer, else those with the fewest phases, among them those without a wait
-    for others, and among them those with the fewest micro-batches of their pipeline stage; [] if no
-    rank is late."""
+def ranks_behind(answers: list[dict[str, Any]]) -> list[int]:
+    """The late ranks, [] if none is.
+
+    Late are ranks without an answer; otherwise those with the fewest phases. Among these, ranks
+    that wait for no others come first, then those with the fewest micro-batches in their pipeline
+    stage.
+    """
     progress = [(answer["count"], answer["is_waiting"]) for answer in answers]
     late = [rank for rank, own in enumerate(progress) if own == min(progress)]
-    most = {}
+    most: dict[int, int] = {}
     for rank in late:
         stage = answers[rank]["stage"]
         most[stage] = max(most.get(stage, 0), answers[rank]["ticks"])
@@ -453,9 +480,10 @@ def ranks_behind(answers: list[dict]) -> list[int]:
     return late if len(late) < len(answers) else []
 
 
-def describe(late: list[int], answers: list[dict], names: list[str]) -> str:
-    """The late ranks with phase, host and stack (those of any if none is late), and the phases of
-    the others, in lines."""
+def describe(late: list[int], answers: list[dict[str, Any]], names: list[str]) -> str:
+    """Lines about the late ranks, with phase, host and stack (of any ranks if none is late), and
+    about the phases of the others.
+    """
     lines = [f"{len(late)} of {len(names)} ranks behind:"]
     for rank in (late or range(len(names)))[:_SHOWN]:
         lines.append(f"{names[rank]}: {answers[rank]['text']}")
@@ -467,27 +495,29 @@ def describe(late: list[int], answers: list[dict], names: list[str]) -> str:
 
 
 def stack_of(thread_id: int) -> tuple[str, bool]:
-    """(a thread's Python stack, the innermost call last; True if it may wait for other ranks, as
-    code of torch, megatron-core and this package does)."""
+    """(a thread's Python stack, innermost call last; True if it may be waiting for other ranks)."""
     frame = sys._current_frames()[thread_id]
     return "".join(traceback.format_stack(frame)[-_FRAMES:]), may_wait(frame)
 
 
 def may_wait(frame: FrameType) -> bool:
-    """True for a frame of a module with collectives."""
+    """True if the frame belongs to torch, megatron-core or this package: such code may wait for
+    other ranks.
+    """
     module = frame.f_globals.get("__name__", "")
     return module.startswith(("torch.", "megatron.", f"{__package__}."))
 
 
-# -- collectives: torch keeps the last calls of nccl and gloo in a ring buffer, its flight recorder.
-# A rank writes the buffer for torch's analyser (torchfrtrace), and a few kilobytes about unfinished
-# calls into the store: no rank has to read the files of a thousand. gloo records no messages
-# between two ranks
+# -- collectives. torch keeps the last nccl and gloo calls in a ring buffer, its flight recorder.
+# Each rank writes the buffer to a file for torch's analyser (torchfrtrace), and stores a few
+# kilobytes about unfinished calls, so that no rank must read a thousand files. gloo does not
+# record point-to-point communication.
 
 
-def dump_calls(folder: str | os.PathLike, rank: int) -> dict[str, Any]:
-    """Write this rank's record to a file of the folder -> its summary (see calls_of()). OSError if
-    the file cannot be written."""
+def dump_calls(folder: str | os.PathLike[str], rank: int) -> dict[str, Any]:
+    """Write this rank's flight recorder to a file in the folder -> its summary (calls_of). OSError
+    if the file cannot be written.
+    """
     import torch.distributed as dist
     from torch._C import _distributed_c10d as c10d
 
@@ -498,34 +528,40 @@ def dump_calls(folder: str | os.PathLike, rank: int) -> dict[str, Any]:
     record = getattr(c10d, f"_dump_{kind}_trace")()
     Path(folder).mkdir(parents=True, exist_ok=True)
     (Path(folder) / f"rank_{rank}").write_bytes(record)
-    return calls_of(pickle.loads(record), ranks_of)  # of this process
+    return calls_of(pickle.loads(record), ranks_of)  # safe: this process wrote the pickle
 
 
 def calls_of(
     record: Mapping[str, Any], ranks_of: Callable[[str], list[int]]
 ) -> dict[str, dict[str, Any]]:
-    """{"calls": the first unfinished call of each group, by its name, in a rank's record; "recent":
-    its last collectives}. ranks_of: group name -> global ranks."""
-    calls: dict[str, dict] = {}
-    recent: dict[str, list[dict]] = {}
+    """Summarise a rank's flight recorder.
+
+    "calls": {group: its first unfinished call}; "recent": {group: its last collectives}. ranks_of:
+    group name -> global ranks.
+    """
+    calls: dict[str, dict[str, Any]] = {}
+    recent: dict[str, list[dict[str, Any]]] = {}
     for entry in record["entries"]:
         name = entry["process_group"][0]
-        is_batch = entry["profiling_name"].endswith(":coalesced")  # it has an earlier call's number
+        is_batch = entry["profiling_name"].endswith(":coalesced")  # reuses an earlier call's number
         if not entry["is_p2p"] and not is_batch:
             ended = _call(entry, [])
             recent[name] = [*recent.get(name, [])[1 - _RECENT :], ended]
         if entry["retired"] or entry["state"] == "completed":
-            calls.pop(name, None)  # torch never ends the record of a message in a batch
+            calls.pop(name, None)  # torch never marks the sends inside a batch as completed
             continue
         call = _call(entry, ranks_of(name))
         first = calls.setdefault(name, call)
-        first["has_begun"] |= call["has_begun"]  # of a batch its last entry alone
+        first["has_begun"] |= call["has_begun"]  # in a batch only the last entry is marked
         if first["is_message"] and call["is_message"]:
             first["ranks"] = sorted({*first["ranks"], *call["ranks"]})
     return {"calls": calls, "recent": recent}
 
 
 def _call(entry: Mapping[str, Any], ranks: list[int]) -> dict[str, Any]:
+    """The facts to compare and show about one entry of the flight recorder. ranks: those of its
+    group.
+    """
     backend, _, operation = entry["profiling_name"].partition(":")
     pair = _PEERS.search(operation)
     if entry["is_p2p"] and pair:
@@ -550,10 +586,11 @@ def _call(entry: Mapping[str, Any], ranks: list[int]) -> dict[str, Any]:
 def differing_calls(summaries: Mapping[int, Mapping[str, Any]]) -> tuple[list[int], list[str]]:
     """Compare the summaries of ranks -> (late ranks, lines about calls that differ).
 
-    Late is a rank others wait for, with no unfinished call or with one its GPU has not begun while
-    other GPUs began theirs. If each such rank waits for another one, or may do so in a message of
-    gloo, late are those of a call from code of the user, outside of torch, megatron-core and this
-    package. Late first of all are ranks of an ended call unlike those of others.
+    First, a rank is late if one of its finished calls differs from the others' call of the same
+    number. Otherwise, a rank is late if others wait for it, and it has no unfinished call or one
+    that its GPU has not begun while other GPUs have. If all awaited ranks wait too, or gloo may
+    hide a point-to-point wait, the late ranks are those waiting in a call made by the user's code,
+    outside torch, megatron-core and this package.
     """
     late, lines = _unlike(summaries)
     waiting, found = _waiting(summaries)
@@ -561,9 +598,11 @@ def differing_calls(summaries: Mapping[int, Mapping[str, Any]]) -> tuple[list[in
 
 
 def _unlike(summaries: Mapping[int, Mapping[str, Any]]) -> tuple[set[int], list[str]]:
-    """(ranks of the rarer form, a line) of the first call of a group with several forms."""
-    forms: dict[tuple, dict[str, list[int]]] = {}
-    calls: dict[tuple, dict] = {}
+    """For the first call number at which ranks of a group made different calls: (the ranks with the
+    rarest form, a line about it).
+    """
+    forms: dict[tuple[str, int], dict[str, list[int]]] = {}
+    calls: dict[tuple[tuple[str, int], int], Any] = {}
     for rank, about in summaries.items():
         for group, recent in about.get("recent", {}).items():
             for call in recent:
@@ -584,7 +623,7 @@ def _unlike(summaries: Mapping[int, Mapping[str, Any]]) -> tuple[set[int], list[
 
 
 def _waiting(summaries: Mapping[int, Mapping[str, Any]]) -> tuple[set[int], list[str]]:
-    """(late ranks, lines) of unfinished calls without some of their ranks."""
+    """(late ranks, lines) for unfinished calls that some of their ranks have not begun."""
     open_calls = {rank: about.get("calls", {}) for rank, about in summaries.items()}
     some_began = any(c["has_begun"] for calls in open_calls.values() for c in calls.values())
     waits_for: dict[int, set[int]] = {}
@@ -593,7 +632,7 @@ def _waiting(summaries: Mapping[int, Mapping[str, Any]]) -> tuple[set[int], list
     lines: dict[str, list[int]] = {}
     for rank, calls in open_calls.items():
         for group, call in calls.items():
-            if some_began and not call["has_begun"]:  # it waits for the GPU of its rank
+            if some_began and not call["has_begun"]:  # this call waits for its own GPU
                 continue
             others = summaries.keys() & set(call["ranks"]) - {rank}
             absent = sorted(r for r in others if not _takes_part(group, call, summaries[r]))
@@ -615,11 +654,12 @@ def _waiting(summaries: Mapping[int, Mapping[str, Any]]) -> tuple[set[int], list
 
 
 def _shown(ranks: list[int]) -> str:
+    """Rank numbers as text, at most 8."""
     return first_of([str(rank) for rank in ranks], 8)
 
 
 def _takes_part(group: str, call: Mapping[str, Any], about: Mapping[str, Any]) -> bool:
-    """True if another rank, with this summary, has begun the call of the group, or ended it."""
+    """True if the rank with this summary has begun or finished the group's call."""
     same = about.get("calls", {}).get(group)
     if call["is_message"]:
         return same is not None and same["is_message"] and same["has_begun"]
@@ -630,6 +670,7 @@ def _takes_part(group: str, call: Mapping[str, Any], about: Mapping[str, Any]) -
 
 
 def _in_words(call: Mapping[str, Any]) -> str:
+    """A call as text: number, group, operation and place in the code."""
     place = f" at {call['place']}" * bool(call["place"])
     return f"call {call['number']} of group {call['words']}, {call['operation']}{place}"
 

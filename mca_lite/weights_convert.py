@@ -1,9 +1,9 @@
-"""Load Hugging Face weights into megatron's parameters and export them, at any parallel layout.
+"""Load Hugging Face weights into megatron's parameters and export them, in any parallel layout.
 
-Both directions follow the rows of the model's family (families.py). fill() reads for each
-parameter the slices of the Hugging Face tensors in its row, and only those bytes, on one rank of
-its replicas. export_hf() walks the rows in layer order: the ranks with the parts of a tensor join
-them, and one rank writes it.
+Both directions follow the rows of the model's family (families.py). fill() reads, for each
+parameter, the slices of Hugging Face tensors that its row names, and no other bytes, on one of its
+replicas. export_hf() walks the rows in layer order: the ranks with a tensor's shards join them, and
+one rank writes it.
 """
 
 import itertools
@@ -12,6 +12,7 @@ from collections import ChainMap, deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from .families_rows import PREDICTION_LAYERS, Row, is_of_expert
 from .files import describe_error
 from .weights_files import (
     NamedTensors,
+    TensorSource,
     carried_tensors,
     check_shape,
     copy_beside,
@@ -34,24 +36,28 @@ from .weights_files import (
 )
 
 Change = Callable[[str, torch.Tensor], torch.Tensor]  # (HF name, tensor) -> tensor
-# Their rows are tokens: tensor parallelism may pad them
+# matrices with one row per token: tensor parallelism may pad them
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
-# -- in
+# -- loading
 
 
-def fill(models, source, only: Container[tuple[str, int | None]] | None = None) -> None:
-    """Fill the parameters of this rank from `source` (see weights_files.py).
+def fill(
+    models: Any, source: TensorSource, only: Container[tuple[str, int | None]] | None = None
+) -> None:
+    """Fill this rank's parameters from a TensorSource (weights_files.py). Every rank must call it.
 
-    models: VirtualModels. only: (megatron name, layer) of those to fill; None: all, and the
-    source must hold the model's tensors and no others. One replica reads a parameter: host memory
-    is one of them. All ranks must call it. Collectives: broadcasts to replicas, and one over all
-    ranks at the end. ValueError, on every rank, for a source of another model or with a tensor of
-    another shape, and for files one rank cannot read.
+    models: VirtualModels.
+    only: the (megatron name, layer) pairs to fill. None: all; then the source must contain exactly
+    the model's tensors.
+
+    One replica reads each parameter and broadcasts it, so host memory holds one parameter.
+    Collective: these broadcasts, and one over all ranks at the end. ValueError, on every rank, if
+    the source belongs to another model, a tensor has another shape, or a rank cannot read a file.
     """
     config = models.config
     rows = {row.mca: row for row in rows_of(config.hf_model_type, config)}
-    if config.tie_embeddings_and_output_weights:  # the last stage holds a copy of the embedding
+    if config.tie_embeddings_and_output_weights:  # the last stage has a copy of the embedding
         rows[VOCABULARY[1]] = replace(rows[VOCABULARY[0]], mca=VOCABULARY[1])
     if only is None:
         check_names(config, source.names())
@@ -67,11 +73,11 @@ def fill(models, source, only: Container[tuple[str, int | None]] | None = None) 
             if group.rank() == 0 and not problems:
                 try:
                     part.copy_(_checked_part(row, key[1], source, config, parameter.shape))
-                except Exception as error:  # replicas wait: at the end, on all ranks
+                except Exception as error:  # raised at the end, because replicas wait
                     problems.append(error)
             if group.size() > 1:
                 dist.broadcast(part, group=group, group_src=0)
-            parameter.copy_(part)  # nothing, for the parameter itself
+            parameter.copy_(part)  # does nothing if `part` is the parameter itself
 
     def close() -> None:
         if problems:
@@ -80,8 +86,12 @@ def fill(models, source, only: Container[tuple[str, int | None]] | None = None) 
     parallel.on_all(close, ValueError, "the weights cannot be used")
 
 
-def _checked_part(row: Row, layer, source, config, shape: Sequence[int]) -> torch.Tensor:
-    """read_part() for this rank's parameter of a shape. ValueError for tensors of another shape."""
+def _checked_part(
+    row: Row, layer: int | None, source: TensorSource, config: Any, shape: Sequence[int]
+) -> torch.Tensor:
+    """read_part() for this rank's parameter of shape `shape`. ValueError if a tensor of the source
+    has the wrong shape.
+    """
     total, *rest = _whole_shape(row, shape, config)
     if row.mca in VOCABULARY:
         total = config.vocab_size
@@ -92,10 +102,10 @@ def _checked_part(row: Row, layer, source, config, shape: Sequence[int]) -> torc
     return read_part(row, layer, source, config, rank)
 
 
-def check_names(config, names: Set[str]) -> None:
-    """Refuse a source without a tensor of the whole model, or with one that the model does not use.
+def check_names(config: Any, names: Set[str]) -> None:
+    """Raise ValueError if the source lacks a tensor of the model, or has one that nothing uses.
 
-    Every rank looks at all stages: all of them stop, and none waits for another in a collective.
+    Every rank checks all pipeline stages, so all ranks raise and none is left waiting.
     """
     wanted = _names(in_layer_order(config))
     missing = sorted(_names(_exported(config)) - names)
@@ -113,12 +123,12 @@ def check_names(config, names: Set[str]) -> None:
 
 
 def _names(rows: Iterable[tuple[Row, int | None]]) -> set[str]:
-    """The Hugging Face names of rows and their layers."""
+    """The Hugging Face names in these (row, layer) pairs."""
     return {hf.format(layer) for row, layer in rows for hf in row.hf}
 
 
-def degree(row: Row, config) -> int:
-    """Number of ranks that cut the tensor."""
+def degree(row: Row, config: Any) -> int:
+    """Over how many ranks the row's tensor is sharded."""
     if row.axis is None:
         return 1
     if row.expert is None:
@@ -126,17 +136,18 @@ def degree(row: Row, config) -> int:
     return config.expert_tensor_parallel_size
 
 
-def _whole_shape(row: Row, shape: Sequence[int], config) -> list[int]:
-    """The shape of a whole megatron tensor, from that of a rank's part."""
+def _whole_shape(row: Row, shape: Sequence[int], config: Any) -> list[int]:
+    """The shape of a whole megatron tensor, given the shape of one rank's shard."""
     whole = list(shape)
     if row.axis is not None:
         whole[row.axis] *= degree(row, config)
     return whole
 
 
-def row_parts(row: Row, total: int, config) -> list[list[int]]:
-    """Rows of the parts of each Hugging Face tensor in a megatron tensor of `total` rows. A fused
-    one has several parts."""
+def row_parts(row: Row, total: int, config: Any) -> list[list[int]]:
+    """For each Hugging Face tensor in a megatron tensor of `total` rows: how many rows each of its
+    parts has. Fused tensors have several parts.
+    """
     parts = [total]
     if row.kind == "gated":
         parts = [total // 2] * 2
@@ -151,12 +162,12 @@ def row_parts(row: Row, total: int, config) -> list[list[int]]:
         parts = [count * config.full_kv_channels for count in heads]
     elif row.kind.startswith("delta"):
         parts = _delta_parts(row.kind, config)
-    more = len(parts) - len(row.hf)  # in the first tensor
+    more = len(parts) - len(row.hf)  # only the first tensor can be fused
     return [parts[: more + 1], *([part] for part in parts[more + 1 :])]
 
 
-def _delta_parts(kind: str, config) -> list[int]:
-    """Rows of a gated delta net: of queries, keys, values, their gates, b and a."""
+def _delta_parts(kind: str, config: Any) -> list[int]:
+    """Row counts in a gated delta net: q, k, v, gates, b and a, grouped as `kind` stores them."""
     of_keys = config.linear_num_key_heads * config.linear_key_head_dim
     heads = config.linear_num_value_heads
     of_values = heads * config.linear_value_head_dim
@@ -166,14 +177,15 @@ def _delta_parts(kind: str, config) -> list[int]:
     return parts if kind == "delta" else [sum(parts[:4]), sum(parts[4:])]
 
 
-def row_sizes(row: Row, total: int, config) -> list[int]:
-    """Rows of each Hugging Face tensor in a megatron tensor of `total` rows."""
+def row_sizes(row: Row, total: int, config: Any) -> list[int]:
+    """Row count of each Hugging Face tensor in a megatron tensor of `total` rows."""
     return [sum(parts) for parts in row_parts(row, total, config)]
 
 
-def num_groups(row: Row, config) -> int:
-    """Groups along the rows of a megatron tensor: in each lies a share of every part, one part
-    after the other."""
+def num_groups(row: Row, config: Any) -> int:
+    """Number of row groups in a megatron tensor. Each group contains a share of every part, one
+    after another.
+    """
     if row.kind == "qkv":
         return config.num_query_groups
     if row.kind == "qk":
@@ -184,17 +196,21 @@ def num_groups(row: Row, config) -> int:
 
 
 def row_order(parts: list[int], groups: int) -> torch.Tensor | None:
-    """int64 [rows]: rows of a Hugging Face tensor with these parts in the order of a megatron
-    tensor with groups; None: the same."""
+    """Row permutation, int64 [rows]: takes a Hugging Face tensor with these parts to megatron's
+    order with `groups` groups. None if the order is the same.
+    """
     if len(parts) == 1:
         return None
     rows = torch.arange(sum(parts)).split(parts)
     return torch.cat([part.view(groups, -1) for part in rows], 1).flatten()
 
 
-def read_part(row: Row, layer, source, config, rank: int) -> torch.Tensor:
-    """A rank's part of the megatron tensor of a row, in the source's dtype. Reads only the groups
-    of rows with a row of this rank."""
+def read_part(
+    row: Row, layer: int | None, source: TensorSource, config: Any, rank: int
+) -> torch.Tensor:
+    """Read rank `rank`'s shard of a row's megatron tensor, in the source's dtype. Reads only row
+    groups that contain a row of the shard.
+    """
     names = [name.format(layer) for name in row.hf]
     tp = degree(row, config)
     if row.axis == 1:
@@ -209,33 +225,35 @@ def read_part(row: Row, layer, source, config, rank: int) -> torch.Tensor:
     count = -(-(rank + 1) * share // in_group) - first  # groups with a row of this rank
     pieces = []
     for name, parts in zip(names, row_parts(row, total, config), strict=True):
-        of_part = 0  # its first row in its tensor
+        of_part = 0  # first row of the part in its tensor
         for rows in parts:
             size = rows * in_group // total
             start = of_part + first * size
             stop = start + count * size
             piece = source.read(name, (slice(min(start, stored), min(stop, stored)),))
-            padding = count * size - len(piece)  # of the vocabulary
+            padding = count * size - len(piece)  # only a padded vocabulary is longer
             if padding:
                 piece = F.pad(piece, (0, 0, 0, padding))
             pieces.append(piece.unflatten(0, (count, size)))
             of_part += rows
     start = rank * share - first * in_group
-    groups = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)  # one is not copied
+    groups = (
+        pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+    )  # avoid copying a single one
     return groups.flatten(0, 1)[start : start + share]
 
 
-# -- out
+# -- exporting
 
 
-def vocabulary_names(config) -> set[str]:
-    """The Hugging Face names of the matrices with a row for each token."""
+def vocabulary_names(config: Any) -> set[str]:
+    """Hugging Face names of the matrices with one row per token."""
     rows = rows_of(config.hf_model_type, config)
     return set().union(*(row.hf for row in rows if row.mca in VOCABULARY))
 
 
-def split(row: Row, layer, full: torch.Tensor, config) -> NamedTensors:
-    """(HF name, tensor) of the parts of a whole megatron tensor."""
+def split(row: Row, layer: int | None, full: torch.Tensor, config: Any) -> NamedTensors:
+    """Yield (HF name, tensor) for the Hugging Face tensors in a whole megatron tensor."""
     names = [hf.format(layer) for hf in row.hf]
     groups = num_groups(row, config)
     of_tensors = row_parts(row, len(full), config)
@@ -252,13 +270,15 @@ def split(row: Row, layer, full: torch.Tensor, config) -> NamedTensors:
         yield name, part.contiguous()
 
 
-def iter_hf_tensors(models, only: Container[tuple[str, int | None]] | None = None) -> NamedTensors:
-    """(HF name, CPU tensor) of the whole model, one at a time, on global rank 0; nothing on other
-    ranks.
+def iter_hf_tensors(
+    models: Any, only: Container[tuple[str, int | None]] | None = None
+) -> NamedTensors:
+    """On global rank 0, yield (HF name, CPU tensor) for the whole model, one at a time; on other
+    ranks nothing.
 
-    All ranks must iterate to the end. only: (megatron name, layer) of those to export. A tied head
-    does not come twice. Collectives: gathers over tensor-parallel and expert-tensor-parallel
-    groups, sends to rank 0.
+    Every rank must iterate to the end. only: the (megatron name, layer) pairs to export. A tied
+    head comes once. Collective: gathers over tensor-parallel and expert-tensor-parallel groups,
+    sends to rank 0.
     """
     config = models.config
     parameters = own_parameters(models)
@@ -280,9 +300,10 @@ def iter_hf_tensors(models, only: Container[tuple[str, int | None]] | None = Non
                 yield name, tensor.to("cpu", copy=True)
 
 
-def forms_of(models) -> NamedTensors:
-    """(HF name, tensor on the meta device) of the whole model on every rank, in the order of
-    iter_hf_tensors and without its transfers. Collective: _locate."""
+def forms_of(models: Any) -> NamedTensors:
+    """Yield (HF name, meta tensor) for the whole model on every rank, in the order of
+    iter_hf_tensors but without moving data. Collective.
+    """
     config = models.config
     located = _locate(own_parameters(models))
     for row, layer in _exported(config):
@@ -291,33 +312,37 @@ def forms_of(models) -> NamedTensors:
         yield from split(row, layer, form, config)
 
 
-def own_parameters(models) -> dict:
-    """{(megatron name with {}, layer): parameter} of this rank."""
+def own_parameters(models: Any) -> dict[tuple[str, int | None], torch.Tensor]:
+    """{(megatron name with {} for the layer, layer index): parameter} for this rank."""
     named = itertools.chain.from_iterable(chunk.global_parameter_names() for chunk in models)
     return {(name, layer): parameter for name, layer, parameter in named}
 
 
 def stacked(tensor: torch.Tensor) -> torch.Tensor:
-    """The parameter of a tensor of own_parameters: experts are views of theirs."""
+    """The parameter behind a tensor from own_parameters: an expert's tensor is a view of the
+    stacked parameter.
+    """
     return tensor if tensor._base is None else tensor._base
 
 
-def _exported(config) -> Iterator[tuple[Row, int | None]]:
-    """The rows of an export, in layer order: all but a tied head."""
+def _exported(config: Any) -> Iterator[tuple[Row, int | None]]:
+    """Yield the (row, layer) pairs of an export in layer order; a tied head is left out."""
     tied = config.tie_embeddings_and_output_weights
     for row, layer in in_layer_order(config):
         if not tied or row.mca != VOCABULARY[1]:
             yield row, layer
 
 
-def _locate(parameters: dict) -> Mapping:
-    """{(megatron name, layer): (global rank, its part on the meta device)} of the whole model, on
-    every rank; the rank is the first with a part. Collective over all ranks: a broadcast for each
-    part of pipeline and expert parallelism.
+def _locate(
+    parameters: dict[tuple[str, int | None], torch.Tensor],
+) -> Mapping[tuple[str, int | None], tuple[int, torch.Tensor]]:
+    """{(megatron name, layer): (global rank, its shard as a meta tensor)} for the whole model, on
+    every rank. The rank is the first one with a shard.
 
-    A tied embedding lies on two pipeline stages: it counts as the first one's.
+    Collective over all ranks: one broadcast per pipeline stage and expert-parallel rank. A tied
+    embedding is found on the first pipeline stage.
     """
-    here = {}
+    here: dict[Any, Any] = {}
     for key, parameter in parameters.items():
         of_expert = is_of_expert(key[0])
         if parallel.cut_group(of_expert).rank() == parallel.replica_group(of_expert).rank() == 0:
@@ -325,12 +350,12 @@ def _locate(parameters: dict) -> Mapping:
     return ChainMap(*parallel.gather_given(here).values())
 
 
-def in_layer_order(config) -> Iterator[tuple[Row, int | None]]:
-    """(row, layer) of the whole model: the embedding, layer after layer, then the final norm and
+def in_layer_order(config: Any) -> Iterator[tuple[Row, int | None]]:
+    """Yield (row, layer) for the whole model: the embedding, layer after layer, the final norm and
     the head.
 
-    config: McaModelConfig, or anything with hf_model_type, num_layers, mtp_num_layers,
-    is_moe_layer() and the fields read by rows.
+    config: McaModelConfig, or an object with hf_model_type, num_layers, mtp_num_layers,
+    is_moe_layer() and the fields that rows read.
     """
     rows = rows_of(config.hf_model_type, config)
     embedding, *others = [row for row in rows if "{}" not in row.mca]
@@ -348,19 +373,21 @@ def in_layer_order(config) -> Iterator[tuple[Row, int | None]]:
 
 
 def export_hf(
-    models,
-    save_directory: str | os.PathLike,
+    models: Any,
+    save_directory: str | os.PathLike[str],
     max_shard_size: str | int = "5GB",
     change: Change | None = None,
     beside: bool = True,
 ) -> list[str]:
-    """Write a Hugging Face checkpoint: config.json and safetensors -> the file names, on global
-    rank 0 ([] elsewhere).
+    """Write a Hugging Face checkpoint: config.json and safetensors -> the file names on global rank
+    0, [] elsewhere. Every rank must call it.
 
-    Global rank 0 writes; its host memory is one shard. change: applied to each (HF name, tensor).
-    Tensors of the source that the model does not read are copied; beside: generation_config.json
-    and the source's code too. All ranks must call it. Collectives: those of iter_hf_tensors.
-    OSError, on every rank, if the files cannot be written.
+    change(HF name, tensor): returns the tensor to write instead.
+    beside: also copy the source's generation_config.json and Python code.
+
+    Global rank 0 writes, with one shard in host memory. Tensors of the source that the model does
+    not read are copied. Collective: see iter_hf_tensors. OSError, on every rank, if the files
+    cannot be written.
     """
     config = models.config
     tensors = iter_hf_tensors(models)
@@ -370,18 +397,21 @@ def export_hf(
 
 def write_model(
     tensors: NamedTensors,
-    save_directory: str | os.PathLike,
+    save_directory: str | os.PathLike[str],
     max_shard_size: str | int,
-    hf_config: dict,
+    hf_config: dict[str, Any],
     source: str | None,
     dtype: torch.dtype,
     num_trained: int | None = 0,
     change: Change | None = None,
     beside: bool = True,
 ) -> list[str]:
-    """Write global rank 0's (HF name, CPU tensor) as export_hf() does -> the file names, there.
+    """Write global rank 0's (HF name, CPU tensor) pairs like export_hf -> the file names on rank 0,
+    [] elsewhere.
 
-    source: the model that this one was. num_trained: of its layers for multi-token prediction.
+    source: folder or hub name that the model was loaded from.
+    num_trained: how many of its multi-token prediction layers were trained.
+
     Collective over all ranks. OSError, on every rank, if the files cannot be written.
     """
     folder = Path(save_directory)
@@ -394,10 +424,10 @@ def write_model(
             carried = carried_tensors(source, hf_config, num_trained)
             named = in_words_of(source, hf_config, itertools.chain(changed, carried))
             names = write_safetensors(named, folder, max_shard_size)
-        except Exception as error:  # safetensors has its own
+        except Exception as error:  # safetensors raises a type derived from Exception alone
             raise OSError(f"{folder} could not be written: {describe_error(error)}") from error
         finally:
-            deque(tensors, maxlen=0)  # the rest, for collectives of other ranks
+            deque(tensors, maxlen=0)  # iterate to the end: other ranks take part
         names += write_hf_config(hf_config, source, folder, dtype)
         if beside:
             names += copy_beside(source, folder)
@@ -409,9 +439,11 @@ def write_model(
     return names if parallel.is_main() else []
 
 
-def copies_of(row: Row, config) -> list[str]:
-    """Further names of the embedding or output layer, repeated by some checkpoints in each layer
-    for multi-token prediction: those in the model's original, or all that may be there."""
+def copies_of(row: Row, config: Any) -> list[str]:
+    """Further names under which some checkpoints repeat the embedding or output layer in each
+    multi-token prediction layer. They are the names in the model's original, or without it all
+    possible ones.
+    """
     names = {VOCABULARY[0]: "embed_tokens", VOCABULARY[1]: "shared_head.head"}
     is_numbered = prediction_of(config.hf_model_type).is_numbered
     if row.mca not in names or not config.mtp_num_layers or not is_numbered:

@@ -1,8 +1,8 @@
 """Files of Hugging Face models: sharded safetensors with their index, config.json, the names of
-experts; and other sources of tensors: drawn from a seed, with rows for new tokens.
+experts. Also other tensor sources: weights drawn from a seed, and matrices grown for new tokens.
 
-transformers 5 has the experts of a layer in one tensor of three dimensions; save_pretrained
-writes a tensor for each projection of each expert, under names that differ between families.
+transformers 5 keeps a layer's experts in one three-dimensional tensor, but save_pretrained writes
+one tensor per projection and expert, under names that differ between families.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, KeysView
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -50,22 +50,32 @@ from .tables import TENSOR_FORMATS, function_of
 
 Shape = tuple[int, ...]
 NamedTensors = Iterator[tuple[str, torch.Tensor]]
-Part = tuple[slice, ...]  # of a tensor: rows, or rows and columns
+Part = tuple[slice, ...]  # a slice of rows, or of rows and columns
 _ALL: Part = (slice(None),)
 
-# keys of config.json of a model with a value head
+
+class TensorSource(Protocol):
+    """Tensors by their Hugging Face names, read in slices."""
+
+    def names(self) -> KeysView[str]: ...
+    def shape(self, name: str) -> Shape: ...
+    def read(self, name: str, part: Part = _ALL) -> torch.Tensor: ...
+
+
+# keys that only a model with a value head has in config.json
 OF_VALUE_HEAD = ("architectures", "id2label", "label2id")
 
 # -- safetensors in shards
 
 
 def write_safetensors(
-    tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, max_shard_size
+    tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, max_shard_size: str | int
 ) -> list[str]:
-    """Write named tensors as a Hugging Face checkpoint, in this process -> the file names.
+    """Write named tensors as safetensors with an index, from this process -> the file names.
 
-    A file of at most max_shard_size is written as soon as the next tensor would not fit: host
-    memory is one shard. Files of an earlier export are removed at the end. An error leaves them.
+    Each shard of at most max_shard_size is written once the next tensor would not fit, so host
+    memory holds one shard. On success the files of an earlier export are removed; after an error
+    they remain.
     """
     shards: list[list[str]] = []
     total_size = 0
@@ -93,8 +103,12 @@ def write_safetensors(
     return finals
 
 
-def _in_shards(tensors: Iterable[tuple[str, torch.Tensor]], limit: int) -> Iterator[dict]:
-    """The tensors of each shard. A shard is emptied once the next is wanted."""
+def _in_shards(
+    tensors: Iterable[tuple[str, torch.Tensor]], limit: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield {name: tensor} for each shard of at most `limit` bytes. The dict is cleared when the
+    next shard is requested.
+    """
     shard: dict[str, torch.Tensor] = {}
     size = 0
     for name, tensor in tensors:
@@ -109,17 +123,17 @@ def _in_shards(tensors: Iterable[tuple[str, torch.Tensor]], limit: int) -> Itera
 
 
 def write_hf_config(
-    hf_config: dict, source: str | None, folder: Path, dtype: torch.dtype
+    hf_config: dict[str, Any], source: str | None, folder: Path, dtype: torch.dtype
 ) -> list[str]:
     """Write config.json -> the file names.
 
-    It is a copy of the source's, if there is one of a model; the dtype, the vocabulary size, the
-    number of layers for multi-token prediction, and the keys of a value head come from hf_config.
+    It copies the source's config.json, if it has one for a model. Dtype, vocabulary size, number of
+    multi-token prediction layers and a value head's keys come from `dtype` and hf_config.
     """
     values = dict(hf_config)
     if source and (Path(source) / HF_CONFIG_NAME).is_file():
         stored = read_json(Path(source) / HF_CONFIG_NAME)
-        values = stored if "model_type" in stored else values  # else it is no model's
+        values = stored if "model_type" in stored else values  # without it the file is no model's
     text = text_values(values)
     trained = text_values(hf_config)
     if "vocab_size" in trained:
@@ -131,7 +145,7 @@ def write_hf_config(
     if has_value_head(hf_config.get("architectures")):
         values |= {key: hf_config[key] for key in OF_VALUE_HEAD if key in hf_config}
         text["pad_token_id"] = trained.get("pad_token_id")
-    # whatever is read quantised is written in the dtype
+    # quantised models are read into `dtype` and written so
     for key in ("torch_dtype", "_name_or_path", "quantization_config"):
         values.pop(key, None)
     values["dtype"] = str(dtype).removeprefix("torch.")
@@ -140,8 +154,9 @@ def write_hf_config(
 
 
 def copy_beside(source: str | None, folder: Path) -> list[str]:
-    """Copy generation_config.json, the processor's files and the code of a model's folder -> the
-    file names. Links out of the source are skipped."""
+    """Copy a model folder's generation_config.json, processor files and Python code -> the file
+    names. Links that leave the source folder are skipped.
+    """
     origin = Path(source or folder)
     if origin == folder:
         return []
@@ -157,22 +172,21 @@ _IN_BLOCK = re.compile(r"(\.layers\.\d+\.)mlp\.")
 
 
 def _is_stacked(model_type: str | None) -> bool:
-    """True for a family with the experts of a layer in one tensor of its files."""
+    """True for a family whose files store a layer's experts in one tensor."""
     return model_type in FAMILIES and FAMILIES[model_type].stacked_experts
 
 
 def _stacked_experts() -> Any:
-    """Import the module that reads and writes stacked experts. UserError if its file is missing."""
+    """Import the module for stacked experts. UserError if its file is missing."""
     return function_of(TENSOR_FORMATS["stacked_experts"])
 
 
-def file_parts(model_type: str, name: str, shape: Shape) -> list[tuple[str, tuple]]:
-    """(name in a file, index into the tensor) of each part of a module's tensor in the files.
+def file_parts(model_type: str, name: str, shape: Shape) -> list[tuple[str, tuple[Any, ...]]]:
+    """[(name in a file, index into the module's tensor)] for each part that files store separately.
 
-    name, shape: of the module's tensor. Experts have several parts, each with an index of its
-    expert and rows; any other tensor has one, with the index (). A model type outside the table of
-    families keeps the names of its modules. ValueError for fused experts of a family in the table
-    without rows of experts.
+    name, shape: those of the module's tensor. Stacked experts have several parts, indexed by expert
+    and rows; other tensors have one, with the index (). Model types without a row in FAMILIES keep
+    their names. ValueError if a known family has stacked experts but its rows name none.
     """
     if model_type not in FAMILIES:
         return [(name, ())]
@@ -204,18 +218,26 @@ def file_parts(model_type: str, name: str, shape: Shape) -> list[tuple[str, tupl
     return [(name, ())]
 
 
-def named_tensors(model, tied_twice: bool = False) -> NamedTensors:
-    """(name, tensor) of a model's files: parameters, tied once or twice, and persistent buffers."""
+def named_tensors(model: Any, tied_twice: bool = False) -> NamedTensors:
+    """Yield (name, tensor) for everything that a checkpoint of the model contains: parameters and
+    persistent buffers.
+
+    tied_twice: yield tied parameters under both names.
+    """
     yield from model.named_parameters(remove_duplicate=not tied_twice)
     persistent = model.state_dict().keys()
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
 
 
 def file_tensors(
-    model, tied_twice: bool = False
+    model: Any, tied_twice: bool = False
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """(name in a file, tensor of the model, view of the file's part of it) of a transformers model
-    without its adapters; of stacked experts those of single ones."""
+    """Yield (name in a file, the model's tensor, its part stored under that name, as a view) for a
+    transformers model.
+
+    Adapters are left out. Stacked experts yield one part per expert, unless the family's files
+    stack them too. tied_twice: see named_tensors.
+    """
     model_type = model.config.model_type
     is_stacked = _is_stacked(model_type)
     for name, tensor in named_tensors(model, tied_twice):
@@ -225,16 +247,16 @@ def file_tensors(
                 yield file_name, tensor, part.mT if is_stacked and tensor.dim() == 3 else part
 
 
-# -- names of models with pictures: transformers' modules here, older ones in some files
+# -- names in models with pictures: files may use older names than transformers' modules
 
 
 def is_older(names: Iterable[str]) -> bool:
-    """True if names of a file are those of OLDER_PREFIXES."""
+    """True if these tensor names are older than transformers' module names (OLDER_PREFIXES)."""
     return any(name.startswith("visual.") for name in names)
 
 
 def newer_name(name: str) -> str:
-    """The name of a module's tensor, of its name in an older file."""
+    """The module's name for a tensor, given its name in an older file."""
     for newer, older in OLDER_PREFIXES.items():
         if name.startswith(older):
             return newer + name.removeprefix(older)
@@ -242,7 +264,7 @@ def newer_name(name: str) -> str:
 
 
 def older_name(name: str) -> str:
-    """The name in an older file, of the name of a module's tensor."""
+    """The name in an older file, given the module's name for a tensor."""
     for newer, older in OLDER_PREFIXES.items():
         if name.startswith(newer):
             return older + name.removeprefix(newer)
@@ -255,10 +277,13 @@ _OTHER_SIZES = "set vocab_size and the other sizes in config.json to those of th
 
 
 class SafetensorsSource:
-    """The tensors of a folder (or hub name) in safetensors format, read by slices. is_older: True
-    if the files have older names than transformers' modules, which are used here. stored: the names
-    in the files. has_stacks: True if experts are stacked there; here they have the names of single
-    ones."""
+    """The safetensors of a folder or hub model, read in slices. Tensors have the names of
+    transformers' modules, and single experts the names used by most files.
+
+    is_older: True if the files use older names.
+    stored: the names in the files.
+    has_stacks: True if the files stack experts.
+    """
 
     def __init__(self, model_name_or_path: str):
         self.folder = resolve_folder(model_name_or_path)
@@ -271,11 +296,11 @@ class SafetensorsSource:
             self._slices = {newer_name(name): part for name, part in self._slices.items()}
 
     def names(self) -> KeysView[str]:
-        """The names, file by file."""
+        """The tensor names, file by file."""
         return self._slices.keys()
 
     def read(self, name: str, part: Part = _ALL) -> torch.Tensor:
-        """The tensor, or a part of it; other bytes are not read."""
+        """Read a tensor or a part of it, and no other bytes."""
         return self._slices[name][part]
 
     def shape(self, name: str) -> Shape:
@@ -283,8 +308,9 @@ class SafetensorsSource:
 
 
 def slices_of(path: Path) -> dict[str, Any]:
-    """{tensor: safetensors' slice} of a file, sorted. ValueError with its name if it is damaged or
-    cut: its header and its size must fit."""
+    """{name: safetensors slice} for a file, sorted by name. ValueError, naming the file, if it is
+    damaged or truncated.
+    """
     try:
         file = safe_open(path, "pt")
     except (SafetensorError, OSError, ValueError) as error:  # OSError: of an empty file
@@ -295,10 +321,10 @@ def slices_of(path: Path) -> dict[str, Any]:
 
 
 def _open_files(folder: Path) -> dict[str, Any]:
-    """{tensor: safetensors' slice} of a folder, file by file.
+    """{name: safetensors slice} for a folder, file by file.
 
-    ValueError, with the file's name, if the folder has no safetensors, or if its index or one of
-    them is damaged or incomplete.
+    ValueError, naming the file, if there are no safetensors, or the index or one of them is damaged
+    or incomplete.
     """
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     whole = folder / SAFE_WEIGHTS_NAME
@@ -329,16 +355,17 @@ def _open_files(folder: Path) -> dict[str, Any]:
     return slices
 
 
-def check_shape(source, name: str, wanted: Shape, remedy: str = _OTHER_SIZES) -> None:
-    """ValueError if a tensor of the source has another shape. remedy: end of the message."""
+def check_shape(source: TensorSource, name: str, wanted: Shape, remedy: str = _OTHER_SIZES) -> None:
+    """Raise ValueError unless the source's tensor has shape `wanted`. remedy: the end of the
+    message.
+    """
     got = source.shape(name)
     if got != wanted:
         raise ValueError(f"{name} has shape {got}, expected {wanted}: {remedy}")
 
 
-def model_class(hf):
-    """transformers' class to make a model of its config: one of text, or of pictures too, or with a
-    value head."""
+def model_class(hf: Any) -> Any:
+    """The transformers auto class for this config: text only, with images, or with a value head."""
     import transformers
 
     if has_value_head(hf.architectures):
@@ -349,24 +376,28 @@ def model_class(hf):
     return transformers.AutoModelForCausalLM
 
 
-# a start asks for them several times: of a large model, seconds each
+# cached, because a start needs them several times, and a large model's take seconds
 @functools.lru_cache(maxsize=4)
 def shapes_of(hf_config: str) -> tuple[Any, dict[str, Shape]]:
-    """(transformers' config, {name in its files: shape}) of the model of a config.json (its text).
-    ValueError if transformers cannot make it."""
+    """(transformers' config, {name in files: shape}) for a model. hf_config: the JSON text of its
+    config.json. ValueError if transformers cannot build the model.
+    """
     import transformers
 
     try:
         hf = transformers.AutoConfig.for_model(**json.loads(hf_config))
         return hf, _cached_shapes(hf, _shapes_file(hf, hf_config, transformers.__version__))
-    except Exception as error:  # of any kind, for an invented config
+    except Exception as error:  # transformers raises many types for invalid configs
         words = f"transformers makes no model of this config.json: {describe_error(error)}"
         raise ValueError(words) from error
 
 
-def _shapes_file(hf, hf_config: str, version: str) -> Path | None:
-    """The file that keeps the shapes of a model, its name from all that decides them. version: of
-    transformers. None for a class that is not of a release of it, and without a home."""
+def _shapes_file(hf: Any, hf_config: str, version: str) -> Path | None:
+    """The file that caches a model's shapes. Its name is a hash of all that determines them.
+
+    version: transformers' version. None, for no caching, if the model's class is not part of a
+    transformers release, or there is no cache folder.
+    """
     if ".dev" in version or not type(hf).__module__.startswith("transformers.models."):
         return None
     try:
@@ -376,46 +407,50 @@ def _shapes_file(hf, hf_config: str, version: str) -> Path | None:
         text = "\n".join((version, hf_config, *map(inspect.getsource, modules)))
         name = f"{hashlib.sha256(text.encode()).hexdigest()}.json"
         return cache_folder() / "shapes" / name
-    except (OSError, ValueError):  # no sources, no home
+    except (OSError, ValueError):  # no source files, or no home folder
         return None
 
 
-def _cached_shapes(hf, file: Path | None) -> dict[str, Shape]:
-    """{name in its files: shape} of the model of a transformers config, from the file of an earlier
-    run: transformers' class takes seconds to import."""
+def _cached_shapes(hf: Any, file: Path | None) -> dict[str, Shape]:
+    """{name in files: shape}, from the cache file of an earlier run or from the model on the meta
+    device: importing transformers' class takes seconds.
+    """
     if file is not None:
-        with contextlib.suppress(OSError, KeyError, ValueError):  # damaged
+        with contextlib.suppress(OSError, KeyError, ValueError):  # a damaged file is no cache
             kept = read_json(file) if is_there(file) else {}
             if kept["crc32"] == _crc32(kept["shapes"]):
                 return {name: tuple(shape) for name, shape in kept["shapes"].items()}
     with torch.device("meta"):
         model = model_class(hf).from_config(hf)
-    # a source has both names of a tied head
+    # files may contain a tied head under both names
     parts = file_tensors(model, tied_twice=True)
     shapes = {name: tuple(part.shape) for name, _, part in parts}
     if file is not None and world.current().local_rank == 0:
-        with contextlib.suppress(OSError):  # a home that cannot be written keeps none
+        with contextlib.suppress(OSError):  # a folder without write access keeps no cache
             file.parent.mkdir(parents=True, exist_ok=True)
             write_file(file, json.dumps({"crc32": _crc32(shapes), "shapes": shapes}))
     return shapes
 
 
 def _crc32(record: Any) -> int:
+    """CRC-32 of a record's JSON text."""
     return zlib.crc32(json.dumps(record).encode())
 
 
-def check_shapes(source: SafetensorsSource, hf_config: dict) -> None:
-    """ValueError if a tensor of the source has another shape than in the model of config.json.
-    Reads the headers of the files alone."""
+def check_shapes(source: SafetensorsSource, hf_config: dict[str, Any]) -> None:
+    """Raise ValueError if a tensor's shape in the source differs from the model that config.json
+    describes. Reads only the files' headers.
+    """
     shapes = shapes_of(json.dumps(hf_config))[1]
     for name in sorted(source.names() & shapes.keys()):
         check_shape(source, name, shapes[name])
 
 
-def check_loaded(origin: str, loading_info: dict) -> None:
-    """ValueError for weights that transformers would replace by random ones. loading_info: of
-    from_pretrained."""
-    # ScoredSource draws a value head that the files lack
+def check_loaded(origin: str, loading_info: dict[str, Any]) -> None:
+    """Raise ValueError if transformers replaced missing or misshaped weights by random ones.
+    loading_info: from from_pretrained.
+    """
+    # a missing value head is allowed: ScoredSource draws it
     missing = set(loading_info["missing_keys"]) - {VALUE_HEAD}
     wrong = [f"lacks {name}" for name in sorted(missing)]
     for name, got, wanted in sorted(loading_info["mismatched_keys"]):
@@ -428,13 +463,14 @@ def check_loaded(origin: str, loading_info: dict) -> None:
 
 
 class InitSource:
-    """Tensors drawn from a seed and their names in Hugging Face's files: the same in any layout.
+    """Random initial weights. Each tensor is drawn from a seed and its name in Hugging Face's
+    files, so every layout gets the same.
 
-    Matrices and sinks are normal with the config's initializer_range, norms 1 (0 if the model adds
-    1 to them), biases 0.
+    Matrices and sinks are normal with the config's initializer_range; norm weights are 1 (0 if the
+    model adds 1 to them); biases are 0.
     """
 
-    def __init__(self, hf_config: dict, seed: int, num_prediction_layers: int | None = 0):
+    def __init__(self, hf_config: dict[str, Any], seed: int, num_prediction_layers: int | None = 0):
         hf, shapes = shapes_of(json.dumps(hf_config))
         self._shapes = dict(shapes)
         if num_prediction_layers:
@@ -451,16 +487,16 @@ class InitSource:
         return self._shapes[name]
 
     def read(self, name: str, part: Part = _ALL) -> torch.Tensor:
-        """A part of the tensor, float32; the whole tensor is drawn."""
+        """A part of the tensor, float32. The whole tensor is drawn, then sliced."""
         full = torch.zeros(self._shapes[name], device="cpu")
         last = name.rpartition("linear_attn.")[2]
-        if last == "A_log":  # as transformers draws it
+        if last == "A_log":  # drawn as in transformers
             full.uniform_(0.01, 16, generator=generator_of(self._seed, name)).log_()
         elif (
             last in ("dt_bias", "norm.weight")
             or name.startswith("model.visual.")
             and (full.dim() == 1 and not name.endswith("bias"))
-        ):  # norms that are not of the language model's kind
+        ):  # these norms never add 1 to their weight
             full.fill_(1.0)
         elif full.dim() > 1 or name.endswith((".sinks", ".softmax_offset")):
             full.normal_(0.0, self._std, generator=generator_of(self._seed, name))
@@ -469,9 +505,10 @@ class InitSource:
         return full[part]
 
 
-def _of_prediction(hf, shapes: dict[str, Shape], count: int) -> dict[str, Shape]:
-    """{name: shape} of layers for multi-token prediction: three norms, a projection, full attention
-    and the rest of the last decoder layer. shapes: of the decoder."""
+def _of_prediction(hf: Any, shapes: dict[str, Shape], count: int) -> dict[str, Shape]:
+    """{name: shape} for `count` multi-token prediction layers: three norms, a projection, and a
+    copy of the last decoder layer with full attention. shapes: the decoder's.
+    """
     text = hf.get_text_config()
     h = text.hidden_size
     first = text.num_hidden_layers
@@ -493,24 +530,26 @@ def _of_prediction(hf, shapes: dict[str, Shape], count: int) -> dict[str, Shape]
 
 
 def generator_of(seed: int, name: str) -> torch.Generator:
-    """A CPU generator with a state from the seed and the name of a tensor alone."""
+    """A CPU random generator seeded by a seed and a tensor's name alone."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
 
 
 class ScoredSource:
-    """A source with a value head: its own, or one drawn from a seed, in place of its head."""
+    """A source with a value head instead of an output layer. If the wrapped source has no value
+    head, it is drawn from a seed.
+    """
 
-    def __init__(self, source, hf_config: dict, seed: int):
+    def __init__(self, source: TensorSource, hf_config: dict[str, Any], seed: int):
         self._source = source
         self._drawn = InitSource(hf_config, seed)
 
-    def names(self) -> Collection[str]:
+    def names(self) -> KeysView[str]:
         names = dict.fromkeys((*self._source.names(), VALUE_HEAD))  # file by file
         names.pop("lm_head.weight", None)
         return names.keys()
 
-    def _of(self, name: str):
+    def _of(self, name: str) -> TensorSource:
         lacks = name == VALUE_HEAD and name not in self._source.names()
         return self._drawn if lacks else self._source
 
@@ -521,9 +560,10 @@ class ScoredSource:
         return self._of(name).read(name, part)
 
 
-def scored(config, source: SafetensorsSource, seed: int):
-    """The source for a McaModelConfig: with a value head a ScoredSource. ConfigError for a value
-    head of another kind."""
+def scored(config: Any, source: SafetensorsSource, seed: int) -> SafetensorsSource | ScoredSource:
+    """The source, wrapped in a ScoredSource if the config has a value head. ConfigError if the
+    files contain another kind of value head.
+    """
     if not config.has_value_head:
         return source
     check_value_head(source)
@@ -531,7 +571,7 @@ def scored(config, source: SafetensorsSource, seed: int):
 
 
 def check_value_head(source: SafetensorsSource) -> None:
-    """ConfigError for a source of a model with a value head of another kind."""
+    """Raise ConfigError if the files contain the value head of TRL or LLaMA-Factory."""
     others = [name for name in source.names() if name.startswith("v_head.")]
     others += [path.name for path in source.folder.glob("value_head.*")]
     if others and VALUE_HEAD not in source.names():
@@ -543,22 +583,25 @@ def check_value_head(source: SafetensorsSource) -> None:
 
 # -- new tokens
 
-# A new row of embedding and head starts as the mean of the matrix's rows, summed in float64 in the
-# order of the file: the same in every layout and on both backends, independent of other random
-# numbers.
-MEAN_ROWS = 4096  # of the matrix are in memory at a time
+# A new row of embedding or head starts as the mean of the matrix's rows, summed in float64 in file
+# order. So it is the same in every layout and on both backends, and needs no random numbers.
+MEAN_ROWS = 4096  # rows in memory at a time
 
 
 def mean_row(read: Callable[[Part], torch.Tensor], rows: int) -> torch.Tensor:
-    """The mean of the rows of a matrix, float64 [h]. read(part): these rows of it."""
+    """Mean of a matrix's rows, float64 [h]. read(part): returns a slice of rows. rows: their
+    number.
+    """
     parts = (read((slice(i, min(i + MEAN_ROWS, rows)),)) for i in range(0, rows, MEAN_ROWS))
     return sum(part.to("cpu", torch.float64).sum(0) for part in parts) / rows
 
 
 class GrownSource:
-    """A source with `vocab_size` rows in its matrices of the vocabulary, `names`."""
+    """A source whose vocabulary matrices, listed in `names`, are extended to `vocab_size` rows. New
+    rows are the mean of the old ones.
+    """
 
-    def __init__(self, source, names: Collection[str], vocab_size: int):
+    def __init__(self, source: TensorSource, names: Collection[str], vocab_size: int):
         self._source = source
         self._vocabulary = names
         self._vocab_size = vocab_size
@@ -573,7 +616,7 @@ class GrownSource:
         return shape
 
     def read(self, name: str, part: Part = _ALL) -> torch.Tensor:
-        """A part of the tensor; of the vocabulary, rows."""
+        """A part of the tensor. A vocabulary matrix is read in whole rows."""
         if name not in self._vocabulary:
             return self._source.read(name, part)
         rows = range(self._vocab_size)[part[0]]
@@ -586,8 +629,10 @@ class GrownSource:
         return value
 
 
-def grow_torch(model, vocab_size: int, dtype: torch.dtype) -> None:
-    """Grow embedding, head and config of a transformers model. dtype: of its file's weights."""
+def grow_torch(model: Any, vocab_size: int, dtype: torch.dtype) -> None:
+    """Grow embedding, head and config of a transformers model to vocab_size, in place. dtype: that
+    of its weights in the files, to which new rows are rounded.
+    """
     modules = [model.get_input_embeddings, model.get_output_embeddings]
     if has_value_head(model.config.architectures):
         modules.pop()
@@ -601,12 +646,13 @@ def grow_torch(model, vocab_size: int, dtype: torch.dtype) -> None:
 # -- tensors that no model reads
 
 
-def is_unused(name: str, hf_config: dict, num_trained: int | None = 0) -> bool:
-    """True if no model here reads a tensor of a checkpoint: fill() skips it, and an export copies
+def is_unused(name: str, hf_config: dict[str, Any], num_trained: int | None = 0) -> bool:
+    """True if no model here reads this checkpoint tensor: loading skips it, and an export copies
     it.
 
-    Layers for multi-token prediction come after the decoder's; the first num_trained of them are
-    read. One beside the decoder (Family.unused) is read whole or not at all.
+    Multi-token prediction layers have indices after the decoder's; the first num_trained of them
+    are read. A single prediction module beside the decoder (Family.unused) is read whole or not at
+    all.
     """
     family = FAMILIES.get(str(hf_config.get("model_type")))
     patterns: tuple[str, ...] = UNUSED_TENSORS
@@ -622,10 +668,11 @@ def is_unused(name: str, hf_config: dict, num_trained: int | None = 0) -> bool:
 
 
 def original_of(source: str | None) -> SafetensorsSource | None:
-    """The safetensors of a model's origin: of a folder, or of the hub's snapshot in the cache. None
-    if they are gone."""
+    """The safetensors of the model's origin: a folder, or a hub snapshot in the local cache. None
+    if they are gone.
+    """
     if source:
-        # errors of many kinds, all for a missing snapshot or missing files
+        # many types of errors, all meaning that the snapshot or files are missing
         with contextlib.suppress(Exception):
             if not Path(source).is_dir():
                 from huggingface_hub import snapshot_download
@@ -635,10 +682,14 @@ def original_of(source: str | None) -> SafetensorsSource | None:
     return None
 
 
-def in_words_of(source: str | None, hf_config: dict, tensors: NamedTensors) -> NamedTensors:
-    """(name, tensor) under the names of the source's files; without a source under those that
-    transformers saves. Experts are stacked as in the source, or as gpt_oss has them, and never in
-    MXFP4."""
+def in_words_of(
+    source: str | None, hf_config: dict[str, Any], tensors: NamedTensors
+) -> NamedTensors:
+    """Rename (name, tensor) pairs to the names in the source's files, or without a source to those
+    that transformers saves.
+
+    Experts are stacked if the source or family stacks them, but never quantised to MXFP4.
+    """
     original = original_of(source)
     family = FAMILIES.get(str(hf_config.get("model_type")))
     if family is not None and family.stacked_experts:
@@ -652,17 +703,16 @@ def in_words_of(source: str | None, hf_config: dict, tensors: NamedTensors) -> N
 
 
 def carried_tensors(
-    source: str | None, hf_config: dict, num_trained: int | None = 0
+    source: str | None, hf_config: dict[str, Any], num_trained: int | None = 0
 ) -> NamedTensors:
-    """(name, tensor) of the source's tensors that no model reads (is_unused).
-
-    Nothing if the source is gone; a warning then, if config.json names layers with such tensors.
+    """Yield (name, tensor) for the source's tensors that no model here reads (is_unused). If the
+    source is gone: nothing, and a warning if config.json mentions such layers.
     """
     tensors = original_of(source)
     if tensors is None:
         next_layer = hf_config.get("num_hidden_layers", 0) + (num_trained or 0)
         has_more = is_unused(f"model.layers.{next_layer}.", hf_config, num_trained)
-        # of mtp.*
+        # the prediction module whose tensors are named mtp.*
         has_more |= not num_trained and bool(text_values(hf_config).get("mtp_num_hidden_layers"))
         if source and has_more:
             warnings.warn(
@@ -672,9 +722,9 @@ def carried_tensors(
                 stacklevel=2,
             )
         return
-    # in the file's order, as stacked experts are
+    # in file order, as stacked experts need it
     unused = [name for name in tensors.names() if is_unused(name, hf_config, num_trained)]
-    # copies of embedding and head in layers for multi-token prediction get the new tokens too
+    # prediction layers may repeat embedding and head: these copies get the new tokens too
     copies = [name for name in unused if name.endswith((".embed_tokens.weight", ".head.weight"))]
     grown = GrownSource(tensors, copies, hf_config.get("vocab_size", 0))
     yield from ((name, grown.read(name)) for name in unused)

@@ -1,6 +1,7 @@
-"""The world of a launcher: torchrun's variables, or SLURM's under the same names.
+"""The world described by a launcher: torchrun's environment variables, or SLURM's translated to
+them.
 
-A half-described world is refused: each process would take itself for the whole run, and
+An incomplete description is refused. Otherwise each process would think it is the whole run, and
 all of them would write to one folder.
 """
 
@@ -22,22 +23,24 @@ from .errors import UserError
 
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _LEAST_FILES = 64
-_SOCKETS = Path("/proc/net/unix")  # of Linux: those of this machine
+_SOCKETS = Path("/proc/net/unix")  # Linux lists this machine's sockets there
 _START = "start with torchrun, or with srun so that SLURM's variables describe the world"
 
 
 class World(NamedTuple):
-    """Place of this process among the processes of the run. is_given: a launcher described it."""
+    """The place of this process among those of the run. is_given: True if a launcher
+    described it.
+    """
 
     rank: int
     size: int
-    local_rank: int  # on this machine
+    local_rank: int  # rank on this machine
     local_size: int
     is_given: bool
 
     @property
     def is_main(self) -> bool:
-        """True for rank 0: it prints and writes."""
+        """True for rank 0, the rank that prints and writes files."""
         return self.rank == 0
 
     @property
@@ -47,11 +50,11 @@ class World(NamedTuple):
 
 
 def current() -> World:
-    """Read the World from the environment; a world of one without a launcher."""
+    """The World that the environment describes; a world of one rank without a launcher."""
 
     def number(name: str, default: int) -> int:
         text = os.environ.get(name, "")
-        return int(text) if text.isdecimal() else default  # settle() refuses other texts
+        return int(text) if text.isdecimal() else default  # settle() refuses other values
 
     return World(
         rank=number("RANK", 0),
@@ -64,7 +67,9 @@ def current() -> World:
 
 @contextlib.contextmanager
 def planned_world(size: int) -> Iterator[None]:
-    """Let current() describe a world of `size` ranks, for commands that plan a run."""
+    """Context in which current() describes a world of `size` ranks, for commands that only plan a
+    run.
+    """
     before = dict(os.environ)
     os.environ["WORLD_SIZE"] = str(size)
     try:
@@ -75,10 +80,10 @@ def planned_world(size: int) -> Iterator[None]:
 
 
 def settle() -> None:
-    """Bring the environment to torchrun's variables, from SLURM's if there are none of those.
+    """Complete the environment to torchrun's variables, from SLURM's if torchrun's are missing.
 
-    Without either this process is a world of one. ValueError for a half-described world.
-    Idempotent; does nothing if the host program has made a process group already.
+    Without a launcher, this process is a world of one. ValueError if the variables are incomplete.
+    May be called again; does nothing if the host program has already made a process group.
     """
     torch = sys.modules.get("torch")
     if torch is not None and torch.distributed.is_initialized():
@@ -89,8 +94,9 @@ def settle() -> None:
 
 
 def end_second_run() -> None:
-    """Exit from a process of multiprocessing while it imports the user's script: the script starts
-    its run without a main guard."""
+    """Exit if this is a helper process of multiprocessing that is importing the user's script,
+    because the script would start its run again. It lacks a main guard.
+    """
     # multiprocessing itself refuses further processes by this attribute
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         sys.exit(
@@ -100,8 +106,10 @@ def end_second_run() -> None:
 
 
 def _check() -> None:
-    """ValueError for variables of a half-described world, or numbers that do not fit."""
-    given = {name: text for name, text in os.environ.items() if text}  # scripts export empty ones
+    """Raise ValueError if the variables describe a world incompletely, or their numbers do
+    not fit.
+    """
+    given = {name: text for name, text in os.environ.items() if text}  # scripts may export ""
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "MASTER_PORT"):
         if not given.get(name, "0").isdecimal():
             raise ValueError(f"{name} is {given[name]!r}, expected a whole number: {_START}")
@@ -130,22 +138,23 @@ def _check() -> None:
 
 
 def raise_open_files() -> None:
-    """Raise this process's soft limit of open files to its hard one: the store of the ranks has two
-    connections to each. ValueError if gloo, which ends a process that can open no more, would not
-    have enough."""
+    """Raise this process's soft limit of open files to the hard limit: the ranks' store keeps two
+    connections per rank.
+
+    ValueError if even that is too low, because gloo kills a process that can open no more files.
+    """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if current().size > 1 and 0 <= most < _LEAST_FILES:
         raise ValueError(
             f"each of several ranks opens more files than this process may: expected at least "
             f"{_LEAST_FILES}, got {most}; set ulimit -n 65536"
         )
-    with contextlib.suppress(ValueError):  # macOS refuses a limit without end
+    with contextlib.suppress(ValueError):  # macOS refuses an infinite limit
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def why_not_met(error: Exception) -> str:
-    """Explain a failed meeting of the ranks from torch's `error`: this rank's view, and the
-    remedy."""
+    """Explain why the ranks did not meet, as seen by this rank, and what to do. error: torch's."""
     here = current()
     reason = str(error).splitlines()[0]
     return (
@@ -157,8 +166,9 @@ def why_not_met(error: Exception) -> str:
 
 
 def stay_on_loopback() -> None:
-    """Let gloo use the loopback interface if all ranks are on this machine; else it would take the
-    interface of the host name."""
+    """Let gloo use the loopback interface if all ranks are on this machine. By default it uses the
+    interface of the host name.
+    """
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if current().is_one_machine and loopback:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
@@ -166,34 +176,37 @@ def stay_on_loopback() -> None:
 
 # -- the time before the ranks meet, without torchrun
 
-met = threading.Event()  # or they could not
+met = threading.Event()  # set when the ranks have met, or failed to
 _sign: list[socket.socket] = []
 
 
 def watch_meeting() -> None:
-    """Let this rank leave, by a thread, if another rank of this machine ends before they meet:
-    nothing links them until then, and torchrun alone ends those that are left. On Linux alone.
+    """Start a thread that exits this rank if another rank on this machine ends before all have met.
 
-    A rank shows itself by the name of a socket, which the kernel removes with its process.
+    Until they meet, nothing connects the ranks, and only torchrun would end those that remain.
+    Works on Linux, and does nothing under torchrun. Each rank binds a named socket, which the
+    kernel removes when the process ends.
     """
     here = current()
-    has_address = {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()  # a script's group has none
+    # a script that makes its process group may set no address
+    has_address = {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
     is_bare = here.size > 1 and has_address and "TORCHELASTIC_RUN_ID" not in os.environ
     if is_bare and not _sign and _SOCKETS.exists():
         name = f"mca_lite-{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}-"
         _sign.append(socket.socket(socket.AF_UNIX))
-        with contextlib.suppress(OSError):  # a longer name than the kernel takes
+        with contextlib.suppress(OSError):  # the name may be too long for the kernel
             _sign[0].bind(f"\0{name}{here.rank}")
         threading.Thread(target=_look_at_ranks, args=[name, here.rank], daemon=True).start()
 
 
 def _look_at_ranks(name: str, rank: int) -> None:
+    """Every second until the ranks meet: exit if the socket of a rank seen before is gone."""
     seen: set[str] = set()
     while not met.wait(1.0):
         there = set(re.findall(f"@{re.escape(name)}(.*)", _SOCKETS.read_text(errors="replace")))
         gone = seen - there
         seen = there
-        if gone and not met.wait(5.0):  # this rank may end in words of its own
+        if gone and not met.wait(5.0):  # this rank may end by itself, with a better message
             place = f"rank {', '.join(gone)} on {socket.gethostname()}"
             text = f"error: rank {rank}: {place} ended before the ranks met"
             print(f"{text}: see its output, or the system's log", file=sys.stderr, flush=True)
@@ -201,7 +214,9 @@ def _look_at_ranks(name: str, rank: int) -> None:
 
 
 def tell_torchrun(text: str) -> None:
-    """Give torchrun's summary, its last print, the reason why this rank ended."""
+    """Write why this rank ended into torchrun's error file, for the summary that torchrun prints
+    last.
+    """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         return
@@ -220,7 +235,7 @@ def _take_from_slurm() -> None:
     size = slurm("SLURM_NTASKS", "1")
     if task is None or size == "1":
         return
-    # the job's number: the same port on all tasks, another one for other jobs on the node
+    # derived from the job's number: one port for all tasks, another for other jobs on the node
     port = 20000 + int(slurm("SLURM_JOB_ID", "0")) % 10000
     variables = {
         "RANK": task,
@@ -241,9 +256,12 @@ def _take_from_slurm() -> None:
 
 
 def _first_host() -> str:
-    """The host of task 0, from a variable of srun alone: a batch script has SLURM_NTASKS too, and
-    one process would wait for tasks without a launcher."""
-    # node7 or node[03-05,9], before a comma
+    """The host of task 0, or "" if unknown.
+
+    It is read from a variable that only srun sets. SLURM_NTASKS exists in a batch script too, where
+    a single process would wait for tasks that nobody starts.
+    """
+    # the first entry looks like node7 or node[03-05,9]
     hosts = os.environ.get("SLURM_STEP_NODELIST", "")
     match = re.fullmatch(r"([\w.-]+)(?:\[(\d+)[\d,-]*\])?(?:,.*)?", hosts)
     return "".join(match.groups("")) if match else ""
