@@ -244,7 +244,8 @@ def make_deterministic() -> None:
 
 
 def initialize(args: Any, use_mca: bool = True) -> None:
-    """Start the distributed world for `args` (TrainingArguments): process group, megatron's groups, seeds.
+    """Start the distributed world: process group, megatron's groups, seeds. args:
+    TrainingArguments.
 
     use_mca False: only torch.distributed. A second call with the same layout changes nothing; with
     another layout it raises RuntimeError, because a process has one layout. ValueError if the
