@@ -40,7 +40,10 @@ from .optim import (
 from .tables import OPTIMIZERS
 from .weights_files import in_words_of
 
-PACKED_BUCKET = 128  # tokens
+# A GPU's rows have multiples of these tokens. With few lengths, a packed row fits into memory that
+# an earlier one has freed; cuDNN plans attention of rows anew for each length, in 0.1 s.
+PACKED_BUCKET = 128
+ROW_BUCKET = 64
 
 
 def _one_or_all(of_chunks: list):
@@ -112,9 +115,9 @@ class MegatronBackend(Backend):
         multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
         if config.fp8:  # its kernels need local multiples of 16
             multiple *= 16
-        if self.args.sequence_packing and torch.cuda.is_available():
-            # few lengths on a GPU: the next row fits into freed memory
-            multiple = math.lcm(multiple, PACKED_BUCKET)
+        if torch.cuda.is_available():
+            bucket = PACKED_BUCKET if self.args.sequence_packing else ROW_BUCKET
+            multiple = math.lcm(multiple, bucket)
         cp = config.context_parallel_size
         return cp * math.lcm(2, multiple) if cp > 1 else multiple
 

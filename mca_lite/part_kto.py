@@ -32,9 +32,6 @@ from .step import row_length, to_length
 from .tables import ANSWER_LABEL, other_columns
 from .trainer_evaluation import PredictionOutput, sum_documents
 
-# tokens: cuDNN plans attention anew for each length of rows, for 0.1 s
-BUCKET = 64
-
 
 @dataclass
 class KTOConfig(ReferenceConfig):
@@ -178,12 +175,7 @@ class KTOTrainer(DPOTrainer):
         these need it."""
         chosen = [every_second(batch, first) for batch in batches]
         longest = self.backend.common_length(max(map(row_length, chosen)))
-        bucket = BUCKET if torch.cuda.is_available() else 1
-        padded = []
-        for batch in chosen:
-            length = max(row_length(batch), longest)
-            padded.append(to_length(self.backend, batch, -(-length // bucket) * bucket))
-        return padded
+        return [to_length(self.backend, batch, longest) for batch in chosen]
 
     # -- data
 

@@ -20,7 +20,7 @@ import torch
 from . import ckpt_folder
 from .args import RunArguments
 from .args_values import show_count
-from .backend_megatron import PACKED_BUCKET, MegatronBackend
+from .backend_megatron import PACKED_BUCKET, ROW_BUCKET, MegatronBackend
 from .backend_torch import TorchBackend
 from .data import TokenDataset, marked_runs, tokens_of
 from .data_batches import Packs, Stream, make_loader, samples_of
@@ -446,8 +446,8 @@ def _rank_table(plan: Plan, stages: list) -> Iterator[str]:
         batches = [f"{count} x [{b}, {s // cp}]" for (b, s), count in counts.items()]
         columns = "".join(f" {place:>{max(7, len(name))}}" for name, place in places.items())
         yield f"{rank:>4}{columns} {total:>14,} {trained:>14,}  {', '.join(batches)}"
-    if args.sequence_packing:
-        yield f"note: megatron-core on GPUs pads packed rows to multiples of {PACKED_BUCKET} tokens"
+    bucket = PACKED_BUCKET if args.sequence_packing else ROW_BUCKET
+    yield f"note: megatron-core on GPUs pads rows to multiples of {bucket} tokens"
 
 
 def _tensor_lists(stages: list) -> Iterator[str]:
