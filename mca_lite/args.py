@@ -1,10 +1,10 @@
-"""The configuration keys of the core, in five dataclasses, and parse_args, which fills them and the
+"""The core's configuration keys in five dataclasses, and parse_args, which fills these and the
 groups of parts.
 
-Every key is flat, with the name that Hugging Face, LLaMA-Factory or megatron-core gives it. The
-constructor of a group casts, normalises and checks its values, from Python as from a file, and
-raises all problems at once. torch, megatron-core and transformers are imported only when needed, so
-a typing error shows in a fraction of a second.
+Every key is flat, with its name in Hugging Face, LLaMA-Factory or megatron-core. A group's
+constructor casts, normalises and checks values, from Python as from a file, and raises all problems
+at once. torch, megatron-core and transformers are imported only when needed, so that a typing error
+shows in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ from .tables import (
 
 
 def mca(default: Any, text: str, **metadata: Any) -> Any:
-    """A key of megatron-core, always the default on the plain torch backend."""
+    """A megatron-core key: the plain torch backend resets it to its default."""
     return arg(default, text, torch=False, **metadata)
 
 
 def of_config(default: Any, text: str, model: bool | str = True, **metadata: Any) -> Any:
-    """A key of megatron-core that is a field of McaModelConfig."""
+    """A megatron-core key that sets a field of McaModelConfig."""
     return mca(default, text, model=model, **metadata)
 
 
@@ -209,10 +209,11 @@ class UseMcaArguments(ArgumentGroup):
 class TrainingArguments(ArgumentGroup):
     """Batches, optimizer, cadence, precision and parallel layout.
 
-    The constructor takes output_dir and keywords, and raises ConfigError (a ValueError) that lists
-    all problems. Under torchrun the layout must divide the world. `gradient_accumulation_steps`,
-    `per_device_eval_batch_size`, `eval_steps`, `recompute_method` and `recompute_num_layers` are
-    the values in effect afterwards; `resume_from_checkpoint` is None, "auto" or a path.
+    The constructor takes output_dir and keywords, and raises one ConfigError (a ValueError) with
+    all problems. Under torchrun the layout must divide the world. Afterwards
+    `gradient_accumulation_steps`, `per_device_eval_batch_size`, `eval_steps`, `recompute_method`
+    and `recompute_num_layers` have the values in effect; `resume_from_checkpoint` is None, "auto"
+    or a path.
     """
 
     # output and cadence
@@ -358,7 +359,7 @@ class TrainingArguments(ArgumentGroup):
     fp16: bool = flag("float16 with loss scaling", model=True)
     fp8: Literal["hybrid", "e4m3"] | None = of_config(
         None,
-        "8-bit matrix products of Transformer Engine; hybrid: gradients as e5m2",
+        "8-bit matmuls of Transformer Engine; hybrid: gradients as e5m2",
         model="always",
         words={"true": "hybrid", "false": None},  # LLaMA-Factory's
     )
@@ -393,7 +394,7 @@ class TrainingArguments(ArgumentGroup):
         False, "split activations of norms and dropout over tensor parallel ranks"
     )
     tp_comm_overlap: bool = of_config(
-        False, "hide the messages of sequence parallelism behind products, on GPUs of one host"
+        False, "overlap sequence-parallel communication with matmuls, on GPUs of one host"
     )
     pipeline_model_parallel_layout: str | None = of_config(
         None,
@@ -449,14 +450,14 @@ class TrainingArguments(ArgumentGroup):
         None, "dropout of activations (None: the model's)", low=0, below=1
     )
     torch_compile: bool | None = optional(
-        "compile elementwise code between matrix products (None: on a GPU with a compiler)"
+        "compile elementwise code between matmuls (None: on a GPU with a compiler)"
     )
     bias_activation_fusion: bool | None = of_config(
         None, "fused bias and activation (None: chosen)"
     )
     bias_dropout_fusion: bool | None = of_config(None, "fused bias and dropout (None: chosen)")
     apply_rope_fusion: bool | None = of_config(None, "fused rotary embedding (None: chosen)")
-    moe_grouped_gemm: bool = of_config(True, "one grouped matrix product for all experts")
+    moe_grouped_gemm: bool = of_config(True, "one grouped GEMM for all experts")
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = of_config(
         "alltoall", "exchange of tokens between expert ranks"
     )
@@ -489,7 +490,7 @@ class TrainingArguments(ArgumentGroup):
     check = check_training
 
     def leave_out_megatron(self) -> None:
-        """Reset the keys of megatron-core, for the plain torch backend; notes name them."""
+        """Reset megatron-core's keys for the plain torch backend; add a note per changed key."""
         for item in dataclasses.fields(self):
             if item.name in self.changed and not item.metadata.get("torch", True):
                 setattr(self, item.name, default_of(item))
@@ -498,29 +499,29 @@ class TrainingArguments(ArgumentGroup):
 
     @property
     def world_size(self) -> int:
-        """Processes of the run: torchrun's WORLD_SIZE, 1 without it."""
+        """Number of processes: torchrun's WORLD_SIZE, or 1 without torchrun."""
         return world.current().size
 
     @property
     def process_index(self) -> int:
-        """This process's number in the run: torchrun's RANK, 0 without it."""
+        """This process's rank: torchrun's RANK, or 0 without torchrun."""
         return world.current().rank
 
     @property
     def should_save(self) -> bool:
-        """True on the first process, the one that writes files."""
+        """True on rank 0, which writes files."""
         return self.process_index == 0
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks of one copy of the model: tp x pp x cp."""
+        """Ranks that share one copy of the model: tp x pp x cp."""
         tp = self.tensor_model_parallel_size
         pp = self.pipeline_model_parallel_size
         return tp * pp * self.context_parallel_size
 
     @property
     def data_parallel_size(self) -> int:
-        """Copies of the model in the world; 1 for arguments made without torchrun."""
+        """Copies of the model over all ranks; at least 1."""
         return max(1, self.world_size // self.model_parallel_size)
 
     @property
@@ -530,17 +531,17 @@ class TrainingArguments(ArgumentGroup):
 
     @property
     def order_seed(self) -> int:
-        """The seed of the data order and of the split by val_size."""
+        """The seed for the data order and for the split by val_size."""
         return self.seed if self.data_seed is None else self.data_seed
 
     @property
     def train_global_batch_size(self) -> int:
-        """Samples of an optimizer step over all ranks."""
+        """Samples per optimizer step over all ranks."""
         steps = self.gradient_accumulation_steps or 1
         return self.micro_batch_size * steps * self.data_parallel_size
 
     def steps_of_run(self, steps_per_epoch: int) -> int:
-        """Optimizer steps of a run: max_steps, or those of num_train_epochs, rounded up."""
+        """Optimizer steps in a run: max_steps, or else num_train_epochs in steps, rounded up."""
         if self.max_steps > 0:
             return self.max_steps
         return math.ceil(self.num_train_epochs * steps_per_epoch)
@@ -556,10 +557,11 @@ class Seq2SeqTrainingArguments(TrainingArguments):
 
 @dataclass
 class RunArguments:
-    """All groups of a run; their keys are attributes too, None for those of a missing part.
+    """Every group of keys of a run. Each key is an attribute too; it is None if the part that has
+    it is not installed.
 
-    parts: the groups of parts and scripts, by name. warnings: notes about values without effect,
-    for rank 0 to print. model_config: the model's config.json, {} if it was not read.
+    parts: further groups by name, from parts and scripts. warnings: notes about values without
+    effect, which rank 0 prints. model_config: the model's config.json, or {} if it was not read.
     """
 
     model: ModelArguments
@@ -576,7 +578,7 @@ class RunArguments:
         if self.data.packing is None:
             self.data.packing = joins_documents
         if self.data.neat_packing or (self.data.packing and not joins_documents):
-            # packs of samples reach the model with their borders
+            # the model must keep the samples of a pack apart
             self.training.sequence_packing = True
 
     def __getattr__(self, key: str) -> Any:
@@ -589,39 +591,40 @@ class RunArguments:
 
     @property
     def groups(self) -> tuple[ArgumentGroup, ...]:
-        """All groups, in the order of KEY_GROUPS."""
+        """Every group, in the order of KEY_GROUPS."""
         groups = dict(vars(self), **self.parts)
         return tuple(groups[name] for name in KEY_GROUPS if name in groups)
 
     @property
     def changed(self) -> list[str]:
-        """The keys with another value than their default."""
+        """The keys whose value is not their default."""
         return [key for group in self.groups for key in group.changed]
 
     def with_keys(self, **values: Any) -> RunArguments:
-        """A copy with these values of keys; those of missing parts are left out."""
+        """A copy with other values for some keys. A key of a part that is not
+        installed is ignored."""
         copied = copy.deepcopy(self)
         for group in copied.groups:
             vars(group).update({key: values[key] for key in values.keys() & vars(group).keys()})
         return copied
 
     def to_dict(self) -> dict[str, Any]:
-        """Flat key -> value in effect, of all groups."""
+        """Key -> value in effect, for every group."""
         return {key: getattr(self, key) for key in key_fields()}
 
     def to_yaml_dict(self) -> dict[str, Any]:
-        """Flat key -> value in effect, without None, which means the same as an absent key.
+        """Key -> value in effect, without None, which means the same as an absent key.
 
-        Parsed again in a world of the same size it gives the same run; with global_batch_size in
-        any world, because gradient_accumulation_steps is left out.
+        Parsed again with the same number of processes it gives the same run. If global_batch_size
+        is set, any number of processes does, because gradient_accumulation_steps is dropped.
         """
         values = {key: value for key, value in self.to_dict().items() if value is not None}
         if self.training.global_batch_size is not None:
             del values["gradient_accumulation_steps"]
         return values
 
-    def save(self, path: str | os.PathLike) -> None:
-        """Write to_yaml_dict() as YAML to the file `path`; its folder is made if absent."""
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write to_yaml_dict() to the YAML file `path`; make its folder if absent."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         text = yaml.safe_dump(self.to_yaml_dict(), sort_keys=False, allow_unicode=True, width=120)
@@ -638,23 +641,26 @@ CORE_GROUPS = ("model", "data", "finetuning", "training", "backend")
 
 
 def key_groups() -> tuple[type[ArgumentGroup], ...]:
-    """The groups of keys: the core's, those of parts, and those of scripts."""
+    """The dataclasses of keys: the core's, those of parts, and those that scripts register."""
     return tuple(row.group for row in KEY_GROUPS.values())
 
 
-def key_fields() -> dict[str, dataclasses.Field]:
-    """Key -> its field, of all groups."""
+def key_fields() -> dict[str, dataclasses.Field[Any]]:
+    """Key -> its dataclass field, for every group."""
     return _fields_of(key_groups())
 
 
 @functools.cache
-def _fields_of(groups: tuple) -> dict[str, dataclasses.Field]:
+def _fields_of(groups: tuple[type[ArgumentGroup], ...]) -> dict[str, dataclasses.Field[Any]]:
     return {item.name: item for group in groups for item in dataclasses.fields(group)}
 
 
 def objective_keys(stage: str, **keys: Any) -> SimpleNamespace:
-    """The keys of finetuning and of parts, for the configs of objectives: cast, and with defaults
-    for those not given. ConfigError by their types and by the rules of the stage."""
+    """The finetuning keys and those of parts, for an objective's config: `keys` cast, the others at
+    their default.
+
+    Raises ConfigError for a wrong type or if a rule of the stage refuses a value.
+    """
     judge = Judge(None)
     groups = [
         row.group.read({"stage": stage, **keys}, judge)
@@ -673,10 +679,11 @@ def objective_keys(stage: str, **keys: Any) -> SimpleNamespace:
 
 
 def check_together(args: TrainingArguments, *, stage: str | None = None, **keys: Any) -> None:
-    """Check training arguments against keys of other groups, for trainers made without a file.
+    """Check training arguments against keys of other groups, for a trainer made without a config
+    file.
 
-    Keys that are not given have their defaults; without a stage the rules of objectives are left
-    out. Raises ConfigError.
+    keys: values of other groups' keys; the others have their defaults. stage: None skips the
+    objectives' rules. Raises ConfigError.
     """
     defaults = dict.fromkeys(parts.absent_keys())
     defaults |= {name: default_of(item) for name, item in key_fields().items()}
@@ -690,14 +697,17 @@ def check_together(args: TrainingArguments, *, stage: str | None = None, **keys:
 
 
 def parse_args(argv: list[str] | None = None, *, needs_world: bool = True) -> RunArguments:
-    """The arguments of a run from the words of its command line (None: sys.argv).
+    """The arguments of a run, from its command line (argv None: sys.argv).
 
-    Words are `key=value`, `--key=value` or `--key value`, in any order; a lone `--key` means true,
-    but not before the file, a word ending in .yaml, .yml or .json. Words override the file, later
-    words earlier ones; null is the default. The model's config.json, from its folder or the hub, is
-    checked against the layout. needs_world=False: without torchrun the layout need not fit this one
-    process, for commands that only read a configuration. `-h` and `--help` print the keys and exit.
-    Raises ConfigError with all problems of the run.
+    Words are `key=value`, `--key=value` or `--key value`, in any order. A lone `--key` means true,
+    but not right before the config file, a word that ends in .yaml, .yml or .json. Words override
+    the file, and later words earlier ones; null means the default. The model's config.json, from
+    its folder or the hub, is checked against the parallel layout.
+
+    needs_world: if False, the layout need not fit this one process without torchrun, for commands
+    that only read a configuration.
+
+    `-h` and `--help` print the keys and exit. Raises ConfigError with all problems of the run.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     if {"-h", "--help"} & set(argv):
@@ -738,7 +748,7 @@ _IN_GROUPS = "keys stand side by side, in no groups"
 
 
 def read_words(argv: list[str]) -> tuple[dict[str, Any], list[Problem]]:
-    """(key -> raw value of the file and the words, Problems of unreadable words)"""
+    """(key -> raw value from file and words, Problems of words that cannot be read)."""
     words: list[tuple[str, Any]] = []
     problems: list[Problem] = []
     paths = []
@@ -754,7 +764,7 @@ def read_words(argv: list[str]) -> tuple[dict[str, Any], list[Problem]]:
             switched = key.removeprefix("no_")
             is_known = _key_of(switched) in key_fields() or foreign_key(switched)
             if switched != key and text == "true" and is_known:
-                key = switched  # --no_KEY, as transformers reads words
+                key = switched  # transformers reads --no_KEY as KEY=false too
                 text = "false"
         if not _is_value(word):
             words.append((key, _word_value(text)))
@@ -766,7 +776,7 @@ def read_words(argv: list[str]) -> tuple[dict[str, Any], list[Problem]]:
     if len(paths) > 1:
         remedy = "one file, then key=value"
         problems.append(Problem("config file", ", ".join(paths), "one file is read", remedy))
-    # without the file its keys are unknown, among them perhaps the missing ones
+    # this raises at once if the file cannot be read: its keys would seem to be missing
     values = read_config_file(paths[0]) if paths else {}
     for key, value in words:
         # a word replaces the file's value under each name of the key
@@ -782,7 +792,7 @@ def _is_value(word: str) -> bool:
 
 
 def _word_value(text: str) -> str | None:
-    """A word's value before its cast: None, or text without its quotes."""
+    """A word's value before casting: None for an empty or null text; otherwise without quotes."""
     if text.strip().lower() in ("", "~", "null"):
         return None
     quoted = re.fullmatch("([\"'])(.*)\\1", text)
@@ -790,12 +800,12 @@ def _word_value(text: str) -> str | None:
 
 
 def _key_of(name: str) -> str:
-    """The key of a name. A key of a script may have a name that other trainers use."""
+    """The key for a name or alias. A script's key may have a name that is an alias elsewhere."""
     return name if name in key_fields() else ALIASES.get(name, name)
 
 
 def known_keys(values: dict[str, Any], problems: list[Problem]) -> tuple[dict[str, Any], list[str]]:
-    """(values by keys, notes about keys without effect); adds Problems."""
+    """(key -> value, notes about keys without effect); append Problems to `problems`."""
     keys: dict[str, Any] = {}
     ignored = []
     need_parts = parts.absent({_key_of(name): value for name, value in values.items()})

@@ -1,17 +1,16 @@
-"""Rules of the other groups of keys, and between groups.
+"""Rules for the keys of a run: those of data and finetuning, and those between groups of keys.
 
-Each function takes the arguments `a`, objects whose attributes are keys, and a Judge (errors.py)
-over them. args.parse_args and the constructors of Python (DPOConfig, the trainers) apply the same
-rules.
+Each rule takes the arguments `a`, an object whose attributes are keys, and a Judge (errors.py) that
+collects problems. args.parse_args and the Python constructors (DPOConfig, the trainers) apply the
+same rules.
 """
 
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from .args_rules_training import Need, check_needs
-from .errors import Judge, Rule
+from .errors import Judge, Keys, Rule
 from .files import GENERATION_METRICS
 from .tables import CONVERSATIONS, KEY_GROUPS, OBJECTIVES, PAIR_COLUMNS, TEMPLATES, Objective
 
@@ -92,12 +91,12 @@ _RUN = (
 
 
 def name_of_set(file: str) -> str:
-    """The name of a set of eval_dataset in its metrics."""
-    return Path(file).stem  # of a folder too, with a trailing slash
+    """The name that a file of eval_dataset has in metrics."""
+    return Path(file).stem  # a folder may end with a slash
 
 
 def check_records(objective: Objective, judge: Judge) -> None:
-    """Check DataArguments against the records of an objective."""
+    """Check the data keys against the records that an objective reads."""
     if objective.has_pairs or objective.has_labels:
         judge.apply(_OF_PREFERENCES)
     for key in PAIR_COLUMNS:
@@ -109,13 +108,13 @@ def check_records(objective: Objective, judge: Judge) -> None:
         )
 
 
-def normalise_data(a: Any) -> None:
-    """Make val_size an int if it is a count."""
+def normalise_data(a: Keys) -> None:
+    """Convert val_size to int in place if it is a whole number of samples."""
     if a.val_size >= 1 and float(a.val_size).is_integer():
         a.val_size = int(a.val_size)
 
 
-def check_data(a: Any, judge: Judge) -> None:
+def check_data(a: Keys, judge: Judge) -> None:
     """Apply the rules of DataArguments."""
     judge.apply(_DATA)
     names = [name_of_set(name) for name in a.eval_dataset or ()]
@@ -154,7 +153,7 @@ def check_data(a: Any, judge: Judge) -> None:
     )
 
 
-def check_finetuning(a: Any, judge: Judge) -> None:
+def check_finetuning(a: Keys, judge: Judge) -> None:
     """Apply the rules of FinetuningArguments."""
     check_needs(_NEEDS_OF_FREEZING, a, judge)
 
@@ -162,9 +161,11 @@ def check_finetuning(a: Any, judge: Judge) -> None:
 # -- between groups
 
 
-def check_metric(a: Any, metrics: tuple[str, ...], sets: Iterable[str], judge: Judge) -> None:
-    """Check metric_for_best_model against the metrics of an evaluation. sets: the names of several
-    sets, prefixes of their metrics."""
+def check_metric(a: Keys, metrics: tuple[str, ...], sets: Iterable[str], judge: Judge) -> None:
+    """Check metric_for_best_model against the metrics that an evaluation gives.
+
+    sets: with eval_on_each_dataset, the names of the datasets, which are prefixes of their metrics.
+    """
     given = [*metrics, *(f"{name}_{metric}" for name in sets for metric in metrics)]
     key = "metric_for_best_model"
     metric = a.metric_for_best_model
@@ -176,8 +177,8 @@ def check_metric(a: Any, metrics: tuple[str, ...], sets: Iterable[str], judge: J
     )
 
 
-def check_objective_run(a: Any, judge: Judge) -> None:
-    """Check the keys of all groups against the row of the stage."""
+def check_objective_run(a: Keys, judge: Judge) -> None:
+    """Check the keys of each group against the stage's row in OBJECTIVES."""
     objective = OBJECTIVES[a.stage]
     metrics = objective.metrics
     if a.mtp_num_layers != 0 and a.metric_for_best_model.endswith("mtp_loss"):
@@ -202,9 +203,8 @@ def check_part_rules(judge: Judge) -> None:
         judge.apply(row.rules)
 
 
-def check_run(a: Any, judge: Judge) -> list[str]:
-    """Check the groups of a run (RunArguments) against each other -> notes about values without
-    effect."""
+def check_run(a: Keys, judge: Judge) -> list[str]:
+    """Check the keys of a run (RunArguments) against each other -> notes for the user."""
     objective = OBJECTIVES[a.stage]
     objective.check_keys(a, judge)
     judge.apply(BACKEND)
@@ -253,8 +253,11 @@ def check_run(a: Any, judge: Judge) -> list[str]:
 def check_frozen_rows(
     trained: Iterable[str] | None, num_new: int, ends: Sequence[str], judge: Judge
 ) -> None:
-    """Refuse rows of new tokens in a frozen matrix. trained: Hugging Face modules, None for all;
-    ends: of the names of the modules with such rows."""
+    """Refuse new tokens if the matrices with their rows are frozen.
+
+    trained: trainable Hugging Face modules; None if every module is. num_new: count of new tokens.
+    ends: name endings of the modules with one row per token.
+    """
     frozen = [end for end in ends if not any(m.endswith(end) for m in trained or ())]
     judge.expect(
         trained is None or not num_new or not frozen,

@@ -1,10 +1,11 @@
-"""Rules between arguments and a model's numbers, and pipeline layouts in megatron's syntax.
+"""Rules between a model's sizes and the parallel layout, and pipeline layouts in megatron's syntax.
 
-parse_args applies them to the numbers of config.json, before torch is imported, and McaModelConfig
-to its fields. `a` are the arguments: TrainingArguments, or a McaModelConfig with fields of the same
-names.
+parse_args applies them to the values of config.json before torch is imported; McaModelConfig
+applies them to its fields. In each rule `m` has the model's sizes as attributes, under the names of
+McaModelConfig's fields, and `a` has the keys: TrainingArguments, or the same McaModelConfig.
 
-A layout has its stages between |, with the embedding E, layers t and the loss L: "Et*2|t*2L".
+A layout separates stages by |, with E for the embedding, t for a layer and L for the loss:
+"Et*2|t*2L".
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from .errors import Judge, Rule
+from .errors import Judge, Keys, Rule
 from .families import FAMILIES, check_type, prediction_of
 from .families_rows import Family
 from .parts import absent_rows, need_of
 
-# numbers of a config.json by the least and the most that they can be
+# (smallest, largest) value -> the fields of config.json with these limits
 _COUNTS = {
     (1, 10**15): "hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim "
     "vocab_size max_position_embeddings rope_theta factor linear_num_key_heads "
@@ -35,7 +36,7 @@ _COUNTS = {
     (0, 1): "attention_dropout",
 }
 _LIMITS = {name: limits for limits, names in _COUNTS.items() for name in names.split()}
-# parts of a config.json with such numbers
+# sections of config.json that have such fields too
 _PARTS = "text_config rope_parameters rope_scaling full_attention sliding_attention".split()
 
 TP = "tensor_model_parallel_size"
@@ -81,8 +82,11 @@ _OF_PREDICTION: dict[str, tuple] = {"mtp_num_layers": (0, None), "mtp_loss_scali
 
 
 def numbers_of(values: dict[str, Any]) -> SimpleNamespace:
-    """The fields of McaModelConfig for rules, from a config.json or an mca_config.json. None: not
-    known, and no rule about it applies."""
+    """A model's sizes under the names of McaModelConfig's fields, from a config.json or
+    mca_config.json.
+
+    A field is None if the file does not have it; then no rule about it applies.
+    """
     numbers = SimpleNamespace(hf_model_type=values.get("model_type", values.get("hf_model_type")))
     parts = {name: values.get(name) for name in ("text_config", "vision_config")}
     text, vision = (part if isinstance(part, dict) else {} for part in parts.values())
@@ -98,14 +102,14 @@ def numbers_of(values: dict[str, Any]) -> SimpleNamespace:
     return numbers
 
 
-def _family_of(m: Any) -> Family | None:
+def _family_of(m: Keys) -> Family | None:
     return FAMILIES.get(m.hf_model_type) if isinstance(m.hf_model_type, str) else None
 
 
 _FP8 = (
     Rule(
         "fp8 transformer_impl=local",
-        "its products are Transformer Engine's, and the layers of this run are local ones",
+        "8-bit matmuls are Transformer Engine's, and the layers of this run are local ones",
         "transformer_impl: transformer_engine, or fp8 left out",
     ),
 )
@@ -123,11 +127,11 @@ _WITHOUT_TE = (
 )
 
 
-def check_model(m: Any, a: Any, judge: Judge, te_works: bool | None = None) -> None:
-    """Apply every rule between a model's numbers and the arguments of the layout.
+def check_model(m: Keys, a: Keys, judge: Judge, te_works: bool | None = None) -> None:
+    """Apply every rule between a model's sizes and the parallel layout.
 
-    m: numbers_of(), or a McaModelConfig. te_works: True if Transformer Engine works here, None if
-    that is not known.
+    m: numbers_of(), or a McaModelConfig. te_works: True if Transformer Engine works here; None if
+    unknown.
     """
     judge.apply(_FP8)
     _check_tensor_parallel(m, a, judge)
@@ -145,7 +149,7 @@ def check_model(m: Any, a: Any, judge: Judge, te_works: bool | None = None) -> N
         judge.apply(_WITHOUT_TE)
 
 
-def _check_tensor_parallel(m: Any, a: Any, judge: Judge) -> None:
+def _check_tensor_parallel(m: Keys, a: Keys, judge: Judge) -> None:
     tp = a.tensor_model_parallel_size
     groups = m.num_query_groups or m.num_attention_heads or tp
     if groups < tp and tp % groups == 0 and not m.qk_norm_over_heads:
@@ -165,7 +169,7 @@ def _check_tensor_parallel(m: Any, a: Any, judge: Judge) -> None:
     )
 
 
-def _check_linear_attention(m: Any, a: Any, judge: Judge) -> None:
+def _check_linear_attention(m: Keys, a: Keys, judge: Judge) -> None:
     heads = m.linear_num_key_heads
     if not heads:
         return
@@ -180,7 +184,7 @@ def _check_linear_attention(m: Any, a: Any, judge: Judge) -> None:
     )
 
 
-def _check_experts(m: Any, a: Any, judge: Judge) -> None:
+def _check_experts(m: Keys, a: Keys, judge: Judge) -> None:
     ep = a.expert_model_parallel_size
     tp = a.tensor_model_parallel_size
     etp = a.expert_tensor_parallel_size or tp
@@ -223,12 +227,12 @@ def _check_experts(m: Any, a: Any, judge: Judge) -> None:
     )
 
 
-def _check_unused(keys: dict[str, tuple], reason: str, a: Any, judge: Judge) -> None:
+def _check_unused(keys: dict[str, tuple], reason: str, a: Keys, judge: Judge) -> None:
     for key, plain in keys.items():
         judge.expect(getattr(a, key) in plain, key, reason, f"{key} left out")
 
 
-def _check_prediction_layers(m: Any, a: Any, judge: Judge) -> None:
+def _check_prediction_layers(m: Keys, a: Keys, judge: Judge) -> None:
     having = {name: family.prediction for name, family in FAMILIES.items() if family.prediction}
     if _family_of(m) is not None and m.hf_model_type not in having:
         reason = f"{m.hf_model_type} has no layers for multi-token prediction"
@@ -248,8 +252,8 @@ def _check_prediction_layers(m: Any, a: Any, judge: Judge) -> None:
     )
 
 
-def _check_fp8(m: Any, a: Any, judge: Judge) -> None:
-    # Transformer Engine's 8-bit products need sizes that 16 divides
+def _check_fp8(m: Keys, a: Keys, judge: Judge) -> None:
+    # Transformer Engine's 8-bit matmuls need sizes that 16 divides
     tp = a.tensor_model_parallel_size
     size = {field: getattr(m, field) or 0 for field in _IN_CONFIG_JSON}
     heads = size["num_attention_heads"]
@@ -266,7 +270,7 @@ def _check_fp8(m: Any, a: Any, judge: Judge) -> None:
     judge.expect(
         not odd,
         f"fp8 {TP}",
-        f"8-bit products need sizes that 16 divides, and a rank has {', '.join(odd)}",
+        f"8-bit matmuls need sizes that 16 divides, and a rank has {', '.join(odd)}",
         "fp8 left out",
     )
     most = (m.num_layers or 10**15) // a.pipeline_model_parallel_size
@@ -282,7 +286,7 @@ def _check_fp8(m: Any, a: Any, judge: Judge) -> None:
 # -- layers and the stages of a pipeline
 
 
-def _check_layers(layers: int, num_deepstack: int, a: Any, judge: Judge) -> None:
+def _check_layers(layers: int, num_deepstack: int, a: Keys, judge: Judge) -> None:
     pp = a.pipeline_model_parallel_size
     vpp = a.virtual_pipeline_model_parallel_size or 1
     layout = a.pipeline_model_parallel_layout
@@ -332,29 +336,31 @@ def _check_layers(layers: int, num_deepstack: int, a: Any, judge: Judge) -> None
 def layout_stages(layout: str) -> list[str]:
     """The stages of a layout with its repeats written out: "Et*2|tL" -> ["Ett", "tL"]."""
     text = layout.replace(",", "")
-    # groups before single letters, as in megatron-core
+    # megatron-core expands groups before single letters too
     for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
         text = re.sub(pattern, lambda match: match.group(1) * int(match.group(2)), text)
     return text.split("|")
 
 
 def num_stages(layout: str | None) -> int:
-    """Stages of a layout; 0 of none, and of auto, which has as many as other keys ask for."""
+    """The number of stages in a layout; 0 if there is no layout, or if it is "auto"."""
     return len(layout_stages(layout)) if layout and layout != AUTO_LAYOUT else 0
 
 
 def balanced_layout(costs: Sequence[float], head: float, stages: int) -> str:
-    """The layout whose stages have costs as equal as can be: the smallest sum of eighth powers.
+    """The layout that balances cost over pipeline stages: it minimises the sum of the stages'
+    costs, each to the power of 8.
 
-    costs: of each layer, stages - 1 or more; head: of the last stage beside its layers. Each stage
-    has a layer, except the last.
+    costs: one per layer, at least stages - 1. head: the cost that the last stage has besides its
+    layers. Every stage but the last has a layer.
     """
     n = len(costs)
     before = [0.0, *itertools.accumulate(costs)]
 
     @functools.cache
     def best(stage: int, first: int) -> tuple[float, tuple[int, ...]]:
-        """(sum, counts) of the layers from `first` on, over the stages from `stage` on."""
+        """(smallest sum, layers per stage) for the layers from `first` on, over stages from `stage`
+        on."""
         if stage == stages - 1:
             return (before[n] - before[first] + head) ** 8, (n - first,)
         options = []
@@ -369,7 +375,7 @@ def balanced_layout(costs: Sequence[float], head: float, stages: int) -> str:
 
 
 def check_layout(layout: str) -> None:
-    """Raise ValueError for a layout that works for no model and no pipeline size."""
+    """Raise ValueError for a layout that is wrong for any model and any pipeline size."""
     if layout == AUTO_LAYOUT:
         return
     if re.search(r"\*\d{4}", layout):
@@ -384,8 +390,10 @@ def check_layout(layout: str) -> None:
 
 
 def check_numbers(values: dict[str, Any], judge: Judge) -> None:
-    """Check the numbers of a raw config.json. transformers checks their types: of some models they
-    may be lists."""
+    """Check the ranges of numbers in a raw config.json.
+
+    Lists pass, because some models have lists here; transformers checks types.
+    """
     before = len(judge.problems)
 
     def expect(holds: object, name: str, expected: str) -> None:
@@ -419,7 +427,7 @@ def check_numbers(values: dict[str, Any], judge: Judge) -> None:
         expect(even, "linear_num_value_heads", f"a multiple of linear_num_key_heads, {groups},")
 
 
-def check_config(values: dict[str, Any], a: Any, judge: Judge) -> None:
+def check_config(values: dict[str, Any], a: Keys, judge: Judge) -> None:
     """Apply every rule between a raw config.json and the arguments."""
     check_type(values, judge, a.use_mca)
     before = len(judge.problems)
@@ -431,8 +439,8 @@ def check_config(values: dict[str, Any], a: Any, judge: Judge) -> None:
         check_gate(numbers, a, judge)
 
 
-def _check_parts(m: Any, a: Any, judge: Judge) -> None:
-    """Refuse a model with a need for rows of missing parts."""
+def _check_parts(m: Keys, a: Keys, judge: Judge) -> None:
+    """Refuse a model that needs a part of this package that is not installed."""
     family = _family_of(m)
     needed = {}
     if family is not None and family.stacked_experts:
@@ -447,12 +455,11 @@ def _check_parts(m: Any, a: Any, judge: Judge) -> None:
             judge.refuse("model_name_or_path", reason, remedy, m.hf_model_type, "model_type")
 
 
-def check_gate(m: Any, a: Any, judge: Judge) -> None:
-    """Check the gate of overlapped shared experts against the buckets of TrainingArguments. m: as
-    in check_model.
+def check_gate(m: Keys, a: Keys, judge: Judge) -> None:
+    """Refuse a gradient bucket that the gate of overlapped shared experts would fill alone.
 
-    megatron waits for a bucket before a module with a weight in it runs, and overlapped shared
-    experts, with the gate, run in parts.
+    megatron waits for a bucket's parameters just before a module that has them runs. Overlapped
+    shared experts run piecewise, so nothing waits for their gate.
     """
     family = _family_of(m)
     is_gated = family is not None and family.constants.get("moe_shared_expert_gate")
@@ -470,9 +477,12 @@ def check_gate(m: Any, a: Any, judge: Judge) -> None:
 # -- limits of plain torch
 
 
-def check_torch_packing(hf_config: Any, judge: Judge) -> None:
-    """Refuse packed rows for a model that may ignore their mask, for linear attention, which has
-    none, and for a sliding window, which the mask would replace. hf_config: transformers'."""
+def check_torch_packing(hf_config: Keys, judge: Judge) -> None:
+    """Refuse packed rows on the torch backend if the model does not keep packed documents apart.
+
+    Models with linear attention have no mask, a mask would replace a sliding window, and families
+    that megatron-core does not train may ignore it. hf_config: a transformers config.
+    """
     config = hf_config.get_text_config()
     has_window = getattr(config, "sliding_window", None) is not None
     layers = getattr(config, "layer_types", None) or ["sliding_attention"]

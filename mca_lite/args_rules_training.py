@@ -1,7 +1,7 @@
-"""Rules and derived values of TrainingArguments, and the steps of the learning rate's schedule.
+"""Rules and derived values of TrainingArguments, and the learning rate schedule's steps.
 
-normalise_training fills in derived values; check_training changes nothing. Both take the arguments
-`a`, and a Judge (errors.py) over them or over all groups of a run.
+normalise_training fills in derived values; check_training changes nothing. `a` has the keys as
+attributes; the Judge (errors.py) collects problems.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any, Literal, NamedTuple
 from . import world
 from .args_rules_model import CP, LAYOUT, PP, TP, VPP, num_stages
 from .args_values import cast, show_count
-from .errors import Judge, Rule
+from .errors import Judge, Keys, Rule
 from .tables import ALIASES
 
 REPORTERS = ("tensorboard", "wandb")  # values of report_to: packages, and extras of this one
-# fields of megatron's config for additional_configs, and their types: they change the way a step is
-# computed, not its result
+# The fields of megatron's config that additional_configs may set, with their types: each changes
+# how a step is computed, not its result.
 ADDITIONAL_FIELDS: dict[str, Any] = {
     "attention_backend": Literal["auto", "flash", "fused", "unfused", "local"],
     "batch_p2p_sync": bool,
@@ -95,15 +95,15 @@ _RULES = (
 
 
 class Need(NamedTuple):
-    """Keys without effect unless a condition is met."""
+    """Keys that have no effect unless a condition is met."""
 
     keys: str
     condition: str  # as in a Rule
-    setting: str  # fulfils it
+    setting: str  # a value that fulfils the condition
     is_harmless: bool = False
 
 
-# a note is enough: no result would be missed
+# a note is enough: the run still does what the user wants
 harmless_need = functools.partial(Need, is_harmless=True)
 NEEDS = (
     Need("nan_skip_limit", "nan_policy=skip|grad_norm_skip_threshold", "nan_policy: skip"),
@@ -164,8 +164,8 @@ NEEDS = (
 )
 
 
-def check_needs(needs: Iterable[Need], a: Any, judge: Judge) -> None:
-    """Refuse changed keys without effect, and note the harmless ones."""
+def check_needs(needs: Iterable[Need], a: Keys, judge: Judge) -> None:
+    """Refuse changed keys that have no effect; for harmless ones, add a note to `a` instead."""
     for need in needs:
         if judge.holds(need.condition):
             continue
@@ -185,8 +185,8 @@ def check_needs(needs: Iterable[Need], a: Any, judge: Judge) -> None:
 # -- derived values
 
 
-def normalise_training(a: Any) -> None:
-    """Fill in the values that follow from other keys."""
+def normalise_training(a: Keys) -> None:
+    """Fill in, in place, the values that follow from other keys."""
     a.report_to = [name for name in REPORTERS if {name, "all"}.intersection(a.report_to)]
     if 0 < a.warmup_steps < 1 and not a.warmup_ratio:
         a.warmup_ratio = a.warmup_steps
@@ -215,25 +215,25 @@ def normalise_training(a: Any) -> None:
         a.virtual_pipeline_model_parallel_size = None
 
 
-def _samples_at_once(a: Any) -> int:
-    """Samples of one micro-batch on each data parallel rank."""
+def _samples_at_once(a: Keys) -> int:
+    """Samples that all data parallel ranks read for one micro-batch."""
     return a.per_device_train_batch_size * a.data_parallel_size
 
 
-def normalise_additional_configs(a: Any) -> None:
+def normalise_additional_configs(a: Keys) -> None:
     """Cast the values of additional_configs by ADDITIONAL_FIELDS."""
-    # AttnBackend.flash is flash
+    # an enum value such as AttnBackend.flash stands for its name, flash
     values = {key: getattr(value, "name", value) for key, value in a.additional_configs.items()}
     a.additional_configs = _cast_values(values, ADDITIONAL_FIELDS)
 
 
 def _cast_values(values: dict[str, Any], types: dict[str, Any]) -> dict[str, Any]:
-    """Values cast by the types of their names; those with a defect are kept."""
+    """The values, cast to the types of their names; a value that cannot be cast is kept."""
     return {key: _try_cast(value, types.get(key, Any))[0] for key, value in values.items()}
 
 
-def _try_cast(value: Any, hint: Any) -> tuple[Any, str]:
-    """(the cast value, ""), or of another type (the value, the expected one)."""
+def _try_cast(value: object, hint: object) -> tuple[Any, str]:
+    """(cast value, ""), or (the value itself, the expected type) if it cannot be cast."""
     try:
         return cast(value, hint), ""
     except ValueError as error:
@@ -243,9 +243,9 @@ def _try_cast(value: Any, hint: Any) -> tuple[Any, str]:
 # -- rules
 
 
-def check_training(a: Any, judge: Judge) -> None:
+def check_training(a: Keys, judge: Judge) -> None:
     """Apply every rule of TrainingArguments."""
-    # without torchrun, parse_args alone knows the number of processes
+    # without torchrun only parse_args knows the number of processes
     if world.current().is_given:
         check_world(a, judge)
     judge.apply(_RULES)
@@ -263,7 +263,7 @@ def check_training(a: Any, judge: Judge) -> None:
     _check_schedule(a, judge)
 
 
-def check_world(a: Any, judge: Judge) -> None:
+def check_world(a: Keys, judge: Judge) -> None:
     """Check the parallel degrees against the number of processes."""
     size = a.world_size
     product = a.model_parallel_size
@@ -281,7 +281,7 @@ def check_world(a: Any, judge: Judge) -> None:
     )
 
 
-def _check_expert_world(a: Any, judge: Judge) -> None:
+def _check_expert_world(a: Keys, judge: Judge) -> None:
     # experts are spread over all ranks of a pipeline stage, those of data and context too
     key = "expert_model_parallel_size"
     ep = a.expert_model_parallel_size
@@ -297,7 +297,7 @@ def _check_expert_world(a: Any, judge: Judge) -> None:
     )
 
 
-def _check_batches(a: Any, judge: Judge) -> None:
+def _check_batches(a: Keys, judge: Judge) -> None:
     steps = a.gradient_accumulation_steps
     unit = _samples_at_once(a)
     total = a.global_batch_size or unit * steps
@@ -318,7 +318,7 @@ def _check_batches(a: Any, judge: Judge) -> None:
     )
 
 
-def _check_layout(a: Any, judge: Judge) -> None:
+def _check_layout(a: Keys, judge: Judge) -> None:
     pp = a.pipeline_model_parallel_size
     vpp = a.virtual_pipeline_model_parallel_size or 1
     layout = a.pipeline_model_parallel_layout
@@ -343,7 +343,7 @@ def _check_layout(a: Any, judge: Judge) -> None:
     )
 
 
-def _check_cadence(a: Any, judge: Judge) -> None:
+def _check_cadence(a: Keys, judge: Judge) -> None:
     first = parse_steps(a.profile_steps or "1")[0]
     judge.expect(
         a.max_steps <= 0 or first <= a.max_steps,
@@ -359,7 +359,7 @@ def _check_cadence(a: Any, judge: Judge) -> None:
         check_installed("plot_loss", "matplotlib", "plot", judge)
 
 
-def _check_best_model(a: Any, judge: Judge) -> None:
+def _check_best_model(a: Keys, judge: Judge) -> None:
     keys = "load_best_model_at_end eval_strategy save_strategy"
     but = "each checkpoint must be evaluated, but"
     judge.expect(
@@ -377,7 +377,7 @@ def _check_best_model(a: Any, judge: Judge) -> None:
 
 
 def check_installed(key: str, package: str, extra: str, judge: Judge) -> None:
-    """Check for a package of an extra of this one."""
+    """Add a Problem unless `package` is installed. extra: the pip extra that installs it."""
     judge.expect(
         importlib.util.find_spec(package),
         key,
@@ -386,7 +386,7 @@ def check_installed(key: str, package: str, extra: str, judge: Judge) -> None:
     )
 
 
-def check_additional_configs(a: Any, judge: Judge) -> None:
+def check_additional_configs(a: Keys, judge: Judge) -> None:
     """Check the names and types of additional_configs against ADDITIONAL_FIELDS."""
     key = "additional_configs"
     takes = f"{key} takes {', '.join(ADDITIONAL_FIELDS)}: config.json and keys decide the rest"
@@ -399,8 +399,8 @@ def check_additional_configs(a: Any, judge: Judge) -> None:
         judge.expect(not defect, key, defect, remedy, value, f"{key}.{name}")
 
 
-def _defect(name: str, value: Any, types: dict[str, Any], takes: str) -> str:
-    """The reason to refuse an entry of a mapping, or ""."""
+def _defect(name: str, value: object, types: dict[str, Any], takes: str) -> str:
+    """The reason to refuse the entry `name` of a mapping; "" if it is fine."""
     return _try_cast(value, types[name])[1] if name in types else takes
 
 
@@ -418,7 +418,7 @@ SCHEDULES = {
     "inverse_sqrt": "inverse-square-root",
     STABLE: "WSD",
 }
-# lr_scheduler_kwargs of the schedules that decay, and of the one with a stable phase
+# the types of lr_scheduler_kwargs, for schedules that decay and for the one with a stable phase
 _OF_DECAY: dict[str, Any] = {"min_lr": float, "min_lr_rate": float, "num_decay_steps": int}
 _OF_STABLE = _OF_DECAY | {
     "num_stable_steps": int,
@@ -428,7 +428,7 @@ _OTHER_SPELLINGS = {"min_lr_ratio": "min_lr_rate", "1-sqrt": "minus_sqrt"}  # Hu
 
 
 def parse_steps(text: str) -> tuple[int, int]:
-    """(first, last) of "10-12", or of "10". Raises ValueError for anything else."""
+    """(first, last) from "10-12" or "10". Raises ValueError for other text."""
     with contextlib.suppress(ValueError):
         first, last = map(int, text.split("-") if "-" in text else (text, text))
         if 1 <= first <= last:
@@ -437,12 +437,12 @@ def parse_steps(text: str) -> tuple[int, int]:
 
 
 def _kwargs_of(schedule: str) -> dict[str, Any]:
-    """The lr_scheduler_kwargs with an effect on a schedule, and their types."""
+    """The lr_scheduler_kwargs that affect a schedule, with their types."""
     return {"constant": {}, "WSD": _OF_STABLE}.get(SCHEDULES[schedule], _OF_DECAY)
 
 
-def _normalise_schedule(a: Any) -> None:
-    """Rename and cast lr_scheduler_kwargs; leave out None."""
+def _normalise_schedule(a: Keys) -> None:
+    """Rename and cast lr_scheduler_kwargs in place; drop known ones that are None."""
     types = _kwargs_of(a.lr_scheduler_type)
     values: dict[str, Any] = {}
     for name, value in a.lr_scheduler_kwargs.items():
@@ -452,7 +452,7 @@ def _normalise_schedule(a: Any) -> None:
     a.lr_scheduler_kwargs = _cast_values(values, types)
 
 
-def _check_schedule(a: Any, judge: Judge) -> None:
+def _check_schedule(a: Keys, judge: Judge) -> None:
     """Check the names, types and limits of lr_scheduler_kwargs, and the steps of the schedule."""
     key = "lr_scheduler_kwargs"
     kwargs = a.lr_scheduler_kwargs
@@ -490,32 +490,35 @@ def _check_schedule(a: Any, judge: Judge) -> None:
 
 
 class ScheduleSteps(NamedTuple):
-    """Steps of warm-up, the step of the lowest rate, and steps of decay (None: all between)."""
+    """Warm-up steps, the step at which the rate is lowest, and decay steps (None: every step
+    between)."""
 
     warmup: int
     end: int
     decay: int | None
 
 
-def plan_schedule(a: Any, num_training_steps: int) -> ScheduleSteps:
-    """The steps of the schedule of TrainingArguments over a number of optimizer steps. Raises
-    ConfigError if they do not fit together."""
+def plan_schedule(a: Keys, num_training_steps: int) -> ScheduleSteps:
+    """The schedule's steps for a run of num_training_steps optimizer steps.
+
+    Raises ConfigError if the steps do not fit together.
+    """
     judge = Judge(a)
     steps = _schedule_steps(a, num_training_steps, judge)
     judge.close()
     return steps
 
 
-def warmup_steps(a: Any, num_training_steps: int) -> int:
-    """Warm-up in steps: warmup_steps, or the share warmup_ratio of all steps, rounded up."""
+def warmup_steps(a: Keys, num_training_steps: int) -> int:
+    """Warm-up steps: the key warmup_steps, or else warmup_ratio of all steps, rounded up."""
     if a.lr_scheduler_type == "constant":
         return 0
     share = math.ceil(a.warmup_ratio * num_training_steps)
-    # a share leaves a step to decay in
+    # one step is left for the decay
     return a.warmup_steps or min(share, max(num_training_steps - 1, 0))
 
 
-def _schedule_steps(a: Any, num_training_steps: int, judge: Judge) -> ScheduleSteps:
+def _schedule_steps(a: Keys, num_training_steps: int, judge: Judge) -> ScheduleSteps:
     kwargs = a.lr_scheduler_kwargs
     end = num_training_steps
     warmup = warmup_steps(a, num_training_steps)

@@ -1,6 +1,7 @@
-"""YAML, casting by type, and ArgumentGroup, the base of the groups of keys in args.py.
+"""YAML, casting by type, and ArgumentGroup, the base class for the groups of keys in args.py.
 
-Problems are collected in a Judge instead of raised, to show all of a run at once.
+Problems are collected in a Judge, not raised at once, so that one error shows every problem of a
+run.
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from .errors import Judge, Problem, refuse
 
 
 class ConfigLoader(yaml.SafeLoader):
-    """YAML without aliases and duplicate keys. Every value but null is text, cast later by the type
-    of its field: 007 stays a name, and 1e-5 is a number."""
+    """A YAML loader without aliases and duplicate keys. Every value but null is read as text and
+    cast later by the type of its field: 007 stays a name, and 1e-5 is a number."""
 
-    yaml_implicit_resolvers: ClassVar[dict] = {}
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
 
     def fetch_alias(self) -> None:
         problem = "a word that begins with * is an alias, which is not read: quote it"
         raise yaml.MarkedYAMLError(problem=problem, problem_mark=self.get_mark())
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[str, Any]:
         seen = set()
         for key, _ in node.value:
             if str(key.value) in seen:  # YAML would take the last value
@@ -53,29 +54,29 @@ ConfigLoader.add_implicit_resolver(
 
 
 def loads_yaml(text: str) -> Any:
-    """A YAML text's value. Raises yaml.YAMLError."""
+    """The value of a YAML text. Raises yaml.YAMLError."""
     try:
         return yaml.load(text, Loader=ConfigLoader)
     except RecursionError:
         raise yaml.YAMLError("it is nested too deep") from None
 
 
-def read_config_file(path: str | os.PathLike) -> dict[str, Any]:
-    """Key -> value of a flat YAML or JSON file. Numbers and truth values are text.
+def read_config_file(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Key -> value from a flat YAML or JSON file. Numbers and booleans are still text.
 
-    Raises ConfigError for a file that is absent, broken or not flat, and for a duplicate key.
+    Raises ConfigError if the file is absent, broken or nested, or has a key twice.
     """
     try:
         if not Path(path).is_file():
             raise OSError("it is absent, or no file")
         text = Path(path).read_text(encoding="utf-8")
         if str(path).endswith(".json"):
-            text = text.replace("\t", " ")  # JSON is YAML but for tabs between tokens
+            text = text.replace("\t", " ")  # YAML refuses tabs between tokens, and JSON allows them
         values = loads_yaml(text) or {}
         if not isinstance(values, dict):
             raise yaml.YAMLError("expected key: value lines")
         return {str(key): value for key, value in values.items()}
-    except Exception as error:  # a tag such as !!bool fails with any of Python's
+    except Exception as error:  # a tag such as !!bool may raise any of Python's errors
         mark = getattr(error, "problem_mark", None)
         line = f" (line {mark.line + 1})" if mark else ""
         reason = f"it cannot be read: {getattr(error, 'problem', error)}{line}"
@@ -85,9 +86,9 @@ def read_config_file(path: str | os.PathLike) -> dict[str, Any]:
 # -- casting
 
 
-def cast(value: Any, hint: Any) -> Any:
-    """Convert `value` to the annotation `hint`: text is parsed as a number, a truth value, a list
-    (by commas) or a dict (JSON or YAML). Raises ValueError with the expected type."""
+def cast(value: object, hint: object) -> Any:
+    """Convert `value` to the type `hint`. Text becomes a number, a boolean, a list (split at
+    commas) or a dict (JSON or YAML). Raises ValueError that names the expected type."""
     if isinstance(value, enum.Enum):
         value = value.value if isinstance(value.value, str) else value.name
     kind = typing.get_origin(hint) or hint
@@ -95,7 +96,7 @@ def cast(value: Any, hint: Any) -> Any:
 
 
 def _cast_choice(value: Any, *names: str) -> str:
-    # a bare no of YAML 1.1 is false, as in eval_strategy: no
+    # YAML 1.1 reads a bare no as false, as in eval_strategy: no
     text = "no" if value is False else str(value).strip().lower()
     choices = {name.lower(): name for name in names}
     if text not in choices:
@@ -103,7 +104,7 @@ def _cast_choice(value: Any, *names: str) -> str:
     return choices[text]
 
 
-def _cast_list(value: Any, kind: Any) -> list:
+def _cast_list(value: Any, kind: object) -> list[Any]:
     if isinstance(value, str) and value.strip().startswith("["):
         value = _parse(value)
     elif isinstance(value, str):
@@ -113,7 +114,7 @@ def _cast_list(value: Any, kind: Any) -> list:
     return [cast(item, kind) for item in value]
 
 
-def _cast_dict(value: Any, of_keys: Any = str, of_values: Any = Any) -> dict:
+def _cast_dict(value: Any, of_keys: Any = str, of_values: Any = Any) -> dict[str, Any]:
     if isinstance(value, str):
         value = _parse(value)
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
@@ -122,7 +123,7 @@ def _cast_dict(value: Any, of_keys: Any = str, of_values: Any = Any) -> dict:
 
 
 def _parse(text: str) -> Any:
-    """The value of a text, or of the JSON file of this name."""
+    """The value of a JSON or YAML text, or of the JSON file with this name."""
     try:
         if text.endswith(".json"):
             text = Path(text).read_text(encoding="utf-8")
@@ -171,7 +172,7 @@ def _cast_optional(value: Any, kind: Any, *none: Any) -> Any:
     return None if value is None else cast(value, kind)
 
 
-_CASTS: dict[Any, Callable] = {
+_CASTS: dict[Any, Callable[..., Any]] = {
     Any: lambda value: value,
     types.UnionType: _cast_optional,
     typing.Union: _cast_optional,
@@ -186,7 +187,7 @@ _CASTS: dict[Any, Callable] = {
 
 
 def show_count(count: int, word: str) -> str:
-    """A number with its word: 1 step, 3 steps."""
+    """A count with its noun: 1 step, 3 steps."""
     return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
@@ -201,18 +202,18 @@ _LIMITS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
 
 
 def arg(default: Any, text: str, **metadata: Any) -> Any:
-    """A dataclass field with a help text and the metadata of its key. One without a default may be
-    given by position.
+    """A dataclass field for a key, with its help text and further metadata. A field without a
+    default may be given by position.
 
-    choices: a table of the values, which may grow until the arguments are read. words: texts -> the
-        values that they mean. check: raises ValueError for a value that does not work. remedy: the
-        suggestion of an error (else the default).
+    choices: a table with the allowed values, which may grow until the arguments are read. words:
+    text -> the value it stands for. check: raises ValueError for a value that does not work.
+    remedy: what an error suggests (default: the field's default).
     low, above, high, below: limits (low <= value, above < value, value <= high, value < below).
     torch: False for a key without effect on the plain torch backend.
     model: True for a field of McaModelConfig under the same name, set unless the key is None;
-        "always" if a None is set too.
-    optimizer, ddp: True for a field of megatron's OptimizerConfig, or of its
-        DistributedDataParallelConfig, under the same name; else its name there.
+    "always" if it is set to None too.
+    optimizer, ddp: True for a field of megatron's OptimizerConfig or DistributedDataParallelConfig
+    under the same name; a string if its name there differs.
     """
     metadata = {"help": text, **metadata}
     if isinstance(default, (list, dict)):
@@ -221,34 +222,35 @@ def arg(default: Any, text: str, **metadata: Any) -> Any:
 
 
 def flag(text: str, **metadata: Any) -> Any:
-    """A key that is false unless it is given."""
+    """A key that is False by default."""
     return arg(False, text, **metadata)
 
 
 def optional(text: str, **metadata: Any) -> Any:
-    """A key that is None unless it is given."""
+    """A key that is None by default."""
     return arg(None, text, **metadata)
 
 
 def count(default: Any, text: str, **metadata: Any) -> Any:
-    """A key with a number of at least 1."""
+    """A key whose value is a number of at least 1."""
     return arg(default, text, low=1, **metadata)
 
 
 def amount(default: Any, text: str, **metadata: Any) -> Any:
-    """A key with a number of at least 0."""
+    """A key whose value is a number of at least 0."""
     return arg(default, text, low=0, **metadata)
 
 
-def default_of(item: dataclasses.Field) -> Any:
-    """A field's default, or dataclasses.MISSING."""
+def default_of(item: dataclasses.Field[Any]) -> Any:
+    """The default of a field, or dataclasses.MISSING."""
     if item.default_factory is not MISSING:
         return item.default_factory()
     return item.default
 
 
-def example(item: dataclasses.Field) -> str:
-    """A line with a value that works: the key with its default, or with its help text."""
+def example(item: dataclasses.Field[Any]) -> str:
+    """A line with a value that works: the key with its default, or with its help text if there is
+    none."""
     default = default_of(item)
     if default is None:
         default = item.metadata.get("low")
@@ -272,11 +274,11 @@ _Group = TypeVar("_Group", bound="ArgumentGroup")
 
 @dataclass(kw_only=True)
 class ArgumentGroup:
-    """Base of the groups: the constructor casts every field by its type and raises ConfigError with
-    all problems.
+    """Base class for groups of keys. The constructor casts every field to its type and raises one
+    ConfigError with every problem.
 
-    notes: a line for each value that was changed or has no effect. changed: the keys with another
-    value than their default.
+    notes: one line per value that was changed or has no effect. changed: the keys whose value is
+    not their default.
     """
 
     def __post_init__(self) -> None:
@@ -287,9 +289,11 @@ class ArgumentGroup:
 
     @classmethod
     def read(cls: type[_Group], values: dict[str, Any], judge: Judge) -> _Group:
-        """A group from key -> value, before its rules. Other groups' keys are ignored.
+        """A group with the values of its keys, cast but not yet checked by rules. Keys of other
+        groups are ignored.
 
-        The constructor is not called: rules between groups need a group with problems too.
+        The constructor is not called: rules between groups must be able to read a group that has
+        problems.
         """
         group = cls.__new__(cls)
         for item in dataclasses.fields(cls):
@@ -298,7 +302,7 @@ class ArgumentGroup:
         return group
 
     def cast_fields(self, judge: Judge) -> None:
-        """Cast and check each field in place; sets `notes` and `changed`."""
+        """Cast and check each field in place; set `notes` and `changed`."""
         self.notes: list[str] = []
         self.changed: list[str] = []
         for item in dataclasses.fields(self):
@@ -306,8 +310,8 @@ class ArgumentGroup:
             if getattr(self, item.name) != default_of(item):
                 self.changed.append(item.name)
 
-    def check_field(self, item: dataclasses.Field, judge: Judge) -> None:
-        """Cast a field in place and check it; a value with a problem becomes the default."""
+    def check_field(self, item: dataclasses.Field[Any], judge: Judge) -> None:
+        """Cast and check a field in place. If it has a problem, its default takes its place."""
         key = item.name
         known = item.metadata
         default = default_of(item)
@@ -328,25 +332,25 @@ class ArgumentGroup:
         setattr(self, key, value)
 
     def resolve(self, judge: Judge) -> None:
-        """Fill in the values that follow from others, and apply the rules of the group."""
+        """Fill in derived values and apply the group's rules."""
         self.normalise()
         self.check(judge)
 
     def normalise(self) -> None:
-        """Fill in the values that follow from others; the fields have values of their types."""
+        """Fill in derived values in place. Each field has been cast to its type before."""
 
     def check(self, judge: Judge) -> None:
-        """Apply the rules of the group; changes nothing."""
+        """Apply the group's rules; change nothing."""
 
     def fields_of(self, config: str) -> dict[str, Any]:
-        """{field: value} of keys declared as fields of a config: "optimizer" or "ddp"."""
+        """{field: value} for the keys that set a field of the config "optimizer" or "ddp"."""
         names = {
             f.name: f.metadata[config] for f in dataclasses.fields(self) if config in f.metadata
         }
         return {key if name is True else name: getattr(self, key) for key, name in names.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """Field name -> the value in effect, copied."""
+        """A copy of the values in effect, by field name."""
         return dataclasses.asdict(self)
 
 
@@ -354,7 +358,7 @@ _type_hints: Callable[[type], dict[str, Any]] = functools.cache(typing.get_type_
 
 
 def check_keys(group_type: type[ArgumentGroup], **values: Any) -> list[Problem]:
-    """The Problems of single values by the types and limits of a group's keys."""
+    """The Problems that the types and limits of a group's keys find in `values`."""
     judge = Judge(None)
     group_type.read(values, judge)
     return [problem for problem in judge.problems if problem.key in values]

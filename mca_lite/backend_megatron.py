@@ -2,7 +2,9 @@
 
 import contextlib
 import math
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,12 +12,12 @@ import torch.distributed as dist
 from . import parallel, weights_convert
 from .args_rules_model import check_gate
 from .backend import Backend, mean_of
-from .batch import RowLayout, Targets, model_columns, row_layout, to_rank
+from .batch import Batch, RowLayout, Targets, model_columns, row_layout, to_rank
 from .ckpt_megatron import MegatronSnapshot, load_megatron, may_rest, owned_parameters
-from .errors import Judge
+from .errors import Judge, Keys
 from .families import rows_of
 from .hosts import module_of
-from .loss_tokens import TrainedPlaces
+from .loss_tokens import LossOfLogits, TrainedPlaces
 from .mcore import (
     ColumnParallelLinear,
     DistributedDataParallel,
@@ -28,7 +30,7 @@ from .mcore import (
     reduce_from_tensor_model_parallel_region,
 )
 from .model import VirtualModels
-from .model_config import accumulate_in_place
+from .model_config import McaModelConfig, accumulate_in_place
 from .model_moe import BalancingLosses, Experts, RouterStatistics, routers_of
 from .optim import (
     Matrices,
@@ -38,7 +40,8 @@ from .optim import (
     parts_of,
 )
 from .tables import OPTIMIZERS
-from .weights_files import in_words_of
+from .weights_convert import Change
+from .weights_files import NamedTensors, in_words_of
 
 # A GPU's rows have multiples of these tokens. With few lengths, a packed row fits into memory that
 # an earlier one has freed; cuDNN plans attention of rows anew for each length, in 0.1 s.
@@ -46,19 +49,19 @@ PACKED_BUCKET = 128
 ROW_BUCKET = 64
 
 
-def _one_or_all(of_chunks: list):
+def _one_or_all(of_chunks: list[Any]) -> Any:
     """A list for several chunks, the element itself for one, as megatron expects."""
     return of_chunks if len(of_chunks) > 1 else of_chunks[0]
 
 
 class MegatronBackend(Backend):
-    """VirtualModels in training. `chunks` are the DDP-wrapped models."""
+    """VirtualModels that are trained. `chunks` are the DDP-wrapped models."""
 
     name = "megatron"
     snapshot_of = MegatronSnapshot
     load_checkpoint = staticmethod(load_megatron)
 
-    def __init__(self, models: VirtualModels, args):
+    def __init__(self, models: VirtualModels, args: Keys) -> None:
         self.config = config = models.config
         judge = Judge(args)
         check_gate(config, args, judge)
@@ -71,8 +74,8 @@ class MegatronBackend(Backend):
         self.counts_tokens = mpu.is_pipeline_last_stage(ignore_virtual=True) and cp_rank == 0
         self._configure(config)
         self.chunks = [self._wrap(model, first=i == 0) for i, model in enumerate(models)]
-        self._may_rest = False  # parameters of any rank
-        self._rests = False  # they, in the next update
+        self._may_rest = False  # True if any rank has parameters that may rest
+        self._rests = False  # True if the next update skips them
         self._accumulate_in_place(models)
         experts = config.num_moe_experts
         if experts:
@@ -81,27 +84,27 @@ class MegatronBackend(Backend):
             for router in routers_of(models):
                 router.statistics = self.statistics_of_routers
 
-    def set_layout(self, config, cp_rank: int) -> None:
-        """Set what batches and losses need to know of a config's model and layout."""
+    def set_layout(self, config: McaModelConfig, cp_rank: int) -> None:
+        """Set what batches and losses need to know about a config's model and layout."""
         self.hf_config = config.hf_config
         self.inputs = config.inputs
         cp = config.context_parallel_size
         self.context_parallel = cp, cp_rank
-        if cp > 1:  # each document is cut into two chunks a rank
+        if cp > 1:  # each document is split into two chunks per rank
             self.document_multiple = 2 * cp
-        if config.virtual_pipeline_model_parallel_size:  # whole groups of micro-batches
+        if config.virtual_pipeline_model_parallel_size:  # micro-batches run in whole groups
             self.micro_batch_multiple = config.pipeline_model_parallel_size
         if config.mtp_num_layers:
             self.predicts_ahead = config.mtp_loss_scaling_factor / config.mtp_num_layers
 
     @property
-    def grad_scalers(self) -> list:
+    def grad_scalers(self) -> list[Any]:
         scalers = [getattr(part, "grad_scaler", None) for part in parts_of(self.optimizer)]
         return [scaler for scaler in scalers if scaler is not None]
 
-    def _configure(self, config) -> None:
-        """Set in a model's config what megatron's schedule and the layers read there alone.
-        create_optimizer adds the functions of the schedule."""
+    def _configure(self, config: McaModelConfig) -> None:
+        """Set fields that megatron's schedule and the layers read only from the model's config.
+        create_optimizer() adds the schedule's functions."""
         config.calculate_per_token_loss = self.args.calculate_per_token_loss
         config.rows_are_packed = self.args.sequence_packing
         config.loss_weights_differ = False
@@ -110,10 +113,10 @@ class MegatronBackend(Backend):
 
     @property
     def length_multiple(self) -> int:
-        """Sequence parallelism cuts each context-parallel rank's part again."""
+        """Sequence parallelism splits each context-parallel rank's shard again."""
         config = self.config
         multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
-        if config.fp8:  # its kernels need local multiples of 16
+        if config.fp8:  # 8-bit kernels need multiples of 16 on each rank
             multiple *= 16
         if torch.cuda.is_available():
             bucket = PACKED_BUCKET if self.args.sequence_packing else ROW_BUCKET
@@ -122,23 +125,25 @@ class MegatronBackend(Backend):
         return cp * math.lcm(2, multiple) if cp > 1 else multiple
 
     def common_length(self, longest: int) -> int:
-        """Pipeline stages post their receives by it. The all-gather of tokens for experts needs
-        one on all ranks: collective then."""
+        """Pipeline stages post their receives by this length. The all-gather of tokens for experts
+        needs one length on all ranks, and is then agreed on collectively."""
         if self.config.num_moe_experts and self.config.moe_token_dispatcher_type == "allgather":
             return parallel.largest(longest)[0]
         pipelined = self.config.pipeline_model_parallel_size > 1
         return longest if pipelined and not self.config.variable_seq_lengths else 0
 
-    def model_inputs(self, batch: dict) -> dict:
+    def model_inputs(self, batch: Batch) -> dict[str, Any]:
         """Tokens and labels at this rank's places, with the borders of packed documents."""
         places = self.places(batch)
         device = parallel.device()
         batch = self.inputs.arrange(batch)
         names = model_columns(batch)
-        if not self.config.num_moe_experts:  # padding counts in no balancing loss
+        if not self.config.num_moe_experts:  # only balancing losses read it
             names.remove("padding_mask")
         inputs = to_rank(batch, names, places, device)
-        labels = batch["labels"] if places is None else batch["labels"][..., places]  # on the host
+        labels = (
+            batch["labels"] if places is None else batch["labels"][..., places]
+        )  # still on the host
         trained = TrainedPlaces.of(inputs["labels"], labels)
         if self.config.mtp_num_layers:
             inputs["labels"] = Targets.ahead(batch, self.config.mtp_num_layers).to_rank(
@@ -152,33 +157,35 @@ class MegatronBackend(Backend):
             packed_seq_params=batch.get("packed_seq_params"),
         )
 
-    def places(self, batch: dict) -> torch.Tensor | None:
+    def places(self, batch: Batch) -> torch.Tensor | None:
         return None if self.context_parallel[0] == 1 else self._layout(batch).index
 
-    def _layout(self, batch: dict) -> RowLayout:
+    def _layout(self, batch: Batch) -> RowLayout:
         borders = batch.get("cu_seqlens", (0, batch["input_ids"].shape[1]))
         return row_layout(borders, *self.context_parallel, parallel.device())
 
     def over_context_parallel(
         self, total: torch.Tensor, count: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Per token, megatron's schedule sums both over all ranks. Otherwise it divides by the
-        tokens given here, those of whole rows, and averages over context-parallel ranks: the
-        factor makes it a sum. Collective over the context-parallel ranks then."""
+        """With calculate_per_token_loss unchanged, because megatron sums both over all ranks.
+        Otherwise megatron divides by the count and averages over context-parallel ranks, so the
+        count is summed over these ranks (a collective) and the total multiplied by how many there
+        are.
+        """
         if self.config.context_parallel_size == 1 or self.config.calculate_per_token_loss:
             return total, count
         dist.all_reduce(count, group=mpu.get_context_parallel_group())
         return total * self.config.context_parallel_size, count
 
     def sum_over_context_parallel(self, values: torch.Tensor) -> torch.Tensor:
-        """The gradient is that of this rank's part: megatron sums the ranks' gradients. Collective
-        over the context-parallel ranks."""
+        """The gradient is the one for this rank's part: megatron sums gradients over these ranks.
+        Collective over the context-parallel ranks."""
         if self.config.context_parallel_size == 1:
             return values
         group = mpu.get_context_parallel_group()
         return reduce_from_tensor_model_parallel_region(values, group=group)
 
-    def whole_logits(self, logits: torch.Tensor, inputs: dict) -> torch.Tensor:
+    def whole_logits(self, logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
         logits = self.model.gather_logits(logits)
         size, rank = self.context_parallel
         if size == 1:
@@ -194,8 +201,8 @@ class MegatronBackend(Backend):
     # -- training
 
     def _accumulate_in_place(self, models: VirtualModels) -> None:
-        """On a GPU let the linears' products add to DDP's float32 gradients, without a gradient in
-        bf16."""
+        """On a GPU, let the linears' GEMMs add to DDP's float32 gradients directly, without a bf16
+        gradient in between."""
         if not torch.cuda.is_available() or not self.args.grad_reduce_in_fp32:
             return
         for model in models:
@@ -210,27 +217,29 @@ class MegatronBackend(Backend):
     def expect_weighted_losses(self) -> None:
         self.config.loss_weights_differ = True
 
-    def use_loss(self, of_logits) -> None:
+    def use_loss(self, of_logits: LossOfLogits | None) -> None:
         for model in self.model:
             model.loss_of_logits = of_logits
 
-    def use_timers(self, timers) -> None:
+    def use_timers(self, timers: Callable[..., Any]) -> None:
         self.config.timers = timers
 
-    def joins_rows(self, chunks) -> bool:
-        """Not with pipelines, which fix shapes, experts, which drop or gather tokens by shapes, or
-        capped scores, which are in memory whole."""
+    def joins_rows(self, chunks: Sequence[Any]) -> bool:
+        """False with pipelines, which need equal shapes, with experts, which drop or gather tokens
+        by shape, and with capped scores, whose matrix is in memory as a whole."""
         configs = [chunk.config for chunk in chunks]
         fixed = any(c.num_moe_experts or c.attn_logit_softcapping for c in configs)
         return self.config.pipeline_model_parallel_size == 1 and not fixed
 
-    def wrap_reference(self, models: VirtualModels, of_logits=None) -> list:
+    def wrap_reference(
+        self, models: VirtualModels, of_logits: LossOfLogits | None = None
+    ) -> list[Any]:
         self._configure(models.config)
         for model in models:
             model.loss_of_logits = of_logits
         return list(models.requires_grad_(False).eval())
 
-    def _wrap(self, model, first: bool) -> DistributedDataParallel:
+    def _wrap(self, model: torch.nn.Module, first: bool) -> DistributedDataParallel:
         args = self.args
         if args.overlap_grad_reduce and any(hasattr(p, "main_grad") for p in model.parameters()):
             raise ValueError(
@@ -238,11 +247,12 @@ class MegatronBackend(Backend):
                 "model again for a second one"
             )
         config = DistributedDataParallelConfig(**args.fields_of("ddp"))
-        # later chunks' communication overlaps the compute of earlier ones: one bucket each
+        # a later chunk's communication overlaps with the compute of earlier chunks, so one bucket
+        # is enough
         return DistributedDataParallel(self.config, config, model, disable_bucketing=not first)
 
-    def create_optimizer(self):
-        """Also sets the functions that megatron's schedule reads from the model's config."""
+    def create_optimizer(self) -> Any:
+        """Also set the functions that megatron's schedule reads from the model's config."""
         config = self.config
         chunks = self.chunks
         is_whole = self.finetuning.is_whole
@@ -262,7 +272,8 @@ class MegatronBackend(Backend):
         return self.optimizer
 
     def _mark_matrices(self) -> None:
-        """Set `matrices` of the parameters with matrices of hidden layers, and of their masters."""
+        """Set `matrices` on the parameters (and their masters) that hold matrices of
+        hidden layers."""
         config = self.config
         rows = rows_of(config.hf_model_type, config)
         rows = {row.mca: row for row in rows if row.is_linear or row.is_of_inputs}
@@ -285,15 +296,19 @@ class MegatronBackend(Backend):
             parameter.matrices = master.matrices = Matrices(sizes, groups, **cut)
 
     def forward(
-        self, forward_step, micro_batches: list, seq_length: int, chunks: list | None = None
-    ) -> list[dict]:
+        self,
+        forward_step: Callable[..., Any],
+        micro_batches: list[Any],
+        seq_length: int,
+        chunks: list[Any] | None = None,
+    ) -> list[dict[str, Any]]:
         return self._run_schedule(
             forward_step, micro_batches, seq_length, chunks or self.chunks, forward_only=True
         )
 
-    def _begin_gradients(self, micro_batches: list, first: bool) -> None:
-        """Set gradients to zero before the first call of an update. Collective if modules for
-        inputs are trained."""
+    def _begin_gradients(self, micro_batches: list[Any], first: bool) -> None:
+        """Zero the gradients before an update's first call. Collective if input modules are
+        trained."""
         if first:
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
@@ -303,8 +318,13 @@ class MegatronBackend(Backend):
             self._rests = rests and (first or self._rests)
 
     def _run_schedule(
-        self, forward_step, micro_batches: list, seq_length: int, chunks, forward_only=False
-    ) -> list[dict]:
+        self,
+        forward_step: Callable[..., Any],
+        micro_batches: list[Any],
+        seq_length: int,
+        chunks: Sequence[Any],
+        forward_only: bool = False,
+    ) -> list[dict[str, Any]]:
         return get_forward_backward_func()(
             forward_step_func=forward_step,
             data_iterator=_one_or_all([iter(micro_batches) for _ in chunks]),
@@ -316,8 +336,12 @@ class MegatronBackend(Backend):
         )
 
     def add_gradients(
-        self, forward_step, micro_batches: list, seq_length: int, last: bool = False
-    ) -> list[dict]:
+        self,
+        forward_step: Callable[..., Any],
+        micro_batches: list[Any],
+        seq_length: int,
+        last: bool = False,
+    ) -> list[dict[str, Any]]:
         config = self.config
         usual = config.no_sync_func
         first = self.pending is None
@@ -335,8 +359,8 @@ class MegatronBackend(Backend):
         self._is_sent = last
         return metrics
 
-    def _count(self, chunks, num_tokens, **kwargs) -> None:
-        """Count tokens where megatron's schedule would finish the gradients."""
+    def _count(self, chunks: Any, num_tokens: torch.Tensor | None, **kwargs: Any) -> None:
+        """Count tokens at the point where megatron's schedule would finish the gradients."""
         if num_tokens is not None:
             self.pending += num_tokens
 
@@ -352,12 +376,13 @@ class MegatronBackend(Backend):
         return divisor
 
     def _start_reduction(self) -> None:
-        """Begin the reduction that hooks of the backward pass begin with overlap_grad_reduce."""
+        """Start the reduction that backward hooks start with overlap_grad_reduce; without it do
+        nothing."""
         if not self.args.overlap_grad_reduce:
             return
         for chunk in self.chunks:
             for group in (*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups):
-                # before the first one is counted, finish_grad_sync begins it
+                # until a first batch was counted, finish_grad_sync starts the reduction itself
                 if not getattr(group, "is_first_batch", False):
                     group.start_grad_sync()
 
@@ -372,8 +397,9 @@ class MegatronBackend(Backend):
             part.config.clip_grad = max_grad_norm or float("inf")
 
     def _finalize_gradients(self) -> None:
-        """megatron's, with a division by the tokens of all ranks that reads no number on the host;
-        none if the update multiplies gradients. Collective."""
+        """megatron's finalize_model_grads, and then a division by the token count of all ranks that
+        never waits for the GPU. If the update multiplies gradients anyway, the division is left to
+        it. Collective."""
         self._tokens = None
         per_token = self.args.calculate_per_token_loss
         if per_token:
@@ -388,15 +414,15 @@ class MegatronBackend(Backend):
 
     @property
     def _gradient_factor(self) -> torch.Tensor | float:
-        """The factor that _finalize_gradients left out, a float64 tensor or 1."""
+        """The factor that _finalize_gradients left to the update: a float64 tensor, or 1."""
         return 1.0 if self._tokens is None else mean_of(1.0, self._tokens.double())
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float, int | None]:
-        """The parts of megatron's step(), with a check of the gradient norm.
+        """megatron's step() in parts, with a check of the gradient norm.
 
-        With split masters the update is launched before the norm is read: the GPU does not wait for
-        the host, nor the host for the update.
+        With split masters the update is launched before the norm is read: neither does the GPU wait
+        for the host, nor the host for the update.
         """
         optimizer = self.optimizer
         if optimizer.prepare_grads():  # the loss scale of fp16 overflowed
@@ -425,15 +451,15 @@ class MegatronBackend(Backend):
         return bool(updated), grad_norm, num_zeros
 
     def _leave_out(self) -> None:
-        """Leave the parameters that rest out of the next update."""
+        """Exclude resting parameters from the next update."""
         for _, parameter, main, _ in owned_parameters(self.optimizer, self.model):
             if may_rest(parameter):
                 main.grad = None
-                if hasattr(main, "decoupled_grad"):  # set anew for each update
+                if hasattr(main, "decoupled_grad"):  # it is set again for each update
                     main.decoupled_grad = None
 
     def _num_zeros_of_padding(self) -> int:
-        """The gradient's elements in the vocabulary's padding, all zero."""
+        """Gradient elements in the vocabulary's padding, which are all zero."""
         config = self.config
         modules = {module_of(name) for name in weights_convert.vocabulary_names(config)}
         if config.tie_embeddings_and_output_weights:
@@ -464,7 +490,8 @@ class MegatronBackend(Backend):
                 parameter.data = parameter.main_grad.float() * factor
 
     def _gather_shards(self) -> None:
-        """Complete the gradients: the distributed optimizer has each rank's part. Collective."""
+        """Complete the gradients, of which the distributed optimizer has a shard per rank.
+        Collective."""
         if not self.args.use_distributed_optimizer:
             return
         for chunk in self.chunks:
@@ -477,7 +504,7 @@ class MegatronBackend(Backend):
     def _trained_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         return weights_convert.iter_hf_tensors(self.model)
 
-    def weights(self, change=None) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self, change: Change | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         self.finish_param_sync()
         tensors = weights_convert.iter_hf_tensors(self.model)
         if change is not None:
@@ -487,21 +514,24 @@ class MegatronBackend(Backend):
     def weight_forms(self) -> Iterator[tuple[str, torch.Tensor]]:
         return self._in_words(weights_convert.forms_of(self.model))
 
-    def _in_words(self, tensors) -> Iterator[tuple[str, torch.Tensor]]:
+    def _in_words(self, tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
         return in_words_of(self.config.name_or_path, self.hf_config, tensors)
 
-    def _export(self, folder, max_shard_size, change=None) -> list[str]:
+    def _export(
+        self, folder: os.PathLike[str], max_shard_size: str | int, change: Change | None = None
+    ) -> list[str]:
         return weights_convert.export_hf(self.model, folder, max_shard_size, change)
 
     def finish_param_sync(self) -> None:
-        # with overlap_param_gather the next forward pass gathers those of the last update
+        # with overlap_param_gather the weights of the last update are gathered in the next forward
+        # pass
         if self.args.overlap_param_gather:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
 
     # -- checkpoints
 
-    def load_state(self, folder, with_optimizer: bool = True) -> None:
+    def load_state(self, folder: os.PathLike[str], with_optimizer: bool = True) -> None:
         super().load_state(folder, with_optimizer)
         if not with_optimizer and self.optimizer is not None:
             self.optimizer.reload_model_params()  # the master weights follow

@@ -1,14 +1,16 @@
-"""The plain torch backend: a Hugging Face model, torch DDP, AdamW. The fallback, and the oracle of
-every test.
+"""The plain torch backend: a Hugging Face model, torch DDP and AdamW. A fallback, and the reference
+for every test.
 
-`forward_backward` has the contract of megatron's schedules: the trainer's objective runs on both.
+`forward_backward` follows megatron's schedules, so the trainer's objective runs on both backends.
 """
 
 import functools
 import math
+import os
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +18,15 @@ import torch.nn.functional as F
 from . import cpu, parallel
 from .args_rules_model import check_torch_packing
 from .backend import Backend, mean_of
-from .batch import block_diagonal_mask, get_ltor_masks_and_position_ids, model_columns, to_rank
+from .batch import (
+    Batch,
+    block_diagonal_mask,
+    get_ltor_masks_and_position_ids,
+    model_columns,
+    to_rank,
+)
 from .ckpt import TorchSnapshot, load_torch
-from .errors import Judge, expect
+from .errors import Judge, Keys, expect
 from .families import FAMILIES, values_of
 from .families_rows import has_value_head
 from .files import IGNORE_INDEX, describe_error
@@ -28,35 +36,36 @@ from .model_linears import extra_factors
 from .model_moe import BalancingLosses, RouterStatistics, updated_bias
 from .optim import Matrices, create_grad_scaler, create_torch_optimizer
 from .tables import OPTIMIZERS
-from .weights_convert import write_model
+from .weights_convert import Change, write_model
 from .weights_files import file_tensors
 
-# -- experts of a transformers model
+# -- experts in a transformers model
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
-# ends of the names of transformers' routers, in lower case
+# how class names of transformers' routers end, in lower case
 _ROUTERS = ("topkrouter", "moev1gate")
 
 
-def losses_of(config, args) -> BalancingLosses:
-    """The coefficients for a transformers config: the arguments', or its family's."""
+def losses_of(config: Any, args: Keys) -> BalancingLosses:
+    """The balancing-loss coefficients for a transformers config: the arguments', or
+    its family's."""
     return BalancingLosses.of(args, values_of(config).get("moe_aux_loss_coeff", 0.0))
 
 
 class TorchRouters:
-    """Collects the outputs of the routers, (logits, weights, experts), in training.
+    """Collects the routers' outputs, (logits, weights, experts), during training.
 
-    `statistics` is None for a model without experts, or of a family without a row: nothing is
-    collected then. ValueError for balancing losses of such a model, and for experts without known
-    routers.
+    `statistics` is None, and nothing is collected, for a model without experts or of a family that
+    is not in FAMILIES. Raises ValueError if balancing losses are set for such a model, or if a
+    model's routers are not found.
     """
 
-    def __init__(self, model, args):
+    def __init__(self, model: torch.nn.Module, args: Keys) -> None:
         config = model.config
         self.losses = losses_of(config, args)
         self.bias_rate = args.moe_router_bias_update_rate
         self.statistics: RouterStatistics | None = None
-        self.padding_mask: torch.Tensor  # of the next forward pass
+        self.padding_mask: torch.Tensor  # for the next forward pass
         self._outputs: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         self._modules: dict[int, torch.nn.Module] = {}
         values = values_of(config)
@@ -75,13 +84,13 @@ class TorchRouters:
         self.statistics = RouterStatistics(layers, experts)
         self._counts = torch.zeros(layers, experts, device=parallel.device())
 
-    def _find(self, model, wanted: int) -> None:
-        """Hook the router of each mixture, by the name of its class."""
+    def _find(self, model: torch.nn.Module, wanted: int) -> None:
+        """Hook each layer's router, found by its class name. wanted: how many there must be."""
         for name, module in model.named_modules():
             if type(module).__name__.lower().endswith(_ROUTERS):
                 layer = int(_LAYER.search(name)[1])
                 block = model.get_submodule(name.rpartition(".")[0])
-                has_bias = hasattr(block, "e_score_correction_bias")  # else it is the router's
+                has_bias = hasattr(block, "e_score_correction_bias")  # otherwise the router has it
                 self._modules[layer] = block if has_bias else module
                 module.register_forward_hook(functools.partial(self._keep, layer))
         if len(self._modules) != wanted:
@@ -91,21 +100,19 @@ class TorchRouters:
                 "would be left out; use another version of transformers, or set use_mca: true"
             )
 
-    def _keep(self, layer, module, args, output):
+    def _keep(self, layer: int, module: torch.nn.Module, args: Any, output: Any) -> None:
         if module.training and torch.is_grad_enabled():
             logits, _, experts = output
             self._outputs.append((layer, logits, experts))
 
     def expect(self, padding_mask: torch.Tensor) -> None:
-        """The next forward pass has this mask, bool [b, s] with True meaning padding."""
+        """Set the padding mask of the next forward pass: bool [b, s], True for padding."""
         self.padding_mask = padding_mask
         self._outputs = []
 
     def losses_of_pass(self) -> torch.Tensor | float:
-        """The losses of the last forward pass, for its micro-batch.
-
-        Counts the pass for the log and for the bias updates too.
-        """
+        """The balancing losses of the last forward pass, of one micro-batch. Also counts the pass
+        for the log and for bias updates."""
         total = 0.0
         for layer, logits, experts in self._outputs:
             real = ~self.padding_mask
@@ -120,8 +127,8 @@ class TorchRouters:
 
     @torch.no_grad()
     def update_biases(self) -> None:
-        """After the micro-batches of a step: even out the loads by moe_router_bias_update_rate.
-        Collective with such a rate."""
+        """After the micro-batches of a step, even out the loads by moe_router_bias_update_rate.
+        Collective if that rate is set."""
         if self.statistics is None or not self.bias_rate:
             return
         counts = parallel.sum_over_all(self._counts)
@@ -136,20 +143,20 @@ class TorchRouters:
 
 
 class TokenLossModel(torch.nn.Module):
-    """A Hugging Face decoder with the outputs of McaGPTModel: token losses with labels, logits
-    without; with a value head a score of each token.
+    """A Hugging Face decoder with McaGPTModel's outputs: token losses if labels are given, else
+    logits; with a value head, one score per token.
 
-    If the logits are the last hidden states times the head's weight, the loss is taken in chunks of
-    rows. Other heads (scaled or capped logits, a bias) need whole logits.
+    If the logits are the last hidden states times the head's weight, the loss is computed in chunks
+    of rows. Other heads (scaled or capped logits, a bias) need whole logits.
     """
 
-    def __init__(self, model, loss_chunk_size: int | None):
+    def __init__(self, model: Any, loss_chunk_size: int | None) -> None:
         super().__init__()
         self.model = model.eval()
         self.loss_chunk_size = loss_chunk_size
-        self.weights_differ = False  # True: rows weigh differently in the loss
-        self.loss_of_logits: LossOfLogits | None = None  # in place of cross entropy
-        # True: a forward pass without a picture has a part of 0 in the tower's gradients
+        self.weights_differ = False  # True if rows have different weights in the objective
+        self.loss_of_logits: LossOfLogits | None = None  # replaces cross entropy
+        # if trains_inputs, a pass without a picture adds gradients of 0 for the vision tower
         self.inputs = inputs_of(model.config)
         self.trains_inputs = False
         self.has_value_head = has_value_head(model.config.architectures)
@@ -157,8 +164,8 @@ class TokenLossModel(torch.nn.Module):
 
     @torch.no_grad()
     def _head_is_plain(self) -> bool:
-        """True if the last hidden states enter the head, and its output leaves the model. Large
-        numbers take the place of the output: a cap shows in no small ones."""
+        """True if the head reads the last hidden states, and its output is the model's output.
+        Large values replace the head's output here, because a cap does not change small values."""
         vocab_size = self.model.config.get_text_config().vocab_size
         ids = torch.arange(4, device=parallel.device())[None] % vocab_size
         head = self.model.get_output_embeddings()
@@ -166,7 +173,7 @@ class TokenLossModel(torch.nn.Module):
         numbers = (numbers % 97 - 48).view(*ids.shape, -1) * 256.0  # exact in 16 bits
         entered = []
 
-        def replace(module, inputs, output):
+        def replace(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
             entered.extend(inputs)
             return numbers.to(output.dtype)
 
@@ -184,10 +191,20 @@ class TokenLossModel(torch.nn.Module):
         return is_last and head.bias is None and torch.equal(logits.float(), numbers)
 
     def forward(
-        self, input_ids, position_ids=None, attention_mask=None, labels=None, places=None, **more
-    ):
-        """input_ids, labels [b, s]; mask bool [b or 1, 1, s, s], True hidden -> float32 [b, s].
-        places: positions of logits (None: all). more: columns for the model."""
+        self,
+        input_ids: torch.Tensor,
+        position_ids: Any = None,
+        attention_mask: Any = None,
+        labels: Any = None,
+        places: Any = None,
+        **more: Any,
+    ) -> torch.Tensor:
+        """Token losses, float32 [b, s], for input_ids and labels [b, s]; logits or scores as the
+        class says.
+
+        attention_mask: bool [b or 1, 1, s, s], True means hidden. places: positions whose logits
+        are wanted (None: all). more: further columns for the model.
+        """
         if attention_mask is not None:
             attention_mask = ~attention_mask  # Hugging Face's True means visible
         kwargs = dict(
@@ -205,7 +222,9 @@ class TokenLossModel(torch.nn.Module):
             losses = losses + self.inputs.unused(self.model, more)
         return losses
 
-    def _losses(self, input_ids, labels, kwargs) -> torch.Tensor:
+    def _losses(
+        self, input_ids: torch.Tensor, labels: torch.Tensor, kwargs: dict[str, Any]
+    ) -> torch.Tensor:
         if not self.head_is_plain:
             return self._losses_of_whole_logits(input_ids, labels, kwargs)
         hidden = self.model.base_model(input_ids, **kwargs).last_hidden_state
@@ -220,7 +239,9 @@ class TokenLossModel(torch.nn.Module):
             of_logits=self.loss_of_logits,
         )
 
-    def _losses_of_whole_logits(self, input_ids, labels, kwargs) -> torch.Tensor:
+    def _losses_of_whole_logits(
+        self, input_ids: torch.Tensor, labels: torch.Tensor, kwargs: dict[str, Any]
+    ) -> torch.Tensor:
         if self.loss_of_logits is None:
             logits = self.model(input_ids, **kwargs).logits.float().flatten(0, 1)
             losses = F.cross_entropy(
@@ -240,18 +261,18 @@ class TokenLossModel(torch.nn.Module):
 
 
 class TorchBackend(Backend):
-    """A Hugging Face model in training: float32 weights, autocast for bf16 and fp16, DDP over
+    """A Hugging Face model that is trained: float32 weights, autocast for bf16 and fp16, DDP over
     several ranks."""
 
     name = "torch"
     snapshot_of = TorchSnapshot
     load_checkpoint = staticmethod(load_torch)
 
-    def __init__(self, model, args):
+    def __init__(self, model: Any, args: Keys) -> None:
         super().__init__(model, args, BalancingLosses())
         self.dp_size = parallel.world_size()
         self.dp_rank = parallel.rank()
-        with self.autocast():  # beside frozen weights in bf16, those of modules_to_save are float32
+        with self.autocast():  # frozen weights may be bf16 while modules_to_save are float32
             self.loss_model = wrapped = TokenLossModel(model, args.loss_chunk_size)
         if not wrapped.head_is_plain:
             args.notes.append(
@@ -268,7 +289,8 @@ class TorchBackend(Backend):
         if self.dp_size > 1:
             wrapped.trains_inputs = bool(self._resting)  # DDP waits for every gradient
             ids = [torch.cuda.current_device()] if torch.cuda.is_available() else None
-            # buffers change on all ranks alike: a broadcast in each pass would only be waited for
+            # buffers change alike on all ranks, so broadcasting them in each pass would only cost
+            # time
             wrapped = torch.nn.parallel.DistributedDataParallel(
                 wrapped, device_ids=ids, broadcast_buffers=False
             )
@@ -277,16 +299,16 @@ class TorchBackend(Backend):
         self.losses_of_routers = self.routers.losses
         self.statistics_of_routers = self.routers.statistics
         self._max_grad_norm = args.max_grad_norm
-        self._rests = False  # modules for inputs, in the next update by added gradients
+        self._rests = False  # True if the next update skips input modules
         self._scaler = create_grad_scaler(args) if args.fp16 else None
         self.grad_scalers = [self._scaler] if self._scaler else []
 
     @property
-    def hf_config(self) -> dict:
+    def hf_config(self) -> dict[str, Any]:
         return self.model.config.to_dict()
 
-    def model_inputs(self, batch: dict) -> dict:
-        """The batch on this rank's device; masks and positions keep packed documents apart."""
+    def model_inputs(self, batch: Batch) -> dict[str, Any]:
+        """The batch on this rank's device; masks and position ids keep packed documents apart."""
         device = parallel.device()
         params = batch.get("packed_seq_params")
         inputs = to_rank(batch, model_columns(batch), None, device)
@@ -303,26 +325,26 @@ class TorchBackend(Backend):
     def expect_weighted_losses(self) -> None:
         self.loss_model.weights_differ = True
 
-    def wrap_reference(self, model, of_logits=None) -> list:
+    def wrap_reference(self, model: Any, of_logits: LossOfLogits | None = None) -> list[Any]:
         wrapped = TokenLossModel(model.requires_grad_(False), self.args.loss_chunk_size)
         wrapped.loss_of_logits = of_logits
         return [wrapped.eval()]
 
-    def use_loss(self, of_logits) -> None:
+    def use_loss(self, of_logits: LossOfLogits | None) -> None:
         self.loss_model.loss_of_logits = of_logits
 
-    def use_timers(self, timers) -> None:
+    def use_timers(self, timers: Callable[..., Any]) -> None:
         self._timers = timers
 
-    def create_optimizer(self):
+    def create_optimizer(self) -> Any:
         if OPTIMIZERS[self.args.optim].of_matrices:
             self._mark_matrices()
         self.optimizer = create_torch_optimizer(self.args, self.model)
         return self.optimizer
 
     def _mark_matrices(self) -> None:
-        """Set `matrices` of the parameters with matrices of hidden layers, for the optimizer.
-        ValueError for experts whose gates and ups lie in turns."""
+        """Set `matrices` on the parameters that hold matrices of hidden layers, for the optimizer.
+        Raises ValueError for stacked experts whose gate and up rows alternate."""
         family = FAMILIES.get(self.model.config.model_type)
         expect(
             family is None or not family.stacked_experts,
@@ -340,20 +362,30 @@ class TorchBackend(Backend):
                 tensor.matrices = Matrices([rows // parts] * parts)
 
     def forward(
-        self, forward_step, micro_batches: list, seq_length: int, chunks: list | None = None
-    ) -> list[dict]:
+        self,
+        forward_step: Callable[..., Any],
+        micro_batches: list[Any],
+        seq_length: int,
+        chunks: list[Any] | None = None,
+    ) -> list[dict[str, Any]]:
         [model] = chunks or self.chunks
         return self._run_all(forward_step, micro_batches, model, forward_only=True)[0]
 
     def _run_all(
-        self, forward_step, micro_batches: list, model, forward_only=False, last=True
-    ) -> tuple[list[dict], torch.Tensor]:
-        """(metrics of each micro-batch, sum of their counts). last: DDP averages the gradients."""
+        self,
+        forward_step: Callable[..., Any],
+        micro_batches: list[Any],
+        model: Any,
+        forward_only: bool = False,
+        last: bool = True,
+    ) -> tuple[list[dict[str, Any]], torch.Tensor]:
+        """(metrics per micro-batch, sum of their counts). last: True if DDP shall average the
+        gradients in the last micro-batch's backward pass."""
         iterator = iter(micro_batches)
         metrics = []
         tokens = torch.zeros((), dtype=torch.float32, device=parallel.device())
         for i in range(len(micro_batches)):
-            # DDP reads it, as no_sync() sets it: the gradients are reduced once
+            # DDP reads what no_sync() would set, so gradients are reduced once
             is_last = last and i == len(micro_batches) - 1
             model.require_backward_grad_sync = forward_only or is_last
             passes = self._timers("model")
@@ -369,8 +401,12 @@ class TorchBackend(Backend):
         return metrics, tokens
 
     def add_gradients(
-        self, forward_step, micro_batches: list, seq_length: int, last: bool = False
-    ) -> list[dict]:
+        self,
+        forward_step: Callable[..., Any],
+        micro_batches: list[Any],
+        seq_length: int,
+        last: bool = False,
+    ) -> list[dict[str, Any]]:
         first = self.pending is None
         if first:
             self.optimizer.zero_grad()
@@ -387,7 +423,7 @@ class TorchBackend(Backend):
     def finish_gradients(
         self, denominator: float | None = None, times: float = 1.0
     ) -> torch.Tensor:
-        if not self._is_sent:  # as DDP's average
+        if not self._is_sent:  # average as DDP would have
             for gradient in self._gradients() if self.dp_size > 1 else ():
                 torch.distributed.all_reduce(gradient.div_(self.dp_size))
         for parameter in self._resting if self._rests else ():
@@ -406,11 +442,11 @@ class TorchBackend(Backend):
     def _gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self.model.parameters() if p.grad is not None]
 
-    def _backward(self, loss, count, num_micro_batches: int) -> None:
-        """The backward pass of a micro-batch.
+    def _backward(self, loss: torch.Tensor, count: torch.Tensor, num_micro_batches: int) -> None:
+        """The backward pass of one micro-batch.
 
-        Per token, gradients of sums, divided by all tokens in the end; otherwise the mean over
-        micro-batches of the means over their tokens.
+        With per-token loss, gradients are those of loss sums, which are divided by all tokens at
+        the end. Otherwise they are those of the mean over micro-batches of per-token means.
         """
         if not self.args.calculate_per_token_loss:
             loss = mean_of(loss, count)
@@ -419,7 +455,7 @@ class TorchBackend(Backend):
             loss = loss / num_micro_batches
         if self._scaler is not None:
             loss = loss * self._scaler.scale
-        if not loss.requires_grad:  # of text, if the tower alone is trained
+        if not loss.requires_grad:  # a text batch, and only the vision tower is trained
             return
         passes = self._timers("model")
         reduction = self._timers("reduction")
@@ -429,15 +465,15 @@ class TorchBackend(Backend):
             reduction.start()
 
         passes.start()
-        # called before DDP waits for sums of gradients: its wait is queued after this
+        # runs before DDP waits for reduced gradients, because that wait is queued later
         engine = torch.autograd.Variable._execution_engine
         loss.register_hook(lambda _: engine.queue_callback(begin_reduction))
         loss.backward()
         reduction.stop()
 
     def _divide_by_tokens(self, tokens: torch.Tensor) -> None:
-        """Make DDP's average of the ranks' sums the sum over all, divided by the tokens of all.
-        Collective."""
+        """Turn DDP's average over ranks into the sum over ranks, divided by the tokens of all
+        ranks. Collective."""
         tokens = parallel.sum_over_all(tokens)
         if grads := self._gradients():
             torch._foreach_mul_(grads, mean_of(self.dp_size, tokens))
@@ -445,7 +481,7 @@ class TorchBackend(Backend):
     def step(self) -> tuple[bool, float, int | None]:
         parameters = [p for p in self.model.parameters() if p.grad is not None]
         grads = [p.grad for p in parameters]
-        if not grads:  # of a step of text, if the tower alone is trained
+        if not grads:  # a text step, and only the vision tower is trained
             return True, 0.0, None
         if self._scaler:
             torch._foreach_mul_(grads, float(self._scaler.inv_scale))
@@ -470,12 +506,14 @@ class TorchBackend(Backend):
 
     _sum_over_data_parallel = reduce
 
-    def _export(self, folder, max_shard_size, change=None) -> list[str]:
+    def _export(
+        self, folder: os.PathLike[str], max_shard_size: str | int, change: Change | None = None
+    ) -> list[str]:
         tensors = self._tensors_of_files(self.dtype, change)
         source = self.model.name_or_path
         return write_model(tensors, folder, max_shard_size, self.hf_config, source, self.dtype)
 
-    def weights(self, change=None) -> Iterator[tuple[str, torch.Tensor]]:
+    def weights(self, change: Change | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         return self._tensors_of_files(self.dtype, change)
 
     def weight_forms(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -487,7 +525,7 @@ class TorchBackend(Backend):
         for parameter in self.model.parameters():
             if parameter.requires_grad:
                 gradient = parameter.grad
-                if gradient is None:  # the loss does not depend on it
+                if gradient is None:  # the loss does not depend on this parameter
                     gradient = torch.zeros_like(parameter)
                 parameter.data = gradient.float()
 
@@ -495,14 +533,15 @@ class TorchBackend(Backend):
         return self._tensors_of_files(torch.float32)
 
     def _tensors_of_files(
-        self, dtype: torch.dtype, change=None
+        self, dtype: torch.dtype, change: Change | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name in a file, tensor) on global rank 0; trained ones in `dtype`."""
+        """(name in a file, CPU tensor) on global rank 0. Parameters are cast to `dtype`;
+        change(name, tensor) may replace each tensor."""
         if not parallel.is_main():
             return
         for name, tensor, view in file_tensors(self.model):
             part = view.to("cpu", copy=view.shape != tensor.shape)
-            # a buffer, such as a router's bias, keeps its precision, as in transformers
+            # a buffer, such as a router's bias, keeps its dtype, as in transformers
             kept = dtype if isinstance(tensor, torch.nn.Parameter) else part.dtype
             if change is not None:
                 part = change(name, part)

@@ -1,19 +1,23 @@
-"""The columns of a micro-batch: pad, pack, join and cut them; masks and borders of packed rows.
+"""The columns of a micro-batch: padding, packing, joining and splitting them; masks and borders of
+packed rows.
 
-A batch is a dict of tensors, whose columns tables.COLUMNS declares. Letters: b rows, s positions, t
-tokens of a packed row, cp the context-parallel size. The collator's batch has rows of documents,
-numbered by attention_mask. An arranged one has padding_mask, and either a document in each row or a
-packed row with the documents' borders, `cu_seqlens` from 0 to t. Documents of a packed row do not
-see each other, and the padding at its end is a document as well. Columns per document or sample are
-[n] then, without fillers. Under context parallelism every document is cut into 2 cp chunks, and
-rank r has the chunks r and 2 cp - 1 - r: causal attention is then the same work on every rank.
+A batch is a dict of tensors; tables.COLUMNS declares its columns. Letters: b rows, s positions, t
+tokens of a packed row, cp the context-parallel size.
+
+The collator's batch has rows of documents, which attention_mask numbers. An arranged batch has
+padding_mask, and either one document per row or one packed row with document borders, `cu_seqlens`
+from 0 to t. Documents of a packed row do not see each other; padding at its end counts as a
+document. Columns per document or sample are then [n], without fillers.
+
+Under context parallelism each document is split into 2 cp chunks, and rank r has chunks r and 2 cp
+- 1 - r, so that causal attention is the same work on every rank.
 """
 
 import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -26,11 +30,13 @@ from .mcore import PackedSeqParams
 from .parallel import to_device
 from .tables import COLUMNS, is_of_inputs, registered_columns
 
+Batch: TypeAlias = dict[str, Any]  # columns by name
+
 # -- from the collator's rows to what a model takes
 
 
 def padding_of(name: str, pad_token_id: int) -> float:
-    """The value of a column in positions that only pad."""
+    """The value that a column has at padded positions."""
     return pad_token_id if name == "input_ids" else COLUMNS[name].padding
 
 
@@ -39,13 +45,13 @@ def _is_of_tokens(name: str) -> bool:
 
 
 def document_lengths(mask: torch.Tensor) -> list[list[int]]:
-    """Tokens of each document of each row, by a mask [b, s] that numbers them from 1."""
+    """Token counts of the documents in each row. mask [b, s] numbers the documents from 1."""
     counts = (torch.bincount(row)[1:] for row in mask.long().clamp(min=0))
     return [of_row[of_row > 0].tolist() for of_row in counts]
 
 
 def _places(lengths: list[list[int]], width: int) -> list[torch.Tensor]:
-    """The places of each document in rows of `width` that are laid end to end."""
+    """The positions of each document, counted through all rows of `width` positions."""
     return [
         places
         for number, of_row in enumerate(lengths)
@@ -54,14 +60,18 @@ def _places(lengths: list[list[int]], width: int) -> list[torch.Tensor]:
 
 
 def _taken(
-    batch: dict,
+    batch: Batch,
     places: torch.Tensor | None,
     lengths: list[list[int]],
     per_sample: int,
     pad_token_id: int,
-) -> dict:
-    """The batch with its tokens at these places of its rows end to end, -1 for padding (None: as
-    they are), and its other columns without fillers, as [documents] or [samples]."""
+) -> dict[str, Any]:
+    """The batch with the tokens at `places`, and other columns per document or sample, without
+    fillers.
+
+    places: positions counted through all rows, -1 for padding; None keeps the rows as they are.
+    lengths: of document_lengths. per_sample: documents per sample.
+    """
     taken = {}
     for name, column in batch.items():
         if is_of_inputs(name):
@@ -79,7 +89,8 @@ def _taken(
 
 
 def _of_samples(name: str, column: torch.Tensor, per_sample: int) -> torch.Tensor:
-    """[samples] of a column [documents]. ValueError for documents of a sample that differ."""
+    """A column per sample, from one per document. Raises ValueError if a sample's
+    documents differ."""
     of_samples = column.view(len(column) // per_sample, per_sample)
     expect(
         bool((of_samples == of_samples[:, :1]).all()),
@@ -88,8 +99,9 @@ def _of_samples(name: str, column: torch.Tensor, per_sample: int) -> torch.Tenso
     return of_samples[:, 0]
 
 
-def _with_masks(batch: dict) -> dict:
-    """The batch with attention_mask and padding_mask; no value of a script's column in padding."""
+def _with_masks(batch: Batch) -> dict[str, Any]:
+    """The batch with attention_mask and padding_mask; in padding, registered columns get their
+    padding value."""
     mask = batch.get("attention_mask")
     if mask is None:
         mask = torch.ones_like(batch["input_ids"])
@@ -101,13 +113,13 @@ def _with_masks(batch: dict) -> dict:
 
 
 def pack(
-    batch: dict, document_multiple: int = 1, pad_token_id: int = 0, documents_per_sample: int = 1
-) -> dict:
-    """The documents of the collator's rows as one packed row [1, t], without what pads the rows,
-    and "cu_seqlens", its borders as a tuple.
+    batch: Batch, document_multiple: int = 1, pad_token_id: int = 0, documents_per_sample: int = 1
+) -> dict[str, Any]:
+    """All documents of the collator's rows as one packed row [1, t] without the rows' padding; adds
+    "cu_seqlens", the document borders, as a tuple.
 
-    Each document is padded to document_multiple inside, without labels. A batch of padding alone
-    gives an empty document, as every rank has to take part in a step.
+    Each document is padded to a multiple of document_multiple, without labels. A batch of padding
+    alone becomes an empty document, because every rank must take part in a step.
     """
     batch = _with_masks(batch)
     mask = batch.pop("attention_mask")
@@ -122,11 +134,12 @@ def pack(
     return packed
 
 
-def split(batch: dict, documents_per_sample: int = 1, pad_token_id: int = 0) -> dict:
-    """The collator's rows with a document in each: [b * documents_per_sample, longest document].
+def split(batch: Batch, documents_per_sample: int = 1, pad_token_id: int = 0) -> dict[str, Any]:
+    """The collator's rows, split into one document per row: [b * documents_per_sample, longest
+    document].
 
-    Rows of one document stay as they are. A row of padding alone, which only fills the batch, gives
-    rows of padding. ValueError for rows with other numbers of documents.
+    Rows of one document are unchanged. A row of padding (a filler) gives rows of padding. Raises
+    ValueError if a row has another number of documents.
     """
     batch = _with_masks(batch)
     mask = batch["attention_mask"]
@@ -140,16 +153,16 @@ def split(batch: dict, documents_per_sample: int = 1, pad_token_id: int = 0) -> 
             f"rows hold {sorted(counts)} documents, expected {documents_per_sample}: set "
             "sequence_packing: true",
         )
-        # all micro-batches of a pipeline have one shape: a filler has rows too
+        # micro-batches of a pipeline need equal shapes, so a filler gets rows too
         with_fillers = [of_row or [1] * documents_per_sample for of_row in lengths]
         places = _places(with_fillers, mask.shape[1])
         rows = pad_sequence(places, batch_first=True, padding_value=-1)
     return _taken(batch, rows, lengths, documents_per_sample, pad_token_id)
 
 
-def pad(batch: dict, length: int, pad_token_id: int = 0) -> dict:
-    """An arranged batch with `length` positions; the tail of a packed row is a document, without
-    labels."""
+def pad(batch: Batch, length: int, pad_token_id: int = 0) -> dict[str, Any]:
+    """An arranged batch padded to `length` positions. In a packed row the padding becomes a
+    document without labels."""
     more = length - batch["input_ids"].shape[1]
     if not more:
         return batch
@@ -162,25 +175,25 @@ def pad(batch: dict, length: int, pad_token_id: int = 0) -> dict:
     return padded
 
 
-def real_documents(batch: dict) -> torch.Tensor:
-    """bool [documents] of an arranged batch: False for the rows and tails that only pad."""
+def real_documents(batch: Batch) -> torch.Tensor:
+    """bool [documents] of an arranged batch: False for rows and row ends that are padding."""
     if "cu_seqlens" in batch:
         return ~batch["padding_mask"][0, list(batch["cu_seqlens"][:-1])]
     return ~batch["padding_mask"][:, 0]
 
 
-def _without_tail(packed: dict) -> dict:
-    """A packed batch without the documents that only pad."""
+def _without_tail(packed: Batch) -> dict[str, Any]:
+    """A packed batch without the padding at its end."""
     count = int(real_documents(packed).sum())
     borders = packed["cu_seqlens"][: count + 1]
     tokens = {name: packed[name][:, : borders[-1]] for name in packed if _is_of_tokens(name)}
     return {**packed, **tokens, "cu_seqlens": borders}
 
 
-def every_second(batch: dict, first: int) -> dict:
-    """An arranged batch with the documents first, first + 2, ... alone, rows as long as the longest
-    of them; a packed row of padding keeps one. Columns of documents, samples and pictures stay as
-    they are."""
+def every_second(batch: Batch, first: int) -> dict[str, Any]:
+    """An arranged batch with documents first, first + 2, ... only, in rows as long as the longest
+    of them. A packed row of padding keeps one document. Columns per document, sample or picture are
+    unchanged."""
     chosen = dict(batch)
     names = [name for name in batch if _is_of_tokens(name)]
     if "cu_seqlens" not in batch:
@@ -196,9 +209,9 @@ def every_second(batch: dict, first: int) -> dict:
     return chosen | {name: batch[name][:, torch.cat(places)] for name in names}
 
 
-def join(batches: list[dict]) -> dict:
-    """Arranged batches as one: packed rows end to end, without their tails; rows of one length one
-    below the other."""
+def join(batches: list[Batch]) -> dict[str, Any]:
+    """Arranged batches as one: packed rows are concatenated without their padding; other rows, of
+    equal lengths, are stacked."""
     joined = {}
     is_packed = "cu_seqlens" in batches[0]
     if is_packed:
@@ -207,21 +220,26 @@ def join(batches: list[dict]) -> dict:
         joined["cu_seqlens"] = (0, *np.concatenate(sizes).cumsum().tolist())
     for name in set().union(*batches) - joined.keys():
         end_to_end = is_packed and _is_of_tokens(name)
-        columns = [batch[name] for batch in batches if name in batch]  # some have no picture
+        columns = [
+            batch[name] for batch in batches if name in batch
+        ]  # a batch of text has no column of pictures
         joined[name] = torch.cat(columns, dim=int(end_to_end))
     return joined
 
 
-def model_columns(batch: dict) -> list[str]:
-    """The columns of an arranged batch for the forward pass."""
+def model_columns(batch: Batch) -> list[str]:
+    """The names of the columns that the model's forward pass takes."""
     return [name for name in batch if name in COLUMNS and COLUMNS[name].to_model]
 
 
 def to_rank(
-    batch: Mapping, names: Sequence[str], places: torch.Tensor | None, device: torch.device
+    batch: Mapping[str, Any],
+    names: Sequence[str],
+    places: torch.Tensor | None,
+    device: torch.device,
 ) -> dict[str, torch.Tensor]:
-    """These columns of an arranged batch on a device, those of tokens at the rank's `places` of a
-    row (None: all)."""
+    """The columns `names` of an arranged batch on a device; columns per token at the rank's
+    `places` (None: all)."""
     columns = {}
     for name in names:
         column = batch[name]
@@ -232,9 +250,12 @@ def to_rank(
 
 
 class Targets(NamedTuple):
-    """Labels [b, s], and for multi-token prediction the ids, the labels and the numbers of image
-    features [k, b, s] of the tokens 1 to k places ahead of each, within its document; id 0, no
-    label and -1 after its end. Texts have the number -1."""
+    """Labels [b, s], and targets for multi-token prediction, [k, b, s] each: ids, labels and
+    image-feature indices of the tokens 1 to k places ahead in the same document.
+
+    Past the document's end the id is 0, the label IGNORE_INDEX and the index -1. A text token has
+    the index -1.
+    """
 
     labels: torch.Tensor
     next_ids: torch.Tensor
@@ -242,11 +263,11 @@ class Targets(NamedTuple):
     next_slots: torch.Tensor
 
     @classmethod
-    def ahead(cls, batch: dict, count: int) -> "Targets":
-        """Build them from whole rows, before context parallelism cuts them."""
+    def ahead(cls, batch: Batch, count: int) -> "Targets":
+        """Build from whole rows, before context parallelism splits them. count: k."""
         length = batch["input_ids"].shape[1]
         cu = torch.tensor(batch.get("cu_seqlens", (0, length)))
-        ends = cu[1:].repeat_interleave(cu.diff())  # the end of each place's document
+        ends = cu[1:].repeat_interleave(cu.diff())  # where each position's document ends
         places = torch.arange(length) + torch.arange(1, count + 1)[:, None]  # [k, s]
         is_beyond = (places >= ends)[:, None]  # [k, 1, s]
         places = places.clamp(max=length - 1)
@@ -259,8 +280,11 @@ class Targets(NamedTuple):
         )
         return cls(batch["labels"], *ahead)
 
-    def to_rank(self, labels, places: torch.Tensor | None, device: torch.device) -> "Targets":
-        """Those of this rank's places (None: all), on its device, as its labels [b, s] are."""
+    def to_rank(
+        self, labels: torch.Tensor, places: torch.Tensor | None, device: torch.device
+    ) -> "Targets":
+        """The targets at this rank's places (None: all) on `device`. labels: already this rank's
+        [b, s]."""
         ahead = self[1:]
         if places is not None:
             ahead = tuple(x[..., places] for x in ahead)
@@ -275,11 +299,11 @@ def get_ltor_masks_and_position_ids(
     build_attention_mask: bool = True,
     attn_mask_1D: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """(causal mask bool [b, 1, s, s], True meaning hidden; position ids int64 [b, s] from 0).
+    """(causal mask bool [b, 1, s, s], True means hidden; position ids int64 [b, s] from 0).
 
-    input_ids [b, s]. attn_mask_1D [b, s], 1 for tokens and 0 for padding, hides the padding's
-    columns as well. build_attention_mask False: the mask is attn_mask_1D itself; None means causal
-    to the models.
+    input_ids [b, s]. attn_mask_1D [b, s]: 1 for a token, 0 for padding, which is hidden too.
+    build_attention_mask: if False, attn_mask_1D is returned in place of the mask; models read None
+    as causal.
     """
     b, s = input_ids.shape
     position_ids = torch.arange(s, device=input_ids.device).expand(b, s)
@@ -292,12 +316,12 @@ def get_ltor_masks_and_position_ids(
 
 
 def get_seqlens_in_batch(attention_mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cu_seqlens int32 [documents + 1] with a leading 0, the longest length int32) of a packed
-    batch.
+    """(cu_seqlens int32 [documents + 1] from 0, longest document int32) for the rows of a batch,
+    concatenated.
 
-    attention_mask [b, s]: 1 for the first document of a row, 2 for the second, 0 for padding, which
-    counts as a document. Rows are concatenated: [[1, 1, 2, 2, 2, 0], [1, 2, 2, 3, 3, 3]] gives [0,
-    2, 5, 6, 7, 9, 12] and 3.
+    attention_mask [b, s]: 1 for a row's first document, 2 for its second, 0 for padding, which
+    counts as a document. [[1, 1, 2, 2, 2, 0], [1, 2, 2, 3, 3, 3]] gives [0, 2, 5, 6, 7, 9, 12] and
+    3.
     """
     lengths: list[int] = []
     for of_row in document_lengths(attention_mask):
@@ -308,27 +332,28 @@ def get_seqlens_in_batch(attention_mask: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def check_pack_seq_aligned(attention_mask: torch.Tensor, align_size: int) -> bool:
-    """True if the length of each document is a multiple of align_size; padding may have any."""
+    """True if every document's length is a multiple of align_size; padding may have any length."""
     lengths = itertools.chain(*document_lengths(attention_mask))
     return not any(length % align_size for length in lengths)
 
 
 # -- a row on a rank
 
-# what the sizes of varlen_of_graph are multiples of
+# varlen_of_graph rounds its sizes up to multiples of these
 GRAPH_DOCUMENTS = 16
 GRAPH_LENGTH = 256
 
 
-@dataclass(eq=False)  # a key of caches, by identity
+@dataclass(eq=False)  # compared by identity, as a key of caches
 class RowLayout:
-    """A row for core attention on a context-parallel rank, with t / cp of its tokens.
+    """A row as core attention sees it on one context-parallel rank, which has t / cp of its tokens.
 
-    segments: (q0, q1, k0, k1), host numbers: local queries q0:q1 see the keys k0:k1, the last query
-    the last key. positions int64 [t / cp]: each local token's position in its document. index int64
-    [t / cp], in host memory: its place in the whole row. order int64 [t], None without context
-    parallelism: gathered local parts in the row's order. borders int32 [documents + 1]: cu_seqlens
-    of the whole row. longest: tokens of the longest document.
+    segments: (q0, q1, k0, k1), integers on the host: local queries q0:q1 see keys k0:k1 of the
+    whole row, causally: the last query sees the last key. positions int64 [t / cp]: position of
+    each local token in its document. index int64 [t / cp], on the host: its place in the whole row.
+    order int64 [t]: puts the gathered parts of all ranks into the row's order; None if cp is 1.
+    borders int32 [documents + 1]: cu_seqlens of the whole row. longest: tokens of the longest
+    document.
     """
 
     segments: list[tuple[int, int, int, int]]
@@ -340,22 +365,25 @@ class RowLayout:
 
     @functools.cached_property
     def same_length(self) -> int | None:
-        """Tokens of each document if all have as many, and are whole on this rank."""
+        """Tokens per document if this rank has whole documents of equal length; otherwise None."""
         lengths = {q1 - q0 for q0, q1, _, _ in self.segments}
         return self.longest if self.order is None and len(lengths) == 1 else None
 
     @functools.cached_property
     def documents(self) -> torch.Tensor:
-        """int64 [t]: the number of each token's document in the whole row."""
+        """int64 [t]: the document index of each token in the whole row."""
         length = len(self.index if self.order is None else self.order)
         places = torch.arange(length, device=self.borders.device)
         return torch.bucketize(places, self.borders[1:], right=True)
 
     @functools.cached_property
     def varlen(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
-        """(cu_seqlens of queries, of keys int32, keys' places int64, longest queries, longest keys)
-        for a varlen kernel, with the keys of each segment side by side. Places is None without
-        context parallelism: the keys are in order."""
+        """(cu_seqlens of queries, of keys, key places, longest query run, longest key run) for a
+        varlen kernel.
+
+        cu_seqlens are int32. key places, int64, are the indices of the keys of all segments, one
+        segment after another; None if cp is 1, because keys are in order.
+        """
         if self.order is None:
             return self.borders, self.borders, None, self.longest, self.longest
         q0, q1, k0, k1 = torch.tensor(self.segments).T
@@ -370,8 +398,8 @@ class RowLayout:
 
     @functools.cached_property
     def varlen_of_graph(self) -> tuple[torch.Tensor, int]:
-        """(cu_seqlens int32, longest) of a row in order, rounded up, with empty documents at its
-        end: a kernel that is built for one shape serves many rows."""
+        """(cu_seqlens int32, longest) of a row in order, both rounded up: empty documents are added
+        at the end. So a kernel compiled for one shape serves many rows."""
         count = len(self.borders) - 1
         more = -count % GRAPH_DOCUMENTS
         borders = torch.cat((self.borders, self.borders[-1:].expand(more)))
@@ -379,12 +407,12 @@ class RowLayout:
 
 
 def _borders(lengths: torch.Tensor) -> torch.Tensor:
-    """int32 [n + 1]: cu_seqlens of n lengths."""
+    """int32 [n + 1]: cu_seqlens for n lengths."""
     return F.pad(lengths.cumsum(0), (1, 0)).int()
 
 
 def _chunks(cu: tuple[int, ...], cp_size: int, cp_rank: int) -> Iterator[tuple[int, int, int]]:
-    """(start of its document, start, end) in the whole row of each of a rank's chunks."""
+    """(start of its document, start, end) of each chunk of a rank, as places in the whole row."""
     for start, end in itertools.pairwise(cu):
         if cp_size == 1:
             yield start, start, end
@@ -400,13 +428,13 @@ def _chunks(cu: tuple[int, ...], cp_size: int, cp_rank: int) -> Iterator[tuple[i
 
 
 def zigzag(cu: tuple[int, ...], cp_size: int, cp_rank: int) -> torch.Tensor:
-    """int64 [t / cp]: places in the whole row of a rank's tokens, in its order."""
+    """int64 [t / cp]: places in the whole row of a rank's tokens, in the rank's order."""
     return torch.cat([torch.arange(start, end) for _, start, end in _chunks(cu, cp_size, cp_rank)])
 
 
 @functools.lru_cache(64)
 def row_layout(cu: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.device) -> RowLayout:
-    """The layout of a row with borders `cu` on a context-parallel rank, on `device`."""
+    """The RowLayout of a row with borders `cu` on a context-parallel rank."""
     borders = torch.tensor(cu)
     lengths = borders.diff()
     segments = []
@@ -428,14 +456,14 @@ def row_layout(cu: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.de
 
 @dataclass
 class PackedRow(PackedSeqParams):
-    """megatron's packed parameters in the documented thd format, and the layout of a
-    row for attention."""
+    """megatron's PackedSeqParams in its thd format, with the row's layout for attention."""
 
     layout: RowLayout | None = None
 
 
 def packed_row(cu: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.device) -> PackedRow:
-    """Packed parameters of a row with borders `cu`, of queries and keys, global under cp."""
+    """The PackedRow of a row with borders `cu`, the same for queries and keys; borders are the
+    whole row's."""
     layout = row_layout(cu, cp_size, cp_rank, device)
     return PackedRow(
         qkv_format="thd",
@@ -448,8 +476,8 @@ def packed_row(cu: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.de
 
 
 def block_diagonal_mask(cu: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """bool [1, 1, t, t], True meaning hidden: causal, and other documents hidden. For models
-    without packing."""
+    """bool [1, 1, t, t], True means hidden: causal inside each document, and other documents
+    hidden. For models that have no packing."""
     document = torch.arange(len(cu) - 1).repeat_interleave(torch.tensor(cu).diff()).to(device)
     causal = torch.ones(len(document), len(document), dtype=torch.bool, device=device).tril()
     return ~(causal & (document[:, None] == document[None]))[None, None]

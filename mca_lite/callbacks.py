@@ -1,4 +1,5 @@
-"""State and callbacks of a run: the best model, early stopping, signals, and the profiler."""
+"""A run's state and callbacks: progress, the best model, early stopping, signals and
+the profiler."""
 
 import itertools
 import math
@@ -7,11 +8,12 @@ import signal
 import threading
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from . import parallel, world
-from .errors import expect
+from .errors import Keys, expect
 from .files import read_json, write_json
 
 # -- state and callbacks
@@ -19,7 +21,7 @@ from .files import read_json, write_json
 
 @dataclass
 class TrainerState:
-    """Progress of a run; written to trainer_state.json. Counts are over all ranks, a step is an
+    """Progress of a run, written to trainer_state.json. Counts are over all ranks; a step is an
     optimizer step."""
 
     global_step: int = 0
@@ -28,16 +30,18 @@ class TrainerState:
     num_train_epochs: int | float = 0.0
     consumed_samples: int = 0
     consumed_tokens: int = 0
-    log_history: list = field(default_factory=list)
+    log_history: list[Any] = field(default_factory=list)
     best_metric: int | float | None = None
     best_global_step: int | None = None
     best_model_checkpoint: str | None = None
-    resumes: list = field(default_factory=list)  # steps of the checkpoints it went on with
-    left_out_steps: int = 0  # of epochs stopped early by a callback
-    data_position: dict | None = None  # of a stream: the begin of the next step
-    log_sums: dict | None = None  # of the steps since the last line of the log
-    objective: dict = field(default_factory=dict)  # numbers of a loss beyond a step, such as means
-    stateful_callbacks: dict = field(default_factory=dict)  # by class name, as they were saved
+    resumes: list[Any] = field(default_factory=list)  # the steps from which the run was resumed
+    left_out_steps: int = 0  # skipped because a callback ended an epoch early
+    data_position: dict[str, Any] | None = None  # with streaming: where the next step begins
+    log_sums: dict[str, Any] | None = None  # sums since the last log line
+    objective: dict[str, Any] = field(
+        default_factory=dict
+    )  # what a loss keeps between steps, such as means
+    stateful_callbacks: dict[str, Any] = field(default_factory=dict)  # class name -> saved states
 
     def forget_best(self) -> None:
         self.best_metric = self.best_global_step = self.best_model_checkpoint = None
@@ -50,7 +54,8 @@ class TrainerState:
 
     @property
     def position(self) -> int:
-        """Steps done in the data's order, made or left out."""
+        """Steps in the data's order so far: those made, and those skipped at the end
+        of an epoch."""
         return self.global_step + self.left_out_steps
 
     @property
@@ -69,13 +74,13 @@ class TrainerState:
     def num_input_tokens_seen(self) -> int:
         return self.consumed_tokens
 
-    def save(self, path: str | os.PathLike) -> None:
-        """Writes the state as JSON, in one step."""
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the state as JSON, atomically."""
         write_json(path, asdict(self))
 
     @classmethod
-    def load(cls, path: str | os.PathLike) -> "TrainerState":
-        """Returns the state in the JSON file `path`, without keys of Hugging Face's Trainer alone.
+    def load(cls, path: str | os.PathLike[str]) -> "TrainerState":
+        """The state in a JSON file. Keys that only Hugging Face's Trainer has are ignored.
 
         Raises OSError for a missing file, ValueError for other content.
         """
@@ -91,11 +96,12 @@ class TrainerState:
 
 @dataclass(slots=True)
 class TrainerControl:
-    """Flags of callbacks for the loop, by transformers' names; another name is an AttributeError.
+    """Flags that callbacks set for the loop, with transformers' names; another name raises
+    AttributeError.
 
     should_training_stop ends the run after this step. should_epoch_stop goes on with the next
-    epoch: the steps left out count as steps of the run, and its end is no later. should_log,
-    should_evaluate and should_save are for this step, and are lowered when it is done.
+    epoch; the skipped steps count as steps of the run, so the run does not get longer. should_log,
+    should_evaluate and should_save hold for this step, and are reset after it.
     """
 
     should_training_stop: bool = False
@@ -108,11 +114,14 @@ class TrainerControl:
 FLAGS = tuple(TrainerControl.__dataclass_fields__)
 
 
-def raise_flags(control: TrainerControl, args, state: TrainerState, end_of_epoch: bool) -> None:
-    """Raise the flags of the TrainingArguments' intervals, after `state` has counted a step."""
+def raise_flags(
+    control: TrainerControl, args: Keys, state: TrainerState, end_of_epoch: bool
+) -> None:
+    """Set the flags that the TrainingArguments' intervals ask for, once `state` has
+    counted a step."""
     last = state.is_over
 
-    def is_time(strategy: str, interval) -> bool:
+    def is_time(strategy: str, interval: Any) -> bool:
         if strategy == "no":
             return False
         if strategy == "epoch":
@@ -125,74 +134,127 @@ def raise_flags(control: TrainerControl, args, state: TrainerState, end_of_epoch
 
 
 class TrainerCallback:
-    """Base of callbacks: each method may read `args` (TrainingArguments) and `state` (TrainerState)
-    and set flags of `control` (TrainerControl); it returns None, or the control.
+    """Base class of callbacks. Each method may read `args` (TrainingArguments) and `state`
+    (TrainerState) and set flags of `control` (TrainerControl); it returns None or the control.
 
     Order within a step: on_step_begin, on_substep_end, on_pre_optimizer_step, on_optimizer_step,
     on_step_end, on_log, on_evaluate, on_save. Each gets as keywords: trainer, model, optimizer,
     lr_scheduler, processing_class, train_dataloader and eval_dataloader (None outside of a loop).
     """
 
-    def on_init_end(self, args, state, control, **kwargs):
-        """At the end of McaTrainer's constructor; there is no optimizer yet."""
+    def on_init_end(
+        self, args: Keys, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Any:
+        """Called at the end of McaTrainer's constructor; there is no optimizer yet."""
 
-    def on_train_begin(self, args, state, control, **kwargs):
-        """Before the first step; `state.global_step` is not 0 in a resumed run."""
+    def on_train_begin(
+        self, args: Keys, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Any:
+        """Called before the first step; in a resumed run `state.global_step` is not 0."""
 
-    def on_epoch_begin(self, args, state, control, **kwargs):
-        """Before the first step of an epoch, or of a run resumed within one."""
+    def on_epoch_begin(
+        self, args: Keys, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Any:
+        """Called before the first step of an epoch, or of a run resumed within one."""
 
-    def on_step_begin(self, args, state, control, **kwargs):
-        """Before the data of a step is read."""
+    def on_step_begin(
+        self, args: Keys, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Any:
+        """Called before the data of a step is read."""
 
-    def on_substep_end(self, args, state, control, **kwargs):
-        """Once for each micro-batch but the last, after the schedule has run all of them."""
+    def on_substep_end(
+        self, args: Keys, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Any:
+        """Called once per micro-batch except the last one, after the schedule has run all
+        micro-batches of the step."""
 
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
-        """Gradients are there, summed over ranks, before they are clipped."""
+    def on_pre_optimizer_step(
+        self, args: Keys, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Any:
+        """Called when gradients are summed over ranks and not yet clipped."""
 
-    def on_optimizer_step(self, args, state, control, **kwargs):
-        """After the update, before the step is counted."""
+    def on_optimizer_step(
+        self, args: Keys, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Any:
+        """Called after the update, before the step is counted."""
 
-    def on_step_end(self, args, state, control, **kwargs):
-        """After each optimizer step, skipped ones included."""
+    def on_step_end(
+        self, args: Keys, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Any:
+        """Called after each optimizer step, also a skipped one."""
 
-    def on_epoch_end(self, args, state, control, **kwargs):
-        """After the last step of an epoch, or of the run."""
+    def on_epoch_end(
+        self, args: Keys, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Any:
+        """Called after the last step of an epoch, or of the run."""
 
-    def on_log(self, args, state, control, logs: dict, **kwargs):
-        """`logs` is one line of the log: numbers over all ranks, for the steps since the line
+    def on_log(
+        self,
+        args: Keys,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, Any],
+        **kwargs: Any,
+    ) -> Any:
+        """Called per log line. logs: its values over all ranks, for the steps since the line
         before."""
 
-    def on_evaluate(self, args, state, control, metrics: dict, **kwargs):
-        """`metrics` are those of one evaluation, their names starting with eval_, or with the
+    def on_evaluate(
+        self,
+        args: Keys,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, Any],
+        **kwargs: Any,
+    ) -> Any:
+        """Called after an evaluation. metrics: its results; names begin with eval_, or with the
         prefix given to evaluate()."""
 
-    def on_prediction_step(self, args, state, control, **kwargs):
-        """After each step of an evaluation or a prediction."""
+    def on_prediction_step(
+        self, args: Keys, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Any:
+        """Called after each step of an evaluation or a prediction."""
 
-    def on_predict(self, args, state, control, metrics: dict, **kwargs):
-        """`metrics` are those of predict(), their names starting with its prefix."""
+    def on_predict(
+        self,
+        args: Keys,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, Any],
+        **kwargs: Any,
+    ) -> Any:
+        """Called after predict(). metrics: its results; names begin with its prefix."""
 
-    def on_save(self, args, state, control, path: str, step: int, **kwargs):
-        """The checkpoint at `path`, of the step `step`, is complete. With async_save later steps
-        may have been made."""
+    def on_save(
+        self,
+        args: Keys,
+        state: TrainerState,
+        control: TrainerControl,
+        path: str,
+        step: int,
+        **kwargs: Any,
+    ) -> Any:
+        """Called when the checkpoint of step `step` at `path` is complete. With async_save, later
+        steps may have been made."""
 
-    def on_train_end(self, args, state, control, **kwargs):
-        """After the last step, before the final export."""
+    def on_train_end(
+        self, args: Keys, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> Any:
+        """Called after the last step, before the final export."""
 
 
 def ranking_of(metric: str | None, greater_is_better: bool | None = None) -> tuple[str, bool]:
-    """(the deciding metric, with eval_ before it, True if it rises), of metric_for_best_model and
-    greater_is_better. Without the latter, losses and perplexities fall, others rise."""
+    """(metric that ranks checkpoints, True if a greater value is better). metric:
+    metric_for_best_model, with or without eval_. If greater_is_better is None, lower is better for
+    losses and perplexities, greater otherwise."""
     name = "eval_" + (metric or "loss").removeprefix("eval_")
     if greater_is_better is None:
         greater_is_better = not name.endswith(("loss", "ppl", "perplexity"))
     return name, greater_is_better
 
 
-def _value_of(args, metrics: dict) -> float | None:
-    """The deciding metric's value; None for an evaluation with another prefix than the loop's."""
+def _value_of(args: Keys, metrics: dict[str, Any]) -> float | None:
+    """The ranking metric's value; None for an evaluation with another prefix than the loop's."""
     if not any(name.startswith("eval_") for name in metrics):
         return None
     metric, _ = ranking_of(args.metric_for_best_model)
@@ -204,25 +266,32 @@ def _value_of(args, metrics: dict) -> float | None:
     return float(metrics[metric])
 
 
-def _gain(args, value: float, best: float | None) -> float:
-    """The distance by which a value of the deciding metric is better than the best (None: than
-    anything); NaN for that of a diverged model, greater than no threshold."""
+def _gain(args: Keys, value: float, best: float | None) -> float:
+    """By how much `value` of the ranking metric is better than `best` (None: infinitely). NaN if
+    the value is NaN, which exceeds no threshold."""
     _, rises = ranking_of(args.metric_for_best_model, args.greater_is_better)
     sign = 1 if rises else -1
     return sign * value - (-math.inf if best is None else sign * best)
 
 
 class BestModel(TrainerCallback):
-    """Keeps state.best_metric, best_global_step and best_model_checkpoint, reloaded by the trainer
-    at the end.
+    """Keeps state.best_metric, best_global_step and best_model_checkpoint; the trainer reloads this
+    checkpoint at the end.
 
-    The checkpoint counts for the best step if it is saved at this step, before or after the
+    A checkpoint counts for the best step if it is saved at that step, before or after the
     evaluation.
     """
 
     _last_saved: tuple[int, str] = (-1, "")
 
-    def on_evaluate(self, args, state, control, metrics, **kwargs):
+    def on_evaluate(
+        self,
+        args: Keys,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, Any],
+        **kwargs: Any,
+    ) -> None:
         value = _value_of(args, metrics)
         if value is None or not _gain(args, value, state.best_metric) > 0:
             return
@@ -234,24 +303,32 @@ class BestModel(TrainerCallback):
         elif args.load_best_model_at_end:
             control.should_save = True
 
-    def on_save(self, args, state, control, path, step, **kwargs):
+    def on_save(
+        self,
+        args: Keys,
+        state: TrainerState,
+        control: TrainerControl,
+        path: str,
+        step: int,
+        **kwargs: Any,
+    ) -> None:
         self._last_saved = (step, path)
         if state.best_global_step == step:
             state.best_model_checkpoint = path
 
 
 class EarlyStopping(TrainerCallback):
-    """Stops the loop after early_stopping_patience evaluations in a row without a gain of more than
+    """Stops the loop after early_stopping_patience evaluations in a row that gain no more than
     early_stopping_threshold.
 
-    A resumed run goes on counting: the count is read off state.log_history of the checkpoint. If it
-    is full already, nothing more is trained.
+    A resumed run counts on: the count is rebuilt from the checkpoint's state.log_history. If the
+    patience is used up already, no step is made.
     """
 
     evaluations_without_gain = 0
     _best: float | None = None
 
-    def _count(self, args, control, values: list[float]) -> None:
+    def _count(self, args: Keys, control: TrainerControl, values: list[float]) -> None:
         for value in values:
             self.evaluations_without_gain += 1
             if _gain(args, value, self._best) > args.early_stopping_threshold:
@@ -260,13 +337,22 @@ class EarlyStopping(TrainerCallback):
         if self.evaluations_without_gain >= args.early_stopping_patience:
             control.should_training_stop = True
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(
+        self, args: Keys, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         self._best = None
         self.evaluations_without_gain = 0
         metric, _ = ranking_of(args.metric_for_best_model)
         self._count(args, control, [line[metric] for line in state.log_history if metric in line])
 
-    def on_evaluate(self, args, state, control, metrics, **kwargs):
+    def on_evaluate(
+        self,
+        args: Keys,
+        state: TrainerState,
+        control: TrainerControl,
+        metrics: dict[str, Any],
+        **kwargs: Any,
+    ) -> None:
         value = _value_of(args, metrics)
         if value is not None:
             self._count(args, control, [value])
@@ -275,57 +361,58 @@ class EarlyStopping(TrainerCallback):
 # -- their states, in checkpoints
 
 
-def export_states(callbacks: list) -> dict:
-    """Class name -> the states of its callbacks: of transformers' ExportableState state(), else
-    state_dict()."""
-    states: dict = {}
+def export_states(callbacks: list[Any]) -> dict[str, Any]:
+    """Class name -> the states of its callbacks: state_dict(), or else state() of transformers'
+    ExportableState."""
+    states: dict[str, Any] = {}
     for callback in filter(_has_state, callbacks):
         take = getattr(callback, "state_dict", None) or callback.state
         states.setdefault(type(callback).__name__, []).append(take())
     return states
 
 
-def restore_states(callbacks: list, states: dict) -> None:
-    """Put callbacks into the `states` of a checkpoint, in place."""
+def restore_states(callbacks: list[Any], states: dict[str, Any]) -> None:
+    """Restore the callbacks, in place, from the `states` of a checkpoint."""
     left = {name: iter(found) for name, found in states.items()}
     for callback in filter(_has_state, callbacks):
         for state in itertools.islice(left.get(type(callback).__name__, ()), 1):
             if hasattr(callback, "load_state_dict"):
                 callback.load_state_dict(state)
-            else:  # its arguments are this run's
+            else:  # keep this run's arguments, restore the attributes
                 vars(callback).update(state["attributes"])
 
 
-def _has_state(callback) -> bool:
+def _has_state(callback: Any) -> bool:
     is_exportable = callable(getattr(callback, "state", None)) and hasattr(callback, "from_state")
     return is_exportable or hasattr(callback, "load_state_dict")
 
 
 # -- signals
 
-# of a run stopped by a signal: saved, and resumed with resume_from_checkpoint: auto
+# exit code after a signal: the run is saved, and resume_from_checkpoint: auto goes on with it
 EXIT_CODE = 85
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
 
 class Interrupted(SystemExit):
-    """The run has saved and stops after `signal`; the process ends with EXIT_CODE."""
+    """Raised when the run has saved and stops because of `signal`; the exit code is EXIT_CODE."""
 
-    def __init__(self, number: int, step: int):
+    def __init__(self, number: int, step: int) -> None:
         super().__init__(EXIT_CODE)
         self.signal = signal.Signals(number)
         self.step = step
 
 
 class StopSignals:
-    """While this context is open, SIGNALS are noted in `received` (0: none) instead of ending the
-    process. Only the main thread can set handlers: in another one nothing is changed."""
+    """While this context is open, one of SIGNALS does not end the process but is noted in
+    `received` (0: none). Only the main thread can set handlers; in another thread nothing changes.
+    """
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.received = 0
-        self._before = {}
+        self._before: dict[int, Any] = {}
 
-    def _note(self, number, frame) -> None:
+    def _note(self, number: int, frame: object) -> None:
         self.received = number
 
     def __enter__(self) -> "StopSignals":
@@ -333,7 +420,7 @@ class StopSignals:
             self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
         return self
 
-    def __exit__(self, *exception) -> None:
+    def __exit__(self, *exception: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -342,24 +429,40 @@ class StopSignals:
 
 
 class Profiler(TrainerCallback):
-    """Profiles the steps from `first` to `last`, counted from 1: a trace of each rank in
+    """Profiles steps `first` to `last`, counted from 1: writes one trace per rank to
     output_dir/profile."""
 
-    def __init__(self, first: int, last: int):
+    def __init__(self, first: int, last: int) -> None:
         self.first = first
         self.last = last
         self.running: torch.profiler.profile | None = None
 
-    def on_step_begin(self, args, state, control, **kwargs):
+    def on_step_begin(
+        self, args: Keys, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if self.running is None and self.first <= state.global_step + 1 <= self.last:
-            self.running = torch.profiler.profile(acc_events=True)  # False warns
+            self.running = torch.profiler.profile(acc_events=True)  # torch warns if it is False
             self.running.start()
 
-    def on_step_end(self, args, state, control, trainer, **kwargs):
+    def on_step_end(
+        self,
+        args: Keys,
+        state: TrainerState,
+        control: TrainerControl,
+        trainer: Any = None,
+        **kwargs: Any,
+    ) -> None:
         if state.global_step >= self.last:
             self.on_train_end(args, state, control, trainer)
 
-    def on_train_end(self, args, state, control, trainer, **kwargs):
+    def on_train_end(
+        self,
+        args: Keys,
+        state: TrainerState,
+        control: TrainerControl,
+        trainer: Any = None,
+        **kwargs: Any,
+    ) -> None:
         if self.running is None:
             return
         profile = self.running

@@ -53,7 +53,7 @@ class TorchSnapshot:
 
     copy: as of MegatronSnapshot."""
 
-    def __init__(self, model, optimizer=None, copy: Callable | None = None):
+    def __init__(self, model, optimizer=None, copy: Callable | None = None) -> None:
         copy = copy or torch.Tensor.cpu
         self._files: dict[str, dict[str, torch.Tensor]] = {}
         files = {"model.safetensors": _changing(model)}
@@ -152,7 +152,7 @@ _OF_THE_DATA = "streaming num_samples global_batch_size data_seed shuffle datase
 class Checkpoints:
     """The checkpoints of one trainer, written one at a time. Its methods are collective."""
 
-    def __init__(self, trainer):
+    def __init__(self, trainer) -> None:
         self.trainer = trainer
         self.written_step: int | None = None  # of the last checkpoint begun
         # the newest one, while no step was made from its weights: older ones stay
@@ -397,7 +397,7 @@ class _Job:
     results: Any = None  # of the snapshot
     entries: dict[str, dict] = field(default_factory=dict)  # in the manifest
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.thread = threading.Thread(target=self.write, name="checkpoint", daemon=True)
 
     def write(self) -> None:

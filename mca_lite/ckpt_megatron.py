@@ -125,7 +125,7 @@ class MegatronSnapshot:
     run in another thread. The constructor is collective over all ranks.
     """
 
-    def __init__(self, models, optimizer=None, copy: Callable | None = None):
+    def __init__(self, models, optimizer=None, copy: Callable | None = None) -> None:
         self._steps: list[int | None] = [None, None]
         holders = holders_of_all(models, optimizer)
         chunks = _sharded(models)

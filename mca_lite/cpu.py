@@ -21,7 +21,7 @@ _DEVICE = torch.device("cpu")
 _MARK = "rows_of_mca_lite"  # on a patched function: the rows, once for all copies of the package
 
 
-def _nothing(*args, **kwargs):
+def _nothing(*args, **kwargs) -> None:
     return None
 
 
@@ -29,7 +29,7 @@ class _Finished:
     """A CUDA stream, its context, or an event on a device with one queue of work: everything has
     finished already."""
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args, **kwargs) -> None:
         pass
 
     def record_event(self, *args):
@@ -113,7 +113,7 @@ def l2_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(parts).norm()
 
 
-def _foreach_scale(chunk_size, noop_flag, tensor_lists, scale):
+def _foreach_scale(chunk_size, noop_flag, tensor_lists, scale) -> None:
     source, target = tensor_lists
     if source and source[0].data_ptr() == target[0].data_ptr():  # megatron clips in place
         torch._foreach_mul_(target, scale)
@@ -121,7 +121,7 @@ def _foreach_scale(chunk_size, noop_flag, tensor_lists, scale):
         torch._foreach_copy_(target, torch._foreach_mul(source, scale))
 
 
-def _foreach_copy(this, that, overflow_buf=None):
+def _foreach_copy(this, that, overflow_buf=None) -> None:
     if this:
         torch._foreach_copy_(that, this)
 
@@ -194,7 +194,7 @@ def cpu_rows():
     def rng_get(*args, **kwargs):
         return torch.get_rng_state()
 
-    def rng_set(state, *args, **kwargs):
+    def rng_set(state, *args, **kwargs) -> None:
         torch.set_rng_state(state)
 
     no_streams = "megatron orders its collectives with CUDA's streams; a CPU has no second queue"
@@ -297,7 +297,7 @@ class _Later(types.ModuleType):
     that import it when they are called, and everybody else the module itself, which takes its
     place in them, too."""
 
-    def __init__(self, name):
+    def __init__(self, name) -> None:
         super().__init__(name)
         self._given: list[tuple[dict, str]] = []  # (names of a module, one of here)
 

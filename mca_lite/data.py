@@ -1,7 +1,8 @@
-"""The datasets of a run: shards from the token cache, joined, split, mixed, packed and described.
+"""The datasets of a run: token-cache shards, joined, split, mixed, packed and described.
 
-A sample is a list of documents {"input_ids", "labels"}, shifted: labels[t] is the target of
-position t, or IGNORE_INDEX. No collectives: every rank calls the same and gets the same.
+A sample is a list of documents {"input_ids", "labels"} with shifted labels: labels[t] is the target
+at position t, or IGNORE_INDEX. Nothing here is collective: every rank makes the same calls and gets
+the same result.
 """
 
 import hashlib
@@ -14,6 +15,7 @@ from typing import Any
 
 import numpy as np
 from torch.utils.data import ConcatDataset, Subset
+from transformers import PreTrainedTokenizerBase
 
 from . import world
 from .args_rules import NAMED, check_records, name_of_set
@@ -21,28 +23,28 @@ from .data_batches import Packs, Stream, Turns, work_of
 from .data_chat import ChatRenderer, chat_renderer
 from .data_encode import Encoder, Reader, Shard, load_shard
 from .data_files import SIDES, DatasetSpec, resolve
-from .errors import Judge, refuse
+from .errors import Judge, Keys, refuse
 from .files import IGNORE_INDEX
 from .inputs import TEXT, Media
 from .tables import Objective, function_of, objective_of
 
 _shown = reprlib.Repr()
-_shown.maxstring = 600  # characters of a sample, in the report
+_shown.maxstring = 600  # maximum characters of a sample in the report
 
 # -- the dataset
 
 
 class TokenDataset(Subset):
     """Map-style: `dataset[i]` is a list of documents {"input_ids": int64 [n], "labels": int64 [n]},
-    read from memory-mapped files: one document for a conversation or a piece of text, chosen and
-    rejected for a pair.
+    read from memory-mapped files: one document for a conversation or a text, chosen and rejected
+    for a pair.
 
-    shards: all with equally many documents a sample. index int64: the samples and their order, as
-    numbers in the shards laid end to end (None: all). ends: the first number after each shard.
-    num_tokens and num_trained_tokens count inputs, and labels that are not IGNORE_INDEX.
+    shards: each has the same number of documents per sample. index: int64, the samples in order,
+    numbered through all shards (None: all samples). ends: the number after each shard's last
+    sample. num_tokens counts inputs, num_trained_tokens counts labels other than IGNORE_INDEX.
     """
 
-    def __init__(self, shards: list[Shard], index: np.ndarray | None = None):
+    def __init__(self, shards: list[Shard], index: np.ndarray | None = None) -> None:
         self.shards = shards
         joined: ConcatDataset = ConcatDataset(self.shards)
         super().__init__(joined, np.arange(len(joined)) if index is None else index)
@@ -50,7 +52,7 @@ class TokenDataset(Subset):
 
     @property
     def document_lengths(self) -> np.ndarray:
-        """int64 [samples, documents of a sample]: numbers of inputs, without reading a sample."""
+        """int64 [samples, documents per sample]: input counts, without reading the samples."""
         return np.concatenate([shard.document_lengths for shard in self.shards])[self.indices]
 
     @property
@@ -59,25 +61,25 @@ class TokenDataset(Subset):
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64 [samples]: inputs of each sample, those of all its documents."""
+        """int64 [samples]: inputs per sample, summed over its documents."""
         return self.document_lengths.sum(axis=1)
 
     @property
     def work(self) -> np.ndarray | None:
-        """work_of() each pair, for BatchPlan to balance the ranks of a step; None for samples of
-        one document, dealt in their order."""
+        """work_of() per pair, so that BatchPlan can balance ranks; None for samples of one
+        document, which keep their order."""
         return None if self.documents_per_sample == 1 else work_of(self.document_lengths)
 
     @property
     def fingerprint(self) -> str:
-        """Name of the tokens of the samples, their order and the code of tokenising: a key for
-        results computed from them."""
+        """A name for the samples' tokens, their order and the tokenising code: a key for results
+        computed from them."""
         return self._digest([shard.folder.name for shard in self.shards])
 
     @property
     def identity(self) -> str:
-        """Name of the samples by their files, keys, tokenizer and order. A resumed run must have
-        the same, and may have newer code."""
+        """A name for the samples by files, keys, tokenizer and order. A resumed run must have the
+        same identity, but may have newer code."""
         return self._digest([shard.identity for shard in self.shards])
 
     def _digest(self, names: list[str]) -> str:
@@ -91,7 +93,7 @@ class TokenDataset(Subset):
 
     @property
     def learned(self) -> np.ndarray:
-        """int64 [samples]: labels of each sample that are not IGNORE_INDEX."""
+        """int64 [samples]: labels per sample other than IGNORE_INDEX."""
         return np.concatenate([shard.learned for shard in self.shards])[self.indices]
 
     @property
@@ -100,19 +102,19 @@ class TokenDataset(Subset):
 
     @property
     def has_media(self) -> bool:
-        """True if a document of the shards has an input beside text."""
+        """True if any document of the shards has an input other than text."""
         return any(shard.media_end[-1] for shard in self.shards)
 
-    def subset(self, index) -> "TokenDataset":
-        """The samples at these positions, in this order; positions may repeat."""
+    def subset(self, index: Any) -> "TokenDataset":
+        """The samples at the given positions, in the given order; positions may repeat."""
         return TokenDataset(self.shards, self.indices[index])
 
 
 def split_off(
     dataset: TokenDataset, val_size: float, seed: int
 ) -> tuple[TokenDataset, TokenDataset]:
-    """(train, eval): val_size samples (a fraction below 1, else a count), a seeded choice; both
-    keep their order."""
+    """(train, eval): a seeded random choice of val_size samples for eval (a fraction if below 1,
+    else a count). Each part keeps the dataset's order."""
     count = round(len(dataset) * val_size) if val_size < 1 else int(val_size)
     count = max(count, 1)
     if count >= len(dataset):
@@ -126,9 +128,9 @@ def split_off(
     return dataset.subset(np.sort(order[count:])), dataset.subset(np.sort(order[:count]))
 
 
-def mix(dataset: TokenDataset, data_args, seed: int) -> tuple[TokenDataset, list[str]]:
-    """(dataset, lines for the report): the samples in the turns of mix_strategy. Each shard is read
-    in its order, and again if the strategy repeats it."""
+def mix(dataset: TokenDataset, data_args: Keys, seed: int) -> tuple[TokenDataset, list[str]]:
+    """(dataset, report lines): the samples of several shards in the turns of mix_strategy. Each
+    shard is read in its order, and again from its start if the strategy repeats it."""
     strategy = data_args.mix_strategy
     if strategy == "concat":
         return dataset, []
@@ -155,9 +157,9 @@ def mix(dataset: TokenDataset, data_args, seed: int) -> tuple[TokenDataset, list
 # -- the report
 
 
-def tokens_of(document: dict) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens, True for each with loss) of a shifted document, both [n + 1]; [n] if the last label
-    is IGNORE_INDEX: the document lacks that token."""
+def tokens_of(document: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens, True per token with loss) of a document with shifted labels, both [n + 1]; [n] if
+    the last label is IGNORE_INDEX, because the document does not have that token then."""
     tokens = np.append(document["input_ids"], document["labels"][-1:])
     trained = np.append(False, document["labels"] != IGNORE_INDEX)
     count = len(tokens) - int(not trained[-1])
@@ -165,10 +167,10 @@ def tokens_of(document: dict) -> tuple[np.ndarray, np.ndarray]:
 
 
 def marked_runs(
-    tokens: np.ndarray, trained: np.ndarray, tokenizer, media: Media = TEXT
+    tokens: np.ndarray, trained: np.ndarray, tokenizer: PreTrainedTokenizerBase, media: Media = TEXT
 ) -> list[tuple[str, bool]]:
-    """(text, True if it has loss) of each run of tokens with loss, or without; of an input beside
-    text its token and their number."""
+    """(text, True if it has loss) per run of tokens with loss or without. A run of placeholders is
+    shown as one token and a count."""
     is_placeholder = tokens == media.token_id
     borders = np.flatnonzero(np.diff(trained) | np.diff(is_placeholder)) + 1
     runs = []
@@ -181,8 +183,10 @@ def marked_runs(
     return runs
 
 
-def show_document(document: dict, tokenizer, media: Media = TEXT) -> str:
-    """The document decoded, with «» around text with loss, and long text cut in the middle."""
+def show_document(
+    document: dict[str, Any], tokenizer: PreTrainedTokenizerBase, media: Media = TEXT
+) -> str:
+    """A document as text, with «» around text with loss, and shortened in the middle if long."""
     text = ""
     for piece, is_trained in marked_runs(*tokens_of(document), tokenizer, media):
         text += f"«{piece}»" if is_trained else piece
@@ -192,13 +196,15 @@ def show_document(document: dict, tokenizer, media: Media = TEXT) -> str:
 def describe_files(
     spec: DatasetSpec, formats: list[str], facts: str, objective: Objective
 ) -> list[str]:
-    """Lines for the report: formats of the files, facts."""
+    """Report lines for a dataset: the format of each file, then `facts`."""
     ending = "-chosen-rejected records" if objective.has_pairs else " records"
     files = zip(spec.files, formats, strict=True)
     return [*(f"{file}: {form}{ending}" for file, form in files), f"{spec.name}: {facts}"]
 
 
-def _describe_shard(spec: DatasetSpec, shard: Shard, objective: Objective, tokenizer) -> list[str]:
+def _describe_shard(
+    spec: DatasetSpec, shard: Shard, objective: Objective, tokenizer: PreTrainedTokenizerBase
+) -> list[str]:
     lengths = shard.document_lengths.sum(axis=1)
     tokens = lengths.sum()
     share = 100 * shard.learned.sum() / max(tokens, 1)
@@ -210,8 +216,10 @@ def _describe_shard(spec: DatasetSpec, shard: Shard, objective: Objective, token
     return lines + show_samples(samples, tokenizer, shard.media)
 
 
-def show_samples(samples: Iterable[list[dict]], tokenizer, media: Media = TEXT) -> list[str]:
-    """Lines with the text of each document."""
+def show_samples(
+    samples: Iterable[list[dict[str, Any]]], tokenizer: PreTrainedTokenizerBase, media: Media = TEXT
+) -> list[str]:
+    """Report lines with the text of each document."""
     documents = list(itertools.chain(*samples))
     names = SIDES if len(documents) > 1 else ("sample",)
     return [
@@ -225,32 +233,38 @@ def show_samples(samples: Iterable[list[dict]], tokenizer, media: Media = TEXT) 
 
 @dataclass
 class DatasetBundle:
-    """Datasets of a run, from load_datasets. report: lines to print on one rank. media: of the
-    model, read by the datasets."""
+    """The datasets of a run, from load_datasets. report: lines for one rank to print. media: how
+    the model reads inputs other than text."""
 
     train: TokenDataset | Packs | Stream | None
-    # a dict: by name
+    # a dict has one dataset per name, with eval_on_each_dataset
     eval: TokenDataset | Packs | dict[str, TokenDataset | Packs] | None
     report: list[str]
     media: Media = TEXT
 
 
-def _joined(data_args, stream_args) -> SimpleNamespace:
+def _joined(data_args: Keys, stream_args: Keys | None) -> SimpleNamespace:
     of_stream = {} if stream_args is None else vars(stream_args)
     return SimpleNamespace(**{"streaming": False, **vars(data_args), **of_stream})
 
 
 def load_datasets(
-    data_args, stage: str, tokenizer, seed: int = 42, media: Media = TEXT, stream_args: Any = None
+    data_args: Keys,
+    stage: str,
+    tokenizer: PreTrainedTokenizerBase,
+    seed: int = 42,
+    media: Media = TEXT,
+    stream_args: Any = None,
 ) -> DatasetBundle:
-    """The datasets of a run, tokenised or from the cache, with lines for the report.
+    """The datasets of a run, tokenised or from the cache, with report lines.
 
-    data_args: DataArguments. stage: a name in OBJECTIVES, which determines samples. tokenizer:
-    gets the chat template of the keys, in place, to be exported with it. media: of the
-    model. stream_args: StreamArguments, None: nothing is streamed. No collectives: of the
-    processes that share cache_dir one writes, the others wait. The split of val_size and the mixing
-    depend on the seed and the files alone.
-    Raises: ConfigError for keys, ValueError with file and line for unusable input.
+    data_args: DataArguments. stage: a name in OBJECTIVES; it decides what a sample is. tokenizer:
+    its chat template is set from the keys, in place, so that an export has it. media: the model's.
+    stream_args: StreamArguments, or None if nothing is streamed. Not collective: one of the
+    processes that share cache_dir tokenises, and the others wait for its files. Splitting by
+    val_size and mixing depend on the seed and the files alone.
+
+    Raises ConfigError for wrong keys; ValueError with file and line for unusable input.
     """
     world.end_second_run()
     objective = objective_of(stage)
@@ -285,7 +299,7 @@ def load_datasets(
     trained = readers(data_args.dataset)
     evaluated = readers(data_args.eval_dataset)
     stream: Any = None
-    sets: dict = {}
+    sets: dict[str, Any] = {}
     lines: list[str] = []
     if trained and keys.streaming:
         stream = function_of("part_stream:TokenStream")(trained, encoder, keys, packs, seed)
@@ -312,7 +326,7 @@ def load_datasets(
 
 
 def _counted(name: str, dataset: TokenDataset, objective: Objective) -> str:
-    """A line with the numbers of a data set. ConfigError for one too small for its stage."""
+    """A report line with a dataset's size. Raises ConfigError if it is too small for the stage."""
     least = objective.least_samples
     if len(dataset) < least:
         reason = f"samples of {name}: stage {objective.stage} compares {least} or more"
@@ -321,8 +335,8 @@ def _counted(name: str, dataset: TokenDataset, objective: Objective) -> str:
     return f"{name}: {count}, {dataset.num_tokens:,} tokens an epoch"
 
 
-def _packed(name: str, dataset: TokenDataset, data_args, lines: list[str]) -> Packs:
-    # each document may have cutoff_len tokens, and those of a sample go into one row
+def _packed(name: str, dataset: TokenDataset, data_args: Keys, lines: list[str]) -> Packs:
+    # a document has up to cutoff_len tokens, and all documents of a sample go into one row
     capacity = data_args.cutoff_len * dataset.documents_per_sample
     packed = Packs(dataset, capacity)
     lines.append(

@@ -1,10 +1,10 @@
-"""From samples to micro-batches: the collator and its checks, mixing, the plan of batches per rank,
-and packs.
+"""From samples to micro-batches: the collator and its checks, mixing, each rank's batches, and
+packs.
 
-A sample is a list of documents {"input_ids", "labels"}, in which labels[t] is the target of
-position t, or IGNORE_INDEX: one document for a text or a conversation, chosen and rejected for a
-pair, those of several samples for a pack. Letters: b samples of a micro-batch, s positions. Nothing
-here is collective: the plan of each rank is arithmetic.
+A sample is a list of documents {"input_ids", "labels"}, where labels[t] is the target at position t
+or IGNORE_INDEX: one document for a text or a conversation, chosen and rejected for a pair, those of
+several samples for a pack. Letters: b samples of a micro-batch, s positions. Nothing here is
+collective: each rank computes its plan.
 """
 
 import copy
@@ -20,29 +20,29 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
-from .batch import document_lengths, padding_of
+from .batch import Batch, document_lengths, padding_of
 from .data_files import SIDES
 from .errors import expect
 from .files import IGNORE_INDEX
 from .tables import COLUMNS, Column, is_of_inputs, registered_columns
 from .watchdog import end_with_rank
 
-# columns of tokenizers and data sets, and of a stream, without a meaning for the model
+# columns that tokenizers, datasets and streams add, and that a model does not need
 _HARMLESS = frozenset(
     "token_type_ids special_tokens_mask length text prompt id idx index data_position".split()
 )
-_NOTHING = ("None", "[]", "()", "")  # texts of columns without a value
-_NUMBERED = ("attention_mask",)  # columns that each row has, whatever its documents bring
-FILLER = -1  # stands for "no sample left": collated like sample 0, without labels
-_DRAWS = 1000  # at once, as Hugging Face's datasets does
+_NOTHING = ("None", "[]", "()", "")  # how an absent value looks as text
+_NUMBERED = ("attention_mask",)  # each row has it, even if its documents do not
+FILLER = -1  # "no sample left": collated like sample 0, without labels
+_DRAWS = 1000  # drawn at once, as Hugging Face's datasets does
 
 # -- samples to a padded batch
 
 
-def documents_of(sample) -> list[Mapping]:
-    """The documents of a sample. A lone document {"input_ids", "labels"}, a pair {"chosen",
-    "rejected"} and a list of pairs are samples too; other columns of a pair are those of its
-    documents. ValueError for anything else."""
+def documents_of(sample: Any) -> list[Mapping[str, Any]]:
+    """The documents of a sample: a list of documents, one document {"input_ids", "labels"}, a pair
+    {"chosen", "rejected"}, or a list of pairs. Other columns of a pair are copied to both
+    documents. Raises ValueError for anything else."""
     if isinstance(sample, (list, tuple)):
         return [document for part in sample for document in documents_of(part)]
     columns = sample.keys() if isinstance(sample, Mapping) else set()
@@ -59,12 +59,12 @@ def documents_of(sample) -> list[Mapping]:
 
 
 def _given_by(giver: str) -> dict[str, Column]:
-    """The columns that a sample or a collator may give."""
+    """The columns that `giver`, a "sample" or a "collator", may provide."""
     return {name: column for name, column in COLUMNS.items() if giver in column.given_by}
 
 
-def _refuse_columns(whose: str, columns: Mapping, known: Collection[str]) -> None:
-    """ValueError for columns with values that are neither known nor harmless."""
+def _refuse_columns(whose: str, columns: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raise ValueError for columns that have values and are neither known nor harmless."""
     passing = _HARMLESS.union(known)
     more = [name for name in columns if name not in passing]
     more = [name for name in more if str(columns[name]) not in _NOTHING]
@@ -76,15 +76,15 @@ def _refuse_columns(whose: str, columns: Mapping, known: Collection[str]) -> Non
     )
 
 
-def _row(sample) -> dict[str, torch.Tensor]:
-    """The documents of a sample one after another: columns of tokens [n], with the number of each
-    token's document from 1 as attention_mask; other columns [documents]."""
+def _row(sample: Any) -> dict[str, torch.Tensor]:
+    """A sample's documents concatenated: columns per token [n], other columns [documents];
+    attention_mask has each token's document number, from 1."""
     documents = documents_of(sample)
     given = _given_by("sample")
     for document in documents:
         _refuse_columns("a sample", document, given)
     lengths = [np.asarray(document["input_ids"]).size for document in documents]
-    # an empty document among others would be lost from their numbers
+    # an empty document would have no number in attention_mask
     expect(
         min(lengths, default=0) > 0,
         f"a sample has documents of {lengths} tokens: expected one document, and one token of each",
@@ -106,8 +106,9 @@ def _row(sample) -> dict[str, torch.Tensor]:
     return row
 
 
-def _is_given(name: str, documents: Sequence[Mapping]) -> bool:
-    """True if the documents of a sample have a column. ValueError if only some of them have it."""
+def _is_given(name: str, documents: Sequence[Mapping[str, Any]]) -> bool:
+    """True if every document of a sample has column `name`. Raises ValueError if only
+    some have it."""
     lacking = [i for i, document in enumerate(documents) if document.get(name) is None]
     is_lost = 0 < len(lacking) < len(documents) and name not in _NUMBERED
     expect(
@@ -118,9 +119,9 @@ def _is_given(name: str, documents: Sequence[Mapping]) -> bool:
     return not lacking
 
 
-def _value(name: str, column: Column, value, length: int) -> torch.Tensor:
-    """A column of a document of `length` tokens: [length], or [1]. ValueError for other shapes,
-    other numbers, and for no value at all."""
+def _value(name: str, column: Column, value: Any, length: int) -> torch.Tensor:
+    """A document's column as a tensor: [length] if it is per token, else [1]. None becomes the
+    column's default. Raises ValueError for another shape, or values that the dtype cannot hold."""
     if value is None:
         value = column.default
     if column.per != "token":
@@ -145,20 +146,20 @@ def _value(name: str, column: Column, value, length: int) -> torch.Tensor:
 
 
 class Collator:
-    """Samples -> {"input_ids", "labels", "attention_mask"}, int64 [b, s], a row for each sample,
-    padded on the right; registered columns [b, s], or [b, most documents of a row]; columns of
-    pictures, of all rows one after another.
+    """Samples -> {"input_ids", "labels", "attention_mask"}, int64 [b, s], one row per sample,
+    padded on the right; also registered columns, [b, s] or [b, most documents per row], and picture
+    columns, concatenated over rows.
 
-    attention_mask numbers the documents of a row from 1 (a lone document may bring its numbers);
-    padding has 0, and label IGNORE_INDEX. s is the longest row. With a "reference" in every
-    document the batch has it too: float32 [b, most documents of a row].
-    Raises: ValueError for anything but samples.
+    attention_mask numbers a row's documents from 1 (a sample of one document may bring its own
+    numbers); padding has 0, and label IGNORE_INDEX. s is the longest row's length. If every
+    document has "reference", the batch has it too: float32 [b, most documents per row]. Raises
+    ValueError for anything but samples.
     """
 
-    def __init__(self, pad_token_id: int):
+    def __init__(self, pad_token_id: int) -> None:
         self.pad_token_id = pad_token_id
 
-    def __call__(self, samples: list) -> dict[str, torch.Tensor]:
+    def __call__(self, samples: list[Any]) -> dict[str, torch.Tensor]:
         rows = [_row(sample) for sample in samples]
         batch = {}
         for name in sorted(set().union(*rows)):
@@ -178,21 +179,21 @@ class Collator:
 
 
 class Limits(NamedTuple):
-    """Limits of a model: ids below vocab_size, documents of so many positions; inputs beside
-    text, if it has modules for them."""
+    """A model's limits: token ids below vocab_size, documents of at most `positions` tokens, inputs
+    other than text only if has_inputs."""
 
     vocab_size: float = math.inf
     positions: float = math.inf
     has_inputs: bool = True
 
     @classmethod
-    def of(cls, hf_config: dict) -> "Limits":
-        """Limits of a config.json; none for keys that it lacks."""
+    def of(cls, hf_config: dict[str, Any]) -> "Limits":
+        """The limits in a config.json; a key that it lacks sets no limit."""
         whole = _without_nulls(hf_config)
         keys = _without_nulls(whole.get("text_config", whole))
         positions = keys.get("max_position_embeddings", math.inf)
         rope = _without_nulls(keys.get("rope_parameters", keys.get("rope_scaling", {})))
-        # max_position_embeddings may be the number before scaling
+        # max_position_embeddings may be the length before rope scaling
         before = rope.get("original_max_position_embeddings", positions)
         return cls(
             keys.get("vocab_size", math.inf),
@@ -201,12 +202,12 @@ class Limits(NamedTuple):
         )
 
     def within(self, other: "Limits") -> "Limits":
-        """The limits of batches for this model and another one."""
+        """The limits for batches that this model and another one both read."""
         vocab_size = min(self.vocab_size, other.vocab_size)
         return Limits(vocab_size, min(self.positions, other.positions), self.has_inputs)
 
     def check_positions(self, longest: int) -> None:
-        """ValueError if the longest document has more tokens than the model has positions."""
+        """Raise ValueError if the longest document has more tokens than the model has positions."""
         expect(
             longest <= self.positions,
             f"a document of {longest:,} tokens: the model has {self.positions:,} positions "
@@ -215,16 +216,18 @@ class Limits(NamedTuple):
         )
 
 
-def _without_nulls(keys: dict) -> dict:
+def _without_nulls(keys: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in keys.items() if value is not None}
 
 
-def check_batch(batch: Mapping, packs: bool, limits: Limits, unread: Collection[str] = ()) -> dict:
-    """The columns of a collated batch as tensors. ValueError for what would silently give wrong
-    numbers, or fail in the model.
+def check_batch(
+    batch: Mapping[str, Any], packs: bool, limits: Limits, unread: Collection[str] = ()
+) -> dict[str, Any]:
+    """The columns of a collated batch as tensors. Raises ValueError for a batch that would silently
+    train wrong, or fail in the model.
 
-    packs: rows may hold several documents, numbered by attention_mask. unread: columns of the
-    package without an effect on this loss.
+    packs: True if a row may hold several documents, numbered by attention_mask. unread: this
+    package's columns that the stage's loss does not read.
     """
     if not isinstance(batch, Mapping):
         raise ValueError(f"the data collator gave {batch!r:.100}: expected a mapping of columns")
@@ -273,13 +276,14 @@ def check_batch(batch: Mapping, packs: bool, limits: Limits, unread: Collection[
     }
 
 
-def _checked(name: str, column: Column, batch: dict) -> torch.Tensor:
-    """A registered column of a batch: [b, s] per token, else [b, most documents of a row]."""
+def _checked(name: str, column: Column, batch: Batch) -> torch.Tensor:
+    """A registered column of a batch: [b, s] if it is per token, else [b, most documents per row].
+    Raises ValueError for another shape."""
     shape = list(batch["attention_mask"].shape)
     given = batch.get(name, column.default)
     try:
         values = torch.as_tensor(given, dtype=getattr(torch, column.dtype))
-        values = values.reshape(*values.shape, *[1] * (2 - values.dim()))  # one number a row
+        values = values.reshape(*values.shape, *[1] * (2 - values.dim()))  # one value per row
         if column.per != "token":
             shape[1] = max(map(len, document_lengths(batch["attention_mask"])))
             values = values[:, : shape[1]]  # a filler's row may have more documents
@@ -291,14 +295,17 @@ def _checked(name: str, column: Column, batch: dict) -> torch.Tensor:
         ) from None
 
 
-def _check_shift(batch: dict) -> None:
-    """Raise ValueError for labels that are not shifted: transformers' models shift them inside."""
+def _check_shift(batch: Batch) -> None:
+    """Raise ValueError for labels that are not shifted. (transformers' models shift labels
+    themselves; these models do not.)"""
     ids = batch["input_ids"]
     labels = batch["labels"]
     mask = batch["attention_mask"]
     is_trained = (labels != IGNORE_INDEX) & (mask != 0)
     has_next = is_trained[:, :-1] & (mask[:, :-1] == mask[:, 1:])
-    repeats_next = (labels[:, :-1] == ids[:, 1:])[has_next].all()  # as in a row of one token
+    repeats_next = (labels[:, :-1] == ids[:, 1:])[
+        has_next
+    ].all()  # a row of one token looks the same shifted or not
     expect(
         repeats_next or not (labels == ids)[is_trained].all(),
         "labels equal input_ids wherever they are not -100: the model would learn to repeat its "
@@ -307,8 +314,8 @@ def _check_shift(batch: dict) -> None:
     )
 
 
-def _check_limits(batch: dict, limits: Limits) -> None:
-    """ValueError for ids, labels, documents or pictures outside the model's limits."""
+def _check_limits(batch: Batch, limits: Limits) -> None:
+    """Raise ValueError for ids, labels, documents or pictures outside the model's limits."""
     expect(
         limits.has_inputs or not any(map(is_of_inputs, batch)),
         "a batch has pixel_values or image_grid_thw, and the model reads text: its config.json has "
@@ -321,7 +328,7 @@ def _check_limits(batch: dict, limits: Limits) -> None:
             not used.is_floating_point(),
             f"{name} of a batch are {used.dtype}: expected whole numbers",
         )
-        if used.is_cpu and used.numel():  # for another device the host would wait
+        if used.is_cpu and used.numel():  # reading from another device would make the host wait
             low, high = map(int, used.aminmax())
             expect(
                 0 <= low <= high < limits.vocab_size,
@@ -334,9 +341,9 @@ def _check_limits(batch: dict, limits: Limits) -> None:
         limits.check_positions(max(lengths, default=0))
 
 
-def count_tokens(batch: dict) -> tuple[int, int, int, int]:
-    """(tokens without padding, sum of squared document lengths, patches of pictures, sum of a
-    picture's squared patches) of a checked batch."""
+def count_tokens(batch: Batch) -> tuple[int, int, int, int]:
+    """(tokens, sum of squared document lengths, picture patches, sum of squared patches per
+    picture) of a checked batch, without padding."""
     lengths = list(itertools.chain(*document_lengths(batch["attention_mask"])))
     patches = []
     if "image_grid_thw" in batch:
@@ -349,13 +356,14 @@ def count_tokens(batch: dict) -> tuple[int, int, int, int]:
 
 
 class Turns:
-    """The number of each next sample's dataset, until the epoch is over.
+    """Iterates over dataset indices: the dataset of each next sample, until the epoch ends.
 
-    LLaMA-Factory's strategies: concat takes one dataset after another; interleave_under, _over and
-    _once are Hugging Face's interleave_datasets with first_exhausted, all_exhausted and
-    all_exhausted_without_replacement. Without weights datasets take turns, and a round is finished;
-    with them each turn is drawn, the same for a seed. The caller adds a dataset to `exhausted` with
-    its last sample, and then begins it again. taken: turns so far.
+    strategy, as in LLaMA-Factory: concat takes one dataset after another; interleave_under,
+    interleave_over and interleave_once are interleave_datasets of Hugging Face with
+    first_exhausted, all_exhausted and all_exhausted_without_replacement. Without weights datasets
+    take turns and the last round is completed; with weights each turn is drawn, reproducibly by
+    seed. The caller adds a dataset to `exhausted` once it has used its last sample, and starts that
+    dataset again. taken: turns so far.
     """
 
     def __init__(
@@ -366,15 +374,15 @@ class Turns:
         seed: int = 0,
         taken: int = 0,
         exhausted: Sequence[int] = (),
-    ):
+    ) -> None:
         self.strategy = strategy
         self.taken = taken
         self.exhausted = set(exhausted)
         self._numbers = range(num_datasets)
-        self._enough = 1 if strategy == "interleave_under" else num_datasets  # exhausted ones
+        self._enough = 1 if strategy == "interleave_under" else num_datasets  # datasets to exhaust
         self._repeats = strategy in ("interleave_under", "interleave_over")
         turns = itertools.cycle(self._numbers) if weights is None else _drawn(weights, seed)
-        # turns that belong together
+        # turns per round
         self._round = num_datasets if self._repeats and weights is None else 1
         self._turns = itertools.islice(turns, taken, None)
 
@@ -397,15 +405,17 @@ def _drawn(weights: Sequence[float], seed: int) -> Iterator[int]:
 
 @dataclass(eq=False)
 class BatchPlan:
-    """The samples of each micro-batch of this data parallel rank. Arithmetic only.
+    """The sample indices of each micro-batch on this data parallel rank. Pure arithmetic.
 
-    Step i of an epoch takes samples order[i * G] to order[(i + 1) * G], G = micro_batch_size *
+    Step i of an epoch takes samples order[i * G] to order[(i + 1) * G], with G = micro_batch_size *
     accumulation * dp_size; micro-batch m of rank r takes those from (m * dp_size + r) *
-    micro_batch_size on. The samples of a step are thus the same in all layouts with the same G. The
-    last step of an epoch has only the micro-batches that it needs, as many on every rank; FILLER
-    replaces missing samples. With `costs`, one number a sample, a step's samples are dealt by
-    falling cost, in each micro-batch the most to the rank with the least so far: the step has the
-    same samples, and a micro-batch similar ones on all ranks.
+    micro_batch_size on. So layouts with the same G have the same samples in a step. The last step
+    of an epoch has only as many micro-batches as it needs, equally many per rank; FILLER stands for
+    missing samples.
+
+    costs: one value per sample. If given, a step's samples are sorted by falling cost, and in each
+    micro-batch the costliest go to the rank with the least cost so far: the step has the same
+    samples, with similar work on every rank.
     """
 
     num_samples: int
@@ -417,28 +427,28 @@ class BatchPlan:
     shuffle: bool = True
     costs: np.ndarray | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         expect(self.num_samples > 0, "the dataset has 0 samples: expected at least one")
         of_micro_batch = self.micro_batch_size * self.dp_size
         self.global_batch_size = of_micro_batch * self.gradient_accumulation_steps
         self.steps_per_epoch = math.ceil(self.num_samples / self.global_batch_size)
 
     def order(self, epoch: int) -> Sequence[int]:
-        """The permutation of an epoch; the identity without shuffling."""
+        """The permutation of an epoch's samples; the identity if shuffle is False."""
         if not self.shuffle:
-            return range(self.num_samples)  # of a stream there may be very many
+            return range(self.num_samples)  # a range, because a stream may have very many samples
         return _shuffled(self.num_samples, self.seed, epoch)
 
     def num_samples_of(self, i: int) -> int:
-        """Samples of all ranks, without fillers, in step i of an epoch."""
+        """Samples in step i of an epoch over all ranks, without fillers."""
         return min(self.global_batch_size, self.num_samples - i * self.global_batch_size)
 
     def num_micro_batches(self, i: int) -> int:
-        """Micro-batches of each rank in step i of an epoch."""
+        """Micro-batches per rank in step i of an epoch."""
         return math.ceil(self.num_samples_of(i) / (self.micro_batch_size * self.dp_size))
 
     def step(self, epoch: int, i: int) -> list[list[int]]:
-        """This rank's micro-batches of step i, each micro_batch_size sample numbers or FILLER."""
+        """This rank's micro-batches in step i of an epoch: lists of sample indices or FILLER."""
         first = i * self.global_batch_size
         count = self.num_micro_batches(i)
         chosen = np.full((count, self.dp_size, self.micro_batch_size), FILLER, dtype=np.int64)
@@ -462,7 +472,7 @@ def _shuffled(num_samples: int, seed: int, epoch: int) -> np.ndarray:
 
 @dataclass
 class _MicroBatches:
-    """The plan from a position on, as the batch sampler of a DataLoader."""
+    """A DataLoader's batch sampler: the plan's micro-batches from a position on."""
 
     plan: BatchPlan
     start_epoch: int
@@ -480,17 +490,17 @@ class _MicroBatches:
 
 
 class _Filled(Dataset):
-    """A dataset with a user's collate function. `self[i]`: (i, sample). A filler is sample 0, and
-    its collated row has no labels. Errors of the function name its samples."""
+    """A dataset with a user's collate function. `self[i]` is (i, sample); FILLER gives sample 0,
+    and its collated row loses its labels. An error in the collate function names the samples."""
 
-    def __init__(self, dataset, collate):
+    def __init__(self, dataset: Any, collate: Callable[..., Any]) -> None:
         self.dataset = dataset
         self.user_collate = collate
 
-    def __getitem__(self, i: int):
+    def __getitem__(self, i: int) -> tuple[int, Any]:
         return i, self.dataset[0 if i == FILLER else i]
 
-    def collate(self, items: list):
+    def collate(self, items: list[Any]) -> Any:
         numbers = [i for i, _ in items]
         fillers = torch.tensor(numbers) == FILLER
         samples = [_sample_of(i == FILLER, sample) for i, sample in items]
@@ -514,13 +524,13 @@ class _Filled(Dataset):
         return batch
 
 
-def _sample_of(is_filler: bool, sample):
-    """The sample, a filler's without its pictures: their tokens are not in the batch."""
+def _sample_of(is_filler: bool, sample: Any) -> Any:
+    """The sample; a filler without its pictures, because the batch does not have their tokens."""
     if not is_filler:
         return sample
     try:
         documents = documents_of(sample)
-    except ValueError:  # a user's collate function may take others
+    except ValueError:  # a user's collate function may take other samples
         return sample
     if not any(map(is_of_inputs, set().union(*documents))):
         return sample
@@ -531,22 +541,21 @@ def _sample_of(is_filler: bool, sample):
 
 
 def make_loader(
-    dataset,
-    collate,
+    dataset: Any,
+    collate: Callable[..., Any],
     plan: BatchPlan,
     start_epoch: int = 0,
     start_step: int = 0,
     num_epochs: int | None = None,
     num_workers: int = 0,
 ) -> DataLoader:
-    """Returns a DataLoader of this rank's micro-batches, one after another, from step start_step of
+    """A DataLoader of this rank's micro-batches, one after another, from step start_step of
     start_epoch on.
 
-    It ends with epoch num_epochs - 1 (counted from the beginning of the run), or never.
-    plan.num_micro_batches(step) says how many belong to a step. dataset: any map-style dataset;
-    collate: list of its samples -> mapping. A FILLER of the plan is collated as sample 0, and its
-    row of batch["labels"] becomes IGNORE_INDEX.
-    Raises: ValueError for a dataset without a length.
+    It ends with epoch num_epochs - 1 (counted from the run's start); None: never.
+    plan.num_micro_batches(i) tells how many belong to step i. dataset: any map-style dataset.
+    collate: list of its samples -> mapping. A FILLER is collated as sample 0, and its row of
+    batch["labels"] becomes IGNORE_INDEX. Raises ValueError for a dataset without a length.
     """
     expect(
         hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"),
@@ -561,7 +570,7 @@ def make_loader(
         num_workers=num_workers,
         worker_init_fn=end_with_rank,
         pin_memory=torch.cuda.is_available(),
-        # else a DataLoader draws from torch's global generator, and changes dropout
+        # without it a DataLoader draws from torch's global generator, which changes dropout
         generator=torch.Generator().manual_seed(plan.seed),
     )
 
@@ -571,16 +580,22 @@ def make_loader(
 
 @runtime_checkable
 class Stream(Protocol):
-    """A training set without a length, with an order and micro-batches."""
+    """A training set without a length, which has its own order and micro-batches."""
 
     def loader(
-        self, collate: Callable, plan: BatchPlan, state: dict | None, num_workers: int, speaks: bool
+        self,
+        collate: Callable[..., Any],
+        plan: BatchPlan,
+        state: dict[str, Any] | None,
+        num_workers: int,
+        speaks: bool,
     ) -> Any:
-        """An iterable of this rank's micro-batches from a position on, with "data_position", the
-        beginning of the next step, in each.
+        """An iterable of this rank's micro-batches from a position on; "data_position" in each is
+        the start of the next step.
 
-        plan: sizes and ranks of a step. state: data_position of a micro-batch, None: the beginning.
-        speaks: print the counts of records. ValueError for a state of another stream.
+        plan: batch sizes and ranks. state: the data_position of a micro-batch; None: the beginning.
+        speaks: if True, print counts of bad records. Raises ValueError if `state` is not a position
+        of a stream.
         """
 
     def describe(self) -> str:
@@ -588,18 +603,18 @@ class Stream(Protocol):
 
 
 class Packs(Dataset):
-    """The samples of a dataset in rows of at most `capacity` tokens: `packed[i]` is a list of
-    documents, those of the samples of row i one after another.
+    """The samples of a dataset packed into rows of at most `capacity` tokens: `packed[i]` is a list
+    of documents, all those of row i's samples.
 
-    dataset: map-style, with document_lengths (int64 [samples, documents of a sample]), num_tokens,
-    num_trained_tokens and fingerprint, as TokenDataset has them. packs: the numbers of
-    the samples of each row. work: float64 [rows, 2], work_of() each. padding_fraction: of all
-    positions of full rows.
+    dataset: map-style, with document_lengths (int64 [samples, documents per sample]), num_tokens,
+    num_trained_tokens and fingerprint, as TokenDataset has them. packs: the sample indices in each
+    row. work: float64 [rows, 2], work_of() summed per row. padding_fraction: unused positions / all
+    positions, if every row had `capacity`.
     """
 
-    unit = "packs"  # name of a row in reports
+    unit = "packs"  # what reports call a row
 
-    def __init__(self, dataset, capacity: int):
+    def __init__(self, dataset: Any, capacity: int) -> None:
         lengths = dataset.document_lengths
         work = work_of(lengths)
         self.dataset = dataset
@@ -608,47 +623,49 @@ class Packs(Dataset):
         self.work = np.array([work[pack].sum(axis=0) for pack in self.packs])
         self.num_tokens = dataset.num_tokens
         self.num_trained_tokens = dataset.num_trained_tokens
-        name = getattr(dataset, "identity", dataset.fingerprint)  # a user's own dataset may lack it
+        name = getattr(
+            dataset, "identity", dataset.fingerprint
+        )  # a user's dataset may lack identity
         self.identity = f"{name} packed into {capacity}"
         self.padding_fraction = 1.0 - dataset.num_tokens / (len(self.packs) * capacity)
 
     def __len__(self) -> int:
         return len(self.packs)
 
-    def __getitem__(self, i: int) -> list[dict]:
+    def __getitem__(self, i: int) -> list[dict[str, Any]]:
         return [document for j in self.packs[i] for document in documents_of(self.dataset[int(j)])]
 
-    def over(self, dataset) -> "Packs":
-        """The rows of another view of the samples: the same numbers, other content."""
+    def over(self, dataset: Any) -> "Packs":
+        """The same rows over another view of the samples."""
         packs = copy.copy(self)
         packs.dataset = dataset
         return packs
 
 
 def work_of(document_lengths: np.ndarray) -> np.ndarray:
-    """Tokens and the sum of squared document lengths of each sample: float64 [samples, 2].
+    """float64 [samples, 2]: tokens per sample, and the sum of its squared document lengths.
 
-    document_lengths: int [samples, documents of a sample].
+    document_lengths: int [samples, documents per sample].
     """
     lengths = document_lengths.astype(np.float64)
     return np.stack([lengths.sum(axis=1), (lengths**2).sum(axis=1)], axis=1)
 
 
-def samples_of(dataset):
-    """The data set of samples under packs, else the data set itself."""
+def samples_of(dataset: Any) -> Any:
+    """The dataset of samples inside Packs; otherwise the dataset itself."""
     return dataset.dataset if isinstance(dataset, Packs) else dataset
 
 
-def with_samples(dataset, change: Callable):
-    """The dataset with change(its samples) as its samples, in the packs that it has."""
+def with_samples(dataset: Any, change: Callable[..., Any]) -> Any:
+    """The dataset with its samples replaced by change(samples); packs stay as they are."""
     samples = change(samples_of(dataset))
     return dataset.over(samples) if isinstance(dataset, Packs) else samples
 
 
 class View(Dataset):
-    """A view of a dataset, with other columns in its documents."""
+    """A view of a dataset whose documents have other columns."""
 
-    def __init__(self, dataset):
+    def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
         self.work = getattr(dataset, "work", None)
         self.identity = getattr(dataset, "identity", None)
@@ -658,18 +675,18 @@ class View(Dataset):
 
 
 class WithReference(View):
-    """A view of a dataset whose documents have "reference", their log-probability by a reference
-    model.
+    """A view of a dataset that adds "reference" to each document: its log-probability under a
+    reference model.
 
-    logps: float32 [samples, documents of a sample].
+    logps: float32 [samples, documents per sample].
     """
 
-    def __init__(self, dataset, logps: np.ndarray):
+    def __init__(self, dataset: Any, logps: np.ndarray) -> None:
         super().__init__(dataset)
         self.logps = logps
         self.first_scores = logps[:4].tolist()
 
-    def __getitem__(self, i: int) -> list[dict]:
+    def __getitem__(self, i: int) -> list[dict[str, Any]]:
         documents = documents_of(self.dataset[i])
         return [
             {**document, "reference": logp}
@@ -678,11 +695,11 @@ class WithReference(View):
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
-    """Sample numbers of each pack, of lengths that sum to at most `capacity`; deterministic.
+    """Sample indices for each pack, whose lengths sum to at most `capacity`; deterministic.
 
-    Best fit, longest first: a sample goes to the fullest pack with room for it, or opens a new one.
-    Open packs are listed by their free space.
-    Raises: ValueError for a sample longer than capacity.
+    Best fit, longest first: a sample goes into the fullest pack that has room for it, or opens a
+    new pack. Open packs are listed by free space. Raises ValueError for a sample longer than
+    capacity.
     """
     if lengths.max(initial=0) > capacity:
         raise ValueError(

@@ -1,12 +1,13 @@
-"""Conversations as text, with the spans to be trained.
+"""Conversations as text, with the spans of text to train.
 
-A chat template writes a conversation, without telling its answers apart. Two ways find them:
+A chat template writes a conversation without telling where its answers are. There are two ways to
+find them:
 
 1. The template's {% generation %} marks.
-2. Without marks, each answer is replaced by a marker, and the conversation rendered again. The text
-   before the marker and the text after it stand in the real conversation too: between them is the
-   answer. It ends with the end-of-turn token. It begins after the prompt of inference, which puts
-   the thinking before the marker into it.
+2. Without marks, each answer is replaced by a marker and the conversation is rendered again. The
+text before and after the marker stands in the real conversation too, so the answer is between them.
+It ends with the end-of-turn token. It begins after the prompt used at inference, so thinking before
+the marker counts as part of the answer.
 
 Thinking and tools are written as text if a template has no place for them.
 """
@@ -24,35 +25,36 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from .data_records import Conversation
-from .errors import expect, refuse
+from .data_records import Conversation, Message
+from .errors import Keys, expect, refuse
 from .inputs import TEXT, Media
 from .tables import BUILT_IN_FOR, TEMPLATES
 
-# text before the last </think>, from the last <think> or the beginning on, unless it is blank
+T = TypeVar("T")
+# the text before the last </think>, from the last <think> or the start on, unless it is blank
 _CLOSING = r"</think>(?!.*</think>)"
 _THINKING = re.compile(
     rf"(?:^|(?<=<think>))(?!\s*{_CLOSING})(?:(?!<think>).)*(?={_CLOSING})", re.DOTALL
 )
-_OPENED = re.compile(r"<think>\s*(?:</think>\s*)?\Z")  # thinking at the end of a prompt
-_EMPTY = re.compile(r"<think>\s*(?:</think>\s*|\Z)")  # and empty blocks before it
+_OPENED = re.compile(r"<think>\s*(?:</think>\s*)?\Z")  # thinking opened at the end of a prompt
+_EMPTY = re.compile(r"<think>\s*(?:</think>\s*|\Z)")  # empty blocks of thinking, too
 _GENERATION_MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# texts to try a template with: a template that changes answers changes these too
+# The texts of a trial: a template that changes answers changes these too.
 _QUESTION = "mcaquestion"
 _ANSWER = "mcaanswer"
-RENDER_S = 30.0  # limit of a trial, and of a record: usual templates take milliseconds
-# arguments of apply_chat_template, not variables of a template
+RENDER_S = 30.0  # time limit for a trial and for a record; usual templates take milliseconds
+# these names are arguments of apply_chat_template, so a template cannot get them as variables
 _TAKEN = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {
     "documents"
 }
 _THINKING_KEYS = ("reasoning_content", "thinking", "reasoning")
-# keys of messages: read here, and without effect on the text
+# The first line has the message keys that are read here, the others do not affect the text.
 _KNOWN_KEYS = """
 role content tool_calls tool_call_id
 name id uuid message_id turn_id parent_id conversation_id index turn turn_index
@@ -83,11 +85,12 @@ For each function call, return a json object with function name and arguments wi
 
 @dataclass
 class _Style:
-    """Parts of a rendered turn of the assistant, from a trial with one question and one answer.
+    """A template's way to write an assistant's turn, from a trial with one question and one answer.
 
-    prompted: the prompt is rendered with add_generation_prompt. header: its end, which begins an
-    answer. lead: untrained text between that prompt and the answer, such as a header. closing: the
-    end-of-turn token. inner: that of an answer before others. tail: all text after the answer.
+    prompted: True if the prompt is rendered with add_generation_prompt. header: the end of that
+    prompt, which opens an answer. lead: untrained text between the prompt and the answer. closing:
+    the end-of-turn token. inner: the same for answers that are not the last. tail: all text after
+    the answer.
     """
 
     prompted: bool
@@ -99,22 +102,24 @@ class _Style:
 
 
 class Rendered(NamedTuple):
-    """text: of a document. spans: [start, end) in characters, to be trained. is_plain: the
-    tokenizer has to add special tokens, for no chat template wrote them. media: the inputs
-    beside text, in their order. lacks_thinking: the template leaves out thinking of the
-    conversation, wherever it stands; strips_thinking: of earlier turns, and the sample has them."""
+    """A document as text. spans: [start, end) in characters, to be trained. is_plain: True if no
+    template wrote the text, so that the tokenizer must add special tokens. media: inputs other than
+    text, in order. lacks_thinking: True if the template drops thinking even from the last answer;
+    strips_thinking: True if it drops thinking of earlier turns.
+    """
 
     text: str
     spans: list[tuple[int, int]]
     is_plain: bool = False
-    media: tuple = ()
+    media: tuple[Any, ...] = ()
     lacks_thinking: bool = False
     strips_thinking: bool = False
 
 
-def in_time(render: Callable, place: Callable[[], str]):
-    """Call render() and return its result. ValueError if place() stays the same for RENDER_S."""
-    answer: futures.Future = futures.Future()
+def in_time(render: Callable[[], T], place: Callable[[], str]) -> T:
+    """The result of render(), run in a thread. Raises ValueError if place(), which names the record
+    at work, does not change for RENDER_S seconds."""
+    answer: futures.Future[T] = futures.Future()
 
     def work() -> None:
         try:
@@ -122,7 +127,7 @@ def in_time(render: Callable, place: Callable[[], str]):
         except BaseException as error:
             answer.set_exception(error)
 
-    threading.Thread(target=work, daemon=True).start()  # ends with this process at the latest
+    threading.Thread(target=work, daemon=True).start()  # a daemon: it cannot outlive the process
     before = None
     while not answer.done():
         now = place()
@@ -136,12 +141,14 @@ def in_time(render: Callable, place: Callable[[], str]):
     return answer.result()
 
 
-def chat_renderer(tokenizer, data_args, media: Media = TEXT) -> tuple["ChatRenderer", list[str]]:
-    """(the renderer of a run, lines for the report), by the keys of DataArguments. Sets the
-    template of these keys in the tokenizer, in place. media: of the model.
+def chat_renderer(
+    tokenizer: PreTrainedTokenizerBase, data_args: Keys, media: Media = TEXT
+) -> tuple["ChatRenderer", list[str]]:
+    """(the run's renderer, report lines), from the DataArguments' keys. Sets the tokenizer's chat
+    template from these keys, in place. media: the model's.
 
-    Raises: ConfigError for an unreadable file; ValueError for a tokenizer without offsets or
-    template, and for an endless template.
+    Raises ConfigError for an unreadable template file; ValueError for a tokenizer without character
+    offsets or template, and for a template that does not end.
     """
     report = _set_template(tokenizer, data_args.chat_template, data_args.template)
     ends = data_args.end_of_answer
@@ -160,15 +167,17 @@ def chat_renderer(tokenizer, data_args, media: Media = TEXT) -> tuple["ChatRende
     return renderer, report
 
 
-def _set_template(tokenizer, chat_template: str | None, template: str | None) -> list[str]:
-    """Set the tokenizer's template by the keys, in place -> lines for the report.
+def _set_template(
+    tokenizer: PreTrainedTokenizerBase, chat_template: str | None, template: str | None
+) -> list[str]:
+    """Set the tokenizer's chat template from the keys, in place -> report lines.
 
-    chat_template: the name of a built-in one, a jinja text or a file; it replaces the tokenizer's.
-    template: a name of LLaMA-Factory's; its built-in one is used if the tokenizer has none.
+    chat_template: a built-in template's name, a jinja text or a file; it replaces the tokenizer's.
+    template: a LLaMA-Factory name; its built-in template is used if the tokenizer has none.
     """
     if template and not chat_template:
         if tokenizer.chat_template:
-            return [f"template {template}: the tokenizer's own chat template is used"]
+            return [f"template {template}: not used, since the tokenizer has a chat template"]
         chat_template = BUILT_IN_FOR.get(template)
         if chat_template is None:
             names = ", ".join(BUILT_IN_FOR) or "none"
@@ -197,20 +206,20 @@ def _set_template(tokenizer, chat_template: str | None, template: str | None) ->
 
 
 class ChatRenderer:
-    """Renders conversations with the tokenizer's chat template and finds the spans of the answers.
-    enable_thinking: variable of the template, None: not given. media: of the model.
-    ends: one of these tokens ends each answer, if any are given.
+    """Renders conversations with the tokenizer's chat template, and finds the spans of the answers.
 
-    Raises: ValueError for a tokenizer without character offsets (not a fast one).
+    enable_thinking: a variable of the template; None: not passed. media: the model's. ends: if
+    given, each answer ends with one of these tokens. Raises ValueError for a tokenizer without
+    character offsets (one that is not fast).
     """
 
     def __init__(
         self,
-        tokenizer,
+        tokenizer: PreTrainedTokenizerBase,
         enable_thinking: bool | None = None,
         media: Media = TEXT,
         ends: Sequence[str] = (),
-    ):
+    ) -> None:
         expect(
             tokenizer.is_fast,
             f"{type(tokenizer).__name__} gives no character offsets, from which the loss mask "
@@ -221,28 +230,32 @@ class ChatRenderer:
         self.ends = ends
         self.options = {} if enable_thinking is None else {"enable_thinking": enable_thinking}
         self._styles: dict[tuple[str, str], _Style] = {}
-        # of the conversation that a copy renders
-        self._tools: list | None = None
+        # set in the copy that renders a conversation
+        self._tools: list[Any] | None = None
         self._template = ""
 
     def render(self, conversation: Conversation, trained: str, where: str) -> list[Rendered]:
-        """The samples of a conversation. trained: "all" of it; all "answers", or the "last" one,
-        with the end-of-turn token; without the messages of weight 0.
+        """The samples of a conversation. trained: "all" trains all its text, "answers" each answer,
+        "last" the last one, each with the end-of-turn token. Messages of weight 0 are not trained.
 
-        One sample a conversation, unless the template strips thinking from earlier turns: then each
-        turn is trained once, after the same history as at inference.
-        Raises: ValueError with the place."""
+        There is one sample, unless the template strips thinking from earlier turns. Then each turn
+        is trained in the sample where it follows the same history as at inference. Raises
+        ValueError with the place `where`.
+        """
         if conversation.is_plain:
             return [self._plain(conversation.messages, trained)]
         return self._in_words(conversation, where, lambda one: one.samples(conversation, trained))
 
     def prompt(self, conversation: Conversation, where: str) -> str:
-        """The text of a conversation up to the assistant's next answer, with thinking and tools
-        written as in training. Raises: ValueError with the place."""
+        """The text of a conversation up to the assistant's next answer, with thinking and tools as
+        in training. Raises ValueError with the place `where`."""
         return self._in_words(conversation, where, lambda one: one.open_text(conversation))
 
-    def _in_words(self, conversation: Conversation, where: str, render: Callable):
-        """render(a copy for this conversation), its errors as ValueErrors with the place."""
+    def _in_words(
+        self, conversation: Conversation, where: str, render: Callable[["ChatRenderer"], T]
+    ) -> T:
+        """render(a copy for this conversation); errors become ValueErrors with the
+        place `where`."""
         taken = ", ".join(map(repr, sorted(_TAKEN.intersection(conversation.options))))
         expect(
             not taken, f"{where}: chat_template_kwargs: {taken}: expected variables of the template"
@@ -260,11 +273,11 @@ class ChatRenderer:
             raise ValueError(f"{where}: {error}") from error
 
     def reads(self, option: str) -> bool:
-        """True if a template of the tokenizer has this text, the name of an option."""
+        """True if one of the tokenizer's templates contains `option`, the name of a variable."""
         return option in str(self.tokenizer.chat_template)
 
-    def _plain(self, messages: list[dict], trained: str) -> Rendered:
-        """A prompt and its completion as TRL trains them: one text, with the end token."""
+    def _plain(self, messages: list[Message], trained: str) -> Rendered:
+        """A prompt and its completion in one text that ends with eos, as TRL trains them."""
         prompt, completion = (message["content"] for message in messages)
         ending = self.tokenizer.eos_token or ""
         text = (prompt + completion).removesuffix(ending) + ending
@@ -272,7 +285,7 @@ class ChatRenderer:
         return Rendered(text, [(start, len(text) + 1)], is_plain=True)
 
     def samples(self, conversation: Conversation, trained: str) -> list[Rendered]:
-        """render(), on the copy for this conversation."""
+        """render(), called on the copy for this conversation."""
         expect(self.tokenizer.chat_template, _NO_TEMPLATE)
         _check_weights(conversation, trained == "all")
         weights = [conversation.weights.get(n, True) for n in _answers(conversation.messages)]
@@ -285,7 +298,7 @@ class ChatRenderer:
             self.media.check_template(self._template, self._render, messages)
         marked = _mark_thinking(messages)
         lacks = self._lacks_thinking(messages, marked)
-        turns = _answers(messages)  # of other numbers: messages of tools may be joined
+        turns = _answers(messages)  # indices may have changed: tool messages may be joined
         hidden = [n for n, weight in zip(turns, weights, strict=True) if not weight]
         if trained == "all":
             sample = self._sample(messages, hidden)
@@ -293,7 +306,9 @@ class ChatRenderer:
             borders = [-1, *itertools.chain(*sample.spans), len(text) + 1]
             spans = list(zip(borders[::2], borders[1::2], strict=True))
             strips = False
-            with contextlib.suppress(TemplateError):  # the template refuses a part
+            with contextlib.suppress(
+                TemplateError
+            ):  # the template refuses a part of the conversation
                 strips = len(self._parts(messages, marked)) > 1
             return [Rendered(text, spans, lacks_thinking=lacks, strips_thinking=strips)]
         parts = [(len(messages), turns[-1])]
@@ -306,19 +321,21 @@ class ChatRenderer:
             samples.append(sample._replace(lacks_thinking=lacks))
         return [sample for sample in samples if sample.spans] or samples[-1:]
 
-    def _for_template(self, conversation: Conversation) -> tuple[list[dict], list | None]:
-        """(messages, tools) of a conversation as its template takes them."""
+    def _for_template(
+        self, conversation: Conversation
+    ) -> tuple[list[dict[str, Any]], list[Any] | None]:
+        """A conversation's (messages, tools) in the form that its template takes."""
         template = self.tokenizer.get_chat_template(tools=conversation.tools)
         messages = [_with_known_keys(m, template) for m in conversation.messages]
         return _for_template(messages, conversation.tools, template)
 
     def open_text(self, conversation: Conversation) -> str:
-        """prompt(), on the copy for this conversation."""
+        """prompt(), called on the copy for this conversation."""
         messages, self._tools = self._for_template(conversation)
         return self._render(messages, prompt=True)
 
-    def _check_whole(self, messages: list[dict]) -> None:
-        """ValueError for a message or a call left out by the template."""
+    def _check_whole(self, messages: list[Message]) -> None:
+        """Raise ValueError if the template leaves out a message or a tool call."""
         marks: dict[str, tuple[str, str, str]] = {}  # -> text, role, another mark
         marked = []
         for number, message in enumerate(messages):
@@ -330,7 +347,7 @@ class ChatRenderer:
                 mark = f"mcatext{number}x"
                 marks[mark] = (message["content"], message["role"], mark)
                 changed["content"] = kept + mark
-            calls: list[dict] = []
+            calls: list[dict[str, Any]] = []
             for call in message.get("tool_calls", ()):
                 mark = f"mcacall{number}n{len(calls)}x"
                 # Kimi's template writes the id of a call, not the name
@@ -352,9 +369,9 @@ class ChatRenderer:
                 "or another chat_template",
             )
 
-    def _lacks_thinking(self, messages: list[dict], marked: list[dict]) -> bool:
-        """True if the template leaves out thinking of an answer even as the last message. marked:
-        of _mark_thinking."""
+    def _lacks_thinking(self, messages: list[Message], marked: list[dict[str, Any]]) -> bool:
+        """True if the template drops an answer's thinking even if this answer is the last message.
+        marked: the messages from _mark_thinking."""
         thinks = [n for n in _answers(messages) if marked[n] != messages[n]]
         with contextlib.suppress(TemplateError):  # the template parses the content
             text = self._render(marked) if thinks else ""
@@ -362,17 +379,20 @@ class ChatRenderer:
             return any(_mark_of(n) not in self._render(marked[: n + 1]) for n in hidden)
         return False
 
-    def _parts(self, messages: list[dict], marked: list[dict]) -> list[tuple[int, int]]:
-        """(end, first) of each sample: messages[:end], with the turns from `first` on trained.
+    def _parts(
+        self, messages: list[Message], marked: list[dict[str, Any]]
+    ) -> list[tuple[int, int]]:
+        """(end, first) per sample: the messages [:end], of which turns from index `first` on are
+        trained.
 
-        A template may strip the thinking of earlier turns once another question follows. The last
-        sample is the whole conversation. The sample before ends with the last turn that shows
-        thinking stripped from it, and so on. marked: of _mark_thinking.
+        A template may strip thinking from earlier turns once another question follows. The last
+        sample is the whole conversation. The sample before it ends with the last turn whose
+        thinking the whole conversation strips, and so on. marked: the messages from _mark_thinking.
         """
 
         @functools.cache
         def shown(end: int) -> set[str]:
-            """The marks in the rendering of so many messages."""
+            """The marks that are rendered if the conversation ends at message `end`."""
             return set(re.findall(r"mcathought\d+x", self._render(marked[:end])))
 
         parts: list[tuple[int, int]] = []
@@ -386,8 +406,8 @@ class ChatRenderer:
             end = first
         return parts
 
-    def _sample(self, messages: list[dict], wanted: list[int]) -> Rendered:
-        """The conversation as text, with the spans of the answers in messages of these numbers."""
+    def _sample(self, messages: list[Message], wanted: list[int]) -> Rendered:
+        """A conversation as text, with the spans of the answers at indices `wanted`."""
         text = self._render(messages)
         self.media.check_rendered(text, messages)
         spans = self._marked_spans(messages)
@@ -395,9 +415,11 @@ class ChatRenderer:
         located = turns if self.ends else wanted
         if len(spans) == len(turns):
             spans = [span for span, n in zip(spans, turns, strict=True) if n in located]
-        elif self.ends or wanted != turns:  # several marks of a turn do not say whose they are
+        elif (
+            self.ends or wanted != turns
+        ):  # with several marks per turn, a span cannot be matched with its answer
             spans = []
-        with contextlib.suppress(TemplateError):  # a template may refuse a part of a conversation
+        with contextlib.suppress(TemplateError):  # the template may refuse a part
             spans = spans or self._answer_spans(text, messages, located)
         expect(
             spans or not located,
@@ -411,9 +433,10 @@ class ChatRenderer:
         return Rendered(text, spans)
 
     def end_of_turn(self) -> str:
-        """The template's end-of-turn token, "" if it has none or without a template.
+        """The template's end-of-turn token; "" if there is none, or no template.
 
-        Raises: ValueError for a template that refuses a question and its answer, or is endless."""
+        Raises ValueError if the template refuses a question with its answer, or does not end.
+        """
         if not self.tokenizer.chat_template:
             return ""
         template = self.tokenizer.get_chat_template()
@@ -426,7 +449,9 @@ class ChatRenderer:
                 f"the chat template refuses a question with its answer: {error}"
             ) from error
 
-    def _render(self, messages: list[dict], prompt=False, options: dict | None = None) -> str:
+    def _render(
+        self, messages: list[Message], prompt: bool = False, options: dict[str, Any] | None = None
+    ) -> str:
         options = self.options if options is None else options
         with _as_template_error():
             return self.tokenizer.apply_chat_template(
@@ -441,43 +466,42 @@ class ChatRenderer:
             both = self._render(turn)
             plain = self._render([question])
             prompt = self._render([question], prompt=True)
-            # `plain` may have more than `both` begins with: Phi-3 ends it with eos
+            # `plain` need not be a prefix of `both`: Phi-3 ends it with eos
             prompted = both.startswith(prompt)
             start = len(prompt) if prompted else len(os.path.commonprefix([plain, both]))
             lead, _, tail = both[start:].partition(_ANSWER)
             if prompted and (prompt != plain or not lead.strip()):
-                lead = ""  # think marks or a space, to be produced by the model
+                lead = ""  # the model itself writes think marks or a space
             middle = tail
-            with contextlib.suppress(TemplateError):  # a template may take one question alone
+            with contextlib.suppress(TemplateError):  # some templates take a single question
                 middle = self._render(turn + turn).partition(_ANSWER)[2]
-            # eos at the end of a text ends no turn
+            # eos at the end of the text does not end a turn
             inner = self._end_of_turn(os.path.commonprefix([middle, tail]))
             closing = inner or self._end_of_turn(tail) or tail.rstrip()
-            # a token that ends questions too ends the answers before them
-            asked = plain.partition(_QUESTION)[2]
-            inner = inner or self._end_of_turn(os.path.commonprefix([middle, asked])) or closing
+            # a token after each question also ends answers that are not the last
+            after = plain.partition(_QUESTION)[2]
+            inner = inner or self._end_of_turn(os.path.commonprefix([middle, after])) or closing
             header = prompt.removeprefix(plain)
             self._styles[key] = _Style(prompted, header, lead, closing, inner, tail)
         return self._styles[key]
 
     def _end_of_turn(self, text: str) -> str:
-        """text to the end of its first special token, or of eos among those right after it, ""
-        without any."""
+        """`text` up to the end of its first special token, or of an eos right after special tokens;
+        "" if there is no special token."""
         added = map(str, self.tokenizer.added_tokens_decoder.values())
         tokens = {*added, *self.tokenizer.all_special_tokens} - {""}
-        # of those that begin at one place the longest; (?!) matches nothing
+        # longer tokens first, as they may begin alike; (?!) matches nothing
         patterns = map(re.escape, sorted(tokens, key=len, reverse=True))
         one = "|".join([*patterns, "(?!)"])
         eos = re.escape(self.tokenizer.eos_token or "") or "(?!)"
         found = re.search(f"(?:{one})*?{eos}|{one}", text)
         return text[: found.end()] if found else ""
 
-    def _marked_spans(self, messages: list[dict]) -> list:
-        """The spans of the template's {% generation %} marks, to the end of the end-of-turn
-        token."""
+    def _marked_spans(self, messages: list[Message]) -> list[Any]:
+        """The spans of the template's {% generation %} marks, each with its end-of-turn token."""
         if not _GENERATION_MARK.search(self._template):
             return []
-        # not apply_chat_template: its mask of tokens reaches to the end of the text if the
+        # apply_chat_template would give a token mask that reaches to the end of the text if the
         # tokenizer drops white space at the end of a mark
         with _as_template_error():
             [text], [marks] = render_jinja_template(
@@ -500,26 +524,30 @@ class ChatRenderer:
         return spans
 
     def _answer_spans(
-        self, text: str, messages: list[dict], numbers: list[int]
+        self, text: str, messages: list[Message], numbers: list[int]
     ) -> list[tuple[int, int]]:
-        """[start, end) of the answers of these messages, by markers; [] if there is no such part.
+        """[start, end) of the answers at indices `numbers`, located by markers; [] if one cannot be
+        located.
 
-        All answers begin after their prompts. If one of the prompts is written otherwise in the
-        conversation, all begin with their contents: a system message may move to the last question.
-        With calls of tools or thinking beside the content only those without a prompt do.
-        Raises: TemplateError for a conversation refused by the template.
+        Each answer begins after its prompt. If any prompt is written differently in the
+        conversation (a system message may move to the last question), each answer begins with its
+        content instead. If some answers have tool calls or thinking, whose content is not where the
+        answer begins, only answers without a prompt do. Raises TemplateError if the template
+        refuses the conversation.
         """
         ends = []
-        at_markers = []  # -1: not known
+        at_markers = []  # -1: unknown
         at_prompts = []
         for number in numbers:
             message = messages[number]
             before, after = self._around_marker(messages, number)
             ending = self._style.closing
-            if message.get("tool_calls") or not after.startswith(ending):  # more than the marker
+            if message.get("tool_calls") or not after.startswith(
+                ending
+            ):  # more than the marker was replaced
                 _, rest = self._around_marker(messages[: number + 1], number)
                 turn = rest.removesuffix(self._style.tail)
-                # calls may have another closing than answers
+                # tool calls may end differently from answers
                 endings = [turn + ending, turn + self._style.inner, rest.rstrip()]
                 ending = next(filter(after.startswith, endings), ending)
             end = len(text) - len(after) + len(ending)
@@ -541,9 +569,9 @@ class ChatRenderer:
                 return list(zip(starts, ends, strict=True))
         return []
 
-    def _around_marker(self, messages: list[dict], number: int) -> tuple[str, str]:
-        """Texts before and after a marker in the place of a message, or of the name of the first
-        function it calls. Thinking in the message stays."""
+    def _around_marker(self, messages: list[Message], number: int) -> tuple[str, str]:
+        """The text before and after a marker that replaces message `number`'s answer, or the name
+        of its first function call. Its thinking is kept."""
         message = messages[number]
         name = ""
         if calls := message.get("tool_calls"):
@@ -554,12 +582,15 @@ class ChatRenderer:
             marked = message | {"content": _before_answer(message["content"]) + _ANSWER}
         text = self._render([*messages[:number], marked, *messages[number + 1 :]])
         before, *after = re.split(_ANSWER, text, flags=re.IGNORECASE)
-        return before, name.join(after)  # the result of a call may repeat its name
+        return before, name.join(after)  # a tool's result may repeat the function's name
 
-    def _prompt(self, text: str, before: str, messages: list[dict], number: int) -> int:
-        """Length of the prompt of an answer with `lead`: a beginning of `before`, or where its
-        history is written otherwise, up to the header after the previous message. Else -1."""
-        with contextlib.suppress(TemplateError):  # a template may refuse a part of a conversation
+    def _prompt(self, text: str, before: str, messages: list[Message], number: int) -> int:
+        """The length of the prompt of answer `number`, with `lead`; -1 if it cannot be located.
+
+        The prompt is a prefix of `before`. If the history is written differently there, it reaches
+        to the header after the previous message.
+        """
+        with contextlib.suppress(TemplateError):  # the template may refuse a part
             for prompt in self._prompts(before, messages[:number]):
                 if before.startswith(prompt):
                     return len(prompt)
@@ -568,9 +599,10 @@ class ChatRenderer:
         start = before.find(header, len(text) - len(after))
         return start + len(header) if header and text.endswith(after) and start >= 0 else -1
 
-    def _prompts(self, before: str, messages: list[dict]) -> Iterator[str]:
-        """Ways of writing the prompt of the next answer. It may end with a block of thinking, empty
-        or open, and history lack it, and the empty blocks of calls before it."""
+    def _prompts(self, before: str, messages: list[Message]) -> Iterator[str]:
+        """The ways in which the prompt of the next answer may be written. It may end with a block
+        of thinking, empty or open, that the history does not have; nor may the history have the
+        empty blocks before tool calls."""
         style = self._style
         written = []
         for options in (self.options, {}):
@@ -587,8 +619,8 @@ class ChatRenderer:
 
 @contextlib.contextmanager
 def _as_template_error() -> Iterator[None]:
-    """Raise a TemplateError for any error in a template: a division by 0, endless macros, a missing
-    file to include, no memory."""
+    """Turn any error inside a template into a TemplateError: a division by 0, endless macros, a
+    missing include, no memory."""
     try:
         yield
     except TemplateError:
@@ -597,13 +629,14 @@ def _as_template_error() -> Iterator[None]:
         raise TemplateError(f"{type(error).__name__}: {error}") from error
 
 
-def _answers(messages: list[dict]) -> list[int]:
-    """Numbers of the assistant's messages."""
+def _answers(messages: list[Message]) -> list[int]:
+    """Indices of the assistant's messages."""
     return [n for n, message in enumerate(messages) if message["role"] == "assistant"]
 
 
-def _with_ends(text: str, spans: list, ends: Sequence[str]) -> tuple[str, list]:
-    """(text, spans), each span with the one of `ends` that follows it, else the first, written."""
+def _with_ends(text: str, spans: list[Any], ends: Sequence[str]) -> tuple[str, list[Any]]:
+    """(text, spans): each span is extended by the token of `ends` that follows it. If none follows,
+    ends[0] is written there."""
     ended = []
     moved = 0
     for start, end in spans:
@@ -617,7 +650,7 @@ def _with_ends(text: str, spans: list, ends: Sequence[str]) -> tuple[str, list]:
 
 
 def _before_answer(content: str) -> str:
-    """The thinking and white space at the beginning of a message."""
+    """The thinking and white space at the start of a message."""
     match = re.match(r"(?:.*</think>)?(?:\s*(?=\S))?", content, re.DOTALL)
     return match.group() if match else ""
 
@@ -626,7 +659,7 @@ def _before_answer(content: str) -> str:
 
 
 def _check_weights(conversation: Conversation, trains_all: bool) -> None:
-    """ValueError for weights that cannot be honoured: only answers have any."""
+    """Raise ValueError for a weight that has no meaning: only answers have weights."""
     for number, is_trained in conversation.weights.items():
         role = conversation.messages[number]["role"]
         expect(
@@ -638,19 +671,18 @@ def _check_weights(conversation: Conversation, trains_all: bool) -> None:
 
 
 def _reads(template: str, key: str) -> bool:
-    """True if the template reads this key of a message."""
+    """True if the template reads the key `key` of a message."""
     return bool(re.search(rf"[.'\"]{re.escape(key)}\b", template))
 
 
 def _thinking_key(template: str) -> str:
-    """The key of a message under which the template reads thinking, "" without one."""
+    """The message key under which the template reads thinking; "" if it reads none."""
     return next((key for key in _THINKING_KEYS if _reads(template, key)), "")
 
 
-def _with_known_keys(message: dict, template: str) -> dict:
-    """The message with its thinking under _thinking_key, or the first of _THINKING_KEYS.
-
-    Raises: ValueError for keys whose meaning nobody knows."""
+def _with_known_keys(message: Message, template: str) -> dict[str, Any]:
+    """The message with its thinking under _thinking_key, or else under _THINKING_KEYS[0]. Raises
+    ValueError for keys that neither this package nor the template knows."""
     message = dict(message)
     name = _thinking_key(template) or _THINKING_KEYS[0]
     for key in sorted(message.keys() - _KNOWN_KEYS - {name}):
@@ -672,15 +704,14 @@ def _with_known_keys(message: dict, template: str) -> dict:
 
 
 def _for_template(
-    messages: list[dict], tools: list | None, template: str
-) -> tuple[list[dict], list | None]:
-    """(messages, tools) without what the chat template would leave out or refuse.
+    messages: list[Message], tools: list[Any] | None, template: str
+) -> tuple[list[dict[str, Any]], list[Any] | None]:
+    """(messages, tools) without what the chat template would drop or refuse.
 
-    Where it reads no thinking, this stands in <think></think> before the answer. Where it takes no
-    tools, or no tool calls, Qwen's way of writing them is used: their descriptions end the system
-    message, or begin the first question where there is none; calls are JSON in
-    <tool_call></tool_call>, and what tools return is a user's message in
-    <tool_response></tool_response>.
+    If it reads no thinking, thinking goes before the answer, in <think></think>. If it takes no
+    tools or no tool calls, they are written as Qwen does: tool descriptions end the system message,
+    or begin the first question if there is no system message; a call is JSON in
+    <tool_call></tool_call>; a tool's result is a user message in <tool_response></tool_response>.
     """
     if not _thinking_key(template):
         messages = [_with_thinking_as_text(message) for message in messages]
@@ -691,22 +722,24 @@ def _for_template(
     return messages, tools
 
 
-def _with_thinking_as_text(message: dict) -> dict:
+def _with_thinking_as_text(message: Message) -> dict[str, Any]:
     message = dict(message)
     if thinking := message.pop(_THINKING_KEYS[0], ""):
         message["content"] = f"<think>\n{thinking.strip()}\n</think>\n\n{message['content']}"
     return message
 
 
-def _with_tools_as_text(messages: list[dict], tools: list) -> list[dict]:
-    written: list[dict] = []
+def _with_tools_as_text(messages: list[Message], tools: list[Any]) -> list[dict[str, Any]]:
+    written: list[dict[str, Any]] = []
     for message in messages:
         message = dict(message)
         parts = [message["content"]]
         if message["role"] == "tool":
             message = {"role": "user"}
             parts = [f"<tool_response>\n{parts[0]}\n</tool_response>"]
-            if written[-1]["role"] == "user":  # of a tool too: templates want one question
+            if (
+                written[-1]["role"] == "user"
+            ):  # join it, because templates take one user message at a time
                 parts.insert(0, written.pop()["content"])
         parts += [_call_as_text(call["function"]) for call in message.pop("tool_calls", ())]
         written.append(message | {"content": "\n".join(filter(None, parts))})
@@ -720,13 +753,13 @@ def _with_tools_as_text(messages: list[dict], tools: list) -> list[dict]:
     return written
 
 
-def _call_as_text(function: dict) -> str:
+def _call_as_text(function: dict[str, Any]) -> str:
     call = {"name": function["name"], "arguments": function.get("arguments", {})}
     return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"
 
 
-def _thinking_of(message: dict) -> str:
-    """The key of a message with its thinking, "" without any."""
+def _thinking_of(message: Message) -> str:
+    """The key under which a message has thinking; "" if it has none."""
     return next((key for key in _THINKING_KEYS if str(message.get(key, "")).strip()), "")
 
 
@@ -734,8 +767,8 @@ def _mark_of(number: int) -> str:
     return f"mcathought{number}x"
 
 
-def _mark_thinking(messages: list[dict]) -> list[dict]:
-    """The messages with a mark in place of each text of the assistant's thinking."""
+def _mark_thinking(messages: list[Message]) -> list[dict[str, Any]]:
+    """The messages with each text of the assistant's thinking replaced by a mark."""
     marked = list(messages)
     for number in _answers(messages):
         message = messages[number]

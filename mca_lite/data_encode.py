@@ -1,5 +1,5 @@
-"""From the files of a dataset to token ids with a loss mask: Reader reads records, Encoder makes
-unshifted documents of them, load_shard keeps these in the token cache."""
+"""From the files of a dataset to token ids with a loss mask: Reader reads records, Encoder turns
+records into unshifted documents, load_shard keeps the documents in the token cache."""
 
 import functools
 import hashlib
@@ -17,16 +17,17 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from multiprocessing import cpu_count, get_context
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import psutil
+from transformers import PreTrainedTokenizerBase
 
 from . import data_chat, data_files, data_records, inputs
 from .data_chat import ChatRenderer, Rendered, in_time
 from .data_files import SIDES, Cursor, DatasetSpec, Progress, build_once, read_records
 from .data_records import Conversation, conversations, detect_format, document
-from .errors import expect
+from .errors import Keys, expect
 from .files import (
     IGNORE_INDEX,
     cache_folder,
@@ -39,21 +40,23 @@ from .files import (
 from .inputs import TEXT, Media
 from .tables import ANSWER_LABEL, Objective
 
-_MAX_BAD_SHARE = 0.1  # of the records: a larger share points to a wrong declaration
-_MOST_CHARACTERS = 1_000_000  # of a text to be cut to cutoff_len; or 32 a token if that is more
+_MAX_BAD_SHARE = 0.1  # a larger share of bad records points to a wrong declaration
+_MOST_CHARACTERS = (
+    1_000_000  # the longest text read for cutoff_len tokens; or 32 characters per token, if more
+)
 CHUNK_RECORDS = 500  # records tokenised at once
 PARALLEL_FROM_RECORDS = 10_000  # below this, starting worker processes takes longer than they save
 _MOST_WORKERS = 8
-_UNREAD = "not read"  # in place of a format
+_UNREAD = "not read"  # the format of a file before its first usable record
 
-# (place, content, registered columns) of a record; content: a text, or conversations, or the
-# ValueError of an unusable one
+# A record: (place, content, registered columns). The content is a text, conversations, or the
+# ValueError of an unusable record.
 Record = tuple[str, str | list[Conversation] | ValueError, dict[str, float]]
-# int32 [n], the tokens of a document: id of a trained one, ~id (below 0) of one without loss
+# A document's tokens, int32 [n]: the id of a trained token; ~id, below 0, of a token without loss.
 Document: TypeAlias = np.ndarray
-# with those columns, and "pictures", list[Placed], of a document that has any
-Sample = list[tuple[Document, dict]]
-# (file, lines or records of it, bytes of it, records of the dataset) read so far
+# A sample: documents with their registered columns, and "media" if the document has any.
+Sample = list[tuple[Document, dict[str, Any]]]
+# How far a dataset was read: (file, lines or records of that file, bytes of it, records in all).
 Place = tuple[int, ...]
 BEGINNING: Place = (0, 0, 0, 0)
 
@@ -83,11 +86,14 @@ _SEVERAL = "conversations became several samples, for the template strips their 
 
 @dataclass
 class Tally:
-    """Counts of `records` that were read, by a text: the end of a sentence that begins with the
-    number. kinds: of the texts. places: "file:line" of the first record of each."""
+    """Counts of records, by a text that completes the sentence "<count> ...".
+
+    records: how many were read. kinds: the kind of each text. places: "file:line" of the first
+    record of each text.
+    """
 
     records: int = 0
-    counts: Counter = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=Counter)
     kinds: dict[str, str] = field(default_factory=dict)
     places: dict[str, str] = field(default_factory=dict)
 
@@ -97,29 +103,29 @@ class Tally:
         self.places.setdefault(text, place)
 
     def refuse(self, place: str, reason: str) -> None:
-        # numbers of messages are replaced: they would give each record a reason of its own
+        # message numbers are replaced, or each record would have a different reason
         reason = re.sub(r"\d+", "N", reason)[:200]
         self.count(BAD, f"records cannot be used and were left out: {reason}", place)
 
     def number(self, kind: str) -> int:
-        """Records of a kind."""
+        """The count of a kind of records."""
         return sum(self.counts[text] for text in self.kinds if self.kinds[text] == kind)
 
     def add(self, later: "Tally") -> None:
-        """Add the counts of later records."""
+        """Add the counts of later records, in place."""
         self.records += later.records
         self.counts += later.counts
         self.kinds |= later.kinds
         self.places = later.places | self.places
 
     def lines(self) -> list[str]:
-        """A line for each count, with its first place."""
+        """A line per text with its count, and its first place."""
         places = self.places.items()
         return [f"{self.counts[text]:,} {text}, the first at {place}" for text, place in places]
 
     def check(self, few_records: int = 0) -> None:
-        """ValueError for too many bad records. few_records: their share is taken of so many at
-        least."""
+        """Raise ValueError if too large a share of the records is bad. few_records: the share is
+        taken of at least this many records."""
         bad = self.number(BAD)
         if bad > _MAX_BAD_SHARE * max(self.records, few_records):
             raise ValueError(
@@ -132,25 +138,27 @@ class Tally:
 
 
 class Reader:
-    """Reads the records of one dataset. formats: name in FORMATS of each file, "not read"
-    before its first usable record. media: of the model."""
+    """Reads the records of one dataset. formats: file -> its name in FORMATS; "not read" before its
+    first usable record. media: the model's."""
 
-    def __init__(self, spec: DatasetSpec, objective: Objective, data_args, media: Media = TEXT):
+    def __init__(
+        self, spec: DatasetSpec, objective: Objective, data_args: Keys, media: Media = TEXT
+    ) -> None:
         self.spec = spec
         self.objective = objective
         self.args = data_args
         self.media = media
         self.skips = data_args.on_bad_record == "skip"
-        # only the first so many records
+        # the maximum number of records, if any
         self.limit = min(filter(None, (data_args.max_samples, spec.num_samples)), default=None)
         self.formats = dict.fromkeys(spec.files, _UNREAD)
         self.columns = data_records.dataset_columns(spec, data_args)
         if objective.has_labels:
-            self.columns[ANSWER_LABEL] = None  # of the records alone
+            self.columns[ANSWER_LABEL] = None  # only records have labels
 
     def records(self, start: Place = BEGINNING) -> Iterator[tuple[Record, Place]]:
-        """(record, place of the next one) of the records from `start` on. ValueError without
-        any."""
+        """(record, place of the next record) from `start` on. Raises ValueError if there is no
+        record."""
         first, number, offset, taken = start
         cursor = Cursor(number, offset)
         files = list(enumerate(self.spec.files.items()))
@@ -167,17 +175,18 @@ class Reader:
         expect(taken > start[-1], f"{self.spec.name}: there is no record to train on")
 
     def _detect_format(self, file: str, kind: str) -> None:
-        """Read a file from its beginning until a record shows its format."""
+        """Read a file from its beginning until a record shows the file's format."""
         for where, record in read_records(file, kind, self.skips):
             self._read(file, where, record)
             if self.formats[file] != _UNREAD:
                 return
 
-    def _read(self, file: str, where: str, record):
-        """(content or the ValueError of an unusable one, registered columns) of a record.
+    def _read(self, file: str, where: str, record: Any) -> tuple[Any, dict[str, Any]]:
+        """(content, registered columns) of a record. The content of an unusable record is its
+        ValueError.
 
-        Raises: that ValueError if the format of the file depends on this record, unless bad
-        records are left out.
+        That ValueError is raised instead if this record would decide the file's format, unless bad
+        records are skipped.
         """
         if isinstance(record, ValueError):
             return record, {}
@@ -209,41 +218,41 @@ class Reader:
 # -- records to samples
 
 
-def joins_texts(data_args) -> bool:
+def joins_texts(data_args: Keys) -> bool:
     """True if texts are joined and cut into full rows, with attention across their borders."""
     return data_args.packing is not False and not data_args.neat_packing
 
 
 class Encoder:
     """Turns records into the documents of samples: one for a text or a conversation, chosen and
-    rejected for a pair.
+    rejected for a pair. Picklable, for worker processes.
 
-    A document has at most cutoff_len + 1 tokens: the end of a longer one is cut. A pair loses the
-    beginning of its prompt instead, the same tokens on both sides and all but the last one at most,
-    and then the end of an answer. Texts to be joined (joins) are kept whole. renderer: of
-    conversations, None for texts. data_args: DataArguments. media: of the model: no border cuts
-    an input. options: all that determines the result, beside the records
-    and the tokenizer. Picklable, for worker processes.
-    Raises: ValueError for a tokenizer that cannot end a text.
+    A document has at most cutoff_len + 1 tokens; a longer one is cut at its end. A pair is first
+    cut at the start of its prompt, by the same tokens on both sides and leaving at least one, then
+    at the end of an answer. Texts to be joined (joins) are not cut. No input other than text is cut
+    in two. renderer: for conversations; None for texts. data_args: DataArguments. media: the
+    model's. options: with records and tokenizer, all that determines the result. Raises ValueError
+    if the tokenizer cannot end a text.
     """
 
     def __init__(
         self,
-        tokenizer,
+        tokenizer: PreTrainedTokenizerBase,
         renderer: ChatRenderer | None,
         objective: Objective,
-        data_args,
+        data_args: Keys,
         media: Media = TEXT,
-    ):
+    ) -> None:
         self.tokenizer = tokenizer
         self.media = media
         self.renderer = renderer
-        # not the objective: worker processes need not import a script that registers its own
+        # worker processes need not import a script that registers an objective: only facts about it
+        # are kept
         self.has_pairs = objective.has_pairs
         self.is_text = objective.joins_documents
         self.units = f"{objective.unit}s"
         self.cutoff_len = data_args.cutoff_len
-        self.scores = objective.scores  # of whole documents, their last token too
+        self.scores = objective.scores  # a score reads the whole document, its last token too
         self.skips = data_args.on_bad_record == "skip"
         self.joins = self.is_text and joins_texts(data_args)
         self.documents_per_sample = len(SIDES) if self.has_pairs else 1
@@ -273,12 +282,12 @@ class Encoder:
         self.adds_end = end is not None and tokenizer("")["input_ids"][-1:] == [end]
 
     def encode(self, chunk: list[Record]) -> tuple[list[Sample], Tally]:
-        """The samples that are kept, in their order, and the counts of the records.
+        """(samples kept, in order; Tally of the records).
 
-        Raises: ValueError with the place for an unusable record, unless these are left out.
+        Raises ValueError with its place for an unusable record, unless bad records are skipped.
         """
         tally = Tally(records=len(chunk))
-        rendered: list[tuple[str, dict, Rendered]] = []  # with their places and columns
+        rendered: list[tuple[str, dict[str, Any], Rendered]] = []  # (place, columns, text)
         current = ""
 
         def render_all() -> None:
@@ -313,8 +322,8 @@ class Encoder:
                 kept.append(list(zip(sample, columns, strict=True)))
         return kept, tally
 
-    def _render(self, where: str, content, tally: Tally) -> list[Rendered]:
-        """Each document of a record as text, [] for one to be left out."""
+    def _render(self, where: str, content: Any, tally: Tally) -> list[Rendered]:
+        """The documents of a record as text; [] for a record to skip."""
         if isinstance(content, ValueError):
             raise content
         text = str(content)
@@ -350,14 +359,14 @@ class Encoder:
             for rendered in of_conversation
         ]
 
-    def _placed(self, rendered: Rendered, media: tuple, where: str) -> Rendered:
-        """The text with those inputs of its conversation that it has."""
+    def _placed(self, rendered: Rendered, media: tuple[Any, ...], where: str) -> Rendered:
+        """The text with the inputs of its conversation that stand in it."""
         placed = self.media.placed(rendered.text, media, where)
         return Rendered(rendered.text, rendered.spans, rendered.is_plain, placed)
 
     def check_size(self, size: int, where: str) -> None:
-        """ValueError with the place for a text far longer than the part that is kept: tokenising
-        takes 300 bytes of memory a character."""
+        """Raise ValueError, with the place `where`, for a text much longer than cutoff_len keeps.
+        (Tokenising takes 300 bytes of memory per character.)"""
         most = max(_MOST_CHARACTERS, 32 * self.cutoff_len)
         expect(
             size <= most or self.joins,
@@ -367,18 +376,18 @@ class Encoder:
         )
 
     def _tokenize(self, rendered: list[Rendered]) -> list[Document]:
-        """The document of each text, its spans trained.
+        """One document per text, with its spans trained.
 
-        Plain texts get the special tokens that the tokenizer adds: bos, if the model was trained
-        with it. A chat template has written its special tokens. Texts are tokenised whole, so that
-        the borders of tokens are those of inference.
+        A plain text gets the special tokens that the tokenizer adds (bos, if the model was trained
+        with it); a chat template has written its special tokens. Each text is tokenised as a whole,
+        so that token borders are those of inference.
         """
         documents: list[Document] = []
         for is_plain, group in itertools.groupby(rendered, key=lambda one: one.is_plain):
             alike = list(group)
             batch = self._tokens([one.text for one in alike], is_plain)
             for ids in batch["input_ids"] if is_plain and self.adds_end else ():
-                if ids[-2:] == 2 * [self.tokenizer.eos_token_id]:  # the text has its own
+                if ids[-2:] == 2 * [self.tokenizer.eos_token_id]:  # the text had an eos already
                     ids.pop()
             if self.is_text:
                 documents += map(self._ended, alike, batch["input_ids"])
@@ -391,7 +400,7 @@ class Encoder:
                 documents.append(self.media.expand(document, one.media))
         return documents
 
-    def _tokens(self, texts: list[str], is_plain: bool):
+    def _tokens(self, texts: list[str], is_plain: bool) -> Any:
         try:
             return self.tokenizer(
                 texts,
@@ -402,7 +411,9 @@ class Encoder:
                 verbose=False,
             )
         except BaseException as error:
-            if type(error).__name__ != "PanicException":  # of Rust, exported by no module
+            if (
+                type(error).__name__ != "PanicException"
+            ):  # an error of Rust code that no module exports
                 raise
             raise ValueError(
                 f"the tokenizer gave up on a text of {max(map(len, texts)):,} characters "
@@ -410,7 +421,7 @@ class Encoder:
             ) from None
 
     def _ended(self, rendered: Rendered, ids: list[int]) -> Document:
-        """The tokens of a text with the end token; none of an empty one."""
+        """A text's tokens with the end token; an empty text has none."""
         eos = self.tokenizer.eos_token_id
         if not rendered.text:
             ids = []
@@ -419,10 +430,10 @@ class Encoder:
         return np.array(ids, dtype=np.int32)
 
     def _cut(
-        self, documents: list[Document], media: list[list], tally: Tally, where: str
+        self, documents: list[Document], media: list[list[Any]], tally: Tally, where: str
     ) -> list[Document]:
-        """The documents cut to cutoff_len + 1 tokens, and before an input that this would cut;
-        `media` of each, in place."""
+        """The documents cut to cutoff_len + 1 tokens, and before an input that this would cut in
+        two. Removes inputs that were cut off from `media`, in place."""
         limit = self.cutoff_len + 1 - int(self.scores)
         longest = max(map(len, documents))
         if self.joins or longest <= limit:
@@ -444,7 +455,7 @@ class Encoder:
         return [document[span] for document, span in zip(documents, spans, strict=True)]
 
     def _leaves_out(self, documents: list[Document], tally: Tally, where: str) -> bool:
-        """True if a sample has nothing to learn, which is counted."""
+        """True if a sample has nothing to learn; counts it."""
         first, *others = documents
         if not all(map(num_learned, documents)):
             what = f"{self.units} have no token to train on and were left out"
@@ -457,30 +468,31 @@ class Encoder:
 
 
 def _with_target(document: Document) -> Document:
-    """The document with a token more, which is no label: shifted, all of its tokens are inputs."""
+    """The document with one more token, which is not trained. After shifting, every original token
+    is then an input."""
     return np.append(document, ~np.maximum(document[-1:], ~document[-1:]))
 
 
 def num_learned(document: Document) -> int:
-    """Labels of a document that are not IGNORE_INDEX: its first token is no target."""
+    """Labels of a document other than IGNORE_INDEX: its first token is never a label."""
     return int((document[1:] >= 0).sum())
 
 
-def _is_empty(answer: dict) -> bool:
+def _is_empty(answer: dict[str, Any]) -> bool:
     return not answer["content"].strip() and not answer.get("tool_calls")
 
 
 def _shared_prompt(chosen: Document, rejected: Document) -> int:
-    """Number of untrained tokens at the beginning of both."""
+    """The count of untrained tokens that both documents have in common at their start."""
     size = min(len(chosen), len(rejected))
-    # The token at the border may belong to one answer alone.
+    # the token at the border may belong to only one of the answers
     differ = (chosen[:size] != rejected[:size]) | (chosen[:size] >= 0)
     return int(np.append(differ, True).argmax())
 
 
 def mask_of_spans(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) -> np.ndarray:
-    """uint8 [n]: 1 for each token with a character in a span. offsets: [start, end) of each
-    token."""
+    """uint8 [n]: 1 for each token that has a character in one of the spans. offsets: [start, end)
+    per token."""
     starts, ends = np.array(offsets, dtype=np.int64).reshape(-1, 2).T
     mask = np.zeros(len(starts), dtype=np.uint8)
     for start, end in spans:
@@ -490,7 +502,7 @@ def mask_of_spans(offsets: list[tuple[int, int]], spans: list[tuple[int, int]]) 
 
 # -- tokenising in several processes
 
-_worker_encoder: Encoder  # of a worker process, set by _start_worker
+_worker_encoder: Encoder  # set in a worker process by _start_worker
 
 
 def _start_worker(encoder: Encoder) -> None:
@@ -506,10 +518,10 @@ def _encode_in_worker(chunk: list[Record]) -> tuple[list[Sample], Tally]:
 def encode_all(
     reader: Reader, encoder: Encoder, workers: int | None
 ) -> Iterator[tuple[list[Sample], Tally]]:
-    """(samples, their Tally) of each chunk of a dataset's records, in their order.
+    """(samples, their Tally) per chunk of a dataset's records, in order.
 
     workers: number of tokenising processes, without effect on the result; None: chosen here. A
-    dataset of one chunk is tokenised in this process: another one takes seconds to start.
+    dataset of one chunk is tokenised in this process, because starting another one takes seconds.
     """
     records = (record for record, _ in reader.records())
     chunks = iter(lambda: list(itertools.islice(records, CHUNK_RECORDS)), [])
@@ -544,17 +556,16 @@ def encode_all(
 CACHE_FORMAT = 5
 HASH_DIRECTLY_BELOW_BYTES = 64 << 20
 META_NAME = "meta.json"
-checked_files: set[tuple] = set()  # (path, time, size) of files checked by this process
+checked_files: set[tuple[Path, int, int]] = set()  # (path, time, size) checked by this process
 
 
-def load_shard(reader: Reader, encoder: Encoder, data_args) -> "Shard":
-    """The reader's dataset, from the cache or tokenised now by one of the processes that share
+def load_shard(reader: Reader, encoder: Encoder, data_args: Keys) -> "Shard":
+    """The reader's dataset: from the cache, or tokenised now by one of the processes that share
     cache_dir.
 
-    A damaged shard is tokenised anew, with one line on stderr; with overwrite_cache, so is a shard
-    of an earlier run.
-    Raises: ValueError with file and line, in every process that calls; ValueError for a cache_dir
-    that cannot be written.
+    A damaged shard is tokenised again, with a line on stderr; if overwrite_cache is set, so is a
+    shard of an earlier run. Raises, in every calling process, ValueError with file and line for
+    unusable input, or ValueError if cache_dir cannot be written.
     """
     cache_dir = cache_folder(data_args.cache_dir)
     key, identity = _keys(reader, encoder, cache_dir)
@@ -578,23 +589,23 @@ def load_shard(reader: Reader, encoder: Encoder, data_args) -> "Shard":
     return Shard(folder, encoder.documents_per_sample, identity, encoder.media)
 
 
-def tokenizer_identity(tokenizer) -> list:
-    """A key, equal for tokenizers that produce the same tokens."""
+def tokenizer_identity(tokenizer: Any) -> list[Any]:
+    """A key that is equal for tokenizers that give the same tokens."""
     special = sorted(map(str, tokenizer.special_tokens_map.items()))
     return [
         type(tokenizer).__name__,
         tokenizer.backend_tokenizer.to_str(),
         tokenizer.chat_template,
         special,
-        getattr(tokenizer, "split_special_tokens", False),  # no part of tokenizer.json
+        getattr(tokenizer, "split_special_tokens", False),  # tokenizer.json does not have it
     ]
 
 
 def _keys(reader: Reader, encoder: Encoder, cache_dir: Path) -> tuple[str, str]:
-    """(name of the shard's folder, name of the data in a checkpoint).
+    """(name of the shard's folder, name of the data for checkpoints).
 
-    The first one changes with the code of tokenising, so that no shard is older than its code. The
-    second one does not: a checkpoint has to go on in a newer version.
+    The folder's name changes with the tokenising code, so that no shard is older than its code. The
+    other does not, because a newer version must be able to resume a checkpoint.
     """
     spec = reader.spec
     declared = ("formatting", "columns", "tags", "num_samples")
@@ -603,26 +614,28 @@ def _keys(reader: Reader, encoder: Encoder, cache_dir: Path) -> tuple[str, str]:
         "options": {**encoder.options, "limit": reader.limit},
         "declaration": {key: getattr(spec, key) for key in declared},
         "columns": reader.columns,
-        # the kind determines how a file is read; its name does not matter
+        # a file's kind decides how it is read; its name does not matter
         "files": [[kind, content_hash(Path(file), cache_dir)] for file, kind in spec.files.items()],
     }
     of_media = sys.modules[type(encoder.media).__module__]
     modules = (data_files, data_records, data_chat, inputs, of_media, sys.modules[__name__])
-    code: dict = {"format": CACHE_FORMAT, "code": [inspect.getsource(module) for module in modules]}
+    code: dict[str, Any] = {
+        "format": CACHE_FORMAT,
+        "code": [inspect.getsource(module) for module in modules],
+    }
     code |= encoder.media.folders(spec.files)
     return hash_of(identity | code), hash_of(identity)
 
 
-def hash_of(facts) -> str:
-    """A name for facts that JSON can hold."""
+def hash_of(facts: object) -> str:
+    """A name for facts that JSON can hold: their sha256."""
     return _sha256(json.dumps(facts, sort_keys=True, default=str))
 
 
 def content_hash(path: Path, cache_dir: Path) -> str:
-    """sha256 of the file. A large one is read once, and not again until its size or modification
-    time changes."""
+    """sha256 of a file's content. A large file is hashed again only if its size or time changed."""
     stat = path.stat()
-    # a file written just now may change again within one tick of its time stamp
+    # a file written just now may change again within the same clock tick
     if stat.st_size < HASH_DIRECTLY_BELOW_BYTES or time.time() - stat.st_mtime < 2:
         return _sha256_of_file(path)
     version = f"{path.resolve()}|{stat.st_size}|{stat.st_mtime_ns}"
@@ -651,13 +664,13 @@ def _sha256_of_file(path: Path) -> str:
 
 
 def write_shard(
-    folder: Path, parts: Iterator, reader: Reader, row_length: int | None, progress: Progress
+    folder: Path, parts: Iterator[Any], reader: Reader, row_length: int | None, progress: Progress
 ) -> None:
-    """Write a new folder with the documents of `parts`, synced to disk: ids.bin, the documents end
-    to end; index.npz, the arrays of a Shard; meta.json; the files of Media.store.
+    """Write a new folder with the documents of `parts`, synced to disk: ids.bin, the documents one
+    after another; index.npz, a Shard's arrays; meta.json; the files of Media.store.
 
-    parts: of encode_all, from the reader's records. row_length: join the documents and cut them
-    into rows of so many tokens, as row_spans does (None: leave them).
+    parts: from encode_all. row_length: join the documents and cut them into rows of this many
+    tokens (row_spans); None: keep documents. Raises ValueError if too many records are bad.
     """
     folder.mkdir()
     rows = []
@@ -702,19 +715,19 @@ def write_shard(
 
 
 def row_spans(num_tokens: int, row_length: int) -> np.ndarray:
-    """int64 [rows, 2]: [start, stop) of rows of `row_length` cut from joined tokens.
+    """int64 [rows, 2]: [start, stop) of rows of `row_length` tokens cut from joined documents.
 
-    Neighbours share a token, the last target of one and the first input of the next. The last row
-    may be shorter.
+    Neighbouring rows share a token: the last label of one is the first input of the next. The last
+    row may be shorter.
     """
     starts = np.arange(0, max(num_tokens - 1, 0), row_length - 1)
     return np.stack([starts, np.minimum(starts + row_length, num_tokens)], axis=1)
 
 
 def damage(folder: Path) -> str | None:
-    """A description of the damage to a shard's folder, None for a whole one.
+    """A description of the damage in a shard's folder; None if it is intact.
 
-    A file is read once in a process, and again if its size or time has changed.
+    A process reads each file once, and again only if its size or time has changed.
     """
     try:
         meta = json.loads((folder / META_NAME).read_text())
@@ -730,16 +743,18 @@ def damage(folder: Path) -> str | None:
 
 
 class Shard:
-    """Tokenised samples. `shard[r]` is sample r, a list of documents {"input_ids", "labels"}, int64
-    [n] each, shifted: labels[t] is the token after input_ids[t], or IGNORE_INDEX; with the columns
-    of `media`.
+    """Tokenised samples. `shard[r]` is a list of documents {"input_ids", "labels"}, int64 [n] each,
+    with shifted labels: labels[t] is the token after input_ids[t], or IGNORE_INDEX. A document also
+    has its registered columns and those of `media`.
 
-    document_lengths int64 [samples, documents of a sample]: every n. learned int64 [samples]:
-    labels that are not IGNORE_INDEX. columns [documents, registered columns]: NaN for none. meta:
-    of meta.json. tally: counts of its records. identity: names its files, keys and tokenizer.
+    document_lengths int64 [samples, documents per sample]: each n. learned int64 [samples]: labels
+    other than IGNORE_INDEX. columns [documents, registered columns]: NaN for none. meta: content of
+    meta.json. tally: counts of records. identity: a name for its files, keys and tokenizer.
     """
 
-    def __init__(self, folder: Path, documents_per_sample: int, identity: str, media: Media = TEXT):
+    def __init__(
+        self, folder: Path, documents_per_sample: int, identity: str, media: Media = TEXT
+    ) -> None:
         self.folder = folder
         self.media = media
         self.documents_per_sample = documents_per_sample
@@ -753,20 +768,20 @@ class Shard:
         self.columns = index["columns"]
         self.media_end = np.append(0, index["pictures_end"])
 
-    def __reduce__(self):  # numpy would pickle the map as a copy of the file
+    def __reduce__(self) -> tuple[Any, ...]:  # numpy would pickle the memory map as a copy
         return Shard, (self.folder, self.documents_per_sample, self.identity, self.media)
 
     def __len__(self) -> int:
         return len(self.spans)
 
-    def __getitem__(self, row: int) -> list[dict]:
+    def __getitem__(self, row: int) -> list[dict[str, Any]]:
         documents = self.documents(row)
         for document_, placed in zip(documents, self.placed(row), strict=True):
             document_.update(self.media.columns(document_["input_ids"], placed))
         return documents
 
-    def documents(self, row: int) -> list[dict]:
-        """The documents of a sample without the columns of inputs beside text."""
+    def documents(self, row: int) -> list[dict[str, Any]]:
+        """A sample's documents without the columns of inputs other than text."""
         documents = [shifted(self.tokens[start:stop]) for start, stop in self.spans[row]]
         first = row * self.documents_per_sample
         values_of = self.columns[first : first + len(documents)].tolist()
@@ -775,23 +790,23 @@ class Shard:
             document_.update((name, value) for name, value in columns if value == value)
         return documents
 
-    def placed(self, row: int) -> list[list]:
-        """The inputs beside text of each document of a sample."""
+    def placed(self, row: int) -> list[list[Any]]:
+        """The inputs other than text of each document in a sample."""
         first = row * self.documents_per_sample
         ends = self.media_end[first : first + self.documents_per_sample + 1].tolist()
-        if len(self.media_end) == 1:  # texts
+        if len(self.media_end) == 1:  # the shard has text alone
             return [[] for _ in range(self.documents_per_sample)]
         store = self.media.store(self.folder)
         return [store.read(*span) for span in itertools.pairwise(ends)]
 
     @functools.cached_property
     def tokens(self) -> np.ndarray:
-        """All documents end to end, mapped in the process that reads samples."""
+        """All documents one after another, memory-mapped in the process that reads samples."""
         return np.memmap(self.folder / "ids.bin", dtype=np.int32, mode="r")
 
 
-def shifted(document: Document, columns=()) -> dict:
-    """{"input_ids", "labels"} int64 [n - 1] of n tokens, and registered columns."""
+def shifted(document: Document, columns: Any = ()) -> dict[str, Any]:
+    """{"input_ids", "labels"} int64 [n - 1] from n tokens, and registered columns."""
     tokens = np.maximum(document, ~document).astype(np.int64)
     labels = np.where(document[1:] >= 0, tokens[1:], IGNORE_INDEX)
     return {"input_ids": tokens[:-1], "labels": labels, **dict(columns)}

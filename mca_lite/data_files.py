@@ -1,8 +1,8 @@
-"""The files of a dataset: paths, folders, dataset_info.json, the hub, and the readers of each kind
-of file.
+"""A dataset's files: paths, folders, dataset_info.json, the hub, and a reader for each kind of
+file.
 
-A place in the user's data is "file:line" throughout, for errors: "file:number" of the record in
-parquet, and in a .json file with a list of records. Other .json files have one object a line.
+Errors name a place in the user's data as "file:line"; in parquet and in a .json file with a list of
+records, it is "file:number of the record". Other .json files have one object per line.
 """
 
 import contextlib
@@ -20,56 +20,60 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
 from . import world
-from .errors import expect
+from .errors import Keys, expect
 from .files import describe_error, may_be_on_hub, sync
 from .tables import Objective
 
 _COMPRESSED = (".json", ".jsonl", ".txt")
 SUFFIXES = (*_COMPRESSED, ".parquet", *(f"{suffix}.gz" for suffix in _COMPRESSED))
 _REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
-_AS_A_WHOLE = " as a whole"  # ends the kind of a text file of one document
-_BLANK = b"\xef\xbb\xbf \t\r\n"  # before a list: a byte order mark too
-_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")  # escaped: alone, it makes no text
+_AS_A_WHOLE = " as a whole"  # added to a text file's kind if the file is one document
+_BLANK = b"\xef\xbb\xbf \t\r\n"  # bytes that may stand before a list, with a byte order mark
+_SURROGATE = re.compile(
+    r"\\u[dD][89a-fA-F]"
+)  # an escaped half of a surrogate pair: alone, it is no text
 SIDES = ("chosen", "rejected")  # the two answers of a preference pair, in this order everywhere
 
 
 @dataclass
 class DatasetSpec:
-    """One dataset: its files, and its declaration in dataset_info.json (None, {}: detected by the
+    """One dataset: its files, and its declaration in dataset_info.json (None and {}: decided by the
     first record).
 
-    files: path -> kind, which selects the reader. formatting: the name of a record format. columns:
-    name of a column in dataset_info.json -> in the files. tags: names within messages. num_samples:
-    only the first so many records. values: of registered columns, for records without one of their
-    own.
+    files: path -> kind, which selects the reader. formatting: a record format's name. columns:
+    dataset_info.json's name of a column -> the name in the files. tags: names within messages.
+    num_samples: the maximum number of records. values: registered columns' values, for records that
+    have none.
     """
 
     name: str
     files: dict[str, str] = field(default_factory=dict)
     formatting: str | None = None
-    columns: dict = field(default_factory=dict)
-    tags: dict = field(default_factory=dict)
+    columns: dict[str, Any] = field(default_factory=dict)
+    tags: dict[str, Any] = field(default_factory=dict)
     num_samples: int | None = None
-    values: dict = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
 
 
 # -- which files
 
 
-def resolve(entries: list[str], data_args, objective: Objective) -> list[DatasetSpec]:
-    """One DatasetSpec per entry: a name in dataset_dir/dataset_info.json, else a file or a folder
-    (as given, or in dataset_dir), else a dataset of the Hugging Face hub, from its cache if it is
-    there.
+def resolve(entries: list[str], data_args: Keys, objective: Objective) -> list[DatasetSpec]:
+    """One DatasetSpec per entry. An entry is a name in dataset_dir/dataset_info.json, else a file
+    or folder (as given, or in dataset_dir), else a dataset on the Hugging Face hub, read from its
+    cache if possible.
 
-    Raises: ValueError for an entry of no such kind, or a declaration that cannot be honoured.
+    Raises ValueError for an entry that is none of these, or for a declaration that cannot be
+    followed.
     """
     folder = Path(data_args.dataset_dir)
     info_file = folder / "dataset_info.json"
-    info: dict = {}
+    info: dict[str, Any] = {}
     if info_file.is_file():
         text = _decode(info_file.read_bytes(), str(info_file))
         info = parse_json(text, str(info_file))
@@ -99,7 +103,7 @@ def resolve(entries: list[str], data_args, objective: Objective) -> list[Dataset
 
 
 def _files_of(path: Path) -> dict[str, str]:
-    """The file, or the files of a folder in the order of their names, with their kinds."""
+    """The file, or a folder's files sorted by name, with their kinds."""
     files = _readable(path.iterdir() if path.is_dir() else [path])
     expect(files, f"{path}: expected {', '.join(SUFFIXES)} files")
     for file in files:
@@ -111,7 +115,7 @@ def _files_of(path: Path) -> dict[str, str]:
 
 
 def _readable(paths: Iterable[Path]) -> dict[str, str]:
-    """The kinds of those that a reader takes, sorted."""
+    """The paths that some reader takes, sorted, with their kinds."""
     kinds = {str(path): kind_of(path) for path in sorted(paths)}
     return {
         file: kind
@@ -121,24 +125,28 @@ def _readable(paths: Iterable[Path]) -> dict[str, str]:
 
 
 def kind_of(file: str | Path) -> str:
-    """The suffix that selects the reader: one of SUFFIXES for a readable file."""
+    """The suffix that selects a reader, with .gz if compressed; one of SUFFIXES for a readable
+    file."""
     path = Path(file)
     if path.suffix == ".gz":
         return Path(path.stem).suffix + path.suffix
     return path.suffix
 
 
-def _files_of_hub(repository: str, entry: dict, here: str) -> dict[str, str]:
-    """The files of a dataset of the Hugging Face hub with their kinds, through its cache: those
-    below `folder` and `subset` with `split` in their path, by the keys of dataset_info.json. The
-    default split is train, or all files if no path has it."""
+def _files_of_hub(repository: str, entry: dict[str, Any], here: str) -> dict[str, str]:
+    """The files of a dataset on the Hugging Face hub with their kinds, through its cache.
+
+    The keys of dataset_info.json select files: those below `folder` and `subset` whose path
+    contains `split`. The default split is train, or all files if no path contains it. Raises
+    ValueError if the dataset cannot be read or no file is selected.
+    """
     from huggingface_hub import snapshot_download
 
     try:
         folder = snapshot_download(
             repository, repo_type="dataset", allow_patterns=[f"*{suffix}" for suffix in SUFFIXES]
         )
-    except Exception as error:  # of the network, the hub and its cache
+    except Exception as error:  # the network, the hub and its cache raise many types
         raise ValueError(
             f"{here}: {repository} was not found as a file, and could not be read from the Hugging "
             f"Face hub or its cache ({describe_error(error)}): set a path, or run `hf download "
@@ -167,9 +175,9 @@ _KINDS = {
 }
 
 
-def get_column(record, column: str, where: str, kind=str, required=True):
-    """A column of the right type; null and absent are the same. Raises: ValueError with the
-    place."""
+def get_column(record: Any, column: str, where: str, kind: Any = str, required: bool = True) -> Any:
+    """A record's column, of type `kind`; None if it is null or absent and not required. Raises
+    ValueError with the place `where`."""
     if not isinstance(record, dict):
         raise ValueError(f"{where}: expected an object, got {record!r:.80}")
     value = record.get(column)
@@ -181,11 +189,11 @@ def get_column(record, column: str, where: str, kind=str, required=True):
     return value
 
 
-# keys of an entry
+# the text keys of an entry in dataset_info.json
 _KEYS = """
 file_name hf_hub_url ms_hub_url om_hub_url script_url cloud_file_name formatting
 subset split folder
-""".split()  # the last three are places within a hub repository
+""".split()  # the last three select files in a hub repository
 _KIND_OF_KEY = {
     **dict.fromkeys(_KEYS, str),
     "columns": dict,
@@ -206,9 +214,11 @@ TAGS = {
 }
 
 
-def _declared(name: str, entry: dict, folder: Path, objective: Objective, here: str) -> DatasetSpec:
-    """The dataset of an entry of the folder's dataset_info.json. Raises: ValueError for one that
-    cannot be honoured."""
+def _declared(
+    name: str, entry: dict[str, Any], folder: Path, objective: Objective, here: str
+) -> DatasetSpec:
+    """The dataset that an entry of dataset_info.json declares. Raises ValueError for a declaration
+    that cannot be followed."""
     entry = {key: value for key, value in entry.items() if value is not None}
     _check_names(entry, _KIND_OF_KEY, here)
     usable = list(_TEXT_COLUMNS)
@@ -241,7 +251,7 @@ def _declared(name: str, entry: dict, folder: Path, objective: Objective, here: 
     return spec
 
 
-def _check_names(given: dict, kinds: dict[str, type], here: str) -> None:
+def _check_names(given: dict[str, Any], kinds: dict[str, type], here: str) -> None:
     for name in given:
         expect(name in kinds, f"{here}: no use for {name!r}: expected {', '.join(kinds)}")
         get_column(given, name, here, kinds[name])
@@ -252,7 +262,8 @@ def _check_names(given: dict, kinds: dict[str, type], here: str) -> None:
 
 @dataclass
 class Cursor:
-    """Number of lines read of a file (or of records if it is no file of lines) and of bytes."""
+    """The position in a file being read: lines (or records, if it is not a file of
+    lines) and bytes."""
 
     number: int = 0
     offset: int = 0
@@ -261,13 +272,13 @@ class Cursor:
 def read_records(
     file: str, kind: str | None = None, skip: bool = False, cursor: Cursor | None = None
 ) -> Iterator[tuple[str, object]]:
-    """Yield (place, record) in the file's order. A .txt file has one document a line, without blank
-    lines, or is one.
+    """Yield (place, record) in the file's order. A .txt file is one document, or has one document
+    per line; blank lines are skipped.
 
-    kind: of DatasetSpec.files (None: by the file's name). skip: an unreadable record of .jsonl or
-    .txt is yielded as its ValueError. cursor: begin there; it moves with each record. Files of
-    lines are sought by bytes, records of other files read again.
-    Raises: ValueError with the place for invalid UTF-8 or JSON; for parquet without pyarrow.
+    kind: from DatasetSpec.files (None: from the file's name). skip: if True, an unreadable record
+    of a .jsonl or .txt file is yielded as its ValueError. cursor: where to begin; it moves with
+    each record. Files of lines are sought by bytes; other files are read again up to there. Raises
+    ValueError with the place for invalid UTF-8 or JSON, and for parquet if pyarrow is missing.
     """
     kind = kind or kind_of(file)
     cursor = cursor or Cursor()
@@ -287,11 +298,11 @@ def read_records(
 
 
 def _read_lines(
-    file: str, raw, kind: str, skip: bool, cursor: Cursor
+    file: str, raw: Any, kind: str, skip: bool, cursor: Cursor
 ) -> Iterator[tuple[str, object]]:
     is_text = kind.startswith(".txt")
     is_whole = kind.endswith(_AS_A_WHOLE)
-    lines = raw  # bytes: text mode would break lines at "\r" too
+    lines = raw  # read as bytes, because text mode would break lines at "\r" too
     if is_whole:
         lines = [raw.read()][cursor.number :]
     else:
@@ -301,7 +312,7 @@ def _read_lines(
         cursor.offset += len(line)
         where = f"{file}:{cursor.number}"
         try:
-            text = _decode(line, where).strip("\r\n")  # the indentation of a text is part of it
+            text = _decode(line, where).strip("\r\n")  # indentation is part of a text
             if text.strip() or is_whole:
                 yield where, text if is_text else parse_json(text, where)
         except ValueError as error:
@@ -310,19 +321,19 @@ def _read_lines(
             yield where, error
 
 
-# a reader of a whole file yields (number from 1, record)
+# Each reader of a whole file yields (number from 1, record).
 
 
-def _read_list(file: str, raw) -> Iterator[tuple[int, object]]:
+def _read_list(file: str, raw: Any) -> Iterator[tuple[int, object]]:
     yield from enumerate(parse_json(_decode(raw.read(), file), file), 1)
 
 
-def _read_parquet(file: str, raw) -> Iterator[tuple[int, object]]:
+def _read_parquet(file: str, raw: Any) -> Iterator[tuple[int, object]]:
     expect(
         importlib.util.find_spec("pyarrow"),
         f"{file}: reading parquet takes pyarrow: pip install 'mca-lite[parquet]'",
     )
-    import pyarrow.parquet  # an extra, for parquet alone
+    import pyarrow.parquet  # an optional package
 
     try:
         batches = pyarrow.parquet.ParquetFile(raw).iter_batches(batch_size=1000)
@@ -332,13 +343,13 @@ def _read_parquet(file: str, raw) -> Iterator[tuple[int, object]]:
         raise ValueError(f"{file}: no valid parquet: {error}") from None
 
 
-def _without_nulls(row: dict) -> dict:
-    """The row without nulls within its columns: parquet gives an object the fields of all others,
-    such as each tool call the arguments of every tool."""
+def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
+    """The row without nulls inside its columns: parquet gives each object the fields of all other
+    objects, for example each tool call the arguments of every tool."""
     return {column: _given(value) for column, value in row.items()}
 
 
-def _given(value):
+def _given(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _given(part) for name, part in value.items() if part is not None}
     if isinstance(value, list):
@@ -349,14 +360,14 @@ def _given(value):
 _READERS = {"a list": _read_list, ".parquet": _read_parquet}
 
 
-def parse_json(text: str, where: str):
-    """The value of one JSON text. Raises: ValueError with the place, for half of a surrogate pair
-    too."""
+def parse_json(text: str, where: str) -> Any:
+    """The value of a JSON text. Raises ValueError with the place `where`, also for half of a
+    surrogate pair."""
     try:
         value = json.loads(text)
     except RecursionError:
         raise ValueError(f"{where}: not valid JSON: it is nested too deep") from None
-    except ValueError as error:  # of JSON, or a number of more digits than Python reads
+    except ValueError as error:  # invalid JSON, or a number with more digits than Python reads
         raise ValueError(f"{where}: not valid JSON: {error}") from None
     if _SURROGATE.search(text):
         try:
@@ -378,13 +389,9 @@ def _decode(raw: bytes, where: str) -> str:
 
 # -- files built once: one process builds, the others wait
 
-POLL_S = 0.2  # between two tries to take another process's lock
-
-
-SAY_EVERY_S = 10.0  # between two lines on stderr
-
-
-Progress = Callable[[str], None]  # called by a build with the amount done
+POLL_S = 0.2  # seconds between attempts to take the lock
+SAY_EVERY_S = 10.0  # seconds between lines on stderr
+Progress = Callable[[str], None]  # a build calls it with how much is done
 
 
 def build_once(
@@ -393,13 +400,13 @@ def build_once(
     what: str,
     is_ready: Callable[[], bool] | None = None,
 ) -> None:
-    """Make `target` exist: one process runs build(temporary path, progress) and renames the path,
+    """Make `target` exist: one process runs build(temporary path, progress) and renames the result,
     the others wait.
 
-    The operating system frees the lock of a dead process, and the next one builds; so it does
-    after an error. what: for the lines on stderr. is_ready: True if target is good as it is
-    (default: if it exists); else it is replaced.
-    Raises: the error of build; ValueError for files that cannot be read or written.
+    If that process dies or fails, the operating system frees its lock and the next process builds.
+    what: names the work in lines on stderr. is_ready: True if `target` can be used as it is
+    (default: if it exists); otherwise it is replaced. Raises the error of build(); ValueError if
+    files cannot be read or written.
     """
     is_ready = is_ready or target.exists
     if is_ready():
@@ -407,7 +414,7 @@ def build_once(
     folder = target.parent
     mine = f"{target.name}.{socket.gethostname()}-"
     temporary = folder / f"{mine}{os.getpid()}.tmp"
-    # never removed: a process waiting for a removed file would not exclude one that makes it anew
+    # The lock file is never removed: two processes could hold the removed file and a new one.
     lock = FileLock(f"{target}.lock")
     printed = time.monotonic()
 
@@ -420,14 +427,16 @@ def build_once(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _acquire(lock, what)
-        if is_ready():  # built by the process that had the lock
+        if is_ready():  # another process has built it meanwhile
             return
-        # Processes of this machine that left these are dead, or they would have the lock. Those of
-        # others may be alive: not every file system shares locks.
+        # Leftovers of this machine are from dead processes, which would have the lock otherwise.
+        # Other machines' processes may be alive, because not every file system shares locks.
         for left in folder.glob(f"{mine}*.tmp"):
             _remove(left)
         build(temporary, progress)
-        if not is_ready():  # else another machine's process, without a shared lock, was faster
+        if (
+            not is_ready()
+        ):  # a process of another machine may have been faster, without a shared lock
             _remove(target)
             os.replace(temporary, target)
             sync(folder)
@@ -450,7 +459,7 @@ def _acquire(lock: FileLock, what: str) -> None:
 
 
 def _say(text: str) -> None:
-    if world.current().local_rank == 0:  # a line a machine is enough
+    if world.current().local_rank == 0:  # one line per machine is enough
         print(text, file=sys.stderr, flush=True)
 
 

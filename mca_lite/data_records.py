@@ -1,35 +1,37 @@
-"""Record formats: from a record to a document, a conversation, or a pair of conversations, in
-OpenAI's form.
+"""Record formats: they turn a record into a document, a conversation or a pair of conversations,
+with messages in OpenAI's form.
 
 A new format is one row of FORMATS with its functions: `fits` recognises a record, `prompt` reads
-the turns before the answer, `answer` the answer itself (nothing if `prompt` reads it too). `alone`
-and `in_pairs` name the columns in error messages: without them a row is not tried for
-conversations, or for pairs. Rows are tried in their order, on the first record of a file. The
-answers of a pair are the columns chosen and rejected in every format.
+the turns before the answer, `answer` reads the answer (nothing, if `prompt` reads it too). `alone`
+and `in_pairs` name the columns in error messages; a row without them is not tried for
+conversations, or for pairs. Rows are tried in order on a file's first record. The answers of a pair
+are in the columns chosen and rejected in every format.
 """
 
 import os
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from .data_files import SIDES, TAGS, DatasetSpec, get_column, parse_json, read_records, resolve
-from .errors import expect
+from .errors import Keys, expect
 from .inputs import BLOCKS, MARK, TEXT, Media
 from .tables import COLUMNS, Objective, registered_columns
 
-_SMALL_BYTES = 1 << 26  # a list of records is read whole
+_SMALL_BYTES = 1 << 26  # larger files are not opened ahead: a list of records is read whole
+
+Message: TypeAlias = dict[str, Any]  # a chat message in OpenAI's form
 
 # -- registered columns, and labels
 
 _LABELS = ("label", "kto_tag")  # TRL's name and LLaMA-Factory's
 
 
-def dataset_columns(spec: DatasetSpec, data_args) -> dict[str, float | str | None]:
-    """Each registered column's value for the records of a dataset, None: the column's default; of
-    the package's columns those that the keys give, a text for a field of each record. ValueError
-    for a value of another column."""
+def dataset_columns(spec: DatasetSpec, data_args: Keys) -> dict[str, float | str | None]:
+    """Registered column -> its value for records of a dataset that have none (None: the column's
+    default); a text names the record field that has the value. Also includes this package's columns
+    that keys set. Raises ValueError if the dataset declares a value for an unknown column."""
     columns = dict(sorted(registered_columns().items()))
     expect(
         spec.values.keys() <= columns.keys(),
@@ -39,16 +41,16 @@ def dataset_columns(spec: DatasetSpec, data_args) -> dict[str, float | str | Non
     )
     of_keys = {name: c.of_dataset(spec, data_args) for name, c in COLUMNS.items() if c.of_dataset}
     of_keys |= {name: getattr(data_args, name) for name, c in COLUMNS.items() if c.of_key}
-    # a column without a value would change the identity of the data in checkpoints
+    # an unset column would change the data's identity in checkpoints
     of_keys = {name: x for name, x in of_keys.items() if name in columns or x is not None}
     return {**dict.fromkeys(columns), **of_keys, **spec.values}
 
 
 def column_values(
-    record, of_dataset: dict[str, float | str | None], where: str
+    record: Any, of_dataset: dict[str, float | str | None], where: str
 ) -> dict[str, float]:
-    """A record's values of registered columns, else its dataset's, and those of its fields.
-    ValueError for anything but finite numbers."""
+    """A record's values of registered columns, or else its dataset's. Raises ValueError for
+    anything but finite numbers."""
     given = {}
     if not isinstance(record, str):
         given = {
@@ -71,8 +73,8 @@ def column_values(
     return {name: float(value) for name, value in values.items()}
 
 
-def refuse_margin(record, where: str) -> None:
-    """ValueError for a pair with TRL's margin between scores, where no key names its field."""
+def refuse_margin(record: Any, where: str) -> None:
+    """Raise ValueError for a pair with TRL's margin column, because no key says to read it."""
     has_margin = isinstance(record, dict) and record.get("margin") is not None
     expect(
         not has_margin,
@@ -81,9 +83,9 @@ def refuse_margin(record, where: str) -> None:
     )
 
 
-def label_of(record, spec: DatasetSpec, where: str, is_binary: bool) -> float:
-    """The label of a record's answer, 1 for true and 0 for false. is_binary: no other number is
-    one. ValueError without a label, and for anything but a finite number."""
+def label_of(record: Any, spec: DatasetSpec, where: str, is_binary: bool) -> float:
+    """The label of a record's answer: 1 for true, 0 for false. is_binary: if True, refuse other
+    numbers. Raises ValueError if there is no finite number."""
     column = spec.columns.get("kto_tag")
     if column is None:
         given = (name for name in _LABELS if isinstance(record, dict) and name in record)
@@ -98,38 +100,38 @@ def label_of(record, spec: DatasetSpec, where: str, is_binary: bool) -> float:
 
 
 def _check_finite(name: str, value: float, where: str) -> None:
-    is_finite = abs(value) <= sys.float_info.max  # a whole number may have no float
+    is_finite = abs(value) <= sys.float_info.max  # an int may be too large for a float
     expect(is_finite, f"{where}: {name!r} is {value!s:.40}: expected a finite number")
 
 
 # -- turns
 
 
-def _message(role: str, content: str) -> dict:
+def _message(role: str, content: str) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
-def _without(ignored: Collection[str], message: dict) -> dict:
-    """The message without these keys, and without those that are null."""
+def _without(ignored: Collection[str], message: Message) -> dict[str, Any]:
+    """The message without null values, and without the keys in `ignored`."""
     return {k: value for k, value in message.items() if k not in ignored and value is not None}
 
 
-def _first_turn(turns) -> dict:
-    """The first of a list of turns; {} without one."""
+def _first_turn(turns: Any) -> dict[str, Any]:
+    """The first of a list of turns; {} if there is none."""
     match turns:
         case [dict() as first, *_]:
             return first
     return {}
 
 
-def _turns_column(record: dict, spec: DatasetSpec) -> str:
-    """The column with a list of turns."""
+def _turns_column(record: dict[str, Any], spec: DatasetSpec) -> str:
+    """The name of the column that has the list of turns."""
     usual = ("messages", "conversations")
     given = (column for column in usual if record.get(column) is not None)
     return spec.columns.get("messages") or next(given, usual[0])
 
 
-# tags of dataset_info.json -> roles
+# the tags of dataset_info.json -> roles
 _ROLES = {
     "user_tag": "user",
     "assistant_tag": "assistant",
@@ -140,11 +142,13 @@ _ROLES = {
 
 
 def _messages(
-    record, column: str, role: str, spec: DatasetSpec, where: str, kind: Any = (str, list)
-) -> list[dict]:
-    """A column with a text of `role`, a turn or a list of them, as messages: with OpenAI's names if
-    the first has a role, else with those of sharegpt; those of dataset_info.json count before
-    both."""
+    record: Any, column: str, role: str, spec: DatasetSpec, where: str, kind: Any = (str, list)
+) -> list[dict[str, Any]]:
+    """A column as messages: its text as one message of `role`, or its turn or list of turns.
+
+    Turns have OpenAI's names if the first turn has "role", else sharegpt's; names in
+    dataset_info.json override either.
+    """
     value = get_column(record, column, where, kind)
     if isinstance(value, str):
         return [_message(role, value)]
@@ -158,7 +162,9 @@ def _messages(
     return [_read_turn(turn, tags, roles, where) for turn in value]
 
 
-def _read_turn(turn, tags: dict, roles: dict, where: str) -> dict:
+def _read_turn(
+    turn: Any, tags: dict[str, Any], roles: dict[str, Any], where: str
+) -> dict[str, Any]:
     role = get_column(turn, tags["role_tag"], where)
     role = roles.get(role, role)
     content = get_column(turn, tags["content_tag"], where, (str, list), required=False)
@@ -183,10 +189,10 @@ _OTHER_BLOCK = (
 )
 
 
-def _read_blocks(blocks: list, where: str) -> dict:
-    """The parts of a message from the blocks of its content, OpenAI's or (value) LLaMA-Factory's.
-    MARK stands for an input beside text."""
-    message: dict = {"content": "", "media": []}
+def _read_blocks(blocks: list[Any], where: str) -> dict[str, Any]:
+    """The parts of a message whose content is a list of blocks, OpenAI's or (with "value")
+    LLaMA-Factory's. MARK stands for an input other than text."""
+    message: Message = {"content": "", "media": []}
     for block in blocks:
         block = _without((), block) if isinstance(block, dict) else block
         match block:
@@ -206,18 +212,18 @@ def _read_blocks(blocks: list, where: str) -> dict:
     return message
 
 
-def _read_call(call, where: str) -> dict:
+def _read_call(call: Any, where: str) -> dict[str, Any]:
     call = _in_frame(call, f"{where}: a tool call")
     function = call["function"]
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        # OpenAI's own files hold JSON text; chat templates want the object
+        # OpenAI's files have JSON text here, and chat templates read an object
         arguments = parse_json(arguments or "{}", f"{where}: arguments of a tool call")
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def _in_frame(value, where: str) -> dict:
-    """A tool or a call of one in OpenAI's form. Raises: ValueError for one without a name."""
+def _in_frame(value: Any, where: str) -> dict[str, Any]:
+    """A tool, or the call of a tool, in OpenAI's form. Raises ValueError if it has no name."""
     match value:
         case {"function": {"name": str()}}:
             return value
@@ -229,14 +235,14 @@ def _in_frame(value, where: str) -> dict:
 # -- the formats
 
 
-def _is_alpaca(record: dict, spec: DatasetSpec, pairs: bool) -> bool:
+def _is_alpaca(record: dict[str, Any], spec: DatasetSpec, pairs: bool) -> bool:
     is_declared = not pairs and not spec.columns.keys().isdisjoint(("prompt", "response"))
     prompt = record.get(spec.columns.get("prompt"))
     has_prompt = "instruction" in record or isinstance(prompt, str)
     return is_declared or (has_prompt and not _is_sharegpt(record, spec, pairs))
 
 
-def _alpaca_prompt(record, spec: DatasetSpec, where: str) -> list[dict]:
+def _alpaca_prompt(record: Any, spec: DatasetSpec, where: str) -> list[dict[str, Any]]:
     columns = spec.columns
     prompt = get_column(record, columns.get("prompt", "instruction"), where)
     query = get_column(record, columns.get("query", "input"), where, required=False)
@@ -253,51 +259,52 @@ def _alpaca_prompt(record, spec: DatasetSpec, where: str) -> list[dict]:
     return [*messages, _message("user", "\n".join(filter(None, (prompt, query))))]
 
 
-def _alpaca_answer(record, spec: DatasetSpec, where: str) -> list[dict]:
+def _alpaca_answer(record: Any, spec: DatasetSpec, where: str) -> list[dict[str, Any]]:
     column = spec.columns.get("response", "output")
     return _messages(record, column, "assistant", spec, where, str)
 
 
-def _is_sharegpt(record: dict, spec: DatasetSpec, pairs: bool) -> bool:
+def _is_sharegpt(record: dict[str, Any], spec: DatasetSpec, pairs: bool) -> bool:
     return record.get(_turns_column(record, spec)) is not None  # openai is tried before it
 
 
-def _is_openai(record: dict, spec: DatasetSpec, pairs: bool) -> bool:
+def _is_openai(record: dict[str, Any], spec: DatasetSpec, pairs: bool) -> bool:
     return "role" in _first_turn(record.get(_turns_column(record, spec))) and not spec.tags
 
 
-def _turns(record, spec: DatasetSpec, where: str) -> list[dict]:
+def _turns(record: Any, spec: DatasetSpec, where: str) -> list[dict[str, Any]]:
     return _messages(record, _turns_column(record, spec), "", spec, where, list)
 
 
-def _no_turns(record, spec: DatasetSpec, where: str) -> list[dict]:
+def _no_turns(record: Any, spec: DatasetSpec, where: str) -> list[dict[str, Any]]:
     return []
 
 
-def _has_prompt(record: dict, spec: DatasetSpec, pairs: bool) -> bool:
+def _has_prompt(record: dict[str, Any], spec: DatasetSpec, pairs: bool) -> bool:
     return record.get(spec.columns.get("prompt", "prompt")) is not None
 
 
-def _prompt(record, spec: DatasetSpec, where: str) -> list[dict]:
+def _prompt(record: Any, spec: DatasetSpec, where: str) -> list[dict[str, Any]]:
     return _messages(record, spec.columns.get("prompt", "prompt"), "user", spec, where)
 
 
 _ANSWERS = {"completion", "response"}
 
 
-def _completion(record, spec: DatasetSpec, where: str) -> list[dict]:
+def _completion(record: Any, spec: DatasetSpec, where: str) -> list[dict[str, Any]]:
     column = "completion" if "completion" in record else "response"
     return _messages(record, column, "assistant", spec, where)
 
 
-def is_plain(record, form: str) -> bool:
-    """True if prompt and completion are texts, trained without a chat template as by TRL."""
+def is_plain(record: Any, form: str) -> bool:
+    """True if prompt and completion are plain texts, which are trained without a chat template, as
+    TRL does."""
     columns = ("prompt", "completion")
     return form == "prompt-completion" and all(isinstance(record.get(c), str) for c in columns)
 
 
-def _has_whole_conversations(record: dict, spec: DatasetSpec, pairs: bool) -> bool:
-    """True if an answer begins with the prompt: its first turn is not the assistant's."""
+def _has_whole_conversations(record: dict[str, Any], spec: DatasetSpec, pairs: bool) -> bool:
+    """True if the answers contain the prompt: the first turn is not the assistant's."""
     first = _first_turn(record[spec.columns.get("chosen", "chosen")])
     return first.get("role", first.get("from")) in ("system", "developer", "user", "human")
 
@@ -307,13 +314,15 @@ def _has_whole_conversations(record: dict, spec: DatasetSpec, pairs: bool) -> bo
 
 @dataclass(frozen=True)
 class Format:
-    """Layout of conversations in a record. fits: (record, spec, True for pairs) -> bool. prompt,
-    answer: (record, spec, place) -> messages, or ValueError with the place. alone: the columns of
-    a conversation; in_pairs: those beside chosen and rejected; None: not of this kind."""
+    """The layout of conversations in records. fits: (record, spec, True for pairs) -> bool. prompt,
+    answer: (record, spec, place) -> messages, or ValueError with the place. alone: names the
+    columns of a conversation; in_pairs: names those besides chosen and rejected; None: the format
+    is not for these.
+    """
 
-    fits: Callable
-    prompt: Callable
-    answer: Callable = _no_turns
+    fits: Callable[..., Any]
+    prompt: Callable[..., Any]
+    answer: Callable[..., Any] = _no_turns
     alone: str | None = None
     in_pairs: str | None = None
 
@@ -342,15 +351,16 @@ FORMATS = {
 }
 
 
-def detect_format(record, spec: DatasetSpec, objective: Objective, where: str) -> str:
-    """The format of a file, from its first record: "text" for documents, else a name in FORMATS.
+def detect_format(record: Any, spec: DatasetSpec, objective: Objective, where: str) -> str:
+    """The format of a file, from its first record: "text" for documents, otherwise a name in
+    FORMATS.
 
-    Raises: ValueError with the place for a record that the objective cannot use.
+    Raises ValueError with the place if the objective cannot use the record.
     """
     pairs = objective.has_pairs
     if isinstance(record, str):
         record = {_text_column(spec): record}
-    get_column(record, "", where, object, required=False)  # refuses all but objects
+    get_column(record, "", where, object, required=False)  # refuses anything but an object
     columns = {name: row.in_pairs if pairs else row.alone for name, row in FORMATS.items()}
     if objective.joins_documents:
         columns = {"text": f"the column {_text_column(spec)!r}, or plain text"}
@@ -370,9 +380,10 @@ def detect_format(record, spec: DatasetSpec, objective: Objective, where: str) -
     )
 
 
-def check_first(data_args, objective: Objective) -> None:
-    """Find the datasets of a run, and read the first record of each small file, without torch.
-    ValueError as of resolve and read_records, and for a record without the columns of a format."""
+def check_first(data_args: Keys, objective: Objective) -> None:
+    """Find the datasets of a run and check the first record of each small file, without torch.
+    Raises ValueError as resolve() and read_records() do, and for a record without a format's
+    columns."""
     entries = [*(data_args.dataset or ()), *(data_args.eval_dataset or ())]
     skips = data_args.on_bad_record == "skip"
     for spec in resolve(entries, data_args, objective):
@@ -383,7 +394,7 @@ def check_first(data_args, objective: Objective) -> None:
                     _check_columns(*first, spec, objective)
 
 
-def _check_columns(where: str, record, spec: DatasetSpec, objective: Objective) -> None:
+def _check_columns(where: str, record: Any, spec: DatasetSpec, objective: Objective) -> None:
     row = FORMATS[detect_format(record, spec, objective, where)]
     if objective.joins_documents:
         document(record, spec, where)
@@ -402,8 +413,9 @@ def _text_column(spec: DatasetSpec) -> str:
     return spec.columns.get("text") or spec.columns.get("prompt") or "text"
 
 
-def document(record, spec: DatasetSpec, where: str) -> str:
-    """The text of a record (prompt, and query below it where dataset_info.json declares both)."""
+def document(record: Any, spec: DatasetSpec, where: str) -> str:
+    """A record's text: its prompt column, with the query column below if dataset_info.json declares
+    one."""
     if isinstance(record, str):
         return record
     expect(
@@ -425,21 +437,21 @@ class Conversation:
     """Messages in OpenAI's form: an optional system message, then user and assistant in turn,
     ending with the assistant; tool messages follow an assistant's tool calls.
 
-    weights: number of a message -> True if it is trained, as declared by the record. options: of
-    the chat template. is_plain: a prompt and its completion, without a chat template. media: the
-    inputs beside text of all messages, each written as Media.block.
+    weights: message index -> True if it is trained, as the record declares. options: variables of
+    the chat template. is_plain: True for a prompt and completion without a chat template. media:
+    the inputs other than text of all messages; Media.block stands for each.
     """
 
-    messages: list[dict]
-    tools: list[dict] | None = None
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
     weights: dict[int, bool] = field(default_factory=dict)
-    options: dict = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
     is_plain: bool = False
-    media: tuple = ()
+    media: tuple[Any, ...] = ()
 
 
 def conversations(
-    record,
+    record: Any,
     spec: DatasetSpec,
     form: str,
     pairs: bool,
@@ -449,12 +461,12 @@ def conversations(
     media: Media = TEXT,
     labelled: bool = False,
 ) -> list[Conversation]:
-    """The conversation of a record; of pairs chosen and rejected, equal but for the last message.
+    """The conversation in a record; for a pair two, chosen and rejected, that differ in the last
+    message.
 
-    form: a name in FORMATS. default_system: for a record without a system message. ignored: keys of
-    messages to leave out. media: of the model. labelled: an answer has a
-    label, read by label_of.
-    Raises: ValueError with the place for an unusable record.
+    form: a name in FORMATS. default_system: for a record without a system message. ignored: message
+    keys to drop. media: the model's. labelled: True if an answer has a label, which label_of reads.
+    Raises ValueError with the place for an unusable record.
     """
     row = FORMATS[form]
     options = _template_options(record, where)
@@ -507,7 +519,7 @@ def conversations(
 
 
 def prompt_and_answer(
-    record,
+    record: Any,
     spec: DatasetSpec,
     form: str,
     default_system: str | None,
@@ -515,8 +527,8 @@ def prompt_and_answer(
     ignored: Collection[str] = (),
     media: Media = TEXT,
 ) -> tuple[Conversation, str | None]:
-    """(the conversation of a record before its last answer, the text of this answer, None without
-    one), to be answered: the record may end with a question. Arguments as of conversations()."""
+    """(conversation before its last answer, text of that answer) of a record, for generation. The
+    text is None if the record ends with a question. Arguments as in conversations()."""
     row = FORMATS[form]
     turns = [*row.prompt(record, spec, where), *row.answer(record, spec, where)]
     messages = [_without(ignored, turn) for turn in turns]
@@ -535,16 +547,16 @@ def prompt_and_answer(
     return Conversation(messages, tools, {}, options, plain, taken), answer
 
 
-def _template_options(record, where: str) -> dict:
-    """The variables of the chat template in a record."""
+def _template_options(record: Any, where: str) -> dict[str, Any]:
+    """The chat template variables in a record."""
     options = get_column(record, "chat_template_kwargs", where, dict, required=False)
     return _without((), options or {})
 
 
-def _refuse_other_kinds(record: dict, has_opinions: bool, where: str) -> None:
-    """ValueError for records with another meaning than a text model would learn from them."""
+def _refuse_other_kinds(record: dict[str, Any], has_opinions: bool, where: str) -> None:
+    """Raise ValueError for columns that mean something else than plain conversations."""
     for column in () if has_opinions else _LABELS:
-        # a number under TRL's name may be that of a class
+        # under TRL's name a number may be a class
         kinds = bool if column == "label" else (bool, int, float)
         expect(
             not isinstance(record.get(column), kinds),
@@ -558,12 +570,12 @@ def _refuse_other_kinds(record: dict, has_opinions: bool, where: str) -> None:
         )
 
 
-# weights of messages under the names of OpenAI, LLaMA-Factory and axolotl (two)
+# the weight keys of OpenAI, LLaMA-Factory and axolotl (two)
 _WEIGHT_KEYS = ("weight", "loss_weight", "train", "training")
 
 
-def _take_weights(messages: list[dict], where: str) -> dict[int, bool]:
-    """Remove the weights of messages -> number of a message: True if it is trained."""
+def _take_weights(messages: list[Message], where: str) -> dict[int, bool]:
+    """Remove the weights from messages, in place -> message index: True if it is trained."""
     weights = {}
     for number, message in enumerate(messages):
         given = {key: message.pop(key) for key in _WEIGHT_KEYS if key in message}
@@ -576,7 +588,7 @@ def _take_weights(messages: list[dict], where: str) -> dict[int, bool]:
     return weights
 
 
-# role -> the roles before it
+# role -> what may stand before it
 _MAY_FOLLOW = {
     "user": ("the beginning", "system", "developer", "assistant"),
     "assistant": ("user", "tool"),
@@ -586,7 +598,7 @@ _MAY_FOLLOW = {
 }
 
 
-def _check_turns(messages: list[dict], where: str) -> None:
+def _check_turns(messages: list[Message], where: str) -> None:
     before = "the beginning"
     for number, message in enumerate(messages, 1):
         role = message["role"]
@@ -608,8 +620,8 @@ def _check_turns(messages: list[dict], where: str) -> None:
     )
 
 
-def _tools(record, spec: DatasetSpec, where: str) -> list[dict] | None:
-    """The tool descriptions of a record in OpenAI's form."""
+def _tools(record: Any, spec: DatasetSpec, where: str) -> list[dict[str, Any]] | None:
+    """A record's tool descriptions in OpenAI's form; None if there are none."""
     column = spec.columns.get("tools", "tools")
     tools = get_column(record, column, where, (list, str), required=False)
     if isinstance(tools, str):
@@ -622,9 +634,13 @@ def _tools(record, spec: DatasetSpec, where: str) -> list[dict] | None:
 
 
 def _check_prompts(
-    chosen: list[dict], rejected: list[dict], prompt: list[dict], where: str
+    chosen: list[dict[str, Any]],
+    rejected: list[dict[str, Any]],
+    prompt: list[dict[str, Any]],
+    where: str,
 ) -> None:
-    """ValueError with the place for answers to two prompts, or to another than the column's."""
+    """Raise ValueError with the place if the two answers have different prompts, or one that
+    differs from the prompt column."""
     if chosen[:-1] != rejected[:-1]:
         same = [one == other for one, other in zip(chosen, rejected, strict=False)]
         raise ValueError(
@@ -635,6 +651,6 @@ def _check_prompts(
     texts = ["", *(message["content"].strip() for message in chosen[:-1])]
     expect(
         all(message["content"].strip() in texts for message in prompt),
-        f"{where}: chosen and rejected begin with a prompt of their own, which is not that of "
-        "the column of the prompt: expected the answers alone, or the same prompt",
+        f"{where}: chosen and rejected begin with another prompt than the prompt column: expected "
+        "the answers alone, or the same prompt",
     )

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
+
+
+class Keys(Protocol):
+    """Arguments: any object whose attributes are keys."""
+
+    def __getattribute__(self, key: str, /) -> Any: ...
+
+    def __setattr__(self, key: str, value: Any, /) -> None: ...
 
 
 class UserError(Exception):
     """An error for the user: the command line shows its text without a traceback.
 
-    exit_code: the exit status of the process. same_on_all_ranks: the text is the same on every
-    rank, so one rank prints it.
+    exit_code: the exit status of the process. same_on_all_ranks: True if every rank has the same
+    text, so that one rank prints it.
     """
 
     exit_code = 2
@@ -35,7 +43,7 @@ class Problem(NamedTuple):
 class ConfigError(UserError, ValueError):
     """All `problems` of a configuration, each with key, value, reason and a value that works."""
 
-    def __init__(self, problems: list[Problem]):
+    def __init__(self, problems: list[Problem]) -> None:
         self.problems = list(problems)
         count = f"{len(self.problems)} problem{'s' if len(self.problems) != 1 else ''}"
         title = f"{count} in the configuration:"
@@ -45,9 +53,9 @@ class ConfigError(UserError, ValueError):
 class Rule(NamedTuple):
     """A combination of keys that does not work.
 
-    when: conditions, separated by spaces; the combination is refused if all are true. `key` is true
-    for a value that is set, `key=value` for that value or a list with it; `!` negates, `|` joins
-    alternatives. The Problem is one of the first key.
+    when: conditions separated by spaces; if each one is true, the combination is refused. `key` is
+    true if the value is set, `key=value` if the value equals or the list contains it; `!` negates,
+    `|` joins alternatives. The Problem names the first key.
     """
 
     when: str
@@ -59,13 +67,13 @@ _CURRENT = object()
 
 
 class Judge:
-    """Collects the Problems of arguments: an object whose attributes are keys.
+    """Collects the Problems of a configuration.
 
-    problems: earlier ones. bad: the keys with a problem. Their values are the defaults, so no
-    further rule is applied to them.
+    arguments: an object whose attributes are keys. problems: Problems found earlier. bad: the keys
+    with a Problem. A bad key holds its default, so no further rule is applied to it.
     """
 
-    def __init__(self, arguments: Any, problems: Iterable[Problem] = ()):
+    def __init__(self, arguments: Any, problems: Iterable[Problem] = ()) -> None:
         self.arguments = arguments
         self.problems = list(problems)
         self.bad = {problem.key for problem in self.problems}
@@ -73,7 +81,7 @@ class Judge:
     def refuse(
         self, keys: str, reason: str, suggestion: str, value: Any = _CURRENT, name: str = ""
     ) -> None:
-        """Add a Problem of the first of `keys` (separated by spaces) unless one of them is bad.
+        """Add a Problem for the first of `keys` (separated by spaces), unless one of `keys` is bad.
 
         value: shown in place of the key's current value. name: shown in place of the key.
         """
@@ -87,12 +95,12 @@ class Judge:
             self.bad.add(first)
 
     def expect(self, holds: object, *problem: Any) -> None:
-        """Refuse a problem (the arguments of refuse) unless the condition `holds` is true."""
+        """Add a Problem unless `holds` is true. problem: the arguments of refuse()."""
         if not holds:
             self.refuse(*problem)
 
     def holds(self, condition: str) -> bool:
-        """True if a condition of a Rule is met. AttributeError for a key that does not exist."""
+        """True if a Rule's condition is met. Raises AttributeError for an unknown key."""
         return any([self._is_met(part) for part in condition.split("|")])
 
     def _is_met(self, part: str) -> bool:
@@ -103,7 +111,7 @@ class Judge:
         return is_met != part.startswith("!")
 
     def apply(self, rules: Iterable[Rule]) -> None:
-        """Refuse the combinations of `rules` in the arguments."""
+        """Add a Problem for each rule whose conditions are all met."""
         for rule in rules:
             # a list, so that each key is read: one that is misspelt fails at once
             if all([self.holds(condition) for condition in rule.when.split()]):
@@ -116,12 +124,12 @@ class Judge:
             raise ConfigError(self.problems)
 
 
-def refuse(key: str, value: Any, reason: str, suggestion: str) -> NoReturn:
+def refuse(key: str, value: object, reason: str, suggestion: str) -> NoReturn:
     """Raise ConfigError with one Problem."""
     raise ConfigError([Problem(key, value, reason, suggestion)])
 
 
-def expect(holds: Any, otherwise: str) -> None:
-    """ValueError with this text for a condition that does not hold."""
+def expect(holds: object, otherwise: str) -> None:
+    """Raise ValueError with the text `otherwise` unless `holds` is true."""
     if not holds:
         raise ValueError(otherwise)

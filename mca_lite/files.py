@@ -1,4 +1,4 @@
-"""Files: their names, atomic writes, folders of models, and text for errors and sizes."""
+"""File names, atomic writes, model folders, and the text of errors and sizes."""
 
 import contextlib
 import errno
@@ -16,13 +16,13 @@ import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from .errors import Judge, UserError
 
 # -- names
 
-IGNORE_INDEX = -100  # a label without loss
+IGNORE_INDEX = -100  # the label of a token without loss
 GENERATION_METRICS = ("exact_match", "rouge_l")  # of predict_with_generate
 
 # Hugging Face's file names
@@ -31,7 +31,7 @@ HF_GENERATION_CONFIG_NAME = "generation_config.json"
 SAFE_WEIGHTS_NAME = "model.safetensors"
 SAFE_WEIGHTS_INDEX_NAME = "model.safetensors.index.json"
 
-# of tokenizers: fast ones, WordPiece, BPE, sentencepiece, and files of transformers
+# the vocabularies of fast tokenizers, WordPiece, BPE and sentencepiece
 VOCABULARY_FILES = (
     *("tokenizer.json", "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model"),
     *("tokenizer.model.v3", "spiece.model", "sentencepiece.bpe.model", "tekken.json"),
@@ -43,7 +43,7 @@ TOKENIZER_FILES = (
     *("special_tokens_map.json", "added_tokens.json"),
 )
 
-# of the processors of models with pictures: copied, never loaded
+# The processors of models with pictures: these files are copied, never loaded.
 PROCESSOR_FILES = (
     *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
     "chat_template.json",
@@ -67,23 +67,24 @@ PAGE_NAME = "report.html"
 CHECKPOINT_PREFIX = "checkpoint"
 
 
-# frames of a traceback, in an error of a data loader's worker too: its text holds a traceback
+# The frames of a traceback: an error of a data loader's worker has a traceback in its text.
 _FRAME = re.compile(r'^ *File "([^"]+)", line (\d+), in (\S+)', re.MULTILINE)
-_OF_LIBRARIES = ("<", sysconfig.get_path("stdlib"))  # paths of templates and of Python begin so
-_BLOCK_BYTES = 1 << 20  # fits a core's cache
+# how the file names of templates and of Python's library begin
+_OF_LIBRARIES = ("<", sysconfig.get_path("stdlib"))
+_BLOCK_BYTES = 1 << 20  # a block fits a core's cache
 _FLUSH_BYTES = 1 << 28
-_PIECE_BYTES = 1 << 26  # of a file, read by one thread
-READERS = 4  # threads of a rank
+_PIECE_BYTES = 1 << 26  # of a file, for one thread to read
+READERS = 4  # threads that a rank reads with
 
 
 # -- reading and writing
 
 
-def write_file(path: str | os.PathLike, data: str | bytes) -> None:
-    """Write a file atomically: a reader sees the old content or the new one, never a part of it.
+def write_file(path: str | os.PathLike[str], data: str | bytes) -> None:
+    """Write a file atomically: a reader sees the old content or the new one, never a part.
 
-    Text is written as UTF-8. The bytes are on the disk before the name points to them. OSError
-    leaves the old content.
+    Text is written as UTF-8. The bytes are on disk before the file has its name. OSError leaves the
+    old content.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
@@ -97,14 +98,14 @@ def write_file(path: str | os.PathLike, data: str | bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def write_json(path: str | os.PathLike, record: Any, **options) -> None:
-    """Write a record as indented JSON, with write_file. options: those of json.dumps."""
+def write_json(path: str | os.PathLike[str], record: Any, **options: Any) -> None:
+    """Write a record as indented JSON, atomically. options: those of json.dumps."""
     write_file(path, json.dumps(record, indent=2, **options) + "\n")
 
 
 def cache_folder(folder: str | None = None) -> Path:
-    """The folder of what later runs read again: the key cache_dir, else $MCA_LITE_CACHE, else
-    ~/.cache/mca_lite. ValueError without such a home."""
+    """The folder of data that later runs can reuse: `folder` (the key cache_dir), else
+    $MCA_LITE_CACHE, else ~/.cache/mca_lite. Raises ValueError if ~ has no home folder."""
     name = folder or os.environ.get("MCA_LITE_CACHE") or "~/.cache/mca_lite"
     try:
         return Path(name).expanduser()
@@ -112,8 +113,8 @@ def cache_folder(folder: str | None = None) -> Path:
         raise ValueError(f"{name}: {error}: set cache_dir, or MCA_LITE_CACHE, to a path") from None
 
 
-def read_json(path: str | os.PathLike) -> dict[str, Any]:
-    """The object in a JSON file. ValueError with the file's name for other content."""
+def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The object in a JSON file. Raises ValueError with the file's name for other content."""
     try:
         record = json.loads(Path(path).read_bytes())
     except RecursionError:
@@ -126,9 +127,9 @@ def read_json(path: str | os.PathLike) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def replacing(folder: str | os.PathLike) -> Iterator[Path]:
-    """Yield a temporary folder; its files then replace those of `folder` one by one, each
-    atomically. Links in `folder` are replaced, and their targets left alone."""
+def replacing(folder: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield a temporary folder; afterwards its files replace those of `folder` one by one, each
+    atomically. A link in `folder` is replaced; the file it points to is unchanged."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".", suffix=".tmp") as temporary:
@@ -143,8 +144,8 @@ def replacing(folder: str | os.PathLike) -> Iterator[Path]:
                 target.mkdir()
 
 
-def sync(path: str | os.PathLike) -> None:
-    """Wait until a file's bytes, or the names in a folder, are on the disk."""
+def sync(path: str | os.PathLike[str]) -> None:
+    """Wait until a file's bytes, or a folder's entries, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -152,8 +153,8 @@ def sync(path: str | os.PathLike) -> None:
         os.close(descriptor)
 
 
-def checksum(path: str | os.PathLike) -> tuple[int, int]:
-    """(size in bytes, CRC-32) of a file, whose pieces are read by several threads."""
+def checksum(path: str | os.PathLike[str]) -> tuple[int, int]:
+    """(size in bytes, CRC-32) of a file; several threads read its pieces."""
     total = 0
     with open(path, "rb", buffering=0) as file, ThreadPoolExecutor(READERS) as pool:
         size = os.fstat(file.fileno()).st_size
@@ -165,7 +166,7 @@ def checksum(path: str | os.PathLike) -> tuple[int, int]:
 
 
 def _checksum_of_piece(descriptor: int, start: int) -> tuple[int, int]:
-    """(bytes, CRC-32) of a file's piece that begins at start."""
+    """(bytes, CRC-32) of the piece of a file that begins at `start`."""
     block = memoryview(bytearray(_BLOCK_BYTES))
     done = 0
     crc = 0
@@ -202,28 +203,29 @@ def _product(a: int, b: int) -> int:
 
 
 class ChecksumWriter:
-    """A new file with the size and the CRC-32 of its bytes so far. They go to the disk while others
-    follow; at the end of its context all are there. OSError for those that are not."""
+    """A new file that counts its bytes (`size`) and their CRC-32 (`crc`) while it is written. A
+    thread flushes earlier bytes to disk meanwhile. When the context ends, every byte is on disk;
+    otherwise OSError is raised."""
 
-    def __init__(self, path: str | os.PathLike):
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         self.size = 0
         self.crc = 0
         self._file = open(path, "wb")
         self._flusher = ThreadPoolExecutor(1)
-        self._flushed: Future = self._flusher.submit(int)  # nothing is to be flushed
+        self._flushed: Future[Any] = self._flusher.submit(int)  # there is nothing to flush yet
 
     def __enter__(self) -> "ChecksumWriter":
         return self
 
-    def __exit__(self, kind, *error) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         with self._file, self._flusher:
             if kind is None:
                 self.flush()
                 self._sync()
                 self._flushed.result()
 
-    def write(self, data) -> int:
-        """Write bytes -> their number."""
+    def write(self, data: Any) -> int:
+        """Write bytes -> how many."""
         data = memoryview(data).cast("B")
         for start in range(0, len(data), _BLOCK_BYTES):
             block = data[start : start + _BLOCK_BYTES]
@@ -235,17 +237,18 @@ class ChecksumWriter:
         return len(data)
 
     def flush(self) -> None:
-        """Hand all bytes to the system."""
+        """Pass all bytes to the operating system."""
         self._file.flush()
 
     def _sync(self) -> None:
-        """Flush the file to the disk in the thread, after the flush before."""
+        """Flush the file to disk in the thread, once the flush before has ended."""
         self._flushed.result()
         self._flushed = self._flusher.submit(os.fsync, self._file.fileno())
 
 
 def copy_files(source: Path, names: Iterable[str], folder: Path) -> list[str]:
-    """Copy the files of a folder that are there, and no links out of it -> their names."""
+    """Copy those of `names` that are files inside `source` -> their names. Links out of it are not
+    copied."""
     copied = [name for name in names if lies_in(source / name, source)]
     for name in copied:
         write_file(folder / name, (source / name).read_bytes())
@@ -253,8 +256,8 @@ def copy_files(source: Path, names: Iterable[str], folder: Path) -> list[str]:
 
 
 def is_there(path: Path) -> bool:
-    """True if there is a file. ValueError for a folder, a pipe or a device in its place: reading it
-    might never end."""
+    """True if `path` is a file, False if nothing is there. Raises ValueError for a folder, a pipe
+    or a device: reading might never end."""
     exists = path.exists()
     if exists and not path.is_file():
         raise ValueError(f"{path}: it is no file, but a folder, a pipe or a device")
@@ -262,8 +265,8 @@ def is_there(path: Path) -> bool:
 
 
 def lies_in(path: Path, folder: Path) -> bool:
-    """True for a file in the folder once links are followed; a snapshot of the hub's cache is links
-    to the blobs beside it."""
+    """True if `path`, with links resolved, is a file inside `folder`, or among the blobs of the hub
+    cache that `folder` belongs to. (A snapshot in this cache consists of links to blobs.)"""
     real = Path(os.path.realpath(path))
     home = Path(os.path.realpath(folder))
     is_inside = real.is_relative_to(home)
@@ -273,13 +276,13 @@ def lies_in(path: Path, folder: Path) -> bool:
 
 
 def snapshot_of(path: Path) -> Path | None:
-    """The folder of the snapshot in the hub's cache that holds the path, None elsewhere."""
+    """The hub-cache snapshot folder that holds `path`; None if it is not in a snapshot."""
     return next((p for p in (path, *path.parents) if p.parent.name == "snapshots"), None)
 
 
-def check_can_write(folder: str | os.PathLike, key: str) -> None:
-    """ValueError if a folder cannot be made or written, by its nearest existing parent. Nothing is
-    changed."""
+def check_can_write(folder: str | os.PathLike[str], key: str) -> None:
+    """Raise ValueError if `folder` cannot be made or written, judging by its nearest existing
+    parent. Changes nothing. key: the key that names the folder."""
     wanted = existing = Path(folder).absolute()
     while not os.path.lexists(existing):
         existing = existing.parent
@@ -301,10 +304,11 @@ def resolve_folder(
     revision: str | None = None,
     patterns: Iterable[str] = _FILES_OF_A_MODEL,
 ) -> Path:
-    """The local folder of a model: itself, or the hub's snapshot, downloaded if it is not cached.
+    """The local folder of a model: the folder itself, or its snapshot from the hub, downloaded
+    unless cached.
 
-    ValueError, in a line, for other names; a path is never looked up on the hub, and a silent hub
-    is tried once.
+    A path is never looked up on the hub, and a hub that does not answer is tried once. Raises
+    ValueError, in one line, if there is no such model.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -318,10 +322,10 @@ def resolve_folder(
             return Path(snapshot_download(name, allow_patterns=[*patterns], revision=revision))
         except LocalEntryNotFoundError:
             reason = (
-                "; the hub does not answer, nor has its cache such a model: is there a network? "
+                "; the hub does not answer, and its cache has no such model: is there a network? "
                 f"Where there is one, `hf download {name} --local-dir FOLDER` makes a folder"
             )
-        except Exception as error:  # of a hub, a network or a cache
+        except Exception as error:  # the hub, the network and the cache raise many types
             reason = f"; the hub says: {describe_error(error).strip().splitlines()[0]}"
     raise ValueError(
         f"model {name}: expected a folder, or a model of the hub, which is Hugging Face's: "
@@ -330,7 +334,7 @@ def resolve_folder(
 
 
 def may_be_on_hub(name: str) -> bool:
-    """False for the name of a file, and for a path by its form or by an existing parent folder."""
+    """False if the name is a file, looks like a path, or has an existing parent folder."""
     path = Path(name)
     is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1
     is_beside = "/" in name and path.parent.is_dir()
@@ -338,7 +342,7 @@ def may_be_on_hub(name: str) -> bool:
 
 
 def text_values(values: dict[str, Any]) -> dict[str, Any]:
-    """The keys of a config.json about the language model: its own, or those of its text_config."""
+    """The keys about the language model in a config.json: its text_config, or else the whole."""
     return values.get("text_config") or values
 
 
@@ -349,8 +353,11 @@ def read_model_config(
     own_weights: bool = True,
     files: tuple[str, ...] = (HF_CONFIG_NAME, MCA_CONFIG_NAME),
 ) -> dict[str, Any]:
-    """The content of the first of `files` in a model's folder, or of config.json on the hub; {}
-    after a refusal. own_weights: its weights are read later."""
+    """The content of the first of `files` in a model's folder, or of config.json on the hub. {} if
+    there is a Problem, which `judge` gets.
+
+    own_weights: True if the model's weights will be read too.
+    """
     folder = Path(name)
     of_mcore_adapter = own_weights and why_mcore_adapters(folder)
     if (folder / ADAPTER_CONFIG_NAME).is_file() and not (folder / HF_CONFIG_NAME).is_file():
@@ -373,15 +380,15 @@ def read_model_config(
 
 
 def read_mca_config(folder: Path) -> dict[str, Any]:
-    """The content of mca_lite's mca_config.json in a folder; {} without one, or for one of
-    mcore_adapter, which does not name its model class."""
+    """The content of this package's mca_config.json in a folder; {} if there is none, or if it is
+    mcore_adapter's, which has no model_class."""
     path = folder / MCA_CONFIG_NAME
     values = read_json(path) if path.is_file() else {}
     return values if "model_class" in values else {}
 
 
 def why_mcore_adapters(folder: Path) -> tuple[str, str] | None:
-    """The reason and the remedy for a checkpoint with weights in mcore_adapter's format alone; None
+    """(reason, remedy) to refuse a folder whose weights are in mcore_adapter's format only; None
     for other folders."""
     of_run = folder.parent if folder.name.startswith("iter_") else folder
     is_cut = any(of_run.glob("iter_*"))
@@ -398,9 +405,9 @@ def why_mcore_adapters(folder: Path) -> tuple[str, str] | None:
 
 
 def describe_error(error: BaseException) -> str:
-    """An error in a line: its text, with its type unless the text was written for the user."""
+    """An error in one line: its text, after its type unless the text is written for users."""
     if "inline_container" in str(error):
-        # the writer of torch's archives hides the system's error
+        # torch's archive writer hides the operating system's error
         full = OSError("a file could not be written whole: No space left on device, or a limit")
         cause = error.__context__
         error = cause if isinstance(cause, OSError) else full
@@ -412,8 +419,8 @@ def describe_error(error: BaseException) -> str:
 
 
 def users_place(error: BaseException) -> str | None:
-    """The function, file and line of an error in the user's code; None if the innermost frame
-    outside of libraries is this package's."""
+    """The function, file and line in the user's code that raised an error; None if the innermost
+    frame outside of libraries is in this package."""
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__, chain=False))
     for file, line, function in reversed(_FRAME.findall(text)):
         if Path(file).is_relative_to(Path(__file__).parent):
@@ -424,34 +431,36 @@ def users_place(error: BaseException) -> str | None:
 
 
 def lost_stdout() -> bool:
-    """True if stdout's reader has gone, or its disk is full; later output is discarded."""
+    """True if stdout cannot be written (its reader has gone, or the disk is full); discards later
+    output."""
     try:
         print(end=" ", flush=True)
     except OSError:
-        # for Python's flush at exit
+        # Python flushes stdout at exit, and would fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return True
     return False
 
 
 def first_of(texts: list[str], most: int = 3) -> str:
-    """The first of some texts, with the number of the others."""
+    """The first `most` texts, joined, and how many more there are."""
     more = [f"and {len(texts) - most} more"] * (len(texts) > most)
     return ", ".join(texts[:most] + more)
 
 
 def printable(text: str, kept: str = "\n\t") -> str:
-    """Replace control characters other than those of `kept`: text must not steer a terminal."""
+    """Replace control characters except those in `kept`, because text from files must not control a
+    terminal."""
     return "".join(c if c.isprintable() or c in kept else "\ufffd" for c in text)
 
 
 class Printable:
-    """A text stream that writes printable() texts, with the other members of `stream`."""
+    """A text stream that writes printable() text, and otherwise behaves like `stream`."""
 
-    def __init__(self, stream):
+    def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
 
-    def __getattr__(self, name: str):
+    def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
@@ -459,7 +468,7 @@ class Printable:
 
 
 def parse_size(size: str | int) -> int:
-    """Bytes of "5GB", "500MB", "2KB", "10GiB" or a number. Raises ValueError for anything else."""
+    """Bytes in "5GB", "500MB", "2KB", "10GiB" or a number. Raises ValueError for other text."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", str(size), re.IGNORECASE)
     if match is None:
         raise ValueError(f"{size!r} is not a size, expected something like 5GB or 500MB")
@@ -469,7 +478,7 @@ def parse_size(size: str | int) -> int:
 
 
 def show_size(count: float) -> str:
-    """Bytes as MiB or GiB."""
+    """A number of bytes as MiB or GiB."""
     if count < 0.1 * 2**30:
         return f"{count / 2**20:.2f} MiB"
     return f"{count / 2**30:.2f} GiB"

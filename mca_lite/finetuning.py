@@ -1,10 +1,10 @@
-"""Finetuning: which weights of a model are trained, and what its checkpoints and exports hold.
+"""Finetuning: which weights of a model are trained, and what its checkpoints and exports contain.
 
 `Finetuning` trains whole weights: all of them, or those that the keys leave unfrozen. A part may
-train other tensors beside frozen weights, by a subclass in tables.FINETUNING. The keys name modules
-as in Hugging Face's files, with LLaMA-Factory's defaults: layers and modules of the language model,
-and the parts of a model with images. A frozen weight has no gradient, no optimizer state and no
-decay, and is exported unchanged.
+train other tensors next to frozen weights, with a subclass in tables.FINETUNING. The keys name
+modules as Hugging Face's files do, with LLaMA-Factory's defaults: layers and modules of the
+language model, and the parts of a model with images. A frozen weight has no gradient, no optimizer
+state and no decay, and is exported unchanged.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .args_rules import check_frozen_rows
-from .errors import Judge
+from .errors import Judge, Keys
 from .families import LANGUAGE_MODEL, part_of, vision_parts_of
 from .families_rows import VALUE_HEAD
 from .files import ADAPTER_CONFIG_NAME
@@ -25,7 +25,7 @@ from .hosts import Weight, host_of, last_of, module_of
 from .tables import FINETUNING, OBJECTIVES, function_of
 from .weights_convert import Change
 
-# configuration keys that decide which weights are in training
+# the keys that decide which weights are trained
 KEYS_OF_TRAINED = (
     "finetuning_type",
     "freeze_trainable_layers",
@@ -36,34 +36,36 @@ _IN_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")
 
 
 class Request(NamedTuple):
-    """The arguments of Finetuning.plan. host(): the model to plan for, as of hosts.host_of."""
+    """The arguments of Finetuning.plan. host(): the model to plan for, in a form that hosts.host_of
+    takes."""
 
     arguments: Any  # RunArguments
     config: Any  # McaModelConfig, or transformers'
     host: Callable[[], Any]
-    num_new: int = 0  # tokens added to the vocabulary
+    num_new: int = 0  # new tokens in the vocabulary
 
 
 class Finetuning:
-    """A way to finetune a model: whole weights, all of them or those of the modules in `trained`.
+    """A way to finetune a model: train whole weights, all of them or those of the modules in
+    `trained`.
 
-    `model` is VirtualModels or a transformers model, with the object as `finetuning` once place()
-    has run. A subclass that trains tensors beside frozen weights sets is_whole to False.
+    `model` is VirtualModels or a transformers model; place() sets `model.finetuning` to this
+    object. A subclass that trains tensors next to frozen weights sets is_whole to False.
     """
 
-    kind = "full"  # as finetuning_type, for rules between keys
+    kind = "full"  # the value of finetuning_type, for rules between keys
     is_whole = True  # whole weights are trained, saved in checkpoints and exported
-    saved: tuple[str, ...] = ()  # modules trained whole beside other tensors
+    saved: tuple[str, ...] = ()  # modules trained whole, next to other trained tensors
     merges = False  # the end of a run also exports the merged model
 
-    def __init__(self, trained: frozenset[str] | None = None, kind: str = "full"):
-        self.trained = trained  # Hugging Face's modules; None: all
+    def __init__(self, trained: frozenset[str] | None = None, kind: str = "full") -> None:
+        self.trained = trained  # Hugging Face modules; None: every module
         self.kind = kind
 
     @classmethod
     def plan(cls, request: Request, judge: Judge) -> "Finetuning":
-        """The finetuning of a run by its keys. `judge` refuses what the model cannot do. No
-        collectives."""
+        """The finetuning that a run's keys ask for. `judge` gets Problems for what the model cannot
+        do. Not collective."""
         keys = request.arguments
         if not is_wanted(request.config, keys):
             return cls()
@@ -73,8 +75,9 @@ class Finetuning:
         return cls(trained, keys.finetuning_type)
 
     @classmethod
-    def take_new_tokens(cls, arguments) -> str:
-        """Change the keys so that the rows of new tokens are trained -> words for the report."""
+    def take_new_tokens(cls, arguments: Keys) -> str:
+        """Change the keys, in place, so that rows of new tokens are trained -> text for the report,
+        or ""."""
         return ""
 
     def __str__(self) -> str:
@@ -82,13 +85,14 @@ class Finetuning:
             return "full: every weight is trained"
         return f"{self.kind}: {len(self.trained)} modules are trained"
 
-    def notes(self, arguments) -> list[str]:
-        """Lines for the report on the keys of a run."""
+    def notes(self, arguments: Keys) -> list[str]:
+        """Report lines about a run's keys."""
         return []
 
-    def place(self, model, seed: int = 42, dtype: torch.dtype = torch.float32):
+    def place(self, model: Any, seed: int = 42, dtype: torch.dtype = torch.float32) -> Any:
         """Freeze the weights that are not trained -> the model. Call it before McaTrainer is made.
-        seed: of new tensors. dtype: of a transformers model's frozen weights beside them."""
+        seed: for new tensors. dtype: for a transformers model's frozen weights next to new tensors.
+        """
         if self.trained is not None:
             host = host_of(model)
             modules = self.trained
@@ -98,53 +102,54 @@ class Finetuning:
         return model
 
     def trains(self, module: str) -> bool:
-        """True if the whole weights of a Hugging Face module are in training."""
+        """True if the weights of a Hugging Face module are trained."""
         return self.trained is None or module in self.trained
 
-    def without(self, model) -> contextlib.AbstractContextManager:
-        """A context in which the model is the one before training, if can_be_off."""
+    def without(self, model: Any) -> contextlib.AbstractContextManager[Any]:
+        """A context with the model as it was before training; only if can_be_off."""
         return contextlib.nullcontext(model)
 
     @property
     def can_be_off(self) -> bool:
-        """True if without() gives the model before training."""
+        """True if without() can give the model as it was before training."""
         return not self.is_whole and not self.saved
 
-    # -- tensors beside whole weights: of a subclass
+    # -- tensors next to whole weights, which a subclass adds
 
     def work_beside(self, module: str, uses: float, shape: tuple[int, ...]) -> float:
-        """Multiplications a token of the tensors beside a matrix. uses: of the matrix for a token,
-        0: rows of it are looked up."""
+        """Multiplications per token in the tensors next to a matrix. uses: how often a token uses
+        the matrix; 0 if it only looks up rows."""
         return 0.0
 
-    def shapes_beside(self, module: str, shape: list[int], is_embedding: bool) -> dict:
-        """{end of its name: shape} of the tensors beside a matrix. shape: a rank's part of it."""
+    def shapes_beside(self, module: str, shape: list[int], is_embedding: bool) -> dict[str, Any]:
+        """{end of its name: shape} of the tensors next to a matrix. shape: this rank's shard of the
+        matrix."""
         return {}
 
-    def trained_tensors(self, model) -> dict[str, torch.Tensor]:
-        """{name in a file: CPU tensor} of all tensors in training, on global rank 0. Collective."""
-        raise NotImplementedError  # a subclass with is_whole False has them
+    def trained_tensors(self, model: Any) -> dict[str, torch.Tensor]:
+        """{name in a file: CPU tensor} of every trained tensor, on global rank 0. Collective."""
+        raise NotImplementedError  # only a subclass with is_whole False needs it
 
-    def export_beside(self, model, folder: str | os.PathLike) -> list[str]:
-        """Write the tensors beside whole weights -> names of this rank's files. Collective."""
+    def export_beside(self, model: Any, folder: str | os.PathLike[str]) -> list[str]:
+        """Write the tensors next to whole weights -> names of this rank's files. Collective."""
         return []
 
-    def merger(self, model) -> Change | None:
-        """A function (name, CPU tensor of a whole weight) -> the tensor with those beside it in it;
-        None: nothing changes. Collective."""
+    def merger(self, model: Any) -> Change | None:
+        """A function (name, CPU tensor of a whole weight) -> the tensor with the tensors next to it
+        merged in. None if nothing is to be merged. Collective."""
         return None
 
-    def fill_fresh(self, model, source: Callable[..., torch.Tensor]) -> None:
-        """Fill the new tensors beside whole weights by source(key, shape)."""
+    def fill_fresh(self, model: Any, source: Callable[..., torch.Tensor]) -> None:
+        """Fill the new tensors next to whole weights from source(key, shape)."""
 
     # -- checkpoints
 
-    def sharded_state(self, chunk) -> dict[str, Any]:
-        """megatron's ShardedTensors of what a chunk's checkpoint holds."""
+    def sharded_state(self, chunk: Any) -> dict[str, Any]:
+        """megatron's ShardedTensors that a chunk's checkpoint holds."""
         return chunk.sharded_state_dict()
 
-    def check_checkpoint(self, model, folder: str | os.PathLike) -> None:
-        """ValueError for a checkpoint of another finetuning."""
+    def check_checkpoint(self, model: Any, folder: str | os.PathLike[str]) -> None:
+        """Raise ValueError for a checkpoint that another finetuning wrote."""
         if (Path(folder) / ADAPTER_CONFIG_NAME).is_file():
             raise ValueError(
                 f"{folder} holds adapters, and this run has none: set finetuning_type: lora, or "
@@ -152,31 +157,32 @@ class Finetuning:
             )
 
     def base_sample(self) -> dict[str, list[float]]:
-        """{weight: some of its numbers} of the frozen weights, by which a checkpoint knows them."""
+        """{weight: some of its values} for the frozen weights, by which a checkpoint recognises its
+        base model."""
         return {}
 
 
 _WHOLE = Finetuning()
 
 
-def finetuning_class(keys) -> type[Finetuning]:
-    """The row of FINETUNING for finetuning_type, of FinetuningArguments or others."""
+def finetuning_class(keys: Keys) -> type[Finetuning]:
+    """The class in FINETUNING that the key finetuning_type names."""
     return function_of(FINETUNING[keys.finetuning_type])
 
 
-def finetuning_of(model) -> Finetuning:
-    """The finetuning of a model; of whole weights for one that none was placed on."""
+def finetuning_of(model: Any) -> Finetuning:
+    """The finetuning placed on a model; one that trains every weight if none was placed."""
     return getattr(model, "finetuning", _WHOLE)
 
 
 # -- the keys of frozen weights
 
 
-def plan_frozen(model, keys, judge: Judge) -> frozenset[str] | None:
-    """The Hugging Face modules in training by the keys of a run; None: all of the model.
+def plan_frozen(model: Any, keys: Keys, judge: Judge) -> frozenset[str] | None:
+    """The Hugging Face modules that a run's keys leave trainable; None if that is every module.
 
-    model: as of hosts.host_of. `judge` refuses layers and modules that the model lacks. No
-    collectives.
+    model: anything that hosts.host_of takes. `judge` gets Problems for layers and modules that the
+    model lacks. Not collective.
     """
     host = host_of(model)
     weights = list(host.weights())
@@ -187,7 +193,9 @@ def plan_frozen(model, keys, judge: Judge) -> frozenset[str] | None:
     if keys.finetuning_type == "freeze":
         language = [weight for weight in weights if parts[weight.modules[0]] == LANGUAGE_MODEL]
         named = _named(language, keys, host.num_layers, judge)
-        named |= {module_of(VALUE_HEAD)} & modules.keys()  # it began at random
+        named |= {
+            module_of(VALUE_HEAD)
+        } & modules.keys()  # it starts from random weights, so it is trained
         trained = {m for m in trained if parts[m] != LANGUAGE_MODEL or m in named}
     judge.expect(
         trained or judge.problems,
@@ -198,14 +206,14 @@ def plan_frozen(model, keys, judge: Judge) -> frozenset[str] | None:
     return None if len(trained) == len(modules) else frozenset(trained)
 
 
-def is_wanted(config, keys) -> bool:
-    """True if plan_frozen() may freeze a part of the model of a config, of either backend."""
+def is_wanted(config: Any, keys: Keys) -> bool:
+    """True if plan_frozen() may freeze a part of a model with this config, of either backend."""
     kind = getattr(config, "hf_model_type", None) or config.model_type
     return keys.finetuning_type == "freeze" or bool(vision_parts_of(kind))
 
 
-def _named(weights: list[Weight], keys, num_layers: int, judge: Judge) -> set[str]:
-    """The modules of the language model that the keys of finetuning_type freeze name."""
+def _named(weights: list[Weight], keys: Keys, num_layers: int, judge: Judge) -> set[str]:
+    """The language model's modules that the keys of finetuning_type freeze name."""
     count = keys.freeze_trainable_layers
     judge.expect(
         abs(count) <= num_layers,
@@ -214,7 +222,7 @@ def _named(weights: list[Weight], keys, num_layers: int, judge: Judge) -> set[st
         f"freeze_trainable_layers: {num_layers}, or fewer",
     )
     layers = range(num_layers - count, num_layers) if count > 0 else range(-count)
-    inner: dict[str, tuple[int, str]] = {}  # module -> its layer, its name there
+    inner: dict[str, tuple[int, str]] = {}  # module -> (its layer, its name in the layer)
     outer: dict[str, str] = {}
     for module in (module for weight in weights for module in weight.modules):
         match = _IN_LAYER.fullmatch(module)
@@ -239,7 +247,7 @@ def _named(weights: list[Weight], keys, num_layers: int, judge: Judge) -> set[st
         if layer in layers and any(_fits(name, wish) for wish in wanted):
             named.add(module)
     tied = {module for weight in weights if weight.is_tied for module in weight.modules}
-    if tied & named:  # one matrix, whichever of its names is given
+    if tied & named:  # both names stand for one matrix
         named |= tied
     for weight in weights:
         judge.expect(
@@ -252,12 +260,12 @@ def _named(weights: list[Weight], keys, num_layers: int, judge: Judge) -> set[st
 
 
 def _fits(name: str, wish: str) -> bool:
-    """True if a module within a layer is the one of a wish, or inside of it."""
+    """True if the module `name` of a layer is the one that `wish` names, or is inside it."""
     return wish == "all" or f"{name}.".startswith(f"{wish}.")
 
 
 def _check_names(key: str, wanted: Iterable[str], names: Iterable[str], judge: Judge) -> None:
-    """Refuse a wanted name without a module, and an expert without the others of its layer."""
+    """Refuse a wanted name without a module, and one that selects single experts of a layer."""
     names = list(names)
     known = dict.fromkeys(name.partition(".")[0] for name in names)
     for wish in wanted:
@@ -271,14 +279,14 @@ def _check_names(key: str, wanted: Iterable[str], names: Iterable[str], judge: J
 
 
 def lowest_layer(trained: Iterable[str], num_layers: int) -> int:
-    """The lowest decoder layer with a backward pass, num_layers for none of them."""
-    # outside of layers: after them, or inputs of the first one
+    """The lowest decoder layer that has a backward pass; num_layers if none has."""
+    # other modules come after the layers, or feed the first one
     after = [module for module in trained if module.endswith((".norm", "lm_head"))]
     layers = [layer_of(module, 0) for module in set(trained).difference(after)]
     return min(layers, default=num_layers)
 
 
 def layer_of(module: str, otherwise: int) -> int:
-    """The decoder layer of a Hugging Face module."""
+    """The decoder layer of a Hugging Face module; `otherwise` if it is in no layer."""
     match = _IN_LAYER.fullmatch(module)
     return otherwise if match is None else int(match[1])

@@ -1,9 +1,10 @@
-"""Hosts: one view of the weights of both backends' models, by the names of Hugging Face's modules.
+"""Hosts: one view of a model's weights for both backends, by the names of Hugging Face's modules.
 
-`model` is VirtualModels or a transformers model; a host (host_of) hides the difference.
+`model` is VirtualModels or a transformers model; host_of() picks the host that hides the
+difference.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -25,39 +26,39 @@ from .weights_files import NamedTensors
 
 
 class Weight(NamedTuple):
-    """A tensor of the model, or the tensors of a module: a candidate for modules_to_save."""
+    """A tensor of the model, or the tensors of a module: what modules_to_save can choose."""
 
-    key: Any  # of the host
-    modules: tuple[str, ...]  # Hugging Face's, trained together
+    key: Any  # how the host names it
+    modules: tuple[str, ...]  # Hugging Face modules, only trainable together
     is_expert: bool = False
-    is_tied: bool = False  # an embedding or a head that are one matrix
+    is_tied: bool = False  # the embedding and the head are one matrix
 
 
-def host_of(model) -> "MegatronHost | TorchHost":
-    """The host of VirtualModels, of a McaModelConfig or of a transformers model."""
+def host_of(model: Any) -> "MegatronHost | TorchHost":
+    """The host for VirtualModels, a McaModelConfig or a transformers model."""
     is_megatron = isinstance(model, torch.nn.ModuleList | McaModelConfig)
     return MegatronHost(model) if is_megatron else TorchHost(model)
 
 
 def module_of(name: str) -> str:
-    """Name of the module that has a weight: "a.b" for "a.b.weight"."""
+    """The module that has a weight: "a.b" for "a.b.weight"."""
     return name.rsplit(".", 1)[0]
 
 
 def last_of(module: str) -> str:
-    """The last name of a module."""
+    """The last part of a module's dotted name."""
     return module.rsplit(".", 1)[-1]
 
 
 def modules_of(row: Row, layer: int | None) -> tuple[str, ...]:
-    """The Hugging Face modules of a row."""
+    """The Hugging Face modules of a row, in layer `layer`."""
     return tuple(module_of(name.format(layer)) for name in row.hf)
 
 
 class MegatronHost:
-    """VirtualModels, or the McaModelConfig of models before they are built."""
+    """The host for VirtualModels, or for the McaModelConfig of a model not built yet."""
 
-    def __init__(self, model):
+    def __init__(self, model: Any) -> None:
         self.config = model
         self.models = None
         self.chunks = []
@@ -73,36 +74,38 @@ class MegatronHost:
         self.rows = rows_of(self.config.hf_model_type, self.config)
 
     def weights(self) -> Iterator[Weight]:
-        """All weights, in the model's order."""
+        """Every weight, in the model's order."""
         for row, layer in in_layer_order(self.config):
             is_tied = self.is_tied and row.mca in VOCABULARY
             modules = modules_of(row, layer)
             yield Weight((row.mca, layer), modules, row.expert is not None, is_tied)
 
     def parameters(self) -> Iterator[tuple[Any, torch.Tensor, bool]]:
-        """(key, this rank's part, True if it is trained) of each weight."""
+        """(key, this rank's shard, True if trainable) for each weight."""
         for key, view in own_parameters(self.models).items():
             yield key, view, stacked(view).requires_grad
 
-    def freeze(self, trained: Collection, dtype: torch.dtype) -> None:
-        """Leave only the weights with these keys trainable. dtype: has no effect here."""
+    def freeze(self, trained: Collection[str], dtype: torch.dtype) -> None:
+        """Leave only the weights with keys in `trained` trainable. dtype: not used here."""
         self.models.requires_grad_(False)
         for key, view in own_parameters(self.models).items():
             parameter = stacked(view)
             if key in trained and isinstance(parameter, torch.nn.Parameter):  # not a router's bias
                 parameter.requires_grad_(True)
 
-    def read(self, keys: Collection) -> NamedTensors:
-        """(HF name, CPU tensor) of these weights on global rank 0. Collective: iter_hf_tensors."""
+    def read(self, keys: Collection[str]) -> NamedTensors:
+        """(HF name, CPU tensor) of the weights with these keys, on global rank 0. Collective, as
+        iter_hf_tensors()."""
         return iter_hf_tensors(self.models, keys)
 
-    def fill(self, keys: Collection, source) -> None:
-        """Fill this rank's part of these weights from a source. ValueError for other shapes."""
+    def fill(self, keys: Collection[str], source: Callable[..., Any]) -> None:
+        """Fill this rank's shards of the weights with these keys from source(name, shape). Raises
+        ValueError for another shape."""
         fill(self.models, source, keys)
 
 
 class _Fields(SimpleNamespace):
-    """Fields of McaModelConfig for the rows of a family, from a transformers model."""
+    """McaModelConfig fields from a transformers model, for the rows of its family."""
 
     mtp_num_layers = None
     moe_layer_freq = None
@@ -112,9 +115,10 @@ class _Fields(SimpleNamespace):
 
 
 class TorchHost:
-    """A transformers model; of families outside the table, its linears and embeddings alone."""
+    """The host for a transformers model. For a family that is not in FAMILIES, only linears and
+    embeddings are known."""
 
-    def __init__(self, model: torch.nn.Module):
+    def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
         self.chunks = [model]
         self.modules = dict(model.named_modules())
@@ -133,33 +137,35 @@ class TorchHost:
         self.fields = values and _Fields(hf_model_type=model.config.model_type, **values)
 
     def weights(self) -> Iterator[Weight]:
-        """The modules with direct parameters, in the model's order."""
+        """The modules that have parameters themselves, in the model's order."""
         for name, module in self.modules.items():
             if list(module.parameters(recurse=False)):
                 is_tied = self.is_tied and module in (self.embedding, self.head)
                 yield Weight(name, (name,), is_tied=is_tied)
 
     def parameters(self) -> Iterator[tuple[Any, torch.Tensor, bool]]:
-        """(key, tensor, True if it is trained) of each weight."""
+        """(key, tensor, True if trainable) for each weight."""
         for name, parameter in self.model.named_parameters():
             yield module_of(name), parameter, parameter.requires_grad
 
-    def freeze(self, trained: Collection, dtype: torch.dtype) -> None:
-        """Freeze the weights and make them `dtype`; those of `trained` are float32 and train."""
+    def freeze(self, trained: Collection[str], dtype: torch.dtype) -> None:
+        """Freeze the weights and cast them to `dtype`; those in `trained` become
+        trainable float32."""
         # not the buffers: rotary frequencies stay exact
         for name, parameter in self.model.named_parameters():
             is_trained = module_of(name) in trained
             parameter.requires_grad_(is_trained)
             parameter.data = parameter.data.to(torch.float32 if is_trained else dtype)
 
-    def read(self, keys: Collection) -> NamedTensors:
-        """(HF name, CPU tensor) of the weights of these modules, on global rank 0."""
+    def read(self, keys: Collection[str]) -> NamedTensors:
+        """(HF name, CPU tensor) of the weights in these modules, on global rank 0."""
         for name, parameter in self.model.named_parameters():
             if parallel.is_main() and module_of(name) in keys:
                 yield name, parameter.detach().to("cpu", copy=True)
 
-    def fill(self, keys: Collection, source) -> None:
-        """Fill the weights of these modules from a source. ValueError for other shapes."""
+    def fill(self, keys: Collection[str], source: Callable[..., Any]) -> None:
+        """Fill the weights of these modules from source(name, shape). Raises ValueError for another
+        shape."""
         for name, parameter in self.model.named_parameters():
             if module_of(name) in keys:
                 parameter.detach().copy_(source(name, tuple(parameter.shape)))

@@ -1,21 +1,25 @@
-"""Inputs of a model beside text: Media in its records, Inputs in the model. Those of models of
-text, defined here, are none: a part such as pictures brings its classes in a row of INPUTS. Reading
-records imports it, before torch."""
+"""A model's inputs other than text, such as pictures: Media handles these in records, Inputs in the
+model.
 
-from collections.abc import Callable, Iterable
+The classes here are those of a text model: they accept no such input. A part registers its own
+classes in INPUTS. Reading records imports this module, before torch.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .errors import Judge, expect
+from .errors import Judge, Keys, expect
 from .families import FAMILIES
 from .parts import absent_rows, need_of
 from .tables import INPUTS, function_of, is_of_inputs
 
 
 class InputWork(NamedTuple):
-    """FLOPs of the modules for inputs: of a unit, such as a patch of a picture, and of the squared
-    number of units of an input."""
+    """FLOPs of the input modules: per unit (such as a picture's patch), and per squared count of
+    units of one input."""
 
     of_unit: float
     of_square: float
@@ -23,17 +27,17 @@ class InputWork(NamedTuple):
 
 # -- in records
 
-MARK = "\ufdd0"  # in place of an input in a message: Unicode has no such character
-BLOCKS = ("image", "image_url")  # types of the blocks of a message that are inputs
+MARK = "\ufdd0"  # stands for an input in a message: a code point that is no character
+BLOCKS = ("image", "image_url")  # the types of message blocks that are inputs
 
 
 class Media:
-    """The inputs beside text in the records of a model; of a model of text, as this one, records
-    with any are refused. Picklable.
+    """Reads a model's inputs other than text from records. This class, for text models, refuses
+    records with such inputs. Picklable.
 
-    block: the text of an input in a conversation. token_id: of its placeholders. kinds: of values
-    in a column of one input. is_read: False where the model does not take them, for a rank to leave
-    their contents out. options: facts that determine tokens.
+    block: the text that stands for an input in a conversation. token_id: the id of its placeholder
+    tokens. kinds: the types that a single input in a column may have. is_read: False if this rank
+    should not load the inputs' contents. options: facts that determine tokens.
     """
 
     block = ""
@@ -46,33 +50,36 @@ class Media:
         return {}
 
     def folders(self, files: Iterable[str]) -> dict[str, Any]:
-        """The folders of files named by records, for a key of the cache."""
+        """The folders of input files that records name, for the key of the token cache."""
         return {}
 
-    def check_keys(self, judge: Judge):
-        """Apply the rules between such a model and the keys of its data."""
+    def check_keys(self, judge: Judge) -> None:
+        """Apply the rules between a model with such inputs and the data keys."""
 
-    def check_mark(self, mark, where):
-        """ValueError for a mark of video or audio in a text, if the model has inputs beside it."""
+    def check_mark(self, mark: str, where: str) -> None:
+        """Raise ValueError for a video or audio mark in a text, if the model reads inputs that are
+        not text."""
 
     # -- of a record
 
-    def of_columns(self, record, columns) -> list:
-        """The inputs in the columns of a record: LLaMA-Factory's images, or TRL's image. columns:
-        their declared names."""
+    def of_columns(self, record: dict[str, Any], columns: dict[str, Any]) -> list[Any]:
+        """The inputs in a record's columns: `images` (LLaMA-Factory) or `image` (TRL). columns:
+        declared column names."""
         found = record.get(columns.get("images", "images")) or []
         alone = record.get("image")
         if not found and isinstance(alone, self.kinds):
             found = [alone]
         return found if isinstance(found, list) else [found]
 
-    def take(self, messages, of_columns, may_lead, where) -> tuple:
-        """Write `block` for each input of the messages, in place -> the inputs.
+    def take(
+        self, messages: list[dict[str, Any]], of_columns: list[Any], may_lead: bool, where: str
+    ) -> tuple[Any, ...]:
+        """Replace each input in `messages` by `block`, in place -> the inputs.
 
-        An input is a block, or a mark in a content that is a text; those without a value of their
-        own take the next of the column. may_lead: TRL's way, inputs without any mark stand before
-        the first question.
-        Raises: ValueError for other numbers of inputs and marks, and where the model takes none.
+        An input is a message block, or a mark in a content that is a text. One without a value
+        takes the next value in of_columns. may_lead: if there are no marks, put the inputs before
+        the first question, as TRL does. Raises ValueError if inputs and marks differ in count, or
+        if the model takes no inputs.
         """
         of_blocks = [message.pop("media", None) for message in messages]
         reason = "the model reads text: its config.json has no vision_config with "
@@ -87,42 +94,50 @@ class Media:
 
     # -- of a document
 
-    def check_template(self, template, render, messages):
-        """ValueError for a chat template that writes inputs otherwise than as `block`."""
+    def check_template(
+        self, template: str, render: Callable[..., Any], messages: list[dict[str, Any]]
+    ) -> None:
+        """Raise ValueError for a chat template that writes an input otherwise than as `block`."""
 
-    def check_rendered(self, text, messages):
-        """ValueError for a text that lacks inputs of its messages."""
+    def check_rendered(self, text: str, messages: list[dict[str, Any]]) -> None:
+        """Raise ValueError if the rendered text lacks an input of its messages."""
 
-    def placed(self, text, inputs, where) -> tuple:
-        """The inputs in a text, the first of its conversation's, with their sizes. ValueError for
-        unusable ones, and for their token without one."""
+    def placed(self, text: str, inputs: Sequence[Any], where: str) -> tuple[Any, ...]:
+        """The inputs that stand in `text`, with their sizes; `text` holds the first ones of its
+        conversation. Raises ValueError for an unusable input, or for a placeholder token without an
+        input."""
         return ()
 
-    def expand(self, document, inputs) -> np.ndarray:
-        """The document with the placeholders that its inputs take."""
+    def expand(self, document: np.ndarray, inputs: Sequence[Any]) -> np.ndarray:
+        """The document with as many placeholder tokens as each input takes."""
         return document
 
-    def fit(self, document, inputs, start, stop) -> tuple[slice, list]:
-        """(places, their inputs) of the document from `start` to `stop`, without an input cut by
-        these borders."""
+    def fit(
+        self, document: np.ndarray, inputs: Sequence[Any], start: int, stop: int
+    ) -> tuple[slice, list[Any]]:
+        """(slice, inputs in it): the part of the document from `start` to `stop`, shortened so that
+        it cuts no input."""
         return slice(start, stop), [*inputs]
 
-    def lost(self, units, cutoff_len) -> str:
-        """A note about inputs that were cut."""
+    def lost(self, units: str, cutoff_len: int) -> str:
+        """A note about inputs that were dropped with the end of a document."""
         return ""
 
-    def columns(self, ids, inputs) -> dict[str, Any]:
-        """Columns for the model of a document with these tokens [n]."""
+    def columns(self, ids: np.ndarray, inputs: Sequence[Any]) -> dict[str, Any]:
+        """The columns that the model needs for the inputs of a document. ids: its tokens [n]."""
         return {}
 
-    def prompt(self, ids, inputs, where) -> tuple[list[int], dict]:
-        """(tokens of a prompt with all placeholders of its inputs, their columns)."""
+    def prompt(
+        self, ids: list[int], inputs: Sequence[Any], where: str
+    ) -> tuple[list[int], dict[str, Any]]:
+        """(a prompt's tokens with every placeholder of its inputs, the inputs' columns)."""
         return ids, {}
 
     # -- in a shard of the token cache
 
-    def store(self, folder):
-        """The files of inputs in a shard's folder, with add and read; None without any."""
+    def store(self, folder: Path) -> Any:
+        """The input files in a shard's folder, an object with add and read; None if
+        there are none."""
         return None
 
 
@@ -133,52 +148,63 @@ TEXT = Media()
 
 
 class Inputs:
-    """The inputs of a model beside text, on both backends; none here.
+    """A model's inputs other than text, on both backends. This class, for text models, has none.
 
-    config: McaModelConfig, or on plain torch transformers'. It holds no weights: the modules for
-    inputs are those of a model.
+    config: McaModelConfig; on plain torch the transformers config. Inputs holds no weights: the
+    input modules belong to the model.
     """
 
-    def __init__(self, config):
+    def __init__(self, config: Any) -> None:
         self.config = config
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Names of the tensors of the modules."""
+        """Names of the input modules' tensors."""
         return ()
 
     @property
     def num_deepstack(self) -> int:
-        """Layers, the first ones, that add features of inputs to their outputs."""
+        """The count of layers, from the first on, that add input features to their outputs."""
         return 0
 
     def owns(self, name: str) -> bool:
-        """True for the name of a tensor of the modules in files."""
+        """True if a checkpoint tensor of this name belongs to an input module."""
         return False
 
-    def media(self, folder, tokenizer, keys) -> Media:
-        """The inputs in records of this model. folder: of the model; keys: those of a run.
-        ValueError for a tokenizer that does not fit."""
+    def media(self, folder: Path, tokenizer: Keys, keys: Keys) -> Media:
+        """The Media of this model. folder: the model's; keys: those of a run. Raises ValueError if
+        the tokenizer does not fit."""
         return Media()
 
-    def notes(self, args) -> list[str]:
-        """Lines for the report of a run whose data have inputs. ConfigError for keys that do not
+    def notes(self, args: Keys) -> list[str]:
+        """Report lines for a run whose data have inputs. Raises ConfigError for keys that do not
         fit."""
         return []
 
     # -- on megatron-core
 
-    def build(self, model):
-        """Set the modules of a chunk in its constructor, under their names in checkpoints."""
+    def build(self, model: Any) -> None:
+        """Add the input modules to a model chunk, in its constructor, under their
+        checkpoint names."""
 
-    def embed(self, model, hidden, shared, **columns) -> tuple[Any, list, Callable | None]:
-        """(hidden with the features of inputs, features to add after the first layers, a function
-        of the embeddings of tokens ahead and their places or None), by the columns of a
-        micro-batch. Adds to `shared`, the arguments of layers."""
-        raise ValueError(f"a model of text was given {', '.join(columns)}")
+    def embed(
+        self, model: Any, hidden: Any, shared: dict[str, Any], **columns: Any
+    ) -> tuple[Any, list[Any], Callable[..., Any] | None]:
+        """Add the features of a micro-batch's inputs -> (hidden, features, change).
 
-    def arrange(self, batch) -> dict:
-        """The columns of an arranged batch for this rank. ValueError for those of other inputs."""
+        features: one per layer from the first on, to add to its output. change: a function of the
+        embeddings and positions of tokens ahead (multi-token prediction), or None. columns: the
+        micro-batch's input columns. shared: keyword arguments of layers; entries are added in
+        place.
+        """
+        raise ValueError(
+            f"expected text alone, got {', '.join(columns)}: set model_name_or_path to one that "
+            "reads them"
+        )
+
+    def arrange(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """This rank's columns of an arranged batch. Raises ValueError for inputs that the model
+        does not take."""
         columns = [name for name in batch if is_of_inputs(name)]
         expect(
             not columns,
@@ -186,49 +212,54 @@ class Inputs:
         )
         return batch
 
-    def trains(self, model) -> bool:
-        """True if a module for inputs is in training on any rank. Collective for models with such
-        modules."""
+    def trains(self, model: Any) -> bool:
+        """True if any rank trains an input module. Collective for a model that has
+        input modules."""
         return False
 
     # -- on plain torch
 
-    def for_transformers(self, batch, inputs, positions, is_padding) -> tuple[dict, Any]:
-        """(arguments, position_ids) of a transformers model, from those of text."""
+    def for_transformers(
+        self, batch: dict[str, Any], inputs: dict[str, Any], positions: Any, is_padding: Any
+    ) -> tuple[dict[str, Any], Any]:
+        """(keyword arguments, position_ids) for a transformers model; `inputs` and `positions` are
+        those for text alone."""
         return inputs, positions
 
-    def parameters_of(self, model) -> list:
-        """The parameters of the modules for inputs of a transformers model."""
+    def parameters_of(self, model: Any) -> list[Any]:
+        """The parameters of a transformers model's input modules."""
         return []
 
-    def unused(self, model, columns):
-        """0, with gradients of 0 for the modules left out of a forward pass with these columns."""
+    def unused(self, model: Any, columns: Any) -> Any:
+        """A zero to add to the loss: it gives a gradient of 0 to each input module that a forward
+        pass with these columns does not use."""
         return 0.0
 
     # -- on both
 
-    def rests(self, micro_batches) -> bool:
-        """True if no micro-batch of a step has an input, on any rank. The update then leaves the
-        modules out: by gradients of zero it would decay their weights and moments. Collective;
-        called if these modules are in training."""
+    def rests(self, micro_batches: Any) -> bool:
+        """True if no micro-batch of a step has an input, on any rank. The update then skips the
+        input modules, whose weights and moments it would decay without a gradient. Collective.
+        Called only if input modules are trained."""
         return False
 
-    def work(self, model) -> InputWork | None:
-        """The work of the modules in a step, None without any."""
+    def work(self, model: Any) -> InputWork | None:
+        """FLOPs of the input modules in a step; None if there are no such modules."""
         return None
 
-    def parts_summary(self, model) -> str | None:
-        """The parameters in training on this rank of each part of the model, adapters apart."""
+    def parts_summary(self, model: Any) -> str | None:
+        """A report line with this rank's trained parameters in each part of the model, adapters
+        aside; None for a text model."""
         return None
 
     def bytes_of_token(self, trained: Iterable[str], width: int) -> float:
-        """Bytes kept by the modules for the backward pass, of a token in rows of inputs alone.
-        trained: names of parameters in training; width: bytes of a number."""
+        """Bytes that the input modules keep for the backward pass, per token of an input. trained:
+        names of trained parameters. width: bytes per number."""
         return 0.0
 
 
-def inputs_of(config) -> Inputs:
-    """The inputs of a model by its McaModelConfig or transformers config."""
+def inputs_of(config: Any) -> Inputs:
+    """The Inputs for a McaModelConfig or a transformers config."""
     kind = getattr(config, "hf_model_type", None) or getattr(config, "model_type", None)
     row = FAMILIES[kind].inputs if kind in FAMILIES else ""
     return function_of(INPUTS[row])(config) if row else Inputs(config)

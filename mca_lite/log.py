@@ -77,7 +77,7 @@ class Throughput:
         world_size: int = 1,
         peak_flops: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
-    ):
+    ) -> None:
         self.world_size = world_size
         self.peak_flops = peak_flops
         self._clock = clock
@@ -380,10 +380,10 @@ def format_progress(logs: Mapping, max_steps: int, eta_s: float | None = None) -
 class Pictures(TrainerCallback):
     """Gives a trainer's Report the function that draws the run: Pictures(tool_page.draw)."""
 
-    def __init__(self, draw: Callable):
+    def __init__(self, draw: Callable) -> None:
         self.draw = draw
 
-    def on_init_end(self, args, state, control, trainer, **kwargs):
+    def on_init_end(self, args, state, control, trainer, **kwargs) -> None:
         trainer.report.draw = self.draw
 
 
@@ -426,7 +426,7 @@ class Report(TrainerCallback):
 
     draw: Callable | None = None
 
-    def __init__(self, args, is_main: bool, clock: Callable[[], float] = time.perf_counter):
+    def __init__(self, args, is_main: bool, clock: Callable[[], float] = time.perf_counter) -> None:
         self.args = args
         self.is_main = is_main
         self._clock = clock
@@ -463,7 +463,7 @@ class Report(TrainerCallback):
         self._facts["sections"] = sections
         self.print(format_summary(sections))
 
-    def on_train_begin(self, args, state, control, **kwargs):
+    def on_train_begin(self, args, state, control, **kwargs) -> None:
         self._max_steps = state.max_steps
         self.first_step = state.global_step
         self._started = self._clock()
@@ -495,11 +495,11 @@ class Report(TrainerCallback):
             self._trackers.append(track)
             self._opened.callback(close)
 
-    def on_step_end(self, args, state, control, **kwargs):
+    def on_step_end(self, args, state, control, **kwargs) -> None:
         if self._bar is not None:
             self._bar.update(state.global_step - self._bar.n)
 
-    def on_log(self, args, state, control, logs, **kwargs):
+    def on_log(self, args, state, control, logs, **kwargs) -> None:
         self.log(logs)
 
     def log(self, logs: Mapping) -> None:
@@ -531,7 +531,7 @@ class Report(TrainerCallback):
             eta_s = (self._clock() - self._started) / done * left
         self.print(format_progress(numbers, self._max_steps, eta_s))
 
-    def on_train_end(self, args, state, control, **kwargs):
+    def on_train_end(self, args, state, control, **kwargs) -> None:
         self.end("finished")
 
     def end(self, state: str) -> None:

@@ -1,14 +1,15 @@
-"""The names of megatron-core that the package uses, imported after the CPU settings.
+"""The names of megatron-core that this package uses, imported once the CPU settings are made.
 
 megatron-core reads settings while it is imported (TORCHDYNAMO_DISABLE), and warns about packages
-that local layers do not need. So every module imports it from here: cpu.apply() comes first, and
-the warnings are filtered. The filters of the host program are restored.
+that local layers do not need. So every module imports these names from here: cpu.apply() runs
+first, and the warnings are filtered. The filters of the host program are restored.
 """
 
 # ruff: noqa: F401
 import contextlib
 import logging
 import warnings
+from collections.abc import Iterator
 
 from packaging.specifiers import SpecifierSet
 
@@ -19,7 +20,7 @@ SUPPORTED = ">=0.16.1,<0.20"
 
 
 class MegatronVersionError(UserError, ImportError):
-    """megatron-core is of a version that the package does not know."""
+    """The installed megatron-core has a version that this package does not support."""
 
 
 def check_version(version: str) -> None:
@@ -106,18 +107,19 @@ with warnings.catch_warnings(), cpu.compiling_later():
     from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint, make_viewless_tensor
 
 
-# what differs between the minors of megatron-core: {name here: {first minor: its form}}; a row goes
-# with the last minor before its newest form
+# The differences between minor versions of megatron-core: {name here: {first minor: its form}}.
+# Drop a row once its newest form holds for every supported minor.
 MINORS = {
-    # 0.18 renames the field, and moves some of its values to others
+    # 0.18 renames the field, and moves some of its values to other fields
     "cuda_graph_parts": {(0, 16): "cuda_graph_scope", (0, 18): "cuda_graph_modules"},
     # 0.19 gives the method an argument, and another name
     "gradients_for_norm": {
         (0, 16): "get_main_grads_for_grad_norm",
         (0, 19): "get_grads_for_grad_norm",
     },
-    # versions of Transformer Engine: 0.16 names them in its metadata; of later minors up to the one
-    # of their release's lock file (0.18, 0.19), or of mcore-bridge's advice (0.17)
+    # The usable versions of Transformer Engine. 0.16 names them in its metadata; for later minors
+    # the upper bound comes from the release's lock file (0.18, 0.19) or mcore-bridge's advice
+    # (0.17).
     "transformer_engine": {
         (0, 16): ">=2.9,<2.12",
         (0, 17): ">=2.9,<2.15",
@@ -125,34 +127,34 @@ MINORS = {
         (0, 19): ">=2.9,<2.18",
     },
 }
-# (megatron-core, Transformer Engine) of which `make gpu ARGS=te` was run to its end
+# (megatron-core, Transformer Engine) for which `make gpu ARGS=te` was run to its end
 RUN_WITH_ENGINE = {("0.16", "2.11"), ("0.19", "2.11")}
 
 
 def of_minor(name: str) -> str:
-    """The form of a row of MINORS in the installed megatron-core."""
+    """MINORS[name] for the installed megatron-core."""
     minor = tuple(int(number) for number in __version__.split(".")[:2])
     forms = MINORS[name]
     return forms[max(first for first in forms if first <= minor)]
 
 
-# from 0.18 on DDP asks its callers for what it works out itself as well
+# From 0.18 on DDP warns if it must work out the parameter layout itself, which is harmless.
 _OF_DDP = logging.getLogger("megatron.core.distributed.distributed_data_parallel")
 _OF_DDP.addFilter(lambda record: "full_param_layout not provided" not in record.getMessage())
 
 
 @contextlib.contextmanager
-def quiet():
-    """Run without warnings of libraries that a user cannot act on."""
+def quiet() -> Iterator[None]:
+    """A context without library warnings that a user can do nothing about."""
     with warnings.catch_warnings():
-        # megatron-core calls collectives by their former names
+        # megatron-core calls collectives by their old names
         warnings.filterwarnings("ignore", ".*torch.distributed.* is deprecated", FutureWarning)
-        # a resumed run advances a scheduler of the user, before its first step
+        # a resumed run advances the user's scheduler before its first step
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
         # megatron-core reads the gradient of every tensor
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
-        # the summary has it once, on a GPU
+        # on a GPU the summary shows it once
         warnings.filterwarnings("ignore", ".*CUDA_DEVICE_MAX_CONNECTIONS")
-        # 0.19 imports a model of many modalities with its schedules
+        # 0.19 imports a multimodal model together with its schedules
         warnings.filterwarnings("ignore", "MimoModelConfig is experimental")
         yield

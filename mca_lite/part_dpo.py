@@ -612,7 +612,7 @@ def _has(column: str, dataset) -> bool:
 
 def _joined(batches: list[dict]) -> list[dict]:
     """The pairs of micro-batches in fewer of them, where one forward pass takes several."""
-    joined = []
+    joined: list[Any] = []
     for first in range(0, len(batches), JOINED):
         group = batches[first : first + JOINED]
         shapes = [batch["input_ids"].shape for batch in group]

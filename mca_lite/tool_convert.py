@@ -261,10 +261,10 @@ def _load_earlier(folder: Path, args):
 class _Inert:
     """A stand-in for an instance of any class: its state, and none of the class's code."""
 
-    def __init__(self, *arguments):
+    def __init__(self, *arguments) -> None:
         self.state = None
 
-    def __setstate__(self, state):
+    def __setstate__(self, state) -> None:
         self.state = state
 
 

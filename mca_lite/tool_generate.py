@@ -138,7 +138,7 @@ def _lines(prompt: str) -> Iterator[str]:
 class _Speaker:
     """A model with its side of the conversation."""
 
-    def __init__(self, name: str, options, decoding, keys):
+    def __init__(self, name: str, options, decoding, keys) -> None:
         from .inputs import inputs_of
         from .tool_generation import load_for_generation
 

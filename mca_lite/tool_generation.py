@@ -381,7 +381,7 @@ def stream(
 class _Streamer(TextStreamer):
     """Whole words of an answer, without the prompt and the end token."""
 
-    def __init__(self, tokenizer, stop: list[int]):
+    def __init__(self, tokenizer, stop: list[int]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self._stop = stop
         self.text = ""
@@ -407,10 +407,10 @@ class Answers(TrainerCallback):
 
     metrics = GENERATION_METRICS
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.lines: list[dict] = []
 
-    def on_init_end(self, args, state, control, trainer, **kwargs):
+    def on_init_end(self, args, state, control, trainer, **kwargs) -> None:
         """Become the trainer's `answers`. ValueError if answers cannot be generated or compared,
         and on every rank if one has no room for a copy of the whole model."""
         if not args.predict_with_generate:

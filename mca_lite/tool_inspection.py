@@ -93,7 +93,7 @@ class Part:
 class DataInspector:
     """Facts about the datasets of a run.Plan. shown: the number of samples of each."""
 
-    def __init__(self, plan: Plan, shown: int):
+    def __init__(self, plan: Plan, shown: int) -> None:
         self.shown = shown
         self.tokenizer = plan.tokenizer
         data = plan.arguments.data
@@ -347,7 +347,7 @@ class _Planned:
 
     counts_tokens = False
 
-    def __init__(self, plan: Plan, dp_rank: int):
+    def __init__(self, plan: Plan, dp_rank: int) -> None:
         self.args = plan.arguments.training
         self.config = plan.model.config
         self.model = torch.nn.Module()

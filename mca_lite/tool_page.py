@@ -107,7 +107,7 @@ class RunFolder:
     folder that does not exist, or not yet, is a run without lines.
     """
 
-    def __init__(self, folder: str | os.PathLike):
+    def __init__(self, folder: str | os.PathLike) -> None:
         self.folder = Path(folder)
         self.name = printable(str(self.folder), kept="")
         self.read()

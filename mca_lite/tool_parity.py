@@ -143,7 +143,7 @@ def _run(trainer, batches: list[dict]) -> list[list[float]]:
 class _Part:
     """This rank's part of the first row of the first micro-batch, kept by hooks."""
 
-    def __init__(self, trainer, batch: dict):
+    def __init__(self, trainer, batch: dict) -> None:
         self.backend = trainer.backend
         self.models = trainer.backend.model
         self.tp_rank = mpu.get_tensor_model_parallel_rank()
@@ -217,7 +217,7 @@ def _keep_outputs(modules, axis: int, outputs: dict[str, torch.Tensor]) -> None:
     """Let hooks put the first output of each module into `outputs`, [s, h] on the CPU, of the row
     that is first on `axis`: recomputation and later micro-batches come after it."""
 
-    def keep(name, module, args, output=None):
+    def keep(name, module, args, output=None) -> None:
         value = args if output is None else output
         if isinstance(value, tuple):
             value, *more = value

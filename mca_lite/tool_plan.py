@@ -323,7 +323,7 @@ def _plan(words: list[str], options) -> int:
 class _Layout:
     """A run in one layout: memory of its fullest rank, and time of a step."""
 
-    def __init__(self, arguments, model, options):
+    def __init__(self, arguments, model, options) -> None:
         self.arguments = arguments
         self.model = model
         self.options = options

@@ -86,7 +86,7 @@ class ModelTensors:
         config: McaModelConfig,
         finetuning: Finetuning | None = None,
         source: InitSource | None = None,
-    ):
+    ) -> None:
         self.config = config
         self.finetuning = finetuning or Finetuning()
         self.total_trained = 0
@@ -263,7 +263,7 @@ def _nccl(config, world_size: int) -> int:
 class RankSizes:
     """Sizes of a rank in the formulas of memory and time. config: McaModelConfig."""
 
-    def __init__(self, config):
+    def __init__(self, config) -> None:
         self.w = config.params_dtype.itemsize  # bytes of an activation
         self.h = config.hidden_size
         self.tp = config.tensor_model_parallel_size
@@ -485,7 +485,7 @@ class ModelOfRun:
     """The part of a plan common to all layouts of a run: shapes of its model, adapters, lengths of
     a sample's documents, the folder of a reference model. arguments: RunArguments."""
 
-    def __init__(self, arguments):
+    def __init__(self, arguments) -> None:
         config = self.config_of(arguments)
         keys = arguments
         judge = Judge(arguments)

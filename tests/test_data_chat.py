@@ -612,7 +612,7 @@ def test_chat_template_takes_a_name_a_file_or_a_text(tmp_path):
 def test_a_template_of_llama_factory_is_used_where_the_tokenizer_has_none(tmp_path):
     own = byte_tokenizer(CHATML)
     [line, *_] = report_of(tmp_path, own, template="qwen3")
-    assert_names(line, "template qwen3: ", "tokenizer's own")
+    assert_names(line, "template qwen3: ", "not used")
     assert own.chat_template == CHATML
     for name, built_in in BUILT_IN_FOR.items():
         tokenizer = byte_tokenizer(None)
@@ -627,7 +627,7 @@ def test_a_template_of_llama_factory_is_used_where_the_tokenizer_has_none(tmp_pa
 def test_an_unknown_template_is_a_note_where_the_tokenizer_has_one(tmp_path):
     for name in ("moss_vl", "qwen3_nothnk"):
         [line, *_] = report_of(tmp_path, byte_tokenizer(CHATML), template=name)
-        assert_names(line, f"template {name}: ", "tokenizer's own")
+        assert_names(line, f"template {name}: ", "not used")
         with pytest.raises(ValueError, match=f"template {name} is not built in.*qwen3_nothink"):
             report_of(tmp_path, byte_tokenizer(None), template=name)
 
