@@ -440,6 +440,15 @@ class TrainingArguments(ArgumentGroup):
     recompute_modules: (
         list[Literal["core_attn", "mlp", "layernorm", "moe", "shared_experts"]] | None
     ) = of_config(None, "selective: core_attn, mlp, layernorm, moe, shared_experts", model="always")
+    recompute_keep: Literal["core_attn"] | None = of_config(
+        None, "full: results of kernels kept, not computed again: core_attn", model="always"
+    )
+    activation_offloading: bool = of_config(
+        False, "full: activations kept for the backward pass wait in host memory"
+    )
+    mlp_chunk_size: int | None = of_config(
+        None, "tokens of a rank in an MLP at once (None: all)", low=1, model="always"
+    )
     transformer_impl: Literal["auto", "local", "transformer_engine"] = of_config(
         "auto", "auto: Transformer Engine in bf16 or fp16, if installed and suitable for the model"
     )
@@ -848,6 +857,8 @@ def format_help() -> str:
     for group in key_groups():
         lines += ["", str(group.__doc__).strip().splitlines()[0]]
         for item in dataclasses.fields(group):
+            if item.name in parts.absent_keys():
+                continue
             default = default_of(item)
             default = "required" if default is dataclasses.MISSING else json.dumps(default)
             lines.append(f"  {item.name} ({default}): {item.metadata['help']}")

@@ -156,7 +156,7 @@ NEEDS = (
         "recompute_modules", "recompute_granularity=selective", "recompute_granularity: selective"
     ),
     Need(
-        "recompute_method recompute_num_layers",
+        "recompute_method recompute_num_layers recompute_keep activation_offloading",
         "recompute_granularity=full",
         "recompute_granularity: full",
     ),

@@ -9,6 +9,7 @@ query and a causal square, and joined by their log-sum-exps, as in ring attentio
 
 import functools
 import importlib.util
+from collections.abc import Callable
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -115,6 +116,10 @@ def packed_by_cudnn(q, k, v, layout, scale: float | None, window: int | None) ->
     return out
 
 
+# of a context: called with a kernel and its arguments, they give its result (part_long)
+keepers: list[Callable] = []
+
+
 class SegmentAttention(torch.autograd.Function):
     """softmax(q k^T scale) v in segments (q0, q1, k0, k1): queries q0:q1 see the keys k0:k1 alone,
     the last query all of them, each one before it one less.
@@ -125,21 +130,8 @@ class SegmentAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, segments, scale: float | None):
-        heads = [x.permute(1, 2, 0, 3) for x in (q, k, v)]
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        saved = []
-        ctx.more = []
-        for rows, own, before in _parts(segments):
-            part, lse, more = _forward(*_cut(heads, rows, own), True, scale)
-            part = part.permute(2, 0, 1, 3)
-            more_before = None
-            if before is None:
-                out[rows] = part
-            else:
-                other, lse_before, more_before = _forward(*_cut(heads, rows, before), False, scale)
-                lse = join(part, lse, other.permute(2, 0, 1, 3), lse_before, out[rows])
-            saved.append(lse)
-            ctx.more.append((more, more_before))
+        run = functools.partial(keepers[-1], _attended) if keepers else _attended
+        out, saved, ctx.more = run(q, k, v, segments, scale)
         ctx.save_for_backward(q, k, v, out, *saved)
         ctx.segments = segments
         ctx.scale = scale
@@ -165,6 +157,26 @@ class SegmentAttention(torch.autograd.Function):
                 for total, of_keys in zip(_cut(sums, rows, keys), found, strict=True):
                     total += of_keys
         return *grads, None, None
+
+
+def _attended(q, k, v, segments, scale: float | None) -> tuple[torch.Tensor, list, list]:
+    """(out [t, b, n, d], log-sum-exps and more for _backward of each segment)."""
+    heads = [x.permute(1, 2, 0, 3) for x in (q, k, v)]
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    saved = []
+    of_kernels = []
+    for rows, own, before in _parts(segments):
+        part, lse, more = _forward(*_cut(heads, rows, own), True, scale)
+        part = part.permute(2, 0, 1, 3)
+        more_before = None
+        if before is None:
+            out[rows] = part
+        else:
+            other, lse_before, more_before = _forward(*_cut(heads, rows, before), False, scale)
+            lse = join(part, lse, other.permute(2, 0, 1, 3), lse_before, out[rows])
+        saved.append(lse)
+        of_kernels.append((more, more_before))
+    return out, saved, of_kernels
 
 
 def _parts(segments):

@@ -45,6 +45,7 @@ from .files import (
 from .inputs import Inputs, inputs_of
 from .kernels import QUICK_GELU, first_line
 from .mcore import AttnBackend, MLATransformerConfig, TransformerConfig, of_minor
+from .tables import function_of
 
 
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
@@ -213,6 +214,9 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
     mrope_in_turns: bool = False
     drop_embeddings: bool = True  # hidden_dropout applies to the embeddings as well
     loss_chunk_size: int | None = None  # rows of logits in memory at once; None: by device
+    recompute_keep: str | None = None  # this and the next two: see part_long.py
+    activation_offloading: bool = False
+    mlp_chunk_size: int | None = None
     loss_weights_differ: bool = False  # rows have different loss weights: see loss_tokens.py
     # training rows contain several documents: attention refuses to run without their borders
     rows_are_packed: bool = False
@@ -299,6 +303,8 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
             "groups, and ranks that share one are not supported",
             f"tensor_model_parallel_size: {groups}",
         )
+        if self.recompute_keep:
+            function_of("part_long:check")(self, judge)
         check_model(self, self, judge, transformer_engine_works())
         judge.close()
         if self.mtp_num_layers and self.hf_config is not None:
@@ -626,7 +632,8 @@ ONLY_LOCAL = (
     "final_logit_softcapping attn_logit_softcapping rope_interleave mrope_section "
     "layernorm_zero_centered_gamma multi_latent_attention mtp_num_layers layers_without_rope "
     "query_scaling_beta qk_norm_after_rope attention_sinks add_output_bias add_moe_bias "
-    "activation_func_clamp_value linear_layers attention_output_gate full_kv_channels layer_scalars"
+    "activation_func_clamp_value linear_layers attention_output_gate full_kv_channels "
+    "layer_scalars recompute_keep mlp_chunk_size"
 ).split()
 # only megatron's modules support these
 NOT_LOCAL = (

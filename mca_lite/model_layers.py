@@ -55,6 +55,15 @@ def recomputed(
     config: TransformerConfig, function: Callable[..., Any], *tensors: torch.Tensor
 ) -> Any:
     """function(*tensors), with activations dropped and computed again in the backward pass."""
+    checkpoint = functools.partial(_checkpoint, config)
+    if config.recompute_keep or config.activation_offloading:
+        return function_of("part_long:checkpointed")(config, checkpoint, function, *tensors)
+    return checkpoint(function, *tensors)
+
+
+def _checkpoint(
+    config: TransformerConfig, function: Callable[..., Any], *tensors: torch.Tensor
+) -> Any:
     if config.fp8:
         tracker = tensor_parallel.random.get_cuda_rng_tracker
         group = parallel_state.get_tensor_model_parallel_group()
@@ -134,6 +143,8 @@ class Layer(MegatronModule):
         self.register_buffer("layer_scalar", scalar)
         self.recomputes_norms = recomputes(config, "layernorm")
         self.recomputes_mlp = recomputes(config, "mlp") and not is_moe
+        if config.recompute_keep or config.mlp_chunk_size:
+            function_of("part_long:prepare")(self, config)
 
     def forward(
         self,

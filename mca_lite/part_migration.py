@@ -142,9 +142,9 @@ a reference that follows the model
 ref_model: model
 sync_ref_model ref_model_mixup_alpha=0.6 ref_model_sync_steps=512
 
-activations in host memory
-recompute_granularity: full
-activation_offloading
+MLPs in tiles by a switch
+mlp_chunk_size: 8192
+tiled_mlp
 
 answers during an evaluation of pairs
 predict_with_generate: true with stage: sft

@@ -51,6 +51,7 @@ PARTS = {
     "sinks": Part("part_sinks", "", provides="sinks"),
     "muon": Part("part_muon", "optim=muon"),
     "offload": Part("part_offload", "optimizer_cpu_offload=true"),
+    "long": Part("part_long", "recompute_keep=core_attn activation_offloading=true mlp_chunk_size"),
     "stream": Part(
         "part_stream_keys part_stream", "streaming buffer_size", "streaming:false buffer_size:16384"
     ),

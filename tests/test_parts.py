@@ -44,8 +44,12 @@ CHOICES = {
     "stage": {name: str(row.trainer).split(":")[0] for name, row in OBJECTIVES.items()},
     "optim": {name: str(row.make).split(":")[0] for name, row in OPTIMIZERS.items()},
     "optimizer_cpu_offload": {"true": "part_offload"},
+    "recompute_keep": {"core_attn": "part_long"},
+    "activation_offloading": {"true": "part_long"},
     "finetuning_type": {name: row.split(":")[0] for name, row in FINETUNING.items()},
 }
+# keys of the core that need a part, whatever their value
+KEYS = {"mlp_chunk_size": "part_long"}
 
 
 def without(*parts: str) -> list[str]:
@@ -184,6 +188,7 @@ def test_the_row_of_a_part_lists_its_files_and_keys(part):
         for value, module in rows.items()
         if module in modules
     ]
+    values += [key for key, module in KEYS.items() if module in modules]
     assert sorted(PARTS[part].keys.split()) == sorted(fields + values)
     rows = [row for table in TABLES for row, name in table.items() if module_of(name) in modules]
     assert sorted(PARTS[part].provides.split()) == sorted(rows)

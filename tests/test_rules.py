@@ -205,6 +205,8 @@ BESIDE = {
     "recompute_modules": (["mlp"], SELECTIVE),
     "recompute_method": ("block", FULL),
     "recompute_num_layers": (2, FULL),
+    "recompute_keep": ("core_attn", FULL),
+    "activation_offloading": (True, FULL),
 }
 # where that other key counts by default: how it is switched off
 OFF = dict.fromkeys(

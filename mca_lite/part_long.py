@@ -1,0 +1,429 @@
+"""Long rows: attention that is not computed again, activations in host memory, MLPs in tiles.
+
+Letters: t tokens of a rank, h hidden size. A unit is what full recomputation computes again
+together; megatron's checkpoint keeps its inputs (borders) alone.
+
+    recompute_keep: core_attn   a unit's first pass keeps the results of attention's kernels; its
+                                second pass takes them, and calls no kernel
+    activation_offloading       borders and kept results wait in host memory for the backward pass
+    mlp_chunk_size              an MLP, or experts, see that many tokens at once, in both passes
+
+The first two change no bit. Attention is kept at its kernels, not at its output: gathers of keys
+and rotations are repeated, and the kernels' backward passes get the same tensors as without.
+"""
+
+import collections
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from .errors import Judge
+from .kernels_attention import keepers
+from .model_attention import CoreAttention
+from .model_moe import Experts, Mixture
+
+PIECE = 1 << 26  # bytes of a piece of host memory: torch rounds pinned memory up to powers of two
+# kernels of attention, by the start of their operator's name
+_KERNELS = (
+    "aten::_scaled_dot_product",
+    "aten::_flash_attention_forward",
+    "torch_attn::_varlen_attn",
+    "cudnn::sdpa_fwd",
+)
+
+
+def check(config, judge: Judge) -> None:
+    """Refuse keys of long rows that do not fit a model."""
+    dropout = config.recompute_keep and config.attention_dropout
+    reason = f"the model's attention_dropout is {config.attention_dropout}, and a kernel that is "
+    reason += "not called again draws no numbers for the dropout after it"
+    judge.expect(not dropout, "recompute_keep", reason, "attention_dropout: 0")
+
+
+# ---- host memory
+
+
+class HostPool:
+    """Host memory in pieces, reused: fresh pinned memory takes longer than a copy into it. taken:
+    bytes of all pieces; free: those not in use, by their bytes."""
+
+    def __init__(self):
+        self.free = collections.defaultdict[int, list[torch.Tensor]](list)
+        self.taken = 0
+
+    def take(self, size: int) -> list[torch.Tensor]:
+        """Pieces, uint8, of `size` bytes or more: the last one has a power of two, so that rows of
+        other lengths can use it."""
+        rest = size % PIECE
+        last = [1 << (rest - 1).bit_length()] if rest else []
+        return [self._piece(bytes_) for bytes_ in [PIECE] * (size // PIECE) + last]
+
+    def _piece(self, size: int) -> torch.Tensor:
+        if self.free[size]:
+            return self.free[size].pop()
+        self.taken += size
+        return torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+
+    def give(self, pieces: list[torch.Tensor]) -> None:
+        """Let later copies have these pieces. Copies of one device run in order."""
+        for piece in pieces:
+            self.free[piece.nbytes].append(piece)
+
+
+POOL = HostPool()
+
+
+@functools.cache
+def _stream(device: torch.device):
+    """The stream of copies of a GPU."""
+    return torch.cuda.Stream(device)
+
+
+class Offloaded:
+    """A tensor in host memory: copied there and back beside the work of the device.
+
+    It stays on the device until release(). get() gives it once, with its strides.
+    """
+
+    def __init__(self, tensor: torch.Tensor):
+        self.tensor: torch.Tensor | None = tensor
+        self._size = tensor.shape
+        self._stride = tensor.stride()
+        self._known = dict(dtype=tensor.dtype, device=tensor.device)
+        self._pieces = POOL.take(tensor.numel() * tensor.element_size())
+        self._done = self._copy(tensor, to_host=True)
+
+    def _copy(self, tensor: torch.Tensor, to_host: bool):
+        """Start the copies -> an event at their end, None on a CPU."""
+        flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset()).view(torch.uint8)
+        stream = _stream(tensor.device) if tensor.is_cuda else None
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream())
+        with torch.no_grad(), torch.cuda.stream(stream):
+            for part, piece in zip(flat.split(PIECE), self._pieces, strict=True):
+                there = piece[: len(part)]
+                target, source = (there, part) if to_host else (part, there)
+                target.copy_(source, non_blocking=True)
+        return None if stream is None else stream.record_event()
+
+    def _wait(self) -> None:
+        if self._done is not None:
+            torch.cuda.current_stream().wait_event(self._done)
+
+    def release(self) -> None:
+        """Free the device's memory, once the copy is there."""
+        if self.tensor is not None and self._pieces:
+            self._wait()
+            self.tensor = None
+
+    def fetch(self) -> None:
+        """Start the copy back, if there is none."""
+        if self.tensor is None and self._pieces:
+            self.tensor = torch.empty_strided(self._size, self._stride, **self._known)
+            self._done = self._copy(self.tensor, to_host=False)
+            self._free()
+
+    def get(self) -> torch.Tensor:
+        """The tensor, there for the work that follows."""
+        self.fetch()
+        self._wait()
+        self._free()
+        tensor = self.tensor
+        assert tensor is not None, "an offloaded tensor is read twice"
+        self.tensor = None
+        return tensor
+
+    def _free(self) -> None:
+        POOL.give(self._pieces)
+        self._pieces = []
+
+    def __del__(self):
+        self._free()
+
+
+def _can_leave(tensor: torch.Tensor) -> bool:
+    """True if a tensor can wait in host memory: numbers without gaps between them."""
+    dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+    return tensor.is_floating_point() and tensor.numel() > 0 and dense
+
+
+# ---- units of recomputation
+
+
+class Unit:
+    """A call that is computed again: the results of its kernels, and its tensors in host memory.
+
+    before: the unit whose output is its input; its tensors are copied back while this one is
+    computed again.
+    """
+
+    last: Callable[[], "Unit | None"] = lambda: None  # made last, of any pass
+    running: "Unit | None" = None
+
+    def __init__(self, config, first: torch.Tensor):
+        self.keeps = config.recompute_keep is not None
+        self.offloads = config.activation_offloading
+        self.kept: collections.deque = collections.deque()
+        self.is_again = False
+        self.output = lambda: None
+        self.away: list[Offloaded] = []
+        self.open: Offloaded | None = None  # still on the device
+        self._earlier = Unit.last
+        last = Unit.last()
+        self.before = last if last is not None and last.output() is first else None
+        Unit.last = weakref.ref(self)
+
+    def run(self, function: Callable, *tensors):
+        """function(*tensors), with the results of kernels kept, or those that were kept."""
+        outer, Unit.running = Unit.running, self
+        try:
+            return function(*tensors)
+        finally:
+            Unit.running = outer
+            self.is_again = True
+
+    def hold(self, tensor: torch.Tensor) -> Any:
+        """A tensor, or the Offloaded one."""
+        if not self.offloads or not _can_leave(tensor):
+            return tensor
+        for unit in (self, self._earlier()):
+            if unit is not None and unit.open is not None:
+                unit.open.release()
+                unit.open = None
+        self.open = Offloaded(tensor)
+        self.away.append(self.open)
+        return self.open
+
+    def back(self, held: Any) -> torch.Tensor:
+        """The tensor that hold() was given. The first call starts the copies of the unit before."""
+        before, self.before = self.before, None
+        for away in (*self.away, *(before.away if before is not None else ())):
+            away.fetch()
+        self.away = []
+        self.open = None
+        return held.get() if isinstance(held, Offloaded) else held
+
+    def result(self, function: Callable, *args) -> Any:
+        """The result of a kernel: computed and kept in the first pass, taken in the second."""
+        if self.is_again:
+            return tree_map_only((torch.Tensor, Offloaded), self.back, self.kept.popleft())
+        with _Paused():
+            found = function(*args)
+        kept = tree_map_only(torch.Tensor, lambda x: self.hold(x.detach()), found)
+        self.kept.append(kept)
+        return found
+
+
+class _Paused:
+    """A context in which kernels are not kept one by one: they are parts of a result."""
+
+    depth = 0
+
+    def __enter__(self):
+        _Paused.depth += 1
+
+    def __exit__(self, *_):
+        _Paused.depth -= 1
+
+
+class _Keeping(TorchDispatchMode):
+    """A context in which the results of attention's kernels are those of a unit."""
+
+    def __init__(self, unit: Unit):
+        super().__init__()
+        self.unit = unit
+
+    def __enter__(self):
+        keepers.append(self.unit.result)
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        keepers.pop()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        call = functools.partial(func, *args, **(kwargs or {}))
+        is_kept = func.name().startswith(_KERNELS) and "backward" not in func.name()
+        return self.unit.result(call) if is_kept and not _Paused.depth else call()
+
+
+def checkpointed(config, checkpoint: Callable, function: Callable, *tensors):
+    """checkpoint(function, *tensors) of megatron's or Transformer Engine's recomputation, with the
+    keys of this part."""
+    if not torch.is_grad_enabled():
+        return checkpoint(function, *tensors)
+    unit = Unit(config, tensors[0])
+    hooks: Any = contextlib.nullcontext()
+    if unit.offloads:
+        hooks = torch.autograd.graph.saved_tensors_hooks(unit.hold, unit.back)
+    with hooks:
+        out = checkpoint(functools.partial(unit.run, function), *tensors)
+    unit.output = weakref.ref(out)
+    return out
+
+
+def _attend(forward: Callable, query, key, value, *args):
+    """CoreAttention.forward, kept over recomputation."""
+    unit = Unit.running
+    if unit is None or not unit.keeps:
+        return forward(query, key, value, *args)
+    with _Keeping(unit):
+        if unit.is_again:
+            return forward(query, key, value, *args)
+        # as in the second pass: kernels leave out numbers of a backward pass without one
+        with torch.enable_grad():
+            heads = (x.detach().requires_grad_() for x in (query, key, value))
+            return forward(*heads, *args).detach()
+
+
+# ---- tiles
+
+
+class Tiles(torch.autograd.Function):
+    """run(start, *tiles) of tensors [t, ...] in tiles of rows, one after another -> [t, ...].
+
+    The backward pass runs each tile again, so that one tile's activations are in memory at a time.
+    Gradients of weights are sums over tiles, in float32. Collectives: those of run, a tile each;
+    all ranks of a group have one t.
+    """
+
+    @staticmethod
+    def forward(ctx, run: Callable, rows: int, module, count: int, *tensors):
+        """tensors: `count` to be cut, then the trained parameters of the module."""
+        ctx.of_run = run, rows, module
+        ctx.parameters = tensors[count:]
+        ctx.save_for_backward(*tensors[:count])
+        out = None
+        for start in _starts(tensors[0], rows):
+            tiles = [x[start : start + rows] for x in tensors[:count]]
+            part = run(start, *tiles)
+            if out is None:
+                out = part.new_empty(len(tensors[0]), *part.shape[1:])
+            out[start : start + rows] = part
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        run, rows, module = ctx.of_run
+        whole = ctx.saved_tensors
+        needs = ctx.needs_input_grad[4 : 4 + len(whole)]
+        pairs = list(zip(whole, needs, strict=True))
+        grads = [torch.empty_like(x) if need else None for x, need in pairs]
+        sums: list = [None] * len(ctx.parameters)
+        with _plain_leaves(module) as leaves:
+            parameters = [leaves.get(p, p) for p in ctx.parameters]
+            for start in _starts(whole[0], rows):
+                tiles = [x[start : start + rows].detach() for x in whole]
+                wanted = [x.requires_grad_() for x, need in zip(tiles, needs, strict=True) if need]
+                with torch.enable_grad():
+                    out = run(start, *tiles)
+                part = grad[start : start + rows]
+                found = torch.autograd.grad(out, wanted + parameters, part, allow_unused=True)
+                of_tiles = found[: len(wanted)]
+                for into, of_tile in zip(filter(_is_there, grads), of_tiles, strict=True):
+                    into[start : start + rows] = of_tile
+                of_parameters = zip(ctx.parameters, sums, found[len(wanted) :], strict=True)
+                sums = [_added(*each) for each in of_parameters]
+        return None, None, None, None, *grads, *sums
+
+
+def _starts(x: torch.Tensor, rows: int) -> range:
+    return range(0, max(len(x), 1), rows)  # an empty tensor is a tile too: of the same graph
+
+
+def _is_there(x) -> bool:
+    return x is not None
+
+
+def _added(parameter, total, gradient):
+    """A parameter's gradient and that of a further tile, float32. megatron's linears may have added
+    it to its main_grad: then the gradient is empty."""
+    if gradient is None:
+        return total
+    if getattr(parameter, "grad_added_to_main_grad", False):
+        return gradient
+    return gradient.float() if total is None else total.add_(gradient)
+
+
+@contextlib.contextmanager
+def _plain_leaves(module):
+    """A context in which the weights of experts are plain leaves, {weight: leaf}: hooks of weights
+    (accumulate_in_place) must see whole gradients."""
+    leaves = {}
+    covered = []
+    for owner in module.modules():
+        of_owner = owner.named_parameters(recurse=False) if isinstance(owner, Experts) else ()
+        for name, weight in of_owner:
+            if weight.requires_grad:
+                leaves[weight] = weight.detach().requires_grad_()
+                # an attribute of the instance comes before a parameter of the same name
+                vars(owner)[name] = leaves[weight]
+                covered.append((owner, name))
+    try:
+        yield leaves
+    finally:
+        for owner, name in covered:
+            del vars(owner)[name]
+
+
+def _tiled(module, run: Callable, rows: int, *tensors):
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return Tiles.apply(run, max(rows, 1), module, len(tensors), *tensors, *trained)
+
+
+def _mlp(module, size: int, x):
+    """forward of an MLP on x [t, b, h] -> (the same, None): a bias is added in the tiles."""
+
+    def run(start, tile):
+        out, bias = type(module).forward(module, tile)
+        return out if bias is None else out + bias
+
+    return _tiled(module, run, size // x.shape[1], x), None
+
+
+def _shared_experts(module, size: int, x):
+    """forward of the experts of all tokens, x [t, b, h]."""
+
+    def run(start, tile):
+        return type(module).forward(module, tile)
+
+    return _tiled(module, run, size // x.shape[1], x)
+
+
+def _experts(module, size: int, x, tokens_per_expert, probs):
+    """forward of experts on x [T, h], sorted by expert."""
+    ends = tokens_per_expert.cumsum(0)
+
+    def run(start, tile, of_tile):
+        inside = ends.clamp(start, start + len(tile))
+        counts = inside.diff(prepend=inside.new_full((1,), start))
+        return type(module).forward(module, tile, counts, of_tile)[0]
+
+    return _tiled(module, run, size, x, probs), None
+
+
+def prepare(layer, config) -> None:
+    """Let the modules of a layer follow the keys of this part, in place: their forward is replaced
+    on the instance."""
+    attention = layer.self_attention
+    for module in attention.modules() if config.recompute_keep else ():
+        if isinstance(module, CoreAttention):
+            module.__dict__["forward"] = functools.partial(_attend, module.forward)
+    size = config.mlp_chunk_size
+    if not size:
+        return
+    layer.recomputes_mlp = False  # tiles do it
+    ways: dict[Any, Callable] = {layer.mlp: _mlp}
+    if isinstance(layer.mlp, Mixture):
+        ways = {layer.mlp.experts: _experts, layer.mlp.shared_experts: _shared_experts}
+    for module, way in ways.items():
+        if module is not None:
+            module.__dict__["forward"] = functools.partial(way, module, size)

@@ -1,0 +1,215 @@
+"""Long rows: attention kept over recomputation and activations in host memory change no bit, and
+tiles of an MLP the last ones of a gradient, in every layout.
+"""
+
+import functools
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mca_lite.part_long import PIECE, POOL, HostPool, Offloaded
+from tests.shared import dpo_tools, pictures, tiny, tiny_moe, world
+from tests.shared.layouts import (
+    CP2,
+    CUT,
+    DENSE,
+    EP2,
+    FULL,
+    PACKED,
+    PACKED_LAYOUTS,
+    PP2,
+    TP2_SP,
+    VPP2,
+)
+from tests.shared.training import arguments, refusal, train, whole_and_resumed
+
+KEEP = dict(FULL, recompute_keep="core_attn")
+AWAY = dict(FULL, activation_offloading=True)
+SAME = {"kept": KEEP, "away": AWAY, "both": KEEP | AWAY}
+TILED = dict(mlp_chunk_size=3)
+STEPS = dict(steps=2, count=7, warmup_steps=0)
+LAYOUTS = {
+    **DENSE,
+    **{f"{name}, padded": pair for name, pair in CUT.items()},
+    **{f"{name}, packed": (n, {**keys, **PACKED}) for name, (n, keys) in PACKED_LAYOUTS.items()},
+}
+LARGE = [name for name, (ranks, _) in LAYOUTS.items() if ranks > 2]
+
+
+class Counted(TorchDispatchMode):
+    """Counts the calls of torch's attention kernel of a CPU."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name()
+        Counted.calls += name.startswith("aten::_scaled_dot_product") and "backward" not in name
+        return func(*args, **(kwargs or {}))
+
+
+def curves_of(path: str, out: str, runs: dict, run=train, **keys) -> dict:
+    """{name: (curve, calls of the kernel)} of runs {name: keys} on this rank; and the bytes of host
+    memory that are in use after them."""
+    found: dict = {}
+    for name, changes in runs.items():
+        Counted.calls = 0
+        with Counted():
+            curve = run(path, f"{out}/{name}", **{**keys, **changes})
+        found[name] = curve, Counted.calls
+    free = sum(piece.nbytes for pieces in POOL.free.values() for piece in pieces)
+    return {**found, "in use": POOL.taken - free, "taken": POOL.taken}
+
+
+def assert_same(found: dict, attends: bool = True) -> None:
+    """The curves of the keys without a bit of difference; half of the kernel's calls where it is
+    kept."""
+    (wanted, calls) = found["plain"]
+    assert calls or not attends
+    for name in found.keys() & SAME.keys():
+        curve, of_kernel = found[name]
+        assert curve == wanted, name
+        assert of_kernel == (calls if name == "away" else calls / 2)
+    assert found["taken"] and not found["in use"]
+
+
+def assert_near(found: dict, tolerance: float = 1e-6) -> None:
+    curve, wanted = found["tiled"][0], found["plain"][0]
+    for ours, theirs in zip(curve, wanted, strict=True):
+        assert ours == pytest.approx(theirs, rel=tolerance)
+    assert curve != wanted
+
+
+@functools.cache
+def model_of(family: str) -> str:
+    import tempfile
+
+    folder = tempfile.mkdtemp()
+    if family in pictures.FAMILIES:
+        return pictures.save_model(folder, family)
+    make = tiny_moe if family in tiny_moe.MODELS else tiny
+    return make.save_model(folder, family)
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(n, marks=[pytest.mark.full] if n in LARGE else []) for n in LAYOUTS]
+)
+def test_a_layout_trains_to_the_same_bits(layout, tmp_path):
+    ranks, keys = LAYOUTS[layout]
+    runs = {"plain": FULL, "both": SAME["both"], "tiled": {**FULL, **TILED}}
+    more = dict(STEPS, timeout_s=200)
+    for found in world.run(
+        curves_of, ranks, model_of("qwen3"), str(tmp_path), runs, **more, **keys
+    ):
+        assert_same(found)
+        assert_near(found)
+
+
+FAMILIES = {
+    "sinks": ("gpt_oss", 2, {**EP2, **PACKED}),
+    "latent": ("deepseek_v3", 1, PACKED),
+    "ahead": ("deepseek_v3", 2, {**CP2, "mtp_num_layers": 1}),
+    "experts": ("qwen3_moe", 2, EP2),
+    "shared experts": ("qwen2_moe", 2, TP2_SP),
+    "delta": ("qwen3_next", 2, CP2),
+    "window": ("gemma3_text", 1, {}),
+    "pictures": ("qwen2_5_vl", 2, {**PP2, **PACKED}),
+}
+
+
+def train_drawn(path: str, out: str, **keys) -> list:
+    """train() of weights drawn from the seed: no file has layers for multi-token prediction."""
+    from mca_lite.model import AutoModel
+    from mca_lite.model_config import AutoConfig
+
+    def draw(path, args, vocab_size):
+        return AutoModel.from_config(AutoConfig.from_pretrained(path, args), args)
+
+    AutoModel.from_pretrained = draw
+    return train(path, out, **keys)
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_a_family_trains_to_the_same_bits(case, tmp_path):
+    family, ranks, keys = FAMILIES[case]
+    keys = {**STEPS, **keys}
+    run = train_drawn if case == "ahead" else train
+    if case == "pictures":
+        run = pictures.train_ours
+        del keys["count"]
+    runs = {"plain": FULL, "kept": KEEP, "both": SAME["both"], "tiled": {**FULL, **TILED}}
+    more = dict(run=run, timeout_s=200)
+    for found in world.run(curves_of, ranks, model_of(family), str(tmp_path), runs, **more, **keys):
+        for name in ("kept", "both"):
+            assert found[name][0] == found["plain"][0]
+        # the kernels of a CPU have neither sinks nor heads of two sizes; pictures have others
+        calls = found["plain"][1]
+        assert found["kept"][1] == found["both"][1] <= (calls or 1) - (calls > 0)
+        assert_near(found)
+
+
+def train_pairs(path: str, out: str, **keys) -> list:
+    """The log of preference training with a reference."""
+    objective = dpo_tools.OBJECTIVES["sigmoid"]
+    return dpo_tools.curve_of(dpo_tools.our_run(path, out, objective, ref=True, **keys))
+
+
+@pytest.mark.parametrize("layout", [{**PP2, **VPP2}, {**CP2, **PACKED}], ids=["vpp2", "cp2_packed"])
+def test_pairs_train_to_the_same_bits(layout, tmp_path):
+    runs = {"plain": FULL, "both": SAME["both"], "tiled": {**FULL, **TILED}}
+    more = dict(run=train_pairs, timeout_s=200)
+    for found in world.run(curves_of, 2, model_of("qwen3"), str(tmp_path), runs, **more, **layout):
+        assert found["both"][0] == found["plain"][0]
+        assert found["both"][1] < found["plain"][1] and not found["in use"]
+
+
+def test_a_run_goes_on_with_other_keys_of_long_rows(tmp_path):
+    keys = dict(first=FULL, then={**SAME["both"]})
+    path = model_of("qwen3")
+    [(whole, resumed)] = world.run(whole_and_resumed, 1, path, str(tmp_path), **keys)
+    assert resumed == whole
+
+
+# ---- host memory
+
+
+@pytest.mark.parametrize("shape", [(PIECE // 2 + 100,), (3, 5, 7), (1,)])
+def test_a_tensor_comes_back_from_host_memory(shape):
+    tensor = torch.randn(*shape).to(torch.bfloat16)
+    view = tensor.movedim(0, -1)[..., :]
+    free = POOL.taken
+    away = Offloaded(view)
+    away.release()
+    assert away.tensor is None
+    back = away.get()
+    assert torch.equal(back, view) and back.stride() == view.stride()
+    assert back.data_ptr() != view.data_ptr()
+    taken = POOL.taken
+    Offloaded(view).release()  # never read: its memory is free again
+    assert free <= taken == POOL.taken
+
+
+def test_host_memory_is_taken_in_pieces_that_rows_of_other_lengths_can_use():
+    pool = HostPool()
+    pieces = pool.take(2 * PIECE + 700)
+    assert [piece.nbytes for piece in pieces] == [PIECE, PIECE, 1024]
+    pool.give(pieces)
+    assert [piece.nbytes for piece in pool.take(PIECE + 1000)] == [PIECE, 1024]
+    assert pool.taken == 2 * PIECE + 1024
+
+
+# ---- refusals
+
+
+def test_attention_with_dropout_is_not_kept():
+    from mca_lite.model_config import from_hf_config
+
+    keys = arguments(attention_dropout=0.1, **KEEP)
+    words = refusal(from_hf_config, tiny.hf_config("qwen3"), keys)
+    assert "recompute_keep: 'core_attn'" in words and "attention_dropout: 0" in words
+
+
+@pytest.mark.parametrize("key", ["recompute_keep", "activation_offloading"])
+def test_keys_of_full_recomputation_are_refused_without_it(key):
+    words = refusal(arguments, **{key: SAME["both"][key]})
+    assert f"{key}" in words and "recompute_granularity: full" in words
