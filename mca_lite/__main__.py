@@ -59,6 +59,11 @@ COMMANDS = {
     ),
     "doctor": Command("tool_doctor", "check this machine for training, with remedies"),
     "convert": Command("tool_convert", "convert weights between formats, merge an adapter"),
+    "migrate": Command(
+        "tool_migrate",
+        "rewrite another trainer's file in this package's keys",
+        "tool_migrate_tables",
+    ),
     "vendor": Command("tool_vendor", "copy the package into another repository, without parts"),
 }
 _NEED_NO_WORDS = ("train", "doctor")  # the others show their help

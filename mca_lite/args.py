@@ -724,6 +724,7 @@ def parse_args(argv: list[str] | None = None, *, needs_world: bool = True) -> Ru
         raise SystemExit(0)
     given, problems = read_words(argv)
     keys, ignored = known_keys(given, problems)
+    problems = [one for one in problems if "migrate FILE" in one.suggestion][:1] or problems
     if any(problem.reason == _IN_GROUPS or problem.key in NOT_OF_TRAINING for problem in problems):
         raise ConfigError(problems)  # missing keys may be in those groups, or not needed
     judge = Judge(None, problems)
@@ -780,7 +781,9 @@ def read_words(argv: list[str]) -> tuple[dict[str, Any], list[Problem]]:
         elif word.endswith(_FILE_SUFFIXES):
             paths.append(word)
         else:
-            reason = "expected a YAML file, key=value or --key value"
+            reason = (
+                "expected a YAML file (mca-lite migrate FILE writes one), key=value or --key value"
+            )
             problems.append(Problem(word, None, reason, f"{word}=<value>, or --{word} <value>"))
     if len(paths) > 1:
         remedy = "one file, then key=value"

@@ -105,6 +105,10 @@ a length of prompts or answers alone
 cutoff_len, of both together
 max_completion_length max_prompt_length max_seq_length
 
+a file in the form of axolotl, ms-swift or NeMo Automodel
+python -m mca_lite migrate FILE > config.yaml, which writes it in the keys of this package
+base_model tuner_type train_type rlhf_type split_dataset_ratio step_scheduler
+
 a key for the file
 the file alone, as a word without a key
 config
@@ -295,7 +299,9 @@ for _reason, _remedy, *_lines in map(str.splitlines, _REFUSED.split("\n\n")):
         _key, _, _default = _word.partition("=")
         _off = ("", "none", "null", *(_default or _OFF).split())
         _add(_key, ForeignKey(f"not in this version: {_reason}", _remedy, _off))
-NOT_OF_TRAINING.add("export_dir")
+NOT_OF_TRAINING.update(
+    "export_dir base_model tuner_type train_type rlhf_type step_scheduler".split()
+)
 
 # chat templates of LLaMA-Factory, by the built-in one
 _TEMPLATES = {

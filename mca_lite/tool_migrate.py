@@ -1,0 +1,287 @@
+"""Another trainer's file as a configuration of this package, on standard output.
+
+python -m mca_lite migrate FILE > config.yaml
+    FILE  YAML or JSON of axolotl, ms-swift, TRL, NeMo Automodel, mcore_adapter or LLaMA-Factory;
+          TOML of torchtitan; or a shell script with one command of ms-swift, TRL or mcore_adapter
+
+Each line says the key that it comes from. Keys without effect, refused ones and unknown ones stay
+as comments, with the reason, or the nearest key. Exit code 3: there are refused or unknown keys.
+"""
+
+import difflib
+import fnmatch
+import json
+import re
+import shlex
+import string
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from .args import key_fields, key_groups
+from .args_values import check_keys, loads_yaml, read_config_file
+from .cli import finish, parser_of
+from .errors import UserError
+from .tables import ALIASES, foreign_key
+from .tool_migrate_tables import ROWS, SIGNS
+
+_ENTRY = "set in dataset_info.json: "
+LEFT = 3  # the exit code where keys are refused or unknown
+ROW = re.compile(r"(?m)^(?:@(\S+) )?([^\s:=]+)(?:=([^\s:]+))?: ([^|\n]+)(?:\| (.*))?$")
+_VARIABLE = re.compile(r"(?m)^\s*(?:export )?(\w+)=(\S+)\s*$")
+_RANKS = re.compile(r"(?i)nproc_per_node[= ](\d+)")
+_EXPR = re.compile(r"\$\(expr (\d+) / (\d+)\)")
+_SCRIPT = re.compile(r"(sft|dpo|kto|reward|orpo|cpo|gkd|grpo|rloo|ppo|online_dpo)\w*")
+_PROGRAMS = {"swift": "ms-swift", "megatron": "ms-swift", "trl": "TRL"}
+
+
+class Row(NamedTuple):
+    """A row of a table; tool_migrate_tables says what its fields mean."""
+
+    tags: str
+    keys: str
+    values: str
+    words: str
+    note: str
+
+    def takes(self, key: str, value: Any, tags: set[str]) -> bool:
+        wanted = self.tags.split(",")
+        return (
+            any(fnmatch.fnmatchcase(key, pattern) for pattern in self.keys.split(","))
+            and any(tags.issuperset(filter(None, one.split("+"))) for one in wanted)
+            and (not self.values or _fits(value, self.values))
+        )
+
+
+class Line(NamedTuple):
+    """A key of the other file. keys: those of this package, with their values. fate: "taken",
+    "without effect", "refused" or "unknown"."""
+
+    key: str
+    value: Any
+    keys: dict[str, Any]
+    fate: str
+    note: str
+
+    def text(self) -> str:
+        source = f"{self.key}: {_shown(self.value)}"
+        if self.fate != "taken":
+            return f"# {source}  -> {self.fate}: {self.note}"
+        if [*self.keys.values()] == [self.value]:
+            source = "" if self.key in self.keys else self.key
+        comment = "; ".join(filter(None, [source, self.note]))
+        lines = [f"{key}: {_shown(value)}" for key, value in self.keys.items()]
+        return "\n".join(f"{line}  # {comment}" if comment else line for line in lines)
+
+
+def main(words: list[str]) -> int:
+    """Print the file of `words` in this package's keys -> exit code."""
+    parser = parser_of("migrate", __doc__)
+    parser.add_argument("file", metavar="FILE", help="another trainer's file")
+    return finish(_migrate, Path(parser.parse_args(words).file))
+
+
+def _migrate(path: Path) -> int:
+    form, values, launch = read(path)
+    lines = migrated(form, values)
+    print(f"# From {path.name}, in {form}'s keys; reasons follow the arrows.")
+    print(f"# {launch} train.py <this file>", *(line.text() for line in lines), sep="\n")
+    counts = Counter(line.fate for line in lines)
+    print(", ".join(f"{count} {fate}" for fate, count in counts.items()), file=sys.stderr)
+    return LEFT if counts["refused"] or counts["unknown"] else 0
+
+
+# -- reading
+
+
+def read(path: Path) -> tuple[str, dict[str, Any], str]:
+    """(form, key -> its text, list or mapping, the begin of the command that starts it); keys of
+    groups are joined by dots. UserError for a file without keys."""
+    if path.suffix == ".toml":
+        import tomllib
+
+        values = _flat(tomllib.loads(path.read_text()))
+    elif path.suffix in (".yaml", ".yml", ".json"):
+        values = _flat(read_config_file(path))
+    else:
+        return _script(path)
+    return _form(values), values, "torchrun --nproc_per_node <GPUs>"
+
+
+def _form(values: dict[str, Any]) -> str:
+    return next(
+        form
+        for form, signs in SIGNS.items()
+        if any(fnmatch.filter(values, sign) for sign in signs.split())
+    )
+
+
+def _flat(values: dict, prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            found |= _flat(value, f"{prefix}{name}.")
+        elif value not in (None, "", "null", []):
+            found[f"{prefix}{name}"] = str(value).lower() if isinstance(value, bool) else value
+    return found
+
+
+def _script(path: Path) -> tuple[str, dict[str, Any], str]:
+    """`read` of the first command with options in a shell script."""
+    text = path.read_text().replace("\\\n", " ")
+    variables = dict(_VARIABLE.findall(text))
+    for line in text.splitlines():
+        line = string.Template(line).safe_substitute(variables)
+        line = _EXPR.sub(lambda found: str(int(found[1]) // int(found[2])), line)
+        words = shlex.split(line, comments=True)
+        for place, word in enumerate(words):
+            form, method = _program(word, words[place + 1 :])
+            if form:
+                options = _options(words[place:])
+                if config := options.pop("config", ""):
+                    options = _flat(read_config_file(path.parent / config)) | options
+                ranks = _RANKS.search(f"{text} {line}")
+                launch = f"torchrun --nproc_per_node {ranks[1] if ranks else '<GPUs>'}"
+                return form, {"method": method} | options, launch
+    raise UserError(f"{path}: no command of ms-swift, TRL or mcore_adapter: expected its options")
+
+
+def _program(word: str, rest: list[str]) -> tuple[str, str]:
+    """(form, method) if a command with options begins here, else empty ones."""
+    name = Path(word).name
+    if not any(option.startswith("--") for option in rest):
+        return "", ""
+    if name in _PROGRAMS:
+        return _PROGRAMS[name], f"{name} {rest[0]}"
+    if method := _SCRIPT.match(name):
+        program = "swift" if "swift" in word else "trl"
+        return _PROGRAMS[program], f"{program} {method[1]}"
+    return ("Hugging Face", "train") if name.endswith(".py") else ("", "")
+
+
+def _options(words: list[str]) -> dict[str, Any]:
+    options: dict[str, list[str]] = {}
+    for word in words:
+        if word.startswith("--"):
+            key, _, value = word[2:].replace("-", "_").partition("=")
+            options[key] = [word.partition("=")[2]] if value else []
+        elif options:
+            options[key].append(word)
+    return {key: [*given, "true"][0] if len(given) < 2 else given for key, given in options.items()}
+
+
+# -- rewriting
+
+
+def migrated(form: str, values: dict[str, Any]) -> list[Line]:
+    """A Line of each key, in order, then of keys left out there with another default here."""
+    rows = [Row(*found) for found in ROW.findall(ROWS[form])]
+    tags = {*map(str, values.values()), *values.get("method", form.removeprefix("ms-")).split()}
+    tags |= {key for key, value in values.items() if value != "false"}
+    taken: dict[str, Any] = {}
+    lines = []
+    for key, value in values.items():
+        row = next((row for row in rows if row.takes(key, value, tags)), None)
+        lines.append(_checked(_line(row, key, value), taken))
+    for row in rows:
+        if (
+            row.values == "absent"
+            and row.keys not in values
+            and row.takes(row.keys, "absent", tags)
+        ):
+            line = _line(row, row.keys, "left out")
+            if not taken.keys() & line.keys.keys():
+                lines.append(_checked(line, taken))
+    return lines
+
+
+def _line(row: Row | None, key: str, value: Any) -> Line:
+    if row is None:
+        return _looked_up(key, value)
+    words = row.words.strip()
+    note = row.note.replace("{}", _shown(value))
+    if words in ("-", "!"):
+        return Line(key, value, {}, "refused" if words == "!" else "without effect", note)
+    if words.startswith("datasets"):
+        return Line(key, value, *_datasets(value, *words.split()[1:]))
+    keys = {}
+    for word in words.split():
+        name, equals, text = word.partition("=")
+        keys[name] = text.replace("{}", _shown(value)) if equals else value
+    return Line(key, value, keys, "taken", note)
+
+
+def _looked_up(key: str, value: Any) -> Line:
+    """A key without a row: one of this package's, an alias, or a row of other trainers' keys."""
+    name = ALIASES.get(key, key)
+    if name in key_fields():
+        return Line(key, value, {name: value}, "taken", "")
+    row = foreign_key(key) or foreign_key(key.partition(".")[0])
+    if row is None and key.startswith("no_"):  # a switch of transformers
+        return _looked_up(key[3:], "false")
+    if row is None:
+        near = difflib.get_close_matches(key.rpartition(".")[2], key_fields(), n=1)
+        return Line(key, value, {}, "unknown", f"near: {', '.join(near) or 'none'}")
+    if not row.remedy or str(value).lower() in row.off:
+        return Line(key, value, {}, "without effect", row.reason)
+    return Line(key, value, {}, "refused", f"{row.reason}: {row.remedy}")
+
+
+def _checked(line: Line, taken: dict[str, Any]) -> Line:
+    """The line, refused if its values are none of this package, or a key has another one."""
+    wrong = [f"{key} is {taken[key]} above" for key in line.keys if key in taken]
+    for group in key_groups():
+        found = check_keys(group, **{key: _text(value) for key, value in line.keys.items()})
+        wrong += [f"{problem.reason}: {problem.suggestion}" for problem in found]
+    if wrong:
+        return line._replace(keys={}, fate="refused", note="; ".join(wrong))
+    taken |= line.keys
+    return line
+
+
+def _datasets(value: Any, key: str = "dataset", *stages: str) -> tuple[dict[str, Any], str, str]:
+    """(keys, fate, note) of a list of sets: names, name#count of ms-swift, entries of axolotl."""
+    keys: dict[str, Any] = {key: [], **dict(zip(["stage"], stages, strict=False))}
+    notes = []
+    for entry in value if isinstance(value, list) else [value]:
+        if not isinstance(entry, dict):
+            name, _, count = str(entry).partition("#")
+            keys[key].append(name)
+            if count:
+                notes.append(f"max_samples: {count}, of each set, for {name} alone there")
+            continue
+        files = entry.get("data_files") or entry.get("path")
+        keys[key] += files if isinstance(files, list) else [files]
+        for name in entry.keys() - {"path", "data_files", "ds_type"}:
+            if (name, entry[name]) != ("split", "train"):
+                notes.append("the records show the type" if name == "type" else _ENTRY + name)
+    return keys, "taken", "; ".join(sorted({*notes}))
+
+
+# -- text
+
+
+def _fits(value: Any, patterns: str) -> bool:
+    text = str(value).lower()
+    return any(fnmatch.fnmatchcase(text, pattern) for pattern in patterns.split(","))
+
+
+def _text(value: Any) -> Any:
+    """A value as a file gives it: texts that hold YAML's lists and mappings are read."""
+    return loads_yaml(value) if isinstance(value, str) and value[:1] in ("{", "[") else value
+
+
+def _shown(value: Any) -> str:
+    """A value as YAML on one line, without quotes where it needs none."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(_shown, value))}]"
+    if not isinstance(value, str):
+        return json.dumps(value)
+    try:
+        is_plain = loads_yaml(f"x: {value}") in ({"x": value}, {"x": _text(value)})
+    except yaml.YAMLError:
+        is_plain = False
+    return value if is_plain else json.dumps(value)
