@@ -11,6 +11,7 @@ any number of calls before an update gives the gradient of one call with all sam
 calls each method with the same samples, and gets the same results.
 """
 
+import contextlib
 import functools
 import math
 import os
@@ -26,7 +27,15 @@ from . import ckpt, parallel
 from .backend_megatron import MegatronBackend
 from .backend_torch import TorchBackend
 from .batch import Targets
-from .data_batches import BatchPlan, Collator, Limits, check_batch, documents_of, make_loader
+from .data_batches import (
+    BatchPlan,
+    Collator,
+    Limits,
+    best_fit,
+    check_batch,
+    documents_of,
+    make_loader,
+)
 from .errors import expect
 from .files import IGNORE_INDEX
 from .loss_tokens import Logits
@@ -117,6 +126,12 @@ class _Plain(CrossEntropy):
     columns = ()
 
 
+class _WithEntropy(_Plain):
+    """Cross entropy with the entropy beside each log-probability: results [n, 2]."""
+
+    wants_entropy = True
+
+
 class _GivenGradient(CrossEntropy):
     """The loss whose gradient in the log-probabilities is -sampler_weight."""
 
@@ -146,8 +161,8 @@ def _losses_of_logits(temperature: float, with_entropy: bool, logits: Logits) ->
 
 
 class _Pass:
-    """A loss over the samples of a call, as the objective of step.py. ends: int64 [N + 1], trained
-    tokens before each sample, and all."""
+    """A loss over the samples of a call, as the objective of step.py. ends: int64 [N + 1], numbers
+    of the first trained token of each sample, and of the one after the last."""
 
     def __init__(self, backend, args, loss, ends: np.ndarray):
         self.backend = backend
@@ -203,7 +218,10 @@ class _Pass:
             if name in values:
                 kept = values[name].detach().masked_fill(~is_trained, 0.0)
                 metrics[name] = torch.stack([kept.sum(), trained.float()])
-        metrics["logps"] = (batch["token_number"][is_trained], tokens.logps.detach()[is_trained])
+        results = tokens.logps
+        if isinstance(self.loss, _WithEntropy):
+            results = torch.stack([results, entropy], -1)
+        metrics["logps"] = (batch["token_number"][is_trained], results.detach()[is_trained])
         return total, count.int(), metrics
 
     def _tokens(self, batch: dict, logps, is_trained, entropy) -> Tokens:
@@ -231,18 +249,15 @@ class _Pass:
 
 
 def _documents(samples: Sequence[Mapping], loss, limits: Limits, refuses_more: bool) -> list[dict]:
-    """The samples as documents with the columns that a loss reads, and token_number, the number of
-    each trained token in the call. ValueError for samples that it would not be right about."""
+    """The samples as documents with the columns that a loss reads. ValueError for samples that it
+    would not be right about."""
     expect(len(samples) > 0, "the call has no samples: expected at least one")
     documents = []
-    first = 0
     for number, sample in enumerate(samples):
         try:
-            document = _document(sample, loss, limits, refuses_more, first)
+            documents.append(_document(sample, loss, limits, refuses_more))
         except ValueError as error:
             raise ValueError(f"sample {number} of the call: {error}") from None
-        documents.append(document)
-        first += int((document["labels"] != IGNORE_INDEX).sum())
     for name in loss.columns:
         lacking = [number for number, one in enumerate(documents) if name not in one]
         expect(
@@ -253,7 +268,7 @@ def _documents(samples: Sequence[Mapping], loss, limits: Limits, refuses_more: b
     return documents
 
 
-def _document(sample: Mapping, loss, limits: Limits, refuses_more: bool, first: int) -> dict:
+def _document(sample: Mapping, loss, limits: Limits, refuses_more: bool) -> dict:
     [given, *others] = documents_of(sample)
     expect(not others, "it has several documents: expected one, {input_ids, labels}")
     kept = {name: given[name] for name in given if given[name] is not None}
@@ -278,23 +293,50 @@ def _document(sample: Mapping, loss, limits: Limits, refuses_more: bool, first: 
             "expected finite numbers there",
         )
         row[name] = values.where(is_trained, 0.0)
-    row["token_number"] = torch.where(is_trained, first + is_trained.cumsum(0) - 1, -1)
     row.pop("attention_mask")  # the collator numbers documents
     return row
 
 
-def _check_same(documents: list[dict], *more: Any) -> None:
-    """ValueError, on all ranks, if a rank was given other samples than another. Collective."""
-    checksum = zlib.crc32(repr(more).encode())
+def _numbered(documents: list[dict], first: int) -> np.ndarray:
+    """Set token_number of documents, the number of each trained token in the call -> int64 [N + 1]:
+    that of the first one of each document, and the next one."""
+    ends = [first]
+    for document in documents:
+        is_trained = document["labels"] != IGNORE_INDEX
+        numbers = ends[-1] + is_trained.cumsum(0) - 1
+        document["token_number"] = torch.where(is_trained, numbers, -1)
+        ends.append(ends[-1] + int(is_trained.sum()))
+    return np.array(ends)
+
+
+class _Share(NamedTuple):
+    """A rank's part of a call, for the other ranks. replica: of the ranks with the same samples.
+    call: the other arguments. tokens: trained ones. num_batches: micro-batches of a rank."""
+
+    replica: int
+    call: str
+    checksum: int
+    tokens: int
+    num_batches: int
+
+
+def _checksum(documents: list[dict]) -> int:
+    found = 0
     for document in documents:
         for name in sorted(document):
-            checksum = zlib.crc32(document[name].contiguous().numpy().tobytes(), checksum)
-    high, low = parallel.largest(checksum, -checksum)
-    expect(
-        high == -low,
-        "the ranks were given different samples, or another loss: expected the same call on each, "
-        "with all samples of the whole batch",
-    )
+            found = zlib.crc32(document[name].contiguous().numpy().tobytes(), found)
+    return found
+
+
+class _Call(NamedTuple):
+    """A call as all ranks agreed on it. documents: of this rank's samples; rows: those of each row.
+    ends: see _Pass. tokens: trained ones of all replicas. num_batches: micro-batches of a rank."""
+
+    documents: list[dict]
+    rows: list[list[dict]]
+    ends: np.ndarray
+    tokens: int
+    num_batches: int
 
 
 # -- weights
@@ -359,14 +401,16 @@ class Session:
 
     model: VirtualModels (megatron backend) or a transformers model (torch backend), with adapters
     or without. args: TrainingArguments; its schedule has no effect. tokenizer: its padding token is
-    used, and save_model's files. backend: in place of one made for the model.
+    used, and save_model's files. backend: in place of one made for the model. cutoff_len: with
+    sequence_packing, tokens of a row at most, which samples of a call fill by best fit; None: a row
+    has the samples of a micro-batch.
 
     Every method but the constructor is collective over all ranks: each rank calls it with the same
     arguments. Layers for multi-token prediction are not trained. ValueError for arguments that
     average losses over micro-batches.
     """
 
-    def __init__(self, model, args, tokenizer=None, backend=None):
+    def __init__(self, model, args, tokenizer=None, backend=None, cutoff_len: int | None = None):
         check_given(model, args)
         expect(
             args.calculate_per_token_loss,
@@ -379,6 +423,7 @@ class Session:
         self.model = model
         self.args = args
         self.tokenizer = tokenizer
+        self.cutoff_len = cutoff_len
         self.backend = backend
         backend.use_timers(Phases(waits_in_model=False).timer)
         backend.pad_token_id = getattr(tokenizer, "pad_token_id", None) or 0
@@ -390,13 +435,21 @@ class Session:
     # -- passes
 
     def log_probs(
-        self, samples: Sequence[Mapping], temperature: float = 1.0, base: bool = False
+        self,
+        samples: Sequence[Mapping],
+        temperature: float = 1.0,
+        base: bool = False,
+        entropy: bool = False,
+        own: bool = False,
     ) -> list[torch.Tensor]:
         """Log-probabilities of labels: float32 [n] of each sample, in order, 0 without label, on
         the CPU of every rank.
 
         temperature: divides the logits. base: of the model before training, by switching adapters
-        off. ValueError for wrong samples, and for base of a model whose whole weights are trained.
+        off. entropy: [n, 2], with that of the model's distribution at each label. own: the samples
+        are those of this data-parallel replica, the same on its ranks, and so are the results; any
+        number, at least one. ValueError for wrong samples, and for base of a model whose whole
+        weights are trained.
         """
         finetuning = self.backend.finetuning
         expect(
@@ -404,31 +457,33 @@ class Session:
             "base=True: the weights of the model itself are in training, so that the model before "
             "it is gone: call log_probs() before the first update, and give it as ref_logp",
         )
-        loss = _Plain(temperature=temperature)
-        documents = _documents(samples, loss, self._limits, False)
-        if not base:
-            return self._run(documents, loss, False).logps
-        with finetuning.without(self.model):
-            return self._run(documents, loss, False).logps
+        loss = (_WithEntropy if entropy else _Plain)(temperature=temperature)
+        as_it_was = finetuning.without(self.model) if base else contextlib.nullcontext()
+        with as_it_was:
+            return self._run(samples, loss, False, own=own, refuses_more=False).logps
 
     def forward(
         self, samples: Sequence[Mapping], loss: str = "cross_entropy", **numbers: Any
     ) -> Output:
         """The Output of a loss without gradients, in evaluation mode."""
-        row, documents = self._prepared(samples, loss, numbers)
-        return self._run(documents, row, False)
+        return self._run(samples, loss_of(loss, numbers), False)
 
     def forward_backward(
-        self, samples: Sequence[Mapping], loss: str, last: bool = False, **numbers: Any
+        self,
+        samples: Sequence[Mapping],
+        loss: str,
+        last: bool = False,
+        own: bool = False,
+        **numbers: Any,
     ) -> Output:
         """Add the gradient of the sum of a loss over the samples, for optim_step.
 
         loss: a row of SESSION_LOSSES; numbers: its fields. last: the gradients are reduced during
-        this call's backward pass, and no other call may follow before optim_step. ValueError for
-        an unknown loss or number, and for wrong samples.
+        this call's backward pass, and no other call may follow before optim_step. own: see
+        log_probs; the sum is over the samples of all replicas. ValueError for an unknown loss or
+        number, and for wrong samples.
         """
-        row, documents = self._prepared(samples, loss, numbers)
-        return self._run(documents, row, True, last)
+        return self._run(samples, loss_of(loss, numbers), True, last, own)
 
     def forward_backward_custom(
         self, samples: Sequence[Mapping], function: Callable, last: bool = False
@@ -453,15 +508,18 @@ class Session:
             for sample, gradient in zip(samples, gradients, strict=True)
         ]
         row = _GivenGradient(name="custom")
-        documents = _documents(weighted, row, self._limits, True)
-        found = self._run(documents, row, True, last)
+        found = self._run(weighted, row, True, last)
         return Output(found.logps, {"loss": float(loss.detach()), **metrics}, {})
 
-    def _prepared(self, samples, name: str, numbers: dict) -> tuple[Any, list[dict]]:
-        loss = loss_of(name, numbers)
-        return loss, _documents(samples, loss, self._limits, True)
-
-    def _run(self, documents: list[dict], loss, trains: bool, last: bool = False) -> Output:
+    def _run(
+        self,
+        samples: Sequence[Mapping],
+        loss,
+        trains: bool,
+        last: bool = False,
+        own: bool = False,
+        refuses_more: bool = True,
+    ) -> Output:
         expect(
             not (trains and self._is_closed),
             "forward_backward after last=True: its gradients are reduced already: call optim_step, "
@@ -470,11 +528,10 @@ class Session:
         self.backend.expect_here("a pass", *_ALL if trains else ("model",))
         if trains:
             self._begin_training(loss)
-        _check_same(documents, loss, trains, last)
-        trained = [int((one["labels"] != IGNORE_INDEX).sum()) for one in documents]
-        ends = np.cumsum([0, *trained])
-        objective = _Pass(self.backend, self.args, loss, ends)
-        batches = arrange_step(self.backend, objective, self._batches(documents))
+        call = self._agreed(samples, loss, own, refuses_more, repr((loss, trains, last, own)))
+        objective = _Pass(self.backend, self.args, loss, call.ends)
+        batches = self._batches(call.rows, own)
+        batches = arrange_step(self.backend, objective, batches, call.num_batches)
         run = functools.partial(forward_step, self.backend, self.args, objective)
         if trains:
             self.backend.train_mode(True)
@@ -483,7 +540,8 @@ class Session:
             self._is_closed = last
         else:
             found = measure(self.backend, run, batches)
-        logps = self._gathered([metrics.pop("logps") for metrics in found], documents, ends)
+        width = (2,) if isinstance(loss, _WithEntropy) else ()
+        logps = self._gathered([metrics.pop("logps") for metrics in found], call, width)
         numbers = new_numbers(objective, found).over_ranks(self.backend)
         pairs = numbers.vector[: 2 * len(numbers.keys)].view(-1, 2).tolist()
         sums = dict(zip(numbers.keys, map(tuple, pairs), strict=True))
@@ -505,30 +563,73 @@ class Session:
         if self.backend.optimizer is None:
             self.backend.create_optimizer()
 
-    def _batches(self, documents: list[dict]) -> list[dict]:
-        """This rank's collated micro-batches, with documents of similar length side by side."""
+    def _agreed(
+        self, samples: Sequence[Mapping], loss, own: bool, refuses_more: bool, call: str
+    ) -> _Call:
+        """The samples as documents and rows. ValueError on all ranks for wrong samples on any, and
+        for different ones. Collective."""
+        documents: list[dict] = []
+        rows: list[list[dict]] = []
+        replica = self.backend.dp_rank if own else 0
+
+        def prepare() -> _Share:
+            documents.extend(_documents(samples, loss, self._limits, refuses_more))
+            rows.extend(self._rows(documents))
+            trained = sum(int((one["labels"] != IGNORE_INDEX).sum()) for one in documents)
+            num_batches = self._plan(rows, own).num_micro_batches(0)
+            return _Share(replica, call, _checksum(documents), trained, num_batches)
+
+        found = parallel.on_all(prepare, ValueError, "a call has wrong samples")
+        shares = {share.replica: share for share in found}
+        expect(
+            len({*found}) == len(shares) and len({share.call for share in found}) == 1,
+            "the ranks were given different samples, or another loss: expected the same call on "
+            "each, with all samples of the whole batch, or with own=True those of its replica",
+        )
+        tokens = [shares[number].tokens for number in sorted(shares)]
+        ends = _numbered(documents, sum(tokens[:replica]))
+        num_batches = max(share.num_batches for share in found)
+        return _Call(documents, rows, ends, sum(tokens), num_batches)
+
+    def _rows(self, documents: list[dict]) -> list[list[dict]]:
+        """The documents of each row. ValueError for one above cutoff_len."""
+        if not self.args.sequence_packing or self.cutoff_len is None:
+            return [[document] for document in documents]
+        lengths = np.array([len(one["labels"]) for one in documents])
+        return [[documents[i] for i in pack] for pack in best_fit(lengths, self.cutoff_len)]
+
+    def _plan(self, rows: list[list[dict]], own: bool) -> BatchPlan:
+        """The micro-batches of one step of all rows, similar ones side by side."""
         size = self.args.per_device_train_batch_size
-        backend = self.backend
-        plan = BatchPlan(
-            len(documents),
+        rank, ranks = (0, 1) if own else (self.backend.dp_rank, self.backend.dp_size)
+        return BatchPlan(
+            len(rows),
             size,
-            math.ceil(len(documents) / (size * backend.dp_size)),
-            backend.dp_rank,
-            backend.dp_size,
+            math.ceil(len(rows) / (size * ranks)),
+            rank,
+            ranks,
             seed=0,
             shuffle=False,
-            costs=np.array([len(one["labels"]) for one in documents], np.float64),
+            costs=np.array([sum(len(one["labels"]) for one in row) for row in rows], np.float64),
         )
-        return list(make_loader(documents, Collator(backend.pad_token_id), plan, num_epochs=1))
 
-    def _gathered(self, found: list[tuple], documents: list[dict], ends) -> list[torch.Tensor]:
-        """The log-probabilities of all ranks' tokens, by sample."""
-        zeros = torch.zeros(int(ends[-1]), dtype=torch.float32, device=parallel.device())
-        parts = scattered(self.backend, found, zeros).split(np.diff(ends).tolist())
+    def _batches(self, rows: list[list[dict]], own: bool) -> list[dict]:
+        """This rank's collated micro-batches."""
+        collate = Collator(self.backend.pad_token_id)
+        return list(make_loader(rows, collate, self._plan(rows, own), num_epochs=1))
+
+    def _gathered(self, found: list[tuple], call: _Call, width: tuple) -> list[torch.Tensor]:
+        """The results of all ranks' tokens, by sample of this rank."""
+        zeros = torch.zeros(call.tokens, *width, device=parallel.device())
+        first, *_, end = call.ends.tolist()
+        results = scattered(self.backend, found, zeros)[first:end]
+        parts = results.split(np.diff(call.ends).tolist())
         rows = []
-        for document, part in zip(documents, parts, strict=True):
+        for document, part in zip(call.documents, parts, strict=True):
             is_trained = document["labels"] != IGNORE_INDEX
-            rows.append(torch.zeros(len(is_trained)).masked_scatter(is_trained, part))
+            row = torch.zeros(len(is_trained), *width)
+            row[is_trained] = part
+            rows.append(row)
         return rows
 
     # -- updates

@@ -33,12 +33,13 @@ def arrange(backend, args, batch: dict, documents_per_sample: int = 1) -> dict:
     return pack(batch, backend.document_multiple, backend.pad_token_id, documents_per_sample)
 
 
-def arrange_step(backend, objective, given: list[dict]) -> list[dict]:
-    """The checked batches of a step, arranged and padded to one length. Collective where the layout
-    wants one length on all ranks."""
+def arrange_step(backend, objective, given: list[dict], at_least: int = 0) -> list[dict]:
+    """The checked batches of a step, arranged and padded to one length. at_least: the number of
+    micro-batches of other ranks. Collective where the layout wants one length on all ranks."""
     # the schedule needs a multiple: others of the same shape follow, without loss and counted as
     # padding
-    missing = -len(given) % backend.micro_batch_multiple
+    count = max(len(given), at_least)
+    missing = count + -count % backend.micro_batch_multiple - len(given)
     nothing = torch.zeros_like(given[0]["labels"])
     empty = {**given[0], "labels": nothing + IGNORE_INDEX, "attention_mask": nothing}
     batches = [objective._arrange(batch) for batch in given + missing * [empty]]

@@ -151,6 +151,53 @@ def test_ranks_with_different_samples_are_refused(oracle):
         assert "the ranks were given different samples" in words
 
 
+def with_a_wrong_share(folder: str) -> tuple:
+    """(words on a rank where the other's sample is wrong, and where their losses differ)."""
+    rank = torch.distributed.get_rank()
+    session = session_tools.new_session(folder)
+    sample = dict(input_ids=[1, 2 + 90 * rank], labels=[-100, 4])
+    wrong = session_tools.refusal(session.log_probs, [sample], own=True)
+    good = dict(input_ids=[1, 2 + rank], labels=[-100, 4])
+    temperature = 1.0 + rank
+    return wrong, session_tools.refusal(
+        session.log_probs, [good], temperature=temperature, own=True
+    )
+
+
+def test_a_wrong_share_of_one_rank_is_refused_on_all(oracle):
+    for wrong, other in world.run(with_a_wrong_share, 2, oracle):
+        assert "(rank 1: sample 0 of the call: input_ids from 1 to 92: expected 0 to 60" in wrong
+        assert "the ranks were given different samples, or another loss" in other
+
+
+def rows_of_calls(folder: str) -> list:
+    """[borders of a packed row] without cutoff_len, and with one; words for a longer sample."""
+    samples = [dict(input_ids=[1] * n, labels=[2] * n) for n in (7, 9, 3, 11, 5)]
+    session = session_tools.new_session(folder, sequence_packing=True)
+    run = session.backend.forward_backward
+    rows = []
+
+    def recorded(step, batches, *more, **given):
+        rows.append([batch["cu_seqlens"] for batch in batches])
+        return run(step, batches, *more, **given)
+
+    session.backend.forward_backward = recorded
+    lengths = []
+    for cutoff_len in None, 12:
+        session.cutoff_len = cutoff_len
+        lengths.append([len(x) for x in session.log_probs(samples)])
+    session.cutoff_len = 10
+    return [rows, lengths, session_tools.refusal(session.log_probs, samples)]
+
+
+def test_packing_fills_rows_of_cutoff_len_by_best_fit(oracle):
+    [(rows, lengths, words)] = world.run(rows_of_calls, 1, oracle)
+    assert lengths == 2 * [[7, 9, 3, 11, 5]]  # in the order given
+    # two samples a micro-batch; then two rows of 9 + 3 and 7 + 5, and one of 11
+    assert rows == [[(0, 11, 20), (0, 7, 12), (0, 3)], [(0, 9, 12, 19, 24), (0, 11)]]
+    assert "sample 3 of 11 tokens does not fit into a pack of 10: raise cutoff_len" in words
+
+
 def last_calls(folder: str, keys: dict) -> tuple:
     """(norm of an update by two calls, the same with last=True, of one after a discarded last one,
     metrics of a forward pass, of a training pass)."""

@@ -29,7 +29,7 @@ LAYOUTS = {
 MORE_LAYOUTS = {
     "cp2": (2, CP2),
     "torch_packed": (1, dict(backend="torch", **PACKED)),
-    "pp2_vpp2": (2, {**PP2, **VPP2}),
+    "pp2_vpp2": (2, {**PP2, **VPP2, "gradient_accumulation_steps": 2}),
     "cp2dp2": (4, {**CP2, **DIST_OPT, **PACKED}),
     "pp2dp2_overlap": (4, {**PP2, **OVERLAP}),
 }
@@ -107,13 +107,14 @@ def make_oracle(folder: Path, losses: dict) -> str:
     samples = samples_of(model)
     norm = update_with_torch(model, samples)
     with torch.no_grad():
-        logps = [log_probs_of(model, sample)[0] for sample in samples]
+        found = [log_probs_of(model, sample) for sample in samples]
+    logps, entropies = zip(*found, strict=True)
     gradients = {}
     for name, loss in losses.items():
         model.zero_grad()
         loss(model, samples).backward()
         gradients[name] = {key: p.grad.clone() for key, p in model.named_parameters()}
-    facts = dict(samples=samples, norm=norm, logps=logps, gradients=gradients)
+    facts = dict(samples=samples, norm=norm, logps=logps, entropies=entropies, gradients=gradients)
     torch.save(facts, folder / "oracle.pt")
     return str(folder)
 
@@ -180,9 +181,44 @@ def add(session, samples, call: dict) -> None:
     session.forward_backward(kept, loss, **numbers)
 
 
+def largest_difference(found, wanted) -> float:
+    return float((torch.cat([*found]) - torch.cat([*wanted])).abs().max())
+
+
+def errors_of_shares(session, oracle: dict) -> dict:
+    """The errors of calls with other samples on each replica, all but one of them on the first, and
+    of samples packed by best fit."""
+    replica, replicas = session.backend.dp_rank, session.backend.dp_size
+    numbers = [*range(len(oracle["samples"]))]
+    numbers = numbers[-replica:][:1] if replica else numbers[: len(numbers) + 1 - replicas]
+    samples, logps, entropies = (
+        [oracle[name][i] for i in numbers] for name in ("samples", "logps", "entropies")
+    )
+    documents = [{k: one[k] for k in ("input_ids", "labels")} for one in samples]
+    here = [torch.tensor(one["labels"]) != -100 for one in samples]
+    entropies = [values * is_trained for values, is_trained in zip(entropies, here, strict=True)]
+    errors = {}
+    for cutoff_len in None, 20:
+        session.cutoff_len = cutoff_len
+        both = torch.cat(session.log_probs(samples, entropy=True, own=True))
+        wanted = torch.stack([torch.cat(logps), torch.cat(entropies)], 1)
+        given = session.forward_backward(documents, "cross_entropy", own=True)
+        assert [len(x) for x in given.logps] == [len(one["labels"]) for one in samples]
+        session.optim_step(**STILL)
+        words = f"own, cutoff_len {cutoff_len}"
+        errors[f"log_probs, {words}"] = float((both - wanted).abs().max())
+        found = gradients_of(session)
+        errors[f"cross_entropy, {words}"] = largest_error(
+            found, oracle["gradients"]["cross_entropy"]
+        )
+    session.cutoff_len = None
+    return errors
+
+
 def errors_of(folder: str, calls: dict, keys: dict) -> dict:
     """{what: largest error on this rank} of log-probabilities after an update, and of gradients of
-    each row of `calls`, by one call and by two."""
+    each row of `calls`, by one call and by two; with cross entropy among them of
+    errors_of_shares."""
     oracle = torch.load(f"{folder}/oracle.pt", weights_only=False)
     samples = oracle["samples"]
     session = new_session(folder, **keys)
@@ -204,6 +240,8 @@ def errors_of(folder: str, calls: dict, keys: dict) -> dict:
             found = gradients_of(session)
             key = f"{name}, {'one call' if cut == 8 else 'two calls'}"
             errors[key] = largest_error(found, oracle["gradients"][name])
+    if "cross_entropy" in calls:
+        errors |= errors_of_shares(session, oracle)
     return errors
 
 
@@ -215,5 +253,5 @@ def wrong_of(folder: str, calls: dict, layout: str) -> str:
         f"rank {rank}, {what}: {error:.1e}"
         for rank, errors in enumerate(found)
         for what, error in errors.items()
-        if not error <= (1e-6 if what == "log_probs" else TOLERANCE)
+        if not error <= (1e-6 if what.startswith("log_probs") else TOLERANCE)
     )
