@@ -1,4 +1,4 @@
-"""LoRA as a way to finetune: adapters planned by the keys, placed on a model, read and written.
+"""LoRA as a way to finetune: plan adapters from the keys, put them on a model, read and write them.
 
 `model` is VirtualModels or a transformers model, as in hosts.py.
 """
@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -30,6 +31,7 @@ from .part_lora_sites import (
     without_adapters,
 )
 from .tables import OBJECTIVES
+from .weights_convert import Change
 from .weights_files import original_of
 
 _EXPERTS_IN_PEFT = (
@@ -40,8 +42,11 @@ _OF_MLPS = re.compile(r".*\.(experts\..*|gate_proj|up_proj|down_proj)")
 
 
 class Lora(Finetuning):
-    """Adapters beside frozen weights. spec: with the modules that they are on; source: the tensors
-    that they begin with, None: fresh ones."""
+    """Adapters beside frozen weights.
+
+    spec: the LoraSpec, with its modules. source: tensors of an adapter to train further; None:
+    fresh adapters. merges: also export the merged model at the end.
+    """
 
     kind = "lora"
     is_whole = False
@@ -55,6 +60,7 @@ class Lora(Finetuning):
 
     @classmethod
     def plan(cls, request: Request, judge: Judge) -> "Lora":
+        """Plan a run's adapters from its keys; `judge` collects what the model cannot have."""
         arguments = request.arguments
         keys = arguments.parts["lora"]
         objective = OBJECTIVES[arguments.stage]
@@ -86,9 +92,10 @@ class Lora(Finetuning):
         return cls(spec, source, keys.save_merged_model)
 
     @classmethod
-    def take_new_tokens(cls, arguments) -> str:
-        """Make modules_to_save the modules with a row a token unless it is given: new rows would
-        not be trained otherwise."""
+    def take_new_tokens(cls, arguments: Any) -> str:
+        """Set modules_to_save, unless it is given, to the modules with one row per token: new rows
+        would otherwise stay untrained. -> words for the report.
+        """
         keys = arguments.parts["lora"]
         if keys.modules_to_save or keys.adapter_name_or_path:
             return ""
@@ -98,32 +105,47 @@ class Lora(Finetuning):
     def __str__(self) -> str:
         return str(self.spec)
 
-    def notes(self, arguments) -> list[str]:
-        """A note if PEFT reads the adapters as those of stacked experts, by the name of their
-        module alone, of dense layers and shared experts too."""
+    def notes(self, arguments: Any) -> list[str]:
+        """A note that PEFT may ignore some adapters, if the family has experts and adapters are on
+        MLPs.
+
+        PEFT recognises stacked experts by module name alone, and then also takes dense layers and
+        shared experts for them.
+        """
         family = FAMILIES.get(str(arguments.model_config.get("model_type")))
         has_experts = family is not None and any("[]" in row.mca for row in family.rows)
         is_lost = has_experts and any(map(_OF_MLPS.fullmatch, self.spec.modules))
         return [_EXPERTS_IN_PEFT] if is_lost and not self.merges else []
 
-    def place(self, model, seed: int = 42, dtype: torch.dtype = torch.float32):
+    def place(self, model: Any, seed: int = 42, dtype: torch.dtype = torch.float32) -> Any:
+        """Freeze the model and put the planned adapters on it -> the model. seed: for fresh
+        adapters. dtype: of a transformers model's frozen weights.
+        """
         if self.source is not None:
             return place_adapter(model, self.spec, self.source, dtype)
         return inject(model, self.spec, seed, dtype)
 
     def trains(self, module: str) -> bool:
+        """True if the module's whole weights are trained (modules_to_save)."""
         return is_saved(module, self.spec)
 
-    def without(self, model) -> contextlib.AbstractContextManager:
+    def without(self, model: Any) -> contextlib.AbstractContextManager[Any]:
+        """Context in which the adapters are off."""
         return without_adapters(model)
 
     def work_beside(self, module: str, uses: float, shape: tuple[int, ...]) -> float:
+        """Multiplications per token for the module's adapter; see Finetuning.work_beside."""
         if module not in self.spec.modules:
             return 0.0
-        # the first matrix of an embedding's adapter is looked up
+        # an embedding's A is looked up, not multiplied
         return self.spec.rank * (uses * sum(shape) if uses else shape[1])
 
-    def shapes_beside(self, module: str, shape: list[int], is_embedding: bool) -> dict:
+    def shapes_beside(
+        self, module: str, shape: list[int], is_embedding: bool
+    ) -> dict[str, tuple[int, int]]:
+        """{name ending: shape} of the module's adapter matrices. shape: this rank's shard of the
+        matrix.
+        """
         if module not in self.spec.modules:
             return {}
         rank = self.spec.rank
@@ -132,27 +154,29 @@ class Lora(Finetuning):
             return {"lora_embedding_A": (rank, out), "lora_embedding_B": (into, rank)}
         return {"lora_A.weight": (rank, into), "lora_B.weight": (out, rank)}
 
-    def trained_tensors(self, model) -> dict[str, torch.Tensor]:
+    def trained_tensors(self, model: Any) -> dict[str, torch.Tensor]:
         return part_lora_files.trained_tensors(model)
 
-    def export_beside(self, model, folder: str | os.PathLike) -> list[str]:
+    def export_beside(self, model: Any, folder: str | os.PathLike[str]) -> list[str]:
         return part_lora_files.save_adapter(model, folder)
 
-    def merger(self, model):
+    def merger(self, model: Any) -> Change:
         return part_lora_files.merger(model)
 
-    def fill_fresh(self, model, source: Callable[..., torch.Tensor]) -> None:
+    def fill_fresh(self, model: Any, source: Callable[..., torch.Tensor]) -> None:
         if self.source is None:
             fill_adapters(model, source)
 
-    def sharded_state(self, chunk):
+    def sharded_state(self, chunk: Any) -> dict[str, Any]:
         return sharded_state(chunk)
 
-    def check_checkpoint(self, model, folder: str | os.PathLike) -> None:
+    def check_checkpoint(self, model: Any, folder: str | os.PathLike[str]) -> None:
         part_lora_files.check_checkpoint(model, folder)
 
     def base_sample(self) -> dict[str, list[float]]:
-        """{} if the files of the base are gone, else of the first module with an adapter."""
+        """{weight: some of its values} for the first module with an adapter, from the base's files;
+        {} if these are gone.
+        """
         source = original_of(self.spec.base_model)
         if source is not None:
             for name in map("{}.weight".format, self.spec.modules):
@@ -163,7 +187,7 @@ class Lora(Finetuning):
 
 
 def _with_value_head(spec: LoraSpec) -> LoraSpec:
-    """The spec with the value head among modules_to_save, as PEFT adds it for SEQ_CLS."""
+    """The spec with the value head added to modules_to_save, as PEFT does for SEQ_CLS."""
     saved = dict.fromkeys((*spec.modules_to_save, VALUE_HEAD))
     return replace(spec, modules_to_save=tuple(saved))
 
@@ -171,13 +195,14 @@ def _with_value_head(spec: LoraSpec) -> LoraSpec:
 # -- placing
 
 
-def inject(model, spec: LoraSpec, seed: int = 42, dtype: torch.dtype = torch.float32):
-    """Freeze a model and put adapters on it -> the model, with a Lora as `finetuning`.
+def inject(model: Any, spec: LoraSpec, seed: int = 42, dtype: torch.dtype = torch.float32) -> Any:
+    """Freeze a model and put adapters on it -> the model, whose `finetuning` is then a Lora.
 
-    The adapters start as in PEFT, drawn from `seed` by name: the same in every layout and on both
-    backends. Call it after the weights are loaded and before McaTrainer is made. A spec from plan()
-    is not planned again. dtype: of a transformers model's frozen weights. No collectives.
-    ConfigError as in plan(), ValueError if the model has adapters already.
+    Adapters start as in PEFT, drawn from `seed` and their names: the same in every layout and on
+    both backends. Call it after loading weights and before making a trainer. A spec from plan() is
+    used as it is; any other is planned first.
+    dtype: of a transformers model's frozen weights. No collectives. ConfigError as in plan();
+    ValueError if the model already has adapters.
     """
     if spec_of(model) is not None:
         raise ValueError("this model has adapters already: load it anew to give it others")
@@ -196,11 +221,11 @@ def inject(model, spec: LoraSpec, seed: int = 42, dtype: torch.dtype = torch.flo
     return model
 
 
-def load_adapter(model, folder: str | os.PathLike, dropout: float | None = None):
-    """Put the adapter of a folder on a model of either backend, to train it further -> the model.
+def load_adapter(model: Any, folder: str | os.PathLike[str], dropout: float | None = None) -> Any:
+    """Put a saved adapter on a model of either backend, to train it further -> the model.
 
-    dropout: in place of the adapter's. All ranks must call it. ValueError, on every rank, for an
-    adapter of another model.
+    dropout: replaces the adapter's; None keeps it. Every rank must call it. Collective. ValueError,
+    on every rank, if the adapter belongs to another model.
     """
     spec, source = read_adapter(folder, dropout)
     judge = Judge(None)
@@ -209,11 +234,14 @@ def load_adapter(model, folder: str | os.PathLike, dropout: float | None = None)
     return place_adapter(model, spec, source)
 
 
-def place_adapter(model, spec: LoraSpec, source: AdapterSource, dtype=torch.float32):
-    """load_adapter() of a checked adapter -> the model. dtype: of a transformers
-    model's frozen weights."""
+def place_adapter(
+    model: Any, spec: LoraSpec, source: AdapterSource, dtype: torch.dtype = torch.float32
+) -> Any:
+    """Put a checked adapter on a model -> the model. dtype: of a transformers model's frozen
+    weights. Collective. ValueError, on every rank, if the adapter's weights do not fit.
+    """
     lost = [n for n in sorted(source.whole_weights()) if not is_saved(module_of(n), spec)]
-    if lost:  # PEFT writes embedding and head there once the vocabulary was resized
+    if lost:  # PEFT stores embedding and head after the vocabulary was resized
         raise ValueError(
             f"{source.folder} brings its own {lost[0]}, which is not among its modules_to_save: it "
             "would be lost in training; put the adapter into its base first, python -m mca_lite "

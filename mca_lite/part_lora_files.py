@@ -1,9 +1,9 @@
-"""Adapters in PEFT's files, in and out, and merged into the weights of their base.
+"""Adapters in PEFT's files: reading, writing, merging into the base weights.
 
-Every module has two matrices under its Hugging Face name, in every layout and also if megatron
-fuses it with others: base_model.model.<module>.lora_A.weight [r, in] and .lora_B.weight [out, r],
-for an embedding .lora_embedding_A [r, V] and .lora_embedding_B [h, r]. Modules in modules_to_save
-are stored in full.
+In every layout a module has two matrices under its Hugging Face name, even if megatron fuses it
+with others: base_model.model.<module>.lora_A.weight [r, in] and .lora_B.weight [out, r]; an
+embedding has .lora_embedding_A [r, V] and .lora_embedding_B [h, r]. Modules in modules_to_save are
+stored in full.
 """
 
 import itertools
@@ -26,15 +26,16 @@ from .files import (
     write_json,
 )
 from .hosts import host_of, last_of, module_of
+from .part_lora_keys import LoraArguments
 from .part_lora_layers import LoraSpec, is_saved, spec_of
 from .part_lora_rules import EMBEDDING_AND_HEAD, ONE_SIDED, check_adapter_config, check_mergeable
 from .part_lora_sites import candidates_of, pieces_of, saved_keys
 from .weights_convert import Change
 from .weights_files import SafetensorsSource, Shape, check_shape, file_tensors, slices_of
 
-PathLike = str | os.PathLike
+PathLike = str | os.PathLike[str]
 PREFIX = "base_model.model."
-# ends of the names of a module's two matrices
+# name endings of a module's two matrices
 _PAIRS = ((".lora_A.weight", ".lora_B.weight"), (".lora_embedding_A", ".lora_embedding_B"))
 _VOCABULARY_WEIGHTS = tuple(f"{name}.weight" for name in EMBEDDING_AND_HEAD)
 # keys of adapter_config.json -> fields of LoraSpec
@@ -45,16 +46,16 @@ _FIELDS = {
     "use_rslora": "use_rslora",
     "modules_to_save": "modules_to_save",
 }
-# keys of adapter_config.json fixed for the life of an adapter
+# keys of adapter_config.json that never change for an adapter
 _FIXED = ("r", "lora_alpha", "use_rslora", "target_modules", "modules_to_save")
 
 VALUE_HEAD = module_of(families_rows.VALUE_HEAD)
 
-# -- in
+# -- reading
 
 
 def _pairs_of(names: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """{module: names of its matrices A and B}, sorted, from the names of some tensors."""
+    """{module: (name of its A, name of its B)}, sorted, from tensor names."""
     pairs = {}
     for name in sorted(names):
         for end_a, end_b in _PAIRS:
@@ -65,9 +66,9 @@ def _pairs_of(names: Iterable[str]) -> dict[str, tuple[str, str]]:
 
 
 class AdapterSource(SafetensorsSource):
-    """The tensors of an adapter's folder, by their names without PEFT's prefix.
+    """A TensorSource for an adapter's folder; names come without PEFT's prefix.
 
-    pairs: {module: names of its matrices A and B}. ValueError if one of two is lacking.
+    pairs: {module: (name of its A, name of its B)}. ValueError if one of a pair is missing.
     """
 
     def __init__(self, folder: PathLike):
@@ -78,7 +79,7 @@ class AdapterSource(SafetensorsSource):
                 f"adapter_name_or_path: {folder} holds no {ADAPTER_WEIGHTS_NAME}: set a folder "
                 "written by PEFT or this package"
             )
-        # PEFT writes the frozen embedding of an adapted one beside it: the base has it
+        # beside an adapted embedding PEFT stores the frozen one, which the base has too
         self._slices = {
             key.removeprefix(PREFIX): matrix
             for key, matrix in slices_of(path).items()
@@ -90,11 +91,13 @@ class AdapterSource(SafetensorsSource):
             self.shape(name)
 
     def whole_weights(self) -> set[str]:
-        """The names of whole weights: modules_to_save, and PEFT's save_embedding_layers."""
+        """Names of weights stored in full: those in modules_to_save, and those of PEFT's
+        save_embedding_layers.
+        """
         return self.names() - self._matrices
 
     def shape(self, name: str) -> Shape:
-        """The shape of a tensor. ValueError if the adapter lacks it."""
+        """Shape of a tensor. ValueError if the adapter lacks it."""
         if name not in self._slices:
             raise ValueError(
                 f"{self.folder} lacks {PREFIX}{name}: it is damaged, or not of this model"
@@ -102,27 +105,31 @@ class AdapterSource(SafetensorsSource):
         return super().shape(name)
 
     def __call__(self, key: str, shape: Shape) -> torch.Tensor:
-        """A whole matrix of this shape. ValueError if the adapter has another."""
+        """Read a whole matrix. ValueError if it is missing or its shape is not `shape`."""
         self.check(key, shape)
         return self.read(key)
 
     def check(self, key: str, shape: Shape) -> None:
-        """ValueError if the adapter lacks a matrix, or has one of another shape."""
+        """Raise ValueError if a matrix is missing or its shape is not `shape`."""
         remedy = "the adapter belongs to another model: set adapter_name_or_path to one of this one"
         check_shape(self, key, shape, remedy)
 
 
 def _spec(values: Mapping[str, Any], targets: Iterable[str]) -> LoraSpec:
-    """The spec of adapter_config.json's values; None means the default."""
+    """A LoraSpec from adapter_config.json's values; None means the default."""
     given = {field: values[key] for key, field in _FIELDS.items() if values.get(key) is not None}
-    if values.get("task_type") == "SEQ_CLS":  # PEFT adds two usual names, one of which is there
+    if values.get("task_type") == "SEQ_CLS":  # PEFT adds two possible names of the value head
         given["modules_to_save"] = [n for n in given["modules_to_save"] if n != "classifier"]
     return LoraSpec(targets=tuple(targets), **given)
 
 
 def read_adapter(folder: PathLike, dropout: float | None = None) -> tuple[LoraSpec, AdapterSource]:
-    """The spec of a PEFT adapter, targets from its file, and its tensors. ConfigError for
-    unsupported features, ValueError for a damaged file. dropout: in place of the adapter's."""
+    """Read a PEFT adapter's folder -> (its LoraSpec with the file's modules as targets, its
+    tensors).
+
+    dropout: replaces the adapter's dropout; None keeps it. ConfigError for unsupported features,
+    ValueError for a damaged file.
+    """
     path = Path(folder) / ADAPTER_CONFIG_NAME
     if not path.is_file():
         reason = f"it holds no {ADAPTER_CONFIG_NAME}"
@@ -137,27 +144,28 @@ def read_adapter(folder: PathLike, dropout: float | None = None) -> tuple[LoraSp
     return _spec(values, source.pairs), source
 
 
-def adapter_of_keys(keys) -> tuple[LoraSpec, AdapterSource | None]:
-    """The spec of LoraArguments, and the tensors of adapter_name_or_path. A lora_dropout
-    replaces the dropout of a loaded adapter."""
+def adapter_of_keys(keys: LoraArguments) -> tuple[LoraSpec, AdapterSource | None]:
+    """(LoraSpec, tensors of adapter_name_or_path or None) from LoraArguments. lora_dropout replaces
+    a loaded adapter's dropout.
+    """
     if keys.adapter_name_or_path:
         return read_adapter(keys.adapter_name_or_path, keys.lora_dropout)
     return _spec({**vars(keys), "r": keys.lora_rank}, keys.lora_target), None
 
 
 def brings_value_head(folder: PathLike) -> bool:
-    """True for the folder of an adapter with a trained value head."""
+    """True if the folder's adapter includes a trained value head."""
     spec, _ = read_adapter(folder)
     return VALUE_HEAD in spec.modules_to_save
 
 
-# -- out
+# -- writing
 
 
-def gather_adapters(model) -> dict[str, torch.Tensor]:
-    """{key without prefix: whole float32 CPU matrix} on global rank 0, {} elsewhere.
+def gather_adapters(model: Any) -> dict[str, torch.Tensor]:
+    """{key without prefix: whole float32 CPU matrix} on global rank 0, {} on other ranks.
 
-    All ranks must call it. Collectives: gathers over tensor-parallel and expert-tensor-parallel
+    Every rank must call it. Collective: gathers over tensor-parallel and expert-tensor-parallel
     groups, sends to rank 0.
     """
     wholes = {}
@@ -168,8 +176,10 @@ def gather_adapters(model) -> dict[str, torch.Tensor]:
     return {key: next(iter(of.values())) for key, of in parallel.send_to_main(wholes)}
 
 
-def trained_tensors(model) -> dict[str, torch.Tensor]:
-    """gather_adapters() with the weights of modules_to_save. All ranks must call it."""
+def trained_tensors(model: Any) -> dict[str, torch.Tensor]:
+    """gather_adapters() plus the weights in modules_to_save. Every rank must call
+    it. Collective.
+    """
     tensors = gather_adapters(model)
     host = host_of(model)
     keys = saved_keys(host, spec_of(model))
@@ -178,8 +188,10 @@ def trained_tensors(model) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def save_adapter(model, folder: PathLike) -> list[str]:
-    """Write the adapter as PEFT does -> file names, on global rank 0. All ranks must call it."""
+def save_adapter(model: Any, folder: PathLike) -> list[str]:
+    """Write the adapter as PEFT does -> file names on global rank 0, [] elsewhere. Every rank must
+    call it. Collective.
+    """
     folder = Path(folder)
     tensors = trained_tensors(model)
     spec = spec_of(model)
@@ -197,20 +209,24 @@ def save_adapter(model, folder: PathLike) -> list[str]:
     return names if parallel.is_main() else []
 
 
-def target_modules(model) -> list[str]:
-    """PEFT's target_modules: a last name if it means adapted modules alone, else whole names."""
+def target_modules(model: Any) -> list[str]:
+    """PEFT's target_modules: last names (q_proj) where they match adapted modules only, otherwise
+    whole names.
+    """
     modules = spec_of(model).modules
     host = host_of(model)
     names = {candidate.hf for candidate in candidates_of(host)}
-    names.update(*(weight.modules for weight in host.weights()))  # of a tower for pictures too
+    names.update(*(weight.modules for weight in host.weights()))  # includes a vision tower's
     ambiguous = set(map(last_of, names - set(modules)))
     order = list(dict.fromkeys(map(last_of, modules)))
     grouped = sorted(modules, key=lambda name: order.index(last_of(name)))
     return list(dict.fromkeys(n if last_of(n) in ambiguous else last_of(n) for n in grouped))
 
 
-def peft_config(spec: LoraSpec, target_modules: list[str]) -> dict:
-    """adapter_config.json with PEFT's keys of plain LoRA; it has defaults for other keys."""
+def peft_config(spec: LoraSpec, target_modules: list[str]) -> dict[str, Any]:
+    """The contents of adapter_config.json: PEFT's keys for plain LoRA. PEFT has defaults for the
+    others.
+    """
     config = {key: getattr(spec, field) for key, field in _FIELDS.items()}
     if float(config["lora_alpha"]).is_integer():
         config["lora_alpha"] = int(config["lora_alpha"])
@@ -223,17 +239,21 @@ def peft_config(spec: LoraSpec, target_modules: list[str]) -> dict:
     }
 
 
-def _with_equal_scales(config: dict, spec: LoraSpec) -> dict:
-    """The config with the scale of rank-stabilised adapters of experts as alpha / rank: PEFT joins
-    two projections of experts at twice the rank and alpha, and alpha / sqrt(rank) grows by
-    sqrt(2) in it."""
+def _with_equal_scales(config: dict[str, Any], spec: LoraSpec) -> dict[str, Any]:
+    """The config, with rank-stabilised expert adapters expressed as alpha / rank.
+
+    PEFT fuses two expert projections at twice the rank and alpha, which would multiply alpha /
+    sqrt(rank) by sqrt(2).
+    """
     if spec.use_rslora and any(".experts." in name for name in spec.modules):
         return config | {"use_rslora": False, "lora_alpha": spec.scale * spec.rank}
     return config
 
 
-def check_checkpoint(model, folder: PathLike) -> None:
-    """ValueError if the PEFT adapter of a checkpoint and the model's adapters differ."""
+def check_checkpoint(model: Any, folder: PathLike) -> None:
+    """Raise ValueError if a checkpoint's PEFT adapter has other settings than the
+    model's adapters.
+    """
     spec = spec_of(model)
     path = Path(folder) / ADAPTER_CONFIG_NAME
     if not path.is_file():
@@ -242,7 +262,7 @@ def check_checkpoint(model, folder: PathLike) -> None:
             "start anew with another output_dir"
         )
     values = read_json(path)
-    plain = peft_config(spec, target_modules(model))  # as earlier versions wrote it
+    plain = peft_config(spec, target_modules(model))  # earlier versions wrote this form
     now = _with_equal_scales(plain, spec)
     for key in _FIXED:
         if _unordered(values.get(key)) not in (_unordered(plain[key]), _unordered(now[key])):
@@ -252,20 +272,22 @@ def check_checkpoint(model, folder: PathLike) -> None:
             )
 
 
-def _unordered(value):
-    """A list as a set: the order of modules differs between versions."""
+def _unordered(value: Any) -> Any:
+    """A list as a set, because the order of modules differs between versions; other values
+    unchanged.
+    """
     return set(value) if isinstance(value, list) else value
 
 
 # -- merged
 
 
-def merger(model) -> Change:
-    """A function (HF name, CPU tensor W of the base) -> W + scale * B A of the model's adapters,
-    computed in float32, in W's dtype.
+def merger(model: Any) -> Change:
+    """A function (HF name, CPU base tensor W) -> W + scale * B A, computed in float32 and returned
+    in W's dtype.
 
-    The model's weights do not change. All ranks must call merger(); the function works on global
-    rank 0.
+    The model's weights do not change. Every rank must call merger(); the returned function works on
+    global rank 0. Collective.
     """
     spec = spec_of(model)
     judge = Judge(None)
@@ -275,8 +297,8 @@ def merger(model) -> Change:
     return _merge_with(tensors.__getitem__, tensors, spec.scale)
 
 
-def _merge_with(read: Callable[[str], torch.Tensor], names: Iterable[str], scale: float):
-    """The function of merger(). read(name): a matrix of the adapter, one of `names`."""
+def _merge_with(read: Callable[[str], torch.Tensor], names: Iterable[str], scale: float) -> Change:
+    """merger()'s function. read(name): returns an adapter matrix, one of `names`."""
     pairs = _pairs_of(names)
 
     def merge(name: str, weight: torch.Tensor) -> torch.Tensor:
@@ -293,12 +315,12 @@ def _merge_with(read: Callable[[str], torch.Tensor], names: Iterable[str], scale
 
 
 @torch.no_grad()
-def merge_into(model, folder: PathLike) -> None:
-    """Merge an adapter's files into the weights of a transformers model, in place; the vocabulary
-    grows where the adapter brings rows.
+def merge_into(model: Any, folder: PathLike) -> None:
+    """Merge a saved adapter into the weights of a transformers model, in place; the vocabulary
+    grows if the adapter has more rows.
 
     Each weight is computed in float32 and rounded once, as by `convert --merge`. No collectives.
-    ValueError for an adapter of another model, or one that cannot be merged.
+    ValueError if the adapter belongs to another model or cannot be merged.
     """
     tied = model.config.get_text_config().tie_word_embeddings
     shapes = {name: tuple(part.shape) for name, _, part in file_tensors(model)}
@@ -309,13 +331,17 @@ def merge_into(model, folder: PathLike) -> None:
         part.copy_(change(name, part.cpu()))
 
 
-def file_merger(folder: PathLike, base: PathLike, shapes: dict, tied: bool):
-    """The merge of an adapter's files into its base: (function(name, CPU tensor of the base) ->
-    merged tensor, the merged model's vocabulary size).
+def file_merger(
+    folder: PathLike, base: PathLike, shapes: dict[str, Any], tied: bool
+) -> tuple[Change, int]:
+    """(function(name, CPU base tensor) -> merged tensor, vocabulary size of the merged model) for a
+    saved adapter.
 
-    Modules in modules_to_save replace the base's. The size is 0 for a base without embedding. base:
-    its name. shapes: of its tensors, by their names in files. tied: its embedding is its head.
-    ValueError for an adapter of another model, or one that cannot be merged.
+    Weights in modules_to_save replace the base's. The size is 0 for a base without embedding and
+    head.
+    base: the base model's name, for messages. shapes: its tensors' shapes by name in files. tied:
+    its embedding is also its head. ValueError if the adapter belongs to another model or cannot be
+    merged.
     """
     spec, source = read_adapter(folder)
     one_sided = [name for name in source.pairs if name.endswith(EMBEDDING_AND_HEAD)]
@@ -326,7 +352,7 @@ def file_merger(folder: PathLike, base: PathLike, shapes: dict, tied: bool):
     whole = source.whole_weights()
     both = [name for end in _VOCABULARY_WEIGHTS for name in whole if name.endswith(end)]
     if tied and len(both) == 2 and torch.equal(*map(source.read, both)):
-        whole.remove(both[1])  # the head: written twice, and one matrix in the base
+        whole.remove(both[1])  # the head: the file has it twice, the base once
     elif tied and any(is_saved(module_of(name), spec) for name in both):
         raise ValueError(
             f"{folder} brings its own {both[0]}, and the embedding is the head in this model: "
@@ -355,9 +381,12 @@ def file_merger(folder: PathLike, base: PathLike, shapes: dict, tied: bool):
     return change, max(sizes, default=0)
 
 
-def _merged_shapes(source: AdapterSource, whole: set[str], rank: int, shapes: dict) -> dict:
-    """The shapes of the base, with those of the weights in `whole`. ValueError if a matrix or
-    weight of the adapter does not fit; those of the vocabulary may have more rows."""
+def _merged_shapes(
+    source: AdapterSource, whole: set[str], rank: int, shapes: dict[str, Any]
+) -> dict[str, Shape]:
+    """Shapes of the merged model's tensors. ValueError if a tensor of the adapter does not fit;
+    vocabulary matrices in `whole` may have more rows.
+    """
     merged = dict(shapes)
     for module, (a, b) in source.pairs.items():
         shape = shapes[f"{module}.weight"]

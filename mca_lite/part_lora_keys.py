@@ -1,4 +1,4 @@
-"""Keys and rules of adapters: finetuning_type lora."""
+"""Keys and rules of adapters, for finetuning_type: lora."""
 
 from dataclasses import dataclass
 

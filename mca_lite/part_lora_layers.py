@@ -1,28 +1,30 @@
 """LoRA layers: y = W x + scale * B A x with W frozen, as in PEFT.
 
-An adapter belongs to a module of the Hugging Face model (q_proj, gate_proj, embed_tokens, ...),
-also if megatron has several of them in one matrix: one GEMM serves the A of all, and each has
-a B to itself. An adapter is the submodule "lora" of the module that it changes. It must be there
-before DDP wraps the model.
+Adapters belong to modules of the Hugging Face model (q_proj, gate_proj, embed_tokens, ...), even if
+megatron fuses several of them into one matrix: then one matmul serves the A of all, and each has
+its B. An adapter is the submodule "lora" of the module it changes. Add it before DDP wraps the
+model.
 
-Letters: r rank, h hidden size, V vocabulary, tp the tensor-parallel size, s sequence, b batch; of
-experts, n on this rank, f columns of one on this rank, T tokens. Only activations r wide cross
-ranks, or the gradient of a matrix if the linear's product includes the adapter. Matrices of a cut
-linear, for megatron's gradient reduction and norm:
+Letters: r rank, h hidden size, V vocabulary, tp the tensor-parallel size, s sequence, b batch. For
+experts: n experts on this rank, f columns of an expert on this rank, T tokens. Ranks exchange only
+activations r wide, or, if the linear's matmul includes the adapter, the gradient of a matrix.
+Sharding of the matrices, as megatron must know it for gradient reduction and gradient norm:
 
-    column        A whole, its gradient complete, or the gradient of A x. B cut along its rows.
-    column, SP    A whole, its gradient partial over the sequence (marked sequence_parallel). B cut.
-    row           A cut along its columns. B whole, complete.
-    row, SP       A cut. B whole, partial over the sequence (marked sequence_parallel).
-    not cut       A and B whole and complete; with SP both partial over the sequence.
-    experts       gate, up: A [n, r, h] whole, B [n, f, r] cut. down: A [n, r, f] cut, B [n, h, r]
-                  whole. The dispatcher sums activations over the expert-tensor-parallel ranks: each
-                  has a part of the gradient of a whole matrix, and the parts are summed here.
+    column        A replicated, its gradient (or that of A x) complete. B sharded by rows.
+    column, SP    A replicated, its gradient partial over the sequence (marked
+                  sequence_parallel). B sharded by rows.
+    row           A sharded by columns. B replicated, complete.
+    row, SP       A sharded by columns. B replicated, partial over the sequence (marked).
+    unsharded     A and B replicated and complete; with SP both partial over the sequence.
+    experts       gate, up: A [n, r, h] replicated, B [n, f, r] sharded. down: A [n, r, f] sharded,
+                  B [n, h, r] replicated. The dispatcher sums activations over the
+                  expert-tensor-parallel ranks, so each rank has a partial gradient of a
+                  replicated matrix; these are summed here.
 """
 
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,20 +39,23 @@ from .kernels import rms_norm
 from .mcore import get_cuda_rng_tracker, mappings, set_tensor_model_parallel_attributes
 from .part_lora_keys import LoraArguments
 
-PROJECTIONS = ("gate", "up", "down")  # of an expert
+PROJECTIONS = ("gate", "up", "down")  # an expert's projections
 Names = tuple[tuple[str, ...], ...]
-# the cut of a linear: the axis of its matrix
+# how a linear is sharded: the axis of its matrix
 COLUMN = 0
 ROW = 1
-# cut of a linear -> cut axes of A and B
+# sharded axis of a linear's matrix -> sharded axes of A and B
 _CUT_AXES = {None: (None, None), COLUMN: (None, 0), ROW: (1, None)}
 
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """The adapters of a model. modules: the adapted HF modules, filled in by part_lora_sites.plan.
+    """Settings of a model's adapters.
 
-    Raises ConfigError by the rules of its keys in LoraArguments.
+    alpha: None means 2 * rank.
+    targets: module names or patterns, as in the key lora_target.
+    modules: the Hugging Face modules with adapters; part_lora_sites.plan fills them in. ConfigError
+    for values that the keys in LoraArguments would refuse.
     """
 
     rank: int = 8
@@ -62,7 +67,7 @@ class LoraSpec:
     modules: tuple[str, ...] = ()
     base_model: str | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         keys = dict(lora_rank=self.rank, lora_alpha=self.alpha, lora_dropout=self.dropout)
         if problems := check_keys(LoraArguments, **keys):
             raise ConfigError(problems)
@@ -75,27 +80,31 @@ class LoraSpec:
 
     @property
     def scale(self) -> float:
+        """Factor on B A x: alpha / rank, or alpha / sqrt(rank) with use_rslora."""
         if self.use_rslora:
             return self.alpha / math.sqrt(self.rank)
         return self.alpha / self.rank
 
 
-def spec_of(model) -> Any:
-    """The LoraSpec of a model with adapters, None of one without."""
+def spec_of(model: Any) -> Any:
+    """The LoraSpec of a model with adapters, otherwise None."""
     return getattr(finetuning_of(model), "spec", None)
 
 
 def is_saved(module: str, spec: LoraSpec) -> bool:
-    """True for an HF module in modules_to_save, by PEFT's rule: the end of its name."""
+    """True if modules_to_save includes this Hugging Face module: as in PEFT, if its name ends with
+    one of them.
+    """
     return module.endswith(tuple(spec.modules_to_save))
 
 
 class Piece(NamedTuple):
-    """This rank's part of one matrix of PEFT.
+    """This rank's shard of one matrix in PEFT's files.
 
-    key: the matrix's name in a file, without PEFT's prefix. part: its index in `parameter` (a
-    slice of rows, or an expert's number). axis: the axis cut by `group`, None: whole. real: the
-    length of the whole matrix along axis, if the parameters are padded.
+    key: the matrix's name in a file, without PEFT's prefix.
+    part: where `parameter` holds it, a slice of rows or an expert's index.
+    axis: the axis sharded over `group`; None: not sharded.
+    real: unpadded length of the whole matrix along axis, if it is padded.
     """
 
     key: str
@@ -104,17 +113,19 @@ class Piece(NamedTuple):
     axis: int | None
     group: Any  # dist.ProcessGroup; None: this rank alone
     real: int | None = None
-    # its group is the expert-tensor-parallel one; other ranks have other experts
+    # True: `group` is the expert-tensor-parallel group, and other ranks have other experts
     is_expert: bool = False
-    # rows of the whole matrix in the order of megatron's, None: the same
+    # row permutation from PEFT's to megatron's order; None: the same order
     order: torch.Tensor | None = None
 
     @property
     def tensor(self) -> torch.Tensor:
+        """This rank's shard, detached, as a view of the parameter."""
         return self.parameter.detach()[self.part]
 
     @property
     def full_shape(self) -> tuple[int, ...]:
+        """Shape of the whole matrix, without padding."""
         shape = list(self.tensor.shape)
         if self.axis is not None:
             shape[self.axis] = self.real or shape[self.axis] * self.group.size()
@@ -122,13 +133,13 @@ class Piece(NamedTuple):
 
     @property
     def is_first(self) -> bool:
-        """True on the first rank with all parts of the matrix."""
+        """True on the first rank of those that can gather the whole matrix."""
         if self.group is None:
             return parallel.is_main()
         return self.group.rank() == parallel.replica_group(self.is_expert).rank() == 0
 
     def take(self, full: torch.Tensor) -> None:
-        """Copy this rank's part of the whole matrix in."""
+        """Copy this rank's shard of the whole matrix into the parameter."""
         if self.order is not None:
             full = full[self.order.to(full.device)]
         if self.axis is not None:
@@ -139,7 +150,7 @@ class Piece(NamedTuple):
         self.tensor.copy_(full)
 
     def whole(self) -> torch.Tensor:
-        """The whole matrix. Collective: gathers over the group."""
+        """The whole matrix, in PEFT's row order. Collective over the group."""
         full = parallel.whole(self.tensor, self.axis, self.group)
         if self.order is not None:
             full = full[self.order.argsort().to(full.device)]
@@ -147,7 +158,9 @@ class Piece(NamedTuple):
 
 
 def _side_by_side(bs: list[torch.Tensor], columns: int) -> list[torch.Tensor]:
-    """Matrices B [..., out, r] with `columns` columns, those of each beside the others'."""
+    """Widen each matrix B [..., out, r] to `columns` columns, zero except for a block at different
+    columns for each.
+    """
     blocks = []
     first = 0
     for b in bs:
@@ -157,17 +170,25 @@ def _side_by_side(bs: list[torch.Tensor], columns: int) -> list[torch.Tensor]:
 
 
 class Adapter(torch.nn.Module):
-    """Base of all adapters. group: the ranks that cut the module, None on plain torch.
+    """Base of all adapters.
 
-    names, of those below: for each projection its Hugging Face modules (one; of experts, one for
-    each local expert), () for a projection without adapter.
+    group: the ranks over which the module is sharded; None on plain torch.
+
+    Subclasses take `names`: for each projection a tuple of its Hugging Face modules, one, or for
+    experts one per local expert; () for a projection without adapter.
     """
 
-    in_product = False  # True if the module's product may add the adapter's (adds_in_product)
-    in_half = False  # True if its products run in the input's dtype, as beside 8-bit ones
-    is_expert = False  # True for the experts of a layer, with a first axis of them in parameters
+    in_product = False  # True if the module's matmul can include the adapter (adds_in_product)
+    in_half = False  # True if the adapter computes in the input's dtype, as beside fp8 matmuls
+    is_expert = False  # True for experts: axis 0 of the parameters is the expert
 
-    def __init__(self, spec: LoraSpec, group=None, sequence_parallel=False, device=None):
+    def __init__(
+        self,
+        spec: LoraSpec,
+        group: Any = None,
+        sequence_parallel: bool = False,
+        device: torch.device | None = None,
+    ) -> None:
         super().__init__()
         self.spec = spec
         self.group = group
@@ -175,24 +196,27 @@ class Adapter(torch.nn.Module):
         self.tp = group.size() if group is not None else 1
         self.sequence_parallel = sequence_parallel and self.tp > 1
         self.enabled = True
-        # parameter -> (the matrix's axis cut by the group, its whole length there if it is padded)
+        # parameter -> (sharded axis or None, unpadded length along it if it is padded)
         self.cuts: dict[str, tuple[int | None, int | None]] = {}
-        self.pieces: list[Piece] = []  # this rank's parts of the adapter's matrices in PEFT
-        self._rooms: dict[torch.Size, torch.Tensor] = {}  # by the shape of their weight
+        self.pieces: list[Piece] = []  # this rank's shards of the adapter's matrices in PEFT
+        self._rooms: dict[torch.Size, torch.Tensor] = {}  # with_room's buffers, by weight shape
 
     def _add(
         self,
         name: str,
         matrix: str,
-        parts: dict[str, slice | int],
+        parts: Mapping[str, slice | int],
         shape: tuple[int, ...],
         axis: int | None,
         real: int | None = None,
         order: torch.Tensor | None = None,
     ) -> None:
-        """Add a float32 parameter. parts: of each module the part with its `matrix`, named as in a
-        file. Without a cut the gradient is a part of the sum over the sequence. real, order: see
-        Piece."""
+        """Add a float32 parameter filled with zeros, and a Piece per module.
+
+        parts: module -> its part of the parameter. matrix: the matrix's name in files. axis, real,
+        order: see Piece. If axis is None, the gradient is marked as partial under sequence
+        parallelism.
+        """
         parameter = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=self.device))
         parameter.sequence_parallel = axis is None and self.sequence_parallel
         if self.tp == 1:
@@ -206,29 +230,37 @@ class Adapter(torch.nn.Module):
             self.pieces.append(Piece(key, parameter, *place))
 
     def _mark(self, parameter: torch.nn.Parameter, axis: int | None) -> None:
-        """Set megatron's attributes of a parameter cut along an axis."""
+        """Set megatron's attributes for a parameter sharded along `axis`, or not sharded
+        if None.
+        """
         is_cut = axis is not None
         set_tensor_model_parallel_attributes(parameter, is_cut, axis if is_cut else -1, 1)
 
     def _summed(self, low: torch.Tensor) -> torch.Tensor:
-        """The sum over the group, or this rank's part of the sequence of it. Collective."""
+        """Sum over the group; under sequence parallelism return this rank's part of the sequence.
+        Collective.
+        """
         if self.sequence_parallel:
             return mappings.reduce_scatter_to_sequence_parallel_region(low, group=self.group)
         return mappings.reduce_from_tensor_model_parallel_region(low, group=self.group)
 
     def adds_in_product(self, weight: torch.Tensor) -> bool:
-        """True if the linear's product can add the adapter's, to round the sum once: beside a
-        frozen matrix in half precision, without dropout."""
+        """True if the linear's matmul can include the adapter, so that the sum is rounded once: the
+        weight is frozen and in half precision, and no dropout is active.
+        """
         is_half = weight.dtype in (torch.bfloat16, torch.float16)
         is_in = self.in_product and self.enabled and not self._drops
         return is_in and is_half and not weight.requires_grad
 
     @property
     def _drops(self) -> bool:
+        """True if dropout is active."""
         return self.training and self.spec.dropout > 0.0
 
     def _dropped(self, x: torch.Tensor, is_shared: bool = False) -> torch.Tensor:
-        """x after dropout. is_shared: all ranks have the same x, and must drop the same of it."""
+        """Apply dropout to x. is_shared: all ranks of the group have the same x, and must drop the
+        same elements.
+        """
         if not self._drops:
             return x
         if is_shared:
@@ -238,25 +270,27 @@ class Adapter(torch.nn.Module):
 
 
 class LoraAdapter(Adapter):
-    """The adapters of one linear with one projection or several.
+    """The adapter of one linear, which may fuse several projections.
 
-    widths: outputs of each projection on this rank. cut: COLUMN, ROW or None. groups: groups of
-    heads of this rank, if the outputs are interleaved by them. vocab_size: the real V of an output
-    layer with padding. orders: the order of the rows of each projection, see Piece.
+    widths: outputs of each projection on this rank.
+    cut: COLUMN, ROW or None.
+    groups: number of head groups on this rank, if the outputs are interleaved by group.
+    vocab_size: unpadded V, for an output layer with padding.
+    orders: row permutation of each projection, see Piece.
     """
 
     def __init__(
         self,
-        spec,
-        names,
-        in_size,
-        widths,
-        cut=None,
-        groups=None,
-        vocab_size=None,
-        orders=None,
-        **shared,
-    ):
+        spec: LoraSpec,
+        names: Names,
+        in_size: int,
+        widths: list[int],
+        cut: int | None = None,
+        groups: int | None = None,
+        vocab_size: int | None = None,
+        orders: list[torch.Tensor | None] | None = None,
+        **shared: Any,
+    ) -> None:
         super().__init__(spec, **shared)
         self.widths = widths
         self.cut = cut if self.tp > 1 else None
@@ -272,12 +306,12 @@ class LoraAdapter(Adapter):
                 rows_of_b = axis_b, vocab_size, orders and orders[i]
                 self._add(f"lora_B_{i}", "lora_B.weight", whole, shape, *rows_of_b)
 
-    def forward(self, x: torch.Tensor, weight: torch.Tensor | None = None):
-        """Input of the linear -> scale * B A x, shaped as the linear's output, float32 (in_half: in
-        x's dtype).
+    def forward(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
+        """scale * B A x for the linear's input x, in the shape of the linear's output, float32 (x's
+        dtype if in_half).
 
-        weight: the linear's matrix, if adds_in_product; the result is W x + scale * B A x then, in
-        x's dtype.
+        weight: the linear's matrix, passed if adds_in_product; then the result is W x + scale * B A
+        x in x's dtype.
         """
         if weight is not None:
             return self._product(x, weight)
@@ -288,24 +322,29 @@ class LoraAdapter(Adapter):
         return self._joined(outs, low.dim() - 1)
 
     def _bs(self) -> list[torch.Tensor]:
-        """B of each projection, without columns for one without adapter."""
+        """B of each projection; with no columns for a projection without adapter."""
         a = self.lora_A
         widths = enumerate(self.widths)
         return [getattr(self, f"lora_B_{i}", a.new_zeros(width, 0)) for i, width in widths]
 
     def _joined(self, parts: list[torch.Tensor], axis: int) -> torch.Tensor:
-        """Join parts of the projections along an axis, in the order of the linear's outputs."""
+        """Concatenate the projections' outputs along `axis`, in the order of the
+        linear's outputs.
+        """
         if self.groups is None:
             return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
         parts = [part.unflatten(axis, (self.groups, -1)) for part in parts]
         return torch.cat(parts, axis + 1).flatten(axis, axis + 1)
 
-    def _product(self, x, weight):
-        """W x + scale * B A x, summed over the ranks of a row-cut linear. Collective: gradients of
-        a whole matrix are summed unless megatron sums them, as under sequence parallelism."""
+    def _product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """W x + scale * B A x, summed over the group for a row-sharded linear.
+
+        Collective. The gradient of a replicated matrix is summed here, unless megatron sums it, as
+        under sequence parallelism.
+        """
         a = self.lora_A
         gathers = None
-        # B of all projections as one matrix [out, projections * r]
+        # the B of all projections in one matrix [out, projections * r]
         b = self._joined(_side_by_side(self._bs(), len(a)), 0)
         if self.cut == COLUMN and self.sequence_parallel:
             gathers = self.group
@@ -319,10 +358,11 @@ class LoraAdapter(Adapter):
         return self._summed(out) if self.cut == ROW else out
 
     def low(self, x: torch.Tensor) -> torch.Tensor:
-        """scale * A x, float32 or in x's dtype; of a cut linear summed over its ranks, or of the
-        whole sequence."""
-        # without sequence parallelism every rank of a group sees the same x, but for row-cut
-        # linears
+        """scale * A x, float32 or in x's dtype. For a row-sharded linear it is summed over the
+        group; for a column-sharded one under sequence parallelism it covers the whole sequence.
+        """
+        # without sequence parallelism all ranks of a group have the same x, unless the linear is
+        # sharded by rows
         is_shared = self.cut != ROW and not self.sequence_parallel
         dtype = x.dtype if self.in_half else self.lora_A.dtype
         low = F.linear(self._dropped(x.to(dtype), is_shared), self.lora_A.to(dtype))
@@ -337,28 +377,41 @@ class LoraAdapter(Adapter):
         return low * self.spec.scale
 
     def factors(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(scale * A hidden of the whole sequence, B) on an output layer."""
+        """(scale * A hidden over the whole sequence, B), for an output layer."""
         return self.low(hidden), self.lora_B_0
 
     def merged(self, router: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """The weight of transformers' router with the adapter in it; nothing cuts it."""
+        """{"weight": the weight of a transformers router with the adapter added}. The weight is not
+        sharded.
+        """
         delta = self.spec.scale * self.lora_B_0 @ self.lora_A
         return {"weight": (router.weight.float() + delta).to(router.weight.dtype)}
 
 
 class LoraEmbedding(Adapter):
-    """The adapter of an embedding: scale * B A[:, token]. As in PEFT A [r, V / tp] starts at zero.
+    """The adapter of an embedding: scale * B A[:, token]. A [r, V / tp] starts at zero, as in PEFT.
 
-    in_size: h. widths: [V / tp], padding included. vocab_size: the real V. padding_idx: the token
-    without gradient in A, as in PEFT.
+    in_size: h. widths: [V / tp], with padding. vocab_size: V without padding. padding_idx: the
+    token whose column of A gets no gradient, as in PEFT.
     """
 
-    def __init__(self, spec, names, in_size, widths, vocab_size=None, padding_idx=None, **shared):
+    def __init__(
+        self,
+        spec: LoraSpec,
+        names: Names,
+        in_size: int,
+        widths: list[int],
+        vocab_size: int | None = None,
+        padding_idx: int | None = None,
+        **shared: Any,
+    ) -> None:
         super().__init__(spec, **shared)
         [rows] = widths
         self.first = self.group.rank() * rows if self.tp > 1 else 0
         local = range(self.first, self.first + rows)
-        self.padding_idx = local.index(padding_idx) if padding_idx in local else None
+        self.padding_idx = None
+        if padding_idx is not None and padding_idx in local:
+            self.padding_idx = local.index(padding_idx)
         [modules] = names
         whole = dict.fromkeys(modules, slice(None))
         a = "lora_embedding_A"
@@ -367,7 +420,9 @@ class LoraEmbedding(Adapter):
         self._add(b, b, whole, (in_size, spec.rank), None)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """tokens [b, s] -> float32 [b, s, h], or [s / tp, b, h] under sequence parallelism."""
+        """tokens [b, s] -> float32 [b, s, h], or [s / tp, b, h] under sequence parallelism.
+        Collective over the group if it has several ranks.
+        """
         table = self.lora_embedding_A.t()
         if self.tp == 1:
             low = F.embedding(tokens, table, self.padding_idx)
@@ -383,16 +438,24 @@ class LoraEmbedding(Adapter):
 
 
 class LoraExperts(Adapter):
-    """The adapters of a layer's experts, their matrices side by side as the experts' own are.
+    """The adapters of a layer's experts, stacked like the experts' matrices.
 
-    names: of gate, up and down, the module of each local expert. columns: f. ep: the
-    expert-parallel group; group: the expert-tensor-parallel one.
+    names: for gate, up and down, the module of each local expert. columns: f. ep: the
+    expert-parallel group; group: the expert-tensor-parallel group.
     """
 
     is_expert = True
     in_product = True
 
-    def __init__(self, spec, names, hidden_size, columns, ep=None, **shared):
+    def __init__(
+        self,
+        spec: LoraSpec,
+        names: Names,
+        hidden_size: int,
+        columns: int,
+        ep: torch.distributed.ProcessGroup | None = None,
+        **shared: Any,
+    ) -> None:
         super().__init__(spec, **shared)
         self.ep = ep
         self.adapted = [p for p, modules in zip(PROJECTIONS, names, strict=True) if modules]
@@ -410,22 +473,26 @@ class LoraExperts(Adapter):
             self._add(f"{projection}_B", "lora_B.weight", parts, b, axis_b)
 
     def _mark(self, parameter: torch.nn.Parameter, axis: int | None) -> None:
-        parameter.allreduce = False  # reduced over the ranks with the same experts
-        # a whole expert is no duplicate of another rank's; a matrix of all ranks of the group is
+        parameter.allreduce = False  # its gradient is reduced over the ranks with the same experts
+        # experts differ between expert-parallel ranks; a replicated matrix counts once per group
         is_first = self.tp == 1 or self.group.rank() == 0
         parameter.tensor_model_parallel = axis is not None or is_first
         parameter.partition_dim = 1 + (axis or 0)
 
     def _matrix(self, name: str) -> torch.Tensor:
+        """A parameter. If replicated over the group, its gradient is summed over the group."""
         parameter = getattr(self, name)
         axis, _ = self.cuts[name]
         if self.tp == 1 or axis is not None:
             return parameter
         return parallel.sum_gradients(parameter, self.group)
 
-    def _factors(self, projections: tuple[str, ...], outputs: int):
-        """scale * A [n, c, in] and B [n, outputs, c] of several projections together, float32. c is
-        a multiple of 8, since a grouped product in half precision wants whole 16 bytes."""
+    def _factors(
+        self, projections: tuple[str, ...], outputs: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(scale * A [n, c, in], B [n, outputs, c]) of several projections stacked, float32. c is a
+        multiple of 8, because grouped GEMMs in half precision need multiples of 16 bytes.
+        """
         a = torch.cat([self._matrix(f"{p}_A") for p in projections if p in self.adapted], 1)
         columns = -(-a.shape[1] // 8) * 8
         absent = a.new_zeros(len(a), outputs // len(projections), 0)
@@ -433,9 +500,18 @@ class LoraExperts(Adapter):
         b = torch.cat(_side_by_side(bs, columns), 1)
         return F.pad(a, (0, 0, 0, columns - a.shape[1])) * self.spec.scale, b
 
-    def forward(self, projections: tuple[str, ...], x, weight, multiply: Callable) -> torch.Tensor:
-        """W x + scale * B A x [T, outputs] in x's dtype, of projections side by side in weight [n,
-        ..., in]. multiply(x, w): each expert's tokens times its w^T."""
+    def forward(
+        self,
+        projections: tuple[str, ...],
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        multiply: Callable[..., Any],
+    ) -> torch.Tensor:
+        """W x + scale * B A x [T, outputs], in x's dtype, for projections stacked in weight [n,
+        ..., in].
+
+        multiply(x, w): multiplies each expert's tokens by its w^T.
+        """
         whole = weight.flatten(1, -2)
         if set(projections).isdisjoint(self.adapted):
             return multiply(x, whole)
@@ -448,7 +524,7 @@ class LoraExperts(Adapter):
         return AdaptedExperts.apply(x, low, weight, b.to(x.dtype), room, multiply)
 
     def merged(self, experts: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """The parameters of transformers' experts with the adapters in them."""
+        """{name: parameter of transformers' experts with the adapters added}."""
         gate_up = in_rows(experts, "gate_up_proj")
         down = self._with_delta("down", in_rows(experts, "down_proj"))
         if getattr(experts, "is_concatenated", True):
@@ -464,7 +540,7 @@ class LoraExperts(Adapter):
         return {"gate_up_proj": both, "down_proj": down}
 
     def _with_delta(self, projection: str, weight: torch.Tensor) -> torch.Tensor:
-        """weight + scale * B A of each expert [n, outputs, inputs], in the dtype of weight."""
+        """weight + scale * B A for each expert [n, outputs, inputs], in weight's dtype."""
         if projection not in self.adapted:
             return weight
         a = getattr(self, f"{projection}_A")
@@ -473,7 +549,7 @@ class LoraExperts(Adapter):
 
 
 def in_rows(experts: torch.nn.Module, name: str) -> torch.Tensor:
-    """A parameter of transformers' experts, [n, outputs, inputs]."""
+    """A parameter of transformers' experts as [n, outputs, inputs], whatever its stored layout."""
     parameter = experts.get_parameter(name)
     return parameter.mT if getattr(experts, "is_transposed", False) else parameter
 
@@ -484,10 +560,10 @@ def in_rows(experts: torch.nn.Module, name: str) -> torch.Tensor:
 def attach(module: torch.nn.Module, adapter: Adapter, way: str = "beside") -> None:
     """Put an adapter on a module.
 
-    way: "beside" a linear or an embedding: the output of the adapter is added, by a hook or in
-    its product; "inside": the module uses it itself (model_moe.py's router and experts);
-    "merged": the forward pass of transformers' experts and routers reads adapter.merged(module), by
-    name, in place of their parameters. That takes their memory once more, and allows no dropout.
+    way "beside" (linears, embeddings): the adapter's output is added by a hook, or in the linear's
+    matmul. way "inside" (routers and experts of model_moe.py): the module calls the adapter itself.
+    way "merged" (experts and routers of transformers): during forward, adapter.merged(module)
+    replaces the module's parameters. This needs their memory once more, and allows no dropout.
     """
     adapter.train(module.training)
     module.add_module("lora", adapter)
@@ -499,26 +575,29 @@ def attach(module: torch.nn.Module, adapter: Adapter, way: str = "beside") -> No
         _add_in_product(module, adapter)
 
 
-def _cover_parameters(module, args):
-    # an attribute of the instance comes before a parameter of the same name
+def _cover_parameters(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+    """Pre-forward hook: let attributes with the merged weights hide the module's parameters."""
+    # attribute lookup finds the instance's __dict__ before nn.Module's parameters
     if module.lora.enabled:
         vars(module).update(module.lora.merged(module))
 
 
-def _uncover_parameters(module, args, output):
+def _uncover_parameters(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Forward hook: remove these attributes, also after an error."""
     for name, _ in module.named_parameters(recurse=False):
         vars(module).pop(name, None)
 
 
-def _add_in_product(module, adapter: Adapter) -> None:
-    """Let a tensor-parallel linear, or Transformer Engine's, add the adapter in its product. Both
-    are replaced on the instance: a hook comes after the product."""
+def _add_in_product(module: torch.nn.Module, adapter: Adapter) -> None:
+    """Let a tensor-parallel linear, or Transformer Engine's, include the adapter in its matmul. The
+    linear's method is replaced on the instance, because a hook runs only after the matmul.
+    """
     if hasattr(module, "activation_dtype"):
         _suit_transformer_engine(module, adapter)
     elif isinstance(adapter, LoraAdapter) and hasattr(module, "product"):
-        base_product = module.product  # of model_linears.py
+        base_product = module.product  # defined in model_linears.py
 
-        def product(x, weight):
+        def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             multiply = adapter if adapter.adds_in_product(weight) else base_product
             return multiply(x, weight)
 
@@ -526,17 +605,19 @@ def _add_in_product(module, adapter: Adapter) -> None:
         adapter.in_product = True
 
 
-def _suit_transformer_engine(module, adapter) -> None:
-    """Fit a linear of Transformer Engine to its adapter: in bf16 on one rank of tensor parallelism
-    AdaptedProduct takes the place of its product."""
-    # it checks the dtype of all of its parameters once, the adapter's too, against its input's
+def _suit_transformer_engine(module: torch.nn.Module, adapter: Adapter) -> None:
+    """Fit a Transformer Engine linear to its adapter. In bf16 with one tensor-parallel rank, the
+    linear's forward is replaced, so that its matmul includes the adapter.
+    """
+    # Transformer Engine compares the dtype of all parameters, even the adapter's, with the input's
+    # while this is unset
     module.activation_dtype = module.weight.dtype
-    adapter.in_half = bool(module.config.fp8)  # float32 products take longer than 8-bit ones
+    adapter.in_half = bool(module.config.fp8)  # float32 matmuls would take longer than the fp8 ones
     if adapter.tp > 1 or adapter.in_half:
         return
 
-    def forward(x):
-        """(output, None), or (output without bias, bias)."""
+    def forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(output, None), or (output without bias, bias) if the linear returns its bias."""
         x = _normed(module, x)
         product = F.linear
         if adapter.adds_in_product(module.weight):
@@ -552,34 +633,39 @@ def _suit_transformer_engine(module, adapter) -> None:
     adapter.in_product = True
 
 
-def _normed(module, x):
-    """Input of the matrix itself: Transformer Engine's fused linears apply a norm before it."""
+def _normed(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The matrix's input: Transformer Engine's fused linears first apply a norm to x."""
     weight = getattr(module, "layer_norm_weight", None)
     return x if weight is None else rms_norm(x, weight, module.eps, module.zero_centered_gamma)
 
 
-def _add_output(module, args, output):
-    """Forward hook: add the adapter's output in float32; the result has the base's dtype."""
+def _add_output(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """Forward hook: add the adapter's output in float32, then round to the dtype of the module's
+    output.
+    """
     adapter = module.lora
-    # the chunked loss takes the adapter's factors itself (model_linears.extra_factors)
+    # on an output layer the chunked loss adds the adapter (model_linears.extra_factors)
     passes_hidden = getattr(module, "passes_hidden", False)
     if not adapter.enabled or passes_hidden or adapter.adds_in_product(module.weight):
         return output
     added = adapter(_normed(module, args[0]))
     if hasattr(module, "embed_scale"):
-        added = added * module.embed_scale  # of transformers' gemmas
+        added = added * module.embed_scale  # transformers' Gemma scales its embeddings
     if isinstance(output, tuple):
         base, *rest = output
         return ((base + added).to(base.dtype), *rest)
     return (output + added).to(output.dtype)
 
 
-# -- a frozen weight and its adapter as one product
+# -- a frozen weight and its adapter in one matmul
 
 
-def with_room(weight, columns: int, rooms: dict) -> torch.Tensor:
-    """A buffer [..., out, in + columns]: the data of `weight`, moved into it, and beside it columns
-    for B. rooms: the buffers of an adapter, by the shape of their weight."""
+def with_room(
+    weight: torch.Tensor, columns: int, rooms: dict[torch.Size, torch.Tensor]
+) -> torch.Tensor:
+    """A buffer [..., out, in + columns] that holds `weight`, with free columns for B. Creating it
+    moves the weight's data into it. rooms: an adapter's buffers, by weight shape.
+    """
     room = rooms.get(weight.shape)
     inputs = weight.shape[-1]
     if room is None or room.data_ptr() != weight.data_ptr() or room.dtype != weight.dtype:
@@ -589,25 +675,36 @@ def with_room(weight, columns: int, rooms: dict) -> torch.Tensor:
 
 
 def _float_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """left^T right, float32."""
+    """left^T right in float32."""
     if left.is_cuda:
         return torch.mm(left.t(), right, out_dtype=torch.float32)
     return (left.t() @ right).float()
 
 
 class AdaptedProduct(torch.autograd.Function):
-    """x W^T + scale (x A^T) B^T of a frozen W as one product [x, scale x A^T] [W, B]^T,
+    """x W^T + scale (x A^T) B^T for a frozen W, as one matmul [x, scale x A^T] [W, B]^T that is
     rounded once.
 
-    Added to a rounded product, an update smaller than half of its last digit would
-    be lost. A product's own addition (addmm) does not help: cuBLAS rounds to bf16 before it adds.
+    If the adapter were added to a rounded product, an update below half of the last digit would be
+    lost. addmm does not help: cuBLAS rounds the product to bf16 before adding.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, room, a, b, scale, group=None):
-        """room: the buffer of with_room for `weight`; its columns for B are written. group: ranks
-        with a part of the sequence each in x, and the whole product here; A's gradient is of this
-        rank's part then. Collective over it, both ways."""
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        room: torch.Tensor,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        scale: float,
+        group: torch.distributed.ProcessGroup | None = None,
+    ) -> torch.Tensor:
+        """room: with_room's buffer for `weight`; B is written into its free columns.
+        group: ranks with parts of the sequence in x; the result then covers the whole sequence, and
+        A's gradient is that of this rank's part. None: no gather. Collective over the group in both
+        passes.
+        """
         a = a.to(x.dtype)
         b = b.to(x.dtype)
         whole = x
@@ -622,7 +719,7 @@ class AdaptedProduct(torch.autograd.Function):
         return (torch.cat([flat, low], 1) @ room.t()).view(*whole.shape[:-1], -1)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         x, weight, a, b, low = ctx.saved_tensors
         flat = x.reshape(-1, x.shape[-1])
         grad = grad.reshape(-1, grad.shape[-1])
@@ -635,21 +732,33 @@ class AdaptedProduct(torch.autograd.Function):
         return d_x, None, None, d_a, d_b, None, None
 
 
-def _to_part(partial: torch.Tensor, group) -> torch.Tensor:
-    """This rank's part of the sequence, summed over the group; all of it without a group."""
+def _to_part(partial: torch.Tensor, group: torch.distributed.ProcessGroup | None) -> torch.Tensor:
+    """Sum over the group and return this rank's part of the sequence; without a group return
+    `partial`. Collective.
+    """
     if group is None:
         return partial
     return mappings._reduce_scatter_along_first_dim(partial, group)
 
 
 class AdaptedExperts(torch.autograd.Function):
-    """Of each expert x W^T + low B^T of a frozen W as one product [x, low] [W, B]^T, rounded
-    once."""
+    """For each expert x W^T + low B^T with a frozen W, as one matmul [x, low] [W, B]^T that is
+    rounded once.
+    """
 
     @staticmethod
-    def forward(ctx, x, low, weight, b, room, multiply):
-        """x [T, in], low [T, c], weight [n, ..., in], b [n, out, c]; room as above. multiply(x, w):
-        each expert's tokens times its w^T."""
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        low: torch.Tensor,
+        weight: torch.Tensor,
+        b: torch.Tensor,
+        room: torch.Tensor,
+        multiply: Callable[..., torch.Tensor],
+    ) -> torch.Tensor:
+        """x [T, in], low [T, c], weight [n, ..., in], b [n, out, c] -> [T, out]. room: with_room's
+        buffer for `weight`. multiply(x, w): multiplies each expert's tokens by its w^T.
+        """
         room = room.flatten(1, -2)
         room[..., x.shape[-1] :].copy_(b)
         ctx.save_for_backward(low, weight, b)
@@ -657,13 +766,13 @@ class AdaptedExperts(torch.autograd.Function):
         return multiply(torch.cat([x, low], 1), room)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         low, weight, b = ctx.saved_tensors
         grad = grad.contiguous()
         d_x = None
         if ctx.needs_input_grad[0]:
             d_x = ctx.multiply(grad, weight.flatten(1, -2).transpose(1, 2))
-        with torch.enable_grad():  # r wide: its gradients are those of any product of experts
+        with torch.enable_grad():  # autograd differentiates the narrow matmul
             low = low.detach().requires_grad_()
             b = b.detach().requires_grad_()
             product = ctx.multiply(low, b)

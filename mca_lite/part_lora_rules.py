@@ -1,22 +1,25 @@
-"""Rules between adapters and a model.
+"""Rules about which adapters a model can have.
 
-`spec` is a LoraSpec (part_lora_layers.py), `candidates` are the modules for adapters
-(part_lora_sites.Candidate). Runs and the functions of Python (part_lora.inject, load_adapter) apply
-the same rules.
+Runs and the Python functions part_lora.inject and load_adapter apply the same rules. `candidates`
+are part_lora_sites.Candidates. Each check reports to `judge`.
 """
 
 import contextlib
 import fnmatch
 import math
+import os
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from types import NoneType
+from typing import Any
 
 from .errors import Judge
-from .families_rows import is_of_expert
+from .families_rows import Row, is_of_expert
 from .hosts import last_of
+from .model_config import McaModelConfig
 from .part_lora_keys import OF_LANGUAGE, ON_ADAPTERS
-from .part_lora_layers import is_saved
+from .part_lora_layers import LoraSpec, is_saved
 
 ALL_LINEAR = ("all", "all-linear")
 ALL_ROUTERS = "all-router"
@@ -24,8 +27,8 @@ EMBEDDING_AND_HEAD = ("embed_tokens", "lm_head")
 ONE_SIDED = (
     "{} has an adapter, and the embedding is the head in this model: merged, both would change"
 )
-# keys of adapter_config.json for unsupported features -> their values without effect
-_PLAIN: dict[str, tuple] = dict.fromkeys(
+# keys of adapter_config.json for unsupported features -> values that leave the feature off
+_PLAIN: dict[str, tuple[Any, ...]] = dict.fromkeys(
     "use_dora use_qalora lora_bias rank_pattern alpha_pattern fan_in_fan_out target_parameters "
     "trainable_token_indices layer_replication alora_invocation_tokens arrow_config kasa_config "
     "monteclora_config use_bdlora".split(),
@@ -34,13 +37,13 @@ _PLAIN: dict[str, tuple] = dict.fromkeys(
 _PLAIN |= {
     "peft_type": ("LORA",),
     "bias": ("none",),
-    # other ways to start change the base weights
+    # other initialisations would change the base weights
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
 
 
-def check_adapter_config(values: dict, path, judge: Judge) -> None:
-    """Check that the values of an adapter_config.json are supported."""
+def check_adapter_config(values: dict[str, Any], path: Path, judge: Judge) -> None:
+    """Check that the values of an adapter_config.json are valid and supported."""
     saved = values.get("modules_to_save") or []
     fits = {
         "r": type(values.get("r")) is int,
@@ -60,12 +63,12 @@ def check_adapter_config(values: dict, path, judge: Judge) -> None:
         )
 
 
-def resolve_targets(targets: Iterable[str], candidates: list, judge: Judge) -> tuple[str, ...]:
-    """The HF names of the modules of `targets`, in the model's order.
+def resolve_targets(targets: Iterable[str], candidates: list[Any], judge: Judge) -> tuple[str, ...]:
+    """The Hugging Face names of the modules that `targets` match, in model order.
 
-    A target is "all", a name (q_proj, self_attn.q_proj, linear_qkv), or a pattern:
-    *.layers.[0-3].*.q_proj, or a regular expression for a whole name, of Hugging Face or megatron.
-    A target without a module is refused.
+    A target is "all"; a name or its end (q_proj, self_attn.q_proj, linear_qkv); or a pattern over
+    whole names of Hugging Face or megatron, a glob (*.layers.[0-3].*.q_proj) or a regular
+    expression. A target that matches nothing is refused.
     """
     chosen = set()
     known = dict.fromkeys(last_of(name) for c in candidates for name in (c.hf, c.mca) if name)
@@ -86,7 +89,8 @@ def resolve_targets(targets: Iterable[str], candidates: list, judge: Judge) -> t
     return tuple(c.hf for c in candidates if c.hf in chosen)
 
 
-def _is_match(target: str, candidate) -> bool:
+def _is_match(target: str, candidate: Any) -> bool:
+    """True if the target matches this candidate."""
     if target in ALL_LINEAR:
         return candidate.in_all
     if target == ALL_ROUTERS:
@@ -100,8 +104,10 @@ def _is_match(target: str, candidate) -> bool:
     return False
 
 
-def check_other_model(folder, spec, candidates: list, judge: Judge) -> None:
-    """Check the modules of a folder's adapter, the targets of `spec`, against the model's."""
+def check_other_model(
+    folder: str | os.PathLike[str], spec: LoraSpec, candidates: list[Any], judge: Judge
+) -> None:
+    """Check that the modules of a saved adapter, the spec's targets, exist in this model."""
     unknown = set(spec.targets).difference(c.hf for c in candidates)
     judge.expect(
         spec.targets and not unknown,
@@ -113,8 +119,8 @@ def check_other_model(folder, spec, candidates: list, judge: Judge) -> None:
     )
 
 
-def check_single_experts(spec, candidates: list, judge: Judge) -> None:
-    """Check for targets on some experts of a layer only."""
+def check_single_experts(spec: LoraSpec, candidates: list[Any], judge: Judge) -> None:
+    """Check that targets match all experts of a layer or none."""
 
     def of_layer(module: str) -> str:
         return re.sub(r"\.experts\.\d+\.", ".experts.", module)
@@ -130,8 +136,8 @@ def check_single_experts(spec, candidates: list, judge: Judge) -> None:
     )
 
 
-def check_saved(spec, weights: Iterable, judge: Judge) -> None:
-    """Check modules_to_save against the trainable weights (hosts.Weight) of the model."""
+def check_saved(spec: LoraSpec, weights: Iterable[Any], judge: Judge) -> None:
+    """Check modules_to_save against the model's trainable weights (hosts.Weight)."""
     key = "modules_to_save"
     unused = set(spec.modules_to_save)
     for weight in weights if unused else ():
@@ -161,10 +167,15 @@ def check_saved(spec, weights: Iterable, judge: Judge) -> None:
 
 
 def check_new_rows(
-    modules_to_save, num_new: int, ends: Sequence[str], is_tied: bool, judge: Judge
+    modules_to_save: Sequence[str] | None,
+    num_new: int,
+    ends: Sequence[str],
+    is_tied: bool,
+    judge: Judge,
 ) -> None:
-    """Check modules_to_save for the rows of new tokens beside adapters. ends: of the names of the
-    modules with such rows."""
+    """Check that modules_to_save includes the modules with rows for new tokens. ends: the endings
+    of these modules' names.
+    """
     key = "modules_to_save"
     saved = list(modules_to_save or ())
     lacking = [end for end in ends if not any(m.endswith(end) for m in saved)]
@@ -185,9 +196,10 @@ def check_new_rows(
     )
 
 
-def check_on_torch(spec, linears: Iterable[str], judge: Judge) -> None:
-    """Check adapters on plain torch. linears: the names of a transformers model's linears and
-    embeddings."""
+def check_on_torch(spec: LoraSpec, linears: Iterable[str], judge: Judge) -> None:
+    """Check that adapters are supported on plain torch. linears: names of the model's linears and
+    embeddings.
+    """
     judge.expect(
         not spec.dropout or set(linears) >= set(spec.modules),
         "lora_dropout",
@@ -197,9 +209,10 @@ def check_on_torch(spec, linears: Iterable[str], judge: Judge) -> None:
     )
 
 
-def check_on_megatron(spec, config, rows, candidates: list, judge: Judge) -> None:
-    """Check that adapters fit a model on megatron-core. config: its McaModelConfig; rows: the
-    weight rows of its family."""
+def check_on_megatron(
+    spec: LoraSpec, config: McaModelConfig, rows: Sequence[Row], candidates: list[Any], judge: Judge
+) -> None:
+    """Check that adapters are supported on megatron-core. rows: the family's weight rows."""
     adapted = [c.mca for c in candidates if c.hf in set(spec.modules)]
     targets = list(spec.targets)
     groups = config.num_query_groups
@@ -218,8 +231,7 @@ def check_on_megatron(spec, config, rows, candidates: list, judge: Judge) -> Non
         f"tensor_model_parallel_size: {math.gcd(groups, tp)}, or lora_target without them",
         targets,
     )
-    # overlapped linears of shared experts leave their communication to other code, without the
-    # adapters
+    # with overlap, other code does the communication of shared experts, without the adapters
     judge.expect(
         tp == 1 or not config.moe_shared_expert_overlap or not has_shared,
         "lora_target",
@@ -238,9 +250,9 @@ def check_on_megatron(spec, config, rows, candidates: list, judge: Judge) -> Non
     )
 
 
-def _check_fused(spec, model_type: str, rows, judge: Judge) -> None:
-    # PEFT has one A and one B for all projections of a fused tensor, and tensor parallelism cuts
-    # each projection
+def _check_fused(spec: LoraSpec, model_type: str | None, rows: Sequence[Row], judge: Judge) -> None:
+    """Check that no target is fused with other projections in one Hugging Face tensor."""
+    # PEFT has one A and one B for a fused tensor; tensor parallelism shards each projection
     fused = {last_of(name.removesuffix(".weight")) for row in rows if row.fused for name in row.hf}
     adapted = sorted(fused.intersection(map(last_of, spec.modules)))
     judge.expect(
@@ -253,8 +265,12 @@ def _check_fused(spec, model_type: str, rows, judge: Judge) -> None:
     )
 
 
-def check_mergeable(spec, is_tied: bool, judge: Judge, key: str = "save_merged_model") -> None:
-    """Refuse to merge an adapter on one side of a tied embedding."""
+def check_mergeable(
+    spec: LoraSpec, is_tied: bool, judge: Judge, key: str = "save_merged_model"
+) -> None:
+    """Check that no adapter is on one side only of a tied embedding, if adapters are to be merged.
+    key: the key that asks for merging.
+    """
     one_sided = [name for name in spec.modules if name.endswith(EMBEDDING_AND_HEAD)]
     judge.expect(
         not is_tied or not one_sided,

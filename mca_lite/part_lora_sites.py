@@ -1,6 +1,6 @@
-"""LoRA on a model: the modules for adapters, their first values, their part of a checkpoint.
+"""LoRA on a model: which modules get adapters, their initial values, their checkpoint tensors.
 
-`model` is VirtualModels or a transformers model everywhere below, as in hosts.py.
+`model` is always VirtualModels or a transformers model, as in hosts.py.
 """
 
 import contextlib
@@ -44,29 +44,31 @@ from .weights_files import Shape, generator_of
 
 
 class Candidate(NamedTuple):
-    """A Hugging Face module for an adapter, anywhere in the model."""
+    """A Hugging Face module that can have an adapter, anywhere in the model."""
 
     hf: str
-    mca: str  # megatron's module with it, "" if the family is not in the table
-    in_all: bool  # True if lora_target: all means it
+    mca: str  # megatron's module that contains it, "" if the family is not in the table
+    in_all: bool  # True if lora_target: all includes it
 
 
 class Site(NamedTuple):
-    """A place on this rank for an adapter: kind(spec, names, **arguments)."""
+    """A module on this rank that can get the adapter kind(spec, names, **arguments)."""
 
     module: torch.nn.Module
-    names: Names  # of each projection, its Hugging Face modules on this rank
+    names: Names  # for each projection, its Hugging Face modules on this rank
     kind: type[Adapter]
     arguments: dict[str, Any]
-    way: str = "beside"  # of lora_layers.attach
+    way: str = "beside"  # see part_lora_layers.attach
 
 
 def _is_router(row: Row) -> bool:
     return row.mca.endswith(".mlp.router.weight")
 
 
-def _candidates(config) -> Iterator[Candidate]:
-    """Candidates of a model in the table. config: as for weights_convert.in_layer_order."""
+def _candidates(config: Any) -> Iterator[Candidate]:
+    """Yield the candidates of a model whose family is in the table. config: see
+    weights_convert.in_layer_order.
+    """
     for row, layer in in_layer_order(config):
         if row.is_linear:
             in_all = row.mca not in VOCABULARY and not _is_router(row)
@@ -75,7 +77,9 @@ def _candidates(config) -> Iterator[Candidate]:
 
 
 def candidates_of(host: Any) -> list[Candidate]:
-    """All modules for adapters, in the model's order: those of the table, else the linears."""
+    """All modules that can have adapters, in model order: from the family's table, otherwise all
+    linears.
+    """
     if host.fields:
         return list(_candidates(host.fields))
     return [
@@ -84,9 +88,9 @@ def candidates_of(host: Any) -> list[Candidate]:
     ]
 
 
-def _expert_names(rows: Iterable[Row], layer: int) -> Names:
-    """For gate, up and down the module of each expert of a layer."""
-    # the rows of gate and up of all experts come before those of down
+def _expert_names(rows: Iterable[Row], layer: int | None) -> Names:
+    """For gate, up and down: the module of each expert in a layer."""
+    # rows for gate and up of all experts come before rows for down
     linears = [row for row in rows if row.expert is not None and row.is_linear]
     of_rows = [modules_of(row, layer) for row in linears]
     half = len(of_rows) // 2
@@ -94,7 +98,7 @@ def _expert_names(rows: Iterable[Row], layer: int) -> Names:
 
 
 def sites_of(host: MegatronHost | TorchHost) -> Iterator[Site]:
-    """The places for adapters on this rank."""
+    """Yield this rank's modules that can get adapters."""
     if isinstance(host, MegatronHost):
         return _sites_on_megatron(host)
     return _sites_on_torch(host)
@@ -111,8 +115,10 @@ def _sites_on_megatron(host: MegatronHost) -> Iterator[Site]:
                 yield _site_of_linear(module, rows[name], layer, host.config)
 
 
-def _site_of_linear(module, row: Row, layer: int | None, config: McaModelConfig) -> Site:
-    """The site of a linear, the embedding or the head."""
+def _site_of_linear(
+    module: torch.nn.Module, row: Row, layer: int | None, config: McaModelConfig
+) -> Site:
+    """The Site of a linear, the embedding or the head."""
     tp = config.tensor_model_parallel_size
     names = tuple((name,) for name in modules_of(row, layer))
     arguments: dict[str, Any] = dict(
@@ -120,7 +126,7 @@ def _site_of_linear(module, row: Row, layer: int | None, config: McaModelConfig)
         sequence_parallel=config.sequence_parallel,
         device=parallel.device(),
     )
-    if row.mca in VOCABULARY:  # a tied head has no weight
+    if row.mca in VOCABULARY:  # a tied head has no weight to ask for its shape
         out_size, in_size = config.padded_vocab_size // tp, config.hidden_size
         arguments["vocab_size"] = config.vocab_size
     else:
@@ -139,7 +145,7 @@ def _site_of_linear(module, row: Row, layer: int | None, config: McaModelConfig)
     return Site(module, names, LoraAdapter, arguments | dict(cut=row.axis), way)
 
 
-def _site_of_experts(module: Experts, rows: Iterable[Row], layer: int) -> Site:
+def _site_of_experts(module: Experts, rows: Iterable[Row], layer: int | None) -> Site:
     n, hidden_size, columns = module.fc2.shape
     first = n * module.ep_group.rank()
     names = tuple(modules[first : first + n] for modules in _expert_names(rows, layer))
@@ -154,8 +160,9 @@ def _site_of_experts(module: Experts, rows: Iterable[Row], layer: int) -> Site:
 
 
 def _sites_on_torch(host: Any) -> Iterator[Site]:
-    """Yield the places of adapters in a torch model: its linears, and the experts and routers of
-    families in the table."""
+    """Yield the Sites of a transformers model: linears, and for families in the table experts and
+    routers.
+    """
     for name, module in host.linears.items():
         out_size, in_size = module.weight.shape
         kind: type[Adapter] = LoraAdapter
@@ -172,14 +179,16 @@ def _sites_on_torch(host: Any) -> Iterator[Site]:
 
 
 def _sites_of_mixture(host: Any, block: torch.nn.Module, layer: int) -> Iterator[Site]:
-    """The experts and the router of a layer, mostly no linears in transformers."""
+    """Yield the Sites of a layer's experts and router, which in transformers are mostly
+    no linears.
+    """
     rows = rows_of(host.fields.hf_model_type, host.fields)
     _, hidden_size, columns = in_rows(block.experts, "down_proj").shape
     device = block.experts.down_proj.device
     sizes = dict(hidden_size=hidden_size, columns=columns, device=device)
     yield Site(block.experts, _expert_names(rows, layer), LoraExperts, sizes, "merged")
     [names] = [modules_of(row, layer) for row in rows if _is_router(row)]
-    if names[0] in host.linears:  # hunyuan_v1_moe's
+    if names[0] in host.linears:  # in hunyuan_v1_moe the router is a linear, yielded before
         return
     router = block.get_submodule(names[0].rpartition(".")[2])
     out_size, in_size = router.weight.shape
@@ -190,16 +199,16 @@ def _sites_of_mixture(host: Any, block: torch.nn.Module, layer: int) -> Iterator
 # -- choosing
 
 
-def saved_keys(host, spec: LoraSpec) -> set:
-    """The keys of the weights in modules_to_save. host: host_of(model)."""
+def saved_keys(host: Any, spec: LoraSpec) -> set[Any]:
+    """Keys of the weights that modules_to_save includes. host: host_of(model)."""
     return {w.key for w in host.weights() if any(is_saved(module, spec) for module in w.modules)}
 
 
-def plan(model, spec: LoraSpec, judge: Judge | None = None) -> LoraSpec:
-    """The spec with the modules of its targets in a model.
+def plan(model: Any, spec: LoraSpec, judge: Judge | None = None) -> LoraSpec:
+    """The spec with `modules` filled in: the model's modules that its targets match.
 
-    model: also a McaModelConfig, or a model on the meta device. No collectives. Unsupported
-    adapters are refused: by `judge`, or without one by a ConfigError.
+    model: may also be a McaModelConfig, or a model on the meta device. No collectives. Unsupported
+    adapters are reported to `judge`; without a judge they raise ConfigError.
     """
     host = host_of(model)
     rules = judge or Judge(None)
@@ -216,15 +225,17 @@ def plan(model, spec: LoraSpec, judge: Judge | None = None) -> LoraSpec:
     return spec
 
 
-def fill_adapters(model, source: Callable[[str, Shape], torch.Tensor]) -> None:
-    """Fill every adapter of this rank with its part of source(key, whole shape)."""
+def fill_adapters(model: Any, source: Callable[[str, Shape], torch.Tensor]) -> None:
+    """Fill this rank's adapters: each takes its shard of source(key, shape of the whole matrix)."""
     with torch.no_grad():
         for piece in pieces_of(model):
             piece.take(source(piece.key, piece.full_shape).to(piece.tensor.device, torch.float32))
 
 
 def init_source(seed: int) -> Callable[[str, Shape], torch.Tensor]:
-    """PEFT's start, by key: A uniform within 1 / sqrt(inputs), B 0; embeddings A 0, B normal."""
+    """PEFT's initial values, drawn from the seed and the key: A uniform within 1 / sqrt(inputs), B
+    zero; for embeddings A zero, B normal.
+    """
 
     def draw(key: str, shape: Shape) -> torch.Tensor:
         full = torch.zeros(shape, device="cpu")
@@ -241,19 +252,21 @@ def init_source(seed: int) -> Callable[[str, Shape], torch.Tensor]:
 # -- adapters of a model
 
 
-def adapters_of(model) -> list[Adapter]:
-    """This rank's adapters."""
+def adapters_of(model: Any) -> list[Adapter]:
+    """All adapters on this rank."""
     return [m for chunk in host_of(model).chunks for m in chunk.modules() if isinstance(m, Adapter)]
 
 
-def pieces_of(model) -> Iterator[Piece]:
-    """This rank's parts of PEFT's matrices."""
+def pieces_of(model: Any) -> Iterator[Piece]:
+    """Yield this rank's shards of all matrices in PEFT's files."""
     return itertools.chain.from_iterable(adapter.pieces for adapter in adapters_of(model))
 
 
 @contextlib.contextmanager
-def without_adapters(model):
-    """Switch the adapters off inside the `with`: DPO takes the base model as its reference."""
+def without_adapters(model: Any) -> Iterator[Any]:
+    """Context in which the adapters are off, so that the model is its base. DPO uses it as the
+    reference.
+    """
     adapters = adapters_of(model)
     for adapter in adapters:
         adapter.enabled = False
@@ -267,10 +280,10 @@ def without_adapters(model):
 # -- checkpoints
 
 
-def sharded_state(chunk) -> dict[str, Any]:
-    """megatron's ShardedTensors of the trained tensors of a chunk: adapters and modules_to_save.
+def sharded_state(chunk: Any) -> dict[str, Any]:
+    """megatron's ShardedTensors for a chunk's trained tensors: adapters and modules_to_save.
 
-    Adapters are stored under the names of the whole model, and load in any layout.
+    Adapters are named as in the whole model, so they load in any layout.
     """
     state = {
         name: tensor
@@ -284,7 +297,7 @@ def sharded_state(chunk) -> dict[str, Any]:
         module = template.format(layer)
         replica = parallel.replica_group(adapter.is_expert).rank()
         for name, parameter in adapter.named_parameters():
-            # (axis, this rank's place along it, number of places)
+            # (axis, this rank's index along it, number of shards)
             cuts = [(0, adapter.ep.rank(), adapter.ep.size())] if adapter.is_expert else []
             axis, real = adapter.cuts[name]
             copy = adapter.group.rank()

@@ -1,9 +1,9 @@
-"""Pictures of conversations: their files or bytes, their places among the tokens, their pixels.
+"""Images in conversations: their files or bytes, their positions among the tokens, their pixels.
 
-Tokenising reads the header of a picture, for its size; its pixels are made when a sample is read.
-A picture's grid is the number of its patches along time (1), height and width. It takes
-grid / merge_size ** 2 placeholders, tokens image_token_id, one for each feature of the model.
-Pillow is an extra, imported for pictures alone.
+Tokenising reads only an image's header, for its size; pixels are computed when a sample is read. An
+image's grid is its number of patches along time (1), height and width. It takes prod(grid) /
+merge_size ** 2 placeholder tokens (image_token_id), one per feature of the vision tower. Pillow is
+an optional dependency, imported only for images.
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ from .tables import is_of_inputs
 if TYPE_CHECKING:
     import torch
 
-# keys of config.json: tokens before a picture, of its features, and after it
+# keys of config.json: token before an image, placeholder for its features, token after it
 TOKEN_KEYS = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
-_MARK = "<image>"  # LLaMA-Factory's, in a text
-_MOST_PIXELS = 89_478_485  # Pillow's bound for files of strangers, MAX_IMAGE_PIXELS
-# formats in which Pillow runs no other program
+_MARK = "<image>"  # LLaMA-Factory's mark for an image in a text
+_MOST_PIXELS = 89_478_485  # Pillow's limit for untrusted files, MAX_IMAGE_PIXELS
+# formats that Pillow reads without running another program
 _FORMATS = ("BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
-_ORIENTATION = 0x0112  # tag of EXIF
-_ON_ITS_SIDE = (5, 6, 7, 8)  # its values for which width and height change places
+_ORIENTATION = 0x0112  # the EXIF tag
+_ON_ITS_SIDE = (5, 6, 7, 8)  # orientations that swap width and height
 _THUMBNAIL = (240, 240)
 _PROCESSOR_NAMES = ("processor_config.json", "preprocessor_config.json")
-_PROCESSOR = "Qwen2VLImageProcessor"  # of all three families; Qwen3-VL has other sizes
-_SOURCES = ("image", "image_url", "path", "url", "base64", "value")  # keys of a block of a message
-_TEMPORAL = 1  # patches of a picture along time
+_PROCESSOR = "Qwen2VLImageProcessor"  # all families here use it; Qwen3-VL with other sizes
+# keys under which a message block may contain its image
+_SOURCES = ("image", "image_url", "path", "url", "base64", "value")
+_TEMPORAL = 1  # an image's patches along time
 ROPE_COLUMNS = ("rope_t", "rope_h", "rope_w")
 
 
@@ -54,7 +55,7 @@ ROPE_COLUMNS = ("rope_t", "rope_h", "rope_w")
 
 @dataclass(frozen=True)
 class Picture:
-    """An encoded picture. path: of its file, else data: its bytes."""
+    """An encoded image: a file's path, or else its bytes in `data`."""
 
     path: str
     data: bytes | None = field(default=None, repr=False)
@@ -64,17 +65,19 @@ class Picture:
 
     @property
     def num_bytes(self) -> int:
+        """Size of the encoded image in bytes."""
         return os.path.getsize(self.path) if self.data is None else len(self.data)
 
     @property
     def modified(self) -> int:
-        """Nanoseconds of the file's last change, 0 without a file."""
+        """When the file last changed, in nanoseconds since 1970; 0 without a file."""
         return os.stat(self.path).st_mtime_ns if self.data is None else 0
 
 
 class Placed(NamedTuple):
-    """A picture of a document, with its grid. where: "file:line" of its record. num_bytes,
-    modified: as it was tokenised."""
+    """An image of a document, with its grid. where: "file:line" of its record. num_bytes, modified:
+    the file's state when it was tokenised.
+    """
 
     picture: Picture
     grid: tuple[int, int, int]
@@ -83,10 +86,13 @@ class Placed(NamedTuple):
     where: str
 
 
-def read_picture(value, folder: Path, where: str, home: str | Path | None = None) -> Picture:
-    """The picture of a value in a record: a path (relative to `folder`), bytes, a data: URL, or an
-    object with one of them. home: the folder that holds all files, once links are followed; None:
-    any may. ValueError with the place for others; nothing is fetched."""
+def read_picture(value: Any, folder: Path, where: str, home: str | Path | None = None) -> Picture:
+    """The Picture for a value in a record: a path (relative to `folder`), bytes, a data: URL, or a
+    dict with one of them.
+
+    home: only files in this folder are allowed, after following links; None: any file. ValueError,
+    naming `where`, for anything else. Nothing is downloaded.
+    """
     match value:
         case bytes():
             return Picture("", value)
@@ -111,7 +117,7 @@ def read_picture(value, folder: Path, where: str, home: str | Path | None = None
     )
     path = folder / text.removeprefix("file://")
     expect(
-        os.path.isfile(path),  # False for a name that is no name, too
+        os.path.isfile(path),  # False for invalid names too
         f"{where}: there is no picture {str(path)!r:.300}: paths are relative to media_dir, or "
         "without that key to the folder of the dataset's file",
     )
@@ -124,14 +130,15 @@ def read_picture(value, folder: Path, where: str, home: str | Path | None = None
 
 
 def _decoded(text: str, where: str) -> bytes:
+    """Decode base64 text. ValueError, naming `where`, if it is invalid."""
     try:
         return base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError) as error:
         raise ValueError(f"{where}: a picture in base64 cannot be decoded: {error}") from None
 
 
-def picture_of_block(block: dict) -> Any:
-    """The picture in a block of a message, None for a block whose picture is in a column."""
+def picture_of_block(block: dict[str, Any]) -> Any:
+    """The image inside a message block; None if the block refers to the images column."""
     found: Any = next((block[key] for key in _SOURCES if block.get(key) is not None), None)
     if isinstance(found, str) and found == block.get("base64"):
         return {"base64": found}
@@ -142,9 +149,10 @@ def picture_of_block(block: dict) -> Any:
 
 
 @contextlib.contextmanager
-def _opened(picture: Picture, where: str) -> Iterator:
-    """The picture as Pillow's image, not decoded. ValueError with the place, for any error of
-    Pillow within the context too."""
+def _opened(picture: Picture, where: str) -> Iterator[Any]:
+    """Context with Pillow's image object, header read, pixels not decoded. Any error of Pillow
+    inside the context becomes a ValueError that names `where`.
+    """
     expect(
         importlib.util.find_spec("PIL"),
         f"{where}: pictures take Pillow: pip install 'mca-lite[images]'",
@@ -160,7 +168,7 @@ def _opened(picture: Picture, where: str) -> Iterator:
     except Image.DecompressionBombError:
         reason = f"expected at most {_MOST_PIXELS:,} pixels: make it smaller"
         raise ValueError(f"{where}: {picture}: {reason}") from None
-    except Exception as error:  # of a broken file it raises many
+    except Exception as error:  # Pillow raises many types for broken files
         raise ValueError(
             f"{where}: {picture} cannot be read as one of {', '.join(_FORMATS)}: "
             f"{describe_error(error)}"
@@ -168,11 +176,11 @@ def _opened(picture: Picture, where: str) -> Iterator:
 
 
 class _Unusable(Exception):
-    """A reason not to train on a picture."""
+    """Raised inside _opened for an image that cannot be trained on."""
 
 
-def _upright_size(image) -> tuple[int, int]:
-    """(height, width) of a picture as it is looked at, by its header. Raises _Unusable."""
+def _upright_size(image: Any) -> tuple[int, int]:
+    """(height, width) of the image as displayed, from its header. Raises _Unusable."""
     from PIL import Image
 
     width, height = image.size
@@ -184,27 +192,27 @@ def _upright_size(image) -> tuple[int, int]:
         raise _Unusable(
             f"{image.mode} has more than 8 bits a channel, and would become white: convert it"
         )
-    # frames of MPO are views of a picture in other sizes
+    # the frames of an MPO file are one image in several sizes
     if getattr(image, "is_animated", False) and image.format != "MPO":
         raise _Unusable(f"{image.n_frames} frames, and a picture has one: save that one alone")
-    if image.format == "TIFF":  # Pillow's size of one is upright
+    if image.format == "TIFF":  # Pillow already gives the upright size
         return height, width
-    # not PngImageFile.getexif, which decodes the picture
+    # PngImageFile.getexif would decode the image
     if Image.Image.getexif(image).get(_ORIENTATION) in _ON_ITS_SIDE:
         return width, height
     return height, width
 
 
-def _as_rgb(image, *resize):
-    """The picture upright, in RGB, what is transparent on white. resize: arguments of Pillow's, the
-    new size first.
+def _as_rgb(image: Any, *resize: Any) -> Any:
+    """The image upright and in RGB, transparency rendered on white. resize: arguments for Pillow's
+    resize, the new size first.
 
-    transformers' processors drop transparency, and show the colour below it, mostly black. vLLM and
-    qwen_vl_utils put it on white, as people see it.
+    White is what people see, and what vLLM and qwen_vl_utils use. transformers' processors drop
+    transparency and show the colour under it, mostly black.
     """
     from PIL import Image, ImageOps
 
-    # a picture takes up to 360 MB: no copy of one that is as it should be
+    # an image takes up to 360 MB: avoid copies where nothing changes
     ImageOps.exif_transpose(image, in_place=True)
     if image.has_transparency_data:
         picture = image.convert("RGBA")
@@ -218,7 +226,7 @@ def _as_rgb(image, *resize):
 
 
 def thumbnail(placed: Placed) -> str:
-    """The picture small, as a data: URL."""
+    """A small version of the image, as a data: URL."""
     with _opened(placed.picture, placed.where) as image:
         small = _as_rgb(image)
         small.thumbnail(_THUMBNAIL)
@@ -232,11 +240,11 @@ def thumbnail(placed: Placed) -> str:
 
 @dataclass(kw_only=True)
 class Vision(Media):
-    """Sizes, tokens and pixels of pictures for one model. Picklable.
+    """Sizes, tokens and pixels of images for one model. Picklable. Methods are described in Media.
 
-    folder: of the model, with the settings of its image processor. block: the text of a picture in
-    a conversation, with image_token once. limits: min_pixels and max_pixels where the keys give
-    them.
+    folder: the model's, with its image processor's settings.
+    block: the text that stands for an image in a conversation; contains image_token once.
+    limits: min_pixels and max_pixels, if the keys set them.
     """
 
     folder: Path
@@ -248,12 +256,13 @@ class Vision(Media):
     limits: dict[str, int]
     media_dir: str | None = None
     is_read: bool = True
-    kinds = (bytes, dict, str)  # a text in a column image is a path
+    kinds = (bytes, dict, str)  # a str in the images column is a path
 
     @classmethod
-    def of(cls, folder: Path, config: dict, tokenizer, keys) -> Media:
-        """The pictures of a config.json, Media for a model without them, or of another kind.
-        ValueError for a tokenizer without the tokens of pictures."""
+    def of(cls, folder: Path, config: dict[str, Any], tokenizer: Any, keys: Any) -> Media:
+        """Read it from a config.json's contents; Media() if the model has no images, or another
+        kind of them. ValueError if the tokenizer lacks the image tokens.
+        """
         tower = config.get("vision_config") or {}
         sizes: list[Any] = [tower.get(key) for key in ("spatial_merge_size", "patch_size")]
         ids: list[Any] = [config.get(key) for key in TOKEN_KEYS]
@@ -278,7 +287,7 @@ class Vision(Media):
         )
 
     @property
-    def options(self) -> dict:
+    def options(self) -> dict[str, Any]:
         identity = {
             "block": [self.block, self.token_id, self.merge_size],
             "limits": self.limits,
@@ -303,9 +312,9 @@ class Vision(Media):
             "read text and pictures: leave the record out, or write another text"
         )
 
-    def _settings(self) -> dict:
-        """The settings of the image processor, {} without a file of them."""
-        settings: dict = {}
+    def _settings(self) -> dict[str, Any]:
+        """The image processor's settings; {} if the folder has none."""
+        settings: dict[str, Any] = {}
         for name in _PROCESSOR_NAMES:
             if (self.folder / name).is_file():
                 values = read_json(self.folder / name)
@@ -313,10 +322,12 @@ class Vision(Media):
         return settings
 
     @functools.cached_property
-    def processor(self):
-        """transformers' image processor of the model, without torchvision. ValueError where it is
-        missing or does not fit."""
-        import transformers  # its image processors take Pillow
+    def processor(self) -> Any:
+        """transformers' image processor on Pillow, without torchvision.
+
+        ValueError if the folder has no settings for it, or they contradict config.json.
+        """
+        import transformers  # imported late: its image processors need Pillow
 
         settings = self._settings()
         expect(
@@ -324,7 +335,7 @@ class Vision(Media):
             f"{self.folder}: expected {' or '.join(_PROCESSOR_NAMES)} for the pictures of the "
             "data: copy it from the model",
         )
-        # not AutoImageProcessor, which takes torchvision in some versions (5.17)
+        # AutoImageProcessor would need torchvision in some versions (5.17)
         name = settings.get("image_processor_type", _PROCESSOR).removesuffix("Fast")
         expect(
             name == _PROCESSOR, f"{self.folder}: image_processor_type {name}: expected {_PROCESSOR}"
@@ -344,9 +355,9 @@ class Vision(Media):
         return processor
 
     def _grid(self, height: int, width: int) -> tuple[int, int, int]:
-        """The grid of a picture of this size. ValueError for one that is too thin."""
+        """The grid of an image of this size. ValueError if it is too narrow."""
         processor = self.processor
-        resize = sys.modules[type(processor).__module__].smart_resize  # of its own version
+        resize = sys.modules[type(processor).__module__].smart_resize  # the processor's version
         sizes = resize(
             height,
             width,
@@ -358,7 +369,7 @@ class Vision(Media):
         return _TEMPORAL, rows, columns
 
     def place(self, picture: Picture, where: str) -> Placed:
-        """The picture with its grid, from its header."""
+        """The image with its grid, read from its header."""
         with _opened(picture, where) as image:
             height, width = _upright_size(image)
         try:
@@ -368,8 +379,9 @@ class Vision(Media):
         return Placed(picture, grid, picture.num_bytes, picture.modified, where)
 
     def pixels(self, placed: Placed) -> torch.Tensor:
-        """float32 [patches, values of a patch]. ValueError for a picture that changed, or is
-        broken."""
+        """Pixel values, float32 [patches, values per patch]. ValueError if the file changed since
+        tokenising, or is broken.
+        """
         picture = placed.picture
         processor = self.processor
         with _opened(picture, placed.where) as image:
@@ -387,18 +399,18 @@ class Vision(Media):
             _, rows, columns = grid
             size = columns * self.patch_size, rows * self.patch_size
             image = _as_rgb(image, size, processor.resample)
-        # resized as the processor would, which makes arrays of the whole picture before
+        # already resized, with the processor's method: it would first convert the full-size image
         return processor(images=image, do_resize=False, return_tensors="pt")["pixel_values"]
 
     def read(self, path: str, where: str) -> Picture:
         picture = read_picture(path, Path.cwd(), where)
-        self.place(picture, where)  # its header is read
+        self.place(picture, where)  # checks the header
         return picture
 
     # -- in a record
 
     def take(
-        self, messages: list[dict], of_columns: list, may_lead: bool, where: str
+        self, messages: list[dict[str, Any]], of_columns: list[Any], may_lead: bool, where: str
     ) -> tuple[Picture, ...]:
         of_blocks = [message.pop("media", None) for message in messages]
         for message, blocks in zip(messages, of_blocks, strict=True):
@@ -410,7 +422,7 @@ class Vision(Media):
             )
         is_marked = any(of_blocks) or any(_MARK in message["content"] for message in messages)
         leads = may_lead and not is_marked
-        values: list = []
+        values: list[Any] = []
         for message, blocks in zip(messages, of_blocks, strict=True):
             if leads and message["role"] == "user":
                 message["content"] = MARK * len(of_columns) + message["content"]
@@ -435,15 +447,17 @@ class Vision(Media):
 
     # -- in a chat template
 
-    def check_template(self, template: str, render: Callable, messages: list[dict]) -> None:
-        if "image" not in template:  # of texts: it writes `block` as it is
+    def check_template(
+        self, template: str, render: Callable[..., str], messages: list[dict[str, Any]]
+    ) -> None:
+        if "image" not in template:  # a template for text copies `block` unchanged
             return
         blocks = [
             message | {"content": self._as_blocks(message["content"])} for message in messages
         ]
         try:
             text = render(blocks)
-        except TemplateError:  # it takes texts alone
+        except TemplateError:  # the template only supports text
             return
         expect(
             text == render(messages),
@@ -452,8 +466,10 @@ class Vision(Media):
             "chat_template_kwargs of pictures",
         )
 
-    def _as_blocks(self, content: str) -> str | list[dict]:
-        """The content as blocks of text and image, if it has pictures."""
+    def _as_blocks(self, content: str) -> str | list[dict[str, str]]:
+        """The content as a list of text and image blocks, if it contains images; otherwise
+        unchanged.
+        """
         first, *texts = content.split(self.block)
         if not texts:
             return content
@@ -462,9 +478,9 @@ class Vision(Media):
             blocks += [{"type": "image"}, {"type": "text", "text": text}]
         return [block for block in blocks if block != {"type": "text", "text": ""}]
 
-    def check_rendered(self, text: str, messages: list[dict]) -> None:
+    def check_rendered(self, text: str, messages: list[dict[str, Any]]) -> None:
         count = sum(message["content"].count(self.block) for message in messages)
-        expect(  # else those after it would have another's pixels
+        expect(  # otherwise later images would get the wrong pixels
             text.count(self.block) == count,
             f"the chat template leaves out some of {count} pictures, as it does with the "
             "thinking of earlier answers: move them out of it",
@@ -482,13 +498,16 @@ class Vision(Media):
         return tuple(self.place(picture, where) for picture in inputs[:count])
 
     def count(self, pictures: Sequence[Placed]) -> np.ndarray:
-        """int64 [pictures]: placeholders of each."""
+        """Number of placeholder tokens of each image, int64 [images]."""
         grids = np.array([placed.grid for placed in pictures], dtype=np.int64).reshape(-1, 3)
         return grids.prod(axis=1) // self.merge_size**2
 
     def expand(self, document: np.ndarray, inputs: Sequence[Placed]) -> np.ndarray:
-        """The document (data_encode.Document) with as many placeholders as its pictures take, in
-        place of one for each. Placeholders are no targets. ValueError for other numbers."""
+        """The document (data_encode.Document) with one placeholder per feature, instead of one per
+        image. Placeholders are never trained on.
+
+        ValueError if the number of placeholders is not the number of images.
+        """
         is_image = np.maximum(document, ~document) == self.token_id
         expect(
             is_image.sum() == len(inputs),
@@ -503,9 +522,12 @@ class Vision(Media):
     def prompt(
         self, ids: list[int], inputs: Sequence[Picture], where: str
     ) -> tuple[list[int], dict[str, torch.Tensor]]:
-        """(tokens of a prompt with all placeholders of its pictures, pixel_values and
-        image_grid_thw) from its tokens with one placeholder for each. ValueError for other numbers
-        of pictures, and unusable ones."""
+        """Prompt tokens with one placeholder per image -> (tokens with all placeholders,
+        {pixel_values, image_grid_thw}).
+
+        ValueError if the number of placeholders is not the number of images, or an image is
+        unusable.
+        """
         placed = [self.place(picture, where) for picture in inputs]
         document = self.expand(np.array(ids, dtype=np.int32), placed)
         tokens = np.maximum(document, ~document).astype(np.int64)
@@ -515,12 +537,13 @@ class Vision(Media):
     def fit(
         self, document: np.ndarray, inputs: Sequence[Placed], start: int, stop: int
     ) -> tuple[slice, list[Placed]]:
-        """(places, their pictures) of the document from `start` to `stop`, without a picture that
-        these borders cut."""
+        """(slice, its images) for the document's tokens from `start` to `stop`, shortened so that
+        no image is cut.
+        """
         places = np.flatnonzero(np.maximum(document, ~document) == self.token_id)
         ends = self.count(inputs).cumsum()
         starts = np.append(0, ends[:-1])
-        # with the tokens before and after it
+        # each image includes the token before and the token after it
         units = [(places[a] - 1, places[b - 1] + 2) for a, b in zip(starts, ends, strict=True)]
         start = next((last for first, last in units if first < start < last), start)
         stop = next((first for first, last in units if first < stop < last), stop)
@@ -530,9 +553,10 @@ class Vision(Media):
         ]
 
     def columns(self, ids: np.ndarray, inputs: Sequence[Placed]) -> dict[str, torch.Tensor]:
-        """The columns of a document with these inputs [n]: rope_t, rope_h and rope_w; with pictures
-        image_grid_thw, and pixel_values unless is_read is False."""
-        import torch  # not to read records
+        """Model columns of a document with tokens ids [n]: rope_t, rope_h and rope_w; with images
+        also image_grid_thw, and pixel_values unless is_read is False.
+        """
+        import torch  # imported late: reading records needs no torch
 
         grids = torch.tensor([placed.grid for placed in inputs], dtype=torch.int64).view(-1, 3)
         positions = rope_positions(torch.as_tensor(ids), grids, self.token_id, self.merge_size)
@@ -561,33 +585,36 @@ class Vision(Media):
 # -- in batches
 
 
-def with_image_slots(batch: dict, image_token_id: int) -> dict:
-    """An arranged batch with "image_slot" [b, s], the number of each place's image feature among
-    those of the micro-batch, -1 for text and padding."""
+def with_image_slots(batch: dict[str, Any], image_token_id: int) -> dict[str, Any]:
+    """The batch with "image_slot" [b, s] added: the index of each token's image feature in the
+    micro-batch, -1 for text and padding.
+    """
     is_image = (batch["input_ids"] == image_token_id) & ~batch["padding_mask"]
     numbers = is_image.flatten().cumsum(0).view(is_image.shape) - 1
     return {**batch, "image_slot": numbers.masked_fill(~is_image, -1)}
 
 
-def has_pictures(batch: dict) -> bool:
-    """True for an arranged batch with a picture in another row than one that only fills it."""
+def has_pictures(batch: dict[str, Any]) -> bool:
+    """True if the batch has images, and is no filler batch of padding."""
     return "image_grid_thw" in batch and not bool(batch["padding_mask"].all())
 
 
 def merged_grids(grids: torch.Tensor, merge_size: int) -> torch.Tensor:
-    """Features of pictures along time, height and width [pictures, 3], of their patches `grids`: a
-    square of merge_size x merge_size patches is one feature."""
+    """Number of features along time, height and width, [images, 3], from numbers of patches
+    `grids`: merge_size x merge_size patches form one feature.
+    """
     return grids // grids.new_tensor([1, merge_size, merge_size])
 
 
 def rope_positions(
     ids: torch.Tensor, grids: torch.Tensor, image_token_id: int, merge_size: int
 ) -> torch.Tensor:
-    """Positions int64 [3, n] of a document's tokens `ids` [n] along time, height and width.
+    """Rotary positions int64 [3, n], along time, height and width, for a document's token ids [n].
 
-    Text counts on along all three. A picture counts its features along each from the position
-    after the token before it; the text after a picture goes on where its longer side ends. grids:
-    see merged_grids. ValueError if the document has not one image token for each feature.
+    For text all three count upwards. An image's features count along each axis from the position
+    after the preceding token; text after an image continues after its longer side. grids: see
+    merged_grids. ValueError if the number of image tokens is not the number of features. Source:
+    Qwen2-VL.
     """
     import torch
 
@@ -600,7 +627,7 @@ def rope_positions(
         f"a document has {len(places)} image tokens, and its {len(grids)} pictures {total} "
         "features: expected an image token for each feature",
     )
-    firsts = counts.cumsum(0) - counts  # of each picture among all features
+    firsts = counts.cumsum(0) - counts  # index of each image's first feature
     steps = torch.ones_like(ids)
     steps[places] = 0
     steps[places[firsts]] = grids[:, 1:].amax(1)
@@ -614,9 +641,10 @@ def rope_positions(
     return positions
 
 
-def check_slots(batch: dict, merge_size: int) -> None:
-    """ValueError for a batch of with_image_slots with more or fewer image tokens than features, and
-    for one without positions. Rows of padding alone may have pictures."""
+def check_slots(batch: dict[str, Any], merge_size: int) -> None:
+    """Raise ValueError if a batch's image tokens and features differ in number, or positions are
+    missing. Filler batches of padding may have images.
+    """
     lacking = [name for name in ROPE_COLUMNS if name not in batch]
     expect(
         not lacking,
@@ -638,18 +666,19 @@ def check_slots(batch: dict, merge_size: int) -> None:
 
 
 class PictureFile:
-    """The pictures of documents in a shard's folder: pictures.jsonl, a line for each document with
-    pictures, and pictures.bin, the bytes of those that are no files."""
+    """The images of a token-cache shard: pictures.jsonl has a line per document with images,
+    pictures.bin the bytes of images without a file.
+    """
 
     NAME = "pictures.jsonl"
     DATA_NAME = "pictures.bin"
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.end = 0  # of the lines written
+        self.end = 0  # size of pictures.jsonl so far
 
     def add(self, pictures: Sequence[Placed]) -> int:
-        """Append the pictures of a document, if it has some -> the end of the file of lines."""
+        """Append a document's images, if it has any -> the new size of pictures.jsonl."""
         if not pictures:
             return self.end
         records = []
@@ -666,13 +695,15 @@ class PictureFile:
         return self.end
 
     def read(self, start: int, stop: int) -> list[Placed]:
-        """The pictures of the line between two ends."""
+        """The images in the line between two sizes returned by add()."""
         if start == stop:
             return []
         return [self._placed(**record) for record in json.loads(self._read(self.NAME, start, stop))]
 
-    def _placed(self, picture: str, grid: list[int], start: int, **facts) -> Placed:
-        """A picture of a line. picture: its path, or "" for bytes from `start` on."""
+    def _placed(self, picture: str, grid: list[int], start: int, **facts: Any) -> Placed:
+        """An image from its record. picture: its path, or "" if its bytes are at `start` in
+        pictures.bin.
+        """
         data = None
         if not picture:
             data = self._read(self.DATA_NAME, start, start + facts["num_bytes"])
@@ -680,6 +711,7 @@ class PictureFile:
         return Placed(Picture(picture, data), (frames, rows, columns), **facts)
 
     def _read(self, name: str, start: int, stop: int) -> bytes:
+        """Bytes `start` to `stop` of a file in the folder."""
         with open(self.folder / name, "rb") as file:
             file.seek(start)
             return file.read(stop - start)

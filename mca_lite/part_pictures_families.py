@@ -1,5 +1,6 @@
-"""Families of models with pictures, a language model of the table beside transformers' module for
-pictures; the columns of their batches."""
+"""Model families with images: a language model from the table plus transformers' vision module.
+Also the columns of their batches.
+"""
 
 import re
 from dataclasses import replace
@@ -21,8 +22,10 @@ _VISION_PARTS = {
 }
 
 
-def _with_pictures(text: Family, **changes) -> Family:
-    """The family of a model with pictures, with the language model of another."""
+def _with_pictures(text: Family, **changes: Any) -> Family:
+    """The family of a model with images, built on the language model of another family. changes:
+    further fields to set.
+    """
     rows = []
     for row in text.rows:
         hf = tuple(re.sub("^model[.]", "model.language_model.", name) for name in row.hf)
@@ -32,13 +35,15 @@ def _with_pictures(text: Family, **changes) -> Family:
     return replace(text, rows=tuple(rows), inputs="pictures", **changes)
 
 
-def _sections(hf, default: tuple[int, ...]) -> dict[str, Any]:
-    """The numbers of rotary frequencies along time, height and width. default: transformers'."""
+def _sections(hf: Any, default: tuple[int, ...]) -> dict[str, Any]:
+    """The config field mrope_section: numbers of rotary frequencies for time, height and width.
+    default: transformers'.
+    """
     return {"mrope_section": list(hf.rope_parameters.get("mrope_section", default))}
 
 
-def _qwen2_vl(hf) -> dict[str, Any]:
-    """Fields of Qwen2-VL, which ignores head_dim."""
+def _qwen2_vl(hf: Any) -> dict[str, Any]:
+    """Config fields of Qwen2-VL, which ignores head_dim."""
     return {"kv_channels": hf.hidden_size // hf.num_attention_heads, **_sections(hf, (16, 24, 24))}
 
 
@@ -64,9 +69,10 @@ COLUMNS |= {
     "rope_t": Column("token", "int64", to_model=True, given_by=_GIVEN),
     "rope_h": Column("token", "int64", to_model=True, given_by=_GIVEN),
     "rope_w": Column("token", "int64", to_model=True, given_by=_GIVEN),
-    # [patches, values of a patch], and [pictures, 3]: patches along time, height and width
+    # pixel_values [patches, values per patch]; image_grid_thw [images, 3], the numbers of patches
+    # along time, height and width
     "pixel_values": Column("input", to_model=True, given_by=_GIVEN),
     "image_grid_thw": Column("input", "int64", to_model=True, given_by=_GIVEN),
-    # number of each place's feature in the micro-batch (with_image_slots), -1 for text
+    # index of each token's image feature in the micro-batch (with_image_slots), -1 for text
     "image_slot": Column("token", "int64", -1, to_model=True, given_by=()),
 }

@@ -1,4 +1,4 @@
-"""Keys and rules of pictures: their files and sizes, the parts of a model in training."""
+"""Keys and rules of images: their files and sizes, and which parts of the model are trained."""
 
 import math
 import os
@@ -61,6 +61,7 @@ class PicturesArguments(ArgumentGroup):
     )
 
     def check(self, judge: Judge) -> None:
+        """Check the folder and sizes; in a run also these keys against the model."""
         judge.expect(
             os.path.isdir(self.media_dir or "."),
             "media_dir",
@@ -74,12 +75,13 @@ class PicturesArguments(ArgumentGroup):
             "a lower one",
         )
         config = getattr(judge.arguments, "model_config", None)
-        if config is not None:  # of a run
+        if config is not None:  # the keys belong to a run
             self._check_run(config, judge)
 
     def _check_run(self, config: dict[str, Any], judge: Judge) -> None:
-        """Apply the rules between a run, its config.json (empty if it was not read) and these
-        keys."""
+        """Apply the rules for a run. config: the contents of its config.json, {} if it was not
+        read.
+        """
         judge.apply(_OF_ADAPTERS)
         if "vision_config" in config:
             judge.apply(_WITH_TOWER)

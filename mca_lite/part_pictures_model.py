@@ -1,10 +1,10 @@
-"""Pictures in a language model: transformers' module for them, and their features in place of
+"""Images in a language model: transformers' vision module (the tower), whose features replace
 embeddings.
 
-The tower is whole on each tensor- and context-parallel rank of the first pipeline stage. All of
-these run the same pictures, and each takes the features at its places. Under sequence parallelism
-a rank's gradient of the tower is that of its places: a partial sum, and marked so for megatron.
-Letters: n features, h hidden size, s, b as elsewhere.
+The tower is replicated on the tensor- and context-parallel ranks of the first pipeline stage. They
+all process the same images, and each uses the features for its tokens. Under sequence parallelism a
+rank's gradient of the tower covers its tokens only: a partial sum, marked so that megatron sums it.
+Letters: n features, h hidden size, s sequence, b batch.
 """
 
 import copy
@@ -35,11 +35,11 @@ from .weights_files import InitSource
 
 
 def frequency_axes(count: int, sections: list[int], in_turns: bool) -> list[int]:
-    """The axis of positions for each of `count` rotary frequencies: 0 time, 1 height, 2 width.
+    """The position axis of each of `count` rotary frequencies: 0 time, 1 height, 2 width.
 
-    sections: the number of frequencies of each. in_turns: time, height, width, time and so on,
-    until a section is full, and time for the rest; else one section after the other. ValueError
-    for sections that do not fill the frequencies then.
+    sections: number of frequencies per axis. in_turns True: axes alternate (time, height, width,
+    time, ...) until an axis has its number; the rest are time. in_turns False: one section after
+    another; ValueError if the sections do not sum to `count`.
     """
     if in_turns:
         return [i % 3 if i < 3 * sections[i % 3] else 0 for i in range(count)]
@@ -52,7 +52,7 @@ def frequency_axes(count: int, sections: list[int], in_turns: bool) -> list[int]
 
 
 class AxialRope:
-    """Rotary tables of positions along time, height and width."""
+    """Rotary tables for positions along time, height and width."""
 
     def __init__(self, config: McaModelConfig):
         self.rope = Rope.of(config)
@@ -62,7 +62,7 @@ class AxialRope:
     def tables(
         self, positions: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin [s, b, 1, rotary_dim] of positions [3, b, s]."""
+        """(cos, sin) [s, b, 1, rotary_dim] for positions [3, b, s]."""
         inv_freq = to_device(torch.tensor(self.rope.inv_freq), positions.device)
         axes = to_device(self.axes, positions.device)
         of_frequency = positions.permute(2, 1, 0)[..., axes].float()  # [s, b, rotary_dim / 2]
@@ -72,8 +72,8 @@ class AxialRope:
 # -- features
 
 
-def empty_picture(vision_config, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(pixel_values, image_grid_thw) of the smallest picture: zeros, for one feature."""
+def empty_picture(vision_config: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(pixel_values, image_grid_thw) of the smallest image: zeros, giving one feature."""
     size = vision_config.spatial_merge_size
     patch = vision_config.patch_size
     channels = vision_config.in_channels * vision_config.temporal_patch_size * patch * patch
@@ -82,10 +82,10 @@ def empty_picture(vision_config, device: torch.device) -> tuple[torch.Tensor, to
 
 
 class PlacedFeatures(NamedTuple):
-    """Features of pictures at this rank's places.
+    """Image features at the positions of this rank's tokens.
 
     is_image: bool [s, b, 1], or [s / tp, b, 1] under sequence parallelism. embedded: [s, b, h], 0
-    for text. deepstack: one of the same shape for each of the first layers, added to its output.
+    for text. deepstack: tensors shaped like it, to be added to the outputs of the first layers.
     """
 
     is_image: torch.Tensor
@@ -94,26 +94,36 @@ class PlacedFeatures(NamedTuple):
 
     @classmethod
     def of(cls, features: list[torch.Tensor], image_slot: torch.Tensor) -> "PlacedFeatures":
-        """The Tower's features at the places image_slot [b, s], -1 for text."""
-        places = image_slot.t().contiguous() + 1  # 0 of text, a row of zeros without a gradient
+        """Distribute the Tower's features to positions. image_slot: feature index [b, s], -1 for
+        text.
+        """
+        places = image_slot.t().contiguous() + 1  # text reads row 0: zeros without a gradient
         embedded, *deepstack = (F.embedding(places, x, padding_idx=0) for x in features)
         return cls((places > 0)[..., None], embedded, deepstack)
 
     def into(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The embeddings [s, b, h] with features in the places of pictures."""
+        """Embeddings [s, b, h] with features in place of those of image tokens."""
         return torch.where(self.is_image, self.embedded.to(hidden.dtype), hidden)
 
 
-# transformers gives a kernel with such a name the borders of pictures, and calls any other once for
-# each picture, or window of one
+# transformers passes the borders of images to an attention with such a name; others it calls once
+# for each image, or window of an image
 _VARLEN = "flash_varlen"
 
 
 def varlen_attention(
-    module, query, key, value, scaling=None, cu_seq_lens_q=None, max_length_q=None, **unused
-):
-    """Attention for transformers by torch's varlen kernel: query, key, value [1, n, t, d] of
-    pictures, or windows of them, end to end -> ([1, t, n, d], None)."""
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: Any = None,
+    **unused: Any,
+) -> tuple[torch.Tensor, None]:
+    """An attention function for transformers, on torch's varlen kernel. query, key, value [1, n, t,
+    d]: images, or windows of images, end to end -> ([1, t, n, d], None).
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     heads = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -122,22 +132,25 @@ def varlen_attention(
     return out[None], None
 
 
-def _product_of_patches(convolution, patches):
-    """A convolution of one place a patch [n, ...] as the product that it is: cuDNN's rounds float32
-    to tf32, and takes long in bf16."""
+def _product_of_patches(convolution: torch.nn.Module, patches: torch.Tensor) -> torch.Tensor:
+    """A convolution whose kernel covers exactly one patch, computed as a matmul: patches [n, ...]
+    -> [n, out]. cuDNN's convolution rounds float32 to tf32, and is slow in bf16.
+    """
     return F.linear(patches.flatten(1), convolution.weight.flatten(1), convolution.bias)
 
 
-def whole_config(hf_config: dict):
-    """transformers' config object of a config.json's values."""
+def whole_config(hf_config: dict[str, Any]) -> Any:
+    """transformers' config object for the contents of a config.json."""
     import transformers
 
     return transformers.AutoConfig.for_model(**copy.deepcopy(hf_config))
 
 
 @functools.lru_cache(4)
-def tower_on_meta(hf_config: str):
-    """transformers' module for pictures of a config.json (its text), without memory."""
+def tower_on_meta(hf_config: str) -> torch.nn.Module:
+    """transformers' vision module for a config.json, on the meta device. hf_config: the JSON text.
+    Cached.
+    """
     import transformers
 
     hf = whole_config(json.loads(hf_config))
@@ -147,7 +160,7 @@ def tower_on_meta(hf_config: str):
 
 
 class Tower(torch.nn.Module):
-    """transformers' module for pictures, as its family has it."""
+    """transformers' vision module for this model."""
 
     def __init__(self, config: McaModelConfig):
         from transformers import AttentionInterface
@@ -170,9 +183,10 @@ class Tower(torch.nn.Module):
             parameter.sequence_parallel = config.sequence_parallel
             parameter.may_rest = True  # see ckpt_megatron.may_rest
 
-    def _apply(self, fn, recurse=True):
-        """Keep the frequencies of positions in float32 whatever the weights' dtype, as transformers
-        does."""
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Tower":
+        """Module.to and the like, but buffers (position frequencies) keep float32 whatever the
+        weights' dtype, as in transformers.
+        """
         before = {name: buffer for name, buffer in self.named_buffers()}
         super()._apply(fn, recurse)
         for name, buffer in before.items():
@@ -184,15 +198,18 @@ class Tower(torch.nn.Module):
 
     @property
     def is_trained(self) -> bool:
+        """True if any of its weights is trained."""
         return any(parameter.requires_grad for parameter in self.parameters())
 
-    def forward(self, pixel_values, image_grid_thw) -> list[torch.Tensor] | None:
-        """Features of the pictures of a micro-batch: the embedded ones and those of deepstack, each
-        [n + 1, h] with zeros first.
+    def forward(
+        self, pixel_values: torch.Tensor | None, image_grid_thw: torch.Tensor | None
+    ) -> list[torch.Tensor] | None:
+        """Features of a micro-batch's images: [embedded, *deepstack], each [n + 1, h] with a row of
+        zeros first.
 
-        pixel_values [patches, values of a patch] and image_grid_thw [pictures, 3], or None: then
-        a trained tower runs on an empty picture without a place, so that each rank has a gradient
-        for every bucket; None is the answer otherwise.
+        pixel_values: [patches, values per patch]; image_grid_thw: [images, 3]. If they are None, a
+        trained tower runs on an empty image whose feature is not used, so that every rank has a
+        gradient for every DDP bucket; otherwise the result is None.
         """
         weight = next(self.parameters())
         if pixel_values is None:
@@ -206,12 +223,12 @@ class Tower(torch.nn.Module):
 
 # -- the inputs of a model
 
-# numbers kept of a patch in a layer of transformers' modules for pictures, for each channel and for
-# each column of the MLP, by the activation; counted storages
+# activation function -> values that a vision layer saves per patch for the backward pass, (per
+# channel, per MLP column); counted from the saved storages
 _KEPT = {"quick_gelu": (11, 3), "gelu_pytorch_tanh": (11, 2), "silu": (15, 4)}
 
 
-# with more than one pipeline stage
+# refused with several pipeline stages
 _NOT_AHEAD = (
     "layers for multi-token prediction, on the last pipeline stage, do not get the features of "
     "pictures from the first"
@@ -220,22 +237,24 @@ _REMEDY_AHEAD = "pipeline_model_parallel_size: 1, mtp_num_layers: 0, or data of 
 
 
 class Pictures(Inputs):
-    """Pictures of a model, with a Tower on the first pipeline stage."""
+    """Image inputs of a model, with a Tower on the first pipeline stage. Methods are described in
+    Inputs.
+    """
 
     @functools.cached_property
     def whole(self) -> Any:
-        """transformers' config of the model."""
+        """transformers' config of the whole model."""
         is_hf = hasattr(self.config, "vision_config")
         return self.config if is_hf else whole_config(self.config.hf_config)
 
     @functools.cached_property
     def hf_config(self) -> dict[str, Any]:
-        """config.json of the model, as it was read."""
+        """The contents of the model's config.json, as it was read."""
         return getattr(self.config, "hf_config", None) or self.config.to_dict()
 
     @property
     def vision_config(self) -> Any:
-        """transformers' config of the module for pictures."""
+        """transformers' config of the vision module."""
         return self.whole.vision_config
 
     @property
@@ -250,10 +269,10 @@ class Pictures(Inputs):
     def owns(self, name: str) -> bool:
         return name.startswith("model.visual.")
 
-    def media(self, folder: Path, tokenizer, keys) -> Media:
+    def media(self, folder: Path, tokenizer: Any, keys: Any) -> Media:
         return Vision.of(folder, self.whole.to_dict(), tokenizer, keys)
 
-    def notes(self, args) -> list[str]:
+    def notes(self, args: Any) -> list[str]:
         ahead = getattr(self.config, "mtp_num_layers", None)
         if ahead and args.pipeline_model_parallel_size > 1:
             refuse("mtp_num_layers", ahead, _NOT_AHEAD, _REMEDY_AHEAD)
@@ -262,16 +281,19 @@ class Pictures(Inputs):
         remedy = "dataloader_num_workers: 4 does it beside them"
         return [f"note: pictures are decoded between the steps: {remedy}"]
 
-    def build(self, model) -> None:
+    def build(self, model: Any) -> None:
         self.axial_rope = AxialRope(self.config)
         if model.pre_process:
             model.vision_model = Tower(self.config)
 
     def embed(  # type: ignore[override]
-        self, model, hidden, shared, rope_t, rope_h, rope_w,
-        image_slot=None, pixel_values=None, image_grid_thw=None,
-    ) -> tuple[Any, list, Callable | None]:  # fmt: skip
-        """Also puts the rotary tables of this rank's positions into `shared`."""
+        self, model: Any, hidden: torch.Tensor, shared: dict[str, Any], rope_t: torch.Tensor,
+        rope_h: torch.Tensor, rope_w: torch.Tensor,
+        image_slot: Any = None, pixel_values: Any = None, image_grid_thw: Any = None,
+    ) -> tuple[Any, list[Any], Callable[..., Any] | None]:  # fmt: skip
+        """Inputs.embed for images. Also adds the rotary tables for this rank's positions to
+        `shared`.
+        """
         positions = torch.stack((rope_t, rope_h, rope_w))
         shared["rope_tables"] = self.axial_rope.tables(positions, self.config.params_dtype)
         if not model.pre_process:
@@ -280,8 +302,8 @@ class Pictures(Inputs):
         if features is None:
             return hidden, [], None
 
-        def placed(image_slot) -> PlacedFeatures:
-            """The features at this rank's part of the places [b, s]."""
+        def placed(image_slot: torch.Tensor) -> PlacedFeatures:
+            """The features at this rank's part of the positions [b, s]."""
             if self.config.sequence_parallel:
                 image_slot = image_slot.chunk(model.tp_group.size(), 1)[model.tp_group.rank()]
             return PlacedFeatures.of(features, image_slot)
@@ -289,9 +311,10 @@ class Pictures(Inputs):
         here = placed(image_slot)
         return here.into(hidden), here.deepstack, lambda ahead, slots: placed(slots).into(ahead)
 
-    def arrange(self, batch: dict) -> dict:
-        """The batch with the places of features. The pictures stay on the host on later pipeline
-        stages, and those of rows of padding on the first."""
+    def arrange(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """The batch with image_slot added. Pixels are dropped from batches of later pipeline
+        stages, and from batches of padding only.
+        """
         config = self.config
         is_cut = config.pipeline_model_parallel_size > 1
         expect(
@@ -303,30 +326,37 @@ class Pictures(Inputs):
             return batch
         return _without_pictures(batch)
 
-    def _with_slots(self, batch: dict) -> dict:
+    def _with_slots(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Add image_slot to a batch, and check it."""
         batch = with_image_slots(batch, self.hf_config["image_token_id"])
         check_slots(batch, self.vision_config.spatial_merge_size)
         return batch
 
-    def trains(self, model) -> bool:
+    def trains(self, model: Any) -> bool:
         trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
         [trains] = largest(int(any(map(may_rest, trained))))
         return bool(trains)
 
-    def for_transformers(self, batch, inputs, positions, is_padding):
+    def for_transformers(
+        self,
+        batch: dict[str, Any],
+        inputs: dict[str, Any],
+        positions: Any,
+        is_padding: torch.Tensor,
+    ) -> tuple[dict[str, Any], Any]:
         self._with_slots(batch)
         image_token_id = self.config.image_token_id
         ids = inputs["input_ids"]
-        # rows that only fill the batch have no pictures
+        # filler rows contain image tokens without images: replace these tokens
         unseen = is_padding & (ids == image_token_id)
         inputs["input_ids"] = ids.masked_fill(unseen, int(image_token_id == 0))
         positions = torch.stack([inputs.pop(name) for name in ROPE_COLUMNS])
         return inputs if has_pictures(batch) else _without_pictures(inputs), positions
 
-    def parameters_of(self, model) -> list[torch.nn.Parameter]:
+    def parameters_of(self, model: Any) -> list[torch.nn.Parameter]:
         return list(model.base_model.visual.parameters())
 
-    def unused(self, model, columns: dict) -> Any:
+    def unused(self, model: Any, columns: dict[str, Any]) -> Any:
         if "pixel_values" in columns:
             return 0.0
         weight = next(model.parameters())
@@ -335,13 +365,14 @@ class Pictures(Inputs):
         features = [output.pooler_output, *getattr(output, "deepstack_features", ())]
         return sum(feature.sum() for feature in features) * 0
 
-    def rests(self, micro_batches: list[dict]) -> bool:
+    def rests(self, micro_batches: list[dict[str, Any]]) -> bool:
         [seen] = largest(int(any(map(has_pictures, micro_batches))))
         return not seen
 
-    def work(self, model) -> InputWork:
-        """A merger runs once for each feature; a layer with windows attends to those of full
-        size."""
+    def work(self, model: Any) -> InputWork:
+        """See Inputs.work. A merger runs once per feature; layers with windows attend to full-size
+        windows.
+        """
         vision = self.vision_config
         source = InitSource(self.hf_config, 0)
         weights = 0.0
@@ -360,7 +391,7 @@ class Pictures(Inputs):
         of_patch = 2 * weights + 4 * width * windows * in_window
         return InputWork(passes * of_patch, passes * 4 * width * (vision.depth - windows))
 
-    def parts_summary(self, model) -> str:
+    def parts_summary(self, model: Any) -> str:
         host = host_of(model)
         parts = {w.key: part_of(host.model_type, w.modules[0]) for w in host.weights()}
         totals = dict.fromkeys((*vision_parts_of(host.model_type), LANGUAGE_MODEL), 0)
@@ -372,7 +403,7 @@ class Pictures(Inputs):
         return ", ".join(f"{part} {trained[part]:,} of {total:,}" for part, total in totals.items())
 
     def bytes_of_token(self, trained: Iterable[str], width: int) -> float:
-        """0 for a tower with frozen layers."""
+        """See Inputs.bytes_of_token; 0 if all layers of the tower are frozen."""
         if not any(name.startswith("vision_model.module.blocks") for name in trained):
             return 0.0
         vision = self.vision_config
@@ -386,5 +417,6 @@ class Pictures(Inputs):
         return kept * vision.spatial_merge_size**2
 
 
-def _without_pictures(columns: dict) -> dict:
+def _without_pictures(columns: dict[str, Any]) -> dict[str, Any]:
+    """The columns except pixels and grids."""
     return {name: column for name, column in columns.items() if not is_of_inputs(name)}
