@@ -1,30 +1,38 @@
 """Gated delta net: the linear attention of Qwen3-Next and Qwen3.5.
 
-The state S [k, v] of a head is zero before the first token of a document. At each token
+A head's state S [k, v] is zero before the first token of a document. At each token
 
     S <- exp(g) S
     S <- S + key (beta (value - S^T key))^T
     output = S^T query / sqrt(k)
 
-Queries, keys and values come through a causal convolution and silu; queries and keys have length 1.
-g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b). Each head of keys, with its query, serves
-several heads of values. Source: Yang et al., arXiv 2412.06464, in its form for chunks of tokens;
-here documents may begin within a chunk.
+Queries, keys and values pass a causal convolution and silu; queries and keys are normalised to
+length 1. g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b). Each key head, with its query,
+serves several value heads. Source: Yang et al., arXiv 2412.06464, in its chunked form, extended
+here so that documents may begin inside a chunk.
 
-Letters: s sequence, b batch, g heads of keys, n heads of values, k and v channels of a head, C
-tokens of a chunk, cp the context-parallel size.
+Letters: s sequence, b batch, g key heads, n value heads, k and v channels per head, C tokens per
+chunk, cp the context-parallel size.
 """
 
 import functools
 import importlib.util
 import re
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from . import parallel
 from .kernels import compiled, first_line, rms_norm, works
-from .mcore import make_sharded_tensors_for_checkpoint, mappings, tensor_parallel
+from .mcore import (
+    PackedSeqParams,
+    ProcessGroupCollection,
+    TransformerConfig,
+    make_sharded_tensors_for_checkpoint,
+    mappings,
+    tensor_parallel,
+)
 from .model_attention import RowModule, column_linear, recomputes, row_linear
 from .model_moe import new_weight
 
@@ -38,28 +46,38 @@ _NO_KERNELS = (
 
 
 @compiled
-def causal_convolution(x, weight, documents):
-    """silu of the sum of each channel's last tokens, weighted, the tokens of one document; in
-    float32 at least, rounded once.
+def causal_convolution(
+    x: torch.Tensor, weight: torch.Tensor, documents: torch.Tensor
+) -> torch.Tensor:
+    """silu(convolution): for each channel, the weighted sum of the last `size` tokens of the same
+    document.
 
-    x [s, b, c]; weight [c, size], the present token's last; documents int64 [s]: the number of each
-    token's document.
+    x [s, b, c] -> [s, b, c]; weight [c, size], the current token's last; documents int64 [s], each
+    token's document index. Computed in float32 or wider, rounded once.
     """
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     out = wide * weight[:, -1]
     place = torch.arange(len(x), device=x.device)
     for ago in range(1, weight.shape[-1]):
-        # rolled and not cut: torch's compiler takes no sums over parts of unequal length
+        # roll instead of slicing: torch's compiler rejects sums of slices of unequal length
         is_same = (documents == documents.roll(ago)) & (place >= ago)
         out = out + wide.roll(ago, 0) * is_same[:, None, None] * weight[:, -1 - ago]
     return F.silu(out).to(x.dtype)
 
 
-def gated_delta_rule(query, key, value, decay, beta, documents, chunk_size: int = CHUNK_SIZE):
-    """The outputs [s, b, n, v] of the rule in plain torch, computed in float32 at least.
+def gated_delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    documents: torch.Tensor,
+    chunk_size: int = CHUNK_SIZE,
+) -> torch.Tensor:
+    """The rule in plain torch, computed in float32 or wider -> [s, b, n, v] in value's dtype.
 
-    query, key [s, b, n, k], not normed; value [s, b, n, v]; decay (g) and beta [s, b, n]; documents
-    int64 [s]: the number of each token's document.
+    query, key: [s, b, n, k], not normalised. value: [s, b, n, v]. decay (g), beta: [s, b, n].
+    documents: int64 [s], each token's document index.
     """
     length = len(query)
     size = min(chunk_size, length)
@@ -68,15 +86,15 @@ def gated_delta_rule(query, key, value, decay, beta, documents, chunk_size: int 
     k = _of_length_one(k)
     of_token = F.pad(documents, (0, -length % size)).unflatten(0, (-1, size))
     is_visible = (of_token[:, :, None] == of_token[:, None]).tril()
-    goes_on = of_token == of_token[:, -1].roll(1)[:, None]  # the document of the chunk before
+    goes_on = of_token == of_token[:, -1].roll(1)[:, None]  # same document as the last chunk's end
 
-    # decay from token j to token i [C, C], and from the chunk before [C, 1]. Sums of their own:
-    # differences of sums from the chunk's first token would round
+    # decay from token j to token i [C, C], and from the previous chunk's end [C, 1]. Each is summed
+    # by itself: differences of prefix sums would lose precision
     sums = g.expand(*g.shape[:-1], size).tril(-1).cumsum(-2)
     within = sums.exp() * is_visible
     since = g.cumsum(-2).exp() * goes_on[..., None]
 
-    # the value that token i writes depends on those of the tokens before: a triangular system
+    # the value that token i writes depends on what earlier tokens wrote: a triangular system
     strong = k * beta
     system = (strong @ k.mT) * within
     right = torch.cat((v * beta, strong * since), -1)
@@ -96,9 +114,10 @@ def gated_delta_rule(query, key, value, decay, beta, documents, chunk_size: int 
     return out.permute(2, 0, 1, 3).to(value.dtype)
 
 
-def _chunks(x, size: int):
-    """[s, b, n, c] or [s, b, n] -> [b, n, chunks, C, c], c 1 without it; zeros fill the last
-    chunk."""
+def _chunks(x: torch.Tensor, size: int) -> torch.Tensor:
+    """[s, b, n, c] or [s, b, n] -> [b, n, chunks, C, c] (c = 1 if missing), float32 or wider. The
+    last chunk is filled with zeros.
+    """
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     if x.dim() == 3:
         x = x[..., None]
@@ -106,14 +125,16 @@ def _chunks(x, size: int):
     return x.unflatten(2, (-1, size))
 
 
-def _of_length_one(x):
+def _of_length_one(x: torch.Tensor) -> torch.Tensor:
+    """Normalise the last dimension to length 1."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
 @functools.cache
 def why_no_fla() -> str | None:
-    """The first line of the error of flash-linear-attention's import, or of its known fault here;
-    None if it works."""
+    """Why flash-linear-attention cannot be used: the first line of its import error, or a fault
+    known on this GPU. None if it works. Cached.
+    """
     try:
         import fla.ops.gated_delta_rule  # noqa: F401
         from triton import __version__
@@ -127,9 +148,17 @@ def why_no_fla() -> str | None:
     return None
 
 
-def delta_rule_by_kernels(query, key, value, decay, beta, borders):
-    """The rule by flash-linear-attention's kernels. borders: cu_seqlens of a packed row, or None:
-    each row is a document."""
+def delta_rule_by_kernels(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    borders: torch.Tensor | None,
+) -> torch.Tensor:
+    """The rule with flash-linear-attention's kernels; arguments as in gated_delta_rule. borders:
+    cu_seqlens of a packed row; None: each row is one document.
+    """
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     rows = (x.transpose(0, 1).contiguous() for x in (query, key, value, decay, beta))
@@ -140,27 +169,42 @@ def delta_rule_by_kernels(query, key, value, decay, beta, borders):
     return out.transpose(0, 1)
 
 
-def delta_rule(query, key, value, decay, beta, documents, borders):
-    """The rule by kernels where they are installed and suit the dtype, else in plain torch."""
+def delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    documents: torch.Tensor,
+    borders: torch.Tensor | None,
+) -> torch.Tensor:
+    """The rule with kernels if they are installed and support the dtype, otherwise in
+    plain torch.
+    """
     suits = value.is_cuda and value.dtype != torch.float32
     if suits and works(why_no_fla, _NO_KERNELS):
         return delta_rule_by_kernels(query, key, value, decay, beta, borders)
     return gated_delta_rule(query, key, value, decay, beta, documents)
 
 
-# ---- context parallelism: heads of the whole row, instead of all heads of a part of it
+# ---- context parallelism: each rank computes some heads over the whole row
 
 
-def _to_heads(x, group, order):
-    """[s / cp, b, g, c] of this rank's tokens -> [s, b, g / cp, c] of its heads, in the row's
-    order. order: see RowLayout. Collective: all-to-all, in both passes."""
+def _to_heads(
+    x: torch.Tensor, group: torch.distributed.ProcessGroup, order: torch.Tensor
+) -> torch.Tensor:
+    """This rank's tokens [s / cp, b, g, c] -> some heads of the whole row [s, b, g / cp, c], in row
+    order. order: see RowLayout. Collective: all-to-all in both passes.
+    """
     parts = x.unflatten(2, (group.size(), -1)).movedim(2, 0)
     whole = mappings.all_to_all(group, parts.flatten(0, 1).contiguous())
     return whole.index_select(0, order)
 
 
-def _to_tokens(x, group, order):
-    """The reverse of _to_heads."""
+def _to_tokens(
+    x: torch.Tensor, group: torch.distributed.ProcessGroup, order: torch.Tensor
+) -> torch.Tensor:
+    """The inverse of _to_heads. Collective: all-to-all in both passes."""
     parts = x.index_select(0, order.argsort())
     parts = mappings.all_to_all(group, parts).unflatten(0, (group.size(), -1))
     return parts.movedim(0, 2).flatten(2, 3)
@@ -170,34 +214,45 @@ def _to_tokens(x, group, order):
 
 
 class Convolution(torch.nn.Module):
-    """The weight [channels, 1, size] of a convolution of each channel, as torch.nn.Conv1d has it.
-    Tensor parallelism cuts the channels with their heads."""
+    """The weight [channels, 1, size] of a per-channel convolution, as in torch.nn.Conv1d. Tensor
+    parallelism shards the channels with their heads.
+    """
 
-    def __init__(self, config, channels: int, size: int):
+    def __init__(self, config: TransformerConfig, channels: int, size: int):
         super().__init__()
         self.weight = new_weight(config, channels, 1, size)
 
-    def forward(self):
-        """The weight [channels, size], by a call: the hooks of overlap_param_gather wait for it in
-        one."""
+    def forward(self) -> torch.Tensor:
+        """The weight as [channels, size]. A call returns it because overlap_param_gather hooks wait
+        for it there.
+        """
         return self.weight.flatten(1)
 
-    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """megatron's ShardedTensors: sharded along the channels."""
         state = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
 
 
 class GatedNorm(torch.nn.Module):
-    """RMS norm of each head [..., v] times silu(gate). All heads share the weight, and tensor
-    parallelism cuts them: its gradient is summed. Collective: one all-reduce backward."""
+    """RMS norm over each head [..., v], times silu(gate). Heads are sharded and share the weight,
+    so its gradient is summed. Collective: one all-reduce in backward.
+    """
 
-    def __init__(self, config, size: int, tp_group):
+    def __init__(
+        self, config: TransformerConfig, size: int, tp_group: torch.distributed.ProcessGroup
+    ):
         super().__init__()
         self.weight = new_weight(config, size)
         self.eps = config.layernorm_epsilon
         self.tp_group = tp_group
 
-    def forward(self, x, gate):
+    def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         weight = self.weight
         if self.tp_group.size() > 1:
             weight = parallel.sum_gradients(weight, self.tp_group)
@@ -206,16 +261,18 @@ class GatedNorm(torch.nn.Module):
 
 
 class GatedDeltaNet(RowModule):
-    """Linear attention of a layer, in place of SelfAttention.
+    """A layer's linear attention, used instead of SelfAttention.
 
-    Takes [s, b, h], or [s / tp, b, h] under sequence parallelism, gives (the same, None). The rows
-    of in_proj are those of each head of keys: its query, its key, values, their gates, b and a of
-    its heads of values. Tensor parallelism cuts the heads of keys, and context parallelism once
-    more: its ranks exchange tokens for heads, since a state needs every token before. Collectives:
-    those of megatron's linears, and an all-to-all before and after the rule.
+    [s, b, h], or [s / tp, b, h] under sequence parallelism -> (the same shape, None). in_proj's
+    rows are grouped by key head: its query and key, then for its value heads the values, gates, b
+    and a. Tensor parallelism shards the key heads; context parallelism shards them further, because
+    a state needs all earlier tokens: its ranks exchange tokens for heads. Collectives: those of
+    megatron's linears, and an all-to-all before and after the rule.
     """
 
-    def __init__(self, config, layer_number: int, pg_collection):
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection
+    ):
         super().__init__(config=config)
         self.tp_group = pg_collection.tp
         self.cp_group = pg_collection.cp
@@ -223,7 +280,7 @@ class GatedDeltaNet(RowModule):
         heads = config.linear_num_value_heads
         k = config.linear_key_head_dim
         v = config.linear_value_head_dim
-        self.shared_by = heads // groups  # heads of values for each head of keys
+        self.shared_by = heads // groups  # value heads per key head
         self.of_convolution = [k, k, self.shared_by * v]
         self.widths = [sum(self.of_convolution), self.shared_by * v, *[self.shared_by] * 2]
         tp = self.tp_group.size()
@@ -239,9 +296,11 @@ class GatedDeltaNet(RowModule):
         self.is_recomputed = recomputes(config, "core_attn")
 
     @staticmethod
-    def costs(config, facts) -> float:
-        """Bytes a token, without the norm before it. In plain torch the rule keeps float32 numbers,
-        among them rows of matrices of a chunk and a state a chunk. facts: tool_plan_memory's."""
+    def costs(config: TransformerConfig, facts: Any) -> float:
+        """Bytes per token saved for the backward pass, without the norm before the layer. The plain
+        torch rule saves float32, including rows of chunk matrices and one state per chunk. facts:
+        tool_plan_memory's.
+        """
         tp = config.tensor_model_parallel_size
         heads = config.linear_num_value_heads / tp
         k = config.linear_key_head_dim
@@ -254,8 +313,13 @@ class GatedDeltaNet(RowModule):
         of_head = 12 * k + 9 * v + 6 * CHUNK_SIZE + k * v / CHUNK_SIZE + 9
         return convolution + 4 * heads * of_head + CHUNK_SIZE
 
-    def forward(self, hidden_states, packed_seq_params=None, **unused):
-        """unused: rotary tables, without effect here."""
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        packed_seq_params: PackedSeqParams | None = None,
+        **unused: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """hidden_states -> (output, None). unused: rotary tables, which have no effect here."""
         mixed, _ = self.in_proj(hidden_states)
         layout = self.layout(packed_seq_params, mixed)
         mixed = mixed.unflatten(-1, (-1, sum(self.widths)))
@@ -267,8 +331,12 @@ class GatedDeltaNet(RowModule):
             out = _to_tokens(out, self.cp_group, layout.order)
         return self.out_proj(out.flatten(2))
 
-    def _heads(self, mixed, documents, borders):
-        """[s, b, g, sum of widths] of the whole row -> [s, b, n, v], both of this rank's heads."""
+    def _heads(
+        self, mixed: torch.Tensor, documents: torch.Tensor, borders: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Projections [s, b, g, sum of widths] of the whole row -> [s, b, n, v]; g and n count this
+        rank's heads.
+        """
         convolved, gate, beta, a = mixed.split(self.widths, -1)
         weight = self._of_rank(self.conv1d())
         convolved = causal_convolution(convolved.flatten(2), weight, documents)
@@ -287,11 +355,17 @@ class GatedDeltaNet(RowModule):
             out = run(*tensors)
         return self.norm(out, gate.reshape(out.shape))
 
-    def _of_rank(self, weight):
-        """The part of a weight of heads for this context-parallel rank's."""
+    def _of_rank(self, weight: torch.Tensor) -> torch.Tensor:
+        """This context-parallel rank's part of a weight that has one entry per head or channel."""
         return weight.chunk(self.cp_group.size())[self.cp_group.rank()]
 
-    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """megatron's ShardedTensors; A_log and dt_bias are sharded with their heads."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         cut = {"A_log": self.A_log, "dt_bias": self.dt_bias}
         axes = dict.fromkeys(cut, 0)

@@ -1,19 +1,20 @@
-"""Kernels of distillation: divergences and cross entropy of a chunk's logits, and their gradients,
-without float32 copies.
+"""Triton kernels for distillation: divergence and cross entropy over a chunk's logits, and their
+gradients, without float32 copies.
 
-Letters: n rows (tokens); z a student's logit and y its teacher's, after their caps; q and p their
-probabilities at the temperature T; L the log of the sum of exp(z / T), with q = exp(z / T - L); b
-the share of the teacher in m = b p + (1 - b) q. Gradients, divided by T:
+Letters: n rows (tokens); z a student logit and y its teacher's, both after their caps; q and p the
+probabilities at temperature T; L the log of the sum of exp(z / T), so q = exp(z / T - L); D the
+divergence; b the teacher's share in m = b p + (1 - b) q. Gradients with respect to z, times T:
 
     forward_kl   q - p
     reverse_kl   q (log(q / p) - D)
     jsd          (1 - b) q (log(q / m) - sum q log(q / m))
 
-With tensor parallelism each rank has its columns of both models, and the sums are of all ranks. A
-cached teacher compares events, its k tokens and all others as one: each column is of an event.
+With tensor parallelism each rank has its columns of both models, and sums run over all ranks. A
+cached teacher compares events: its k tokens, and all other tokens as one event. Each column belongs
+to an event.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,12 +26,12 @@ from .loss_tokens import Head, Logits, all_reduce
 _LOWEST = torch.finfo(torch.float32).min
 _FORWARD, _REVERSE, _JSD = range(3)
 _KINDS = {"forward_kl": _FORWARD, "reverse_kl": _REVERSE, "jsd": _JSD}
-_BLOCK = 4096  # columns that a program reads at once
+_BLOCK = 4096  # columns read at once by a program
 
 
 @jit
 def _value(start, column, columns, softcap, CAPPED: tl.constexpr):
-    """Capped logits, -inf beyond the columns."""
+    """Capped logits as float32; -inf beyond `columns`."""
     value = tl.load(start + column, column < columns, 0.0).to(tl.float32)
     if CAPPED:  # softcap tanh(value / softcap)
         small = tl.exp(-2 * tl.abs(value) / softcap)
@@ -41,7 +42,9 @@ def _value(start, column, columns, softcap, CAPPED: tl.constexpr):
 
 @jit
 def _added(top, total, values):
-    """The largest value and the sum of exponentials relative to it, with more values."""
+    """Update a running maximum and a running sum of exponentials, relative to the maximum, with
+    more values.
+    """
     now = tl.maximum(top, tl.max(values, 0))
     return now, total * tl.exp(top - now) + tl.sum(tl.exp(values - now), 0)
 
@@ -127,7 +130,7 @@ def _of_cross_entropy(z, column, row, of_labels, places, by_label):
 
 @jit
 def _capped(slope, z, softcap, CAPPED: tl.constexpr):
-    """The gradient of logits before their cap."""
+    """Chain rule of the cap: the gradient of logits before their cap."""
     if CAPPED:
         tanh = tl.maximum(z / softcap, -1.0)
         slope *= 1 - tanh * tanh
@@ -180,22 +183,34 @@ def _event_gradients_kernel(
 
 
 class _Chunk(NamedTuple):
-    """Constants of a chunk's kernels."""
+    """Constants for the kernels of one chunk of tokens."""
 
-    head: Head  # of the student
-    common: int  # this rank's columns of token ids that both models have
+    head: Head  # the student's
+    common: int  # number of this rank's columns whose token ids both models have
     labels: torch.Tensor
     temperature: float
-    softcap: float | None  # of the student's logits
+    softcap: float | None  # cap on the student's logits
 
     @classmethod
     def of(cls, logits: Logits, common: Logits, temperature: float) -> "_Chunk":
         head = logits.head
         return cls(head, common.head.columns, logits.labels, temperature, head.softcap)
 
-    def sums(self, logits, columns: int, softcap, events=None, rest=0, labels=False):
-        """float32 [3, 2, n]: the largest logit and the sum of exponentials relative to it, of all
-        columns at T; with labels those at 1; with events those of the event `rest` at T."""
+    def sums(
+        self,
+        logits: torch.Tensor,
+        columns: int,
+        softcap: float | None,
+        events: torch.Tensor | None = None,
+        rest: int = 0,
+        labels: bool = False,
+    ) -> torch.Tensor:
+        """float32 [3, 2, n]: in each of three rows the largest logit, and the sum of exponentials
+        relative to it.
+
+        Row 0: all common columns, at the temperature. Row 1, if labels: all columns, at temperature
+        1. Row 2, if events: the columns of event `rest`, at the temperature.
+        """
         rows, width = logits.shape
         found = torch.zeros(3, 2, rows, dtype=torch.float32, device=logits.device)
         found[:, 0] = _LOWEST
@@ -206,32 +221,42 @@ class _Chunk(NamedTuple):
         launch(_sums_kernel, (rows,), *tensors, *numbers, **flags, **constants)
         return found
 
-    def logsumexp(self, found):
-        """[m, n] over all ranks, of sums [m, 2, n]. Collective."""
+    def logsumexp(self, found: torch.Tensor) -> torch.Tensor:
+        """Log-sum-exp over all ranks, [m, n], from sums [m, 2, n]. Collective."""
         tops, totals = found.unbind(1)
         most = all_reduce(tops.clone(), dist.ReduceOp.MAX, self.head.group)
         total = all_reduce(totals * (tops - most).exp(), dist.ReduceOp.SUM, self.head.group)
         return most + total.log()
 
-    def values_at(self, logits, tokens):
-        """[n, k]: this rank's part of the logits of global token ids, and their columns, -1 for
-        those of other ranks."""
+    def values_at(
+        self, logits: torch.Tensor, tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logits of global token ids [n, k], 0 for those on other ranks; their local columns, -1
+        for those on other ranks).
+        """
         column, here = self.head.place(tokens)
         values = logits.gather(1, column).float()
         if self.softcap is not None:
             values = self.softcap * torch.tanh(values / self.softcap)
         return values * here, column.where(here, -1)
 
-    def cross_entropy(self, of_labels, at_labels):
-        """[n], NaN for labels that are no token id."""
+    def cross_entropy(self, of_labels: torch.Tensor, at_labels: torch.Tensor) -> torch.Tensor:
+        """Cross entropy [n]; NaN for labels that are no token id."""
         return (of_labels - at_labels).masked_fill(self.head.unknown(self.labels), float("nan"))
 
 
 class _Beside(torch.autograd.Function):
-    """The logits of both models [n, V/tp], [n, common] -> D and cross entropy, each [n]."""
+    """Logits of both models, [n, V / tp] and [n, common] -> (divergence [n], cross entropy [n])."""
 
     @staticmethod
-    def forward(ctx, student, teacher, chunk: _Chunk, config, cap):
+    def forward(
+        ctx: Any,
+        student: torch.Tensor,
+        teacher: torch.Tensor,
+        chunk: _Chunk,
+        config: Any,
+        cap: float | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         columns = chunk.head.columns
         found = chunk.sums(student, columns, chunk.softcap, labels=True)
         found[2] = chunk.sums(teacher, chunk.common, cap)[0]
@@ -261,7 +286,9 @@ class _Beside(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad, by_label):
+    def backward(
+        ctx: Any, grad: torch.Tensor, by_label: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None, None, None]:
         student, teacher, *of_rows = ctx.saved_tensors
         out = torch.empty_like(student)
         rows, width = student.shape
@@ -273,17 +300,20 @@ class _Beside(torch.autograd.Function):
 
 
 class _Events(torch.autograd.Function):
-    """Logits [n, V/tp], tokens [n, k] -> log-probabilities [n, k + 1] of the tokens and of all
-    others together, and cross entropy [n]."""
+    """Logits [n, V / tp] and tokens [n, k] -> (log-probabilities [n, k + 1] of the tokens and of
+    all others together, cross entropy [n]).
+    """
 
     @staticmethod
-    def forward(ctx, logits, tokens, chunk: _Chunk):
+    def forward(
+        ctx: Any, logits: torch.Tensor, tokens: torch.Tensor, chunk: _Chunk
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         rows, width = logits.shape
         rest = tokens.shape[1]
         columns = chunk.head.columns
         values, at = chunk.values_at(logits, tokens)
         dtype = torch.int16 if rest < 2**15 else torch.int32
-        # the last column is for tokens of other ranks
+        # tokens on other ranks write to the extra last column
         events = at.new_full((rows, chunk.common + 1), rest, dtype=dtype)
         numbers = torch.arange(rest, dtype=dtype, device=at.device).expand(rows, rest)
         events.scatter_(1, at.where(at >= 0, chunk.common), numbers)
@@ -300,7 +330,9 @@ class _Events(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad, by_label):
+    def backward(
+        ctx: Any, grad: torch.Tensor, by_label: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None]:
         logits, events, *of_rows = ctx.saved_tensors
         out = torch.empty_like(logits)
         rows, width = logits.shape
@@ -311,16 +343,26 @@ class _Events(torch.autograd.Function):
         return out, None, None
 
 
-def losses_beside(logits: Logits, common: Logits, teacher, cap, config) -> tuple:
-    """D and cross entropy of each token [n]. common: the logits of the token ids that both models
-    have; teacher [n, columns of common]: those of the teacher, before their cap. Collective."""
+def losses_beside(
+    logits: Logits, common: Logits, teacher: torch.Tensor, cap: float | None, config: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(divergence [n], cross entropy [n]) with the teacher's logits in memory. Collective.
+
+    common: the student's logits for token ids that both models have. teacher: its logits for these
+    ids, [n, columns], before its cap.
+    """
     chunk = _Chunk.of(logits, common, config.temperature)
     return _Beside.apply(logits.product.contiguous(), teacher.contiguous(), chunk, config, cap)
 
 
-def log_probs_of_events(logits: Logits, common: Logits, tokens, temperature: float) -> tuple:
-    """(log-probabilities [n, k + 1] of tokens [n, k] and of all others together, without these for
-    k = V; cross entropy [n]). Collective."""
+def log_probs_of_events(
+    logits: Logits, common: Logits, tokens: torch.Tensor, temperature: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(log-probabilities [n, k + 1] of tokens [n, k] and of all others together, cross entropy
+    [n]). Collective.
+
+    The last column is missing if k = V.
+    """
     chunk = _Chunk.of(logits, common, temperature)
     log_q, cross_entropy = _Events.apply(logits.product.contiguous(), tokens, chunk)
     return log_q[:, : common.head.vocab_size], cross_entropy

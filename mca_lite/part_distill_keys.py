@@ -1,4 +1,4 @@
-"""Keys, rules and rows of distillation: learning from a teacher."""
+"""Keys, rules and table rows of distillation: a student learns from a teacher."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -76,6 +76,7 @@ _DISTILLATION_RUN = (
 
 
 def _check_distillation_keys(a: Any, judge: Judge) -> None:
+    """Check the objective's keys."""
     judge.apply(_DISTILLATION)
     judge.expect(
         a.distill_loss == "jsd" or "distill_jsd_mix" not in a.changed,
@@ -86,6 +87,7 @@ def _check_distillation_keys(a: Any, judge: Judge) -> None:
 
 
 def _describe_distillation(keys: Any) -> str:
+    """Text for the start summary."""
     text = f"{keys.distill_loss}, temperature {keys.distill_temperature:g}"
     text += f", cross entropy {keys.distill_ce_weight:g}"
     source = "resident teacher"

@@ -1,4 +1,6 @@
-"""Keys, rules and rows of stage dpo: training on preference pairs, and the losses of pairs."""
+"""Keys, rules and table rows of stage dpo: training on preference pairs. Also the table of its
+losses.
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
@@ -26,14 +28,18 @@ METRICS = (
 class PreferenceLoss(NamedTuple):
     """One row of LOSSES.
 
-    formula(responses, config) -> losses [P], or (losses, rewards of chosen, rewards of rejected)
-    with detached rewards; "module:function" of this package. responses:
-    part_dpo_losses.Responses; config: a DPOConfig. has_reference: True for a comparison with a
-    reference model. keys: the configuration keys of the loss, beside pref_ftx, pair_weight and
-    those of `excludes`. required: keys that must be set. excludes: keys it cannot be combined with.
-    of_batch(responses, config, memory) -> two numbers, or two tensors [N], of the N pairs of a
-    global batch, for `responses.of_batch` (see part_dpo_losses). looks_ahead: True if it reads the
-    policy's log-probabilities: one more forward pass a step.
+    formula(responses, config): returns losses [P], or (losses, rewards of chosen, rewards of
+    rejected) with detached rewards; or "module:function" in this package. responses:
+    part_dpo_losses.Responses; config: a DPOConfig.
+    has_reference: True if the loss compares with a reference model.
+    keys: the configuration keys that the loss reads, beside pref_ftx, pair_weight and those that
+    other losses list in `excludes`.
+    required: keys that must not be 0.
+    excludes: keys that the loss cannot be combined with. of_batch(responses, config, memory): two
+    numbers, or two tensors [N], from the N pairs of a global batch. The formula finds them in
+    `responses.of_batch` (see part_dpo_losses).
+    looks_ahead: True if of_batch reads the policy's log-probabilities, which costs one more forward
+    pass per step.
     """
 
     formula: Callable[[Any, Any], Any] | str
@@ -41,7 +47,7 @@ class PreferenceLoss(NamedTuple):
     keys: tuple[str, ...] = ("pref_beta",)
     required: tuple[str, ...] = ()
     excludes: tuple[str, ...] = ()
-    of_batch: Callable[[Any, Any, dict], tuple] | str | None = None
+    of_batch: Callable[[Any, Any, dict[str, Any]], tuple[Any, ...]] | str | None = None
     looks_ahead: bool = False
 
 
@@ -49,11 +55,11 @@ LOSSES: dict[str, PreferenceLoss] = {}
 
 
 def register_loss(name: str, formula: Callable[[Any, Any], Any], **fields: Any) -> None:
-    """Add a row to LOSSES: `pref_loss: <name>` trains with `formula`. fields: the others of
-    PreferenceLoss, with `has_reference` required.
+    """Add a row to LOSSES: `pref_loss: <name>` then trains with `formula`.
 
-    Call it before the configuration is parsed, on every rank. Raises ValueError for a taken name,
-    TypeError for a formula that is no function.
+    fields: further fields of PreferenceLoss; `has_reference` is required. Call it on every rank
+    before the configuration is parsed. ValueError if the name exists, TypeError if `formula` cannot
+    be called.
     """
     if not callable(formula):
         raise TypeError(f"pref_loss {name}: expected a function of responses, got {formula!r}")
@@ -68,7 +74,7 @@ _NO_PREFERENCE = ("use_weighting",)
 
 
 def _add_losses() -> None:
-    """Fill LOSSES with the functions of part_dpo_losses of the same names."""
+    """Fill LOSSES with part_dpo_losses' functions under their names."""
 
     def add(name: str, keys: tuple[str, ...], of_batch: str = "", **fields: Any) -> None:
         fields.setdefault("has_reference", True)
@@ -94,7 +100,7 @@ def _add_losses() -> None:
     of_others = dict(looks_ahead=True, excludes=("use_weighting", "pair_weight"))
     add("aot", _SMOOTHED, "sorted_references", **of_others)
     add("aot_unpaired", _SMOOTHED, "sorted_partners", **of_others)
-    # terms of a token's loss are no preference: neither weighed by the policy nor cut short
+    # losses with token terms cannot be weighted by the policy or shortened by ld_alpha
     add("orpo", _BETA, has_reference=False, excludes=("use_weighting", "ld_alpha"))
     add("simpo", (*_SMOOTHED, "pair_margin", "simpo_gamma"), has_reference=False)
     add(
@@ -111,7 +117,7 @@ _add_losses()
 
 
 def has_reference(names: Iterable[str]) -> bool:
-    """True if any of these losses is a comparison with a reference model."""
+    """True if any of these losses compares with a reference model."""
     return any(LOSSES[name].has_reference for name in names)
 
 
@@ -164,7 +170,7 @@ _DIVERGENCE = Rule(
 
 
 def _check_excludes(a: Any, judge: Judge) -> None:
-    """Refuse the keys of a group that the row of a loss excludes."""
+    """Refuse keys that a chosen loss excludes."""
     for name in a.pref_loss:
         for key in LOSSES[name].excludes:
             reason = f"pref_loss {name} has a term of single tokens, or of answers of several pairs"
@@ -172,6 +178,7 @@ def _check_excludes(a: Any, judge: Judge) -> None:
 
 
 def _check_pairs(a: Any, judge: Judge) -> None:
+    """Check the keys of a dpo run over all groups."""
     check_preferences(a, judge)
     _check_excludes(a, judge)
     judge.expect(
@@ -183,6 +190,7 @@ def _check_pairs(a: Any, judge: Judge) -> None:
 
 
 def _describe_preferences(keys: Any) -> str:
+    """Text for the start summary."""
     losses = ", ".join(keys.pref_loss)
     if keys.pref_loss_weights:
         losses += f" weighing {', '.join(f'{weight:g}' for weight in keys.pref_loss_weights)}"
@@ -196,7 +204,7 @@ def _keys_of(names: Iterable[str]) -> set[str]:
 
 
 def _check_preference_keys(a: Any, judge: Judge) -> None:
-    """Check the keys of losses and their reference."""
+    """Check the keys of the losses and of their reference."""
     names = a.pref_loss
     listed = ", ".join(names)
     judge.expect(

@@ -1,13 +1,16 @@
-"""Losses of preference pairs: pure functions, each a row of part_dpo_keys.LOSSES.
+"""Losses on preference pairs: pure functions, each a row in part_dpo_keys.LOSSES.
 
-    c, r   log-ratios of chosen and rejected: log-probability minus the reference's, [P]
-    d      beta (c - r) - margin, of f-divergences with f'(exp(c)) in place of c
+    c, r   log-ratios of the chosen and the rejected answer: policy minus reference
+           log-probability, [P]
+    b      beta
+    d      beta (c - r) - margin; with an f-divergence, f'(exp(c)) replaces c, and likewise for r
     e      label_smoothing
-    /|y|   a mean over the tokens of an answer
+    s      the sigmoid function
+    /|y|   divided by the number of tokens in the answer
 
-A formula(responses, config) gives the losses of P pairs. Some compare pairs with each other: their
-numbers over the global batch, of N pairs, are `of_batch`, computed before the gradients and without
-one. arXiv numbers name the sources.
+A formula(responses, config) returns the losses of P pairs. Some losses compare pairs with each
+other: their statistics over the global batch of N pairs are `of_batch`, computed beforehand and
+without gradients. Sources are arXiv numbers.
 """
 
 import math
@@ -16,16 +19,19 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import logsigmoid, softplus
 
-_LARGEST_EXPONENT = 80.0  # exp() of it is finite in float32
+_LARGEST_EXPONENT = 80.0  # exp(80) is finite in float32
 
 
 class Responses(NamedTuple):
-    """Inputs of a preference loss, each [P] for P pairs: the policy's log-probabilities of the
-    responses, their numbers of tokens, and the reference's log-probabilities (None for a loss
-    without a reference).
+    """Inputs of a preference loss for P pairs, each [P].
 
-    whole_chosen: chosen without ld_alpha. margin: of the column pair_margin, None without. of_batch
-    [P, 2]: the numbers of the row's of_batch.
+    chosen, rejected: the policy's log-probabilities of the answers; chosen_lens, rejected_lens:
+    their numbers of tokens.
+    reference_chosen, reference_rejected: the reference's log-probabilities; None for losses without
+    a reference.
+    whole_chosen: `chosen` before ld_alpha.
+    margin: the column pair_margin, or None.
+    of_batch: [P, 2], the results of the loss row's of_batch.
     """
 
     chosen: torch.Tensor
@@ -38,46 +44,51 @@ class Responses(NamedTuple):
     margin: Any = None
     of_batch: Any = None
 
-    def with_numbers(self, of_batch) -> "Responses":
-        """These with other numbers of the batch."""
+    def with_numbers(self, of_batch: Any) -> "Responses":
+        """A copy with another `of_batch`."""
         return self._replace(of_batch=of_batch)
 
     @property
     def ratios(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-ratios (c, r) of policy and reference."""
+        """Log-ratios (c, r): policy minus reference."""
         return self.chosen - self.reference_chosen, self.rejected - self.reference_rejected
 
     @property
     def means(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean log-probabilities of a token."""
+        """Mean log-probability per token of (chosen, rejected)."""
         return self.over_lengths(self.chosen, self.rejected)
 
-    def over_lengths(self, of_chosen, of_rejected) -> tuple[torch.Tensor, torch.Tensor]:
-        """Numbers of the answers, each divided by its tokens."""
+    def over_lengths(
+        self, of_chosen: torch.Tensor, of_rejected: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Divide one value per answer by the answer's number of tokens."""
         lengths = (self.chosen_lens.clamp(min=1), self.rejected_lens.clamp(min=1))
         return of_chosen / lengths[0], of_rejected / lengths[1]
 
 
 def rewards(
-    numbers: tuple[torch.Tensor, torch.Tensor], config
+    numbers: tuple[torch.Tensor, torch.Tensor], config: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rewards of chosen and rejected, detached: beta times `numbers`, the log-ratios, or for a loss
-    without a reference the mean log-probabilities of a token."""
+    """Detached rewards of (chosen, rejected): beta times `numbers`.
+
+    numbers: the log-ratios, or for losses without a reference the mean log-probabilities per token.
+    """
     of_chosen, of_rejected = numbers
     return config.beta * of_chosen.detach(), config.beta * of_rejected.detach()
 
 
-def scores(r: Responses, config) -> tuple[torch.Tensor, torch.Tensor]:
-    """f'(u) of chosen and rejected at the ratios u = exp(c), exp(r) (2309.16240).
+def scores(r: Responses, config: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """f'(u) for chosen and rejected, at the ratios u = exp(c) and exp(r) (2309.16240).
 
-    reverse_kl: log u. js_divergence: log(2 u / (1 + u)). alpha_divergence:
-    (u^(a - 1) - 1) / (a - 1), as in TRL, of a = f_alpha_divergence_coef; forward_kl: its a = 0.
+    reverse_kl: log u. js_divergence: log(2 u / (1 + u)). alpha_divergence: (u^(a - 1) - 1) / (a -
+    1) with a = f_alpha_divergence_coef, as in TRL. forward_kl: the same with a = 0.
     """
     of_chosen, of_rejected = r.ratios
     return _slope(of_chosen, config), _slope(of_rejected, config)
 
 
-def _slope(log_ratio: torch.Tensor, config) -> torch.Tensor:
+def _slope(log_ratio: torch.Tensor, config: Any) -> torch.Tensor:
+    """f'(exp(log_ratio)), see scores."""
     kind = config.f_divergence_type
     if kind == "js_divergence":
         return math.log(2) + logsigmoid(log_ratio)
@@ -88,74 +99,80 @@ def _slope(log_ratio: torch.Tensor, config) -> torch.Tensor:
     return torch.expm1((power * log_ratio).clamp(max=_LARGEST_EXPONENT)) / power
 
 
-def _margin(r: Responses, config, of_chosen, of_rejected) -> torch.Tensor:
-    """beta (chosen - rejected), minus the pair's margin (2402.10571)."""
+def _margin(
+    r: Responses, config: Any, of_chosen: torch.Tensor, of_rejected: torch.Tensor
+) -> torch.Tensor:
+    """beta (chosen - rejected), minus the pair's margin if there is one (2402.10571)."""
     margin = config.beta * (of_chosen - of_rejected)
     return margin if r.margin is None else margin - r.margin
 
 
-def _difference(r: Responses, config) -> torch.Tensor:
-    """d of the log-ratios."""
+def _difference(r: Responses, config: Any) -> torch.Tensor:
+    """d, from the log-ratios."""
     return _margin(r, config, *scores(r, config))
 
 
-def _scaled(r: Responses, config) -> tuple[torch.Tensor, torch.Tensor]:
-    """(b c, b r)."""
+def _scaled(r: Responses, config: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """(beta c, beta r)."""
     of_chosen, of_rejected = r.ratios
     return config.beta * of_chosen, config.beta * of_rejected
 
 
 def _smoothed(d: torch.Tensor, e: float) -> torch.Tensor:
+    """-(1 - e) log s(d) - e log s(-d)."""
     return -(1 - e) * logsigmoid(d) - e * logsigmoid(-d)
 
 
 def _token_loss(r: Responses) -> torch.Tensor:
-    """The loss of the chosen answers' tokens; its mean over the pairs of the global batch is the
-    mean over these tokens."""
+    """Token loss of the chosen answers [P]. Its mean over the global batch's pairs equals the mean
+    over its tokens.
+    """
     return -r.whole_chosen * r.of_batch[:, 0]
 
 
 # -- formulas of a difference d
 
 
-def sigmoid(r: Responses, config):
-    """-(1 - e) log s(d) - e log s(-d): DPO (2305.18290), conservative DPO."""
+def sigmoid(r: Responses, config: Any) -> torch.Tensor:
+    """-(1 - e) log s(d) - e log s(-d): DPO (2305.18290); with e > 0 conservative DPO."""
     return _smoothed(_difference(r, config), config.label_smoothing)
 
 
-def sigmoid_norm(r: Responses, config):
-    """-log s(d) of c/|y|, r/|y|: length-normalised DPO (2411.15124)."""
+def sigmoid_norm(r: Responses, config: Any) -> torch.Tensor:
+    """-log s(d) with c/|y| and r/|y| instead of c and r: length-normalised DPO (2411.15124)."""
     return -logsigmoid(_margin(r, config, *r.over_lengths(*scores(r, config))))
 
 
-def hinge(r: Responses, config):
-    """max(0, 1 - d): SLiC's hinge (2305.10425) on log-ratios, as RSO has it (2309.06657)."""
+def hinge(r: Responses, config: Any) -> torch.Tensor:
+    """max(0, 1 - d): SLiC's hinge loss (2305.10425) on log-ratios, as in RSO (2309.06657)."""
     return (1 - _difference(r, config)).clamp(min=0)
 
 
-def ipo(r: Responses, config):
-    """(c/|y| - r/|y| - 1 / (2 beta))^2: IPO (2310.12036, 17), of means as its authors trained."""
+def ipo(r: Responses, config: Any) -> torch.Tensor:
+    """(c/|y| - r/|y| - 1 / (2 beta))^2: IPO (2310.12036, equation 17), on means like its authors'
+    code.
+    """
     of_chosen, of_rejected = r.over_lengths(*scores(r, config))
     return (of_chosen - of_rejected - 1 / (2 * config.beta)).square()
 
 
-def robust(r: Responses, config):
+def robust(r: Responses, config: Any) -> torch.Tensor:
     """(-(1 - e) log s(d) + e log s(-d)) / (1 - 2 e): robust DPO (2403.00409)."""
     d = _difference(r, config)
     e = config.label_smoothing
     return (-(1 - e) * logsigmoid(d) + e * logsigmoid(-d)) / (1 - 2 * e)
 
 
-def exo_pair(r: Responses, config):
-    """s(d) (log s(d) - log(1 - e)) + s(-d) (log s(-d) - log e): EXO (2402.00856, 16)."""
+def exo_pair(r: Responses, config: Any) -> torch.Tensor:
+    """s(d) (log s(d) - log(1 - e)) + s(-d) (log s(-d) - log e): EXO (2402.00856, equation 16)."""
     d = _difference(r, config)
     e = config.label_smoothing
     of_chosen = d.sigmoid() * (logsigmoid(d) - math.log1p(-e))
     return of_chosen + (-d).sigmoid() * (logsigmoid(-d) - math.log(e))
 
 
-def discopop(r: Responses, config):
-    """(1 - m) (-log s(d)) + m exp(-d), m = s(d / tau): DiscoPOP (2406.08414, 5)."""
+def discopop(r: Responses, config: Any) -> torch.Tensor:
+    """(1 - m) (-log s(d)) + m exp(-d) with m = s(d / tau): DiscoPOP (2406.08414, equation 5)."""
     d = _difference(r, config)
     share = (d / config.discopop_tau).sigmoid()
     return (1 - share) * -logsigmoid(d) + torch.exp(logsigmoid(d / config.discopop_tau) - d)
@@ -164,59 +181,63 @@ def discopop(r: Responses, config):
 # -- formulas of both log-ratios
 
 
-def nca_pair(r: Responses, config):
+def nca_pair(r: Responses, config: Any) -> torch.Tensor:
     """-log s(b c) - (log s(-b c) + log s(-b r)) / 2: NCA (2402.05369)."""
     of_chosen, of_rejected = _scaled(r, config)
     return softplus(-of_chosen) + 0.5 * softplus(of_chosen) + 0.5 * softplus(of_rejected)
 
 
-def bco_pair(r: Responses, config):
-    """-log s(b c - m) - log s(m - b r): BCO (2404.04656); m of bco_shift, 0 without."""
+def bco_pair(r: Responses, config: Any) -> torch.Tensor:
+    """-log s(b c - m) - log s(m - b r): BCO (2404.04656). m comes from bco_shift; 0 without it."""
     of_chosen, of_rejected = _scaled(r, config)
     shift = 0.0 if r.of_batch is None else r.of_batch[:, 0]
     return -logsigmoid(of_chosen - shift) - logsigmoid(shift - of_rejected)
 
 
-def sppo_hard(r: Responses, config):
+def sppo_hard(r: Responses, config: Any) -> torch.Tensor:
     """(c - 1 / (2 b))^2 + (r + 1 / (2 b))^2: SPPO (2405.00675, 4.7) with preferences 1 and 0."""
     of_chosen, of_rejected = r.ratios
     target = 0.5 / config.beta
     return (of_chosen - target).square() + (of_rejected + target).square()
 
 
-def apo_zero(r: Responses, config):
-    """1 - s(b c) + s(b r): APO-zero (2408.06266, 7)."""
+def apo_zero(r: Responses, config: Any) -> torch.Tensor:
+    """1 - s(b c) + s(b r): APO-zero (2408.06266, equation 7)."""
     of_chosen, of_rejected = _scaled(r, config)
     return (-of_chosen).sigmoid() + of_rejected.sigmoid()
 
 
-def apo_down(r: Responses, config):
-    """s(b c) + 1 - s(b (c - r)): APO-down (2408.06266, 8)."""
+def apo_down(r: Responses, config: Any) -> torch.Tensor:
+    """s(b c) + 1 - s(b (c - r)): APO-down (2408.06266, equation 8)."""
     of_chosen, of_rejected = _scaled(r, config)
     return of_chosen.sigmoid() + (of_rejected - of_chosen).sigmoid()
 
 
-def kto_pair(r: Responses, config):
-    """(s(b (z_r - c)) + s(b (r - z_c))) / 2: KTO on pairs (2402.01306, v1), z of kl_of_batch."""
+def kto_pair(r: Responses, config: Any) -> torch.Tensor:
+    """(s(b (z_r - c)) + s(b (r - z_c))) / 2: KTO on pairs (2402.01306, v1). z_r and z_c come from
+    kl_of_batch.
+    """
     of_chosen, of_rejected = r.ratios
     kl_of_rejected, kl_of_chosen = r.of_batch.unbind(-1)
     chosen_loss = (config.beta * (kl_of_rejected - of_chosen)).sigmoid()
     return 0.5 * (chosen_loss + (config.beta * (of_rejected - kl_of_chosen)).sigmoid())
 
 
-def aot(r: Responses, config):
-    """-(1 - e) log s(b (q - q')) - e log s(b (q' - q)): AOT (2406.05882) of the policy's margins q
-    and the reference's q', both sorted over the batch."""
+def aot(r: Responses, config: Any) -> torch.Tensor:
+    """-(1 - e) log s(b (q - q')) - e log s(b (q' - q)): AOT (2406.05882). q are the policy's
+    margins, q' the reference's, both sorted over the batch.
+    """
     margin = config.beta * (r.chosen - r.rejected - r.of_batch[:, 0])
     return _smoothed(margin, config.label_smoothing)
 
 
-def aot_unpaired(r: Responses, config):
-    """-(1 - e) log s(b (c - r)) - e log s(b (r - c)): AOT unpaired (2406.05882), c and r each
+def aot_unpaired(r: Responses, config: Any) -> torch.Tensor:
+    """-(1 - e) log s(b (c - r)) - e log s(b (r - c)): AOT unpaired (2406.05882), with c and r each
     sorted over the batch.
 
-    A pair has two partners, one for each of its answers. The sum over pairs is that over ranks, and
-    each answer has its gradient once: the second term has the value 0.
+    Each answer is matched with the opposite answer of equal rank. The loss is summed from the
+    chosen answers' side; the rejected side adds only its gradient, not its value. So each answer
+    gets its gradient once, and the sum over pairs equals the sum over ranks.
     """
     of_chosen, of_rejected = r.ratios
     partner_of_chosen, partner_of_rejected = r.of_batch.unbind(-1)
@@ -230,13 +251,13 @@ def aot_unpaired(r: Responses, config):
 
 
 def log1mexp(x: torch.Tensor) -> torch.Tensor:
-    """log(1 - exp(x)) of x <= 0, finite everywhere.
+    """log(1 - exp(x)) for x <= 0, finite everywhere.
 
-    Near 0 through expm1 and far from it through log1p: the other way loses all digits in each case.
-    Above -1e-7, for a model certain of every token, value and gradient saturate (gradient 0).
+    Near 0 it uses expm1, elsewhere log1p: either would lose all digits in the other range. Above
+    -1e-7 (a model certain of every token) the value is constant and the gradient 0.
     """
     x = x.clamp(max=-1e-7)
-    # each branch gets its range only: the gradient of the other would be NaN
+    # each branch sees values of its range only: outside it, its gradient would be NaN
     near = x.clamp(min=-math.log(2))
     far = x.clamp(max=-math.log(2))
     return torch.where(
@@ -244,71 +265,74 @@ def log1mexp(x: torch.Tensor) -> torch.Tensor:
     )
 
 
-def orpo(r: Responses, config):
-    """-p_c - beta log s(odds_c - odds_r), odds = p - log(1 - exp(p)): ORPO (2403.07691) of the mean
-    log-probabilities p; it includes a supervised term."""
+def orpo(r: Responses, config: Any) -> torch.Tensor:
+    """-p_c - beta log s(odds_c - odds_r) with odds = p - log(1 - exp(p)): ORPO (2403.07691). p are
+    mean log-probabilities per token. The first term is a supervised loss.
+    """
     chosen, rejected = r.means
     log_odds = (chosen - rejected) - (log1mexp(chosen) - log1mexp(rejected))
     return -chosen - config.beta * logsigmoid(log_odds)
 
 
-def simpo(r: Responses, config):
-    """-(1 - e) log s(d - gamma) - e log s(gamma - d) of mean log-probabilities: SimPO
-    (2405.14734); gamma is the margin in units of the reward, as in TRL and LLaMA-Factory."""
+def simpo(r: Responses, config: Any) -> torch.Tensor:
+    """-(1 - e) log s(d - gamma) - e log s(gamma - d) with mean log-probabilities in d: SimPO
+    (2405.14734). gamma is a margin between rewards, as in TRL and LLaMA-Factory.
+    """
     d = _margin(r, config, *r.means) - config.simpo_gamma
     return _smoothed(d, config.label_smoothing)
 
 
-def cpo(r: Responses, config):
-    """-(1 - e) log s(d) - e log s(-d) + cpo_alpha (loss of the chosen answers' tokens): CPO
-    (2401.08417) of log-probabilities."""
+def cpo(r: Responses, config: Any) -> torch.Tensor:
+    """-(1 - e) log s(d) - e log s(-d) + cpo_alpha * (token loss of chosen answers): CPO
+    (2401.08417), with log-probabilities in d.
+    """
     d = _margin(r, config, r.chosen, r.rejected)
     return _smoothed(d, config.label_smoothing) + config.cpo_alpha * _token_loss(r)
 
 
-def sft(r: Responses, config):
-    """Loss of the chosen answers' tokens, the generation loss of MPO (2411.10442)."""
+def sft(r: Responses, config: Any) -> torch.Tensor:
+    """Token loss of the chosen answers: MPO's generation loss (2411.10442)."""
     return _token_loss(r)
 
 
-# -- numbers of the global batch: (Responses of its N pairs in float64, config, memory) -> two
-# numbers, or two [N]; memory: a dict of numbers that is saved with checkpoints
+# -- statistics of the global batch. Arguments: its N pairs as Responses in float64, the config, and
+# a dict of numbers that is saved in checkpoints. Results: two numbers, or two tensors [N].
 
 
-def pairs_per_token(every: Responses, config, memory: dict) -> tuple[Any, Any]:
-    """(N / tokens of the chosen answers, 0)."""
+def pairs_per_token(every: Responses, config: Any, memory: dict[str, Any]) -> tuple[Any, Any]:
+    """(N / number of tokens in the chosen answers, 0)."""
     return len(every.chosen_lens) / every.chosen_lens.sum().clamp(min=1), 0.0
 
 
-def bco_shift(every: Responses, config, memory: dict) -> tuple[Any, Any]:
-    """(m, 0): m is the mean, over all steps so far, of the batch's mean reward b (c + r) / 2."""
+def bco_shift(every: Responses, config: Any, memory: dict[str, Any]) -> tuple[Any, Any]:
+    """(m, 0): m is the mean over all steps so far of the batch's mean reward, b (c + r) / 2."""
     mean = float(config.beta * torch.cat(every.ratios).mean())
     steps = memory.get("bco_steps", 0) + 1
     before = memory.get("bco_mean", 0.0)
     shift = before + (mean - before) / steps
-    if math.isfinite(shift):  # a step that is left out leaves no trace
+    if math.isfinite(shift):  # a skipped step must not change the mean
         memory.update(bco_steps=steps, bco_mean=shift)
     return shift, 0.0
 
 
-def kl_of_batch(every: Responses, config, memory: dict) -> tuple[Any, Any]:
-    """(z_r, z_c): mean log-ratios of rejected and of chosen answers, at least 0."""
+def kl_of_batch(every: Responses, config: Any, memory: dict[str, Any]) -> tuple[Any, Any]:
+    """(z_r, z_c): mean log-ratios of the rejected and of the chosen answers, at least 0."""
     of_chosen, of_rejected = every.ratios
     return of_rejected.mean().clamp(min=0), of_chosen.mean().clamp(min=0)
 
 
 def _partners(values: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """[N]: for each value the one of `others` with the same rank."""
+    """For each value, the element of `others` with the same rank, [N]."""
     return others.sort().values[values.argsort(stable=True).argsort()]
 
 
-def sorted_references(every: Responses, config, memory: dict) -> tuple[Any, Any]:
-    """(the reference's margin with the rank of the policy's margin of the pair, 0)."""
+def sorted_references(every: Responses, config: Any, memory: dict[str, Any]) -> tuple[Any, Any]:
+    """(for each pair the reference's margin with the same rank as the policy's, 0)."""
     margins = every.chosen - every.rejected
     return _partners(margins, every.reference_chosen - every.reference_rejected), 0.0
 
 
-def sorted_partners(every: Responses, config, memory: dict) -> tuple[Any, Any]:
-    """(the r with the rank of the pair's c, the c with the rank of its r)."""
+def sorted_partners(every: Responses, config: Any, memory: dict[str, Any]) -> tuple[Any, Any]:
+    """(for each pair the r with the same rank as its c, the c with the same rank as its r)."""
     of_chosen, of_rejected = every.ratios
     return _partners(of_chosen, of_rejected), _partners(of_rejected, of_chosen)

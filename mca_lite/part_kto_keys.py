@@ -1,4 +1,4 @@
-"""Keys, rules and rows of KTO: training on single answers with a label."""
+"""Keys, rules and table rows of KTO: training on single answers with a label."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +28,7 @@ class KTOArguments(ArgumentGroup):
 
 
 def _check_answers(a: Any, judge: Judge) -> None:
+    """Check the keys of a kto run over all groups."""
     check_preferences(a, judge)
     values = getattr(a, "model_config", None) or {}
     reason = "it trains on texts, and the model has a vision tower"
@@ -35,6 +36,7 @@ def _check_answers(a: Any, judge: Judge) -> None:
 
 
 def _describe_kto(keys: Any) -> str:
+    """Text for the start summary."""
     text = f"beta {keys.pref_beta:g}, weight of desirable answers {keys.kto_chosen_weight:g}"
     return f"{text}, of undesirable ones {keys.kto_rejected_weight:g}"
 

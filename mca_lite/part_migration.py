@@ -5,7 +5,7 @@ Keys with an effect are fields in args.py.
 
 from .tables import ALIASES, BUILT_IN_FOR, FOREIGN_KEYS, NOT_OF_TRAINING, ForeignKey, refuse_taken
 
-# Names of other trainers=keys of this package.
+# another trainer's key=this package's key
 _SAME = """
 interleave_probs=mix_weights
 accumulate_allreduce_grads_in_fp32=grad_reduce_in_fp32
@@ -38,9 +38,9 @@ chat_template_path=chat_template
 """.split()
 ALIASES.update(dict(pair.split("=") for pair in _SAME))
 
-# Known keys without support, in paragraphs: the missing feature, the nearest way, the keys. None is
-# accepted, and the value after =, the default elsewhere; without one false and 0. A * at the end
-# stands for every ending.
+# Known keys without support. Each paragraph: the missing feature, the nearest way, the keys. None
+# is accepted, and so is the other trainer's default, written after =; without = that is false or 0.
+# A * at the end matches every ending.
 _REFUSED = """\
 an adapter on top of another
 adapter_name_or_path trains one further
@@ -207,7 +207,7 @@ use_llama_pro debug loraplus_lr_ratio loraplus_lr_embedding=1e-06 truncation_mod
 model_init_kwargs teacher_model_init_kwargs lora_target_parameters alpha dataset_kwargs
 use_megatron_bridge use_hyper_parallel use_kt use_v1_kernels auto_find_batch_size eval_delay
 """
-# Keys of LLaMA-Factory and Hugging Face without a meaning here, by reason.
+# reason -> keys of LLaMA-Factory and Hugging Face that have no meaning here
 _IGNORED = {
     "the model's folder decides it": "multi_latent_attention tool_format use_fast_tokenizer "
     "disable_dropout eos_token pad_token",
@@ -283,10 +283,11 @@ _IGNORED = {
     "image_do_pan_and_scan",
 }
 
-_OFF = "false no 0 0.0 [] {}"  # values of a key that asks for nothing
+_OFF = "false no 0 0.0 [] {}"  # values that switch a key off
 
 
 def _add(key: str, row: ForeignKey) -> None:
+    """Add a row to FOREIGN_KEYS; ValueError if the key exists."""
     refuse_taken("key", key, {*FOREIGN_KEYS, *ALIASES})
     FOREIGN_KEYS[key] = row
 
@@ -303,7 +304,7 @@ NOT_OF_TRAINING.update(
     "export_dir base_model tuner_type train_type rlhf_type step_scheduler".split()
 )
 
-# chat templates of LLaMA-Factory, by the built-in one
+# built-in chat template -> LLaMA-Factory's names for it
 _TEMPLATES = {
     "chatml": "chatml chatml_de qwen yi intern2 smollm smollm2",
     "llama3": "llama3",

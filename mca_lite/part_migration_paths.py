@@ -1,13 +1,15 @@
-"""The module paths of mcore_adapter, under the name of this package, and its names without a
-successor.
+"""mcore_adapter's module paths, under this package's name, and its names that have no successor.
 
-The package imports this module first: its finder must be there before a path is imported.
+The package imports this module first, because its finder must be installed before such a path is
+imported.
 """
 
 import sys
 from importlib import import_module
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
 
 _PATHS = (
     "adapters checkpointing initialize models models.auto models.auto.config_auto "
@@ -36,8 +38,10 @@ _REMEDIES = {  # names by spaces -> replacement
 }
 
 
-def _moved(name: str):
-    """A name of mcore_adapter's modules. ImportError with its replacement, if it is not here."""
+def _moved(name: str) -> Any:
+    """A name from one of mcore_adapter's modules. If it does not exist here: ImportError with its
+    replacement.
+    """
     if name == "initialize_megatron":
         return import_module(".parallel", __package__).initialize
     for names, remedy in _REMEDIES.items():
@@ -47,13 +51,15 @@ def _moved(name: str):
 
 
 class _MovedModules(Loader):
-    """Finder and loader of the modules of _PATHS, with the public names as attributes."""
+    """Finder and loader for the modules in _PATHS. Their attributes are the package's
+    public names.
+    """
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         is_moved = name in [f"{__package__}.{moved}" for moved in _PATHS]
         return ModuleSpec(name, self, is_package=True) if is_moved else None
 
-    def exec_module(self, module) -> None:
+    def exec_module(self, module: ModuleType) -> None:
         vars(module)["__getattr__"] = _moved
 
 

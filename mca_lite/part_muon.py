@@ -1,14 +1,18 @@
-"""Muon: momentum made orthogonal, for the matrices of hidden layers."""
+"""Muon: orthogonalised momentum for the matrices of hidden layers."""
+
+from typing import Any
 
 import torch
 
+from .args import TrainingArguments
 from .kernels import AdamW
 from .tables import numbers_of_adam
 
 
 def orthogonalised(x: torch.Tensor, steps: int) -> torch.Tensor:
-    """The orthogonal factors of bf16 matrices [n, rows, columns], singular values near 1, by
-    Newton-Schulz iterations with the coefficients of torch.optim.Muon."""
+    """The nearest orthogonal matrices, approximately (singular values near 1), for bf16 matrices
+    [n, rows, columns]. Newton-Schulz iterations with the coefficients of torch.optim.Muon.
+    """
     if x.shape[1] > x.shape[2]:
         return orthogonalised(x.mT, steps).mT
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
@@ -20,31 +24,37 @@ def orthogonalised(x: torch.Tensor, steps: int) -> torch.Tensor:
 
 
 class Muon(AdamW):
-    """Momentum, made orthogonal, for the matrices of hidden layers; AdamW for all others.
+    """Orthogonalised momentum for the matrices of hidden layers, AdamW for all other parameters.
 
         m = mu m + (1 - mu) g,   u = (1 - mu) g + mu m (muon_nesterov) or m
         w = (1 - lr decay) w - lr ratio orthogonalised(u)
 
-    of each Hugging Face matrix by itself: q, k, v, gate, up and every expert, as by
-    torch.optim.Muon on transformers' modules. ratio: sqrt(max(1, rows / columns)) with
-    muon_adjust_lr original, 0.2 sqrt(max(rows, columns)) with match_rms_adamw: updates are as large
-    as AdamW's then, and share its rate.
-
-    AdamW updates embedding and output layer, since each of their rows is one token's, norms, biases
-    and matrices of one row. Routers get Muon, as in megatron-core (emerging_optimizers.py of 0.19).
+    Each Hugging Face matrix is updated separately: q, k, v, gate, up and every expert, as
+    torch.optim.Muon would on transformers' modules.
+    ratio: with muon_adjust_lr original, sqrt(max(1, rows / columns)); with match_rms_adamw, 0.2
+    sqrt(max(rows, columns)), so that updates are as large as AdamW's and can share its learning
+    rate.
     mu: muon_momentum. args: TrainingArguments.
+
+    AdamW updates embedding and output layer, whose rows each belong to one token, and norms, biases
+    and one-row matrices. Routers are updated by Muon, as in megatron-core (emerging_optimizers.py
+    of 0.19).
     """
 
-    def __init__(self, groups, args):
+    def __init__(self, groups: list[dict[str, Any]], args: TrainingArguments):
         super().__init__(groups, **numbers_of_adam(args))
         self.args = args
 
-    def dtypes_of(self, p):
+    def dtypes_of(self, p: torch.nn.Parameter) -> dict[str, torch.dtype]:
+        """{state: its dtype} for a parameter."""
         if hasattr(p, "matrices"):
             return {"momentum_buffer": torch.float32}
         return self.dtypes
 
-    def _update(self, group, p, grad, factor):
+    def _update(
+        self, group: dict[str, Any], p: torch.nn.Parameter, grad: torch.Tensor, factor: Any
+    ) -> None:
+        """Update a parameter in place."""
         if not hasattr(p, "matrices"):
             return super()._update(group, p, grad, factor)
         state = self.state_of(p)
@@ -56,8 +66,8 @@ class Muon(AdamW):
         p.mul_(1 - group["lr"] * group["weight_decay"])
         p.sub_(p.matrices.apply(self._direction, update.bfloat16()), alpha=group["lr"])
 
-    def _direction(self, matrices):
-        """The update at rate 1 of matrices [n, rows, columns], float32."""
+    def _direction(self, matrices: torch.Tensor) -> torch.Tensor:
+        """The update for learning rate 1, float32, for matrices [n, rows, columns]."""
         rows, columns = matrices.shape[1:]
         ratio = 0.2 * max(rows, columns) ** 0.5
         if self.args.muon_adjust_lr == "original":

@@ -1,23 +1,33 @@
-"""Optimizer states in host memory, and their updates there."""
+"""An optimizer whose states stay in host memory and are updated there."""
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
 
 class OffloadedOptimizer:
-    """An optimizer with the states of a share of its parameters in host memory, updated there: the
-    first ones, up to `fraction` of all elements. on_host: these parameters.
+    """An optimizer that keeps and updates the states of some parameters in host memory: the first
+    parameters, up to `fraction` of all elements. on_host: these parameters.
 
-    The weights stay on their device: an update copies them and their gradients to the host and
-    back. megatron's crashes in bf16 without its distributed optimizer and in float32 with it, and
-    a loaded checkpoint does not reach its copies of the weights.
+    Weights stay on their device; an update copies them and their gradients to the host and back.
+    megatron's offloading crashes in bf16 without its distributed optimizer and in float32 with it,
+    and its copies of the weights miss a loaded checkpoint.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, fraction: float, make):
-        """make(groups) -> an optimizer of the same kind as `inner`."""
+    def __init__(
+        self,
+        inner: torch.optim.Optimizer,
+        fraction: float,
+        make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
+    ):
+        """inner: the optimizer of all parameters. make(groups): builds an optimizer of the same
+        kind.
+        """
         self.inner = inner
         parameters = [p for group in inner.param_groups for p in group["params"]]
         left = fraction * sum(p.numel() for p in parameters)
-        # an update on the host is one of stand-ins, with tensors during the update alone
+        # the host's optimizer updates stand-ins, which have data only during the update
         self._stand_ins: dict[torch.Tensor, torch.nn.Parameter] = {}
         for parameter in parameters:
             if left > 0:
@@ -26,7 +36,8 @@ class OffloadedOptimizer:
         self.on_host = set(self._stand_ins)
         self._host = make([{"params": [torch.nn.Parameter(torch.empty(0, device="cpu"))]}])
 
-    def _host_groups(self) -> list[dict]:
+    def _host_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups, with stand-ins for the parameters on the host."""
         groups = []
         for group in self.param_groups:
             params = [self._stand_ins[p] for p in group["params"] if p in self._stand_ins]
@@ -34,29 +45,32 @@ class OffloadedOptimizer:
         return groups
 
     @property
-    def param_groups(self) -> list[dict]:
+    def param_groups(self) -> list[dict[str, Any]]:
         return self.inner.param_groups
 
     @property
-    def state(self) -> dict:
-        """States of each parameter, CPU tensors for those on the host."""
+    def state(self) -> dict[torch.Tensor, Any]:
+        """{parameter: its states}; for parameters on the host these are CPU tensors."""
         return self.inner.state
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.inner.zero_grad(set_to_none)
 
     def settle(self, parameter: torch.Tensor) -> None:
-        """Move a parameter's states to the device of its updates, after a checkpoint's load."""
+        """After a checkpoint was loaded: move a parameter's states to the host if they belong
+        there.
+        """
         if parameter in self.on_host:
             states = self.state[parameter]
             self.state[parameter] = {name: value.cpu() for name, value in states.items()}
 
     @torch.no_grad()
     def step(self) -> None:
+        """Update all parameters: those on the device, then those on the host."""
         gradients = {p: p.grad for p in self._stand_ins if p.grad is not None}
         for parameter in gradients:
             parameter.grad = None
-        self.inner.step()  # of all others
+        self.inner.step()  # updates the parameters that still have a gradient
         self._host.param_groups = self._host_groups()
         for parameter, gradient in gradients.items():
             stand_in = self._stand_ins[parameter]
@@ -64,7 +78,7 @@ class OffloadedOptimizer:
             stand_in.grad = _to_host(gradient)
             self._host.state[stand_in] = self.state.get(parameter, {})
         if gradients and next(iter(gradients)).is_cuda:
-            torch.cuda.synchronize()  # the copies are there
+            torch.cuda.synchronize()  # wait for the copies
         self._host.step()
         for parameter, gradient in gradients.items():
             stand_in = self._stand_ins[parameter]
@@ -76,7 +90,7 @@ class OffloadedOptimizer:
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory, under way."""
+    """Start an asynchronous copy to host memory."""
     pinned = tensor.is_cuda
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
     return copy.copy_(tensor, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Keys and rows of reward models: scores of whole answers, trained on pairs."""
+"""Keys and table rows of reward models: they score whole answers, and train on pairs."""
 
 from dataclasses import dataclass
 

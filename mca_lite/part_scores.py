@@ -1,10 +1,10 @@
-"""Scores of a data set by another model, a reference or a teacher: ScoredTrainer's pass before
-training, and the store of its rows.
+"""Scores of a data set by another model, a reference or a teacher: computed in a pass before
+training, and stored.
 
-A row is what that model says of a sample, or of a trained token: a record of a fixed size, whose
-field `logps` has log-probabilities. Rows have the order of the samples: the layout that wrote them
-does not matter. A pass writes them part by part, and goes on after the last whole one. Letters: N
-rows, n of a part.
+A row contains what that model says about a sample, or about a trained token. Rows have a fixed size
+and a field `logps` with log-probabilities. They are in sample order, so the layout that wrote them
+does not matter. The pass writes them in parts, and resumes after the last complete part. Letters: N
+rows, n rows in a part.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -48,8 +48,10 @@ META_NAME = "meta.json"
 # -- identities
 
 
-def trained_counts(dataset) -> np.ndarray:
-    """int64 [samples]: trained tokens of each sample. Reads a dataset without `learned`."""
+def trained_counts(dataset: Any) -> np.ndarray:
+    """Number of trained tokens in each sample, int64 [samples]. Iterates over the dataset if it has
+    no `learned`.
+    """
     learned = getattr(dataset, "learned", None)
     if learned is not None:
         return learned
@@ -60,13 +62,13 @@ def trained_counts(dataset) -> np.ndarray:
     return counts
 
 
-def trained(document) -> np.ndarray:
-    """True for the tokens of a document with a label."""
+def trained(document: Any) -> np.ndarray:
+    """bool array: True for tokens of the document with a label."""
     return np.asarray(document["labels"]) != IGNORE_INDEX
 
 
-def fingerprint_of(dataset) -> str:
-    """Name of the columns of a dataset. Reads a dataset without `fingerprint`."""
+def fingerprint_of(dataset: Any) -> str:
+    """A hash of the dataset's columns. Iterates over the dataset if it has no `fingerprint`."""
     name = getattr(dataset, "fingerprint", None)
     if name is not None:
         return name
@@ -80,9 +82,10 @@ def fingerprint_of(dataset) -> str:
     return digest.hexdigest()[:16]
 
 
-def identity_of_model(folder: str | os.PathLike | None, cache_dir: Path) -> dict[str, str]:
-    """{file: sha256} of a model's folder, {} without one. cache_dir: keeps the sums of large
-    files."""
+def identity_of_model(folder: str | os.PathLike[str] | None, cache_dir: Path) -> dict[str, str]:
+    """{file: its sha256} for a model's folder; {} without a folder. cache_dir: caches the hashes of
+    large files.
+    """
     if not folder:
         return {}
     paths: list[Path] = []
@@ -93,7 +96,7 @@ def identity_of_model(folder: str | os.PathLike | None, cache_dir: Path) -> dict
 
 # -- rows on disk
 
-# keys of an identity -> how a refusal names them
+# keys of an identity -> their names in error messages
 _WORDS = {
     "reference": "another reference model",
     "teacher": "another teacher",
@@ -105,13 +108,13 @@ _WORDS = {
 }
 
 
-# first row, the row after the last one, hash, CRC-32
+# file names: first row, the row after the last, hash, CRC-32
 _PART = re.compile(r"(\d+)-(\d+)-([0-9a-f]{8})-([0-9a-f]{8})\.rows", re.ASCII)
 
 
 @contextlib.contextmanager
 def _naming(folder: Path) -> Iterator[None]:
-    """CheckpointError with the folder and its keys for an error of the system."""
+    """Context that turns an OSError into a CheckpointError naming the folder and its keys."""
     try:
         yield
     except OSError as error:
@@ -122,12 +125,13 @@ def _naming(folder: Path) -> Iterator[None]:
 
 
 class RowStore:
-    """The rows of one data set in a folder: meta.json with their identity, and a file for each
-    part. Its name has its first row, the row after it, a hash of the identity and of the name of
-    the part before it, and its CRC-32: parts of one pass are a chain.
+    """The rows of one data set in a folder: meta.json with their identity, and one file per part.
 
-    folder: None: nothing is written. identity: {"data", "rows", ...}, the keys of _WORDS that are
-    compared, and more for meta.json. dtype: of a row. Files are written whole or not at all: two
+    A part's file name has its first row, the row after its last, a hash of the identity and of the
+    previous part's name, and the CRC-32 of its content. So the parts of one pass form a chain.
+
+    folder: None: rows are not written. identity: {"data", "rows", ...}; the keys in _WORDS are
+    compared, others are only stored. dtype: of a row. Files are written atomically, so two
     processes may write the same rows.
     """
 
@@ -139,21 +143,25 @@ class RowStore:
 
     @property
     def num_rows(self) -> int:
-        """The rows that are there."""
+        """Number of rows that the store has."""
         return self.parts[-1][0] if self.parts else 0
 
     def _before(self) -> str:
-        """A hash of the identity and of the name of the last part."""
+        """A hash of the identity and of the last part's name."""
         return hash_of([self.identity, [path.name for _, path in self.parts[-1:]]])[:8]
 
     @property
     def is_complete(self) -> bool:
+        """True if the store has all rows."""
         return self.num_rows == self.identity["rows"]
 
-    def load(self, report=print) -> "RowStore":
-        """Read and check the rows on disk, up to the first damaged one, named in a line of report
-        -> self, with the identity that was written. ValueError for rows of another model, other
-        data or other keys."""
+    def load(self, report: Callable[[str], Any] = print) -> "RowStore":
+        """Check the rows on disk and add those before the first damaged part -> self, with the
+        identity read from disk.
+
+        report: called with a line about damage. ValueError if the rows belong to another model,
+        other data or other keys.
+        """
         if self.folder is None or not (self.folder / META_NAME).is_file():
             return self
         try:
@@ -184,7 +192,9 @@ class RowStore:
         return self
 
     def write(self, rows: np.ndarray) -> tuple[int, Path]:
-        """Write the next rows -> an item for `parts`. On disk when the call returns."""
+        """Write the next rows -> an item to append to `parts`. Files are on disk when
+        it returns.
+        """
         data = rows.tobytes()
         end = self.num_rows + len(rows)
         crc = zlib.crc32(data)
@@ -210,9 +220,12 @@ class RowStore:
 
 
 class ObjectiveConfig:
-    """Base of the configs of objectives, dataclasses with the fields of `keys` in the row of
-    OBJECTIVES. The fields here are those of some objectives. cache_dir: folder for rows; None: they
-    are in memory alone. cache: another folder for them."""
+    """Base of the objectives' configs: dataclasses whose fields are the values of `keys` in a row
+    of OBJECTIVES.
+
+    The fields here exist in some objectives only. cache_dir: folder for stored rows; None: keep
+    them in memory. cache: another folder, used instead.
+    """
 
     stage: ClassVar[str]
     cache_dir: str | None
@@ -222,22 +235,25 @@ class ObjectiveConfig:
     use_weighting: bool = False
 
     @classmethod
-    def of_keys(cls, keys: RunArguments, **more: Any):
-        """The config of a run with these keys. more: other fields, and some in their place."""
+    def of_keys(cls, keys: RunArguments, **more: Any) -> Any:
+        """The config for a run's keys. more: further fields, which override the keys."""
         names = OBJECTIVES[cls.stage].keys
         return cls(**{name: getattr(keys, key) for key, name in names.items()} | more)
 
     def as_keys(self) -> dict[str, Any]:
-        """The configuration keys of the same meaning."""
+        """{configuration key: this config's value}."""
         return {key: getattr(self, name) for key, name in OBJECTIVES[self.stage].keys.items()}
 
     def check_with(self, **more: Any) -> SimpleNamespace:
-        """The keys, and more in place of some. ConfigError by their rules."""
+        """Check this config's keys by their rules -> all keys of the objective. more: overrides
+        some keys. Raises ConfigError.
+        """
         return objective_keys(self.stage, **self.as_keys() | more)
 
     def take_keys(self, **more: Any) -> None:
-        """Cast the fields to the types of their keys, but those of `more`. ConfigError by the rules
-        of the keys."""
+        """Check the keys and convert the fields to the keys' types, in place. more: overrides some
+        keys; their fields stay. Raises ConfigError.
+        """
         keys = self.check_with(**more)
         for key, name in OBJECTIVES[self.stage].keys.items():
             if key not in more:
@@ -248,18 +264,21 @@ class ScoredTrainer(McaTrainer):
     """Base of trainers that learn from another model's scores of their samples. Subclasses set the
     names below.
 
-    The other arguments are McaTrainer's. ConfigError for keys that do not fit together.
+    train_config: an ObjectiveConfig; None: its defaults. Other arguments are McaTrainer's.
+    ConfigError for keys that do not fit together.
     """
 
     config_class: Any
-    scorer: str  # name of the other model in reports
-    scorer_key: str  # configuration key that sets it
-    kind: str  # name of its rows on disk, and of the first ones in checkpoints
-    row_unit: str  # name of what a row is of, in reports
-    part_rows: int  # that the pass writes at once; a crash loses as many
+    scorer: str  # the other model's name in reports
+    scorer_key: str  # the configuration key that sets it
+    kind: str  # names its rows on disk, and the first ones in checkpoints
+    row_unit: str  # what a row describes, for reports
+    part_rows: int  # rows written at once; a crash loses at most as many
     row_type: np.dtype
 
-    def __init__(self, model=None, train_config=None, args=None, **kwargs):
+    def __init__(
+        self, model: Any = None, train_config: Any = None, args: Any = None, **kwargs: Any
+    ):
         check_given(model, args)
         self.train_config = config = train_config or self.config_class()
         keys = {**config.as_keys(), **self._keys_of_data(args, kwargs)}
@@ -269,24 +288,28 @@ class ScoredTrainer(McaTrainer):
         super().__init__(model=model, args=args, **kwargs)
         self.settings |= config.as_keys()
 
-    def _keys_of_data(self, args, given: dict[str, Any]) -> dict[str, Any]:
-        """The keys that data sets stand for. given: the constructor's keywords. ValueError for
-        samples that do not fit."""
+    def _keys_of_data(self, args: Any, given: dict[str, Any]) -> dict[str, Any]:
+        """Keys that follow from the data sets. given: the constructor's keywords. ValueError for
+        samples that do not fit.
+        """
         return {}
 
     def _identity(self, cache_dir: Path) -> dict[str, Any]:
-        """Keys of RowStore's identity beside those of the data. cache_dir: keeps sums of files."""
-        raise NotImplementedError  # DPOTrainer names a reference, DistillTrainer a teacher
+        """The part of RowStore's identity that is not about the data. cache_dir: caches file
+        hashes.
+        """
+        raise NotImplementedError  # DPOTrainer describes a reference, DistillTrainer a teacher
 
-    def _score(self, samples, ends: np.ndarray, start: int, stop: int) -> np.ndarray:
-        """Rows of the samples from `start` to `stop`, on every rank. ends: int64 [samples + 1], the
-        rows before each sample, and all. Collective."""
-        raise NotImplementedError  # DPOTrainer has sums of answers, DistillTrainer tokens' top k
+    def _score(self, samples: Any, ends: np.ndarray, start: int, stop: int) -> np.ndarray:
+        """Rows of samples `start` to `stop`, on every rank. ends: int64 [samples + 1], cumulative
+        row counts, starting at 0. Collective.
+        """
+        raise NotImplementedError  # DPOTrainer scores answers, DistillTrainer gives tokens' top k
 
     # -- the pass
 
-    def _stored(self, samples, num_rows: int) -> RowStore:
-        """The rows of the samples that are on disk. Collective."""
+    def _stored(self, samples: Any, num_rows: int) -> RowStore:
+        """The RowStore for these samples, with the rows that are on disk. Collective."""
 
         def load() -> RowStore:
             config = self.train_config
@@ -306,13 +329,17 @@ class ScoredTrainer(McaTrainer):
         return store
 
     def _report_rows(self, store: RowStore) -> None:
+        """Print how many rows the store has."""
         done = f"{store.num_rows:,} of {store.identity['rows']:,} {self.row_unit}s"
         self.report.print(f"{self.scorer}: {done} in {store.folder or 'memory'}")
 
-    def _missing_rows(self, store: RowStore, samples, ends: np.ndarray) -> Iterator[np.ndarray]:
-        """Compute the rows that a store lacks -> those of each part, once it is written.
-        CheckpointError if the model gives other scores to the first samples than were kept.
-        Collective."""
+    def _missing_rows(
+        self, store: RowStore, samples: Any, ends: np.ndarray
+    ) -> Iterator[np.ndarray]:
+        """Compute the rows that the store lacks; yield each part once it is written. Collective.
+
+        CheckpointError if stored rows exist and the model now scores the first samples differently.
+        """
         args = self.args
         of_step = args.per_device_eval_batch_size * args.gradient_accumulation_steps
         of_step *= self.backend.dp_size
@@ -338,20 +365,23 @@ class ScoredTrainer(McaTrainer):
             self.stop_after_signal(f"in the {self.scorer}'s pass; it goes on from {where}")
             start = stop
 
-    def _is_same(self, logps, others) -> bool:
-        """True if two passes over the same samples differ by rounding only."""
+    def _is_same(self, logps: Any, others: Any) -> bool:
+        """True if two passes over the same samples differ by no more than rounding."""
         is_half = self.row_type["logps"].base.itemsize < 4
         share = 3e-2 if self.args.bf16 or self.args.fp16 or is_half else 1e-3
         return bool(np.allclose(logps, others, rtol=share, atol=share))
 
     # -- around the loop
 
-    def objective_facts(self) -> dict:
-        """The first rows of the train set: a resumed run must have the same."""
+    def objective_facts(self) -> dict[str, Any]:
+        """The first rows of the training set, for checkpoints: a resumed run must have the same."""
         scores = getattr(samples_of(self.train_dataset), "first_scores", None)
         return {self.kind: scores} if scores else {}
 
-    def check_objective(self, facts: dict, folder: Path) -> None:
+    def check_objective(self, facts: dict[str, Any], folder: Path) -> None:
+        """Raise CheckpointError if a checkpoint's first rows differ from this run's. facts: the
+        checkpoint's objective_facts.
+        """
         written = facts.get(self.kind)
         now = self.objective_facts().get(self.kind)
         if written and now and not self._is_same(now, written):

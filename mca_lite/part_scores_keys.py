@@ -1,4 +1,4 @@
-"""Keys and rules of a reference model, for stages that compare answers."""
+"""Keys and rules of reference models, for stages that compare answers."""
 
 import os
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ REFERENCE_RULES = (
 
 
 def check_preferences(a: Any, judge: Judge) -> None:
-    """Apply the rules of stages that compare answers, over the keys of all groups."""
+    """Apply the rules for stages that compare answers, over the keys of all groups."""
     judge.apply(_PREFERENCES)
     path = os.path.join(a.ref_model or "", HF_CONFIG_NAME)
     judge.expect(

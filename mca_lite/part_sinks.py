@@ -1,30 +1,48 @@
-"""Attention sinks: a learned score of each head that takes a share of its softmax, without a value.
+"""Attention sinks: each head has a learned score without a value, which takes a share of its
+softmax.
 
-    p = softmax([q k^T scale, sink]),   out = sum of p v over the keys
-    lse' = log(sum of exp(q k^T scale) + exp(sink)),   out = out without sink * exp(lse - lse')
+    p = softmax([q k^T scale, sink]),   out = sum over the keys of p v
+    lse' = log(sum of exp(q k^T scale) + exp(sink)),   out = (out without sink) * exp(lse - lse')
 
-As in transformers' GptOssAttention. Letters: n heads, g query groups, d channels of a head, T
+As in transformers' GptOssAttention. Letters: n heads, g query groups, d channels per head, T
 tokens.
 """
+
+from typing import Any
 
 import torch
 
 
 class FlashWithSinks(torch.autograd.Function):
-    """Packed causal attention with sinks on CUDA, by torch's flash kernels.
+    """Packed causal attention with sinks on CUDA, with torch's flash kernels.
 
-    Their backward pass makes the probabilities exp(score - lse) again, and the gradient of scores,
-    probability * (dP - sum of dO O), of what it is given: of lse' and the output with sinks both
-    are those with sinks. varlen_attn's own backward pass has no gradient for its lse.
+    The kernels' backward recomputes probabilities exp(score - lse) and score gradients, probability
+    * (dP - sum of dO O), from the lse and output passed to it. Passing lse' and the output with
+    sinks makes both include sinks. varlen_attn's backward could not be used: it has no gradient for
+    its lse.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks, cu_q, cu_k, max_q: int, max_k: int, scale, window):
-        """q [T, n, d], k and v [T, g, d], sinks [n], cu_q and cu_k int32 [documents + 1], window:
-        tokens that a query sees, None for all -> [T, n, d]."""
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor,
+        cu_q: torch.Tensor,
+        cu_k: torch.Tensor,
+        max_q: int,
+        max_k: int,
+        scale: float | None,
+        window: int | None,
+    ) -> torch.Tensor:
+        """q [T, n, d], k and v [T, g, d], sinks [n], cu_q and cu_k int32 [documents + 1] -> [T, n,
+        d]. max_q, max_k: longest document. window: number of tokens that a query sees; None: all
+        before it.
+        """
         ctx.of_rows = cu_q, cu_k, max_q, max_k, 0.0, window is None
         ctx.keys = dict(scale=scale, window_size_left=(window or 0) - 1, window_size_right=0)
-        # the operators of varlen_attn and of scaled_dot_product_attention
+        # varlen_attn and scaled_dot_product_attention call the same operators
         answer = torch.ops.aten._flash_attention_forward(q, k, v, *ctx.of_rows, False, **ctx.keys)
         out, lse, *random = answer[:4]  # lse float32 [n, T]
         total = torch.logaddexp(lse, sinks.float()[:, None])
@@ -35,7 +53,7 @@ class FlashWithSinks(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, sinks, out, total, *random = ctx.saved_tensors
         grad = grad.contiguous()
         d_q, d_k, d_v = torch.ops.aten._flash_attention_backward(

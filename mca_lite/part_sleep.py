@@ -1,10 +1,11 @@
-"""Move tensors of a Session to host memory, while another program uses the GPU, and back.
+"""Move a Session's tensors to host memory while another program uses the GPU, and back.
 
-A storage is freed and allocated again in place: its views (megatron's buffers, shards, main_grad)
-stay views of it.
+Storages are freed and allocated again in place, so their views (megatron's buffers, shards,
+main_grad) stay valid.
 """
 
 from collections.abc import Collection, Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -13,9 +14,10 @@ from .errors import expect
 from .optim import parts_of
 
 
-def move(backend, device: str | torch.device, kinds: Collection[str]) -> None:
-    """leave() for "cpu" on a rank with a GPU, come_back() for this rank's device. ValueError for
-    another device."""
+def move(backend: Any, device: str | torch.device, kinds: Collection[str]) -> None:
+    """Call leave() if `device` is "cpu" on a rank with a GPU, come_back() if it is this rank's
+    device. ValueError for another device.
+    """
     here = parallel.device()
     wanted = torch.device(device)
     expect(
@@ -29,9 +31,12 @@ def move(backend, device: str | torch.device, kinds: Collection[str]) -> None:
 
 
 @torch.no_grad()
-def leave(backend, kinds: Collection[str]) -> None:
-    """Copy "model" and "optimizer" to host memory, and free their storages on the device; "grad" is
-    freed without a copy. Collective with overlap_param_gather."""
+def leave(backend: Any, kinds: Collection[str]) -> None:
+    """Copy "model" and "optimizer" tensors to host memory and free their storages on the device.
+    "grad" is freed without a copy.
+
+    kinds: which of the three; those already away are skipped. Collective with overlap_param_gather.
+    """
     kinds = [kind for kind in kinds if kind not in backend.away]
     if "model" in kinds:
         backend.finish_param_sync()
@@ -49,8 +54,8 @@ def leave(backend, kinds: Collection[str]) -> None:
 
 
 @torch.no_grad()
-def come_back(backend, kinds: Collection[str]) -> None:
-    """Undo leave(): the same bits, and gradients of 0."""
+def come_back(backend: Any, kinds: Collection[str]) -> None:
+    """Undo leave(): values return bit for bit; gradients are 0."""
     moved = [part for kind in kinds for part in backend.away.pop(kind, ())]
     for storage, size, copy in moved:
         storage.resize_(size)
@@ -61,8 +66,8 @@ def come_back(backend, kinds: Collection[str]) -> None:
     parallel.wait_for_device()  # before the copies are freed
 
 
-def _storages(backend) -> dict[str, list[torch.UntypedStorage]]:
-    """The storages on this rank's device, each once."""
+def _storages(backend: Any) -> dict[str, list[torch.UntypedStorage]]:
+    """{kind: storages on this rank's device}, each storage once."""
     model = backend.model
     gradients = [getattr(parameter, "main_grad", None) for parameter in model.parameters()]
     tensors = {
@@ -70,15 +75,15 @@ def _storages(backend) -> dict[str, list[torch.UntypedStorage]]:
         "grad": [gradient for gradient in gradients if gradient is not None],
         "optimizer": list(_tensors_of(backend.optimizer)),  # float32 weights are masters too
     }
-    seen = {0}  # the address of freed ones
+    seen = {0}  # the address of freed storages
     return {kind: list(_new(tensors[kind], seen)) for kind in tensors}
 
 
-def _tensors_of(optimizer) -> Iterator[torch.Tensor]:
-    """Masters and states."""
+def _tensors_of(optimizer: Any) -> Iterator[torch.Tensor]:
+    """Yield an optimizer's master weights and states."""
     for part in parts_of(optimizer):
         inner = getattr(part, "optimizer", part)
-        if inner is None:  # nothing to train on this rank
+        if inner is None:  # this rank trains nothing
             continue
         for group in inner.param_groups:
             yield from group["params"]
@@ -87,6 +92,9 @@ def _tensors_of(optimizer) -> Iterator[torch.Tensor]:
 
 
 def _new(tensors: Iterable[torch.Tensor], seen: set[int]) -> Iterator[torch.UntypedStorage]:
+    """Yield the storages of tensors on this rank's device, if their address is not in `seen`, and
+    add it.
+    """
     for tensor in tensors:
         storage = tensor.untyped_storage()
         if storage.device == parallel.device() and storage.data_ptr() not in seen:
@@ -95,11 +103,12 @@ def _new(tensors: Iterable[torch.Tensor], seen: set[int]) -> Iterator[torch.Unty
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """A uint8 tensor over the storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _to_host(storage: torch.UntypedStorage) -> torch.Tensor:
-    """A copy in host memory, under way."""
+    """Start an asynchronous copy of the storage to host memory."""
     given = _bytes_of(storage)
     copy = torch.empty(given.shape, dtype=torch.uint8, device="cpu", pin_memory=given.is_cuda)
     return copy.copy_(given, non_blocking=True)

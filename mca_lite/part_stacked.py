@@ -1,20 +1,22 @@
-"""Files with the experts of a layer in one tensor: read and written here under the names of single
-experts. As gpt_oss has them, with biases:
+"""Files that store a layer's experts in one tensor: read and written here as if experts were stored
+singly.
 
-    gate_up_proj [E, h, 2 f]   x W as transformers multiplies it; column 2 i is row i of the gate,
-    down_proj [E, f, h]        column 2 i + 1 row i of up
+gpt_oss, with biases:
+
+    gate_up_proj [E, h, 2 f]   transposed for x W; column 2 i is row i of gate, column 2 i + 1 row i
+    down_proj [E, f, h]        of up
     gate_up_proj_bias [E, 2 f], down_proj_bias [E, h]
 
-As others may have them (qwen3_5_moe):
+Other families (qwen3_5_moe):
 
-    gate_up_proj [E, 2 f, h]   the rows of the gate before those of up
+    gate_up_proj [E, 2 f, h]   the rows of gate before those of up
     down_proj [E, h, f]
 
-In MXFP4 a matrix is gate_up_proj_blocks [E, 2 f, h / 32, 16], two numbers of four bits in a byte,
-and gate_up_proj_scales [E, 2 f, h / 32], the exponents of 32 numbers each; rows are outputs. They
-become bf16, in which each of them is exact, as in transformers' integrations/mxfp4.py.
+In MXFP4 a matrix consists of gate_up_proj_blocks [E, 2 f, h / 32, 16], two 4-bit values per byte,
+and gate_up_proj_scales [E, 2 f, h / 32], an exponent per 32 values; rows are outputs. They are read
+as bf16, which represents each of them exactly, like transformers' integrations/mxfp4.py.
 
-Letters: E experts, h hidden size, f columns of an expert.
+Letters: E experts, h hidden size, f columns per expert.
 """
 
 import itertools
@@ -26,18 +28,19 @@ from typing import Any
 import torch
 
 Shape = tuple[int, ...]
-# names of single experts' projections in each stacked tensor
+# stacked tensor -> the projections of single experts in it
 _PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 _STACKED = re.compile(r"(.*\.mlp\.experts\.)(gate_up_proj|down_proj)(_bias|_blocks)?")
 _SINGLE = re.compile(r"(.*\.mlp\.experts\.)\d+\.(gate_proj|up_proj|down_proj)\.(weight|bias)")
-# numbers of four bits, the highest for the sign
+# the values of the lower three bits; the fourth is the sign
 _MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _IN_BLOCK = 32
 
 
 def parts_of(name: str, experts: int) -> list[tuple[str, tuple[Any, ...]]]:
-    """(name of a single expert's, index) of each part of a stacked tensor, by its name; [] for
-    another tensor. The index gives [in, out] of a matrix."""
+    """[(name of a single expert's tensor, index)] for the parts of a stacked tensor; [] if the name
+    is of another tensor. The index of a matrix gives [in, out].
+    """
     match = _STACKED.fullmatch(name)
     if match is None:
         return []
@@ -50,12 +53,12 @@ def parts_of(name: str, experts: int) -> list[tuple[str, tuple[Any, ...]]]:
     ]
 
 
-# -- in
+# -- reading
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Stacked matrices [E, out, in] of a file."""
+    """A file's stacked matrices [E, out, in]."""
 
     slices: Any
 
@@ -64,13 +67,13 @@ class _Rows:
         return tuple(self.slices.get_shape())
 
     def read(self, expert: int, rows: slice, columns: slice) -> torch.Tensor:
-        """Outputs `rows` and inputs `columns` of an expert."""
+        """The given outputs (rows) and inputs (columns) of one expert."""
         return self.slices[expert, rows, columns]
 
 
 @dataclass(frozen=True)
 class _Matrices:
-    """Stacked matrices [E, in, out] of a file."""
+    """A file's stacked matrices [E, in, out]."""
 
     slices: Any
 
@@ -80,13 +83,13 @@ class _Matrices:
         return experts, outputs, inputs
 
     def read(self, expert: int, rows: slice, columns: slice) -> torch.Tensor:
-        """Outputs `rows` and inputs `columns` of an expert."""
+        """The given outputs (rows) and inputs (columns) of one expert."""
         return self.slices[expert, columns, rows].mT
 
 
 @dataclass(frozen=True)
 class _Biases:
-    """Stacked biases [E, out] of a file."""
+    """A file's stacked biases [E, out]."""
 
     slices: Any
 
@@ -95,13 +98,13 @@ class _Biases:
         return tuple(self.slices.get_shape())
 
     def read(self, expert: int, rows: slice) -> torch.Tensor:
-        """Outputs `rows` of an expert."""
+        """The given outputs (rows) of one expert."""
         return self.slices[expert, rows]
 
 
 @dataclass(frozen=True)
 class _Mxfp4Matrices:
-    """Stacked matrices in MXFP4 of a file: blocks and scales."""
+    """A file's stacked MXFP4 matrices: blocks and scales."""
 
     slices: Any
     scales: Any
@@ -112,7 +115,7 @@ class _Mxfp4Matrices:
         return experts, outputs, blocks * _IN_BLOCK
 
     def read(self, expert: int, rows: slice, columns: slice) -> torch.Tensor:
-        """bf16: outputs `rows` and inputs `columns` of an expert."""
+        """The given outputs (rows) and inputs (columns) of one expert, bf16."""
         first = columns.start // _IN_BLOCK
         blocks = slice(first, -(-columns.stop // _IN_BLOCK))
         values = from_mxfp4(self.slices[expert, rows, blocks], self.scales[expert, rows, blocks])
@@ -120,8 +123,9 @@ class _Mxfp4Matrices:
 
 
 def from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """bf16 [.., 32 n] of blocks uint8 [.., n, 16] and scales uint8 [.., n]: the number of the lower
-    four bits of a byte before that of the upper, times 2 ** (scale - 127)."""
+    """Decode MXFP4: blocks uint8 [.., n, 16] and scales uint8 [.., n] -> bf16 [.., 32 n]. A byte
+    contains two values, the first in its lower four bits; each is multiplied by 2 ** (scale - 127).
+    """
     positive = torch.tensor(_MXFP4, dtype=torch.bfloat16, device=blocks.device)
     numbers = torch.cat((positive, -positive))
     pairs = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
@@ -131,8 +135,9 @@ def from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class ExpertSlice:
-    """A single expert's tensor, as safetensors' slices are read. outputs: its rows of the stacked
-    one's."""
+    """One expert's tensor, readable like a safetensors slice. outputs: its rows in the stacked
+    tensor.
+    """
 
     stack: Any
     expert: int
@@ -151,9 +156,9 @@ class ExpertSlice:
 
 
 def unstacked(slices: dict[str, Any]) -> dict[str, Any]:
-    """{name: safetensors' slice} of files, with an ExpertSlice for each single expert's tensor in
-    place of those of a stacked one. ValueError if blocks or their scales are lacking, or differ in
-    their shapes."""
+    """{name: safetensors slice} with an ExpertSlice per expert instead of each stacked tensor.
+    ValueError if blocks lack their scales, or the shapes differ.
+    """
     singles = {}
     for name, stored in slices.items():
         match = _STACKED.fullmatch(name)
@@ -177,11 +182,12 @@ def unstacked(slices: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_of_blocks(name: str, slices: dict[str, Any]) -> bool:
+    """True for the name of scales whose blocks are there."""
     return name.endswith("_scales") and name.replace("_scales", "_blocks") in slices
 
 
 def _scales_of(name: str, slices: dict[str, Any]) -> Any:
-    """The scales of blocks."""
+    """The scales of blocks `name`. ValueError if they are missing or have another shape."""
     other = name.replace("_blocks", "_scales")
     if other not in slices:
         raise ValueError(f"{name} is there without {other}: copy or download the model again")
@@ -192,15 +198,17 @@ def _scales_of(name: str, slices: dict[str, Any]) -> Any:
     return slices[other]
 
 
-# -- out
+# -- writing
 
 
 def stacked(
     tensors: Iterable[tuple[str, torch.Tensor]], in_turns: bool, names: Container[str] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, tensor) with those of single experts, which follow one another, in one tensor each.
-    in_turns: as gpt_oss has them. names: of the stacked tensors to make, None for all. Host memory:
-    two of these."""
+    """Yield (name, tensor), with consecutive single-expert tensors joined into stacked ones.
+
+    in_turns: True for gpt_oss's format. names: the stacked tensors to make; None: all. Host memory:
+    two stacked tensors.
+    """
     for name, group in itertools.groupby(tensors, lambda pair: stack_of(pair[0])):
         if name is None or names is not None and name not in names:
             yield from group
@@ -215,7 +223,9 @@ def stacked(
 
 
 def stack_of(name: str) -> str | None:
-    """The name of the stacked tensor with a single expert's, None of other tensors."""
+    """The name of the stacked tensor that contains a single expert's tensor; None for other
+    tensors.
+    """
     match = _SINGLE.fullmatch(name)
     if match is None:
         return None

@@ -1,12 +1,13 @@
-"""A training set tokenised as it is read, without a cache: the key streaming.
+"""A training set that is tokenised while it is read, without a cache: the key `streaming`.
 
     records -> blocks of buffer_size, each shuffled -> samples -> rows -> micro-batches
 
-All of it follows from the seed and a Position, kept in checkpoints. Every rank does the same: it
-reads and tokenises all records, and keeps the rows of its data parallel rank. A resumed run seeks
-the bytes at which its block began, reads that block again, and tokenises the rest of a chunk of
-records. Earlier records are not read, except in compressed, .json and .parquet files. After
-the last record the first follows, in another order; a step may have both.
+The seed and a Position, which checkpoints contain, determine everything. Every rank reads and
+tokenises all records, and keeps the rows of its data-parallel rank. A resumed run seeks to the
+bytes where its block began, reads that block again, and tokenises the current chunk of records
+again. Earlier records are not read, except in compressed, .json and .parquet files. The data
+repeats endlessly, each pass in another order; a step may contain the end of one pass and the
+beginning of the next.
 """
 
 import dataclasses
@@ -15,6 +16,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,16 +38,21 @@ from .data_encode import (
 )
 from .watchdog import end_with_rank
 
-CHUNK_RECORDS = 100  # tokenised at once
-_FEW_RECORDS = 1000  # a tenth of them may be bad at the beginning of a stream
-_HEAD_BYTES = 1 << 20  # of a file, to identify it with its size
+CHUNK_RECORDS = 100  # records that are tokenised at once
+_FEW_RECORDS = 1000  # among the first ones, a tenth may be bad
+_HEAD_BYTES = 1 << 20  # a file is identified by its size and this many bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """A place in a stream. passes: completed passes through all records. turns, exhausted: of
-    Turns. places: of each dataset at the beginning of a block (None: their beginnings). chunk,
-    sample, token: number of each in the block, the chunk and the sample."""
+    """A position in a stream.
+
+    passes: completed passes over all records.
+    turns, exhausted: state of Turns, which mixes the datasets.
+    places: where each dataset's current block begins; None: at its first record.
+    chunk, sample, token: index of the chunk in the block, the sample in the chunk, the token in the
+    sample.
+    """
 
     passes: int = 0
     turns: int = 0
@@ -56,20 +63,22 @@ class Position:
     token: int = 0
 
 
-def _with_next(reader: Reader, start: Place) -> Iterator[tuple]:
-    """(a record with the place after it, the next of these or None) of a dataset."""
+def _with_next(reader: Reader, start: Place) -> Iterator[tuple[Any, Any]]:
+    """Yield (record with the position after it, the following such pair or None) for a dataset."""
     return itertools.pairwise(itertools.chain(reader.records(start), [None]))
 
 
 class TokenStream:
-    """The rows of datasets, read again and again.
+    """The rows of several datasets, repeated endlessly.
 
-    readers: of each dataset. data_args: the keys of DataArguments and StreamArguments. packs:
-    samples are put into rows of at most cutoff_len tokens in their order, without attention across
-    documents. Every rank must read the same files.
+    readers: one per dataset. data_args: with the keys of DataArguments and StreamArguments. packs:
+    True to put whole samples, in order, into rows of at most cutoff_len tokens, without attention
+    across documents. Every rank must read the same files.
     """
 
-    def __init__(self, readers: list[Reader], encoder: Encoder, data_args, packs: bool, seed: int):
+    def __init__(
+        self, readers: list[Reader], encoder: Encoder, data_args: Any, packs: bool, seed: int
+    ):
         self.readers = readers
         self.encoder = encoder
         self.args = data_args
@@ -82,8 +91,9 @@ class TokenStream:
 
     @functools.cached_property
     def identity(self) -> str:
-        """Name of the files, by sizes and beginnings, and of all that determines the rows and their
-        order. A resumed run must have the same."""
+        """A hash of the files (sizes and beginnings) and of everything else that determines rows
+        and their order. A resumed run must have the same.
+        """
         names = ("mix_strategy", "mix_weights", "disable_shuffling", "buffer_size")
         facts = [getattr(self.args, name) for name in names]
         facts += [self.packs, self.seed, CHUNK_RECORDS, self.encoder.options]
@@ -95,7 +105,7 @@ class TokenStream:
         return f"streamed-{hash_of(facts)[:16]}"
 
     def report(self) -> list[str]:
-        """Lines from the first records of each dataset."""
+        """Report lines about each dataset, from its first records."""
         lines = []
         for reader in self.readers:
             records = itertools.islice(reader.records(), CHUNK_RECORDS)
@@ -108,14 +118,18 @@ class TokenStream:
         return lines
 
     def describe(self) -> str:
-        """A line for the summary at the start of a run."""
+        """A line for the start summary."""
         order = "in the order of the files"
         if self.shuffles:
             order = f"shuffled in blocks of {self.block_records:,} records"
         return f"streamed, {order}; every rank reads and tokenises all of it"
 
-    def rows(self, position: Position | None = None) -> Iterator[tuple[list[dict], Position]]:
-        """(documents {"input_ids", "labels"} of a row, position after it), without end."""
+    def rows(
+        self, position: Position | None = None
+    ) -> Iterator[tuple[list[dict[str, Any]], Position]]:
+        """Yield endlessly (documents of a row, position after it). A document is {"input_ids",
+        "labels"}.
+        """
         position = position or Position()
         samples = self._samples(position)
         if self.encoder.joins:
@@ -124,9 +138,21 @@ class TokenStream:
             return _packed(samples, self.args.cutoff_len)
         return _one_each(samples)
 
-    def loader(self, collate, plan: BatchPlan, state: dict | None, num_workers: int, speaks: bool):
-        """A DataLoader (data_batches.Stream). num_workers: above 0 one process reads ahead. speaks:
-        print the counts of records."""
+    def loader(
+        self,
+        collate: Callable[..., dict[str, Any]],
+        plan: BatchPlan,
+        state: dict[str, Any] | None,
+        num_workers: int,
+        speaks: bool,
+    ) -> DataLoader:
+        """An endless DataLoader of this rank's micro-batches, from `state` on. Each is
+        collate(rows) plus "data_position", the position at the start of the next step.
+
+        plan: batch sizes and ranks. state: a data_position; None: the beginning. num_workers: above
+        0, one process prefetches. speaks: print each kind of unusable record once. ValueError if
+        `state` has other fields than a Position.
+        """
         self._speaks = speaks
         try:
             position = Position(**state or {})
@@ -145,8 +171,9 @@ class TokenStream:
     # -- records to samples to rows
 
     def _blocks(self, position: Position) -> Iterator[tuple[Position, list[Record]]]:
-        """(its position, at most block_records records) of each block in the order of mix_strategy,
-        pass after pass: the last block of a pass has what is left."""
+        """Yield endlessly (position, up to block_records records) for each block, mixed by
+        mix_strategy. The last block of a pass has the remaining records.
+        """
         while True:
             places = list(position.places or [BEGINNING] * len(self.readers))
             order = (self.args.mix_strategy, self.args.mix_weights, self.seed)
@@ -162,8 +189,9 @@ class TokenStream:
             position = Position(position.passes + 1)
 
     def _one_pass(self, turns: Turns, places: list[Place]) -> Iterator[Record]:
-        """The records from `places` on, which move with them. One of each dataset is read ahead, to
-        recognise its last."""
+        """Yield the records from `places` on, and update `places`. One record of each dataset is
+        read ahead, to recognise its last one.
+        """
         sources = list(map(_with_next, self.readers, places))
         for number in turns:
             (record, places[number]), following = next(sources[number])
@@ -174,11 +202,13 @@ class TokenStream:
             yield record
 
     def _samples(self, position: Position) -> Iterator[tuple[Position, Sample]]:
-        """(its position, its documents) of each sample from a position on."""
+        """Yield (position, documents) for each sample, from a position on. ValueError if a pass
+        gives no sample.
+        """
         chunk = position.chunk
         done = position.sample
         passes = position.passes
-        count = 1  # samples of a pass; of the first one the rest may have none
+        count = 1  # samples in this pass; 1, because the rest of a first pass may have none
         for begin, block in self._blocks(position):
             if begin.passes > passes:
                 if not count:
@@ -198,8 +228,9 @@ class TokenStream:
             chunk = 0
 
     def _tokenize(self, chunk: list[Record]) -> list[Sample]:
-        """The samples of some records. Prints the first place of each count. ValueError for too
-        many of these."""
+        """The samples of some records. Prints where each kind of unusable record first occurred.
+        ValueError if too many are unusable.
+        """
         samples, tally = self.encoder.encode(chunk)
         total = self._tally
         total.add(tally)
@@ -210,15 +241,18 @@ class TokenStream:
         return samples
 
 
-def _one_each(samples: Iterator) -> Iterator[tuple[list[dict], Position]]:
+def _one_each(samples: Iterator[Any]) -> Iterator[tuple[list[dict[str, Any]], Position]]:
+    """Yield each sample as a row, with the position after it."""
     for position, documents in samples:
         after = dataclasses.replace(position, sample=position.sample + 1)
         yield [shifted(*document) for document in documents], after
 
 
-def _packed(samples: Iterator, capacity: int) -> Iterator[tuple[list[dict], Position]]:
-    """Rows of as many samples as fit, in their order."""
-    row: list[dict] = []
+def _packed(
+    samples: Iterator[Any], capacity: int
+) -> Iterator[tuple[list[dict[str, Any]], Position]]:
+    """Yield rows with as many samples as fit, in order, each with the position after it."""
+    row: list[dict[str, Any]] = []
     used = 0
     for position, documents in samples:
         more = [shifted(*document) for document in documents]
@@ -231,11 +265,14 @@ def _packed(samples: Iterator, capacity: int) -> Iterator[tuple[list[dict], Posi
         used += length
 
 
-def _joined(samples: Iterator, length: int, token: int) -> Iterator:
-    """Rows of so many inputs, cut from joined documents as by row_spans; of the first one from a
-    token on."""
+def _joined(
+    samples: Iterator[Any], length: int, token: int
+) -> Iterator[tuple[list[dict[str, Any]], Position]]:
+    """Yield rows of `length` inputs, cut from joined documents like row_spans does, each with the
+    position after it. token: where to begin in the first document.
+    """
     tokens = np.zeros(0, np.int32)
-    begins: list[tuple[int, Position]] = []  # of the documents: number in tokens, position
+    begins: list[tuple[int, Position]] = []  # (index in tokens, position) of each document
     for position, [(document, _)] in samples:
         begins.append((len(tokens) - token, position))
         tokens = np.concatenate([tokens, document[token:]])
@@ -257,11 +294,11 @@ class _MicroBatches(IterableDataset):
     """This rank's micro-batches, each with the position after its step."""
 
     stream: TokenStream
-    collate: Callable
+    collate: Callable[..., dict[str, Any]]
     plan: BatchPlan
     position: Position
 
-    def __iter__(self) -> Iterator[dict]:
+    def __iter__(self) -> Iterator[dict[str, Any]]:
         plan = self.plan
         rows = self.stream.rows(self.position)
         size = plan.micro_batch_size
@@ -277,5 +314,6 @@ class _MicroBatches(IterableDataset):
 
 
 def _begin_of(file: str) -> tuple[int, str]:
+    """(size in bytes, hash of the first bytes) of a file."""
     with open(file, "rb") as raw:
         return Path(file).stat().st_size, hashlib.sha256(raw.read(_HEAD_BYTES)).hexdigest()

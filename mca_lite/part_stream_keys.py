@@ -1,4 +1,4 @@
-"""Keys and rules of streaming: a training set that is tokenised as it is read."""
+"""Keys and rules of streaming: the training set is tokenised while it is read."""
 
 from dataclasses import dataclass
 

@@ -1,11 +1,12 @@
-"""Triton kernels of operations that the core has in plain torch: norms, heads, SwiGLU, AdamW, token
-losses, attention in two parts.
+"""Triton kernels for operations that the core implements in plain torch: norms, heads, SwiGLU,
+AdamW, token losses, and joining two partial attentions.
 
-Letters: s positions, b rows, n query heads, g groups (heads of keys and of values), d channels of a
-head, f columns of a gate, V/tp columns of a rank's logits.
+Letters: s positions, b rows, n query heads, g groups (key heads), d channels per head, f columns of
+a gate, V / tp logits per token on a rank.
 """
 
 import functools
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -25,7 +26,9 @@ _LOWEST = torch.finfo(torch.float32).min
 
 @functools.cache
 def num_programs(device: torch.device) -> int:
-    """Programs of a kernel, if each sums over its part of the tokens."""
+    """Number of programs for a kernel in which each program sums over a part of the
+    tokens. Cached.
+    """
     return _PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -46,10 +49,12 @@ def _sum_kernel(
     tl.store(out + column, total, column < width)
 
 
-def _gradient(partial, parameter):
-    """The gradient [width] of a parameter: the sum of partial float32 [programs, width] over
-    programs. Added to a float32 main_grad of megatron's DDP, and an empty tensor for its hook, if
-    there is one."""
+def _gradient(partial: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Gradient [width] of a parameter: the sum over programs of partial, float32 [programs, width].
+
+    If megatron's DDP gave the parameter a float32 main_grad, the gradient is added there, and the
+    result is an empty tensor for DDP's hook.
+    """
     gradient = torch.empty_like(parameter)
     main_grad = getattr(parameter, "main_grad", None)
     adds = main_grad is not None and main_grad.dtype == torch.float32
@@ -63,8 +68,9 @@ def _gradient(partial, parameter):
 
 
 def iterations_at_once(loaded: int) -> int:
-    """Iterations of a loop with loads in flight at once; all but one wait in shared memory.
-    loaded: bytes of an iteration."""
+    """Number of loop iterations whose loads can be in flight together; all but one wait in shared
+    memory. loaded: bytes loaded per iteration.
+    """
     return 3 if 2 * loaded <= _SHARED else 1
 
 
@@ -122,8 +128,8 @@ def _norm_backward_kernel(
         tl.store(of_weight + tl.program_id(0) * width + column, summed, column < width)
 
 
-def _tile(x) -> tuple[int, dict]:
-    """(programs of whole rows of x, sizes of each)."""
+def _tile(x: torch.Tensor) -> tuple[int, dict[str, int]]:
+    """(number of programs, tile sizes) for a kernel over whole rows of x."""
     width = x.shape[-1]
     block = triton.next_power_of_2(width)
     rows = max(4096 // block, 1)
@@ -132,11 +138,19 @@ def _tile(x) -> tuple[int, dict]:
 
 
 class Norm(torch.autograd.Function):
-    """x [..., h], weight [h] -> rms norm of x, and with `beside` also x itself; the gradients of
-    both are added in the norm's backward pass."""
+    """RMS norm of x [..., h] with weight [h]. With `beside`, also returns x; backward then adds the
+    gradients of both outputs in the kernel.
+    """
 
     @staticmethod
-    def forward(ctx, x, weight, eps: float, zero_centered: bool, beside: bool):
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        zero_centered: bool,
+        beside: bool,
+    ) -> Any:
         x = x.contiguous()
         out = torch.empty_like(x)
         ctx.save_for_backward(x, weight)
@@ -150,7 +164,9 @@ class Norm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad, passed=None):
+    def backward(
+        ctx: Any, grad: torch.Tensor, passed: Any = None
+    ) -> tuple[torch.Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         of_x = torch.empty_like(x)
         is_beside = passed is not None
@@ -176,7 +192,9 @@ class Norm(torch.autograd.Function):
 
 @jit
 def _pairs(D: tl.constexpr, ROTARY: tl.constexpr, NEXT: tl.constexpr, HALF: tl.constexpr):
-    """The channels of a head in pairs that turn together; those beyond ROTARY stay."""
+    """Channel indices of the pairs that are rotated together; channels beyond ROTARY are paired
+    too, but pass through.
+    """
     pair = tl.arange(0, HALF)
     turns = pair < ROTARY // 2
     if NEXT:
@@ -192,7 +210,7 @@ def _pairs(D: tl.constexpr, ROTARY: tl.constexpr, NEXT: tl.constexpr, HALF: tl.c
 
 @jit
 def _rotation(cos, sin, position, first, second, turns, moves, ROTARY: tl.constexpr):
-    """cos and sin of the first and of the second channel of each pair, [heads, pairs]."""
+    """cos and sin for the first and the second channel of each pair, [heads, pairs]."""
     table = position * ROTARY
     one = tl.full(first.shape, 1.0, tl.float32)
     zero = tl.zeros(first.shape, tl.float32)
@@ -209,7 +227,7 @@ def _rotation(cos, sin, position, first, second, turns, moves, ROTARY: tl.conste
 
 @jit
 def _scale(of_query, of_key, channel, inside, is_query, ZERO: tl.constexpr):
-    """The norm's weights of a channel, by the kind of a head."""
+    """The norm's weight for a channel: the query norm's or the key norm's, by the kind of head."""
     q = tl.load(of_query + channel, inside, 0.0).to(tl.float32)[None, :]
     k = tl.load(of_key + channel, inside, 0.0).to(tl.float32)[None, :]
     scale = tl.where(is_query, q, k)
@@ -220,7 +238,7 @@ def _scale(of_query, of_key, channel, inside, is_query, ZERO: tl.constexpr):
 
 @jit
 def _load(start, first, second, inside):
-    """Both channels of pairs [heads, pairs]; start [heads, 1] of each head."""
+    """Both channels of each pair, [heads, pairs]. start: address of each head, [heads, 1]."""
     a = tl.load(start + first[None, :], inside, 0.0).to(tl.float32)
     return a, tl.load(start + second[None, :], inside, 0.0).to(tl.float32)
 
@@ -234,7 +252,7 @@ def _store(start, first, second, inside, a, b):
 @jit
 def _parts(query, key, value, token, group, part, GROUPS: tl.constexpr, OWN: tl.constexpr,
            D: tl.constexpr):  # fmt: skip
-    """Starts of the heads [heads, 1] of a token, read as queries, as keys and as values."""
+    """Addresses [heads, 1] of a token's heads in the query, key and value tensors."""
     of_token = token * GROUPS + group
     of_query = query + (of_token * (OWN - 2) + part) * D
     return of_query, key + of_token * D, value + of_token * D
@@ -350,10 +368,23 @@ def _heads_backward_kernel(
 
 
 class RotatedHeads(torch.autograd.Function):
-    """rotated_heads, for even d."""
+    """The autograd function of kernels.rotated_heads, for an even number of channels."""
 
     @staticmethod
-    def forward(ctx, mixed, bias, of_query, of_key, cos, sin, groups, d, eps, zero, interleaved):
+    def forward(
+        ctx: Any,
+        mixed: torch.Tensor,
+        bias: torch.Tensor | None,
+        of_query: torch.Tensor | None,
+        of_key: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        groups: int,
+        d: int,
+        eps: float,
+        zero: bool,
+        interleaved: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         mixed = mixed.contiguous()
         cos = cos.contiguous()
         sin = sin.contiguous()
@@ -377,7 +408,7 @@ class RotatedHeads(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         mixed, bias, of_query, of_key, cos, sin = ctx.saved_tensors
         out = torch.empty(ctx.shape, dtype=ctx.dtype, device=cos.device)
         width = ctx.shape[-1]
@@ -411,7 +442,7 @@ class RotatedHeads(torch.autograd.Function):
 
 @jit
 def _gate_and_up(both, f: tl.constexpr, BLOCK: tl.constexpr):
-    """(row, columns, those inside, both halves) of a program."""
+    """(row, columns, mask of valid columns, gate, up) for a program."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < f
@@ -438,7 +469,7 @@ def _swiglu_backward_kernel(both, grad, out, f: tl.constexpr, BLOCK: tl.constexp
     tl.store(out + row * 2 * f + f + column, g * gate * sigmoid, inside)
 
 
-def _launch_swiglu(kernel, both, *tensors) -> None:
+def _launch_swiglu(kernel: Any, both: torch.Tensor, *tensors: torch.Tensor) -> None:
     width = both.shape[-1]
     f = width // 2
     grid = both.numel() // width, triton.cdiv(f, _SWIGLU_BLOCK)
@@ -446,10 +477,10 @@ def _launch_swiglu(kernel, both, *tensors) -> None:
 
 
 class SwiGLU(torch.autograd.Function):
-    """silu(gate) * up of [..., 2 f] in one kernel each way; only its input is saved."""
+    """silu(gate) * up for [..., 2 f], with one kernel per pass. Only the input is saved."""
 
     @staticmethod
-    def forward(ctx, both):
+    def forward(ctx: Any, both: torch.Tensor) -> torch.Tensor:
         both = both.contiguous()
         ctx.save_for_backward(both)
         out = both.new_empty(*both.shape[:-1], both.shape[-1] // 2)
@@ -458,7 +489,7 @@ class SwiGLU(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         (both,) = ctx.saved_tensors
         out = torch.empty_like(both)
         _launch_swiglu(_swiglu_backward_kernel, both, grad.contiguous(), out)
@@ -508,10 +539,14 @@ def _adam_kernel(
         tl.store(weight + place, w, inside)
 
 
-def update_by_adam(tensors, seed: int, numbers: tuple, by_chance: bool) -> None:
-    """kernels.AdamW's update of a parameter, in place. tensors: the parameter, the low bits of its
-    master or None, gradient, moments, factor. by_chance: the second moment, in bf16, is rounded
-    so."""
+def update_by_adam(
+    tensors: tuple[Any, ...], seed: int, numbers: tuple[Any, ...], by_chance: bool
+) -> None:
+    """kernels.AdamW's update of one parameter, in place.
+
+    tensors: the parameter, its master's low bits or None, gradient, moments, factor. by_chance:
+    round the bf16 second moment stochastically.
+    """
     p, low, *more = tensors
     weight = p if low is None else p.view(torch.int16)
     constants = (low is not None, by_chance, _ADAM_BLOCK)
@@ -563,8 +598,10 @@ def _gradients_kernel(
     tl.store(place, out, column < width)
 
 
-def statistics_in_one_pass(logits, places, columns: int):
-    """The results of _statistics by a Triton kernel, in one read of the logits [rows, V/tp]."""
+def statistics_in_one_pass(
+    logits: torch.Tensor, places: torch.Tensor, columns: int
+) -> torch.Tensor:
+    """The results of _statistics, by a Triton kernel that reads the logits [rows, V / tp] once."""
     rows, width = logits.shape
     results = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
     constants = dict(LOWEST=_LOWEST, BLOCK=8192, num_warps=16)
@@ -573,8 +610,17 @@ def statistics_in_one_pass(logits, places, columns: int):
     return results
 
 
-def gradients_in_one_pass(logits, places, at_label, lse, weights, head: Head):
-    """The result of _logit_gradients by a Triton kernel. at_label: float32 [rows], p - 1."""
+def gradients_in_one_pass(
+    logits: torch.Tensor,
+    places: torch.Tensor,
+    at_label: torch.Tensor,
+    lse: torch.Tensor,
+    weights: torch.Tensor | None,
+    head: Head,
+) -> torch.Tensor:
+    """The result of _logit_gradients by a Triton kernel, written over `logits`. at_label: float32
+    [rows], p - 1.
+    """
     rows, width = logits.shape
     flags = dict(CAPPED=head.softcap is not None, WEIGHTED=weights is not None)
     if weights is not None:
@@ -609,8 +655,16 @@ def _join_kernel(
     tl.store(out + place, joined, inside)
 
 
-def join_by_kernel(first, lse1, second, lse2, out) -> torch.Tensor:
-    """join in one kernel. out is contiguous."""
+def join_by_kernel(
+    first: torch.Tensor,
+    lse1: torch.Tensor,
+    second: torch.Tensor,
+    lse2: torch.Tensor,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """join in one kernel: writes the joined attention to `out`, which must be contiguous -> its
+    log-sum-exp.
+    """
     q, b, n, d = out.shape
     lse = torch.empty_like(lse1)
     block = triton.next_power_of_2(d)
