@@ -1,11 +1,12 @@
 """Distillation: DistillTrainer, as hooks of McaTrainer's loop, and the teacher's pass.
 
-    _prepare_micro_batches  a resident teacher's hidden states, or places of a cached one's rows
-    _loss_of_logits         a chunk of both models' logits -> divergence and cross entropy
-    _post_compute_loss      their mix -> loss, 3 metrics
+    _prepare_micro_batches  add a resident teacher's hidden states, or the rows of a cached teacher
+    _loss_of_logits         logits of both models for a chunk -> divergence and cross entropy
+    _post_compute_loss      their mix -> loss and 3 metrics
 
-Letters: p the teacher's probabilities of the next token and q the student's, both of logits divided
-by the temperature T; V the token ids of both models; k those of a cached row; n tokens of a chunk.
+Letters: p the teacher's probabilities of the next token and q the student's, both with logits
+divided by the temperature T; V token ids that both models have; k tokens in a cached row; n tokens
+in a chunk.
 
     loss = (1 - w) T^2 D(p, q) + w cross entropy        w: ce_weight; T^2: Hinton et al., 2015
     forward_kl   D = sum p log(p / q)
@@ -13,11 +14,11 @@ by the temperature T; V the token ids of both models; k those of a cached row; n
     jsd          D = b sum p log(p / m) + (1 - b) sum q log(q / m),   m = b p + (1 - b) q
                  (Agarwal et al., On-Policy Distillation of Language Models, 2024)
 
-Models whose vocabularies are padded differently are compared on the ids that both have: p and q are
-normalised over those. A cached row has the k likeliest tokens of the teacher, and all others as one
-event: D is of k + 1 events, whose probabilities are exact sums, at T. It is 0 where q is right
-about these tokens and about the mass of the others, never above D over V, and equal to it for k =
-V. Without that event, or with p and q normalised over k tokens, the minimum is elsewhere: a student
+If vocabularies are padded differently, models are compared on their common ids, over which p and q
+are normalised. A cached row has the teacher's k likeliest tokens; all other tokens count as one
+event, so D compares k + 1 events with exact probabilities at T. This D is 0 where q is right about
+these tokens and about the others' total, never above D over V, and equal to it for k = V. Without
+the extra event, or with p and q normalised over k tokens, the minimum would be elsewhere: a student
 would learn to be too certain (Anshumann et al., Sparse Logit Sampling, 2025).
 """
 
@@ -54,19 +55,22 @@ from .part_scores import (
 from .step import collecting, measure, scattered
 from .tables import other_columns
 
-# a log-probability of float16 is at least this: -inf would make 0 x inf of it
+# lower bound of stored log-probabilities, so that float16 has no -inf: 0 x inf would be NaN
 LOWEST = float(np.finfo(np.float16).min)
 
 
 @dataclass(kw_only=True)
 class DistillConfig(ObjectiveConfig):
-    """The objective. ConfigError for values that do not fit together.
+    """The objective's settings. ConfigError for values that do not fit together.
 
-    divergence: forward_kl, reverse_kl or jsd. jsd_mix: the share b of the teacher in its mixture.
-    temperature: T. ce_weight: w. top_k: k of a cached teacher; None: the teacher stays in memory.
-    cache: folder of its rows. cache_dtype: float32 or float16. teacher: folder of the teacher,
-    whose files a cache names; None: another model's, or the cache is only read. cache_dir: of
-    DataArguments, for rows without `cache`, and for sums of files.
+    divergence: forward_kl, reverse_kl or jsd.
+    jsd_mix: b, the teacher's share in jsd's mixture.
+    temperature: T. ce_weight: w.
+    top_k: k for a cached teacher; None: the teacher stays in memory.
+    cache: folder of the teacher's rows. cache_dtype: float32 or float16.
+    teacher: the teacher's folder, whose files identify the cache; None: unknown, or the cache is
+    only read.
+    cache_dir: as in DataArguments; for rows if `cache` is None, and for file hashes.
     """
 
     divergence: str = "forward_kl"
@@ -80,8 +84,8 @@ class DistillConfig(ObjectiveConfig):
     cache_dir: str | None = None
     stage: ClassVar[str] = "distill"
 
-    def __post_init__(self):
-        # rules about a missing teacher are DistillTrainer's, which may be given a model
+    def __post_init__(self) -> None:
+        # DistillTrainer checks for a missing teacher, because it may be given a model
         self.take_keys(teacher_model_name_or_path=self.teacher or "given")
         self.cache_dir = str(cache_folder(self.cache_dir))
 
@@ -90,11 +94,14 @@ class DistillConfig(ObjectiveConfig):
 
 
 def _kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """The summands of KL(p, q)."""
     return log_p.exp() * (log_p - log_q)
 
 
-def divergence_terms(log_p: torch.Tensor, log_q: torch.Tensor, config: DistillConfig):
-    """The summands of D over events, of the shape of their log-probabilities."""
+def divergence_terms(
+    log_p: torch.Tensor, log_q: torch.Tensor, config: DistillConfig
+) -> torch.Tensor:
+    """The summands of D over events, in the shape of the log-probabilities."""
     if config.divergence == "forward_kl":
         return _kl(log_p, log_q)
     if config.divergence == "reverse_kl":
@@ -114,8 +121,9 @@ def _without(logits: Logits, tokens: torch.Tensor, values: torch.Tensor) -> torc
 
 
 def log_probs_of(logits: Logits, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
-    """[n, k + 1]: log-probabilities of tokens [n, k] and of all others together, the same on all
-    ranks; [n, V] if there are no others. Collective."""
+    """Log-probabilities [n, k + 1] of tokens [n, k] and of all others together, the same on all
+    ranks. If k = V the last column is missing. Collective.
+    """
     values = logits.values / temperature
     whole = logits.logsumexp(values)[:, None]
     log_q = logits.of_tokens(tokens, values) - whole
@@ -126,8 +134,9 @@ def log_probs_of(logits: Logits, tokens: torch.Tensor, temperature: float) -> to
 
 
 def top_k_of(logits: Logits, k: int, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(tokens int64 [n, k], log-probabilities [n, k + 1] of them and of all others together) of the
-    likeliest tokens, the same on all ranks. Collective."""
+    """(k likeliest tokens int64 [n, k], log-probabilities [n, k + 1] of them and of all others
+    together), the same on all ranks. Collective.
+    """
     first = logits.head.first
     values, columns = logits.values.topk(min(k, logits.head.columns), 1)
     missing = (0, k - values.shape[1])
@@ -147,26 +156,30 @@ def top_k_of(logits: Logits, k: int, temperature: float) -> tuple[torch.Tensor, 
 
 
 class Head:
-    """A resident teacher's head, for the student's ranks.
+    """A resident teacher's output layer, sharded like the student's.
 
-    Each rank needs the rows of the student's columns. Models with vocabularies padded to other
-    sizes are cut at other rows: the head is then gathered once, and cut again.
+    If the vocabularies are padded to different sizes, their shards have different rows: the weight
+    is then gathered once and sharded again.
     """
 
     def __init__(self, dtype: torch.dtype):
-        self.dtype = dtype  # of the product
-        self.head: Any = None  # of the teacher
+        self.dtype = dtype  # the matmul's
+        self.head: Any = None  # the teacher's loss_tokens.Head
         self.weight: Any = None
-        self.cut: Any = None  # the rows of the student's columns
+        self.cut: Any = None  # the weight's rows for this rank's token ids
 
     def keep(self, logits: Logits) -> torch.Tensor:
-        """[n, h]: the teacher's hidden states, as its loss of tokens; keeps its head."""
+        """Used as the teacher's loss: remember its output layer, and return its hidden states [n,
+        h].
+        """
         self.head = logits.head
         self.weight = logits.weight
         return logits.hidden
 
     def rows_of(self, logits: Logits) -> torch.Tensor:
-        """[columns, h]: the rows of the student's columns. Collective at first."""
+        """The weight's rows for the student's token ids on this rank, [columns, h]. The first call
+        is collective.
+        """
         if self.cut is None:
             start = 0
             weight = self.weight
@@ -175,19 +188,25 @@ class Head:
                 weight = parallel.whole(weight, 0, logits.head.group)
             self.cut = weight[start : start + logits.head.columns].to(self.dtype)
             if weight is not self.weight:
-                self.cut = self.cut.clone()  # without the others' rows
+                self.cut = self.cut.clone()  # frees the gathered weight
         return self.cut
 
 
 @dataclass
 class Resident:
-    """A teacher in memory, for a micro-batch: its last hidden states [b, s, h] of this rank."""
+    """A teacher in memory, for one micro-batch. hidden: its last hidden states [b, s, h] on this
+    rank.
+    """
 
     head: Head
     hidden: torch.Tensor
 
-    def losses(self, logits: Logits, common: Logits, config: DistillConfig) -> tuple:
-        """(D, cross entropy) of each token, [n]. common: of the ids of both models. Collective."""
+    def losses(
+        self, logits: Logits, common: Logits, config: DistillConfig
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(D [n], cross entropy [n]) per token. common: the student's logits for ids that both
+        models have. Collective.
+        """
         product = common.take(self.hidden) @ self.head.rows_of(common).t()
         cap = self.head.head.softcap
         if compiles(product):
@@ -203,16 +222,21 @@ class Resident:
 
 @dataclass
 class Cached:
-    """Rows of a cached teacher, for a micro-batch: their numbers int64 [b, s] of this rank, -1
-    without. read: numbers [m] -> a structured array [m]. They are read by the last stage alone, at
-    its first chunk."""
+    """A cached teacher's rows, for one micro-batch.
+
+    read(indices [m]): returns a structured array [m]. rows: row index of each token on this rank,
+    int64 [b, s], -1 for none. Only the last pipeline stage reads them, when it computes its first
+    chunk.
+    """
 
     read: Callable[[np.ndarray], np.ndarray]
     rows: torch.Tensor
 
     @functools.cached_property
     def columns(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(tokens int64 [b, s, k], log-probabilities float32 [b, s, k + 1])."""
+        """(tokens int64 [b, s, k], log-probabilities float32 [b, s, k + 1]) on this
+        rank's device.
+        """
         rows = self.read(self.rows.clamp(min=0).flatten().numpy())
         shape = self.rows.shape
         tokens = torch.from_numpy(rows["tokens"].astype(np.int64)).view(*shape, -1)
@@ -220,8 +244,12 @@ class Cached:
         device = parallel.device()
         return parallel.to_device(tokens, device), parallel.to_device(logps, device)
 
-    def losses(self, logits: Logits, common: Logits, config: DistillConfig) -> tuple:
-        """(D, cross entropy) of each token, [n]. common: of the ids of both models. Collective."""
+    def losses(
+        self, logits: Logits, common: Logits, config: DistillConfig
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(D [n], cross entropy [n]) per token. common: the student's logits for ids that both
+        models have. Collective.
+        """
         tokens, log_p = (common.take(column) for column in self.columns)
         if compiles(logits.product):
             log_q, cross_entropy = log_probs_of_events(logits, common, tokens, config.temperature)
@@ -236,19 +264,20 @@ class Cached:
 
 
 class WithRows(View):
-    """A view of a dataset whose documents have "teacher_row", int64 [n]: the number of each trained
-    token's row, -1 for other tokens.
+    """A view of a dataset that adds "teacher_row" to documents, int64 [n]: the row index of each
+    trained token in the teacher's cache, -1 for other tokens.
 
-    ends: int64 [samples + 1], the rows before each sample, and all. first: the number of the first.
+    ends: int64 [samples + 1], cumulative row counts, starting at 0. first: index of this dataset's
+    first row. ValueError if a sample's number of trained tokens changed.
     """
 
-    def __init__(self, dataset, ends: np.ndarray, first: int = 0):
+    def __init__(self, dataset: Any, ends: np.ndarray, first: int = 0):
         super().__init__(dataset)
         self.first = first
         self.ends = ends
         self.document_lengths = getattr(dataset, "document_lengths", None)
 
-    def __getitem__(self, i: int) -> list[dict]:
+    def __getitem__(self, i: int) -> list[dict[str, Any]]:
         documents = documents_of(self.dataset[i])
         row = self.ends[i]
         numbered = []
@@ -265,8 +294,8 @@ class WithRows(View):
         return numbered
 
 
-def _rows_of(batch: dict) -> torch.Tensor:
-    """A batch's numbers of rows, int64 [b, s]. ValueError without."""
+def _rows_of(batch: dict[str, Any]) -> torch.Tensor:
+    """A batch's row indices, int64 [b, s]. ValueError if the collator dropped them."""
     rows: Any = batch.get("teacher_row")
     expect(
         rows is not None,
@@ -277,12 +306,11 @@ def _rows_of(batch: dict) -> torch.Tensor:
 
 
 class DistillTrainer(ScoredTrainer):
-    """Train `model` to give a teacher's probabilities, on McaTrainer's samples.
+    """Train a student to predict a teacher's probabilities, on McaTrainer's samples.
 
-    train_config: DistillConfig. teacher: a model of the backend's kind, or a function that loads
-    it, called if it is needed; None: a cache is read. It shares no parameter with `model`. The
-    other arguments are McaTrainer's.
-    Raises: ValueError for data, keys and models that do not fit.
+    train_config: a DistillConfig. teacher: a model of the backend's kind, or a function that loads
+    it, called only if needed; None: a cache is read. It must share no parameter with `model`. Other
+    arguments are McaTrainer's. ValueError for data, keys and models that do not fit.
     """
 
     config_class = DistillConfig
@@ -295,32 +323,39 @@ class DistillTrainer(ScoredTrainer):
     unread_columns = other_columns("teacher_row")
 
     def __init__(
-        self, model=None, train_config: DistillConfig | None = None, teacher=None, args=None,
-        **kwargs,
-    ):  # fmt: skip
+        self,
+        model: Any = None,
+        train_config: DistillConfig | None = None,
+        teacher: Any = None,
+        args: Any = None,
+        **kwargs: Any,
+    ) -> None:
         self._given_teacher = teacher
-        self._chunks: list | None = None  # of the teacher, once it is loaded
-        self._head: Any = None  # of a resident teacher
-        self._maps: list[np.ndarray] = []  # of rows, those of all data sets
-        self._firsts = np.zeros(1, np.int64)  # the first row of each, and the number of all
+        self._chunks: list[Any] | None = None  # the teacher's, once it is loaded
+        self._head: Any = None  # a resident teacher's Head
+        self._maps: list[np.ndarray] = []  # memory-mapped rows of all data sets
+        self._firsts = np.zeros(1, np.int64)  # first row of each map, then the total
         super().__init__(model, train_config, args, **kwargs)
         logps = (np.dtype(self.train_config.cache_dtype), (self._k + 1,))
         self.row_type = np.dtype([("tokens", np.int32, (self._k,)), ("logps", *logps)])
 
     @property
     def _k(self) -> int:
-        """Tokens of a row; 0 of a resident teacher."""
+        """Tokens per row; 0 for a resident teacher."""
         return self.train_config.top_k or 0
 
     @property
     def _num_tokens(self) -> int:
-        """V."""
+        """V, the number of token ids that both models have."""
         return int(self.limits.vocab_size)
 
     # -- a run of the command line
 
     @classmethod
-    def second_model_folder(cls, arguments, planned) -> Path | None:
+    def second_model_folder(cls, arguments: Any, planned: Any) -> Path | None:
+        """The teacher's folder; None without one. ConfigError if teacher and student would both be
+        random.
+        """
         name = arguments.teacher_model_name_or_path
         if name is None:
             return None
@@ -331,8 +366,10 @@ class DistillTrainer(ScoredTrainer):
         return folder
 
     @classmethod
-    def check_second_model(cls, arguments, first, second, tokenizer) -> None:
-        """Refuse a teacher that reads other tokens. Sizes may differ by rows that only pad."""
+    def check_second_model(cls, arguments: Any, first: Any, second: Any, tokenizer: Any) -> None:
+        """Raise ConfigError if the teacher's tokenizer has other tokens. Vocabulary sizes may
+        differ by padding.
+        """
         vocabulary = tokenizer.get_vocab()
         known = load_tokenizer(second.folder, arguments.model.trust_remote_code).get_vocab()
         others = [token for token in vocabulary if known.get(token) != vocabulary[token]]
@@ -349,7 +386,7 @@ class DistillTrainer(ScoredTrainer):
             refuse(key, str(second.folder), reason, remedy)
 
     @classmethod
-    def own_keywords(cls, arguments, second_model) -> dict[str, Any]:
+    def own_keywords(cls, arguments: Any, second_model: Any) -> dict[str, Any]:
         cache_dir = arguments.data.cache_dir
         config = DistillConfig.of_keys(arguments, cache_dir=cache_dir)
         return {"train_config": config, "teacher": second_model}
@@ -357,14 +394,16 @@ class DistillTrainer(ScoredTrainer):
     # -- the loss
 
     def _loss_of_logits(self, logits: Logits) -> torch.Tensor:
-        """[n, 2]: T^2 D, and cross entropy."""
+        """T^2 D and cross entropy, [n, 2]."""
         config = self.train_config
         common = logits.of_first(self._num_tokens)
         divergence, cross_entropy = logits.batch["teacher"].losses(logits, common, config)
         return torch.stack([config.temperature**2 * divergence, cross_entropy], 1)
 
-    def _post_compute_loss(self, labels, losses):
-        """losses [b, s, 2] -> (sum of the mix, trained tokens, {metric: (sum, tokens)})."""
+    def _post_compute_loss(self, labels: torch.Tensor, losses: torch.Tensor) -> Any:
+        """losses [b, s, 2] -> (sum of the mix, number of trained tokens, {metric:
+        (sum, tokens)}).
+        """
         kd, cross_entropy = losses.unbind(-1)
         weight = self.train_config.ce_weight
         mixed = (1 - weight) * kd + weight * cross_entropy
@@ -374,24 +413,30 @@ class DistillTrainer(ScoredTrainer):
         metrics["sft_loss"] = torch.stack([cross_entropy.detach().sum(), tokens])
         return loss, count, metrics
 
-    def _prepare_micro_batches(self, micro_batches: list[dict], seq_length: int) -> list[dict]:
-        """The micro-batches with the teacher's part."""
+    def _prepare_micro_batches(
+        self, micro_batches: list[dict[str, Any]], seq_length: int
+    ) -> list[dict[str, Any]]:
+        """The micro-batches with "teacher" added, a Resident or a Cached. Collective with a
+        resident teacher.
+        """
         if self._k:
             return [
                 {**batch, "teacher": Cached(self._read, self._numbers_of(batch))}
                 for batch in micro_batches
             ]
         found = self._run_teacher(lambda inputs, batch, hidden: hidden, micro_batches)
-        if not found:  # a pipeline stage before the last, without losses
+        if not found:  # a pipeline stage before the last has no losses
             return micro_batches
-        dtype = self.backend.dtype  # of the head's product; the states are float32
+        dtype = self.backend.dtype  # the output layer's; the hidden states are float32
         return [
             {**batch, "teacher": Resident(self._head, hidden.to(dtype))}
             for batch, hidden in zip(micro_batches, found, strict=True)
         ]
 
-    def _numbers_of(self, batch: dict) -> torch.Tensor:
-        """int64 [b, s] on the host: the rows of this rank's tokens, -1 without."""
+    def _numbers_of(self, batch: dict[str, Any]) -> torch.Tensor:
+        """Row indices of this rank's tokens, int64 [b, s] on the host, -1 for none. ValueError if a
+        label has no row.
+        """
         rows = _rows_of(batch)
         trained = batch["labels"] != IGNORE_INDEX
         expect(
@@ -403,7 +448,7 @@ class DistillTrainer(ScoredTrainer):
         return rows if places is None else rows[..., places]
 
     def _read(self, numbers: np.ndarray) -> np.ndarray:
-        """The rows of these numbers."""
+        """The rows with these indices."""
         of_part = np.searchsorted(self._firsts, numbers, side="right") - 1
         rows = np.empty(len(numbers), self.row_type)
         for part in np.unique(of_part):
@@ -413,19 +458,23 @@ class DistillTrainer(ScoredTrainer):
 
     # -- the teacher
 
-    def _run_teacher(self, collect: Callable, batches: list[dict], seq_length: int = 0) -> list:
-        """Results of collect(inputs, batch, output) for each micro-batch by the teacher; [] on
-        pipeline stages before the last. Collective."""
+    def _run_teacher(
+        self, collect: Callable[..., Any], batches: list[dict[str, Any]], seq_length: int = 0
+    ) -> list[Any]:
+        """collect(inputs, batch, output) for each micro-batch, with the teacher's output; [] on
+        pipeline stages before the last. Collective.
+        """
         self._need_teacher()
         step = collecting(self.backend, collect, self.inputs_of)
         return measure(self.backend, step, batches, self._chunks)
 
     def _need_teacher(self) -> None:
-        """Load the teacher unless it is there. Collective."""
+        """Load the teacher unless it is loaded. Collective."""
         if self._chunks is None:
             self._chunks = self._load_teacher()
 
-    def _load_teacher(self) -> list:
+    def _load_teacher(self) -> list[Any]:
+        """Load, check and wrap the teacher -> its chunks. Collective."""
         teacher = self._given_teacher
         expect(
             teacher is not None,
@@ -438,7 +487,7 @@ class DistillTrainer(ScoredTrainer):
         self.guard.check_weights("the teacher", teacher)
         if self._k:
             return self.backend.wrap_reference(teacher, self._scores_of)
-        self._reference_model = teacher  # its work counts in each step
+        self._reference_model = teacher  # its FLOPs count in each step
         self._head = Head(self.backend.dtype)
         chunks = self.backend.wrap_reference(teacher, self._head.keep)
         expect(
@@ -448,9 +497,10 @@ class DistillTrainer(ScoredTrainer):
         )
         return chunks
 
-    def _check_teacher(self, config) -> None:
-        """ValueError for a teacher that cannot run on the student's batches. Lowers the limits of
-        batches to the teacher's."""
+    def _check_teacher(self, config: Any) -> None:
+        """Raise ValueError if the teacher cannot run on the student's batches. Lowers the batches'
+        limits to the teacher's.
+        """
         differ = "the teacher and the student differ in"
         mine = self.model.config
         ahead = "mtp_num_layers"
@@ -469,7 +519,7 @@ class DistillTrainer(ScoredTrainer):
             refuse("teacher_top_k", self._k, "the models have fewer tokens", f"at most {size}")
 
     def _scores_of(self, logits: Logits) -> torch.Tensor:
-        """[n, 2 k + 1]: the teacher's tokens and log-probabilities, as its losses of tokens."""
+        """Used as the teacher's loss: its likeliest tokens and log-probabilities, [n, 2 k + 1]."""
         common = logits.of_first(self._num_tokens)
         tokens, logps = top_k_of(common, self._k, self.train_config.temperature)
         return torch.cat([tokens.float(), logps], 1)  # exact: ids are below 2^24
@@ -489,7 +539,9 @@ class DistillTrainer(ScoredTrainer):
         return identity
 
     def _check_vocabulary(self, store: RowStore) -> None:
-        """CheckpointError for rows of more tokens than the student has, or than other rows."""
+        """Raise CheckpointError if the stored rows cover more token ids than the student has, or
+        other ids than earlier rows.
+        """
         known = self._num_tokens
         size = store.identity.setdefault("vocab_size", known)
         is_narrower = size < known and not self._maps and self._chunks is None
@@ -500,11 +552,13 @@ class DistillTrainer(ScoredTrainer):
             )
         self.limits = self.limits.within(Limits(vocab_size=size))
 
-    def _score(self, samples, ends: np.ndarray, start: int, stop: int) -> np.ndarray:
+    def _score(self, samples: Any, ends: np.ndarray, start: int, stop: int) -> np.ndarray:
         first, end = ends[[start, stop]].tolist()
         zeros = torch.zeros(end - first, 2 * self._k + 1, device=parallel.device())
 
-        def collect(inputs: dict, batch: dict, output: torch.Tensor) -> tuple:
+        def collect(
+            inputs: dict[str, Any], batch: dict[str, Any], output: torch.Tensor
+        ) -> tuple[Any, ...]:
             kept = inputs["labels"] != IGNORE_INDEX
             return _rows_of(batch)[kept] - first, output[kept]
 
@@ -517,8 +571,10 @@ class DistillTrainer(ScoredTrainer):
         rows["logps"] = found[:, self._k :].clip(min=LOWEST)
         return rows
 
-    def _prepare_samples(self, samples):
-        """The samples with the numbers of a cached teacher's rows. Collective."""
+    def _prepare_samples(self, samples: Any) -> Any:
+        """The samples with row indices of a cached teacher; missing rows are computed now.
+        Collective.
+        """
         if not self._k or isinstance(samples, WithRows):
             return samples
         expect(
@@ -555,8 +611,9 @@ class DistillTrainer(ScoredTrainer):
     # -- around the loop
 
     def _prepare_datasets(self, *names: str) -> None:
-        """Load a resident teacher too, before the summary, which counts its work; let go of one
-        that was loaded for its rows. Collective."""
+        """Prepare data sets; also load a resident teacher, whose work the start summary counts, or
+        free a teacher that was loaded to compute rows. Collective.
+        """
         super()._prepare_datasets(*names)
         if self._k:
             self._chunks = None

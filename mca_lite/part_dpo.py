@@ -1,19 +1,19 @@
 """Preference training: DPOTrainer, as hooks of McaTrainer's loop, and the reference model's pass.
 
-    _arrange                pairs -> rows or a packed row, chosen and rejected in turn
-    _prepare_micro_batches  log-probabilities of the reference, unless the data has them; numbers of
-                            the global batch, for losses that compare its pairs
+    _arrange                pairs -> rows or a packed row, alternating chosen and rejected
+    _prepare_micro_batches  add log-probabilities of the reference, unless the data has them, and
+                            statistics of the global batch for losses that compare its pairs
     _pre_compute_loss, _post_compute_loss
-                            token losses -> log-probabilities of responses -> loss, 8 metrics
+                            token losses -> log-probabilities of answers -> loss and 8 metrics
 
-The formulas are in part_dpo_losses. The loss is the mean over the pairs of the global batch, in
-every layout. A cached reference is the start model: its log-probabilities are computed once, before
-training, and kept on disk. Letters: P pairs of a micro-batch without those that only fill it, s
-positions.
+part_dpo_losses has the formulas. The loss is the mean over the pairs of the global batch, in every
+layout. A cached reference is the model before training: its log-probabilities are computed once and
+stored on disk. Letters: P pairs in a micro-batch, without fillers; s positions.
 """
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -40,8 +40,8 @@ from .step import collecting, measure, to_length
 from .tables import OBJECTIVES, PAIR_COLUMNS, function_of, other_columns
 from .trainer_evaluation import in_documents, sum_documents
 
-# most micro-batches and tokens of a forward pass of the reference: with fewer a GPU waits for the
-# host's launches, with more it may need more memory than training
+# a forward pass of the reference joins at most so many micro-batches and tokens: with fewer a GPU
+# waits for the host to launch kernels, with more it may need more memory than training
 JOINED = 2
 JOINED_TOKENS = 16384
 _WITHOUT_ADAPTER = (
@@ -55,16 +55,17 @@ _WITHOUT_ADAPTER = (
 class ReferenceConfig(ObjectiveConfig):
     """Fields of an objective with a reference model.
 
-    reference: cached, adapter or model (None: a model that is given, else the model without its
-    adapters, else cached). cache_dir: folder for log-probabilities of a cached reference (None: not
-    written). model_source: tells start models of one folder apart.
+    reference: "cached", "adapter" (the model with adapters off) or "model". None: "model" if one is
+    given, otherwise "adapter" if the model has adapters, otherwise "cached".
+    cache_dir: folder for a cached reference's log-probabilities; None: not written.
+    model_source: distinguishes start models that come from the same folder.
     """
 
     reference: str | None = None
     cache_dir: str | None = None
     model_source: str = ""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.take_keys(finetuning_type="lora")
         if self.reference not in (None, *REFERENCES):
             reason = f"expected {', '.join(REFERENCES)}, or None"
@@ -73,13 +74,15 @@ class ReferenceConfig(ObjectiveConfig):
 
 @dataclass
 class DPOConfig(ReferenceConfig):
-    """The objective. ConfigError for values that do not fit together.
+    """The objective's settings. ConfigError for values that do not fit together.
 
-    pref_loss: a name in LOSSES, such as sigmoid (DPO), or a list of them; a list afterwards.
-    pref_loss_weights: a weight of each (None: 1). beta: strength of the reference, or weight of the
-    odds ratio. label_smoothing: expected share of swapped pairs. ftx: weight of the sft term, the
-    mean loss of a token of the chosen response. simpo_gamma to use_weighting: the keys of the same
-    names. use_ref_model: True with a reference (None: as the loss needs it). The other fields are
+    pref_loss: a name in LOSSES, such as sigmoid (DPO), or a list of names; it becomes a list.
+    pref_loss_weights: a weight per loss; None: 1.
+    beta: strength of the reference, or weight of ORPO's odds ratio.
+    label_smoothing: assumed share of swapped pairs.
+    ftx: weight of the sft term, the mean token loss of the chosen answer. simpo_gamma to
+    use_weighting: the keys of the same names.
+    use_ref_model: True if there is a reference; None: decided by the losses. Other fields are
     ReferenceConfig's.
     """
 
@@ -99,7 +102,7 @@ class DPOConfig(ReferenceConfig):
     use_weighting: bool = False
     stage: ClassVar[str] = "dpo"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         super().__post_init__()
         needs = has_reference(self.pref_loss)
         if self.use_ref_model not in (None, needs):
@@ -109,8 +112,8 @@ class DPOConfig(ReferenceConfig):
         self.use_ref_model = needs
 
 
-def _choose_reference(config: DPOConfig, model, ref_model) -> str | None:
-    """The kind of reference, None for a loss without one. ConfigError for one that cannot be."""
+def _choose_reference(config: DPOConfig, model: Any, ref_model: Any) -> str | None:
+    """The kind of reference; None for losses without one. ConfigError if it is impossible."""
     finetuning = finetuning_of(model)
     kind = None
     if config.use_ref_model:
@@ -131,13 +134,15 @@ def _choose_reference(config: DPOConfig, model, ref_model) -> str | None:
 
 
 class DPOTrainer(ScoredTrainer):
-    """Train `model` on pairs: samples of two documents {"input_ids", "labels"}, shifted, chosen and
-    rejected, as a list or as {"chosen", "rejected"}, or on packs (lists) of pairs.
+    """Train on preference pairs: samples of two documents {"input_ids", "labels"}, shifted, chosen
+    before rejected, as a list or as {"chosen", "rejected"}; or on packs (lists) of pairs.
 
-    train_config: DPOConfig. ref_model: a second model of the backend's kind, frozen, for reference:
-    model; it shares no parameter with `model`. The other arguments are McaTrainer's;
-    per_device_train_batch_size counts pairs, or packs. optimizer, lr_scheduler: its `optimizers`.
-    Raises: ValueError for data and keys that do not fit, before anything is computed.
+    train_config: a DPOConfig.
+    ref_model: for reference "model", a second, frozen model of the backend's kind; it must share no
+    parameter with `model`.
+    optimizer, lr_scheduler: McaTrainer's `optimizers`. Other arguments are McaTrainer's;
+    per_device_train_batch_size counts pairs, or packs. ValueError, before anything is computed, for
+    data and keys that do not fit.
     """
 
     config_class: Any = DPOConfig
@@ -147,7 +152,7 @@ class DPOTrainer(ScoredTrainer):
     row_unit = "pair"
     part_rows = 1024
     row_type = np.dtype([("logps", np.float32, (len(SIDES),))])
-    in_turn = "chosen and rejected"  # the documents of a sample
+    in_turn = "chosen and rejected"  # names a sample's documents in messages
     metrics_keys = list(METRICS)
     documents_per_sample = len(SIDES)
     unread_columns = other_columns("reference", *PAIR_COLUMNS)
@@ -155,14 +160,14 @@ class DPOTrainer(ScoredTrainer):
 
     def __init__(
         self,
-        model=None,
+        model: Any = None,
         train_config: DPOConfig | None = None,
-        ref_model=None,
-        args=None,
-        optimizer=None,
-        lr_scheduler=None,
-        **kwargs,
-    ):
+        ref_model: Any = None,
+        args: Any = None,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        **kwargs: Any,
+    ) -> None:
         kwargs.setdefault("optimizers", (optimizer, lr_scheduler))
         super().__init__(model, train_config, args, **kwargs)
         config = self.train_config
@@ -178,7 +183,7 @@ class DPOTrainer(ScoredTrainer):
         if config.use_ref_model and self.reference != "cached":
             self._reference_model = self.model if ref_model is None else ref_model
 
-    def _keys_of_data(self, args, given: dict[str, Any]) -> dict[str, Any]:
+    def _keys_of_data(self, args: Any, given: dict[str, Any]) -> dict[str, Any]:
         evaluated = given.get("eval_dataset")
         if not isinstance(evaluated, dict):
             evaluated = {"eval": evaluated}
@@ -201,27 +206,32 @@ class DPOTrainer(ScoredTrainer):
 
     @property
     def _rows(self) -> dict[str, PreferenceLoss]:
+        """{loss: its row in LOSSES} for this run's losses."""
         return {name: LOSSES[name] for name in self.train_config.pref_loss}
 
     @property
     def _of_batch(self) -> list[str]:
-        """The losses that compare the pairs of the global batch."""
+        """The losses that compare the global batch's pairs."""
         return [name for name, row in self._rows.items() if row.of_batch]
 
     # -- a run of the command line
 
     @classmethod
-    def has_reference(cls, keys) -> bool:
-        """True if these keys compare with a reference model."""
+    def has_reference(cls, keys: Any) -> bool:
+        """True if a run with these keys compares with a reference model."""
         known = cls.config_class.use_ref_model
         return has_reference(keys.pref_loss) if known is None else known
 
     @classmethod
-    def forward_passes(cls, keys) -> tuple[int, int]:
+    def forward_passes(cls, keys: Any) -> tuple[int, int]:
+        """See McaTrainer.forward_passes."""
         return int(any(LOSSES[name].looks_ahead for name in keys.pref_loss)), 1
 
     @classmethod
-    def second_model_folder(cls, arguments, planned) -> Path | None:
+    def second_model_folder(cls, arguments: Any, planned: Any) -> Path | None:
+        """The reference model's folder; None if no second model is needed. ConfigError for a
+        reference that cannot work.
+        """
         if not cls.has_reference(arguments):
             return None
         if arguments.ref_model == "model":
@@ -229,7 +239,7 @@ class DPOTrainer(ScoredTrainer):
         if arguments.ref_model not in (None, *REFERENCES):
             return resolve_folder(arguments.ref_model, arguments.model.model_revision)
         judge = Judge(arguments)
-        # new tokens bring modules_to_save that the file does not name
+        # checked again, because new tokens may have set modules_to_save
         OBJECTIVES[arguments.stage].check_keys(arguments, judge)
         judge.close()
         adapter = arguments.adapter_name_or_path
@@ -242,12 +252,16 @@ class DPOTrainer(ScoredTrainer):
         return None
 
     @classmethod
-    def notes_of_run(cls, arguments) -> list[str]:
+    def notes_of_run(cls, arguments: Any) -> list[str]:
+        """A note if the reference is the base model without the loaded adapter."""
         is_base = cls.has_reference(arguments) and arguments.ref_model in (None, *REFERENCES)
         return [_WITHOUT_ADAPTER] if is_base and arguments.adapter_name_or_path else []
 
     @classmethod
-    def own_keywords(cls, arguments, second_model) -> dict[str, Any]:
+    def own_keywords(cls, arguments: Any, second_model: Any) -> dict[str, Any]:
+        """This trainer's arguments beyond McaTrainer's, for a run. second_model: builds the
+        reference; None: there is none.
+        """
         source = ""
         if arguments.model.train_from_scratch:
             source = f"drawn from seed {arguments.training.seed}"
@@ -261,8 +275,8 @@ class DPOTrainer(ScoredTrainer):
         return {"train_config": config, "ref_model": ref_model}
 
     @staticmethod
-    def check_samples(dataset) -> None:
-        """ValueError for samples other than pairs."""
+    def check_samples(dataset: Any) -> None:
+        """Raise ValueError if the samples are not pairs."""
         first = dataset[0]
         of_sample = getattr(dataset, "documents_per_sample", len(SIDES))
         count = len(documents_of(first))
@@ -275,18 +289,20 @@ class DPOTrainer(ScoredTrainer):
 
     # -- the loss
 
-    def preference_loss(self, responses: Responses):
-        """(losses, rewards of chosen, rewards of rejected), each [P]: the weighted sum of
-        pref_loss, and the rewards of the first. responses.of_batch: [P, 2 n] of the n losses that
-        compare pairs. DPO and ORPO call dpo_loss and odds_ratio_loss, for subclasses to
-        override."""
+    def preference_loss(self, responses: Responses) -> tuple[Any, Any, Any]:
+        """(losses, rewards of chosen, rewards of rejected), each [P]: the weighted sum of this
+        run's losses, with the first loss's rewards.
+
+        responses.of_batch: [P, 2 n] for the n losses that compare pairs. DPO and ORPO go through
+        dpo_loss and odds_ratio_loss, which subclasses can override.
+        """
         found = [self._loss_of(name, responses) for name in self._rows]
         weights = self.train_config.pref_loss_weights or [1.0] * len(found)
         losses = sum(weight * one[0] for weight, one in zip(weights, found, strict=True))
         return losses, *found[0][1:]
 
-    def _loss_of(self, name: str, r: Responses):
-        """preference_loss of one loss."""
+    def _loss_of(self, name: str, r: Responses) -> tuple[Any, Any, Any]:
+        """preference_loss for one loss."""
         row = self._rows[name]
         formula = function_of(row.formula)
         if formula is part_dpo_losses.sigmoid:
@@ -302,47 +318,63 @@ class DPOTrainer(ScoredTrainer):
             own = r.of_batch[:, first : first + 2]
         return self._with_rewards(row, r.with_numbers(own))
 
-    def _with_rewards(self, row: PreferenceLoss, r: Responses):
+    def _with_rewards(self, row: PreferenceLoss, r: Responses) -> tuple[Any, Any, Any]:
+        """(losses, rewards of chosen, rewards of rejected) by a row's formula."""
         found = function_of(row.formula)(r, self.train_config)
         if isinstance(found, tuple):
             return found
         numbers = r.ratios if row.has_reference else r.means
         return found, *part_dpo_losses.rewards(numbers, self.train_config)
 
-    def odds_ratio_loss(self, chosen_logps, rejected_logps, response_lens):
-        """(losses, rewards of chosen, rewards of rejected), each [P]; response_lens [2 P]: chosen,
-        then rejected."""
+    def odds_ratio_loss(
+        self, chosen_logps: torch.Tensor, rejected_logps: torch.Tensor, response_lens: torch.Tensor
+    ) -> tuple[Any, Any, Any]:
+        """ORPO: (losses, rewards of chosen, rewards of rejected), each [P]. response_lens: [2 P],
+        chosen before rejected.
+        """
         r = Responses(chosen_logps, rejected_logps, *response_lens.chunk(2))
         return self._with_rewards(LOSSES["orpo"], r)
 
     def dpo_loss(
         self,
-        policy_chosen_logps,
-        policy_rejected_logps,
-        reference_chosen_logps,
-        reference_rejected_logps,
-        margin=None,
-    ):
-        """(losses, rewards of chosen, rewards of rejected), each [P]. margin [P]: given where pairs
-        have one."""
+        policy_chosen_logps: torch.Tensor,
+        policy_rejected_logps: torch.Tensor,
+        reference_chosen_logps: torch.Tensor,
+        reference_rejected_logps: torch.Tensor,
+        margin: torch.Tensor | None = None,
+    ) -> tuple[Any, Any, Any]:
+        """DPO: (losses, rewards of chosen, rewards of rejected), each [P]. margin: [P]; passed only
+        if pairs have one.
+        """
         policy = (policy_chosen_logps, policy_rejected_logps)
         reference = (reference_chosen_logps, reference_rejected_logps)
         r = Responses(*policy, None, None, *reference, margin=margin)
         return self._with_rewards(LOSSES["sigmoid"], r)
 
-    def _pre_compute_loss(self, batch: dict, inputs: dict, *more):
+    def _pre_compute_loss(self, batch: dict[str, Any], inputs: dict[str, Any], *more: Any) -> Any:
+        """See McaTrainer._pre_compute_loss; also hands the batch and the reference's
+        log-probabilities to _post_compute_loss.
+        """
         of_reference = (None, None)
         if "reference" in batch:
             of_reference = batch["reference"].view(-1, len(SIDES)).unbind(-1)
         return super()._pre_compute_loss(batch, inputs, batch, *of_reference, *more)
 
-    def _post_compute_loss(self, labels, batch, ref_chosen_logps, ref_rejected_logps, losses):
-        """Token losses [b, s] -> (sum of the pairs' losses, pairs int32, {metric: (sum, pairs)}).
+    def _post_compute_loss(  # type: ignore[override]
+        self,
+        labels: torch.Tensor,
+        batch: dict[str, Any],
+        ref_chosen_logps: torch.Tensor | None,
+        ref_rejected_logps: torch.Tensor | None,
+        losses: torch.Tensor,
+    ) -> tuple[Any, ...]:
+        """Token losses [b, s] -> (sum of the pairs' losses, number of pairs int32, {metric: (sum,
+        pairs)}).
 
-        labels [b, s] of this rank; batch: the whole micro-batch, with the columns for losses as
-        this rank has them; ref_*_logps float32 [P], None for a loss without reference. losses:
-        [b, s, 2] of _with_agreement with use_weighting. Collective under context parallelism: a few
-        sums over its group.
+        labels: [b, s] on this rank. batch: the whole micro-batch; its loss columns are sharded like
+        the tokens. ref_chosen_logps, ref_rejected_logps: float32 [P]; None for losses without a
+        reference. losses: with use_weighting [b, s, 2], from _with_agreement. Collective under
+        context parallelism: a few sums over its group.
         """
         agreement: Any = 1.0
         if self.train_config.use_weighting:
@@ -375,12 +407,15 @@ class DPOTrainer(ScoredTrainer):
         }
         return self._summed(of_pairs, values)
 
-    def _summed(self, losses: torch.Tensor, values: dict[str, Any], counted: Any = ()) -> tuple:
-        """(sum of the losses [n], n as int32, {metric: (sum, count)}) of values {metric: [n]}.
-        counted: {metric: bool [n], those that count}, of metrics without some of them."""
+    def _summed(
+        self, losses: torch.Tensor, values: dict[str, Any], counted: Any = ()
+    ) -> tuple[Any, ...]:
+        """(sum of losses [n], n as int32, {metric: (sum, count)}) from values {metric: [n]}.
+        counted: {metric: bool [n]} for metrics over some of the n only.
+        """
         values = {"loss": losses, **values}
         masks = dict.fromkeys(values, torch.ones_like(losses)) | dict(counted)
-        # context-parallel ranks have the same ones, which are summed over all ranks: one counts
+        # context-parallel ranks have equal values, and metrics are summed over all ranks: count one
         is_counted = self.backend.context_parallel[1] == 0
         metrics = {
             key: torch.stack([(values[key].detach() * mask).sum(), mask.sum()]).float() * is_counted
@@ -389,25 +424,36 @@ class DPOTrainer(ScoredTrainer):
         count = torch.full_like(losses.sum(), len(losses)) * is_counted
         return losses.sum(), count.int(), metrics
 
-    def _log_probs_of(self, batch: dict, labels, losses) -> torch.Tensor:
-        """sum_documents of a rank's batch, its tokens weighing as ld_alpha says."""
+    def _log_probs_of(
+        self, batch: dict[str, Any], labels: torch.Tensor, losses: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(log-probabilities, token counts) of a batch's documents, with tokens weighted as
+        ld_alpha says. Collective under context parallelism.
+        """
         if "logp_weight" in batch:
             losses = losses * batch["logp_weight"]
         return sum_documents(self.backend, batch, labels, losses)
 
-    def _agreement(self, batch: dict, labels, differences) -> torch.Tensor:
-        """[P]: exp of the mean of log p - log sum p^2 over the tokens of an answer, the product of
-        both answers (WPO, 2406.11827, 2). differences [b, s]: of the tokens, negated."""
+    def _agreement(
+        self, batch: dict[str, Any], labels: torch.Tensor, differences: torch.Tensor
+    ) -> torch.Tensor:
+        """WPO's pair weights [P] (2406.11827, equation 2): exp of the mean of log p - log sum p^2
+        over an answer's tokens, multiplied over both answers. differences: these terms, negated,
+        [b, s].
+        """
         sums, lens = sum_documents(self.backend, batch, labels, differences)
         return (sums / lens.clamp(min=1)).exp().view(-1, len(SIDES)).prod(-1)
 
-    def _count_of_loss(self, batch: dict) -> int:
+    def _count_of_loss(self, batch: dict[str, Any]) -> int:
         return _num_pairs(batch)
 
     # -- micro-batches
 
-    def _arrange(self, batch: dict) -> dict:
-        counts = batch["attention_mask"].amax(dim=1)  # documents of each row; a filler has none
+    def _arrange(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Arrange a batch of pairs, and add ld_alpha's token weights. ValueError if documents do
+        not alternate, or a column is missing for some pairs.
+        """
+        counts = batch["attention_mask"].amax(dim=1)  # documents per row; fillers have none
         expect(
             not (counts % self.documents_per_sample).any(),
             f"the data collator gave rows of {counts.tolist()} documents: expected "
@@ -425,12 +471,19 @@ class DPOTrainer(ScoredTrainer):
             arranged["logp_weight"] = _weights_beyond(arranged, alpha)
         return arranged
 
-    def _prepare_micro_batches(self, micro_batches: list[dict], seq_length: int) -> list[dict]:
+    def _prepare_micro_batches(
+        self, micro_batches: list[dict[str, Any]], seq_length: int
+    ) -> list[dict[str, Any]]:
         if self.train_config.use_ref_model:
             micro_batches = self._with_reference_logps(micro_batches, seq_length)
         return self._compared(micro_batches, seq_length) if self._of_batch else micro_batches
 
-    def _with_reference_logps(self, micro_batches: list[dict], seq_length: int) -> list[dict]:
+    def _with_reference_logps(
+        self, micro_batches: list[dict[str, Any]], seq_length: int
+    ) -> list[dict[str, Any]]:
+        """The micro-batches with the column "reference". Collective unless the reference
+        is cached.
+        """
         if self.reference == "cached":
             expect(
                 all("reference" in batch for batch in micro_batches),
@@ -445,9 +498,16 @@ class DPOTrainer(ScoredTrainer):
             return micro_batches
         return _with_column(micro_batches, "reference", logps, len(SIDES))
 
-    def _score_pairs(self, micro_batches: list[dict], seq_length: int, models, run):
-        """Log-probabilities [2 P] of all micro-batches by run(micro-batches, length), in few
-        passes; None on a pipeline stage before the last, without losses."""
+    def _score_pairs(
+        self,
+        micro_batches: list[dict[str, Any]],
+        seq_length: int,
+        models: Any,
+        run: Callable[..., list[torch.Tensor]],
+    ) -> torch.Tensor | None:
+        """Log-probabilities [2 P] of all micro-batches, by run(micro-batches, length) in few
+        passes; None on pipeline stages before the last. Collective.
+        """
         joined = _joined(micro_batches) if self.backend.joins_rows(models) else micro_batches
         joined = [to_length(self.backend, batch) for batch in joined]
         logps = run(joined, seq_length)
@@ -455,9 +515,12 @@ class DPOTrainer(ScoredTrainer):
 
     # -- the global batch
 
-    def _compared(self, micro_batches: list[dict], seq_length: int) -> list[dict]:
-        """The micro-batches with `of_batch`, the numbers of the global batch for its pairs. An
-        evaluation's count as those of the next step, and leave no trace. Collective."""
+    def _compared(
+        self, micro_batches: list[dict[str, Any]], seq_length: int
+    ) -> list[dict[str, Any]]:
+        """The micro-batches with the column `of_batch`: statistics of the global batch. An
+        evaluation uses them as the next step would, but does not update their memory. Collective.
+        """
         every, first = self._every_pair(micro_batches, seq_length)
         memory = self.state.objective
         if not torch.is_grad_enabled():
@@ -472,10 +535,15 @@ class DPOTrainer(ScoredTrainer):
         return _with_column(micro_batches, "of_batch", own)
 
     @torch.no_grad()
-    def _every_pair(self, micro_batches: list[dict], seq_length: int) -> tuple[Responses, int]:
-        """(the Responses of all pairs of the global batch in float64, the same on every rank; the
-        number of this rank's first pair). The policy's are 0 if no loss reads them, and without
-        dropout. Collective."""
+    def _every_pair(
+        self, micro_batches: list[dict[str, Any]], seq_length: int
+    ) -> tuple[Responses, int]:
+        """(Responses of all pairs of the global batch in float64, the same on every rank; index of
+        this rank's first pair). Collective.
+
+        The policy's log-probabilities are computed without dropout; they are 0 if no loss reads
+        them.
+        """
         logps = None
         if any(row.looks_ahead for row in self._rows.values()):
             run = functools.partial(self._log_probs, self.models)
@@ -501,41 +569,54 @@ class DPOTrainer(ScoredTrainer):
 
     @torch.no_grad()
     def compute_reference_log_probs(
-        self, models, data_list: list[dict], seq_length: int, micro_batch_size=None
-    ):
-        """[{"reference_chosen_logps", "reference_rejected_logps"}, each [P]] of each micro-batch;
-        None on pipeline stages before the last. models: the policy's chunks, run without adapters
-        and dropout, or those of a reference.
+        self,
+        models: Any,
+        data_list: list[dict[str, Any]],
+        seq_length: int,
+        micro_batch_size: int | None = None,
+    ) -> list[dict[str, torch.Tensor]] | None:
+        """[{"reference_chosen_logps": [P], "reference_rejected_logps": [P]}] per micro-batch; None
+        on pipeline stages before the last.
 
-        Collectives: those of the schedule, forward only.
+        models: the policy's chunks, run without adapters and dropout, or a reference's chunks.
+        Collective: the pipeline schedule's, forward only.
         """
         logps = self._log_probs_of_reference(models, data_list, seq_length)
         names = [f"reference_{side}_logps" for side in SIDES]
         pairs = [(of_batch[0::2], of_batch[1::2]) for of_batch in logps]
         return [dict(zip(names, of_batch, strict=True)) for of_batch in pairs] or None
 
-    def _log_probs(self, models, batches: list[dict], seq_length: int) -> list[torch.Tensor]:
-        """float32 [documents] of each micro-batch by chunks as they are, without dropout; [] on
-        pipeline stages before the last. Collectives: those of the schedule, forward only."""
+    def _log_probs(
+        self, models: Any, batches: list[dict[str, Any]], seq_length: int
+    ) -> list[torch.Tensor]:
+        """float32 [documents] per micro-batch, from chunks as they are, without dropout; [] on
+        pipeline stages before the last. Collective: the pipeline schedule's, forward only.
+        """
 
-        def collect(inputs: dict, batch: dict, losses: torch.Tensor) -> torch.Tensor:
+        def collect(
+            inputs: dict[str, Any], batch: dict[str, Any], losses: torch.Tensor
+        ) -> torch.Tensor:
             logps, _ = self._log_probs_of(batch, inputs["labels"], losses)
             return logps
 
         step = collecting(self.backend, collect, self.inputs_of)
         return measure(self.backend, step, batches, models)
 
-    def _log_probs_of_reference(self, models, *more) -> list[torch.Tensor]:
-        """_log_probs of the model before training."""
+    def _log_probs_of_reference(self, models: Any, *more: Any) -> list[torch.Tensor]:
+        """_log_probs with the adapters off."""
         with self.backend.finetuning.without(self.model):
             return self._log_probs(models, *more)
 
-    def _reference_logps(self, models, batches: list[dict], seq_length: int) -> list[torch.Tensor]:
-        """compute_reference_log_probs as one tensor [P, 2] of each micro-batch."""
+    def _reference_logps(
+        self, models: Any, batches: list[dict[str, Any]], seq_length: int
+    ) -> list[torch.Tensor]:
+        """compute_reference_log_probs as a tensor [P, 2] per micro-batch; [] on pipeline stages
+        before the last.
+        """
         logps = self.compute_reference_log_probs(models, batches, seq_length) or ()
         return [torch.stack(list(of_batch.values()), -1) for of_batch in logps]
 
-    def _score(self, samples, ends: np.ndarray, start: int, stop: int) -> np.ndarray:
+    def _score(self, samples: Any, ends: np.ndarray, start: int, stop: int) -> np.ndarray:
         run = functools.partial(self._reference_logps, self.models)
         found = self.evaluator.by_sample(Subset(samples, range(start, stop)), run, (len(SIDES),))
         rows = np.empty(len(found), self.row_type)
@@ -555,8 +636,10 @@ class DPOTrainer(ScoredTrainer):
         ]
         return {"reference": hash_of(facts)}
 
-    def _prepare_samples(self, samples):
-        """The samples with log-probabilities of a cached reference. Collective."""
+    def _prepare_samples(self, samples: Any) -> Any:
+        """The samples with a cached reference's log-probabilities, computed now if they are not
+        stored. Collective.
+        """
         if self.reference != "cached" or isinstance(samples, WithReference):
             return samples
         expect(
@@ -571,7 +654,7 @@ class DPOTrainer(ScoredTrainer):
 
 
 def compared(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The metrics of pairs with these rewards [P]."""
+    """The reward metrics of pairs, {metric: [P]}, from the rewards of chosen and rejected."""
     margins = chosen - rejected
     return {
         "rewards/chosen": chosen,
@@ -582,36 +665,38 @@ def compared(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, torch.Te
 
 
 def _with_agreement(logits: Logits) -> torch.Tensor:
-    """[n, 2]: cross entropy, and the log of the sum of squared probabilities, without a
-    gradient. Collective."""
+    """Cross entropy, and the log of the sum of squared probabilities without a gradient, [n, 2].
+    Collective.
+    """
     lse = logits.logsumexp()
     with torch.no_grad():
         squares = logits.sum((2 * (logits.values - lse[:, None])).exp().sum(1)).log()
     return torch.stack([lse - logits.of_labels(), squares], -1)
 
 
-def _weights_beyond(batch: dict, alpha: float) -> torch.Tensor:
-    """[rows, s] of an arranged batch: alpha for the trained tokens of an answer beyond the number
-    of the other answer's, 1 else."""
+def _weights_beyond(batch: dict[str, Any], alpha: float) -> torch.Tensor:
+    """Token weights [rows, s] for ld_alpha: alpha for an answer's trained tokens beyond the length
+    of the other answer, 1 for all others.
+    """
     trained = (batch["labels"] != IGNORE_INDEX).long()
     counts = in_documents(batch, trained)
     of_pairs = counts[: len(counts) // 2 * 2].view(-1, 2)
-    shared = counts.clone()  # an odd one only pads
+    shared = counts.clone()  # an odd last document is padding
     shared[: of_pairs.numel()] = of_pairs.amin(1).repeat_interleave(2)
-    last = counts.cumsum(0) - counts + shared  # of each document, the last one that counts fully
+    last = counts.cumsum(0) - counts + shared  # in each document, the last token with weight 1
     borders = batch.get("cu_seqlens", np.arange(len(trained) + 1) * trained.shape[1])
     last = last.repeat_interleave(torch.as_tensor(np.diff(borders)))
     numbers = trained.flatten().cumsum(0)
     return torch.where(numbers > last, alpha, 1.0).view(trained.shape)
 
 
-def _has(column: str, dataset) -> bool:
-    """True if the first sample of a dataset has a column."""
+def _has(column: str, dataset: Any) -> bool:
+    """True if the dataset's first sample has the column."""
     return documents_of(dataset[0])[0].get(column) is not None
 
 
-def _joined(batches: list[dict]) -> list[dict]:
-    """The pairs of micro-batches in fewer of them, where one forward pass takes several."""
+def _joined(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Join micro-batches, so that fewer forward passes run."""
     joined: list[Any] = []
     for first in range(0, len(batches), JOINED):
         group = batches[first : first + JOINED]
@@ -623,18 +708,22 @@ def _joined(batches: list[dict]) -> list[dict]:
     return joined
 
 
-def _with_column(batches: list[dict], name: str, values: torch.Tensor, per_pair=1) -> list[dict]:
-    """Arranged micro-batches with their parts of values, so many of each pair."""
+def _with_column(
+    batches: list[dict[str, Any]], name: str, values: torch.Tensor, per_pair: int = 1
+) -> list[dict[str, Any]]:
+    """The micro-batches with a column added: each takes its part of values, per_pair elements per
+    pair.
+    """
     sizes = [_num_pairs(batch) * per_pair for batch in batches]
     parts = zip(batches, values.split(sizes), strict=True)
     return [{**batch, name: part} for batch, part in parts]
 
 
-def _lengths(batch: dict) -> torch.Tensor:
-    """[documents]: the trained tokens of an arranged micro-batch's documents."""
+def _lengths(batch: dict[str, Any]) -> torch.Tensor:
+    """Number of trained tokens per document, [documents]."""
     return in_documents(batch, batch["labels"] != IGNORE_INDEX)[real_documents(batch)]
 
 
-def _num_pairs(batch: dict) -> int:
-    """Pairs of an arranged micro-batch, without those that only fill it."""
+def _num_pairs(batch: dict[str, Any]) -> int:
+    """Number of pairs in an arranged micro-batch, without fillers."""
     return int(real_documents(batch).sum()) // len(SIDES)

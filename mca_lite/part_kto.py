@@ -1,16 +1,16 @@
-"""KTO: training on single answers with a label, as hooks of DPOTrainer with its reference.
+"""KTO: training on single answers with a label, as hooks of DPOTrainer with its reference model.
 
-    loss  = weight (1 - sigmoid(beta (r - kl)))  of a desirable answer
-            weight (1 - sigmoid(beta (kl - r)))  of an undesirable one
+    loss  = weight (1 - sigmoid(beta (r - kl)))  for a desirable answer
+            weight (1 - sigmoid(beta (kl - r)))  for an undesirable answer
     r     = log-probability of the answer, policy - reference
     kl    = max(0, mean of r over the mismatched answers of the global batch), without a gradient
 
-(Ethayarajh and others 2024, equation 7; TRL estimates kl over each micro-batch.) A sample is two
-documents: its answer, and its prompt with the answer of another sample. The second one is run
-forward only, before the step. The pairing belongs to the data set, so that a cached reference has
-scored it: answers shift by one sample within blocks of global_batch_size samples, packed or not.
-Without packing and shuffling these are the global batches, as TRL has them. Letters: n answers of a
-micro-batch.
+Source: Ethayarajh and others 2024, equation 7; TRL estimates kl per micro-batch instead. A sample
+becomes two documents: its prompt with its answer, and its prompt with another sample's answer
+(mismatched). The mismatched one only runs forward, before the step. The pairing is fixed for the
+data set, so a cached reference can score it: within blocks of global_batch_size samples, answers
+shift by one sample, packed or not. Without packing and shuffling the blocks are the global batches,
+as in TRL. Letters: n answers in a micro-batch.
 """
 
 from collections.abc import Mapping
@@ -35,11 +35,11 @@ from .trainer_evaluation import PredictionOutput, sum_documents
 
 @dataclass
 class KTOConfig(ReferenceConfig):
-    """The objective. ConfigError for values that do not fit together.
+    """The objective's settings. ConfigError for values that do not fit together.
 
-    beta: strength of the reference. desirable_weight, undesirable_weight: of the losses of answers
-    with the label 1 and 0. cutoff_len: tokens of a mismatched document at most (None: any number).
-    The other fields are ReferenceConfig's.
+    beta: strength of the reference. desirable_weight, undesirable_weight: loss weights of answers
+    with label 1 and 0. cutoff_len: maximum tokens of a mismatched document; None: no limit. Other
+    fields are ReferenceConfig's.
     """
 
     beta: float = 0.1
@@ -52,13 +52,14 @@ class KTOConfig(ReferenceConfig):
 
 
 class KTOTrainer(DPOTrainer):
-    """Train `model` on samples of one document {"input_ids", "labels", "answer_label"}, shifted,
-    with the label 1 for a desirable answer and 0 for an undesirable one, or on packs of them.
+    """Train on labelled answers: samples of one document {"input_ids", "labels", "answer_label"},
+    shifted, with label 1 for a desirable answer and 0 for an undesirable one; or on packs of such
+    samples.
 
-    train_config: KTOConfig. The other arguments are DPOTrainer's; per_device_train_batch_size
-    counts answers, or packs. In an evaluation kl is that of the micro-batches run together. Token
-    counts are those of the answers, without the mismatched ones.
-    Raises: ValueError for data and keys that do not fit, before anything is computed.
+    train_config: a KTOConfig. Other arguments are DPOTrainer's; per_device_train_batch_size counts
+    answers, or packs. In an evaluation, kl is estimated over the micro-batches that run together.
+    Token counts exclude mismatched answers. ValueError, before anything is computed, for data and
+    keys that do not fit.
     """
 
     row_unit = "sample"
@@ -67,24 +68,25 @@ class KTOTrainer(DPOTrainer):
     metrics_keys = list(KTO_METRICS)
     unread_columns = other_columns("reference", ANSWER_LABEL)
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        if self.train_dataset is not None:  # the dry run reads it
+        if self.train_dataset is not None:  # a dry run reads it before it is prepared
             self.train_dataset = with_samples(self.train_dataset, self._paired)
 
     @classmethod
-    def forward_passes(cls, keys) -> tuple[int, int]:
-        return 1, 2  # mismatched answers; over an epoch they have as many tokens
+    def forward_passes(cls, keys: Any) -> tuple[int, int]:
+        """See McaTrainer.forward_passes."""
+        return 1, 2  # mismatched answers have, over an epoch, as many tokens as the answers
 
     @classmethod
-    def own_keywords(cls, arguments, second_model) -> dict[str, Any]:
+    def own_keywords(cls, arguments: Any, second_model: Any) -> dict[str, Any]:
         keywords = super().own_keywords(arguments, second_model)
         keywords["train_config"].cutoff_len = arguments.data.cutoff_len
         return keywords
 
     @staticmethod
-    def check_samples(dataset) -> None:
-        """ValueError for samples without a label, and for a single one."""
+    def check_samples(dataset: Any) -> None:
+        """Raise ValueError if samples have no label, or there is only one."""
         view = samples_of(dataset)
         documents = documents_of(view[0])
         expect(
@@ -100,12 +102,19 @@ class KTOTrainer(DPOTrainer):
 
     # -- the loss
 
-    def _post_compute_loss(self, labels, batch, ref_logps, ref_mismatched_logps, losses):
-        """Token losses [b, s] -> (sum of the answers' losses, answers int32, {metric: (sum,
-        count)}).
+    def _post_compute_loss(  # type: ignore[override]
+        self,
+        labels: torch.Tensor,
+        batch: dict[str, Any],
+        ref_logps: torch.Tensor,
+        ref_mismatched_logps: torch.Tensor,
+        losses: torch.Tensor,
+    ) -> tuple[Any, ...]:
+        """Token losses [b, s] -> (sum of the answers' losses, number of answers int32, {metric:
+        (sum, count)}).
 
-        labels [b, s] of this rank; batch: the whole micro-batch, with "kl"; ref_*_logps [n].
-        Collective under context parallelism: one sum over its group.
+        labels: [b, s] on this rank. batch: the whole micro-batch, with "kl". ref_logps,
+        ref_mismatched_logps: [n]. Collective under context parallelism: one sum over its group.
         """
         config = self.train_config
         logps, _ = sum_documents(self.backend, batch, labels, losses)
@@ -131,12 +140,14 @@ class KTOTrainer(DPOTrainer):
         }
         return self._summed(of_answers, values, counted)
 
-    def _count_of_loss(self, batch: dict) -> int:
+    def _count_of_loss(self, batch: dict[str, Any]) -> int:
         return int(real_documents(batch).sum())
 
     # -- micro-batches
 
-    def _count(self, batches: list[dict], arranged: list[dict]) -> tuple:
+    def _count(
+        self, batches: list[dict[str, Any]], arranged: list[dict[str, Any]]
+    ) -> tuple[Any, ...]:
         if self.documents_per_sample == 2:
             masks = [torch.as_tensor(batch["attention_mask"]) for batch in batches]
             batches = [
@@ -147,9 +158,12 @@ class KTOTrainer(DPOTrainer):
         return super()._count(batches, arranged)
 
     @torch.no_grad()
-    def _prepare_micro_batches(self, micro_batches: list[dict], seq_length: int) -> list[dict]:
-        """The answers of the micro-batches, with their "kl". Collectives: forward passes of the
-        schedule, and a sum over all ranks."""
+    def _prepare_micro_batches(
+        self, micro_batches: list[dict[str, Any]], seq_length: int
+    ) -> list[dict[str, Any]]:
+        """The answers of the micro-batches, with "kl" added. Collective: forward passes of the
+        schedule, and a sum over all ranks.
+        """
         both = super()._prepare_micro_batches(micro_batches, seq_length)
         mismatched = self._of_each_two(both, 1)
         logps = self._log_probs(self.models, mismatched, row_length(mismatched[0]))
@@ -161,37 +175,48 @@ class KTOTrainer(DPOTrainer):
         kl = mean_of(total, count).clamp(min=0)
         return [{**batch, "kl": kl} for batch in self._of_each_two(both, 0)]
 
-    def _reference_logps(self, models, batches: list[dict], seq_length: int) -> list[torch.Tensor]:
-        """float32 [n, 2] of each micro-batch, of its answers and its mismatched documents. They run
-        apart: mismatched ones are longer, and would pad the answers."""
+    def _reference_logps(
+        self, models: Any, batches: list[dict[str, Any]], seq_length: int
+    ) -> list[torch.Tensor]:
+        """float32 [n, 2] per micro-batch: log-probabilities of answers and of mismatched documents.
+        They run separately, because the longer mismatched ones would pad the answers.
+        """
         kinds = []
         for first in range(2):
             chosen = self._of_each_two(batches, first)
             kinds.append(self._log_probs_of_reference(models, chosen, row_length(chosen[0])))
         return [torch.stack(pair, -1) for pair in zip(*kinds, strict=True)]
 
-    def _of_each_two(self, batches: list[dict], first: int) -> list[dict]:
-        """The answers (first 0) of arranged micro-batches, or the mismatched ones (1), padded as
-        these need it."""
+    def _of_each_two(self, batches: list[dict[str, Any]], first: int) -> list[dict[str, Any]]:
+        """From arranged micro-batches, the answers (first = 0) or the mismatched documents (first =
+        1), padded for these alone.
+        """
         chosen = [every_second(batch, first) for batch in batches]
         longest = self.backend.common_length(max(map(row_length, chosen)))
         return [to_length(self.backend, batch, longest) for batch in chosen]
 
     # -- data
 
-    def _prepare_samples(self, samples):
+    def _prepare_samples(self, samples: Any) -> Any:
+        """The samples with mismatched documents, and log-probabilities of a cached reference.
+        Collective.
+        """
         return super()._prepare_samples(self._paired(samples))
 
-    def _paired(self, samples):
-        """The samples with mismatched documents."""
+    def _paired(self, samples: Any) -> Any:
+        """The samples as a Mismatched view."""
         if isinstance(samples, (Mismatched, WithReference)):
             return samples
         self.check_samples(samples)
         return Mismatched(samples, self.args.train_global_batch_size, self.train_config.cutoff_len)
 
     def predict(
-        self, test_dataset, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+        self,
+        test_dataset: Any,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "test",
     ) -> PredictionOutput:
+        """See McaTrainer.predict; mismatched documents are left out."""
         view = samples_of(test_dataset)
         while isinstance(view, (Mismatched, WithReference)):
             view = view.dataset
@@ -203,32 +228,33 @@ class KTOTrainer(DPOTrainer):
 
 
 class Mismatched(View):
-    """A view of labelled samples: each one's document, and one of its prompt with the answer of the
-    sample before it in its block; the first takes the last one's.
+    """A view of labelled samples with two documents each: the sample's own, and its prompt with the
+    answer of the previous sample in its block. The block's first sample takes the last one's
+    answer.
 
-    block: samples of a block; one alone takes the sample before it. cutoff_len: tokens of a
-    mismatched document at most.
+    block: samples per block; a block of one uses the sample before it. cutoff_len: maximum tokens
+    of a mismatched document.
     """
 
     documents_per_sample = 2
 
-    def __init__(self, dataset, block: int, cutoff_len: int | None = None):
+    def __init__(self, dataset: Any, block: int, cutoff_len: int | None = None):
         super().__init__(dataset)
         self.block = block
         self.cutoff_len = cutoff_len
-        self.work = None  # that of the answers alone
+        self.work = None  # the dataset's would count the answers only
         fingerprint = getattr(dataset, "fingerprint", None)
         self.fingerprint = fingerprint and f"{fingerprint} mismatched {block} {cutoff_len}"
 
     def partner(self, i: int) -> int:
-        """The sample with the answer for sample i's mismatched document."""
+        """Index of the sample whose answer is used in sample i's mismatched document."""
         start = i - i % self.block
         size = min(self.block, len(self) - start)
         if size == 1:
             return (i - 1) % len(self)
         return start + (i - start - 1) % size
 
-    def __getitem__(self, i: int) -> list[dict]:
+    def __getitem__(self, i: int) -> list[dict[str, Any]]:
         [document] = documents_of(self.dataset[i])
         [other] = documents_of(self.dataset[self.partner(i)])
         label = document.get(ANSWER_LABEL)
@@ -240,8 +266,8 @@ class Mismatched(View):
         return [dict(document), {**document, **tokens}]
 
 
-def _joined(document: Mapping, other: Mapping) -> dict:
-    """The prompt of a shifted document with the answer of another."""
+def _joined(document: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """One document's prompt with the other document's answer, shifted."""
     ids = np.asarray(document["input_ids"])
     start, _ = _span_of_answer(document)
     first, end = _span_of_answer(other)
@@ -253,9 +279,10 @@ def _joined(document: Mapping, other: Mapping) -> dict:
     }
 
 
-def _span_of_answer(document: Mapping) -> tuple[int, int]:
-    """(first, end) of the labels of a document's answer. ValueError without any, and for labels
-    with a gap."""
+def _span_of_answer(document: Mapping[str, Any]) -> tuple[int, int]:
+    """(first, end) indices of the labels of a document's answer. ValueError if there are none, or
+    they have a gap.
+    """
     [trained] = np.nonzero(np.asarray(document["labels"]) != IGNORE_INDEX)
     expect(len(trained) > 0, "a sample has no label: expected those of its answer")
     first = int(trained[0])

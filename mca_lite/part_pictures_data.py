@@ -70,7 +70,7 @@ class Picture:
 
     @property
     def modified(self) -> int:
-        """When the file last changed, in nanoseconds since 1970; 0 without a file."""
+        """Time of the last change to the file, in nanoseconds since 1970; 0 without a file."""
         return os.stat(self.path).st_mtime_ns if self.data is None else 0
 
 

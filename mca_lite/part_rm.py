@@ -1,12 +1,12 @@
-"""Reward models: scores of whole answers, trained on pairs, as hooks of DPOTrainer without its
-reference.
+"""Reward models: they score whole answers, and are trained on pairs, as hooks of DPOTrainer without
+a reference.
 
     loss = -log sigmoid(s(chosen) - s(rejected) - margin) + c (s(chosen) + s(rejected))^2
 
-(Bradley and Terry 1952; the second term, with c = center_rewards_coefficient, Eisenstein and others
-2023.) s is the value head's product with the last hidden state of an answer's last token other than
-the pad token, as transformers' models for sequence classification have it. The loss is the mean
-over the pairs of the global batch. Letters: P pairs of a micro-batch, b rows, s positions.
+Sources: Bradley and Terry 1952; second term, with c = center_rewards_coefficient, Eisenstein and
+others 2023. The score s is the value head's output at the answer's last token other than the pad
+token, as in transformers' sequence classification models. The loss is the mean over the pairs of
+the global batch. Letters: P pairs in a micro-batch, b rows, s positions.
 """
 
 from collections.abc import Iterator
@@ -32,9 +32,10 @@ from .trainer_evaluation import PredictionOutput, in_documents, sum_documents
 
 @dataclass
 class RewardConfig(ReferenceConfig):
-    """The objective. ConfigError for values that do not fit together.
+    """The objective's settings. ConfigError for values that do not fit together.
 
-    center_rewards_coefficient: weight of the squared sum of a pair's scores, which centres them.
+    center_rewards_coefficient: weight of the squared sum of a pair's scores, which centres scores
+    around 0.
     """
 
     center_rewards_coefficient: float = 0.0
@@ -44,21 +45,20 @@ class RewardConfig(ReferenceConfig):
 
 class RewardTrainer(DPOTrainer):
     """Train a model with a value head on pairs: samples of two documents {"input_ids", "labels"},
-    chosen and rejected, whose input_ids are whole, with the last token; and the columns of
-    DPOTrainer's pairs.
+    chosen and rejected. Their input_ids are complete, including the last token. Columns for pairs
+    are DPOTrainer's.
 
-    model: VirtualModels of a config with has_value_head, or transformers' model for sequence
-    classification with one label. train_config: RewardConfig. tokenizer: its pad token becomes that
-    of the config; without one the config's counts. The other arguments are DPOTrainer's, without a
-    ref_model.
-    Raises: ValueError for data and models that do not fit, before anything is computed.
+    model: VirtualModels with has_value_head in the config, or transformers' sequence classification
+    model with one label. train_config: a RewardConfig. tokenizer: its pad token is copied into the
+    config; if it has none, the config's counts. Other arguments are DPOTrainer's, without
+    ref_model. ValueError, before anything is computed, for data and models that do not fit.
     """
 
     config_class = RewardConfig
     metrics_keys = list(RM_METRICS)
     unread_columns = other_columns(*PAIR_COLUMNS)
 
-    def __init__(self, *args, **kwargs):
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         config = self.model.config
         values = self.backend.hf_config
@@ -84,17 +84,18 @@ class RewardTrainer(DPOTrainer):
                 "no pad_token: transformers takes one answer at a time, and with a pad_token set "
                 "later it would score other tokens of answers that end with it"
             )
-        self.pad_token_id = pad  # of exports: transformers gives no score of such a token
+        self.pad_token_id = pad  # in exports too: transformers never scores this token
 
     @classmethod
-    def own_keywords(cls, arguments, second_model) -> dict[str, Any]:
+    def own_keywords(cls, arguments: Any, second_model: Any) -> dict[str, Any]:
         return {"train_config": RewardConfig.of_keys(arguments)}
 
     # -- the loss
 
-    def _arrange(self, batch: dict) -> dict:
-        """The batch arranged, with a label at one token of each document: the last one other than
-        the pad token, as transformers chooses it."""
+    def _arrange(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Arrange a batch, and label one token per document: the last one other than the pad token,
+        as transformers chooses it. ValueError for a document of pad tokens only.
+        """
         batch = super()._arrange(batch)
         ids = batch["input_ids"]
         can_score = ~batch["padding_mask"]
@@ -112,16 +113,23 @@ class RewardTrainer(DPOTrainer):
         labels[last] = ids[last]  # put_ is not deterministic
         return {**batch, "labels": labels}
 
-    def _scores(self, batch: dict, labels, scores) -> torch.Tensor:
-        """float32 [P, 2] of the scores [b, s] of this rank's tokens. Collective under context
-        parallelism: one sum over its group."""
+    def _scores(
+        self, batch: dict[str, Any], labels: torch.Tensor, scores: torch.Tensor
+    ) -> torch.Tensor:
+        """Each pair's scores, float32 [P, 2], from this rank's scores [b, s]. Collective under
+        context parallelism: one sum over its group.
+        """
         # sum_documents takes losses: negative log-probabilities
         sums, _ = sum_documents(self.backend, batch, labels, -scores * (labels != IGNORE_INDEX))
         return sums.view(-1, len(SIDES))
 
-    def _post_compute_loss(self, labels, batch, *more):
-        """Scores of tokens [b, s], the last argument -> (sum of the pairs' losses, pairs int32,
-        {metric: (sum, pairs)}). Collective under context parallelism: one sum over its group."""
+    def _post_compute_loss(
+        self, labels: torch.Tensor, batch: dict[str, Any], *more: Any
+    ) -> tuple[Any, ...]:
+        """Scores of tokens [b, s] (the last argument) -> (sum of the pairs' losses, number of pairs
+        int32, {metric: (sum, pairs)}). Collective under context parallelism: one sum over its
+        group.
+        """
         chosen, rejected = self._scores(batch, labels, more[-1]).unbind(-1)
         margin = batch.get("pair_margin", 0.0)
         centre = self.train_config.center_rewards_coefficient * (chosen + rejected).square()
@@ -133,13 +141,18 @@ class RewardTrainer(DPOTrainer):
 
     @torch.no_grad()
     def predict(
-        self, test_dataset, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+        self,
+        test_dataset: Any,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "test",
     ) -> PredictionOutput:
-        """The scores of each pair, float64 [pairs, 2], chosen and rejected, in the data set's order
-        on every rank; metrics: their means and the share of pairs in the right order. Collective.
+        """Scores of each pair, float64 [pairs, 2] for chosen and rejected, in the data set's order
+        on every rank. metrics: their means, and the share of pairs ranked correctly. Collective.
         """
 
-        def collect(inputs: dict, batch: dict, scores: torch.Tensor) -> torch.Tensor:
+        def collect(
+            inputs: dict[str, Any], batch: dict[str, Any], scores: torch.Tensor
+        ) -> torch.Tensor:
             return self._scores(batch, inputs["labels"], scores)
 
         scores = self.evaluator.collected(test_dataset, collect, (len(SIDES),))
@@ -150,5 +163,6 @@ class RewardTrainer(DPOTrainer):
         return PredictionOutput(scores, None, metrics)
 
     def prediction_records(self, predictions: np.ndarray) -> Iterator[dict[str, Any]]:
+        """Yield {"index", "chosen", "rejected"} with the scores of each pair."""
         for index, scores in enumerate(predictions.tolist()):
             yield {"index": index, **dict(zip(SIDES, scores, strict=True))}

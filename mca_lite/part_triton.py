@@ -418,13 +418,14 @@ class RotatedHeads(torch.autograd.Function):
         sums_norms = any(ctx.needs_input_grad[2:4])
         programs = min(tokens, max(2 * num_programs(cos.device) // chunks, 1))
         empty = functools.partial(torch.empty, dtype=torch.float32, device=cos.device)
-        of_bias = of_norms = None
+        of_bias: Any = None
+        of_norms: Any = None
         if sums_bias:
             of_bias = empty(programs, width)
         if sums_norms:
             of_norms = empty(programs * chunks, 2, d)
-        grads = [grad.contiguous() for grad in grads]
-        tensors = mixed, bias, of_query, of_key, cos, sin, *grads, out, of_bias, of_norms
+        whole = [grad.contiguous() for grad in grads]
+        tensors = mixed, bias, of_query, of_key, cos, sin, *whole, out, of_bias, of_norms
         stages = iterations_at_once(10 * _HEADS * ctx.tile["HALF"] * out.itemsize)
         numbers = tokens, *ctx.numbers, sums_bias, sums_norms, stages
         launch(_heads_backward_kernel, (programs, chunks), *tensors, *numbers, **ctx.tile)
