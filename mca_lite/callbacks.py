@@ -24,24 +24,23 @@ class TrainerState:
     """Progress of a run, written to trainer_state.json. Counts are over all ranks; a step is an
     optimizer step."""
 
+    # load() checks values by these types, which isinstance must be able to take
     global_step: int = 0
     epoch: int | float = 0.0
     max_steps: int = 0
     num_train_epochs: int | float = 0.0
     consumed_samples: int = 0
     consumed_tokens: int = 0
-    log_history: list[Any] = field(default_factory=list)
+    log_history: list = field(default_factory=list)
     best_metric: int | float | None = None
     best_global_step: int | None = None
     best_model_checkpoint: str | None = None
-    resumes: list[Any] = field(default_factory=list)  # the steps from which the run was resumed
+    resumes: list = field(default_factory=list)  # the steps from which the run was resumed
     left_out_steps: int = 0  # skipped because a callback ended an epoch early
-    data_position: dict[str, Any] | None = None  # with streaming: where the next step begins
-    log_sums: dict[str, Any] | None = None  # sums since the last log line
-    objective: dict[str, Any] = field(
-        default_factory=dict
-    )  # what a loss keeps between steps, such as means
-    stateful_callbacks: dict[str, Any] = field(default_factory=dict)  # class name -> saved states
+    data_position: dict | None = None  # with streaming: where the next step begins
+    log_sums: dict | None = None  # sums since the last log line
+    objective: dict = field(default_factory=dict)  # what a loss keeps between steps, such as means
+    stateful_callbacks: dict = field(default_factory=dict)  # class name -> saved states
 
     def forget_best(self) -> None:
         self.best_metric = self.best_global_step = self.best_model_checkpoint = None
