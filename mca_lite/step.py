@@ -1,11 +1,11 @@
-"""A step without its loop: micro-batches arranged, run and measured, by functions of a backend, its
-arguments and an objective.
+"""Parts of a training step, without its loop: arrange micro-batches, run them, measure them.
 
-An objective has the loss, in six members that McaTrainer describes: metrics_keys, _loss_of_logits
-(None: cross entropy), _arrange, _pre_compute_loss, _post_compute_loss and _count_of_loss. Batches
-come from a data collator, checked by data_batches.check_batch. Both backends run megatron's
-contract: forward_step(iterator, model) -> (output, loss_func), and loss_func(output) -> (loss sum,
-count, metrics).
+These functions take a backend, its arguments and an objective. The objective defines the loss with
+six members, which McaTrainer describes: metrics_keys, _loss_of_logits (None: cross entropy),
+_arrange, _pre_compute_loss, _post_compute_loss and _count_of_loss. Batches come from a data
+collator, checked by data_batches.check_batch. Both backends follow megatron's contract:
+forward_step(iterator, model) -> (output, loss_func), and loss_func(output) -> (loss sum, count,
+metrics).
 """
 
 import functools
@@ -26,18 +26,26 @@ from .trainer_events import Numbers
 # -- micro-batches
 
 
-def arrange(backend, args, batch: dict, documents_per_sample: int = 1) -> dict:
-    """A checked batch as the model takes it: rows of a document each, or one packed row."""
+def arrange(
+    backend: Any, args: Any, batch: dict[str, Any], documents_per_sample: int = 1
+) -> dict[str, Any]:
+    """Arrange a checked batch for the model: one document per row, or with sequence_packing one
+    packed row.
+    """
     if not args.sequence_packing:
         return split(batch, documents_per_sample, backend.pad_token_id)
     return pack(batch, backend.document_multiple, backend.pad_token_id, documents_per_sample)
 
 
-def arrange_step(backend, objective, given: list[dict], at_least: int = 0) -> list[dict]:
-    """The checked batches of a step, arranged and padded to one length. at_least: the number of
-    micro-batches of other ranks. Collective where the layout wants one length on all ranks."""
-    # the schedule needs a multiple: others of the same shape follow, without loss and counted as
-    # padding
+def arrange_step(
+    backend: Any, objective: Any, given: list[dict[str, Any]], at_least: int = 0
+) -> list[dict[str, Any]]:
+    """Arrange the checked batches of a step, and pad them to one length.
+
+    at_least: number of micro-batches on other ranks; missing ones are added as fillers. Collective
+    if the layout needs one length on all ranks.
+    """
+    # the pipeline schedule needs a multiple: fill up with micro-batches of padding, without loss
     count = max(len(given), at_least)
     missing = count + -count % backend.micro_batch_multiple - len(given)
     nothing = torch.zeros_like(given[0]["labels"])
@@ -47,22 +55,26 @@ def arrange_step(backend, objective, given: list[dict], at_least: int = 0) -> li
     return [to_length(backend, batch, longest) for batch in batches]
 
 
-def row_length(batch: dict) -> int:
-    """Positions of a row of an arranged micro-batch."""
+def row_length(batch: dict[str, Any]) -> int:
+    """Number of positions in each row of an arranged micro-batch."""
     return batch["input_ids"].shape[1]
 
 
-def to_length(backend, batch: dict, at_least: int = 0) -> dict:
-    """An arranged batch, padded on the right to a length that the layout can cut."""
+def to_length(backend: Any, batch: dict[str, Any], at_least: int = 0) -> dict[str, Any]:
+    """Pad an arranged batch on the right to a length that the layout can shard, `at_least`
+    or more.
+    """
     multiple = backend.length_multiple
     length = -(-max(at_least, row_length(batch)) // multiple) * multiple
     return pad(batch, length, backend.pad_token_id)
 
 
-def inputs_of(backend, batch: dict) -> dict[str, Any]:
-    """An arranged micro-batch as the model takes it, on this rank's device, cut for its
-    context-parallel rank. Every pipeline stage reads the whole batch, for the borders of packed
-    documents."""
+def inputs_of(backend: Any, batch: dict[str, Any]) -> dict[str, Any]:
+    """The model's inputs for an arranged micro-batch: on this rank's device, sharded for its
+    context-parallel rank.
+
+    Every pipeline stage needs the whole batch, for the borders of packed documents.
+    """
     watchdog.alive()
     if "cu_seqlens" in batch and "packed_seq_params" not in batch:
         params = packed_row(batch["cu_seqlens"], *backend.context_parallel, parallel.device())
@@ -73,9 +85,18 @@ def inputs_of(backend, batch: dict) -> dict[str, Any]:
 # -- passes
 
 
-def forward_step(backend, args, objective, data_iterator: Iterator, model, to_inputs=None):
-    """megatron's contract: one micro-batch through one chunk -> (output, loss_func). to_inputs: in
-    place of inputs_of."""
+def forward_step(
+    backend: Any,
+    args: Any,
+    objective: Any,
+    data_iterator: Iterator[dict[str, Any]],
+    model: Any,
+    to_inputs: Callable[..., dict[str, Any]] | None = None,
+) -> tuple[Any, Callable[..., Any]]:
+    """megatron's contract: run one micro-batch through one chunk -> (output, loss_func).
+
+    to_inputs: replaces inputs_of.
+    """
     batch = next(data_iterator)
     to_inputs = to_inputs or functools.partial(inputs_of, backend)
     inputs = to_inputs(batch)
@@ -87,31 +108,42 @@ def forward_step(backend, args, objective, data_iterator: Iterator, model, to_in
     return model(**inputs), loss_func
 
 
-def use_loss(backend, objective, batch: dict | None = None) -> None:
-    """Let the backend's model give the objective's loss of tokens, for a micro-batch as
-    _pre_compute_loss gets it."""
+def use_loss(backend: Any, objective: Any, batch: dict[str, Any] | None = None) -> None:
+    """Make the backend's model compute the objective's token loss.
+
+    batch: the micro-batch, as _pre_compute_loss gets it; None outside of a step.
+    """
     of_logits = objective._loss_of_logits
     if of_logits is not None:
         of_logits = functools.partial(_loss_in, batch, of_logits)
     backend.use_loss(of_logits)
 
 
-def _loss_in(batch: dict | None, loss_of_logits, logits: Logits) -> torch.Tensor:
+def _loss_in(
+    batch: dict[str, Any] | None, loss_of_logits: Callable[[Logits], torch.Tensor], logits: Logits
+) -> torch.Tensor:
+    """loss_of_logits(logits), with the micro-batch in logits.batch."""
     return loss_of_logits(replace(logits, batch=batch))
 
 
-def _with_mean(loss_func, output):
-    """A loss_func's results, with the mean of the micro-batch as the logged loss: this rank's part
-    of it, and of a count of 1, under context parallelism."""
+def _with_mean(loss_func: Callable[..., Any], output: torch.Tensor) -> tuple[Any, ...]:
+    """A loss_func's results, but the logged loss is the micro-batch's mean, with a count of 1.
+
+    Under context parallelism both are this rank's shares.
+    """
     total, count, metrics = loss_func(output)
     return total, count, {**metrics, "loss": mean_of(metrics["loss"], count)}
 
 
 def compute_gradients(
-    backend, objective, forward_step: Callable, micro_batches: list[dict]
-) -> list[dict]:
-    """Leave the gradients of arranged micro-batches in the backend -> metrics of each, [] on
-    pipeline stages before the last. Collective."""
+    backend: Any,
+    objective: Any,
+    forward_step: Callable[..., Any],
+    micro_batches: list[dict[str, Any]],
+) -> list[dict[str, Any]]:
+    """Run forward and backward passes over arranged micro-batches; gradients stay in the backend.
+    -> metrics per micro-batch, [] on pipeline stages before the last. Collective.
+    """
     backend.train_mode(True)
     backend.weigh_router_losses(micro_batches, objective._count_of_loss)
     length = row_length(micro_batches[0])
@@ -119,9 +151,17 @@ def compute_gradients(
 
 
 @torch.no_grad()
-def measure(backend, forward_step: Callable, micro_batches: list[dict], chunks=None) -> list:
-    """Results of a forward pass alone in evaluation mode, one of each micro-batch; [] on pipeline
-    stages before the last. chunks: those that run, None: the trained ones. Collective."""
+def measure(
+    backend: Any,
+    forward_step: Callable[..., Any],
+    micro_batches: list[dict[str, Any]],
+    chunks: Any = None,
+) -> list[Any]:
+    """Run forward passes only, in evaluation mode -> forward_step's results per micro-batch; [] on
+    pipeline stages before the last.
+
+    chunks: the chunks to run; None: the trained model's. Collective.
+    """
     running = chunks or backend.chunks
     in_training = [chunk for chunk in running if chunk.training]
     for chunk in in_training:
@@ -135,18 +175,24 @@ def measure(backend, forward_step: Callable, micro_batches: list[dict], chunks=N
     return results
 
 
-def collecting(backend, collect: Callable, to_inputs: Callable) -> Callable:
-    """A forward_step for measure() with the results collect(inputs, batch, output), of cross
-    entropy, or of logits if to_inputs(batch) has no labels. batch: with the columns for losses as
-    this rank has them."""
+def collecting(
+    backend: Any, collect: Callable[..., Any], to_inputs: Callable[..., Any]
+) -> Callable[..., Any]:
+    """A forward_step for measure(), whose results are collect(inputs, batch, output).
 
-    def forward_step(data_iterator: Iterator, model):
+    output: token losses by cross entropy, or logits if to_inputs(batch) has no labels. batch: its
+    loss columns are those of this rank.
+    """
+
+    def forward_step(
+        data_iterator: Iterator[dict[str, Any]], model: Any
+    ) -> tuple[Any, Callable[..., Any]]:
         batch = next(data_iterator)
         inputs = to_inputs(batch)
         of_rank = backend.loss_columns(batch)
-        backend.use_loss(None)  # cross entropy, whatever the trainer minimises
+        backend.use_loss(None)  # cross entropy, whatever the training loss is
 
-        def finish(output):
+        def finish(output: torch.Tensor) -> tuple[Any, ...]:
             nothing = output.new_zeros((), dtype=torch.float32)
             return nothing, nothing.int(), collect(inputs, of_rank, output)
 
@@ -155,9 +201,10 @@ def collecting(backend, collect: Callable, to_inputs: Callable) -> Callable:
     return forward_step
 
 
-def scattered(backend, found: list[tuple[Any, Any]], zeros: torch.Tensor) -> torch.Tensor:
-    """The rows of all ranks, on the CPU: (numbers, values) of this rank's micro-batches, set in
-    zeros [rows, ...]. A row has its values from one rank alone. Collective."""
+def scattered(backend: Any, found: list[tuple[Any, Any]], zeros: torch.Tensor) -> torch.Tensor:
+    """Values of all ranks in one CPU tensor: zeros [rows, ...], with `values` at the row indices.
+    found: [(row indices, values)] of this rank. Each row comes from one rank only. Collective.
+    """
     for numbers, values in found:
         zeros[numbers] = values
     return backend.reduce(zeros.flatten()).view(zeros.shape).cpu()
@@ -166,9 +213,10 @@ def scattered(backend, found: list[tuple[Any, Any]], zeros: torch.Tensor) -> tor
 # -- numbers
 
 
-def sum_losses(backend, labels, losses: torch.Tensor):
-    """Token losses [b, s] -> (their sum, trained tokens int32, {"loss": (sum, tokens)}), see
-    McaTrainer._post_compute_loss."""
+def sum_losses(backend: Any, labels: Any, losses: torch.Tensor) -> tuple[Any, ...]:
+    """Token losses [b, s] -> (their sum, number of trained tokens int32, {"loss": (sum, tokens)}).
+    See McaTrainer._post_compute_loss.
+    """
     metrics = {}
     more = 0.0
     if isinstance(labels, Targets):
@@ -179,30 +227,32 @@ def sum_losses(backend, labels, losses: torch.Tensor):
         losses = losses[..., 0]
     total = losses.sum()
     count = (labels != IGNORE_INDEX).sum()
-    # megatron divides `total` in place afterwards: the metric is a copy
+    # a copy, because megatron later divides `total` in place
     metrics["loss"] = torch.stack([total.detach().clone(), count.float()])
     total = total + backend.predicts_ahead * more
     total, count = backend.over_context_parallel(total, count)
     return total * backend.micro_batch_weight, count.int(), metrics
 
 
-def count_labels(batch: dict) -> int:
-    """Trained tokens of a whole micro-batch: the count of sum_losses."""
+def count_labels(batch: dict[str, Any]) -> int:
+    """Number of trained tokens in a whole micro-batch: the count that sum_losses gives."""
     return int((batch["labels"] != IGNORE_INDEX).sum())
 
 
-def new_numbers(objective, metrics: Sequence[dict] = ()) -> Numbers:
-    """The (sum, count) pairs of micro-batches; zeros without any."""
+def new_numbers(objective: Any, metrics: Sequence[dict[str, Any]] = ()) -> Numbers:
+    """The Numbers for an objective's metrics, summed over micro-batches. metrics: their (sum,
+    count) pairs.
+    """
     return Numbers.zeros(objective.metrics_keys, parallel.device()).add_metrics(metrics)
 
 
 # -- files
 
 
-def save_model(backend, args, folder: Path, tokenizer=None) -> None:
+def save_model(backend: Any, args: Any, folder: Path, tokenizer: Any = None) -> None:
     """Write the trained model, or its adapters in PEFT's format, and the tokenizer. Collective.
 
-    Hugging Face's format with save_hf_model, else a checkpoint of the weights.
+    With save_hf_model in Hugging Face's format, otherwise as a checkpoint of the weights.
     """
     if args.save_hf_model:
         backend.export_hf(folder, args.max_shard_size)
@@ -211,8 +261,8 @@ def save_model(backend, args, folder: Path, tokenizer=None) -> None:
     save_tokenizer(folder, tokenizer)
 
 
-def save_tokenizer(folder: Path, tokenizer=None) -> None:
-    """Write the tokenizer, if there is one. Collective."""
+def save_tokenizer(folder: Path, tokenizer: Any = None) -> None:
+    """Write the tokenizer's files, if there is one. Collective."""
     if tokenizer is not None and parallel.is_main():
         with replacing(folder) as beside:
             tokenizer.save_pretrained(beside)

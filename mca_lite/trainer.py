@@ -1,15 +1,15 @@
-"""McaTrainer: the training loop. It knows no parallelism; a backend does.
+"""McaTrainer: the training loop. It knows no parallelism; its backend does.
 
-It is the objective of its steps, whose parts stand in step.py: subclasses override its hooks. A
-metric is a pair (sum, count); pairs are summed over micro-batches, ranks and steps, and divided
-when they are shown.
+A trainer is also the objective of its steps (step.py), and subclasses override its hooks. A metric
+is a (sum, count) pair; pairs are summed over micro-batches, ranks and steps, and divided when
+shown.
 """
 
 import functools
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -79,61 +79,65 @@ from .trainer_events import (
 )
 from .trainer_nonfinite import FiniteGuard
 
-STEPS_PER_LOOK = 1000  # for garbage of all ages
-__path__: list[str] = []  # mca_lite.trainer.utils and others of mcore_adapter's can be imported
+STEPS_PER_LOOK = 1000  # steps between full garbage collections
+__path__: list[str] = []  # makes mcore_adapter's paths, such as mca_lite.trainer.utils, importable
 
 
-def __getattr__(name: str):
-    """The public names: mcore_adapter's package of this name has DPOTrainer."""
+def __getattr__(name: str) -> Any:
+    """The package's public names, since mcore_adapter's package of this name has DPOTrainer."""
     return sys.modules[__package__].__getattr__(name)
 
 
 class McaTrainer(OtherNames):
-    """Trains `model` on `train_dataset`.
+    """Trains a model on a dataset.
 
-    model: VirtualModels (megatron backend) or a transformers model (torch backend). args:
-    TrainingArguments. tokenizer: saved beside the model; its padding token is used. data_collator:
-    list of samples -> {"input_ids", "labels", "attention_mask"} [b, s] with labels already shifted
-    (labels[t] is the target of position t) and padded on the right; None: pads samples
-    {"input_ids", "labels"} with shifted labels. Datasets are map-style, or for training a
-    Stream. callbacks: of this package or of transformers, instances or classes.
-    processing_class: another name of tokenizer. optimizers: on the torch backend (a torch optimizer
-    of the model's trained parameters, its scheduler or None).
-    compute_metrics(EvalPrediction) -> {name: number} of an evaluation, over the results of
-    preprocess_logits_for_metrics(logits, labels) for each sample: as in transformers, position t of
-    the labels is predicted by t - 1. backend: in place of one made for the model.
+    model: VirtualModels (megatron backend) or a transformers model (torch backend).
+    args: TrainingArguments.
+    tokenizer: saved with the model; its padding token is used. processing_class: another name for
+    it.
+    data_collator: list of samples -> {"input_ids", "labels", "attention_mask"} [b, s]. Labels are
+    already shifted (labels[t] is the target of position t); rows are padded on the right. None:
+    pads samples {"input_ids", "labels"} with shifted labels.
+    train_dataset, eval_dataset: map-style; for training also a Stream; for evaluation also a dict
+    of datasets.
+    callbacks: of this package or transformers, instances or classes.
+    optimizers: torch backend only: (a torch optimizer over the model's trained parameters, its
+    scheduler or None). compute_metrics(EvalPrediction): returns {name: number}, from the results of
+    preprocess_logits_for_metrics(logits, labels) for each sample. As in transformers, position t of
+    the labels is predicted by t - 1.
+    backend: replaces the one made for the model.
 
-    TypeError for a model, arguments or a callback of another type, and for a subclass's override
-    that would not be called, or with other arguments than it names.
+    TypeError for a model, arguments or callback of another type, and for a subclass that overrides
+    a method which is never called, or called with other arguments.
     """
 
     metrics_keys = ["loss"]
     documents_per_sample = 1
-    # those of the class itself count: a subclass of a script may read any
+    # columns that this class ignores. Not inherited: a user's subclass may read any column
     unread_columns: ClassVar[tuple[str, ...]] = other_columns()
     was_trained = False  # True after the first training_step
-    _reference_model = None  # a second model, run forward only on each batch
-    _sent: SentNumbers | None = None  # of the step in train()
-    answers: Any = None  # of predict_with_generate: set by generation.Answers
-    _loss_of_logits: Any = None  # a subclass's method: loss_tokens.Logits -> losses of tokens
+    _reference_model: Any = None  # a second model that runs forward on each batch
+    _sent: SentNumbers | None = None  # the Numbers of the current step in train()
+    answers: Any = None  # set by tool_generation.Answers, for predict_with_generate
+    _loss_of_logits: Any = None  # a subclass's method: loss_tokens.Logits -> losses per token
 
     def __init__(
         self,
-        model=None,
-        args=None,
-        tokenizer=None,
-        data_collator=None,
-        train_dataset=None,
-        eval_dataset=None,
+        model: Any = None,
+        args: Any = None,
+        tokenizer: Any = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
         callbacks: list[TrainerCallback] | None = None,
         shuffle: bool = True,
         summary: dict[str, Any] | None = None,
-        processing_class=None,
-        optimizers: tuple = (None, None),
-        compute_metrics=None,
-        preprocess_logits_for_metrics=None,
-        backend=None,
-    ):
+        processing_class: Any = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        compute_metrics: Any = None,
+        preprocess_logits_for_metrics: Any = None,
+        backend: Any = None,
+    ) -> None:
         check_given(model, args)
         check_hooks(type(self), McaTrainer)
         is_megatron = isinstance(model, VirtualModels)
@@ -182,13 +186,12 @@ class McaTrainer(OtherNames):
 
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
         """Train to max_steps or num_train_epochs -> (global_step, mean loss per trained token,
-        metrics).
+        metrics). Every rank must call it, with as many samples in train_dataset.
 
-        resume_from_checkpoint: a path, True or "auto" (the newest complete one in output_dir, if
-        any), None: args'. Every rank must call it, with as many samples in train_dataset.
-        OutputFolderError if another run uses output_dir, or not every node sees it. After SIGTERM,
-        SIGINT or SIGUSR1 to any rank, all finish the step, save, and raise Interrupted, a
-        SystemExit with the code callbacks.EXIT_CODE.
+        resume_from_checkpoint: a path; True or "auto" for the newest complete checkpoint in
+        output_dir, if any; None: the value in args. OutputFolderError if another run uses
+        output_dir, or a node does not see it. After SIGTERM, SIGINT or SIGUSR1 on any rank, all
+        ranks finish the step, save, and raise Interrupted, a SystemExit with callbacks.EXIT_CODE.
         """
         args = self.args
         with (
@@ -200,7 +203,8 @@ class McaTrainer(OtherNames):
         ):
             return self._train(resume_from_checkpoint)
 
-    def _train(self, resume_from_checkpoint) -> TrainOutput:
+    def _train(self, resume_from_checkpoint: str | bool | None) -> TrainOutput:
+        """The loop of train()."""
         plan = self._prepare_train_loop(resume_from_checkpoint)
         started = time.perf_counter()
         batches = None
@@ -227,14 +231,17 @@ class McaTrainer(OtherNames):
             self._end_step()
         return self._end_run(time.perf_counter() - started)
 
-    def training_step(self, models, data_iterator, seq_length: int):
-        """One optimizer step over the micro-batches of `data_iterator` -> (loss: mean per token of
-        this rank's micro-batches, metrics of each micro-batch, skipped_iter 0 or 1, grad_norm
-        before clipping, zeros in the gradient or None). Takes those of get_train_dataloader() too.
+    def training_step(
+        self, models: Any, data_iterator: Iterable[dict[str, Any]], seq_length: int
+    ) -> tuple[Any, ...]:
+        """One optimizer step over the micro-batches of `data_iterator`, which may come from
+        get_train_dataloader().
 
-        On pipeline stages before the last the loss is 0 and the metrics are []. Before train(), the
-        first step makes the optimizer and its schedule. Collectives: those of the schedule, the
-        gradient reduction and the optimizer.
+        -> (mean loss per token over this rank's micro-batches, metrics of each micro-batch, 1 if
+        the update was skipped else 0, gradient norm before clipping, number of zeros in the
+        gradient or None). On pipeline stages before the last, the loss is 0 and metrics are [].
+        Outside train(), the first step makes optimizer and schedule. Collective: pipeline schedule,
+        gradient reduction and optimizer.
         """
         self._prepare_updates()
         self.was_trained = True
@@ -260,81 +267,89 @@ class McaTrainer(OtherNames):
 
     # -- the objective
 
-    def forward_step(self, data_iterator: Iterator, model):
-        """megatron's contract: one micro-batch through one chunk -> (output, loss_func)."""
+    def forward_step(self, data_iterator: Iterator[Any], model: Any) -> tuple[Any, Any]:
+        """megatron's contract: run one micro-batch through one chunk -> (output, loss_func)."""
         output, loss_func = forward_step(
             self.backend, self.args, self, data_iterator, model, self.inputs_of
         )
         return output, self.guard.mark(loss_func)
 
-    def prepared(self, micro_batches: list[dict]) -> list[dict]:
-        """The arranged micro-batches of a step with the columns added by this trainer.
-        Collective."""
+    def prepared(self, micro_batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """A step's arranged micro-batches, with the columns that this trainer adds. Collective."""
         return self._prepare_micro_batches(micro_batches, row_length(micro_batches[0]))
 
-    def _prepare_micro_batches(self, micro_batches: list[dict], seq_length: int) -> list[dict]:
-        """The micro-batches of a step, of training or evaluation, before they run, with columns
-        added by this trainer.
+    def _prepare_micro_batches(
+        self, micro_batches: list[dict[str, Any]], seq_length: int
+    ) -> list[dict[str, Any]]:
+        """Hook: the micro-batches of a training or evaluation step, with columns added, before they
+        run. All ranks call it, so that collectives match.
 
-        micro_batches: arranged batches, dicts of whole rows in host memory, padded to seq_length:
-        labels int64 [b, s], IGNORE_INDEX without loss; padding_mask; of packed rows cu_seqlens. A
-        registered column [b, s] of tokens, or [n] of real documents or samples, added to a batch is
-        cut with the tokens, and in the `batch` of _pre_compute_loss on the rank's device. Rows may
-        come back in another length, the same in all batches. A second model may run here, forward
-        only. All ranks call it: collectives match.
+        micro_batches: arranged batches in host memory, padded to seq_length: labels int64 [b, s],
+        IGNORE_INDEX where there is no loss; padding_mask; cu_seqlens for packed rows. An added
+        column must be registered. It has shape [b, s] for tokens, or [n] for real documents or
+        samples. It is sharded like the tokens, and arrives on the rank's device in the `batch` of
+        _pre_compute_loss. Rows may be returned in another length, equal in all batches. A second
+        model may run here, forward only.
         """
         return micro_batches
 
-    def _pre_compute_loss(self, batch: dict, inputs: dict, *more):
-        """The loss_func of a micro-batch, on every pipeline stage. batch: the whole rows, and the
-        columns for losses alone (see register_column) as this rank has them; inputs: the model's;
-        more: arguments of _post_compute_loss between labels and losses.
+    def _pre_compute_loss(self, batch: dict[str, Any], inputs: dict[str, Any], *more: Any) -> Any:
+        """Hook: the loss_func of a micro-batch, on every pipeline stage.
+
+        batch: whole rows, with this rank's part of loss columns (register_column). inputs: the
+        model's inputs. more: passed to _post_compute_loss between labels and losses.
         """
         return functools.partial(self._post_compute_loss, inputs["labels"], *more)
 
-    def inputs_of(self, batch: dict) -> dict[str, Any]:
-        """An arranged micro-batch as the model takes it, on this rank, see step.inputs_of."""
+    def inputs_of(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """The model's inputs for an arranged micro-batch on this rank; see step.inputs_of."""
         return inputs_of(self.backend, batch)
 
-    def _post_compute_loss(self, labels: torch.Tensor, losses: torch.Tensor):
-        """Token losses [b, s] -> (their sum, trained tokens int32, {"loss": (sum, tokens)}).
+    def _post_compute_loss(self, labels: Any, losses: torch.Tensor) -> tuple[Any, ...]:
+        """Hook: token losses [b, s] -> (their sum, number of trained tokens int32, {"loss": (sum,
+        tokens)}).
 
-        With multi-token prediction labels are batch.Targets, and losses [b, s, 1 + layers]:
-        "mtp_loss" is one more metric.
+        With multi-token prediction, labels are batch.Targets, losses [b, s, 1 + layers], and
+        "mtp_loss" is another metric.
         """
         return sum_losses(self.backend, labels, losses)
 
-    def _count_of_loss(self, batch: dict) -> int:
-        """The count that _post_compute_loss will give for a whole micro-batch."""
+    def _count_of_loss(self, batch: dict[str, Any]) -> int:
+        """Hook: the count that _post_compute_loss will return, for a whole micro-batch."""
         return count_labels(batch)
 
     # -- data
 
-    def _prepare_samples(self, samples):
-        """A view of a data set's samples with the columns that this objective computes for them,
-        before the first pass over it; of one that has them, itself. Collective."""
+    def _prepare_samples(self, samples: Any) -> Any:
+        """Hook: a view of the samples with columns computed by this objective, before the first
+        pass over them; prepared samples are returned unchanged. Collective.
+        """
         return samples
 
-    def _prepared(self, dataset):
-        """The dataset, or each of a dict of them, over prepared samples. Collective."""
+    def _prepared(self, dataset: Any) -> Any:
+        """The dataset, or each in a dict of datasets, with prepared samples. Collective."""
         if isinstance(dataset, dict):
             return {name: self._prepared(part) for name, part in dataset.items()}
         return None if dataset is None else with_samples(dataset, self._prepare_samples)
 
     def _prepare_datasets(self, *names: str) -> None:
-        """Prepare the samples of train_dataset or eval_dataset, in place. Collective."""
+        """Prepare the attributes of these names (train_dataset, eval_dataset), in place.
+        Collective.
+        """
         for name in names:
             setattr(self, name, self._prepared(getattr(self, name)))
 
-    def get_train_dataloader(self):
-        """A DataLoader of this data parallel rank's micro-batches, epoch after epoch. Collective if
-        the objective computes columns of the samples."""
+    def get_train_dataloader(self) -> Any:
+        """A DataLoader of this data-parallel rank's micro-batches, for all epochs. Collective if
+        the objective computes columns.
+        """
         self._prepare_datasets("train_dataset")
         return self._train_loader(self.plan_batches(self.train_dataset), 0, 0)
 
-    def plan_batches(self, dataset, training: bool = True) -> BatchPlan:
-        """The samples of each micro-batch on each rank. ValueError for a dataset without a length,
-        and for one with documents known to be too long for the model."""
+    def plan_batches(self, dataset: Any, training: bool = True) -> BatchPlan:
+        """Plan which samples are in which micro-batch on each rank. ValueError if the dataset has
+        no length, or a document is too long for the model.
+        """
         args = self.args
         streams = training and isinstance(dataset, Stream)
         name = "train_dataset" if training else "eval_dataset"
@@ -344,7 +359,7 @@ class McaTrainer(OtherNames):
             f"{name}: expected one dataset with a length (a list; streaming: true reads files "
             f"as they come), got a {type(dataset).__name__}",
         )
-        # other people's datasets have none
+        # only this package's datasets know their lengths
         lengths = getattr(samples_of(dataset), "document_lengths", None)
         if lengths is not None and lengths.size:
             self.limits.check_positions(int(lengths.max()))
@@ -357,18 +372,19 @@ class McaTrainer(OtherNames):
         return BatchPlan(
             args.max_steps * of_a_step if streams else len(dataset),
             size,
-            # evaluation takes as many micro-batches at once: a pipeline wants more than one
+            # evaluation too runs several micro-batches at once, to keep a pipeline busy
             args.gradient_accumulation_steps,
             self.backend.dp_rank,
             self.backend.dp_size,
             seed=args.order_seed,
-            shuffle=self.shuffle and training and not streams,  # a stream has its order
+            shuffle=self.shuffle and training and not streams,  # a stream shuffles itself
             costs=self._costs(dataset),
         )
 
-    def _costs(self, dataset) -> np.ndarray | None:
-        """The cost of each sample, by its work and the sizes of the model; of attention alone if
-        these are unknown. None for datasets without `work`."""
+    def _costs(self, dataset: Any) -> np.ndarray | None:
+        """Cost of each sample, from its work and the model's sizes; from attention only if the
+        sizes are unknown. None if the dataset has no `work`.
+        """
         work = getattr(dataset, "work", None)
         if work is None:
             return None
@@ -376,7 +392,8 @@ class McaTrainer(OtherNames):
         sizes = model_sizes(getattr(self.model, "config", None))
         return squares if sizes is None else sizes.cost(tokens, squares)
 
-    def _train_loader(self, plan: BatchPlan, epoch: int, step: int):
+    def _train_loader(self, plan: BatchPlan, epoch: int, step: int) -> Any:
+        """The DataLoader of micro-batches, from step `step` of epoch `epoch` on."""
         workers = self.args.dataloader_num_workers
         dataset = self.train_dataset
         if isinstance(dataset, Stream):
@@ -384,13 +401,16 @@ class McaTrainer(OtherNames):
             return dataset.loader(self.data_collator, plan, start, workers, parallel.is_main())
         return make_loader(dataset, self.data_collator, plan, epoch, step, num_workers=workers)
 
-    def read_step(self, loader: Iterator, plan: BatchPlan, step: int):
-        """(this rank's micro-batches of the step, padded to one length; the length; the step's
-        Numbers with its counts). Collective where the layout wants one length on all ranks."""
+    def read_step(
+        self, loader: Iterator[dict[str, Any]], plan: BatchPlan, step: int
+    ) -> tuple[list[dict[str, Any]], int, Numbers]:
+        """Read and arrange a step -> (this rank's micro-batches, padded to one length; that length;
+        the step's Numbers with its counts). Collective if the layout needs one length on all ranks.
+        """
         watchdog.note("reading data", self.state.global_step)
         with self.phases.of["data"]:
             batches = [next(loader) for _ in range(plan.num_micro_batches(step))]
-        if "data_position" in batches[-1]:  # of a stream
+        if "data_position" in batches[-1]:  # batches of a stream have it
             self.state.data_position = batches[-1]["data_position"]
         given = self._checked(batches)
         batches = arrange_step(self.backend, self, given)
@@ -402,31 +422,38 @@ class McaTrainer(OtherNames):
         self.backend.weigh_micro_batches(batches, filled)
         return batches, row_length(batches[0]), numbers
 
-    def _checked(self, batches: list[dict]) -> list[dict]:
-        """The data collator's batches, checked."""
-        # a row may have several documents, numbered by its attention_mask
+    def _checked(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Check the data collator's batches."""
+        # if so, attention_mask numbers the documents of a row
         numbered = self.args.sequence_packing or self.documents_per_sample > 1
         unread = vars(type(self)).get("unread_columns", ())
         return [check_batch(batch, numbered, self.limits, unread) for batch in batches]
 
-    def _count(self, batches: list[dict], arranged: list[dict]) -> tuple:
-        """The sums of count_tokens over a step's checked batches, and all positions of its rows."""
+    def _count(
+        self, batches: list[dict[str, Any]], arranged: list[dict[str, Any]]
+    ) -> tuple[Any, ...]:
+        """(*sums of count_tokens over the checked batches, number of positions in the arranged
+        rows).
+        """
         counts = zip(*map(count_tokens, batches), strict=True)
         return *map(sum, counts), sum(batch["input_ids"].numel() for batch in arranged)
 
-    def _arrange(self, batch: dict) -> dict:
-        """A checked batch as the model takes it: rows of a document each, or one packed row."""
+    def _arrange(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Hook: arrange a checked batch for the model; see step.arrange."""
         return arrange(self.backend, self.args, batch, self.documents_per_sample)
 
     # -- around a step
 
-    def _prepare_train_loop(self, resume_from_checkpoint) -> BatchPlan:
+    def _prepare_train_loop(self, resume_from_checkpoint: str | bool | None) -> BatchPlan:
+        """Prepare data, optimizer, state and log for train(); load a checkpoint -> the BatchPlan.
+        Collective.
+        """
         args = self.args
-        # before a checkpoint is loaded: a reference is the model that the run started from
+        # before a checkpoint is loaded, because a cached reference is the model before training
         self._prepare_datasets("train_dataset", "eval_dataset")
         self.batch_plan = plan = self.plan_batches(self.train_dataset)
         max_steps = args.steps_of_run(plan.steps_per_epoch)
-        self.lr_scheduler = self._given[1]  # another schedule for each run
+        self.lr_scheduler = self._given[1]  # each call of train() makes a new schedule
         self.state = TrainerState(
             max_steps=max_steps, num_train_epochs=max_steps / plan.steps_per_epoch
         )
@@ -448,7 +475,7 @@ class McaTrainer(OtherNames):
         return plan
 
     def _prepare_updates(self) -> None:
-        """Make the optimizer and the schedule if they are missing."""
+        """Make the optimizer and the schedule if they do not exist."""
         if self.optimizer is None:
             self.create_optimizer()
         if self.lr_scheduler is None:
@@ -458,19 +485,21 @@ class McaTrainer(OtherNames):
                 steps = self.args.steps_of_run(plan.steps_per_epoch)
             self.create_scheduler(steps)
 
-    def create_optimizer(self):
+    def create_optimizer(self) -> Any:
+        """Hook: make the optimizer, or take the user's -> the optimizer."""
         self.optimizer = self._given[0] or self.backend.create_optimizer()
         self.backend.optimizer = self.optimizer
         return self.optimizer
 
-    def create_scheduler(self, num_training_steps: int, optimizer=None):
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """Hook: make the learning-rate schedule, or take the user's -> the schedule."""
         self.lr_scheduler = self._given[1] or get_megatron_lr_scheduler(
             self.args, num_training_steps, optimizer or self.optimizer
         )
         return self.lr_scheduler
 
-    def notify(self, event: str, **kwargs) -> None:
-        """Call each callback's method of this name."""
+    def notify(self, event: str, **kwargs: Any) -> None:
+        """Call the method named `event` of each callback."""
         kwargs.update(self.loaders, trainer=self, model=self.model, processing_class=self.tokenizer)
         kwargs.update(optimizer=self.optimizer, lr_scheduler=self.lr_scheduler)
         with self.phases.of["callbacks"]:
@@ -479,12 +508,12 @@ class McaTrainer(OtherNames):
                 if answer is not None:
                     self.control = answer
 
-    def add_callback(self, callback) -> None:
-        """Add a callback of this package or of transformers, an instance or a class."""
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback of this package or transformers, an instance or a class."""
         self.callbacks.append(as_callback(callback))
 
-    def pop_callback(self, callback):
-        """Remove a callback, or the first of a class, and return it; None without any."""
+    def pop_callback(self, callback: Any) -> Any:
+        """Remove a callback, or the first one of a class, and return it; None if there is none."""
         of_kind = callback if isinstance(callback, type) else ()
         for one in self.callbacks:
             if one is callback or isinstance(one, of_kind):
@@ -492,14 +521,14 @@ class McaTrainer(OtherNames):
                 return one
         return None
 
-    def remove_callback(self, callback) -> None:
-        """pop_callback without its answer."""
+    def remove_callback(self, callback: Any) -> None:
+        """Remove a callback, or the first one of a class."""
         self.pop_callback(callback)
 
-    # -- between steps: collective. Flags and signals of all ranks share one small all-reduce after
-    # each step, and after each log line, evaluation and checkpoint
+    # -- between steps. All of it is collective: one small all-reduce combines the flags and signals
+    # of all ranks after each step, log line, evaluation and checkpoint
 
-    # {a flag of one step: its method}, in the order of a step
+    # a step's flag -> the method that follows it, in order
     _ACTIONS = {
         "should_log": "_log_step",
         "should_evaluate": "_evaluate_step",
@@ -507,7 +536,7 @@ class McaTrainer(OtherNames):
     }
 
     def _begin_step(self, epoch_begins: bool) -> None:
-        """Lower the flags of the step before, and notify the callbacks."""
+        """Clear the flags of the previous step, and notify the callbacks."""
         if epoch_begins:
             self.control.should_epoch_stop = False
             self.notify("on_epoch_begin")
@@ -517,28 +546,33 @@ class McaTrainer(OtherNames):
         self.throughput.start()
 
     def _end_step(self) -> None:
-        """Log, evaluate, save and answer signals if it is time, after a step was counted.
-        Interrupted after a signal."""
+        """After a step was counted: log, evaluate, save and react to signals, if it is time.
+
+        Raises Interrupted after a signal.
+        """
         state = self.state
         watchdog.note(watchdog.BETWEEN_STEPS, state.global_step)
         if self.guard.steps % STEPS_PER_LOOK == 1:
-            collect_garbage()  # first the garbage of compiling
+            collect_garbage()  # after the first step, this frees what compiling left
         steps_per_epoch = self.batch_plan.steps_per_epoch
         raise_flags(self.control, self.args, state, state.position % steps_per_epoch == 0)
         self.notify("on_step_end")
         done = self._act()
-        epoch_ends = state.position % steps_per_epoch == 0  # a callback may have ended it
+        epoch_ends = state.position % steps_per_epoch == 0  # a callback may have ended the epoch
         if epoch_ends or state.is_over or self.control.should_training_stop:
             raise_flags(self.control, self.args, state, end_of_epoch=True)
-            for flag in done:  # for this step already
+            for flag in done:  # this step has already done these
                 setattr(self.control, flag, False)
             self.notify("on_epoch_end")
             self._act()
 
     def _agree(self) -> list[int]:
-        """[a signal, 1 while a checkpoint is being written] over all ranks; a flag raised on any
-        rank is raised on all, and the phases of all are compared. The remaining steps of a stopped
-        epoch count as left out."""
+        """Combine flags, signals and phases of all ranks -> [a signal or 0, 1 if any rank is
+        writing a checkpoint]. Collective.
+
+        A flag set on any rank is set on all. If an epoch is stopped, its remaining steps count as
+        left out.
+        """
         flags = [getattr(self.control, name) for name in FLAGS]
         signal, is_writing, *largest = parallel.largest(
             self.signals.received,
@@ -554,7 +588,7 @@ class McaTrainer(OtherNames):
         return [signal, is_writing]
 
     def _act(self) -> list[str]:
-        """Follow the flags and signals of any rank -> the flags raised."""
+        """Do what the flags and signals of any rank ask for -> the flags that were set."""
         done = []
         signal, is_writing = self._agree()
         for flag, action in self._ACTIONS.items():
@@ -573,7 +607,7 @@ class McaTrainer(OtherNames):
         return done
 
     def _log_step(self) -> None:
-        """Add a line to the log, with the numbers of the steps since the line before, if any."""
+        """Log the steps since the last line, if there are any."""
         of_routers = self.backend.router_statistics()
         numbers = self.sums.take()
         if not numbers:
@@ -596,15 +630,15 @@ class McaTrainer(OtherNames):
         self.notify("on_log", logs=logs)
 
     def _evaluate_step(self) -> None:
-        """Evaluate if there is a data set for it."""
+        """Evaluate, if there is an evaluation set."""
         if self.eval_dataset is not None:
             self.guard.check_evaluation(self.evaluate())
 
     def _save_step(self) -> None:
-        """Save this step.
+        """Save a checkpoint of this step.
 
-        With async_save the checkpoint gets its name after the first step by the end of which all
-        ranks have written, and before the next one begins: dying costs at most one interval and the
+        With async_save, a checkpoint gets its final name at the end of the first step by which all
+        ranks have written, and before the next save: a crash costs at most one interval, plus the
         steps made during a write.
         """
         self.checkpoints.finish()
@@ -616,7 +650,7 @@ class McaTrainer(OtherNames):
             self.checkpoints.finish()
 
     def _interrupt(self, signal: int) -> None:
-        """Save the run and raise Interrupted, after a signal to any rank."""
+        """After a signal on any rank: save the run and raise Interrupted."""
         step = self.state.global_step
         if self.checkpoints.written_step != step:
             self._save_step()
@@ -631,8 +665,10 @@ class McaTrainer(OtherNames):
         raise stop
 
     def stop_after_signal(self, where: str) -> None:
-        """Interrupted between two parts of a pass before training, which may outlast a scheduler's
-        grace. where: the pass, and the place from which it goes on. Collective."""
+        """Raise Interrupted, if there was a signal, between two parts of a pass before training,
+        which may take longer than a scheduler's grace period. where: the pass, and from where it
+        resumes. Collective.
+        """
         [number] = parallel.largest(self.signals.received)
         if number:
             stop = Interrupted(number, self.state.global_step)
@@ -640,7 +676,7 @@ class McaTrainer(OtherNames):
             raise stop
 
     def _complete_state(self) -> None:
-        """Copy into the state the numbers kept by other objects between steps."""
+        """Copy numbers kept by other objects into the state."""
         self.state.stateful_callbacks = export_states(self.callbacks)
         sums = self.sums.to_record()
         self.state.log_sums = sums and {**sums, "routers": self.backend.router_sums()}
@@ -654,7 +690,9 @@ class McaTrainer(OtherNames):
             self.state.save(folder / TRAINER_STATE_NAME)
 
     def _end_run(self, seconds: float) -> TrainOutput:
-        """After the last step: finish a checkpoint, load the best one, store the state."""
+        """After the last step: finish a checkpoint, load the best one if asked, store the state.
+        seconds: the run's time.
+        """
         self._sent = None
         self.checkpoints.finish()
         watchdog.note(watchdog.ENDING)
@@ -673,9 +711,12 @@ class McaTrainer(OtherNames):
 
     # -- evaluation
 
-    def evaluate(self, eval_dataset=None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """Metrics over the whole set (None: the trainer's), sum / count over all ranks. A dict of
-        sets has metrics of each too, named <prefix>_<its name>_<metric>. Collective."""
+    def evaluate(
+        self, eval_dataset: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Metrics over a whole dataset (None: eval_dataset), as sum / count over all ranks. For a
+        dict of datasets, also each one's metrics, named <prefix>_<name>_<metric>. Collective.
+        """
         dataset = self._prepared(eval_dataset)
         if dataset is None:
             self._prepare_datasets("eval_dataset")
@@ -683,88 +724,107 @@ class McaTrainer(OtherNames):
         return self.evaluator.evaluate(dataset, metric_key_prefix)
 
     def predict(
-        self, test_dataset, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+        self,
+        test_dataset: Any,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "test",
     ) -> PredictionOutput:
-        """The log-probability of each sample, in the data set's order, on every rank: transformers'
-        (predictions, label_ids, metrics), see PredictionOutput. Collective."""
+        """Log-probabilities of each sample, in dataset order, on every rank, as transformers'
+        (predictions, label_ids, metrics): see PredictionOutput. Collective.
+        """
         return self.evaluator.predict(test_dataset, metric_key_prefix)
 
     def evaluation_loop(
         self,
-        dataloader,
+        dataloader: Any,
         description: str,
         prediction_loss_only: bool | None = None,
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Forward passes over a loader of get_train_dataloader's kind -> metrics, samples."""
+        """Run forward over a loader like get_train_dataloader()'s -> metrics and number of samples.
+        Collective.
+        """
         return self.evaluator.run_loop(dataloader, metric_key_prefix)
 
-    def prediction_records(self, predictions) -> Iterator[dict[str, Any]]:
-        """The lines of predictions.jsonl, one a sample of predict()."""
+    def prediction_records(self, predictions: Any) -> Iterator[dict[str, Any]]:
+        """Yield the lines of predictions.jsonl, one per sample of predict()."""
         return records_of(predictions)
 
     # -- files
 
-    def objective_facts(self) -> dict:
-        """Facts of the objective for a checkpoint, beside the arguments."""
+    def objective_facts(self) -> dict[str, Any]:
+        """Hook: facts about the objective to store in a checkpoint, beside the arguments."""
         return {}
 
-    def check_objective(self, facts: dict, folder: Path) -> None:
-        """CheckpointError if a run with these facts cannot be resumed by this one."""
+    def check_objective(self, facts: dict[str, Any], folder: Path) -> None:
+        """Hook: raise CheckpointError if a checkpoint with these facts cannot be resumed by this
+        run.
+        """
 
-    def _load_from_checkpoint(self, resume_from_checkpoint, model=None) -> None:
-        """Load weights, optimizer, schedule, random states and position in the data of a
-        checkpoint."""
+    def _load_from_checkpoint(
+        self, resume_from_checkpoint: str | bool | None, model: Any = None
+    ) -> None:
+        """Load weights, optimizer, schedule, random states and data position from a checkpoint.
+        Collective.
+        """
         self.checkpoints.resume(resume_from_checkpoint)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the trained model and the tokenizer to output_dir (None: args.output_dir). All
-        ranks must call it.
+        """Write the trained model and the tokenizer to output_dir (None: args.output_dir). Every
+        rank must call it. Collective.
 
-        A model with adapters gives those, in PEFT's format. Hugging Face's format with
-        save_hf_model, else a checkpoint of the weights.
+        Adapters are written alone, in PEFT's format. A model is written in Hugging Face's format
+        with save_hf_model, otherwise as a checkpoint of the weights.
         """
         folder = Path(output_dir or self.args.output_dir)
         save_model(self.backend, self.args, folder, self.tokenizer)
 
     def save_merged_model(self, output_dir: str | None = None) -> None:
-        """Write the model with its adapters in its weights (None: to args.output_dir/merged), in
-        Hugging Face's format, and the tokenizer. All ranks must call it."""
+        """Write the model with its adapters merged, in Hugging Face's format, and the tokenizer.
+        output_dir None: args.output_dir/merged. Every rank must call it. Collective.
+        """
         folder = Path(output_dir or Path(self.args.output_dir) / "merged")
         self.backend.export_merged(folder, self.args.max_shard_size)
         self.save_tokenizer(folder)
 
     def save_tokenizer(self, folder: Path) -> None:
-        """Write the tokenizer, if there is one. Collective."""
+        """Write the tokenizer's files, if there is one. Collective."""
         save_tokenizer(folder, self.tokenizer)
 
-    # -- a run with RunArguments `arguments`: what an objective needs beside model and data
+    # -- hooks for a run of the command line; `arguments` is RunArguments
 
     @classmethod
-    def forward_passes(cls, keys) -> tuple[int, int]:
-        """Forward passes of both models beside training's; keys: RunArguments or train_config."""
+    def forward_passes(cls, keys: Any) -> tuple[int, int]:
+        """Hook: (extra forward passes of the model per step, forward passes of the second model).
+        keys: RunArguments or train_config.
+        """
         return 0, 1
 
     @classmethod
-    def second_model_folder(cls, arguments, planned) -> Path | None:
-        """The folder of the objective's second model, None without one. planned: the trained one,
-        a run.PlannedModel. ValueError, before ranks meet, for models it cannot train."""
+    def second_model_folder(cls, arguments: Any, planned: Any) -> Path | None:
+        """Hook: the folder of the objective's second model; None without one. planned: the trained
+        model's run.PlannedModel. ValueError, before ranks meet, for models that cannot be trained.
+        """
         return None
 
     @classmethod
-    def check_second_model(cls, arguments, first, second, tokenizer) -> None:
-        """Refuse a second model that does not belong to the first; both are run.PlannedModels."""
+    def check_second_model(cls, arguments: Any, first: Any, second: Any, tokenizer: Any) -> None:
+        """Hook: raise ConfigError if the second model does not fit the first. Both are
+        run.PlannedModels.
+        """
         if second.old_vocab_size != first.old_vocab_size:
             reason = f"a vocabulary of {second.old_vocab_size} tokens, not {first.old_vocab_size}"
             refuse("ref_model", str(second.folder), reason, "a model that reads the same tokens")
 
     @classmethod
-    def notes_of_run(cls, arguments) -> list[str]:
-        """Lines for the report at the start of a run."""
+    def notes_of_run(cls, arguments: Any) -> list[str]:
+        """Hook: lines for the report at the start of a run."""
         return []
 
     @classmethod
-    def own_keywords(cls, arguments, second_model) -> dict[str, Any]:
-        """The constructor's keywords beside McaTrainer's. second_model: a function, or None."""
+    def own_keywords(cls, arguments: Any, second_model: Any) -> dict[str, Any]:
+        """Hook: the constructor's arguments beyond McaTrainer's. second_model: a function that
+        builds it, or None.
+        """
         return {}

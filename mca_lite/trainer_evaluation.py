@@ -1,7 +1,7 @@
-"""Forward passes over a data set: metrics, log-probabilities of its samples, and compute_metrics.
+"""Forward passes over a dataset: metrics, log-probabilities of samples, and compute_metrics.
 
-A sample is a document, or a pair of them. Results come one a sample, under its number in the data
-set: packs are taken apart, and neither layout nor order of the computation matters.
+A sample is one document, or a pair. There is one result per sample, at its index in the dataset:
+packs are unpacked, and neither the layout nor the order of computation matters.
 """
 
 import functools
@@ -26,11 +26,12 @@ from .trainer_events import EvalLoopOutput, Numbers
 
 
 class PredictionOutput(NamedTuple):
-    """Return value of predict(), under transformers' names.
+    """The result of predict(), with transformers' names.
 
-    predictions: float64 [samples, 2], the sum of the log-probabilities of a sample's trained tokens
-    and their number; of pairs [samples, 2, 2], chosen and rejected. label_ids: None, as no tokens
-    are gathered. metrics: names with the prefix -> numbers over the whole set.
+    predictions: float64 [samples, 2]: the sum of log-probabilities of a sample's trained tokens,
+    and their number. For pairs [samples, 2, 2], chosen before rejected.
+    label_ids: None, because tokens are not gathered.
+    metrics: {name with prefix: value over the whole dataset}.
     """
 
     predictions: np.ndarray
@@ -39,14 +40,14 @@ class PredictionOutput(NamedTuple):
 
 
 class Evaluator:
-    """Forward passes of one trainer. All methods but check() are collective."""
+    """Forward passes for one trainer. Every method except check() is collective."""
 
-    def __init__(self, trainer):
+    def __init__(self, trainer: Any):
         self.trainer = trainer
         self.backend = trainer.backend
 
     def check(self) -> None:
-        """ValueError for metrics an evaluation cannot give."""
+        """Raise ValueError for metrics that an evaluation cannot compute."""
         trainer = self.trainer
         compute = trainer.compute_metrics
         preprocess = trainer.preprocess_logits_for_metrics
@@ -78,9 +79,10 @@ class Evaluator:
 
     # -- metrics
 
-    def evaluate(self, dataset, prefix: str) -> dict[str, float]:
-        """Metrics over the whole set, named <prefix>_<metric>; of a dict, over all of its sets, and
-        over each, named <prefix>_<its name>_<metric>."""
+    def evaluate(self, dataset: Any, prefix: str) -> dict[str, float]:
+        """Metrics over the whole dataset, named <prefix>_<metric>. For a dict, over all its sets,
+        and for each set named <prefix>_<set>_<metric>.
+        """
         trainer = self.trainer
         if isinstance(dataset, dict):
             parts = [self._measure(part, f"{prefix}_{name}") for name, part in dataset.items()]
@@ -95,8 +97,8 @@ class Evaluator:
         trainer.notify("on_evaluate", metrics=metrics)
         return metrics
 
-    def _measure(self, dataset, prefix: str) -> EvalLoopOutput:
-        """The metrics of one set, with those of generated answers and of compute_metrics."""
+    def _measure(self, dataset: Any, prefix: str) -> EvalLoopOutput:
+        """Metrics of one dataset, including those of generated answers and of compute_metrics."""
         trainer = self.trainer
         loop = trainer.evaluation_loop(
             self._loader_of(dataset), "evaluation", metric_key_prefix=prefix
@@ -110,8 +112,8 @@ class Evaluator:
         return loop
 
     @torch.no_grad()
-    def run_loop(self, dataloader, prefix: str) -> EvalLoopOutput:
-        """Forward passes over a loader of make_loader's kind."""
+    def run_loop(self, dataloader: Any, prefix: str) -> EvalLoopOutput:
+        """Run forward over a loader made by make_loader, and sum the metrics."""
         trainer = self.trainer
         plan = getattr(dataloader.batch_sampler, "plan", None)
         expect(
@@ -126,8 +128,8 @@ class Evaluator:
         whole = whole.over_ranks(self.backend)
         return EvalLoopOutput(None, None, _named(whole, prefix), plan.num_samples, whole)
 
-    def predict(self, dataset, prefix: str) -> PredictionOutput:
-        """McaTrainer.predict."""
+    def predict(self, dataset: Any, prefix: str) -> PredictionOutput:
+        """See McaTrainer.predict."""
         trainer = self.trainer
         logps = self._log_probabilities(dataset)
         if trainer.documents_per_sample == 1:
@@ -148,12 +150,15 @@ class Evaluator:
 
     # -- passes over a data set
 
-    def _loader_of(self, dataset):
+    def _loader_of(self, dataset: Any) -> Any:
+        """A DataLoader over the dataset, once."""
         plan = self.trainer.plan_batches(dataset, training=False)
         return make_loader(dataset, self.trainer.data_collator, plan, num_epochs=1)
 
-    def _steps(self, loader, plan: BatchPlan) -> Iterator[tuple[int, list[dict], int, Numbers]]:
-        """(number, micro-batches, length, counts) of each step."""
+    def _steps(
+        self, loader: Any, plan: BatchPlan
+    ) -> Iterator[tuple[int, list[dict[str, Any]], int, Numbers]]:
+        """Yield (index, micro-batches, length, counts) for each step."""
         trainer = self.trainer
         trainer.loaders["eval_dataloader"] = loader
         batches = iter(loader)
@@ -161,17 +166,22 @@ class Evaluator:
             yield step, *trainer.read_step(batches, plan, step)
         trainer.loaders["eval_dataloader"] = None
 
-    def _forward(self, forward_step: Callable, batches: list[dict], *_) -> list:
-        """Results of forward_step for each micro-batch; [] on pipeline stages before the last."""
+    def _forward(
+        self, forward_step: Callable[..., Any], batches: list[dict[str, Any]], *_: Any
+    ) -> list[Any]:
+        """forward_step's result for each micro-batch; [] on pipeline stages before the last."""
         results = measure(self.backend, forward_step, batches)
         self.trainer.notify("on_prediction_step")
         return results
 
     def passes(
-        self, dataset, run: Callable[[list[dict], int], list]
+        self, dataset: Any, run: Callable[[list[dict[str, Any]], int], list[Any]]
     ) -> Iterator[list[tuple[list[int], Any]]]:
-        """Yield for each step [(numbers of the samples, result of run(micro-batches, length))], a
-        pair for each micro-batch of this rank; [] on pipeline stages before the last."""
+        """Yield a list per step: [(sample indices, result of run(micro-batches, length))], one pair
+        per micro-batch of this rank.
+
+        The list is [] on pipeline stages before the last.
+        """
         loader = self._loader_of(dataset)
         plan = loader.batch_sampler.plan
         for step, batches, seq_length, _ in self._steps(loader, plan):
@@ -180,48 +190,60 @@ class Evaluator:
                 _check_documents(batch, numbers, self.trainer.documents_per_sample)
             yield list(zip(chosen, run(batches, seq_length), strict=False))
 
-    def by_sample(self, dataset, run: Callable, shape: tuple[int, ...]) -> np.ndarray:
-        """float64 [samples, *shape], on every rank: results of run(micro-batches, length), one
-        tensor [samples or more, *shape] a micro-batch."""
+    def by_sample(
+        self, dataset: Any, run: Callable[..., Any], shape: tuple[int, ...]
+    ) -> np.ndarray:
+        """float64 [samples, *shape] on every rank, from run(micro-batches, length), which gives one
+        tensor [samples or more, *shape] per micro-batch.
+        """
         zeros = torch.zeros(len(dataset), *shape, dtype=torch.float64, device=parallel.device())
         found = []
         for step in self.passes(dataset, run):
-            if self.backend.context_parallel[1] == 0:  # all of its ranks have the same
+            if self.backend.context_parallel[1] == 0:  # context-parallel ranks have equal results
                 found += [(numbers, result[: len(numbers)].double()) for numbers, result in step]
         return scattered(self.backend, found, zeros).numpy()
 
     @torch.no_grad()
-    def _log_probabilities(self, dataset) -> np.ndarray:
-        """float64 [samples, documents of a sample, 2], on every rank: the sum of the
-        log-probabilities of each document's trained tokens, and their number."""
+    def _log_probabilities(self, dataset: Any) -> np.ndarray:
+        """float64 [samples, documents per sample, 2] on every rank: each document's sum of
+        log-probabilities over trained tokens, and their number.
+        """
         count = self.trainer.documents_per_sample
 
-        def collect(inputs: dict, batch: dict, losses: torch.Tensor) -> torch.Tensor:
+        def collect(
+            inputs: dict[str, Any], batch: dict[str, Any], losses: torch.Tensor
+        ) -> torch.Tensor:
             sums = sum_documents(self.backend, batch, inputs["labels"], losses)
             return sums.t().reshape(-1, count, 2)
 
         return self.collected(dataset, collect, (count, 2))
 
-    def collected(self, dataset, collect: Callable, shape: tuple[int, ...]) -> np.ndarray:
-        """float64 [samples, *shape], on every rank: results of collect(inputs, batch, output), one
-        tensor [samples or more, *shape] a micro-batch."""
+    def collected(
+        self, dataset: Any, collect: Callable[..., Any], shape: tuple[int, ...]
+    ) -> np.ndarray:
+        """float64 [samples, *shape] on every rank, from collect(inputs, batch, output), which gives
+        one tensor [samples or more, *shape] per micro-batch.
+        """
         self.trainer.plan_batches(dataset, training=False)  # refuses several sets, and a stream
         step = collecting(self.backend, collect, self.trainer.inputs_of)
         run = functools.partial(self._forward, step)
         return self.by_sample(samples_of(dataset), run, shape)
 
     @torch.no_grad()
-    def _user_metrics(self, dataset, prefix: str) -> dict[str, float]:
-        """compute_metrics over the results of preprocess_logits_for_metrics, one a sample; names
-        with the prefix, on every rank those of the main rank. A second pass over the data.
+    def _user_metrics(self, dataset: Any, prefix: str) -> dict[str, float]:
+        """compute_metrics over the results of preprocess_logits_for_metrics, one per sample. Names
+        get the prefix. Every rank returns the main rank's result. This is a second pass over the
+        data.
 
         As in transformers, position t of label_ids is the label predicted by position t - 1, and
-        samples are padded with IGNORE_INDEX. Memory: the logits of a micro-batch, and on the main
-        rank the results.
+        samples are padded with IGNORE_INDEX. Memory: a micro-batch's logits, and on the main rank
+        all results.
         """
         dataset = samples_of(dataset)
 
-        def collect(inputs: dict, batch: dict, logits: torch.Tensor) -> list[tuple]:
+        def collect(
+            inputs: dict[str, Any], batch: dict[str, Any], logits: torch.Tensor
+        ) -> list[tuple[Any, ...]]:
             logits = self.backend.whole_logits(logits, inputs)
             if not self.backend.counts_tokens:
                 return []
@@ -230,9 +252,9 @@ class Evaluator:
                 for row, start, end in _borders(batch)
             ]
 
-        rows: dict[int, tuple] = {}  # on the main rank
+        rows: dict[int, tuple[Any, ...]] = {}  # on the main rank
 
-        def inputs_of(batch: dict) -> dict:
+        def inputs_of(batch: dict[str, Any]) -> dict[str, Any]:
             return {**self.trainer.inputs_of(batch), "labels": None}
 
         run = functools.partial(self._forward, collecting(self.backend, collect, inputs_of))
@@ -260,8 +282,9 @@ class Evaluator:
         return parallel.on_main(compute, ValueError)
 
     def _processed(self, logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """(results of preprocess_logits_for_metrics, label_ids) of a document, on the CPU: as in
-        transformers with one place more, since its labels are not shifted."""
+        """(*results of preprocess_logits_for_metrics, label_ids) of one document, on the CPU. They
+        have one more position than the document, because transformers' labels are not shifted.
+        """
         labels = torch.cat([labels.new_full((1,), IGNORE_INDEX), labels]).to(logits.device)[None]
         logits = torch.cat([logits.float(), logits.new_zeros(1, logits.shape[1])])[None]
         kept = self.trainer.preprocess_logits_for_metrics(logits, labels)
@@ -272,15 +295,18 @@ class Evaluator:
             f"{type(kept).__name__}",
         )
         floats = (part.float() if part.is_floating_point() else part for part in parts)
-        return tuple(part.detach().cpu().clone() for part in floats)  # no view of the logits
+        return tuple(part.detach().cpu().clone() for part in floats)  # a view would keep the logits
 
 
 def _named(numbers: Numbers, prefix: str) -> dict[str, float]:
+    """{prefix_metric: mean}."""
     return {f"{prefix}_{key}": value for key, value in numbers.means().items()}
 
 
-def _check_documents(batch: dict, numbers: list[int], per_sample: int) -> None:
-    """ValueError for a packed row of more or fewer documents than its samples have."""
+def _check_documents(batch: dict[str, Any], numbers: list[int], per_sample: int) -> None:
+    """Raise ValueError if a packed row has more or fewer documents than its samples, since results
+    could not be matched.
+    """
     if "cu_seqlens" not in batch:
         return
     count = sum(end > start for _, start, end in _borders(batch))
@@ -291,12 +317,15 @@ def _check_documents(batch: dict, numbers: list[int], per_sample: int) -> None:
     )
 
 
-def sum_documents(backend, batch: dict, labels, losses) -> torch.Tensor:
-    """float32 [2, real documents]: the log-probabilities of each document's labels, and their
-    number. batch: an arranged one, with a document a row, or a packed row.
+def sum_documents(
+    backend: Any, batch: dict[str, Any], labels: Any, losses: torch.Tensor
+) -> torch.Tensor:
+    """float32 [2, real documents]: each document's sum of log-probabilities over its labels, and
+    the number of labels.
 
-    labels, losses [rows, s] of this rank, or with multi-token prediction Targets and [rows, s,
-    more]; the next token counts. Collective under context parallelism: one sum over its group.
+    batch: arranged, with one document per row, or packed. labels, losses: [rows, s] on this rank;
+    with multi-token prediction Targets and [rows, s, more], of which the next token counts.
+    Collective under context parallelism: one sum over its group.
     """
     if isinstance(labels, Targets):
         labels = labels.labels
@@ -307,17 +336,18 @@ def sum_documents(backend, batch: dict, labels, losses) -> torch.Tensor:
     return backend.sum_over_context_parallel(sums).index_select(1, real)
 
 
-def in_documents(batch: dict, values, parts: int = 1) -> torch.Tensor:
-    """Sums [..., documents] of an arranged batch's values [..., rows, s] over each document, those
-    that only pad among them. parts: ranks that have a part of each document."""
+def in_documents(batch: dict[str, Any], values: torch.Tensor, parts: int = 1) -> torch.Tensor:
+    """Sum values [..., rows, s] over each document of an arranged batch -> [..., documents],
+    fillers included. parts: over how many ranks each document is sharded.
+    """
     if "cu_seqlens" not in batch:
         return values.sum(-1)
     lengths = np.diff(batch["cu_seqlens"]) // parts
     return torch.stack([part.sum(-1) for part in values[..., 0, :].split(lengths.tolist(), -1)], -1)
 
 
-def _borders(batch: dict) -> list[tuple[int, int, int]]:
-    """(row, start, end) of each document of a batch, without its padding."""
+def _borders(batch: dict[str, Any]) -> list[tuple[int, int, int]]:
+    """[(row, start, end)] of each document in a batch, without padding."""
     real = ~batch["padding_mask"]
     documents = itertools.pairwise(batch.get("cu_seqlens", (0, real.shape[1])))
     return [
@@ -327,7 +357,7 @@ def _borders(batch: dict) -> list[tuple[int, int, int]]:
 
 
 def _stacked(parts: tuple[torch.Tensor, ...]) -> np.ndarray:
-    """Tensors [1, n, ...] of unequal n as one array, padded with IGNORE_INDEX."""
+    """One array from tensors [1, n, ...] with different n, padded with IGNORE_INDEX."""
     if parts[0].dim() < 2:
         return torch.cat([part.reshape(-1) for part in parts]).numpy()
     rows = [part[0] for part in parts]
@@ -338,8 +368,9 @@ def _stacked(parts: tuple[torch.Tensor, ...]) -> np.ndarray:
 
 
 def records_of(predictions: np.ndarray) -> Iterator[dict[str, Any]]:
-    """The lines of predictions.jsonl, one a sample: its index, and tokens, logp and mean_logp, or
-    those of chosen and rejected."""
+    """Yield the lines of predictions.jsonl, one per sample: index, tokens, logp and mean_logp, or
+    these for chosen and for rejected.
+    """
     for index, sample in enumerate(predictions.tolist()):
         if predictions.ndim == 2:
             record = _record(sample)
@@ -349,5 +380,6 @@ def records_of(predictions: np.ndarray) -> Iterator[dict[str, Any]]:
 
 
 def _record(sums: list[float]) -> dict[str, Any]:
+    """A sample's numbers, for predictions.jsonl."""
     logp, count = sums
     return {"tokens": int(count), "logp": logp, "mean_logp": logp / count if count else None}

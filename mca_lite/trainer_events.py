@@ -1,11 +1,12 @@
-"""Numbers of steps, summed over ranks; the slowest rank; the host's garbage; checks of a trainer's
-arguments."""
+"""Numbers of steps, summed over ranks; finding the slowest rank; garbage collection; checks of a
+trainer's arguments.
+"""
 
 import contextlib
 import gc
 import inspect
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from .log_metrics import PHASES
 # -- numbers of a step
 
 _COUNTS = 5
-_NEVER = 2**31 - 1  # younger collections before one of all ages
+_NEVER = 2**31 - 1  # young collections before a full one
 
 
 class TrainOutput(NamedTuple):
@@ -35,19 +36,22 @@ class EvalLoopOutput(NamedTuple):
     label_ids: None
     metrics: dict[str, float]
     num_samples: int
-    numbers: "Numbers | None" = None  # of all ranks: the metrics are their means
+    numbers: "Numbers | None" = None  # summed over all ranks; metrics are their means
 
 
 @dataclass
 class Numbers:
-    """One float64 vector, summed over ranks by one collective: (sum, count) of each metric in the
-    order of `keys`, then the numbers of count_tokens and the positions with padding."""
+    """Metrics and counts of steps in one float64 vector, so that one collective sums them: (sum,
+    count) for each of `keys`, then the counts of count_tokens, then the number of positions
+    including padding.
+    """
 
     keys: list[str]
     vector: torch.Tensor
 
     @classmethod
     def zeros(cls, keys: list[str], device: torch.device | str = "cpu") -> "Numbers":
+        """Numbers of no step."""
         size = 2 * len(keys) + _COUNTS
         return cls(keys, torch.zeros(size, dtype=torch.float64, device=device))
 
@@ -58,8 +62,9 @@ class Numbers:
         return Numbers(self.keys, self.vector + other.vector)
 
     def add_metrics(self, metrics: Sequence[dict[str, torch.Tensor]]) -> "Numbers":
-        """Add the (sum, count) pairs of micro-batches in place -> self. ValueError for other names
-        than the keys."""
+        """Add the (sum, count) pairs of micro-batches, in place -> self. ValueError for metrics
+        other than the keys.
+        """
         for of_micro_batch in metrics:
             expect(
                 of_micro_batch.keys() == {*self.keys},
@@ -72,28 +77,31 @@ class Numbers:
         return self
 
     def with_pairs(self, pairs: dict[str, tuple[float, int]]) -> "Numbers":
-        """These numbers and more metrics, as {metric: (sum, count)}."""
+        """A copy with more metrics, given as {metric: (sum, count)}."""
         more = self.vector.new_tensor(list(pairs.values())).flatten()
         end = len(self.vector) - _COUNTS
         vector = torch.cat([self.vector[:end], more, self.vector[end:]])
         return Numbers([*self.keys, *pairs], vector)
 
-    def over_ranks(self, backend) -> "Numbers":
-        """The sums over all ranks, in place. Collective."""
+    def over_ranks(self, backend: Any) -> "Numbers":
+        """The sums over all ranks; changes the vector in place. Collective."""
         return Numbers(self.keys, backend.reduce(self.vector))
 
     def set_counts(self, *counts: int) -> None:
-        """Set them in place. Does not wait for the device."""
+        """Set the counts, in place. No device sync."""
         values = torch.tensor(counts, dtype=self.vector.dtype)
         self.vector[-_COUNTS:] = parallel.to_device(values, self.vector.device)
 
     def counts(self) -> list[float]:
-        """Those of data_batches.count_tokens, and the positions."""
+        """The counts of data_batches.count_tokens, and the number of positions."""
         return self.vector[-_COUNTS:].tolist()
 
     def means(self, uncounted: float | None = 0.0) -> dict[str, Any]:
-        """Metric -> sum / count, without those of a count of 0 but the loss: it is `uncounted`
-        then. All are None for None. Waits for the device."""
+        """{metric: sum / count}. Waits for the device.
+
+        Metrics with a count of 0 are left out, except the loss, which is then `uncounted`. If
+        `uncounted` is None, all of them are None.
+        """
         values = self.vector.tolist()
         pairs = zip(self.keys, values[::2], values[1::2], strict=False)
         nothing = dict.fromkeys(self.keys if uncounted is None else ["loss"], uncounted)
@@ -101,54 +109,62 @@ class Numbers:
 
 
 class SentNumbers:
-    """The Numbers of a step over all ranks, sent to the host before the update is launched: the
-    host reads them, and goes on with the next step, while the device makes the update.
+    """A step's Numbers over all ranks, copied to the host before the update is launched. The host
+    can read them, and start the next step, while the device runs the update.
 
-    counts: this rank's Numbers without metrics.
+    counts: this rank's Numbers, without metrics.
     """
 
-    def __init__(self, counts: Numbers, backend):
+    def __init__(self, counts: Numbers, backend: Any):
         self._counts = counts
         self._backend = backend
-        self._metrics: Sequence[dict] | None = None
+        self._metrics: Sequence[dict[str, Any]] | None = None
 
     def begin(self, metrics: Sequence[dict[str, torch.Tensor]]) -> None:
-        """Send them with these metrics of micro-batches. Collective."""
+        """Add metrics of micro-batches, sum over ranks, and start the copy to the
+        host. Collective.
+        """
         whole = self._counts.copy().add_metrics(metrics).over_ranks(self._backend)
         self._metrics = metrics
         self._arriving = parallel.HostCopy(whole.vector)
 
     def result(self, metrics: Sequence[dict[str, torch.Tensor]]) -> Numbers:
-        """The Numbers with these metrics, in host memory. Collective for others than were sent:
-        another list, on every rank alike."""
+        """The Numbers with these metrics, in host memory. If another list of metrics was sent, it
+        is summed and sent again, which is collective; all ranks must do so alike.
+        """
         if metrics is not self._metrics:
             self.begin(metrics)
         return Numbers(self._counts.keys, self._arriving.wait())
 
 
 class RunSums:
-    """The numbers of all steps of a run, and those of the steps since the last line of the log, in
-    host memory. nothing: the Numbers of no step. carried: to_record() of the run before it was
-    resumed, or {}."""
+    """Numbers of all steps of a run, and of the steps since the last log line, in host memory.
+
+    nothing: Numbers of no step. carried: to_record() from before the run was resumed, or {}.
+    """
 
     def __init__(self, nothing: Numbers, carried: dict[str, Any]):
         self._nothing = self.whole_run = self._window = nothing
         self._skipped = 0
-        self._last_step = {}
-        sums = carried.get("sums", ())  # a former version has other counts
+        self._last_step: dict[str, Any] = {}
+        sums = carried.get("sums", ())  # earlier versions had other counts
         if carried.get("metrics") == nothing.keys and len(sums) == len(nothing.vector):
             self._window = Numbers(nothing.keys, nothing.vector.new_tensor(sums))
             self._skipped = carried["skipped"]
 
     def add(self, numbers: Numbers, skipped: int, grad_norm: float, num_zeros: int | None) -> None:
+        """Add a step."""
         self.whole_run = self.whole_run + numbers
         self._window = self._window + numbers
         self._skipped += skipped
         self._last_step = {"grad_norm": grad_norm, "num_zeros_in_grad": num_zeros}
 
     def take(self) -> dict[str, Any]:
-        """Fields of a log line: means since the last line (None without a count, as updates were
-        skipped), skipped updates, numbers of the last step; {} without steps since."""
+        """Fields of a log line, then start anew; {} if there were no steps since the last line.
+
+        They are means since the last line (None if nothing was counted because updates were
+        skipped), the number of skipped updates, and the last step's gradient numbers.
+        """
         if self._window is self._nothing:
             return {}
         means = self._window.means(uncounted=None if self._skipped else 0.0)
@@ -159,7 +175,7 @@ class RunSums:
         return line
 
     def to_record(self) -> dict[str, Any] | None:
-        """The sums since the last line, for a checkpoint; None without steps since."""
+        """The sums since the last log line, for a checkpoint; None if there were no steps."""
         if self._window is self._nothing:
             return None
         sums = self._window.vector.tolist()
@@ -169,8 +185,8 @@ class RunSums:
 # -- the slowest rank
 
 _RANK_BITS = 20
-_BEHIND = 0.02  # share of a step: a rank less behind is not named
-# of megatron-core's timers -> phases
+_BEHIND = 0.02  # a rank is named if it is behind by this share of a step
+# megatron-core's timers -> phases
 _OF_TIMERS = {
     "forward-compute": "model",
     "backward-compute": "model",
@@ -181,18 +197,21 @@ _ON_DEVICE = {*_OF_TIMERS.values()}
 
 
 class Phase:
-    """Seconds of this rank's work in one phase of a step, between start() and stop(), or in a
-    context. on_device: by the GPU's clock where there is one, without a wait for it."""
+    """Seconds of this rank's work in one phase, between start() and stop() or in a context.
+    on_device: measured by the GPU's clock if there is one, without a sync.
+    """
 
     def __init__(self, on_device: bool = False):
         self._on_device = on_device and parallel.device().type == "cuda"
         self.reset()
 
     def reset(self) -> None:
+        """Set the time to 0."""
         self._seconds = 0.0
-        self._events: list[list[torch.cuda.Event]] = []  # [start, end] of work still queued
+        self._events: list[list[torch.cuda.Event]] = []  # [start, end] of unfinished work
 
     def _now(self) -> Any:
+        """The current time, or a recorded CUDA event."""
         if not self._on_device:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -200,10 +219,11 @@ class Phase:
         return event
 
     def start(self, barrier: bool = False) -> None:
-        """Begin. barrier: of megatron-core's timers, without effect."""
+        """Begin measuring. barrier: an argument of megatron-core's timers, ignored."""
         self._began = self._now()
 
     def stop(self, barrier: bool = False) -> None:
+        """End measuring. barrier: ignored."""
         if self._on_device:
             self._events.append([self._began, self._now()])
         else:
@@ -211,11 +231,11 @@ class Phase:
 
     __enter__ = start
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def seconds(self) -> float:
-        """The sum since reset(), of the GPU's finished work alone."""
+        """Seconds since reset(); GPU work counts once it is finished."""
         while self._events and self._events[0][1].query():
             start, end = self._events.pop(0)
             self._seconds += start.elapsed_time(end) / 1000
@@ -223,16 +243,18 @@ class Phase:
 
 
 class Phases:
-    """Phases of this rank's steps since the last line of the log, and the ranks that take longest.
+    """Time that this rank spends in each phase, since the last log line, and which ranks take
+    longest.
 
-    All ranks of a synchronous step take the same time: the fast ones wait. Only work between
-    messages to other ranks is counted. data: reading batches. model: forward and backward passes,
-    without waits for pipeline stages and gradients. update: the optimizer. save: writing a
-    checkpoint, unless async_save does. callbacks: theirs, the log's among them. reduction: sums of
-    gradients, with the wait for the slowest rank; that rank has the least of it.
+    In synchronous training all ranks take the same time per step, because fast ones wait. So only
+    work between communication is counted. data: reading batches. model: forward and backward,
+    without waiting for pipeline stages and gradients. update: the optimizer. save: writing a
+    checkpoint, unless async_save does. callbacks: callbacks, including the log. reduction: gradient
+    reduction, including the wait for the slowest rank; the slowest rank has the least of it.
 
-    waits_in_model: True if ranks wait for each other within a layer (tensor, context, expert
-    parallelism). The passes of these ranks last equally long, longer for one with early data.
+    waits_in_model: True if ranks wait for each other inside layers (tensor, context, expert
+    parallelism). Their model phases then end together, and last longer on ranks whose data came
+    early.
     """
 
     def __init__(self, waits_in_model: bool):
@@ -240,16 +262,17 @@ class Phases:
         self.steps = 0
         self._others = Phase()
         self._waits_in_model = waits_in_model
-        self._slowest: dict[str, tuple[float, int]] = {}  # phase -> (seconds behind, rank)
+        self._slowest: dict[str, tuple[float, int]] = {}  # phase -> (seconds behind, slowest rank)
         self._reduction = 0.0
 
     def timer(self, name: str, log_level: int = 0) -> Phase:
-        """The phase of one of megatron-core's timers: its `config.timers`."""
+        """The Phase for one of megatron-core's timers; used as its `config.timers`."""
         return self.of.get(_OF_TIMERS.get(name, name), self._others)
 
     def numbers(self) -> list[int]:
-        """Whole numbers of this rank, for compare() after their maximum over ranks: of each phase
-        its microseconds, with the rank in the lowest bits, and the same microseconds negated."""
+        """Integers whose maximum over ranks compare() takes: for each phase, its microseconds with
+        the rank in the lowest bits; then each phase's negated microseconds.
+        """
         micros = {name: round(1e6 * phase.seconds()) for name, phase in self.of.items()}
         if self._waits_in_model:
             micros["model"] += micros["data"]
@@ -257,7 +280,7 @@ class Phases:
         return most + [-value for value in micros.values()]
 
     def compare(self, largest: list[int]) -> None:
-        """Take the maximum of numbers() over ranks."""
+        """Take the maximum of numbers() over ranks, and find the slowest rank of each phase."""
         for i, name in enumerate(PHASES):
             most, rank = divmod(largest[i], 1 << _RANK_BITS)
             self._slowest[name] = (most + largest[i + len(self.of)]) / 1e6, rank
@@ -267,10 +290,12 @@ class Phases:
             self._slowest["model"] = max(0.0, behind - self._slowest["data"][0]), rank
 
     def take(self, step_time_s: float = 0.0) -> dict[str, Any]:
-        """Fields of a log line, and a new start: of each phase lag_<phase>_s, seconds a step by
-        which its slowest rank is behind the fastest; slowest_rank, if one is behind by more than
-        2 % of a step; reduction_s, the seconds a step of a gradient reduction without a wait for a
-        rank. {} for one rank."""
+        """Fields of a log line, then start anew; {} for one rank.
+
+        lag_<phase>_s: seconds per step by which the phase's slowest rank is behind the fastest.
+        slowest_rank: set if it is behind by more than 2 % of a step. reduction_s: seconds per step
+        of gradient reduction, without waiting.
+        """
         steps = max(1, self.steps)
         lags = {f"lag_{name}_s": lag / steps for name, (lag, _) in self._slowest.items()}
         of_ranks = {**lags, "reduction_s": self._reduction / steps}
@@ -286,19 +311,22 @@ class Phases:
 
 
 def collect_garbage() -> None:
-    """Free cycles of all ages on the host of a GPU. A look at all objects takes 0.4 s, in which a
-    GPU runs out of work: all ranks take it after the same step."""
+    """On the host of a GPU: collect garbage of all ages. A full collection takes 0.4 s, in which a
+    GPU runs out of work, so all ranks do it after the same step.
+    """
     if torch.cuda.is_available():
         gc.collect()
 
 
 @contextlib.contextmanager
-def steady_host(args):
-    """Keep the host of a GPU from stalling it: Python looks for garbage among young objects alone,
-    and collect_garbage() among all. Nothing is frozen: a frozen trainer would stay for good, as
-    gc.unfreeze() would take objects frozen by a host program along. And torch computes on one
-    thread, unless the host makes updates: other threads spin after each operation, and take that
-    one's time."""
+def steady_host(args: Any) -> Iterator[None]:
+    """Context that keeps the host of a GPU from stalling it.
+
+    Automatic garbage collection is limited to young objects; collect_garbage() does the rest.
+    gc.freeze is not used: it would keep a trainer alive, because gc.unfreeze also releases the host
+    program's objects. torch uses one CPU thread, unless the host runs updates: more threads would
+    spin after each operation and slow down the main one.
+    """
     threads = torch.get_num_threads()
     thresholds = gc.get_threshold()
     if torch.cuda.is_available():
@@ -315,7 +343,7 @@ def steady_host(args):
 
 # -- checks of a trainer's arguments
 
-# Methods of transformers' and mcore_adapter's trainers, not called by this loop -> those called.
+# methods of transformers' and mcore_adapter's trainers that this loop never calls -> its methods
 _OTHER_HOOKS = {
     "compute_loss": "_post_compute_loss(labels, losses)",
     "_compute_loss": "_post_compute_loss(labels, losses)",
@@ -337,12 +365,12 @@ _OTHER_HOOKS = {
     "log": "TrainerCallback.on_log",
 }
 
-# Names of arguments of other trainers' hooks.
+# argument names in other trainers' hooks
 _OTHER_ARGUMENTS = {"loss_mask", "logits", "data_iterator", "model", "inputs"}
 
 
-def check_given(model, args) -> None:
-    """TypeError for a model or arguments of another type."""
+def check_given(model: Any, args: Any) -> None:
+    """Raise TypeError if model or args have another type."""
     if not hasattr(model, "config"):
         raise TypeError(
             "model: expected what AutoModel.from_pretrained(folder, args) gives, or a model of "
@@ -352,9 +380,8 @@ def check_given(model, args) -> None:
         raise TypeError(f"args: expected TrainingArguments of this package, got {args!r:.100}")
 
 
-def as_callback(callback):
-    """A callback of this package or of transformers, as an instance. TypeError for anything
-    else."""
+def as_callback(callback: Any) -> Any:
+    """A callback of this package or transformers as an instance. TypeError for anything else."""
     made = callback() if isinstance(callback, type) else callback
     if not hasattr(made, "on_init_end"):
         raise TypeError(
@@ -364,8 +391,8 @@ def as_callback(callback):
     return made
 
 
-def callbacks_of(args) -> list[TrainerCallback]:
-    """The callbacks for these TrainingArguments."""
+def callbacks_of(args: Any) -> list[TrainerCallback]:
+    """The callbacks that TrainingArguments ask for."""
     found: list[TrainerCallback] = []
     if args.eval_strategy != "no":
         found.append(BestModel())
@@ -377,8 +404,9 @@ def callbacks_of(args) -> list[TrainerCallback]:
 
 
 def check_hooks(kind: type, base: type) -> None:
-    """TypeError if a subclass `kind` of `base` overrides a method that is never called, or called
-    with other arguments."""
+    """Raise TypeError if a subclass `kind` of `base` overrides a method that is never called, or
+    with arguments other than it is called with.
+    """
     kinds = kind.__mro__
     for owner in kinds[: kinds.index(base)]:
         for name, member in vars(owner).items():
@@ -387,15 +415,16 @@ def check_hooks(kind: type, base: type) -> None:
                 raise TypeError(f"{where} would never be called: override {_OTHER_HOOKS[name]}")
             original = getattr(super(owner, kind), name, None)
             is_override = inspect.isfunction(member) and inspect.isfunction(original)
-            # __init__ has the caller that makes the trainer
+            # the user calls __init__ with arguments of their choice
             has_caller = name == "_post_compute_loss" and "_pre_compute_loss" in vars(owner)
             if is_override and not has_caller and name != "__init__":
                 _check_signature(where, member, original)
 
 
-def _check_signature(where: str, member: Callable, original: Callable) -> None:
-    """TypeError if `member` cannot be called with the required arguments of `original`, or has
-    names of other trainers' arguments or of others of them in their places."""
+def _check_signature(where: str, member: Callable[..., Any], original: Any) -> None:
+    """Raise TypeError if `member` cannot be called like `original`, or has another trainer's
+    argument, or swapped arguments, in its signature.
+    """
     taken = inspect.signature(original).parameters.values()
     needed = [p.name for p in taken if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
     called = f"{where} is called with ({', '.join(needed[1:])})"

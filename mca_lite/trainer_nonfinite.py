@@ -1,10 +1,10 @@
-"""Non-finite numbers: detected before an update, named, and the run stopped.
+"""Non-finite numbers: detected before an update, traced to a cause, and the run stopped.
 
-Good steps pay nothing for it. A micro-batch with a non-finite loss makes its gradient NaN, and this
-reaches the gradient norm, read by every rank before the update anyway: no collective and no waiting
-for a device is added. After that, time does not matter: the ranks gather their losses, the
-micro-batches run forward once more to find the layer, and the run ends with NotFiniteError, for the
-command line NOT_FINITE_EXIT_CODE.
+Good steps cost nothing extra. The gradient of a non-finite loss is made NaN, so it reaches the
+gradient norm, which every rank reads before the update anyway: no collective and no device sync is
+added. Once that happens, time does not matter: ranks gather their losses, the micro-batches run
+forward again to find the layer, and the run ends with NotFiniteError (exit code
+NOT_FINITE_EXIT_CODE on the command line).
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -23,20 +23,21 @@ from .errors import UserError
 from .model import VirtualModels
 from .step import measure
 
-NOT_FINITE_EXIT_CODE = 86  # of a run stopped by non-finite numbers
-_SHOWN = 3  # micro-batches in a message
+NOT_FINITE_EXIT_CODE = 86  # exit code of a run stopped by non-finite numbers
+_SHOWN = 3  # how many micro-batches a message names
 
 
 class NotFiniteError(UserError, ArithmeticError):
-    """A loss, a gradient or a weight is not finite, or no update was made. Every rank raises it,
-    with the same text."""
+    """A loss, gradient or weight is not finite, or no update was made. Raised on every rank with
+    the same text.
+    """
 
     exit_code = NOT_FINITE_EXIT_CODE
     same_on_all_ranks = True
 
 
 class BadLoss(NamedTuple):
-    """A micro-batch with a non-finite loss. samples: their numbers in the dataset."""
+    """A micro-batch with a non-finite loss. samples: indices of its samples in the dataset."""
 
     replica: int
     micro_batch: int
@@ -58,52 +59,56 @@ _NOTHING_LEARNED = (
 
 
 class FiniteGuard:
-    """Watches the steps of a trainer. All ranks must call its methods together."""
+    """Watches a trainer's steps for non-finite numbers. All ranks must call its
+    methods together.
+    """
 
-    def __init__(self, trainer):
+    def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         self.args = trainer.args
         self.is_on = trainer.args.check_for_nan_in_loss_and_grad
         self.start_run()
 
     def start_run(self) -> None:
-        """Forget the steps of an earlier run."""
+        """Reset the counts of an earlier run."""
         self.steps = 0
-        self.dropped = 0  # steps with non-finite numbers, without an update
-        self.too_large = 0  # steps in a row above grad_norm_skip_threshold
-        self._losses: list[torch.Tensor] = []  # of this step's micro-batches, on the device
+        self.dropped = 0  # steps without an update because of non-finite numbers
+        self.too_large = 0  # consecutive steps above grad_norm_skip_threshold
+        self._losses: list[torch.Tensor] = []  # losses of this step's micro-batches, on the device
 
     # -- the fast path
 
-    def start_step(self, micro_batches: list[dict]) -> None:
-        """Begin a step with these micro-batches, as the model gets them."""
+    def start_step(self, micro_batches: list[dict[str, Any]]) -> None:
+        """Begin a step with these arranged micro-batches."""
         state = self.trainer.state
         self._micro_batches = micro_batches
         self._losses = []
         self.step = state.global_step + 1
         self.position = state.position
 
-    def mark(self, loss_func: Callable) -> Callable:
-        """A loss_func with the same numbers; the gradient of a non-finite loss is NaN, even if that
-        of an infinite loss would not be."""
+    def mark(self, loss_func: Callable[..., Any]) -> Callable[..., Any]:
+        """Wrap a loss_func so that a non-finite loss gets a NaN gradient, which an infinite loss
+        alone may not have. Finite numbers do not change.
+        """
         if not self.is_on:
             return loss_func
 
-        def marked(output):
+        def marked(output: Any) -> tuple[Any, ...]:
             total, count, metrics = loss_func(output)
             if total.requires_grad:
                 self._losses.append(total.detach())
-                total = total * (1 + 0 * total.detach())  # 0 * inf is NaN; the factor is 1 else
+                total = total * (
+                    1 + 0 * total.detach()
+                )  # 0 * inf is NaN; otherwise the factor is 1
             return total, count, metrics
 
         return marked
 
-    def after_step(self, skipped, grad_norm, metrics):
-        """Count a step -> (metrics, gradient norm), without non-finite ones if nan_policy: skip
-        leaves the update out.
+    def after_step(self, skipped: int, grad_norm: float, metrics: Any) -> tuple[Any, float]:
+        """Count a step -> (metrics, gradient norm) for the log.
 
-        NotFiniteError if the run stops. An overflow of fp16's loss scale, with finite losses,
-        changes nothing.
+        If nan_policy: skip left the update out, they contain no non-finite numbers. NotFiniteError
+        if the run must stop. An overflow of fp16's loss scale with finite losses changes nothing.
         """
         self.steps += 1
         if self.steps == 1 and grad_norm == 0 and not skipped:
@@ -113,7 +118,7 @@ class FiniteGuard:
             self.trainer.checkpoints.prune()
         if not skipped or not self.is_on:
             return metrics, grad_norm
-        losses = [float(loss) for loss in self._losses]  # none on stages before the last
+        losses = [float(loss) for loss in self._losses]  # stages before the last have none
         found = self._bad_losses(losses)
         if not found and math.isfinite(grad_norm):
             self._count_large(grad_norm)
@@ -140,8 +145,9 @@ class FiniteGuard:
         )
 
     def _count_large(self, grad_norm: float) -> None:
-        """Count a skipped step with a norm above grad_norm_skip_threshold, if it is one.
-        NotFiniteError for more than nan_skip_limit in a row."""
+        """Count a skipped step whose gradient norm exceeds grad_norm_skip_threshold. NotFiniteError
+        after more than nan_skip_limit in a row.
+        """
         threshold = self.args.grad_norm_skip_threshold
         if threshold is None or grad_norm <= threshold:
             return
@@ -163,8 +169,10 @@ class FiniteGuard:
 
     # -- beside the steps
 
-    def check_weights(self, when: str, model=None) -> None:
-        """NotFiniteError for a non-finite weight, with its name. One reduction a tensor."""
+    def check_weights(self, when: str, model: Any = None) -> None:
+        """Raise NotFiniteError if a weight is not finite. when: the moment, for the message. One
+        reduction per tensor, and one collective.
+        """
         if not self.is_on:
             return
         bad = _first_bad(_named(model or self.trainer.model, "parameters"))
@@ -174,7 +182,7 @@ class FiniteGuard:
             self.stop(f"{when}: the weight {name} is not finite (rank {rank})")
 
     def check_evaluation(self, metrics: dict[str, float]) -> None:
-        """NotFiniteError for a non-finite loss of an evaluation."""
+        """Raise NotFiniteError if an evaluation's loss is not finite."""
         loss = metrics.get("eval_loss", 0.0)
         if self.is_on and not math.isfinite(loss):
             self.stop(
@@ -182,9 +190,11 @@ class FiniteGuard:
             )
 
     def end_run(self) -> None:
-        """NotFiniteError if every step of the run was skipped, or the last update left non-finite
-        weights. Else prune checkpoints for the last one too."""
-        if self.steps and not self.trainer.lr_scheduler.num_steps:  # of a resumed run: all of it
+        """Raise NotFiniteError if every step was skipped, or the last update left non-finite
+        weights. Otherwise prune checkpoints once more.
+        """
+        # the scheduler's count includes the steps before a resume
+        if self.steps and not self.trainer.lr_scheduler.num_steps:
             self.stop(
                 f"every update of {self.steps} steps was skipped, nothing was trained: lower "
                 "learning_rate, look at the data, or set bf16: true instead of fp16, or a lower "
@@ -193,8 +203,8 @@ class FiniteGuard:
         self.check_weights("after the last step")
         self.trainer.checkpoints.prune()
 
-    def stop(self, text: str) -> None:
-        """End the run with NotFiniteError, after finishing a pending checkpoint."""
+    def stop(self, text: str) -> NoReturn:
+        """Finish a pending checkpoint, and raise NotFiniteError."""
         checkpoints = self.trainer.checkpoints
         checkpoints.finish()
         there = ckpt_folder.list_checkpoints(self.args.output_dir)
@@ -206,8 +216,9 @@ class FiniteGuard:
     # -- the cause
 
     def _bad_losses(self, losses: list[float]) -> list[BadLoss]:
-        """The micro-batches of all ranks with a non-finite loss, in order; one on several ranks
-        comes once. Collective."""
+        """The micro-batches of all ranks with a non-finite loss, in order, each once even if
+        several ranks share it. Collective.
+        """
         replica = self.trainer.backend.dp_rank
         own = [
             BadLoss(replica, number, parallel.rank(), loss, self.samples_of(number))
@@ -215,30 +226,35 @@ class FiniteGuard:
             if not math.isfinite(loss)
         ]
         every = sorted(itertools.chain(*parallel.gather(own)), reverse=True)
-        # a later one replaces the same of a higher rank
+        # sorted from high to low: the entry of the lowest rank replaces the others
         return sorted({(bad.replica, bad.micro_batch): bad for bad in every}.values())
 
     def samples_of(self, number: int) -> list[int]:
-        """Numbers in the dataset of the samples in a micro-batch of this rank's step."""
+        """Dataset indices of the samples in a micro-batch of this rank's step. number: the
+        micro-batch's index.
+        """
         dataset = self.trainer.train_dataset
         plan = self.trainer.batch_plan
         chosen = dict(enumerate(plan.step(*divmod(self.position, plan.steps_per_epoch))))
-        # empty micro-batches of the schedule follow the chosen ones
+        # filler micro-batches come after the chosen ones
         rows = [row for row in chosen.get(number, ()) if row != FILLER]
         if not isinstance(dataset, Packs):
             return rows
         return [int(sample) for sample in itertools.chain(*(dataset.packs[row] for row in rows))]
 
     def _first_cause(self, has_bad_loss: bool) -> str:
-        """A weight, else a layer's output, else a gradient, in words. Collective."""
+        """The first non-finite weight, or else layer output, or else gradient, in words.
+        Collective.
+        """
         rank = parallel.rank()
         parameters = list(_named(self.trainer.model, "parameters"))
-        # the backward pass goes from the last parameter to the first; megatron's, or torch's
+        # reversed, because backward goes from the last parameter to the first. main_grad is
+        # megatron's gradient, grad is torch's
         gradients = [
             (chunk, name, getattr(p, "main_grad", p.grad)) for chunk, name, p in parameters[::-1]
         ]
-        # (kind, micro-batch, place, words), the first cause being the least; ranks of later
-        # pipeline stages have higher numbers
+        # ordered by (kind, micro-batch, chunk, rank): the first cause is the smallest, as ranks of
+        # later pipeline stages have higher numbers
         own = [(0, 0, chunk, rank, f"the weight {name}") for chunk, name in _first_bad(parameters)]
         for (number, chunk), name in self._bad_outputs().items():
             own.append((1, number, chunk, rank, f"the output of {name or 'the model'}"))
@@ -250,13 +266,16 @@ class FiniteGuard:
         return min(map(min, parallel.gather(own)))[-1]
 
     def _bad_outputs(self) -> dict[tuple[int, int], str]:
-        """(micro-batch, chunk) -> the first module on this rank with a non-finite output, by
-        another forward pass. Collective."""
+        """{(micro-batch, chunk): first module on this rank with a non-finite output}, found by
+        running forward again. Collective.
+        """
         trainer = self.trainer
         backend = trainer.backend
         first: dict[tuple[int, int], str] = {}
 
-        def look(place, name, module, inputs, output) -> None:
+        def look(
+            place: tuple[int, int], name: str, module: torch.nn.Module, inputs: Any, output: Any
+        ) -> None:
             if not _is_finite(output):
                 first.setdefault(place, name)
 
@@ -274,7 +293,7 @@ class FiniteGuard:
 
 
 def _name_in_whole_model(chunk: torch.nn.Module, name: str) -> str:
-    """A name with the layer's number in the whole model: megatron counts those of a chunk."""
+    """A parameter or module name with the layer's index in the whole model, not in the chunk."""
     match = re.match(r"(.*?layers)\.(\d+)(?=\.|$)", name)
     number = getattr(chunk.get_submodule(match[0]), "layer_number", None) if match else None
     if number is None:
@@ -282,8 +301,8 @@ def _name_in_whole_model(chunk: torch.nn.Module, name: str) -> str:
     return f"{match[1]}.{number - 1}{name[match.end() :]}"
 
 
-def _named(model, kind: str) -> Iterator[tuple[int, str, Any]]:
-    """(chunk, name in the whole model, part) of all "parameters" or "modules"."""
+def _named(model: Any, kind: str) -> Iterator[tuple[int, str, Any]]:
+    """Yield (chunk index, name in the whole model, part) for all "parameters" or "modules"."""
     for number, chunk in enumerate(model if isinstance(model, VirtualModels) else [model]):
         for name, part in getattr(chunk, f"named_{kind}")():
             yield number, _name_in_whole_model(chunk, name), part
@@ -291,7 +310,7 @@ def _named(model, kind: str) -> Iterator[tuple[int, str, Any]]:
 
 @torch.no_grad()
 def _first_bad(tensors: Iterable[tuple[int, str, torch.Tensor | None]]) -> list[tuple[int, str]]:
-    """[(chunk, name)] of the first non-finite tensor, or []. Waits for the device once."""
+    """[(chunk index, name)] of the first non-finite tensor, or []. One device sync."""
     known = [one for one in tensors if one[-1] is not None and one[-1].numel()]
     if not known:
         return []
@@ -302,7 +321,7 @@ def _first_bad(tensors: Iterable[tuple[int, str, torch.Tensor | None]]) -> list[
     return [(chunk, name) for (chunk, name, _), good in pairs if not good][:1]
 
 
-def _is_finite(output) -> bool:
-    """True if all tensors of a module's output are finite."""
+def _is_finite(output: Any) -> bool:
+    """True if all tensors in a module's output are finite."""
     parts = output if isinstance(output, (tuple, list)) else [output]
     return all(part.isfinite().all() for part in parts if isinstance(part, torch.Tensor))
