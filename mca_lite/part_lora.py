@@ -134,7 +134,9 @@ class Lora(Finetuning):
         return without_adapters(model)
 
     def work_beside(self, module: str, uses: float, shape: tuple[int, ...]) -> float:
-        """Multiplications per token for the module's adapter; see Finetuning.work_beside."""
+        """Multiplications per token for the module's adapter matrices. uses: how often the module's
+        weight multiplies each token; 0: rows are looked up. shape: the weight's.
+        """
         if module not in self.spec.modules:
             return 0.0
         # an embedding's A is looked up, not multiplied

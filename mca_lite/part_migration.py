@@ -287,7 +287,7 @@ _OFF = "false no 0 0.0 [] {}"  # values that switch a key off
 
 
 def _add(key: str, row: ForeignKey) -> None:
-    """Add a row to FOREIGN_KEYS; ValueError if the key exists."""
+    """Add another trainer's key to FOREIGN_KEYS; ValueError if it is known already."""
     refuse_taken("key", key, {*FOREIGN_KEYS, *ALIASES})
     FOREIGN_KEYS[key] = row
 

@@ -67,7 +67,9 @@ class _Rows:
         return tuple(self.slices.get_shape())
 
     def read(self, expert: int, rows: slice, columns: slice) -> torch.Tensor:
-        """The given outputs (rows) and inputs (columns) of one expert."""
+        """One expert's matrix, restricted to the output slice `rows` and the input
+        slice `columns`.
+        """
         return self.slices[expert, rows, columns]
 
 
@@ -83,7 +85,9 @@ class _Matrices:
         return experts, outputs, inputs
 
     def read(self, expert: int, rows: slice, columns: slice) -> torch.Tensor:
-        """The given outputs (rows) and inputs (columns) of one expert."""
+        """One expert's matrix, restricted to the output slice `rows` and the input
+        slice `columns`.
+        """
         return self.slices[expert, columns, rows].mT
 
 
@@ -98,7 +102,7 @@ class _Biases:
         return tuple(self.slices.get_shape())
 
     def read(self, expert: int, rows: slice) -> torch.Tensor:
-        """The given outputs (rows) of one expert."""
+        """One expert's bias, restricted to the output slice `rows`."""
         return self.slices[expert, rows]
 
 
@@ -115,7 +119,9 @@ class _Mxfp4Matrices:
         return experts, outputs, blocks * _IN_BLOCK
 
     def read(self, expert: int, rows: slice, columns: slice) -> torch.Tensor:
-        """The given outputs (rows) and inputs (columns) of one expert, bf16."""
+        """One expert's matrix in bf16, restricted to the output slice `rows` and the input slice
+        `columns`.
+        """
         first = columns.start // _IN_BLOCK
         blocks = slice(first, -(-columns.stop // _IN_BLOCK))
         values = from_mxfp4(self.slices[expert, rows, blocks], self.scales[expert, rows, blocks])

@@ -602,7 +602,10 @@ def _gradients_kernel(
 def statistics_in_one_pass(
     logits: torch.Tensor, places: torch.Tensor, columns: int
 ) -> torch.Tensor:
-    """The results of _statistics, by a Triton kernel that reads the logits [rows, V / tp] once."""
+    """(largest logit, sum of exponentials relative to it, label's logit) of each row, float32 [3,
+    rows], by a Triton kernel that reads the logits [rows, V / tp] once. places: column of each
+    row's label, -1 if on another rank.
+    """
     rows, width = logits.shape
     results = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
     constants = dict(LOWEST=_LOWEST, BLOCK=8192, num_warps=16)
@@ -619,8 +622,8 @@ def gradients_in_one_pass(
     weights: torch.Tensor | None,
     head: Head,
 ) -> torch.Tensor:
-    """The result of _logit_gradients by a Triton kernel, written over `logits`. at_label: float32
-    [rows], p - 1.
+    """Gradients of token losses with respect to the logits, written over `logits` by a Triton
+    kernel. at_label: float32 [rows], p - 1 for the label.
     """
     rows, width = logits.shape
     flags = dict(CAPPED=head.softcap is not None, WEIGHTED=weights is not None)

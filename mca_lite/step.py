@@ -93,9 +93,10 @@ def forward_step(
     model: Any,
     to_inputs: Callable[..., dict[str, Any]] | None = None,
 ) -> tuple[Any, Callable[..., Any]]:
-    """megatron's contract: run one micro-batch through one chunk -> (output, loss_func).
+    """Run one micro-batch, the iterator's next, through one chunk of the model -> (output,
+    loss_func). This is megatron's contract, which pipeline schedules call.
 
-    to_inputs: replaces inputs_of.
+    to_inputs: turns a batch into the model's inputs; None: inputs_of.
     """
     batch = next(data_iterator)
     to_inputs = to_inputs or functools.partial(inputs_of, backend)

@@ -204,7 +204,7 @@ class McaTrainer(OtherNames):
             return self._train(resume_from_checkpoint)
 
     def _train(self, resume_from_checkpoint: str | bool | None) -> TrainOutput:
-        """The loop of train()."""
+        """The loop of train(), inside the contexts that train() enters."""
         plan = self._prepare_train_loop(resume_from_checkpoint)
         started = time.perf_counter()
         batches = None

@@ -153,7 +153,7 @@ class RunSums:
             self._skipped = carried["skipped"]
 
     def add(self, numbers: Numbers, skipped: int, grad_norm: float, num_zeros: int | None) -> None:
-        """Add a step."""
+        """Add one step's numbers to the sums of the run and of the current log line."""
         self.whole_run = self.whole_run + numbers
         self._window = self._window + numbers
         self._skipped += skipped
