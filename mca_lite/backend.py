@@ -197,8 +197,8 @@ class Backend(abc.ABC):
     def weights(
         self, change: Callable[..., Any] | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name in the model's files, CPU tensor in the compute dtype) of each whole weight, on
-        global rank 0. change(name, tensor) may replace each tensor. Collective: all ranks iterate
+        """(name in the model's files, copy on the rank's device in the compute dtype) of each whole
+        weight, on global rank 0. change(name, tensor) may replace each tensor. Collective: all ranks iterate
         to the end."""
 
     @abc.abstractmethod

@@ -506,7 +506,7 @@ class MegatronBackend(Backend):
 
     def weights(self, change: Change | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         self.finish_param_sync()
-        tensors = weights_convert.iter_hf_tensors(self.model)
+        tensors = weights_convert.iter_hf_tensors(self.model, device=parallel.device())
         if change is not None:
             tensors = ((name, change(name, tensor)) for name, tensor in tensors)
         return self._in_words(tensors)

@@ -514,7 +514,7 @@ class TorchBackend(Backend):
         return write_model(tensors, folder, max_shard_size, self.hf_config, source, self.dtype)
 
     def weights(self, change: Change | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        return self._tensors_of_files(self.dtype, change)
+        return self._tensors_of_files(self.dtype, change, parallel.device())
 
     def weight_forms(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor, view in file_tensors(self.model):
@@ -533,14 +533,18 @@ class TorchBackend(Backend):
         return self._tensors_of_files(torch.float32)
 
     def _tensors_of_files(
-        self, dtype: torch.dtype, change: Change | None = None
+        self,
+        dtype: torch.dtype,
+        change: Change | None = None,
+        device: torch.device | None = None,
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name in a file, CPU tensor) on global rank 0. Parameters are cast to `dtype`;
-        change(name, tensor) may replace each tensor."""
+        """(name in a file, tensor) on global rank 0. Parameters are cast to `dtype`;
+        change(name, tensor) may replace each tensor. device: of copies; None: the CPU, where
+        tensors may share the model's memory."""
         if not parallel.is_main():
             return
         for name, tensor, view in file_tensors(self.model):
-            part = view.to("cpu", copy=view.shape != tensor.shape)
+            part = view.to(device or "cpu", copy=device is not None or view.shape != tensor.shape)
             # a buffer, such as a router's bias, keeps its dtype, as in transformers
             kept = dtype if isinstance(tensor, torch.nn.Parameter) else part.dtype
             if change is not None:

@@ -135,7 +135,7 @@ class Finetuning:
         return []
 
     def merger(self, model: Any) -> Change | None:
-        """A function (name, CPU tensor of a whole weight) -> the tensor with the tensors next to it
+        """A function (name, tensor of a whole weight) -> the tensor with the tensors next to it
         merged in. None if nothing is to be merged. Collective."""
         return None
 

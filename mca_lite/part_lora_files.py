@@ -283,7 +283,7 @@ def _unordered(value: Any) -> Any:
 
 
 def merger(model: Any) -> Change:
-    """A function (HF name, CPU base tensor W) -> W + scale * B A, computed in float32 and returned
+    """A function (HF name, base tensor W) -> W + scale * B A, computed in float32 and returned
     in W's dtype.
 
     The model's weights do not change. Every rank must call merger(); the returned function works on
@@ -305,9 +305,9 @@ def _merge_with(read: Callable[[str], torch.Tensor], names: Iterable[str], scale
         module = name.removesuffix(".weight")
         if module not in pairs:
             return weight
-        a, b = pairs[module]
-        delta = read(b).float() @ read(a).float()
-        if "lora_embedding" in a:
+        a, b = (read(name).to(weight.device, torch.float32) for name in pairs[module])
+        delta = b @ a
+        if "lora_embedding" in pairs[module][0]:
             delta = delta.t()
         return (weight.float() + scale * delta).to(weight.dtype)
 

@@ -381,7 +381,7 @@ class Weights:
                 finetuning.merger(self.backend.model) if is_merged else None
             )
         for name, tensor in tensors:
-            yield name, parallel.to_device(tensor, parallel.device())
+            yield name, parallel.to_device(tensor, parallel.device())  # adapters are on the CPU
 
     def _adapters(self) -> Iterable[tuple[str, torch.Tensor]]:
         self.backend.expect_here("weights", "model")

@@ -271,10 +271,12 @@ def split(row: Row, layer: int | None, full: torch.Tensor, config: Any) -> Named
 
 
 def iter_hf_tensors(
-    models: Any, only: Container[tuple[str, int | None]] | None = None
+    models: Any,
+    only: Container[tuple[str, int | None]] | None = None,
+    device: str | torch.device = "cpu",
 ) -> NamedTensors:
-    """On global rank 0, yield (HF name, CPU tensor) for the whole model, one at a time; on other
-    ranks nothing.
+    """On global rank 0, yield (HF name, copy on `device`) for the whole model, one at a time; on
+    other ranks nothing.
 
     Every rank must iterate to the end. only: the (megatron name, layer) pairs to export. A tied
     head comes once. Collective: gathers over tensor-parallel and expert-tensor-parallel groups,
@@ -297,7 +299,7 @@ def iter_hf_tensors(
         full = parallel.to_main(full, holder, form)
         if parallel.is_main():
             for name, tensor in split(row, layer, full, config):
-                yield name, tensor.to("cpu", copy=True)
+                yield name, tensor.to(device, copy=True)
 
 
 def forms_of(models: Any) -> NamedTensors:

@@ -246,7 +246,7 @@ def weights_of(folder: str, keys: dict) -> dict:
     return found
 
 
-@pytest.mark.parametrize("layout", ["torch", "tp2", "pp2"])
+@pytest.mark.parametrize("layout", ["torch", "tp2", "pp2", "overlap"])
 def test_weights_loaded_into_transformers_give_the_same_log_probabilities(oracle, layout):
     from mca_lite.model import load_torch_model
 
