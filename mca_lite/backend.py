@@ -198,8 +198,8 @@ class Backend(abc.ABC):
         self, change: Callable[..., Any] | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """(name in the model's files, copy on the rank's device in the compute dtype) of each whole
-        weight, on global rank 0. change(name, tensor) may replace each tensor. Collective: all ranks iterate
-        to the end."""
+        weight, on global rank 0. change(name, tensor) may replace each tensor. Collective: all
+        ranks iterate to the end."""
 
     @abc.abstractmethod
     def weight_forms(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -533,10 +533,7 @@ class TorchBackend(Backend):
         return self._tensors_of_files(torch.float32)
 
     def _tensors_of_files(
-        self,
-        dtype: torch.dtype,
-        change: Change | None = None,
-        device: torch.device | None = None,
+        self, dtype: torch.dtype, change: Change | None = None, device: torch.device | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """(name in a file, tensor) on global rank 0. Parameters are cast to `dtype`;
         change(name, tensor) may replace each tensor. device: of copies; None: the CPU, where

@@ -59,6 +59,7 @@ def choose_experts(
     num_groups: int | None = None,
     group_topk: int | None = None,
     group_score: str = "top2",
+    replace: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(weights, expert indices), both [T, k], from logits [T, E], as transformers' routers compute
     them.
@@ -68,6 +69,7 @@ def choose_experts(
     sum of its two best experts ("top2") or by its best one ("max").
     normalise: scale a token's weights to sum to 1.
     scaling: factor on the weights, applied last.
+    replace: function of the chosen indices; the weights are those of what it returns.
     """
     scores = scores_of(logits, score_function)
     choice = scores
@@ -80,6 +82,8 @@ def choose_experts(
         closed = torch.ones_like(of_group, dtype=torch.bool).scatter(-1, best, False)
         choice = grouped.masked_fill(closed.unsqueeze(-1), float("-inf")).flatten(-2)
     experts = choice.topk(topk, -1).indices
+    if replace is not None:
+        experts = replace(experts)
     weights = scores.gather(-1, experts)
     if normalise:
         tiny = {"softmax": 0.0, "sigmoid": 1e-20}[score_function]
@@ -120,6 +124,7 @@ def balancing_parts(
     topk: int,
     score_function: str,
     group: dist.ProcessGroup | None = None,
+    experts: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(balancing loss, z loss, number of real tokens in the micro-batch), float32.
 
@@ -130,13 +135,17 @@ def balancing_parts(
     kind: "none" makes the balancing loss 0.
     group: the ranks that share the micro-batch's tokens; None: only this rank. Collective: one
     all-reduce over it.
+    experts: the tokens' experts [s b, k]; None: those with the highest scores.
     """
     num_experts = logits.shape[-1]
     real = real.to(torch.float32).contiguous()
     scores = scores_of(logits, score_function)
     if score_function == "sigmoid":
         scores = scores / (scores.sum(-1, keepdim=True) + 1e-20)
-    chosen = torch.zeros_like(scores).scatter(-1, scores.topk(topk, -1).indices, 1.0)
+    if experts is None:
+        experts = scores.topk(topk, -1).indices
+    experts = experts.view(*scores.shape[:-1], topk)
+    chosen = torch.zeros_like(scores).scatter(-1, experts, 1.0)
     choices = (chosen * real[..., None]).sum(0)
     counts = torch.cat((choices, real.sum(0)[:, None]), -1).detach()  # [b, E + 1]
     counts = all_reduce(counts, dist.ReduceOp.SUM, group)
@@ -192,13 +201,16 @@ class RouterStatistics:
         topk: int,
         score_function: str,
         group: dist.ProcessGroup | None = None,
+        experts: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The loss that the router adds for a micro-batch; its parts are also added to the layer's
         row.
 
         Arguments and collective are those of balancing_parts.
         """
-        balance, z, tokens = balancing_parts(logits, real, losses.kind, topk, score_function, group)
+        balance, z, tokens = balancing_parts(
+            logits, real, losses.kind, topk, score_function, group, experts
+        )
         share = (tokens > 0) / num_ranks(group)  # this rank's part of the micro-batch
         self.rows[layer, -3:] += torch.stack([balance.detach(), z.detach(), share])
         return (losses.balance * balance + losses.z * z) * self.loss_weight
@@ -251,6 +263,8 @@ class Router(TopKRouter):
     """
 
     statistics: RouterStatistics | None = None
+    # (router, padding_mask, experts [T, k]) -> the experts that it uses (part_routes.py)
+    replay: Callable[["Router", torch.Tensor, torch.Tensor], torch.Tensor] | None = None
     gives_choices = False  # routing gives expert indices, instead of megatron's bool maps
 
     def __init__(self, config: TransformerConfig, *args: Any, **kwargs: Any):
@@ -258,6 +272,11 @@ class Router(TopKRouter):
         if config.add_moe_bias:
             self.bias = new_weight(config, config.num_moe_experts)
             self.bias.sequence_parallel = config.sequence_parallel
+
+    @property
+    def takes_best_scores(self) -> bool:
+        """True if neither a bias nor groups change which scores are the best."""
+        return self.expert_bias is None and not self.config.moe_router_num_groups
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Router":
         """Module.to and the like, but the expert bias stays float32 whatever the model's dtype."""
@@ -298,6 +317,7 @@ class Router(TopKRouter):
             config.moe_router_num_groups,
             config.moe_router_group_topk,
             config.moe_router_group_score,
+            None if self.replay is None else functools.partial(self.replay, self, padding_mask),
         )
         # with recomputation this runs twice: count only the second run, which has gradients
         if self.statistics is not None and self.training and torch.is_grad_enabled():
@@ -312,7 +332,8 @@ class Router(TopKRouter):
             if losses.on:
                 # a view of `flat`: megatron's linear needs the gradient in its memory order
                 shared = flat.view(logits.shape), real, losses, self.topk, self.score_function
-                loss = self.statistics.losses(layer, *shared, self.tp_cp_group)
+                replayed = experts if self.replay is not None and self.takes_best_scores else None
+                loss = self.statistics.losses(layer, *shared, self.tp_cp_group, replayed)
                 # the loss gets its gradient where the weights get theirs; megatron's schedule
                 # scales it like the micro-batch's main loss
                 weights = MoEAuxLossAutoScaler.apply(weights, loss)

@@ -90,6 +90,7 @@ PARTS = {
     "policy": Part("part_policy", ""),
     "sleep": Part("part_sleep", ""),
     "triton": Part("part_triton", ""),
+    "routes": Part("part_routes", ""),
     "migration": Part("part_migration part_migration_paths", ""),
 }
 

@@ -164,11 +164,12 @@ class _Pass:
     """A loss over the samples of a call, as the objective of step.py. ends: int64 [N + 1], numbers
     of the first trained token of each sample, and of the one after the last."""
 
-    def __init__(self, backend, args, loss, ends: np.ndarray):
+    def __init__(self, backend, args, loss, ends: np.ndarray, routes=None):
         self.backend = backend
         self.args = args
         self.loss = loss
         self.ends = torch.from_numpy(ends)
+        self.routes = routes
         self.metrics_keys = ["loss", *loss.metrics]
         self._loss_of_logits = None
         if loss.temperature != 1.0 or loss.wants_entropy:
@@ -190,6 +191,8 @@ class _Pass:
         return batch["answers"] if self.loss.counts == "answers" else 1
 
     def _pre_compute_loss(self, batch: dict, inputs: dict) -> Callable:
+        if self.routes is not None:
+            self.routes.expect(batch, inputs)
         if torch.is_grad_enabled():
             self.backend.weigh_router_loss(self._count_of_loss(batch))
         return functools.partial(self._post_compute_loss, inputs["labels"], batch)
@@ -278,6 +281,7 @@ def _document(sample: Mapping, loss, limits: Limits, refuses_more: bool) -> dict
         f"{', '.join(unread)} has no effect on the loss {loss.name}: remove it, or choose another",
     )
     kept = {name: kept[name] for name in kept if name not in unread}
+    routes = kept.pop("routes", None)
     row = {name: column[0] for name, column in Collator(0)([kept]).items()}
     check_batch({name: column[None] for name, column in row.items()}, False, limits)
     is_trained = row["labels"] != IGNORE_INDEX
@@ -294,6 +298,8 @@ def _document(sample: Mapping, loss, limits: Limits, refuses_more: bool) -> dict
         )
         row[name] = values.where(is_trained, 0.0)
     row.pop("attention_mask")  # the collator numbers documents
+    if routes is not None:
+        row["routes"] = torch.as_tensor(routes)
     return row
 
 
@@ -381,7 +387,7 @@ class Weights:
                 finetuning.merger(self.backend.model) if is_merged else None
             )
         for name, tensor in tensors:
-            yield name, parallel.to_device(tensor, parallel.device())  # adapters are on the CPU
+            yield name, parallel.to_device(tensor, parallel.device())
 
     def _adapters(self) -> Iterable[tuple[str, torch.Tensor]]:
         self.backend.expect_here("weights", "model")
@@ -462,6 +468,15 @@ class Session:
         with as_it_was:
             return self._run(samples, loss, False, own=own, refuses_more=False).logps
 
+    def routes(self, samples: Sequence[Mapping]) -> list[torch.Tensor]:
+        """The experts that the model chooses: int16 [n, layers with experts, experts per token] of
+        each sample, in order, on the CPU of every rank. As a column `routes` they are replayed
+        (part_routes.py). ValueError for a model without experts."""
+        routes = function_of("part_routes:Routes")(self.backend, is_recording=True)
+        samples = [{k: sample[k] for k in sample if k != "routes"} for sample in samples]
+        self._run(samples, _Plain(), False, refuses_more=False, routes=routes)
+        return routes.recorded()
+
     def forward(
         self, samples: Sequence[Mapping], loss: str = "cross_entropy", **numbers: Any
     ) -> Output:
@@ -519,6 +534,7 @@ class Session:
         last: bool = False,
         own: bool = False,
         refuses_more: bool = True,
+        routes=None,
     ) -> Output:
         expect(
             not (trains and self._is_closed),
@@ -529,17 +545,22 @@ class Session:
         if trains:
             self._begin_training(loss)
         call = self._agreed(samples, loss, own, refuses_more, repr((loss, trains, last, own)))
-        objective = _Pass(self.backend, self.args, loss, call.ends)
+        if routes is None and any("routes" in document for document in call.documents):
+            routes = function_of("part_routes:Routes")(self.backend)
+        if routes is not None:
+            routes.take(call.documents)
+        objective = _Pass(self.backend, self.args, loss, call.ends, routes)
         batches = self._batches(call.rows, own)
         batches = arrange_step(self.backend, objective, batches, call.num_batches)
         run = functools.partial(forward_step, self.backend, self.args, objective)
-        if trains:
-            self.backend.train_mode(True)
-            found = self.backend.add_gradients(run, batches, row_length(batches[0]), last)
-            self._counts.add((loss.counts, loss.times))
-            self._is_closed = last
-        else:
-            found = measure(self.backend, run, batches)
+        with routes or contextlib.nullcontext():
+            if trains:
+                self.backend.train_mode(True)
+                found = self.backend.add_gradients(run, batches, row_length(batches[0]), last)
+                self._counts.add((loss.counts, loss.times))
+                self._is_closed = last
+            else:
+                found = measure(self.backend, run, batches)
         width = (2,) if isinstance(loss, _WithEntropy) else ()
         logps = self._gathered([metrics.pop("logps") for metrics in found], call, width)
         numbers = new_numbers(objective, found).over_ranks(self.backend)
@@ -574,6 +595,8 @@ class Session:
 
         def prepare() -> _Share:
             documents.extend(_documents(samples, loss, self._limits, refuses_more))
+            if any("routes" in document for document in documents):
+                function_of("part_routes:check")(self.backend, documents)
             rows.extend(self._rows(documents))
             trained = sum(int((one["labels"] != IGNORE_INDEX).sum()) for one in documents)
             num_batches = self._plan(rows, own).num_micro_batches(0)

@@ -2,8 +2,6 @@
 the tensors of the files that transformers wrote.
 """
 
-import json
-
 import pytest
 import torch
 
