@@ -86,8 +86,9 @@ FILES = {
     "swift_megatron.sh": (
         "megatron rlhf --rlhf_type dpo --model org/model --dataset pairs.jsonl --lr 1e-5 \\\n"
         "  --min_lr 1e-6 --lr_warmup_fraction 0.05 --micro_batch_size 2 --global_batch_size 64 \\\n"
-        "  --train_iters 100 --tensor_model_parallel_size 2 --sequence_parallel true --beta 0.3 \\\n"
-        "  --max_length 2048 --no_save_optim true --finetune true --torch_dtype bfloat16\n",
+        "  --train_iters 100 --tensor_model_parallel_size 2 --sequence_parallel true \\\n"
+        "  --beta 0.3 --max_length 2048 --no_save_optim true --finetune true \\\n"
+        "  --torch_dtype bfloat16\n",
         "stage=dpo pref_beta=0.3 learning_rate=1e-5 warmup_ratio=0.05 max_steps=100 bf16=true "
         "per_device_train_batch_size=2 global_batch_size=64 tensor_model_parallel_size=2 "
         "lr_scheduler_type=cosine_with_min_lr use_distributed_optimizer=true save_only_model=true",
