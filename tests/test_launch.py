@@ -2,6 +2,7 @@
 that share none, exports that a signal meets, and paths that lead nowhere.
 """
 
+import contextlib
 import multiprocessing
 import os
 import runpy
@@ -12,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch.distributed as dist
 from huggingface_hub.errors import LocalEntryNotFoundError
@@ -226,6 +228,61 @@ def test_two_agents_with_homes_of_their_own_train_save_and_resume_elsewhere(tmp_
     words = f"configs/sft.yaml {SHORT} max_samples=50 output_dir={out} max_steps=4"
     run_script(f"{words} resume_from_checkpoint=auto overwrite_output_dir=false", tmp_path)
     assert [line["step"] for line in read_log(out)] == [1, 2, 3, 4]
+
+
+def fake_slurm(folder: Path) -> None:
+    """Commands of SLURM for two hosts that are this one; requeue writes a file."""
+    python = f"exec {sys.executable} -m torch.distributed.run --local_addr 127.0.0.1"
+    scripts = {
+        "torchrun": f'{python} "$@"',
+        "srun": '"$@" &\none=$!\n"$@" &\nwait $one; code=$?\nwait $!\nexit $code',
+        "scontrol": f'[ "$1" = show ] && echo 127.0.0.1 || echo "$@" >> {folder}/requeued',
+    }
+    (folder / "bin").mkdir()
+    for name, text in scripts.items():
+        (folder / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / "bin" / name).chmod(0o755)
+
+
+def submit(folder: Path, port: int, *words: str) -> subprocess.Popen:
+    job = dict(SLURM_JOB_NODELIST="a,b", SLURM_NNODES="2", SLURM_JOB_ID="7", PORT=str(port))
+    env = {**os.environ, **job, "SLURM_GPUS_ON_NODE": "1", "OMP_NUM_THREADS": "1"}
+    env |= {"PATH": f"{folder}/bin:{os.environ['PATH']}", "GLOO_SOCKET_IFNAME": "lo"}
+    command = ["bash", "configs/two_hosts.sbatch", "configs/sft.yaml", f"{folder}/out", *words]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True, **pipes)
+
+
+@pytest.mark.full
+def test_the_job_of_two_hosts_is_queued_again_after_its_signal_and_goes_on(tmp_path):
+    fake_slurm(tmp_path)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [*SHORT.split(), "max_samples=50", f"cache_dir={tmp_path}/cache", "save_strategy=steps"]
+    words += ["overwrite_output_dir=false", "lr_scheduler_type=constant", "warmup_steps=0"]
+    first = submit(tmp_path, port, *words, "max_steps=400")
+    try:
+        log = tmp_path / "out" / "trainer_log.jsonl"
+        while first.poll() is None and not (log.is_file() and len(log.read_text()) > 500):
+            time.sleep(0.2)
+        children = psutil.Process(first.pid).children(recursive=True)
+        agents = [one for one in children if "torch.distributed.run" in one.cmdline()]
+        assert len(agents) == 2
+        for agent in agents:  # as SLURM does with --signal=USR1@300
+            agent.send_signal(signal.SIGUSR1)
+        said = first.communicate(timeout=120)[0]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(first.pid, signal.SIGKILL)
+    assert first.returncode != 0, said
+    assert (tmp_path / "requeued").read_text() == "requeue 7\n", said
+    done = read_log(tmp_path / "out")[-1]["step"]
+    second = submit(tmp_path, port, *words, f"max_steps={done + 2}")
+    said = second.communicate(timeout=240)[0]
+    assert second.returncode == 0, said
+    assert [line["step"] for line in read_log(tmp_path / "out")] == [*range(1, done + 3)]
+    assert (tmp_path / "requeued").read_text() == "requeue 7\n"
 
 
 # -- the end of a run
