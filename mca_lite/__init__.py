@@ -26,6 +26,8 @@ _HOME = {
     "McaTrainer": "trainer",
     "MegatronLRScheduler": "optim",
     "MLAMcaModelConfig": "model_config",
+    "PolicyConfig": "part_policy_trainer",
+    "PolicyTrainer": "part_policy_trainer",
     "RewardConfig": "part_rm",
     "RewardTrainer": "part_rm",
     "Need": "args_rules_training",
@@ -40,6 +42,7 @@ _HOME = {
     "get_ltor_masks_and_position_ids": "batch",
     "get_megatron_lr_scheduler": "optim",
     "get_seqlens_in_batch": "batch",
+    "group_advantages": "part_policy",
     "load_datasets": "data",
     "register_column": "tables",
     "register_keys": "tables",
@@ -47,6 +50,7 @@ _HOME = {
     "register_objective": "tables",
     "register_optimizer": "tables",
     "register_policy_loss": "part_policy",
+    "sampler_weights": "part_policy",
 }
 __all__ = sorted(name for name, home in _HOME.items() if home not in missing_modules())
 

@@ -175,9 +175,10 @@ class FinetuningArguments(ArgumentGroup):
     stage: str = arg(
         "sft",
         "pt: plain text, sft: conversations, dpo: preference pairs, kto: answers with a label, "
-        "rm: a reward model of pairs, distill: a teacher's answers",
+        "rm: a reward model of pairs, distill: a teacher's answers, policy, grpo, ppo: rollouts",
         choices=OBJECTIVES,
-        remedy="stage: sft | dpo | kto | rm | distill: nothing is generated while training",
+        remedy="stage: sft | dpo | kto | rm | distill | policy: of given rollouts, nothing is "
+        "generated while training",
     )
     finetuning_type: str = arg(
         "full",

@@ -182,6 +182,15 @@ def real_documents(batch: Batch) -> torch.Tensor:
     return ~batch["padding_mask"][:, 0]
 
 
+def in_documents(batch: Batch, values: Any, parts: int = 1) -> torch.Tensor:
+    """Sums [..., documents] of an arranged batch's values [..., rows, s] over each document,
+    including those that only pad. parts: ranks that have a part of each document."""
+    if "cu_seqlens" not in batch:
+        return values.sum(-1)
+    lengths = np.diff(batch["cu_seqlens"]) // parts
+    return torch.stack([part.sum(-1) for part in values[..., 0, :].split(lengths.tolist(), -1)], -1)
+
+
 def _without_tail(packed: Batch) -> dict[str, Any]:
     """A packed batch without the padding at its end."""
     count = int(real_documents(packed).sum())

@@ -276,9 +276,10 @@ def load_datasets(
     judge.close()
     renderer: ChatRenderer | None = None
     report: list[str] = []
-    if not objective.joins_documents:
+    if objective.is_rendered:
         renderer, report = chat_renderer(tokenizer, data_args, media)
-    encoder = Encoder(tokenizer, renderer, objective, data_args, media)
+    make: type[Encoder] = function_of(objective.encoder)
+    encoder = make(tokenizer, renderer, objective, data_args, media)
     packs = data_args.neat_packing or (bool(data_args.packing) and not objective.joins_documents)
 
     def readers(entries: list[str] | None) -> list[Reader]:

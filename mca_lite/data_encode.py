@@ -1,6 +1,7 @@
 """From the files of a dataset to token ids with a loss mask: Reader reads records, Encoder turns
 records into unshifted documents, load_shard keeps the documents in the token cache."""
 
+import contextlib
 import functools
 import hashlib
 import inspect
@@ -26,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from . import data_chat, data_files, data_records, inputs
 from .data_chat import ChatRenderer, Rendered, in_time
 from .data_files import SIDES, Cursor, DatasetSpec, Progress, build_once, read_records
-from .data_records import Conversation, conversations, detect_format, document
+from .data_records import conversations, detect_format, document
 from .errors import Keys, expect
 from .files import (
     IGNORE_INDEX,
@@ -38,7 +39,7 @@ from .files import (
     write_json,
 )
 from .inputs import TEXT, Media
-from .tables import ANSWER_LABEL, Objective
+from .tables import ANSWER_LABEL, TOKENS, Objective
 
 _MAX_BAD_SHARE = 0.1  # a larger share of bad records points to a wrong declaration
 _MOST_CHARACTERS = (
@@ -49,9 +50,9 @@ PARALLEL_FROM_RECORDS = 10_000  # below this, starting worker processes takes lo
 _MOST_WORKERS = 8
 _UNREAD = "not read"  # the format of a file before its first usable record
 
-# A record: (place, content, registered columns). The content is a text, conversations, or the
-# ValueError of an unusable record.
-Record = tuple[str, str | list[Conversation] | ValueError, dict[str, float]]
+# A record: (place, content, registered columns). The content is a text, list[Conversation], the
+# record itself for a stage's encoder, or the ValueError of an unusable record.
+Record = tuple[str, Any, dict[str, float]]
 # A document's tokens, int32 [n]: the id of a trained token; ~id, below 0, of a token without loss.
 Document: TypeAlias = np.ndarray
 # A sample: documents with their registered columns, and "media" if the document has any.
@@ -153,8 +154,7 @@ class Reader:
         self.limit = min(filter(None, (data_args.max_samples, spec.num_samples)), default=None)
         self.formats = dict.fromkeys(spec.files, _UNREAD)
         self.columns = data_records.dataset_columns(spec, data_args)
-        if objective.has_labels:
-            self.columns[ANSWER_LABEL] = None  # only records have labels
+        self.columns |= dict.fromkeys(objective.columns)  # only records have them
 
     def records(self, start: Place = BEGINNING) -> Iterator[tuple[Record, Place]]:
         """(record, place of the next record) from `start` on. Raises ValueError if there is no
@@ -196,6 +196,8 @@ class Reader:
                 data_records.refuse_margin(record, where)
             if self.formats[file] == _UNREAD:
                 self.formats[file] = detect_format(record, self.spec, self.objective, where)
+            if self.formats[file] == TOKENS:
+                return record, values
             labelled = self.objective.has_labels
             if labelled:
                 is_binary = self.objective.has_binary_labels
@@ -618,7 +620,8 @@ def _keys(reader: Reader, encoder: Encoder, cache_dir: Path) -> tuple[str, str]:
         "files": [[kind, content_hash(Path(file), cache_dir)] for file, kind in spec.files.items()],
     }
     of_media = sys.modules[type(encoder.media).__module__]
-    modules = (data_files, data_records, data_chat, inputs, of_media, sys.modules[__name__])
+    of_encoder = [sys.modules[kind.__module__] for kind in type(encoder).__mro__[:-1]]
+    modules = (data_files, data_records, data_chat, inputs, of_media, *of_encoder)
     code: dict[str, Any] = {
         "format": CACHE_FORMAT,
         "code": [inspect.getsource(module) for module in modules],
@@ -667,7 +670,8 @@ def write_shard(
     folder: Path, parts: Iterator[Any], reader: Reader, row_length: int | None, progress: Progress
 ) -> None:
     """Write a new folder with the documents of `parts`, synced to disk: ids.bin, the documents one
-    after another; index.npz, a Shard's arrays; meta.json; the files of Media.store.
+    after another; <name>.bin, their columns that are arrays; index.npz, a Shard's arrays;
+    meta.json; the files of Media.store.
 
     parts: from encode_all. row_length: join the documents and cut them into rows of this many
     tokens (row_spans); None: keep documents. Raises ValueError if too many records are bad.
@@ -677,11 +681,13 @@ def write_shard(
     media_end: list[int] = []
     store = reader.media.store(folder)
     tally = Tally()
-    with open(folder / "ids.bin", "wb") as tokens:
+    arrays = _Arrays(folder)
+    with open(folder / "ids.bin", "wb") as tokens, arrays:
         for samples, of_chunk in parts:
             tally.add(of_chunk)
             for document, values in itertools.chain(*samples):
                 tokens.write(document.tobytes())
+                arrays.add(values)
                 columns = (values.get(name, np.nan) for name in reader.columns)
                 rows.append((len(document), num_learned(document), *columns))
                 if store is not None and row_length is None:
@@ -706,12 +712,41 @@ def write_shard(
     meta = {
         "formats": list(reader.formats.values()),
         "columns": list(reader.columns),
+        "arrays": arrays.forms,
         "checksums": {path.name: checksum(path) for path in files},
         "tally": vars(tally),
     }
     write_json(folder / META_NAME, meta)
     for path in (*files, folder):
         sync(path)
+
+
+class _Arrays(contextlib.ExitStack):
+    """The columns of documents that are arrays, a file each. forms: {name: (dtype, shape of a
+    token)}."""
+
+    def __init__(self, folder: Path):
+        super().__init__()
+        self.folder = folder
+        self.forms: dict[str, tuple] | None = None
+        self._files: dict[str, Any] = {}
+
+    def add(self, values: dict[str, Any]) -> None:
+        """Write those of a document. ValueError for other ones than the first document has."""
+        arrays = {name: x for name, x in values.items() if isinstance(x, np.ndarray)}
+        forms = {name: (x.dtype.str, x.shape[1:]) for name, x in arrays.items()}
+        if self.forms is None:
+            self.forms = forms
+            for name in forms:
+                file = open(self.folder / f"{name}.bin", "wb")
+                self._files[name] = self.enter_context(file)
+        expect(
+            forms == self.forms,
+            f"records have {sorted(forms) or 'no numbers of tokens'}, and the first one has "
+            f"{sorted(self.forms) or 'none'}: expected the same in all records of a dataset",
+        )
+        for name, array in arrays.items():
+            self._files[name].write(array.tobytes())
 
 
 def row_spans(num_tokens: int, row_length: int) -> np.ndarray:
@@ -782,7 +817,10 @@ class Shard:
 
     def documents(self, row: int) -> list[dict[str, Any]]:
         """A sample's documents without the columns of inputs other than text."""
-        documents = [shifted(self.tokens[start:stop]) for start, stop in self.spans[row]]
+        documents = []
+        for start, stop in self.spans[row]:
+            arrays = {name: x[start:stop] for name, x in self.arrays.items()}
+            documents.append(shifted(self.tokens[start:stop], arrays))
         first = row * self.documents_per_sample
         values_of = self.columns[first : first + len(documents)].tolist()
         for document_, values in zip(documents, values_of, strict=False):
@@ -804,9 +842,22 @@ class Shard:
         """All documents one after another, memory-mapped in the process that reads samples."""
         return np.memmap(self.folder / "ids.bin", dtype=np.int32, mode="r")
 
+    @functools.cached_property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """{column: [tokens, ...]} of all documents end to end."""
+        return {
+            name: np.memmap(self.folder / f"{name}.bin", dtype, "r").reshape(-1, *shape)
+            for name, (dtype, shape) in (self.meta["arrays"] or {}).items()
+        }
+
 
 def shifted(document: Document, columns: Any = ()) -> dict[str, Any]:
-    """{"input_ids", "labels"} int64 [n - 1] from n tokens, and registered columns."""
+    """{"input_ids", "labels"} int64 [n - 1] from n tokens, and columns: an array [n, ...] gives the
+    values of the labels."""
     tokens = np.maximum(document, ~document).astype(np.int64)
     labels = np.where(document[1:] >= 0, tokens[1:], IGNORE_INDEX)
-    return {"input_ids": tokens[:-1], "labels": labels, **dict(columns)}
+    beside = {
+        name: np.array(value[1:]) if isinstance(value, np.ndarray) else value
+        for name, value in dict(columns).items()
+    }
+    return {"input_ids": tokens[:-1], "labels": labels, **beside}

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 from .data_files import SIDES, TAGS, DatasetSpec, get_column, parse_json, read_records, resolve
 from .errors import Keys, expect
 from .inputs import BLOCKS, MARK, TEXT, Media
-from .tables import COLUMNS, Objective, registered_columns
+from .tables import COLUMNS, TOKENS, Objective, registered_columns
 
 _SMALL_BYTES = 1 << 26  # larger files are not opened ahead: a list of records is read whole
 
@@ -352,7 +352,7 @@ FORMATS = {
 
 
 def detect_format(record: Any, spec: DatasetSpec, objective: Objective, where: str) -> str:
-    """The format of a file, from its first record: "text" for documents, otherwise a name in
+    """The format of a file, from its first record: "text", "tokens", or a name in
     FORMATS.
 
     Raises ValueError with the place if the objective cannot use the record.
@@ -361,6 +361,8 @@ def detect_format(record: Any, spec: DatasetSpec, objective: Objective, where: s
     if isinstance(record, str):
         record = {_text_column(spec): record}
     get_column(record, "", where, object, required=False)  # refuses anything but an object
+    if objective.records == TOKENS:
+        return TOKENS
     columns = {name: row.in_pairs if pairs else row.alone for name, row in FORMATS.items()}
     if objective.joins_documents:
         columns = {"text": f"the column {_text_column(spec)!r}, or plain text"}
@@ -395,7 +397,10 @@ def check_first(data_args: Keys, objective: Objective) -> None:
 
 
 def _check_columns(where: str, record: Any, spec: DatasetSpec, objective: Objective) -> None:
-    row = FORMATS[detect_format(record, spec, objective, where)]
+    form = detect_format(record, spec, objective, where)
+    if form == TOKENS:
+        return
+    row = FORMATS[form]
     if objective.joins_documents:
         document(record, spec, where)
         return

@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import Subset
 
 from . import ckpt_folder, parallel, part_dpo_losses
-from .batch import join, real_documents
+from .batch import in_documents, join, real_documents
 from .ckpt_folder import CheckpointError
 from .data_batches import Packs, WithReference, documents_of, samples_of
 from .data_encode import hash_of
@@ -38,7 +38,7 @@ from .part_scores import ObjectiveConfig, ScoredTrainer, identity_of_model
 from .part_scores_keys import REFERENCES
 from .step import collecting, measure, to_length
 from .tables import OBJECTIVES, PAIR_COLUMNS, function_of, other_columns
-from .trainer_evaluation import in_documents, sum_documents
+from .trainer_evaluation import sum_documents
 
 # a forward pass of the reference joins at most so many micro-batches and tokens: with fewer a GPU
 # waits for the host to launch kernels, with more it may need more memory than training

@@ -272,7 +272,7 @@ _IGNORED = {
     "padding carries no loss": "padding_value pad_to_multiple_of",
     "per_device_eval_batch_size decides it": "precompute_ref_batch_size",
     "answers are generated greedily, by transformers": "use_cache use_kv_cache generation_config "
-    "generation_num_beams do_sample temperature top_p top_k num_beams eval_num_beams "
+    "generation_num_beams do_sample top_p top_k num_beams eval_num_beams "
     "repetition_penalty length_penalty skip_special_tokens infer_backend infer_dtype vllm_* "
     "sglang_*",
     "push_to_hub decides it": "push_to_hub_* hub_*",

@@ -1,4 +1,5 @@
-"""Losses of policy training for a Session: formulas with their sources, one row each.
+"""Losses of policy training, for a Session and for stage policy: formulas with their sources, one
+row each; weights of a sampler's tokens, advantages of groups.
 
 Letters, of a trained token: l its log-probability, o by the policy that sampled (l itself where a
 sample has no old_logp), r = exp(l - o), A its advantage, q by the reference. n: trained tokens of
@@ -15,32 +16,40 @@ its sample. clip(r) = r between 1 - clip_low and 1 + clip_high. sg: without grad
                                                         tau_neg
     reinforce    -A l
     importance_sampling  -r A                           Tinker
+    opd          -r (A + teacher_coef (q - o))          on-policy distillation by sampled tokens, q
+                                                        the teacher; A is 0 without advantages
 
-An update divides by all trained tokens (ppo, dapo, cispo, reinforce), by the samples with such a
-token (grpo, gspo, sapo; TRL counts the others too), by those times `constant` (dr_grpo), or by 1.
+An update divides by all trained tokens (ppo, dapo, cispo, reinforce, opd), by the samples with
+such a token (grpo, gspo, sapo; TRL counts the others too), by those times `constant` (dr_grpo), or
+by 1.
 
 A penalty kl_coef kl(l, q) is added to each token's term, and entropy_coef times the entropy taken
 away; with d = q - l, kl is k1 = -d, k2 = d^2 / 2, or k3 = exp(d) - d - 1 (Schulman, 2020), times r
-with kl_unbiased. sampler_weight multiplies the term without these.
+with kl_unbiased. sampler_weight multiplies the term without these. off_policy_max leaves out the
+term of tokens with A < 0 in samples with mean(o - l) above it (DeepSeek-V3.2, 2025); they count.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
 import torch
 
 from .errors import expect
+from .files import IGNORE_INDEX
 from .session import Tokens
 from .tables import SESSION_COLUMNS, SESSION_LOSSES, function_of, refuse_taken
 
 
 class PolicyTokens(NamedTuple):
-    """Inputs of a formula; tensors [b, s]. log_ratio: l - o. logps: l. advantage: A."""
+    """Inputs of a formula; tensors [b, s]. log_ratio: l - o. logps: l. advantage: A. ref_logp: q,
+    or None."""
 
     log_ratio: torch.Tensor
     logps: torch.Tensor
     advantage: torch.Tensor
+    ref_logp: torch.Tensor | None = None
 
 
 class PolicyLoss(NamedTuple):
@@ -49,7 +58,8 @@ class PolicyLoss(NamedTuple):
     formula(tokens: PolicyTokens, numbers: Policy) -> terms of tokens [b, s]; "module:function" of
     this package. counts: the denominator of an update: "tokens", "answers" or "one". is_mean: True
     if a sample counts by the mean of its terms. is_of_sequence: True for one ratio of a whole
-    sample. times: the field of Policy that multiplies the count.
+    sample. times: the field of Policy that multiplies the count. required: columns of samples that
+    the formula reads.
     """
 
     formula: Callable[[PolicyTokens, Any], torch.Tensor] | str
@@ -57,6 +67,7 @@ class PolicyLoss(NamedTuple):
     is_mean: bool = False
     is_of_sequence: bool = False
     times: str = ""
+    required: tuple[str, ...] = ("advantage",)
 
 
 def clipped(tokens: PolicyTokens, numbers) -> torch.Tensor:
@@ -89,6 +100,12 @@ def importance_sampling(tokens: PolicyTokens, numbers) -> torch.Tensor:
     return -tokens.log_ratio.exp() * tokens.advantage
 
 
+def opd(tokens: PolicyTokens, numbers) -> torch.Tensor:
+    old = (tokens.logps - tokens.log_ratio).detach()
+    gain = tokens.advantage + numbers.teacher_coef * (tokens.ref_logp - old)
+    return -tokens.log_ratio.exp() * gain
+
+
 POLICIES: dict[str, PolicyLoss] = {
     "ppo": PolicyLoss(clipped),
     "grpo": PolicyLoss(clipped, "answers", is_mean=True),
@@ -99,6 +116,7 @@ POLICIES: dict[str, PolicyLoss] = {
     "sapo": PolicyLoss(sapo, "answers", is_mean=True),
     "reinforce": PolicyLoss(reinforce),
     "importance_sampling": PolicyLoss(importance_sampling, "one"),
+    "opd": PolicyLoss(opd, required=("ref_logp",)),
 }
 _NEEDED = {"cispo": "cispo_max", "dr_grpo": "constant"}
 
@@ -132,8 +150,8 @@ class Policy:
     clip_low, clip_high: distances of the bounds of r from 1; clip_high None: clip_low. delta: the
     largest r of the unclipped term. cispo_max: the largest r itself. constant: of dr_grpo, tokens.
     The metrics are means over trained tokens: ratio; clipped, the share whose gradient clip(r)
-    takes away; kl, with ref_logp; entropy, with entropy_coef or with_entropy. ValueError for
-    numbers that do not fit together.
+    takes away; kl, with ref_logp; entropy, with entropy_coef or with_entropy; reward, over samples,
+    with that column. ValueError for numbers that do not fit together.
     """
 
     name: str
@@ -151,7 +169,10 @@ class Policy:
     entropy_coef: float = 0.0
     with_entropy: bool = False
     temperature: float = 1.0
+    teacher_coef: float = 1.0
+    off_policy_max: float | None = None
     columns: ClassVar[tuple[str, ...]] = SESSION_COLUMNS
+    of_answers: ClassVar[tuple[str, ...]] = ("reward",)
     refuses_dropout: ClassVar[bool] = True
 
     def __post_init__(self):
@@ -163,9 +184,9 @@ class Policy:
         expect(self.temperature > 0, f"temperature {self.temperature}: expected above 0")
         self.counts = self.row.counts
         self.times = float(getattr(self, self.row.times)) if self.row.times else 1.0
-        self.required = ("advantage", "ref_logp") if self.kl_coef else ("advantage",)
+        self.required = self.row.required + (("ref_logp",) if self.kl_coef else ())
         self.wants_entropy = self.with_entropy or self.entropy_coef != 0.0
-        self.metrics = ("ratio", "clipped", "kl", "entropy")
+        self.metrics = ("ratio", "clipped", "kl", "entropy", "reward")
 
     @property
     def bounds(self) -> tuple[float, float]:
@@ -181,14 +202,19 @@ class Policy:
         if self.row.is_of_sequence:
             mean = tokens.sum_of_sample(token_ratio) / tokens.lengths.clamp(min=1)
             log_ratio = mean + logps - logps.detach()
-        advantage = columns["advantage"]
-        read = PolicyTokens(log_ratio, logps, advantage)
+        advantage = columns.get("advantage", torch.zeros_like(logps))
+        read = PolicyTokens(log_ratio, logps, advantage, columns.get("ref_logp"))
         terms = function_of(self.row.formula)(read, self)
         terms = terms * columns.get("sampler_weight", 1.0)
+        if self.off_policy_max is not None:
+            drift = -tokens.sum_of_sample(token_ratio) / tokens.lengths.clamp(min=1)
+            terms = terms.masked_fill((advantage < 0) & (drift > self.off_policy_max), 0.0)
         low, high = self.bounds
         ratio = log_ratio.detach().exp()
         is_clipped = (ratio < low) & (advantage < 0) | (ratio > high) & (advantage > 0)
         metrics = {"ratio": ratio, "clipped": is_clipped.float()}
+        if "reward" in columns:
+            metrics["reward"] = columns["reward"]
         if "ref_logp" in columns:
             kl = _KL[self.kl](columns["ref_logp"] - logps)
             metrics["kl"] = kl
@@ -197,3 +223,45 @@ class Policy:
             metrics["entropy"] = tokens.entropy
             terms = terms - self.entropy_coef * tokens.entropy
         return terms / tokens.lengths.clamp(min=1) if self.row.is_mean else terms, metrics
+
+
+# -- columns computed from those of other programs
+
+
+def sampler_weights(
+    labels, old_logp, sampler_logp, correction: str, most: float = 3.0, least: float = 0.0
+) -> np.ndarray:
+    """sampler_weight of a sample, float32 [n]: exp(o - the sampler's log-probability), of a token
+    or, summed, of the whole sample.
+
+    correction: token or sequence, _truncate (between least and most) or _mask (0 outside of them).
+    A token without a sampler's log-probability (NaN) has the difference 0.
+    """
+    scope, _, way = correction.partition("_")
+    expect(
+        scope in ("token", "sequence") and way in ("truncate", "mask"),
+        f"correction {correction!r}: expected token or sequence, and _truncate or _mask",
+    )
+    is_trained = np.asarray(labels) != IGNORE_INDEX
+    gap = np.asarray(old_logp, np.float64) - np.asarray(sampler_logp, np.float64)
+    gap = np.where(is_trained, np.nan_to_num(gap), 0.0)
+    if scope == "sequence":
+        gap[:] = gap.sum()
+    with np.errstate(over="ignore"):
+        weights = np.exp(gap)
+    inside = (weights >= least) & (weights <= most)
+    kept = np.where(inside, weights, 0.0) if way == "mask" else weights.clip(least, most)
+    return kept.astype(np.float32)
+
+
+def group_advantages(rewards, groups, scale: bool = False) -> np.ndarray:
+    """float64 [N]: each reward less the mean of its group's; scale: divided by their standard
+    deviation (of a sample, n - 1) + 1e-4, as TRL has it. NaN stays NaN."""
+    rewards = np.asarray(rewards, np.float64)
+    _, numbers = np.unique(np.asarray(groups), return_inverse=True)
+    counts = np.bincount(numbers)
+    centred = rewards - (np.bincount(numbers, rewards) / counts)[numbers]
+    if scale:
+        squares = np.bincount(numbers, centred**2) / (counts - 1).clip(min=1)
+        centred = centred / (np.sqrt(squares)[numbers] + 1e-4)
+    return centred

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from .batch import real_documents
+from .batch import in_documents, real_documents
 from .data_files import SIDES
 from .errors import expect
 from .families_rows import VALUE_HEAD, has_value_head
@@ -27,7 +27,7 @@ from .hosts import module_of
 from .part_dpo import DPOTrainer, ReferenceConfig, compared
 from .part_rm_keys import RM_METRICS
 from .tables import PAIR_COLUMNS, other_columns
-from .trainer_evaluation import PredictionOutput, in_documents, sum_documents
+from .trainer_evaluation import PredictionOutput, sum_documents
 
 
 @dataclass

@@ -87,7 +87,17 @@ PARTS = {
         "distill_temperature:1.0 distill_ce_weight:0.0",
         needs="scores",
     ),
-    "policy": Part("part_policy", ""),
+    "policy": Part(
+        "part_policy_keys part_policy part_policy_data part_policy_trainer",
+        "policy_loss clip_low clip_high dual_clip delta cispo_max tau_pos tau_neg constant kl_coef "
+        "kl kl_unbiased entropy_coef with_entropy temperature teacher_coef off_policy_max "
+        "scale_rewards sampler_correction sampler_max sampler_min stage=policy stage=grpo "
+        "stage=ppo",
+        "clip_low:0.2 tau_pos:1.0 tau_neg:1.05 kl_coef:0.0 kl:k3 kl_unbiased:false "
+        "entropy_coef:0.0 with_entropy:true temperature:1.0 teacher_coef:1.0 scale_rewards:false "
+        "sampler_max:3.0 sampler_min:0.0",
+        needs="scores",
+    ),
     "sleep": Part("part_sleep", ""),
     "triton": Part("part_triton", ""),
     "routes": Part("part_routes", ""),

@@ -2,9 +2,10 @@
 outside this package.
 
 A sample is a shifted document: {"input_ids": [n], "labels": [n]}, where labels[t] is the target of
-position t, or -100 without loss. Columns of numbers beside them: advantage (one number, or [n]),
-old_logp, ref_logp and sampler_weight [n], ignored where labels are -100. Letters: N samples of a
-call, n tokens of a sample, [b, s] a micro-batch on this rank.
+position t, or -100 without loss. Columns beside them, one number or [n], ignored where labels are
+-100: advantage, old_logp, ref_logp, sampler_weight; temperature, which divides the logits in place
+of a loss's number; reward, a metric. Letters: N samples of a call, n tokens of a sample, [b, s] a
+micro-batch on this rank.
 
 A call adds the gradient of a sum, and optim_step divides once, by a count over the whole update:
 any number of calls before an update gives the gradient of one call with all samples. Every rank
@@ -26,7 +27,7 @@ import torch
 from . import ckpt, parallel
 from .backend_megatron import MegatronBackend
 from .backend_torch import TorchBackend
-from .batch import Targets
+from .batch import Targets, in_documents
 from .data_batches import (
     BatchPlan,
     Collator,
@@ -99,18 +100,20 @@ class CrossEntropy:
     """-log p of each label, times sampler_weight if the samples have it: a row of SESSION_LOSSES.
 
     A row is a class of the loss's numbers, with these attributes. columns: those that it reads.
-    required: those that every sample must have. metrics: possible names beside "loss". counts: the
-    denominator of an update: "tokens" with a label, "answers" (samples with such a token), or
-    "one". times: multiplies that count. temperature: divides the logits. wants_entropy: True for
-    Tokens.entropy. refuses_dropout: True for a ratio to log-probabilities of another pass.
+    required: those that every sample must have. metrics: possible names beside "loss", means over
+    tokens, or of_answers, over samples. counts: the denominator of an update: "tokens" with a
+    label, "answers" (samples with such a token), or "one". times: multiplies that count.
+    temperature: divides the logits. wants_entropy: True for Tokens.entropy. refuses_dropout: True
+    for a ratio to log-probabilities of another pass.
     terms(tokens) -> (float32 [b, s], summands of the loss, {metric: values [b, s]}).
     """
 
     name: str = "cross_entropy"
     temperature: float = 1.0
-    columns: ClassVar[tuple[str, ...]] = ("sampler_weight",)
+    columns: ClassVar[tuple[str, ...]] = ("sampler_weight", "temperature")
     required: ClassVar[tuple[str, ...]] = ()
     metrics: ClassVar[tuple[str, ...]] = ()
+    of_answers: ClassVar[tuple[str, ...]] = ()
     counts: ClassVar[str] = "tokens"
     times: ClassVar[float] = 1.0
     wants_entropy: ClassVar[bool] = False
@@ -121,9 +124,9 @@ class CrossEntropy:
 
 
 class _Plain(CrossEntropy):
-    """Cross entropy that reads no columns."""
+    """Cross entropy that reads no weights."""
 
-    columns = ()
+    columns = ("temperature",)
 
 
 class _WithEntropy(_Plain):
@@ -150,8 +153,12 @@ def loss_of(name: str, numbers: dict[str, Any]):
 
 
 def _losses_of_logits(temperature: float, with_entropy: bool, logits: Logits) -> torch.Tensor:
-    """[n], or with the entropy [n, 2]: cross entropy of logits divided by the temperature."""
-    values = logits.values / temperature
+    """[n], or with the entropy [n, 2]: cross entropy of logits divided by the temperature, that of
+    each token if the batch has them."""
+    divisor: Any = temperature
+    if "temperature" in logits.batch:
+        divisor = logits.take(logits.batch["temperature"])[:, None]
+    values = logits.values / divisor
     whole = logits.logsumexp(values)
     losses = whole - logits.of_tokens(logits.labels[:, None], values)[:, 0]
     if not with_entropy:
@@ -160,30 +167,47 @@ def _losses_of_logits(temperature: float, with_entropy: bool, logits: Logits) ->
     return torch.stack([losses, whole - logits.sum((probabilities * values).sum(1))], 1)
 
 
-class _Pass:
-    """A loss over the samples of a call, as the objective of step.py. ends: int64 [N + 1], numbers
-    of the first trained token of each sample, and of the one after the last."""
+def reads_logits(loss) -> bool:
+    """True for a loss of logits beyond their cross entropy."""
+    return loss.temperature != 1.0 or loss.wants_entropy
 
-    def __init__(self, backend, args, loss, ends: np.ndarray, routes=None):
-        self.backend = backend
-        self.args = args
-        self.loss = loss
-        self.ends = torch.from_numpy(ends)
-        self.routes = routes
-        self.metrics_keys = ["loss", *loss.metrics]
-        self._loss_of_logits = None
-        if loss.temperature != 1.0 or loss.wants_entropy:
+
+@dataclass(eq=False)
+class SampleLoss:
+    """A loss over samples, as the objective of step.py: of a Session's call, or of a trainer that
+    inherits it and sets backend, args and loss.
+
+    ends: int64 [N + 1], trained tokens before each sample of a call, and all; token_number counts
+    them. None: each micro-batch numbers its documents. routes: part_routes.Routes, or None.
+    """
+
+    backend: Any
+    args: Any
+    loss: Any
+    ends: np.ndarray | None = None
+    routes: Any = None
+    _loss_of_logits: Callable | None = None
+
+    @property
+    def metrics_keys(self) -> list[str]:
+        return ["loss", *self.loss.metrics]
+
+    def _arrange(self, batch: dict) -> dict:
+        loss = self.loss
+        if "temperature" in batch or reads_logits(loss):
             self._loss_of_logits = functools.partial(
                 _losses_of_logits, loss.temperature, loss.wants_entropy
             )
-
-    def _arrange(self, batch: dict) -> dict:
         batch = arrange(self.backend, self.args, batch)
-        is_first = self._firsts(batch["token_number"], batch["labels"] != IGNORE_INDEX)
-        return batch | {"answers": int(is_first.sum())}
-
-    def _firsts(self, numbers: torch.Tensor, is_trained: torch.Tensor) -> torch.Tensor:
-        return torch.isin(numbers, self.ends.to(numbers.device)) & is_trained
+        is_trained = batch["labels"] != IGNORE_INDEX
+        ends = self.ends
+        if ends is None:
+            counts = in_documents(batch, is_trained.long())
+            ends = np.cumsum([0, *counts.tolist()])
+            numbers = is_trained.flatten().cumsum(0).view_as(batch["labels"]) - 1
+            batch["token_number"] = numbers.where(is_trained, -1)
+        batch["ends"] = torch.from_numpy(ends)
+        return batch | {"answers": int(_firsts(batch, is_trained).sum())}
 
     def _count_of_loss(self, batch: dict) -> int:
         if self.loss.counts == "tokens":
@@ -212,15 +236,18 @@ class _Pass:
         terms, values = self.loss.terms(tokens)
         total = terms.masked_fill(~is_trained, 0.0).sum()
         trained = is_trained.sum()
-        count = {"tokens": trained, "answers": tokens.is_first.sum(), "one": trained * 0}
-        count = count[self.loss.counts]
+        answers = tokens.is_first.sum()
+        count = {"tokens": trained, "answers": answers, "one": trained * 0}[self.loss.counts]
         # megatron divides `total` in place afterwards
-        metrics: dict[str, Any] = {"loss": torch.stack([total.detach().clone(), count.float()])}
+        per = trained if self.loss.counts == "one" else count
+        of_loss = torch.stack([total.detach().clone(), per.float()])
+        metrics: dict[str, Any] = {"loss": of_loss}
         for name in self.loss.metrics:
-            metrics[name] = metrics["loss"].new_zeros(2)
+            metrics[name] = of_loss.new_zeros(2)
+            kept = tokens.is_first if name in self.loss.of_answers else is_trained
             if name in values:
-                kept = values[name].detach().masked_fill(~is_trained, 0.0)
-                metrics[name] = torch.stack([kept.sum(), trained.float()])
+                summed = values[name].detach().masked_fill(~kept, 0.0).sum()
+                metrics[name] = torch.stack([summed, kept.sum().float()])
         results = tokens.logps
         if isinstance(self.loss, _WithEntropy):
             results = torch.stack([results, entropy], -1)
@@ -229,7 +256,7 @@ class _Pass:
 
     def _tokens(self, batch: dict, logps, is_trained, entropy) -> Tokens:
         numbers = batch["token_number"]
-        ends = self.ends.to(numbers.device)
+        ends = batch["ends"].to(numbers.device)
         count = len(ends) - 1
         sample = torch.bucketize(numbers.clamp(min=0), ends[1:], right=True).clamp(max=count - 1)
 
@@ -241,11 +268,17 @@ class _Pass:
             logps,
             is_trained,
             ends.diff()[sample].float(),
-            self._firsts(numbers, is_trained),
+            _firsts(batch, is_trained),
             {name: batch[name] for name in self.loss.columns if name in batch},
             entropy,
             sum_samples,
         )
+
+
+def _firsts(batch: dict, is_trained: torch.Tensor) -> torch.Tensor:
+    """True for the first trained token of each sample."""
+    numbers = batch["token_number"]
+    return torch.isin(numbers, batch["ends"].to(numbers.device)) & is_trained
 
 
 # -- samples
@@ -284,22 +317,35 @@ def _document(sample: Mapping, loss, limits: Limits, refuses_more: bool) -> dict
     routes = kept.pop("routes", None)
     row = {name: column[0] for name, column in Collator(0)([kept]).items()}
     check_batch({name: column[None] for name, column in row.items()}, False, limits)
+    row = with_columns(row, loss)
+    row.pop("attention_mask")  # the collator numbers documents
+    if routes is not None:
+        row["routes"] = torch.as_tensor(routes)
+    return row
+
+
+def with_columns(row: dict, loss) -> dict:
+    """Tokens and their columns, those of a loss 0 without label. ValueError for a missing column,
+    and for numbers that it cannot read."""
+    row = dict(row)
     is_trained = row["labels"] != IGNORE_INDEX
     for name in loss.columns:
         if name not in row:
             expect(name not in loss.required, f"{loss.name} needs {name}, and it has none")
             continue
         values = row[name]
-        wrong = (~values.isfinite() & is_trained).nonzero().flatten().tolist()
+        is_wrong = ~values.isfinite() & is_trained
+        kind = "finite numbers"
+        if name == "temperature":
+            is_wrong |= (values <= 0) & is_trained
+            kind = "finite numbers above 0"
+        place = is_wrong.nonzero()[:1].flatten().tolist()
         expect(
-            not wrong,
-            f"{name} is {values[wrong[:1]].tolist()} at position {wrong[:1]}, which has a label: "
-            "expected finite numbers there",
+            not place,
+            f"{name} is {values[is_wrong][:1].tolist()} at position {place}, which has a label: "
+            f"expected {kind} there",
         )
         row[name] = values.where(is_trained, 0.0)
-    row.pop("attention_mask")  # the collator numbers documents
-    if routes is not None:
-        row["routes"] = torch.as_tensor(routes)
     return row
 
 
@@ -336,7 +382,8 @@ def _checksum(documents: list[dict]) -> int:
 
 class _Call(NamedTuple):
     """A call as all ranks agreed on it. documents: of this rank's samples; rows: those of each row.
-    ends: see _Pass. tokens: trained ones of all replicas. num_batches: micro-batches of a rank."""
+    ends: see SampleLoss. tokens: trained ones of all replicas. num_batches: micro-batches of a
+    rank."""
 
     documents: list[dict]
     rows: list[list[dict]]
@@ -549,7 +596,7 @@ class Session:
             routes = function_of("part_routes:Routes")(self.backend)
         if routes is not None:
             routes.take(call.documents)
-        objective = _Pass(self.backend, self.args, loss, call.ends, routes)
+        objective = SampleLoss(self.backend, self.args, loss, call.ends, routes)
         batches = self._batches(call.rows, own)
         batches = arrange_step(self.backend, objective, batches, call.num_batches)
         run = functools.partial(forward_step, self.backend, self.args, objective)
@@ -762,7 +809,11 @@ class Session:
 
 
 def _only_document(sample: Mapping) -> dict:
-    return {name: sample[name] for name in sample if name not in SESSION_COLUMNS}
+    return {
+        name: sample[name]
+        for name in sample
+        if name not in SESSION_COLUMNS or name == "temperature"
+    }
 
 
 def _first(given: Any, otherwise: Any) -> Any:

@@ -236,7 +236,8 @@ TEXT = "text"  # documents; may be joined and cut into full rows, without border
 CONVERSATIONS = "conversations"  # rendered by the tokenizer's chat template, with loss on answers
 PAIRS = "pairs"  # a prompt with a chosen and a rejected answer
 LABELLED = "labelled"  # conversations, each with a label: a number, or true or false
-KINDS = (TEXT, CONVERSATIONS, PAIRS, LABELLED)
+TOKENS = "tokens"  # token ids with numbers beside them, read by an encoder of the stage
+KINDS = (TEXT, CONVERSATIONS, PAIRS, LABELLED, TOKENS)
 PAIR_COLUMNS = ("pair_weight", "pair_margin")  # columns for pairs, and keys of these names
 ANSWER_LABEL = "answer_label"  # column with the label of a labelled answer
 
@@ -250,8 +251,9 @@ def _nothing(*args: Any) -> str:
 class Objective:
     """One row of OBJECTIVES: a training stage.
 
-    records: kind of records, TEXT, CONVERSATIONS, PAIRS or LABELLED. It decides datasets, cache and
-    packing.
+    records: kind of records, one of KINDS. It decides datasets, cache and packing.
+    encoder: data_encode.Encoder or a subclass, or "module:Class" in this package.
+    columns: numbers of records that shards keep, names in COLUMNS.
     trainer: McaTrainer or a subclass, or "module:Class" in this package.
     scores: True if the model has a value head instead of logits.
     has_binary_labels: True if labels are 1 or 0, False if they can be any number.
@@ -267,6 +269,8 @@ class Objective:
     stage: str
     records: str
     trainer: type | str = "trainer:McaTrainer"
+    encoder: type | str = "data_encode:Encoder"
+    columns: tuple[str, ...] = ()
     scores: bool = False
     has_binary_labels: bool = False
     least_samples: int = 1
@@ -287,6 +291,9 @@ class Objective:
         self.joins_documents = self.records == TEXT
         self.has_pairs = self.records == PAIRS  # a chosen and a rejected answer
         self.has_labels = self.records == LABELLED
+        if self.has_labels:
+            self.columns += (ANSWER_LABEL,)
+        self.is_rendered = self.records in (CONVERSATIONS, PAIRS, LABELLED)  # by a chat template
         self.unit = "pair" if self.has_pairs else "sample"  # name of a sample in reports
         # name endings of the modules with one row per vocabulary token
         self.vocabulary = ("embed_tokens",) if self.scores else ("embed_tokens", "lm_head")
@@ -332,7 +339,7 @@ TEACHER_KEY = "teacher_model_name_or_path"
 
 
 # name of a Session's loss -> its class; session.CrossEntropy shows the interface
-_POLICIES = "ppo grpo dapo dr_grpo cispo gspo sapo reinforce importance_sampling"
+_POLICIES = "ppo grpo dapo dr_grpo cispo gspo sapo reinforce importance_sampling opd"
 SESSION_LOSSES: dict[str, Any] = {
     "cross_entropy": "session:CrossEntropy",
     **dict.fromkeys(_POLICIES.split(), "part_policy:Policy"),
@@ -464,7 +471,9 @@ INPUTS = {"pictures": "part_pictures_model:Pictures"}
 # -- columns of a micro-batch
 
 # per-token columns of a Session's samples, beside tokens and labels
-SESSION_COLUMNS = ("advantage", "old_logp", "ref_logp", "sampler_weight")
+SESSION_COLUMNS = (
+    "advantage", "old_logp", "ref_logp", "sampler_weight", "temperature", "reward",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -511,6 +520,8 @@ COLUMNS = {
     "padding_mask": Column("token", "bool", True, to_model=True, given_by=()),
     # label of an answer: 1 for a good one, 0 for a bad one, or another number
     ANSWER_LABEL: _given("document"),
+    # number for the name of an answer's group
+    "group": _given("document", "float64"),
     # log-probability under a reference model
     "reference": _given("document"),
     # pairs get them from the keys of these names, or from the samples of a Python dataset

@@ -101,7 +101,7 @@ class DataInspector:
         self.joins = self.objective.joins_documents and joins_texts(data)
         self.cutoff_len = data.cutoff_len
         ends = {self.tokenizer.eos_token, *data.end_of_answer}
-        if not self.objective.joins_documents:
+        if self.objective.is_rendered:
             ends.add(ChatRenderer(self.tokenizer, data.enable_thinking).end_of_turn().strip())
         self.ends = tuple(filter(None, ends))
         self.sets = named_sets(plan.data)

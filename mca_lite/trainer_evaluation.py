@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from . import parallel
 from .args_rules import check_metric
-from .batch import Targets, real_documents
+from .batch import Targets, in_documents, real_documents
 from .data_batches import FILLER, BatchPlan, make_loader, samples_of
 from .data_files import SIDES
 from .errors import Judge, expect
@@ -334,16 +334,6 @@ def sum_documents(
     sums = in_documents(batch, both, backend.context_parallel[0])
     real = parallel.to_device(real_documents(batch).nonzero()[:, 0], sums.device)
     return backend.sum_over_context_parallel(sums).index_select(1, real)
-
-
-def in_documents(batch: dict[str, Any], values: torch.Tensor, parts: int = 1) -> torch.Tensor:
-    """Sum values [..., rows, s] over each document of an arranged batch -> [..., documents],
-    fillers included. parts: over how many ranks each document is sharded.
-    """
-    if "cu_seqlens" not in batch:
-        return values.sum(-1)
-    lengths = np.diff(batch["cu_seqlens"]) // parts
-    return torch.stack([part.sum(-1) for part in values[..., 0, :].split(lengths.tolist(), -1)], -1)
 
 
 def _borders(batch: dict[str, Any]) -> list[tuple[int, int, int]]:

@@ -223,7 +223,7 @@ def test_all_errors_of_a_run_are_shown_at_once(good_words):
         "gradient_accumulation_steps=x",
         "bf16=true",
         "fp16=true",
-        "stage=ppo",
+        "stage=reward",
         "lr_scheduler_type=cosin",
         "moe_expert_capacity_factor=1.5",
         "stray",

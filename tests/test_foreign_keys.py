@@ -228,8 +228,7 @@ def test_each_key_of_a_script_of_trl_is_known(script):
 @pytest.mark.parametrize(
     "key, value, words",
     [
-        ("stage", "grpo", "stage: sft | dpo | kto | rm | distill: nothing is generated"),
-        ("stage", "ppo", "stage: sft | dpo | kto | rm | distill: nothing is generated"),
+        ("stage", "reward", "stage: sft | dpo | kto | rm | distill | policy"),
         ("finetuning_type", "oft", "finetuning_type: lora"),
     ],
 )

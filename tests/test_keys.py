@@ -20,6 +20,7 @@ import pytest
 from mca_lite.args import key_fields
 from tests.shared import tiny, tiny_moe, world
 from tests.shared.files import tensors
+from tests.shared.policy_tools import write_rollouts
 from tests.shared.small_runs import save_tokenizer, write_data
 from tests.shared.training import read_log
 
@@ -29,6 +30,8 @@ KEYS = list(key_fields())
 DPO = "stage=dpo dataset={folder}/pairs.jsonl"
 KTO = "stage=kto dataset={folder}/labelled.jsonl"
 LORA = "finetuning_type=lora lora_target=o_proj,down_proj"
+GRPO = "stage=grpo dataset={folder}/rollouts.jsonl"
+POLICY = GRPO.replace("grpo", "policy")
 START = f"{LORA} adapter_name_or_path={{folder}}/adapter"
 TWO_SETS = "dataset={folder}/chat.jsonl,{folder}/other.jsonl"
 EXPERTS = "model_name_or_path={folder}/experts"
@@ -82,6 +85,27 @@ CHANGES_A_RUN = {
     "kto_chosen_weight": ("0.5", KTO),
     "center_rewards_coefficient": ("0.5", DPO.replace("dpo", "rm")),
     "kto_rejected_weight": ("0.5", KTO),
+    "policy_loss": ("reinforce", POLICY),
+    "clip_low": ("0.01", GRPO),
+    "clip_high": ("0.01", GRPO),
+    "dual_clip": ("1.01", GRPO),
+    "delta": ("0.5", GRPO),
+    "cispo_max": ("0.5", f"{POLICY} policy_loss=cispo cispo_max=5"),
+    "tau_pos": ("2", f"{POLICY} policy_loss=sapo"),
+    "tau_neg": ("2", f"{POLICY} policy_loss=sapo"),
+    "constant": ("8", f"{POLICY} policy_loss=dr_grpo constant=16"),
+    "kl_coef": ("0.5", GRPO),
+    "kl": ("k1", f"{GRPO} kl_coef=0.5"),
+    "kl_unbiased": ("true", f"{GRPO} kl_coef=0.5"),
+    "entropy_coef": ("0.5", GRPO),
+    "with_entropy": ("false", GRPO),
+    "temperature": ("0.5", GRPO),
+    "teacher_coef": ("0.5", f"{POLICY} policy_loss=opd"),
+    "off_policy_max": ("-5", GRPO),
+    "scale_rewards": ("true", GRPO),
+    "sampler_correction": ("token_truncate", GRPO),
+    "sampler_max": ("0.5", f"{GRPO} sampler_correction=token_truncate"),
+    "sampler_min": ("2", f"{GRPO} sampler_correction=token_truncate"),
     "ref_model": ("{folder}/other_model", DPO),
     "global_batch_size": ("8", ""),
     "num_train_epochs": ("0.6", "max_steps=-1"),
@@ -154,7 +178,7 @@ def what_is_left(folder: Path) -> dict:
     """The numbers of the log without times, the best evaluation, the files, and the sum of the
     exported weights.
     """
-    numbers = ("loss", "grad_norm", "eval_loss", "step")
+    numbers = ("loss", "grad_norm", "eval_loss", "step", "entropy")
     state = json.loads((folder / "trainer_state.json").read_text())
     files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
     weights = {} if not (folder / "config.json").exists() else tensors(folder)
@@ -209,6 +233,7 @@ def key_folder(tmp_path_factory) -> Path:
         save_tokenizer(folder / name)
     peft_model(str(folder / "model"), ["o_proj", "down_proj"]).save_pretrained(folder / "adapter")
     write_data(folder)
+    write_rollouts(folder / "rollouts.jsonl")
     return folder
 
 

@@ -1,0 +1,169 @@
+"""Rollouts in files: token ids with a mask and numbers of the tokens, in the spellings of other
+programs.
+
+    {"ids": [..], "mask": [0, 0, 1, 1], "logprobs": [..], "advantages": 0.5 or [..],
+     "ref_logprobs": [..], "temperature": 1.0 or [..], "reward": 1.0, "group": "a name"}
+
+Lists have a value for each token, or for each token of the answer, the last ones. mask: 1 for
+tokens to train. Other names are those of ALIASES; prompt_ids and response_ids stand for ids.
+Values of tokens are shifted with the ids, by data_encode.shifted.
+"""
+
+import hashlib
+import math
+from typing import Any
+
+import numpy as np
+
+from .data_encode import Document, Encoder, Record, Sample, Tally
+from .data_files import get_column
+from .errors import expect
+
+ALIASES = {
+    "ids": ("token_ids", "tokens", "input_ids"),
+    "mask": ("loss_mask", "response_mask"),
+    "logprobs": ("rollout_log_probs",),
+    "advantages": ("advantage",),
+}
+# lists of a record -> columns of samples
+TOKEN_COLUMNS = {
+    "logprobs": "old_logp",
+    "ref_logprobs": "ref_logp",
+    "advantages": "advantage",
+    "temperature": "temperature",
+}
+
+
+class RolloutEncoder(Encoder):
+    """Reads records of rollouts, in place of rendering and tokenising.
+
+    A sample has one document with the columns of TOKEN_COLUMNS, arrays float32 [n] of its unshifted
+    tokens; reward, and group as a number.
+    """
+
+    def encode(self, chunk: list[Record]) -> tuple[list[Sample], Tally]:
+        tally = Tally(records=len(chunk))
+        kept: list[Sample] = []
+        for where, content, values in chunk:
+            try:
+                if isinstance(content, ValueError):
+                    raise content
+                document, columns = self.read(content, where)
+            except ValueError as error:
+                if not self.skips:
+                    raise
+                tally.refuse(where, str(error).removeprefix(where).removeprefix(": "))
+                continue
+            [document] = self._cut([document], [[]], tally, where)
+            for name in columns.keys() & {*TOKEN_COLUMNS.values()}:
+                columns[name] = columns[name][: len(document)]
+            if not self._leaves_out([document], tally, where):
+                kept.append([(document, values | columns)])
+        return kept, tally
+
+    def read(self, record: Any, where: str) -> tuple[Document, dict[str, Any]]:
+        """(tokens of a record, its columns). ValueError with the place for an unusable one."""
+        record = _with_usual_names(record, where)
+        ids, start = self._ids(record, where)
+        mask = _of_tokens(record, "mask", len(ids), start, where)
+        if mask is None and start is not None:
+            mask = np.arange(len(ids)) >= start
+        expect(mask is not None, f"{where}: 'mask' is missing: expected 1 for tokens to train")
+        wrong = ~np.isin(mask, (0, 1))
+        expect(not wrong.any(), f"{where}: 'mask' has {_first(mask, wrong)}: expected 0 and 1")
+        is_trained = mask == 1
+        if start is None:
+            start = int(np.append(is_trained, True).argmax())
+        columns: dict[str, Any] = {}
+        for name, column in TOKEN_COLUMNS.items():
+            values = _of_tokens(record, name, len(ids), start, where)
+            if values is None:
+                continue
+            wrong = ~np.isfinite(values) & is_trained
+            if name == "temperature":
+                wrong |= (values <= 0) & is_trained
+            expect(
+                not wrong.any(),
+                f"{where}: {name!r} has {_first(values, wrong)}, for a token to train: expected "
+                "finite numbers" + ", a temperature above 0" * (name == "temperature"),
+            )
+            columns[column] = values
+        reward = get_column(record, "reward", where, (int, float), required=False)
+        if reward is not None:
+            expect(
+                math.isfinite(reward), f"{where}: 'reward' is {reward}: expected a finite number"
+            )
+            columns["reward"] = float(reward)
+        group = get_column(record, "group", where, (int, str), required=False)
+        if group is not None:
+            columns["group"] = _number_of(group)
+        return np.where(is_trained, ids, ~ids), columns
+
+    def _ids(self, record: dict, where: str) -> tuple[np.ndarray, int | None]:
+        """(tokens, the first one of the answer where the record has it)."""
+        start = None
+        ids = get_column(record, "ids", where, list, required="response_ids" not in record)
+        if ids is None:
+            prompt = get_column(record, "prompt_ids", where, list)
+            ids = prompt + get_column(record, "response_ids", where, list)
+            start = len(prompt)
+        size = get_column(record, "response_length", where, int, required=False)
+        mask = record.get("mask")
+        if start is None and size is None and isinstance(mask, list) and len(mask) < len(ids):
+            size = len(mask)
+        if size is not None:
+            start = len(ids) - size
+        expect(len(ids) > 1, f"{where}: {len(ids)} token ids: expected two or more")
+        known = len(self.tokenizer)
+        wrong = [i for i in ids if type(i) is not int or not 0 <= i < known]
+        expect(
+            not wrong,
+            f"{where}: token id {wrong[:1]}: expected 0 to {known - 1}, those of the tokenizer",
+        )
+        return np.array(ids, dtype=np.int32), start
+
+
+def _with_usual_names(record: Any, where: str) -> dict:
+    """The record under the names of this module. ValueError for two names of one column."""
+    get_column(record, "", where, object, required=False)  # refuses all but objects
+    record = {name: record[name] for name in record if record[name] is not None}
+    for name, others in ALIASES.items():
+        given = [key for key in (name, *others) if key in record]
+        expect(len(given) < 2, f"{where}: {' and '.join(given)}: expected one of them")
+        if given:
+            record[name] = record.pop(given[0])
+    both = {"ids", "response_ids"} <= record.keys()
+    expect(not both, f"{where}: ids and response_ids: expected one of them")
+    return record
+
+
+def _of_tokens(
+    record: dict, name: str, length: int, start: int | None, where: str
+) -> np.ndarray | None:
+    """float32 [length] of a column, NaN for null, 0 before an answer's own; None without it."""
+    given = get_column(record, name, where, (list, int, float), required=False)
+    if given is None:
+        return None
+    try:
+        values = np.array(given, dtype=np.float32)
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"{where}: {name!r}: expected numbers, got {given!r:.60}") from None
+    if not values.ndim:
+        return np.full(length, values)
+    sizes = [length] if start is None else [length, length - start]
+    expect(
+        values.shape in [(size,) for size in sizes],
+        f"{where}: {name!r} has {len(given)} values: expected "
+        f"{' or '.join(map(str, sizes))}, one for each token, or for each of the answer",
+    )
+    return np.pad(values, (length - len(values), 0))
+
+
+def _first(values: np.ndarray, wrong: np.ndarray) -> str:
+    place = int(wrong.argmax())
+    return f"{values[place]:g} at {place}"
+
+
+def _number_of(group: int | str) -> float:
+    """A number for the name of a group, exact in float64."""
+    return float(int(hashlib.sha256(str(group).encode()).hexdigest()[:12], 16))

@@ -1,0 +1,144 @@
+"""Keys, rules and rows of policy training: rollouts, answers that another program has sampled."""
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from .args_values import ArgumentGroup, amount, arg, flag, optional
+from .errors import Judge, Rule, expect
+from .tables import SESSION_LOSSES, TOKENS, register_keys, register_objective
+
+POLICY_METRICS = ("loss", "ratio", "clipped", "kl", "entropy", "reward")
+# numbers of records: those of tokens in shards are arrays
+RECORD_COLUMNS = ("reward", "group")
+
+
+def _check_loss(name: str) -> None:
+    known = [row for row in SESSION_LOSSES if row != "cross_entropy"]
+    expect(name in known, f"expected one of {', '.join(known)}")
+
+
+@dataclass(kw_only=True)
+class PolicyArguments(ArgumentGroup):
+    """Policy training."""
+
+    policy_loss: str | None = optional(
+        "stage policy: the loss of rollouts (None: grpo)", check=_check_loss
+    )
+    clip_low: float = amount(0.2, "ratios are clipped at 1 - clip_low")
+    clip_high: float | None = amount(None, "and at 1 + clip_high (None: clip_low)")
+    dual_clip: float | None = arg(
+        None, "bound of a term with a negative advantage, times the advantage", above=1
+    )
+    delta: float | None = arg(None, "largest ratio of the unclipped term", above=0)
+    cispo_max: float | None = arg(None, "cispo: largest ratio", above=0)
+    tau_pos: float = arg(1.0, "sapo: steepness for positive advantages", above=0)
+    tau_neg: float = arg(1.05, "sapo: steepness for the others", above=0)
+    constant: float | None = arg(None, "dr_grpo: the tokens that an answer counts for", above=0)
+    kl_coef: float = amount(0.0, "weight of the distance to the reference: ref_logprobs, or the "
+                            "model before training, of adapters the one without them")  # fmt: skip
+    kl: Literal["k1", "k2", "k3"] = arg("k3", "estimate of that distance")
+    kl_unbiased: bool = flag("multiply that estimate by the token's ratio")
+    entropy_coef: float = arg(0.0, "weight of the entropy, which the loss loses")
+    with_entropy: bool = arg(True, "log the entropy")
+    temperature: float = arg(
+        1.0, "logits are divided by it, as in sampling; temperatures of records go first", above=0
+    )
+    teacher_coef: float = amount(1.0, "opd: weight of the teacher's log-ratio in the advantage")
+    off_policy_max: float | None = optional(
+        "leave out answers with a negative advantage whose mean old - new log-probability is larger"
+    )
+    scale_rewards: bool = flag("divide a group's centred rewards by their standard deviation")
+    sampler_correction: (
+        Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] | None
+    ) = optional(
+        "weigh tokens by model / sampler: logprobs are the sampler's, old ones come from the model "
+        "before training (None: logprobs are the old ones)"
+    )
+    sampler_max: float = arg(3.0, "sampler_correction: the largest weight", above=0)
+    sampler_min: float = amount(0.0, "sampler_correction: the smallest weight")
+
+
+_KEYS = {item.name: item.name for item in fields(PolicyArguments)} | {"policy_loss": "name"}
+_RUN = (
+    Rule(
+        "!calculate_per_token_loss",
+        "a policy loss is divided by a count over the whole update",
+        "calculate_per_token_loss: true",
+    ),
+    Rule(
+        "mtp_num_layers",
+        "layers for multi-token prediction have no part in a policy loss",
+        "mtp_num_layers: 0",
+    ),
+    Rule(
+        "sampler_correction streaming",
+        "the model before training scores the samples, and a stream is read once",
+        "streaming: false, or sampler_correction left out",
+    ),
+    Rule(
+        "train_on_prompt", "the mask of a record has its trained tokens", "train_on_prompt: false"
+    ),
+)
+_NEEDED = {"cispo_max": "cispo", "constant": "dr_grpo"}
+
+
+def loss_of_stage(a: Any) -> str:
+    """The name of the loss of a stage."""
+    return a.policy_loss or ("grpo" if a.stage == "policy" else a.stage)
+
+
+def _check_policy_keys(a: Any, judge: Judge) -> None:
+    name = loss_of_stage(a)
+    judge.expect(
+        a.stage in ("policy", name),
+        "policy_loss stage",
+        f"stage {a.stage} names its loss",
+        f"stage: policy, or policy_loss: {a.stage}",
+    )
+    for key, loss in _NEEDED.items():
+        is_of_loss = name == loss
+        judge.expect(
+            not is_of_loss or getattr(a, key) is not None,
+            f"{key} policy_loss",
+            f"{name} needs it",
+            f"{key}: <a number>",
+        )
+        judge.expect(
+            is_of_loss or getattr(a, key) is None,
+            f"{key} policy_loss",
+            f"no effect, since the loss is {name}",
+            f"{key} left out",
+        )
+    judge.expect(
+        a.sampler_min < a.sampler_max,
+        "sampler_min sampler_max",
+        "the smallest weight is not below the largest",
+        "sampler_min: 0",
+    )
+
+
+def _check_policy_run(a: Any, judge: Judge) -> None:
+    judge.apply(_RUN)
+
+
+def _describe_policy(a: Any) -> str:
+    text = f"{loss_of_stage(a)}, clip {a.clip_low:g}"
+    if a.clip_high is not None:
+        text += f" and {a.clip_high:g}"
+    return f"{text}, kl_coef {a.kl_coef:g}, temperature {a.temperature:g}"
+
+
+register_keys("policy", PolicyArguments, of_stages=True)
+for _stage in ("policy", "grpo", "ppo"):
+    register_objective(
+        _stage,
+        records=TOKENS,
+        encoder="part_policy_data:RolloutEncoder",
+        columns=RECORD_COLUMNS,
+        trainer="part_policy_trainer:PolicyTrainer",
+        metrics=POLICY_METRICS,
+        keys=_KEYS,
+        check_keys=_check_policy_keys,
+        check_run=_check_policy_run,
+        describe=_describe_policy,
+    )

@@ -1,0 +1,245 @@
+"""Policy training on rollouts: PolicyTrainer, with the loss of a Session as its objective.
+
+The columns that samples may lack are computed before training: advantages from the rewards of
+groups, log-probabilities by the model before training. These are kept on disk, and a resumed run
+reads them. Letters: n tokens of a sample.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from . import ckpt_folder, parallel
+from .ckpt_folder import CheckpointError
+from .data_batches import Stream, View, documents_of
+from .data_encode import hash_of
+from .errors import expect
+from .files import cache_folder
+from .part_policy import Policy, group_advantages, sampler_weights
+from .part_policy_keys import POLICY_METRICS, RECORD_COLUMNS, loss_of_stage
+from .part_scores import ObjectiveConfig, ScoredTrainer, identity_of_model, trained, trained_counts
+from .session import SampleLoss, Session, reads_logits, with_columns
+from .tables import SESSION_COLUMNS, other_columns
+
+
+@dataclass(kw_only=True)
+class PolicyConfig(Policy, ObjectiveConfig):
+    """The objective: a loss and its numbers (Policy), and how columns are computed. ConfigError for
+    values that do not fit together.
+
+    scale_rewards: of group_advantages. sampler_correction, sampler_max, sampler_min: of
+    sampler_weights, None without; old_logp of the samples is the sampler's then. cache_dir: folder
+    for log-probabilities of the model before training (None: in memory). model_source: tells start
+    models of one folder apart.
+    """
+
+    name: str = "grpo"
+    with_entropy: bool = True
+    scale_rewards: bool = False
+    sampler_correction: str | None = None
+    sampler_max: float = 3.0
+    sampler_min: float = 0.0
+    cache_dir: str | None = None
+    model_source: str = ""
+    stage: ClassVar[str] = "policy"
+
+    def __post_init__(self):
+        self.take_keys()
+        super().__post_init__()
+
+
+class PolicyTrainer(SampleLoss, ScoredTrainer):
+    """Train `model` on samples of a Session, {"input_ids", "labels"} with columns beside them: see
+    session.py; "reward" with "group" in place of "advantage".
+
+    train_config: PolicyConfig. The other arguments are McaTrainer's. The loss is divided by the
+    count of the row over the global batch; of importance_sampling, a sum, the log has the mean over
+    tokens.
+    Raises: ValueError for data and keys that do not fit, before anything is computed.
+    """
+
+    config_class = PolicyConfig
+    scorer = "model before training"
+    scorer_key = "model_name_or_path"
+    kind = "policy"
+    row_unit = "token"
+    part_rows = 65_536
+    metrics_keys = list(POLICY_METRICS)
+    unread_columns = other_columns(*SESSION_COLUMNS)
+
+    def __init__(self, model=None, train_config: PolicyConfig | None = None, args=None, **kwargs):
+        ScoredTrainer.__init__(self, model, train_config, args, **kwargs)
+        self.backend.expect_weighted_losses()
+        self.loss = self.train_config
+        self.row_type = np.dtype([("logps", np.float32, (2,))])  # the model's, the reference's
+
+    # -- a run of the command line
+
+    @classmethod
+    def own_keywords(cls, arguments, second_model) -> dict[str, Any]:
+        cache_dir = cache_folder(arguments.data.cache_dir)
+        source = ""
+        if arguments.model.train_from_scratch:
+            source = f"drawn from seed {arguments.training.seed}"
+        if arguments.adapter_name_or_path:
+            source = hash_of(identity_of_model(arguments.adapter_name_or_path, cache_dir))
+        name = loss_of_stage(arguments)
+        more = dict(name=name, cache_dir=str(cache_dir), model_source=source)
+        return {"train_config": PolicyConfig.of_keys(arguments, **more)}
+
+    # -- the objective, that of a Session
+
+    def _arrange(self, batch: dict) -> dict:
+        return super()._arrange(with_columns(batch, self.loss))
+
+    def _post_compute_loss(self, labels, batch, losses):
+        total, count, metrics = super()._post_compute_loss(labels, batch, losses)
+        del metrics["logps"]
+        return total / self.loss.times, count, metrics
+
+    # -- columns of samples
+
+    def _prepare_samples(self, samples):
+        """The samples with advantages of their groups, and log-probabilities by the model before
+        training. Collective."""
+        if isinstance(samples, (Stream, Computed)):
+            return samples
+        config = self.train_config
+        first = _document(samples[0])
+        view = Computed(samples, config)
+        if "advantage" in config.required and "advantage" not in first:
+            view.advantages = self._advantages(samples)
+        has_sampler = config.sampler_correction is not None
+        expect(
+            not has_sampler or "old_logp" in first,
+            "sampler_correction compares with the sampler, and the samples have no old_logp: "
+            "expected logprobs in the records, or sampler_correction left out",
+        )
+        if has_sampler or ("ref_logp" in config.required and "ref_logp" not in first):
+            view.use_rows(*self._rows(samples))
+        return view
+
+    def _advantages(self, samples) -> np.ndarray:
+        """float64 [samples]: those of groups of records, of one file or data set. ValueError
+        without rewards and groups."""
+        shards = getattr(samples, "shards", None)
+        if shards is None:
+            documents = [_document(samples[i]) for i in range(len(samples))]
+            tables = [[[x.get(name) for x in documents] for name in RECORD_COLUMNS]]
+        else:
+            tables = []
+            for shard in shards:
+                names = shard.meta["columns"]
+                tables.append([shard.columns[:, names.index(name)] for name in RECORD_COLUMNS])
+        parts = []
+        for rewards, groups in tables:
+            for name, values in zip(RECORD_COLUMNS, (rewards, groups), strict=True):
+                missing = [i for i, x in enumerate(values) if x is None or x != x]
+                expect(
+                    not missing,
+                    f"{self.train_config.name} needs advantages, or rewards and groups to compute "
+                    f"them from, and sample {missing[:1]} has no {name}",
+                )
+            parts.append(group_advantages(rewards, groups, self.train_config.scale_rewards))
+        advantages = np.concatenate(parts)
+        return advantages if shards is None else advantages[samples.indices]
+
+    def _rows(self, samples) -> tuple[np.ndarray, np.ndarray]:
+        """(the rows before each sample, and all; rows of all trained tokens). Collective."""
+        expect(
+            not self.was_trained,
+            "log-probabilities by the model before training are computed before it is trained: "
+            "give this data set as train_dataset or eval_dataset, or with old_logp and ref_logp",
+        )
+        ends = np.append(0, trained_counts(samples).cumsum())
+        store = self._stored(samples, int(ends[-1]))
+        kept = parallel.on_main(store.read, CheckpointError)
+        rows = [kept, *self._missing_rows(store, samples, ends)]
+        return ends, np.concatenate(rows)["logps"]
+
+    def _identity(self, cache_dir: Path) -> dict[str, Any]:
+        config = self.train_config
+        name = getattr(self.model.config, "name_or_path", None)
+        facts = [
+            name,
+            config.model_source,
+            config.temperature,
+            reads_logits(config),
+            ckpt_folder.model_identity(self.backend.hf_config),
+            identity_of_model(name, cache_dir),
+            self.backend.precision,
+        ]
+        return {self.kind: hash_of(facts)}
+
+    def _score(self, samples, ends: np.ndarray, start: int, stop: int) -> np.ndarray:
+        session = Session(self.model, self.args, self.tokenizer, self.backend)
+        self.backend.use_timers(self.phases.timer)
+        documents = []
+        for i in range(start, stop):
+            given = _document(samples[i])
+            document = {name: given[name] for name in ("input_ids", "labels")}
+            temperature = given.get("temperature", self.train_config.temperature)
+            if reads_logits(self.loss) or "temperature" in given:
+                document["temperature"] = temperature  # computed as in training
+            documents.append(document)
+        logps = session.log_probs(documents)
+        reference = logps
+        if self.backend.finetuning.can_be_off:
+            reference = session.log_probs(documents, base=True)
+        rows = np.empty(int(ends[stop] - ends[start]), self.row_type)
+        for column, values in enumerate((logps, reference)):
+            pairs = zip(documents, values, strict=True)
+            parts = [of_sample.numpy()[trained(document)] for document, of_sample in pairs]
+            rows["logps"][:, column] = np.concatenate(parts)
+        return rows
+
+
+class Computed(View):
+    """A view of rollouts with the columns that PolicyTrainer computes.
+
+    advantages: float64 [samples], None: those of the samples.
+    """
+
+    advantages: np.ndarray | None = None
+    rows: np.ndarray | None = None
+
+    def __init__(self, dataset, config: PolicyConfig):
+        super().__init__(dataset)
+        self.config = config
+        self.document_lengths = getattr(dataset, "document_lengths", None)
+
+    def use_rows(self, ends: np.ndarray, rows: np.ndarray) -> None:
+        """Give the samples log-probabilities by the model before training. ends: int64
+        [samples + 1]. rows: float32 [trained tokens, 2], of the model and of the reference."""
+        self.ends = ends
+        self.rows = rows
+        self.first_scores = rows[:4].tolist()
+
+    def __getitem__(self, i: int) -> list[dict]:
+        config = self.config
+        given = _document(self.dataset[i])
+        document = {name: given[name] for name in given if name != "group"}
+        if self.advantages is not None:
+            document["advantage"] = self.advantages[i]
+        if self.rows is None:
+            return [document]
+        is_trained = trained(document)
+        logps = np.zeros((2, len(is_trained)), np.float32)
+        logps[:, is_trained] = self.rows[self.ends[i] : self.ends[i + 1]].T
+        if config.sampler_correction is not None:
+            bounds = (config.sampler_max, config.sampler_min)
+            both = (logps[0], document["old_logp"])
+            weights = sampler_weights(document["labels"], *both, config.sampler_correction, *bounds)
+            document |= {"old_logp": logps[0], "sampler_weight": weights}
+        if "ref_logp" in config.required:
+            document.setdefault("ref_logp", logps[1])
+        return [document]
+
+
+def _document(sample) -> dict:
+    """The only document of a sample. ValueError for several."""
+    [document, *others] = documents_of(sample)
+    expect(not others, "a rollout has several documents: expected one")
+    return dict(document)
