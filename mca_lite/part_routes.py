@@ -1,8 +1,10 @@
-"""Replay a sampler's choice of experts (R3, rollout routing replay), or record the choice here.
+"""Replay a sampler's choice of experts (R3, rollout routing replay), or record the choice made
+here.
 
-A Session's sample may have a column `routes`: integers [n, mixture layers, k], the experts of each
-of its input_ids in each layer with experts, or -1 in all k places to choose them here. Weights and
-counts of the routers follow the replayed experts. Letters: T tokens, L layers with experts.
+A Session's sample may have a column `routes`: integers [n, layers with experts, k], the experts of
+each token in each layer with experts, or -1 in all k places to choose them here. Routing weights
+and counts follow the replayed experts. Letters: n tokens in a sample, T tokens in a call, L layers
+with experts, k experts per token.
 """
 
 import base64
@@ -19,13 +21,14 @@ from .mcore import mpu
 from .model_moe import Router, routers_of
 from .tables import COLUMNS, Column
 
-# number of a token's row in the table of a call
+# row index of a token in the call's table
 COLUMNS["route_row"] = Column("token", "int64", -1, given_by=("sample", "collator"))
 
 
 def read_routes(field: Mapping[str, Any]) -> torch.Tensor:
-    """int16 [n, L, k] of a JSON field {"data": base64 of little-endian int16, "shape": [n, L, k]}.
-    ValueError for another form."""
+    """Decode a JSON field {"data": base64 of little-endian int16, "shape": [n, L, k]} -> int16 [n,
+    L, k]. ValueError for anything else.
+    """
     try:
         shape = [int(size) for size in field["shape"]]
         numbers = np.frombuffer(base64.b64decode(field["data"], validate=True), "<i2")
@@ -38,11 +41,11 @@ def read_routes(field: Mapping[str, Any]) -> torch.Tensor:
 
 
 class Routes:
-    """The experts of a call's tokens: replayed, or recorded in place. In its context the routers of
-    a backend's model follow it, or fill it.
+    """The experts of a call's tokens. Inside its context, the model's routers replay them, or
+    record their choice in them.
 
-    is_recording: True to record. table, once documents are taken: int16 [T, L, k] on this rank's
-    device. ValueError for a model without experts.
+    is_recording: True to record. table: int16 [T, L, k] on this rank's device, after take().
+    ValueError for a model without experts.
     """
 
     def __init__(self, backend: Any, is_recording: bool = False):
@@ -57,8 +60,9 @@ class Routes:
         self.table: torch.Tensor
 
     def take(self, documents: Sequence[dict[str, Any]]) -> None:
-        """Move the routes of checked documents to the table, and number its rows in their column
-        route_row."""
+        """Fill the table from checked documents, removing their routes, and set their column
+        route_row: each token's row in the table.
+        """
         self._sizes = [len(document["input_ids"]) for document in documents]
         shape = (sum(self._sizes), len(self._index), self._config.moe_router_topk)
         table = torch.zeros(shape, dtype=torch.int16)
@@ -78,19 +82,24 @@ class Routes:
         self._rows = {}
 
     def expect(self, batch: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
-        """Set the rows of the next micro-batch, by its column route_row on this rank. Recomputation
-        and pipelines run micro-batches in another order: they are known by their padding mask."""
+        """Register the table rows of the next micro-batch, from its column route_row on this rank.
+
+        Recomputation and pipelines run micro-batches in another order, so a micro-batch is
+        recognised by its padding mask.
+        """
         mask = inputs["padding_mask"]
-        # rows that only fill a micro-batch repeat a sample
+        # filler rows repeat a sample: hide them
         rows = batch["route_row"].masked_fill(mask, -1)
         if self._config.sequence_parallel:
             size = mpu.get_tensor_model_parallel_world_size()
             rows = rows.chunk(size, 1)[mpu.get_tensor_model_parallel_rank()]
-        # the mask is kept, so that no other one has its address
+        # keep the mask, so that no other mask gets its address
         self._rows[_address(mask)] = rows.t().flatten(), mask
 
     def _choose(self, router: Router, mask: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """The experts [tokens, k] of a router, in place of its own choice."""
+        """The experts [tokens, k] that a router uses, given its choice `experts`: the replayed ones
+        where there are some. When recording, store the choice and return it.
+        """
         rows, _ = self._rows[_address(mask)]
         index = self._index[router.layer_number - 1]
         if self._is_recording:
@@ -101,16 +110,18 @@ class Routes:
         return given.where((rows >= 0)[:, None] & (given >= 0), experts)
 
     def recorded(self) -> list[torch.Tensor]:
-        """The recorded experts of each document, int16 [n, L, k] on the CPU, on every rank.
-        Collective over all ranks."""
+        """The recorded experts of each document, int16 [n, L, k] on the CPU of every rank.
+        Collective over all ranks.
+        """
         # each token of a layer is on one rank
         whole = parallel.sum_over_all(self.table.int()).cpu().to(torch.int16)
         return list(whole.split(self._sizes))
 
 
 def check(backend: Any, documents: Sequence[dict[str, Any]]) -> None:
-    """Make int16 [n, L, k] of the routes of a call's documents; -1 where one has none. ValueError
-    for what is no route of the backend's model."""
+    """Convert the routes of a call's documents to int16 [n, L, k], in place; documents without
+    routes get -1. ValueError for routes that do not fit the model.
+    """
     config = _config_of(backend)
     for number, document in enumerate(documents):
         shape = (len(document["input_ids"]), len(_layers(config)), config.moe_router_topk)
@@ -122,15 +133,17 @@ def check(backend: Any, documents: Sequence[dict[str, Any]]) -> None:
 
 
 def _layers(config: Any) -> list[int]:
-    """The layers with experts, from 0."""
+    """Indices of the layers with experts."""
     return [layer for layer in range(config.num_layers) if config.is_moe_layer(layer)]
 
 
 def _address(mask: torch.Tensor) -> int:
+    """The address of a padding mask's storage, which identifies a micro-batch."""
     return mask.untyped_storage().data_ptr()
 
 
 def _config_of(backend: Any) -> Any:
+    """The model's config. ValueError on plain torch, and for a model without experts."""
     config: Any = getattr(backend, "config", None)
     expect(config is not None, "routes on plain torch: set use_mca: true, or remove the column")
     expect(
@@ -140,7 +153,7 @@ def _config_of(backend: Any) -> Any:
 
 
 def _checked(routes: torch.Tensor, shape: tuple[int, int, int], num_experts: int) -> torch.Tensor:
-    """Routes of a sample as int16. ValueError for what is no route of this model."""
+    """Routes of a sample as int16. ValueError if they do not fit the model."""
     expect(
         routes.shape == shape and not routes.is_floating_point(),
         f"routes of a sample: expected integers {list(shape)}, [tokens, layers with experts, "
