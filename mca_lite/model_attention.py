@@ -58,7 +58,7 @@ class Rope(NamedTuple):
 
     @classmethod
     def of(cls, config: TransformerConfig, layer_type: str = "full_attention") -> "Rope":
-        """Compute it from a McaModelConfig."""
+        """Compute frequencies and factor for one layer type of a McaModelConfig."""
         inv_freq, factor = rope_frequencies(config, layer_type)
         return cls(tuple(inv_freq.tolist()), factor, config.rope_interleave)
 

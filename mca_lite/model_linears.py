@@ -66,7 +66,7 @@ class RowLinear(RowParallelLinear):
 
 
 class Way(NamedTuple):
-    """The communication pattern of a linear."""
+    """A linear's communication: its group, whether tokens are sharded, whether it overlaps."""
 
     group: Any  # a ProcessGroup; None: no communication
     cuts_tokens: bool = False  # outside the linear, tokens are sharded (sequence parallelism)
@@ -75,7 +75,9 @@ class Way(NamedTuple):
 
     @classmethod
     def of(cls, linear: torch.nn.Module) -> "Way":
-        """Read the fields from a megatron linear."""
+        """Read a megatron linear's group, sequence parallelism, overlap and
+        gradient accumulation.
+        """
         accumulates = linear.gradient_accumulation_fusion
         # shared experts that overlap with the token dispatch do this communication themselves
         if linear.explicit_expert_comm or linear.tp_group.size() == 1:
@@ -156,7 +158,9 @@ def beside(module: torch.nn.Module) -> Any:
 
 
 def extra_factors(head: torch.nn.Module, hidden: torch.Tensor) -> Any:
-    """(x A^T, B) of an output layer's adapter, for token_losses; None if there is no adapter."""
+    """(scale * x A^T over the whole sequence, B) of the adapter on an output layer, for
+    token_losses; None if there is no adapter.
+    """
     adapter = beside(head)
     return None if adapter is None else adapter.factors(hidden)
 

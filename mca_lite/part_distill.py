@@ -94,7 +94,7 @@ class DistillConfig(ObjectiveConfig):
 
 
 def _kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    """The summands of KL(p, q)."""
+    """The summands of KL(p, q): p log(p / q), from log-probabilities."""
     return log_p.exp() * (log_p - log_q)
 
 
@@ -448,7 +448,7 @@ class DistillTrainer(ScoredTrainer):
         return rows if places is None else rows[..., places]
 
     def _read(self, numbers: np.ndarray) -> np.ndarray:
-        """The rows with these indices."""
+        """The cached rows (tokens and log-probabilities) with these indices."""
         of_part = np.searchsorted(self._firsts, numbers, side="right") - 1
         rows = np.empty(len(numbers), self.row_type)
         for part in np.unique(of_part):

@@ -76,7 +76,7 @@ _DISTILLATION_RUN = (
 
 
 def _check_distillation_keys(a: Any, judge: Judge) -> None:
-    """Check the objective's keys."""
+    """Check the keys about teacher, cache and divergence."""
     judge.apply(_DISTILLATION)
     judge.expect(
         a.distill_loss == "jsd" or "distill_jsd_mix" not in a.changed,
@@ -87,7 +87,7 @@ def _check_distillation_keys(a: Any, judge: Judge) -> None:
 
 
 def _describe_distillation(keys: Any) -> str:
-    """Text for the start summary."""
+    """Text about loss and teacher for the start summary."""
     text = f"{keys.distill_loss}, temperature {keys.distill_temperature:g}"
     text += f", cross entropy {keys.distill_ce_weight:g}"
     source = "resident teacher"

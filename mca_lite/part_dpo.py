@@ -224,7 +224,9 @@ class DPOTrainer(ScoredTrainer):
 
     @classmethod
     def forward_passes(cls, keys: Any) -> tuple[int, int]:
-        """See McaTrainer.forward_passes."""
+        """(extra forward passes of the model per step, forward passes of the reference
+        per step).
+        """
         return int(any(LOSSES[name].looks_ahead for name in keys.pref_loss)), 1
 
     @classmethod
@@ -302,7 +304,7 @@ class DPOTrainer(ScoredTrainer):
         return losses, *found[0][1:]
 
     def _loss_of(self, name: str, r: Responses) -> tuple[Any, Any, Any]:
-        """preference_loss for one loss."""
+        """(losses, rewards of chosen, rewards of rejected), each [P], for the loss `name`."""
         row = self._rows[name]
         formula = function_of(row.formula)
         if formula is part_dpo_losses.sigmoid:
@@ -352,8 +354,8 @@ class DPOTrainer(ScoredTrainer):
         return self._with_rewards(LOSSES["sigmoid"], r)
 
     def _pre_compute_loss(self, batch: dict[str, Any], inputs: dict[str, Any], *more: Any) -> Any:
-        """See McaTrainer._pre_compute_loss; also hands the batch and the reference's
-        log-probabilities to _post_compute_loss.
+        """The loss_func of a micro-batch. _post_compute_loss also gets the batch and the
+        reference's log-probabilities.
         """
         of_reference = (None, None)
         if "reference" in batch:
@@ -603,7 +605,9 @@ class DPOTrainer(ScoredTrainer):
         return measure(self.backend, step, batches, models)
 
     def _log_probs_of_reference(self, models: Any, *more: Any) -> list[torch.Tensor]:
-        """_log_probs with the adapters off."""
+        """Log-probabilities per micro-batch, as _log_probs gives them, from the model with its
+        adapters off.
+        """
         with self.backend.finetuning.without(self.model):
             return self._log_probs(models, *more)
 

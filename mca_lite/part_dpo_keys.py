@@ -170,7 +170,7 @@ _DIVERGENCE = Rule(
 
 
 def _check_excludes(a: Any, judge: Judge) -> None:
-    """Refuse keys that a chosen loss excludes."""
+    """Refuse keys that a loss in pref_loss excludes."""
     for name in a.pref_loss:
         for key in LOSSES[name].excludes:
             reason = f"pref_loss {name} has a term of single tokens, or of answers of several pairs"
@@ -190,7 +190,7 @@ def _check_pairs(a: Any, judge: Judge) -> None:
 
 
 def _describe_preferences(keys: Any) -> str:
-    """Text for the start summary."""
+    """Text about the losses for the start summary."""
     losses = ", ".join(keys.pref_loss)
     if keys.pref_loss_weights:
         losses += f" weighing {', '.join(f'{weight:g}' for weight in keys.pref_loss_weights)}"

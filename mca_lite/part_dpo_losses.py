@@ -5,7 +5,6 @@
     b      beta
     d      beta (c - r) - margin; with an f-divergence, f'(exp(c)) replaces c, and likewise for r
     e      label_smoothing
-    s      the sigmoid function
     /|y|   divided by the number of tokens in the answer
 
 A formula(responses, config) returns the losses of P pairs. Some losses compare pairs with each
@@ -88,7 +87,7 @@ def scores(r: Responses, config: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _slope(log_ratio: torch.Tensor, config: Any) -> torch.Tensor:
-    """f'(exp(log_ratio)), see scores."""
+    """f'(exp(log_ratio)) for the configured f-divergence."""
     kind = config.f_divergence_type
     if kind == "js_divergence":
         return math.log(2) + logsigmoid(log_ratio)
@@ -108,18 +107,18 @@ def _margin(
 
 
 def _difference(r: Responses, config: Any) -> torch.Tensor:
-    """d, from the log-ratios."""
+    """d = beta (c - r) - margin, with an f-divergence's slopes instead of c and r."""
     return _margin(r, config, *scores(r, config))
 
 
 def _scaled(r: Responses, config: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """(beta c, beta r)."""
+    """The log-ratios of (chosen, rejected) times beta."""
     of_chosen, of_rejected = r.ratios
     return config.beta * of_chosen, config.beta * of_rejected
 
 
 def _smoothed(d: torch.Tensor, e: float) -> torch.Tensor:
-    """-(1 - e) log s(d) - e log s(-d)."""
+    """-(1 - e) log sigmoid(d) - e log sigmoid(-d): the logistic loss with label smoothing e."""
     return -(1 - e) * logsigmoid(d) - e * logsigmoid(-d)
 
 
@@ -134,12 +133,16 @@ def _token_loss(r: Responses) -> torch.Tensor:
 
 
 def sigmoid(r: Responses, config: Any) -> torch.Tensor:
-    """-(1 - e) log s(d) - e log s(-d): DPO (2305.18290); with e > 0 conservative DPO."""
+    """-(1 - e) log sigmoid(d) - e log sigmoid(-d), with d = beta (c - r) - margin and e =
+    label_smoothing: DPO (2305.18290); with e > 0 conservative DPO.
+    """
     return _smoothed(_difference(r, config), config.label_smoothing)
 
 
 def sigmoid_norm(r: Responses, config: Any) -> torch.Tensor:
-    """-log s(d) with c/|y| and r/|y| instead of c and r: length-normalised DPO (2411.15124)."""
+    """-log sigmoid(d) with c/|y| and r/|y| instead of c and r: length-normalised
+    DPO (2411.15124).
+    """
     return -logsigmoid(_margin(r, config, *r.over_lengths(*scores(r, config))))
 
 
@@ -157,14 +160,18 @@ def ipo(r: Responses, config: Any) -> torch.Tensor:
 
 
 def robust(r: Responses, config: Any) -> torch.Tensor:
-    """(-(1 - e) log s(d) + e log s(-d)) / (1 - 2 e): robust DPO (2403.00409)."""
+    """(-(1 - e) log sigmoid(d) + e log sigmoid(-d)) / (1 - 2 e), with e = label_smoothing: robust
+    DPO (2403.00409).
+    """
     d = _difference(r, config)
     e = config.label_smoothing
     return (-(1 - e) * logsigmoid(d) + e * logsigmoid(-d)) / (1 - 2 * e)
 
 
 def exo_pair(r: Responses, config: Any) -> torch.Tensor:
-    """s(d) (log s(d) - log(1 - e)) + s(-d) (log s(-d) - log e): EXO (2402.00856, equation 16)."""
+    """sigmoid(d) (log sigmoid(d) - log(1 - e)) + sigmoid(-d) (log sigmoid(-d) - log e), with e =
+    label_smoothing: EXO (2402.00856, equation 16).
+    """
     d = _difference(r, config)
     e = config.label_smoothing
     of_chosen = d.sigmoid() * (logsigmoid(d) - math.log1p(-e))
@@ -172,7 +179,9 @@ def exo_pair(r: Responses, config: Any) -> torch.Tensor:
 
 
 def discopop(r: Responses, config: Any) -> torch.Tensor:
-    """(1 - m) (-log s(d)) + m exp(-d) with m = s(d / tau): DiscoPOP (2406.08414, equation 5)."""
+    """(1 - m) (-log sigmoid(d)) + m exp(-d) with m = sigmoid(d / tau): DiscoPOP (2406.08414,
+    equation 5).
+    """
     d = _difference(r, config)
     share = (d / config.discopop_tau).sigmoid()
     return (1 - share) * -logsigmoid(d) + torch.exp(logsigmoid(d / config.discopop_tau) - d)
@@ -182,40 +191,46 @@ def discopop(r: Responses, config: Any) -> torch.Tensor:
 
 
 def nca_pair(r: Responses, config: Any) -> torch.Tensor:
-    """-log s(b c) - (log s(-b c) + log s(-b r)) / 2: NCA (2402.05369)."""
+    """-log sigmoid(b c) - (log sigmoid(-b c) + log sigmoid(-b r)) / 2, with b = beta: NCA
+    (2402.05369).
+    """
     of_chosen, of_rejected = _scaled(r, config)
     return softplus(-of_chosen) + 0.5 * softplus(of_chosen) + 0.5 * softplus(of_rejected)
 
 
 def bco_pair(r: Responses, config: Any) -> torch.Tensor:
-    """-log s(b c - m) - log s(m - b r): BCO (2404.04656). m comes from bco_shift; 0 without it."""
+    """-log sigmoid(b c - m) - log sigmoid(m - b r), with b = beta: BCO (2404.04656). m comes from
+    bco_shift; 0 without it.
+    """
     of_chosen, of_rejected = _scaled(r, config)
     shift = 0.0 if r.of_batch is None else r.of_batch[:, 0]
     return -logsigmoid(of_chosen - shift) - logsigmoid(shift - of_rejected)
 
 
 def sppo_hard(r: Responses, config: Any) -> torch.Tensor:
-    """(c - 1 / (2 b))^2 + (r + 1 / (2 b))^2: SPPO (2405.00675, 4.7) with preferences 1 and 0."""
+    """(c - 1 / (2 b))^2 + (r + 1 / (2 b))^2, with b = beta: SPPO (2405.00675, 4.7) with preferences
+    1 and 0.
+    """
     of_chosen, of_rejected = r.ratios
     target = 0.5 / config.beta
     return (of_chosen - target).square() + (of_rejected + target).square()
 
 
 def apo_zero(r: Responses, config: Any) -> torch.Tensor:
-    """1 - s(b c) + s(b r): APO-zero (2408.06266, equation 7)."""
+    """1 - sigmoid(b c) + sigmoid(b r), with b = beta: APO-zero (2408.06266, equation 7)."""
     of_chosen, of_rejected = _scaled(r, config)
     return (-of_chosen).sigmoid() + of_rejected.sigmoid()
 
 
 def apo_down(r: Responses, config: Any) -> torch.Tensor:
-    """s(b c) + 1 - s(b (c - r)): APO-down (2408.06266, equation 8)."""
+    """sigmoid(b c) + 1 - sigmoid(b (c - r)), with b = beta: APO-down (2408.06266, equation 8)."""
     of_chosen, of_rejected = _scaled(r, config)
     return of_chosen.sigmoid() + (of_rejected - of_chosen).sigmoid()
 
 
 def kto_pair(r: Responses, config: Any) -> torch.Tensor:
-    """(s(b (z_r - c)) + s(b (r - z_c))) / 2: KTO on pairs (2402.01306, v1). z_r and z_c come from
-    kl_of_batch.
+    """(sigmoid(b (z_r - c)) + sigmoid(b (r - z_c))) / 2, with b = beta: KTO on pairs (2402.01306,
+    v1). z_r and z_c come from kl_of_batch.
     """
     of_chosen, of_rejected = r.ratios
     kl_of_rejected, kl_of_chosen = r.of_batch.unbind(-1)
@@ -224,16 +239,16 @@ def kto_pair(r: Responses, config: Any) -> torch.Tensor:
 
 
 def aot(r: Responses, config: Any) -> torch.Tensor:
-    """-(1 - e) log s(b (q - q')) - e log s(b (q' - q)): AOT (2406.05882). q are the policy's
-    margins, q' the reference's, both sorted over the batch.
+    """-(1 - e) log sigmoid(b (q - q')) - e log sigmoid(b (q' - q)), with b = beta: AOT
+    (2406.05882). q are the policy's margins, q' the reference's, both sorted over the batch.
     """
     margin = config.beta * (r.chosen - r.rejected - r.of_batch[:, 0])
     return _smoothed(margin, config.label_smoothing)
 
 
 def aot_unpaired(r: Responses, config: Any) -> torch.Tensor:
-    """-(1 - e) log s(b (c - r)) - e log s(b (r - c)): AOT unpaired (2406.05882), with c and r each
-    sorted over the batch.
+    """-(1 - e) log sigmoid(b (c - r)) - e log sigmoid(b (r - c)), with b = beta: AOT unpaired
+    (2406.05882), with c and r each sorted over the batch.
 
     Each answer is matched with the opposite answer of equal rank. The loss is summed from the
     chosen answers' side; the rejected side adds only its gradient, not its value. So each answer
@@ -266,8 +281,8 @@ def log1mexp(x: torch.Tensor) -> torch.Tensor:
 
 
 def orpo(r: Responses, config: Any) -> torch.Tensor:
-    """-p_c - beta log s(odds_c - odds_r) with odds = p - log(1 - exp(p)): ORPO (2403.07691). p are
-    mean log-probabilities per token. The first term is a supervised loss.
+    """-p_c - beta log sigmoid(odds_c - odds_r) with odds = p - log(1 - exp(p)): ORPO (2403.07691).
+    p are mean log-probabilities per token. The first term is a supervised loss.
     """
     chosen, rejected = r.means
     log_odds = (chosen - rejected) - (log1mexp(chosen) - log1mexp(rejected))
@@ -275,15 +290,15 @@ def orpo(r: Responses, config: Any) -> torch.Tensor:
 
 
 def simpo(r: Responses, config: Any) -> torch.Tensor:
-    """-(1 - e) log s(d - gamma) - e log s(gamma - d) with mean log-probabilities in d: SimPO
-    (2405.14734). gamma is a margin between rewards, as in TRL and LLaMA-Factory.
+    """-(1 - e) log sigmoid(d - gamma) - e log sigmoid(gamma - d) with mean log-probabilities in d:
+    SimPO (2405.14734). gamma is a margin between rewards, as in TRL and LLaMA-Factory.
     """
     d = _margin(r, config, *r.means) - config.simpo_gamma
     return _smoothed(d, config.label_smoothing)
 
 
 def cpo(r: Responses, config: Any) -> torch.Tensor:
-    """-(1 - e) log s(d) - e log s(-d) + cpo_alpha * (token loss of chosen answers): CPO
+    """-(1 - e) log sigmoid(d) - e log sigmoid(-d) + cpo_alpha * (token loss of chosen answers): CPO
     (2401.08417), with log-probabilities in d.
     """
     d = _margin(r, config, r.chosen, r.rejected)

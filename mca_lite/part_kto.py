@@ -75,7 +75,9 @@ class KTOTrainer(DPOTrainer):
 
     @classmethod
     def forward_passes(cls, keys: Any) -> tuple[int, int]:
-        """See McaTrainer.forward_passes."""
+        """(extra forward passes of the model per step, forward passes of the reference
+        per step).
+        """
         return 1, 2  # mismatched answers have, over an epoch, as many tokens as the answers
 
     @classmethod
@@ -204,7 +206,9 @@ class KTOTrainer(DPOTrainer):
         return super()._prepare_samples(self._paired(samples))
 
     def _paired(self, samples: Any) -> Any:
-        """The samples as a Mismatched view."""
+        """The samples as a Mismatched view, which adds mismatched documents; such a view is
+        returned unchanged.
+        """
         if isinstance(samples, (Mismatched, WithReference)):
             return samples
         self.check_samples(samples)
@@ -216,7 +220,9 @@ class KTOTrainer(DPOTrainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "test",
     ) -> PredictionOutput:
-        """See McaTrainer.predict; mismatched documents are left out."""
+        """Log-probabilities of each sample's answer, as McaTrainer.predict; mismatched documents
+        are left out. Collective.
+        """
         view = samples_of(test_dataset)
         while isinstance(view, (Mismatched, WithReference)):
             view = view.dataset

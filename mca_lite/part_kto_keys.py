@@ -36,7 +36,7 @@ def _check_answers(a: Any, judge: Judge) -> None:
 
 
 def _describe_kto(keys: Any) -> str:
-    """Text for the start summary."""
+    """Text about the loss for the start summary."""
     text = f"beta {keys.pref_beta:g}, weight of desirable answers {keys.kto_chosen_weight:g}"
     return f"{text}, of undesirable ones {keys.kto_rejected_weight:g}"
 

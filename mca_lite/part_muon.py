@@ -54,7 +54,9 @@ class Muon(AdamW):
     def _update(
         self, group: dict[str, Any], p: torch.nn.Parameter, grad: torch.Tensor, factor: Any
     ) -> None:
-        """Update a parameter in place."""
+        """Update parameter p in place: by Muon if it has `matrices`, otherwise by AdamW. factor:
+        AdamW multiplies the gradient by it.
+        """
         if not hasattr(p, "matrices"):
             return super()._update(group, p, grad, factor)
         state = self.state_of(p)

@@ -370,8 +370,8 @@ class Pictures(Inputs):
         return not seen
 
     def work(self, model: Any) -> InputWork:
-        """See Inputs.work. A merger runs once per feature; layers with windows attend to full-size
-        windows.
+        """The tower's FLOPs per patch, as an InputWork. A merger runs once per feature; layers with
+        windows attend to full-size windows.
         """
         vision = self.vision_config
         source = InitSource(self.hf_config, 0)
@@ -403,7 +403,9 @@ class Pictures(Inputs):
         return ", ".join(f"{part} {trained[part]:,} of {total:,}" for part, total in totals.items())
 
     def bytes_of_token(self, trained: Iterable[str], width: int) -> float:
-        """See Inputs.bytes_of_token; 0 if all layers of the tower are frozen."""
+        """Bytes per image token that the tower saves for the backward pass; 0 if all its layers are
+        frozen. trained: names of the trained parameters. width: bytes per value.
+        """
         if not any(name.startswith("vision_model.module.blocks") for name in trained):
             return 0.0
         vision = self.vision_config

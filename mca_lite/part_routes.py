@@ -133,7 +133,7 @@ def check(backend: Any, documents: Sequence[dict[str, Any]]) -> None:
 
 
 def _layers(config: Any) -> list[int]:
-    """Indices of the layers with experts."""
+    """Indices, from 0, of the layers with experts."""
     return [layer for layer in range(config.num_layers) if config.is_moe_layer(layer)]
 
 

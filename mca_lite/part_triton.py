@@ -666,8 +666,8 @@ def join_by_kernel(
     lse2: torch.Tensor,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """join in one kernel: writes the joined attention to `out`, which must be contiguous -> its
-    log-sum-exp.
+    """Join two partial attentions over different keys, each given as output and log-sum-exp: writes
+    the joined output to `out`, which must be contiguous -> the joined log-sum-exp.
     """
     q, b, n, d = out.shape
     lse = torch.empty_like(lse1)

@@ -423,7 +423,9 @@ class McaTrainer(OtherNames):
         return batches, row_length(batches[0]), numbers
 
     def _checked(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Check the data collator's batches."""
+        """Check the data collator's batches -> the batches. ValueError for wrong shapes, ids or
+        columns.
+        """
         # if so, attention_mask numbers the documents of a row
         numbered = self.args.sequence_packing or self.documents_per_sample > 1
         unread = vars(type(self)).get("unread_columns", ())

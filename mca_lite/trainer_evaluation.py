@@ -129,7 +129,7 @@ class Evaluator:
         return EvalLoopOutput(None, None, _named(whole, prefix), plan.num_samples, whole)
 
     def predict(self, dataset: Any, prefix: str) -> PredictionOutput:
-        """See McaTrainer.predict."""
+        """Log-probabilities of each sample, with metrics, as a PredictionOutput on every rank."""
         trainer = self.trainer
         logps = self._log_probabilities(dataset)
         if trainer.documents_per_sample == 1:
@@ -151,7 +151,7 @@ class Evaluator:
     # -- passes over a data set
 
     def _loader_of(self, dataset: Any) -> Any:
-        """A DataLoader over the dataset, once."""
+        """A DataLoader that goes through the dataset once."""
         plan = self.trainer.plan_batches(dataset, training=False)
         return make_loader(dataset, self.trainer.data_collator, plan, num_epochs=1)
 
@@ -299,7 +299,7 @@ class Evaluator:
 
 
 def _named(numbers: Numbers, prefix: str) -> dict[str, float]:
-    """{prefix_metric: mean}."""
+    """{prefix_metric: mean} from summed Numbers."""
     return {f"{prefix}_{key}": value for key, value in numbers.means().items()}
 
 
@@ -370,6 +370,6 @@ def records_of(predictions: np.ndarray) -> Iterator[dict[str, Any]]:
 
 
 def _record(sums: list[float]) -> dict[str, Any]:
-    """A sample's numbers, for predictions.jsonl."""
+    """Tokens, log-probability and mean log-probability of one document, for predictions.jsonl."""
     logp, count = sums
     return {"tokens": int(count), "logp": logp, "mean_logp": logp / count if count else None}

@@ -51,7 +51,7 @@ class Numbers:
 
     @classmethod
     def zeros(cls, keys: list[str], device: torch.device | str = "cpu") -> "Numbers":
-        """Numbers of no step."""
+        """Numbers whose sums and counts are all 0."""
         size = 2 * len(keys) + _COUNTS
         return cls(keys, torch.zeros(size, dtype=torch.float64, device=device))
 
@@ -88,7 +88,7 @@ class Numbers:
         return Numbers(self.keys, backend.reduce(self.vector))
 
     def set_counts(self, *counts: int) -> None:
-        """Set the counts, in place. No device sync."""
+        """Set the token and position counts, in place. No device sync."""
         values = torch.tensor(counts, dtype=self.vector.dtype)
         self.vector[-_COUNTS:] = parallel.to_device(values, self.vector.device)
 
@@ -206,7 +206,7 @@ class Phase:
         self.reset()
 
     def reset(self) -> None:
-        """Set the time to 0."""
+        """Set the measured time to 0."""
         self._seconds = 0.0
         self._events: list[list[torch.cuda.Event]] = []  # [start, end] of unfinished work
 
@@ -392,7 +392,9 @@ def as_callback(callback: Any) -> Any:
 
 
 def callbacks_of(args: Any) -> list[TrainerCallback]:
-    """The callbacks that TrainingArguments ask for."""
+    """The built-in callbacks that these TrainingArguments need: best model, early stopping,
+    profiler.
+    """
     found: list[TrainerCallback] = []
     if args.eval_strategy != "no":
         found.append(BestModel())

@@ -70,7 +70,7 @@ class FiniteGuard:
         self.start_run()
 
     def start_run(self) -> None:
-        """Reset the counts of an earlier run."""
+        """Reset the counts of skipped steps, for a new run."""
         self.steps = 0
         self.dropped = 0  # steps without an update because of non-finite numbers
         self.too_large = 0  # consecutive steps above grad_norm_skip_threshold

@@ -221,7 +221,7 @@ class Watchdog:
         store.set(f"name/{rank}", self._name)
 
     def note(self, phase: str, step: int | None = None) -> None:
-        """Begin a phase; see the function note()."""
+        """Begin a phase of this rank. step: finished steps; None: as before."""
         self.phase = phase
         self.step = self.step if step is None else step
         self.count += 1
@@ -229,7 +229,7 @@ class Watchdog:
         self._is_settled |= phase == BETWEEN_STEPS
 
     def start(self) -> None:
-        """Start the threads."""
+        """Start the threads that watch this rank and the store."""
         self._holder = "torchrun on the first machine"
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             self._holder = self.store.get("name/0").decode()
@@ -237,7 +237,7 @@ class Watchdog:
             thread.start()
 
     def stop(self) -> None:
-        """Stop the threads."""
+        """Stop the threads that watch this rank and the store."""
         self._stopped.set()
         for thread in self._threads:
             thread.join(timeout=1.0)  # a thread may be waiting for a lost store

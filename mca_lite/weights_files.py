@@ -448,7 +448,7 @@ def check_shapes(source: SafetensorsSource, hf_config: dict[str, Any]) -> None:
 
 def check_loaded(origin: str, loading_info: dict[str, Any]) -> None:
     """Raise ValueError if transformers replaced missing or misshaped weights by random ones.
-    loading_info: from from_pretrained.
+    loading_info: what from_pretrained(output_loading_info=True) returned.
     """
     # a missing value head is allowed: ScoredSource draws it
     missing = set(loading_info["missing_keys"]) - {VALUE_HEAD}
