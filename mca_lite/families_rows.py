@@ -452,7 +452,10 @@ class Family:
 
     def reads(self, quantized: Any) -> bool:
         """True if weights quantised by a quantization_config of config.json can be read."""
-        method = dict(quantized).get("quant_method") if isinstance(quantized, Mapping) else None
+        values = dict(quantized) if isinstance(quantized, Mapping) else {}
+        method = values.get("quant_method")
+        if method == "bitsandbytes":
+            return values.get("bnb_4bit_quant_type") == "nf4" and bool(values.get("load_in_4bit"))
         return self.stacked_experts and method == "mxfp4"
 
     def check(self, hf, origin: str) -> None:

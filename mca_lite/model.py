@@ -60,7 +60,7 @@ from .weights_files import (
 )
 
 # appended to weights_from, for the start summary
-FROM_MXFP4 = ", experts from MXFP4: exports are not quantised"
+FROM_QUANTISED = ", from quantised weights: exports are not quantised"
 _IN_LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(.*)")
 
 
@@ -557,7 +557,7 @@ class AutoModel:
         weights_convert.fill(models, source)
         models.weights_from = "converted from Hugging Face safetensors"
         if (config.hf_config or {}).get("quantization_config"):
-            models.weights_from += FROM_MXFP4
+            models.weights_from += FROM_QUANTISED
         return models
 
     @staticmethod
@@ -624,7 +624,7 @@ def load_torch_model(
         )
         check_loaded(model_name_or_path, report)
         if is_mxfp4:
-            model.weights_from = f"read by transformers{FROM_MXFP4}"
+            model.weights_from = f"read by transformers{FROM_QUANTISED}"
         if VALUE_HEAD in report["missing_keys"]:
             with torch.no_grad():
                 model.score.weight.copy_(InitSource(hf.to_dict(), seed).read(VALUE_HEAD))

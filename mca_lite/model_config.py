@@ -79,7 +79,7 @@ _DERIVED = (
     "params_dtype pipeline_dtype overlap_p2p_comm batch_p2p_comm use_cpu_initialization "
     "use_te_activation_func gradient_accumulation_fusion autocast_dtype "
     "microbatch_group_size_per_vp_stage window_size window_attn_skip_freq init_method "
-    "output_layer_init_method embedding_init_method"
+    "output_layer_init_method embedding_init_method weight_format"
 ).split()
 # fields that decide how tensors are sharded, and their names
 LAYOUT_FIELDS = (
@@ -192,6 +192,7 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
     rotary_base: float = 10000.0
     rotary_percent: float = 1.0
     transformer_impl: str = "auto"  # the constructor chooses: local or transformer_engine
+    weight_format: str | None = None  # frozen weights of layers: a name in part_quantised.FORMS
     sliding_window: int | None = None  # tokens that a query sees, itself included
     sliding_layers: list[int] | None = None  # indices of layers with the window; None: all
     layers_without_rope: list[int] | None = None  # indices of layers without positions

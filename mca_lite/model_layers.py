@@ -203,9 +203,12 @@ def _nothing(output: torch.Tensor) -> None:
 def build_layer(
     config: TransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection
 ) -> Layer:
-    """A Layer. With fp8_param its weights are stored in 8 bits."""
+    """A Layer; its weights are in 8 bits with fp8_param, and else in config.weight_format."""
     with get_fp8_context(config, layer_number - 1, is_init=True):
-        return Layer(config, layer_number, pg_collection)
+        layer = Layer(config, layer_number, pg_collection)
+    if config.weight_format is not None:
+        function_of("part_quantised:quantise_layer")(layer, config)
+    return layer
 
 
 class Block(MegatronModule):

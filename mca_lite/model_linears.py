@@ -9,6 +9,7 @@ multiply and scatter one after another. Weights, initialisation and checkpoints 
 import functools
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -155,6 +156,17 @@ def beside(module: torch.nn.Module) -> Any:
     """The module's adapter; None if it has none or the adapter is disabled."""
     adapter = getattr(module, "lora", None)
     return adapter if adapter is not None and adapter.enabled else None
+
+
+def experts_product(
+    x: torch.Tensor, weight: torch.Tensor, product: Callable[..., torch.Tensor]
+) -> torch.Tensor:
+    """product(x, weight [n, ..., in] as [n, out, in]): each expert's tokens times its w^T. A
+    quantised weight is saved for backward as it is.
+    """
+    if hasattr(weight, "frozen_product"):
+        return weight.frozen_product(x, product)
+    return product(x, weight.flatten(1, -2))
 
 
 def extra_factors(head: torch.nn.Module, hidden: torch.Tensor) -> Any:

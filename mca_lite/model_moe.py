@@ -37,7 +37,7 @@ from .mcore import (
     TopKRouter,
     TransformerConfig,
 )
-from .model_linears import ColumnLinear, RowLinear, beside
+from .model_linears import ColumnLinear, RowLinear, beside, experts_product
 from .parallel import device, sum_gradients, sum_over_all
 
 # ---- routing
@@ -576,7 +576,7 @@ class Experts(MegatronModule):
 
         def product(projections: tuple[str, ...], t: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
             if adapter is None:
-                return multiply(t, w.flatten(1, -2))
+                return experts_product(t, w, multiply)
             return adapter(projections, t, w, multiply)
 
         both = product(("gate", "up"), x, self.fc1)

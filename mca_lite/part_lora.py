@@ -30,7 +30,7 @@ from .part_lora_sites import (
     sites_of,
     without_adapters,
 )
-from .tables import OBJECTIVES
+from .tables import OBJECTIVES, function_of
 from .weights_convert import Change
 from .weights_files import original_of
 
@@ -51,12 +51,20 @@ class Lora(Finetuning):
     kind = "lora"
     is_whole = False
 
-    def __init__(self, spec: LoraSpec, source: AdapterSource | None = None, merges: bool = False):
+    def __init__(
+        self,
+        spec: LoraSpec,
+        source: AdapterSource | None = None,
+        merges: bool = False,
+        base: str = "",
+    ):
+        """base: words on the format of the frozen weights."""
         self.trained = None
         self.spec = spec
         self.source = source
         self.saved = spec.modules_to_save
         self.merges = merges
+        self.base = base
 
     @classmethod
     def plan(cls, request: Request, judge: Judge) -> "Lora":
@@ -89,7 +97,10 @@ class Lora(Finetuning):
             check_mergeable(spec, host.is_tied, judge)
         if arguments.predict_with_generate and arguments.use_mca:
             check_mergeable(spec, host.is_tied, judge, "predict_with_generate")
-        return cls(spec, source, keys.save_merged_model)
+        base = ""
+        if arguments.quantization_bit is not None:
+            base = function_of("part_quantised:plan_base")(request, spec, judge)
+        return cls(spec, source, keys.save_merged_model, base)
 
     @classmethod
     def take_new_tokens(cls, arguments: Any) -> str:
@@ -103,7 +114,7 @@ class Lora(Finetuning):
         return f"; modules_to_save is {', '.join(keys.modules_to_save)}, which trains them"
 
     def __str__(self) -> str:
-        return str(self.spec)
+        return f"{self.spec}{self.base}"
 
     def notes(self, arguments: Any) -> list[str]:
         """A note that PEFT may ignore some adapters, if the family has experts and adapters are on
@@ -163,7 +174,11 @@ class Lora(Finetuning):
         return part_lora_files.save_adapter(model, folder)
 
     def merger(self, model: Any) -> Change:
-        return part_lora_files.merger(model)
+        merge = part_lora_files.merger(model)
+        if getattr(model.config, "weight_format", None) is None:
+            return merge
+        read = function_of("part_quantised:base_weights")(model.config)
+        return lambda name, weight: merge(name, read(name, weight))
 
     def fill_fresh(self, model: Any, source: Callable[..., torch.Tensor]) -> None:
         if self.source is None:

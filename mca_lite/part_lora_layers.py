@@ -37,6 +37,7 @@ from .errors import ConfigError
 from .finetuning import finetuning_of
 from .kernels import rms_norm
 from .mcore import get_cuda_rng_tracker, mappings, set_tensor_model_parallel_attributes
+from .model_linears import experts_product
 from .part_lora_keys import LoraArguments
 
 PROJECTIONS = ("gate", "up", "down")  # an expert's projections
@@ -512,13 +513,12 @@ class LoraExperts(Adapter):
 
         multiply(x, w): multiplies each expert's tokens by its w^T.
         """
-        whole = weight.flatten(1, -2)
         if set(projections).isdisjoint(self.adapted):
-            return multiply(x, whole)
-        a, b = self._factors(projections, whole.shape[1])
+            return experts_product(x, weight, multiply)
+        a, b = self._factors(projections, math.prod(weight.shape[1:-1]))
         if not self.adds_in_product(weight):
             low = multiply(self._dropped(x.float()), a)
-            return (multiply(x, whole) + multiply(low, b)).to(x.dtype)
+            return (experts_product(x, weight, multiply) + multiply(low, b)).to(x.dtype)
         low = multiply(x, a.to(x.dtype))
         room = with_room(weight, b.shape[-1], self._rooms)
         return AdaptedExperts.apply(x, low, weight, b.to(x.dtype), room, multiply)
@@ -664,12 +664,17 @@ def with_room(
     weight: torch.Tensor, columns: int, rooms: dict[torch.Size, torch.Tensor]
 ) -> torch.Tensor:
     """A buffer [..., out, in + columns] that holds `weight`, with free columns for B. Creating it
-    moves the weight's data into it. rooms: an adapter's buffers, by weight shape.
+    moves the weight's data into it. rooms: an adapter's buffers, by weight shape. A
+    quantised weight is written into a new buffer.
     """
     room = rooms.get(weight.shape)
-    inputs = weight.shape[-1]
+    *rows, inputs = weight.shape
+    if hasattr(weight, "whole"):
+        room = torch.empty(*rows, inputs + columns, dtype=weight.dtype, device=weight.device)
+        weight.whole(room[..., :inputs])
+        return room
     if room is None or room.data_ptr() != weight.data_ptr() or room.dtype != weight.dtype:
-        room = rooms[weight.shape] = weight.new_zeros(*weight.shape[:-1], inputs + columns)
+        room = rooms[weight.shape] = weight.new_zeros(*rows, inputs + columns)
         weight.data = room[..., :inputs].copy_(weight)
     return room
 

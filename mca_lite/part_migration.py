@@ -27,6 +27,8 @@ deterministic_mode=deterministic
 gradient_checkpointing=recompute_granularity
 activation_checkpointing=recompute_granularity
 lora_r=lora_rank
+load_in_4bit=quantization_bit
+bnb_4bit_quant_type=quantization_type
 lora_target_modules=lora_target
 lora_modules_to_save=modules_to_save
 label_smoothing=dpo_label_smoothing
@@ -75,9 +77,13 @@ a weight w of the BCO loss by this name
 pref_loss: [sigmoid, bco_pair], and pref_loss_weights: [1 / (1 + w), w / (1 + w)]
 pref_bco_weight
 
-quantised weights
-fp8, or finetuning_type: lora in bf16
-quantization_bit load_in_8bit load_in_4bit
+weights of another library
+quantization_method: bnb, or quantised files of Hugging Face in nf4 or mxfp4
+quantization_method=bnb
+
+a switch for 8 bits
+quantization_bit: 8
+load_in_8bit
 
 a dtype by this name
 bf16: true, or fp16: true
@@ -238,8 +244,10 @@ _IGNORED = {
     "muon_adjust_lr decides it": "muon_scale_mode muon_extra_scale_factor",
     "Muon updates whole matrices of Hugging Face's, in bf16, as torch.optim.Muon": "muon_tp_mode "
     "muon_split_qkv muon_fp32_matmul_prec muon_coefficient_type",
-    "quantization_bit decides it": "quantization_method quantization_type "
-    "quantization_device_map double_quantization bnb_4bit_* use_bnb_nested_quant",
+    "quantization_bit decides it": "quantization_device_map bnb_4bit_compute_dtype "
+    "bnb_4bit_quant_storage quantize_moe_experts",
+    "scales of quantised weights stay float32, the same in every layout": "double_quantization "
+    "bnb_4bit_use_double_quant use_bnb_nested_quant",
     "bf16, fp16 and fp8 decide the precision": "upcast_lmhead_output bf16_full_eval fp16_full_eval "
     "compute_dtype tf32",
     "a new row begins as the mean of the old ones": "init_special_tokens",

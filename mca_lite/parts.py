@@ -48,6 +48,11 @@ PARTS = {
         "adapter_name_or_path save_merged_model finetuning_type=lora",
         "lora_rank:8 lora_target:all use_rslora:false save_merged_model:false",
     ),
+    "quantised": Part(
+        "part_quantised_keys part_quantised part_quantised_files",
+        "quantization_bit quantization_type",
+        needs="lora",
+    ),
     "sinks": Part("part_sinks", "", provides="sinks"),
     "muon": Part("part_muon", "optim=muon"),
     "offload": Part("part_offload", "optimizer_cpu_offload=true"),

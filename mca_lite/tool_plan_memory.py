@@ -197,6 +197,32 @@ def _moments(args, tensor: RankTensor) -> float:
     return moments
 
 
+def _packed(config) -> dict[str, float]:
+    """{name: bytes of a number} of the tensors in config.weight_format."""
+    if config.weight_format is None:
+        return {}
+    return function_of("part_quantised:bytes_of_numbers")(config)
+
+
+def _weights(config, held: list[RankTensor]) -> int:
+    """Bytes of weights and adapters; adapters are float32."""
+    packed = _packed(config)
+    width = config.params_dtype.itemsize
+    sizes = [t.numel * (4 if t.is_adapter else packed.get(t.name, width)) for t in held]
+    return round(sum(sizes))
+
+
+def _made_whole(config, held: list[RankTensor]) -> float:
+    """Bytes of the largest quantised weight once it is made whole, with all experts of a layer."""
+    packed = _packed(config)
+    sizes: dict[tuple, float] = {}
+    for tensor in held:
+        if tensor.name in packed:
+            key = tensor.name, tensor.layer
+            sizes[key] = sizes.get(key, 0) + tensor.numel * config.params_dtype.itemsize
+    return max(sizes.values(), default=0)
+
+
 def _static(args, config, tensors: ModelTensors, stage: int, world_size: int) -> dict:
     """Parameters, and bytes of weights, gradients and optimizer state."""
     held = tensors.stages[stage]
@@ -214,22 +240,21 @@ def _static(args, config, tensors: ModelTensors, stage: int, world_size: int) ->
         False: config.tensor_model_parallel_size,
         True: config.expert_tensor_parallel_size * config.expert_model_parallel_size,
     }
-    weights = gradients = states = 0
+    gradients = states = 0
     for tensor in held:
         moments = _moments(args, tensor)
-        sizes = (width, gradient, moments + master)
+        sizes = (gradient, moments + master)
         if tensor.is_adapter:  # float32, without masters
-            sizes = (4, 4, moments)
-        of_states = tensor.numel * sizes[2]
+            sizes = (4, moments)
+        of_states = tensor.numel * sizes[1]
         if args.use_distributed_optimizer:
             of_states *= cuts[tensor.is_expert] / copies
-        weights += tensor.numel * sizes[0]
-        gradients += tensor.numel * sizes[1] * tensor.is_trained
+        gradients += tensor.numel * sizes[0] * tensor.is_trained
         states += of_states * tensor.is_trained
     return dict(
         parameters=parameters,
         trained=trained,
-        weights=weights,
+        weights=_weights(config, held),
         gradients=gradients,
         optimizer=round(states),
     )
@@ -462,6 +487,7 @@ def rank_memory(
     tokens = args.micro_batch_size * length / r.cp
     facts = _facts(r.w, on_gpu, not finetuning.is_whole, length)
     kept, again = _activations(args, config, stage, facts, r, tensors.lowest)
+    whole = _made_whole(config, tensors.stages[stage])
     of_inputs = 0.0
     if stage == 0:
         of_inputs = input_activations(args, config, tensors, length, r)
@@ -474,7 +500,7 @@ def rank_memory(
         norm = (r.h * (facts.norm - r.w) + 4) / r.sp + r.h * r.w
     return RankMemory(
         **_static(args, config, tensors, stage, world_size),
-        activations=round(tokens * (kept + max(norm, again)) + of_inputs),
+        activations=round(tokens * (kept + max(norm, again)) + of_inputs + whole),
         logits=round(logits),
         buffers=round(_buffers(config, tokens, r)),
         nccl=_nccl(config, world_size) * on_gpu,
@@ -522,7 +548,10 @@ class ModelOfRun:
         remote = keys.trust_remote_code
         values = arguments.model_config
         has_scores = OBJECTIVES[arguments.finetuning.stage].scores
-        return AutoConfig.from_pretrained(name, arguments.training, remote, values, has_scores)
+        config = AutoConfig.from_pretrained(name, arguments.training, remote, values, has_scores)
+        if arguments.quantization_bit is not None:
+            function_of("part_quantised:choose_by_keys")(config, arguments)
+        return config
 
     def tensors(self, config) -> ModelTensors:
         """The tensors of the model in the layout of a config."""
@@ -539,9 +568,10 @@ class ModelOfRun:
         ]
         if self.reference is not None:
             second = AutoConfig.from_pretrained(self.reference, args)
-            held = ModelTensors(second)
-            width = second.params_dtype.itemsize
-            each = [replace(each[s], reference=held.counts(s)[0] * width) for s in stages]
+            if self.reference == config.name_or_path:
+                second.weight_format = config.weight_format
+            held = ModelTensors(second).stages
+            each = [replace(each[s], reference=_weights(second, held[s])) for s in stages]
             if self.distils:
                 each[-1] = self._with_hidden_states(each[-1], args, second)
         if self.scores_before:

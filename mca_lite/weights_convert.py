@@ -75,8 +75,8 @@ def fill(
                     part.copy_(_checked_part(row, key[1], source, config, parameter.shape))
                 except Exception as error:  # raised at the end, because replicas wait
                     problems.append(error)
-            if group.size() > 1:
-                dist.broadcast(part, group=group, group_src=0)
+            for tensor in getattr(part, "parts", (part,)) if group.size() > 1 else ():
+                dist.broadcast(tensor, group=group, group_src=0)
             parameter.copy_(part)  # does nothing if `part` is the parameter itself
 
     def close() -> None:
@@ -294,7 +294,9 @@ def iter_hf_tensors(
         group = parallel.cut_group(row.expert is not None)
         full = None
         if holder in dist.get_process_group_ranks(group):
-            full = parallel.whole(parameters[key].detach(), row.axis, group)
+            parameter = parameters[key]
+            numbers = getattr(parameter, "whole", parameter.detach)()
+            full = parallel.whole(numbers, row.axis, group)
         form = part.new_empty(_whole_shape(row, part.shape, config))
         full = parallel.to_main(full, holder, form)
         if parallel.is_main():

@@ -288,6 +288,8 @@ class SafetensorsSource:
     def __init__(self, model_name_or_path: str):
         self.folder = resolve_folder(model_name_or_path)
         in_files = _open_files(self.folder)
+        if any(".quant_state.bitsandbytes" in name for name in in_files):
+            in_files = function_of("part_quantised_files:unpacked")(in_files)
         self.stored = in_files.keys()
         self.has_stacks = any(map(_STACKED.fullmatch, in_files))
         self._slices = _stacked_experts().unstacked(in_files) if self.has_stacks else in_files

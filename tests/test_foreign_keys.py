@@ -170,7 +170,7 @@ def test_the_page_for_those_who_move_in_names_keys_that_are_known():
         ("use_peft", "true", "finetuning_type: lora"),
         ("create_model_card", "true", "hf upload"),
         ("mixed_precision", "bf16", "bf16: true"),
-        ("load_in_4bit", "true", "finetuning_type: lora"),
+        ("load_in_8bit", "true", "quantization_bit: 8"),
         ("dtype", "bfloat16", "bf16: true"),
         ("dataset_config", "en", "with subset, split and columns"),
     ],
@@ -198,7 +198,7 @@ SCRIPTS = {
         "--dataset_name trl-lib/kto-mix-14k --learning_rate 5e-7 --lr_scheduler_type=cosine "
         "--eval_steps 500 --warmup_steps 0.1 --logging_first_step --use_peft --load_in_4bit "
         "--lora_target_modules=all-linear --lora_r=16 --lora_alpha=16",
-        {"use_peft", "load_in_4bit"},
+        {"use_peft"},
     ),
     "reward": (
         "--dataset_name trl-lib/ultrafeedback_binarized --eval_strategy steps --max_length 2048 "

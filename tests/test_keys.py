@@ -34,6 +34,7 @@ GRPO = "stage=grpo dataset={folder}/rollouts.jsonl"
 POLICY = GRPO.replace("grpo", "policy")
 START = f"{LORA} adapter_name_or_path={{folder}}/adapter"
 TWO_SETS = "dataset={folder}/chat.jsonl,{folder}/other.jsonl"
+WIDE = "model_name_or_path={folder}/wide"  # rows of whole blocks
 EXPERTS = "model_name_or_path={folder}/experts"
 AHEAD = "model_name_or_path={folder}/ahead train_from_scratch=true"  # no one saves such layers
 EVAL = "eval_dataset={folder}/other.jsonl eval_strategy=steps eval_steps=1"
@@ -68,6 +69,8 @@ CHANGES_A_RUN = {
     "use_rslora": ("true", LORA),
     "modules_to_save": ("norm", LORA),
     "adapter_name_or_path": ("{folder}/adapter", LORA),
+    "quantization_bit": ("8", f"{LORA} {WIDE}"),
+    "quantization_type": ("mxfp4", f"{LORA} {WIDE} quantization_bit=4"),
     "pref_loss": ("orpo", DPO),
     "pref_beta": ("0.9", DPO),
     "pref_ftx": ("0.5", DPO),
@@ -224,12 +227,14 @@ def key_folder(tmp_path_factory) -> Path:
 
     folder = tmp_path_factory.mktemp("keys")
     tiny.save_model(folder / "model", "llama", num_hidden_layers=2)
+    wide = dict(hidden_size=64, intermediate_size=128, num_attention_heads=4)
+    tiny.save_model(folder / "wide", "llama", num_hidden_layers=2, **wide)
     tiny.save_model(folder / "other_model", "llama", seed=1, num_hidden_layers=2)
     tiny_moe.save_model(folder / "experts", "qwen3_moe", num_hidden_layers=2)
     tiny_moe.save_model(
         folder / "ahead", "deepseek_v3", num_hidden_layers=2, num_nextn_predict_layers=1
     )
-    for name in ("model", "other_model", "experts", "ahead"):
+    for name in ("model", "wide", "other_model", "experts", "ahead"):
         save_tokenizer(folder / name)
     peft_model(str(folder / "model"), ["o_proj", "down_proj"]).save_pretrained(folder / "adapter")
     write_data(folder)

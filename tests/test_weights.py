@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.shared import tiny, world
 from tests.shared.files import (
@@ -26,6 +25,7 @@ from tests.shared.files import (
     make_args,
     tensors,
 )
+from tests.shared.held import PeakMemory
 from tests.shared.layouts import PP2, TP2
 
 LAYOUTS = {
@@ -143,28 +143,6 @@ def memory_of_a_round_trip(path: str, out: str, keys: dict, max_shard_size: int)
         models.save_pretrained(out, max_shard_size)
     own = sum(p.nbytes for p in models.parameters())
     return {"own": own, "reading": reading.rise, "writing": writing.rise}
-
-
-class PeakMemory(TorchDispatchMode):
-    """The rise of this process's private memory, in bytes, looked at after each operation of torch.
-
-    Pages of the weight file do not count: they are the kernel's cache, which it drops when memory
-    is short.
-    """
-
-    def __enter__(self):
-        self.rise, self._start = 0, self._private()
-        return super().__enter__()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        self.rise = max(self.rise, self._private() - self._start)
-        return out
-
-    @staticmethod
-    def _private() -> int:
-        _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
-        return (resident - shared) * 4096
 
 
 # -- round trips -----------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 that autograd saves.
 """
 
+from pathlib import Path
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -50,6 +52,28 @@ class Messages(TorchDispatchMode):
             name = function._opname
             self.sizes.setdefault(name, []).append(sum(t.nbytes for t in written))
         return function(*args, **(kwargs or {}))
+
+
+class PeakMemory(TorchDispatchMode):
+    """The rise of this process's private memory, in bytes, looked at after each operation of torch.
+
+    Pages of the weight file do not count: they are the kernel's cache, which it drops when memory
+    is short.
+    """
+
+    def __enter__(self):
+        self.rise, self._start = 0, self._private()
+        return super().__enter__()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        self.rise = max(self.rise, self._private() - self._start)
+        return out
+
+    @staticmethod
+    def _private() -> int:
+        _, resident, shared, *_ = map(int, Path("/proc/self/statm").read_text().split())
+        return (resident - shared) * 4096
 
 
 class Rows(TorchDispatchMode):

@@ -1,0 +1,378 @@
+"""Frozen weights in 4 or 8 bits: numbers in blocks along the inputs, with one scale per block.
+
+    value = table[code] * scale, or code * scale in 8 bits: in float32, then rounded once
+
+nf4 is bitsandbytes' format, bit for bit: blocks of 64, scale the largest magnitude (Dettmers et
+al., arXiv 2305.14314). int8 has blocks of 64 too, and a scale of the largest magnitude / 127. mxfp4
+has blocks of 32, and powers of two as scales (OCP Microscaling, 1.0).
+
+Letters: k columns of a weight, its inputs.
+"""
+
+import functools
+import json
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from .errors import Judge
+from .families import rows_of
+from .families_rows import Row
+from .finetuning import Request
+from .hosts import modules_of
+from .kernels import compiles, jit, launch, tl, triton
+from .part_lora_layers import LoraSpec, is_saved
+from .weights_convert import degree, in_layer_order
+from .weights_files import original_of, shapes_of
+
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+    0.7229568362236023, 1.0,
+)  # fmt: skip
+_POSITIVE = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_MXFP4 = (*(-x for x in reversed(_POSITIVE)), 0.0, *_POSITIVE, 6.0)  # 15 numbers, the last twice
+_LEAST = 2.0**-127  # of a scale in divisions: its inverse is finite
+CHUNK = 1 << 20  # numbers that are converted at once
+_BLOCK = 1024  # columns of a program
+
+
+class Form(NamedTuple):
+    """A format. table: the number for each code of 4 bits; (): codes are signed bytes. largest: the
+    number for the largest magnitude of a block; None: scales are powers of two, kept as
+    exponents + 127."""
+
+    table: tuple[float, ...]
+    block: int  # numbers with one scale
+    largest: float | None
+
+    @property
+    def bits(self) -> int:
+        return 4 if self.table else 8
+
+    @property
+    def bytes_of_number(self) -> float:
+        return self.bits / 8 + (1 if self.largest is None else 4) / self.block
+
+
+FORMS = {"nf4": Form(NF4, 64, 1.0), "int8": Form((), 64, 127.0), "mxfp4": Form(_MXFP4, 32, None)}
+
+
+@functools.cache
+def _table(form: Form, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(numbers of a table, the borders between them), float32."""
+    table = torch.tensor(form.table, device=device)
+    return table, (table[1:] + table[:-1]) / 2
+
+
+def _factors(form: Form, scales: torch.Tensor) -> torch.Tensor:
+    """float32 scales of blocks."""
+    if form.largest is not None:
+        return scales
+    exponents = scales.int()
+    bits = torch.where(exponents == 0, 1 << 22, exponents << 23)  # 2^-127 is no normal number
+    return bits.view(torch.float32)
+
+
+def quantise(numbers: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes, scales [.., k / block]) of numbers [.., k]. Two codes of 4 bits are in a byte
+    [.., k / 2], the first one in its upper half; 8 bits are signed [.., k]."""
+    blocks = numbers.float().unflatten(-1, (-1, form.block))
+    most = blocks.abs().amax(-1)
+    if form.largest is not None:
+        scales = most / form.largest
+    else:  # 6 and 4 are the largest numbers with the exponent 2
+        exponents = torch.frexp(most).exponent - 3
+        scales = (exponents.clamp(-127, 127) + 127).to(torch.uint8)
+    scaled = blocks * (1.0 / _factors(form, scales).clamp(min=_LEAST)).unsqueeze(-1)
+    if not form.table:
+        return scaled.round().clamp(-127, 127).to(torch.int8).flatten(-2), scales
+    borders = _table(form, numbers.device)[1]
+    codes = torch.bucketize(scaled, borders, out_int32=True).to(torch.uint8).flatten(-2)
+    return codes[..., ::2] << 4 | codes[..., 1::2], scales
+
+
+def dequantise(codes: torch.Tensor, scales: torch.Tensor, form: Form) -> torch.Tensor:
+    """float32 numbers [.., k] of quantise()."""
+    if form.table:
+        halves = torch.stack((codes >> 4, codes & 15), -1).flatten(-2)
+        values = _table(form, codes.device)[0][halves.int()]
+    else:
+        values = codes.float()
+    blocks = values.unflatten(-1, (-1, form.block)) * _factors(form, scales).unsqueeze(-1)
+    return blocks.flatten(-2)
+
+
+@jit
+def _whole_kernel(
+    codes, scales, table, out, columns, stride, BITS: tl.constexpr, SIZE: tl.constexpr,
+    EXPONENTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    if BITS == 4:
+        byte = tl.load(codes + row * (columns // 2) + column // 2, inside, 0).to(tl.int32)
+        value = tl.load(table + tl.where(column % 2 == 0, byte >> 4, byte & 15))
+    else:
+        value = tl.load(codes + row * columns + column, inside, 0).to(tl.float32)
+    scale = tl.load(scales + row * (columns // SIZE) + column // SIZE, inside, 0)
+    if EXPONENTS:  # the bits of a power of two; that of 0 is half of the least normal number
+        bits = scale.to(tl.int32)
+        bits = tl.where(bits == 0, 1 << 22, bits << 23)
+        scale = bits.to(tl.float32, bitcast=True)
+    tl.store(out + row * stride + column, (value * scale).to(out.dtype.element_ty), inside)
+
+
+def write_whole(codes: torch.Tensor, scales: torch.Tensor, form: Form, out: torch.Tensor) -> None:
+    """Write the numbers into out [.., k], rounded to its dtype; rows of `out` may have gaps. One
+    kernel on a GPU."""
+    rows = out.view(-1, out.shape[-1])
+    codes = codes.reshape(len(rows), -1)
+    scales = scales.reshape(len(rows), -1)
+    if compiles(out):
+        launch_whole(codes, scales, form, rows)
+        return
+    step = max(CHUNK // rows.shape[1], 1)
+    for part in zip(rows.split(step), codes.split(step), scales.split(step), strict=True):
+        part[0].copy_(dequantise(*part[1:], form))
+
+
+def launch_whole(codes, scales, form: Form, rows: torch.Tensor) -> None:
+    """Run the kernel of write_whole for matrices."""
+    columns = rows.shape[1]
+    grid = (len(rows), triton.cdiv(columns, _BLOCK))
+    table, _ = _table(form, rows.device)
+    constants = (form.bits, form.block, form.largest is None, _BLOCK)
+    launch(_whole_kernel, grid, codes, scales, table, rows, columns, rows.stride(0), *constants)
+
+
+# -- a parameter
+
+_aten = torch.ops.aten
+
+
+class Quantised(torch.Tensor):
+    """A weight [.., k] in a format, frozen, with the dtype that its numbers are rounded to.
+
+    detach, select(0), and views of leading axes share its memory; copy_ quantises; every other
+    operator gets whole().
+    """
+
+    @staticmethod
+    def __new__(cls, codes, scales, form: Form, dtype: torch.dtype):
+        shape = (*codes.shape[:-1], codes.shape[-1] * 8 // form.bits)
+        return cls._make_wrapper_subclass(cls, shape, dtype=dtype, device=codes.device)
+
+    def __init__(self, codes, scales, form: Form, dtype: torch.dtype):
+        self.codes = codes
+        self.scales = scales
+        self.form = form
+
+    @classmethod
+    def empty(cls, weight: torch.Tensor, form: Form) -> "Quantised":
+        """One of the shape, dtype and device of a weight, zero."""
+        *rows, columns = weight.shape
+        kind = torch.uint8 if form.table else torch.int8
+        of_scales = torch.uint8 if form.largest is None else torch.float32
+        codes = torch.zeros(*rows, columns * form.bits // 8, dtype=kind, device=weight.device)
+        shape = (*rows, columns // form.block)
+        scales = torch.zeros(shape, dtype=of_scales, device=weight.device)
+        return cls(codes, scales, form, weight.dtype)
+
+    @property
+    def parts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tensors in memory."""
+        return self.codes, self.scales
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def _with(self, codes, scales) -> "Quantised":
+        return type(self)(codes, scales, self.form, self.dtype)
+
+    def whole(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """The numbers, in `out` if it is given."""
+        if out is None:
+            out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        write_whole(*self.parts, self.form, out)
+        return out
+
+    def set(self, numbers: torch.Tensor) -> None:
+        """Quantise numbers of this shape, some rows at a time."""
+        columns = self.shape[-1]
+        rows = numbers.expand(self.shape).reshape(-1, columns)
+        codes, scales = (part.view(len(rows), -1) for part in self.parts)
+        step = max(CHUNK // columns, 1)
+        for first in range(0, len(rows), step):
+            some = rows[first : first + step].to(self.device)
+            for part, new in zip((codes, scales), quantise(some, self.form), strict=True):
+                part[first : first + step] = new
+
+    def frozen_product(self, x: torch.Tensor, product: Callable) -> torch.Tensor:
+        """product(x, the numbers [n, out, in]); for its gradient the weight is made whole again."""
+        return _Product.apply(x, self, product)
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        first = args[0]
+        if function is _aten.copy_.default and isinstance(first, cls):
+            source = args[1]
+            if not isinstance(source, cls):
+                first.set(source)
+            elif source.codes.data_ptr() != first.codes.data_ptr():
+                for part, new in zip(first.parts, source.parts, strict=True):
+                    part.copy_(new)
+            return first
+        shared = first.shared(function, args, kwargs or {}) if isinstance(first, cls) else None
+        if shared is not None:
+            return shared
+        args, kwargs = tree_map_only(cls, cls.whole, (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+    def shared(self, function, args, kwargs) -> "torch.Tensor | None":
+        """The result of an operator that keeps the format; None for others."""
+        if function in (_aten.detach.default, _aten.alias.default):
+            return self._with(*self.parts)
+        if function is _aten.select.int and args[1] == 0:
+            return self._with(*(part[args[2]] for part in self.parts))
+        if function is _aten.view.default and args[1][-1] == self.shape[-1]:
+            lead = args[1][:-1]
+            return self._with(*(part.view(*lead, part.shape[-1]) for part in self.parts))
+        if function is _aten._to_copy.default and kwargs.get("device") == torch.device("meta"):
+            return torch.empty(self.shape, dtype=self.dtype, device="meta")
+        return None
+
+    def __repr__(self):
+        return f"Quantised({tuple(self.shape)}, {self.dtype}, {self.form.bits} bits)"
+
+
+class _Product(torch.autograd.Function):
+    """product(x, weight [n, .., in] as [n, out, in]) with a frozen weight, saved as it is."""
+
+    @staticmethod
+    def forward(ctx, x, weight, product):
+        ctx.save_for_backward(weight)
+        ctx.product = product
+        return product(x, weight.whole().flatten(1, -2))
+
+    @staticmethod
+    def backward(ctx, grad):
+        [weight] = ctx.saved_tensors
+        whole = weight.whole().flatten(1, -2)
+        return ctx.product(grad.contiguous(), whole.transpose(1, 2)), None, None
+
+
+# -- the weights of a model
+
+
+def is_quantised(row: Row, config) -> bool:
+    """True for the rows of the weights in config.weight_format: linears and experts of layers that
+    tensor parallelism can cut; in mxfp4 the experts alone, if there are some."""
+    is_matrix = row.is_linear and row.axis is not None and "{}" in row.mca
+    only_experts = config.weight_format == "mxfp4" and config.num_moe_experts
+    return is_matrix and (row.expert is not None or not only_experts)
+
+
+def quantised_layers(config) -> Iterator[tuple[Row, int | None]]:
+    """(row, layer) of each weight in config.weight_format."""
+    return ((row, layer) for row, layer in in_layer_order(config) if is_quantised(row, config))
+
+
+def bytes_of_numbers(config) -> dict[str, float]:
+    """{megatron's name, with {} for the layer and [] for the expert: bytes of a number}."""
+    size = FORMS[config.weight_format].bytes_of_number
+    rows = [row for row, _ in quantised_layers(config)]
+    return {row.mca.replace(f"experts.{row.expert}.", "experts.[]."): size for row in rows}
+
+
+def quantise_layer(layer: torch.nn.Module, config) -> None:
+    """Replace the weights of a decoder layer by zeros in config.weight_format."""
+    form = FORMS[config.weight_format]
+    rows = [row for row in rows_of(config.hf_model_type, config) if is_quantised(row, config)]
+    names = {row.mca.partition(".{}.")[2] for row in rows}
+    if any(row.expert is not None for row in rows):
+        names |= {"mlp.experts.fc1", "mlp.experts.fc2"}
+    for name in names.intersection(dict(layer.named_parameters())):
+        path, _, key = name.rpartition(".")
+        module = layer.get_submodule(path)
+        weight = module.get_parameter(key)
+        packed = Quantised.empty(weight.detach(), form)
+        parameter = torch.nn.Parameter(packed, requires_grad=False)
+        vars(parameter).update(vars(weight))  # megatron's attributes
+        setattr(module, key, parameter)
+
+
+def plan_base(request: Request, spec: LoraSpec, judge: Judge) -> str:
+    """Set config.weight_format by the keys of a run -> words for the report. `judge` refuses models
+    and layouts that cannot have it. No collectives."""
+    name = choose_by_keys(request.config, request.arguments, judge)
+    for row, layer in quantised_layers(request.config):
+        for module in modules_of(row, layer):
+            judge.expect(
+                not is_saved(module, spec),
+                "modules_to_save",
+                f"{module} is kept in {name}, and cannot be trained",
+                "modules_to_save without it, or quantization_bit left out",
+            )
+    return f", base in {name}"
+
+
+def choose_by_keys(config, arguments, judge: Judge | None = None) -> str:
+    """choose() by the keys of a run, RunArguments."""
+    keys = arguments.parts["quantised"]
+    return choose(config, int(keys.quantization_bit), keys.quantization_type, judge)
+
+
+def choose(config, bits: int = 4, kind: str | None = None, judge: Judge | None = None) -> str:
+    """Set config.weight_format (McaModelConfig), before the model is built -> its name in FORMS.
+
+    bits, kind: as the keys quantization_bit and quantization_type. Models and layouts that cannot
+    have it are refused: by `judge`, or without one by a ConfigError."""
+    rules = judge or Judge(config)
+    stored = (config.hf_config or {}).get("quantization_config") or {}
+    kept = "mxfp4" if stored.get("quant_method") == "mxfp4" else "nf4"
+    name = config.weight_format = "int8" if bits == 8 else kind or kept
+    rules.expect(
+        config.transformer_impl == "local",
+        "transformer_impl",
+        "Transformer Engine's linears cannot hold quantised weights",
+        "transformer_impl: local",
+    )
+    block = FORMS[name].block
+    shapes = shapes_of(json.dumps(config.hf_config))[1]
+    for row, layer in quantised_layers(config):
+        columns = shapes[row.hf[0].format(layer)][1]
+        ranks = degree(row, config) if row.axis == 1 else 1
+        key = "tensor_model_parallel_size"
+        if row.expert is not None:
+            key = "expert_tensor_parallel_size"
+        remedy = f"{key}: {ranks // 2}" if ranks > 1 else "quantization_bit left out"
+        rules.expect(
+            columns // ranks % block == 0,
+            key,
+            f"{name} has blocks of {block} numbers, and a rank has {columns // ranks} columns of "
+            f"{row.hf[0].format(layer)}",
+            remedy,
+        )
+    if judge is None:
+        rules.close()
+    return name
+
+
+def base_weights(config) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    """A function (HF name, CPU tensor of a model with config.weight_format) -> the tensor of the
+    model's files, before it was quantised, if these are still there."""
+    source = original_of(config.name_or_path)
+    names = {hf.format(layer) for row, layer in quantised_layers(config) for hf in row.hf}
+
+    def read(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if source is None or name not in names:
+            return tensor
+        return source.read(name).to(tensor.dtype)
+
+    return read

@@ -1,0 +1,124 @@
+"""Files of bitsandbytes' weights in NF4, read as plain float32 numbers. A weight X [n, k] is
+
+    X                      uint8 [n k / 2, 1], the first of two numbers in the upper half of a byte
+    X.absmax               scales of blocks of 64 in the flat weight; float32, or codes (nested)
+    X.quant_map            float32 [16], the number of each code
+    X.nested_absmax, X.nested_quant_map   of nested scales: map[code] * nested_absmax + offset
+    X.quant_state.bitsandbytes__nf4       JSON: shape, block sizes, the offset
+
+Numbers in float32 get the same codes and scales when they are quantised again.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+_STATE = re.compile(r"(.*)\.quant_state\.bitsandbytes__(\w+)")
+_OTHERS = "absmax quant_map nested_absmax nested_quant_map quant_state.bitsandbytes__nf4".split()
+# single experts and routers of gpt_oss in files of Unsloth, whose rows of gate and up alternate
+_UNSLOTH = re.compile(r"(.*\.mlp\.experts\.)(gate_up_projs|down_projs)\.(\d+)\.(weight|bias)")
+_ROUTER = re.compile(r"(.*\.mlp\.router\.)linear\.(weight|bias)")
+
+
+class Nf4Slice:
+    """A weight of files, as safetensors' slices are read: whole rows are read, columns cut."""
+
+    def __init__(self, name: str, slices: dict[str, Any]):
+        self._codes = slices[name]
+        self._of: dict[str, Any] = {other: slices.get(f"{name}.{other}") for other in _OTHERS}
+        state = bytes(self._of["quant_state.bitsandbytes__nf4"][:].tolist())
+        self._state = json.loads(state)
+        self._table = self._of["quant_map"][:].float()
+
+    def get_shape(self) -> list[int]:
+        return self._state["shape"]
+
+    def _scales(self, first: int, last: int) -> torch.Tensor:
+        """float32 scales of some blocks."""
+        scales = self._of["absmax"][first:last]
+        nested = self._of["nested_absmax"]
+        if nested is None:
+            return scales.float()
+        size = self._state["nested_blocksize"]
+        values = self._of["nested_quant_map"][:][scales.int()]
+        places = torch.arange(first, first + len(scales)) // size
+        return values * nested[:][places] + self._state["nested_offset"]
+
+    def __getitem__(self, part: slice | tuple[slice, ...]) -> torch.Tensor:
+        rows, columns = _both(part)
+        count, width = self.get_shape()
+        top, bottom, _ = rows.indices(count)
+        block = self._state["blocksize"]
+        start = top * width
+        stop = max(bottom * width, start)
+        first = start // block
+        last = -(-stop // block)
+        packed = self._codes[first * block // 2 : -(-last * block // 2)].flatten()
+        codes = torch.stack((packed >> 4, packed & 15), 1).flatten()
+        scales = self._scales(first, last).repeat_interleave(block)
+        numbers = self._table[codes.int()] * scales[: len(codes)]
+        return numbers[start - first * block :][: stop - start].view(-1, width)[:, columns]
+
+
+def _both(part: slice | tuple[slice, ...]) -> tuple[slice, slice]:
+    """The slices of rows and columns."""
+    both = part if isinstance(part, tuple) else (part,)
+    return both[0], both[1] if len(both) > 1 else slice(None)
+
+
+class _EveryOther:
+    """Every second row of a slice, from `first` on."""
+
+    def __init__(self, slices: Any, first: int):
+        self._slices = slices
+        self._first = first
+
+    def get_shape(self) -> list[int]:
+        count, *rest = self._slices.get_shape()
+        return [count // 2, *rest]
+
+    def __getitem__(self, part: slice | tuple[slice, ...]) -> torch.Tensor:
+        rows, columns = _both(part)
+        shape = self.get_shape()
+        start, stop, _ = rows.indices(shape[0])
+        places = slice(self._first + 2 * start, self._first + 2 * max(stop, start))
+        whole = self._slices[places] if len(shape) == 1 else self._slices[places, columns]
+        return whole[::2]
+
+
+def unpacked(slices: dict[str, Any]) -> dict[str, Any]:
+    """{name: slice} of files, with a Nf4Slice in place of the tensors of each quantised weight.
+    ValueError for a weight in another format, or with tensors missing."""
+    of_states = {}
+    for match in filter(None, map(_STATE.fullmatch, slices)):
+        name, kind = match.groups()
+        needed = [name, *(f"{name}.{other}" for other in ("absmax", "quant_map"))]
+        missing = [other for other in needed if other not in slices]
+        if kind != "nf4" or missing:
+            why = f"{missing[0]} is not there" if missing else f"it is in {kind}"
+            raise ValueError(
+                f"{name}: expected bitsandbytes' nf4 with its scales, and {why}: save the model in "
+                "bf16, or download it again"
+            )
+        of_states[name] = Nf4Slice(name, slices)
+    beside = {f"{name}.{other}" for name in of_states for other in _OTHERS}
+    plain = {name: of_states.get(name, part) for name, part in slices.items()}
+    return dict(_renamed((name, part) for name, part in plain.items() if name not in beside))
+
+
+def _renamed(parts) -> Iterator[tuple[str, Any]]:
+    """The parts of files under the names of single experts."""
+    for name, part in parts:
+        expert = _UNSLOTH.fullmatch(name)
+        if expert is None:
+            yield _ROUTER.sub(r"\1\2", name), part
+            continue
+        prefix, stack, number, kind = expert.groups()
+        if stack == "down_projs":
+            yield f"{prefix}{number}.down_proj.{kind}", part
+        else:
+            for first, projection in enumerate(("gate_proj", "up_proj")):
+                yield f"{prefix}{number}.{projection}.{kind}", _EveryOther(part, first)
