@@ -175,7 +175,7 @@ optimizer=dist_muon: optim=muon
 finetune=true: - | training begins at step 0 without resume_from_checkpoint
 finetune: ! | resume_from_checkpoint: <the checkpoint>
 no_save_optim=true: save_only_model=true
-no_save_rng,no_load_optim,no_load_rng: - | save_only_model decides it
+no_save_optim,no_save_rng,no_load_optim,no_load_rng: - | save_only_model decides it
 attention_backend: - | transformer_impl decides it
 attn_impl: - | transformer_impl decides it
 use_precision_aware_optimizer: - | exp_avg_dtype and exp_avg_sq_dtype decide it

@@ -13,6 +13,7 @@ from mca_lite.args_values import read_config_file
 from mca_lite.errors import ConfigError
 from mca_lite.tool_migrate_tables import ROWS
 from tests.shared import tiny, world
+from tests.shared.commands import ROOT
 from tests.shared.small_runs import save_tokenizer, write_data
 from tests.shared.training import read_log
 
@@ -265,3 +266,39 @@ def test_every_row_names_keys_of_this_package_or_a_reason(form):
             assert set(more) <= {"dataset", "eval_dataset", "pt"}
         else:
             assert {word.partition("=")[0] for word in (first, *more)} <= key_fields().keys(), row
+
+
+SECTION = r"(?s)\n## From {}\n(.+?)\n## "
+NO_KEYS = {"swift", "megatron", "megatron sft | pt | rlhf"}
+
+
+def cells_of(origin: str) -> list[tuple[list[str], str]]:
+    """(keys or `key: value` that the left cell names, the right cell) of the page's rows."""
+    page = (ROOT / "configs/MIGRATION.md").read_text()
+    [section] = re.findall(SECTION.format(origin), page)
+    rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| `")]
+    return [(re.findall(r"`([^`]+)`", there), here) for there, here in rows]
+
+
+def line_of(origin: str, key: str, values: list[str]) -> tool_migrate.Line:
+    """The Line of a key with the first of the values that is not refused."""
+    method = {"method": "megatron sft"} if origin == "ms-swift" else {}
+    lines = [tool_migrate.migrated(origin, {key: value, **method})[0] for value in values]
+    return next((line for line in lines if line.fate != "refused"), lines[0])
+
+
+@pytest.mark.parametrize("origin", ["axolotl", "ms-swift"])
+def test_the_page_has_the_words_of_the_tables(origin):
+    rows = cells_of(origin)
+    assert len(rows) > 15
+    for there, here in rows:
+        fates = set()
+        for word in set(there) - NO_KEYS:
+            key, _, value = word.partition(": ")
+            line = line_of(
+                origin, key, [value] if value else ["true", "1", "0.5", "lora", "cosine"]
+            )
+            fates.add(line.fate)
+            assert not line.keys or any(f"`{name}" in here for name in line.keys), (word, here)
+        words = {"refused": "refused: ", "without effect": "no effect: ", "taken": "`"}
+        assert len(fates) > 1 or words[fates.pop()] in here, (there, here)

@@ -70,10 +70,11 @@ def test_every_flag_and_state_of_callbacks_stands_on_their_page():
     assert {name for names in named for name in names} == set(TrainerState.__dataclass_fields__)
 
 
-def test_the_page_for_those_who_move_in_has_two_columns_for_each_of_four_origins():
+def test_the_page_for_those_who_move_in_has_two_columns_for_each_of_five_origins():
     text = (ROOT / "configs/MIGRATION.md").read_text()
     headings = re.findall(r"^## From (.+)$", text, re.MULTILINE)
-    assert headings == ["mcore_adapter", "LLaMA-Factory", "Hugging Face's Trainer", "TRL"]
+    others = ["LLaMA-Factory", "Hugging Face's Trainer", "TRL"]
+    assert headings == ["axolotl", "ms-swift", *others]
     for heading in headings:
         found = rows("MIGRATION.md", f"From {heading}")
         assert len(found) > 5 and all(len(cells) == 2 and all(cells) for cells in found)

@@ -90,7 +90,8 @@ def test_help_says_what_counts_as_a_sample_and_what_other_trainers_do():
 
 
 def test_the_page_for_those_who_move_in_says_them():
-    page = (ROOT / "configs/MIGRATION.md").read_text()
+    names = ("MIGRATION", "MCORE_ADAPTER")
+    page = "".join((ROOT / f"configs/{name}.md").read_text() for name in names)
     for key in ("finetuning_type", "sequence_packing", "global_batch_size"):
         assert key in key_fields() and re.search(rf"^\|.*`{key}", page, re.MULTILINE), key
     assert "`constant_with_warmup` has one" in page
