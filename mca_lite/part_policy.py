@@ -1,32 +1,34 @@
-"""Losses of policy training, for a Session and for stage policy: formulas with their sources, one
-row each; weights of a sampler's tokens, advantages of groups.
+"""Losses of policy training, for a Session and for stage policy. Also weights that correct for the
+sampler, and advantages within groups.
 
-Letters, of a trained token: l its log-probability, o by the policy that sampled (l itself where a
-sample has no old_logp), r = exp(l - o), A its advantage, q by the reference. n: trained tokens of
-its sample. clip(r) = r between 1 - clip_low and 1 + clip_high. sg: without gradient.
+Letters, for a trained token: l its log-probability; o that under the policy that sampled it (l
+itself if a sample has no old_logp); r = exp(l - o); A its advantage; q its log-probability under
+the reference. n: trained tokens in its sample. clip(r): r limited to 1 - clip_low .. 1 + clip_high.
+sg: stop gradient.
 
     ppo          -min(r A, clip(r) A)                   Schulman et al., 2017; for A < 0 at most
                                                         -dual_clip A (Ye et al., 2020)
-    grpo         the same / n                           Shao et al., DeepSeekMath, 2024
-    dapo         the same as ppo                        Yu et al., 2025; clip_high 0.28 there
-    dr_grpo      the same as ppo                        Liu et al., 2025
+    grpo         ppo's term / n                         Shao et al., DeepSeekMath, 2024
+    dapo         ppo's term                             Yu et al., 2025; clip_high 0.28 there
+    dr_grpo      ppo's term                             Liu et al., 2025
     cispo        -sg(min(r, cispo_max)) A l             MiniMax-M1, 2025, as in ScaleRL
-    gspo         as grpo, r = exp(mean of l - o)        Zheng et al., 2025
-    sapo         -4 / tau sigmoid(tau (r - 1)) A / n    Gao et al., 2025; tau_pos for A > 0, else
-                                                        tau_neg
+    gspo         grpo's, with r = exp(mean of l - o)    Zheng et al., 2025
+    sapo         -4 / tau sigmoid(tau (r - 1)) A / n    Gao et al., 2025; tau is tau_pos for A > 0,
+                                                        otherwise tau_neg
     reinforce    -A l
     importance_sampling  -r A                           Tinker
-    opd          -r (A + teacher_coef (q - o))          on-policy distillation by sampled tokens, q
-                                                        the teacher; A is 0 without advantages
+    opd          -r (A + teacher_coef (q - o))          on-policy distillation on sampled tokens, q
+                                                        is the teacher's; A is 0 if missing
 
-An update divides by all trained tokens (ppo, dapo, cispo, reinforce, opd), by the samples with
-such a token (grpo, gspo, sapo; TRL counts the others too), by those times `constant` (dr_grpo), or
-by 1.
+An update divides the sum of these terms by the number of trained tokens (ppo, dapo, cispo,
+reinforce, opd), by the number of samples with such a token (grpo, gspo, sapo; TRL also counts
+samples without), by that number times `constant` (dr_grpo), or by 1 (importance_sampling).
 
-A penalty kl_coef kl(l, q) is added to each token's term, and entropy_coef times the entropy taken
-away; with d = q - l, kl is k1 = -d, k2 = d^2 / 2, or k3 = exp(d) - d - 1 (Schulman, 2020), times r
-with kl_unbiased. sampler_weight multiplies the term without these. off_policy_max leaves out the
-term of tokens with A < 0 in samples with mean(o - l) above it (DeepSeek-V3.2, 2025); they count.
+Each token's term gets a penalty kl_coef kl(l, q), and loses entropy_coef times the entropy. With d
+= q - l, kl is k1 = -d, k2 = d^2 / 2 or k3 = exp(d) - d - 1 (Schulman, 2020); kl_unbiased multiplies
+it by r. sampler_weight multiplies the term without penalty and entropy. off_policy_max drops the
+terms of tokens with A < 0 in samples where mean(o - l) is larger (DeepSeek-V3.2, 2025); these
+tokens still count.
 """
 
 from collections.abc import Callable
@@ -43,8 +45,10 @@ from .tables import SESSION_COLUMNS, SESSION_LOSSES, function_of, refuse_taken
 
 
 class PolicyTokens(NamedTuple):
-    """Inputs of a formula; tensors [b, s]. log_ratio: l - o. logps: l. advantage: A. ref_logp: q,
-    or None."""
+    """Inputs of a formula; tensors [b, s].
+
+    log_ratio: l - o. logps: l. advantage: A. ref_logp: q, or None.
+    """
 
     log_ratio: torch.Tensor
     logps: torch.Tensor
@@ -55,11 +59,13 @@ class PolicyTokens(NamedTuple):
 class PolicyLoss(NamedTuple):
     """One row of POLICIES.
 
-    formula(tokens: PolicyTokens, numbers: Policy) -> terms of tokens [b, s]; "module:function" of
-    this package. counts: the denominator of an update: "tokens", "answers" or "one". is_mean: True
-    if a sample counts by the mean of its terms. is_of_sequence: True for one ratio of a whole
-    sample. times: the field of Policy that multiplies the count. required: columns of samples that
-    the formula reads.
+    formula(tokens: PolicyTokens, numbers: Policy): returns the loss terms of tokens, [b, s]; or
+    "module:function" in this package.
+    counts: what an update divides by: "tokens", "answers" or "one".
+    is_mean: True if a sample counts with the mean of its terms, not their sum.
+    is_of_sequence: True if a whole sample has one ratio.
+    times: name of the Policy field that multiplies the count.
+    required: sample columns that the formula reads.
     """
 
     formula: Callable[[PolicyTokens, Any], torch.Tensor] | str
@@ -70,7 +76,8 @@ class PolicyLoss(NamedTuple):
     required: tuple[str, ...] = ("advantage",)
 
 
-def clipped(tokens: PolicyTokens, numbers) -> torch.Tensor:
+def clipped(tokens: PolicyTokens, numbers: Any) -> torch.Tensor:
+    """PPO's clipped objective per token, with the variants delta and dual_clip."""
     ratio = tokens.log_ratio.exp()
     if numbers.delta is not None:
         ratio = ratio.clamp(max=numbers.delta)
@@ -82,25 +89,32 @@ def clipped(tokens: PolicyTokens, numbers) -> torch.Tensor:
     return torch.where(tokens.advantage < 0, torch.min(terms, most), terms)
 
 
-def cispo(tokens: PolicyTokens, numbers) -> torch.Tensor:
+def cispo(tokens: PolicyTokens, numbers: Any) -> torch.Tensor:
+    """CISPO: the ratio, limited and without gradient, weights the log-probability."""
     ratio = tokens.log_ratio.exp().clamp(max=numbers.cispo_max)
     return -ratio.detach() * tokens.advantage * tokens.logps
 
 
-def sapo(tokens: PolicyTokens, numbers) -> torch.Tensor:
+def sapo(tokens: PolicyTokens, numbers: Any) -> torch.Tensor:
+    """SAPO: a sigmoid of the ratio takes the place of clipping."""
     tau = torch.where(tokens.advantage > 0, numbers.tau_pos, numbers.tau_neg)
     return -torch.sigmoid(tau * (tokens.log_ratio.exp() - 1)) * 4 / tau * tokens.advantage
 
 
-def reinforce(tokens: PolicyTokens, numbers) -> torch.Tensor:
+def reinforce(tokens: PolicyTokens, numbers: Any) -> torch.Tensor:
+    """REINFORCE: -A l."""
     return -tokens.advantage * tokens.logps
 
 
-def importance_sampling(tokens: PolicyTokens, numbers) -> torch.Tensor:
+def importance_sampling(tokens: PolicyTokens, numbers: Any) -> torch.Tensor:
+    """-r A, with an unlimited ratio."""
     return -tokens.log_ratio.exp() * tokens.advantage
 
 
-def opd(tokens: PolicyTokens, numbers) -> torch.Tensor:
+def opd(tokens: PolicyTokens, numbers: Any) -> torch.Tensor:
+    """On-policy distillation: the teacher's log-ratio to the sampling policy is added to the
+    advantage.
+    """
     old = (tokens.logps - tokens.log_ratio).detach()
     gain = tokens.advantage + numbers.teacher_coef * (tokens.ref_logp - old)
     return -tokens.log_ratio.exp() * gain
@@ -124,11 +138,10 @@ _NEEDED = {"cispo": "cispo_max", "dr_grpo": "constant"}
 def register_policy_loss(
     name: str, formula: Callable[[PolicyTokens, Any], torch.Tensor], **fields: Any
 ) -> None:
-    """Add a row to POLICIES: session.forward_backward(samples, name) trains with `formula`. fields:
-    the others of PolicyLoss.
+    """Add a row to POLICIES: session.forward_backward(samples, name) then trains with `formula`.
 
-    Raises ValueError for a taken name and unknown counts, TypeError for a formula that is no
-    function.
+    fields: further fields of PolicyLoss. ValueError for a name that exists or unknown `counts`,
+    TypeError if `formula` cannot be called.
     """
     if not callable(formula):
         raise TypeError(f"loss {name}: expected a function of (tokens, numbers), got {formula!r}")
@@ -145,13 +158,16 @@ _KL = {"k1": lambda d: -d, "k2": lambda d: d.square() / 2, "k3": lambda d: d.exp
 
 @dataclass(kw_only=True)
 class Policy:
-    """The numbers of a row of POLICIES, as a row of SESSION_LOSSES (see session.CrossEntropy).
+    """The parameters of a policy loss: the class in SESSION_LOSSES for every row of POLICIES (see
+    session.CrossEntropy).
 
-    clip_low, clip_high: distances of the bounds of r from 1; clip_high None: clip_low. delta: the
-    largest r of the unclipped term. cispo_max: the largest r itself. constant: of dr_grpo, tokens.
-    The metrics are means over trained tokens: ratio; clipped, the share whose gradient clip(r)
-    takes away; kl, with ref_logp; entropy, with entropy_coef or with_entropy; reward, over samples,
-    with that column. ValueError for numbers that do not fit together.
+    clip_low, clip_high: distances of r's bounds from 1; clip_high None: equal to clip_low.
+    dual_clip: for A < 0, a term is at most -dual_clip A.
+    delta: maximum of r in the unclipped term. cispo_max: maximum of r for cispo.
+    constant: tokens per answer for dr_grpo. Metrics are means over trained tokens: ratio; clipped,
+    the share whose gradient clip(r) removes; kl, if samples have ref_logp; entropy, with
+    entropy_coef or with_entropy. reward is a mean over samples that have it. ValueError for
+    parameters that do not fit together.
     """
 
     name: str
@@ -175,7 +191,7 @@ class Policy:
     of_answers: ClassVar[tuple[str, ...]] = ("reward",)
     refuses_dropout: ClassVar[bool] = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.row = POLICIES[self.name]
         needed = _NEEDED.get(self.name)
         if needed is not None:
@@ -190,11 +206,12 @@ class Policy:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """Those of r."""
+        """(lower, upper) bound of the ratio r."""
         high = self.clip_low if self.clip_high is None else self.clip_high
         return 1 - self.clip_low, 1 + high
 
     def terms(self, tokens: Tokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """(loss terms [b, s], {metric: values [b, s]}) for a micro-batch's tokens."""
         logps = tokens.logps
         columns = tokens.columns
         token_ratio = logps - columns.get("old_logp", logps.detach())
@@ -229,13 +246,18 @@ class Policy:
 
 
 def sampler_weights(
-    labels, old_logp, sampler_logp, correction: str, most: float = 3.0, least: float = 0.0
+    labels: Any,
+    old_logp: Any,
+    sampler_logp: Any,
+    correction: str,
+    most: float = 3.0,
+    least: float = 0.0,
 ) -> np.ndarray:
-    """sampler_weight of a sample, float32 [n]: exp(o - the sampler's log-probability), of a token
-    or, summed, of the whole sample.
+    """sampler_weight of a sample, float32 [n]: exp(o - the sampler's log-probability) per token, or
+    with the differences summed over the sample.
 
-    correction: token or sequence, _truncate (between least and most) or _mask (0 outside of them).
-    A token without a sampler's log-probability (NaN) has the difference 0.
+    correction: "token" or "sequence", then "_truncate" (limit weights to least .. most) or "_mask"
+    (0 outside of them). Tokens without the sampler's log-probability (NaN) have the difference 0.
     """
     scope, _, way = correction.partition("_")
     expect(
@@ -254,9 +276,11 @@ def sampler_weights(
     return kept.astype(np.float32)
 
 
-def group_advantages(rewards, groups, scale: bool = False) -> np.ndarray:
-    """float64 [N]: each reward less the mean of its group's; scale: divided by their standard
-    deviation (of a sample, n - 1) + 1e-4, as TRL has it. NaN stays NaN."""
+def group_advantages(rewards: Any, groups: Any, scale: bool = False) -> np.ndarray:
+    """Advantages, float64 [N]: each reward minus the mean reward of its group. NaN stays NaN.
+
+    scale: also divide by the group's standard deviation (with n - 1) + 1e-4, as in TRL.
+    """
     rewards = np.asarray(rewards, np.float64)
     _, numbers = np.unique(np.asarray(groups), return_inverse=True)
     counts = np.bincount(numbers)

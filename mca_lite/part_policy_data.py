@@ -1,12 +1,11 @@
-"""Rollouts in files: token ids with a mask and numbers of the tokens, in the spellings of other
-programs.
+"""Rollouts in files: token ids with a mask and per-token numbers, under several programs' names.
 
     {"ids": [..], "mask": [0, 0, 1, 1], "logprobs": [..], "advantages": 0.5 or [..],
      "ref_logprobs": [..], "temperature": 1.0 or [..], "reward": 1.0, "group": "a name"}
 
-Lists have a value for each token, or for each token of the answer, the last ones. mask: 1 for
-tokens to train. Other names are those of ALIASES; prompt_ids and response_ids stand for ids.
-Values of tokens are shifted with the ids, by data_encode.shifted.
+A list has one value per token, or one per token of the answer, which comes last. mask: 1 for tokens
+to train. ALIASES has other names; prompt_ids and response_ids may replace ids. Per-token values are
+shifted with the ids, by data_encode.shifted.
 """
 
 import hashlib
@@ -35,13 +34,16 @@ TOKEN_COLUMNS = {
 
 
 class RolloutEncoder(Encoder):
-    """Reads records of rollouts, in place of rendering and tokenising.
+    """Reads rollout records, where Encoder would render and tokenise.
 
-    A sample has one document with the columns of TOKEN_COLUMNS, arrays float32 [n] of its unshifted
-    tokens; reward, and group as a number.
+    A sample has one document, with the columns of TOKEN_COLUMNS as float32 [n] over its unshifted
+    tokens, with reward, and with group as a number.
     """
 
     def encode(self, chunk: list[Record]) -> tuple[list[Sample], Tally]:
+        """(samples, Tally) of these records. Unusable records are counted if they may be skipped;
+        otherwise ValueError.
+        """
         tally = Tally(records=len(chunk))
         kept: list[Sample] = []
         for where, content, values in chunk:
@@ -62,7 +64,7 @@ class RolloutEncoder(Encoder):
         return kept, tally
 
     def read(self, record: Any, where: str) -> tuple[Document, dict[str, Any]]:
-        """(tokens of a record, its columns). ValueError with the place for an unusable one."""
+        """(tokens, columns) of a record. ValueError, naming `where`, if it is unusable."""
         record = _with_usual_names(record, where)
         ids, start = self._ids(record, where)
         mask = _of_tokens(record, "mask", len(ids), start, where)
@@ -99,8 +101,8 @@ class RolloutEncoder(Encoder):
             columns["group"] = _number_of(group)
         return np.where(is_trained, ids, ~ids), columns
 
-    def _ids(self, record: dict, where: str) -> tuple[np.ndarray, int | None]:
-        """(tokens, the first one of the answer where the record has it)."""
+    def _ids(self, record: dict[str, Any], where: str) -> tuple[np.ndarray, int | None]:
+        """(token ids, index of the answer's first token; None if the record does not say)."""
         start = None
         ids = get_column(record, "ids", where, list, required="response_ids" not in record)
         if ids is None:
@@ -123,8 +125,8 @@ class RolloutEncoder(Encoder):
         return np.array(ids, dtype=np.int32), start
 
 
-def _with_usual_names(record: Any, where: str) -> dict:
-    """The record under the names of this module. ValueError for two names of one column."""
+def _with_usual_names(record: Any, where: str) -> dict[str, Any]:
+    """The record with this module's names. ValueError if a column is there under two names."""
     get_column(record, "", where, object, required=False)  # refuses all but objects
     record = {name: record[name] for name in record if record[name] is not None}
     for name, others in ALIASES.items():
@@ -138,9 +140,11 @@ def _with_usual_names(record: Any, where: str) -> dict:
 
 
 def _of_tokens(
-    record: dict, name: str, length: int, start: int | None, where: str
+    record: dict[str, Any], name: str, length: int, start: int | None, where: str
 ) -> np.ndarray | None:
-    """float32 [length] of a column, NaN for null, 0 before an answer's own; None without it."""
+    """A column as float32 [length]: NaN for null, 0 before the answer if there is one value per
+    answer token. None if the record lacks it.
+    """
     given = get_column(record, name, where, (list, int, float), required=False)
     if given is None:
         return None
@@ -160,10 +164,11 @@ def _of_tokens(
 
 
 def _first(values: np.ndarray, wrong: np.ndarray) -> str:
+    """The first wrong value and its index, as text."""
     place = int(wrong.argmax())
     return f"{values[place]:g} at {place}"
 
 
 def _number_of(group: int | str) -> float:
-    """A number for the name of a group, exact in float64."""
+    """A number that stands for a group's name, exact in float64."""
     return float(int(hashlib.sha256(str(group).encode()).hexdigest()[:12], 16))

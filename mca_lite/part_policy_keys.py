@@ -1,4 +1,4 @@
-"""Keys, rules and rows of policy training: rollouts, answers that another program has sampled."""
+"""Keys, rules and table rows of policy training on rollouts: answers sampled by another program."""
 
 from dataclasses import dataclass, fields
 from typing import Any, Literal
@@ -13,6 +13,7 @@ RECORD_COLUMNS = ("reward", "group")
 
 
 def _check_loss(name: str) -> None:
+    """Raise ValueError if there is no policy loss of this name."""
     known = [row for row in SESSION_LOSSES if row != "cross_entropy"]
     expect(name in known, f"expected one of {', '.join(known)}")
 
@@ -83,11 +84,12 @@ _NEEDED = {"cispo_max": "cispo", "constant": "dr_grpo"}
 
 
 def loss_of_stage(a: Any) -> str:
-    """The name of the loss of a stage."""
+    """The loss's name for a stage: policy_loss, or the stage's default."""
     return a.policy_loss or ("grpo" if a.stage == "policy" else a.stage)
 
 
 def _check_policy_keys(a: Any, judge: Judge) -> None:
+    """Check the keys of the loss and of the sampler's correction."""
     name = loss_of_stage(a)
     judge.expect(
         a.stage in ("policy", name),
@@ -118,10 +120,12 @@ def _check_policy_keys(a: Any, judge: Judge) -> None:
 
 
 def _check_policy_run(a: Any, judge: Judge) -> None:
+    """Check the keys of a policy run over all groups."""
     judge.apply(_RUN)
 
 
 def _describe_policy(a: Any) -> str:
+    """Text about the loss for the start summary."""
     text = f"{loss_of_stage(a)}, clip {a.clip_low:g}"
     if a.clip_high is not None:
         text += f" and {a.clip_high:g}"

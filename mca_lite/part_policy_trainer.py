@@ -1,8 +1,8 @@
-"""Policy training on rollouts: PolicyTrainer, with the loss of a Session as its objective.
+"""Policy training on rollouts: PolicyTrainer, whose objective is a Session's loss.
 
-The columns that samples may lack are computed before training: advantages from the rewards of
-groups, log-probabilities by the model before training. These are kept on disk, and a resumed run
-reads them. Letters: n tokens of a sample.
+Columns that samples lack are computed before training: advantages from rewards within groups, and
+log-probabilities under the model before training. The latter are stored on disk, and a resumed run
+reads them. Letters: n tokens in a sample.
 """
 
 from dataclasses import dataclass
@@ -26,13 +26,14 @@ from .tables import SESSION_COLUMNS, other_columns
 
 @dataclass(kw_only=True)
 class PolicyConfig(Policy, ObjectiveConfig):
-    """The objective: a loss and its numbers (Policy), and how columns are computed. ConfigError for
-    values that do not fit together.
+    """The objective's settings: a loss with its parameters (Policy), and how columns are computed.
+    ConfigError for values that do not fit together.
 
-    scale_rewards: of group_advantages. sampler_correction, sampler_max, sampler_min: of
-    sampler_weights, None without; old_logp of the samples is the sampler's then. cache_dir: folder
-    for log-probabilities of the model before training (None: in memory). model_source: tells start
-    models of one folder apart.
+    scale_rewards: see group_advantages.
+    sampler_correction, sampler_max, sampler_min: see sampler_weights; if set, the samples' old_logp
+    is the sampler's.
+    cache_dir: folder for log-probabilities of the model before training; None: kept in memory.
+    model_source: distinguishes start models that come from the same folder.
     """
 
     name: str = "grpo"
@@ -45,19 +46,18 @@ class PolicyConfig(Policy, ObjectiveConfig):
     model_source: str = ""
     stage: ClassVar[str] = "policy"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.take_keys()
         super().__post_init__()
 
 
 class PolicyTrainer(SampleLoss, ScoredTrainer):
-    """Train `model` on samples of a Session, {"input_ids", "labels"} with columns beside them: see
-    session.py; "reward" with "group" in place of "advantage".
+    """Train on a Session's samples: {"input_ids", "labels"} with columns (session.py). "reward"
+    with "group" may replace "advantage".
 
-    train_config: PolicyConfig. The other arguments are McaTrainer's. The loss is divided by the
-    count of the row over the global batch; of importance_sampling, a sum, the log has the mean over
-    tokens.
-    Raises: ValueError for data and keys that do not fit, before anything is computed.
+    train_config: a PolicyConfig. Other arguments are McaTrainer's. The loss is divided by its count
+    over the global batch; for importance_sampling, a sum, the log shows the mean over tokens.
+    ValueError, before anything is computed, for data and keys that do not fit.
     """
 
     config_class = PolicyConfig
@@ -69,7 +69,13 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
     metrics_keys = list(POLICY_METRICS)
     unread_columns = other_columns(*SESSION_COLUMNS)
 
-    def __init__(self, model=None, train_config: PolicyConfig | None = None, args=None, **kwargs):
+    def __init__(
+        self,
+        model: Any = None,
+        train_config: PolicyConfig | None = None,
+        args: Any = None,
+        **kwargs: Any,
+    ) -> None:
         ScoredTrainer.__init__(self, model, train_config, args, **kwargs)
         self.backend.expect_weighted_losses()
         self.loss = self.train_config
@@ -78,7 +84,8 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
     # -- a run of the command line
 
     @classmethod
-    def own_keywords(cls, arguments, second_model) -> dict[str, Any]:
+    def own_keywords(cls, arguments: Any, second_model: Any) -> dict[str, Any]:
+        """This trainer's arguments beyond McaTrainer's, for a run."""
         cache_dir = cache_folder(arguments.data.cache_dir)
         source = ""
         if arguments.model.train_from_scratch:
@@ -91,19 +98,24 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
 
     # -- the objective, that of a Session
 
-    def _arrange(self, batch: dict) -> dict:
+    def _arrange(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Arrange a batch whose loss columns are checked, and 0 where there is no label."""
         return super()._arrange(with_columns(batch, self.loss))
 
-    def _post_compute_loss(self, labels, batch, losses):
+    def _post_compute_loss(  # type: ignore[override]
+        self, labels: Any, batch: dict[str, Any], losses: Any
+    ) -> tuple[Any, ...]:
+        """Token losses -> (sum of the loss's terms, its count, {metric: (sum, count)})."""
         total, count, metrics = super()._post_compute_loss(labels, batch, losses)
         del metrics["logps"]
         return total / self.loss.times, count, metrics
 
     # -- columns of samples
 
-    def _prepare_samples(self, samples):
-        """The samples with advantages of their groups, and log-probabilities by the model before
-        training. Collective."""
+    def _prepare_samples(self, samples: Any) -> Any:
+        """The samples with advantages from their groups, and with log-probabilities under the model
+        before training, where these are needed. Collective.
+        """
         if isinstance(samples, (Stream, Computed)):
             return samples
         config = self.train_config
@@ -121,9 +133,10 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
             view.use_rows(*self._rows(samples))
         return view
 
-    def _advantages(self, samples) -> np.ndarray:
-        """float64 [samples]: those of groups of records, of one file or data set. ValueError
-        without rewards and groups."""
+    def _advantages(self, samples: Any) -> np.ndarray:
+        """Advantages, float64 [samples]; groups are those within one file or data set. ValueError
+        if a reward or group is missing.
+        """
         shards = getattr(samples, "shards", None)
         if shards is None:
             documents = [_document(samples[i]) for i in range(len(samples))]
@@ -146,8 +159,10 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
         advantages = np.concatenate(parts)
         return advantages if shards is None else advantages[samples.indices]
 
-    def _rows(self, samples) -> tuple[np.ndarray, np.ndarray]:
-        """(the rows before each sample, and all; rows of all trained tokens). Collective."""
+    def _rows(self, samples: Any) -> tuple[np.ndarray, np.ndarray]:
+        """(cumulative row counts int64 [samples + 1], log-probabilities float32 [trained tokens, 2]
+        under the model before training and the reference). Collective.
+        """
         expect(
             not self.was_trained,
             "log-probabilities by the model before training are computed before it is trained: "
@@ -173,7 +188,7 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
         ]
         return {self.kind: hash_of(facts)}
 
-    def _score(self, samples, ends: np.ndarray, start: int, stop: int) -> np.ndarray:
+    def _score(self, samples: Any, ends: np.ndarray, start: int, stop: int) -> np.ndarray:
         session = Session(self.model, self.args, self.tokenizer, self.backend)
         self.backend.use_timers(self.phases.timer)
         documents = []
@@ -197,27 +212,27 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
 
 
 class Computed(View):
-    """A view of rollouts with the columns that PolicyTrainer computes.
-
-    advantages: float64 [samples], None: those of the samples.
+    """A view of rollouts with the columns that PolicyTrainer computes. advantages: float64
+    [samples]; None: the samples have them.
     """
 
     advantages: np.ndarray | None = None
     rows: np.ndarray | None = None
 
-    def __init__(self, dataset, config: PolicyConfig):
+    def __init__(self, dataset: Any, config: PolicyConfig):
         super().__init__(dataset)
         self.config = config
         self.document_lengths = getattr(dataset, "document_lengths", None)
 
     def use_rows(self, ends: np.ndarray, rows: np.ndarray) -> None:
-        """Give the samples log-probabilities by the model before training. ends: int64
-        [samples + 1]. rows: float32 [trained tokens, 2], of the model and of the reference."""
+        """Add log-probabilities to the samples. ends: int64 [samples + 1], cumulative row counts.
+        rows: float32 [trained tokens, 2], under the model before training and under the reference.
+        """
         self.ends = ends
         self.rows = rows
         self.first_scores = rows[:4].tolist()
 
-    def __getitem__(self, i: int) -> list[dict]:
+    def __getitem__(self, i: int) -> list[dict[str, Any]]:
         config = self.config
         given = _document(self.dataset[i])
         document = {name: given[name] for name in given if name != "group"}
@@ -238,8 +253,8 @@ class Computed(View):
         return [document]
 
 
-def _document(sample) -> dict:
-    """The only document of a sample. ValueError for several."""
+def _document(sample: Any) -> dict[str, Any]:
+    """The only document of a sample. ValueError if there are several."""
     [document, *others] = documents_of(sample)
     expect(not others, "a rollout has several documents: expected one")
     return dict(document)

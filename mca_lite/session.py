@@ -2,12 +2,12 @@
 outside this package.
 
 A sample is a shifted document: {"input_ids": [n], "labels": [n]}, where labels[t] is the target of
-position t, or -100 without loss. Columns beside them, one number or [n], ignored where labels are
--100: advantage, old_logp, ref_logp, sampler_weight; temperature, which divides the logits in place
-of a loss's number; reward, a metric. Letters: N samples of a call, n tokens of a sample, [b, s] a
-micro-batch on this rank.
+position t, or -100 for no loss. Optional columns, each one number or [n], ignored where labels are
+-100: advantage, old_logp, ref_logp, sampler_weight; temperature, which divides the logits and
+overrides the loss's parameter; reward, which is only a metric. Letters: N samples in a call, n
+tokens in a sample, [b, s] a micro-batch on this rank.
 
-A call adds the gradient of a sum, and optim_step divides once, by a count over the whole update:
+Calls add up the gradients of sums; optim_step divides once, by a count over the whole update. So
 any number of calls before an update gives the gradient of one call with all samples. Every rank
 calls each method with the same samples, and gets the same results.
 """
@@ -47,8 +47,9 @@ from .trainer_events import Phases, check_given
 
 
 class Output(NamedTuple):
-    """Results of a pass. logps: float32 [n] of each sample, in order, 0 without label. sums:
-    {metric: (sum, count)} over all ranks; metrics: their means."""
+    """Results of a pass. logps: float32 [n] for each sample, in order, 0 where there is no label.
+    sums: {metric: (sum, count)} over all ranks. metrics: {metric: sum / count}.
+    """
 
     logps: list[torch.Tensor]
     metrics: dict[str, float]
@@ -56,15 +57,17 @@ class Output(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Results of an update. grad_norm: after the division and before clipping. skipped: True if it
-    prevented the update, or fp16 overflowed. denominator: the divisor of the gradient."""
+    """Results of an update. grad_norm: after the division, before clipping. skipped: True if there
+    was no update, because the norm was not finite or too large, or fp16 overflowed. denominator:
+    what the gradient was divided by.
+    """
 
     grad_norm: float
     skipped: bool
     denominator: float
 
 
-_ALL = ("model", "optimizer", "grad")  # kinds of tensors
+_ALL = ("model", "optimizer", "grad")  # the kinds of tensors that a Session can move
 _DROPOUTS = ("attention_dropout", "hidden_dropout", "residual_dropout", "_pdrop", "dropout")
 
 
@@ -73,11 +76,14 @@ _DROPOUTS = ("attention_dropout", "hidden_dropout", "residual_dropout", "_pdrop"
 
 @dataclass
 class Tokens:
-    """The tokens of a micro-batch on this rank, for a loss; tensors [b, s].
+    """A micro-batch's tokens on this rank, as a loss sees them; tensors are [b, s].
 
-    logps: float32, 0 without label. is_trained: bool, True with a label. lengths: float32, trained
-    tokens of each token's sample. is_first: True for the first trained token of each. columns: of
-    the samples, those that the loss reads, 0 without label. entropy: of the next token, if wanted.
+    logps: float32, 0 where there is no label.
+    is_trained: bool, True where there is a label.
+    lengths: float32, number of trained tokens in the token's sample.
+    is_first: True for the first trained token of each sample.
+    columns: the sample columns that the loss reads, 0 where there is no label.
+    entropy: of the next-token distribution; None unless the loss wants it.
     """
 
     logps: torch.Tensor
@@ -89,23 +95,28 @@ class Tokens:
     sum_samples: Callable[[torch.Tensor], torch.Tensor]
 
     def sum_of_sample(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum of values [b, s] over the trained tokens of each token's sample, without a
-        history: a gradient of other context-parallel ranks' tokens would be lost. Collective over
-        the context-parallel group."""
+        """For each token, the sum of values [b, s] over the trained tokens of its sample, detached:
+        gradients for tokens on other context-parallel ranks would be lost. Collective over the
+        context-parallel group.
+        """
         return self.sum_samples(values.detach().masked_fill(~self.is_trained, 0.0))
 
 
 @dataclass(kw_only=True)
 class CrossEntropy:
-    """-log p of each label, times sampler_weight if the samples have it: a row of SESSION_LOSSES.
+    """-log p of each label, times sampler_weight if samples have it. An example of the classes in
+    SESSION_LOSSES.
 
-    A row is a class of the loss's numbers, with these attributes. columns: those that it reads.
-    required: those that every sample must have. metrics: possible names beside "loss", means over
-    tokens, or of_answers, over samples. counts: the denominator of an update: "tokens" with a
-    label, "answers" (samples with such a token), or "one". times: multiplies that count.
-    temperature: divides the logits. wants_entropy: True for Tokens.entropy. refuses_dropout: True
-    for a ratio to log-probabilities of another pass.
-    terms(tokens) -> (float32 [b, s], summands of the loss, {metric: values [b, s]}).
+    Such a class is a dataclass of the loss's parameters, with these attributes:
+    columns: sample columns that the loss reads. required: columns that every sample must have.
+    metrics: names of possible metrics beside "loss": means over tokens, or over samples for those
+    in of_answers.
+    counts: what an update divides by: "tokens" with a label, "answers" (samples with such a token),
+    or "one". times: factor on that count.
+    temperature: divides the logits.
+    wants_entropy: True to get Tokens.entropy.
+    refuses_dropout: True if the loss compares with log-probabilities of another pass.
+    terms(tokens): returns (summands of the loss, float32 [b, s]; {metric: values [b, s]}).
     """
 
     name: str = "cross_entropy"
@@ -124,26 +135,28 @@ class CrossEntropy:
 
 
 class _Plain(CrossEntropy):
-    """Cross entropy that reads no weights."""
+    """Cross entropy without sample weights."""
 
     columns = ("temperature",)
 
 
 class _WithEntropy(_Plain):
-    """Cross entropy with the entropy beside each log-probability: results [n, 2]."""
+    """Cross entropy whose results also contain the entropy: [n, 2] per sample."""
 
     wants_entropy = True
 
 
 class _GivenGradient(CrossEntropy):
-    """The loss whose gradient in the log-probabilities is -sampler_weight."""
+    """A loss whose gradient with respect to each log-probability is -sampler_weight."""
 
     counts = "one"
     refuses_dropout = True
 
 
-def loss_of(name: str, numbers: dict[str, Any]):
-    """The row of a loss with its numbers. ValueError for an unknown loss or number."""
+def loss_of(name: str, numbers: dict[str, Any]) -> Any:
+    """An instance of the loss's class with these parameters. ValueError for an unknown loss or
+    parameter.
+    """
     expect(name in SESSION_LOSSES, f"loss {name!r}: expected one of {', '.join(SESSION_LOSSES)}")
     row = function_of(SESSION_LOSSES[name])
     known = [field.name for field in fields(row) if field.name != "name"]
@@ -153,8 +166,9 @@ def loss_of(name: str, numbers: dict[str, Any]):
 
 
 def _losses_of_logits(temperature: float, with_entropy: bool, logits: Logits) -> torch.Tensor:
-    """[n], or with the entropy [n, 2]: cross entropy of logits divided by the temperature, that of
-    each token if the batch has them."""
+    """Cross entropy [n] with logits divided by the temperature (each token's, if the batch has a
+    column of it); with_entropy: [n, 2] with the entropy.
+    """
     divisor: Any = temperature
     if "temperature" in logits.batch:
         divisor = logits.take(logits.batch["temperature"])[:, None]
@@ -167,18 +181,20 @@ def _losses_of_logits(temperature: float, with_entropy: bool, logits: Logits) ->
     return torch.stack([losses, whole - logits.sum((probabilities * values).sum(1))], 1)
 
 
-def reads_logits(loss) -> bool:
-    """True for a loss of logits beyond their cross entropy."""
+def reads_logits(loss: Any) -> bool:
+    """True if the loss needs more from the logits than their cross entropy."""
     return loss.temperature != 1.0 or loss.wants_entropy
 
 
 @dataclass(eq=False)
 class SampleLoss:
-    """A loss over samples, as the objective of step.py: of a Session's call, or of a trainer that
+    """A loss over samples, as an objective for step.py. A Session makes one per call; a trainer
     inherits it and sets backend, args and loss.
 
-    ends: int64 [N + 1], trained tokens before each sample of a call, and all; token_number counts
-    them. None: each micro-batch numbers its documents. routes: part_routes.Routes, or None.
+    ends: int64 [N + 1]: cumulative numbers of trained tokens over the call's samples, starting at 0
+    or at the replica's first; token_number gives each token's index. None: each micro-batch counts
+    its documents.
+    routes: part_routes.Routes, or None.
     """
 
     backend: Any
@@ -186,13 +202,16 @@ class SampleLoss:
     loss: Any
     ends: np.ndarray | None = None
     routes: Any = None
-    _loss_of_logits: Callable | None = None
+    _loss_of_logits: Callable[..., Any] | None = None
 
     @property
     def metrics_keys(self) -> list[str]:
         return ["loss", *self.loss.metrics]
 
-    def _arrange(self, batch: dict) -> dict:
+    def _arrange(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Arrange a batch, and add token_number, "ends" and "answers", its number of samples with a
+        label.
+        """
         loss = self.loss
         if "temperature" in batch or reads_logits(loss):
             self._loss_of_logits = functools.partial(
@@ -209,21 +228,27 @@ class SampleLoss:
         batch["ends"] = torch.from_numpy(ends)
         return batch | {"answers": int(_firsts(batch, is_trained).sum())}
 
-    def _count_of_loss(self, batch: dict) -> int:
+    def _count_of_loss(self, batch: dict[str, Any]) -> int:
         if self.loss.counts == "tokens":
             return int((batch["labels"] != IGNORE_INDEX).sum())
         return batch["answers"] if self.loss.counts == "answers" else 1
 
-    def _pre_compute_loss(self, batch: dict, inputs: dict) -> Callable:
+    def _pre_compute_loss(
+        self, batch: dict[str, Any], inputs: dict[str, Any]
+    ) -> Callable[..., Any]:
         if self.routes is not None:
             self.routes.expect(batch, inputs)
         if torch.is_grad_enabled():
             self.backend.weigh_router_loss(self._count_of_loss(batch))
         return functools.partial(self._post_compute_loss, inputs["labels"], batch)
 
-    def _post_compute_loss(self, labels, batch: dict, losses: torch.Tensor) -> tuple:
-        """losses [b, s], or [b, s, k] with entropy or multi-token prediction -> (their sum, its
-        count, {metric: (sum, count)} and the log-probabilities with their numbers)."""
+    def _post_compute_loss(
+        self, labels: Any, batch: dict[str, Any], losses: torch.Tensor
+    ) -> tuple[Any, ...]:
+        """losses [b, s], or [b, s, k] with entropy or multi-token prediction -> (sum of the loss's
+        terms, its count, {metric: (sum, count)}, and under "logps" (token indices in the call,
+        log-probabilities)).
+        """
         if isinstance(labels, Targets):
             labels = labels.labels
         entropy = None
@@ -254,7 +279,13 @@ class SampleLoss:
         metrics["logps"] = (batch["token_number"][is_trained], results.detach()[is_trained])
         return total, count.int(), metrics
 
-    def _tokens(self, batch: dict, logps, is_trained, entropy) -> Tokens:
+    def _tokens(
+        self,
+        batch: dict[str, Any],
+        logps: torch.Tensor,
+        is_trained: torch.Tensor,
+        entropy: torch.Tensor | None,
+    ) -> Tokens:
         numbers = batch["token_number"]
         ends = batch["ends"].to(numbers.device)
         count = len(ends) - 1
@@ -275,8 +306,8 @@ class SampleLoss:
         )
 
 
-def _firsts(batch: dict, is_trained: torch.Tensor) -> torch.Tensor:
-    """True for the first trained token of each sample."""
+def _firsts(batch: dict[str, Any], is_trained: torch.Tensor) -> torch.Tensor:
+    """bool [b, s]: True for the first trained token of each sample."""
     numbers = batch["token_number"]
     return torch.isin(numbers, batch["ends"].to(numbers.device)) & is_trained
 
@@ -284,9 +315,12 @@ def _firsts(batch: dict, is_trained: torch.Tensor) -> torch.Tensor:
 # -- samples
 
 
-def _documents(samples: Sequence[Mapping], loss, limits: Limits, refuses_more: bool) -> list[dict]:
-    """The samples as documents with the columns that a loss reads. ValueError for samples that it
-    would not be right about."""
+def _documents(
+    samples: Sequence[Mapping[str, Any]], loss: Any, limits: Limits, refuses_more: bool
+) -> list[dict[str, Any]]:
+    """The samples as documents with the columns that the loss reads. refuses_more: refuse other
+    columns, instead of ignoring them. ValueError for invalid samples.
+    """
     expect(len(samples) > 0, "the call has no samples: expected at least one")
     documents = []
     for number, sample in enumerate(samples):
@@ -304,7 +338,9 @@ def _documents(samples: Sequence[Mapping], loss, limits: Limits, refuses_more: b
     return documents
 
 
-def _document(sample: Mapping, loss, limits: Limits, refuses_more: bool) -> dict:
+def _document(
+    sample: Mapping[str, Any], loss: Any, limits: Limits, refuses_more: bool
+) -> dict[str, Any]:
     [given, *others] = documents_of(sample)
     expect(not others, "it has several documents: expected one, {input_ids, labels}")
     kept = {name: given[name] for name in given if given[name] is not None}
@@ -324,9 +360,10 @@ def _document(sample: Mapping, loss, limits: Limits, refuses_more: bool) -> dict
     return row
 
 
-def with_columns(row: dict, loss) -> dict:
-    """Tokens and their columns, those of a loss 0 without label. ValueError for a missing column,
-    and for numbers that it cannot read."""
+def with_columns(row: dict[str, Any], loss: Any) -> dict[str, Any]:
+    """A copy of the row with the loss's columns set to 0 where there is no label. ValueError for a
+    missing column, and for values at labels that the loss cannot use.
+    """
     row = dict(row)
     is_trained = row["labels"] != IGNORE_INDEX
     for name in loss.columns:
@@ -349,9 +386,11 @@ def with_columns(row: dict, loss) -> dict:
     return row
 
 
-def _numbered(documents: list[dict], first: int) -> np.ndarray:
-    """Set token_number of documents, the number of each trained token in the call -> int64 [N + 1]:
-    that of the first one of each document, and the next one."""
+def _numbered(documents: list[dict[str, Any]], first: int) -> np.ndarray:
+    """Set token_number in documents: the index of each trained token in the call, starting at
+    `first`. -> int64 [N + 1]: index of each document's first trained token, then the index after
+    the last.
+    """
     ends = [first]
     for document in documents:
         is_trained = document["labels"] != IGNORE_INDEX
@@ -362,8 +401,10 @@ def _numbered(documents: list[dict], first: int) -> np.ndarray:
 
 
 class _Share(NamedTuple):
-    """A rank's part of a call, for the other ranks. replica: of the ranks with the same samples.
-    call: the other arguments. tokens: trained ones. num_batches: micro-batches of a rank."""
+    """A rank's part of a call, for the other ranks. replica: identifies ranks with the same
+    samples. call: the other arguments. tokens: number of trained tokens. num_batches: number of
+    micro-batches on the rank.
+    """
 
     replica: int
     call: str
@@ -372,7 +413,7 @@ class _Share(NamedTuple):
     num_batches: int
 
 
-def _checksum(documents: list[dict]) -> int:
+def _checksum(documents: list[dict[str, Any]]) -> int:
     found = 0
     for document in documents:
         for name in sorted(document):
@@ -381,12 +422,13 @@ def _checksum(documents: list[dict]) -> int:
 
 
 class _Call(NamedTuple):
-    """A call as all ranks agreed on it. documents: of this rank's samples; rows: those of each row.
-    ends: see SampleLoss. tokens: trained ones of all replicas. num_batches: micro-batches of a
-    rank."""
+    """A call as agreed by all ranks. documents: this rank's samples. rows: the documents of each
+    row. ends: see SampleLoss. tokens: number of trained tokens on all replicas. num_batches: number
+    of micro-batches per rank.
+    """
 
-    documents: list[dict]
-    rows: list[list[dict]]
+    documents: list[dict[str, Any]]
+    rows: list[list[dict[str, Any]]]
     ends: np.ndarray
     tokens: int
     num_batches: int
@@ -396,7 +438,7 @@ class _Call(NamedTuple):
 
 
 class ParamMeta(NamedTuple):
-    """A tensor of Weights."""
+    """Name, dtype and shape of a tensor in Weights."""
 
     name: str
     dtype: torch.dtype
@@ -405,19 +447,21 @@ class ParamMeta(NamedTuple):
 
 @dataclass
 class Weights:
-    """Whole tensors of a model as they are at each iteration, as vLLM's WeightSource has them.
+    """Iterates over a model's whole tensors, with their values at that moment, like vLLM's
+    WeightSource.
 
-    All ranks iterate at the same time, any number of times: global rank 0 gets (name, tensor on its
-    device), the others nothing. Names are those of the model's files, experts one by one, without
-    a tied head; of adapters alone PEFT's, without base_model.model.
+    All ranks iterate together, any number of times: global rank 0 gets (name, tensor on its
+    device), other ranks nothing. Names are those in the model's files, with single experts and
+    without a tied head. Adapters alone have PEFT's names without base_model.model.
     """
 
     backend: Any
     adapters: str
 
     def metadata(self) -> list[ParamMeta]:
-        """Name, dtype and shape of each tensor, in order, on every rank. Collective; transfers
-        adapters at most."""
+        """Name, dtype and shape of each tensor, in order, on every rank. Collective; it moves no
+        tensors except those of adapters.
+        """
         if self.adapters == "only":
             forms = dict(self._adapters())
             return parallel.on_main(lambda: _metadata(forms.items()), ValueError)
@@ -450,20 +494,29 @@ def _metadata(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[ParamMeta]:
 
 
 class Session:
-    """A model in training, by calls of another program.
+    """A model in training, driven by another program's calls.
 
-    model: VirtualModels (megatron backend) or a transformers model (torch backend), with adapters
-    or without. args: TrainingArguments; its schedule has no effect. tokenizer: its padding token is
-    used, and save_model's files. backend: in place of one made for the model. cutoff_len: with
-    sequence_packing, tokens of a row at most, which samples of a call fill by best fit; None: a row
-    has the samples of a micro-batch.
+    model: VirtualModels (megatron backend) or a transformers model (torch backend), with or without
+    adapters.
+    args: TrainingArguments; their learning-rate schedule has no effect.
+    tokenizer: its padding token is used, and save_model writes its files.
+    backend: replaces the one made for the model.
+    cutoff_len: with sequence_packing, the maximum tokens of a row; samples are packed by best fit.
+    None: a row contains a micro-batch's samples.
 
-    Every method but the constructor is collective over all ranks: each rank calls it with the same
-    arguments. Layers for multi-token prediction are not trained. ValueError for arguments that
-    average losses over micro-batches.
+    Every method except the constructor is collective over all ranks, and needs the same arguments
+    on each. Layers for multi-token prediction are not trained. ValueError if args average losses
+    over micro-batches.
     """
 
-    def __init__(self, model, args, tokenizer=None, backend=None, cutoff_len: int | None = None):
+    def __init__(
+        self,
+        model: Any,
+        args: Any,
+        tokenizer: Any = None,
+        backend: Any = None,
+        cutoff_len: int | None = None,
+    ) -> None:
         check_given(model, args)
         expect(
             args.calculate_per_token_loss,
@@ -482,27 +535,28 @@ class Session:
         backend.pad_token_id = getattr(tokenizer, "pad_token_id", None) or 0
         backend.expect_weighted_losses()
         self._limits = Limits.of(backend.hf_config or {})
-        self._counts: set[tuple[str, float]] = set()  # of the pending calls
-        self._is_closed = False  # a call was the last one of the update
+        self._counts: set[tuple[str, float]] = set()  # (counts, times) of the pending calls' losses
+        self._is_closed = False  # True after a call with last=True, until the update
 
     # -- passes
 
     def log_probs(
         self,
-        samples: Sequence[Mapping],
+        samples: Sequence[Mapping[str, Any]],
         temperature: float = 1.0,
         base: bool = False,
         entropy: bool = False,
         own: bool = False,
     ) -> list[torch.Tensor]:
-        """Log-probabilities of labels: float32 [n] of each sample, in order, 0 without label, on
-        the CPU of every rank.
+        """Log-probabilities of the labels: float32 [n] for each sample, in order, 0 where there is
+        no label, on the CPU of every rank.
 
-        temperature: divides the logits. base: of the model before training, by switching adapters
-        off. entropy: [n, 2], with that of the model's distribution at each label. own: the samples
-        are those of this data-parallel replica, the same on its ranks, and so are the results; any
-        number, at least one. ValueError for wrong samples, and for base of a model whose whole
-        weights are trained.
+        temperature: divides the logits.
+        base: use the model before training, by switching adapters off.
+        entropy: return [n, 2], with the entropy of the model's distribution at each label.
+        own: each data-parallel replica passes its own samples (any number, at least one), the same
+        on the replica's ranks, and gets only their results. ValueError for invalid samples, and for
+        base if the model's whole weights are trained.
         """
         finetuning = self.backend.finetuning
         expect(
@@ -515,46 +569,50 @@ class Session:
         with as_it_was:
             return self._run(samples, loss, False, own=own, refuses_more=False).logps
 
-    def routes(self, samples: Sequence[Mapping]) -> list[torch.Tensor]:
-        """The experts that the model chooses: int16 [n, layers with experts, experts per token] of
-        each sample, in order, on the CPU of every rank. As a column `routes` they are replayed
-        (part_routes.py). ValueError for a model without experts."""
+    def routes(self, samples: Sequence[Mapping[str, Any]]) -> list[torch.Tensor]:
+        """The experts that the model chooses: int16 [n, layers with experts, experts per token] for
+        each sample, in order, on the CPU of every rank. Samples with a column `routes` replay such
+        a choice (part_routes.py). ValueError for a model without experts.
+        """
         routes = function_of("part_routes:Routes")(self.backend, is_recording=True)
         samples = [{k: sample[k] for k in sample if k != "routes"} for sample in samples]
         self._run(samples, _Plain(), False, refuses_more=False, routes=routes)
         return routes.recorded()
 
     def forward(
-        self, samples: Sequence[Mapping], loss: str = "cross_entropy", **numbers: Any
+        self, samples: Sequence[Mapping[str, Any]], loss: str = "cross_entropy", **numbers: Any
     ) -> Output:
-        """The Output of a loss without gradients, in evaluation mode."""
+        """Compute a loss without gradients, in evaluation mode -> Output. numbers: the loss's
+        parameters.
+        """
         return self._run(samples, loss_of(loss, numbers), False)
 
     def forward_backward(
         self,
-        samples: Sequence[Mapping],
+        samples: Sequence[Mapping[str, Any]],
         loss: str,
         last: bool = False,
         own: bool = False,
         **numbers: Any,
     ) -> Output:
-        """Add the gradient of the sum of a loss over the samples, for optim_step.
+        """Add the gradient of a loss, summed over the samples, for optim_step -> Output.
 
-        loss: a row of SESSION_LOSSES; numbers: its fields. last: the gradients are reduced during
-        this call's backward pass, and no other call may follow before optim_step. own: see
-        log_probs; the sum is over the samples of all replicas. ValueError for an unknown loss or
-        number, and for wrong samples.
+        loss: a row of SESSION_LOSSES. numbers: its parameters.
+        last: reduce the gradients during this call's backward pass; no other call may follow before
+        optim_step.
+        own: see log_probs; the sum then covers the samples of all replicas. ValueError for an
+        unknown loss or parameter, and for invalid samples.
         """
         return self._run(samples, loss_of(loss, numbers), True, last, own)
 
     def forward_backward_custom(
-        self, samples: Sequence[Mapping], function: Callable, last: bool = False
+        self, samples: Sequence[Mapping[str, Any]], function: Callable[..., Any], last: bool = False
     ) -> Output:
-        """Add the gradient of function(samples, [logps]) -> (loss, {metric: number}), a function of
-        all log-probabilities, float32 [n] each, in torch on the CPU.
+        """Add the gradient of a loss that a function computes from all log-probabilities -> Output.
 
-        The denominator is 1. Takes one more forward pass. ValueError for a function without a
-        finite gradient.
+        function(samples, logps): returns (loss, {metric: number}), computed with torch on the CPU.
+        logps: float32 [n] for each sample. The update's denominator is 1. Takes one more forward
+        pass. ValueError if the loss has no finite gradient.
         """
         logps = [values.requires_grad_() for values in self.log_probs(samples)]
         loss, metrics = function(samples, logps)
@@ -575,14 +633,15 @@ class Session:
 
     def _run(
         self,
-        samples: Sequence[Mapping],
-        loss,
+        samples: Sequence[Mapping[str, Any]],
+        loss: Any,
         trains: bool,
         last: bool = False,
         own: bool = False,
         refuses_more: bool = True,
-        routes=None,
+        routes: Any = None,
     ) -> Output:
+        """Run a pass over the samples. trains: with gradients. refuses_more: see _documents."""
         expect(
             not (trains and self._is_closed),
             "forward_backward after last=True: its gradients are reduced already: call optim_step, "
@@ -615,8 +674,8 @@ class Session:
         sums = dict(zip(numbers.keys, map(tuple, pairs), strict=True))
         return Output(logps, numbers.means(), sums)
 
-    def _begin_training(self, loss) -> None:
-        """Make the optimizer if it is missing. ValueError for dropout in a ratio of two passes."""
+    def _begin_training(self, loss: Any) -> None:
+        """Make the optimizer if missing. ValueError for dropout if the loss compares two passes."""
         named = vars(self.model.config) | vars(getattr(self.backend.finetuning, "spec", Step))
         rates = [f"{name} {named[name]}" for name in named if name.endswith(_DROPOUTS)]
         rates = [rate for rate in rates if rate.split()[1] not in ("0", "0.0", "None")]
@@ -632,12 +691,18 @@ class Session:
             self.backend.create_optimizer()
 
     def _agreed(
-        self, samples: Sequence[Mapping], loss, own: bool, refuses_more: bool, call: str
+        self,
+        samples: Sequence[Mapping[str, Any]],
+        loss: Any,
+        own: bool,
+        refuses_more: bool,
+        call: str,
     ) -> _Call:
-        """The samples as documents and rows. ValueError on all ranks for wrong samples on any, and
-        for different ones. Collective."""
-        documents: list[dict] = []
-        rows: list[list[dict]] = []
+        """Check the samples, and agree with all ranks on the call. ValueError on all ranks if
+        samples are invalid on any, or differ. Collective.
+        """
+        documents: list[dict[str, Any]] = []
+        rows: list[list[dict[str, Any]]] = []
         replica = self.backend.dp_rank if own else 0
 
         def prepare() -> _Share:
@@ -661,15 +726,15 @@ class Session:
         num_batches = max(share.num_batches for share in found)
         return _Call(documents, rows, ends, sum(tokens), num_batches)
 
-    def _rows(self, documents: list[dict]) -> list[list[dict]]:
-        """The documents of each row. ValueError for one above cutoff_len."""
+    def _rows(self, documents: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+        """The documents of each row. ValueError if a document is longer than cutoff_len."""
         if not self.args.sequence_packing or self.cutoff_len is None:
             return [[document] for document in documents]
         lengths = np.array([len(one["labels"]) for one in documents])
         return [[documents[i] for i in pack] for pack in best_fit(lengths, self.cutoff_len)]
 
-    def _plan(self, rows: list[list[dict]], own: bool) -> BatchPlan:
-        """The micro-batches of one step of all rows, similar ones side by side."""
+    def _plan(self, rows: list[list[dict[str, Any]]], own: bool) -> BatchPlan:
+        """The BatchPlan of one step with all rows, rows of similar length together."""
         size = self.args.per_device_train_batch_size
         rank, ranks = (0, 1) if own else (self.backend.dp_rank, self.backend.dp_size)
         return BatchPlan(
@@ -683,13 +748,17 @@ class Session:
             costs=np.array([sum(len(one["labels"]) for one in row) for row in rows], np.float64),
         )
 
-    def _batches(self, rows: list[list[dict]], own: bool) -> list[dict]:
+    def _batches(self, rows: list[list[dict[str, Any]]], own: bool) -> list[dict[str, Any]]:
         """This rank's collated micro-batches."""
         collate = Collator(self.backend.pad_token_id)
         return list(make_loader(rows, collate, self._plan(rows, own), num_epochs=1))
 
-    def _gathered(self, found: list[tuple], call: _Call, width: tuple) -> list[torch.Tensor]:
-        """The results of all ranks' tokens, by sample of this rank."""
+    def _gathered(
+        self, found: list[tuple[Any, ...]], call: _Call, width: tuple[Any, ...]
+    ) -> list[torch.Tensor]:
+        """The results of this rank's samples, gathered from all ranks. found: (token indices,
+        results) of this rank's micro-batches. Collective.
+        """
         zeros = torch.zeros(call.tokens, *width, device=parallel.device())
         first, *_, end = call.ends.tolist()
         results = scattered(self.backend, found, zeros)[first:end]
@@ -713,11 +782,11 @@ class Session:
         max_grad_norm: float | None = None,
         denominator: float | None = None,
     ) -> Step:
-        """Divide the added gradients, clip and update -> Step.
+        """Divide the accumulated gradients, clip them, and update the weights -> Step.
 
-        Numbers that are None are those of args. denominator: in place of the count of the losses;
-        needed where calls of an update have different ones. ValueError without gradients, and for
-        different denominators.
+        Arguments that are None come from args. denominator: the divisor, instead of the losses'
+        count; required if the update's calls have different counts. ValueError without gradients,
+        or with different counts and no denominator.
         """
         counts = self._counts
         expect(counts, "optim_step without gradients: call forward_backward first")
@@ -749,32 +818,36 @@ class Session:
         return Step(grad_norm, not updated, float(divisor))
 
     def _set_groups(self, **numbers: Any) -> None:
-        """Set the numbers of the optimizer's groups, those that they have."""
+        """Set these numbers in the optimizer's parameter groups that have them."""
         for group in self.backend.optimizer.param_groups:
             group.update({name: value for name, value in numbers.items() if name in group})
             group["weight_decay"] = numbers["weight_decay"] * group.get("wd_mult", 1.0)
 
     # -- files
 
-    def save(self, folder: str | os.PathLike, with_optimizer: bool = True) -> None:
-        """Write a checkpoint of the weights, or of the adapters, and of the optimizer's state. It
-        loads in any layout. ValueError for gradients that wait for optim_step."""
+    def save(self, folder: str | os.PathLike[str], with_optimizer: bool = True) -> None:
+        """Write a checkpoint of the weights (or adapters) and the optimizer's state. It loads in
+        any layout. ValueError if gradients wait for optim_step.
+        """
         expect(not self._counts, "save with pending gradients: call optim_step or discard first")
         self.backend.expect_here("save", *_ALL)
         self._need_optimizer()
         ckpt.save_model(folder, self.backend, with_optimizer)
 
-    def load(self, folder: str | os.PathLike, with_optimizer: bool = True) -> None:
-        """Read what save wrote; pending gradients are discarded. The loss scale of fp16 stays.
-        CheckpointError for an unreadable checkpoint, or one of another model."""
+    def load(self, folder: str | os.PathLike[str], with_optimizer: bool = True) -> None:
+        """Load what save() wrote. Pending gradients are discarded; fp16's loss scale stays.
+        CheckpointError if the checkpoint cannot be read, or belongs to another model.
+        """
         self.discard()
         self.backend.expect_here("load", *_ALL)
         self._need_optimizer()
         ckpt.load_model(folder, self.backend, with_optimizer)
 
     def weights(self, adapters: str = "merged") -> Weights:
-        """The Weights of the model: "merged" with its adapters, "without" them, or they "only".
-        ValueError for another word, and for adapters of a model without any."""
+        """The model's Weights, to iterate over. adapters: "merged" into the weights, "without"
+        them, or "only" them. ValueError for another word, and for "only" if the model has no
+        adapters.
+        """
         known = ("merged", "only", "without")
         expect(adapters in known, f"weights({adapters!r}): expected one of {', '.join(known)}")
         expect(
@@ -790,11 +863,11 @@ class Session:
         optimizer: bool = True,
         grad: bool = True,
     ) -> None:
-        """Move weights, the optimizer's masters and states, and buffers of gradients to host memory
-        ("cpu"), or back to this rank's device with the same bits. Gradients come back as 0.
+        """Move weights, the optimizer's masters and states, and gradient buffers to host memory
+        (device "cpu"), or back to this rank's device with the same bits. Gradients come back as 0.
 
-        Calls that need what is away raise ValueError. The buckets of torch's DDP stay. ValueError
-        for gradients that wait for optim_step, and for another device.
+        Calls that need tensors which are away raise ValueError. torch DDP's buckets stay.
+        ValueError if gradients wait for optim_step, and for another device.
         """
         expect(not self._counts, "to with pending gradients: call optim_step or discard first")
         given = dict(zip(_ALL, (model, optimizer, grad), strict=True))
@@ -802,13 +875,13 @@ class Session:
         function_of("part_sleep:move")(self.backend, device, kinds)
 
     def discard(self) -> None:
-        """Forget the gradients since the last update."""
+        """Drop the gradients since the last update."""
         self.backend.discard_gradients()
         self._counts = set()
         self._is_closed = False
 
 
-def _only_document(sample: Mapping) -> dict:
+def _only_document(sample: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: sample[name]
         for name in sample
