@@ -129,6 +129,8 @@ CASES = {
         rivals=("liger-varlen", "liger-varlen-float32"),
     ),
     "LoRA 8B": dict(shape="8B", mbs=2, rows=4, lora=16, steps=6, skip=3),
+    # frozen weights in nf4; of rivals too, where bitsandbytes is installed
+    "QLoRA 8B": dict(shape="8B", mbs=2, rows=4, lora=16, steps=6, skip=3, nf4=True),
     # rows are pairs of 2 x 1,024 tokens
     "DPO 1.5B": dict(shape="1.5B", mbs=4, rows=8, s=1024, pairs=True, steps=12, skip=6),
     "packed DPO 1.5B": dict(
@@ -184,7 +186,7 @@ def hf_config(shape: str):
 
     kind, keys = SHAPES[shape][0], {**SHAPES[shape][1], **_HEADS[shape]}
     if TINY:
-        keys = {**keys, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4}
+        keys = {**keys, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
         keys.update(num_attention_heads=4, num_key_value_heads=2, vocab_size=512)
         keys.update({"head_dim": 16} if "head_dim" in keys else {})
         keys.update({"moe_intermediate_size": 32} if "num_experts" in keys else {})
@@ -296,11 +298,30 @@ def fill(parameters) -> None:
     torch.manual_seed(1234)
     for name, p in parameters:
         if p.dim() > 1:
-            p.normal_(0.0, 0.02)
+            p.copy_(torch.empty(p.shape, dtype=p.dtype, device=p.device).normal_(0.0, 0.02))
         elif name.endswith("bias"):
             p.zero_()
         else:
             p.fill_(1.0)
+
+
+def model_of(folder: str, args, use_mca: bool, nf4: bool, lora: int):
+    """The model of a folder's config on this rank, filled."""
+    from mca_lite.model import build_chunks, load_torch_model
+    from mca_lite.model_config import AutoConfig
+    from mca_lite.part_lora import inject
+    from mca_lite.part_lora_layers import LoraSpec
+    from mca_lite.part_quantised import choose
+
+    if use_mca:
+        planned = AutoConfig.from_pretrained(folder, args)
+        if nf4:
+            choose(planned)
+        models = build_chunks(planned)
+    else:
+        models = load_torch_model(folder, train_from_scratch=True)
+    fill(models.named_parameters())
+    return inject(models, LoraSpec(rank=lora, alpha=2 * lora)) if lora else models
 
 
 def run_ours(
@@ -311,6 +332,7 @@ def run_ours(
     steps,
     packed=False,
     lora=0,
+    nf4=False,
     pairs=False,
     keys=None,
     folder=None,
@@ -319,10 +341,6 @@ def run_ours(
     """keys: further TrainingArguments; folder: of the run, the same on every rank."""
     from mca_lite import DPOConfig, DPOTrainer, McaTrainer, TrainingArguments, parallel
     from mca_lite.callbacks import TrainerCallback
-    from mca_lite.model import build_chunks, load_torch_model
-    from mca_lite.model_config import AutoConfig
-    from mca_lite.part_lora import inject
-    from mca_lite.part_lora_layers import LoraSpec
 
     folder, clock = folder or tempfile.mkdtemp(), Clock()
     config, profile = hf_config(shape), None
@@ -358,17 +376,10 @@ def run_ours(
         )
         args = TrainingArguments(**{**of_run, **(keys or {})})
         parallel.initialize(args, use_mca)
-        if use_mca:
-            models = build_chunks(AutoConfig.from_pretrained(folder, args))
-        else:
-            models = load_torch_model(folder, train_from_scratch=True)
-        fill(models.named_parameters())
-        if lora:
-            inject(models, LoraSpec(rank=lora, alpha=2 * lora))
+        models = model_of(folder, args, use_mca, nf4, lora)
         shared = dict(train_dataset=data, callbacks=[Ticks()], shuffle=False)
         if pairs:
-            reference = build_chunks(AutoConfig.from_pretrained(folder, args))
-            fill(reference.named_parameters())
+            reference = model_of(folder, args, True, False, 0)
             trainer = DPOTrainer(models, DPOConfig(reference="model"), reference, args, **shared)
         else:
             trainer = McaTrainer(models, args, **shared)
@@ -405,7 +416,17 @@ def say_profile(profile) -> None:
 
 
 def run_theirs(
-    shape, mbs, rows, s, steps, packed=False, lora=0, liger=False, varlen=False, float32=False
+    shape,
+    mbs,
+    rows,
+    s,
+    steps,
+    packed=False,
+    lora=0,
+    nf4=False,
+    liger=False,
+    varlen=False,
+    float32=False,
 ):
     import transformers
 
@@ -422,6 +443,8 @@ def run_theirs(
             more["attn_implementation"] = bench_varlen.register()
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, **more)
     fill(model.named_parameters())
+    if nf4:
+        quantise_by_bitsandbytes(model)
     if lora:
         from peft import LoraConfig, get_peft_model
 
@@ -445,6 +468,30 @@ def run_theirs(
     collate = bench_varlen.flatten if varlen else stack
     logs = train_theirs(model, samples, collate, clock, mbs, rows, steps, liger)
     return clock, logs, tokens, squares
+
+
+def quantise_by_bitsandbytes(model) -> None:
+    """Replace the linears of a transformers model, but its head, by bitsandbytes' in nf4; a note
+    where it is not installed, and the weights stay in bf16."""
+    if importlib.util.find_spec("bitsandbytes") is None:
+        print("bitsandbytes is not installed: the rival's weights stay in bf16", flush=True)
+        return
+    import bitsandbytes
+
+    head = model.get_output_embeddings()
+    for name, linear in list(model.named_modules()):
+        if isinstance(linear, torch.nn.Linear) and linear is not head:
+            sizes = linear.in_features, linear.out_features
+            weight = linear.weight.data
+            new = bitsandbytes.nn.Linear4bit(
+                *sizes, bias=False, compute_dtype=weight.dtype, quant_type="nf4", device="meta"
+            )
+            new.weight = bitsandbytes.nn.Params4bit(
+                weight.cpu(), requires_grad=False, quant_type="nf4", compress_statistics=False
+            )
+            path, _, last = name.rpartition(".")
+            setattr(model.get_submodule(path), last, new.to(weight.device))
+    model.is_loaded_in_4bit = True
 
 
 def train_theirs(model, samples, collate, clock, mbs, rows, steps, liger, **more) -> list[dict]:
