@@ -203,7 +203,9 @@ def _nothing(output: torch.Tensor) -> None:
 def build_layer(
     config: TransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection
 ) -> Layer:
-    """A Layer; its weights are in 8 bits with fp8_param, and else in config.weight_format."""
+    """A Layer. Its weights are in 8 bits with fp8_param, otherwise in config.weight_format if that
+    is set.
+    """
     with get_fp8_context(config, layer_number - 1, is_init=True):
         layer = Layer(config, layer_number, pg_collection)
     if config.weight_format is not None:

@@ -161,8 +161,8 @@ def beside(module: torch.nn.Module) -> Any:
 def experts_product(
     x: torch.Tensor, weight: torch.Tensor, product: Callable[..., torch.Tensor]
 ) -> torch.Tensor:
-    """product(x, weight [n, ..., in] as [n, out, in]): each expert's tokens times its w^T. A
-    quantised weight is saved for backward as it is.
+    """product(x, weight [n, ..., in] as [n, out, in]): multiplies each expert's tokens by its w^T.
+    A quantised weight is saved for backward in its quantised form.
     """
     if hasattr(weight, "frozen_product"):
         return weight.frozen_product(x, product)

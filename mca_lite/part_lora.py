@@ -58,7 +58,7 @@ class Lora(Finetuning):
         merges: bool = False,
         base: str = "",
     ):
-        """base: words on the format of the frozen weights."""
+        """base: words about the frozen weights' format, for the start summary."""
         self.trained = None
         self.spec = spec
         self.source = source

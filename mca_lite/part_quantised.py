@@ -1,10 +1,10 @@
-"""Frozen weights in 4 or 8 bits: numbers in blocks along the inputs, with one scale per block.
+"""Frozen weights in 4 or 8 bits: blocks of codes along a weight's inputs, with one scale per block.
 
-    value = table[code] * scale, or code * scale in 8 bits: in float32, then rounded once
+    value = table[code] * scale, or in 8 bits code * scale: computed in float32, then rounded once
 
-nf4 is bitsandbytes' format, bit for bit: blocks of 64, scale the largest magnitude (Dettmers et
-al., arXiv 2305.14314). int8 has blocks of 64 too, and a scale of the largest magnitude / 127. mxfp4
-has blocks of 32, and powers of two as scales (OCP Microscaling, 1.0).
+nf4 is bitsandbytes' format, bit for bit: blocks of 64; the scale is the largest magnitude (Dettmers
+et al., arXiv 2305.14314). int8 also has blocks of 64; the scale is the largest magnitude / 127.
+mxfp4 has blocks of 32, and powers of two as scales (OCP Microscaling, 1.0).
 
 Letters: k columns of a weight, its inputs.
 """
@@ -12,7 +12,7 @@ Letters: k columns of a weight, its inputs.
 import functools
 import json
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -35,15 +35,19 @@ NF4 = (
 )  # fmt: skip
 _POSITIVE = (0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MXFP4 = (*(-x for x in reversed(_POSITIVE)), 0.0, *_POSITIVE, 6.0)  # 15 numbers, the last twice
-_LEAST = 2.0**-127  # of a scale in divisions: its inverse is finite
-CHUNK = 1 << 20  # numbers that are converted at once
-_BLOCK = 1024  # columns of a program
+_LEAST = 2.0**-127  # smallest divisor: its inverse is finite
+CHUNK = 1 << 20  # values converted at once
+_BLOCK = 1024  # columns per program
 
 
 class Form(NamedTuple):
-    """A format. table: the number for each code of 4 bits; (): codes are signed bytes. largest: the
-    number for the largest magnitude of a block; None: scales are powers of two, kept as
-    exponents + 127."""
+    """A format.
+
+    table: the value of each 4-bit code; (): codes are signed bytes.
+    block: number of values that share a scale.
+    largest: the scaled value of a block's largest magnitude; None: scales are powers of two, stored
+    as exponent + 127.
+    """
 
     table: tuple[float, ...]
     block: int  # numbers with one scale
@@ -51,10 +55,12 @@ class Form(NamedTuple):
 
     @property
     def bits(self) -> int:
+        """Bits per code."""
         return 4 if self.table else 8
 
     @property
     def bytes_of_number(self) -> float:
+        """Bytes per value, including its share of the scale."""
         return self.bits / 8 + (1 if self.largest is None else 4) / self.block
 
 
@@ -63,13 +69,13 @@ FORMS = {"nf4": Form(NF4, 64, 1.0), "int8": Form((), 64, 127.0), "mxfp4": Form(_
 
 @functools.cache
 def _table(form: Form, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(numbers of a table, the borders between them), float32."""
+    """(values of the table, midpoints between neighbours), float32. Cached."""
     table = torch.tensor(form.table, device=device)
     return table, (table[1:] + table[:-1]) / 2
 
 
 def _factors(form: Form, scales: torch.Tensor) -> torch.Tensor:
-    """float32 scales of blocks."""
+    """The blocks' scales as float32."""
     if form.largest is not None:
         return scales
     exponents = scales.int()
@@ -78,8 +84,9 @@ def _factors(form: Form, scales: torch.Tensor) -> torch.Tensor:
 
 
 def quantise(numbers: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes, scales [.., k / block]) of numbers [.., k]. Two codes of 4 bits are in a byte
-    [.., k / 2], the first one in its upper half; 8 bits are signed [.., k]."""
+    """(codes, scales [.., k / block]) of values [.., k]. A byte contains two 4-bit codes [.., k /
+    2], the first in its upper half; 8-bit codes are signed [.., k].
+    """
     blocks = numbers.float().unflatten(-1, (-1, form.block))
     most = blocks.abs().amax(-1)
     if form.largest is not None:
@@ -96,7 +103,7 @@ def quantise(numbers: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Ten
 
 
 def dequantise(codes: torch.Tensor, scales: torch.Tensor, form: Form) -> torch.Tensor:
-    """float32 numbers [.., k] of quantise()."""
+    """The values [.., k] in float32, from the codes and scales of quantise()."""
     if form.table:
         halves = torch.stack((codes >> 4, codes & 15), -1).flatten(-2)
         values = _table(form, codes.device)[0][halves.int()]
@@ -128,8 +135,9 @@ def _whole_kernel(
 
 
 def write_whole(codes: torch.Tensor, scales: torch.Tensor, form: Form, out: torch.Tensor) -> None:
-    """Write the numbers into out [.., k], rounded to its dtype; rows of `out` may have gaps. One
-    kernel on a GPU."""
+    """Dequantise into out [.., k], rounded to its dtype. Rows of `out` may have gaps between them.
+    One kernel on a GPU.
+    """
     rows = out.view(-1, out.shape[-1])
     codes = codes.reshape(len(rows), -1)
     scales = scales.reshape(len(rows), -1)
@@ -141,8 +149,8 @@ def write_whole(codes: torch.Tensor, scales: torch.Tensor, form: Form, out: torc
         part[0].copy_(dequantise(*part[1:], form))
 
 
-def launch_whole(codes, scales, form: Form, rows: torch.Tensor) -> None:
-    """Run the kernel of write_whole for matrices."""
+def launch_whole(codes: torch.Tensor, scales: torch.Tensor, form: Form, rows: torch.Tensor) -> None:
+    """Run write_whole's kernel for a matrix."""
     columns = rows.shape[1]
     grid = (len(rows), triton.cdiv(columns, _BLOCK))
     table, _ = _table(form, rows.device)
@@ -156,25 +164,29 @@ _aten = torch.ops.aten
 
 
 class Quantised(torch.Tensor):
-    """A weight [.., k] in a format, frozen, with the dtype that its numbers are rounded to.
+    """A frozen weight [.., k] in a format, with the dtype to which its values are rounded.
 
-    detach, select(0), and views of leading axes share its memory; copy_ quantises; every other
-    operator gets whole().
+    detach, select along axis 0, and views of the leading axes share its memory; copy_ quantises;
+    every other operator gets the dequantised weight, whole().
     """
 
     @staticmethod
-    def __new__(cls, codes, scales, form: Form, dtype: torch.dtype):
+    def __new__(
+        cls, codes: torch.Tensor, scales: torch.Tensor, form: Form, dtype: torch.dtype
+    ) -> Any:
         shape = (*codes.shape[:-1], codes.shape[-1] * 8 // form.bits)
         return cls._make_wrapper_subclass(cls, shape, dtype=dtype, device=codes.device)
 
-    def __init__(self, codes, scales, form: Form, dtype: torch.dtype):
+    def __init__(
+        self, codes: torch.Tensor, scales: torch.Tensor, form: Form, dtype: torch.dtype
+    ) -> None:
         self.codes = codes
         self.scales = scales
         self.form = form
 
     @classmethod
     def empty(cls, weight: torch.Tensor, form: Form) -> "Quantised":
-        """One of the shape, dtype and device of a weight, zero."""
+        """A Quantised of zeros with the weight's shape, dtype and device."""
         *rows, columns = weight.shape
         kind = torch.uint8 if form.table else torch.int8
         of_scales = torch.uint8 if form.largest is None else torch.float32
@@ -185,25 +197,25 @@ class Quantised(torch.Tensor):
 
     @property
     def parts(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tensors in memory."""
+        """(codes, scales), the tensors in memory."""
         return self.codes, self.scales
 
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
 
-    def _with(self, codes, scales) -> "Quantised":
+    def _with(self, codes: torch.Tensor, scales: torch.Tensor) -> "Quantised":
         return type(self)(codes, scales, self.form, self.dtype)
 
     def whole(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The numbers, in `out` if it is given."""
+        """The dequantised weight, written to `out` if given."""
         if out is None:
             out = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         write_whole(*self.parts, self.form, out)
         return out
 
     def set(self, numbers: torch.Tensor) -> None:
-        """Quantise numbers of this shape, some rows at a time."""
+        """Quantise values of this shape into this tensor, some rows at a time."""
         columns = self.shape[-1]
         rows = numbers.expand(self.shape).reshape(-1, columns)
         codes, scales = (part.view(len(rows), -1) for part in self.parts)
@@ -213,12 +225,16 @@ class Quantised(torch.Tensor):
             for part, new in zip((codes, scales), quantise(some, self.form), strict=True):
                 part[first : first + step] = new
 
-    def frozen_product(self, x: torch.Tensor, product: Callable) -> torch.Tensor:
-        """product(x, the numbers [n, out, in]); for its gradient the weight is made whole again."""
+    def frozen_product(self, x: torch.Tensor, product: Callable[..., Any]) -> torch.Tensor:
+        """product(x, dequantised weight [n, out, in]). Backward dequantises again, instead of
+        keeping the values.
+        """
         return _Product.apply(x, self, product)
 
     @classmethod
-    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         first = args[0]
         if function is _aten.copy_.default and isinstance(first, cls):
             source = args[1]
@@ -234,8 +250,8 @@ class Quantised(torch.Tensor):
         args, kwargs = tree_map_only(cls, cls.whole, (args, kwargs or {}))
         return function(*args, **kwargs)
 
-    def shared(self, function, args, kwargs) -> "torch.Tensor | None":
-        """The result of an operator that keeps the format; None for others."""
+    def shared(self, function: Any, args: Any, kwargs: Any) -> "torch.Tensor | None":
+        """The result of an operator that keeps the format; None for other operators."""
         if function in (_aten.detach.default, _aten.alias.default):
             return self._with(*self.parts)
         if function is _aten.select.int and args[1] == 0:
@@ -248,21 +264,25 @@ class Quantised(torch.Tensor):
             return torch.empty(self.shape, dtype=self.dtype, device="meta")
         return None
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"Quantised({tuple(self.shape)}, {self.dtype}, {self.form.bits} bits)"
 
 
 class _Product(torch.autograd.Function):
-    """product(x, weight [n, .., in] as [n, out, in]) with a frozen weight, saved as it is."""
+    """product(x, weight [n, .., in] as [n, out, in]) for a frozen weight; its quantised form is
+    saved for backward.
+    """
 
     @staticmethod
-    def forward(ctx, x, weight, product):
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, product: Callable[..., torch.Tensor]
+    ) -> torch.Tensor:
         ctx.save_for_backward(weight)
         ctx.product = product
         return product(x, weight.whole().flatten(1, -2))
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         [weight] = ctx.saved_tensors
         whole = weight.whole().flatten(1, -2)
         return ctx.product(grad.contiguous(), whole.transpose(1, 2)), None, None
@@ -271,28 +291,29 @@ class _Product(torch.autograd.Function):
 # -- the weights of a model
 
 
-def is_quantised(row: Row, config) -> bool:
-    """True for the rows of the weights in config.weight_format: linears and experts of layers that
-    tensor parallelism can cut; in mxfp4 the experts alone, if there are some."""
+def is_quantised(row: Row, config: Any) -> bool:
+    """True if config.weight_format applies to the row's weight: linears and experts in layers that
+    tensor parallelism can shard. With mxfp4, only experts if the model has some.
+    """
     is_matrix = row.is_linear and row.axis is not None and "{}" in row.mca
     only_experts = config.weight_format == "mxfp4" and config.num_moe_experts
     return is_matrix and (row.expert is not None or not only_experts)
 
 
-def quantised_layers(config) -> Iterator[tuple[Row, int | None]]:
-    """(row, layer) of each weight in config.weight_format."""
+def quantised_layers(config: Any) -> Iterator[tuple[Row, int | None]]:
+    """Yield (row, layer) for each weight in config.weight_format."""
     return ((row, layer) for row, layer in in_layer_order(config) if is_quantised(row, config))
 
 
-def bytes_of_numbers(config) -> dict[str, float]:
-    """{megatron's name, with {} for the layer and [] for the expert: bytes of a number}."""
+def bytes_of_numbers(config: Any) -> dict[str, float]:
+    """{megatron name, with {} for the layer and [] for the expert: bytes per value}."""
     size = FORMS[config.weight_format].bytes_of_number
     rows = [row for row, _ in quantised_layers(config)]
     return {row.mca.replace(f"experts.{row.expert}.", "experts.[]."): size for row in rows}
 
 
-def quantise_layer(layer: torch.nn.Module, config) -> None:
-    """Replace the weights of a decoder layer by zeros in config.weight_format."""
+def quantise_layer(layer: torch.nn.Module, config: Any) -> None:
+    """Replace a decoder layer's weights by zeros in config.weight_format, in place."""
     form = FORMS[config.weight_format]
     rows = [row for row in rows_of(config.hf_model_type, config) if is_quantised(row, config)]
     names = {row.mca.partition(".{}.")[2] for row in rows}
@@ -309,8 +330,9 @@ def quantise_layer(layer: torch.nn.Module, config) -> None:
 
 
 def plan_base(request: Request, spec: LoraSpec, judge: Judge) -> str:
-    """Set config.weight_format by the keys of a run -> words for the report. `judge` refuses models
-    and layouts that cannot have it. No collectives."""
+    """Set config.weight_format from a run's keys -> words for the report. `judge` refuses models
+    and layouts that cannot have it. No collectives.
+    """
     name = choose_by_keys(request.config, request.arguments, judge)
     for row, layer in quantised_layers(request.config):
         for module in modules_of(row, layer):
@@ -323,17 +345,18 @@ def plan_base(request: Request, spec: LoraSpec, judge: Judge) -> str:
     return f", base in {name}"
 
 
-def choose_by_keys(config, arguments, judge: Judge | None = None) -> str:
-    """choose() by the keys of a run, RunArguments."""
+def choose_by_keys(config: Any, arguments: Any, judge: Judge | None = None) -> str:
+    """choose() with the keys of a run. arguments: RunArguments."""
     keys = arguments.parts["quantised"]
     return choose(config, int(keys.quantization_bit), keys.quantization_type, judge)
 
 
-def choose(config, bits: int = 4, kind: str | None = None, judge: Judge | None = None) -> str:
-    """Set config.weight_format (McaModelConfig), before the model is built -> its name in FORMS.
+def choose(config: Any, bits: int = 4, kind: str | None = None, judge: Judge | None = None) -> str:
+    """Set config.weight_format (McaModelConfig) before the model is built -> its name in FORMS.
 
-    bits, kind: as the keys quantization_bit and quantization_type. Models and layouts that cannot
-    have it are refused: by `judge`, or without one by a ConfigError."""
+    bits, kind: the keys quantization_bit and quantization_type. Models and layouts that cannot have
+    it are refused by `judge`; without a judge ConfigError.
+    """
     rules = judge or Judge(config)
     stored = (config.hf_config or {}).get("quantization_config") or {}
     kept = "mxfp4" if stored.get("quant_method") == "mxfp4" else "nf4"
@@ -365,9 +388,10 @@ def choose(config, bits: int = 4, kind: str | None = None, judge: Judge | None =
     return name
 
 
-def base_weights(config) -> Callable[[str, torch.Tensor], torch.Tensor]:
-    """A function (HF name, CPU tensor of a model with config.weight_format) -> the tensor of the
-    model's files, before it was quantised, if these are still there."""
+def base_weights(config: Any) -> Callable[[str, torch.Tensor], torch.Tensor]:
+    """A function (HF name, CPU tensor of the quantised model) -> the tensor as it is in the model's
+    files, before quantisation; unchanged if the files are gone.
+    """
     source = original_of(config.name_or_path)
     names = {hf.format(layer) for row, layer in quantised_layers(config) for hf in row.hf}
 

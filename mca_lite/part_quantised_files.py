@@ -1,12 +1,12 @@
-"""Files of bitsandbytes' weights in NF4, read as plain float32 numbers. A weight X [n, k] is
+"""Files with bitsandbytes' NF4 weights, read as float32. A weight X [n, k] is stored as
 
-    X                      uint8 [n k / 2, 1], the first of two numbers in the upper half of a byte
-    X.absmax               scales of blocks of 64 in the flat weight; float32, or codes (nested)
-    X.quant_map            float32 [16], the number of each code
-    X.nested_absmax, X.nested_quant_map   of nested scales: map[code] * nested_absmax + offset
+    X                      uint8 [n k / 2, 1]; the upper half of a byte is the first of two codes
+    X.absmax               scales for blocks of 64 in the flat weight: float32, or codes (nested)
+    X.quant_map            float32 [16], the value of each code
+    X.nested_absmax, X.nested_quant_map   for nested scales: map[code] * nested_absmax + offset
     X.quant_state.bitsandbytes__nf4       JSON: shape, block sizes, the offset
 
-Numbers in float32 get the same codes and scales when they are quantised again.
+Quantising the float32 values again gives the same codes and scales.
 """
 
 import json
@@ -18,13 +18,15 @@ import torch
 
 _STATE = re.compile(r"(.*)\.quant_state\.bitsandbytes__(\w+)")
 _OTHERS = "absmax quant_map nested_absmax nested_quant_map quant_state.bitsandbytes__nf4".split()
-# single experts and routers of gpt_oss in files of Unsloth, whose rows of gate and up alternate
+# gpt_oss's experts and routers in Unsloth's files; the rows of gate and up alternate
 _UNSLOTH = re.compile(r"(.*\.mlp\.experts\.)(gate_up_projs|down_projs)\.(\d+)\.(weight|bias)")
 _ROUTER = re.compile(r"(.*\.mlp\.router\.)linear\.(weight|bias)")
 
 
 class Nf4Slice:
-    """A weight of files, as safetensors' slices are read: whole rows are read, columns cut."""
+    """A stored weight that can be read like a safetensors slice. Whole rows are read from the file,
+    then columns are cut out.
+    """
 
     def __init__(self, name: str, slices: dict[str, Any]):
         self._codes = slices[name]
@@ -37,7 +39,7 @@ class Nf4Slice:
         return self._state["shape"]
 
     def _scales(self, first: int, last: int) -> torch.Tensor:
-        """float32 scales of some blocks."""
+        """float32 scales of blocks `first` to `last`."""
         scales = self._of["absmax"][first:last]
         nested = self._of["nested_absmax"]
         if nested is None:
@@ -64,13 +66,13 @@ class Nf4Slice:
 
 
 def _both(part: slice | tuple[slice, ...]) -> tuple[slice, slice]:
-    """The slices of rows and columns."""
+    """(slice of rows, slice of columns)."""
     both = part if isinstance(part, tuple) else (part,)
     return both[0], both[1] if len(both) > 1 else slice(None)
 
 
 class _EveryOther:
-    """Every second row of a slice, from `first` on."""
+    """Every second row of a safetensors slice, starting with row `first`."""
 
     def __init__(self, slices: Any, first: int):
         self._slices = slices
@@ -90,8 +92,9 @@ class _EveryOther:
 
 
 def unpacked(slices: dict[str, Any]) -> dict[str, Any]:
-    """{name: slice} of files, with a Nf4Slice in place of the tensors of each quantised weight.
-    ValueError for a weight in another format, or with tensors missing."""
+    """{name: slice} with a Nf4Slice for each quantised weight, instead of its tensors. ValueError
+    for a weight in another format, or with missing tensors.
+    """
     of_states = {}
     for match in filter(None, map(_STATE.fullmatch, slices)):
         name, kind = match.groups()
@@ -109,8 +112,8 @@ def unpacked(slices: dict[str, Any]) -> dict[str, Any]:
     return dict(_renamed((name, part) for name, part in plain.items() if name not in beside))
 
 
-def _renamed(parts) -> Iterator[tuple[str, Any]]:
-    """The parts of files under the names of single experts."""
+def _renamed(parts: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (name, slice), with Unsloth's names replaced by those of single experts."""
     for name, part in parts:
         expert = _UNSLOTH.fullmatch(name)
         if expert is None:
