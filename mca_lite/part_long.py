@@ -15,20 +15,29 @@ and rotations are repeated, and the kernels' backward passes get the same tensor
 import collections
 import contextlib
 import functools
+import warnings
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
+from . import world
 from .errors import Judge
 from .kernels_attention import keepers
 from .model_attention import CoreAttention
 from .model_moe import Experts, Mixture
 
+SHARE = 0.8  # of the host's free memory, for activations
+_FULL = (
+    "activation_offloading: {:.1f} GB of host memory are full of activations, and no more is free: "
+    "the rest stays on the device"
+)
 PIECE = 1 << 26  # bytes of a piece of host memory: torch rounds pinned memory up to powers of two
 # kernels of attention, by the start of their operator's name
 _KERNELS = (
@@ -52,29 +61,52 @@ def check(config, judge: Judge) -> None:
 
 class HostPool:
     """Host memory in pieces, reused: fresh pinned memory takes longer than a copy into it. taken:
-    bytes of all pieces; free: those not in use, by their bytes."""
+    bytes of all pieces; free: those not in use, by their bytes; limit: the most bytes, None: the
+    rank's share of what the host has when the first piece is taken."""
 
-    def __init__(self):
+    def __init__(self, limit: float | None = None):
         self.free = collections.defaultdict[int, list[torch.Tensor]](list)
         self.taken = 0
+        self.limit = limit
 
-    def take(self, size: int) -> list[torch.Tensor]:
-        """Pieces, uint8, of `size` bytes or more: the last one has a power of two, so that rows of
-        other lengths can use it."""
+    def take(self, size: int) -> list[torch.Tensor] | None:
+        """Pieces, uint8, of `size` bytes or more; None, with a warning, if the host has too little.
+        The last piece has a power of two, so that rows of other lengths can use it."""
+        if self.limit is None:
+            self.limit = SHARE * host_memory() / world.current().local_size
         rest = size % PIECE
         last = [1 << (rest - 1).bit_length()] if rest else []
-        return [self._piece(bytes_) for bytes_ in [PIECE] * (size // PIECE) + last]
-
-    def _piece(self, size: int) -> torch.Tensor:
-        if self.free[size]:
-            return self.free[size].pop()
-        self.taken += size
-        return torch.empty(size, dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+        pieces: list[torch.Tensor] = []
+        for bytes_ in [PIECE] * (size // PIECE) + last:
+            if self.free[bytes_]:
+                pieces.append(self.free[bytes_].pop())
+            elif self.taken + bytes_ > self.limit:
+                self.give(pieces)
+                warnings.warn(_FULL.format(self.taken / 1e9), stacklevel=2)
+                return None
+            else:
+                self.taken += bytes_
+                pinned = torch.cuda.is_available()
+                pieces.append(torch.empty(bytes_, dtype=torch.uint8, pin_memory=pinned))
+        return pieces
 
     def give(self, pieces: list[torch.Tensor]) -> None:
         """Let later copies have these pieces. Copies of one device run in order."""
         for piece in pieces:
             self.free[piece.nbytes].append(piece)
+
+
+def host_memory() -> float:
+    """Bytes of host memory that processes can have: of the machine, or of this container."""
+    free = psutil.virtual_memory().available
+    for folder, limit in (("", "memory.max"), ("memory/", "memory.limit_in_bytes")):
+        with contextlib.suppress(OSError, ValueError):  # another system, or no limit
+            most = int(Path(f"/sys/fs/cgroup/{folder}{limit}").read_text())
+            lines = Path(f"/sys/fs/cgroup/{folder}memory.stat").read_text().splitlines()
+            used = {name: int(count) for name, count in map(str.split, lines)}
+            # without the cache of files, which makes room
+            free = min(free, most - used.get("anon", used.get("total_rss", 0)))
+    return max(free, 0)
 
 
 POOL = HostPool()
@@ -87,17 +119,18 @@ def _stream(device: torch.device):
 
 
 class Offloaded:
-    """A tensor in host memory: copied there and back beside the work of the device.
+    """A tensor in host memory, in pieces of POOL: copied there and back beside the work of the
+    device.
 
     It stays on the device until release(). get() gives it once, with its strides.
     """
 
-    def __init__(self, tensor: torch.Tensor):
+    def __init__(self, tensor: torch.Tensor, pieces: list[torch.Tensor]):
         self.tensor: torch.Tensor | None = tensor
         self._size = tensor.shape
         self._stride = tensor.stride()
         self._known = dict(dtype=tensor.dtype, device=tensor.device)
-        self._pieces = POOL.take(tensor.numel() * tensor.element_size())
+        self._pieces = pieces
         self._done = self._copy(tensor, to_host=True)
 
     def _copy(self, tensor: torch.Tensor, to_host: bool):
@@ -193,11 +226,14 @@ class Unit:
         """A tensor, or the Offloaded one."""
         if not self.offloads or not _can_leave(tensor):
             return tensor
+        pieces = POOL.take(tensor.numel() * tensor.element_size())
+        if pieces is None:  # of the last layers, which are the first ones to need them
+            return tensor
         for unit in (self, self._earlier()):
             if unit is not None and unit.open is not None:
                 unit.open.release()
                 unit.open = None
-        self.open = Offloaded(tensor)
+        self.open = Offloaded(tensor, pieces)
         self.away.append(self.open)
         return self.open
 
@@ -330,7 +366,7 @@ class Tiles(torch.autograd.Function):
                 of_tiles = found[: len(wanted)]
                 for into, of_tile in zip(filter(_is_there, grads), of_tiles, strict=True):
                     into[start : start + rows] = of_tile
-                of_parameters = zip(ctx.parameters, sums, found[len(wanted) :], strict=True)
+                of_parameters = zip(parameters, sums, found[len(wanted) :], strict=True)
                 sums = [_added(*each) for each in of_parameters]
         return None, None, None, None, *grads, *sums
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mca_lite.part_long import PIECE, POOL, HostPool, Offloaded
+from mca_lite.part_long import PIECE, POOL, HostPool, Offloaded, host_memory
 from tests.shared import dpo_tools, pictures, tiny, tiny_moe, world
 from tests.shared.layouts import (
     CP2,
@@ -129,10 +129,22 @@ def train_drawn(path: str, out: str, **keys) -> list:
     return train(path, out, **keys)
 
 
+def accumulate_in_place(model):
+    """Let products add to DDP's gradients, as on a GPU."""
+    for module in model.modules():
+        if hasattr(module, "gradient_accumulation_fusion"):
+            module.gradient_accumulation_fusion = True
+        if hasattr(module, "accumulate_in_place"):
+            module.accumulate_in_place()
+    return model
+
+
 @pytest.mark.parametrize("case", FAMILIES)
 def test_a_family_trains_to_the_same_bits(case, tmp_path):
     family, ranks, keys = FAMILIES[case]
     keys = {**STEPS, **keys}
+    if case in ("experts", "pictures"):
+        keys["adapt"] = accumulate_in_place
     run = train_drawn if case == "ahead" else train
     if case == "pictures":
         run = pictures.train_ours
@@ -177,25 +189,62 @@ def test_a_run_goes_on_with_other_keys_of_long_rows(tmp_path):
 def test_a_tensor_comes_back_from_host_memory(shape):
     tensor = torch.randn(*shape).to(torch.bfloat16)
     view = tensor.movedim(0, -1)[..., :]
-    free = POOL.taken
-    away = Offloaded(view)
+    size = view.numel() * view.element_size()
+    away = Offloaded(view, POOL.take(size))
     away.release()
     assert away.tensor is None
     back = away.get()
     assert torch.equal(back, view) and back.stride() == view.stride()
     assert back.data_ptr() != view.data_ptr()
     taken = POOL.taken
-    Offloaded(view).release()  # never read: its memory is free again
-    assert free <= taken == POOL.taken
+    Offloaded(view, POOL.take(size)).release()  # never read: its memory is free again
+    assert POOL.take(size) and POOL.taken == taken >= size
 
 
 def test_host_memory_is_taken_in_pieces_that_rows_of_other_lengths_can_use():
-    pool = HostPool()
+    pool = HostPool(limit=1e9)
     pieces = pool.take(2 * PIECE + 700)
     assert [piece.nbytes for piece in pieces] == [PIECE, PIECE, 1024]
     pool.give(pieces)
     assert [piece.nbytes for piece in pool.take(PIECE + 1000)] == [PIECE, 1024]
     assert pool.taken == 2 * PIECE + 1024
+
+
+def test_what_the_host_has_no_memory_for_stays_on_the_device():
+    pool = HostPool(limit=3000)
+    assert [piece.nbytes for piece in pool.take(1500)] == [2048]
+    with pytest.warns(UserWarning, match="host memory are full"):
+        assert pool.take(1500) is None
+    assert [piece.nbytes for piece in pool.take(500)] == [512]
+
+
+def with_little_memory(path: str, out: str, **keys) -> tuple[list, int, int]:
+    """(curve, curve with room for a few borders, bytes of these) on this rank."""
+    wanted = train(path, f"{out}/plain", **keys)
+    POOL.limit = 20_000
+    return wanted, train(path, f"{out}/away", **keys, **SAME["both"]), POOL.taken
+
+
+def test_a_host_with_little_memory_gives_the_same_bits(tmp_path):
+    for wanted, got, taken in world.run(
+        with_little_memory, 2, model_of("qwen3"), str(tmp_path), **STEPS, **PP2
+    ):
+        assert got == wanted and 15_000 < taken <= 20_000
+
+
+def test_the_memory_of_a_container_counts(monkeypatch):
+    from pathlib import Path
+
+    files = {"memory.max": "5000", "memory.stat": "anon 2000\nfile 2500"}
+    real = Path.read_text
+
+    def read(path, *args):
+        if str(path).startswith("/sys/fs/cgroup/"):
+            return files[path.name] if path.name in files and "memory/" not in str(path) else "max"
+        return real(path, *args)
+
+    monkeypatch.setattr(Path, "read_text", read)
+    assert host_memory() == 3000
 
 
 # ---- refusals

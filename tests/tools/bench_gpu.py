@@ -39,7 +39,7 @@ from . import bench_varlen, gpu_trace, gpu_waits
 
 PEAK = 989e12
 TINY = bool(os.environ.get("TINY"))
-_QWEN2 = dict(vocab_size=151936, tie_word_embeddings=True, max_position_embeddings=32768)
+_QWEN2 = dict(vocab_size=151936, tie_word_embeddings=True, max_position_embeddings=1 << 18)
 SHAPES = {
     "0.5B": ("qwen2", dict(_QWEN2, hidden_size=896, intermediate_size=4864, num_hidden_layers=24)),
     "1.5B": ("qwen2", dict(_QWEN2, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28)),
@@ -75,7 +75,7 @@ SHAPES["8M"] = (
     dict(_QWEN2, hidden_size=256, intermediate_size=768, num_hidden_layers=4, vocab_size=8192),
 )
 _HEADS["8M"] = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=64)
-SHAPES["8B"][1].update(vocab_size=128256, tie_word_embeddings=False, max_position_embeddings=32768)
+SHAPES["8B"][1].update(_QWEN2, vocab_size=128256, tie_word_embeddings=False)
 # the layers of Qwen3.5-35B-A3B and of gpt_oss-20b, six of them
 _OF_TWO_SIZES = dict(tie_word_embeddings=False, max_position_embeddings=32768, num_hidden_layers=6)
 SHAPES["hybrid"] = (
@@ -163,6 +163,21 @@ CASES.update(TE_CASES)
 # another optimizer; this project alone
 MUON = "1.5B Muon"
 CASES[MUON] = dict(CASES["1.5B"], keys=dict(optim="muon"))
+# rows of s tokens, one a step; this project with all layers recomputed and nothing kept too
+_FULL = dict(recompute_granularity="full", loss_chunk_size=8192)
+_KEEP = dict(_FULL, recompute_keep="core_attn")
+_AWAY = dict(_KEEP, activation_offloading=True, mlp_chunk_size=16384)
+_LONG = dict(shape="8B", mbs=1, rows=1, lora=16, steps=3, skip=1, theirs=dict(recomputes=True))
+LONG_CASES = {
+    # half of the layers are recomputed
+    "LoRA 8B 32k": dict(
+        _LONG, s=1 << 15, keys=dict(_KEEP, recompute_method="block", recompute_num_layers=16)
+    ),
+    "LoRA 8B 131k": dict(_LONG, s=1 << 17, keys=_KEEP),
+    "LoRA 8B 262k": dict(_LONG, s=1 << 18, steps=2, keys=_AWAY),
+    "1.5B 262k": dict(_LONG, shape="1.5B", lora=0, s=1 << 18, steps=2, keys=_KEEP),
+}
+CASES.update(LONG_CASES)
 # of Hugging Face's Trainer: keywords of run_theirs
 RIVALS = {
     "hf": {},
@@ -171,13 +186,16 @@ RIVALS = {
     "liger-varlen": dict(liger=True, varlen=True),
     "liger-varlen-float32": dict(liger=True, varlen=True, float32=True),
 }
-TRAINERS = ("ours", *RIVALS)
+RECOMPUTED = "ours-recomputed"
+TRAINERS = ("ours", RECOMPUTED, *RIVALS)
 
 
 def trainers_of(case: str) -> tuple[str, ...]:
     """The trainers of a case."""
     if case in TE_CASES or case == MUON:
         return ("ours",)
+    if case in LONG_CASES:
+        return ("ours", RECOMPUTED, "liger")
     return ("ours", "hf", "liger", *CASES[case].get("rivals", ()))
 
 
@@ -427,6 +445,7 @@ def run_theirs(
     liger=False,
     varlen=False,
     float32=False,
+    recomputes=False,
 ):
     import transformers
 
@@ -466,7 +485,12 @@ def run_theirs(
         return {key: torch.stack([row[key] for row in rows]) for key in rows[0]}
 
     collate = bench_varlen.flatten if varlen else stack
-    logs = train_theirs(model, samples, collate, clock, mbs, rows, steps, liger)
+    more = {}
+    if recomputes:
+        more = dict(
+            gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False}
+        )
+    logs = train_theirs(model, samples, collate, clock, mbs, rows, steps, liger, **more)
     return clock, logs, tokens, squares
 
 
@@ -541,7 +565,9 @@ def measure(case: str, trainer: str, label: str) -> dict:
     keys = {"s": 4096, "steps": 8, **keys}
     if TINY:
         keys["s"] = 64
-    if trainer == "ours":
+    if trainer == RECOMPUTED:
+        keys["keys"] = _FULL
+    if trainer in ("ours", RECOMPUTED):
         clock, logs, tokens, squares = run_ours(**keys)
     elif keys.pop("pairs", False):
         from .bench_pairs import run_pairs
@@ -549,6 +575,7 @@ def measure(case: str, trainer: str, label: str) -> dict:
         clock, logs, tokens, squares = run_pairs(**keys, liger=trainer == "liger")
     else:
         own = {} if "varlen" in trainer else theirs
+        keys.pop("keys", None)
         clock, logs, tokens, squares = run_theirs(**{**keys, **own, **RIVALS[trainer]})
     median = clock.median(skip)
     work = float("nan")  # of other layers than flops() knows
@@ -556,12 +583,16 @@ def measure(case: str, trainer: str, label: str) -> dict:
         work = flops(hf_config(keys["shape"]), tokens, squares, keys.get("lora", 0))
     if CASES[case].get("pairs"):
         work *= 4 / 3  # the reference's forward pass
+    host = 0.0
+    if "mca_lite.part_long" in sys.modules:
+        host = sys.modules["mca_lite.part_long"].POOL.taken / 2**30
     return dict(
         case=case,
         trainer=label or trainer,
         tokens_per_second=round(tokens / median),
         mfu=round(work / median / PEAK, 4),
         peak_gib=peak_gib(),
+        host_gib=round(host, 1),
         step_ms=[round(1e3 * t) for t in clock.times],
         losses=[round(float(log["loss"]), 5) for log in logs],
         grad_norms=[round(float(log["grad_norm"]), 4) for log in logs],
