@@ -66,7 +66,7 @@ def why_no_kernels() -> str | None:
 @functools.cache
 def fused() -> Any:
     """The module with Triton kernels of the operations below, None if its file is gone."""
-    return next(iter(parts.load("part_triton")), None)
+    return parts.module_of("part_triton")
 
 
 def why_no_torch_compile() -> str | None:

@@ -1,14 +1,10 @@
 """megatron's tensor-parallel linears, each matmul and its communication in one autograd function.
 
-Under sequence parallelism, communication can overlap with matmuls (tp_comm_overlap): the matmul for
-this rank's tokens runs while other ranks' tokens arrive. GPUs of one host copy them from each
-other's memory (torch's symmetric memory) on a separate stream. Otherwise the same functions gather,
-multiply and scatter one after another. Weights, initialisation and checkpoints stay megatron's.
+Under sequence parallelism, communication can overlap with matmuls (tp_comm_overlap), by
+part_overlap.py. Otherwise the same functions gather, multiply and scatter one after another.
+Weights, initialisation and checkpoints stay megatron's.
 """
 
-import functools
-import math
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -18,16 +14,9 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from .cpu import add_weight_gradient
-from .kernels import first_line
 from .mcore import ColumnParallelLinear, RowParallelLinear
 from .parallel import gather_into, scatter_into
-
-_SETS = 3
-_LEAST = 1 << 20  # smallest buffer set, in bytes
-_NO_SYMMETRIC_MEMORY = (
-    "tp_comm_overlap: torch's symmetric memory does not work here ({}): tensor-parallel "
-    "communication does not overlap with matmuls"
-)
+from .tables import function_of
 
 
 class ColumnLinear(ColumnParallelLinear):
@@ -199,6 +188,13 @@ def _wait(messages: list[Any]) -> None:
         message.wait()
 
 
+def _peers_of(way: Way, x: torch.Tensor) -> Any:
+    """The part_overlap.Peers of a linear's group; None without overlap. Collective at first."""
+    if not (way.overlaps and x.is_cuda):
+        return None
+    return function_of("part_overlap:peers_of")(way.group)
+
+
 def start_gather(x: torch.Tensor, way: Way) -> tuple[torch.Tensor, list[Any]]:
     """Start to gather x [s / tp, b, k] to [s, b, k] -> (result, handles to wait for). If tokens are
     not sharded: (x, []). Collective over way.group.
@@ -206,7 +202,7 @@ def start_gather(x: torch.Tensor, way: Way) -> tuple[torch.Tensor, list[Any]]:
     if not way.cuts_tokens:
         return x, []
     x = x.contiguous()
-    peers = peers_of(way.group) if way.overlaps and x.is_cuda else None
+    peers = _peers_of(way, x)
     if peers is not None:
         whole, arrivals = peers.gather(x)
         return whole, [arrival for _, arrival in arrivals]
@@ -239,149 +235,22 @@ def gather_multiply(
     way.group.
     """
     x = x.contiguous()
-    peers = peers_of(way.group) if way.overlaps and x.is_cuda else None
-    if peers is None:
-        whole = x.new_empty(way.group.size() * x.shape[0], *x.shape[1:])
-        gather_into(whole, x, group=way.group)
-        return whole, whole @ matrix
-    whole, arrivals = peers.gather(x)
-    out = x.new_empty(*whole.shape[:-1], matrix.shape[1])
-    parts = whole.view(peers.size, -1, whole.shape[-1])
-    outs = out.view(peers.size, -1, out.shape[-1])
-    torch.mm(x.flatten(0, 1), matrix, out=outs[peers.rank])
-    for peer, arrival in arrivals:
-        arrival.wait()
-        torch.mm(parts[peer], matrix, out=outs[peer])
-    return whole, out
+    peers = _peers_of(way, x)
+    if peers is not None:
+        return peers.gather_multiply(x, matrix)
+    whole = x.new_empty(way.group.size() * x.shape[0], *x.shape[1:])
+    gather_into(whole, x, group=way.group)
+    return whole, whole @ matrix
 
 
 def multiply_scatter(x: torch.Tensor, matrix: torch.Tensor, way: Way) -> torch.Tensor:
     """x [s, b, k] @ matrix [k, n], summed over the group -> this rank's tokens [s / tp, b, n].
     Collective over way.group.
     """
-    peers = peers_of(way.group) if way.overlaps and x.is_cuda else None
-    if peers is None:
-        product = x @ matrix
-        out = product.new_empty(product.shape[0] // way.group.size(), *product.shape[1:])
-        scatter_into(out, product, group=way.group)
-        return out
-    parts = x.contiguous().view(peers.size, -1, x.shape[-1])
-    arrivals = []
-    for step in range(1, peers.size):
-        to = (peers.rank + step) % peers.size
-        mine, theirs = peers.slot(step, parts[to].shape[0] * matrix.shape[1], x.dtype)
-        torch.mm(parts[to], matrix, out=mine.view(-1, matrix.shape[1]))
-        arrivals.append(peers.fetch(theirs[peers.rank - step], torch.empty_like(mine)))
-    peers.next()
-    out = torch.mm(parts[peers.rank], matrix)
-    for part, arrival in arrivals:
-        arrival.wait()
-        out += part.view_as(out)
-    return out.view(-1, *x.shape[1:-1], matrix.shape[1])
-
-
-class Peers:
-    """Buffers that the GPUs of one host read from each other, and the stream that copies them.
-
-    Three buffer sets take turns. A set is written again three exchanges later. By then every rank
-    has read it: this rank has waited for an exchange in between, in which all ranks met after their
-    reads. The last exchange may still be running. The sets grow with the largest exchange.
-    """
-
-    def __init__(self, group: dist.ProcessGroup):
-        self.group = group
-        self.rank = group.rank()
-        self.size = group.size()
-        self.stream = torch.cuda.Stream()
-        self.turn = 0
-        self._room = 0  # bytes per set
-        self._views: dict[tuple[Any, ...], tuple[torch.Tensor, list[torch.Tensor]]] = {}
-
-    def slot(
-        self, number: int, length: int, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """(this rank's buffer [length], the same buffer of every rank) in the current set. number:
-        1 to size - 1. Collective if the buffers must grow.
-        """
-        key = self.turn % _SETS, number, length, dtype
-        if key not in self._views:
-            needed = (self.size - 1) * length * dtype.itemsize
-            if needed > self._room:
-                self._grow(needed)
-            place = key[0] * self._room // dtype.itemsize + (number - 1) * length
-            get = self._handle.get_buffer
-            ranks = [get(rank, (length,), dtype, place) for rank in range(self.size)]
-            self._views[key] = ranks[self.rank], ranks
-        return self._views[key]
-
-    def _grow(self, needed: int) -> None:
-        """Allocate sets of at least `needed` bytes. Collective."""
-        from torch.distributed import _symmetric_memory
-
-        torch.cuda.synchronize()  # nothing reads the smaller ones any more
-        dist.barrier(self.group)
-        self._room = max(2 ** math.ceil(math.log2(needed)), _LEAST)
-        size = _SETS * self._room
-        self._whole = _symmetric_memory.empty(size, dtype=torch.uint8, device="cuda")
-        self._handle = _symmetric_memory.rendezvous(self._whole, self.group.group_name)
-        self._views = {}
-
-    def next(self) -> None:
-        """End an exchange: the next one uses the next buffer set."""
-        self.turn += 1
-
-    def gather(self, x: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
-        """(x [s / tp, ...] gathered to [s, ...], [(rank, event of its tokens' arrival)]). This
-        rank's tokens are there at once.
-        """
-        whole = x.new_empty(self.size * len(x), *x.shape[1:])
-        parts = whole.view(self.size, -1)
-        mine, theirs = self.slot(1, x.numel(), x.dtype)
-        mine.copy_(x.view(-1))
-        arrivals = []
-        for step in range(1, self.size):
-            peer = (self.rank + step) % self.size
-            _, arrival = self.fetch(theirs[peer], parts[peer], meets=step == 1)
-            arrivals.append((peer, arrival))
-        self.next()
-        parts[self.rank].copy_(x.view(-1))
-        return whole, arrivals
-
-    def fetch(
-        self, theirs: torch.Tensor, out: torch.Tensor, meets: bool = True
-    ) -> tuple[torch.Tensor, torch.cuda.Event]:
-        """Copy another rank's buffer `theirs` into `out` -> (out, event of its arrival). meets:
-        first wait until all ranks reach this point.
-        """
-        self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):
-            if meets:
-                self._handle.barrier(channel=0)
-            out.copy_(theirs)
-            return out, self.stream.record_event()
-
-
-@functools.cache
-def peers_of(group: dist.ProcessGroup) -> Peers | None:
-    """The Peers of a group, or None, with a warning, if symmetric memory does not work on one of
-    its ranks.
-
-    The first call tries it, collectively over the group; later calls return the same answer.
-    """
-    reason = "another rank could not"
-    peers = Peers(group)
-    try:
-        whole, arrivals = peers.gather(torch.full((8,), float(peers.rank), device="cuda"))
-        for _, arrival in arrivals:
-            arrival.wait()
-        wanted = torch.arange(peers.size, device="cuda").repeat_interleave(8)
-        works = bool((whole == wanted).all())
-    except Exception as error:  # of the driver, the container, or torch
-        works = False
-        reason = first_line(error)
-    everywhere = torch.tensor(int(works), device="cuda")
-    dist.all_reduce(everywhere, dist.ReduceOp.MIN, group)
-    if not everywhere:
-        warnings.warn(_NO_SYMMETRIC_MEMORY.format(reason), stacklevel=2)
-        return None
-    return peers
+    peers = _peers_of(way, x)
+    if peers is not None:
+        return peers.multiply_scatter(x, matrix)
+    product = x @ matrix
+    out = product.new_empty(product.shape[0] // way.group.size(), *product.shape[1:])
+    scatter_into(out, product, group=way.group)
+    return out

@@ -56,6 +56,7 @@ PARTS = {
     "sinks": Part("part_sinks", "", provides="sinks"),
     "muon": Part("part_muon", "optim=muon"),
     "offload": Part("part_offload", "optimizer_cpu_offload=true"),
+    "overlap": Part("part_overlap", "tp_comm_overlap=true"),
     "long": Part("part_long", "recompute_keep=core_attn activation_offloading=true mlp_chunk_size"),
     "stream": Part(
         "part_stream_keys part_stream", "streaming buffer_size", "streaming:false buffer_size:16384"
@@ -106,6 +107,7 @@ PARTS = {
     "sleep": Part("part_sleep", ""),
     "triton": Part("part_triton", ""),
     "routes": Part("part_routes", ""),
+    "recorder": Part("part_recorder", ""),
     "migration": Part("part_migration part_migration_paths", ""),
 }
 
@@ -143,6 +145,11 @@ def load(*endings: str) -> list[ModuleType]:
     there = [part for name, part in PARTS.items() if name not in missing()]
     names = [module for part in there for module in part.modules.split()]
     return [import_module(f".{name}", __package__) for name in names if name.endswith(endings)]
+
+
+def module_of(name: str) -> ModuleType | None:
+    """A module of a part; None if the part is missing."""
+    return next(iter(load(name)), None)
 
 
 def need_of(name: str, what: str = "it needs") -> tuple[str, str]:

@@ -17,8 +17,6 @@ import contextlib
 import ctypes
 import json
 import os
-import pickle
-import re
 import signal
 import socket
 import sys
@@ -26,10 +24,10 @@ import threading
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from . import parts
 from .errors import UserError
 from .files import first_of
 from .world import tell_torchrun
@@ -67,14 +65,6 @@ _LOST = (  # in messages of gloo and nccl about a lost rank
 
 
 _RECORDS = "flight_recorder"  # folder in output_dir
-_CALLS_SHOWN = 4
-_RECENT = 8  # how many recent calls per group are compared
-_TORCH = re.compile(r"[/\\]torch[/\\]|^<")
-_OF_LIBRARIES = re.compile(
-    r"[/\\]megatron[/\\]core[/\\]|^" + re.escape(os.path.dirname(os.path.abspath(__file__)))
-)
-_EVEN = re.compile("reduce|broadcast|gather")  # operations with equal sizes on all ranks
-_PEERS = re.compile(r"(\d+)(?:->|<-)(\d+)")
 
 
 class RankFailed(UserError, RuntimeError):
@@ -105,6 +95,23 @@ def end_with_rank(worker: int) -> None:
 # -- called by the training loop; outside watch(), or with one rank, these do nothing
 
 _current: "Watchdog | None" = None
+
+
+class _NoRecorder:
+    """Stands for part_recorder.py, if its file is gone."""
+
+    @staticmethod
+    def dump_calls(folder: str, rank: int) -> dict[str, Any]:
+        return {}
+
+    @staticmethod
+    def differing_calls(summaries: Mapping[int, Any]) -> tuple[list[int], list[str]]:
+        return [], []
+
+
+def _recorder() -> Any:
+    """The module that reads the collectives which torch recorded."""
+    return parts.module_of("part_recorder") or _NoRecorder
 
 
 def note(phase: str, step: int | None = None) -> None:
@@ -143,7 +150,7 @@ def watch(args: Any) -> Iterator[None]:
         parallel.world_size(),
         args.hang_timeout,
         args.ddp_timeout,
-        dump=lambda rank: dump_calls(f"{args.output_dir}/{_RECORDS}", rank),
+        dump=lambda rank: _recorder().dump_calls(f"{args.output_dir}/{_RECORDS}", rank),
         stage=parallel.pipeline_rank,
     )
     watchdog.start()
@@ -375,7 +382,7 @@ class Watchdog:
         answers = [json.loads(text) if text else SILENT for text in texts]
         records = {rank: self._read(f"record/{self._question}/{rank}") for rank in ranks}
         summaries = {rank: json.loads(text) for rank, text in records.items() if text}
-        late_in_calls, calls = differing_calls(summaries)
+        late_in_calls, calls = _recorder().differing_calls(summaries)
         late = ranks_behind(answers) or late_in_calls
         self._late = first_of([names[rank] for rank in late], _SHOWN)
         all_wait = all(answer["is_waiting"] for answer in answers)
@@ -506,173 +513,6 @@ def may_wait(frame: FrameType) -> bool:
     """
     module = frame.f_globals.get("__name__", "")
     return module.startswith(("torch.", "megatron.", f"{__package__}."))
-
-
-# -- collectives. torch keeps the last nccl and gloo calls in a ring buffer, its flight recorder.
-# Each rank writes the buffer to a file for torch's analyser (torchfrtrace), and stores a few
-# kilobytes about unfinished calls, so that no rank must read a thousand files. gloo does not
-# record point-to-point communication.
-
-
-def dump_calls(folder: str | os.PathLike[str], rank: int) -> dict[str, Any]:
-    """Write this rank's flight recorder to a file in the folder -> its summary (calls_of). OSError
-    if the file cannot be written.
-    """
-    import torch.distributed as dist
-    from torch._C import _distributed_c10d as c10d
-
-    def ranks_of(group: str) -> list[int]:
-        return dist.get_process_group_ranks(c10d._resolve_process_group(group))
-
-    kind = "nccl" if dist.get_backend() == "nccl" else "fr"
-    record = getattr(c10d, f"_dump_{kind}_trace")()
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    (Path(folder) / f"rank_{rank}").write_bytes(record)
-    return calls_of(pickle.loads(record), ranks_of)  # safe: this process wrote the pickle
-
-
-def calls_of(
-    record: Mapping[str, Any], ranks_of: Callable[[str], list[int]]
-) -> dict[str, dict[str, Any]]:
-    """Summarise a rank's flight recorder.
-
-    "calls": {group: its first unfinished call}; "recent": {group: its last collectives}. ranks_of:
-    group name -> global ranks.
-    """
-    calls: dict[str, dict[str, Any]] = {}
-    recent: dict[str, list[dict[str, Any]]] = {}
-    for entry in record["entries"]:
-        name = entry["process_group"][0]
-        is_batch = entry["profiling_name"].endswith(":coalesced")  # reuses an earlier call's number
-        if not entry["is_p2p"] and not is_batch:
-            ended = _call(entry, [])
-            recent[name] = [*recent.get(name, [])[1 - _RECENT :], ended]
-        if entry["retired"] or entry["state"] == "completed":
-            calls.pop(name, None)  # torch never marks the sends inside a batch as completed
-            continue
-        call = _call(entry, ranks_of(name))
-        first = calls.setdefault(name, call)
-        first["has_begun"] |= call["has_begun"]  # in a batch only the last entry is marked
-        if first["is_message"] and call["is_message"]:
-            first["ranks"] = sorted({*first["ranks"], *call["ranks"]})
-    return {"calls": calls, "recent": recent}
-
-
-def _call(entry: Mapping[str, Any], ranks: list[int]) -> dict[str, Any]:
-    """The facts to compare and show about one entry of the flight recorder. ranks: those of its
-    group.
-    """
-    backend, _, operation = entry["profiling_name"].partition(":")
-    pair = _PEERS.search(operation)
-    if entry["is_p2p"] and pair:
-        ranks = [ranks[int(index)] for index in pair.groups()]
-    callers = [f"{frame['filename']}:{frame['line']}" for frame in entry.get("frames", ())]
-    place = next((caller for caller in callers if not _TORCH.search(caller)), "")
-    sizes = f" of {entry['input_sizes']} {entry['input_dtypes']}"
-    return {
-        "number": entry["collective_seq_id"],
-        "backend": backend,
-        "is_message": entry["is_p2p"],
-        "operation": operation + sizes,
-        "form": operation + sizes * bool(_EVEN.search(operation)),
-        "ranks": ranks,
-        "words": entry["process_group"][1],
-        "has_begun": entry["state"] == "started",
-        "place": place,
-        "is_users": bool(place) and not _OF_LIBRARIES.search(place),
-    }
-
-
-def differing_calls(summaries: Mapping[int, Mapping[str, Any]]) -> tuple[list[int], list[str]]:
-    """Compare the summaries of ranks -> (late ranks, lines about calls that differ).
-
-    First, a rank is late if one of its finished calls differs from the others' call of the same
-    number. Otherwise, a rank is late if others wait for it, and it has no unfinished call or one
-    that its GPU has not begun while other GPUs have. If all awaited ranks wait too, or gloo may
-    hide a point-to-point wait, the late ranks are those waiting in a call made by the user's code,
-    outside torch, megatron-core and this package.
-    """
-    late, lines = _unlike(summaries)
-    waiting, found = _waiting(summaries)
-    return sorted(late or waiting), [*lines, *found][:_CALLS_SHOWN]
-
-
-def _unlike(summaries: Mapping[int, Mapping[str, Any]]) -> tuple[set[int], list[str]]:
-    """For the first call number at which ranks of a group made different calls: (the ranks with the
-    rarest form, a line about it).
-    """
-    forms: dict[tuple[str, int], dict[str, list[int]]] = {}
-    calls: dict[tuple[tuple[str, int], int], Any] = {}
-    for rank, about in summaries.items():
-        for group, recent in about.get("recent", {}).items():
-            for call in recent:
-                key = (group, call["number"])
-                forms.setdefault(key, {}).setdefault(call["form"], []).append(rank)
-                calls[key, rank] = call
-    for key in sorted(forms):
-        rarest, *others = sorted(forms[key].values(), key=len)
-        if others:
-            heads = {ranks[0]: ranks for ranks in (rarest, *others)}
-            late = rarest
-            if len(others[0]) == len(rarest):
-                of_users = [rank for rank in heads if calls[key, rank]["is_users"]]
-                late = heads[of_users[0]] if of_users else []
-            words = [f"ranks {_shown(heads[r])}: {_in_words(calls[key, r])}" for r in heads]
-            return set(late), [f"calls differ: {'; '.join(words[:_CALLS_SHOWN])}"]
-    return set(), []
-
-
-def _waiting(summaries: Mapping[int, Mapping[str, Any]]) -> tuple[set[int], list[str]]:
-    """(late ranks, lines) for unfinished calls that some of their ranks have not begun."""
-    open_calls = {rank: about.get("calls", {}) for rank, about in summaries.items()}
-    some_began = any(c["has_begun"] for calls in open_calls.values() for c in calls.values())
-    waits_for: dict[int, set[int]] = {}
-    alone = set()
-    of_gloo = False
-    lines: dict[str, list[int]] = {}
-    for rank, calls in open_calls.items():
-        for group, call in calls.items():
-            if some_began and not call["has_begun"]:  # this call waits for its own GPU
-                continue
-            others = summaries.keys() & set(call["ranks"]) - {rank}
-            absent = sorted(r for r in others if not _takes_part(group, call, summaries[r]))
-            if absent:
-                waits_for.setdefault(rank, set()).update(absent)
-                of_gloo |= call["backend"] == "gloo"
-                if call["is_users"]:
-                    alone.add(rank)
-                without = f"; ranks without it: {_shown(absent)}"
-                lines.setdefault(_in_words(call) + without, []).append(rank)
-    awaited = set().union(*waits_for.values())
-    late = awaited - waits_for.keys()
-    is_few = 2 * len(alone) <= len(summaries)
-    if not late or of_gloo and alone and is_few:
-        late = alone
-    if late == summaries.keys():
-        late = set()
-    return late, [f"ranks {_shown(ranks)}: {words}" for words, ranks in lines.items()]
-
-
-def _shown(ranks: list[int]) -> str:
-    """Rank numbers as text, at most 8."""
-    return first_of([str(rank) for rank in ranks], 8)
-
-
-def _takes_part(group: str, call: Mapping[str, Any], about: Mapping[str, Any]) -> bool:
-    """True if the rank with this summary has begun or finished the group's call."""
-    same = about.get("calls", {}).get(group)
-    if call["is_message"]:
-        return same is not None and same["is_message"] and same["has_begun"]
-    if same is None or same["is_message"] or call["number"] < same["number"]:
-        recent = about.get("recent", {}).get(group, [])
-        return any(own["number"] >= call["number"] for own in recent)
-    return all(same[key] == call[key] for key in ("number", "form", "has_begun"))
-
-
-def _in_words(call: Mapping[str, Any]) -> str:
-    """A call as text: number, group, operation and place in the code."""
-    place = f" at {call['place']}" * bool(call["place"])
-    return f"call {call['number']} of group {call['words']}, {call['operation']}{place}"
 
 
 def _print(text: str) -> None:

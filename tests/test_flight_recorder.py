@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from mca_lite.watchdog import differing_calls, dump_calls
+from mca_lite.part_recorder import differing_calls, dump_calls
 from tests.shared import world
 from tests.shared.records import record
 

@@ -44,6 +44,7 @@ CHOICES = {
     "stage": {name: str(row.trainer).split(":")[0] for name, row in OBJECTIVES.items()},
     "optim": {name: str(row.make).split(":")[0] for name, row in OPTIMIZERS.items()},
     "optimizer_cpu_offload": {"true": "part_offload"},
+    "tp_comm_overlap": {"true": "part_overlap"},
     "recompute_keep": {"core_attn": "part_long"},
     "activation_offloading": {"true": "part_long"},
     "finetuning_type": {name: row.split(":")[0] for name, row in FINETUNING.items()},

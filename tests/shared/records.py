@@ -1,6 +1,6 @@
 """Records of collectives as torch's flight recorder makes them, by hand."""
 
-from mca_lite.watchdog import calls_of
+from mca_lite.part_recorder import calls_of
 
 GROUPS = {"world": [0, 1, 2, 3], "dp": [0, 1], "pp": [0, 1]}
 LAST = 4  # number of each group's last collective before the calls
