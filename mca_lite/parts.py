@@ -108,6 +108,7 @@ PARTS = {
     "triton": Part("part_triton", ""),
     "routes": Part("part_routes", ""),
     "recorder": Part("part_recorder", ""),
+    "metrics": Part("part_metrics", ""),
     "migration": Part("part_migration part_migration_paths", ""),
 }
 

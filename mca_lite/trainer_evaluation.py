@@ -1,4 +1,5 @@
 """Forward passes over a dataset: metrics, log-probabilities of samples, and compute_metrics.
+"""Forward passes over a data set: metrics, and log-probabilities of its samples.
 
 A sample is one document, or a pair. There is one result per sample, at its index in the dataset:
 packs are unpacked, and neither the layout nor the order of computation matters.
@@ -12,7 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from . import parallel
 from .args_rules import check_metric
@@ -22,6 +22,7 @@ from .data_files import SIDES
 from .errors import Judge, expect
 from .files import IGNORE_INDEX
 from .step import collecting, measure, new_numbers, scattered
+from .tables import function_of
 from .trainer_events import EvalLoopOutput, Numbers
 
 
@@ -50,19 +51,8 @@ class Evaluator:
         """Raise ValueError for metrics that an evaluation cannot compute."""
         trainer = self.trainer
         compute = trainer.compute_metrics
-        preprocess = trainer.preprocess_logits_for_metrics
-        expect(
-            preprocess is compute is None or (callable(compute) and callable(preprocess)),
-            "compute_metrics and preprocess_logits_for_metrics: expected both functions, or "
-            f"neither, got {compute!r}, {preprocess!r}: the logits of a whole data set are not "
-            "kept, and preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1) "
-            "keeps the likeliest tokens",
-        )
-        expect(
-            compute is None or trainer.documents_per_sample == 1,
-            "compute_metrics is for samples of one text: of pairs an evaluation gives "
-            f"{', '.join(trainer.metrics_keys)}",
-        )
+        if not (compute is trainer.preprocess_logits_for_metrics is None):
+            function_of("part_metrics:check")(trainer)
         expect(
             trainer.answers is not None or not trainer.args.predict_with_generate,
             "predict_with_generate: answers are the work of a callback: "
@@ -104,7 +94,7 @@ class Evaluator:
             self._loader_of(dataset), "evaluation", metric_key_prefix=prefix
         )
         if trainer.compute_metrics is not None:
-            loop.metrics.update(self._user_metrics(dataset, prefix))
+            loop.metrics.update(function_of("part_metrics:user_metrics")(self, dataset, prefix))
         if trainer.answers is not None:
             numbers = loop.numbers.with_pairs(trainer.answers.measure(dataset))
             loop.metrics.update(_named(numbers, prefix))
@@ -123,7 +113,7 @@ class Evaluator:
         )
         whole = new_numbers(trainer)
         for _, batches, _, numbers in self._steps(dataloader, plan):
-            metrics = self._forward(trainer.forward_step, trainer.prepared(batches))
+            metrics = self.forward(trainer.forward_step, trainer.prepared(batches))
             whole = whole + numbers.add_metrics(metrics)
         whole = whole.over_ranks(self.backend)
         return EvalLoopOutput(None, None, _named(whole, prefix), plan.num_samples, whole)
@@ -141,7 +131,7 @@ class Evaluator:
             names = [f"{prefix}_logps/{side}" for side in SIDES]
             metrics = dict(zip(names, means.tolist(), strict=True))
         if trainer.compute_metrics is not None:
-            metrics |= self._user_metrics(dataset, prefix)
+            metrics |= function_of("part_metrics:user_metrics")(self, dataset, prefix)
         if trainer.answers is not None:
             pairs = trainer.answers.measure(dataset).items()
             metrics |= {f"{prefix}_{key}": total / count for key, (total, count) in pairs if count}
@@ -170,6 +160,8 @@ class Evaluator:
         self, forward_step: Callable[..., Any], batches: list[dict[str, Any]], *_: Any
     ) -> list[Any]:
         """forward_step's result for each micro-batch; [] on pipeline stages before the last."""
+    def forward(self, forward_step: Callable, batches: list[dict], *_) -> list:
+        """Results of forward_step for each micro-batch; [] on pipeline stages before the last."""
         results = measure(self.backend, forward_step, batches)
         self.trainer.notify("on_prediction_step")
         return results
@@ -226,7 +218,7 @@ class Evaluator:
         """
         self.trainer.plan_batches(dataset, training=False)  # refuses several sets, and a stream
         step = collecting(self.backend, collect, self.trainer.inputs_of)
-        run = functools.partial(self._forward, step)
+        run = functools.partial(self.forward, step)
         return self.by_sample(samples_of(dataset), run, shape)
 
     @torch.no_grad()
@@ -309,7 +301,7 @@ def _check_documents(batch: dict[str, Any], numbers: list[int], per_sample: int)
     """
     if "cu_seqlens" not in batch:
         return
-    count = sum(end > start for _, start, end in _borders(batch))
+    count = sum(end > start for _, start, end in borders(batch))
     expect(
         count == len(numbers) * per_sample,
         f"samples {numbers} have {count} documents with tokens: expected {per_sample} each, so "
@@ -338,6 +330,17 @@ def sum_documents(
 
 def _borders(batch: dict[str, Any]) -> list[tuple[int, int, int]]:
     """[(row, start, end)] of each document in a batch, without padding."""
+def in_documents(batch: dict, values, parts: int = 1) -> torch.Tensor:
+    """Sums [..., documents] of an arranged batch's values [..., rows, s] over each document, those
+    that only pad among them. parts: ranks that have a part of each document."""
+    if "cu_seqlens" not in batch:
+        return values.sum(-1)
+    lengths = np.diff(batch["cu_seqlens"]) // parts
+    return torch.stack([part.sum(-1) for part in values[..., 0, :].split(lengths.tolist(), -1)], -1)
+
+
+def borders(batch: dict) -> list[tuple[int, int, int]]:
+    """(row, start, end) of each document of a batch, without its padding."""
     real = ~batch["padding_mask"]
     documents = itertools.pairwise(batch.get("cu_seqlens", (0, real.shape[1])))
     return [
