@@ -29,7 +29,6 @@ from . import parts, world
 from .args_rules import (
     BACKEND,
     check_data,
-    check_finetuning,
     check_objective_run,
     check_part_rules,
     check_run,
@@ -187,16 +186,6 @@ class FinetuningArguments(ArgumentGroup):
         choices=FINETUNING,
         remedy="finetuning_type: lora for adapters, full or freeze",
     )
-    freeze_trainable_layers: int = arg(
-        2, "freeze: layers in training: the last n, or -n: the first n"
-    )
-    freeze_trainable_modules: list[str] = arg(
-        ["all"], "freeze: modules of these layers in training, such as self_attn, mlp"
-    )
-    freeze_extra_modules: list[str] | None = optional(
-        "freeze: modules outside of layers in training: embed_tokens, norm, lm_head"
-    )
-    check = check_finetuning
 
 
 @dataclass(kw_only=True)

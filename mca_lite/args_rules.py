@@ -9,19 +9,12 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from .args_rules_training import Need, check_needs
+from .args_rules_training import check_needs
 from .errors import Judge, Keys, Rule
 from .files import GENERATION_METRICS
 from .tables import CONVERSATIONS, KEY_GROUPS, OBJECTIVES, PAIR_COLUMNS, TEMPLATES, Objective
 
 SOME_DATA = "dataset: <files, or names in dataset_info.json>"
-_NEEDS_OF_FREEZING = (
-    Need(
-        "freeze_trainable_layers freeze_trainable_modules freeze_extra_modules",
-        "finetuning_type=freeze",
-        "finetuning_type: freeze",
-    ),
-)
 
 NAMED = (Rule("!dataset !eval_dataset", "it names no data", SOME_DATA),)
 _DATA = (
@@ -151,11 +144,6 @@ def check_data(a: Keys, judge: Judge) -> None:
         f"expected a rate above 0 for each of {len(equal)} datasets",
         f"mix_weights: {equal}",
     )
-
-
-def check_finetuning(a: Keys, judge: Judge) -> None:
-    """Apply the rules of FinetuningArguments."""
-    check_needs(_NEEDS_OF_FREEZING, a, judge)
 
 
 # -- between groups

@@ -38,7 +38,7 @@ from .callbacks import TrainerState, ranking_of, restore_states
 from .ckpt_folder import CheckpointError
 from .data_batches import Stream
 from .files import TRAINER_STATE_NAME, read_json, show_size, write_file
-from .finetuning import KEYS_OF_TRAINED, finetuning_of
+from .finetuning import finetuning_of
 from .kernels import AdamW
 from .mcore import get_cuda_rng_tracker
 from .optim import load_scaler_states, scaler_states
@@ -575,7 +575,7 @@ def _ranking(settings: dict) -> tuple[str, bool]:
 
 def _fixed_settings(before: dict, backend) -> list[str]:
     """The keys of settings that decide the states of an optimizer."""
-    fixed = ["optim", *KEYS_OF_TRAINED]
+    fixed = ["optim", "finetuning_type"]
     for row in KEY_GROUPS.values():
         fixed += row.fixed
     if backend.name == "torch":

@@ -1,10 +1,9 @@
 """Finetuning: which weights of a model are trained, and what its checkpoints and exports contain.
 
 `Finetuning` trains whole weights: all of them, or those that the keys leave unfrozen. A part may
-train other tensors next to frozen weights, with a subclass in tables.FINETUNING. The keys name
-modules as Hugging Face's files do, with LLaMA-Factory's defaults: layers and modules of the
-language model, and the parts of a model with images. A frozen weight has no gradient, no optimizer
-state and no decay, and is exported unchanged.
+train some modules, or other tensors next to frozen weights, with a subclass in tables.FINETUNING.
+Modules have the names of Hugging Face's files. A frozen weight has no gradient, no optimizer state
+and no decay, and is exported unchanged.
 """
 
 import contextlib
@@ -19,20 +18,12 @@ import torch
 from .args_rules import check_frozen_rows
 from .errors import Judge, Keys
 from .families import LANGUAGE_MODEL, part_of, vision_parts_of
-from .families_rows import VALUE_HEAD
 from .files import ADAPTER_CONFIG_NAME
-from .hosts import Weight, host_of, last_of, module_of
+from .hosts import Weight, host_of
 from .tables import FINETUNING, OBJECTIVES, function_of
 from .weights_convert import Change
 
-# the keys that decide which weights are trained
-KEYS_OF_TRAINED = (
-    "finetuning_type",
-    "freeze_trainable_layers",
-    "freeze_trainable_modules",
-    "freeze_extra_modules",
-)
-_IN_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")
+IN_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")
 
 
 class Request(NamedTuple):
@@ -67,12 +58,20 @@ class Finetuning:
         """The finetuning that a run's keys ask for. `judge` gets Problems for what the model cannot
         do. Not collective."""
         keys = request.arguments
-        if not is_wanted(request.config, keys):
+        kind = getattr(request.config, "hf_model_type", None) or request.config.model_type
+        if cls is Finetuning and not vision_parts_of(kind):
             return cls()
         trained = plan_frozen(request.host(), keys, judge)
         ends = OBJECTIVES[keys.stage].vocabulary
         check_frozen_rows(trained, request.num_new, ends, judge)
         return cls(trained, keys.finetuning_type)
+
+    @classmethod
+    def trained_of_language(
+        cls, weights: list[Weight], num_layers: int, keys: Keys, judge: Judge
+    ) -> set[str]:
+        """The modules of the language model that the keys leave trainable. weights: its weights."""
+        return {module for weight in weights for module in weight.modules}
 
     @classmethod
     def take_new_tokens(cls, arguments: Keys) -> str:
@@ -175,9 +174,6 @@ def finetuning_of(model: Any) -> Finetuning:
     return getattr(model, "finetuning", _WHOLE)
 
 
-# -- the keys of frozen weights
-
-
 def plan_frozen(model: Any, keys: Keys, judge: Judge) -> frozenset[str] | None:
     """The Hugging Face modules that a run's keys leave trainable; None if that is every module.
 
@@ -189,14 +185,13 @@ def plan_frozen(model: Any, keys: Keys, judge: Judge) -> frozenset[str] | None:
     modules = dict.fromkeys(module for weight in weights for module in weight.modules)
     parts = {module: part_of(host.model_type, module) for module in modules}
     frozen = {part for part in set(parts.values()) if getattr(keys, f"freeze_{part}")}
-    trained = {module for module in modules if parts[module] not in frozen}
-    if keys.finetuning_type == "freeze":
-        language = [weight for weight in weights if parts[weight.modules[0]] == LANGUAGE_MODEL]
-        named = _named(language, keys, host.num_layers, judge)
-        named |= {
-            module_of(VALUE_HEAD)
-        } & modules.keys()  # it starts from random weights, so it is trained
-        trained = {m for m in trained if parts[m] != LANGUAGE_MODEL or m in named}
+    language = [weight for weight in weights if parts[weight.modules[0]] == LANGUAGE_MODEL]
+    named = finetuning_class(keys).trained_of_language(language, host.num_layers, keys, judge)
+    trained = {
+        module
+        for module, part in parts.items()
+        if part not in frozen and (part != LANGUAGE_MODEL or module in named)
+    }
     judge.expect(
         trained or judge.problems,
         "finetuning_type",
@@ -204,78 +199,6 @@ def plan_frozen(model: Any, keys: Keys, judge: Judge) -> frozenset[str] | None:
         "freeze_language_model: false, or freeze_trainable_layers: 2",
     )
     return None if len(trained) == len(modules) else frozenset(trained)
-
-
-def is_wanted(config: Any, keys: Keys) -> bool:
-    """True if plan_frozen() may freeze a part of a model with this config, of either backend."""
-    kind = getattr(config, "hf_model_type", None) or config.model_type
-    return keys.finetuning_type == "freeze" or bool(vision_parts_of(kind))
-
-
-def _named(weights: list[Weight], keys: Keys, num_layers: int, judge: Judge) -> set[str]:
-    """The language model's modules that the keys of finetuning_type freeze name."""
-    count = keys.freeze_trainable_layers
-    judge.expect(
-        abs(count) <= num_layers,
-        "freeze_trainable_layers",
-        f"the model has {num_layers} layers",
-        f"freeze_trainable_layers: {num_layers}, or fewer",
-    )
-    layers = range(num_layers - count, num_layers) if count > 0 else range(-count)
-    inner: dict[str, tuple[int, str]] = {}  # module -> (its layer, its name in the layer)
-    outer: dict[str, str] = {}
-    for module in (module for weight in weights for module in weight.modules):
-        match = _IN_LAYER.fullmatch(module)
-        if match is None:
-            outer[module] = last_of(module)
-        else:
-            inner[module] = (int(match[1]), match[2])
-    in_layers = [name for _, name in inner.values()]
-    wanted = keys.freeze_trainable_modules
-    extras = keys.freeze_extra_modules or []
-    _check_names("freeze_trainable_modules", wanted, in_layers, judge)
-    _check_names("freeze_extra_modules", extras, outer.values(), judge)
-    is_ahead = any(layer >= num_layers for layer, _ in inner.values())
-    judge.expect(
-        not is_ahead and not any(module.startswith("mtp.") for module in inner),
-        "mtp_num_layers",
-        "it is not supported together with frozen layers",
-        "mtp_num_layers: 0",
-    )
-    named = {module for module, name in outer.items() if name in extras}
-    for module, (layer, name) in inner.items():
-        if layer in layers and any(_fits(name, wish) for wish in wanted):
-            named.add(module)
-    tied = {module for weight in weights if weight.is_tied for module in weight.modules}
-    if tied & named:  # both names stand for one matrix
-        named |= tied
-    for weight in weights:
-        judge.expect(
-            len(named.intersection(weight.modules)) in (0, len(set(weight.modules))),
-            "freeze_trainable_modules",
-            f"{', '.join(weight.modules)} are one matrix on megatron-core: all of them or none",
-            "modules such as self_attn and mlp, or use_mca: false",
-        )
-    return named
-
-
-def _fits(name: str, wish: str) -> bool:
-    """True if the module `name` of a layer is the one that `wish` names, or is inside it."""
-    return wish == "all" or f"{name}.".startswith(f"{wish}.")
-
-
-def _check_names(key: str, wanted: Iterable[str], names: Iterable[str], judge: Judge) -> None:
-    """Refuse a wanted name without a module, and one that selects single experts of a layer."""
-    names = list(names)
-    known = dict.fromkeys(name.partition(".")[0] for name in names)
-    for wish in wanted:
-        judge.expect(
-            any(_fits(name, wish) for name in names) and not re.search(r"\.\d", wish),
-            key,
-            "the model has no such module in this place",
-            f"some of {', '.join(known)}",
-            wish,
-        )
 
 
 def lowest_layer(trained: Iterable[str], num_layers: int) -> int:
@@ -288,5 +211,5 @@ def lowest_layer(trained: Iterable[str], num_layers: int) -> int:
 
 def layer_of(module: str, otherwise: int) -> int:
     """The decoder layer of a Hugging Face module; `otherwise` if it is in no layer."""
-    match = _IN_LAYER.fullmatch(module)
+    match = IN_LAYER.fullmatch(module)
     return otherwise if match is None else int(match[1])

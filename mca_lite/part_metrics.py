@@ -37,18 +37,21 @@ def check(trainer: Any) -> None:
 
 @torch.no_grad()
 def user_metrics(evaluator: Evaluator, dataset: Any, prefix: str) -> dict[str, float]:
-    """compute_metrics over the results of preprocess_logits_for_metrics, one a sample; names
-    with the prefix, on every rank those of the main rank. A second pass over the data.
+    """compute_metrics over the results of preprocess_logits_for_metrics, one per sample. Names
+    get the prefix. Every rank returns the main rank's result. This is a second pass over the
+    data.
 
     As in transformers, position t of label_ids is the label predicted by position t - 1, and
-    samples are padded with IGNORE_INDEX. Memory: the logits of a micro-batch, and on the main
-    rank the results.
+    samples are padded with IGNORE_INDEX. Memory: a micro-batch's logits, and on the main rank
+    all results.
     """
     trainer = evaluator.trainer
     backend = evaluator.backend
     dataset = samples_of(dataset)
 
-    def collect(inputs: dict, batch: dict, logits: torch.Tensor) -> list[tuple]:
+    def collect(
+        inputs: dict[str, Any], batch: dict[str, Any], logits: torch.Tensor
+    ) -> list[tuple[Any, ...]]:
         logits = backend.whole_logits(logits, inputs)
         if not backend.counts_tokens:
             return []
@@ -57,9 +60,9 @@ def user_metrics(evaluator: Evaluator, dataset: Any, prefix: str) -> dict[str, f
             for row, start, end in borders(batch)
         ]
 
-    rows: dict[int, tuple] = {}  # on the main rank
+    rows: dict[int, tuple[Any, ...]] = {}  # on the main rank
 
-    def inputs_of(batch: dict) -> dict:
+    def inputs_of(batch: dict[str, Any]) -> dict[str, Any]:
         return {**trainer.inputs_of(batch), "labels": None}
 
     run = functools.partial(evaluator.forward, collecting(backend, collect, inputs_of))
@@ -90,8 +93,9 @@ def user_metrics(evaluator: Evaluator, dataset: Any, prefix: str) -> dict[str, f
 def _processed(
     trainer: Any, logits: torch.Tensor, labels: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """(results of preprocess_logits_for_metrics, label_ids) of a document, on the CPU: as in
-    transformers with one place more, since its labels are not shifted."""
+    """(*results of preprocess_logits_for_metrics, label_ids) of one document, on the CPU. They
+    have one more position than the document, because transformers' labels are not shifted.
+    """
     labels = torch.cat([labels.new_full((1,), IGNORE_INDEX), labels]).to(logits.device)[None]
     logits = torch.cat([logits.float(), logits.new_zeros(1, logits.shape[1])])[None]
     kept = trainer.preprocess_logits_for_metrics(logits, labels)
@@ -102,11 +106,11 @@ def _processed(
         f"{type(kept).__name__}",
     )
     floats = (part.float() if part.is_floating_point() else part for part in parts)
-    return tuple(part.detach().cpu().clone() for part in floats)  # no view of the logits
+    return tuple(part.detach().cpu().clone() for part in floats)  # a view would keep the logits
 
 
 def _stacked(parts: tuple[torch.Tensor, ...]) -> np.ndarray:
-    """Tensors [1, n, ...] of unequal n as one array, padded with IGNORE_INDEX."""
+    """One array from tensors [1, n, ...] with different n, padded with IGNORE_INDEX."""
     if parts[0].dim() < 2:
         return torch.cat([part.reshape(-1) for part in parts]).numpy()
     rows = [part[0] for part in parts]

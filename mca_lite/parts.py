@@ -42,6 +42,12 @@ PARTS = {
         "freeze_vision_tower:true freeze_multi_modal_projector:true freeze_language_model:false",
         provides="pictures qwen2_vl qwen2_5_vl qwen3_vl qwen3_5 qwen3_5_moe",
     ),
+    "freeze": Part(
+        "part_freeze_keys part_freeze",
+        "freeze_trainable_layers freeze_trainable_modules freeze_extra_modules "
+        "finetuning_type=freeze",
+        "freeze_trainable_layers:2 freeze_trainable_modules:all",
+    ),
     "lora": Part(
         "part_lora_keys part_lora part_lora_files part_lora_rules part_lora_sites part_lora_layers",
         "lora_rank lora_alpha lora_dropout lora_target use_rslora modules_to_save "

@@ -214,7 +214,7 @@ def register_keys(
 
 
 # finetuning_type -> a subclass of finetuning.Finetuning
-FINETUNING: dict[str, Any] = dict.fromkeys(("full", "freeze"), "finetuning:Finetuning")
+FINETUNING: dict[str, Any] = {"full": "finetuning:Finetuning"}
 
 
 def function_of(name: Any) -> Any:

@@ -1,5 +1,4 @@
-"""Forward passes over a dataset: metrics, log-probabilities of samples, and compute_metrics.
-"""Forward passes over a data set: metrics, and log-probabilities of its samples.
+"""Forward passes over a dataset: metrics, and log-probabilities of samples.
 
 A sample is one document, or a pair. There is one result per sample, at its index in the dataset:
 packs are unpacked, and neither the layout nor the order of computation matters.
@@ -156,12 +155,10 @@ class Evaluator:
             yield step, *trainer.read_step(batches, plan, step)
         trainer.loaders["eval_dataloader"] = None
 
-    def _forward(
+    def forward(
         self, forward_step: Callable[..., Any], batches: list[dict[str, Any]], *_: Any
     ) -> list[Any]:
         """forward_step's result for each micro-batch; [] on pipeline stages before the last."""
-    def forward(self, forward_step: Callable, batches: list[dict], *_) -> list:
-        """Results of forward_step for each micro-batch; [] on pipeline stages before the last."""
         results = measure(self.backend, forward_step, batches)
         self.trainer.notify("on_prediction_step")
         return results
@@ -221,74 +218,6 @@ class Evaluator:
         run = functools.partial(self.forward, step)
         return self.by_sample(samples_of(dataset), run, shape)
 
-    @torch.no_grad()
-    def _user_metrics(self, dataset: Any, prefix: str) -> dict[str, float]:
-        """compute_metrics over the results of preprocess_logits_for_metrics, one per sample. Names
-        get the prefix. Every rank returns the main rank's result. This is a second pass over the
-        data.
-
-        As in transformers, position t of label_ids is the label predicted by position t - 1, and
-        samples are padded with IGNORE_INDEX. Memory: a micro-batch's logits, and on the main rank
-        all results.
-        """
-        dataset = samples_of(dataset)
-
-        def collect(
-            inputs: dict[str, Any], batch: dict[str, Any], logits: torch.Tensor
-        ) -> list[tuple[Any, ...]]:
-            logits = self.backend.whole_logits(logits, inputs)
-            if not self.backend.counts_tokens:
-                return []
-            return [
-                self._processed(logits[row, start:end], batch["labels"][row, start:end])
-                for row, start, end in _borders(batch)
-            ]
-
-        rows: dict[int, tuple[Any, ...]] = {}  # on the main rank
-
-        def inputs_of(batch: dict[str, Any]) -> dict[str, Any]:
-            return {**self.trainer.inputs_of(batch), "labels": None}
-
-        run = functools.partial(self._forward, collecting(self.backend, collect, inputs_of))
-        for step in self.passes(dataset, run):
-            own = [pair for found in step for pair in zip(*found, strict=False)]
-            for of_rank in parallel.gather(own):
-                if parallel.is_main():
-                    rows.update(of_rank)
-
-        def compute() -> dict[str, float]:
-            from transformers import EvalPrediction
-
-            columns = zip(*(rows[number] for number in range(len(dataset))), strict=True)
-            *parts, label_ids = map(_stacked, columns)
-            predictions = parts[0] if len(parts) == 1 else tuple(parts)
-            metrics = self.trainer.compute_metrics(EvalPrediction(predictions, label_ids))
-            start = f"{prefix}_"
-            try:
-                return {start + key.removeprefix(start): float(metrics[key]) for key in metrics}
-            except (AttributeError, TypeError, ValueError):
-                raise ValueError(
-                    f"compute_metrics: expected {{name: number}}, got {metrics!r:.200}"
-                ) from None
-
-        return parallel.on_main(compute, ValueError)
-
-    def _processed(self, logits: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """(*results of preprocess_logits_for_metrics, label_ids) of one document, on the CPU. They
-        have one more position than the document, because transformers' labels are not shifted.
-        """
-        labels = torch.cat([labels.new_full((1,), IGNORE_INDEX), labels]).to(logits.device)[None]
-        logits = torch.cat([logits.float(), logits.new_zeros(1, logits.shape[1])])[None]
-        kept = self.trainer.preprocess_logits_for_metrics(logits, labels)
-        parts = (*(kept if isinstance(kept, tuple) else [kept]), labels)
-        expect(
-            all(isinstance(part, torch.Tensor) for part in parts),
-            "preprocess_logits_for_metrics: expected a tensor, or a tuple of them, got "
-            f"{type(kept).__name__}",
-        )
-        floats = (part.float() if part.is_floating_point() else part for part in parts)
-        return tuple(part.detach().cpu().clone() for part in floats)  # a view would keep the logits
-
 
 def _named(numbers: Numbers, prefix: str) -> dict[str, float]:
     """{prefix_metric: mean} from summed Numbers."""
@@ -328,33 +257,14 @@ def sum_documents(
     return backend.sum_over_context_parallel(sums).index_select(1, real)
 
 
-def _borders(batch: dict[str, Any]) -> list[tuple[int, int, int]]:
+def borders(batch: dict[str, Any]) -> list[tuple[int, int, int]]:
     """[(row, start, end)] of each document in a batch, without padding."""
-def in_documents(batch: dict, values, parts: int = 1) -> torch.Tensor:
-    """Sums [..., documents] of an arranged batch's values [..., rows, s] over each document, those
-    that only pad among them. parts: ranks that have a part of each document."""
-    if "cu_seqlens" not in batch:
-        return values.sum(-1)
-    lengths = np.diff(batch["cu_seqlens"]) // parts
-    return torch.stack([part.sum(-1) for part in values[..., 0, :].split(lengths.tolist(), -1)], -1)
-
-
-def borders(batch: dict) -> list[tuple[int, int, int]]:
-    """(row, start, end) of each document of a batch, without its padding."""
     real = ~batch["padding_mask"]
     documents = itertools.pairwise(batch.get("cu_seqlens", (0, real.shape[1])))
     return [
         (row, start, start + int(real[row, start:end].sum()))
         for row, (start, end) in itertools.product(range(len(real)), documents)
     ]
-
-
-def _stacked(parts: tuple[torch.Tensor, ...]) -> np.ndarray:
-    """One array from tensors [1, n, ...] with different n, padded with IGNORE_INDEX."""
-    if parts[0].dim() < 2:
-        return torch.cat([part.reshape(-1) for part in parts]).numpy()
-    rows = [part[0] for part in parts]
-    return pad_sequence(rows, batch_first=True, padding_value=IGNORE_INDEX).numpy()
 
 
 # -- predictions.jsonl
