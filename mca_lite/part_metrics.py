@@ -3,6 +3,7 @@ evaluation from what is kept of each sample's logits.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,9 @@ from .step import collecting
 from .trainer_evaluation import Evaluator, borders
 
 
-def check(trainer: Any) -> None:
+def check(evaluator: Evaluator) -> None:
     """ValueError for functions that an evaluation of this trainer cannot call."""
+    trainer = evaluator.trainer
     compute = trainer.compute_metrics
     preprocess = trainer.preprocess_logits_for_metrics
     expect(
@@ -46,6 +48,7 @@ def user_metrics(evaluator: Evaluator, dataset: Any, prefix: str) -> dict[str, f
     all results.
     """
     trainer = evaluator.trainer
+    preprocess = trainer.preprocess_logits_for_metrics
     backend = evaluator.backend
     dataset = samples_of(dataset)
 
@@ -56,7 +59,7 @@ def user_metrics(evaluator: Evaluator, dataset: Any, prefix: str) -> dict[str, f
         if not backend.counts_tokens:
             return []
         return [
-            _processed(trainer, logits[row, start:end], batch["labels"][row, start:end])
+            _processed(preprocess, logits[row, start:end], batch["labels"][row, start:end])
             for row, start, end in borders(batch)
         ]
 
@@ -91,14 +94,14 @@ def user_metrics(evaluator: Evaluator, dataset: Any, prefix: str) -> dict[str, f
 
 
 def _processed(
-    trainer: Any, logits: torch.Tensor, labels: torch.Tensor
+    preprocess: Callable[..., Any], logits: torch.Tensor, labels: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
     """(*results of preprocess_logits_for_metrics, label_ids) of one document, on the CPU. They
     have one more position than the document, because transformers' labels are not shifted.
     """
     labels = torch.cat([labels.new_full((1,), IGNORE_INDEX), labels]).to(logits.device)[None]
     logits = torch.cat([logits.float(), logits.new_zeros(1, logits.shape[1])])[None]
-    kept = trainer.preprocess_logits_for_metrics(logits, labels)
+    kept = preprocess(logits, labels)
     parts = (*(kept if isinstance(kept, tuple) else [kept]), labels)
     expect(
         all(isinstance(part, torch.Tensor) for part in parts),

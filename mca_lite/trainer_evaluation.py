@@ -51,7 +51,7 @@ class Evaluator:
         trainer = self.trainer
         compute = trainer.compute_metrics
         if not (compute is trainer.preprocess_logits_for_metrics is None):
-            function_of("part_metrics:check")(trainer)
+            function_of("part_metrics:check")(self)
         expect(
             trainer.answers is not None or not trainer.args.predict_with_generate,
             "predict_with_generate: answers are the work of a callback: "
