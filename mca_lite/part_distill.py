@@ -299,8 +299,8 @@ def _rows_of(batch: dict[str, Any]) -> torch.Tensor:
     rows: Any = batch.get("teacher_row")
     expect(
         rows is not None,
-        'the data collator dropped "teacher_row", the numbers of the tokens\' rows [b, s]: '
-        "hand them on, or leave teacher_top_k out",
+        'the data collator dropped "teacher_row", the row index of each token [b, s]: '
+        "keep that column, or leave teacher_top_k out",
     )
     return rows
 

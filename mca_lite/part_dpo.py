@@ -490,7 +490,7 @@ class DPOTrainer(ScoredTrainer):
             expect(
                 all("reference" in batch for batch in micro_batches),
                 'the data collator dropped "reference", the samples\' log-probabilities [b, '
-                "documents]: hand them on, or use ref_model: model",
+                "documents]: keep that column, or use ref_model: model",
             )
             return micro_batches
         models = self.ref_chunks or self.models

@@ -461,8 +461,8 @@ class Vision(Media):
             return
         expect(
             text == render(messages),
-            f"the chat template writes pictures otherwise than as {self.block}, or their message "
-            "otherwise than without one: set chat_template to one that does not, and leave out "
+            f"the chat template does not write a picture as {self.block}, or changes the rest of "
+            "its message: set chat_template to one that does neither, and leave out "
             "chat_template_kwargs of pictures",
         )
 

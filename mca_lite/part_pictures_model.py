@@ -45,8 +45,8 @@ def frequency_axes(count: int, sections: list[int], in_turns: bool) -> list[int]
         return [i % 3 if i < 3 * sections[i % 3] else 0 for i in range(count)]
     expect(
         sum(sections) == count,
-        f"mrope_section {sections} in config.json: expected numbers of {count} frequencies, half "
-        "the channels of a head, in all",
+        f"mrope_section {sections} in config.json: expected a sum of {count} frequencies, half "
+        "the channels of a head",
     )
     return [axis for axis, of_axis in enumerate(sections) for _ in range(of_axis)]
 
