@@ -335,7 +335,7 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
 
     def _balanced_layout(self) -> str | None:
         """A pipeline layout whose stages take about equal time. None without a pipeline; "auto",
-        which a later check refuses, if there are more stages than layers.
+        which a later check refuses, if there are too many stages for the layers.
         """
         pp = self.pipeline_model_parallel_size
         if pp == 1:

@@ -74,7 +74,8 @@ def gated_delta_rule(
     documents: torch.Tensor,
     chunk_size: int = CHUNK_SIZE,
 ) -> torch.Tensor:
-    """The rule in plain torch, computed in float32 or wider -> [s, b, n, v] in value's dtype.
+    """The gated delta rule (state decay, then a delta-rule update per token) in plain torch,
+    computed in float32 or wider -> outputs [s, b, n, v] in value's dtype.
 
     query, key: [s, b, n, k], not normalised. value: [s, b, n, v]. decay (g), beta: [s, b, n].
     documents: int64 [s], each token's document index.
@@ -204,7 +205,9 @@ def _to_heads(
 def _to_tokens(
     x: torch.Tensor, group: torch.distributed.ProcessGroup, order: torch.Tensor
 ) -> torch.Tensor:
-    """The inverse of _to_heads. Collective: all-to-all in both passes."""
+    """The inverse of _to_heads: some heads of the whole row [s, b, g / cp, c] -> this rank's tokens
+    [s / cp, b, g, c]. Collective: all-to-all in both passes.
+    """
     parts = x.index_select(0, order.argsort())
     parts = mappings.all_to_all(group, parts).unflatten(0, (group.size(), -1))
     return parts.movedim(0, 2).flatten(2, 3)

@@ -183,7 +183,7 @@ def _event_gradients_kernel(
 
 
 class _Chunk(NamedTuple):
-    """Constants for the kernels of one chunk of tokens."""
+    """Facts about a chunk of tokens that the kernels need beside its logits."""
 
     head: Head  # the student's
     common: int  # number of this rank's columns whose token ids both models have

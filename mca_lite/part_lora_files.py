@@ -116,7 +116,9 @@ class AdapterSource(SafetensorsSource):
 
 
 def _spec(values: Mapping[str, Any], targets: Iterable[str]) -> LoraSpec:
-    """A LoraSpec from adapter_config.json's values; None means the default."""
+    """A LoraSpec with these targets and the other settings of adapter_config.json's values; None
+    means the default.
+    """
     given = {field: values[key] for key, field in _FIELDS.items() if values.get(key) is not None}
     if values.get("task_type") == "SEQ_CLS":  # PEFT adds two possible names of the value head
         given["modules_to_save"] = [n for n in given["modules_to_save"] if n != "classifier"]
@@ -298,7 +300,9 @@ def merger(model: Any) -> Change:
 
 
 def _merge_with(read: Callable[[str], torch.Tensor], names: Iterable[str], scale: float) -> Change:
-    """merger()'s function. read(name): returns an adapter matrix, one of `names`."""
+    """A function (HF name, base tensor) -> the tensor with the adapter merged. read(name): returns
+    an adapter matrix, one of `names`. scale: factor on B A.
+    """
     pairs = _pairs_of(names)
 
     def merge(name: str, weight: torch.Tensor) -> torch.Tensor:

@@ -99,7 +99,9 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
     # -- the objective, that of a Session
 
     def _arrange(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Arrange a batch whose loss columns are checked, and 0 where there is no label."""
+        """Arrange a batch for the model. Columns of the loss are first checked, and set to 0 where
+        there is no label.
+        """
         return super()._arrange(with_columns(batch, self.loss))
 
     def _post_compute_loss(  # type: ignore[override]

@@ -182,11 +182,12 @@ def _stacked_experts() -> Any:
 
 
 def file_parts(model_type: str, name: str, shape: Shape) -> list[tuple[str, tuple[Any, ...]]]:
-    """[(name in a file, index into the module's tensor)] for each part that files store separately.
+    """[(name in a file, index into the module's tensor)] for each part of the tensor.
 
     name, shape: those of the module's tensor. Stacked experts have several parts, indexed by expert
-    and rows; other tensors have one, with the index (). Model types without a row in FAMILIES keep
-    their names. ValueError if a known family has stacked experts but its rows name none.
+    and rows, under the names of single experts; other tensors have one, with the index (). Model
+    types without a row in FAMILIES keep their names. ValueError if a known family has stacked
+    experts but its rows name none.
     """
     if model_type not in FAMILIES:
         return [(name, ())]
@@ -235,8 +236,8 @@ def file_tensors(
     """Yield (name in a file, the model's tensor, its part stored under that name, as a view) for a
     transformers model.
 
-    Adapters are left out. Stacked experts yield one part per expert, unless the family's files
-    stack them too. tied_twice: see named_tensors.
+    Adapters are left out. Stacked experts yield one part per expert and projection, under the names
+    of single experts. tied_twice: see named_tensors.
     """
     model_type = model.config.model_type
     is_stacked = _is_stacked(model_type)
