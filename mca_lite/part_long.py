@@ -1,15 +1,15 @@
-"""Long rows: attention that is not computed again, activations in host memory, MLPs in tiles.
+"""Long rows: attention without recomputation, activations in host memory, MLPs in tiles of tokens.
 
-Letters: t tokens of a rank, h hidden size. A unit is what full recomputation computes again
-together; megatron's checkpoint keeps its inputs (borders) alone.
+Letters: t tokens on a rank, h hidden size. A unit is a group of layers that full recomputation
+computes again together; megatron's checkpoint keeps only its inputs (borders).
 
-    recompute_keep: core_attn   a unit's first pass keeps the results of attention's kernels; its
-                                second pass takes them, and calls no kernel
-    activation_offloading       borders and kept results wait in host memory for the backward pass
-    mlp_chunk_size              an MLP, or experts, see that many tokens at once, in both passes
+    recompute_keep: core_attn   a unit's first pass keeps the outputs of its attention kernels; its
+                                second pass reuses them and calls no kernel
+    activation_offloading       borders and kept outputs wait in host memory for the backward pass
+    mlp_chunk_size              an MLP, or experts, process so many tokens at once, in both passes
 
-The first two change no bit. Attention is kept at its kernels, not at its output: gathers of keys
-and rotations are repeated, and the kernels' backward passes get the same tensors as without.
+The first two do not change a bit. Kernel outputs are kept, rather than attention's output: key
+gathers and rotations run again, and the kernels' backward gets the same tensors as without this.
 """
 
 import collections
@@ -17,7 +17,7 @@ import contextlib
 import functools
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +33,13 @@ from .kernels_attention import keepers
 from .model_attention import CoreAttention
 from .model_moe import Experts, Mixture
 
-SHARE = 0.8  # of the host's free memory, for activations
+SHARE = 0.8  # activations may take this share of the host's free memory
 _FULL = (
     "activation_offloading: {:.1f} GB of host memory are full of activations, and no more is free: "
     "the rest stays on the device"
 )
-PIECE = 1 << 26  # bytes of a piece of host memory: torch rounds pinned memory up to powers of two
-# kernels of attention, by the start of their operator's name
+PIECE = 1 << 26  # bytes per piece of host memory: torch rounds pinned memory up to powers of two
+# attention kernels, by the beginning of their operator's name
 _KERNELS = (
     "aten::_scaled_dot_product",
     "aten::_flash_attention_forward",
@@ -48,8 +48,8 @@ _KERNELS = (
 )
 
 
-def check(config, judge: Judge) -> None:
-    """Refuse keys of long rows that do not fit a model."""
+def check(config: Any, judge: Judge) -> None:
+    """Refuse keys of long rows that do not fit the model."""
     dropout = config.recompute_keep and config.attention_dropout
     reason = f"the model's attention_dropout is {config.attention_dropout}, and a kernel that is "
     reason += "not called again draws no numbers for the dropout after it"
@@ -60,9 +60,11 @@ def check(config, judge: Judge) -> None:
 
 
 class HostPool:
-    """Host memory in pieces, reused: fresh pinned memory takes longer than a copy into it. taken:
-    bytes of all pieces; free: those not in use, by their bytes; limit: the most bytes, None: the
-    rank's share of what the host has when the first piece is taken."""
+    """Reusable pieces of host memory, because fresh pinned memory takes longer than a copy into it.
+
+    taken: bytes in all pieces. free: unused pieces by their size in bytes. limit: maximum bytes;
+    None: this rank's share of what is free when the first piece is taken.
+    """
 
     def __init__(self, limit: float | None = None):
         self.free = collections.defaultdict[int, list[torch.Tensor]](list)
@@ -70,8 +72,11 @@ class HostPool:
         self.limit = limit
 
     def take(self, size: int) -> list[torch.Tensor] | None:
-        """Pieces, uint8, of `size` bytes or more; None, with a warning, if the host has too little.
-        The last piece has a power of two, so that rows of other lengths can use it."""
+        """uint8 pieces with `size` bytes or more in all; None, with a warning, if the host has too
+        little.
+
+        The last piece's size is a power of two, so that rows of other lengths can reuse it.
+        """
         if self.limit is None:
             self.limit = SHARE * host_memory() / world.current().local_size
         rest = size % PIECE
@@ -91,20 +96,22 @@ class HostPool:
         return pieces
 
     def give(self, pieces: list[torch.Tensor]) -> None:
-        """Let later copies have these pieces. Copies of one device run in order."""
+        """Make these pieces available to later copies, which are safe because one device's copies
+        run in order.
+        """
         for piece in pieces:
             self.free[piece.nbytes].append(piece)
 
 
 def host_memory() -> float:
-    """Bytes of host memory that processes can have: of the machine, or of this container."""
+    """Bytes of host memory still available: on the machine, or in this container if it has less."""
     free = psutil.virtual_memory().available
     for folder, limit in (("", "memory.max"), ("memory/", "memory.limit_in_bytes")):
         with contextlib.suppress(OSError, ValueError):  # another system, or no limit
             most = int(Path(f"/sys/fs/cgroup/{folder}{limit}").read_text())
             lines = Path(f"/sys/fs/cgroup/{folder}memory.stat").read_text().splitlines()
             used = {name: int(count) for name, count in map(str.split, lines)}
-            # without the cache of files, which makes room
+            # file cache does not count: the kernel drops it when memory is needed
             free = min(free, most - used.get("anon", used.get("total_rss", 0)))
     return max(free, 0)
 
@@ -113,16 +120,15 @@ POOL = HostPool()
 
 
 @functools.cache
-def _stream(device: torch.device):
-    """The stream of copies of a GPU."""
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream for a GPU's copies to and from the host. Cached."""
     return torch.cuda.Stream(device)
 
 
 class Offloaded:
-    """A tensor in host memory, in pieces of POOL: copied there and back beside the work of the
-    device.
+    """A tensor that waits in host memory, in pieces from POOL. Copies run beside the device's work.
 
-    It stays on the device until release(). get() gives it once, with its strides.
+    It also stays on the device until release(). get() returns it, once, with its original strides.
     """
 
     def __init__(self, tensor: torch.Tensor, pieces: list[torch.Tensor]):
@@ -133,8 +139,8 @@ class Offloaded:
         self._pieces = pieces
         self._done = self._copy(tensor, to_host=True)
 
-    def _copy(self, tensor: torch.Tensor, to_host: bool):
-        """Start the copies -> an event at their end, None on a CPU."""
+    def _copy(self, tensor: torch.Tensor, to_host: bool) -> Any:
+        """Start the copies -> an event at their end; None on a CPU."""
         flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset()).view(torch.uint8)
         stream = _stream(tensor.device) if tensor.is_cuda else None
         if stream is not None:
@@ -151,20 +157,20 @@ class Offloaded:
             torch.cuda.current_stream().wait_event(self._done)
 
     def release(self) -> None:
-        """Free the device's memory, once the copy is there."""
+        """Free the device's memory after the copy to the host."""
         if self.tensor is not None and self._pieces:
             self._wait()
             self.tensor = None
 
     def fetch(self) -> None:
-        """Start the copy back, if there is none."""
+        """Start the copy back to the device, unless it was started."""
         if self.tensor is None and self._pieces:
             self.tensor = torch.empty_strided(self._size, self._stride, **self._known)
             self._done = self._copy(self.tensor, to_host=False)
             self._free()
 
     def get(self) -> torch.Tensor:
-        """The tensor, there for the work that follows."""
+        """The tensor on its device; work queued afterwards sees its values. Can be called once."""
         self.fetch()
         self._wait()
         self._free()
@@ -174,15 +180,16 @@ class Offloaded:
         return tensor
 
     def _free(self) -> None:
+        """Return the pieces to POOL."""
         POOL.give(self._pieces)
         self._pieces = []
 
-    def __del__(self):
+    def __del__(self) -> None:
         self._free()
 
 
 def _can_leave(tensor: torch.Tensor) -> bool:
-    """True if a tensor can wait in host memory: numbers without gaps between them."""
+    """True if a tensor can be offloaded: floating point, not empty, and without gaps in memory."""
     dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
     return tensor.is_floating_point() and tensor.numel() > 0 and dense
 
@@ -191,30 +198,32 @@ def _can_leave(tensor: torch.Tensor) -> bool:
 
 
 class Unit:
-    """A call that is computed again: the results of its kernels, and its tensors in host memory.
+    """A recomputed call: the kept outputs of its kernels, and its offloaded tensors.
 
-    before: the unit whose output is its input; its tensors are copied back while this one is
-    computed again.
+    before: the unit whose output is this one's input; its tensors are copied back while this unit
+    is recomputed.
     """
 
-    last: Callable[[], "Unit | None"] = lambda: None  # made last, of any pass
+    last: Callable[[], "Unit | None"] = lambda: None  # the unit made last
     running: "Unit | None" = None
 
-    def __init__(self, config, first: torch.Tensor):
+    def __init__(self, config: Any, first: torch.Tensor):
         self.keeps = config.recompute_keep is not None
         self.offloads = config.activation_offloading
-        self.kept: collections.deque = collections.deque()
+        self.kept: collections.deque[Any] = collections.deque()
         self.is_again = False
-        self.output = lambda: None
+        self.output: Callable[[], Any] = lambda: None
         self.away: list[Offloaded] = []
-        self.open: Offloaded | None = None  # still on the device
+        self.open: Offloaded | None = None  # offloaded, but still on the device too
         self._earlier = Unit.last
         last = Unit.last()
         self.before = last if last is not None and last.output() is first else None
         Unit.last = weakref.ref(self)
 
-    def run(self, function: Callable, *tensors):
-        """function(*tensors), with the results of kernels kept, or those that were kept."""
+    def run(self, function: Callable[..., Any], *tensors: torch.Tensor) -> Any:
+        """function(*tensors), whose kernel outputs are kept in the first pass and reused in the
+        second.
+        """
         outer, Unit.running = Unit.running, self
         try:
             return function(*tensors)
@@ -223,11 +232,11 @@ class Unit:
             self.is_again = True
 
     def hold(self, tensor: torch.Tensor) -> Any:
-        """A tensor, or the Offloaded one."""
+        """Offload a tensor if possible -> the Offloaded, otherwise the tensor itself."""
         if not self.offloads or not _can_leave(tensor):
             return tensor
         pieces = POOL.take(tensor.numel() * tensor.element_size())
-        if pieces is None:  # of the last layers, which are the first ones to need them
+        if pieces is None:  # this happens in the last layers, and backward needs these first
             return tensor
         for unit in (self, self._earlier()):
             if unit is not None and unit.open is not None:
@@ -238,7 +247,9 @@ class Unit:
         return self.open
 
     def back(self, held: Any) -> torch.Tensor:
-        """The tensor that hold() was given. The first call starts the copies of the unit before."""
+        """The tensor that was given to hold(). The first call also starts to copy back the tensors
+        of this unit and of the one before.
+        """
         before, self.before = self.before, None
         for away in (*self.away, *(before.away if before is not None else ())):
             away.fetch()
@@ -246,8 +257,8 @@ class Unit:
         self.open = None
         return held.get() if isinstance(held, Offloaded) else held
 
-    def result(self, function: Callable, *args) -> Any:
-        """The result of a kernel: computed and kept in the first pass, taken in the second."""
+    def result(self, function: Callable[..., Any], *args: Any) -> Any:
+        """A kernel's output: computed and kept in the first pass, reused in the second."""
         if self.is_again:
             return tree_map_only((torch.Tensor, Offloaded), self.back, self.kept.popleft())
         with _Paused():
@@ -258,41 +269,49 @@ class Unit:
 
 
 class _Paused:
-    """A context in which kernels are not kept one by one: they are parts of a result."""
+    """Context in which single kernels are not kept, because they are parts of a result that is
+    kept.
+    """
 
     depth = 0
 
-    def __enter__(self):
+    def __enter__(self) -> None:
         _Paused.depth += 1
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: Any) -> None:
         _Paused.depth -= 1
 
 
 class _Keeping(TorchDispatchMode):
-    """A context in which the results of attention's kernels are those of a unit."""
+    """Context in which a unit keeps, or reuses, the outputs of attention kernels."""
 
-    def __init__(self, unit: Unit):
+    def __init__(self, unit: Unit) -> None:
         super().__init__()
         self.unit = unit
 
-    def __enter__(self):
+    def __enter__(self) -> Any:
         keepers.append(self.unit.result)
         return super().__enter__()
 
-    def __exit__(self, *error):
+    def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
         keepers.pop()
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         call = functools.partial(func, *args, **(kwargs or {}))
         is_kept = func.name().startswith(_KERNELS) and "backward" not in func.name()
         return self.unit.result(call) if is_kept and not _Paused.depth else call()
 
 
-def checkpointed(config, checkpoint: Callable, function: Callable, *tensors):
-    """checkpoint(function, *tensors) of megatron's or Transformer Engine's recomputation, with the
-    keys of this part."""
+def checkpointed(
+    config: Any,
+    checkpoint: Callable[..., Any],
+    function: Callable[..., Any],
+    *tensors: torch.Tensor,
+) -> Any:
+    """checkpoint(function, *tensors), for megatron's or Transformer Engine's recomputation, with
+    kept kernel outputs and offloading as configured.
+    """
     if not torch.is_grad_enabled():
         return checkpoint(function, *tensors)
     unit = Unit(config, tensors[0])
@@ -305,15 +324,21 @@ def checkpointed(config, checkpoint: Callable, function: Callable, *tensors):
     return out
 
 
-def _attend(forward: Callable, query, key, value, *args):
-    """CoreAttention.forward, kept over recomputation."""
+def _attend(
+    forward: Callable[..., Any],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *args: Any,
+) -> torch.Tensor:
+    """CoreAttention.forward whose kernel outputs are kept for recomputation."""
     unit = Unit.running
     if unit is None or not unit.keeps:
         return forward(query, key, value, *args)
     with _Keeping(unit):
         if unit.is_again:
             return forward(query, key, value, *args)
-        # as in the second pass: kernels leave out numbers of a backward pass without one
+        # with gradients on, as in the second pass: otherwise kernels omit what backward needs
         with torch.enable_grad():
             heads = (x.detach().requires_grad_() for x in (query, key, value))
             return forward(*heads, *args).detach()
@@ -323,16 +348,26 @@ def _attend(forward: Callable, query, key, value, *args):
 
 
 class Tiles(torch.autograd.Function):
-    """run(start, *tiles) of tensors [t, ...] in tiles of rows, one after another -> [t, ...].
+    """run(start, *tiles) over tiles of rows of tensors [t, ...], one tile after another -> [t,
+    ...].
 
-    The backward pass runs each tile again, so that one tile's activations are in memory at a time.
-    Gradients of weights are sums over tiles, in float32. Collectives: those of run, a tile each;
-    all ranks of a group have one t.
+    Backward runs each tile again, so only one tile's activations are in memory. Gradients of
+    weights are summed over tiles in float32. Collectives are those of `run`, once per tile; all
+    ranks of a group need the same t.
     """
 
     @staticmethod
-    def forward(ctx, run: Callable, rows: int, module, count: int, *tensors):
-        """tensors: `count` to be cut, then the trained parameters of the module."""
+    def forward(
+        ctx: Any,
+        run: Callable[..., Any],
+        rows: int,
+        module: Any,
+        count: int,
+        *tensors: torch.Tensor,
+    ) -> torch.Tensor:
+        """module: its trained weights get gradients. rows: rows per tile. tensors: first `count`
+        tensors to cut into tiles, then the module's trained parameters.
+        """
         ctx.of_run = run, rows, module
         ctx.parameters = tensors[count:]
         ctx.save_for_backward(*tensors[:count])
@@ -347,13 +382,13 @@ class Tiles(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         run, rows, module = ctx.of_run
         whole = ctx.saved_tensors
         needs = ctx.needs_input_grad[4 : 4 + len(whole)]
         pairs = list(zip(whole, needs, strict=True))
-        grads = [torch.empty_like(x) if need else None for x, need in pairs]
-        sums: list = [None] * len(ctx.parameters)
+        grads: list[Any] = [torch.empty_like(x) if need else None for x, need in pairs]
+        sums: list[Any] = [None] * len(ctx.parameters)
         with _plain_leaves(module) as leaves:
             parameters = [leaves.get(p, p) for p in ctx.parameters]
             for start in _starts(whole[0], rows):
@@ -372,16 +407,20 @@ class Tiles(torch.autograd.Function):
 
 
 def _starts(x: torch.Tensor, rows: int) -> range:
-    return range(0, max(len(x), 1), rows)  # an empty tensor is a tile too: of the same graph
+    """First rows of the tiles."""
+    return range(0, max(len(x), 1), rows)  # an empty tensor is one tile, to build the same graph
 
 
-def _is_there(x) -> bool:
+def _is_there(x: Any) -> bool:
     return x is not None
 
 
-def _added(parameter, total, gradient):
-    """A parameter's gradient and that of a further tile, float32. megatron's linears may have added
-    it to its main_grad: then the gradient is empty."""
+def _added(
+    parameter: torch.Tensor, total: torch.Tensor | None, gradient: torch.Tensor | None
+) -> torch.Tensor | None:
+    """A parameter's gradient summed over tiles, in float32. If megatron's linear has added it to
+    main_grad, `gradient` is an empty tensor and is returned.
+    """
     if gradient is None:
         return total
     if getattr(parameter, "grad_added_to_main_grad", False):
@@ -390,9 +429,12 @@ def _added(parameter, total, gradient):
 
 
 @contextlib.contextmanager
-def _plain_leaves(module):
-    """A context in which the weights of experts are plain leaves, {weight: leaf}: hooks of weights
-    (accumulate_in_place) must see whole gradients."""
+def _plain_leaves(module: Any) -> Iterator[dict[torch.Tensor, torch.Tensor]]:
+    """Context in which the weights of experts are replaced by plain leaf tensors; yields {weight:
+    leaf}.
+
+    Hooks on the weights (accumulate_in_place) must not see the gradients of single tiles.
+    """
     leaves = {}
     covered = []
     for owner in module.modules():
@@ -400,7 +442,7 @@ def _plain_leaves(module):
         for name, weight in of_owner:
             if weight.requires_grad:
                 leaves[weight] = weight.detach().requires_grad_()
-                # an attribute of the instance comes before a parameter of the same name
+                # attribute lookup finds the instance's __dict__ before nn.Module's parameters
                 vars(owner)[name] = leaves[weight]
                 covered.append((owner, name))
     try:
@@ -410,35 +452,40 @@ def _plain_leaves(module):
             del vars(owner)[name]
 
 
-def _tiled(module, run: Callable, rows: int, *tensors):
+def _tiled(module: Any, run: Callable[..., Any], rows: int, *tensors: torch.Tensor) -> torch.Tensor:
+    """Tiles over `tensors`, with gradients for the module's trained parameters."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     return Tiles.apply(run, max(rows, 1), module, len(tensors), *tensors, *trained)
 
 
-def _mlp(module, size: int, x):
-    """forward of an MLP on x [t, b, h] -> (the same, None): a bias is added in the tiles."""
+def _mlp(module: Any, size: int, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+    """An MLP's forward on x [t, b, h], `size` tokens at a time -> (output, None). The bias is added
+    inside the tiles.
+    """
 
-    def run(start, tile):
+    def run(start: int, tile: torch.Tensor) -> torch.Tensor:
         out, bias = type(module).forward(module, tile)
         return out if bias is None else out + bias
 
     return _tiled(module, run, size // x.shape[1], x), None
 
 
-def _shared_experts(module, size: int, x):
-    """forward of the experts of all tokens, x [t, b, h]."""
+def _shared_experts(module: Any, size: int, x: torch.Tensor) -> torch.Tensor:
+    """Forward of the shared experts on x [t, b, h], `size` tokens at a time."""
 
-    def run(start, tile):
+    def run(start: int, tile: torch.Tensor) -> torch.Tensor:
         return type(module).forward(module, tile)
 
     return _tiled(module, run, size // x.shape[1], x)
 
 
-def _experts(module, size: int, x, tokens_per_expert, probs):
-    """forward of experts on x [T, h], sorted by expert."""
+def _experts(
+    module: Any, size: int, x: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
+) -> tuple[torch.Tensor, None]:
+    """Forward of experts on x [T, h], sorted by expert, `size` rows at a time -> (output, None)."""
     ends = tokens_per_expert.cumsum(0)
 
-    def run(start, tile, of_tile):
+    def run(start: int, tile: torch.Tensor, of_tile: torch.Tensor) -> torch.Tensor:
         inside = ends.clamp(start, start + len(tile))
         counts = inside.diff(prepend=inside.new_full((1,), start))
         return type(module).forward(module, tile, counts, of_tile)[0]
@@ -446,9 +493,10 @@ def _experts(module, size: int, x, tokens_per_expert, probs):
     return _tiled(module, run, size, x, probs), None
 
 
-def prepare(layer, config) -> None:
-    """Let the modules of a layer follow the keys of this part, in place: their forward is replaced
-    on the instance."""
+def prepare(layer: Any, config: Any) -> None:
+    """Apply this part's keys to a layer, in place: the forward of some modules is replaced on the
+    instance.
+    """
     attention = layer.self_attention
     for module in attention.modules() if config.recompute_keep else ():
         if isinstance(module, CoreAttention):
@@ -457,7 +505,7 @@ def prepare(layer, config) -> None:
     if not size:
         return
     layer.recomputes_mlp = False  # tiles do it
-    ways: dict[Any, Callable] = {layer.mlp: _mlp}
+    ways: dict[Any, Callable[..., Any]] = {layer.mlp: _mlp}
     if isinstance(layer.mlp, Mixture):
         ways = {layer.mlp.experts: _experts, layer.mlp.shared_experts: _shared_experts}
     for module, way in ways.items():
