@@ -132,7 +132,9 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
             "expected logprobs in the records, or sampler_correction left out",
         )
         if has_sampler or ("ref_logp" in config.required and "ref_logp" not in first):
-            view.use_rows(*self._rows(samples))
+            # names of groups have no part in a fingerprint that is computed from columns
+            is_named = hasattr(samples, "fingerprint")
+            view.use_rows(*self._rows(samples if is_named else view))
         return view
 
     def _advantages(self, samples: Any) -> np.ndarray:
