@@ -19,7 +19,7 @@ SIGNS = {
 }
 
 _REINFORCED = (
-    "answers are generated elsewhere: configs/LOOP.md has a loop with policy losses on a Session"
+    "answers are generated elsewhere: stage: grpo trains on such rollouts, a Session in a loop"
 )
 # keys of a loop with answers that the model writes
 _ROLLOUT = """\
@@ -66,6 +66,9 @@ max_length=absent: cutoff_len=1024 | TRL's default
 beta: pref_beta
 @sft loss_type=nll: - | it is the loss of stage sft
 @kto loss_type=kto: - | it is the loss of stage kto
+load_in_8bit=true: quantization_bit=8
+load_in_4bit=true: quantization_bit=4
+load_in_8bit,load_in_4bit: - | it is off
 use_peft: finetuning_type=lora
 @use_peft lora_r=absent: lora_rank=16 | TRL's default
 @use_peft lora_alpha=absent: lora_alpha=32 | TRL's default
@@ -205,7 +208,9 @@ model_author,model_name: - | of the set swift/self-cognition alone
 @simpo beta=absent: pref_beta=2.0 | ms-swift's default
 @simpo simpo_gamma=absent: simpo_gamma=1.0 | ms-swift's default
 beta: pref_beta
-quant_bits,quant_method: ! | finetuning_type: lora in bf16, or fp8: hybrid
+quant_bits: quantization_bit
+quant_method=bnb: - | quantization_bit decides it
+quant_method: ! | quantization_bit: 4, or 8
 columns: ! | columns in the entry of the set in dataset_info.json
 external_plugins,custom_register_path: ! | register_ functions, in a script that ends with \
 mca_lite.cli.main()
@@ -219,6 +224,38 @@ init_weights=true: - | it is always so
 init_weights: ! | use_rslora: true
 teacher_deepspeed: - | the teacher has the student's layout
 early_stop_interval: early_stopping_patience
+dataset_shuffle,train_dataloader_shuffle: - | it is always so
+task_type: ! | stage: rm is the one with a score
+tuner_backend,vit_gradient_checkpointing*,safe_serialization,check_model,\
+ds3_gather_for_generation,eval_use_evalscope,use_flash_ckpt,model_type,experts_impl,max_memory,\
+local_repo_path,init_strategy,padding_side,template_backend,is_binary_loss_scale,download_mode,\
+strict,enable_npu_model_patch,load_args,packing_length,packing_num_proc,ignore_args_error,\
+use_swift_lora,stream,zero_hpz_partition_size,use_ray,masked_softmax_fusion,\
+cross_entropy_fusion_impl,optimizer_cuda_graph,manual_gc*,data_sharding,te_rng_tracker,\
+data_parallel_random_init,mlp_padding_free,use_cpu_initialization,perform_initialization,\
+use_persistent_ckpt_worker,dist_ckpt_*,use_megatron_fsdp,strict_fsdp_dtensor_load,\
+data_parallel_sharding_strategy,batch_p2p_comm,align_*,cp_comm_type,cp_partition_mode,\
+sequence_packing_scheduler,overlap_param_gather_with_optimizer_step,nccl_comm_warmup,\
+microbatch_group_size_per_vp_stage,tensorboard_*,wandb_project,wandb_exp_name,fp8_amax_*,\
+attention_softmax_in_fp32,apply_query_key_layer_scaling,bridge_backend,save_missing_weights,\
+vit_attn_impl,skip_megatron_init,mtp_*,language_model_only,main_grads_dtype,main_params_dtype,\
+resume_only_model,_*,teacher_tag_key,val_dataset_shuffle,stopping_strategy: \
+- | of that program alone
+enable_dft_loss,enable_channel_loss,acc_strategy,mrl_dims,eval_metric,callbacks,eval_*,\
+extra_eval_args,lisa_*,num_labels,problem_type,max_model_len,norm_bbox,response_prefix,\
+add_non_thinking_prefix,disable_ignore_empty_think,disable_auto_column_mapping,\
+custom_dataset_info,decision_*,hqq_axis,stop_words,logprobs,top_logprobs,structured_*,\
+freeze_parameters*,trainable_parameters*,target_regex,target_parameters,lora_bias,lora_dtype,\
+lorap_lr_ratio,lora_ga_*,fourier_*,boft_*,vera_*,adapter_*,adalora_*,llamapro_*,reft_*,\
+deepspeed_autotp_size,reward_*,num_ppo_epochs,whiten_rewards,cliprange*,vf_coef,gamma,lam,\
+num_mini_batches,local_rollout_forward_batch_size,num_sample_generations,response_length,\
+missing_eos_penalty,teacher_*,ref_adapters,gkd_logits_topk,mcore_*,reference_free,calculate_KL,\
+real_tau,fipo_*,cosine_*,repetition_*,soft_*,max_resample_times,wandb_log_unique_prompts,\
+rollout_*,off_policy_*,log_entropy,top_entropy_quantile,router_replay_mode,move_model_batches,\
+completion_length_limit_scope,lr_warmup_init,lr_decay_iters,lr_wsd_*,weight_decay_incr_style,\
+start_weight_decay,end_weight_decay,muon_scalar_optimizer,muon_lr,muon_min_lr,engram_*,dsa_*,\
+csa_*,apply_*,use_fused_mhc,mhc_*,megatron_extra_kwargs,linear_decoupled_in_proj,sft_alpha: \
+! | the key left out: there is nothing like it here
 """
 
 AXOLOTL = f"""
@@ -231,8 +268,9 @@ revision_of_model: model_revision
 adapter=lora: finetuning_type=lora
 adapter=qlora: finetuning_type=lora | load_in_4bit decides the base
 adapter: ! | finetuning_type: lora
-load_in_8bit=false: - | it is off
-load_in_4bit=false: - | it is off
+load_in_8bit=true: quantization_bit=8
+load_in_4bit=true: quantization_bit=4
+load_in_8bit,load_in_4bit: - | it is off
 lora_model_dir: adapter_name_or_path
 lora_target_linear=true: lora_target=all
 lora_target_linear: - | lora_target decides it
@@ -339,7 +377,8 @@ wandb_name: run_name
 wandb_*,mlflow_*,comet_*,trackio_*,swanlab_*,hub_*,use_wandb: - | report_to, and the tracker's \
 variables in the environment
 use_tensorboard=true: report_to=tensorboard
-gptq*,quantize_moe_experts,model_quantization_*,qat.*: ! | finetuning_type: lora in bf16, or fp8
+quantize_moe_experts: - | quantization_bit decides it
+gptq*,model_quantization_*,qat.*: ! | finetuning_type: lora in bf16, or fp8
 llama4_linearized_experts,use_onebitllms: - | of that program alone
 cosine_constant_lr_ratio,lr_quadratic_warmup: ! | lr_scheduler_type: cosine or linear
 eta_min: ! | lr_scheduler_type: cosine_with_min_lr, and lr_scheduler_kwargs: {{min_lr: {{}}}}
@@ -348,6 +387,25 @@ loss_watchdog_*: - | a loss that is not finite stops the run
 model_config.output_router_logits=true: - | moe_aux_loss_coeff decides it
 strict,debug,hf_use_auth_token,save_safetensors,remove_unused_columns,group_by_length,gc_steps,\
 include_tkps: - | of that program alone
+use_tensorboard,lora_target_linear,auto_resume_from_checkpoints,process_reward_model,\
+dataset_exact_deduplication: - | it is off
+gradio_*,use_otel_metrics,otel_*,use_trackio,use_comet,use_mlflow,hf_mlflow_*,\
+tokenizer_save_jinja_files,gc_collect_steps,dataset_keep_in_memory,dataset_shard*,\
+num_dataset_shards*,device,max_memory,gpu_memory_limit,is_preprocess,preprocess_iterable,\
+total_*,axolotl_config_path,sage_attention,large_head_attention,sdpa_varlen,heads_k_stride,\
+ring_attn_func,deepcompile,use_ray,include_tokens_per_second,merge_method,lora_on_cpu,\
+peft_autocast_adapter_dtype,embeddings_skip_upcast,fp32_norm*,generat*,num_generation_samples,\
+ple_cpu_offload,layer_offloading,selective_checkpointing*,streaming_multipack_buffer_size,\
+image_resize_algorithm,role_boundaries,eval_table_size,eval_max_new_tokens,save_first_step,\
+fix_untrained_tokens,mean_resizing_embeddings,shrink_embeddings: - | of that program alone
+noisy_embedding_alpha,dpo_generate_during_eval,dpo_norm_loss,overrides_*,type_of_model,\
+image_size,lisa_*,embedding_lr*,lr_div_factor,lr_groups,adam_epsilon2,adam_beta3,dion_*,\
+qgalore_*,jagged_*,relora*,lora_*_pattern,peft*,trainer_cls,dynamic_checkpoint*,shuffle_before*,\
+push_dataset_to_hub,do_*_eval,eval_causal*,bench_*,fp8_config*,eval_sequence_len,min_sample_len,\
+max_prompt_len,curriculum_sampling,use_pose,pose_*,pretraining_sample_concatenation,\
+scaling_softmax*,use_eaft,eaft_*,added_tokens_overrides*,chat_template_kwargs*,reinit_weights,\
+num_labels,quantization*,bnb_config_kwargs,ebft,trl,qat,special_tokens,max_packed_sequence_len: \
+! | the key left out: there is nothing like it here
 output_dir=absent: output_dir=model-out | axolotl's default
 {_IMAGES}
 """

@@ -14,6 +14,8 @@ from mca_lite.errors import ConfigError
 from mca_lite.tool_migrate_tables import ROWS
 from tests.shared import tiny, world
 from tests.shared.commands import ROOT
+from tests.shared.foreign_keys import AXOLOTL as AXOLOTL_KEYS
+from tests.shared.foreign_keys import MS_SWIFT
 from tests.shared.small_runs import save_tokenizer, write_data
 from tests.shared.training import read_log
 
@@ -48,10 +50,10 @@ FILES = {
         "sample_packing: true\nevals_per_epoch: 4\nsaves_per_epoch: 1\nsequence_lenn: 3\n"
         "gradient_checkpointing_kwargs: {use_reentrant: false}\nlearning_rate: 2e-4\n"
         "special_tokens: {pad_token: <pad>}\nwandb_project:\n",
-        "finetuning_type=lora lora_rank=16 lora_target=all packing=true save_strategy=epoch "
+        "finetuning_type=lora lora_rank=16 lora_target=all quantization_bit=4 packing=true "
+        "save_strategy=epoch "
         "val_size=0.1 bf16=true cutoff_len=512 dataset=[org/set]",
         {
-            "load_in_4bit": "refused",
             "evals_per_epoch": "refused: eval_strategy: steps, and eval_steps: steps of an epoch",
             "lora_target_modules": "without effect: lora_target: all",
             "flash_attention": "without effect: transformer_impl",
@@ -266,6 +268,17 @@ def test_every_row_names_keys_of_this_package_or_a_reason(form):
             assert set(more) <= {"dataset", "eval_dataset", "pt"}
         else:
             assert {word.partition("=")[0] for word in (first, *more)} <= key_fields().keys(), row
+
+
+ARGUMENTS = {"axolotl": AXOLOTL_KEYS, "ms-swift": MS_SWIFT}
+
+
+@pytest.mark.parametrize("form", ARGUMENTS)
+def test_every_argument_of_the_newest_release_has_a_fate(form):
+    keys = [word.partition("=")[0] for word in ARGUMENTS[form].split()]
+    assert len(keys) > 350
+    unknown = [key for key in keys if line_of(form, key, ["true"]).fate == "unknown"]
+    assert unknown == []
 
 
 SECTION = r"(?s)\n## From {}\n(.+?)\n## "

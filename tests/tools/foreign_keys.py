@@ -34,6 +34,12 @@ SOURCES = {
         "SFTConfig DPOConfig RewardConfig KTOConfig ORPOConfig CPOConfig GKDConfig ModelConfig "
         "ScriptArguments DatasetMixtureConfig",
     ),
+    "AXOLOTL": ("axolotl", "axolotl/utils/schemas/", "AxolotlInputConfig"),
+    "MS_SWIFT": (
+        "ms-swift",
+        "swift/(arguments|trainers|megatron)/(arguments|base_args|[a-z]+_args)",
+        "SftArguments RLHFArguments MegatronSftArguments MegatronRLHFArguments",
+    ),
 }
 HEADER = '''"""The arguments of other trainers: name, or name=default where it is not None or false.
 
@@ -50,7 +56,9 @@ def main() -> None:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest"]
         packages = [package for package, _, _ in SOURCES.values()]
         subprocess.run([*command, folder, *packages], check=True)
-        wheels = {path.name.split("-")[0]: path for path in Path(folder).glob("*.whl")}
+        wheels = {
+            path.name.split("-")[0].replace("_", "-"): path for path in Path(folder).glob("*.whl")
+        }
         for name, (package, folders, classes) in SOURCES.items():
             versions[package] = wheels[package].name.split("-")[1]
             lists[name] = arguments_of(classes_in(wheels[package], folders), classes.split())
