@@ -1,16 +1,16 @@
-"""Checkpoints: checkpoint-<step>/ is complete or absent, and loads in any layout.
+"""Checkpoints: checkpoint-<step>/ is complete or absent, and loads in any parallel layout.
 
-    trainer_state.json      the loop's state, by Hugging Face's names
+    trainer_state.json      the loop's state, under Hugging Face's names
     training.json           schedule, loss scale, data, layout
     rng-<rank>.pt           random states, read with weights_only
     mca_config.json, dist/  megatron backend: the model's config, megatron's distributed checkpoint
     model.safetensors, optimizer.safetensors   torch backend
     hf/                     with save_hf_checkpoints: the model in Hugging Face's format
-    manifest.json           sizes and checksums of all others, written last
+    manifest.json           size and checksum of every other file, written last
 
-Saving has three parts: begin copies the state of this step, with all ranks; writing talks to no
-other rank and may run in a thread (async_save); finish names the folder. An error on any rank ends
-them on all.
+Saving has three parts: begin copies the state of this step, together with all ranks; writing needs
+no other rank and may run in a thread (async_save); finish gives the folder its name. An error on
+any rank ends saving on all ranks.
 """
 
 import io
@@ -49,11 +49,12 @@ from .weights_files import NamedTensors, Shape, named_tensors, slices_of
 
 
 class TorchSnapshot:
-    """Float32 weights and optimizer state by parameter name, for the main rank to write.
+    """Float32 weights and optimizer state by parameter name, for the main rank to write. copy: as
+    in MegatronSnapshot."""
 
-    copy: as of MegatronSnapshot."""
-
-    def __init__(self, model, optimizer=None, copy: Callable | None = None) -> None:
+    def __init__(
+        self, model: Any, optimizer: Any = None, copy: Callable[..., Any] | None = None
+    ) -> None:
         copy = copy or torch.Tensor.cpu
         self._files: dict[str, dict[str, torch.Tensor]] = {}
         files = {"model.safetensors": _changing(model)}
@@ -65,39 +66,41 @@ class TorchSnapshot:
         parallel.wait_for_device()
 
     @staticmethod
-    def sizes(model, optimizer=None) -> list[int]:
-        """Bytes of the tensors that a copy of this rank has; those of an optimizer's states are
-        unknown before its first update."""
+    def sizes(model: Any, optimizer: Any = None) -> list[int]:
+        """Bytes of each tensor that this rank would copy, without optimizer states, which are
+        unknown before the first update."""
         return [x.nbytes for _, x in _changing(model)] if parallel.is_main() else []
 
-    def write(self, folder: Path) -> tuple[dict[str, dict], None]:
-        """Write this rank's files -> ({file: its entry in the manifest}, None). No collectives."""
+    def write(self, folder: Path) -> tuple[dict[str, dict[str, Any]], None]:
+        """Write this rank's files -> ({file: its manifest entry}, None). Not collective."""
         names = list(self._files)
         for name in names:
             save_file(self._files.pop(name), folder / name)
         return ckpt_folder.measure_all(folder, names), None
 
-    def finish(self, folder: Path, results: list) -> list[str]:
-        """Nothing is left to write."""
+    def finish(self, folder: Path, results: list[Any]) -> list[str]:
+        """The further files that the main rank writes: none."""
         return []
 
 
-def _changing(model) -> NamedTensors:
-    """(name, tensor) of a model; beside frozen weights the parameters in training alone."""
+def _changing(model: Any) -> NamedTensors:
+    """(name, tensor) of each weight to save: all of them, or next to frozen weights only trained
+    ones."""
     is_whole = finetuning_of(model).is_whole
     return ((name, x) for name, x in named_tensors(model) if is_whole or x.requires_grad)
 
 
-def _states(model, optimizer) -> NamedTensors:
-    """(state.parameter, tensor) of an optimizer."""
+def _states(model: Any, optimizer: Any) -> NamedTensors:
+    """(state.parameter, tensor) of each optimizer state."""
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
             if isinstance(value, (torch.Tensor, int, float)):
                 yield f"{key}.{name}", torch.as_tensor(value)
 
 
-def load_torch(folder: Path, model, optimizer=None) -> None:
-    """Read the files of TorchSnapshot into a model. CheckpointError for other names or shapes."""
+def load_torch(folder: Path, model: Any, optimizer: Any = None) -> None:
+    """Read the files of a TorchSnapshot into a model and its optimizer, in place. Raises
+    CheckpointError for other names or shapes."""
     read, _ = _reader(folder / "model.safetensors")
     with torch.no_grad():
         for name, tensor in _changing(model):
@@ -108,7 +111,7 @@ def load_torch(folder: Path, model, optimizer=None) -> None:
     keys = {name.partition(".")[0] for name in stored}
     names = {parameter: name for name, parameter in model.named_parameters()}
     for group in optimizer.param_groups:
-        # the fused AdamW counts beside the parameter; other kernels want their counters on the CPU
+        # the fused AdamW keeps its step on the parameter's device, other kernels keep it on the CPU
         counts_there = group.get("fused") or group.get("capturable")
         for parameter in group["params"]:
             wanted = {key: f"{key}.{names[parameter]}" for key in keys}
@@ -122,11 +125,11 @@ def load_torch(folder: Path, model, optimizer=None) -> None:
                 value = read(name, tuple(parameter.shape), ())
                 is_here = value.dim() or counts_there
                 state[key] = value.to(parameter.device) if is_here else value
-            optimizer.state[parameter] = state  # all of it was read
+            optimizer.state[parameter] = state  # set only once everything was read
 
 
 def _reader(path: Path) -> tuple[Callable[..., torch.Tensor], Set[str]]:
-    """(a function that reads a tensor by name and possible shapes, the names) of a file."""
+    """(a function that reads a tensor by name and allowed shapes, the names in the file)."""
     slices = slices_of(path)
 
     def read(name: str, *shapes: Shape) -> torch.Tensor:
@@ -143,28 +146,29 @@ def _reader(path: Path) -> tuple[Callable[..., torch.Tensor], Set[str]]:
 
 TRAINING_NAME = "training.json"
 HF_FOLDER = "hf"
-# settings of a start
+# keys that only say how a run starts
 _OF_A_START = {"resume_from_checkpoint", "overwrite_output_dir", "output_dir", "model_name_or_path"}
-# fields of training.json that decide the data of a step
+# fields of training.json that decide which data a step has
 _OF_THE_DATA = "streaming num_samples global_batch_size data_seed shuffle dataset".split()
 
 
 class Checkpoints:
     """The checkpoints of one trainer, written one at a time. Its methods are collective."""
 
-    def __init__(self, trainer) -> None:
+    def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
-        self.written_step: int | None = None  # of the last checkpoint begun
-        # the newest one, while no step was made from its weights: older ones stay
+        self.written_step: int | None = None  # the step of the last checkpoint begun
+        # the newest checkpoint, until a step made from its weights was good; older ones are kept
+        # until then
         self.unproven: Path | None = None
         self._job: _Job | None = None
-        self._buffers = parallel.HostBuffers()  # of copies that are written beside training
+        self._buffers = parallel.HostBuffers()  # for copies that are written while training goes on
         self._remover = ThreadPoolExecutor(1)
-        self._removing: list[Future] = []  # older checkpoints, on the main rank
+        self._removing: list[Future[None]] = []  # deletions under way, on the main rank
 
     @property
     def is_busy(self) -> bool:
-        """True while a checkpoint is begun and not named yet."""
+        """True from the begin of a checkpoint until its folder has its name."""
         return self._job is not None
 
     @property
@@ -173,8 +177,8 @@ class Checkpoints:
         return self._job is not None and self._job.thread.is_alive()
 
     def prepare(self) -> None:
-        """Reserve host memory for copies that will be written beside training; a line on each host
-        that has less of it."""
+        """Reserve host memory for copies that are written while training goes on (async_save).
+        Prints a note on a host that has less memory than they need."""
         args = self.trainer.args
         if not args.async_save or args.save_strategy == "no":
             return
@@ -193,15 +197,15 @@ class Checkpoints:
         self._buffers.reserve(sizes)
 
     @property
-    def _optimizer(self):
-        """The optimizer whose states are saved, if any."""
+    def _optimizer(self) -> Any:
+        """The optimizer whose state is saved; None with save_only_model."""
         return None if self.trainer.args.save_only_model else self.trainer.backend.optimizer
 
     def begin(self) -> None:
         """Copy the state of this step and write it; with async_save writing goes on after the
         return.
 
-        CheckpointError, on every rank, if the folder cannot be made.
+        Raises CheckpointError, on every rank, if the folder cannot be made.
         """
         trainer = self.trainer
         args = self.trainer.args
@@ -233,11 +237,11 @@ class Checkpoints:
                 self._job.write()
 
     def finish(self) -> None:
-        """Wait for all ranks to have written a pending checkpoint, and name its folder.
+        """Wait until all ranks have written a pending checkpoint, and give its folder its name.
 
-        Older ones are pruned for it after the next good step: its weights may be finite, and lost.
-        CheckpointError, on every rank, for a part that could not be written; earlier checkpoints
-        are untouched.
+        Older checkpoints are pruned after the next good step: finite weights may still have
+        diverged. Raises CheckpointError, on every rank, if a part could not be written; earlier
+        checkpoints are untouched.
         """
         job = self._job
         if job is None:
@@ -257,8 +261,9 @@ class Checkpoints:
             self.prune()
 
     def prune(self) -> None:
-        """Delete the oldest checkpoints beyond save_total_limit, once a step from the weights of
-        the newest was good."""
+        """Delete the oldest checkpoints over save_total_limit. Call it once a step from the newest
+        checkpoint's weights was good. Raises CheckpointError, on every rank, if one cannot be
+        deleted. Collective."""
         folder = self.unproven
         if folder is None:
             return
@@ -276,19 +281,19 @@ class Checkpoints:
         parallel.on_main(prune, CheckpointError)
 
     def _end_removals(self) -> None:
-        """Wait for older checkpoints to be removed. Raises the errors of that."""
+        """Wait until older checkpoints are deleted. Raises an error of deleting them."""
         for removal in self._removing:
             removal.result()
         self._removing = []
 
     def end(self) -> None:
-        """Wait until older checkpoints are removed. Collective; CheckpointError for those that
-        cannot be."""
+        """Wait until older checkpoints are deleted. Raises CheckpointError, on every rank, if one
+        cannot be. Collective."""
         parallel.on_main(self._end_removals, CheckpointError)
 
     def resume(self, choice: str | bool | None) -> None:
-        """Load the state of a checkpoint, if there is one; choice: see ckpt_folder.find.
-        Collective; CheckpointError for one that cannot be resumed from."""
+        """Load the state of a checkpoint, if there is one. choice: as in ckpt_folder.find. Raises
+        CheckpointError if the checkpoint cannot be resumed from. Collective."""
         trainer = self.trainer
         backend = trainer.backend
         say = trainer.report.print
@@ -301,8 +306,9 @@ class Checkpoints:
     def _load(self, folder: Path) -> None:
         """Load the state of a verified checkpoint. Collective.
 
-        CheckpointError for a checkpoint without optimizer state, and for other data, another global
-        batch or another optimizer. Other settings are taken, and a line lists them.
+        Raises CheckpointError for a checkpoint without optimizer state, or one with other data,
+        another global batch size or another optimizer. Other changed settings take effect, and a
+        line lists them.
         """
         trainer = self.trainer
         record, state = read_records(folder)
@@ -340,7 +346,7 @@ class Checkpoints:
             state.best_model_checkpoint = str(best)
         if _ranking(before) != _ranking(trainer.settings):
             state.forget_best()
-        # last: it writes rate and decay into the optimizer's groups, by the schedule of this run
+        # last, because it sets rate and decay in the optimizer's groups from this run's schedule
         trainer.lr_scheduler.num_steps = 0
         trainer.lr_scheduler.step(record["scheduler_steps"])
         restore_random_states(folder, record["layout"] == now["layout"])
@@ -351,14 +357,14 @@ class Checkpoints:
             trainer.report.print(f"{others} {', '.join(taken)}")
 
     def _tidy(self, folder: Path) -> None:
-        """Set newer checkpoints aside and prune old ones."""
+        """Rename newer checkpoints and prune old ones."""
         args = self.trainer.args
         state = self.trainer.state
         ckpt_folder.set_newer_aside(args.output_dir, state.global_step, self.trainer.report.print)
         if folder.parent.resolve() == Path(args.output_dir).resolve():
             ckpt_folder.prune(folder, state.best_model_checkpoint, args.save_total_limit)
 
-    def _training_record(self) -> dict:
+    def _training_record(self) -> dict[str, Any]:
         trainer = self.trainer
         args = trainer.args
         plan = trainer.batch_plan
@@ -374,7 +380,7 @@ class Checkpoints:
             "global_batch_size": plan.global_batch_size,
             "data_seed": plan.seed,
             "shuffle": plan.shuffle,
-            # other people's datasets have none
+            # a user's dataset may have none
             "dataset": getattr(trainer.train_dataset, "identity", None),
             "layout": [*layout, args.world_size],
             "objective": trainer.objective_facts(),
@@ -385,17 +391,17 @@ class Checkpoints:
 
 @dataclass
 class _Job:
-    """One checkpoint on its way: this rank's files, and the result of writing them."""
+    """One checkpoint being written: this rank's files, and the result of writing them."""
 
     final: Path
     temporary: Path
     snapshot: Any
-    facts: dict
+    facts: dict[str, Any]
     files: dict[str, str | bytes]  # name -> content
     exported: list[str]  # names of files written already
     error: Exception | None = None
-    results: Any = None  # of the snapshot
-    entries: dict[str, dict] = field(default_factory=dict)  # in the manifest
+    results: Any = None  # what the snapshot's write() returned
+    entries: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> manifest entry
 
     def __post_init__(self) -> None:
         self.thread = threading.Thread(target=self.write, name="checkpoint", daemon=True)
@@ -412,13 +418,13 @@ class _Job:
             self.error = error
 
     def complete(self) -> None:
-        """Write the index and the manifest and name the folder, after every rank has written.
+        """Write index and manifest and give the folder its name, once every rank has written.
         Collective.
 
-        CheckpointError on every rank, with the problems of any.
+        Raises CheckpointError on every rank, with the problems of any rank.
         """
 
-        def written() -> tuple:
+        def written() -> tuple[Any, ...]:
             if self.error is not None:
                 raise self.error
             return self.entries, self.results
@@ -444,24 +450,27 @@ def make_empty(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def _facts(backend: str, hf_config: dict, step: int = 0, with_optimizer: bool = False) -> dict:
+def _facts(
+    backend: str, hf_config: dict[str, Any], step: int = 0, with_optimizer: bool = False
+) -> dict[str, Any]:
     model = ckpt_folder.model_identity(hf_config)
     return dict(backend=backend, step=step, with_optimizer=with_optimizer, model=model)
 
 
 def _state_to_store(state: TrainerState, final: Path) -> str:
-    """The state as of the finished checkpoint: this one is the best, if the step evaluated best."""
+    """The state as JSON. If this step has the best evaluation, the checkpoint being finished counts
+    as the best."""
     best = state.best_model_checkpoint
     if state.best_global_step == state.global_step:
         best = str(final)
     return _json(asdict(state) | {"best_model_checkpoint": best})
 
 
-def _json(record: dict) -> str:
+def _json(record: dict[str, Any]) -> str:
     return json.dumps(record, indent=2) + "\n"
 
 
-_KINDS = {  # of the fields of training.json
+_KINDS = {  # the types of training.json's fields
     "with_optimizer": bool,
     "scheduler_steps": int,
     "loss_scales": list,
@@ -475,9 +484,9 @@ _KINDS = {  # of the fields of training.json
 }
 
 
-def read_records(folder: Path) -> tuple[dict, TrainerState]:
-    """(training.json, trainer_state.json) of a checkpoint. CheckpointError, on every rank, for
-    other content than is written there."""
+def read_records(folder: Path) -> tuple[dict[str, Any], TrainerState]:
+    """(training.json, trainer_state.json) of a checkpoint. Raises CheckpointError, on every rank,
+    for content that was not written there."""
     path = folder / TRAINING_NAME
     try:
         record = read_json(path)
@@ -495,9 +504,9 @@ def read_records(folder: Path) -> tuple[dict, TrainerState]:
     return record, state
 
 
-def load_model(folder: str | os.PathLike, backend, with_optimizer: bool = False) -> None:
-    """Load the weights, verified first, and the optimizer's state if it is wanted. Collective.
-    CheckpointError for an unreadable checkpoint, and for one without that state."""
+def load_model(folder: str | os.PathLike[str], backend: Any, with_optimizer: bool = False) -> None:
+    """Load a checkpoint's weights, verified first, and its optimizer state if wanted. Raises
+    CheckpointError if it is unreadable or lacks that state. Collective."""
     model = ckpt_folder.model_identity(backend.hf_config)
     ckpt_folder.refuse_damage(Path(folder), backend.name, model)
     if with_optimizer and not ckpt_folder.read_manifest(Path(folder))["with_optimizer"]:
@@ -505,9 +514,9 @@ def load_model(folder: str | os.PathLike, backend, with_optimizer: bool = False)
     backend.load_state(Path(folder), with_optimizer)
 
 
-def save_model(folder: str | os.PathLike, backend, with_optimizer: bool = False) -> None:
-    """The weights, with the optimizer's state or alone, in the format of checkpoints, with a
-    manifest. Collective."""
+def save_model(folder: str | os.PathLike[str], backend: Any, with_optimizer: bool = False) -> None:
+    """Write the weights, and the optimizer state if wanted, as a checkpoint with a manifest. Raises
+    CheckpointError. Collective."""
     folder = Path(folder)
     parallel.on_main(lambda: folder.mkdir(parents=True, exist_ok=True), CheckpointError)
     backend.finish_param_sync()
@@ -519,14 +528,15 @@ def save_model(folder: str | os.PathLike, backend, with_optimizer: bool = False)
 
 def write_weights(
     folder: Path,
-    snapshot,
+    snapshot: Any,
     backend: str,
-    hf_config: dict,
+    hf_config: dict[str, Any],
     with_optimizer: bool = False,
     exported: list[str] | None = None,
 ) -> None:
-    """Write a snapshot and its manifest into a folder. backend: name of the writer. exported: files
-    of this rank that are there. Collective; CheckpointError on every rank if any fails."""
+    """Write a snapshot and its manifest into a folder. backend: the writer's name. exported: files
+    of this rank that are there already. Raises CheckpointError, on every rank, if any rank fails.
+    Collective."""
     facts = _facts(backend, hf_config, with_optimizer=with_optimizer)
     job = _Job(folder, folder, snapshot, facts, {}, exported or [])
     job.write()
@@ -536,17 +546,17 @@ def write_weights(
 # -- settings that may change when a run is resumed
 
 
-def settings_of(args) -> dict[str, Any]:
-    """The TrainingArguments of a trainer made without a file, by their keys."""
+def settings_of(args: Any) -> dict[str, Any]:
+    """The TrainingArguments as JSON values by key, for a trainer made without a config file."""
     settings = args.to_dict()
     if args.global_batch_size is not None:
-        del settings["gradient_accumulation_steps"]  # it follows from the world
-    return json.loads(json.dumps(settings, default=str))  # additional_configs may have objects
+        del settings["gradient_accumulation_steps"]  # it follows from the number of ranks
+    return json.loads(json.dumps(settings, default=str))  # additional_configs may hold objects
 
 
-def changes(before: dict, now: dict) -> dict[str, tuple[str, str]]:
-    """{key: (value before, value now)} of settings or records with other values. A key that was
-    left out has its default."""
+def changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """{key: (value before, value now)} where settings or records differ. A missing key has its
+    default."""
     found = {}
     for key in sorted((before.keys() | now.keys()) - _OF_A_START):
         default = default_of(key_fields()[key]) if key in key_fields() else None
@@ -556,38 +566,38 @@ def changes(before: dict, now: dict) -> dict[str, tuple[str, str]]:
     return found
 
 
-def changed_settings(before: dict, now: dict) -> dict[str, tuple[str, str]]:
-    """changes() of settings. Those of missing parts have their defaults."""
+def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """changes() of settings, ignoring the keys of parts that are not installed."""
     return changes({key: before[key] for key in before.keys() - parts.absent_keys().keys()}, now)
 
 
-def refuse_missing_parts(before: dict, folder: Path) -> None:
-    """CheckpointError for settings in need of a missing part."""
+def refuse_missing_parts(before: dict[str, Any], folder: Path) -> None:
+    """Raise CheckpointError for settings that need a part that is not installed."""
     for key, name in parts.needed(before).items():
         reason, remedy = parts.need_of(name)
         saved = f"{folder} was saved with {key} {_shown(before[key])}"
         raise CheckpointError(f"{saved}: {reason}: {remedy}")
 
 
-def _ranking(settings: dict) -> tuple[str, bool]:
+def _ranking(settings: dict[str, Any]) -> tuple[str, bool]:
     return ranking_of(settings.get("metric_for_best_model"), settings.get("greater_is_better"))
 
 
-def _fixed_settings(before: dict, backend) -> list[str]:
-    """The keys of settings that decide the states of an optimizer."""
+def _fixed_settings(before: dict[str, Any], backend: Any) -> list[str]:
+    """The keys that decide what an optimizer's state is like."""
     fixed = ["optim", "finetuning_type"]
     for row in KEY_GROUPS.values():
         fixed += row.fixed
     if backend.name == "torch":
-        return [*fixed, "exp_avg_dtype", "exp_avg_sq_dtype"]  # of tensors loaded without a cast
+        return [*fixed, "exp_avg_dtype", "exp_avg_sq_dtype"]  # tensors are loaded without a cast
     is_half = "true" in (_shown(before.get("bf16")), _shown(before.get("fp16")))
-    if is_half or not backend.finetuning.is_whole:  # tensors beside weights are float32 anyway
+    if is_half or not backend.finetuning.is_whole:  # new tensors next to weights are always float32
         return fixed
-    return [*fixed, "bf16", "fp16"]  # there are no float32 weights beside the model's
+    return [*fixed, "bf16", "fp16"]  # there are no float32 masters next to the model's weights
 
 
-def _refuse_changes(changed: dict, keys: Iterable[str], folder: Path) -> None:
-    """CheckpointError if one of the keys is among the changes."""
+def _refuse_changes(changed: dict[str, Any], keys: Iterable[str], folder: Path) -> None:
+    """Raise CheckpointError if one of `keys` has changed."""
     for key in changed.keys() & keys:
         was, now = changed[key]
         raise CheckpointError(
@@ -617,8 +627,8 @@ def random_states() -> bytes:
 
 
 def restore_random_states(folder: Path, is_same_layout: bool) -> None:
-    """Restore this rank's random state if the layout is unchanged. Collective; CheckpointError on
-    every rank if the file of any has other content."""
+    """Restore this rank's random state if the layout is unchanged. Raises CheckpointError, on every
+    rank, if any rank's file has other content. Collective."""
     path = folder / f"rng-{parallel.rank()}.pt"
 
     def restore() -> None:

@@ -1,22 +1,22 @@
-"""The folders of checkpoints: listing, choosing one to resume from, publishing, pruning.
+"""Checkpoint folders: listing, choosing one to resume from, publishing, pruning.
 
-    checkpoint-<step>/              complete: renamed to this after its manifest was written
-    .checkpoint-<step>.tmp, .old, .replaced     being written, deleted or replaced; left by a run
-                                    that died, removed by the next one
-    set-aside-checkpoint-<step>/    newer than the checkpoint of a resumed run: never read again,
-                                    free to be deleted
+    checkpoint-<step>/              complete: it gets this name once its manifest is written
+    .checkpoint-<step>.tmp, .old, .replaced     being written, deleted or replaced; leftovers of a
+                                    dead run are removed by the next run
+    set-aside-checkpoint-<step>/    newer than the checkpoint that a run resumed from: never read
+                                    again, may be deleted
     latest                          the name of the newest checkpoint, for other programs
 
-Anything else with such a name (a symbolic link, a file) is left alone.
+Anything else with such a name (a symbolic link, a file) is not touched.
 
 manifest.json is written last, with size and checksum of every file:
 
-    format      FORMAT_VERSION of the writer: a reader refuses a newer one than its own
+    format      the writer's FORMAT_VERSION; a reader refuses a newer one than it knows
     backend     megatron or torch;  step, with_optimizer;  model: keys of its config
     files       {relative path: {"bytes": size, "crc32": eight hex digits}}
     crc32       of all fields above; dist/index.json since format 3
 
-A CRC finds every flipped bit and every cut file. It is no defence against people: reading a
+A CRC detects flipped bits and truncated files. It does not protect against people, but reading a
 checkpoint runs no code from its files (ckpt_megatron.py).
 """
 
@@ -30,7 +30,7 @@ import socket
 import time
 import uuid
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -38,30 +38,30 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from . import parallel
-from .errors import UserError
+from .errors import Keys, UserError
 from .files import CHECKPOINT_PREFIX, checksum, first_of, sync, text_values, write_file
 
 # -- the folder of a run
 
 LOCK_NAME = ".run.lock"
-# A rank of a killed run may live for a moment; a shared file system may be late
+# A killed run's rank may live on for a moment, and a shared file system may show files late.
 _WAIT_S = 3.0
 SEE_S = 5.0
 
 
 class OutputFolderError(UserError, ValueError):
-    """A folder this run cannot write to. Every rank raises it, with the same text."""
+    """A folder that this run cannot write to. Every rank raises it, with the same text."""
 
     same_on_all_ranks = True
 
 
 @contextlib.contextmanager
-def hold(output_dir: str | os.PathLike) -> Iterator[None]:
+def hold(output_dir: str | os.PathLike[str]) -> Iterator[None]:
     """Keep other runs out of output_dir while this context is open; make the folder if it is
     missing.
 
-    The main rank locks a file; the lock ends with the process. Reentrant. OutputFolderError for a
-    folder that another run trains in, that cannot be written, or that the nodes do not share.
+    The main rank locks a file; the lock ends with the process. Reentrant. Raises OutputFolderError
+    if another run trains in the folder, if it cannot be written, or if the nodes do not share it.
     Collective on entry.
     """
     folder = Path(output_dir)
@@ -73,8 +73,8 @@ def hold(output_dir: str | os.PathLike) -> Iterator[None]:
 
 
 def _take(folder: Path, held: contextlib.ExitStack) -> bool:
-    """Lock the folder until `held` closes -> True if this process had no lock on it yet."""
-    # one object for a path in a process: locking it twice counts instead of waiting
+    """Lock the folder until `held` closes -> True if this process had not locked it before."""
+    # a singleton per path and process: a second lock counts up instead of waiting
     lock = FileLock(folder.absolute() / LOCK_NAME, is_singleton=True)
     is_new = not lock.is_locked
     try:
@@ -100,18 +100,19 @@ def _take(folder: Path, held: contextlib.ExitStack) -> bool:
 
 def _leave(folder: Path) -> None:
     """Clean up before the lock is released: a refused run leaves no folder."""
-    with contextlib.suppress(OSError):  # the folder may have been closed or have gone since
+    with contextlib.suppress(OSError):  # the folder may be read-only or gone by now
         if [path.name for path in folder.iterdir()] == [LOCK_NAME]:
             (folder / LOCK_NAME).unlink()
             folder.rmdir()
 
 
 def _check_shared(folder: Path) -> None:
-    """OutputFolderError on every rank if one does not see a file of the main rank. Collective.
+    """Raise OutputFolderError on every rank if any rank does not see a file that the main rank
+    made. Collective.
 
-    Without it a run over several nodes would fail at its first checkpoint.
+    Otherwise a run over several nodes would fail only at its first checkpoint.
     """
-    # the path of each rank: a relative one depends on the rank's working directory
+    # a relative path depends on the rank's working directory
     here = f"it is not on {socket.gethostname()} in {folder.absolute()}"
 
     def leave_token() -> str:
@@ -119,7 +120,7 @@ def _check_shared(folder: Path) -> None:
         (folder / name).touch()
         return name
 
-    # it is there before the others look: on one file system nobody waits
+    # the file is made before the others look, so on one file system no rank waits
     token = folder / parallel.on_main(leave_token, OutputFolderError)
 
     def look() -> None:
@@ -140,7 +141,7 @@ def _check_shared(folder: Path) -> None:
             token.unlink()
 
 
-# -- checkpoints in it
+# -- checkpoints in the folder
 
 LATEST_NAME = "latest"
 MANIFEST_NAME = "manifest.json"
@@ -149,7 +150,7 @@ _BACKENDS = {
     "megatron": "megatron-core (use_mca: true)",
     "torch": "the torch backend (use_mca: false)",
 }
-# keys of a Hugging Face config for the shapes of the weights
+# the keys of a Hugging Face config that decide the shapes of weights
 _MODEL_KEYS = (
     "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
     "num_key_value_heads head_dim tie_word_embeddings num_experts num_local_experts"
@@ -166,33 +167,33 @@ class CheckpointError(UserError, ValueError):
 
 
 def measure(path: Path) -> dict[str, Any]:
-    """A file's entry in the manifest: size and checksum."""
+    """A file's manifest entry: size and checksum."""
     return entry_of(*checksum(path))
 
 
 def entry_of(size: int, crc: int) -> dict[str, Any]:
-    """The entry in the manifest of a file of this size and checksum."""
+    """The manifest entry for a file of this size and checksum."""
     return {"bytes": size, "crc32": f"{crc:08x}"}
 
 
 def measure_all(folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """{name: entry in the manifest} of files, once their bytes are on the disk."""
-    # the disk and the checksums are busy at the same time
+    """{name: manifest entry} of files, once their bytes are on disk."""
+    # flushing to disk and computing checksums overlap
     with ThreadPoolExecutor(1) as flusher:
         flushed = flusher.map(sync, [folder / name for name in names])
         entries = {name: measure(folder / name) for name in names}
-        list(flushed)  # raises its errors
+        list(flushed)  # raises an error of flushing
     return entries
 
 
 def model_identity(hf_config: dict[str, Any]) -> dict[str, Any]:
-    """Keys of a Hugging Face config (a dict) that decide the shapes of the weights."""
+    """The keys of a Hugging Face config (a dict) that decide the shapes of weights."""
     text = text_values(hf_config)
     return {key: text[key] for key in _MODEL_KEYS if text.get(key) is not None}
 
 
-def write_manifest(folder: Path, facts: dict[str, Any], files: dict[str, dict]) -> None:
-    """Write manifest.json, the last file of a checkpoint."""
+def write_manifest(folder: Path, facts: dict[str, Any], files: dict[str, dict[str, Any]]) -> None:
+    """Write manifest.json, a checkpoint's last file."""
     record = {"format": FORMAT_VERSION, **facts, "files": dict(sorted(files.items()))}
     record["crc32"] = crc_of(record)
     write_file(folder / MANIFEST_NAME, json.dumps(record, indent=1) + "\n")
@@ -205,7 +206,7 @@ def crc_of(record: dict[str, Any]) -> str:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read a manifest. CheckpointError for a missing or damaged one."""
+    """Read a manifest. Raises CheckpointError if it is missing or damaged."""
     path = folder / MANIFEST_NAME
     if not path.is_file():
         raise CheckpointError(
@@ -225,7 +226,7 @@ def _check_manifest(record: dict[str, Any]) -> None:
     if record["crc32"] != crc_of(record):
         raise ValueError("its own checksum does not fit")
     if record["format"] > FORMAT_VERSION:
-        return  # other fields may mean other things: inspect() says so
+        return  # its fields may have another meaning; inspect() refuses it
     check_kinds(record, _KINDS)
     for name, entry in record["files"].items():
         check_kinds(entry, {"bytes": int})
@@ -234,14 +235,14 @@ def _check_manifest(record: dict[str, Any]) -> None:
 
 
 def check_kinds(record: dict[str, Any], kinds: dict[str, type]) -> None:
-    """ValueError for a record without one of these fields, or with one of another type."""
+    """Raise ValueError if the record lacks one of these fields, or has it with another type."""
     for key, kind in kinds.items():
         if type(record.get(key)) is not kind:
             raise ValueError(f"expected {key}, of type {kind.__name__}")
 
 
 def damage(folder: Path, record: dict[str, Any]) -> str:
-    """The damage of the folder's files in words, "" without any, the same on every rank.
+    """The damage to a folder's files as text, the same on every rank; "" if there is none.
 
     Collective over all ranks: each reads a share of the files.
     """
@@ -253,7 +254,7 @@ def damage(folder: Path, record: dict[str, Any]) -> str:
 
 
 def _damage_of_file(path: Path, entry: dict[str, Any]) -> str:
-    if not path.is_file():  # of a pipe nobody knows when it ends
+    if not path.is_file():  # reading a pipe might never end
         return f"{path.name} is missing, or no file"
     try:
         now = measure(path)
@@ -267,7 +268,7 @@ def _damage_of_file(path: Path, entry: dict[str, Any]) -> str:
 # -- listing, publishing, pruning
 
 
-def checkpoint_folder(output_dir: str | os.PathLike, step: int) -> Path:
+def checkpoint_folder(output_dir: str | os.PathLike[str], step: int) -> Path:
     return Path(output_dir) / f"{CHECKPOINT_PREFIX}-{step}"
 
 
@@ -275,14 +276,14 @@ def step_of(folder: Path) -> int:
     return int(folder.name.rpartition("-")[2])
 
 
-def all_folders(output_dir: str | os.PathLike) -> list[Path]:
+def all_folders(output_dir: str | os.PathLike[str]) -> list[Path]:
     """The folders with a checkpoint's name, complete or not, oldest first."""
     folders = filter(_is_own_folder, Path(output_dir).glob(f"{CHECKPOINT_PREFIX}-*"))
     return sorted((path for path in folders if _NAME.fullmatch(path.name)), key=step_of)
 
 
 def _is_own_folder(path: Path) -> bool:
-    """True for a real directory; links are never followed."""
+    """True for a real directory: links are never followed."""
     return path.is_dir() and not path.is_symlink()
 
 
@@ -295,15 +296,15 @@ def _free_name(path: Path) -> Path:
     return free
 
 
-def list_checkpoints(output_dir: str | os.PathLike) -> list[Path]:
-    """The complete checkpoints of a run, oldest first."""
+def list_checkpoints(output_dir: str | os.PathLike[str]) -> list[Path]:
+    """A run's complete checkpoints, oldest first."""
     return [path for path in all_folders(output_dir) if (path / MANIFEST_NAME).is_file()]
 
 
 def publish(temporary: Path, final: Path) -> None:
-    """Give a written checkpoint its name, then move the pointer `latest`.
+    """Give a written checkpoint its name, then update the pointer `latest`.
 
-    Cut off at any point, every folder with a name is whole.
+    If this is interrupted anywhere, every folder with a checkpoint's name is whole.
     """
     for folder in [*(path for path in temporary.iterdir() if path.is_dir()), temporary]:
         sync(folder)
@@ -317,20 +318,20 @@ def publish(temporary: Path, final: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Delete a checkpoint; it is never seen half deleted."""
+    """Delete a checkpoint, which is never seen half deleted."""
     shutil.rmtree(_named_old(folder))
 
 
 def _named_old(folder: Path) -> Path:
-    """Give a checkpoint the name of one being deleted -> its path."""
+    """Rename a checkpoint to a name for one being deleted -> its new path."""
     gone = _free_name(folder.with_name(f".{folder.name}.old"))
     os.rename(folder, gone)
     return gone
 
 
 def set_spare_aside(newest: Path, best: str | None, limit: int | None) -> list[Path]:
-    """Give the oldest checkpoints beyond `limit`, but never the newest complete or the best, the
-    names of those being deleted -> their paths."""
+    """Rename the oldest checkpoints over `limit` to names for ones being deleted -> their paths.
+    The newest complete checkpoint and the best one are kept."""
     there = list_checkpoints(newest.parent)
     kept = {newest.name, Path(best or "").name}
     spare = [folder for folder in there if folder.name not in kept]
@@ -338,15 +339,18 @@ def set_spare_aside(newest: Path, best: str | None, limit: int | None) -> list[P
 
 
 def prune(newest: Path, best: str | None, limit: int | None) -> None:
-    """Delete the oldest checkpoints beyond `limit`, but never the newest complete or the best."""
+    """Delete the oldest checkpoints over `limit`, but never the newest complete one or the best
+    one."""
     for folder in set_spare_aside(newest, best, limit):
         shutil.rmtree(folder)
 
 
-def set_newer_aside(output_dir: str | os.PathLike, step: int, say) -> None:
-    """Rename checkpoints newer than the step a run resumes from.
+def set_newer_aside(
+    output_dir: str | os.PathLike[str], step: int, say: Callable[[str], None]
+) -> None:
+    """Rename the checkpoints that are newer than the step a run resumes from.
 
-    The next resume_from_checkpoint: auto must not mistake them for checkpoints of this run.
+    Otherwise the next resume_from_checkpoint: auto would take them for checkpoints of this run.
     """
     for folder in all_folders(output_dir):
         if step_of(folder) > step:
@@ -359,13 +363,20 @@ def set_newer_aside(output_dir: str | os.PathLike, step: int, say) -> None:
 # -- choosing one to resume from
 
 
-def find(args, choice: str | bool | None, backend: str, identity: dict, say) -> Path | None:
-    """The checkpoint to resume from, every byte of it verified, or None to start anew.
+def find(
+    args: Keys,
+    choice: str | bool | None,
+    backend: str,
+    identity: dict[str, Any],
+    say: Callable[[str], None],
+) -> Path | None:
+    """The checkpoint to resume from, with every byte verified; None to start anew.
 
-    choice: "auto" or True: the newest good one in output_dir, if any; a path; None or False: start
-    anew. Collective over all ranks. CheckpointError if nothing was chosen and output_dir has
-    checkpoints (unless overwrite_output_dir removes them), for a damaged path, if none of several
-    is good, and for a checkpoint of another model or of a newer version.
+    choice: "auto" or True takes the newest good one in output_dir, if any; a path takes that one;
+    None or False starts anew. Raises CheckpointError if the run starts anew and output_dir has
+    checkpoints (unless overwrite_output_dir removes them), for a damaged path, if there are
+    checkpoints and none is good, and for a checkpoint of another model or a newer version.
+    Collective over all ranks.
     """
     is_new = choice in (None, False)
 
@@ -381,8 +392,14 @@ def find(args, choice: str | bool | None, backend: str, identity: dict, say) -> 
     return choose(args, choice, backend, identity, say)
 
 
-def choose(args, choice: str | bool, backend: str, identity: dict, say) -> Path | None:
-    """find() without changes to output_dir. Collective."""
+def choose(
+    args: Keys,
+    choice: str | bool,
+    backend: str,
+    identity: dict[str, Any],
+    say: Callable[[str], None],
+) -> Path | None:
+    """find() without changing output_dir. Collective."""
     if choice not in (True, "auto"):
         refuse_damage(Path(choice), backend, identity)
         say(f"resuming from {choice}")
@@ -404,11 +421,11 @@ def choose(args, choice: str | bool, backend: str, identity: dict, say) -> Path 
     return None
 
 
-def inspect(folder: Path, backend: str, identity: dict) -> str:
-    """The damage of a checkpoint in words, "" without any, the same on every rank. Collective over
-    all ranks.
+def inspect(folder: Path, backend: str, identity: dict[str, Any]) -> str:
+    """The damage to a checkpoint as text, the same on every rank; "" if there is none. Collective
+    over all ranks.
 
-    CheckpointError for an undamaged checkpoint of another version, backend or model.
+    Raises CheckpointError for an intact checkpoint of another version, backend or model.
     """
     try:
         record = parallel.on_main(lambda: read_manifest(folder), CheckpointError)
@@ -435,15 +452,15 @@ def inspect(folder: Path, backend: str, identity: dict) -> str:
     return damage(folder, record)
 
 
-def refuse_damage(folder: Path, backend: str, identity: dict) -> None:
-    """CheckpointError for a checkpoint that cannot be read, or is another one. Collective."""
+def refuse_damage(folder: Path, backend: str, identity: dict[str, Any]) -> None:
+    """Raise CheckpointError for a checkpoint that is damaged, or of another model. Collective."""
     bad = inspect(folder, backend, identity)
     if bad:
         raise CheckpointError(bad)
 
 
-def check_new(args) -> list[Path]:
-    """The checkpoints to remove for a run from the beginning. CheckpointError if it must not remove
+def check_new(args: Keys) -> list[Path]:
+    """The checkpoints to remove when a run starts anew. Raises CheckpointError if it may not remove
     them."""
     there = all_folders(args.output_dir)
     if there and not args.overwrite_output_dir:
@@ -455,8 +472,8 @@ def check_new(args) -> list[Path]:
     return there
 
 
-def _clean(output_dir: str | os.PathLike) -> None:
-    """Remove unfinished folders of a run that died."""
+def _clean(output_dir: str | os.PathLike[str]) -> None:
+    """Remove unfinished folders that a dead run left."""
     for left in filter(_is_own_folder, Path(output_dir).glob(f".{CHECKPOINT_PREFIX}-*")):
         match = _LEFT.fullmatch(left.name)
         if match is None:

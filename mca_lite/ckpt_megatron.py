@@ -1,20 +1,20 @@
-"""Megatron's distributed checkpoint: tensors in torch's files, for any layout to load.
+"""Megatron's distributed checkpoint: tensors in torch's files, which any layout can load.
 
-    __<rank>_0.distcp   the tensors of a rank, one after another, each as torch.save writes it
-    index.json          the place of each tensor's parts in those files; the optimizer's steps
+    __<rank>_0.distcp   a rank's tensors, one after another, each as torch.save writes it
+    index.json          where each tensor's parts are in these files; the optimizer's steps
 
-The optimizer's state is stored per parameter, cut like the model's sharded tensors: megatron's
-optimizer format needs Apex or TE to load, and shares one step counter among all parameters without
-them. Data parallel ranks have the same weights: each tensor, with its optimizer state, is
-assembled, kept and written by one of them, and no rank keeps it all. Objects in need of a pickle
-(_extra_state, the scaling history of fp8) are not stored: fp8 begins its history anew.
+Optimizer state is stored per parameter, sharded like the model's tensors: megatron's optimizer
+format needs Apex or TE to load, and without them has one step counter for all parameters. Data
+parallel ranks have the same weights, so each tensor, with its optimizer state, is assembled, kept
+and written by one of them, and no rank keeps everything. Objects that need a pickle (_extra_state,
+the scaling history of fp8) are not stored: fp8 starts its history anew.
 """
 
 import functools
 import io
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -41,18 +41,18 @@ from .tables import OPTIMIZERS, Optimizer
 
 DIST_NAME = "dist"
 INDEX_NAME = "index.json"
-OLD_INDEX_NAME = ".metadata"  # torch's, a pickle, in checkpoints of earlier versions
+OLD_INDEX_NAME = ".metadata"  # torch's pickle, in checkpoints of earlier versions
 
-# Joined states wait on the GPU up to this sum, and beyond it in host memory: ranks wait for each
-# other's copies there
+# Assembled states stay on the GPU up to this many bytes, and beyond it in host memory, where ranks
+# wait for each other's copies.
 JOINED_ON_GPU_BYTES = 1 << 30
 
 # -- the parts of tensors in files
 
 
 def read_index(folder: Path) -> dict[str, Any]:
-    """The index of a folder of tensors. CheckpointError for anything else, and for the index of an
-    earlier version."""
+    """The index of a folder of tensors. Raises CheckpointError for anything else, and for an
+    earlier version's index."""
     path = folder / INDEX_NAME
     if not path.is_file() and (folder / OLD_INDEX_NAME).is_file():
         raise CheckpointError(
@@ -65,12 +65,12 @@ def read_index(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{error}: use another checkpoint") from None
 
 
-def read_tensor(tensor, index: dict[str, Any], folder: Path, num_tokens: int = 0) -> None:
-    """Fill a ShardedTensor in place from all parts in the files that overlap it.
+def read_tensor(tensor: Any, index: dict[str, Any], folder: Path, num_tokens: int = 0) -> None:
+    """Fill a ShardedTensor in place from every part in the files that overlaps it.
 
-    num_tokens: of the vocabulary, whose padding differs between layouts. Raises many kinds of error
-    for an index or a file with other content, or with parts that do not cover the tensor once; no
-    code of theirs is run, and no file outside of the folder is opened.
+    num_tokens: size of the vocabulary, whose padding depends on the layout. Raises many types of
+    error for an index or file with other content, or if the parts do not cover the tensor exactly
+    once. No code from files is run, and no file outside the folder is opened.
     """
     entry = index["tensors"][tensor.key]
     whole = tensor.data.detach().view(_sizes(tensor))
@@ -100,15 +100,15 @@ def read_tensor(tensor, index: dict[str, Any], folder: Path, num_tokens: int = 0
         raise ValueError(f"the parts of {tensor.key} do not cover it once")
 
 
-def _sizes(tensor) -> list[int]:
-    """The shape of a ShardedTensor's data, with as many axes as the global shape has."""
+def _sizes(tensor: Any) -> list[int]:
+    """The shape of a ShardedTensor's data, with as many axes as its global shape."""
     return [1] * tensor.prepend_axis_num + [*tensor.local_shape]
 
 
 def _overlap(
     offset: Sequence[int], sizes: Sequence[int], other: Sequence[int], others: Sequence[int]
 ) -> tuple[slice, ...]:
-    """The slices of a box (offset, sizes) in common with another box."""
+    """The slices of a box (offset, sizes) that it has in common with another box."""
     axes = zip(offset, sizes, other, others, strict=True)
     return tuple(
         slice(max(0, o - a), max(0, min(size, o + length - a))) for a, size, o, length in axes
@@ -119,24 +119,27 @@ def _overlap(
 
 
 class MegatronSnapshot:
-    """Weights, and optionally the optimizer's state, ready to be written.
+    """Weights, and optionally optimizer state, ready to be written.
 
-    copy: of a tensor, to host memory, unchanged by later steps: HostBuffers.copy. write() may then
-    run in another thread. The constructor is collective over all ranks.
+    copy: copies a tensor to host memory, so that later steps do not change it (HostBuffers.copy);
+    write() may then run in another thread. The constructor is collective over all ranks.
     """
 
-    def __init__(self, models, optimizer=None, copy: Callable | None = None) -> None:
+    def __init__(
+        self, models: Any, optimizer: Any = None, copy: Callable[..., Any] | None = None
+    ) -> None:
         self._steps: list[int | None] = [None, None]
         holders = holders_of_all(models, optimizer)
         chunks = _sharded(models)
         state = {name: _mine_to_write(chunk, holders, copy) for name, chunk in chunks.items()}
         weights, _ = save_preprocess(state)
-        states: dict = {}
+        states: dict[str, Any] = {}
         if optimizer is not None:
             tensors = _by_parameter(chunks)
             states = _optimizer_to_write(optimizer, models, tensors, holders, copy)
             self._steps = _optimizer_steps(optimizer, models)
-            # unchecked: megatron stacks a matrix of all layers, and frozen ones have no state
+            # unchecked, because megatron would stack all layers' matrices, and frozen ones have no
+            # state
             states, _ = save_preprocess(states, validate_access_integrity=False)
         tensors = (*nested_values(weights), *nested_values(states))
         self._tensors = [tensor for tensor in tensors if is_main_replica(tensor.replica_id)]
@@ -144,9 +147,8 @@ class MegatronSnapshot:
         parallel.wait_for_device()
 
     @staticmethod
-    def sizes(models, optimizer=None) -> list[int]:
-        """Bytes of the tensors in a copy of this rank, in any order, and of replicated weights
-        written by another rank."""
+    def sizes(models: Any, optimizer: Any = None) -> list[int]:
+        """Bytes of each tensor that this rank would copy, in any order."""
         holders = holders_of_all(models, optimizer)
         found = []
         for parameter in models.parameters():
@@ -157,16 +159,16 @@ class MegatronSnapshot:
                     found += [4 * parameter.numel()] * len(states)
         return found
 
-    def write(self, folder: Path) -> tuple[dict[str, dict], list]:
-        """Write this rank's file -> ({file: its entry in the manifest}, [(key, entry in the index,
-        place of this part) of each tensor]). No collectives."""
+    def write(self, folder: Path) -> tuple[dict[str, dict[str, Any]], list[Any]]:
+        """Write this rank's file -> ({file: its manifest entry}, [(key, index entry, position of
+        this part) per tensor]). Not collective."""
         (folder / DIST_NAME).mkdir(exist_ok=True)
         name = f"__{parallel.rank()}_0.distcp"
         path = folder / DIST_NAME / name
         parts = []
         staging = torch.empty(0, dtype=torch.uint8)
-        # the manifest has a checksum of the whole file: torch's own, one a tensor, would take half
-        # as long as the writing
+        # the manifest has a checksum of the file; torch's checksum per tensor would add half the
+        # writing time
         with torch_files.patch("save.compute_crc32", False), ChecksumWriter(path) as file:
             for tensor in self._tensors:
                 data = tensor.data.detach()
@@ -181,12 +183,13 @@ class MegatronSnapshot:
                 place = [tensor.global_offset, data.shape, name, start, file.size - start]
                 dtype = str(data.dtype).removeprefix("torch.")
                 parts.append((tensor.key, {"dtype": dtype, "shape": tensor.global_shape}, place))
-        self._tensors = []  # lets go of the copies
+        self._tensors = []  # frees the copies
         return {f"{DIST_NAME}/{name}": entry_of(file.size, file.crc)}, parts
 
-    def finish(self, folder: Path, results: list[list]) -> list[str]:
-        """On the main rank, when all have written: the index and the model's config -> files."""
-        tensors: dict[str, dict] = {}
+    def finish(self, folder: Path, results: list[list[Any]]) -> list[str]:
+        """Write the index and the model's config on the main rank, once all ranks have written ->
+        their names."""
+        tensors: dict[str, dict[str, Any]] = {}
         for parts in results:
             for key, entry, chunk in parts:
                 tensors.setdefault(key, {**entry, "chunks": []})["chunks"].append(chunk)
@@ -197,19 +200,21 @@ class MegatronSnapshot:
 
 
 def _copied_into(staging: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of a tensor at the begin of staging (uint8, at least its bytes), with a storage of
-    its size."""
+    """A copy of a tensor at the start of `staging` (uint8, at least as many bytes), in a storage of
+    exactly its size."""
     if not tensor.numel():
         return torch.empty_like(tensor, device="cpu")
     bytes_of_copy = staging.numpy()[: tensor.nbytes]
     return torch.frombuffer(bytes_of_copy, dtype=tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
-def load_megatron(folder: Path, models, optimizer=None, index: dict | None = None) -> None:
-    """Fill the model, and optionally the optimizer, from a checkpoint of any layout.
+def load_megatron(
+    folder: Path, models: Any, optimizer: Any = None, index: dict[str, Any] | None = None
+) -> None:
+    """Fill the model, and optionally the optimizer, in place from a checkpoint of any layout.
 
-    index: of the folder, if it was read before. Collective over all ranks. CheckpointError, the
-    same on every rank, for files with other content than was written there.
+    index: the folder's index, if it was read before. Raises CheckpointError, the same on every
+    rank, for files with other content than was written. Collective over all ranks.
     """
     place = folder / DIST_NAME
     if index is None:
@@ -219,7 +224,7 @@ def load_megatron(folder: Path, models, optimizer=None, index: dict | None = Non
         raise CheckpointError(f"{place / INDEX_NAME} has no {STEPS[0]}: use another checkpoint")
     chunks = _sharded(models)
 
-    def fill(tensor) -> None:
+    def fill(tensor: Any) -> None:
         memory = tensor.data.untyped_storage().data_ptr()
         for part in nested_values(load_preprocess({"": tensor})[0]):
             is_view = part.data.untyped_storage().data_ptr() == memory
@@ -239,8 +244,8 @@ def load_megatron(folder: Path, models, optimizer=None, index: dict | None = Non
     models.load_state_dict(weights, strict=False)  # objects are not stored
 
 
-def _sharded(models) -> dict[str, dict]:
-    """{chunk: {name: sharded tensor, or the factory of some}} of a model, without objects."""
+def _sharded(models: Any) -> dict[str, dict[str, Any]]:
+    """{chunk: {name: sharded tensor, or a factory of several}} of a model, without objects."""
     chunks = models.sharded_state_dict()
     for tensors in chunks.values():
         for name in [name for name, x in tensors.items() if isinstance(x, ShardedObject)]:
@@ -252,8 +257,8 @@ def _sharded(models) -> dict[str, dict]:
 
 
 class _Holders(NamedTuple):
-    """The data parallel ranks with a parameter: their group, the writer's rank in it, and {rank:
-    (start, stop)} of the pieces a distributed optimizer has cut its state into."""
+    """The data parallel ranks that have a parameter: their group, the writer's rank in it, and
+    {rank: (start, stop)}, the pieces into which a distributed optimizer shards its state."""
 
     group: Any
     writer: int
@@ -263,15 +268,15 @@ class _Holders(NamedTuple):
     def i_write(self) -> bool:
         return self.group.rank() == self.writer
 
-    def replica(self, tensor) -> tuple[int, int, int]:
-        """The replica_id of this rank's copy, (tied copy, tensor rank, data parallel rank): that of
-        0s is stored."""
+    def replica(self, tensor: Any) -> tuple[int, int, int]:
+        """The replica_id of this rank's copy: (tied copy, tensor rank, data parallel rank). The
+        copy with three zeros is stored."""
         return (*tensor.replica_id[:2], int(not self.i_write))
 
 
-def holders_of_all(models, optimizer) -> dict[int, _Holders]:
-    """{id of a parameter: its holders}. The writer is the rank with a piece of the state and the
-    least to write so far: no rank gathers a state cut by many."""
+def holders_of_all(models: Any, optimizer: Any) -> dict[int, _Holders]:
+    """{id of a parameter: its holders}. The writer is the rank that has a piece of the state and
+    the least to write so far. So no rank gathers every state."""
     cuts = _cuts(optimizer)
     found = {}
     loads: dict[int, list[int]] = {}
@@ -286,9 +291,9 @@ def holders_of_all(models, optimizer) -> dict[int, _Holders]:
     return found
 
 
-def _cuts(optimizer) -> dict[int, tuple[Any, dict[int, tuple[int, int]]]]:
-    """{id of a parameter: (group, pieces)} of a distributed optimizer, with each bucket of
-    gradients cut into equal shares, one for each rank of a group."""
+def _cuts(optimizer: Any) -> dict[int, tuple[Any, dict[int, tuple[int, int]]]]:
+    """{id of a parameter: (group, pieces)} for a distributed optimizer, which splits each bucket of
+    gradients into equal shares, one per rank of a group."""
     found = {}
     for part in filter(_is_distributed, parts_of(optimizer)):
         group = part.data_parallel_group
@@ -306,21 +311,21 @@ def _cuts(optimizer) -> dict[int, tuple[Any, dict[int, tuple[int, int]]]]:
     return found
 
 
-def _is_distributed(part) -> bool:
+def _is_distributed(part: Any) -> bool:
     return hasattr(part, "gbuf_ranges")
 
 
-def _by_parameter(chunks: dict) -> dict:
-    """{id of a parameter: its sharded tensor, or the factory of some}"""
+def _by_parameter(chunks: dict[str, Any]) -> dict[str, Any]:
+    """{id of a parameter: its sharded tensor, or a factory of several}."""
     found = extract_sharded_tensors_and_factories(chunks)[0]
     return {id(tensor.data): tensor for tensor in nested_values(found)}
 
 
-def _mine_to_write(tensors: dict, holders: dict[int, _Holders], copy: Callable | None) -> dict:
-    """A chunk's sharded tensors, those that this rank writes marked as the main ones.
-
-    copy: of their data, None for the data itself.
-    """
+def _mine_to_write(
+    tensors: dict[str, Any], holders: dict[int, _Holders], copy: Callable[..., Any] | None
+) -> dict[str, Any]:
+    """A chunk's sharded tensors, with those that this rank writes marked as main replicas. copy:
+    copies their data; None: use the data itself."""
     out = {}
     for name, tensor in tensors.items():
         holder = holders.get(id(tensor.data))
@@ -335,9 +340,9 @@ def _mine_to_write(tensors: dict, holders: dict[int, _Holders], copy: Callable |
 # -- the optimizer
 
 
-def owned_parameters(optimizer, models):
-    """Yield for each parameter this rank steps: (torch optimizer, model parameter, its float32
-    master or this rank's flat piece of it, the piece's slice)."""
+def owned_parameters(optimizer: Any, models: Any) -> Iterator[tuple[Any, Any, Any, slice]]:
+    """Yield (torch optimizer, model parameter, float32 master or this rank's flat piece of it, the
+    piece's slice) for each parameter that this rank steps."""
     for part in parts_of(optimizer):
         inner = part.optimizer
         if _is_distributed(part):
@@ -353,36 +358,40 @@ def owned_parameters(optimizer, models):
                 yield inner, parameter, main, slice(0, parameter.numel())
 
 
-# keys of the index: updates made so far, of a model and of its modules for inputs beside text. A
-# step without such an input is no update of these
+# The index keys for updates made so far: of the model, and of its input modules, which a step
+# without such an input does not update.
 STEPS = ("optimizer_steps", "tower_steps")
 
 
-def may_rest(parameter) -> bool:
-    """True for a parameter that updates leave out after a step without its inputs."""
+def may_rest(parameter: Any) -> bool:
+    """True for a parameter that an update skips if its step has no inputs for it."""
     return getattr(parameter, "may_rest", False)
 
 
-def state_names(optimizer, parameter) -> list[str]:
+def state_names(optimizer: Any, parameter: Any) -> list[str]:
     states = _row(optimizer).states_of(parameter)
     return [*states, "master"] if parameter.dtype != torch.float32 else list(states)
 
 
-def _row(optimizer) -> Optimizer:
+def _row(optimizer: Any) -> Optimizer:
     return OPTIMIZERS[parts_of(optimizer)[0].config.optim]
 
 
-def _state_tensor(tensor, name: str, value: torch.Tensor, **changes):
-    """The sharded tensor of one state of a parameter, from that of the parameter."""
+def _state_tensor(tensor: Any, name: str, value: torch.Tensor, **changes: Any) -> Any:
+    """The sharded tensor of one state of a parameter, made from the parameter's."""
     if not isinstance(tensor, ShardedTensorFactory):
         changes["dtype"] = value.dtype
     return replace(tensor, key=f"optimizer.{name}.{tensor.key}", data=value, **changes)
 
 
 def _optimizer_to_write(
-    optimizer, models, tensors: dict, holders: dict, copy: Callable | None
-) -> dict:
-    """{number: sharded tensor} of the states this rank writes. Collective, parameter by
+    optimizer: Any,
+    models: Any,
+    tensors: dict[str, Any],
+    holders: dict[str, Any],
+    copy: Callable[..., Any] | None,
+) -> dict[str, Any]:
+    """{number: sharded tensor} of the states that this rank writes. Collective, parameter by
     parameter."""
     owned = {
         id(parameter): (inner, main, cut)
@@ -410,19 +419,20 @@ def _optimizer_to_write(
     return out
 
 
-def state_piece(inner, main, cut: slice, name: str) -> torch.Tensor:
+def state_piece(inner: Any, main: Any, cut: slice, name: str) -> torch.Tensor:
     """This rank's piece of one state, flat and float32; zeros before the first step."""
     state = inner.state.get(main, {}).get(name)
     if name == "master":
         state = inner.master(main) if isinstance(inner, AdamW) else main
     if state is None:
         state = torch.zeros(cut.stop - cut.start, device=main.device)
-    # an offloaded one too: ranks send each other pieces from device to device
+    # offloaded states too, because ranks exchange pieces from device to device
     return state.detach().float().to(main.device).view(-1)
 
 
-def _join(part, parameter, group, writer: int, pieces: dict):
-    """The whole of a state on the writer, from the pieces of all ranks; None elsewhere."""
+def _join(part: Any, parameter: Any, group: Any, writer: int, pieces: dict[str, Any]) -> Any:
+    """The whole of a state on the writer, from the pieces of all ranks; None on other ranks.
+    Collective."""
     me = group.rank()
     if me != writer:
         parallel.exchange({writer: part} if me in pieces else {}, {}, group)
@@ -437,10 +447,14 @@ def _join(part, parameter, group, writer: int, pieces: dict):
 
 
 def _fill_optimizer(
-    optimizer, models, tensors: dict, fill_all: Callable[[list], Iterable], of_kinds: list[int]
+    optimizer: Any,
+    models: Any,
+    tensors: dict[str, Any],
+    fill_all: Callable[[list[Any]], Iterable[Any]],
+    of_kinds: list[int],
 ) -> None:
-    """Set the states this rank steps. Host memory has those of one parameter whole, at most.
-    fill_all: of sharded tensors, from the files."""
+    """Set the states that this rank steps. Host memory holds at most one parameter's whole states
+    at a time. fill_all: fills sharded tensors from the files."""
     with torch.no_grad():
         for inner, parameter, main, cut in owned_parameters(optimizer, models):
             steps = of_kinds[may_rest(parameter)]
@@ -452,22 +466,26 @@ def _fill_optimizer(
             mine = {}
             for name in names:
                 value = wholes.pop(name).reshape(-1)[cut].view(main.shape).to(main.device)
-                mine[name] = value.clone() if is_piece else value  # the whole can be freed
+                mine[name] = (
+                    value.clone() if is_piece else value
+                )  # so that the whole state can be freed
             if isinstance(inner, AdamW):
                 inner.fill(main, {**mine, "step": steps})
                 continue
             if "master" in mine:
                 main.copy_(mine.pop("master"))
-            if _row(optimizer).counts_steps:  # the fused AdamW counts beside the parameter
+            if _row(
+                optimizer
+            ).counts_steps:  # the fused AdamW keeps its step on the parameter's device
                 mine["step"] = torch.tensor(float(steps), device=main.device)
             inner.state[main] = mine
             if hasattr(inner, "settle"):  # part_offload.OffloadedOptimizer
                 inner.settle(main)
 
 
-def _optimizer_steps(optimizer, models) -> list[int]:
-    """Updates made so far, of STEPS: the same for all parameters of a kind; the largest over ranks,
-    since some have no piece."""
+def _optimizer_steps(optimizer: Any, models: Any) -> list[int]:
+    """Updates made so far, for each of STEPS: the same for all parameters of a kind, and the
+    largest over ranks, since some ranks have no piece."""
     counts = [0, 0]
     for inner, parameter, main, _ in owned_parameters(optimizer, models):
         kind = int(may_rest(parameter))

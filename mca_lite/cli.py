@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from . import world
 from .args import parse_args
@@ -26,13 +26,13 @@ from .tables import objective_of
 from .watchdog import RankFailed, lost_a_rank
 from .world import tell_torchrun
 
-USER_ERROR = UserError.exit_code  # of errors that a user can put right
+USER_ERROR = UserError.exit_code  # for an error that the user can fix
 DEFECT = 1
-INTERRUPTED = 130  # of Ctrl-C with nothing to save
-NOT_READ = 141  # as other programs exit after `| head` has closed the pipe
-WAIT_S = 1.0  # for torchrun to end ranks with the same error
+INTERRUPTED = 130  # for Ctrl-C with nothing to save
+NOT_READ = 141  # for a pipe that the reader (`| head`) has closed, as in other programs
+WAIT_S = 1.0  # time for torchrun to end ranks that have the same error
 _MEMORY = "out of memory: python -m mca_lite plan CONFIG --memory GIB names layouts that fit"
-_REMEDIES = {  # words in errors of the system and of torch -> remedy
+_REMEDIES = {  # text in errors of the operating system and of torch -> remedy
     "DataLoader worker (pid": "the system ended it, most often for want of memory: set "
     "dataloader_num_workers to less, or give the job more memory",
     "Too many open files": "raise the limit, ulimit -n 65536",
@@ -45,7 +45,7 @@ _REMEDIES = {  # words in errors of the system and of torch -> remedy
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Train with the words of `argv` (None: of the command line) -> exit code."""
+    """Train with the words of a command line (None: this process's) -> exit code."""
     words = sys.argv[1:] if argv is None else argv
     if not words:
         print(__doc__.strip() + "\n\n--help lists the keys.")
@@ -53,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     if words == ["--version"]:
         print(import_module(__package__).__version__)
         return 0
-    # names in the data and warnings of libraries are others' text
+    # names in the data and library warnings may contain control characters
     with (
         contextlib.redirect_stdout(Printable(sys.stdout)),
         contextlib.redirect_stderr(Printable(sys.stderr)),
@@ -73,15 +73,15 @@ def _train(words: list[str]) -> int:
         check_first(arguments.data, objective_of(arguments.finetuning.stage))
         ranks = "1 rank" if here.size == 1 else f"{here.size} ranks"
         print(f"mca_lite starts on {ranks}: it loads torch and megatron-core first", flush=True)
-    arguments.training.notes.clear()  # they are printed
+    arguments.training.notes.clear()  # they were printed above
     try:
-        # these take seconds: imported after the keys are checked
+        # imported after the keys are checked, because these take seconds
         with _no_collections():
             from . import log, run, tool_generation, tool_page
             from .ckpt_folder import check_new
 
         if arguments.training.do_train and arguments.training.resume_from_checkpoint is None:
-            check_new(arguments.training)  # here too, before anything is tokenised
+            check_new(arguments.training)  # checked here already, before anything is tokenised
         plan = run.make_plan(arguments)
         run.train(plan, [tool_generation.Answers(), log.Pictures(tool_page.draw)])
     except Exception as error:
@@ -91,8 +91,8 @@ def _train(words: list[str]) -> int:
 
 @contextlib.contextmanager
 def _no_collections() -> Iterator[None]:
-    """Collect no garbage while modules are imported: their objects stay, and looking through them
-    again and again takes a sixth of the time."""
+    """A context without garbage collection, for imports: their objects are kept anyway, and looking
+    through them repeatedly takes a sixth of the time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -106,16 +106,16 @@ def _no_collections() -> Iterator[None]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser with the message and exit code of a wrong key for a wrong option."""
+    """A parser whose errors have the form and exit code of a wrong key."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(USER_ERROR, f"error: {message}: see --help\n")
 
 
 def parser_of(command: str, doc: str | None) -> argparse.ArgumentParser:
-    """A parser with the docstring of a command as its help. Options are whole words:
-    an abbreviation may be a key of the configuration."""
-    program = f"python -m {__package__} {command}"  # of a copy under another name too
+    """A parser with a command's docstring as its help. Options cannot be abbreviated, because an
+    abbreviation may be a configuration key."""
+    program = f"python -m {__package__} {command}"  # the package may be vendored under another name
     return _Parser(
         prog=program,
         usage=argparse.SUPPRESS,
@@ -126,7 +126,7 @@ def parser_of(command: str, doc: str | None) -> argparse.ArgumentParser:
 
 
 def at_least(least: float, kind: type = int) -> Callable[[str], float]:
-    """The type of an option: a number of this kind, `least` or more."""
+    """An option's type: a number of this kind that is at least `least`."""
 
     def read(text: str) -> float:
         with contextlib.suppress(ValueError):
@@ -147,13 +147,13 @@ def has_colors() -> bool:
 # -- the end of a command
 
 
-def finish(work: Callable[..., int | None], *args) -> int:
-    """Run a command -> its exit code (None: 0). An error is printed, and gives its exit code."""
+def finish(work: Callable[..., int | None], *args: Any) -> int:
+    """Run a command -> its exit code (None: 0). An error is printed and gives the exit code."""
     try:
         code = work(*args) or 0
         sys.stdout.flush()
         return code
-    except KeyboardInterrupt:  # outside of the training loop, with nothing to save
+    except KeyboardInterrupt:  # outside the training loop there is nothing to save
         if world.current().is_main:
             print("interrupted: nothing was saved", file=sys.stderr)
         return INTERRUPTED
@@ -162,10 +162,10 @@ def finish(work: Callable[..., int | None], *args) -> int:
 
 
 def end(error: Exception, output_dir: str | None) -> int:
-    """Print why a run ends, once a machine if its ranks agree -> the exit code. No collectives.
+    """Print why a run ends, once per machine if its ranks agree -> the exit code. Not collective.
 
-    output_dir: the folder of the traceback; the temporary folder if it is None, missing or full.
-    With None nothing is trained, and a closed pipe (`| head`) is no error.
+    output_dir: folder for the traceback; the temporary folder if it is None, missing or full. None
+    also means that nothing is trained: then a closed pipe (`| head`) is no error.
     """
     if output_dir is None and isinstance(error, BrokenPipeError) and lost_stdout():
         return NOT_READ
@@ -181,7 +181,8 @@ def end(error: Exception, output_dir: str | None) -> int:
         tell_torchrun(text)
     here = world.current()
     if here.local_rank != 0 or lost_a_rank(error) or isinstance(error, RankFailed):
-        # the first rank to leave ends this one by SIGTERM, or torchrun's summary lists a failure
+        # once the first rank exits, torchrun ends this one by SIGTERM, which its summary must not
+        # list
         before = signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         time.sleep(WAIT_S)
         signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
@@ -192,7 +193,7 @@ def end(error: Exception, output_dir: str | None) -> int:
 
 
 def user_words(error: Exception) -> str | None:
-    """The message of an error for the user to put right, None for a defect."""
+    """The message of an error that the user can fix; None for a defect of this package."""
     text = str(error) or type(error).__name__
     remedies = [remedy for words, remedy in _REMEDIES.items() if words in text]
     if remedies and not isinstance(error, UserError):
@@ -203,7 +204,7 @@ def user_words(error: Exception) -> str | None:
             f"{error.name} is not installed for {sys.executable}: activate the environment that "
             "has it (source .venv/bin/activate), or install the requirements (make install)"
         )
-    if isinstance(error, UnicodeError):  # its text lacks the name of the file
+    if isinstance(error, UnicodeError):  # its text does not name the file
         return None
     from safetensors import SafetensorError
 
@@ -212,14 +213,14 @@ def user_words(error: Exception) -> str | None:
 
 
 def _with_traceback(error: Exception, text: str | None, output_dir: str | None) -> str:
-    """The message of a defect, or of an error of the user's code, with the file of its traceback;
-    `text` for other errors."""
+    """The message of a defect, or of an error in the user's code, with the file that has its
+    traceback; `text` for any other error."""
     lines = f"{type(error).__name__}: {error}".splitlines()
     in_worker = "in DataLoader worker" in lines[0]  # the last line names the worker's error
     first = lines[-1] if in_worker else lines[0]
     if lost_a_rank(error):
         kept = _keep_traceback(error, output_dir)
-        return f"another rank is gone, and its own words say why: {first} ({kept})"
+        return f"another rank is gone, and its message says why: {first} ({kept})"
     place = users_place(error)
     if text is not None and place is None:
         return text
@@ -238,7 +239,7 @@ def _keep_traceback(error: Exception, output_dir: str | None) -> str:
         with contextlib.suppress(OSError):
             write_file(Path(output_dir, name), text)
             return f"{output_dir}/{name}"
-    try:  # in a folder of all users: a new file, and no link that one of them has put there
+    try:  # all users share the folder: make a new file, and follow nobody's link
         descriptor, path = tempfile.mkstemp(f"-{name}", "mca_lite-")
         with open(descriptor, "wb") as file:
             file.write(text)

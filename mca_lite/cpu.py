@@ -1,7 +1,7 @@
-"""Patches of megatron-core and torch: a table to train on a CPU with gloo, left out if CUDA is
-there, and a short one for CUDA.
+"""Patches of megatron-core and torch: a table for training on a CPU with gloo, which is not applied
+if CUDA is there, and a short one for CUDA.
 
-This is the only file of the package that assigns to another library's attributes. Each row is
+This is the only file of the package that assigns to other libraries' attributes. Each row is
 (object, attribute, replacement, reason); `apply()` walks the first table once per process,
 `apply_on_cuda()` the second.
 """
@@ -13,39 +13,45 @@ import importlib.util
 import os
 import sys
 import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeAlias
 
 import torch
 import torch.utils._device
 
+PatchRow: TypeAlias = tuple[Any, str, Any, str]  # (object, attribute, replacement, reason)
+
 _DEVICE = torch.device("cpu")
-_MARK = "rows_of_mca_lite"  # on a patched function: the rows, once for all copies of the package
+_MARK = (
+    "rows_of_mca_lite"  # marks a patched function and has the rows, for all copies of the package
+)
 
 
-def _nothing(*args, **kwargs) -> None:
+def _nothing(*args: Any, **kwargs: Any) -> None:
     return None
 
 
 class _Finished:
-    """A CUDA stream, its context, or an event on a device with one queue of work: everything has
-    finished already."""
+    """Stands for a CUDA stream, its context, or an event, on a device with one queue of work, where
+    all earlier work has finished."""
 
-    def __init__(self, *args, **kwargs) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    def record_event(self, *args):
+    def record_event(self, *args: Any) -> "_Finished":
         return self
 
-    def elapsed_time(self, other):
+    def elapsed_time(self, other: object) -> float:
         return 0.0
 
     wait_stream = wait_event = synchronize = record = wait = __exit__ = __enter__ = _nothing
 
 
-def _constructor_on_cpu(construct):
-    """A tensor constructor on the CPU for device="cuda...", without pinned memory."""
+def _constructor_on_cpu(construct: Callable[..., Any]) -> Callable[..., Any]:
+    """A tensor constructor that makes "cuda" tensors on the CPU, without pinned memory."""
 
     @functools.wraps(construct)
-    def wrapped(*args, **kwargs):
+    def wrapped(*args: Any, **kwargs: Any) -> torch.Tensor:
         if "cuda" in str(kwargs.get("device")):
             kwargs["device"] = _DEVICE
         kwargs.pop("pin_memory", None)
@@ -54,15 +60,15 @@ def _constructor_on_cpu(construct):
     return wrapped
 
 
-def _tensor_type(original):
-    def type_(self, *args, **kwargs):
+def _tensor_type(original: Callable[..., Any]) -> Callable[..., Any]:
+    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = original(self, *args, **kwargs)
         return answer.replace("torch.", "torch.cuda.") if isinstance(answer, str) else answer
 
     return type_
 
 
-def _all_to_all_single(original):
+def _all_to_all_single(original: Callable[..., Any]) -> Callable[..., Any]:
     def all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=None, **kwargs):
         as_list = [
             s.tolist() if isinstance(s, torch.Tensor) else s
@@ -73,7 +79,7 @@ def _all_to_all_single(original):
     return all_to_all_single
 
 
-def _all_gather(original):
+def _all_gather(original: Callable[..., Any]) -> Callable[..., Any]:
     def all_gather(tensor_list, tensor, group=None, async_op=False):
         if len({part.shape for part in tensor_list}) == 1:
             return original(tensor_list, tensor, group=group, async_op=async_op)
@@ -91,14 +97,15 @@ _LARGE = 2**20  # elements
 
 
 def l2_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The norm of all tensors together, float32, on their device; without a tensor on the CPU.
+    """The float32 norm of all tensors together, on their device; on the CPU if there is no tensor.
 
-    torch adds up a tensor's squares one after another on a CPU, which is 1e-4 off at 4 million
-    elements, and off by another amount in every layout. Norms of short rows first are right to 1e-7
-    and as fast.
+    On a CPU torch adds a tensor's squares one after another, which is off by 1e-4 at 4 million
+    elements, and differently in each layout. Taking norms of short rows first is right to 1e-7 and
+    as fast.
     """
     if tensors and tensors[0].is_cuda:
-        # the kernel for many tensors reads large ones at half the speed of the one for a single one
+        # the kernel for many tensors reads large ones at half the speed of the kernel for one
+        # tensor
         large = [tensor for tensor in tensors if tensor.numel() >= _LARGE]
         small = [tensor for tensor in tensors if tensor.numel() < _LARGE]
         norms = [torch.linalg.vector_norm(tensor, dtype=torch.float32) for tensor in large]
@@ -113,7 +120,7 @@ def l2_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat(parts).norm()
 
 
-def _foreach_scale(chunk_size, noop_flag, tensor_lists, scale) -> None:
+def _foreach_scale(chunk_size: Any, noop_flag: Any, tensor_lists: Any, scale: Any) -> None:
     source, target = tensor_lists
     if source and source[0].data_ptr() == target[0].data_ptr():  # megatron clips in place
         torch._foreach_mul_(target, scale)
@@ -121,13 +128,15 @@ def _foreach_scale(chunk_size, noop_flag, tensor_lists, scale) -> None:
         torch._foreach_copy_(target, torch._foreach_mul(source, scale))
 
 
-def _foreach_copy(this, that, overflow_buf=None) -> None:
+def _foreach_copy(this: Any, that: Any, overflow_buf: Any = None) -> None:
     if this:
         torch._foreach_copy_(that, this)
 
 
-def add_weight_gradient(inputs, grad_output, main_grad) -> None:
-    """main_grad += grad_output^T inputs, float32."""
+def add_weight_gradient(
+    inputs: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor
+) -> None:
+    """main_grad += grad_output^T inputs, in float32 and in place."""
     if inputs.dtype == main_grad.dtype:
         main_grad.addmm_(grad_output.t(), inputs)
     else:
@@ -144,9 +153,9 @@ _INDUCTOR = "torch._inductor.config"
 _COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 
 
-def cuda_rows():
-    """The rows for CUDA. Those of scaling and copies replace megatron's loops alone: Transformer
-    Engine and Apex bring kernels for them."""
+def cuda_rows() -> Iterator[PatchRow]:
+    """The rows for CUDA. Scaling and copying are replaced only if megatron would use its own loops,
+    because Transformer Engine and Apex have kernels for them."""
     import megatron.core.optimizer as optimizers
     import megatron.core.optimizer.clip_grads as clip_grads
     import megatron.core.optimizer.optimizer as optimizer
@@ -167,7 +176,7 @@ def cuda_rows():
         yield layers, "fused_weight_gradient_mlp_cuda", _WeightGradient, no_apex
         yield layers, "_grad_accum_fusion_available", True, no_apex
     disable = _disabled_where_loaded(torch._disable_dynamo)
-    by_torch = torch._disable_dynamo(_nothing).__code__  # not what a host program put there
+    by_torch = torch._disable_dynamo(_nothing).__code__  # a host program's replacement is kept
     for name in "add_param_group load_state_dict state_dict zero_grad".split():
         method = getattr(torch.optim.Optimizer, name)
         if getattr(method, "__code__", None) is by_torch:
@@ -179,13 +188,13 @@ def cuda_rows():
             untimed = "kernels are not chosen by their time in this run"
             yield inductor, "deterministic", True, untimed
         if _COMPILE_THREADS not in os.environ:
-            # until they are ready, after the first step, this process compiles anyway
+            # the compiling processes are ready only after the first step
             late = "processes that compile start for seconds, while training needs the cores"
             yield inductor, "compile_threads", 1, late
 
 
-def cpu_rows():
-    """The rows for a CPU. Imports megatron, so it is built only when it is applied."""
+def cpu_rows() -> Iterator[PatchRow]:
+    """The rows for a CPU. Importing megatron, they are built only when they are applied."""
     import megatron.core.tensor_parallel.random as megatron_random
     import torch.distributed as dist
 
@@ -236,9 +245,9 @@ _PAGED_STASH = "megatron.core.transformer.moe.paged_stash"
 
 
 class _WithoutTriton(types.ModuleType):
-    """In place of a module of megatron-core: any name is a function that says what is missing."""
+    """Stands for a megatron-core module: each name is a function that raises ImportError."""
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
 
@@ -250,14 +259,13 @@ class _WithoutTriton(types.ModuleType):
 
 def _replace_what_needs_triton() -> None:
     """Put a stand-in for the one module of megatron-core 0.18 and 0.19 that imports triton without
-    a guard (for moe_paged_stash), while megatron's schedules import it. With triton it is left
-    out."""
+    a guard (for moe_paged_stash). With triton installed nothing is replaced."""
     if importlib.util.find_spec("triton") is None:
         sys.modules.setdefault(_PAGED_STASH, _WithoutTriton(_PAGED_STASH))
 
 
-def _compile_later(compile):
-    """torch.compile as a decorator that calls `compile` with the first call of a function."""
+def _compile_later(compile: Callable[..., Any]) -> Any:
+    """torch.compile as a decorator that compiles when the function is first called."""
 
     def later(function=None, **options):
         if function is None:
@@ -269,9 +277,9 @@ def _compile_later(compile):
     return later
 
 
-def _disabled_where_loaded(disable):
-    """torch._disable_dynamo as a decorator of functions that run as they are until torch's compiler
-    is imported: nothing traces them before."""
+def _disabled_where_loaded(disable: Callable[..., Any]) -> Any:
+    """torch._disable_dynamo as a decorator that does nothing until torch's compiler is imported:
+    before that, nothing could trace the function."""
 
     def later(function=None, **options):
         if function is None:
@@ -293,19 +301,21 @@ _SHAPES = "torch.fx.experimental.symbolic_shapes"
 
 
 class _Later(types.ModuleType):
-    """In place of a module while others are imported: torch's distributed tensors get functions
-    that import it when they are called, and everybody else the module itself, which takes its
-    place in them, too."""
+    """Stands for a module while others are imported. torch's distributed tensors get functions that
+    import the module when called; any other importer gets the module itself, which then replaces
+    the stand-in there too."""
 
-    def __init__(self, name) -> None:
+    def __init__(self, name: str) -> None:
         super().__init__(name)
-        self._given: list[tuple[dict, str]] = []  # (names of a module, one of here)
+        self._given: list[
+            tuple[dict[str, Any], str]
+        ] = []  # (a module's names, the one it took from here)
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
 
-        def load():
+        def load() -> Any:
             if sys.modules.get(self.__name__) is self:
                 del sys.modules[self.__name__]
             real = importlib.import_module(self.__name__)
@@ -314,7 +324,7 @@ class _Later(types.ModuleType):
             return getattr(real, name)
 
         names = sys._getframe(1).f_globals
-        is_error = name == "GuardOnDataDependentSymNode"  # of functions here
+        is_error = name == "GuardOnDataDependentSymNode"  # an error type that these functions raise
         if not names.get("__name__", "").startswith("torch.distributed.tensor."):
             return load()
         if name[0].isupper() and not is_error:
@@ -326,17 +336,17 @@ class _Later(types.ModuleType):
 
 
 @contextlib.contextmanager
-def compiling_later():
-    """Within it modules are imported without torch's compiler and sympy, which take seconds, unless
-    they name them.
+def compiling_later() -> Iterator[None]:
+    """A context in which modules are imported without torch's compiler and sympy, which take
+    seconds, unless a module names them.
 
-    megatron-core decorates its fused functions with torch.compile, which waits for the first call
-    of such a function: only Transformer Engine's layers call them. It imports torch's distributed
-    tensors, too, and they the shapes of the compiler, which need sympy. torch imports the compiler
-    to keep its operators in Python from being compiled, as attention of packed rows: they run as
-    they are until somebody else has imported it.
+    megatron-core decorates fused functions with torch.compile, which now waits until such a
+    function is called: only Transformer Engine's layers call them. It also imports torch's
+    distributed tensors, and these import the compiler's symbolic shapes, which need sympy. torch
+    imports the compiler in order to keep some operators in Python from being compiled, such as
+    attention of packed rows; these run undecorated until someone has imported the compiler.
     """
-    # the originals also where another copy of the package is within its own
+    # also find the originals if another copy of the package is inside this context
     before = [getattr(x, "original", x) for x in (torch.compile, torch._disable_dynamo)]
     torch.compile = _compile_later(before[0])
     torch._disable_dynamo = _disabled_where_loaded(before[1])
@@ -349,16 +359,17 @@ def compiling_later():
             del sys.modules[_SHAPES]
 
 
-def apply() -> list[tuple[object, str, object, str]]:
-    """The rows in force in this process, none with CUDA. Calling it again changes nothing, also
-    from another copy of the package."""
+def apply() -> list[PatchRow]:
+    """Apply the CPU's rows -> the rows in force in this process; none with CUDA. A second call
+    changes nothing, even from another copy of the package."""
     _replace_what_needs_triton()
     if torch.cuda.is_available():
         return []
     in_force = getattr(torch.Tensor.type, _MARK, None)
     if in_force is not None:
         return in_force
-    # megatron's fused functions use torch.compile: a C++ compiler and a second an import on a CPU
+    # on a CPU, torch.compile of megatron's fused functions takes a C++ compiler and a second per
+    # import
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     # `with torch.device("meta")` looks constructors up in a set that is filled once: it must have
     # the originals, or models that transformers builds under it keep uninitialised buffers (rotary
@@ -371,14 +382,14 @@ def apply() -> list[tuple[object, str, object, str]]:
 
 @functools.cache
 def apply_on_cuda() -> None:
-    """Put the rows for CUDA in force, if CUDA is there."""
+    """Apply the rows for CUDA, if CUDA is there."""
     if torch.cuda.is_available():
         _put_in_force(cuda_rows())
-        os.environ.setdefault(_COMPILE_THREADS, "1")  # for a compiler that is imported later
+        os.environ.setdefault(_COMPILE_THREADS, "1")  # for the compiler, if it is imported later
 
 
-def _put_in_force(table) -> list[tuple[object, str, object, str]]:
-    """Assign each replacement, after all rows were made from the originals."""
+def _put_in_force(table: Iterable[PatchRow]) -> list[PatchRow]:
+    """Assign each replacement, once all rows were made from the originals."""
     rows = list(table)
     for owner, attribute, replacement, _ in rows:
         setattr(owner, attribute, replacement)

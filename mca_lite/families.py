@@ -1,11 +1,12 @@
 """The table of model families: names of weights and config keys in Hugging Face and megatron.
 
-A Family has rows (one megatron tensor and its HF tensors each), config keys, and refusals of
-unsupported values in a config.json. `get_family` and `rows_of` read the table.
+A Family has rows (a megatron tensor and its HF tensors each), config keys, and refusals of
+unsupported config.json values. `get_family` and `rows_of` read the table.
 """
 
 import functools
 import math
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -40,7 +41,7 @@ from .parts import absent_rows, load, need_of
 
 
 def _same(keys: str) -> dict[str, str]:
-    """Config keys that are megatron's fields."""
+    """Config keys that have the same name as megatron's fields."""
     return {key: key for key in keys.split()}
 
 
@@ -50,15 +51,15 @@ _CAPS = _same("attn_logit_softcapping final_logit_softcapping")
 _QKV_BIAS = {"attention_bias": "add_qkv_bias"}
 
 
-def _gemma_scales(hf):
+def _gemma_scales(hf: Any) -> dict[str, float]:
     return {
         "embedding_multiplier": hf.hidden_size**0.5,
         "softmax_scale": hf.query_pre_attn_scalar**-0.5,
     }
 
 
-def _gemma4(hf) -> dict[str, Any]:
-    """Fields of Gemma 4: the sizes of heads in layers without a window."""
+def _gemma4(hf: Any) -> dict[str, Any]:
+    """Fields for Gemma 4: head sizes in layers without a window."""
     full = hf.per_layer_config["full_attention"]
     return {
         "embedding_multiplier": hf.hidden_size**0.5,
@@ -67,12 +68,13 @@ def _gemma4(hf) -> dict[str, Any]:
     }
 
 
-def _without_rope(is_without) -> dict[str, list[int]]:
+def _without_rope(is_without: Iterable[bool]) -> dict[str, list[int]]:
     return {"layers_without_rope": [i for i, without in enumerate(is_without) if without]}
 
 
-def _exaone4(hf) -> dict[str, Any]:
-    """Fields of EXAONE 4: layers without the window have no positions, unless no layer has it."""
+def _exaone4(hf: Any) -> dict[str, Any]:
+    """Fields for EXAONE 4: layers without a window have no positions, unless no layer
+    has a window."""
     if hf.sliding_window is None:
         return {}
     return _without_rope(name == "full_attention" for name in hf.layer_types)
@@ -92,22 +94,22 @@ _LATENT_CONFIG = {
     **_same("kv_lora_rank v_head_dim rope_interleave"),
     "qk_nope_head_dim": "qk_head_dim",
     "qk_rope_head_dim": "qk_pos_emb_head_dim",
-    "head_dim": "kv_channels",  # channels of the rotary embedding
+    "head_dim": "kv_channels",  # how many channels the rotary embedding turns
 }
 _DENSE_LAYERS = tuple(mlp_rows(layers="dense"))
 _SPARSE_MLP = (*_DENSE_LAYERS, *moe_rows(), *shared_expert_rows("shared_experts"))
 
 
-def _sparse_layers(hf) -> dict[str, Any]:
-    """moe_layer_freq: 1 for each layer with a mixture of experts, 0 for each dense one."""
+def _sparse_layers(hf: Any) -> dict[str, Any]:
+    """moe_layer_freq: 1 for each layer with experts, 0 for each dense layer."""
     step = field_of(hf, "decoder_sparse_step", 1)
     dense = field_of(hf, "mlp_only_layers") or ()
     sparse = [int(i not in dense and (i + 1) % step == 0) for i in range(hf.num_hidden_layers)]
     return {"moe_layer_freq": sparse}
 
 
-def _experts_everywhere(hf) -> dict[str, Any]:
-    """Fields of a model with experts in every layer, of intermediate_size each."""
+def _experts_everywhere(hf: Any) -> dict[str, Any]:
+    """Fields for a model with experts in every layer, each intermediate_size wide."""
     return {
         "moe_layer_freq": [1] * hf.num_hidden_layers,
         "moe_ffn_hidden_size": hf.intermediate_size,
@@ -115,10 +117,10 @@ def _experts_everywhere(hf) -> dict[str, Any]:
 
 
 def _grouped_experts(
-    hf, grouped: bool, routed="n_routed_experts", shared="n_shared_experts"
+    hf: Any, grouped: bool, routed: str = "n_routed_experts", shared: str = "n_shared_experts"
 ) -> dict[str, Any]:
-    """Fields of experts after the first, dense layers, chosen within groups; shared experts.
-    routed, shared: the config keys of their numbers."""
+    """Fields for experts that follow the first, dense layers and are chosen within groups, and for
+    shared experts. routed, shared: the config keys with the counts of experts."""
     dense = field_of(hf, "first_k_dense_replace", 0)
     sparse = [int(i >= dense) for i in range(hf.num_hidden_layers)]
     if kinds := field_of(hf, "mlp_layer_types"):
@@ -134,9 +136,9 @@ def _grouped_experts(
     }
 
 
-def _sigmoid_router(hf, *keys: str) -> dict[str, Any]:
-    """Fields of a router with sigmoid scores, and a bias for the choice only. keys: those of
-    _grouped_experts."""
+def _sigmoid_router(hf: Any, *keys: str) -> dict[str, Any]:
+    """Fields for a router with sigmoid scores and a bias that only affects the choice. keys:
+    arguments of _grouped_experts."""
     return {
         **_grouped_experts(hf, (hf.n_group or 1) > 1, *keys),
         "moe_router_score_function": "sigmoid",
@@ -144,7 +146,7 @@ def _sigmoid_router(hf, *keys: str) -> dict[str, Any]:
     }
 
 
-def _glm4_moe(hf) -> dict[str, Any]:
+def _glm4_moe(hf: Any) -> dict[str, Any]:
     has_norms = field_of(hf, "use_qk_norm", False)
     attention = {"add_qkv_bias": hf.attention_bias, "qk_layernorm": has_norms}
     return _sigmoid_router(hf) | attention
@@ -161,13 +163,14 @@ _LINEAR = {
 }
 
 
-def _linear_layers(hf) -> dict[str, Any]:
+def _linear_layers(hf: Any) -> dict[str, Any]:
     kinds = enumerate(hf.layer_types)
     return {"linear_layers": [i for i, kind in kinds if kind == "linear_attention"]}
 
 
-def _latent_fields(hf):
-    """Fields of multi-latent attention; yarn's mscale_all_dim changes the scale of the scores."""
+def _latent_fields(hf: Any) -> dict[str, Any]:
+    """Fields for multi-latent attention; yarn's mscale_all_dim changes the scale of attention
+    scores."""
     rope = hf.rope_parameters
     fields = {"q_lora_rank": hf.q_lora_rank, "num_query_groups": hf.num_attention_heads}
     factor = rope.get("factor") or 1.0
@@ -178,8 +181,9 @@ def _latent_fields(hf):
     return fields
 
 
-def _gpt_oss(hf) -> dict[str, Any]:
-    """Fields of gpt-oss: softmax over the chosen experts is that over all, normalised."""
+def _gpt_oss(hf: Any) -> dict[str, Any]:
+    """Fields for gpt-oss: its softmax over the chosen experts equals a softmax over all experts
+    that is normalised over the chosen ones."""
     return {
         **_experts_everywhere(hf),
         "add_qkv_bias": hf.attention_bias,
@@ -187,8 +191,8 @@ def _gpt_oss(hf) -> dict[str, Any]:
     }
 
 
-def _flint(hf) -> dict[str, Any]:
-    """Fields of Flint: layers without the window have no positions."""
+def _flint(hf: Any) -> dict[str, Any]:
+    """Fields for Flint: layers without a window have no positions."""
     return {
         **_sparse_layers(hf),
         **_without_rope(name == "full_attention" for name in hf.layer_types),
@@ -197,34 +201,35 @@ def _flint(hf) -> dict[str, Any]:
     }
 
 
-def _hyperclovax(hf) -> dict[str, Any]:
-    """Fields of HyperCLOVA X: its logits are multiplied by logits_scaling, not divided."""
+def _hyperclovax(hf: Any) -> dict[str, Any]:
+    """Fields for HyperCLOVA X: logits are multiplied by logits_scaling, not divided by it."""
     return {"logits_scaling": 1 / hf.logits_scaling, "add_output_bias": hf.attention_bias}
 
 
-def _hunyuan_moe(hf) -> dict[str, Any]:
-    """Fields of Hunyuan's experts: a shared one as wide as the others. ValueError for layers with
-    different numbers of experts of a token."""
+def _hunyuan_moe(hf: Any) -> dict[str, Any]:
+    """Fields for Hunyuan's experts: one shared expert, as wide as the others. Raises ValueError if
+    layers differ in the count of experts per token."""
     counts = hf.moe_topk
     if isinstance(counts, int):
         counts = [counts]
     expect(
         len(set(counts)) == 1,
-        f"moe_topk in config.json: expected one number of experts of a token, got {counts}: set "
+        f"moe_topk in config.json: expected one count of experts per token, got {counts}: set "
         "use_mca: false, to train it as plain torch",
     )
     width = {"moe_shared_expert_intermediate_size": hf.intermediate_size}
     return {**_experts_everywhere(hf), **width, "moe_router_topk": counts[0]}
 
 
-def _deepseek_v2(hf) -> dict[str, Any]:
-    """Fields of DeepSeek-V2: softmax scores without normalisation, groups by best expert."""
+def _deepseek_v2(hf: Any) -> dict[str, Any]:
+    """Fields for DeepSeek-V2: softmax scores that are not normalised, and groups ranked by their
+    best expert."""
     experts = _grouped_experts(hf, hf.topk_method == "group_limited_greedy")
     return {**experts, "moe_router_group_score": "max", **_latent_fields(hf)}
 
 
-_SCALAR = "layer_scalar"  # a constant factor of a layer's output
-LANGUAGE_MODEL = "language_model"  # the part of a model beside those for images
+_SCALAR = "layer_scalar"  # a constant that multiplies a layer's output
+LANGUAGE_MODEL = "language_model"  # the part of a model that is not for images
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(dense_rows(), refusals="hidden_act attention_bias mlp_bias"),
@@ -469,7 +474,7 @@ FAMILIES |= {
             "attention_sinks": True,
             "add_moe_bias": True,
             "activation_func": "quick_gelu",
-            "activation_func_clamp_value": 7.0,  # of configs without swiglu_limit
+            "activation_func_clamp_value": 7.0,  # for configs without swiglu_limit
             "glu_linear_offset": 1.0,
         },
         "hidden_act swiglu_alpha",
@@ -479,7 +484,7 @@ FAMILIES |= {
     ),
 }
 
-# interleaved rotation, and biases of queries, keys and values without one of the output
+# interleaved rotation, and biases on queries, keys and values but not on the output
 _HELIUM = Family(
     dense_rows(bias="add_qkv_bias"), _QKV_BIAS, {"rope_interleave": True}, "hidden_act mlp_bias"
 )
@@ -573,21 +578,21 @@ FAMILIES |= {
     ),
 }
 
-# -- models with inputs beside text: parts register them, with the language model of another
+# -- models with inputs other than text: parts register them, with another family's language model
 
-# prefixes of transformers' modules -> those of older files, as of Qwen2-VL on the hub
+# prefixes of transformers' modules -> prefixes in older files, such as Qwen2-VL's on the hub
 OLDER_PREFIXES = {"model.visual.": "visual.", "model.language_model.": "model."}
 
-# keys of a config.json about the parts of a model for images, audio or video
+# the keys of a config.json that describe parts for images, audio or video
 _MEDIA_CONFIGS = {"vision_config", "audio_config", "thinker_config"}
 
-# model types unknown to transformers -> types with the same tensors and keys
+# model types that transformers does not know -> types with the same tensors and keys
 SAME_AS = {"kimi_k2": "deepseek_v3"}
 
 
 def get_family(model_type: str, values: dict[str, Any] | None = None) -> Family:
-    """The family of a config.json's model_type. Raises ConfigError with the known ones. values:
-    the config.json, for a better reason."""
+    """The family of a config.json's model_type. Raises ConfigError that lists the known types.
+    values: the config.json, for a more precise reason."""
     judge = Judge(None)
     check_type(values or {"model_type": model_type}, judge)
     judge.close()
@@ -595,15 +600,15 @@ def get_family(model_type: str, values: dict[str, Any] | None = None) -> Family:
 
 
 def prediction_of(model_type: str | None) -> Prediction:
-    """The names of layers for multi-token prediction in files of a model type; those of most
-    families where the table has none."""
+    """The names of multi-token prediction layers in a model type's files; AFTER_DECODER, the usual
+    names, if its family has none."""
     family = FAMILIES.get(str(model_type))
     names = family.prediction if family is not None else None
     return names or AFTER_DECODER
 
 
 def check_type(values: dict[str, Any], judge: Judge, use_mca: bool = True) -> None:
-    """Check that the backend trains the model type of a raw config.json."""
+    """Refuse a config.json's model type that the backend does not train."""
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind in FAMILIES or kind in SAME_AS:
         return
@@ -611,7 +616,7 @@ def check_type(values: dict[str, Any], judge: Judge, use_mca: bool = True) -> No
         reason, remedy = need_of(part, "its pictures need")
         judge.refuse("model_name_or_path", reason, remedy, kind, "model_type")
         return
-    # seconds to import
+    # imported here, because it takes seconds
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 
     is_causal = kind in CAUSAL or "AutoModelForCausalLM" in str(values.get("auto_map"))
@@ -634,25 +639,26 @@ def check_type(values: dict[str, Any], judge: Judge, use_mca: bool = True) -> No
 
 
 def vision_parts_of(model_type: str) -> dict[str, tuple[str, ...]]:
-    """Family.vision_parts, {} outside of the table."""
+    """A model type's Family.vision_parts; {} if it is not in the table."""
     return FAMILIES[model_type].vision_parts if model_type in FAMILIES else {}
 
 
 def part_of(model_type: str, module: str) -> str:
-    """The part of a model with a Hugging Face module: of vision_parts, else LANGUAGE_MODEL."""
+    """The part of a model that has a Hugging Face module: a key of vision_parts, or
+    LANGUAGE_MODEL."""
     for part, prefixes in vision_parts_of(model_type).items():
         if any(f".{prefix}." in f".{module}." for prefix in prefixes):
             return part
     return LANGUAGE_MODEL
 
 
-def values_of(hf) -> dict[str, Any]:
-    """Family.values of a transformers config, {} for a family outside the table."""
+def values_of(hf: Any) -> dict[str, Any]:
+    """Family.values for a transformers config; {} if its family is not in the table."""
     return FAMILIES[hf.model_type].values(hf) if hf.model_type in FAMILIES else {}
 
 
-def rows_of(model_type: str, config) -> tuple[Row, ...]:
-    """The rows of a model, one of each expert. config: any object with McaModelConfig's fields."""
+def rows_of(model_type: str, config: Any) -> tuple[Row, ...]:
+    """A model's rows, with one per expert. config: any object with McaModelConfig's fields."""
     family = get_family(model_type)
     rows = family.rows
     if getattr(config, "mtp_num_layers", None):

@@ -1,10 +1,10 @@
-"""A family of models: its rows of weights (a megatron tensor and its tensors in Hugging Face's
-files), config keys, and refusals of unsupported values. The table of families is families.py.
-"""
+"""A family of models: its rows of weights (a megatron tensor and the Hugging Face tensors it is
+made from), its config keys, and refusals of unsupported values. families.py has the table of
+families."""
 
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,28 +13,29 @@ from .errors import Judge
 
 @dataclass(frozen=True)
 class Row:
-    """One megatron tensor and its HF tensors; of kind "module" all tensors under a prefix each."""
+    """One megatron tensor and its HF tensors. With kind "module": all tensors whose names begin
+    with a prefix."""
 
     mca: str
     hf: tuple[str, ...]
     kind: str
-    # or "dense", or "moe": layers with a mixture of experts; or "linear", or "attention": layers
-    # with linear attention, or those without
+    # which layers have it: "all", "dense" or "moe" (with experts), "linear" or "attention" (with
+    # linear attention, or without), "window" or "full" (with a sliding window, or without)
     layers: str = "all"
-    # True, or a condition for the tensor: a config field, set (or, after "not", unset)
+    # True, or the config field that must be set (after "not ": unset) for the tensor to exist
     when: str | bool = True
     expert: int | None = None  # index of the expert in the layer
-    fused: bool = False  # one HF tensor with all parts
-    linear: bool = False  # of kind copy: a matrix, here on every rank
+    fused: bool = False  # all parts are in one HF tensor
+    linear: bool = False  # with kind "copy": a matrix that every rank has whole
 
     @property
     def axis(self) -> int | None:
-        """The axis cut by tensor parallelism, or None."""
+        """The axis that tensor parallelism splits; None if it splits none."""
         return {"copy": None, "row": 1}.get(self.kind, 0)
 
     @property
     def is_linear(self) -> bool:
-        """True for the matrix of a linear or an embedding: adapters are possible on it."""
+        """True for the matrix of a linear or an embedding, which can have adapters."""
         if not self.mca.endswith(".weight"):
             return False
         if self.kind == "copy":
@@ -43,10 +44,10 @@ class Row:
 
     @property
     def is_of_inputs(self) -> bool:
-        """True for a tensor of transformers' module for inputs beside text."""
+        """True for a tensor of transformers' module for inputs other than text."""
         return self.mca.startswith("vision_model.")
 
-    def is_there(self, config) -> bool:
+    def is_there(self, config: Any) -> bool:
         """True if a model has the tensor. config: any object with McaModelConfig's fields."""
         if isinstance(self.when, bool):
             return self.when
@@ -54,7 +55,8 @@ class Row:
         return bool(getattr(config, name, None)) != self.when.startswith("not ")
 
     def is_in(self, is_moe_layer: bool, is_linear: bool, has_window: bool = False) -> bool:
-        """True if a layer of this kind has the tensor. is_linear: its attention is linear."""
+        """True if a layer of this kind has the tensor. is_linear: True if its
+        attention is linear."""
         kinds = {"all": True, "moe": is_moe_layer, "linear": is_linear, "window": has_window}
         kinds |= {"dense": not is_moe_layer, "attention": not is_linear, "full": not has_window}
         return kinds[self.layers]
@@ -64,18 +66,24 @@ LAYERS = "decoder.layers.{}."
 HF_LAYERS = "model.layers.{}."
 
 
-def _row(mca: str, modules: str, kind: str, of: str = "weight", **more) -> Row:
-    """A row of a decoder layer: megatron's module, and Hugging Face's modules by spaces."""
+def _row(mca: str, modules: str, kind: str, of: str = "weight", **more: Any) -> Row:
+    """A row for a decoder layer. mca: megatron's module; modules: Hugging Face's, separated by
+    spaces."""
     hf = tuple(f"{HF_LAYERS}{name}.{of}" for name in modules.split())
     return Row(f"{LAYERS}{mca}.{of}", hf, kind, **more)
 
 
 def attention(
-    bias=False, norm=False, norm_kind="copy", fused=False, norms="q_norm k_norm", sinks="sinks"
-):
-    """Rows of attention. bias, norm: True, or the config field for them. norm_kind: "column" for a
-    norm over all heads. norms, sinks: Hugging Face's names. Sinks and a bias of the output are
-    there as the config says."""
+    bias: bool | str = False,
+    norm: bool | str = False,
+    norm_kind: str = "copy",
+    fused: bool = False,
+    norms: str = "q_norm k_norm",
+    sinks: str = "sinks",
+) -> Iterator[Row]:
+    """Rows of an attention layer. bias, norm: True, or the config field that says if there is one.
+    norm_kind: "column" for a norm over all heads. norms, sinks: Hugging Face's names. The config
+    decides on sinks and on a bias of the output."""
     mca = "self_attention."
     hf = "self_attn."
     qkv = f"{hf}q_proj {hf}k_proj {hf}v_proj"
@@ -93,18 +101,19 @@ def attention(
     yield Row(f"{LAYERS}{mca}core_attention.sinks", names, "column", when="attention_sinks")
 
 
-def attention_of_two_sizes():
-    """Rows of attention in layers with a window and in full ones, whose keys are values too."""
+def attention_of_two_sizes() -> Iterator[Row]:
+    """Rows of attention in layers with a sliding window, and in full layers, whose keys serve as
+    values too."""
     qkv, *others = attention(norm=True)
     yield replace(qkv, layers="window")
     yield _row("self_attention.linear_qk", "self_attn.q_proj self_attn.k_proj", "qk", layers="full")
     yield from others
 
 
-def latent_attention():
+def latent_attention() -> Iterator[Row]:
     """Rows of multi-latent attention; queries have one matrix, or two with a norm between them."""
 
-    def row(mca, modules, kind, **more):
+    def row(mca: str, modules: str, kind: str, **more: Any) -> Row:
         return _row(f"self_attention.{mca}", f"self_attn.{modules}", kind, **more)
 
     yield row("linear_q_proj", "q_proj", "column", when="not q_lora_rank")
@@ -117,11 +126,11 @@ def latent_attention():
     yield row("linear_proj", "o_proj", "row")
 
 
-def delta_rows(inputs: str, kind: str):
-    """Rows of a gated delta net. inputs: Hugging Face's modules for its queries, keys, values and
-    gates; kind: "delta", or "delta_grouped" if their rows are those of each head of keys."""
+def delta_rows(inputs: str, kind: str) -> Iterator[Row]:
+    """Rows of a gated delta net. inputs: Hugging Face's modules for queries, keys, values and
+    gates. kind: "delta", or "delta_grouped" if their rows are ordered by key head."""
 
-    def row(mca, modules, kind, **more):
+    def row(mca: str, modules: str, kind: str, **more: Any) -> Row:
         hf = " ".join(f"linear_attn.{name}" for name in modules.split())
         return _row(f"self_attention.{mca}", hf, kind, layers="linear", **more)
 
@@ -134,14 +143,17 @@ def delta_rows(inputs: str, kind: str):
     yield row("out_proj", "out_proj", "row")
 
 
-def delta_attention(*of_delta_net):
-    """Rows of attention with an output gate in some layers, of a gated delta net in the others."""
+def delta_attention(*of_delta_net: str) -> Iterator[Row]:
+    """Rows of attention with an output gate in some layers, and of a gated delta net
+    in the others."""
     for row in attention(norm=True):
         yield replace(row, layers="attention")
     yield from delta_rows(*of_delta_net)
 
 
-def mlp_rows(hf="mlp.", mca="mlp.", fused=False, gated=True, **more):
+def mlp_rows(
+    hf: str = "mlp.", mca: str = "mlp.", fused: bool = False, gated: bool = True, **more: Any
+) -> Iterator[Row]:
     """Rows of an MLP. more: fields of Row, such as its layers."""
     gate_up = f"{hf}gate_up_proj" if fused else f"{hf}gate_proj {hf}up_proj"
     if gated:
@@ -152,15 +164,20 @@ def mlp_rows(hf="mlp.", mca="mlp.", fused=False, gated=True, **more):
 
 
 def moe_rows(
-    hf="mlp.", gate="gate_proj", up="up_proj", down="down_proj", router="gate", bias_of="gate."
-):
-    """Rows of the router and the experts of a layer, one tensor each as in Hugging Face's files.
-    bias_of: prefix of the router's bias."""
+    hf: str = "mlp.",
+    gate: str = "gate_proj",
+    up: str = "up_proj",
+    down: str = "down_proj",
+    router: str = "gate",
+    bias_of: str = "gate.",
+) -> Iterator[Row]:
+    """Rows of a layer's router and experts, one tensor each as in Hugging Face's files. bias_of:
+    the prefix of the router's bias."""
     yield _row("mlp.router", hf + router, "copy", layers="moe", linear=True)
     bias = (f"{HF_LAYERS}{hf}{bias_of}e_score_correction_bias",)
     when = "moe_router_enable_expert_bias"
     yield Row(LAYERS + "mlp.router.expert_bias", bias, "copy", layers="moe", when=when)
-    more = dict(layers="moe", of="bias", when="add_moe_bias")
+    more: dict[str, Any] = dict(layers="moe", of="bias", when="add_moe_bias")
     yield _row("mlp.router", hf + router, "copy", **more)
     mca = "mlp.experts.[]."
     hf = hf + "experts.[]."
@@ -171,10 +188,10 @@ def moe_rows(
     yield _row(mca + "linear_fc2", hf + down, "copy", **more)
 
 
-def shared_expert_rows(name, gate=None):
-    """Rows of shared experts. gate: Hugging Face's module for the weight of their output."""
+def shared_expert_rows(name: str, gate: str | None = None) -> Iterator[Row]:
+    """Rows of shared experts. gate: Hugging Face's module that weights their output."""
     mca = "mlp.shared_experts."
-    more = dict(layers="moe", when="moe_shared_expert_intermediate_size")
+    more: dict[str, Any] = dict(layers="moe", when="moe_shared_expert_intermediate_size")
     yield from mlp_rows(f"mlp.{name}.", mca, **more)
     if gate:
         hf = (f"{HF_LAYERS}mlp.{gate}.weight",)
@@ -183,8 +200,8 @@ def shared_expert_rows(name, gate=None):
 
 VALUE_HEAD = "score.weight"  # [1, h], in megatron's model and in Hugging Face's files
 
-# HF's names of a layer's norms: before attention, of its output, before the MLP, of its output;
-# - for none. megatron's names last
+# Hugging Face's names for a layer's norms: before attention, after attention, before the MLP, after
+# the MLP; - for none. _NORMS has megatron's names.
 PRE_NORMS = "input_layernorm - post_attention_layernorm -"
 POST_NORMS = "- post_attention_layernorm - post_feedforward_layernorm"
 GEMMA_NORMS = (
@@ -194,7 +211,9 @@ GLM4_NORMS = "input_layernorm post_self_attn_layernorm post_attention_layernorm 
 _NORMS = "input_layernorm self_attn_bda.norm pre_mlp_layernorm mlp_bda.norm"
 
 
-def decoder_rows(of_attention, of_mlp, norms=PRE_NORMS):
+def decoder_rows(
+    of_attention: Iterable[Row], of_mlp: Iterable[Row], norms: str = PRE_NORMS
+) -> tuple[Row, ...]:
     names = zip(_NORMS.split(), norms.split(), strict=True)
     of_layer = [_row(mca, hf, "copy") for mca, hf in names]
     rows = (
@@ -211,14 +230,14 @@ def decoder_rows(of_attention, of_mlp, norms=PRE_NORMS):
     return tuple(row for row in rows if not row.hf[0].endswith("-.weight"))
 
 
-# numbered after the decoder's layers, as in most of Hugging Face's files
+# their numbers follow those of the decoder's layers in most Hugging Face files
 PREDICTION_LAYERS = "mtp.layers.{}."
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Names of layers for multi-token prediction in Hugging Face's files: their number in
-    config.json, the prefix of a decoder layer, and the modules beside it."""
+    """The names of multi-token prediction layers in Hugging Face's files: the config.json key with
+    their count, the prefix of the decoder layer in each, and the modules next to it."""
 
     key: str
     layer: str
@@ -229,8 +248,8 @@ class Prediction:
 
     @property
     def is_numbered(self) -> bool:
-        """True if each layer has its own modules, and maybe copies of embedding and head; else
-        there is one layer."""
+        """True if each layer has separate modules, and maybe copies of embedding and head;
+        otherwise there is one layer."""
         return "{}" in self.layer
 
 
@@ -253,8 +272,9 @@ BESIDE_DECODER = Prediction(
 )
 
 
-def prediction_rows(decoder_rows, names: Prediction):
-    """Rows of multi-token prediction layers: a decoder layer each, with norms and projection."""
+def prediction_rows(decoder_rows: Iterable[Row], names: Prediction) -> Iterator[Row]:
+    """Rows of multi-token prediction layers: each is a decoder layer with norms and
+    a projection."""
     mca = PREDICTION_LAYERS
     for module in ("enorm", "hnorm", "final_layernorm"):
         yield Row(f"{mca}{module}.weight", (f"{getattr(names, module)}.weight",), "copy")
@@ -266,29 +286,29 @@ def prediction_rows(decoder_rows, names: Prediction):
             yield replace(row, mca=mca_name, hf=hf)
 
 
-def dense_rows(norms=PRE_NORMS, **of_attention):
+def dense_rows(norms: str = PRE_NORMS, **of_attention: Any) -> tuple[Row, ...]:
     return decoder_rows(attention(**of_attention), mlp_rows(), norms)
 
 
-# Transformer Engine fuses a norm into the linear after it: the same tensor under another name
+# Transformer Engine fuses a norm into the next linear, where the same tensor has another name
 TE_ALIASES = {
     LAYERS + "self_attention.linear_qkv.layer_norm_weight": LAYERS + "input_layernorm.weight",
     LAYERS + "mlp.linear_fc1.layer_norm_weight": LAYERS + "pre_mlp_layernorm.weight",
 }
 
-# Patterns of tensors in checkpoints without a use in any model. They are carried into every export;
-# any other tensor without a row is refused, since the model may need it.
-# Old llama checkpoints: the config gives the frequencies.
+# Patterns of checkpoint tensors that no model uses: exports keep them, and any other tensor without
+# a row is refused, since the model may need it. Old llama checkpoints have frequencies, which the
+# config gives too.
 UNUSED_TENSORS = (r"rotary_emb\.inv_freq$",)
 
 
 def is_of_expert(mca: str) -> bool:
-    """True for a megatron tensor of an expert, by its name in a row."""
+    """True if the megatron tensor with this row name belongs to an expert."""
     return ".mlp.experts." in mca
 
 
 def has_value_head(architectures: list[str] | None) -> bool:
-    """True if the architectures of a config.json name a model with scores in place of logits."""
+    """True if a config.json's architectures name a model that gives scores instead of logits."""
     return any(name.endswith("ForSequenceClassification") for name in architectures or ())
 
 
@@ -316,12 +336,12 @@ _CONSTANTS = dict(
     hidden_dropout=0.0,
 )
 
-# -- refusals: key of config.json -> (supported values, remedy for others)
+# -- refusals: key of config.json -> (supported values, remedy for other values)
 
 _UNSET = (None, False, 0)
 GELU = "gelu_pytorch_tanh"
 _WITHOUT = "a bias on o_proj is not built for this family: convert the model to one without"
-REFUSALS: dict[str, tuple[tuple, str]] = {
+REFUSALS: dict[str, tuple[tuple[Any, ...], str]] = {
     "hidden_act": (("silu", "swish"), "only silu (swiglu) is built"),
     "hidden_activation": ((GELU,), f"only {GELU} (geglu) is built"),
     "attention_out_bias": (_UNSET, _WITHOUT),
@@ -332,13 +352,13 @@ REFUSALS: dict[str, tuple[tuple, str]] = {
     "layer_types": ((None,), "transformers gives all layers of this model one type"),
     "router_jitter_noise": (_UNSET, "noise on the router's input is not built: set it to 0"),
     "clip_qkv": (_UNSET, "clipping of queries, keys and values is not built"),
-    # keys of DeepSeek's code, ignored by transformers' classes: other values make another model
+    # transformers ignores these keys of DeepSeek's code, so other values would mean another model
     "norm_topk_prob": (
         _UNSET,
         "transformers does not normalise the weights of this model: set it to false",
     ),
     "moe_layer_freq": ((None, 1), "expected 1: experts in each layer after the dense ones"),
-    "hidden_size_per_layer_input": (_UNSET, "embeddings of each layer's own are not built"),
+    "hidden_size_per_layer_input": (_UNSET, "separate embeddings for each layer are not built"),
     "num_kv_shared_layers": (_UNSET, "layers that share keys and values are not built"),
     "enable_moe_block": (_UNSET, "experts beside an MLP are not built"),
     "attention_k_eq_v": ((True,), "expected keys that are values too in layers without a window"),
@@ -346,20 +366,20 @@ REFUSALS: dict[str, tuple[tuple, str]] = {
     "first_k_dense_replace": ((None, 1), "expected 1: other patterns are read of mlp_layer_types"),
 }
 
-# rope scalings with frequencies independent of the sequence length
+# rope scalings whose frequencies do not depend on the sequence length
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 
 
-def rope_parameters(hf) -> list[dict[str, Any]]:
-    """The rope parameters of a transformers config: one dict, or two for layers with a window and
-    without."""
+def rope_parameters(hf: Any) -> list[dict[str, Any]]:
+    """The rope parameters of a transformers config: one dict, or two for layers with a sliding
+    window and without."""
     rope = dict(getattr(hf, "rope_parameters", None) or {})
     kinds = [dict(rope[t]) for t in ("sliding_attention", "full_attention") if t in rope] or [rope]
     for kind in kinds:
         kind.setdefault("rope_type", "default")
         kind.setdefault("rope_theta", getattr(hf, "rope_theta", None) or 10000.0)
         kind["partial_rotary_factor"] = kind.get("partial_rotary_factor") or 1.0
-        if kind["rope_type"] == "proportional":  # all channels have a frequency, most of them 0
+        if kind["rope_type"] == "proportional":  # every channel has a frequency, which may be 0
             kind["partial_rotary_factor"] = 1.0
         if _has_fixed_alpha(hf, kind):
             kind["rope_theta"] *= kind["alpha"] ** (hf.head_dim / (hf.head_dim - 2))
@@ -367,21 +387,22 @@ def rope_parameters(hf) -> list[dict[str, Any]]:
     return kinds
 
 
-def _has_fixed_alpha(hf, rope: dict[str, Any]) -> bool:
-    """True for Hunyuan's "dynamic" scaling: alpha stretches the base, whatever the length."""
+def _has_fixed_alpha(hf: Any, rope: dict[str, Any]) -> bool:
+    """True for Hunyuan's "dynamic" scaling, in which alpha stretches the base whatever the sequence
+    length."""
     is_dynamic = rope["rope_type"] == "dynamic" and rope.get("alpha")
     return bool(is_dynamic and hf.head_dim and hf.model_type.startswith("hunyuan_v1"))
 
 
 @functools.cache
-def _default(kind) -> Any:
+def _default(kind: type) -> Any:
     return kind()
 
 
-def field_of(hf, key: str, default=None) -> Any:
-    """A field of a transformers config; `default` where its class lacks the field, so that the
-    model of transformers ignores it in a config.json."""
-    # models read head_dim where their classes have none
+def field_of(hf: Any, key: str, default: Any = None) -> Any:
+    """A field of a transformers config; `default` if its class has no such field, because
+    transformers' model ignores it then."""
+    # models read head_dim even if the config class has no such field
     if key == "head_dim" or hasattr(_default(hf.__class__), key):
         return getattr(hf, key, default)
     return default
@@ -389,40 +410,43 @@ def field_of(hf, key: str, default=None) -> Any:
 
 @dataclass(frozen=True)
 class Family:
-    """A model_type: its rows, config keys, and refusals of unsupported values in a config.json."""
+    """A model_type: its rows, config keys, and refusals of unsupported config.json values."""
 
     rows: tuple[Row, ...]
-    # beside DENSE_CONFIG: HF config key -> McaModelConfig field
+    # HF config key -> McaModelConfig field, in addition to DENSE_CONFIG
     config: dict[str, str] = field(default_factory=dict)
-    # constant McaModelConfig fields of the family, beside or in place of _CONSTANTS
+    # McaModelConfig fields that are the same for the whole family; they add to or override
+    # _CONSTANTS
     constants: dict[str, Any] = field(default_factory=dict)
-    # keys of REFUSALS, and key=value for the only value, or key=one|another
+    # keys of REFUSALS; key=value or key=one|another lists the only supported values
     refusals: str = "hidden_act"
-    has_windows: bool = False  # in the sliding layers of layer_types, or in all without the key
-    # fields from several keys
+    has_windows: bool = False  # in the sliding layers of layer_types; in all layers if it is absent
+    # computes fields that depend on several keys
     derived: Callable[[Any], dict[str, Any]] = field(default=lambda hf: {})
-    # names of multi-token prediction layers in checkpoints
+    # names of multi-token prediction layers in checkpoints, if the family has any
     prediction: Prediction | None = None
-    # transformers' model reads partial_rotary_factor
+    # True if transformers' model reads partial_rotary_factor
     partial_rotary: bool = False
-    # parts beside the language model -> modules of Hugging Face's with their weights
+    # part other than the language model -> Hugging Face modules with its weights
     vision_parts: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    # a row of INPUTS, beside a language model: config keys are those of its text_config
+    # a row of INPUTS, for a model that reads inputs other than text; config keys are then in
+    # text_config
     inputs: str = ""
-    # patterns of tensors in checkpoints without a use here, beside UNUSED_TENSORS, as long as no
-    # layer for multi-token prediction is trained
+    # Patterns of checkpoint tensors that are not used as long as no multi-token prediction layer is
+    # trained, in addition to UNUSED_TENSORS.
     unused: tuple[str, ...] = ()
-    # transformers saves its tensors under the names of OLDER_PREFIXES
+    # True if transformers saves the tensors under the names of OLDER_PREFIXES
     older_names: bool = False
-    # heads of layers with a window have other sizes: transformers' per_layer_config
+    # True if heads in layers with a window have other sizes (transformers' per_layer_config)
     sizes_differ: bool = False
-    # files hold the experts of a layer in one tensor, in bf16 or MXFP4 (TENSOR_FORMATS)
+    # True if files have a layer's experts in one tensor, in bf16 or MXFP4 (TENSOR_FORMATS)
     stacked_experts: bool = False
-    # part of a name in transformers' modules -> that in files (its conversion_mapping.py has both)
+    # part of a module name in transformers -> the same part in files (as in its
+    # conversion_mapping.py)
     renamed: dict[str, str] = field(default_factory=dict)
 
-    def values(self, hf) -> dict[str, Any]:
-        """The McaModelConfig fields from a transformers config object."""
+    def values(self, hf: Any) -> dict[str, Any]:
+        """The McaModelConfig fields for a transformers config."""
         values = _CONSTANTS | self.constants
         whole = hf
         hf = hf.get_text_config()
@@ -451,16 +475,16 @@ class Family:
         return values
 
     def reads(self, quantized: Any) -> bool:
-        """True if weights quantised by a quantization_config of config.json can be read."""
+        """True if weights quantised as a config.json's quantization_config says can be read."""
         values = dict(quantized) if isinstance(quantized, Mapping) else {}
         method = values.get("quant_method")
         if method == "bitsandbytes":
             return values.get("bnb_4bit_quant_type") == "nf4" and bool(values.get("load_in_4bit"))
         return self.stacked_experts and method == "mxfp4"
 
-    def check(self, hf, origin: str) -> None:
-        """Raise ConfigError for unsupported values in transformers' config of a model. origin: the
-        name of the config.json."""
+    def check(self, hf: Any, origin: str) -> None:
+        """Raise ConfigError for unsupported values in a model's transformers config. origin: the
+        config.json's name."""
         judge = Judge(None)
         instead = "use_mca: false, to train it as plain torch"
         quantized = getattr(hf, "quantization_config", None)
@@ -490,7 +514,7 @@ class Family:
         for rope in rope_parameters(hf):
             if rope["rope_type"] not in ROPE_TYPES:
                 refuse("rope_type", rope["rope_type"], f"expected one of {', '.join(ROPE_TYPES)}")
-            # default rope in the other models of transformers ignores it, and scaled ones fail
+            # other transformers models ignore it with default rope, and fail with scaled rope
             part = rope["partial_rotary_factor"]
             if part != 1.0 and not self.partial_rotary:
                 refuse("partial_rotary_factor", part, "expected 1.0 or none")

@@ -1,16 +1,16 @@
-"""Operations as one kernel on a GPU, and in plain torch elsewhere: norms, rotary embedding,
+"""Operations that run as one kernel on a GPU and in plain torch elsewhere: norms, rotary embedding,
 activations, AdamW.
 
-The operations of every model have a Triton kernel in part_triton.py; those of some (experts, caps)
-are compiled by torch.compile. `switch` turns both off; a machine without a compiler runs plain
-torch, with a warning.
-Letters: s positions, b rows, n query heads, g groups (heads of keys and of values), d channels of a
+Operations of every model have a Triton kernel in part_triton.py; those of some models (experts,
+caps) are compiled by torch.compile. `switch` turns both off; a machine without a compiler runs
+plain torch, with a warning.
+Letters: s positions, b rows, n query heads, g groups (heads of keys and of values), d channels per
 head.
 """
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +28,7 @@ except ImportError:  # no kernel has a caller then
 
 # ---- on or off
 
-_torch_compile: bool | None = None  # the key of the run
+_torch_compile: bool | None = None  # the run's key torch_compile
 _NO_KERNELS = (
     "no kernel can be compiled here ({}): norms, rotary embedding, activations and the loss run as "
     "single operations, and training is slower; torch_compile: false says so without a try"
@@ -43,8 +43,8 @@ _NOT_COMPILED = (
 
 
 def switch(torch_compile: bool | None) -> None:
-    """Compile on CUDA from now on (None or True), or not (False). Warns about True without a
-    GPU."""
+    """Set whether operations are compiled on CUDA from now on: True and None compile, False does
+    not. Warns about True without a GPU."""
     global _torch_compile
     _torch_compile = torch_compile
     if torch_compile and not torch.cuda.is_available():
@@ -54,8 +54,8 @@ def switch(torch_compile: bool | None) -> None:
 
 
 def why_no_kernels() -> str | None:
-    """The first line of the error from compiling a Triton kernel, None if it runs here: a machine
-    may lack Triton or a C compiler, the package the part with the kernels."""
+    """First line of the error from compiling a Triton kernel; None if it runs here. Triton, a C
+    compiler or the part with the kernels may be missing."""
     if triton is None:
         return "Triton cannot be imported"
     if fused() is None:
@@ -65,17 +65,18 @@ def why_no_kernels() -> str | None:
 
 @functools.cache
 def fused() -> Any:
-    """The module with Triton kernels of the operations below, None if its file is gone."""
+    """The module with the Triton kernels; None if its file was removed."""
     return parts.module_of("part_triton")
 
 
 def why_no_torch_compile() -> str | None:
-    """The same of torch.compile, which needs a Python that it supports and folders as well."""
+    """First line of torch.compile's error; None if it works here. It needs a Python version that it
+    supports and folders that it can write."""
     return _failure(lambda one: torch.compile(F.silu)(one))
 
 
-def _failure(silu: Callable) -> str | None:
-    """The first line of an error of a silu of a number on a GPU; None without an error."""
+def _failure(silu: Callable[[torch.Tensor], torch.Tensor]) -> str | None:
+    """First line of the error if `silu` fails on a GPU; None if it works."""
     try:
         one = torch.ones(1, device="cuda")
         is_right = torch.allclose(silu(one), F.silu(one), atol=1e-3)
@@ -85,13 +86,13 @@ def _failure(silu: Callable) -> str | None:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's text, or its type without one."""
+    """First line of an error's text, or its type if the text is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 @functools.cache
 def works(why_not: Callable[[], str | None], warning: str) -> bool:
-    """True if a compiler works: tried once, with a warning if it fails."""
+    """True if a compiler works: it is tried once, with a warning if it fails."""
     reason = why_not()
     if reason is not None:
         warnings.warn(warning.format(reason), stacklevel=2)
@@ -99,28 +100,28 @@ def works(why_not: Callable[[], str | None], warning: str) -> bool:
 
 
 def compiles(tensor: torch.Tensor) -> bool:
-    """True if functions of this tensor run compiled."""
+    """True if operations on this tensor run compiled."""
     is_on_gpu = tensor.is_cuda and _torch_compile is not False
     return is_on_gpu and works(why_no_kernels, _NO_KERNELS)
 
 
-def _compile_both_passes(graph, inputs):
-    """torch.compile's own backend, which would compile a backward pass when that begins: an error
-    of it comes here as well, where `compiled` can still choose."""
+def _compile_both_passes(graph: Any, inputs: Any) -> Any:
+    """torch.compile's default backend, except that the backward pass is compiled now, not when it
+    first runs: then `compiled` can still fall back if compiling fails."""
     with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
         return torch._inductor.compile(graph, inputs)
 
 
-def compiled(function):
-    """Decorate a function of tensors and constants: torch.compile, if its first argument is on a
-    GPU. A function that cannot be compiled runs as it is from then on, with a warning.
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a function of tensors and constants: it runs under torch.compile if its first
+    argument is on a GPU. If it cannot be compiled, it runs as it is from then on, with a warning.
 
-    A second length of rows compiles once more, for any length.
+    A second row length compiles once more, for any length.
     """
     fast = None
 
     @functools.wraps(function)
-    def call(first, *args):
+    def call(first: torch.Tensor, *args: Any) -> Any:
         nonlocal fast
         # torch.compile is tried for the first function that needs it: starting it takes seconds
         if not (compiles(first) and works(why_no_torch_compile, _NO_TORCH_COMPILE)):
@@ -129,7 +130,7 @@ def compiled(function):
         try:
             return fast(first, *args)
         except torch._dynamo.exc.TorchDynamoException as error:
-            out = function(first, *args)  # raises what is wrong with the arguments, if that is it
+            out = function(first, *args)  # raises if the arguments are wrong
             warnings.warn(_NOT_COMPILED.format(function.__name__, first_line(error)), stacklevel=2)
             fast = function
             return out
@@ -137,16 +138,16 @@ def compiled(function):
     return call
 
 
-def jit(function):
-    """Decorate a kernel of Triton."""
+def jit(function: Callable[..., Any]) -> Any:
+    """Decorate a Triton kernel; without Triton the function is returned unchanged."""
     if triton is None:
         return function
-    # each step has another seed: a kernel specialised to one value would be compiled again
+    # the seed changes in each step: specialising on its value would compile the kernel again
     return triton.jit(function, do_not_specialize=["seed"])
 
 
-def launch(kernel, grid: tuple[int, ...], *arguments, **constants) -> None:
-    """Run the programs of a grid; an empty one has none."""
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **constants: Any) -> None:
+    """Run a kernel's programs over a grid; do nothing for an empty grid."""
     if all(grid):
         kernel[grid](*arguments, **constants)
 
@@ -154,11 +155,14 @@ def launch(kernel, grid: tuple[int, ...], *arguments, **constants) -> None:
 # ---- RMS norm
 
 
-def rms_norm(x, weight, eps: float, zero_centered: bool = False):
-    """x / rms(x) * weight over the last dimension, the mean square in float32, in x's dtype.
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centered: bool = False
+) -> torch.Tensor:
+    """x / rms(x) * weight over the last dimension, with the mean square in float32 and the result
+    in x's dtype.
 
-    zero_centered: the weights lie around zero (Gemma's): 1 is added to them, and they multiply
-    before the rounding.
+    zero_centered: True if weights are stored minus 1 (Gemma's): 1 is added to them, and they
+    multiply before rounding.
     """
     if compiles(x):
         return fused().Norm.apply(x, weight, eps, zero_centered, False)
@@ -171,9 +175,11 @@ def rms_norm(x, weight, eps: float, zero_centered: bool = False):
     return weight * F.rms_norm(x.float(), sizes, None, eps).to(x.dtype)
 
 
-def norm_beside(x, weight, eps: float, zero_centered: bool):
-    """(rms_norm of x, x): the norm's backward kernel sums the gradients of both, at no cost of
-    another kernel."""
+def norm_beside(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centered: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rms_norm of x, x). The norm's backward kernel also adds the gradient of the second output,
+    which saves a kernel."""
     if compiles(x):
         return fused().Norm.apply(x, weight, eps, zero_centered, True)
     return rms_norm(x, weight, eps, zero_centered), x
@@ -182,7 +188,9 @@ def norm_beside(x, weight, eps: float, zero_centered: bool):
 # ---- queries, keys and values
 
 
-def plain_rotation(x, cos, sin, interleaved: bool):
+def plain_rotation(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
+) -> torch.Tensor:
     size = cos.shape[-1]
     turned = x[..., :size]
     if interleaved:
@@ -195,32 +203,49 @@ def plain_rotation(x, cos, sin, interleaved: bool):
 
 
 @compiled
-def rotate(query, key, cos, sin, interleaved: bool = False):
-    """Rotary embedding of query [s, b, n, d] and key [s, b, g, d] by tables [s, 1, 1, rotary], or
-    [s, b, 1, rotary], in their dtype.
+def rotate(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotary embedding of query [s, b, n, d] and key [s, b, g, d] by tables cos and sin, [s, 1, 1,
+    rotary] or [s, b, 1, rotary] in the same dtype.
 
-    Channels beyond `rotary` stay. The others turn in pairs: channels i and i + rotary / 2, or
-    interleaved neighbours.
+    The first `rotary` channels are rotated in pairs: channels i and i + rotary / 2, or neighbours
+    if interleaved. Other channels pass through.
     """
     return plain_rotation(query, cos, sin, interleaved), plain_rotation(key, cos, sin, interleaved)
 
 
-def split_heads(mixed, bias, groups: int, d: int):
-    """Query [s, b, n, d], key and value [s, b, g, d] of mixed [s, b, g * (n / g + 2) * d]: each
-    group's queries, then its key and its value. bias [g * (n / g + 2) * d], or None, is added
-    first."""
+def split_heads(
+    mixed: torch.Tensor, bias: torch.Tensor | None, groups: int, d: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Query [s, b, n, d], key and value [s, b, g, d] from mixed [s, b, g * (n / g + 2) * d], which
+    has each group's queries, then its key and its value. bias [g * (n / g + 2) * d], or None, is
+    added first."""
     if bias is not None:
         mixed = mixed + bias
     s, b, _ = mixed.shape
     mixed = mixed.view(s, b, groups, -1, d)
     query = mixed[:, :, :, :-2].reshape(s, b, -1, d)
-    # contiguous: a view would keep all three alive
+    # contiguous, because a view would keep all three in memory
     return query, mixed[:, :, :, -2].contiguous(), mixed[:, :, :, -1].contiguous()
 
 
-def rotated_heads(mixed, bias, groups: int, d: int, norms, cos, sin, interleaved: bool):
-    """split_heads, rms_norm of queries and keys, rotate, in one kernel. norms: (weight of queries,
-    weight of keys, eps, zero_centered), or None."""
+def rotated_heads(
+    mixed: torch.Tensor,
+    bias: torch.Tensor | None,
+    groups: int,
+    d: int,
+    norms: Any,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    interleaved: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """split_heads, rms_norm of queries and keys, and rotate in one kernel -> (query, key, value).
+    norms: (query weight, key weight, eps, zero_centered); None: no norms."""
     of_query, of_key, *constants = norms or (None, None, 0.0, False)
     if compiles(mixed) and d % 2 == 0:
         tensors = mixed, bias, of_query, of_key, cos, sin
@@ -235,8 +260,8 @@ def rotated_heads(mixed, bias, groups: int, d: int, norms, cos, sin, interleaved
 # ---- SwiGLU
 
 
-def swiglu(both):
-    """silu(gate) * up of both [..., 2 f], gate before up -> [..., f]: the activation of megatron's
+def swiglu(both: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up for both [..., 2 f], gate before up -> [..., f]: the activation of megatron's
     MLPs."""
     if compiles(both):
         return fused().SwiGLU.apply(both)
@@ -245,9 +270,9 @@ def swiglu(both):
 
 
 @compiled
-def weighted_swiglu(both, weights):
-    """silu(gate) * up * weights of both [T, 2 f] and weights [T] -> [T, f] in both's dtype: the
-    activation of an expert."""
+def weighted_swiglu(both: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up * weights for both [T, 2 f] and weights [T] -> [T, f] in both's dtype: an
+    expert's activation."""
     gate, up = both.chunk(2, -1)
     return (F.silu(gate) * up * weights.unsqueeze(-1)).to(both.dtype)
 
@@ -256,11 +281,13 @@ QUICK_GELU = 1.702  # x sigmoid(1.702 x) is close to gelu
 
 
 @compiled
-def weighted_clamped_swiglu(both, weights, limit: float):
-    """(up + 1) * gate * sigmoid(1.702 gate) * weights of both [T, 2 f], gate before up, and weights
-    [T] -> [T, f] in both's dtype: the activation of an expert of gpt_oss. gate is at most limit,
-    and up between -limit and limit."""
-    gate, up = both.float().chunk(2, -1)  # of the products here bf16 would round each
+def weighted_clamped_swiglu(
+    both: torch.Tensor, weights: torch.Tensor, limit: float
+) -> torch.Tensor:
+    """(up + 1) * gate * sigmoid(1.702 gate) * weights for both [T, 2 f], gate before up, and
+    weights [T] -> [T, f] in both's dtype: the activation of gpt_oss's experts. gate is clamped to
+    at most limit, up to [-limit, limit]."""
+    gate, up = both.float().chunk(2, -1)  # in bf16 each of these products would be rounded
     gate = gate.clamp(max=limit)
     up = up.clamp(-limit, limit)
     product = (up + 1) * (gate * torch.sigmoid(QUICK_GELU * gate))
@@ -271,12 +298,12 @@ def weighted_clamped_swiglu(both, weights, limit: float):
 
 
 def join(weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """The float32 master of a bf16 weight and its low bits, int16 of the same shape."""
+    """The float32 master from a bf16 weight and its low bits, int16 of the same shape."""
     return ((weight.view(torch.int16).int() << 16) + low.int()).view(torch.float32)
 
 
 def split_into(master: torch.Tensor, weight: torch.Tensor, low: torch.Tensor) -> None:
-    """Put a float32 master into a bf16 weight and its low bits."""
+    """Split a float32 master into a bf16 weight and its low bits, both in place."""
     bits = master.view(torch.int32)
     high = (bits + 32768) >> 16
     weight.view(torch.int16).copy_(high)
@@ -284,12 +311,12 @@ def split_into(master: torch.Tensor, weight: torch.Tensor, low: torch.Tensor) ->
 
 
 def _wrapped(constant: int) -> int:
-    """The int32 of the same bits."""
+    """The int32 with the same bits as an unsigned constant."""
     return (constant + 2**31) % 2**32 - 2**31
 
 
 def round_by_chance(x: torch.Tensor, seed: int) -> torch.Tensor:
-    """x, float32 and not negative, as bf16: up or down by chance, in proportion."""
+    """A non-negative float32 x as bf16, rounded stochastically: up or down in proportion."""
     bits = torch.arange(x.numel(), dtype=torch.int32, device=x.device).view(x.shape) ^ seed
     bits = (bits ^ ((bits >> 16) & 0xFFFF)) * 0x7FEB352D
     bits = (bits ^ ((bits >> 15) & 0x1FFFF)) * _wrapped(0x846CA68B)
@@ -298,33 +325,41 @@ def round_by_chance(x: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 class AdamW(torch.optim.Optimizer):
-    """Adam with decoupled weight decay, in less memory: float32 masters of bf16 weights take 16
-    bits more, and moments can be bf16.
+    """Adam with decoupled weight decay that needs less memory: a float32 master takes 16 bits more
+    than its bf16 weight, and moments can be bf16.
 
         m = b1 m + (1 - b1) g,   v = b2 v + (1 - b2) g^2,   g = factor x gradient
         w = (1 - lr decay) w - lr / (1 - b1^t) m / (sqrt(v / (1 - b2^t)) + eps)
 
-    in float32, whatever the dtypes in memory, in one pass over it. A master weight w is bf16(w),
-    the model's weight, and an int16, the rest of its bits: together they are w, bit for bit. Ties
-    round away from zero.
+    It computes in float32, whatever the stored dtypes, in one pass over memory. A master w is
+    stored as bf16(w), the model's weight, and an int16 with its remaining bits: together they are
+    w, bit for bit. Ties round away from zero.
 
-    v in bf16 rounds up or down by chance, in proportion: with b2 = 0.999 it changes by less than
-    half of bf16's last bit, and rounded to the nearest it would never fall. The chance is a hash of
-    step and element, so that replicas and a resumed run draw the same.
+    v in bf16 is rounded stochastically: with b2 = 0.999 it changes by less than half of bf16's last
+    bit, so rounding to nearest would never let it fall. The random bits are a hash of step and
+    element, so that replicas and a resumed run draw the same.
 
-    halves: exp_avg or exp_avg_sq or both, for bf16. A parameter's gradient is its decoupled_grad if
-    it has one (megatron's name for one of another dtype), else grad. factor: a number, or a float64
-    tensor of one on the gradients' device, not read on the host; if it is NaN, nothing is updated.
+    halves: which of exp_avg and exp_avg_sq are bf16. A parameter's gradient is its decoupled_grad
+    if it has one (megatron's name for a gradient of another dtype), else grad. factor: a number, or
+    a float64 scalar on the gradients' device, which is not read on the host; if it is NaN, nothing
+    is updated.
     """
 
-    def __init__(self, groups, lr, betas, eps, halves=()):
+    def __init__(
+        self,
+        groups: Any,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        halves: Iterable[str] = (),
+    ) -> None:
         super().__init__(groups, dict(lr=lr, betas=betas, eps=eps, weight_decay=0.0))
         self.dtypes = dict.fromkeys(("exp_avg", "exp_avg_sq"), torch.float32)
         self.dtypes |= dict.fromkeys(halves, torch.bfloat16)
         self.factor: torch.Tensor | float = 1.0
 
     @torch.no_grad()
-    def step(self, closure=None):
+    def step(self, closure: Any = None) -> None:
         factor = self.factor
         for group, p, grad in self._gradients():
             if not torch.is_tensor(factor):
@@ -332,12 +367,13 @@ class AdamW(torch.optim.Optimizer):
             self._update(group, p, grad, factor)
 
     def take_back(self) -> None:
-        """Uncount the last step(), if its factor was NaN."""
+        """Take the last step() out of the step counts; its factor was NaN, so nothing
+        else changed."""
         for _, p, _ in self._gradients():
             self.state[p]["step"] -= 1
 
-    def _gradients(self) -> Iterator[tuple[dict, torch.Tensor, torch.Tensor]]:
-        """(group, parameter, gradient) of the parameters with a gradient."""
+    def _gradients(self) -> Iterator[tuple[dict[str, Any], torch.Tensor, torch.Tensor]]:
+        """(group, parameter, gradient) for each parameter that has a gradient."""
         for group in self.param_groups:
             for p in group["params"]:
                 grad = getattr(p, "decoupled_grad", p.grad)
@@ -345,29 +381,29 @@ class AdamW(torch.optim.Optimizer):
                     yield group, p, grad
 
     def dtypes_of(self, p: torch.Tensor) -> dict[str, torch.dtype]:
-        """The dtypes of a parameter's tensors of its shape, by their names."""
+        """State name -> dtype, for the states shaped like the parameter."""
         return self.dtypes
 
-    def state_of(self, p: torch.Tensor) -> dict:
-        """A parameter's state: zeros at first."""
+    def state_of(self, p: torch.Tensor) -> dict[str, Any]:
+        """A parameter's state, created as zeros."""
         state = self.state[p]
         state.setdefault("step", torch.tensor(0.0))
         for name, dtype in self.dtypes_of(p).items():
             if name not in state:
                 state[name] = torch.zeros_like(p, dtype=dtype)
-            state[name] = state[name].to(dtype)  # a checkpoint may have another one
+            state[name] = state[name].to(dtype)  # a checkpoint may have another dtype
         if p.dtype == torch.bfloat16 and "low" not in state:
             state["low"] = torch.zeros_like(p, dtype=torch.int16)
         return state
 
     def master(self, p: torch.Tensor) -> torch.Tensor:
-        """The float32 value of a parameter."""
+        """A parameter's float32 value."""
         if p.dtype == torch.float32:
             return p.detach()
         return join(p.detach(), self.state_of(p)["low"])
 
     @torch.no_grad()
-    def fill(self, p: torch.Tensor, values: dict) -> None:
+    def fill(self, p: torch.Tensor, values: dict[str, Any]) -> None:
         """Set a parameter's state: "step", the moments, and optionally "master"."""
         state = self.state_of(p)
         state["step"] = torch.tensor(float(values["step"]))
@@ -384,16 +420,18 @@ class AdamW(torch.optim.Optimizer):
             split_into(master, p, low)
 
     def forget_masters(self) -> None:
-        """Take the weights as masters, after they were set elsewhere."""
+        """Take the weights as masters, after something else has set them."""
         for state in self.state.values():
             if "low" in state:
                 state["low"].zero_()
 
-    def _update(self, group: dict, p: torch.Tensor, grad: torch.Tensor, factor) -> None:
+    def _update(
+        self, group: dict[str, Any], p: torch.Tensor, grad: torch.Tensor, factor: torch.Tensor
+    ) -> None:
         state = self.state_of(p)
         step = int(state["step"]) + 1
         beta1, beta2 = group["betas"]
-        state["step"] = torch.tensor(float(step))  # on the CPU, for reads without a sync
+        state["step"] = torch.tensor(float(step))  # on the CPU, so that reading it needs no sync
         m = state["exp_avg"]
         v = state["exp_avg_sq"]
         low = state.get("low")

@@ -1,22 +1,23 @@
-"""Attention of segments, as context parallelism has them: the last query sees the last of more keys
-than there are queries.
+"""Attention in segments, as context parallelism needs it: there are more keys than queries, and the
+last query sees the last key.
 
-torch's kernels for that shape on Hopper GPUs are half as fast as cuDNN's, which knows squares and
-full rectangles alone. So the keys are taken in two parts, a rectangle of those before the first
-query and a causal square, and joined by their log-sum-exps, as in ring attention (Liu et al. 2023,
-"Ring Attention with Blockwise Transformers for Near-Infinite Context").
+torch's kernels for this shape on Hopper GPUs are half as fast as cuDNN's, which supports only
+squares and full rectangles. So the keys are split in two, a full rectangle of keys before the first
+query and a causal square, and the results are joined by their log-sum-exps, as in ring attention
+(Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context").
 """
 
 import functools
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from .kernels import compiles, first_line, fused, works
 
-# elements of queries from which a call of cuDNN's costs the host less than it saves the GPU
+# from this many query elements on, cuDNN saves the GPU more time than its call costs the host
 _FRONTEND_FROM = 2**23
 _NO_FRONTEND = (
     "nvidia-cudnn-frontend cannot be used: {}. Packed rows train with torch's flash attention, "
@@ -28,9 +29,9 @@ _CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-def suits_cudnn(q, k, v) -> bool:
-    """True if cuDNN's attention takes them: half precision on CUDA, sizes of heads it knows; not
-    with deterministic algorithms."""
+def suits_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """True if cuDNN's attention takes these tensors: half precision on CUDA with head sizes that it
+    supports. False with deterministic algorithms."""
     from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
     if not q.is_cuda or torch.are_deterministic_algorithms_enabled():
@@ -39,8 +40,10 @@ def suits_cudnn(q, k, v) -> bool:
     return is_one_size and can_use_cudnn_attention(SDPAParams(q, k, v, None, 0.0, False, True))
 
 
-def _forward(q, k, v, is_causal: bool, scale: float | None) -> tuple:
-    """(out [b, n, q, d], log-sum-exps float32 [b, n, q, 1], more for _backward)."""
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float | None
+) -> tuple[Any, ...]:
+    """(out [b, n, q, d], log-sum-exps float32 [b, n, q, 1], further tensors for _backward)."""
     if not q.is_cuda:
         out, lse = _CPU(q, k, v, 0.0, is_causal, scale=scale)
         return out, lse.unsqueeze(-1), ()
@@ -48,8 +51,19 @@ def _forward(q, k, v, is_causal: bool, scale: float | None) -> tuple:
     return out, lse.view(*q.shape[:3], 1), tuple(more)
 
 
-def _backward(grad, q, k, v, out, lse, more, is_causal: bool, scale: float | None):
-    """Gradients of q, k and v, with out and lse of all keys."""
+def _backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    more: Any,
+    is_causal: bool,
+    scale: float | None,
+) -> Any:
+    """Gradients of q, k and v. out and lse: the outputs over all keys of the segment, also those in
+    its other part."""
     if not q.is_cuda:
         return _CPU_BACKWARD(grad, q, k, v, out, lse.squeeze(-1), 0.0, is_causal, scale=scale)
     cum_q, cum_k, max_q, max_k, seed, offset = more
@@ -58,25 +72,28 @@ def _backward(grad, q, k, v, out, lse, more, is_causal: bool, scale: float | Non
     return _CUDNN_BACKWARD(grad, q, k, v, out, lse, *of_random, *sizes, 0.0, is_causal, scale=scale)
 
 
-def causal_by_cudnn(q, k, v, scale: float | None) -> torch.Tensor:
-    """softmax(q k^T scale) v, causal, of as many queries as keys: the call that torch's
-    scaled_dot_product_attention makes, without its choice of a kernel.
+def causal_by_cudnn(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None
+) -> torch.Tensor:
+    """softmax(q k^T scale) v, causal, for as many queries as keys: what
+    scaled_dot_product_attention calls, without its choice of a kernel.
 
-    q [b, n, s, d], k and v [b, g, s, d], n a multiple of g -> [b, n, s, d]. See suits_cudnn.
+    q [b, n, s, d], k and v [b, g, s, d], n a multiple of g -> [b, n, s, d]. Only for tensors that
+    suits_cudnn() accepts.
     """
     return _CUDNN(q, k, v, None, torch.is_grad_enabled(), 0.0, True, False, scale=scale)[0]
 
 
 @functools.cache
 def has_frontend(device: torch.device) -> bool:
-    """True if nvidia-cudnn-frontend is installed, and the GPU a Hopper, where it was measured."""
+    """True if nvidia-cudnn-frontend is installed and the GPU is a Hopper, where it was measured."""
     is_installed = importlib.util.find_spec("cudnn") is not None
     return is_installed and torch.cuda.get_device_capability(device)[0] == 9
 
 
 @functools.cache
 def why_no_frontend() -> str | None:
-    """The first line of the error of nvidia-cudnn-frontend's import; None if it works."""
+    """First line of the error from importing nvidia-cudnn-frontend; None if it works."""
     try:
         import cudnn.sdpa.fwd.torch_op  # noqa: F401  it registers torch.ops.cudnn
     except Exception as error:  # a broken installation raises more than ImportError
@@ -84,9 +101,9 @@ def why_no_frontend() -> str | None:
     return None
 
 
-def suits_frontend(q) -> bool:
-    """True if cuDNN's attention of packed rows takes queries [t, n, d]: many, in half precision,
-    where has_frontend(); not with deterministic algorithms."""
+def suits_frontend(q: torch.Tensor) -> bool:
+    """True if cuDNN's attention for packed rows takes queries q [t, n, d]: enough of them, in half
+    precision, where has_frontend(). False with deterministic algorithms."""
     if not q.is_cuda or q.numel() < _FRONTEND_FROM or q.dtype == torch.float32:
         return False
     if torch.are_deterministic_algorithms_enabled() or not has_frontend(q.device):
@@ -94,11 +111,19 @@ def suits_frontend(q) -> bool:
     return works(why_no_frontend, _NO_FRONTEND)
 
 
-def packed_by_cudnn(q, k, v, layout, scale: float | None, window: int | None) -> torch.Tensor:
-    """softmax(q k^T scale) v of a packed row in order, causal, in a window of tokens or None.
+def packed_by_cudnn(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    layout: Any,
+    scale: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """softmax(q k^T scale) v for a packed row in order, causal inside each document. window: how
+    many earlier tokens a query sees; None: all.
 
-    q [t, n, d], k [t, g, d], v [t, g, e] -> [t, n, e]. layout: the row's RowLayout. torch's own
-    call of this kernel builds its graph again each time, and its gradients are wrong (2.11).
+    q [t, n, d], k [t, g, d], v [t, g, e] -> [t, n, e]. layout: the row's RowLayout. torch's call of
+    this kernel rebuilds the graph each time, and its gradients are wrong (torch 2.11).
     """
     borders, longest = layout.varlen_of_graph
     out, _ = torch.ops.cudnn.sdpa_fwd(
@@ -117,19 +142,26 @@ def packed_by_cudnn(q, k, v, layout, scale: float | None, window: int | None) ->
 
 
 # of a context: called with a kernel and its arguments, they give its result (part_long)
-keepers: list[Callable] = []
+keepers: list[Callable[..., Any]] = []
 
 
 class SegmentAttention(torch.autograd.Function):
-    """softmax(q k^T scale) v in segments (q0, q1, k0, k1): queries q0:q1 see the keys k0:k1 alone,
-    the last query all of them, each one before it one less.
+    """softmax(q k^T scale) v in segments (q0, q1, k0, k1): queries q0:q1 see only keys k0:k1,
+    causally: the last query sees all of them, each query before it one key less.
 
-    q [t, b, n, d], k and v [T, b, g, d], n a multiple of g (on a CPU g) -> [t, b, n * d]. Each
+    q [t, b, n, d], k and v [T, b, g, d], n a multiple of g (on a CPU n = g) -> [t, b, n * d]. Each
     query is in one segment.
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, segments, scale: float | None):
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        segments: Any,
+        scale: float | None,
+    ) -> torch.Tensor:
         run = functools.partial(keepers[-1], _attended) if keepers else _attended
         out, saved, ctx.more = run(q, k, v, segments, scale)
         ctx.save_for_backward(q, k, v, out, *saved)
@@ -139,7 +171,7 @@ class SegmentAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         q, k, v, out, *saved = ctx.saved_tensors
         grad = grad.view(out.shape).permute(1, 2, 0, 3)
         out = out.permute(1, 2, 0, 3)
@@ -159,7 +191,7 @@ class SegmentAttention(torch.autograd.Function):
         return *grads, None, None
 
 
-def _attended(q, k, v, segments, scale: float | None) -> tuple[torch.Tensor, list, list]:
+def _attended(q, k, v, segments, scale: float | None) -> tuple[torch.Tensor, list[Any], list[Any]]:
     """(out [t, b, n, d], log-sum-exps and more for _backward of each segment)."""
     heads = [x.permute(1, 2, 0, 3) for x in (q, k, v)]
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -179,24 +211,32 @@ def _attended(q, k, v, segments, scale: float | None) -> tuple[torch.Tensor, lis
     return out, saved, of_kernels
 
 
-def _parts(segments):
-    """(slice of queries, slice of as many keys, slice of the keys before these or None) of each
-    segment."""
+def _parts(
+    segments: Iterable[tuple[int, int, int, int]],
+) -> Iterator[tuple[slice, slice, slice | None]]:
+    """(queries, as many keys, keys before those or None) for each segment, as slices."""
     for q0, q1, k0, k1 in segments:
         own = k1 - (q1 - q0)
         yield slice(q0, q1), slice(own, k1), slice(k0, own) if own > k0 else None
 
 
-def _cut(heads, rows: slice, keys: slice) -> list[torch.Tensor]:
-    """Rows of queries and of keys and values [b, heads, tokens, d]."""
+def _cut(heads: Sequence[torch.Tensor], rows: slice, keys: slice) -> list[torch.Tensor]:
+    """Slices of queries, keys and values, each [b, heads, tokens, d]."""
     q, k, v = heads
     return [q[:, :, rows], k[:, :, keys], v[:, :, keys]]
 
 
-def join(first, lse1, second, lse2, out) -> torch.Tensor:
-    """Put softmax's product of two runs of keys together, in `out` -> the log-sum-exps of both.
+def join(
+    first: torch.Tensor,
+    lse1: torch.Tensor,
+    second: torch.Tensor,
+    lse2: torch.Tensor,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """Combine the attention outputs over two sets of keys, written to `out` -> the log-sum-exps
+    over both.
 
-    first, second, out: [q, b, n, d]; lse1, lse2 and what is given: float32 [b, n, q, 1].
+    first, second, out: [q, b, n, d]; lse1, lse2 and the result: float32 [b, n, q, 1].
     """
     if not compiles(first):
         lse = torch.logaddexp(lse1, lse2)

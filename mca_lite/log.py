@@ -1,11 +1,12 @@
-"""The log of a run: start summary, progress, trainer_log.jsonl, trackers; speed and FLOPs.
+"""A run's log: start summary, progress, trainer_log.jsonl and trackers; speed and FLOPs.
 
 FLOPs of a step: (4 F + 6 T) tokens + 6 c (sum of squared document lengths). F and T: frozen and
-trained weights multiplied with a token; layers below every trained weight have no backward pass:
-2 tokens and 2 c squares. c: half the sum of query and value channels over all heads and layers, by
-causal attention. Linear attention: 6 tokens times the products of its convolution and its state;
-2 in layers below. Pictures: 2 passes (weights of a patch) patches + 4 passes (width x layers) (sum
-of squared patches of a picture), three passes if any of the tower is trained, else one.
+trained weights that are multiplied with a token; layers below every trained weight have no backward
+pass: 2 tokens and 2 c squares. c: half the query and value channels, summed over heads and layers,
+because attention is causal. Linear attention: 6 tokens times the multiplications in its convolution
+and its state; 2 in layers below. Pictures: 2 passes (weights per patch) patches + 4 passes (width x
+layers) (sum of squared patches per picture), with three passes if any of the vision tower is
+trained, else one.
 """
 
 import contextlib
@@ -27,6 +28,7 @@ from . import model_config, parallel
 from .args_rules_training import plan_schedule
 from .args_values import show_count
 from .callbacks import TrainerCallback
+from .errors import Keys
 from .families import values_of
 from .files import (
     RUN_SUMMARY_NAME,
@@ -43,8 +45,8 @@ from .weights_files import InitSource
 
 # -- speed
 
-# Words of a device's name, and its dense bf16 and fp16 peak in FLOP/s from NVIDIA's data sheets
-# (without sparsity); None where it is lower. The first row that fits counts.
+# Words in a device's name -> its dense bf16 and fp16 peak in FLOP/s from NVIDIA's data sheets
+# (without sparsity); None if its peak is lower and not known. The first row that matches is used.
 _PEAK_FLOPS = (
     ("A100", 312e12),
     ("A800", 312e12),
@@ -64,12 +66,12 @@ _PEAK_FLOPS = (
 
 
 class Throughput:
-    """Times steps between two lines of the log and turns their token counts into rates.
+    """Times the steps between two log lines and turns their token counts into rates.
 
-    Counts are of the whole step, over all ranks. world_size: number of devices; peak_flops: FLOP/s
-    of one device, None if unknown. Nothing here waits for the GPU: a step with queued work shifts
-    its time to the next one. The sums between two lines are right as long as the loop reads a
-    number (loss, grad norm) off each step.
+    Counts are of whole steps, over all ranks. world_size: number of devices; peak_flops: FLOP/s of
+    one device, None if unknown. Nothing here waits for the GPU: queued work shifts a step's time to
+    the next step. The sums between two lines are right as long as the loop reads a value (loss,
+    gradient norm) in each step.
     """
 
     def __init__(
@@ -84,8 +86,8 @@ class Throughput:
         self._reset()
 
     @classmethod
-    def of(cls, args) -> "Throughput":
-        """The meter of a run with these TrainingArguments on this rank's device."""
+    def of(cls, args: Keys) -> "Throughput":
+        """The Throughput for a run with these TrainingArguments on this rank's device."""
         peak = None
         if torch.cuda.is_available() and (args.bf16 or args.fp16):
             peak = peak_flops(torch.cuda.get_device_name())
@@ -96,12 +98,12 @@ class Throughput:
         self._time_s = self._flops = 0.0
 
     def start(self) -> None:
-        """A step begins."""
+        """Mark the begin of a step."""
         self._started = self._clock()
 
     def stop(self, tokens: float, positions: float, model_flops: float = 0.0) -> None:
-        """A step ends. tokens: without padding; positions: padding included; model_flops: of the
-        step's model, forward and backward (0 if not counted)."""
+        """Mark the end of a step. tokens: without padding; positions: with padding; model_flops:
+        forward and backward passes of the step's model (0: not counted)."""
         self._time_s += self._clock() - self._started
         self._steps += 1
         self._tokens += tokens
@@ -109,11 +111,11 @@ class Throughput:
         self._flops += model_flops
 
     def take(self) -> dict[str, float]:
-        """Rates over the steps since the last call, and a new start; {} without a step.
+        """Rates over the steps since the last call; starts again. {} if there was no step.
 
-        Keys: step_time_s (mean), tokens_per_second, tokens_per_second_per_device,
-        padding_fraction (of all positions), tflops_per_device if FLOPs were counted, mfu (of 1)
-        if the peak is known too.
+        Keys: step_time_s (mean), tokens_per_second, tokens_per_second_per_device, padding_fraction
+        (of all positions), tflops_per_device if FLOPs were counted, and mfu (up to 1) if the peak
+        is known too.
         """
         if not self._steps:
             return {}
@@ -134,23 +136,23 @@ class Throughput:
 
 
 class ModelSizes(NamedTuple):
-    """The sizes of a model for the cost of a token, of a config of either backend."""
+    """The sizes of a model that decide the cost of a token, from a config of either backend."""
 
-    weights: float  # multiplied with a token
-    core: float  # half the sum of query and value channels over all heads and layers
+    weights: float  # weights that are multiplied with a token
+    core: float  # half the query and value channels, summed over heads and layers
     num_layers: int
     hidden_size: int
     vocab_size: int
-    mlp_weights: float  # of one layer, mean over layers; of a mixture those of one token's experts
-    linear: float = 0.0  # products of linear attention for a token, weights apart
+    mlp_weights: float  # per layer, on average; with experts only those that a token uses
+    linear: float = 0.0  # multiplications per token in linear attention, besides weights
 
-    def cost(self, tokens, squares):
-        """Products of a forward pass, for sums or arrays of them. squares: the documents' squared
-        lengths. The same numbers on every rank and host: one rounding an operation."""
+    def cost(self, tokens: Any, squares: Any) -> Any:
+        """Multiplications in a forward pass, for numbers or arrays. squares: sum of squared
+        document lengths. Exactly the same on every rank and host."""
         return (self.weights + self.linear) * tokens + self.core * squares
 
     def passes(self, count: float, others: "ModelSizes | None" = None) -> "ModelSizes":
-        """The sizes for `count` passes over a token, and those of others added."""
+        """The sizes times `count` forward passes, plus those of `others`."""
         sums = {name: count * getattr(self, name) for name in ("weights", "core", "linear")}
         if others is not None:
             sums = {name: size + getattr(others, name) for name, size in sums.items()}
@@ -159,15 +161,15 @@ class ModelSizes(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelWork:
-    """The FLOPs of a step: the formulas at the top of this file. reference: all that runs forward
-    only."""
+    """The quantities that a step's FLOPs depend on; the formulas are at the top of this file.
+    reference: models that run only forward."""
 
     frozen: float = 0.0
     trained: float = 0.0
     core: float = 0.0
     reference: ModelSizes | None = None
     inputs: InputWork | None = None
-    below: float = 0.0  # weights below the layers with a backward pass
+    below: float = 0.0  # weights in layers without a backward pass
     core_below: float = 0.0
     linear: float = 0.0
     linear_below: float = 0.0
@@ -175,8 +177,8 @@ class ModelWork:
     def flops(
         self, tokens: float, squares: float, units: float = 0.0, unit_squares: float = 0.0
     ) -> float:
-        """tokens: without padding; squares: the sum of the documents' squared lengths; units and
-        unit_squares: the same of inputs beside text."""
+        """FLOPs of a step. tokens: without padding; squares: sum of squared document lengths;
+        units, unit_squares: the same for inputs other than text."""
         flops = (4 * self.frozen + 6 * self.trained) * tokens + 6 * self.core * squares
         flops += 2 * self.below * tokens + 2 * self.core_below * squares
         flops += (6 * self.linear + 2 * self.linear_below) * tokens
@@ -188,12 +190,14 @@ class ModelWork:
         return flops
 
 
-def model_work(model, reference=None, forward_passes=(0, 1)) -> ModelWork:
-    """The work of a model in training; none for unknown sizes.
+def model_work(
+    model: Any, reference: Any = None, forward_passes: tuple[float, float] = (0, 1)
+) -> ModelWork:
+    """The ModelWork of a model that is trained; all zeros if its sizes are unknown.
 
-    model: VirtualModels or a transformers model. reference: a model that each batch passes forward
-    only; `model` itself stands for the one before training.
-    forward_passes: of the model and of the reference over a step's tokens, beside training's.
+    model: VirtualModels or a transformers model. reference: a model through which each batch passes
+    forward only; `model` itself stands for the model before training. forward_passes: extra forward
+    passes of the model and of the reference over a step's tokens.
     """
     config = getattr(model, "config", None)
     sizes = model_sizes(config)
@@ -220,13 +224,13 @@ def model_work(model, reference=None, forward_passes=(0, 1)) -> ModelWork:
     return ModelWork(*weights, sizes.core, beside, inputs, linear=sizes.linear)
 
 
-def partial_work(config, trained: Collection[str], reference: ModelSizes | None) -> ModelWork:
-    """The work of a model with frozen weights. config: as of model_sizes, with known sizes;
-    trained: the Hugging Face modules in training."""
+def partial_work(config: Any, trained: Collection[str], reference: ModelSizes | None) -> ModelWork:
+    """The ModelWork of a model with frozen weights. config: any that model_sizes knows; trained:
+    the trained Hugging Face modules."""
     sizes = model_sizes(config)
     lowest = lowest_layer(trained, sizes.num_layers)
     linear = _fields_of(config).get("linear_layers") or ()
-    linear_below = sum(layer < lowest for layer in linear)  # without a backward pass
+    linear_below = sum(layer < lowest for layer in linear)  # layers without a backward pass
     share = (lowest - linear_below) / max(sizes.num_layers - len(linear), 1)
     weights = {"below": 0.0, "frozen": 0.0, "trained": 0.0}
     for module, (uses, shape) in _matrices_of(config).items():
@@ -245,9 +249,9 @@ def _is_embedding(module: str) -> bool:
     return module in ("model.embed_tokens", "model.language_model.embed_tokens")
 
 
-def model_sizes(config) -> ModelSizes | None:
-    """The sizes in a McaModelConfig or a transformers config; None outside the table of
-    families."""
+def model_sizes(config: Any) -> ModelSizes | None:
+    """The sizes in a McaModelConfig or a transformers config; None if its family is not in
+    FAMILIES."""
     fields = _fields_of(config)
     if not fields:
         return None
@@ -275,7 +279,8 @@ def model_sizes(config) -> ModelSizes | None:
 
 
 def _more_of_full_layers(fields: dict[str, Any]) -> int:
-    """Query and value channels of all heads that layers without a window have beyond the others."""
+    """The number of query and value channels, over all heads, that layers without a window have
+    more than other layers."""
     if not fields.get("full_kv_channels"):
         return 0
     full = fields["num_layers"] - len(fields["sliding_layers"])
@@ -284,24 +289,24 @@ def _more_of_full_layers(fields: dict[str, Any]) -> int:
 
 
 def _linear_products(fields: dict[str, Any]) -> int:
-    """Products of a layer with linear attention for a token: the convolution, and of each head
-    three products with the state [k, v]."""
+    """Multiplications per token in a linear attention layer: the convolution, and for each head
+    three with the state [k, v]."""
     k = fields["linear_key_head_dim"]
     of_values = fields["linear_num_value_heads"] * fields["linear_value_head_dim"]
     channels = 2 * fields["linear_num_key_heads"] * k + of_values
     return channels * fields["linear_conv_kernel_dim"] + 3 * of_values * k
 
 
-def _fields_of(config) -> dict[str, Any]:
-    """McaModelConfig's fields, of such a config or of one of transformers."""
+def _fields_of(config: Any) -> dict[str, Any]:
+    """McaModelConfig's fields, from such a config or a transformers config."""
     if hasattr(config, "hf_model_type"):
         return vars(config)
     return values_of(config) if hasattr(config, "model_type") else {}
 
 
-def _matrices_of(config) -> dict[str, tuple[float, tuple]]:
-    """Hugging Face's module -> (a token's products with it, shape) of each matrix. A token has
-    products with a share of the experts; with the head also for each token predicted ahead."""
+def _matrices_of(config: Any) -> dict[str, tuple[float, tuple[int, ...]]]:
+    """Hugging Face module -> (how often a token is multiplied with it, shape) for each matrix. A
+    token uses a share of the experts, and the head once more per token predicted ahead."""
     fields = _fields_of(config)
     ahead = fields.get("mtp_num_layers") or 0
     hf_config = fields.get("hf_config") or config.to_dict()
@@ -324,8 +329,8 @@ def _matrices_of(config) -> dict[str, tuple[float, tuple]]:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """The dense bf16 and fp16 peak of a device in FLOP/s, by its name of
-    torch.cuda.get_device_name(). None for an unknown device: better no mfu than a wrong one."""
+    """A device's dense bf16 and fp16 peak in FLOP/s, by its name from torch.cuda.get_device_name();
+    None if unknown, because no MFU is better than a wrong one."""
     words = set(re.split(r"[^A-Z0-9]+", device_name.upper()))
     for name, flops in _PEAK_FLOPS:
         if words.issuperset(name.split()):
@@ -334,7 +339,7 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def peak_memory_gib() -> float:
-    """Peak memory of this process in GiB: CUDA's allocator, or the resident set on a CPU."""
+    """This process's peak memory in GiB: of CUDA's allocator, or the resident set on a CPU."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
@@ -343,17 +348,17 @@ def peak_memory_gib() -> float:
 
 # -- the log
 
-# Seconds between two drawings of the pictures, and at least so many times the time of one
+# The page is drawn at most every DRAW_EVERY_S seconds, and DRAW_SHARE times the time it takes.
 DRAW_EVERY_S = 30.0
 DRAW_SHARE = 50
 _CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"  # megatron-core recommends 1
-_WIDTH = 34  # of a name in the start summary
+_WIDTH = 34  # width of a name in the start summary
 _KNOWN = {"step", *(metric.key for metric in METRICS)}
 
 
-def format_summary(sections: Mapping[str, Mapping]) -> str:
-    """The start summary as text: a line for each section's name, below it its values in one column.
-    A value of None leaves its line out."""
+def format_summary(sections: Mapping[str, Mapping[str, Any]]) -> str:
+    """The start summary as text: a line with each section's name, then its values in one column. A
+    value of None is skipped."""
     lines = []
     for name, values in sections.items():
         known = {key: value for key, value in values.items() if value is not None}
@@ -362,15 +367,15 @@ def format_summary(sections: Mapping[str, Mapping]) -> str:
     return "\n".join(lines)
 
 
-def format_progress(logs: Mapping, max_steps: int, eta_s: float | None = None) -> str:
-    """One line for the numbers of one record of the log, in the order of METRICS."""
+def format_progress(logs: Mapping[str, Any], max_steps: int, eta_s: float | None = None) -> str:
+    """A line for one log record, with its values in the order of METRICS."""
     parts = [f"step {logs['step']}/{max_steps}"]
     for metric in PROGRESS:
         is_noise = metric.key.startswith("lag_") and "slowest_rank" not in logs
         if metric.key in logs and logs[metric.key] >= metric.least and not is_noise:
             parts.append(f"{metric.name} {metric.form(logs[metric.key])}")
     for key, value in logs.items():
-        if key not in _KNOWN and value:  # as skipped_iter, in the steps after which it is 0
+        if key not in _KNOWN and value:  # 0 is not shown, as in skipped_iter
             parts.append(f"{key} {metric_of(key).form(value)}")
     if eta_s is not None:
         parts.append(f"eta {format_duration(eta_s)}")
@@ -378,24 +383,26 @@ def format_progress(logs: Mapping, max_steps: int, eta_s: float | None = None) -
 
 
 class Pictures(TrainerCallback):
-    """Gives a trainer's Report the function that draws the run: Pictures(tool_page.draw)."""
+    """Gives a trainer's Report the function that draws a run: Pictures(tool_page.draw)."""
 
-    def __init__(self, draw: Callable) -> None:
+    def __init__(self, draw: Callable[..., None]) -> None:
         self.draw = draw
 
-    def on_init_end(self, args, state, control, trainer, **kwargs) -> None:
+    def on_init_end(
+        self, args: Any, state: Any, control: Any, trainer: Any = None, **kwargs: Any
+    ) -> None:
         trainer.report.draw = self.draw
 
 
-def _tensorboard(args, resumed_step: int) -> tuple[Callable, Callable]:
-    """(a function of numbers and their step, the function that closes the tracker)"""
+def _tensorboard(args: Keys, resumed_step: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """(a function of values and their step, a function that closes the tracker)."""
     from torch.utils.tensorboard import SummaryWriter
 
-    # purge_step hides the numbers of a crashed run after the resumed step
+    # purge_step hides what a crashed run wrote after the resumed step
     purge_step = resumed_step + 1 if resumed_step else None
     writer = SummaryWriter(os.path.join(args.output_dir, "runs"), purge_step=purge_step)
 
-    def track(numbers: dict, step: int) -> None:
+    def track(numbers: dict[str, Any], step: int) -> None:
         for key, value in numbers.items():
             group = "eval/" if key.startswith("eval_") else "train/"
             writer.add_scalar(group + key.removeprefix("eval_"), value, step)
@@ -403,7 +410,7 @@ def _tensorboard(args, resumed_step: int) -> tuple[Callable, Callable]:
     return track, writer.close
 
 
-def _wandb(args, resumed_step: int) -> tuple[Callable, Callable]:
+def _wandb(args: Keys, resumed_step: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
     import wandb
 
     project = os.environ.get("WANDB_PROJECT", "mca_lite")
@@ -412,21 +419,23 @@ def _wandb(args, resumed_step: int) -> tuple[Callable, Callable]:
     return lambda numbers, step: run.log(numbers, step=step), run.finish
 
 
-_TRACKERS = {"tensorboard": _tensorboard, "wandb": _wandb}  # of report_to
+_TRACKERS = {"tensorboard": _tensorboard, "wandb": _wandb}  # by the values of report_to
 
 
 class Report(TrainerCallback):
-    """Prints progress and writes the log, as TrainingArguments set it. Every rank constructs one,
-    only the rank with `is_main` prints and writes.
+    """Prints progress and writes the log, as TrainingArguments say. Every rank makes one; only the
+    rank with `is_main` prints and writes.
 
-    With disable_tqdm None a bar is shown where stderr is a terminal, and plain lines elsewhere.
-    draw: a function of TrainingArguments that draws the pictures of a run, again and again while it
-    trains and at its end; None: none are drawn. A failure of it does not end the run.
+    If disable_tqdm is None, there is a bar if stderr is a terminal, otherwise plain lines. draw: a
+    function of TrainingArguments that draws a run, repeatedly while it trains and at its end; None:
+    nothing is drawn. If it fails, the run goes on.
     """
 
-    draw: Callable | None = None
+    draw: Callable[..., Any] | None = None
 
-    def __init__(self, args, is_main: bool, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, args: Keys, is_main: bool, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self.args = args
         self.is_main = is_main
         self._clock = clock
@@ -434,16 +443,17 @@ class Report(TrainerCallback):
         self.uses_bar = not args.disable_tqdm
         if args.disable_tqdm is None:
             self.uses_bar = sys.stderr.isatty()
-        self._opened = contextlib.ExitStack()  # of a run: log, bar and trackers
-        self._file = self._bar = None
-        self._trackers: list[Callable] = []
+        self._opened = contextlib.ExitStack()  # closes log, bar and trackers
+        self._file: Any = None
+        self._bar: Any = None
+        self._trackers: list[Callable[..., None]] = []
         self._max_steps = self.first_step = 0
         self._started = self._draw_at = clock()
-        self._facts: dict = {}  # run_summary.json
+        self._facts: dict[str, Any] = {}  # content of run_summary.json
 
     def print(self, text: str) -> None:
-        """Print on the main rank only, above the bar if there is one. Where stdout takes no more,
-        the log goes on, with a note."""
+        """Print on the main rank only, above the bar if there is one. If stdout cannot be written
+        any more, the log goes on, with a note."""
         if not self.is_main:
             return
         try:
@@ -458,12 +468,12 @@ class Report(TrainerCallback):
                 note = f"stdout takes no more ({error}): this file goes on"
                 self._file.write(json.dumps({"note": note}) + "\n")
 
-    def summary(self, sections: Mapping[str, Mapping]) -> None:
-        """Print the start summary, see `format_summary`. run_summary.json gets it too."""
+    def summary(self, sections: Mapping[str, Mapping[str, Any]]) -> None:
+        """Print the start summary (format_summary), and keep it for run_summary.json."""
         self._facts["sections"] = sections
         self.print(format_summary(sections))
 
-    def on_train_begin(self, args, state, control, **kwargs) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._max_steps = state.max_steps
         self.first_step = state.global_step
         self._started = self._clock()
@@ -471,7 +481,7 @@ class Report(TrainerCallback):
             return
         self._close()
         os.makedirs(self.args.output_dir, exist_ok=True)
-        kept = []  # lines up to the resumed step; a new run begins an empty log
+        kept = []  # keep lines up to the resumed step; a new run starts with an empty log
         if self.first_step:
             lines = filter(log_line, read_lines(self.log_path))
             kept = [line for line in lines if line["step"] <= self.first_step]
@@ -495,16 +505,16 @@ class Report(TrainerCallback):
             self._trackers.append(track)
             self._opened.callback(close)
 
-    def on_step_end(self, args, state, control, **kwargs) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._bar is not None:
             self._bar.update(state.global_step - self._bar.n)
 
-    def on_log(self, args, state, control, logs, **kwargs) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any, **kwargs: Any) -> None:
         self.log(logs)
 
-    def log(self, logs: Mapping) -> None:
-        """Write one record: a line of trainer_log.jsonl (unrounded), of the trackers and of the
-        progress. `logs` has "step"; numbers may be tensors or numpy's, of one element."""
+    def log(self, logs: Mapping[str, Any]) -> None:
+        """Write one record: a line in trainer_log.jsonl (unrounded), in the trackers and in the
+        progress. `logs` has "step"; values may be tensors or numpy arrays of one element."""
         if not self.is_main:
             return
         logs = {k: v.item() if hasattr(v, "item") else v for k, v in logs.items()}
@@ -516,11 +526,11 @@ class Report(TrainerCallback):
         if self._file is None:
             return
         self._file.write(json.dumps(logs) + "\n")
-        self._file.flush()  # for readers of the file, and against a crash
+        self._file.flush()  # so that others can read it, and a crash loses nothing
         if self._clock() >= self._draw_at:
             self._draw()
 
-    def _show(self, numbers: Mapping) -> None:
+    def _show(self, numbers: Mapping[str, Any]) -> None:
         if self._bar is not None and "loss" in numbers:
             self._bar.set_postfix_str(format_progress(numbers, self._max_steps).split("  ", 1)[1])
             return
@@ -531,11 +541,11 @@ class Report(TrainerCallback):
             eta_s = (self._clock() - self._started) / done * left
         self.print(format_progress(numbers, self._max_steps, eta_s))
 
-    def on_train_end(self, args, state, control, **kwargs) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.end("finished")
 
     def end(self, state: str) -> None:
-        """Write the end's state, draw the pictures, close the log and the trackers."""
+        """Write the final state, draw the run, close log and trackers."""
         if not self.is_main:
             return
         self._write_facts(state)
@@ -552,7 +562,7 @@ class Report(TrainerCallback):
         began = self._clock()
         try:
             self.draw(self.args)
-        except Exception as error:  # from a full disk, or a font
+        except Exception as error:  # a full disk, or a missing font
             self.print(f"note: no more pictures of this run: {describe_error(error)}")
             self.draw = None
         now = self._clock()
@@ -564,8 +574,8 @@ class Report(TrainerCallback):
         self._trackers = []
 
 
-def run_summary(trainer, plan) -> dict[str, dict]:
-    """Sections of the start summary: model, layout, steps, dataset, and automatic choices."""
+def run_summary(trainer: Any, plan: Any) -> dict[str, dict[str, Any]]:
+    """The sections of the start summary: model, layout, steps, dataset, automatic choices."""
     args = trainer.args
     backend = trainer.backend
     config = getattr(trainer.model, "config", None)
@@ -574,7 +584,7 @@ def run_summary(trainer, plan) -> dict[str, dict]:
     device = parallel.device().type
     precision = backend.precision
     if args.fp8:
-        precision += f", products in fp8 ({args.fp8}, {args.fp8_recipe})"
+        precision += f", matmuls in fp8 ({args.fp8}, {args.fp8_recipe})"
     kind = "plain torch DDP"
     if backend.name == "megatron":
         kind = f"megatron-core, {config.transformer_impl} layers"
@@ -611,8 +621,8 @@ def run_summary(trainer, plan) -> dict[str, dict]:
     return {**sections, **trainer.extra_summary}
 
 
-def steps_summary(trainer, plan) -> dict[str, Any]:
-    """Batch, steps and learning rate of a trainer, and of its BatchPlan."""
+def steps_summary(trainer: Any, plan: Any) -> dict[str, Any]:
+    """Batch size, steps and learning rate of a trainer and its BatchPlan."""
     args = trainer.args
     state = trainer.state
     unit = getattr(trainer.train_dataset, "unit", "samples")
@@ -630,16 +640,17 @@ def steps_summary(trainer, plan) -> dict[str, Any]:
     }
 
 
-def connections(args, device: str) -> str | None:
-    """A warning if CUDA_DEVICE_MAX_CONNECTIONS is not 1 under tensor parallelism on a GPU."""
+def connections(args: Keys, device: str) -> str | None:
+    """A warning if CUDA_DEVICE_MAX_CONNECTIONS is not 1 with tensor parallelism on a GPU; else
+    None."""
     is_parallel = device != "cpu" and args.tensor_model_parallel_size > 1
     if is_parallel and os.environ.get(_CONNECTIONS) != "1":
-        return "not 1: exported so, messages begin before the products that hide them"
+        return "not 1: with 1, communication starts before the matmuls that it overlaps with"
     return None
 
 
-def _expert_layout(backend) -> str | None:
-    """The experts of a rank, None without experts on megatron-core."""
+def _expert_layout(backend: Any) -> str | None:
+    """The experts on a rank, as text; None without experts, and on plain torch."""
     if backend.name != "megatron" or not backend.config.num_moe_experts:
         return None
     config = backend.config
@@ -649,8 +660,9 @@ def _expert_layout(backend) -> str | None:
     return f"{ep} x {etp} ({experts // ep} of {experts} experts a rank)"
 
 
-def balance_summary(backend, args) -> str | None:
-    """The load-balancing loss of the routers, and the key that set it; None without routers."""
+def balance_summary(backend: Any, args: Keys) -> str | None:
+    """The routers' load-balancing loss, and the key that set it, as text; None if there are no
+    routers."""
     if backend.statistics_of_routers is None:
         return None
     losses = backend.losses_of_routers

@@ -1,4 +1,4 @@
-"""Metrics of the log: their names and forms, and the lines of trainer_log.jsonl."""
+"""The log's metrics: their names and formats, and the lines of trainer_log.jsonl."""
 
 import contextlib
 import json
@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 from .files import is_there
 
-MOST = 10**15  # steps, tokens, seconds since 1970
+MOST = 10**15  # the largest count of steps or tokens, or seconds since 1970
 
 
 def format_duration(seconds: float) -> str:
-    """58s, 1m20s or 2h05m."""
+    """Seconds as 58s, 1m20s or 2h05m."""
     minutes, second = divmod(max(0, round(seconds)), 60)
     hours, minute = divmod(minutes, 60)
     if hours:
@@ -25,7 +25,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_rate(per_second: float) -> str:
-    """850, 12.3k or 1.2M."""
+    """A rate as 850, 12.3k or 1.2M."""
     for limit, unit in ((1e6, "M"), (1e3, "k")):
         if per_second >= limit:
             return f"{per_second / limit:.1f}{unit}"
@@ -33,10 +33,10 @@ def format_rate(per_second: float) -> str:
 
 
 class Metric(NamedTuple):
-    """A number of the log: its key there, its name and form for a reader.
+    """A value in the log: its key there, its name and format for a reader.
 
-    chart: the title of its chart on the page, None for none. figure: the number that stands for all
-    values of a run, on the page and in `watch`. least: the least value that the progress line
+    chart: the title of its chart on the page; None: no chart. figure: picks the value that stands
+    for a whole run, on the page and in `watch`. least: the smallest value that the progress line
     shows.
     """
 
@@ -57,9 +57,15 @@ _percent = "{:.1%}".format
 _load = "{:.2f} x mean".format
 _count = "{:,}".format
 _lag = "+{:.2f} s".format
-PHASES = ("data", "model", "update", "save", "callbacks")  # of a step, without waits for ranks
-# In the order of the progress line, and of the page. A key without a row is shown as it is, and has
-# a chart of its own.
+PHASES = (
+    "data",
+    "model",
+    "update",
+    "save",
+    "callbacks",
+)  # the phases of a step, without waiting for other ranks
+# In the order of the progress line and of the page. A key without a row is shown as it is, with a
+# separate chart.
 PROGRESS = (
     Metric("epoch", "epoch", "{:.2f}".format),
     Metric("loss", "loss", chart=_LOSS),
@@ -109,7 +115,7 @@ METRICS = (
     ),
     Metric("consumed_tokens", "tokens", _count),
     Metric("consumed_samples", "samples", _count),
-    # their curves have the shape of tokens_per_second's
+    # no charts, because these curves look like tokens_per_second's
     Metric(
         "tokens_per_second_per_device", "tokens/s a device", format_rate, figure=statistics.median
     ),
@@ -118,8 +124,8 @@ METRICS = (
 
 
 def metric_of(key: str) -> Metric:
-    """The row of a key, or a new one. An evaluation's key (eval_loss, eval_<data set>_loss) has the
-    row of the key in training."""
+    """The row for a key, or a new row. An evaluation's key (eval_loss, eval_<dataset>_loss) has the
+    row of the training key."""
     name = key.removeprefix("eval_")
     for metric in METRICS:
         of_data_set = name != key and name.endswith(f"_{metric.key}")
@@ -132,28 +138,32 @@ def metric_of(key: str) -> Metric:
 
 
 def is_number(value: Any) -> bool:
-    """True for a finite number whose differences and quotients with others are finite too."""
+    """True for a finite number whose differences and quotients with other numbers
+    are finite too."""
     is_real = isinstance(value, (int, float)) and not isinstance(value, bool)
     return is_real and (value == 0 or 1e-300 <= abs(value) <= 1e300)
 
 
 def is_count(value: Any) -> bool:
-    """True for a whole number from 0 to MOST."""
+    """True for an int from 0 to MOST."""
     return type(value) is int and 0 <= value <= MOST
 
 
-def log_line(record: dict) -> dict[str, Any]:
-    """A line of the log: its step, and the keys that have numbers; {} without step."""
+def log_line(record: dict[str, Any]) -> dict[str, Any]:
+    """A log line's step and numeric values; {} if it has no step."""
     if not is_count(record.get("step")):
         return {}
     return {key: value for key, value in record.items() if is_number(value)}
 
 
-def read_lines(path: str | os.PathLike, convert: Callable[[dict], dict] = dict) -> list[dict]:
-    """The records of a .jsonl file that another process may be writing, [] without a file.
+def read_lines(
+    path: str | os.PathLike[str], convert: Callable[[dict[str, Any]], dict[str, Any]] = dict
+) -> list[dict[str, Any]]:
+    """The records of a .jsonl file that another process may be writing; [] if there is no file.
 
-    convert: from a line's object to its record, an empty one for none. Lines that are no objects,
-    as a last one without its end, are left out. OSError or ValueError where it cannot be read.
+    convert: turns a line's object into its record, or into an empty one to drop it. A line that is
+    not a JSON object, such as an unfinished last line, is skipped. Raises OSError or ValueError if
+    the file cannot be read.
     """
     path = Path(path)
     if not is_there(path):

@@ -1,21 +1,22 @@
-"""Token losses without whole logits: pure functions over hidden states and the output weight.
+"""Token losses without whole logits: functions of hidden states and the output weight.
 
 Letters: n rows (tokens), h hidden size, V vocabulary, tp the tensor-parallel size. Each rank has
-the rows [rank * V/tp, (rank + 1) * V/tp) of the output weight.
+rows [rank * V/tp, (rank + 1) * V/tp) of the output weight.
 
-    loss_t = logsumexp(z_t) - z_t[y_t],   z_t = h_t W^T,   the sums in float32
+    loss_t = logsumexp(z_t) - z_t[y_t],   z_t = h_t W^T,   with sums in float32
 
-An adapter on the output weight adds l_t B^T to z_t: a second pair of factors, treated the same.
+An adapter on the output weight adds l_t B^T to z_t: a second pair of factors, treated in the same
+way.
 
-The logits exist only for `chunk_size` rows at a time, in the dtype of their product. If all rows
-weigh the same in the objective (a sum), or the head is frozen, gradients are taken in the forward
-pass, from the logits of the chunk; the backward pass multiplies them by the weights. With
-preference losses, rows have different weights, known only after the forward pass. The gradient of a
-trained head is a sum with these weights: the backward pass computes the logits again.
+Logits exist only for `chunk_size` rows at a time, in the dtype of their matmul. If all rows have
+the same weight in the objective (a sum), or the head is frozen, gradients are computed in the
+forward pass from a chunk's logits, and the backward pass multiplies them by the weights. Preference
+losses give rows different weights, known only after the forward pass; then the gradient of a
+trained head is a sum with these weights, so the backward pass computes the logits again.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -27,49 +28,48 @@ from .kernels import compiled, compiles, fused
 from .mcore import reduce_from_tensor_model_parallel_region
 from .parallel import gather_into, sum_gradients, to_device
 
-# bounds the largest logit from below: it is finite also on a rank with padding alone
+# a lower bound for the largest logit, which stays finite on a rank that has only padding
 _LOWEST = torch.finfo(torch.float32).min
 
 # ---- losses on logits
 
 
-def num_ranks(group) -> int:
-    """Ranks of a group; None: one rank."""
+def num_ranks(group: Any) -> int:
+    """Ranks in a group; 1 for None."""
     return 1 if group is None else group.size()
 
 
-def all_reduce(tensor, op, group):
-    """Reduce in place over a group; None: one rank."""
+def all_reduce(tensor: torch.Tensor, op: Any, group: Any) -> torch.Tensor:
+    """All-reduce a tensor in place over a group; None: one rank, nothing to do."""
     if num_ranks(group) > 1:
         dist.all_reduce(tensor, op=op, group=group)
     return tensor
 
 
 class Head(NamedTuple):
-    """Constants of all chunks of a loss."""
+    """Constants that all chunks of a loss share."""
 
     group: Any  # a ProcessGroup; None: one rank
     vocab_size: int
     first: int  # token id of this rank's first column
-    columns: int  # this rank's columns of token ids; those after them pad
+    columns: int  # how many of this rank's columns are token ids; later ones are padding
     chunk_size: int
     softcap: float | None
-    shape: tuple[int, ...] = ()  # of the labels: [b, s], or [s, b]
+    shape: tuple[int, ...] = ()  # shape of the labels: [b, s] or [s, b]
     sequence_first: bool = False
 
-    def place(self, labels):
-        """(column of each label, 0 for labels of other ranks; bool, True for labels of this
-        rank)."""
+    def place(self, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(column of each label on this rank, or 0; bool, True if the label is on this rank)."""
         column = labels - self.first
         here = (column >= 0) & (column < self.columns)
         return column.where(here, 0), here
 
-    def unknown(self, tokens):
-        """bool, True for numbers that are no token id."""
+    def unknown(self, tokens: torch.Tensor) -> torch.Tensor:
+        """bool, True for values that are not a token id."""
         return (tokens < 0) | (tokens >= self.vocab_size)
 
     def of_first(self, size: int) -> "Head":
-        """The head of the first `size` token ids alone."""
+        """The head for only the first `size` token ids."""
         vocab_size = min(size, self.vocab_size)
         columns = min(max(vocab_size - self.first, 0), self.columns)
         return self._replace(vocab_size=vocab_size, columns=columns)
@@ -77,15 +77,15 @@ class Head(NamedTuple):
 
 @dataclass(frozen=True)
 class Logits:
-    """The logits of n tokens with a label. Each rank has the columns of the token ids `vocabulary`:
-    all of them without tensor parallelism.
+    """The logits of n labelled tokens. Each rank has the columns of the token ids `vocabulary`,
+    which are all ids without tensor parallelism.
 
-    product: hidden times the head before its cap, [n, V/tp]. labels: int64 [n], global token ids.
+    product: hidden times the head, before a cap, [n, V/tp]. labels: int64 [n], global token ids.
     hidden [n, h]: the last hidden states as the head reads them, the same on all ranks. weight
-    [V/tp, h]: this rank's rows of the head. These two are for losses that need more than the
-    logits. In a product of hidden with this rank's rows write spread(hidden), or its gradient is
-    too small. places: int64 [n], of the tokens among all labels. batch: the micro-batch as
-    _pre_compute_loss gets it, None in passes without one.
+    [V/tp, h]: this rank's rows of the head. hidden and weight are for losses that need more than
+    logits; if you multiply hidden by this rank's rows, use spread(hidden), or its gradient is too
+    small. places: int64 [n], the tokens' indices among all labels. batch: the micro-batch as
+    _pre_compute_loss gets it; None in a pass without one.
     """
 
     product: torch.Tensor
@@ -98,43 +98,43 @@ class Logits:
 
     @property
     def vocabulary(self) -> slice:
-        """The token ids of this rank's columns, those of `values`."""
+        """The token ids of this rank's columns in `values`."""
         return slice(self.head.first, self.head.first + self.head.columns)
 
     def take(self, column: torch.Tensor) -> torch.Tensor:
-        """[n, ...]: the values of these tokens in a column [b, s, ...] of this rank's batch, with s
-        cut by context parallelism."""
+        """[n, ...]: a column's values for these tokens. column: [b, s, ...], this rank's shard
+        under context parallelism."""
         index = torch.unravel_index(self.places, self.head.shape)
         return column[index[::-1] if self.head.sequence_first else index]
 
     def of_first(self, size: int) -> "Logits":
-        """The logits of the first `size` token ids alone."""
+        """The logits of only the first `size` token ids."""
         if size >= self.head.vocab_size:
             return self
         return replace(self, head=self.head.of_first(size))
 
     @functools.cached_property
     def values(self) -> torch.Tensor:
-        """float32 [n, columns]: the logits of the model, after its cap."""
+        """float32 [n, columns]: the model's logits, after its cap."""
         values = self.product.float()[:, : self.head.columns]
         cap = self.head.softcap
         return values if cap is None else cap * torch.tanh(values / cap)
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' parts, the same on each of them. Collective."""
+        """The sum of all ranks' parts, the same on each rank. Collective."""
         if self.head.group is None:
             return part
-        whole = part.clone(memory_format=torch.contiguous_format)  # it is reduced in place
+        whole = part.clone(memory_format=torch.contiguous_format)  # because it is reduced in place
         return reduce_from_tensor_model_parallel_region(whole, group=self.head.group)
 
     def spread(self, whole: torch.Tensor) -> torch.Tensor:
-        """`whole`, the same on all ranks, for use with this rank's columns: its gradient is summed
-        over the ranks. Collective in the backward pass."""
+        """A replicated tensor, for use with this rank's columns: its gradient is summed over
+        tensor-parallel ranks. Collective in the backward pass."""
         return whole if self.head.group is None else sum_gradients(whole, self.head.group)
 
     def logsumexp(self, values: torch.Tensor | None = None) -> torch.Tensor:
-        """[n]: log of the sum of exp(z) over the whole vocabulary, of other `values` [n, columns]
-        than the model's if they are given. Collective."""
+        """[n]: log of the sum of exp(z) over the whole vocabulary. values: [n, columns] in place of
+        the model's logits. Collective."""
         if values is None:
             values = self.values
         top = values.new_full(self.labels.shape, _LOWEST)
@@ -144,29 +144,31 @@ class Logits:
         return top + self.sum((values - top[:, None]).exp().sum(1)).log()
 
     def log_softmax(self, values: torch.Tensor | None = None) -> torch.Tensor:
-        """[n, columns]: the log-probabilities of this rank's columns, of other `values` than the
-        model's if they are given. Collective, in the backward pass too."""
+        """[n, columns]: log-probabilities for this rank's columns. values: in place of the model's
+        logits. Collective, in the backward pass too."""
         if values is None:
             values = self.values
         return values - self.spread(self.logsumexp(values))[:, None]
 
     def of_tokens(self, tokens: torch.Tensor, values: torch.Tensor | None = None) -> torch.Tensor:
-        """[n, k]: the logits of global token ids [n, k], of other `values` than the model's if they
-        are given; NaN for ids outside of the vocabulary. Collective."""
+        """[n, k]: the logits of global token ids [n, k]; NaN for ids outside the vocabulary.
+        values: in place of the model's logits. Collective."""
         if values is None:
             values = self.values
         column, here = self.head.place(tokens)
-        part = values.sum(1, keepdim=True).expand(tokens.shape)  # a rank may have padding alone
+        part = values.sum(1, keepdim=True).expand(
+            tokens.shape
+        )  # works on a rank that has only padding
         if self.head.columns:
             part = values.gather(1, column) * here
         return self.sum(part).masked_fill(self.head.unknown(tokens), float("nan"))
 
     def of_labels(self) -> torch.Tensor:
-        """[n]: the logit of each label, NaN for labels that are no token id. Collective."""
+        """[n]: the logit of each label; NaN if the label is not a token id. Collective."""
         return self.of_tokens(self.labels[:, None])[:, 0]
 
     def cross_entropy(self) -> torch.Tensor:
-        """[n]: the default loss. Collective."""
+        """[n]: cross entropy, the default loss. Collective."""
         return self.logsumexp() - self.of_labels()
 
 
@@ -174,7 +176,7 @@ LossOfLogits = Callable[[Logits], torch.Tensor]
 
 
 def checked(losses: torch.Tensor, logits: Logits) -> torch.Tensor:
-    """A function's losses, in float32. ValueError if they are not [n] or [n, k]."""
+    """A loss function's result in float32. Raises ValueError if it is not [n] or [n, k]."""
     n = len(logits.labels)
     if losses.dim() not in (1, 2) or len(losses) != n:
         raise ValueError(
@@ -185,28 +187,30 @@ def checked(losses: torch.Tensor, logits: Logits) -> torch.Tensor:
 
 # ---- token losses in chunks
 
-CHUNK_SIZE_CUDA, CHUNK_SIZE_CPU = 4096, 1024  # rows; a GPU's products want many
-CHUNK_SIZE_OF_LOGITS = 1024  # of functions of the logits, with several float32 tensors of a chunk
-_SLICE = 16384  # columns of the vocabulary in one product of a weight gradient
+CHUNK_SIZE_CUDA, CHUNK_SIZE_CPU = 4096, 1024  # rows; GEMMs on a GPU need many
+CHUNK_SIZE_OF_LOGITS = (
+    1024  # rows for functions of logits, which need several float32 tensors per chunk
+)
+_SLICE = 16384  # vocabulary columns in one GEMM for a weight gradient
 
 
 @compiled
-def _capped(logits, softcap: float):
+def _capped(logits: torch.Tensor, softcap: float) -> torch.Tensor:
     """c tanh(logits / c), in place."""
     return logits.div_(softcap).tanh_().mul_(softcap)
 
 
-def _without_padding(logits, columns: int):
-    """float32, with padding columns at -inf. May be `logits` itself, changed."""
+def _without_padding(logits: torch.Tensor, columns: int) -> torch.Tensor:
+    """The logits as float32, with padding columns at -inf. May change `logits` in place."""
     logits = logits.float()
     if columns < logits.shape[1]:
         logits[:, columns:] = float("-inf")
     return logits
 
 
-def _statistics(logits, places, columns: int):
-    """float32 [3, rows] of capped logits: the largest one, the sum of exponentials relative to it,
-    the one at the row's place (0 for the place -1)."""
+def _statistics(logits: torch.Tensor, places: torch.Tensor, columns: int) -> torch.Tensor:
+    """float32 [3, rows] for capped logits: the largest logit, the sum of exponentials relative to
+    it, and the logit at the row's place (0 if the place is -1)."""
     if compiles(logits):
         return fused().statistics_in_one_pass(logits.contiguous(), places, columns)
     logits = _without_padding(logits, columns)
@@ -216,15 +220,15 @@ def _statistics(logits, places, columns: int):
     return torch.stack([top, total, target.masked_fill(places < 0, 0.0)])
 
 
-def scaled(gradient, by, dtype: torch.dtype):
-    """gradient * by, multiplied in float32. by: float32 [1] or [rows, 1]; torch would round a
-    tensor of no dimensions to bf16 first."""
+def scaled(gradient: torch.Tensor, by: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """gradient * by, multiplied in float32. by: float32 [1] or [rows, 1], because torch would first
+    round a 0-dimensional tensor to bf16."""
     return torch.mul(gradient, by, out=torch.empty_like(gradient, dtype=dtype))
 
 
-def _logits(parts, softcap: float | None):
-    """[rows, V/tp]: the products of (hidden, weight) of a chunk, summed, and capped. In the dtype
-    of a single product; float32 if there are several or a cap."""
+def _logits(parts: Any, softcap: float | None) -> torch.Tensor:
+    """[rows, V/tp]: a chunk's hidden @ weight^T, summed over (hidden, weight) pairs and capped. In
+    the matmul's dtype; float32 if there are several pairs or a cap."""
     (hidden, weight), *more = parts
     logits = hidden @ weight.t()
     if more or softcap is not None:
@@ -234,8 +238,11 @@ def _logits(parts, softcap: float | None):
     return logits if softcap is None else _capped(logits, softcap)
 
 
-def _losses(logits, places, head: Head):
-    """(losses, logsumexp) float32 [rows] of a chunk, of labels of some rank. Collective."""
+def _losses(
+    logits: torch.Tensor, places: torch.Tensor, head: Head
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(losses, logsumexp), float32 [rows], of a chunk whose labels may be on any
+    rank. Collective."""
     found = _statistics(logits, places, head.columns)
     top, total, target = found
     ranks = num_ranks(head.group)
@@ -250,9 +257,16 @@ def _losses(logits, places, head: Head):
     return log - (target - top), log + top
 
 
-def _logit_gradients(logits, places, losses, lse, weights, head: Head):
-    """d sum(weights * losses) / d z in the place of capped logits: softmax, at the label less 1,
-    times the weights of the rows (None: 1) and the slope of the cap."""
+def _logit_gradients(
+    logits: torch.Tensor,
+    places: torch.Tensor,
+    losses: torch.Tensor,
+    lse: torch.Tensor,
+    weights: torch.Tensor | None,
+    head: Head,
+) -> torch.Tensor:
+    """d sum(weights * losses) / d z, written over the capped logits: softmax minus 1 at the label,
+    times the rows' weights (None: 1) and the cap's slope."""
     # p - 1 before any rounding: a nearly certain token still has a gradient
     at_label = torch.expm1(-losses)
     if compiles(logits):
@@ -273,31 +287,31 @@ def _logit_gradients(logits, places, losses, lse, weights, head: Head):
     return logits.copy_(values)
 
 
-def _add_product(into, left, right):
-    """into += left^T right, in float32."""
+def _add_product(into: torch.Tensor, left: torch.Tensor, right: torch.Tensor):
+    """into += left^T right, in float32 and in place."""
     if left.dtype == into.dtype:
         into.addmm_(left.t(), right)
     elif into.is_cuda and left.itemsize == 2:
         torch.addmm(into, left.t(), right, out_dtype=into.dtype, out=into)
     else:
-        # in slices of the vocabulary: a chunk's product is as large as the weight, and never whole
+        # in slices of the vocabulary, because the product is as large as the weight
         for columns, part in zip(left.split(_SLICE, 1), into.split(_SLICE), strict=True):
             part += columns.t() @ right
 
 
 class _Gradients:
-    """Gradients of those of `factors` (hidden, weight, ...) that need one, added up chunk by chunk.
-    A weight's is float32."""
+    """Gradients of those `factors` (hidden, weight, ...) that need one, accumulated over chunks. A
+    weight's gradient is float32."""
 
-    def __init__(self, factors, needed):
-        self.tensors: list = [None] * len(factors)
+    def __init__(self, factors: Sequence[torch.Tensor], needed: Sequence[bool]):
+        self.tensors: list[Any] = [None] * len(factors)
         for i, factor in enumerate(factors):
             if needed[i]:
                 dtype = torch.float32 if i % 2 else factor.dtype
                 self.tensors[i] = torch.zeros_like(factor, dtype=dtype)
 
-    def add(self, rows, parts, d_logits):
-        """parts: (hidden, weight) pairs of the chunk; d_logits [rows, V/tp]."""
+    def add(self, rows: Any, parts: Any, d_logits: torch.Tensor):
+        """Add a chunk's gradients. parts: its (hidden, weight) pairs; d_logits: [rows, V/tp]."""
         for i, (hidden, weight) in enumerate(parts):
             d_hidden, d_weight = self.tensors[2 * i : 2 * i + 2]
             d_product = d_logits.to(weight.dtype)
@@ -307,57 +321,67 @@ class _Gradients:
                 _add_product(d_weight, d_product, hidden)
 
 
-def _version(tensor) -> int | None:
-    """torch's count of changes in place; None for tensors of inference mode, which have none."""
+def _version(tensor: torch.Tensor) -> int | None:
+    """torch's count of in-place changes; None for a tensor of inference mode, which
+    has no count."""
     return None if tensor.is_inference() else tensor._version
 
 
 class TrainedPlaces(NamedTuple):
-    """Indices of trained tokens of labels [b, s], as places in [s, b], int64 [n]: computed on the
-    host to avoid a GPU sync."""
+    """The indices of trained tokens in labels [b, s], counted as in [s, b]; int64 [n]. Computed on
+    the host to avoid a GPU sync."""
 
     labels: torch.Tensor
     version: int | None
     places: torch.Tensor
 
     @classmethod
-    def of(cls, labels, on_host) -> "TrainedPlaces":
-        """Compute them from labels on this rank's device, and the same on the host."""
+    def of(cls, labels: torch.Tensor, on_host: torch.Tensor) -> "TrainedPlaces":
+        """Build from labels on this rank's device, and the same labels on the host."""
         places = (on_host.t().reshape(-1) != IGNORE_INDEX).nonzero()[:, 0]
         return cls(labels, _version(labels), to_device(places, labels.device))
 
-    def known_for(self, labels) -> torch.Tensor | None:
-        """The places in these labels; None if they are others, or were changed since."""
+    def known_for(self, labels: torch.Tensor) -> torch.Tensor | None:
+        """The places for these labels; None for other labels, or if they were changed in place."""
         version = _version(labels)
         is_same = labels is self.labels and version is not None and version == self.version
         return self.places if is_same else None
 
 
-def _chunks(labels, kept, chunk_size: int):
-    """The rows with a label, at the places `kept`, in runs of chunk_size: slices if all have
-    one."""
+def _chunks(labels: torch.Tensor, kept: torch.Tensor, chunk_size: int) -> list[Any]:
+    """The labelled rows, at indices `kept`, in chunks of chunk_size; slices if every row is
+    labelled."""
     if len(kept) == len(labels):
         return [slice(a, a + chunk_size) for a in range(0, len(labels), chunk_size)]
     return [part for part in kept.split(chunk_size) if len(part)]
 
 
-def _pairs(factors, rows):
-    """[(hidden, weight), ...] of these rows."""
+def _pairs(factors: Sequence[torch.Tensor], rows: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """[(hidden, weight), ...] for these rows."""
     pairs = zip(factors[::2], factors[1::2], strict=True)
     return [(hidden[rows], weight) for hidden, weight in pairs]
 
 
-def _converted(gradients, factors, convert):
-    """Each gradient, if there is one, as convert(gradient, dtype=that of its factor)."""
+def _converted(
+    gradients: Sequence[Any], factors: Sequence[torch.Tensor], convert: Callable[..., Any]
+) -> list[Any]:
+    """convert(gradient, dtype=its factor's dtype) for each gradient; None stays None."""
     pairs = zip(gradients, factors, strict=True)
     return [g if g is None else convert(g, dtype=tensor.dtype) for g, tensor in pairs]
 
 
 class _TokenLosses(torch.autograd.Function):
-    """Cross entropy, chunk by chunk. ahead: gradients are taken in the forward pass."""
+    """Cross entropy, chunk by chunk. ahead: True if gradients are computed in the forward pass."""
 
     @staticmethod
-    def forward(ctx, labels, kept, head, ahead, *factors):
+    def forward(
+        ctx: Any,
+        labels: torch.Tensor,
+        kept: torch.Tensor,
+        head: Head,
+        ahead: bool,
+        *factors: torch.Tensor,
+    ) -> torch.Tensor:
         needed = ctx.needs_input_grad[4:]
         chunks = _chunks(labels, kept, head.chunk_size)
         ahead = ahead and any(needed)
@@ -376,10 +400,10 @@ class _TokenLosses(torch.autograd.Function):
             losses[rows], lse[rows] = chunk_losses, chunk_lse = _losses(logits, of_rows, head)
             if ahead:
                 d_logits = _logit_gradients(logits, of_rows, chunk_losses, chunk_lse, None, head)
-                del logits  # the same memory
+                del logits  # frees the name; d_logits uses the same memory
                 gradients.add(rows, parts, d_logits)
                 del d_logits  # the largest tensor here
-        # the target's logit of such a label would be 0, a loss like any other
+        # the logit of such a label would be 0, and its loss would look normal
         unknown = head.unknown(labels) & (labels != IGNORE_INDEX)
         losses.masked_fill_(unknown, float("nan"))
         ctx.head = head
@@ -388,9 +412,9 @@ class _TokenLosses(torch.autograd.Function):
         return losses
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         places, losses, lse, *factors = ctx.saved_tensors
-        # the gradient of a sum is one number, expanded: strides say so without a sync
+        # the gradient of a sum is one expanded value, which strides show without a sync
         is_sum = grad.stride(0) == 0 or len(grad) < 2
         has_frozen_head = not any(ctx.needs_input_grad[5::2])
         if ctx.gradients is not None and (is_sum or has_frozen_head):
@@ -400,23 +424,31 @@ class _TokenLosses(torch.autograd.Function):
             gradients = _Gradients(factors, ctx.needs_input_grad[4:])
             for rows in ctx.chunks:
                 parts = _pairs(factors, rows)
-                of_rows = (x[rows] for x in (places, losses, lse, grad))
+                where, loss, log, weights = (x[rows] for x in (places, losses, lse, grad))
                 logits = _logits(parts, ctx.head.softcap)
-                gradients.add(rows, parts, _logit_gradients(logits, *of_rows, ctx.head))
+                d_logits = _logit_gradients(logits, where, loss, log, weights, ctx.head)
+                gradients.add(rows, parts, d_logits)
             out = _converted(gradients.tensors, factors, torch.Tensor.to)
-        # the schedule keeps the losses, and with them this node, until the next micro-batch
+        # the schedule keeps the losses, and so this node, until the next micro-batch
         ctx.gradients = None
         return None, None, None, None, *out
 
 
 class _LossesOfLogits(torch.autograd.Function):
-    """A function of the logits, chunk by chunk; the backward pass makes them again."""
+    """A function of logits, chunk by chunk; the backward pass computes the logits again."""
 
     @staticmethod
-    def forward(ctx, labels, kept, function, head, *factors):
+    def forward(
+        ctx: Any,
+        labels: torch.Tensor,
+        kept: torch.Tensor,
+        function: LossOfLogits,
+        head: Head,
+        *factors: torch.Tensor,
+    ) -> torch.Tensor:
         chunks = _chunks(labels, kept, head.chunk_size)
         losses = None
-        # an empty chunk shows how many losses a token has
+        # an empty chunk shows how many losses there are per token
         for rows in chunks or [slice(0, 0)]:
             logits = _logits_of(factors, labels, rows, head)
             part = checked(function(logits), logits)
@@ -430,7 +462,7 @@ class _LossesOfLogits(torch.autograd.Function):
         return losses
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         labels, *factors = ctx.saved_tensors
         ranks = num_ranks(ctx.head.group)
         gradients = _Gradients(factors, ctx.needs_input_grad[4:])
@@ -446,7 +478,7 @@ class _LossesOfLogits(torch.autograd.Function):
                 gradients.add(rows, _pairs(factors, rows), d_logits)
             of_hidden, of_weight = gradients.tensors[:2]
             if of_hidden is not None and d_hidden is not None:
-                # the same on all ranks, and the caller sums over them
+                # it is the same on all ranks, and the caller sums over ranks
                 of_hidden[rows] += d_hidden / ranks
             if of_weight is not None and d_weight is not None:
                 of_weight += d_weight
@@ -454,8 +486,10 @@ class _LossesOfLogits(torch.autograd.Function):
         return None, None, None, None, *out
 
 
-def _logits_of(factors, labels, rows, head: Head) -> Logits:
-    """The argument of a function of the logits, for the rows of a chunk, without a history."""
+def _logits_of(
+    factors: Sequence[torch.Tensor], labels: torch.Tensor, rows: Any, head: Head
+) -> Logits:
+    """A chunk's Logits, the argument of a loss function, detached from autograd."""
     parts = _pairs(factors, rows)
     hidden, weight = parts[0]
     places = torch.arange(len(labels), device=labels.device)[rows]
@@ -464,26 +498,36 @@ def _logits_of(factors, labels, rows, head: Head) -> Logits:
 
 
 def token_losses(
-    hidden, weight, labels, group=None, vocab_size=None, chunk_size=None, extra=None, softcap=None,
-    weights_differ=False, of_logits: LossOfLogits | None = None, trained=None, sequence_first=False,
-):  # fmt: skip
-    """Loss of each token, float32, of labels' shape; 0 for the label IGNORE_INDEX, NaN for labels
-    that are no token id.
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    group: Any = None,
+    vocab_size: int | None = None,
+    chunk_size: int | None = None,
+    extra: tuple[torch.Tensor, torch.Tensor] | None = None,
+    softcap: float | None = None,
+    weights_differ: bool = False,
+    of_logits: LossOfLogits | None = None,
+    trained: torch.Tensor | None = None,
+    sequence_first: bool = False,
+) -> torch.Tensor:
+    """The loss of each token, float32 in the shape of labels; 0 for the label IGNORE_INDEX, NaN for
+    a label that is not a token id.
 
-    hidden [..., h]; weight [V/tp, h] (this rank's rows); labels [...] of hidden's leading shape,
-    global token ids; group: the tensor-parallel group (None: one rank); vocab_size: the real V,
-    columns beyond it take no part (None: all take part); chunk_size: rows of logits in memory at
-    once (None: 4096 on CUDA, 1024 on a CPU and with of_logits); extra: (low [..., r], B [V/tp, r]),
-    a product added to the logits; softcap: c of a cap of the logits, c tanh(z / c); weights_differ:
-    rows will weigh differently in the objective, so that a weight's gradient taken in the forward
-    pass would be in vain (a matter of speed alone: the gradients are right either way); of_logits:
-    another loss than cross entropy, or several: float32 [..., k] then; trained: int64 [n], the
-    places of labels that are not IGNORE_INDEX among all of them (None: they are computed here, with
-    a GPU sync); sequence_first: labels are [s, b], and not [b, s], for Logits.take.
+    hidden: [..., h]. weight: [V/tp, h], this rank's rows. labels: [...], hidden's leading shape,
+    global token ids. group: the tensor-parallel group (None: one rank). vocab_size: the real V;
+    later columns are ignored (None: no padding columns). chunk_size: rows of logits in memory at
+    once (None: 4096 on CUDA, 1024 on a CPU and with of_logits). extra: (low [..., r], B [V/tp, r]),
+    whose product is added to the logits. softcap: c in c tanh(z / c). weights_differ: True if rows
+    will have different weights in the objective, so that computing gradients in the forward pass
+    would be wasted; gradients are right either way. of_logits: another loss than cross entropy, or
+    several: the result is then float32 [..., k]. trained: int64 [n], indices of labels that are not
+    IGNORE_INDEX (None: found here, with a GPU sync). sequence_first: True if labels are [s, b], not
+    [b, s], for Logits.take.
 
-    Collectives: an all-gather a chunk over `group`, in the forward pass. The gradient of hidden
-    is this rank's part only: the caller's mapping (copy_to or gather_from of megatron) sums it. A
-    weight that needs no gradient gets none. Rows without a label are dropped before any GEMM. Under
+    Collective: an all-gather per chunk over `group` in the forward pass. The gradient of hidden is
+    only this rank's part: megatron's mapping around it (copy_to or gather_from) sums it. A weight
+    that needs no gradient gets none. Rows without a label are dropped before any GEMM. Under
     autocast the GEMMs run in its dtype.
     """
     if hidden.shape[:-1] != labels.shape:

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
-from .errors import Judge
+from .errors import Judge, Keys
 from .families_rows import Row, is_of_expert
 from .hosts import last_of
 from .model_config import McaModelConfig
@@ -89,7 +89,7 @@ def resolve_targets(targets: Iterable[str], candidates: list[Any], judge: Judge)
     return tuple(c.hf for c in candidates if c.hf in chosen)
 
 
-def _is_match(target: str, candidate: Any) -> bool:
+def _is_match(target: str, candidate: Keys) -> bool:
     """True if the target matches this candidate."""
     if target in ALL_LINEAR:
         return candidate.in_all

@@ -1,20 +1,22 @@
-"""Weights between formats, on the CPU, in one process.
+"""Convert weights between formats, on the CPU, in one process.
 
 python -m mca_lite convert SRC DST [options]
     SRC a Hugging Face folder or hub name: DST becomes a checkpoint that any layout loads
                                            (model_name_or_path: DST)
     SRC a checkpoint of any layout:        DST becomes a Hugging Face folder
-    SRC a Hugging Face folder or hub name, with --merge ADAPTER, the folder of a PEFT adapter of it,
+    SRC a Hugging Face folder or hub name, with --merge ADAPTER, the folder of a PEFT adapter for
+    it,
     or a checkpoint with adapters:         DST becomes a Hugging Face folder
-    The tokenizer's files and generation_config.json are copied, of a checkpoint without them from
-    its run's folder, else from the model that it was trained from; code (*.py) and links elsewhere
-    are not
+    Tokenizer files and generation_config.json are copied too; for a checkpoint without them, from
+    its run's folder, or else from the model that it was trained from. Code (*.py) and links out of
+    the folder are not copied
 """
 
 import os
 import pickle
 import shutil
 from pathlib import Path
+from typing import Any
 
 from .cli import finish, parser_of
 from .errors import refuse
@@ -37,10 +39,10 @@ from .files import (
 )
 from .tables import function_of
 
-# files of a model beside its weights and config.json
+# a model's files other than its weights and config.json
 _NO_TOKENIZERS = (*PROCESSOR_FILES, HF_GENERATION_CONFIG_NAME)
 _SIDE_FILES = (*TOKENIZER_FILES, *_NO_TOKENIZERS)
-_MORE_TEMPLATES = "additional_chat_templates"  # transformers' folder of those with names
+_MORE_TEMPLATES = "additional_chat_templates"  # transformers' folder for named chat templates
 
 
 def main(words: list[str]) -> int:
@@ -57,7 +59,7 @@ def main(words: list[str]) -> int:
     return finish(_convert, options)
 
 
-def _convert(options) -> None:
+def _convert(options: Any) -> None:
     dst = Path(options.dst)
     size = options.max_shard_size
     if options.merge is None:
@@ -72,7 +74,8 @@ def _convert(options) -> None:
 def convert(src: str, dst: Path, max_shard_size: str = "5GB") -> str:
     """Write `src` in the other format into `dst` -> a line to print.
 
-    ValueError if dst is not empty, or src is in neither format or damaged."""
+    Raises ValueError if dst is not empty, or if src has neither format or is damaged.
+    """
     _refuse_full(dst)
     folder = resolve_folder(src)
     from . import ckpt, ckpt_folder, weights_convert
@@ -101,12 +104,13 @@ def convert(src: str, dst: Path, max_shard_size: str = "5GB") -> str:
 
 
 def _run_of(folder: Path) -> Path:
-    """The output_dir of a run's checkpoint, with the run's tokenizer; of others the folder."""
+    """The output_dir of a run's checkpoint, which has the run's tokenizer; for other folders, the
+    folder."""
     return folder.parent if folder.name.startswith(f"{CHECKPOINT_PREFIX}-") else folder
 
 
 def _copy_beside(model: Path, tokenizer: Path, dst: Path) -> None:
-    """Copy the files beside the weights of one folder, and the tokenizer's of another."""
+    """Copy the files next to the weights from one folder, and the tokenizer's from another."""
     copy_files(model, _NO_TOKENIZERS, dst)
     templates = [path.name for path in (tokenizer / _MORE_TEMPLATES).glob("*.jinja")]
     names = [f"{_MORE_TEMPLATES}/{name}" for name in sorted(templates)]
@@ -116,11 +120,13 @@ def _copy_beside(model: Path, tokenizer: Path, dst: Path) -> None:
 
 
 def merge(src: str, adapter: Path, dst: Path, max_shard_size: str = "5GB") -> str:
-    """Write the Hugging Face model `src` with the adapter in its weights into `dst` -> a line to
-    print.
+    """Write the Hugging Face model `src` with an adapter merged into its weights into `dst` -> a
+    line to print.
 
-    W + scale * B A in float32, then in the dtype of W; host memory is one shard. ValueError if dst
-    is not empty, src is no such model, or the adapter is damaged or of another model."""
+    W + scale * B A is computed in float32 and stored in W's dtype; host memory holds one shard.
+    Raises ValueError if dst is not empty, if src is not such a model, or if the adapter is damaged
+    or belongs to another model.
+    """
     _refuse_full(dst)
     resolve_folder(src)
     from . import ckpt_folder, weights_files
@@ -152,8 +158,8 @@ def merge(src: str, adapter: Path, dst: Path, max_shard_size: str = "5GB") -> st
     return f"{src} with the adapter {adapter} in its weights is now {dst}"
 
 
-def _config_of(folder: Path, adapter: Path | str | None):
-    """transformers' config of a folder, with a value head if the adapter trained one."""
+def _config_of(folder: Path, adapter: Path | str | None) -> Any:
+    """A folder's transformers config, with a value head if the adapter trained one."""
     from .model_config import add_value_head, load_hf_config
 
     config = load_hf_config(str(folder))
@@ -163,10 +169,11 @@ def _config_of(folder: Path, adapter: Path | str | None):
 
 
 def verify(src: str, dst: str, adapter: str | None = None) -> str:
-    """Load both, run the same tokens through them in float32 -> a line with the largest difference
-    of a logit. With an adapter: src with the adapter beside its weights, and dst.
+    """Load both models and run the same tokens through them in float32 -> a line with the largest
+    difference between logits. With an adapter: src with the adapter next to its weights, and dst.
 
-    ValueError if it is more than rounding."""
+    Raises ValueError if the difference is more than rounding.
+    """
     import torch
 
     vocab_size = text_values(read_json(Path(dst) / HF_CONFIG_NAME))["vocab_size"]
@@ -188,8 +195,9 @@ def verify(src: str, dst: str, adapter: str | None = None) -> str:
     return f"verified: the logits differ by at most {difference:.1e}, of {largest:.1e}"
 
 
-def _logits(folder: str, tokens, vocab_size: int, adapter: str | None = None):
-    """The logits of a folder's model in float32, of an adapter beside its weights too."""
+def _logits(folder: str, tokens: Any, vocab_size: int, adapter: str | None = None) -> Any:
+    """The logits of a folder's model in float32, with an adapter next to its weights if one is
+    given."""
     import torch
 
     from .model import load_torch_model  # supports types that transformers lacks
@@ -220,8 +228,9 @@ def _refuse_full(dst: Path) -> None:
         raise ValueError(f"{dst} is not empty: name a folder that is not there yet")
 
 
-def _load(folder: Path, dtype=None):
-    """The model of a folder in either format, whole, on this process. dtype: None: its own."""
+def _load(folder: Path, dtype: Any = None) -> Any:
+    """A folder's model in either format, whole, on this process. dtype: None keeps the folder's
+    dtype."""
     import torch
 
     from .args import TrainingArguments
@@ -240,8 +249,9 @@ def _load(folder: Path, dtype=None):
 # -- checkpoints of earlier versions, whose index is a pickle
 
 
-def _load_earlier(folder: Path, args):
-    """The model of such a checkpoint. ValueError for an index that cannot be trusted."""
+def _load_earlier(folder: Path, args: Any) -> Any:
+    """The model in a checkpoint of an earlier version. Raises ValueError for an index that cannot
+    be trusted."""
     from . import parallel
     from .ckpt_megatron import DIST_NAME, OLD_INDEX_NAME, load_megatron
     from .model import build_chunks
@@ -259,28 +269,28 @@ def _load_earlier(folder: Path, args):
 
 
 class _Inert:
-    """A stand-in for an instance of any class: its state, and none of the class's code."""
+    """Stands for an instance of any class: has its state, and runs none of the class's code."""
 
-    def __init__(self, *arguments) -> None:
-        self.state = None
+    def __init__(self, *arguments: object) -> None:
+        self.state: Any = None
 
-    def __setstate__(self, state) -> None:
+    def __setstate__(self, state: object) -> None:
         self.state = state
 
 
 class _InertUnpickler(pickle.Unpickler):
-    """Reads a pickle without any code that it names."""
+    """Reads a pickle without running any code that it names."""
 
-    def find_class(self, module, name):
+    def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch", "Size"):
             return list
         if module == "torch":
-            return name  # of a dtype
+            return name  # the name of a dtype
         return type(name, (_Inert,), {})
 
 
-def _read_pickled_index(path: Path) -> dict:
-    """torch's index of a folder as a record like index.json's."""
+def _read_pickled_index(path: Path) -> dict[str, Any]:
+    """torch's pickled index of a folder, as a record like index.json."""
     with open(path, "rb") as file:
         index = _InertUnpickler(file).load().state
     places = {}
@@ -299,7 +309,7 @@ def _read_pickled_index(path: Path) -> dict:
     return {"optimizer_steps": None, "tensors": tensors}
 
 
-def _dtype_of(folder: Path):
+def _dtype_of(folder: Path) -> Any:
     """The torch.dtype in a folder's config: float32, bfloat16 or float16."""
     import torch
 

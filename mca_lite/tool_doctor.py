@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from . import world
 from .cli import finish, parser_of
@@ -32,29 +32,29 @@ WARNINGS, PROBLEMS = 4, 5  # exit codes
 _LEVELS = ("fine", "warning", "PROBLEM")
 _PROBLEM = 2
 _GIB = 2**30
-_SETUP = Path(__file__).parents[1] / "setup.cfg"  # of a checkout
-_WAIT_S = 60  # for the ranks to meet
-_VECTOR = 2**24  # float32 numbers to reduce
+_SETUP = Path(__file__).parents[1] / "setup.cfg"  # only a checkout has it
+_WAIT_S = 60  # timeout until all ranks have connected
+_VECTOR = 2**24  # float32 values in the all-reduce
 _LEAST_FILES = 4096
 _LEAST_SHM = _GIB
 _LEAST_GB_S = {"nccl": 5.0, "gloo": 0.05}  # below PCIe, and below a network fit for training
 
 
 class Finding(NamedTuple):
-    """Result of a check. level: of _LEVELS, as a number. remedy: for levels above 0."""
+    """The result of a check. level: index into _LEVELS. remedy: for levels above 0."""
 
     subject: str
     text: str
     level: int = 0
     remedy: str = ""
 
-    def __str__(self):
+    def __str__(self) -> str:
         line = f"{_LEVELS[self.level]:8} {self.subject:18} {self.text}"
         return f"{line}\n{'':27} -> {self.remedy}" if self.level else line
 
 
 def main(words: list[str]) -> int:
-    """Run the checks -> exit code. Collective in a world."""
+    """Run the checks -> exit code. Collective if there are several ranks."""
     parser_of("doctor", __doc__).parse_args(words)
     return finish(_doctor)
 
@@ -77,19 +77,19 @@ def _doctor() -> int:
 
 
 def _guarded(check: Callable[[], Iterator[Finding]], remedy: str) -> list[Finding]:
-    """The findings of a check; its failure is a problem."""
+    """The findings of a check; if the check fails, that is a problem."""
     try:
         return list(check())
     except Exception as error:
-        text = describe_error(error).splitlines()[-1]  # of a process: below its traceback
+        text = describe_error(error).splitlines()[-1]  # a process's error has its traceback first
         return [Finding(check.__name__, text, _PROBLEM, remedy)]
 
 
-# -- of a machine
+# -- checks of a machine
 
 
 def versions() -> Iterator[Finding]:
-    """Installed packages against the requirements in setup.cfg."""
+    """Compare installed packages with the requirements in setup.cfg."""
     from packaging.requirements import Requirement
 
     yield Finding("python", sys.version.split()[0])
@@ -111,7 +111,7 @@ def versions() -> Iterator[Finding]:
 
 
 def devices() -> Iterator[Finding]:
-    """Cores, GPUs and their free memory."""
+    """List cores, GPUs and their free memory."""
     import psutil
     import torch
 
@@ -137,7 +137,7 @@ def devices() -> Iterator[Finding]:
 
 
 def compiler() -> Iterator[Finding]:
-    """Triton, torch.compile and packages of kernels, where there is CUDA."""
+    """Check Triton, torch.compile and kernel packages, if there is CUDA."""
     import torch
 
     from . import kernels, kernels_attention, model_config, parts
@@ -164,14 +164,14 @@ def compiler() -> Iterator[Finding]:
 
 
 def of_package(module: str, why_not: Callable[[], str | None]) -> str | None:
-    """ABSENT, or the reason of an installed package."""
+    """ABSENT if `module` is not installed; otherwise why_not(): None if it works."""
     from .model_config import ABSENT
 
     return why_not() if importlib.util.find_spec(module) is not None else ABSENT
 
 
 def engine() -> Iterator[Finding]:
-    """Transformer Engine beside this megatron-core, where it works."""
+    """Check Transformer Engine with this megatron-core, if it works."""
     from . import mcore, model_config
 
     if model_config.transformer_engine_works():
@@ -180,22 +180,23 @@ def engine() -> Iterator[Finding]:
 
 
 def engine_pair(engine: str, megatron: str, fits: str) -> Finding:
-    """Transformer Engine beside a megatron-core. fits: the versions for that one."""
+    """Judge a Transformer Engine version with a megatron-core version. fits: the versions that it
+    takes."""
     from packaging.specifiers import SpecifierSet
 
     from .mcore import RUN_WITH_ENGINE
 
     minors = tuple(".".join(version.split(".")[:2]) for version in (megatron, engine))
-    told = "a tested pair" if minors in RUN_WITH_ENGINE else "an untested pair"
+    verdict = "a tested pair" if minors in RUN_WITH_ENGINE else "an untested pair"
     if not SpecifierSet(fits).contains(engine, prereleases=True):
-        told = f"megatron-core {minors[0]} takes {fits}"
-    text = f"Transformer Engine {engine} with megatron-core {megatron}: {told}"
+        verdict = f"megatron-core {minors[0]} takes {fits}"
+    text = f"Transformer Engine {engine} with megatron-core {megatron}: {verdict}"
     remedy = f'pip install "transformer-engine[pytorch]{fits}", then `make gpu ARGS=te`'
     return Finding("pair", text, int(minors not in RUN_WITH_ENGINE), remedy)
 
 
 def limits() -> Iterator[Finding]:
-    """Shared memory and the limits of a process."""
+    """Check shared memory and the limits of a process."""
     usage = shutil.disk_usage("/dev/shm")
     text = f"{usage.free / _GIB:.2f} of {usage.total / _GIB:.2f} GiB free"
     remedy = "docker run --shm-size=16g or --ipc=host: nccl and data workers need it"
@@ -215,11 +216,11 @@ def limits() -> Iterator[Finding]:
         yield Finding(subject, text, soft < least, remedy)
 
 
-# -- of ranks
+# -- checks of ranks
 
 
 class Link(NamedTuple):
-    """An all-reduce of all ranks. gb_per_s: sent by a rank."""
+    """The all-reduce over all ranks. gb_per_s: sent by each rank."""
 
     backend: str
     ranks: int
@@ -228,7 +229,8 @@ class Link(NamedTuple):
 
 
 def messages() -> Iterator[Finding]:
-    """The all-reduce of the world's ranks, or of two that are started. Collective in a world."""
+    """Measure the all-reduce over this world's ranks, or over two ranks started
+    here. Collective."""
     from . import parallel
 
     if world.current().size == 1:
@@ -246,7 +248,7 @@ def messages() -> Iterator[Finding]:
 
 
 def measure() -> Link:
-    """Measure the Link of this rank's world. Collective."""
+    """Measure the all-reduce over this world's ranks. Collective."""
     import torch
     import torch.distributed as dist
 
@@ -254,12 +256,12 @@ def measure() -> Link:
 
     ranks = dist.get_world_size()
     seconds = []
-    for _ in range(4):  # the first one connects
+    for _ in range(4):  # the first all-reduce sets up connections
         vector = torch.ones(_VECTOR, device=parallel.device())
         dist.barrier()
         start = time.perf_counter()
         dist.all_reduce(vector)
-        is_right = bool((vector == ranks).all())  # waits for the GPU
+        is_right = bool((vector == ranks).all())  # also waits for the GPU
         seconds.append(time.perf_counter() - start)
     slowest = max(parallel.gather(min(seconds)))
     gb_per_s = 2 * (ranks - 1) / ranks * vector.nbytes / slowest / 1e9
@@ -267,7 +269,7 @@ def measure() -> Link:
 
 
 def measure_pair() -> Link:
-    """Measure two ranks of this machine: over nccl if it has two GPUs, else over gloo."""
+    """Measure two ranks on this machine: over nccl if it has two GPUs, otherwise over gloo."""
     from torch import cuda, multiprocessing
 
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -277,7 +279,7 @@ def measure_pair() -> Link:
     return Link(*links.get())
 
 
-def _rank_of_pair(rank: int, port: int, num_gpus: int, links) -> None:
+def _rank_of_pair(rank: int, port: int, num_gpus: int, links: Any) -> None:
     from . import parallel
 
     if num_gpus < 2:

@@ -1,10 +1,10 @@
-"""Answer the evaluation set with the trained model, beside the expected answers.
+"""Answer the evaluation set with the trained model, and compare with the expected answers.
 
 python -m mca_lite generate config.yaml [key=value ...] [options]
     writes generations.jsonl into output_dir: prompt, answer, expected, exact_match of each sample
-    (the last answer of a conversation), and shows the first of them. The prompts are those of
-    eval_dataset or val_size, or of --file: records as for training, with or without an answer,
-    {"prompt": ...}, or a .txt file with one a line
+    (the last answer of a conversation), and shows the first samples. Prompts come from
+    eval_dataset or val_size, or from --file: records as for training, with or without an answer,
+    {"prompt": ...}, or a .txt file with one prompt per line
 """
 
 import argparse
@@ -15,6 +15,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from .args import parse_args
 from .cli import at_least, finish, parser_of
@@ -23,13 +24,13 @@ from .files import GENERATIONS_NAME, printable, resolve_folder, write_file
 from .tables import OBJECTIVES
 
 _COMMANDS = "/new, /system TEXT, /image PATH, /exit; Ctrl-C ends an answer, Ctrl-D leaves"
-_SHOWN = 3  # answers
-_MOST_CHARACTERS = 100  # of a printed line
+_SHOWN = 3  # samples that are printed
+_MOST_CHARACTERS = 100  # in a printed line
 _FILES = "--file prompts.jsonl, or prompts.txt: one a line"
 
 
 def main(words: list[str]) -> int:
-    """Generate answers with the words of the command line -> exit code."""
+    """Generate answers as the command line says -> exit code."""
     parser = parser_of("generate", __doc__)
     add = parser.add_argument
     number = at_least(1)
@@ -61,7 +62,7 @@ def main_chat(words: list[str]) -> int:
 
 
 def _add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of both commands."""
+    """Add the options that both commands have."""
     rows = (
         ("--base", "M", str, "that model, or an adapter's base, if it has moved or is not known"),
         ("--max-new-tokens", "N", at_least(1), "the longest answer (the model's, or 512)"),
@@ -74,8 +75,8 @@ def _add_options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(name, metavar=metavar, type=kind, help=text)
 
 
-def _decoding(options):
-    """The Decoding of these options; seeds torch."""
+def _decoding(options: Any) -> Any:
+    """The Decoding for these options. Seeds torch."""
     import torch
 
     from .tool_generation import Decoding
@@ -88,7 +89,7 @@ def _decoding(options):
 # -- chat
 
 
-def _chat(options) -> None:
+def _chat(options: Any) -> None:
     options.model = str(resolve_folder(options.model))  # before torch is imported
     decoding = _decoding(options)
     from .tool_generation import keys_of_run
@@ -120,11 +121,11 @@ def _chat(options) -> None:
 
 
 def _lines(prompt: str) -> Iterator[str]:
-    """Read the user's lines that are not empty, up to the end of input."""
+    """Yield the user's non-empty lines until the end of input."""
     while True:
         try:
             line = input(prompt).strip()
-        except KeyboardInterrupt:  # no answer is under way
+        except KeyboardInterrupt:  # there is no answer to end
             continue
         except EOFError:
             return
@@ -138,7 +139,7 @@ def _lines(prompt: str) -> Iterator[str]:
 class _Speaker:
     """A model with its side of the conversation."""
 
-    def __init__(self, name: str, options, decoding, keys) -> None:
+    def __init__(self, name: str, options: Any, decoding: Any, keys: Any) -> None:
         from .inputs import inputs_of
         from .tool_generation import load_for_generation
 
@@ -154,15 +155,16 @@ class _Speaker:
         self.begin(keys.default_system or "")
 
     def begin(self, system: str | None = None) -> None:
-        """Begin a conversation; system: its system message, and of later ones."""
+        """Begin a conversation. system: a system message for it and for later ones; None keeps the
+        last one."""
         if system is not None:
             self.system = [{"role": "system", "content": system}] * bool(system)
         self.messages = list(self.system)
-        self.pictures: list = []  # of the conversation
-        self.waiting = ""  # the text of pictures before the next question
+        self.pictures: list[Any] = []  # all pictures of the conversation
+        self.waiting = ""  # stands for pictures before the next question
 
     def show(self, path: str) -> None:
-        """Put a picture before the next question, or print the reason against it."""
+        """Put a picture before the next question, or print why that is not possible."""
         if not self.media.block:
             print("this model sees no pictures")
             return
@@ -175,7 +177,8 @@ class _Speaker:
         self.waiting += self.media.block
 
     def answer(self, question: str) -> None:
-        """Print the answer as it comes. An answer cut by Ctrl-C stays in the conversation."""
+        """Print the answer while it is generated. An answer cut off by Ctrl-C stays in the
+        conversation."""
         from jinja2.exceptions import TemplateError
 
         from . import tool_generation
@@ -201,7 +204,7 @@ class _Speaker:
 # -- generate
 
 
-def _generate(words: list[str], options) -> None:
+def _generate(words: list[str], options: Any) -> None:
     arguments = parse_args(words, needs_world=False)
     if options.file is not None and not Path(options.file).is_file():
         refuse("--file", options.file, f"no such file (seen from {Path.cwd()})", _FILES)
@@ -245,8 +248,8 @@ def _line(text: str) -> str:
     return printable(" ".join(text.split()))
 
 
-def _result(rows: list[dict], name: str) -> str:
-    """The share of exactly matching texts."""
+def _result(rows: list[dict[str, Any]], name: str) -> str:
+    """A line with the share of exactly matching texts."""
     judged = [row for row in rows if "expected" in row]
     if not judged:
         return f"{len(rows)} texts, and no expected ones to compare them with"
@@ -257,13 +260,15 @@ def _result(rows: list[dict], name: str) -> str:
 # -- prompts of generate
 
 
-_Sample = tuple[list[int], str | None, dict]
+_Sample = tuple[list[int], str | None, dict[str, Any]]
 
 
-def _samples(arguments, file: str | None, model, tokenizer, media) -> list[_Sample]:
-    """(token ids of the prompt, the expected answer if there is one, the prompt's pictures) of a
-    file, else of the evaluation set as training reads it: its last answer with loss is the expected
-    one."""
+def _samples(
+    arguments: Any, file: str | None, model: Any, tokenizer: Any, media: Any
+) -> list[_Sample]:
+    """(prompt's token ids, expected answer or None, prompt's pictures) per sample, from a file, or
+    else from the evaluation set as training reads it; then the last answer with loss is the
+    expected one."""
     from .tool_generation import turns_of
 
     stage = arguments.finetuning.stage
@@ -276,15 +281,15 @@ def _samples(arguments, file: str | None, model, tokenizer, media) -> list[_Samp
     return [turn[1:] for turn in turns]
 
 
-def _evaluation_set(arguments, tokenizer, media):
-    """The samples of eval_dataset or val_size, with loss on their answers alone."""
+def _evaluation_set(arguments: Any, tokenizer: Any, media: Any) -> Any:
+    """The samples of eval_dataset or val_size, with loss only on their answers."""
     from .data import load_datasets
 
     data = copy.copy(arguments.data)
     remedy = "eval_dataset, or --file prompts.jsonl"
-    if data.eval_dataset:  # without reading the training data
+    if data.eval_dataset:  # the training data need not be read
         vars(data).update(dataset=[], mix_weights=None, eval_on_each_dataset=False)
-    elif data.train_on_prompt:  # without it other samples are left, and others split off
+    elif data.train_on_prompt:  # without it other samples would be kept and split off
         refuse("train_on_prompt", True, "the samples of val_size have trained prompts", remedy)
     vars(data).update(packing=False, neat_packing=False, train_on_prompt=False)
     seed = arguments.training.order_seed
@@ -294,8 +299,8 @@ def _evaluation_set(arguments, tokenizer, media):
     return samples
 
 
-def _of_file(file: str, tokenizer, data, media) -> list[_Sample]:
-    """The samples of a file of records."""
+def _of_file(file: str, tokenizer: Any, data: Any, media: Any) -> list[_Sample]:
+    """The samples in a file of records."""
     from .data_chat import ChatRenderer
     from .data_files import DatasetSpec, read_records
     from .data_records import detect_format, prompt_and_answer

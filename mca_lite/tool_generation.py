@@ -1,7 +1,7 @@
-"""Text from a trained model: loading what a run or PEFT wrote, answers to prompts, and answers as
+"""Text from a trained model: load what a run or PEFT wrote, answer prompts, and turn answers into
 metrics of an evaluation.
 
-transformers' generate() does the work, on a whole model. Prompts are lists of token ids.
+transformers' generate() runs a whole model. Prompts are lists of token ids.
 """
 
 import copy
@@ -29,6 +29,7 @@ from .ckpt import HF_FOLDER
 from .ckpt_megatron import DIST_NAME
 from .data_batches import documents_of, samples_of
 from .data_chat import ChatRenderer
+from .data_records import Message
 from .errors import Judge, expect, refuse
 from .families_rows import has_value_head
 from .files import (
@@ -47,20 +48,20 @@ from .model import load_torch_model
 from .tables import function_of
 from .weights_files import model_class
 
-MAX_NEW_TOKENS = 512  # without a number from the caller or generation_config.json
-# keys of a run's config.yaml about its first model
+MAX_NEW_TOKENS = 512  # if neither the caller nor generation_config.json says
+# the keys in a run's config.yaml about the model that it started from
 _ORIGIN_KEYS = "model_name_or_path model_revision adapter_name_or_path train_from_scratch seed"
-# keys of generation_config.json whose values are numbers, or null; of the last one a list too
+# these keys of generation_config.json have a number or null; the last one may have a list
 _NUMBERS = (
     "temperature top_p top_k repetition_penalty max_new_tokens do_sample eos_token_id".split()
 )
-# words of letters and digits; Chinese and Japanese characters are words by themselves
+# a word is letters and digits, or one Chinese or Japanese character
 _WORD = re.compile(r"[^\W_\u3040-\u30ff\u3400-\u9fff]+|[\u3040-\u30ff\u3400-\u9fff]")
 
 
 class Decoding(NamedTuple):
-    """Choice of the next token. None: as in the model's generation_config.json; temperature 0: the
-    likeliest token (greedy)."""
+    """Settings for choosing the next token. None: as in the model's generation_config.json.
+    temperature 0: the most likely token (greedy)."""
 
     max_new_tokens: int | None = None
     temperature: float | None = None
@@ -78,14 +79,14 @@ def load_for_generation(
     base: str | None = None,
     before: bool = False,
     trusted: Collection[str | None] = (),
-):
-    """(transformers model, tokenizer) of a folder, ready to generate, in the dtype of its files.
+) -> tuple[Any, Any]:
+    """(transformers model, tokenizer) from a folder, ready to generate, in the dtype of its files.
 
-    path: a model in Hugging Face's format, or an adapter, merged into its base in memory.
-    before: load the model before training instead, with the tokenizer of `path`. base:
-    the place of that model, or of the adapter's base; None: from the run's config.yaml or the
-    adapter. trusted: names of models with permission to run code, as given here or in that file.
-    ValueError for other folders, and for parts of different models.
+    path: a model in Hugging Face's format, or an adapter, which is merged into its base in memory.
+    before: if True, load the model as it was before training, with the tokenizer of `path`. base:
+    where that model or the adapter's base is; None: as the run's config.yaml or the adapter says.
+    trusted: names of models that may run code. Raises ValueError for other folders, and for parts
+    of different models.
     """
     disable_progress_bar()
     folder = resolve_folder(str(path))
@@ -122,7 +123,7 @@ def load_for_generation(
         is_fresh,
         seed,
         name in trusted,
-        # the rows of the run: values of fresh weights depend on their number
+        # as many rows as in the run, because values of fresh weights depend on this count
         max(len(tokenizer), config.get_text_config().vocab_size),
         config,
         config.dtype or torch.float32,
@@ -133,7 +134,7 @@ def load_for_generation(
 
 
 def _origin(folder: Path, base: str | None, keys: SimpleNamespace) -> tuple[str, Path]:
-    """The name and the folder of the model before training."""
+    """(name, folder) of the model before training."""
     path = folder / ADAPTER_CONFIG_NAME
     of_adapter = read_json(path) if path.is_file() else {}
     name = base or keys.model_name_or_path or of_adapter.get("base_model_name_or_path")
@@ -147,18 +148,18 @@ def _origin(folder: Path, base: str | None, keys: SimpleNamespace) -> tuple[str,
 
 
 def _run_folder(folder: Path) -> Path:
-    """The output_dir of a run from the folder of its model or checkpoint."""
+    """A run's output_dir, from the folder of its model or checkpoint."""
     while re.fullmatch(rf"merged|{HF_FOLDER}|{CHECKPOINT_PREFIX}-.*", folder.name):
         folder = folder.parent
     return folder
 
 
 def keys_of_run(folder: str | Path, names: str) -> SimpleNamespace:
-    """Keys (by spaces) from the config.yaml of a folder's run, with the defaults of all others;
-    prints them.
+    """Keys (separated by spaces) from the config.yaml of a folder's run; every other key has its
+    default. Prints them.
 
-    The user did not name that file: no name in it may let code run. ConfigError if it cannot be
-    read.
+    The user did not name that file, so no name in it may let code run. Raises ConfigError if it
+    cannot be read.
     """
     path = _run_folder(Path(folder)) / RUN_CONFIG_NAME
     written = read_config_file(path) if path.is_file() else {}
@@ -176,7 +177,7 @@ def keys_of_run(folder: str | Path, names: str) -> SimpleNamespace:
 
 
 def check_generation_config(folder: Path) -> None:
-    """ValueError for a value of the wrong type in generation_config.json."""
+    """Raise ValueError for a value of the wrong type in generation_config.json."""
     path = folder / HF_GENERATION_CONFIG_NAME
     values = read_json(path) if path.is_file() else {}
     for key in _NUMBERS:
@@ -196,9 +197,11 @@ def _note(text: str) -> None:
 # -- prompts and their ends
 
 
-def prompt_ids(tokenizer, messages: list[dict], enable_thinking: bool | None = None) -> list[int]:
-    """The tokens of a conversation up to the assistant's answer; without a chat template those of
-    the last message's text. enable_thinking: for the template; None: not given."""
+def prompt_ids(
+    tokenizer: Any, messages: list[Message], enable_thinking: bool | None = None
+) -> list[int]:
+    """The tokens of a conversation up to the assistant's answer; without a chat template, those of
+    the last message's text. enable_thinking: a variable of the template; None: not passed."""
     if not tokenizer.chat_template:
         return tokenizer.encode(messages[-1]["content"])
     keys = {}
@@ -210,9 +213,9 @@ def prompt_ids(tokenizer, messages: list[dict], enable_thinking: bool | None = N
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def stop_ids(model, tokenizer) -> list[int]:
-    """The end tokens of generation_config.json, of the tokenizer, and of the chat template: a base
-    model's generation_config.json lacks the last."""
+def stop_ids(model: Any, tokenizer: Any) -> list[int]:
+    """The end tokens in generation_config.json, of the tokenizer, and of the chat template, whose
+    end token a base model's generation_config.json does not have."""
     ids = model.generation_config.eos_token_id
     if not isinstance(ids, list):
         ids = [ids]
@@ -225,13 +228,13 @@ def stop_ids(model, tokenizer) -> list[int]:
 
 
 def until_stop(ids: list[int], stop: list[int]) -> list[int]:
-    """The tokens before the first one of `stop`."""
+    """The tokens before the first one that is in `stop`."""
     return list(itertools.takewhile(lambda token: token not in stop, ids))
 
 
-def last_turn(document: dict) -> tuple[list[int], list[int]] | None:
-    """(the tokens before the last run of trained ones, that run) of a document {"input_ids",
-    "labels"}; None if nothing is trained."""
+def last_turn(document: dict[str, Any]) -> tuple[list[int], list[int]] | None:
+    """(tokens before the last run of trained tokens, that run) of a document {"input_ids",
+    "labels"}; None if no token is trained."""
     ids = np.asarray(document["input_ids"])
     labels = np.asarray(document["labels"])
     trained = np.flatnonzero(labels != IGNORE_INDEX)
@@ -241,9 +244,11 @@ def last_turn(document: dict) -> tuple[list[int], list[int]] | None:
     return ids[: run[0] + 1].tolist(), labels[run].tolist()
 
 
-def pictures_before(document: dict, ids: list[int], model) -> dict[str, torch.Tensor]:
-    """pixel_values and image_grid_thw of the pictures among the first tokens `ids` of a document;
-    {} without any."""
+def pictures_before(
+    document: dict[str, Any], ids: list[int], model: Any
+) -> dict[str, torch.Tensor]:
+    """pixel_values and image_grid_thw of the pictures among a document's first tokens `ids`; {} if
+    there is none."""
     if "image_grid_thw" not in document:
         return {}
     expect(
@@ -261,9 +266,11 @@ def pictures_before(document: dict, ids: list[int], model) -> dict[str, torch.Te
     return kept if count else {}
 
 
-def turns_of(dataset, numbers: Iterable[int], model, tokenizer) -> list[tuple]:
-    """(number, tokens of the prompt, text of the answer, pictures of the prompt) of samples, of a
-    pair the chosen one's: their last turn with loss. Samples without one are left out."""
+def turns_of(
+    dataset: Any, numbers: Iterable[int], model: Any, tokenizer: Any
+) -> list[tuple[Any, ...]]:
+    """(number, prompt tokens, answer text, prompt pictures) for the last turn with loss in each
+    sample; in a pair, in the chosen answer. Samples without such a turn are skipped."""
     stop = stop_ids(model, tokenizer)
     turns = []
     for number in numbers:
@@ -279,34 +286,35 @@ def turns_of(dataset, numbers: Iterable[int], model, tokenizer) -> list[tuple]:
 
 
 def answers(
-    model,
-    tokenizer,
+    model: Any,
+    tokenizer: Any,
     prompts: list[list[int]],
     decoding: Decoding = GREEDY,
     batch_size: int = 32,
-    pictures: Sequence[dict] = (),
+    pictures: Sequence[dict[str, Any]] = (),
 ) -> list[str]:
-    """The text after each prompt, without special tokens. model: in evaluation mode. pictures: as
-    of continuations()."""
+    """The text generated after each prompt, without special tokens. model: in evaluation mode.
+    pictures: as in continuations()."""
     stop = stop_ids(model, tokenizer)
     rows = continuations(model, prompts, stop, decoding, batch_size, pictures=pictures)
     return [tokenizer.decode(row, skip_special_tokens=True) for row in rows]
 
 
 def continuations(
-    model,
+    model: Any,
     prompts: list[list[int]],
     stop: list[int],
     decoding: Decoding = GREEDY,
     batch_size: int = 32,
-    streamer=None,
-    pictures: Sequence[dict] = (),
+    streamer: Any = None,
+    pictures: Sequence[dict[str, Any]] = (),
 ) -> list[list[int]]:
-    """The new tokens after each prompt, up to the first one of `stop`.
+    """The new tokens after each prompt, up to the first one in `stop`.
 
-    A row ends at the model's last position. Prompts of similar length share a batch [b, s], padded
-    on the left: generation continues at the end of a row. streamer: transformers', for one prompt.
-    pictures: pixel_values and image_grid_thw of each prompt, {} without any; (): no prompt has one.
+    Generation also ends at the model's last position. Prompts of similar length share a batch [b,
+    s], padded on the left, because generation continues at the end of a row. streamer: a
+    transformers streamer, for a single prompt. pictures: pixel_values and image_grid_thw per
+    prompt, {} if it has no picture; () if no prompt has one.
     """
     config = _generation_config(model, stop, decoding)
     text_config = model.config.get_text_config()
@@ -328,8 +336,8 @@ def continuations(
 
 
 def _batches(prompts: list[list[int]], limits: list[int], size: int) -> Iterator[list[int]]:
-    """Numbers of up to `size` prompts of similar length with one limit of new tokens: beside a
-    prompt near the model's last position, a shorter one would be cut with it."""
+    """Indices of up to `size` prompts of similar length that have the same limit of new tokens.
+    (Next to a prompt near the model's last position, a shorter one would be cut off too.)"""
     order = sorted(range(len(prompts)), key=lambda n: len(prompts[n]))
     for _, group in itertools.groupby(order, key=limits.__getitem__):
         alike = list(group)
@@ -337,8 +345,10 @@ def _batches(prompts: list[list[int]], limits: list[int], size: int) -> Iterator
             yield alike[start : start + size]
 
 
-def _joined(pictures: list[dict], ids: torch.Tensor, model) -> dict[str, torch.Tensor]:
-    """The inputs of generate() for the pictures of rows `ids` [b, s]; {} without any."""
+def _joined(
+    pictures: list[dict[str, Any]], ids: torch.Tensor, model: Any
+) -> dict[str, torch.Tensor]:
+    """generate()'s inputs for the pictures of rows `ids` [b, s]; {} if there is none."""
     columns = list(filter(None, pictures))
     if not columns:
         return {}
@@ -347,11 +357,11 @@ def _joined(pictures: list[dict], ids: torch.Tensor, model) -> dict[str, torch.T
     return {name: column.to(model.device) for name, column in joined.items()}
 
 
-def _generation_config(model, stop: list[int], decoding: Decoding):
+def _generation_config(model: Any, stop: list[int], decoding: Decoding) -> Any:
     """A copy of the model's GenerationConfig with the values of `decoding`."""
     config = copy.deepcopy(model.generation_config)
     if decoding.temperature == 0:
-        # the defaults: for None generate() takes the model's value, and warns
+        # set the defaults, because with None generate() takes the model's values and warns
         changes = dict(do_sample=False, temperature=1.0, top_p=1.0, top_k=50)
     else:
         given = dict(temperature=decoding.temperature, top_p=decoding.top_p)
@@ -364,10 +374,14 @@ def _generation_config(model, stop: list[int], decoding: Decoding):
 
 
 def stream(
-    model, tokenizer, prompt: list[int], decoding: Decoding, pictures: dict | None = None
+    model: Any,
+    tokenizer: Any,
+    prompt: list[int],
+    decoding: Decoding,
+    pictures: dict[str, Any] | None = None,
 ) -> str:
-    """Answer one prompt, and print each word once it is there -> the text. Ctrl-C ends it.
-    pictures: of the prompt, as in continuations()."""
+    """Answer one prompt and print each word as soon as it is there -> the text. Ctrl-C ends the
+    answer. pictures: the prompt's, as in continuations()."""
     stop = stop_ids(model, tokenizer)
     streamer = _Streamer(tokenizer, stop)
     try:
@@ -379,14 +393,14 @@ def stream(
 
 
 class _Streamer(TextStreamer):
-    """Whole words of an answer, without the prompt and the end token."""
+    """Prints whole words of an answer, without the prompt and the end token."""
 
-    def __init__(self, tokenizer, stop: list[int]) -> None:
+    def __init__(self, tokenizer: Any, stop: list[int]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self._stop = stop
         self.text = ""
 
-    def put(self, value) -> None:
+    def put(self, value: Any) -> None:
         if self.next_tokens_are_prompt or int(value[0]) not in self._stop:
             super().put(value)
 
@@ -401,18 +415,20 @@ class _Streamer(TextStreamer):
 class Answers(TrainerCallback):
     """Generated answers as metrics of evaluate() and predict(): exact_match and rouge_l.
 
-    A callback of a McaTrainer with predict_with_generate. `lines`: see generate(), of the last data
-    set measured.
+    A callback for a McaTrainer with predict_with_generate. `lines`: what generate() gave for the
+    last dataset.
     """
 
     metrics = GENERATION_METRICS
 
     def __init__(self) -> None:
-        self.lines: list[dict] = []
+        self.lines: list[dict[str, Any]] = []
 
-    def on_init_end(self, args, state, control, trainer, **kwargs) -> None:
-        """Become the trainer's `answers`. ValueError if answers cannot be generated or compared,
-        and on every rank if one has no room for a copy of the whole model."""
+    def on_init_end(
+        self, args: Any, state: Any, control: Any, trainer: Any = None, **kwargs: Any
+    ) -> None:
+        """Become the trainer's `answers`. Raises ValueError if answers cannot be generated or
+        compared, and, on every rank, if any rank has no room for a copy of the whole model."""
         if not args.predict_with_generate:
             return
         rules = {
@@ -428,8 +444,8 @@ class Answers(TrainerCallback):
         self.trainer = trainer
         trainer.answers = self
 
-    def measure(self, dataset) -> dict[str, tuple[float, int]]:
-        """Answer a data set -> {metric: (sum, count)}, the same on every rank. Collective."""
+    def measure(self, dataset: Any) -> dict[str, tuple[float, int]]:
+        """Answer a dataset -> {metric: (sum, count)}, the same on every rank. Collective."""
         self.lines = self.generate(dataset)
         matches = sum(line["exact_match"] for line in self.lines)
         overlaps = sum(rouge_l(line["answer"], line["expected"]) for line in self.lines)
@@ -437,9 +453,9 @@ class Answers(TrainerCallback):
         return {"exact_match": (matches, count), "rouge_l": (overlaps, count)}
 
     @torch.no_grad()
-    def generate(self, dataset) -> list[dict]:
-        """{"index", "prompt", "answer", "expected", "exact_match"} of the first
-        generation_num_samples samples, less those without an answer, in order, on every rank.
+    def generate(self, dataset: Any) -> list[dict[str, Any]]:
+        """{"index", "prompt", "answer", "expected", "exact_match"} for the first
+        generation_num_samples samples, except those without an answer; in order, on every rank.
         Collective."""
         args = self.trainer.args
         backend = self.trainer.backend
@@ -458,7 +474,7 @@ class Answers(TrainerCallback):
         with backend.autocast():
             texts = answers(model, tokenizer, prompts, decoding, size, seen)
         del model
-        torch.cuda.empty_cache()  # training needs the copy's memory again
+        torch.cuda.empty_cache()  # training needs the memory of the copy
         backend.train_mode(True)
         lines = []
         for (index, prompt, expected, _), text in zip(turns, texts, strict=True):
@@ -468,8 +484,8 @@ class Answers(TrainerCallback):
         everyone = itertools.chain(*parallel.gather(lines))
         return sorted(everyone, key=lambda line: line["index"])
 
-    def _whole_model(self):
-        """The model in transformers' classes, whole on this rank. Collective."""
+    def _whole_model(self) -> Any:
+        """The model as a transformers model, whole on this rank. Collective."""
         trainer = self.trainer
         backend = trainer.backend
         if backend.name == "torch":
@@ -486,8 +502,9 @@ class Answers(TrainerCallback):
         return model
 
 
-def check_room(backend) -> None:
-    """ValueError, on every rank, if one of them has no room for a copy of the whole model."""
+def check_room(backend: Any) -> None:
+    """Raise ValueError, on every rank, if any rank has no room for a copy of the whole model.
+    Collective."""
     if backend.name == "torch":
         return
     with torch.device("meta"):
@@ -505,7 +522,7 @@ def check_room(backend) -> None:
 
 
 def free_memory() -> float:
-    """Free bytes for this rank on its device."""
+    """Free bytes on this rank's device."""
     if torch.cuda.is_available():
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
         return torch.cuda.mem_get_info()[0] + cached
@@ -513,12 +530,14 @@ def free_memory() -> float:
 
 
 def rouge_l(answer: str, expected: str) -> float:
-    """ROUGE-L's F1: twice the longest common subsequence of words over the words of both."""
+    """ROUGE-L's F1: twice the longest common subsequence of words, over the words of both texts."""
     a = _WORD.findall(answer.lower())
     b = np.array(_WORD.findall(expected.lower()))
     if not a or not len(b):
         return float(len(a) == len(b))
-    longest = np.zeros(len(b) + 1, int)  # [j]: common to the words of `a` so far and b[:j]
+    longest = np.zeros(
+        len(b) + 1, int
+    )  # [j]: longest common subsequence of a's words so far and b[:j]
     for word in a:
         ending_here = (longest[:-1] + 1) * (b == word)
         longest[1:] = np.maximum.accumulate(np.maximum(longest[1:], ending_here))

@@ -18,6 +18,7 @@ import collections
 import inspect
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jinja2
 
@@ -28,7 +29,7 @@ from .errors import refuse
 from .files import write_file
 from .tool_page import render
 
-_MAX_CHARS = 1500  # of a piece of a sample in the terminal, and on the page
+_MAX_CHARS = 1500  # the longest piece of a sample in the terminal, and below on the page
 _MAX_PAGE_CHARS = 20_000
 
 
@@ -48,19 +49,21 @@ def main(words: list[str]) -> int:
     if options.check and options.html:
         parser.error("--check has no page: leave out --html")
     if not here.is_main:
-        return 0  # each rank would say the same of all
+        return 0  # rank 0 prints for all ranks
     return finish(_check if options.check else _inspect, words, options)
 
 
-def _check(words: list[str], options) -> None:
+def _check(words: list[str], options: Any) -> None:
     with world.planned_world(options.gpus):
         arguments = _arguments(words)
-        from .tool_inspection import check  # torch: seconds, after typing errors
+        from .tool_inspection import (
+            check,  # imports torch, which takes seconds, so typing errors show first
+        )
 
         check(arguments)
 
 
-def _inspect(words: list[str], options) -> int | None:
+def _inspect(words: list[str], options: Any) -> int | None:
     plan, stop = _read(words)
     from .run import data_summary
     from .tool_inspection import PROBLEMS, DataInspector
@@ -87,9 +90,9 @@ def _inspect(words: list[str], options) -> int | None:
     return USER_ERROR if stop else None
 
 
-def _read(words: list[str]):
-    """(run.Plan, the text of the ValueError of a record at which a run would stop, or ""). With
-    such a record the plan is of the others."""
+def _read(words: list[str]) -> tuple[Any, str]:
+    """(run.Plan, message for a bad record that would stop a run, or ""). If there is such a record,
+    the plan skips bad records."""
     arguments = _arguments(words)
     if arguments.streaming:
         remedy = "streaming=false max_samples=1000"
@@ -103,7 +106,7 @@ def _read(words: list[str]):
         return make_plan(arguments), f"a run would stop: {error}"
 
 
-def _arguments(words: list[str]):
+def _arguments(words: list[str]) -> Any:
     """Parse the RunArguments, and print their notes."""
     arguments = parse_args(words, needs_world=False)
     for line in arguments.warnings:
@@ -112,8 +115,8 @@ def _arguments(words: list[str]):
 
 
 def visible(text: str, most: int) -> str:
-    """The text with codes for invisible characters and those that control a terminal, without its
-    middle where it is longer than `most`."""
+    """The text with codes for invisible and control characters, without its middle if it is longer
+    than `most`."""
     if len(text) > most:
         text = f"{text[: most // 2]} ... {text[-most // 2 :]}"
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
@@ -275,7 +278,7 @@ mark { background: var(--mark); color: var(--ink); border-radius: 3px }
 DIFFERS = 3  # exit code
 _WORST = 10
 
-# by the last or first word of the first difference
+# keyed by the last or first word in the name of the first difference
 _CAUSES = {
     "embedding": "the rows of the embedding, their scale, or how the vocabulary is cut",
     "attention": "rotary base or scaling, the size or the groups of heads, the mask or window, "
@@ -332,8 +335,8 @@ def _compare(words: list[str]) -> int:
     return max(parallel.gather(DIFFERS * any(row.differs for row in rows)))
 
 
-def _leave_out_chance(arguments) -> None:
-    """Switch off dropout, and layers that transformers' models do not have."""
+def _leave_out_chance(arguments: Any) -> None:
+    """Switch off dropout and multi-token prediction; refuse fp16 and fp8."""
     args = arguments.training
     for key in ("fp16", "fp8"):
         value = getattr(args, key)
@@ -346,7 +349,7 @@ def _leave_out_chance(arguments) -> None:
         arguments.parts["lora"].lora_dropout = 0.0
 
 
-def _table(rows) -> list[str]:
+def _table(rows: Any) -> list[str]:
     gradients = [row for row in rows if row.kind == "gradients"]
     gradients.sort(key=lambda row: row.distance / row.bound)
     worst = {row.group: row for row in gradients}
@@ -361,13 +364,13 @@ def _table(rows) -> list[str]:
     ]
 
 
-def _line(row, name: str) -> str:
+def _line(row: Any, name: str) -> str:
     numbers = (row.size, row.distance, row.noise, row.bound)
     line = f"  {name:50}" + "".join(f"{number:10.1e}" for number in numbers)
     return line + "  differs" * row.differs
 
 
-def _verdict(rows, bf16: bool) -> list[str]:
+def _verdict(rows: Any, bf16: bool) -> list[str]:
     lines = ["right: the layout computes what plain torch does, to rounding"]
     wrong = [row for row in rows if row.differs]
     if wrong:
@@ -385,7 +388,7 @@ def _verdict(rows, bf16: bool) -> list[str]:
     return lines
 
 
-def _cause(wrong: list, gradients: list) -> str:
+def _cause(wrong: list[Any], gradients: list[Any]) -> str:
     first = wrong[0]
     if first.kind != "gradients":
         words = first.name.split()

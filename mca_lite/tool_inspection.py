@@ -1,6 +1,7 @@
-"""Facts of a run before it begins: samples, rows and problems of its data; its ranks in a dry run.
+"""Facts about a run before it begins: samples, rows and problems in its data; its ranks in a dry
+run.
 
-One process does it alone. The dry run (check) writes nothing.
+One process does this alone. The dry run (check) writes nothing.
 """
 
 import collections
@@ -12,7 +13,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,7 +37,7 @@ from .weights_files import model_class
 
 # -- the data
 
-PROBLEMS = {  # of a sample
+PROBLEMS = {  # what may be wrong with a sample
     "duplicate": "the same tokens as an earlier one",
     "in training too": "the same tokens as one of the training data",
     "double BOS": "the token that begins a text, twice in a row",
@@ -45,12 +46,12 @@ PROBLEMS = {  # of a sample
 }
 _MAX_ROWS = 10
 _MAX_BARS = 12
-_TAIL = 16  # tokens in which an end of turn is looked for
+_TAIL = 16  # an end of turn is searched in this many tokens
 
 
 class Side(NamedTuple):
-    """A piece of a sample: its name, (text, True if trained) of its runs of tokens, and (data: URL,
-    caption) of its pictures."""
+    """A piece of a sample: its name, (text, True if trained) per run of tokens, and (data: URL,
+    caption) per picture."""
 
     name: str
     runs: list[tuple[str, bool]]
@@ -58,8 +59,8 @@ class Side(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """A sample of a dataset. sides: one; of a pair the common beginning, then the rest of chosen
-    and of rejected. problems: names of PROBLEMS."""
+    """A sample of a dataset. sides: one; for a pair the common start, then the rest of chosen and
+    of rejected. problems: names in PROBLEMS."""
 
     number: int
     sides: list[Side]
@@ -67,7 +68,7 @@ class Sample(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A packed row: (number, tokens) of each sample, and the tokens for which there is room."""
+    """A packed row: (number, tokens) per sample, and how many tokens it has room for."""
 
     number: int
     samples: list[tuple[int, int]]
@@ -76,10 +77,9 @@ class Row(NamedTuple):
 
 @dataclass
 class Part:
-    """A dataset of a run: training, or one of the evaluation. bars: (range of lengths, documents of
-    these lengths). problems: name -> numbers of the samples, or of the texts where rows are cut
-    from them. rows: some of them, [] where a sample is a row. pictures: their numbers, "" without
-    any."""
+    """A dataset of a run, for training or evaluation. bars: (range of lengths, documents in it).
+    problems: name -> numbers of samples (of texts, if rows are cut from joined texts). rows: some
+    of them; [] if each sample is a row. pictures: counts as text; "" if there are none."""
 
     name: str
     pictures: str = ""
@@ -91,7 +91,7 @@ class Part:
 
 
 class DataInspector:
-    """Facts about the datasets of a run.Plan. shown: the number of samples of each."""
+    """Facts about the datasets of a run.Plan. shown: how many samples to show per dataset."""
 
     def __init__(self, plan: Plan, shown: int) -> None:
         self.shown = shown
@@ -106,10 +106,10 @@ class DataInspector:
         self.ends = tuple(filter(None, ends))
         self.sets = named_sets(plan.data)
         self.media = plan.data.media
-        self.media.is_read = False  # of the samples shown alone
+        self.media.is_read = False  # only the shown samples' pictures are read
 
     def records(self) -> dict[str, int]:
-        """Counts of records over the files of all datasets."""
+        """Counts of records in the files of all datasets."""
         tallies = {}
         for dataset in self.sets.values():
             tallies |= {shard.folder: shard.tally for shard in samples_of(dataset).shards}
@@ -119,14 +119,16 @@ class DataInspector:
         return counts
 
     def parts(self) -> Iterator[Part]:
-        """The facts of each dataset, training first. Reads all samples."""
+        """The facts about each dataset, training first. Reads every sample."""
         trained_on: set[int] = set()
-        trained_shards: set = set()
+        trained_shards: set[Path] = set()
         for name, dataset in self.sets.items():
             tokens = samples_of(dataset)
             part = Part(name)
             shards = {shard.folder for shard in tokens.shards}
-            if not self.joins or not shards <= trained_shards:  # else it has the texts of training
+            if (
+                not self.joins or not shards <= trained_shards
+            ):  # otherwise its texts are those of training
                 hashes = self._scan(tokens, part, trained_on)
                 part.bars = histogram(self._lengths(tokens))
                 if name == "training":
@@ -138,17 +140,17 @@ class DataInspector:
                 rows = f"{len(dataset):,} rows of {self.cutoff_len:,} tokens"
                 part.packing = f"{rows}, texts joined and cut, which see each other"
             numbers = set(range(min(self.shown, len(tokens))))
-            if not self.joins:  # texts have numbers of their own
+            if not self.joins:  # texts are numbered differently
                 numbers.update(*(found[:1] for found in part.problems.values()))
             part.samples = [self._sample(tokens, number, part) for number in sorted(numbers)]
             yield part
 
-    def _ends_of_texts(self, shard) -> np.ndarray:
-        """Places after the end token of each joined text."""
+    def _ends_of_texts(self, shard: Any) -> np.ndarray:
+        """Indices after the end token of each joined text."""
         return np.flatnonzero(shard.tokens == self.tokenizer.eos_token_id) + 1
 
     def _lengths(self, dataset: TokenDataset) -> np.ndarray:
-        """Tokens of each document, or of each joined text."""
+        """Tokens per document, or per joined text."""
         if not self.joins:
             return dataset.document_lengths.ravel()
         ends = map(self._ends_of_texts, dataset.shards)
@@ -158,7 +160,7 @@ class DataInspector:
         """Fill part.problems -> hashes of the samples."""
         part.problems = {name: [] for name in PROBLEMS}
         hashes: set[int] = set()
-        num_tokens: collections.Counter = collections.Counter()
+        num_tokens: collections.Counter[str] = collections.Counter()
         for number, documents in self._units(dataset):
             key = hash(tuple(tokens.tobytes() for tokens, _ in documents))
             found = set()
@@ -177,16 +179,16 @@ class DataInspector:
             part.pictures += f", {num_tokens['placeholders']:,} of {num_tokens['all']:,} tokens"
         return hashes
 
-    def _count_pictures(self, tokens: np.ndarray, counts: collections.Counter) -> None:
-        """Add the pictures, placeholders and all tokens of a document."""
+    def _count_pictures(self, tokens: np.ndarray, counts: collections.Counter[str]) -> None:
+        """Add a document's pictures, placeholders and tokens to `counts`."""
         is_image = np.append(tokens == self.media.token_id, False)
         counts["pictures"] += int((is_image[:-1] & ~is_image[1:]).sum())
         counts["placeholders"] += int(is_image.sum())
         counts["all"] += len(tokens)
 
-    def _units(self, dataset: TokenDataset) -> Iterator[tuple[int, list[tuple]]]:
-        """(number, (tokens, trained) of its documents) of each sample once, though a mix repeats
-        it; or of each whole text that joining cut into rows."""
+    def _units(self, dataset: TokenDataset) -> Iterator[tuple[int, list[tuple[Any, ...]]]]:
+        """(number, (tokens, trained) per document) for each sample, once even if a mix repeats it;
+        or for each whole text, if rows are cut from joined texts."""
         if not self.joins:
             for number in np.sort(np.unique(dataset.indices, return_index=True)[1]).tolist():
                 yield number, [tokens_of(document) for document in dataset[number]]
@@ -198,21 +200,21 @@ class DataInspector:
             yield number, [(text.astype(np.int64), np.ones(len(text), bool))]
 
     def _problems(self, tokens: np.ndarray, trained: np.ndarray) -> Iterator[str]:
-        """Names of PROBLEMS of one document."""
+        """The names in PROBLEMS that apply to one document."""
         bos = self.tokenizer.bos_token_id
         is_bos = tokens == bos
-        # where bos is eos too, it stands between joined texts
+        # if bos is also eos, it separates joined texts
         separates = self.joins and bos == self.tokenizer.eos_token_id
         if not separates and (is_bos[1:] & is_bos[:-1]).any():
             yield "double BOS"
         ends = np.flatnonzero(trained & ~np.append(trained[1:], False))
         end_ids = self.tokenizer.convert_tokens_to_ids(list(self.ends))
         for end in ends[~np.isin(tokens[ends], end_ids)].tolist():
-            # an end of several tokens, or white space after it
+            # the end may have several tokens, or white space after it
             tail = self.tokenizer.decode(tokens[: end + 1][-_TAIL:].tolist()).rstrip()
             if tail.endswith(self.ends):
                 continue
-            # a document has one token more at most
+            # a document has at most cutoff_len + 1 tokens
             yield "cut in a turn" if end == self.cutoff_len else "no end of turn"
 
     def _map_packs(self, packs: Packs, part: Part) -> None:
@@ -220,7 +222,7 @@ class DataInspector:
         part.packing = f"{len(packs):,} rows of {capacity:,} tokens, samples do not see each other"
         part.packing += f", {packs.padding_fraction:.1%} padding"
         sizes = packs.dataset.document_lengths.sum(axis=1).tolist()
-        # the longest samples are in the first rows: rows from all over the set
+        # rows from everywhere, because the first rows have the longest samples
         for number in np.unique(np.linspace(0, len(packs) - 1, _MAX_ROWS, dtype=int)).tolist():
             samples = [(i, sizes[i]) for i in packs.packs[number]]
             part.rows.append(Row(number, samples, capacity))
@@ -245,7 +247,7 @@ class DataInspector:
         return Sample(number, sides, problems)
 
     def _pictures(self, dataset: TokenDataset, number: int) -> list[tuple[str, str]]:
-        """(data: URL, caption) of the pictures of the first document of a sample."""
+        """(data: URL, caption) for the pictures in the first document of a sample."""
         if not self.media.block:
             return []
         index = int(dataset.indices[number])
@@ -254,14 +256,19 @@ class DataInspector:
         return self.media.shown(shard.placed(index - dataset.ends[at] + len(shard))[0])
 
     def _side(
-        self, name: str, document: tuple, start: int = 0, stop: int | None = None, pictures=()
+        self,
+        name: str,
+        document: tuple[Any, ...],
+        start: int = 0,
+        stop: int | None = None,
+        pictures: Any = (),
     ) -> Side:
         tokens, trained = (column[start:stop] for column in document)
         return Side(name, marked_runs(tokens, trained, self.tokenizer, self.media), pictures)
 
 
 def histogram(lengths: np.ndarray) -> list[tuple[str, int]]:
-    """("from-to", number of lengths there) of at most 12 bars of one width."""
+    """("from-to", count of lengths in it) for at most 12 bars of equal width."""
     least = int(lengths.min())
     width = math.ceil((int(lengths.max()) - least + 1) / _MAX_BARS)
     counts = np.bincount((lengths - least) // width).tolist()
@@ -274,8 +281,8 @@ def histogram(lengths: np.ndarray) -> list[tuple[str, int]]:
 
 
 def check(arguments: RunArguments) -> None:
-    """Print the beginning of a run in the world of WORLD_SIZE: model, data, steps, and the tensors
-    and first batches of each rank. Raises the errors that the run would raise before its first
+    """Print what a run in a world of WORLD_SIZE ranks begins with: model, data, steps, and each
+    rank's tensors and first batches. Raises the errors that the run would raise before its first
     step."""
     cache = cache_folder(arguments.data.cache_dir)
     with tempfile.TemporaryDirectory(prefix="mca_lite-check-") as folder:
@@ -299,11 +306,11 @@ def _link_cache(cache: Path, folder: Path) -> None:
     for kind in ("tokens", "hashes"):
         (folder / kind).mkdir()
         for path in (cache / kind).glob("*"):
-            if not path.suffix:  # else a lock, or progress
+            if not path.suffix:  # other files are locks, or builds in progress
                 (folder / kind / path.name).symlink_to(path.absolute())
 
 
-def _model_facts(plan: Plan) -> dict:
+def _model_facts(plan: Plan) -> dict[str, Any]:
     planned = plan.model
     weights = "a checkpoint of this package, or drawn from the seed"
     if planned.source is not None:
@@ -316,9 +323,9 @@ def _model_facts(plan: Plan) -> dict:
     }
 
 
-def _step_facts(plan: Plan) -> dict:
-    """The steps, and the checkpoint to resume. ValueError where that, or a new run in output_dir,
-    is refused."""
+def _step_facts(plan: Plan) -> dict[str, Any]:
+    """The steps, and the checkpoint to resume from. Raises ValueError if the run would refuse that
+    checkpoint, or a new run in output_dir."""
     args = plan.arguments.training
     config = plan.model.config
     notes: list[str] = []
@@ -334,7 +341,7 @@ def _step_facts(plan: Plan) -> dict:
         ckpt_folder.choose(args, args.resume_from_checkpoint, kind, identity, notes.append)
     trainer = _planned_trainer(plan, 0)
     facts = steps_summary(trainer, trainer.plan_batches(trainer.train_dataset))
-    del facts["from step"]  # it is in the checkpoint, which is not read
+    del facts["from step"]  # only the checkpoint has it, and it is not read
     return {**facts, "resuming": "; ".join(notes) or "no"}
 
 
@@ -342,8 +349,8 @@ def _step_facts(plan: Plan) -> dict:
 
 
 class _Planned:
-    """A backend of a data parallel rank of the dry run: the facts of the layout, without a model
-    and other ranks. at_least: the longest micro-batch of the other ranks."""
+    """A data parallel rank's backend in the dry run: it knows the layout, and has no model and no
+    other ranks. at_least: the longest micro-batch of the other ranks."""
 
     counts_tokens = False
 
@@ -352,7 +359,7 @@ class _Planned:
         self.config = plan.model.config
         self.model = torch.nn.Module()
         self.model.config = self.config
-        self.chunks: list = []
+        self.chunks: list[Any] = []
         if plan.arguments.backend.use_mca:
             self.set_layout(self.config, cp_rank=0)
         self.dp_rank = dp_rank
@@ -362,11 +369,11 @@ class _Planned:
     def common_length(self, longest: int) -> int:
         return super().common_length(max(longest, self.at_least))
 
-    def use_loss(self, of_logits) -> None:
-        """Nothing is computed."""
+    def use_loss(self, of_logits: Any) -> None:
+        """Do nothing, because nothing is computed."""
 
     def expect_weighted_losses(self) -> None:
-        """Nothing is computed."""
+        """Do nothing, because nothing is computed."""
 
 
 class _PlannedMegatron(_Planned, MegatronBackend):
@@ -377,11 +384,13 @@ class _PlannedTorch(_Planned, TorchBackend):
     """A planned rank on plain torch."""
 
 
-def _planned_trainer(plan: Plan, dp_rank: int):
-    """The trainer of a rank of the dry run, whose model has no parameters."""
+def _planned_trainer(plan: Plan, dp_rank: int) -> Any:
+    """A rank's trainer in the dry run, whose model has no parameters."""
     arguments = plan.arguments
     args = copy.copy(arguments.training)
-    args.eval_strategy = "no"  # of the metrics of answers a trainer without model knows nothing
+    args.eval_strategy = (
+        "no"  # a trainer without a model does not know the metrics of generated answers
+    )
     args.predict_with_generate = False
     kind = _PlannedMegatron if arguments.backend.use_mca else _PlannedTorch
     backend = kind(plan, dp_rank)
@@ -393,14 +402,16 @@ def _planned_trainer(plan: Plan, dp_rank: int):
         train_dataset=plan.data.train,
         shuffle=not arguments.data.disable_shuffling,
         backend=backend,
-        **make.own_keywords(arguments.with_keys(ref_model=None), None),  # it scores nothing
+        **make.own_keywords(
+            arguments.with_keys(ref_model=None), None
+        ),  # no reference model is needed
     )
     trainer.state.max_steps = plan.steps
     return trainer
 
 
 def _first_batches(plan: Plan) -> list[list[tuple[int, int]]]:
-    """The shapes [rows, tokens] of the first step's micro-batches, for each data parallel rank."""
+    """The shapes [rows, tokens] of the first step's micro-batches, per data parallel rank."""
     sizes = range(plan.arguments.training.data_parallel_size)
     trainers = [_planned_trainer(plan, dp_rank) for dp_rank in sizes]
     shapes = [_first_batches_of(trainer) for trainer in trainers]
@@ -409,7 +420,7 @@ def _first_batches(plan: Plan) -> list[list[tuple[int, int]]]:
     return [_first_batches_of(trainer) for trainer in trainers]
 
 
-def _first_batches_of(trainer) -> list[tuple[int, int]]:
+def _first_batches_of(trainer: Any) -> list[tuple[int, int]]:
     data = trainer.train_dataset
     batches = trainer.plan_batches(data)
     if isinstance(data, Stream):
@@ -420,13 +431,13 @@ def _first_batches_of(trainer) -> list[tuple[int, int]]:
     return [tuple(batch["input_ids"].shape) for batch in step]
 
 
-def _rank_table(plan: Plan, stages: list) -> Iterator[str]:
-    """A line for each rank: its places in the layout, its parameters, its first batches."""
+def _rank_table(plan: Plan, stages: list[Any]) -> Iterator[str]:
+    """A line per rank: its coordinates in the layout, its parameters, its first batches."""
     args = plan.arguments.training
     shapes = _first_batches(plan)
     config = plan.model.config
     cp = args.context_parallel_size
-    # in megatron-core's order of ranks the first of these counts fastest
+    # in megatron-core's order of ranks, the first of these varies fastest
     sizes = {
         "tensor": args.tensor_model_parallel_size,
         "context": cp,
@@ -450,8 +461,8 @@ def _rank_table(plan: Plan, stages: list) -> Iterator[str]:
     yield f"note: megatron-core on GPUs pads rows to multiples of {bucket} tokens"
 
 
-def _tensor_lists(stages: list) -> Iterator[str]:
-    """The tensors of a rank of each stage: name, shape and layers."""
+def _tensor_lists(stages: list[Any]) -> Iterator[str]:
+    """The tensors on a rank of each stage: name, shape and layers."""
     for stage, (_, _, tensors) in enumerate(stages):
         yield f"\na rank of stage {stage} holds"
         for (name, shape), layers in tensors.items():
@@ -459,15 +470,15 @@ def _tensor_lists(stages: list) -> Iterator[str]:
 
 
 def _places(rank: int, sizes: dict[str, int]) -> dict[str, int]:
-    """A rank's coordinates in a grid, whose first axis counts fastest."""
+    """A rank's coordinates in a grid whose first axis varies fastest."""
     places = {}
     for name, size in sizes.items():
         rank, places[name] = divmod(rank, size)
     return places
 
 
-def _stages(plan: Plan) -> list[tuple[int, int, dict]]:
-    """(parameters, trained ones, {(name, shape): layers}) of a rank of each pipeline stage."""
+def _stages(plan: Plan) -> list[tuple[int, int, dict[str, Any]]]:
+    """(parameters, trained ones, {(name, shape): layers}) on a rank of each pipeline stage."""
     config = plan.model.config
     finetuning = plan.model.finetuning
     if plan.arguments.backend.use_mca:
@@ -481,7 +492,7 @@ def _stages(plan: Plan) -> list[tuple[int, int, dict]]:
             config, trust_remote_code=plan.arguments.model.trust_remote_code
         )
         finetuning.place(model)
-    tensors: dict = {}
+    tensors: dict[str, Any] = {}
     total = 0
     trained = 0
     for name, parameter in model.named_parameters():
@@ -493,8 +504,8 @@ def _stages(plan: Plan) -> list[tuple[int, int, dict]]:
     return [(total, trained, tensors)]
 
 
-def _spans(layers: list) -> str:
-    """layers 0-3 of [0, 1, 2, 3], layers 1, 3 of [1, 3]; "" of [None] and []."""
+def _spans(layers: list[Any]) -> str:
+    """ "  layers 0-3" for [0, 1, 2, 3], "  layers 1, 3" for [1, 3]; "" for [None] and []."""
     if layers in ([], [None]):
         return ""
     first = layers[0]

@@ -1,7 +1,8 @@
-"""A run as its folder shows it, and its pictures: report.html of one or several, the loss plot.
+"""A run as its folder shows it, and its pages: report.html for one or several runs, and the loss
+plot.
 
-Pages need no other file, no script and no net. They are HTML that is XML too. Curves are stretched
-SVGs with texts of HTML round them, and so can be read at every width.
+A page needs no other file, no script and no network. It is HTML that is also XML. Curves are
+stretched SVGs with HTML text around them, so they can be read at any width.
 """
 
 import functools
@@ -51,8 +52,8 @@ from .log_metrics import (
 # -- reading a run
 
 NO_RUN = "no run yet"
-# Without a new line for so long a run counts as hung: before its first line (compiling, the pass of
-# a reference), and later at least, or as many times the time from one line to the next.
+# A run counts as hung after so many seconds without a new line: before its first line (compiling, a
+# reference's pass), and later; there it is at least _SILENT_LINES times the time between two lines.
 _FIRST_LINE_S = 900
 _SILENCE_S = 120
 _SILENT_LINES = 5
@@ -62,7 +63,7 @@ def _is_sections(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(part, dict) for part in value.values())
 
 
-# keys of run_summary.json -> the kind of their values, and its test
+# key of run_summary.json -> (what its value must be, a test of that)
 _SUMMARY: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "state": ("a text", lambda value: isinstance(value, str)),
     "max_steps": ("a number of steps", is_count),
@@ -75,8 +76,9 @@ _SUMMARY: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 
 
-def _texts(values: dict) -> dict[str, str]:
-    """Values as JSON, so that true is no text and no digit is lost; texts as they are."""
+def _texts(values: dict[str, Any]) -> dict[str, str]:
+    """Values as JSON text, which keeps true apart from "true" and every digit; text
+    stays as it is."""
     texts = {}
     for key, value in values.items():
         if isinstance(value, str):
@@ -87,7 +89,8 @@ def _texts(values: dict) -> dict[str, str]:
 
 
 def read_summary(path: Path) -> dict[str, Any]:
-    """The keys of _SUMMARY that log.Report wrote beside the log. ValueError for a damaged file."""
+    """The keys of _SUMMARY in the file that log.Report wrote. Raises ValueError if
+    it is damaged."""
     record = read_json(path) if is_there(path) else {}
     values: dict[str, Any] = {"sections": {}}
     for key, (wanted, fits) in _SUMMARY.items():
@@ -101,13 +104,13 @@ def read_summary(path: Path) -> dict[str, Any]:
 
 
 class RunFolder:
-    """The run of an output folder; read() reads its files again.
+    """The run in an output folder; read() reads its files again.
 
-    records: the lines of its log, see log_line. problems: file name -> why it cannot be read. A
-    folder that does not exist, or not yet, is a run without lines.
+    records: its log lines (log_line). problems: file name -> why it cannot be read. A folder that
+    does not exist (yet) is a run without lines.
     """
 
-    def __init__(self, folder: str | os.PathLike) -> None:
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         self.name = printable(str(self.folder), kept="")
         self.read()
@@ -121,7 +124,7 @@ class RunFolder:
         return self
 
     def _try(self, name: str, read: Callable[[Path], Any], otherwise: Any) -> Any:
-        """`read` of a file, or `otherwise` and a problem."""
+        """read(file), or `otherwise` if it fails, which is noted in `problems`."""
         try:
             return read(self.folder / name)
         except (OSError, ValueError, RecursionError) as error:  # nested too deep
@@ -134,20 +137,20 @@ class RunFolder:
         return [f"{self.name} cannot be read: {reason}" for reason in self.problems.values()]
 
     def config(self) -> dict[str, str]:
-        """Key -> text of config.yaml; {} without one."""
+        """Key -> text in config.yaml; {} if there is no such file."""
         if not (self.folder / RUN_CONFIG_NAME).exists():
             return {}
         return self._try(RUN_CONFIG_NAME, lambda path: _texts(read_config_file(path)), {})
 
     def samples(self) -> list[dict[str, str]]:
-        """The answers in generations.jsonl: prompt, answer, and where known before, expected."""
+        """The lines of generations.jsonl: prompt, answer, and if known before and expected."""
         return self._try(GENERATIONS_NAME, lambda path: read_lines(path, _texts), [])
 
     def points(self, key: str) -> list[tuple[int, Any]]:
-        """(step, value) of each line with the key."""
+        """(step, value) of each line that has the key."""
         return [(line["step"], line[key]) for line in self.records if key in line]
 
-    def values(self, key: str) -> list:
+    def values(self, key: str) -> list[Any]:
         return [value for _, value in self.points(key)]
 
     @property
@@ -156,21 +159,21 @@ class RunFolder:
 
     @property
     def seconds(self) -> float | None:
-        """From the run's start, or its last resumption, to its last line."""
+        """Seconds from the run's start, or its last resumption, to its last line."""
         started = self.summary.get("started")
         if started is None or self.changed_at is None:
             return None
         return self.changed_at - started
 
     def silence_s(self) -> float:
-        """Seconds since the last line, or since the start before there is one."""
+        """Seconds since the last line; before the first line, since the start."""
         since = self.changed_at
         if not self.records:
             since = self.summary.get("started", since)
         return 0.0 if since is None else time.time() - since
 
     def eta_s(self) -> float | None:
-        """The seconds left at the mean speed since the start."""
+        """Seconds left at the mean speed since the start; None if unknown."""
         left = self.summary.get("max_steps", 0) - self.step
         done = self.step - self.summary.get("first_step", 0)
         if self.seconds is None or left <= 0 or done <= 0:
@@ -178,8 +181,8 @@ class RunFolder:
         return max(0.0, self.seconds / done * left - self.silence_s())
 
     def state(self) -> str:
-        """no run yet, running, hung?, failed, cannot be read, unknown (of a log alone), or the end
-        that the run wrote: finished, interrupted."""
+        """ "no run yet", "running", "hung?", "failed", "cannot be read", "unknown" (there is only a
+        log), or the end that the run noted: "finished" or "interrupted"."""
         if self.problems:
             return "cannot be read"
         state = self.summary.get("state")
@@ -203,7 +206,7 @@ FIRST = ("state", "step", "time left", "loss", "tokens/s")
 
 
 def figures(run: RunFolder) -> dict[str, str]:
-    """Name -> text of a run's state, steps and times, and of each metric in its log."""
+    """Name -> text for a run's state, steps and times, and each metric in its log."""
     texts = {"state": run.state(), "step": f"{run.step:,}"}
     if "max_steps" in run.summary:
         texts["step"] += f" of {run.summary['max_steps']:,}"
@@ -221,7 +224,7 @@ def figures(run: RunFolder) -> dict[str, str]:
 
 
 def beside(columns: Iterable[dict[str, str]]) -> dict[str, list[str]]:
-    """Name -> the texts of each column, "" where it has none."""
+    """Name -> its text in each column; "" if a column does not have it."""
     columns = list(columns)
     names = dict.fromkeys(itertools.chain(*columns))
     return {name: [column.get(name, "") for column in columns] for name in names}
@@ -230,8 +233,8 @@ def beside(columns: Iterable[dict[str, str]]) -> dict[str, list[str]]:
 # -- pictures of a run
 
 
-def draw(args) -> None:
-    """Draw report.html and training_loss.png of a run, as its TrainingArguments set them."""
+def draw(args: Any) -> None:
+    """Draw report.html and training_loss.png for a run, if its TrainingArguments ask for them."""
     run = RunFolder(args.output_dir)
     if args.plot_loss:
         plot_loss(run, run.folder / LOSS_PLOT_NAME)
@@ -240,14 +243,14 @@ def draw(args) -> None:
 
 
 def _smoothed(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """The running mean of values: nine tenths of the mean before, one of the new value."""
+    """A running mean: nine tenths of the last mean plus one tenth of the new value."""
     return list(itertools.accumulate(points, lambda a, b: (b[0], 0.9 * a[1] + 0.1 * b[1])))
 
 
 def plot_loss(run: RunFolder, path: Path) -> None:
-    """Write a picture of loss, smoothed loss and eval_loss over the steps; needs matplotlib."""
-    # Figure and Agg directly: pyplot would choose a backend for the whole process and keep every
-    # figure alive.
+    """Write a plot of loss, smoothed loss and eval_loss over steps. Needs matplotlib."""
+    # Figure and Agg are used directly: pyplot would choose a backend for the whole process and keep
+    # every figure in memory.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -308,11 +311,11 @@ _PAGES = jinja2.Environment(
 _compiled = functools.cache(_PAGES.from_string)
 
 
-def render(template: str, **context) -> str:
-    """A page: a jinja2 template with {% extends "base" %} and the blocks style and body, filled.
+def render(template: str, **context: Any) -> str:
+    """A page: a jinja2 template with {% extends "base" %} and the blocks style and body, filled in.
 
-    context: `title`, `refreshes` (the browser loads the page again) and the template's names. Texts
-    are escaped; characters that XML does not allow are replaced.
+    context: `title`, `refreshes` (True: the browser reloads the page) and the template's names.
+    Texts are escaped; characters that XML does not allow are replaced.
     """
     text = _compiled(template).render(context)
     return re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ud800-\udfff\ufffe\uffff]", "\ufffd", text)
@@ -426,7 +429,7 @@ tr > th:first-child { width: 14rem; }
 
 
 def page(runs: Sequence[RunFolder]) -> str:
-    """The page of one run, or of several beside each other."""
+    """The page for one run, or for several side by side."""
     several = len(runs) > 1
     config = beside([run.config() for run in runs])
     answers = _answers(runs)  # before the problems, which name what could not be read
@@ -449,7 +452,7 @@ def page(runs: Sequence[RunFolder]) -> str:
 
 
 def _answers(runs: Sequence[RunFolder]) -> dict[str, dict[str, str]]:
-    """Prompt -> the expected answer, that before training, and by a run's name that after it."""
+    """Prompt -> {"expected": ..., "before": ..., run name: its answer}."""
     rows: dict[str, dict[str, str]] = {}
     for run in runs:
         for sample in run.samples():
@@ -462,12 +465,12 @@ def _answers(runs: Sequence[RunFolder]) -> dict[str, dict[str, str]]:
 # -- curves
 
 _STRETCHES = 200
-_FEW = 20  # points: a curve of no more is not smoothed
+_FEW = 20  # a curve with at most this many points is not smoothed
 
 
-def _charts(runs: Sequence[RunFolder]) -> list[dict]:
-    """The charts of the page, for its template, in the order of METRICS."""
-    charts: dict[str | None, list] = {metric.chart: [] for metric in METRICS}
+def _charts(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
+    """The page's charts, for its template, in the order of METRICS."""
+    charts: dict[str | None, list[Any]] = {metric.chart: [] for metric in METRICS}
     rows: dict[str | None, Metric] = {}
     for run in runs:
         for key in dict.fromkeys(itertools.chain(*run.records)):
@@ -484,15 +487,15 @@ def _charts(runs: Sequence[RunFolder]) -> list[dict]:
     return [_chart(rows[title], curves) for title, curves in charts.items() if curves]
 
 
-def _chart(metric: Metric, curves: list[tuple[str, list]]) -> dict:
-    """A chart for the template: paths in thousandths of its width and height, ticks in percent."""
+def _chart(metric: Metric, curves: list[tuple[str, list[Any]]]) -> dict[str, Any]:
+    """A chart for the template: paths in thousandths of width and height, ticks in percent."""
     points = itertools.chain(*(points for _, points in curves))
     steps, values = zip(*points, strict=True)
     first = min(steps)
     low = min(values)
     high = max(values)
     if metric.chart != "Loss":
-        low = min(low, 0.0)  # shows a change in proportion
+        low = min(low, 0.0)  # the axis begins at 0, to show changes in proportion
     width = max(steps) - first or 1
     height = high - low or abs(high) or 1.0
     high = low + height
@@ -516,7 +519,8 @@ def _chart(metric: Metric, curves: list[tuple[str, list]]) -> dict:
 def _ticks(
     low: float, size: float, form: Callable[[Any], str], least: int = 0
 ) -> list[tuple[float, str]]:
-    """(percent of an axis from `low` on, text) of two to six round numbers, `least` apart."""
+    """(percent of an axis that begins at `low`, text) for two to six round numbers at least `least`
+    apart."""
     power = 10.0 ** math.floor(math.log10(size / 5))
     apart = max(least, next(power * i for i in (1, 2, 5, 10) if size / (power * i) <= 5))
     first = math.ceil(low / apart)
@@ -525,7 +529,8 @@ def _ticks(
 
 
 def _thin(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
-    """The least and the most of each of _STRETCHES, so that no spike is lost, and the ends."""
+    """The least and greatest point in each of _STRETCHES, so that no spike is lost,
+    and both ends."""
     size = math.ceil(len(points) / _STRETCHES)
     kept = {points[0], points[-1]}
     for start in range(0, len(points), size):

@@ -1,12 +1,12 @@
-"""The first step of a run in the configured layout, beside the same step of plain torch.
+"""The first step of a run in its layout, compared with the same step in plain torch.
 
-The oracle is transformers' model on global rank 0. It runs the micro-batches of all ranks one after
-another: in float32 for a layout in bf16, in float64 for one in float32. The bound is made of
-rounding: the same model runs once more there in the layout's precision, and its distance from the
-oracle is the noise. The layout's distance may be FACTOR times the noise. Letters: s tokens of a
+The oracle is a transformers model on global rank 0. It runs the micro-batches of all ranks one
+after another, in float32 for a bf16 layout and in float64 for a float32 layout. The bound comes
+from rounding: the same model runs once more in the layout's precision, and its distance from the
+oracle is the noise. The layout's distance may be FACTOR times the noise. Letters: s tokens in a
 row, h hidden size, V vocabulary.
 
-A tensor has a name of two words: ("outputs", "layer 0 mlp"), ("gradients", Hugging Face's or PEFT's
+A tensor's name has two parts: ("outputs", "layer 0 mlp"), ("gradients", Hugging Face's or PEFT's
 name), ("losses", "micro-batch 0").
 """
 
@@ -17,7 +17,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,18 +33,19 @@ from .step import compute_gradients
 from .tables import TEACHER_KEY
 from .weights_files import generator_of
 
-# tiny models of 24 kinds came to 1.5 times the noise, by another order of sums
+# tiny models of 24 families reached 1.5 times the noise, because sums have another order
 FACTOR = 3.0
-EXACT = 1e-4  # relative, allowed beside the noise
-_LOSS = 1e-3  # relative, the least noise of a loss: in a mean errors cancel more or less by chance
-_FLOOR = 1e-2  # of a usual gradient of as many numbers: it measures one that is nearly 0
-_LOGITS = 256  # places of the row whose logits are compared
+EXACT = 1e-4  # relative, allowed in addition to the noise
+_LOSS = 1e-3  # relative, the least noise of a loss, because errors in a mean cancel by chance
+_FLOOR = 1e-2  # a gradient that is nearly 0 is compared with this share of a usual one of its size
+_LOGITS = 256  # how many positions of the row have their logits compared
 
 Name = tuple[str, str]
 
 
 class Row(NamedTuple):
-    """A tensor of both sides. size: the oracle's norm. distance, noise, bound: relative to it."""
+    """A tensor on both sides. size: the oracle's norm. distance, noise and bound are relative to
+    it."""
 
     kind: str
     name: str
@@ -59,29 +60,30 @@ class Row(NamedTuple):
 
     @property
     def group(self) -> str:
-        """The name without numbers of layers, experts and micro-batches. Outputs stand alone."""
+        """The name without numbers of layers, experts and micro-batches; outputs are
+        not grouped."""
         return self.name if self.kind == "outputs" else re.sub(r"\d+", "*", self.name)
 
 
 class _Share(NamedTuple):
-    """One rank's part of the step, gathered on all ranks. index, places: of its outputs and its
-    logits in the row. losses: (sum, count) of each micro-batch."""
+    """One rank's share of the step, gathered on all ranks. index, places: where its outputs and
+    logits are in the row. losses: (sum, count) per micro-batch."""
 
     replica: int
     index: torch.Tensor
     places: torch.Tensor
-    batches: list[dict]
+    batches: list[dict[str, Any]]
     losses: list[list[float]]
 
 
 def compare(plan: run.Plan) -> list[Row]:
-    """Run the first step of a plan both ways -> its tensors in the order of a step, on global
-    rank 0; [] elsewhere.
+    """Run a plan's first step both ways -> its tensors in the order of a step, on global rank 0; []
+    on other ranks.
 
-    Dropout is off in transformers' models, and has to be in others. Adapters that would begin at 0
-    get small values. Memory of rank 0: beside its part of the layout 8 bytes for each parameter of
-    the whole model (16 in float32), and 4 in host memory, with the outputs of all layers for one
-    row. Collective. ValueError, on every rank, for a model that rank 0 cannot run.
+    Dropout is off in transformers' models, and must be off in other models. Adapters that would
+    start at 0 get small values. Memory of rank 0, besides its share of the layout: 8 bytes per
+    parameter of the whole model (16 in float32), 4 in host memory, and the outputs of all layers
+    for one row. Raises ValueError, on every rank, for a model that rank 0 cannot run. Collective.
     """
     if not plan.arguments.backend.use_mca:
         refuse("use_mca", False, "layouts are compared with plain torch", "use_mca: true")
@@ -107,7 +109,7 @@ def compare(plan: run.Plan) -> list[Row]:
     part = _Part(trainer, batches[0])
     shares = parallel.gather(part.share(batches, _run(trainer, batches)))
     sent = part.outputs_and_logits()
-    plain: list[dict] = []  # on rank 0: the oracle, its noise, the least noise
+    plain: list[dict[Name, Any]] = []  # on rank 0: the oracle, its noise, the least noise
     parallel.on_main(lambda: plain.extend(_oracle_and_noise(plan, trainer, shares)), ValueError)
     if not plain:
         plain = [{}, {}, {}]
@@ -122,34 +124,34 @@ def compare(plan: run.Plan) -> list[Row]:
 # -- the layout's side
 
 
-def _fill_adapters(model, plan: run.Plan) -> None:
-    """Give new adapters small values, the same on both sides. With a matrix of zeros the other one
+def _fill_adapters(model: Any, plan: run.Plan) -> None:
+    """Give new adapters small values, the same on both sides: if one matrix were zero, the other
     would have no gradient."""
 
-    def draw(key, shape):
+    def draw(key: str, shape: tuple[int, ...]) -> torch.Tensor:
         generator = generator_of(plan.arguments.training.seed, key)
         return torch.empty(shape).normal_(0, 0.02, generator=generator)
 
     plan.model.finetuning.fill_fresh(model, draw)
 
 
-def _run(trainer, batches: list[dict]) -> list[list[float]]:
-    """(sum, count) of each micro-batch's loss, [] before the last pipeline stage. The gradients
-    stay in the backend."""
+def _run(trainer: Any, batches: list[dict[str, Any]]) -> list[list[float]]:
+    """[loss sum, count] per micro-batch; [] except on the last pipeline stage. Gradients stay in
+    the backend."""
     metrics = compute_gradients(trainer.backend, trainer, trainer.forward_step, batches)
     return [of_batch[trainer.metrics_keys[0]].tolist() for of_batch in metrics]
 
 
 class _Part:
-    """This rank's part of the first row of the first micro-batch, kept by hooks."""
+    """This rank's share of the first row of the first micro-batch, kept by hooks."""
 
-    def __init__(self, trainer, batch: dict) -> None:
+    def __init__(self, trainer: Any, batch: dict[str, Any]) -> None:
         self.backend = trainer.backend
         self.models = trainer.backend.model
         self.tp_rank = mpu.get_tensor_model_parallel_rank()
         borders = batch.get("cu_seqlens", (0, batch["input_ids"].shape[1]))
         cut = zigzag(borders, *self.backend.context_parallel)
-        self.cuts = [cut]  # of tensor-parallel ranks
+        self.cuts = [cut]  # one per tensor-parallel rank with other tokens
         if self.models.config.sequence_parallel:
             self.cuts = cut.chunk(self.models.config.tensor_model_parallel_size)
         self.every = math.ceil(borders[-1] / _LOGITS)
@@ -161,9 +163,9 @@ class _Part:
     def places(self) -> torch.Tensor:
         return torch.cat([cut[:: self.every] for cut in self.cuts])
 
-    def share(self, batches: list[dict], losses: list[list[float]]) -> _Share:
-        """The part that the other ranks need. Batches and losses come from one rank of those with
-        the same."""
+    def share(self, batches: list[dict[str, Any]], losses: list[list[float]]) -> _Share:
+        """The data that the other ranks need. Batches and losses come from one of the ranks that
+        have the same ones."""
         if self.tp_rank > 0:
             losses = []
         if not losses or self.backend.context_parallel[1] > 0:
@@ -173,7 +175,7 @@ class _Part:
         return _Share(self.backend.dp_rank, index, self.places, on_cpu, losses)
 
     def outputs_and_logits(self) -> dict[str, torch.Tensor]:
-        """This rank's part of the outputs and the logits, each from one rank alone. Collective over
+        """This rank's share of outputs and logits, each sent by one rank only. Collective over the
         tensor-parallel ranks of the last stage."""
         sent = dict(self.outputs)
         if self.tp_rank >= len(self.cuts):
@@ -189,7 +191,7 @@ class _Part:
 
 
 def _megatron_modules(models: VirtualModels) -> Iterator[tuple[str, torch.nn.Module, bool]]:
-    """(name, module, True to compare its input in place of its output) of this rank."""
+    """(name, module, True to compare its input instead of its output) on this rank."""
     for chunk in models:
         if chunk.pre_process:
             yield "embedding", chunk.decoder, True  # with the features of pictures
@@ -202,8 +204,8 @@ def _megatron_modules(models: VirtualModels) -> Iterator[tuple[str, torch.nn.Mod
             yield "final norm", chunk.output_layer or chunk.score, True
 
 
-def _torch_modules(model) -> Iterator[tuple[str, torch.nn.Module, bool]]:
-    """The same places of a transformers model."""
+def _torch_modules(model: Any) -> Iterator[tuple[str, torch.nn.Module, bool]]:
+    """The corresponding modules of a transformers model, as _megatron_modules gives them."""
     decoder = getattr(model.base_model, "language_model", model.base_model)
     yield "embedding", decoder.layers[0], True
     for i, layer in enumerate(decoder.layers):
@@ -213,16 +215,20 @@ def _torch_modules(model) -> Iterator[tuple[str, torch.nn.Module, bool]]:
     yield "final norm", decoder.norm, False
 
 
-def _keep_outputs(modules, axis: int, outputs: dict[str, torch.Tensor]) -> None:
-    """Let hooks put the first output of each module into `outputs`, [s, h] on the CPU, of the row
-    that is first on `axis`: recomputation and later micro-batches come after it."""
+def _keep_outputs(
+    modules: Iterable[tuple[str, torch.nn.Module, bool]],
+    axis: int,
+    outputs: dict[str, torch.Tensor],
+) -> None:
+    """Add hooks that put each module's first output, of the first row on `axis`, into `outputs` as
+    [s, h] on the CPU. Recomputation and later micro-batches run later and are ignored."""
 
-    def keep(name, module, args, output=None) -> None:
+    def keep(name: str, module: Any, args: Any, output: Any = None) -> None:
         value = args if output is None else output
         if isinstance(value, tuple):
             value, *more = value
             biases = (x for x in more if isinstance(x, torch.Tensor) and x.dim() == 1)
-            value = value + next(biases, 0)  # megatron gives the bias beside the product
+            value = value + next(biases, 0)  # megatron returns the bias separately
         if name not in outputs:
             outputs[name] = value.detach().select(axis, 0).to("cpu", copy=True)
 
@@ -235,7 +241,7 @@ def _keep_outputs(modules, axis: int, outputs: dict[str, torch.Tensor]) -> None:
 
 
 def _over_ranks(shares: list[_Share]) -> list[list[float]]:
-    """(sum, count) of each micro-batch of each replica, over context-parallel ranks."""
+    """(sum, count) per micro-batch of each replica, summed over context-parallel ranks."""
     of_replica: dict[int, torch.Tensor] = {}
     for share in sorted(shares, key=lambda share: share.replica):
         if share.losses:
@@ -252,12 +258,16 @@ def _losses(pairs: list[list[float]]) -> dict[Name, torch.Tensor]:
     }
 
 
-def _named(kind: str, pairs: Iterable[tuple[str, torch.Tensor]]):
+def _named(
+    kind: str, pairs: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[Name, torch.Tensor]]:
     return (((kind, name), tensor) for name, tensor in pairs)
 
 
-def _joined(sent, shares: list[_Share]) -> Iterator[tuple[Name, torch.Tensor]]:
-    """The parts of ranks as whole outputs, in the order of the row; logits as ranks have them."""
+def _joined(
+    sent: Iterable[tuple[str, Any]], shares: list[_Share]
+) -> Iterator[tuple[Name, torch.Tensor]]:
+    """Whole outputs from the ranks' shares, in the row's order; logits in the ranks' order."""
     for name, parts in sent:
         whole = torch.cat(list(parts.values()))
         if name != "logits":
@@ -268,9 +278,9 @@ def _joined(sent, shares: list[_Share]) -> Iterator[tuple[Name, torch.Tensor]]:
 # -- plain torch, on rank 0
 
 
-def _oracle_and_noise(plan: run.Plan, trainer, shares: list[_Share]) -> list[dict]:
+def _oracle_and_noise(plan: run.Plan, trainer: Any, shares: list[_Share]) -> list[dict[str, Any]]:
     """[the oracle's tensors by name, their distance in the layout's precision, the least distance
-    that counts as noise]"""
+    that counts as noise]."""
     by_replica = sorted(shares, key=lambda share: share.replica)
     batches = [batch for share in by_replica for batch in share.batches]
     places = torch.cat([share.places for share in shares if share.replica == 0 and share.losses])
@@ -281,7 +291,7 @@ def _oracle_and_noise(plan: run.Plan, trainer, shares: list[_Share]) -> list[dic
         rounded = torch.bfloat16
     with parallel.alone():
         oracle = dict(_plain_step(plan, trainer, batches, places, exact))
-        gc.collect()  # the first model goes before the second one comes
+        gc.collect()  # free the first model before the second is built
         noise = _distances(_plain_step(plan, trainer, batches, places, rounded), oracle)
     least: dict[Name, float] = {}
     if plan.arguments.training.bf16:
@@ -289,9 +299,11 @@ def _oracle_and_noise(plan: run.Plan, trainer, shares: list[_Share]) -> list[dic
     return [oracle, noise, least]
 
 
-def _least_noise(plan: run.Plan, batches: list[dict], oracle: dict) -> dict[Name, float]:
-    """Of a mixture of experts the part of one token in a norm over all, since rounding may send it
-    to another expert; of losses _LOSS."""
+def _least_noise(
+    plan: run.Plan, batches: list[dict[str, Any]], oracle: dict[str, Any]
+) -> dict[Name, float]:
+    """The least noise per tensor: _LOSS for a loss; with experts, the part of one token in a norm
+    over all tokens, because rounding may send a token to another expert."""
     values = values_of(_hf_config(plan))
     tokens = sum(batch["input_ids"].numel() for batch in batches)
     least = {name: _LOSS for name in oracle if name[0] == "losses"}
@@ -305,8 +317,8 @@ def _least_noise(plan: run.Plan, batches: list[dict], oracle: dict) -> dict[Name
     return least
 
 
-def _hf_config(plan: run.Plan):
-    """transformers' config of the model, without dropout."""
+def _hf_config(plan: run.Plan) -> Any:
+    """The model's transformers config, with dropout set to 0."""
     keys = plan.arguments.model
     values = plan.arguments.model_config
     config = model_config.load_hf_config(str(plan.model.folder), keys.trust_remote_code, values)
@@ -316,14 +328,14 @@ def _hf_config(plan: run.Plan):
     return config
 
 
-def _plain_trainer(plan: run.Plan, trainer, bf16: bool):
-    """A trainer of the same objective, with a transformers model on this rank."""
+def _plain_trainer(plan: run.Plan, trainer: Any, bf16: bool) -> Any:
+    """A trainer with the same objective for a transformers model on this rank."""
     args = trainer.args
     fields = dataclasses.fields(TrainingArguments)
     values = {of.name: getattr(args, of.name) for of in fields if of.metadata.get("torch", True)}
     values |= dict(bf16=bf16, global_batch_size=None, gradient_accumulation_steps=None)
     arguments = dataclasses.replace(
-        # the batches have the numbers of a reference
+        # the batches have the reference's log-probabilities already
         plan.arguments.with_keys(ref_model=None),
         training=TrainingArguments(**values),
         backend=UseMcaArguments(use_mca=False),
@@ -344,20 +356,28 @@ def _plain_trainer(plan: run.Plan, trainer, bf16: bool):
     return plain
 
 
-def _plain_step(plan: run.Plan, trainer, batches: list[dict], places, dtype: torch.dtype):
-    """(name, tensor on the CPU) of the step in a transformers model on this rank."""
+def _plain_step(
+    plan: run.Plan,
+    trainer: Any,
+    batches: list[dict[str, Any]],
+    places: torch.Tensor,
+    dtype: torch.dtype,
+) -> Iterator[tuple[Name, torch.Tensor]]:
+    """(name, CPU tensor) for the step in a transformers model on this rank."""
     bf16 = dtype == torch.bfloat16
     plain = _plain_trainer(plan, trainer, bf16)
     model = plain.model
-    # after the backend tried in float32 whether packed documents see each other; buffers stay as
-    # they are, since rotary frequencies are float32 in every precision
+    # cast after the backend is made, which tests its head in float32; buffers are not cast, because
+    # rotary frequencies are float32 in every precision
     if not bf16 or plan.model.finetuning.is_whole:
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
     if dtype == torch.float64:
-        model.set_experts_implementation("eager")  # grouped products know no float64
+        model.set_experts_implementation("eager")  # grouped GEMMs do not support float64
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    plain.backend.optimizer = torch.optim.SGD(trained)  # empties gradients, and updates nothing
+    plain.backend.optimizer = torch.optim.SGD(
+        trained
+    )  # it only clears gradients; no update is made
     outputs: dict[str, torch.Tensor] = {}
     _keep_outputs(_torch_modules(model), 0, outputs)
     losses = _losses(_run(plain, batches))
@@ -368,8 +388,8 @@ def _plain_step(plan: run.Plan, trainer, batches: list[dict], places, dtype: tor
 
 
 @torch.no_grad()
-def _plain_logits(trainer, batch: dict, places: torch.Tensor) -> torch.Tensor:
-    """[places, V] of the first row, on the CPU."""
+def _plain_logits(trainer: Any, batch: dict[str, Any], places: torch.Tensor) -> torch.Tensor:
+    """[places, V]: the logits of the first row, on the CPU."""
     inputs = {**trainer.inputs_of(batch), "labels": None}
     with trainer.backend.autocast():
         return trainer.backend.loss_model(**inputs, places=places.to(parallel.device()))[0].cpu()
@@ -378,8 +398,10 @@ def _plain_logits(trainer, batch: dict, places: torch.Tensor) -> torch.Tensor:
 # -- both beside each other
 
 
-def _distances(tensors: Iterable[tuple[Name, torch.Tensor]], oracle: dict) -> dict[Name, float]:
-    """The norm of each difference from the oracle. Goes to the end of `tensors`, which may be
+def _distances(
+    tensors: Iterable[tuple[Name, torch.Tensor]], oracle: dict[str, Any]
+) -> dict[Name, float]:
+    """The norm of each difference from the oracle. Iterates `tensors` to the end, which may be
     collective."""
     pairs = ((name, tensor.float()) for name, tensor in tensors if name in oracle)
     return {name: _norm(tensor - oracle[name]) for name, tensor in pairs}
@@ -389,15 +411,18 @@ def _norm(*tensors: torch.Tensor) -> float:
     return float(cpu.l2_norm(tensors))
 
 
-def compared_rows(oracle: dict, noise: dict, least: dict, distances: dict) -> list[Row]:
-    """A row for each tensor of the oracle: its distance, and its bound by the noise of its group.
+def compared_rows(
+    oracle: dict[str, Any], noise: dict[str, Any], least: dict[str, Any], distances: dict[str, Any]
+) -> list[Row]:
+    """A Row per tensor of the oracle, with its distance, and its bound from its group's noise.
 
-    least: the least noise of a tensor. One without a distance differs."""
+    least: the least noise per tensor. A tensor without a distance counts as different.
+    """
     gradients = [tensor for (kind, _), tensor in oracle.items() if kind == "gradients"]
     count = sum(tensor.numel() for tensor in gradients)
     usual = _FLOOR * _norm(*gradients) / math.sqrt(max(count, 1))
     rows = []
-    worst: dict[str, float] = {}  # noise of a group, since few numbers may be near by chance
+    worst: dict[str, float] = {}  # by group, because a few values may agree by chance
     for name, tensor in oracle.items():
         size = _norm(tensor)
         scale = max(size, 1e-30)

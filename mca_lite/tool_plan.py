@@ -18,7 +18,7 @@ import math
 import shlex
 from collections.abc import Iterator, Set
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from . import world
 from .args import parse_args
@@ -29,27 +29,27 @@ from .files import show_size
 
 # -- time
 
-# bytes moved by passes of bf16 for a token and layer: SwiGLU's of a column of the MLP, forward and
-# backward, are counted; those of a channel (norms, rotary embedding, residuals) and of the loss a
-# column of the vocabulary follow from their times on one H200
+# Bytes that elementwise bf16 passes move per token. Counted: SwiGLU's, per layer and MLP column,
+# forward and backward. From their times on one H200: those per layer and channel (norms, rotary
+# embedding, residuals), and the loss's per vocabulary column.
 _OF_COLUMN = 16
 _OF_CHANNEL = 94
 _OF_VOCABULARY = 9
 
 
 class Rates(NamedTuple):
-    """Measured on one device, or between devices."""
+    """Speeds measured on one device, or between devices."""
 
-    products: float  # FLOP/s of matrix products
-    attention: float  # FLOP/s of long documents
+    products: float  # FLOP/s of GEMMs
+    attention: float  # FLOP/s of attention in long documents
     passes: float  # bytes/s
-    gaps: float  # time of a step over its kernels' time
+    gaps: float  # time of a step / time of its kernels
     update: float  # parameters/s of the optimizer, float32 moments, with clipping
     link: float = math.inf  # bytes/s sent by a rank in a collective within a node
     network: float = math.inf  # and between nodes
-    half: float = 0.0  # tokens of a document with half of attention's rate
-    experts: float = 1.0  # rate of experts' products, relative
-    layer_s: float = 0.0  # of the host, for a layer's passes over a micro-batch
+    half: float = 0.0  # document length at which attention has half its rate
+    experts: float = 1.0  # rate of the experts' GEMMs, relative to `products`
+    layer_s: float = 0.0  # host time for a layer's passes over a micro-batch
     split_layer_s: float = 0.0  # with sequence or context parallelism
 
 
@@ -77,11 +77,11 @@ RATES = {
     "H100": _H200._replace(passes=_H200.passes * _BANDWIDTH, update=_H200.update * _BANDWIDTH),
 }
 _NODE = 8  # GPUs
-_CHECKED = 16  # GPUs: the plan of more was compared with no run
+_CHECKED = 16  # GPUs; plans for more were not compared with a run
 
 
 class StepTime(NamedTuple):
-    """Seconds of a step by its parts, and the FLOPs of the model in it."""
+    """Seconds of a step by part, and the model's FLOPs in it."""
 
     compute: float
     bubble: float
@@ -94,30 +94,30 @@ class StepTime(NamedTuple):
         return self.compute + self.bubble + self.messages + self.update
 
 
-def bubble(args, config) -> float:
-    """Waiting time of a pipeline stage over its computing time."""
+def bubble(args: Any, config: Any) -> float:
+    """A pipeline stage's waiting time / its computing time."""
     chunks = args.gradient_accumulation_steps or 1
     chunks *= config.virtual_pipeline_model_parallel_size or 1
     return (config.pipeline_model_parallel_size - 1) / chunks
 
 
 def step_time(
-    args,
-    config,
-    memory,
+    args: Any,
+    config: Any,
+    memory: Any,
     lengths: list[int],
     world_size: int,
     rates: Rates,
-    frozen=False,
+    frozen: bool = False,
     reference: float = 0.0,
     trained: Set[str] | None = None,
 ) -> StepTime | None:
-    """The parts of a step of args.train_global_batch_size samples; None if the model's sizes are
-    unknown.
+    """The StepTime for a step of args.train_global_batch_size samples; None if the model's sizes
+    are unknown.
 
-    memory: the fullest rank's RankMemory. lengths: of a sample's documents. frozen: adapters are
-    trained. reference: more forward passes in each step, over the model's own. trained: the modules
-    in training beside frozen ones.
+    memory: RankMemory of the fullest rank. lengths: of a sample's documents. frozen: True if only
+    adapters are trained. reference: extra forward passes per step, in units of the model's forward
+    pass. trained: the trained modules if others are frozen.
     """
     from .log import ModelWork, model_sizes, partial_work  # with torch
 
@@ -130,7 +130,7 @@ def step_time(
     beside = None
     if reference:
         beside = sizes.passes(reference)
-    # adapters are less than a percent
+    # adapters would add less than a percent
     weights = (sizes.weights * frozen, sizes.weights * (not frozen))
     work = ModelWork(*weights, sizes.core, beside, linear=sizes.linear)
     if trained is not None:
@@ -154,22 +154,22 @@ def step_time(
 
 
 def _kernels(
-    config,
-    sizes,
-    work,
+    config: Any,
+    sizes: Any,
+    work: Any,
     tokens: int,
     squares: int,
     lengths: list[int],
     rates: Rates,
     reference: float,
 ) -> tuple[float, float]:
-    """Seconds of (layers, head and loss) of a step on one device, were it large enough. squares: of
-    the lengths of all documents, of which `lengths` are a sample's."""
+    """Seconds of (layers, head and loss) in a step, if one device ran it all. squares: sum of
+    squared lengths of all documents; lengths: those in one sample."""
     recomputes = config.recompute_granularity == "full"
     head = sizes.hidden_size * sizes.vocab_size
     columns = sizes.mlp_weights / 3 / sizes.hidden_size
     channels = sizes.hidden_size
-    if not config.sequence_parallel:  # each rank of a tensor parallel group passes over all
+    if not config.sequence_parallel:  # each tensor parallel rank then passes over all tokens
         channels *= config.tensor_model_parallel_size
     passes = 1 + (recomputes + reference) / 3  # over forward and backward
     a_byte = tokens * passes * config.params_dtype.itemsize / 2 / rates.passes
@@ -189,9 +189,12 @@ def _kernels(
     return in_layers * rates.gaps, of_head * rates.gaps
 
 
-def _of_stages(args, config, in_layers: float, of_head: float, rates: Rates) -> tuple[float, float]:
-    """Seconds of a step on a pipeline stage, in the mean and of the slowest: as long as its kernels
-    or as the host takes to start them. in_layers, of_head: kernels of a rank, in the mean."""
+def _of_stages(
+    args: Any, config: Any, in_layers: float, of_head: float, rates: Rates
+) -> tuple[float, float]:
+    """Seconds of a step on a pipeline stage, (mean, slowest): the time of its kernels, or of the
+    host to launch them if that is longer. in_layers, of_head: seconds of kernels per rank, on
+    average."""
     from .tool_plan_memory import stages_of_layers
 
     pp = config.pipeline_model_parallel_size
@@ -211,12 +214,13 @@ def _of_stages(args, config, in_layers: float, of_head: float, rates: Rates) -> 
 
 
 def _link(ranks: float, rates: Rates) -> float:
-    """Bytes/s sent by a rank in a collective of a group within `ranks` ranks in order."""
+    """Bytes/s that a rank sends in a collective over a group that spans `ranks`
+    consecutive ranks."""
     return rates.link if ranks <= _NODE else rates.network
 
 
-def _within_layers(args, config, sample: int, world_size: int, rates: Rates) -> float:
-    """Seconds of messages of a rank in a step for tensor, context, expert and pipeline
+def _within_layers(args: Any, config: Any, sample: int, world_size: int, rates: Rates) -> float:
+    """Seconds that a rank communicates in a step for tensor, context, expert and pipeline
     parallelism."""
     from .tool_plan_memory import RankSizes
 
@@ -225,7 +229,7 @@ def _within_layers(args, config, sample: int, world_size: int, rates: Rates) -> 
     tokens = args.micro_batch_size * sample / r.cp
     hidden = tokens * r.h * r.w
     passes = 2 + (config.recompute_granularity == "full")
-    # attention and MLP, each pass; inputs are gathered again for their weights' gradients
+    # attention and MLP in each pass; inputs are gathered again for weight gradients
     reductions = layers * (2 * passes + bool(config.sequence_parallel)) + 2
     of_tensor = 2 * (r.tp - 1) / r.tp * hidden * reductions
     of_context = (r.cp - 1) * tokens * r.keys * layers * passes
@@ -240,13 +244,17 @@ def _within_layers(args, config, sample: int, world_size: int, rates: Rates) -> 
     return seconds * micro_batches
 
 
-def _of_step(args, config, memory, copies: float, compute: float, link: float) -> float:
-    """Seconds of a step spent waiting for gradients and parameters. copies: ranks in a gradient's
-    reduction."""
+def _of_step(
+    args: Any, config: Any, memory: Any, copies: float, compute: float, link: float
+) -> float:
+    """Seconds in a step spent waiting for gradients and parameters. copies: how many ranks reduce a
+    gradient."""
     share = (copies - 1) / copies
     reduce = 2 * share * memory.gradients / link
     gather = 0.0
-    if args.use_distributed_optimizer:  # a half of the all-reduce, then updated parameters
+    if (
+        args.use_distributed_optimizer
+    ):  # a reduce-scatter is half an all-reduce; then parameters are gathered
         reduce /= 2
         gather = share * memory.trained * config.params_dtype.itemsize / link
     # gradients overlap with the last backward pass, parameters with the first forward pass
@@ -260,10 +268,12 @@ def _of_step(args, config, memory, copies: float, compute: float, link: float) -
 
 DOES_NOT_FIT = 3
 _GIB = 2**30
-_HEADROOM = 0.94  # of a GPU: the rest is CUDA's context, libraries, gaps between blocks
+_HEADROOM = (
+    0.94  # usable share of a GPU; the rest is CUDA's context, libraries, gaps between blocks
+)
 _MAX_SHOWN = 8
-_LONG = 8192  # tokens of a row for which context parallelism is tried
-# planned in place of Transformer Engine's layers and FP8, whose memory was measured to be the same
+_LONG = 8192  # tokens in a row from which context parallelism is tried
+# these replace Transformer Engine's layers and FP8, which were measured to need the same memory
 _LOCAL = (
     "transformer_impl=local",
     "fp8=null",
@@ -275,7 +285,7 @@ _LOCAL = (
 
 
 def main(words: list[str]) -> int:
-    """Plan as the words say -> exit code."""
+    """Plan as the command line says -> exit code."""
     parser = parser_of("plan", __doc__)
     add = parser.add_argument
     number = at_least(0.001, float)
@@ -288,7 +298,7 @@ def main(words: list[str]) -> int:
     return finish(world.planned_world(options.gpus)(_plan), words, options)
 
 
-def _plan(words: list[str], options) -> int:
+def _plan(words: list[str], options: Any) -> int:
     words = [*words, *_LOCAL]
     arguments = parse_args(words)
     if not arguments.backend.use_mca:
@@ -323,7 +333,7 @@ def _plan(words: list[str], options) -> int:
 class _Layout:
     """A run in one layout: memory of its fullest rank, and time of a step."""
 
-    def __init__(self, arguments, model, options) -> None:
+    def __init__(self, arguments: Any, model: Any, options: Any) -> None:
         self.arguments = arguments
         self.model = model
         self.options = options
@@ -351,7 +361,7 @@ class _Layout:
         return self.model.tensors(self.config).total
 
     def bytes_on_disk(self) -> tuple[int, int]:
-        """Bytes of the weights, and of a checkpoint."""
+        """(bytes of the weights, bytes of a checkpoint)."""
         from .tables import OPTIMIZERS
 
         args = self.args
@@ -363,16 +373,16 @@ class _Layout:
             states = 4 * len(row.of_matrices or row.states)
             masters = 4 * (width < 4)  # float32
         size = of_weights + self.model.tensors(self.config).total_trained * (states + masters)
-        if not self.model.finetuning.is_whole:  # the adapters alone are kept, in float32
+        if not self.model.finetuning.is_whole:  # only adapters are saved, in float32
             ranks = args.tensor_model_parallel_size * args.pipeline_model_parallel_size
             size = self.memory.trained * ranks * (4 + states)
         return of_weights, size
 
-    def rank(self) -> tuple:
-        """Sort key of layouts: the fastest, then the one with the fewest messages, then the
+    def rank(self) -> tuple[Any, ...]:
+        """Sort key: the fastest layout first, then the one with least communication, then the
         smallest."""
         args = self.args
-        seconds = 1 + bubble(args, self.config)  # relative to others
+        seconds = 1 + bubble(args, self.config)  # only relative to other layouts
         if self.time is not None:
             seconds = self.time.total
         elif self.config.recompute_granularity == "full":
@@ -387,7 +397,7 @@ class _Layout:
         )
 
     def keys_beside(self, other: "_Layout") -> str:
-        """The words that turn another layout into this one."""
+        """The command line words that turn `other` into this layout."""
         values = {key: getattr(self.args, key) for key in _KEYS}
         changed = {k: value for k, value in values.items() if value != getattr(other.args, k)}
         return " ".join(_words(changed)) or "as it is"
@@ -417,7 +427,8 @@ def _memory_lines(layout: _Layout) -> list[str]:
 
 
 def _run_lines(layout: _Layout) -> list[str]:
-    """Steps, tokens, evaluations, checkpoints. Reads the data unless max_steps is given."""
+    """Lines about steps, tokens, evaluations, checkpoints. Reads the data unless max_steps is
+    given."""
     from .args_rules_training import plan_schedule
 
     args = layout.args
@@ -456,7 +467,7 @@ def _run_lines(layout: _Layout) -> list[str]:
         table["pictures"] = "in memory as if a row held nothing else; not in the time"
     time = layout.time
     if time is not None:
-        messages = f"{time.messages:.2f} s of it messages, {time.bubble:.2f} s the pipeline's"
+        messages = f"{time.messages:.2f} s of it communication, {time.bubble:.2f} s the pipeline's"
         if layout.options.gpus > _CHECKED:
             messages += f"; not checked: no run of more than {_CHECKED} GPUs was compared"
         hours = time.total * steps / 3600
@@ -466,8 +477,8 @@ def _run_lines(layout: _Layout) -> list[str]:
 
 
 def _time_before(layout: _Layout, steps: int) -> dict[str, str]:
-    """The line about a pass over the data before training, of `steps` global batches (0: not
-    read); {} without one."""
+    """A line about the pass over the data before training, of `steps` global batches (0: unknown);
+    {} if there is no such pass."""
     in_step, before = layout.model.forward_passes(layout.args, layout.config)
     if not before:
         return {}
@@ -479,7 +490,7 @@ def _time_before(layout: _Layout, steps: int) -> dict[str, str]:
     return {"before it": words}
 
 
-# keys of a layout, in the order of the report
+# the keys that make a layout, in the order of the report
 _KEYS = (
     "tensor_model_parallel_size",
     "sequence_parallel",
@@ -495,9 +506,9 @@ _KEYS = (
 )
 
 
-def _layouts(words: list[str], base: _Layout, options) -> Iterator[_Layout]:
-    """Each layout of powers of two that breaks no rule, with the same global batch: with smaller
-    micro-batches, and then with recomputation, if it does not fit without."""
+def _layouts(words: list[str], base: _Layout, options: Any) -> Iterator[_Layout]:
+    """Each layout of powers of two that breaks no rule and has the same global batch. A layout that
+    does not fit is tried with smaller micro-batches, and then with recomputation."""
     powers = [2**i for i in range(options.gpus.bit_length())]
     experts = [1]
     contexts = [base.args.context_parallel_size]
@@ -534,7 +545,7 @@ def _layouts(words: list[str], base: _Layout, options) -> Iterator[_Layout]:
                     break
 
 
-def _words(keys: dict) -> list[str]:
-    """The words of a command line, in a shell too."""
+def _words(keys: dict[str, Any]) -> list[str]:
+    """Keys and values as command line words, quoted for a shell."""
     texts = {k: v if isinstance(v, str) else json.dumps(v) for k, v in keys.items()}
     return [f"{key}={shlex.quote(text)}" for key, text in texts.items()]

@@ -1,15 +1,16 @@
-"""Memory of a rank in training, from the configs alone: bytes, without weights and without a GPU.
+"""A rank's memory in training, from configs alone: bytes, without weights and without a GPU.
 
-    static = weights + gradients + optimizer state; at the peak activations, the loss, buffers too
+    static = weights + gradients + optimizer state; at the peak also activations, loss and buffers
 
-Weights are those of the family's rows (families.py), cut as the layout cuts them. The facts
-about activations are counted storages: on a CPU those saved by autograd (tests/test_plan.py), on
-a GPU, where kernels.py compiles, the live blocks of one H200.
+Weights come from the family's rows (families.py), sharded as the layout shards them. The facts
+about activations are counted storages: on a CPU those that autograd saves (tests/test_plan.py), on
+a GPU, where kernels.py compiles, live blocks on one H200.
 
-Letters: T tokens of a micro-batch on this rank, h hidden size, w bytes of an activation.
+Letters: T tokens of a micro-batch on this rank, h hidden size, w bytes per value of an activation.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from .weights_files import InitSource
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of one rank, and the number of its parameters."""
+    """Bytes on one rank, and its count of parameters."""
 
     parameters: int
     trained: int
@@ -35,10 +36,10 @@ class RankMemory:
     gradients: int
     optimizer: int
     activations: int
-    logits: int  # of the loss: a chunk of logits, the gradients taken with it
-    buffers: int  # of messages between ranks
-    reference: int = 0  # the weights of a second model
-    nccl: int = 0  # outside of torch's allocator
+    logits: int  # a chunk of logits in the loss, with its gradients
+    buffers: int  # for communication
+    reference: int = 0  # weights of a second model
+    nccl: int = 0  # outside torch's allocator
 
     @property
     def total(self) -> int:
@@ -52,10 +53,10 @@ PARTS = [field.name for field in fields(RankMemory)][2:]
 
 
 class RankTensor(NamedTuple):
-    """A weight, or a matrix of an adapter, as a rank holds it."""
+    """A weight, or an adapter's matrix, as one rank has it."""
 
-    name: str  # megatron's, of an adapter PEFT's, with {} for the layer and [] for the expert
-    layer: int | None  # None outside of layers
+    name: str  # megatron's name, PEFT's for an adapter, with {} for the layer and [] for the expert
+    layer: int | None  # None outside the layers
     shape: tuple[int, ...]
     is_trained: bool
 
@@ -73,12 +74,11 @@ class RankTensor(NamedTuple):
 
 
 class ModelTensors:
-    """The tensors of each rank in the layout of a config.
+    """The tensors on each rank in a config's layout.
 
-    finetuning: as planned. source: shapes by Hugging Face name, the same for every layout of a
-    model.
-    stages: the tensors of a rank of each pipeline stage. total, total_trained: parameters of the
-    whole model, without adapters.
+    finetuning: the planned one. source: shapes by Hugging Face name, the same for every layout of a
+    model. stages: the tensors on a rank of each pipeline stage. total, total_trained: parameters of
+    the whole model, without adapters.
     """
 
     def __init__(
@@ -90,8 +90,8 @@ class ModelTensors:
         self.config = config
         self.finetuning = finetuning or Finetuning()
         self.total_trained = 0
-        self.lowest = 0  # layer with a backward pass
-        # recomputation asks for gradients of the first layer's input
+        self.lowest = 0  # the lowest layer with a backward pass
+        # recomputation needs gradients of the first layer's input
         trained = self.finetuning.trained
         if trained is not None and config.recompute_granularity is None:
             self.lowest = lowest_layer(trained, config.num_layers)
@@ -113,7 +113,7 @@ class ModelTensors:
         config = self.config
         is_tied = config.tie_embeddings_and_output_weights
         is_tied_head = is_tied and row.mca == VOCABULARY[1]
-        if is_tied_head or row.mca.endswith("expert_bias"):  # a buffer of some bytes
+        if is_tied_head or row.mca.endswith("expert_bias"):  # a bias is a small buffer
             return
         first, *others = [self.source.shape(name.format(layer)) for name in row.hf]
         shape = [first[0] + sum(other[0] for other in others), *first[1:]]
@@ -125,7 +125,9 @@ class ModelTensors:
         self.total_trained += math.prod(shape) * is_trained
         shape = self._cut(row, shape)
         self._add(row, row.mca, layer, shape, is_trained, stage)
-        is_again = is_tied or config.mtp_num_layers  # as the head, or for the tokens ahead
+        is_again = (
+            is_tied or config.mtp_num_layers
+        )  # the last stage needs it as the head, or for tokens ahead
         if row.mca == VOCABULARY[0] and is_again and len(self.stages) > 1:
             self._add(row, VOCABULARY[is_tied], layer, shape, is_trained, -1)
 
@@ -139,15 +141,23 @@ class ModelTensors:
         for matrix, shape in shapes.items():
             self._add(row, f"{module_of(name)}.{matrix}", layer, shape, True, stage)
 
-    def _cut(self, row: Row, shape) -> list[int]:
-        """The shape of a rank's part."""
+    def _cut(self, row: Row, shape: Sequence[int]) -> list[int]:
+        """The shape of a rank's shard."""
         part = list(shape)
         if row.axis is not None:
             part[row.axis] //= degree(row, self.config)
         return part
 
-    def _add(self, row: Row, name: str, layer, shape, is_trained: bool, stage: int) -> None:
-        """Add a tensor, unless it is of an expert on other ranks."""
+    def _add(
+        self,
+        row: Row,
+        name: str,
+        layer: int | None,
+        shape: Sequence[int],
+        is_trained: bool,
+        stage: int,
+    ) -> None:
+        """Add a tensor, unless its expert is on other ranks."""
         if row.expert is not None:
             name = name.replace(f"experts.{row.expert}.", "experts.[].")
             if row.expert >= self.config.num_moe_experts // self.config.expert_model_parallel_size:
@@ -155,20 +165,20 @@ class ModelTensors:
         self.stages[stage].append(RankTensor(name, layer, tuple(shape), is_trained))
 
     def counts(self, stage: int) -> tuple[int, int]:
-        """(parameters, trained ones) of a rank of a pipeline stage."""
+        """(parameters, trained ones) on a rank of a pipeline stage."""
         held = self.stages[stage]
         return sum(t.numel for t in held), sum(t.numel for t in held if t.is_trained)
 
-    def shapes(self, stage: int) -> dict[tuple[str, tuple[int, ...]], list]:
-        """{(name, shape) of a tensor on a rank of a pipeline stage: its layers}. Experts of a layer
+    def shapes(self, stage: int) -> dict[tuple[str, tuple[int, ...]], list[Any]]:
+        """{(name, shape) of a tensor on a rank of a pipeline stage: its layers}. A layer's experts
         count as one."""
-        layers: dict[tuple[str, tuple[int, ...]], dict] = {}
+        layers: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
         for tensor in self.stages[stage]:
             layers.setdefault((tensor.name, tensor.shape), {})[tensor.layer] = None
         return {key: list(of_tensor) for key, of_tensor in layers.items()}
 
 
-def stages_of_layers(config) -> list[int]:
+def stages_of_layers(config: Any) -> list[int]:
     """The pipeline rank of each decoder layer."""
     pp = config.pipeline_model_parallel_size
     chunks = pp * (config.virtual_pipeline_model_parallel_size or 1)
@@ -184,8 +194,8 @@ def stages_of_layers(config) -> list[int]:
     return stages
 
 
-def _moments(args, tensor: RankTensor) -> float:
-    """Bytes of the optimizer's states on the device, for each number of a tensor."""
+def _moments(args: Any, tensor: RankTensor) -> float:
+    """Bytes of optimizer states on the device, per value of a tensor."""
     row = OPTIMIZERS[args.optim]
     names = row.states
     if row.of_matrices and tensor.name not in VOCABULARY:
@@ -215,7 +225,7 @@ def _weights(config, held: list[RankTensor]) -> int:
 def _made_whole(config, held: list[RankTensor]) -> float:
     """Bytes of the largest quantised weight once it is made whole, with all experts of a layer."""
     packed = _packed(config)
-    sizes: dict[tuple, float] = {}
+    sizes: dict[tuple[Any, ...], float] = {}
     for tensor in held:
         if tensor.name in packed:
             key = tensor.name, tensor.layer
@@ -223,8 +233,10 @@ def _made_whole(config, held: list[RankTensor]) -> float:
     return max(sizes.values(), default=0)
 
 
-def _static(args, config, tensors: ModelTensors, stage: int, world_size: int) -> dict:
-    """Parameters, and bytes of weights, gradients and optimizer state."""
+def _static(
+    args: Any, config: Any, tensors: ModelTensors, stage: int, world_size: int
+) -> dict[str, Any]:
+    """Parameter counts, and bytes of weights, gradients and optimizer state."""
     held = tensors.stages[stage]
     parameters, trained = tensors.counts(stage)
     width = config.params_dtype.itemsize
@@ -234,7 +246,7 @@ def _static(args, config, tensors: ModelTensors, stage: int, world_size: int) ->
     gradient = 4
     if not args.grad_reduce_in_fp32:
         gradient = width
-    # the states of a parameter are on one rank of those with a copy of it
+    # the ranks that have a copy of a parameter share its states
     copies = world_size / config.pipeline_model_parallel_size
     cuts = {
         False: config.tensor_model_parallel_size,
@@ -263,11 +275,11 @@ def _static(args, config, tensors: ModelTensors, stage: int, world_size: int) ->
 # -- activations
 
 
-_NCCL_OF_GROUP = 2**29  # bytes of a GPU for a group's collectives: 518 MiB on an H200 over NVLink
+_NCCL_OF_GROUP = 2**29  # bytes per group and GPU: 518 MiB on an H200 over NVLink
 
 
-def _nccl(config, world_size: int) -> int:
-    """Bytes of nccl for the groups of a rank with other ranks."""
+def _nccl(config: Any, world_size: int) -> int:
+    """Bytes that nccl takes for a rank's groups."""
     r = RankSizes(config)
     etp = config.expert_tensor_parallel_size or r.tp
     replicas = world_size // (r.tp * r.pp)
@@ -277,46 +289,51 @@ def _nccl(config, world_size: int) -> int:
         r.tp,
         r.pp,
         r.cp,
-        r.tp * r.pp,  # norms of gradients
+        r.tp * r.pp,  # for gradient norms
         replicas,
         r.ep * is_moe,
-        world_size // (etp * r.ep * r.pp) * is_moe,  # replicas of experts
+        world_size // (etp * r.ep * r.pp) * is_moe,  # for the experts' replicas
     ]
     return _NCCL_OF_GROUP * sum(size > 1 for size in sizes)
 
 
 class RankSizes:
-    """Sizes of a rank in the formulas of memory and time. config: McaModelConfig."""
+    """A rank's sizes for the formulas of memory and time. config: McaModelConfig."""
 
-    def __init__(self, config) -> None:
-        self.w = config.params_dtype.itemsize  # bytes of an activation
+    def __init__(self, config: Any) -> None:
+        self.w = config.params_dtype.itemsize  # bytes per value of an activation
         self.h = config.hidden_size
         self.tp = config.tensor_model_parallel_size
-        self.sp = self.tp if config.sequence_parallel else 1  # ranks sharing tokens between linears
+        self.sp = (
+            self.tp if config.sequence_parallel else 1
+        )  # ranks that split tokens between linears
         self.pp = config.pipeline_model_parallel_size
         self.cp = config.context_parallel_size
         self.ep = config.expert_model_parallel_size
         self.heads = config.num_attention_heads / self.tp
-        # of heads with a key and a value
+        # how many heads have a key and a value
         self.groups = max((config.num_query_groups or config.num_attention_heads) / self.tp, 1)
-        self.keys = 2 * self.groups * config.kv_channels * self.w  # bytes of a token in a layer
+        self.keys = (
+            2 * self.groups * config.kv_channels * self.w
+        )  # bytes of keys and values per token and layer
 
 
 class _Facts(NamedTuple):
-    """Tensors saved by autograd, in bytes: for each channel of a norm (its input and its output),
-    and in numbers for an MLP's column (gate and up, their product, and between them)."""
+    """Tensors that autograd saves: bytes per channel of a norm (its input and output), and values
+    per column of an MLP (gate, up, their product, and what is between them)."""
 
     norm: int
-    head_norm: int  # of queries and keys; attention rotates its output and keeps that itself
+    head_norm: int  # for queries and keys; their rotated output is counted in attention
     mlp: int
-    expert: int  # its columns are weighted too
-    scores: int  # of attention with values narrower than its keys: bytes of a head
-    attended: int  # its queries, keys and values: bytes of a number
+    expert: int  # like mlp, with a weight per column
+    scores: int  # bytes per head of attention whose values are narrower than its keys
+    attended: int  # bytes per value of such attention's queries, keys and values
     compiled: bool
 
 
 def _facts(width: int, compiled: bool, frozen: bool, length: int) -> _Facts:
-    """frozen: the norms' weights are not trained. length: of the sequences."""
+    """The _Facts of a model. frozen: True if the norms' weights are not trained. length: of
+    sequences."""
     if compiled:
         return _Facts(
             norm=2 * width,
@@ -329,24 +346,24 @@ def _facts(width: int, compiled: bool, frozen: bool, length: int) -> _Facts:
         )
     quotient = width * (not frozen)
     return _Facts(
-        norm=4 + quotient + width,  # the input is float32 here
+        norm=4 + quotient + width,  # the input is float32 without kernels
         head_norm=4 + quotient,
         mlp=4,
         expert=5,
-        scores=4 * length,  # a CPU has no kernel for it, and keeps all of them
+        scores=4 * length,  # a CPU has no kernel for it and keeps every score
         attended=4,
         compiled=False,
     )
 
 
-def _layer_bytes(config, layer: int, facts: _Facts, r: RankSizes) -> tuple[float, float]:
-    """(bytes a token of a layer, those of its MLP or experts among them)."""
+def _layer_bytes(config: Any, layer: int, facts: _Facts, r: RankSizes) -> tuple[float, float]:
+    """(bytes per token of a layer, how many of these are its MLP's or experts')."""
     if getattr(config, "kv_lora_rank", None):
         attention = _latent_bytes(config, facts, r)
     elif layer_class := LAYER_TYPES.get(config.layer_type(layer + 1)):
         attention = function_of(layer_class).costs(config, facts)
     else:
-        # queries and attention's output, keys, values, and the sum of each row's exponentials
+        # queries, attention's output, keys, values, and a sum of exponentials per row
         groups, channels = config.head_sizes(layer + 1)
         heads = r.heads + max(groups / r.tp, 1)
         attention = 2 * r.w * channels * heads + 4 * r.heads
@@ -371,14 +388,16 @@ def _layer_bytes(config, layer: int, facts: _Facts, r: RankSizes) -> tuple[float
     return around + experts, experts
 
 
-def _latent_bytes(config, facts: _Facts, r: RankSizes) -> float:
-    """Bytes a token of multi-latent attention, without the norm before it."""
+def _latent_bytes(config: Any, facts: _Facts, r: RankSizes) -> float:
+    """Bytes per token of multi-latent attention, without the norm before it."""
     rotated = config.qk_pos_emb_head_dim
     query = config.qk_head_dim + rotated
     value = config.v_head_dim
     value_copy = value
     latent = facts.norm * (config.kv_lora_rank + (config.q_lora_rank or 0))
-    if facts.attended == r.w:  # no copies: a value is a view beside the unrotated part of the keys
+    if (
+        facts.attended == r.w
+    ):  # not copied: a value is a view next to the unrotated part of the keys
         value_copy += config.qk_head_dim
         latent += r.w * rotated
     scores = 4 if query == value else facts.scores
@@ -387,11 +406,11 @@ def _latent_bytes(config, facts: _Facts, r: RankSizes) -> float:
 
 
 def _activations(
-    args, config, stage: int, facts: _Facts, r: RankSizes, lowest: int
+    args: Any, config: Any, stage: int, facts: _Facts, r: RankSizes, lowest: int
 ) -> tuple[float, float]:
-    """(bytes a token kept for the backward pass, those of a layer while it is recomputed). lowest:
-    the first layer with a backward pass."""
-    first = 0 if stage else lowest  # what a stage receives has a gradient
+    """(bytes per token kept for the backward pass, bytes per token of a layer while it is
+    recomputed). lowest: the first layer with a backward pass."""
+    first = 0 if stage else lowest  # what a later stage receives needs a gradient
     layers = [i for i, home in enumerate(stages_of_layers(config)) if home == stage and i >= first]
     if stage == r.pp - 1:
         layers += range(config.num_layers, config.num_layers + (config.mtp_num_layers or 0))
@@ -400,7 +419,7 @@ def _activations(
     again = 0.0
     if config.recompute_granularity == "full":
         unit = min(config.recompute_num_layers or 1, len(layers))
-        inputs = r.w * r.h / r.sp  # of a layer, a token
+        inputs = r.w * r.h / r.sp  # bytes of a layer's input per token
         again = max(kept, default=0.0) * unit - inputs
         units = -(-len(layers) // max(unit, 1))
         if config.recompute_method == "block":
@@ -413,15 +432,18 @@ def _activations(
     return sum(kept) * _in_flight(args, config, stage), again
 
 
-def input_activations(args, config, tensors: "ModelTensors", length: int, r: RankSizes) -> float:
-    """Bytes kept of the modules for inputs beside text, at most: of rows of these alone."""
+def input_activations(
+    args: Any, config: Any, tensors: "ModelTensors", length: int, r: RankSizes
+) -> float:
+    """Bytes that input modules keep, at most: for rows with nothing but such inputs."""
     trained = (tensor.name for tensor in tensors.stages[0] if tensor.is_trained)
     of_token = config.inputs.bytes_of_token(trained, r.w)
     return args.micro_batch_size * length * of_token * _in_flight(args, config, 0)
 
 
-def _in_flight(args, config, stage: int) -> float:
-    """Micro-batches with activations on a stage at once: of virtual stages parts of them."""
+def _in_flight(args: Any, config: Any, stage: int) -> float:
+    """The number of micro-batches whose activations a stage holds at once; with virtual stages, in
+    units of a whole stage."""
     pp = config.pipeline_model_parallel_size
     vpp = config.virtual_pipeline_model_parallel_size or 1
     micro_batches = args.gradient_accumulation_steps or 1
@@ -431,34 +453,34 @@ def _in_flight(args, config, stage: int) -> float:
     return min(micro_batches * vpp, chunks) / vpp
 
 
-# bytes of float32 tensors of a logit and its gradient in a loss with a teacher without kernels, at
-# most (a resident one, jsd): measured on a CPU
+# Bytes of float32 tensors per logit in a loss with a teacher, without kernels: the maximum
+# (resident teacher, jsd), measured on a CPU.
 _OF_LOGIT = 53
 
 
 def _loss(
-    config, tokens: float, trains_head: bool, on_gpu: bool, r: RankSizes, distils: bool
+    config: Any, tokens: float, trains_head: bool, on_gpu: bool, r: RankSizes, distils: bool
 ) -> float:
-    """Bytes of the loss while it is taken."""
+    """Bytes of the loss while it is computed."""
     columns = config.padded_vocab_size / r.tp
     chunk = config.loss_chunk_size or (CHUNK_SIZE_CUDA if on_gpu else CHUNK_SIZE_CPU)
     of_logit = r.w
     if distils:
         chunk = config.loss_chunk_size or CHUNK_SIZE_OF_LOGITS
-        # with kernels the teacher's logit, a gradient, and the number of an event
+        # with kernels: the teacher's logit, a gradient, and an index
         of_logit += 2 * r.w + 2 if on_gpu else _OF_LOGIT
     float32_gradient = columns * r.h * 4 * trains_head
     return min(chunk, tokens) * columns * of_logit + tokens * r.h * r.w + float32_gradient
 
 
-def _buffers(config, tokens: float, r: RankSizes) -> float:
-    """Bytes of messages between ranks."""
+def _buffers(config: Any, tokens: float, r: RankSizes) -> float:
+    """Bytes of communication buffers."""
     part = tokens * r.h * r.w / r.sp
     terms = [
         (config.sequence_parallel, part * r.sp),
         (r.pp > 1, 2 * part),
         (r.cp > 1, 2 * tokens * r.cp * r.keys),
-        # sent to other ranks; received tokens are kept, as the experts' input
+        # tokens sent to other ranks; received ones are counted as the experts' input
         (config.num_moe_experts and r.ep > 1, config.moe_router_topk * part),
     ]
     return sum(size for applies, size in terms if applies)
@@ -468,8 +490,8 @@ def _buffers(config, tokens: float, r: RankSizes) -> float:
 
 
 def rank_memory(
-    args,
-    config,
+    args: Any,
+    config: Any,
     tensors: ModelTensors,
     stage: int,
     length: int,
@@ -477,10 +499,10 @@ def rank_memory(
     on_gpu: bool,
     distils: bool = False,
 ) -> RankMemory:
-    """Memory of a rank of a pipeline stage at the peak of a step.
+    """The memory of a rank of a pipeline stage at the peak of a step.
 
-    args: TrainingArguments with the layout of config, a McaModelConfig; length: tokens of a
-    sample or row; on_gpu: True if kernels are compiled; distils: the loss compares with a teacher.
+    args: TrainingArguments with the layout of config, a McaModelConfig. length: tokens in a sample
+    or row. on_gpu: True if kernels are compiled. distils: True if the loss compares with a teacher.
     """
     finetuning = tensors.finetuning
     r = RankSizes(config)
@@ -496,7 +518,7 @@ def rank_memory(
         trains_head = finetuning.trains("lm_head")
         if not config.has_value_head:
             logits = _loss(config, tokens, trains_head, on_gpu, r, distils)
-        # the final norm, with its output whole for the head
+        # the final norm, whose output is whole for the head
         norm = (r.h * (facts.norm - r.w) + 4) / r.sp + r.h * r.w
     return RankMemory(
         **_static(args, config, tensors, stage, world_size),
@@ -508,10 +530,10 @@ def rank_memory(
 
 
 class ModelOfRun:
-    """The part of a plan common to all layouts of a run: shapes of its model, adapters, lengths of
-    a sample's documents, the folder of a reference model. arguments: RunArguments."""
+    """Facts that all layouts of a run share: shapes of its model, adapters, lengths of a sample's
+    documents, the folder of a reference model. arguments: RunArguments."""
 
-    def __init__(self, arguments) -> None:
+    def __init__(self, arguments: Any) -> None:
         config = self.config_of(arguments)
         keys = arguments
         judge = Judge(arguments)
@@ -522,7 +544,7 @@ class ModelOfRun:
         objective = OBJECTIVES[keys.stage]
         self.lengths = [arguments.data.cutoff_len] * (1 + objective.has_pairs)
         self.reference: str | None = None
-        self.scores_before = False  # the second model is there before training alone
+        self.scores_before = False  # True if the second model is only there before training
         trainer: Any = objective.trainer_class()
         of_model, of_second = trainer.forward_passes(keys)
         has_second = False
@@ -539,10 +561,13 @@ class ModelOfRun:
             self.reference = getattr(keys, TEACHER_KEY)
             has_second = self.reference is not None
             self.scores_before = keys.teacher_top_k is not None
-        self.passes = (of_model, of_second * has_second)  # of the model and of the second one
+        self.passes = (
+            of_model,
+            of_second * has_second,
+        )  # forward passes of the model and of the second model
 
     @staticmethod
-    def config_of(arguments) -> McaModelConfig:
+    def config_of(arguments: Any) -> McaModelConfig:
         keys = arguments.model
         name = keys.model_name_or_path
         remote = keys.trust_remote_code
@@ -553,12 +578,14 @@ class ModelOfRun:
             function_of("part_quantised:choose_by_keys")(config, arguments)
         return config
 
-    def tensors(self, config) -> ModelTensors:
-        """The tensors of the model in the layout of a config."""
+    def tensors(self, config: Any) -> ModelTensors:
+        """The model's tensors in a config's layout."""
         return ModelTensors(config, self.finetuning, self.source)
 
-    def fullest_rank(self, args, config, world_size: int, on_gpu: bool) -> tuple[int, RankMemory]:
-        """(pipeline stage, memory) of the rank with the most memory, in the layout of config."""
+    def fullest_rank(
+        self, args: Any, config: Any, world_size: int, on_gpu: bool
+    ) -> tuple[int, RankMemory]:
+        """(pipeline stage, memory) of the rank that needs most memory, in config's layout."""
         stages = range(config.pipeline_model_parallel_size)
         tensors = self.tensors(config)
         length = sum(self.lengths)
@@ -578,8 +605,8 @@ class ModelOfRun:
             each = list(map(_at_the_peak, each))
         return max(enumerate(each), key=lambda pair: pair[1].total)
 
-    def _with_hidden_states(self, memory: RankMemory, args, second) -> RankMemory:
-        """The last stage with a resident teacher's hidden states of a step."""
+    def _with_hidden_states(self, memory: RankMemory, args: Any, second: Any) -> RankMemory:
+        """The last stage's memory with a resident teacher's hidden states for a step."""
         if self.scores_before:
             return memory
         tokens = args.micro_batch_size * sum(self.lengths) / second.context_parallel_size
@@ -587,9 +614,9 @@ class ModelOfRun:
         size = round(numbers * second.params_dtype.itemsize)
         return replace(memory, reference=memory.reference + size)
 
-    def forward_passes(self, args, config) -> tuple[float, float]:
-        """(passes in each step beside training's, passes over the data before the first step), over
-        a forward pass of the model of a config."""
+    def forward_passes(self, args: Any, config: Any) -> tuple[float, float]:
+        """(extra forward passes per step, passes over the data before the first step), in units of
+        the model's forward pass."""
         from .log import model_sizes
 
         of_model, of_second = self.passes
@@ -604,8 +631,8 @@ class ModelOfRun:
 
 
 def _at_the_peak(memory: RankMemory) -> RankMemory:
-    """The memory of a rank on which a second model scores the data before the optimizer is made:
-    its bytes beyond those of training."""
+    """A rank's memory if a second model scores the data before the optimizer is made: `reference`
+    becomes what that needs beyond training."""
     before = memory.weights + memory.gradients + memory.reference
     in_training = memory.total - memory.reference
     return replace(memory, reference=max(before - in_training, 0))

@@ -1,12 +1,12 @@
 """Copy the package, with some of its parts, into another repository.
 
 python -m mca_lite vendor DST [--parts lora dpo] [--tools plan watch]
-    DST: a new folder, such as my_project/trainer, whose name becomes the package's
-    --parts: capabilities; parts that they need come too; all for every one
-    --tools: commands beside training; all for every one
+    DST: a new folder, such as my_project/trainer, whose name becomes the package's name
+    --parts: capabilities, with the parts that they need; "all" for every part
+    --tools: commands besides training; "all" for every command
 
-The copy is checked in a process of its own: each module is imported, and a tiny model trained for
-one step. Keys and commands of files left out are refused by name there.
+The copy is checked in another process: each module is imported, and a tiny model is trained for
+one step. In the copy, keys and commands of missing files are refused by name.
 """
 
 import difflib
@@ -43,20 +43,23 @@ def main(words: list[str]) -> int:
 
 
 class Choice(NamedTuple):
-    """Names to copy. parts: of PARTS, their needs included. tools: of COMMANDS."""
+    """The names to copy. parts: from PARTS, with the parts that they need. tools: from COMMANDS."""
 
     parts: list[str]
     tools: list[str]
 
     def files(self) -> list[Path]:
-        """The files, sorted: the core's, and those of the parts and the tools."""
+        """The files to copy: the core's, the parts' and the tools', sorted, then the licence."""
         every_part = _modules_of_parts(PARTS)
         every_tool = _modules_of_tools(COMMANDS)
         here = {path.stem for path in _HOME.glob("*.py")}
         core = here - every_part - every_tool
         chosen = core | _modules_of_parts(self.parts) | _modules_of_tools(self.tools)
         files = [_HOME / f"{module}.py" for module in sorted(chosen)]
-        licences = [_HOME / "LICENSE", _HOME.parent / "LICENSE"]  # of a copy, of a checkout
+        licences = [
+            _HOME / "LICENSE",
+            _HOME.parent / "LICENSE",
+        ]  # where a copy and a checkout have it
         return files + [path for path in licences if path.is_file()][:1]
 
 
@@ -82,8 +85,8 @@ def _vendor(dst: str, parts: list[str], tools: list[str]) -> None:
 
 
 def choose(parts: list[str], tools: list[str]) -> Choice:
-    """The parts and tools of these names, and their needs. UserError for an unknown name, and for
-    files missing here too."""
+    """The parts and tools of these names, with what they need. Raises UserError for an unknown
+    name, or if their files are missing here too."""
     wanted = _named("--parts", parts, PARTS)
     needed = {need for part in wanted for need in with_needs(part)}
     chosen = [part for part in PARTS if part in needed]
@@ -110,7 +113,7 @@ def _named(option: str, names: list[str], table: Iterable[str]) -> list[str]:
 
 
 def check_folder(folder: Path) -> None:
-    """UserError for a folder unfit for a package."""
+    """Raise UserError for a folder that cannot become the package."""
     key = "DST"
     if folder == _HOME or _HOME in folder.parents:
         refuse(
@@ -183,7 +186,7 @@ _KEYS = (
     "output_dir=out cache_dir=cache cutoff_len=32 max_steps=1 logging_steps=1 global_batch_size=1 "
     "save_strategy=no save_hf_model=false html_report=false plot_loss=false"
 ).split()
-# -S reads no .pth file: an editable install's finder would give modules missing in the copy
+# -S reads no .pth file, because an editable install would supply modules that the copy lacks
 _CHECK = """
 import importlib, sys
 from pathlib import Path
@@ -199,8 +202,8 @@ _OF_WORLDS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PYTHONPAT
 
 
 def check_copy(folder: Path) -> float:
-    """Import each module of a copy, and train a tiny model for a step, in another process -> its
-    loss. UserError with the last lines of its output if it fails."""
+    """Import each module of a copy and train a tiny model for one step, in another process -> its
+    loss. Raises UserError with the last lines of its output if it fails."""
     with tempfile.TemporaryDirectory() as place:
         Path(place, "model").mkdir()
         for name, content in _FILES.items():

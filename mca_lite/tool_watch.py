@@ -1,8 +1,9 @@
-"""Runs as they train, beside each other in the terminal: numbers of their logs, and their past.
+"""Watch runs side by side in the terminal while they train: values in their logs, and how these
+changed.
 
 python -m mca_lite watch OUTPUT_DIR... [options]
-    reads the folders' logs alone: from another machine that sees them, and before they exist;
-    leaves on Ctrl-C, and when all runs have ended; one frame of folders without a run: exit code 2
+    reads only the logs in the folders: also from another machine that sees them, and before they
+    exist; ends on Ctrl-C, or when all runs have ended. Exit code 2 for a single frame without a run
 """
 
 import inspect
@@ -12,6 +13,7 @@ import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from .cli import USER_ERROR, at_least, finish, parser_of
 from .files import PAGE_NAME, TRAINER_LOG_NAME, write_file
@@ -20,7 +22,7 @@ from .tool_page import FIRST, NO_RUN, RunFolder, beside, figures, page
 
 # -- watch
 
-_NAME = 18  # characters of a metric's name, and of a run's column with the gap after it
+_NAME = 18  # width of the metrics' names; _COLUMN: of a run's column with its gap
 _COLUMN = 32
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _ENDED = ("finished", "interrupted", "failed")
@@ -40,11 +42,11 @@ def main(words: list[str]) -> int:
     return finish(_watch, parser.parse_args(words))
 
 
-def _watch(options) -> int | None:
+def _watch(options: Any) -> int | None:
     runs = [RunFolder(folder) for folder in options.folders]
     is_last = options.once or not sys.stdout.isatty()
     while True:
-        # folders of output/* without a run are left out, unless there is nothing else
+        # folders without a run (from output/*) are skipped, unless there is nothing else
         begun = [run for run in runs if run.read().state() != NO_RUN]
         size = shutil.get_terminal_size((100, 40))
         shown = begun or runs
@@ -60,7 +62,8 @@ def _watch(options) -> int | None:
 
 
 def frame(runs: Sequence[RunFolder], columns: int) -> list[str]:
-    """The runs as lines of at most `columns` characters, as many beside each other as fit."""
+    """The runs as columns of text, in lines of at most `columns` characters; as many runs side by
+    side as fit."""
     per_line = max(1, (columns - _NAME) // _COLUMN)
     width = min(_COLUMN, columns - _NAME)
     lines: list[str] = []
@@ -76,7 +79,7 @@ def frame(runs: Sequence[RunFolder], columns: int) -> list[str]:
 
 
 def _cells(run: RunFolder, width: int) -> dict[str, str]:
-    """Name -> text of a run's column; of metrics with their past."""
+    """Name -> text in a run's column; a metric's text shows how its value changed."""
     found = figures(run)
     first = {name: found[name] for name in FIRST if name in found}
     cells = {"": run.name[-width:], **first, " ": "", **found}
@@ -89,7 +92,7 @@ def _cells(run: RunFolder, width: int) -> dict[str, str]:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Blocks of eight heights, `width` of them: the values from the first to the last."""
+    """`width` blocks of eight heights that show the values from first to last."""
     low = min(values)
     span = max(values) - low or 1.0
     places = (i * (len(values) - 1) // max(1, width - 1) for i in range(width))
@@ -103,8 +106,8 @@ def main_report(words: list[str]) -> int:
     """Draw report.html of a run, or compare several runs on one page.
 
     python -m mca_lite report OUTPUT_DIR... [options]
-        one folder:      its report.html, with files of later, such as generations.jsonl
-        several folders: their curves, numbers, configurations and answers beside each other
+        one folder:      its report.html, also with files written later, such as generations.jsonl
+        several folders: their curves, values, configurations and answers side by side
     """
     parser = parser_of("report", inspect.getdoc(main_report))
     parser.add_argument("folders", nargs="+", metavar="OUTPUT_DIR", help="of a run")
@@ -114,7 +117,7 @@ def main_report(words: list[str]) -> int:
     return finish(_report, parser.parse_args(words))
 
 
-def _report(options) -> None:
+def _report(options: Any) -> None:
     runs = [RunFolder(folder) for folder in options.folders]
     drawn = [run for run in runs if run.records]
     path = runs[0].folder / PAGE_NAME
