@@ -252,11 +252,12 @@ class SelfAttention(Attention):
         self.linear_proj = row_linear(*sizes, self.tp_group, config.add_output_bias)
         sizes = config.hidden_size, width * self.head_size
         self.linear_qkv = column_linear(config, *sizes, self.tp_group, config.add_qkv_bias)
-        self.q_layernorm = self.k_layernorm = None
+        self.q_layernorm: Any = None
+        self.k_layernorm: Any = None
         norms = head_norms(config, RMSNorm)
         if norms is not None:
-            sizes = config, self.head_size, config.layernorm_epsilon
-            self.q_layernorm, self.k_layernorm = (norm(*sizes) for norm in norms)
+            of_norm = config, self.head_size, config.layernorm_epsilon
+            self.q_layernorm, self.k_layernorm = (norm(*of_norm) for norm in norms)
         self.rope = Rope.of(config, config.layer_type(layer_number))
         if layer_number - 1 in (config.layers_without_rope or ()):
             # zero angles: the same kernel runs, and its rotation changes nothing

@@ -702,7 +702,7 @@ class Mixture(MoELayer):
         output = super().forward(*args, **kwargs)
         # megatron's dispatchers keep the last weights: their graph would keep the nodes of DDP's
         # hooks alive, and those the model
-        state = vars(self.token_dispatcher)
+        state: Any = vars(self.token_dispatcher)
         state |= {name: value.detach() for name, value in state.items() if torch.is_tensor(value)}
         return output
 

@@ -428,7 +428,7 @@ class _SaveConfig(TrainerCallback):
     def __init__(self, arguments: RunArguments):
         self.arguments = arguments
 
-    def on_train_begin(
+    def on_train_begin(  # type: ignore[override]
         self,
         args: TrainingArguments,
         state: TrainerState,
@@ -479,7 +479,7 @@ def named_sets(data: DatasetBundle) -> dict[str, Any]:
     """{name: dataset} of a run: "training", and "evaluation" or the names of several evaluation
     sets. Missing sets are left out.
     """
-    evaluated = data.eval
+    evaluated: Any = data.eval
     if not isinstance(evaluated, dict):
         evaluated = {"evaluation": evaluated}
     sets = {"training": data.train, **evaluated}

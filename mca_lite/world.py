@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .errors import UserError
 
@@ -237,7 +237,7 @@ def _take_from_slurm() -> None:
         return
     # derived from the job's number: one port for all tasks, another for other jobs on the node
     port = 20000 + int(slurm("SLURM_JOB_ID", "0")) % 10000
-    variables = {
+    variables: dict[str, Any] = {
         "RANK": task,
         "WORLD_SIZE": size,
         "LOCAL_RANK": slurm("SLURM_LOCALID"),
