@@ -1,4 +1,4 @@
-"""finetuning_type freeze: training of some layers and modules of the language model."""
+"""finetuning_type: freeze trains some layers and modules of the language model."""
 
 import re
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from .hosts import Weight, last_of, module_of
 
 
 class Freeze(Finetuning):
-    """Trains the layers and modules that the keys name, under Hugging Face's names with
+    """Trains only the layers and modules that the keys name, with Hugging Face's module names and
     LLaMA-Factory's defaults.
     """
 
@@ -18,8 +18,11 @@ class Freeze(Finetuning):
     def trained_of_language(
         cls, weights: list[Weight], num_layers: int, keys: Keys, judge: Judge
     ) -> set[str]:
+        """Names of the language model's modules to train. A value head is always trained, since it
+        starts from random weights.
+        """
         named = _named(weights, keys, num_layers, judge)
-        # a value head starts from random weights
+        # a value head starts from random weights: train it always
         head = module_of(VALUE_HEAD)
         if any(head in weight.modules for weight in weights):
             named.add(head)
@@ -27,7 +30,9 @@ class Freeze(Finetuning):
 
 
 def _named(weights: list[Weight], keys: Keys, num_layers: int, judge: Judge) -> set[str]:
-    """The language model's modules that the keys of finetuning_type freeze name."""
+    """The language model's modules that the keys name. `judge` refuses names and counts that do not
+    fit the model.
+    """
     count = keys.freeze_trainable_layers
     judge.expect(
         abs(count) <= num_layers,

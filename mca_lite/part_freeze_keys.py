@@ -1,4 +1,4 @@
-"""Keys of finetuning_type freeze."""
+"""Keys of finetuning_type: freeze."""
 
 from dataclasses import dataclass
 

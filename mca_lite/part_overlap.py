@@ -91,7 +91,9 @@ class Peers:
     def gather_multiply(
         self, x: torch.Tensor, matrix: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """model_linears.gather_multiply."""
+        """(x [s / tp, b, k] gathered to [s, b, k], the gathered x @ matrix [k, n]); the matmul of
+        each rank's tokens runs as soon as they arrive. Collective.
+        """
         whole, arrivals = self.gather(x)
         out = x.new_empty(*whole.shape[:-1], matrix.shape[1])
         parts = whole.view(self.size, -1, whole.shape[-1])
@@ -103,7 +105,9 @@ class Peers:
         return whole, out
 
     def multiply_scatter(self, x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-        """model_linears.multiply_scatter."""
+        """x [s, b, k] @ matrix [k, n], summed over the ranks -> this rank's tokens [s / tp, b, n].
+        The matmul for one rank's tokens runs while others are sent. Collective.
+        """
         parts = x.contiguous().view(self.size, -1, x.shape[-1])
         arrivals = []
         for step in range(1, self.size):
@@ -147,7 +151,7 @@ def peers_of(group: dist.ProcessGroup) -> Peers | None:
             arrival.wait()
         wanted = torch.arange(peers.size, device="cuda").repeat_interleave(8)
         works = bool((whole == wanted).all())
-    except Exception as error:  # of the driver, the container, or torch
+    except Exception as error:  # the driver, the container or torch may fail in many ways
         works = False
         reason = first_line(error)
     everywhere = torch.tensor(int(works), device="cuda")
