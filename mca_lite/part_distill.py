@@ -101,7 +101,9 @@ def _kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
 def divergence_terms(
     log_p: torch.Tensor, log_q: torch.Tensor, config: DistillConfig
 ) -> torch.Tensor:
-    """The summands of D over events, in the shape of the log-probabilities."""
+    """The summands of the configured divergence between teacher (log_p) and student (log_q), in the
+    shape of these log-probabilities.
+    """
     if config.divergence == "forward_kl":
         return _kl(log_p, log_q)
     if config.divergence == "reverse_kl":

@@ -19,7 +19,9 @@ from .trainer_evaluation import Evaluator, borders
 
 
 def check(evaluator: Evaluator) -> None:
-    """ValueError for functions that an evaluation of this trainer cannot call."""
+    """Raise ValueError if compute_metrics and preprocess_logits_for_metrics cannot be used with
+    this trainer.
+    """
     trainer = evaluator.trainer
     compute = trainer.compute_metrics
     preprocess = trainer.preprocess_logits_for_metrics

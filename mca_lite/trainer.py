@@ -640,8 +640,8 @@ class McaTrainer(OtherNames):
         """Save a checkpoint of this step.
 
         With async_save, a checkpoint gets its final name at the end of the first step by which all
-        ranks have written, and before the next save: a crash costs at most one interval, plus the
-        steps made during a write.
+        ranks have written. So a crash costs at most one interval, plus the steps made during a
+        write.
         """
         self.checkpoints.finish()
         watchdog.note(watchdog.SAVING)

@@ -472,9 +472,9 @@ class Watchdog:
 def ranks_behind(answers: list[dict[str, Any]]) -> list[int]:
     """The late ranks, [] if none is.
 
-    Late are ranks without an answer; otherwise those with the fewest phases. Among these, ranks
-    that wait for no others come first, then those with the fewest micro-batches in their pipeline
-    stage.
+    These are the ranks with the fewest phases, which is -1 without an answer; among them, those
+    that do not wait for others; and among these, if their micro-batches differ, those with fewer
+    than others of their pipeline stage.
     """
     progress = [(answer["count"], answer["is_waiting"]) for answer in answers]
     late = [rank for rank, own in enumerate(progress) if own == min(progress)]
