@@ -12,8 +12,13 @@ the scaling history of fp8) are not stored: fp8 starts its history anew.
 
 import functools
 import io
+import itertools
 import json
 import math
+import os
+import struct
+import threading
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -46,6 +51,7 @@ OLD_INDEX_NAME = ".metadata"  # torch's pickle, in checkpoints of earlier versio
 # Assembled states stay on the GPU up to this many bytes, and beyond it in host memory, where ranks
 # wait for each other's copies.
 JOINED_ON_GPU_BYTES = 1 << 30
+_BUFFER_BYTES = 1 << 25  # of a file, read at once by a thread
 
 # -- the parts of tensors in files
 
@@ -83,21 +89,116 @@ def read_tensor(tensor: Any, index: dict[str, Any], folder: Path, num_tokens: in
     if any(a != b and min(a, b) < least for a, b in both):
         raise ValueError(f"{tensor.key} has shape {shape}, not {tensor.global_shape}")
     here = tensor.global_offset, whole.shape
-    times = torch.zeros(whole.shape, dtype=torch.uint8)
+    dtype = getattr(torch, entry["dtype"])
+    targets = []
     for offset, sizes, name, start, length in entry["chunks"]:
         target = _overlap(*here, offset, sizes)
-        if any(cut.start >= cut.stop for cut in target):
-            continue
-        if not lies_in(folder / name, folder):
-            raise ValueError(f"it names {name}, which lies outside the folder")
-        with open(folder / name, "rb") as file:
-            file.seek(start)
-            stored = io.BytesIO(file.read(length))
-        part = torch.load(stored, map_location="cpu", weights_only=True)
-        whole[target] = part.view(sizes)[_overlap(offset, sizes, *here)]
-        times[target] += 1
-    if (times[_overlap(*here, [0] * len(shape), shape)] != 1).any():
+        if _volume(target):
+            if not lies_in(folder / name, folder):
+                raise ValueError(f"it names {name}, which lies outside the folder")
+            source = _overlap(offset, sizes, *here)
+            with open(folder / name, "rb", buffering=0) as file:
+                place = _place_of_data(file, start, length, math.prod(sizes) * dtype.itemsize)
+                _copy_part(file, place, dtype, sizes, source, whole[target])
+            targets.append(target)
+    wanted = _volume(_overlap(*here, [0] * len(shape), shape))
+    are_apart = not any(itertools.starmap(_meet, itertools.combinations(targets, 2)))
+    if sum(map(_volume, targets)) != wanted or not are_apart:
         raise ValueError(f"the parts of {tensor.key} do not cover it once")
+
+
+class _Window(io.RawIOBase):
+    """The bytes of a file from start on, as a file of their own."""
+
+    def __init__(self, file: Any, start: int, length: int) -> None:
+        self._file = file
+        self._start = start
+        self._length = length
+        self._at = 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = (
+            offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence]
+        )
+        return self._at
+
+    def readinto(self, out: Any) -> int:
+        out = memoryview(out)[: max(0, self._length - self._at)]
+        count = os.preadv(self._file.fileno(), [out], self._start + self._at)
+        self._at += count
+        return count
+
+
+def _place_of_data(file: Any, start: int, length: int, num_bytes: int) -> int:
+    """The place in a file of the data of a tensor that torch.save wrote from start on. torch's
+    archive is read without its pickle."""
+    window = _Window(file, start, length)
+    with zipfile.ZipFile(window) as archive:
+        found = [entry for entry in archive.infolist() if entry.filename.endswith("/data/0")]
+    if [entry.file_size for entry in found] != [num_bytes]:
+        raise ValueError(f"the archive at {start} has no tensor of {num_bytes} bytes")
+    [entry] = found
+    window.seek(entry.header_offset + 26)  # the lengths of the name and of the extra field
+    lengths = struct.unpack("<HH", window.read(4))
+    return start + entry.header_offset + 30 + sum(lengths)
+
+
+_memory = threading.local()  # .buffer: uint8, of this thread
+
+
+def _copy_part(
+    file: Any,
+    place: int,
+    dtype: torch.dtype,
+    sizes: Sequence[int],
+    source: tuple[slice, ...],
+    out: torch.Tensor,
+) -> None:
+    """Copy slices of a tensor in a file, by way of a buffer, a few of its rows at once."""
+    rows, *others = source or (slice(0, 1),)
+    row_bytes = math.prod(sizes[1:]) * dtype.itemsize
+    least = max(_BUFFER_BYTES, row_bytes)
+    buffer = getattr(_memory, "buffer", None)
+    if buffer is None or len(buffer) < least:
+        buffer = torch.empty(least, dtype=torch.uint8, pin_memory=out.is_cuda)
+        _memory.buffer = buffer
+    out = out.view(out.shape or (1,))
+    step = least // row_bytes
+    for first in range(rows.start, rows.stop, step):
+        last = min(first + step, rows.stop)
+        data = buffer[: (last - first) * row_bytes]
+        _fill(data.numpy(), file, place + first * row_bytes)
+        part = data.view(dtype).view(last - first, *sizes[1:])
+        out[first - rows.start : last - rows.start] = part[(slice(None), *others)]
+
+
+def _fill(data: Any, file: Any, place: int) -> None:
+    """Fill an array of bytes from a place in a file on."""
+    rest = memoryview(data)
+    while rest:
+        count = os.preadv(file.fileno(), [rest], place)
+        if not count:
+            raise EOFError(f"{file.name} ends at byte {place}")
+        rest = rest[count:]
+        place += count
+
+
+def _volume(box: tuple[slice, ...]) -> int:
+    return math.prod(max(0, cut.stop - cut.start) for cut in box)
+
+
+def _meet(box: tuple[slice, ...], other: tuple[slice, ...]) -> bool:
+    both = zip(box, other, strict=True)
+    return all(max(a.start, b.start) < min(a.stop, b.stop) for a, b in both)
 
 
 def _sizes(tensor: Any) -> list[int]:
@@ -173,7 +274,8 @@ class MegatronSnapshot:
             for tensor in self._tensors:
                 data = tensor.data.detach()
                 # torch writes the whole storage of a view
-                if data.is_cuda or data.untyped_storage().nbytes() != data.nbytes:
+                is_whole = data.is_contiguous() and data.untyped_storage().nbytes() == data.nbytes
+                if data.is_cuda or not is_whole:
                     if len(staging) < data.nbytes:
                         staging = torch.empty(data.nbytes, dtype=torch.uint8)
                     data = _copied_into(staging, data)
@@ -453,30 +555,29 @@ def _fill_optimizer(
     fill_all: Callable[[list[Any]], Iterable[Any]],
     of_kinds: list[int],
 ) -> None:
-    """Set the states that this rank steps. Host memory holds at most one parameter's whole states
+    """Set the states that this rank steps. Their device holds at most one parameter's whole states
     at a time. fill_all: fills sharded tensors from the files."""
     with torch.no_grad():
         for inner, parameter, main, cut in owned_parameters(optimizer, models):
             steps = of_kinds[may_rest(parameter)]
             is_piece = main.numel() != parameter.numel()
             names = state_names(optimizer, parameter)
-            wholes = {name: torch.zeros(parameter.shape) for name in names}
+            where = main.device
+            wholes = {name: torch.empty(parameter.shape, device=where) for name in names}
             tensor = tensors[id(parameter)]
             list(fill_all([_state_tensor(tensor, name, wholes[name]) for name in names]))
             mine = {}
             for name in names:
-                value = wholes.pop(name).reshape(-1)[cut].view(main.shape).to(main.device)
-                mine[name] = (
-                    value.clone() if is_piece else value
-                )  # so that the whole state can be freed
+                value = wholes.pop(name).reshape(-1)[cut].view(main.shape)
+                # a copy of a piece lets the whole be freed
+                mine[name] = value.clone() if is_piece else value
             if isinstance(inner, AdamW):
                 inner.fill(main, {**mine, "step": steps})
                 continue
             if "master" in mine:
                 main.copy_(mine.pop("master"))
-            if _row(
-                optimizer
-            ).counts_steps:  # the fused AdamW keeps its step on the parameter's device
+            # the fused AdamW keeps its step on the parameter's device
+            if _row(optimizer).counts_steps:
                 mine["step"] = torch.tensor(float(steps), device=main.device)
             inner.state[main] = mine
             if hasattr(inner, "settle"):  # part_offload.OffloadedOptimizer

@@ -58,7 +58,7 @@ def test_a_tensor_cut_in_another_way_is_read_from_all_its_parts(tmp_path):
 
 
 def entry(**changes) -> dict:
-    return {"weight": {"shape": [2, 3], "chunks": []} | changes}
+    return {"weight": {"dtype": "float32", "shape": [2, 3], "chunks": []} | changes}
 
 
 def entry_at(name="__0_0.distcp", start=0, length=9999, sizes=(2, 3)) -> dict:
@@ -70,9 +70,9 @@ ODD = {
     "absolute": (entry_at("/etc/passwd"), "outside the folder"),
     "folder": (entry_at("."), "outside the folder"),
     "link": (entry_at("linked"), "outside the folder"),
-    "offset": (entry_at(start=-1), "Invalid argument|negative seek"),
+    "offset": (entry_at(start=-1), "BadZipFile"),
     "length": (entry_at(length=[1]), "TypeError"),
-    "cut": (entry_at(length=5), "not a ZIP archive"),
+    "cut": (entry_at(length=5), "BadZipFile"),
     "other sizes": (entry_at(sizes=(2, 3, 4)), "zip"),
     "shape": (entry(shape=[2, True]), "has shape"),
     "no chunks": (entry(chunks=None), "TypeError"),
@@ -110,7 +110,7 @@ EDITS = {  # of the entry of two chunks, a row each
     "below": (lambda first, second: dict(chunks=[first, moved(second, 2)]), ONCE),
     "fewer stored": (
         lambda first, second: dict(chunks=[[[0, 0], [2, 3], *first[2:]]]),
-        "invalid for input of size 3",
+        "no tensor of 24 bytes",
     ),
     "fewer rows": (
         lambda first, second: dict(shape=[1, 3], chunks=[first]),
@@ -163,7 +163,7 @@ def test_moments_without_chunks_are_not_resumed_from(tmp_path):
 def test_a_pickle_in_place_of_a_tensor_runs_nothing(tmp_path):
     write_rows(tmp_path / "dist")
     torch.save(Touch(tmp_path / "ran"), tmp_path / "dist" / "__0_0.distcp")
-    with pytest.raises(pickle.UnpicklingError):
+    with pytest.raises(ValueError, match="has no tensor of 24 bytes"):
         read_tensor(columns_from(), {"tensors": entry_at()}, tmp_path / "dist")
     assert not (tmp_path / "ran").exists()
 
