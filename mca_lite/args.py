@@ -419,7 +419,7 @@ class TrainingArguments(ArgumentGroup):
         None,
         "recomputation of activations in the backward pass",
         model="always",
-        words={"true": "full", "false": None},  # of gradient_checkpointing
+        words={"true": "full", "false": None},  # values of gradient_checkpointing
     )
     recompute_method: Literal["uniform", "block"] | None = of_config(
         None, "full recomputation by uniform units or blocks (None: uniform)", model="always"

@@ -453,7 +453,8 @@ def inspect(folder: Path, backend: str, identity: dict[str, Any]) -> str:
 
 
 def refuse_damage(folder: Path, backend: str, identity: dict[str, Any]) -> None:
-    """Raise CheckpointError for a checkpoint that is damaged, or of another model. Collective."""
+    """Raise CheckpointError for a checkpoint that is damaged, or of another model, backend or
+    version. Collective."""
     bad = inspect(folder, backend, identity)
     if bad:
         raise CheckpointError(bad)

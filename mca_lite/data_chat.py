@@ -104,8 +104,8 @@ class _Style:
 class Rendered(NamedTuple):
     """A document as text. spans: [start, end) in characters, to be trained. is_plain: True if no
     template wrote the text, so that the tokenizer must add special tokens. media: inputs other than
-    text, in order. lacks_thinking: True if the template drops thinking even from the last answer;
-    strips_thinking: True if it drops thinking of earlier turns.
+    text, in order. lacks_thinking: True if the template drops an answer's thinking even while it is
+    the last one; strips_thinking: True if it drops thinking of earlier turns.
     """
 
     text: str

@@ -23,7 +23,7 @@ from .errors import Judge, UserError
 # -- names
 
 IGNORE_INDEX = -100  # the label of a token without loss
-GENERATION_METRICS = ("exact_match", "rouge_l")  # of predict_with_generate
+GENERATION_METRICS = ("exact_match", "rouge_l")  # metrics of predict_with_generate
 
 # Hugging Face's file names
 HF_CONFIG_NAME = "config.json"
@@ -53,7 +53,7 @@ PROCESSOR_FILES = (
 ADAPTER_CONFIG_NAME = "adapter_config.json"
 ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"
 
-# of mca_lite
+# this package's file names
 MCA_CONFIG_NAME = "mca_config.json"
 RUN_CONFIG_NAME = "config.yaml"
 TRAINER_STATE_NAME = "trainer_state.json"
@@ -73,7 +73,7 @@ _FRAME = re.compile(r'^ *File "([^"]+)", line (\d+), in (\S+)', re.MULTILINE)
 _OF_LIBRARIES = ("<", sysconfig.get_path("stdlib"))
 _BLOCK_BYTES = 1 << 20  # a block fits a core's cache
 _FLUSH_BYTES = 1 << 28
-_PIECE_BYTES = 1 << 26  # of a file, for one thread to read
+_PIECE_BYTES = 1 << 26  # bytes of a file that one thread reads at once
 READERS = 4  # threads that a rank reads with
 
 

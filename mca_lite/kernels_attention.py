@@ -141,7 +141,8 @@ def packed_by_cudnn(
     return out
 
 
-# of a context: called with a kernel and its arguments, they give its result (part_long)
+# While a context of part_long is open, its function is here: called with a kernel and the kernel's
+# arguments, it returns the kernel's result.
 keepers: list[Callable[..., Any]] = []
 
 

@@ -54,7 +54,7 @@ class Rates(NamedTuple):
 
 
 # by GPU, bf16. H200: tests/bench/RESULTS.md: kernels of a step of 1.5B, 8 rows of 4,096 tokens (430
-# ms of products, 95 of attention, SwiGLU's 31.7, a step of 651 ms with 624 ms of kernels), and the
+# ms of GEMMs, 95 of attention, SwiGLU's 31.7, a step of 651 ms with 624 ms of kernels), and the
 # update of 4B; rows of up to 32,768 tokens, layouts and experts: two H200 of one host
 # (tests/shared/planned.py). Not measured here: H100, with the H200's arithmetic and the bandwidth
 # of its own memory; networks, at the 400 Gbit/s of a usual adapter for each GPU
@@ -71,7 +71,7 @@ _H200 = Rates(
     layer_s=4.7e-3,
     split_layer_s=6.5e-3,
 )
-_BANDWIDTH = 3.35 / 4.8  # of an H100's memory, of an H200's
+_BANDWIDTH = 3.35 / 4.8  # an H100's memory bandwidth / an H200's
 RATES = {
     "H200": _H200,
     "H100": _H200._replace(passes=_H200.passes * _BANDWIDTH, update=_H200.update * _BANDWIDTH),
