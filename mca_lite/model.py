@@ -167,9 +167,8 @@ class McaGPTModel(MegatronModule):
             self.embedding = Embedding(config, self.tp_group)
         self.inputs = config.inputs
         self.inputs.build(self)
-        self.rotary_pos_emb: Any = (
-            None  # of Transformer Engine's attention; local layers have tables
-        )
+        # only Transformer Engine's attention needs it; local layers have rotary tables
+        self.rotary_pos_emb: Any = None
         if config.transformer_impl == "transformer_engine":
             sizes = config.kv_channels, config.rotary_percent
             self.rotary_pos_emb = RotaryEmbedding(*sizes, cp_group=groups.cp)
@@ -530,7 +529,7 @@ class AutoModel:
         exactly.
         """
         folder = Path(model_name_or_path)
-        is_checkpoint = (folder / DIST_NAME).is_dir()  # of a run, of any layout
+        is_checkpoint = (folder / DIST_NAME).is_dir()  # a run's, saved in any layout
         if is_checkpoint and (folder / ADAPTER_CONFIG_NAME).is_file():
             reason = "it is a checkpoint of adapters, without their model"
             remedy = "the model, with these as adapter_name_or_path, or in its weights: python -m "

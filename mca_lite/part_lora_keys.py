@@ -25,7 +25,7 @@ class LoraArguments(ArgumentGroup):
     lora_target: list[str] = arg(
         ["all"],
         "all (every linear layer except the head), module names, or patterns",
-        words={"all-linear": "all"},  # of PEFT
+        words={"all-linear": "all"},  # PEFT's word
     )
     use_rslora: bool = flag("scale adapters by alpha / sqrt(rank)")
     modules_to_save: list[str] | None = optional(

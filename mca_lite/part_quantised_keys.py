@@ -15,7 +15,7 @@ class QuantisedArguments(ArgumentGroup):
 
     quantization_bit: Literal["4", "8"] | None = optional(
         "keep the frozen weights of linears and experts in 4 or 8 bits, beside adapters",
-        words={"true": "4", "false": None},  # of load_in_4bit
+        words={"true": "4", "false": None},  # values of other trainers' load_in_4bit
     )
     quantization_type: Literal["nf4", "mxfp4"] | None = optional(
         "form of 4 bits; mxfp4: of the experts alone, if there are some (None: mxfp4 if the files "

@@ -18,7 +18,9 @@ _SWIGLU_BLOCK = 1024  # columns of a program of SwiGLU
 _ADAM_BLOCK = 1024  # elements of a program of AdamW
 _JOIN_BLOCK = 2048  # elements of a program of join
 _HEADS = 16  # heads of a program of rotated_heads
-_PROGRAMS = 2  # of a multiprocessor, if each sums over its part of the tokens; twice of heads
+# programs per multiprocessor in kernels whose programs sum over tokens; kernels over heads have
+# twice as many
+_PROGRAMS = 2
 _SHARED = 96 * 1024  # bytes of shared memory that a program may take: small GPUs have 99 KiB
 # bounds the largest logit from below: it is finite also on a rank with padding alone
 _LOWEST = torch.finfo(torch.float32).min
