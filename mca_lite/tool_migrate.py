@@ -180,18 +180,15 @@ def migrated(form: str, values: dict[str, Any]) -> list[Line]:
     """A Line of each key, in order, then of keys left out there with another default here."""
     rows = [Row(*found) for found in ROW.findall(ROWS[form])]
     tags = {*map(str, values.values()), *values.get("method", form.removeprefix("ms-")).split()}
-    tags |= {key for key, value in values.items() if value != "false"}
+    tags |= {key for key, value in values.items() if value not in ("false", "0", "0.0")}
     taken: dict[str, Any] = {}
     lines = []
     for key, value in values.items():
         row = next((row for row in rows if row.takes(key, value, tags)), None)
         lines.append(_checked(_line(row, key, value), taken))
     for row in rows:
-        if (
-            row.values == "absent"
-            and row.keys not in values
-            and row.takes(row.keys, "absent", tags)
-        ):
+        is_absent = row.values == "absent" and row.keys not in values
+        if is_absent and row.takes(row.keys, "absent", tags | {*map(str, taken.values())}):
             line = _line(row, row.keys, "left out")
             if not taken.keys() & line.keys.keys():
                 lines.append(_checked(line, taken))

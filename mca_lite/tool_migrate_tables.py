@@ -5,7 +5,8 @@ commas) fit counts; a key without one is looked up among this package's keys and
 keys, with the same value; key=value, where {} is theirs; datasets, with the key and the stage of a
 list of sets; - without effect, NOTE has the reason; or ! refused, NOTE has the remedy. VALUES
 absent: the key is left out, and NOTE names the default. TAGS, by commas, are alternatives of words
-joined by +: keys of the file that are not false, and values of one word. `method` is the command's.
+joined by +: keys of the file that are not false or 0, and values of one word. `method` is the
+command's.
 """
 
 # names of forms -> keys of which a file in that form has one
@@ -145,10 +146,8 @@ target_modules: lora_target
 @swift learning_rate=absent: learning_rate=1e-4 | ms-swift's default for adapters
 @lora lr=absent: learning_rate=1e-4 | ms-swift's default for adapters
 @megatron lr=absent: learning_rate=1e-5 | ms-swift's default
-@swift lora_alpha=absent: lora_alpha=32 | ms-swift's default
-@swift lora_dropout=absent: lora_dropout=0.05 | ms-swift's default
-@megatron+lora lora_alpha=absent: lora_alpha=32 | ms-swift's default
-@megatron+lora lora_dropout=absent: lora_dropout=0.05 | ms-swift's default
+@lora lora_alpha=absent: lora_alpha=32 | ms-swift's default
+@lora lora_dropout=absent: lora_dropout=0.05 | ms-swift's default
 weight_decay=absent: weight_decay=0.1 | ms-swift's default
 adam_beta2=absent: adam_beta2=0.95 | ms-swift's default
 logging_steps=absent: logging_steps=5 | ms-swift's default
@@ -350,7 +349,8 @@ cosine_min_lr_ratio: lr_scheduler_type=cosine_with_min_lr lr_scheduler_kwargs=\
 saves_per_epoch=1: save_strategy=epoch
 saves_per_epoch: ! | save_steps: steps of an epoch / {{}}
 evals_per_epoch=0: eval_strategy=no
-evals_per_epoch=1: eval_strategy=epoch
+@val_set_size,test_datasets evals_per_epoch=1: eval_strategy=epoch
+evals_per_epoch=1: - | there is nothing to evaluate on
 evals_per_epoch: ! | eval_strategy: steps, and eval_steps: steps of an epoch / {{}}
 bf16=auto: bf16=true
 bf16=absent: bf16=true | axolotl's default, auto
