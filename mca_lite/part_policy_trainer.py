@@ -181,16 +181,9 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
     def _identity(self, cache_dir: Path) -> dict[str, Any]:
         config = self.train_config
         name = getattr(self.model.config, "name_or_path", None)
-        facts = [
-            name,
-            config.model_source,
-            config.temperature,
-            reads_logits(config),
-            ckpt_folder.model_identity(self.backend.hf_config),
-            identity_of_model(name, cache_dir),
-            self.backend.precision,
-        ]
-        return {self.kind: hash_of(facts)}
+        facts = [name, config.model_source, config.temperature, reads_logits(config)]
+        facts += [ckpt_folder.model_identity(self.backend.hf_config), self.backend.precision]
+        return {self.kind: hash_of([*facts, identity_of_model(name, cache_dir)])}
 
     def _score(self, samples: Any, ends: np.ndarray, start: int, stop: int) -> np.ndarray:
         session = Session(self.model, self.args, self.tokenizer, self.backend)

@@ -409,6 +409,36 @@ ROWS: list[tuple[str, str, str, str]] = [
         "test_columns.py"
         "::test_pictures_stand_in_the_order_of_the_documents_packed_joined_and_without_fillers",
     ),
+    (
+        "a group's rewards are divided by the deviation of all of them, not of a sample",
+        "(counts - 1).clip(min=1)",
+        "counts",
+        "test_policy_data.py::test_rewards_of_a_group_become_advantages",
+    ),
+    (
+        "a sampler's weights of a whole answer are those of its tokens",
+        "gap[:] = gap.sum()",
+        "gap[:] = gap",
+        "test_policy_data.py::test_weights_of_a_sampler",
+    ),
+    (
+        "columns of a rollout's tokens are not shifted with the labels",
+        "np.array(value[1:]) if isinstance",
+        "np.array(value[:-1]) if isinstance",
+        "test_policy_data.py::test_every_spelling_is_shifted_to_the_same_sample",
+    ),
+    (
+        "stage policy forgets the constant of dr_grpo",
+        "return total / self.loss.times, count, metrics",
+        "return total, count, metrics",
+        "test_policy_stage.py::test_steps_are_those_of_formulas_on_whole_logits[one]",
+    ),
+    (
+        "on-policy distillation compares the teacher with the model in training",
+        "(tokens.logps - tokens.log_ratio).detach()",
+        "tokens.logps.detach()",
+        "test_policy_stage.py::test_steps_are_those_of_formulas_on_whole_logits[one]",
+    ),
 ]
 
 
