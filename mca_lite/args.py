@@ -59,6 +59,7 @@ from .tables import (
     ALIASES,
     FINETUNING,
     KEY_GROUPS,
+    MEANINGS,
     NOT_OF_TRAINING,
     OBJECTIVES,
     OPTIMIZER_ALIASES,
@@ -319,8 +320,8 @@ class TrainingArguments(ArgumentGroup):
     muon_adjust_lr: Literal["match_rms_adamw", "original"] = arg(
         "match_rms_adamw", "size of muon's updates: as AdamW's, or by the shape of a matrix"
     )
-    exp_avg_dtype: Literal["fp32", "bf16"] = arg("fp32", "dtype of Adam's first moment")
-    exp_avg_sq_dtype: Literal["fp32", "bf16"] = arg(
+    exp_avg_dtype: Literal["fp32", "bf16", "8bit"] = arg("fp32", "dtype of Adam's first moment")
+    exp_avg_sq_dtype: Literal["fp32", "bf16", "8bit"] = arg(
         "fp32", "dtype of Adam's second moment; bf16 is rounded stochastically"
     )
     max_grad_norm: float = amount(1.0, "gradient clipping norm (0: none)", optimizer="clip_grad")
@@ -810,6 +811,10 @@ def known_keys(values: dict[str, Any], problems: list[Problem]) -> tuple[dict[st
     """(key -> value, notes about keys without effect); append Problems to `problems`."""
     keys: dict[str, Any] = {}
     ignored = []
+    for name, value in values.items():
+        if meant := MEANINGS.get(f"{_key_of(name)}={value}".lower()):
+            others = {key: given for key, given in values.items() if key != name}
+            values = {**meant, **others}
     need_parts = parts.absent({_key_of(name): value for name, value in values.items()})
     problems += need_parts
     absent = {*parts.absent_keys(), *(problem.key for problem in need_parts)}

@@ -37,7 +37,7 @@ VIRTUAL_STAGES = (
     ),
 )
 _HALVES = (
-    "only Adam's moments on the GPU can be in bf16",
+    "only Adam's moments on the GPU can be in bf16 or 8 bits",
     "fp32, or optim: adam and optimizer_cpu_offload: false",
 )
 _RULES = (
@@ -72,8 +72,8 @@ _RULES = (
         "ranks join the matrices of Muon on their devices",
         "optimizer_cpu_offload: false, or optim: adam",
     ),
-    Rule("exp_avg_dtype=bf16 !optim=adam|optimizer_cpu_offload", *_HALVES),
-    Rule("exp_avg_sq_dtype=bf16 !optim=adam|optimizer_cpu_offload", *_HALVES),
+    Rule("exp_avg_dtype !exp_avg_dtype=fp32 !optim=adam|optimizer_cpu_offload", *_HALVES),
+    Rule("exp_avg_sq_dtype !exp_avg_sq_dtype=fp32 !optim=adam|optimizer_cpu_offload", *_HALVES),
     Rule("max_steps=0", "expected at least one step", "max_steps: -1"),
     Rule("bf16 fp16", "fp16 is on too", "bf16: true and fp16: false"),
     Rule(

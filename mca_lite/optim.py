@@ -184,7 +184,7 @@ class SplitMasterOptimizer(FP32Optimizer):
     def prepare_grads(self) -> bool:
         """Point decoupled_grad at DDP's gradients. Returns False: no overflow is looked for."""
         for parameter in self.get_parameters():
-            parameter.decoupled_grad = parameter.main_grad.float()  # no copy if already float32
+            parameter.decoupled_grad = parameter.main_grad  # the update reads bf16 as it is
         return False
 
     def multiply(
@@ -269,7 +269,7 @@ def _made_here(part: MegatronOptimizer, args: TrainingArguments) -> torch.optim.
     """
     row = OPTIMIZERS[args.optim]
     inner = part.optimizer
-    if row.megatron is None or "bf16" in (args.exp_avg_dtype, args.exp_avg_sq_dtype):
+    if row.megatron is None or {"bf16", "8bit"} & {args.exp_avg_dtype, args.exp_avg_sq_dtype}:
         return row.new(_groups_without_defaults(inner), args)
     for group in inner.param_groups if isinstance(inner, torch.optim.AdamW) else ():
         group["foreach"] = False

@@ -6,7 +6,7 @@ from typing import Literal
 from .args_rules_training import Need
 from .args_values import ArgumentGroup, optional
 from .errors import Rule
-from .tables import register_keys
+from .tables import MEANINGS, register_keys
 
 
 @dataclass(kw_only=True)
@@ -40,12 +40,22 @@ _RULES = (
         "transformer_impl: local, and fp8 left out",
     ),
     Rule(
+        "exp_avg_dtype=8bit|exp_avg_sq_dtype=8bit !use_mca",
+        "plain torch's checkpoints have no moments in 8 bits",
+        "use_mca: true, or bf16",
+    ),
+    Rule(
         "quantization_bit=8 quantization_type",
         "it is a form of 4 bits",
         "quantization_bit: 4, or quantization_type left out",
     ),
 )
 
+_8BIT = {"optim": "adam", "exp_avg_dtype": "8bit", "exp_avg_sq_dtype": "8bit"}
+_NAMES = "adamw_8bit adamw_bnb_8bit adamw_torch_8bit paged_adamw_8bit"  # of transformers
+MEANINGS.update((f"optim={name}", _8BIT) for name in _NAMES.split())
+MEANINGS["load_in_8bit=true"] = {"quantization_bit": 8}
+MEANINGS["adapter=qlora"] = {"finetuning_type": "lora", "quantization_bit": 4}  # of axolotl
 register_keys(
     "quantised",
     QuantisedArguments,

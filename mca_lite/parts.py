@@ -55,8 +55,8 @@ PARTS = {
         "lora_rank:8 lora_target:all use_rslora:false save_merged_model:false",
     ),
     "quantised": Part(
-        "part_quantised_keys part_quantised part_quantised_files",
-        "quantization_bit quantization_type",
+        "part_quantised_keys part_quantised part_quantised_files part_quantised_adam",
+        "quantization_bit quantization_type exp_avg_dtype=8bit exp_avg_sq_dtype=8bit",
         needs="lora",
     ),
     "sinks": Part("part_sinks", "", provides="sinks"),

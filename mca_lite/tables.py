@@ -380,6 +380,8 @@ class Optimizer(NamedTuple):
         return self.of_matrices if hasattr(parameter, "matrices") else self.states
 
 
+# "key=value" in lower case -> the keys of this package that it stands for
+MEANINGS: dict[str, dict[str, Any]] = {}
 OPTIMIZERS: dict[str, Optimizer] = {}
 OPTIMIZER_ALIASES: dict[str, str] = {}  # another name, in lower case -> row of OPTIMIZERS
 
@@ -411,7 +413,7 @@ def register_optimizer(
 def _adam(groups: list[dict[str, Any]], args: Any) -> Any:
     import torch
 
-    if "bf16" in (args.exp_avg_dtype, args.exp_avg_sq_dtype):
+    if {"bf16", "8bit"} & {args.exp_avg_dtype, args.exp_avg_sq_dtype}:
         return _adam_of_halves(groups, args)
     # fused is one kernel for the whole update
     return torch.optim.AdamW(groups, **numbers_of_adam(args), fused=True)
@@ -422,6 +424,8 @@ def _adam_of_halves(groups: list[dict[str, Any]], args: Any) -> Any:
 
     moments = ("exp_avg", "exp_avg_sq")
     halves = {name for name in moments if getattr(args, f"{name}_dtype") == "bf16"}
+    if "8bit" in (args.exp_avg_dtype, args.exp_avg_sq_dtype):
+        return function_of("part_quantised_adam:new")(groups, args, numbers_of_adam(args), halves)
     return AdamW(groups, **numbers_of_adam(args), halves=halves)
 
 

@@ -336,8 +336,8 @@ batch_size: global_batch_size | of all devices, per update
 num_epochs: num_train_epochs
 num_epochs=absent: num_train_epochs=1 | axolotl's default
 optimizer=adamw_torch,adamw_torch_fused,adamw_hf: optim=adam
-optimizer=adamw_*,ao_adamw_*,paged_adamw*: optim=adam | states of 32 bits; of 16 by exp_avg_dtype \
-and exp_avg_sq_dtype
+optimizer=adamw_*,ao_adamw_*,paged_adamw*: optim=adam | states of 32 bits; of 8 or 16 \
+by exp_avg_dtype and exp_avg_sq_dtype
 optimizer=muon,sgd: optim
 optimizer: ! | optim: adam, muon, sgd, or register_optimizer
 optimizer=absent: optim=adam

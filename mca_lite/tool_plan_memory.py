@@ -194,6 +194,10 @@ def stages_of_layers(config: Any) -> list[int]:
     return stages
 
 
+# with a float32 scale for 64 numbers in 8 bits
+_BYTES_OF_MOMENT = {"fp32": 4.0, "bf16": 2.0, "8bit": 1 + 4 / 64}
+
+
 def _moments(args: Any, tensor: RankTensor) -> float:
     """Bytes of optimizer states on the device, per value of a tensor."""
     row = OPTIMIZERS[args.optim]
@@ -201,7 +205,7 @@ def _moments(args: Any, tensor: RankTensor) -> float:
     if row.of_matrices and tensor.name not in VOCABULARY:
         names = row.of_matrices
     dtypes = [getattr(args, f"{name}_dtype", "fp32") for name in names]
-    moments = 4 * len(dtypes) - 2 * dtypes.count("bf16")
+    moments = sum(_BYTES_OF_MOMENT[dtype] for dtype in dtypes)
     if args.optimizer_cpu_offload:
         return moments * (1 - args.optimizer_offload_fraction)
     return moments

@@ -176,7 +176,6 @@ def test_the_page_for_those_who_move_in_names_keys_that_are_known():
         ("use_peft", "true", "finetuning_type: lora"),
         ("create_model_card", "true", "hf upload"),
         ("mixed_precision", "bf16", "bf16: true"),
-        ("load_in_8bit", "true", "quantization_bit: 8"),
         ("dtype", "bfloat16", "bf16: true"),
         ("dataset_config", "en", "with subset, split and columns"),
     ],

@@ -45,6 +45,7 @@ CHOICES = {
     "optim": {name: str(row.make).split(":")[0] for name, row in OPTIMIZERS.items()},
     "optimizer_cpu_offload": {"true": "part_offload"},
     "tp_comm_overlap": {"true": "part_overlap"},
+    **dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), {"8bit": "part_quantised_adam"}),
     "recompute_keep": {"core_attn": "part_long"},
     "activation_offloading": {"true": "part_long"},
     "finetuning_type": {name: row.split(":")[0] for name, row in FINETUNING.items()},

@@ -178,6 +178,13 @@ LONG_CASES = {
     "1.5B 262k": dict(_LONG, shape="1.5B", lora=0, s=1 << 18, steps=2, keys=_KEEP),
 }
 CASES.update(LONG_CASES)
+# full training with moments in 8 bits: on 8B a step needs about 79 GiB
+_EIGHT = dict(exp_avg_dtype="8bit", exp_avg_sq_dtype="8bit", grad_reduce_in_fp32=False)
+ALONE = {MUON, "1.5B 8 bits", "8B 8 bits"}
+CASES["1.5B 8 bits"] = dict(CASES["1.5B"], keys=_EIGHT)
+CASES["8B 8 bits"] = dict(
+    shape="8B", mbs=1, rows=4, steps=6, skip=3, keys=dict(_EIGHT, recompute_granularity="full")
+)
 # of Hugging Face's Trainer: keywords of run_theirs
 RIVALS = {
     "hf": {},
@@ -192,7 +199,7 @@ TRAINERS = ("ours", RECOMPUTED, *RIVALS)
 
 def trainers_of(case: str) -> tuple[str, ...]:
     """The trainers of a case."""
-    if case in TE_CASES or case == MUON:
+    if case in TE_CASES or case in ALONE:
         return ("ours",)
     if case in LONG_CASES:
         return ("ours", RECOMPUTED, "liger")
