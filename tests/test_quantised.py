@@ -331,7 +331,7 @@ def memory_of_reading(path: str, form: str, keys: dict) -> dict:
     layer in bf16."""
     import ctypes
 
-    from mca_lite import parallel, part_quantised
+    from mca_lite import parallel, part_quantised, tool_plan_memory
     from mca_lite.model import AutoModel
     from mca_lite.model_config import AutoConfig
     from tests.shared.training import arguments
@@ -347,7 +347,10 @@ def memory_of_reading(path: str, form: str, keys: dict) -> dict:
     [chunk] = models
     of_layer = 2 * sum(p.numel() for p in chunk.decoder.layers[0].parameters())
     held = sum(p.nbytes for p in models.parameters())
-    return dict(held=held, rise=reading.rise, layer=of_layer)
+    tensors = tool_plan_memory.ModelTensors(config)
+    ranks = parallel.world_size()
+    planned = tool_plan_memory.rank_memory(args, config, tensors, 0, 64, ranks, False).weights
+    return dict(held=held, rise=reading.rise, layer=of_layer, planned=planned)
 
 
 @pytest.fixture(scope="module")
@@ -362,6 +365,7 @@ def large(tmp_path_factory) -> str:
 def test_reading_takes_the_packed_model_and_less_than_two_layers(ranks, keys, large):
     for seen in world.run(memory_of_reading, ranks, large, "nf4", keys):
         assert seen["held"] < 6 * 0.3 * seen["layer"] + 2e6
+        assert seen["planned"] == seen["held"]
         assert seen["rise"] < seen["held"] + 1.5 * seen["layer"]
 
 
