@@ -338,8 +338,10 @@ def _attend(
     with _Keeping(unit):
         if unit.is_again:
             return forward(query, key, value, *args)
-        # with gradients on, as in the second pass: otherwise kernels omit what backward needs
-        with torch.enable_grad():
+        # as in the second pass: kernels leave out numbers of a backward pass without one
+        # that has a graph, which is dropped: it need not keep anything
+        nothing = torch.autograd.graph.saved_tensors_hooks(lambda x: None, lambda x: x)
+        with torch.enable_grad(), nothing:
             heads = (x.detach().requires_grad_() for x in (query, key, value))
             return forward(*heads, *args).detach()
 

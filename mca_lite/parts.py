@@ -63,7 +63,10 @@ PARTS = {
     "muon": Part("part_muon", "optim=muon"),
     "offload": Part("part_offload", "optimizer_cpu_offload=true"),
     "overlap": Part("part_overlap", "tp_comm_overlap=true"),
-    "long": Part("part_long", "recompute_keep=core_attn activation_offloading=true mlp_chunk_size"),
+    "long": Part(
+        "part_long part_long_costs",
+        "recompute_keep=core_attn activation_offloading=true mlp_chunk_size",
+    ),
     "stream": Part(
         "part_stream_keys part_stream", "streaming buffer_size", "streaming:false buffer_size:16384"
     ),

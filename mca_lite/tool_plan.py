@@ -165,7 +165,7 @@ def _kernels(
 ) -> tuple[float, float]:
     """Seconds of (layers, head and loss) in a step, if one device ran it all. squares: sum of
     squared lengths of all documents; lengths: those in one sample."""
-    recomputes = config.recompute_granularity == "full"
+    recomputes = _recomputed(config)
     head = sizes.hidden_size * sizes.vocab_size
     columns = sizes.mlp_weights / 3 / sizes.hidden_size
     channels = sizes.hidden_size
@@ -179,14 +179,29 @@ def _kernels(
     of_head = a_byte * _OF_VOCABULARY * sizes.vocab_size + products * share / rates.products
     again = 2 * recomputes * tokens
     products = products * (1 - share) + again * (sizes.weights - head)
+    if config.mlp_chunk_size:  # tiles are computed again in the backward pass
+        products += 2 * tokens * sizes.mlp_weights * sizes.num_layers
     if config.num_moe_experts:
         of_experts = products * sizes.mlp_weights * sizes.num_layers / (sizes.weights - head)
         products += of_experts * (1 / rates.experts - 1)
-    attention = work.flops(0, squares) + 2 * recomputes * sizes.core * squares
+    attention = work.flops(0, squares)
+    if not config.recompute_keep:
+        attention += 2 * recomputes * sizes.core * squares
     longest = max(lengths) / config.context_parallel_size
     rate = rates.attention * longest / (longest + rates.half)
     in_layers += products / rates.products + attention / rate
     return in_layers * rates.gaps, of_head * rates.gaps
+
+
+def _recomputed(config: Any) -> float:
+    """The share of layers that full recomputation computes again."""
+    if config.recompute_granularity != "full":
+        return 0.0
+    if config.recompute_method != "block":
+        return 1.0
+    chunks = config.pipeline_model_parallel_size
+    chunks *= config.virtual_pipeline_model_parallel_size or 1
+    return min(config.recompute_num_layers * chunks / config.num_layers, 1.0)
 
 
 def _of_stages(
@@ -423,6 +438,7 @@ def _memory_lines(layout: _Layout) -> list[str]:
         f"model          {layout.num_parameters:,} parameters",
         f"fullest rank   {memory.parameters:,} parameters, {memory.trained:,} trained{where}",
         *(f"  {name:12} {show_size(getattr(memory, name)):>12}" for name in (*PARTS, "total")),
+        *[f"  {'host memory':12} {show_size(memory.host):>12}"] * bool(memory.host),
     ]
 
 

@@ -40,13 +40,14 @@ class RankMemory:
     buffers: int  # for communication
     reference: int = 0  # weights of a second model
     nccl: int = 0  # outside torch's allocator
+    host: int = 0  # activations in host memory: no part of the total
 
     @property
     def total(self) -> int:
         return sum(getattr(self, name) for name in PARTS)
 
 
-PARTS = [field.name for field in fields(RankMemory)][2:]
+PARTS = [field.name for field in fields(RankMemory)][2:-1]
 
 
 # -- the tensors of a rank
@@ -410,17 +411,23 @@ def _latent_bytes(config: Any, facts: _Facts, r: RankSizes) -> float:
 
 
 def _activations(
-    args: Any, config: Any, stage: int, facts: _Facts, r: RankSizes, lowest: int
-) -> tuple[float, float]:
+    args: Any, config: Any, stage: int, facts: _Facts, r: RankSizes, lowest: int, tokens: float
+) -> tuple[float, float, float]:
     """(bytes per token kept for the backward pass, bytes per token of a layer while it is
-    recomputed). lowest: the first layer with a backward pass."""
+    recomputed, bytes per token in host memory). lowest: the first layer with a backward pass.
+    tokens: of a micro-batch on this rank."""
     first = 0 if stage else lowest  # what a later stage receives needs a gradient
     layers = [i for i, home in enumerate(stages_of_layers(config)) if home == stage and i >= first]
     if stage == r.pp - 1:
         layers += range(config.num_layers, config.num_layers + (config.mtp_num_layers or 0))
     sizes = [_layer_bytes(config, layer, facts, r) for layer in layers]
+    if config.mlp_chunk_size:
+        tiled = function_of("part_long_costs:tiled")
+        pairs = zip(layers, sizes, strict=True)
+        sizes = [tiled(config, layer, r, tokens, *size) for layer, size in pairs]
     kept = [of_layer for of_layer, _ in sizes]
-    again = 0.0
+    again = host = 0.0
+    in_flight = _in_flight(args, config, stage)
     if config.recompute_granularity == "full":
         unit = min(config.recompute_num_layers or 1, len(layers))
         inputs = r.w * r.h / r.sp  # bytes of a layer's input per token
@@ -431,9 +438,21 @@ def _activations(
             kept = [inputs] * unit + kept[unit:]
         else:
             kept = [inputs] * units
+        if config.recompute_keep or config.activation_offloading:
+            is_block = config.recompute_method == "block"
+            again_layers = layers[:unit] if is_block else layers
+            units = unit if is_block else units
+            results = function_of("part_long_costs:results")
+            of_results = [results(config, layer, r) for layer in again_layers]
+            long = function_of("part_long_costs:kept")
+            device, again, host = long(config, inputs, units, of_results, again)
+            # what waits on the device does so for one micro-batch
+            device *= 1 if host else in_flight
+            rest = sum(kept[units:]) * in_flight
+            return device + rest, again, host * in_flight
     elif config.recompute_granularity and {"mlp", "moe"} & set(config.recompute_modules or ()):
         kept = [of_layer - of_mlp for of_layer, of_mlp in sizes]
-    return sum(kept) * _in_flight(args, config, stage), again
+    return sum(kept) * in_flight, again, host
 
 
 def input_activations(
@@ -512,7 +531,7 @@ def rank_memory(
     r = RankSizes(config)
     tokens = args.micro_batch_size * length / r.cp
     facts = _facts(r.w, on_gpu, not finetuning.is_whole, length)
-    kept, again = _activations(args, config, stage, facts, r, tensors.lowest)
+    kept, again, host = _activations(args, config, stage, facts, r, tensors.lowest, tokens)
     whole = _made_whole(config, tensors.stages[stage])
     of_inputs = 0.0
     if stage == 0:
@@ -530,6 +549,7 @@ def rank_memory(
         logits=round(logits),
         buffers=round(_buffers(config, tokens, r)),
         nccl=_nccl(config, world_size) * on_gpu,
+        host=round(tokens * host),
     )
 
 

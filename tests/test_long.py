@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mca_lite.part_long import PIECE, POOL, HostPool, Offloaded, host_memory
 from tests.shared import dpo_tools, pictures, tiny, tiny_moe, world
+from tests.shared.held import train_and_measure
 from tests.shared.layouts import (
     CP2,
     CUT,
@@ -262,3 +263,48 @@ def test_attention_with_dropout_is_not_kept():
 def test_keys_of_full_recomputation_are_refused_without_it(key):
     words = refusal(arguments, **{key: SAME["both"][key]})
     assert f"{key}" in words and "recompute_granularity: full" in words
+
+
+# ---- plan
+
+ROWS = dict(hidden_size=64, intermediate_size=512, vocab_size=256, num_key_value_heads=4)
+
+
+def held_and_planned(out: str, runs: dict) -> dict:
+    """{name: (activations on the device, their plan, new bytes in host memory, their plan)} of runs
+    {name: keys} on this rank."""
+    hf = tiny.hf_config("qwen3", **ROWS)
+    found = {}
+    for name, keys in runs.items():
+        before = POOL.taken
+        run = train_and_measure(hf, 128, f"{out}/{name}", max_steps=1, **keys)
+        memory = run["planned"]
+        away = POOL.taken - before
+        POOL.free.clear()
+        POOL.taken = 0
+        found[name] = run["held"]["activations"], memory.activations, away, memory.host
+    return found
+
+
+@pytest.mark.parametrize("layout", [(1, {}), (2, TP2_SP), (2, CP2)], ids=["one", "tp2", "cp2"])
+def test_memory_falls_by_what_the_plan_says(layout, tmp_path):
+    ranks, keys = layout
+    of_batch = dict(global_batch_size=1, per_device_train_batch_size=1, **keys)
+    runs = {
+        "plain": FULL,
+        "away": AWAY,
+        "both": SAME["both"],
+        "tiled": {**FULL, "mlp_chunk_size": 16},
+    }
+    runs = {name: {**of_batch, **run} for name, run in runs.items()}
+    for found in world.run(held_and_planned, ranks, str(tmp_path), runs, timeout_s=200):
+        held, planned, away, host = found["plain"]
+        assert away == host == 0 and held == pytest.approx(planned, rel=0.1)
+        # tensors of a power of two: borders, and what attention's kernels gave
+        for name in ("away", "both"):
+            assert found[name][2] == pytest.approx(found[name][3], rel=0.02)
+        # at the peak one of the four borders is on the device again
+        fallen = found["plain"][0] - found["away"][0]
+        assert fallen == pytest.approx(found["away"][3] * 3 / 4, rel=0.05)
+        got = found["plain"][0] - found["tiled"][0]
+        assert got == pytest.approx(found["plain"][1] - found["tiled"][1], rel=0.1)

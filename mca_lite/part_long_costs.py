@@ -1,0 +1,54 @@
+"""Memory of the keys for long rows, from a config alone: for plan.
+
+Bytes are those of a token on this rank. Letters: w bytes of an activation, h hidden size, n heads
+of this rank, v channels of a value.
+"""
+
+from typing import NamedTuple
+
+
+class Kept(NamedTuple):
+    """Bytes a token: on the device for the backward pass, on the device while a unit is recomputed,
+    and in host memory."""
+
+    device: float
+    again: float
+    host: float
+
+
+def results(config, layer: int, sizes) -> float:
+    """Bytes of what recompute_keep keeps of a layer, numbered from 0: attention's output, w n v,
+    and its log-sum-exps, 4 n. A layer of linear attention keeps nothing. sizes: RankSizes."""
+    if not config.recompute_keep or config.layer_type(layer + 1) == "linear_attention":
+        return 0.0
+    channels = config.head_sizes(layer + 1)[1]
+    if config.multi_latent_attention:
+        channels = config.v_head_dim
+    return sizes.heads * (sizes.w * channels + 4)
+
+
+def tiled(config, layer: int, sizes, tokens: float, of_layer: float, of_mlp: float) -> tuple:
+    """(bytes of a layer, of its MLP) with mlp_chunk_size: an MLP's are those of one tile. The input
+    stays, for the tiles of the backward pass. tokens: of a micro-batch on this rank."""
+    rows = config.mlp_chunk_size * sizes.sp
+    inputs = 0.0
+    if config.is_moe_layer(layer):
+        # a tile has rows of experts, of which a token has several
+        tokens *= config.moe_router_topk
+        inputs = sizes.w * config.moe_router_topk * sizes.h / sizes.sp
+    tile = inputs + (of_mlp - inputs) * min(rows / tokens, 1.0)
+    return of_layer - of_mlp + tile, tile
+
+
+def kept(config, inputs: float, units: int, of_results: list[float], again: float) -> Kept:
+    """Of recomputed layers with recompute_keep and activation_offloading.
+
+    inputs: of a unit. of_results: results() of each recomputed layer. again: of a unit while it is
+    recomputed. In host memory but for two units: the one computed again, and the one before it.
+    """
+    whole = inputs * units + sum(of_results)
+    of_unit = sum(of_results) / max(units, 1)
+    again -= of_unit  # the same storages
+    if not config.activation_offloading:
+        return Kept(whole, again, 0.0)
+    return Kept(min(whole, 2 * (inputs + of_unit)), again, whole)
