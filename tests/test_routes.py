@@ -22,7 +22,7 @@ LAYOUTS = {
     "one": (1, {}),
     "gathered": (1, dict(moe_token_dispatcher_type="allgather")),
     "tp2": (2, TP2_SP),
-    "pp2, vpp2": (2, {**PP2, **VPP2}),
+    "pp2, vpp2": (2, {**PP2, **VPP2, "gradient_accumulation_steps": 2}),
     "cp2": (2, CP2),
 }
 USUAL = [*LAYOUTS][:5]
