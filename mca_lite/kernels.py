@@ -63,7 +63,6 @@ def why_no_kernels() -> str | None:
     return _failure(lambda one: fused().SwiGLU.apply(one.repeat(2)))
 
 
-@functools.cache
 def fused() -> Any:
     """The module with the Triton kernels; None if its file was removed."""
     return parts.module_of("part_triton")

@@ -14,16 +14,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from . import cpu, parallel
+from . import cpu, parallel, parts
 from .batch import RowLayout, row_layout
 from .kernels import rotate, rotated_heads, split_heads
-from .kernels_attention import (
-    SegmentAttention,
-    causal_by_cudnn,
-    packed_by_cudnn,
-    suits_cudnn,
-    suits_frontend,
-)
 from .mcore import (
     AttnMaskType,
     IdentityOp,
@@ -473,6 +466,21 @@ def whole_scores(
     return F.dropout(weights, dropout) @ v
 
 
+class _NoCudnn:
+    """Stands for part_cudnn.py, if its file is gone."""
+
+    @staticmethod
+    def suits_cudnn(*heads: torch.Tensor) -> bool:
+        return False
+
+    suits_frontend = suits_cudnn
+
+
+def _cudnn() -> Any:
+    """The module with cuDNN's attention."""
+    return parts.module_of("part_cudnn") or _NoCudnn
+
+
 class CoreAttention(RowModule):
     """softmax(q k^T * scale) v, causal, with torch's attention kernels.
 
@@ -544,7 +552,7 @@ class CoreAttention(RowModule):
                 return out[0] if len(out) == 1 else torch.cat(out, 1)
             if not dropout and self._suits_parts(layout, query, key, value):
                 scale = self.softmax_scale
-                return SegmentAttention.apply(query, key, value, layout.segments, scale)
+                return _cudnn().SegmentAttention.apply(query, key, value, layout.segments, scale)
             return self._segments(query, key, value, layout, dropout)
 
     def _suits_parts(
@@ -556,7 +564,7 @@ class CoreAttention(RowModule):
         is_wide = self.window is None or layout.longest <= self.window
         is_plain = is_wide and not self.needs_scores and self.cp_group.size() > 1
         heads = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        return is_plain and suits_cudnn(*heads)
+        return is_plain and _cudnn().suits_cudnn(*heads)
 
     def _suits_rows(self, layout: RowLayout) -> bool:
         """True if the packed documents can be the rows of a batch: all have one length and need no
@@ -616,9 +624,9 @@ class CoreAttention(RowModule):
         if self.needs_scores:
             scale = self.softmax_scale
             return whole_scores(q, k, v, mask, scale, dropout, self.softcap, self.sinks)
-        if mask is None and not dropout and suits_cudnn(q, k, v):
+        if mask is None and not dropout and _cudnn().suits_cudnn(q, k, v):
             # sdpa_order's context would cost half of the call's host time
-            return causal_by_cudnn(q, k, v, self.softmax_scale)
+            return _cudnn().causal_by_cudnn(q, k, v, self.softmax_scale)
         times = q.shape[1] // k.shape[1]
         if type(mask) is torch.Tensor and q.is_cuda and times > 1:
             # beside cuDNN's, only the slowest kernel supports both masks and query groups
@@ -662,8 +670,8 @@ class CoreAttention(RowModule):
         if places is not None:
             k = k[places]
             v = v[places]
-        elif self.sinks is None and suits_frontend(q):
-            out = packed_by_cudnn(q, k, v, layout, self.softmax_scale, self.window)
+        elif self.sinks is None and _cudnn().suits_frontend(q):
+            out = _cudnn().packed_by_cudnn(q, k, v, layout, self.softmax_scale, self.window)
             return out.flatten(1)[:, None]
         # the kernel needs equal head sizes; latent attention has narrower values
         missing = q.shape[-1] - v.shape[-1]

@@ -29,9 +29,9 @@ from torch.utils._pytree import tree_map_only
 
 from . import world
 from .errors import Judge
-from .kernels_attention import keepers
 from .model_attention import CoreAttention
 from .model_moe import Experts, Mixture
+from .part_cudnn import keepers
 
 SHARE = 0.8  # activations may take this share of the host's free memory
 _FULL = (

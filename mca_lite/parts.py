@@ -66,6 +66,7 @@ PARTS = {
     "long": Part(
         "part_long part_long_costs",
         "recompute_keep=core_attn activation_offloading=true mlp_chunk_size",
+        needs="cudnn",
     ),
     "stream": Part(
         "part_stream_keys part_stream", "streaming buffer_size", "streaming:false buffer_size:16384"
@@ -117,6 +118,7 @@ PARTS = {
     "triton": Part("part_triton", ""),
     "routes": Part("part_routes", ""),
     "recorder": Part("part_recorder", ""),
+    "cudnn": Part("part_cudnn", ""),
     "metrics": Part("part_metrics", ""),
     "migration": Part("part_migration part_migration_paths", ""),
 }
@@ -157,8 +159,9 @@ def load(*endings: str) -> list[ModuleType]:
     return [import_module(f".{name}", __package__) for name in names if name.endswith(endings)]
 
 
+@functools.cache
 def module_of(name: str) -> ModuleType | None:
-    """A module of a part; None if the part is missing."""
+    """A module of a part; None if the part is missing. Cached."""
     return next(iter(load(name)), None)
 
 

@@ -140,7 +140,7 @@ def compiler() -> Iterator[Finding]:
     """Check Triton, torch.compile and kernel packages, if there is CUDA."""
     import torch
 
-    from . import kernels, kernels_attention, model_config, parts
+    from . import kernels, model_config, parts
 
     if not torch.cuda.is_available():
         yield Finding("compiler", "not used: nothing is compiled on a CPU")
@@ -152,8 +152,11 @@ def compiler() -> Iterator[Finding]:
         ("Triton", kernels.why_no_kernels(), compilers),
         ("torch.compile", kernels.why_no_torch_compile(), compilers),
         ("Transformer Engine", model_config.why_unusable(), engine),
-        ("nvidia-cudnn-frontend", of_package("cudnn", kernels_attention.why_no_frontend), newer),
     ]
+    if "cudnn" not in parts.missing():
+        from .part_cudnn import why_no_frontend
+
+        rows.append(("nvidia-cudnn-frontend", of_package("cudnn", why_no_frontend), newer))
     if "delta" not in parts.missing():
         from .part_delta import why_no_fla
 

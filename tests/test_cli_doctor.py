@@ -13,7 +13,7 @@ import sys
 import pytest
 import torch
 
-from mca_lite import kernels, kernels_attention, model_config, part_delta, tool_doctor
+from mca_lite import kernels, model_config, part_cudnn, part_delta, tool_doctor
 from mca_lite.mcore import MINORS
 from tests.shared import commands, world
 
@@ -86,7 +86,7 @@ def test_a_broken_transformer_engine_or_compiler_is_a_warning(monkeypatch):
         "torch.compile": (kernels, "why_no_torch_compile"),
         "Transformer Engine": (model_config, "why_unusable"),
         "flash-linear-attention": (part_delta, "why_no_fla"),
-        "nvidia-cudnn-frontend": (kernels_attention, "why_no_frontend"),
+        "nvidia-cudnn-frontend": (part_cudnn, "why_no_frontend"),
     }
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     for broken in places:

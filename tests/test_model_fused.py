@@ -132,12 +132,12 @@ def test_a_package_without_its_kernels_says_which_file_to_copy(monkeypatch):
     gone = {"triton": {"triton": "part_triton.py"}}
     monkeypatch.setattr(parts, "missing", lambda: gone)
     monkeypatch.setattr(kernels, "triton", "there")
-    kernels.fused.cache_clear()
+    parts.module_of.cache_clear()
     assert kernels.why_no_kernels() == (
         f"it needs part triton, and part_triton.py is not in {Path(parts.__file__).parent}: copy "
         "triton's files from mca_lite"
     )
-    kernels.fused.cache_clear()
+    parts.module_of.cache_clear()
 
 
 def test_where_torch_compile_alone_does_not_work_functions_run_as_they_are(monkeypatch):

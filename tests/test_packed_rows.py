@@ -25,13 +25,8 @@ from mca_lite.batch import (
 )
 from mca_lite.data_batches import best_fit
 from mca_lite.kernels import works
-from mca_lite.kernels_attention import (
-    has_frontend,
-    packed_by_cudnn,
-    suits_frontend,
-    why_no_frontend,
-)
 from mca_lite.model_attention import CoreAttention
+from mca_lite.part_cudnn import has_frontend, packed_by_cudnn, suits_frontend, why_no_frontend
 
 PACKED = torch.tensor([[1, 1, 2, 2, 2, 0], [1, 2, 2, 3, 3, 3]])
 

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 
 from mca_lite import (
     kernels,
-    kernels_attention,
     loss_tokens,
     model_attention,
+    part_cudnn,
     part_delta,
     part_distill_kernels,
     part_quantised,
@@ -26,7 +26,7 @@ from mca_lite import (
     part_triton,
 )
 from mca_lite.batch import row_layout
-from mca_lite.kernels_attention import SegmentAttention, causal_by_cudnn
+from mca_lite.part_cudnn import SegmentAttention, causal_by_cudnn
 from mca_lite.part_distill import DistillConfig, divergence_terms, top_k_of
 from tests.shared import distilling
 
@@ -404,8 +404,8 @@ def packed_cases(dtype):
     groups, values of another size."""
     if dtype == torch.float32 or not torch.cuda.is_available():
         return
-    is_there = kernels_attention.has_frontend(torch.device("cuda", 0))
-    if not is_there or kernels_attention.why_no_frontend():
+    is_there = part_cudnn.has_frontend(torch.device("cuda", 0))
+    if not is_there or part_cudnn.why_no_frontend():
         return
     length = sum(DOCUMENTS)
     cu = (0, *itertools.accumulate(DOCUMENTS))
@@ -419,7 +419,7 @@ def packed_cases(dtype):
             return (model_attention.whole_scores(*rows, visible, None, 0.0)[0].transpose(0, 1),)
 
         def kernel(q, k, v, window=window):
-            return (kernels_attention.packed_by_cudnn(q, k, v, layout, None, window),)
+            return (part_cudnn.packed_by_cudnn(q, k, v, layout, None, window),)
 
         shapes = (length, 8, d), (length, 2, d), (length, 2, e)
         yield f"packed {d} {e} {window}", kernel, formula, [drawn(*s, dtype=dtype) for s in shapes]

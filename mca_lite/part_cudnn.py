@@ -1,10 +1,10 @@
-"""Attention in segments, as context parallelism needs it: there are more keys than queries, and the
-last query sees the last key.
+"""cuDNN's attention: of rows, of packed rows, and in segments. Context parallelism needs segments:
+there are more keys than queries, and the last query sees the last key.
 
-torch's kernels for this shape on Hopper GPUs are half as fast as cuDNN's, which supports only
-squares and full rectangles. So the keys are split in two, a full rectangle of keys before the first
-query and a causal square, and the results are joined by their log-sum-exps, as in ring attention
-(Liu et al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context").
+torch's kernels for segments on Hopper GPUs are half as fast as cuDNN's, which supports only squares
+and full rectangles. So the keys are split in two, a full rectangle of keys before the first query
+and a causal square, and the results are joined by their log-sum-exps, as in ring attention (Liu et
+al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context").
 """
 
 import functools
@@ -221,10 +221,12 @@ def _parts(
         yield slice(q0, q1), slice(own, k1), slice(k0, own) if own > k0 else None
 
 
-def _cut(heads: Sequence[torch.Tensor], rows: slice, keys: slice) -> list[torch.Tensor]:
+def _cut(
+    heads: Sequence[torch.Tensor], rows: slice, keys: slice
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Slices of queries, keys and values, each [b, heads, tokens, d]."""
     q, k, v = heads
-    return [q[:, :, rows], k[:, :, keys], v[:, :, keys]]
+    return q[:, :, rows], k[:, :, keys], v[:, :, keys]
 
 
 def join(

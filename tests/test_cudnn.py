@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mca_lite.kernels_attention import SegmentAttention, suits_cudnn
+from mca_lite.part_cudnn import SegmentAttention, suits_cudnn
 
 
 def attended(function, segments, scale) -> list[torch.Tensor]:
