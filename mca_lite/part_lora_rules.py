@@ -240,6 +240,13 @@ def check_on_megatron(
         "moe_shared_expert_overlap: false",
         targets,
     )
+    judge.expect(
+        not spec.dropout or not config.mlp_chunk_size,
+        "lora_dropout",
+        "the backward pass computes a tile of an MLP again, and would drop other inputs",
+        "lora_dropout: 0, or no mlp_chunk_size",
+        spec.dropout,
+    )
     is_cut = (config.expert_tensor_parallel_size or 1) > 1
     judge.expect(
         not spec.dropout or not is_cut or not any(map(is_of_expert, adapted)),

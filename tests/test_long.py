@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mca_lite.errors import Judge
 from mca_lite.part_long import PIECE, POOL, HostPool, Offloaded, host_memory
 from tests.shared import dpo_tools, pictures, tiny, tiny_moe, world
 from tests.shared.held import train_and_measure
@@ -257,6 +258,17 @@ def test_attention_with_dropout_is_not_kept():
     keys = arguments(attention_dropout=0.1, **KEEP)
     words = refusal(from_hf_config, tiny.hf_config("qwen3"), keys)
     assert "recompute_keep: 'core_attn'" in words and "attention_dropout: 0" in words
+
+
+def test_adapters_with_dropout_have_no_tiles():
+    from mca_lite.model_config import from_hf_config
+    from mca_lite.part_lora_layers import LoraSpec
+    from mca_lite.part_lora_rules import check_on_megatron
+
+    config = from_hf_config(tiny.hf_config("qwen3"), arguments(mlp_chunk_size=8))
+    judge = Judge(config)
+    check_on_megatron(LoraSpec(dropout=0.1), config, [], [], judge)
+    assert "lora_dropout: 0, or no mlp_chunk_size" in str(judge.problems)
 
 
 @pytest.mark.parametrize("key", ["recompute_keep", "activation_offloading"])

@@ -306,8 +306,8 @@ ROWS: list[tuple[str, str, str, str]] = [
     ),
     (
         "the value head of a frozen reward model stays as it was drawn",
-        "named |= {module_of(VALUE_HEAD)} & modules.keys()",
-        "pass",
+        "            named.add(head)\n",
+        "            pass\n",
         "test_freeze.py::test_the_value_head_of_a_frozen_reward_model_trains",
     ),
     (
@@ -330,7 +330,7 @@ ROWS: list[tuple[str, str, str, str]] = [
     ),
     (
         "a bias that chooses experts is rounded to bf16",
-        "self._maintain_float32_expert_bias()  # whatever the dtype of the model",
+        "self._maintain_float32_expert_bias()",
         "pass",
         "test_moe_weights.py"
         "::test_a_run_in_bf16_leaves_the_bias_that_chooses_experts_as_it_was[megatron]",
@@ -374,13 +374,13 @@ ROWS: list[tuple[str, str, str, str]] = [
     ),
     (
         "rows that fill weigh balancing losses of KTO",
-        "(self, batch: dict) -> int:\n        return int(real_documents(batch).sum())",
-        "(self, batch: dict) -> int:\n        return len(real_documents(batch))",
+        "(self, batch: dict[str, Any]) -> int:\n        return int(real_documents(batch).sum())",
+        "(self, batch: dict[str, Any]) -> int:\n        return len(real_documents(batch))",
         "test_kto.py::test_rows_that_fill_have_no_part_in_the_weight_of_balancing_losses",
     ),
     (
         "predictions are of the trainer's loss",
-        "backend.use_loss(None)  # cross entropy, whatever the trainer minimises",
+        "backend.use_loss(None)  # cross entropy, whatever the training loss is",
         "pass",
         "test_predict.py::test_predictions_are_transformers_own_in_every_layout[torch_dp2]",
     ),
