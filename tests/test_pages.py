@@ -7,6 +7,7 @@ import re
 import pytest
 from transformers import TrainerCallback as TheirCallback
 
+from mca_lite import parts
 from mca_lite.callbacks import FLAGS, TrainerCallback, TrainerState
 from mca_lite.tables import BUILT_IN_FOR, TEMPLATES
 from tests.shared.commands import ROOT
@@ -47,6 +48,7 @@ def test_every_template_stands_on_its_page_with_its_names_and_what_it_writes():
     tokenizer = word_tokenizer()
     tokenizer.bos_token, tokenizer.eos_token = "<s>", "</s>"
     wanted = []
+    parts.load("_migration")  # other trainers' names of templates
     for ours, template in TEMPLATES.items():
         theirs = ", ".join(f"`{name}`" for name, own in BUILT_IN_FOR.items() if own == ours)
         text = tokenizer.apply_chat_template(turns, chat_template=template, tokenize=False)
