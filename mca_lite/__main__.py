@@ -70,8 +70,9 @@ _NEED_NO_WORDS = ("train", "doctor")  # the others show their help
 
 
 def main(words: list[str] | None = None) -> int:
-    """Run the command of the first word (None: of the command line), or training if it is no
-    command -> exit code."""
+    """Run the command that the first word names -> exit code. If the first word is no command: run
+    training for a file or a key (config.yaml, --key), print an error for a plain word. words: the
+    command line after the program; None: sys.argv's. Without words: list the commands."""
     words = sys.argv[1:] if words is None else words
     name, *rest = words or ["--help"]
     if name in ("-h", "--help"):

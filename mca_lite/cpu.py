@@ -337,14 +337,15 @@ class _Later(types.ModuleType):
 
 @contextlib.contextmanager
 def compiling_later() -> Iterator[None]:
-    """A context in which modules are imported without torch's compiler and sympy, which take
-    seconds, unless a module names them.
+    """A context that saves seconds of import time: modules imported in it do not load torch's
+    compiler (torch._dynamo) and sympy, unless a module imports them by name.
 
-    megatron-core decorates fused functions with torch.compile, which now waits until such a
-    function is called: only Transformer Engine's layers call them. It also imports torch's
-    distributed tensors, and these import the compiler's symbolic shapes, which need sympy. torch
-    imports the compiler in order to keep some operators in Python from being compiled, such as
-    attention of packed rows; these run undecorated until someone has imported the compiler.
+    Three causes are deferred. megatron-core decorates fused functions with torch.compile: each
+    function compiles at its first call, and only Transformer Engine's layers call such functions.
+    megatron-core imports torch's distributed tensors, which import the compiler's symbolic shapes
+    and with them sympy: the modules load when a function needs them. torch loads the compiler to
+    exclude some Python operators from compilation, such as attention for packed rows: until
+    something else has loaded the compiler, these operators run without the exclusion.
     """
     # also find the originals if another copy of the package is inside this context
     before = [getattr(x, "original", x) for x in (torch.compile, torch._disable_dynamo)]

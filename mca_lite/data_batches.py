@@ -146,14 +146,16 @@ def _value(name: str, column: Column, value: Any, length: int) -> torch.Tensor:
 
 
 class Collator:
-    """Samples -> {"input_ids", "labels", "attention_mask"}, int64 [b, s], one row per sample,
-    padded on the right; also registered columns, [b, s] or [b, most documents per row], and picture
-    columns, concatenated over rows.
+    """Data collator: samples -> a batch {"input_ids", "labels", "attention_mask"}, int64 [b, s],
+    one row per sample, padded on the right to the longest row.
 
-    attention_mask numbers a row's documents from 1 (a sample of one document may bring its own
-    numbers); padding has 0, and label IGNORE_INDEX. s is the longest row's length. If every
-    document has "reference", the batch has it too: float32 [b, most documents per row]. Raises
-    ValueError for anything but samples.
+    attention_mask: number of each token's document in its row, from 1; 0 for padding. A sample of
+    one document may bring its own numbers. Labels of padding are IGNORE_INDEX.
+    The batch also has registered columns, the loss columns that every document has (such as
+    "reference", the log-probability under a reference model), and columns for pictures. A column
+    is [b, s] if it is per token, [b, most documents per row] if it is per document, and
+    concatenated over rows if it is for pictures.
+    Raises ValueError for anything but samples, and for a loss column that only some documents have.
     """
 
     def __init__(self, pad_token_id: int) -> None:

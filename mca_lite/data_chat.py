@@ -681,8 +681,9 @@ def _thinking_key(template: str) -> str:
 
 
 def _with_known_keys(message: Message, template: str) -> dict[str, Any]:
-    """The message with its thinking under _thinking_key, or else under _THINKING_KEYS[0]. Raises
-    ValueError for keys that neither this package nor the template knows."""
+    """A copy of the message with its thinking (reasoning text) under the key that the chat template
+    reads, or "reasoning_content" if the template reads none. Raises ValueError for a second,
+    different thinking text, and for keys that neither this package nor the template reads."""
     message = dict(message)
     name = _thinking_key(template) or _THINKING_KEYS[0]
     for key in sorted(message.keys() - _KNOWN_KEYS - {name}):

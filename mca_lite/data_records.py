@@ -314,10 +314,14 @@ def _has_whole_conversations(record: dict[str, Any], spec: DatasetSpec, pairs: b
 
 @dataclass(frozen=True)
 class Format:
-    """The layout of conversations in records. fits: (record, spec, True for pairs) -> bool. prompt,
-    answer: (record, spec, place) -> messages, or ValueError with the place. alone: names the
-    columns of a conversation; in_pairs: names those besides chosen and rejected; None: the format
-    is not for these.
+    """A way to write conversations in records, such as alpaca or sharegpt: how to recognise it and
+    how to read messages from it.
+
+    fits(record, spec, pairs): True if the record has this format; pairs: True for preference pairs.
+    prompt(record, spec, where), answer(record, spec, where): the messages of prompt and answer;
+    ValueError that names `where` ("file:line") for a wrong record.
+    alone: text for error messages, the columns of a single conversation; None: the format has none.
+    in_pairs: the same for the columns of a pair besides chosen and rejected; None: it has no pairs.
     """
 
     fits: Callable[..., Any]

@@ -273,8 +273,9 @@ BESIDE_DECODER = Prediction(
 
 
 def prediction_rows(decoder_rows: Iterable[Row], names: Prediction) -> Iterator[Row]:
-    """Rows of multi-token prediction layers: each is a decoder layer with norms and
-    a projection."""
+    """Yield Rows (megatron name and HF names of a weight) for multi-token prediction layers. Such a
+    layer is a decoder layer with three norms and a projection. decoder_rows: the model's Rows,
+    repeated for decoder layers under the prediction layers' names. names: the HF names."""
     mca = PREDICTION_LAYERS
     for module in ("enorm", "hnorm", "final_layernorm"):
         yield Row(f"{mca}{module}.weight", (f"{getattr(names, module)}.weight",), "copy")

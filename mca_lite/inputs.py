@@ -177,8 +177,8 @@ class Inputs:
         return Media()
 
     def notes(self, args: Keys) -> list[str]:
-        """Report lines for a run whose data have inputs. Raises ConfigError for keys that do not
-        fit."""
+        """Report lines for a run whose training data have images or other inputs than text. args:
+        TrainingArguments. Raises ConfigError for arguments that do not work with such inputs."""
         return []
 
     # -- on megatron-core

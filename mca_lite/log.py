@@ -545,7 +545,8 @@ class Report(TrainerCallback):
         self.end("finished")
 
     def end(self, state: str) -> None:
-        """Write the final state, draw the run, close log and trackers."""
+        """On the main rank: write the run's final `state` ("interrupted", for example), draw its
+        curves, close log and trackers. Other ranks do nothing."""
         if not self.is_main:
             return
         self._write_facts(state)

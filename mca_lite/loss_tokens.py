@@ -47,7 +47,9 @@ def all_reduce(tensor: torch.Tensor, op: Any, group: Any) -> torch.Tensor:
 
 
 class Head(NamedTuple):
-    """Constants that all chunks of a loss share."""
+    """Constants of an output layer and its loss, the same for each chunk of logits. The vocabulary
+    is sharded over `group`. chunk_size: rows of logits in memory at a time. softcap: c in
+    c tanh(logit / c); None: no cap. sequence_first: True if labels are [s, b], not [b, s]."""
 
     group: Any  # a ProcessGroup; None: one rank
     vocab_size: int

@@ -385,7 +385,8 @@ def create_grad_scaler(args: TrainingArguments) -> ConstantGradScaler | DynamicG
 
 
 def scaler_states(scalers: list[Any]) -> list[dict[str, Any]]:
-    """States of loss scalers for JSON: the scale, and the progress to its next change."""
+    """States of loss scalers for JSON: the scale, and the progress to its next change. Constant
+    scalers are left out."""
     states = [scaler.state_dict() for scaler in scalers]
     return [{**state, "scale": float(state["scale"])} for state in states if state]
 

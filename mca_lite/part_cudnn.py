@@ -119,11 +119,13 @@ def packed_by_cudnn(
     scale: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    """softmax(q k^T scale) v for a packed row in order, causal inside each document. window: how
-    many earlier tokens a query sees; None: all.
+    """softmax(q k^T scale) v for a packed row, causal inside each document, by the operator of
+    nvidia-cudnn-frontend. torch's own call of the cuDNN kernel rebuilds the cuDNN graph each time,
+    and its gradients are wrong (torch 2.11).
 
-    q [t, n, d], k [t, g, d], v [t, g, e] -> [t, n, e]. layout: the row's RowLayout. torch's call of
-    this kernel rebuilds the graph each time, and its gradients are wrong (torch 2.11).
+    q [t, n, d], k [t, g, d], v [t, g, e] -> [t, n, e]. layout: the row's RowLayout; this rank has
+    the whole row, in its order. scale: None for d^-0.5. window: how many keys a query sees, its own
+    token's included; None: all.
     """
     borders, longest = layout.varlen_of_graph
     out, _ = torch.ops.cudnn.sdpa_fwd(

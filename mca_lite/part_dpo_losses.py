@@ -123,8 +123,8 @@ def _smoothed(d: torch.Tensor, e: float) -> torch.Tensor:
 
 
 def _token_loss(r: Responses) -> torch.Tensor:
-    """Token loss of the chosen answers [P]. Its mean over the global batch's pairs equals the mean
-    over its tokens.
+    """Cross entropy [P] of the chosen answers: each answer's sum over its tokens, times
+    pairs_per_token. So its mean over the global batch's pairs is the mean loss per token.
     """
     return -r.whole_chosen * r.of_batch[:, 0]
 

@@ -247,7 +247,8 @@ class Adapter(torch.nn.Module):
 
     def adds_in_product(self, weight: torch.Tensor) -> bool:
         """True if the linear's matmul can include the adapter, so that the sum is rounded once: the
-        weight is frozen and in half precision, and no dropout is active.
+        module supports it, the adapter is enabled, the weight is frozen and in half precision, and
+        no dropout is active.
         """
         is_half = weight.dtype in (torch.bfloat16, torch.float16)
         is_in = self.in_product and self.enabled and not self._drops

@@ -115,7 +115,8 @@ def _processed(
 
 
 def _stacked(parts: tuple[torch.Tensor, ...]) -> np.ndarray:
-    """One array from tensors [1, n, ...] with different n, padded with IGNORE_INDEX."""
+    """One array [documents, longest n, ...] from a tensor [1, n, ...] per document, padded on the
+    right with IGNORE_INDEX. Tensors with fewer than two dimensions are concatenated, unpadded."""
     if parts[0].dim() < 2:
         return torch.cat([part.reshape(-1) for part in parts]).numpy()
     rows = [part[0] for part in parts]

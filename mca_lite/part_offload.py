@@ -37,7 +37,8 @@ class OffloadedOptimizer:
         self._host = make([{"params": [torch.nn.Parameter(torch.empty(0, device="cpu"))]}])
 
     def _host_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups, with stand-ins for the parameters on the host."""
+        """Parameter groups for the host's optimizer: param_groups with only the offloaded
+        parameters, each replaced by its stand-in on the CPU."""
         groups = []
         for group in self.param_groups:
             params = [self._stand_ins[p] for p in group["params"] if p in self._stand_ins]

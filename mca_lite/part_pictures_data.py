@@ -369,7 +369,9 @@ class Vision(Media):
         return _TEMPORAL, rows, columns
 
     def place(self, picture: Picture, where: str) -> Placed:
-        """The image with its grid, read from its header."""
+        """The picture with its patch grid, whose size comes from the image header: no pixel is
+        decoded. where: "file:line" of its record. ValueError, with `where`, for an unusable image.
+        """
         with _opened(picture, where) as image:
             height, width = _upright_size(image)
         try:

@@ -50,7 +50,7 @@ def to_blocks(numbers: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.
 
 
 def from_blocks(codes: torch.Tensor, scales: torch.Tensor, signed: bool) -> torch.Tensor:
-    """float32 [n] of to_blocks()."""
+    """Dequantise the results of to_blocks() -> float32 [n]. signed: as given to to_blocks()."""
     numbers = dynamic_map(signed, codes.device)[codes.int()]
     return numbers * scales.repeat_interleave(BLOCK)[: len(numbers)]
 

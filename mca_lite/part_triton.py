@@ -624,8 +624,13 @@ def gradients_in_one_pass(
     weights: torch.Tensor | None,
     head: Head,
 ) -> torch.Tensor:
-    """Gradients of token losses with respect to the logits, written over `logits` by a Triton
-    kernel. at_label: float32 [rows], p - 1 for the label.
+    """Write the gradient of sum(weights * token losses) over `logits` [rows, V / tp], in place, by
+    a Triton kernel -> `logits`. With head.softcap the logits are capped ones, and the gradient is
+    with respect to the logits before the cap.
+
+    places [rows]: column of each row's label, -1 if the label is on another rank. at_label: float32
+    [rows], the label's probability minus 1. lse: float32 [rows], log-sum-exp over the whole
+    vocabulary. weights: [rows]; None: 1 for each row.
     """
     rows, width = logits.shape
     flags = dict(CAPPED=head.softcap is not None, WEIGHTED=weights is not None)

@@ -196,7 +196,8 @@ def absent_rows() -> dict[str, str]:
 
 
 def absent_keys() -> dict[str, str]:
-    """{key: its part} for unusable parts."""
+    """{configuration key: name of the optional part that defines the key}, for parts that cannot be
+    used because files are missing. Leaves out core keys to which such a part only adds values."""
     words = {word: name for name in missing() for word in PARTS[name].keys.split()}
     return {word: name for word, name in words.items() if "=" not in word}
 

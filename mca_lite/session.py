@@ -387,9 +387,11 @@ def with_columns(row: dict[str, Any], loss: Any) -> dict[str, Any]:
 
 
 def _numbered(documents: list[dict[str, Any]], first: int) -> np.ndarray:
-    """Set token_number in documents: the index of each trained token in the call, starting at
-    `first`. -> int64 [N + 1]: index of each document's first trained token, then the index after
-    the last.
+    """Number the trained tokens of N documents from `first` upwards: set each document's column
+    token_number, in place, with -1 for tokens that are not trained.
+
+    Returns int64 [N + 1]: number of each document's first trained token, then the number after the
+    last document's last one.
     """
     ends = [first]
     for document in documents:
@@ -826,8 +828,9 @@ class Session:
     # -- files
 
     def save(self, folder: str | os.PathLike[str], with_optimizer: bool = True) -> None:
-        """Write a checkpoint of the weights (or adapters) and the optimizer's state. It loads in
-        any layout. ValueError if gradients wait for optim_step.
+        """Write a checkpoint of the weights (or adapters) and, if with_optimizer, the optimizer's
+        state. It loads in any layout. Collective. ValueError if gradients wait for optim_step, or
+        if tensors are in host memory (after `to`).
         """
         expect(not self._counts, "save with pending gradients: call optim_step or discard first")
         self.backend.expect_here("save", *_ALL)

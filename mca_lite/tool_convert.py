@@ -169,10 +169,11 @@ def _config_of(folder: Path, adapter: Path | str | None) -> Any:
 
 
 def verify(src: str, dst: str, adapter: str | None = None) -> str:
-    """Load both models and run the same tokens through them in float32 -> a line with the largest
-    difference between logits. With an adapter: src with the adapter next to its weights, and dst.
+    """Compare the models src and dst: run the same tokens through each model in float32 -> a line
+    with the largest difference between logits.
 
-    Raises ValueError if the difference is more than rounding.
+    adapter: folder of an adapter that dst has merged into its weights; src runs with it unmerged.
+    None: src runs alone. Raises ValueError if the difference is more than rounding explains.
     """
     import torch
 

@@ -272,7 +272,8 @@ def measure() -> Link:
 
 
 def measure_pair() -> Link:
-    """Measure two ranks on this machine: over nccl if it has two GPUs, otherwise over gloo."""
+    """Measure the all-reduce between two ranks, in two processes started here: over nccl if this
+    machine has two GPUs, otherwise over gloo."""
     from torch import cuda, multiprocessing
 
     with socket.create_server(("127.0.0.1", 0)) as server:

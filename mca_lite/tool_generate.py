@@ -50,7 +50,8 @@ def main_chat(words: list[str]) -> int:
         a session: /new begins another conversation, /system TEXT too, with this system message;
         /image PATH shows a picture with the next question, to a model that sees pictures; /exit or
         Ctrl-D leaves, Ctrl-C ends an answer. Questions may come from a pipe, one a line. With
-        --before each model has its own side of the conversation
+        --before the model before training answers each question too, and each model sees only its
+        own answers
     """
     parser = parser_of("chat", inspect.getdoc(main_chat))
     add = parser.add_argument
@@ -249,7 +250,8 @@ def _line(text: str) -> str:
 
 
 def _result(rows: list[dict[str, Any]], name: str) -> str:
-    """A line with the share of exactly matching texts."""
+    """A line with the share of prompts whose generated text, row[name], equals row["expected"]. If
+    no row has an expected text, the line says so."""
     judged = [row for row in rows if "expected" in row]
     if not judged:
         return f"{len(rows)} texts, and no expected ones to compare them with"

@@ -57,8 +57,9 @@ class Row(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A key of the other file. keys: those of this package, with their values. fate: "taken",
-    "without effect", "refused" or "unknown"."""
+    """A key of the other trainer's file, and what becomes of it. key, value: as in that file. keys:
+    {key of this package that replaces it: its value}. fate: "taken", "without effect", "refused" or
+    "unknown". note: the reason, or the nearest key."""
 
     key: str
     value: Any

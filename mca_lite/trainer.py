@@ -731,8 +731,9 @@ class McaTrainer(OtherNames):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "test",
     ) -> PredictionOutput:
-        """Log-probabilities of each sample, in dataset order, on every rank, as transformers'
-        (predictions, label_ids, metrics): see PredictionOutput. Collective.
+        """Each sample's summed log-probability and number of trained tokens, in dataset order, and
+        metrics, on every rank: a PredictionOutput, with transformers' names. ignore_keys has no
+        effect. Collective.
         """
         return self.evaluator.predict(test_dataset, metric_key_prefix)
 

@@ -147,7 +147,9 @@ class Evaluator:
     def _steps(
         self, loader: Any, plan: BatchPlan
     ) -> Iterator[tuple[int, list[dict[str, Any]], int, Numbers]]:
-        """Yield (index, micro-batches, length, counts) for each step."""
+        """Yield (step index, this rank's micro-batches, their padded length, Numbers with this
+        rank's token counts) for each evaluation step. Collective if the layout needs one
+        length on all ranks."""
         trainer = self.trainer
         trainer.loaders["eval_dataloader"] = loader
         batches = iter(loader)

@@ -170,8 +170,9 @@ class FiniteGuard:
     # -- beside the steps
 
     def check_weights(self, when: str, model: Any = None) -> None:
-        """Raise NotFiniteError if a weight is not finite. when: the moment, for the message. One
-        reduction per tensor, and one collective.
+        """If the guard is on, raise NotFiniteError on every rank if a weight on any rank is not
+        finite. when: the moment, for the message. model: None for the trainer's. One reduction per
+        tensor, and one collective.
         """
         if not self.is_on:
             return

@@ -279,8 +279,8 @@ def iter_hf_tensors(
     other ranks nothing.
 
     Every rank must iterate to the end. only: the (megatron name, layer) pairs to export. A tied
-    head comes once. Collective: gathers over tensor-parallel and expert-tensor-parallel groups,
-    sends to rank 0.
+    head comes once. Collective over all ranks: broadcasts the tensors' places, gathers over
+    tensor-parallel and expert-tensor-parallel groups, sends to rank 0.
     """
     config = models.config
     parameters = own_parameters(models)

@@ -539,8 +539,8 @@ def generator_of(seed: int, name: str) -> torch.Generator:
 
 
 class ScoredSource:
-    """A source with a value head instead of an output layer. If the wrapped source has no value
-    head, it is drawn from a seed.
+    """Checkpoint tensors for a model with a value head: all of `source` but the output layer.
+    If `source` has no value head, the value head's weight is drawn at random from `seed`.
     """
 
     def __init__(self, source: TensorSource, hf_config: dict[str, Any], seed: int):

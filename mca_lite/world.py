@@ -141,7 +141,8 @@ def raise_open_files() -> None:
     """Raise this process's soft limit of open files to the hard limit: the ranks' store keeps two
     connections per rank.
 
-    ValueError if even that is too low, because gloo kills a process that can open no more files.
+    ValueError if there are several ranks and even the hard limit is too low, because gloo kills a
+    process that can open no more files.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if current().size > 1 and 0 <= most < _LEAST_FILES:
