@@ -333,7 +333,7 @@ class Backend(abc.ABC):
             scale = counts
         self.statistics_of_routers.loss_weight = mean_of(scale, real)
 
-    def weigh_router_loss(self, count: int) -> None:
+    def weigh_router_loss(self, count: float) -> None:
         """Set the weight of the next micro-batch's balancing losses to its loss count. So added
         gradients, divided by the sum of counts, do not depend on how calls split a step."""
         if self.statistics_of_routers is not None:

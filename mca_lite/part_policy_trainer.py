@@ -104,6 +104,9 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
         """
         return super()._arrange(with_columns(batch, self.loss))
 
+    def _divisor_of(self, batch: dict[str, Any]) -> float:
+        return self._count_of_loss(batch)  # the loss is divided by `times` before the schedule
+
     def _post_compute_loss(  # type: ignore[override]
         self, labels: Any, batch: dict[str, Any], losses: Any
     ) -> tuple[Any, ...]:

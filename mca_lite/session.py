@@ -233,13 +233,16 @@ class SampleLoss:
             return int((batch["labels"] != IGNORE_INDEX).sum())
         return batch["answers"] if self.loss.counts == "answers" else 1
 
+    def _divisor_of(self, batch: dict[str, Any]) -> float:
+        return self._count_of_loss(batch) * self.loss.times
+
     def _pre_compute_loss(
         self, batch: dict[str, Any], inputs: dict[str, Any]
     ) -> Callable[..., Any]:
         if self.routes is not None:
             self.routes.expect(batch, inputs)
         if torch.is_grad_enabled():
-            self.backend.weigh_router_loss(self._count_of_loss(batch))
+            self.backend.weigh_router_loss(self._divisor_of(batch))
         return functools.partial(self._post_compute_loss, inputs["labels"], batch)
 
     def _post_compute_loss(

@@ -7,8 +7,8 @@ import functools
 import pytest
 import torch
 
-from tests.shared import session_tools, world
-from tests.shared.session_tools import LAYOUTS, MORE_LAYOUTS, log_probs_of
+from tests.shared import session_tools, tiny_moe, world
+from tests.shared.session_tools import LAYOUTS, MORE_LAYOUTS, log_probs_of, new_session
 
 TOKENS, ANSWERS = 28, 7  # with a label; samples with such a token
 COLUMNS = ("advantage", "old_logp")
@@ -197,3 +197,17 @@ def test_metrics_a_registered_row_and_refusals(oracle):
         "dropout": "attention_dropout 0.1: ppo compares log-probabilities of two passes",
     }
     assert not {name: found[name] for name in words if words[name] not in found[name]}
+
+
+def test_balancing_losses_do_not_depend_on_the_constant_of_dr_grpo(tmp_path):
+    """Advantages of 0 leave the gradient of the routers' balancing losses alone."""
+    tiny_moe.save_model(tmp_path / "model", "qwen3_moe")
+    samples = [
+        dict(input_ids=[1, 2, 3, 4 + n], labels=[2, 3, 4 + n, 5], advantage=0.0) for n in range(4)
+    ]
+    norms = []
+    for constant in (1, 16):
+        session = new_session(str(tmp_path), moe_aux_loss_coeff=0.5)
+        session.forward_backward(samples, "dr_grpo", constant=constant)
+        norms.append(session.optim_step(lr=0.0).grad_norm)
+    assert norms[0] > 1e-3 and norms[1] == pytest.approx(norms[0], rel=1e-5)
