@@ -397,9 +397,10 @@ class MegatronBackend(Backend):
             part.config.clip_grad = max_grad_norm or float("inf")
 
     def _finalize_gradients(self) -> None:
-        """megatron's finalize_model_grads, and then a division by the token count of all ranks that
-        never waits for the GPU. If the update multiplies gradients anyway, the division is left to
-        it. Collective."""
+        """Run megatron's finalize_model_grads. Then, with calculate_per_token_loss, divide the
+        gradients by the token count of all ranks, in place, without waiting for the GPU; if every
+        optimizer is a SplitMasterOptimizer, its update divides them instead. Collective.
+        """
         self._tokens = None
         per_token = self.args.calculate_per_token_loss
         if per_token:

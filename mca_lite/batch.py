@@ -119,7 +119,8 @@ def pack(
     "cu_seqlens", the document borders, as a tuple.
 
     Each document is padded to a multiple of document_multiple, without labels. A batch of padding
-    alone becomes an empty document, because every rank must take part in a step.
+    alone becomes an empty document, because every rank must take part in a step. Columns per sample
+    keep one value for each documents_per_sample documents.
     """
     batch = _with_masks(batch)
     mask = batch.pop("attention_mask")

@@ -567,7 +567,8 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[str,
 
 
 def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> dict[str, tuple[str, str]]:
-    """changes() of settings, ignoring the keys of parts that are not installed."""
+    """{key: (value before, value now) as text} where settings differ, without the keys of optional
+    parts of this package that are not installed."""
     return changes({key: before[key] for key in before.keys() - parts.absent_keys().keys()}, now)
 
 

@@ -204,7 +204,9 @@ class Limits(NamedTuple):
         )
 
     def within(self, other: "Limits") -> "Limits":
-        """The limits for batches that this model and another one both read."""
+        """The limits for text that two models both read: the smaller vocab_size and positions.
+        has_inputs is this model's.
+        """
         vocab_size = min(self.vocab_size, other.vocab_size)
         return Limits(vocab_size, min(self.positions, other.positions), self.has_inputs)
 

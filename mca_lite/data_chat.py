@@ -277,7 +277,9 @@ class ChatRenderer:
         return option in str(self.tokenizer.chat_template)
 
     def _plain(self, messages: list[Message], trained: str) -> Rendered:
-        """A prompt and its completion in one text that ends with eos, as TRL trains them."""
+        """Join a prompt and its completion, without chat template, into one text that ends with
+        eos, as TRL trains them. trained: "all" trains the whole text, other values the completion.
+        """
         prompt, completion = (message["content"] for message in messages)
         ending = self.tokenizer.eos_token or ""
         text = (prompt + completion).removesuffix(ending) + ending
@@ -330,7 +332,9 @@ class ChatRenderer:
         return _for_template(messages, conversation.tools, template)
 
     def open_text(self, conversation: Conversation) -> str:
-        """prompt(), called on the copy for this conversation."""
+        """The text of a conversation up to the assistant's next answer. Sets this renderer's tools,
+        in place: prompt() calls it on a copy that has the conversation's options.
+        """
         messages, self._tools = self._for_template(conversation)
         return self._render(messages, prompt=True)
 

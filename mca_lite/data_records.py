@@ -29,9 +29,13 @@ _LABELS = ("label", "kto_tag")  # TRL's name and LLaMA-Factory's
 
 
 def dataset_columns(spec: DatasetSpec, data_args: Keys) -> dict[str, float | str | None]:
-    """Registered column -> its value for records of a dataset that have none (None: the column's
-    default); a text names the record field that has the value. Also includes this package's columns
-    that keys set. Raises ValueError if the dataset declares a value for an unknown column."""
+    """{column: value for a dataset's records}, for each column that a user script registered and
+    this package's columns that data_args set.
+
+    A number is the value of records without a field of the column's name; a text names the record
+    field that holds the value; None means the column's default. ValueError if the dataset declares
+    a value for a column that is not registered.
+    """
     columns = dict(sorted(registered_columns().items()))
     expect(
         spec.values.keys() <= columns.keys(),

@@ -419,7 +419,9 @@ class AdamW(torch.optim.Optimizer):
             split_into(master, p, low)
 
     def forget_masters(self) -> None:
-        """Take the weights as masters, after something else has set them."""
+        """Set each float32 master to its bf16 weight, after something else changed the weights: the
+        lower halves of the masters, which the optimizer stores, become 0, in place.
+        """
         for state in self.state.values():
             if "low" in state:
                 state["low"].zero_()

@@ -368,7 +368,10 @@ def format_summary(sections: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def format_progress(logs: Mapping[str, Any], max_steps: int, eta_s: float | None = None) -> str:
-    """A line for one log record, with its values in the order of METRICS."""
+    """A line for one log record: the step, the metrics of PROGRESS in this order, keys that METRICS
+    does not have, and eta_s, the remaining seconds. Leaves out values below a metric's `least`, and
+    unknown keys with the value 0.
+    """
     parts = [f"step {logs['step']}/{max_steps}"]
     for metric in PROGRESS:
         is_noise = metric.key.startswith("lag_") and "slowest_rank" not in logs

@@ -558,8 +558,9 @@ class CoreAttention(RowModule):
     def _suits_parts(
         self, layout: RowLayout, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> bool:
-        """True if cuDNN's kernel can compute the segments of context parallelism: none of them
-        needs a mask.
+        """True if cuDNN's kernel can compute the layout's segments: there is context parallelism,
+        no document is longer than the sliding window, there is no cap on scores and no sink, and
+        cuDNN takes these dtypes and head sizes.
         """
         is_wide = self.window is None or layout.longest <= self.window
         is_plain = is_wide and not self.needs_scores and self.cp_group.size() > 1

@@ -216,7 +216,9 @@ class RouterStatistics:
         return (losses.balance * balance + losses.z * z) * self.loss_weight
 
     def sums(self) -> torch.Tensor:
-        """The rows summed over all ranks. Collective."""
+        """The counts and losses of each layer, summed over all ranks: float64 [layers, E + 3], with
+        the columns of a row of this class. Collective.
+        """
         return sum_over_all(self.rows.clone())
 
     def take(self, losses: BalancingLosses) -> dict[str, Any]:

@@ -198,10 +198,13 @@ def _can_leave(tensor: torch.Tensor) -> bool:
 
 
 class Unit:
-    """A recomputed call: the kept outputs of its kernels, and its offloaded tensors.
+    """A group of layers under activation checkpointing, for one forward and backward pass: keeps
+    its kernels' outputs for the recomputation, and offloads tensors to host memory.
 
-    before: the unit whose output is this one's input; its tensors are copied back while this unit
-    is recomputed.
+    before: the unit whose output is this unit's input, or None; its tensors are prefetched to the
+    device while this unit is recomputed.
+    last (on the class): returns the unit made last. running (on the class): the unit whose layers
+    run now, or None.
     """
 
     last: Callable[[], "Unit | None"] = lambda: None  # the unit made last

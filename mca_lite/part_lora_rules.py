@@ -275,8 +275,9 @@ def _check_fused(spec: LoraSpec, model_type: str | None, rows: Sequence[Row], ju
 def check_mergeable(
     spec: LoraSpec, is_tied: bool, judge: Judge, key: str = "save_merged_model"
 ) -> None:
-    """Check that no adapter is on one side only of a tied embedding, if adapters are to be merged.
-    key: the key that asks for merging.
+    """Add a Problem to `judge` if embedding and head share one matrix (is_tied) and one of them has
+    an adapter: merged, it would change the other too. key: the configuration key that asks for
+    merging.
     """
     one_sided = [name for name in spec.modules if name.endswith(EMBEDDING_AND_HEAD)]
     judge.expect(

@@ -21,8 +21,10 @@ CHUNK = 1 << 24  # numbers whose moments are float32 at once, whole blocks
 
 @functools.cache
 def dynamic_map(signed: bool, device: torch.device) -> torch.Tensor:
-    """float32 [256], ascending: 0, 1, and in each decade numbers at equal distances, from 1 of them
-    (signed: of either sign) in the lowest to 128 (64) in the highest."""
+    """The values of 8-bit codes: float32 [256], ascending. They are 0, 1, and in each of the seven
+    decades from 1e-7 to 1 equally spaced values: 2, 4, ... 128 of them, or if `signed` 1, 2, ... 64
+    of each sign.
+    """
     numbers = [0.0, 1.0]
     for i in range(7):
         borders = torch.linspace(0.1, 1, 2 ** (i if signed else i + 1) + 1)

@@ -113,7 +113,10 @@ def unpacked(slices: dict[str, Any]) -> dict[str, Any]:
 
 
 def _renamed(parts: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (name, slice), with Unsloth's names replaced by those of single experts."""
+    """Yield (name, slice) for each pair in `parts`, with the names of gpt_oss's experts and routers
+    in Unsloth's files replaced by Hugging Face's. An expert's gate_up_projs becomes two pairs:
+    gate_proj and up_proj, every second row each. Other pairs are yielded unchanged.
+    """
     for name, part in parts:
         expert = _UNSLOTH.fullmatch(name)
         if expert is None:

@@ -133,7 +133,12 @@ def _unlike(summaries: Mapping[int, Mapping[str, Any]]) -> tuple[set[int], list[
 
 
 def _waiting(summaries: Mapping[int, Mapping[str, Any]]) -> tuple[set[int], list[str]]:
-    """(late ranks, lines) for unfinished calls that some of their ranks have not begun."""
+    """Find unfinished calls that some ranks of their group have not begun -> (late ranks, a report
+    line per such call). summaries: {rank: its summary of the flight recorder}.
+
+    A rank is late if others wait for it and it waits for no rank. If there is no such rank, or gloo
+    hides it, late ranks are those that differing_calls() describes.
+    """
     open_calls = {rank: about.get("calls", {}) for rank, about in summaries.items()}
     some_began = any(c["has_begun"] for calls in open_calls.values() for c in calls.values())
     waits_for: dict[int, set[int]] = {}

@@ -261,19 +261,23 @@ class ObjectiveConfig:
 
 
 class ScoredTrainer(McaTrainer):
-    """Base of trainers that learn from another model's scores of their samples. Subclasses set the
-    names below.
+    """Base of trainers that learn from another model's scores of their samples, such as a reference
+    model's (DPO) or a teacher's (distillation). The scores are rows in a RowStore. Subclasses
+    set the class attributes: config_class (made if train_config is None), scorer (the other model's
+    name in reports), scorer_key (the configuration key that sets this model), kind (the rows' name
+    on disk and in checkpoints), row_unit (what a row describes: "pair", "token"), part_rows (rows
+    written at once) and row_type (a row's dtype).
 
     train_config: an ObjectiveConfig; None: its defaults. Other arguments are McaTrainer's.
     ConfigError for keys that do not fit together.
     """
 
     config_class: Any
-    scorer: str  # the other model's name in reports
-    scorer_key: str  # the configuration key that sets it
-    kind: str  # names its rows on disk, and the first ones in checkpoints
-    row_unit: str  # what a row describes, for reports
-    part_rows: int  # rows written at once; a crash loses at most as many
+    scorer: str
+    scorer_key: str
+    kind: str
+    row_unit: str
+    part_rows: int  # a crash loses at most as many
     row_type: np.dtype
 
     def __init__(

@@ -193,7 +193,10 @@ def _is_of_blocks(name: str, slices: dict[str, Any]) -> bool:
 
 
 def _scales_of(name: str, slices: dict[str, Any]) -> Any:
-    """The scales of blocks `name`. ValueError if they are missing or have another shape."""
+    """The slice with the scales of an MXFP4 weight. name: the weight's blocks, ending in "_blocks".
+    slices: {name: safetensors slice}. ValueError if the scales are missing or do not fit the
+    blocks' shape.
+    """
     other = name.replace("_blocks", "_scales")
     if other not in slices:
         raise ValueError(f"{name} is there without {other}: copy or download the model again")

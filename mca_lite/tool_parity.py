@@ -164,8 +164,11 @@ class _Part:
         return torch.cat([cut[:: self.every] for cut in self.cuts])
 
     def share(self, batches: list[dict[str, Any]], losses: list[list[float]]) -> _Share:
-        """The data that the other ranks need. Batches and losses come from one of the ranks that
-        have the same ones."""
+        """This rank's _Share, without data that another rank's share has. Losses are in the share
+        if the rank is tensor-parallel rank 0 of the last pipeline stage; batches are in it too if
+        the rank is also context-parallel rank 0. batches, losses: this rank's micro-batches and
+        their losses.
+        """
         if self.tp_rank > 0:
             losses = []
         if not losses or self.backend.context_parallel[1] > 0:

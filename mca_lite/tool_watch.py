@@ -79,7 +79,9 @@ def frame(runs: Sequence[RunFolder], columns: int) -> list[str]:
 
 
 def _cells(run: RunFolder, width: int) -> dict[str, str]:
-    """Name -> text in a run's column; a metric's text shows how its value changed."""
+    """{line name: text} of a run's column, with important lines repeated at the top. A metric's
+    text is its newest value and a sparkline of all its values, `width` characters in all.
+    """
     found = figures(run)
     first = {name: found[name] for name in FIRST if name in found}
     cells = {"": run.name[-width:], **first, " ": "", **found}

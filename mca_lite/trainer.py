@@ -393,7 +393,9 @@ class McaTrainer(OtherNames):
         return squares if sizes is None else sizes.cost(tokens, squares)
 
     def _train_loader(self, plan: BatchPlan, epoch: int, step: int) -> Any:
-        """The DataLoader of micro-batches, from step `step` of epoch `epoch` on."""
+        """The DataLoader of micro-batches from step `step` of epoch `epoch` on; for a Stream, from
+        state.data_position on, whatever epoch and step are.
+        """
         workers = self.args.dataloader_num_workers
         dataset = self.train_dataset
         if isinstance(dataset, Stream):

@@ -303,7 +303,9 @@ class SafetensorsSource:
         return self._slices.keys()
 
     def read(self, name: str, part: Part = _ALL) -> torch.Tensor:
-        """Read a tensor or a part of it, and no other bytes."""
+        """Read a tensor, or the slice `part` of it, from as few bytes as its format allows: whole
+        blocks of a quantised weight, both matrices if their rows alternate, otherwise only `part`.
+        """
         return self._slices[name][part]
 
     def shape(self, name: str) -> Shape:
@@ -368,7 +370,9 @@ def check_shape(source: TensorSource, name: str, wanted: Shape, remedy: str = _O
 
 
 def model_class(hf: Any) -> Any:
-    """The transformers auto class for this config: text only, with images, or with a value head."""
+    """The transformers auto class for a config: AutoModelForSequenceClassification with a value
+    head, AutoModelForImageTextToText for families with images, otherwise AutoModelForCausalLM.
+    """
     import transformers
 
     if has_value_head(hf.architectures):
