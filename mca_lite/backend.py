@@ -313,7 +313,7 @@ class Backend(abc.ABC):
             self.micro_batch_weight = len(micro_batches) * self.dp_size / num_filled
 
     def weigh_router_losses(
-        self, micro_batches: list[Any], count_of_loss: Callable[[dict[str, Any]], int]
+        self, micro_batches: list[Any], count_of_loss: Callable[[dict[str, Any]], float]
     ) -> None:
         """Set the weight of each micro-batch's balancing losses in the coming step.
 
@@ -330,7 +330,7 @@ class Backend(abc.ABC):
         real, counts = self._sum_over_data_parallel(numbers)
         scale = len(micro_batches) * self.dp_size
         if self.args.calculate_per_token_loss:
-            scale = counts
+            scale = counts.clamp(min=1)  # as the divisor is
         self.statistics_of_routers.loss_weight = mean_of(scale, real)
 
     def weigh_router_loss(self, count: float) -> None:

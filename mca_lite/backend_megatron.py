@@ -391,6 +391,9 @@ class MegatronBackend(Backend):
             for chunk in self.chunks:
                 chunk.finish_grad_sync()
         super().discard_gradients()
+        for router in routers_of(self.chunks):
+            if router.enable_expert_bias:
+                router.local_tokens_per_expert.zero_()
 
     def clip_at(self, max_grad_norm: float) -> None:
         for part in parts_of(self.optimizer):

@@ -136,7 +136,12 @@ class TorchRouters:
             bias = getattr(module, "e_score_correction_bias", None)
             if bias is not None:
                 bias.copy_(updated_bias(bias, counts[layer], self.bias_rate))
-        self._counts.zero_()
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the loads since the last update of the biases."""
+        if self.statistics is not None:
+            self._counts.zero_()
 
 
 # -- the backend
@@ -435,6 +440,10 @@ class TorchBackend(Backend):
         if factor is not None and (gradients := self._gradients()):
             torch._foreach_mul_(gradients, factor)
         return divisor
+
+    def discard_gradients(self) -> None:
+        super().discard_gradients()
+        self.routers.forget()
 
     def clip_at(self, max_grad_norm: float) -> None:
         self._max_grad_norm = max_grad_norm

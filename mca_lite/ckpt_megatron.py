@@ -164,6 +164,8 @@ def _copy_part(
     out: torch.Tensor,
 ) -> None:
     """Copy slices of a tensor in a file, by way of a buffer, a few of its rows at once."""
+    while len(sizes) > 1 and sizes[0] == 1:  # one layer of those that megatron stacks
+        sizes, source, out = sizes[1:], source[1:], out[0]
     rows, *others = source or (slice(0, 1),)
     row_bytes = math.prod(sizes[1:]) * dtype.itemsize
     least = max(_BUFFER_BYTES, row_bytes)
@@ -252,8 +254,9 @@ class MegatronSnapshot:
         """Bytes of each tensor that this rank would copy, in any order."""
         holders = holders_of_all(models, optimizer)
         found = []
+        stored = _by_parameter(_sharded(models))  # without the frozen base of adapters
         for parameter in models.parameters():
-            if holders[id(parameter)].i_write:
+            if id(parameter) in stored and holders[id(parameter)].i_write:
                 found.append(parameter.nbytes)
                 if optimizer is not None and parameter.requires_grad:
                     states = state_names(optimizer, parameter)
@@ -327,6 +330,13 @@ def load_megatron(
     chunks = _sharded(models)
 
     def fill(tensor: Any) -> None:
+        data = tensor.data
+        if hasattr(data, "parts"):  # kept in fewer bits, written by copy_ alone
+            plain = torch.empty(data.shape, dtype=data.dtype, device=data.device)
+            fill(replace(tensor, data=plain))
+            with torch.no_grad():
+                data.detach().copy_(plain)
+            return
         memory = tensor.data.untyped_storage().data_ptr()
         for part in nested_values(load_preprocess({"": tensor})[0]):
             is_view = part.data.untyped_storage().data_ptr() == memory

@@ -273,6 +273,10 @@ def check_batch(
         packs or (positions == torch.arange(positions.shape[-1])).all(),
         "position_ids other than 0, 1, 2, ... belong to packed rows: set sequence_packing: true",
     )
+    expect(
+        not ((batch["labels"] != IGNORE_INDEX) & (mask == 0)).any(),
+        f"labels where attention_mask is 0: expected {IGNORE_INDEX} for padding",
+    )
     _check_shift(batch)
     _check_limits(batch, limits)
     return batch | {

@@ -446,7 +446,7 @@ class DPOTrainer(ScoredTrainer):
         sums, lens = sum_documents(self.backend, batch, labels, differences)
         return (sums / lens.clamp(min=1)).exp().view(-1, len(SIDES)).prod(-1)
 
-    def _count_of_loss(self, batch: dict[str, Any]) -> int:
+    def _count_of_loss(self, batch: dict[str, Any]) -> float:
         return _num_pairs(batch)
 
     # -- micro-batches

@@ -142,7 +142,7 @@ class KTOTrainer(DPOTrainer):
         }
         return self._summed(of_answers, values, counted)
 
-    def _count_of_loss(self, batch: dict[str, Any]) -> int:
+    def _count_of_loss(self, batch: dict[str, Any]) -> float:
         return int(real_documents(batch).sum())
 
     # -- micro-batches

@@ -86,9 +86,12 @@ class HostPool:
             if self.free[bytes_]:
                 pieces.append(self.free[bytes_].pop())
             elif self.taken + bytes_ > self.limit:
-                self.give(pieces)
-                warnings.warn(_FULL.format(self.taken / 1e9), stacklevel=2)
-                return None
+                larger = [size for size, unused in self.free.items() if unused and size > bytes_]
+                if not larger:
+                    self.give(pieces)
+                    warnings.warn(_FULL.format(self.taken / 1e9), stacklevel=2)
+                    return None
+                pieces.append(self.free[min(larger)].pop())
             else:
                 self.taken += bytes_
                 pinned = torch.cuda.is_available()

@@ -132,6 +132,8 @@ POLICIES: dict[str, PolicyLoss] = {
     "importance_sampling": PolicyLoss(importance_sampling, "one"),
     "opd": PolicyLoss(opd, required=("ref_logp",)),
 }
+_ABOVE_0 = ("temperature", "constant", "cispo_max", "delta", "dual_clip", "tau_pos", "tau_neg")
+_AT_LEAST_0 = ("clip_low", "clip_high", "kl_coef", "teacher_coef")
 _NEEDED = {"cispo": "cispo_max", "dr_grpo": "constant"}
 
 
@@ -197,7 +199,11 @@ class Policy:
         if needed is not None:
             expect(getattr(self, needed) is not None, f"{self.name} needs {needed}: a number")
         expect(self.kl in _KL, f"kl {self.kl!r}: expected one of {', '.join(_KL)}")
-        expect(self.temperature > 0, f"temperature {self.temperature}: expected above 0")
+        for name in _ABOVE_0 + _AT_LEAST_0:
+            value = getattr(self, name)
+            is_in = value is None or 0 <= value < np.inf and (value > 0 or name in _AT_LEAST_0)
+            least = "above 0" if name in _ABOVE_0 else "of 0 or more"
+            expect(is_in, f"{name} {value}: expected a number {least}")
         self.counts = self.row.counts
         self.times = float(getattr(self, self.row.times)) if self.row.times else 1.0
         self.required = self.row.required + (("ref_logp",) if self.kl_coef else ())

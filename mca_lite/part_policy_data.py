@@ -114,6 +114,11 @@ class RolloutEncoder(Encoder):
         if start is None and size is None and isinstance(mask, list) and len(mask) < len(ids):
             size = len(mask)
         if size is not None:
+            expect(
+                0 <= size <= len(ids) and start in (None, len(ids) - size),
+                f"{where}: response_length or mask has {size} tokens, and the record {len(ids)}, "
+                f"of which the prompt {start or 'any number'}: expected numbers that agree",
+            )
             start = len(ids) - size
         expect(len(ids) > 1, f"{where}: {len(ids)} token ids: expected two or more")
         known = len(self.tokenizer)

@@ -104,9 +104,6 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
         """
         return super()._arrange(with_columns(batch, self.loss))
 
-    def _divisor_of(self, batch: dict[str, Any]) -> float:
-        return self._count_of_loss(batch)  # the loss is divided by `times` before the schedule
-
     def _post_compute_loss(  # type: ignore[override]
         self, labels: Any, batch: dict[str, Any], losses: Any
     ) -> tuple[Any, ...]:
@@ -125,7 +122,7 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
             return samples
         config = self.train_config
         first = _document(samples[0])
-        view = Computed(samples, config)
+        view = Computed(samples, config, _columns(first))
         if "advantage" in config.required and "advantage" not in first:
             view.advantages = self._advantages(samples)
         has_sampler = config.sampler_correction is not None
@@ -186,6 +183,7 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
         name = getattr(self.model.config, "name_or_path", None)
         facts = [name, config.model_source, config.temperature, reads_logits(config)]
         facts += [ckpt_folder.model_identity(self.backend.hf_config), self.backend.precision]
+        facts.append(getattr(self.model.config, "weight_format", None))  # a quantised base
         return {self.kind: hash_of([*facts, identity_of_model(name, cache_dir)])}
 
     def _score(self, samples: Any, ends: np.ndarray, start: int, stop: int) -> np.ndarray:
@@ -219,8 +217,9 @@ class Computed(View):
     advantages: np.ndarray | None = None
     rows: np.ndarray | None = None
 
-    def __init__(self, dataset: Any, config: PolicyConfig):
+    def __init__(self, dataset: Any, config: PolicyConfig, columns: set[str]):
         super().__init__(dataset)
+        self.columns = columns
         self.config = config
         self.document_lengths = getattr(dataset, "document_lengths", None)
 
@@ -235,6 +234,11 @@ class Computed(View):
     def __getitem__(self, i: int) -> list[dict[str, Any]]:
         config = self.config
         given = _document(self.dataset[i])
+        expect(
+            _columns(given) == self.columns,
+            f"sample {i} has {sorted(_columns(given))}, and the first one {sorted(self.columns)}: "
+            "set a column in every sample, or in none",
+        )
         document = {name: given[name] for name in given if name != "group"}
         if self.advantages is not None:
             document["advantage"] = self.advantages[i]
@@ -257,4 +261,8 @@ def _document(sample: Any) -> dict[str, Any]:
     """The only document of a sample. ValueError if there are several."""
     [document, *others] = documents_of(sample)
     expect(not others, "a rollout has several documents: expected one")
-    return dict(document)
+    return {name: document[name] for name in document if document[name] is not None}
+
+
+def _columns(document: Any) -> set[str]:
+    return {*document} & {*SESSION_COLUMNS}

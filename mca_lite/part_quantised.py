@@ -244,6 +244,9 @@ class Quantised(torch.Tensor):
                 for part, new in zip(first.parts, source.parts, strict=True):
                     part.copy_(new)
             return first
+        in_place = function.overloadpacket.__name__.endswith("_")
+        if isinstance(first, cls) and in_place:
+            raise NotImplementedError(f"{function} on a quantised weight: use copy_")
         shared = first.shared(function, args, kwargs or {}) if isinstance(first, cls) else None
         if shared is not None:
             return shared

@@ -70,6 +70,11 @@ class Moment(torch.Tensor):
         self.signed = signed
         self.codes, self.scales = to_blocks(parameter.new_zeros(parameter.numel()), signed)
 
+    @property
+    def parts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The plain tensors that hold the numbers."""
+        return self.codes, self.scales
+
     def read(self, first: int = 0, last: int | None = None) -> torch.Tensor:
         """The flat numbers from `first`, at a block's start, to `last`."""
         last = last or self.numel()

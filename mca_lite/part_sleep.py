@@ -95,7 +95,8 @@ def _new(tensors: Iterable[torch.Tensor], seen: set[int]) -> Iterator[torch.Unty
     """Yield the storages of tensors on this rank's device, if their address is not in `seen`, and
     add it.
     """
-    for tensor in tensors:
+    # a tensor kept in fewer bits is several plain ones
+    for tensor in (part for whole in tensors for part in getattr(whole, "parts", (whole,))):
         storage = tensor.untyped_storage()
         if storage.device == parallel.device() and storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())

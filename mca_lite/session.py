@@ -17,7 +17,7 @@ import functools
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple
 
@@ -41,6 +41,7 @@ from .errors import expect
 from .files import IGNORE_INDEX
 from .loss_tokens import Logits
 from .model import VirtualModels
+from .session_weights import Weights
 from .step import arrange, arrange_step, forward_step, measure, new_numbers, row_length, scattered
 from .tables import SESSION_COLUMNS, SESSION_LOSSES, function_of
 from .trainer_events import Phases, check_given
@@ -130,6 +131,9 @@ class CrossEntropy:
     wants_entropy: ClassVar[bool] = False
     refuses_dropout: ClassVar[bool] = False
 
+    def __post_init__(self) -> None:
+        expect(0 < self.temperature < math.inf, f"temperature {self.temperature}: expected above 0")
+
     def terms(self, tokens: Tokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         return -tokens.logps * tokens.columns.get("sampler_weight", 1.0), {}
 
@@ -202,6 +206,7 @@ class SampleLoss:
     loss: Any
     ends: np.ndarray | None = None
     routes: Any = None
+    tokens: int = 0
     _loss_of_logits: Callable[..., Any] | None = None
 
     @property
@@ -228,21 +233,21 @@ class SampleLoss:
         batch["ends"] = torch.from_numpy(ends)
         return batch | {"answers": int(_firsts(batch, is_trained).sum())}
 
-    def _count_of_loss(self, batch: dict[str, Any]) -> int:
+    def _count_of_loss(self, batch: dict[str, Any]) -> float:
+        if self.loss.counts == "answers":
+            return batch["answers"]
+        labels = int((batch["labels"] != IGNORE_INDEX).sum())
         if self.loss.counts == "tokens":
-            return int((batch["labels"] != IGNORE_INDEX).sum())
-        return batch["answers"] if self.loss.counts == "answers" else 1
-
-    def _divisor_of(self, batch: dict[str, Any]) -> float:
-        return self._count_of_loss(batch) * self.loss.times
+            return labels
+        return labels / self.tokens if self.tokens else 0
 
     def _pre_compute_loss(
         self, batch: dict[str, Any], inputs: dict[str, Any]
     ) -> Callable[..., Any]:
         if self.routes is not None:
             self.routes.expect(batch, inputs)
-        if torch.is_grad_enabled():
-            self.backend.weigh_router_loss(self._divisor_of(batch))
+        if torch.is_grad_enabled() and self.ends is not None:  # a trainer has weighed the step
+            self.backend.weigh_router_loss(self._count_of_loss(batch) * self.loss.times)
         return functools.partial(self._post_compute_loss, inputs["labels"], batch)
 
     def _post_compute_loss(
@@ -439,62 +444,6 @@ class _Call(NamedTuple):
     num_batches: int
 
 
-# -- weights
-
-
-class ParamMeta(NamedTuple):
-    """Name, dtype and shape of a tensor in Weights."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-@dataclass
-class Weights:
-    """Iterates over a model's whole tensors, with their values at that moment, like vLLM's
-    WeightSource.
-
-    All ranks iterate together, any number of times: global rank 0 gets (name, tensor on its
-    device), other ranks nothing. Names are those in the model's files, with single experts and
-    without a tied head. Adapters alone have PEFT's names without base_model.model.
-    """
-
-    backend: Any
-    adapters: str
-
-    def metadata(self) -> list[ParamMeta]:
-        """Name, dtype and shape of each tensor, in order, on every rank. Collective; it moves no
-        tensors except those of adapters.
-        """
-        if self.adapters == "only":
-            forms = dict(self._adapters())
-            return parallel.on_main(lambda: _metadata(forms.items()), ValueError)
-        return _metadata(self.backend.weight_forms())
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        self.backend.expect_here("weights", "model")
-        finetuning = self.backend.finetuning
-        if self.adapters == "only":
-            tensors = self._adapters()
-        else:
-            is_merged = self.adapters == "merged"
-            tensors = self.backend.weights(
-                finetuning.merger(self.backend.model) if is_merged else None
-            )
-        for name, tensor in tensors:
-            yield name, parallel.to_device(tensor, parallel.device())
-
-    def _adapters(self) -> Iterable[tuple[str, torch.Tensor]]:
-        self.backend.expect_here("weights", "model")
-        found = self.backend.finetuning.trained_tensors(self.backend.model)
-        return sorted(found.items()) if parallel.is_main() else ()
-
-
-def _metadata(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[ParamMeta]:
-    return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors]
-
-
 # -- the session
 
 
@@ -660,7 +609,7 @@ class Session:
             routes = function_of("part_routes:Routes")(self.backend)
         if routes is not None:
             routes.take(call.documents)
-        objective = SampleLoss(self.backend, self.args, loss, call.ends, routes)
+        objective = SampleLoss(self.backend, self.args, loss, call.ends, routes, call.tokens)
         batches = self._batches(call.rows, own)
         batches = arrange_step(self.backend, objective, batches, call.num_batches)
         run = functools.partial(forward_step, self.backend, self.args, objective)
@@ -805,6 +754,16 @@ class Session:
             denominator is None or denominator > 0,
             f"denominator: expected a number above 0, got {denominator}",
         )
+        given = repr((lr, betas, eps, weight_decay, max_grad_norm, denominator))
+        expect(
+            len(set(parallel.gather(given))) == 1,
+            f"optim_step{given}: another rank was given other arguments: expected the same ones, "
+            "and as denominator the count over all replicas",
+        )
+        numbers = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
+        for name, value in (numbers | {"max_grad_norm": max_grad_norm}).items():
+            is_in = value is None or 0 <= value < math.inf or value == max_grad_norm == math.inf
+            expect(is_in, f"{name}: expected a number of 0 or more, got {value}")
         [(count, times), *_] = counts
         if count == "one" and denominator is None:
             denominator = 1.0

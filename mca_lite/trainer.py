@@ -314,7 +314,7 @@ class McaTrainer(OtherNames):
         """
         return sum_losses(self.backend, labels, losses)
 
-    def _count_of_loss(self, batch: dict[str, Any]) -> int:
+    def _count_of_loss(self, batch: dict[str, Any]) -> float:
         """Hook: the count that _post_compute_loss will return, for a whole micro-batch."""
         return count_labels(batch)
 

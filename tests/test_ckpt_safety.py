@@ -3,6 +3,7 @@ nothing good is lost.
 """
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -20,7 +21,7 @@ from safetensors.torch import load_file
 
 from mca_lite import ckpt_folder
 from mca_lite.files import show_size
-from tests.shared import tiny, world
+from tests.shared import session_tools, tiny, world
 from tests.shared.files import flip_bit
 from tests.shared.fixtures import saved_model
 from tests.shared.layouts import DIST_OPT, PP2, SAVE, TP2
@@ -417,6 +418,12 @@ def test_copies_of_all_checkpoints_are_in_the_same_memory_reserved_when_training
         assert names == ["checkpoint-4"]
     # weights and two moments, in float32: each by one rank
     assert sum(copied for _, _, copied, _ in found) == pytest.approx(3 * of_model, rel=0.1)
+
+
+def test_copies_of_adapters_reserve_nothing_for_the_frozen_base(model_path, tmp_path):
+    run = functools.partial(memory_of_copies, adapt=session_tools.with_adapters)
+    [(_, reserved, copied, _)] = world.run(run, 1, model_path, str(tmp_path))
+    assert copied <= reserved <= 1.05 * copied
 
 
 def told_of_memory(path: str, out: str, free: int, **keys) -> list[str]:

@@ -652,6 +652,7 @@ def test_columns_without_content_or_without_meaning_for_the_model_pass():
         ({"labels": torch.tensor([[-1, 3, -100]])}, "labels from -1 to 3: expected 0 to 8"),
         ({name: torch.ones(2, 5).long() for name in ROW}, "of 5 tokens: the model has 4 positions"),
         ({"loss_mask": torch.ones(1, 3)}, "a batch of the data collator has 'loss_mask'"),
+        ({"attention_mask": torch.tensor([[1, 1, 0]])}, "labels where attention_mask is 0"),
         ({"input_ids": None}, r"expected \['input_ids'\] too"),
     ],
 )

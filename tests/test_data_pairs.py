@@ -386,7 +386,7 @@ def test_sft_takes_the_conversation_that_stands_beside_pairs(tmp_path):
                 "chosen": [user("a"), assistant("b")],
                 "rejected": [user("a"), assistant("c")],
             },
-            "not that of the column",
+            "begin with another prompt than",
         ),
         (
             {"instruction": 3, "chosen": "b", "rejected": "c"},

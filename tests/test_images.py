@@ -402,7 +402,7 @@ def test_a_template_that_writes_more_of_a_picture_is_refused(tmp_path):
     record = {**conversation("<image>", "b"), "images": ["a.png"]}
     record["chat_template_kwargs"] = {"add_vision_id": True}
     path = write_records(tmp_path / "a.jsonl", record)
-    with pytest.raises(ValueError, match="a.jsonl:1: .*writes pictures otherwise"):
+    with pytest.raises(ValueError, match="a.jsonl:1: .*does not write a picture as"):
         load(tmp_path, path)
     twice = TEMPLATE.replace("{{ m['content'] }}", "{{ m['content'] }}{{ m['content'] }}")
     path = write_records(

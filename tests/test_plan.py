@@ -288,7 +288,7 @@ def test_a_configuration_is_planned_without_weights(tmp_path):
     assert "MFU" in out and "not checked" not in out and "WORLD_SIZE" not in os.environ
     slow, fast = (plan(f"{words} --gpus 4 --gpu H200 --link {link}")[1] for link in (1, 1000))
     times = [float(one.split("time  ")[1].split()[0]) for one in (fast, out, slow)]
-    assert times[0] <= times[1] < times[2] and "of it messages" in slow
+    assert times[0] <= times[1] < times[2] and "of it communication" in slow
     # 1.7 GiB and nccl's fit as they are; the search says what a smaller GPU wants
     assert plan(f"{words} --gpus 4 --memory 4")[0] == 0
     code, out = plan(f"{words} --gpus 4 --memory 2.1")

@@ -199,15 +199,55 @@ def test_metrics_a_registered_row_and_refusals(oracle):
     assert not {name: found[name] for name in words if words[name] not in found[name]}
 
 
-def test_balancing_losses_do_not_depend_on_the_constant_of_dr_grpo(tmp_path):
+def test_balancing_losses_are_weighed_alike_by_all_denominators(tmp_path):
     """Advantages of 0 leave the gradient of the routers' balancing losses alone."""
     tiny_moe.save_model(tmp_path / "model", "qwen3_moe")
     samples = [
         dict(input_ids=[1, 2, 3, 4 + n], labels=[2, 3, 4 + n, 5], advantage=0.0) for n in range(4)
     ]
-    norms = []
-    for constant in (1, 16):
-        session = new_session(str(tmp_path), moe_aux_loss_coeff=0.5)
-        session.forward_backward(samples, "dr_grpo", constant=constant)
-        norms.append(session.optim_step(lr=0.0).grad_norm)
-    assert norms[0] > 1e-3 and norms[1] == pytest.approx(norms[0], rel=1e-5)
+
+    def norm_of(name: str, size: int, **numbers) -> float:
+        keys = dict(moe_aux_loss_coeff=0.5, per_device_train_batch_size=size)
+        session = new_session(str(tmp_path), **keys)
+        session.forward_backward(samples, name, **numbers)
+        return session.optim_step(lr=0.0).grad_norm
+
+    for size in (1, 4):
+        wanted = norm_of("ppo", size)
+        assert wanted > 1e-3
+        for constant in (1, 16):
+            found = norm_of("dr_grpo", size, constant=constant)
+            assert found == pytest.approx(wanted, rel=1e-5)
+        assert norm_of("importance_sampling", size) == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["megatron", "torch"])
+def test_discarded_calls_do_not_move_the_biases_that_choose_experts(tmp_path, backend):
+    tiny_moe.save_model(tmp_path / "model", "deepseek_v3")
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, 60, (8, 9), generator=generator)
+    samples = [dict(input_ids=row[:-1].tolist(), labels=row[1:].tolist()) for row in ids]
+    found = []
+    for discards in (False, True):
+        session = new_session(str(tmp_path), backend=backend, moe_router_bias_update_rate=0.01)
+        if discards:
+            session.forward_backward(samples[:6], "cross_entropy")
+            session.discard()
+        session.forward_backward(samples[6:], "cross_entropy")
+        session.optim_step(**session_tools.STILL)
+        buffers = session.model.named_buffers()
+        found.append(
+            [b.tolist() for name, b in buffers if name.endswith(("expert_bias", "correction_bias"))]
+        )
+    assert found[0] and found[0] == found[1]
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [dict(constant=-1), dict(constant=8, clip_low=float("nan")), dict(constant=8, delta=-1.0)],
+)
+def test_numbers_of_a_loss_outside_their_range_are_refused(numbers):
+    from mca_lite.session import loss_of
+
+    with pytest.raises(ValueError, match="expected a number"):
+        loss_of("dr_grpo", numbers)

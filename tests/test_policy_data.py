@@ -89,6 +89,7 @@ BAD = {
     "token": ({"ids": [*IDS[:5], 100_000]}, "token id [100000]: expected 0 to"),
     "half": ({"ids": [*IDS[:5], 0.5]}, "token id [0.5]: expected 0 to"),
     "reward": ({"reward": NAN}, "'reward' is nan: expected a finite number"),
+    "size": ({"response_length": 9}, "response_length or mask has 9 tokens, and the record 6"),
     "group": ({"group": [1]}, "'group': expected"),
 }  # fmt: skip
 
@@ -107,6 +108,17 @@ def test_records_with_other_columns_than_the_first_are_refused(tokenizer, tmp_pa
     path = write_rollouts(tmp_path / "rollouts.jsonl", records)
     found = refusal(load, path, tokenizer, tmp_path)
     assert "expected the same in all records of a dataset" in found and "old_logp" in found
+
+
+def test_a_sample_with_other_columns_than_the_first_is_refused():
+    from mca_lite import PolicyConfig
+    from mca_lite.part_policy_trainer import Computed
+
+    one = dict(input_ids=[1, 2], labels=[2, 3], advantage=1.0, old_logp=None)
+    view = Computed([one, one | dict(old_logp=[-1.0, -1.0])], PolicyConfig(), {"advantage"})
+    assert view[0][0]["advantage"] == 1.0
+    with pytest.raises(ValueError, match=r"sample 1 has \['advantage', 'old_logp'\]"):
+        view[1]
 
 
 def test_long_rollouts_are_cut_with_their_columns_and_bad_ones_left_out(tokenizer, tmp_path):

@@ -156,18 +156,19 @@ def with_a_wrong_share(folder: str) -> tuple:
     rank = torch.distributed.get_rank()
     session = session_tools.new_session(folder)
     sample = dict(input_ids=[1, 2 + 90 * rank], labels=[-100, 4])
-    wrong = session_tools.refusal(session.log_probs, [sample], own=True)
+    refusal = session_tools.refusal
+    wrong = refusal(session.log_probs, [sample], own=True)
     good = dict(input_ids=[1, 2 + rank], labels=[-100, 4])
-    temperature = 1.0 + rank
-    return wrong, session_tools.refusal(
-        session.log_probs, [good], temperature=temperature, own=True
-    )
+    other = refusal(session.log_probs, [good], temperature=1.0 + rank, own=True)
+    session.forward_backward([good], "cross_entropy", own=True)
+    return wrong, other, refusal(session.optim_step, denominator=1 + rank)
 
 
 def test_a_wrong_share_of_one_rank_is_refused_on_all(oracle):
-    for wrong, other in world.run(with_a_wrong_share, 2, oracle):
+    for wrong, other, divisor in world.run(with_a_wrong_share, 2, oracle):
         assert "(rank 1: sample 0 of the call: input_ids from 1 to 92: expected 0 to 60" in wrong
         assert "the ranks were given different samples, or another loss" in other
+        assert "another rank was given other arguments" in divisor
 
 
 def rows_of_calls(folder: str) -> list:

@@ -14,6 +14,7 @@ LAYOUTS = {
     "masters": (2, dict(bf16=True, **DIST_OPT)),
     "tp2": (2, TP2),
     "overlap": (2, OVERLAP),
+    "8 bits": (1, dict(exp_avg_dtype="8bit", exp_avg_sq_dtype="8bit")),
     "pp2 offloaded": (2, dict(PP2, optimizer_cpu_offload=True, optimizer_offload_fraction=0.5)),
 }
 
@@ -39,6 +40,7 @@ def tensors_of(session) -> dict[str, list]:
         inner = getattr(part, "optimizer", part)
         moments = [state["exp_avg"] for state in inner.state.values()]
         states += moments + [p for p in inner.param_groups[0]["params"] if part is not inner]
+    states = [part for x in states for part in getattr(x, "parts", (x,))]
     weights = {p.untyped_storage().data_ptr() for p in parameters}
     states = [x for x in states if x.untyped_storage().data_ptr() not in weights]
     gradients = [p.main_grad for p in parameters if hasattr(p, "main_grad")]
