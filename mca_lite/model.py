@@ -565,6 +565,9 @@ class AutoModel:
     ) -> VirtualModels:
         """Build a model with random weights. Each tensor is drawn from `seed` and its Hugging Face
         name, so the weights are the same in every layout.
+
+        config: from this package's AutoConfig.from_pretrained(folder, args); a transformers config
+        lacks the layout.
         """
         if args is not None:
             parallel.initialize(args)

@@ -142,8 +142,9 @@ def register_policy_loss(
 ) -> None:
     """Add a row to POLICIES: session.forward_backward(samples, name) then trains with `formula`.
 
-    fields: further fields of PolicyLoss. ValueError for a name that exists or unknown `counts`,
-    TypeError if `formula` cannot be called.
+    fields: counts, is_mean, is_of_sequence, times or required of PolicyLoss. Each term must use
+    only its own token, because rows contain padding and, if packed, several samples. ValueError for
+    a name that exists or unknown `counts`, TypeError if `formula` cannot be called.
     """
     if not callable(formula):
         raise TypeError(f"loss {name}: expected a function of (tokens, numbers), got {formula!r}")

@@ -453,7 +453,7 @@ class Session:
     model: VirtualModels (megatron backend) or a transformers model (torch backend), with or without
     adapters.
     args: TrainingArguments; their learning-rate schedule has no effect.
-    tokenizer: its padding token is used, and save_model writes its files.
+    tokenizer: its padding token is used; None: token 0.
     backend: replaces the one made for the model.
     cutoff_len: with sequence_packing, the maximum tokens of a row; samples are packed by best fit.
     None: a row contains a micro-batch's samples.
