@@ -586,7 +586,9 @@ class DistillTrainer(ScoredTrainer):
         )
         ends = np.append(0, trained_counts(samples).cumsum())
         store = self._stored(samples, int(ends[-1]))
-        if not store.is_complete:
+        # the cache's identity does not name this teacher: its rows are compared with those there
+        is_unnamed = self.train_config.teacher is None and self._given_teacher is not None
+        if not store.is_complete or is_unnamed:
             if self._given_teacher is None:
                 raise CheckpointError(
                     f"{store.folder} lacks rows of the teacher: set teacher_model_name_or_path, "
@@ -595,7 +597,7 @@ class DistillTrainer(ScoredTrainer):
                 )
             self._need_teacher()
         self._check_vocabulary(store)
-        if not store.is_complete:
+        if not store.is_complete or is_unnamed:
             for _ in self._missing_rows(store, samples, ends):
                 pass
         first = int(self._firsts[-1])

@@ -229,6 +229,12 @@ class Policy:
         advantage = columns.get("advantage", torch.zeros_like(logps))
         read = PolicyTokens(log_ratio, logps, advantage, columns.get("ref_logp"))
         terms = function_of(self.row.formula)(read, self)
+        shape = getattr(terms, "shape", type(terms).__name__)
+        expect(
+            shape == logps.shape,
+            f"the formula of loss {self.name} gave {shape}: expected a term for each token, "
+            f"{[*logps.shape]}",
+        )
         terms = terms * columns.get("sampler_weight", 1.0)
         if self.off_policy_max is not None:
             drift = -tokens.sum_of_sample(token_ratio) / tokens.lengths.clamp(min=1)

@@ -404,6 +404,32 @@ def test_a_byte_of_any_shard_makes_another_teacher(tmp_path):
         (tmp_path / name).write_bytes(b"0123")
 
 
+def trained_by(student: str, teachers: list, out: str) -> list[str]:
+    """The error of a run by each of these teachers, given as models, over one cache."""
+    from mca_lite import AutoModel, DistillConfig, DistillTrainer
+    from tests.shared.training import attempt
+
+    def trainer(path, model, args, **more):
+        config = DistillConfig(top_k=4, cache_dir=f"{out}/cache")
+        return DistillTrainer(model, config, AutoModel.from_pretrained(path, args), args, **more)
+
+    found = []
+    for number, path in enumerate(teachers):
+        keys = dict(trainer_class=functools.partial(trainer, path), steps=1, warmup_steps=0)
+        [error, *_] = attempt(student, f"{out}/{number}", **keys)
+        found.append(error)
+    return found
+
+
+def test_rows_of_a_teacher_given_as_a_model_are_not_those_of_another(tmp_path):
+    student, one = save_models(tmp_path)
+    shape = dict(hidden_size=48, intermediate_size=40, vocab_size=64)
+    other = tiny.save_model(tmp_path / "other", "qwen3", seed=99, **shape)
+    args = student, [one, one, other], str(tmp_path)
+    [[first, again, another]] = world.run(trained_by, 1, *args)
+    assert not first and not again and "are of another teacher" in another
+
+
 def test_every_column_of_a_dataset_in_memory_is_in_its_fingerprint():
     sample = {"input_ids": [1, 2, 3], "labels": [2, 3, 4], "answer_label": 1}
     of_pair = {"chosen": sample, "rejected": sample, "pair_weight": 1.0}

@@ -242,6 +242,22 @@ def test_discarded_calls_do_not_move_the_biases_that_choose_experts(tmp_path, ba
     assert found[0] and found[0] == found[1]
 
 
+def test_a_formula_that_gives_no_term_for_each_token_is_refused(tmp_path):
+    from mca_lite import register_policy_loss
+    from mca_lite.tables import SESSION_LOSSES
+    from tests.shared import tiny
+
+    tiny.save_model(tmp_path / "model", "qwen3")
+    register_policy_loss("mean_of_all", lambda tokens, numbers: tokens.log_ratio.mean())
+    try:
+        session = new_session(str(tmp_path))
+        sample = dict(input_ids=[1, 2], labels=[2, 3], advantage=1.0)
+        with pytest.raises(ValueError, match="mean_of_all gave .* expected a term for each token"):
+            session.forward_backward([sample], "mean_of_all")
+    finally:
+        del SESSION_LOSSES["mean_of_all"]
+
+
 @pytest.mark.parametrize(
     "numbers",
     [dict(constant=-1), dict(constant=8, clip_low=float("nan")), dict(constant=8, delta=-1.0)],
