@@ -73,7 +73,9 @@ from .tables import (
 
 
 def mca(default: Any, text: str, **metadata: Any) -> Any:
-    """A megatron-core key: the plain torch backend resets it to its default."""
+    """A dataclass field for a key that only the megatron-core backend uses. The plain torch backend
+    resets the key to its default. text: the key's help; metadata: as in arg().
+    """
     return arg(default, text, torch=False, **metadata)
 
 
@@ -679,11 +681,11 @@ def objective_keys(stage: str, **keys: Any) -> SimpleNamespace:
 
 
 def check_together(args: TrainingArguments, *, stage: str | None = None, **keys: Any) -> None:
-    """Check training arguments against keys of other groups, for a trainer made without a config
-    file.
+    """Check training arguments together with keys of other argument groups, for a trainer that is
+    made without a config file. Raises ConfigError.
 
-    keys: values of other groups' keys; the others have their defaults. stage: None skips the
-    objectives' rules. Raises ConfigError.
+    keys: values of keys in other groups; a key that is not given has its default. stage: the
+    objective's name, whose rules are checked too; None skips the objective's rules.
     """
     defaults = dict.fromkeys(parts.absent_keys())
     defaults |= {name: default_of(item) for name, item in key_fields().items()}

@@ -113,7 +113,12 @@ class MegatronBackend(Backend):
 
     @property
     def length_multiple(self) -> int:
-        """Sequence parallelism splits each context-parallel rank's shard again."""
+        """Multiple to which a row's number of tokens is padded, over all context-parallel ranks.
+
+        Under sequence parallelism the tensor-parallel ranks split each context-parallel rank's
+        shard again. 8-bit kernels need multiples of 16 tokens on each rank, a GPU's rows whole
+        buckets, and context parallelism an even number of tokens on each rank.
+        """
         config = self.config
         multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
         if config.fp8:  # 8-bit kernels need multiples of 16 on each rank

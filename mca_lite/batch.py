@@ -472,8 +472,11 @@ class PackedRow(PackedSeqParams):
 
 
 def packed_row(cu: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.device) -> PackedRow:
-    """The PackedRow of a row with borders `cu`, the same for queries and keys; borders are the
-    whole row's."""
+    """This context-parallel rank's PackedRow for a row of documents with borders `cu`.
+
+    cu: cumulative document lengths, from 0, of the whole row, before it is split over the
+    context-parallel ranks. Queries and keys have the same borders.
+    """
     layout = row_layout(cu, cp_size, cp_rank, device)
     return PackedRow(
         qkv_format="thd",

@@ -595,8 +595,10 @@ def _fill_optimizer(
 
 
 def _optimizer_steps(optimizer: Any, models: Any) -> list[int]:
-    """Updates made so far, for each of STEPS: the same for all parameters of a kind, and the
-    largest over ranks, since some ranks have no piece."""
+    """Number of updates so far: [of parameters that every step updates, of parameters that may
+    rest], in the order of STEPS. The maximum over ranks, since some ranks own no such parameter.
+    Collective.
+    """
     counts = [0, 0]
     for inner, parameter, main, _ in owned_parameters(optimizer, models):
         kind = int(may_rest(parameter))

@@ -126,7 +126,9 @@ def parser_of(command: str, doc: str | None) -> argparse.ArgumentParser:
 
 
 def at_least(least: float, kind: type = int) -> Callable[[str], float]:
-    """An option's type: a number of this kind that is at least `least`."""
+    """An argparse type for an option: parses a finite number of type `kind` that is at least
+    `least`; otherwise raises ArgumentTypeError.
+    """
 
     def read(text: str) -> float:
         with contextlib.suppress(ValueError):

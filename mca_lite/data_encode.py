@@ -604,10 +604,12 @@ def tokenizer_identity(tokenizer: Any) -> list[Any]:
 
 
 def _keys(reader: Reader, encoder: Encoder, cache_dir: Path) -> tuple[str, str]:
-    """(name of the shard's folder, name of the data for checkpoints).
+    """Name of the folder for the token shards, and name of the data in checkpoints.
 
-    The folder's name changes with the tokenising code, so that no shard is older than its code. The
-    other does not, because a newer version must be able to resume a checkpoint.
+    Both names depend on the files' contents, the tokenizer, and the options. The folder's name also
+    depends on this package's source code for tokenising and on the folders of input files, so that
+    no shard is older than the code. The data's name does not depend on the code, so that a newer
+    version can resume a checkpoint.
     """
     spec = reader.spec
     declared = ("formatting", "columns", "tags", "num_samples")

@@ -591,8 +591,11 @@ SAME_AS = {"kimi_k2": "deepseek_v3"}
 
 
 def get_family(model_type: str, values: dict[str, Any] | None = None) -> Family:
-    """The family of a config.json's model_type. Raises ConfigError that lists the known types.
-    values: the config.json, for a more precise reason."""
+    """The family of a config.json's model_type. Raises ConfigError if the type is unknown, with a
+    list of the known ones, or if its family belongs to a part of the package that is missing.
+
+    values: the contents of the config.json, for a more precise reason.
+    """
     judge = Judge(None)
     check_type(values or {"model_type": model_type}, judge)
     judge.close()
@@ -658,7 +661,10 @@ def values_of(hf: Any) -> dict[str, Any]:
 
 
 def rows_of(model_type: str, config: Any) -> tuple[Row, ...]:
-    """A model's rows, with one per expert. config: any object with McaModelConfig's fields."""
+    """A model's table rows (one per megatron tensor, with its Hugging Face names), with one row per
+    expert and per tensor of an input module. config: an object with McaModelConfig's fields. Raises
+    ConfigError for an unknown model type.
+    """
     family = get_family(model_type)
     rows = family.rows
     if getattr(config, "mtp_num_layers", None):

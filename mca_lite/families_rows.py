@@ -372,8 +372,11 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 
 
 def rope_parameters(hf: Any) -> list[dict[str, Any]]:
-    """The rope parameters of a transformers config: one dict, or two for layers with a sliding
-    window and without."""
+    """The rope parameters in a transformers config, with defaults filled in.
+
+    [parameters], or [for sliding-window layers, for full-attention layers] if the config
+    distinguishes them.
+    """
     rope = dict(getattr(hf, "rope_parameters", None) or {})
     kinds = [dict(rope[t]) for t in ("sliding_attention", "full_attention") if t in rope] or [rope]
     for kind in kinds:

@@ -247,8 +247,10 @@ class ChecksumWriter:
 
 
 def copy_files(source: Path, names: Iterable[str], folder: Path) -> list[str]:
-    """Copy those of `names` that are files inside `source` -> their names. Links out of it are not
-    copied."""
+    """Copy those of `names` that are files in `source` to `folder`, and return their names. A link
+    to a file outside `source` is not copied, except from a hub snapshot, whose files are links to
+    blobs.
+    """
     copied = [name for name in names if lies_in(source / name, source)]
     for name in copied:
         write_file(folder / name, (source / name).read_bytes())

@@ -567,7 +567,8 @@ class AutoModel:
         name, so the weights are the same in every layout.
 
         config: from this package's AutoConfig.from_pretrained(folder, args); a transformers config
-        lacks the layout.
+        lacks the layout. args: initialises the process groups, which is collective; None if the
+        process groups exist.
         """
         if args is not None:
             parallel.initialize(args)

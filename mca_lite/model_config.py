@@ -451,10 +451,13 @@ class AutoConfig:
     ) -> McaModelConfig:
         """Read a model's config, with the layout of `args` (None: one rank, float32).
 
-        mca_config.json wins over config.json, unless mcore_adapter wrote it: then config.json
-        beside it has the same content.
-        values: the contents of config.json, if it was read before.
-        value_head: see add_value_head. ValueError if config.json has an unsupported feature.
+        Reads mca_config.json if this package wrote it, and then ignores trust_remote_code, values
+        and value_head. Otherwise reads config.json, also if mcore_adapter wrote an mca_config.json
+        beside it: the content is the same.
+
+        values: the contents of config.json, if it was read before. value_head: if True, add one
+        (see add_value_head). ValueError if config.json has an unsupported feature, or if
+        mca_config.json is damaged.
         """
         folder = Path(model_name_or_path)
         if read_mca_config(folder):

@@ -152,8 +152,11 @@ class Layer(MegatronModule):
         padding_mask: torch.Tensor | None = None,
         **of_attention: Any,
     ) -> torch.Tensor:
-        """padding_mask: bool [b, s], True for padding, for routers. of_attention: packed_seq_params
-        and other keywords of the attention module.
+        """Return the layer's output for hidden_states, in the same shape [s, b, h] (or [s / tp, b,
+        h]).
+
+        padding_mask: bool [b, s], True for padding; only the router of a MoE layer uses it.
+        of_attention: packed_seq_params and other keywords of the attention module.
         """
         normed, residual, drop = self._normed(self.input_layernorm, hidden_states)
         out = self.self_attention(normed, **of_attention)

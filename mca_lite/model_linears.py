@@ -56,7 +56,9 @@ class RowLinear(RowParallelLinear):
 
 
 class Way(NamedTuple):
-    """A linear's communication: its group, whether tokens are sharded, whether it overlaps."""
+    """How a linear communicates: its group, whether tokens are sharded outside it, whether the
+    communication overlaps with matmuls; and whether it accumulates its weight's gradient.
+    """
 
     group: Any  # a ProcessGroup; None: no communication
     cuts_tokens: bool = False  # outside the linear, tokens are sharded (sequence parallelism)

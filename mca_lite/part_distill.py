@@ -249,8 +249,10 @@ class Cached:
     def losses(
         self, logits: Logits, common: Logits, config: DistillConfig
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(D [n], cross entropy [n]) per token. common: the student's logits for ids that both
-        models have. Collective.
+        """For each token, the divergence D [n] between the cached teacher and the student at the
+        temperature (not yet times T^2), and the student's cross entropy [n].
+
+        common: the student's logits for token ids that student and teacher both have. Collective.
         """
         tokens, log_p = (common.take(column) for column in self.columns)
         if compiles(logits.product):

@@ -99,8 +99,8 @@ class HostPool:
         return pieces
 
     def give(self, pieces: list[torch.Tensor]) -> None:
-        """Make these pieces available to later copies, which are safe because one device's copies
-        run in order.
+        """Return pieces of host memory to the pool. The next copy may overwrite a piece at once,
+        even if a copy from it is still queued: the copies of a device run in order, on one stream.
         """
         for piece in pieces:
             self.free[piece.nbytes].append(piece)

@@ -422,8 +422,9 @@ class LoraEmbedding(Adapter):
         self._add(b, b, whole, (in_size, spec.rank), None)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """tokens [b, s] -> float32 [b, s, h], or [s / tp, b, h] under sequence parallelism.
-        Collective over the group if it has several ranks.
+        """The adapter's output only, which is added to the embedding's: tokens [b, s] -> float32
+        [b, s, h], or [s / tp, b, h] under sequence parallelism. Collective over the tensor-parallel
+        group if it has several ranks.
         """
         table = self.lora_embedding_A.t()
         if self.tp == 1:
@@ -706,10 +707,13 @@ class AdaptedProduct(torch.autograd.Function):
         scale: float,
         group: torch.distributed.ProcessGroup | None = None,
     ) -> torch.Tensor:
-        """room: with_room's buffer for `weight`; B is written into its free columns.
-        group: ranks with parts of the sequence in x; the result then covers the whole sequence, and
-        A's gradient is that of this rank's part. None: no gather. Collective over the group in both
-        passes.
+        """Return x W^T + scale (x A^T) B^T [..., out] for a frozen W.
+
+        room: with_room's buffer for `weight`, [W, free columns]; B is written into the free
+        columns, in place. group: the ranks that each have a part of the sequence in x: x is
+        gathered over them, the result covers the whole sequence, and each rank's gradient of A is
+        that of its part. None: no gather. Collective over the group in the forward and the backward
+        pass.
         """
         a = a.to(x.dtype)
         b = b.to(x.dtype)

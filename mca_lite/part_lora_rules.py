@@ -197,7 +197,8 @@ def check_new_rows(
 
 
 def check_on_torch(spec: LoraSpec, linears: Iterable[str], judge: Judge) -> None:
-    """Check that adapters are supported on plain torch. linears: names of the model's linears and
+    """Add a Problem to `judge` if the adapters of a LoRA spec are not supported on plain torch:
+    dropout works only for linears and embeddings. linears: the names of the model's linears and
     embeddings.
     """
     judge.expect(

@@ -160,8 +160,8 @@ def _site_of_experts(module: Experts, rows: Iterable[Row], layer: int | None) ->
 
 
 def _sites_on_torch(host: Any) -> Iterator[Site]:
-    """Yield the Sites of a transformers model: linears, and for families in the table experts and
-    routers.
+    """Yield a Site for each module of a transformers model that can have an adapter: linears and
+    embeddings; if the family is in the table, also the experts and routers of MoE layers.
     """
     for name, module in host.linears.items():
         out_size, in_size = module.weight.shape
@@ -200,7 +200,9 @@ def _sites_of_mixture(host: Any, block: torch.nn.Module, layer: int) -> Iterator
 
 
 def saved_keys(host: Any, spec: LoraSpec) -> set[Any]:
-    """Keys of the weights that modules_to_save includes. host: host_of(model)."""
+    """Keys of the weights that lora's modules_to_save trains whole: Weight.key of the host,
+    (megatron name, layer) on megatron-core. host: host_of(model).
+    """
     return {w.key for w in host.weights() if any(is_saved(module, spec) for module in w.modules)}
 
 

@@ -20,7 +20,14 @@ def _check_loss(name: str) -> None:
 
 @dataclass(kw_only=True)
 class PolicyArguments(ArgumentGroup):
-    """Policy training."""
+    """Policy training.
+
+    Words in the keys' help: the ratio is exp(new - old log-probability) of a token, or of a whole
+    answer in gspo (by the mean per token). The advantage is a column; if it is missing, it is
+    computed from the rewards of a group. The reference of kl_coef is the column ref_logprobs; if it
+    is missing, the model before training, for a model with adapters its base without adapters.
+    "opd": on-policy distillation from a teacher.
+    """
 
     policy_loss: str | None = optional(
         "stage policy: the loss of rollouts (None: grpo)", check=_check_loss

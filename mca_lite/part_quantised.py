@@ -316,7 +316,9 @@ def bytes_of_numbers(config: Any) -> dict[str, float]:
 
 
 def quantise_layer(layer: torch.nn.Module, config: Any) -> None:
-    """Replace a decoder layer's weights by zeros in config.weight_format, in place."""
+    """Replace each matrix of a decoder layer to which is_quantised() applies by a Quantised of
+    zeros in config.weight_format, in place. Other tensors are kept.
+    """
     form = FORMS[config.weight_format]
     rows = [row for row in rows_of(config.hf_model_type, config) if is_quantised(row, config)]
     names = {row.mca.partition(".{}.")[2] for row in rows}

@@ -14,7 +14,12 @@ REFERENCES = ("cached", "adapter", "model")
 
 @dataclass(kw_only=True)
 class ReferenceArguments(ArgumentGroup):
-    """Reference models."""
+    """Reference models.
+
+    pref_beta: beta of the losses, which scales log-ratios to the reference; in orpo the weight of
+    the odds ratio. ref_model: "cached" scores the data once, before training; "adapter" disables
+    the adapters; "model" loads model_name_or_path a second time; a folder loads its model.
+    """
 
     pref_beta: float = amount(0.1, "strength of the reference, or weight of orpo's odds ratio")
     ref_model: str | None = optional(

@@ -93,7 +93,9 @@ class _Matrices:
 
 @dataclass(frozen=True)
 class _Biases:
-    """A file's stacked biases [E, out]."""
+    """Reads single experts' biases from a file's stacked biases [E, out]. slices: the tensor's
+    safetensors slice, which reads only what is indexed.
+    """
 
     slices: Any
 

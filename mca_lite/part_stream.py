@@ -127,8 +127,9 @@ class TokenStream:
     def rows(
         self, position: Position | None = None
     ) -> Iterator[tuple[list[dict[str, Any]], Position]]:
-        """Yield endlessly (documents of a row, position after it). A document is {"input_ids",
-        "labels"}.
+        """Yield endlessly (documents of a row, position after it), from `position` on (None: from
+        the start). A document is {"input_ids", "labels"}. ValueError if one pass over the data
+        gives no sample.
         """
         position = position or Position()
         samples = self._samples(position)

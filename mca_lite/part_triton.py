@@ -545,10 +545,13 @@ def _adam_kernel(
 def update_by_adam(
     tensors: tuple[Any, ...], seed: int, numbers: tuple[Any, ...], by_chance: bool
 ) -> None:
-    """kernels.AdamW's update of one parameter, in place.
+    """Update one parameter and its two moments in place, as kernels.AdamW does; do nothing if the
+    factor is NaN.
 
-    tensors: the parameter, its master's low bits or None, gradient, moments, factor. by_chance:
-    round the bf16 second moment stochastically.
+    tensors: (parameter, the low 16 bits of its float32 master or None, gradient, first moment,
+    second moment, factor on the gradient). seed: for stochastic rounding. numbers: (lr * weight
+    decay, beta2, 1 - beta1, 1 - beta2, bias-corrected lr, sqrt(1 - beta2^step), eps). by_chance: if
+    True, round the bf16 second moment stochastically.
     """
     p, low, *more = tensors
     weight = p if low is None else p.view(torch.int16)

@@ -177,7 +177,9 @@ def need_of(name: str, what: str = "it needs") -> tuple[str, str]:
 
 
 def missing_modules() -> dict[str, str]:
-    """{module: its part} for unusable parts."""
+    """{module of this package: name of its part}, for the parts that cannot be used because files
+    of the part, or of a part that it needs, were deleted.
+    """
     return {module: name for name in missing() for module in PARTS[name].modules.split()}
 
 

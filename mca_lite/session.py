@@ -524,9 +524,10 @@ class Session:
             return self._run(samples, loss, False, own=own, refuses_more=False).logps
 
     def routes(self, samples: Sequence[Mapping[str, Any]]) -> list[torch.Tensor]:
-        """The experts that the model chooses: int16 [n, layers with experts, experts per token] for
-        each sample, in order, on the CPU of every rank. Samples with a column `routes` replay such
-        a choice (part_routes.py). ValueError for a model without experts.
+        """The experts that the model's routers choose: for each sample, in order, int16 [n, MoE
+        layers, experts per token] on the CPU of every rank. A column `routes` of a sample is
+        ignored here; in the other calls the model takes its experts from the column
+        (part_routes.py). ValueError if the model has no experts.
         """
         routes = function_of("part_routes:Routes")(self.backend, is_recording=True)
         samples = [{k: sample[k] for k in sample if k != "routes"} for sample in samples]

@@ -282,8 +282,13 @@ def _joined(
 
 
 def _oracle_and_noise(plan: run.Plan, trainer: Any, shares: list[_Share]) -> list[dict[str, Any]]:
-    """[the oracle's tensors by name, their distance in the layout's precision, the least distance
-    that counts as noise]."""
+    """Compute a training step in a transformers model on this rank, once exactly and once rounded
+    -> [oracle, noise, least noise], each a dict by tensor name.
+
+    The oracle has the tensors of the exact step: float64, or float32 if the run trains in bf16.
+    noise: norm of the difference between the rounded step (float32, or bf16) and the oracle. least
+    noise: the least difference that counts as noise; empty if the run does not train in bf16.
+    """
     by_replica = sorted(shares, key=lambda share: share.replica)
     batches = [batch for share in by_replica for batch in share.batches]
     places = torch.cat([share.places for share in shares if share.replica == 0 and share.losses])

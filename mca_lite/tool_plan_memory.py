@@ -303,7 +303,9 @@ def _nccl(config: Any, world_size: int) -> int:
 
 
 class RankSizes:
-    """A rank's sizes for the formulas of memory and time. config: McaModelConfig."""
+    """Sizes of one rank's share of a model, for the formulas of memory and time: parallel degrees,
+    and heads and bytes after tensor parallelism. config: McaModelConfig.
+    """
 
     def __init__(self, config: Any) -> None:
         self.w = config.params_dtype.itemsize  # bytes per value of an activation

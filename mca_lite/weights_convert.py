@@ -196,8 +196,9 @@ def num_groups(row: Row, config: Any) -> int:
 
 
 def row_order(parts: list[int], groups: int) -> torch.Tensor | None:
-    """Row permutation, int64 [rows]: takes a Hugging Face tensor with these parts to megatron's
-    order with `groups` groups. None if the order is the same.
+    """Permutation of rows, int64 [rows], from Hugging Face's order (part after part) to megatron's
+    (for each of `groups` groups, its share of every part). None if there is one part, which needs
+    no reordering. parts: the number of rows of each part, as of q, k and v.
     """
     if len(parts) == 1:
         return None
@@ -444,9 +445,10 @@ def write_model(
 
 
 def copies_of(row: Row, config: Any) -> list[str]:
-    """Further names under which some checkpoints repeat the embedding or output layer in each
-    multi-token prediction layer. They are the names in the model's original, or without it all
-    possible ones.
+    """Names under which some checkpoints repeat the embedding or output layer in each multi-token
+    prediction layer: those present in the model's original files, or all possible names if the
+    original is not there. [] for any other row, and if the model has no such layer, or its family's
+    single one has no number in its names.
     """
     names = {VOCABULARY[0]: "embed_tokens", VOCABULARY[1]: "shared_head.head"}
     is_numbered = prediction_of(config.hf_model_type).is_numbered
