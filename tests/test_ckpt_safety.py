@@ -3,7 +3,6 @@ nothing good is lost.
 """
 
 import contextlib
-import functools
 import io
 import json
 import os
@@ -420,9 +419,12 @@ def test_copies_of_all_checkpoints_are_in_the_same_memory_reserved_when_training
     assert sum(copied for _, _, copied, _ in found) == pytest.approx(3 * of_model, rel=0.1)
 
 
+def memory_of_adapters(path: str, out: str) -> tuple:
+    return memory_of_copies(path, out, adapt=session_tools.with_adapters)
+
+
 def test_copies_of_adapters_reserve_nothing_for_the_frozen_base(model_path, tmp_path):
-    run = functools.partial(memory_of_copies, adapt=session_tools.with_adapters)
-    [(_, reserved, copied, _)] = world.run(run, 1, model_path, str(tmp_path))
+    [(_, reserved, copied, _)] = world.run(memory_of_adapters, 1, model_path, str(tmp_path))
     assert copied <= reserved <= 1.05 * copied
 
 

@@ -347,9 +347,11 @@ def refused_runs(path, adapter, out) -> list[str]:
     from mca_lite.data_batches import Collator
 
     def one_sided(samples):
-        return {
+        batch = {
             key: value[:, :5] * (value[:, :5] < 2) for key, value in Collator(0)(samples).items()
         }
+        batch["labels"][batch["attention_mask"] == 0] = -100
+        return batch
 
     def forgetful(samples):
         return {key: value for key, value in Collator(0)(samples).items() if key != "reference"}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.shared import session_tools, tiny_moe, world
-from tests.shared.session_tools import LAYOUTS, MORE_LAYOUTS, log_probs_of, new_session
+from tests.shared.session_tools import LAYOUTS, MORE_LAYOUTS, log_probs_of
 
 TOKENS, ANSWERS = 28, 7  # with a label; samples with such a token
 COLUMNS = ("advantage", "old_logp")
@@ -199,63 +199,68 @@ def test_metrics_a_registered_row_and_refusals(oracle):
     assert not {name: found[name] for name in words if words[name] not in found[name]}
 
 
-def test_balancing_losses_are_weighed_alike_by_all_denominators(tmp_path):
-    """Advantages of 0 leave the gradient of the routers' balancing losses alone."""
-    tiny_moe.save_model(tmp_path / "model", "qwen3_moe")
-    samples = [
-        dict(input_ids=[1, 2, 3, 4 + n], labels=[2, 3, 4 + n, 5], advantage=0.0) for n in range(4)
-    ]
-
-    def norm_of(name: str, size: int, **numbers) -> float:
-        keys = dict(moe_aux_loss_coeff=0.5, per_device_train_batch_size=size)
-        session = new_session(str(tmp_path), **keys)
-        session.forward_backward(samples, name, **numbers)
-        return session.optim_step(lr=0.0).grad_norm
-
+def norms_of_balancing(folder: str) -> dict[str, list[float]]:
+    """{batch size: gradient norms of ppo, of dr_grpo by two constants, of importance_sampling}.
+    Advantages of 0 leave the gradient of the routers' balancing losses alone."""
+    ids = [[1, 2, 3, 4 + n] for n in range(4)]
+    samples = [dict(input_ids=row, labels=[*row[1:], 5], advantage=0.0) for row in ids]
+    losses = ("ppo", {}), ("dr_grpo", dict(constant=1)), ("dr_grpo", dict(constant=16))
+    norms: dict = {}
     for size in (1, 4):
-        wanted = norm_of("ppo", size)
-        assert wanted > 1e-3
-        for constant in (1, 16):
-            found = norm_of("dr_grpo", size, constant=constant)
-            assert found == pytest.approx(wanted, rel=1e-5)
-        assert norm_of("importance_sampling", size) == pytest.approx(wanted, rel=1e-5)
+        for name, numbers in (*losses, ("importance_sampling", {})):
+            keys = dict(moe_aux_loss_coeff=0.5, per_device_train_batch_size=size)
+            session = session_tools.new_session(folder, **keys)
+            session.forward_backward(samples, name, **numbers)
+            norms.setdefault(size, []).append(session.optim_step(lr=0.0).grad_norm)
+    return norms
 
 
-@pytest.mark.parametrize("backend", ["megatron", "torch"])
-def test_discarded_calls_do_not_move_the_biases_that_choose_experts(tmp_path, backend):
-    tiny_moe.save_model(tmp_path / "model", "deepseek_v3")
+def test_balancing_losses_are_weighed_alike_by_all_denominators(tmp_path):
+    tiny_moe.save_model(tmp_path / "model", "qwen3_moe")
+    [found] = world.run(norms_of_balancing, 1, str(tmp_path))
+    for first, *others in found.values():
+        assert first > 1e-3 and others == pytest.approx(3 * [first], rel=1e-5)
+
+
+def biases_after(folder: str, backend: str) -> list:
+    """The biases that choose experts after an update, without and with discarded calls."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(1, 60, (8, 9), generator=generator)
     samples = [dict(input_ids=row[:-1].tolist(), labels=row[1:].tolist()) for row in ids]
     found = []
     for discards in (False, True):
-        session = new_session(str(tmp_path), backend=backend, moe_router_bias_update_rate=0.01)
+        keys = dict(backend=backend, moe_router_bias_update_rate=0.01)
+        session = session_tools.new_session(folder, **keys)
         if discards:
             session.forward_backward(samples[:6], "cross_entropy")
             session.discard()
         session.forward_backward(samples[6:], "cross_entropy")
         session.optim_step(**session_tools.STILL)
+        ends = ("expert_bias", "correction_bias")
         buffers = session.model.named_buffers()
-        found.append(
-            [b.tolist() for name, b in buffers if name.endswith(("expert_bias", "correction_bias"))]
-        )
-    assert found[0] and found[0] == found[1]
+        found.append([b.tolist() for name, b in buffers if name.endswith(ends)])
+    return found
 
 
-def test_a_formula_that_gives_no_term_for_each_token_is_refused(tmp_path):
+@pytest.mark.parametrize("backend", ["megatron", "torch"])
+def test_discarded_calls_do_not_move_the_biases_that_choose_experts(tmp_path, backend):
+    tiny_moe.save_model(tmp_path / "model", "deepseek_v3")
+    [(without, with_discarded)] = world.run(biases_after, 1, str(tmp_path), backend)
+    assert without and without == with_discarded
+
+
+def words_for_a_mean(folder: str) -> str:
     from mca_lite import register_policy_loss
-    from mca_lite.tables import SESSION_LOSSES
-    from tests.shared import tiny
 
-    tiny.save_model(tmp_path / "model", "qwen3")
     register_policy_loss("mean_of_all", lambda tokens, numbers: tokens.log_ratio.mean())
-    try:
-        session = new_session(str(tmp_path))
-        sample = dict(input_ids=[1, 2], labels=[2, 3], advantage=1.0)
-        with pytest.raises(ValueError, match="mean_of_all gave .* expected a term for each token"):
-            session.forward_backward([sample], "mean_of_all")
-    finally:
-        del SESSION_LOSSES["mean_of_all"]
+    session = session_tools.new_session(folder)
+    sample = dict(input_ids=[1, 2], labels=[2, 3], advantage=1.0)
+    return session_tools.refusal(session.forward_backward, [sample], "mean_of_all")
+
+
+def test_a_formula_that_gives_no_term_for_each_token_is_refused(oracle):
+    [words] = world.run(words_for_a_mean, 1, oracle)
+    assert "mean_of_all gave" in words and "expected a term for each token" in words
 
 
 @pytest.mark.parametrize(
