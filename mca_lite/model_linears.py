@@ -56,7 +56,7 @@ class RowLinear(RowParallelLinear):
 
 
 class Way(NamedTuple):
-    """How a linear communicates: its group, whether tokens are sharded outside it, whether the
+    """Communication of a linear: its group, whether tokens are sharded outside it, whether the
     communication overlaps with matmuls; and whether it accumulates its weight's gradient.
     """
 
