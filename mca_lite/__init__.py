@@ -33,7 +33,7 @@ _HOME = {
     "Need": "args_rules_training",
     "Rule": "errors",
     "Seq2SeqTrainingArguments": "args",
-    "Session": "session",
+    "Session": "part_session",
     "TrainerCallback": "callbacks",
     "TrainingArguments": "args",
     "VirtualModels": "model",

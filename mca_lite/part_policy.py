@@ -40,7 +40,7 @@ import torch
 
 from .errors import expect
 from .files import IGNORE_INDEX
-from .session import Tokens
+from .part_session import Tokens
 from .tables import SESSION_COLUMNS, SESSION_LOSSES, function_of, refuse_taken
 
 
@@ -162,7 +162,7 @@ _KL = {"k1": lambda d: -d, "k2": lambda d: d.square() / 2, "k3": lambda d: d.exp
 @dataclass(kw_only=True)
 class Policy:
     """The parameters of a policy loss: the class in SESSION_LOSSES for every row of POLICIES (see
-    session.CrossEntropy).
+    part_session.CrossEntropy).
 
     clip_low, clip_high: distances of r's bounds from 1; clip_high None: equal to clip_low.
     dual_clip: for A < 0, a term is at most -dual_clip A.

@@ -20,7 +20,7 @@ from .files import cache_folder
 from .part_policy import Policy, group_advantages, sampler_weights
 from .part_policy_keys import POLICY_METRICS, RECORD_COLUMNS, loss_of_stage
 from .part_scores import ObjectiveConfig, ScoredTrainer, identity_of_model, trained, trained_counts
-from .session import SampleLoss, Session, reads_logits, with_columns
+from .part_session import SampleLoss, Session, reads_logits, with_columns
 from .tables import SESSION_COLUMNS, other_columns
 
 
@@ -52,8 +52,8 @@ class PolicyConfig(Policy, ObjectiveConfig):
 
 
 class PolicyTrainer(SampleLoss, ScoredTrainer):
-    """Train on a Session's samples: {"input_ids", "labels"} with columns (session.py). "reward"
-    with "group" may replace "advantage".
+    """Train on a Session's samples: {"input_ids", "labels"} with columns (part_session.py).
+    "reward" with "group" may replace "advantage".
 
     train_config: a PolicyConfig. Other arguments are McaTrainer's. The loss is divided by its count
     over the global batch; for importance_sampling, a sum, the log shows the mean over tokens.

@@ -103,6 +103,7 @@ PARTS = {
         "distill_temperature:1.0 distill_ce_weight:0.0",
         needs="scores",
     ),
+    "session": Part("part_session part_session_weights", ""),
     "policy": Part(
         "part_policy_keys part_policy part_policy_data part_policy_trainer",
         "policy_loss clip_low clip_high dual_clip delta cispo_max tau_pos tau_neg constant kl_coef "
@@ -112,7 +113,7 @@ PARTS = {
         "clip_low:0.2 tau_pos:1.0 tau_neg:1.05 kl_coef:0.0 kl:k3 kl_unbiased:false "
         "entropy_coef:0.0 with_entropy:true temperature:1.0 teacher_coef:1.0 scale_rewards:false "
         "sampler_max:3.0 sampler_min:0.0",
-        needs="scores",
+        needs="scores session",
     ),
     "sleep": Part("part_sleep", ""),
     "triton": Part("part_triton", ""),

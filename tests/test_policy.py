@@ -268,7 +268,7 @@ def test_a_formula_that_gives_no_term_for_each_token_is_refused(oracle):
     [dict(constant=-1), dict(constant=8, clip_low=float("nan")), dict(constant=8, delta=-1.0)],
 )
 def test_numbers_of_a_loss_outside_their_range_are_refused(numbers):
-    from mca_lite.session import loss_of
+    from mca_lite.part_session import loss_of
 
     with pytest.raises(ValueError, match="expected a number"):
         loss_of("dr_grpo", numbers)

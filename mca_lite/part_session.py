@@ -41,7 +41,7 @@ from .errors import expect
 from .files import IGNORE_INDEX
 from .loss_tokens import Logits
 from .model import VirtualModels
-from .session_weights import Weights
+from .part_session_weights import Weights
 from .step import arrange, arrange_step, forward_step, measure, new_numbers, row_length, scattered
 from .tables import SESSION_COLUMNS, SESSION_LOSSES, function_of
 from .trainer_events import Phases, check_given
