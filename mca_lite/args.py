@@ -657,29 +657,6 @@ def _fields_of(groups: tuple[type[ArgumentGroup], ...]) -> dict[str, dataclasses
     return {item.name: item for group in groups for item in dataclasses.fields(group)}
 
 
-def objective_keys(stage: str, **keys: Any) -> SimpleNamespace:
-    """The finetuning keys and those of parts, for an objective's config: `keys` cast, the others at
-    their default.
-
-    Raises ConfigError for a wrong type or if a rule of the stage refuses a value.
-    """
-    judge = Judge(None)
-    groups = [
-        row.group.read({"stage": stage, **keys}, judge)
-        for name, row in KEY_GROUPS.items()
-        if name == "finetuning" or name not in CORE_GROUPS
-    ]
-    joined = judge.arguments = SimpleNamespace(**dict.fromkeys(parts.absent_keys()))
-    for group in groups:
-        vars(joined).update(vars(group))
-    joined.changed = [key for group in groups for key in group.changed]
-    for group in groups:
-        group.resolve(judge)
-    OBJECTIVES[joined.stage].check_keys(joined, judge)
-    judge.close()
-    return joined
-
-
 def check_together(args: TrainingArguments, *, stage: str | None = None, **keys: Any) -> None:
     """Check training arguments together with keys of other argument groups, for a trainer that is
     made without a config file. Raises ConfigError.

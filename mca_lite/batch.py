@@ -40,7 +40,7 @@ def padding_of(name: str, pad_token_id: int) -> float:
     return pad_token_id if name == "input_ids" else COLUMNS[name].padding
 
 
-def _is_of_tokens(name: str) -> bool:
+def is_of_tokens(name: str) -> bool:
     return name in COLUMNS and COLUMNS[name].per == "token"
 
 
@@ -77,7 +77,7 @@ def _taken(
         if is_of_inputs(name):
             taken[name] = column
             continue
-        if not _is_of_tokens(name):
+        if not is_of_tokens(name):
             rows = zip(column, lengths, strict=True)
             column = torch.cat([row[: len(of_row)] for row, of_row in rows])
             if COLUMNS[name].per == "sample":
@@ -169,7 +169,7 @@ def pad(batch: Batch, length: int, pad_token_id: int = 0) -> dict[str, Any]:
         return batch
     padded = dict(batch)
     for name, column in batch.items():
-        if _is_of_tokens(name):
+        if is_of_tokens(name):
             padded[name] = F.pad(column, (0, more), value=padding_of(name, pad_token_id))
     if "cu_seqlens" in batch:
         padded["cu_seqlens"] = (*batch["cu_seqlens"], length)
@@ -196,27 +196,8 @@ def _without_tail(packed: Batch) -> dict[str, Any]:
     """A packed batch without the padding at its end."""
     count = int(real_documents(packed).sum())
     borders = packed["cu_seqlens"][: count + 1]
-    tokens = {name: packed[name][:, : borders[-1]] for name in packed if _is_of_tokens(name)}
+    tokens = {name: packed[name][:, : borders[-1]] for name in packed if is_of_tokens(name)}
     return {**packed, **tokens, "cu_seqlens": borders}
-
-
-def every_second(batch: Batch, first: int) -> dict[str, Any]:
-    """An arranged batch with documents first, first + 2, ... only, in rows as long as the longest
-    of them. A packed row of padding keeps one document. Columns per document, sample or picture are
-    unchanged."""
-    chosen = dict(batch)
-    names = [name for name in batch if _is_of_tokens(name)]
-    if "cu_seqlens" not in batch:
-        lengths = (~batch["padding_mask"][first::2]).sum(1)
-        longest = max(int(lengths.max()), 1)
-        return chosen | {name: batch[name][first::2, :longest] for name in names}
-    count = int(real_documents(batch).sum())
-    borders = list(itertools.pairwise(batch["cu_seqlens"]))
-    kept = borders[:count][first::2] or borders[:1]
-    places = [torch.arange(start, end) for start, end in kept]
-    sizes = map(len, places)
-    chosen["cu_seqlens"] = tuple(itertools.accumulate(sizes, initial=0))
-    return chosen | {name: batch[name][:, torch.cat(places)] for name in names}
 
 
 def join(batches: list[Batch]) -> dict[str, Any]:
@@ -229,7 +210,7 @@ def join(batches: list[Batch]) -> dict[str, Any]:
         sizes = [np.diff(batch["cu_seqlens"]) for batch in batches]
         joined["cu_seqlens"] = (0, *np.concatenate(sizes).cumsum().tolist())
     for name in set().union(*batches) - joined.keys():
-        end_to_end = is_packed and _is_of_tokens(name)
+        end_to_end = is_packed and is_of_tokens(name)
         columns = [
             batch[name] for batch in batches if name in batch
         ]  # a batch of text has no column of pictures
@@ -253,7 +234,7 @@ def to_rank(
     columns = {}
     for name in names:
         column = batch[name]
-        if places is not None and _is_of_tokens(name):
+        if places is not None and is_of_tokens(name):
             column = column[..., places]
         columns[name] = to_device(column, device)
     return columns

@@ -15,13 +15,13 @@ import traceback
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from . import world
 from .args import parse_args
 from .data_records import check_first
 from .errors import UserError
-from .files import Printable, describe_error, lost_stdout, printable, users_place, write_file
+from .files import describe_error, lost_stdout, printable, users_place, write_file
 from .tables import objective_of
 from .watchdog import RankFailed, lost_a_rank
 from .world import tell_torchrun
@@ -55,8 +55,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     # names in the data and library warnings may contain control characters
     with (
-        contextlib.redirect_stdout(Printable(sys.stdout)),
-        contextlib.redirect_stderr(Printable(sys.stderr)),
+        contextlib.redirect_stdout(_Printable(sys.stdout)),
+        contextlib.redirect_stderr(_Printable(sys.stderr)),
     ):
         return finish(_train, words)
 
@@ -248,3 +248,16 @@ def _keep_traceback(error: Exception, output_dir: str | None) -> str:
         return path
     except OSError as problem:
         return f"no file, since {problem}"
+
+
+class _Printable:
+    """A text stream that writes printable() text, and otherwise behaves like `stream`."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        return self._stream.write(printable(text, kept="\n\t\r"))

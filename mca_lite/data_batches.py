@@ -682,26 +682,6 @@ class View(Dataset):
         return len(self.dataset)
 
 
-class WithReference(View):
-    """A view of a dataset that adds "reference" to each document: its log-probability under a
-    reference model.
-
-    logps: float32 [samples, documents per sample].
-    """
-
-    def __init__(self, dataset: Any, logps: np.ndarray) -> None:
-        super().__init__(dataset)
-        self.logps = logps
-        self.first_scores = logps[:4].tolist()
-
-    def __getitem__(self, i: int) -> list[dict[str, Any]]:
-        documents = documents_of(self.dataset[i])
-        return [
-            {**document, "reference": logp}
-            for document, logp in zip(documents, self.logps[i], strict=True)
-        ]
-
-
 def best_fit(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
     """Sample indices for each pack, whose lengths sum to at most `capacity`; deterministic.
 

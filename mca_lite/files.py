@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from .errors import Judge, UserError
 
@@ -454,19 +454,6 @@ def printable(text: str, kept: str = "\n\t") -> str:
     """Replace control characters except those in `kept`, because text from files must not control a
     terminal."""
     return "".join(c if c.isprintable() or c in kept else "\ufffd" for c in text)
-
-
-class Printable:
-    """A text stream that writes printable() text, and otherwise behaves like `stream`."""
-
-    def __init__(self, stream: IO[str]) -> None:
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        return self._stream.write(printable(text, kept="\n\t\r"))
 
 
 def parse_size(size: str | int) -> int:

@@ -25,7 +25,7 @@ from torch.utils.data import Subset
 from . import ckpt_folder, parallel, part_dpo_losses
 from .batch import in_documents, join, real_documents
 from .ckpt_folder import CheckpointError
-from .data_batches import Packs, WithReference, documents_of, samples_of
+from .data_batches import Packs, View, documents_of, samples_of
 from .data_encode import hash_of
 from .data_files import SIDES
 from .errors import Judge, expect, refuse
@@ -49,6 +49,26 @@ _WITHOUT_ADAPTER = (
     "adapter_name_or_path, so that rewards do not begin at 0; to start from the adapter's model, "
     "merge it (python -m mca_lite convert BASE DST --merge) and train a new adapter on it"
 )
+
+
+class WithReference(View):
+    """A view of a dataset that adds "reference" to each document: its log-probability under a
+    reference model.
+
+    logps: float32 [samples, documents per sample].
+    """
+
+    def __init__(self, dataset: Any, logps: np.ndarray) -> None:
+        super().__init__(dataset)
+        self.logps = logps
+        self.first_scores = logps[:4].tolist()
+
+    def __getitem__(self, i: int) -> list[dict[str, Any]]:
+        documents = documents_of(self.dataset[i])
+        return [
+            {**document, "reference": logp}
+            for document, logp in zip(documents, self.logps[i], strict=True)
+        ]
 
 
 @dataclass(kw_only=True)

@@ -13,6 +13,7 @@ shift by one sample, packed or not. Without packing and shuffling the blocks are
 as in TRL. Letters: n answers in a micro-batch.
 """
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
@@ -22,11 +23,11 @@ import torch
 
 from . import parallel
 from .backend import mean_of
-from .batch import every_second, real_documents
-from .data_batches import View, WithReference, documents_of, samples_of, with_samples
+from .batch import Batch, is_of_tokens, real_documents
+from .data_batches import View, documents_of, samples_of, with_samples
 from .errors import expect
 from .files import IGNORE_INDEX
-from .part_dpo import DPOTrainer, ReferenceConfig
+from .part_dpo import DPOTrainer, ReferenceConfig, WithReference
 from .part_kto_keys import KTO_METRICS
 from .step import row_length, to_length
 from .tables import ANSWER_LABEL, other_columns
@@ -156,7 +157,7 @@ class KTOTrainer(DPOTrainer):
                 {**batch, "attention_mask": mask * (mask % 2)}
                 for batch, mask in zip(batches, masks, strict=True)
             ]
-            arranged = [every_second(batch, 0) for batch in arranged]
+            arranged = [_every_second(batch, 0) for batch in arranged]
         return super()._count(batches, arranged)
 
     @torch.no_grad()
@@ -193,7 +194,7 @@ class KTOTrainer(DPOTrainer):
         """From arranged micro-batches, the answers (first = 0) or the mismatched documents (first =
         1), padded for these alone.
         """
-        chosen = [every_second(batch, first) for batch in batches]
+        chosen = [_every_second(batch, first) for batch in batches]
         longest = self.backend.common_length(max(map(row_length, chosen)))
         return [to_length(self.backend, batch, longest) for batch in chosen]
 
@@ -298,3 +299,22 @@ def _span_of_answer(document: Mapping[str, Any]) -> tuple[int, int]:
         f"a sample has labels in several parts, from {first} to {end}: expected one answer",
     )
     return first, end
+
+
+def _every_second(batch: Batch, first: int) -> dict[str, Any]:
+    """An arranged batch with documents first, first + 2, ... only, in rows as long as the longest
+    of them. A packed row of padding keeps one document. Columns per document, sample or picture are
+    unchanged."""
+    chosen = dict(batch)
+    names = [name for name in batch if is_of_tokens(name)]
+    if "cu_seqlens" not in batch:
+        lengths = (~batch["padding_mask"][first::2]).sum(1)
+        longest = max(int(lengths.max()), 1)
+        return chosen | {name: batch[name][first::2, :longest] for name in names}
+    count = int(real_documents(batch).sum())
+    borders = list(itertools.pairwise(batch["cu_seqlens"]))
+    kept = borders[:count][first::2] or borders[:1]
+    places = [torch.arange(start, end) for start, end in kept]
+    sizes = map(len, places)
+    chosen["cu_seqlens"] = tuple(itertools.accumulate(sizes, initial=0))
+    return chosen | {name: batch[name][:, torch.cat(places)] for name in names}

@@ -37,7 +37,7 @@ from .part_lora_rules import (
     check_single_experts,
     resolve_targets,
 )
-from .weights_convert import VOCABULARY, in_layer_order, num_groups, row_order, row_parts, row_sizes
+from .weights_convert import VOCABULARY, in_layer_order, num_groups, row_parts, row_sizes
 from .weights_files import Shape, generator_of
 
 # -- sites of adapters
@@ -140,7 +140,7 @@ def _site_of_linear(
         groups = num_groups(row, config)
         arguments["groups"] = groups // tp
         parts = row_parts(row, out_size * tp, config)
-        arguments["orders"] = [row_order(of_one, groups) for of_one in parts]
+        arguments["orders"] = [_row_order(of_one, groups) for of_one in parts]
     way = "inside" if _is_router(row) else "beside"
     return Site(module, names, LoraAdapter, arguments | dict(cut=row.axis), way)
 
@@ -314,3 +314,14 @@ def sharded_state(chunk: Any) -> dict[str, Any]:
                 allow_shape_mismatch=real is not None,
             )
     return state
+
+
+def _row_order(parts: list[int], groups: int) -> torch.Tensor | None:
+    """Permutation of rows, int64 [rows], from Hugging Face's order (part after part) to megatron's
+    (for each of `groups` groups, its share of every part). None if there is one part, which needs
+    no reordering. parts: the number of rows of each part, as of q, k and v.
+    """
+    if len(parts) == 1:
+        return None
+    rows = torch.arange(sum(parts)).split(parts)
+    return torch.cat([part.view(groups, -1) for part in rows], 1).flatten()

@@ -22,12 +22,12 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from . import parallel
-from .args import RunArguments, check_together, objective_keys
+from . import parallel, parts
+from .args import CORE_GROUPS, RunArguments, check_together
 from .ckpt_folder import CheckpointError
 from .data_batches import documents_of, samples_of
 from .data_encode import content_hash, hash_of
-from .errors import expect
+from .errors import Judge, expect
 from .files import (
     HF_CONFIG_NAME,
     IGNORE_INDEX,
@@ -37,12 +37,35 @@ from .files import (
     write_file,
     write_json,
 )
-from .tables import COLUMNS, OBJECTIVES
+from .tables import COLUMNS, KEY_GROUPS, OBJECTIVES
 from .trainer import McaTrainer
 from .trainer_events import check_given
 
 FORMAT = 2
 META_NAME = "meta.json"
+
+
+def objective_keys(stage: str, **keys: Any) -> SimpleNamespace:
+    """The finetuning keys and those of parts, for an objective's config: `keys` cast, the others at
+    their default.
+
+    Raises ConfigError for a wrong type or if a rule of the stage refuses a value.
+    """
+    judge = Judge(None)
+    groups = [
+        row.group.read({"stage": stage, **keys}, judge)
+        for name, row in KEY_GROUPS.items()
+        if name == "finetuning" or name not in CORE_GROUPS
+    ]
+    joined = judge.arguments = SimpleNamespace(**dict.fromkeys(parts.absent_keys()))
+    for group in groups:
+        vars(joined).update(vars(group))
+    joined.changed = [key for group in groups for key in group.changed]
+    for group in groups:
+        group.resolve(judge)
+    OBJECTIVES[joined.stage].check_keys(joined, judge)
+    judge.close()
+    return joined
 
 
 # -- identities

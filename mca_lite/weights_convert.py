@@ -195,17 +195,6 @@ def num_groups(row: Row, config: Any) -> int:
     return degree(row, config) if row.axis == 0 else 1
 
 
-def row_order(parts: list[int], groups: int) -> torch.Tensor | None:
-    """Permutation of rows, int64 [rows], from Hugging Face's order (part after part) to megatron's
-    (for each of `groups` groups, its share of every part). None if there is one part, which needs
-    no reordering. parts: the number of rows of each part, as of q, k and v.
-    """
-    if len(parts) == 1:
-        return None
-    rows = torch.arange(sum(parts)).split(parts)
-    return torch.cat([part.view(groups, -1) for part in rows], 1).flatten()
-
-
 def read_part(
     row: Row, layer: int | None, source: TensorSource, config: Any, rank: int
 ) -> torch.Tensor:

@@ -29,7 +29,6 @@ from mca_lite.data_batches import (
     BatchPlan,
     Collator,
     Limits,
-    WithReference,
     check_batch,
     make_loader,
     samples_of,
@@ -37,6 +36,7 @@ from mca_lite.data_batches import (
 from mca_lite.data_encode import Encoder
 from mca_lite.data_files import build_once
 from mca_lite.files import IGNORE_INDEX
+from mca_lite.part_dpo import WithReference
 from mca_lite.trainer import McaTrainer
 from tests.shared.chats import load_by_keys, trained_texts, write_answers
 from tests.shared.commands import assert_names

@@ -168,7 +168,7 @@ def test_the_decay_of_sgd_is_coupled_and_its_help_says_so(tmp_path):
 
 
 def keys_refused(**keys) -> str:
-    from mca_lite.args import objective_keys
+    from mca_lite.part_scores import objective_keys
 
     return refusal(objective_keys, "dpo", **keys)
 

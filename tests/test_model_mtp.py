@@ -585,9 +585,9 @@ def taking_pictures(path: str, **keys) -> str:
 
 def freezing(path: str) -> str:
     from mca_lite import AutoModel
-    from mca_lite.args import objective_keys
     from mca_lite.errors import Judge
     from mca_lite.finetuning import plan_frozen
+    from mca_lite.part_scores import objective_keys
 
     args = arguments(**ONE)
     judge = Judge(args)

@@ -8,16 +8,11 @@ from pathlib import Path
 import pytest
 
 from mca_lite import args_rules_model
-from mca_lite.args import (
-    DataArguments,
-    TrainingArguments,
-    check_together,
-    objective_keys,
-    parse_args,
-)
+from mca_lite.args import DataArguments, TrainingArguments, check_together, parse_args
 from mca_lite.args_rules_training import NEEDS
 from mca_lite.errors import ConfigError, Judge, Rule
 from mca_lite.model_config import AutoConfig, load_hf_config
+from mca_lite.part_scores import objective_keys
 from tests.shared import tiny, tiny_moe
 
 

@@ -18,9 +18,9 @@ def by_keys(keys: dict):
     """Freeze by the keys of finetuning, as a run does."""
 
     def freeze(model):
-        from mca_lite.args import objective_keys
         from mca_lite.errors import Judge
         from mca_lite.finetuning import Finetuning, plan_frozen
+        from mca_lite.part_scores import objective_keys
 
         given = objective_keys(**{"stage": "sft", **keys})
         judge = Judge(given)
