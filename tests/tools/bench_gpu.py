@@ -29,6 +29,7 @@ import sys
 import tempfile
 import time
 import traceback
+from importlib.metadata import version
 
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # a fork may start CUDA afterwards
 
@@ -38,6 +39,12 @@ import torch
 from . import bench_varlen, gpu_trace, gpu_waits
 
 PEAK = 989e12
+_MODULE = {
+    "torch": "torch",
+    "triton": "triton",
+    "flash-linear-attention": "fla",
+    "nvidia-cudnn-frontend": "cudnn",
+}
 TINY = bool(os.environ.get("TINY"))
 _QWEN2 = dict(vocab_size=151936, tie_word_embeddings=True, max_position_embeddings=1 << 18)
 SHAPES = {
@@ -175,6 +182,7 @@ LONG_CASES = {
     ),
     "LoRA 8B 131k": dict(_LONG, s=1 << 17, keys=_KEEP),
     "LoRA 8B 262k": dict(_LONG, s=1 << 18, steps=2, keys=_AWAY),
+    "1.5B 65k": dict(_LONG, shape="1.5B", lora=0, s=1 << 16, keys=_FULL),
     "1.5B 262k": dict(_LONG, shape="1.5B", lora=0, s=1 << 18, steps=2, keys=_KEEP),
 }
 CASES.update(LONG_CASES)
@@ -316,6 +324,13 @@ class Clock:
         """Seconds of the median step after the first `skip`."""
         times = sorted(self.times[skip:])
         return times[len(times) // 2]
+
+    def rates(self, tokens: int, skip: int) -> dict:
+        """tokens_per_second by the median step, and its spread: of the slowest and of the fastest
+        step after the first `skip`."""
+        times = self.times[skip:]
+        spread = [round(tokens / slowest) for slowest in (max(times), min(times))]
+        return dict(tokens_per_second=round(tokens / self.median(skip)), spread=spread)
 
 
 @torch.no_grad()
@@ -596,7 +611,7 @@ def measure(case: str, trainer: str, label: str) -> dict:
     return dict(
         case=case,
         trainer=label or trainer,
-        tokens_per_second=round(tokens / median),
+        **clock.rates(tokens, skip),
         mfu=round(work / median / PEAK, 4),
         peak_gib=peak_gib(),
         host_gib=round(host, 1),
@@ -614,7 +629,19 @@ def peak_gib() -> float | None:
     return round(torch.cuda.max_memory_allocated() / 2**30, 1)
 
 
+def machine() -> dict:
+    """The GPU's name, and the versions of what its speed depends on."""
+    if not torch.cuda.is_available():
+        return {}
+    installed = [name for name, module in _MODULE.items() if importlib.util.find_spec(module)]
+    return dict(
+        gpu=torch.cuda.get_device_name(),
+        versions=", ".join(f"{name} {version(name)}" for name in installed),
+    )
+
+
 def write(line: dict) -> None:
+    line |= machine()
     print(json.dumps(line), flush=True)
     if "OUT" in os.environ:
         with open(f"{os.environ['OUT']}/results.jsonl", "a") as file:

@@ -211,9 +211,9 @@ def measure(case: str, trainer: str, label: str) -> dict:
     logs = [log for log in history if "loss" in log]
     tokens = sum(len(document["input_ids"]) for document in documents())
     return dict(
-        case=case,
+        case=f"pictures {case}",
         trainer=trainer,
-        tokens_per_second=round(tokens / median),
+        **clock.rates(tokens, SKIP),
         pictures_per_second=round(ROWS / median, 2),
         peak_gib=peak_gib(),
         step_ms=[round(1e3 * t) for t in clock.times],

@@ -289,8 +289,8 @@ def measure(case: str, trainer: str) -> dict:
     rates = watch.rates(tokens, skip=3)
     norms = [round(float(norm), 4) for norm in norms]
     return dict(
-        case=case, trainer=trainer, tokens=tokens, **rates, peak_gib=peak_gib(), seconds=seconds,
-        grad_norms=norms,
+        case=f"policy {case}", trainer=trainer, tokens=tokens, **rates, peak_gib=peak_gib(),
+        seconds=seconds, grad_norms=norms,
     )  # fmt: skip
 
 
