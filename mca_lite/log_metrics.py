@@ -125,8 +125,10 @@ METRICS = (
 
 def metric_of(key: str) -> Metric:
     """The row for a key, or a new row. An evaluation's key (eval_loss, eval_<dataset>_loss) has the
-    row of the training key."""
+    row of the training key, and the loss of a dataset (loss/<dataset>) the chart of the loss."""
     name = key.removeprefix("eval_")
+    if name.startswith("loss/"):
+        return Metric(name, name, chart=_LOSS)
     for metric in METRICS:
         of_data_set = name != key and name.endswith(f"_{metric.key}")
         if name == metric.key or of_data_set:

@@ -208,6 +208,7 @@ class SampleLoss:
     routes: Any = None
     tokens: int = 0
     _loss_of_logits: Callable[..., Any] | None = None
+    terms: Any = None  # see McaTrainer
 
     @property
     def metrics_keys(self) -> list[str]:
@@ -267,7 +268,9 @@ class SampleLoss:
         is_trained = labels != IGNORE_INDEX
         tokens = self._tokens(batch, -losses, is_trained, entropy)
         terms, values = self.loss.terms(tokens)
-        total = terms.masked_fill(~is_trained, 0.0).sum()
+        terms = terms.masked_fill(~is_trained, 0.0)
+        self.terms = (tokens.is_first if self.loss.counts == "answers" else is_trained, terms)
+        total = terms.sum()
         trained = is_trained.sum()
         answers = tokens.is_first.sum()
         count = {"tokens": trained, "answers": answers, "one": trained * 0}[self.loss.counts]

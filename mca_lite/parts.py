@@ -121,6 +121,9 @@ PARTS = {
     "recorder": Part("part_recorder", ""),
     "cudnn": Part("part_cudnn", ""),
     "metrics": Part("part_metrics", ""),
+    "datasets": Part(
+        "part_datasets_keys part_datasets", "log_each_dataset", "log_each_dataset:false"
+    ),
     "migration": Part("part_migration part_migration_paths", ""),
 }
 

@@ -44,7 +44,7 @@ from .files import (
 from .finetuning import Finetuning, Request, finetuning_class
 from .inputs import inputs_of
 from .model_config import load_tokenizer
-from .tables import OBJECTIVES, Objective
+from .tables import OBJECTIVES, Objective, function_of
 from .weights_files import (
     GrownSource,
     SafetensorsSource,
@@ -380,6 +380,10 @@ def build_trainer(plan: Plan, callbacks: Sequence[TrainerCallback] = ()) -> Any:
     if arguments.backend.use_mca:
         data.media.is_read = built[0].pre_process
     make = plan.objective.trainer_class()
+    of_sets = arguments.parts.get("datasets")
+    if of_sets is not None and arguments.log_each_dataset:
+        names = arguments.data.dataset
+        callbacks = [*callbacks, function_of("part_datasets:EachDataset")(data, names)]
     second_model = None
     if plan.second_model is not None:
         second_model = functools.partial(build_planned, arguments, plan.second_model)

@@ -2,10 +2,10 @@
 
 These functions take a backend, its arguments and an objective. The objective defines the loss with
 six members, which McaTrainer describes: metrics_keys, _loss_of_logits (None: cross entropy),
-_arrange, _pre_compute_loss, _post_compute_loss and _count_of_loss. Batches come from a data
-collator, checked by data_batches.check_batch. Both backends follow megatron's contract:
-forward_step(iterator, model) -> (output, loss_func), and loss_func(output) -> (loss sum, count,
-metrics).
+_arrange, _pre_compute_loss, _post_compute_loss and _count_of_loss; around_loss may be a seventh.
+Batches come from a data collator, checked by data_batches.check_batch. Both backends follow
+megatron's contract: forward_step(iterator, model) -> (output, loss_func), and loss_func(output) ->
+(loss sum, count, metrics).
 """
 
 import functools
@@ -104,6 +104,9 @@ def forward_step(
     of_rank = backend.loss_columns(batch)
     use_loss(backend, objective, of_rank)
     loss_func = objective._pre_compute_loss(of_rank, inputs)
+    around_loss = getattr(objective, "around_loss", None)
+    if around_loss is not None:
+        loss_func = functools.partial(around_loss, of_rank, loss_func)
     if not args.calculate_per_token_loss and torch.is_grad_enabled():
         loss_func = functools.partial(_with_mean, loss_func)
     return model(**inputs), loss_func

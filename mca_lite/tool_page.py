@@ -205,6 +205,12 @@ class RunFolder:
 FIRST = ("state", "step", "time left", "loss", "tokens/s")
 
 
+def metrics_of(run: RunFolder) -> list[Metric]:
+    """The metrics with a figure: the rows of METRICS, and the loss of each dataset."""
+    keys = dict.fromkeys(itertools.chain(*run.records))
+    return [*METRICS, *(metric_of(key) for key in keys if key.startswith("loss/"))]
+
+
 def figures(run: RunFolder) -> dict[str, str]:
     """Name -> text for a run's state, steps and times, and each metric in its log."""
     texts = {"state": run.state(), "step": f"{run.step:,}"}
@@ -216,7 +222,7 @@ def figures(run: RunFolder) -> dict[str, str]:
     for name, seconds in times.items():
         if seconds is not None:
             texts[name] = format_duration(seconds)
-    for metric in METRICS:
+    for metric in metrics_of(run):
         values = run.values(metric.key)
         if values:
             texts[metric.name] = metric.form(metric.figure(values))

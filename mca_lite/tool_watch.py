@@ -17,8 +17,7 @@ from typing import Any
 
 from .cli import USER_ERROR, at_least, finish, parser_of
 from .files import PAGE_NAME, TRAINER_LOG_NAME, write_file
-from .log_metrics import METRICS
-from .tool_page import FIRST, NO_RUN, RunFolder, beside, figures, page
+from .tool_page import FIRST, NO_RUN, RunFolder, beside, figures, metrics_of, page
 
 # -- watch
 
@@ -85,7 +84,7 @@ def _cells(run: RunFolder, width: int) -> dict[str, str]:
     found = figures(run)
     first = {name: found[name] for name in FIRST if name in found}
     cells = {"": run.name[-width:], **first, " ": "", **found}
-    for metric in METRICS:
+    for metric in metrics_of(run):
         past = run.values(metric.key)
         if past:
             newest = f"{cells[metric.name]:<14}"

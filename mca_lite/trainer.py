@@ -120,6 +120,9 @@ class McaTrainer(OtherNames):
     _sent: SentNumbers | None = None  # the Numbers of the current step in train()
     answers: Any = None  # set by tool_generation.Answers, for predict_with_generate
     _loss_of_logits: Any = None  # a subclass's method: loss_tokens.Logits -> losses per token
+    around_loss: Any = None  # a part's function: (batch, loss_func, output) -> loss_func(output)
+    # what the last loss summed: (labels, losses per token), or (True or 1 where it counts, losses)
+    terms: Any = None
 
     def __init__(
         self,
@@ -312,6 +315,7 @@ class McaTrainer(OtherNames):
         With multi-token prediction, labels are batch.Targets, losses [b, s, 1 + layers], and
         "mtp_loss" is another metric.
         """
+        self.terms = (labels, losses)
         return sum_losses(self.backend, labels, losses)
 
     def _count_of_loss(self, batch: dict[str, Any]) -> float:

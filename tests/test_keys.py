@@ -499,6 +499,7 @@ SHOWN_BY = {
         "test_trainer_evaluation.py::"
         "test_evaluation_alone_gives_what_the_end_of_training_gave_and_exports_nothing",
     ),
+    "log_each_dataset": "test_log_each_dataset.py::test_each_loss_is_that_of_its_dataset_by_hand",
     **dict.fromkeys(
         "do_predict predict_with_generate max_new_tokens generation_num_samples".split(),
         "test_predict.py::test_do_predict_writes_each_sample_of_the_evaluation_sets_once",

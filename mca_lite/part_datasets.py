@@ -1,0 +1,105 @@
+"""The training loss of each dataset, beside that of all: the key `log_each_dataset`.
+
+A sample has its dataset's index, and a loss its terms: those of tokens, pairs or answers. Terms are
+summed by index in (sum, count) pairs like every metric, so all layouts give the same means.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from .args_rules import name_of_set
+from .batch import Targets, in_documents, real_documents
+from .callbacks import TrainerCallback
+from .data_batches import Stream, View, documents_of, with_samples
+from .errors import expect
+from .files import IGNORE_INDEX
+from .parallel import to_device
+from .tables import COLUMNS, Column
+
+COLUMN = "dataset_index"
+
+
+class Numbered(View):
+    """A view of a TokenDataset whose documents have the index of their dataset."""
+
+    def __init__(self, dataset: Any) -> None:
+        super().__init__(dataset)
+        self.numbers = np.searchsorted(dataset.ends, dataset.indices, side="right")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["dataset"], name)
+
+    def __getitem__(self, i: int) -> list[dict[str, Any]]:
+        of_set = {COLUMN: int(self.numbers[i])}
+        return [{**document, **of_set} for document in documents_of(self.dataset[i])]
+
+
+class EachDataset(TrainerCallback):
+    """Adds the metric loss/<name> of each dataset to a trainer.
+
+    data: the run's DatasetBundle, whose training set gets the indices, in place. names: the
+    datasets; a file is named by its stem, unless two have the same.
+    """
+
+    def __init__(self, data: Any, names: list[str]) -> None:
+        stems = [name_of_set(name) for name in names]
+        names = stems if len({*stems}) == len({*names}) else names
+        self.keys = [f"loss/{name}" for name in names]
+        COLUMNS[COLUMN] = Column("sample", "int64", given_by=("sample", "collator"))
+        if isinstance(data.train, Stream):
+            stream: Any = data.train
+            _ = stream.identity  # kept from now on: what is logged does not change the data
+            for number, reader in enumerate(stream.readers):
+                reader.columns[COLUMN] = number
+        elif data.train is not None:
+            data.train = with_samples(data.train, Numbered)
+
+    def on_init_end(  # type: ignore[override]
+        self, args: Any, state: Any, control: Any, trainer: Any, **kwargs: Any
+    ) -> None:
+        trainer.metrics_keys = list(dict.fromkeys([*trainer.metrics_keys, *self.keys]))
+        trainer.around_loss = functools.partial(self._measured, trainer)
+
+    def _measured(
+        self, trainer: Any, batch: dict[str, Any], loss_func: Callable[..., Any], output: Any
+    ) -> tuple[Any, ...]:
+        """loss_func(output), with the (sum, count) of each dataset among its metrics."""
+        trainer.terms = None
+        total, count, metrics = loss_func(output)
+        expect(
+            trainer.terms is not None,
+            "log_each_dataset needs the terms of the loss, and _post_compute_loss of "
+            f"{type(trainer).__name__} does not call that of its base: set log_each_dataset: false",
+        )
+        sums = self._sums(trainer.backend, batch, *trainer.terms)
+        for key in self.keys:
+            of_sets = [sums[i] for i, name in enumerate(self.keys) if name == key]
+            metrics[key] = torch.stack(of_sets).sum(0).float()
+        return total, count, metrics
+
+    def _sums(
+        self, backend: Any, batch: dict[str, Any], labels: Any, losses: torch.Tensor
+    ) -> torch.Tensor:
+        """float64 [datasets, 2]: sum and count of the terms of each, for this rank. Zeros for
+        samples without an index, as those of an evaluation. labels, losses: see McaTrainer.terms.
+        """
+        if isinstance(labels, Targets):
+            labels = labels.labels
+            losses = losses[..., 0]
+        counted = labels != IGNORE_INDEX if labels.dtype == torch.int64 else labels
+        pairs = torch.stack([losses.detach() * counted, counted]).double()
+        if COLUMN not in batch:
+            return pairs.new_zeros(len(self.keys), 2)
+        ranks, rank, *_ = backend.context_parallel
+        if losses.dim() > 1:  # of tokens
+            real = to_device(real_documents(batch).nonzero()[:, 0], pairs.device)
+            pairs = in_documents(batch, pairs, ranks).index_select(1, real)
+        else:  # of samples, which context-parallel ranks all have
+            pairs = pairs * (rank == 0)
+        places = torch.arange(len(self.keys), device=pairs.device)
+        is_of = batch[COLUMN] == places[:, None]  # [datasets, samples]
+        return is_of.double() @ pairs.t()
