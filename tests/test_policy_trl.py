@@ -13,10 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from tests.shared import session_tools
-from tests.shared.session_tools import log_probs_of
+from tests.shared.session_tools import padded_columns
 
 pytestmark = [
     pytest.mark.full,
@@ -40,18 +39,7 @@ def loss_of_trl():
 def whole_loss(model, samples, loss_type, temperature=1.0, scale=1.0, **numbers):
     """The loss of all samples as one micro-batch, times scale."""
     compute, off_policy_mask = loss_of_trl()
-    rows = []
-    for sample in samples:
-        logps, entropy = log_probs_of(model, sample, temperature)
-        is_trained = (torch.tensor(sample["labels"]) != -100).float()
-        names = ("old_logp", "ref_logp", "sampler_weight", "advantage")
-        columns = [torch.tensor(sample[name]).expand(len(logps)) for name in names]
-        rows.append([x.nan_to_num() for x in (logps, entropy, is_trained, *columns)])
-    width = max(len(row[0]) for row in rows)
-    p, h, mask, o, q, w, a = (
-        torch.stack([F.pad(x, (0, width - len(x))) for x in column])
-        for column in zip(*rows, strict=True)
-    )
+    p, h, mask, o, q, w, a = padded_columns(model, samples, temperature)
     args = SimpleNamespace(
         delta=None, use_bias_correction_kl=True, sapo_temperature_pos=1.0,
         sapo_temperature_neg=1.05, steps_per_generation=1,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from tests.shared import tiny, world
 from tests.shared.layouts import CP2, DIST_OPT, OVERLAP, PP2, TP2_SP, VPP2
@@ -42,6 +43,19 @@ def log_probs_of(model, sample: dict, temperature: float = 1.0) -> tuple:
     labels = torch.tensor(sample["labels"])
     of_labels = whole.gather(1, labels.clamp(min=0)[:, None])[:, 0]
     return of_labels.masked_fill(labels == -100, 0.0), -(whole.exp() * whole).sum(-1)
+
+
+def padded_columns(model, samples: list[dict], temperature: float = 1.0) -> tuple:
+    """(log p, entropy, 1 for trained tokens, o, q, sampler_weight, A), each [samples, n] with zeros
+    after a sample, as other trainers pass them to their losses."""
+    rows = []
+    for sample in samples:
+        logps, entropy = log_probs_of(model, sample, temperature)
+        is_trained = (torch.tensor(sample["labels"]) != -100).float()
+        names = ("old_logp", "ref_logp", "sampler_weight", "advantage")
+        columns = [torch.tensor(sample[name]).expand(len(logps)) for name in names]
+        rows.append([x.nan_to_num() for x in (logps, entropy, is_trained, *columns)])
+    return tuple(pad_sequence(list(column), True) for column in zip(*rows, strict=True))
 
 
 def samples_of(model) -> list[dict]:
