@@ -5,6 +5,7 @@ CONFIG ?= configs/sft.yaml
 NPROC ?= 2
 ARGS ?=
 VERSION ?= 0.19.2
+REPOSITORY ?=
 
 BIN := .venv/bin
 STAMP := .venv/.installed
@@ -15,17 +16,34 @@ export OMP_NUM_THREADS ?= 1
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: gpu kernels bench-gpu families foreign-keys help install train dpo orpo simpo kto rm distill images quick test test-all test-mcore pythons lint bench chaos fuzz mutations wrong-inputs clean
+.PHONY: docs lock release sbom gpu kernels bench-gpu families foreign-keys help install train dpo orpo simpo kto rm distill images quick test test-all test-mcore pythons lint bench chaos fuzz mutations wrong-inputs clean
 
 help:  ## this list
 	@grep -hE '^[a-z -]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 install: $(STAMP)  ## set up .venv (PYTHON=python3.12 picks the interpreter)
 
-$(STAMP): setup.cfg pyproject.toml constraints.txt
+# torch has no hash: its wheel differs by platform and index
+$(STAMP): setup.cfg pyproject.toml constraints.txt requirements.lock
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install -c constraints.txt -e '.[test,plot,parquet]'
+	$(BIN)/python -m pip install --no-deps --require-hashes -r requirements.lock
+	$(BIN)/python -m pip install -c constraints.txt torch
+	$(BIN)/python -m pip install --no-deps --no-build-isolation -e .
 	@touch $@
+
+lock: $(STAMP)  ## write requirements.lock, with hashes, from setup.cfg and constraints.txt
+	$(BIN)/python -m pip install uv
+	$(BIN)/python -m tests.tools.lock
+
+sbom: $(STAMP)  ## print the software bill of materials (CycloneDX JSON), from requirements.lock
+	@$(BIN)/python -m tests.tools.lock --sbom
+
+release: $(STAMP)  ## all checks of a release, then dist/: REPOSITORY=https://host/owner/name ARGS="build train" for some steps
+	REPOSITORY=$(REPOSITORY) $(BIN)/python -m tests.tools.release $(ARGS)
+
+docs: $(STAMP)  ## the public names' docstrings as pages, into build/docs
+	$(BIN)/python -m pip install -c constraints.txt -e '.[docs]'
+	$(BIN)/python -m tests.tools.docs
 
 train: $(STAMP)  ## train: CONFIG=configs/sft.yaml NPROC=2 ARGS="learning_rate=1e-3 max_steps=50"
 	$(BIN)/torchrun --standalone --local_addr 127.0.0.1 --nproc_per_node $(NPROC) train.py $(CONFIG) $(ARGS)

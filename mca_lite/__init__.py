@@ -7,7 +7,7 @@ from importlib import import_module
 
 from .parts import check_module, missing_modules
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOME = {
     "ArgumentGroup": "args_values",
