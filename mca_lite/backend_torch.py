@@ -352,7 +352,7 @@ class TorchBackend(Backend):
         Raises ValueError for stacked experts whose gate and up rows alternate."""
         family = FAMILIES.get(self.model.config.model_type)
         expect(
-            family is None or not family.stacked_experts,
+            family is None or family.stacked_experts != "in_turns",
             f"optim: {self.args.optim} on plain torch has no way to take the stacked experts of "
             f"{self.model.config.model_type} apart: set use_mca: true, or optim: adam",
         )

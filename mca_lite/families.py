@@ -480,7 +480,7 @@ FAMILIES |= {
         "hidden_act swiglu_alpha",
         has_windows=True,
         derived=_gpt_oss,
-        stacked_experts=True,
+        stacked_experts="in_turns",
     ),
 }
 

@@ -443,8 +443,9 @@ class Family:
     older_names: bool = False
     # True if heads in layers with a window have other sizes (transformers' per_layer_config)
     sizes_differ: bool = False
-    # True if files have a layer's experts in one tensor, in bf16 or MXFP4 (TENSOR_FORMATS)
-    stacked_experts: bool = False
+    # how files without a source of their own have a layer's experts in one tensor: "rows", or
+    # "in_turns" (always, in bf16 or MXFP4); part_stacked.py has these formats
+    stacked_experts: str = ""
     # part of a module name in transformers -> the same part in files (as in its
     # conversion_mapping.py)
     renamed: dict[str, str] = field(default_factory=dict)
@@ -484,7 +485,7 @@ class Family:
         method = values.get("quant_method")
         if method == "bitsandbytes":
             return values.get("bnb_4bit_quant_type") == "nf4" and bool(values.get("load_in_4bit"))
-        return self.stacked_experts and method == "mxfp4"
+        return self.stacked_experts == "in_turns" and method == "mxfp4"
 
     def check(self, hf: Any, origin: str) -> None:
         """Raise ConfigError for unsupported values in a model's transformers config. origin: the

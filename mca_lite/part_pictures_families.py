@@ -55,6 +55,18 @@ FAMILIES["qwen3_vl"] = _with_pictures(
     has_windows=False,
     derived=lambda hf: _sections(hf, (24, 20, 20)),
 )
+_EXPERTS = FAMILIES["qwen3_moe"]
+FAMILIES["qwen3_vl_moe"] = _with_pictures(
+    _EXPERTS,
+    constants={
+        **_EXPERTS.constants,
+        **FAMILIES["qwen3_vl"].constants,
+        "moe_router_norm_topk_prob": True,
+    },
+    has_windows=False,
+    derived=lambda hf: {**_EXPERTS.derived(hf), **_sections(hf, (24, 20, 20))},
+    stacked_experts="rows",
+)
 for _name in ("qwen3_5", "qwen3_5_moe"):
     _text = FAMILIES[f"{_name}_text"]
     FAMILIES[_name] = _with_pictures(

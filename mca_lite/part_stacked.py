@@ -1,16 +1,20 @@
 """Files that store a layer's experts in one tensor: read and written here as if experts were stored
 singly.
 
-gpt_oss, with biases:
+in_turns (gpt_oss), with biases:
 
     gate_up_proj [E, h, 2 f]   transposed for x W; column 2 i is row i of gate, column 2 i + 1 row i
     down_proj [E, f, h]        of up
     gate_up_proj_bias [E, 2 f], down_proj_bias [E, h]
 
-Other families (qwen3_5_moe):
+rows (qwen3_5_moe, and qwen3_vl_moe as transformers saves it):
 
     gate_up_proj [E, 2 f, h]   the rows of gate before those of up
     down_proj [E, h, f]
+
+columns (qwen3_vl_moe on the hub): rows, transposed for x W
+
+    gate_up_proj [E, h, 2 f], down_proj [E, f, h]
 
 In MXFP4 a matrix consists of gate_up_proj_blocks [E, 2 f, h / 32, 16], two 4-bit values per byte,
 and gate_up_proj_scales [E, 2 f, h / 32], an exponent per 32 values; rows are outputs. They are read
@@ -163,10 +167,24 @@ class ExpertSlice:
         return self.stack.read(self.expert, slice(rows.start, rows.stop), *bounds[1:])[::step]
 
 
-def unstacked(slices: dict[str, Any]) -> dict[str, Any]:
+def format_of(slices: dict[str, Any]) -> str:
+    """The format in which files stack experts: "in_turns", "rows" or "columns"."""
+    first = next(match for name in slices if (match := _STACKED.fullmatch(name)))[1]
+    gate_up, down = (first + stack for stack in _PARTS)
+    if f"{gate_up}_bias" in slices:
+        return "in_turns"
+    if not slices.keys() >= {gate_up, down}:
+        return "rows"
+    sizes = (list(slices[name].get_shape()) for name in (gate_up, down))
+    (*_, last), (_, f, _) = sizes
+    return "columns" if last == 2 * f else "rows"
+
+
+def unstacked(slices: dict[str, Any], form: str) -> dict[str, Any]:
     """{name: safetensors slice} with an ExpertSlice per expert instead of each stacked tensor.
-    ValueError if blocks lack their scales, or the shapes differ.
+    form: that of format_of. ValueError if blocks lack their scales, or the shapes differ.
     """
+    in_turns = form == "in_turns"
     singles = {}
     for name, stored in slices.items():
         match = _STACKED.fullmatch(name)
@@ -174,8 +192,7 @@ def unstacked(slices: dict[str, Any]) -> dict[str, Any]:
         if match is None:
             singles[name] = stored
             continue
-        in_turns = f"{prefix}{stack}_bias" in slices
-        whole: Any = _Matrices(stored) if in_turns else _Rows(stored)
+        whole: Any = _Rows(stored) if form == "rows" else _Matrices(stored)
         if suffix == "_bias":
             whole = _Biases(stored)
         elif suffix == "_blocks":
@@ -213,12 +230,12 @@ def _scales_of(name: str, slices: dict[str, Any]) -> Any:
 
 
 def stacked(
-    tensors: Iterable[tuple[str, torch.Tensor]], in_turns: bool, names: Container[str] | None = None
+    tensors: Iterable[tuple[str, torch.Tensor]], form: str, names: Container[str] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor), with consecutive single-expert tensors joined into stacked ones.
 
-    in_turns: True for gpt_oss's format. names: the stacked tensors to make; None: all. Host memory:
-    two stacked tensors.
+    form: that of format_of. names: the stacked tensors to make; None: all. Host memory: two
+    stacked tensors.
     """
     for name, group in itertools.groupby(tensors, lambda pair: stack_of(pair[0])):
         if name is None or names is not None and name not in names:
@@ -227,10 +244,10 @@ def stacked(
         whole = torch.stack([tensor for _, tensor in group])
         step = len(_PARTS[name.rpartition(".")[2].removesuffix("_bias")])
         whole = whole.unflatten(0, (-1, step))
-        if in_turns:
+        if form == "in_turns":
             whole = whole.transpose(1, 2)
         whole = whole.flatten(1, 2)
-        yield name, whole.mT.contiguous() if in_turns and whole.dim() == 3 else whole
+        yield name, whole.mT.contiguous() if form != "rows" and whole.dim() == 3 else whole
 
 
 def stack_of(name: str) -> str | None:

@@ -172,8 +172,8 @@ _IN_BLOCK = re.compile(r"(\.layers\.\d+\.)mlp\.")
 
 
 def _is_stacked(model_type: str | None) -> bool:
-    """True for a family whose files store a layer's experts in one tensor."""
-    return model_type in FAMILIES and FAMILIES[model_type].stacked_experts
+    """True for a family whose modules store a layer's experts as files do, gate and up in turns."""
+    return model_type in FAMILIES and FAMILIES[model_type].stacked_experts == "in_turns"
 
 
 def _stacked_experts() -> Any:
@@ -283,7 +283,7 @@ class SafetensorsSource:
 
     is_older: True if the files use older names.
     stored: the names in the files.
-    has_stacks: True if the files stack experts.
+    format: how the files stack experts (part_stacked.format_of), "" if they do not.
     """
 
     def __init__(self, model_name_or_path: str):
@@ -292,8 +292,11 @@ class SafetensorsSource:
         if any(".quant_state.bitsandbytes" in name for name in in_files):
             in_files = function_of("part_quantised_files:unpacked")(in_files)
         self.stored = in_files.keys()
-        self.has_stacks = any(map(_STACKED.fullmatch, in_files))
-        self._slices = _stacked_experts().unstacked(in_files) if self.has_stacks else in_files
+        self.format = ""
+        self._slices = in_files
+        if any(map(_STACKED.fullmatch, in_files)):
+            self.format = _stacked_experts().format_of(in_files)
+            self._slices = _stacked_experts().unstacked(in_files, self.format)
         self.is_older = is_older(self._slices)
         if self.is_older:
             self._slices = {newer_name(name): part for name, part in self._slices.items()}
@@ -699,10 +702,11 @@ def in_words_of(
     """
     original = original_of(source)
     family = FAMILIES.get(str(hf_config.get("model_type")))
-    if family is not None and family.stacked_experts:
-        tensors = _stacked_experts().stacked(tensors, in_turns=True)
-    elif original is not None and original.has_stacks:
-        tensors = _stacked_experts().stacked(tensors, in_turns=False, names=original.stored)
+    form, names = "" if family is None else family.stacked_experts, None
+    if form != "in_turns" and original is not None:
+        form, names = original.format, original.stored
+    if form:
+        tensors = _stacked_experts().stacked(tensors, form, names)
     older = family is not None and family.older_names
     if original is not None:
         older = original.is_older

@@ -543,8 +543,8 @@ def test_a_residual_is_compiled_on_a_gpu_where_it_has_dropout(keys, fused, monke
 
 PICTURES = dict(vision_config={}, text_config={})
 NO_MEDIA = (
-    "of models with images, audio or video qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_5_moe, qwen3_vl "
-    "are trained here"
+    "of models with images, audio or video qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_5_moe, qwen3_vl, "
+    "qwen3_vl_moe are trained here"
 )
 PLAIN = "use_mca: false"
 ALONE = "its language model, saved alone as "
@@ -603,5 +603,5 @@ def test_auto_config_says_which_images_are_not_trained(tmp_path):
     from transformers import Glm4vConfig
 
     Glm4vConfig().save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="qwen3_5_moe, qwen3_vl are trained here"):
+    with pytest.raises(ConfigError, match="qwen3_vl, qwen3_vl_moe are trained here"):
         AutoConfig.from_pretrained(str(tmp_path))

@@ -97,6 +97,7 @@ def bases() -> dict[str, list]:
     dense = dict(mlp_only_layers=[0])
     configs += [tiny_moe.hf_config(name, **dense) for name in ("qwen2_moe", "qwen3_next")]
     configs += [pictures.hf_config(name) for name in pictures.FAMILIES]
+    configs += [pictures.hf_config("qwen3_vl_moe", **dense)]
     window |= dict(max_window_layers=2)
     configs += [pictures.hf_config(name, **window) for name in ("qwen2_vl", "qwen2_5_vl")]
     out: dict[str, list] = {}

@@ -17,7 +17,7 @@ from mca_lite import TrainingArguments, model_config
 from mca_lite.part_pictures_data import rope_positions
 from tests.shared import pictures, tiny, world
 from tests.shared.cells import asked_for, shared_worlds, thinned
-from tests.shared.files import assert_same_bytes, assert_same_tensors, tensors
+from tests.shared.files import assert_same_bytes, assert_same_tensors, changed, tensors
 from tests.shared.held import SavedTensors
 from tests.shared.layouts import (
     CP2,
@@ -88,11 +88,13 @@ def trained(request, paths, tmp_path_factory):
 USUAL = [n for n in LAYOUTS if n not in (*ELSEWHERE, "cp2_packed", "ep2")]
 CELLS = thinned(FAMILIES, USUAL, EVERYWHERE, FEW)
 CELLS += thinned(FAMILIES, ELSEWHERE, [], []) + thinned(FAMILIES, ["cp2_packed"], CUT_ROWS, [])
-CELLS += thinned(["qwen3_5_moe"], ["ep2"], [], [])
+OF_EXPERTS = ["qwen3_vl_moe", "qwen3_5_moe"]
+CELLS += thinned(OF_EXPERTS, ["ep2"], [], [])
 # one layer a stage: refused below
-CELLS = [cell for cell in CELLS if cell.values != ("qwen3_vl", "pp2_vpp2")]
+REFUSED = [("qwen3_vl", "pp2_vpp2"), ("qwen3_vl_moe", "pp2_vpp2")]
 # experts and tensor parallelism need sequence parallelism
-CELLS = [c for c in CELLS if c.values not in (("qwen3_5_moe", "tp2"), ("qwen3_5_moe", "tp2pp2"))]
+REFUSED += [(name, layout) for name in OF_EXPERTS for layout in ("tp2", "tp2pp2")]
+CELLS = [cell for cell in CELLS if cell.values not in REFUSED]
 
 
 @pytest.mark.parametrize("case, layout", CELLS)
@@ -157,7 +159,31 @@ def spelled(paths, tmp_path_factory) -> dict[str, str]:
     others = {f"{n} renamed": pictures.renamed(paths[n], folder / n) for n in named_twice}
     tied = pictures.save_model(folder / "tied", "qwen2_5_vl", tied=True)
     hub = pictures.flat(tied, folder / "hub")
-    return {**paths, **others, "tied": tied, "hub": hub}
+    columns = changed(paths["qwen3_vl_moe"], folder / "columns", transpose_experts)
+    return {**paths, **others, "tied": tied, "hub": hub, "columns": columns}
+
+
+def transpose_experts(values: dict) -> None:
+    """The experts of a model as qwen3_vl_moe's files on the hub have them."""
+    for name in values:
+        if ".mlp.experts." in name:
+            values[name] = values[name].mT.contiguous()
+
+
+def test_experts_of_the_hub_are_read_as_transformers_reads_them(spelled):
+    from mca_lite.weights_files import SafetensorsSource
+
+    rows, columns = (SafetensorsSource(spelled[name]) for name in ("qwen3_vl_moe", "columns"))
+    assert (rows.format, columns.format) == ("rows", "columns")
+    assert rows.names() == columns.names()
+    for name in rows.names():
+        assert rows.read(name).equal(columns.read(name)), name
+    ours, theirs = (
+        AutoModelForImageTextToText.from_pretrained(spelled[name]).state_dict()
+        for name in ("qwen3_vl_moe", "columns")
+    )
+    for name, tensor in ours.items():
+        assert tensor.equal(theirs[name]), name
 
 
 def exported(paths: dict, out: str, **keys) -> None:

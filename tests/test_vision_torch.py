@@ -57,8 +57,8 @@ PARTS = {
     ),
 }
 CASES = {f"{family}-{part}": (family, part) for family in FAMILIES for part in PARTS}
-# of these two the others show what those of qwen3_vl do
-FEWER = ("qwen3_5", "qwen3_5_moe")
+# of these the others show what those of qwen3_vl do
+FEWER = ("qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 CASES = {
     case: (family, part)
     for case, (family, part) in CASES.items()

@@ -39,6 +39,17 @@ FAMILIES = {
         ),
     ),
 }
+# sizes that tell a matrix of experts from its transpose
+FAMILIES["qwen3_vl_moe"] = (
+    dict(
+        FAMILIES["qwen3_vl"][0],
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=12,
+        router_aux_loss_coef=0.0,
+    ),
+    FAMILIES["qwen3_vl"][1],
+)
 _QWEN3_TOWER = {k: v for k, v in FAMILIES["qwen3_vl"][1].items() if k != "deepstack_visual_indexes"}
 DELTA_ROPE = {**ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
 FAMILIES["qwen3_5"] = (dict(tiny.DELTA, rope_parameters=DELTA_ROPE), _QWEN3_TOWER)
