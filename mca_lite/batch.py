@@ -330,9 +330,17 @@ def check_pack_seq_aligned(attention_mask: torch.Tensor, align_size: int) -> boo
 
 # -- a row on a rank
 
-# varlen_of_graph rounds its sizes up to multiples of these
+# the smallest sizes of varlen_of_graph
 GRAPH_DOCUMENTS = 16
 GRAPH_LENGTH = 256
+
+
+def _rounded(size: int, least: int) -> int:
+    """`size` rounded up to least * 1, 1.5, 2, 3, 4, 6, 8, ..."""
+    above = least
+    while above < size:
+        above *= 2
+    return max(least, above * 3 // 4) if above * 3 // 4 >= size else above
 
 
 @dataclass(eq=False)  # compared by identity, as a key of caches
@@ -392,9 +400,9 @@ class RowLayout:
         """(cu_seqlens int32, longest) of a row in order, both rounded up: empty documents are added
         at the end. So a kernel compiled for one shape serves many rows."""
         count = len(self.borders) - 1
-        more = -count % GRAPH_DOCUMENTS
+        more = _rounded(count, GRAPH_DOCUMENTS) - count
         borders = torch.cat((self.borders, self.borders[-1:].expand(more)))
-        return borders, self.longest + -self.longest % GRAPH_LENGTH
+        return borders, _rounded(self.longest, GRAPH_LENGTH)
 
 
 def _borders(lengths: torch.Tensor) -> torch.Tensor:

@@ -9,12 +9,15 @@ al. 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context"
 
 import functools
 import importlib.util
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
+from . import parallel
+from .batch import row_layout
 from .kernels import compiles, first_line, fused, works
 
 # from this many query elements on, cuDNN saves the GPU more time than its call costs the host
@@ -127,20 +130,66 @@ def packed_by_cudnn(
     the whole row, in its order. scale: None for d^-0.5. window: how many keys a query sees, its own
     token's included; None: all.
     """
-    borders, longest = layout.varlen_of_graph
-    out, _ = torch.ops.cudnn.sdpa_fwd(
-        q,
-        k,
-        v,
-        scale or q.shape[-1] ** -0.5,
-        is_causal=True,
-        window_left=window or -1,
-        cu_seqlens_q=borders,
-        cu_seqlens_kv=borders,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
+    heads = q, k, v
+    keys = dict(attn_scale=scale or q.shape[-1] ** -0.5, is_causal=True, window_left=window or -1)
+    kind = *((x.shape[1:], x.stride(), x.dtype) for x in heads), *keys.values()
+    if kind not in planned_kinds:
+        planned_kinds.add(kind)
+        for sizes in foreseen_sizes:
+            _plan(heads, keys, *sizes)
+    return _by_frontend(heads, keys, *layout.varlen_of_graph)
+
+
+def _by_frontend(
+    heads: Sequence[torch.Tensor], keys: dict[str, Any], borders: torch.Tensor, longest: int
+) -> torch.Tensor:
+    """Call the operator; borders and longest: of RowLayout.varlen_of_graph."""
+    sizes = dict(cu_seqlens_q=borders, cu_seqlens_kv=borders)
+    sizes |= dict(max_seqlen_q=longest, max_seqlen_kv=longest)
+    return torch.ops.cudnn.sdpa_fwd(*heads, **keys, **sizes)[0]
+
+
+# (tokens, documents, longest) of a run's first packed rows, as varlen_of_graph rounds them; and the
+# kinds of heads whose graphs for these sizes were built
+foreseen_sizes: list[tuple[int, int, int]] = []
+planned_kinds: set[tuple[Any, ...]] = set()
+ROWS_FORESEEN = 64
+
+
+def foresee(rows: Iterator[dict[str, Any]]) -> None:
+    """Note the sizes of this rank's first packed rows, so that the first attention builds the cuDNN
+    graphs for all of them, 0.05 s each, and no later step does. rows: arranged micro-batches; they
+    are read only where the graphs will be used.
+    """
+    foreseen_sizes.clear()
+    planned_kinds.clear()
+    device = parallel.device()
+    if device.type == "cuda" and has_frontend(device):
+        foreseen_sizes.extend(dict.fromkeys(first_sizes(rows)))
+
+
+def first_sizes(rows: Iterator[dict[str, Any]]) -> Iterator[tuple[int, int, int]]:
+    """Yield (tokens, documents, longest document) of the first ROWS_FORESEEN packed rows, rounded
+    as varlen_of_graph rounds them."""
+    for row in itertools.islice(rows, ROWS_FORESEEN):
+        layout = row_layout(row["cu_seqlens"], 1, 0, torch.device("cpu"))
+        borders, longest = layout.varlen_of_graph
+        yield row["input_ids"].shape[1], len(borders) - 1, longest
+
+
+def _plan(
+    heads: Sequence[torch.Tensor], keys: dict[str, Any], tokens: int, documents: int, longest: int
+) -> None:
+    """Build the graphs of both passes, for tensors like `heads` in another row, by running them."""
+    like = (
+        torch.empty_strided((tokens, *x.shape[1:]), x.stride(), dtype=x.dtype, device=x.device)
+        for x in heads
     )
-    return out
+    rows = [x.zero_().requires_grad_() for x in like]
+    ends = torch.arange(documents + 1, dtype=torch.int32, device=heads[0].device)
+    with torch.enable_grad():
+        out = _by_frontend(rows, keys, (ends * longest).clamp(max=tokens), longest)
+        torch.autograd.grad(out, rows, torch.zeros_like(out))
 
 
 # While a context of part_long is open, its function is here: called with a kernel and the kernel's

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, cast
 import numpy as np
 import torch
 
-from . import ckpt, ckpt_folder, mcore, parallel, watchdog
+from . import ckpt, ckpt_folder, mcore, parallel, parts, watchdog
 from .backend import mean_of
 from .backend_megatron import MegatronBackend
 from .backend_torch import TorchBackend
@@ -59,6 +59,7 @@ from .step import (
     save_model,
     save_tokenizer,
     sum_losses,
+    to_length,
     use_loss,
 )
 from .tables import other_columns
@@ -213,6 +214,8 @@ class McaTrainer(OtherNames):
         batches = None
         self.notify("on_train_begin")
         self._agree()
+        if self.args.sequence_packing and (cudnn := parts.module_of("part_cudnn")):
+            cudnn.foresee(self.look_ahead(plan))
         while not (self.state.is_over or self.control.should_training_stop):
             epoch, step = divmod(self.state.position, plan.steps_per_epoch)
             epoch_begins = batches is None or step == 0
@@ -427,6 +430,20 @@ class McaTrainer(OtherNames):
         filled = math.ceil(plan.num_samples_of(step) / plan.micro_batch_size)
         self.backend.weigh_micro_batches(batches, filled)
         return batches, row_length(batches[0]), numbers
+
+    def look_ahead(self, plan: BatchPlan) -> Iterator[dict[str, Any]]:
+        """Yield this rank's next arranged micro-batches of this epoch, each padded by itself, and
+        change no state. Yields none if data might change by being read twice, and no pictures.
+        """
+        samples = self.train_dataset
+        is_same = isinstance(samples, list) or hasattr(samples_of(samples), "document_lengths")
+        if not is_same or type(self.data_collator) is not Collator or self.limits.has_inputs:
+            return
+        epoch, first = divmod(self.state.position, plan.steps_per_epoch)
+        loader = make_loader(samples, self.data_collator, plan, epoch, first, epoch + 1)
+        for batch in loader:
+            [checked] = self._checked([batch])
+            yield to_length(self.backend, self._arrange(checked))
 
     def _checked(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Check the data collator's batches -> the batches. ValueError for wrong shapes, ids or

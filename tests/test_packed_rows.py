@@ -250,10 +250,16 @@ def test_borders_for_a_graph_are_rounded_up_by_empty_documents():
     row = packed_row((0, 4, 261), 1, 0, torch.device("cpu"))
     borders, longest = row.layout.varlen_of_graph
     assert borders.tolist() == [0, 4, *[261] * 15] and borders.dtype == torch.int32
-    assert longest == 512
+    assert longest == 384
     row = packed_row(tuple(range(0, 17 * 8, 8)), 1, 0, torch.device("cpu"))  # 16 documents
     borders, longest = row.layout.varlen_of_graph
     assert borders.tolist() == list(range(0, 17 * 8, 8)) and longest == 256
+    row = packed_row(tuple(range(0, 50 * 600, 600)), 1, 0, torch.device("cpu"))
+    borders, longest = row.layout.varlen_of_graph
+    assert len(borders) == 65 and longest == 768
+    row = packed_row(tuple(range(0, 49 * 520, 520)), 1, 0, torch.device("cpu"))
+    borders, longest = row.layout.varlen_of_graph
+    assert len(borders) == 49 and longest == 768
 
 
 @pytest.mark.parametrize("window", [None, 3])
