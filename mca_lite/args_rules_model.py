@@ -19,9 +19,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from .errors import Judge, Keys, Rule
-from .families import FAMILIES, check_type, prediction_of
+from .families import FAMILIES, check_type
 from .families_rows import Family
-from .parts import absent_rows, need_of
+from .parts import absent_rows, module_of, need_of
 
 # (smallest, largest) value -> the fields of config.json with these limits
 _COUNTS = {
@@ -77,8 +77,6 @@ _OF_EXPERTS: dict[str, tuple] = {
     "moe_shared_expert_overlap": (False,),
     "moe_permute_fusion": (False,),
 }
-# keys for multi-token prediction
-_OF_PREDICTION: dict[str, tuple] = {"mtp_num_layers": (0, None), "mtp_loss_scaling_factor": (0.1,)}
 
 
 def numbers_of(values: dict[str, Any]) -> SimpleNamespace:
@@ -140,7 +138,8 @@ def check_model(m: Keys, a: Keys, judge: Judge, te_works: bool | None = None) ->
         _check_experts(m, a, judge)
     else:
         _check_unused(_OF_EXPERTS, "the model has no experts", a, judge)
-    _check_prediction_layers(m, a, judge)
+    if of_mtp := module_of("part_mtp_rows"):
+        of_mtp.check(m, a, judge)
     if a.fp8:
         _check_fp8(m, a, judge)
     if m.num_layers:
@@ -230,26 +229,6 @@ def _check_experts(m: Keys, a: Keys, judge: Judge) -> None:
 def _check_unused(keys: dict[str, tuple], reason: str, a: Keys, judge: Judge) -> None:
     for key, plain in keys.items():
         judge.expect(getattr(a, key) in plain, key, reason, f"{key} left out")
-
-
-def _check_prediction_layers(m: Keys, a: Keys, judge: Judge) -> None:
-    having = {name: family.prediction for name, family in FAMILIES.items() if family.prediction}
-    if _family_of(m) is not None and m.hf_model_type not in having:
-        reason = f"{m.hf_model_type} has no layers for multi-token prediction"
-        _check_unused(_OF_PREDICTION, f"{reason} ({', '.join(having)} have)", a, judge)
-    is_numbered = prediction_of(m.hf_model_type).is_numbered
-    judge.expect(
-        is_numbered or (a.mtp_num_layers or 0) < 2,
-        "mtp_num_layers",
-        f"files of {m.hf_model_type} have one layer for multi-token prediction",
-        "mtp_num_layers: 1",
-    )
-    judge.expect(
-        not (is_numbered and a.mtp_num_layers and m.tie_embeddings_and_output_weights),
-        "mtp_num_layers",
-        f"it is not supported for a {m.hf_model_type} model whose embedding is its head",
-        "mtp_num_layers: 0",
-    )
 
 
 def _check_fp8(m: Keys, a: Keys, judge: Judge) -> None:

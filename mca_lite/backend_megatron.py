@@ -12,7 +12,7 @@ import torch.distributed as dist
 from . import parallel, weights_convert
 from .args_rules_model import check_gate
 from .backend import Backend, mean_of
-from .batch import Batch, RowLayout, Targets, model_columns, row_layout, to_rank
+from .batch import Batch, RowLayout, model_columns, row_layout, to_rank
 from .ckpt_megatron import MegatronSnapshot, load_megatron, may_rest, owned_parameters
 from .errors import Judge, Keys
 from .families import rows_of
@@ -39,7 +39,7 @@ from .optim import (
     gradient_norm,
     parts_of,
 )
-from .tables import OPTIMIZERS
+from .tables import OPTIMIZERS, function_of
 from .weights_convert import Change
 from .weights_files import NamedTensors, in_words_of
 
@@ -151,9 +151,8 @@ class MegatronBackend(Backend):
         )  # still on the host
         trained = TrainedPlaces.of(inputs["labels"], labels)
         if self.config.mtp_num_layers:
-            inputs["labels"] = Targets.ahead(batch, self.config.mtp_num_layers).to_rank(
-                inputs["labels"], places, device
-            )
+            ahead = function_of("part_mtp:Targets").ahead(batch, self.config.mtp_num_layers)
+            inputs["labels"] = ahead.to_rank(inputs["labels"], places, device)
         return dict(
             inputs,
             trained=trained,

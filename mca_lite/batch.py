@@ -17,7 +17,7 @@ import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -25,7 +25,6 @@ import torch.nn.functional as F
 from torch.nn.utils.rnn import pad_sequence
 
 from .errors import expect
-from .files import IGNORE_INDEX
 from .mcore import PackedSeqParams
 from .parallel import to_device
 from .tables import COLUMNS, is_of_inputs, registered_columns
@@ -238,48 +237,6 @@ def to_rank(
             column = column[..., places]
         columns[name] = to_device(column, device)
     return columns
-
-
-class Targets(NamedTuple):
-    """Labels [b, s], and targets for multi-token prediction, [k, b, s] each: ids, labels and
-    image-feature indices of the tokens 1 to k places ahead in the same document.
-
-    Past the document's end the id is 0, the label IGNORE_INDEX and the index -1. A text token has
-    the index -1.
-    """
-
-    labels: torch.Tensor
-    next_ids: torch.Tensor
-    next_labels: torch.Tensor
-    next_slots: torch.Tensor
-
-    @classmethod
-    def ahead(cls, batch: Batch, count: int) -> "Targets":
-        """Build from whole rows, before context parallelism splits them. count: k."""
-        length = batch["input_ids"].shape[1]
-        cu = torch.tensor(batch.get("cu_seqlens", (0, length)))
-        ends = cu[1:].repeat_interleave(cu.diff())  # where each position's document ends
-        places = torch.arange(length) + torch.arange(1, count + 1)[:, None]  # [k, s]
-        is_beyond = (places >= ends)[:, None]  # [k, 1, s]
-        places = places.clamp(max=length - 1)
-        ids = batch["input_ids"]
-        slots = batch.get("image_slot", torch.full_like(ids, -1))
-        columns = ((ids, 0), (batch["labels"], IGNORE_INDEX), (slots, -1))
-        ahead = (
-            column.cpu()[:, places].transpose(0, 1).masked_fill(is_beyond, filler)  # [k, b, s]
-            for column, filler in columns
-        )
-        return cls(batch["labels"], *ahead)
-
-    def to_rank(
-        self, labels: torch.Tensor, places: torch.Tensor | None, device: torch.device
-    ) -> "Targets":
-        """The targets at this rank's places (None: all) on `device`. labels: already this rank's
-        [b, s]."""
-        ahead = self[1:]
-        if places is not None:
-            ahead = tuple(x[..., places] for x in ahead)
-        return Targets(labels, *(to_device(x, device) for x in ahead))
 
 
 # -- masks and borders, as mcore_adapter has them

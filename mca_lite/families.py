@@ -12,16 +12,14 @@ from typing import Any
 
 from .errors import Judge, expect
 from .families_rows import (
-    AFTER_DECODER,
-    BESIDE_DECODER,
     GELU,
     GEMMA_NORMS,
     GLM4_NORMS,
     HF_LAYERS,
     LAYERS,
     POST_NORMS,
+    PREDICTION_KEY,
     Family,
-    Prediction,
     Row,
     attention,
     attention_of_two_sizes,
@@ -32,10 +30,10 @@ from .families_rows import (
     latent_attention,
     mlp_rows,
     moe_rows,
-    prediction_rows,
     shared_expert_rows,
 )
 from .parts import absent_rows, load, need_of
+from .tables import function_of
 
 # -- shared by several families
 
@@ -286,7 +284,7 @@ FAMILIES: dict[str, Family] = {
         _MOE_CONFIG,
         _MOE,
         derived=_glm4_moe,
-        prediction=AFTER_DECODER,
+        prediction=PREDICTION_KEY,
         partial_rotary=True,
     ),
     "gemma2": Family(
@@ -350,7 +348,7 @@ FAMILIES: dict[str, Family] = {
         {**_MOE, "multi_latent_attention": True},
         "hidden_act attention_bias topk_method=noaux_tc moe_layer_freq scoring_func=sigmoid",
         derived=lambda hf: {**_sigmoid_router(hf), **_latent_fields(hf)},
-        prediction=AFTER_DECODER,
+        prediction=PREDICTION_KEY,
     ),
     "seed_oss": Family(
         dense_rows(bias="add_qkv_bias"),
@@ -407,7 +405,7 @@ FAMILIES |= {
     "glm4_moe_lite": replace(
         _DEEPSEEK_V3, refusals="hidden_act attention_bias first_k_dense_replace"
     ),
-    "solar_open": replace(_GLM4_MOE, prediction=None, partial_rotary=False),
+    "solar_open": replace(_GLM4_MOE, prediction="", partial_rotary=False),
     "youtu": Family(
         decoder_rows(latent_attention(), mlp_rows()),
         _LATENT_CONFIG,
@@ -559,10 +557,10 @@ _QWEN3_NEXT = Family(
     "hidden_act attention_bias",
     derived=lambda hf: {**_sparse_layers(hf), **_linear_layers(hf)},
     partial_rotary=True,
-    prediction=BESIDE_DECODER,
+    prediction=PREDICTION_KEY,
     unused=(r"^mtp\.",),  # transformers does not read them
 )
-_QWEN3_5 = replace(_QWEN3_NEXT, prediction=replace(BESIDE_DECODER, key="mtp_num_hidden_layers"))
+_QWEN3_5 = replace(_QWEN3_NEXT, prediction="mtp_num_hidden_layers")
 _SEPARATE = ("in_proj_qkv in_proj_z in_proj_b in_proj_a", "delta")
 FAMILIES |= {
     "qwen3_next": _QWEN3_NEXT,
@@ -600,14 +598,6 @@ def get_family(model_type: str, values: dict[str, Any] | None = None) -> Family:
     check_type(values or {"model_type": model_type}, judge)
     judge.close()
     return FAMILIES[SAME_AS.get(model_type, model_type)]
-
-
-def prediction_of(model_type: str | None) -> Prediction:
-    """The names of multi-token prediction layers in a model type's files; AFTER_DECODER, the usual
-    names, if its family has none."""
-    family = FAMILIES.get(str(model_type))
-    names = family.prediction if family is not None else None
-    return names or AFTER_DECODER
 
 
 def check_type(values: dict[str, Any], judge: Judge, use_mca: bool = True) -> None:
@@ -668,7 +658,7 @@ def rows_of(model_type: str, config: Any) -> tuple[Row, ...]:
     family = get_family(model_type)
     rows = family.rows
     if getattr(config, "mtp_num_layers", None):
-        rows = (*rows, *prediction_rows(rows, prediction_of(model_type)))
+        rows = (*rows, *function_of("part_mtp_rows:prediction_rows")(rows, model_type))
     present = tuple(row for row in rows if row.is_there(config))
     tensors = getattr(config, "input_tensors", ())
     return _expand(present, getattr(config, "num_moe_experts", None) or 0, tensors)

@@ -3,7 +3,6 @@ made from), its config keys, and refusals of unsupported values. families.py has
 families."""
 
 import functools
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -232,59 +231,7 @@ def decoder_rows(
 
 # their numbers follow those of the decoder's layers in most Hugging Face files
 PREDICTION_LAYERS = "mtp.layers.{}."
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """The names of multi-token prediction layers in Hugging Face's files: the config.json key with
-    their count, the prefix of the decoder layer in each, and the modules next to it."""
-
-    key: str
-    layer: str
-    enorm: str
-    hnorm: str
-    eh_proj: str
-    final_layernorm: str
-
-    @property
-    def is_numbered(self) -> bool:
-        """True if each layer has separate modules, and maybe copies of embedding and head;
-        otherwise there is one layer."""
-        return "{}" in self.layer
-
-
 PREDICTION_KEY = "num_nextn_predict_layers"
-AFTER_DECODER = Prediction(
-    PREDICTION_KEY,
-    HF_LAYERS,
-    enorm=f"{HF_LAYERS}enorm",
-    hnorm=f"{HF_LAYERS}hnorm",
-    eh_proj=f"{HF_LAYERS}eh_proj",
-    final_layernorm=f"{HF_LAYERS}shared_head.norm",
-)
-BESIDE_DECODER = Prediction(
-    PREDICTION_KEY,
-    "mtp.layers.0.",
-    enorm="mtp.pre_fc_norm_embedding",
-    hnorm="mtp.pre_fc_norm_hidden",
-    eh_proj="mtp.fc",
-    final_layernorm="mtp.norm",
-)
-
-
-def prediction_rows(decoder_rows: Iterable[Row], names: Prediction) -> Iterator[Row]:
-    """Yield Rows (megatron name and HF names of a weight) for multi-token prediction layers. Such a
-    layer is a decoder layer with three norms and a projection. decoder_rows: the model's Rows,
-    repeated for decoder layers under the prediction layers' names. names: the HF names."""
-    mca = PREDICTION_LAYERS
-    for module in ("enorm", "hnorm", "final_layernorm"):
-        yield Row(f"{mca}{module}.weight", (f"{getattr(names, module)}.weight",), "copy")
-    yield Row(f"{mca}eh_proj.weight", (f"{names.eh_proj}.weight",), "copy", linear=True)
-    for row in decoder_rows:
-        if row.mca.startswith(LAYERS):
-            hf = tuple(re.sub(r".*layers\.\{}\.", names.layer, name) for name in row.hf)
-            mca_name = row.mca.replace(LAYERS, f"{mca}transformer_layer.")
-            yield replace(row, mca=mca_name, hf=hf)
 
 
 def dense_rows(norms: str = PRE_NORMS, **of_attention: Any) -> tuple[Row, ...]:
@@ -427,8 +374,8 @@ class Family:
     has_windows: bool = False  # in the sliding layers of layer_types; in all layers if it is absent
     # computes fields that depend on several keys
     derived: Callable[[Any], dict[str, Any]] = field(default=lambda hf: {})
-    # names of multi-token prediction layers in checkpoints, if the family has any
-    prediction: Prediction | None = None
+    # the config.json key with the number of multi-token prediction layers, if the family has any
+    prediction: str = ""
     # True if transformers' model reads partial_rotary_factor
     partial_rotary: bool = False
     # part other than the language model -> Hugging Face modules with its weights

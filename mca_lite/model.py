@@ -12,7 +12,6 @@ import torch
 
 from . import parallel, weights_convert
 from .args import TrainingArguments
-from .batch import Targets
 from .ckpt_megatron import DIST_NAME, load_megatron
 from .errors import expect, refuse
 from .families import rows_of
@@ -45,8 +44,9 @@ from .model_config import (
     load_hf_config,
     use_attention_backend,
 )
-from .model_layers import Block, Predictions
+from .model_layers import Block
 from .model_linears import extra_factors
+from .tables import function_of
 from .weights_files import (
     GrownSource,
     InitSource,
@@ -132,7 +132,7 @@ class McaGPTModel(MegatronModule):
     attention_mask: None or the causal mask, bool [b or 1, 1, s, s], True for hidden; any other
     raises ValueError.
     padding_mask: bool [b, s], True for padding, needed on every stage.
-    labels: [b, s], batch.Targets, or None.
+    labels: [b, s], part_mtp.Targets, or None.
     trained: loss_tokens.TrainedPlaces for the labels, or None.
     columns: further model inputs, such as pixels (inputs.Inputs).
 
@@ -175,7 +175,7 @@ class McaGPTModel(MegatronModule):
             self.rotary_pos_emb.inv_freq, _ = rope_frequencies(config)
         self.decoder = Block(config, pre_process, post_process, vp_stage, groups)
         if self.mtp_process:
-            self.mtp = Predictions(config, groups)
+            self.mtp = function_of("part_mtp:Predictions")(config, groups)
         self.output_layer: Any = None
         self.score = None  # the value head, the same on all tensor-parallel ranks
         if post_process and config.has_value_head:
@@ -232,7 +232,7 @@ class McaGPTModel(MegatronModule):
         input_ids: torch.Tensor,
         position_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        labels: torch.Tensor | Targets | None = None,
+        labels: Any = None,
         *,
         trained: TrainedPlaces | None = None,
         padding_mask: torch.Tensor | None = None,
@@ -260,16 +260,9 @@ class McaGPTModel(MegatronModule):
             return self._scores(hidden, self.score)
         if labels is None:
             return self.logits(hidden)
-        if not isinstance(labels, Targets):
-            return self._losses(labels, hidden, trained)
-        losses = [self._losses(labels.labels, hidden, trained)]
-        for layer, ids, next_labels, places in zip(self.mtp.layers, *labels[1:], strict=True):
-            embedded = self.embedding(ids)
-            if place is not None:
-                embedded = place(embedded, places)
-            hidden = layer(embedded, hidden, **shared)
-            losses.append(self._losses(next_labels, hidden, trained))
-        return torch.stack(losses, 2)
+        if isinstance(labels, torch.Tensor):
+            return self.losses(labels, hidden, trained)
+        return self.mtp.losses(self, labels, hidden, trained, place, shared)
 
     def _rotary(
         self, hidden: torch.Tensor | None, packed_seq_params: PackedSeqParams | None
@@ -321,7 +314,7 @@ class McaGPTModel(MegatronModule):
             logits = cap * torch.tanh(logits / cap)
         return logits.transpose(0, 1).contiguous()
 
-    def _losses(
+    def losses(
         self, labels: torch.Tensor, hidden: torch.Tensor, trained: TrainedPlaces | None
     ) -> torch.Tensor:
         """Loss per token: labels [b, s] and decoder output [s, b, h], or [s / tp, b, h] under

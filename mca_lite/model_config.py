@@ -29,7 +29,7 @@ from .args_rules_training import (
     normalise_additional_configs,
 )
 from .errors import Judge, expect, refuse
-from .families import FAMILIES, SAME_AS, get_family, prediction_of
+from .families import FAMILIES, SAME_AS, get_family
 from .families_rows import has_value_head
 from .files import (
     HF_CONFIG_NAME,
@@ -309,11 +309,7 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         check_model(self, self, judge, transformer_engine_works())
         judge.close()
         if self.mtp_num_layers and self.hf_config is not None:
-            # config.json counts the layers in its files: a model drawn from a seed may have more
-            key = prediction_of(self.hf_model_type).key
-            self.hf_config = copy.deepcopy(self.hf_config)
-            text = text_values(self.hf_config)
-            text[key] = max(text.get(key) or 0, self.mtp_num_layers)
+            self.hf_config = function_of("part_mtp_rows:with_count")(self)
 
     def _choose_layers(self, judge: Judge) -> None:
         """Replace transformer_impl "auto" by the choice, in place, and report features that the

@@ -1,20 +1,5 @@
 """The layers of a decoder, built from this package's parts on megatron's tensor-parallel linears,
 or from Transformer Engine's.
-
-Multi-token prediction adds layers one after another; layer k predicts the token k + 1 ahead:
-
-    g_0 = the decoder's output
-    g_k = norm(layer_k(eh_proj [enorm(embedding of the token k ahead); hnorm(g_{k-1})]))
-
-These layers share the model's embedding and output layer. They run on the last pipeline stage,
-which keeps a copy of the embedding. Image features replace embeddings there too. Rotary positions
-are those of g_0's tokens, as in megatron-core and vLLM.
-
-The objective is that of the DeepSeek-V3 report. With N trained tokens of the main loss, it is (sum
-of main losses + mtp_loss_scaling_factor / layers * sum of the prediction losses) / N. N counts the
-whole step if calculate_per_token_loss, else the micro-batch. megatron's module divides by other
-counts, and exchanges tokens between ranks to look ahead; here a batch already includes the
-following tokens (batch.Targets).
 """
 
 import contextlib
@@ -44,7 +29,7 @@ from .mcore import (
     te_checkpoint,
     tensor_parallel,
 )
-from .model_attention import DuplicatedLinear, build_attention, recomputes
+from .model_attention import build_attention, recomputes
 from .model_moe import Mixture, mlp_parts
 from .model_norms import RMSNorm, hidden_norm
 from .parallel import device
@@ -331,68 +316,4 @@ class Block(MegatronModule):
             name = f"{prefix}final_layernorm."
             shared = dict(metadata=metadata, tp_group=self.tp_group)
             state |= sharded_state_dict_default(self.final_layernorm, name, **shared)
-        return state
-
-
-# ---- multi-token prediction
-
-
-class PredictionLayer(MegatronModule):
-    """One layer for multi-token prediction. layer_number counts these layers from 1."""
-
-    def __init__(
-        self, config: TransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection
-    ):
-        super().__init__(config=config)
-        self.layer_number = layer_number
-        self.enorm = hidden_norm(config)
-        self.hnorm = hidden_norm(config)
-        self.eh_proj = DuplicatedLinear(config, 2 * config.hidden_size, config.hidden_size)
-        number = config.num_layers + layer_number
-        self.transformer_layer = build_layer(config, number, pg_collection)
-        self.final_layernorm = hidden_norm(config)
-
-    @property
-    def mtp_model_layer(self) -> Layer:
-        """transformer_layer, under the name used by megatron's schedules since 0.17."""
-        return self.transformer_layer
-
-    def forward(
-        self, embedded: torch.Tensor, hidden_states: torch.Tensor, **shared: Any
-    ) -> torch.Tensor:
-        """embedded: embeddings of the tokens ahead; hidden_states: output of the layer before. Both
-        [s, b, h], or [s / tp, b, h] under sequence parallelism, as is the result. shared: keywords
-        of Layer.forward.
-        """
-
-        def run(embedded: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-            both = torch.cat((self.enorm(embedded), self.hnorm(hidden_states)), -1)
-            hidden_states = self.transformer_layer(self.eh_proj(both), **shared)
-            return self.final_layernorm(hidden_states)
-
-        if self.training and self.config.recompute_granularity == "full":
-            return recomputed(self.config, run, embedded, hidden_states)
-        return run(embedded, hidden_states)
-
-
-class Predictions(MegatronModule):
-    """The layers for multi-token prediction, all on the last pipeline stage."""
-
-    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection):
-        super().__init__(config=config)
-        numbers = range(1, config.mtp_num_layers + 1)
-        self.layers = torch.nn.ModuleList(
-            PredictionLayer(config, number, pg_collection) for number in numbers
-        )
-
-    def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple[Any, ...] = (),
-        metadata: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """megatron's ShardedTensors of all prediction layers, each under its index."""
-        state: dict[str, Any] = {}
-        for i, layer in enumerate(self.layers):
-            state |= layer.sharded_state_dict(f"{prefix}layers.{i}.", (), metadata)
         return state

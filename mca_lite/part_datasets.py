@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from .args_rules import name_of_set
-from .batch import Targets, in_documents, real_documents
+from .batch import in_documents, real_documents
 from .callbacks import TrainerCallback
 from .data_batches import Stream, View, documents_of, with_samples
 from .errors import expect
@@ -87,7 +87,7 @@ class EachDataset(TrainerCallback):
         """float64 [datasets, 2]: sum and count of the terms of each, for this rank. Zeros for
         samples without an index, as those of an evaluation. labels, losses: see McaTrainer.terms.
         """
-        if isinstance(labels, Targets):
+        if not isinstance(labels, torch.Tensor):  # part_mtp.Targets
             labels = labels.labels
             losses = losses[..., 0]
         counted = labels != IGNORE_INDEX if labels.dtype == torch.int64 else labels

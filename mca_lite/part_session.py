@@ -27,7 +27,7 @@ import torch
 from . import ckpt, parallel
 from .backend_megatron import MegatronBackend
 from .backend_torch import TorchBackend
-from .batch import Targets, in_documents
+from .batch import in_documents
 from .data_batches import (
     BatchPlan,
     Collator,
@@ -258,7 +258,7 @@ class SampleLoss:
         terms, its count, {metric: (sum, count)}, and under "logps" (token indices in the call,
         log-probabilities)).
         """
-        if isinstance(labels, Targets):
+        if not isinstance(labels, torch.Tensor):  # part_mtp.Targets
             labels = labels.labels
         entropy = None
         if losses.dim() == 3:

@@ -59,6 +59,11 @@ PARTS = {
         "quantization_bit quantization_type exp_avg_dtype=8bit exp_avg_sq_dtype=8bit",
         needs="lora",
     ),
+    "mtp": Part(
+        "part_mtp_rows part_mtp",
+        "mtp_num_layers mtp_loss_scaling_factor",
+        "mtp_num_layers:0 mtp_loss_scaling_factor:0.1",
+    ),
     "sinks": Part("part_sinks", "", provides="sinks"),
     "muon": Part("part_muon", "optim=muon"),
     "offload": Part("part_offload", "optimizer_cpu_offload=true"),

@@ -18,7 +18,7 @@ import torch
 
 from . import ckpt, parallel, watchdog
 from .backend import mean_of
-from .batch import Targets, pack, packed_row, pad, split
+from .batch import pack, packed_row, pad, split
 from .files import IGNORE_INDEX, replacing
 from .loss_tokens import Logits
 from .trainer_events import Numbers
@@ -223,10 +223,8 @@ def sum_losses(backend: Any, labels: Any, losses: torch.Tensor) -> tuple[Any, ..
     """
     metrics = {}
     more = 0.0
-    if isinstance(labels, Targets):
-        more = losses[..., 1:].sum()
-        ahead = (labels.next_labels != IGNORE_INDEX).sum()
-        metrics["mtp_loss"] = torch.stack([more.detach(), ahead])
+    if not isinstance(labels, torch.Tensor):  # part_mtp.Targets
+        more, metrics["mtp_loss"] = labels.of_ahead(losses)
         labels = labels.labels
         losses = losses[..., 0]
     total = losses.sum()

@@ -315,7 +315,7 @@ class McaTrainer(OtherNames):
         """Hook: token losses [b, s] -> (their sum, number of trained tokens int32, {"loss": (sum,
         tokens)}).
 
-        With multi-token prediction, labels are batch.Targets, losses [b, s, 1 + layers], and
+        With multi-token prediction, labels are part_mtp.Targets, losses [b, s, 1 + layers], and
         "mtp_loss" is another metric.
         """
         self.terms = (labels, losses)

@@ -15,7 +15,7 @@ import torch
 
 from . import parallel
 from .args_rules import check_metric
-from .batch import Targets, in_documents, real_documents
+from .batch import in_documents, real_documents
 from .data_batches import FILLER, BatchPlan, make_loader, samples_of
 from .data_files import SIDES
 from .errors import Judge, expect
@@ -250,7 +250,7 @@ def sum_documents(
     with multi-token prediction Targets and [rows, s, more], of which the next token counts.
     Collective under context parallelism: one sum over its group.
     """
-    if isinstance(labels, Targets):
+    if not isinstance(labels, torch.Tensor):  # part_mtp.Targets
         labels = labels.labels
         losses = losses[..., 0]
     both = torch.stack([-losses, (labels != IGNORE_INDEX).to(losses.dtype)])  # [2, rows, s]

@@ -19,9 +19,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from . import parallel, watchdog
-from .families import prediction_of, rows_of
+from .families import rows_of
 from .families_rows import PREDICTION_LAYERS, Row, is_of_expert
 from .files import describe_error
+from .tables import function_of
 from .weights_files import (
     NamedTensors,
     TensorSource,
@@ -30,7 +31,6 @@ from .weights_files import (
     copy_beside,
     in_words_of,
     is_unused,
-    original_of,
     write_hf_config,
     write_safetensors,
 )
@@ -434,16 +434,9 @@ def write_model(
 
 
 def copies_of(row: Row, config: Any) -> list[str]:
-    """Names under which some checkpoints repeat the embedding or output layer in each multi-token
-    prediction layer: those present in the model's original files, or all possible names if the
-    original is not there. [] for any other row, and if the model has no such layer, or its family's
-    single one has no number in its names.
+    """Names under which checkpoints repeat the embedding or output layer in multi-token prediction
+    layers; [] for any other row, and if the model has no such layers.
     """
-    names = {VOCABULARY[0]: "embed_tokens", VOCABULARY[1]: "shared_head.head"}
-    is_numbered = prediction_of(config.hf_model_type).is_numbered
-    if row.mca not in names or not config.mtp_num_layers or not is_numbered:
+    if not config.mtp_num_layers:
         return []
-    layers = range(config.num_layers, config.num_layers + config.mtp_num_layers)
-    copies = {f"model.layers.{layer}.{names[row.mca]}.weight" for layer in layers}
-    original = original_of(config.name_or_path)
-    return sorted(original.names() & copies if original else copies)
+    return function_of("part_mtp:copies_of")(row, config)

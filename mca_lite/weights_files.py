@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 
 from . import families, families_rows, world
 from .errors import refuse
-from .families import FAMILIES, OLDER_PREFIXES, prediction_of
+from .families import FAMILIES, OLDER_PREFIXES
 from .families_rows import PREDICTION_KEY, UNUSED_TENSORS, VALUE_HEAD, has_value_head
 from .files import (
     HF_CONFIG_NAME,
@@ -138,7 +138,10 @@ def write_hf_config(
     trained = text_values(hf_config)
     if "vocab_size" in trained:
         text["vocab_size"] = trained["vocab_size"]
-    key = prediction_of(hf_config.get("model_type")).key
+    family = FAMILIES.get(str(hf_config.get("model_type")))
+    key = PREDICTION_KEY
+    if family is not None and family.prediction:
+        key = family.prediction
     otherwise = int(key == PREDICTION_KEY)  # without the key transformers reads 1
     if (trained.get(key) or 0) > (text.get(key, otherwise) or 0):
         text[key] = trained[key]
@@ -484,7 +487,8 @@ class InitSource:
         hf, shapes = shapes_of(json.dumps(hf_config))
         self._shapes = dict(shapes)
         if num_prediction_layers:
-            self._shapes |= _of_prediction(hf, shapes, num_prediction_layers)
+            more = function_of("part_mtp:initial_shapes")(hf, shapes, num_prediction_layers)
+            self._shapes |= more
         self._std = getattr(hf.get_text_config(), "initializer_range", 0.02)
         self._seed = seed
         constants = FAMILIES[hf.model_type].constants if hf.model_type in FAMILIES else {}
@@ -513,30 +517,6 @@ class InitSource:
         elif not name.endswith("bias"):
             full.fill_(self._norm)
         return full[part]
-
-
-def _of_prediction(hf: Any, shapes: dict[str, Shape], count: int) -> dict[str, Shape]:
-    """{name: shape} for `count` multi-token prediction layers: three norms, a projection, and a
-    copy of the last decoder layer with full attention. shapes: the decoder's.
-    """
-    text = hf.get_text_config()
-    h = text.hidden_size
-    first = text.num_hidden_layers
-    names = prediction_of(hf.model_type)
-    of_layer = {}
-    for name, shape in shapes.items():
-        match = re.fullmatch(r".*\.layers\.(\d+)\.((\w+)\..*)", name)
-        is_last = match is not None and int(match[1]) == first - 1
-        if match and (is_last or match[3] == "self_attn") and match[3] != "linear_attn":
-            of_layer[match[2]] = shape
-    found = {}
-    for layer in range(first, first + count):
-        for name, shape in of_layer.items():
-            found[names.layer.format(layer) + name] = shape
-        for norm in (names.enorm, names.hnorm, names.final_layernorm):
-            found[f"{norm.format(layer)}.weight"] = (h,)
-        found[f"{names.eh_proj.format(layer)}.weight"] = (h, 2 * h)
-    return found
 
 
 def generator_of(seed: int, name: str) -> torch.Generator:

@@ -51,7 +51,13 @@ CHOICES = {
     "finetuning_type": {name: row.split(":")[0] for name, row in FINETUNING.items()},
 }
 # keys of the core that need a part, whatever their value
-KEYS = {"mlp_chunk_size": "part_long"}
+KEYS = {
+    "mlp_chunk_size": "part_long",
+    "mtp_num_layers": "part_mtp",
+    "mtp_loss_scaling_factor": "part_mtp",
+}
+# their values that need none
+NEED_NOTHING = {"mtp": ["mtp_num_layers:0", "mtp_loss_scaling_factor:0.1"]}
 
 
 def without(*parts: str) -> list[str]:
@@ -183,7 +189,7 @@ def test_the_row_of_a_part_lists_its_files_and_keys(part):
     defaults = {item.name: default_of(item) for item in items}
     assert PARTS[part].defaults.split() == [
         f"{key}:{as_written(value)}" for key, value in defaults.items() if value is not None
-    ]
+    ] + NEED_NOTHING.get(part, [])
     values = [
         f"{key}={value}"
         for key, rows in CHOICES.items()

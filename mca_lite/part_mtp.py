@@ -1,0 +1,206 @@
+"""Multi-token prediction: layers after the decoder, and their targets.
+
+Layer k predicts the token k + 1 ahead:
+
+    g_0 = the decoder's output
+    g_k = norm(layer_k(eh_proj [enorm(embedding of the token k ahead); hnorm(g_{k-1})]))
+
+These layers share the model's embedding and output layer. They run on the last pipeline stage,
+which keeps a copy of the embedding. Image features replace embeddings there too. Rotary positions
+are those of g_0's tokens, as in megatron-core and vLLM.
+
+The objective is that of the DeepSeek-V3 report. With N trained tokens of the main loss, it is (sum
+of main losses + mtp_loss_scaling_factor / layers * sum of the prediction losses) / N. N counts the
+whole step if calculate_per_token_loss, else the micro-batch. megatron's module divides by other
+counts, and exchanges tokens between ranks to look ahead; here a batch already includes the
+following tokens (Targets).
+"""
+
+import re
+from typing import Any, NamedTuple
+
+import torch
+
+from .batch import Batch
+from .families_rows import Row
+from .files import IGNORE_INDEX
+from .mcore import MegatronModule, ProcessGroupCollection, TransformerConfig
+from .model_attention import DuplicatedLinear
+from .model_layers import Layer, build_layer, recomputed
+from .model_norms import hidden_norm
+from .parallel import to_device
+from .part_mtp_rows import prediction_of
+from .weights_convert import VOCABULARY
+from .weights_files import Shape, original_of
+
+
+class Targets(NamedTuple):
+    """Labels [b, s], and targets for multi-token prediction, [k, b, s] each: ids, labels and
+    image-feature indices of the tokens 1 to k places ahead in the same document.
+
+    Past the document's end the id is 0, the label IGNORE_INDEX and the index -1. A text token has
+    the index -1.
+    """
+
+    labels: torch.Tensor
+    next_ids: torch.Tensor
+    next_labels: torch.Tensor
+    next_slots: torch.Tensor
+
+    @classmethod
+    def ahead(cls, batch: Batch, count: int) -> "Targets":
+        """Build from whole rows, before context parallelism splits them. count: k."""
+        length = batch["input_ids"].shape[1]
+        cu = torch.tensor(batch.get("cu_seqlens", (0, length)))
+        ends = cu[1:].repeat_interleave(cu.diff())  # where each position's document ends
+        places = torch.arange(length) + torch.arange(1, count + 1)[:, None]  # [k, s]
+        is_beyond = (places >= ends)[:, None]  # [k, 1, s]
+        places = places.clamp(max=length - 1)
+        ids = batch["input_ids"]
+        slots = batch.get("image_slot", torch.full_like(ids, -1))
+        columns = ((ids, 0), (batch["labels"], IGNORE_INDEX), (slots, -1))
+        ahead = (
+            column.cpu()[:, places].transpose(0, 1).masked_fill(is_beyond, filler)  # [k, b, s]
+            for column, filler in columns
+        )
+        return cls(batch["labels"], *ahead)
+
+    def to_rank(
+        self, labels: torch.Tensor, places: torch.Tensor | None, device: torch.device
+    ) -> "Targets":
+        """The targets at this rank's places (None: all) on `device`. labels: already this rank's
+        [b, s]."""
+        ahead = self[1:]
+        if places is not None:
+            ahead = tuple(x[..., places] for x in ahead)
+        return Targets(labels, *(to_device(x, device) for x in ahead))
+
+    def of_ahead(self, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """losses [b, s, 1 + layers] -> (sum of the prediction losses, [that sum without a gradient,
+        its number of tokens])."""
+        more = losses[..., 1:].sum()
+        ahead = (self.next_labels != IGNORE_INDEX).sum()
+        return more, torch.stack([more.detach(), ahead])
+
+
+class PredictionLayer(MegatronModule):
+    """One layer for multi-token prediction. layer_number counts these layers from 1."""
+
+    def __init__(
+        self, config: TransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection
+    ):
+        super().__init__(config=config)
+        self.layer_number = layer_number
+        self.enorm = hidden_norm(config)
+        self.hnorm = hidden_norm(config)
+        self.eh_proj = DuplicatedLinear(config, 2 * config.hidden_size, config.hidden_size)
+        number = config.num_layers + layer_number
+        self.transformer_layer = build_layer(config, number, pg_collection)
+        self.final_layernorm = hidden_norm(config)
+
+    @property
+    def mtp_model_layer(self) -> Layer:
+        """transformer_layer, under the name used by megatron's schedules since 0.17."""
+        return self.transformer_layer
+
+    def forward(
+        self, embedded: torch.Tensor, hidden_states: torch.Tensor, **shared: Any
+    ) -> torch.Tensor:
+        """embedded: embeddings of the tokens ahead; hidden_states: output of the layer before. Both
+        [s, b, h], or [s / tp, b, h] under sequence parallelism, as is the result. shared: keywords
+        of Layer.forward.
+        """
+
+        def run(embedded: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+            both = torch.cat((self.enorm(embedded), self.hnorm(hidden_states)), -1)
+            hidden_states = self.transformer_layer(self.eh_proj(both), **shared)
+            return self.final_layernorm(hidden_states)
+
+        if self.training and self.config.recompute_granularity == "full":
+            return recomputed(self.config, run, embedded, hidden_states)
+        return run(embedded, hidden_states)
+
+
+class Predictions(MegatronModule):
+    """The layers for multi-token prediction, all on the last pipeline stage."""
+
+    def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection):
+        super().__init__(config=config)
+        numbers = range(1, config.mtp_num_layers + 1)
+        self.layers = torch.nn.ModuleList(
+            PredictionLayer(config, number, pg_collection) for number in numbers
+        )
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """megatron's ShardedTensors of all prediction layers, each under its index."""
+        state: dict[str, Any] = {}
+        for i, layer in enumerate(self.layers):
+            state |= layer.sharded_state_dict(f"{prefix}layers.{i}.", (), metadata)
+        return state
+
+    def losses(
+        self,
+        model: Any,
+        targets: Targets,
+        hidden: torch.Tensor,
+        trained: Any,
+        place: Any,
+        shared: dict[str, Any],
+    ) -> torch.Tensor:
+        """Losses of the next token and of those ahead, float32 [b, s, 1 + layers]. hidden: the
+        decoder's output. place: puts features of other inputs among embeddings, or None. shared:
+        keywords of Layer.forward.
+        """
+        losses = [model.losses(targets.labels, hidden, trained)]
+        for layer, ids, next_labels, places in zip(self.layers, *targets[1:], strict=True):
+            embedded = model.embedding(ids)
+            if place is not None:
+                embedded = place(embedded, places)
+            hidden = layer(embedded, hidden, **shared)
+            losses.append(model.losses(next_labels, hidden, trained))
+        return torch.stack(losses, 2)
+
+
+def initial_shapes(hf: Any, shapes: dict[str, Shape], count: int) -> dict[str, Shape]:
+    """{name: shape} for `count` multi-token prediction layers: three norms, a projection, and a
+    copy of the last decoder layer with full attention. shapes: the decoder's.
+    """
+    text = hf.get_text_config()
+    h = text.hidden_size
+    first = text.num_hidden_layers
+    names = prediction_of(hf.model_type)
+    of_layer = {}
+    for name, shape in shapes.items():
+        match = re.fullmatch(r".*\.layers\.(\d+)\.((\w+)\..*)", name)
+        is_last = match is not None and int(match[1]) == first - 1
+        if match and (is_last or match[3] == "self_attn") and match[3] != "linear_attn":
+            of_layer[match[2]] = shape
+    found = {}
+    for layer in range(first, first + count):
+        for name, shape in of_layer.items():
+            found[names.layer.format(layer) + name] = shape
+        for norm in (names.enorm, names.hnorm, names.final_layernorm):
+            found[f"{norm.format(layer)}.weight"] = (h,)
+        found[f"{names.eh_proj.format(layer)}.weight"] = (h, 2 * h)
+    return found
+
+
+def copies_of(row: Row, config: Any) -> list[str]:
+    """Names under which some checkpoints repeat the embedding or output layer in each multi-token
+    prediction layer: those present in the model's original files, or all possible names if the
+    original is not there. [] for any other row, and if the family's single such layer has no number
+    in its names. config: a McaModelConfig with such layers.
+    """
+    names = {VOCABULARY[0]: "embed_tokens", VOCABULARY[1]: "shared_head.head"}
+    is_numbered = prediction_of(config.hf_model_type).is_numbered
+    if row.mca not in names or not is_numbered:
+        return []
+    layers = range(config.num_layers, config.num_layers + config.mtp_num_layers)
+    copies = {f"model.layers.{layer}.{names[row.mca]}.weight" for layer in layers}
+    original = original_of(config.name_or_path)
+    return sorted(original.names() & copies if original else copies)

@@ -1,0 +1,107 @@
+"""Multi-token prediction without torch: names in Hugging Face's files, rules of the keys."""
+
+import copy
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .errors import Judge, Keys
+from .families import FAMILIES
+from .families_rows import HF_LAYERS, LAYERS, PREDICTION_KEY, PREDICTION_LAYERS, Row
+from .files import text_values
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The names of multi-token prediction layers in Hugging Face's files: the prefix of the decoder
+    layer in each, and the modules next to it."""
+
+    layer: str
+    enorm: str
+    hnorm: str
+    eh_proj: str
+    final_layernorm: str
+
+    @property
+    def is_numbered(self) -> bool:
+        """True if each layer has separate modules, and maybe copies of embedding and head;
+        otherwise there is one layer."""
+        return "{}" in self.layer
+
+
+AFTER_DECODER = Prediction(
+    HF_LAYERS,
+    enorm=f"{HF_LAYERS}enorm",
+    hnorm=f"{HF_LAYERS}hnorm",
+    eh_proj=f"{HF_LAYERS}eh_proj",
+    final_layernorm=f"{HF_LAYERS}shared_head.norm",
+)
+BESIDE_DECODER = Prediction(
+    "mtp.layers.0.",
+    enorm="mtp.pre_fc_norm_embedding",
+    hnorm="mtp.pre_fc_norm_hidden",
+    eh_proj="mtp.fc",
+    final_layernorm="mtp.norm",
+)
+
+
+def prediction_of(model_type: str | None) -> Prediction:
+    """The names of multi-token prediction layers in a model type's files: BESIDE_DECODER if
+    transformers ignores tensors named mtp., otherwise AFTER_DECODER.
+    """
+    family = FAMILIES.get(str(model_type))
+    if family is not None and family.prediction and family.unused:
+        return BESIDE_DECODER
+    return AFTER_DECODER
+
+
+def prediction_rows(decoder_rows: Iterable[Row], model_type: str | None) -> Iterator[Row]:
+    """Yield Rows (megatron name and HF names of a weight) for multi-token prediction layers. Such a
+    layer is a decoder layer with three norms and a projection. decoder_rows: the model's Rows,
+    repeated for decoder layers under the prediction layers' names."""
+    mca = PREDICTION_LAYERS
+    names = prediction_of(model_type)
+    for module in ("enorm", "hnorm", "final_layernorm"):
+        yield Row(f"{mca}{module}.weight", (f"{getattr(names, module)}.weight",), "copy")
+    yield Row(f"{mca}eh_proj.weight", (f"{names.eh_proj}.weight",), "copy", linear=True)
+    for row in decoder_rows:
+        if row.mca.startswith(LAYERS):
+            hf = tuple(re.sub(r".*layers\.\{}\.", names.layer, name) for name in row.hf)
+            mca_name = row.mca.replace(LAYERS, f"{mca}transformer_layer.")
+            yield replace(row, mca=mca_name, hf=hf)
+
+
+def check(m: Keys, a: Keys, judge: Judge) -> None:
+    """Apply the rules of the part's keys. m, a: as in args_rules_model."""
+    having = {name: family.prediction for name, family in FAMILIES.items() if family.prediction}
+    if str(m.hf_model_type) in FAMILIES.keys() - having.keys():
+        reason = f"{m.hf_model_type} has no layers for multi-token prediction"
+        reason += f" ({', '.join(having)} have)"
+        for key, plain in (("mtp_num_layers", (0, None)), ("mtp_loss_scaling_factor", (0.1,))):
+            judge.expect(getattr(a, key) in plain, key, reason, f"{key} left out")
+    is_numbered = prediction_of(m.hf_model_type).is_numbered
+    judge.expect(
+        is_numbered or (a.mtp_num_layers or 0) < 2,
+        "mtp_num_layers",
+        f"files of {m.hf_model_type} have one layer for multi-token prediction",
+        "mtp_num_layers: 1",
+    )
+    judge.expect(
+        not (is_numbered and a.mtp_num_layers and m.tie_embeddings_and_output_weights),
+        "mtp_num_layers",
+        f"it is not supported for a {m.hf_model_type} model whose embedding is its head",
+        "mtp_num_layers: 0",
+    )
+
+
+def with_count(config: Any) -> dict[str, Any]:
+    """A copy of hf_config in which the number of layers is at least mtp_num_layers: config.json
+    counts the layers in its files, and a model drawn from a seed may have more.
+    """
+    hf_config = copy.deepcopy(config.hf_config)
+    text = text_values(hf_config)
+    family = FAMILIES.get(config.hf_model_type)
+    key = getattr(family, "prediction", "") or PREDICTION_KEY
+    text[key] = max(text.get(key) or 0, config.mtp_num_layers)
+    return hf_config
