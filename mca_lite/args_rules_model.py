@@ -104,13 +104,6 @@ def _family_of(m: Keys) -> Family | None:
     return FAMILIES.get(m.hf_model_type) if isinstance(m.hf_model_type, str) else None
 
 
-_FP8 = (
-    Rule(
-        "fp8 transformer_impl=local",
-        "8-bit matmuls are Transformer Engine's, and the layers of this run are local ones",
-        "transformer_impl: transformer_engine, or fp8 left out",
-    ),
-)
 _WITHOUT_TE = (
     Rule(
         "recompute_modules=layernorm",
@@ -131,7 +124,6 @@ def check_model(m: Keys, a: Keys, judge: Judge, te_works: bool | None = None) ->
     m: numbers_of(), or a McaModelConfig. te_works: True if Transformer Engine works here; None if
     unknown.
     """
-    judge.apply(_FP8)
     _check_tensor_parallel(m, a, judge)
     _check_linear_attention(m, a, judge)
     if m.num_moe_experts:
@@ -140,8 +132,8 @@ def check_model(m: Keys, a: Keys, judge: Judge, te_works: bool | None = None) ->
         _check_unused(_OF_EXPERTS, "the model has no experts", a, judge)
     if of_mtp := module_of("part_mtp_rows"):
         of_mtp.check(m, a, judge)
-    if a.fp8:
-        _check_fp8(m, a, judge)
+    if a.fp8 and (engine := module_of("part_transformer_engine_rules")):
+        engine.check_fp8(m, a, judge)
     if m.num_layers:
         _check_layers(m.num_layers, m.num_deepstack, a, judge)
     if te_works is False:
@@ -229,37 +221,6 @@ def _check_experts(m: Keys, a: Keys, judge: Judge) -> None:
 def _check_unused(keys: dict[str, tuple], reason: str, a: Keys, judge: Judge) -> None:
     for key, plain in keys.items():
         judge.expect(getattr(a, key) in plain, key, reason, f"{key} left out")
-
-
-def _check_fp8(m: Keys, a: Keys, judge: Judge) -> None:
-    # Transformer Engine's 8-bit matmuls need sizes that 16 divides
-    tp = a.tensor_model_parallel_size
-    size = {field: getattr(m, field) or 0 for field in _IN_CONFIG_JSON}
-    heads = size["num_attention_heads"]
-    channels = size["kv_channels"] or size["hidden_size"] // max(heads, 1)
-    groups = size["num_query_groups"] or heads
-    of_a_rank = {
-        "hidden channels": size["hidden_size"],
-        "MLP columns": size["ffn_hidden_size"] / tp,
-        "columns of shared experts": size["moe_shared_expert_intermediate_size"] / tp,
-        "channels of all queries": heads * channels / tp,
-        "channels of queries, keys and values": (heads + 2 * groups) * channels / tp,
-    }
-    odd = [f"{count:g} {name}" for name, count in of_a_rank.items() if count % 16]
-    judge.expect(
-        not odd,
-        f"fp8 {TP}",
-        f"8-bit matmuls need sizes that 16 divides, and a rank has {', '.join(odd)}",
-        "fp8 left out",
-    )
-    most = (m.num_layers or 10**15) // a.pipeline_model_parallel_size
-    for key in ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"):
-        judge.expect(
-            getattr(a, key) <= most or not a.first_last_layers_bf16,
-            f"{key} {PP}",
-            f"a pipeline stage has {most} layers",
-            f"{key}: {most}",
-        )
 
 
 # -- layers and the stages of a pipeline

@@ -84,6 +84,10 @@ def _failure(silu: Callable[[torch.Tensor], torch.Tensor]) -> str | None:
         return first_line(error)
 
 
+# the reason of a why_ function that is no fault
+ABSENT = "not installed"
+
+
 def first_line(error: Exception) -> str:
     """First line of an error's text, or its type if the text is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

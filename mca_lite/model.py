@@ -26,7 +26,6 @@ from .mcore import (
     ModelType,
     PackedSeqParams,
     ProcessGroupCollection,
-    RotaryEmbedding,
     copy_to_tensor_model_parallel_region,
     ensure_metadata_has_dp_cp_group,
     gather_from_sequence_parallel_region,
@@ -35,15 +34,7 @@ from .mcore import (
     mpu,
     set_tensor_model_parallel_attributes,
 )
-from .model_attention import rope_frequencies
-from .model_config import (
-    AutoConfig,
-    McaModelConfig,
-    grow,
-    load_decision,
-    load_hf_config,
-    use_attention_backend,
-)
+from .model_config import AutoConfig, McaModelConfig, grow, load_decision, load_hf_config
 from .model_layers import Block
 from .model_linears import extra_factors
 from .tables import function_of
@@ -154,7 +145,6 @@ class McaGPTModel(MegatronModule):
         vp_stage: int | None = None,
     ) -> None:
         super().__init__(config=config)
-        use_attention_backend(config)
         groups = ProcessGroupCollection.use_mpu_process_groups()
         self.tp_group = groups.tp
         self.pre_process = pre_process
@@ -170,9 +160,7 @@ class McaGPTModel(MegatronModule):
         # only Transformer Engine's attention needs it; local layers have rotary tables
         self.rotary_pos_emb: Any = None
         if config.transformer_impl == "transformer_engine":
-            sizes = config.kv_channels, config.rotary_percent
-            self.rotary_pos_emb = RotaryEmbedding(*sizes, cp_group=groups.cp)
-            self.rotary_pos_emb.inv_freq, _ = rope_frequencies(config)
+            self.rotary_pos_emb = function_of("part_transformer_engine:begin")(config, groups.cp)
         self.decoder = Block(config, pre_process, post_process, vp_stage, groups)
         if self.mtp_process:
             self.mtp = function_of("part_mtp:Predictions")(config, groups)
@@ -248,8 +236,8 @@ class McaGPTModel(MegatronModule):
         if columns:
             hidden, added, place = self.inputs.embed(self, hidden, shared, **columns)
         if self.rotary_pos_emb is not None:
-            shared["attention_mask"] = None
-            shared["rotary_pos_emb"] = self._rotary(hidden, packed_seq_params)
+            of_engine = function_of("part_transformer_engine:attention_inputs")
+            shared |= of_engine(self, hidden, packed_seq_params)
         if padding_mask is not None and self.config.sequence_parallel:
             padding_mask = padding_mask.chunk(self.tp_group.size(), 1)[self.tp_group.rank()]
         shared["padding_mask"] = padding_mask
@@ -263,19 +251,6 @@ class McaGPTModel(MegatronModule):
         if isinstance(labels, torch.Tensor):
             return self.losses(labels, hidden, trained)
         return self.mtp.losses(self, labels, hidden, trained, place, shared)
-
-    def _rotary(
-        self, hidden: torch.Tensor | None, packed_seq_params: PackedSeqParams | None
-    ) -> torch.Tensor:
-        """Rotary angles [s, 1, 1, rotary dim] for Transformer Engine's attention."""
-        cp_group = None
-        if packed_seq_params is not None:
-            cp_group = packed_seq_params.cp_group
-        length = self.rotary_pos_emb.get_rotary_seq_len(
-            None, self.decoder, hidden, self.config, packed_seq_params
-        )
-        is_packed = packed_seq_params is not None
-        return self.rotary_pos_emb(length, packed_seq=is_packed, cp_group=cp_group)
 
     def _head(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
         """(hidden [s, b, h] of the whole sequence, output weight, adapter factors or None)."""

@@ -18,15 +18,9 @@ from . import cpu, parallel, parts
 from .batch import RowLayout, row_layout
 from .kernels import rotate, rotated_heads, split_heads
 from .mcore import (
-    AttnMaskType,
-    IdentityOp,
     MegatronModule,
     PackedSeqParams,
     ProcessGroupCollection,
-    SelfAttentionSubmodules,
-    TEAttention,
-    TENorm,
-    TESpecProvider,
     TransformerConfig,
     gather_from_sequence_parallel_region,
     make_sharded_tensors_for_checkpoint,
@@ -806,21 +800,5 @@ def build_attention(
         return AttentionOfTwoSizes(config, layer_number, pg_collection)
     if config.transformer_impl == "local":
         return SelfAttention(config, layer_number, pg_collection)
-    provider = TESpecProvider()
-    of_query, of_key = head_norms(config, TENorm) or (IdentityOp, IdentityOp)
-    parts = SelfAttentionSubmodules(
-        linear_qkv=provider.column_parallel_layer_norm_linear(),
-        core_attention=provider.core_attention(),
-        linear_proj=provider.row_parallel_linear(),
-        q_layernorm=of_query,
-        k_layernorm=of_key,
-    )
-    if config.qk_norm_over_heads:
-        # megatron 0.19's attention requires qk_layernorm; set in the config itself, it would make
-        # DDP sum the gradients of these norms
-        config = copy.copy(config)
-        config.qk_layernorm = True
-    over_ranks = config.cp_comm_type if config.context_parallel_size > 1 else None
-    return TEAttention(
-        config, parts, layer_number, AttnMaskType.causal, over_ranks, pg_collection=pg_collection
-    )
+    build = function_of("part_transformer_engine:attention")
+    return build(config, layer_number, pg_collection)

@@ -7,14 +7,13 @@ Hugging Face's config.json with the family's table.
 
 import copy
 import enum
-import functools
 import json
 import math
 import os
 import re
-import warnings
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -45,6 +44,7 @@ from .files import (
 from .inputs import Inputs, inputs_of
 from .kernels import QUICK_GELU, first_line
 from .mcore import AttnBackend, MLATransformerConfig, TransformerConfig, of_minor
+from .parts import module_of
 from .tables import function_of
 
 
@@ -306,7 +306,7 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         )
         if self.recompute_keep:
             function_of("part_long:check")(self, judge)
-        check_model(self, self, judge, transformer_engine_works())
+        check_model(self, self, judge, engine_here() is not None)
         judge.close()
         if self.mtp_num_layers and self.hf_config is not None:
             self.hf_config = function_of("part_mtp_rows:with_count")(self)
@@ -317,16 +317,14 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
 
         "auto" chooses Transformer Engine for bf16 and fp16 only: it multiplies float32 in tf32.
         """
-        needs = needs_local(self)
         if self.transformer_impl == "auto":
-            suits = (self.bf16 or self.fp16) and not needs
-            works = suits and transformer_engine_works()
-            self.transformer_impl = "transformer_engine" if works else "local"
-        if self.transformer_impl == "transformer_engine" and needs:
-            reason = f"{self.hf_model_type} needs {', '.join(needs)}, which only the local layers "
-            judge.refuse("transformer_impl", f"{reason}have", "transformer_impl: local or auto")
+            engine = engine_here()
+            suits = engine is not None and (self.bf16 or self.fp16) and not engine.needs_local(self)
+            self.transformer_impl = "transformer_engine" if suits else "local"
+        if self.transformer_impl == "transformer_engine":
+            function_of("part_transformer_engine:check")(self, judge)
         if self.transformer_impl == "local":
-            for name in _changed(self, NOT_LOCAL):
+            for name in changed(self, NOT_LOCAL):
                 judge.refuse(name, f"{name}: the local layers lack it", f"{name} left out")
 
     def _balanced_layout(self) -> str | None:
@@ -579,10 +577,8 @@ def _from_arguments(args: TrainingArguments) -> dict[str, Any]:
     """The config fields that TrainingArguments set. ConfigError if Transformer Engine is requested
     and does not work here.
     """
-    if args.transformer_impl == "transformer_engine" and not transformer_engine_works():
-        reason = "Transformer Engine does not work here (it needs a GPU and `pip install "
-        reason += "mca-lite[te]`)"
-        refuse("transformer_impl", args.transformer_impl, reason, "transformer_impl: local or auto")
+    if args.transformer_impl == "transformer_engine":
+        function_of("part_transformer_engine:expect_works")()
     normalise_additional_configs(args)  # the user may have set them after the constructor
     judge = Judge(args)
     check_additional_configs(args, judge)
@@ -626,93 +622,21 @@ def _of_other_types(value: Any) -> Any:
 
 # ---- Transformer Engine
 
-# only local layers support these fields at values other than their default
-ONLY_LOCAL = (
-    "tp_comm_overlap pre_norms post_norms embedding_multiplier residual_multiplier logits_scaling "
-    "final_logit_softcapping attn_logit_softcapping rope_interleave mrope_section "
-    "layernorm_zero_centered_gamma multi_latent_attention mtp_num_layers layers_without_rope "
-    "query_scaling_beta qk_norm_after_rope attention_sinks add_output_bias add_moe_bias "
-    "activation_func_clamp_value linear_layers attention_output_gate full_kv_channels "
-    "layer_scalars recompute_keep mlp_chunk_size"
-).split()
 # only megatron's modules support these
 NOT_LOCAL = (
     "add_bias_linear softmax_type no_rope_freq qk_clip experimental_attention_variant".split()
 )
 
-# TE's environment variables -> the attention that each switches on or off
-TE_SWITCHES = {
-    "NVTE_FLASH_ATTN": "flash",
-    "NVTE_FUSED_ATTN": "fused",
-    "NVTE_UNFUSED_ATTN": "unfused",
-}
 
-# the results of why_unusable that are no fault
-NO_GPU = "there is no GPU"
-ABSENT = "not installed"
+def engine_here() -> ModuleType | None:
+    """part_transformer_engine, if its files are there and Transformer Engine works; or None."""
+    part = module_of("part_transformer_engine")
+    return part if part is not None and part.works() else None
 
 
-def why_unusable() -> str | None:
-    """Why Transformer Engine cannot be used: NO_GPU, ABSENT, or the first line of its import error.
-    None if it works.
-    """
-    if not torch.cuda.is_available():
-        return NO_GPU
-    try:
-        import transformer_engine.pytorch  # noqa: F401
-    except Exception as error:  # a broken installation raises more than ImportError
-        missing = str(getattr(error, "name", None))
-        if isinstance(error, ModuleNotFoundError) and missing.startswith("transformer_engine"):
-            return ABSENT
-        return first_line(error)
-    return None
-
-
-@functools.lru_cache(1)
-def transformer_engine_works() -> bool:
-    """True if there is a GPU and Transformer Engine can be imported. Warns if it is installed but
-    broken. Cached.
-    """
-    reason = why_unusable()
-    if reason not in (None, NO_GPU, ABSENT):
-        warnings.warn(
-            f"Transformer Engine is installed and cannot be imported ({reason}): local layers are "
-            "used",
-            stacklevel=3,
-        )
-    return reason is None
-
-
-def _changed(config: McaModelConfig, names: list[str]) -> list[str]:
+def changed(config: McaModelConfig, names: list[str]) -> list[str]:
     """The fields among `names` whose value is not their default."""
     return [name for name in names if getattr(config, name) != getattr(McaModelConfig, name)]
-
-
-def needs_local(config: McaModelConfig) -> list[str]:
-    """Features of this config that Transformer Engine's layers lack or compute wrongly,
-    in words.
-    """
-    needs = _changed(config, ONLY_LOCAL)
-    channels = config.kv_channels or config.hidden_size // max(config.num_attention_heads, 1)
-    if channels > 128:  # gradients of packed rows are NaN or 1e19 with cuDNN before 9.18
-        needs.append("heads of more than 128 channels")
-    if config.sliding_window is not None and config.context_parallel_size > 1:
-        needs.append("a sliding window under context_parallel_size")  # TE's ring has no windows
-    # TE's kernel for packed rows ignores yarn's factor on cos and sin
-    if config.rope_parameters.get("rope_type") == "yarn":
-        needs.append("yarn")
-    if config.attention_backend.name == "local":
-        needs.append("attention_backend: local")
-    return needs
-
-
-def use_attention_backend(config: McaModelConfig) -> None:
-    """Set Transformer Engine's environment variables for the chosen attention_backend. With "auto"
-    the user's variables stay.
-    """
-    name = config.attention_backend.name
-    if config.transformer_impl == "transformer_engine" and name != "auto":
-        os.environ.update({var: str(int(of == name)) for var, of in TE_SWITCHES.items()})
 
 
 def accumulate_in_place(module: torch.nn.Module) -> bool:
@@ -733,11 +657,8 @@ def found_here() -> str | None:
     """
     if not torch.cuda.is_available():
         return None
-    engine = "no Transformer Engine"
-    if transformer_engine_works():
-        import transformer_engine
-
-        engine = f"Transformer Engine {transformer_engine.__version__}"
+    part = engine_here()
+    engine = "no Transformer Engine" if part is None else part.version()
     try:
         version = torch.backends.cudnn.version() or 0
         return f"{engine}, cuDNN {version // 10000}.{version // 100 % 100}.{version % 100}"

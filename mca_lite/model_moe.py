@@ -33,12 +33,12 @@ from .mcore import (
     ProcessGroupCollection,
     ShardedTensor,
     SharedExpertMLP,
-    TESpecProvider,
     TopKRouter,
     TransformerConfig,
 )
 from .model_linears import ColumnLinear, RowLinear, beside, experts_product
 from .parallel import device, sum_gradients, sum_over_all
+from .tables import function_of
 
 # ---- routing
 
@@ -655,11 +655,7 @@ def mlp_parts(config: TransformerConfig, has_norm: bool) -> MLPSubmodules:
     column = ColumnLinear
     row = RowLinear
     if config.transformer_impl == "transformer_engine":
-        provider = TESpecProvider()
-        row = provider.row_parallel_linear()
-        column = provider.column_parallel_linear()
-        if has_norm:
-            column = provider.column_parallel_layer_norm_linear()
+        column, row = function_of("part_transformer_engine:linears")(has_norm)
     return MLPSubmodules(linear_fc1=column, linear_fc2=row, activation_func=SwiGLU)
 
 

@@ -99,7 +99,7 @@ def with_count(config: Any) -> dict[str, Any]:
     """A copy of hf_config in which the number of layers is at least mtp_num_layers: config.json
     counts the layers in its files, and a model drawn from a seed may have more.
     """
-    hf_config = copy.deepcopy(config.hf_config)
+    hf_config: dict[str, Any] = copy.deepcopy(config.hf_config)
     text = text_values(hf_config)
     family = FAMILIES.get(config.hf_model_type)
     key = getattr(family, "prediction", "") or PREDICTION_KEY

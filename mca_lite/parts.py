@@ -64,6 +64,10 @@ PARTS = {
         "mtp_num_layers mtp_loss_scaling_factor",
         "mtp_num_layers:0 mtp_loss_scaling_factor:0.1",
     ),
+    "transformer_engine": Part(
+        "part_transformer_engine_rules part_transformer_engine",
+        "fp8 transformer_impl=transformer_engine",
+    ),
     "sinks": Part("part_sinks", "", provides="sinks"),
     "muon": Part("part_muon", "optim=muon"),
     "offload": Part("part_offload", "optimizer_cpu_offload=true"),

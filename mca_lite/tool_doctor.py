@@ -140,7 +140,7 @@ def compiler() -> Iterator[Finding]:
     """Check Triton, torch.compile and kernel packages, if there is CUDA."""
     import torch
 
-    from . import kernels, model_config, parts
+    from . import kernels, parts
 
     if not torch.cuda.is_available():
         yield Finding("compiler", "not used: nothing is compiled on a CPU")
@@ -151,8 +151,11 @@ def compiler() -> Iterator[Finding]:
     rows = [
         ("Triton", kernels.why_no_kernels(), compilers),
         ("torch.compile", kernels.why_no_torch_compile(), compilers),
-        ("Transformer Engine", model_config.why_unusable(), engine),
     ]
+    if "transformer_engine" not in parts.missing():
+        from .part_transformer_engine import why_unusable
+
+        rows.append(("Transformer Engine", why_unusable(), engine))
     if "cudnn" not in parts.missing():
         from .part_cudnn import why_no_frontend
 
@@ -162,13 +165,13 @@ def compiler() -> Iterator[Finding]:
 
         rows.append(("flash-linear-attention", of_package("fla", why_no_fla), newer))
     for subject, reason, remedy in rows:
-        is_broken = reason not in (None, model_config.ABSENT)
+        is_broken = reason not in (None, kernels.ABSENT)
         yield Finding(subject, reason or "works", is_broken, remedy)
 
 
 def of_package(module: str, why_not: Callable[[], str | None]) -> str | None:
     """ABSENT if `module` is not installed; otherwise why_not(): None if it works."""
-    from .model_config import ABSENT
+    from .kernels import ABSENT
 
     return why_not() if importlib.util.find_spec(module) is not None else ABSENT
 
@@ -177,7 +180,7 @@ def engine() -> Iterator[Finding]:
     """Check Transformer Engine with this megatron-core, if it works."""
     from . import mcore, model_config
 
-    if model_config.transformer_engine_works():
+    if model_config.engine_here() is not None:
         version = importlib.metadata.version("transformer-engine")
         yield engine_pair(version, mcore.__version__, mcore.of_minor("transformer_engine"))
 

@@ -439,4 +439,5 @@ def copies_of(row: Row, config: Any) -> list[str]:
     """
     if not config.mtp_num_layers:
         return []
-    return function_of("part_mtp:copies_of")(row, config)
+    copies: list[str] = function_of("part_mtp:copies_of")(row, config)
+    return copies

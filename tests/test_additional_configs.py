@@ -11,7 +11,8 @@ import torch
 from mca_lite.args import TrainingArguments
 from mca_lite.args_rules_training import ADDITIONAL_FIELDS
 from mca_lite.errors import ConfigError
-from mca_lite.model_config import TE_SWITCHES, AutoConfig, McaModelConfig
+from mca_lite.model_config import AutoConfig, McaModelConfig
+from mca_lite.part_transformer_engine import TE_SWITCHES
 from tests.shared import te_standins, tiny, world
 from tests.shared.commands import keys_of
 from tests.shared.fixtures import saved_model

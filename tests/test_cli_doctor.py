@@ -13,7 +13,7 @@ import sys
 import pytest
 import torch
 
-from mca_lite import kernels, model_config, part_cudnn, part_delta, tool_doctor
+from mca_lite import kernels, part_cudnn, part_delta, part_transformer_engine, tool_doctor
 from mca_lite.mcore import MINORS
 from tests.shared import commands, world
 
@@ -84,7 +84,7 @@ def test_a_broken_transformer_engine_or_compiler_is_a_warning(monkeypatch):
     places = {
         "Triton": (kernels, "why_no_kernels"),
         "torch.compile": (kernels, "why_no_torch_compile"),
-        "Transformer Engine": (model_config, "why_unusable"),
+        "Transformer Engine": (part_transformer_engine, "why_unusable"),
         "flash-linear-attention": (part_delta, "why_no_fla"),
         "nvidia-cudnn-frontend": (part_cudnn, "why_no_frontend"),
     }

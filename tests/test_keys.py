@@ -342,9 +342,9 @@ def test_auto_knows_the_heads_of_a_config_without_their_size():
 
 
 def test_transformer_engine_is_used_only_where_it_is_asked_for_or_works():
-    from mca_lite.model_config import transformer_engine_works
+    from mca_lite.part_transformer_engine import works
 
-    if not transformer_engine_works():
+    if not works():
         with pytest.raises(ValueError, match="[Tt]ransformer.?[Ee]ngine"):
             from_keys(tiny.hf_config("llama"), transformer_impl="transformer_engine")
         assert from_keys(tiny.hf_config("llama")).transformer_impl == "local"

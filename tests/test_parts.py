@@ -47,6 +47,7 @@ CHOICES = {
     "tp_comm_overlap": {"true": "part_overlap"},
     **dict.fromkeys(("exp_avg_dtype", "exp_avg_sq_dtype"), {"8bit": "part_quantised_adam"}),
     "recompute_keep": {"core_attn": "part_long"},
+    "transformer_impl": {"transformer_engine": "part_transformer_engine"},
     "activation_offloading": {"true": "part_long"},
     "finetuning_type": {name: row.split(":")[0] for name, row in FINETUNING.items()},
 }
@@ -54,6 +55,7 @@ CHOICES = {
 KEYS = {
     "mlp_chunk_size": "part_long",
     "mtp_num_layers": "part_mtp",
+    "fp8": "part_transformer_engine",
     "mtp_loss_scaling_factor": "part_mtp",
 }
 # their values that need none

@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 
-from mca_lite import TrainingArguments, model_config
+from mca_lite import TrainingArguments, model_config, part_transformer_engine
 from mca_lite.errors import ConfigError
 from mca_lite.model import VirtualModels
 from mca_lite.model_config import McaModelConfig, from_hf_config
@@ -29,7 +29,7 @@ YARN = dict(rope_type="yarn", rope_theta=100.0, factor=4.0, original_max_positio
 
 @pytest.fixture
 def te_works(monkeypatch):
-    monkeypatch.setattr(model_config, "transformer_engine_works", lambda: True)
+    monkeypatch.setattr(part_transformer_engine, "works", lambda: True)
 
 
 def config_of(hf, **keys) -> McaModelConfig:
@@ -137,11 +137,11 @@ def test_a_broken_installation_is_said(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(builtins, "__import__", importing)
     with pytest.warns(UserWarning, match="cannot be imported .libcudnn_cnn.so.9: undefined"):
-        assert not model_config.transformer_engine_works.__wrapped__()
+        assert not part_transformer_engine.works.__wrapped__()
     monkeypatch.setattr(builtins, "__import__", real)
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # nothing is said where it is not installed
-        assert not model_config.transformer_engine_works.__wrapped__()
+        assert not part_transformer_engine.works.__wrapped__()
 
 
 def test_the_summary_says_which_cudnn_was_found(monkeypatch):

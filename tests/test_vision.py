@@ -13,7 +13,7 @@ from peft import PeftModel, get_peft_model_state_dict
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText
 
-from mca_lite import TrainingArguments, model_config
+from mca_lite import TrainingArguments, part_transformer_engine
 from mca_lite.part_pictures_data import rope_positions
 from tests.shared import pictures, tiny, world
 from tests.shared.cells import asked_for, shared_worlds, thinned
@@ -429,7 +429,7 @@ def build(path: str, keys: dict) -> str:
 
 @pytest.mark.parametrize("name", BUILDS)
 def test_a_layout_that_a_model_with_pictures_cannot_have_is_refused(paths, name, monkeypatch):
-    monkeypatch.setattr(model_config, "transformer_engine_works", lambda: True)
+    monkeypatch.setattr(part_transformer_engine, "works", lambda: True)
     keys, words = BUILDS[name]
     said = build(paths["qwen3_vl"], keys)
     assert name in said and words in said

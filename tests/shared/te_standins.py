@@ -80,7 +80,8 @@ def installed():
     stand-ins, by megatron's own specs."""
     from megatron.core.tensor_parallel import ColumnParallelLinear
 
-    from mca_lite import model_attention, model_config, model_moe, model_norms
+    from mca_lite import model_norms
+    from mca_lite import part_transformer_engine as engine
 
     linear, norm_linear, norm, attention = _modules()
 
@@ -90,13 +91,12 @@ def installed():
         column_parallel_layer_norm_linear = staticmethod(lambda: norm_linear)
         core_attention = staticmethod(lambda: attention)
 
-    was = model_attention.TESpecProvider, model_norms.TENorm, model_config.transformer_engine_works
-    model_attention.TESpecProvider = model_moe.TESpecProvider = Provider
-    model_attention.TENorm = model_norms.TENorm = norm
-    model_config.transformer_engine_works = lambda: True
+    was = engine.TESpecProvider, model_norms.TENorm, engine.works
+    engine.TESpecProvider = Provider
+    engine.TENorm = model_norms.TENorm = norm
+    engine.works = lambda: True
     try:
         yield
     finally:
-        provider, norm, model_config.transformer_engine_works = was
-        model_attention.TESpecProvider = model_moe.TESpecProvider = provider
-        model_attention.TENorm = model_norms.TENorm = norm
+        engine.TESpecProvider, norm, engine.works = was
+        engine.TENorm = model_norms.TENorm = norm
