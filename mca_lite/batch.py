@@ -58,6 +58,11 @@ def _places(lengths: list[list[int]], width: int) -> list[torch.Tensor]:
     ]
 
 
+def _padded(column: torch.Tensor, dim: int, more: int, value: float) -> torch.Tensor:
+    """The column with `more` values added at the end of a dimension."""
+    return F.pad(column, (0, 0) * (column.dim() - dim - 1) + (0, more), value=value)
+
+
 def _taken(
     batch: Batch,
     places: torch.Tensor | None,
@@ -82,7 +87,7 @@ def _taken(
             if COLUMNS[name].per == "sample":
                 column = _of_samples(name, column, per_sample)
         elif places is not None:
-            column = F.pad(column.flatten(), (0, 1), value=padding_of(name, pad_token_id))[places]
+            column = _padded(column.flatten(0, 1), 0, 1, padding_of(name, pad_token_id))[places]
         taken[name] = column
     return taken
 
@@ -169,7 +174,7 @@ def pad(batch: Batch, length: int, pad_token_id: int = 0) -> dict[str, Any]:
     padded = dict(batch)
     for name, column in batch.items():
         if is_of_tokens(name):
-            padded[name] = F.pad(column, (0, more), value=padding_of(name, pad_token_id))
+            padded[name] = _padded(column, 1, more, padding_of(name, pad_token_id))
     if "cu_seqlens" in batch:
         padded["cu_seqlens"] = (*batch["cu_seqlens"], length)
     return padded
@@ -234,7 +239,7 @@ def to_rank(
     for name in names:
         column = batch[name]
         if places is not None and is_of_tokens(name):
-            column = column[..., places]
+            column = column[:, places]
         columns[name] = to_device(column, device)
     return columns
 

@@ -137,10 +137,11 @@ def _value(name: str, column: Column, value: Any, length: int) -> torch.Tensor:
     if given.dim() == 0:
         values = values.repeat(length)
     is_exact = values.is_floating_point() or (values == given).all()
+    has_shape = values.shape[:1] == (length,) and values.dim() == 1 + column.more_dims
     expect(
-        values.shape == (length,) and is_exact,
-        f"{name} of a sample: expected {column.dtype} [{length}], or one number, got {given.dtype} "
-        f"of shape {list(given.shape)}",
+        has_shape and is_exact,
+        f"{name} of a sample: expected {column.dtype} [{length}{', number' * column.more_dims}], "
+        f"or one number, got {given.dtype} of shape {list(given.shape)}",
     )
     return values
 

@@ -47,13 +47,16 @@ from .tables import SESSION_COLUMNS, SESSION_LOSSES, function_of, refuse_taken
 class PolicyTokens(NamedTuple):
     """Inputs of a formula; tensors [b, s].
 
-    log_ratio: l - o. logps: l. advantage: A. ref_logp: q, or None.
+    log_ratio: l - o. logps: l. advantage: A. ref_logp: q, or None. mean_of_answer(values): for each
+    token the mean of values [b, s] over the trained tokens of its sample, detached, also over
+    context-parallel ranks; collective over these.
     """
 
     log_ratio: torch.Tensor
     logps: torch.Tensor
     advantage: torch.Tensor
     ref_logp: torch.Tensor | None = None
+    mean_of_answer: Any = None
 
 
 class PolicyLoss(NamedTuple):
@@ -143,8 +146,9 @@ def register_policy_loss(
     """Add a row to POLICIES: session.forward_backward(samples, name) then trains with `formula`.
 
     fields: counts, is_mean, is_of_sequence, times or required of PolicyLoss. Each term must use
-    only its own token, because rows contain padding and, if packed, several samples. ValueError for
-    a name that exists or unknown `counts`, TypeError if `formula` cannot be called.
+    only its own token and mean_of_answer, because rows contain padding and, if packed, several
+    samples. ValueError for a name that exists or unknown `counts`, TypeError if `formula` cannot be
+    called.
     """
     if not callable(formula):
         raise TypeError(f"loss {name}: expected a function of (tokens, numbers), got {formula!r}")
@@ -223,11 +227,15 @@ class Policy:
         columns = tokens.columns
         token_ratio = logps - columns.get("old_logp", logps.detach())
         log_ratio = token_ratio
+        lengths = tokens.lengths.clamp(min=1)
+
+        def mean(values: torch.Tensor) -> torch.Tensor:
+            return tokens.sum_of_sample(values) / lengths
+
         if self.row.is_of_sequence:
-            mean = tokens.sum_of_sample(token_ratio) / tokens.lengths.clamp(min=1)
-            log_ratio = mean + logps - logps.detach()
+            log_ratio = mean(token_ratio) + logps - logps.detach()
         advantage = columns.get("advantage", torch.zeros_like(logps))
-        read = PolicyTokens(log_ratio, logps, advantage, columns.get("ref_logp"))
+        read = PolicyTokens(log_ratio, logps, advantage, columns.get("ref_logp"), mean)
         terms = function_of(self.row.formula)(read, self)
         shape = getattr(terms, "shape", type(terms).__name__)
         expect(
@@ -237,8 +245,8 @@ class Policy:
         )
         terms = terms * columns.get("sampler_weight", 1.0)
         if self.off_policy_max is not None:
-            drift = -tokens.sum_of_sample(token_ratio) / tokens.lengths.clamp(min=1)
-            terms = terms.masked_fill((advantage < 0) & (drift > self.off_policy_max), 0.0)
+            has_drifted = -mean(token_ratio) > self.off_policy_max
+            terms = terms.masked_fill((advantage < 0) & has_drifted, 0.0)
         low, high = self.bounds
         ratio = log_ratio.detach().exp()
         is_clipped = (ratio < low) & (advantage < 0) | (ratio > high) & (advantage > 0)
@@ -252,7 +260,7 @@ class Policy:
         if tokens.entropy is not None:
             metrics["entropy"] = tokens.entropy
             terms = terms - self.entropy_coef * tokens.entropy
-        return terms / tokens.lengths.clamp(min=1) if self.row.is_mean else terms, metrics
+        return terms / lengths if self.row.is_mean else terms, metrics
 
 
 # -- columns computed from those of other programs

@@ -1,13 +1,16 @@
 """Rollouts in files: token ids with a mask and per-token numbers, under several programs' names.
 
     {"ids": [..], "mask": [0, 0, 1, 1], "logprobs": [..], "advantages": 0.5 or [..],
-     "ref_logprobs": [..], "temperature": 1.0 or [..], "reward": 1.0, "group": "a name"}
+     "ref_logprobs": [..], "temperature": 1.0 or [..], "reward": 1.0, "group": "a name",
+     "routes": {"data": base64, "shape": [tokens, layers, experts per token]} or lists}
 
 A list has one value per token, or one per token of the answer, which comes last. mask: 1 for tokens
 to train. ALIASES has other names; prompt_ids and response_ids may replace ids. Per-token values are
-shifted with the ids, by data_encode.shifted.
+shifted with the ids, by data_encode.shifted. routes are those of the tokens themselves, of all or
+of all but the last one, as vLLM gives them.
 """
 
+import base64
 import hashlib
 import math
 from typing import Any
@@ -23,6 +26,7 @@ ALIASES = {
     "mask": ("loss_mask", "response_mask"),
     "logprobs": ("rollout_log_probs",),
     "advantages": ("advantage",),
+    "routes": ("routed_experts",),
 }
 # lists of a record -> columns of samples
 TOKEN_COLUMNS = {
@@ -57,8 +61,9 @@ class RolloutEncoder(Encoder):
                 tally.refuse(where, str(error).removeprefix(where).removeprefix(": "))
                 continue
             [document] = self._cut([document], [[]], tally, where)
-            for name in columns.keys() & {*TOKEN_COLUMNS.values()}:
-                columns[name] = columns[name][: len(document)]
+            for name, values_ in columns.items():
+                if isinstance(values_, np.ndarray):
+                    columns[name] = values_[: len(document)]
             if not self._leaves_out([document], tally, where):
                 kept.append([(document, values | columns)])
         return kept, tally
@@ -99,6 +104,11 @@ class RolloutEncoder(Encoder):
         group = get_column(record, "group", where, (int, str), required=False)
         if group is not None:
             columns["group"] = _number_of(group)
+        if "routes" in record:
+            try:
+                columns["routes"] = _routes(record["routes"], len(ids))
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from None
         return np.where(is_trained, ids, ~ids), columns
 
     def _ids(self, record: dict[str, Any], where: str) -> tuple[np.ndarray, int | None]:
@@ -166,6 +176,39 @@ def _of_tokens(
         f"{' or '.join(map(str, sizes))}, one for each token, or for each of the answer",
     )
     return np.pad(values, (length - len(values), 0))
+
+
+def read_routes(field: Any) -> np.ndarray:
+    """Decode a JSON field: lists of numbers [n][L][k], or {"data": base64 of little-endian int16,
+    "shape": [n, L, k]} -> int16 [n, L, k]. ValueError for anything else.
+    """
+    try:
+        if isinstance(field, dict):
+            data = base64.b64decode(field["data"], validate=True)
+            given = np.frombuffer(data, "<i2").reshape([int(size) for size in field["shape"]])
+        else:
+            given = np.array(field)
+        routes = given.astype(np.int16)
+        expect(routes.ndim == 3 and (routes == given).all(), f"{given.dtype} {[*given.shape]}")
+    except (TypeError, KeyError, ValueError, OverflowError) as error:
+        raise ValueError(
+            'routes: expected {"data": base64 of int16 numbers, "shape": [tokens, layers with '
+            f"experts, experts per token]}}, or lists of that shape, got {field!r:.100} ({error})"
+        ) from None
+    return routes
+
+
+def _routes(field: Any, length: int) -> np.ndarray:
+    """The experts of the token before each token, int16 [length, L, k]; -1 before the first one.
+    ValueError if they are not those of `length` tokens.
+    """
+    routes = read_routes(field)
+    expect(
+        len(routes) in (length - 1, length),
+        f"'routes' has {len(routes)} rows: expected {length - 1} or {length}, those of the prompt "
+        "and the answer",
+    )
+    return np.concatenate([np.full_like(routes[:1], -1), routes[: length - 1]])
 
 
 def _first(values: np.ndarray, wrong: np.ndarray) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 
 from . import ckpt_folder, parallel
 from .ckpt_folder import CheckpointError
-from .data_batches import Stream, View, documents_of
+from .data_batches import Stream, View, documents_of, samples_of
 from .data_encode import hash_of
 from .errors import expect
 from .files import cache_folder
@@ -21,7 +21,7 @@ from .part_policy import Policy, group_advantages, sampler_weights
 from .part_policy_keys import POLICY_METRICS, RECORD_COLUMNS, loss_of_stage
 from .part_scores import ObjectiveConfig, ScoredTrainer, identity_of_model, trained, trained_counts
 from .part_session import SampleLoss, Session, reads_logits, with_columns
-from .tables import SESSION_COLUMNS, other_columns
+from .tables import SESSION_COLUMNS, function_of, other_columns
 
 
 @dataclass(kw_only=True)
@@ -67,7 +67,7 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
     row_unit = "token"
     part_rows = 65_536
     metrics_keys = list(POLICY_METRICS)
-    unread_columns = other_columns(*SESSION_COLUMNS)
+    unread_columns = other_columns(*SESSION_COLUMNS, "routes")
 
     def __init__(
         self,
@@ -102,7 +102,18 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
         """Arrange a batch for the model. Columns of the loss are first checked, and set to 0 where
         there is no label.
         """
+        if "routes" in batch:
+            function_of("part_routes:check_routes")(self.backend, batch["routes"])
         return super()._arrange(with_columns(batch, self.loss))
+
+    def _prepare_micro_batches(
+        self, micro_batches: list[dict[str, Any]], seq_length: int
+    ) -> list[dict[str, Any]]:
+        """Make the routers replay the routes of these micro-batches, and return them."""
+        if "routes" in micro_batches[0]:
+            self.routes = self.routes or function_of("part_routes:Routes")(self.backend)
+            self.routes.__enter__()  # forgets those of the step before
+        return super()._prepare_micro_batches(micro_batches, seq_length)
 
     def _post_compute_loss(  # type: ignore[override]
         self, labels: Any, batch: dict[str, Any], losses: Any
@@ -126,6 +137,11 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
         if "advantage" in config.required and "advantage" not in first:
             view.advantages = self._advantages(samples)
         has_sampler = config.sampler_correction is not None
+        expect(
+            not has_sampler or "sampler_weight" not in first,
+            "sampler_correction computes the weights of tokens, and the samples have "
+            "sampler_weight: expected one of the two: leave out the key, or remove the column",
+        )
         expect(
             not has_sampler or "old_logp" in first,
             "sampler_correction compares with the sampler, and the samples have no old_logp: "
@@ -187,26 +203,48 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
         return {self.kind: hash_of([*facts, identity_of_model(name, cache_dir)])}
 
     def _score(self, samples: Any, ends: np.ndarray, start: int, stop: int) -> np.ndarray:
-        session = Session(self.model, self.args, self.tokenizer, self.backend)
-        self.backend.use_timers(self.phases.timer)
-        documents = []
-        for i in range(start, stop):
-            given = _document(samples[i])
-            document = {name: given[name] for name in ("input_ids", "labels")}
-            temperature = given.get("temperature", self.train_config.temperature)
-            if reads_logits(self.loss) or "temperature" in given:
-                document["temperature"] = temperature  # computed as in training
-            documents.append(document)
-        logps = session.log_probs(documents)
+        documents = self._documents(samples, start, stop)
+        logps = self._log_probs(documents)
         reference = logps
         if self.backend.finetuning.can_be_off:
-            reference = session.log_probs(documents, base=True)
+            reference = self._log_probs(documents, base=True)
         rows = np.empty(int(ends[stop] - ends[start]), self.row_type)
         for column, values in enumerate((logps, reference)):
             pairs = zip(documents, values, strict=True)
             parts = [of_sample.numpy()[trained(document)] for document, of_sample in pairs]
             rows["logps"][:, column] = np.concatenate(parts)
         return rows
+
+    def _documents(self, samples: Any, start: int, stop: int) -> list[dict[str, Any]]:
+        """Samples `start` to `stop` for a Session, which computes logits as training does."""
+        documents = [_document(samples[i]) for i in range(start, stop)]
+        for document in documents:
+            document.pop("group", None)
+            if reads_logits(self.loss):
+                document.setdefault("temperature", self.train_config.temperature)
+        return documents
+
+    def _log_probs(self, documents: list[dict[str, Any]], base: bool = False) -> list[Any]:
+        """See Session.log_probs."""
+        session = Session(self.model, self.args, self.tokenizer, self.backend)
+        self.backend.use_timers(self.phases.timer)
+        return session.log_probs(documents, base=base)
+
+    def log_probabilities(self, dataset: Any) -> np.ndarray:
+        """Sums of log-probabilities with the temperatures and routes of training: see
+        McaTrainer. Collective.
+        """
+        self.plan_batches(dataset, training=False)  # refuses several sets, and a stream
+        samples = samples_of(dataset)
+        of_step = self.args.train_global_batch_size
+        sums = []
+        for start in range(0, len(samples), of_step):
+            documents = self._documents(samples, start, min(start + of_step, len(samples)))
+            logps = self._log_probs(documents)
+            self.notify("on_prediction_step")
+            for document, values in zip(documents, logps, strict=True):
+                sums.append([[float(values.double().sum()), trained(document).sum()]])
+        return np.array(sums, np.float64)
 
 
 class Computed(View):
@@ -249,6 +287,12 @@ class Computed(View):
         logps[:, is_trained] = self.rows[self.ends[i] : self.ends[i + 1]].T
         if config.sampler_correction is not None:
             bounds = (config.sampler_max, config.sampler_min)
+            shape = np.shape(document["old_logp"])
+            expect(
+                shape in ((), is_trained.shape),
+                f"old_logp of sample {i} has the shape {[*shape]}: expected one number, or "
+                f"{[*is_trained.shape]}",
+            )
             both = (logps[0], document["old_logp"])
             weights = sampler_weights(document["labels"], *both, config.sampler_correction, *bounds)
             document |= {"old_logp": logps[0], "sampler_weight": weights}

@@ -1,18 +1,16 @@
 """Replay a sampler's choice of experts (R3, rollout routing replay), or record the choice made
 here.
 
-A Session's sample may have a column `routes`: integers [n, layers with experts, k], the experts of
-each token in each layer with experts, or -1 in all k places to choose them here. Routing weights
-and counts follow the replayed experts. Letters: n tokens in a sample, T tokens in a call, L layers
-with experts, k experts per token.
+A sample of a Session or of stage policy may have a column `routes`: integers [n, layers with
+experts, k], the experts of each token in each layer with experts, or -1 in all k places to choose
+them here. Routing weights and counts follow the replayed experts. Letters: n tokens in a sample, T
+tokens in a call, L layers with experts, k experts per token, [b, s] a micro-batch on this rank.
 """
 
-import base64
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from . import parallel
@@ -21,31 +19,16 @@ from .mcore import mpu
 from .model_moe import Router, routers_of
 from .tables import COLUMNS, Column
 
-# row index of a token in the call's table
+# row index of a token in the table of a recording
 COLUMNS["route_row"] = Column("token", "int64", -1, given_by=("sample", "collator"))
 
 
-def read_routes(field: Mapping[str, Any]) -> torch.Tensor:
-    """Decode a JSON field {"data": base64 of little-endian int16, "shape": [n, L, k]} -> int16 [n,
-    L, k]. ValueError for anything else.
-    """
-    try:
-        shape = [int(size) for size in field["shape"]]
-        numbers = np.frombuffer(base64.b64decode(field["data"], validate=True), "<i2")
-        return torch.from_numpy(numbers.astype(np.int16).reshape(shape))
-    except (TypeError, KeyError, ValueError) as error:
-        raise ValueError(
-            'routes: expected {"data": base64 of int16 numbers, "shape": [tokens, layers with '
-            f"experts, experts per token]}}, got {field!r:.100} ({error})"
-        ) from None
-
-
 class Routes:
-    """The experts of a call's tokens. Inside its context, the model's routers replay them, or
-    record their choice in them.
+    """Inside its context, the model's routers replay the experts of micro-batches' column routes,
+    or record their choice.
 
-    is_recording: True to record. table: int16 [T, L, k] on this rank's device, after take().
-    ValueError for a model without experts.
+    is_recording: True to record. table: when recording, int16 [T, L, k] on this rank's device,
+    after take(). ValueError for a model without experts.
     """
 
     def __init__(self, backend: Any, is_recording: bool = False):
@@ -60,21 +43,21 @@ class Routes:
         self.table: torch.Tensor
 
     def take(self, documents: Sequence[dict[str, Any]]) -> None:
-        """Fill the table from checked documents, removing their routes, and set their column
-        route_row: each token's row in the table.
+        """Make a recording's table for checked documents, and set their column route_row: each
+        token's row in it.
         """
+        if not self._is_recording:
+            return
         self._sizes = [len(document["input_ids"]) for document in documents]
         shape = (sum(self._sizes), len(self._index), self._config.moe_router_topk)
-        table = torch.zeros(shape, dtype=torch.int16)
-        if not self._is_recording:
-            table = torch.cat([document.pop("routes") for document in documents])
-        self.table = parallel.to_device(table, parallel.device())
+        self.table = torch.zeros(shape, dtype=torch.int16, device=parallel.device())
         for document, end in zip(documents, itertools.accumulate(self._sizes), strict=True):
             document["route_row"] = torch.arange(end - len(document["input_ids"]), end)
 
     def __enter__(self) -> None:
         for router in self._routers:
             router.replay = self._choose
+        self._rows = {}
 
     def __exit__(self, *error: Any) -> None:
         for router in self._routers:
@@ -82,32 +65,35 @@ class Routes:
         self._rows = {}
 
     def expect(self, batch: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
-        """Register the table rows of the next micro-batch, from its column route_row on this rank.
+        """Register the next micro-batch's columns on this rank.
 
         Recomputation and pipelines run micro-batches in another order, so a micro-batch is
         recognised by its padding mask.
         """
         mask = inputs["padding_mask"]
+        rows = batch["route_row" if self._is_recording else "routes"]
         # filler rows repeat a sample: hide them
-        rows = batch["route_row"].masked_fill(mask, -1)
+        rows = rows.masked_fill(mask.view(*mask.shape, *[1] * (rows.dim() - 2)), -1)
         if self._config.sequence_parallel:
             size = mpu.get_tensor_model_parallel_world_size()
             rows = rows.chunk(size, 1)[mpu.get_tensor_model_parallel_rank()]
         # keep the mask, so that no other mask gets its address
-        self._rows[_address(mask)] = rows.t().flatten(), mask
+        self._rows[_address(mask)] = rows.transpose(0, 1).flatten(0, 1), mask
 
     def _choose(self, router: Router, mask: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """The experts [tokens, k] that a router uses, given its choice `experts`: the replayed ones
         where there are some. When recording, store the choice and return it.
         """
+        if _address(mask) not in self._rows:  # a micro-batch without the column
+            return experts
         rows, _ = self._rows[_address(mask)]
         index = self._index[router.layer_number - 1]
         if self._is_recording:
             is_real = rows >= 0
             self.table[rows[is_real], index] = experts[is_real].to(self.table.dtype)
             return experts
-        given = self.table[rows.clamp(min=0), index].to(experts.dtype)
-        return given.where((rows >= 0)[:, None] & (given >= 0), experts)
+        given = rows[:, index].to(experts.dtype)
+        return given.where(given >= 0, experts)
 
     def recorded(self) -> list[torch.Tensor]:
         """The recorded experts of each document, int16 [n, L, k] on the CPU of every rank.
@@ -119,17 +105,35 @@ class Routes:
 
 
 def check(backend: Any, documents: Sequence[dict[str, Any]]) -> None:
-    """Convert the routes of a call's documents to int16 [n, L, k], in place; documents without
-    routes get -1. ValueError for routes that do not fit the model.
+    """Give the documents of a call without routes a column of -1, in place. ValueError for routes
+    that do not fit the model.
     """
     config = _config_of(backend)
     for number, document in enumerate(documents):
         shape = (len(document["input_ids"]), len(_layers(config)), config.moe_router_topk)
-        given = document.get("routes", torch.full(shape, -1))
+        routes = document.setdefault("routes", torch.full(shape, -1, dtype=torch.int16))
         try:
-            document["routes"] = _checked(given, shape, config.num_moe_experts)
+            check_routes(backend, routes)
         except ValueError as error:
             raise ValueError(f"sample {number} of the call: {error}") from None
+
+
+def check_routes(backend: Any, routes: torch.Tensor) -> None:
+    """Raise ValueError for routes [..., L, k] that do not fit the model."""
+    config = _config_of(backend)
+    wanted = [len(_layers(config)), config.moe_router_topk]
+    expect(
+        [*routes.shape[-2:]] == wanted,
+        f"routes of a sample: expected integers [tokens, {wanted[0]} layers with experts, "
+        f"{wanted[1]} experts per token], got {[*routes.shape[-3:]]}",
+    )
+    low, high = map(int, routes.aminmax())
+    expect(
+        -1 <= low <= high < config.num_moe_experts,
+        f"routes from {low} to {high}: expected experts 0 to {config.num_moe_experts - 1}, or -1 "
+        "to choose them here",
+    )
+    _check_choices(routes)
 
 
 def _layers(config: Any) -> list[int]:
@@ -152,19 +156,10 @@ def _config_of(backend: Any) -> Any:
     return config
 
 
-def _checked(routes: torch.Tensor, shape: tuple[int, int, int], num_experts: int) -> torch.Tensor:
-    """Routes of a sample as int16. ValueError if they do not fit the model."""
-    expect(
-        routes.shape == shape and not routes.is_floating_point(),
-        f"routes of a sample: expected integers {list(shape)}, [tokens, layers with experts, "
-        f"experts per token], got {routes.dtype} {list(routes.shape)}",
-    )
-    low, high = map(int, routes.aminmax())
-    expect(
-        -1 <= low <= high < num_experts,
-        f"routes from {low} to {high}: expected experts 0 to {num_experts - 1}, or -1 to choose "
-        "them here",
-    )
+def _check_choices(routes: torch.Tensor) -> None:
+    """Raise ValueError if -1 stands for some experts of a token in a layer only, or an expert is
+    there twice.
+    """
     is_here = routes < 0
     expect(
         bool((is_here.all(-1) == is_here.any(-1)).all()),
@@ -173,4 +168,3 @@ def _checked(routes: torch.Tensor, shape: tuple[int, int, int], num_experts: int
     in_order = routes.sort(-1).values
     is_twice = (in_order[..., 1:] == in_order[..., :-1]) & (in_order[..., 1:] >= 0)
     expect(not is_twice.any(), "routes with an expert twice for a token in a layer")
-    return routes.to(torch.int16)

@@ -361,13 +361,10 @@ def _document(
         f"{', '.join(unread)} has no effect on the loss {loss.name}: remove it, or choose another",
     )
     kept = {name: kept[name] for name in kept if name not in unread}
-    routes = kept.pop("routes", None)
     row = {name: column[0] for name, column in Collator(0)([kept]).items()}
     check_batch({name: column[None] for name, column in row.items()}, False, limits)
     row = with_columns(row, loss)
     row.pop("attention_mask")  # the collator numbers documents
-    if routes is not None:
-        row["routes"] = torch.as_tensor(routes)
     return row
 
 

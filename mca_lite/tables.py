@@ -489,6 +489,7 @@ class Column:
     whole on every rank, absent if the micro-batch has none.
     dtype: torch's name.
     padding: the value at padding positions.
+    more_dims: number of a token's dimensions; 0: one number per token.
     default: the value for a document without the column; None: it is required.
     of_dataset: (DatasetSpec, DataArguments) -> the value for a dataset's documents, or None for the
     default.
@@ -506,6 +507,7 @@ class Column:
     to_model: bool = False
     given_by: tuple[str, ...] = ("record", "sample", "collator")
     of_key: bool = False
+    more_dims: int = 0
 
     @property
     def is_registered(self) -> bool:
@@ -540,6 +542,8 @@ COLUMNS = {
     # columns of a Session's samples, and the index of each trained token in the call
     **dict.fromkeys(SESSION_COLUMNS, _given("token")),
     "token_number": _given("token", "int64", -1),
+    # a sampler's experts of each token: [layers with experts, experts per token] (part_routes.py)
+    "routes": _given("token", "int16", -1, more_dims=2),
 }
 
 
@@ -550,7 +554,14 @@ def is_of_inputs(name: str) -> bool:
 
 def other_columns(*read: str) -> tuple[str, ...]:
     """The package's loss columns that a trainer would ignore: all except those it reads."""
-    of_losses = (ANSWER_LABEL, "reference", *PAIR_COLUMNS, "teacher_row", *SESSION_COLUMNS)
+    of_losses = (
+        ANSWER_LABEL,
+        "reference",
+        *PAIR_COLUMNS,
+        "teacher_row",
+        *SESSION_COLUMNS,
+        "routes",
+    )
     return tuple(name for name in of_losses if name not in read)
 
 

@@ -760,6 +760,12 @@ class McaTrainer(OtherNames):
         """
         return self.evaluator.predict(test_dataset, metric_key_prefix)
 
+    def log_probabilities(self, dataset: Any) -> np.ndarray:
+        """Hook: float64 [samples, documents per sample, 2] on every rank: each document's sum of
+        log-probabilities over trained tokens, and their number. Collective.
+        """
+        return self.evaluator.log_probabilities(dataset)
+
     def evaluation_loop(
         self,
         dataloader: Any,

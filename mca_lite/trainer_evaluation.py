@@ -120,7 +120,7 @@ class Evaluator:
     def predict(self, dataset: Any, prefix: str) -> PredictionOutput:
         """Log-probabilities of each sample, with metrics, as a PredictionOutput on every rank."""
         trainer = self.trainer
-        logps = self._log_probabilities(dataset)
+        logps = trainer.log_probabilities(dataset)
         if trainer.documents_per_sample == 1:
             total, count = logps.sum(axis=(0, 1))
             metrics = {f"{prefix}_loss": float(-total / max(count, 1))}
@@ -195,7 +195,7 @@ class Evaluator:
         return scattered(self.backend, found, zeros).numpy()
 
     @torch.no_grad()
-    def _log_probabilities(self, dataset: Any) -> np.ndarray:
+    def log_probabilities(self, dataset: Any) -> np.ndarray:
         """float64 [samples, documents per sample, 2] on every rank: each document's sum of
         log-probabilities over trained tokens, and their number.
         """

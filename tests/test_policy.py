@@ -10,6 +10,7 @@ import torch
 from tests.shared import session_tools, tiny_moe, world
 from tests.shared.session_tools import LAYOUTS, MORE_LAYOUTS, log_probs_of
 
+CP2_PACKED = LAYOUTS["cp2_packed"]
 TOKENS, ANSWERS = 28, 7  # with a label; samples with such a token
 COLUMNS = ("advantage", "old_logp")
 
@@ -121,9 +122,29 @@ ROWS = {
 CALLS = {name: call for name, (call, _) in ROWS.items()}
 
 
+def bounded(d, sign):
+    """The smaller of d and its clipped value, in the direction of the advantage."""
+    return sign * torch.minimum(sign * d, sign * d.clamp(-0.2, 0.3))
+
+
+def gmpo(tokens, numbers):
+    """Geometric mean of an answer's ratios (Zhao et al., 2025), of its mean advantage: the value
+    and gradient of the whole answer, spread over its tokens."""
+    advantage = tokens.mean_of_answer(tokens.advantage)
+    x = bounded(tokens.log_ratio, advantage.sign())
+    return -advantage * tokens.mean_of_answer(x).exp() * (1 + x - x.detach())
+
+
+def gmpo_of_answer(p, o, q, a, w, h):
+    return -a.mean() * bounded(p - o, a.mean().sign()).mean().exp()
+
+
+GMPO = row("gmpo", gmpo_of_answer, ANSWERS, True)
+
+
 @pytest.fixture(scope="module")
 def oracle(tmp_path_factory):
-    losses = {name: loss for name, (_, loss) in ROWS.items()}
+    losses = {name: loss for name, (_, loss) in (ROWS | {"gmpo": GMPO}).items()}
     return session_tools.make_oracle(tmp_path_factory.mktemp("policy"), losses)
 
 
@@ -132,6 +153,21 @@ def oracle(tmp_path_factory):
 )
 def test_gradients_of_every_row_are_those_of_whole_logits(oracle, layout):
     assert not session_tools.wrong_of(oracle, CALLS, layout)
+
+
+def errors_of_gmpo(folder: str, keys: dict) -> dict:
+    from mca_lite import register_policy_loss
+
+    register_policy_loss("gmpo", gmpo, counts="answers", is_mean=True)
+    return session_tools.errors_of(folder, {"gmpo": GMPO[0]}, keys)
+
+
+@pytest.mark.parametrize(
+    "ranks, keys", [CP2_PACKED, pytest.param(1, dict(backend="torch"), marks=pytest.mark.full)]
+)
+def test_a_registered_formula_reads_means_of_answers_on_other_ranks(oracle, ranks, keys):
+    for errors in world.run(errors_of_gmpo, ranks, oracle, keys):
+        assert not {what: error for what, error in errors.items() if not error <= 1e-5}
 
 
 def squared(tokens, numbers):

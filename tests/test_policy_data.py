@@ -2,6 +2,7 @@
 columns that are computed before training; runs from the command line.
 """
 
+import base64
 import json
 import math
 import shutil
@@ -12,6 +13,7 @@ import pytest
 
 from mca_lite import DataArguments, load_datasets
 from mca_lite.part_policy import group_advantages, sampler_weights
+from mca_lite.part_stream_keys import StreamArguments
 from tests.shared import tiny, world
 from tests.shared.commands import run_all
 from tests.shared.layouts import CP2, PACKED, PP2
@@ -53,8 +55,9 @@ def tokenizer(tmp_path_factory):
 
 
 def load(path, tokenizer, tmp_path, **keys):
+    stream = StreamArguments(streaming=keys.pop("streaming", False))
     args = DataArguments(dataset=[str(path)], cache_dir=str(tmp_path / "cache"), **keys)
-    return load_datasets(args, "policy", tokenizer)
+    return load_datasets(args, "policy", tokenizer, stream_args=stream)
 
 
 @pytest.mark.parametrize("spelling", SPELLINGS)
@@ -73,6 +76,23 @@ def test_every_spelling_is_shifted_to_the_same_sample(spelling, tokenizer, tmp_p
 
 
 GOOD = SPELLINGS["ids"]
+ROUTES = [[[n, -1], [n + 1, n + 7]] for n in range(6)]  # two layers, two experts
+ENCODED = {
+    "data": base64.b64encode(np.array(ROUTES[:5], "<i2").tobytes()).decode(),
+    "shape": [5, 2, 2],
+}
+
+
+@pytest.mark.parametrize("name, routes", [("routes", ENCODED), ("routed_experts", ROUTES)])
+@pytest.mark.parametrize("keys", [dict(streaming=False), dict(streaming=True)])
+def test_routes_are_those_of_the_tokens_and_cut_with_them(name, routes, keys, tokenizer, tmp_path):
+    path = write_rollouts(tmp_path / "rollouts.jsonl", [GOOD | {name: routes}])
+    data = load(path, tokenizer, tmp_path, cutoff_len=4, **keys).train
+    [document] = next(data.rows())[0] if keys["streaming"] else data[0]
+    assert document["input_ids"].tolist() == IDS[:4]
+    assert document["routes"].tolist() == ROUTES[:4] and document["routes"].dtype == np.int16
+
+
 NAN = float("nan")
 BAD = {
     "two names": ({"tokens": IDS}, "ids and tokens: expected one of them"),
@@ -91,6 +111,8 @@ BAD = {
     "reward": ({"reward": NAN}, "'reward' is nan: expected a finite number"),
     "size": ({"response_length": 9}, "response_length or mask has 9 tokens, and the record 6"),
     "group": ({"group": [1]}, "'group': expected"),
+    "routes": ({"routes": ROUTES[:4]}, "'routes' has 4 rows: expected 5 or 6"),
+    "experts": ({"routes": [[0, 1]] * 5}, "routes: expected {"),
 }  # fmt: skip
 
 
@@ -119,6 +141,33 @@ def test_a_sample_with_other_columns_than_the_first_is_refused():
     assert view[0][0]["advantage"] == 1.0
     with pytest.raises(ValueError, match=r"sample 1 has \['advantage', 'old_logp'\]"):
         view[1]
+
+
+def test_wrong_numbers_of_a_sampler_are_refused_in_words(tmp_path):
+    tiny.save_model(tmp_path / "model", "qwen3")
+    [found] = world.run(refusals_of_a_sampler, 1, str(tmp_path))
+    assert "old_logp of sample 1 has the shape [1]: expected one number, or [4]" in found[0]
+    assert "sampler_correction computes the weights of tokens, and the samples have" in found[1]
+
+
+def refusals_of_a_sampler(folder: str) -> list[str]:
+    from mca_lite import PolicyConfig, PolicyTrainer
+    from tests.shared import session_tools
+
+    session = session_tools.new_session(folder)
+    good = dict(input_ids=[1, 2, 3, 4], labels=[-100, 3, 4, 5], advantage=1.0, old_logp=[-1.0] * 4)
+    found = []
+    for samples in [good, good | dict(old_logp=[-1.0])], [good | dict(sampler_weight=1.0)] * 2:
+        config = PolicyConfig(sampler_correction="token_mask")
+        given = dict(args=session.args, train_dataset=samples, backend=session.backend)
+        trainer = PolicyTrainer(session.model, config, **given)
+        found.append(refusal(second_sample, trainer))
+    return found
+
+
+def second_sample(trainer) -> dict:
+    trainer.get_train_dataloader()
+    return trainer.train_dataset[1][0]
 
 
 def test_long_rollouts_are_cut_with_their_columns_and_bad_ones_left_out(tokenizer, tmp_path):
@@ -206,6 +255,10 @@ def columns_before_training(folder: str, keys: dict) -> list:
             gap = document["advantage"] - (number % 4 - 1.5)
             found["advantage"] = max(found.get("advantage", 0.0), abs(gap))
             assert "group" not in document
+        sums = trainer.predict(samples).predictions  # at the temperature of training
+        for number, logps in enumerate(wanted["old_logp"]):
+            gap = abs(sums[number, 0] - float(logps.sum())) / max(1, sums[number, 1])
+            found["predictions"] = max(found.get("predictions", 0.0), gap)
     return [*found.items()], len([*Path(f"{folder}/rows").rglob("*.rows")])
 
 

@@ -3,12 +3,14 @@ experts in its routers, and without a change of a bit where they are the model's
 """
 
 import base64
+import functools
 import re
 
 import pytest
 import torch
 
-from tests.shared import session_tools, tiny, tiny_moe, world
+from mca_lite import TrainerCallback
+from tests.shared import policy_tools, session_tools, tiny, tiny_moe, world
 from tests.shared.layouts import CP2, DIST_OPT, EP2, PP2, TP2_SP, VPP2
 from tests.shared.session_tools import PACKED, log_probs_of
 
@@ -58,7 +60,27 @@ def oracle_of(path: str) -> tuple:
     from mca_lite.weights_files import file_tensors
 
     model = load_torch_model(path)
+    samples = documents()
+    replaying(model, samples, random_routes(samples))
+    logps = [log_probs_of(model, sample)[0] for sample in samples]
+    count = sum(label != -100 for sample in samples for label in sample["labels"])
+    (-torch.cat(logps).sum() / count).backward()
+    for parameter in model.parameters():
+        parameter.data = parameter.grad
+    gradients = {name: view.clone() for name, _, view in file_tensors(model)}
+    return [x.detach() for x in logps], gradients
+
+
+def replaying(model, samples: list[dict], routes: list) -> None:
+    """Make a transformers model use these experts for the tokens of these samples."""
+    pairs = zip(samples, routes, strict=True)
+    routes_of = {tuple(map(int, sample["input_ids"])): of_sample for sample, of_sample in pairs}
     given = {}
+
+    def choose(module, inputs):
+        given["routes"] = routes_of[tuple(inputs[0][0].tolist())]
+
+    model.register_forward_pre_hook(choose)
 
     def replay(index, module, inputs, output):
         logits, weights, experts = output
@@ -70,16 +92,6 @@ def oracle_of(path: str) -> tuple:
         if type(module).__name__.endswith("TopKRouter"):
             index = int(re.search(r"layers\.(\d+)", name)[1]) - 1
             module.register_forward_hook(lambda *args, index=index: replay(index, *args))
-    samples = documents()
-    logps = []
-    for sample, given["routes"] in zip(samples, random_routes(samples), strict=True):
-        logps.append(log_probs_of(model, sample)[0])
-    count = sum(label != -100 for sample in samples for label in sample["labels"])
-    (-torch.cat(logps).sum() / count).backward()
-    for parameter in model.parameters():
-        parameter.data = parameter.grad
-    gradients = {name: view.clone() for name, _, view in file_tensors(model)}
-    return [x.detach() for x in logps], gradients
 
 
 def loads_of(samples: list[dict], routes: list) -> torch.Tensor:
@@ -146,6 +158,7 @@ def folder(tmp_path_factory):
     out = tmp_path_factory.mktemp("routes")
     path = tiny_moe.save_model(out / "model", "qwen3_moe_dense_layers")
     torch.save(oracle_of(path), out / "oracle.pt")
+    torch.save(oracle_of_stage(path), out / "stage.pt")
     return str(out)
 
 
@@ -156,6 +169,80 @@ def test_replayed_experts_are_those_of_transformers_and_own_ones_change_nothing(
     ranks, keys = LAYOUTS[layout]
     for errors in world.run(wrong_of, ranks, folder, keys):
         assert not {what: error for what, error in errors.items() if not error <= 1e-5}
+
+
+# -- stage policy
+
+OF_STAGE = {
+    "ep2": (2, {**EP2, **DIST_OPT}),
+    "pp2": (2, PP2),
+    "packed, recomputed": (1, {**PACKED, **RECOMPUTED}),
+    "tp2": (2, TP2_SP),
+    "cp2, packed": (2, {**CP2, **PACKED}),
+    "pp2, vpp2": (2, {**PP2, **VPP2}),
+}
+
+
+def oracle_of_stage(path: str) -> tuple:
+    """(samples, lines of the steps of transformers' model with random_routes in its routers)."""
+    from mca_lite.model import load_torch_model
+
+    with torch.no_grad():
+        samples = policy_tools.samples_of(load_torch_model(path))[:8]  # two steps
+    model = load_torch_model(path)
+    replaying(model, samples, random_routes(samples))
+
+    def ppo(p, o, q, a, w, h):
+        r = (p - o).exp()
+        return -w * torch.minimum(r * a, r.clamp(0.8, 1.2) * a)
+
+    return samples, policy_tools.oracle_run(model, samples, ppo, lambda tokens, answers: tokens)
+
+
+def runs_of_stage(folder: str, out: str, samples: list, keys: dict) -> list:
+    """Numbers of steps with random experts; numbers of steps of rate 0, and predictions, without
+    routes and with the model's own."""
+    path = f"{folder}/model"
+    run = functools.partial(policy_tools.policy_run, path, config=dict(name="ppo"), steps=2, **keys)
+    lines = run(f"{out}/random", samples=with_routes(samples, random_routes(samples)))
+    session = session_tools.new_session(folder, **{**keys, "global_batch_size": 4})
+    own = session.routes([{k: one[k] for k in ("input_ids", "labels")} for one in samples])
+    found = [lines]
+    for name, given in {"none": samples, "own": with_routes(samples, own)}.items():
+        after = Predictions(given)
+        more = dict(learning_rate=0.0, moe_router_load_balancing_type="aux_loss", callbacks=[after])
+        numbers = run(f"{out}/{name}", samples=given, moe_aux_loss_coeff=0.1, **more)
+        found.append((numbers, after.found))
+    return found
+
+
+class Predictions(TrainerCallback):
+    """Predictions and metrics of an evaluation after training."""
+
+    def __init__(self, samples: list):
+        self.samples = samples
+        self.found: list = []
+
+    def on_train_end(self, args, state, control, trainer=None, **kwargs):
+        predictions, _, metrics = trainer.predict(self.samples)
+        self.found = [predictions.tolist(), metrics, trainer.evaluate(self.samples)]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [*OF_STAGE][:3] + [pytest.param(name, marks=pytest.mark.full) for name in [*OF_STAGE][3:]],
+)
+def test_stage_policy_replays_routes_and_own_ones_change_no_bit(folder, tmp_path, layout):
+    ranks, keys = OF_STAGE[layout]
+    samples, wanted = torch.load(f"{folder}/stage.pt", weights_only=False)
+    [(lines, without, own), *_] = world.run(
+        runs_of_stage, ranks, folder, str(tmp_path), samples, keys, timeout_s=120
+    )
+    assert without == own and len(without[0]) == 2
+    for line, right in zip(lines, wanted, strict=True):
+        right = right | dict(loss=right["total"] / right["counts"][False])
+        wrong = {name: (line[name], right[name]) for name in policy_tools.METRICS if name in line}
+        assert not {k: pair for k, pair in wrong.items() if pair[0] != pytest.approx(pair[1], 1e-5)}
 
 
 def same_bits(folder: str) -> list:
@@ -193,7 +280,9 @@ def refusals(folder: str, dense: str) -> dict:
     torchs = session_tools.new_session(folder, backend="torch")
     return {
         "shape": with_values(good[1:]),
-        "numbers": with_values(good.float()),
+        "numbers": with_values(good + 0.5),
+        "dims": with_values(good[:, 0]),
+        "layers": with_values(good[:, :2]),
         "expert": with_values(good + 3),
         "half": with_values(changed),
         "twice": with_values(torch.ones_like(good)),
@@ -207,8 +296,10 @@ def test_wrong_routes_are_refused_in_words(folder, tmp_path):
     tiny.save_model(tmp_path / "model", "qwen3")
     [found] = world.run(refusals, 1, folder, str(tmp_path))
     words = {
-        "shape": "sample 1 of the call: routes of a sample: expected integers [",
-        "numbers": "got torch.float32",
+        "shape": "sample 1 of the call: routes of a sample: expected int16 [",
+        "numbers": "got torch.float32 of shape [",
+        "dims": "sample 1 of the call: routes of a sample: expected int16 [",
+        "layers": "expected integers [tokens, 3 layers with experts, 2 experts per token]",
         "expert": "routes from 3 to 4: expected experts 0 to 3, or -1",
         "half": "-1 for some experts of a token in a layer",
         "twice": "an expert twice for a token in a layer",
@@ -221,12 +312,17 @@ def test_wrong_routes_are_refused_in_words(folder, tmp_path):
 
 
 def test_routes_are_read_from_base64_with_a_shape():
-    from mca_lite.part_routes import read_routes
+    from mca_lite.part_policy_data import read_routes
 
     data = base64.b64encode(bytes([1, 0, 255, 255, 0, 1, 2, 0])).decode()
-    assert read_routes({"data": data, "shape": [2, 1, 2]}).tolist() == [[[1, -1]], [[256, 2]]]
+    wanted = [[[1, -1]], [[256, 2]]]
+    assert read_routes({"data": data, "shape": [2, 1, 2]}).tolist() == wanted
+    assert read_routes(wanted).tolist() == wanted
     for wrong in (
         data,
+        [[1, 2]],
+        [[[1.5]]],
+        [[[70_000]]],
         {"data": data},
         {"data": data, "shape": [3, 1, 2]},
         {"data": "?", "shape": []},
