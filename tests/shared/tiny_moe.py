@@ -105,6 +105,7 @@ WITHOUT_EFFECT = {
         (family, "intermediate_size"): "of dense layers, which transformers' model never has"
         for family in ("solar_open", "qwen3_5_moe_text", "qwen3_5_moe")
     },
+    ("qwen3_vl_moe", "sliding_window"): "transformers unsets it",
     ("gpt_oss", "router_aux_loss_coef"): "0.9 in the released files, and without effect in "
     "transformers: moe_aux_loss_coeff decides",
 }
