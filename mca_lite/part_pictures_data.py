@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 # keys of config.json: token before an image, placeholder for its features, token after it
 TOKEN_KEYS = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
+_GLM_TOKEN_KEYS = ("image_start_token_id", "image_token_id", "image_end_token_id")
 _MARK = "<image>"  # LLaMA-Factory's mark for an image in a text
 _MOST_PIXELS = 89_478_485  # Pillow's limit for untrusted files, MAX_IMAGE_PIXELS
 # formats that Pillow reads without running another program
@@ -43,7 +44,8 @@ _ORIENTATION = 0x0112  # the EXIF tag
 _ON_ITS_SIDE = (5, 6, 7, 8)  # orientations that swap width and height
 _THUMBNAIL = (240, 240)
 _PROCESSOR_NAMES = ("processor_config.json", "preprocessor_config.json")
-_PROCESSOR = "Qwen2VLImageProcessor"  # all families here use it; Qwen3-VL with other sizes
+# image processors; Qwen3-VL has the first with other sizes
+_PROCESSORS = ("Qwen2VLImageProcessor", "Glm4vImageProcessor")
 # keys under which a message block may contain its image
 _SOURCES = ("image", "image_url", "path", "url", "base64", "value")
 _TEMPORAL = 1  # an image's patches along time
@@ -244,7 +246,7 @@ class Vision(Media):
 
     folder: the model's, with its image processor's settings.
     block: the text that stands for an image in a conversation; contains image_token once.
-    limits: min_pixels and max_pixels, if the keys set them.
+    limits: of pixels, by the image processor's names, if the keys set them.
     """
 
     folder: Path
@@ -265,16 +267,17 @@ class Vision(Media):
         """
         tower = config.get("vision_config") or {}
         sizes: list[Any] = [tower.get(key) for key in ("spatial_merge_size", "patch_size")]
-        ids: list[Any] = [config.get(key) for key in TOKEN_KEYS]
+        token_keys = _GLM_TOKEN_KEYS if _GLM_TOKEN_KEYS[0] in config else TOKEN_KEYS
+        ids: list[Any] = [config.get(key) for key in token_keys]
         if None in (*sizes, *ids):
             return Media()
         tokens = [tokenizer.decode([number]) for number in ids]
         expect(
             tokenizer("".join(tokens), add_special_tokens=False)["input_ids"] == ids,
-            f"{folder}: the tokens of {', '.join(TOKEN_KEYS)} are {tokens}, which the tokenizer "
+            f"{folder}: the tokens of {', '.join(token_keys)} are {tokens}, which the tokenizer "
             "reads otherwise: it is another model's",
         )
-        limits = {"min_pixels": keys.image_min_pixels, "max_pixels": keys.image_max_pixels}
+        limits = {"shortest_edge": keys.image_min_pixels, "longest_edge": keys.image_max_pixels}
         return cls(
             folder=folder,
             token_id=ids[1],
@@ -336,13 +339,15 @@ class Vision(Media):
             "data: copy it from the model",
         )
         # AutoImageProcessor would need torchvision in some versions (5.17)
-        name = settings.get("image_processor_type", _PROCESSOR).removesuffix("Fast")
+        name = settings.get("image_processor_type", _PROCESSORS[0]).removesuffix("Fast")
         expect(
-            name == _PROCESSOR, f"{self.folder}: image_processor_type {name}: expected {_PROCESSOR}"
+            name in _PROCESSORS,
+            f"{self.folder}: image_processor_type {name}: expected {' or '.join(_PROCESSORS)}",
         )
-        processor = getattr(transformers, f"{name}Pil").from_pretrained(
-            self.folder, local_files_only=True, **self.limits
-        )
+        kind = getattr(transformers, f"{name}Pil")
+        processor = kind.from_pretrained(self.folder, local_files_only=True)
+        for edge, limit in self.limits.items():
+            setattr(processor.size, edge, limit * _frames_of(processor))
         given = [processor.do_resize, processor.merge_size, processor.patch_size]
         expect(
             given == [True, self.merge_size, self.patch_size],
@@ -358,12 +363,14 @@ class Vision(Media):
         """The grid of an image of this size. ValueError if it is too narrow."""
         processor = self.processor
         resize = sys.modules[type(processor).__module__].smart_resize  # the processor's version
+        frames = _frames_of(processor)
         sizes = resize(
-            height,
-            width,
-            self.patch_size * self.merge_size,
-            processor.size["shortest_edge"],
-            processor.size["longest_edge"],
+            height=height,
+            width=width,
+            factor=self.patch_size * self.merge_size,
+            min_pixels=processor.size["shortest_edge"],
+            max_pixels=processor.size["longest_edge"],
+            **({"num_frames": frames, "temporal_factor": frames} if frames > 1 else {}),
         )
         rows, columns = (size // self.patch_size for size in sizes)
         return _TEMPORAL, rows, columns
@@ -582,6 +589,12 @@ class Vision(Media):
 
     def store(self, folder: Path) -> PictureFile:
         return PictureFile(folder)
+
+
+def _frames_of(processor: Any) -> int:
+    """The frames of a picture whose pixels a processor's limits count."""
+    is_glm = type(processor).__name__.startswith("Glm4v")
+    return int(processor.temporal_patch_size) if is_glm else 1
 
 
 # -- in batches

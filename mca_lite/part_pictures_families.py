@@ -17,6 +17,11 @@ _VISION_PARTS = {
         "visual.pos_embed",
         "visual.blocks",
         "visual.deepstack_merger_list",
+        # of glm4v
+        "visual.embeddings",
+        "visual.post_conv_layernorm",
+        "visual.post_layernorm",
+        "visual.downsample",
     ),
     "multi_modal_projector": ("visual.merger",),
 }
@@ -42,9 +47,13 @@ def _sections(hf: Any, default: tuple[int, ...]) -> dict[str, Any]:
     return {"mrope_section": list(hf.rope_parameters.get("mrope_section", default))}
 
 
+def _without_head_dim(hf: Any) -> dict[str, Any]:
+    """The config field of a family that ignores head_dim."""
+    return {"kv_channels": hf.hidden_size // hf.num_attention_heads}
+
+
 def _qwen2_vl(hf: Any) -> dict[str, Any]:
-    """Config fields of Qwen2-VL, which ignores head_dim."""
-    return {"kv_channels": hf.hidden_size // hf.num_attention_heads, **_sections(hf, (16, 24, 24))}
+    return {**_without_head_dim(hf), **_sections(hf, (16, 24, 24))}
 
 
 for _name in ("qwen2_vl", "qwen2_5_vl"):
@@ -66,6 +75,12 @@ FAMILIES["qwen3_vl_moe"] = _with_pictures(
     has_windows=False,
     derived=lambda hf: {**_EXPERTS.derived(hf), **_sections(hf, (24, 20, 20))},
     stacked_experts="rows",
+)
+FAMILIES["glm4v"] = _with_pictures(
+    FAMILIES["glm4"],
+    config={},
+    constants={**FAMILIES["glm4"].constants, "add_qkv_bias": True},
+    derived=lambda hf: {**_without_head_dim(hf), **_sections(hf, (8, 12, 12))},
 )
 for _name in ("qwen3_5", "qwen3_5_moe"):
     _text = FAMILIES[f"{_name}_text"]

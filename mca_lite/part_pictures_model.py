@@ -172,8 +172,9 @@ class Tower(torch.nn.Module):
         kind = type(tower_on_meta(json.dumps(config.hf_config, sort_keys=True)))
         with no_init_weights():
             self.module = kind(self.vision_config)
-        patches = self.module.patch_embed.proj
-        patches.forward = functools.partial(_product_of_patches, patches)
+        for name, module in self.module.named_modules():
+            if name in ("patch_embed.proj", "downsample"):
+                module.forward = functools.partial(_product_of_patches, module)
         if torch.cuda.is_available() and config.params_dtype != torch.float32:
             AttentionInterface.register(_VARLEN, varlen_attention)
             self.module.config._attn_implementation = _VARLEN
@@ -378,8 +379,9 @@ class Pictures(Inputs):
         weights = 0.0
         for name in filter(self.owns, source.names()):
             shape = source.shape(name)
-            if len(shape) > 1 and "pos_embed" not in name:
-                uses = vision.spatial_merge_size**-2 if "merger" in name else 1.0
+            if len(shape) > 1 and "pos" not in name:  # no table of positions
+                is_merged = "merger" in name or "downsample" in name
+                uses = vision.spatial_merge_size**-2 if is_merged else 1.0
                 weights += uses * math.prod(shape)
         windows = 0
         if hasattr(vision, "fullatt_block_indexes"):
@@ -410,7 +412,8 @@ class Pictures(Inputs):
             return 0.0
         vision = self.vision_config
         channels = getattr(vision, "embed_dim", vision.hidden_size)
-        columns = getattr(vision, "intermediate_size", None) or vision.mlp_ratio * channels
+        mlp = tower_on_meta(json.dumps(self.hf_config, sort_keys=True)).blocks[0].mlp
+        columns = max(max(matrix.shape) for matrix in mlp.parameters())
         of_channel, of_column = _KEPT.get(vision.hidden_act, _KEPT["silu"])
         layer = width * (of_channel * channels + of_column * columns)
         kept = vision.depth * layer

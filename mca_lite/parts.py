@@ -40,7 +40,7 @@ PARTS = {
         "media_dir image_max_pixels image_min_pixels freeze_vision_tower "
         "freeze_multi_modal_projector freeze_language_model",
         "freeze_vision_tower:true freeze_multi_modal_projector:true freeze_language_model:false",
-        provides="pictures qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe",
+        provides="pictures qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe glm4v",
     ),
     "freeze": Part(
         "part_freeze_keys part_freeze",

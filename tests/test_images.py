@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageTextTo
 
 from mca_lite.data_batches import BatchPlan, Collator, Limits, check_batch, make_loader
 from mca_lite.files import IGNORE_INDEX, read_json
+from mca_lite.part_pictures_data import Picture
 from tests.shared.chats import assistant, conversation, user, write_records
 from tests.shared.picture_files import (
     TEMPLATE,
@@ -290,6 +291,28 @@ def test_the_smallest_picture_and_a_thin_one_take_what_the_processor_says(tmp_pa
         right = processed(tmp_path, Image.open(tmp_path / name))
         assert document["pixel_values"].equal(right)
         assert document["image_grid_thw"].prod() == len(right)
+
+
+GLM4V = dict(image_processor_type="Glm4vImageProcessor", min_pixels=None, max_pixels=None)
+
+
+def test_glm4v_counts_the_pixels_of_two_frames(tmp_path):
+    """Its processor's limits are those of two frames, and the keys' those of a picture."""
+    from transformers import Glm4vImageProcessorPil
+
+    tokenizer = picture_tokenizer()
+    size = {"shortest_edge": 512, "longest_edge": 2048}
+    folder = write_model(tmp_path / "model", tokenizer, "glm4v", **GLM4V, size=size)
+    processor = Glm4vImageProcessorPil.from_pretrained(folder)
+    for width, height in ((16, 8), (33, 70), (8, 8), (3, 200), (100, 60)):
+        picture = Picture(str(tmp_path / draw(tmp_path / f"{width}.png", width, height)))
+        right = processor(images=Image.open(picture.path), return_tensors="pt")
+        vision = vision_of(folder, tokenizer)
+        placed = vision.place(picture, "here")
+        assert [list(placed.grid)] == right["image_grid_thw"].tolist()
+        assert vision.pixels(placed).equal(right["pixel_values"])
+    vision = vision_of(folder, tokenizer, image_max_pixels=256)
+    assert vision.place(picture, "here").grid == (1, 2, 4)
 
 
 # peaks of a process, in KiB, after each of some pictures
@@ -650,7 +673,9 @@ def test_streaming_and_a_folder_without_a_processor_are_refused(tmp_path):
     assert document["pixel_values"].equal(before["pixel_values"])
     nested["image_processor"]["image_processor_type"] = "CLIPImageProcessor"
     (tmp_path / "model" / "processor_config.json").write_text(json.dumps(nested))
-    with pytest.raises(ValueError, match="CLIPImageProcessor: expected Qwen2VLImageProcessor"):
+    with pytest.raises(
+        ValueError, match="CLIPImageProcessor: expected Qwen2VLImageProcessor or Glm4v"
+    ):
         load(tmp_path, path)
     (tmp_path / "model" / "processor_config.json").unlink()
     with pytest.raises(ValueError, match="expected processor_config.json or preprocessor_config"):

@@ -543,8 +543,8 @@ def test_a_residual_is_compiled_on_a_gpu_where_it_has_dropout(keys, fused, monke
 
 PICTURES = dict(vision_config={}, text_config={})
 NO_MEDIA = (
-    "of models with images, audio or video qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_5_moe, qwen3_vl, "
-    "qwen3_vl_moe are trained here"
+    "of models with images, audio or video glm4v, qwen2_5_vl, qwen2_vl, qwen3_5, qwen3_5_moe, "
+    "qwen3_vl, qwen3_vl_moe are trained here"
 )
 PLAIN = "use_mca: false"
 ALONE = "its language model, saved alone as "
@@ -553,7 +553,7 @@ ALONE = "its language model, saved alone as "
 @pytest.mark.parametrize(
     "values, backend, reason, remedy",
     [
-        (dict(PICTURES, model_type="glm4v"), "use_mca=true", NO_MEDIA, "a model of text"),
+        (dict(PICTURES, model_type="llava"), "use_mca=true", NO_MEDIA, "a model of text"),
         (dict(PICTURES, model_type="internvl"), "use_mca=false", NO_MEDIA, "a model of text"),
         (
             dict(audio_config={}, model_type="qwen2_audio"),
@@ -600,8 +600,8 @@ def test_a_causal_model_of_transformers_passes_on_plain_torch(values):
 
 
 def test_auto_config_says_which_images_are_not_trained(tmp_path):
-    from transformers import Glm4vConfig
+    from transformers import LlavaConfig
 
-    Glm4vConfig().save_pretrained(tmp_path)
+    LlavaConfig().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="qwen3_vl, qwen3_vl_moe are trained here"):
         AutoConfig.from_pretrained(str(tmp_path))

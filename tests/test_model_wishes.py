@@ -53,7 +53,8 @@ WITHOUT_EFFECT = {
     "vision_config": "transformers' module is made of it, whatever it says",
     "image_token_id": "it is read from the copy of config.json, for each batch",
     **dict.fromkeys(
-        "video_token_id vision_start_token_id vision_end_token_id".split(),
+        "video_token_id vision_start_token_id vision_end_token_id image_start_token_id "
+        "image_end_token_id video_start_token_id video_end_token_id".split(),
         "of videos, and of the processor that makes the prompts",
     ),
 }
@@ -80,6 +81,7 @@ VALUES += [[name] * count for name in ("sliding_attention", "full_attention") fo
 VALUES += [{"rope_type": "default", "rope_theta": 77.0}]
 VALUES += [{**VALUES[-1], "llama_4_scaling_beta": 0.3, "original_max_position_embeddings": 4}]
 VALUES[-1]["mrope_section"] = [1, 2, 1]
+VALUES += [{**VALUES[-1], "partial_rotary_factor": 0.5}]
 VALUES += [{name: VALUES[-1] for name in ("full_attention", "sliding_attention")}]
 # for fields that a class lacks, which has no check of them
 FEW = [False, 2, 0.25, ["full_attention"] * 2, ["full_attention"] * 4, ["dense", "sparse"] * 2]

@@ -45,11 +45,7 @@ PARTS = {
     "by_default": ((True, True, False), {}, r"language_model|lm_head"),
     "projector": ((True, False, False), {}, r"visual\.merger|language_model|lm_head"),
     "projector_alone": ((True, False, True), {}, r"visual\.merger"),
-    "tower_alone": (
-        (False, True, True),
-        {},
-        r"visual\.(patch_embed|pos_embed|blocks|deepstack_merger_list)",
-    ),
+    "tower_alone": ((False, True, True), {}, r"visual\.(?!merger)"),
     "last_layer": (
         (False, False, False),
         dict(finetuning_type="freeze", freeze_trainable_layers=1),

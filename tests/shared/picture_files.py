@@ -49,12 +49,13 @@ def write_model(folder: Path, tokenizer, model_type: str = "qwen2_vl", **changes
     """Write what Vision reads of a model's folder. changes: of the image processor."""
     folder.mkdir(parents=True, exist_ok=True)
     start, image, end = tokenizer.convert_tokens_to_ids(list(TOKENS))
+    of = "image" if model_type == "glm4v" else "vision"
     config = {
         "model_type": model_type,
         "vision_config": {"spatial_merge_size": 2, "patch_size": 4, "model_type": model_type},
-        "vision_start_token_id": start,
+        f"{of}_start_token_id": start,
         "image_token_id": image,
-        "vision_end_token_id": end,
+        f"{of}_end_token_id": end,
     }
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "preprocessor_config.json").write_text(json.dumps({**PROCESSOR, **changes}))

@@ -65,6 +65,18 @@ FAMILIES["qwen3_5_moe"] = (
     ),
     _QWEN3_TOWER,
 )
+GLM_ROPE = {**ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+FAMILIES["glm4v"] = (
+    dict(num_attention_heads=2, rope_parameters=GLM_ROPE),
+    dict(
+        TOWER,
+        hidden_size=16,
+        intermediate_size=24,
+        out_hidden_size=32,
+        image_size=8,
+        hidden_act="silu",
+    ),
+)
 CHANNELS = 3 * 2 * 2 * 2  # of a patch
 
 
@@ -73,15 +85,15 @@ def hf_config(family: str, tied: bool = False, **of_text):
     from transformers import AutoConfig
 
     text, vision = FAMILIES[family]
+    of = "image" if family == "glm4v" else "vision"
     return AutoConfig.for_model(
         family,
         text_config={**TEXT, **text, **of_text},
         vision_config=vision,
         image_token_id=IMAGE,
         video_token_id=6,
-        vision_start_token_id=START,
-        vision_end_token_id=END,
         tie_word_embeddings=tied,
+        **{f"{of}_start_token_id": START, f"{of}_end_token_id": END},
     )
 
 

@@ -34,6 +34,7 @@ MODELS = {
     "qwen2_5_vl": "qwen2_5_vl",
     "qwen3_vl": "qwen3_vl",
     "qwen3_vl_moe": "qwen3_vl_moe",
+    "glm4v": "glm4v",
     "qwen3_5": "qwen3_5",
     "qwen3_5_moe": "qwen3_5_moe",
 }

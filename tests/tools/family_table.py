@@ -38,7 +38,7 @@ NOT_BUILT = {
     "under the sum of a token's weights",
     "falcon_h1, jamba, bamba, nemotron_h, zamba2": "state-space layers",
     "gemma3, llama4 and others with images": "their language models alone, or "
-    "qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe, qwen3_5 and qwen3_5_moe",
+    "qwen2_vl, qwen2_5_vl, qwen3_vl, qwen3_vl_moe, qwen3_5, qwen3_5_moe and glm4v",
     "gemma4 of experts, with embeddings of each layer, or of pictures": "gemma4_text's dense "
     "models alone, with keys that are values in full layers",
     "gemma3n": "embeddings of their own in each layer, layers that share keys and values",
