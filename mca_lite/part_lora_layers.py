@@ -509,11 +509,13 @@ class LoraExperts(Adapter):
         x: torch.Tensor,
         weight: torch.Tensor,
         multiply: Callable[..., Any],
+        again: Callable[[], torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """W x + scale * B A x [T, outputs], in x's dtype, for projections stacked in weight [n,
         ..., in].
 
-        multiply(x, w): multiplies each expert's tokens by its w^T.
+        multiply(x, w): multiplies each expert's tokens by its w^T. again: returns x once more, for
+        the backward pass, which then keeps no x.
         """
         if set(projections).isdisjoint(self.adapted):
             return experts_product(x, weight, multiply)
@@ -521,9 +523,8 @@ class LoraExperts(Adapter):
         if not self.adds_in_product(weight):
             low = multiply(self._dropped(x.float()), a)
             return (experts_product(x, weight, multiply) + multiply(low, b)).to(x.dtype)
-        low = multiply(x, a.to(x.dtype))
         room = with_room(weight, b.shape[-1], self._rooms)
-        return AdaptedExperts.apply(x, low, weight, b.to(x.dtype), room, multiply)
+        return AdaptedExperts.apply(x, a, weight, b, room, multiply, again)
 
     def merged(self, experts: torch.nn.Module) -> dict[str, torch.Tensor]:
         """{name: parameter of transformers' experts with the adapters added}."""
@@ -752,39 +753,45 @@ def _to_part(partial: torch.Tensor, group: torch.distributed.ProcessGroup | None
 
 
 class AdaptedExperts(torch.autograd.Function):
-    """For each expert x W^T + low B^T with a frozen W, as one matmul [x, low] [W, B]^T that is
-    rounded once.
+    """For each expert x W^T + (x A^T) B^T with a frozen W, as one matmul [x, x A^T] [W, B]^T that
+    is rounded once.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        low: torch.Tensor,
+        a: torch.Tensor,
         weight: torch.Tensor,
         b: torch.Tensor,
         room: torch.Tensor,
         multiply: Callable[..., torch.Tensor],
+        again: Callable[[], torch.Tensor] | None,
     ) -> torch.Tensor:
-        """x [T, in], low [T, c], weight [n, ..., in], b [n, out, c] -> [T, out]. room: with_room's
-        buffer for `weight`. multiply(x, w): multiplies each expert's tokens by its w^T.
+        """x [T, in], a [n, c, in], weight [n, ..., in], b [n, out, c] -> [T, out]. a and b have
+        their parameters' dtype. room: with_room's buffer for `weight`. multiply(x, w): multiplies
+        each expert's tokens by its w^T. again: see LoraExperts.forward.
         """
         room = room.flatten(1, -2)
         room[..., x.shape[-1] :].copy_(b)
-        ctx.save_for_backward(low, weight, b)
+        ctx.save_for_backward(None if again else x, a, weight, b)
         ctx.multiply = multiply
-        return multiply(torch.cat([x, low], 1), room)
+        ctx.again = again
+        return multiply(torch.cat([x, multiply(x, a.to(x.dtype))], 1), room)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        low, weight, b = ctx.saved_tensors
+        x, a, weight, b = ctx.saved_tensors
+        x = ctx.again() if ctx.again else x
+        with torch.enable_grad():  # autograd differentiates the narrow matmuls
+            x, a, b = (t.detach().requires_grad_() for t in (x, a, b))
+            low = ctx.multiply(x, a.to(x.dtype))
+            leaf = low.detach().requires_grad_()
+            product = ctx.multiply(leaf, b.to(x.dtype))
         grad = grad.contiguous()
-        d_x = None
-        if ctx.needs_input_grad[0]:
-            d_x = ctx.multiply(grad, weight.flatten(1, -2).transpose(1, 2))
-        with torch.enable_grad():  # autograd differentiates the narrow matmul
-            low = low.detach().requires_grad_()
-            b = b.detach().requires_grad_()
-            product = ctx.multiply(low, b)
-        d_low, d_b = torch.autograd.grad(product, (low, b), grad)
-        return d_x, d_low, None, d_b, None, None
+        d_low, d_b = torch.autograd.grad(product, (leaf, b), grad)
+        if not ctx.needs_input_grad[0]:
+            return None, *torch.autograd.grad(low, a, d_low), None, d_b, None, None, None
+        d_x, d_a = torch.autograd.grad(low, (x, a), d_low)
+        d_x += ctx.multiply(grad, weight.flatten(1, -2).transpose(1, 2))
+        return d_x, d_a, None, d_b, None, None, None
