@@ -18,6 +18,7 @@ import copy
 import gc
 import hashlib
 import io
+import shutil
 import sys
 import tempfile
 import time
@@ -426,7 +427,7 @@ def resumed(model: str, lora: int) -> dict:
     """Steps after a checkpoint whose loss and gradient norm have the bits of the unbroken run."""
     layers = SHAPES[model].resumed
     config = config_of(model, layers)
-    keys = dict(deterministic=True, max_steps=4, save_strategy="steps", save_steps=2)
+    keys = dict(deterministic=True, max_steps=5, save_strategy="steps", save_steps=3)
     curves = []
     checkpoint = None
     for resume in (False, True):
@@ -434,10 +435,11 @@ def resumed(model: str, lora: int) -> dict:
         if resume:
             args.resume_from_checkpoint = checkpoint
         trainer = trainer_of(models, args, config)
-        checkpoint = f"{args.output_dir}/checkpoint-2"
+        checkpoint = checkpoint or f"{args.output_dir}/checkpoint-3"
         logs = [log for log in trainer.state.log_history if "loss" in log]
         curves.append([(float(x["loss"]).hex(), float(x["grad_norm"]).hex()) for x in logs[-2:]])
         del trainer, models
+    shutil.rmtree(Path(checkpoint).parent, ignore_errors=True)
     kept = config.get_text_config().num_hidden_layers
     return dict(layers=kept, same_bits=curves[0] == curves[1], unbroken=curves[0])
 
