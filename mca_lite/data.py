@@ -171,7 +171,7 @@ def marked_runs(
 ) -> list[tuple[str, bool]]:
     """(text, True if it has loss) per run of tokens with loss or without. A run of placeholders is
     shown as one token and a count."""
-    is_placeholder = tokens == media.token_id
+    is_placeholder = np.isin(tokens, media.token_ids)
     borders = np.flatnonzero(np.diff(trained) | np.diff(is_placeholder)) + 1
     runs = []
     for places in np.split(np.arange(len(tokens)), borders):

@@ -354,9 +354,9 @@ def count_tokens(batch: Batch) -> tuple[int, int, int, int]:
     """(tokens, sum of squared document lengths, picture patches, sum of squared patches per
     picture) of a checked batch, without padding."""
     lengths = list(itertools.chain(*document_lengths(batch["attention_mask"])))
-    patches = []
-    if "image_grid_thw" in batch:
-        patches = batch["image_grid_thw"].prod(1).tolist()
+    grids = [batch[name] for name in ("image_grid_thw", "video_grid_thw") if name in batch]
+    # patches see those of their frame alone
+    patches = [h * w for grid in grids for t, h, w in grid.tolist() for _ in range(t)]
     counted = (lengths, patches)
     return tuple(sum(n**power for n in of) for of in counted for power in (1, 2))
 

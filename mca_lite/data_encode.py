@@ -24,7 +24,7 @@ import numpy as np
 import psutil
 from transformers import PreTrainedTokenizerBase
 
-from . import data_chat, data_files, data_records, inputs
+from . import data_chat, data_files, data_records
 from .data_chat import ChatRenderer, Rendered, in_time
 from .data_files import SIDES, Cursor, DatasetSpec, Progress, build_once, read_records
 from .data_records import conversations, detect_format, document
@@ -80,7 +80,6 @@ _STRIPPED = (
     "conversations are trained without the thinking of earlier turns, which the template strips; "
     "train_on_prompt: false trains each turn with its own"
 )
-_FILM = re.compile(r"<(?:video|audio)>|<\|(?:video|audio)_pad\|>")
 _FILM_AS_TEXT = "records have marks of video or audio, which are trained as text"
 _SEVERAL = "conversations became several samples, for the template strips their thinking"
 
@@ -330,7 +329,7 @@ class Encoder:
             raise content
         text = str(content)
         self.check_size(len(text), where)
-        if mark := _FILM.search(text):
+        if mark := self.media.unread_marks.search(text):
             self.media.check_mark(mark.group(), where)
             tally.count(NOTE, _FILM_AS_TEXT, where)
         if self.renderer is None:
@@ -621,9 +620,13 @@ def _keys(reader: Reader, encoder: Encoder, cache_dir: Path) -> tuple[str, str]:
         # a file's kind decides how it is read; its name does not matter
         "files": [[kind, content_hash(Path(file), cache_dir)] for file, kind in spec.files.items()],
     }
-    of_media = sys.modules[type(encoder.media).__module__]
-    of_encoder = [sys.modules[kind.__module__] for kind in type(encoder).__mro__[:-1]]
-    modules = (data_files, data_records, data_chat, inputs, of_media, *of_encoder)
+    kinds = (*type(encoder.media).__mro__[:-1], *type(encoder).__mro__[:-1])
+    modules = (
+        data_files,
+        data_records,
+        data_chat,
+        *(sys.modules[kind.__module__] for kind in kinds),
+    )
     code: dict[str, Any] = {
         "format": CACHE_FORMAT,
         "code": [inspect.getsource(module) for module in modules],

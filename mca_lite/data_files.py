@@ -202,7 +202,7 @@ _KIND_OF_KEY = {
     "ranking": bool,
     "values": dict,
 }
-_TEXT_COLUMNS = "prompt query response history messages system tools text images".split()
+_TEXT_COLUMNS = "prompt query response history messages system tools text images videos".split()
 TAGS = {
     "role_tag": "from",
     "content_tag": "value",

@@ -188,8 +188,8 @@ def _read_turn(
 
 
 _OTHER_BLOCK = (
-    "content: expected a text or a list of blocks of text and image, reasoning and tool_call; only "
-    "these can be trained on"
+    "content: expected a text or a list of blocks of text, image, video, reasoning and tool_call; "
+    "only these can be trained on"
 )
 
 
@@ -484,6 +484,11 @@ def conversations(
     row = FORMATS[form]
     options = _template_options(record, where)
     _refuse_other_kinds(record, pairs or labelled, where)
+    for column in media.unread:
+        expect(
+            not record.get(spec.columns.get(column, column)),
+            f"{where}: the column {column!r} is there, and this model does not read it",
+        )
     of_columns = media.of_columns(record, spec.columns)
     column = spec.columns.get("system", "system")
     system = get_column(record, column, where, required=False) or default_system
@@ -503,7 +508,7 @@ def conversations(
         answers[place] = _messages(record, column, "assistant", spec, place, (str, dict, list))
     if not pairs:
         answers[where] = row.answer(record, spec, where)
-    may_lead = form not in ("alpaca", "sharegpt") and "images" not in spec.columns
+    may_lead = form not in ("alpaca", "sharegpt") and not {"images", "videos"} & {*spec.columns}
     read = []
     for place, answer in answers.items():
         messages = [_without(ignored, message) for message in [*prompt, *answer]]
@@ -575,11 +580,6 @@ def _refuse_other_kinds(record: dict[str, Any], has_opinions: bool, where: str) 
             not isinstance(record.get(column), kinds),
             f"{where}: the column {column!r} says whether an answer is good, and every "
             "answer would be trained: set stage: kto, or keep the good ones without the column",
-        )
-    for column in ("videos", "audios", "video", "audio"):
-        expect(
-            not record.get(column),
-            f"{where}: the column {column!r} is there, and models here read text and pictures",
         )
 
 

@@ -5,6 +5,7 @@ The classes here are those of a text model: they accept no such input. A part re
 classes in INPUTS. Reading records imports this module, before torch.
 """
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,20 +29,24 @@ class InputWork(NamedTuple):
 # -- in records
 
 MARK = "\ufdd0"  # stands for an input in a message: a code point that is no character
-BLOCKS = ("image", "image_url")  # the types of message blocks that are inputs
+# the types of message blocks that are inputs
+BLOCKS = ("image", "image_url", "video", "video_url")
 
 
 class Media:
     """Reads a model's inputs other than text from records. This class, for text models, refuses
     records with such inputs. Picklable.
 
-    block: the text that stands for an input in a conversation. token_id: the id of its placeholder
+    block: the text that stands for a picture in a conversation. token_ids: those of placeholder
     tokens. kinds: the types that a single input in a column may have. is_read: False if this rank
-    should not load the inputs' contents. options: facts that determine tokens.
+    should not load the inputs' contents. options: facts that determine tokens. unread: columns of
+    records with inputs that are refused; unread_marks: marks of these inputs in a text.
     """
 
     block = ""
-    token_id = -1
+    token_ids: tuple[int, ...] = ()
+    unread: tuple[str, ...] = ("videos", "video", "audios", "audio")
+    unread_marks = re.compile(r"<(?:video|audio)>|<\|(?:video|audio)_pad\|>")
     kinds: tuple[type, ...] = (bytes, dict)
     is_read = True
 
@@ -88,7 +93,8 @@ class Media:
             reason, _ = need_of(part, "they need")
         expect(
             not (of_columns or any(of_blocks)),
-            f"{where}: the record has pictures (images, or blocks of a message), and {reason}",
+            f"{where}: the record has pictures or videos (columns, or blocks of a message), and "
+            f"{reason}",
         )
         return ()
 

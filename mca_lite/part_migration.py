@@ -286,7 +286,7 @@ _IGNORED = {
     "push_to_hub decides it": "push_to_hub_* hub_*",
     "downloads read HF_TOKEN in the environment": "hf_hub_token",
     "models come from folders and the Hugging Face hub": "ms_hub_token om_hub_token",
-    "pictures alone are read beside text": "video_* audio_* use_audio_in_video",
+    "pictures and videos are read beside text": "audio_* use_audio_in_video",
     "the image processor of the model decides it": "image_resize_algo crop_to_patches "
     "image_do_pan_and_scan",
 }

@@ -16,11 +16,12 @@ import importlib.util
 import io
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 from jinja2.exceptions import TemplateError
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 # keys of config.json: token before an image, placeholder for its features, token after it
 TOKEN_KEYS = ("vision_start_token_id", "image_token_id", "vision_end_token_id")
 _GLM_TOKEN_KEYS = ("image_start_token_id", "image_token_id", "image_end_token_id")
-_MARK = "<image>"  # LLaMA-Factory's mark for an image in a text
 _MOST_PIXELS = 89_478_485  # Pillow's limit for untrusted files, MAX_IMAGE_PIXELS
 # formats that Pillow reads without running another program
 _FORMATS = ("BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
@@ -47,9 +47,16 @@ _PROCESSOR_NAMES = ("processor_config.json", "preprocessor_config.json")
 # image processors; Qwen3-VL has the first with other sizes
 _PROCESSORS = ("Qwen2VLImageProcessor", "Glm4vImageProcessor")
 # keys under which a message block may contain its image
-_SOURCES = ("image", "image_url", "path", "url", "base64", "value")
+_SOURCES = ("image", "image_url", "video", "video_url", "path", "url", "base64", "value")
 _TEMPORAL = 1  # an image's patches along time
+_NOUNS = {"image": "picture", "video": "video", "audio": "audio"}
 ROPE_COLUMNS = ("rope_t", "rope_h", "rope_w")
+# columns of pixels and of grids, for pictures and for videos
+COLUMNS_OF = {
+    "image": ("pixel_values", "image_grid_thw"),
+    "video": ("pixel_values_videos", "video_grid_thw"),
+}
+GRIDS = tuple(grid for _, grid in COLUMNS_OF.values())
 
 
 # -- where a picture is
@@ -59,6 +66,7 @@ ROPE_COLUMNS = ("rope_t", "rope_h", "rope_w")
 class Picture:
     """An encoded image: a file's path, or else its bytes in `data`."""
 
+    kind: ClassVar[str] = "image"
     path: str
     data: bytes | None = field(default=None, repr=False)
 
@@ -77,11 +85,11 @@ class Picture:
 
 
 class Placed(NamedTuple):
-    """An image of a document, with its grid. where: "file:line" of its record. num_bytes, modified:
-    the file's state when it was tokenised.
+    """An image of a document, or a part's other input, with its grid. where: "file:line" of its
+    record. num_bytes, modified: the file's state when it was tokenised.
     """
 
-    picture: Picture
+    picture: Any
     grid: tuple[int, int, int]
     num_bytes: int
     modified: int
@@ -139,6 +147,11 @@ def _decoded(text: str, where: str) -> bytes:
         raise ValueError(f"{where}: a picture in base64 cannot be decoded: {error}") from None
 
 
+def plural(kind: str) -> str:
+    """Several inputs of a kind, in words."""
+    return f"{_NOUNS[kind]}s"
+
+
 def picture_of_block(block: dict[str, Any]) -> Any:
     """The image inside a message block; None if the block refers to the images column."""
     found: Any = next((block[key] for key in _SOURCES if block.get(key) is not None), None)
@@ -151,7 +164,7 @@ def picture_of_block(block: dict[str, Any]) -> Any:
 
 
 @contextlib.contextmanager
-def _opened(picture: Picture, where: str) -> Iterator[Any]:
+def opened(picture: Picture, where: str) -> Iterator[Any]:
     """Context with Pillow's image object, header read, pixels not decoded. Any error of Pillow
     inside the context becomes a ValueError that names `where`.
     """
@@ -178,10 +191,10 @@ def _opened(picture: Picture, where: str) -> Iterator[Any]:
 
 
 class _Unusable(Exception):
-    """Raised inside _opened for an image that cannot be trained on."""
+    """Raised inside opened for an image that cannot be trained on."""
 
 
-def _upright_size(image: Any) -> tuple[int, int]:
+def upright_size(image: Any) -> tuple[int, int]:
     """(height, width) of the image as displayed, from its header. Raises _Unusable."""
     from PIL import Image
 
@@ -205,7 +218,7 @@ def _upright_size(image: Any) -> tuple[int, int]:
     return height, width
 
 
-def _as_rgb(image: Any, *resize: Any) -> Any:
+def as_rgb(image: Any, *resize: Any) -> Any:
     """The image upright and in RGB, transparency rendered on white. resize: arguments for Pillow's
     resize, the new size first.
 
@@ -227,13 +240,11 @@ def _as_rgb(image: Any, *resize: Any) -> Any:
     return image.convert("RGB")
 
 
-def thumbnail(placed: Placed) -> str:
-    """A small version of the image, as a data: URL."""
-    with _opened(placed.picture, placed.where) as image:
-        small = _as_rgb(image)
-        small.thumbnail(_THUMBNAIL)
-        png = io.BytesIO()
-        small.save(png, "PNG")
+def thumbnail(image: Any) -> str:
+    """A small version of Pillow's image, in RGB, as a data: URL."""
+    image.thumbnail(_THUMBNAIL)
+    png = io.BytesIO()
+    image.save(png, "PNG")
     return f"data:image/png;base64,{base64.b64encode(png.getvalue()).decode()}"
 
 
@@ -245,20 +256,24 @@ class Vision(Media):
     """Sizes, tokens and pixels of images for one model. Picklable. Methods are described in Media.
 
     folder: the model's, with its image processor's settings.
-    block: the text that stands for an image in a conversation; contains image_token once.
+    block: the text that stands for an image in a conversation; contains its placeholder once.
+    tokens: {placeholder: kind of its input}. blocks: matches the text of one input, as a group.
+    marks: {mark in a text: kind of its input}, LLaMA-Factory's marks.
     limits: of pixels, by the image processor's names, if the keys set them.
     """
 
     folder: Path
-    token_id: int
+    token_ids: tuple[int, ...]
     merge_size: int
     patch_size: int
-    image_token: str
+    tokens: dict[str, str]
+    blocks: re.Pattern[str]
     block: str
     limits: dict[str, int]
     media_dir: str | None = None
     is_read: bool = True
     kinds = (bytes, dict, str)  # a str in the images column is a path
+    marks: ClassVar[dict[str, str]] = {"<image>": "image"}
 
     @classmethod
     def of(cls, folder: Path, config: dict[str, Any], tokenizer: Any, keys: Any) -> Media:
@@ -280,11 +295,12 @@ class Vision(Media):
         limits = {"shortest_edge": keys.image_min_pixels, "longest_edge": keys.image_max_pixels}
         return cls(
             folder=folder,
-            token_id=ids[1],
+            token_ids=(ids[1],),
             merge_size=sizes[0],
             patch_size=sizes[1],
-            image_token=tokens[1],
+            tokens={tokens[1]: "image"},
             block="".join(tokens),
+            blocks=re.compile(f"({re.escape(''.join(tokens))})"),
             limits={key: value for key, value in limits.items() if value is not None},
             media_dir=keys.media_dir,
         )
@@ -292,7 +308,7 @@ class Vision(Media):
     @property
     def options(self) -> dict[str, Any]:
         identity = {
-            "block": [self.block, self.token_id, self.merge_size],
+            "block": [self.block, self.token_ids, self.merge_size],
             "limits": self.limits,
             "processor": self._settings(),
         }
@@ -311,8 +327,8 @@ class Vision(Media):
 
     def check_mark(self, mark: str, where: str) -> None:
         raise ValueError(
-            f"{where}: the text has {mark}, a mark of video or audio, and models here "
-            "read text and pictures: leave the record out, or write another text"
+            f"{where}: the text has {mark}, the mark of an input that this model does not read: "
+            "leave the record out, or write another text"
         )
 
     def _settings(self) -> dict[str, Any]:
@@ -359,8 +375,12 @@ class Vision(Media):
         expect(low <= high, f"image_min_pixels {low} is above image_max_pixels {high}")
         return processor
 
-    def _grid(self, height: int, width: int) -> tuple[int, int, int]:
-        """The grid of an image of this size. ValueError if it is too narrow."""
+    def grid(
+        self, height: int, width: int, least: int | None = None, most: int | None = None
+    ) -> tuple[int, int, int]:
+        """The grid of an image of this size. least, most: numbers of pixels, None: the processor's.
+        ValueError if it is too narrow.
+        """
         processor = self.processor
         resize = sys.modules[type(processor).__module__].smart_resize  # the processor's version
         frames = _frames_of(processor)
@@ -368,8 +388,8 @@ class Vision(Media):
             height=height,
             width=width,
             factor=self.patch_size * self.merge_size,
-            min_pixels=processor.size["shortest_edge"],
-            max_pixels=processor.size["longest_edge"],
+            min_pixels=least or processor.size["shortest_edge"],
+            max_pixels=most or processor.size["longest_edge"],
             **({"num_frames": frames, "temporal_factor": frames} if frames > 1 else {}),
         )
         rows, columns = (size // self.patch_size for size in sizes)
@@ -379,10 +399,10 @@ class Vision(Media):
         """The picture with its patch grid, whose size comes from the image header: no pixel is
         decoded. where: "file:line" of its record. ValueError, with `where`, for an unusable image.
         """
-        with _opened(picture, where) as image:
-            height, width = _upright_size(image)
+        with opened(picture, where) as image:
+            height, width = upright_size(image)
         try:
-            grid = self._grid(height, width)
+            grid = self.grid(height, width)
         except ValueError as error:
             raise ValueError(f"{where}: {picture}: {width} x {height}: {error}") from None
         return Placed(picture, grid, picture.num_bytes, picture.modified, where)
@@ -393,13 +413,13 @@ class Vision(Media):
         """
         picture = placed.picture
         processor = self.processor
-        with _opened(picture, placed.where) as image:
+        with opened(picture, placed.where) as image:
             if (picture.num_bytes, picture.modified) != (placed.num_bytes, placed.modified):
                 raise _Unusable(
                     f"its file has changed since it was tokenised ({picture.num_bytes:,} bytes, "
                     f"and {placed.num_bytes:,} then): set overwrite_cache: true"
                 )
-            grid = self._grid(*_upright_size(image))
+            grid = self.grid(*upright_size(image))
             if grid != placed.grid:
                 raise _Unusable(
                     f"a grid of {grid} patches, and {placed.grid} when it was tokenised: set "
@@ -407,7 +427,7 @@ class Vision(Media):
                 )
             _, rows, columns = grid
             size = columns * self.patch_size, rows * self.patch_size
-            image = _as_rgb(image, size, processor.resample)
+            image = as_rgb(image, size, processor.resample)
         # already resized, with the processor's method: it would first convert the full-size image
         return processor(images=image, do_resize=False, return_tensors="pt")["pixel_values"]
 
@@ -418,41 +438,79 @@ class Vision(Media):
 
     # -- in a record
 
+    def by_kind(self, of_columns: list[Any]) -> dict[str, list[Any]]:
+        """{kind: the values of a record's columns}."""
+        return {"image": of_columns}
+
+    def read_input(self, kind: str, value: Any, *place: Any) -> Any:
+        """An input of a record. place: the arguments of read_picture behind the value."""
+        return read_picture(value, *place)
+
+    def text_of(self, item: Any) -> str:
+        """The text that stands for an input in a conversation."""
+        return self.block
+
     def take(
         self, messages: list[dict[str, Any]], of_columns: list[Any], may_lead: bool, where: str
-    ) -> tuple[Picture, ...]:
+    ) -> tuple[Any, ...]:
+        rest = self.by_kind(of_columns)
+        blocks_of = self._blocks_of(messages, rest, may_lead, where)
+        found = [
+            (block["type"].removesuffix("_url"), picture_of_block(block))
+            for blocks in blocks_of
+            for block in blocks
+        ]
+        unread = [kind for kind, _ in found if kind not in rest]
+        expect(not unread, f"{where}: a block of type {', '.join(unread)}: this model reads text "
+               f"and {' and '.join(map(plural, rest))}")  # fmt: skip
+        for kind, values in rest.items():
+            count = found.count((kind, None))
+            expect(
+                count == len(values),
+                f"{where}: {count} <{kind}> marks, or blocks without a {_NOUNS[kind]}, and "
+                f"{len(values)} {plural(kind)} in the column {kind}s: expected as many",
+            )
+        file = Path(where.rpartition(":")[0])
+        place = Path(self.media_dir or file.parent), where, self.media_dir or snapshot_of(file)
+        columns = {kind: iter(values) for kind, values in rest.items()}
+        items = tuple(
+            self.read_input(kind, next(columns[kind]) if value is None else value, *place)
+            for kind, value in found
+        )
+        texts = map(self.text_of, items)
+        for message in messages:
+            message["content"] = re.sub(MARK, lambda _: next(texts), message["content"])
+        return items
+
+    def _blocks_of(
+        self, messages: list[dict[str, Any]], rest: dict[str, list[Any]], may_lead: bool, where: str
+    ) -> list[list[dict[str, Any]]]:
+        """The blocks of each message, whose content gets MARK for each, in place."""
         of_blocks = [message.pop("media", None) for message in messages]
         for message, blocks in zip(messages, of_blocks, strict=True):
-            is_free = blocks is not None or MARK not in message["content"]
+            content = message["content"]
             expect(
-                is_free and self.image_token not in message["content"],
-                f"{where}: a text has {self.image_token}, the token of a picture, or U+FDD0, "
-                f"without one: write {_MARK} for a picture of the column images, or another text",
+                (blocks is not None or MARK not in content)
+                and not any(token in content for token in self.tokens),
+                f"{where}: a text has {' or '.join(self.tokens)}, the token of a picture, or "
+                f"U+FDD0, without one: write {' or '.join(self.marks)} for one of a column, or "
+                "another text",
             )
-        is_marked = any(of_blocks) or any(_MARK in message["content"] for message in messages)
-        leads = may_lead and not is_marked
-        values: list[Any] = []
+        marks = re.compile("|".join(self.marks))
+        is_marked = any(of_blocks) or any(marks.search(each["content"]) for each in messages)
+        led = [{"type": kind} for kind, values in rest.items() for _ in values]
+        if not may_lead or is_marked:
+            led = []
+        found = []
         for message, blocks in zip(messages, of_blocks, strict=True):
-            if leads and message["role"] == "user":
-                message["content"] = MARK * len(of_columns) + message["content"]
-                leads = False
             if blocks is None:
-                message["content"] = message["content"].replace(_MARK, MARK)
-                blocks = [{}] * message["content"].count(MARK)
-            message["content"] = message["content"].replace(MARK, self.block)
-            values += map(picture_of_block, blocks)
-        count = values.count(None)
-        expect(
-            count == len(of_columns),
-            f"{where}: {count} {_MARK} marks, or blocks without a picture, and {len(of_columns)} "
-            "pictures in the column images: expected as many",
-        )
-        rest = iter(of_columns)
-        file = Path(where.rpartition(":")[0])
-        folder = Path(self.media_dir or file.parent)
-        home = self.media_dir or snapshot_of(file)
-        values = [next(rest) if value is None else value for value in values]
-        return tuple(read_picture(value, folder, where, home) for value in values)
+                blocks = [{"type": self.marks[m]} for m in marks.findall(message["content"])]
+                message["content"] = marks.sub(MARK, message["content"])
+            if message["role"] == "user":
+                message["content"] = MARK * len(led) + message["content"]
+                blocks, led = led + blocks, []
+            found.append(blocks)
+        return found
 
     # -- in a chat template
 
@@ -461,6 +519,9 @@ class Vision(Media):
     ) -> None:
         if "image" not in template:  # a template for text copies `block` unchanged
             return
+        messages = [
+            message | {"content": self.shortened(message["content"])} for message in messages
+        ]
         blocks = [
             message | {"content": self._as_blocks(message["content"])} for message in messages
         ]
@@ -470,41 +531,60 @@ class Vision(Media):
             return
         expect(
             text == render(messages),
-            f"the chat template does not write a picture as {self.block}, or changes the rest of "
-            "its message: set chat_template to one that does neither, and leave out "
-            "chat_template_kwargs of pictures",
+            f"the chat template does not write a picture as {self.block} (or a video likewise), "
+            "or changes the rest of its message: set chat_template to one that does neither, and "
+            "leave out chat_template_kwargs of pictures",
         )
+
+    def shortened(self, content: str) -> str:
+        """The content with the text of each input as chat templates write it."""
+        return content
 
     def _as_blocks(self, content: str) -> str | list[dict[str, str]]:
         """The content as a list of text and image blocks, if it contains images; otherwise
         unchanged.
         """
-        first, *texts = content.split(self.block)
-        if not texts:
+        pieces = self.blocks.split(content)
+        if len(pieces) == 1:
             return content
-        blocks = [{"type": "text", "text": first}]
-        for text in texts:
-            blocks += [{"type": "image"}, {"type": "text", "text": text}]
+        blocks = [{"type": "text", "text": piece} for piece in pieces]
+        for number, piece in enumerate(pieces[1::2]):
+            [kind] = {kind for token, kind in self.tokens.items() if token in piece}
+            blocks[2 * number + 1] = {"type": kind}
         return [block for block in blocks if block != {"type": "text", "text": ""}]
 
     def check_rendered(self, text: str, messages: list[dict[str, Any]]) -> None:
-        count = sum(message["content"].count(self.block) for message in messages)
+        count = sum(len(self.blocks.findall(message["content"])) for message in messages)
         expect(  # otherwise later images would get the wrong pixels
-            text.count(self.block) == count,
+            len(self.blocks.findall(text)) == count,
             f"the chat template leaves out some of {count} pictures, as it does with the "
             "thinking of earlier answers: move them out of it",
         )
 
     # -- among the tokens
 
-    def placed(self, text: str, inputs: Sequence[Picture], where: str) -> tuple[Placed, ...]:
-        count = text.count(self.image_token)
+    def placed(self, text: str, inputs: Sequence[Any], where: str) -> tuple[Placed, ...]:
+        inputs = inputs[: len(self.blocks.findall(text))]
+        count = self._num_tokens(text)
         expect(
-            count <= len(inputs),
-            f"{where}: the text has {count} tokens {self.image_token}, and the record "
+            count == sum(self._num_tokens(self.text_of(item)) for item in inputs),
+            f"{where}: the text has {count} tokens {' or '.join(self.tokens)}, and the record "
             f"{len(inputs)} pictures: expected this token for pictures alone",
         )
-        return tuple(self.place(picture, where) for picture in inputs[:count])
+        return tuple(self.place(picture, where) for picture in inputs)
+
+    def _num_tokens(self, text: str) -> int:
+        """The number of placeholder tokens in a text."""
+        return sum(map(text.count, self.tokens))
+
+    def runs(self, placed: Placed) -> list[tuple[int, int, int]]:
+        """The grids of an input's runs of placeholder tokens."""
+        return [placed.grid]
+
+    def _runs(self, inputs: Sequence[Placed]) -> np.ndarray:
+        """The grids of all runs of placeholder tokens, int64 [runs, 3]."""
+        grids = [run for placed in inputs for run in self.runs(placed)]
+        return np.array(grids, dtype=np.int64).reshape(-1, 3)
 
     def count(self, pictures: Sequence[Placed]) -> np.ndarray:
         """Number of placeholder tokens of each image, int64 [images]."""
@@ -517,22 +597,23 @@ class Vision(Media):
 
         ValueError if the number of placeholders is not the number of images.
         """
-        is_image = np.maximum(document, ~document) == self.token_id
+        tokens = np.maximum(document, ~document)
+        is_input = np.isin(tokens, self.token_ids)
+        counts = self._runs(inputs).prod(axis=1) // self.merge_size**2
         expect(
-            is_image.sum() == len(inputs),
-            f"the text has {is_image.sum()} tokens {self.image_token}, and the record "
+            is_input.sum() == len(counts),
+            f"the text has {is_input.sum()} tokens {' or '.join(self.tokens)}, and the record "
             f"{len(inputs)} pictures: expected the token for pictures alone",
         )
         repeats = np.ones(len(document), dtype=np.int64)
-        repeats[is_image] = self.count(inputs)
-        document = np.where(is_image, ~np.int32(self.token_id), document)
-        return document.repeat(repeats)
+        repeats[is_input] = counts
+        return np.where(is_input, ~tokens, document).repeat(repeats)
 
     def prompt(
-        self, ids: list[int], inputs: Sequence[Picture], where: str
+        self, ids: list[int], inputs: Sequence[Any], where: str
     ) -> tuple[list[int], dict[str, torch.Tensor]]:
         """Prompt tokens with one placeholder per image -> (tokens with all placeholders,
-        {pixel_values, image_grid_thw}).
+        {pixel_values, image_grid_thw, ...}).
 
         ValueError if the number of placeholders is not the number of images, or an image is
         unusable.
@@ -549,11 +630,14 @@ class Vision(Media):
         """(slice, its images) for the document's tokens from `start` to `stop`, shortened so that
         no image is cut.
         """
-        places = np.flatnonzero(np.maximum(document, ~document) == self.token_id)
+        tokens = np.maximum(document, ~document)
+        places = np.flatnonzero(np.isin(tokens, self.token_ids))
         ends = self.count(inputs).cumsum()
         starts = np.append(0, ends[:-1])
-        # each image includes the token before and the token after it
-        units = [(places[a] - 1, places[b - 1] + 2) for a, b in zip(starts, ends, strict=True)]
+        units = [
+            self.unit(tokens, placed, places[a], places[b - 1])
+            for placed, a, b in zip(inputs, starts, ends, strict=True)
+        ]
         start = next((last for first, last in units if first < start < last), start)
         stop = next((first for first, last in units if first < stop < last), stop)
         kept = zip(inputs, units, strict=True)
@@ -561,31 +645,59 @@ class Vision(Media):
             placed for placed, (first, last) in kept if start <= first and last <= stop
         ]
 
+    def unit(self, tokens: np.ndarray, placed: Placed, first: int, last: int) -> tuple[int, int]:
+        """(start, stop) of an input whose first and last placeholder stand there: with the token
+        before an image and the token after it.
+        """
+        return first - 1, last + 2
+
+    def steps(self, inputs: Sequence[Placed]) -> list[float] | None:
+        """Positions along time between an input's features, for each run; None: 1."""
+        return None
+
     def columns(self, ids: np.ndarray, inputs: Sequence[Placed]) -> dict[str, torch.Tensor]:
         """Model columns of a document with tokens ids [n]: rope_t, rope_h and rope_w; with images
         also image_grid_thw, and pixel_values unless is_read is False.
         """
         import torch  # imported late: reading records needs no torch
 
-        grids = torch.tensor([placed.grid for placed in inputs], dtype=torch.int64).view(-1, 3)
-        positions = rope_positions(torch.as_tensor(ids), grids, self.token_id, self.merge_size)
+        positions = rope_positions(
+            torch.as_tensor(ids),
+            torch.as_tensor(self._runs(inputs)),
+            self.token_ids,
+            self.merge_size,
+            self.steps(inputs),
+        )
         columns = dict(zip(ROPE_COLUMNS, positions, strict=True))
-        if inputs:
-            columns["image_grid_thw"] = grids
-        if inputs and self.is_read:
-            columns["pixel_values"] = torch.cat([self.pixels(placed) for placed in inputs])
+        for kind, (pixels, grids) in COLUMNS_OF.items():
+            alike = [placed for placed in inputs if placed.picture.kind == kind]
+            if alike:
+                columns[grids] = torch.tensor([placed.grid for placed in alike])
+            if alike and self.is_read:
+                columns[pixels] = torch.cat([self.pixels(placed) for placed in alike])
         return columns
 
     def lost(self, units: str, cutoff_len: int) -> str:
         what = f"{units} lost pictures, or all of them, to cutoff_len {cutoff_len}: "
-        return f"{what}pictures take less with a lower image_max_pixels"
+        return (
+            f"{what}pictures take less with a lower image_max_pixels, videos with a lower "
+            "video_max_pixels or video_maxlen"
+        )
 
     def shown(self, inputs: Sequence[Placed]) -> list[tuple[str, str]]:
         counts = self.count(inputs).tolist()
         return [
-            (thumbnail(placed), f"{placed.picture}: {count:,} tokens, {placed.grid} patches")
+            (
+                thumbnail(self.image_of(placed)),
+                f"{placed.picture}: {count:,} tokens, {placed.grid} patches",
+            )
             for placed, count in zip(inputs, counts, strict=True)
         ]
+
+    def image_of(self, placed: Placed) -> Any:
+        """Pillow's image, in RGB, that shows an input."""
+        with opened(placed.picture, placed.where) as image:
+            return as_rgb(image)
 
     def store(self, folder: Path) -> PictureFile:
         return PictureFile(folder)
@@ -600,18 +712,23 @@ def _frames_of(processor: Any) -> int:
 # -- in batches
 
 
-def with_image_slots(batch: dict[str, Any], image_token_id: int) -> dict[str, Any]:
-    """The batch with "image_slot" [b, s] added: the index of each token's image feature in the
-    micro-batch, -1 for text and padding.
+def with_image_slots(batch: dict[str, Any], *token_ids: int) -> dict[str, Any]:
+    """The batch with "image_slot" [b, s] added: the index of each token's feature in the
+    micro-batch, -1 for text and padding. token_ids: those of pictures, whose features come first,
+    and of videos.
     """
-    is_image = (batch["input_ids"] == image_token_id) & ~batch["padding_mask"]
-    numbers = is_image.flatten().cumsum(0).view(is_image.shape) - 1
-    return {**batch, "image_slot": numbers.masked_fill(~is_image, -1)}
+    slots, count = batch["input_ids"].new_full(batch["input_ids"].shape, -1), 0
+    for token_id in token_ids:
+        is_input = (batch["input_ids"] == token_id) & ~batch["padding_mask"]
+        numbers = is_input.flatten().cumsum(0).view(is_input.shape) - 1 + count
+        slots = numbers.where(is_input, slots)
+        count += int(is_input.sum())
+    return {**batch, "image_slot": slots}
 
 
 def has_pictures(batch: dict[str, Any]) -> bool:
-    """True if the batch has images, and is no filler batch of padding."""
-    return "image_grid_thw" in batch and not bool(batch["padding_mask"].all())
+    """True if the batch has images or videos, and is no filler batch of padding."""
+    return any(name in batch for name in GRIDS) and not bool(batch["padding_mask"].all())
 
 
 def merged_grids(grids: torch.Tensor, merge_size: int) -> torch.Tensor:
@@ -622,20 +739,26 @@ def merged_grids(grids: torch.Tensor, merge_size: int) -> torch.Tensor:
 
 
 def rope_positions(
-    ids: torch.Tensor, grids: torch.Tensor, image_token_id: int, merge_size: int
+    ids: torch.Tensor,
+    grids: torch.Tensor,
+    token_ids: int | tuple[int, ...],
+    merge_size: int,
+    steps: Sequence[float] | None = None,
 ) -> torch.Tensor:
     """Rotary positions int64 [3, n], along time, height and width, for a document's token ids [n].
 
-    For text all three count upwards. An image's features count along each axis from the position
-    after the preceding token; text after an image continues after its longer side. grids: see
-    merged_grids. ValueError if the number of image tokens is not the number of features. Source:
-    Qwen2-VL.
+    For text all three count upwards. An input's features count along each axis from the position
+    after the preceding token, along time in `steps` of each input (None: 1), rounded down; text
+    after it continues after its longer side. grids: see merged_grids; one for each run of tokens.
+    token_ids: the placeholders'. ValueError if their number is not the number of features. Source:
+    Qwen2-VL, and transformers from 5.3 on (earlier ones, and vLLM, continue after the last time of
+    a video that is longer than its sides).
     """
     import torch
 
     grids = merged_grids(grids.view(-1, 3), merge_size)
     counts = grids.prod(1)
-    [places] = torch.nonzero(ids == image_token_id, as_tuple=True)
+    [places] = torch.nonzero(torch.isin(ids, torch.as_tensor(token_ids)), as_tuple=True)
     total = int(counts.sum())
     expect(
         len(places) == total,
@@ -643,16 +766,20 @@ def rope_positions(
         "features: expected an image token for each feature",
     )
     firsts = counts.cumsum(0) - counts  # index of each image's first feature
-    steps = torch.ones_like(ids)
-    steps[places] = 0
-    steps[places[firsts]] = grids[:, 1:].amax(1)
-    starts = steps.cumsum(0) - steps
+    going_on = torch.ones_like(ids)
+    going_on[places] = 0
+    going_on[places[firsts]] = grids[:, 1:].amax(1)
+    starts = going_on.cumsum(0) - going_on
     number = torch.arange(len(grids)).repeat_interleave(counts)
     inside = torch.arange(total) - firsts[number]
     _, height, width = grids[number].T
-    along = (inside // (height * width), inside // width % height, inside % width)
+    time = inside // (height * width)
+    if steps is not None:
+        time = (time * torch.tensor(steps, dtype=torch.float32)[number]).long()
     positions = starts.expand(3, -1).clone()
-    positions[:, places] = starts[places[firsts]][number] + torch.stack(along)
+    positions[:, places] = starts[places[firsts]][number] + torch.stack(
+        (time, inside // width % height, inside % width)
+    )
     return positions
 
 
@@ -667,13 +794,13 @@ def check_slots(batch: dict[str, Any], merge_size: int) -> None:
         "for a document",
     )
     count = int(batch["image_slot"].max()) + 1
-    features = 0
-    if "image_grid_thw" in batch:
-        features = int(merged_grids(batch["image_grid_thw"], merge_size).prod(1).sum())
+    grids = [batch[name] for name in GRIDS if name in batch]
+    features = sum(int(merged_grids(grid, merge_size).prod(1).sum()) for grid in grids)
     expect(
         count == features or batch["padding_mask"].all(),
         f"a batch has {count} image tokens, and its pictures {features} features: expected an "
-        "image token for each feature, and image_grid_thw of every picture",
+        "image token for each feature, and image_grid_thw of every picture (of videos the token "
+        "and video_grid_thw)",
     )
 
 
@@ -702,28 +829,32 @@ class PictureFile:
             open(self.folder / self.DATA_NAME, "ab") as data,
         ):
             for placed in pictures:
-                record = {**placed._asdict(), "picture": placed.picture.path, "start": data.tell()}
-                data.write(placed.picture.data or b"")
-                records.append(record)
+                record = self.write(placed.picture, data)
+                records.append({**placed._asdict(), "picture": record})
             lines.write(json.dumps(records).encode())
             self.end = lines.tell()
         return self.end
+
+    def write(self, picture: Any, data: Any) -> Any:
+        """The record of an input, for JSON; bytes without a file go into the open file `data`."""
+        start = data.tell()
+        data.write(picture.data or b"")
+        return picture.path, start, data.tell()
+
+    def load(self, record: Any) -> Any:
+        """The input that write() gave a record for."""
+        path, *span = record
+        return Picture(path, None if path else self._read(self.DATA_NAME, *span))
 
     def read(self, start: int, stop: int) -> list[Placed]:
         """The images in the line between two sizes returned by add()."""
         if start == stop:
             return []
-        return [self._placed(**record) for record in json.loads(self._read(self.NAME, start, stop))]
-
-    def _placed(self, picture: str, grid: list[int], start: int, **facts: Any) -> Placed:
-        """An image from its record. picture: its path, or "" if its bytes are at `start` in
-        pictures.bin.
-        """
-        data = None
-        if not picture:
-            data = self._read(self.DATA_NAME, start, start + facts["num_bytes"])
-        frames, rows, columns = grid
-        return Placed(Picture(picture, data), (frames, rows, columns), **facts)
+        placed = []
+        for record in json.loads(self._read(self.NAME, start, stop)):
+            record |= {"picture": self.load(record["picture"]), "grid": tuple(record["grid"])}
+            placed.append(Placed(**record))
+        return placed
 
     def _read(self, name: str, start: int, stop: int) -> bytes:
         """Bytes `start` to `stop` of a file in the folder."""

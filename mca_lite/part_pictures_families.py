@@ -100,6 +100,10 @@ COLUMNS |= {
     # along time, height and width
     "pixel_values": Column("input", to_model=True, given_by=_GIVEN),
     "image_grid_thw": Column("input", "int64", to_model=True, given_by=_GIVEN),
+    # the same of videos, and seconds between the features of each, for generation alone
+    "second_per_grid_ts": Column("input", to_model=True, given_by=_GIVEN),
+    "pixel_values_videos": Column("input", to_model=True, given_by=_GIVEN),
+    "video_grid_thw": Column("input", "int64", to_model=True, given_by=_GIVEN),
     # index of each token's image feature in the micro-batch (with_image_slots), -1 for text
     "image_slot": Column("token", "int64", -1, to_model=True, given_by=()),
 }

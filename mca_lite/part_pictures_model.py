@@ -27,7 +27,15 @@ from .mcore import mpu
 from .model_attention import Rope
 from .model_config import McaModelConfig
 from .parallel import largest, to_device
-from .part_pictures_data import ROPE_COLUMNS, Vision, check_slots, has_pictures, with_image_slots
+from .part_pictures_data import (
+    COLUMNS_OF,
+    ROPE_COLUMNS,
+    Vision,
+    check_slots,
+    has_pictures,
+    with_image_slots,
+)
+from .parts import module_of
 from .tables import is_of_inputs
 from .weights_files import InitSource
 
@@ -259,6 +267,11 @@ class Pictures(Inputs):
         return self.whole.vision_config
 
     @property
+    def token_ids(self) -> tuple[int, int]:
+        """The placeholder tokens of pictures and of videos."""
+        return self.whole.image_token_id, getattr(self.whole, "video_token_id", -1)
+
+    @property
     def tensors(self) -> tuple[str, ...]:
         tower = tower_on_meta(json.dumps(self.hf_config, sort_keys=True))
         return tuple(name for name, _ in tower.named_parameters())
@@ -271,7 +284,8 @@ class Pictures(Inputs):
         return name.startswith("model.visual.")
 
     def media(self, folder: Path, tokenizer: Any, keys: Any) -> Media:
-        return Vision.of(folder, self.whole.to_dict(), tokenizer, keys)
+        kind = getattr(module_of("part_video"), "VideoVision", Vision)  # the part may be gone
+        return kind.of(folder, self.whole.to_dict(), tokenizer, keys)
 
     def notes(self, args: Any) -> list[str]:
         ahead = getattr(self.config, "mtp_num_layers", None)
@@ -313,8 +327,8 @@ class Pictures(Inputs):
         return here.into(hidden), here.deepstack, lambda ahead, slots: placed(slots).into(ahead)
 
     def arrange(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The batch with image_slot added. Pixels are dropped from batches of later pipeline
-        stages, and from batches of padding only.
+        """The batch with image_slot added, and videos behind its pictures: one tower takes both.
+        Pixels are dropped from batches of later pipeline stages, and from batches of padding only.
         """
         config = self.config
         is_cut = config.pipeline_model_parallel_size > 1
@@ -323,13 +337,16 @@ class Pictures(Inputs):
             f"a batch has pictures: {_NOT_AHEAD}: set {_REMEDY_AHEAD}",
         )
         batch = self._with_slots(batch)
-        if mpu.is_pipeline_first_stage(ignore_virtual=True) and has_pictures(batch):
-            return batch
-        return _without_pictures(batch)
+        if not (mpu.is_pipeline_first_stage(ignore_virtual=True) and has_pictures(batch)):
+            return _without_pictures(batch)
+        joined = _without_pictures(batch)
+        for names in zip(*COLUMNS_OF.values(), strict=True):
+            joined[names[0]] = torch.cat([batch[name] for name in names if name in batch])
+        return joined
 
     def _with_slots(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Add image_slot to a batch, and check it."""
-        batch = with_image_slots(batch, self.hf_config["image_token_id"])
+        batch = with_image_slots(batch, *self.token_ids)
         check_slots(batch, self.vision_config.spatial_merge_size)
         return batch
 
@@ -346,11 +363,12 @@ class Pictures(Inputs):
         is_padding: torch.Tensor,
     ) -> tuple[dict[str, Any], Any]:
         self._with_slots(batch)
-        image_token_id = self.config.image_token_id
         ids = inputs["input_ids"]
         # filler rows contain image tokens without images: replace these tokens
-        unseen = is_padding & (ids == image_token_id)
-        inputs["input_ids"] = ids.masked_fill(unseen, int(image_token_id == 0))
+        token_ids = torch.tensor(self.token_ids, device=ids.device)
+        other = next(number for number in range(3) if number not in self.token_ids)
+        unseen = is_padding & torch.isin(ids, token_ids)
+        inputs["input_ids"] = ids.masked_fill(unseen, other)
         positions = torch.stack([inputs.pop(name) for name in ROPE_COLUMNS])
         return inputs if has_pictures(batch) else _without_pictures(inputs), positions
 
@@ -358,7 +376,7 @@ class Pictures(Inputs):
         return list(model.base_model.visual.parameters())
 
     def unused(self, model: Any, columns: dict[str, Any]) -> Any:
-        if "pixel_values" in columns:
+        if any(pixels in columns for pixels, _ in COLUMNS_OF.values()):
             return 0.0
         weight = next(model.parameters())
         pixels, grid = empty_picture(self.vision_config, weight.device)

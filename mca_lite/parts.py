@@ -42,6 +42,12 @@ PARTS = {
         "freeze_vision_tower:true freeze_multi_modal_projector:true freeze_language_model:false",
         provides="pictures qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe glm4v",
     ),
+    "video": Part(
+        "part_video_keys part_video",
+        "video_fps video_maxlen video_max_pixels video_min_pixels",
+        "video_fps:2.0 video_maxlen:128 video_max_pixels:65536 video_min_pixels:256",
+        needs="pictures",
+    ),
     "freeze": Part(
         "part_freeze_keys part_freeze",
         "freeze_trainable_layers freeze_trainable_modules freeze_extra_modules "

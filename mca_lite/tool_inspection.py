@@ -181,7 +181,7 @@ class DataInspector:
 
     def _count_pictures(self, tokens: np.ndarray, counts: collections.Counter[str]) -> None:
         """Add a document's pictures, placeholders and tokens to `counts`."""
-        is_image = np.append(tokens == self.media.token_id, False)
+        is_image = np.append(np.isin(tokens, self.media.token_ids), False)
         counts["pictures"] += int((is_image[:-1] & ~is_image[1:]).sum())
         counts["placeholders"] += int(is_image.sum())
         counts["all"] += len(tokens)

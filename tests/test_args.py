@@ -421,13 +421,13 @@ def test_switched_off_values_and_ignored_keys_are_named_once(good_words):
         "sequence_parallel=true",
         "tool_format=qwen",
         "tf32=true",
-        "video_max_pixels=1",
+        "use_audio_in_video=true",
         "max_steps=3",
     ]
     run = parse_args([*good_words, *words, "num_train_epochs=2"])
     assert run.training.sequence_parallel is False
     ignored, switched_off, epochs = run.warnings
-    assert all(name in ignored for name in ("tool_format", "tf32", "video_max_pixels"))
+    assert all(name in ignored for name in ("tool_format", "tf32", "use_audio_in_video"))
     assert "sequence_parallel" in switched_off and "num_train_epochs" in epochs
 
 

@@ -192,7 +192,7 @@ def unfit(tmp_path_factory) -> Path:
         ({"text": [{"type": "text", "text": "<|video_pad|>"}]}, r"text has <\|video_pad\|>, "),
         (
             {"text": [{"type": "video", "path": "a"}]},
-            "blocks of text and image, .*; only these can",
+            "a block of type video: this model reads text and pictures",
         ),
     ],
 )

@@ -526,6 +526,10 @@ SHOWN_BY = {
     "test_the_cache_knows_the_folder_of_relative_paths_and_bad_records_are_left_out",
     "image_max_pixels": "test_images.py::test_keys_bound_the_pixels_and_are_read_again",
     "image_min_pixels": "test_images.py::test_keys_bound_the_pixels_and_are_read_again",
+    "video_fps": "test_video.py::test_records_spell_a_video_in_many_ways",
+    "video_maxlen": "test_video.py::test_keys_choose_frames_and_their_sizes",
+    "video_max_pixels": "test_video.py::test_keys_choose_frames_and_their_sizes",
+    "video_min_pixels": "test_video.py::test_keys_choose_frames_and_their_sizes",
     "overwrite_cache": "test_data.py::test_overwrite_cache_writes_again_what_an_earlier_run_wrote",
     "output_dir": "test_cli.py::"
     "test_the_example_gives_the_same_numbers_on_two_ranks_and_on_plain_torch",

@@ -98,7 +98,8 @@ def check_imports(name: str, nodes: list[ast.AST]) -> None:
 # module -> its package, where the two names differ
 PACKAGES = {"megatron": "megatron-core", "yaml": "pyyaml", "huggingface_hub": "huggingface-hub"}
 # imported where they are there, or where a key asks for them
-OPTIONAL = {"PIL", "cudnn", "fla", "matplotlib", "pyarrow", "transformer_engine", "triton", "wandb"}
+OPTIONAL = {"PIL", "av", "cudnn", "fla", "matplotlib", "pyarrow", "transformer_engine"}
+OPTIONAL |= {"triton", "wandb"}
 
 
 def imports_of(nodes: list[ast.AST]) -> set[str]:
@@ -331,7 +332,7 @@ def test_each_file_runs_in_one_process_of_the_suite(tmp_path):
 
 
 SLACK = 1.02  # a limit is what was measured; its change is a decision, with the reason in a commit
-TOKENS = {"core": 149_070, "part": 90_400, "tool": 36_050, "all": 275_520}  # of tests.tools.rings
+TOKENS = {"core": 149_070, "part": 94_300, "tool": 36_050, "all": 276_300}  # of tests.tools.rings
 LIMITS = {  # of tests.tools.house
     "decisions a 1,000 tokens": 24.6,
     "parallel assignments": 0.1,

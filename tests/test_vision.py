@@ -20,13 +20,10 @@ from tests.shared.cells import asked_for, shared_worlds, thinned
 from tests.shared.files import assert_same_bytes, assert_same_tensors, changed, tensors
 from tests.shared.held import SavedTensors
 from tests.shared.layouts import (
-    CP2,
     DIST_OPT,
-    EP2,
     FULL,
     ONE_ROW,
     OVERLAP,
-    PACKED,
     PP2,
     SAVE,
     SP,
@@ -34,29 +31,11 @@ from tests.shared.layouts import (
     TWO_ROWS,
     VPP2,
 )
+from tests.shared.layouts import VISION as LAYOUTS
 from tests.shared.lora_tools import adapter_of, load
 from tests.shared.training import assert_same_curve, in_float32, refusal, train
 
 FAMILIES = list(pictures.FAMILIES)
-LAYOUTS = {
-    "one": (1, TWO_ROWS),
-    "one_packed": (1, PACKED),
-    "one_recomputed": (1, {**TWO_ROWS, **FULL}),
-    # in its first step one rank has a micro-batch with a picture, the other has none
-    "dp2_overlap": (2, {**OVERLAP, **ONE_ROW}),
-    "dp2": (2, TWO_ROWS),
-    "tp2": (2, {**TP2, **TWO_ROWS}),
-    "tp2_sp": (2, {**TP2, **SP, **DIST_OPT, **TWO_ROWS}),
-    "tp2_sp_packed": (2, {**TP2, **SP, **PACKED, **FULL}),
-    "pp2": (2, {**PP2, **TWO_ROWS}),
-    "pp2_vpp2": (2, {**PP2, **VPP2, **ONE_ROW}),
-    "cp2": (2, {**CP2, **TWO_ROWS}),
-    "cp2_packed": (2, {**CP2, **PACKED}),
-    "tp2pp2": (4, {**TP2, **PP2, **TWO_ROWS}),
-    "tp2sp_pp2_packed": (4, {**TP2, **SP, **PP2, **PACKED}),
-    "cp2tp2_sp": (4, {**CP2, **TP2, **SP, **TWO_ROWS}),
-    "ep2": (2, {**EP2, **DIST_OPT, **ONE_ROW}),
-}
 EVERYWHERE = ["qwen2_5_vl"]
 FEW = ["tp2_sp_packed"]
 # plain, with features of several layers, and with linear attention

@@ -75,6 +75,26 @@ PACKED_LAYOUTS = {
     "cp2pp2_vpp2": (4, {**CP2, **PP2, **VPP2}),
 }
 
+VISION = {
+    "one": (1, TWO_ROWS),
+    "one_packed": (1, PACKED),
+    "one_recomputed": (1, {**TWO_ROWS, **FULL}),
+    # in its first step one rank has a micro-batch with a picture, the other has none
+    "dp2_overlap": (2, {**OVERLAP, **ONE_ROW}),
+    "dp2": (2, TWO_ROWS),
+    "tp2": (2, {**TP2, **TWO_ROWS}),
+    "tp2_sp": (2, {**TP2, **SP, **DIST_OPT, **TWO_ROWS}),
+    "tp2_sp_packed": (2, {**TP2, **SP, **PACKED, **FULL}),
+    "pp2": (2, {**PP2, **TWO_ROWS}),
+    "pp2_vpp2": (2, {**PP2, **VPP2, **ONE_ROW}),
+    "cp2": (2, {**CP2, **TWO_ROWS}),
+    "cp2_packed": (2, {**CP2, **PACKED}),
+    "tp2pp2": (4, {**TP2, **PP2, **TWO_ROWS}),
+    "tp2sp_pp2_packed": (4, {**TP2, **SP, **PP2, **PACKED}),
+    "cp2tp2_sp": (4, {**CP2, **TP2, **SP, **TWO_ROWS}),
+    "ep2": (2, {**EP2, **DIST_OPT, **ONE_ROW}),
+}
+
 EXPERTS = {
     "ep2": (2, {**EP2, **DIST_OPT}),
     "ep4": (4, EP4),

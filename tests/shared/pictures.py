@@ -8,7 +8,7 @@ from tests.shared import tiny
 from tests.shared.files import changed
 from tests.shared.training import train
 
-IMAGE, START, END = 5, 7, 8
+IMAGE, VIDEO, START, END = 5, 6, 7, 8
 MERGE = 2
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 TEXT = dict(tiny.SIZES, vocab_size=tiny.VOCAB, rope_parameters=ROPE)
@@ -91,7 +91,7 @@ def hf_config(family: str, tied: bool = False, **of_text):
         text_config={**TEXT, **text, **of_text},
         vision_config=vision,
         image_token_id=IMAGE,
-        video_token_id=6,
+        video_token_id=VIDEO,
         tie_word_embeddings=tied,
         **{f"{of}_start_token_id": START, f"{of}_end_token_id": END},
     )
@@ -113,52 +113,84 @@ def save_model(folder, family: str, seed: int = 0, **changes) -> str:
     return str(folder)
 
 
-def document(generator, *pieces) -> dict:
-    """A shifted document of pieces in their order: a number of random text tokens, or the (height,
-    width) of a picture in features."""
-    from mca_lite.part_pictures_data import rope_positions
+def document(generator, *pieces, is_timed: bool = False, seconds: float | None = None) -> dict:
+    """A shifted document of pieces in their order: a number of random text tokens, the (height,
+    width) of a picture in features, or the (times, height, width) of a video.
+
+    is_timed: two tokens of text stand before each time of a video. seconds: between times, for a
+    model whose positions count four for a second.
+    """
+    from mca_lite.part_pictures_data import COLUMNS_OF, rope_positions
+
+    def text(count: int) -> list[int]:
+        return torch.randint(10, tiny.VOCAB, (count,), generator=generator).tolist()
 
     ids: list[int] = []
-    grids = []
+    runs, steps, grids = [], [], {"image": [], "video": []}
     for piece in pieces:
         if isinstance(piece, int):
-            ids += torch.randint(10, tiny.VOCAB, (piece,), generator=generator).tolist()
+            ids += text(piece)
+            continue
+        *times, height, width = piece
+        kind, token = ("video", VIDEO) if times else ("image", IMAGE)
+        grid = [*(times or [1]), MERGE * height, MERGE * width]
+        grids[kind].append(grid)
+        if times and is_timed:
+            ids += [START]
+            for _ in range(grid[0]):
+                ids += text(2) + [START] + [token] * (height * width) + [END]
+                runs.append([1, *grid[1:]])
+            ids += [END]
         else:
-            ids += [START] + [IMAGE] * (piece[0] * piece[1]) + [END]
-            grids.append([1, MERGE * piece[0], MERGE * piece[1]])
+            ids += [START] + [token] * (grid[0] * height * width) + [END]
+            runs.append(grid)
+        steps += [4 * seconds if times and seconds else 1.0] * (len(runs) - len(steps))
     ids = torch.tensor(ids)
-    grids = torch.tensor(grids, dtype=torch.long).view(-1, 3)
-    labels = torch.where((ids == IMAGE) | (ids == START), -100, ids)[1:]
+    is_placeholder = (ids == IMAGE) | (ids == VIDEO)
+    labels = torch.where(is_placeholder | (ids == START), -100, ids)[1:]
     labels[:2] = -100
     out = dict(input_ids=ids[:-1], labels=labels)
-    positions = rope_positions(ids[:-1], grids, IMAGE, MERGE)
+    runs = torch.tensor(runs, dtype=torch.long)
+    positions = rope_positions(ids[:-1], runs, (IMAGE, VIDEO), MERGE, steps)
     out |= dict(zip(("rope_t", "rope_h", "rope_w"), positions, strict=True))
-    if len(grids):
-        patches = int(grids.prod(1).sum())
-        out["pixel_values"] = torch.randn(patches, CHANNELS, generator=generator)
-        out["image_grid_thw"] = grids
+    for kind, (pixels, name) in COLUMNS_OF.items():
+        if grids[kind]:
+            out[name] = torch.tensor(grids[kind])
+            patches = int(out[name].prod(1).sum())
+            out[pixels] = torch.randn(patches, CHANNELS, generator=generator)
+    if grids["video"] and seconds:
+        out["second_per_grid_ts"] = torch.full((len(grids["video"]),), seconds)
     return out
+
+
+# columns of pictures and videos, which transformers' models take as they are
+WHOLE = (
+    *("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"),
+    "second_per_grid_ts",
+)
 
 
 def row_of(document: dict) -> dict:
     """A batch of one document."""
-    whole = ("pixel_values", "image_grid_thw")
-    return {name: x if name in whole else x[None] for name, x in document.items()}
+    return {name: x if name in WHOLE else x[None] for name, x in document.items()}
 
 
-def samples(first: int = 0, seed: int = 1) -> list[dict]:
+SHAPES = [
+    [(3, (2, 2), 5), (7, (1, 3), 4), (9,), (6,)],
+    [((2, 3), 4), (3, (2, 1), 2, (2, 2), 5), (2, (4, 2), 6), (8,)],
+    [(7,), (5,), (11,), (9,)],
+    [(5,), (6, (2, 2), 3), (4, (3, 2), 3, (1, 1), 4), (5, (2, 2), 3)],
+    [(4, (2, 2), (2, 1), 3), (9,), (3, (5, 1), 4), (2, (2, 3), 5)],
+]
+
+
+def samples(first: int = 0, seed: int = 1, shapes=SHAPES, **how) -> list[dict]:
     """Twenty documents, five steps of four from the one with number `first`: the first micro-batch
-    of two has pictures and the second none, or each some; step 2 has no picture at all."""
+    of two has pictures and the second none, or each some; step 2 has no picture at all. how: of
+    document()."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = [
-        [(3, (2, 2), 5), (7, (1, 3), 4), (9,), (6,)],
-        [((2, 3), 4), (3, (2, 1), 2, (2, 2), 5), (2, (4, 2), 6), (8,)],
-        [(7,), (5,), (11,), (9,)],
-        [(5,), (6, (2, 2), 3), (4, (3, 2), 3, (1, 1), 4), (5, (2, 2), 3)],
-        [(4, (2, 2), (2, 1), 3), (9,), (3, (5, 1), 4), (2, (2, 3), 5)],
-    ]
     shapes = shapes[first:] + shapes[:first]
-    return [document(generator, *pieces) for step in shapes for pieces in step]
+    return [document(generator, *pieces, **how) for step in shapes for pieces in step]
 
 
 # constant rates: the plain loop below has no schedule
@@ -275,8 +307,8 @@ def without_tower_here(models):
 def loss_of(model, document: dict) -> torch.Tensor:
     """The sum of a document's losses, by transformers' positions."""
     ids = document["input_ids"][None]
-    more = {name: document[name] for name in ("pixel_values", "image_grid_thw") if name in document}
-    types = (ids == IMAGE).int()
+    more = {name: document[name] for name in WHOLE if name in document}
+    types = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
     logits = model(input_ids=ids, mm_token_type_ids=types, use_cache=False, **more).logits[0]
     return torch.nn.functional.cross_entropy(
         logits.float(), document["labels"], ignore_index=-100, reduction="sum"

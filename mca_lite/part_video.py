@@ -1,0 +1,375 @@
+"""Videos in conversations: which frames are taken, when they are shown, their pixels.
+
+A video is a file, which PyAV reads, a folder of pictures, or a list of pictures. Of a file frames
+are taken as LLaMA-Factory does it: video_fps of a second, evenly from the first to the last,
+video_maxlen at most; all of a list or folder, video_fps of a second. The last of an odd number is
+taken twice, since two make the features of one grid along time. They are resized as transformers'
+video processors do it, which need torchvision: by torch's bicubic interpolation. Qwen3-VL and
+Qwen3.5 write the time of each two frames as text before their tokens; Qwen2.5-VL counts positions
+along time by it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import math
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from .errors import expect
+from .files import describe_error, read_json
+from .inputs import Media
+from .part_pictures_data import (
+    Picture,
+    PictureFile,
+    Placed,
+    Vision,
+    as_rgb,
+    opened,
+    read_picture,
+    upright_size,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+# families whose videos are read; True: the times of frames are text
+_WRITES_TIMES = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), False),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), True),
+}
+# no playlists, and nothing over the network
+_OPTIONS = {
+    "protocol_whitelist": "file",
+    "format_whitelist": "asf,avi,flv,gif,matroska,webm,mov,mp4,m4a,3gp,3g2,mj2,mpeg,mpegts,ogg",
+}
+_SETTINGS = ("processor_config.json", "video_preprocessor_config.json")
+# settings that both processors of a model must share
+_SHARED = "patch_size merge_size temporal_patch_size image_mean image_std resample".split()
+
+
+class OfColumn(NamedTuple):
+    """A value of a record's column of videos."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Video:
+    """The taken frames of a video: pictures, or those numbered `indices` of a single file.
+
+    seconds: when each is shown. fps: how many there are of a second. size: (height, width).
+    """
+
+    kind: ClassVar[str] = "video"
+    frames: tuple[Picture, ...] = field(repr=False)
+    indices: tuple[int, ...] = field(repr=False)
+    seconds: tuple[float, ...] = field(repr=False)
+    fps: float
+    size: tuple[int, int]
+
+    def __str__(self) -> str:
+        return f"video {self.frames[0]}, {len(self.seconds)} frames"
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of its files in bytes."""
+        return sum(frame.num_bytes for frame in self.frames)
+
+    @property
+    def modified(self) -> int:
+        """Time of the last change to them, in nanoseconds since 1970."""
+        return max(frame.modified for frame in self.frames)
+
+    @property
+    def num_times(self) -> int:
+        """The number of its grids along time."""
+        return (len(self.seconds) + 1) // 2
+
+    def read(self, where: str) -> Iterator[np.ndarray]:
+        """The frames, uint8 [height, width, 3] each. A file that ends before its last frame gives
+        the one before again.
+        """
+        if not self.indices:
+            for picture in self.frames:
+                with opened(picture, where) as image:
+                    yield np.array(as_rgb(image))
+            return
+        with _opened_video(self.frames[0].path, where) as (container, stream):
+            stream.thread_type = "AUTO"
+            frames = container.decode(stream)
+            last: Any = None
+            wanted = set(self.indices)
+            for index in range(self.indices[-1] + 1):
+                if frame := next(frames, None):
+                    last = frame
+                expect(last, "no frame can be decoded")
+                if index in wanted:
+                    yield last.to_ndarray(format="rgb24")
+
+
+@contextlib.contextmanager
+def _opened_video(path: str, where: str) -> Iterator[tuple[Any, Any]]:
+    """Context with (PyAV's container, its first video stream). Any error inside becomes a
+    ValueError that names `where`.
+    """
+    expect(
+        importlib.util.find_spec("av"),
+        f"{where}: video files take PyAV: pip install 'mca-lite[video]'; videos that are lists or "
+        "folders of pictures do not",
+    )
+    import av  # an extra, for video files alone
+
+    try:
+        with av.open(path, options=_OPTIONS) as container:
+            yield container, container.streams.video[0]
+    except Exception as error:  # PyAV raises many types for broken files
+        raise ValueError(f"{where}: video {path} cannot be read: {describe_error(error)}") from None
+
+
+def sampled(total: int, seconds: float, fps: float, most: int) -> list[int]:
+    """The numbers of the frames taken of a file with `total` frames, as in LLaMA-Factory."""
+    count = min(total, most, max(1, math.floor(seconds * fps)))
+    return [int(number) for number in np.linspace(0, total - 1, count)]
+
+
+def video_of_file(file: Picture, fps: float, most: int, where: str) -> Video:
+    """The frames taken of a video file, by its header."""
+    with _opened_video(file.path, where) as (container, stream):
+        # some formats do not say how many frames they have, or how long they take
+        total = stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
+        expect(total, "it has no frames")
+        rate = float(stream.average_rate or fps)
+        duration = float((stream.duration or 0) * stream.time_base) or total / rate
+        indices = sampled(total, duration, fps, most)
+        seconds = tuple(index / rate for index in indices)
+        size = stream.height, stream.width
+        return Video((file,), tuple(indices), seconds, len(indices) / duration, size)
+
+
+# -- the videos of a model
+
+
+@dataclass(kw_only=True)
+class VideoVision(Vision):
+    """Vision that reads videos beside pictures.
+
+    around: the text of a video, "{}" for its placeholder. start_id: the token before it.
+    writes_times: True if the times of frames are text, which `timed` matches. per_second: positions
+    along time for a second; None: one for each two frames. keys: video_fps, video_maxlen,
+    video_min_pixels and video_max_pixels.
+    """
+
+    around: str
+    video_token: str
+    start_id: int
+    writes_times: bool
+    timed: re.Pattern[str]
+    per_second: float | None
+    keys: tuple[float, int, int, int]
+    marks: ClassVar[dict[str, str]] = {**Vision.marks, "<video>": "video"}
+    unread = ("audios", "audio")
+    unread_marks = re.compile(r"<audio>|<\|audio_pad\|>")
+
+    @classmethod
+    def of(cls, folder: Path, config: dict[str, Any], tokenizer: Any, keys: Any) -> Media:
+        """Read it as Vision is read; it is Vision's own for a model without videos."""
+        vision = Vision.of(folder, config, tokenizer, keys)
+        kind, video_id = config.get("model_type"), config.get("video_token_id")
+        if not isinstance(vision, Vision) or kind not in _WRITES_TIMES or video_id is None:
+            return vision
+        token = tokenizer.decode([video_id])
+        around = vision.block.replace(next(iter(vision.tokens)), "{}")
+        block = around.format(token)
+        ids = tokenizer(block, add_special_tokens=False)["input_ids"]
+        if ids[1:2] != [video_id] or token in vision.block:
+            return vision
+        timed = f"(?:<[0-9.]+ seconds>{re.escape(block)})+"
+        texts = map(re.escape, (vision.block, block, around))
+        blocks = "|".join(texts).replace(re.escape("{}"), timed)
+        values = {
+            **vars(vision),
+            "tokens": {**vision.tokens, token: "video"},
+            "token_ids": (*vision.token_ids, video_id),
+            "blocks": re.compile(f"({blocks})"),
+        }
+        return cls(
+            **values,
+            around=around,
+            video_token=token,
+            start_id=ids[0],
+            writes_times=_WRITES_TIMES[kind],
+            timed=re.compile(timed),
+            per_second=config["vision_config"].get("tokens_per_second"),
+            keys=(keys.video_fps, keys.video_maxlen, keys.video_min_pixels, keys.video_max_pixels),
+        )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {**super().options, "video": [self.keys, self.writes_times]}
+
+    # -- in a record
+
+    def of_columns(self, record: dict[str, Any], columns: dict[str, Any]) -> list[Any]:
+        videos = record.get(columns.get("videos", "videos")) or []
+        if not videos and record.get("video"):
+            videos = [record["video"]]
+        videos = videos if isinstance(videos, list) else [videos]
+        return [*super().of_columns(record, columns), *map(OfColumn, videos)]
+
+    def by_kind(self, of_columns: list[Any]) -> dict[str, list[Any]]:
+        videos = [one.value for one in of_columns if isinstance(one, OfColumn)]
+        return {**super().by_kind(of_columns[: len(of_columns) - len(videos)]), "video": videos}
+
+    def read_input(self, kind: str, value: Any, *place: Any) -> Any:
+        if kind == "image":
+            return super().read_input(kind, value, *place)
+        folder, where, _ = place
+        fps, most, *_ = self.keys
+        if isinstance(value, str) and os.path.isdir(folder / value):
+            value = [str(file.absolute()) for file in sorted((folder / value).iterdir())]
+        if not isinstance(value, list):
+            file = read_picture(value, *place)
+            expect(file.path, f"{where}: a video: expected a path, or a list of pictures")
+            return video_of_file(file, fps, most, where)
+        frames = tuple(read_picture(each, *place) for each in value)
+        sizes = set()
+        for frame in frames:
+            with opened(frame, where) as image:
+                sizes.add(upright_size(image))
+        expect(
+            len(sizes) == 1,
+            f"{where}: a video has {len(frames)} frames, of sizes {sizes or 'unknown'} (height, "
+            "width): expected frames of one size",
+        )
+        return Video(frames, (), tuple(n / fps for n in range(len(frames))), fps, sizes.pop())
+
+    def text_of(self, item: Any) -> str:
+        if item.kind == "image":
+            return self.block
+        text = self.video_token
+        if self.writes_times:
+            block = self.around.format(text)
+            times = (*item.seconds, item.seconds[-1])
+            pairs = zip(times[:-1:2], times[1::2], strict=True)
+            text = "".join(f"<{(a + b) / 2:.1f} seconds>{block}" for a, b in pairs)
+        return self.around.format(text)
+
+    def shortened(self, content: str) -> str:
+        return self.timed.sub(self.video_token, content)
+
+    # -- among the tokens
+
+    def place(self, picture: Any, where: str) -> Placed:
+        if picture.kind == "image":
+            return super().place(picture, where)
+        height, width = picture.size
+        factor = self.patch_size * self.merge_size
+        scale = max(1, factor / height, factor / width) if self.writes_times else 1
+        try:
+            _, *sides = self.grid(int(height * scale), int(width * scale), *self.keys[2:])
+        except ValueError as error:
+            raise ValueError(f"{where}: {picture}: {error}") from None
+        grid = picture.num_times, *sides
+        return Placed(picture, grid, picture.num_bytes, picture.modified, where)
+
+    @functools.cached_property
+    def frame_processor(self) -> Any:
+        """The processor of pictures, for frames. ValueError if that of videos differs."""
+        own = self._settings()
+        for name in _SETTINGS:
+            path = self.folder / name
+            values = read_json(path) if path.is_file() else {}
+            values = values.get("video_processor", values)
+            differ = [key for key in _SHARED if values.get(key, own.get(key)) != own.get(key)]
+            expect(
+                not differ,
+                f"{path}: {', '.join(differ)} differ from those of pictures: videos here have the "
+                "same",
+            )
+        return self.processor
+
+    def pixels(self, placed: Placed) -> torch.Tensor:
+        video = placed.picture
+        if video.kind == "image":
+            return super().pixels(placed)
+        import torch
+        import torch.nn.functional as F
+
+        expect(
+            (video.num_bytes, video.modified) == (placed.num_bytes, placed.modified),
+            f"{placed.where}: {video}: a file has changed since it was tokenised: set "
+            "overwrite_cache: true",
+        )
+        _, rows, columns = placed.grid
+        size = rows * self.patch_size, columns * self.patch_size
+        frames = []
+        for frame in video.read(placed.where):
+            image = torch.from_numpy(frame).permute(2, 0, 1)[None].contiguous()
+            image = F.interpolate(image, size, mode="bicubic", antialias=True)[0].numpy()
+            pixels = self.frame_processor(images=image, do_resize=False, return_tensors="pt")
+            # of a picture, the patches have it twice
+            frames.append(pixels["pixel_values"].view(rows * columns, 3, 2, -1)[:, :, 0])
+        frames += frames[-1:] * (len(frames) % 2)
+        pairs = torch.stack(frames).unflatten(0, (-1, 2))  # [times, 2, patches, 3, values]
+        return pairs.permute(0, 2, 3, 1, 4).flatten(0, 1).flatten(1)
+
+    def runs(self, placed: Placed) -> list[tuple[int, int, int]]:
+        times, rows, columns = placed.grid
+        return [(1, rows, columns)] * times if self.writes_times else [placed.grid]
+
+    def steps(self, inputs: Sequence[Placed]) -> list[float] | None:
+        if self.per_second is None:
+            return None
+        return [self.per_second * 2 / getattr(placed.picture, "fps", 1) for placed in inputs]
+
+    def unit(self, tokens: np.ndarray, placed: Placed, first: int, last: int) -> tuple[int, int]:
+        start, stop = super().unit(tokens, placed, first, last)
+        if self.writes_times and placed.picture.kind == "video":
+            # all times and frames stand between two tokens of their own
+            return int(np.flatnonzero(tokens[:start] == self.start_id)[-1]), stop + 1
+        return start, stop
+
+    def columns(self, ids: np.ndarray, inputs: Sequence[Placed]) -> dict[str, torch.Tensor]:
+        import torch
+
+        columns = super().columns(ids, inputs)
+        fps = [placed.picture.fps for placed in inputs if placed.picture.kind == "video"]
+        if fps and self.per_second is not None:
+            columns["second_per_grid_ts"] = 2 / torch.tensor(fps)
+        return columns
+
+    def image_of(self, placed: Placed) -> Any:
+        if placed.picture.kind == "image":
+            return super().image_of(placed)
+        from PIL import Image
+
+        return Image.fromarray(next(placed.picture.read(placed.where)))
+
+    def store(self, folder: Path) -> VideoStore:
+        return VideoStore(folder)
+
+
+class VideoStore(PictureFile):
+    """The pictures and videos of a token-cache shard."""
+
+    def write(self, picture: Any, data: Any) -> Any:
+        if picture.kind == "image":
+            return super().write(picture, data)
+        return {**vars(picture), "frames": [self.write(frame, data) for frame in picture.frames]}
+
+    def load(self, record: Any) -> Any:
+        if isinstance(record, list):
+            return super().load(record)
+        values = {key: tuple(value) for key, value in record.items() if key != "fps"}
+        return Video(
+            **{**values, "fps": record["fps"], "frames": tuple(map(self.load, values["frames"]))}
+        )
