@@ -665,13 +665,15 @@ def rows_of(model_type: str, config: Any) -> tuple[Row, ...]:
 
 
 @functools.lru_cache(16)
-def _expand(rows: tuple[Row, ...], num_experts: int, tensors: tuple[str, ...]) -> tuple[Row, ...]:
+def _expand(
+    rows: tuple[Row, ...], num_experts: int, tensors: tuple[tuple[str, bool], ...]
+) -> tuple[Row, ...]:
     expanded: list[Row] = []
     for row in rows:
         if row.kind == "module":
-            for name in tensors:
+            for name, is_linear in tensors:
                 hf = tuple(prefix.replace("*", name) for prefix in row.hf)
-                expanded.append(Row(row.mca.replace("*", name), hf, "copy"))
+                expanded.append(Row(row.mca.replace("*", name), hf, "copy", linear=is_linear))
             continue
         if "[]" not in row.mca:
             expanded.append(row)

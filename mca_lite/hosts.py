@@ -13,6 +13,7 @@ import torch
 from . import parallel
 from .families import rows_of, values_of
 from .families_rows import Row
+from .inputs import Inputs, inputs_of
 from .model_config import McaModelConfig
 from .weights_convert import (
     VOCABULARY,
@@ -109,6 +110,11 @@ class _Fields(SimpleNamespace):
 
     mtp_num_layers = None
     moe_layer_freq = None
+    inputs: Inputs
+
+    @property
+    def input_tensors(self) -> tuple[tuple[str, bool], ...]:
+        return self.inputs.tensors
 
     def is_moe_layer(self, layer: int) -> bool:
         return bool(self.moe_layer_freq and self.moe_layer_freq[layer])
@@ -134,7 +140,8 @@ class TorchHost:
         self.head = model.get_output_embeddings()
         self.is_tied = self.head is not None and self.embedding.weight is self.head.weight
         values = values_of(model.config)
-        self.fields = values and _Fields(hf_model_type=model.config.model_type, **values)
+        named = dict(hf_model_type=model.config.model_type, inputs=inputs_of(model.config))
+        self.fields = values and _Fields(**named, **values)
 
     def weights(self) -> Iterator[Weight]:
         """The modules that have parameters themselves, in the model's order."""

@@ -164,8 +164,8 @@ class Inputs:
         self.config = config
 
     @property
-    def tensors(self) -> tuple[str, ...]:
-        """Names of the input modules' tensors."""
+    def tensors(self) -> tuple[tuple[str, bool], ...]:
+        """(name, True for the matrix of a linear) of the input modules' tensors."""
         return ()
 
     @property

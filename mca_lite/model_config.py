@@ -415,8 +415,8 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         return inputs_of(self)
 
     @property
-    def input_tensors(self) -> tuple[str, ...]:
-        """Names of the tensors in the modules for these inputs."""
+    def input_tensors(self) -> tuple[tuple[str, bool], ...]:
+        """See Inputs.tensors."""
         return self.inputs.tensors
 
     @property

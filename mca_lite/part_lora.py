@@ -14,7 +14,7 @@ import torch
 
 from . import parallel, part_lora_files
 from .errors import Judge
-from .families import FAMILIES
+from .families import FAMILIES, LANGUAGE_MODEL, vision_parts_of
 from .finetuning import Finetuning, Request
 from .hosts import host_of, module_of
 from .part_lora_files import VALUE_HEAD, AdapterSource, read_adapter
@@ -75,6 +75,10 @@ class Lora(Finetuning):
         host_model = request.host()
         host = host_of(host_model)
         spec, source = part_lora_files.adapter_of_keys(keys)
+        if parts := vision_parts_of(host.model_type):
+            every = (*parts, LANGUAGE_MODEL)
+            free = tuple(part for part in every if not getattr(arguments, f"freeze_{part}"))
+            spec = replace(spec, parts=free)
         if objective.scores:
             with_head = _with_value_head(spec)
             judge.expect(

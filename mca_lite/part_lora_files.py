@@ -220,6 +220,7 @@ def target_modules(model: Any) -> list[str]:
     names = {candidate.hf for candidate in candidates_of(host)}
     names.update(*(weight.modules for weight in host.weights()))  # includes a vision tower's
     ambiguous = set(map(last_of, names - set(modules)))
+    ambiguous |= {last_of(name) for name in modules if last_of(name).isdigit()}  # layers' names too
     order = list(dict.fromkeys(map(last_of, modules)))
     grouped = sorted(modules, key=lambda name: order.index(last_of(name)))
     return list(dict.fromkeys(n if last_of(n) in ambiguous else last_of(n) for n in grouped))

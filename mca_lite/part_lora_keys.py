@@ -7,7 +7,6 @@ from .args_values import ArgumentGroup, amount, arg, count, flag, optional
 from .errors import Rule
 from .tables import FINETUNING, register_keys
 
-OF_LANGUAGE = "adapters are on the language model alone, and all other weights are frozen"
 ON_ADAPTERS = "it is not supported together with adapters"
 
 

@@ -34,6 +34,7 @@ import torch.nn.functional as F
 from . import parallel
 from .args_values import check_keys
 from .errors import ConfigError
+from .families import LANGUAGE_MODEL
 from .finetuning import finetuning_of
 from .kernels import rms_norm
 from .mcore import get_cuda_rng_tracker, mappings, set_tensor_model_parallel_attributes
@@ -55,8 +56,9 @@ class LoraSpec:
 
     alpha: None means 2 * rank.
     targets: module names or patterns, as in the key lora_target.
-    modules: the Hugging Face modules with adapters; part_lora_sites.plan fills them in. ConfigError
-    for values that the keys in LoraArguments would refuse.
+    modules: the Hugging Face modules with adapters; part_lora_sites.plan fills them in.
+    parts: the parts of a model with pictures that targets other than whole names may match.
+    ConfigError for values that the keys in LoraArguments would refuse.
     """
 
     rank: int = 8
@@ -67,6 +69,7 @@ class LoraSpec:
     modules_to_save: tuple[str, ...] = ()
     modules: tuple[str, ...] = ()
     base_model: str | None = None
+    parts: tuple[str, ...] = (LANGUAGE_MODEL,)
 
     def __post_init__(self) -> None:
         keys = dict(lora_rank=self.rank, lora_alpha=self.alpha, lora_dropout=self.dropout)
@@ -569,6 +572,11 @@ def attach(module: torch.nn.Module, adapter: Adapter, way: str = "beside") -> No
     replaces the module's parameters. This needs their memory once more, and allows no dropout.
     """
     adapter.train(module.training)
+    weight: Any = getattr(module, "weight", None)
+    if hasattr(weight, "may_rest"):  # of inputs other than text, as are its gradients
+        for parameter in adapter.parameters():
+            parameter.may_rest = True
+            parameter.sequence_parallel = weight.sequence_parallel
     module.add_module("lora", adapter)
     if way == "merged":
         module.register_forward_pre_hook(_cover_parameters)

@@ -18,7 +18,7 @@ from .errors import Judge, Keys
 from .families_rows import Row, is_of_expert
 from .hosts import last_of
 from .model_config import McaModelConfig
-from .part_lora_keys import OF_LANGUAGE, ON_ADAPTERS
+from .part_lora_keys import ON_ADAPTERS
 from .part_lora_layers import LoraSpec, is_saved
 
 ALL_LINEAR = ("all", "all-linear")
@@ -63,28 +63,26 @@ def check_adapter_config(values: dict[str, Any], path: Path, judge: Judge) -> No
         )
 
 
-def resolve_targets(targets: Iterable[str], candidates: list[Any], judge: Judge) -> tuple[str, ...]:
-    """The Hugging Face names of the modules that `targets` match, in model order.
+def resolve_targets(spec: LoraSpec, candidates: list[Any], judge: Judge) -> tuple[str, ...]:
+    """The Hugging Face names of the modules that the spec's targets match, in model order.
 
-    A target is "all"; a name or its end (q_proj, self_attn.q_proj, linear_qkv); or a pattern over
-    whole names of Hugging Face or megatron, a glob (*.layers.[0-3].*.q_proj) or a regular
-    expression. A target that matches nothing is refused.
+    A target is the whole name of a module; or, in the spec's parts of the model, "all"; a name or
+    its end (q_proj, self_attn.q_proj, linear_qkv); or a pattern over whole names of Hugging Face or
+    megatron, a glob (*.layers.[0-3].*.q_proj) or a regular expression. A target that matches
+    nothing is refused.
     """
     chosen = set()
-    known = dict.fromkeys(last_of(name) for c in candidates for name in (c.hf, c.mca) if name)
+    free = [candidate for candidate in candidates if candidate.part in spec.parts]
+    known = dict.fromkeys(last_of(name) for c in free for name in (c.hf, c.mca) if name)
     reason = "it means no layer of this model"
-    if any(".language_model." in candidate.hf for candidate in candidates):
-        reason += f", and {OF_LANGUAGE}"
-    for target in targets:
+    if frozen := dict.fromkeys(c.part for c in candidates if c.part not in spec.parts):
+        reason += f" outside of what is frozen: {', '.join(f'freeze_{part}' for part in frozen)}"
+    remedy = f"all, some of {', '.join(known)}, or a pattern over names such as "
+    remedy += (free or candidates)[-2].hf
+    for target in spec.targets:
         matches = {c.hf for c in candidates if target == c.hf}
-        matches = matches or {c.hf for c in candidates if _is_match(target, c)}
-        judge.expect(
-            matches,
-            "lora_target",
-            reason,
-            f"all, some of {', '.join(known)}, or a pattern over names such as {candidates[-2].hf}",
-            target,
-        )
+        matches = matches or {c.hf for c in free if _is_match(target, c)}
+        judge.expect(matches, "lora_target", reason, remedy, target)
         chosen |= matches
     return tuple(c.hf for c in candidates if c.hf in chosen)
 

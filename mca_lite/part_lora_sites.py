@@ -13,7 +13,7 @@ import torch
 
 from . import parallel
 from .errors import Judge
-from .families import rows_of
+from .families import LANGUAGE_MODEL, part_of, rows_of
 from .families_rows import Row
 from .hosts import MegatronHost, TorchHost, host_of, module_of, modules_of
 from .mcore import ShardedTensor, mpu
@@ -49,6 +49,7 @@ class Candidate(NamedTuple):
     hf: str
     mca: str  # megatron's module that contains it, "" if the family is not in the table
     in_all: bool  # True if lora_target: all includes it
+    part: str = LANGUAGE_MODEL  # of the model, see families.part_of
 
 
 class Site(NamedTuple):
@@ -73,7 +74,8 @@ def _candidates(config: Any) -> Iterator[Candidate]:
         if row.is_linear:
             in_all = row.mca not in VOCABULARY and not _is_router(row)
             mca = module_of(row.mca.format(layer))
-            yield from (Candidate(module, mca, in_all) for module in modules_of(row, layer))
+            for module in modules_of(row, layer):
+                yield Candidate(module, mca, in_all, part_of(config.hf_model_type, module))
 
 
 def candidates_of(host: Any) -> list[Candidate]:
@@ -133,6 +135,8 @@ def _site_of_linear(
         out_size, in_size = module.weight.shape
     widths = [size // tp for size in row_sizes(row, out_size * tp, config)]
     arguments |= dict(in_size=in_size, widths=widths)
+    if row.is_of_inputs:  # every rank has the same inputs, even under sequence parallelism
+        arguments["sequence_parallel"] = False
     if row.mca == VOCABULARY[0]:
         arguments["padding_idx"] = config.padding_idx
         return Site(module, names, LoraEmbedding, arguments)
@@ -215,7 +219,7 @@ def plan(model: Any, spec: LoraSpec, judge: Judge | None = None) -> LoraSpec:
     host = host_of(model)
     rules = judge or Judge(None)
     modules = candidates_of(host)
-    spec = replace(spec, modules=resolve_targets(spec.targets, modules, rules))
+    spec = replace(spec, modules=resolve_targets(spec, modules, rules))
     if isinstance(host, MegatronHost):
         check_on_megatron(spec, host.config, host.rows, modules, rules)
     else:

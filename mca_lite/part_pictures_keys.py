@@ -9,25 +9,7 @@ from .args_values import ArgumentGroup, arg, count, flag, optional
 from .errors import Judge, Rule
 from .tables import register_keys
 
-_OF_LANGUAGE = "adapters are on the language model alone, and all other weights are frozen"
 _FROZEN = ("freeze_vision_tower", "freeze_multi_modal_projector", "freeze_language_model")
-_OF_ADAPTERS = (
-    Rule(
-        "!freeze_vision_tower finetuning_type=lora",
-        _OF_LANGUAGE,
-        "freeze_vision_tower: true, or finetuning_type: full",
-    ),
-    Rule(
-        "!freeze_multi_modal_projector finetuning_type=lora",
-        _OF_LANGUAGE,
-        "freeze_multi_modal_projector: true, or finetuning_type: full",
-    ),
-    Rule(
-        "freeze_language_model finetuning_type=lora",
-        _OF_LANGUAGE,
-        "freeze_language_model: false, or finetuning_type: full",
-    ),
-)
 _WITH_TOWER = (
     Rule(
         "predict_with_generate",
@@ -82,7 +64,6 @@ class PicturesArguments(ArgumentGroup):
         """Apply the rules for a run. config: the contents of its config.json, {} if it was not
         read.
         """
-        judge.apply(_OF_ADAPTERS)
         if "vision_config" in config:
             judge.apply(_WITH_TOWER)
         elif config:

@@ -272,9 +272,14 @@ class Pictures(Inputs):
         return self.whole.image_token_id, getattr(self.whole, "video_token_id", -1)
 
     @property
-    def tensors(self) -> tuple[str, ...]:
+    def tensors(self) -> tuple[tuple[str, bool], ...]:
         tower = tower_on_meta(json.dumps(self.hf_config, sort_keys=True))
-        return tuple(name for name, _ in tower.named_parameters())
+        linears = {
+            f"{name}.weight"
+            for name, module in tower.named_modules()
+            if isinstance(module, torch.nn.Linear)
+        }
+        return tuple((name, name in linears) for name, _ in tower.named_parameters())
 
     @property
     def num_deepstack(self) -> int:
@@ -426,7 +431,7 @@ class Pictures(Inputs):
         """Bytes per image token that the tower saves for the backward pass; 0 if all its layers are
         frozen. trained: names of the trained parameters. width: bytes per value.
         """
-        if not any(name.startswith("vision_model.module.blocks") for name in trained):
+        if not any("vis" in name and ".blocks." in name for name in trained):
             return 0.0
         vision = self.vision_config
         channels = getattr(vision, "embed_dim", vision.hidden_size)

@@ -206,7 +206,6 @@ def runs_and_refusals(folder: str, use_mca: bool) -> list[str]:
         run(freeze_trainable_layers=0),
         run(add_tokens="w97,w98"),
         run(freeze_vision_tower=False),
-        run(finetuning_type="lora", freeze_vision_tower=False),
         run(finetuning_type="full", freeze_trainable_layers=1),
         run(moe_router_bias_update_rate=0.1),
     ]
@@ -226,7 +225,6 @@ def test_what_cannot_be_frozen_is_refused_in_words(tmp_path, use_mca):
         "every weight of the model would be frozen",
         "embed_tokens, lm_head is frozen",
         "the model has no vision tower",
-        "adapters are on the language model alone",
         "no effect, since finetuning_type is full",
         "frozen routers keep their bias",
     ]

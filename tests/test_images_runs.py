@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 from mca_lite import tool_inspect
@@ -132,6 +133,28 @@ def test_an_adapter_and_its_checkpoints_have_the_image_processors_file(folder, b
     name = "preprocessor_config.json"
     for place in (tmp_path, tmp_path / "checkpoint-1"):
         assert (place / name).read_bytes() == (folder / "model" / name).read_bytes()
+
+
+# {keys of freezing: parts of the names in the adapter}
+OF_PARTS = {
+    "": {"language_model"},
+    "freeze_vision_tower=false": {"language_model", "visual.blocks"},
+    "freeze_multi_modal_projector=false freeze_language_model=true": {"visual.merger"},
+}
+
+
+@pytest.mark.parametrize("backend", ["true", "false"])
+def test_the_keys_of_freezing_say_which_parts_get_adapters(folder, backend, tmp_path):
+    folder, *_ = folder
+    base = f"model_name_or_path={folder / 'model'} dataset={folder / 'chats.jsonl'} cutoff_len=128"
+    base += f" {ONE_STEP} finetuning_type=lora use_mca={backend} overwrite_output_dir=true"
+    for number, (keys, parts) in enumerate(OF_PARTS.items()):
+        run_script(f"{base} {keys} output_dir={tmp_path / str(number)}", tmp_path)
+        names = load_file(tmp_path / str(number) / "adapter_model.safetensors")
+        known = ("language_model", "visual.blocks", "visual.merger")
+        assert {part for part in known for name in names if f".{part}." in name} == parts
+        [line] = read_log(tmp_path / str(number))
+        assert line["grad_norm"] > 0
 
 
 def parity(words: list[str]) -> tuple[int, str, str]:

@@ -13,7 +13,7 @@ from peft import PeftModel, get_peft_model_state_dict
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForImageTextToText
 
-from mca_lite import TrainingArguments, part_transformer_engine
+from mca_lite import TrainerCallback, TrainingArguments, part_transformer_engine
 from mca_lite.part_pictures_data import rope_positions
 from tests.shared import pictures, tiny, world
 from tests.shared.cells import asked_for, shared_worlds, thinned
@@ -24,6 +24,7 @@ from tests.shared.layouts import (
     FULL,
     ONE_ROW,
     OVERLAP,
+    PACKED,
     PP2,
     SAVE,
     SP,
@@ -32,7 +33,7 @@ from tests.shared.layouts import (
     VPP2,
 )
 from tests.shared.layouts import VISION as LAYOUTS
-from tests.shared.lora_tools import adapter_of, load
+from tests.shared.lora_tools import adapter_of, load, with_drawn_adapters
 from tests.shared.training import assert_same_curve, in_float32, refusal, train
 
 FAMILIES = list(pictures.FAMILIES)
@@ -286,10 +287,79 @@ def test_adapters_of_the_text_train_as_peft_does_beside_a_frozen_tower(
     assert not any("visual" in name for name in read)
 
 
+ON_TORCH = {
+    "torch_packed": (1, dict(backend="torch", **PACKED)),
+    "torch_dp2": (2, dict(backend="torch", **ONE_ROW)),
+}
+OF_TOWER = [
+    ("qwen2_5_vl", "tp2_sp_packed"),
+    ("qwen2_5_vl", "torch_dp2"),
+    ("qwen3_vl", "pp2"),
+    *(
+        pytest.param(family, layout, marks=pytest.mark.full)
+        for family, layout in (
+            *((family, "tp2_sp_packed") for family in FAMILIES if family != "qwen2_5_vl"),
+            *(("qwen2_5_vl", layout) for layout in ("dp2_overlap", "tp2")),
+            *(("qwen3_vl", layout) for layout in ("one", "cp2", "torch_packed")),
+        )
+    ),
+]
+
+
+class Merged(TrainerCallback):
+    """Writes the merged model too, to output_dir/merged."""
+
+    def on_train_end(self, args, state, control, trainer, **kwargs):
+        trainer.save_merged_model()
+
+
+def train_and_merge(path: str, out: str, start: str, **keys) -> list:
+    adapt = functools.partial(load, start)
+    return pictures.train_ours(path, out, adapt=adapt, callbacks=[Merged()], **keys)
+
+
+@pytest.mark.parametrize("family, layout", OF_TOWER)
+def test_adapters_of_tower_projector_and_text_train_and_merge_as_with_peft(
+    paths, tmp_path, family, layout
+):
+    path, start, end, out = paths[family], *(str(tmp_path / n) for n in ("start", "end", "out"))
+    adapt = functools.partial(pictures.with_peft, start, targets=pictures.EVERY_LINEAR)
+    wanted = pictures.train_plain(path, end, adapt)
+    ranks, keys = {**LAYOUTS, **ON_TORCH}[layout]
+    for got in world.run(train_and_merge, ranks, path, out, start, **keys):
+        assert_same_curve(got, wanted)
+    assert_same_tensors(adapter_of(out), adapter_of(end))
+    base = AutoModelForImageTextToText.from_pretrained(path)
+    loaded = PeftModel.from_pretrained(base, out)
+    read = get_peft_model_state_dict(loaded)
+    assert_same_bytes(read, adapter_of(out))
+    assert {"visual.blocks", "visual.merger", "language_model"} <= {
+        part for name in read for part in ("visual.blocks", "visual.merger", "language_model")
+        if f".{part}." in name
+    }  # fmt: skip
+    loaded.merge_and_unload().save_pretrained(tmp_path / "merged")
+    assert_same_tensors(tensors(f"{out}/merged"), tensors(tmp_path / "merged"), 1e-6)
+
+
+def drawn_in_the_tower(models):
+    parts = ("vision_tower", "multi_modal_projector", "language_model")
+    return with_drawn_adapters(models, rank=4, parts=parts)
+
+
+@pytest.mark.parametrize("first, then", [({}, {}), (TP2, PP2)])
+def test_adapters_of_a_tower_go_on_as_if_they_had_not_stopped(paths, tmp_path, first, then):
+    keys = {**RESUMED, **SAVE, "steps": 4, "adapt": drawn_in_the_tower}
+    run = functools.partial(world.run, train, 2, paths["qwen3_vl"], str(tmp_path), **keys)
+    whole = run(**first)[0]
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    resumed = run(**then, resume_from_checkpoint="auto")[0]
+    assert_same_curve(resumed, whole, tolerance=0 if first == then else 1e-5)
+
+
 def test_convert_merges_an_adapter_as_peft_does(paths, tmp_path):
     path, start = paths["qwen2_5_vl"], str(tmp_path / "start")
     model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
-    merged = pictures.with_peft(start, model).merge_and_unload()
+    merged = pictures.with_peft(start, model, pictures.EVERY_LINEAR).merge_and_unload()
     merged.save_pretrained(tmp_path / "wanted")
     words = [path, str(tmp_path / "out"), "--merge", start, "--verify"]
     assert world.run(command, 1, words) == [0]

@@ -222,8 +222,8 @@ def test_adapters_of_the_language_model_train_as_with_peft(layout, paths, tmp_pa
     assert_same_tensors(adapter_of(tmp_path / "ours"), adapter_of(tmp_path / "end"))
 
 
-def targets_of(path: str, target: str) -> dict:
-    """{backend: modules of a target, or the words that refuse it}"""
+def targets_of(path: str, **spec) -> dict:
+    """{backend: modules of a spec's targets, or the words that refuse them}"""
     from mca_lite import part_lora
     from mca_lite.model import AutoModel, load_torch_model
     from mca_lite.part_lora_layers import LoraSpec
@@ -235,19 +235,36 @@ def targets_of(path: str, target: str) -> dict:
         ("megatron", AutoModel.from_pretrained(path, make_args())),
     ):
         try:
-            found[backend] = list(part_lora.plan(model, LoraSpec(targets=(target,))).modules)
+            found[backend] = list(part_lora.plan(model, LoraSpec(**spec)).modules)
         except ValueError as error:
             found[backend] = str(error)
     return found
 
 
-def test_targets_of_adapters_are_those_of_the_language_model(paths):
-    everything = world.run(targets_of, 1, paths["qwen3_vl"], "all")[0]
-    assert everything["torch"] == everything["megatron"]
-    assert len(everything["torch"]) == 7 * 4
-    assert all(".language_model.layers." in name for name in everything["torch"])
-    words = world.run(targets_of, 1, paths["qwen3_vl"], "model.visual.merger.linear_fc1")[0]
-    assert all("adapters are on the language model alone" in text for text in words.values())
+# {parts that are not frozen: how many linears "all" means}
+OF_PARTS = {
+    ("language_model",): 7 * 4,
+    ("vision_tower", "language_model"): 7 * 4
+    + 4 * 2
+    + 2 * 2,  # with those of two deepstack mergers
+    ("multi_modal_projector",): 2,
+}
+
+
+def test_targets_of_adapters_are_those_of_the_parts_that_are_not_frozen(paths):
+    path = paths["qwen3_vl"]
+    for parts, count in OF_PARTS.items():
+        [everything] = world.run(targets_of, 1, path, parts=parts)
+        assert everything["torch"] == everything["megatron"]
+        assert len(everything["torch"]) == count
+    # a whole name means its module even so, as in the files of an adapter
+    whole = "model.visual.merger.linear_fc1"
+    [named] = world.run(targets_of, 1, path, targets=(whole,))
+    assert named == {"torch": [whole], "megatron": [whole]}
+    [words] = world.run(targets_of, 1, path, targets=("attn.proj",))
+    wanted = "what is frozen: freeze_vision_tower, freeze_multi_modal_projector"
+    for text in words.values():
+        assert wanted in text
 
 
 class PicturePairs(Pairs):

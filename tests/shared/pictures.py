@@ -275,11 +275,19 @@ def train_plain(path: str, out: str, adapt=None, data=None, device="cpu") -> lis
 LINEARS = r"model\.language_model\..*\.((q|k|v|o|gate|up|down|out)_proj|in_proj_(qkv|z|a|b))"
 
 
-def with_peft(folder: str, model):
-    """The model with PEFT's adapters on the linears of its text, saved to `folder`."""
+# those of the text, of the vision tower, and of the projector behind it
+EVERY_LINEAR = (
+    rf"{LINEARS}|model\.visual\.(blocks|merger|deepstack_merger_list)\..*"
+    r"(qkv|proj|fc\d|mlp\.[02])"
+)
+
+
+def with_peft(folder: str, model, targets: str = LINEARS):
+    """The model with PEFT's adapters on linears, those of its text unless `targets` names others,
+    saved to `folder`."""
     from peft import LoraConfig, get_peft_model
 
-    spec = LoraConfig(r=4, lora_alpha=8, target_modules=LINEARS, task_type="CAUSAL_LM")
+    spec = LoraConfig(r=4, lora_alpha=8, target_modules=targets, task_type="CAUSAL_LM")
     wrapped = get_peft_model(model, spec)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
