@@ -16,7 +16,7 @@ export OMP_NUM_THREADS ?= 1
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: docs lock release sbom gpu kernels bench-gpu card families foreign-keys help install train dpo orpo simpo kto rm distill images quick test test-all test-mcore pythons lint bench chaos fuzz mutations wrong-inputs clean
+.PHONY: golden docs lock release sbom gpu kernels bench-gpu card families foreign-keys help install train dpo orpo simpo kto rm distill images quick test test-all test-mcore pythons lint bench chaos fuzz mutations wrong-inputs clean
 
 help:  ## this list
 	@grep -hE '^[a-z -]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -115,6 +115,9 @@ gpu: $(STAMP)  ## on a machine with CUDA: kernels, memory that stays, what plan 
 
 card: $(STAMP)  ## on a GPU, what a model of a real shape does here, into tests/cards: MODEL=Qwen3-8B
 	$(BIN)/python -m tests.tools.cards $(MODEL)
+
+golden: $(STAMP)  ## write the golden runs of tests/golden anew: ARGS="qwen3 gemma2" for some families
+	$(BIN)/python -m tests.tools.golden $(ARGS)
 
 families: $(STAMP)  ## measure every family against transformers, and write the table in tests/FAMILIES.md
 	$(BIN)/python -m tests.tools.family_table

@@ -18,15 +18,15 @@ PROCESSES = 2
 # the folder in which a process writes down which files it has taken
 TAKEN = "SUITE_TAKEN"
 # the files that take longest, the slowest first; others take under 4 s each
-SLOWEST = """vision parts long model_families keys model_mtp moe lora_files vision_torch registries
-ckpt ckpt_safety optim_muon dpo_reference distill nonfinite quantised policy
-quantised_adam session_weights session exports routes policy_stage sleep trainer
-moe_lora plan packed_layouts data lora preference_losses dpo foreign_examples freeze
-moe_ckpt moe_weights parity imports images_runs ckpt_layouts weights_vocabulary
-cli_doctor weights cli cli_errors inspect data_stream_runs kto vendor rm parity_command
-structure trainer_events dpo_cli deterministic lora_cli lora_errors model_delta
-plan_time predict model_fused dpo_moe distill_cache loss_logits te offload optim_adam
-cli_convert data_stream lora_merge additional_configs told""".split()
+SLOWEST = """vision golden parts long model_families keys model_mtp moe lora_files vision_torch
+registries ckpt ckpt_safety optim_muon dpo_reference distill nonfinite quantised
+policy quantised_adam session_weights session exports routes policy_stage sleep
+trainer moe_lora plan packed_layouts data lora preference_losses dpo foreign_examples
+freeze moe_ckpt moe_weights parity imports images_runs ckpt_layouts weights_vocabulary
+cli_doctor weights cli cli_errors inspect data_stream_runs kto vendor rm
+parity_command structure trainer_events dpo_cli deterministic lora_cli lora_errors
+model_delta plan_time predict model_fused dpo_moe distill_cache loss_logits te offload
+optim_adam cli_convert data_stream lora_merge additional_configs told""".split()
 # files that mostly wait, for timeouts and processes of their own: a third process runs them beside
 # the others
 WAITING = "watchdog hosts slowest world launch chaos".split()
