@@ -16,7 +16,7 @@ export OMP_NUM_THREADS ?= 1
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: golden docs lock release sbom gpu kernels bench-gpu card families foreign-keys help install train dpo orpo simpo kto rm distill images quick test test-all test-mcore pythons lint bench chaos fuzz mutations wrong-inputs clean
+.PHONY: golden docs lock release sbom gpu kernels bench-gpu card families foreign-keys help install train dpo orpo simpo kto rm distill grpo images quick test test-all test-mcore pythons lint bench chaos fuzz mutations wrong-inputs clean
 
 help:  ## this list
 	@grep -hE '^[a-z -]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -62,6 +62,10 @@ distill: $(STAMP)  ## a student of half the layers learns from a teacher, which 
 
 rm: $(STAMP)  ## a reward model from what `make train` wrote, on the embedded pairs
 	$(BIN)/torchrun --standalone --local_addr 127.0.0.1 --nproc_per_node $(NPROC) train.py configs/rm.yaml $(ARGS)
+
+grpo: $(STAMP)  ## GRPO on the embedded dates, in a loop of its own on a Session, in about two minutes
+	$(BIN)/torchrun --standalone --local_addr 127.0.0.1 --nproc_per_node $(NPROC) configs/examples/grpo.py configs/sft.yaml use_mca=false \
+		eval_dataset=null val_size=256 per_device_train_batch_size=32 max_steps=40 learning_rate=3e-4 output_dir=output/grpo $(ARGS)
 
 images: $(STAMP)  ## a tiny model learns to count squares in pictures drawn on the spot, in about a minute
 	$(BIN)/python configs/images_demo/make.py

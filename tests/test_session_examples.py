@@ -1,4 +1,4 @@
-"""Loops of configs/examples on a Session: in the way of Tinker, and on-policy distillation."""
+"""Loops of configs/examples on a Session: in the way of Tinker, on-policy distillation, GRPO."""
 
 import json
 import os
@@ -143,3 +143,41 @@ def test_on_policy_distillation_has_the_gradient_of_its_formula(tmp_path):
     [(ours, formula, alike)] = world.run(distilled, 1, str(tmp_path), timeout_s=120)
     assert ours == pytest.approx(formula, rel=1e-4)
     assert alike == pytest.approx((0.0, 0.0), abs=1e-5)
+
+
+def share_of_letters(answer: str, expected: str) -> float:
+    return sum(character.isalpha() for character in answer) / max(len(answer), 1)
+
+
+def short_grpo(out: str) -> tuple:
+    """(held-out rewards, rewards of batches) of a fresh model."""
+    grpo = example("grpo")
+    grpo.PROMPTS = 8
+    keys = "use_mca=false val_size=20 max_samples=60 max_steps=6 learning_rate=3e-3"
+    words = words_of(
+        keys + " eval_dataset=null global_batch_size=64 per_device_train_batch_size=32", out
+    )
+    return grpo.loop(words, 0, share_of_letters)
+
+
+def test_grpo_raises_the_reward_of_what_is_sampled_next(tmp_path):
+    results = world.run(short_grpo, 2, str(tmp_path), timeout_s=120)
+    for (before, after), rewards in results:
+        assert rewards == results[0][1], "ranks have other rewards"
+        assert rewards[-1] > rewards[0] + 0.05 and after > before + 0.05
+
+
+def whole_grpo(out: str, seed: int) -> tuple:
+    os.chdir(ROOT)
+    [line] = [
+        x for x in example("grpo").__doc__.replace("\\\n", "").splitlines() if "torchrun" in x
+    ]
+    words = line.split("grpo.py")[1].split()
+    return example("grpo").loop([*words, f"seed={seed}", f"output_dir={out}", f"cache_dir={out}"])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", [42, 1, 2])
+def test_grpo_raises_exact_match_on_held_out_dates(tmp_path, seed):
+    [((before, after), _), _] = world.run(whole_grpo, 2, str(tmp_path), seed, timeout_s=900)
+    assert after >= before + 0.05
