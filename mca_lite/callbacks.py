@@ -1,5 +1,4 @@
-"""A run's state and callbacks: progress, the best model, early stopping, signals and
-the profiler."""
+"""A run's state and callbacks: progress, the best model, and signals."""
 
 import itertools
 import math
@@ -7,10 +6,7 @@ import os
 import signal
 import threading
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from . import parallel, world
 from .errors import Keys, expect
@@ -252,7 +248,7 @@ def ranking_of(metric: str | None, greater_is_better: bool | None = None) -> tup
     return name, greater_is_better
 
 
-def _value_of(args: Keys, metrics: dict[str, Any]) -> float | None:
+def value_of(args: Keys, metrics: dict[str, Any]) -> float | None:
     """The ranking metric's value; None for an evaluation with another prefix than the loop's."""
     if not any(name.startswith("eval_") for name in metrics):
         return None
@@ -265,7 +261,7 @@ def _value_of(args: Keys, metrics: dict[str, Any]) -> float | None:
     return float(metrics[metric])
 
 
-def _gain(args: Keys, value: float, best: float | None) -> float:
+def gain_of(args: Keys, value: float, best: float | None) -> float:
     """By how much `value` of the ranking metric is better than `best` (None: infinitely). NaN if
     the value is NaN, which exceeds no threshold."""
     _, rises = ranking_of(args.metric_for_best_model, args.greater_is_better)
@@ -291,8 +287,8 @@ class BestModel(TrainerCallback):
         metrics: dict[str, Any],
         **kwargs: Any,
     ) -> None:
-        value = _value_of(args, metrics)
-        if value is None or not _gain(args, value, state.best_metric) > 0:
+        value = value_of(args, metrics)
+        if value is None or not gain_of(args, value, state.best_metric) > 0:
             return
         state.best_metric = value
         state.best_global_step = state.global_step
@@ -314,47 +310,6 @@ class BestModel(TrainerCallback):
         self._last_saved = (step, path)
         if state.best_global_step == step:
             state.best_model_checkpoint = path
-
-
-class EarlyStopping(TrainerCallback):
-    """Stops the loop after early_stopping_patience evaluations in a row that gain no more than
-    early_stopping_threshold.
-
-    A resumed run counts on: the count is rebuilt from the checkpoint's state.log_history. If the
-    patience is used up already, no step is made.
-    """
-
-    evaluations_without_gain = 0
-    _best: float | None = None
-
-    def _count(self, args: Keys, control: TrainerControl, values: list[float]) -> None:
-        for value in values:
-            self.evaluations_without_gain += 1
-            if _gain(args, value, self._best) > args.early_stopping_threshold:
-                self._best = value
-                self.evaluations_without_gain = 0
-        if self.evaluations_without_gain >= args.early_stopping_patience:
-            control.should_training_stop = True
-
-    def on_train_begin(
-        self, args: Keys, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self._best = None
-        self.evaluations_without_gain = 0
-        metric, _ = ranking_of(args.metric_for_best_model)
-        self._count(args, control, [line[metric] for line in state.log_history if metric in line])
-
-    def on_evaluate(
-        self,
-        args: Keys,
-        state: TrainerState,
-        control: TrainerControl,
-        metrics: dict[str, Any],
-        **kwargs: Any,
-    ) -> None:
-        value = _value_of(args, metrics)
-        if value is not None:
-            self._count(args, control, [value])
 
 
 # -- their states, in checkpoints
@@ -422,55 +377,3 @@ class StopSignals:
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-
-
-# -- profiler
-
-
-class Profiler(TrainerCallback):
-    """Profiles steps `first` to `last`, counted from 1: writes one trace per rank to
-    output_dir/profile."""
-
-    def __init__(self, first: int, last: int) -> None:
-        self.first = first
-        self.last = last
-        self.running: torch.profiler.profile | None = None
-
-    def on_step_begin(
-        self, args: Keys, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if self.running is None and self.first <= state.global_step + 1 <= self.last:
-            self.running = torch.profiler.profile(acc_events=True)  # torch warns if it is False
-            self.running.start()
-
-    def on_step_end(
-        self,
-        args: Keys,
-        state: TrainerState,
-        control: TrainerControl,
-        trainer: Any = None,
-        **kwargs: Any,
-    ) -> None:
-        if state.global_step >= self.last:
-            self.on_train_end(args, state, control, trainer)
-
-    def on_train_end(
-        self,
-        args: Keys,
-        state: TrainerState,
-        control: TrainerControl,
-        trainer: Any = None,
-        **kwargs: Any,
-    ) -> None:
-        if self.running is None:
-            return
-        profile = self.running
-        self.running = None
-        profile.stop()
-        folder = Path(args.output_dir) / "profile"
-        folder.mkdir(parents=True, exist_ok=True)
-        profile.export_chrome_trace(str(folder / f"trace_rank{parallel.rank()}.json.gz"))
-        trainer.report.print(
-            f"profile of steps {self.first} to {state.global_step}: traces of all ranks are in "
-            f"{folder}"
-        )

@@ -41,6 +41,7 @@ from .files import (
 from .finetuning import finetuning_of, layer_of, lowest_layer
 from .inputs import InputWork, inputs_of
 from .log_metrics import METRICS, PROGRESS, format_duration, log_line, metric_of, read_lines
+from .tables import function_of
 from .weights_files import InitSource
 
 # -- speed
@@ -397,34 +398,6 @@ class Pictures(TrainerCallback):
         trainer.report.draw = self.draw
 
 
-def _tensorboard(args: Keys, resumed_step: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """(a function of values and their step, a function that closes the tracker)."""
-    from torch.utils.tensorboard import SummaryWriter
-
-    # purge_step hides what a crashed run wrote after the resumed step
-    purge_step = resumed_step + 1 if resumed_step else None
-    writer = SummaryWriter(os.path.join(args.output_dir, "runs"), purge_step=purge_step)
-
-    def track(numbers: dict[str, Any], step: int) -> None:
-        for key, value in numbers.items():
-            group = "eval/" if key.startswith("eval_") else "train/"
-            writer.add_scalar(group + key.removeprefix("eval_"), value, step)
-
-    return track, writer.close
-
-
-def _wandb(args: Keys, resumed_step: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    import wandb
-
-    project = os.environ.get("WANDB_PROJECT", "mca_lite")
-    about = dict(name=args.run_name, config=args.to_dict(), dir=args.output_dir)
-    run = wandb.init(project=project, **about)
-    return lambda numbers, step: run.log(numbers, step=step), run.finish
-
-
-_TRACKERS = {"tensorboard": _tensorboard, "wandb": _wandb}  # by the values of report_to
-
-
 class Report(TrainerCallback):
     """Prints progress and writes the log, as TrainingArguments say. Every rank makes one; only the
     rank with `is_main` prints and writes.
@@ -504,7 +477,8 @@ class Report(TrainerCallback):
             )
             self._opened.callback(self._bar.close)
         for name in self.args.report_to:
-            track, close = _TRACKERS[name](self.args, state.global_step)
+            begin = function_of("part_callbacks:TRACKERS")[name]
+            track, close = begin(self.args, state.global_step)
             self._trackers.append(track)
             self._opened.callback(close)
 

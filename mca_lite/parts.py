@@ -135,6 +135,11 @@ PARTS = {
     "routes": Part("part_routes", ""),
     "recorder": Part("part_recorder", ""),
     "cudnn": Part("part_cudnn", ""),
+    "callbacks": Part(
+        "part_callbacks",
+        "early_stopping_patience profile_steps report_to",
+        "report_to: report_to:none",
+    ),
     "metrics": Part("part_metrics", ""),
     "datasets": Part(
         "part_datasets_keys part_datasets", "log_each_dataset", "log_each_dataset:false"

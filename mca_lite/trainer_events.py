@@ -14,10 +14,10 @@ import torch
 
 from . import parallel
 from .args import TrainingArguments
-from .args_rules_training import parse_steps
-from .callbacks import BestModel, EarlyStopping, Profiler, TrainerCallback
+from .callbacks import BestModel, TrainerCallback
 from .errors import expect
 from .log_metrics import PHASES
+from .tables import function_of
 
 # -- numbers of a step
 
@@ -398,10 +398,8 @@ def callbacks_of(args: Any) -> list[TrainerCallback]:
     found: list[TrainerCallback] = []
     if args.eval_strategy != "no":
         found.append(BestModel())
-    if args.early_stopping_patience is not None:
-        found.append(EarlyStopping())
-    if args.profile_steps:
-        found.append(Profiler(*parse_steps(args.profile_steps)))
+    if args.early_stopping_patience is not None or args.profile_steps:
+        found += function_of("part_callbacks:of_keys")(args)
     return found
 
 

@@ -22,7 +22,6 @@ from transformers import TrainerState as HFTrainerState
 from mca_lite.args import DataArguments, FinetuningArguments, TrainingArguments, parse_args
 from mca_lite.callbacks import (
     BestModel,
-    EarlyStopping,
     TrainerCallback,
     TrainerControl,
     TrainerState,
@@ -31,6 +30,7 @@ from mca_lite.callbacks import (
 )
 from mca_lite.log import Report, format_progress, format_summary
 from mca_lite.log_metrics import format_duration
+from mca_lite.part_callbacks import EarlyStopping
 from mca_lite.run import data_summary
 from mca_lite.tool_page import draw
 from tests.shared.training import Clock

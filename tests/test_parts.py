@@ -55,11 +55,15 @@ CHOICES = {
 KEYS = {
     "mlp_chunk_size": "part_long",
     "mtp_num_layers": "part_mtp",
+    **dict.fromkeys(("early_stopping_patience", "profile_steps", "report_to"), "part_callbacks"),
     "fp8": "part_transformer_engine",
     "mtp_loss_scaling_factor": "part_mtp",
 }
 # their values that need none
-NEED_NOTHING = {"mtp": ["mtp_num_layers:0", "mtp_loss_scaling_factor:0.1"]}
+NEED_NOTHING = {
+    "mtp": ["mtp_num_layers:0", "mtp_loss_scaling_factor:0.1"],
+    "callbacks": ["report_to:", "report_to:none"],
+}
 
 
 def without(*parts: str) -> list[str]:
