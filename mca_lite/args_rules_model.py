@@ -385,8 +385,6 @@ def _check_parts(m: Keys, a: Keys, judge: Judge) -> None:
     needed = {}
     if family is not None and family.stacked_experts:
         needed["stacked_experts"] = "its files with stacked experts need"
-    if family is not None and a.use_mca and "linear_num_key_heads" in family.config:
-        needed["linear_attention"] = "its linear_attention layers need"
     if family is not None and a.use_mca and family.constants.get("attention_sinks"):
         needed["sinks"] = "its attention sinks need"
     for row, part in absent_rows().items():

@@ -24,7 +24,6 @@ from .families_rows import (
     attention,
     attention_of_two_sizes,
     decoder_rows,
-    delta_attention,
     dense_rows,
     field_of,
     latent_attention,
@@ -148,22 +147,6 @@ def _glm4_moe(hf: Any) -> dict[str, Any]:
     has_norms = field_of(hf, "use_qk_norm", False)
     attention = {"add_qkv_bias": hf.attention_bias, "qk_layernorm": has_norms}
     return _sigmoid_router(hf) | attention
-
-
-_LINEAR_CONFIG = _same(
-    "linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads "
-    "linear_num_value_heads"
-)
-_LINEAR = {
-    "layernorm_zero_centered_gamma": True,
-    "qk_layernorm": True,
-    "attention_output_gate": True,
-}
-
-
-def _linear_layers(hf: Any) -> dict[str, Any]:
-    kinds = enumerate(hf.layer_types)
-    return {"linear_layers": [i for i, kind in kinds if kind == "linear_attention"]}
 
 
 def _latent_fields(hf: Any) -> dict[str, Any]:
@@ -545,37 +528,6 @@ FAMILIES |= {
     ),
 }
 
-_QWEN2_MOE = FAMILIES["qwen2_moe"]
-_GATED_EXPERTS = (*moe_rows(), *shared_expert_rows("shared_expert", "shared_expert_gate"))
-_QWEN3_NEXT = Family(
-    decoder_rows(
-        delta_attention("in_proj_qkvz in_proj_ba", "delta_grouped"),
-        (*_DENSE_LAYERS, *_GATED_EXPERTS),
-    ),
-    {**_QWEN2_MOE.config, **_LINEAR_CONFIG},
-    {**_QWEN2_MOE.constants, **_LINEAR},
-    "hidden_act attention_bias",
-    derived=lambda hf: {**_sparse_layers(hf), **_linear_layers(hf)},
-    partial_rotary=True,
-    prediction=PREDICTION_KEY,
-    unused=(r"^mtp\.",),  # transformers does not read them
-)
-_QWEN3_5 = replace(_QWEN3_NEXT, prediction="mtp_num_hidden_layers")
-_SEPARATE = ("in_proj_qkv in_proj_z in_proj_b in_proj_a", "delta")
-FAMILIES |= {
-    "qwen3_next": _QWEN3_NEXT,
-    "qwen3_5_text": replace(
-        _QWEN3_5,
-        rows=decoder_rows(delta_attention(*_SEPARATE), mlp_rows()),
-        config=_LINEAR_CONFIG,
-        constants=_LINEAR,
-        derived=_linear_layers,
-    ),
-    "qwen3_5_moe_text": replace(
-        _QWEN3_5, rows=decoder_rows(delta_attention(*_SEPARATE), _GATED_EXPERTS)
-    ),
-}
-
 # -- models with inputs other than text: parts register them, with another family's language model
 
 # prefixes of transformers' modules -> prefixes in older files, such as Qwen2-VL's on the hub
@@ -605,8 +557,9 @@ def check_type(values: dict[str, Any], judge: Judge, use_mca: bool = True) -> No
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind in FAMILIES or kind in SAME_AS:
         return
-    if part := absent_rows().get(kind):
-        reason, remedy = need_of(part, "its pictures need")
+    absent = absent_rows()
+    if part := absent.get(kind) or absent.get(f"{kind}_text"):
+        reason, remedy = need_of(part, "its layers or inputs need")
         judge.refuse("model_name_or_path", reason, remedy, kind, "model_type")
         return
     # imported here, because it takes seconds

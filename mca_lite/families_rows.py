@@ -125,31 +125,6 @@ def latent_attention() -> Iterator[Row]:
     yield row("linear_proj", "o_proj", "row")
 
 
-def delta_rows(inputs: str, kind: str) -> Iterator[Row]:
-    """Rows of a gated delta net. inputs: Hugging Face's modules for queries, keys, values and
-    gates. kind: "delta", or "delta_grouped" if their rows are ordered by key head."""
-
-    def row(mca: str, modules: str, kind: str, **more: Any) -> Row:
-        hf = " ".join(f"linear_attn.{name}" for name in modules.split())
-        return _row(f"self_attention.{mca}", hf, kind, layers="linear", **more)
-
-    yield row("in_proj", inputs, kind)
-    yield row("conv1d", "conv1d", "delta_convolution", fused=True)
-    for name in ("A_log", "dt_bias"):
-        hf = (f"{HF_LAYERS}linear_attn.{name}",)
-        yield Row(f"{LAYERS}self_attention.{name}", hf, "column", layers="linear")
-    yield row("norm", "norm", "copy")
-    yield row("out_proj", "out_proj", "row")
-
-
-def delta_attention(*of_delta_net: str) -> Iterator[Row]:
-    """Rows of attention with an output gate in some layers, and of a gated delta net
-    in the others."""
-    for row in attention(norm=True):
-        yield replace(row, layers="attention")
-    yield from delta_rows(*of_delta_net)
-
-
 def mlp_rows(
     hf: str = "mlp.", mca: str = "mlp.", fused: bool = False, gated: bool = True, **more: Any
 ) -> Iterator[Row]:

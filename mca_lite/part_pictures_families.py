@@ -83,12 +83,12 @@ FAMILIES["glm4v"] = _with_pictures(
     derived=lambda hf: {**_without_head_dim(hf), **_sections(hf, (8, 12, 12))},
 )
 for _name in ("qwen3_5", "qwen3_5_moe"):
-    _text = FAMILIES[f"{_name}_text"]
-    FAMILIES[_name] = _with_pictures(
-        _text,
-        constants={**_text.constants, "mrope_in_turns": True},
-        derived=lambda hf, text=_text: {**text.derived(hf), **_sections(hf, (11, 11, 10))},
-    )
+    if _text := FAMILIES.get(f"{_name}_text"):  # None without part delta
+        FAMILIES[_name] = _with_pictures(
+            _text,
+            constants={**_text.constants, "mrope_in_turns": True},
+            derived=lambda hf, text=_text: {**text.derived(hf), **_sections(hf, (11, 11, 10))},
+        )
 
 _GIVEN = ("sample", "collator")
 COLUMNS |= {

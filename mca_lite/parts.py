@@ -35,6 +35,12 @@ class Part(NamedTuple):
 
 
 PARTS = {
+    # its families are the language models of some with pictures
+    "delta": Part(
+        "part_delta_families part_delta",
+        "",
+        provides="linear_attention qwen3_next qwen3_5_text qwen3_5_moe_text",
+    ),
     "pictures": Part(
         "part_pictures_keys part_pictures_families part_pictures_data part_pictures_model",
         "media_dir image_max_pixels image_min_pixels freeze_vision_tower "
@@ -86,7 +92,6 @@ PARTS = {
     "stream": Part(
         "part_stream_keys part_stream", "streaming buffer_size", "streaming:false buffer_size:16384"
     ),
-    "delta": Part("part_delta", "", provides="linear_attention"),
     "stacked": Part("part_stacked", "", provides="stacked_experts"),
     "scores": Part("part_scores_keys part_scores", "pref_beta ref_model", "pref_beta:0.1"),
     "dpo": Part(

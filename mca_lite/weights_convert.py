@@ -161,20 +161,9 @@ def row_parts(row: Row, total: int, config: Any) -> list[list[int]]:
         heads = (config.num_attention_heads, config.full_query_groups)
         parts = [count * config.full_kv_channels for count in heads]
     elif row.kind.startswith("delta"):
-        parts = _delta_parts(row.kind, config)
+        parts = function_of("part_delta_families:parts_of")(row.kind, config)
     more = len(parts) - len(row.hf)  # only the first tensor can be fused
     return [parts[: more + 1], *([part] for part in parts[more + 1 :])]
-
-
-def _delta_parts(kind: str, config: Any) -> list[int]:
-    """Row counts in a gated delta net: q, k, v, gates, b and a, grouped as `kind` stores them."""
-    of_keys = config.linear_num_key_heads * config.linear_key_head_dim
-    heads = config.linear_num_value_heads
-    of_values = heads * config.linear_value_head_dim
-    parts = [of_keys, of_keys, of_values, of_values, heads, heads]
-    if kind == "delta_convolution":
-        return parts[:3]
-    return parts if kind == "delta" else [sum(parts[:4]), sum(parts[4:])]
 
 
 def row_sizes(row: Row, total: int, config: Any) -> list[int]:

@@ -17,6 +17,7 @@ from mca_lite.args_values import default_of
 from mca_lite.errors import UserError
 from mca_lite.families import FAMILIES
 from mca_lite.inputs import TEXT
+from mca_lite.part_delta_families import LINEAR
 from mca_lite.parts import PARTS, absent, missing, with_needs
 from mca_lite.tables import (
     CORE_ATTENTIONS,
@@ -37,7 +38,7 @@ PACKAGE = ROOT / "mca_lite"
 # key of the core -> its values, and the module that a part's row names
 FAMILIES_OF_PARTS = {  # their rows are gone with the part
     kind: INPUTS[family.inputs] for kind, family in FAMILIES.items() if family.inputs
-}
+} | dict.fromkeys(LINEAR, "part_delta_families:LINEAR")
 # their rows name modules of parts
 TABLES = (CORE_ATTENTIONS, LAYER_TYPES, TENSOR_FORMATS, INPUTS, FAMILIES_OF_PARTS)
 CHOICES = {

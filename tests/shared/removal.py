@@ -28,6 +28,9 @@ GOOD = ["model_name_or_path=configs/tiny/model", "dataset=configs/tiny/sft.jsonl
 MODELS = {
     "sinks": "flint",
     "linear_attention": "qwen3_next",
+    "qwen3_next": "qwen3_next",
+    "qwen3_5_text": "qwen3_5_text",
+    "qwen3_5_moe_text": "qwen3_5_moe_text",
     "stacked_experts": "gpt_oss",
     "pictures": "qwen3_vl",
     "qwen2_vl": "qwen2_vl",
