@@ -9,7 +9,7 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,13 +23,12 @@ from .mcore import (
     ProcessGroupCollection,
     TransformerConfig,
     gather_from_sequence_parallel_region,
-    make_sharded_tensors_for_checkpoint,
     mappings,
     tensor_parallel,
 )
 from .model_linears import ColumnLinear, RowLinear
 from .model_moe import new_weight
-from .model_norms import RMSNorm, RMSNormOverHeads, head_norms
+from .model_norms import RMSNorm, RMSNormOverHeads, Sharded, head_norms
 from .parallel import device
 from .tables import CORE_ATTENTIONS, function_of
 
@@ -475,7 +474,7 @@ def _cudnn() -> Any:
     return parts.module_of("part_cudnn") or _NoCudnn
 
 
-class CoreAttention(RowModule):
+class CoreAttention(Sharded, RowModule):
     """softmax(q k^T * scale) v, causal, with torch's attention kernels.
 
     Rows are padded on the right, so no token sees padding and no mask is built. In packed rows,
@@ -484,6 +483,8 @@ class CoreAttention(RowModule):
     a cap on scores and attention sinks [n] (CORE_ATTENTIONS) are supported. Nothing here waits for
     the device.
     """
+
+    axes: ClassVar = {"sinks": 0}
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection
@@ -681,16 +682,6 @@ class CoreAttention(RowModule):
             keys["enable_gqa"] = q.shape[1] != k.shape[1]
         out = kernel(q, k, v, cu_q, cu_k, max_q, max_k, **keys)
         return out[..., : out.shape[-1] - missing].flatten(1)[:, None]
-
-    def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple[Any, ...] = (),
-        metadata: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """megatron's ShardedTensors: sinks are sharded with their heads."""
-        state = self.state_dict(prefix="", keep_vars=True)
-        return make_sharded_tensors_for_checkpoint(state, prefix, {"sinks": 0}, sharded_offsets)
 
 
 # ---- multi-latent attention

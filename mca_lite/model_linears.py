@@ -19,42 +19,6 @@ from .parallel import gather_into, scatter_into
 from .tables import function_of
 
 
-class ColumnLinear(ColumnParallelLinear):
-    """A linear whose outputs are sharded over tp_group: [s, b, h], or [s / tp, b, h] under sequence
-    parallelism -> [s, b, n / tp].
-
-    Collectives over tp_group: in backward; under sequence parallelism in forward too.
-    """
-
-    def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """The matmul: x -> [s, b, n / tp], without the bias. An adapter replaces this method on the
-        instance.
-        """
-        return ColumnProduct.apply(x, weight, Way.of(self))
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(output [s, b, n / tp] without the bias, bias or None)."""
-        return self.product(x, self.weight), self.bias
-
-
-class RowLinear(RowParallelLinear):
-    """A linear whose inputs are sharded over tp_group: [s, b, k / tp] -> [s, b, n], or [s / tp, b,
-    n] under sequence parallelism.
-
-    Collectives over tp_group: in forward; under sequence parallelism in backward too.
-    """
-
-    def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """The matmul: x [s, b, k / tp] -> output summed over tp_group, without the bias. An adapter
-        replaces this method on the instance.
-        """
-        return RowProduct.apply(x, weight, Way.of(self))
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(output without the bias, bias or None)."""
-        return self.product(x, self.weight), self.bias
-
-
 class Way(NamedTuple):
     """Communication of a linear: its group, whether tokens are sharded outside it, whether the
     communication overlaps with matmuls; and whether it accumulates its weight's gradient.
@@ -141,6 +105,42 @@ class RowProduct(torch.autograd.Function):
         if x is not None:
             of_weight = _of_weight(weight, x, grad, way.accumulates)
         return of_x, of_weight, None
+
+
+class _Linear:
+    """The forward pass of ColumnLinear and RowLinear."""
+
+    tp_product: Any  # the autograd function of its matmul
+
+    def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """The matmul and its communication, without the bias. An adapter replaces this method on
+        the instance.
+        """
+        return self.tp_product.apply(x, weight, Way.of(self))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(output without the bias, bias or None)."""
+        return self.product(x, self.weight), self.bias
+
+
+class ColumnLinear(_Linear, ColumnParallelLinear):
+    """A linear whose outputs are sharded over tp_group: [s, b, h], or [s / tp, b, h] under sequence
+    parallelism -> [s, b, n / tp].
+
+    Collectives over tp_group: in backward; under sequence parallelism in forward too.
+    """
+
+    tp_product = ColumnProduct
+
+
+class RowLinear(_Linear, RowParallelLinear):
+    """A linear whose inputs are sharded over tp_group: [s, b, k / tp] -> [s, b, n], or [s / tp, b,
+    n] under sequence parallelism.
+
+    Collectives over tp_group: in forward; under sequence parallelism in backward too.
+    """
+
+    tp_product = RowProduct
 
 
 def beside(module: torch.nn.Module) -> Any:

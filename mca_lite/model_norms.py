@@ -1,6 +1,6 @@
 """Norms over hidden states, and over queries and keys."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.nn.functional import all_reduce
@@ -47,7 +47,23 @@ def hidden_norm(config: TransformerConfig) -> torch.nn.Module:
     return norm(config, config.hidden_size, config.layernorm_epsilon)
 
 
-class RMSNormOverHeads(torch.nn.Module):
+class Sharded(torch.nn.Module):
+    """A module with tensors that are sharded like the heads. axes: {tensor: its sharded axis}."""
+
+    axes: ClassVar = {"weight": 0}
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[Any, ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """megatron's ShardedTensors."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, self.axes, sharded_offsets)
+
+
+class RMSNormOverHeads(Sharded):
     """RMS norm of queries or keys, over all heads of a token together.
 
     x [s, b, heads on this rank, d], weight [heads * d]. Tensor parallelism shards the weight like
@@ -73,16 +89,6 @@ class RMSNormOverHeads(torch.nn.Module):
             squares = all_reduce(squares, group=self.tp_group)  # sums gradients too
         normed = flat * torch.rsqrt(squares / self.width + self.eps)
         return (self.weight * normed.to(x.dtype)).view(x.shape)
-
-    def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple[Any, ...] = (),
-        metadata: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """megatron's ShardedTensors: the weight is sharded along axis 0."""
-        state = self.state_dict(prefix="", keep_vars=True)
-        return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
 
 
 class RMSNormOverGroups(RMSNormOverHeads):

@@ -35,6 +35,7 @@ from .mcore import (
 )
 from .model_attention import RowModule, column_linear, recomputes, row_linear
 from .model_moe import new_weight
+from .model_norms import Sharded
 
 # ---- the rule
 
@@ -216,7 +217,7 @@ def _to_tokens(
 # ---- the module
 
 
-class Convolution(torch.nn.Module):
+class Convolution(Sharded):
     """The weight [channels, 1, size] of a per-channel convolution, as in torch.nn.Conv1d. Tensor
     parallelism shards the channels with their heads.
     """
@@ -230,16 +231,6 @@ class Convolution(torch.nn.Module):
         for it there.
         """
         return self.weight.flatten(1)
-
-    def sharded_state_dict(
-        self,
-        prefix: str = "",
-        sharded_offsets: tuple[Any, ...] = (),
-        metadata: dict[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """megatron's ShardedTensors: sharded along the channels."""
-        state = self.state_dict(prefix="", keep_vars=True)
-        return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
 
 
 class GatedNorm(torch.nn.Module):
