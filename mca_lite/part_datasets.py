@@ -91,7 +91,7 @@ class EachDataset(TrainerCallback):
             labels = labels.labels
             losses = losses[..., 0]
         counted = labels != IGNORE_INDEX if labels.dtype == torch.int64 else labels
-        pairs = torch.stack([losses.detach() * counted, counted]).double()
+        pairs = torch.stack([losses * counted, counted]).double()
         if COLUMN not in batch:
             return pairs.new_zeros(len(self.keys), 2)
         ranks, rank, *_ = backend.context_parallel

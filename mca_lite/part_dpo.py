@@ -437,7 +437,7 @@ class DPOTrainer(ScoredTrainer):
         """
         values = {"loss": losses, **values}
         masks = dict.fromkeys(values, torch.ones_like(losses)) | dict(counted)
-        self.terms = (masks["loss"], losses)
+        self.terms = (masks["loss"], losses.detach())
         # context-parallel ranks have equal values, and metrics are summed over all ranks: count one
         is_counted = self.backend.context_parallel[1] == 0
         metrics = {

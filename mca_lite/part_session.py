@@ -269,7 +269,10 @@ class SampleLoss:
         tokens = self._tokens(batch, -losses, is_trained, entropy)
         terms, values = self.loss.terms(tokens)
         terms = terms.masked_fill(~is_trained, 0.0)
-        self.terms = (tokens.is_first if self.loss.counts == "answers" else is_trained, terms)
+        self.terms = (
+            tokens.is_first if self.loss.counts == "answers" else is_trained,
+            terms.detach(),
+        )
         total = terms.sum()
         trained = is_trained.sum()
         answers = tokens.is_first.sum()

@@ -318,7 +318,7 @@ class McaTrainer(OtherNames):
         With multi-token prediction, labels are part_mtp.Targets, losses [b, s, 1 + layers], and
         "mtp_loss" is another metric.
         """
-        self.terms = (labels, losses)
+        self.terms = (labels, losses.detach())
         return sum_losses(self.backend, labels, losses)
 
     def _count_of_loss(self, batch: dict[str, Any]) -> float:
