@@ -91,7 +91,7 @@ with warnings.catch_warnings(), cpu.compiling_later():
     from megatron.core.transformer.enums import AttnBackend, AttnMaskType
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
-    from megatron.core.transformer.module import MegatronModule, param_is_not_shared
+    from megatron.core.transformer.module import MegatronModule
     from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
     from megatron.core.transformer.moe.router import TopKRouter

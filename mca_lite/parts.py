@@ -28,7 +28,7 @@ class Part(NamedTuple):
     """
 
     modules: str
-    keys: str
+    keys: str = ""
     defaults: str = ""
     provides: str = ""
     needs: str = ""
@@ -38,7 +38,6 @@ PARTS = {
     # its families are the language models of some with pictures
     "delta": Part(
         "part_delta_families part_delta",
-        "",
         provides="linear_attention qwen3_next qwen3_5_text qwen3_5_moe_text",
     ),
     "pictures": Part(
@@ -80,7 +79,7 @@ PARTS = {
         "part_transformer_engine_rules part_transformer_engine",
         "fp8 transformer_impl=transformer_engine",
     ),
-    "sinks": Part("part_sinks", "", provides="sinks"),
+    "sinks": Part("part_sinks", provides="sinks"),
     "muon": Part("part_muon", "optim=muon"),
     "offload": Part("part_offload", "optimizer_cpu_offload=true"),
     "overlap": Part("part_overlap", "tp_comm_overlap=true"),
@@ -92,7 +91,7 @@ PARTS = {
     "stream": Part(
         "part_stream_keys part_stream", "streaming buffer_size", "streaming:false buffer_size:16384"
     ),
-    "stacked": Part("part_stacked", "", provides="stacked_experts"),
+    "stacked": Part("part_stacked", provides="stacked_experts"),
     "scores": Part("part_scores_keys part_scores", "pref_beta ref_model", "pref_beta:0.1"),
     "dpo": Part(
         "part_dpo_keys part_dpo_losses part_dpo",
@@ -123,7 +122,7 @@ PARTS = {
         "distill_temperature:1.0 distill_ce_weight:0.0",
         needs="scores",
     ),
-    "session": Part("part_session part_session_weights", ""),
+    "session": Part("part_session part_session_weights"),
     "policy": Part(
         "part_policy_keys part_policy part_policy_data part_policy_trainer",
         "policy_loss clip_low clip_high dual_clip delta cispo_max tau_pos tau_neg constant kl_coef "
@@ -135,21 +134,21 @@ PARTS = {
         "sampler_max:3.0 sampler_min:0.0",
         needs="scores session",
     ),
-    "sleep": Part("part_sleep", ""),
-    "triton": Part("part_triton", ""),
-    "routes": Part("part_routes", ""),
-    "recorder": Part("part_recorder", ""),
-    "cudnn": Part("part_cudnn", ""),
+    "sleep": Part("part_sleep"),
+    "triton": Part("part_triton"),
+    "routes": Part("part_routes"),
+    "recorder": Part("part_recorder"),
+    "cudnn": Part("part_cudnn"),
     "callbacks": Part(
         "part_callbacks",
         "early_stopping_patience profile_steps report_to",
         "report_to: report_to:none",
     ),
-    "metrics": Part("part_metrics", ""),
+    "metrics": Part("part_metrics"),
     "datasets": Part(
         "part_datasets_keys part_datasets", "log_each_dataset", "log_each_dataset:false"
     ),
-    "migration": Part("part_migration part_migration_paths", ""),
+    "migration": Part("part_migration part_migration_paths"),
 }
 
 
