@@ -75,6 +75,10 @@ def importance_sampling(p, o, q, a, w, h):
     return -(p - o).exp() * a
 
 
+def opd(p, o, q, a, w, h):
+    return -(p - o).exp() * (a + 0.5 * (q - o))
+
+
 def on_policy(p, o, q, a, w, h):
     return surrogate((p - p.detach()).exp(), a)
 
@@ -117,6 +121,7 @@ ROWS = {
         entropy_coef=0.05,
     ),
     "importance_sampling": row("importance_sampling", importance_sampling, 1),
+    "opd": row("opd", opd, TOKENS, columns=(*COLUMNS, "ref_logp"), teacher_coef=0.5),
     "on policy": row("ppo", on_policy, TOKENS, columns=("advantage",)),
 }  # fmt: skip
 CALLS = {name: call for name, (call, _) in ROWS.items()}
