@@ -160,13 +160,16 @@ def compiler() -> Iterator[Finding]:
         from .part_cudnn import why_no_frontend
 
         rows.append(("nvidia-cudnn-frontend", of_package("cudnn", why_no_frontend), newer))
+    notes = {}
     if "delta" not in parts.missing():
-        from .part_delta import why_no_fla
+        from .part_delta import FAST_PAIR, why_no_fla
+
+        notes["flash-linear-attention"] = f"; the fast pair is {FAST_PAIR}"
 
         rows.append(("flash-linear-attention", of_package("fla", why_no_fla), newer))
     for subject, reason, remedy in rows:
         is_broken = reason not in (None, kernels.ABSENT)
-        yield Finding(subject, reason or "works", is_broken, remedy)
+        yield Finding(subject, (reason or "works") + notes.get(subject, ""), is_broken, remedy)
 
 
 def of_package(module: str, why_not: Callable[[], str | None]) -> str | None:

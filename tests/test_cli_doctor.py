@@ -98,6 +98,8 @@ def test_a_broken_transformer_engine_or_compiler_is_a_warning(monkeypatch):
         assert "warning" in found[broken][0] and "install" in found[broken][1]
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert not levels(tool_doctor.compiler())  # the last of them is not installed
+    said = "\n".join(map(str, tool_doctor.compiler()))
+    assert "flash-linear-attention 0.6.0 with triton 3.7.1" in said
 
 
 @pytest.mark.parametrize(

@@ -399,6 +399,32 @@ def linear_cases(dtype):
         yield name, kernel, formula, inputs
 
 
+def chunk_cases(dtype):
+    """The gated delta rule without flash-linear-attention, across borders of documents and from
+    chunk to chunk, and the states of its chunks alone."""
+    total = sum(DOCUMENTS)
+    numbers = torch.arange(len(DOCUMENTS), device=device())
+    documents = numbers.repeat_interleave(torch.tensor(DOCUMENTS, device=device()))
+
+    def rule(q, k, v, decay, beta):
+        gates = -F.softplus(decay.to(torch.promote_types(decay.dtype, torch.float32)))
+        return (part_delta.gated_delta_rule(q, k, v, gates, beta.sigmoid(), documents),)
+
+    gates = (total, 2, LINEAR_HEADS)
+    heads = (*gates, LINEAR_SIZE)
+    shapes = (*[heads] * 3, *[gates] * 2)
+    yield "delta", rule, rule, [drawn(*shape, dtype=dtype) for shape in shapes]
+    if dtype != torch.float32:
+        return
+    of_chunk = (2, 3, 7, 64)
+
+    def states(w, r, e, kept):
+        return part_delta.ChunkStates.apply(w, r / 30, e / 30, kept.sigmoid())
+
+    shapes = (*of_chunk, 64), (*of_chunk, 128), (*of_chunk, 128), of_chunk[:3]
+    yield "chunks", states, states, [drawn(*shape) for shape in shapes]
+
+
 def packed_cases(dtype):
     """cuDNN's attention of packed rows, where nvidia-cudnn-frontend is installed: windows, query
     groups, values of another size."""
@@ -483,6 +509,7 @@ def main() -> int:
         packed_cases,
         sink_cases,
         linear_cases,
+        chunk_cases,
     )
     for dtype, tolerance in TOLERANCE.items():
         worst = {}
