@@ -436,7 +436,7 @@ class LocalDispatcher(Dispatcher):
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As above; rows.again() gathers the rows once more from hidden_states."""
+        """Extend Dispatcher's method: rows.again() gathers the rows from hidden_states."""
         rows, of_rows = super().dispatch_preprocess(hidden_states, experts, weights)
         flat = hidden_states.detach().reshape(-1, self.hidden_shape[-1])
         order = self.order
