@@ -45,7 +45,7 @@ from .files import (
     resolve_folder,
 )
 from .model import load_torch_model
-from .tables import function_of
+from .tables import function_of, is_of_inputs
 from .weights_files import model_class
 
 MAX_NEW_TOKENS = 512  # if neither the caller nor generation_config.json says
@@ -247,23 +247,28 @@ def last_turn(document: dict[str, Any]) -> tuple[list[int], list[int]] | None:
 def pictures_before(
     document: dict[str, Any], ids: list[int], model: Any
 ) -> dict[str, torch.Tensor]:
-    """pixel_values and image_grid_thw of the pictures among a document's first tokens `ids`; {} if
-    there is none."""
-    if "image_grid_thw" not in document:
+    """The columns of the pictures and videos among a document's first tokens `ids`; {} if there is
+    none."""
+    if not any(map(is_of_inputs, document)):
         return {}
-    expect(
-        "pixel_values" in document,
-        "pictures of an evaluation have no pixels on this pipeline stage: set "
-        "predict_with_generate: false, and ask the exported model, python -m mca_lite generate",
-    )
-    from .part_pictures_data import merged_grids
+    from .part_pictures_data import COLUMNS_OF, merged_grids
 
-    grids = document["image_grid_thw"]
-    ends = merged_grids(grids, model.config.vision_config.spatial_merge_size).prod(1).cumsum(0)
-    count = int((ends <= ids.count(model.config.image_token_id)).sum())
-    patches = int(grids[:count].prod(1).sum())
-    kept = {"pixel_values": document["pixel_values"][:patches], "image_grid_thw": grids[:count]}
-    return kept if count else {}
+    kept: dict[str, torch.Tensor] = {}
+    for kind, (pixels, name) in COLUMNS_OF.items():
+        grids = document.get(name, torch.empty(0, 3, dtype=torch.int64))
+        expect(
+            not len(grids) or pixels in document,
+            "pictures of an evaluation have no pixels on this pipeline stage: set "
+            "predict_with_generate: false, and ask the exported model, python -m mca_lite generate",
+        )
+        ends = merged_grids(grids, model.config.vision_config.spatial_merge_size).prod(1).cumsum(0)
+        count = int((ends <= ids.count(getattr(model.config, f"{kind}_token_id"))).sum())
+        patches = int(grids[:count].prod(1).sum())
+        if count:
+            kept |= {pixels: document[pixels][:patches], name: grids[:count]}
+    if "second_per_grid_ts" in document and "video_grid_thw" in kept:
+        kept["second_per_grid_ts"] = document["second_per_grid_ts"][: len(kept["video_grid_thw"])]
+    return kept
 
 
 def turns_of(
@@ -352,8 +357,12 @@ def _joined(
     columns = list(filter(None, pictures))
     if not columns:
         return {}
-    joined = {name: torch.cat([of_row[name] for of_row in columns]) for name in columns[0]}
-    joined["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+    joined = {
+        name: torch.cat([of_row[name] for of_row in columns if name in of_row])
+        for name in set().union(*columns)
+    }
+    is_video = ids == getattr(model.config, "video_token_id", None)
+    joined["mm_token_type_ids"] = (ids == model.config.image_token_id) + 2 * is_video
     return {name: column.to(model.device) for name, column in joined.items()}
 
 

@@ -331,6 +331,40 @@ def test_the_first_loss_of_a_run_is_that_of_transformers(whole, tmp_path, layout
     assert count == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
 
 
+# -- answers
+
+
+def test_answers_about_pictures_and_videos_are_those_of_transformers(frames, tmp_path):
+    from mca_lite.tool_generation import Decoding, continuations, pictures_before
+
+    folder, names, picture = frames
+    tokenizer = video_files.save_whole_model(tmp_path, "qwen2_5_vl")
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
+    keys = SimpleNamespace(**{**video_files.KEYS, "video_fps": 0.5})
+    vision = VideoVision.of(tmp_path, model.config.to_dict(), tokenizer, keys)
+    rows, seen, alone = [], [], []
+    for record in {"images": [picture]}, {"videos": [names]}, {"videos": [names[:2]]}:
+        messages = [dict(role="user", content="<image>" if "images" in record else "so <video>")]
+        record = {
+            k: [str(v) if isinstance(v, str) else list(v) for v in x] for k, x in record.items()
+        }
+        items = vision.take(messages, vision.of_columns(record, {}), False, f"{folder}/a.jsonl:1")
+        ids, columns = vision.prompt(tokenizer.encode(messages[0]["content"]), items, "a")
+        document = {**columns, "labels": ids}
+        assert pictures_before(document, ids, model).keys() == columns.keys()
+        assert pictures_before(document, ids[:2], model) == {}
+        rows.append(ids)
+        seen.append(columns)
+        row = torch.tensor([ids])
+        of_picture, of_video = vision.token_ids
+        types = (row == of_picture).int() + 2 * (row == of_video).int()
+        more = dict(mm_token_type_ids=types, max_new_tokens=6, do_sample=False, eos_token_id=None)
+        alone.append(model.generate(row, **columns, **more)[0, len(ids) :].tolist())
+    assert seen[1]["second_per_grid_ts"].tolist() == [4.0]
+    got = continuations(model, rows, [], Decoding(6, temperature=0.0), pictures=seen)
+    assert got == alone
+
+
 # -- training in every layout
 
 # the first micro-batch of two has a video and the second none, or each some; step 2 has none
