@@ -217,12 +217,13 @@ class TokenLossModel(torch.nn.Module):
         )
         if self.has_value_head:
             hidden = self.model.base_model(input_ids, **kwargs).last_hidden_state
-            return self.model.score(hidden)[..., 0].float()
-        if labels is None:
+            losses = self.model.score(hidden)[..., 0].float()
+        elif labels is None:
             if places is not None:
                 kwargs["logits_to_keep"] = places
             return self.model(input_ids, **kwargs).logits
-        losses = self._losses(input_ids, labels, kwargs)
+        else:
+            losses = self._losses(input_ids, labels, kwargs)
         if self.trains_inputs and torch.is_grad_enabled():
             losses = losses + self.inputs.unused(self.model, more)
         return losses

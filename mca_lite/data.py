@@ -272,7 +272,6 @@ def load_datasets(
     judge = Judge(keys)
     judge.apply(NAMED)
     check_records(objective, judge)
-    media.check_keys(judge)
     judge.close()
     renderer: ChatRenderer | None = None
     report: list[str] = []

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .errors import Judge, Keys, expect
+from .errors import Keys, expect
 from .families import FAMILIES
 from .parts import absent_rows, need_of
 from .tables import INPUTS, function_of, is_of_inputs
@@ -58,9 +58,6 @@ class Media:
         """The folders of input files that records name, for the key of the token cache."""
         return {}
 
-    def check_keys(self, judge: Judge) -> None:
-        """Apply the rules between a model with such inputs and the data keys."""
-
     def check_mark(self, mark: str, where: str) -> None:
         """Raise ValueError for a video or audio mark in a text, if the model reads inputs that are
         not text."""
@@ -97,6 +94,11 @@ class Media:
             f"{reason}",
         )
         return ()
+
+    def of_tokens(self, ids: np.ndarray, values: list[Any], where: str) -> tuple[Any, ...]:
+        """The inputs `values` of a record given as tokens, with their sizes. ids: with all
+        placeholder tokens. ValueError for an unusable input, or another number of placeholders."""
+        return self.take([], values, False, where)
 
     # -- of a document
 

@@ -30,7 +30,7 @@ from .files import IGNORE_INDEX
 from .part_dpo import DPOTrainer, ReferenceConfig, WithReference
 from .part_kto_keys import KTO_METRICS
 from .step import row_length, to_length
-from .tables import ANSWER_LABEL, other_columns
+from .tables import ANSWER_LABEL, COLUMNS, is_of_inputs, other_columns
 from .trainer_evaluation import PredictionOutput, sum_documents
 
 
@@ -270,20 +270,28 @@ class Mismatched(View):
             f"sample {i}: {ANSWER_LABEL} {label!r}: expected 1 for a desirable answer, or 0",
         )
         tokens = {name: x[: self.cutoff_len] for name, x in _joined(document, other).items()}
-        return [dict(document), {**document, **tokens}]
+        # pictures stand in a batch once, for either half of its documents: their prompts are equal
+        shared = {name: document[name] for name in document if not is_of_inputs(name)}
+        return [dict(document), {**shared, **tokens}]
 
 
 def _joined(document: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """One document's prompt with the other document's answer, shifted."""
+    """One document's prompt with the other document's answer, shifted, and with positions."""
     ids = np.asarray(document["input_ids"])
     start, _ = _span_of_answer(document)
     first, end = _span_of_answer(other)
     labels = np.asarray(other["labels"])
     answer = labels[first:end]
-    return {
+    joined = {
         "input_ids": np.concatenate([ids[: start + 1], answer[:-1]]),
         "labels": np.concatenate([np.full(start, IGNORE_INDEX), answer]),
     }
+    for name in document.keys() - joined.keys():
+        column = COLUMNS.get(name)
+        if column is not None and column.per == "token" and column.to_model:  # of pictures
+            before = np.asarray(document[name])[: start + 1]
+            joined[name] = np.append(before, before[-1] + np.arange(1, len(answer)))
+    return joined
 
 
 def _span_of_answer(document: Mapping[str, Any]) -> tuple[int, int]:

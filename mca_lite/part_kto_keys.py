@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from .args_values import ArgumentGroup, amount
-from .errors import Judge
 from .part_scores_keys import REFERENCE_RULES, check_preferences
 from .tables import LABELLED, register_keys, register_objective
 
@@ -25,14 +24,6 @@ class KTOArguments(ArgumentGroup):
 
     kto_chosen_weight: float = amount(1.0, "stage kto: weight of desirable answers")
     kto_rejected_weight: float = amount(1.0, "stage kto: weight of undesirable answers")
-
-
-def _check_answers(a: Any, judge: Judge) -> None:
-    """Check the keys of a kto run over all groups."""
-    check_preferences(a, judge)
-    values = getattr(a, "model_config", None) or {}
-    reason = "it trains on texts, and the model has a vision tower"
-    judge.expect("vision_config" not in values, "stage", reason, "stage: sft or dpo")
 
 
 def _describe_kto(keys: Any) -> str:
@@ -56,6 +47,6 @@ register_objective(
         "ref_model": "reference",
     },
     check_keys=lambda a, judge: judge.apply(REFERENCE_RULES),
-    check_run=_check_answers,
+    check_run=check_preferences,
     describe=_describe_kto,
 )

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 from jinja2.exceptions import TemplateError
 
-from .errors import Judge, expect
+from .errors import expect
 from .files import describe_error, lies_in, read_json, snapshot_of
 from .inputs import MARK, Media
 from .tables import is_of_inputs
@@ -317,14 +317,6 @@ class Vision(Media):
     def folders(self, files: Iterable[str]) -> dict[str, Any]:
         return {"folders": [self.media_dir, *(Path(file).absolute() for file in files)]}
 
-    def check_keys(self, judge: Judge) -> None:
-        judge.expect(
-            not judge.arguments.streaming,
-            "streaming",
-            "the samples of a model with pictures are tokenised beforehand",
-            "streaming: false",
-        )
-
     def check_mark(self, mark: str, where: str) -> None:
         raise ValueError(
             f"{where}: the text has {mark}, the mark of an input that this model does not read: "
@@ -470,8 +462,7 @@ class Vision(Media):
                 f"{where}: {count} <{kind}> marks, or blocks without a {_NOUNS[kind]}, and "
                 f"{len(values)} {plural(kind)} in the column {kind}s: expected as many",
             )
-        file = Path(where.rpartition(":")[0])
-        place = Path(self.media_dir or file.parent), where, self.media_dir or snapshot_of(file)
+        place = self._place_of(where)
         columns = {kind: iter(values) for kind, values in rest.items()}
         items = tuple(
             self.read_input(kind, next(columns[kind]) if value is None else value, *place)
@@ -511,6 +502,26 @@ class Vision(Media):
                 blocks, led = led + blocks, []
             found.append(blocks)
         return found
+
+    def _place_of(self, where: str) -> tuple[Any, ...]:
+        """The arguments of read_picture behind the value. where: "file:line" of the record."""
+        file = Path(where.rpartition(":")[0])
+        return Path(self.media_dir or file.parent), where, self.media_dir or snapshot_of(file)
+
+    def of_tokens(self, ids: np.ndarray, values: list[Any], where: str) -> tuple[Placed, ...]:
+        values_of = self.by_kind(values)
+        pictures = values_of.pop("image")
+        expect(not any(values_of.values()), f"{where}: tokens with videos: expected pictures alone")
+        place = self._place_of(where)
+        placed = tuple(self.place(read_picture(value, *place), where) for value in pictures)
+        features = int(self.count(placed).sum())
+        count = int(np.isin(ids, self.token_ids).sum())
+        expect(
+            count == features,
+            f"{where}: {count} tokens {' or '.join(self.tokens)}, and the {len(placed)} pictures "
+            f"of images have {features} features: expected a token for each feature",
+        )
+        return placed
 
     # -- in a chat template
 

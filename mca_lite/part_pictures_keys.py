@@ -10,13 +10,6 @@ from .errors import Judge, Rule
 from .tables import register_keys
 
 _FROZEN = ("freeze_vision_tower", "freeze_multi_modal_projector", "freeze_language_model")
-_WITH_TOWER = (
-    Rule(
-        "predict_with_generate",
-        "answers about pictures are not generated in evaluations",
-        "predict_with_generate: false, and python -m mca_lite generate after the run",
-    ),
-)
 _WITHOUT_TOWER = tuple(
     Rule(f"{wrong}{key}", "the model has no vision tower", f"{key} left out")
     for wrong, key in zip(("!", "!", ""), _FROZEN, strict=True)
@@ -64,9 +57,7 @@ class PicturesArguments(ArgumentGroup):
         """Apply the rules for a run. config: the contents of its config.json, {} if it was not
         read.
         """
-        if "vision_config" in config:
-            judge.apply(_WITH_TOWER)
-        elif config:
+        if config and "vision_config" not in config:
             judge.apply(_WITHOUT_TOWER)
             unused = [key for key in self.changed if key not in _FROZEN]
             self.notes += [f"{key}: no effect, since the model reads text alone" for key in unused]

@@ -54,13 +54,16 @@ class RolloutEncoder(Encoder):
             try:
                 if isinstance(content, ValueError):
                     raise content
-                document, columns = self.read(content, where)
+                document, columns, media = self.read(content, where)
             except ValueError as error:
                 if not self.skips:
                     raise
                 tally.refuse(where, str(error).removeprefix(where).removeprefix(": "))
                 continue
-            [document] = self._cut([document], [[]], tally, where)
+            of_documents = [[*media]]
+            [document] = self._cut([document], of_documents, tally, where)
+            if media:
+                [columns["media"]] = of_documents
             for name, values_ in columns.items():
                 if isinstance(values_, np.ndarray):
                     columns[name] = values_[: len(document)]
@@ -68,8 +71,10 @@ class RolloutEncoder(Encoder):
                 kept.append([(document, values | columns)])
         return kept, tally
 
-    def read(self, record: Any, where: str) -> tuple[Document, dict[str, Any]]:
-        """(tokens, columns) of a record. ValueError, naming `where`, if it is unusable."""
+    def read(self, record: Any, where: str) -> tuple[Document, dict[str, Any], tuple[Any, ...]]:
+        """(tokens, columns, inputs other than text) of a record. ValueError, naming `where`, if it
+        is unusable.
+        """
         record = _with_usual_names(record, where)
         ids, start = self._ids(record, where)
         mask = _of_tokens(record, "mask", len(ids), start, where)
@@ -79,6 +84,12 @@ class RolloutEncoder(Encoder):
         wrong = ~np.isin(mask, (0, 1))
         expect(not wrong.any(), f"{where}: 'mask' has {_first(mask, wrong)}: expected 0 and 1")
         is_trained = mask == 1
+        media = self.media.of_tokens(ids, self.media.of_columns(record, {}), where)
+        wrong = is_trained & np.isin(ids, self.media.token_ids)
+        expect(
+            not wrong.any(),
+            f"{where}: 'mask' has {_first(mask, wrong)}, a token of a picture: expected 0 there",
+        )
         if start is None:
             start = int(np.append(is_trained, True).argmax())
         columns: dict[str, Any] = {}
@@ -109,7 +120,7 @@ class RolloutEncoder(Encoder):
                 columns["routes"] = _routes(record["routes"], len(ids))
             except ValueError as error:
                 raise ValueError(f"{where}: {error}") from None
-        return np.where(is_trained, ids, ~ids), columns
+        return np.where(is_trained, ids, ~ids), columns, media
 
     def _ids(self, record: dict[str, Any], where: str) -> tuple[np.ndarray, int | None]:
         """(token ids, index of the answer's first token; None if the record does not say)."""

@@ -43,7 +43,7 @@ from .loss_tokens import Logits
 from .model import VirtualModels
 from .part_session_weights import Weights
 from .step import arrange, arrange_step, forward_step, measure, new_numbers, row_length, scattered
-from .tables import SESSION_COLUMNS, SESSION_LOSSES, function_of
+from .tables import SESSION_COLUMNS, SESSION_LOSSES, function_of, is_of_inputs
 from .trainer_events import Phases, check_given
 
 
@@ -364,8 +364,9 @@ def _document(
         f"{', '.join(unread)} has no effect on the loss {loss.name}: remove it, or choose another",
     )
     kept = {name: kept[name] for name in kept if name not in unread}
-    row = {name: column[0] for name, column in Collator(0)([kept]).items()}
-    check_batch({name: column[None] for name, column in row.items()}, False, limits)
+    batch = Collator(0)([kept])
+    check_batch(batch, False, limits)
+    row = {name: x if is_of_inputs(name) else x[0] for name, x in batch.items()}
     row = with_columns(row, loss)
     row.pop("attention_mask")  # the collator numbers documents
     return row
@@ -430,6 +431,8 @@ def _checksum(documents: list[dict[str, Any]]) -> int:
     found = 0
     for document in documents:
         for name in sorted(document):
+            if is_of_inputs(name):  # later pipeline stages have no pixels
+                continue
             found = zlib.crc32(document[name].contiguous().numpy().tobytes(), found)
     return found
 

@@ -86,6 +86,7 @@ class TokenStream:
         self.seed = seed
         self.shuffles = not data_args.disable_shuffling
         self.block_records = data_args.buffer_size if self.shuffles else CHUNK_RECORDS
+        self.has_media = False  # True if the first records have inputs other than text
         self._tally = Tally()
         self._speaks = False
 
@@ -114,7 +115,9 @@ class TokenStream:
             formats = list(reader.formats.values())
             lines += describe_files(reader.spec, formats, facts, reader.objective)
             first = ([shifted(*document) for document in sample] for sample in samples[:1])
-            lines += show_samples(first, self.encoder.tokenizer)
+            media = self.encoder.media
+            lines += show_samples(first, self.encoder.tokenizer, media)
+            self.has_media |= any("media" in values for sample in samples for _, values in sample)
         return lines
 
     def describe(self) -> str:
@@ -128,8 +131,8 @@ class TokenStream:
         self, position: Position | None = None
     ) -> Iterator[tuple[list[dict[str, Any]], Position]]:
         """Yield endlessly (documents of a row, position after it), from `position` on (None: from
-        the start). A document is {"input_ids", "labels"}. ValueError if one pass over the data
-        gives no sample.
+        the start). A document is {"input_ids", "labels"} with its columns, and "media" for
+        with_inputs(). ValueError if one pass over the data gives no sample.
         """
         position = position or Position()
         samples = self._samples(position)
@@ -138,6 +141,13 @@ class TokenStream:
         if self.packs:
             return _packed(samples, self.args.cutoff_len)
         return _one_each(samples)
+
+    def with_inputs(self, row: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The documents of a row with the columns of their inputs other than text, in place."""
+        for document in row:
+            media = document.pop("media", ())
+            document.update(self.encoder.media.columns(document["input_ids"], media))
+        return row
 
     def loader(
         self,
@@ -308,7 +318,7 @@ class _MicroBatches(IterableDataset):
             for number in range(plan.global_batch_size):
                 row, position = next(rows)
                 if number // size % plan.dp_size == plan.dp_rank:  # the order of BatchPlan
-                    kept.append(row)
+                    kept.append(self.stream.with_inputs(row))
             for first in range(0, len(kept), size):
                 batch = self.collate(kept[first : first + size])
                 yield {**batch, "data_position": dataclasses.asdict(position)}

@@ -4,6 +4,7 @@ metrics of an evaluation.
 transformers' generate() runs a whole model. Prompts are lists of token ids.
 """
 
+import contextlib
 import copy
 import itertools
 import re
@@ -27,7 +28,7 @@ from .args_values import read_config_file
 from .callbacks import TrainerCallback
 from .ckpt import HF_FOLDER
 from .ckpt_megatron import DIST_NAME
-from .data_batches import documents_of, samples_of
+from .data_batches import View, documents_of, samples_of
 from .data_chat import ChatRenderer
 from .data_records import Message
 from .errors import Judge, expect, refuse
@@ -287,6 +288,22 @@ def turns_of(
     return turns
 
 
+@contextlib.contextmanager
+def _reading_inputs(dataset: Any) -> Iterator[None]:
+    """Context in which a dataset's samples have pixels, on later pipeline stages too."""
+    while isinstance(dataset, View):
+        dataset = dataset.dataset
+    media = [shard.media for shard in getattr(dataset, "shards", ())]
+    before = [one.is_read for one in media]
+    try:
+        for one in media:
+            one.is_read = True
+        yield
+    finally:
+        for one, is_read in zip(media, before, strict=True):
+            one.is_read = is_read
+
+
 # -- generating
 
 
@@ -475,7 +492,8 @@ class Answers(TrainerCallback):
         backend.train_mode(False)
         model = self._whole_model()
         own = range(parallel.rank(), count, parallel.world_size())
-        turns = turns_of(dataset, own, model, tokenizer)
+        with _reading_inputs(dataset):
+            turns = turns_of(dataset, own, model, tokenizer)
         decoding = GREEDY._replace(max_new_tokens=args.max_new_tokens)
         prompts = [prompt for _, prompt, *_ in turns]
         seen = [pictures for *_, pictures in turns]

@@ -13,7 +13,7 @@ from PIL import Image
 
 from mca_lite import tool_generate
 from mca_lite.files import printable
-from tests.shared.commands import ended
+from tests.shared.commands import ended, run_script
 from tests.shared.picture_files import TOKENS, draw, save_whole_model
 
 LENGTH = 5
@@ -136,10 +136,26 @@ def test_a_picture_is_shown_in_a_chat(folder, monkeypatch):
     assert "there is no picture" in out
 
 
-def test_answers_in_evaluations_are_refused_for_a_model_with_pictures(folder):
-    from mca_lite.args import parse_args
+EVALUATED = {
+    "pp2": (2, "pipeline_model_parallel_size=2"),
+    "torch": (1, "use_mca=false"),
+    "tp2_packed": (2, "tensor_model_parallel_size=2 packing=true"),
+}
 
-    words = [f"model_name_or_path={folder}/model", "output_dir=unused", "dataset=unused"]
-    more = ["predict_with_generate=true", "val_size=1", "do_eval=true"]
-    with pytest.raises(ValueError, match="answers about pictures are not generated in evaluations"):
-        parse_args(words + more)
+
+@pytest.mark.parametrize(
+    "layout",
+    ["pp2", *(pytest.param(name, marks=pytest.mark.full) for name in EVALUATED if name != "pp2")],
+)
+def test_answers_of_an_evaluation_are_those_of_transformers(folder, layout, tmp_path):
+    file = write(folder / f"{layout}.jsonl", "yes")
+    ranks, keys = EVALUATED[layout]
+    words = (
+        f"model_name_or_path={folder}/model eval_dataset={file} output_dir={tmp_path}/out {keys}"
+    )
+    words += f" do_predict=true do_train=false predict_with_generate=true max_new_tokens={LENGTH}"
+    run_script(f"{words} cache_dir={folder}/cache cutoff_len=256", tmp_path, nproc=ranks)
+    rows = [json.loads(line) for line in open(tmp_path / "out" / "generations.jsonl")]
+    plain = Plain(folder)
+    wanted = [plain.answer(messages, names).strip() for messages, names in records()]
+    assert [row["answer"] for row in rows] == wanted

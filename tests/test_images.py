@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -657,13 +658,59 @@ def test_a_rank_without_the_tower_makes_no_pixels(tmp_path):
     assert with_pixels.keys() - without.keys() == {"pixel_values"}
 
 
-def test_streaming_and_a_folder_without_a_processor_are_refused(tmp_path):
+def test_a_stream_has_the_documents_of_a_data_set(tmp_path):
+    draw(tmp_path / "a.png")
+    draw(tmp_path / "b.png", 12, 20, seed=1)
+    records = [
+        {**conversation("<image>one <image>", "yes"), "images": ["a.png", "b.png"]},
+        conversation("two", "no"),
+        {**conversation("three <image>", "no"), "images": ["b.png"]},
+    ]
+    path = write_records(tmp_path / "chats.jsonl", *records)
+    data = load(tmp_path, path)[0].train
+    stream = load(tmp_path, path, streaming=True, disable_shuffling=True)[0].train
+    assert stream.has_media
+    rows = stream.rows()
+    for wanted in data:
+        [document], [kept] = wanted, stream.with_inputs(next(rows)[0])
+        assert document.keys() == kept.keys()
+        assert all(
+            torch.equal(torch.as_tensor(document[name]), torch.as_tensor(kept[name]))
+            for name in document
+        )
+
+
+def test_rollouts_bring_the_pictures_that_their_tokens_stand_for(tmp_path):
+    tokenizer = picture_tokenizer()
+    start, image, end = tokenizer.convert_tokens_to_ids(list(TOKENS))
+    draw(tmp_path / "a.png")  # 16 x 8: 2 features
+    ids = [3, start, image, image, end, 4, 5, 6]
+    good = dict(ids=ids, mask=[0] * 6 + [1] * 2, advantages=1.0, images=["a.png"])
+    path = write_records(tmp_path / "rollouts.jsonl", good)
+    [document] = load(tmp_path, path, stage="policy")[0].train[0]
+    assert document["input_ids"].tolist() == ids[:-1]
+    assert document["image_grid_thw"].tolist() == [[1, 2, 4]]
+    assert document["rope_t"].tolist() == [0, 1, 2, 2, 4, 5, 6]
+    [cut] = load(tmp_path, path, stage="policy", cutoff_len=7)[0].train[0]
+    assert len(cut["advantage"]) == len(cut["labels"]) == 7 and "pixel_values" in cut
+    wrong = {
+        "2 tokens <|image_pad|>, and the 2 pictures of images have 4": dict(images=["a.png"] * 2),
+        "2 tokens <|image_pad|>, and the 0 pictures of images have 0": dict(images=[]),
+        "'mask' has 1 at 2, a token of a picture: expected 0 there": dict(mask=[1] * 8),
+        "there is no picture": dict(images=["b.png"]),
+    }
+    for number, (words, change) in enumerate(wrong.items()):
+        path = write_records(tmp_path / f"wrong{number}.jsonl", good | change)
+        with pytest.raises(ValueError, match=re.escape(words)):
+            load(tmp_path, path, stage="policy")
+
+
+def test_a_folder_without_a_processor_is_refused(tmp_path):
     draw(tmp_path / "a.png")
     path = write_records(
         tmp_path / "a.jsonl", {**conversation("<image>", "b"), "images": ["a.png"]}
     )
-    with pytest.raises(ValueError, match="streaming: true\n.*tokenised beforehand"):
-        load(tmp_path, path, streaming=True)
+    load(tmp_path, path)
     settings = tmp_path / "model" / "preprocessor_config.json"
     nested = {"image_processor": json.loads(settings.read_text()), "processor_class": "Qwen2VL"}
     [[before]] = load(tmp_path, path)[0].train

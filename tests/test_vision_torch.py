@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.shared import pictures, world
+from tests.shared import kto_tools, pictures, policy_tools, rm_tools, world
+from tests.shared.answers import STEPS
 from tests.shared.cells import shared_worlds, thinned
 from tests.shared.dpo_tools import Pairs, curve_of, differences, oracle_curve, our_run
 from tests.shared.files import assert_same_bytes, assert_same_tensors, tensors
 from tests.shared.frozen import by_keys, by_pattern
-from tests.shared.layouts import DIST_OPT, ONE_ROW, OVERLAP, PACKED, PP2, TP2_SP, TWO_ROWS
+from tests.shared.layouts import CP2, DIST_OPT, ONE_ROW, OVERLAP, PACKED, PP2, TP2_SP, TWO_ROWS
 from tests.shared.lora_tools import adapter_of, load
 from tests.shared.small_runs import train_by_words
 from tests.shared.training import assert_same_curve, read_log, whole_and_resumed
@@ -303,6 +304,88 @@ def test_pairs_with_pictures_train_as_in_plain_torch(layout, preferred, paths, t
     ranks, keys = LAYOUTS[layout]
     for curve in world.run(prefer, ranks, paths["qwen2_5_vl"], str(tmp_path), **keys):
         assert not differences(curve, preferred)
+
+
+class RatedPictures(PicturePairs):
+    """The same with a margin and a weight."""
+
+    def __init__(self):
+        super().__init__()
+        for i, pair in enumerate(self.pairs):
+            pair.update(pair_margin=0.5 * (i % 3), pair_weight=1.5 - 0.25 * (i % 2))
+
+
+# stages beside SFT and DPO: cells of (stage, layout); transformers has scores of qwen3_5 alone
+STAGES = [("kto", "tp2_sp_packed"), ("rm", "pp2"), ("policy", "pp2"), ("policy", "torch_dp2")]
+MORE_STAGES = [
+    *(("kto", layout) for layout in ("torch", "torch_packed", "torch_dp2", "pp2", "cp2")),
+    *(("policy", layout) for layout in ("torch", "tp2_sp_packed", "cp2_packed", "dp2_overlap")),
+    ("kto", "cp2_packed"),
+    *(("rm", layout) for layout in ("torch", "torch_dp2", "tp2_sp_packed", "dp2_overlap")),
+]
+MORE_LAYOUTS = {"cp2": (2, {**CP2, **TWO_ROWS}), "cp2_packed": (2, {**CP2, **PACKED})}
+
+
+def ppo(p, o, q, a, w, h):
+    r = (p - o).exp()
+    return -w * torch.minimum(r * a, r.clamp(0.8, 1.2) * a)
+
+
+def stage_run(path: str, out: str, stage: str, **keys) -> list:
+    if stage == "kto":
+        data = kto_tools.Answers(kto_tools.picture_answers())
+        run = kto_tools.kto_run(path, out, train_dataset=data, **keys)
+    elif stage == "policy":
+        samples = torch.load(f"{path}/samples.pt")
+        return policy_tools.policy_run(path, out, samples, dict(name="ppo"), **keys)
+    else:
+        run = rm_tools.rm_run(path, out, train_dataset=RatedPictures(), **keys)
+    return curve_of(run)
+
+
+def stage_oracle(folder: str, stage: str) -> tuple:
+    """(model, curve) of plain transformers."""
+    from transformers import AutoModelForImageTextToText
+
+    if stage == "rm":
+        path = rm_tools.save_model(f"{folder}/model", "qwen3_5")
+        return path, rm_tools.oracle_curve(rm_tools.load(path), STEPS, data=RatedPictures())
+    path = pictures.save_model(f"{folder}/model", "qwen3_vl")
+    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+    if stage == "policy":
+        with torch.no_grad():
+            samples = policy_tools.picture_samples_of(model)
+        torch.save(samples, f"{path}/samples.pt")
+        lines = policy_tools.oracle_run(model, samples, ppo, lambda tokens, answers: tokens)
+        return path, [line | dict(loss=line["total"] / line["counts"][False]) for line in lines]
+    raw = kto_tools.picture_answers()
+    return path, kto_tools.oracle_curve(model, steps=STEPS, raw=raw)
+
+
+@pytest.fixture(scope="module")
+def of_stages(tmp_path_factory):
+    @functools.cache
+    def made(stage: str):
+        return stage_oracle(str(tmp_path_factory.mktemp(stage)), stage)
+
+    return made
+
+
+@pytest.mark.parametrize(
+    "stage, layout",
+    [*STAGES, *(pytest.param(*cell, marks=pytest.mark.full) for cell in MORE_STAGES)],
+)
+def test_stages_train_on_pictures_as_plain_torch(stage, layout, of_stages, tmp_path):
+    path, wanted = of_stages(stage)
+    ranks, keys = (LAYOUTS | MORE_LAYOUTS)[layout]
+    keys = {**keys, **(dict(steps=2) if stage == "policy" else dict(max_steps=STEPS))}
+    curves = world.run(stage_run, ranks, path, str(tmp_path), stage, **keys)
+    for curve in curves if stage != "policy" else []:
+        assert not differences(curve, wanted)
+    for line, right in zip(curves[0], wanted, strict=True):
+        assert all(
+            line[name] == pytest.approx(right[name], 1e-5, 1e-5) for name in right.keys() & line
+        )
 
 
 def example(folder: str, **keys) -> list[float]:

@@ -7,7 +7,8 @@ import contextlib
 import numpy as np
 import torch
 
-from tests.shared import tiny
+from mca_lite.part_pictures_data import ROPE_COLUMNS, rope_positions
+from tests.shared import pictures, tiny
 from tests.shared.answers import curve_of_steps, trained
 from tests.shared.dpo_tools import COUNT, GLOBAL_BATCH, STEPS, logp_and_length
 
@@ -25,7 +26,25 @@ def raw_answers(count: int = COUNT, seed: int = 1, scale: int = 1) -> list[tuple
     return [(draw(2, 7), draw(1, 9), float(i % 3 != 1)) for i in range(count)]
 
 
+def picture_answers(count: int = COUNT, seed: int = 1) -> list[tuple]:
+    """The same, with prompts that are documents, some with pictures."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for i in range(count):
+        pieces = [(4,), (2, (2, 2), 3), ((1, 3), 2, (2, 1), 4), (2, (3, 1), 2)][i % 4]
+        prompt = pictures.document(generator, *pieces)
+        answer = torch.randint(10, tiny.VOCAB, (1 + 5 * i % 9,), generator=generator)
+        found.append((prompt, answer, float(i % 3 != 1)))
+    return found
+
+
 def shifted(prompt, answer) -> dict:
+    if isinstance(prompt, dict):
+        whole = torch.cat([prompt["input_ids"], prompt["labels"][-1:]])
+        document = shifted(whole, answer)
+        grids = prompt.get("image_grid_thw", torch.zeros(0, 3, dtype=torch.long))
+        positions = rope_positions(document["input_ids"], grids, pictures.IMAGE, pictures.MERGE)
+        return prompt | document | dict(zip(ROPE_COLUMNS, positions, strict=True))
     tokens = torch.cat([prompt, answer])
     labels = tokens[1:].clone()
     labels[: len(prompt) - 1] = -100
@@ -97,12 +116,13 @@ def step_numbers(model, chosen, raw, others, reference, of_others, config) -> tu
     return losses, {key: float(value.detach()) for key, value in metrics.items()}
 
 
-def oracle_curve(model, config=None, steps: int = STEPS, packs=None) -> list[dict]:
+def oracle_curve(model, config=None, steps: int = STEPS, packs=None, raw=None) -> list[dict]:
     """The curve for kto_run: one answer after another through transformers, torch's AdamW, the
-    trainer's permutation. packs: the numbers of the samples of each pack."""
+    trainer's permutation. packs: the numbers of the samples of each pack. raw: in place of
+    raw_answers()."""
     config = config or OBJECTIVE
     model.eval()
-    raw = raw_answers()
+    raw = raw or raw_answers()
     others = mismatched(raw)
     off = model.disable_adapter() if hasattr(model, "disable_adapter") else contextlib.nullcontext()
     with torch.no_grad(), off:

@@ -7,7 +7,7 @@ import json
 
 import torch
 
-from tests.shared import session_tools
+from tests.shared import pictures, session_tools
 from tests.shared.session_tools import log_probs_of
 from tests.shared.training import read_log, train
 
@@ -25,6 +25,18 @@ def samples_of(model) -> list[dict]:
     samples += [dict(sample) for sample in samples[1:4]]
     for number, sample in enumerate(samples):
         sample["reward"] = number / 4
+    return samples
+
+
+def picture_samples_of(model) -> list[dict]:
+    """Eight samples with every column, some with pictures."""
+    generator = torch.Generator().manual_seed(4)
+    samples = pictures.samples()[:8]
+    for number, sample in enumerate(samples):
+        logps, _ = log_probs_of(model, sample)
+        noise = torch.randn(3, len(logps), generator=generator)
+        sample |= dict(old_logp=logps + 0.3 * noise[0], ref_logp=logps + 0.3 * noise[1])
+        sample |= dict(sampler_weight=noise[2].abs(), advantage=(-1.0) ** number, reward=number / 4)
     return samples
 
 
@@ -47,7 +59,7 @@ def policy_run(path: str, out: str, samples: list[dict], config: dict, **keys) -
 def tokens_of(model, sample: dict, temperature: float) -> tuple:
     """(log p, o, q, A, sampler_weight, entropy) of the trained tokens of a sample."""
     logps, entropy = log_probs_of(model, sample, temperature)
-    kept = torch.tensor(sample["labels"]) != -100
+    kept = torch.as_tensor(sample["labels"]) != -100
     names = ("old_logp", "ref_logp", "advantage", "sampler_weight")
     columns = [torch.tensor(sample[name]).expand(len(kept))[kept] for name in names]
     return logps[kept], *columns, entropy[kept]

@@ -74,7 +74,12 @@ def rm_run(path, output_dir, adapter=None, centre=CENTRE, **changes):
 
 def score(model, document: dict) -> torch.Tensor:
     """Of one document alone: without a pad_token_id transformers takes the last token."""
-    return model(torch.as_tensor(document["input_ids"])[None]).logits[0, 0].float()
+    ids = torch.as_tensor(document["input_ids"])[None]
+    more = {}
+    if "pixel_values" in document:
+        more = {name: document[name] for name in ("pixel_values", "image_grid_thw")}
+        more["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+    return model(ids, **more).logits[0, 0].float()
 
 
 def numbers_of(model, pairs) -> tuple:

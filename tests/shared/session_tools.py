@@ -38,9 +38,13 @@ MORE_LAYOUTS = {
 
 def log_probs_of(model, sample: dict, temperature: float = 1.0) -> tuple:
     """(log-probabilities of the labels, 0 without; entropies) [n], by whole logits."""
-    logits = model(torch.tensor([sample["input_ids"]])).logits[0].float() / temperature
+    ids = torch.as_tensor(sample["input_ids"])[None]
+    more = {name: sample[name] for name in ("pixel_values", "image_grid_thw") if name in sample}
+    if more:
+        more["mm_token_type_ids"] = (ids == model.config.image_token_id).int()
+    logits = model(ids, **more).logits[0].float() / temperature
     whole = torch.log_softmax(logits, -1)
-    labels = torch.tensor(sample["labels"])
+    labels = torch.as_tensor(sample["labels"])
     of_labels = whole.gather(1, labels.clamp(min=0)[:, None])[:, 0]
     return of_labels.masked_fill(labels == -100, 0.0), -(whole.exp() * whole).sum(-1)
 
