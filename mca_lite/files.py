@@ -320,6 +320,7 @@ def resolve_folder(
         return Path(name)
     reason = ""
     if may_be_on_hub(name):
+        command = f"modelscope download --model {name} --local_dir FOLDER"
         try:
             return Path(snapshot_download(name, allow_patterns=[*patterns], revision=revision))
         except LocalEntryNotFoundError:
@@ -329,6 +330,7 @@ def resolve_folder(
             )
         except Exception as error:  # the hub, the network and the cache raise many types
             reason = f"; the hub says: {describe_error(error).strip().splitlines()[0]}"
+        reason += f"; if ModelScope has it: `{command}`, and the path of that folder here"
     raise ValueError(
         f"model {name}: expected a folder, or a model of the hub, which is Hugging Face's: "
         f"USE_MODELSCOPE has no effect; no such folder is here (seen from {Path.cwd()}){reason}"

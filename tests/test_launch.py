@@ -425,6 +425,7 @@ def test_a_name_that_the_hub_does_not_give_is_told_in_a_line(monkeypatch, error,
     )
     assert "Errno" not in told and "\n" not in told
     assert "USE_MODELSCOPE" in told
+    assert "modelscope download --model " in told
 
 
 def test_a_hub_out_of_reach_is_asked_once_and_the_words_speak_of_the_network(monkeypatch, capsys):
