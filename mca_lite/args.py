@@ -111,6 +111,12 @@ class DataArguments(ArgumentGroup):
     )
     val_size: float = amount(0.0, "samples held out for evaluation: a fraction below 1, or a count")
     cutoff_len: int = count(2048, "maximum tokens of a row; dpo: of an answer with its prompt")
+    cutoff_rule: str = arg(
+        "end",
+        "where samples above cutoff_len are cut: at the end (pairs: at the beginning of the "
+        "prompt), or each prompt and answer in proportion, as LLaMA-Factory does",
+        choices=("end", "proportion"),
+    )
     packing: bool | None = optional(
         "pt: join and cut documents (None: true); sft, dpo: pack samples (None: false)"
     )

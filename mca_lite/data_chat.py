@@ -782,3 +782,16 @@ def _mark_thinking(messages: list[Message]) -> list[dict[str, Any]]:
         if key := _thinking_of(message):
             marked[number] = message | {key: mark}
     return marked
+
+
+def kept_of_turn(prompt: int, answer: int, limit: int) -> tuple[int, int]:
+    """Of tokens of a prompt and its answer, how many are kept from the start of each: at most
+    `limit` in all. LLaMA-Factory's infer_seqlen (0.9.5, data/processor/processor_utils.py)."""
+    if 2 * answer < limit:
+        most = limit
+    elif 2 * prompt < limit:
+        most = limit - prompt
+    else:
+        most = int(limit * (answer / (prompt + answer)))
+    answer = min(most, answer)
+    return min(limit - answer, prompt), answer

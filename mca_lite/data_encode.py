@@ -25,7 +25,7 @@ import psutil
 from transformers import PreTrainedTokenizerBase
 
 from . import data_chat, data_files, data_records
-from .data_chat import ChatRenderer, Rendered, in_time
+from .data_chat import ChatRenderer, Rendered, in_time, kept_of_turn
 from .data_files import SIDES, Cursor, DatasetSpec, Progress, build_once, read_records
 from .data_records import conversations, detect_format, document
 from .errors import Keys, expect
@@ -271,6 +271,10 @@ class Encoder:
         }
         if self.scores:
             self.options["scores"] = True
+        self.cuts_in_proportion = data_args.cutoff_rule == "proportion"
+        if self.cuts_in_proportion:
+            self.options["cutoff_rule"] = data_args.cutoff_rule
+            expect(not media.block, "cutoff_rule: proportion would cut through pictures: set end")
         if data_args.end_of_answer:
             self.options["end_of_answer"] = data_args.end_of_answer
         self.options |= media.options
@@ -441,6 +445,14 @@ class Encoder:
             return documents
         start = 0
         what = f"{self.units} were longer than cutoff_len {self.cutoff_len} and cut"
+        if self.cuts_in_proportion:
+            tally.count(CUT, f"{what} in proportion", where)
+            if not self.has_pairs:
+                return [_in_proportion(document, limit) for document in documents]
+            prompt = _shared_prompt(*documents)
+            first, more = kept_of_turn(prompt, longest - prompt, limit)
+            end = prompt + more
+            return [np.append(document[:first], document[prompt:end]) for document in documents]
         if self.has_pairs:
             start = min(longest - limit, max(_shared_prompt(*documents) - 1, 0))
             what += " at the beginning of their prompt"
@@ -481,6 +493,21 @@ def num_learned(document: Document) -> int:
 
 def _is_empty(answer: dict[str, Any]) -> bool:
     return not answer["content"].strip() and not answer.get("tool_calls")
+
+
+def _in_proportion(document: Document, limit: int) -> Document:
+    """At most `limit` tokens of a document, by kept_of_turn. A turn ends with a run of trained
+    tokens; a later turn gets what earlier ones leave."""
+    trained = document >= 0
+    kept = []
+    for turn in np.split(document, np.flatnonzero(trained[:-1] & ~trained[1:]) + 1):
+        prompt = int((turn < 0).sum())
+        first, more = kept_of_turn(prompt, len(turn) - prompt, limit)
+        kept += [turn[:first], turn[prompt : prompt + more]]
+        limit -= first + more
+        if not limit:
+            break
+    return np.concatenate(kept)
 
 
 def _shared_prompt(chosen: Document, rejected: Document) -> int:

@@ -46,6 +46,7 @@ CHANGES_A_RUN = {
     "train_from_scratch": ("true", ""),
     "dataset": ("{folder}/other.jsonl", ""),
     "cutoff_len": ("12", ""),
+    "cutoff_rule": ("proportion", "cutoff_len=12"),
     "train_on_prompt": ("true", ""),
     "mask_history": ("true", ""),
     "mix_weights": ("5,1", f"{TWO_SETS} mix_strategy=interleave_over"),
