@@ -94,8 +94,8 @@ lint: $(STAMP)  ## ruff: lint and format; mypy: types of the public surface; the
 bench: $(STAMP)  ## measure speed and memory: ARGS="..." goes to tests/tools/bench.py
 	$(BIN)/python -m tests.tools.bench $(ARGS)
 
-chaos: $(STAMP)  ## kill ranks at 50 random moments, saves included: ARGS="--kills 200 --seed 1"
-	$(BIN)/python -m tests.tools.chaos $(ARGS)
+chaos: $(STAMP)  ## break ranks, disks and files in every phase, and score what is said and left: ARGS=all, goodput, "kills --kills 200"
+	$(BIN)/python -m tests.tools.faults $(ARGS)
 
 fuzz: $(STAMP)  ## train random configurations on both backends: ARGS="--count 300 --seed 7"
 	$(BIN)/python -m tests.tools.fuzz $(ARGS)

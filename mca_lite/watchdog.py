@@ -435,8 +435,13 @@ class Watchdog:
         failed: list[RankFailed] = []
 
         def ask() -> None:
-            with contextlib.suppress(RuntimeError):  # the store is gone too
+            try:
                 failed.extend(self._tell(error))
+            except RuntimeError:  # the store has gone with its holder
+                if lost_a_rank(error):
+                    words = f"{self._holder}, which held the store of the ranks, is gone"
+                    failed.append(RankFailed(words))
+                    failed[0].same_on_all_ranks = False  # the main rank may be the lost one
 
         thread = threading.Thread(target=ask, daemon=True)
         thread.start()

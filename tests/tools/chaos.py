@@ -1,8 +1,8 @@
 """Ranks are killed by SIGKILL at random moments of a run: of its caches, reference pass, steps,
 saves, renames, deletions, export; the run starts again each time.
 
-    make chaos                          50 kills
-    make chaos ARGS="--kills 200 --seed 1"
+    make chaos ARGS=kills               50 kills
+    make chaos ARGS="kills --kills 200 --seed 1"
     python -m tests.tools.chaos --kills 6     what `make test-all` runs
 
 The seed draws which runs are disturbed, and where. After each kill every folder with a checkpoint's
