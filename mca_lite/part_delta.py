@@ -17,6 +17,7 @@ chunk, cp the context-parallel size.
 
 import functools
 import importlib.util
+import inspect
 import re
 from typing import Any
 
@@ -76,6 +77,7 @@ def gated_delta_rule(
     beta: torch.Tensor,
     documents: torch.Tensor,
     chunk_size: int = CHUNK_SIZE,
+    is_packed: bool = False,
 ) -> torch.Tensor:
     """The gated delta rule (state decay, then a delta-rule update per token) by torch's matmuls and
     `ChunkStates`, computed in float32 or wider -> outputs [s, b, n, v] in value's dtype.
@@ -84,9 +86,12 @@ def gated_delta_rule(
     documents: int64 [s], each token's document index.
     """
     size = min(chunk_size, len(query))
-    q, scores, written, *of_state = _chunk_parts(query, key, value, decay, beta, documents, size)
+    # packed rows have many lengths, each of which torch.compile might take long for
+    parts_of = inspect.unwrap(_chunk_parts) if is_packed else _chunk_parts
+    outputs_of = inspect.unwrap(_outputs) if is_packed else _outputs
+    q, scores, written, *of_state = parts_of(query, key, value, decay, beta, documents, size)
     written, states = ChunkStates.apply(written, *of_state)
-    return _outputs(q, scores, written, states, len(query), value.dtype)
+    return outputs_of(q, scores, written, states, len(query), value.dtype)
 
 
 @compiled
@@ -324,7 +329,8 @@ def delta_rule(
     suits = value.is_cuda and value.dtype != torch.float32
     if suits and works(why_no_fla, _NO_KERNELS):
         return delta_rule_by_kernels(query, key, value, decay, beta, borders)
-    return gated_delta_rule(query, key, value, decay, beta, documents)
+    tensors = query, key, value, decay, beta, documents
+    return gated_delta_rule(*tensors, is_packed=borders is not None)
 
 
 # ---- context parallelism: each rank computes some heads over the whole row
