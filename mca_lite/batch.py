@@ -35,7 +35,8 @@ Batch: TypeAlias = dict[str, Any]  # columns by name
 
 
 def padding_of(name: str, pad_token_id: int) -> float:
-    """The value that a column has at padded positions."""
+    """The value of a column at padded positions: pad_token_id for input_ids, otherwise the column's
+    declared padding (-100 for labels)."""
     return pad_token_id if name == "input_ids" else COLUMNS[name].padding
 
 
@@ -44,13 +45,15 @@ def is_of_tokens(name: str) -> bool:
 
 
 def document_lengths(mask: torch.Tensor) -> list[list[int]]:
-    """Token counts of the documents in each row. mask [b, s] numbers the documents from 1."""
+    """Token counts of the documents in each row, one list per row. mask [b, s]: each token's
+    document number in its row, from 1; 0 for padding."""
     counts = (torch.bincount(row)[1:] for row in mask.long().clamp(min=0))
     return [of_row[of_row > 0].tolist() for of_row in counts]
 
 
 def _places(lengths: list[list[int]], width: int) -> list[torch.Tensor]:
-    """The positions of each document, counted through all rows of `width` positions."""
+    """For each document the indices of its tokens in the flattened rows [b * width]. lengths: for
+    each row the lengths of its documents, which follow one another from the row's start."""
     return [
         places
         for number, of_row in enumerate(lengths)
@@ -59,7 +62,7 @@ def _places(lengths: list[list[int]], width: int) -> list[torch.Tensor]:
 
 
 def _padded(column: torch.Tensor, dim: int, more: int, value: float) -> torch.Tensor:
-    """The column with `more` values added at the end of a dimension."""
+    """The column with `more` values appended along dimension `dim`."""
     return F.pad(column, (0, 0) * (column.dim() - dim - 1) + (0, more), value=value)
 
 
@@ -70,11 +73,11 @@ def _taken(
     per_sample: int,
     pad_token_id: int,
 ) -> dict[str, Any]:
-    """The batch with the tokens at `places`, and other columns per document or sample, without
-    fillers.
+    """The batch with only some tokens: columns per token are indexed with `places`; columns per
+    document or sample become [n], without those of fillers; image columns stay as they are.
 
-    places: positions counted through all rows, -1 for padding; None keeps the rows as they are.
-    lengths: of document_lengths. per_sample: documents per sample.
+    places: indices into the flattened rows, -1 for padding; None keeps columns per token. lengths:
+    from document_lengths. per_sample: documents per sample.
     """
     taken = {}
     for name, column in batch.items():
@@ -93,8 +96,8 @@ def _taken(
 
 
 def _of_samples(name: str, column: torch.Tensor, per_sample: int) -> torch.Tensor:
-    """A column per sample, from one per document. Raises ValueError if a sample's
-    documents differ."""
+    """[samples] from a column [documents]: the one value that all documents of a sample have.
+    Raises ValueError if they have different values."""
     of_samples = column.view(len(column) // per_sample, per_sample)
     expect(
         bool((of_samples == of_samples[:, :1]).all()),
@@ -104,8 +107,8 @@ def _of_samples(name: str, column: torch.Tensor, per_sample: int) -> torch.Tenso
 
 
 def _with_masks(batch: Batch) -> dict[str, Any]:
-    """The batch with attention_mask and padding_mask; in padding, registered columns get their
-    padding value."""
+    """The batch with attention_mask (ones if absent) and padding_mask, which is True where
+    attention_mask is 0. Registered columns per token get their padding value there."""
     mask = batch.get("attention_mask")
     if mask is None:
         mask = torch.ones_like(batch["input_ids"])
@@ -119,12 +122,12 @@ def _with_masks(batch: Batch) -> dict[str, Any]:
 def pack(
     batch: Batch, document_multiple: int = 1, pad_token_id: int = 0, documents_per_sample: int = 1
 ) -> dict[str, Any]:
-    """All documents of the collator's rows as one packed row [1, t] without the rows' padding; adds
-    "cu_seqlens", the document borders, as a tuple.
+    """Join all documents of a collated batch into one packed row [1, t], without the rows' padding.
+    Adds "cu_seqlens", the document borders, as a tuple.
 
     Each document is padded to a multiple of document_multiple, without labels. A batch of padding
-    alone becomes an empty document, because every rank must take part in a step. Columns per sample
-    keep one value for each documents_per_sample documents.
+    alone becomes one document of document_multiple padding tokens, because every rank must take
+    part in a step. Columns per sample keep one value for each documents_per_sample documents.
     """
     batch = _with_masks(batch)
     mask = batch.pop("attention_mask")
@@ -140,11 +143,11 @@ def pack(
 
 
 def split(batch: Batch, documents_per_sample: int = 1, pad_token_id: int = 0) -> dict[str, Any]:
-    """The collator's rows, split into one document per row: [b * documents_per_sample, longest
-    document].
+    """Split the rows of a collated batch into one document per row: [b * documents_per_sample,
+    longest document]. With documents_per_sample 1 rows stay as they are.
 
-    Rows of one document are unchanged. A row of padding (a filler) gives rows of padding. Raises
-    ValueError if a row has another number of documents.
+    A row of padding (a filler) becomes documents_per_sample rows of padding. Raises ValueError if
+    documents_per_sample is above 1 and another row has a different number of documents.
     """
     batch = _with_masks(batch)
     mask = batch["attention_mask"]
@@ -166,8 +169,8 @@ def split(batch: Batch, documents_per_sample: int = 1, pad_token_id: int = 0) ->
 
 
 def pad(batch: Batch, length: int, pad_token_id: int = 0) -> dict[str, Any]:
-    """An arranged batch padded to `length` positions. In a packed row the padding becomes a
-    document without labels."""
+    """Pad an arranged batch at the right to `length` positions. In a packed row the added padding
+    becomes one more document, without labels."""
     more = length - batch["input_ids"].shape[1]
     if not more:
         return batch
@@ -181,15 +184,17 @@ def pad(batch: Batch, length: int, pad_token_id: int = 0) -> dict[str, Any]:
 
 
 def real_documents(batch: Batch) -> torch.Tensor:
-    """bool [documents] of an arranged batch: False for rows and row ends that are padding."""
+    """bool [documents] for an arranged batch: False for a document that is padding, such as a
+    filler row or the padding at the end of a packed row."""
     if "cu_seqlens" in batch:
         return ~batch["padding_mask"][0, list(batch["cu_seqlens"][:-1])]
     return ~batch["padding_mask"][:, 0]
 
 
 def in_documents(batch: Batch, values: Any, parts: int = 1) -> torch.Tensor:
-    """Sums [..., documents] of an arranged batch's values [..., rows, s] over each document,
-    including those that only pad. parts: ranks that have a part of each document."""
+    """Sum per-token values over each document of an arranged batch: [..., rows, s] -> [...,
+    documents], documents of padding included. parts: number of ranks that each hold an equal part
+    of every document; the values, and so the sums, are one rank's."""
     if "cu_seqlens" not in batch:
         return values.sum(-1)
     lengths = np.diff(batch["cu_seqlens"]) // parts
@@ -197,7 +202,7 @@ def in_documents(batch: Batch, values: Any, parts: int = 1) -> torch.Tensor:
 
 
 def _without_tail(packed: Batch) -> dict[str, Any]:
-    """A packed batch without the padding at its end."""
+    """A packed batch without the documents of padding at its end."""
     count = int(real_documents(packed).sum())
     borders = packed["cu_seqlens"][: count + 1]
     tokens = {name: packed[name][:, : borders[-1]] for name in packed if is_of_tokens(name)}
@@ -205,8 +210,8 @@ def _without_tail(packed: Batch) -> dict[str, Any]:
 
 
 def join(batches: list[Batch]) -> dict[str, Any]:
-    """Arranged batches as one: packed rows are concatenated without their padding; other rows, of
-    equal lengths, are stacked."""
+    """Concatenate arranged batches: packed rows end to end, each without the padding at its end;
+    unpacked rows, of equal length, below one another."""
     joined = {}
     is_packed = "cu_seqlens" in batches[0]
     if is_packed:
@@ -223,7 +228,7 @@ def join(batches: list[Batch]) -> dict[str, Any]:
 
 
 def model_columns(batch: Batch) -> list[str]:
-    """The names of the columns that the model's forward pass takes."""
+    """The names of the batch columns that the model's forward pass takes as arguments."""
     return [name for name in batch if name in COLUMNS and COLUMNS[name].to_model]
 
 
@@ -233,8 +238,8 @@ def to_rank(
     places: torch.Tensor | None,
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
-    """The columns `names` of an arranged batch on a device; columns per token at the rank's
-    `places` (None: all)."""
+    """Move the columns `names` of an arranged batch to a device -> {name: tensor}. Columns per
+    token keep only the rank's positions `places` (None: all)."""
     columns = {}
     for name in names:
         column = batch[name]
@@ -298,7 +303,8 @@ GRAPH_LENGTH = 256
 
 
 def _rounded(size: int, least: int) -> int:
-    """`size` rounded up to least * 1, 1.5, 2, 3, 4, 6, 8, ..."""
+    """`size` rounded up to the next of least * 1, 1.5, 2, 3, 4, 6, 8, ..., to have few different
+    sizes."""
     above = least
     while above < size:
         above *= 2
@@ -307,13 +313,14 @@ def _rounded(size: int, least: int) -> int:
 
 @dataclass(eq=False)  # compared by identity, as a key of caches
 class RowLayout:
-    """A row as core attention sees it on one context-parallel rank, which has t / cp of its tokens.
+    """The layout of a packed row on one context-parallel rank, which holds t / cp of its tokens:
+    the description that attention needs of it.
 
-    segments: (q0, q1, k0, k1), integers on the host: local queries q0:q1 see keys k0:k1 of the
-    whole row, causally: the last query sees the last key. positions int64 [t / cp]: position of
-    each local token in its document. index int64 [t / cp], on the host: its place in the whole row.
-    order int64 [t]: puts the gathered parts of all ranks into the row's order; None if cp is 1.
-    borders int32 [documents + 1]: cu_seqlens of the whole row. longest: tokens of the longest
+    segments: (q0, q1, k0, k1): local queries q0:q1 see keys k0:k1 of the whole row, causally, so
+    that the last query sees the last key. positions int64 [t / cp]: each local token's position in
+    its document. index int64 [t / cp], on the host: each local token's index in the whole row.
+    order int64 [t]: permutes the concatenated parts of all ranks into the row's order; None if cp
+    is 1. borders int32 [documents + 1]: cu_seqlens of the whole row. longest: length of the longest
     document.
     """
 
@@ -326,24 +333,24 @@ class RowLayout:
 
     @functools.cached_property
     def same_length(self) -> int | None:
-        """Tokens per document if this rank has whole documents of equal length; otherwise None."""
+        """The common length of all documents, if they have one and cp is 1; otherwise None."""
         lengths = {q1 - q0 for q0, q1, _, _ in self.segments}
         return self.longest if self.order is None and len(lengths) == 1 else None
 
     @functools.cached_property
     def documents(self) -> torch.Tensor:
-        """int64 [t]: the document index of each token in the whole row."""
+        """int64 [t]: for each token of the whole row the index of its document."""
         length = len(self.index if self.order is None else self.order)
         places = torch.arange(length, device=self.borders.device)
         return torch.bucketize(places, self.borders[1:], right=True)
 
     @functools.cached_property
     def varlen(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, int]:
-        """(cu_seqlens of queries, of keys, key places, longest query run, longest key run) for a
-        varlen kernel.
+        """Arguments for a varlen attention kernel: (cu_seqlens of queries, cu_seqlens of keys, key
+        indices, longest query segment, longest key segment).
 
-        cu_seqlens are int32. key places, int64, are the indices of the keys of all segments, one
-        segment after another; None if cp is 1, because keys are in order.
+        cu_seqlens are int32. Key indices, int64, gather the keys of all segments from the whole
+        row; None if cp is 1, because keys are in order then.
         """
         if self.order is None:
             return self.borders, self.borders, None, self.longest, self.longest
@@ -359,8 +366,9 @@ class RowLayout:
 
     @functools.cached_property
     def varlen_of_graph(self) -> tuple[torch.Tensor, int]:
-        """(cu_seqlens int32, longest) of a row in order, both rounded up: empty documents are added
-        at the end. So a kernel compiled for one shape serves many rows."""
+        """(cu_seqlens int32, longest document), both rounded up to few sizes, so that a kernel
+        compiled for fixed shapes serves many rows. Empty documents are appended to cu_seqlens. Only
+        for cp 1."""
         count = len(self.borders) - 1
         more = _rounded(count, GRAPH_DOCUMENTS) - count
         borders = torch.cat((self.borders, self.borders[-1:].expand(more)))
@@ -368,12 +376,14 @@ class RowLayout:
 
 
 def _borders(lengths: torch.Tensor) -> torch.Tensor:
-    """int32 [n + 1]: cu_seqlens for n lengths."""
+    """int32 [n + 1]: cu_seqlens (cumulative sums from 0) for n lengths."""
     return F.pad(lengths.cumsum(0), (1, 0)).int()
 
 
 def _chunks(cu: tuple[int, ...], cp_size: int, cp_rank: int) -> Iterator[tuple[int, int, int]]:
-    """(start of its document, start, end) of each chunk of a rank, as places in the whole row."""
+    """Yield (document start, chunk start, chunk end), indices in the whole row, for each chunk that
+    a context-parallel rank holds. A chunk is a whole document if cp_size is 1. Raises ValueError if
+    a document cannot be cut into 2 * cp_size equal chunks."""
     for start, end in itertools.pairwise(cu):
         if cp_size == 1:
             yield start, start, end
@@ -389,13 +399,16 @@ def _chunks(cu: tuple[int, ...], cp_size: int, cp_rank: int) -> Iterator[tuple[i
 
 
 def zigzag(cu: tuple[int, ...], cp_size: int, cp_rank: int) -> torch.Tensor:
-    """int64 [t / cp]: places in the whole row of a rank's tokens, in the rank's order."""
+    """int64 [t / cp]: the tokens that a context-parallel rank holds, in its order, as indices in
+    the whole row."""
     return torch.cat([torch.arange(start, end) for _, start, end in _chunks(cu, cp_size, cp_rank)])
 
 
 @functools.lru_cache(64)
 def row_layout(cu: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.device) -> RowLayout:
-    """The RowLayout of a row with borders `cu` on a context-parallel rank."""
+    """The RowLayout of a packed row on a context-parallel rank. cu: the row's document borders.
+    Tensors for attention are on `device`. Raises ValueError if a document cannot be cut into 2 *
+    cp_size equal chunks."""
     borders = torch.tensor(cu)
     lengths = borders.diff()
     segments = []
@@ -417,7 +430,7 @@ def row_layout(cu: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.de
 
 @dataclass
 class PackedRow(PackedSeqParams):
-    """megatron's PackedSeqParams in its thd format, with the row's layout for attention."""
+    """megatron's PackedSeqParams for the thd format, plus the row's layout for attention."""
 
     layout: RowLayout | None = None
 
@@ -440,8 +453,8 @@ def packed_row(cu: tuple[int, ...], cp_size: int, cp_rank: int, device: torch.de
 
 
 def block_diagonal_mask(cu: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """bool [1, 1, t, t], True means hidden: causal inside each document, and other documents
-    hidden. For models that have no packing."""
+    """bool [1, 1, t, t], True means hidden: a token sees itself and earlier tokens of its document.
+    For models without support for packed rows. cu: document borders."""
     document = torch.arange(len(cu) - 1).repeat_interleave(torch.tensor(cu).diff()).to(device)
     causal = torch.ones(len(document), len(document), dtype=torch.bool, device=device).tril()
     return ~(causal & (document[:, None] == document[None]))[None, None]

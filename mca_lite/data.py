@@ -35,13 +35,14 @@ _shown.maxstring = 600  # maximum characters of a sample in the report
 
 
 class TokenDataset(Subset):
-    """Map-style: `dataset[i]` is a list of documents {"input_ids": int64 [n], "labels": int64 [n]},
-    read from memory-mapped files: one document for a conversation or a text, chosen and rejected
-    for a pair.
+    """A map-style dataset of tokenised samples, read from memory-mapped files. `dataset[i]` is a
+    list of documents {"input_ids": int64 [n], "labels": int64 [n]}, which may have more columns. A
+    text or a conversation is one document; a preference pair is two, chosen and rejected.
 
-    shards: each has the same number of documents per sample. index: int64, the samples in order,
-    numbered through all shards (None: all samples). ends: the number after each shard's last
-    sample. num_tokens counts inputs, num_trained_tokens counts labels other than IGNORE_INDEX.
+    shards: token-cache shards, one per dataset, with the same number of documents per sample.
+    index: int64, which samples to use, in order, counted through all shards (None: all). ends:
+    cumulative shard sizes. num_tokens counts input_ids, num_trained_tokens counts labels other than
+    IGNORE_INDEX.
     """
 
     def __init__(self, shards: list[Shard], index: np.ndarray | None = None) -> None:
@@ -52,7 +53,8 @@ class TokenDataset(Subset):
 
     @property
     def document_lengths(self) -> np.ndarray:
-        """int64 [samples, documents per sample]: input counts, without reading the samples."""
+        """int64 [samples, documents per sample]: the number of input_ids in each document. It comes
+        from the cache's index; no sample is read."""
         return np.concatenate([shard.document_lengths for shard in self.shards])[self.indices]
 
     @property
@@ -61,25 +63,26 @@ class TokenDataset(Subset):
 
     @property
     def lengths(self) -> np.ndarray:
-        """int64 [samples]: inputs per sample, summed over its documents."""
+        """int64 [samples]: the number of input_ids per sample, summed over its documents."""
         return self.document_lengths.sum(axis=1)
 
     @property
     def work(self) -> np.ndarray | None:
-        """work_of() per pair, so that BatchPlan can balance ranks; None for samples of one
-        document, which keep their order."""
+        """float64 [samples, 2] for pairs: tokens, and the sum of squared document lengths.
+        BatchPlan balances data-parallel ranks by them. None for samples of one document, which are
+        not balanced."""
         return None if self.documents_per_sample == 1 else work_of(self.document_lengths)
 
     @property
     def fingerprint(self) -> str:
-        """A name for the samples' tokens, their order and the tokenising code: a key for results
-        computed from them."""
+        """A hash of the samples, their order and the tokenising code. It is a cache key for results
+        that are computed from the samples, such as reference log-probabilities."""
         return self._digest([shard.folder.name for shard in self.shards])
 
     @property
     def identity(self) -> str:
-        """A name for the samples by files, keys, tokenizer and order. A resumed run must have the
-        same identity, but may have newer code."""
+        """A hash of the data's files, options, tokenizer and sample order. A resumed run must have
+        the same identity. Unlike `fingerprint` it does not change with this package's code."""
         return self._digest([shard.identity for shard in self.shards])
 
     def _digest(self, names: list[str]) -> str:
@@ -93,7 +96,7 @@ class TokenDataset(Subset):
 
     @property
     def learned(self) -> np.ndarray:
-        """int64 [samples]: labels per sample other than IGNORE_INDEX."""
+        """int64 [samples]: trained tokens per sample, which are labels other than IGNORE_INDEX."""
         return np.concatenate([shard.learned for shard in self.shards])[self.indices]
 
     @property
@@ -102,19 +105,25 @@ class TokenDataset(Subset):
 
     @property
     def has_media(self) -> bool:
-        """True if any document of the shards has an input other than text."""
+        """True if any document in the shards has an image or another input that is not text;
+        samples that `index` leaves out count too."""
         return any(shard.media_end[-1] for shard in self.shards)
 
     def subset(self, index: Any) -> "TokenDataset":
-        """The samples at the given positions, in the given order; positions may repeat."""
+        """A dataset of the samples at positions `index`, in that order. A position may occur more
+        than once."""
         return TokenDataset(self.shards, self.indices[index])
 
 
 def split_off(
     dataset: TokenDataset, val_size: float, seed: int
 ) -> tuple[TokenDataset, TokenDataset]:
-    """(train, eval): a seeded random choice of val_size samples for eval (a fraction if below 1,
-    else a count). Each part keeps the dataset's order."""
+    """Split a dataset at random, but reproducibly by seed -> (train, eval). Both parts keep the
+    dataset's order.
+
+    val_size: eval's share of the samples if below 1, otherwise their count; at least one sample.
+    Raises ConfigError if nothing is left to train on.
+    """
     count = round(len(dataset) * val_size) if val_size < 1 else int(val_size)
     count = max(count, 1)
     if count >= len(dataset):
@@ -129,8 +138,12 @@ def split_off(
 
 
 def mix(dataset: TokenDataset, data_args: Keys, seed: int) -> tuple[TokenDataset, list[str]]:
-    """(dataset, report lines): the samples of several shards in the turns of mix_strategy. Each
-    shard is read in its order, and again from its start if the strategy repeats it."""
+    """Interleave the samples of a dataset's shards by the key mix_strategy -> (dataset of one
+    epoch, report lines). A shard is read in order, and again from its start if the strategy repeats
+    samples. The strategy "concat" changes nothing.
+
+    Raises ConfigError if `dataset` has no sample of some shard.
+    """
     strategy = data_args.mix_strategy
     if strategy == "concat":
         return dataset, []
@@ -158,8 +171,9 @@ def mix(dataset: TokenDataset, data_args: Keys, seed: int) -> tuple[TokenDataset
 
 
 def tokens_of(document: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """(tokens, True per token with loss) of a document with shifted labels, both [n + 1]; [n] if
-    the last label is IGNORE_INDEX, because the document does not have that token then."""
+    """Undo the shift of a document's labels -> (tokens, bool mask of tokens with loss), both [n +
+    1] for n input_ids. Both are [n] if the last label is IGNORE_INDEX, because the token after the
+    last input is unknown then."""
     tokens = np.append(document["input_ids"], document["labels"][-1:])
     trained = np.append(False, document["labels"] != IGNORE_INDEX)
     count = len(tokens) - int(not trained[-1])
@@ -169,8 +183,8 @@ def tokens_of(document: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
 def marked_runs(
     tokens: np.ndarray, trained: np.ndarray, tokenizer: PreTrainedTokenizerBase, media: Media = TEXT
 ) -> list[tuple[str, bool]]:
-    """(text, True if it has loss) per run of tokens with loss or without. A run of placeholders is
-    shown as one token and a count."""
+    """Decode tokens in runs -> [(text, True if it has loss)]. A run ends where loss begins or ends,
+    or at image placeholders, which are shown as one token and a count: "<|image_pad|> x 64"."""
     is_placeholder = np.isin(tokens, media.token_ids)
     borders = np.flatnonzero(np.diff(trained) | np.diff(is_placeholder)) + 1
     runs = []
@@ -186,7 +200,8 @@ def marked_runs(
 def show_document(
     document: dict[str, Any], tokenizer: PreTrainedTokenizerBase, media: Media = TEXT
 ) -> str:
-    """A document as text, with «» around text with loss, and shortened in the middle if long."""
+    """A document as text for a report, quoted as by repr(): text with loss stands in «», and a long
+    document is shortened in the middle."""
     text = ""
     for piece, is_trained in marked_runs(*tokens_of(document), tokenizer, media):
         text += f"«{piece}»" if is_trained else piece
@@ -196,7 +211,8 @@ def show_document(
 def describe_files(
     spec: DatasetSpec, formats: list[str], facts: str, objective: Objective
 ) -> list[str]:
-    """Report lines for a dataset: the format of each file, then `facts`."""
+    """Report lines for a dataset: each file with its record format, then a line with `facts`.
+    formats: one per file of `spec`."""
     ending = "-chosen-rejected records" if objective.has_pairs else " records"
     files = zip(spec.files, formats, strict=True)
     return [*(f"{file}: {form}{ending}" for file, form in files), f"{spec.name}: {facts}"]
@@ -219,7 +235,8 @@ def _describe_shard(
 def show_samples(
     samples: Iterable[list[dict[str, Any]]], tokenizer: PreTrainedTokenizerBase, media: Media = TEXT
 ) -> list[str]:
-    """Report lines with the text of each document."""
+    """Report lines with the text of a dataset's first sample: one line, or for a pair one each for
+    chosen and rejected. samples: that sample, or nothing."""
     documents = list(itertools.chain(*samples))
     names = SIDES if len(documents) > 1 else ("sample",)
     return [
@@ -233,8 +250,9 @@ def show_samples(
 
 @dataclass
 class DatasetBundle:
-    """The datasets of a run, from load_datasets. report: lines for one rank to print. media: how
-    the model reads inputs other than text."""
+    """The datasets of a run, as load_datasets returns them; None for a set that the keys do not
+    name. eval is a dict, name -> dataset, with eval_on_each_dataset. report: lines for one rank to
+    print. media: reads the model's inputs other than text."""
 
     train: TokenDataset | Packs | Stream | None
     # a dict has one dataset per name, with eval_on_each_dataset
@@ -256,15 +274,15 @@ def load_datasets(
     media: Media = TEXT,
     stream_args: Any = None,
 ) -> DatasetBundle:
-    """The datasets of a run, tokenised or from the cache, with report lines.
+    """Load the data of a run: tokenise the files, or read their tokens from the cache.
 
-    data_args: DataArguments. stage: a name in OBJECTIVES; it decides what a sample is. tokenizer:
-    its chat template is set from the keys, in place, so that an export has it. media: the model's.
-    stream_args: StreamArguments, or None if nothing is streamed. Not collective: one of the
-    processes that share cache_dir tokenises, and the others wait for its files. Splitting by
-    val_size and mixing depend on the seed and the files alone.
+    data_args: DataArguments. stage: a row of OBJECTIVES, such as "sft"; it decides what a sample
+    is. tokenizer: its chat template may be replaced in place, as the keys say, so that an export
+    has it too. seed: for val_size and mixing. media: the model's. stream_args: StreamArguments;
+    None: nothing is streamed. Not collective: one of the processes that share cache_dir tokenises,
+    and the others wait for its files.
 
-    Raises ConfigError for wrong keys; ValueError with file and line for unusable input.
+    Raises ConfigError for wrong keys; ValueError for unusable input or a dataset without samples.
     """
     world.end_second_run()
     objective = objective_of(stage)
@@ -326,7 +344,8 @@ def load_datasets(
 
 
 def _counted(name: str, dataset: TokenDataset, objective: Objective) -> str:
-    """A report line with a dataset's size. Raises ConfigError if it is too small for the stage."""
+    """A report line with a dataset's size. Raises ConfigError if it has fewer samples than the
+    stage needs."""
     least = objective.least_samples
     if len(dataset) < least:
         reason = f"samples of {name}: stage {objective.stage} compares {least} or more"

@@ -40,9 +40,9 @@ _DRAWS = 1000  # drawn at once, as Hugging Face's datasets does
 
 
 def documents_of(sample: Any) -> list[Mapping[str, Any]]:
-    """The documents of a sample: a list of documents, one document {"input_ids", "labels"}, a pair
-    {"chosen", "rejected"}, or a list of pairs. Other columns of a pair are copied to both
-    documents. Raises ValueError for anything else."""
+    """A sample as a list of documents. Accepted are a list of documents, one document {"input_ids",
+    "labels"}, a pair {"chosen", "rejected"}, or a list of pairs; a pair's other columns are copied
+    to both of its documents. Raises ValueError for anything else."""
     if isinstance(sample, (list, tuple)):
         return [document for part in sample for document in documents_of(part)]
     columns = sample.keys() if isinstance(sample, Mapping) else set()
@@ -59,12 +59,13 @@ def documents_of(sample: Any) -> list[Mapping[str, Any]]:
 
 
 def _given_by(giver: str) -> dict[str, Column]:
-    """The columns that `giver`, a "sample" or a "collator", may provide."""
+    """The columns that `giver`, "sample" or "collator", may contain: {name: Column}."""
     return {name: column for name, column in COLUMNS.items() if giver in column.given_by}
 
 
 def _refuse_columns(whose: str, columns: Mapping[str, Any], known: Collection[str]) -> None:
-    """Raise ValueError for columns that have values and are neither known nor harmless."""
+    """Raise ValueError for columns that have values, are not in `known`, and are not harmless (such
+    as an "id"). Otherwise they would be ignored in silence."""
     passing = _HARMLESS.union(known)
     more = [name for name in columns if name not in passing]
     more = [name for name in more if str(columns[name]) not in _NOTHING]
@@ -77,8 +78,9 @@ def _refuse_columns(whose: str, columns: Mapping[str, Any], known: Collection[st
 
 
 def _row(sample: Any) -> dict[str, torch.Tensor]:
-    """A sample's documents concatenated: columns per token [n], other columns [documents];
-    attention_mask has each token's document number, from 1."""
+    """The documents of a sample joined into one row: columns per token [n], columns per document
+    [documents], image columns concatenated; attention_mask has each token's document number, from
+    1. Raises ValueError for unknown columns, wrong values, or an empty document."""
     documents = documents_of(sample)
     given = _given_by("sample")
     for document in documents:
@@ -107,8 +109,8 @@ def _row(sample: Any) -> dict[str, torch.Tensor]:
 
 
 def _is_given(name: str, documents: Sequence[Mapping[str, Any]]) -> bool:
-    """True if every document of a sample has column `name`. Raises ValueError if only
-    some have it."""
+    """True if every document of a sample has column `name`, False if none has. Raises ValueError if
+    only some have it, except for attention_mask: False then."""
     lacking = [i for i, document in enumerate(documents) if document.get(name) is None]
     is_lost = 0 < len(lacking) < len(documents) and name not in _NUMBERED
     expect(
@@ -120,8 +122,9 @@ def _is_given(name: str, documents: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _value(name: str, column: Column, value: Any, length: int) -> torch.Tensor:
-    """A document's column as a tensor: [length] if it is per token, else [1]. None becomes the
-    column's default. Raises ValueError for another shape, or values that the dtype cannot hold."""
+    """A document's column as a tensor: [length] if it is per token, with further dimensions if the
+    column has them; otherwise [1]. None becomes the column's default, and a single number is
+    repeated. Raises ValueError for another shape, or values that the dtype cannot hold."""
     if value is None:
         value = column.default
     if column.per != "token":
@@ -152,10 +155,10 @@ class Collator:
 
     attention_mask: number of each token's document in its row, from 1; 0 for padding. A sample of
     one document may bring its own numbers. Labels of padding are IGNORE_INDEX.
-    The batch also has registered columns, the loss columns that every document has (such as
-    "reference", the log-probability under a reference model), and columns for pictures. A column
-    is [b, s] if it is per token, [b, most documents per row] if it is per document, and
-    concatenated over rows if it is for pictures.
+    The batch also has registered columns, columns that a loss reads (such as "reference", the
+    log-probability under a reference model), and columns for images. A column is [b, s] if it is
+    per token, [b, most documents per row] if it is per document, and concatenated over rows if it
+    is for images.
     Raises ValueError for anything but samples, and for a loss column that only some documents have.
     """
 
@@ -191,7 +194,8 @@ class Limits(NamedTuple):
 
     @classmethod
     def of(cls, hf_config: dict[str, Any]) -> "Limits":
-        """The limits in a config.json; a key that it lacks sets no limit."""
+        """The limits in a model's config.json, given as a dict. A key that it lacks sets no limit;
+        without vision_config the model takes no inputs other than text."""
         whole = _without_nulls(hf_config)
         keys = _without_nulls(whole.get("text_config", whole))
         positions = keys.get("max_position_embeddings", math.inf)
@@ -205,14 +209,14 @@ class Limits(NamedTuple):
         )
 
     def within(self, other: "Limits") -> "Limits":
-        """The limits for text that two models both read: the smaller vocab_size and positions.
-        has_inputs is this model's.
-        """
+        """The limits for text that two models both read: the smaller vocab_size and the smaller
+        number of positions. has_inputs stays this model's."""
         vocab_size = min(self.vocab_size, other.vocab_size)
         return Limits(vocab_size, min(self.positions, other.positions), self.has_inputs)
 
     def check_positions(self, longest: int) -> None:
-        """Raise ValueError if the longest document has more tokens than the model has positions."""
+        """Raise ValueError if `longest`, the length of the longest document, is above the model's
+        number of positions."""
         expect(
             longest <= self.positions,
             f"a document of {longest:,} tokens: the model has {self.positions:,} positions "
@@ -228,11 +232,12 @@ def _without_nulls(keys: dict[str, Any]) -> dict[str, Any]:
 def check_batch(
     batch: Mapping[str, Any], packs: bool, limits: Limits, unread: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The columns of a collated batch as tensors. Raises ValueError for a batch that would silently
-    train wrong, or fail in the model.
+    """Check a collated batch -> {column: tensor}, with attention_mask and registered columns added
+    if they are absent. Raises ValueError for a batch that would silently train wrong, or fail in
+    the model.
 
-    packs: True if a row may hold several documents, numbered by attention_mask. unread: this
-    package's columns that the stage's loss does not read.
+    packs: True if a row may hold several documents, numbered by attention_mask. unread: columns of
+    this package that the stage's loss does not read.
     """
     if not isinstance(batch, Mapping):
         raise ValueError(f"the data collator gave {batch!r:.100}: expected a mapping of columns")
@@ -286,8 +291,8 @@ def check_batch(
 
 
 def _checked(name: str, column: Column, batch: Batch) -> torch.Tensor:
-    """A registered column of a batch: [b, s] if it is per token, else [b, most documents per row].
-    Raises ValueError for another shape."""
+    """A registered column of a batch, or its default, expanded to [b, s] if it is per token,
+    otherwise to [b, most documents per row]. Raises ValueError if it has another shape."""
     shape = list(batch["attention_mask"].shape)
     given = batch.get(name, column.default)
     try:
@@ -305,8 +310,9 @@ def _checked(name: str, column: Column, batch: Batch) -> torch.Tensor:
 
 
 def _check_shift(batch: Batch) -> None:
-    """Raise ValueError for labels that are not shifted. (transformers' models shift labels
-    themselves; these models do not.)"""
+    """Raise ValueError if labels look unshifted: they equal input_ids at every trained position,
+    and are not the tokens after these. Hugging Face's models shift labels inside; here labels[t]
+    must already be the target of position t."""
     ids = batch["input_ids"]
     labels = batch["labels"]
     mask = batch["attention_mask"]
@@ -324,7 +330,8 @@ def _check_shift(batch: Batch) -> None:
 
 
 def _check_limits(batch: Batch, limits: Limits) -> None:
-    """Raise ValueError for ids, labels, documents or pictures outside the model's limits."""
+    """Raise ValueError for a batch outside the model's limits: documents too long, image columns
+    for a text model, and, checked on the CPU only, ids or labels outside the vocabulary."""
     expect(
         limits.has_inputs or not any(map(is_of_inputs, batch)),
         "a batch has pixel_values or image_grid_thw, and the model reads text: its config.json has "
@@ -351,8 +358,8 @@ def _check_limits(batch: Batch, limits: Limits) -> None:
 
 
 def count_tokens(batch: Batch) -> tuple[int, int, int, int]:
-    """(tokens, sum of squared document lengths, picture patches, sum of squared patches per
-    picture) of a checked batch, without padding."""
+    """(tokens, sum of squared document lengths, image patches, sum of squared patches per image or
+    video frame) of a checked batch, without padding."""
     lengths = list(itertools.chain(*document_lengths(batch["attention_mask"])))
     grids = [batch[name] for name in ("image_grid_thw", "video_grid_thw") if name in batch]
     # patches see those of their frame alone
@@ -365,14 +372,15 @@ def count_tokens(batch: Batch) -> tuple[int, int, int, int]:
 
 
 class Turns:
-    """Iterates over dataset indices: the dataset of each next sample, until the epoch ends.
+    """Iterates over the indices of mixed datasets: from which one to take each next sample, until
+    the epoch ends.
 
     strategy, as in LLaMA-Factory: concat takes one dataset after another; interleave_under,
-    interleave_over and interleave_once are interleave_datasets of Hugging Face with
-    first_exhausted, all_exhausted and all_exhausted_without_replacement. Without weights datasets
-    take turns and the last round is completed; with weights each turn is drawn, reproducibly by
-    seed. The caller adds a dataset to `exhausted` once it has used its last sample, and starts that
-    dataset again. taken: turns so far.
+    interleave_over and interleave_once are Hugging Face's interleave_datasets with first_exhausted,
+    all_exhausted and all_exhausted_without_replacement. Without weights datasets take turns, and
+    under and over complete the last round; with weights each turn is drawn, reproducibly by seed.
+    The caller adds a dataset to `exhausted` once it has used its last sample; if the dataset's turn
+    comes again, the caller starts it from its beginning. taken: turns so far.
     """
 
     def __init__(
@@ -414,13 +422,13 @@ def _drawn(weights: Sequence[float], seed: int) -> Iterator[int]:
 
 @dataclass(eq=False)
 class BatchPlan:
-    """The sample indices of each micro-batch on this data parallel rank. Pure arithmetic.
+    """Assigns samples to the micro-batches of one data-parallel rank. Pure arithmetic.
 
-    Step i of an epoch takes samples order[i * G] to order[(i + 1) * G], with G = micro_batch_size *
-    accumulation * dp_size; micro-batch m of rank r takes those from (m * dp_size + r) *
-    micro_batch_size on. So layouts with the same G have the same samples in a step. The last step
-    of an epoch has only as many micro-batches as it needs, equally many per rank; FILLER stands for
-    missing samples.
+    Step i of an epoch takes samples order[i * G] to order[(i + 1) * G - 1], with G =
+    micro_batch_size * accumulation * dp_size; micro-batch m of rank r takes those from (m * dp_size
+    + r) * micro_batch_size on. So layouts with the same G have the same samples in a step. The last
+    step of an epoch has only as many micro-batches as it needs, equally many per rank; FILLER
+    stands for missing samples.
 
     costs: one value per sample. If given, a step's samples are sorted by falling cost, and in each
     micro-batch the costliest go to the rank with the least cost so far: the step has the same
@@ -443,21 +451,24 @@ class BatchPlan:
         self.steps_per_epoch = math.ceil(self.num_samples / self.global_batch_size)
 
     def order(self, epoch: int) -> Sequence[int]:
-        """The permutation of an epoch's samples; the identity if shuffle is False."""
+        """The order of an epoch's samples: a permutation from seed and epoch, or 0, 1, 2, ... if
+        shuffle is False."""
         if not self.shuffle:
             return range(self.num_samples)  # a range, because a stream may have very many samples
         return _shuffled(self.num_samples, self.seed, epoch)
 
     def num_samples_of(self, i: int) -> int:
-        """Samples in step i of an epoch over all ranks, without fillers."""
+        """The number of samples in step i of an epoch, over all data-parallel ranks and without
+        fillers."""
         return min(self.global_batch_size, self.num_samples - i * self.global_batch_size)
 
     def num_micro_batches(self, i: int) -> int:
-        """Micro-batches per rank in step i of an epoch."""
+        """The number of micro-batches per rank in step i of an epoch."""
         return math.ceil(self.num_samples_of(i) / (self.micro_batch_size * self.dp_size))
 
     def step(self, epoch: int, i: int) -> list[list[int]]:
-        """This rank's micro-batches in step i of an epoch: lists of sample indices or FILLER."""
+        """This rank's micro-batches in step i of an epoch: lists of sample indices, FILLER for a
+        missing sample."""
         first = i * self.global_batch_size
         count = self.num_micro_batches(i)
         chosen = np.full((count, self.dp_size, self.micro_batch_size), FILLER, dtype=np.int64)
@@ -481,7 +492,8 @@ def _shuffled(num_samples: int, seed: int, epoch: int) -> np.ndarray:
 
 @dataclass
 class _MicroBatches:
-    """A DataLoader's batch sampler: the plan's micro-batches from a position on."""
+    """A DataLoader's batch sampler: yields the plan's micro-batches, lists of sample indices, from
+    a given epoch and step on. num_epochs: where to end, counted from epoch 0; None: never."""
 
     plan: BatchPlan
     start_epoch: int
@@ -499,8 +511,9 @@ class _MicroBatches:
 
 
 class _Filled(Dataset):
-    """A dataset with a user's collate function. `self[i]` is (i, sample); FILLER gives sample 0,
-    and its collated row loses its labels. An error in the collate function names the samples."""
+    """A dataset with a user's collate function, for plans with fillers. `self[i]` is (i, sample);
+    FILLER gives sample 0. collate() masks a filler's row: labels IGNORE_INDEX, attention_mask 0. A
+    ValueError of the user's function gets the sample indices added."""
 
     def __init__(self, dataset: Any, collate: Callable[..., Any]) -> None:
         self.dataset = dataset
@@ -534,7 +547,8 @@ class _Filled(Dataset):
 
 
 def _sample_of(is_filler: bool, sample: Any) -> Any:
-    """The sample; a filler without its pictures, because the batch does not have their tokens."""
+    """The sample; for a filler without its image columns, because a filler's image tokens are
+    masked."""
     if not is_filler:
         return sample
     try:
@@ -563,8 +577,9 @@ def make_loader(
 
     It ends with epoch num_epochs - 1 (counted from the run's start); None: never.
     plan.num_micro_batches(i) tells how many belong to step i. dataset: any map-style dataset.
-    collate: list of its samples -> mapping. A FILLER is collated as sample 0, and its row of
-    batch["labels"] becomes IGNORE_INDEX. Raises ValueError for a dataset without a length.
+    collate: list of its samples -> mapping. A FILLER is collated as sample 0, with its row's labels
+    set to IGNORE_INDEX and its attention_mask to 0. Raises ValueError for a dataset without a
+    length.
     """
     expect(
         hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"),
@@ -589,7 +604,7 @@ def make_loader(
 
 @runtime_checkable
 class Stream(Protocol):
-    """A training set without a length, which has its own order and micro-batches."""
+    """Interface of a training set without a length, which makes its own order and micro-batches."""
 
     def loader(
         self,
@@ -599,25 +614,26 @@ class Stream(Protocol):
         num_workers: int,
         speaks: bool,
     ) -> Any:
-        """An iterable of this rank's micro-batches from a position on; "data_position" in each is
-        the start of the next step.
+        """An endless iterable of this rank's micro-batches from a position on. "data_position" in
+        each is the position at the start of the next step.
 
         plan: batch sizes and ranks. state: the data_position of a micro-batch; None: the beginning.
-        speaks: if True, print counts of bad records. Raises ValueError if `state` is not a position
-        of a stream.
+        num_workers: above 0, batches are prefetched in another process. speaks: print what is found
+        about records (unusable, cut, ...). Raises ValueError if `state` is not a position of a
+        stream.
         """
 
     def describe(self) -> str:
-        """A line for the summary at the start of a run."""
+        """A line about the stream for the summary at a run's start."""
 
 
 class Packs(Dataset):
-    """The samples of a dataset packed into rows of at most `capacity` tokens: `packed[i]` is a list
-    of documents, all those of row i's samples.
+    """The samples of a dataset packed into rows of at most `capacity` tokens. `packed[i]` lists the
+    documents of all samples in row i.
 
     dataset: map-style, with document_lengths (int64 [samples, documents per sample]), num_tokens,
     num_trained_tokens and fingerprint, as TokenDataset has them. packs: the sample indices in each
-    row. work: float64 [rows, 2], work_of() summed per row. padding_fraction: unused positions / all
+    row. work: float64 [rows, 2], work_of() summed per row. padding_fraction: the share of unused
     positions, if every row had `capacity`.
     """
 
@@ -645,14 +661,15 @@ class Packs(Dataset):
         return [document for j in self.packs[i] for document in documents_of(self.dataset[int(j)])]
 
     def over(self, dataset: Any) -> "Packs":
-        """The same rows over another view of the samples."""
+        """Packs with the same rows of samples that reads them from another dataset."""
         packs = copy.copy(self)
         packs.dataset = dataset
         return packs
 
 
 def work_of(document_lengths: np.ndarray) -> np.ndarray:
-    """float64 [samples, 2]: tokens per sample, and the sum of its squared document lengths.
+    """The sizes that determine a sample's training cost: float64 [samples, 2], its tokens and the
+    sum of its squared document lengths.
 
     document_lengths: int [samples, documents per sample].
     """
@@ -661,18 +678,20 @@ def work_of(document_lengths: np.ndarray) -> np.ndarray:
 
 
 def samples_of(dataset: Any) -> Any:
-    """The dataset of samples inside Packs; otherwise the dataset itself."""
+    """The dataset whose samples a Packs joins into rows; any other dataset itself."""
     return dataset.dataset if isinstance(dataset, Packs) else dataset
 
 
 def with_samples(dataset: Any, change: Callable[..., Any]) -> Any:
-    """The dataset with its samples replaced by change(samples); packs stay as they are."""
+    """The dataset with its samples replaced by change(samples). Packs keep their rows of sample
+    indices, so that their number of samples must stay the same."""
     samples = change(samples_of(dataset))
     return dataset.over(samples) if isinstance(dataset, Packs) else samples
 
 
 class View(Dataset):
-    """A view of a dataset whose documents have other columns."""
+    """Base class for views of a dataset that change the columns of its documents; work and identity
+    are those of the dataset, or None."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -684,11 +703,11 @@ class View(Dataset):
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> list[np.ndarray]:
-    """Sample indices for each pack, whose lengths sum to at most `capacity`; deterministic.
+    """Pack samples by length -> int64 sample indices per pack; the lengths in a pack sum to at most
+    `capacity`. Deterministic.
 
     Best fit, longest first: a sample goes into the fullest pack that has room for it, or opens a
-    new pack. Open packs are listed by free space. Raises ValueError for a sample longer than
-    capacity.
+    new pack. Raises ValueError for a sample longer than capacity.
     """
     if lengths.max(initial=0) > capacity:
         raise ValueError(

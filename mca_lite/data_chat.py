@@ -85,12 +85,13 @@ For each function call, return a json object with function name and arguments wi
 
 @dataclass
 class _Style:
-    """A template's way to write an assistant's turn, from a trial with one question and one answer.
+    """The text that a chat template writes around an answer, from a trial with one question and one
+    answer.
 
-    prompted: True if the prompt is rendered with add_generation_prompt. header: the end of that
-    prompt, which opens an answer. lead: untrained text between the prompt and the answer. closing:
-    the end-of-turn token. inner: the same for answers that are not the last. tail: all text after
-    the answer.
+    prompted: True if the prompt with add_generation_prompt is the beginning of the conversation.
+    header: the text that add_generation_prompt adds, which opens an answer. lead: untrained text
+    between the prompt and the answer. closing: the end-of-turn token. inner: the same for answers
+    that are not the last. tail: all text after the answer.
     """
 
     prompted: bool
@@ -102,11 +103,10 @@ class _Style:
 
 
 class Rendered(NamedTuple):
-    """A document as text. spans: [start, end) in characters, to be trained. is_plain: True if no
-    template wrote the text, so that the tokenizer must add special tokens. media: inputs other than
-    text, in order. lacks_thinking: True if the template drops an answer's thinking even while it is
-    the last one; strips_thinking: True if it drops thinking of earlier turns.
-    """
+    """A document as text. spans: [start, end) in characters, the text to train. is_plain: True if
+    no template wrote the text, so that the tokenizer must add special tokens. media: inputs other
+    than text, in order. lacks_thinking: True if the template drops an answer's thinking even while
+    it is the last message; strips_thinking: True if it drops thinking of earlier turns."""
 
     text: str
     spans: list[tuple[int, int]]
@@ -117,8 +117,9 @@ class Rendered(NamedTuple):
 
 
 def in_time(render: Callable[[], T], place: Callable[[], str]) -> T:
-    """The result of render(), run in a thread. Raises ValueError if place(), which names the record
-    at work, does not change for RENDER_S seconds."""
+    """The result of render(), run in a thread, or its exception. Raises ValueError if place(),
+    which names the record at work, does not change for RENDER_S seconds: a chat template may never
+    end."""
     answer: futures.Future[T] = futures.Future()
 
     def work() -> None:
@@ -144,11 +145,12 @@ def in_time(render: Callable[[], T], place: Callable[[], str]) -> T:
 def chat_renderer(
     tokenizer: PreTrainedTokenizerBase, data_args: Keys, media: Media = TEXT
 ) -> tuple["ChatRenderer", list[str]]:
-    """(the run's renderer, report lines), from the DataArguments' keys. Sets the tokenizer's chat
-    template from these keys, in place. media: the model's.
+    """(the run's ChatRenderer, report lines), from the DataArguments. The tokenizer's chat template
+    is set from the keys, in place. media: the model's.
 
-    Raises ConfigError for an unreadable template file; ValueError for a tokenizer without character
-    offsets or template, and for a template that does not end.
+    Raises ConfigError for an unreadable template file or a wrong end_of_answer; ValueError for a
+    tokenizer without character offsets, an unknown `template`, and a template that fails or does
+    not end.
     """
     report = _set_template(tokenizer, data_args.chat_template, data_args.template)
     ends = data_args.end_of_answer
@@ -173,7 +175,9 @@ def _set_template(
     """Set the tokenizer's chat template from the keys, in place -> report lines.
 
     chat_template: a built-in template's name, a jinja text or a file; it replaces the tokenizer's.
-    template: a LLaMA-Factory name; its built-in template is used if the tokenizer has none.
+    template: a LLaMA-Factory name; its built-in template is used if the tokenizer has none and
+    chat_template is not set. Raises ConfigError for an unreadable file, ValueError for a name that
+    is not built in.
     """
     if template and not chat_template:
         if tokenizer.chat_template:
@@ -209,8 +213,8 @@ class ChatRenderer:
     """Renders conversations with the tokenizer's chat template, and finds the spans of the answers.
 
     enable_thinking: a variable of the template; None: not passed. media: the model's. ends: if
-    given, each answer ends with one of these tokens. Raises ValueError for a tokenizer without
-    character offsets (one that is not fast).
+    given, each answer ends with one of these tokens; the first is added where none follows. Raises
+    ValueError for a tokenizer without character offsets (one that is not fast).
     """
 
     def __init__(
@@ -235,27 +239,30 @@ class ChatRenderer:
         self._template = ""
 
     def render(self, conversation: Conversation, trained: str, where: str) -> list[Rendered]:
-        """The samples of a conversation. trained: "all" trains all its text, "answers" each answer,
-        "last" the last one, each with the end-of-turn token. Messages of weight 0 are not trained.
+        """Render a conversation as text with the spans to train -> its samples. trained: "all"
+        trains all text, "answers" each answer, "last" the last one, each with the end-of-turn
+        token. Messages of weight 0 are not trained.
 
-        There is one sample, unless the template strips thinking from earlier turns. Then each turn
-        is trained in the sample where it follows the same history as at inference. Raises
-        ValueError with the place `where`.
+        There is one sample, except with "answers" if the template strips thinking from earlier
+        turns: then each answer is trained in a sample that ends early enough to keep its thinking,
+        as at inference. Raises ValueError with the place `where`.
         """
         if conversation.is_plain:
             return [self._plain(conversation.messages, trained)]
         return self._in_words(conversation, where, lambda one: one.samples(conversation, trained))
 
     def prompt(self, conversation: Conversation, where: str) -> str:
-        """The text of a conversation up to the assistant's next answer, with thinking and tools as
-        in training. Raises ValueError with the place `where`."""
+        """The prompt for the assistant's next answer: the rendered conversation with the generation
+        prompt, thinking and tools written as in training. Raises ValueError with the place `where`.
+        """
         return self._in_words(conversation, where, lambda one: one.open_text(conversation))
 
     def _in_words(
         self, conversation: Conversation, where: str, render: Callable[["ChatRenderer"], T]
     ) -> T:
-        """render(a copy for this conversation); errors become ValueErrors with the
-        place `where`."""
+        """Call `render` with a copy of this renderer that has the conversation's template
+        variables. Errors of the template, and ValueErrors, become ValueErrors with the place
+        `where`."""
         taken = ", ".join(map(repr, sorted(_TAKEN.intersection(conversation.options))))
         expect(
             not taken, f"{where}: chat_template_kwargs: {taken}: expected variables of the template"
@@ -273,7 +280,8 @@ class ChatRenderer:
             raise ValueError(f"{where}: {error}") from error
 
     def reads(self, option: str) -> bool:
-        """True if one of the tokenizer's templates contains `option`, the name of a variable."""
+        """True if the text of one of the tokenizer's chat templates contains `option`, the name of
+        a template variable."""
         return option in str(self.tokenizer.chat_template)
 
     def _plain(self, messages: list[Message], trained: str) -> Rendered:
@@ -287,7 +295,8 @@ class ChatRenderer:
         return Rendered(text, [(start, len(text) + 1)], is_plain=True)
 
     def samples(self, conversation: Conversation, trained: str) -> list[Rendered]:
-        """render(), called on the copy for this conversation."""
+        """Do the work of render() for a conversation with a chat template. It is called on a copy
+        of the renderer, because it sets the copy's template and tools."""
         expect(self.tokenizer.chat_template, _NO_TEMPLATE)
         _check_weights(conversation, trained == "all")
         weights = [conversation.weights.get(n, True) for n in _answers(conversation.messages)]
@@ -326,20 +335,22 @@ class ChatRenderer:
     def _for_template(
         self, conversation: Conversation
     ) -> tuple[list[dict[str, Any]], list[Any] | None]:
-        """A conversation's (messages, tools) in the form that its template takes."""
+        """A conversation's (messages, tools) for its chat template: thinking under the key that the
+        template reads, and thinking or tools as text if the template does not read them."""
         template = self.tokenizer.get_chat_template(tools=conversation.tools)
         messages = [_with_known_keys(m, template) for m in conversation.messages]
         return _for_template(messages, conversation.tools, template)
 
     def open_text(self, conversation: Conversation) -> str:
-        """The text of a conversation up to the assistant's next answer. Sets this renderer's tools,
-        in place: prompt() calls it on a copy that has the conversation's options.
-        """
+        """Do the work of prompt(). It is called on a copy of the renderer that has the
+        conversation's options, because it sets the copy's tools."""
         messages, self._tools = self._for_template(conversation)
         return self._render(messages, prompt=True)
 
     def _check_whole(self, messages: list[Message]) -> None:
-        """Raise ValueError if the template leaves out a message or a tool call."""
+        """Raise ValueError if the template leaves out a message or a tool call. Each text is
+        replaced by a mark, which the rendered conversation must contain; nothing is checked if the
+        template refuses the marks."""
         marks: dict[str, tuple[str, str, str]] = {}  # -> text, role, another mark
         marked = []
         for number, message in enumerate(messages):
@@ -374,8 +385,8 @@ class ChatRenderer:
             )
 
     def _lacks_thinking(self, messages: list[Message], marked: list[dict[str, Any]]) -> bool:
-        """True if the template drops an answer's thinking even if this answer is the last message.
-        marked: the messages from _mark_thinking."""
+        """True if the template drops an answer's thinking even if the conversation ends with this
+        answer. marked: the messages from _mark_thinking. False if the template refuses them."""
         thinks = [n for n in _answers(messages) if marked[n] != messages[n]]
         with contextlib.suppress(TemplateError):  # the template parses the content
             text = self._render(marked) if thinks else ""
@@ -386,12 +397,12 @@ class ChatRenderer:
     def _parts(
         self, messages: list[Message], marked: list[dict[str, Any]]
     ) -> list[tuple[int, int]]:
-        """(end, first) per sample: the messages [:end], of which turns from index `first` on are
-        trained.
+        """Split a conversation into samples so that thinking is trained where the template writes
+        it -> (end, first) per sample: messages[:end], with answers from index `first` on trained.
 
-        A template may strip thinking from earlier turns once another question follows. The last
-        sample is the whole conversation. The sample before it ends with the last turn whose
-        thinking the whole conversation strips, and so on. marked: the messages from _mark_thinking.
+        Some templates strip thinking from earlier turns. The last sample is the whole conversation.
+        The sample before it ends with the last answer whose thinking the whole conversation lacks,
+        and so on. marked: the messages from _mark_thinking.
         """
 
         @functools.cache
@@ -411,7 +422,8 @@ class ChatRenderer:
         return parts
 
     def _sample(self, messages: list[Message], wanted: list[int]) -> Rendered:
-        """A conversation as text, with the spans of the answers at indices `wanted`."""
+        """A conversation as text, with the spans of the answers at indices `wanted`. Raises
+        ValueError if the answers cannot be found in the text."""
         text = self._render(messages)
         self.media.check_rendered(text, messages)
         spans = self._marked_spans(messages)
@@ -437,7 +449,8 @@ class ChatRenderer:
         return Rendered(text, spans)
 
     def end_of_turn(self) -> str:
-        """The template's end-of-turn token; "" if there is none, or no template.
+        """The text with which the template ends an answer, usually one special token such as
+        "<|im_end|>"; "" if it writes nothing there, or there is no template.
 
         Raises ValueError if the template refuses a question with its answer, or does not end.
         """
@@ -490,8 +503,8 @@ class ChatRenderer:
         return self._styles[key]
 
     def _end_of_turn(self, text: str) -> str:
-        """`text` up to the end of its first special token, or of an eos right after special tokens;
-        "" if there is no special token."""
+        """`text` up to the end of its first special token; if special tokens and then eos follow
+        one another there, up to the end of eos. "" if there is no special token."""
         added = map(str, self.tokenizer.added_tokens_decoder.values())
         tokens = {*added, *self.tokenizer.all_special_tokens} - {""}
         # longer tokens first, as they may begin alike; (?!) matches nothing
@@ -502,7 +515,8 @@ class ChatRenderer:
         return text[: found.end()] if found else ""
 
     def _marked_spans(self, messages: list[Message]) -> list[Any]:
-        """The spans of the template's {% generation %} marks, each with its end-of-turn token."""
+        """[start, end) of the text inside the template's {% generation %} marks, extended to the
+        end-of-turn token; [] if the template has no such marks."""
         if not _GENERATION_MARK.search(self._template):
             return []
         # apply_chat_template would give a token mask that reaches to the end of the text if the
@@ -530,14 +544,13 @@ class ChatRenderer:
     def _answer_spans(
         self, text: str, messages: list[Message], numbers: list[int]
     ) -> list[tuple[int, int]]:
-        """[start, end) of the answers at indices `numbers`, located by markers; [] if one cannot be
-        located.
+        """[start, end) of the answers at indices `numbers`, located by markers in their place; []
+        if one cannot be located.
 
-        Each answer begins after its prompt. If any prompt is written differently in the
-        conversation (a system message may move to the last question), each answer begins with its
-        content instead. If some answers have tool calls or thinking, whose content is not where the
-        answer begins, only answers without a prompt do. Raises TemplateError if the template
-        refuses the conversation.
+        An answer begins after its prompt. If a prompt cannot be found in `text` (the template may
+        move a system message to the last question), all answers begin with their content. If that
+        is not possible, because answers have tool calls or thinking, only the answers whose prompt
+        was not found do. Raises TemplateError if the template refuses the conversation.
         """
         ends = []
         at_markers = []  # -1: unknown
@@ -589,10 +602,10 @@ class ChatRenderer:
         return before, name.join(after)  # a tool's result may repeat the function's name
 
     def _prompt(self, text: str, before: str, messages: list[Message], number: int) -> int:
-        """The length of the prompt of answer `number`, with `lead`; -1 if it cannot be located.
+        """The length of answer `number`'s prompt in `text`, or -1 if it cannot be located.
 
-        The prompt is a prefix of `before`. If the history is written differently there, it reaches
-        to the header after the previous message.
+        before: the text before the answer. The prompt is a prefix of it; if the history is written
+        differently there, the prompt ends with the header after the previous message.
         """
         with contextlib.suppress(TemplateError):  # the template may refuse a part
             for prompt in self._prompts(before, messages[:number]):
@@ -604,8 +617,8 @@ class ChatRenderer:
         return start + len(header) if header and text.endswith(after) and start >= 0 else -1
 
     def _prompts(self, before: str, messages: list[Message]) -> Iterator[str]:
-        """The ways in which the prompt of the next answer may be written. It may end with a block
-        of thinking, empty or open, that the history does not have; nor may the history have the
+        """Yield the texts that the prompt of the next answer may have. A prompt may end with a
+        block of thinking, empty or open, that the finished conversation does not have, or lack
         empty blocks before tool calls."""
         style = self._style
         written = []
@@ -640,7 +653,7 @@ def _answers(messages: list[Message]) -> list[int]:
 
 def _with_ends(text: str, spans: list[Any], ends: Sequence[str]) -> tuple[str, list[Any]]:
     """(text, spans): each span is extended by the token of `ends` that follows it. If none follows,
-    ends[0] is written there."""
+    ends[0] is inserted there."""
     ended = []
     moved = 0
     for start, end in spans:
@@ -654,7 +667,7 @@ def _with_ends(text: str, spans: list[Any], ends: Sequence[str]) -> tuple[str, l
 
 
 def _before_answer(content: str) -> str:
-    """The thinking and white space at the start of a message."""
+    """The thinking, up to its last </think>, and the white space at the start of a message."""
     match = re.match(r"(?:.*</think>)?(?:\s*(?=\S))?", content, re.DOTALL)
     return match.group() if match else ""
 
@@ -663,7 +676,8 @@ def _before_answer(content: str) -> str:
 
 
 def _check_weights(conversation: Conversation, trains_all: bool) -> None:
-    """Raise ValueError for a weight that has no meaning: only answers have weights."""
+    """Raise ValueError for a weight of a message that is not the assistant's, unless the run trains
+    it so anyway. trains_all: True if the run trains all messages."""
     for number, is_trained in conversation.weights.items():
         role = conversation.messages[number]["role"]
         expect(
@@ -680,7 +694,8 @@ def _reads(template: str, key: str) -> bool:
 
 
 def _thinking_key(template: str) -> str:
-    """The message key under which the template reads thinking; "" if it reads none."""
+    """The message key under which the template reads thinking, such as "reasoning_content"; "" if
+    it reads none."""
     return next((key for key in _THINKING_KEYS if _reads(template, key)), "")
 
 
@@ -764,7 +779,7 @@ def _call_as_text(function: dict[str, Any]) -> str:
 
 
 def _thinking_of(message: Message) -> str:
-    """The key under which a message has thinking; "" if it has none."""
+    """The key under which a message has thinking, such as "reasoning_content"; "" for none."""
     return next((key for key in _THINKING_KEYS if str(message.get(key, "")).strip()), "")
 
 
@@ -773,7 +788,8 @@ def _mark_of(number: int) -> str:
 
 
 def _mark_thinking(messages: list[Message]) -> list[dict[str, Any]]:
-    """The messages with each text of the assistant's thinking replaced by a mark."""
+    """The messages with the assistant's thinking replaced by marks ("mcathought3x" in message 3),
+    to see where a template writes it."""
     marked = list(messages)
     for number in _answers(messages):
         message = messages[number]
@@ -785,8 +801,9 @@ def _mark_thinking(messages: list[Message]) -> list[dict[str, Any]]:
 
 
 def kept_of_turn(prompt: int, answer: int, limit: int) -> tuple[int, int]:
-    """Of tokens of a prompt and its answer, how many are kept from the start of each: at most
-    `limit` in all. LLaMA-Factory's infer_seqlen (0.9.5, data/processor/processor_utils.py)."""
+    """Numbers of tokens to keep from the start of a prompt and of its answer, at most `limit`
+    together -> (prompt tokens, answer tokens). LLaMA-Factory's infer_seqlen (0.9.5,
+    data/processor/processor_utils.py)."""
     if 2 * answer < limit:
         most = limit
     elif 2 * prompt < limit:

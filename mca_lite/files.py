@@ -83,8 +83,8 @@ READERS = 4  # threads that a rank reads with
 def write_file(path: str | os.PathLike[str], data: str | bytes) -> None:
     """Write a file atomically: a reader sees the old content or the new one, never a part.
 
-    Text is written as UTF-8. The bytes are on disk before the file has its name. OSError leaves the
-    old content.
+    Text is written as UTF-8. The bytes are on disk before the file gets its name. If OSError is
+    raised, the old content is still there.
     """
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
@@ -128,8 +128,9 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def replacing(folder: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary folder; afterwards its files replace those of `folder` one by one, each
-    atomically. A link in `folder` is replaced; the file it points to is unchanged."""
+    """Context with a temporary folder. If it ends without an error, the files written there move
+    into `folder` one by one, each atomically, and replace files or links of the same name; other
+    files stay. After an error nothing moves."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".", suffix=".tmp") as temporary:
@@ -166,7 +167,7 @@ def checksum(path: str | os.PathLike[str]) -> tuple[int, int]:
 
 
 def _checksum_of_piece(descriptor: int, start: int) -> tuple[int, int]:
-    """(bytes, CRC-32) of the piece of a file that begins at `start`."""
+    """(bytes, CRC-32) of a file's piece of at most _PIECE_BYTES that begins at byte `start`."""
     block = memoryview(bytearray(_BLOCK_BYTES))
     done = 0
     crc = 0
@@ -180,8 +181,8 @@ def _checksum_of_piece(descriptor: int, start: int) -> tuple[int, int]:
 
 
 def _joined_checksum(first: int, second: int, num_bytes: int) -> int:
-    """CRC-32 of two texts one after the other, from the CRC-32 of each and the bytes of the
-    second."""
+    """The CRC-32 of two byte strings end to end, from the CRC-32 of each and the second one's
+    length."""
     shift = 1 << 31  # x^0, the highest bit is the lowest power
     power = 1 << 23  # x^8
     while num_bytes:
@@ -203,9 +204,9 @@ def _product(a: int, b: int) -> int:
 
 
 class ChecksumWriter:
-    """A new file that counts its bytes (`size`) and their CRC-32 (`crc`) while it is written. A
-    thread flushes earlier bytes to disk meanwhile. When the context ends, every byte is on disk;
-    otherwise OSError is raised."""
+    """A new file that counts its bytes (`size`) and computes their CRC-32 (`crc`) while it is
+    written. Meanwhile a thread flushes earlier bytes to disk. If the context ends without an error,
+    every byte is on disk."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.size = 0
@@ -225,7 +226,7 @@ class ChecksumWriter:
                 self._flushed.result()
 
     def write(self, data: Any) -> int:
-        """Write bytes -> how many."""
+        """Write a bytes-like object -> its number of bytes."""
         data = memoryview(data).cast("B")
         for start in range(0, len(data), _BLOCK_BYTES):
             block = data[start : start + _BLOCK_BYTES]
@@ -237,20 +238,19 @@ class ChecksumWriter:
         return len(data)
 
     def flush(self) -> None:
-        """Pass all bytes to the operating system."""
+        """Pass buffered bytes to the operating system."""
         self._file.flush()
 
     def _sync(self) -> None:
-        """Flush the file to disk in the thread, once the flush before has ended."""
+        """Wait until the last fsync has ended, then start the next one in the thread, without
+        waiting for it."""
         self._flushed.result()
         self._flushed = self._flusher.submit(os.fsync, self._file.fileno())
 
 
 def copy_files(source: Path, names: Iterable[str], folder: Path) -> list[str]:
-    """Copy those of `names` that are files in `source` to `folder`, and return their names. A link
-    to a file outside `source` is not copied, except from a hub snapshot, whose files are links to
-    blobs.
-    """
+    """Copy the files of `source` with one of `names` to `folder` -> the names copied. A link to a
+    file outside `source` is skipped, except in a hub snapshot, whose files are links to blobs."""
     copied = [name for name in names if lies_in(source / name, source)]
     for name in copied:
         write_file(folder / name, (source / name).read_bytes())
@@ -267,8 +267,8 @@ def is_there(path: Path) -> bool:
 
 
 def lies_in(path: Path, folder: Path) -> bool:
-    """True if `path`, with links resolved, is a file inside `folder`, or among the blobs of the hub
-    cache that `folder` belongs to. (A snapshot in this cache consists of links to blobs.)"""
+    """True if `path`, with links resolved, is a file inside `folder`. In a hub snapshot, whose
+    files are links, a file among the same repository's blobs counts too."""
     real = Path(os.path.realpath(path))
     home = Path(os.path.realpath(folder))
     is_inside = real.is_relative_to(home)
@@ -278,13 +278,13 @@ def lies_in(path: Path, folder: Path) -> bool:
 
 
 def snapshot_of(path: Path) -> Path | None:
-    """The hub-cache snapshot folder that holds `path`; None if it is not in a snapshot."""
+    """The hub-cache snapshot folder that is `path` or contains it; None if there is none."""
     return next((p for p in (path, *path.parents) if p.parent.name == "snapshots"), None)
 
 
 def check_can_write(folder: str | os.PathLike[str], key: str) -> None:
-    """Raise ValueError if `folder` cannot be made or written, judging by its nearest existing
-    parent. Changes nothing. key: the key that names the folder."""
+    """Raise ValueError if `folder` cannot be written or made, judged by it or its nearest existing
+    parent. Changes nothing. key: the configuration key that names the folder."""
     wanted = existing = Path(folder).absolute()
     while not os.path.lexists(existing):
         existing = existing.parent
@@ -306,11 +306,11 @@ def resolve_folder(
     revision: str | None = None,
     patterns: Iterable[str] = _FILES_OF_A_MODEL,
 ) -> Path:
-    """The local folder of a model: the folder itself, or its snapshot from the hub, downloaded
-    unless cached.
+    """The local folder of a model: `model_name_or_path` itself if it is a folder, otherwise a
+    snapshot of that model from the Hugging Face hub, downloaded unless cached.
 
-    A path is never looked up on the hub, and a hub that does not answer is tried once. Raises
-    ValueError, in one line, if there is no such model.
+    revision, patterns: the hub's revision and file names to download. A name that looks like a path
+    is not looked up on the hub. Raises ValueError if there is no such model.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -338,7 +338,8 @@ def resolve_folder(
 
 
 def may_be_on_hub(name: str) -> bool:
-    """False if the name is a file, looks like a path, or has an existing parent folder."""
+    """True if a name could be a model on the hub, such as "Qwen/Qwen3-0.6B". False if it is a file,
+    looks like a path, or has an existing parent folder. No network is used."""
     path = Path(name)
     is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1
     is_beside = "/" in name and path.parent.is_dir()
@@ -346,7 +347,8 @@ def may_be_on_hub(name: str) -> bool:
 
 
 def text_values(values: dict[str, Any]) -> dict[str, Any]:
-    """The keys about the language model in a config.json: its text_config, or else the whole."""
+    """The language model's keys in a config.json: its text_config if it has one, otherwise all
+    keys."""
     return values.get("text_config") or values
 
 
@@ -357,10 +359,11 @@ def read_model_config(
     own_weights: bool = True,
     files: tuple[str, ...] = (HF_CONFIG_NAME, MCA_CONFIG_NAME),
 ) -> dict[str, Any]:
-    """The content of the first of `files` in a model's folder, or of config.json on the hub. {} if
-    there is a Problem, which `judge` gets.
+    """The content of the first of `files` in a model's folder, or of config.json on the hub. If it
+    cannot be used, `judge` gets a Problem and the result is {}.
 
-    own_weights: True if the model's weights will be read too.
+    own_weights: True if the model's weights will be read too; a checkpoint in mcore_adapter's
+    format is a Problem then.
     """
     folder = Path(name)
     of_mcore_adapter = own_weights and why_mcore_adapters(folder)
@@ -392,8 +395,8 @@ def read_mca_config(folder: Path) -> dict[str, Any]:
 
 
 def why_mcore_adapters(folder: Path) -> tuple[str, str] | None:
-    """(reason, remedy) to refuse a folder whose weights are in mcore_adapter's format only; None
-    for other folders."""
+    """(reason, remedy) for an error message if a folder's weights are only in mcore_adapter's own
+    format, which is not read here; None for other folders."""
     of_run = folder.parent if folder.name.startswith("iter_") else folder
     is_cut = any(of_run.glob("iter_*"))
     if not is_cut or any(folder.glob("*.safetensors")) or read_mca_config(folder):
@@ -409,7 +412,8 @@ def why_mcore_adapters(folder: Path) -> tuple[str, str] | None:
 
 
 def describe_error(error: BaseException) -> str:
-    """An error in one line: its text, after its type unless the text is written for users."""
+    """An error's text for users. It begins with the error's type, unless that is UserError,
+    ValueError or OSError, and with "disk full" if a disk or quota is."""
     if "inline_container" in str(error):
         # torch's archive writer hides the operating system's error
         full = OSError("a file could not be written whole: No space left on device, or a limit")
@@ -423,8 +427,8 @@ def describe_error(error: BaseException) -> str:
 
 
 def users_place(error: BaseException) -> str | None:
-    """The function, file and line in the user's code that raised an error; None if the innermost
-    frame outside of libraries is in this package."""
+    """The user's code that raised an error, or called the library that raised it, as "function
+    (file:line)". None if the innermost code outside of libraries belongs to this package."""
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__, chain=False))
     for file, line, function in reversed(_FRAME.findall(text)):
         if Path(file).is_relative_to(Path(__file__).parent):
@@ -435,8 +439,8 @@ def users_place(error: BaseException) -> str | None:
 
 
 def lost_stdout() -> bool:
-    """True if stdout cannot be written (its reader has gone, or the disk is full); discards later
-    output."""
+    """Write a space to stdout -> True if that fails, because its reader has gone or the disk is
+    full. Later output is then discarded."""
     try:
         print(end=" ", flush=True)
     except OSError:
@@ -447,19 +451,20 @@ def lost_stdout() -> bool:
 
 
 def first_of(texts: list[str], most: int = 3) -> str:
-    """The first `most` texts, joined, and how many more there are."""
+    """The first `most` texts joined by commas, then "and N more" if there are more."""
     more = [f"and {len(texts) - most} more"] * (len(texts) > most)
     return ", ".join(texts[:most] + more)
 
 
 def printable(text: str, kept: str = "\n\t") -> str:
-    """Replace control characters except those in `kept`, because text from files must not control a
-    terminal."""
+    """The text with control characters, except those in `kept`, replaced by U+FFFD. Text from files
+    must not control a terminal."""
     return "".join(c if c.isprintable() or c in kept else "\ufffd" for c in text)
 
 
 def parse_size(size: str | int) -> int:
-    """Bytes in "5GB", "500MB", "2KB", "10GiB" or a number. Raises ValueError for other text."""
+    """The bytes in a size such as "5GB", "500MB", "10GiB" or 1000; GB is 1000 ** 3, GiB 1024 ** 3.
+    Fractions are rounded up. Raises ValueError for other text."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", str(size), re.IGNORECASE)
     if match is None:
         raise ValueError(f"{size!r} is not a size, expected something like 5GB or 500MB")
@@ -469,7 +474,7 @@ def parse_size(size: str | int) -> int:
 
 
 def show_size(count: float) -> str:
-    """A number of bytes as MiB or GiB."""
+    """A number of bytes as text in MiB, or in GiB from 0.1 GiB on."""
     if count < 0.1 * 2**30:
         return f"{count / 2**20:.2f} MiB"
     return f"{count / 2**30:.2f} GiB"

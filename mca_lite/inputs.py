@@ -19,8 +19,8 @@ from .tables import INPUTS, function_of, is_of_inputs
 
 
 class InputWork(NamedTuple):
-    """FLOPs of the input modules: per unit (such as a picture's patch), and per squared count of
-    units of one input."""
+    """FLOPs of the input modules (such as a vision tower). of_unit: per unit of input (an image
+    patch). of_square: per squared number of units in one input, for attention."""
 
     of_unit: float
     of_square: float
@@ -34,13 +34,14 @@ BLOCKS = ("image", "image_url", "video", "video_url")
 
 
 class Media:
-    """Reads a model's inputs other than text from records. This class, for text models, refuses
-    records with such inputs. Picklable.
+    """Handles inputs other than text (images, videos) while records are read and tokenised. This
+    base class is for text models: it refuses records with such inputs. Picklable.
 
-    block: the text that stands for a picture in a conversation. token_ids: those of placeholder
-    tokens. kinds: the types that a single input in a column may have. is_read: False if this rank
-    should not load the inputs' contents. options: facts that determine tokens. unread: columns of
-    records with inputs that are refused; unread_marks: marks of these inputs in a text.
+    block: the text that stands for an image in a conversation. token_ids: the placeholder tokens.
+    kinds: types that a value in the column `image` may have. is_read: False on a rank that does not
+    need the contents, such as pixels. options: facts that determine the tokens, for the cache's
+    key. unread: record columns with inputs that this model cannot take; unread_marks: marks for
+    such inputs in a text.
     """
 
     block = ""
@@ -55,18 +56,21 @@ class Media:
         return {}
 
     def folders(self, files: Iterable[str]) -> dict[str, Any]:
-        """The folders of input files that records name, for the key of the token cache."""
+        """Paths from which relative image paths in records are resolved, for the token cache's key.
+        files: the dataset's files. Base class: {}."""
         return {}
 
     def check_mark(self, mark: str, where: str) -> None:
-        """Raise ValueError for a video or audio mark in a text, if the model reads inputs that are
-        not text."""
+        """React to the mark of an input that the model cannot read, such as "<audio>", in a
+        record's text. A model with images raises ValueError; this base class, for text models,
+        accepts the mark as text."""
 
     # -- of a record
 
     def of_columns(self, record: dict[str, Any], columns: dict[str, Any]) -> list[Any]:
-        """The inputs in a record's columns: `images` (LLaMA-Factory) or `image` (TRL). columns:
-        declared column names."""
+        """The image values in a record's columns: those in `images` (LLaMA-Factory), otherwise the
+        one in `image` (TRL) if its type is in `kinds`. [] if there are none. columns: the columns'
+        names in dataset_info.json."""
         found = record.get(columns.get("images", "images")) or []
         alone = record.get("image")
         if not found and isinstance(alone, self.kinds):
@@ -76,12 +80,13 @@ class Media:
     def take(
         self, messages: list[dict[str, Any]], of_columns: list[Any], may_lead: bool, where: str
     ) -> tuple[Any, ...]:
-        """Replace each input in `messages` by `block`, in place -> the inputs.
+        """Replace each image or video in `messages` by the text `block`, in place -> the inputs, in
+        order.
 
-        An input is a message block, or a mark in a content that is a text. One without a value
+        An input is a message block, or a mark in a message's text; one without a value of its own
         takes the next value in of_columns. may_lead: if there are no marks, put the inputs before
-        the first question, as TRL does. Raises ValueError if inputs and marks differ in count, or
-        if the model takes no inputs.
+        the first question, as TRL does. Raises ValueError if inputs and marks differ in number.
+        This base class returns (), and raises ValueError if there is any input.
         """
         of_blocks = [message.pop("media", None) for message in messages]
         reason = "the model reads text: its config.json has no vision_config with "
@@ -96,8 +101,10 @@ class Media:
         return ()
 
     def of_tokens(self, ids: np.ndarray, values: list[Any], where: str) -> tuple[Any, ...]:
-        """The inputs `values` of a record given as tokens, with their sizes. ids: with all
-        placeholder tokens. ValueError for an unusable input, or another number of placeholders."""
+        """The inputs `values` of a record that is given as token ids, with their sizes. ids: its
+        tokens, with every placeholder. Raises ValueError for an unusable input, or if `ids` has
+        another number of placeholders than the inputs take. Base class: ValueError for any input,
+        otherwise ()."""
         return self.take([], values, False, where)
 
     # -- of a document
@@ -105,47 +112,54 @@ class Media:
     def check_template(
         self, template: str, render: Callable[..., Any], messages: list[dict[str, Any]]
     ) -> None:
-        """Raise ValueError for a chat template that writes an input otherwise than as `block`."""
+        """Raise ValueError if the chat template writes an image in another form than `block`.
+        render: (messages) -> text. Base class: nothing is checked."""
 
     def check_rendered(self, text: str, messages: list[dict[str, Any]]) -> None:
-        """Raise ValueError if the rendered text lacks an input of its messages."""
+        """Raise ValueError if the rendered conversation lacks an input of its messages. Base class:
+        nothing is checked."""
 
     def placed(self, text: str, inputs: Sequence[Any], where: str) -> tuple[Any, ...]:
-        """The inputs that stand in `text`, with their sizes; `text` holds the first ones of its
-        conversation. Raises ValueError for an unusable input, or for a placeholder token without an
-        input."""
+        """The inputs whose `block` stands in `text`, with their sizes. `text` may be the beginning
+        of a conversation and then holds only the first of its inputs. Raises ValueError for an
+        unusable input, or a placeholder token without an input. Base class: ()."""
         return ()
 
     def expand(self, document: np.ndarray, inputs: Sequence[Any]) -> np.ndarray:
-        """The document with as many placeholder tokens as each input takes."""
+        """The document with each input's placeholder repeated, one token per feature of the input.
+        Base class: the document unchanged."""
         return document
 
     def fit(
         self, document: np.ndarray, inputs: Sequence[Any], start: int, stop: int
     ) -> tuple[slice, list[Any]]:
-        """(slice, inputs in it): the part of the document from `start` to `stop`, shortened so that
-        it cuts no input."""
+        """Cut a document to tokens start:stop without cutting an input in two -> (the slice,
+        shortened where necessary; the inputs inside it). Base class: start:stop and all inputs."""
         return slice(start, stop), [*inputs]
 
     def lost(self, units: str, cutoff_len: int) -> str:
-        """A note about inputs that were dropped with the end of a document."""
+        """A note for the report that samples lost inputs when they were cut to cutoff_len. units:
+        the samples' name, such as "pairs". Base class: ""."""
         return ""
 
     def columns(self, ids: np.ndarray, inputs: Sequence[Any]) -> dict[str, Any]:
-        """The columns that the model needs for the inputs of a document. ids: its tokens [n]."""
+        """The columns that the model needs for a document's inputs, such as pixels. ids: the
+        document's tokens [n]. Base class: {}."""
         return {}
 
     def prompt(
         self, ids: list[int], inputs: Sequence[Any], where: str
     ) -> tuple[list[int], dict[str, Any]]:
-        """(a prompt's tokens with every placeholder of its inputs, the inputs' columns)."""
+        """A prompt's inputs made ready for generation -> (tokens with every placeholder, the
+        inputs' columns). ids: the tokenised prompt, whose placeholders are not yet repeated per
+        feature. Base class: (ids, {})."""
         return ids, {}
 
     # -- in a shard of the token cache
 
     def store(self, folder: Path) -> Any:
-        """The input files in a shard's folder, an object with add and read; None if
-        there are none."""
+        """An object that writes the inputs of a token-cache shard into `folder` (add) and reads
+        them back (read). Base class: None."""
         return None
 
 
@@ -156,10 +170,11 @@ TEXT = Media()
 
 
 class Inputs:
-    """A model's inputs other than text, on both backends. This class, for text models, has none.
+    """The modules for a model's inputs other than text (such as a vision tower), seen from both
+    backends. This base class is for text models, which have none.
 
-    config: McaModelConfig; on plain torch the transformers config. Inputs holds no weights: the
-    input modules belong to the model.
+    config: McaModelConfig; on plain torch the transformers config. An Inputs object holds no
+    weights: these belong to the model.
     """
 
     def __init__(self, config: Any) -> None:
@@ -167,43 +182,50 @@ class Inputs:
 
     @property
     def tensors(self) -> tuple[tuple[str, bool], ...]:
-        """(name, True for the matrix of a linear) of the input modules' tensors."""
+        """(name within the module, True for the matrix of a linear) for each tensor of the input
+        modules. Base class: ()."""
         return ()
 
     @property
     def num_deepstack(self) -> int:
-        """The count of layers, from the first on, that add input features to their outputs."""
+        """The number of decoder layers, from the first on, to whose outputs image features are
+        added (DeepStack). Base class: 0."""
         return 0
 
     def owns(self, name: str) -> bool:
-        """True if a checkpoint tensor of this name belongs to an input module."""
+        """True if a checkpoint tensor, such as "model.visual.blocks.0.attn.proj.weight", belongs to
+        an input module. Base class: False."""
         return False
 
     def media(self, folder: Path, tokenizer: Keys, keys: Keys) -> Media:
-        """The Media of this model. folder: the model's; keys: those of a run. Raises ValueError if
-        the tokenizer does not fit."""
+        """The Media of this model, which reads its inputs from records. folder: the model's. keys:
+        those of a run. Raises ValueError if the tokenizer lacks the placeholder tokens. Base class:
+        Media()."""
         return Media()
 
     def notes(self, args: Keys) -> list[str]:
-        """Report lines for a run whose training data have images or other inputs than text. args:
-        TrainingArguments. Raises ConfigError for arguments that do not work with such inputs."""
+        """Report lines for a run whose training data have images or videos. args:
+        TrainingArguments. Raises ConfigError for arguments that do not work with them. Base class:
+        []."""
         return []
 
     # -- on megatron-core
 
     def build(self, model: Any) -> None:
-        """Add the input modules to a model chunk, in its constructor, under their
-        checkpoint names."""
+        """Add the input modules to a model chunk on megatron-core, from the chunk's constructor.
+        Base class: nothing is added."""
 
     def embed(
         self, model: Any, hidden: Any, shared: dict[str, Any], **columns: Any
     ) -> tuple[Any, list[Any], Callable[..., Any] | None]:
-        """Add the features of a micro-batch's inputs -> (hidden, features, change).
+        """Replace placeholder embeddings by the features of a micro-batch's inputs -> (hidden,
+        features, change).
 
-        features: one per layer from the first on, to add to its output. change: a function of the
-        embeddings and positions of tokens ahead (multi-token prediction), or None. columns: the
-        micro-batch's input columns. shared: keyword arguments of layers; entries are added in
-        place.
+        features: one tensor for each of the first decoder layers, to add to its output.
+        change(embeddings, slots): does the same for the tokens ahead in multi-token prediction;
+        None if there are no features here. columns: the micro-batch's input columns. shared:
+        keyword arguments for the layers; entries are added in place. This base class raises
+        ValueError, because a text model takes no such columns.
         """
         raise ValueError(
             f"expected text alone, got {', '.join(columns)}: set model_name_or_path to one that "
@@ -211,8 +233,8 @@ class Inputs:
         )
 
     def arrange(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """This rank's columns of an arranged batch. Raises ValueError for inputs that the model
-        does not take."""
+        """The columns of an arranged batch that this rank needs. Raises ValueError for inputs that
+        the model does not take: in this base class, any input."""
         columns = [name for name in batch if is_of_inputs(name)]
         expect(
             not columns,
@@ -221,8 +243,8 @@ class Inputs:
         return batch
 
     def trains(self, model: Any) -> bool:
-        """True if any rank trains an input module. Collective for a model that has
-        input modules."""
+        """True if any rank trains an input module. Collective for a model that has input modules.
+        Base class: False."""
         return False
 
     # -- on plain torch
@@ -230,44 +252,47 @@ class Inputs:
     def for_transformers(
         self, batch: dict[str, Any], inputs: dict[str, Any], positions: Any, is_padding: Any
     ) -> tuple[dict[str, Any], Any]:
-        """(keyword arguments, position_ids) for a transformers model; `inputs` and `positions` are
-        those for text alone."""
+        """(keyword arguments, position_ids) for a transformers model's forward pass. `inputs` and
+        `positions` are those for text alone, and the base class returns them unchanged."""
         return inputs, positions
 
     def parameters_of(self, model: Any) -> list[Any]:
-        """The parameters of a transformers model's input modules."""
+        """The parameters of a transformers model's input modules. Base class: []."""
         return []
 
     def unused(self, model: Any, columns: Any) -> Any:
-        """A zero to add to the loss: it gives a gradient of 0 to each input module that a forward
-        pass with these columns does not use."""
+        """A zero to add to the loss. It gives a gradient of 0 to the input modules that a forward
+        pass with these columns does not use, so that these modules have gradients on ranks without
+        images too. Base class: 0.0."""
         return 0.0
 
     # -- on both
 
     def rests(self, micro_batches: Any) -> bool:
-        """True if no micro-batch of a step has an input, on any rank. The update then skips the
-        input modules, whose weights and moments it would decay without a gradient. Collective.
-        Called only if input modules are trained."""
+        """True if no micro-batch of a step has an image or video, on any rank. The optimizer then
+        skips the input modules; otherwise it would decay their weights and moments without a
+        gradient. Collective, and called only if input modules are trained. Base class: False."""
         return False
 
     def work(self, model: Any) -> InputWork | None:
-        """FLOPs of the input modules in a step; None if there are no such modules."""
+        """Training FLOPs of the input modules per unit of input, as an InputWork: forward, and
+        backward if they are trained. Base class: None."""
         return None
 
     def parts_summary(self, model: Any) -> str | None:
-        """A report line with this rank's trained parameters in each part of the model, adapters
-        aside; None for a text model."""
+        """A report line with this rank's trained and total parameters in each part of the model,
+        such as the vision tower; adapters do not count. Base class: None."""
         return None
 
     def bytes_of_token(self, trained: Iterable[str], width: int) -> float:
-        """Bytes that the input modules keep for the backward pass, per token of an input. trained:
-        names of trained parameters. width: bytes per number."""
+        """Bytes that the input modules save for the backward pass, per placeholder token. trained:
+        names of trained parameters. width: bytes per value. Base class: 0."""
         return 0.0
 
 
 def inputs_of(config: Any) -> Inputs:
-    """The Inputs for a McaModelConfig or a transformers config."""
+    """The Inputs of a model, from its McaModelConfig or transformers config; the base class for a
+    text model."""
     kind = getattr(config, "hf_model_type", None) or getattr(config, "model_type", None)
     row = FAMILIES[kind].inputs if kind in FAMILIES else ""
     return function_of(INPUTS[row])(config) if row else Inputs(config)

@@ -35,21 +35,26 @@ _LOWEST = torch.finfo(torch.float32).min
 
 
 def num_ranks(group: Any) -> int:
-    """Ranks in a group; 1 for None."""
+    """The number of ranks in a process group; 1 for None."""
     return 1 if group is None else group.size()
 
 
 def all_reduce(tensor: torch.Tensor, op: Any, group: Any) -> torch.Tensor:
-    """All-reduce a tensor in place over a group; None: one rank, nothing to do."""
+    """All-reduce a tensor in place over a group -> the tensor. Nothing is done for a group of one
+    rank or None."""
     if num_ranks(group) > 1:
         dist.all_reduce(tensor, op=op, group=group)
     return tensor
 
 
 class Head(NamedTuple):
-    """Constants of an output layer and its loss, the same for each chunk of logits. The vocabulary
-    is sharded over `group`. chunk_size: rows of logits in memory at a time. softcap: c in
-    c tanh(logit / c); None: no cap. sequence_first: True if labels are [s, b], not [b, s]."""
+    """Constants of an output layer and its loss, the same for each chunk of logits.
+
+    group: the ranks over which the vocabulary is sharded; None: one rank. first: the token id of
+    this rank's first column. columns: how many of this rank's columns are token ids; later ones are
+    padding. chunk_size: rows of logits in memory at a time. softcap: c in c tanh(logit / c); None:
+    no cap. shape: the labels'. sequence_first: True if labels are [s, b], not [b, s].
+    """
 
     group: Any  # a ProcessGroup; None: one rank
     vocab_size: int
@@ -61,17 +66,18 @@ class Head(NamedTuple):
     sequence_first: bool = False
 
     def place(self, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(column of each label on this rank, or 0; bool, True if the label is on this rank)."""
+        """Locate global token ids among this rank's columns -> (column of each label, 0 if it is on
+        another rank; bool, True if it is on this rank)."""
         column = labels - self.first
         here = (column >= 0) & (column < self.columns)
         return column.where(here, 0), here
 
     def unknown(self, tokens: torch.Tensor) -> torch.Tensor:
-        """bool, True for values that are not a token id."""
+        """bool in the shape of `tokens`: True where a value is no token id, such as -100."""
         return (tokens < 0) | (tokens >= self.vocab_size)
 
     def of_first(self, size: int) -> "Head":
-        """The head for only the first `size` token ids."""
+        """The Head of a vocabulary that is cut to its first `size` token ids."""
         vocab_size = min(size, self.vocab_size)
         columns = min(max(vocab_size - self.first, 0), self.columns)
         return self._replace(vocab_size=vocab_size, columns=columns)
@@ -79,15 +85,15 @@ class Head(NamedTuple):
 
 @dataclass(frozen=True)
 class Logits:
-    """The logits of n labelled tokens. Each rank has the columns of the token ids `vocabulary`,
-    which are all ids without tensor parallelism.
+    """The logits of n labelled tokens, the argument of a loss function. With tensor parallelism
+    each rank has only the columns of the token ids `vocabulary`.
 
-    product: hidden times the head, before a cap, [n, V/tp]. labels: int64 [n], global token ids.
-    hidden [n, h]: the last hidden states as the head reads them, the same on all ranks. weight
-    [V/tp, h]: this rank's rows of the head. hidden and weight are for losses that need more than
-    logits; if you multiply hidden by this rank's rows, use spread(hidden), or its gradient is too
-    small. places: int64 [n], the tokens' indices among all labels. batch: the micro-batch as
-    _pre_compute_loss gets it; None in a pass without one.
+    product: hidden times the output weight, before a cap, [n, V/tp]. labels: int64 [n], global
+    token ids. hidden [n, h]: the last hidden states as the output layer reads them, the same on all
+    tensor-parallel ranks. weight [V/tp, h]: this rank's rows of the output weight. hidden and
+    weight are for losses that need more than logits; if you multiply hidden by this rank's rows,
+    use spread(hidden), or its gradient is too small. places: int64 [n], the tokens' indices among
+    all labels. batch: the micro-batch as _pre_compute_loss gets it; None in a pass without one.
     """
 
     product: torch.Tensor
@@ -100,43 +106,46 @@ class Logits:
 
     @property
     def vocabulary(self) -> slice:
-        """The token ids of this rank's columns in `values`."""
+        """The range of token ids that are this rank's columns in `values`, as a slice."""
         return slice(self.head.first, self.head.first + self.head.columns)
 
     def take(self, column: torch.Tensor) -> torch.Tensor:
-        """[n, ...]: a column's values for these tokens. column: [b, s, ...], this rank's shard
-        under context parallelism."""
+        """The values that a batch column has at these n tokens: [n, ...]. column: [b, s, ...], this
+        rank's shard under context parallelism."""
         index = torch.unravel_index(self.places, self.head.shape)
         return column[index[::-1] if self.head.sequence_first else index]
 
     def of_first(self, size: int) -> "Logits":
-        """The logits of only the first `size` token ids."""
+        """These logits for only the first `size` token ids, as if the vocabulary ended there."""
         if size >= self.head.vocab_size:
             return self
         return replace(self, head=self.head.of_first(size))
 
     @functools.cached_property
     def values(self) -> torch.Tensor:
-        """float32 [n, columns]: the model's logits, after its cap."""
+        """float32 [n, columns]: the model's logits for this rank's token ids, after the softcap if
+        the model has one."""
         values = self.product.float()[:, : self.head.columns]
         cap = self.head.softcap
         return values if cap is None else cap * torch.tanh(values / cap)
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' parts, the same on each rank. Collective."""
+        """The sum of a tensor over the tensor-parallel ranks, the same on each rank;
+        differentiable. part: this rank's summand, not changed. Collective."""
         if self.head.group is None:
             return part
         whole = part.clone(memory_format=torch.contiguous_format)  # because it is reduced in place
         return reduce_from_tensor_model_parallel_region(whole, group=self.head.group)
 
     def spread(self, whole: torch.Tensor) -> torch.Tensor:
-        """A replicated tensor, for use with this rank's columns: its gradient is summed over
-        tensor-parallel ranks. Collective in the backward pass."""
+        """Mark a tensor that is the same on all tensor-parallel ranks for use with this rank's
+        columns: its value is unchanged, and its gradient is summed over these ranks. Collective in
+        the backward pass."""
         return whole if self.head.group is None else sum_gradients(whole, self.head.group)
 
     def logsumexp(self, values: torch.Tensor | None = None) -> torch.Tensor:
-        """[n]: log of the sum of exp(z) over the whole vocabulary. values: [n, columns] in place of
-        the model's logits. Collective."""
+        """[n]: the log of the sum of exp(logit) over the whole vocabulary, on each tensor-parallel
+        rank. values: [n, columns] in place of the model's logits. Collective."""
         if values is None:
             values = self.values
         top = values.new_full(self.labels.shape, _LOWEST)
@@ -146,15 +155,17 @@ class Logits:
         return top + self.sum((values - top[:, None]).exp().sum(1)).log()
 
     def log_softmax(self, values: torch.Tensor | None = None) -> torch.Tensor:
-        """[n, columns]: log-probabilities for this rank's columns. values: in place of the model's
-        logits. Collective, in the backward pass too."""
+        """[n, columns]: log-probabilities of this rank's token ids, normalised over the whole
+        vocabulary. values: [n, columns] in place of the model's logits. Collective, in the backward
+        pass too."""
         if values is None:
             values = self.values
         return values - self.spread(self.logsumexp(values))[:, None]
 
     def of_tokens(self, tokens: torch.Tensor, values: torch.Tensor | None = None) -> torch.Tensor:
-        """[n, k]: the logits of global token ids [n, k]; NaN for ids outside the vocabulary.
-        values: in place of the model's logits. Collective."""
+        """[n, k]: the logits of any global token ids [n, k], on each tensor-parallel rank; NaN for
+        ids outside the vocabulary. values: [n, columns] in place of the model's logits. Collective.
+        """
         if values is None:
             values = self.values
         column, here = self.head.place(tokens)
@@ -166,11 +177,12 @@ class Logits:
         return self.sum(part).masked_fill(self.head.unknown(tokens), float("nan"))
 
     def of_labels(self) -> torch.Tensor:
-        """[n]: the logit of each label; NaN if the label is not a token id. Collective."""
+        """[n]: the logit of each token's label, on each tensor-parallel rank; NaN if the label is
+        not a token id. Collective."""
         return self.of_tokens(self.labels[:, None])[:, 0]
 
     def cross_entropy(self) -> torch.Tensor:
-        """[n]: cross entropy, the default loss. Collective."""
+        """[n]: each token's cross entropy, -log p(label). This is the default loss. Collective."""
         return self.logsumexp() - self.of_labels()
 
 
@@ -178,7 +190,8 @@ LossOfLogits = Callable[[Logits], torch.Tensor]
 
 
 def checked(losses: torch.Tensor, logits: Logits) -> torch.Tensor:
-    """A loss function's result in float32. Raises ValueError if it is not [n] or [n, k]."""
+    """The result of a loss function in float32. Raises ValueError if its shape is not [n] or [n, k]
+    for n tokens."""
     n = len(logits.labels)
     if losses.dim() not in (1, 2) or len(losses) != n:
         raise ValueError(
@@ -198,12 +211,13 @@ _SLICE = 16384  # vocabulary columns in one GEMM for a weight gradient
 
 @compiled
 def _capped(logits: torch.Tensor, softcap: float) -> torch.Tensor:
-    """c tanh(logits / c), in place."""
+    """Apply the softcap c tanh(logits / c), in place."""
     return logits.div_(softcap).tanh_().mul_(softcap)
 
 
 def _without_padding(logits: torch.Tensor, columns: int) -> torch.Tensor:
-    """The logits as float32, with padding columns at -inf. May change `logits` in place."""
+    """The logits as float32, with the columns from `columns` on (vocabulary padding) at -inf. May
+    change `logits` in place."""
     logits = logits.float()
     if columns < logits.shape[1]:
         logits[:, columns:] = float("-inf")
@@ -211,8 +225,9 @@ def _without_padding(logits: torch.Tensor, columns: int) -> torch.Tensor:
 
 
 def _statistics(logits: torch.Tensor, places: torch.Tensor, columns: int) -> torch.Tensor:
-    """float32 [3, rows] for capped logits: the largest logit, the sum of exponentials relative to
-    it, and the logit at the row's place (0 if the place is -1)."""
+    """float32 [3, rows] for a chunk of capped logits: the largest logit, the sum of exp(logit -
+    largest), and the logit in column places[row] (0 if that is -1). May change padding columns in
+    place."""
     if compiles(logits):
         return fused().statistics_in_one_pass(logits.contiguous(), places, columns)
     logits = _without_padding(logits, columns)
@@ -223,14 +238,15 @@ def _statistics(logits: torch.Tensor, places: torch.Tensor, columns: int) -> tor
 
 
 def scaled(gradient: torch.Tensor, by: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """gradient * by, multiplied in float32. by: float32 [1] or [rows, 1], because torch would first
-    round a 0-dimensional tensor to bf16."""
+    """gradient * by as `dtype`. by: float32 [1] or [rows, 1], so that torch multiplies in float32;
+    it would first round a 0-dimensional tensor to bf16."""
     return torch.mul(gradient, by, out=torch.empty_like(gradient, dtype=dtype))
 
 
 def _logits(parts: Any, softcap: float | None) -> torch.Tensor:
-    """[rows, V/tp]: a chunk's hidden @ weight^T, summed over (hidden, weight) pairs and capped. In
-    the matmul's dtype; float32 if there are several pairs or a cap."""
+    """A chunk's logits on this rank: the sum of hidden @ weight^T over (hidden, weight) pairs, then
+    the softcap; [rows, V/tp]. In the matmul's dtype; float32 if there are several pairs or a cap.
+    """
     (hidden, weight), *more = parts
     logits = hidden @ weight.t()
     if more or softcap is not None:
@@ -243,8 +259,9 @@ def _logits(parts: Any, softcap: float | None) -> torch.Tensor:
 def _losses(
     logits: torch.Tensor, places: torch.Tensor, head: Head
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(losses, logsumexp), float32 [rows], of a chunk whose labels may be on any
-    rank. Collective."""
+    """(cross entropy, logsumexp), float32 [rows], for a chunk of capped logits. places: each
+    label's column on this rank, -1 if another rank has it. Collective: an all-gather over
+    head.group, if it has several ranks."""
     found = _statistics(logits, places, head.columns)
     top, total, target = found
     ranks = num_ranks(head.group)
@@ -267,8 +284,9 @@ def _logit_gradients(
     weights: torch.Tensor | None,
     head: Head,
 ) -> torch.Tensor:
-    """d sum(weights * losses) / d z, written over the capped logits: softmax minus 1 at the label,
-    times the rows' weights (None: 1) and the cap's slope."""
+    """The gradient of sum(weights * losses) with respect to the logits before the softcap, in the
+    dtype of `logits` and in their memory where possible: softmax minus 1 at the label, times the
+    row's weight (None: 1) and the softcap's slope."""
     # p - 1 before any rounding: a nearly certain token still has a gradient
     at_label = torch.expm1(-losses)
     if compiles(logits):
@@ -290,7 +308,8 @@ def _logit_gradients(
 
 
 def _add_product(into: torch.Tensor, left: torch.Tensor, right: torch.Tensor):
-    """into += left^T right, in float32 and in place."""
+    """Add left^T @ right to `into`, in place. The sum is kept in into's dtype, float32; on a CPU a
+    bf16 product is rounded to bf16 before it is added."""
     if left.dtype == into.dtype:
         into.addmm_(left.t(), right)
     elif into.is_cuda and left.itemsize == 2:
@@ -302,8 +321,9 @@ def _add_product(into: torch.Tensor, left: torch.Tensor, right: torch.Tensor):
 
 
 class _Gradients:
-    """Gradients of those `factors` (hidden, weight, ...) that need one, accumulated over chunks. A
-    weight's gradient is float32."""
+    """Gradients of `factors` (hidden, weight, hidden, weight, ...), accumulated over chunks; None
+    for a factor that needs none. Gradients of weights are float32, those of hidden states in their
+    dtype."""
 
     def __init__(self, factors: Sequence[torch.Tensor], needed: Sequence[bool]):
         self.tensors: list[Any] = [None] * len(factors)
@@ -313,7 +333,8 @@ class _Gradients:
                 self.tensors[i] = torch.zeros_like(factor, dtype=dtype)
 
     def add(self, rows: Any, parts: Any, d_logits: torch.Tensor):
-        """Add a chunk's gradients. parts: its (hidden, weight) pairs; d_logits: [rows, V/tp]."""
+        """Add the gradients of one chunk. rows: the chunk's rows. parts: its (hidden, weight)
+        pairs. d_logits: the loss's gradient for its logits, [rows, V/tp]."""
         for i, (hidden, weight) in enumerate(parts):
             d_hidden, d_weight = self.tensors[2 * i : 2 * i + 2]
             d_product = d_logits.to(weight.dtype)
@@ -330,8 +351,9 @@ def _version(tensor: torch.Tensor) -> int | None:
 
 
 class TrainedPlaces(NamedTuple):
-    """The indices of trained tokens in labels [b, s], counted as in [s, b]; int64 [n]. Computed on
-    the host to avoid a GPU sync."""
+    """The int64 [n] indices of trained tokens in labels [b, s], counted through the transposed
+    labels [s, b]. They are computed on the host, because on a GPU the search would make the host
+    wait."""
 
     labels: torch.Tensor
     version: int | None
@@ -339,27 +361,30 @@ class TrainedPlaces(NamedTuple):
 
     @classmethod
     def of(cls, labels: torch.Tensor, on_host: torch.Tensor) -> "TrainedPlaces":
-        """Build from labels on this rank's device, and the same labels on the host."""
+        """Compute the indices from `on_host`, a host copy of the labels. labels: the same labels on
+        this rank's device, to recognise them later."""
         places = (on_host.t().reshape(-1) != IGNORE_INDEX).nonzero()[:, 0]
         return cls(labels, _version(labels), to_device(places, labels.device))
 
     def known_for(self, labels: torch.Tensor) -> torch.Tensor | None:
-        """The places for these labels; None for other labels, or if they were changed in place."""
+        """The indices, if `labels` is the tensor they were computed for and was not changed in
+        place since; otherwise None."""
         version = _version(labels)
         is_same = labels is self.labels and version is not None and version == self.version
         return self.places if is_same else None
 
 
 def _chunks(labels: torch.Tensor, kept: torch.Tensor, chunk_size: int) -> list[Any]:
-    """The labelled rows, at indices `kept`, in chunks of chunk_size; slices if every row is
-    labelled."""
+    """Split the rows with labels into chunks of chunk_size rows -> row selectors: slices if every
+    row has a label, otherwise parts of `kept`, the indices of these rows."""
     if len(kept) == len(labels):
         return [slice(a, a + chunk_size) for a in range(0, len(labels), chunk_size)]
     return [part for part in kept.split(chunk_size) if len(part)]
 
 
 def _pairs(factors: Sequence[torch.Tensor], rows: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """[(hidden, weight), ...] for these rows."""
+    """[(hidden states of these rows, weight), ...] from factors, which alternate: hidden, weight,
+    hidden, weight, ..."""
     pairs = zip(factors[::2], factors[1::2], strict=True)
     return [(hidden[rows], weight) for hidden, weight in pairs]
 
@@ -373,7 +398,8 @@ def _converted(
 
 
 class _TokenLosses(torch.autograd.Function):
-    """Cross entropy, chunk by chunk. ahead: True if gradients are computed in the forward pass."""
+    """Autograd function: cross entropy of each token. Logits exist for one chunk of tokens at a
+    time. ahead: True to compute gradients in the forward pass, from the chunk's logits."""
 
     @staticmethod
     def forward(
@@ -437,7 +463,8 @@ class _TokenLosses(torch.autograd.Function):
 
 
 class _LossesOfLogits(torch.autograd.Function):
-    """A function of logits, chunk by chunk; the backward pass computes the logits again."""
+    """Autograd function: a user's loss of logits, chunk by chunk. The backward pass computes each
+    chunk's logits again."""
 
     @staticmethod
     def forward(
@@ -491,7 +518,7 @@ class _LossesOfLogits(torch.autograd.Function):
 def _logits_of(
     factors: Sequence[torch.Tensor], labels: torch.Tensor, rows: Any, head: Head
 ) -> Logits:
-    """A chunk's Logits, the argument of a loss function, detached from autograd."""
+    """The Logits of one chunk, as a loss function gets them, detached from autograd."""
     parts = _pairs(factors, rows)
     hidden, weight = parts[0]
     places = torch.arange(len(labels), device=labels.device)[rows]
@@ -513,8 +540,8 @@ def token_losses(
     trained: torch.Tensor | None = None,
     sequence_first: bool = False,
 ) -> torch.Tensor:
-    """The loss of each token, float32 in the shape of labels; 0 for the label IGNORE_INDEX, NaN for
-    a label that is not a token id.
+    """The loss of each token, float32 in the shape of labels; 0 for the label IGNORE_INDEX. Cross
+    entropy is NaN for another label that is not a token id.
 
     hidden: [..., h]. weight: [V/tp, h], this rank's rows. labels: [...], hidden's leading shape,
     global token ids. group: the tensor-parallel group (None: one rank). vocab_size: the real V;
@@ -522,15 +549,16 @@ def token_losses(
     once (None: 4096 on CUDA, 1024 on a CPU and with of_logits). extra: (low [..., r], B [V/tp, r]),
     whose product is added to the logits. softcap: c in c tanh(z / c). weights_differ: True if rows
     will have different weights in the objective, so that computing gradients in the forward pass
-    would be wasted; gradients are right either way. of_logits: another loss than cross entropy, or
-    several: the result is then float32 [..., k]. trained: int64 [n], indices of labels that are not
+    would be wasted; gradients are right either way. of_logits: a loss in place of cross entropy; if
+    it gives [n, k], the result is [..., k]. trained: int64 [n], indices of labels that are not
     IGNORE_INDEX (None: found here, with a GPU sync). sequence_first: True if labels are [s, b], not
     [b, s], for Logits.take.
 
-    Collective: an all-gather per chunk over `group` in the forward pass. The gradient of hidden is
-    only this rank's part: megatron's mapping around it (copy_to or gather_from) sums it. A weight
-    that needs no gradient gets none. Rows without a label are dropped before any GEMM. Under
-    autocast the GEMMs run in its dtype.
+    Collective over `group`: cross entropy takes one all-gather per chunk in the forward pass,
+    of_logits what it calls, in both passes. The gradient of hidden is only this rank's part:
+    megatron's mapping around it (copy_to or gather_from) sums it. A weight that needs no gradient
+    gets none. Rows without a label are dropped before any GEMM. Under autocast the GEMMs run in its
+    dtype.
     """
     if hidden.shape[:-1] != labels.shape:
         raise ValueError(
