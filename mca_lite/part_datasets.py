@@ -24,7 +24,9 @@ COLUMN = "dataset_index"
 
 
 class Numbered(View):
-    """A view of a TokenDataset whose documents have the index of their dataset."""
+    """A view of a TokenDataset that adds the column "dataset_index" to each document: the index of
+    the dataset that it comes from.
+    """
 
     def __init__(self, dataset: Any) -> None:
         super().__init__(dataset)
@@ -39,10 +41,11 @@ class Numbered(View):
 
 
 class EachDataset(TrainerCallback):
-    """Adds the metric loss/<name> of each dataset to a trainer.
+    """Callback that logs the training loss of each dataset, as metric loss/<name>.
 
-    data: the run's DatasetBundle, whose training set gets the indices, in place. names: the
-    datasets; a file is named by its stem, unless two have the same.
+    data: the run's DatasetBundle; its training set gets the column "dataset_index", in place.
+    names: the datasets; a file is shown by its name without folder and suffix, unless two would
+    then be the same.
     """
 
     def __init__(self, data: Any, names: list[str]) -> None:
@@ -67,7 +70,9 @@ class EachDataset(TrainerCallback):
     def _measured(
         self, trainer: Any, batch: dict[str, Any], loss_func: Callable[..., Any], output: Any
     ) -> tuple[Any, ...]:
-        """loss_func(output), with the (sum, count) of each dataset among its metrics."""
+        """Call loss_func(output), and add to its metrics the (sum, count) of each dataset's losses.
+        ValueError if the trainer's loss does not set `terms`. batch: the micro-batch.
+        """
         trainer.terms = None
         total, count, metrics = loss_func(output)
         expect(
@@ -84,8 +89,10 @@ class EachDataset(TrainerCallback):
     def _sums(
         self, backend: Any, batch: dict[str, Any], labels: Any, losses: torch.Tensor
     ) -> torch.Tensor:
-        """float64 [datasets, 2]: sum and count of the terms of each, for this rank. Zeros for
-        samples without an index, as those of an evaluation. labels, losses: see McaTrainer.terms.
+        """float64 [datasets, 2]: sum and count of the losses of each dataset in this rank's
+        micro-batch. Zeros if the batch lacks the dataset index, as in an evaluation.
+
+        labels, losses: see McaTrainer.terms.
         """
         if not isinstance(labels, torch.Tensor):  # part_mtp.Targets
             labels = labels.labels

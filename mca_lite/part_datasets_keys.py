@@ -9,7 +9,7 @@ from .tables import register_keys
 
 @dataclass(kw_only=True)
 class DatasetsArguments(ArgumentGroup):
-    """Losses of datasets."""
+    """Configuration key for logging the loss of each dataset."""
 
     log_each_dataset: bool = flag("log the training loss of each name in `dataset`: loss/<name>")
 

@@ -10,16 +10,17 @@ from .hosts import Weight, last_of, module_of
 
 
 class Freeze(Finetuning):
-    """Trains only the layers and modules that the keys name, with Hugging Face's module names and
-    LLaMA-Factory's defaults.
+    """finetuning_type freeze: train only the layers and modules that configuration keys name, as in
+    LLaMA-Factory. Modules are named as in Hugging Face models.
     """
 
     @classmethod
     def trained_of_language(
         cls, weights: list[Weight], num_layers: int, keys: Keys, judge: Judge
     ) -> set[str]:
-        """Names of the language model's modules to train. A value head is always trained, since it
-        starts from random weights.
+        """Names of the language model's modules to train. A value head is always among them, since
+        it starts from random weights. Names and counts that do not fit the model become Problems in
+        `judge`.
         """
         named = _named(weights, keys, num_layers, judge)
         # a value head starts from random weights: train it always
@@ -30,8 +31,8 @@ class Freeze(Finetuning):
 
 
 def _named(weights: list[Weight], keys: Keys, num_layers: int, judge: Judge) -> set[str]:
-    """The language model's modules that the keys name. `judge` refuses names and counts that do not
-    fit the model.
+    """The language model's modules that the freeze_* keys name, as full names. Names and layer
+    counts that do not fit the model become Problems in `judge`.
     """
     count = keys.freeze_trainable_layers
     judge.expect(
@@ -79,12 +80,16 @@ def _named(weights: list[Weight], keys: Keys, num_layers: int, judge: Judge) -> 
 
 
 def _fits(name: str, wish: str) -> bool:
-    """True if the module `name` of a layer is the one that `wish` names, or is inside it."""
+    """True if a module is the one that `wish` names, or inside it: wish "mlp" fits name
+    "mlp.up_proj". "all" fits every module. name: the module's name within its layer.
+    """
     return wish == "all" or f"{name}.".startswith(f"{wish}.")
 
 
 def _check_names(key: str, wanted: Iterable[str], names: Iterable[str], judge: Judge) -> None:
-    """Refuse a wanted name without a module, and one that selects single experts of a layer."""
+    """Add a Problem to `judge` for each wanted name that fits no module in `names`, or that
+    contains an index, as of one expert. key: the configuration key with the wanted names.
+    """
     names = list(names)
     known = dict.fromkeys(name.partition(".")[0] for name in names)
     for wish in wanted:

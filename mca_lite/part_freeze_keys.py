@@ -9,7 +9,7 @@ from .tables import FINETUNING, register_keys
 
 @dataclass(kw_only=True)
 class FreezeArguments(ArgumentGroup):
-    """Layers in training."""
+    """Configuration keys that choose the layers and modules to train."""
 
     freeze_trainable_layers: int = arg(
         2, "freeze: layers in training: the last n, or -n: the first n"

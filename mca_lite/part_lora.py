@@ -42,10 +42,11 @@ _OF_MLPS = re.compile(r".*\.(experts\..*|gate_proj|up_proj|down_proj)")
 
 
 class Lora(Finetuning):
-    """Adapters beside frozen weights.
+    """Finetuning with LoRA adapters beside frozen weights.
 
-    spec: the LoraSpec, with its modules. source: tensors of an adapter to train further; None:
-    fresh adapters. merges: also export the merged model at the end.
+    spec: the LoraSpec; after plan() it names the modules with adapters. source: tensors of a saved
+    adapter to train further; None: fresh adapters. merges: the run also exports the merged model at
+    its end.
     """
 
     kind = "lora"
@@ -58,7 +59,9 @@ class Lora(Finetuning):
         merges: bool = False,
         base: str = "",
     ):
-        """base: words about the frozen weights' format, for the start summary."""
+        """base: text about the frozen weights' format, such as 4-bit, for the start summary; "" for
+        none.
+        """
         self.trained = None
         self.spec = spec
         self.source = source
@@ -68,7 +71,12 @@ class Lora(Finetuning):
 
     @classmethod
     def plan(cls, request: Request, judge: Judge) -> "Lora":
-        """Plan a run's adapters from its keys; `judge` collects what the model cannot have."""
+        """Decide a run's adapters from its configuration keys. Returns a Lora that place() can put
+        on the model. Adapters that this model cannot have become Problems in `judge`. No
+        collectives.
+
+        ConfigError or ValueError if adapter_name_or_path has no readable PEFT adapter.
+        """
         arguments = request.arguments
         keys = arguments.parts["lora"]
         objective = OBJECTIVES[arguments.stage]
@@ -108,8 +116,10 @@ class Lora(Finetuning):
 
     @classmethod
     def take_new_tokens(cls, arguments: Any) -> str:
-        """Set modules_to_save, unless it is given, to the modules with one row per token: new rows
-        would otherwise stay untrained. -> words for the report.
+        """For a run that adds tokens: set the key modules_to_save to the modules with a row per
+        token (embed_tokens, lm_head), because LoRA alone would leave the new tokens' rows
+        untrained. Returns text for the report; "" if modules_to_save or adapter_name_or_path is
+        given, and nothing changes.
         """
         keys = arguments.parts["lora"]
         if keys.modules_to_save or keys.adapter_name_or_path:
@@ -121,10 +131,11 @@ class Lora(Finetuning):
         return f"{self.spec}{self.base}"
 
     def notes(self, arguments: Any) -> list[str]:
-        """A note that PEFT may ignore some adapters, if the family has experts and adapters are on
-        MLPs.
+        """Report lines about a run's adapters: a warning that PEFT may ignore some of them, if the
+        model is a mixture of experts, adapters are on MLPs, and the run exports no merged model.
+        Otherwise [].
 
-        PEFT recognises stacked experts by module name alone, and then also takes dense layers and
+        PEFT recognises stacked experts by module name alone, so that it may take dense layers and
         shared experts for them.
         """
         family = FAMILIES.get(str(arguments.model_config.get("model_type")))
@@ -133,24 +144,32 @@ class Lora(Finetuning):
         return [_EXPERTS_IN_PEFT] if is_lost and not self.merges else []
 
     def place(self, model: Any, seed: int = 42, dtype: torch.dtype = torch.float32) -> Any:
-        """Freeze the model and put the planned adapters on it -> the model. seed: for fresh
-        adapters. dtype: of a transformers model's frozen weights.
+        """Freeze the model and put the planned adapters on it, in place. Returns the model.
+        Collective if a saved adapter is loaded.
+
+        seed: for the first values of fresh adapters. dtype: for a transformers model's frozen
+        weights.
         """
         if self.source is not None:
             return place_adapter(model, self.spec, self.source, dtype)
         return inject(model, self.spec, seed, dtype)
 
     def trains(self, module: str) -> bool:
-        """True if the module's whole weights are trained (modules_to_save)."""
+        """True if this Hugging Face module is trained whole, because modules_to_save names it."""
         return is_saved(module, self.spec)
 
     def without(self, model: Any) -> contextlib.AbstractContextManager[Any]:
-        """Context in which the adapters are off."""
+        """Context in which the adapters have no effect. Modules in modules_to_save keep their
+        trained weights.
+        """
         return without_adapters(model)
 
     def work_beside(self, module: str, uses: float, shape: tuple[int, ...]) -> float:
-        """Multiplications per token for the module's adapter matrices. uses: how often the module's
-        weight multiplies each token; 0: rows are looked up. shape: the weight's.
+        """Multiplications per token by the LoRA matrices of a module, for FLOPs; 0 without an
+        adapter.
+
+        uses: how often a token is multiplied by the module's weight; 0 for an embedding, which
+        looks rows up. shape: the weight's.
         """
         if module not in self.spec.modules:
             return 0.0
@@ -160,8 +179,9 @@ class Lora(Finetuning):
     def shapes_beside(
         self, module: str, shape: list[int], is_embedding: bool
     ) -> dict[str, tuple[int, int]]:
-        """{name ending: shape} of the module's adapter matrices. shape: this rank's shard of the
-        matrix.
+        """{end of the name: shape} of a module's two LoRA matrices, such as {"lora_A.weight": (r,
+        in), "lora_B.weight": (out, r)}; {} without an adapter. shape: [out, in] of this rank's
+        shard of the weight.
         """
         if module not in self.spec.modules:
             return {}
@@ -195,8 +215,9 @@ class Lora(Finetuning):
         part_lora_files.check_checkpoint(model, folder)
 
     def base_sample(self) -> dict[str, list[float]]:
-        """{weight: some of its values} for the first module with an adapter, from the base's files;
-        {} if these are gone.
+        """{name: about a hundred values, evenly spaced} from one base weight that has an adapter,
+        read from the base model's files, so that a resumed run can notice another base model. {} if
+        the files or such a weight are missing.
         """
         source = original_of(self.spec.base_model)
         if source is not None:
@@ -208,7 +229,9 @@ class Lora(Finetuning):
 
 
 def _with_value_head(spec: LoraSpec) -> LoraSpec:
-    """The spec with the value head added to modules_to_save, as PEFT does for SEQ_CLS."""
+    """A copy of the spec with the value head in modules_to_save, as PEFT does for task type
+    SEQ_CLS.
+    """
     saved = dict.fromkeys((*spec.modules_to_save, VALUE_HEAD))
     return replace(spec, modules_to_save=tuple(saved))
 
@@ -217,13 +240,15 @@ def _with_value_head(spec: LoraSpec) -> LoraSpec:
 
 
 def inject(model: Any, spec: LoraSpec, seed: int = 42, dtype: torch.dtype = torch.float32) -> Any:
-    """Freeze a model and put adapters on it -> the model, whose `finetuning` is then a Lora.
+    """Freeze a model and put LoRA adapters on it, in place. Returns the model; its attribute
+    `finetuning` is then a Lora.
 
-    Adapters start as in PEFT, drawn from `seed` and their names: the same in every layout and on
-    both backends. Call it after loading weights and before making a trainer. A spec from plan() is
-    used as it is; any other is planned first.
-    dtype: of a transformers model's frozen weights. No collectives. ConfigError as in plan();
-    ValueError if the model already has adapters.
+    Adapters start as in PEFT. Their values are drawn from `seed` and their names, so they are the
+    same in every parallel layout and on both backends. Call inject after loading weights and before
+    making a trainer.
+    spec: if it has no `modules` yet, they are planned first. dtype: for a transformers model's
+    frozen weights.
+    No collectives. ConfigError as in plan(); ValueError if the model already has adapters.
     """
     if spec_of(model) is not None:
         raise ValueError("this model has adapters already: load it anew to give it others")
@@ -243,10 +268,11 @@ def inject(model: Any, spec: LoraSpec, seed: int = 42, dtype: torch.dtype = torc
 
 
 def load_adapter(model: Any, folder: str | os.PathLike[str], dropout: float | None = None) -> Any:
-    """Put a saved adapter on a model of either backend, to train it further -> the model.
+    """Put a saved PEFT adapter on a model of either backend, to train it further. Returns the
+    model. Collective: call it on every rank.
 
-    dropout: replaces the adapter's; None keeps it. Every rank must call it. Collective. ValueError,
-    on every rank, if the adapter belongs to another model.
+    dropout: replaces the adapter's dropout; None keeps it. ValueError if the adapter cannot be
+    read, or belongs to another model.
     """
     spec, source = read_adapter(folder, dropout)
     judge = Judge(None)
@@ -258,8 +284,11 @@ def load_adapter(model: Any, folder: str | os.PathLike[str], dropout: float | No
 def place_adapter(
     model: Any, spec: LoraSpec, source: AdapterSource, dtype: torch.dtype = torch.float32
 ) -> Any:
-    """Put a checked adapter on a model -> the model. dtype: of a transformers model's frozen
-    weights. Collective. ValueError, on every rank, if the adapter's weights do not fit.
+    """Put a saved adapter, already read and checked, on a model and fill it with the file's
+    weights. Returns the model. Collective.
+
+    dtype: for a transformers model's frozen weights. ValueError, on every rank, if the weights do
+    not fit, or if the file has whole weights that are not in its modules_to_save.
     """
     lost = [n for n in sorted(source.whole_weights()) if not is_saved(module_of(n), spec)]
     if lost:  # PEFT stores embedding and head after the vocabulary was resized

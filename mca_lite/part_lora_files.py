@@ -55,7 +55,9 @@ VALUE_HEAD = module_of(families_rows.VALUE_HEAD)
 
 
 def _pairs_of(names: Iterable[str]) -> dict[str, tuple[str, str]]:
-    """{module: (name of its A, name of its B)}, sorted, from tensor names."""
+    """{module: (name of its matrix A, name of its matrix B)} for the LoRA matrices among tensor
+    names, sorted by module.
+    """
     pairs = {}
     for name in sorted(names):
         for end_a, end_b in _PAIRS:
@@ -66,9 +68,11 @@ def _pairs_of(names: Iterable[str]) -> dict[str, tuple[str, str]]:
 
 
 class AdapterSource(SafetensorsSource):
-    """A TensorSource for an adapter's folder; names come without PEFT's prefix.
+    """Reads the tensors in a PEFT adapter's folder. Names are without the prefix
+    "base_model.model.".
 
-    pairs: {module: (name of its A, name of its B)}. ValueError if one of a pair is missing.
+    pairs: {module: (name of its matrix A, name of its matrix B)}. ValueError if the folder has no
+    adapter_model.safetensors, or A or B of a module is missing.
     """
 
     def __init__(self, folder: PathLike):
@@ -91,8 +95,8 @@ class AdapterSource(SafetensorsSource):
             self.shape(name)
 
     def whole_weights(self) -> set[str]:
-        """Names of weights stored in full: those in modules_to_save, and those of PEFT's
-        save_embedding_layers.
+        """Names of weights that the adapter stores in full: modules in modules_to_save, and the
+        embedding and head that PEFT adds after resizing the vocabulary.
         """
         return self.names() - self._matrices
 
@@ -105,19 +109,19 @@ class AdapterSource(SafetensorsSource):
         return super().shape(name)
 
     def __call__(self, key: str, shape: Shape) -> torch.Tensor:
-        """Read a whole matrix. ValueError if it is missing or its shape is not `shape`."""
+        """Read a whole tensor. ValueError if it is missing, or its shape is not `shape`."""
         self.check(key, shape)
         return self.read(key)
 
     def check(self, key: str, shape: Shape) -> None:
-        """Raise ValueError if a matrix is missing or its shape is not `shape`."""
+        """Raise ValueError if a tensor is missing, or its shape is not `shape`."""
         remedy = "the adapter belongs to another model: set adapter_name_or_path to one of this one"
         check_shape(self, key, shape, remedy)
 
 
 def _spec(values: Mapping[str, Any], targets: Iterable[str]) -> LoraSpec:
-    """A LoraSpec with these targets and the other settings of adapter_config.json's values; None
-    means the default.
+    """A LoraSpec with these targets, and rank, alpha and the other settings from `values`, the
+    content of an adapter_config.json. Missing and null values become defaults.
     """
     given = {field: values[key] for key, field in _FIELDS.items() if values.get(key) is not None}
     if values.get("task_type") == "SEQ_CLS":  # PEFT adds two possible names of the value head
@@ -126,11 +130,11 @@ def _spec(values: Mapping[str, Any], targets: Iterable[str]) -> LoraSpec:
 
 
 def read_adapter(folder: PathLike, dropout: float | None = None) -> tuple[LoraSpec, AdapterSource]:
-    """Read a PEFT adapter's folder -> (its LoraSpec with the file's modules as targets, its
-    tensors).
+    """Read the folder of a PEFT adapter. Returns (its LoraSpec, whose targets are the adapted
+    modules' whole names; its tensors, read when needed).
 
-    dropout: replaces the adapter's dropout; None keeps it. ConfigError for unsupported features,
-    ValueError for a damaged file.
+    dropout: replaces the adapter's dropout; None keeps it. ConfigError if the folder has no
+    adapter_config.json or asks for unsupported features; ValueError for a damaged file.
     """
     path = Path(folder) / ADAPTER_CONFIG_NAME
     if not path.is_file():
@@ -147,8 +151,9 @@ def read_adapter(folder: PathLike, dropout: float | None = None) -> tuple[LoraSp
 
 
 def adapter_of_keys(keys: LoraArguments) -> tuple[LoraSpec, AdapterSource | None]:
-    """(LoraSpec, tensors of adapter_name_or_path or None) from LoraArguments. lora_dropout replaces
-    a loaded adapter's dropout.
+    """(LoraSpec, tensors of a saved adapter or None) from the configuration keys. If
+    adapter_name_or_path is set, both come from that adapter, and lora_dropout, if set, replaces its
+    dropout. ConfigError or ValueError if the adapter cannot be read.
     """
     if keys.adapter_name_or_path:
         return read_adapter(keys.adapter_name_or_path, keys.lora_dropout)
@@ -156,7 +161,9 @@ def adapter_of_keys(keys: LoraArguments) -> tuple[LoraSpec, AdapterSource | None
 
 
 def brings_value_head(folder: PathLike) -> bool:
-    """True if the folder's adapter includes a trained value head."""
+    """True if the folder's adapter contains a trained value head. ConfigError or ValueError if the
+    adapter cannot be read.
+    """
     spec, _ = read_adapter(folder)
     return VALUE_HEAD in spec.modules_to_save
 
@@ -165,10 +172,11 @@ def brings_value_head(folder: PathLike) -> bool:
 
 
 def gather_adapters(model: Any) -> dict[str, torch.Tensor]:
-    """{key without prefix: whole float32 CPU matrix} on global rank 0, {} on other ranks.
+    """All LoRA matrices of a model, whole: {name in PEFT's file without its prefix: float32 CPU
+    tensor} on global rank 0, {} on other ranks.
 
-    Every rank must call it. Collective: gathers over tensor-parallel and expert-tensor-parallel
-    groups, sends to rank 0.
+    Collective: gathers over tensor-parallel and expert-tensor-parallel groups, then sends to rank
+    0.
     """
     wholes = {}
     for piece in pieces_of(model):
@@ -179,8 +187,8 @@ def gather_adapters(model: Any) -> dict[str, torch.Tensor]:
 
 
 def trained_tensors(model: Any) -> dict[str, torch.Tensor]:
-    """gather_adapters() plus the weights in modules_to_save. Every rank must call
-    it. Collective.
+    """All that an adapter's file contains: LoRA matrices and the weights in modules_to_save, as
+    {name without PEFT's prefix: CPU tensor} on global rank 0, {} on other ranks. Collective.
     """
     tensors = gather_adapters(model)
     host = host_of(model)
@@ -191,8 +199,9 @@ def trained_tensors(model: Any) -> dict[str, torch.Tensor]:
 
 
 def save_adapter(model: Any, folder: PathLike) -> list[str]:
-    """Write the adapter as PEFT does -> file names on global rank 0, [] elsewhere. Every rank must
-    call it. Collective.
+    """Write a model's adapters into a folder as PEFT does, with the base model's processor files,
+    if it has any. Returns the file names on global rank 0, [] on other ranks. Collective. OSError,
+    on every rank, if writing fails.
     """
     folder = Path(folder)
     tensors = trained_tensors(model)
@@ -212,8 +221,9 @@ def save_adapter(model: Any, folder: PathLike) -> list[str]:
 
 
 def target_modules(model: Any) -> list[str]:
-    """PEFT's target_modules: last names (q_proj) where they match adapted modules only, otherwise
-    whole names.
+    """The value of target_modules for PEFT's config: the last part of each adapted module's name,
+    such as "q_proj". If a module without adapter has the same last part, or the last part is a
+    number, the whole name is used instead.
     """
     modules = spec_of(model).modules
     host = host_of(model)
@@ -227,8 +237,8 @@ def target_modules(model: Any) -> list[str]:
 
 
 def peft_config(spec: LoraSpec, target_modules: list[str]) -> dict[str, Any]:
-    """The contents of adapter_config.json: PEFT's keys for plain LoRA. PEFT has defaults for the
-    others.
+    """The content of adapter_config.json for these adapters, with PEFT's keys for plain LoRA. PEFT
+    fills in defaults for its other keys.
     """
     config = {key: getattr(spec, field) for key, field in _FIELDS.items()}
     if float(config["lora_alpha"]).is_integer():
@@ -243,10 +253,11 @@ def peft_config(spec: LoraSpec, target_modules: list[str]) -> dict[str, Any]:
 
 
 def _with_equal_scales(config: dict[str, Any], spec: LoraSpec) -> dict[str, Any]:
-    """The config, with rank-stabilised expert adapters expressed as alpha / rank.
+    """The config with use_rslora replaced by an equal plain lora_alpha, if there are adapters on
+    experts; otherwise unchanged.
 
-    PEFT fuses two expert projections at twice the rank and alpha, which would multiply alpha /
-    sqrt(rank) by sqrt(2).
+    PEFT fuses two projections of an expert into one adapter with twice the rank and alpha. That
+    keeps alpha / rank, but would multiply alpha / sqrt(rank) by sqrt(2).
     """
     if spec.use_rslora and any(".experts." in name for name in spec.modules):
         return config | {"use_rslora": False, "lora_alpha": spec.scale * spec.rank}
@@ -254,8 +265,8 @@ def _with_equal_scales(config: dict[str, Any], spec: LoraSpec) -> dict[str, Any]
 
 
 def check_checkpoint(model: Any, folder: PathLike) -> None:
-    """Raise ValueError if a checkpoint's PEFT adapter has other settings than the
-    model's adapters.
+    """Raise ValueError if a checkpoint's folder has no PEFT adapter, or one with other settings
+    (rank, alpha, modules) than the model's adapters.
     """
     spec = spec_of(model)
     path = Path(folder) / ADAPTER_CONFIG_NAME
@@ -286,11 +297,12 @@ def _unordered(value: Any) -> Any:
 
 
 def merger(model: Any) -> Change:
-    """A function (HF name, base tensor W) -> W + scale * B A, computed in float32 and returned
-    in W's dtype.
+    """Make a function that merges this model's adapters into base weights: (Hugging Face name, base
+    weight W) -> W + scale * B A, computed in float32 and returned in W's dtype. A weight without an
+    adapter is returned unchanged.
 
-    The model's weights do not change. Every rank must call merger(); the returned function works on
-    global rank 0. Collective.
+    The model does not change. Collective: gathers the adapters to global rank 0, and only there the
+    function merges. ConfigError if embedding and head are tied and one of them has an adapter.
     """
     spec = spec_of(model)
     judge = Judge(None)
@@ -301,8 +313,9 @@ def merger(model: Any) -> Change:
 
 
 def _merge_with(read: Callable[[str], torch.Tensor], names: Iterable[str], scale: float) -> Change:
-    """A function (HF name, base tensor) -> the tensor with the adapter merged. read(name): returns
-    an adapter matrix, one of `names`. scale: factor on B A.
+    """Make a function (Hugging Face name, base weight) -> the weight with its adapter merged, or
+    unchanged if it has none. read(name): returns a LoRA matrix. names: the matrices' names. scale:
+    factor on B A.
     """
     pairs = _pairs_of(names)
 
@@ -321,8 +334,8 @@ def _merge_with(read: Callable[[str], torch.Tensor], names: Iterable[str], scale
 
 @torch.no_grad()
 def merge_into(model: Any, folder: PathLike) -> None:
-    """Merge a saved adapter into the weights of a transformers model, in place; the vocabulary
-    grows if the adapter has more rows.
+    """Merge a saved adapter into the weights of a transformers model, in place. The vocabulary is
+    enlarged if the adapter has more rows.
 
     Each weight is computed in float32 and rounded once, as by `convert --merge`. No collectives.
     ValueError if the adapter belongs to another model or cannot be merged.
@@ -339,14 +352,14 @@ def merge_into(model: Any, folder: PathLike) -> None:
 def file_merger(
     folder: PathLike, base: PathLike, shapes: dict[str, Any], tied: bool
 ) -> tuple[Change, int]:
-    """(function(name, CPU base tensor) -> merged tensor, vocabulary size of the merged model) for a
-    saved adapter.
+    """Prepare to merge a saved adapter into a base model's files. Returns (function(name, base
+    weight on the CPU) -> merged weight; vocabulary size of the merged model, or 0 if the base has
+    neither embedding nor head).
 
-    Weights in modules_to_save replace the base's. The size is 0 for a base without embedding and
-    head.
-    base: the base model's name, for messages. shapes: its tensors' shapes by name in files. tied:
-    its embedding is also its head. ValueError if the adapter belongs to another model or cannot be
-    merged.
+    Weights that the adapter stores in full replace the base's.
+    base: the base model's name, for messages. shapes: {name in the files: shape} of the base's
+    tensors. tied: True if its embedding is also its head. ValueError if the adapter belongs to
+    another model or cannot be merged.
     """
     spec, source = read_adapter(folder)
     one_sided = [name for name in source.pairs if name.endswith(EMBEDDING_AND_HEAD)]
@@ -389,8 +402,11 @@ def file_merger(
 def _merged_shapes(
     source: AdapterSource, whole: set[str], rank: int, shapes: dict[str, Any]
 ) -> dict[str, Shape]:
-    """Shapes of the merged model's tensors. ValueError if a tensor of the adapter does not fit;
-    vocabulary matrices in `whole` may have more rows.
+    """{name: shape} of the merged model's tensors. ValueError if an adapter's tensor does not fit
+    its base weight.
+
+    whole: weights that the adapter stores in full; an embedding or head among them may have more
+    rows than the base's. rank: r. shapes: the base's.
     """
     merged = dict(shapes)
     for module, (a, b) in source.pairs.items():

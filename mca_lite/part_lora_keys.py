@@ -12,7 +12,7 @@ ON_ADAPTERS = "it is not supported together with adapters"
 
 @dataclass(kw_only=True)
 class LoraArguments(ArgumentGroup):
-    """Adapters."""
+    """Configuration keys of LoRA adapters."""
 
     lora_rank: int = count(8, "rank of the adapters", high=65_536)
     lora_alpha: float | None = optional(

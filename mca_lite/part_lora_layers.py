@@ -52,13 +52,16 @@ _CUT_AXES = {None: (None, None), COLUMN: (None, 0), ROW: (1, None)}
 
 @dataclass(frozen=True)
 class LoraSpec:
-    """Settings of a model's adapters.
+    """Settings of a model's LoRA adapters. ConfigError for values that the keys in LoraArguments
+    would refuse.
 
     alpha: None means 2 * rank.
-    targets: module names or patterns, as in the key lora_target.
-    modules: the Hugging Face modules with adapters; part_lora_sites.plan fills them in.
-    parts: the parts of a model with pictures that targets other than whole names may match.
-    ConfigError for values that the keys in LoraArguments would refuse.
+    targets: module names or patterns, as in the configuration key lora_target.
+    modules_to_save: ends of names of modules that are trained whole beside the adapters.
+    modules: Hugging Face names of the modules with adapters; part_lora_sites.plan fills them in.
+    base_model: name or folder of the frozen model.
+    parts: in a model that also reads images, the parts (such as the language model) in which
+    targets may match; a target that is a module's whole name matches in any part.
     """
 
     rank: int = 8
@@ -91,24 +94,26 @@ class LoraSpec:
 
 
 def spec_of(model: Any) -> Any:
-    """The LoraSpec of a model with adapters, otherwise None."""
+    """The LoraSpec of a model with LoRA adapters; None for other models."""
     return getattr(finetuning_of(model), "spec", None)
 
 
 def is_saved(module: str, spec: LoraSpec) -> bool:
-    """True if modules_to_save includes this Hugging Face module: as in PEFT, if its name ends with
-    one of them.
+    """True if this Hugging Face module is trained whole, because its name ends with a name in the
+    spec's modules_to_save, as in PEFT.
     """
     return module.endswith(tuple(spec.modules_to_save))
 
 
 class Piece(NamedTuple):
-    """This rank's shard of one matrix in PEFT's files.
+    """This rank's shard of one LoRA matrix of one Hugging Face module. Where megatron fuses or
+    stacks modules, one parameter has several Pieces.
 
-    key: the matrix's name in a file, without PEFT's prefix.
-    part: where `parameter` holds it, a slice of rows or an expert's index.
-    axis: the axis sharded over `group`; None: not sharded.
-    real: unpadded length of the whole matrix along axis, if it is padded.
+    key: the matrix's name in PEFT's file without its prefix, such as
+    "model.layers.3.self_attn.q_proj.lora_A.weight".
+    part: where `parameter` has this shard: a slice of rows, or an expert's index.
+    axis: the axis along which the matrix is sharded over `group`; None: not sharded.
+    real: length of the whole matrix along axis without padding; None: there is no padding.
     """
 
     key: str
@@ -137,13 +142,17 @@ class Piece(NamedTuple):
 
     @property
     def is_first(self) -> bool:
-        """True on the first rank of those that can gather the whole matrix."""
+        """True on one rank only, among those that can gather this whole matrix: that rank exports
+        it.
+        """
         if self.group is None:
             return parallel.is_main()
         return self.group.rank() == parallel.replica_group(self.is_expert).rank() == 0
 
     def take(self, full: torch.Tensor) -> None:
-        """Copy this rank's shard of the whole matrix into the parameter."""
+        """Copy this rank's shard of `full`, the whole matrix in PEFT's row order, into the
+        parameter.
+        """
         if self.order is not None:
             full = full[self.order.to(full.device)]
         if self.axis is not None:
@@ -154,7 +163,9 @@ class Piece(NamedTuple):
         self.tensor.copy_(full)
 
     def whole(self) -> torch.Tensor:
-        """The whole matrix, in PEFT's row order. Collective over the group."""
+        """The whole matrix, in PEFT's row order and without padding, on every rank of the group.
+        Collective over the group if the matrix is sharded.
+        """
         full = parallel.whole(self.tensor, self.axis, self.group)
         if self.order is not None:
             full = full[self.order.argsort().to(full.device)]
@@ -162,8 +173,8 @@ class Piece(NamedTuple):
 
 
 def _side_by_side(bs: list[torch.Tensor], columns: int) -> list[torch.Tensor]:
-    """Widen each matrix B [..., out, r] to `columns` columns, zero except for a block at different
-    columns for each.
+    """Pad each matrix B [..., out, r] with zero columns to `columns` columns, so that its r columns
+    begin where those of the matrix before it end.
     """
     blocks = []
     first = 0
@@ -174,12 +185,14 @@ def _side_by_side(bs: list[torch.Tensor], columns: int) -> list[torch.Tensor]:
 
 
 class Adapter(torch.nn.Module):
-    """Base of all adapters.
+    """Base class of the LoRA adapters of linears, embeddings and experts.
 
-    group: the ranks over which the module is sharded; None on plain torch.
+    group: the ranks over which the adapted module is sharded; None on plain torch.
+    sequence_parallel: True if megatron's sequence parallelism is on.
 
-    Subclasses take `names`: for each projection a tuple of its Hugging Face modules, one, or for
-    experts one per local expert; () for a projection without adapter.
+    Subclasses also take `names`: for each projection that megatron fuses or stacks in the module, a
+    tuple of Hugging Face modules: one, for experts one per expert on this rank, or () if the
+    projection has no adapter.
     """
 
     in_product = False  # True if the module's matmul can include the adapter (adds_in_product)
@@ -215,11 +228,12 @@ class Adapter(torch.nn.Module):
         real: int | None = None,
         order: torch.Tensor | None = None,
     ) -> None:
-        """Add a float32 parameter filled with zeros, and a Piece per module.
+        """Register a float32 parameter of zeros, and a Piece for each module that has a part of it.
 
-        parts: module -> its part of the parameter. matrix: the matrix's name in files. axis, real,
-        order: see Piece. If axis is None, the gradient is marked as partial under sequence
-        parallelism.
+        name: the parameter's. matrix: the matrix's name in PEFT's file, such as "lora_A.weight".
+        parts: {module: its part of the parameter}. axis, real, order: see Piece. With axis None and
+        sequence parallelism, the gradient is marked as partial, for megatron to sum over
+        tensor-parallel ranks.
         """
         parameter = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float32, device=self.device))
         parameter.sequence_parallel = axis is None and self.sequence_parallel
@@ -234,24 +248,24 @@ class Adapter(torch.nn.Module):
             self.pieces.append(Piece(key, parameter, *place))
 
     def _mark(self, parameter: torch.nn.Parameter, axis: int | None) -> None:
-        """Set megatron's attributes for a parameter sharded along `axis`, or not sharded
-        if None.
+        """Set the attributes by which megatron knows that a parameter is sharded along `axis`;
+        None: not sharded.
         """
         is_cut = axis is not None
         set_tensor_model_parallel_attributes(parameter, is_cut, axis if is_cut else -1, 1)
 
     def _summed(self, low: torch.Tensor) -> torch.Tensor:
-        """Sum over the group; under sequence parallelism return this rank's part of the sequence.
-        Collective.
+        """Sum `low` over the tensor-parallel group; under sequence parallelism, each rank gets its
+        part of the sequence only. Collective.
         """
         if self.sequence_parallel:
             return mappings.reduce_scatter_to_sequence_parallel_region(low, group=self.group)
         return mappings.reduce_from_tensor_model_parallel_region(low, group=self.group)
 
     def adds_in_product(self, weight: torch.Tensor) -> bool:
-        """True if the linear's matmul can include the adapter, so that the sum is rounded once: the
-        module supports it, the adapter is enabled, the weight is frozen and in half precision, and
-        no dropout is active.
+        """True if the linear's matmul can include the adapter, so that W x + scale * B A x is
+        rounded only once. This needs a module that supports it, an enabled adapter without active
+        dropout, and a frozen weight in bf16 or fp16.
         """
         is_half = weight.dtype in (torch.bfloat16, torch.float16)
         is_in = self.in_product and self.enabled and not self._drops
@@ -259,12 +273,14 @@ class Adapter(torch.nn.Module):
 
     @property
     def _drops(self) -> bool:
-        """True if dropout is active."""
+        """True if dropout is active: the module is in training mode, and the dropout rate is above
+        0.
+        """
         return self.training and self.spec.dropout > 0.0
 
     def _dropped(self, x: torch.Tensor, is_shared: bool = False) -> torch.Tensor:
-        """Apply dropout to x. is_shared: all ranks of the group have the same x, and must drop the
-        same elements.
+        """Apply the adapter's dropout to x, if it is active. is_shared: True if all ranks of the
+        group have the same x, and so must drop the same elements.
         """
         if not self._drops:
             return x
@@ -275,12 +291,15 @@ class Adapter(torch.nn.Module):
 
 
 class LoraAdapter(Adapter):
-    """The adapter of one linear, which may fuse several projections.
+    """The adapter of one linear, which may fuse the projections of several Hugging Face modules,
+    such as q_proj, k_proj and v_proj.
 
-    widths: outputs of each projection on this rank.
-    cut: COLUMN, ROW or None.
-    groups: number of head groups on this rank, if the outputs are interleaved by group.
-    vocab_size: unpadded V, for an output layer with padding.
+    in_size: number of input features on this rank. widths: number of outputs of each projection on
+    this rank.
+    cut: how the linear is sharded: COLUMN, ROW, or None.
+    groups: number of head groups on this rank, if megatron interleaves the outputs of the
+    projections by group; None: one projection after another.
+    vocab_size: V without padding, for an output layer whose rows are padded.
     orders: row permutation of each projection, see Piece.
     """
 
@@ -312,11 +331,12 @@ class LoraAdapter(Adapter):
                 self._add(f"lora_B_{i}", "lora_B.weight", whole, shape, *rows_of_b)
 
     def forward(self, x: torch.Tensor, weight: torch.Tensor | None = None) -> torch.Tensor:
-        """scale * B A x for the linear's input x, in the shape of the linear's output, float32 (x's
-        dtype if in_half).
+        """The adapter's output scale * B A x for the linear's input x. It has the shape of the
+        linear's output, and is float32 (in x's dtype if in_half).
 
-        weight: the linear's matrix, passed if adds_in_product; then the result is W x + scale * B A
-        x in x's dtype.
+        weight: the linear's matrix, given if adds_in_product; then the result is W x + scale * B A
+        x in x's dtype. Collective over the group if the linear is sharded, in the forward or the
+        backward pass.
         """
         if weight is not None:
             return self._product(x, weight)
@@ -327,14 +347,16 @@ class LoraAdapter(Adapter):
         return self._joined(outs, low.dim() - 1)
 
     def _bs(self) -> list[torch.Tensor]:
-        """B of each projection; with no columns for a projection without adapter."""
+        """The matrix B [width, r] of each projection; [width, 0] for a projection without
+        adapter.
+        """
         a = self.lora_A
         widths = enumerate(self.widths)
         return [getattr(self, f"lora_B_{i}", a.new_zeros(width, 0)) for i, width in widths]
 
     def _joined(self, parts: list[torch.Tensor], axis: int) -> torch.Tensor:
-        """Concatenate the projections' outputs along `axis`, in the order of the
-        linear's outputs.
+        """Concatenate the projections' tensors along `axis`, in the order of the linear's outputs:
+        one projection after another, or interleaved by head group.
         """
         if self.groups is None:
             return parts[0] if len(parts) == 1 else torch.cat(parts, axis)
@@ -342,10 +364,11 @@ class LoraAdapter(Adapter):
         return torch.cat(parts, axis + 1).flatten(axis, axis + 1)
 
     def _product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """W x + scale * B A x, summed over the group for a row-sharded linear.
+        """W x + scale * B A x in one matmul, summed over the group if the linear is row-sharded.
+        Collective over the group if the linear is sharded.
 
-        Collective. The gradient of a replicated matrix is summed here, unless megatron sums it, as
-        under sequence parallelism.
+        Gradients of matrices that all ranks have are summed over the group here, except under
+        sequence parallelism, where megatron sums them.
         """
         a = self.lora_A
         gathers = None
@@ -363,8 +386,12 @@ class LoraAdapter(Adapter):
         return self._summed(out) if self.cut == ROW else out
 
     def low(self, x: torch.Tensor) -> torch.Tensor:
-        """scale * A x, float32 or in x's dtype. For a row-sharded linear it is summed over the
-        group; for a column-sharded one under sequence parallelism it covers the whole sequence.
+        """The adapter's inner activation scale * A x [..., r * projections], float32 or in x's
+        dtype if in_half.
+
+        For a row-sharded linear it is summed over the group (under sequence parallelism each rank
+        gets its part of the sequence). For a column-sharded linear under sequence parallelism it
+        covers the whole sequence. Collective over the group if the linear is sharded.
         """
         # without sequence parallelism all ranks of a group have the same x, unless the linear is
         # sharded by rows
@@ -382,22 +409,25 @@ class LoraAdapter(Adapter):
         return low * self.spec.scale
 
     def factors(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(scale * A hidden over the whole sequence, B), for an output layer."""
+        """(scale * A hidden, this rank's B), for an output layer, whose chunked loss multiplies
+        them. Under sequence parallelism the first covers the whole sequence.
+        """
         return self.low(hidden), self.lora_B_0
 
     def merged(self, router: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """{"weight": the weight of a transformers router with the adapter added}. The weight is not
-        sharded.
+        """{"weight": W + scale * B A in W's dtype} for a transformers router with weight W, which
+        is not sharded.
         """
         delta = self.spec.scale * self.lora_B_0 @ self.lora_A
         return {"weight": (router.weight.float() + delta).to(router.weight.dtype)}
 
 
 class LoraEmbedding(Adapter):
-    """The adapter of an embedding: scale * B A[:, token]. A [r, V / tp] starts at zero, as in PEFT.
+    """The LoRA adapter of an embedding: its output for a token is scale * B A[:, token]. A is [r, V
+    / tp], B is [h, r].
 
     in_size: h. widths: [V / tp], with padding. vocab_size: V without padding. padding_idx: the
-    token whose column of A gets no gradient, as in PEFT.
+    token whose column in A gets no gradient, as in PEFT; None: none.
     """
 
     def __init__(
@@ -425,9 +455,9 @@ class LoraEmbedding(Adapter):
         self._add(b, b, whole, (in_size, spec.rank), None)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The adapter's output only, which is added to the embedding's: tokens [b, s] -> float32
-        [b, s, h], or [s / tp, b, h] under sequence parallelism. Collective over the tensor-parallel
-        group if it has several ranks.
+        """The adapter's output, which the caller adds to the embedding's: tokens [b, s] -> float32
+        [b, s, h], or [s / tp, b, h] under sequence parallelism. Collective if the tensor-parallel
+        group has several ranks.
         """
         table = self.lora_embedding_A.t()
         if self.tp == 1:
@@ -444,10 +474,11 @@ class LoraEmbedding(Adapter):
 
 
 class LoraExperts(Adapter):
-    """The adapters of a layer's experts, stacked like the experts' matrices.
+    """The LoRA adapters of an MoE layer's experts on this rank, stacked in one parameter per
+    matrix.
 
-    names: for gate, up and down, the module of each local expert. columns: f. ep: the
-    expert-parallel group; group: the expert-tensor-parallel group.
+    names: for gate, up and down, the Hugging Face module of each expert on this rank. columns: f.
+    ep: the expert-parallel group. group: the expert-tensor-parallel group.
     """
 
     is_expert = True
@@ -486,7 +517,9 @@ class LoraExperts(Adapter):
         parameter.partition_dim = 1 + (axis or 0)
 
     def _matrix(self, name: str) -> torch.Tensor:
-        """A parameter. If replicated over the group, its gradient is summed over the group."""
+        """A parameter by name, such as "gate_A". If all ranks of the group have it whole, its
+        gradient is summed over the group, since each rank computes only a part.
+        """
         parameter = getattr(self, name)
         axis, _ = self.cuts[name]
         if self.tp == 1 or axis is not None:
@@ -496,8 +529,9 @@ class LoraExperts(Adapter):
     def _factors(
         self, projections: tuple[str, ...], outputs: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(scale * A [n, c, in], B [n, outputs, c]) of several projections stacked, float32. c is a
-        multiple of 8, because grouped GEMMs in half precision need multiples of 16 bytes.
+        """Stack the matrices of several projections: (scale * A [n, c, in], B [n, outputs, c]),
+        float32. c is padded to a multiple of 8, because grouped GEMMs in half precision need
+        multiples of 16 bytes.
         """
         a = torch.cat([self._matrix(f"{p}_A") for p in projections if p in self.adapted], 1)
         columns = -(-a.shape[1] // 8) * 8
@@ -514,11 +548,11 @@ class LoraExperts(Adapter):
         multiply: Callable[..., Any],
         again: Callable[[], torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """W x + scale * B A x [T, outputs], in x's dtype, for projections stacked in weight [n,
-        ..., in].
+        """W x + scale * B A x for tokens sorted by expert: x [T, in] -> [T, outputs] in x's dtype.
 
-        multiply(x, w): multiplies each expert's tokens by its w^T. again: returns x once more, for
-        the backward pass, which then keeps no x.
+        projections: those in weight [n, ..., in], such as ("gate", "up"). multiply(x, w):
+        multiplies each expert's tokens by w^T of this expert. again: a function that computes x
+        once more in the backward pass, so that x need not be kept; None: x is kept.
         """
         if set(projections).isdisjoint(self.adapted):
             return experts_product(x, weight, multiply)
@@ -530,7 +564,9 @@ class LoraExperts(Adapter):
         return AdaptedExperts.apply(x, a, weight, b, room, multiply, again)
 
     def merged(self, experts: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """{name: parameter of transformers' experts with the adapters added}."""
+        """{"gate_up_proj": ..., "down_proj": ...}: the parameters of a transformers experts module
+        with the adapters added, in its layout and dtype.
+        """
         gate_up = in_rows(experts, "gate_up_proj")
         down = self._with_delta("down", in_rows(experts, "down_proj"))
         if getattr(experts, "is_concatenated", True):
@@ -546,7 +582,9 @@ class LoraExperts(Adapter):
         return {"gate_up_proj": both, "down_proj": down}
 
     def _with_delta(self, projection: str, weight: torch.Tensor) -> torch.Tensor:
-        """weight + scale * B A for each expert [n, outputs, inputs], in weight's dtype."""
+        """W + scale * B A for each expert, in W's dtype; W itself if the projection has no adapter.
+        weight: W, [n, outputs, inputs].
+        """
         if projection not in self.adapted:
             return weight
         a = getattr(self, f"{projection}_A")
@@ -555,7 +593,9 @@ class LoraExperts(Adapter):
 
 
 def in_rows(experts: torch.nn.Module, name: str) -> torch.Tensor:
-    """A parameter of transformers' experts as [n, outputs, inputs], whatever its stored layout."""
+    """A parameter of a transformers experts module as [n, outputs, inputs], as a view, whether it
+    is stored so or transposed.
+    """
     parameter = experts.get_parameter(name)
     return parameter.mT if getattr(experts, "is_transposed", False) else parameter
 
@@ -564,12 +604,12 @@ def in_rows(experts: torch.nn.Module, name: str) -> torch.Tensor:
 
 
 def attach(module: torch.nn.Module, adapter: Adapter, way: str = "beside") -> None:
-    """Put an adapter on a module.
+    """Make an adapter part of a module, as its submodule "lora".
 
-    way "beside" (linears, embeddings): the adapter's output is added by a hook, or in the linear's
-    matmul. way "inside" (routers and experts of model_moe.py): the module calls the adapter itself.
-    way "merged" (experts and routers of transformers): during forward, adapter.merged(module)
-    replaces the module's parameters. This needs their memory once more, and allows no dropout.
+    way: "beside" (linears, embeddings): a forward hook adds the adapter's output, or the linear's
+    matmul includes it. "inside" (routers and experts in model_moe.py): the module calls the adapter
+    itself. "merged" (experts and routers of transformers): during forward, adapter.merged(module)
+    replaces the module's parameters; this needs their memory once more, and allows no dropout.
     """
     adapter.train(module.training)
     weight: Any = getattr(module, "weight", None)
@@ -587,21 +627,26 @@ def attach(module: torch.nn.Module, adapter: Adapter, way: str = "beside") -> No
 
 
 def _cover_parameters(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
-    """Pre-forward hook: let attributes with the merged weights hide the module's parameters."""
+    """Pre-forward hook for way "merged" in attach: let plain attributes with the merged weights
+    hide the module's parameters, if the adapter is enabled.
+    """
     # attribute lookup finds the instance's __dict__ before nn.Module's parameters
     if module.lora.enabled:
         vars(module).update(module.lora.merged(module))
 
 
 def _uncover_parameters(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    """Forward hook: remove these attributes, also after an error."""
+    """Forward hook for way "merged" in attach: remove the attributes that _cover_parameters set. It
+    is registered to run after an error too.
+    """
     for name, _ in module.named_parameters(recurse=False):
         vars(module).pop(name, None)
 
 
 def _add_in_product(module: torch.nn.Module, adapter: Adapter) -> None:
-    """Let a tensor-parallel linear, or Transformer Engine's, include the adapter in its matmul. The
-    linear's method is replaced on the instance, because a hook runs only after the matmul.
+    """Let the matmul of a tensor-parallel linear, or of a Transformer Engine linear, include the
+    adapter when it can. The linear's method is replaced on this instance, because a hook would run
+    only after the matmul. Other modules stay unchanged.
     """
     if hasattr(module, "activation_dtype"):
         _suit_transformer_engine(module, adapter)
@@ -617,8 +662,9 @@ def _add_in_product(module: torch.nn.Module, adapter: Adapter) -> None:
 
 
 def _suit_transformer_engine(module: torch.nn.Module, adapter: Adapter) -> None:
-    """Fit a Transformer Engine linear to its adapter. In bf16 with one tensor-parallel rank, the
-    linear's forward is replaced, so that its matmul includes the adapter.
+    """Make a Transformer Engine linear work with its adapter. Without fp8 and with one
+    tensor-parallel rank, the linear's forward is replaced by one whose matmul can include the
+    adapter.
     """
     # Transformer Engine compares the dtype of all parameters, even the adapter's, with the input's
     # while this is unset
@@ -645,14 +691,17 @@ def _suit_transformer_engine(module: torch.nn.Module, adapter: Adapter) -> None:
 
 
 def _normed(module: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """The matrix's input: Transformer Engine's fused linears first apply a norm to x."""
+    """The input of the linear's matrix: x after the norm that Transformer Engine fuses into some
+    linears, otherwise x.
+    """
     weight = getattr(module, "layer_norm_weight", None)
     return x if weight is None else rms_norm(x, weight, module.eps, module.zero_centered_gamma)
 
 
 def _add_output(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """Forward hook: add the adapter's output in float32, then round to the dtype of the module's
-    output.
+    """Forward hook: add the adapter's output to the module's, and round the sum to the dtype of the
+    module's output. The output is unchanged if the adapter is off, or if the matmul or the loss of
+    an output layer adds the adapter.
     """
     adapter = module.lora
     # on an output layer the chunked loss adds the adapter (model_linears.extra_factors)
@@ -674,9 +723,12 @@ def _add_output(module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> 
 def with_room(
     weight: torch.Tensor, columns: int, rooms: dict[torch.Size, torch.Tensor]
 ) -> torch.Tensor:
-    """A buffer [..., out, in + columns] that holds `weight`, with free columns for B. Creating it
-    moves the weight's data into it. rooms: an adapter's buffers, by weight shape. A
-    quantised weight is written into a new buffer.
+    """A buffer [..., out, in + columns] that holds `weight`, with free columns after it for the
+    adapter's B, so that one matmul can use both.
+
+    The first call moves the weight's data into a new buffer and lets the weight point there; later
+    calls return the same buffer. rooms: these buffers by weight shape, changed in place. A
+    quantised weight is instead decoded into a new buffer at each call.
     """
     room = rooms.get(weight.shape)
     *rows, inputs = weight.shape
@@ -691,18 +743,20 @@ def with_room(
 
 
 def _float_product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """left^T right in float32."""
+    """left^T right as float32. CUDA returns its float32 sums; on a CPU the product is rounded to
+    the inputs' dtype first.
+    """
     if left.is_cuda:
         return torch.mm(left.t(), right, out_dtype=torch.float32)
     return (left.t() @ right).float()
 
 
 class AdaptedProduct(torch.autograd.Function):
-    """x W^T + scale (x A^T) B^T for a frozen W, as one matmul [x, scale x A^T] [W, B]^T that is
-    rounded once.
+    """A frozen linear with its LoRA adapter, x W^T + scale (x A^T) B^T, as one matmul [x, scale x
+    A^T] [W, B]^T, so that the sum is rounded only once.
 
-    If the adapter were added to a rounded product, an update below half of the last digit would be
-    lost. addmm does not help: cuBLAS rounds the product to bf16 before adding.
+    If the adapter's output were added to an already rounded x W^T, contributions below half of its
+    last digit would be lost. addmm does not help: cuBLAS rounds the product to bf16 before it adds.
     """
 
     @staticmethod
@@ -716,13 +770,12 @@ class AdaptedProduct(torch.autograd.Function):
         scale: float,
         group: torch.distributed.ProcessGroup | None = None,
     ) -> torch.Tensor:
-        """Return x W^T + scale (x A^T) B^T [..., out] for a frozen W.
+        """x W^T + scale (x A^T) B^T [..., out] for a frozen W.
 
-        room: with_room's buffer for `weight`, [W, free columns]; B is written into the free
-        columns, in place. group: the ranks that each have a part of the sequence in x: x is
-        gathered over them, the result covers the whole sequence, and each rank's gradient of A is
-        that of its part. None: no gather. Collective over the group in the forward and the backward
-        pass.
+        room: with_room's buffer for `weight`; B is written into its free columns, in place. group:
+        the ranks of sequence parallelism, each with a part of the sequence in x: x is gathered, and
+        the result covers the whole sequence; each rank gets the gradients of x and A for its part.
+        Collective over the group in both passes. None: x is not gathered.
         """
         a = a.to(x.dtype)
         b = b.to(x.dtype)
@@ -752,8 +805,8 @@ class AdaptedProduct(torch.autograd.Function):
 
 
 def _to_part(partial: torch.Tensor, group: torch.distributed.ProcessGroup | None) -> torch.Tensor:
-    """Sum over the group and return this rank's part of the sequence; without a group return
-    `partial`. Collective.
+    """Sum over the group and return this rank's part along the first axis; collective. Without a
+    group, return `partial`.
     """
     if group is None:
         return partial
@@ -761,8 +814,8 @@ def _to_part(partial: torch.Tensor, group: torch.distributed.ProcessGroup | None
 
 
 class AdaptedExperts(torch.autograd.Function):
-    """For each expert x W^T + (x A^T) B^T with a frozen W, as one matmul [x, x A^T] [W, B]^T that
-    is rounded once.
+    """Frozen experts with their LoRA adapters, x W^T + (x A^T) B^T for each expert, as one grouped
+    matmul [x, x A^T] [W, B]^T that is rounded only once. A already contains the scale.
     """
 
     @staticmethod
@@ -776,9 +829,9 @@ class AdaptedExperts(torch.autograd.Function):
         multiply: Callable[..., torch.Tensor],
         again: Callable[[], torch.Tensor] | None,
     ) -> torch.Tensor:
-        """x [T, in], a [n, c, in], weight [n, ..., in], b [n, out, c] -> [T, out]. a and b have
-        their parameters' dtype. room: with_room's buffer for `weight`. multiply(x, w): multiplies
-        each expert's tokens by its w^T. again: see LoraExperts.forward.
+        """x [T, in], a [n, c, in], weight [n, ..., in], b [n, out, c] -> [T, out]. room:
+        with_room's buffer for `weight`; b is written into its free columns, in place. multiply(x,
+        w): multiplies each expert's tokens by w^T of this expert. again: see LoraExperts.forward.
         """
         room = room.flatten(1, -2)
         room[..., x.shape[-1] :].copy_(b)

@@ -43,7 +43,9 @@ _PLAIN |= {
 
 
 def check_adapter_config(values: dict[str, Any], path: Path, judge: Judge) -> None:
-    """Check that the values of an adapter_config.json are valid and supported."""
+    """Add a Problem to `judge` for each value in a PEFT adapter_config.json that is invalid or not
+    supported, such as DoRA. path: the file, for messages.
+    """
     saved = values.get("modules_to_save") or []
     fits = {
         "r": type(values.get("r")) is int,
@@ -64,12 +66,14 @@ def check_adapter_config(values: dict[str, Any], path: Path, judge: Judge) -> No
 
 
 def resolve_targets(spec: LoraSpec, candidates: list[Any], judge: Judge) -> tuple[str, ...]:
-    """The Hugging Face names of the modules that the spec's targets match, in model order.
+    """Find the modules that get adapters: those which the spec's targets match. Returns their
+    Hugging Face names in the model's order.
 
-    A target is the whole name of a module; or, in the spec's parts of the model, "all"; a name or
-    its end (q_proj, self_attn.q_proj, linear_qkv); or a pattern over whole names of Hugging Face or
-    megatron, a glob (*.layers.[0-3].*.q_proj) or a regular expression. A target that matches
-    nothing is refused.
+    A target is one of: a module's whole name; "all" (every linear except the head and routers) or
+    "all-router"; the end of a name, such as q_proj or megatron's linear_qkv; a glob over whole
+    names (*.layers.[0-3].*.q_proj); a regular expression over whole names. Only a whole name
+    matches outside of spec.parts, for example in a frozen vision tower. A target without a match
+    becomes a Problem in `judge`.
     """
     chosen = set()
     free = [candidate for candidate in candidates if candidate.part in spec.parts]
@@ -88,7 +92,9 @@ def resolve_targets(spec: LoraSpec, candidates: list[Any], judge: Judge) -> tupl
 
 
 def _is_match(target: str, candidate: Keys) -> bool:
-    """True if the target matches this candidate."""
+    """True if a target other than a whole Hugging Face name (see resolve_targets) matches this
+    candidate module.
+    """
     if target in ALL_LINEAR:
         return candidate.in_all
     if target == ALL_ROUTERS:
@@ -105,7 +111,10 @@ def _is_match(target: str, candidate: Keys) -> bool:
 def check_other_model(
     folder: str | os.PathLike[str], spec: LoraSpec, candidates: list[Any], judge: Judge
 ) -> None:
-    """Check that the modules of a saved adapter, the spec's targets, exist in this model."""
+    """Add a Problem to `judge` if this model lacks modules that a saved adapter has, because then
+    the adapter was trained on another model. spec: the adapter's; its targets are whole names.
+    folder: for the message.
+    """
     unknown = set(spec.targets).difference(c.hf for c in candidates)
     judge.expect(
         spec.targets and not unknown,
@@ -118,7 +127,7 @@ def check_other_model(
 
 
 def check_single_experts(spec: LoraSpec, candidates: list[Any], judge: Judge) -> None:
-    """Check that targets match all experts of a layer or none."""
+    """Add a Problem to `judge` if adapters are on some experts of a layer, but not on all."""
 
     def of_layer(module: str) -> str:
         return re.sub(r"\.experts\.\d+\.", ".experts.", module)
@@ -135,7 +144,10 @@ def check_single_experts(spec: LoraSpec, candidates: list[Any], judge: Judge) ->
 
 
 def check_saved(spec: LoraSpec, weights: Iterable[Any], judge: Judge) -> None:
-    """Check modules_to_save against the model's trainable weights (hosts.Weight)."""
+    """Add Problems to `judge` for names in modules_to_save that cannot be trained whole, such as
+    experts or a tied embedding, and for a name that matches no module. weights: hosts.Weight for
+    each weight of the model.
+    """
     key = "modules_to_save"
     unused = set(spec.modules_to_save)
     for weight in weights if unused else ():
@@ -171,8 +183,10 @@ def check_new_rows(
     is_tied: bool,
     judge: Judge,
 ) -> None:
-    """Check that modules_to_save includes the modules with rows for new tokens. ends: the endings
-    of these modules' names.
+    """Add Problems to `judge` if a LoRA run would not train the rows of new tokens: if
+    modules_to_save lacks the embedding or the output layer, or if both are one tied matrix.
+
+    num_new: number of new tokens. ends: ends of the names of the modules with a row per token.
     """
     key = "modules_to_save"
     saved = list(modules_to_save or ())
@@ -195,8 +209,8 @@ def check_new_rows(
 
 
 def check_on_torch(spec: LoraSpec, linears: Iterable[str], judge: Judge) -> None:
-    """Add a Problem to `judge` if the adapters of a LoRA spec are not supported on plain torch:
-    dropout works only for linears and embeddings. linears: the names of the model's linears and
+    """Add a Problem to `judge` if the torch backend does not support a LoRA spec: there only
+    linears and embeddings can have dropout. linears: the names of the model's linears and
     embeddings.
     """
     judge.expect(
@@ -211,7 +225,10 @@ def check_on_torch(spec: LoraSpec, linears: Iterable[str], judge: Judge) -> None
 def check_on_megatron(
     spec: LoraSpec, config: McaModelConfig, rows: Sequence[Row], candidates: list[Any], judge: Judge
 ) -> None:
-    """Check that adapters are supported on megatron-core. rows: the family's weight rows."""
+    """Add Problems to `judge` for adapters that the megatron backend does not support with this
+    model and parallel layout. rows: the table rows of the model's family. candidates: modules that
+    can have adapters.
+    """
     adapted = [c.mca for c in candidates if c.hf in set(spec.modules)]
     targets = list(spec.targets)
     groups = config.num_query_groups
@@ -257,7 +274,9 @@ def check_on_megatron(
 
 
 def _check_fused(spec: LoraSpec, model_type: str | None, rows: Sequence[Row], judge: Judge) -> None:
-    """Check that no target is fused with other projections in one Hugging Face tensor."""
+    """Add a Problem to `judge` for targets that are several projections in one Hugging Face tensor,
+    such as a fused qkv_proj.
+    """
     # PEFT has one A and one B for a fused tensor; tensor parallelism shards each projection
     fused = {last_of(name.removesuffix(".weight")) for row in rows if row.fused for name in row.hf}
     adapted = sorted(fused.intersection(map(last_of, spec.modules)))
@@ -274,9 +293,9 @@ def _check_fused(spec: LoraSpec, model_type: str | None, rows: Sequence[Row], ju
 def check_mergeable(
     spec: LoraSpec, is_tied: bool, judge: Judge, key: str = "save_merged_model"
 ) -> None:
-    """Add a Problem to `judge` if embedding and head share one matrix (is_tied) and one of them has
-    an adapter: merged, it would change the other too. key: the configuration key that asks for
-    merging.
+    """Add a Problem to `judge` if adapters cannot be merged into the weights: if embedding and head
+    share one matrix (is_tied) and one of them has an adapter, since merging would change the other
+    too. key: the configuration key that asks for merging.
     """
     one_sided = [name for name in spec.modules if name.endswith(EMBEDDING_AND_HEAD)]
     judge.expect(

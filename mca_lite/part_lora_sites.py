@@ -44,7 +44,7 @@ from .weights_files import Shape, generator_of
 
 
 class Candidate(NamedTuple):
-    """A Hugging Face module that can have an adapter, anywhere in the model."""
+    """A Hugging Face module that can have an adapter, on any rank."""
 
     hf: str
     mca: str  # megatron's module that contains it, "" if the family is not in the table
@@ -53,7 +53,7 @@ class Candidate(NamedTuple):
 
 
 class Site(NamedTuple):
-    """A module on this rank that can get the adapter kind(spec, names, **arguments)."""
+    """A module on this rank that can get an adapter, built as kind(spec, names, **arguments)."""
 
     module: torch.nn.Module
     names: Names  # for each projection, its Hugging Face modules on this rank
@@ -67,8 +67,8 @@ def _is_router(row: Row) -> bool:
 
 
 def _candidates(config: Any) -> Iterator[Candidate]:
-    """Yield the candidates of a model whose family is in the table. config: see
-    weights_convert.in_layer_order.
+    """Yield every module that can have an adapter, for a model whose family is in the table.
+    config: a McaModelConfig, or an object with its fields.
     """
     for row, layer in in_layer_order(config):
         if row.is_linear:
@@ -79,8 +79,8 @@ def _candidates(config: Any) -> Iterator[Candidate]:
 
 
 def candidates_of(host: Any) -> list[Candidate]:
-    """All modules that can have adapters, in model order: from the family's table, otherwise all
-    linears.
+    """Every module of the whole model that can have an adapter, in the model's order. For a family
+    that is not in the table: all linears and embeddings. host: see hosts.host_of.
     """
     if host.fields:
         return list(_candidates(host.fields))
@@ -91,7 +91,9 @@ def candidates_of(host: Any) -> list[Candidate]:
 
 
 def _expert_names(rows: Iterable[Row], layer: int | None) -> Names:
-    """For gate, up and down: the module of each expert in a layer."""
+    """(modules of gate, of up, of down) in a layer, each with one Hugging Face module per expert.
+    rows: the family's weight rows.
+    """
     # rows for gate and up of all experts come before rows for down
     linears = [row for row in rows if row.expert is not None and row.is_linear]
     of_rows = [modules_of(row, layer) for row in linears]
@@ -100,7 +102,7 @@ def _expert_names(rows: Iterable[Row], layer: int | None) -> Names:
 
 
 def sites_of(host: MegatronHost | TorchHost) -> Iterator[Site]:
-    """Yield this rank's modules that can get adapters."""
+    """Yield a Site for each module on this rank that can get an adapter."""
     if isinstance(host, MegatronHost):
         return _sites_on_megatron(host)
     return _sites_on_torch(host)
@@ -120,7 +122,9 @@ def _sites_on_megatron(host: MegatronHost) -> Iterator[Site]:
 def _site_of_linear(
     module: torch.nn.Module, row: Row, layer: int | None, config: McaModelConfig
 ) -> Site:
-    """The Site of a linear, the embedding or the head."""
+    """The Site of a megatron linear, router, embedding or output layer. row: its row in the
+    family's table. layer: its index; None: outside of layers.
+    """
     tp = config.tensor_model_parallel_size
     names = tuple((name,) for name in modules_of(row, layer))
     arguments: dict[str, Any] = dict(
@@ -183,8 +187,8 @@ def _sites_on_torch(host: Any) -> Iterator[Site]:
 
 
 def _sites_of_mixture(host: Any, block: torch.nn.Module, layer: int) -> Iterator[Site]:
-    """Yield the Sites of a layer's experts and router, which in transformers are mostly
-    no linears.
+    """Yield the Sites of an MoE layer's experts and router in a transformers model, since these
+    mostly are not nn.Linear modules. block: the layer's MLP module.
     """
     rows = rows_of(host.fields.hf_model_type, host.fields)
     _, hidden_size, columns = in_rows(block.experts, "down_proj").shape
@@ -204,17 +208,18 @@ def _sites_of_mixture(host: Any, block: torch.nn.Module, layer: int) -> Iterator
 
 
 def saved_keys(host: Any, spec: LoraSpec) -> set[Any]:
-    """Keys of the weights that lora's modules_to_save trains whole: Weight.key of the host,
-    (megatron name, layer) on megatron-core. host: host_of(model).
+    """Keys of the weights that are trained whole because of modules_to_save: (megatron name, layer)
+    on megatron-core, module names on plain torch. host: see hosts.host_of.
     """
     return {w.key for w in host.weights() if any(is_saved(module, spec) for module in w.modules)}
 
 
 def plan(model: Any, spec: LoraSpec, judge: Judge | None = None) -> LoraSpec:
-    """The spec with `modules` filled in: the model's modules that its targets match.
+    """Decide which modules get adapters: a copy of the spec whose `modules` are the model's modules
+    that its targets match. Nothing is added to the model yet. No collectives.
 
-    model: may also be a McaModelConfig, or a model on the meta device. No collectives. Unsupported
-    adapters are reported to `judge`; without a judge they raise ConfigError.
+    model: may also be a McaModelConfig, or a model on the meta device. judge: gets a Problem for
+    each adapter that is not supported; None: they raise ConfigError.
     """
     host = host_of(model)
     rules = judge or Judge(None)
@@ -232,15 +237,21 @@ def plan(model: Any, spec: LoraSpec, judge: Judge | None = None) -> LoraSpec:
 
 
 def fill_adapters(model: Any, source: Callable[[str, Shape], torch.Tensor]) -> None:
-    """Fill this rank's adapters: each takes its shard of source(key, shape of the whole matrix)."""
+    """Set the values of this rank's LoRA matrices, in place. source(key, shape): returns the whole
+    matrix, of which this rank takes its shard. key: the matrix's name in PEFT's file without
+    prefix.
+    """
     with torch.no_grad():
         for piece in pieces_of(model):
             piece.take(source(piece.key, piece.full_shape).to(piece.tensor.device, torch.float32))
 
 
 def init_source(seed: int) -> Callable[[str, Shape], torch.Tensor]:
-    """PEFT's initial values, drawn from the seed and the key: A uniform within 1 / sqrt(inputs), B
-    zero; for embeddings A zero, B normal.
+    """A function (key, shape) -> initial values of a whole LoRA matrix, as in PEFT, drawn from the
+    seed and the key, so that they do not depend on the parallel layout.
+
+    For linears, A is uniform within 1 / sqrt(inputs) and B is zero; for embeddings, A is zero and B
+    normal.
     """
 
     def draw(key: str, shape: Shape) -> torch.Tensor:
@@ -259,19 +270,19 @@ def init_source(seed: int) -> Callable[[str, Shape], torch.Tensor]:
 
 
 def adapters_of(model: Any) -> list[Adapter]:
-    """All adapters on this rank."""
+    """The adapter modules on this rank, in the model's order."""
     return [m for chunk in host_of(model).chunks for m in chunk.modules() if isinstance(m, Adapter)]
 
 
 def pieces_of(model: Any) -> Iterator[Piece]:
-    """Yield this rank's shards of all matrices in PEFT's files."""
+    """Yield this rank's shard of each LoRA matrix, as a Piece."""
     return itertools.chain.from_iterable(adapter.pieces for adapter in adapters_of(model))
 
 
 @contextlib.contextmanager
 def without_adapters(model: Any) -> Iterator[Any]:
-    """Context in which the adapters are off, so that the model is its base. DPO uses it as the
-    reference.
+    """Context in which the adapters have no effect, so that the model computes as its base does.
+    DPO uses it for the reference model.
     """
     adapters = adapters_of(model)
     for adapter in adapters:
@@ -287,9 +298,9 @@ def without_adapters(model: Any) -> Iterator[Any]:
 
 
 def sharded_state(chunk: Any) -> dict[str, Any]:
-    """megatron's ShardedTensors for a chunk's trained tensors: adapters and modules_to_save.
-
-    Adapters are named as in the whole model, so they load in any layout.
+    """{name: megatron ShardedTensor} of a chunk's trained tensors: LoRA matrices and
+    modules_to_save, for distributed checkpoints. Tensors are named as in the whole model, so that
+    they load in other parallel layouts.
     """
     state = {
         name: tensor
@@ -321,9 +332,11 @@ def sharded_state(chunk: Any) -> dict[str, Any]:
 
 
 def _row_order(parts: list[int], groups: int) -> torch.Tensor | None:
-    """Permutation of rows, int64 [rows], from Hugging Face's order (part after part) to megatron's
-    (for each of `groups` groups, its share of every part). None if there is one part, which needs
-    no reordering. parts: the number of rows of each part, as of q, k and v.
+    """Row permutation int64 [rows] from Hugging Face's order to megatron's, or None for a single
+    part, which needs none.
+
+    Hugging Face stores q, k and v (or other parts) one after another. megatron interleaves: for
+    each of `groups` head groups, its share of every part. parts: number of rows of each part.
     """
     if len(parts) == 1:
         return None

@@ -24,11 +24,12 @@ COLUMNS["route_row"] = Column("token", "int64", -1, given_by=("sample", "collato
 
 
 class Routes:
-    """Inside its context, the model's routers replay the experts of micro-batches' column routes,
-    or record their choice.
+    """Context in which the model's MoE routers use given experts, or record the experts that they
+    choose.
 
-    is_recording: True to record. table: when recording, int16 [T, L, k] on this rank's device,
-    after take(). ValueError for a model without experts.
+    Replaying reads the column "routes" of the micro-batches passed to expect(). is_recording: True
+    to record, into `table`, int16 [T, L, k] on this rank's device, which take() makes. ValueError
+    for a model without experts, or on plain torch.
     """
 
     def __init__(self, backend: Any, is_recording: bool = False):
@@ -43,8 +44,8 @@ class Routes:
         self.table: torch.Tensor
 
     def take(self, documents: Sequence[dict[str, Any]]) -> None:
-        """Make a recording's table for checked documents, and set their column route_row: each
-        token's row in it.
+        """Make the empty table for recording a call's documents, and set their column route_row, in
+        place: each token's row in the table. Do nothing if not recording.
         """
         if not self._is_recording:
             return
@@ -65,10 +66,12 @@ class Routes:
         self._rows = {}
 
     def expect(self, batch: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
-        """Register the next micro-batch's columns on this rank.
+        """Register a micro-batch on this rank before its forward pass, so that routers find its
+        routes, or its rows in the table.
 
-        Recomputation and pipelines run micro-batches in another order, so a micro-batch is
-        recognised by its padding mask.
+        batch: the arranged micro-batch. inputs: the model's inputs for it. Recomputation and
+        pipelines run micro-batches in another order, so a router recognises a micro-batch by the
+        memory address of its padding mask.
         """
         mask = inputs["padding_mask"]
         rows = batch["route_row" if self._is_recording else "routes"]
@@ -81,8 +84,9 @@ class Routes:
         self._rows[_address(mask)] = rows.transpose(0, 1).flatten(0, 1), mask
 
     def _choose(self, router: Router, mask: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """The experts [tokens, k] that a router uses, given its choice `experts`: the replayed ones
-        where there are some. When recording, store the choice and return it.
+        """Called by a router with its own choice `experts` [tokens, k]. Returns the experts to use:
+        when replaying, the given ones, except for tokens without; when recording, `experts`, after
+        storing them in the table.
         """
         if _address(mask) not in self._rows:  # a micro-batch without the column
             return experts
@@ -96,8 +100,8 @@ class Routes:
         return given.where(given >= 0, experts)
 
     def recorded(self) -> list[torch.Tensor]:
-        """The recorded experts of each document, int16 [n, L, k] on the CPU of every rank.
-        Collective over all ranks.
+        """The recorded experts of each document passed to take(), int16 [n, L, k] on the CPU of
+        every rank. Collective over all ranks.
         """
         # each token of a layer is on one rank
         whole = parallel.sum_over_all(self.table.int()).cpu().to(torch.int16)
@@ -105,8 +109,8 @@ class Routes:
 
 
 def check(backend: Any, documents: Sequence[dict[str, Any]]) -> None:
-    """Give the documents of a call without routes a column of -1, in place. ValueError for routes
-    that do not fit the model.
+    """Check the column "routes" of a call's documents. Documents without it get one filled with -1
+    (the router chooses), in place. ValueError for routes that do not fit the model.
     """
     config = _config_of(backend)
     for number, document in enumerate(documents):
@@ -119,7 +123,9 @@ def check(backend: Any, documents: Sequence[dict[str, Any]]) -> None:
 
 
 def check_routes(backend: Any, routes: torch.Tensor) -> None:
-    """Raise ValueError for routes [..., L, k] that do not fit the model."""
+    """Raise ValueError for routes [..., L, k] that do not fit the model: another number of MoE
+    layers or of experts per token, an expert that does not exist, or one twice.
+    """
     config = _config_of(backend)
     wanted = [len(_layers(config)), config.moe_router_topk]
     expect(
@@ -137,12 +143,12 @@ def check_routes(backend: Any, routes: torch.Tensor) -> None:
 
 
 def _layers(config: Any) -> list[int]:
-    """Indices, from 0, of the layers with experts."""
+    """Indices, from 0, of the model's MoE layers."""
     return [layer for layer in range(config.num_layers) if config.is_moe_layer(layer)]
 
 
 def _address(mask: torch.Tensor) -> int:
-    """The address of a padding mask's storage, which identifies a micro-batch."""
+    """The memory address of a padding mask, by which a router recognises a micro-batch."""
     return mask.untyped_storage().data_ptr()
 
 
@@ -157,8 +163,8 @@ def _config_of(backend: Any) -> Any:
 
 
 def _check_choices(routes: torch.Tensor) -> None:
-    """Raise ValueError if -1 stands for some experts of a token in a layer only, or an expert is
-    there twice.
+    """Raise ValueError if, for a token in a layer, an expert is given twice, or -1 stands for some
+    of its experts but not for all.
     """
     is_here = routes < 0
     expect(

@@ -9,7 +9,8 @@ tokens in a sample, [b, s] a micro-batch on this rank.
 
 Calls add up the gradients of sums; optim_step divides once, by a count over the whole update. So
 any number of calls before an update gives the gradient of one call with all samples. Every rank
-calls each method with the same samples, and gets the same results.
+calls each method with the same samples and gets the same results; only with own=True do
+data-parallel replicas pass different samples.
 """
 
 import contextlib
@@ -48,8 +49,9 @@ from .trainer_events import Phases, check_given
 
 
 class Output(NamedTuple):
-    """Results of a pass. logps: float32 [n] for each sample, in order, 0 where there is no label.
-    sums: {metric: (sum, count)} over all ranks. metrics: {metric: sum / count}.
+    """Results of a forward pass. logps: for each sample, in order, float32 [n] on the CPU, the
+    log-probability of each label, 0 where there is no label. sums: {metric: (sum, count)} over all
+    ranks; {} from forward_backward_custom. metrics: {metric: sum / count}, if the count is not 0.
     """
 
     logps: list[torch.Tensor]
@@ -58,9 +60,9 @@ class Output(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Results of an update. grad_norm: after the division, before clipping. skipped: True if there
-    was no update, because the norm was not finite or too large, or fp16 overflowed. denominator:
-    what the gradient was divided by.
+    """Results of an update. grad_norm: gradient norm after the division by `denominator`, before
+    clipping. skipped: True if the weights did not change, because the norm was not finite or too
+    large, or fp16's loss scale overflowed. denominator: what the gradient was divided by.
     """
 
     grad_norm: float
@@ -77,14 +79,14 @@ _DROPOUTS = ("attention_dropout", "hidden_dropout", "residual_dropout", "_pdrop"
 
 @dataclass
 class Tokens:
-    """A micro-batch's tokens on this rank, as a loss sees them; tensors are [b, s].
+    """The inputs of a loss: this rank's tokens of a micro-batch. Tensors are [b, s].
 
-    logps: float32, 0 where there is no label.
+    logps: float32, log-probability of each label, 0 where there is no label.
     is_trained: bool, True where there is a label.
     lengths: float32, number of trained tokens in the token's sample.
-    is_first: True for the first trained token of each sample.
+    is_first: bool, True for the first trained token of each sample.
     columns: the sample columns that the loss reads, 0 where there is no label.
-    entropy: of the next-token distribution; None unless the loss wants it.
+    entropy: of the next-token distribution; None unless the loss sets wants_entropy.
     """
 
     logps: torch.Tensor
@@ -96,28 +98,28 @@ class Tokens:
     sum_samples: Callable[[torch.Tensor], torch.Tensor]
 
     def sum_of_sample(self, values: torch.Tensor) -> torch.Tensor:
-        """For each token, the sum of values [b, s] over the trained tokens of its sample, detached:
-        gradients for tokens on other context-parallel ranks would be lost. Collective over the
-        context-parallel group.
+        """For each token, the sum of values [b, s] over the trained tokens of its sample, over all
+        context-parallel ranks. Without a gradient, since that of other ranks' tokens would be lost.
+        Collective over the context-parallel group.
         """
         return self.sum_samples(values.detach().masked_fill(~self.is_trained, 0.0))
 
 
 @dataclass(kw_only=True)
 class CrossEntropy:
-    """-log p of each label, times sampler_weight if samples have it. An example of the classes in
-    SESSION_LOSSES.
+    """Cross entropy of each label, times the column sampler_weight if samples have it. An example
+    of the classes in the table SESSION_LOSSES.
 
-    Such a class is a dataclass of the loss's parameters, with these attributes:
+    Such a class is a dataclass whose fields are the loss's parameters, with these attributes:
     columns: sample columns that the loss reads. required: columns that every sample must have.
-    metrics: names of possible metrics beside "loss": means over tokens, or over samples for those
-    in of_answers.
-    counts: what an update divides by: "tokens" with a label, "answers" (samples with such a token),
-    or "one". times: factor on that count.
+    metrics: names of metrics beside "loss": means over trained tokens, or over samples for names in
+    of_answers.
+    counts: what an update divides by: "tokens" with a label, "answers" (samples with a label), or
+    "one". times: a factor on that count.
     temperature: divides the logits.
     wants_entropy: True to get Tokens.entropy.
-    refuses_dropout: True if the loss compares with log-probabilities of another pass.
-    terms(tokens): returns (summands of the loss, float32 [b, s]; {metric: values [b, s]}).
+    refuses_dropout: True if the loss compares log-probabilities of two passes.
+    terms(tokens: Tokens): returns (summands of the loss [b, s], {metric: values [b, s]}).
     """
 
     name: str = "cross_entropy"
@@ -139,27 +141,27 @@ class CrossEntropy:
 
 
 class _Plain(CrossEntropy):
-    """Cross entropy without sample weights."""
+    """Cross entropy that ignores the samples' sampler_weight."""
 
     columns = ("temperature",)
 
 
 class _WithEntropy(_Plain):
-    """Cross entropy whose results also contain the entropy: [n, 2] per sample."""
+    """Cross entropy whose per-token results are [n, 2]: log-probability and entropy."""
 
     wants_entropy = True
 
 
 class _GivenGradient(CrossEntropy):
-    """A loss whose gradient with respect to each log-probability is -sampler_weight."""
+    """A loss whose gradient with respect to each log-probability is given: -sampler_weight."""
 
     counts = "one"
     refuses_dropout = True
 
 
 def loss_of(name: str, numbers: dict[str, Any]) -> Any:
-    """An instance of the loss's class with these parameters. ValueError for an unknown loss or
-    parameter.
+    """An instance of the class that SESSION_LOSSES has for the loss `name`. numbers: the loss's
+    parameters, such as {"clip_low": 0.1}. ValueError for an unknown loss or parameter.
     """
     expect(name in SESSION_LOSSES, f"loss {name!r}: expected one of {', '.join(SESSION_LOSSES)}")
     row = function_of(SESSION_LOSSES[name])
@@ -170,8 +172,9 @@ def loss_of(name: str, numbers: dict[str, Any]) -> Any:
 
 
 def _losses_of_logits(temperature: float, with_entropy: bool, logits: Logits) -> torch.Tensor:
-    """Cross entropy [n] with logits divided by the temperature (each token's, if the batch has a
-    column of it); with_entropy: [n, 2] with the entropy.
+    """Cross entropy [n] of n labels, from logits divided by the temperature, or by the batch's
+    column "temperature" if it has one. with_entropy: [n, 2], cross entropy and entropy. Collective
+    over the tensor-parallel group.
     """
     divisor: Any = temperature
     if "temperature" in logits.batch:
@@ -186,19 +189,21 @@ def _losses_of_logits(temperature: float, with_entropy: bool, logits: Logits) ->
 
 
 def reads_logits(loss: Any) -> bool:
-    """True if the loss needs more from the logits than their cross entropy."""
+    """True if the loss needs a temperature other than 1, or the entropy, which plain cross entropy
+    does not give.
+    """
     return loss.temperature != 1.0 or loss.wants_entropy
 
 
 @dataclass(eq=False)
 class SampleLoss:
-    """A loss over samples, as an objective for step.py. A Session makes one per call; a trainer
-    inherits it and sets backend, args and loss.
+    """The objective of a Session call, as step.py needs it: arranges batches of samples, and turns
+    token losses into the loss. PolicyTrainer inherits from it, and sets backend, args and loss.
 
-    ends: int64 [N + 1]: cumulative numbers of trained tokens over the call's samples, starting at 0
-    or at the replica's first; token_number gives each token's index. None: each micro-batch counts
-    its documents.
-    routes: part_routes.Routes, or None.
+    ends: int64 [N + 1]: sample i has the trained tokens with the numbers ends[i] to ends[i + 1] - 1
+    (the batch column token_number). None: tokens are numbered within each micro-batch.
+    routes: a part_routes.Routes that replays or records experts, or None.
+    tokens: number of trained tokens in the call, over all replicas.
     """
 
     backend: Any
@@ -215,8 +220,9 @@ class SampleLoss:
         return ["loss", *self.loss.metrics]
 
     def _arrange(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Arrange a batch, and add token_number, "ends" and "answers", its number of samples with a
-        label.
+        """Arrange a collated batch for the model. Adds "token_number" [rows, s], which numbers
+        trained tokens (-1: no label), "ends" (see SampleLoss), and "answers", the number of samples
+        with a label.
         """
         loss = self.loss
         if "temperature" in batch or reads_logits(loss):
@@ -254,9 +260,10 @@ class SampleLoss:
     def _post_compute_loss(
         self, labels: Any, batch: dict[str, Any], losses: torch.Tensor
     ) -> tuple[Any, ...]:
-        """losses [b, s], or [b, s, k] with entropy or multi-token prediction -> (sum of the loss's
-        terms, its count, {metric: (sum, count)}, and under "logps" (token indices in the call,
-        log-probabilities)).
+        """Token losses [b, s] -> (sum of the loss's terms, count int32, {metric: (sum, count)}).
+        With entropy or multi-token prediction, losses are [b, s, k], the first of them cross
+        entropy. The metric "logps" is (numbers of this rank's trained tokens, their
+        log-probabilities).
         """
         if not isinstance(labels, torch.Tensor):  # part_mtp.Targets
             labels = labels.labels
@@ -321,7 +328,7 @@ class SampleLoss:
 
 
 def _firsts(batch: dict[str, Any], is_trained: torch.Tensor) -> torch.Tensor:
-    """bool [b, s]: True for the first trained token of each sample."""
+    """bool [b, s]: True for the first trained token of each sample in an arranged batch."""
     numbers = batch["token_number"]
     return torch.isin(numbers, batch["ends"].to(numbers.device)) & is_trained
 
@@ -332,8 +339,9 @@ def _firsts(batch: dict[str, Any], is_trained: torch.Tensor) -> torch.Tensor:
 def _documents(
     samples: Sequence[Mapping[str, Any]], loss: Any, limits: Limits, refuses_more: bool
 ) -> list[dict[str, Any]]:
-    """The samples as documents with the columns that the loss reads. refuses_more: refuse other
-    columns, instead of ignoring them. ValueError for invalid samples.
+    """The call's samples as checked documents, without the SESSION_COLUMNS that the loss does not
+    read. refuses_more: refuse samples with such columns. ValueError for invalid samples, or if only
+    some have a column that the loss reads.
     """
     expect(len(samples) > 0, "the call has no samples: expected at least one")
     documents = []
@@ -373,8 +381,9 @@ def _document(
 
 
 def with_columns(row: dict[str, Any], loss: Any) -> dict[str, Any]:
-    """A copy of the row with the loss's columns set to 0 where there is no label. ValueError for a
-    missing column, and for values at labels that the loss cannot use.
+    """A copy of a document or batch `row`, with the loss's columns set to 0 where there is no
+    label. ValueError if a required column is missing, or a value at a label is not finite, or is a
+    temperature not above 0.
     """
     row = dict(row)
     is_trained = row["labels"] != IGNORE_INDEX
@@ -399,11 +408,9 @@ def with_columns(row: dict[str, Any], loss: Any) -> dict[str, Any]:
 
 
 def _numbered(documents: list[dict[str, Any]], first: int) -> np.ndarray:
-    """Number the trained tokens of N documents from `first` upwards: set each document's column
-    token_number, in place, with -1 for tokens that are not trained.
-
-    Returns int64 [N + 1]: number of each document's first trained token, then the number after the
-    last document's last one.
+    """Number the trained tokens of N documents, in order, from `first`: set each document's column
+    token_number, in place (-1: not trained). Returns int64 [N + 1]: the number of each document's
+    first trained token, then the next free number.
     """
     ends = [first]
     for document in documents:
@@ -415,9 +422,9 @@ def _numbered(documents: list[dict[str, Any]], first: int) -> np.ndarray:
 
 
 class _Share(NamedTuple):
-    """A rank's part of a call, for the other ranks. replica: identifies ranks with the same
-    samples. call: the other arguments. tokens: number of trained tokens. num_batches: number of
-    micro-batches on the rank.
+    """Facts about a rank's part of a call, compared over all ranks. replica: data-parallel rank
+    whose samples these are; 0 if all ranks have the same. call: the other arguments as text.
+    tokens: number of trained tokens. num_batches: number of micro-batches on the rank.
     """
 
     replica: int
@@ -438,9 +445,9 @@ def _checksum(documents: list[dict[str, Any]]) -> int:
 
 
 class _Call(NamedTuple):
-    """A call as agreed by all ranks. documents: this rank's samples. rows: the documents of each
-    row. ends: see SampleLoss. tokens: number of trained tokens on all replicas. num_batches: number
-    of micro-batches per rank.
+    """A call's checked samples, and what all ranks agreed on. documents: the samples given to this
+    rank. rows: the documents of each row. ends: see SampleLoss. tokens: number of trained tokens on
+    all replicas. num_batches: the largest number of micro-batches on a rank.
     """
 
     documents: list[dict[str, Any]]
@@ -454,19 +461,20 @@ class _Call(NamedTuple):
 
 
 class Session:
-    """A model in training, driven by another program's calls.
+    """A model in training, driven by another program's calls, for example a reinforcement-learning
+    loop.
 
     model: VirtualModels (megatron backend) or a transformers model (torch backend), with or without
     adapters.
-    args: TrainingArguments; their learning-rate schedule has no effect.
+    args: TrainingArguments; their learning-rate schedule has no effect. ValueError if
+    calculate_per_token_loss is false.
     tokenizer: its padding token is used; None: token 0.
     backend: replaces the one made for the model.
     cutoff_len: with sequence_packing, the maximum tokens of a row; samples are packed by best fit.
     None: a row contains a micro-batch's samples.
 
-    Every method except the constructor is collective over all ranks, and needs the same arguments
-    on each. Layers for multi-token prediction are not trained. ValueError if args average losses
-    over micro-batches.
+    Call each method on every rank, with the same arguments; only with own=True may samples differ.
+    Layers for multi-token prediction are not trained.
     """
 
     def __init__(
@@ -508,15 +516,15 @@ class Session:
         entropy: bool = False,
         own: bool = False,
     ) -> list[torch.Tensor]:
-        """Log-probabilities of the labels: float32 [n] for each sample, in order, 0 where there is
-        no label, on the CPU of every rank.
+        """Log-probabilities of the labels, without dropout or gradients: float32 [n] for each
+        sample, in order, 0 where there is no label, on the CPU of every rank. Collective.
 
-        temperature: divides the logits.
-        base: use the model before training, by switching adapters off.
-        entropy: return [n, 2], with the entropy of the model's distribution at each label.
-        own: each data-parallel replica passes its own samples (any number, at least one), the same
-        on the replica's ranks, and gets only their results. ValueError for invalid samples, and for
-        base if the model's whole weights are trained.
+        temperature: divides the logits; a sample's column "temperature" overrides it.
+        base: switch adapters off. ValueError if whole weights are trained, as with modules_to_save.
+        entropy: return [n, 2], with the entropy of the next-token distribution as the second
+        number.
+        own: each data-parallel replica passes its own samples (at least one), the same on its
+        ranks, and gets only their results. ValueError for invalid samples.
         """
         finetuning = self.backend.finetuning
         expect(
@@ -531,9 +539,9 @@ class Session:
 
     def routes(self, samples: Sequence[Mapping[str, Any]]) -> list[torch.Tensor]:
         """The experts that the model's routers choose: for each sample, in order, int16 [n, MoE
-        layers, experts per token] on the CPU of every rank. A column `routes` of a sample is
-        ignored here; in the other calls the model takes its experts from the column
-        (part_routes.py). ValueError if the model has no experts.
+        layers, experts per token], on the CPU of every rank. Collective. Given as the column
+        "routes" of samples, they replace the routers' choice in later calls; here that column is
+        ignored. ValueError if the model has no experts, or is a transformers model.
         """
         routes = function_of("part_routes:Routes")(self.backend, is_recording=True)
         samples = [{k: sample[k] for k in sample if k != "routes"} for sample in samples]
@@ -543,8 +551,9 @@ class Session:
     def forward(
         self, samples: Sequence[Mapping[str, Any]], loss: str = "cross_entropy", **numbers: Any
     ) -> Output:
-        """Compute a loss without gradients, in evaluation mode -> Output. numbers: the loss's
-        parameters.
+        """Compute a loss without gradients, in evaluation mode. Returns an Output. Collective.
+        loss: a name in SESSION_LOSSES. numbers: the loss's parameters. ValueError for unknown ones,
+        and for invalid samples.
         """
         return self._run(samples, loss_of(loss, numbers), False)
 
@@ -556,11 +565,12 @@ class Session:
         own: bool = False,
         **numbers: Any,
     ) -> Output:
-        """Add the gradient of a loss, summed over the samples, for optim_step -> Output.
+        """Compute a loss, and add its gradient, summed over the samples, for optim_step. Returns an
+        Output. Collective.
 
-        loss: a row of SESSION_LOSSES. numbers: its parameters.
-        last: reduce the gradients during this call's backward pass; no other call may follow before
-        optim_step.
+        loss: a name in SESSION_LOSSES. numbers: the loss's parameters.
+        last: reduce the gradients over ranks in this call's backward pass; no other call may follow
+        before optim_step.
         own: see log_probs; the sum then covers the samples of all replicas. ValueError for an
         unknown loss or parameter, and for invalid samples.
         """
@@ -569,11 +579,13 @@ class Session:
     def forward_backward_custom(
         self, samples: Sequence[Mapping[str, Any]], function: Callable[..., Any], last: bool = False
     ) -> Output:
-        """Add the gradient of a loss that a function computes from all log-probabilities -> Output.
+        """Add the gradient of a loss that your function computes from all log-probabilities.
+        Returns an Output with "loss" and the function's metrics. Collective.
 
         function(samples, logps): returns (loss, {metric: number}), computed with torch on the CPU.
-        logps: float32 [n] for each sample. The update's denominator is 1. Takes one more forward
-        pass. ValueError if the loss has no finite gradient.
+        logps: float32 [n] for each sample, from a first forward pass; a second one, with a backward
+        pass, adds the gradient. optim_step divides it by 1. ValueError if the loss is not a
+        differentiable scalar, or a gradient is not finite.
         """
         logps = [values.requires_grad_() for values in self.log_probs(samples)]
         loss, metrics = function(samples, logps)
@@ -602,7 +614,9 @@ class Session:
         refuses_more: bool = True,
         routes: Any = None,
     ) -> Output:
-        """Run a pass over the samples. trains: with gradients. refuses_more: see _documents."""
+        """Check the samples and run a pass over them. trains: add gradients. refuses_more: see
+        _documents. routes: a part_routes.Routes that records. Collective.
+        """
         expect(
             not (trains and self._is_closed),
             "forward_backward after last=True: its gradients are reduced already: call optim_step, "
@@ -636,7 +650,9 @@ class Session:
         return Output(logps, numbers.means(), sums)
 
     def _begin_training(self, loss: Any) -> None:
-        """Make the optimizer if missing. ValueError for dropout if the loss compares two passes."""
+        """Make the optimizer if there is none. ValueError if the model has dropout, and the loss
+        compares log-probabilities of two passes.
+        """
         named = vars(self.model.config) | vars(getattr(self.backend.finetuning, "spec", Step))
         rates = [f"{name} {named[name]}" for name in named if name.endswith(_DROPOUTS)]
         rates = [rate for rate in rates if rate.split()[1] not in ("0", "0.0", "None")]
@@ -659,8 +675,9 @@ class Session:
         refuses_more: bool,
         call: str,
     ) -> _Call:
-        """Check the samples, and agree with all ranks on the call. ValueError on all ranks if
-        samples are invalid on any, or differ. Collective.
+        """Check this rank's samples, and agree with all ranks on the call. ValueError on every rank
+        if samples on any rank are invalid, or if samples or arguments differ that must be equal.
+        Collective. own: replicas have different samples. call: the other arguments as text.
         """
         documents: list[dict[str, Any]] = []
         rows: list[list[dict[str, Any]]] = []
@@ -688,14 +705,18 @@ class Session:
         return _Call(documents, rows, ends, sum(tokens), num_batches)
 
     def _rows(self, documents: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-        """The documents of each row. ValueError if a document is longer than cutoff_len."""
+        """Assign documents to rows: one each, or with sequence_packing and cutoff_len best fit up
+        to cutoff_len tokens. ValueError if one does not fit.
+        """
         if not self.args.sequence_packing or self.cutoff_len is None:
             return [[document] for document in documents]
         lengths = np.array([len(one["labels"]) for one in documents])
         return [[documents[i] for i in pack] for pack in best_fit(lengths, self.cutoff_len)]
 
     def _plan(self, rows: list[list[dict[str, Any]]], own: bool) -> BatchPlan:
-        """The BatchPlan of one step with all rows, rows of similar length together."""
+        """A BatchPlan of one step with all rows, rows of similar length together. own: the rows are
+        this replica's alone; False: data-parallel ranks share them.
+        """
         size = self.args.per_device_train_batch_size
         rank, ranks = (0, 1) if own else (self.backend.dp_rank, self.backend.dp_size)
         return BatchPlan(
@@ -710,15 +731,16 @@ class Session:
         )
 
     def _batches(self, rows: list[list[dict[str, Any]]], own: bool) -> list[dict[str, Any]]:
-        """This rank's collated micro-batches."""
+        """The collated micro-batches that this rank computes."""
         collate = Collator(self.backend.pad_token_id)
         return list(make_loader(rows, collate, self._plan(rows, own), num_epochs=1))
 
     def _gathered(
         self, found: list[tuple[Any, ...]], call: _Call, width: tuple[Any, ...]
     ) -> list[torch.Tensor]:
-        """The results of this rank's samples, gathered from all ranks. found: (token indices,
-        results) of this rank's micro-batches. Collective.
+        """The results of the samples given to this rank: float32 [n, *width] for each, 0 where
+        there is no label. found: (token numbers, results) of the micro-batches that this rank
+        computed. Collective.
         """
         zeros = torch.zeros(call.tokens, *width, device=parallel.device())
         first, *_, end = call.ends.tolist()
@@ -743,11 +765,13 @@ class Session:
         max_grad_norm: float | None = None,
         denominator: float | None = None,
     ) -> Step:
-        """Divide the accumulated gradients, clip them, and update the weights -> Step.
+        """Divide the gradients added since the last update, clip them, and update the weights.
+        Returns a Step. Collective.
 
-        Arguments that are None come from args. denominator: the divisor, instead of the losses'
-        count; required if the update's calls have different counts. ValueError without gradients,
-        or with different counts and no denominator.
+        Arguments that are None come from args. max_grad_norm 0 or inf: no clipping. denominator:
+        the divisor; None: the count that the losses define, over all samples and ranks. ValueError
+        without added gradients; if their losses divide by different counts, and denominator is
+        None; if ranks have different arguments; and for negative numbers.
         """
         counts = self._counts
         expect(counts, "optim_step without gradients: call forward_backward first")
@@ -789,7 +813,9 @@ class Session:
         return Step(grad_norm, not updated, float(divisor))
 
     def _set_groups(self, **numbers: Any) -> None:
-        """Set these numbers in the optimizer's parameter groups that have them."""
+        """Set `numbers`, such as lr=1e-5, in the optimizer's parameter groups that have these keys.
+        weight_decay is multiplied by the group's wd_mult.
+        """
         for group in self.backend.optimizer.param_groups:
             group.update({name: value for name, value in numbers.items() if name in group})
             group["weight_decay"] = numbers["weight_decay"] * group.get("wd_mult", 1.0)
@@ -797,9 +823,9 @@ class Session:
     # -- files
 
     def save(self, folder: str | os.PathLike[str], with_optimizer: bool = True) -> None:
-        """Write a checkpoint of the weights (or adapters) and, if with_optimizer, the optimizer's
-        state. It loads in any layout. Collective. ValueError if gradients wait for optim_step, or
-        if tensors are in host memory (after `to`).
+        """Write a checkpoint of the weights (or adapters) and, if with_optimizer, of the
+        optimizer's state. It loads in other parallel layouts too. Collective. ValueError if
+        gradients wait for optim_step, or if tensors are in host memory (see `to`).
         """
         expect(not self._counts, "save with pending gradients: call optim_step or discard first")
         self.backend.expect_here("save", *_ALL)
@@ -807,8 +833,9 @@ class Session:
         ckpt.save_model(folder, self.backend, with_optimizer)
 
     def load(self, folder: str | os.PathLike[str], with_optimizer: bool = True) -> None:
-        """Load what save() wrote. Pending gradients are discarded; fp16's loss scale stays.
-        CheckpointError if the checkpoint cannot be read, or belongs to another model.
+        """Load a checkpoint that save() wrote. Added gradients are discarded; fp16's loss scale
+        stays. Collective. CheckpointError if the checkpoint cannot be read, lacks the optimizer's
+        state that with_optimizer asks for, or belongs to another model.
         """
         self.discard()
         self.backend.expect_here("load", *_ALL)
@@ -816,8 +843,9 @@ class Session:
         ckpt.load_model(folder, self.backend, with_optimizer)
 
     def weights(self, adapters: str = "merged") -> Weights:
-        """The model's Weights, to iterate over. adapters: "merged" into the weights, "without"
-        them, or "only" them. ValueError for another word, and for "only" if the model has no
+        """The model's current whole weights, to iterate over, for example for a sampler: see
+        Weights. adapters: "merged" into the weights, "without" them, or "only" them, with the
+        modules trained whole. ValueError for another word, and for "only" if the model has no
         adapters.
         """
         known = ("merged", "only", "without")
@@ -835,11 +863,12 @@ class Session:
         optimizer: bool = True,
         grad: bool = True,
     ) -> None:
-        """Move weights, the optimizer's masters and states, and gradient buffers to host memory
-        (device "cpu"), or back to this rank's device with the same bits. Gradients come back as 0.
+        """Move tensors from the GPU to host memory (device "cpu"), so that another program can use
+        the GPU, or back to this rank's device. model: weights. optimizer: master weights and
+        states. grad: gradient buffers, which come back as zeros; the others come back bit for bit.
 
-        Calls that need tensors which are away raise ValueError. torch DDP's buckets stay.
-        ValueError if gradients wait for optim_step, and for another device.
+        Calls that need tensors in host memory raise ValueError. torch DDP's buckets stay on the
+        GPU. ValueError if gradients wait for optim_step, and for another device.
         """
         expect(not self._counts, "to with pending gradients: call optim_step or discard first")
         given = dict(zip(_ALL, (model, optimizer, grad), strict=True))
@@ -847,7 +876,9 @@ class Session:
         function_of("part_sleep:move")(self.backend, device, kinds)
 
     def discard(self) -> None:
-        """Drop the gradients since the last update."""
+        """Drop the gradients added since the last update, so that the next update starts from
+        zero.
+        """
         self.backend.discard_gradients()
         self._counts = set()
         self._is_closed = False

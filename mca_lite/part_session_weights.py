@@ -10,7 +10,7 @@ from . import parallel
 
 
 class ParamMeta(NamedTuple):
-    """Name, dtype and shape of a tensor in Weights."""
+    """Name, dtype and shape of one tensor that Weights yields."""
 
     name: str
     dtype: torch.dtype
@@ -19,20 +19,24 @@ class ParamMeta(NamedTuple):
 
 @dataclass
 class Weights:
-    """Iterates over a model's whole tensors, with their values at that moment, like vLLM's
-    WeightSource.
+    """An iterable over a model's whole tensors, with their values at the time of iteration, to load
+    into a sampler.
 
-    All ranks iterate together, any number of times: global rank 0 gets (name, tensor on its
-    device), other ranks nothing. Names are those in the model's files, with single experts and
-    without a tied head. Adapters alone have PEFT's names without base_model.model.
+    All ranks must iterate together, and may do so again. Global rank 0 gets (name, tensor on its
+    device); other ranks get nothing. Names are those in Hugging Face files, such as
+    "model.layers.3.mlp.down_proj.weight"; a tied head is left out. Experts are stacked where the
+    model's files stack them; the torch backend always yields single experts.
+    adapters: "merged", "without" or "only", see Session.weights. For "only", names are PEFT's
+    without the prefix "base_model.model.".
+    vLLM's WeightSource has other methods; configs/EXPORTS.md shows a short adapter.
     """
 
     backend: Any
     adapters: str
 
     def metadata(self) -> list[ParamMeta]:
-        """Name, dtype and shape of each tensor, in order, on every rank. Collective; it moves no
-        tensors except those of adapters.
+        """[ParamMeta] of the tensors that iteration yields, in the same order, on every rank.
+        Collective. Only for adapters="only" are tensors transferred between ranks.
         """
         if self.adapters == "only":
             forms = dict(self._adapters())
