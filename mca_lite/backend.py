@@ -26,13 +26,15 @@ from .tables import COLUMNS
 
 
 def mean_of(total: Any, count: torch.Tensor) -> Any:
-    """total / count, or 0 if the count is 0. Every division of losses and gradients by a token
-    count is made here."""
+    """total / count for losses and gradients. A count below 1 is taken as 1, so that a batch
+    without tokens gives 0 instead of NaN."""
     return total / count.clamp(min=1)
 
 
 class Backend(abc.ABC):
-    """A model that is trained. `chunks`: the wrapped models that the schedule runs."""
+    """Interface between the trainer and a parallelism library: a model that is trained, its
+    optimizer, and the calls of a training step. `chunks`: the wrapped models that the schedule
+    runs."""
 
     name: str
     snapshot_of: Any  # ckpt.TorchSnapshot or MegatronSnapshot, this rank's share of a checkpoint
@@ -82,35 +84,36 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def model_inputs(self, batch: Batch) -> dict[str, Any]:
-        """This rank's shard of a batch, on its device: the keyword arguments of the model's forward
+        """This rank's shard of a batch, on its device, as keyword arguments of the model's forward
         pass."""
 
     @abc.abstractmethod
     def wrap_reference(
         self, model: Any, of_logits: LossOfLogits | None = None
     ) -> list[torch.nn.Module]:
-        """A frozen model as chunks for forward_backward(forward_only=True). of_logits: a loss that
-        replaces its cross entropy."""
+        """Freeze a model, such as a reference model or teacher, in place -> chunks for
+        forward_backward(forward_only=True). of_logits: a loss that replaces its cross entropy."""
 
     def places(self, batch: Batch) -> torch.Tensor | None:
-        """The places of this rank's tokens in the rows of an arranged batch; None if it has all
-        tokens."""
+        """int64 indices of this rank's tokens in the rows of a batch, which context parallelism
+        splits; None if this rank has all tokens."""
         return None
 
     def loss_columns(self, batch: Batch) -> dict[str, Any]:
-        """The batch with the columns that only losses read on this rank's device, sharded like the
-        model's columns."""
+        """The batch, in which the columns that only losses read are moved to this rank's device and
+        reduced to its tokens."""
         names = [name for name in batch if name in COLUMNS and not COLUMNS[name].to_model]
         return batch | to_rank(batch, names, self.places(batch), parallel.device())
 
     def joins_rows(self, chunks: Sequence[Any]) -> bool:
-        """True if one forward pass of these chunks can take the rows of several micro-batches."""
+        """True if one forward pass of these chunks can take the rows of several micro-batches at
+        once."""
         return False
 
     @abc.abstractmethod
     def expect_weighted_losses(self) -> None:
-        """Prepare for token losses whose weights in the objective are known only after the forward
-        pass."""
+        """Prepare the model for token losses whose weights in the objective are known only after
+        the forward pass, and differ between tokens."""
 
     @abc.abstractmethod
     def use_loss(self, of_logits: LossOfLogits | None) -> None:
@@ -118,8 +121,8 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def use_timers(self, timers: Callable[..., Any]) -> None:
-        """Time the parts of a step with timers(name).start() and stop(), as
-        megatron-core's Timers."""
+        """Time the parts of a step with timers(name).start() and stop(), as megatron-core's Timers
+        do."""
 
     @abc.abstractmethod
     def create_optimizer(self) -> Any:
@@ -133,8 +136,8 @@ class Backend(abc.ABC):
         seq_length: int,
         chunks: list[Any] | None = None,
     ) -> list[dict[str, Any]]:
-        """Run the schedule's forward pass only -> metrics per micro-batch; [] except on the last
-        pipeline stage. chunks: from wrap_reference, to run in place of the trained model."""
+        """Run the schedule's forward pass only -> metrics per micro-batch; [] on pipeline stages
+        other than the last. chunks: from wrap_reference, to run instead of the trained model."""
 
     @abc.abstractmethod
     def add_gradients(
@@ -144,36 +147,39 @@ class Backend(abc.ABC):
         seq_length: int,
         last: bool = False,
     ) -> list[dict[str, Any]]:
-        """Run the schedule -> metrics as forward() gives them, and add gradients to those of
-        earlier calls, since the last finish_gradients() or discard_gradients(). Added gradients are
-        those of loss sums, and stay on this rank. last: True in the last call, whose backward pass
-        then also reduces them over ranks.
-        """
+        """Run the schedule forward and backward -> metrics, as from forward(). The gradients are
+        added to those of earlier calls since the last finish_gradients() or discard_gradients().
+
+        last: True in the last call before finish_gradients(): its backward pass may then already
+        reduce gradients over ranks."""
 
     @abc.abstractmethod
     def finish_gradients(
         self, denominator: float | None = None, times: float = 1.0
     ) -> torch.Tensor:
-        """Sum the added gradients over ranks for step(), and with per-token loss divide them -> the
-        divisor: `denominator`, or the sum of all counts times `times`. Collective."""
+        """Reduce the added gradients over ranks, so that step() can use them -> the divisor. With
+        calculate_per_token_loss, summed gradients are divided by it.
+
+        The divisor is `denominator`; if that is None, the sum of all counts times `times`.
+        Collective."""
 
     @abc.abstractmethod
     def clip_at(self, max_grad_norm: float) -> None:
-        """Set the norm at which later updates clip the gradient; 0: no clipping."""
+        """Set the gradient norm to which later updates clip; 0: no clipping."""
 
     @abc.abstractmethod
     def step(self) -> tuple[bool, float, int | None]:
-        """Clip and update -> (True if updated, gradient norm before clipping, count of zeros in the
-        gradient or None), the same on every rank.
+        """Clip gradients and update weights -> (True if updated, gradient norm before clipping,
+        count of zeros in the gradient, or None without log_num_zeros_in_grad), the same on every
+        rank.
 
         There is no update if the norm is not finite (with check_for_nan_in_loss_and_grad), if it is
-        above grad_norm_skip_threshold, or if fp16's loss scale overflowed (the norm is then 0).
-        """
+        above grad_norm_skip_threshold, or if fp16's loss scale overflowed (the norm is then 0)."""
 
     @abc.abstractmethod
     def reduce(self, totals: torch.Tensor) -> torch.Tensor:
-        """Sum a vector over data parallel ranks, in place; every rank gets the sum of the last
-        pipeline stage. Collective."""
+        """Sum a vector over the ranks that share out the tokens of a step, in place, and return it.
+        Every rank gets the sum of the last pipeline stage. Collective."""
 
     @abc.abstractmethod
     def _export(
@@ -182,69 +188,73 @@ class Backend(abc.ABC):
         max_shard_size: str | int,
         change: Callable[..., Any] | None = None,
     ) -> list[str]:
-        """Write the model in Hugging Face's format -> file names. change(name, tensor) may replace
-        each tensor."""
+        """Write the model as a Hugging Face checkpoint -> file names on global rank 0, []
+        elsewhere. change(name, tensor) may replace each tensor."""
 
     @abc.abstractmethod
     def _gradients_for_weights(self) -> None:
-        """Replace each trained parameter by its whole gradient, in float32."""
+        """Replace the data of each trained parameter by its complete gradient, in float32, to
+        export gradients like weights."""
 
     @abc.abstractmethod
     def _trained_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(HF name, CPU tensor) of a model that trains whole weights, on global rank 0."""
+        """Yield (Hugging Face name, CPU tensor) of each weight, on global rank 0 only, for a run
+        that trains whole weights rather than adapters."""
 
     @abc.abstractmethod
     def weights(
         self, change: Callable[..., Any] | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name in the model's files, copy on the rank's device in the compute dtype) of each whole
-        weight, on global rank 0. change(name, tensor) may replace each tensor. Collective: all
-        ranks iterate to the end."""
+        """Yield (name in the model's files, copy on this rank's device in the compute dtype) of
+        each unsharded weight, on global rank 0. change(name, tensor) may replace each tensor.
+        Collective: all ranks iterate to the end."""
 
     @abc.abstractmethod
     def weight_forms(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, tensor on the meta device) as weights() gives them, on every rank and without
-        transferring data. Collective."""
+        """Yield (name, tensor on the meta device) for what weights() yields, without transferring
+        data. All ranks must iterate to the end."""
 
     @abc.abstractmethod
     def _sum_over_data_parallel(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks that have different batches. Changes `values`. Collective."""
+        """Sum over the data-parallel ranks, whose batches differ. Changes `values`. Collective."""
 
     # -- defaults, for a rank that has the whole model
 
     def over_context_parallel(
         self, total: torch.Tensor, count: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(loss sum, count) in the form that the schedule takes, on a rank that may have only a
-        part of each row."""
+        """(loss sum, count) of this rank's tokens, changed for megatron's schedule if context
+        parallelism splits rows; here unchanged."""
         return total, count
 
     def sum_over_context_parallel(self, values: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks that share each row. May change `values`."""
+        """Sum over the ranks that share each row; here there is one. May change `values`."""
         return values
 
     def whole_logits(self, logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
-        """The logits [b, s, V] of whole rows, from this rank's shard. Collective over the ranks
-        that have the other shards."""
+        """Logits [b, s, V] of whole rows, from this rank's shard. Collective over the ranks with
+        the other shards."""
         return logits
 
     def common_length(self, longest: int) -> int:
-        """The length for all micro-batches of a step, given the longest; 0 if
+        """Row length to which all micro-batches of a step are padded, given the longest; 0 if their
         lengths may differ."""
         return 0
 
     def finish_param_sync(self) -> None:  # noqa: B027 - no gather is pending on one rank
-        """Wait for pending all-gathers of weights."""
+        """Wait for all-gathers of updated weights that are still running."""
 
     def discard_gradients(self) -> None:
-        """Drop the added gradients. Collective if their reduction has begun."""
+        """Drop the gradients that add_gradients() added. Collective if a reduction of them has
+        begun."""
         self.pending = None
         self._is_sent = False
 
     # -- shared by both backends
 
     def expect_here(self, call: str, *kinds: str) -> None:
-        """Raise ValueError if tensors that `call` needs are in host memory."""
+        """Raise ValueError if tensors that `call` needs were moved to host memory (part_sleep.py).
+        kinds: "model", "grad", "optimizer"."""
         away = [kind for kind in kinds if kind in self.away]
         expect(not away, f"{call} with {' and '.join(away)} in host memory: call to(device) first")
 
@@ -256,7 +266,8 @@ class Backend(abc.ABC):
         forward_only: bool = False,
         chunks: Any = None,
     ) -> list[dict[str, Any]]:
-        """forward(), or the gradients of a whole update, finished for step(). Collective."""
+        """Run a step's micro-batches -> metrics per micro-batch. With forward_only: forward().
+        Otherwise also compute the gradients of a whole update, ready for step(). Collective."""
         if forward_only:
             return self.forward(forward_step, micro_batches, seq_length, chunks)
         self.pending = None  # drop what a failed call may have left
@@ -267,8 +278,9 @@ class Backend(abc.ABC):
     def _take_divisor(
         self, denominator: float | None, times: float
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(divisor for finish_gradients, factor for gradients that are divided by the pending count
-        already; None if it is 1). Resets the pending count."""
+        """(divisor that finish_gradients() returns; factor that turns gradients divided by the
+        pending count into gradients divided by the divisor, None if it is 1). Resets the pending
+        count."""
         count = self.pending.float().clamp(min=1)
         self.pending = None
         self._is_sent = False
@@ -282,13 +294,14 @@ class Backend(abc.ABC):
     @property
     def largest_norm(self) -> float | None:
         """The largest gradient norm with which weights are updated; None if any norm is accepted,
-        even one that is not finite."""
+        even NaN."""
         if not self.args.check_for_nan_in_loss_and_grad:
             return None
         return self.args.grad_norm_skip_threshold or sys.float_info.max
 
     def rejects(self, grad_norm: float) -> bool:
-        """True if this gradient norm prevents the update."""
+        """True if an update with this gradient norm must be skipped: it is NaN or above
+        largest_norm."""
         return self.largest_norm is not None and not grad_norm <= self.largest_norm
 
     def train_mode(self, training: bool) -> None:
@@ -296,19 +309,21 @@ class Backend(abc.ABC):
             chunk.train(training)
 
     def autocast(self) -> Any:
-        """The autocast context for a forward pass over float32 weights in the run's precision."""
+        """The autocast context of a forward pass in the run's precision; it does nothing in
+        float32."""
         is_mixed = self.dtype != torch.float32
         return torch.autocast(parallel.device().type, dtype=self.dtype, enabled=is_mixed)
 
     def num_parameters(self) -> tuple[int, int]:
-        """(parameters on this rank, trained ones among them)."""
+        """(number of parameters on this rank, number of trained ones among them)."""
         parameters = list(self.model.parameters())
         trained = sum(p.numel() for p in parameters if p.requires_grad)
         return sum(p.numel() for p in parameters), trained
 
     def weigh_micro_batches(self, micro_batches: list[Any], num_filled: int) -> None:
-        """Set the weight of this rank's micro-batches in the mean over micro-batches, which empty
-        ones do not enter. num_filled: micro-batches of all ranks that are not empty."""
+        """Set micro_batch_weight, so that a mean over micro-batches leaves out empty ones.
+        num_filled: number of micro-batches on all ranks that are not empty. Does nothing with
+        calculate_per_token_loss."""
         if not self.args.calculate_per_token_loss:
             self.micro_batch_weight = len(micro_batches) * self.dp_size / num_filled
 
@@ -317,11 +332,10 @@ class Backend(abc.ABC):
     ) -> None:
         """Set the weight of each micro-batch's balancing losses in the coming step.
 
-        The objective adds their mean over all micro-batches that are not padding. A schedule
-        divides by the counts of all ranks, or averages over micro-batches and ranks; the weight
-        undoes that. count_of_loss: the count that a micro-batch's loss is divided by. Collective
-        over data parallel ranks if there are balancing losses.
-        """
+        The objective adds their mean over all micro-batches that are not padding alone. But a
+        schedule divides by the token count of all ranks, or averages over micro-batches and ranks;
+        the weight undoes that. count_of_loss: the count that a micro-batch's loss is divided by.
+        Collective over data parallel ranks if there are balancing losses."""
         if self.statistics_of_routers is None or not self.losses_of_routers.on:
             return
         counts = [count_real_micro_batches(micro_batches), sum(map(count_of_loss, micro_batches))]
@@ -334,27 +348,29 @@ class Backend(abc.ABC):
         self.statistics_of_routers.loss_weight = mean_of(scale, real)
 
     def weigh_router_loss(self, count: float) -> None:
-        """Set the weight of the next micro-batch's balancing losses to its loss count. So added
-        gradients, divided by the sum of counts, do not depend on how calls split a step."""
+        """Set the weight of the next micro-batch's balancing losses to its loss count. Gradients
+        added in several calls are divided by the sum of counts, so the result does not depend on
+        how calls split a step."""
         if self.statistics_of_routers is not None:
             self.statistics_of_routers.loss_weight = float(count)
 
     def router_statistics(self) -> dict[str, float]:
-        """Metrics of the routers since the last call, over all ranks; {} without experts.
-        Collective."""
+        """Metrics of the MoE routers since the last call, over all ranks; {} for a model without
+        experts. Collective."""
         if self.statistics_of_routers is None:
             return {}
         return self.statistics_of_routers.take(self.losses_of_routers)
 
     def router_sums(self) -> list[Any] | None:
-        """The sums that router_statistics() reads, for a checkpoint; None without experts.
-        Collective."""
+        """The sums over all ranks from which router_statistics() is computed, as lists, for a
+        checkpoint; None for a model without experts. Collective."""
         if self.statistics_of_routers is None:
             return None
         return self.statistics_of_routers.sums().tolist()
 
     def carry_router_sums(self, sums: list[Any] | None) -> None:
-        """Restore the router_sums() of a resumed run."""
+        """Restore the router_sums() of a resumed run: the main rank takes them, others begin with
+        0. Sums for another number of layers or experts are dropped."""
         if self.statistics_of_routers is None:
             return
         rows = (
@@ -366,17 +382,18 @@ class Backend(abc.ABC):
                 rows += carried
 
     def load_state(self, folder: os.PathLike[str], with_optimizer: bool = True) -> None:
-        """Load a checkpoint's weights, and its optimizer state if wanted. Collective."""
+        """Load a checkpoint's weights, and its optimizer state if wanted. ValueError if another
+        kind of finetuning wrote it. Collective."""
         self.finetuning.check_checkpoint(self.model, folder)
         self.load_checkpoint(folder, self.model, self.optimizer if with_optimizer else None)
 
     def gradients(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(Hugging Face's or PEFT's name, float32 CPU tensor) of each gradient from the last
-        forward_backward(), on global rank 0. All ranks must iterate to the end.
+        """Yield (Hugging Face's or PEFT's name, float32 CPU tensor) of each trained tensor's
+        gradient from the last forward_backward(), on global rank 0. All ranks must iterate to the
+        end.
 
         Gradients replace the weights and are exported, so the model cannot be used afterwards.
-        Collective, as an export; a distributed optimizer's shards are gathered too.
-        """
+        Collective, as an export; a distributed optimizer's shards are gathered too."""
         self._gradients_for_weights()
         if self.finetuning.is_whole:
             for name, tensor in self._trained_weights():
@@ -386,19 +403,19 @@ class Backend(abc.ABC):
             yield from self.finetuning.trained_tensors(self.model).items()
 
     def export_hf(self, folder: os.PathLike[str], max_shard_size: str | int) -> list[str]:
-        """Write the trained model in Hugging Face's format, or its adapters in PEFT's -> names of
-        this rank's files. Collective."""
+        """Write the trained model as a Hugging Face checkpoint, or with LoRA its adapters in PEFT's
+        format -> names of this rank's files. Collective."""
         self.finish_param_sync()
         if not self.finetuning.is_whole:
             return self.export_adapters(folder)
         return self._export(folder, max_shard_size)
 
     def export_adapters(self, folder: os.PathLike[str]) -> list[str]:
-        """Write the adapters, if any, in PEFT's format -> names of this rank's
-        files. Collective."""
+        """Write the adapters in PEFT's format -> names of this rank's files; without adapters
+        nothing -> []. Collective."""
         return self.finetuning.export_beside(self.model, folder)
 
     def export_merged(self, folder: os.PathLike[str], max_shard_size: str | int) -> None:
-        """Write the model with its adapters merged, in Hugging Face's format. Collective."""
+        """Write the model with its adapters merged, as a Hugging Face checkpoint. Collective."""
         self.finish_param_sync()
         self._export(folder, max_shard_size, self.finetuning.merger(self.model))

@@ -50,12 +50,13 @@ ROW_BUCKET = 64
 
 
 def _one_or_all(of_chunks: list[Any]) -> Any:
-    """A list for several chunks, the element itself for one, as megatron expects."""
+    """The list if it has several elements, otherwise its element: megatron takes a list only for
+    several chunks."""
     return of_chunks if len(of_chunks) > 1 else of_chunks[0]
 
 
 class MegatronBackend(Backend):
-    """VirtualModels that are trained. `chunks` are the DDP-wrapped models."""
+    """Backend that trains VirtualModels on megatron-core. `chunks` are the DDP-wrapped models."""
 
     name = "megatron"
     snapshot_of = MegatronSnapshot
@@ -85,7 +86,8 @@ class MegatronBackend(Backend):
                 router.statistics = self.statistics_of_routers
 
     def set_layout(self, config: McaModelConfig, cp_rank: int) -> None:
-        """Set what batches and losses need to know about a config's model and layout."""
+        """Set the attributes that depend on a config's model and layout, such as document_multiple,
+        for batches and losses."""
         self.hf_config = config.hf_config
         self.inputs = config.inputs
         cp = config.context_parallel_size
@@ -103,8 +105,8 @@ class MegatronBackend(Backend):
         return [scaler for scaler in scalers if scaler is not None]
 
     def _configure(self, config: McaModelConfig) -> None:
-        """Set fields that megatron's schedule and the layers read only from the model's config.
-        create_optimizer() adds the schedule's functions."""
+        """Set the fields of a model's config that its layers and megatron's schedule read, from the
+        run's keys. create_optimizer() adds the schedule's functions."""
         config.calculate_per_token_loss = self.args.calculate_per_token_loss
         config.rows_are_packed = self.args.sequence_packing
         config.loss_weights_differ = False
@@ -116,9 +118,9 @@ class MegatronBackend(Backend):
         """Multiple to which a row's number of tokens is padded, over all context-parallel ranks.
 
         Under sequence parallelism the tensor-parallel ranks split each context-parallel rank's
-        shard again. 8-bit kernels need multiples of 16 tokens on each rank, a GPU's rows whole
-        buckets, and context parallelism an even number of tokens on each rank.
-        """
+        shard again. 8-bit kernels need multiples of 16 tokens on each rank, rows on a GPU are
+        padded to multiples of ROW_BUCKET or PACKED_BUCKET, and context parallelism needs an even
+        number of tokens on each rank."""
         config = self.config
         multiple = config.tensor_model_parallel_size if config.sequence_parallel else 1
         if config.fp8:  # 8-bit kernels need multiples of 16 on each rank
@@ -130,15 +132,19 @@ class MegatronBackend(Backend):
         return cp * math.lcm(2, multiple) if cp > 1 else multiple
 
     def common_length(self, longest: int) -> int:
-        """Pipeline stages post their receives by this length. The all-gather of tokens for experts
-        needs one length on all ranks, and is then agreed on collectively."""
+        """Row length to which all micro-batches of a step are padded; 0 if their lengths may
+        differ.
+
+        Pipeline stages need it to post receives, unless variable_seq_lengths is set. With the
+        allgather dispatcher of MoE layers it is the longest on all ranks, found by a collective."""
         if self.config.num_moe_experts and self.config.moe_token_dispatcher_type == "allgather":
             return parallel.largest(longest)[0]
         pipelined = self.config.pipeline_model_parallel_size > 1
         return longest if pipelined and not self.config.variable_seq_lengths else 0
 
     def model_inputs(self, batch: Batch) -> dict[str, Any]:
-        """Tokens and labels at this rank's places, with the borders of packed documents."""
+        """Keyword arguments of McaGPTModel.forward for a batch: this context-parallel rank's tokens
+        and labels on its device, and packed_seq_params if rows are packed."""
         places = self.places(batch)
         device = parallel.device()
         batch = self.inputs.arrange(batch)
@@ -171,19 +177,21 @@ class MegatronBackend(Backend):
     def over_context_parallel(
         self, total: torch.Tensor, count: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """With calculate_per_token_loss unchanged, because megatron sums both over all ranks.
-        Otherwise megatron divides by the count and averages over context-parallel ranks, so the
-        count is summed over these ranks (a collective) and the total multiplied by how many there
-        are.
-        """
+        """(loss sum, count) as megatron's schedule needs them. With calculate_per_token_loss both
+        are unchanged, because megatron sums both over all ranks.
+
+        Otherwise megatron divides by the count and averages over context-parallel ranks. So the
+        count is summed over these ranks (a collective), and the loss sum is multiplied by their
+        number."""
         if self.config.context_parallel_size == 1 or self.config.calculate_per_token_loss:
             return total, count
         dist.all_reduce(count, group=mpu.get_context_parallel_group())
         return total * self.config.context_parallel_size, count
 
     def sum_over_context_parallel(self, values: torch.Tensor) -> torch.Tensor:
-        """The gradient is the one for this rank's part: megatron sums gradients over these ranks.
-        Collective over the context-parallel ranks."""
+        """Sum over the ranks that share each row. Backward passes the gradient on unchanged, as
+        that of this rank's part: megatron sums gradients over these ranks. Collective in forward.
+        """
         if self.config.context_parallel_size == 1:
             return values
         group = mpu.get_context_parallel_group()
@@ -205,8 +213,8 @@ class MegatronBackend(Backend):
     # -- training
 
     def _accumulate_in_place(self, models: VirtualModels) -> None:
-        """On a GPU, let the linears' GEMMs add to DDP's float32 gradients directly, without a bf16
-        gradient in between."""
+        """On a GPU with grad_reduce_in_fp32, let the linears' GEMMs add to DDP's float32 gradients
+        directly, without a bf16 gradient in between."""
         if not torch.cuda.is_available() or not self.args.grad_reduce_in_fp32:
             return
         for model in models:
@@ -229,8 +237,9 @@ class MegatronBackend(Backend):
         self.config.timers = timers
 
     def joins_rows(self, chunks: Sequence[Any]) -> bool:
-        """False with pipelines, which need equal shapes, with experts, which drop or gather tokens
-        by shape, and with capped scores, whose matrix is in memory as a whole."""
+        """True if one forward pass of these chunks can take the rows of several micro-batches.
+        False with pipeline parallelism, which needs equal shapes, with experts, which drop or
+        gather tokens by shape, and with capped scores, whose matrix is in memory as a whole."""
         configs = [chunk.config for chunk in chunks]
         fixed = any(c.num_moe_experts or c.attn_logit_softcapping for c in configs)
         return self.config.pipeline_model_parallel_size == 1 and not fixed
@@ -256,7 +265,8 @@ class MegatronBackend(Backend):
         return DistributedDataParallel(self.config, config, model, disable_bucketing=not first)
 
     def create_optimizer(self) -> Any:
-        """Also set the functions that megatron's schedule reads from the model's config."""
+        """Create megatron's optimizer, set it as `optimizer` and return it. Also set the functions
+        that megatron's schedule reads from the model's config."""
         config = self.config
         chunks = self.chunks
         is_whole = self.finetuning.is_whole
@@ -276,8 +286,8 @@ class MegatronBackend(Backend):
         return self.optimizer
 
     def _mark_matrices(self) -> None:
-        """Set `matrices` on the parameters (and their masters) that hold matrices of
-        hidden layers."""
+        """For Muon, set the attribute `matrices` (optim.Matrices) on the parameters of hidden
+        layers that contain matrices, and on their master weights."""
         config = self.config
         rows = rows_of(config.hf_model_type, config)
         rows = {row.mca: row for row in rows if row.is_linear or row.is_of_inputs}
@@ -311,8 +321,9 @@ class MegatronBackend(Backend):
         )
 
     def _begin_gradients(self, micro_batches: list[Any], first: bool) -> None:
-        """Zero the gradients before an update's first call. Collective if input modules are
-        trained."""
+        """Zero the gradients before the first micro-batches of an update. Also note if no
+        micro-batch so far has inputs, such as images, for trained input modules: the update then
+        skips these. Collective if input modules are trained."""
         if first:
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
@@ -364,7 +375,8 @@ class MegatronBackend(Backend):
         return metrics
 
     def _count(self, chunks: Any, num_tokens: torch.Tensor | None, **kwargs: Any) -> None:
-        """Count tokens at the point where megatron's schedule would finish the gradients."""
+        """Add up token counts. megatron's schedule calls it instead of finalize_model_grads;
+        finish_gradients() reduces the gradients later."""
         if num_tokens is not None:
             self.pending += num_tokens
 
@@ -380,8 +392,8 @@ class MegatronBackend(Backend):
         return divisor
 
     def _start_reduction(self) -> None:
-        """Start the reduction that backward hooks start with overlap_grad_reduce; without it do
-        nothing."""
+        """Start the gradient reduction that backward hooks would have started with
+        overlap_grad_reduce; without that key do nothing."""
         if not self.args.overlap_grad_reduce:
             return
         for chunk in self.chunks:
@@ -404,10 +416,11 @@ class MegatronBackend(Backend):
             part.config.clip_grad = max_grad_norm or float("inf")
 
     def _finalize_gradients(self) -> None:
-        """Run megatron's finalize_model_grads. Then, with calculate_per_token_loss, divide the
-        gradients by the token count of all ranks, in place, without waiting for the GPU; if every
-        optimizer is a SplitMasterOptimizer, its update divides them instead. Collective.
-        """
+        """Run megatron's finalize_model_grads, which reduces gradients over ranks. Collective.
+
+        With calculate_per_token_loss, then divide the gradients by the token count of all ranks, in
+        place, without waiting for the GPU. If every optimizer is a SplitMasterOptimizer, its update
+        divides them instead."""
         self._tokens = None
         per_token = self.args.calculate_per_token_loss
         if per_token:
@@ -422,16 +435,16 @@ class MegatronBackend(Backend):
 
     @property
     def _gradient_factor(self) -> torch.Tensor | float:
-        """The factor that _finalize_gradients left to the update: a float64 tensor, or 1."""
+        """Factor that the update must still apply to gradients, because _finalize_gradients did not
+        divide them: 1 / token count, a float64 tensor; or 1.0."""
         return 1.0 if self._tokens is None else mean_of(1.0, self._tokens.double())
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float, int | None]:
-        """megatron's step() in parts, with a check of the gradient norm.
+        """Backend.step by the parts of megatron's step(), with a check of the gradient norm.
 
-        With split masters the update is launched before the norm is read: neither does the GPU wait
-        for the host, nor the host for the update.
-        """
+        With split masters the update is launched before the host reads the norm: neither does the
+        GPU wait for the host, nor the host for the update."""
         optimizer = self.optimizer
         if optimizer.prepare_grads():  # the loss scale of fp16 overflowed
             return False, 0.0, None
@@ -459,7 +472,8 @@ class MegatronBackend(Backend):
         return bool(updated), grad_norm, num_zeros
 
     def _leave_out(self) -> None:
-        """Exclude resting parameters from the next update."""
+        """Remove the gradients of input modules, such as a vision tower, so that the next update
+        skips them: the step had no inputs for them."""
         for _, parameter, main, _ in owned_parameters(self.optimizer, self.model):
             if may_rest(parameter):
                 main.grad = None
@@ -467,7 +481,8 @@ class MegatronBackend(Backend):
                     main.decoupled_grad = None
 
     def _num_zeros_of_padding(self) -> int:
-        """Gradient elements in the vocabulary's padding, which are all zero."""
+        """Number of gradient elements in the padding rows of the vocabulary, which are all zero and
+        not counted in the log."""
         config = self.config
         modules = {module_of(name) for name in weights_convert.vocabulary_names(config)}
         if config.tie_embeddings_and_output_weights:
@@ -498,8 +513,8 @@ class MegatronBackend(Backend):
                 parameter.data = parameter.main_grad.float() * factor
 
     def _gather_shards(self) -> None:
-        """Complete the gradients, of which the distributed optimizer has a shard per rank.
-        Collective."""
+        """All-gather the gradient buffers, of which each rank has reduced only its shard under the
+        distributed optimizer; without it do nothing. Collective."""
         if not self.args.use_distributed_optimizer:
             return
         for chunk in self.chunks:

@@ -47,18 +47,18 @@ _ROUTERS = ("topkrouter", "moev1gate")
 
 
 def losses_of(config: Any, args: Keys) -> BalancingLosses:
-    """The balancing-loss coefficients for a transformers config: the arguments', or
-    its family's."""
+    """The coefficients of the balancing losses for a transformers model: those of the arguments, or
+    its family's where the arguments set none."""
     return BalancingLosses.of(args, values_of(config).get("moe_aux_loss_coeff", 0.0))
 
 
 class TorchRouters:
-    """Collects the routers' outputs, (logits, weights, experts), during training.
+    """Collects the outputs (logits, weights, expert indices) of a transformers model's MoE routers
+    during training, for balancing losses and statistics.
 
     `statistics` is None, and nothing is collected, for a model without experts or of a family that
-    is not in FAMILIES. Raises ValueError if balancing losses are set for such a model, or if a
-    model's routers are not found.
-    """
+    is not in FAMILIES. Raises ValueError if balancing losses or bias updates are set for such a
+    model, or if a model's routers are not found."""
 
     def __init__(self, model: torch.nn.Module, args: Keys) -> None:
         config = model.config
@@ -85,7 +85,8 @@ class TorchRouters:
         self._counts = torch.zeros(layers, experts, device=parallel.device())
 
     def _find(self, model: torch.nn.Module, wanted: int) -> None:
-        """Hook each layer's router, found by its class name. wanted: how many there must be."""
+        """Register a forward hook on each layer's router, found by its class name. wanted: number
+        of MoE layers; ValueError if another number of routers is found."""
         for name, module in model.named_modules():
             if type(module).__name__.lower().endswith(_ROUTERS):
                 layer = int(_LAYER.search(name)[1])
@@ -111,8 +112,8 @@ class TorchRouters:
         self._outputs = []
 
     def losses_of_pass(self) -> torch.Tensor | float:
-        """The balancing losses of the last forward pass, of one micro-batch. Also counts the pass
-        for the log and for bias updates."""
+        """The balancing losses of the last training forward pass, which is one micro-batch; 0.0
+        without any. Also counts the pass for the log and for bias updates."""
         total = 0.0
         for layer, logits, experts in self._outputs:
             real = ~self.padding_mask
@@ -127,8 +128,9 @@ class TorchRouters:
 
     @torch.no_grad()
     def update_biases(self) -> None:
-        """After the micro-batches of a step, even out the loads by moe_router_bias_update_rate.
-        Collective if that rate is set."""
+        """After the micro-batches of a step, change the routers' biases by
+        moe_router_bias_update_rate towards equal expert loads. Collective if that rate is set and
+        the model has experts."""
         if self.statistics is None or not self.bias_rate:
             return
         counts = parallel.sum_over_all(self._counts)
@@ -139,7 +141,7 @@ class TorchRouters:
         self.forget()
 
     def forget(self) -> None:
-        """Forget the loads since the last update of the biases."""
+        """Reset the counts of chosen experts since the last update of the biases."""
         if self.statistics is not None:
             self._counts.zero_()
 
@@ -152,8 +154,7 @@ class TokenLossModel(torch.nn.Module):
     logits; with a value head, one score per token.
 
     If the logits are the last hidden states times the head's weight, the loss is computed in chunks
-    of rows. Other heads (scaled or capped logits, a bias) need whole logits.
-    """
+    of rows. Other heads (scaled or capped logits, a bias) need the logits of all tokens at once."""
 
     def __init__(self, model: Any, loss_chunk_size: int | None) -> None:
         super().__init__()
@@ -169,8 +170,9 @@ class TokenLossModel(torch.nn.Module):
 
     @torch.no_grad()
     def _head_is_plain(self) -> bool:
-        """True if the head reads the last hidden states, and its output is the model's output.
-        Large values replace the head's output here, because a cap does not change small values."""
+        """True if the model's logits are the last hidden states times the head's weight. Tested by
+        a forward pass in which large numbers replace the head's output, because a cap would not
+        change small ones."""
         vocab_size = self.model.config.get_text_config().vocab_size
         ids = torch.arange(4, device=parallel.device())[None] % vocab_size
         head = self.model.get_output_embeddings()
@@ -204,12 +206,11 @@ class TokenLossModel(torch.nn.Module):
         places: Any = None,
         **more: Any,
     ) -> torch.Tensor:
-        """Token losses, float32 [b, s], for input_ids and labels [b, s]; logits or scores as the
-        class says.
+        """Token losses, float32 [b, s], for input_ids and labels [b, s]; without labels logits [b,
+        s, V]; with a value head scores, float32 [b, s].
 
         attention_mask: bool [b or 1, 1, s, s], True means hidden. places: positions whose logits
-        are wanted (None: all). more: further columns for the model.
-        """
+        are wanted (None: all). more: further columns for the model."""
         if attention_mask is not None:
             attention_mask = ~attention_mask  # Hugging Face's True means visible
         kwargs = dict(
@@ -267,7 +268,7 @@ class TokenLossModel(torch.nn.Module):
 
 
 class TorchBackend(Backend):
-    """A Hugging Face model that is trained: float32 weights, autocast for bf16 and fp16, DDP over
+    """Backend that trains a Hugging Face model in plain torch: autocast for bf16 and fp16, DDP over
     several ranks."""
 
     name = "torch"
@@ -314,7 +315,8 @@ class TorchBackend(Backend):
         return self.model.config.to_dict()
 
     def model_inputs(self, batch: Batch) -> dict[str, Any]:
-        """The batch on this rank's device; masks and position ids keep packed documents apart."""
+        """Keyword arguments of TokenLossModel.forward for a batch, on this rank's device. In packed
+        rows, the attention mask and position ids keep documents apart."""
         device = parallel.device()
         params = batch.get("packed_seq_params")
         inputs = to_rank(batch, model_columns(batch), None, device)
@@ -349,8 +351,9 @@ class TorchBackend(Backend):
         return self.optimizer
 
     def _mark_matrices(self) -> None:
-        """Set `matrices` on the parameters that hold matrices of hidden layers, for the optimizer.
-        Raises ValueError for stacked experts whose gate and up rows alternate."""
+        """For Muon, set the attribute `matrices` (optim.Matrices) on the parameters of hidden
+        layers that contain matrices. ValueError for stacked experts whose gate and up rows
+        alternate."""
         family = FAMILIES.get(self.model.config.model_type)
         expect(
             family is None or family.stacked_experts != "in_turns",
@@ -385,8 +388,9 @@ class TorchBackend(Backend):
         forward_only: bool = False,
         last: bool = True,
     ) -> tuple[list[dict[str, Any]], torch.Tensor]:
-        """(metrics per micro-batch, sum of their counts). last: True if DDP shall average the
-        gradients in the last micro-batch's backward pass."""
+        """Run the micro-batches forward, and backward unless forward_only -> (metrics per
+        micro-batch, sum of their counts). last: True if DDP shall average the gradients over ranks
+        in the last micro-batch's backward pass."""
         iterator = iter(micro_batches)
         metrics = []
         tokens = torch.zeros((), dtype=torch.float32, device=parallel.device())
@@ -453,11 +457,11 @@ class TorchBackend(Backend):
         return [p.grad for p in self.model.parameters() if p.grad is not None]
 
     def _backward(self, loss: torch.Tensor, count: torch.Tensor, num_micro_batches: int) -> None:
-        """The backward pass of one micro-batch.
+        """Run the backward pass of one micro-batch.
 
-        With per-token loss, gradients are those of loss sums, which are divided by all tokens at
-        the end. Otherwise they are those of the mean over micro-batches of per-token means.
-        """
+        With calculate_per_token_loss, gradients are those of loss sums; finish_gradients() divides
+        them by the count of all tokens. Otherwise they are those of the mean over micro-batches of
+        per-token means."""
         if not self.args.calculate_per_token_loss:
             loss = mean_of(loss, count)
         loss = loss + self.routers.losses_of_pass()
@@ -482,8 +486,8 @@ class TorchBackend(Backend):
         reduction.stop()
 
     def _divide_by_tokens(self, tokens: torch.Tensor) -> None:
-        """Turn DDP's average over ranks into the sum over ranks, divided by the tokens of all
-        ranks. Collective."""
+        """Turn gradients that DDP averaged over ranks into their sum over ranks, divided by the
+        token count of all ranks. tokens: this rank's count. Collective."""
         tokens = parallel.sum_over_all(tokens)
         if grads := self._gradients():
             torch._foreach_mul_(grads, mean_of(self.dp_size, tokens))
@@ -545,9 +549,12 @@ class TorchBackend(Backend):
     def _tensors_of_files(
         self, dtype: torch.dtype, change: Change | None = None, device: torch.device | None = None
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name in a file, tensor) on global rank 0. Parameters are cast to `dtype`;
-        change(name, tensor) may replace each tensor. device: of copies; None: the CPU, where
-        tensors may share the model's memory."""
+        """Yield (name in a Hugging Face file, tensor) of each tensor, on global rank 0 only.
+        Parameters are cast to `dtype`; buffers keep theirs. change(name, tensor) may replace each
+        tensor first.
+
+        device: for copies of the tensors; None: the CPU, where tensors may share the model's
+        memory."""
         if not parallel.is_main():
             return
         for name, tensor, view in file_tensors(self.model):

@@ -12,7 +12,9 @@ from .step import inputs_of, to_length
 
 
 class OtherNames:
-    """Base class of McaTrainer with mcore_adapter's names."""
+    """Base class of McaTrainer that keeps mcore_adapter's names of trainer hooks: a subclass
+    written for mcore_adapter may override or call them.
+    """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -28,15 +30,17 @@ class OtherNames:
         return self._prepare_train_inputs(iter([batch]))
 
     def _prepare_train_inputs(self, data_iterator: Iterator[Any]) -> dict[str, Any]:
-        """inputs_of() for the next micro-batch."""
+        """Model inputs (keyword arguments of forward) for the next micro-batch of an iterator.
+        mcore_adapter's name for inputs_of().
+        """
         batch = next(data_iterator)
         if self.args.sequence_packing:
             batch = self._packing_sequence(batch)
         return inputs_of(self.backend, self._arranged(batch))
 
     def _packing_sequence(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """A batch [b, s] as one row [1, t] in thd format: adds packed_seq_params to the columns,
-        which include input_ids, labels and cu_seqlens.
+        """Pack a batch [b, s] into one row [1, t] in thd format -> its columns, with
+        packed_seq_params next to input_ids, labels and cu_seqlens.
 
         attention_mask numbers the documents in each row (1, 2, ...; 0 is padding, which is
         dropped); without numbers each row is one document. A batch that is packed already keeps its
@@ -48,7 +52,10 @@ class OtherNames:
         return {**inputs, "packed_seq_params": params}
 
     def _arranged(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The batch itself if it is arranged; otherwise the collator's batch, arranged."""
+        """The collator's batch with the columns that the trainer expects, padded to a length that
+        the layout can shard. A batch that has padding_mask is returned as it is, because it was
+        arranged before.
+        """
         if "padding_mask" in batch:
             return batch
         return to_length(self.backend, self._arrange(batch))

@@ -48,7 +48,8 @@ class _Finished:
 
 
 def _constructor_on_cpu(construct: Callable[..., Any]) -> Callable[..., Any]:
-    """A tensor constructor that makes "cuda" tensors on the CPU, without pinned memory."""
+    """Wrap a tensor constructor, such as torch.zeros: for device "cuda" it makes CPU tensors, and
+    it never pins memory."""
 
     @functools.wraps(construct)
     def wrapped(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -136,7 +137,9 @@ def _foreach_copy(this: Any, that: Any, overflow_buf: Any = None) -> None:
 def add_weight_gradient(
     inputs: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor
 ) -> None:
-    """main_grad += grad_output^T inputs, in float32 and in place."""
+    """Add a linear's weight gradient to main_grad [n, k], in place: main_grad += grad_output^T
+    inputs. inputs: [tokens, k]; grad_output: [tokens, n]. 16-bit inputs are multiplied and added in
+    float32."""
     if inputs.dtype == main_grad.dtype:
         main_grad.addmm_(grad_output.t(), inputs)
     else:
@@ -144,7 +147,8 @@ def add_weight_gradient(
 
 
 class _WeightGradient:
-    """The function of Apex's fused_weight_gradient_mlp_cuda that megatron calls."""
+    """Stands for Apex's module fused_weight_gradient_mlp_cuda, with the one function that megatron
+    calls for float32 gradient buffers."""
 
     wgrad_gemm_accum_fp32 = staticmethod(add_weight_gradient)
 
@@ -154,8 +158,8 @@ _COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 
 
 def cuda_rows() -> Iterator[PatchRow]:
-    """The rows for CUDA. Scaling and copying are replaced only if megatron would use its own loops,
-    because Transformer Engine and Apex have kernels for them."""
+    """The patches for CUDA. Scaling and copying of many tensors are replaced only if megatron would
+    loop over them: Transformer Engine and Apex have kernels for that."""
     import megatron.core.optimizer as optimizers
     import megatron.core.optimizer.clip_grads as clip_grads
     import megatron.core.optimizer.optimizer as optimizer
@@ -194,7 +198,7 @@ def cuda_rows() -> Iterator[PatchRow]:
 
 
 def cpu_rows() -> Iterator[PatchRow]:
-    """The rows for a CPU. Importing megatron, they are built only when they are applied."""
+    """The patches for a CPU. A generator, because building them imports megatron."""
     import megatron.core.tensor_parallel.random as megatron_random
     import torch.distributed as dist
 
@@ -265,7 +269,8 @@ def _replace_what_needs_triton() -> None:
 
 
 def _compile_later(compile: Callable[..., Any]) -> Any:
-    """torch.compile as a decorator that compiles when the function is first called."""
+    """Replacement for torch.compile: it compiles a function at its first call, not when it is
+    decorated."""
 
     def later(function=None, **options):
         if function is None:
@@ -278,8 +283,8 @@ def _compile_later(compile: Callable[..., Any]) -> Any:
 
 
 def _disabled_where_loaded(disable: Callable[..., Any]) -> Any:
-    """torch._disable_dynamo as a decorator that does nothing until torch's compiler is imported:
-    before that, nothing could trace the function."""
+    """Replacement for the decorator torch._disable_dynamo: the function runs undecorated until
+    torch's compiler is imported, because before that nothing could trace it."""
 
     def later(function=None, **options):
         if function is None:
@@ -361,8 +366,8 @@ def compiling_later() -> Iterator[None]:
 
 
 def apply() -> list[PatchRow]:
-    """Apply the CPU's rows -> the rows in force in this process; none with CUDA. A second call
-    changes nothing, even from another copy of the package."""
+    """Apply the patches for a CPU -> the patches in force in this process; [] with CUDA. A second
+    call changes nothing, even from another copy of the package."""
     _replace_what_needs_triton()
     if torch.cuda.is_available():
         return []
@@ -383,14 +388,15 @@ def apply() -> list[PatchRow]:
 
 @functools.cache
 def apply_on_cuda() -> None:
-    """Apply the rows for CUDA, if CUDA is there."""
+    """Apply the patches for CUDA, if CUDA is available. Only the first call does anything."""
     if torch.cuda.is_available():
         _put_in_force(cuda_rows())
         os.environ.setdefault(_COMPILE_THREADS, "1")  # for the compiler, if it is imported later
 
 
 def _put_in_force(table: Iterable[PatchRow]) -> list[PatchRow]:
-    """Assign each replacement, once all rows were made from the originals."""
+    """Assign each replacement to its object's attribute -> the rows. All replacements are made
+    first, from the originals."""
     rows = list(table)
     for owner, attribute, replacement, _ in rows:
         setattr(owner, attribute, replacement)

@@ -43,8 +43,8 @@ _NOT_COMPILED = (
 
 
 def switch(torch_compile: bool | None) -> None:
-    """Set whether operations are compiled on CUDA from now on: True and None compile, False does
-    not. Warns about True without a GPU."""
+    """Set whether operations on CUDA tensors are compiled from now on: None and True compile, False
+    does not. True without a GPU gives a warning."""
     global _torch_compile
     _torch_compile = torch_compile
     if torch_compile and not torch.cuda.is_available():
@@ -54,8 +54,8 @@ def switch(torch_compile: bool | None) -> None:
 
 
 def why_no_kernels() -> str | None:
-    """First line of the error from compiling a Triton kernel; None if it runs here. Triton, a C
-    compiler or the part with the kernels may be missing."""
+    """Reason why a Triton kernel cannot be compiled and run here, such as the first line of the
+    error; None if it can. Triton, a C compiler or part_triton.py may be missing."""
     if triton is None:
         return "Triton cannot be imported"
     if fused() is None:
@@ -64,7 +64,7 @@ def why_no_kernels() -> str | None:
 
 
 def fused() -> Any:
-    """The module with the Triton kernels; None if its file was removed."""
+    """The module part_triton with the Triton kernels; None if its file was removed."""
     return parts.module_of("part_triton")
 
 
@@ -75,7 +75,8 @@ def why_no_torch_compile() -> str | None:
 
 
 def _failure(silu: Callable[[torch.Tensor], torch.Tensor]) -> str | None:
-    """First line of the error if `silu` fails on a GPU; None if it works."""
+    """First line of the error if `silu` fails on a GPU, or a text if it gives wrong numbers; None
+    if it works."""
     try:
         one = torch.ones(1, device="cuda")
         is_right = torch.allclose(silu(one), F.silu(one), atol=1e-3)
@@ -95,7 +96,8 @@ def first_line(error: Exception) -> str:
 
 @functools.cache
 def works(why_not: Callable[[], str | None], warning: str) -> bool:
-    """True if a compiler works: it is tried once, with a warning if it fails."""
+    """True if why_not() returns None, so that a compiler works; otherwise warn with its reason.
+    Cached: each compiler is tried once."""
     reason = why_not()
     if reason is not None:
         warnings.warn(warning.format(reason), stacklevel=2)
@@ -103,7 +105,8 @@ def works(why_not: Callable[[], str | None], warning: str) -> bool:
 
 
 def compiles(tensor: torch.Tensor) -> bool:
-    """True if operations on this tensor run compiled."""
+    """True if operations on this tensor run as Triton kernels: it is on a GPU, torch_compile is not
+    false, and Triton works here."""
     is_on_gpu = tensor.is_cuda and _torch_compile is not False
     return is_on_gpu and works(why_no_kernels, _NO_KERNELS)
 
@@ -116,11 +119,9 @@ def _compile_both_passes(graph: Any, inputs: Any) -> Any:
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a function of tensors and constants: it runs under torch.compile if its first
-    argument is on a GPU. If it cannot be compiled, it runs as it is from then on, with a warning.
-
-    A second row length compiles once more, for any length.
-    """
+    """Decorate a function of tensors and constants to run under torch.compile if its first argument
+    is on a GPU and compilation is on and works. If this function fails to compile, it runs
+    uncompiled from then on, with a warning."""
     fast = None
 
     @functools.wraps(function)
@@ -181,8 +182,8 @@ def rms_norm(
 def norm_beside(
     x: torch.Tensor, weight: torch.Tensor, eps: float, zero_centered: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rms_norm of x, x). The norm's backward kernel also adds the gradient of the second output,
-    which saves a kernel."""
+    """(rms_norm of x, x). If x is also used elsewhere, as the residual, use the second result: on a
+    GPU the norm's backward kernel also adds its gradient, which saves a kernel."""
     if compiles(x):
         return fused().Norm.apply(x, weight, eps, zero_centered, True)
     return rms_norm(x, weight, eps, zero_centered), x
@@ -225,9 +226,9 @@ def rotate(
 def split_heads(
     mixed: torch.Tensor, bias: torch.Tensor | None, groups: int, d: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Query [s, b, n, d], key and value [s, b, g, d] from mixed [s, b, g * (n / g + 2) * d], which
-    has each group's queries, then its key and its value. bias [g * (n / g + 2) * d], or None, is
-    added first."""
+    """Split projections into query [s, b, n, d], key and value [s, b, g, d], after adding the bias.
+    mixed: [s, b, g * (n / g + 2) * d], each group's queries, then its key and its value. bias: [g *
+    (n / g + 2) * d] or None."""
     if bias is not None:
         mixed = mixed + bias
     s, b, _ = mixed.shape
@@ -247,8 +248,8 @@ def rotated_heads(
     sin: torch.Tensor,
     interleaved: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """split_heads, rms_norm of queries and keys, and rotate in one kernel -> (query, key, value).
-    norms: (query weight, key weight, eps, zero_centered); None: no norms."""
+    """split_heads, rms_norm of queries and keys, and rotate -> (query, key, value), in one kernel
+    on a GPU if d is even. norms: (query weight, key weight, eps, zero_centered); None: no norms."""
     of_query, of_key, *constants = norms or (None, None, 0.0, False)
     if compiles(mixed) and d % 2 == 0:
         tensors = mixed, bias, of_query, of_key, cos, sin
@@ -319,7 +320,8 @@ def _wrapped(constant: int) -> int:
 
 
 def round_by_chance(x: torch.Tensor, seed: int) -> torch.Tensor:
-    """A non-negative float32 x as bf16, rounded stochastically: up or down in proportion."""
+    """Round a non-negative float32 x to bf16 stochastically: up or down, with the chance of each in
+    proportion to its nearness. The random bits are a hash of seed and element index."""
     bits = torch.arange(x.numel(), dtype=torch.int32, device=x.device).view(x.shape) ^ seed
     bits = (bits ^ ((bits >> 16) & 0xFFFF)) * 0x7FEB352D
     bits = (bits ^ ((bits >> 15) & 0x1FFFF)) * _wrapped(0x846CA68B)
@@ -334,9 +336,9 @@ class AdamW(torch.optim.Optimizer):
         m = b1 m + (1 - b1) g,   v = b2 v + (1 - b2) g^2,   g = factor x gradient
         w = (1 - lr decay) w - lr / (1 - b1^t) m / (sqrt(v / (1 - b2^t)) + eps)
 
-    It computes in float32, whatever the stored dtypes, in one pass over memory. A master w is
-    stored as bf16(w), the model's weight, and an int16 with its remaining bits: together they are
-    w, bit for bit. Ties round away from zero.
+    It computes in float32, whatever the stored dtypes. A master w is stored as bf16(w), the model's
+    weight, and an int16 with its remaining bits: together they are w, bit for bit. Ties round away
+    from zero.
 
     v in bf16 is rounded stochastically: with b2 = 0.999 it changes by less than half of bf16's last
     bit, so rounding to nearest would never let it fall. The random bits are a hash of step and
@@ -344,9 +346,8 @@ class AdamW(torch.optim.Optimizer):
 
     halves: which of exp_avg and exp_avg_sq are bf16. A parameter's gradient is its decoupled_grad
     if it has one (megatron's name for a gradient of another dtype), else grad. factor: a number, or
-    a float64 scalar on the gradients' device, which is not read on the host; if it is NaN, nothing
-    is updated.
-    """
+    a float64 scalar on the gradients' device, which is not read on the host; if it is NaN, weights
+    and moments stay."""
 
     def __init__(
         self,
@@ -370,8 +371,8 @@ class AdamW(torch.optim.Optimizer):
             self._update(group, p, grad, factor)
 
     def take_back(self) -> None:
-        """Take the last step() out of the step counts; its factor was NaN, so nothing
-        else changed."""
+        """Decrease the step counts by the last step(), whose factor was NaN. Nothing else of that
+        step has to be undone."""
         for _, p, _ in self._gradients():
             self.state[p]["step"] -= 1
 
@@ -384,11 +385,12 @@ class AdamW(torch.optim.Optimizer):
                     yield group, p, grad
 
     def dtypes_of(self, p: torch.Tensor) -> dict[str, torch.dtype]:
-        """State name -> dtype, for the states shaped like the parameter."""
+        """{state name: dtype} of the states that have the parameter's shape, such as exp_avg."""
         return self.dtypes
 
     def state_of(self, p: torch.Tensor) -> dict[str, Any]:
-        """A parameter's state, created as zeros."""
+        """A parameter's state. Missing moments are created as zeros, and moments of another dtype
+        are converted."""
         state = self.state[p]
         state.setdefault("step", torch.tensor(0.0))
         for name, dtype in self.dtypes_of(p).items():
@@ -400,14 +402,16 @@ class AdamW(torch.optim.Optimizer):
         return state
 
     def master(self, p: torch.Tensor) -> torch.Tensor:
-        """A parameter's float32 value."""
+        """A parameter's float32 value: its own, or joined from the bf16 weight and the stored low
+        bits."""
         if p.dtype == torch.float32:
             return p.detach()
         return join(p.detach(), self.state_of(p)["low"])
 
     @torch.no_grad()
     def fill(self, p: torch.Tensor, values: dict[str, Any]) -> None:
-        """Set a parameter's state: "step", the moments, and optionally "master"."""
+        """Set a parameter's state from `values`: "step", the moments, and optionally "master",
+        which also sets the weight."""
         state = self.state_of(p)
         state["step"] = torch.tensor(float(values["step"]))
         for name in self.dtypes_of(p):
@@ -424,8 +428,7 @@ class AdamW(torch.optim.Optimizer):
 
     def forget_masters(self) -> None:
         """Set each float32 master to its bf16 weight, after something else changed the weights: the
-        lower halves of the masters, which the optimizer stores, become 0, in place.
-        """
+        stored low bits become 0."""
         for state in self.state.values():
             if "low" in state:
                 state["low"].zero_()

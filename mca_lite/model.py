@@ -56,9 +56,9 @@ _IN_LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(.*)")
 
 
 class Embedding(LanguageModelEmbedding):
-    """megatron's embedding: ids [b, s] -> [s, b, h], or [s / tp, b, h] under sequence parallelism.
-    The output is multiplied by config.embedding_multiplier, rounded to the dtype of the weights as
-    in Gemma.
+    """Token embedding, sharded over the vocabulary (megatron's): ids [b, s] -> [s, b, h], or [s /
+    tp, b, h] under sequence parallelism. The output is multiplied by config.embedding_multiplier,
+    which is first rounded to the output's dtype, as in Gemma.
     """
 
     def __init__(self, config: McaModelConfig, tp_group: torch.distributed.ProcessGroup) -> None:
@@ -73,8 +73,8 @@ class Embedding(LanguageModelEmbedding):
     def _keep_padding(
         self, module: torch.nn.Module, inputs: tuple[torch.Tensor], out: torch.Tensor
     ) -> None:
-        """Forward hook: zero the gradient of the pad token wherever it appears, as transformers'
-        embedding does.
+        """Forward hook of the word embeddings: let pad tokens contribute nothing to the gradient of
+        the embedding weight, as with padding_idx of torch.nn.Embedding.
         """
         if not out.requires_grad:
             return
@@ -90,9 +90,10 @@ class Embedding(LanguageModelEmbedding):
 
 
 class OutputLayer(ColumnParallelLinear):
-    """Owns the weight of the output layer, but computes no logits: loss_tokens.py does. forward
-    returns (hidden, weight). Call the module instead of reading its weight: megatron's DDP hooks
-    wait for the weight in the call.
+    """The output layer's weight (LM head), sharded over the vocabulary, without the matmul: forward
+    returns (hidden, weight), so that the loss can compute logits in chunks. Call the module instead
+    of reading its weight: with overlap_param_gather, megatron's DDP waits for the weight in a hook
+    of this call.
     """
 
     passes_hidden = True  # its adapter's factors go to the loss: extra_factors
@@ -105,7 +106,7 @@ class OutputLayer(ColumnParallelLinear):
 
 def expect_causal(mask: torch.Tensor, input_ids: torch.Tensor) -> None:
     """Raise ValueError unless `mask` is the causal mask for input_ids [b, s]: bool [b or 1, 1, s,
-    s], True for hidden.
+    s], True where a query must not see a key.
     """
     b, s = input_ids.shape
     causal = torch.ones(s, s, dtype=torch.bool, device=mask.device).triu(1)
@@ -116,21 +117,23 @@ def expect_causal(mask: torch.Tensor, input_ids: torch.Tensor) -> None:
 
 
 class McaGPTModel(MegatronModule):
-    """A decoder, or one pipeline stage's chunk of it: embedding, Block, output layer, and extra
-    layers for multi-token prediction, on megatron's parallel layers.
+    """A decoder-only language model, or one pipeline stage's chunk of it, on megatron's parallel
+    layers: embedding, decoder layers, output layer or value head, and layers for multi-token
+    prediction.
 
-    forward(input_ids [b, s], ...): positions count from 0 in each document; attention is causal.
+    forward(input_ids [b, s], ...): attention is causal within each document. Arguments:
+    position_ids: ignored; positions count from 0 in each document.
     attention_mask: None or the causal mask, bool [b or 1, 1, s, s], True for hidden; any other
     raises ValueError.
-    padding_mask: bool [b, s], True for padding, needed on every stage.
+    padding_mask: bool [b, s], True for padding; the routers of MoE layers read it.
     labels: [b, s], part_mtp.Targets, or None.
     trained: loss_tokens.TrainedPlaces for the labels, or None.
     columns: further model inputs, such as pixels (inputs.Inputs).
 
-    Returns, on the last pipeline stage: with labels, the loss of each token, float32 [b, s], 0
-    where the label is IGNORE_INDEX; with Targets, the same per prediction depth, [b, s, 1 +
-    prediction layers]; without labels, logits [b, s, V / tp]; with a value head, a score per token,
-    float32 [b, s]. Other stages return hidden states.
+    A chunk without the output layer returns hidden states. The last chunk returns, with a value
+    head, a score per token, float32 [b, s]; otherwise, without labels, logits [b, s, V / tp]; with
+    labels, the loss of each token, float32 [b, s], 0 where the label is IGNORE_INDEX; with Targets,
+    the losses of the next token and of each prediction layer, [b, s, 1 + prediction layers].
     """
 
     # replaces cross entropy; may give k losses per token: forward then returns [b, s, k]
@@ -183,8 +186,9 @@ class McaGPTModel(MegatronModule):
         self._mark_vocabulary()
 
     def _mark_vocabulary(self) -> None:
-        """Mark embedding and output weights for megatron: for its optimizer groups, and so that the
-        copy of the embedding on the last pipeline stage shares one summed gradient.
+        """Set the attributes by which megatron recognises embedding and output weights: for the
+        optimizer's parameter groups, and for the sum of gradients if the weight is tied or copied
+        to the last pipeline stage.
         """
         config = self.config
         if self.pre_process:
@@ -202,8 +206,8 @@ class McaGPTModel(MegatronModule):
             weight.shared = not self.pre_process  # a copy: the gradient norm counts the first
 
     def shared_embedding_or_output_weight(self) -> torch.Tensor | None:
-        """The embedding weight; on a last stage without embedding the output layer's; None on other
-        stages. megatron sums the gradients of tied copies.
+        """The weight [V / tp, h] of this chunk's embedding; without an embedding, of its output
+        layer; None if it has neither. megatron calls this to sum the gradients of tied copies.
         """
         if self.pre_process or self.mtp_process:
             return self.embedding.word_embeddings.weight
@@ -253,7 +257,12 @@ class McaGPTModel(MegatronModule):
         return self.mtp.losses(self, labels, hidden, trained, place, shared)
 
     def _head(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        """(hidden [s, b, h] of the whole sequence, output weight, adapter factors or None)."""
+        """Prepare the matmul with the output layer's weight -> (hidden [s, b, h], divided by
+        config.logits_scaling; weight [V / tp, h]; the output layer's LoRA factors, or None).
+
+        hidden is gathered first under sequence parallelism. Collectives over the tensor-parallel
+        group: in backward; under sequence parallelism in forward too.
+        """
         tied = None
         if self.share_embeddings_and_output_weights:
             tied = self.shared_embedding_or_output_weight()
@@ -268,16 +277,17 @@ class McaGPTModel(MegatronModule):
         return hidden, weight, extra
 
     def _scores(self, hidden: torch.Tensor, head: torch.nn.Linear) -> torch.Tensor:
-        """Decoder output [s, b, h], or [s / tp, b, h] under sequence parallelism -> scores, float32
-        [b, s]. Every tensor-parallel rank computes all scores and the full gradient.
+        """Value-head scores, float32 [b, s], from decoder output [s, b, h], or [s / tp, b, h] under
+        sequence parallelism. Every tensor-parallel rank computes all scores and the full gradient
+        of the head.
         """
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         return head(hidden)[..., 0].float().transpose(0, 1)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Decoder output [s, b, h], or [s / tp, b, h] under sequence parallelism -> logits [b, s, V
-        / tp], this rank's vocabulary shard. Collective over the tensor-parallel group.
+        """This rank's vocabulary shard of the logits, [b, s, V / tp], from decoder output [s, b,
+        h], or [s / tp, b, h] under sequence parallelism. Collectives: see _head.
         """
         hidden, weight, extra = self._head(hidden)
         logits = hidden @ weight.t()
@@ -292,8 +302,9 @@ class McaGPTModel(MegatronModule):
     def losses(
         self, labels: torch.Tensor, hidden: torch.Tensor, trained: TrainedPlaces | None
     ) -> torch.Tensor:
-        """Loss per token: labels [b, s] and decoder output [s, b, h], or [s / tp, b, h] under
-        sequence parallelism -> float32 [b, s].
+        """Loss per token, float32 [b, s], for labels [b, s] and decoder output [s, b, h], or [s /
+        tp, b, h] under sequence parallelism. The loss is cross entropy, or loss_of_logits if set.
+        Collective over the tensor-parallel group.
         """
         config = self.config
         hidden, weight, extra = self._head(hidden)
@@ -311,8 +322,8 @@ class McaGPTModel(MegatronModule):
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """megatron's ShardedTensors. The last stage's copy of the embedding is saved as a replica
-        of the first stage's.
+        """{name: megatron's ShardedTensor} of this chunk, for a distributed checkpoint. The last
+        stage's copy of the embedding is saved as a replica of the first stage's.
         """
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
@@ -335,8 +346,10 @@ class McaGPTModel(MegatronModule):
         return state
 
     def global_name(self, name: str) -> tuple[str, int | None]:
-        """The name of a module or tensor in the whole model: (name with {} in place of the layer
-        index, that index counted from 0, or None outside layers).
+        """The name of a module or tensor in the whole model, from its name in this chunk: (name
+        with {} for the layer index, that index from 0, or None outside layers). On a stage that
+        begins with layer 4, "decoder.layers.0.mlp.linear_fc2.weight" gives
+        ("decoder.layers.{}.mlp.linear_fc2.weight", 4).
         """
         match = _IN_LAYER.fullmatch(name)
         if match is None:
@@ -347,9 +360,9 @@ class McaGPTModel(MegatronModule):
         return f"{block}.layers.{{}}.{rest}", layer.layer_number - 1
 
     def global_parameter_names(self) -> Iterator[tuple[str, int | None, torch.nn.Parameter]]:
-        """Yield (*global_name, parameter) for each parameter and for the buffers that files
-        contain: router biases and layer scalars. Stacked experts appear one by one, as views, under
-        the names used in `families` rows.
+        """Yield (*global_name, parameter) for each parameter, and for the buffers that Hugging Face
+        files contain: router biases and layer scalars. Stacked experts are yielded one by one, as
+        views, under the names used in `families` rows.
         """
         of_files = ("router.expert_bias", "layer_scalar")
         buffers = (pair for pair in self.named_buffers() if pair[0].endswith(of_files))
@@ -364,7 +377,9 @@ class McaGPTModel(MegatronModule):
 
 
 class VirtualModels(torch.nn.ModuleList):
-    """All chunks of this rank: one, or one per virtual pipeline stage."""
+    """This rank's part of a model: a ModuleList of its chunks. There is one chunk, or one per
+    virtual pipeline stage.
+    """
 
     def __init__(self, config: McaModelConfig, models: list[torch.nn.Module]):
         super().__init__(models)
@@ -407,15 +422,15 @@ class VirtualModels(torch.nn.ModuleList):
         return {key: model.state_dict() for key, model in self._by_key().items()}
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
-        """Load what state_dict() returned. Missing weights are an error only if strict and all
-        weights are trained: beside frozen weights a state is partial.
+        """Load what state_dict() returned. `strict` has no effect with LoRA, because a state may
+        then lack the frozen weights.
         """
         for key, model in self._by_key().items():
             model.load_state_dict(state_dict[key], strict=strict and self.finetuning.is_whole)
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        """megatron's ShardedTensors of all chunks, under the keys of state_dict(). If weights are
-        frozen, only the trained ones.
+        """{name: megatron's ShardedTensor} of each chunk, for a distributed checkpoint, under the
+        keys of state_dict(). With LoRA it contains only what a LoRA checkpoint saves.
         """
         chunks = self._by_key()
         return {key: self.finetuning.sharded_state(model) for key, model in chunks.items()}
@@ -436,7 +451,9 @@ class VirtualModels(torch.nn.ModuleList):
 
 
 def build_chunks(config: McaModelConfig) -> VirtualModels:
-    """Build this rank's chunks, with uninitialised weights."""
+    """Build this rank's chunks. Their weights are not initialised: files or a seed fill them
+    later.
+    """
     vpp = config.virtual_pipeline_model_parallel_size
     models = []
     for vp_stage in range(vpp) if vpp else [None]:
@@ -450,9 +467,9 @@ def build_chunks(config: McaModelConfig) -> VirtualModels:
 
 
 def _mark_tensor_parallel(model: McaGPTModel) -> None:
-    """Mark the parameters sharded by tensor parallelism. megatron does so while initialising
-    weights, a step skipped here. Without the mark a parameter counts as duplicated, and the
-    gradient norm comes out too small.
+    """Set megatron's attribute tensor_model_parallel on the parameters that tensor parallelism
+    shards. megatron sets it while initialising weights, a step skipped here. Without it megatron
+    takes a parameter for duplicated, and the gradient norm comes out too small.
     """
     axes = {row.mca: row.axis for row in rows_of(model.config.hf_model_type, model.config)}
     for name, _, parameter in model.global_parameter_names():
@@ -462,15 +479,17 @@ def _mark_tensor_parallel(model: McaGPTModel) -> None:
 
 
 def refuse_new_rows(folder: Path, old: int, new: int) -> None:
-    """Raise ConfigError: a checkpoint's vocabulary cannot grow."""
+    """Raise ConfigError: the vocabulary of a megatron checkpoint cannot grow from `old` to `new`
+    tokens. The message says to convert it to a Hugging Face folder first.
+    """
     reason = f"it is a checkpoint of a model of {old} tokens: expected as many, got {new}"
     remedy = "a Hugging Face folder of it, python -m mca_lite convert"
     refuse("model_name_or_path", str(folder), reason, remedy)
 
 
 class AutoModel:
-    """Builds VirtualModels. First starts the distributed world from `args`, if it has
-    not started.
+    """Builds this rank's VirtualModels, from files or with random weights. If TrainingArguments are
+    given, it first starts torch.distributed and megatron's process groups, unless they exist.
     """
 
     @staticmethod
@@ -487,12 +506,12 @@ class AutoModel:
         this rank's shard.
 
         vocab_size: number of tokens of the result, if larger than the folder's; weights_files.py
-        says how new rows are initialised.
+        says how new rows are initialised. A checkpoint's vocabulary cannot grow.
         config, source: pass them if the folder was read before: its config with the final
         vocab_size, and a tensor source (weights_files.py) with as many rows.
 
-        Only one data-parallel replica reads the files, and only the bytes of its shards.
-        Collective: it may start the world, and weights_convert.fill communicates.
+        Of a Hugging Face model, one data-parallel replica reads the files, only the bytes of its
+        shards, and broadcasts them. Collective: every rank must call it.
         ValueError: the model or layout cannot be built, or the weights do not fill the model
         exactly.
         """
@@ -559,9 +578,9 @@ def load_torch_model(
     """The Hugging Face model in `dtype` on this rank's device, for the torch backend and as a
     reference in tests.
 
-    train_from_scratch: draw the same weights as AutoModel.from_config.
+    train_from_scratch: draw the weights from `seed`, the same as AutoModel.from_config draws.
     vocab_size: number of tokens of the result, if larger than the folder's.
-    config: transformers' config of the folder, if it was read before; the model takes it over.
+    config: transformers' config of the folder, if it was read before; it may be changed in place.
     """
     hf = config or load_hf_config(model_name_or_path, trust_remote_code)
     text = hf.get_text_config()

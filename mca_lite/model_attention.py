@@ -36,7 +36,7 @@ from .tables import CORE_ATTENTIONS, function_of
 
 
 class Rope(NamedTuple):
-    """The rotary embedding of one layer type."""
+    """Constants of the rotary embedding for one layer type, such as "sliding_attention"."""
 
     inv_freq: tuple[float, ...]  # inverse frequencies [rotary_dim / 2]
     factor: float  # multiplies cos and sin
@@ -44,13 +44,13 @@ class Rope(NamedTuple):
 
     @classmethod
     def of(cls, config: TransformerConfig, layer_type: str = "full_attention") -> "Rope":
-        """Compute frequencies and factor for one layer type of a McaModelConfig."""
+        """The constants for one layer type of a McaModelConfig."""
         inv_freq, factor = rope_frequencies(config, layer_type)
         return cls(tuple(inv_freq.tolist()), factor, config.rope_interleave)
 
     def tables(self, angles: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos, sin) [..., rotary_dim] for angles [..., rotary_dim / 2]: computed in float32,
-        returned in `dtype`.
+        """(cos, sin) [..., rotary_dim] for angles [..., rotary_dim / 2], both times `factor`:
+        computed in the angles' dtype, returned in `dtype`.
         """
         if self.interleaved:
             angles = angles.repeat_interleave(2, -1)
@@ -65,8 +65,8 @@ def rope_frequencies(
     """(inverse frequencies float32 [rotary_dim / 2] on this rank's device, factor on cos and sin)
     for one layer type.
 
-    transformers' functions compute linear, llama3 and yarn scaling, so the values equal Hugging
-    Face's bit for bit.
+    transformers' own functions compute scaled variants such as linear, llama3 and yarn, so that the
+    values equal Hugging Face's.
     """
     scaling = config.rope_parameters
     of_type = {}
@@ -98,8 +98,8 @@ def rope_frequencies(
 def rotary_tables(
     rope: Rope, layout: RowLayout, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cos, sin) [t, 1, 1, rotary_dim] for the positions of a row: computed in float32, returned in
-    `dtype`. Cached, so that all layers share them.
+    """(cos, sin) [t, 1, 1, rotary_dim] for the positions in a RowLayout: computed in float32,
+    returned in `dtype`. The last 8 results are cached, so that layers share them.
     """
     inv_freq = parallel.to_device(torch.tensor(rope.inv_freq), layout.positions.device)
     angles = torch.outer(layout.positions.float(), inv_freq)[:, None, None]
@@ -107,8 +107,8 @@ def rotary_tables(
 
 
 def query_factors(config: TransformerConfig, positions: torch.Tensor) -> torch.Tensor:
-    """Factors on the queries, float32 [t], at positions int64 [t]: they grow with the position, as
-    query_scaling_beta configures.
+    """Llama 4's position-dependent scale of the queries, float32 [t], for positions int64 [t]: 1 +
+    query_scaling_beta * log(1 + floor(position / original_max_position_embeddings)).
     """
     length = config.rope_parameters["original_max_position_embeddings"]
     return 1 + config.query_scaling_beta * torch.log(1 + torch.floor(positions / length))
@@ -118,9 +118,9 @@ def query_factors(config: TransformerConfig, positions: torch.Tensor) -> torch.T
 
 
 class _GatherKeys(torch.autograd.Function):
-    """Gather keys and values [t / cp, b, g, d] of all context-parallel ranks to [t, b, g, d] in row
-    order, in one collective. Backward sums the gradients and returns this rank's part. order: int64
-    [t], see RowLayout.
+    """Gather keys and values [t / cp, b, g, d] from all context-parallel ranks to [t, b, g, d], in
+    one collective. Backward sums the gradients over ranks and returns this rank's part. order:
+    int64 [t], sorts the gathered tokens by their place in the row (RowLayout).
 
     Collective over `group` in both passes.
     """
@@ -155,7 +155,9 @@ def column_linear(
     tp_group: torch.distributed.ProcessGroup,
     bias: bool = False,
 ) -> ColumnLinear:
-    """megatron's linear with its outputs sharded over the tensor-parallel ranks."""
+    """Build a linear whose outputs stay sharded over the tensor-parallel ranks. It returns the bias
+    without adding it.
+    """
     return ColumnLinear(
         in_size,
         out_size,
@@ -174,8 +176,8 @@ def row_linear(
     tp_group: torch.distributed.ProcessGroup,
     bias: bool = False,
 ) -> RowLinear:
-    """megatron's linear from sharded heads to hidden states. It returns the bias without
-    adding it.
+    """Build attention's output linear, from in_size channels that are sharded over the
+    tensor-parallel ranks to hidden states. It returns the bias without adding it.
     """
     return RowLinear(
         in_size,
@@ -190,8 +192,8 @@ def row_linear(
 
 
 class Attention(MegatronModule):
-    """Base of attention layers: query, key and value from hidden states, CoreAttention, output
-    linear.
+    """Base class of attention modules. A subclass computes query, key and value; this class runs
+    CoreAttention, the output gate if there is one, and the output linear.
     """
 
     def forward(
@@ -200,8 +202,11 @@ class Attention(MegatronModule):
         packed_seq_params: PackedSeqParams | None = None,
         **tables: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """tables: optional rope_tables, (cos, sin) [s, b, 1, rotary_dim], to use instead of the
-        row's.
+        """hidden_states [s, b, h], or [s / tp, b, h] under sequence parallelism -> (the same shape,
+        bias or None).
+
+        tables: keywords of query_key_value(). SelfAttention takes rope_tables there, (cos, sin) [s,
+        b, 1, rotary_dim], to use instead of those for the row's positions.
         """
         *heads, gate = self.query_key_value(hidden_states, packed_seq_params, **tables)
         out = self.core_attention(*heads, packed_seq_params)
@@ -211,15 +216,14 @@ class Attention(MegatronModule):
 
 
 class SelfAttention(Attention):
-    """Multi-head attention: one matmul for queries, keys and values; norms over heads; rotation;
-    CoreAttention; output linear.
+    """Multi-head or grouped-query attention: one matmul for queries, keys and values; norms over
+    heads, if configured; rotary embedding; CoreAttention; output linear.
 
     [s, b, h], or [s / tp, b, h] under sequence parallelism -> (the same shape, bias or None).
 
-    One kernel adds the bias, splits the heads, and norms and rotates them, unless a norm spans all
-    heads. With fewer query groups than tensor-parallel ranks, the ranks that share a group gather
-    its heads, and each keeps a part of its queries. Collectives: those of megatron's linears, and
-    that gather.
+    If there are fewer query groups than tensor-parallel ranks, several ranks share a group: the
+    projections are all-gathered, and each rank keeps the key and value of its group and a part of
+    its queries. Collectives: those of the linears, this gather, and those of RMSNormOverHeads.
     """
 
     def __init__(
@@ -256,8 +260,9 @@ class SelfAttention(Attention):
         packed_seq_params: PackedSeqParams | None,
         rope_tables: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[Any, ...]:
-        """(query [s, b, n, d], key and value [s, b, g, d], gate [s, b, n * d] or None) of this
-        rank. Query and key are normed, rotated and scaled; the gate multiplies attention's output.
+        """This rank's (query [s, b, n, d], key and value [s, b, g, d], gate [s, b, n * d] or None).
+        Query and key are rotated, and normed and scaled if the model does so. The sigmoid of the
+        gate multiplies attention's output.
         """
         query, key, value, gate, layout = self._rotated(
             hidden_states, packed_seq_params, rope_tables
@@ -276,7 +281,8 @@ class SelfAttention(Attention):
         packed_seq_params: PackedSeqParams | None,
         rope_tables: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> tuple[Any, ...]:
-        """(query, key, value, gate, layout): query and key rotated, and normed first unless
+        """(query, key, value, gate or None, RowLayout), with rotary embedding applied to query and
+        key. Norms over heads, if the model has them, are applied before it, unless
         qk_norm_after_rope is set.
         """
         mixed, bias = self.linear_qkv(hidden_states)
@@ -308,8 +314,8 @@ class SelfAttention(Attention):
         return *rotated, value, gate, layout
 
     def _without_gate(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Split off the gate -> (queries, keys and values; gate [s, b, n * d] of this rank's
-        queries). In `mixed`, each query of a group is followed by its gate.
+        """Separate the output gate from the projections -> (queries, keys and values; gate [s, b, n
+        * d] of this rank's queries). In `mixed`, each query of a group is followed by its gate.
         """
         heads = mixed.unflatten(-1, (self.groups, -1, self.head_size))
         pairs, of_keys = heads.split((heads.shape[-2] - 2, 2), -2)
@@ -318,8 +324,9 @@ class SelfAttention(Attention):
         return mixed, gates[self.tp_group.rank() % self.ranks_of_group]
 
     def _of_group(self, mixed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """Gather the channels of this rank's query group from the ranks that share it, with the
-        bias added. Collective over the tensor-parallel group.
+        """All-gather the projections over the tensor-parallel ranks, with the bias added -> the
+        channels of this rank's query group. Used if several ranks share a group. Collective over
+        the tensor-parallel group.
         """
         if bias is not None:
             mixed = mixed + bias
@@ -330,10 +337,11 @@ class SelfAttention(Attention):
 
 class AttentionOfTwoSizes(Attention):
     """Gemma 4's attention: values are normed, and full and sliding layers differ in head size and
-    number of groups.
+    number of query groups.
 
-    Inputs and outputs are those of SelfAttention. In full layers, keys before norm and rotation
-    also serve as values, so linear_qk has no rows for values. The norm over values has no weight.
+    Inputs and outputs have SelfAttention's shapes. In full layers the keys, before norm and
+    rotation, also serve as values, so linear_qk has no rows for values. The norm over values has no
+    weight.
     """
 
     def __init__(
@@ -360,8 +368,8 @@ class AttentionOfTwoSizes(Attention):
     def query_key_value(
         self, hidden_states: torch.Tensor, packed_seq_params: PackedSeqParams | None
     ) -> tuple[Any, ...]:
-        """(query [s, b, n, d], key and value [s, b, g, d], None for the gate) of this rank, all
-        normed; query and key rotated.
+        """This rank's (query [s, b, n, d], key and value [s, b, g, d], None for the gate). All are
+        normed; query and key are rotated.
         """
         mixed, _ = self.get_submodule(self.linear_name)(hidden_states)
         heads = mixed.unflatten(-1, (self.groups, -1, self.head_size))
@@ -377,7 +385,8 @@ class AttentionOfTwoSizes(Attention):
 
 
 def sdpa_order(query: torch.Tensor, mask: Any) -> Any:
-    """A context with the order in which torch tries its attention kernels on CUDA.
+    """Context manager for the order in which scaled_dot_product_attention tries its kernels on
+    CUDA. It does nothing for tensors on a CPU.
 
     Without a mask, cuDNN comes first: it is the fastest, and torch would skip it if a cuDNN older
     than torch's is loaded. cuDNN is left out with a mask, because its gradients may be NaN (pytorch
@@ -395,7 +404,9 @@ def sdpa_order(query: torch.Tensor, mask: Any) -> Any:
 
 @functools.cache
 def _packed_kernel() -> tuple[Callable[..., Any], bool]:
-    """(torch's varlen attention, True if it accepts enable_gqa). torch 2.11's does not."""
+    """(torch's varlen_attn, True if it has the argument enable_gqa, which torch 2.11 lacks).
+    Cached.
+    """
     with cpu.compiling_later():
         from torch.nn.attention.varlen import varlen_attn
 
@@ -403,17 +414,20 @@ def _packed_kernel() -> tuple[Callable[..., Any], bool]:
 
 
 def recomputes(config: TransformerConfig, module: str) -> bool:
-    """True if this part of a layer is recomputed in the backward pass (recompute_modules)."""
+    """True if `module`, such as "core_attn" or "mlp", is in recompute_modules and
+    recompute_granularity is selective: it is recomputed in the backward pass.
+    """
     return config.recompute_granularity == "selective" and module in config.recompute_modules
 
 
 class RowModule(MegatronModule):
-    """Base of modules that need to know the documents in a row: attention, linear or not.
+    """Base class of softmax and linear attention, which keep the documents of a packed row apart.
     Subclasses set cp_group.
     """
 
     def layout(self, packed_seq_params: PackedSeqParams | None, x: torch.Tensor) -> RowLayout:
-        """The documents of this rank's tokens x [s, ...].
+        """The RowLayout (documents and positions) of this rank's tokens x [s, ...]: from
+        packed_seq_params, or without them one document per row.
 
         ValueError in training on packed rows without packed_seq_params: documents would see each
         other.
@@ -460,7 +474,7 @@ def whole_scores(
 
 
 class _NoCudnn:
-    """Stands for part_cudnn.py, if its file is gone."""
+    """Replaces part_cudnn.py if that file was removed: no tensor suits a cuDNN kernel."""
 
     @staticmethod
     def suits_cudnn(*heads: torch.Tensor) -> bool:
@@ -470,18 +484,18 @@ class _NoCudnn:
 
 
 def _cudnn() -> Any:
-    """The module with cuDNN's attention."""
+    """The module part_cudnn with cuDNN's attention; _NoCudnn if its file was removed."""
     return parts.module_of("part_cudnn") or _NoCudnn
 
 
 class CoreAttention(Sharded, RowModule):
     """softmax(q k^T * scale) v, causal, with torch's attention kernels.
 
-    Rows are padded on the right, so no token sees padding and no mask is built. In packed rows,
-    documents do not see each other. Under context parallelism, keys and values of the whole row are
-    gathered once per layer, and queries are this rank's zigzag chunks (batch.py). Sliding windows,
-    a cap on scores and attention sinks [n] (CORE_ATTENTIONS) are supported. Nothing here waits for
-    the device.
+    Rows are padded on the right, so causality alone hides padding, and there is no padding mask. In
+    packed rows, documents do not see each other. Under context parallelism, keys and values of the
+    whole row are gathered in each forward pass, and queries are this rank's zigzag chunks
+    (batch.py). Sliding windows, a cap on scores and attention sinks [n] (CORE_ATTENTIONS) are
+    supported.
     """
 
     axes: ClassVar = {"sinks": 0}
@@ -508,8 +522,8 @@ class CoreAttention(Sharded, RowModule):
         value: torch.Tensor,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
-        """query [s, b, n, d], key and value [s, b, g, d] -> [s, b, n * d]. Packed rows have b
-        = 1.
+        """This rank's query [s, b, n, d], key and value [s, b, g, d] -> [s, b, n * d]. Packed rows
+        have b = 1. Collective over the context-parallel group.
         """
         layout = self.layout(packed_seq_params, query)
         run = functools.partial(self._attend, layout, packed_seq_params is not None)
@@ -519,8 +533,8 @@ class CoreAttention(Sharded, RowModule):
 
     @property
     def needs_scores(self) -> bool:
-        """True if torch's attention cannot compute this one, because of a cap on scores
-        or sinks.
+        """True if the scores are capped or have sinks, which torch's scaled_dot_product_attention
+        lacks.
         """
         return self.softcap is not None or self.sinks is not None
 
@@ -532,7 +546,9 @@ class CoreAttention(Sharded, RowModule):
         key: torch.Tensor,
         value: torch.Tensor,
     ) -> torch.Tensor:
-        """Choose the kernel and compute attention of this rank's queries -> [s, b, n * d]."""
+        """Gather keys and values over context-parallel ranks, choose a kernel, and compute the
+        attention of this rank's queries -> [s, b, n * d].
+        """
         if self.cp_group.size() > 1:
             key, value = _GatherKeys.apply(key, value, self.cp_group, layout.order)
         dropout = self.dropout if self.training else 0.0
@@ -553,9 +569,9 @@ class CoreAttention(Sharded, RowModule):
     def _suits_parts(
         self, layout: RowLayout, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> bool:
-        """True if cuDNN's kernel can compute the layout's segments: there is context parallelism,
-        no document is longer than the sliding window, there is no cap on scores and no sink, and
-        cuDNN takes these dtypes and head sizes.
+        """True if SegmentAttention (cuDNN) can compute the layout's segments: there is context
+        parallelism, no document is longer than the sliding window, there is no cap on scores and no
+        sink, and cuDNN takes these dtypes and head sizes.
         """
         is_wide = self.window is None or layout.longest <= self.window
         is_plain = is_wide and not self.needs_scores and self.cp_group.size() > 1
@@ -563,8 +579,9 @@ class CoreAttention(Sharded, RowModule):
         return is_plain and _cudnn().suits_cudnn(*heads)
 
     def _suits_rows(self, layout: RowLayout) -> bool:
-        """True if the packed documents can be the rows of a batch: all have one length and need no
-        mask. cuDNN's kernel for batches is about twice as fast as the varlen kernel.
+        """True if the packed documents can be computed as rows of a batch: all have one length,
+        none is longer than the sliding window, and there are no sinks. cuDNN's kernel for batches
+        is about twice as fast as the varlen kernel.
         """
         is_wide = self.window is None or layout.longest <= self.window
         return layout.same_length is not None and is_wide and self.sinks is None
@@ -586,8 +603,8 @@ class CoreAttention(Sharded, RowModule):
         return self._segments(*rows, one, dropout).transpose(0, 1).flatten(0, 1)[:, None]
 
     def _suits_varlen(self, query: torch.Tensor, dropout: float) -> bool:
-        """True if the varlen kernel can be used: on CUDA, not float32, no dropout, no cap, and a
-        head size up to 256 and divisible by 8.
+        """True if torch's varlen kernel can be used: on CUDA, not float32, no dropout, no cap on
+        scores, and a head size up to 256 and divisible by 8.
         """
         suits_dtype = query.is_cuda and query.dtype != torch.float32
         suits_size = query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
@@ -601,8 +618,8 @@ class CoreAttention(Sharded, RowModule):
         layout: RowLayout,
         dropout: float,
     ) -> torch.Tensor:
-        """One attention call per segment (queries with their keys): a document, or under context
-        parallelism a chunk of one. -> [s, b, n * d].
+        """Attention with one call per segment -> [s, b, n * d]. A segment is a document, or under
+        context parallelism a chunk of one: a range of queries with the keys that they see.
         """
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         out = []
@@ -616,7 +633,9 @@ class CoreAttention(Sharded, RowModule):
     def _attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, dropout: float
     ) -> torch.Tensor:
-        """q [b, n, q, d], k and v [b, g, k, d] -> [b, n, q, d]. mask: what _visible returns."""
+        """One attention call: q [b, n, q, d], k and v [b, g, k, d] -> [b, n, q, d]. mask: as
+        _visible() returns it.
+        """
         if self.needs_scores:
             scale = self.softmax_scale
             return whole_scores(q, k, v, mask, scale, dropout, self.softcap, self.sinks)
@@ -633,9 +652,11 @@ class CoreAttention(Sharded, RowModule):
             return F.scaled_dot_product_attention(q, k, v, mask, dropout, **keys)
 
     def _visible(self, num_queries: int, num_keys: int, query: torch.Tensor) -> Any:
-        """Attention mask, bool [num_queries, num_keys], True if a query sees a key; the last query
-        sees the last key. None if plain causal attention with as many queries as keys suffices;
-        torch's causal_lower_right if its kernel needs no mask.
+        """Causal attention mask for a segment, bool [num_queries, num_keys], True if a query sees a
+        key. The last query sees the last key; a sliding window hides old keys.
+
+        None if torch's is_causal does the same. torch's causal_lower_right if the flash kernel can
+        do without a mask.
         """
         more = num_keys - num_queries
         is_narrow = self.window is not None and num_keys > self.window
@@ -655,8 +676,8 @@ class CoreAttention(Sharded, RowModule):
     def _varlen(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: RowLayout
     ) -> torch.Tensor:
-        """Attention of all documents of a packed row in one CUDA kernel, without a host sync -> [t,
-        1, n * d].
+        """Attention of all documents of a packed row in one call of a CUDA kernel, without a host
+        sync -> [t, 1, n * d].
         """
         kernel, takes_groups = _packed_kernel()
         cu_q, cu_k, places, max_q, max_k = layout.varlen
@@ -693,8 +714,8 @@ LATENT_EPSILON = 1e-6
 class DuplicatedLinear(torch.nn.Module):
     """A linear without bias whose matrix is replicated on every tensor-parallel rank.
 
-    x: [s, b, in], or [s / tp, b, in] under sequence parallelism. There the matrix's gradient is a
-    partial sum; the matrix is marked so that megatron sums it.
+    x: [s, b, in], or [s / tp, b, in] under sequence parallelism. A rank's gradient of the matrix
+    then covers only its tokens; the matrix is marked so that megatron sums these gradients.
     """
 
     def __init__(self, config: TransformerConfig, in_size: int, out_size: int):
@@ -717,10 +738,10 @@ class LatentAttention(Attention):
         k_c, value               linear_kv_up_proj norm(latent)
 
     Every head needs the down projections, so they are replicated on the tensor-parallel ranks.
-    megatron's module without Transformer Engine shards their columns, gives the rotated rows the
-    gradient of one rank's heads only, and without sequence parallelism sums the gradients of its
-    latent norms twice. The rotated channels come first in each head, because the rotation works on
-    the first channels; the order within a head does not matter to q k^T.
+    megatron's module without Transformer Engine is not used: it shards their columns, and its
+    gradients of the rotated rows and latent norms are wrong under tensor parallelism. The rotated
+    channels come first in each head, because the rotation works on the first channels; the order
+    within a head does not matter to q k^T.
     """
 
     def __init__(
@@ -755,8 +776,8 @@ class LatentAttention(Attention):
     def query_key_value(
         self, hidden_states: torch.Tensor, packed_seq_params: PackedSeqParams | None
     ) -> tuple[Any, ...]:
-        """(query and key [s, b, n, r + c], value [s, b, n, d], None for the gate) of this rank;
-        query and key rotated.
+        """This rank's (query and key [s, b, n, r + c], value [s, b, n, d], None for the gate). The
+        first r channels of query and key are rotated.
         """
         if self.config.q_lora_rank is None:
             query, _ = self.linear_q_proj(hidden_states)
@@ -784,7 +805,9 @@ class LatentAttention(Attention):
 def build_attention(
     config: TransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection
 ) -> MegatronModule:
-    """Build a layer's attention: latent, Gemma 4's, SelfAttention, or Transformer Engine's."""
+    """Build a layer's attention: LatentAttention for multi-latent models, AttentionOfTwoSizes for
+    Gemma 4, otherwise SelfAttention, or Transformer Engine's if transformer_impl says so.
+    """
     if config.multi_latent_attention:
         return LatentAttention(config, layer_number, pg_collection)
     if config.full_kv_channels:

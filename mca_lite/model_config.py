@@ -91,15 +91,18 @@ LAYOUT_FIELDS = (
 
 @dataclass
 class PretrainedConfig:
-    """The origin of a config, and its conversion to and from JSON."""
+    """Base class of McaModelConfig: the Hugging Face model that a config describes, and reading and
+    writing mca_config.json.
+    """
 
     name_or_path: str | None = None
     hf_model_type: str | None = None
     hf_config: dict[str, Any] | None = None  # the model's config.json as it was read
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields whose value is not their default, as JSON values. Left out are derived fields,
-        and functions other than activations: the reader derives them again for its layout.
+        """The class name and the fields that differ from their default, as JSON values. Left out
+        are fields that the constructor derives, such as params_dtype, and functions other than
+        activations.
         """
         out = {"model_class": type(self).__name__}
         for f in fields(self):
@@ -124,8 +127,9 @@ class PretrainedConfig:
     def from_json_file(
         cls, path: str | os.PathLike[str], args: TrainingArguments | None = None
     ) -> "McaModelConfig":
-        """Read an mca_config.json. If `args` is given, its layout replaces the saved one.
-        ValueError for a damaged file, an unknown class or unknown fields.
+        """Read an mca_config.json. If `args` is given, its layout and other model keys replace the
+        saved ones. fp8 settings are not read: each run chooses them. ValueError for a damaged file,
+        an unknown class or unknown fields.
         """
         # fp8 is a choice of each run, and needs a GPU
         values = {k: v for k, v in read_json(path).items() if not k.startswith("fp8")}
@@ -142,13 +146,16 @@ class PretrainedConfig:
     def from_pretrained(
         cls, model_name_or_path: str, args: TrainingArguments | None = None
     ) -> "McaModelConfig":
-        """The config of a folder or hub model; see AutoConfig.from_pretrained."""
+        """Read the config of a folder or hub model; see AutoConfig.from_pretrained."""
         return AutoConfig.from_pretrained(model_name_or_path, args)
 
     @classmethod
     def build(cls, values: dict[str, Any], args: TrainingArguments | None, origin: str) -> Any:
-        """A config with these fields (JSON values), overridden by those set in `args`. ValueError
-        for unknown fields; `origin` names the file in the message.
+        """Build a config from `values` (field name -> JSON value), overridden by the fields that
+        `args` set. ValueError for unknown fields; `origin` names the file in the message.
+
+        With `args`, the saved coefficient of the routers' balancing loss is dropped: it comes from
+        `args`, or else from the Hugging Face config.
         """
         if args is not None:
             # the saved coefficient may come from a former run's key; hf_config has the model's
@@ -166,8 +173,8 @@ class PretrainedConfig:
         return cls(**values)
 
     def distribute_config_match(self, other: "PretrainedConfig") -> bool:
-        """True if weights saved under `other` can be loaded rank by rank, without resharding or
-        conversion.
+        """True if both configs shard tensors alike (LAYOUT_FIELDS are equal): then each rank can
+        load weights saved under `other` without resharding.
         """
         return all(
             _to_json(getattr(self, name)) == _to_json(getattr(other, name))
@@ -177,8 +184,8 @@ class PretrainedConfig:
 
 @dataclass
 class McaModelConfig(TransformerConfig, PretrainedConfig):
-    """A dense or MoE decoder: megatron's fields, the Hugging Face model, and the parallel layout of
-    a run.
+    """Configuration of a dense or MoE decoder: megatron's TransformerConfig, the Hugging Face
+    model, and the parallel layout of a run.
 
     The constructor raises ConfigError (a ValueError) if the layout does not fit the model (heads,
     query groups, layers), and says what to set.
@@ -280,8 +287,9 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         self.batch_p2p_comm = not self.overlap_p2p_comm
 
     def validate(self) -> None:
-        """Choose the layer implementation and check the layout against the model. Needs no process
-        group. Raises ConfigError.
+        """Check the layout against the model, and replace values that say "auto", in place:
+        transformer_impl and pipeline_model_parallel_layout. Needs no process group. Raises
+        ConfigError.
         """
         self.sequence_parallel &= self.tensor_model_parallel_size > 1
         more = "m" * (self.mtp_num_layers or 0)
@@ -312,10 +320,11 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
             self.hf_config = function_of("part_mtp_rows:with_count")(self)
 
     def _choose_layers(self, judge: Judge) -> None:
-        """Replace transformer_impl "auto" by the choice, in place, and report features that the
-        implementation lacks.
+        """Replace transformer_impl "auto" by "transformer_engine" or "local", in place. Features
+        that the chosen layers lack are reported to `judge`.
 
-        "auto" chooses Transformer Engine for bf16 and fp16 only: it multiplies float32 in tf32.
+        "auto" chooses Transformer Engine if it works here, supports the model, and the run is in
+        bf16 or fp16: it multiplies float32 in tf32.
         """
         if self.transformer_impl == "auto":
             engine = engine_here()
@@ -328,8 +337,9 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
                 judge.refuse(name, f"{name}: the local layers lack it", f"{name} left out")
 
     def _balanced_layout(self) -> str | None:
-        """A pipeline layout whose stages take about equal time. None without a pipeline; "auto",
-        which a later check refuses, if there are too many stages for the layers.
+        """A pipeline layout in megatron's syntax whose stages take about equal time. None without
+        pipeline parallelism; "auto", which a later check refuses, if there are too many stages for
+        the layers.
         """
         pp = self.pipeline_model_parallel_size
         if pp == 1:
@@ -345,8 +355,8 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         return balanced_layout(costs, head, stages)
 
     def _cost(self, layer_number: int) -> float:
-        """Approximate multiplications per token in a layer, with full attention over rows of
-        TOKENS_OF_A_ROW.
+        """Estimated multiplications per token in a layer, to balance pipeline stages. Full
+        attention is counted for rows of TOKENS_OF_A_ROW tokens.
         """
         groups, channels = self.head_sizes(layer_number)
         heads = self.num_attention_heads
@@ -364,15 +374,17 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
         return self.hidden_size * weights + seen * heads * channels
 
     def head_sizes(self, layer_number: int) -> tuple[int, int]:
-        """(query groups, channels per head) of a layer, numbered from 1."""
+        """(number of query groups, channels per head) of a layer, numbered from 1. They differ
+        between layers in Gemma 4.
+        """
         groups = self.num_query_groups or self.num_attention_heads
         if self.full_kv_channels and self.layer_type(layer_number) == "full_attention":
             return self.full_query_groups or groups, self.full_kv_channels
         return groups, self.kv_channels
 
     def layer_type(self, layer_number: int) -> str:
-        """transformers' name for a layer's attention type. layer_number counts from 1, as in
-        megatron.
+        """transformers' name for a layer's attention: "full_attention", "sliding_attention" or
+        "linear_attention". layer_number counts from 1, as in megatron.
         """
         if layer_number - 1 in (self.linear_layers or ()):
             return "linear_attention"
@@ -392,48 +404,56 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
 
     @property
     def padded_vocab_size(self) -> int:
-        """Rows of megatron's embedding: vocab_size, rounded up to a multiple of the tensor-parallel
-        size.
+        """Rows of the embedding on all tensor-parallel ranks together: vocab_size, rounded up to a
+        multiple of the tensor-parallel size.
         """
         tp = self.tensor_model_parallel_size
         return -(-self.vocab_size // tp) * tp
 
     @property
     def padding_idx(self) -> int | None:
-        """The token whose embedding gets no gradient, as in transformers; None if there is none."""
+        """The pad token's id, whose embedding gets no gradient, as in transformers; None if
+        config.json has no pad_token_id.
+        """
         pad = text_values(self.hf_config or {}).get("pad_token_id")
         return pad % self.vocab_size if pad is not None and pad < 0 else pad
 
     @property
     def rope_parameters(self) -> dict[str, Any]:
-        """transformers' rotary parameters: one dict, or a dict per layer type."""
+        """transformers' rotary parameters from config.json: one dict, or a dict per layer type; {}
+        if there are none.
+        """
         return text_values(self.hf_config or {}).get("rope_parameters") or {}
 
     @property
     def inputs(self) -> Inputs:
-        """The model's inputs other than text, such as images."""
+        """The Inputs object for the model's inputs other than text, such as images."""
         return inputs_of(self)
 
     @property
     def input_tensors(self) -> tuple[tuple[str, bool], ...]:
-        """See Inputs.tensors."""
+        """(name, True for the matrix of a linear) of each tensor in modules for other inputs than
+        text, such as a vision tower.
+        """
         return self.inputs.tensors
 
     @property
     def num_deepstack(self) -> int:
-        """Number of layers, counted from the first, that add input features to their outputs."""
+        """Number of layers, counted from the first, to whose outputs image features are added
+        (Qwen3-VL's deepstack).
+        """
         return self.inputs.num_deepstack
 
 
 @dataclass
 class MLAMcaModelConfig(McaModelConfig, MLATransformerConfig):
-    """McaModelConfig for multi-latent attention: kv_channels counts the rotary channels, and layers
-    are local.
+    """McaModelConfig for multi-head latent attention (DeepSeek). Such models always use local
+    layers.
     """
 
 
 class AutoConfig:
-    """Loads McaModelConfig from a folder or hub model."""
+    """Reads the McaModelConfig of a folder or hub model."""
 
     @staticmethod
     def from_pretrained(
@@ -465,7 +485,9 @@ class AutoConfig:
 def from_hf_config(
     hf: Any, args: TrainingArguments | None = None, name_or_path: str | None = None
 ) -> McaModelConfig:
-    """Translate a transformers config object to McaModelConfig with its family's table."""
+    """Translate a transformers config object to McaModelConfig with its family's table. `args`
+    override fields (None: one rank, float32). ValueError for an unsupported family or feature.
+    """
     values = hf.to_dict()
     origin = name_or_path or hf.model_type
     family = get_family(hf.model_type, values)
@@ -476,11 +498,11 @@ def from_hf_config(
 
 
 def add_value_head(hf: Any) -> Any:
-    """Change a transformers config, in place, to one with a value head: one score instead of logits
-    -> the config.
+    """Change a transformers config, in place, to that of a reward model: a value head gives one
+    score per token instead of logits -> the config.
 
-    ConfigError if transformers has no sequence-classification model of this type, or the model has
-    several labels.
+    ConfigError if transformers has no sequence-classification model of this type, or the model is a
+    classifier with several labels.
     """
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as NAMES,
@@ -517,7 +539,9 @@ def grow(config: Any, vocab_size: int) -> None:
 
 
 def load_decision(saved: PretrainedConfig, now: PretrainedConfig) -> str:
-    """A phrase for the log: weights saved under `saved` are loaded directly, or resharded."""
+    """A phrase for the log about weights saved under `saved`: they are loaded directly, or
+    resharded for the layout of `now`.
+    """
     if saved.distribute_config_match(now):
         return "loaded directly: the layout is the same"
     return "resharded from another layout"
@@ -574,8 +598,8 @@ def load_tokenizer(folder: str | Path, trust_remote_code: bool) -> Any:
 
 
 def _from_arguments(args: TrainingArguments) -> dict[str, Any]:
-    """The config fields that TrainingArguments set. ConfigError if Transformer Engine is requested
-    and does not work here.
+    """{config field: value} for the fields that TrainingArguments determine. ConfigError if
+    Transformer Engine is requested and does not work here, or if additional_configs are invalid.
     """
     if args.transformer_impl == "transformer_engine":
         function_of("part_transformer_engine:expect_works")()
@@ -605,14 +629,16 @@ def _from_arguments(args: TrainingArguments) -> dict[str, Any]:
 
 
 def _to_json(value: Any) -> Any:
-    """The value as JSON reads it back. Enums become their names; functions other than activations
-    become None.
+    """The value after a round trip through JSON. Enums become their names, activation functions
+    their names, other functions None.
     """
     return json.loads(json.dumps(value, default=_of_other_types))
 
 
 def _of_other_types(value: Any) -> Any:
-    """json.dumps' fallback for values of other types."""
+    """Convert a value that json.dumps does not know: an enum or an activation function to its name,
+    megatron's pipeline layout to its text, anything else to None.
+    """
     if isinstance(value, enum.Enum):
         return value.name
     if hasattr(value, "input_data"):  # megatron's pipeline layout: the key's text
@@ -629,19 +655,21 @@ NOT_LOCAL = (
 
 
 def engine_here() -> ModuleType | None:
-    """part_transformer_engine, if its files are there and Transformer Engine works; or None."""
+    """The module part_transformer_engine if Transformer Engine works here; None if not, or if the
+    module's file was removed.
+    """
     part = module_of("part_transformer_engine")
     return part if part is not None and part.works() else None
 
 
 def changed(config: McaModelConfig, names: list[str]) -> list[str]:
-    """The fields among `names` whose value is not their default."""
+    """Names among `names` whose value in the config is not the field's default."""
     return [name for name in names if getattr(config, name) != getattr(McaModelConfig, name)]
 
 
 def accumulate_in_place(module: torch.nn.Module) -> bool:
-    """Let a Transformer Engine linear add its weight's gradient to the float32 buffer itself.
-    False, and no change, for other modules.
+    """Let a Transformer Engine linear add its weight's gradient to the float32 buffer itself, if
+    the weight is trained -> True. For any other module change nothing -> False.
     """
     if not hasattr(module, "fuse_wgrad_accumulation"):
         return False
@@ -653,7 +681,7 @@ def found_here() -> str | None:
     """Versions of Transformer Engine and cuDNN, for the start summary; None without CUDA.
 
     Transformer Engine loads the system's cuDNN before torch loads its own version, and torch then
-    uses the loaded one. If it is older, local layers are slower.
+    uses the one already loaded. If that one is older, local layers are slower.
     """
     if not torch.cuda.is_available():
         return None

@@ -39,7 +39,10 @@ from .tables import LAYER_TYPES, function_of
 def recomputed(
     config: TransformerConfig, function: Callable[..., Any], *tensors: torch.Tensor
 ) -> Any:
-    """function(*tensors), with activations dropped and computed again in the backward pass."""
+    """Call function(*tensors) under activation checkpointing: its activations are dropped and
+    computed again in the backward pass. recompute_keep and activation_offloading (part_long.py)
+    apply.
+    """
     checkpoint = functools.partial(_checkpoint, config)
     if config.recompute_keep or config.activation_offloading:
         return function_of("part_long:checkpointed")(config, checkpoint, function, *tensors)
@@ -57,8 +60,8 @@ def _checkpoint(
 
 
 class Residual(torch.nn.Module):
-    """residual + multiplier * dropout(norm(x)). Only some model families use the norm or
-    multiplier.
+    """A residual connection: residual + multiplier * dropout(norm(x + bias)). The norm exists with
+    post_norms; the multiplier is 1 in most models.
     """
 
     def __init__(self, config: TransformerConfig):
@@ -73,7 +76,7 @@ class Residual(torch.nn.Module):
     def forward(
         self, x_with_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor
     ) -> torch.Tensor:
-        """x_with_bias: (x [s, b, h], bias or None). residual: [s, b, h]."""
+        """x_with_bias: (x [s, b, h], bias or None); residual: [s, b, h] -> their sum [s, b, h]."""
         if self.norm is None and self.multiplier == 1.0:
             add = get_bias_dropout_add(self.training, self.fused)
             return add(x_with_bias, residual, self.dropout)
@@ -93,7 +96,8 @@ class Layer(MegatronModule):
     connection.
 
     [s, b, h] -> [s, b, h], or [s / tp, b, h] for both under sequence parallelism. layer_number
-    counts from 1 in the whole model. With Transformer Engine, its fused linears apply the norms.
+    counts from 1 in the whole model. With Transformer Engine, its fused linears apply the norms,
+    except the norm before experts.
     """
 
     # norms are saved under Transformer Engine's names: both implementations read a checkpoint
@@ -137,11 +141,11 @@ class Layer(MegatronModule):
         padding_mask: torch.Tensor | None = None,
         **of_attention: Any,
     ) -> torch.Tensor:
-        """Return the layer's output for hidden_states, in the same shape [s, b, h] (or [s / tp, b,
-        h]).
+        """Return the layer's output for hidden_states, in the same shape [s, b, h], or [s / tp, b,
+        h] under sequence parallelism.
 
-        padding_mask: bool [b, s], True for padding; only the router of a MoE layer uses it.
-        of_attention: packed_seq_params and other keywords of the attention module.
+        padding_mask: bool [b, s] (or [b, s / tp]), True for padding; only the router of a MoE layer
+        uses it. of_attention: packed_seq_params and other keywords of the attention module.
         """
         normed, residual, drop = self._normed(self.input_layernorm, hidden_states)
         out = self.self_attention(normed, **of_attention)
@@ -161,8 +165,9 @@ class Layer(MegatronModule):
     def _normed(
         self, norm: torch.nn.Module, x: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, Callable[[torch.Tensor], None]]:
-        """(norm(x), x for the residual, a function to call with the next module's output). If norms
-        are recomputed, that function frees the norm's output; otherwise it does nothing.
+        """(norm(x), x for the residual, a function to call with the next module's output). If
+        recompute_modules includes layernorm, that function frees the norm's output, to be computed
+        again in backward; otherwise it does nothing.
         """
         if self.recomputes_norms and not isinstance(norm, IdentityOp):
             again = tensor_parallel.CheckpointWithoutOutput()
@@ -178,21 +183,21 @@ class Layer(MegatronModule):
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """megatron's ShardedTensors, with the norms renamed as in `names`."""
+        """{name: megatron's ShardedTensor} of the layer, with the norms renamed as in `names`."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         apply_prefix_mapping(state, {prefix + k: prefix + v for k, v in self.names.items()})
         return state
 
 
 def _nothing(output: torch.Tensor) -> None:
-    """Do nothing: the norm's output stays."""
+    """Do nothing, in place of the function that frees a recomputed norm's output."""
 
 
 def build_layer(
     config: TransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection
 ) -> Layer:
-    """A Layer. Its weights are in 8 bits with fp8_param, otherwise in config.weight_format if that
-    is set.
+    """Build the Layer with this number. Its weights are in 8 bits with fp8_param. Otherwise, if
+    config.weight_format is set, its matrices are quantised and frozen (QLoRA).
     """
     with get_fp8_context(config, layer_number - 1, is_init=True):
         layer = Layer(config, layer_number, pg_collection)
@@ -202,10 +207,11 @@ def build_layer(
 
 
 class Block(MegatronModule):
-    """The layers of a (virtual) pipeline stage, and the final norm after the model's last layer.
+    """The decoder layers of a (virtual) pipeline stage, and the final norm after the model's last
+    layer.
 
-    forward(hidden_states [s, b, h], *added, **shared) -> [s, b, h]. Later stages pass None for
-    hidden_states and read `input_tensor` instead.
+    forward(hidden_states [s, b, h], *added, **shared) -> [s, b, h]. Stages after the first ignore
+    hidden_states and read `input_tensor`, which megatron's schedule sets.
     added: one tensor per layer for the first layers, added to that layer's output.
     shared: keywords of Layer.forward.
     """
@@ -266,7 +272,9 @@ class Block(MegatronModule):
         return hidden_states.clone() if is_empty else hidden_states
 
     def _units(self) -> list[tuple[Any, bool]]:
-        """[(layers, True if they are recomputed as one unit)], in order."""
+        """[(layers, True if recomputed in backward as one unit)], in order, as
+        recompute_granularity, recompute_method and recompute_num_layers say.
+        """
         if self.config.recompute_granularity != "full" or not self.training:
             return [(self.layers, False)]
         count = self.config.recompute_num_layers
@@ -294,8 +302,9 @@ class Block(MegatronModule):
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """megatron's ShardedTensors. If all layers have the same tensors, they are stacked along a
-        new first axis; otherwise each layer's names contain its index.
+        """{name: megatron's ShardedTensor} of the stage. If all layers have the same tensors, each
+        tensor is stacked over layers along a new first axis. Otherwise the names contain the layer
+        index, as in "layers.7.".
         """
         state: dict[str, Any] = {}
         config = self.config

@@ -20,8 +20,9 @@ from .tables import function_of
 
 
 class Way(NamedTuple):
-    """Communication of a linear: its group, whether tokens are sharded outside it, whether the
-    communication overlaps with matmuls; and whether it accumulates its weight's gradient.
+    """Settings of a tensor-parallel linear that its autograd function needs: the process group,
+    whether tokens are sharded outside the linear, whether communication overlaps with matmuls, and
+    whether the weight's gradient is accumulated in main_grad.
     """
 
     group: Any  # a ProcessGroup; None: no communication
@@ -31,8 +32,8 @@ class Way(NamedTuple):
 
     @classmethod
     def of(cls, linear: torch.nn.Module) -> "Way":
-        """Read a megatron linear's group, sequence parallelism, overlap and
-        gradient accumulation.
+        """Read these settings from a megatron linear. The group is None if there is one rank, or if
+        the caller does the communication itself.
         """
         accumulates = linear.gradient_accumulation_fusion
         # shared experts that overlap with the token dispatch do this communication themselves
@@ -43,8 +44,9 @@ class Way(NamedTuple):
 
 
 class ColumnProduct(torch.autograd.Function):
-    """x [s, b, k], or [s / tp, b, k] if tokens are sharded, times weight [n, k] transposed -> [s,
-    b, n]. n counts this rank's outputs.
+    """Autograd function of a column-parallel linear: x [s, b, k], or [s / tp, b, k] if tokens are
+    sharded, times weight [n, k] transposed -> [s, b, n]. n counts this rank's outputs. Backward
+    sums the gradient of x over the group.
     """
 
     @staticmethod
@@ -77,8 +79,9 @@ class ColumnProduct(torch.autograd.Function):
 
 
 class RowProduct(torch.autograd.Function):
-    """x [s, b, k] times weight [n, k] transposed, summed over the group -> [s, b, n], or [s / tp,
-    b, n] if tokens are sharded. k counts this rank's inputs.
+    """Autograd function of a row-parallel linear: x [s, b, k] times weight [n, k] transposed,
+    summed over the group -> [s, b, n], or [s / tp, b, n] if tokens are sharded. k counts this
+    rank's inputs.
     """
 
     @staticmethod
@@ -108,13 +111,13 @@ class RowProduct(torch.autograd.Function):
 
 
 class _Linear:
-    """The forward pass of ColumnLinear and RowLinear."""
+    """Forward pass shared by ColumnLinear and RowLinear."""
 
     tp_product: Any  # the autograd function of its matmul
 
     def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """The matmul and its communication, without the bias. An adapter replaces this method on
-        the instance.
+        """The matmul with its communication, without the bias. A LoRA adapter replaces this method
+        on the instance.
         """
         return self.tp_product.apply(x, weight, Way.of(self))
 
@@ -144,7 +147,7 @@ class RowLinear(_Linear, RowParallelLinear):
 
 
 def beside(module: torch.nn.Module) -> Any:
-    """The module's adapter; None if it has none or the adapter is disabled."""
+    """The module's LoRA adapter; None if it has none or the adapter is disabled."""
     adapter = getattr(module, "lora", None)
     return adapter if adapter is not None and adapter.enabled else None
 
@@ -152,8 +155,9 @@ def beside(module: torch.nn.Module) -> Any:
 def experts_product(
     x: torch.Tensor, weight: torch.Tensor, product: Callable[..., torch.Tensor]
 ) -> torch.Tensor:
-    """product(x, weight [n, ..., in] as [n, out, in]): multiplies each expert's tokens by its w^T.
-    A quantised weight is saved for backward in its quantised form.
+    """Multiply each expert's tokens by its transposed matrix: product(x, weight as [n, out, in]).
+    weight: [n, ..., in], stacked over n experts; the middle axes are joined to `out`. A quantised
+    weight is saved for backward in its quantised form.
     """
     if hasattr(weight, "frozen_product"):
         return weight.frozen_product(x, product)
@@ -161,8 +165,8 @@ def experts_product(
 
 
 def extra_factors(head: torch.nn.Module, hidden: torch.Tensor) -> Any:
-    """(scale * x A^T over the whole sequence, B) of the adapter on an output layer, for
-    token_losses; None if there is no adapter.
+    """The LoRA factors of an output layer, for token_losses: (scale * x A^T [..., r] for all tokens
+    of hidden's rows, B [V / tp, r]). None if there is no adapter.
     """
     adapter = beside(head)
     return None if adapter is None else adapter.factors(hidden)
@@ -171,9 +175,9 @@ def extra_factors(head: torch.nn.Module, hidden: torch.Tensor) -> Any:
 def _of_weight(
     weight: torch.Tensor, x: torch.Tensor, grad: torch.Tensor, accumulates: bool
 ) -> torch.Tensor:
-    """Gradient of weight [n, k] from inputs x [s, b, k] and output gradient [s, b, n]. If
-    `accumulates`, it is added to weight.main_grad, and the result is an empty tensor for megatron's
-    DDP hook.
+    """Gradient [n, k] of a linear's weight from inputs x [s, b, k] and output gradient [s, b, n].
+    If `accumulates`, it is added to weight.main_grad, and the result is an empty tensor for
+    megatron's DDP hook.
     """
     x = x.flatten(0, 1)
     grad = grad.flatten(0, 1)
@@ -185,13 +189,15 @@ def _of_weight(
 
 
 def _wait(messages: list[Any]) -> None:
-    """Make the current stream wait for pending communication (handles or events)."""
+    """Wait for pending communication. The CUDA stream waits for GPU work, not the host."""
     for message in messages:
         message.wait()
 
 
 def _peers_of(way: Way, x: torch.Tensor) -> Any:
-    """The part_overlap.Peers of a linear's group; None without overlap. Collective at first."""
+    """The part_overlap.Peers of a linear's group; None if communication does not overlap, or x is
+    not on a GPU. The first call for a group is collective.
+    """
     if not (way.overlaps and x.is_cuda):
         return None
     return function_of("part_overlap:peers_of")(way.group)

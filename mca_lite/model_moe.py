@@ -44,7 +44,9 @@ from .tables import function_of
 
 
 def scores_of(logits: torch.Tensor, score_function: str) -> torch.Tensor:
-    """softmax or sigmoid over the experts of logits [T, E], in float32 or wider."""
+    """Router scores: softmax over the experts, or else sigmoid, of logits [T, E], in float32 or
+    wider.
+    """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return torch.softmax(logits, -1) if score_function == "softmax" else torch.sigmoid(logits)
 
@@ -94,7 +96,9 @@ def choose_experts(
 
 
 class BalancingLosses(NamedTuple):
-    """Coefficients of the router losses. kind: moe_router_load_balancing_type."""
+    """Coefficients of the routers' losses. kind: moe_router_load_balancing_type. balance:
+    coefficient of the load-balancing loss. z: of the z loss.
+    """
 
     kind: str = "none"
     balance: float = 0.0
@@ -107,8 +111,8 @@ class BalancingLosses(NamedTuple):
 
     @classmethod
     def of(cls, settings: Any, default: float = 0.0) -> "BalancingLosses":
-        """Read them from TrainingArguments or McaModelConfig. default: the model's balancing
-        coefficient, used if the arguments set none.
+        """Read the coefficients from TrainingArguments or McaModelConfig. default: the model's
+        balancing coefficient, used if the arguments set none.
         """
         balance = settings.moe_aux_loss_coeff
         if balance is None:
@@ -167,7 +171,8 @@ def balancing_parts(
 
 def updated_bias(bias: torch.Tensor, counts: torch.Tensor, rate: float) -> torch.Tensor:
     """The router bias [.., E] after a step in which experts were chosen `counts` [.., E] times:
-    `rate` higher for experts chosen less than average, `rate` lower for those chosen more.
+    `rate` higher for experts chosen less than average, `rate` lower for those chosen more
+    (DeepSeek-V3's balancing without a loss).
     """
     return bias + (counts.mean(-1, keepdim=True) - counts).sign() * rate
 
@@ -203,8 +208,8 @@ class RouterStatistics:
         group: dist.ProcessGroup | None = None,
         experts: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The loss that the router adds for a micro-batch; its parts are also added to the layer's
-        row.
+        """The loss that a layer's router adds for a micro-batch, times loss_weight. Its parts,
+        without coefficients, are also added to the layer's row.
 
         Arguments and collective are those of balancing_parts.
         """
@@ -216,19 +221,21 @@ class RouterStatistics:
         return (losses.balance * balance + losses.z * z) * self.loss_weight
 
     def sums(self) -> torch.Tensor:
-        """The counts and losses of each layer, summed over all ranks: float64 [layers, E + 3], with
-        the columns of a row of this class. Collective.
+        """Sum the rows of all layers over all ranks: float64 [layers, E + 3]. The columns are
+        choices per expert, balancing loss, z loss and number of micro-batches. This rank's rows
+        stay. Collective.
         """
         return sum_over_all(self.rows.clone())
 
     def take(self, losses: BalancingLosses) -> dict[str, Any]:
-        """Figures of all ranks for the log, {} if no layer has experts. Resets the counts.
-        Collective.
+        """Metrics of the routers over all ranks, for the log; {} if no expert was chosen since the
+        last call. Resets this rank's counts. Collective.
 
         expert_load: for each MoE layer, choices per expert divided by their mean.
         expert_load_max, expert_load_min: the load of a layer's busiest and of its least busy
-        expert, averaged over layers. The losses come without their coefficients, averaged over
-        layers and micro-batches.
+        expert, averaged over layers.
+        load_balancing_loss or seq_load_balancing_loss, and z_loss: averages over layers and
+        micro-batches, without their coefficients.
         """
         rows = self.sums()
         self.rows.zero_()
@@ -249,7 +256,9 @@ class RouterStatistics:
 
 
 def count_real_micro_batches(batches: Iterable[dict[str, Any]]) -> int:
-    """Count the micro-batches with at least one real token; filler micro-batches have none."""
+    """Count the micro-batches with at least one token that is not padding. Filler micro-batches
+    have none.
+    """
     return sum(not bool(batch["padding_mask"].all()) for batch in batches)
 
 
@@ -277,7 +286,9 @@ class Router(TopKRouter):
 
     @property
     def takes_best_scores(self) -> bool:
-        """True if neither a bias nor groups change which scores are the best."""
+        """True if the chosen experts are those with the highest scores: there is neither an expert
+        bias nor a limit to the best groups.
+        """
         return self.expert_bias is None and not self.config.moe_router_num_groups
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Router":
@@ -287,8 +298,8 @@ class Router(TopKRouter):
         return self
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
-        """[s, b, h] -> logits [s, b, E] in moe_router_dtype. megatron's method needs Transformer
-        Engine on a GPU.
+        """Router logits [s, b, E] in moe_router_dtype, from [s, b, h]; a LoRA adapter is added.
+        Used instead of megatron's method, which needs Transformer Engine on a GPU.
         """
         dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(
             self.config.moe_router_dtype, input.dtype
@@ -303,9 +314,11 @@ class Router(TopKRouter):
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """logits [s, b, E] -> (weights [T, E], 0 for experts not chosen; choices bool [T, E]), or
-        with gives_choices (weights [T, k], expert indices [T, k]). padding_mask: bool [s, b], True
-        for padding.
+        """Choose each token's experts: logits [s, b, E] -> (weights [T, E], 0 for experts not
+        chosen; choices bool [T, E]), or with gives_choices (weights [T, k], expert indices [T, k]).
+
+        padding_mask: bool [s, b], True for padding. In training it also counts choices, and
+        attaches the gradient of the balancing losses to the weights.
         """
         config = self.config
         flat = logits.flatten(0, 1)
@@ -360,7 +373,9 @@ def sums_of_rows(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
 
 class ToExperts(torch.autograd.Function):
-    """x [T, h] and weights [T, k] -> [T k, h] and [T k], sorted by expert. Local to this rank."""
+    """Copy each token to a row for each of its k experts: x [T, h] and weights [T, k] -> [T k, h]
+    and [T k], sorted by expert. Local to this rank.
+    """
 
     @staticmethod
     def forward(
@@ -378,9 +393,7 @@ class ToExperts(torch.autograd.Function):
 
 
 class FromExperts(torch.autograd.Function):
-    """Rows [T k, h] sorted by expert -> the sum of each token's rows, [T, h]. Local to
-    this rank.
-    """
+    """Sum each token's k rows: rows [T k, h], sorted by expert -> [T, h]. Local to this rank."""
 
     @staticmethod
     def forward(
@@ -403,7 +416,9 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden_states [s, b, h] -> (rows sorted by expert [T k, h], their weights [T k])."""
+        """Copy tokens to rows sorted by expert: hidden_states [s, b, h], expert indices and weights
+        [T, k] -> (rows [T k, h], their weights [T k]).
+        """
         self.hidden_shape = hidden_states.shape
         self.probs = weights
         self.order = experts.flatten().argsort(stable=True)
@@ -415,18 +430,18 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
         return ToExperts.apply(flat, weights, self.order, self.places)
 
     def count(self, chosen: torch.Tensor) -> torch.Tensor:
-        """Tokens per local expert, from chosen bool [T, E]. With several ranks the counts are
-        exchanged. Collective.
+        """Tokens per expert of this rank, from chosen bool [T, E], True where a token chose an
+        expert. Collective over the ranks that share the experts, which exchange their counts.
         """
         return self._maybe_dtoh_and_synchronize("before_permutation_1", self.preprocess(chosen))
 
     def combine_postprocess(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows sorted by expert [T k, h] -> [s, b, h]."""
+        """Sum the k expert outputs of each token: rows sorted by expert [T k, h] -> [s, b, h]."""
         return FromExperts.apply(rows, self.order, self.places).view(self.hidden_shape)
 
 
 class LocalDispatcher(Dispatcher):
-    """Dispatcher for one expert-parallel rank: it exchanges nothing and never waits for
+    """Dispatcher for a rank that has all experts whole. It exchanges nothing and never waits for
     the device.
     """
 
@@ -436,7 +451,10 @@ class LocalDispatcher(Dispatcher):
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Extend Dispatcher's method: rows.again() gathers the rows from hidden_states."""
+        """Dispatcher's method, and set rows.again, a function that gathers the rows from
+        hidden_states again: the backward pass of a LoRA adapter calls it instead of saving the
+        rows.
+        """
         rows, of_rows = super().dispatch_preprocess(hidden_states, experts, weights)
         flat = hidden_states.detach().reshape(-1, self.hidden_shape[-1])
         order = self.order
@@ -464,7 +482,9 @@ class LocalDispatcher(Dispatcher):
 
 
 def new_weight(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
-    """A parameter filled with ones, on this rank's device, in the model's dtype."""
+    """A parameter filled with ones, on this rank's device, in the model's dtype. Weights from files
+    or a seed replace the ones.
+    """
     on_device = dict(dtype=config.params_dtype, device=torch.cuda.current_device())
     return torch.nn.Parameter(torch.ones(shape, **on_device))
 
@@ -483,9 +503,9 @@ def _accumulate(weight: torch.Tensor, gradient: torch.Tensor) -> None:
 
 
 class ExpertBiases(torch.nn.Module):
-    """The biases of this rank's experts for one matrix. The parameter's name exempts it from
-    megatron's weight decay. forward returns it, because overlap_param_gather hooks wait for it in a
-    call.
+    """The biases of this rank's experts for one of their two matrices. The name "bias" exempts the
+    parameter from megatron's weight decay. forward() returns it, because overlap_param_gather hooks
+    wait for it in a call.
     """
 
     def __init__(self, bias: torch.nn.Parameter):
@@ -502,8 +522,8 @@ class Experts(MegatronModule):
     add_moe_bias: also biases [n, 2, f] and [n, h]; the latter are whole on each
     expert-tensor-parallel rank.
     activation_func_clamp_value: clamp the gate, and up with 1 added, as in gpt-oss (kernels.py).
-    moe_grouped_gemm: one grouped GEMM for all experts; otherwise a loop over experts, with equal
-    results.
+    moe_grouped_gemm: one grouped GEMM for all experts; otherwise, or if rows are no multiple of 16
+    bytes, a loop over experts.
     """
 
     def __init__(
@@ -528,7 +548,7 @@ class Experts(MegatronModule):
             self.linear_fc2 = ExpertBiases(self._new_weight(n, h, is_cut=False))
 
     def _new_weight(self, *shape: int, is_cut: bool = True) -> torch.nn.Parameter:
-        """A stacked weight, with the marks that megatron reads. is_cut: axis 2 is sharded over the
+        """A stacked weight, with attributes that megatron reads. is_cut: axis 2 is sharded over the
         expert-tensor-parallel ranks.
         """
         weight = new_weight(self.config, *shape)
@@ -543,16 +563,16 @@ class Experts(MegatronModule):
         return weight
 
     def accumulate_in_place(self) -> None:
-        """Add the weights' gradients to DDP's float32 buffers in hooks: DDP takes twice as long to
-        add another dtype.
+        """Add gradients to DDP's float32 buffers in hooks of the weights: DDP itself takes twice as
+        long to add a gradient of another dtype.
         """
         for weight in (self.fc1, self.fc2):
             if weight.requires_grad:
                 weight.register_hook(functools.partial(_accumulate, weight))
 
     def tensors(self) -> Iterator[tuple[int, str, torch.Tensor]]:
-        """Yield (expert index in the layer, megatron's tensor name, view) for each local expert.
-        Matrices have two dimensions, biases one.
+        """Yield (expert index in the layer, megatron's tensor name such as "linear_fc1.weight",
+        view) for each expert on this rank. Matrices have two dimensions, biases one.
         """
         n = len(self.fc1)
         for i in range(n):
@@ -566,8 +586,8 @@ class Experts(MegatronModule):
     def forward(
         self, x: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
-        """x [T, h] sorted by expert, tokens_per_expert [n], probs [T] -> (weighted outputs [T, h],
-        None).
+        """x [T, h] sorted by expert, tokens_per_expert [n], routing weights probs [T] -> (outputs
+        times probs [T, h], None). With expert tensor parallelism outputs are partial sums.
         """
         ends = None
         adapter = beside(self)
@@ -610,8 +630,8 @@ class Experts(MegatronModule):
         return out + (of_expert * probs.unsqueeze(-1)).to(out.dtype) @ bias, None
 
     def _one_hot(self, x: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
-        """The expert of each row as a one-hot matrix [T, n] in the dtype of x. A matmul with it
-        adds biases exactly, and its gradient does not depend on the order of additions.
+        """One-hot matrix [T, n] in the dtype of x with the expert of each row. A matmul with it
+        adds each expert's bias, and the bias gradient does not depend on the order of additions.
         """
         ends = tokens_per_expert.to(x.device, non_blocking=True).cumsum(0)
         rows = torch.arange(len(x), device=x.device).unsqueeze(1)
@@ -623,8 +643,8 @@ class Experts(MegatronModule):
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """megatron's ShardedTensors: experts are sharded along the first axis, their columns along
-        the third.
+        """{name: megatron's ShardedTensor}: experts are sharded along the first axis, their columns
+        f along the third.
         """
         first = len(sharded_offsets)
         expert = (first, self.ep_group.rank(), self.ep_group.size())
@@ -654,7 +674,7 @@ class Experts(MegatronModule):
 
 
 class SwiGLU(MegatronModule):
-    """silu(gate) * up: [..., 2 f] -> [..., f], in the form of an activation for megatron's MLP."""
+    """silu(gate) * up: [..., 2 f] -> [..., f], as an activation module for megatron's MLP."""
 
     def __init__(self, config: TransformerConfig | None = None):
         super().__init__(config=config)
@@ -664,8 +684,8 @@ class SwiGLU(MegatronModule):
 
 
 def mlp_parts(config: TransformerConfig, has_norm: bool) -> MLPSubmodules:
-    """The submodules of megatron's MLP. has_norm: with Transformer Engine, the first linear applies
-    the norm.
+    """The classes of linears and activation for megatron's MLP. has_norm: with Transformer Engine,
+    the first linear also applies the norm before the MLP.
     """
     column = ColumnLinear
     row = RowLinear
@@ -691,8 +711,8 @@ class SharedExperts(SharedExpertMLP):
 class Mixture(MoELayer):
     """megatron's MoE layer with the router, experts and shared experts of this module.
 
-    It also gets this module's dispatcher, unless the configuration needs a dispatcher of
-    megatron's.
+    It also gets this module's dispatcher, unless moe_permute_fusion, moe_shared_expert_overlap or
+    another dispatcher than alltoall is configured.
     """
 
     def __init__(

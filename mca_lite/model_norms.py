@@ -11,12 +11,12 @@ from .model_moe import new_weight
 
 
 class RMSNorm(torch.nn.Module):
-    """x / rms(x) * weight over the last dimension, computed in float32 as in Hugging Face's
+    """x / rms(x) * weight over the last dimension, normalised in float32 as in Hugging Face's
     decoders. With layernorm_zero_centered_gamma (Gemma), 1 is added to the weight, and the result
     is rounded after the multiplication.
 
-    Under sequence parallelism the weight's gradient is a partial sum; the weight is marked so that
-    megatron sums it.
+    Under sequence parallelism a rank's gradient of the weight covers only its tokens; the weight is
+    marked so that megatron sums these gradients.
     """
 
     def __init__(
@@ -29,11 +29,11 @@ class RMSNorm(torch.nn.Module):
         self.zero_centered = config.layernorm_zero_centered_gamma
 
     def forward(self, x: torch.Tensor | None = None, beside: bool = False) -> Any:
-        """norm(x). If beside: (norm(x), x), with one kernel adding both gradients in backward
+        """norm(x). If `beside`: (norm(x), x), so that one kernel can add both gradients in backward
         (kernels.norm_beside).
 
-        Without x: the weight, for a kernel with the norm built in. Only a call gives it, because
-        DDP's overlap_param_gather hooks wait for the weight there.
+        Without x: the weight, for a kernel that includes the norm. Read the weight by this call,
+        because DDP's overlap_param_gather hooks wait for it here.
         """
         if x is None:
             return self.weight
@@ -42,13 +42,15 @@ class RMSNorm(torch.nn.Module):
 
 
 def hidden_norm(config: TransformerConfig) -> torch.nn.Module:
-    """A norm over hidden states: Transformer Engine's, or RMSNorm with local layers."""
+    """Build a norm over hidden states: Transformer Engine's, or RMSNorm with local layers."""
     norm = TENorm if config.transformer_impl == "transformer_engine" else RMSNorm
     return norm(config, config.hidden_size, config.layernorm_epsilon)
 
 
 class Sharded(torch.nn.Module):
-    """A module with tensors that are sharded like the heads. axes: {tensor: its sharded axis}."""
+    """Base class of modules whose tensors are sharded over tensor-parallel ranks like attention
+    heads. axes: {tensor name: its sharded axis}.
+    """
 
     axes: ClassVar = {"weight": 0}
 
@@ -58,7 +60,7 @@ class Sharded(torch.nn.Module):
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """megatron's ShardedTensors."""
+        """{name: megatron's ShardedTensor} of the module, for a distributed checkpoint."""
         state = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(state, prefix, self.axes, sharded_offsets)
 
@@ -66,8 +68,9 @@ class Sharded(torch.nn.Module):
 class RMSNormOverHeads(Sharded):
     """RMS norm of queries or keys, over all heads of a token together.
 
-    x [s, b, heads on this rank, d], weight [heads * d]. Tensor parallelism shards the weight like
-    the heads; the mean square is taken over all ranks. Collective: one all-reduce in each pass.
+    x [s, b, heads on this rank, d], weight [heads on this rank * d]. Tensor parallelism shards the
+    weight like the heads; the mean square is taken over all ranks. Collective: one all-reduce in
+    each pass.
     """
 
     heads = "num_attention_heads"  # config field: how many heads share the norm
@@ -92,14 +95,14 @@ class RMSNormOverHeads(Sharded):
 
 
 class RMSNormOverGroups(RMSNormOverHeads):
-    """RMSNormOverHeads for keys: over all query groups together."""
+    """RMSNormOverHeads for keys: one norm over all query groups."""
 
     heads = "num_query_groups"
 
 
 def head_norms(config: TransformerConfig, norm: Any) -> tuple[Any, Any] | None:
-    """(class of the query norm, class of the key norm), or None if heads have no norm. norm: the
-    class to use for a norm over each single head.
+    """(class of the query norm, class of the key norm), or None if the model has no query and key
+    norms. norm: the class to use if each head is normed by itself.
     """
     if config.qk_norm_over_heads:
         return RMSNormOverHeads, RMSNormOverGroups

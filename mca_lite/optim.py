@@ -10,7 +10,7 @@ rate is max * n / w during warm-up; then it depends on the style:
     WSD                  max until D - wsd_decay_steps, then down to min: linear, cosine,
                          exponential or minus_sqrt
 
-After D it is min. The first update uses n = 0.
+After D it is min, except for constant. The first update uses n = 0.
 """
 
 import functools
@@ -42,10 +42,8 @@ from .tables import OPTIMIZERS, function_of
 
 
 class MegatronLRScheduler(OptimizerParamScheduler):
-    """megatron's scheduler, plus get_last_lr() for the log.
-
-    Works with any optimizer that has param_groups. It sets each group's lr, and its weight_decay
-    times wd_mult.
+    """megatron's scheduler, plus get_last_lr() for the log. It sets each parameter group's lr, and
+    its weight_decay times the group's wd_mult, in any optimizer that has param_groups.
     """
 
     def step(self, increment: int = 1) -> None:
@@ -64,8 +62,8 @@ def get_megatron_lr_scheduler(
 
     lr_scheduler_kwargs: min_lr, or min_lr_rate (a fraction of learning_rate), not both.
     warmup_stable_decay also takes num_decay_steps, num_stable_steps and decay_type (default cosine,
-    as in transformers); other schedules reach min at step num_decay_steps. ConfigError if the
-    numbers of steps do not fit.
+    as in transformers). For other schedules num_decay_steps is the step at which the decay ends.
+    ConfigError if the numbers of steps do not fit.
     """
     kwargs = args.lr_scheduler_kwargs
     warmup, end, decay = plan_schedule(args, num_training_steps)
@@ -87,16 +85,16 @@ def get_megatron_lr_scheduler(
 
 
 def decays(name: str, parameter: torch.nn.Parameter) -> bool:
-    """True if a parameter gets weight decay: matrices do; norms and biases do not, even stacked
-    biases of experts.
+    """True if a parameter gets weight decay: it has several dimensions, and its name does not end
+    in "bias". So norms and biases get none, not even the stacked biases of experts.
     """
     return parameter.dim() != 1 and not name.endswith("bias")
 
 
 @dataclass
 class NamedOptimizerConfig(OptimizerConfig):
-    """megatron's OptimizerConfig with the optimizer's name, a row of OPTIMIZERS. Checkpoints read
-    from that row how the optimizer's states are called.
+    """megatron's OptimizerConfig plus `optim`, the optimizer's row in OPTIMIZERS. Checkpoints read
+    the names of its states from that row.
     """
 
     optim: str = "adam"
@@ -105,7 +103,9 @@ class NamedOptimizerConfig(OptimizerConfig):
 def get_optimizer_config(
     args: TrainingArguments, params_dtype: torch.dtype, splits: bool = False
 ) -> NamedOptimizerConfig:
-    """megatron's OptimizerConfig for `args`. splits: the result of splits_masters."""
+    """megatron's OptimizerConfig for `args`. splits: True if SplitMasterOptimizer is used
+    (splits_masters).
+    """
     own = dict(
         optim=args.optim,
         # megatron-core has two optimizers; SGD, stateless so far, stands in for any other
@@ -138,11 +138,12 @@ def gradient_norm(optimizer: MegatronOptimizer) -> torch.Tensor:
 
 
 class Matrices(NamedTuple):
-    """The Hugging Face matrices inside a parameter [rows, columns], or inside stacked experts [n,
-    ..., columns].
+    """The Hugging Face matrices, such as q, k and v, that a fused parameter [rows, columns] or
+    stacked experts [n, ..., columns] contain. Muon updates each of them separately.
 
-    sizes: number of rows of each matrix in one group of rows.
-    groups: number of row groups in the whole parameter; each has a share of every matrix.
+    groups: the rows of the whole parameter come in so many groups of equal size; a query group is
+    one. Each group has some rows of every matrix.
+    sizes: rows of each matrix in one group.
     group, axis: the ranks with the parameter's shards, and the axis of [n, rows, columns] along
     which it is sharded. group None: not sharded.
     """
@@ -155,8 +156,9 @@ class Matrices(NamedTuple):
     def apply(
         self, change: Callable[[torch.Tensor], torch.Tensor], part: torch.Tensor
     ) -> torch.Tensor:
-        """Replace each whole matrix by change([n, rows, columns]), then return this rank's shard,
-        in the layout of `part`. Collective over `group`.
+        """Replace each matrix by change(matrix [n, rows, columns]) -> this rank's shard of the
+        results, shaped like `part`. part: this rank's shard of a tensor laid out like the
+        parameter. Collective over `group`, which gathers the shards first.
         """
         blocks = part.reshape(len(part) if part.dim() > 2 else 1, -1, part.shape[-1])
         if self.group:
@@ -171,7 +173,7 @@ class Matrices(NamedTuple):
 
 class SplitMasterOptimizer(FP32Optimizer):
     """megatron's wrapper around kernels.AdamW, which stores a float32 master weight in two halves:
-    the bf16 parameter is the upper 16 bits. Reads DDP's gradients in place.
+    the bf16 parameter is the upper one. It reads DDP's gradients without copying them.
     """
 
     def __init__(self, part: FP32Optimizer, inner: AdamW):
@@ -182,7 +184,9 @@ class SplitMasterOptimizer(FP32Optimizer):
         part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
 
     def prepare_grads(self) -> bool:
-        """Point decoupled_grad at DDP's gradients. Returns False: no overflow is looked for."""
+        """Make DDP's gradients those that the update reads. Returns False: there is no fp16 loss
+        scale that could overflow.
+        """
         for parameter in self.get_parameters():
             parameter.decoupled_grad = parameter.main_grad  # the update reads bf16 as it is
         return False
@@ -202,15 +206,16 @@ class SplitMasterOptimizer(FP32Optimizer):
         self.optimizer.factor = factor * shrink
 
     def reload_model_params(self, state_dict: dict[str, Any] | None = None) -> None:
-        """Drop the lower halves of the masters after the weights changed."""
+        """Set the float32 masters to the bf16 weights, after something else changed the weights."""
         self.optimizer.forget_masters()
 
 
 def splits_masters(args: TrainingArguments, params_dtype: torch.dtype, is_whole: bool) -> bool:
     """True if SplitMasterOptimizer is used; the same on all ranks.
 
-    It needs bf16 weights that are all trained (is_whole): partly frozen models train in float32.
-    The distributed and the offloaded optimizer store masters elsewhere.
+    It needs an optimizer that supports it (OPTIMIZERS), bf16 weights, and that whole weights are
+    trained (is_whole): beside adapters it is not used. The distributed and the offloaded optimizer
+    store masters elsewhere.
     """
     elsewhere = args.use_distributed_optimizer or args.optimizer_cpu_offload
     is_half = params_dtype == torch.bfloat16 and is_whole
@@ -223,10 +228,10 @@ def create_megatron_optimizer(
     params_dtype: torch.dtype,
     is_whole: bool = True,
 ) -> MegatronOptimizer:
-    """megatron's optimizer, plain or distributed, over DDP-wrapped chunks. It has float32 masters
-    for 16-bit weights.
+    """Create megatron's optimizer, plain or distributed, over DDP-wrapped chunks. It has float32
+    masters for 16-bit weights.
 
-    is_whole: True if all weights are trained (Finetuning.is_whole).
+    is_whole: False if adapters are trained instead of whole weights (Finetuning.is_whole).
     """
     row = OPTIMIZERS[args.optim]
     split = splits_masters(args, params_dtype, is_whole)
@@ -257,15 +262,15 @@ def create_megatron_optimizer(
 
 
 def parts_of(optimizer: MegatronOptimizer | None) -> list[Any]:
-    """The optimizers in megatron's chain, as the chain's list itself; for an unchained optimizer a
-    list of one; [] for None.
+    """The optimizers that megatron chains, as the chain's own list, which callers may change; for
+    an unchained optimizer a list of one; [] for None.
     """
     return [] if optimizer is None else getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 def _made_here(part: MegatronOptimizer, args: TrainingArguments) -> torch.optim.Optimizer:
-    """The torch optimizer to use in one of megatron's optimizers: megatron's Adam, or one made by
-    the row of OPTIMIZERS.
+    """The torch optimizer to use inside one of megatron's optimizers: megatron's Adam, made to
+    update in one fused kernel, or one made by the row of OPTIMIZERS.
     """
     row = OPTIMIZERS[args.optim]
     inner = part.optimizer
@@ -278,8 +283,8 @@ def _made_here(part: MegatronOptimizer, args: TrainingArguments) -> torch.optim.
 
 
 def _groups_without_defaults(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The parameter groups of an optimizer before its first step, keeping lr and weight_decay but
-    no other default.
+    """Copies of an optimizer's parameter groups, to build another optimizer from: lr and
+    weight_decay are kept, other settings with a default, such as betas, are left out.
     """
     kept = ("lr", "weight_decay")
     return [
@@ -291,8 +296,8 @@ def _groups_without_defaults(optimizer: torch.optim.Optimizer) -> list[dict[str,
 def create_torch_optimizer(
     args: TrainingArguments, model: torch.nn.Module
 ) -> torch.optim.Optimizer:
-    """The optimizer for a plain torch model. Its groups are megatron's: wd_mult 1 for weights with
-    decay, 0 for others.
+    """Create the optimizer for a plain torch model, over its trained parameters. Its groups are
+    megatron's: wd_mult 1 for weights with decay, 0 for others.
     """
     groups: list[dict[str, Any]] = [{"params": [], "wd_mult": 1.0}, {"params": [], "wd_mult": 0.0}]
     for name, parameter in model.named_parameters():
@@ -303,15 +308,15 @@ def create_torch_optimizer(
 
 
 class GivenScheduler:
-    """Adapts a user's torch scheduler to the methods used by the training loop and checkpoints."""
+    """Gives a user's torch scheduler the methods that the training loop and checkpoints call."""
 
     def __init__(self, scheduler: torch.optim.lr_scheduler.LRScheduler):
         self.scheduler = scheduler
         self.num_steps = 0
 
     def step(self, increment: int = 1) -> None:
-        """Count `increment` steps, one scheduler.step() each: a resumed run catches up a new
-        scheduler that way.
+        """Count `increment` steps, and call scheduler.step() for each: a resumed run advances a new
+        scheduler to its step.
         """
         for _ in range(increment):
             self.scheduler.step()
@@ -385,15 +390,17 @@ def create_grad_scaler(args: TrainingArguments) -> ConstantGradScaler | DynamicG
 
 
 def scaler_states(scalers: list[Any]) -> list[dict[str, Any]]:
-    """States of loss scalers for JSON: the scale, and the progress to its next change. Constant
-    scalers are left out."""
+    """States of fp16 loss scalers as JSON values: the scale, and the progress to its next change.
+    Constant scalers have no state and are left out.
+    """
     states = [scaler.state_dict() for scaler in scalers]
     return [{**state, "scale": float(state["scale"])} for state in states if state]
 
 
 def load_scaler_states(scalers: list[Any], states: list[dict[str, Any]]) -> None:
-    """Restore scalers from scaler_states(); constant scalers stay. If this layout has more scalers
-    than states, the rest take the last state, because all see the same overflows.
+    """Restore fp16 loss scalers from scaler_states(); constant scalers are not changed. If there
+    are more scalers than states, because the layout changed, the rest take the last state: all
+    scalers see the same overflows.
     """
     for scaler, state in zip(scalers, states + states[-1:] * len(scalers), strict=False):
         if isinstance(scaler, DynamicGradScaler):

@@ -36,8 +36,8 @@ def device() -> torch.device:
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor on `device`. The copy goes through pinned memory, so it does not wait for the
-    GPU's earlier work.
+    """The tensor on `device`. A copy from CPU to GPU goes through pinned memory, so it does not
+    wait for the GPU's earlier work.
     """
     if device.type == "cuda" and tensor.device.type == "cpu" and not tensor.is_pinned():
         tensor = tensor.pin_memory()
@@ -82,11 +82,15 @@ class HostBuffers:
 
     @staticmethod
     def taken(size: int) -> int:
-        """Bytes of host memory that a buffer of `size` bytes takes."""
+        """Bytes of host memory that a buffer of `size` bytes really takes: with a GPU, the next
+        power of two.
+        """
         return 1 << (size - 1).bit_length() if size and torch.cuda.is_available() else size
 
     def reserve(self, sizes: list[int]) -> None:
-        """Allocate buffers of these sizes in bytes, in a thread, because pinning takes seconds."""
+        """Start a thread that allocates buffers of these sizes in bytes, because pinning memory
+        takes seconds.
+        """
         self._reserving = threading.Thread(target=self._make, args=[sizes], daemon=True)
         self._reserving.start()
 
@@ -96,7 +100,9 @@ class HostBuffers:
             self._free[size].append(buffer)
 
     def reuse(self) -> None:
-        """Free all buffers for new copies; earlier copies become invalid."""
+        """Make all buffers available for new copies. Tensors that copy() returned before become
+        invalid.
+        """
         if self._reserving.is_alive():
             self._reserving.join()
         for buffer in self._used:
@@ -104,8 +110,8 @@ class HostBuffers:
         self._used = []
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of a tensor in one of the buffers. On a GPU it is complete once the work queued so
-        far is done.
+        """Copy a tensor to one of the buffers -> the copy, a CPU tensor. From a GPU it is complete
+        only once the work queued so far is done.
         """
         if not self._free[tensor.nbytes]:
             self._make([tensor.nbytes])
@@ -131,8 +137,8 @@ def world_size() -> int:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Context in which this module and the torch backend see a world of one rank, so that one rank
-    can compute while the others wait.
+    """Context manager in which this module's functions and the torch backend see a world of one
+    rank, so that one rank can compute while the others wait.
     """
     global _is_alone
     _is_alone = True
@@ -143,7 +149,7 @@ def alone() -> Iterator[None]:
 
 
 def is_main() -> bool:
-    """True on global rank 0, the rank that prints and writes files."""
+    """True on global rank 0, which prints and writes shared files; inside alone() on any rank."""
     return rank() == 0
 
 
@@ -153,7 +159,7 @@ def start_process_group(timeout_s: float = 1800) -> None:
 
     Does nothing if a process group exists, made by a test or a host program. ValueError if the
     environment variables are incomplete, or the ranks do not meet in time. timeout_s: limit for
-    starting, and later for each collective.
+    each collective, and for the start, which waits at most an hour.
     """
     if dist.is_initialized():
         world.met.set()
@@ -187,8 +193,8 @@ def start_process_group(timeout_s: float = 1800) -> None:
 
 
 def _store_of_all(timeout: datetime.timedelta) -> Any:
-    """The key-value store shared by all ranks: torchrun's, or rank 0's. Its holder waits until all
-    ranks have connected.
+    """The key-value store by which all ranks meet: torchrun's, or one that rank 0 holds. Rank 0, if
+    it holds the store, waits until all ranks have connected; DistError names those that have not.
     """
     here = world.current()
     limit = min(timeout, _MEET)
@@ -247,8 +253,8 @@ def initialize(args: Any, use_mca: bool = True) -> None:
     """Start the distributed world: process group, megatron's groups, seeds. args:
     TrainingArguments.
 
-    use_mca False: only torch.distributed. A second call with the same layout changes nothing; with
-    another layout it raises RuntimeError, because a process has one layout. ValueError if the
+    use_mca False: no megatron groups. A second call with the same layout only sets the seeds again;
+    with another layout it raises RuntimeError, because a process has one layout. ValueError if the
     layout does not fit the number of ranks. Collective: all ranks create groups.
     """
     if args.deterministic:
@@ -289,8 +295,8 @@ def _initialize_model_parallel(args: Any) -> None:
 
 
 def set_seed(seed: int, use_mca: bool) -> None:
-    """Seed python, numpy and torch, and with use_mca megatron's dropout states of each rank.
-    megatron needs seeds above 0, so it gets seed + 1.
+    """Seed Python, NumPy and torch; with use_mca also the random states that megatron keeps for
+    dropout on each rank. megatron needs seeds above 0, so it gets seed + 1.
     """
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -322,8 +328,8 @@ def pipeline_rank() -> int:
 
 
 def gather_given(value: dict[Any, Any]) -> dict[int, dict[Any, Any]]:
-    """{rank: value} for the ranks whose value is not empty, on every rank. Collective: one
-    broadcast per such rank.
+    """{rank: value} for the ranks whose value is not empty, on every rank. Collective: a gather of
+    flags, and one broadcast per such rank.
 
     gather() would pad every value to the longest: if one rank of a thousand has a value, it would
     send a thousand times its size.
@@ -333,8 +339,8 @@ def gather_given(value: dict[Any, Any]) -> dict[int, dict[Any, Any]]:
 
 
 def cut_group(of_expert: bool) -> dist.ProcessGroup:
-    """megatron's process group over which tensors are sharded: of experts if of_expert, otherwise
-    of other modules.
+    """megatron's process group over which a tensor is sharded: the expert-tensor-parallel group if
+    of_expert, otherwise the tensor-parallel group.
     """
     if of_expert:
         return mpu.get_expert_tensor_parallel_group()
@@ -342,8 +348,9 @@ def cut_group(of_expert: bool) -> dist.ProcessGroup:
 
 
 def replica_group(of_expert: bool) -> dist.ProcessGroup:
-    """megatron's process group of ranks with the same shard of a tensor: of experts if of_expert,
-    otherwise of other modules.
+    """megatron's process group of the ranks that hold the same shard of a tensor: the
+    expert-data-parallel group if of_expert, otherwise the data-parallel group with context
+    parallelism.
     """
     if of_expert:
         return mpu.get_expert_data_parallel_group()
@@ -367,8 +374,8 @@ def exchange(
     receives: dict[int, torch.Tensor],
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Send tensors to ranks of a group and receive tensors from others, in one batch: {rank in the
-    group: tensor}.
+    """Send tensors to ranks of a group and receive into tensors from others, in one batch: {rank in
+    the group: tensor}. Waits until all have arrived.
 
     The group must have run a collective before. Unbatched, nccl would make a communicator per pair
     of ranks, 265 MiB on each GPU.
@@ -394,10 +401,11 @@ def to_main(tensor: torch.Tensor | None, sender: int, form: torch.Tensor) -> tor
 
 
 def send_to_main(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, dict[int, torch.Tensor]]]:
-    """On the main rank, yield (name, {rank: its tensor of this name, on the CPU}), one name at a
-    time; elsewhere nothing.
+    """On the main rank, yield (name, {rank: that rank's tensor, on the CPU}), one name at a time;
+    elsewhere nothing.
 
-    Every rank must iterate to the end. Collective: one message per tensor.
+    tensors: {name: tensor} of this rank. Every rank must iterate to the end. Collective: the names
+    are gathered, then each tensor is one message.
     """
     forms = gather_given({name: tensor.to("meta") for name, tensor in tensors.items()})
     for name in dict.fromkeys(itertools.chain(*forms.values())):
@@ -432,8 +440,8 @@ def _broadcast(value: Any, source: int = 0) -> Any:
 def on_all(action: Callable[[], Any], kind: type[Exception], words: str) -> list[Any]:
     """Run action() on every rank, and return all results in rank order on every rank. Collective.
 
-    If any rank fails, every rank raises `kind`: `words`, then the first line of each error with its
-    ranks.
+    If any rank fails, every rank raises `kind`: `words`, then the first line of up to eight
+    different errors, each with its ranks.
     """
     answers = gather(_attempt(action))
     ranks: dict[str, list[str]] = {}  # grouped, because a thousand ranks may have one problem
@@ -456,7 +464,7 @@ def _attempt(action: Callable[[], Any]) -> tuple[Any, str]:
 
 
 def largest(*numbers: int) -> list[int]:
-    """The maximum of each number over all ranks, on every rank. Collective.
+    """The maximum of each number (integers) over all ranks, on every rank. Collective.
 
     It runs on a separate GPU stream, so it does not wait for the GPU's earlier work.
     """
