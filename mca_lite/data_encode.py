@@ -86,11 +86,9 @@ _SEVERAL = "conversations became several samples, for the template strips their 
 
 @dataclass
 class Tally:
-    """Counts of records, by a text that completes the sentence "<count> ...".
-
-    records: how many were read. kinds: the kind of each text. places: "file:line" of the first
-    record of each text.
-    """
+    """Counts what happens to a dataset's records. records: how many were read. counts: by a text
+    that completes the report line "<count> ...", such as "records cannot be used". kinds: text ->
+    BAD, CUT, .... places: text -> "file:line" of its first record."""
 
     records: int = 0
     counts: Counter[str] = field(default_factory=Counter)
@@ -108,7 +106,7 @@ class Tally:
         self.count(BAD, f"records cannot be used and were left out: {reason}", place)
 
     def number(self, kind: str) -> int:
-        """The count of a kind of records."""
+        """The sum of the counts of one kind, such as BAD."""
         return sum(self.counts[text] for text in self.kinds if self.kinds[text] == kind)
 
     def add(self, later: "Tally") -> None:
@@ -119,12 +117,12 @@ class Tally:
         self.places = later.places | self.places
 
     def lines(self) -> list[str]:
-        """A line per text with its count, and its first place."""
+        """Report lines: each text with its count and the place of its first record."""
         places = self.places.items()
         return [f"{self.counts[text]:,} {text}, the first at {place}" for text, place in places]
 
     def check(self, few_records: int = 0) -> None:
-        """Raise ValueError if too large a share of the records is bad. few_records: the share is
+        """Raise ValueError if more than a tenth of the records is bad. few_records: the tenth is
         taken of at least this many records."""
         bad = self.number(BAD)
         if bad > _MAX_BAD_SHARE * max(self.records, few_records):
@@ -138,8 +136,8 @@ class Tally:
 
 
 class Reader:
-    """Reads the records of one dataset. formats: file -> its name in FORMATS; "not read" before its
-    first usable record. media: the model's."""
+    """Reads the records of one dataset's files. formats: file -> its record format, such as
+    "alpaca"; "not read" before its first usable record. media: the model's."""
 
     def __init__(
         self, spec: DatasetSpec, objective: Objective, data_args: Keys, media: Media = TEXT
@@ -156,8 +154,8 @@ class Reader:
         self.columns |= dict.fromkeys(objective.columns)  # only records have them
 
     def records(self, start: Place = BEGINNING) -> Iterator[tuple[Record, Place]]:
-        """(record, place of the next record) from `start` on. Raises ValueError if there is no
-        record."""
+        """Yield (record, position after it), from position `start` on. Raises ValueError if there
+        is no record."""
         first, number, offset, taken = start
         cursor = Cursor(number, offset)
         files = list(enumerate(self.spec.files.items()))
@@ -182,11 +180,8 @@ class Reader:
 
     def _read(self, file: str, where: str, record: Any) -> tuple[Any, dict[str, Any]]:
         """(content, registered columns) of a record. The content of an unusable record is its
-        ValueError.
-
-        That ValueError is raised instead if this record would decide the file's format, unless bad
-        records are skipped.
-        """
+        ValueError, which is raised instead if the file's format is not yet known and bad records
+        are not skipped."""
         if isinstance(record, ValueError):
             return record, {}
         try:
@@ -220,20 +215,21 @@ class Reader:
 
 
 def joins_texts(data_args: Keys) -> bool:
-    """True if texts are joined and cut into full rows, with attention across their borders."""
+    """True if the keys say to join texts and cut them into full rows, with attention across the
+    borders of texts: packing without neat_packing."""
     return data_args.packing is not False and not data_args.neat_packing
 
 
 class Encoder:
-    """Turns records into the documents of samples: one for a text or a conversation, chosen and
-    rejected for a pair. Picklable, for worker processes.
+    """Tokenises records into samples of one document, or of two for a pair: chosen and rejected.
+    Picklable, for worker processes.
 
-    A document has at most cutoff_len + 1 tokens; a longer one is cut at its end. A pair is first
-    cut at the start of its prompt, by the same tokens on both sides and leaving at least one, then
-    at the end of an answer. Texts to be joined (joins) are not cut. No input other than text is cut
-    in two. renderer: for conversations; None for texts. data_args: DataArguments. media: the
-    model's. options: with records and tokenizer, all that determines the result. Raises ValueError
-    if the tokenizer cannot end a text.
+    A document with more than cutoff_len inputs is cut at its end. A pair is first cut at the start
+    of its prompt, by the same tokens on both sides. cutoff_rule: proportion cuts by kept_of_turn
+    instead. Texts to be joined (joins) are not cut; no image is cut in two. renderer: for
+    conversations; None for texts. data_args: DataArguments. media: the model's. options: all facts
+    but records and tokenizer that determine the result. Raises ValueError if the tokenizer cannot
+    end a text.
     """
 
     def __init__(
@@ -287,10 +283,8 @@ class Encoder:
         self.adds_end = end is not None and tokenizer("")["input_ids"][-1:] == [end]
 
     def encode(self, chunk: list[Record]) -> tuple[list[Sample], Tally]:
-        """(samples kept, in order; Tally of the records).
-
-        Raises ValueError with its place for an unusable record, unless bad records are skipped.
-        """
+        """Tokenise a list of records -> (samples kept, in order; Tally of the records). Raises
+        ValueError with its place for an unusable record, unless bad records are skipped."""
         tally = Tally(records=len(chunk))
         rendered: list[tuple[str, dict[str, Any], Rendered]] = []  # (place, columns, text)
         current = ""
@@ -328,7 +322,8 @@ class Encoder:
         return kept, tally
 
     def _render(self, where: str, content: Any, tally: Tally) -> list[Rendered]:
-        """The documents of a record as text; [] for a record to skip."""
+        """A record's documents as text. [] if it is left out, because an answer is empty or both
+        are the same; `tally` counts it. Raises ValueError for an unusable record."""
         if isinstance(content, ValueError):
             raise content
         text = str(content)
@@ -365,13 +360,15 @@ class Encoder:
         ]
 
     def _placed(self, rendered: Rendered, media: tuple[Any, ...], where: str) -> Rendered:
-        """The text with the inputs of its conversation that stand in it."""
+        """The rendered text with those images of its conversation that stand in it, with their
+        sizes."""
         placed = self.media.placed(rendered.text, media, where)
         return Rendered(rendered.text, rendered.spans, rendered.is_plain, placed)
 
     def check_size(self, size: int, where: str) -> None:
-        """Raise ValueError, with the place `where`, for a text much longer than cutoff_len keeps.
-        (Tokenising takes 300 bytes of memory per character.)"""
+        """Raise ValueError, with the place `where`, for a text much longer than cutoff_len keeps,
+        because tokenising takes 300 bytes of memory per character. Texts to be joined may have any
+        size."""
         most = max(_MOST_CHARACTERS, 32 * self.cutoff_len)
         expect(
             size <= most or self.joins,
@@ -381,7 +378,8 @@ class Encoder:
         )
 
     def _tokenize(self, rendered: list[Rendered]) -> list[Document]:
-        """One document per text, with its spans trained.
+        """Tokenise texts -> one document each, with loss on the tokens in its spans; texts for
+        pretraining have loss on all tokens.
 
         A plain text gets the special tokens that the tokenizer adds (bos, if the model was trained
         with it); a chat template has written its special tokens. Each text is tokenised as a whole,
@@ -426,7 +424,7 @@ class Encoder:
             ) from None
 
     def _ended(self, rendered: Rendered, ids: list[int]) -> Document:
-        """A text's tokens with the end token; an empty text has none."""
+        """A text's tokens, all trained, with eos at the end; none for an empty text."""
         eos = self.tokenizer.eos_token_id
         if not rendered.text:
             ids = []
@@ -437,8 +435,9 @@ class Encoder:
     def _cut(
         self, documents: list[Document], media: list[list[Any]], tally: Tally, where: str
     ) -> list[Document]:
-        """The documents cut to cutoff_len + 1 tokens, and before an input that this would cut in
-        two. Removes inputs that were cut off from `media`, in place."""
+        """A sample's documents, cut if one is too long for cutoff_len and texts are not joined;
+        `tally` counts it. Images are not cut in two; those cut off are removed from `media`, in
+        place."""
         limit = self.cutoff_len + 1 - int(self.scores)
         longest = max(map(len, documents))
         if self.joins or longest <= limit:
@@ -468,7 +467,8 @@ class Encoder:
         return [document[span] for document, span in zip(documents, spans, strict=True)]
 
     def _leaves_out(self, documents: list[Document], tally: Tally, where: str) -> bool:
-        """True if a sample has nothing to learn; counts it."""
+        """True if a sample is left out, because a document has no trained token or both answers
+        have the same tokens; `tally` counts it."""
         first, *others = documents
         if not all(map(num_learned, documents)):
             what = f"{self.units} have no token to train on and were left out"
@@ -481,13 +481,14 @@ class Encoder:
 
 
 def _with_target(document: Document) -> Document:
-    """The document with one more token, which is not trained. After shifting, every original token
-    is then an input."""
+    """The document with one more token, which is not trained. After the shift of labels every token
+    of the original is then an input, as a score of the last token needs."""
     return np.append(document, ~np.maximum(document[-1:], ~document[-1:]))
 
 
 def num_learned(document: Document) -> int:
-    """Labels of a document other than IGNORE_INDEX: its first token is never a label."""
+    """The number of trained tokens of a document, without its first token, which is never a
+    label."""
     return int((document[1:] >= 0).sum())
 
 
@@ -496,8 +497,9 @@ def _is_empty(answer: dict[str, Any]) -> bool:
 
 
 def _in_proportion(document: Document, limit: int) -> Document:
-    """At most `limit` tokens of a document, by kept_of_turn. A turn ends with a run of trained
-    tokens; a later turn gets what earlier ones leave."""
+    """A document cut to at most `limit` tokens, turn by turn with kept_of_turn: each turn's prompt
+    and answer keep their beginnings, and a later turn gets what earlier ones leave. A turn ends
+    with a run of trained tokens."""
     trained = document >= 0
     kept = []
     for turn in np.split(document, np.flatnonzero(trained[:-1] & ~trained[1:]) + 1):
@@ -546,10 +548,12 @@ def _encode_in_worker(chunk: list[Record]) -> tuple[list[Sample], Tally]:
 def encode_all(
     reader: Reader, encoder: Encoder, workers: int | None
 ) -> Iterator[tuple[list[Sample], Tally]]:
-    """(samples, their Tally) per chunk of a dataset's records, in order.
+    """Yield (samples, their Tally) for each chunk of a dataset's records, in order. Raises
+    ValueError if a tokenising process dies.
 
-    workers: number of tokenising processes, without effect on the result; None: chosen here. A
-    dataset of one chunk is tokenised in this process, because starting another one takes seconds.
+    workers: number of tokenising processes, without effect on the result; None: one for few
+    records, otherwise up to 8. A dataset of one chunk is tokenised in this process, because
+    starting another one takes seconds.
     """
     records = (record for record, _ in reader.records())
     chunks = iter(lambda: list(itertools.islice(records, CHUNK_RECORDS)), [])
@@ -588,8 +592,8 @@ checked_files: set[tuple[Path, int, int]] = set()  # (path, time, size) checked 
 
 
 def load_shard(reader: Reader, encoder: Encoder, data_args: Keys) -> "Shard":
-    """The reader's dataset: from the cache, or tokenised now by one of the processes that share
-    cache_dir.
+    """A dataset's token-cache shard: from the cache, or tokenised now by one of the processes that
+    share cache_dir, while the others wait.
 
     A damaged shard is tokenised again, with a line on stderr; if overwrite_cache is set, so is a
     shard of an earlier run. Raises, in every calling process, ValueError with file and line for
@@ -618,7 +622,7 @@ def load_shard(reader: Reader, encoder: Encoder, data_args: Keys) -> "Shard":
 
 
 def tokenizer_identity(tokenizer: Any) -> list[Any]:
-    """A key that is equal for tokenizers that give the same tokens."""
+    """Facts about a tokenizer, for hashes: tokenizers with the same facts give the same tokens."""
     special = sorted(map(str, tokenizer.special_tokens_map.items()))
     return [
         type(tokenizer).__name__,
@@ -630,12 +634,11 @@ def tokenizer_identity(tokenizer: Any) -> list[Any]:
 
 
 def _keys(reader: Reader, encoder: Encoder, cache_dir: Path) -> tuple[str, str]:
-    """Name of the folder for the token shards, and name of the data in checkpoints.
+    """(name of a shard's folder in the token cache, name of the data for checkpoints).
 
-    Both names depend on the files' contents, the tokenizer, and the options. The folder's name also
-    depends on this package's source code for tokenising and on the folders of input files, so that
-    no shard is older than the code. The data's name does not depend on the code, so that a newer
-    version can resume a checkpoint.
+    Both are hashes of the files' contents, the tokenizer and the options. The folder's name also
+    depends on this package's tokenising code and on the folders of image files, so that no shard is
+    older than the code. The data's name does not, so that a newer version can resume.
     """
     spec = reader.spec
     declared = ("formatting", "columns", "tags", "num_samples")
@@ -663,12 +666,13 @@ def _keys(reader: Reader, encoder: Encoder, cache_dir: Path) -> tuple[str, str]:
 
 
 def hash_of(facts: object) -> str:
-    """A name for facts that JSON can hold: their sha256."""
+    """The sha256, in hexadecimal, of facts that JSON can hold."""
     return _sha256(json.dumps(facts, sort_keys=True, default=str))
 
 
 def content_hash(path: Path, cache_dir: Path) -> str:
-    """sha256 of a file's content. A large file is hashed again only if its size or time changed."""
+    """The sha256 of a file's content. A large file's hash is kept in cache_dir, and computed again
+    only if the file's size or time has changed."""
     stat = path.stat()
     # a file written just now may change again within the same clock tick
     if stat.st_size < HASH_DIRECTLY_BELOW_BYTES or time.time() - stat.st_mtime < 2:
@@ -701,9 +705,9 @@ def _sha256_of_file(path: Path) -> str:
 def write_shard(
     folder: Path, parts: Iterator[Any], reader: Reader, row_length: int | None, progress: Progress
 ) -> None:
-    """Write a new folder with the documents of `parts`, synced to disk: ids.bin, the documents one
-    after another; <name>.bin, their columns that are arrays; index.npz, a Shard's arrays;
-    meta.json; the files of Media.store.
+    """Write a token-cache shard, a new folder synced to disk: ids.bin, the documents one after
+    another; <name>.bin, their columns that are arrays; index.npz, a Shard's arrays; meta.json; the
+    files of Media.store.
 
     parts: from encode_all. row_length: join the documents and cut them into rows of this many
     tokens (row_spans); None: keep documents. Raises ValueError if too many records are bad.
@@ -754,8 +758,8 @@ def write_shard(
 
 
 class _Arrays(contextlib.ExitStack):
-    """The columns of documents that are arrays, a file each. forms: {name: (dtype, shape of a
-    token)}."""
+    """Writes columns that have an array per document, one file per column. forms: {name: (dtype,
+    shape of a token's value)}, from the first document."""
 
     def __init__(self, folder: Path):
         super().__init__()
@@ -764,7 +768,8 @@ class _Arrays(contextlib.ExitStack):
         self._files: dict[str, Any] = {}
 
     def add(self, values: dict[str, Any]) -> None:
-        """Write those of a document. ValueError for other ones than the first document has."""
+        """Write a document's arrays. Raises ValueError if they differ from the first document's in
+        names, dtypes or shapes per token."""
         arrays = {name: x for name, x in values.items() if isinstance(x, np.ndarray)}
         forms = {name: (x.dtype.str, x.shape[1:]) for name, x in arrays.items()}
         if self.forms is None:
@@ -782,20 +787,16 @@ class _Arrays(contextlib.ExitStack):
 
 
 def row_spans(num_tokens: int, row_length: int) -> np.ndarray:
-    """int64 [rows, 2]: [start, stop) of rows of `row_length` tokens cut from joined documents.
-
-    Neighbouring rows share a token: the last label of one is the first input of the next. The last
-    row may be shorter.
-    """
+    """int64 [rows, 2]: [start, stop) of the rows of `row_length` tokens that joined documents are
+    cut into. Neighbouring rows share a token: the last label of one is the first input of the next.
+    The last row may be shorter."""
     starts = np.arange(0, max(num_tokens - 1, 0), row_length - 1)
     return np.stack([starts, np.minimum(starts + row_length, num_tokens)], axis=1)
 
 
 def damage(folder: Path) -> str | None:
-    """A description of the damage in a shard's folder; None if it is intact.
-
-    A process reads each file once, and again only if its size or time has changed.
-    """
+    """A description of the damage in a token-cache shard, found by checksums; None if it is intact.
+    A process reads an intact file once, and again only if its size or time has changed."""
     try:
         meta = json.loads((folder / META_NAME).read_text())
         for name, written in meta["checksums"].items():
@@ -848,7 +849,8 @@ class Shard:
         return documents
 
     def documents(self, row: int) -> list[dict[str, Any]]:
-        """A sample's documents without the columns of inputs other than text."""
+        """The documents of sample `row`, without the columns of images and other inputs than
+        text."""
         documents = []
         for start, stop in self.spans[row]:
             arrays = {name: x[start:stop] for name, x in self.arrays.items()}
@@ -861,7 +863,7 @@ class Shard:
         return documents
 
     def placed(self, row: int) -> list[list[Any]]:
-        """The inputs other than text of each document in a sample."""
+        """The images and other inputs than text of sample `row`, one list per document."""
         first = row * self.documents_per_sample
         ends = self.media_end[first : first + self.documents_per_sample + 1].tolist()
         if len(self.media_end) == 1:  # the shard has text alone
@@ -871,12 +873,14 @@ class Shard:
 
     @functools.cached_property
     def tokens(self) -> np.ndarray:
-        """All documents one after another, memory-mapped in the process that reads samples."""
+        """int32, memory-mapped: the tokens of all documents end to end. A token without loss is
+        stored as ~id."""
         return np.memmap(self.folder / "ids.bin", dtype=np.int32, mode="r")
 
     @functools.cached_property
     def arrays(self) -> dict[str, np.ndarray]:
-        """{column: [tokens, ...]} of all documents end to end."""
+        """{column: [tokens, ...]}, memory-mapped: columns with a value per token, all documents end
+        to end."""
         return {
             name: np.memmap(self.folder / f"{name}.bin", dtype, "r").reshape(-1, *shape)
             for name, (dtype, shape) in (self.meta["arrays"] or {}).items()
@@ -884,8 +888,9 @@ class Shard:
 
 
 def shifted(document: Document, columns: Any = ()) -> dict[str, Any]:
-    """{"input_ids", "labels"} int64 [n - 1] from n tokens, and columns: an array [n, ...] gives the
-    values of the labels."""
+    """A document as {"input_ids", "labels"}, int64 [n - 1] from n tokens: labels[t] is token t + 1,
+    or IGNORE_INDEX if it has no loss. columns: copied; an array [n, ...] loses its first value, so
+    that it fits the labels."""
     tokens = np.maximum(document, ~document).astype(np.int64)
     labels = np.where(document[1:] >= 0, tokens[1:], IGNORE_INDEX)
     beside = {

@@ -42,13 +42,13 @@ SIDES = ("chosen", "rejected")  # the two answers of a preference pair, in this 
 
 @dataclass
 class DatasetSpec:
-    """One dataset: its files, and its declaration in dataset_info.json (None and {}: decided by the
-    first record).
+    """One dataset: its files, and its declaration in dataset_info.json. Without one the first
+    record decides how records are read.
 
-    files: path -> kind, which selects the reader. formatting: a record format's name. columns:
-    dataset_info.json's name of a column -> the name in the files. tags: names within messages.
-    num_samples: the maximum number of records. values: registered columns' values, for records that
-    have none.
+    files: path -> kind (".jsonl", ...), which selects the reader. formatting: a record format's
+    name. columns: dataset_info.json's name of a column -> the name in the files. tags: names within
+    messages. num_samples: the maximum number of records. values: registered columns' values, for
+    records that have none.
     """
 
     name: str
@@ -64,9 +64,9 @@ class DatasetSpec:
 
 
 def resolve(entries: list[str], data_args: Keys, objective: Objective) -> list[DatasetSpec]:
-    """One DatasetSpec per entry. An entry is a name in dataset_dir/dataset_info.json, else a file
-    or folder (as given, or in dataset_dir), else a dataset on the Hugging Face hub, read from its
-    cache if possible.
+    """Find the files of datasets -> one DatasetSpec per entry. An entry is a name in
+    dataset_dir/dataset_info.json, else a file or folder (as given, or in dataset_dir), else a
+    dataset on the Hugging Face hub, downloaded unless cached.
 
     Raises ValueError for an entry that is none of these, or for a declaration that cannot be
     followed.
@@ -103,7 +103,8 @@ def resolve(entries: list[str], data_args: Keys, objective: Objective) -> list[D
 
 
 def _files_of(path: Path) -> dict[str, str]:
-    """The file, or a folder's files sorted by name, with their kinds."""
+    """{file: kind} for a file, or for the readable files of a folder, sorted by name. Raises
+    ValueError if there are none, or for a name that is no file."""
     files = _readable(path.iterdir() if path.is_dir() else [path])
     expect(files, f"{path}: expected {', '.join(SUFFIXES)} files")
     for file in files:
@@ -115,7 +116,7 @@ def _files_of(path: Path) -> dict[str, str]:
 
 
 def _readable(paths: Iterable[Path]) -> dict[str, str]:
-    """The paths that some reader takes, sorted, with their kinds."""
+    """{file: kind} for those paths that have a reader, sorted. dataset_info.json is left out."""
     kinds = {str(path): kind_of(path) for path in sorted(paths)}
     return {
         file: kind
@@ -125,8 +126,8 @@ def _readable(paths: Iterable[Path]) -> dict[str, str]:
 
 
 def kind_of(file: str | Path) -> str:
-    """The suffix that selects a reader, with .gz if compressed; one of SUFFIXES for a readable
-    file."""
+    """The suffix that selects a file's reader, such as ".jsonl" or ".jsonl.gz"; one of SUFFIXES if
+    the file can be read."""
     path = Path(file)
     if path.suffix == ".gz":
         return Path(path.stem).suffix + path.suffix
@@ -134,11 +135,11 @@ def kind_of(file: str | Path) -> str:
 
 
 def _files_of_hub(repository: str, entry: dict[str, Any], here: str) -> dict[str, str]:
-    """The files of a dataset on the Hugging Face hub with their kinds, through its cache.
+    """{file: kind} for a dataset on the Hugging Face hub, downloaded unless cached.
 
-    The keys of dataset_info.json select files: those below `folder` and `subset` whose path
-    contains `split`. The default split is train, or all files if no path contains it. Raises
-    ValueError if the dataset cannot be read or no file is selected.
+    entry: the dataset's keys in dataset_info.json. They select the files below `folder` and
+    `subset` whose path contains `split`. The default split is train, or all files if no path
+    contains that. Raises ValueError if the dataset cannot be read or no file is selected.
     """
     from huggingface_hub import snapshot_download
 
@@ -176,8 +177,8 @@ _KINDS = {
 
 
 def get_column(record: Any, column: str, where: str, kind: Any = str, required: bool = True) -> Any:
-    """A record's column, of type `kind`; None if it is null or absent and not required. Raises
-    ValueError with the place `where`."""
+    """The value of a record's column, checked to be of type `kind`; None if it is null or absent
+    and not required. Raises ValueError with the place `where`."""
     if not isinstance(record, dict):
         raise ValueError(f"{where}: expected an object, got {record!r:.80}")
     value = record.get(column)
@@ -217,8 +218,8 @@ TAGS = {
 def _declared(
     name: str, entry: dict[str, Any], folder: Path, objective: Objective, here: str
 ) -> DatasetSpec:
-    """The dataset that an entry of dataset_info.json declares. Raises ValueError for a declaration
-    that cannot be followed."""
+    """The DatasetSpec for an entry of dataset_info.json, with its files. Raises ValueError for a
+    declaration that cannot be followed."""
     entry = {key: value for key, value in entry.items() if value is not None}
     _check_names(entry, _KIND_OF_KEY, here)
     usable = list(_TEXT_COLUMNS)
@@ -262,8 +263,8 @@ def _check_names(given: dict[str, Any], kinds: dict[str, type], here: str) -> No
 
 @dataclass
 class Cursor:
-    """The position in a file being read: lines (or records, if it is not a file of
-    lines) and bytes."""
+    """The position in a file that is being read. number: lines read, or records in a file whose
+    records are not lines. offset: bytes read, in a file of lines."""
 
     number: int = 0
     offset: int = 0
@@ -272,13 +273,13 @@ class Cursor:
 def read_records(
     file: str, kind: str | None = None, skip: bool = False, cursor: Cursor | None = None
 ) -> Iterator[tuple[str, object]]:
-    """Yield (place, record) in the file's order. A .txt file is one document, or has one document
-    per line; blank lines are skipped.
+    """Yield (place, record) in the file's order; place is "file:line", or "file:number" of the
+    record. A .txt file is one document, or has one document per line; blank lines are skipped.
 
-    kind: from DatasetSpec.files (None: from the file's name). skip: if True, an unreadable record
-    of a .jsonl or .txt file is yielded as its ValueError. cursor: where to begin; it moves with
-    each record. Files of lines are sought by bytes; other files are read again up to there. Raises
-    ValueError with the place for invalid UTF-8 or JSON, and for parquet if pyarrow is missing.
+    kind: from DatasetSpec.files (None: from the file's name). skip: if True, an unreadable line is
+    yielded as its ValueError. cursor: where to begin; it moves with each record. Files of lines are
+    sought by bytes; other files are read again up to there. Raises ValueError with the place for
+    invalid UTF-8 or JSON, and for parquet if pyarrow is missing.
     """
     kind = kind or kind_of(file)
     cursor = cursor or Cursor()
@@ -344,8 +345,8 @@ def _read_parquet(file: str, raw: Any) -> Iterator[tuple[int, object]]:
 
 
 def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
-    """The row without nulls inside its columns: parquet gives each object the fields of all other
-    objects, for example each tool call the arguments of every tool."""
+    """A parquet row without the nulls inside its columns. Parquet gives each object the fields of
+    all other objects: for example each tool call gets the arguments of every tool, as nulls."""
     return {column: _given(value) for column, value in row.items()}
 
 
@@ -361,8 +362,8 @@ _READERS = {"a list": _read_list, ".parquet": _read_parquet}
 
 
 def parse_json(text: str, where: str) -> Any:
-    """The value of a JSON text. Raises ValueError with the place `where`, also for half of a
-    surrogate pair."""
+    """The value of a JSON text. Raises ValueError with the place `where` for invalid JSON, and for
+    half of a surrogate pair, which cannot be written as UTF-8."""
     try:
         value = json.loads(text)
     except RecursionError:
@@ -400,13 +401,13 @@ def build_once(
     what: str,
     is_ready: Callable[[], bool] | None = None,
 ) -> None:
-    """Make `target` exist: one process runs build(temporary path, progress) and renames the result,
-    the others wait.
+    """Make a file or folder `target` exist, with several processes calling: one runs
+    build(temporary path, progress) and renames the result, the others wait for it.
 
-    If that process dies or fails, the operating system frees its lock and the next process builds.
-    what: names the work in lines on stderr. is_ready: True if `target` can be used as it is
-    (default: if it exists); otherwise it is replaced. Raises the error of build(); ValueError if
-    files cannot be read or written.
+    If that process dies or fails, its lock becomes free and the next process builds. what: names
+    the work in lines on stderr. is_ready: True if `target` can be used as it is (default: if it
+    exists); otherwise it is replaced. Raises the error of build(); ValueError if files cannot be
+    read or written.
     """
     is_ready = is_ready or target.exists
     if is_ready():

@@ -29,12 +29,12 @@ _LABELS = ("label", "kto_tag")  # TRL's name and LLaMA-Factory's
 
 
 def dataset_columns(spec: DatasetSpec, data_args: Keys) -> dict[str, float | str | None]:
-    """{column: value for a dataset's records}, for each column that a user script registered and
-    this package's columns that data_args set.
+    """The registered columns of a dataset's records, and those of this package that the keys set ->
+    {column: value}.
 
-    A number is the value of records without a field of the column's name; a text names the record
-    field that holds the value; None means the column's default. ValueError if the dataset declares
-    a value for a column that is not registered.
+    A number is the value for records that have no field of the column's name; a text names the
+    record field with the value; None means the column's default. Raises ValueError if the dataset
+    declares a value for a column that is not registered.
     """
     columns = dict(sorted(registered_columns().items()))
     expect(
@@ -53,8 +53,9 @@ def dataset_columns(spec: DatasetSpec, data_args: Keys) -> dict[str, float | str
 def column_values(
     record: Any, of_dataset: dict[str, float | str | None], where: str
 ) -> dict[str, float]:
-    """A record's values of registered columns, or else its dataset's. Raises ValueError for
-    anything but finite numbers."""
+    """{column: value} for a record: from the record's field, otherwise from its dataset. Columns
+    left to their default are absent. of_dataset: from dataset_columns. Raises ValueError for a
+    value that is not a finite number, and for a negative pair weight."""
     given = {}
     if not isinstance(record, str):
         given = {
@@ -78,7 +79,8 @@ def column_values(
 
 
 def refuse_margin(record: Any, where: str) -> None:
-    """Raise ValueError for a pair with TRL's margin column, because no key says to read it."""
+    """Raise ValueError if a record has a column "margin", as TRL's pairs do. It is called when no
+    key says to read that column."""
     has_margin = isinstance(record, dict) and record.get("margin") is not None
     expect(
         not has_margin,
@@ -88,8 +90,8 @@ def refuse_margin(record: Any, where: str) -> None:
 
 
 def label_of(record: Any, spec: DatasetSpec, where: str, is_binary: bool) -> float:
-    """The label of a record's answer: 1 for true, 0 for false. is_binary: if True, refuse other
-    numbers. Raises ValueError if there is no finite number."""
+    """The label of a record's answer as a number, 1 for true, 0 for false. is_binary: True to
+    refuse other numbers. Raises ValueError if it is missing or not finite."""
     column = spec.columns.get("kto_tag")
     if column is None:
         given = (name for name in _LABELS if isinstance(record, dict) and name in record)
@@ -116,12 +118,12 @@ def _message(role: str, content: str) -> dict[str, Any]:
 
 
 def _without(ignored: Collection[str], message: Message) -> dict[str, Any]:
-    """The message without null values, and without the keys in `ignored`."""
+    """The message without null values and without the keys in `ignored`; a copy."""
     return {k: value for k, value in message.items() if k not in ignored and value is not None}
 
 
 def _first_turn(turns: Any) -> dict[str, Any]:
-    """The first of a list of turns; {} if there is none."""
+    """The first turn of a list of turns; {} if there is none or `turns` is no list."""
     match turns:
         case [dict() as first, *_]:
             return first
@@ -129,7 +131,8 @@ def _first_turn(turns: Any) -> dict[str, Any]:
 
 
 def _turns_column(record: dict[str, Any], spec: DatasetSpec) -> str:
-    """The name of the column that has the list of turns."""
+    """The name of the record column with the list of turns: as declared, else "messages" or
+    "conversations"."""
     usual = ("messages", "conversations")
     given = (column for column in usual if record.get(column) is not None)
     return spec.columns.get("messages") or next(given, usual[0])
@@ -148,10 +151,11 @@ _ROLES = {
 def _messages(
     record: Any, column: str, role: str, spec: DatasetSpec, where: str, kind: Any = (str, list)
 ) -> list[dict[str, Any]]:
-    """A column as messages: its text as one message of `role`, or its turn or list of turns.
+    """The messages in a record's column: a text as one message of `role`, otherwise a turn or a
+    list of turns.
 
-    Turns have OpenAI's names if the first turn has "role", else sharegpt's; names in
-    dataset_info.json override either.
+    The turns have OpenAI's names if the first one has "role", else sharegpt's; names in
+    dataset_info.json override either. Raises ValueError with the place `where`.
     """
     value = get_column(record, column, where, kind)
     if isinstance(value, str):
@@ -194,8 +198,9 @@ _OTHER_BLOCK = (
 
 
 def _read_blocks(blocks: list[Any], where: str) -> dict[str, Any]:
-    """The parts of a message whose content is a list of blocks, OpenAI's or (with "value")
-    LLaMA-Factory's. MARK stands for an input other than text."""
+    """The content, media, thinking and tool calls of a message, read from a list of content blocks,
+    OpenAI's or (with "value") LLaMA-Factory's. In the content, MARK stands for an image or video.
+    Raises ValueError for other blocks."""
     message: Message = {"content": "", "media": []}
     for block in blocks:
         block = _without((), block) if isinstance(block, dict) else block
@@ -227,7 +232,8 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _in_frame(value: Any, where: str) -> dict[str, Any]:
-    """A tool, or the call of a tool, in OpenAI's form. Raises ValueError if it has no name."""
+    """A tool's description, or a tool call, in OpenAI's form {"type": "function", "function":
+    {...}}. Raises ValueError if it has no name."""
     match value:
         case {"function": {"name": str()}}:
             return value
@@ -301,14 +307,15 @@ def _completion(record: Any, spec: DatasetSpec, where: str) -> list[dict[str, An
 
 
 def is_plain(record: Any, form: str) -> bool:
-    """True if prompt and completion are plain texts, which are trained without a chat template, as
-    TRL does."""
+    """True if a record's prompt and completion are texts, which are then trained without a chat
+    template, as in TRL. form: the record's format."""
     columns = ("prompt", "completion")
     return form == "prompt-completion" and all(isinstance(record.get(c), str) for c in columns)
 
 
 def _has_whole_conversations(record: dict[str, Any], spec: DatasetSpec, pairs: bool) -> bool:
-    """True if the answers contain the prompt: the first turn is not the assistant's."""
+    """True if a pair's answers are whole conversations that contain the prompt: the first turn of
+    "chosen" is not the assistant's."""
     first = _first_turn(record[spec.columns.get("chosen", "chosen")])
     return first.get("role", first.get("from")) in ("system", "developer", "user", "human")
 
@@ -318,8 +325,8 @@ def _has_whole_conversations(record: dict[str, Any], spec: DatasetSpec, pairs: b
 
 @dataclass(frozen=True)
 class Format:
-    """A way to write conversations in records, such as alpaca or sharegpt: how to recognise it and
-    how to read messages from it.
+    """A format in which records may contain conversations, such as alpaca or sharegpt: how to
+    recognise it, and how to read messages from it.
 
     fits(record, spec, pairs): True if the record has this format; pairs: True for preference pairs.
     prompt(record, spec, where), answer(record, spec, where): the messages of prompt and answer;
@@ -360,10 +367,11 @@ FORMATS = {
 
 
 def detect_format(record: Any, spec: DatasetSpec, objective: Objective, where: str) -> str:
-    """The format of a file, from its first record: "text", "tokens", or a name in
-    FORMATS.
+    """The record format of a file, decided by its first record: "tokens" if the objective reads
+    token ids, otherwise the first name in FORMATS that fits and that the objective can use.
 
-    Raises ValueError with the place if the objective cannot use the record.
+    A format declared in `spec` is taken as it is. Raises ValueError with the place `where` if the
+    objective cannot use the record.
     """
     pairs = objective.has_pairs
     if isinstance(record, str):
@@ -391,9 +399,9 @@ def detect_format(record: Any, spec: DatasetSpec, objective: Objective, where: s
 
 
 def check_first(data_args: Keys, objective: Objective) -> None:
-    """Find the datasets of a run and check the first record of each small file, without torch.
-    Raises ValueError as resolve() and read_records() do, and for a record without a format's
-    columns."""
+    """Find the datasets of a run, and check the first record of each file below 64 MiB unless bad
+    records are skipped. torch is not needed. Raises ValueError as resolve() and read_records() do,
+    and for a record without its format's columns."""
     entries = [*(data_args.dataset or ()), *(data_args.eval_dataset or ())]
     skips = data_args.on_bad_record == "skip"
     for spec in resolve(entries, data_args, objective):
@@ -427,8 +435,8 @@ def _text_column(spec: DatasetSpec) -> str:
 
 
 def document(record: Any, spec: DatasetSpec, where: str) -> str:
-    """A record's text: its prompt column, with the query column below if dataset_info.json declares
-    one."""
+    """A record's text: the declared prompt column or "text", with the query column on a line below
+    if dataset_info.json declares one. Raises ValueError for a record with images."""
     if isinstance(record, str):
         return record
     expect(
@@ -447,12 +455,13 @@ def document(record: Any, spec: DatasetSpec, where: str) -> str:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages in OpenAI's form: an optional system message, then user and assistant in turn,
+    """A conversation in OpenAI's form: an optional system message, then user and assistant in turn,
     ending with the assistant; tool messages follow an assistant's tool calls.
 
-    weights: message index -> True if it is trained, as the record declares. options: variables of
-    the chat template. is_plain: True for a prompt and completion without a chat template. media:
-    the inputs other than text of all messages; Media.block stands for each.
+    weights: message index -> True if it is trained, False if not, where the record says so.
+    options: variables of the chat template. is_plain: True for a prompt and completion without a
+    chat template. media: the images and other inputs of all messages; Media.block stands for each
+    in a message.
     """
 
     messages: list[Message]
@@ -474,12 +483,12 @@ def conversations(
     media: Media = TEXT,
     labelled: bool = False,
 ) -> list[Conversation]:
-    """The conversation in a record; for a pair two, chosen and rejected, that differ in the last
-    message.
+    """The conversation in a record; two for a pair, chosen and rejected, with the same messages
+    before the last one.
 
     form: a name in FORMATS. default_system: for a record without a system message. ignored: message
     keys to drop. media: the model's. labelled: True if an answer has a label, which label_of reads.
-    Raises ValueError with the place for an unusable record.
+    Raises ValueError with the place `where` for an unusable record.
     """
     row = FORMATS[form]
     options = _template_options(record, where)
@@ -545,8 +554,8 @@ def prompt_and_answer(
     ignored: Collection[str] = (),
     media: Media = TEXT,
 ) -> tuple[Conversation, str | None]:
-    """(conversation before its last answer, text of that answer) of a record, for generation. The
-    text is None if the record ends with a question. Arguments as in conversations()."""
+    """Split a record for generation -> (conversation before its last answer, text of that answer).
+    The text is None if the record does not end with an answer. Arguments as in conversations()."""
     row = FORMATS[form]
     turns = [*row.prompt(record, spec, where), *row.answer(record, spec, where)]
     messages = [_without(ignored, turn) for turn in turns]
@@ -566,13 +575,15 @@ def prompt_and_answer(
 
 
 def _template_options(record: Any, where: str) -> dict[str, Any]:
-    """The chat template variables in a record."""
+    """The chat template's variables in a record's chat_template_kwargs, without nulls; {} if there
+    are none."""
     options = get_column(record, "chat_template_kwargs", where, dict, required=False)
     return _without((), options or {})
 
 
 def _refuse_other_kinds(record: dict[str, Any], has_opinions: bool, where: str) -> None:
-    """Raise ValueError for columns that mean something else than plain conversations."""
+    """Raise ValueError for a record that labels its answer as good or bad, unless the stage reads
+    labels or pairs (has_opinions): otherwise bad answers would be trained too."""
     for column in () if has_opinions else _LABELS:
         # under TRL's name a number may be a class
         kinds = bool if column == "label" else (bool, int, float)
@@ -588,7 +599,9 @@ _WEIGHT_KEYS = ("weight", "loss_weight", "train", "training")
 
 
 def _take_weights(messages: list[Message], where: str) -> dict[int, bool]:
-    """Remove the weights from messages, in place -> message index: True if it is trained."""
+    """Remove the weights from messages, in place -> {message index: True if it is trained}, for
+    those with a weight. Raises ValueError for weights other than 0 and 1, or two that differ in a
+    message."""
     weights = {}
     for number, message in enumerate(messages):
         given = {key: message.pop(key) for key in _WEIGHT_KEYS if key in message}
@@ -634,7 +647,8 @@ def _check_turns(messages: list[Message], where: str) -> None:
 
 
 def _tools(record: Any, spec: DatasetSpec, where: str) -> list[dict[str, Any]] | None:
-    """A record's tool descriptions in OpenAI's form; None if there are none."""
+    """The descriptions of a record's tools in OpenAI's form; None if there are none. Raises
+    ValueError for invalid ones."""
     column = spec.columns.get("tools", "tools")
     tools = get_column(record, column, where, (list, str), required=False)
     if isinstance(tools, str):
@@ -652,8 +666,8 @@ def _check_prompts(
     prompt: list[dict[str, Any]],
     where: str,
 ) -> None:
-    """Raise ValueError with the place if the two answers have different prompts, or one that
-    differs from the prompt column."""
+    """Raise ValueError if the answers of a pair have different prompts, or a prompt that lacks the
+    messages of the prompt column (`prompt`, [] for none)."""
     if chosen[:-1] != rejected[:-1]:
         same = [one == other for one, other in zip(chosen, rejected, strict=False)]
         raise ValueError(
