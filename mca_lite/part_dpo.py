@@ -52,10 +52,9 @@ _WITHOUT_ADAPTER = (
 
 
 class WithReference(View):
-    """A view of a dataset that adds "reference" to each document: its log-probability under a
-    reference model.
-
-    logps: float32 [samples, documents per sample].
+    """A view of a dataset that adds "reference" to each document: the log-probability of its
+    answer, summed over tokens, under the reference model. logps: float32 [samples, documents per
+    sample].
     """
 
     def __init__(self, dataset: Any, logps: np.ndarray) -> None:
@@ -73,12 +72,13 @@ class WithReference(View):
 
 @dataclass(kw_only=True)
 class ReferenceConfig(ObjectiveConfig):
-    """Fields of an objective with a reference model.
+    """Settings that objectives with a reference model share.
 
-    reference: "cached", "adapter" (the model with adapters off) or "model". None: "model" if one is
-    given, otherwise "adapter" if the model has adapters, otherwise "cached".
-    cache_dir: folder for a cached reference's log-probabilities; None: not written.
-    model_source: distinguishes start models that come from the same folder.
+    reference: "cached" (its log-probabilities are computed once, before training), "adapter" (the
+    model with adapters off) or "model" (a second model). None: "model" if a second model is given;
+    otherwise "adapter" for adapters without modules_to_save; otherwise "cached".
+    cache_dir: folder for the cached log-probabilities; None: kept in memory.
+    model_source: distinguishes start models that come from the same folder, in the cache.
     """
 
     reference: str | None = None
@@ -94,14 +94,14 @@ class ReferenceConfig(ObjectiveConfig):
 
 @dataclass
 class DPOConfig(ReferenceConfig):
-    """The objective's settings. ConfigError for values that do not fit together.
+    """Settings of preference training. ConfigError for values that do not fit together.
 
     pref_loss: a name in LOSSES, such as sigmoid (DPO), or a list of names; it becomes a list.
     pref_loss_weights: a weight per loss; None: 1.
     beta: strength of the reference, or weight of ORPO's odds ratio.
-    label_smoothing: assumed share of swapped pairs.
+    label_smoothing: assumed share of pairs whose answers are swapped.
     ftx: weight of the sft term, the mean token loss of the chosen answer. simpo_gamma to
-    use_weighting: the keys of the same names.
+    use_weighting: the configuration keys of the same names.
     use_ref_model: True if there is a reference; None: decided by the losses. Other fields are
     ReferenceConfig's.
     """
@@ -133,7 +133,10 @@ class DPOConfig(ReferenceConfig):
 
 
 def _choose_reference(config: DPOConfig, model: Any, ref_model: Any) -> str | None:
-    """The kind of reference; None for losses without one. ConfigError if it is impossible."""
+    """Decide where the reference comes from: "cached", "adapter" or "model", see ReferenceConfig;
+    None if the losses need no reference. ConfigError if the configured one is not possible, or if a
+    ref_model is missing or has no use.
+    """
     finetuning = finetuning_of(model)
     kind = None
     if config.use_ref_model:
@@ -154,15 +157,16 @@ def _choose_reference(config: DPOConfig, model: Any, ref_model: Any) -> str | No
 
 
 class DPOTrainer(ScoredTrainer):
-    """Train on preference pairs: samples of two documents {"input_ids", "labels"}, shifted, chosen
-    before rejected, as a list or as {"chosen", "rejected"}; or on packs (lists) of pairs.
+    """Train on preference pairs. A sample has two documents {"input_ids", "labels"} with shifted
+    labels, the chosen answer's before the rejected one's, as a list or as {"chosen", "rejected"}.
+    With sequence_packing, samples may also be packs (lists) of pairs.
 
     train_config: a DPOConfig.
-    ref_model: for reference "model", a second, frozen model of the backend's kind; it must share no
-    parameter with `model`.
+    ref_model: for reference "model", a second model of the backend's kind, which gets frozen; it
+    must share no parameter with `model`.
     optimizer, lr_scheduler: McaTrainer's `optimizers`. Other arguments are McaTrainer's;
-    per_device_train_batch_size counts pairs, or packs. ValueError, before anything is computed, for
-    data and keys that do not fit.
+    per_device_train_batch_size counts pairs, or packs. ValueError for data and keys that do not
+    fit.
     """
 
     config_class: Any = DPOConfig
@@ -226,33 +230,37 @@ class DPOTrainer(ScoredTrainer):
 
     @property
     def _rows(self) -> dict[str, PreferenceLoss]:
-        """{loss: its row in LOSSES} for this run's losses."""
+        """{name: PreferenceLoss} for the losses that this run sums."""
         return {name: LOSSES[name] for name in self.train_config.pref_loss}
 
     @property
     def _of_batch(self) -> list[str]:
-        """The losses that compare the global batch's pairs."""
+        """Names of this run's losses that compare each pair with the other pairs in the global
+        batch.
+        """
         return [name for name, row in self._rows.items() if row.of_batch]
 
     # -- a run of the command line
 
     @classmethod
     def has_reference(cls, keys: Any) -> bool:
-        """True if a run with these keys compares with a reference model."""
+        """True if a run with these configuration keys compares with a reference model."""
         known = cls.config_class.use_ref_model
         return has_reference(keys.pref_loss) if known is None else known
 
     @classmethod
     def forward_passes(cls, keys: Any) -> tuple[int, int]:
-        """(extra forward passes of the model per step, forward passes of the reference
-        per step).
+        """(extra forward passes of the trained model per step: 1 if a loss needs the
+        log-probabilities of the whole global batch beforehand, otherwise 0; forward passes of a
+        reference that runs in each step: 1). For FLOPs.
         """
         return int(any(LOSSES[name].looks_ahead for name in keys.pref_loss)), 1
 
     @classmethod
     def second_model_folder(cls, arguments: Any, planned: Any) -> Path | None:
-        """The reference model's folder; None if no second model is needed. ConfigError for a
-        reference that cannot work.
+        """Folder of the reference model to load; None if the run needs no second model. ConfigError
+        for a reference that cannot work with these keys. planned: the trained model's
+        run.PlannedModel.
         """
         if not cls.has_reference(arguments):
             return None
@@ -275,14 +283,17 @@ class DPOTrainer(ScoredTrainer):
 
     @classmethod
     def notes_of_run(cls, arguments: Any) -> list[str]:
-        """A note if the reference is the base model without the loaded adapter."""
+        """For a run that trains a saved adapter further: a note that the reference is the base
+        model without that adapter. [] if no adapter is loaded, if there is no reference, or if
+        ref_model is a folder.
+        """
         is_base = cls.has_reference(arguments) and arguments.ref_model in (None, *REFERENCES)
         return [_WITHOUT_ADAPTER] if is_base and arguments.adapter_name_or_path else []
 
     @classmethod
     def own_keywords(cls, arguments: Any, second_model: Any) -> dict[str, Any]:
-        """This trainer's arguments beyond McaTrainer's, for a run. second_model: builds the
-        reference; None: there is none.
+        """This trainer's arguments beyond McaTrainer's, for a run: {"train_config", "ref_model"}.
+        second_model: a function that builds the reference model; None: there is none.
         """
         source = ""
         if arguments.model.train_from_scratch:
@@ -298,7 +309,7 @@ class DPOTrainer(ScoredTrainer):
 
     @staticmethod
     def check_samples(dataset: Any) -> None:
-        """Raise ValueError if the samples are not pairs."""
+        """Raise ValueError if the first sample is not a pair, or a pack of pairs."""
         first = dataset[0]
         of_sample = getattr(dataset, "documents_per_sample", len(SIDES))
         count = len(documents_of(first))
@@ -312,11 +323,12 @@ class DPOTrainer(ScoredTrainer):
     # -- the loss
 
     def preference_loss(self, responses: Responses) -> tuple[Any, Any, Any]:
-        """(losses, rewards of chosen, rewards of rejected), each [P]: the weighted sum of this
-        run's losses, with the first loss's rewards.
+        """(losses, rewards of chosen, rewards of rejected answers), each [P]. Losses are the
+        weighted sum of this run's losses; rewards are the first loss's.
 
-        responses.of_batch: [P, 2 n] for the n losses that compare pairs. DPO and ORPO go through
-        dpo_loss and odds_ratio_loss, which subclasses can override.
+        responses.of_batch: [P, 2 n], two numbers for each of the n losses that compare pairs with
+        each other. sigmoid goes through dpo_loss and orpo through odds_ratio_loss, which subclasses
+        can override.
         """
         found = [self._loss_of(name, responses) for name in self._rows]
         weights = self.train_config.pref_loss_weights or [1.0] * len(found)
@@ -324,7 +336,9 @@ class DPOTrainer(ScoredTrainer):
         return losses, *found[0][1:]
 
     def _loss_of(self, name: str, r: Responses) -> tuple[Any, Any, Any]:
-        """(losses, rewards of chosen, rewards of rejected), each [P], for the loss `name`."""
+        """(losses, rewards of chosen, rewards of rejected answers), each [P], by the one loss
+        `name`. r: the pairs.
+        """
         row = self._rows[name]
         formula = function_of(row.formula)
         if formula is part_dpo_losses.sigmoid:
@@ -341,7 +355,10 @@ class DPOTrainer(ScoredTrainer):
         return self._with_rewards(row, r.with_numbers(own))
 
     def _with_rewards(self, row: PreferenceLoss, r: Responses) -> tuple[Any, Any, Any]:
-        """(losses, rewards of chosen, rewards of rejected) by a row's formula."""
+        """Apply a loss's formula: (losses, rewards of chosen, rewards of rejected answers), each
+        [P]. If the formula gives only losses, rewards are beta times the log-ratio to the
+        reference, or without a reference times the mean log-probability per token.
+        """
         found = function_of(row.formula)(r, self.train_config)
         if isinstance(found, tuple):
             return found
@@ -351,8 +368,9 @@ class DPOTrainer(ScoredTrainer):
     def odds_ratio_loss(
         self, chosen_logps: torch.Tensor, rejected_logps: torch.Tensor, response_lens: torch.Tensor
     ) -> tuple[Any, Any, Any]:
-        """ORPO: (losses, rewards of chosen, rewards of rejected), each [P]. response_lens: [2 P],
-        chosen before rejected.
+        """ORPO's (losses, rewards of chosen, rewards of rejected answers), each [P], from
+        log-probabilities [P]. response_lens: numbers of tokens, [2 P], first of all chosen answers,
+        then of all rejected ones.
         """
         r = Responses(chosen_logps, rejected_logps, *response_lens.chunk(2))
         return self._with_rewards(LOSSES["orpo"], r)
@@ -365,8 +383,9 @@ class DPOTrainer(ScoredTrainer):
         reference_rejected_logps: torch.Tensor,
         margin: torch.Tensor | None = None,
     ) -> tuple[Any, Any, Any]:
-        """DPO: (losses, rewards of chosen, rewards of rejected), each [P]. margin: [P]; passed only
-        if pairs have one.
+        """DPO's (losses, rewards of chosen, rewards of rejected answers), each [P], from
+        log-probabilities [P]. margin: [P], subtracted from beta times the difference of log-ratios;
+        passed only if pairs have one.
         """
         policy = (policy_chosen_logps, policy_rejected_logps)
         reference = (reference_chosen_logps, reference_rejected_logps)
@@ -374,8 +393,9 @@ class DPOTrainer(ScoredTrainer):
         return self._with_rewards(LOSSES["sigmoid"], r)
 
     def _pre_compute_loss(self, batch: dict[str, Any], inputs: dict[str, Any], *more: Any) -> Any:
-        """The loss_func of a micro-batch. _post_compute_loss also gets the batch and the
-        reference's log-probabilities.
+        """Make the loss function of a micro-batch. _post_compute_loss then gets the labels, the
+        batch and the reference's log-probabilities (None without a reference) before the token
+        losses.
         """
         of_reference = (None, None)
         if "reference" in batch:
@@ -390,13 +410,13 @@ class DPOTrainer(ScoredTrainer):
         ref_rejected_logps: torch.Tensor | None,
         losses: torch.Tensor,
     ) -> tuple[Any, ...]:
-        """Token losses [b, s] -> (sum of the pairs' losses, number of pairs int32, {metric: (sum,
-        pairs)}).
+        """Turn token losses [b, s] into (sum of the pairs' losses, number of pairs int32, {metric:
+        (sum, pairs)}).
 
         labels: [b, s] on this rank. batch: the whole micro-batch; its loss columns are sharded like
-        the tokens. ref_chosen_logps, ref_rejected_logps: float32 [P]; None for losses without a
-        reference. losses: with use_weighting [b, s, 2], from _with_agreement. Collective under
-        context parallelism: a few sums over its group.
+        the tokens. ref_chosen_logps, ref_rejected_logps: float32 [P]; None without a reference.
+        losses: with use_weighting [b, s, 2], from _with_agreement. Under context parallelism
+        collective over its group, whose ranks other than the first return counts and metrics of 0.
         """
         agreement: Any = 1.0
         if self.train_config.use_weighting:
@@ -432,8 +452,11 @@ class DPOTrainer(ScoredTrainer):
     def _summed(
         self, losses: torch.Tensor, values: dict[str, Any], counted: Any = ()
     ) -> tuple[Any, ...]:
-        """(sum of losses [n], n as int32, {metric: (sum, count)}) from values {metric: [n]}.
-        counted: {metric: bool [n]} for metrics over some of the n only.
+        """(sum of losses [n], n as int32, {metric: (sum, count)}). values: {metric: [n]}. counted:
+        {metric: bool [n]} for metrics over only some of the n.
+
+        Context-parallel ranks have equal losses, so ranks other than the first return counts and
+        metrics of 0.
         """
         values = {"loss": losses, **values}
         masks = dict.fromkeys(values, torch.ones_like(losses)) | dict(counted)
@@ -450,8 +473,9 @@ class DPOTrainer(ScoredTrainer):
     def _log_probs_of(
         self, batch: dict[str, Any], labels: torch.Tensor, losses: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(log-probabilities, token counts) of a batch's documents, with tokens weighted as
-        ld_alpha says. Collective under context parallelism.
+        """(log-probabilities, numbers of tokens) of a batch's documents, float32 [documents] each;
+        a document counts its trained tokens. With ld_alpha, log-probabilities of an answer's tokens
+        beyond the other answer's length are multiplied by it. Collective under context parallelism.
         """
         if "logp_weight" in batch:
             losses = losses * batch["logp_weight"]
@@ -460,9 +484,11 @@ class DPOTrainer(ScoredTrainer):
     def _agreement(
         self, batch: dict[str, Any], labels: torch.Tensor, differences: torch.Tensor
     ) -> torch.Tensor:
-        """WPO's pair weights [P] (2406.11827, equation 2): exp of the mean of log p - log sum p^2
-        over an answer's tokens, multiplied over both answers. differences: these terms, negated,
-        [b, s].
+        """WPO's weights of pairs [P] (2406.11827, equation 2), larger for answers that the model
+        itself is likely to give: exp of an answer's mean of log p - log sum p^2 over its tokens,
+        multiplied over the pair's two answers.
+
+        differences: these terms negated, [b, s]. Collective under context parallelism.
         """
         sums, lens = sum_documents(self.backend, batch, labels, differences)
         return (sums / lens.clamp(min=1)).exp().view(-1, len(SIDES)).prod(-1)
@@ -473,8 +499,9 @@ class DPOTrainer(ScoredTrainer):
     # -- micro-batches
 
     def _arrange(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Arrange a batch of pairs, and add ld_alpha's token weights. ValueError if documents do
-        not alternate, or a column is missing for some pairs.
+        """Arrange a collated batch of pairs for the model, and with ld_alpha add "logp_weight", the
+        token weights. ValueError if rows do not have chosen and rejected documents in turn, or if a
+        column such as pair_weight is missing for some pairs.
         """
         counts = batch["attention_mask"].amax(dim=1)  # documents per row; fillers have none
         expect(
@@ -504,8 +531,9 @@ class DPOTrainer(ScoredTrainer):
     def _with_reference_logps(
         self, micro_batches: list[dict[str, Any]], seq_length: int
     ) -> list[dict[str, Any]]:
-        """The micro-batches with the column "reference". Collective unless the reference
-        is cached.
+        """The micro-batches with the column "reference", the reference's log-probabilities of all
+        documents. Pipeline stages before the last return them unchanged. Collective unless the
+        reference is cached; then ValueError if the collator dropped the column.
         """
         if self.reference == "cached":
             expect(
@@ -528,8 +556,11 @@ class DPOTrainer(ScoredTrainer):
         models: Any,
         run: Callable[..., list[torch.Tensor]],
     ) -> torch.Tensor | None:
-        """Log-probabilities [2 P] of all micro-batches, by run(micro-batches, length) in few
-        passes; None on pipeline stages before the last. Collective.
+        """Log-probabilities [2 P] for the P pairs of all micro-batches, computed by
+        run(micro-batches, length), which joins micro-batches into fewer forward passes where it
+        can. None on pipeline stages before the last. Collective.
+
+        models: the chunks that `run` uses.
         """
         joined = _joined(micro_batches) if self.backend.joins_rows(models) else micro_batches
         joined = [to_length(self.backend, batch) for batch in joined]
@@ -541,8 +572,9 @@ class DPOTrainer(ScoredTrainer):
     def _compared(
         self, micro_batches: list[dict[str, Any]], seq_length: int
     ) -> list[dict[str, Any]]:
-        """The micro-batches with the column `of_batch`: statistics of the global batch. An
-        evaluation uses them as the next step would, but does not update their memory. Collective.
+        """The micro-batches with the column "of_batch": numbers about the global batch for losses
+        that compare its pairs. An evaluation does not change what such a loss remembers between
+        steps. Collective.
         """
         every, first = self._every_pair(micro_batches, seq_length)
         memory = self.state.objective
@@ -561,7 +593,7 @@ class DPOTrainer(ScoredTrainer):
     def _every_pair(
         self, micro_batches: list[dict[str, Any]], seq_length: int
     ) -> tuple[Responses, int]:
-        """(Responses of all pairs of the global batch in float64, the same on every rank; index of
+        """(Responses with all pairs of the global batch, float64, the same on every rank; index of
         this rank's first pair). Collective.
 
         The policy's log-probabilities are computed without dropout; they are 0 if no loss reads
@@ -598,11 +630,12 @@ class DPOTrainer(ScoredTrainer):
         seq_length: int,
         micro_batch_size: int | None = None,
     ) -> list[dict[str, torch.Tensor]] | None:
-        """[{"reference_chosen_logps": [P], "reference_rejected_logps": [P]}] per micro-batch; None
-        on pipeline stages before the last.
+        """Log-probabilities under the reference, for each micro-batch: [{"reference_chosen_logps":
+        [P], "reference_rejected_logps": [P]}]. None on pipeline stages before the last.
 
-        models: the policy's chunks, run without adapters and dropout, or a reference's chunks.
-        Collective: the pipeline schedule's, forward only.
+        models: the reference model's chunks, or the trained model's, which then run with adapters
+        off. data_list: arranged micro-batches. micro_batch_size: not used. Without dropout and
+        gradients. Collective: the pipeline schedule's forward passes.
         """
         logps = self._log_probs_of_reference(models, data_list, seq_length)
         names = [f"reference_{side}_logps" for side in SIDES]
@@ -612,8 +645,9 @@ class DPOTrainer(ScoredTrainer):
     def _log_probs(
         self, models: Any, batches: list[dict[str, Any]], seq_length: int
     ) -> list[torch.Tensor]:
-        """float32 [documents] per micro-batch, from chunks as they are, without dropout; [] on
-        pipeline stages before the last. Collective: the pipeline schedule's, forward only.
+        """Log-probabilities of the documents in each micro-batch, float32 [documents], without
+        dropout. [] on pipeline stages before the last. models: the chunks to run. Collective: the
+        pipeline schedule's forward passes.
         """
 
         def collect(
@@ -626,17 +660,15 @@ class DPOTrainer(ScoredTrainer):
         return measure(self.backend, step, batches, models)
 
     def _log_probs_of_reference(self, models: Any, *more: Any) -> list[torch.Tensor]:
-        """Log-probabilities per micro-batch, as _log_probs gives them, from the model with its
-        adapters off.
-        """
+        """As _log_probs, with the trained model's adapters off."""
         with self.backend.finetuning.without(self.model):
             return self._log_probs(models, *more)
 
     def _reference_logps(
         self, models: Any, batches: list[dict[str, Any]], seq_length: int
     ) -> list[torch.Tensor]:
-        """compute_reference_log_probs as a tensor [P, 2] per micro-batch; [] on pipeline stages
-        before the last.
+        """Log-probabilities of (chosen, rejected) answers under the reference, [P, 2] for each
+        micro-batch. [] on pipeline stages before the last. Collective.
         """
         logps = self.compute_reference_log_probs(models, batches, seq_length) or ()
         return [torch.stack(list(of_batch.values()), -1) for of_batch in logps]
@@ -662,8 +694,9 @@ class DPOTrainer(ScoredTrainer):
         return {"reference": hash_of(facts)}
 
     def _prepare_samples(self, samples: Any) -> Any:
-        """The samples with a cached reference's log-probabilities, computed now if they are not
-        stored. Collective.
+        """The samples with the log-probabilities of a cached reference, which are computed now if
+        they are not stored. Collective; ValueError if the model has been trained already. With
+        another reference, or if the samples have them, the samples unchanged.
         """
         if self.reference != "cached" or isinstance(samples, WithReference):
             return samples
@@ -679,7 +712,9 @@ class DPOTrainer(ScoredTrainer):
 
 
 def compared(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The reward metrics of pairs, {metric: [P]}, from the rewards of chosen and rejected."""
+    """{metric: [P]} about rewards of pairs: rewards/chosen, rewards/rejected, rewards/accuracies (1
+    if chosen is above rejected, otherwise 0) and rewards/margins (chosen - rejected).
+    """
     margins = chosen - rejected
     return {
         "rewards/chosen": chosen,
@@ -690,8 +725,8 @@ def compared(chosen: torch.Tensor, rejected: torch.Tensor) -> dict[str, torch.Te
 
 
 def _with_agreement(logits: Logits) -> torch.Tensor:
-    """Cross entropy, and the log of the sum of squared probabilities without a gradient, [n, 2].
-    Collective.
+    """[n, 2] for n tokens: cross entropy, and the log of the sum of squared probabilities, without
+    a gradient, for WPO's weights. Collective over the tensor-parallel group.
     """
     lse = logits.logsumexp()
     with torch.no_grad():
@@ -700,8 +735,8 @@ def _with_agreement(logits: Logits) -> torch.Tensor:
 
 
 def _weights_beyond(batch: dict[str, Any], alpha: float) -> torch.Tensor:
-    """Token weights [rows, s] for ld_alpha: alpha for an answer's trained tokens beyond the length
-    of the other answer, 1 for all others.
+    """Weights [rows, s] of tokens for ld_alpha: alpha for those trained tokens of an answer that
+    are beyond the length of the pair's other answer, otherwise 1.
     """
     trained = (batch["labels"] != IGNORE_INDEX).long()
     counts = in_documents(batch, trained)
@@ -716,12 +751,15 @@ def _weights_beyond(batch: dict[str, Any], alpha: float) -> torch.Tensor:
 
 
 def _has(column: str, dataset: Any) -> bool:
-    """True if the dataset's first sample has the column."""
+    """True if the first document of the dataset's first sample has a value in the column."""
     return documents_of(dataset[0])[0].get(column) is not None
 
 
 def _joined(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Join micro-batches, so that fewer forward passes run."""
+    """Join every two neighbouring micro-batches into one, so that fewer forward passes run. Two
+    stay apart if they are unpacked with different shapes, if together they exceed JOINED_TOKENS, or
+    if one has only padding.
+    """
     joined: list[Any] = []
     for first in range(0, len(batches), JOINED):
         group = batches[first : first + JOINED]
@@ -736,8 +774,8 @@ def _joined(batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _with_column(
     batches: list[dict[str, Any]], name: str, values: torch.Tensor, per_pair: int = 1
 ) -> list[dict[str, Any]]:
-    """The micro-batches with a column added: each takes its part of values, per_pair elements per
-    pair.
+    """Add a column to the micro-batches: each takes its consecutive share of `values`, per_pair
+    elements for each pair in it.
     """
     sizes = [_num_pairs(batch) * per_pair for batch in batches]
     parts = zip(batches, values.split(sizes), strict=True)
@@ -745,10 +783,12 @@ def _with_column(
 
 
 def _lengths(batch: dict[str, Any]) -> torch.Tensor:
-    """Number of trained tokens per document, [documents]."""
+    """Number of trained tokens in each document of an arranged batch, [documents] without
+    padding.
+    """
     return in_documents(batch, batch["labels"] != IGNORE_INDEX)[real_documents(batch)]
 
 
 def _num_pairs(batch: dict[str, Any]) -> int:
-    """Number of pairs in an arranged micro-batch, without fillers."""
+    """Number of pairs in an arranged micro-batch; padding does not count."""
     return int(real_documents(batch).sum()) // len(SIDES)

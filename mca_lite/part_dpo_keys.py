@@ -26,19 +26,19 @@ METRICS = (
 
 
 class PreferenceLoss(NamedTuple):
-    """One row of LOSSES.
+    """One row of LOSSES, the table of preference losses.
 
     formula(responses, config): returns losses [P], or (losses, rewards of chosen, rewards of
     rejected) with detached rewards; or "module:function" in this package. responses:
     part_dpo_losses.Responses; config: a DPOConfig.
     has_reference: True if the loss compares with a reference model.
-    keys: the configuration keys that the loss reads, beside pref_ftx, pair_weight and those that
-    other losses list in `excludes`.
-    required: keys that must not be 0.
-    excludes: keys that the loss cannot be combined with. of_batch(responses, config, memory): two
-    numbers, or two tensors [N], from the N pairs of a global batch. The formula finds them in
-    `responses.of_batch` (see part_dpo_losses).
-    looks_ahead: True if of_batch reads the policy's log-probabilities, which costs one more forward
+    keys: configuration keys that the loss reads, except pref_ftx, pair_weight, use_weighting and
+    ld_alpha, which most losses read.
+    required: keys that must not be 0. excludes: keys that the loss cannot be combined with.
+    of_batch(responses, config, memory): returns two numbers, or two tensors [N], computed from the
+    N pairs of a global batch; the formula finds them in responses.of_batch. memory: a dict for
+    numbers to keep between steps. None: not needed.
+    looks_ahead: True if of_batch reads the policy's log-probabilities, which takes one more forward
     pass per step.
     """
 
@@ -55,11 +55,11 @@ LOSSES: dict[str, PreferenceLoss] = {}
 
 
 def register_loss(name: str, formula: Callable[[Any, Any], Any], **fields: Any) -> None:
-    """Add a row to LOSSES: `pref_loss: <name>` then trains with `formula`.
+    """Add a preference loss: `pref_loss: <name>` then trains with `formula`. Call it on every rank
+    before the configuration is parsed.
 
-    fields: further fields of PreferenceLoss; `has_reference` is required. Call it on every rank
-    before the configuration is parsed. ValueError if the name exists, TypeError if `formula` cannot
-    be called.
+    fields: further fields of PreferenceLoss; has_reference is required. ValueError if the name
+    exists, TypeError if `formula` cannot be called.
     """
     if not callable(formula):
         raise TypeError(f"pref_loss {name}: expected a function of responses, got {formula!r}")
@@ -74,7 +74,7 @@ _NO_PREFERENCE = ("use_weighting",)
 
 
 def _add_losses() -> None:
-    """Fill LOSSES with part_dpo_losses' functions under their names."""
+    """Fill the table LOSSES with the formulas in part_dpo_losses."""
 
     def add(name: str, keys: tuple[str, ...], of_batch: str = "", **fields: Any) -> None:
         fields.setdefault("has_reference", True)
@@ -117,7 +117,7 @@ _add_losses()
 
 
 def has_reference(names: Iterable[str]) -> bool:
-    """True if any of these losses compares with a reference model."""
+    """True if any of these preference losses compares with a reference model."""
     return any(LOSSES[name].has_reference for name in names)
 
 
@@ -126,7 +126,7 @@ def has_reference(names: Iterable[str]) -> bool:
 
 @dataclass(kw_only=True)
 class PreferenceArguments(ArgumentGroup):
-    """Preference training."""
+    """Configuration keys of preference training."""
 
     pref_loss: list[str] = arg(
         ["sigmoid"],
@@ -170,7 +170,9 @@ _DIVERGENCE = Rule(
 
 
 def _check_excludes(a: Any, judge: Judge) -> None:
-    """Refuse keys that a loss in pref_loss excludes."""
+    """Add a Problem to `judge` for each key that is set and that a loss in pref_loss cannot be
+    combined with.
+    """
     for name in a.pref_loss:
         for key in LOSSES[name].excludes:
             reason = f"pref_loss {name} has a term of single tokens, or of answers of several pairs"
@@ -178,7 +180,9 @@ def _check_excludes(a: Any, judge: Judge) -> None:
 
 
 def _check_pairs(a: Any, judge: Judge) -> None:
-    """Check the keys of a dpo run over all groups."""
+    """Check the configuration of a preference run across all groups of keys; Problems go to
+    `judge`.
+    """
     check_preferences(a, judge)
     _check_excludes(a, judge)
     judge.expect(
@@ -199,12 +203,14 @@ def _describe_preferences(keys: Any) -> str:
 
 
 def _keys_of(names: Iterable[str]) -> set[str]:
-    """The configuration keys that these losses read."""
+    """The configuration keys that these losses list as read."""
     return {key for name in names for key in LOSSES[name].keys}
 
 
 def _check_preference_keys(a: Any, judge: Judge) -> None:
-    """Check the keys of the losses and of their reference."""
+    """Check the configuration keys of the losses and of their reference, such as a weight per loss;
+    Problems go to `judge`.
+    """
     names = a.pref_loss
     listed = ", ".join(names)
     judge.expect(

@@ -22,15 +22,15 @@ _LARGEST_EXPONENT = 80.0  # exp(80) is finite in float32
 
 
 class Responses(NamedTuple):
-    """Inputs of a preference loss for P pairs, each [P].
+    """Inputs of a preference loss for P pairs of answers, each [P].
 
-    chosen, rejected: the policy's log-probabilities of the answers; chosen_lens, rejected_lens:
-    their numbers of tokens.
-    reference_chosen, reference_rejected: the reference's log-probabilities; None for losses without
-    a reference.
-    whole_chosen: `chosen` before ld_alpha.
-    margin: the column pair_margin, or None.
-    of_batch: [P, 2], the results of the loss row's of_batch.
+    chosen, rejected: the policy's log-probabilities of the answers. chosen_lens, rejected_lens: the
+    answers' numbers of tokens.
+    reference_chosen, reference_rejected: log-probabilities under the reference; None for losses
+    without one.
+    whole_chosen: `chosen` before ld_alpha reduces the weight of tokens.
+    margin: the pairs' column pair_margin, or None.
+    of_batch: [P, 2], numbers about the global batch for a loss that needs some, otherwise None.
     """
 
     chosen: torch.Tensor
@@ -44,23 +44,29 @@ class Responses(NamedTuple):
     of_batch: Any = None
 
     def with_numbers(self, of_batch: Any) -> "Responses":
-        """A copy with another `of_batch`."""
+        """A copy with this `of_batch`."""
         return self._replace(of_batch=of_batch)
 
     @property
     def ratios(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Log-ratios (c, r): policy minus reference."""
+        """Log-ratios (c, r) of chosen and rejected answers: the policy's log-probability minus the
+        reference's, [P] each.
+        """
         return self.chosen - self.reference_chosen, self.rejected - self.reference_rejected
 
     @property
     def means(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Mean log-probability per token of (chosen, rejected)."""
+        """Mean log-probability per token of (chosen, rejected) answers under the policy, [P]
+        each.
+        """
         return self.over_lengths(self.chosen, self.rejected)
 
     def over_lengths(
         self, of_chosen: torch.Tensor, of_rejected: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Divide one value per answer by the answer's number of tokens."""
+        """Divide one value per answer, [P] for chosen and for rejected, by the answer's number of
+        tokens.
+        """
         lengths = (self.chosen_lens.clamp(min=1), self.rejected_lens.clamp(min=1))
         return of_chosen / lengths[0], of_rejected / lengths[1]
 
@@ -68,26 +74,29 @@ class Responses(NamedTuple):
 def rewards(
     numbers: tuple[torch.Tensor, torch.Tensor], config: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Detached rewards of (chosen, rejected): beta times `numbers`.
+    """Rewards of (chosen, rejected) answers for the log: beta times `numbers`, without a gradient.
 
-    numbers: the log-ratios, or for losses without a reference the mean log-probabilities per token.
+    numbers: the log-ratios to the reference; for losses without a reference, the mean
+    log-probabilities per token.
     """
     of_chosen, of_rejected = numbers
     return config.beta * of_chosen.detach(), config.beta * of_rejected.detach()
 
 
 def scores(r: Responses, config: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """f'(u) for chosen and rejected, at the ratios u = exp(c) and exp(r) (2309.16240).
+    """f'(u) for (chosen, rejected) answers, the slope of the configured f-divergence at the ratio u
+    of policy to reference probability (2309.16240).
 
-    reverse_kl: log u. js_divergence: log(2 u / (1 + u)). alpha_divergence: (u^(a - 1) - 1) / (a -
-    1) with a = f_alpha_divergence_coef, as in TRL. forward_kl: the same with a = 0.
+    reverse_kl: log u, the plain log-ratio. js_divergence: log(2 u / (1 + u)). alpha_divergence:
+    (u^(a - 1) - 1) / (a - 1) with a = f_alpha_divergence_coef, as in TRL. forward_kl: the same with
+    a = 0.
     """
     of_chosen, of_rejected = r.ratios
     return _slope(of_chosen, config), _slope(of_rejected, config)
 
 
 def _slope(log_ratio: torch.Tensor, config: Any) -> torch.Tensor:
-    """f'(exp(log_ratio)) for the configured f-divergence."""
+    """f'(u), the slope of the configured f-divergence, at u = exp(log_ratio)."""
     kind = config.f_divergence_type
     if kind == "js_divergence":
         return math.log(2) + logsigmoid(log_ratio)
@@ -101,18 +110,20 @@ def _slope(log_ratio: torch.Tensor, config: Any) -> torch.Tensor:
 def _margin(
     r: Responses, config: Any, of_chosen: torch.Tensor, of_rejected: torch.Tensor
 ) -> torch.Tensor:
-    """beta (chosen - rejected), minus the pair's margin if there is one (2402.10571)."""
+    """beta (chosen - rejected), minus the column pair_margin if pairs have one (2402.10571)."""
     margin = config.beta * (of_chosen - of_rejected)
     return margin if r.margin is None else margin - r.margin
 
 
 def _difference(r: Responses, config: Any) -> torch.Tensor:
-    """d = beta (c - r) - margin, with an f-divergence's slopes instead of c and r."""
+    """d = beta (c - r) - margin, with c and r the log-ratios of the chosen and the rejected answer
+    to the reference, or the slopes by which an f-divergence replaces them (see scores).
+    """
     return _margin(r, config, *scores(r, config))
 
 
 def _scaled(r: Responses, config: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The log-ratios of (chosen, rejected) times beta."""
+    """beta times the log-ratios of (chosen, rejected) answers to the reference."""
     of_chosen, of_rejected = r.ratios
     return config.beta * of_chosen, config.beta * of_rejected
 
@@ -123,8 +134,8 @@ def _smoothed(d: torch.Tensor, e: float) -> torch.Tensor:
 
 
 def _token_loss(r: Responses) -> torch.Tensor:
-    """Cross entropy [P] of the chosen answers: each answer's sum over its tokens, times
-    pairs_per_token. So its mean over the global batch's pairs is the mean loss per token.
+    """Cross entropy [P] of the chosen answers: the sum over an answer's tokens, times the number
+    from pairs_per_token. Its mean over the global batch's pairs is then the mean loss per token.
     """
     return -r.whole_chosen * r.of_batch[:, 0]
 
@@ -133,35 +144,42 @@ def _token_loss(r: Responses) -> torch.Tensor:
 
 
 def sigmoid(r: Responses, config: Any) -> torch.Tensor:
-    """-(1 - e) log sigmoid(d) - e log sigmoid(-d), with d = beta (c - r) - margin and e =
-    label_smoothing: DPO (2305.18290); with e > 0 conservative DPO.
+    """DPO (2305.18290): -(1 - e) log sigmoid(d) - e log sigmoid(-d), with d = beta (c - r) - margin
+    and e = label_smoothing. c and r are the log-ratios of the chosen and the rejected answer to the
+    reference, or the slopes of another f-divergence (see scores). With e > 0 conservative DPO.
     """
     return _smoothed(_difference(r, config), config.label_smoothing)
 
 
 def sigmoid_norm(r: Responses, config: Any) -> torch.Tensor:
-    """-log sigmoid(d) with c/|y| and r/|y| instead of c and r: length-normalised
-    DPO (2411.15124).
+    """Length-normalised DPO (2411.15124): -log sigmoid(beta (c / |y_c| - r / |y_r|) - margin). c
+    and r are the log-ratios of the chosen and the rejected answer to the reference, or the slopes
+    of another f-divergence (see scores). |y| is an answer's number of tokens.
     """
     return -logsigmoid(_margin(r, config, *r.over_lengths(*scores(r, config))))
 
 
 def hinge(r: Responses, config: Any) -> torch.Tensor:
-    """max(0, 1 - d): SLiC's hinge loss (2305.10425) on log-ratios, as in RSO (2309.06657)."""
+    """SLiC's hinge loss (2305.10425) on log-ratios, as in RSO (2309.06657): max(0, 1 - d) with d =
+    beta (c - r) - margin. c and r are the log-ratios of the chosen and the rejected answer to the
+    reference, or the slopes of another f-divergence (see scores).
+    """
     return (1 - _difference(r, config)).clamp(min=0)
 
 
 def ipo(r: Responses, config: Any) -> torch.Tensor:
-    """(c/|y| - r/|y| - 1 / (2 beta))^2: IPO (2310.12036, equation 17), on means like its authors'
-    code.
+    """IPO (2310.12036, equation 17): (c / |y_c| - r / |y_r| - 1 / (2 beta))^2. c and r are the
+    log-ratios of the chosen and the rejected answer to the reference, or the slopes of another
+    f-divergence (see scores). They are divided by the answers' numbers of tokens |y|, as in its
+    authors' code.
     """
     of_chosen, of_rejected = r.over_lengths(*scores(r, config))
     return (of_chosen - of_rejected - 1 / (2 * config.beta)).square()
 
 
 def robust(r: Responses, config: Any) -> torch.Tensor:
-    """(-(1 - e) log sigmoid(d) + e log sigmoid(-d)) / (1 - 2 e), with e = label_smoothing: robust
-    DPO (2403.00409).
+    """Robust DPO (2403.00409): (-(1 - e) log sigmoid(d) + e log sigmoid(-d)) / (1 - 2 e), with e =
+    label_smoothing and d = beta (c - r) - margin as in DPO.
     """
     d = _difference(r, config)
     e = config.label_smoothing
@@ -169,8 +187,8 @@ def robust(r: Responses, config: Any) -> torch.Tensor:
 
 
 def exo_pair(r: Responses, config: Any) -> torch.Tensor:
-    """sigmoid(d) (log sigmoid(d) - log(1 - e)) + sigmoid(-d) (log sigmoid(-d) - log e), with e =
-    label_smoothing: EXO (2402.00856, equation 16).
+    """EXO (2402.00856, equation 16): sigmoid(d) (log sigmoid(d) - log(1 - e)) + sigmoid(-d) (log
+    sigmoid(-d) - log e), with e = label_smoothing and d = beta (c - r) - margin as in DPO.
     """
     d = _difference(r, config)
     e = config.label_smoothing
@@ -179,8 +197,8 @@ def exo_pair(r: Responses, config: Any) -> torch.Tensor:
 
 
 def discopop(r: Responses, config: Any) -> torch.Tensor:
-    """(1 - m) (-log sigmoid(d)) + m exp(-d) with m = sigmoid(d / tau): DiscoPOP (2406.08414,
-    equation 5).
+    """DiscoPOP (2406.08414, equation 5): (1 - m) (-log sigmoid(d)) + m exp(-d) with m = sigmoid(d /
+    discopop_tau) and d = beta (c - r) - margin as in DPO.
     """
     d = _difference(r, config)
     share = (d / config.discopop_tau).sigmoid()
@@ -191,16 +209,17 @@ def discopop(r: Responses, config: Any) -> torch.Tensor:
 
 
 def nca_pair(r: Responses, config: Any) -> torch.Tensor:
-    """-log sigmoid(b c) - (log sigmoid(-b c) + log sigmoid(-b r)) / 2, with b = beta: NCA
-    (2402.05369).
+    """NCA (2402.05369): -log sigmoid(b c) - (log sigmoid(-b c) + log sigmoid(-b r)) / 2, with b =
+    beta, and c and r the log-ratios of the chosen and the rejected answer to the reference.
     """
     of_chosen, of_rejected = _scaled(r, config)
     return softplus(-of_chosen) + 0.5 * softplus(of_chosen) + 0.5 * softplus(of_rejected)
 
 
 def bco_pair(r: Responses, config: Any) -> torch.Tensor:
-    """-log sigmoid(b c - m) - log sigmoid(m - b r), with b = beta: BCO (2404.04656). m comes from
-    bco_shift; 0 without it.
+    """BCO (2404.04656): -log sigmoid(b c - m) - log sigmoid(m - b r), with b = beta, and c and r
+    the log-ratios of the chosen and the rejected answer to the reference. m is the running mean of
+    rewards from bco_shift; 0 in bco_pair_unshifted.
     """
     of_chosen, of_rejected = _scaled(r, config)
     shift = 0.0 if r.of_batch is None else r.of_batch[:, 0]
@@ -208,8 +227,8 @@ def bco_pair(r: Responses, config: Any) -> torch.Tensor:
 
 
 def sppo_hard(r: Responses, config: Any) -> torch.Tensor:
-    """(c - 1 / (2 b))^2 + (r + 1 / (2 b))^2, with b = beta: SPPO (2405.00675, 4.7) with preferences
-    1 and 0.
+    """SPPO (2405.00675, 4.7) for preferences 1 and 0: (c - 1 / (2 b))^2 + (r + 1 / (2 b))^2, with b
+    = beta, and c and r the log-ratios of the chosen and the rejected answer to the reference.
     """
     of_chosen, of_rejected = r.ratios
     target = 0.5 / config.beta
@@ -217,20 +236,25 @@ def sppo_hard(r: Responses, config: Any) -> torch.Tensor:
 
 
 def apo_zero(r: Responses, config: Any) -> torch.Tensor:
-    """1 - sigmoid(b c) + sigmoid(b r), with b = beta: APO-zero (2408.06266, equation 7)."""
+    """APO-zero (2408.06266, equation 7): 1 - sigmoid(b c) + sigmoid(b r), with b = beta, and c and
+    r the log-ratios of the chosen and the rejected answer to the reference.
+    """
     of_chosen, of_rejected = _scaled(r, config)
     return (-of_chosen).sigmoid() + of_rejected.sigmoid()
 
 
 def apo_down(r: Responses, config: Any) -> torch.Tensor:
-    """sigmoid(b c) + 1 - sigmoid(b (c - r)), with b = beta: APO-down (2408.06266, equation 8)."""
+    """APO-down (2408.06266, equation 8): sigmoid(b c) + 1 - sigmoid(b (c - r)), with b = beta, and
+    c and r the log-ratios of the chosen and the rejected answer to the reference.
+    """
     of_chosen, of_rejected = _scaled(r, config)
     return of_chosen.sigmoid() + (of_rejected - of_chosen).sigmoid()
 
 
 def kto_pair(r: Responses, config: Any) -> torch.Tensor:
-    """(sigmoid(b (z_r - c)) + sigmoid(b (r - z_c))) / 2, with b = beta: KTO on pairs (2402.01306,
-    v1). z_r and z_c come from kl_of_batch.
+    """KTO on pairs (2402.01306, v1): (sigmoid(b (z_r - c)) + sigmoid(b (r - z_c))) / 2, with b =
+    beta, and c and r the log-ratios of the chosen and the rejected answer to the reference. z_r and
+    z_c are means of r and c over the global batch, at least 0, from kl_of_batch.
     """
     of_chosen, of_rejected = r.ratios
     kl_of_rejected, kl_of_chosen = r.of_batch.unbind(-1)
@@ -239,20 +263,23 @@ def kto_pair(r: Responses, config: Any) -> torch.Tensor:
 
 
 def aot(r: Responses, config: Any) -> torch.Tensor:
-    """-(1 - e) log sigmoid(b (q - q')) - e log sigmoid(b (q' - q)), with b = beta: AOT
-    (2406.05882). q are the policy's margins, q' the reference's, both sorted over the batch.
+    """AOT (2406.05882): -(1 - e) log sigmoid(b (q - q')) - e log sigmoid(b (q' - q)), with b = beta
+    and e = label_smoothing. q is a pair's margin of log-probabilities, chosen minus rejected, under
+    the policy; q' is the reference's margin with the same rank, when both are sorted over the
+    global batch.
     """
     margin = config.beta * (r.chosen - r.rejected - r.of_batch[:, 0])
     return _smoothed(margin, config.label_smoothing)
 
 
 def aot_unpaired(r: Responses, config: Any) -> torch.Tensor:
-    """-(1 - e) log sigmoid(b (c - r)) - e log sigmoid(b (r - c)), with b = beta: AOT unpaired
-    (2406.05882), with c and r each sorted over the batch.
+    """AOT unpaired (2406.05882): -(1 - e) log sigmoid(b (c - r)) - e log sigmoid(b (r - c)), with b
+    = beta and e = label_smoothing. c and r are log-ratios of chosen and rejected answers to the
+    reference, matched by rank after sorting each over the global batch.
 
     Each answer is matched with the opposite answer of equal rank. The loss is summed from the
     chosen answers' side; the rejected side adds only its gradient, not its value. So each answer
-    gets its gradient once, and the sum over pairs equals the sum over ranks.
+    gets its gradient once.
     """
     of_chosen, of_rejected = r.ratios
     partner_of_chosen, partner_of_rejected = r.of_batch.unbind(-1)
@@ -266,10 +293,10 @@ def aot_unpaired(r: Responses, config: Any) -> torch.Tensor:
 
 
 def log1mexp(x: torch.Tensor) -> torch.Tensor:
-    """log(1 - exp(x)) for x <= 0, finite everywhere.
+    """log(1 - exp(x)) for x <= 0, with finite values and gradients.
 
-    Near 0 it uses expm1, elsewhere log1p: either would lose all digits in the other range. Above
-    -1e-7 (a model certain of every token) the value is constant and the gradient 0.
+    Near 0 it uses expm1, elsewhere log1p, because each would lose all digits in the other's range.
+    Above -1e-7 (a model certain of every token) the value is constant and the gradient 0.
     """
     x = x.clamp(max=-1e-7)
     # each branch sees values of its range only: outside it, its gradient would be NaN
@@ -281,8 +308,9 @@ def log1mexp(x: torch.Tensor) -> torch.Tensor:
 
 
 def orpo(r: Responses, config: Any) -> torch.Tensor:
-    """-p_c - beta log sigmoid(odds_c - odds_r) with odds = p - log(1 - exp(p)): ORPO (2403.07691).
-    p are mean log-probabilities per token. The first term is a supervised loss.
+    """ORPO (2403.07691): -p_c - beta log sigmoid(o_c - o_r). p_c and p_r are the mean
+    log-probabilities per token of the chosen and the rejected answer, and o = p - log(1 - exp(p))
+    are their log-odds. -p_c is a supervised loss.
     """
     chosen, rejected = r.means
     log_odds = (chosen - rejected) - (log1mexp(chosen) - log1mexp(rejected))
@@ -290,23 +318,28 @@ def orpo(r: Responses, config: Any) -> torch.Tensor:
 
 
 def simpo(r: Responses, config: Any) -> torch.Tensor:
-    """-(1 - e) log sigmoid(d - gamma) - e log sigmoid(gamma - d) with mean log-probabilities in d:
-    SimPO (2405.14734). gamma is a margin between rewards, as in TRL and LLaMA-Factory.
+    """SimPO (2405.14734): -(1 - e) log sigmoid(d - gamma) - e log sigmoid(gamma - d), with d = beta
+    (p_c - p_r) - margin, e = label_smoothing, and p_c and p_r the mean log-probabilities per token
+    of the chosen and the rejected answer. gamma is simpo_gamma, a margin between rewards as in TRL
+    and LLaMA-Factory.
     """
     d = _margin(r, config, *r.means) - config.simpo_gamma
     return _smoothed(d, config.label_smoothing)
 
 
 def cpo(r: Responses, config: Any) -> torch.Tensor:
-    """-(1 - e) log sigmoid(d) - e log sigmoid(-d) + cpo_alpha * (token loss of chosen answers): CPO
-    (2401.08417), with log-probabilities in d.
+    """CPO (2401.08417): -(1 - e) log sigmoid(d) - e log sigmoid(-d) + cpo_alpha * (token loss of
+    the chosen answer), with d = beta (log p(chosen) - log p(rejected)) - margin and e =
+    label_smoothing. There is no reference.
     """
     d = _margin(r, config, r.chosen, r.rejected)
     return _smoothed(d, config.label_smoothing) + config.cpo_alpha * _token_loss(r)
 
 
 def sft(r: Responses, config: Any) -> torch.Tensor:
-    """Token loss of the chosen answers: MPO's generation loss (2411.10442)."""
+    """The token loss of the chosen answers, without a reference: MPO's generation loss
+    (2411.10442).
+    """
     return _token_loss(r)
 
 
@@ -315,12 +348,16 @@ def sft(r: Responses, config: Any) -> torch.Tensor:
 
 
 def pairs_per_token(every: Responses, config: Any, memory: dict[str, Any]) -> tuple[Any, Any]:
-    """(N / number of tokens in the chosen answers, 0)."""
+    """(N / number of tokens in the chosen answers, 0), for the N pairs of the global batch: the
+    factor that turns a mean per pair into a mean per token.
+    """
     return len(every.chosen_lens) / every.chosen_lens.sum().clamp(min=1), 0.0
 
 
 def bco_shift(every: Responses, config: Any, memory: dict[str, Any]) -> tuple[Any, Any]:
-    """(m, 0): m is the mean over all steps so far of the batch's mean reward, b (c + r) / 2."""
+    """(m, 0) for BCO. m is the mean, over all steps so far, of a step's mean reward beta (c + r) /
+    2. memory keeps m and the number of steps; a step with a non-finite m changes neither.
+    """
     mean = float(config.beta * torch.cat(every.ratios).mean())
     steps = memory.get("bco_steps", 0) + 1
     before = memory.get("bco_mean", 0.0)
@@ -331,23 +368,31 @@ def bco_shift(every: Responses, config: Any, memory: dict[str, Any]) -> tuple[An
 
 
 def kl_of_batch(every: Responses, config: Any, memory: dict[str, Any]) -> tuple[Any, Any]:
-    """(z_r, z_c): mean log-ratios of the rejected and of the chosen answers, at least 0."""
+    """(z_r, z_c) for KTO on pairs: the mean log-ratio to the reference of the rejected, and of the
+    chosen answers in the global batch, both at least 0.
+    """
     of_chosen, of_rejected = every.ratios
     return of_rejected.mean().clamp(min=0), of_chosen.mean().clamp(min=0)
 
 
 def _partners(values: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
-    """For each value, the element of `others` with the same rank, [N]."""
+    """For each of `values` [N], the element of `others` [N] that has the same rank when both are
+    sorted.
+    """
     return others.sort().values[values.argsort(stable=True).argsort()]
 
 
 def sorted_references(every: Responses, config: Any, memory: dict[str, Any]) -> tuple[Any, Any]:
-    """(for each pair the reference's margin with the same rank as the policy's, 0)."""
+    """(for each pair in the global batch, the reference's margin (chosen minus rejected
+    log-probability) that has the same rank as the pair's margin under the policy; 0), for AOT.
+    """
     margins = every.chosen - every.rejected
     return _partners(margins, every.reference_chosen - every.reference_rejected), 0.0
 
 
 def sorted_partners(every: Responses, config: Any, memory: dict[str, Any]) -> tuple[Any, Any]:
-    """(for each pair the r with the same rank as its c, the c with the same rank as its r)."""
+    """For AOT unpaired, over the global batch: (for each pair, the rejected log-ratio with the same
+    rank as its chosen one; the chosen log-ratio with the same rank as its rejected one).
+    """
     of_chosen, of_rejected = every.ratios
     return _partners(of_chosen, of_rejected), _partners(of_rejected, of_chosen)

@@ -36,11 +36,11 @@ from .trainer_evaluation import PredictionOutput, sum_documents
 
 @dataclass
 class KTOConfig(ReferenceConfig):
-    """The objective's settings. ConfigError for values that do not fit together.
+    """Settings of KTO. ConfigError for values that do not fit together.
 
     beta: strength of the reference. desirable_weight, undesirable_weight: loss weights of answers
-    with label 1 and 0. cutoff_len: maximum tokens of a mismatched document; None: no limit. Other
-    fields are ReferenceConfig's.
+    with label 1 and 0. cutoff_len: maximum tokens of a mismatched document (a prompt with another
+    prompt's answer); None: no limit. Other fields are ReferenceConfig's.
     """
 
     beta: float = 0.1
@@ -53,14 +53,14 @@ class KTOConfig(ReferenceConfig):
 
 
 class KTOTrainer(DPOTrainer):
-    """Train on labelled answers: samples of one document {"input_ids", "labels", "answer_label"},
-    shifted, with label 1 for a desirable answer and 0 for an undesirable one; or on packs of such
-    samples.
+    """Train with KTO on labelled answers. A sample has one document {"input_ids", "labels",
+    "answer_label"} with shifted labels; answer_label is 1 for a desirable answer, 0 for an
+    undesirable one. With sequence_packing, samples may also be packs of such samples.
 
     train_config: a KTOConfig. Other arguments are DPOTrainer's; per_device_train_batch_size counts
-    answers, or packs. In an evaluation, kl is estimated over the micro-batches that run together.
-    Token counts exclude mismatched answers. ValueError, before anything is computed, for data and
-    keys that do not fit.
+    answers, or packs. KTO's kl comes from mismatched documents, a prompt with another prompt's
+    answer, which token counts exclude. In an evaluation, kl is estimated over the micro-batches
+    that run together. ValueError for data and keys that do not fit.
     """
 
     row_unit = "sample"
@@ -76,8 +76,9 @@ class KTOTrainer(DPOTrainer):
 
     @classmethod
     def forward_passes(cls, keys: Any) -> tuple[int, int]:
-        """(extra forward passes of the model per step, forward passes of the reference
-        per step).
+        """(1, 2) for FLOPs: per step the trained model runs one extra forward pass, over mismatched
+        documents; a reference that runs in each step runs two, over answers and over mismatched
+        documents.
         """
         return 1, 2  # mismatched answers have, over an epoch, as many tokens as the answers
 
@@ -89,7 +90,9 @@ class KTOTrainer(DPOTrainer):
 
     @staticmethod
     def check_samples(dataset: Any) -> None:
-        """Raise ValueError if samples have no label, or there is only one."""
+        """Raise ValueError if the first sample has no answer_label or several documents, or if the
+        data set has only one sample, so that there is no other answer to compare with.
+        """
         view = samples_of(dataset)
         documents = documents_of(view[0])
         expect(
@@ -113,11 +116,13 @@ class KTOTrainer(DPOTrainer):
         ref_mismatched_logps: torch.Tensor,
         losses: torch.Tensor,
     ) -> tuple[Any, ...]:
-        """Token losses [b, s] -> (sum of the answers' losses, number of answers int32, {metric:
-        (sum, count)}).
+        """Turn token losses [b, s] into (sum of the answers' losses, number of answers int32,
+        {metric: (sum, count)}).
 
         labels: [b, s] on this rank. batch: the whole micro-batch, with "kl". ref_logps,
-        ref_mismatched_logps: [n]. Collective under context parallelism: one sum over its group.
+        ref_mismatched_logps: [n], log-probabilities under the reference; the second is not used.
+        Under context parallelism collective over its group, whose ranks other than the first return
+        counts and metrics of 0.
         """
         config = self.train_config
         logps, _ = sum_documents(self.backend, batch, labels, losses)
@@ -164,8 +169,9 @@ class KTOTrainer(DPOTrainer):
     def _prepare_micro_batches(
         self, micro_batches: list[dict[str, Any]], seq_length: int
     ) -> list[dict[str, Any]]:
-        """The answers of the micro-batches, with "kl" added. Collective: forward passes of the
-        schedule, and a sum over all ranks.
+        """The micro-batches with answers only, and with "kl", KTO's estimate over the global batch,
+        added. To compute kl, mismatched documents run forward through the trained model.
+        Collective.
         """
         both = super()._prepare_micro_batches(micro_batches, seq_length)
         mismatched = self._of_each_two(both, 1)
@@ -181,8 +187,10 @@ class KTOTrainer(DPOTrainer):
     def _reference_logps(
         self, models: Any, batches: list[dict[str, Any]], seq_length: int
     ) -> list[torch.Tensor]:
-        """float32 [n, 2] per micro-batch: log-probabilities of answers and of mismatched documents.
-        They run separately, because the longer mismatched ones would pad the answers.
+        """Log-probabilities under the reference of each answer and its mismatched document, float32
+        [n, 2] for each micro-batch; [] on pipeline stages before the last. Answers and mismatched
+        documents run separately, because the longer mismatched ones would pad the answers.
+        Collective.
         """
         kinds = []
         for first in range(2):
@@ -191,8 +199,8 @@ class KTOTrainer(DPOTrainer):
         return [torch.stack(pair, -1) for pair in zip(*kinds, strict=True)]
 
     def _of_each_two(self, batches: list[dict[str, Any]], first: int) -> list[dict[str, Any]]:
-        """From arranged micro-batches, the answers (first = 0) or the mismatched documents (first =
-        1), padded for these alone.
+        """Arranged micro-batches with only the answers (first = 0) or only the mismatched documents
+        (first = 1), padded to their own length.
         """
         chosen = [_every_second(batch, first) for batch in batches]
         longest = self.backend.common_length(max(map(row_length, chosen)))
@@ -201,14 +209,14 @@ class KTOTrainer(DPOTrainer):
     # -- data
 
     def _prepare_samples(self, samples: Any) -> Any:
-        """The samples with mismatched documents, and log-probabilities of a cached reference.
+        """The samples with mismatched documents and, for a cached reference, its log-probabilities.
         Collective.
         """
         return super()._prepare_samples(self._paired(samples))
 
     def _paired(self, samples: Any) -> Any:
-        """The samples as a Mismatched view, which adds mismatched documents; such a view is
-        returned unchanged.
+        """The samples as a Mismatched view, which gives each sample a mismatched document. Samples
+        that already have one are returned unchanged. ValueError for samples that do not fit.
         """
         if isinstance(samples, (Mismatched, WithReference)):
             return samples
@@ -221,8 +229,8 @@ class KTOTrainer(DPOTrainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "test",
     ) -> PredictionOutput:
-        """Log-probabilities of each sample's answer, as McaTrainer.predict; mismatched documents
-        are left out. Collective.
+        """Log-probability of each sample's answer, as McaTrainer.predict returns it. Mismatched
+        documents are left out. Collective.
         """
         view = samples_of(test_dataset)
         while isinstance(view, (Mismatched, WithReference)):
@@ -235,12 +243,12 @@ class KTOTrainer(DPOTrainer):
 
 
 class Mismatched(View):
-    """A view of labelled samples with two documents each: the sample's own, and its prompt with the
-    answer of the previous sample in its block. The block's first sample takes the last one's
-    answer.
+    """A view of labelled samples that gives each sample two documents: its own, and a mismatched
+    one, its prompt with the answer of the sample before it in its block. A block's first sample
+    gets the last one's answer.
 
-    block: samples per block; a block of one uses the sample before it. cutoff_len: maximum tokens
-    of a mismatched document.
+    block: samples per block; a sample alone in the last block gets the answer of the sample before
+    it. cutoff_len: maximum tokens of a mismatched document; None: no limit.
     """
 
     documents_per_sample = 2
@@ -254,7 +262,7 @@ class Mismatched(View):
         self.fingerprint = fingerprint and f"{fingerprint} mismatched {block} {cutoff_len}"
 
     def partner(self, i: int) -> int:
-        """Index of the sample whose answer is used in sample i's mismatched document."""
+        """Index of the sample whose answer stands in sample i's mismatched document."""
         start = i - i % self.block
         size = min(self.block, len(self) - start)
         if size == 1:
@@ -276,7 +284,10 @@ class Mismatched(View):
 
 
 def _joined(document: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """One document's prompt with the other document's answer, shifted, and with positions."""
+    """A new document: the prompt of `document` with the answer of `other`, with shifted labels on
+    the answer only. Other columns per token, such as positions of images, go on by 1 over the
+    answer.
+    """
     ids = np.asarray(document["input_ids"])
     start, _ = _span_of_answer(document)
     first, end = _span_of_answer(other)
@@ -295,8 +306,8 @@ def _joined(document: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, 
 
 
 def _span_of_answer(document: Mapping[str, Any]) -> tuple[int, int]:
-    """(first, end) indices of the labels of a document's answer. ValueError if there are none, or
-    they have a gap.
+    """(first, end) indices of the labels of a document's answer; labels of the prompt are masked.
+    ValueError if the answer has no label, or a gap.
     """
     [trained] = np.nonzero(np.asarray(document["labels"]) != IGNORE_INDEX)
     expect(len(trained) > 0, "a sample has no label: expected those of its answer")
@@ -310,9 +321,10 @@ def _span_of_answer(document: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _every_second(batch: Batch, first: int) -> dict[str, Any]:
-    """An arranged batch with documents first, first + 2, ... only, in rows as long as the longest
-    of them. A packed row of padding keeps one document. Columns per document, sample or picture are
-    unchanged."""
+    """An arranged batch with only the documents first, first + 2, and so on. Rows become as long as
+    the longest of these. A packed row of padding keeps one document. Columns per document, sample
+    or image are unchanged.
+    """
     chosen = dict(batch)
     names = [name for name in batch if is_of_tokens(name)]
     if "cu_seqlens" not in batch:

@@ -20,7 +20,7 @@ KTO_METRICS = (
 
 @dataclass(kw_only=True)
 class KTOArguments(ArgumentGroup):
-    """KTO."""
+    """Configuration keys of KTO: the weights of desirable and undesirable answers."""
 
     kto_chosen_weight: float = amount(1.0, "stage kto: weight of desirable answers")
     kto_rejected_weight: float = amount(1.0, "stage kto: weight of undesirable answers")

@@ -32,10 +32,10 @@ from .trainer_evaluation import PredictionOutput, sum_documents
 
 @dataclass
 class RewardConfig(ReferenceConfig):
-    """The objective's settings. ConfigError for values that do not fit together.
+    """Settings of reward model training. ConfigError for values that do not fit together.
 
-    center_rewards_coefficient: weight of the squared sum of a pair's scores, which centres scores
-    around 0.
+    center_rewards_coefficient: weight of a loss term, the squared sum of a pair's two scores, which
+    keeps scores near 0.
     """
 
     center_rewards_coefficient: float = 0.0
@@ -44,14 +44,14 @@ class RewardConfig(ReferenceConfig):
 
 
 class RewardTrainer(DPOTrainer):
-    """Train a model with a value head on pairs: samples of two documents {"input_ids", "labels"},
-    chosen and rejected. Their input_ids are complete, including the last token. Columns for pairs
-    are DPOTrainer's.
+    """Train a reward model, a model with a value head, on preference pairs. A sample has two
+    documents {"input_ids", "labels"}, the chosen answer's before the rejected one's. Their
+    input_ids are complete, including the last token.
 
     model: VirtualModels with has_value_head in the config, or transformers' sequence classification
     model with one label. train_config: a RewardConfig. tokenizer: its pad token is copied into the
-    config; if it has none, the config's counts. Other arguments are DPOTrainer's, without
-    ref_model. ValueError, before anything is computed, for data and models that do not fit.
+    model's config; without one, the config's pad token is used. Other arguments are DPOTrainer's,
+    without ref_model. ValueError for data and models that do not fit.
     """
 
     config_class = RewardConfig
@@ -93,8 +93,9 @@ class RewardTrainer(DPOTrainer):
     # -- the loss
 
     def _arrange(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Arrange a batch, and label one token per document: the last one other than the pad token,
-        as transformers chooses it. ValueError for a document of pad tokens only.
+        """Arrange a batch for the model, and label one token per document, at which the value head
+        is read: the last one that is not the pad token, as transformers chooses it. ValueError for
+        a document of pad tokens only.
         """
         batch = super()._arrange(batch)
         ids = batch["input_ids"]
@@ -116,8 +117,8 @@ class RewardTrainer(DPOTrainer):
     def _scores(
         self, batch: dict[str, Any], labels: torch.Tensor, scores: torch.Tensor
     ) -> torch.Tensor:
-        """Each pair's scores, float32 [P, 2], from this rank's scores [b, s]. Collective under
-        context parallelism: one sum over its group.
+        """Scores of each pair's answers (chosen, rejected), float32 [P, 2], from the value head's
+        outputs [b, s] on this rank. Collective under context parallelism.
         """
         # sum_documents takes losses: negative log-probabilities
         sums, _ = sum_documents(self.backend, batch, labels, -scores * (labels != IGNORE_INDEX))
@@ -126,9 +127,9 @@ class RewardTrainer(DPOTrainer):
     def _post_compute_loss(
         self, labels: torch.Tensor, batch: dict[str, Any], *more: Any
     ) -> tuple[Any, ...]:
-        """Scores of tokens [b, s] (the last argument) -> (sum of the pairs' losses, number of pairs
-        int32, {metric: (sum, pairs)}). Collective under context parallelism: one sum over its
-        group.
+        """Turn the value head's outputs [b, s], the last argument, into (sum of the pairs' losses,
+        number of pairs int32, {metric: (sum, pairs)}). Under context parallelism collective over
+        its group, whose ranks other than the first return counts and metrics of 0.
         """
         chosen, rejected = self._scores(batch, labels, more[-1]).unbind(-1)
         margin = batch.get("pair_margin", 0.0)
@@ -146,8 +147,9 @@ class RewardTrainer(DPOTrainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "test",
     ) -> PredictionOutput:
-        """Scores of each pair, float64 [pairs, 2] for chosen and rejected, in the data set's order
-        on every rank. metrics: their means, and the share of pairs ranked correctly. Collective.
+        """Score each pair: predictions are float64 [pairs, 2], for chosen and rejected answers, in
+        the data set's order, on every rank. metrics: the means of both scores, and the share of
+        pairs whose chosen answer has the higher score. Collective.
         """
 
         def collect(
@@ -163,6 +165,8 @@ class RewardTrainer(DPOTrainer):
         return PredictionOutput(scores, None, metrics)
 
     def prediction_records(self, predictions: np.ndarray) -> Iterator[dict[str, Any]]:
-        """Yield {"index", "chosen", "rejected"} with the scores of each pair."""
+        """Yield {"index": i, "chosen": score, "rejected": score} for each pair. predictions:
+        [pairs, 2] from predict().
+        """
         for index, scores in enumerate(predictions.tolist()):
             yield {"index": index, **dict(zip(SIDES, scores, strict=True))}

@@ -12,7 +12,7 @@ RM_METRICS = METRICS[:5]
 
 @dataclass(kw_only=True)
 class RewardArguments(ArgumentGroup):
-    """Reward models."""
+    """Configuration key of reward models."""
 
     center_rewards_coefficient: float = amount(
         0.0, "stage rm: weight of the squared sum of a pair's scores, which centres them"

@@ -46,10 +46,11 @@ META_NAME = "meta.json"
 
 
 def objective_keys(stage: str, **keys: Any) -> SimpleNamespace:
-    """The finetuning keys and those of parts, for an objective's config: `keys` cast, the others at
-    their default.
+    """The configuration keys that an objective's config stands for, as an object with an attribute
+    per key: the given `keys`, converted to their types, and all others at their defaults.
 
-    Raises ConfigError for a wrong type or if a rule of the stage refuses a value.
+    stage: the training stage, such as "dpo". ConfigError if a value has a wrong type, or a rule of
+    the stage refuses it.
     """
     judge = Judge(None)
     groups = [
@@ -72,8 +73,8 @@ def objective_keys(stage: str, **keys: Any) -> SimpleNamespace:
 
 
 def trained_counts(dataset: Any) -> np.ndarray:
-    """Number of trained tokens in each sample, int64 [samples]. Iterates over the dataset if it has
-    no `learned`.
+    """Number of trained tokens in each sample, int64 [samples]. If the dataset has no attribute
+    `learned` with these counts, all samples are read.
     """
     learned = getattr(dataset, "learned", None)
     if learned is not None:
@@ -86,12 +87,14 @@ def trained_counts(dataset: Any) -> np.ndarray:
 
 
 def trained(document: Any) -> np.ndarray:
-    """bool array: True for tokens of the document with a label."""
+    """bool [n]: True for the document's tokens that have a label."""
     return np.asarray(document["labels"]) != IGNORE_INDEX
 
 
 def fingerprint_of(dataset: Any) -> str:
-    """A hash of the dataset's columns. Iterates over the dataset if it has no `fingerprint`."""
+    """A hash of the dataset's content, as text. If the dataset has no attribute `fingerprint`, all
+    samples are read, and the columns known to the package are hashed.
+    """
     name = getattr(dataset, "fingerprint", None)
     if name is not None:
         return name
@@ -106,8 +109,8 @@ def fingerprint_of(dataset: Any) -> str:
 
 
 def identity_of_model(folder: str | os.PathLike[str] | None, cache_dir: Path) -> dict[str, str]:
-    """{file: its sha256} for a model's folder; {} without a folder. cache_dir: caches the hashes of
-    large files.
+    """{file: its sha256} for the config and weights in a model's folder; {} without a folder.
+    cache_dir: folder that keeps the hashes of large files.
     """
     if not folder:
         return {}
@@ -137,7 +140,9 @@ _PART = re.compile(r"(\d+)-(\d+)-([0-9a-f]{8})-([0-9a-f]{8})\.rows", re.ASCII)
 
 @contextlib.contextmanager
 def _naming(folder: Path) -> Iterator[None]:
-    """Context that turns an OSError into a CheckpointError naming the folder and its keys."""
+    """Context that turns an OSError into a CheckpointError. Its text names `folder` and the
+    configuration keys that move it.
+    """
     try:
         yield
     except OSError as error:
@@ -148,13 +153,14 @@ def _naming(folder: Path) -> Iterator[None]:
 
 
 class RowStore:
-    """The rows of one data set in a folder: meta.json with their identity, and one file per part.
+    """Stored scores of one data set, as rows in a folder, so that a later run need not compute them
+    again. meta.json has the rows' identity; each part of the rows is one file.
 
     A part's file name has its first row, the row after its last, a hash of the identity and of the
     previous part's name, and the CRC-32 of its content. So the parts of one pass form a chain.
 
-    folder: None: rows are not written. identity: {"data", "rows", ...}; the keys in _WORDS are
-    compared, others are only stored. dtype: of a row. Files are written atomically, so two
+    folder: None: rows are not written. identity: {"data", "rows", ...}; keys in _WORDS must equal
+    those on disk, others are only stored. dtype: a row's. Files are written atomically, so two
     processes may write the same rows.
     """
 
@@ -166,21 +172,23 @@ class RowStore:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows that the store has."""
+        """Number of rows in the parts that were loaded or added."""
         return self.parts[-1][0] if self.parts else 0
 
     def _before(self) -> str:
-        """A hash of the identity and of the last part's name."""
+        """A hash of the identity and of the last part's name, which the next part's name
+        contains.
+        """
         return hash_of([self.identity, [path.name for _, path in self.parts[-1:]]])[:8]
 
     @property
     def is_complete(self) -> bool:
-        """True if the store has all rows."""
+        """True if the store has all rows of the data set."""
         return self.num_rows == self.identity["rows"]
 
     def load(self, report: Callable[[str], Any] = print) -> "RowStore":
-        """Check the rows on disk and add those before the first damaged part -> self, with the
-        identity read from disk.
+        """Find the parts in the folder, up to the first damaged one, and take the identity from
+        disk. Returns the store. A folder without readable meta.json counts as empty.
 
         report: called with a line about damage. ValueError if the rows belong to another model,
         other data or other keys.
@@ -215,8 +223,9 @@ class RowStore:
         return self
 
     def write(self, rows: np.ndarray) -> tuple[int, Path]:
-        """Write the next rows -> an item to append to `parts`. Files are on disk when
-        it returns.
+        """Write the next rows as a part. Returns (the row after it, its file), which the caller
+        appends to `parts`. The file is on disk at the return, unless `folder` is None: then nothing
+        is written.
         """
         data = rows.tobytes()
         end = self.num_rows + len(rows)
@@ -231,11 +240,11 @@ class RowStore:
         return end, path
 
     def maps(self) -> list[np.ndarray]:
-        """The rows of each part, memory-mapped."""
+        """The rows of each part, memory-mapped from its file."""
         return [np.memmap(path, self.dtype, mode="r") for _, path in self.parts]
 
     def read(self) -> np.ndarray:
-        """All rows, in memory."""
+        """All rows of the parts, as one array in memory."""
         return np.concatenate([np.empty(0, self.dtype), *self.maps()])
 
 
@@ -243,10 +252,10 @@ class RowStore:
 
 
 class ObjectiveConfig:
-    """Base of the objectives' configs: dataclasses whose fields are the values of `keys` in a row
-    of OBJECTIVES.
+    """Base class of the objectives' configs, such as DPOConfig: dataclasses whose fields correspond
+    to configuration keys, by the mapping `keys` in a row of OBJECTIVES.
 
-    The fields here exist in some objectives only. cache_dir: folder for stored rows; None: keep
+    The fields here exist in only some objectives. cache_dir: folder for stored rows; None: keep
     them in memory. cache: another folder, used instead.
     """
 
@@ -259,23 +268,24 @@ class ObjectiveConfig:
 
     @classmethod
     def of_keys(cls, keys: RunArguments, **more: Any) -> Any:
-        """The config for a run's keys. more: further fields, which override the keys."""
+        """The config for a run's configuration keys. more: fields that override the keys."""
         names = OBJECTIVES[cls.stage].keys
         return cls(**{name: getattr(keys, key) for key, name in names.items()} | more)
 
     def as_keys(self) -> dict[str, Any]:
-        """{configuration key: this config's value}."""
+        """{configuration key: this config's value}, as a run would set it."""
         return {key: getattr(self, name) for key, name in OBJECTIVES[self.stage].keys.items()}
 
     def check_with(self, **more: Any) -> SimpleNamespace:
-        """Check this config's keys by their rules -> all keys of the objective. more: overrides
-        some keys. Raises ConfigError.
+        """Check this config by the rules for its configuration keys. Returns all keys of the
+        objective. more: keys that override the config's. ConfigError if a rule refuses a value.
         """
         return objective_keys(self.stage, **self.as_keys() | more)
 
     def take_keys(self, **more: Any) -> None:
-        """Check the keys and convert the fields to the keys' types, in place. more: overrides some
-        keys; their fields stay. Raises ConfigError.
+        """Check this config by the rules for its configuration keys, and convert its fields to the
+        keys' types, in place. more: keys that override the config's for the check; their fields
+        stay. ConfigError if a rule refuses a value.
         """
         keys = self.check_with(**more)
         for key, name in OBJECTIVES[self.stage].keys.items():
@@ -284,12 +294,12 @@ class ObjectiveConfig:
 
 
 class ScoredTrainer(McaTrainer):
-    """Base of trainers that learn from another model's scores of their samples, such as a reference
-    model's (DPO) or a teacher's (distillation). The scores are rows in a RowStore. Subclasses
-    set the class attributes: config_class (made if train_config is None), scorer (the other model's
-    name in reports), scorer_key (the configuration key that sets this model), kind (the rows' name
-    on disk and in checkpoints), row_unit (what a row describes: "pair", "token"), part_rows (rows
-    written at once) and row_type (a row's dtype).
+    """Base class of trainers that learn from another model's scores of their samples, such as a
+    reference model's (DPO) or a teacher's (distillation). The scores are rows in a RowStore.
+    Subclasses set the class attributes: config_class (made if train_config is None), scorer (the
+    other model's name in reports), scorer_key (the configuration key that sets this model), kind
+    (the rows' name on disk and in checkpoints), row_unit (what a row describes: "pair", "token"),
+    part_rows (rows written at once) and row_type (a row's dtype).
 
     train_config: an ObjectiveConfig; None: its defaults. Other arguments are McaTrainer's.
     ConfigError for keys that do not fit together.
@@ -316,27 +326,30 @@ class ScoredTrainer(McaTrainer):
         self.settings |= config.as_keys()
 
     def _keys_of_data(self, args: Any, given: dict[str, Any]) -> dict[str, Any]:
-        """Keys that follow from the data sets. given: the constructor's keywords. ValueError for
-        samples that do not fit.
+        """Hook: configuration keys that follow from the data sets' columns, to check with the
+        others. given: the constructor's keywords. ValueError for samples that do not fit.
         """
         return {}
 
     def _identity(self, cache_dir: Path) -> dict[str, Any]:
-        """The part of RowStore's identity that is not about the data. cache_dir: caches file
-        hashes.
+        """Hook: facts that identify the scoring model in a RowStore's identity. cache_dir: folder
+        that keeps file hashes.
         """
         raise NotImplementedError  # DPOTrainer describes a reference, DistillTrainer a teacher
 
     def _score(self, samples: Any, ends: np.ndarray, start: int, stop: int) -> np.ndarray:
-        """Rows of samples `start` to `stop`, on every rank. ends: int64 [samples + 1], cumulative
-        row counts, starting at 0. Collective.
+        """Hook: compute the rows of samples `start` to `stop`, on every rank. ends: int64 [samples
+        + 1], cumulative row counts, starting at 0. Collective.
         """
         raise NotImplementedError  # DPOTrainer scores answers, DistillTrainer gives tokens' top k
 
     # -- the pass
 
     def _stored(self, samples: Any, num_rows: int) -> RowStore:
-        """The RowStore for these samples, with the rows that are on disk. Collective."""
+        """The RowStore for these samples, with the rows that are on disk already. num_rows: how
+        many rows they have. CheckpointError on every rank for rows of another model or other data.
+        Collective.
+        """
 
         def load() -> RowStore:
             config = self.train_config
@@ -356,16 +369,18 @@ class ScoredTrainer(McaTrainer):
         return store
 
     def _report_rows(self, store: RowStore) -> None:
-        """Print how many rows the store has."""
+        """Print how many of its rows the store has."""
         done = f"{store.num_rows:,} of {store.identity['rows']:,} {self.row_unit}s"
         self.report.print(f"{self.scorer}: {done} in {store.folder or 'memory'}")
 
     def _missing_rows(
         self, store: RowStore, samples: Any, ends: np.ndarray
     ) -> Iterator[np.ndarray]:
-        """Compute the rows that the store lacks; yield each part once it is written. Collective.
+        """Compute the rows that the store lacks, write them part by part, and yield each part.
+        ends: see _score. Collective.
 
-        CheckpointError if stored rows exist and the model now scores the first samples differently.
+        CheckpointError if the store has rows already, and the model now scores the first samples
+        differently.
         """
         args = self.args
         of_step = args.per_device_eval_batch_size * args.gradient_accumulation_steps
@@ -393,7 +408,9 @@ class ScoredTrainer(McaTrainer):
             start = stop
 
     def _is_same(self, logps: Any, others: Any) -> bool:
-        """True if two passes over the same samples differ by no more than rounding."""
+        """True if log-probabilities from two passes over the same samples are equal up to rounding:
+        3 % in half precision (or rows stored so), otherwise 0.1 %, relative or absolute.
+        """
         is_half = self.row_type["logps"].base.itemsize < 4
         share = 3e-2 if self.args.bf16 or self.args.fp16 or is_half else 1e-3
         return bool(np.allclose(logps, others, rtol=share, atol=share))
@@ -401,13 +418,15 @@ class ScoredTrainer(McaTrainer):
     # -- around the loop
 
     def objective_facts(self) -> dict[str, Any]:
-        """The first rows of the training set, for checkpoints: a resumed run must have the same."""
+        """{kind: the first few scores of the training set}, stored in checkpoints, because a
+        resumed run must have the same; {} without scores.
+        """
         scores = getattr(samples_of(self.train_dataset), "first_scores", None)
         return {self.kind: scores} if scores else {}
 
     def check_objective(self, facts: dict[str, Any], folder: Path) -> None:
-        """Raise CheckpointError if a checkpoint's first rows differ from this run's. facts: the
-        checkpoint's objective_facts.
+        """Raise CheckpointError if a checkpoint's objective_facts, `facts`, have other scores than
+        this run, so that it was trained against another model. folder: the checkpoint's.
         """
         written = facts.get(self.kind)
         now = self.objective_facts().get(self.kind)

@@ -14,11 +14,11 @@ REFERENCES = ("cached", "adapter", "model")
 
 @dataclass(kw_only=True)
 class ReferenceArguments(ArgumentGroup):
-    """Reference models.
+    """Configuration keys of reference models.
 
-    pref_beta: beta of the losses, which scales log-ratios to the reference; in orpo the weight of
-    the odds ratio. ref_model: "cached" scores the data once, before training; "adapter" disables
-    the adapters; "model" loads model_name_or_path a second time; a folder loads its model.
+    pref_beta: scales log-ratios to the reference; in orpo the weight of the odds ratio. ref_model:
+    "cached" scores the data once, before training; "adapter" disables the adapters; "model" loads
+    model_name_or_path a second time; a folder loads its model.
     """
 
     pref_beta: float = amount(0.1, "strength of the reference, or weight of orpo's odds ratio")
@@ -55,7 +55,9 @@ REFERENCE_RULES = (
 
 
 def check_preferences(a: Any, judge: Judge) -> None:
-    """Apply the rules for stages that compare answers, over the keys of all groups."""
+    """Check the configuration of a stage that compares answers, across all groups of keys. Problems
+    go to `judge`. a: all keys.
+    """
     judge.apply(_PREFERENCES)
     path = os.path.join(a.ref_model or "", HF_CONFIG_NAME)
     judge.expect(
