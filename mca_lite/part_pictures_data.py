@@ -64,7 +64,7 @@ GRIDS = tuple(grid for _, grid in COLUMNS_OF.values())
 
 @dataclass(frozen=True)
 class Picture:
-    """An encoded image: a file's path, or else its bytes in `data`."""
+    """An encoded image: a file's path, or its bytes in `data`; path is "" then."""
 
     kind: ClassVar[str] = "image"
     path: str
@@ -85,9 +85,9 @@ class Picture:
 
 
 class Placed(NamedTuple):
-    """An image of a document, or a part's other input, with its grid. where: "file:line" of its
-    record. num_bytes, modified: the file's state when it was tokenised.
-    """
+    """An image or another input at its position in a document. grid: its numbers of patches along
+    time, height and width. num_bytes, modified: size and time of its file when it was tokenised.
+    where: "file:line" of its record."""
 
     picture: Any
     grid: tuple[int, int, int]
@@ -100,8 +100,9 @@ def read_picture(value: Any, folder: Path, where: str, home: str | Path | None =
     """The Picture for a value in a record: a path (relative to `folder`), bytes, a data: URL, or a
     dict with one of them.
 
-    home: only files in this folder are allowed, after following links; None: any file. ValueError,
-    naming `where`, for anything else. Nothing is downloaded.
+    home: only files in this folder are allowed, after following links; None: any file. Raises
+    ValueError, naming `where`, for anything else, and for a file that does not exist. Nothing is
+    downloaded.
     """
     match value:
         case bytes():
@@ -148,12 +149,13 @@ def _decoded(text: str, where: str) -> bytes:
 
 
 def plural(kind: str) -> str:
-    """Several inputs of a kind, in words."""
+    """The plural of a kind of input, for messages: "pictures" for "image"."""
     return f"{_NOUNS[kind]}s"
 
 
 def picture_of_block(block: dict[str, Any]) -> Any:
-    """The image inside a message block; None if the block refers to the images column."""
+    """The value of the image or video in a message block, such as a path; None if the block has
+    none and so takes the next one of the record's column."""
     found: Any = next((block[key] for key in _SOURCES if block.get(key) is not None), None)
     if isinstance(found, str) and found == block.get("base64"):
         return {"base64": found}
@@ -165,9 +167,8 @@ def picture_of_block(block: dict[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def opened(picture: Picture, where: str) -> Iterator[Any]:
-    """Context with Pillow's image object, header read, pixels not decoded. Any error of Pillow
-    inside the context becomes a ValueError that names `where`.
-    """
+    """Context with Pillow's image object for an image; the header is read, pixels are not decoded.
+    Any error of Pillow inside the context becomes a ValueError that names `where`."""
     expect(
         importlib.util.find_spec("PIL"),
         f"{where}: pictures take Pillow: pip install 'mca-lite[images]'",
@@ -191,11 +192,13 @@ def opened(picture: Picture, where: str) -> Iterator[Any]:
 
 
 class _Unusable(Exception):
-    """Raised inside opened for an image that cannot be trained on."""
+    """Raised inside opened() for an image that Pillow can read but that cannot be trained on;
+    opened() makes it a ValueError."""
 
 
 def upright_size(image: Any) -> tuple[int, int]:
-    """(height, width) of the image as displayed, from its header. Raises _Unusable."""
+    """(height, width) of an image as displayed, from its header. Raises _Unusable for an image that
+    is too large, has more than 8 bits per channel, or is animated."""
     from PIL import Image
 
     width, height = image.size
@@ -241,7 +244,7 @@ def as_rgb(image: Any, *resize: Any) -> Any:
 
 
 def thumbnail(image: Any) -> str:
-    """A small version of Pillow's image, in RGB, as a data: URL."""
+    """The image as a data: URL of at most 240 x 240 pixels. Shrinks Pillow's image in place."""
     image.thumbnail(_THUMBNAIL)
     png = io.BytesIO()
     image.save(png, "PNG")
@@ -253,7 +256,8 @@ def thumbnail(image: Any) -> str:
 
 @dataclass(kw_only=True)
 class Vision(Media):
-    """Sizes, tokens and pixels of images for one model. Picklable. Methods are described in Media.
+    """Media of a model with images: reads their sizes and pixels, and places them among the tokens.
+    Picklable. Methods are described in Media.
 
     folder: the model's, with its image processor's settings.
     block: the text that stands for an image in a conversation; contains its placeholder once.
@@ -277,9 +281,9 @@ class Vision(Media):
 
     @classmethod
     def of(cls, folder: Path, config: dict[str, Any], tokenizer: Any, keys: Any) -> Media:
-        """Read it from a config.json's contents; Media() if the model has no images, or another
-        kind of them. ValueError if the tokenizer lacks the image tokens.
-        """
+        """The Vision for a model, from its config.json's contents; Media(), which refuses images,
+        if they lack the image tokens or the tower's patch sizes. ValueError if the tokenizer lacks
+        the image tokens."""
         tower = config.get("vision_config") or {}
         sizes: list[Any] = [tower.get(key) for key in ("spatial_merge_size", "patch_size")]
         token_keys = _GLM_TOKEN_KEYS if _GLM_TOKEN_KEYS[0] in config else TOKEN_KEYS
@@ -324,7 +328,7 @@ class Vision(Media):
         )
 
     def _settings(self) -> dict[str, Any]:
-        """The image processor's settings; {} if the folder has none."""
+        """The image processor's settings from the model's folder; {} if it has none."""
         settings: dict[str, Any] = {}
         for name in _PROCESSOR_NAMES:
             if (self.folder / name).is_file():
@@ -370,9 +374,9 @@ class Vision(Media):
     def grid(
         self, height: int, width: int, least: int | None = None, most: int | None = None
     ) -> tuple[int, int, int]:
-        """The grid of an image of this size. least, most: numbers of pixels, None: the processor's.
-        ValueError if it is too narrow.
-        """
+        """The grid (1, rows, columns) of patches of an image with this many pixels, after the
+        processor's resizing. least, most: limits on the pixels; None: the processor's. ValueError
+        if the image is too narrow."""
         processor = self.processor
         resize = sys.modules[type(processor).__module__].smart_resize  # the processor's version
         frames = _frames_of(processor)
@@ -400,9 +404,8 @@ class Vision(Media):
         return Placed(picture, grid, picture.num_bytes, picture.modified, where)
 
     def pixels(self, placed: Placed) -> torch.Tensor:
-        """Pixel values, float32 [patches, values per patch]. ValueError if the file changed since
-        tokenising, or is broken.
-        """
+        """An image's pixel values as the vision tower takes them, float32 [patches, values per
+        patch]. ValueError if the file is broken, or has changed since it was tokenised."""
         picture = placed.picture
         processor = self.processor
         with opened(picture, placed.where) as image:
@@ -431,15 +434,16 @@ class Vision(Media):
     # -- in a record
 
     def by_kind(self, of_columns: list[Any]) -> dict[str, list[Any]]:
-        """{kind: the values of a record's columns}."""
+        """Sort the values of a record's columns by kind -> {"image": values}."""
         return {"image": of_columns}
 
     def read_input(self, kind: str, value: Any, *place: Any) -> Any:
-        """An input of a record. place: the arguments of read_picture behind the value."""
+        """The Picture for an input's value in a record. place: further arguments of
+        read_picture."""
         return read_picture(value, *place)
 
     def text_of(self, item: Any) -> str:
-        """The text that stands for an input in a conversation."""
+        """The text that stands for an input in a conversation: `block` for an image."""
         return self.block
 
     def take(
@@ -476,7 +480,9 @@ class Vision(Media):
     def _blocks_of(
         self, messages: list[dict[str, Any]], rest: dict[str, list[Any]], may_lead: bool, where: str
     ) -> list[list[dict[str, Any]]]:
-        """The blocks of each message, whose content gets MARK for each, in place."""
+        """The image blocks of each message, from blocks or from marks in its text. In the content
+        MARK takes the place of each, in place. may_lead: put unmarked images of the columns before
+        the first question. ValueError for a text with a placeholder token."""
         of_blocks = [message.pop("media", None) for message in messages]
         for message, blocks in zip(messages, of_blocks, strict=True):
             content = message["content"]
@@ -504,7 +510,8 @@ class Vision(Media):
         return found
 
     def _place_of(self, where: str) -> tuple[Any, ...]:
-        """The arguments of read_picture behind the value. where: "file:line" of the record."""
+        """Arguments for read_picture after the value: (folder of relative paths, where, allowed
+        folder). where: "file:line" of the record."""
         file = Path(where.rpartition(":")[0])
         return Path(self.media_dir or file.parent), where, self.media_dir or snapshot_of(file)
 
@@ -548,7 +555,7 @@ class Vision(Media):
         )
 
     def shortened(self, content: str) -> str:
-        """The content with the text of each input as chat templates write it."""
+        """The content with each input's text as chat templates write it. For images: unchanged."""
         return content
 
     def _as_blocks(self, content: str) -> str | list[dict[str, str]]:
@@ -585,26 +592,27 @@ class Vision(Media):
         return tuple(self.place(picture, where) for picture in inputs)
 
     def _num_tokens(self, text: str) -> int:
-        """The number of placeholder tokens in a text."""
+        """The number of placeholder tokens in a text, before they are repeated."""
         return sum(map(text.count, self.tokens))
 
     def runs(self, placed: Placed) -> list[tuple[int, int, int]]:
-        """The grids of an input's runs of placeholder tokens."""
+        """The grids of an input's runs of placeholder tokens: an image has one run."""
         return [placed.grid]
 
     def _runs(self, inputs: Sequence[Placed]) -> np.ndarray:
-        """The grids of all runs of placeholder tokens, int64 [runs, 3]."""
+        """int64 [runs, 3]: the grids of all runs of placeholder tokens of some inputs."""
         grids = [run for placed in inputs for run in self.runs(placed)]
         return np.array(grids, dtype=np.int64).reshape(-1, 3)
 
     def count(self, pictures: Sequence[Placed]) -> np.ndarray:
-        """Number of placeholder tokens of each image, int64 [images]."""
+        """int64 [images]: the number of placeholder tokens that each image takes, one per feature
+        of the vision tower."""
         grids = np.array([placed.grid for placed in pictures], dtype=np.int64).reshape(-1, 3)
         return grids.prod(axis=1) // self.merge_size**2
 
     def expand(self, document: np.ndarray, inputs: Sequence[Placed]) -> np.ndarray:
-        """The document (data_encode.Document) with one placeholder per feature, instead of one per
-        image. Placeholders are never trained on.
+        """The document (data_encode.Document) with each placeholder repeated, one per feature of
+        its image. Placeholders have no loss.
 
         ValueError if the number of placeholders is not the number of images.
         """
@@ -638,9 +646,8 @@ class Vision(Media):
     def fit(
         self, document: np.ndarray, inputs: Sequence[Placed], start: int, stop: int
     ) -> tuple[slice, list[Placed]]:
-        """(slice, its images) for the document's tokens from `start` to `stop`, shortened so that
-        no image is cut.
-        """
+        """Cut a document to tokens start:stop without cutting an image in two -> (the slice,
+        shortened where necessary; the images inside it)."""
         tokens = np.maximum(document, ~document)
         places = np.flatnonzero(np.isin(tokens, self.token_ids))
         ends = self.count(inputs).cumsum()
@@ -657,19 +664,19 @@ class Vision(Media):
         ]
 
     def unit(self, tokens: np.ndarray, placed: Placed, first: int, last: int) -> tuple[int, int]:
-        """(start, stop) of an input whose first and last placeholder stand there: with the token
-        before an image and the token after it.
-        """
+        """(start, stop) of all tokens of an input: its placeholders, from index `first` to `last`,
+        and the tokens for its start and end around them."""
         return first - 1, last + 2
 
     def steps(self, inputs: Sequence[Placed]) -> list[float] | None:
-        """Positions along time between an input's features, for each run; None: 1."""
+        """For each run of placeholders the distance in time between its features, in positions;
+        None: 1 everywhere, as for images."""
         return None
 
     def columns(self, ids: np.ndarray, inputs: Sequence[Placed]) -> dict[str, torch.Tensor]:
-        """Model columns of a document with tokens ids [n]: rope_t, rope_h and rope_w; with images
-        also image_grid_thw, and pixel_values unless is_read is False.
-        """
+        """The model's columns for a document with tokens ids [n]: positions rope_t, rope_h and
+        rope_w [n]; with images also image_grid_thw, and pixel_values unless is_read is False (with
+        videos likewise)."""
         import torch  # imported late: reading records needs no torch
 
         positions = rope_positions(
@@ -706,7 +713,7 @@ class Vision(Media):
         ]
 
     def image_of(self, placed: Placed) -> Any:
-        """Pillow's image, in RGB, that shows an input."""
+        """Pillow's image, in RGB, that a report shows for an input."""
         with opened(placed.picture, placed.where) as image:
             return as_rgb(image)
 
@@ -715,7 +722,8 @@ class Vision(Media):
 
 
 def _frames_of(processor: Any) -> int:
-    """The frames of a picture whose pixels a processor's limits count."""
+    """The number of times that an image counts for the processor's pixel limits: GLM-4V's processor
+    counts temporal_patch_size equal frames, others one."""
     is_glm = type(processor).__name__.startswith("Glm4v")
     return int(processor.temporal_patch_size) if is_glm else 1
 
@@ -724,10 +732,9 @@ def _frames_of(processor: Any) -> int:
 
 
 def with_image_slots(batch: dict[str, Any], *token_ids: int) -> dict[str, Any]:
-    """The batch with "image_slot" [b, s] added: the index of each token's feature in the
-    micro-batch, -1 for text and padding. token_ids: those of pictures, whose features come first,
-    and of videos.
-    """
+    """The batch with "image_slot" [b, s] added: the index of each token's image feature in the
+    micro-batch, -1 for text and padding. token_ids: the placeholders, in the order in which their
+    features are concatenated (images before videos)."""
     slots, count = batch["input_ids"].new_full(batch["input_ids"].shape, -1), 0
     for token_id in token_ids:
         is_input = (batch["input_ids"] == token_id) & ~batch["padding_mask"]
@@ -738,14 +745,14 @@ def with_image_slots(batch: dict[str, Any], *token_ids: int) -> dict[str, Any]:
 
 
 def has_pictures(batch: dict[str, Any]) -> bool:
-    """True if the batch has images or videos, and is no filler batch of padding."""
+    """True if the batch has images or other inputs than text, and is not a filler batch of padding
+    only."""
     return any(name in batch for name in GRIDS) and not bool(batch["padding_mask"].all())
 
 
 def merged_grids(grids: torch.Tensor, merge_size: int) -> torch.Tensor:
-    """Number of features along time, height and width, [images, 3], from numbers of patches
-    `grids`: merge_size x merge_size patches form one feature.
-    """
+    """[images, 3]: numbers of features along time, height and width, from numbers of patches
+    `grids`. merge_size x merge_size patches form one feature."""
     return grids // grids.new_tensor([1, merge_size, merge_size])
 
 
@@ -795,9 +802,8 @@ def rope_positions(
 
 
 def check_slots(batch: dict[str, Any], merge_size: int) -> None:
-    """Raise ValueError if a batch's image tokens and features differ in number, or positions are
-    missing. Filler batches of padding may have images.
-    """
+    """Raise ValueError if image placeholders and features of a batch differ in number, or it has no
+    rope positions. A filler batch, which is only padding, may have images."""
     lacking = [name for name in ROPE_COLUMNS if name not in batch]
     expect(
         not lacking,
@@ -819,9 +825,8 @@ def check_slots(batch: dict[str, Any], merge_size: int) -> None:
 
 
 class PictureFile:
-    """The images of a token-cache shard: pictures.jsonl has a line per document with images,
-    pictures.bin the bytes of images without a file.
-    """
+    """The images of a token-cache shard, appended one document at a time. pictures.jsonl has a
+    record per document with images, pictures.bin the bytes of images that have no file."""
 
     NAME = "pictures.jsonl"
     DATA_NAME = "pictures.bin"
@@ -847,18 +852,20 @@ class PictureFile:
         return self.end
 
     def write(self, picture: Any, data: Any) -> Any:
-        """The record of an input, for JSON; bytes without a file go into the open file `data`."""
+        """The record of an image, for JSON: (path, start, stop). Bytes of an image without a file
+        are appended to the open file `data`, as start:stop."""
         start = data.tell()
         data.write(picture.data or b"")
         return picture.path, start, data.tell()
 
     def load(self, record: Any) -> Any:
-        """The input that write() gave a record for."""
+        """The input for a record that write() returned."""
         path, *span = record
         return Picture(path, None if path else self._read(self.DATA_NAME, *span))
 
     def read(self, start: int, stop: int) -> list[Placed]:
-        """The images in the line between two sizes returned by add()."""
+        """The images of one document. start, stop: sizes of pictures.jsonl, as add() returned them
+        before and after the document."""
         if start == stop:
             return []
         placed = []

@@ -45,11 +45,11 @@ _HEAD_BYTES = 1 << 20  # a file is identified by its size and this many bytes
 
 @dataclasses.dataclass(frozen=True)
 class Position:
-    """A position in a stream.
+    """A position in a TokenStream, from which reading resumes; checkpoints contain it.
 
     passes: completed passes over all records.
     turns, exhausted: state of Turns, which mixes the datasets.
-    places: where each dataset's current block begins; None: at its first record.
+    places: where each dataset's current block of records begins; None: at its first record.
     chunk, sample, token: index of the chunk in the block, the sample in the chunk, the token in the
     sample.
     """
@@ -64,12 +64,14 @@ class Position:
 
 
 def _with_next(reader: Reader, start: Place) -> Iterator[tuple[Any, Any]]:
-    """Yield (record with the position after it, the following such pair or None) for a dataset."""
+    """Yield ((record, position after it), the next such pair) for a dataset; the next pair is None
+    after the last record. start: the position of the first one."""
     return itertools.pairwise(itertools.chain(reader.records(start), [None]))
 
 
 class TokenStream:
-    """The rows of several datasets, repeated endlessly.
+    """A training set that is tokenised while it is read: the rows of several datasets, mixed and
+    repeated endlessly.
 
     readers: one per dataset. data_args: with the keys of DataArguments and StreamArguments. packs:
     True to put whole samples, in order, into rows of at most cutoff_len tokens, without attention
@@ -92,9 +94,8 @@ class TokenStream:
 
     @functools.cached_property
     def identity(self) -> str:
-        """A hash of the files (sizes and beginnings) and of everything else that determines rows
-        and their order. A resumed run must have the same.
-        """
+        """A hash of the files (sizes and first bytes) and of all else that determines rows and
+        their order. A resumed run must have the same."""
         names = ("mix_strategy", "mix_weights", "disable_shuffling", "buffer_size")
         facts = [getattr(self.args, name) for name in names]
         facts += [self.packs, self.seed, CHUNK_RECORDS, self.encoder.options]
@@ -106,7 +107,8 @@ class TokenStream:
         return f"streamed-{hash_of(facts)[:16]}"
 
     def report(self) -> list[str]:
-        """Report lines about each dataset, from its first records."""
+        """Report lines about each dataset, from its first records: the files' formats and the first
+        sample as text. Sets has_media."""
         lines = []
         for reader in self.readers:
             records = itertools.islice(reader.records(), CHUNK_RECORDS)
@@ -121,7 +123,7 @@ class TokenStream:
         return lines
 
     def describe(self) -> str:
-        """A line for the start summary."""
+        """A line about the order of records, for the summary at a run's start."""
         order = "in the order of the files"
         if self.shuffles:
             order = f"shuffled in blocks of {self.block_records:,} records"
@@ -130,10 +132,9 @@ class TokenStream:
     def rows(
         self, position: Position | None = None
     ) -> Iterator[tuple[list[dict[str, Any]], Position]]:
-        """Yield endlessly (documents of a row, position after it), from `position` on (None: from
+        """Yield (documents of a row, position after it) endlessly, from `position` on (None: from
         the start). A document is {"input_ids", "labels"} with its columns, and "media" for
-        with_inputs(). ValueError if one pass over the data gives no sample.
-        """
+        with_inputs(). ValueError if one pass over the data gives no sample."""
         position = position or Position()
         samples = self._samples(position)
         if self.encoder.joins:
@@ -143,7 +144,8 @@ class TokenStream:
         return _one_each(samples)
 
     def with_inputs(self, row: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The documents of a row with the columns of their inputs other than text, in place."""
+        """Replace "media" in a row's documents by the columns that the model needs, such as pixels,
+        in place -> the row."""
         for document in row:
             media = document.pop("media", ())
             document.update(self.encoder.media.columns(document["input_ids"], media))
@@ -161,8 +163,8 @@ class TokenStream:
         collate(rows) plus "data_position", the position at the start of the next step.
 
         plan: batch sizes and ranks. state: a data_position; None: the beginning. num_workers: above
-        0, one process prefetches. speaks: print each kind of unusable record once. ValueError if
-        `state` has other fields than a Position.
+        0, one process prefetches. speaks: print each kind of record that is cut, left out or noted,
+        when it first occurs. ValueError if `state` has other fields than a Position.
         """
         self._speaks = speaks
         try:
@@ -182,9 +184,9 @@ class TokenStream:
     # -- records to samples to rows
 
     def _blocks(self, position: Position) -> Iterator[tuple[Position, list[Record]]]:
-        """Yield endlessly (position, up to block_records records) for each block, mixed by
-        mix_strategy. The last block of a pass has the remaining records.
-        """
+        """Yield endlessly (position, up to block_records records), a block to be shuffled as a
+        whole. The datasets are mixed by mix_strategy. The last block of a pass has the remaining
+        records."""
         while True:
             places = list(position.places or [BEGINNING] * len(self.readers))
             order = (self.args.mix_strategy, self.args.mix_weights, self.seed)
@@ -200,9 +202,9 @@ class TokenStream:
             position = Position(position.passes + 1)
 
     def _one_pass(self, turns: Turns, places: list[Place]) -> Iterator[Record]:
-        """Yield the records from `places` on, and update `places`. One record of each dataset is
-        read ahead, to recognise its last one.
-        """
+        """Yield the records of a pass in the order of `turns`, from `places` on, and update
+        `places`, one per dataset. One record of each dataset is read ahead, to recognise the last
+        one."""
         sources = list(map(_with_next, self.readers, places))
         for number in turns:
             (record, places[number]), following = next(sources[number])
@@ -213,9 +215,8 @@ class TokenStream:
             yield record
 
     def _samples(self, position: Position) -> Iterator[tuple[Position, Sample]]:
-        """Yield (position, documents) for each sample, from a position on. ValueError if a pass
-        gives no sample.
-        """
+        """Yield (position, documents) for each sample from `position` on, endlessly: blocks are
+        shuffled, then tokenised in chunks. ValueError if a whole pass gives no sample."""
         chunk = position.chunk
         done = position.sample
         passes = position.passes
@@ -239,9 +240,8 @@ class TokenStream:
             chunk = 0
 
     def _tokenize(self, chunk: list[Record]) -> list[Sample]:
-        """The samples of some records. Prints where each kind of unusable record first occurred.
-        ValueError if too many are unusable.
-        """
+        """The samples of a chunk of records. Prints each kind of record that is cut, left out or
+        noted when it first occurs, if this rank speaks. ValueError if too many records are bad."""
         samples, tally = self.encoder.encode(chunk)
         total = self._tally
         total.add(tally)
@@ -253,7 +253,7 @@ class TokenStream:
 
 
 def _one_each(samples: Iterator[Any]) -> Iterator[tuple[list[dict[str, Any]], Position]]:
-    """Yield each sample as a row, with the position after it."""
+    """Yield (the sample's documents, position after it): each sample is a row."""
     for position, documents in samples:
         after = dataclasses.replace(position, sample=position.sample + 1)
         yield [shifted(*document) for document in documents], after
@@ -262,7 +262,8 @@ def _one_each(samples: Iterator[Any]) -> Iterator[tuple[list[dict[str, Any]], Po
 def _packed(
     samples: Iterator[Any], capacity: int
 ) -> Iterator[tuple[list[dict[str, Any]], Position]]:
-    """Yield rows with as many samples as fit, in order, each with the position after it."""
+    """Yield (documents, position after them) for rows that hold as many whole samples, in order, as
+    fit into `capacity` tokens."""
     row: list[dict[str, Any]] = []
     used = 0
     for position, documents in samples:
@@ -279,9 +280,9 @@ def _packed(
 def _joined(
     samples: Iterator[Any], length: int, token: int
 ) -> Iterator[tuple[list[dict[str, Any]], Position]]:
-    """Yield rows of `length` inputs, cut from joined documents like row_spans does, each with the
-    position after it. token: where to begin in the first document.
-    """
+    """Yield ([one document], position after it) for rows of `length` inputs, cut from documents
+    joined end to end; neighbouring rows share a token, as in row_spans. token: where to begin in
+    the first document."""
     tokens = np.zeros(0, np.int32)
     begins: list[tuple[int, Position]] = []  # (index in tokens, position) of each document
     for position, [(document, _)] in samples:
@@ -302,7 +303,8 @@ def _joined(
 
 @dataclasses.dataclass(eq=False)
 class _MicroBatches(IterableDataset):
-    """This rank's micro-batches, each with the position after its step."""
+    """Iterates endlessly over this data-parallel rank's micro-batches; each has "data_position",
+    the position after its step."""
 
     stream: TokenStream
     collate: Callable[..., dict[str, Any]]

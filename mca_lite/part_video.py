@@ -57,16 +57,18 @@ _SHARED = "patch_size merge_size temporal_patch_size image_mean image_std resamp
 
 
 class OfColumn(NamedTuple):
-    """A value of a record's column of videos."""
+    """A value from a record's column of videos, marked so that it is not taken for an image."""
 
     value: Any
 
 
 @dataclass(frozen=True)
 class Video:
-    """The taken frames of a video: pictures, or those numbered `indices` of a single file.
+    """The frames of a video that are trained on: all pictures in `frames`, or of a single video
+    file the frames numbered `indices`.
 
-    seconds: when each is shown. fps: how many there are of a second. size: (height, width).
+    seconds: the time at which each frame is shown. fps: frames taken per second. size: (height,
+    width).
     """
 
     kind: ClassVar[str] = "video"
@@ -81,23 +83,22 @@ class Video:
 
     @property
     def num_bytes(self) -> int:
-        """Size of its files in bytes."""
+        """Size of the video's files in bytes."""
         return sum(frame.num_bytes for frame in self.frames)
 
     @property
     def modified(self) -> int:
-        """Time of the last change to them, in nanoseconds since 1970."""
+        """Time of the last change to the video's files, in nanoseconds since 1970."""
         return max(frame.modified for frame in self.frames)
 
     @property
     def num_times(self) -> int:
-        """The number of its grids along time."""
+        """The length of the video's patch grid along time: two frames make one step."""
         return (len(self.seconds) + 1) // 2
 
     def read(self, where: str) -> Iterator[np.ndarray]:
-        """The frames, uint8 [height, width, 3] each. A file that ends before its last frame gives
-        the one before again.
-        """
+        """Yield the frames, decoded: uint8 [height, width, 3] each. If a file has fewer frames than
+        its header says, the last one is repeated. ValueError, naming `where`, for a broken file."""
         if not self.indices:
             for picture in self.frames:
                 with opened(picture, where) as image:
@@ -118,9 +119,8 @@ class Video:
 
 @contextlib.contextmanager
 def _opened_video(path: str, where: str) -> Iterator[tuple[Any, Any]]:
-    """Context with (PyAV's container, its first video stream). Any error inside becomes a
-    ValueError that names `where`.
-    """
+    """Context with (PyAV's container, its first video stream) for a video file. Any error inside
+    becomes a ValueError that names `where`."""
     expect(
         importlib.util.find_spec("av"),
         f"{where}: video files take PyAV: pip install 'mca-lite[video]'; videos that are lists or "
@@ -136,13 +136,15 @@ def _opened_video(path: str, where: str) -> Iterator[tuple[Any, Any]]:
 
 
 def sampled(total: int, seconds: float, fps: float, most: int) -> list[int]:
-    """The numbers of the frames taken of a file with `total` frames, as in LLaMA-Factory."""
+    """The indices of frames to take from a video of `total` frames, evenly from the first to the
+    last: `fps` per second, at least one and at most `most`. As in LLaMA-Factory."""
     count = min(total, most, max(1, math.floor(seconds * fps)))
     return [int(number) for number in np.linspace(0, total - 1, count)]
 
 
 def video_of_file(file: Picture, fps: float, most: int, where: str) -> Video:
-    """The frames taken of a video file, by its header."""
+    """The Video for a file, with its frames chosen by sampled(). Frames are counted if the header
+    lacks their number; none is decoded. ValueError, naming `where`, if the file cannot be read."""
     with _opened_video(file.path, where) as (container, stream):
         # some formats do not say how many frames they have, or how long they take
         total = stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
@@ -160,12 +162,12 @@ def video_of_file(file: Picture, fps: float, most: int, where: str) -> Video:
 
 @dataclass(kw_only=True)
 class VideoVision(Vision):
-    """Vision that reads videos beside pictures.
+    """Media of a model with images and videos.
 
-    around: the text of a video, "{}" for its placeholder. start_id: the token before it.
-    writes_times: True if the times of frames are text, which `timed` matches. per_second: positions
-    along time for a second; None: one for each two frames. keys: video_fps, video_maxlen,
-    video_min_pixels and video_max_pixels.
+    around: the text of a video, "{}" for its placeholder. start_id: the token before the
+    placeholder. writes_times: True if the times of frames are text, which `timed` matches.
+    per_second: positions along time for a second; None: one for each two frames. keys: video_fps,
+    video_maxlen, video_min_pixels and video_max_pixels.
     """
 
     around: str
@@ -181,7 +183,8 @@ class VideoVision(Vision):
 
     @classmethod
     def of(cls, folder: Path, config: dict[str, Any], tokenizer: Any, keys: Any) -> Media:
-        """Read it as Vision is read; it is Vision's own for a model without videos."""
+        """The VideoVision for a model, from its config.json's contents; what Vision.of returns if
+        the model does not read videos."""
         vision = Vision.of(folder, config, tokenizer, keys)
         kind, video_id = config.get("model_type"), config.get("video_token_id")
         if not isinstance(vision, Vision) or kind not in _WRITES_TIMES or video_id is None:
@@ -283,7 +286,8 @@ class VideoVision(Vision):
 
     @functools.cached_property
     def frame_processor(self) -> Any:
-        """The processor of pictures, for frames. ValueError if that of videos differs."""
+        """The image processor, used for frames. ValueError if the model's settings for videos
+        differ from those for images."""
         own = self._settings()
         for name in _SETTINGS:
             path = self.folder / name
@@ -359,7 +363,8 @@ class VideoVision(Vision):
 
 
 class VideoStore(PictureFile):
-    """The pictures and videos of a token-cache shard."""
+    """The images and videos of a token-cache shard: a PictureFile that records a video as its
+    frames."""
 
     def write(self, picture: Any, data: Any) -> Any:
         if picture.kind == "image":
