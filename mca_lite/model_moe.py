@@ -448,19 +448,6 @@ class LocalDispatcher(Dispatcher):
     def count(self, chosen: torch.Tensor) -> torch.Tensor:
         return chosen.sum(0)
 
-    def dispatch_preprocess(
-        self, hidden_states: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Dispatcher's method, and set rows.again, a function that gathers the rows from
-        hidden_states again: the backward pass of a LoRA adapter calls it instead of saving the
-        rows.
-        """
-        rows, of_rows = super().dispatch_preprocess(hidden_states, experts, weights)
-        flat = hidden_states.detach().reshape(-1, self.hidden_shape[-1])
-        order = self.order
-        rows.again = lambda: flat[order // experts.shape[1]]
-        return rows, of_rows
-
     def token_dispatch(
         self, rows: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -606,23 +593,18 @@ class Experts(MegatronModule):
                 )
             return F.grouped_mm(t, w.transpose(1, 2), offs=ends)
 
-        def product(
-            projections: tuple[str, ...], t: torch.Tensor, w: torch.Tensor, again: Any
-        ) -> torch.Tensor:
+        def product(projections: tuple[str, ...], t: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
             if adapter is None:
                 return experts_product(t, w, multiply)
-            return adapter(projections, t, w, multiply, again)
+            return adapter(projections, t, w, multiply)
 
-        def down(activation: Callable[..., torch.Tensor], *more: Any) -> torch.Tensor:
-            again = functools.partial(activation, both.detach(), probs.detach(), *more)
-            return product(("down",), activation(both, probs, *more), self.fc2, again)
-
-        both = product(("gate", "up"), x, self.fc1, vars(x).pop("again", None))
+        both = product(("gate", "up"), x, self.fc1)
         if not self.has_biases:
-            return down(weighted_swiglu), None
+            return product(("down",), weighted_swiglu(both, probs), self.fc2), None
         of_expert = self._one_hot(x, tokens_per_expert)
         both = both + of_expert @ self.linear_fc1().flatten(1)
-        out = down(weighted_clamped_swiglu, self.config.activation_func_clamp_value)
+        limit = self.config.activation_func_clamp_value
+        out = product(("down",), weighted_clamped_swiglu(both, probs, limit), self.fc2)
         bias = self.linear_fc2()
         etp = self.etp_group.size()
         if etp > 1:  # the dispatcher sums over the ranks that share an expert

@@ -86,12 +86,17 @@ def gated_delta_rule(
     documents: int64 [s], each token's document index.
     """
     size = min(chunk_size, len(query))
-    # packed rows have many lengths, each of which torch.compile might take long for
-    parts_of = inspect.unwrap(_chunk_parts) if is_packed else _chunk_parts
-    outputs_of = inspect.unwrap(_outputs) if is_packed else _outputs
+    # torch.compile took over half a minute for a second size of rows
+    is_fixed = not is_packed and query.shape == _COMPILED.setdefault(query.dtype, query.shape)
+    parts_of = _chunk_parts if is_fixed else inspect.unwrap(_chunk_parts)
+    outputs_of = _outputs if is_fixed else inspect.unwrap(_outputs)
     q, scores, written, *of_state = parts_of(query, key, value, decay, beta, documents, size)
     written, states = ChunkStates.apply(written, *of_state)
     return outputs_of(q, scores, written, states, len(query), value.dtype)
+
+
+# shape of the queries for which the next two functions are compiled, the first ones, by dtype
+_COMPILED: dict[torch.dtype, torch.Size] = {}
 
 
 @compiled

@@ -546,13 +546,11 @@ class LoraExperts(Adapter):
         x: torch.Tensor,
         weight: torch.Tensor,
         multiply: Callable[..., Any],
-        again: Callable[[], torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """W x + scale * B A x for tokens sorted by expert: x [T, in] -> [T, outputs] in x's dtype.
 
         projections: those in weight [n, ..., in], such as ("gate", "up"). multiply(x, w):
-        multiplies each expert's tokens by w^T of this expert. again: a function that computes x
-        once more in the backward pass, so that x need not be kept; None: x is kept.
+        multiplies each expert's tokens by w^T of this expert.
         """
         if set(projections).isdisjoint(self.adapted):
             return experts_product(x, weight, multiply)
@@ -560,8 +558,9 @@ class LoraExperts(Adapter):
         if not self.adds_in_product(weight):
             low = multiply(self._dropped(x.float()), a)
             return (experts_product(x, weight, multiply) + multiply(low, b)).to(x.dtype)
+        low = multiply(x, a.to(x.dtype))
         room = with_room(weight, b.shape[-1], self._rooms)
-        return AdaptedExperts.apply(x, a, weight, b, room, multiply, again)
+        return AdaptedExperts.apply(x, low, weight, b.to(x.dtype), room, multiply)
 
     def merged(self, experts: torch.nn.Module) -> dict[str, torch.Tensor]:
         """{"gate_up_proj": ..., "down_proj": ...}: the parameters of a transformers experts module
@@ -822,37 +821,32 @@ class AdaptedExperts(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        a: torch.Tensor,
+        low: torch.Tensor,
         weight: torch.Tensor,
         b: torch.Tensor,
         room: torch.Tensor,
         multiply: Callable[..., torch.Tensor],
-        again: Callable[[], torch.Tensor] | None,
     ) -> torch.Tensor:
-        """x [T, in], a [n, c, in], weight [n, ..., in], b [n, out, c] -> [T, out]. room:
+        """x [T, in], low = x A^T [T, c], weight [n, ..., in], b [n, out, c] -> [T, out]. room:
         with_room's buffer for `weight`; b is written into its free columns, in place. multiply(x,
-        w): multiplies each expert's tokens by w^T of this expert. again: see LoraExperts.forward.
+        w): multiplies each expert's tokens by w^T of this expert.
         """
         room = room.flatten(1, -2)
         room[..., x.shape[-1] :].copy_(b)
-        ctx.save_for_backward(None if again else x, a, weight, b)
+        ctx.save_for_backward(low, weight, b)
         ctx.multiply = multiply
-        ctx.again = again
-        return multiply(torch.cat([x, multiply(x, a.to(x.dtype))], 1), room)
+        return multiply(torch.cat([x, low], 1), room)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        x, a, weight, b = ctx.saved_tensors
-        x = ctx.again() if ctx.again else x
-        with torch.enable_grad():  # autograd differentiates the narrow matmuls
-            x, a, b = (t.detach().requires_grad_() for t in (x, a, b))
-            low = ctx.multiply(x, a.to(x.dtype))
-            leaf = low.detach().requires_grad_()
-            product = ctx.multiply(leaf, b.to(x.dtype))
+        low, weight, b = ctx.saved_tensors
         grad = grad.contiguous()
-        d_low, d_b = torch.autograd.grad(product, (leaf, b), grad)
-        if not ctx.needs_input_grad[0]:
-            return None, *torch.autograd.grad(low, a, d_low), None, d_b, None, None, None
-        d_x, d_a = torch.autograd.grad(low, (x, a), d_low)
-        d_x += ctx.multiply(grad, weight.flatten(1, -2).transpose(1, 2))
-        return d_x, d_a, None, d_b, None, None, None
+        d_x = None
+        if ctx.needs_input_grad[0]:
+            d_x = ctx.multiply(grad, weight.flatten(1, -2).transpose(1, 2))
+        with torch.enable_grad():  # autograd differentiates the narrow matmul
+            low = low.detach().requires_grad_()
+            b = b.detach().requires_grad_()
+            product = ctx.multiply(low, b)
+        d_low, d_b = torch.autograd.grad(product, (low, b), grad)
+        return d_x, d_low, None, d_b, None, None

@@ -220,10 +220,9 @@ def test_adapters_of_experts_train_as_parametrized_weights(layout, made, tmp_pat
     check(layout, names_of(layout), made, tmp_path)
 
 
-@pytest.mark.parametrize("layout", ["one", "ep2", "tp2"])
+@pytest.mark.parametrize("layout", ["ep2", "tp2"])
 def test_products_of_experts_train_as_parametrized_weights(layout, made, tmp_path):
-    names = [*EVERYWHERE, "mixtral", "gpt_oss"] if layout == "one" else EVERYWHERE
-    check(layout, names, made, tmp_path, train_all_by_products)
+    check(layout, EVERYWHERE, made, tmp_path, train_all_by_products)
 
 
 @pytest.mark.full
