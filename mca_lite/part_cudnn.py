@@ -34,8 +34,8 @@ _CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backw
 
 
 def suits_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    """True if cuDNN's attention takes these tensors: half precision on CUDA with head sizes that it
-    supports. False with deterministic algorithms."""
+    """True if cuDNN's attention takes these tensors [b, heads, s, d]: half precision on CUDA, with
+    equal head sizes of q and v that it supports. False with deterministic algorithms."""
     from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
     if not q.is_cuda or torch.are_deterministic_algorithms_enabled():
@@ -47,7 +47,8 @@ def suits_cudnn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 def _forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, is_causal: bool, scale: float | None
 ) -> tuple[Any, ...]:
-    """(out [b, n, q, d], log-sum-exps float32 [b, n, q, 1], further tensors for _backward)."""
+    """Attention without dropout, by cuDNN or on a CPU by torch's flash kernel -> (out [b, n, q, d],
+    log-sum-exps float32 [b, n, q, 1], further tensors for _backward)."""
     if not q.is_cuda:
         out, lse = _CPU(q, k, v, 0.0, is_causal, scale=scale)
         return out, lse.unsqueeze(-1), ()
@@ -66,8 +67,8 @@ def _backward(
     is_causal: bool,
     scale: float | None,
 ) -> Any:
-    """Gradients of q, k and v. out and lse: the outputs over all keys of the segment, also those in
-    its other part."""
+    """Gradients of q, k and v for one call of _forward. out and lse: attention's output and
+    log-sum-exps over all keys of the segment, also those of the segment's other call."""
     if not q.is_cuda:
         return _CPU_BACKWARD(grad, q, k, v, out, lse.squeeze(-1), 0.0, is_causal, scale=scale)
     cum_q, cum_k, max_q, max_k, seed, offset = more
@@ -79,25 +80,25 @@ def _backward(
 def causal_by_cudnn(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None
 ) -> torch.Tensor:
-    """softmax(q k^T scale) v, causal, for as many queries as keys: what
-    scaled_dot_product_attention calls, without its choice of a kernel.
+    """Causal softmax(q k^T scale) v for as many queries as keys: cuDNN's operator, called without
+    scaled_dot_product_attention's choice of a kernel.
 
     q [b, n, s, d], k and v [b, g, s, d], n a multiple of g -> [b, n, s, d]. Only for tensors that
-    suits_cudnn() accepts.
-    """
+    suits_cudnn() accepts."""
     return _CUDNN(q, k, v, None, torch.is_grad_enabled(), 0.0, True, False, scale=scale)[0]
 
 
 @functools.cache
 def has_frontend(device: torch.device) -> bool:
-    """True if nvidia-cudnn-frontend is installed and the GPU is a Hopper, where it was measured."""
+    """True if nvidia-cudnn-frontend is installed and the GPU is a Hopper, the only kind where it
+    was measured. Cached per device."""
     is_installed = importlib.util.find_spec("cudnn") is not None
     return is_installed and torch.cuda.get_device_capability(device)[0] == 9
 
 
 @functools.cache
 def why_no_frontend() -> str | None:
-    """First line of the error from importing nvidia-cudnn-frontend; None if it works."""
+    """First line of the error from importing nvidia-cudnn-frontend; None if it works. Cached."""
     try:
         import cudnn.sdpa.fwd.torch_op  # noqa: F401  it registers torch.ops.cudnn
     except Exception as error:  # a broken installation raises more than ImportError
@@ -106,8 +107,9 @@ def why_no_frontend() -> str | None:
 
 
 def suits_frontend(q: torch.Tensor) -> bool:
-    """True if cuDNN's attention for packed rows takes queries q [t, n, d]: enough of them, in half
-    precision, where has_frontend(). False with deterministic algorithms."""
+    """True if packed_by_cudnn() should compute queries q [t, n, d]: there are enough of them, in
+    half precision, and nvidia-cudnn-frontend works on this GPU. False with deterministic
+    algorithms."""
     if not q.is_cuda or q.numel() < _FRONTEND_FROM or q.dtype == torch.float32:
         return False
     if torch.are_deterministic_algorithms_enabled() or not has_frontend(q.device):
@@ -145,7 +147,8 @@ def packed_by_cudnn(
 def _by_frontend(
     heads: Sequence[torch.Tensor], keys: dict[str, Any], borders: torch.Tensor, longest: int
 ) -> torch.Tensor:
-    """Call the operator; borders and longest: of RowLayout.varlen_of_graph."""
+    """Attention by nvidia-cudnn-frontend's operator. borders, longest: cu_seqlens and longest
+    document, as RowLayout.varlen_of_graph rounds them."""
     sizes = dict(cu_seqlens_q=borders, cu_seqlens_kv=borders)
     sizes |= dict(max_seqlen_q=longest, max_seqlen_kv=longest)
     return torch.ops.cudnn.sdpa_fwd(*heads, **keys, **sizes)[0]
@@ -160,9 +163,8 @@ ROWS_FORESEEN = 64
 
 def foresee(rows: Iterator[dict[str, Any]]) -> None:
     """Note the sizes of this rank's first packed rows: when attention first runs, a thread begins
-    to build the cuDNN graphs for all of them. rows: arranged micro-batches; they are read only
-    where the graphs will be used.
-    """
+    to build the cuDNN graphs for all of them. rows: micro-batches with cu_seqlens; they are read
+    only if nvidia-cudnn-frontend is installed and the GPU is a Hopper."""
     foreseen_sizes.clear()
     planned_kinds.clear()
     device = parallel.device()
@@ -182,11 +184,11 @@ def first_sizes(rows: Iterator[dict[str, Any]]) -> Iterator[tuple[int, int, int]
 def _plan(
     like: Sequence[Any], device: torch.device, keys: dict[str, Any], sizes: Sequence[Any]
 ) -> None:
-    """Build the graphs of both passes for rows of these sizes, by running them on zeros. In a
-    thread beside training: a build takes 0.05 s of the host, which is ahead of its GPU.
+    """Build the cuDNN graphs of both passes for rows of these sizes, by running attention on zeros.
+    Runs in a thread beside training: a build takes 0.05 s of the host, which is ahead of its GPU.
 
-    like: (shape of a token, strides, dtype) of q, k and v.
-    """
+    like: (shape of a token, strides, dtype) of q, k and v. sizes: (tokens, documents, longest
+    document) per row."""
     with torch.cuda.device(device if device.type == "cuda" else -1):
         for tokens, documents, longest in sizes:
             rows = [
@@ -205,12 +207,11 @@ keepers: list[Callable[..., Any]] = []
 
 
 class SegmentAttention(torch.autograd.Function):
-    """softmax(q k^T scale) v in segments (q0, q1, k0, k1): queries q0:q1 see only keys k0:k1,
-    causally: the last query sees all of them, each query before it one key less.
+    """Attention softmax(q k^T scale) v in segments (q0, q1, k0, k1): queries q0:q1 see only keys
+    k0:k1. It is causal: the last query sees all of these keys, each query before it one key less.
 
     q [t, b, n, d], k and v [T, b, g, d], n a multiple of g (on a CPU n = g) -> [t, b, n * d]. Each
-    query is in one segment.
-    """
+    query is in one segment."""
 
     @staticmethod
     def forward(
@@ -251,7 +252,8 @@ class SegmentAttention(torch.autograd.Function):
 
 
 def _attended(q, k, v, segments, scale: float | None) -> tuple[torch.Tensor, list[Any], list[Any]]:
-    """(out [t, b, n, d], log-sum-exps and more for _backward of each segment)."""
+    """Forward pass of SegmentAttention -> (out [t, b, n, d], log-sum-exps per segment, further
+    tensors for _backward per segment)."""
     heads = [x.permute(1, 2, 0, 3) for x in (q, k, v)]
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     saved = []
@@ -273,7 +275,9 @@ def _attended(q, k, v, segments, scale: float | None) -> tuple[torch.Tensor, lis
 def _parts(
     segments: Iterable[tuple[int, int, int, int]],
 ) -> Iterator[tuple[slice, slice, slice | None]]:
-    """(queries, as many keys, keys before those or None) for each segment, as slices."""
+    """Split each segment's keys in two, for two attention calls -> (queries, the last keys, as many
+    as queries, for the causal call; the keys before those for the full call, or None), as slices.
+    """
     for q0, q1, k0, k1 in segments:
         own = k1 - (q1 - q0)
         yield slice(q0, q1), slice(own, k1), slice(k0, own) if own > k0 else None
@@ -294,11 +298,10 @@ def join(
     lse2: torch.Tensor,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """Combine the attention outputs over two sets of keys, written to `out` -> the log-sum-exps
-    over both.
+    """Combine attention outputs over two sets of keys by their log-sum-exps; the output is written
+    to `out` -> the log-sum-exps over both sets.
 
-    first, second, out: [q, b, n, d]; lse1, lse2 and the result: float32 [b, n, q, 1].
-    """
+    first, second, out: [q, b, n, d]; lse1, lse2 and the result: float32 [b, n, q, 1]."""
     if not compiles(first):
         lse = torch.logaddexp(lse1, lse2)
         by1, by2 = ((x - lse).exp().permute(2, 0, 1, 3) for x in (lse1, lse2))

@@ -53,8 +53,8 @@ _NO_KERNELS = (
 def causal_convolution(
     x: torch.Tensor, weight: torch.Tensor, documents: torch.Tensor
 ) -> torch.Tensor:
-    """silu(convolution): for each channel, the weighted sum of the last `size` tokens of the same
-    document.
+    """Causal depthwise convolution, then silu: each output channel is a weighted sum of the current
+    and the size - 1 tokens before it, if they are in the same document.
 
     x [s, b, c] -> [s, b, c]; weight [c, size], the current token's last; documents int64 [s], each
     token's document index. Computed in float32 or wider, rounded once.
@@ -79,11 +79,12 @@ def gated_delta_rule(
     chunk_size: int = CHUNK_SIZE,
     is_packed: bool = False,
 ) -> torch.Tensor:
-    """The gated delta rule (state decay, then a delta-rule update per token) by torch's matmuls and
-    `ChunkStates`, computed in float32 or wider -> outputs [s, b, n, v] in value's dtype.
+    """The gated delta rule (linear attention whose state decays and is corrected at each token) in
+    chunks, by torch's matmuls in float32 or wider -> outputs [s, b, n, v] in value's dtype.
 
-    query, key: [s, b, n, k], not normalised. value: [s, b, n, v]. decay (g), beta: [s, b, n].
-    documents: int64 [s], each token's document index.
+    query, key: [s, b, n, k], not normalised. value: [s, b, n, v]. decay: log of the state's factor,
+    g [s, b, n]. beta: [s, b, n]. documents: int64 [s], each token's document index. is_packed: True
+    runs without torch.compile.
     """
     size = min(chunk_size, len(query))
     # torch.compile took over half a minute for a second size of rows
@@ -109,9 +110,9 @@ def _chunk_parts(
     documents: torch.Tensor,
     size: int,
 ) -> tuple[torch.Tensor, ...]:
-    """Tensors of all chunks of `size` tokens, from which outputs and states follow: queries that
-    read the state before the chunk [.., C, k], scores within it [.., C, C], and the four arguments
-    of ChunkStates. Dimensions before these are b, n, chunks.
+    """Compute for all chunks of `size` tokens at once what does not depend on the state before a
+    chunk: (queries decayed from the chunk's start [.., C, k], attention scores within the chunk
+    [.., C, C], and the four arguments of ChunkStates). Dimensions before these are b, n, chunks.
     """
     q, k, v, g, beta = (_chunks(x, size) for x in (query, key, value, decay, beta))
     q = _of_length_one(q) * q.shape[-1] ** -0.5
@@ -147,20 +148,22 @@ def _outputs(
     length: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Outputs [s, b, n, v]: what queries read from the state before their chunk, and within it."""
+    """Outputs [s, b, n, v]: each query reads the state before its chunk, and what tokens in its
+    chunk wrote.
+    """
     out = (q @ states + scores @ written).flatten(2, 3)[:, :, :length]
     return out.permute(2, 0, 1, 3).to(dtype)
 
 
 class ChunkStates(torch.autograd.Function):
-    """The states of all chunks, one after another: with S zero before the first,
+    """Run the recurrence over chunks. The state S is zero before the first; in each chunk
 
         X = W - R S
         S <- kept S + E^T X
 
-    W [b, n, chunks, C, v]: what a chunk's tokens would write into an empty state; R, E [.., C, k]:
-    what they read from the state, and their keys decayed to the chunk's end; kept [b, n, chunks].
-    -> (X like W, the states before each chunk [b, n, chunks, k, v]).
+    W [b, n, chunks, C, v]: what the tokens would write into an empty state. R [.., C, k]: how they
+    read the state. E [.., C, k]: their keys, decayed to the chunk's end. kept [b, n, chunks]: the
+    state's decay over the chunk. -> (X like W, the state before each chunk [b, n, chunks, k, v]).
     """
 
     @staticmethod
@@ -187,8 +190,10 @@ def _scan(
     kept: torch.Tensor,
     added: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """ChunkStates' forward. With `added`, its backward: from the last chunk to the first, the
-    products with r and e have the other sign, and added [b, n, chunks, k, v] joins each state."""
+    """The forward recurrence of ChunkStates -> (X, the state before each chunk). With `added`, the
+    recurrence of its backward pass: it runs from the last chunk to the first, both matmuls have the
+    other sign, and added [b, n, chunks, k, v] is added to the state after each chunk.
+    """
     b, n, chunks, size, v = w.shape
     k = r.shape[-1]
     x = torch.empty_like(w)
@@ -212,7 +217,9 @@ def _scan(
 
 
 def _fits(*sizes: int) -> bool:
-    """True if the kernel takes chunks and heads of these sizes."""
+    """True if all sizes (chunk, key and value channels) are powers of two from 16 to 128, as the
+    Triton kernel needs.
+    """
     return all(16 <= size <= 128 and size & (size - 1) == 0 for size in sizes)
 
 
@@ -239,7 +246,9 @@ def _scan_kernel(
     BACKWARD: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """_scan for COLUMNS columns of a head's state, which stay in registers."""
+    """Triton kernel of _scan. One program runs over all chunks for COLUMNS value channels of one
+    head, whose state it keeps in registers.
+    """
     head = tl.program_id(0).to(tl.int64) * chunks
     tokens = tl.arange(0, C)
     channels = tl.arange(0, K)
@@ -265,8 +274,8 @@ def _scan_kernel(
 
 
 def _chunks(x: torch.Tensor, size: int) -> torch.Tensor:
-    """[s, b, n, c] or [s, b, n] -> [b, n, chunks, C, c] (c = 1 if missing), float32 or wider. The
-    last chunk is filled with zeros.
+    """Split tokens into chunks of `size`: [s, b, n, c] or [s, b, n] -> [b, n, chunks, size, c] (c =
+    1 if missing), float32 or wider. The last chunk is filled with zeros.
     """
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     if x.dim() == 3:
@@ -276,14 +285,14 @@ def _chunks(x: torch.Tensor, size: int) -> torch.Tensor:
 
 
 def _of_length_one(x: torch.Tensor) -> torch.Tensor:
-    """Normalise the last dimension to length 1."""
+    """Normalise the last dimension to length 1, with an epsilon of 1e-6."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
 
 
 @functools.cache
 def why_no_fla() -> str | None:
-    """Why flash-linear-attention cannot be used: the first line of its import error, or a fault
-    known on this GPU. None if it works. Cached.
+    """Reason why flash-linear-attention cannot be used: the first line of its import error, or a
+    known bug on this GPU. None if it can. Cached.
     """
     try:
         import fla.ops.gated_delta_rule  # noqa: F401
@@ -306,7 +315,7 @@ def delta_rule_by_kernels(
     beta: torch.Tensor,
     borders: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The rule with flash-linear-attention's kernels; arguments as in gated_delta_rule. borders:
+    """gated_delta_rule by flash-linear-attention's kernels, with the same arguments except borders:
     cu_seqlens of a packed row; None: each row is one document.
     """
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
@@ -328,8 +337,8 @@ def delta_rule(
     documents: torch.Tensor,
     borders: torch.Tensor | None,
 ) -> torch.Tensor:
-    """The rule with flash-linear-attention's kernels if they are installed and support the dtype,
-    otherwise by torch's matmuls.
+    """gated_delta_rule by flash-linear-attention's kernels on CUDA in half precision, if they are
+    installed and work; otherwise by torch's matmuls. borders: cu_seqlens of a packed row, or None.
     """
     suits = value.is_cuda and value.dtype != torch.float32
     if suits and works(why_no_fla, _NO_KERNELS):
@@ -344,8 +353,9 @@ def delta_rule(
 def _to_heads(
     x: torch.Tensor, group: torch.distributed.ProcessGroup, order: torch.Tensor
 ) -> torch.Tensor:
-    """This rank's tokens [s / cp, b, g, c] -> some heads of the whole row [s, b, g / cp, c], in row
-    order. order: see RowLayout. Collective: all-to-all in both passes.
+    """Exchange tokens for heads between context-parallel ranks: this rank's tokens with all heads
+    [s / cp, b, g, c] -> some heads of the whole row [s, b, g / cp, c], in row order. order:
+    RowLayout's. Collective: all-to-all in both passes.
     """
     parts = x.unflatten(2, (group.size(), -1)).movedim(2, 0)
     whole = mappings.all_to_all(group, parts.flatten(0, 1).contiguous())
@@ -367,8 +377,8 @@ def _to_tokens(
 
 
 class Convolution(Sharded):
-    """The weight [channels, 1, size] of a per-channel convolution, as in torch.nn.Conv1d. Tensor
-    parallelism shards the channels with their heads.
+    """Holds the weight [channels, 1, size] of a depthwise convolution, shaped as in
+    torch.nn.Conv1d. Tensor parallelism shards the channels with their heads.
     """
 
     def __init__(self, config: TransformerConfig, channels: int, size: int):
@@ -376,15 +386,16 @@ class Convolution(Sharded):
         self.weight = new_weight(config, channels, 1, size)
 
     def forward(self) -> torch.Tensor:
-        """The weight as [channels, size]. A call returns it because overlap_param_gather hooks wait
-        for it there.
+        """The weight as [channels, size]. Read it by this call, because overlap_param_gather hooks
+        wait for the weight here.
         """
         return self.weight.flatten(1)
 
 
 class GatedNorm(torch.nn.Module):
-    """RMS norm over each head [..., v], times silu(gate). Heads are sharded and share the weight,
-    so its gradient is summed. Collective: one all-reduce in backward.
+    """RMS norm over each head [..., v], times silu(gate). Tensor-parallel ranks have different
+    heads and the same weight, so the weight's gradient is summed. Collective: one all-reduce in
+    backward.
     """
 
     def __init__(
@@ -404,13 +415,13 @@ class GatedNorm(torch.nn.Module):
 
 
 class GatedDeltaNet(RowModule):
-    """A layer's linear attention, used instead of SelfAttention.
+    """Linear attention (gated delta net), used in some layers instead of SelfAttention.
 
     [s, b, h], or [s / tp, b, h] under sequence parallelism -> (the same shape, None). in_proj's
     rows are grouped by key head: its query and key, then for its value heads the values, gates, b
-    and a. Tensor parallelism shards the key heads; context parallelism shards them further, because
-    a state needs all earlier tokens: its ranks exchange tokens for heads. Collectives: those of
-    megatron's linears, and an all-to-all before and after the rule.
+    and a. Tensor parallelism shards the key heads. Context parallelism shards them further, because
+    a state needs all earlier tokens: its ranks exchange tokens for heads. Collectives: those of the
+    linears, and an all-to-all before and after the delta rule.
     """
 
     def __init__(
@@ -440,9 +451,9 @@ class GatedDeltaNet(RowModule):
 
     @staticmethod
     def costs(config: TransformerConfig, facts: Any) -> float:
-        """Bytes per token saved for the backward pass, without the norm before the layer. The plain
-        torch rule saves float32, including rows of chunk matrices and one state per chunk. facts:
-        tool_plan_memory's.
+        """Estimated bytes per token on this rank that a layer saves for the backward pass, without
+        the norm before the layer. The plain torch rule saves float32, including chunk matrices and
+        one state per chunk. facts: tool_plan_memory's.
         """
         tp = config.tensor_model_parallel_size
         heads = config.linear_num_value_heads / tp
@@ -462,7 +473,9 @@ class GatedDeltaNet(RowModule):
         packed_seq_params: PackedSeqParams | None = None,
         **unused: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """hidden_states -> (output, None). unused: rotary tables, which have no effect here."""
+        """hidden_states [s, b, h], or [s / tp, b, h] under sequence parallelism -> (the same shape,
+        None). unused: keywords of other attention modules, such as rotary tables.
+        """
         mixed, _ = self.in_proj(hidden_states)
         layout = self.layout(packed_seq_params, mixed)
         mixed = mixed.unflatten(-1, (-1, sum(self.widths)))
@@ -477,8 +490,8 @@ class GatedDeltaNet(RowModule):
     def _heads(
         self, mixed: torch.Tensor, documents: torch.Tensor, borders: torch.Tensor | None
     ) -> torch.Tensor:
-        """Projections [s, b, g, sum of widths] of the whole row -> [s, b, n, v]; g and n count this
-        rank's heads.
+        """Run convolution, delta rule and norm: projections [s, b, g, sum of widths] of the whole
+        row -> [s, b, n, v]. g and n count this rank's key and value heads.
         """
         convolved, gate, beta, a = mixed.split(self.widths, -1)
         weight = self._of_rank(self.conv1d())
@@ -508,7 +521,9 @@ class GatedDeltaNet(RowModule):
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """megatron's ShardedTensors; A_log and dt_bias are sharded with their heads."""
+        """{name: megatron's ShardedTensor} of the layer; A_log and dt_bias are sharded with their
+        heads.
+        """
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         cut = {"A_log": self.A_log, "dt_bias": self.dt_bias}
         axes = dict.fromkeys(cut, 0)

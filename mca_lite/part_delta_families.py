@@ -31,8 +31,9 @@ _LINEAR = {
 
 
 def delta_rows(inputs: str, kind: str) -> Iterator[Row]:
-    """Rows of a gated delta net. inputs: Hugging Face's modules for queries, keys, values and
-    gates. kind: "delta", or "delta_grouped" if their rows are ordered by key head."""
+    """Yield the Rows of a gated delta net, which map megatron names to Hugging Face names. inputs:
+    Hugging Face's modules for queries, keys, values and gates, such as "in_proj_qkvz in_proj_ba".
+    kind: "delta", or "delta_grouped" if their rows are ordered by key head."""
 
     def row(mca: str, modules: str, kind: str, **more: Any) -> Row:
         hf = tuple(f"{HF_LAYERS}linear_attn.{name}.weight" for name in modules.split())
@@ -48,15 +49,17 @@ def delta_rows(inputs: str, kind: str) -> Iterator[Row]:
 
 
 def delta_attention(*of_delta_net: str) -> Iterator[Row]:
-    """Rows of attention with an output gate in some layers, and of a gated delta net
-    in the others."""
+    """Yield the Rows for a model that mixes layers: softmax attention with an output gate, and
+    gated delta nets. of_delta_net: arguments of delta_rows."""
     for row in attention(norm=True):
         yield replace(row, layers="attention")
     yield from delta_rows(*of_delta_net)
 
 
 def parts_of(kind: str, config: Any) -> list[int]:
-    """Row counts in a gated delta net: q, k, v, gates, b and a, grouped as `kind` stores them."""
+    """Row counts of the matrices in a gated delta net's Hugging Face tensor, from q, k, v, gates, b
+    and a. kind "delta": six separate ones; "delta_grouped": [qkv and gates, b and a];
+    "delta_convolution": [q, k, v]."""
     of_keys = config.linear_num_key_heads * config.linear_key_head_dim
     heads = config.linear_num_value_heads
     of_values = heads * config.linear_value_head_dim

@@ -49,7 +49,9 @@ _KERNELS = (
 
 
 def check(config: Any, judge: Judge) -> None:
-    """Refuse keys of long rows that do not fit the model."""
+    """Report to `judge` a model with attention dropout, if recompute_keep is set: they do not work
+    together.
+    """
     dropout = config.recompute_keep and config.attention_dropout
     reason = f"the model's attention_dropout is {config.attention_dropout}, and a kernel that is "
     reason += "not called again draws no numbers for the dropout after it"
@@ -72,8 +74,8 @@ class HostPool:
         self.limit = limit
 
     def take(self, size: int) -> list[torch.Tensor] | None:
-        """uint8 pieces with `size` bytes or more in all; None, with a warning, if the host has too
-        little.
+        """Take uint8 pieces of host memory with `size` bytes or more in all; None, with a warning,
+        if the limit would be exceeded.
 
         The last piece's size is a power of two, so that rows of other lengths can reuse it.
         """
@@ -99,8 +101,8 @@ class HostPool:
         return pieces
 
     def give(self, pieces: list[torch.Tensor]) -> None:
-        """Return pieces of host memory to the pool. The next copy may overwrite a piece at once,
-        even if a copy from it is still queued: the copies of a device run in order, on one stream.
+        """Return pieces to the pool. The next copy may overwrite a piece at once, even if a copy
+        from it is still queued: the copies of a device run in order, on one stream.
         """
         for piece in pieces:
             self.free[piece.nbytes].append(piece)
@@ -124,14 +126,15 @@ POOL = HostPool()
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream for a GPU's copies to and from the host. Cached."""
+    """The CUDA stream for a GPU's copies to and from host memory. Cached per device."""
     return torch.cuda.Stream(device)
 
 
 class Offloaded:
-    """A tensor that waits in host memory, in pieces from POOL. Copies run beside the device's work.
+    """A tensor that is moved to host memory until backward needs it, in pieces from POOL. Copies
+    run beside the device's other work.
 
-    It also stays on the device until release(). get() returns it, once, with its original strides.
+    It stays on the device too until release(). get() returns it, once, with its original strides.
     """
 
     def __init__(self, tensor: torch.Tensor, pieces: list[torch.Tensor]):
@@ -143,7 +146,9 @@ class Offloaded:
         self._done = self._copy(tensor, to_host=True)
 
     def _copy(self, tensor: torch.Tensor, to_host: bool) -> Any:
-        """Start the copies -> an event at their end; None on a CPU."""
+        """Start the copies between the tensor and its pieces in host memory -> an event at their
+        end; None on a CPU.
+        """
         flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset()).view(torch.uint8)
         stream = _stream(tensor.device) if tensor.is_cuda else None
         if stream is not None:
@@ -160,13 +165,13 @@ class Offloaded:
             torch.cuda.current_stream().wait_event(self._done)
 
     def release(self) -> None:
-        """Free the device's memory after the copy to the host."""
+        """Free the device's memory of the tensor, once it is copied to the host."""
         if self.tensor is not None and self._pieces:
             self._wait()
             self.tensor = None
 
     def fetch(self) -> None:
-        """Start the copy back to the device, unless it was started."""
+        """Start the copy back to the device. Does nothing if the tensor is there or on its way."""
         if self.tensor is None and self._pieces:
             self.tensor = torch.empty_strided(self._size, self._stride, **self._known)
             self._done = self._copy(self.tensor, to_host=False)
@@ -183,7 +188,7 @@ class Offloaded:
         return tensor
 
     def _free(self) -> None:
-        """Return the pieces to POOL."""
+        """Return the tensor's pieces of host memory to POOL."""
         POOL.give(self._pieces)
         self._pieces = []
 
@@ -192,7 +197,9 @@ class Offloaded:
 
 
 def _can_leave(tensor: torch.Tensor) -> bool:
-    """True if a tensor can be offloaded: floating point, not empty, and without gaps in memory."""
+    """True if a tensor can be offloaded: it is floating point, not empty, and has no gaps in
+    memory.
+    """
     dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
     return tensor.is_floating_point() and tensor.numel() > 0 and dense
 
@@ -202,7 +209,7 @@ def _can_leave(tensor: torch.Tensor) -> bool:
 
 class Unit:
     """A group of layers under activation checkpointing, for one forward and backward pass: keeps
-    its kernels' outputs for the recomputation, and offloads tensors to host memory.
+    the outputs of attention kernels for the recomputation, and offloads tensors to host memory.
 
     before: the unit whose output is this unit's input, or None; its tensors are prefetched to the
     device while this unit is recomputed.
@@ -227,8 +234,8 @@ class Unit:
         Unit.last = weakref.ref(self)
 
     def run(self, function: Callable[..., Any], *tensors: torch.Tensor) -> Any:
-        """function(*tensors), whose kernel outputs are kept in the first pass and reused in the
-        second.
+        """Call function(*tensors), a pass through the unit's layers: the first call keeps the
+        outputs of attention kernels, the second, a recomputation, reuses them.
         """
         outer, Unit.running = Unit.running, self
         try:
@@ -238,7 +245,9 @@ class Unit:
             self.is_again = True
 
     def hold(self, tensor: torch.Tensor) -> Any:
-        """Offload a tensor if possible -> the Offloaded, otherwise the tensor itself."""
+        """Offload a tensor to host memory -> the Offloaded. The tensor itself is returned if
+        offloading is off, it cannot be offloaded, or host memory is full.
+        """
         if not self.offloads or not _can_leave(tensor):
             return tensor
         pieces = POOL.take(tensor.numel() * tensor.element_size())
@@ -253,8 +262,8 @@ class Unit:
         return self.open
 
     def back(self, held: Any) -> torch.Tensor:
-        """The tensor that was given to hold(). The first call also starts to copy back the tensors
-        of this unit and of the one before.
+        """The tensor that was given to hold(), from what hold() returned. The first call also
+        starts to copy back the other tensors of this unit and those of the unit before.
         """
         before, self.before = self.before, None
         for away in (*self.away, *(before.away if before is not None else ())):
@@ -264,7 +273,9 @@ class Unit:
         return held.get() if isinstance(held, Offloaded) else held
 
     def result(self, function: Callable[..., Any], *args: Any) -> Any:
-        """A kernel's output: computed and kept in the first pass, reused in the second."""
+        """A kernel's output: in the first pass computed by function(*args) and kept, in the
+        recomputation the kept one.
+        """
         if self.is_again:
             return tree_map_only((torch.Tensor, Offloaded), self.back, self.kept.popleft())
         with _Paused():
@@ -275,8 +286,8 @@ class Unit:
 
 
 class _Paused:
-    """Context in which single kernels are not kept, because they are parts of a result that is
-    kept.
+    """Context manager in which _Keeping keeps no outputs: the kernels that run are parts of a
+    result that is kept as a whole.
     """
 
     depth = 0
@@ -289,7 +300,9 @@ class _Paused:
 
 
 class _Keeping(TorchDispatchMode):
-    """Context in which a unit keeps, or reuses, the outputs of attention kernels."""
+    """Context manager that intercepts attention kernels: in the first pass their outputs are kept
+    in a Unit, in the recomputation they are taken from it.
+    """
 
     def __init__(self, unit: Unit) -> None:
         super().__init__()
@@ -315,8 +328,9 @@ def checkpointed(
     function: Callable[..., Any],
     *tensors: torch.Tensor,
 ) -> Any:
-    """checkpoint(function, *tensors), for megatron's or Transformer Engine's recomputation, with
-    kept kernel outputs and offloading as configured.
+    """Run checkpoint(function, *tensors), megatron's or Transformer Engine's activation
+    checkpointing, with kept kernel outputs and offloading as configured. Without gradients enabled
+    nothing is kept.
     """
     if not torch.is_grad_enabled():
         return checkpoint(function, *tensors)
@@ -337,7 +351,9 @@ def _attend(
     value: torch.Tensor,
     *args: Any,
 ) -> torch.Tensor:
-    """CoreAttention.forward whose kernel outputs are kept for recomputation."""
+    """CoreAttention.forward for layers with recompute_keep: its kernels' outputs are kept in the
+    running Unit and reused in the recomputation. forward: the original method.
+    """
     unit = Unit.running
     if unit is None or not unit.keeps:
         return forward(query, key, value, *args)
@@ -356,12 +372,12 @@ def _attend(
 
 
 class Tiles(torch.autograd.Function):
-    """run(start, *tiles) over tiles of rows of tensors [t, ...], one tile after another -> [t,
-    ...].
+    """Run a module on tiles of rows, one after another: run(start, *tiles) for the rows from
+    `start` on of tensors [t, ...] -> [t, ...].
 
     Backward runs each tile again, so only one tile's activations are in memory. Gradients of
-    weights are summed over tiles in float32. Collectives are those of `run`, once per tile; all
-    ranks of a group need the same t.
+    weights are summed over tiles in float32. Collectives are those of `run`, once per tile and
+    pass; all ranks of a group need the same t.
     """
 
     @staticmethod
@@ -373,8 +389,8 @@ class Tiles(torch.autograd.Function):
         count: int,
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
-        """module: its trained weights get gradients. rows: rows per tile. tensors: first `count`
-        tensors to cut into tiles, then the module's trained parameters.
+        """rows: rows per tile. module: `run` uses its weights. tensors: first `count` tensors to
+        cut into tiles, then the module's trained parameters, which get gradients.
         """
         ctx.of_run = run, rows, module
         ctx.parameters = tensors[count:]
@@ -415,7 +431,7 @@ class Tiles(torch.autograd.Function):
 
 
 def _starts(x: torch.Tensor, rows: int) -> range:
-    """First rows of the tiles."""
+    """The index of each tile's first row."""
     return range(0, max(len(x), 1), rows)  # an empty tensor is one tile, to build the same graph
 
 
@@ -426,8 +442,9 @@ def _is_there(x: Any) -> bool:
 def _added(
     parameter: torch.Tensor, total: torch.Tensor | None, gradient: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """A parameter's gradient summed over tiles, in float32. If megatron's linear has added it to
-    main_grad, `gradient` is an empty tensor and is returned.
+    """Add a tile's gradient of a parameter to the total of earlier tiles, in float32 -> the new
+    total. If megatron's linear has added it to main_grad already, `gradient` is an empty tensor and
+    is returned.
     """
     if gradient is None:
         return total
@@ -438,8 +455,8 @@ def _added(
 
 @contextlib.contextmanager
 def _plain_leaves(module: Any) -> Iterator[dict[torch.Tensor, torch.Tensor]]:
-    """Context in which the weights of experts are replaced by plain leaf tensors; yields {weight:
-    leaf}.
+    """Context manager in which the trained weights of experts are replaced by plain leaf tensors
+    that share their memory; yields {weight: leaf}.
 
     Hooks on the weights (accumulate_in_place) must not see the gradients of single tiles.
     """
@@ -461,14 +478,14 @@ def _plain_leaves(module: Any) -> Iterator[dict[torch.Tensor, torch.Tensor]]:
 
 
 def _tiled(module: Any, run: Callable[..., Any], rows: int, *tensors: torch.Tensor) -> torch.Tensor:
-    """Tiles over `tensors`, with gradients for the module's trained parameters."""
+    """Apply Tiles to `tensors`, with gradients for the module's trained parameters."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     return Tiles.apply(run, max(rows, 1), module, len(tensors), *tensors, *trained)
 
 
 def _mlp(module: Any, size: int, x: torch.Tensor) -> tuple[torch.Tensor, None]:
-    """An MLP's forward on x [t, b, h], `size` tokens at a time -> (output, None). The bias is added
-    inside the tiles.
+    """An MLP's forward pass on x [t, b, h], at most `size` tokens at a time -> (output, None). The
+    bias is added inside the tiles.
     """
 
     def run(start: int, tile: torch.Tensor) -> torch.Tensor:
@@ -479,7 +496,9 @@ def _mlp(module: Any, size: int, x: torch.Tensor) -> tuple[torch.Tensor, None]:
 
 
 def _shared_experts(module: Any, size: int, x: torch.Tensor) -> torch.Tensor:
-    """Forward of the shared experts on x [t, b, h], `size` tokens at a time."""
+    """Forward pass of shared experts on x [t, b, h], at most `size` tokens at a time -> output [t,
+    b, h].
+    """
 
     def run(start: int, tile: torch.Tensor) -> torch.Tensor:
         return type(module).forward(module, tile)
@@ -490,7 +509,9 @@ def _shared_experts(module: Any, size: int, x: torch.Tensor) -> torch.Tensor:
 def _experts(
     module: Any, size: int, x: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
 ) -> tuple[torch.Tensor, None]:
-    """Forward of experts on x [T, h], sorted by expert, `size` rows at a time -> (output, None)."""
+    """Forward pass of experts on rows x [T, h], sorted by expert, `size` rows at a time -> (output
+    [T, h], None).
+    """
     ends = tokens_per_expert.cumsum(0)
 
     def run(start: int, tile: torch.Tensor, of_tile: torch.Tensor) -> torch.Tensor:
@@ -502,8 +523,8 @@ def _experts(
 
 
 def prepare(layer: Any, config: Any) -> None:
-    """Apply this part's keys to a layer, in place: the forward of some modules is replaced on the
-    instance.
+    """Apply recompute_keep and mlp_chunk_size to a decoder layer, in place: on its attention, MLP
+    or experts the method forward is replaced on the instance.
     """
     attention = layer.self_attention
     for module in attention.modules() if config.recompute_keep else ():

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 
 class Kept(NamedTuple):
-    """Bytes a token: on the device for the backward pass, on the device while a unit is recomputed,
-    and in host memory."""
+    """Bytes per token that recomputed layers keep: on the device for the backward pass, on the
+    device while a unit is recomputed, and in host memory."""
 
     device: float
     again: float
@@ -17,8 +17,9 @@ class Kept(NamedTuple):
 
 
 def results(config, layer: int, sizes) -> float:
-    """Bytes of what recompute_keep keeps of a layer, numbered from 0: attention's output, w n v,
-    and its log-sum-exps, 4 n. A layer of linear attention keeps nothing. sizes: RankSizes."""
+    """Bytes per token that recompute_keep keeps of a layer, numbered from 0: attention's output, w
+    n v, and its log-sum-exps, 4 n; 0 for linear attention, and without recompute_keep. sizes:
+    RankSizes."""
     if not config.recompute_keep or config.layer_type(layer + 1) == "linear_attention":
         return 0.0
     channels = config.head_sizes(layer + 1)[1]
@@ -28,8 +29,9 @@ def results(config, layer: int, sizes) -> float:
 
 
 def tiled(config, layer: int, sizes, tokens: float, of_layer: float, of_mlp: float) -> tuple:
-    """(bytes of a layer, of its MLP) with mlp_chunk_size: an MLP's are those of one tile. The input
-    stays, for the tiles of the backward pass. tokens: of a micro-batch on this rank."""
+    """(bytes per token of a layer, of its MLP) with mlp_chunk_size, from those without, of_layer
+    and of_mlp. An MLP's activations are then those of one tile; experts' inputs stay for the
+    backward pass. tokens: of a micro-batch on this rank."""
     rows = config.mlp_chunk_size * sizes.sp
     inputs = 0.0
     if config.is_moe_layer(layer):
@@ -41,11 +43,11 @@ def tiled(config, layer: int, sizes, tokens: float, of_layer: float, of_mlp: flo
 
 
 def kept(config, inputs: float, units: int, of_results: list[float], again: float) -> Kept:
-    """Of recomputed layers with recompute_keep and activation_offloading.
+    """Bytes per token of recomputed layers with recompute_keep and activation_offloading.
 
-    inputs: of a unit. of_results: results() of each recomputed layer. again: of a unit while it is
-    recomputed. In host memory but for two units: the one computed again, and the one before it.
-    """
+    inputs: bytes of a unit's inputs. units: number of units. of_results: results() of each
+    recomputed layer. again: bytes of a unit while it is recomputed. With offloading all is in host
+    memory, and the device has two units: the one recomputed, and the one before it."""
     whole = inputs * units + sum(of_results)
     of_unit = sum(of_results) / max(units, 1)
     again -= of_unit  # the same storages

@@ -35,10 +35,10 @@ from .weights_files import Shape, original_of
 
 
 class Targets(NamedTuple):
-    """Labels [b, s], and targets for multi-token prediction, [k, b, s] each: ids, labels and
-    image-feature indices of the tokens 1 to k places ahead in the same document.
+    """Labels [b, s], and targets for multi-token prediction, [k, b, s] each: token ids, labels and
+    image-feature indices of the tokens 1 to k positions later in the same document.
 
-    Past the document's end the id is 0, the label IGNORE_INDEX and the index -1. A text token has
+    After the document's end the id is 0, the label IGNORE_INDEX and the index -1. A text token has
     the index -1.
     """
 
@@ -49,7 +49,9 @@ class Targets(NamedTuple):
 
     @classmethod
     def ahead(cls, batch: Batch, count: int) -> "Targets":
-        """Build from whole rows, before context parallelism splits them. count: k."""
+        """Build the targets from whole rows, before context parallelism splits them. count: k, the
+        number of prediction layers.
+        """
         length = batch["input_ids"].shape[1]
         cu = torch.tensor(batch.get("cu_seqlens", (0, length)))
         ends = cu[1:].repeat_interleave(cu.diff())  # where each position's document ends
@@ -68,23 +70,27 @@ class Targets(NamedTuple):
     def to_rank(
         self, labels: torch.Tensor, places: torch.Tensor | None, device: torch.device
     ) -> "Targets":
-        """The targets at this rank's places (None: all) on `device`. labels: already this rank's
-        [b, s]."""
+        """The targets for this context-parallel rank's tokens, on `device`. places: indices of
+        these tokens (None: all). labels: [b, s], already this rank's.
+        """
         ahead = self[1:]
         if places is not None:
             ahead = tuple(x[..., places] for x in ahead)
         return Targets(labels, *(to_device(x, device) for x in ahead))
 
     def of_ahead(self, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """losses [b, s, 1 + layers] -> (sum of the prediction losses, [that sum without a gradient,
-        its number of tokens])."""
+        """Add up the losses of the prediction layers: losses [b, s, 1 + layers] -> (their sum,
+        [that sum without a gradient, number of labels in the sum]).
+        """
         more = losses[..., 1:].sum()
         ahead = (self.next_labels != IGNORE_INDEX).sum()
         return more, torch.stack([more.detach(), ahead])
 
 
 class PredictionLayer(MegatronModule):
-    """One layer for multi-token prediction. layer_number counts these layers from 1."""
+    """One multi-token prediction layer: projects token embeddings and hidden states together, then
+    runs a decoder layer. layer_number counts these layers from 1.
+    """
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection
@@ -106,9 +112,9 @@ class PredictionLayer(MegatronModule):
     def forward(
         self, embedded: torch.Tensor, hidden_states: torch.Tensor, **shared: Any
     ) -> torch.Tensor:
-        """embedded: embeddings of the tokens ahead; hidden_states: output of the layer before. Both
-        [s, b, h], or [s / tp, b, h] under sequence parallelism, as is the result. shared: keywords
-        of Layer.forward.
+        """Hidden states for the token one further ahead. embedded: embeddings of the tokens ahead;
+        hidden_states: output of the layer before. Both are [s, b, h], or [s / tp, b, h] under
+        sequence parallelism, as is the result. shared: keywords of Layer.forward.
         """
 
         def run(embedded: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -122,7 +128,7 @@ class PredictionLayer(MegatronModule):
 
 
 class Predictions(MegatronModule):
-    """The layers for multi-token prediction, all on the last pipeline stage."""
+    """The multi-token prediction layers of a model, all on the last pipeline stage."""
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection):
         super().__init__(config=config)
@@ -137,7 +143,9 @@ class Predictions(MegatronModule):
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """megatron's ShardedTensors of all prediction layers, each under its index."""
+        """{name: megatron's ShardedTensor} of all prediction layers, with each layer's index in the
+        names.
+        """
         state: dict[str, Any] = {}
         for i, layer in enumerate(self.layers):
             state |= layer.sharded_state_dict(f"{prefix}layers.{i}.", (), metadata)
@@ -152,9 +160,9 @@ class Predictions(MegatronModule):
         place: Any,
         shared: dict[str, Any],
     ) -> torch.Tensor:
-        """Losses of the next token and of those ahead, float32 [b, s, 1 + layers]. hidden: the
-        decoder's output. place: puts features of other inputs among embeddings, or None. shared:
-        keywords of Layer.forward.
+        """Losses of the next token and of the tokens ahead, float32 [b, s, 1 + layers]. model:
+        McaGPTModel. hidden: the decoder's output. place: a function that puts image features among
+        embeddings, or None. shared: keywords of Layer.forward.
         """
         losses = [model.losses(targets.labels, hidden, trained)]
         for layer, ids, next_labels, places in zip(self.layers, *targets[1:], strict=True):
@@ -167,8 +175,9 @@ class Predictions(MegatronModule):
 
 
 def initial_shapes(hf: Any, shapes: dict[str, Shape], count: int) -> dict[str, Shape]:
-    """{name: shape} for `count` multi-token prediction layers: three norms, a projection, and a
-    copy of the last decoder layer with full attention. shapes: the decoder's.
+    """{Hugging Face name: shape} of the tensors in `count` new multi-token prediction layers, for a
+    model drawn from a seed. Each has three norms, a projection, and the tensors of the last decoder
+    layer with full attention. shapes: those of the decoder's tensors.
     """
     text = hf.get_text_config()
     h = text.hidden_size
@@ -191,10 +200,12 @@ def initial_shapes(hf: Any, shapes: dict[str, Shape], count: int) -> dict[str, S
 
 
 def copies_of(row: Row, config: Any) -> list[str]:
-    """Names under which some checkpoints repeat the embedding or output layer in each multi-token
-    prediction layer: those present in the model's original files, or all possible names if the
-    original is not there. [] for any other row, and if the family's single such layer has no number
-    in its names. config: a McaModelConfig with such layers.
+    """Hugging Face names under which a file may repeat the embedding or output layer in each
+    multi-token prediction layer, such as "model.layers.61.embed_tokens.weight". [] for a row of
+    another weight, and for families without numbered prediction layers.
+
+    If the model's original files are there, only names that they contain. config: a McaModelConfig
+    with prediction layers.
     """
     names = {VOCABULARY[0]: "embed_tokens", VOCABULARY[1]: "shared_head.head"}
     is_numbered = prediction_of(config.hf_model_type).is_numbered

@@ -14,8 +14,8 @@ from .files import text_values
 
 @dataclass(frozen=True)
 class Prediction:
-    """The names of multi-token prediction layers in Hugging Face's files: the prefix of the decoder
-    layer in each, and the modules next to it."""
+    """Hugging Face names of multi-token prediction layers: the prefix of the decoder layer in each,
+    and the modules next to it. {} stands for the layer index."""
 
     layer: str
     enorm: str
@@ -25,8 +25,8 @@ class Prediction:
 
     @property
     def is_numbered(self) -> bool:
-        """True if each layer has separate modules, and maybe copies of embedding and head;
-        otherwise there is one layer."""
+        """True if the names contain the layer index, so that there may be several layers, which may
+        repeat embedding and head; otherwise there is one layer."""
         return "{}" in self.layer
 
 
@@ -47,9 +47,9 @@ BESIDE_DECODER = Prediction(
 
 
 def prediction_of(model_type: str | None) -> Prediction:
-    """The names of multi-token prediction layers in a model type's files: BESIDE_DECODER if
-    transformers ignores tensors named mtp., otherwise AFTER_DECODER.
-    """
+    """The Hugging Face names of multi-token prediction layers in a model type: BESIDE_DECODER
+    ("mtp.layers.0.") for families whose mtp. tensors transformers ignores, otherwise AFTER_DECODER
+    ("model.layers.61.")."""
     family = FAMILIES.get(str(model_type))
     if family is not None and family.prediction and family.unused:
         return BESIDE_DECODER
@@ -57,9 +57,9 @@ def prediction_of(model_type: str | None) -> Prediction:
 
 
 def prediction_rows(decoder_rows: Iterable[Row], model_type: str | None) -> Iterator[Row]:
-    """Yield Rows (megatron name and HF names of a weight) for multi-token prediction layers. Such a
-    layer is a decoder layer with three norms and a projection. decoder_rows: the model's Rows,
-    repeated for decoder layers under the prediction layers' names."""
+    """Yield Rows, which map megatron names to Hugging Face names, for the multi-token prediction
+    layers: three norms, a projection, and the rows of a decoder layer under the prediction layer's
+    names. decoder_rows: the model's Rows."""
     mca = PREDICTION_LAYERS
     names = prediction_of(model_type)
     for module in ("enorm", "hnorm", "final_layernorm"):
@@ -73,7 +73,8 @@ def prediction_rows(decoder_rows: Iterable[Row], model_type: str | None) -> Iter
 
 
 def check(m: Keys, a: Keys, judge: Judge) -> None:
-    """Apply the rules of the part's keys. m, a: as in args_rules_model."""
+    """Report to `judge` multi-token prediction keys that the model does not support. m: the model's
+    config, a: the run's arguments (as in args_rules_model)."""
     having = {name: family.prediction for name, family in FAMILIES.items() if family.prediction}
     if str(m.hf_model_type) in FAMILIES.keys() - having.keys():
         reason = f"{m.hf_model_type} has no layers for multi-token prediction"
@@ -96,9 +97,8 @@ def check(m: Keys, a: Keys, judge: Judge) -> None:
 
 
 def with_count(config: Any) -> dict[str, Any]:
-    """A copy of hf_config in which the number of layers is at least mtp_num_layers: config.json
-    counts the layers in its files, and a model drawn from a seed may have more.
-    """
+    """A copy of config.hf_config whose number of multi-token prediction layers is at least
+    config.mtp_num_layers: a model drawn from a seed may have more than its config.json says."""
     hf_config: dict[str, Any] = copy.deepcopy(config.hf_config)
     text = text_values(hf_config)
     family = FAMILIES.get(config.hf_model_type)

@@ -10,8 +10,9 @@ from .tables import numbers_of_adam
 
 
 def orthogonalised(x: torch.Tensor, steps: int) -> torch.Tensor:
-    """The nearest orthogonal matrices, approximately (singular values near 1), for bf16 matrices
-    [n, rows, columns]. Newton-Schulz iterations with the coefficients of torch.optim.Muon.
+    """Approximate the nearest orthogonal matrix (singular values near 1) to each of the bf16
+    matrices [n, rows, columns]. Newton-Schulz iterations with the coefficients of torch.optim.Muon;
+    steps: their number.
     """
     if x.shape[1] > x.shape[2]:
         return orthogonalised(x.mT, steps).mT
@@ -46,7 +47,9 @@ class Muon(AdamW):
         self.args = args
 
     def dtypes_of(self, p: torch.nn.Parameter) -> dict[str, torch.dtype]:
-        """{state: its dtype} for a parameter."""
+        """{state name: dtype} of the states that have the parameter's shape: momentum_buffer for
+        Muon's parameters, AdamW's moments for others.
+        """
         if hasattr(p, "matrices"):
             return {"momentum_buffer": torch.float32}
         return self.dtypes
@@ -54,8 +57,8 @@ class Muon(AdamW):
     def _update(
         self, group: dict[str, Any], p: torch.nn.Parameter, grad: torch.Tensor, factor: Any
     ) -> None:
-        """Update parameter p in place: by Muon if it has `matrices`, otherwise by AdamW. factor:
-        AdamW multiplies the gradient by it.
+        """Update parameter p in place: by Muon if it has the attribute `matrices`, otherwise by
+        AdamW. factor: AdamW multiplies the gradient by it; Muon ignores it.
         """
         if not hasattr(p, "matrices"):
             return super()._update(group, p, grad, factor)
@@ -69,7 +72,9 @@ class Muon(AdamW):
         p.sub_(p.matrices.apply(self._direction, update.bfloat16()), alpha=group["lr"])
 
     def _direction(self, matrices: torch.Tensor) -> torch.Tensor:
-        """The update for learning rate 1, float32, for matrices [n, rows, columns]."""
+        """The step of Muon per unit of learning rate: orthogonalised matrices times `ratio`,
+        float32, for matrices [n, rows, columns].
+        """
         rows, columns = matrices.shape[1:]
         ratio = 0.2 * max(rows, columns) ** 0.5
         if self.args.muon_adjust_lr == "original":

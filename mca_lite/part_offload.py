@@ -7,13 +7,12 @@ import torch
 
 
 class OffloadedOptimizer:
-    """An optimizer that keeps and updates the states of some parameters in host memory: the first
-    parameters, up to `fraction` of all elements. on_host: these parameters.
+    """An optimizer that keeps and updates the states of some parameters in host memory (on_host):
+    the first parameters, up to the one that reaches `fraction` of all elements.
 
-    Weights stay on their device; an update copies them and their gradients to the host and back.
-    megatron's offloading crashes in bf16 without its distributed optimizer and in float32 with it,
-    and its copies of the weights miss a loaded checkpoint.
-    """
+    Weights stay on their device; an update copies them and their gradients to the host and the
+    weights back. megatron's offloading is not used: it crashes in bf16 without its distributed
+    optimizer and in float32 with it, and its copies of the weights miss a loaded checkpoint."""
 
     def __init__(
         self,
@@ -22,8 +21,7 @@ class OffloadedOptimizer:
         make: Callable[[list[dict[str, Any]]], torch.optim.Optimizer],
     ):
         """inner: the optimizer of all parameters. make(groups): builds an optimizer of the same
-        kind.
-        """
+        kind for the host."""
         self.inner = inner
         parameters = [p for group in inner.param_groups for p in group["params"]]
         left = fraction * sum(p.numel() for p in parameters)
@@ -58,16 +56,16 @@ class OffloadedOptimizer:
         self.inner.zero_grad(set_to_none)
 
     def settle(self, parameter: torch.Tensor) -> None:
-        """After a checkpoint was loaded: move a parameter's states to the host if they belong
-        there.
-        """
+        """Move a parameter's states to host memory if it is offloaded, after a checkpoint loaded
+        them onto the device."""
         if parameter in self.on_host:
             states = self.state[parameter]
             self.state[parameter] = {name: value.cpu() for name, value in states.items()}
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update all parameters: those on the device, then those on the host."""
+        """Update all parameters that have a gradient: those on the device, then the offloaded ones
+        on the host."""
         gradients = {p: p.grad for p in self._stand_ins if p.grad is not None}
         for parameter in gradients:
             parameter.grad = None
@@ -91,7 +89,8 @@ class OffloadedOptimizer:
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Start an asynchronous copy to host memory."""
+    """Start an asynchronous copy of a tensor to host memory, pinned if it comes from a GPU -> the
+    copy."""
     pinned = tensor.is_cuda
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=pinned)
     return copy.copy_(tensor, non_blocking=True)

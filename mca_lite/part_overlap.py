@@ -41,8 +41,8 @@ class Peers:
     def slot(
         self, number: int, length: int, dtype: torch.dtype
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """(this rank's buffer [length], the same buffer of every rank) in the current set. number:
-        1 to size - 1. Collective if the buffers must grow.
+        """A buffer in the current buffer set: (this rank's [length], the same buffer of every
+        rank). number: which buffer of the set, 1 to size - 1. Collective if the buffers must grow.
         """
         key = self.turn % _SETS, number, length, dtype
         if key not in self._views:
@@ -56,7 +56,7 @@ class Peers:
         return self._views[key]
 
     def _grow(self, needed: int) -> None:
-        """Allocate sets of at least `needed` bytes. Collective."""
+        """Allocate new, larger buffer sets, each of at least `needed` bytes. Collective."""
         from torch.distributed import _symmetric_memory
 
         torch.cuda.synchronize()  # nothing reads the smaller ones any more
@@ -68,12 +68,12 @@ class Peers:
         self._views = {}
 
     def next(self) -> None:
-        """End an exchange: the next one uses the next buffer set."""
+        """End an exchange, so that the next one uses the next buffer set."""
         self.turn += 1
 
     def gather(self, x: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
-        """(x [s / tp, ...] gathered to [s, ...], [(rank, event of its tokens' arrival)]). This
-        rank's tokens are there at once.
+        """Start to gather x [s / tp, ...] -> (result [s, ...], [(rank, event to wait for before
+        reading that rank's tokens)]). This rank's tokens need no event. Collective.
         """
         whole = x.new_empty(self.size * len(x), *x.shape[1:])
         parts = whole.view(self.size, -1)
@@ -91,7 +91,7 @@ class Peers:
     def gather_multiply(
         self, x: torch.Tensor, matrix: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(x [s / tp, b, k] gathered to [s, b, k], the gathered x @ matrix [k, n]); the matmul of
+        """(x [s / tp, b, k] gathered to [s, b, k], the gathered x @ matrix [k, n]). The matmul of
         each rank's tokens runs as soon as they arrive. Collective.
         """
         whole, arrivals = self.gather(x)
@@ -106,7 +106,7 @@ class Peers:
 
     def multiply_scatter(self, x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
         """x [s, b, k] @ matrix [k, n], summed over the ranks -> this rank's tokens [s / tp, b, n].
-        The matmul for one rank's tokens runs while others are sent. Collective.
+        The matmul for one rank's tokens runs while other results are copied. Collective.
         """
         parts = x.contiguous().view(self.size, -1, x.shape[-1])
         arrivals = []
@@ -125,8 +125,8 @@ class Peers:
     def fetch(
         self, theirs: torch.Tensor, out: torch.Tensor, meets: bool = True
     ) -> tuple[torch.Tensor, torch.cuda.Event]:
-        """Copy another rank's buffer `theirs` into `out` -> (out, event of its arrival). meets:
-        first wait until all ranks reach this point.
+        """Start to copy another rank's buffer `theirs` into `out`, on the copying stream -> (out,
+        event of its arrival). meets: first wait, on that stream, until all ranks reach this point.
         """
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
@@ -138,10 +138,8 @@ class Peers:
 
 @functools.cache
 def peers_of(group: dist.ProcessGroup) -> Peers | None:
-    """The Peers of a group, or None, with a warning, if symmetric memory does not work on one of
-    its ranks.
-
-    The first call tries it, collectively over the group; later calls return the same answer.
+    """The Peers of a group, or None, with a warning, if torch's symmetric memory does not work on
+    one of its ranks. Cached: the first call for a group tries it, collectively.
     """
     reason = "another rank could not"
     peers = Peers(group)

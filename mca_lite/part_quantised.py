@@ -41,7 +41,7 @@ _BLOCK = 1024  # columns per program
 
 
 class Form(NamedTuple):
-    """A format.
+    """A quantised number format, such as nf4.
 
     table: the value of each 4-bit code; (): codes are signed bytes.
     block: number of values that share a scale.
@@ -60,7 +60,7 @@ class Form(NamedTuple):
 
     @property
     def bytes_of_number(self) -> float:
-        """Bytes per value, including its share of the scale."""
+        """Bytes per value, including its share of the block's scale: 0.5625 for nf4."""
         return self.bits / 8 + (1 if self.largest is None else 4) / self.block
 
 
@@ -69,13 +69,13 @@ FORMS = {"nf4": Form(NF4, 64, 1.0), "int8": Form((), 64, 127.0), "mxfp4": Form(_
 
 @functools.cache
 def _table(form: Form, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(values of the table, midpoints between neighbours), float32. Cached."""
+    """(the format's table of values, midpoints between neighbours), float32 on a device. Cached."""
     table = torch.tensor(form.table, device=device)
     return table, (table[1:] + table[:-1]) / 2
 
 
 def _factors(form: Form, scales: torch.Tensor) -> torch.Tensor:
-    """The blocks' scales as float32."""
+    """The blocks' scales as float32: powers of two are computed from their stored exponents."""
     if form.largest is not None:
         return scales
     exponents = scales.int()
@@ -84,8 +84,8 @@ def _factors(form: Form, scales: torch.Tensor) -> torch.Tensor:
 
 
 def quantise(numbers: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes, scales [.., k / block]) of values [.., k]. A byte contains two 4-bit codes [.., k /
-    2], the first in its upper half; 8-bit codes are signed [.., k].
+    """Quantise values [.., k] -> (codes, scales [.., k / block]). 4-bit codes are two in a byte,
+    [.., k / 2], the first in the upper half; 8-bit codes are signed, [.., k].
     """
     blocks = numbers.float().unflatten(-1, (-1, form.block))
     most = blocks.abs().amax(-1)
@@ -103,7 +103,7 @@ def quantise(numbers: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Ten
 
 
 def dequantise(codes: torch.Tensor, scales: torch.Tensor, form: Form) -> torch.Tensor:
-    """The values [.., k] in float32, from the codes and scales of quantise()."""
+    """Values [.., k] in float32, from the codes and scales of quantise()."""
     if form.table:
         halves = torch.stack((codes >> 4, codes & 15), -1).flatten(-2)
         values = _table(form, codes.device)[0][halves.int()]
@@ -135,8 +135,8 @@ def _whole_kernel(
 
 
 def write_whole(codes: torch.Tensor, scales: torch.Tensor, form: Form, out: torch.Tensor) -> None:
-    """Dequantise into out [.., k], rounded to its dtype. Rows of `out` may have gaps between them.
-    One kernel on a GPU.
+    """Dequantise codes and scales into out [.., k], rounded to its dtype. Rows of `out` may have
+    gaps between them. One kernel on a GPU.
     """
     rows = out.view(-1, out.shape[-1])
     codes = codes.reshape(len(rows), -1)
@@ -150,7 +150,7 @@ def write_whole(codes: torch.Tensor, scales: torch.Tensor, form: Form, out: torc
 
 
 def launch_whole(codes: torch.Tensor, scales: torch.Tensor, form: Form, rows: torch.Tensor) -> None:
-    """Run write_whole's kernel for a matrix."""
+    """Run the Triton kernel of write_whole, which writes the values into rows [rows, k]."""
     columns = rows.shape[1]
     grid = (len(rows), triton.cdiv(columns, _BLOCK))
     table, _ = _table(form, rows.device)
@@ -164,10 +164,12 @@ _aten = torch.ops.aten
 
 
 class Quantised(torch.Tensor):
-    """A frozen weight [.., k] in a format, with the dtype to which its values are rounded.
+    """A frozen weight [.., k] in a quantised format. Its dtype is that to which the values are
+    rounded when dequantised.
 
     detach, select along axis 0, and views of the leading axes share its memory; copy_ quantises;
-    every other operator gets the dequantised weight, whole().
+    other in-place operators raise NotImplementedError. All other operators get the dequantised
+    weight, whole().
     """
 
     @staticmethod
@@ -197,7 +199,7 @@ class Quantised(torch.Tensor):
 
     @property
     def parts(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(codes, scales), the tensors in memory."""
+        """(codes, scales), the plain tensors that hold the weight."""
         return self.codes, self.scales
 
     @property
@@ -215,7 +217,9 @@ class Quantised(torch.Tensor):
         return out
 
     def set(self, numbers: torch.Tensor) -> None:
-        """Quantise values of this shape into this tensor, some rows at a time."""
+        """Quantise values, which are broadcast to this shape, into this tensor, some rows at a
+        time.
+        """
         columns = self.shape[-1]
         rows = numbers.expand(self.shape).reshape(-1, columns)
         codes, scales = (part.view(len(rows), -1) for part in self.parts)
@@ -226,8 +230,8 @@ class Quantised(torch.Tensor):
                 part[first : first + step] = new
 
     def frozen_product(self, x: torch.Tensor, product: Callable[..., Any]) -> torch.Tensor:
-        """product(x, dequantised weight [n, out, in]). Backward dequantises again, instead of
-        keeping the values.
+        """Compute product(x, dequantised weight as [n, out, in]). Backward dequantises the weight
+        again, instead of keeping its values.
         """
         return _Product.apply(x, self, product)
 
@@ -254,7 +258,9 @@ class Quantised(torch.Tensor):
         return function(*args, **kwargs)
 
     def shared(self, function: Any, args: Any, kwargs: Any) -> "torch.Tensor | None":
-        """The result of an operator that keeps the format; None for other operators."""
+        """The result of an operator that works on the quantised format, such as detach or a view;
+        None for operators that need the dequantised weight.
+        """
         if function in (_aten.detach.default, _aten.alias.default):
             return self._with(*self.parts)
         if function is _aten.select.int and args[1] == 0:
@@ -272,8 +278,8 @@ class Quantised(torch.Tensor):
 
 
 class _Product(torch.autograd.Function):
-    """product(x, weight [n, .., in] as [n, out, in]) for a frozen weight; its quantised form is
-    saved for backward.
+    """Autograd function of product(x, weight [n, .., in] as [n, out, in]) for a frozen quantised
+    weight. It saves the quantised weight for backward, and gives only x a gradient.
     """
 
     @staticmethod
@@ -295,8 +301,8 @@ class _Product(torch.autograd.Function):
 
 
 def is_quantised(row: Row, config: Any) -> bool:
-    """True if config.weight_format applies to the row's weight: linears and experts in layers that
-    tensor parallelism can shard. With mxfp4, only experts if the model has some.
+    """True if config.weight_format applies to the row's weight: a linear's or expert's matrix in a
+    decoder layer, if tensor parallelism shards it. With mxfp4, only experts if the model has some.
     """
     is_matrix = row.is_linear and row.axis is not None and "{}" in row.mca
     only_experts = config.weight_format == "mxfp4" and config.num_moe_experts
@@ -304,20 +310,23 @@ def is_quantised(row: Row, config: Any) -> bool:
 
 
 def quantised_layers(config: Any) -> Iterator[tuple[Row, int | None]]:
-    """Yield (row, layer) for each weight in config.weight_format."""
+    """Yield (row, layer index) for each weight that config.weight_format quantises."""
     return ((row, layer) for row, layer in in_layer_order(config) if is_quantised(row, config))
 
 
 def bytes_of_numbers(config: Any) -> dict[str, float]:
-    """{megatron name, with {} for the layer and [] for the expert: bytes per value}."""
+    """{megatron name: bytes per value} of the quantised weights; {} stands for the layer in a name,
+    [] for the expert.
+    """
     size = FORMS[config.weight_format].bytes_of_number
     rows = [row for row, _ in quantised_layers(config)]
     return {row.mca.replace(f"experts.{row.expert}.", "experts.[]."): size for row in rows}
 
 
 def quantise_layer(layer: torch.nn.Module, config: Any) -> None:
-    """Replace each matrix of a decoder layer to which is_quantised() applies by a Quantised of
-    zeros in config.weight_format, in place. Other tensors are kept.
+    """Replace each matrix of a decoder layer to which is_quantised() applies by a frozen Quantised
+    in config.weight_format, in place. Its values are zeros until weights are loaded. Other tensors
+    are kept.
     """
     form = FORMS[config.weight_format]
     rows = [row for row in rows_of(config.hf_model_type, config) if is_quantised(row, config)]
@@ -335,8 +344,9 @@ def quantise_layer(layer: torch.nn.Module, config: Any) -> None:
 
 
 def plan_base(request: Request, spec: LoraSpec, judge: Judge) -> str:
-    """Set config.weight_format from a run's keys -> words for the report. `judge` refuses models
-    and layouts that cannot have it. No collectives.
+    """Set config.weight_format from a run's quantization keys -> words for the report, such as ",
+    base in nf4". Models and layouts that cannot be quantised are reported to `judge`. Not
+    collective.
     """
     name = choose_by_keys(request.config, request.arguments, judge)
     for row, layer in quantised_layers(request.config):
@@ -351,16 +361,19 @@ def plan_base(request: Request, spec: LoraSpec, judge: Judge) -> str:
 
 
 def choose_by_keys(config: Any, arguments: Any, judge: Judge | None = None) -> str:
-    """choose() with the keys of a run. arguments: RunArguments."""
+    """Call choose() with a run's quantization_bit and quantization_type -> the format's name.
+    arguments: RunArguments.
+    """
     keys = arguments.parts["quantised"]
     return choose(config, int(keys.quantization_bit), keys.quantization_type, judge)
 
 
 def choose(config: Any, bits: int = 4, kind: str | None = None, judge: Judge | None = None) -> str:
-    """Set config.weight_format (McaModelConfig) before the model is built -> its name in FORMS.
+    """Choose the quantised format and set config.weight_format (McaModelConfig), before the model
+    is built -> its name in FORMS.
 
-    bits, kind: the keys quantization_bit and quantization_type. Models and layouts that cannot have
-    it are refused by `judge`; without a judge ConfigError.
+    bits, kind: the keys quantization_bit and quantization_type. Models and layouts that cannot be
+    quantised are reported to `judge`; without a judge ConfigError is raised.
     """
     rules = judge or Judge(config)
     stored = (config.hf_config or {}).get("quantization_config") or {}

@@ -23,8 +23,7 @@ CHUNK = 1 << 24  # numbers whose moments are float32 at once, whole blocks
 def dynamic_map(signed: bool, device: torch.device) -> torch.Tensor:
     """The values of 8-bit codes: float32 [256], ascending. They are 0, 1, and in each of the seven
     decades from 1e-7 to 1 equally spaced values: 2, 4, ... 128 of them, or if `signed` 1, 2, ... 64
-    of each sign.
-    """
+    of each sign. Cached."""
     numbers = [0.0, 1.0]
     for i in range(7):
         borders = torch.linspace(0.1, 1, 2 ** (i if signed else i + 1) + 1)
@@ -34,8 +33,8 @@ def dynamic_map(signed: bool, device: torch.device) -> torch.Tensor:
 
 
 def to_blocks(numbers: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """(codes uint8 [n], scales float32 [ceil(n / 64)]) of flat numbers. signed: False for numbers
-    that are not negative."""
+    """Quantise flat numbers [n] -> (codes uint8 [n], scales float32 [ceil(n / 64)]). signed: False
+    for numbers that are not negative."""
     padding = -numbers.numel() % BLOCK
     blocks = torch.nn.functional.pad(numbers.float(), (0, padding)).view(-1, BLOCK)
     scales = blocks.amax(1)
@@ -58,7 +57,8 @@ def from_blocks(codes: torch.Tensor, scales: torch.Tensor, signed: bool) -> torc
 
 
 class Moment(torch.Tensor):
-    """A moment of a parameter in 8 bits, float32 to all operators. copy_ writes it."""
+    """One of Adam's moments, stored in 8 bits. Operators see it as a float32 tensor of the
+    parameter's shape; copy_ quantises into it."""
 
     @staticmethod
     def __new__(cls, parameter: torch.Tensor, signed: bool):
@@ -66,23 +66,25 @@ class Moment(torch.Tensor):
         return cls._make_wrapper_subclass(cls, shape, dtype=torch.float32, device=device)
 
     def __init__(self, parameter: torch.Tensor, signed: bool):
-        """Zeros for a parameter. signed: True for the first moment."""
+        """Make a moment of zeros for a parameter. signed: True for the first moment."""
         self.signed = signed
         self.codes, self.scales = to_blocks(parameter.new_zeros(parameter.numel()), signed)
 
     @property
     def parts(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The plain tensors that hold the numbers."""
+        """(codes, scales), the plain tensors that hold the moment."""
         return self.codes, self.scales
 
     def read(self, first: int = 0, last: int | None = None) -> torch.Tensor:
-        """The flat numbers from `first`, at a block's start, to `last`."""
+        """Dequantise the flat numbers from index `first`, which must begin a block, up to `last`
+        (None: all) -> float32."""
         last = last or self.numel()
         blocks = slice(first // BLOCK, -(-last // BLOCK))
         return from_blocks(self.codes[first:last], self.scales[blocks], self.signed)
 
     def write(self, numbers: torch.Tensor, first: int = 0) -> None:
-        """Store flat numbers from `first` on, at a block's start."""
+        """Quantise flat numbers into this moment, from index `first` on, which must begin a
+        block."""
         codes, scales = to_blocks(numbers, self.signed)
         self.codes[first : first + len(codes)] = codes
         block = first // BLOCK
@@ -102,14 +104,16 @@ class Moment(torch.Tensor):
 
 
 class BlockAdamW(AdamW):
-    """AdamW with some moments in 8 bits. blocks: exp_avg or exp_avg_sq or both."""
+    """AdamW with moments in 8 bits, except those of small parameters. blocks: which moments,
+    exp_avg or exp_avg_sq or both."""
 
     def __init__(self, groups: Any, blocks: Iterable[str], **numbers: Any):
         super().__init__(groups, **numbers)
         self.blocks = set(blocks)
 
     def state_of(self, p: torch.Tensor) -> dict:
-        """A parameter's state: zeros at first."""
+        """A parameter's state. Missing moments are created as zeros: in 8 bits if configured and
+        the parameter has at least LEAST elements."""
         state = self.state[p]
         for name in self.blocks if p.numel() >= LEAST else ():
             if name not in state:
@@ -117,7 +121,8 @@ class BlockAdamW(AdamW):
         return super().state_of(p)
 
     def _update(self, group: dict, p: torch.Tensor, grad: torch.Tensor, factor: Any) -> None:
-        """AdamW's update in pieces, whose moments are float32 meanwhile."""
+        """AdamW's update of one parameter in pieces of CHUNK elements: only one piece's 8-bit
+        moments are in float32 at a time."""
         state = self.state_of(p)
         packed = {name: value for name, value in state.items() if isinstance(value, Moment)}
         if not packed:
@@ -143,7 +148,8 @@ class BlockAdamW(AdamW):
 
 
 def new(groups: Any, args: Any, numbers: dict, halves: set[str]) -> BlockAdamW:
-    """The optimizer for TrainingArguments with a moment in 8 bits; halves: those in bf16."""
+    """Build AdamW for TrainingArguments whose exp_avg_dtype or exp_avg_sq_dtype is 8bit. numbers:
+    lr, betas and eps. halves: names of the moments in bf16."""
     moments = ("exp_avg", "exp_avg_sq")
     blocks = {name for name in moments if getattr(args, f"{name}_dtype") == "8bit"}
     return BlockAdamW(groups, blocks, halves=halves, **numbers)

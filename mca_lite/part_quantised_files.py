@@ -24,8 +24,8 @@ _ROUTER = re.compile(r"(.*\.mlp\.router\.)linear\.(weight|bias)")
 
 
 class Nf4Slice:
-    """A stored weight that can be read like a safetensors slice. Whole rows are read from the file,
-    then columns are cut out.
+    """A weight stored in bitsandbytes' NF4, read like a safetensors slice: indexing gives
+    dequantised float32 values. Whole rows are read from the file, then columns are cut out.
     """
 
     def __init__(self, name: str, slices: dict[str, Any]):
@@ -39,7 +39,7 @@ class Nf4Slice:
         return self._state["shape"]
 
     def _scales(self, first: int, last: int) -> torch.Tensor:
-        """float32 scales of blocks `first` to `last`."""
+        """Scales of blocks `first` up to `last`, float32; nested scales are dequantised."""
         scales = self._of["absmax"][first:last]
         nested = self._of["nested_absmax"]
         if nested is None:
@@ -66,13 +66,13 @@ class Nf4Slice:
 
 
 def _both(part: slice | tuple[slice, ...]) -> tuple[slice, slice]:
-    """(slice of rows, slice of columns)."""
+    """Split an index into (slice of rows, slice of columns)."""
     both = part if isinstance(part, tuple) else (part,)
     return both[0], both[1] if len(both) > 1 else slice(None)
 
 
 class _EveryOther:
-    """Every second row of a safetensors slice, starting with row `first`."""
+    """Every second row of a safetensors slice, starting with row `first`, read like a slice."""
 
     def __init__(self, slices: Any, first: int):
         self._slices = slices
@@ -92,8 +92,9 @@ class _EveryOther:
 
 
 def unpacked(slices: dict[str, Any]) -> dict[str, Any]:
-    """{name: slice} with a Nf4Slice for each quantised weight, instead of its tensors. ValueError
-    for a weight in another format, or with missing tensors.
+    """Replace the tensors of each NF4 weight in a file by one Nf4Slice: {name: slice} -> {name:
+    slice}. gpt_oss's experts and routers get Hugging Face's names, if Unsloth wrote the file.
+    ValueError for a quantised weight in another format, or with missing tensors.
     """
     of_states = {}
     for match in filter(None, map(_STATE.fullmatch, slices)):
@@ -113,9 +114,9 @@ def unpacked(slices: dict[str, Any]) -> dict[str, Any]:
 
 
 def _renamed(parts: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (name, slice) for each pair in `parts`, with the names of gpt_oss's experts and routers
-    in Unsloth's files replaced by Hugging Face's. An expert's gate_up_projs becomes two pairs:
-    gate_proj and up_proj, every second row each. Other pairs are yielded unchanged.
+    """Yield the (name, slice) pairs in `parts`, with Unsloth's names of gpt_oss's experts and
+    routers replaced by Hugging Face's. An expert's gate_up_projs becomes two pairs, gate_proj and
+    up_proj, with every second row each. Other pairs are unchanged.
     """
     for name, part in parts:
         expert = _UNSLOTH.fullmatch(name)

@@ -14,12 +14,12 @@ import torch
 
 
 class FlashWithSinks(torch.autograd.Function):
-    """Packed causal attention with sinks on CUDA, with torch's flash kernels.
+    """Packed causal attention with sinks on CUDA, by torch's flash attention kernels.
 
-    The kernels' backward recomputes probabilities exp(score - lse) and score gradients, probability
-    * (dP - sum of dO O), from the lse and output passed to it. Passing lse' and the output with
-    sinks makes both include sinks. varlen_attn's backward could not be used: it has no gradient for
-    its lse.
+    The backward kernel recomputes probabilities exp(score - lse) and the gradients of scores,
+    probability * (dP - sum of dO O), from the lse and output passed to it. Passing lse' and the
+    output with sinks makes both include sinks. varlen_attn's backward could not be used: it has no
+    gradient for its lse.
     """
 
     @staticmethod

@@ -15,8 +15,9 @@ from .optim import parts_of
 
 
 def move(backend: Any, device: str | torch.device, kinds: Collection[str]) -> None:
-    """Call leave() if `device` is "cpu" on a rank with a GPU, come_back() if it is this rank's
-    device. ValueError for another device.
+    """Move a backend's tensors to host memory if `device` is "cpu" on a rank with a GPU, by
+    leave(); or back, by come_back(), if it is this rank's device. ValueError for another device.
+    kinds: some of "model", "grad" and "optimizer".
     """
     here = parallel.device()
     wanted = torch.device(device)
@@ -33,9 +34,10 @@ def move(backend: Any, device: str | torch.device, kinds: Collection[str]) -> No
 @torch.no_grad()
 def leave(backend: Any, kinds: Collection[str]) -> None:
     """Copy "model" and "optimizer" tensors to host memory and free their storages on the device.
-    "grad" is freed without a copy.
+    Gradients ("grad") are freed without a copy.
 
-    kinds: which of the three; those already away are skipped. Collective with overlap_param_gather.
+    kinds: which of the three to move; those already moved are skipped. The optimizer's zero_grad()
+    is called first. Collective with overlap_param_gather.
     """
     kinds = [kind for kind in kinds if kind not in backend.away]
     if "model" in kinds:
@@ -55,7 +57,9 @@ def leave(backend: Any, kinds: Collection[str]) -> None:
 
 @torch.no_grad()
 def come_back(backend: Any, kinds: Collection[str]) -> None:
-    """Undo leave(): values return bit for bit; gradients are 0."""
+    """Undo leave() for these kinds, on the device: model and optimizer tensors get their values
+    back, bit for bit; gradients, if they were moved, are 0.
+    """
     moved = [part for kind in kinds for part in backend.away.pop(kind, ())]
     for storage, size, copy in moved:
         storage.resize_(size)
@@ -67,7 +71,9 @@ def come_back(backend: Any, kinds: Collection[str]) -> None:
 
 
 def _storages(backend: Any) -> dict[str, list[torch.UntypedStorage]]:
-    """{kind: storages on this rank's device}, each storage once."""
+    """{kind: storages on this rank's device} for "model", "grad" and "optimizer". A storage shared
+    by several tensors is in one list, once.
+    """
     model = backend.model
     gradients = [getattr(parameter, "main_grad", None) for parameter in model.parameters()]
     tensors = {
@@ -80,7 +86,9 @@ def _storages(backend: Any) -> dict[str, list[torch.UntypedStorage]]:
 
 
 def _tensors_of(optimizer: Any) -> Iterator[torch.Tensor]:
-    """Yield an optimizer's master weights and states."""
+    """Yield the tensors of an optimizer's parameters, which are its master weights, and of its
+    states.
+    """
     for part in parts_of(optimizer):
         inner = getattr(part, "optimizer", part)
         if inner is None:  # this rank trains nothing
@@ -92,8 +100,8 @@ def _tensors_of(optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 def _new(tensors: Iterable[torch.Tensor], seen: set[int]) -> Iterator[torch.UntypedStorage]:
-    """Yield the storages of tensors on this rank's device, if their address is not in `seen`, and
-    add it.
+    """Yield the storages of tensors that are on this rank's device and whose address is not in
+    `seen`; add their addresses to `seen`.
     """
     # a tensor kept in fewer bits is several plain ones
     for tensor in (part for whole in tensors for part in getattr(whole, "parts", (whole,))):
@@ -104,12 +112,14 @@ def _new(tensors: Iterable[torch.Tensor], seen: set[int]) -> Iterator[torch.Unty
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """A uint8 tensor over the storage."""
+    """A uint8 tensor that shares the storage's memory."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _to_host(storage: torch.UntypedStorage) -> torch.Tensor:
-    """Start an asynchronous copy of the storage to host memory."""
+    """Start an asynchronous copy of a storage's bytes to host memory, pinned if they come from a
+    GPU -> the copy.
+    """
     given = _bytes_of(storage)
     copy = torch.empty(given.shape, dtype=torch.uint8, device="cpu", pin_memory=given.is_cuda)
     return copy.copy_(given, non_blocking=True)

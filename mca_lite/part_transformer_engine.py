@@ -46,8 +46,8 @@ _REMEDY = "transformer_impl: local or auto"
 
 
 def why_unusable() -> str | None:
-    """Why Transformer Engine cannot be used: NO_GPU, ABSENT, or the first line of its import error.
-    None if it works.
+    """Reason why Transformer Engine cannot be used: NO_GPU, ABSENT (not installed), or the first
+    line of its import error. None if it can.
     """
     if not torch.cuda.is_available():
         return NO_GPU
@@ -64,7 +64,7 @@ def why_unusable() -> str | None:
 @functools.lru_cache(1)
 def works() -> bool:
     """True if there is a GPU and Transformer Engine can be imported. Warns if it is installed but
-    broken. Cached.
+    cannot be imported. Cached.
     """
     reason = why_unusable()
     if reason not in (None, NO_GPU, ABSENT):
@@ -77,14 +77,14 @@ def works() -> bool:
 
 
 def version() -> str:
-    """The package's name and version."""
+    """Transformer Engine's name and version, such as "Transformer Engine 2.11.0"."""
     import transformer_engine
 
     return f"Transformer Engine {transformer_engine.__version__}"
 
 
 def expect_works() -> None:
-    """Raise ConfigError if it does not work here."""
+    """Raise ConfigError if Transformer Engine does not work here (see works())."""
     if not works():
         reason = "Transformer Engine does not work here (it needs a GPU and `pip install "
         reason += "mca-lite[te]`)"
@@ -92,8 +92,8 @@ def expect_works() -> None:
 
 
 def needs_local(config: McaModelConfig) -> list[str]:
-    """Features of this config that Transformer Engine's layers lack or compute wrongly,
-    in words.
+    """Features of this config that Transformer Engine's layers lack or compute wrongly, as words
+    for a message; [] if it can be used.
     """
     needs = changed(config, ONLY_LOCAL)
     channels = config.kv_channels or config.hidden_size // max(config.num_attention_heads, 1)
@@ -110,7 +110,7 @@ def needs_local(config: McaModelConfig) -> list[str]:
 
 
 def check(config: McaModelConfig, judge: Judge) -> None:
-    """Refuse a model that needs the local layers."""
+    """Report to `judge` a model that Transformer Engine's layers do not support."""
     if needs := needs_local(config):
         reason = f"{config.hf_model_type} needs {', '.join(needs)}, which only the local layers "
         judge.refuse(_KEY, f"{reason}have", _REMEDY)
@@ -120,8 +120,9 @@ def check(config: McaModelConfig, judge: Judge) -> None:
 
 
 def begin(config: McaModelConfig, cp_group: Any) -> RotaryEmbedding:
-    """Set its environment variables for the chosen attention_backend, and build the rotary
-    embedding of its attention. With "auto" the user's variables stay.
+    """Build the rotary embedding for Transformer Engine's attention. Unless attention_backend is
+    "auto", first set the environment variables by which Transformer Engine chooses its attention
+    kernels.
     """
     name = config.attention_backend.name
     if name != "auto":
@@ -134,7 +135,9 @@ def begin(config: McaModelConfig, cp_group: Any) -> RotaryEmbedding:
 def attention_inputs(
     model: Any, hidden: torch.Tensor | None, packed_seq_params: Any
 ) -> dict[str, Any]:
-    """Keywords of its attention: no mask, and rotary angles [s, 1, 1, rotary dim]."""
+    """Keywords of Transformer Engine's attention for a forward pass: no mask, and rotary angles [s,
+    1, 1, rotary dim].
+    """
     cp_group = None
     if packed_seq_params is not None:
         cp_group = packed_seq_params.cp_group
@@ -147,8 +150,8 @@ def attention_inputs(
 
 
 def linears(has_norm: bool) -> tuple[Any, Any]:
-    """(column-parallel linear, row-parallel linear) of an MLP. has_norm: the first one applies the
-    norm.
+    """Transformer Engine's classes (column-parallel linear, row-parallel linear) for an MLP.
+    has_norm: True if the first one also applies the norm before the MLP.
     """
     provider = TESpecProvider()
     column = provider.column_parallel_linear()
@@ -160,7 +163,9 @@ def linears(has_norm: bool) -> tuple[Any, Any]:
 def attention(
     config: TransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection
 ) -> torch.nn.Module:
-    """Build a layer's attention."""
+    """Build a layer's self-attention from Transformer Engine's modules. Its first linear also
+    applies the norm before attention.
+    """
     provider = TESpecProvider()
     of_query, of_key = head_norms(config, TENorm) or (IdentityOp, IdentityOp)
     parts = SelfAttentionSubmodules(

@@ -28,8 +28,8 @@ _LOWEST = torch.finfo(torch.float32).min
 
 @functools.cache
 def num_programs(device: torch.device) -> int:
-    """Number of programs for a kernel in which each program sums over a part of the
-    tokens. Cached.
+    """Number of Triton programs to launch for a kernel in which each program sums over a part of
+    the tokens. Cached per device.
     """
     return _PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -52,10 +52,11 @@ def _sum_kernel(
 
 
 def _gradient(partial: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Gradient [width] of a parameter: the sum over programs of partial, float32 [programs, width].
+    """Finish a parameter's gradient [width]: sum partial, float32 [programs, width], over the
+    programs that computed it.
 
-    If megatron's DDP gave the parameter a float32 main_grad, the gradient is added there, and the
-    result is an empty tensor for DDP's hook.
+    If megatron's DDP gave the parameter a float32 main_grad, the sum is added there, and the result
+    is an empty tensor for DDP's hook.
     """
     gradient = torch.empty_like(parameter)
     main_grad = getattr(parameter, "main_grad", None)
@@ -70,8 +71,8 @@ def _gradient(partial: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def iterations_at_once(loaded: int) -> int:
-    """Number of loop iterations whose loads can be in flight together; all but one wait in shared
-    memory. loaded: bytes loaded per iteration.
+    """Depth of a Triton loop's software pipeline (num_stages): 3 if the loads of two iterations fit
+    into shared memory, otherwise 1. loaded: bytes loaded per iteration.
     """
     return 3 if 2 * loaded <= _SHARED else 1
 
@@ -131,7 +132,7 @@ def _norm_backward_kernel(
 
 
 def _tile(x: torch.Tensor) -> tuple[int, dict[str, int]]:
-    """(number of programs, tile sizes) for a kernel over whole rows of x."""
+    """(number of programs, tile sizes) for a kernel whose programs process whole rows of x."""
     width = x.shape[-1]
     block = triton.next_power_of_2(width)
     rows = max(4096 // block, 1)
@@ -140,8 +141,8 @@ def _tile(x: torch.Tensor) -> tuple[int, dict[str, int]]:
 
 
 class Norm(torch.autograd.Function):
-    """RMS norm of x [..., h] with weight [h]. With `beside`, also returns x; backward then adds the
-    gradients of both outputs in the kernel.
+    """RMS norm of x [..., h] with weight [h], by Triton kernels. With `beside`, also returns x;
+    backward then adds the gradients of both outputs in the kernel.
     """
 
     @staticmethod
@@ -194,8 +195,8 @@ class Norm(torch.autograd.Function):
 
 @jit
 def _pairs(D: tl.constexpr, ROTARY: tl.constexpr, NEXT: tl.constexpr, HALF: tl.constexpr):
-    """Channel indices of the pairs that are rotated together; channels beyond ROTARY are paired
-    too, but pass through.
+    """(first channels, second channels, mask of rotated pairs, mask of existing pairs) of a head's
+    channel pairs. Channels beyond ROTARY are paired too, but are not rotated.
     """
     pair = tl.arange(0, HALF)
     turns = pair < ROTARY // 2
@@ -212,7 +213,9 @@ def _pairs(D: tl.constexpr, ROTARY: tl.constexpr, NEXT: tl.constexpr, HALF: tl.c
 
 @jit
 def _rotation(cos, sin, position, first, second, turns, moves, ROTARY: tl.constexpr):
-    """cos and sin for the first and the second channel of each pair, [heads, pairs]."""
+    """(cos of first channels, cos of second, sin of first, sin of second), each [heads, pairs]: 1
+    and 0 where nothing is rotated.
+    """
     table = position * ROTARY
     one = tl.full(first.shape, 1.0, tl.float32)
     zero = tl.zeros(first.shape, tl.float32)
@@ -229,7 +232,9 @@ def _rotation(cos, sin, position, first, second, turns, moves, ROTARY: tl.conste
 
 @jit
 def _scale(of_query, of_key, channel, inside, is_query, ZERO: tl.constexpr):
-    """The norm's weight for a channel: the query norm's or the key norm's, by the kind of head."""
+    """Weight of the query norm or of the key norm for each head's channels, by the kind of head; 1
+    is added if ZERO.
+    """
     q = tl.load(of_query + channel, inside, 0.0).to(tl.float32)[None, :]
     k = tl.load(of_key + channel, inside, 0.0).to(tl.float32)[None, :]
     scale = tl.where(is_query, q, k)
@@ -240,7 +245,9 @@ def _scale(of_query, of_key, channel, inside, is_query, ZERO: tl.constexpr):
 
 @jit
 def _load(start, first, second, inside):
-    """Both channels of each pair, [heads, pairs]. start: address of each head, [heads, 1]."""
+    """Load the first and the second channel of each pair, each [heads, pairs] in float32. start:
+    address of each head, [heads, 1].
+    """
     a = tl.load(start + first[None, :], inside, 0.0).to(tl.float32)
     return a, tl.load(start + second[None, :], inside, 0.0).to(tl.float32)
 
@@ -254,7 +261,9 @@ def _store(start, first, second, inside, a, b):
 @jit
 def _parts(query, key, value, token, group, part, GROUPS: tl.constexpr, OWN: tl.constexpr,
            D: tl.constexpr):  # fmt: skip
-    """Addresses [heads, 1] of a token's heads in the query, key and value tensors."""
+    """Addresses [heads, 1] of a token's heads in the query, key and value tensors: one per tensor,
+    valid only for heads of that kind.
+    """
     of_token = token * GROUPS + group
     of_query = query + (of_token * (OWN - 2) + part) * D
     return of_query, key + of_token * D, value + of_token * D
@@ -370,7 +379,9 @@ def _heads_backward_kernel(
 
 
 class RotatedHeads(torch.autograd.Function):
-    """The autograd function of kernels.rotated_heads, for an even number of channels."""
+    """Autograd function of kernels.rotated_heads by Triton kernels, for an even number of channels
+    per head.
+    """
 
     @staticmethod
     def forward(
@@ -445,7 +456,9 @@ class RotatedHeads(torch.autograd.Function):
 
 @jit
 def _gate_and_up(both, f: tl.constexpr, BLOCK: tl.constexpr):
-    """(row, columns, mask of valid columns, gate, up) for a program."""
+    """(row, column indices, mask of existing columns, gate, up) for one program of a SwiGLU
+    kernel.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < f
@@ -480,7 +493,9 @@ def _launch_swiglu(kernel: Any, both: torch.Tensor, *tensors: torch.Tensor) -> N
 
 
 class SwiGLU(torch.autograd.Function):
-    """silu(gate) * up for [..., 2 f], with one kernel per pass. Only the input is saved."""
+    """silu(gate) * up for [..., 2 f], gate before up -> [..., f], with one Triton kernel per pass.
+    Only the input is saved for backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, both: torch.Tensor) -> torch.Tensor:
@@ -545,8 +560,8 @@ def _adam_kernel(
 def update_by_adam(
     tensors: tuple[Any, ...], seed: int, numbers: tuple[Any, ...], by_chance: bool
 ) -> None:
-    """Update one parameter and its two moments in place, as kernels.AdamW does; do nothing if the
-    factor is NaN.
+    """Update one parameter and its two moments in place with one Triton kernel, as kernels.AdamW
+    does; do nothing if the factor is NaN.
 
     tensors: (parameter, the low 16 bits of its float32 master or None, gradient, first moment,
     second moment, factor on the gradient). seed: for stochastic rounding. numbers: (lr * weight
@@ -627,9 +642,9 @@ def gradients_in_one_pass(
     weights: torch.Tensor | None,
     head: Head,
 ) -> torch.Tensor:
-    """Write the gradient of sum(weights * token losses) over `logits` [rows, V / tp], in place, by
-    a Triton kernel -> `logits`. With head.softcap the logits are capped ones, and the gradient is
-    with respect to the logits before the cap.
+    """Overwrite `logits` [rows, V / tp] with the gradient of sum(weights * token losses), by a
+    Triton kernel -> `logits`. With head.softcap the given logits are capped ones, and the gradient
+    is with respect to the logits before the cap.
 
     places [rows]: column of each row's label, -1 if the label is on another rank. at_label: float32
     [rows], the label's probability minus 1. lse: float32 [rows], log-sum-exp over the whole
@@ -676,8 +691,9 @@ def join_by_kernel(
     lse2: torch.Tensor,
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """Join two partial attentions over different keys, each given as output and log-sum-exp: writes
-    the joined output to `out`, which must be contiguous -> the joined log-sum-exp.
+    """Join two partial attentions over different keys, by a Triton kernel that writes the joined
+    output to `out` -> the joined log-sum-exp. Each partial attention is an output [q, b, n, d] and
+    its log-sum-exp. `out` must be contiguous.
     """
     q, b, n, d = out.shape
     lse = torch.empty_like(lse1)
