@@ -27,8 +27,9 @@ IN_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")
 
 
 class Request(NamedTuple):
-    """The arguments of Finetuning.plan. host(): the model to plan for, in a form that hosts.host_of
-    takes."""
+    """The arguments of Finetuning.plan. host(): returns the model to plan for: any model or config
+    that hosts.host_of takes.
+    """
 
     arguments: Any  # RunArguments
     config: Any  # McaModelConfig, or transformers'
@@ -37,11 +38,12 @@ class Request(NamedTuple):
 
 
 class Finetuning:
-    """A way to finetune a model: train whole weights, all of them or those of the modules in
-    `trained`.
+    """The choice of weights that are trained: all, or those of the Hugging Face modules in
+    `trained`. Subclasses, such as Lora, may train other tensors next to frozen weights; these set
+    is_whole to False.
 
-    `model` is VirtualModels or a transformers model; place() sets `model.finetuning` to this
-    object. A subclass that trains tensors next to frozen weights sets is_whole to False.
+    The argument `model` of methods is VirtualModels or a transformers model; place() sets its
+    attribute `finetuning` to this object.
     """
 
     kind = "full"  # the value of finetuning_type, for rules between keys
@@ -55,8 +57,9 @@ class Finetuning:
 
     @classmethod
     def plan(cls, request: Request, judge: Judge) -> "Finetuning":
-        """The finetuning that a run's keys ask for. `judge` gets Problems for what the model cannot
-        do. Not collective."""
+        """Decide from a run's configuration keys which modules are trained. Problems, such as a
+        layer that the model lacks, go to `judge`. No collectives.
+        """
         keys = request.arguments
         kind = getattr(request.config, "hf_model_type", None) or request.config.model_type
         if cls is Finetuning and not vision_parts_of(kind):
@@ -70,13 +73,16 @@ class Finetuning:
     def trained_of_language(
         cls, weights: list[Weight], num_layers: int, keys: Keys, judge: Judge
     ) -> set[str]:
-        """The modules of the language model that the keys leave trainable. weights: its weights."""
+        """Hook: the language model's modules that the configuration keys leave trainable; here all.
+        weights: its weights (hosts.Weight). num_layers: its decoder layers.
+        """
         return {module for weight in weights for module in weight.modules}
 
     @classmethod
     def take_new_tokens(cls, arguments: Keys) -> str:
-        """Change the keys, in place, so that rows of new tokens are trained -> text for the report,
-        or ""."""
+        """Hook for a run that adds tokens: change the configuration keys, in place, so that rows of
+        new tokens are trained. Returns text for the report, or "".
+        """
         return ""
 
     def __str__(self) -> str:
@@ -85,12 +91,13 @@ class Finetuning:
         return f"{self.kind}: {len(self.trained)} modules are trained"
 
     def notes(self, arguments: Keys) -> list[str]:
-        """Report lines about a run's keys."""
+        """Hook: lines for the report at the start of a run."""
         return []
 
     def place(self, model: Any, seed: int = 42, dtype: torch.dtype = torch.float32) -> Any:
-        """Freeze the weights that are not trained -> the model. Call it before McaTrainer is made.
-        seed: for new tensors. dtype: for a transformers model's frozen weights next to new tensors.
+        """Freeze the weights that are not trained, in place. Returns the model. Call it before
+        McaTrainer is made. seed: for the values of tensors that a subclass adds. dtype: of a
+        transformers model's frozen weights, for subclasses that add tensors.
         """
         if self.trained is not None:
             host = host_of(model)
@@ -101,54 +108,72 @@ class Finetuning:
         return model
 
     def trains(self, module: str) -> bool:
-        """True if the weights of a Hugging Face module are trained."""
+        """True if the weights of this Hugging Face module are trained."""
         return self.trained is None or module in self.trained
 
     def without(self, model: Any) -> contextlib.AbstractContextManager[Any]:
-        """A context with the model as it was before training; only if can_be_off."""
+        """Context with the model as it was before training, such as with adapters off. Only
+        meaningful if can_be_off; here it changes nothing.
+        """
         return contextlib.nullcontext(model)
 
     @property
     def can_be_off(self) -> bool:
-        """True if without() can give the model as it was before training."""
+        """True if without() gives the model as it was before training: adapters are trained, and no
+        whole weights.
+        """
         return not self.is_whole and not self.saved
 
     # -- tensors next to whole weights, which a subclass adds
 
     def work_beside(self, module: str, uses: float, shape: tuple[int, ...]) -> float:
-        """Multiplications per token in the tensors next to a matrix. uses: how often a token uses
-        the matrix; 0 if it only looks up rows."""
+        """Hook: multiplications per token by the tensors that a subclass adds next to a module's
+        weight, for FLOPs. uses: how often a token is multiplied by the weight; 0 if it only looks
+        up rows. shape: the weight's.
+        """
         return 0.0
 
     def shapes_beside(self, module: str, shape: list[int], is_embedding: bool) -> dict[str, Any]:
-        """{end of its name: shape} of the tensors next to a matrix. shape: this rank's shard of the
-        matrix."""
+        """Hook: {end of the name: shape} of the tensors that a subclass adds next to a module's
+        weight. shape: this rank's shard of the weight.
+        """
         return {}
 
     def trained_tensors(self, model: Any) -> dict[str, torch.Tensor]:
-        """{name in a file: CPU tensor} of every trained tensor, on global rank 0. Collective."""
+        """Hook: {name in a file: CPU tensor} of every trained tensor on global rank 0, {} on other
+        ranks. Only subclasses with is_whole False have it. Collective.
+        """
         raise NotImplementedError  # only a subclass with is_whole False needs it
 
     def export_beside(self, model: Any, folder: str | os.PathLike[str]) -> list[str]:
-        """Write the tensors next to whole weights -> names of this rank's files. Collective."""
+        """Hook: write the trained tensors that are not whole weights, such as adapters, into a
+        folder. Returns the file names that this rank wrote. Collective.
+        """
         return []
 
     def merger(self, model: Any) -> Change | None:
-        """A function (name, tensor of a whole weight) -> the tensor with the tensors next to it
-        merged in. None if nothing is to be merged. Collective."""
+        """Hook: a function (name, whole weight) -> the weight with its adapter merged, for exports.
+        None if nothing is to be merged. Collective.
+        """
         return None
 
     def fill_fresh(self, model: Any, source: Callable[..., torch.Tensor]) -> None:
-        """Fill the new tensors next to whole weights from source(key, shape)."""
+        """Hook: set the first values of the tensors that a subclass adds, from source(key,
+        shape).
+        """
 
     # -- checkpoints
 
     def sharded_state(self, chunk: Any) -> dict[str, Any]:
-        """megatron's ShardedTensors that a chunk's checkpoint holds."""
+        """{name: megatron ShardedTensor} of what a distributed checkpoint contains for this chunk
+        of the model.
+        """
         return chunk.sharded_state_dict()
 
     def check_checkpoint(self, model: Any, folder: str | os.PathLike[str]) -> None:
-        """Raise ValueError for a checkpoint that another finetuning wrote."""
+        """Raise ValueError if a checkpoint's folder was written by another finetuning: here, if it
+        has adapters.
+        """
         if (Path(folder) / ADAPTER_CONFIG_NAME).is_file():
             raise ValueError(
                 f"{folder} holds adapters, and this run has none: set finetuning_type: lora, or "
@@ -156,8 +181,9 @@ class Finetuning:
             )
 
     def base_sample(self) -> dict[str, list[float]]:
-        """{weight: some of its values} for the frozen weights, by which a checkpoint recognises its
-        base model."""
+        """Hook: {name: some values} of frozen weights, stored in checkpoints, so that a resumed run
+        can notice another base model; {} for none.
+        """
         return {}
 
 
@@ -165,20 +191,21 @@ _WHOLE = Finetuning()
 
 
 def finetuning_class(keys: Keys) -> type[Finetuning]:
-    """The class in FINETUNING that the key finetuning_type names."""
+    """The class, such as Lora, for the value of the configuration key finetuning_type."""
     return function_of(FINETUNING[keys.finetuning_type])
 
 
 def finetuning_of(model: Any) -> Finetuning:
-    """The finetuning placed on a model; one that trains every weight if none was placed."""
+    """The Finetuning that place() set on a model; without one, a Finetuning of all weights."""
     return getattr(model, "finetuning", _WHOLE)
 
 
 def plan_frozen(model: Any, keys: Keys, judge: Judge) -> frozenset[str] | None:
-    """The Hugging Face modules that a run's keys leave trainable; None if that is every module.
+    """Names of the Hugging Face modules that a run's configuration keys leave trainable; None if
+    these are all modules.
 
-    model: anything that hosts.host_of takes. `judge` gets Problems for layers and modules that the
-    model lacks. Not collective.
+    model: anything that hosts.host_of takes. Layers and modules that the model lacks become
+    Problems in `judge`, and so does freezing everything. No collectives.
     """
     host = host_of(model)
     weights = list(host.weights())
@@ -202,7 +229,9 @@ def plan_frozen(model: Any, keys: Keys, judge: Judge) -> frozenset[str] | None:
 
 
 def lowest_layer(trained: Iterable[str], num_layers: int) -> int:
-    """The lowest decoder layer that has a backward pass; num_layers if none has."""
+    """Index of the lowest decoder layer through which gradients must flow, given the trained
+    modules' names; num_layers if there is none.
+    """
     # other modules come after the layers, or feed the first one
     after = [module for module in trained if module.endswith((".norm", "lm_head"))]
     layers = [layer_of(module, 0) for module in set(trained).difference(after)]
@@ -210,6 +239,6 @@ def lowest_layer(trained: Iterable[str], num_layers: int) -> int:
 
 
 def layer_of(module: str, otherwise: int) -> int:
-    """The decoder layer of a Hugging Face module; `otherwise` if it is in no layer."""
+    """Index of the decoder layer that a Hugging Face module is in; `otherwise` if it is in none."""
     match = IN_LAYER.fullmatch(module)
     return otherwise if match is None else int(match[1])

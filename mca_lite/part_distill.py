@@ -61,16 +61,19 @@ LOWEST = float(np.finfo(np.float16).min)
 
 @dataclass(kw_only=True)
 class DistillConfig(ObjectiveConfig):
-    """The objective's settings. ConfigError for values that do not fit together.
+    """Settings of distillation. ConfigError for values that do not fit together.
 
-    divergence: forward_kl, reverse_kl or jsd.
-    jsd_mix: b, the teacher's share in jsd's mixture.
-    temperature: T. ce_weight: w.
-    top_k: k for a cached teacher; None: the teacher stays in memory.
-    cache: folder of the teacher's rows. cache_dtype: float32 or float16.
+    divergence: forward_kl, KL(teacher, student); reverse_kl, KL(student, teacher); or jsd, the
+    Jensen-Shannon divergence. jsd_mix: the teacher's share in jsd's mixture.
+    temperature: divides both models' logits. ce_weight: weight of cross entropy with the labels;
+    the divergence has 1 - ce_weight.
+    top_k: score the data once before training, and store this many likeliest tokens per trained
+    token; None: the teacher stays in memory.
+    cache: folder for the stored tokens. cache_dtype: of their log-probabilities, float32 or
+    float16.
     teacher: the teacher's folder, whose files identify the cache; None: unknown, or the cache is
     only read.
-    cache_dir: as in DataArguments; for rows if `cache` is None, and for file hashes.
+    cache_dir: folder for the stored tokens if `cache` is None, and for file hashes.
     """
 
     divergence: str = "forward_kl"
@@ -94,15 +97,15 @@ class DistillConfig(ObjectiveConfig):
 
 
 def _kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    """The summands of KL(p, q): p log(p / q), from log-probabilities."""
+    """The summands p log(p / q) of KL(p, q), from log-probabilities."""
     return log_p.exp() * (log_p - log_q)
 
 
 def divergence_terms(
     log_p: torch.Tensor, log_q: torch.Tensor, config: DistillConfig
 ) -> torch.Tensor:
-    """The summands of the configured divergence between teacher (log_p) and student (log_q), in the
-    shape of these log-probabilities.
+    """The summands of the configured divergence between the teacher's and the student's
+    distribution, from their log-probabilities log_p and log_q, in the same shape.
     """
     if config.divergence == "forward_kl":
         return _kl(log_p, log_q)
@@ -114,7 +117,7 @@ def divergence_terms(
 
 
 def _without(logits: Logits, tokens: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """values [n, columns] with -inf at the tokens [n, k]."""
+    """A copy of values [n, columns] for this rank's token ids, with -inf for the tokens [n, k]."""
     column, here = logits.head.place(tokens)
     columns = values.shape[1]
     hidden = values.new_zeros(len(values), columns + 1, dtype=torch.bool)
@@ -123,8 +126,9 @@ def _without(logits: Logits, tokens: torch.Tensor, values: torch.Tensor) -> torc
 
 
 def log_probs_of(logits: Logits, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Log-probabilities [n, k + 1] of tokens [n, k] and of all others together, the same on all
-    ranks. If k = V the last column is missing. Collective.
+    """Log-probabilities [n, k + 1] at the temperature: of the tokens [n, k], then of all other
+    tokens together. If k is the whole vocabulary, there are no others, and the result is [n, k].
+    Collective over the tensor-parallel group, whose ranks get the same result.
     """
     values = logits.values / temperature
     whole = logits.logsumexp(values)[:, None]
@@ -136,8 +140,9 @@ def log_probs_of(logits: Logits, tokens: torch.Tensor, temperature: float) -> to
 
 
 def top_k_of(logits: Logits, k: int, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(k likeliest tokens int64 [n, k], log-probabilities [n, k + 1] of them and of all others
-    together), the same on all ranks. Collective.
+    """(the k likeliest tokens, int64 [n, k]; log-probabilities at the temperature, [n, k + 1], of
+    these and then of all other tokens together). If k is the whole vocabulary, the last column is
+    LOWEST. Collective over the tensor-parallel group, whose ranks get the same result.
     """
     first = logits.head.first
     values, columns = logits.values.topk(min(k, logits.head.columns), 1)
@@ -158,10 +163,11 @@ def top_k_of(logits: Logits, k: int, temperature: float) -> tuple[torch.Tensor, 
 
 
 class Head:
-    """A resident teacher's output layer, sharded like the student's.
+    """A resident teacher's output layer. It is kept apart, so that the teacher's logits are
+    computed for the same chunk of tokens as the student's, and sharded like these.
 
-    If the vocabularies are padded to different sizes, their shards have different rows: the weight
-    is then gathered once and sharded again.
+    If the vocabularies are padded to different sizes, their shards have different rows; the
+    teacher's weight is then gathered once and sharded again.
     """
 
     def __init__(self, dtype: torch.dtype):
@@ -171,16 +177,16 @@ class Head:
         self.cut: Any = None  # the weight's rows for this rank's token ids
 
     def keep(self, logits: Logits) -> torch.Tensor:
-        """Used as the teacher's loss: remember its output layer, and return its hidden states [n,
-        h].
+        """Stands in for the teacher's loss: remember its output layer, and return its last hidden
+        states [n, h] instead of losses.
         """
         self.head = logits.head
         self.weight = logits.weight
         return logits.hidden
 
     def rows_of(self, logits: Logits) -> torch.Tensor:
-        """The weight's rows for the student's token ids on this rank, [columns, h]. The first call
-        is collective.
+        """The rows [columns, h] of the teacher's output weight for the student's token ids on this
+        rank. The first call is collective if the vocabularies are sharded differently.
         """
         if self.cut is None:
             start = 0
@@ -196,8 +202,8 @@ class Head:
 
 @dataclass
 class Resident:
-    """A teacher in memory, for one micro-batch. hidden: its last hidden states [b, s, h] on this
-    rank.
+    """A micro-batch's teacher that stays in memory. hidden: the teacher's last hidden states [b, s,
+    h] on this rank.
     """
 
     head: Head
@@ -206,8 +212,11 @@ class Resident:
     def losses(
         self, logits: Logits, common: Logits, config: DistillConfig
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(D [n], cross entropy [n]) per token. common: the student's logits for ids that both
-        models have. Collective.
+        """For each token, (divergence [n] between teacher and student at the temperature, not yet
+        times T^2; the student's cross entropy [n]).
+
+        logits: the student's. common: the student's logits for token ids that both models have.
+        Collective over the tensor-parallel group.
         """
         product = common.take(self.hidden) @ self.head.rows_of(common).t()
         cap = self.head.head.softcap
@@ -224,11 +233,11 @@ class Resident:
 
 @dataclass
 class Cached:
-    """A cached teacher's rows, for one micro-batch.
+    """A micro-batch's stored teacher.
 
-    read(indices [m]): returns a structured array [m]. rows: row index of each token on this rank,
-    int64 [b, s], -1 for none. Only the last pipeline stage reads them, when it computes its first
-    chunk.
+    read(indices [m]): returns the stored rows, a structured array [m]. rows: row index of each
+    token on this rank, int64 [b, s], -1 for none. Only the last pipeline stage reads rows, once per
+    micro-batch.
     """
 
     read: Callable[[np.ndarray], np.ndarray]
@@ -236,8 +245,8 @@ class Cached:
 
     @functools.cached_property
     def columns(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(tokens int64 [b, s, k], log-probabilities float32 [b, s, k + 1]) on this
-        rank's device.
+        """(tokens int64 [b, s, k], log-probabilities float32 [b, s, k + 1]) of the stored rows, on
+        this rank's device. Tokens without a row get the values of row 0, which no loss uses.
         """
         rows = self.read(self.rows.clamp(min=0).flatten().numpy())
         shape = self.rows.shape
@@ -249,10 +258,11 @@ class Cached:
     def losses(
         self, logits: Logits, common: Logits, config: DistillConfig
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """For each token, the divergence D [n] between the cached teacher and the student at the
-        temperature (not yet times T^2), and the student's cross entropy [n].
+        """For each token, (divergence [n] between the stored teacher and the student at the
+        temperature, not yet times T^2; the student's cross entropy [n]).
 
-        common: the student's logits for token ids that student and teacher both have. Collective.
+        logits: the student's. common: the student's logits for token ids that both models have.
+        Collective over the tensor-parallel group.
         """
         tokens, log_p = (common.take(column) for column in self.columns)
         if compiles(logits.product):
@@ -269,10 +279,10 @@ class Cached:
 
 class WithRows(View):
     """A view of a dataset that adds "teacher_row" to documents, int64 [n]: the row index of each
-    trained token in the teacher's cache, -1 for other tokens.
+    trained token among the teacher's stored rows, -1 for other tokens.
 
     ends: int64 [samples + 1], cumulative row counts, starting at 0. first: index of this dataset's
-    first row. ValueError if a sample's number of trained tokens changed.
+    first row. ValueError on reading a sample whose number of trained tokens changed.
     """
 
     def __init__(self, dataset: Any, ends: np.ndarray, first: int = 0):
@@ -299,7 +309,7 @@ class WithRows(View):
 
 
 def _rows_of(batch: dict[str, Any]) -> torch.Tensor:
-    """A batch's row indices, int64 [b, s]. ValueError if the collator dropped them."""
+    """A batch's column "teacher_row", int64 [b, s]. ValueError if the data collator dropped it."""
     rows: Any = batch.get("teacher_row")
     expect(
         rows is not None,
@@ -310,11 +320,12 @@ def _rows_of(batch: dict[str, Any]) -> torch.Tensor:
 
 
 class DistillTrainer(ScoredTrainer):
-    """Train a student to predict a teacher's probabilities, on McaTrainer's samples.
+    """Train a student model to predict a teacher model's probabilities, on McaTrainer's samples.
 
-    train_config: a DistillConfig. teacher: a model of the backend's kind, or a function that loads
-    it, called only if needed; None: a cache is read. It must share no parameter with `model`. Other
-    arguments are McaTrainer's. ValueError for data, keys and models that do not fit.
+    train_config: a DistillConfig. teacher: a model of the backend's kind, which must share no
+    parameter with `model`; or a function that loads it, called only if needed; None: stored rows
+    are read. Other arguments are McaTrainer's. ValueError for data, keys and models that do not
+    fit.
     """
 
     config_class = DistillConfig
@@ -345,20 +356,21 @@ class DistillTrainer(ScoredTrainer):
 
     @property
     def _k(self) -> int:
-        """Tokens per row; 0 for a resident teacher."""
+        """Number of the teacher's tokens in a stored row; 0 if the teacher stays in memory."""
         return self.train_config.top_k or 0
 
     @property
     def _num_tokens(self) -> int:
-        """V, the number of token ids that both models have."""
+        """Number of token ids that both models have: ids below it are compared."""
         return int(self.limits.vocab_size)
 
     # -- a run of the command line
 
     @classmethod
     def second_model_folder(cls, arguments: Any, planned: Any) -> Path | None:
-        """The teacher's folder; None without one. ConfigError if teacher and student would both be
-        random.
+        """The teacher's folder; None if the configuration names no teacher. ConfigError if it is
+        the student's folder while the student starts from random weights: the teacher would be
+        random too.
         """
         name = arguments.teacher_model_name_or_path
         if name is None:
@@ -371,8 +383,9 @@ class DistillTrainer(ScoredTrainer):
 
     @classmethod
     def check_second_model(cls, arguments: Any, first: Any, second: Any, tokenizer: Any) -> None:
-        """Raise ConfigError if the teacher's tokenizer has other tokens. Vocabulary sizes may
-        differ by padding.
+        """Raise ConfigError if a token in the student's tokenizer has another id in the teacher's,
+        or none, or if the teacher's embedding has too few rows. The teacher may have more tokens.
+        first, second: run.PlannedModel of student and teacher.
         """
         vocabulary = tokenizer.get_vocab()
         known = load_tokenizer(second.folder, arguments.model.trust_remote_code).get_vocab()
@@ -398,15 +411,15 @@ class DistillTrainer(ScoredTrainer):
     # -- the loss
 
     def _loss_of_logits(self, logits: Logits) -> torch.Tensor:
-        """T^2 D and cross entropy, [n, 2]."""
+        """[n, 2] for n tokens: the divergence times the squared temperature, and cross entropy."""
         config = self.train_config
         common = logits.of_first(self._num_tokens)
         divergence, cross_entropy = logits.batch["teacher"].losses(logits, common, config)
         return torch.stack([config.temperature**2 * divergence, cross_entropy], 1)
 
     def _post_compute_loss(self, labels: torch.Tensor, losses: torch.Tensor) -> Any:
-        """losses [b, s, 2] -> (sum of the mix, number of trained tokens, {metric:
-        (sum, tokens)}).
+        """Mix token losses [b, s, 2], divergence and cross entropy, by ce_weight. Returns (their
+        sum, number of trained tokens, {metric: (sum, tokens)}).
         """
         kd, cross_entropy = losses.unbind(-1)
         weight = self.train_config.ce_weight
@@ -420,8 +433,8 @@ class DistillTrainer(ScoredTrainer):
     def _prepare_micro_batches(
         self, micro_batches: list[dict[str, Any]], seq_length: int
     ) -> list[dict[str, Any]]:
-        """The micro-batches with "teacher" added, a Resident or a Cached. Collective with a
-        resident teacher.
+        """The micro-batches with "teacher" added: a Cached; or a Resident, for which the teacher
+        runs forward (collective), and pipeline stages before the last add nothing.
         """
         if self._k:
             return [
@@ -438,8 +451,8 @@ class DistillTrainer(ScoredTrainer):
         ]
 
     def _numbers_of(self, batch: dict[str, Any]) -> torch.Tensor:
-        """Row indices of this rank's tokens, int64 [b, s] on the host, -1 for none. ValueError if a
-        label has no row.
+        """Index of the teacher's stored row for each token on this rank, int64 [b, s] on the CPU,
+        -1 for none. ValueError if a token with a label has no row.
         """
         rows = _rows_of(batch)
         trained = batch["labels"] != IGNORE_INDEX
@@ -452,7 +465,9 @@ class DistillTrainer(ScoredTrainer):
         return rows if places is None else rows[..., places]
 
     def _read(self, numbers: np.ndarray) -> np.ndarray:
-        """The cached rows (tokens and log-probabilities) with these indices."""
+        """The teacher's stored rows (tokens and log-probabilities) with these indices, from all
+        data sets' files.
+        """
         of_part = np.searchsorted(self._firsts, numbers, side="right") - 1
         rows = np.empty(len(numbers), self.row_type)
         for part in np.unique(of_part):
@@ -465,20 +480,23 @@ class DistillTrainer(ScoredTrainer):
     def _run_teacher(
         self, collect: Callable[..., Any], batches: list[dict[str, Any]], seq_length: int = 0
     ) -> list[Any]:
-        """collect(inputs, batch, output) for each micro-batch, with the teacher's output; [] on
-        pipeline stages before the last. Collective.
+        """Run the teacher over micro-batches. Returns collect(inputs, batch, output) for each of
+        them, where output is what the teacher gives instead of losses; [] on pipeline stages before
+        the last. Loads the teacher if it is not loaded. Collective.
         """
         self._need_teacher()
         step = collecting(self.backend, collect, self.inputs_of)
         return measure(self.backend, step, batches, self._chunks)
 
     def _need_teacher(self) -> None:
-        """Load the teacher unless it is loaded. Collective."""
+        """Load the teacher if it is not loaded. Collective."""
         if self._chunks is None:
             self._chunks = self._load_teacher()
 
     def _load_teacher(self) -> list[Any]:
-        """Load, check and wrap the teacher -> its chunks. Collective."""
+        """Load the teacher, check it, and wrap it for forward passes. Returns its chunks.
+        ValueError if there is no teacher, or it does not fit. Collective.
+        """
         teacher = self._given_teacher
         expect(
             teacher is not None,
@@ -502,8 +520,9 @@ class DistillTrainer(ScoredTrainer):
         return chunks
 
     def _check_teacher(self, config: Any) -> None:
-        """Raise ValueError if the teacher cannot run on the student's batches. Lowers the batches'
-        limits to the teacher's.
+        """Raise ValueError if the teacher cannot run on the student's batches, for example because
+        only one of them sees images. Lowers self.limits (vocabulary, positions) to what both models
+        have. config: the teacher's.
         """
         differ = "the teacher and the student differ in"
         mine = self.model.config
@@ -523,7 +542,9 @@ class DistillTrainer(ScoredTrainer):
             refuse("teacher_top_k", self._k, "the models have fewer tokens", f"at most {size}")
 
     def _scores_of(self, logits: Logits) -> torch.Tensor:
-        """Used as the teacher's loss: its likeliest tokens and log-probabilities, [n, 2 k + 1]."""
+        """Stands in for the teacher's loss: its k likeliest tokens, then their log-probabilities
+        and that of all others, float32 [n, 2 k + 1].
+        """
         common = logits.of_first(self._num_tokens)
         tokens, logps = top_k_of(common, self._k, self.train_config.temperature)
         return torch.cat([tokens.float(), logps], 1)  # exact: ids are below 2^24
@@ -543,8 +564,9 @@ class DistillTrainer(ScoredTrainer):
         return identity
 
     def _check_vocabulary(self, store: RowStore) -> None:
-        """Raise CheckpointError if the stored rows cover more token ids than the student has, or
-        other ids than earlier rows.
+        """Raise CheckpointError if the stored rows were computed over another number of token ids
+        than this run compares. A smaller number is accepted if it comes first and no teacher is
+        loaded: then only those ids are compared.
         """
         known = self._num_tokens
         size = store.identity.setdefault("vocab_size", known)
@@ -576,8 +598,9 @@ class DistillTrainer(ScoredTrainer):
         return rows
 
     def _prepare_samples(self, samples: Any) -> Any:
-        """The samples with row indices of a cached teacher; missing rows are computed now.
-        Collective.
+        """For a stored teacher, the samples with "teacher_row" added; rows that are not stored are
+        computed now. Otherwise the samples unchanged. CheckpointError if rows are missing and there
+        is no teacher. Collective.
         """
         if not self._k or isinstance(samples, WithRows):
             return samples
@@ -617,8 +640,8 @@ class DistillTrainer(ScoredTrainer):
     # -- around the loop
 
     def _prepare_datasets(self, *names: str) -> None:
-        """Prepare data sets; also load a resident teacher, whose work the start summary counts, or
-        free a teacher that was loaded to compute rows. Collective.
+        """Prepare the data sets. Also load a teacher that stays in memory, because the start
+        summary counts its FLOPs; or free one that was loaded to compute rows. Collective.
         """
         super()._prepare_datasets(*names)
         if self._k:

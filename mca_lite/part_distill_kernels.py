@@ -31,7 +31,7 @@ _BLOCK = 4096  # columns read at once by a program
 
 @jit
 def _value(start, column, columns, softcap, CAPPED: tl.constexpr):
-    """Capped logits as float32; -inf beyond `columns`."""
+    """Load logits at `column` as float32, after the soft cap; -inf beyond `columns`."""
     value = tl.load(start + column, column < columns, 0.0).to(tl.float32)
     if CAPPED:  # softcap tanh(value / softcap)
         small = tl.exp(-2 * tl.abs(value) / softcap)
@@ -42,8 +42,8 @@ def _value(start, column, columns, softcap, CAPPED: tl.constexpr):
 
 @jit
 def _added(top, total, values):
-    """Update a running maximum and a running sum of exponentials, relative to the maximum, with
-    more values.
+    """Add `values` to a running log-sum-exp, kept as (maximum, sum of exponentials relative to it).
+    Returns the new pair.
     """
     now = tl.maximum(top, tl.max(values, 0))
     return now, total * tl.exp(top - now) + tl.sum(tl.exp(values - now), 0)
@@ -130,7 +130,9 @@ def _of_cross_entropy(z, column, row, of_labels, places, by_label):
 
 @jit
 def _capped(slope, z, softcap, CAPPED: tl.constexpr):
-    """Chain rule of the cap: the gradient of logits before their cap."""
+    """Gradient with respect to logits before the soft cap, from the gradient `slope` after it and
+    the capped logits z.
+    """
     if CAPPED:
         tanh = tl.maximum(z / softcap, -1.0)
         slope *= 1 - tanh * tanh
@@ -183,7 +185,7 @@ def _event_gradients_kernel(
 
 
 class _Chunk(NamedTuple):
-    """Facts about a chunk of tokens that the kernels need beside its logits."""
+    """Facts about a chunk of tokens that the distillation kernels need beside its logits."""
 
     head: Head  # the student's
     common: int  # number of this rank's columns whose token ids both models have
@@ -205,11 +207,12 @@ class _Chunk(NamedTuple):
         rest: int = 0,
         labels: bool = False,
     ) -> torch.Tensor:
-        """float32 [3, 2, n]: in each of three rows the largest logit, and the sum of exponentials
-        relative to it.
+        """Read logits once for up to three log-sum-exps over this rank's columns: float32 [3, 2,
+        n], in each of three rows the largest logit and the sum of exponentials relative to it.
 
-        Row 0: all common columns, at the temperature. Row 1, if labels: all columns, at temperature
-        1. Row 2, if events: the columns of event `rest`, at the temperature.
+        Row 0: the columns that both models have, at the temperature. Row 1, if labels: all
+        `columns`, at temperature 1. Row 2, if events: the columns of event `rest` (tokens outside
+        of the teacher's top k), at the temperature.
         """
         rows, width = logits.shape
         found = torch.zeros(3, 2, rows, dtype=torch.float32, device=logits.device)
@@ -222,7 +225,9 @@ class _Chunk(NamedTuple):
         return found
 
     def logsumexp(self, found: torch.Tensor) -> torch.Tensor:
-        """Log-sum-exp over all ranks, [m, n], from sums [m, 2, n]. Collective."""
+        """Combine the sums of all tensor-parallel ranks, [m, 2, n] on each, to log-sum-exps [m, n].
+        Collective.
+        """
         tops, totals = found.unbind(1)
         most = all_reduce(tops.clone(), dist.ReduceOp.MAX, self.head.group)
         total = all_reduce(totals * (tops - most).exp(), dist.ReduceOp.SUM, self.head.group)
@@ -231,8 +236,8 @@ class _Chunk(NamedTuple):
     def values_at(
         self, logits: torch.Tensor, tokens: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logits of global token ids [n, k], 0 for those on other ranks; their local columns, -1
-        for those on other ranks).
+        """(logits [n, k] of global token ids [n, k], 0 for ids on other ranks; the ids' columns on
+        this rank, -1 for ids on other ranks).
         """
         column, here = self.head.place(tokens)
         values = logits.gather(1, column).float()
@@ -241,12 +246,16 @@ class _Chunk(NamedTuple):
         return values * here, column.where(here, -1)
 
     def cross_entropy(self, of_labels: torch.Tensor, at_labels: torch.Tensor) -> torch.Tensor:
-        """Cross entropy [n]; NaN for labels that are no token id."""
+        """Cross entropy [n] from the log-sum-exp of all logits and the label's logit; NaN if a
+        label is no token id.
+        """
         return (of_labels - at_labels).masked_fill(self.head.unknown(self.labels), float("nan"))
 
 
 class _Beside(torch.autograd.Function):
-    """Logits of both models, [n, V / tp] and [n, common] -> (divergence [n], cross entropy [n])."""
+    """Student logits [n, V / tp] and teacher logits [n, common] -> (divergence [n] at the
+    temperature, cross entropy [n]). Gradients for the student only.
+    """
 
     @staticmethod
     def forward(
@@ -300,8 +309,8 @@ class _Beside(torch.autograd.Function):
 
 
 class _Events(torch.autograd.Function):
-    """Logits [n, V / tp] and tokens [n, k] -> (log-probabilities [n, k + 1] of the tokens and of
-    all others together, cross entropy [n]).
+    """Student logits [n, V / tp] and a teacher's tokens [n, k] -> (log-probabilities [n, k + 1] at
+    the temperature, of these tokens and of all others together; cross entropy [n]).
     """
 
     @staticmethod
@@ -346,10 +355,11 @@ class _Events(torch.autograd.Function):
 def losses_beside(
     logits: Logits, common: Logits, teacher: torch.Tensor, cap: float | None, config: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(divergence [n], cross entropy [n]) with the teacher's logits in memory. Collective.
+    """(divergence [n] at the temperature, cross entropy [n]) of a student and a teacher in memory,
+    by Triton kernels. Collective over the tensor-parallel group.
 
-    common: the student's logits for token ids that both models have. teacher: its logits for these
-    ids, [n, columns], before its cap.
+    logits: the student's. common: the student's logits for token ids that both models have.
+    teacher: its logits for these ids, [n, columns], before its soft cap `cap`.
     """
     chunk = _Chunk.of(logits, common, config.temperature)
     return _Beside.apply(logits.product.contiguous(), teacher.contiguous(), chunk, config, cap)
@@ -358,10 +368,11 @@ def losses_beside(
 def log_probs_of_events(
     logits: Logits, common: Logits, tokens: torch.Tensor, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log-probabilities [n, k + 1] of tokens [n, k] and of all others together, cross entropy
-    [n]). Collective.
+    """(the student's log-probabilities [n, k + 1] at the temperature, of the tokens [n, k] and of
+    all others together; cross entropy [n]), by Triton kernels. If k is the whole vocabulary, the
+    first is [n, k]. Collective over the tensor-parallel group.
 
-    The last column is missing if k = V.
+    logits: the student's. common: the student's logits for token ids that both models have.
     """
     chunk = _Chunk.of(logits, common, temperature)
     log_q, cross_entropy = _Events.apply(logits.product.contiguous(), tokens, chunk)

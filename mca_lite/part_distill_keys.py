@@ -12,7 +12,7 @@ DIVERGENCES = ("forward_kl", "reverse_kl", "jsd")
 
 @dataclass(kw_only=True)
 class DistillArguments(ArgumentGroup):
-    """Distillation."""
+    """Configuration keys of distillation."""
 
     teacher_model_name_or_path: str | None = optional(
         "stage distill: the teacher's folder, or model of the hub (None: read teacher_cache)"
@@ -76,7 +76,9 @@ _DISTILLATION_RUN = (
 
 
 def _check_distillation_keys(a: Any, judge: Judge) -> None:
-    """Check the keys about teacher, cache and divergence."""
+    """Check the configuration keys about teacher, stored rows and divergence; Problems go to
+    `judge`.
+    """
     judge.apply(_DISTILLATION)
     judge.expect(
         a.distill_loss == "jsd" or "distill_jsd_mix" not in a.changed,

@@ -247,8 +247,8 @@ class Mismatched(View):
     one, its prompt with the answer of the sample before it in its block. A block's first sample
     gets the last one's answer.
 
-    block: samples per block; a sample alone in the last block gets the answer of the sample before
-    it. cutoff_len: maximum tokens of a mismatched document; None: no limit.
+    block: samples per block; a sample alone in its block gets the answer of the sample before it in
+    the data set. cutoff_len: maximum tokens of a mismatched document; None: no limit.
     """
 
     documents_per_sample = 2

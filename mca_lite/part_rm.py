@@ -35,7 +35,7 @@ class RewardConfig(ReferenceConfig):
     """Settings of reward model training. ConfigError for values that do not fit together.
 
     center_rewards_coefficient: weight of a loss term, the squared sum of a pair's two scores, which
-    keeps scores near 0.
+    centres scores around 0.
     """
 
     center_rewards_coefficient: float = 0.0

@@ -188,7 +188,8 @@ class RowStore:
 
     def load(self, report: Callable[[str], Any] = print) -> "RowStore":
         """Find the parts in the folder, up to the first damaged one, and take the identity from
-        disk. Returns the store. A folder without readable meta.json counts as empty.
+        disk. Returns the store. A folder without a readable meta.json in the present format counts
+        as empty.
 
         report: called with a line about damage. ValueError if the rows belong to another model,
         other data or other keys.

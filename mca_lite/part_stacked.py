@@ -42,8 +42,9 @@ _IN_BLOCK = 32
 
 
 def parts_of(name: str, experts: int) -> list[tuple[str, tuple[Any, ...]]]:
-    """[(name of a single expert's tensor, index)] for the parts of a stacked tensor; [] if the name
-    is of another tensor. The index of a matrix gives [in, out].
+    """The single experts' tensors in a stacked tensor of gpt_oss, where gate and up alternate:
+    [("...experts.0.gate_proj.weight", index), ...]. The index into the stacked tensor gives a
+    matrix as [in, out]. [] if `name` is no stacked tensor. experts: their number.
     """
     match = _STACKED.fullmatch(name)
     if match is None:
@@ -62,7 +63,7 @@ def parts_of(name: str, experts: int) -> list[tuple[str, tuple[Any, ...]]]:
 
 @dataclass(frozen=True)
 class _Rows:
-    """A file's stacked matrices [E, out, in]."""
+    """Experts' matrices in a file, stacked as [E, out, in]."""
 
     slices: Any
 
@@ -71,15 +72,13 @@ class _Rows:
         return tuple(self.slices.get_shape())
 
     def read(self, expert: int, rows: slice, columns: slice) -> torch.Tensor:
-        """One expert's matrix, restricted to the output slice `rows` and the input
-        slice `columns`.
-        """
+        """One expert's matrix [rows, columns]: only these outputs and inputs are read."""
         return self.slices[expert, rows, columns]
 
 
 @dataclass(frozen=True)
 class _Matrices:
-    """A file's stacked matrices [E, in, out]."""
+    """Experts' matrices in a file, stacked and transposed as [E, in, out]."""
 
     slices: Any
 
@@ -89,16 +88,16 @@ class _Matrices:
         return experts, outputs, inputs
 
     def read(self, expert: int, rows: slice, columns: slice) -> torch.Tensor:
-        """One expert's matrix, restricted to the output slice `rows` and the input
-        slice `columns`.
+        """One expert's matrix [rows, columns], transposed from the file: only these outputs and
+        inputs are read.
         """
         return self.slices[expert, columns, rows].mT
 
 
 @dataclass(frozen=True)
 class _Biases:
-    """Reads single experts' biases from a file's stacked biases [E, out]. slices: the tensor's
-    safetensors slice, which reads only what is indexed.
+    """Experts' biases in a file, stacked as [E, out]. slices: the tensor's safetensors slice, which
+    reads only what is indexed.
     """
 
     slices: Any
@@ -108,13 +107,15 @@ class _Biases:
         return tuple(self.slices.get_shape())
 
     def read(self, expert: int, rows: slice) -> torch.Tensor:
-        """One expert's bias, restricted to the output slice `rows`."""
+        """One expert's bias [rows]: only these outputs are read."""
         return self.slices[expert, rows]
 
 
 @dataclass(frozen=True)
 class _Mxfp4Matrices:
-    """A file's stacked MXFP4 matrices: blocks and scales."""
+    """Experts' MXFP4 matrices in a file, stacked. slices: their 4-bit values, [E, out, in / 32, 16]
+    bytes. scales: an exponent for each 32 values.
+    """
 
     slices: Any
     scales: Any
@@ -125,8 +126,8 @@ class _Mxfp4Matrices:
         return experts, outputs, blocks * _IN_BLOCK
 
     def read(self, expert: int, rows: slice, columns: slice) -> torch.Tensor:
-        """One expert's matrix in bf16, restricted to the output slice `rows` and the input slice
-        `columns`.
+        """One expert's matrix [rows, columns], decoded to bf16: only blocks with these outputs and
+        inputs are read.
         """
         first = columns.start // _IN_BLOCK
         blocks = slice(first, -(-columns.stop // _IN_BLOCK))
@@ -135,8 +136,9 @@ class _Mxfp4Matrices:
 
 
 def from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Decode MXFP4: blocks uint8 [.., n, 16] and scales uint8 [.., n] -> bf16 [.., 32 n]. A byte
-    contains two values, the first in its lower four bits; each is multiplied by 2 ** (scale - 127).
+    """Decode MXFP4: blocks uint8 [..., n, 16] and scales uint8 [..., n] -> bf16 [..., 32 n]. A byte
+    contains two 4-bit values, the first in its lower bits; each is multiplied by 2 ** (scale -
+    127).
     """
     positive = torch.tensor(_MXFP4, dtype=torch.bfloat16, device=blocks.device)
     numbers = torch.cat((positive, -positive))
@@ -147,8 +149,8 @@ def from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class ExpertSlice:
-    """One expert's tensor, readable like a safetensors slice. outputs: its rows in the stacked
-    tensor.
+    """One expert's tensor inside a stacked one, readable like a safetensors slice: only what is
+    indexed is read. outputs: its rows in the stacked tensor.
     """
 
     stack: Any
@@ -168,7 +170,10 @@ class ExpertSlice:
 
 
 def format_of(slices: dict[str, Any]) -> str:
-    """The format in which files stack experts: "in_turns", "rows" or "columns"."""
+    """The layout in which files stack experts: "in_turns" (gate and up alternate), "rows" ([out,
+    in] matrices) or "columns" ([in, out]). slices: {name: safetensors slice} with at least one
+    stacked tensor.
+    """
     first = next(match for name in slices if (match := _STACKED.fullmatch(name)))[1]
     gate_up, down = (first + stack for stack in _PARTS)
     if f"{gate_up}_bias" in slices:
@@ -181,8 +186,10 @@ def format_of(slices: dict[str, Any]) -> str:
 
 
 def unstacked(slices: dict[str, Any], form: str) -> dict[str, Any]:
-    """{name: safetensors slice} with an ExpertSlice per expert instead of each stacked tensor.
-    form: that of format_of. ValueError if blocks lack their scales, or the shapes differ.
+    """Make files with stacked experts look as if each expert had tensors of its own: {name:
+    safetensors slice}, with an ExpertSlice per expert instead of a stacked tensor.
+
+    form: from format_of. ValueError if MXFP4 blocks have no scales, or scales of another shape.
     """
     in_turns = form == "in_turns"
     singles = {}
@@ -207,14 +214,13 @@ def unstacked(slices: dict[str, Any], form: str) -> dict[str, Any]:
 
 
 def _is_of_blocks(name: str, slices: dict[str, Any]) -> bool:
-    """True for the name of scales whose blocks are there."""
+    """True if `name` is that of MXFP4 scales whose blocks are among the slices."""
     return name.endswith("_scales") and name.replace("_scales", "_blocks") in slices
 
 
 def _scales_of(name: str, slices: dict[str, Any]) -> Any:
-    """The slice with the scales of an MXFP4 weight. name: the weight's blocks, ending in "_blocks".
-    slices: {name: safetensors slice}. ValueError if the scales are missing or do not fit the
-    blocks' shape.
+    """The scales of an MXFP4 weight. name: its blocks' name, ending in "_blocks". slices: {name:
+    safetensors slice}. ValueError if the scales are missing, or do not fit the blocks' shape.
     """
     other = name.replace("_blocks", "_scales")
     if other not in slices:
@@ -232,9 +238,10 @@ def _scales_of(name: str, slices: dict[str, Any]) -> Any:
 def stacked(
     tensors: Iterable[tuple[str, torch.Tensor]], form: str, names: Container[str] | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor), with consecutive single-expert tensors joined into stacked ones.
+    """Yield (name, tensor), with single experts' tensors that follow each other joined into stacked
+    ones, as files of this format have them.
 
-    form: that of format_of. names: the stacked tensors to make; None: all. Host memory: two
+    form: from format_of. names: the stacked tensors to make; None: all. Needs host memory for two
     stacked tensors.
     """
     for name, group in itertools.groupby(tensors, lambda pair: stack_of(pair[0])):
@@ -251,8 +258,8 @@ def stacked(
 
 
 def stack_of(name: str) -> str | None:
-    """The name of the stacked tensor that contains a single expert's tensor; None for other
-    tensors.
+    """The name of the stacked tensor for a single expert's tensor, such as
+    "...experts.gate_up_proj" for "...experts.3.up_proj.weight"; None for other tensors.
     """
     match = _SINGLE.fullmatch(name)
     if match is None:
