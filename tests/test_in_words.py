@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from mca_lite.batch import IGNORE_INDEX
 from mca_lite.data_batches import Limits, check_batch
+from mca_lite.files import IGNORE_INDEX
 from tests.shared import small_runs, tiny, world
 from tests.shared.layouts import CP2, ONE_ROW, PP2, TP2_SP
 from tests.shared.training import read_log, refusal, train
