@@ -100,8 +100,8 @@ class Backend(abc.ABC):
         return None
 
     def loss_columns(self, batch: Batch) -> dict[str, Any]:
-        """The batch, in which the columns that only losses read are moved to this rank's device and
-        reduced to its tokens."""
+        """Move the columns of a batch that only losses read to this rank's device, and keep its
+        tokens of them -> the batch with these columns replaced."""
         names = [name for name in batch if name in COLUMNS and not COLUMNS[name].to_model]
         return batch | to_rank(batch, names, self.places(batch), parallel.device())
 
@@ -157,10 +157,10 @@ class Backend(abc.ABC):
     def finish_gradients(
         self, denominator: float | None = None, times: float = 1.0
     ) -> torch.Tensor:
-        """Reduce the added gradients over ranks, so that step() can use them -> the divisor. With
-        calculate_per_token_loss, summed gradients are divided by it.
+        """Reduce the added gradients over ranks, so that step() can use them -> the divisor.
 
-        The divisor is `denominator`; if that is None, the sum of all counts times `times`.
+        With calculate_per_token_loss, the summed gradients are divided by the divisor:
+        `denominator`, or if that is None, the token count of the whole update times `times`.
         Collective."""
 
     @abc.abstractmethod
@@ -170,16 +170,16 @@ class Backend(abc.ABC):
     @abc.abstractmethod
     def step(self) -> tuple[bool, float, int | None]:
         """Clip gradients and update weights -> (True if updated, gradient norm before clipping,
-        count of zeros in the gradient, or None without log_num_zeros_in_grad), the same on every
-        rank.
+        count of zeros in the gradient or None), the same on every rank.
 
         There is no update if the norm is not finite (with check_for_nan_in_loss_and_grad), if it is
-        above grad_norm_skip_threshold, or if fp16's loss scale overflowed (the norm is then 0)."""
+        above grad_norm_skip_threshold, or if fp16's loss scale overflowed (the norm is then 0).
+        Zeros are counted with log_num_zeros_in_grad."""
 
     @abc.abstractmethod
     def reduce(self, totals: torch.Tensor) -> torch.Tensor:
-        """Sum a vector over the ranks that share out the tokens of a step, in place, and return it.
-        Every rank gets the sum of the last pipeline stage. Collective."""
+        """Sum a vector over data-parallel and context-parallel ranks, in place, and return it. With
+        pipeline parallelism every rank gets the last stage's sum. Collective."""
 
     @abc.abstractmethod
     def _export(
@@ -278,9 +278,9 @@ class Backend(abc.ABC):
     def _take_divisor(
         self, denominator: float | None, times: float
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(divisor that finish_gradients() returns; factor that turns gradients divided by the
-        pending count into gradients divided by the divisor, None if it is 1). Resets the pending
-        count."""
+        """(divisor that finish_gradients() returns; factor for gradients that were divided by the
+        pending count, so that they end up divided by the divisor; None if it is 1). Resets the
+        pending count, which add_gradients() adds up."""
         count = self.pending.float().clamp(min=1)
         self.pending = None
         self._is_sent = False

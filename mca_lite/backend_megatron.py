@@ -238,8 +238,9 @@ class MegatronBackend(Backend):
 
     def joins_rows(self, chunks: Sequence[Any]) -> bool:
         """True if one forward pass of these chunks can take the rows of several micro-batches.
-        False with pipeline parallelism, which needs equal shapes, with experts, which drop or
-        gather tokens by shape, and with capped scores, whose matrix is in memory as a whole."""
+        False with pipeline parallelism, which needs equal shapes, with experts, whose token
+        dispatch depends on the shape, and with capped attention scores, whose matrix is in memory
+        as a whole."""
         configs = [chunk.config for chunk in chunks]
         fixed = any(c.num_moe_experts or c.attn_logit_softcapping for c in configs)
         return self.config.pipeline_model_parallel_size == 1 and not fixed
@@ -441,10 +442,11 @@ class MegatronBackend(Backend):
 
     @torch.no_grad()
     def step(self) -> tuple[bool, float, int | None]:
-        """Backend.step by the parts of megatron's step(), with a check of the gradient norm.
+        """Backend.step, made of the pieces of megatron's optimizer step and a check of the gradient
+        norm.
 
-        With split masters the update is launched before the host reads the norm: neither does the
-        GPU wait for the host, nor the host for the update."""
+        With split masters the update is launched before the host reads the norm, so that neither
+        the GPU nor the host waits for the other."""
         optimizer = self.optimizer
         if optimizer.prepare_grads():  # the loss scale of fp16 overflowed
             return False, 0.0, None

@@ -32,8 +32,8 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 class _Finished:
-    """Stands for a CUDA stream, its context, or an event, on a device with one queue of work, where
-    all earlier work has finished."""
+    """Replaces CUDA streams and events on a CPU. Their methods return at once, because there all
+    earlier work has finished."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -306,9 +306,9 @@ _SHAPES = "torch.fx.experimental.symbolic_shapes"
 
 
 class _Later(types.ModuleType):
-    """Stands for a module while others are imported. torch's distributed tensors get functions that
-    import the module when called; any other importer gets the module itself, which then replaces
-    the stand-in there too."""
+    """Placeholder for a module that takes seconds to import. torch's distributed tensor modules get
+    stub functions from it; a stub imports the real module when it is called. For any other importer
+    it loads the real module at once, whose functions then replace the stubs."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)

@@ -377,7 +377,7 @@ class AdamW(torch.optim.Optimizer):
             self.state[p]["step"] -= 1
 
     def _gradients(self) -> Iterator[tuple[dict[str, Any], torch.Tensor, torch.Tensor]]:
-        """(group, parameter, gradient) for each parameter that has a gradient."""
+        """Yield (parameter group, parameter, gradient) for each parameter that has a gradient."""
         for group in self.param_groups:
             for p in group["params"]:
                 grad = getattr(p, "decoupled_grad", p.grad)

@@ -361,8 +361,9 @@ class McaGPTModel(MegatronModule):
 
     def global_parameter_names(self) -> Iterator[tuple[str, int | None, torch.nn.Parameter]]:
         """Yield (*global_name, parameter) for each parameter, and for the buffers that Hugging Face
-        files contain: router biases and layer scalars. Stacked experts are yielded one by one, as
-        views, under the names used in `families` rows.
+        files contain: router biases and layer scalars. Each of this rank's stacked experts is
+        yielded by itself, as views with names such as
+        "decoder.layers.{}.mlp.experts.3.linear_fc1.weight".
         """
         of_files = ("router.expert_bias", "layer_scalar")
         buffers = (pair for pair in self.named_buffers() if pair[0].endswith(of_files))
@@ -412,13 +413,17 @@ class VirtualModels(torch.nn.ModuleList):
             yield from model.named_parameters(chunk if len(self) > 1 else "")
 
     def _by_key(self) -> dict[str, torch.nn.Module]:
-        """{"model": chunk}, or {"model0": ..., "model1": ...} with several chunks."""
+        """The chunks by name: {"model": chunk}, or {"model0": ..., "model1": ...} with several
+        chunks.
+        """
         if len(self) == 1:
             return {"model": self[0]}
         return {f"model{i}": model for i, model in enumerate(self)}
 
     def state_dict(self) -> dict[str, Any]:
-        """{"model": ...}, or {"model0": ..., "model1": ...} with several chunks."""
+        """State dicts of the chunks: {"model": its state dict}, or {"model0": ..., "model1": ...}
+        with several chunks.
+        """
         return {key: model.state_dict() for key, model in self._by_key().items()}
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:

@@ -363,7 +363,9 @@ class Router(TopKRouter):
 
 @compiled
 def sums_of_rows(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Sum the k rows of each token: rows [T k, h], places [T, k] -> [T, h]."""
+    """Sum the k rows of each token: rows [T k, h] -> [T, h]. places [T, k]: indices of a token's
+    rows.
+    """
     first, *others = places.unbind(1)
     # one gather after another: a compiled sum over k spreads k over threads and takes 3x as long
     total = rows[first].to(torch.promote_types(rows.dtype, torch.float32))
@@ -409,8 +411,9 @@ class FromExperts(torch.autograd.Function):
 
 
 class Dispatcher(MoEAlltoAllTokenDispatcher):
-    """megatron's all-to-all dispatcher with this module's permutation. It takes the router's expert
-    indices, int64 [T, k], and weights [T, k], instead of bool maps.
+    """megatron's all-to-all token dispatcher, with another permutation: tokens are sorted by expert
+    with gathers instead of scattered additions. It takes the router's expert indices, int64 [T, k],
+    and weights [T, k], instead of bool maps.
     """
 
     def dispatch_preprocess(
@@ -691,10 +694,10 @@ class SharedExperts(SharedExpertMLP):
 
 
 class Mixture(MoELayer):
-    """megatron's MoE layer with the router, experts and shared experts of this module.
+    """megatron's MoE layer with this package's router, experts and shared experts.
 
-    It also gets this module's dispatcher, unless moe_permute_fusion, moe_shared_expert_overlap or
-    another dispatcher than alltoall is configured.
+    It also gets this package's token dispatcher, unless moe_permute_fusion,
+    moe_shared_expert_overlap or another dispatcher than alltoall is configured.
     """
 
     def __init__(

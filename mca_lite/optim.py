@@ -269,8 +269,9 @@ def parts_of(optimizer: MegatronOptimizer | None) -> list[Any]:
 
 
 def _made_here(part: MegatronOptimizer, args: TrainingArguments) -> torch.optim.Optimizer:
-    """The torch optimizer to use inside one of megatron's optimizers: megatron's Adam, made to
-    update in one fused kernel, or one made by the row of OPTIMIZERS.
+    """The torch optimizer to use inside one of megatron's optimizers: the one megatron made, with a
+    fused update if it is torch's AdamW; or one made by the row of OPTIMIZERS, if megatron lacks it
+    or moments are in 16 or 8 bits.
     """
     row = OPTIMIZERS[args.optim]
     inner = part.optimizer

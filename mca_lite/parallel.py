@@ -220,8 +220,8 @@ def _store_of_all(timeout: datetime.timedelta) -> Any:
 
 
 def own_store(prefix: str) -> Any:
-    """A second connection to the process group's store. It works while the main thread waits on the
-    first one.
+    """A second connection to the process group's key-value store, with `prefix` before its keys. It
+    works while the main thread waits on the first connection.
     """
     store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
     return store.clone()
@@ -455,7 +455,7 @@ def on_all(action: Callable[[], Any], kind: type[Exception], words: str) -> list
 
 
 def _attempt(action: Callable[[], Any]) -> tuple[Any, str]:
-    """(action()'s result, ""), or (None, the error's text)."""
+    """Call action() -> (its result, ""), or if it fails (None, the error's text)."""
     try:
         return action(), ""
     except Exception as error:
@@ -477,7 +477,7 @@ def largest(*numbers: int) -> list[int]:
 
 
 def _beside_other_work() -> Any:
-    """A context that uses a separate CUDA stream, if there is a GPU."""
+    """Context manager that runs CUDA work on a separate stream; without a GPU it does nothing."""
     if not torch.cuda.is_available():
         return contextlib.nullcontext()
     return torch.cuda.stream(_stream_of(torch.cuda.current_device()))
@@ -489,7 +489,7 @@ def _stream_of(device_index: int) -> torch.cuda.Stream:
 
 
 def sum_over_all(values: torch.Tensor) -> torch.Tensor:
-    """Sum a tensor over all ranks, in place, on every rank. Collective."""
+    """Sum a tensor over all ranks, in place, and return it on every rank. Collective."""
     if world_size() > 1:
         dist.all_reduce(values)
     return values

@@ -286,7 +286,8 @@ def _parts(
 def _cut(
     heads: Sequence[torch.Tensor], rows: slice, keys: slice
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Slices of queries, keys and values, each [b, heads, tokens, d]."""
+    """The queries `rows` and the keys and values `keys` of one attention call. heads: (q, k, v),
+    each [b, heads, tokens, d]."""
     q, k, v = heads
     return q[:, :, rows], k[:, :, keys], v[:, :, keys]
 

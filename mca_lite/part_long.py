@@ -389,8 +389,9 @@ class Tiles(torch.autograd.Function):
         count: int,
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
-        """rows: rows per tile. module: `run` uses its weights. tensors: first `count` tensors to
-        cut into tiles, then the module's trained parameters, which get gradients.
+        """Run the tiles -> output [t, ...]. rows: rows per tile. module: `run` uses its weights.
+        tensors: first `count` tensors to cut into tiles, then the module's trained parameters,
+        which get gradients.
         """
         ctx.of_run = run, rows, module
         ctx.parameters = tensors[count:]

@@ -55,7 +55,7 @@ class Form(NamedTuple):
 
     @property
     def bits(self) -> int:
-        """Bits per code."""
+        """Bits per code: 4 or 8."""
         return 4 if self.table else 8
 
     @property
@@ -168,8 +168,8 @@ class Quantised(torch.Tensor):
     rounded when dequantised.
 
     detach, select along axis 0, and views of the leading axes share its memory; copy_ quantises;
-    other in-place operators raise NotImplementedError. All other operators get the dequantised
-    weight, whole().
+    other in-place operators raise NotImplementedError. Other operators get the dequantised weight,
+    whole().
     """
 
     @staticmethod
