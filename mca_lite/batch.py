@@ -169,8 +169,8 @@ def split(batch: Batch, documents_per_sample: int = 1, pad_token_id: int = 0) ->
 
 
 def pad(batch: Batch, length: int, pad_token_id: int = 0) -> dict[str, Any]:
-    """Pad an arranged batch at the right to `length` positions. In a packed row the added padding
-    becomes one more document, without labels."""
+    """Pad an arranged batch (from pack or split) at the right to `length` positions. In a packed
+    row the added padding becomes one more document, without labels."""
     more = length - batch["input_ids"].shape[1]
     if not more:
         return batch
@@ -184,17 +184,17 @@ def pad(batch: Batch, length: int, pad_token_id: int = 0) -> dict[str, Any]:
 
 
 def real_documents(batch: Batch) -> torch.Tensor:
-    """bool [documents] for an arranged batch: False for a document that is padding, such as a
-    filler row or the padding at the end of a packed row."""
+    """bool [documents] for an arranged batch (from pack or split): False for a document that is
+    padding, such as a filler row or the padding at the end of a packed row."""
     if "cu_seqlens" in batch:
         return ~batch["padding_mask"][0, list(batch["cu_seqlens"][:-1])]
     return ~batch["padding_mask"][:, 0]
 
 
 def in_documents(batch: Batch, values: Any, parts: int = 1) -> torch.Tensor:
-    """Sum per-token values over each document of an arranged batch: [..., rows, s] -> [...,
-    documents], documents of padding included. parts: number of ranks that each hold an equal part
-    of every document; the values, and so the sums, are one rank's."""
+    """Sum per-token values over each document of an arranged batch (from pack or split): [...,
+    rows, s] -> [..., documents], documents of padding included. parts: number of ranks that each
+    hold an equal part of every document; the values, and so the sums, are one rank's."""
     if "cu_seqlens" not in batch:
         return values.sum(-1)
     lengths = np.diff(batch["cu_seqlens"]) // parts
@@ -210,8 +210,8 @@ def _without_tail(packed: Batch) -> dict[str, Any]:
 
 
 def join(batches: list[Batch]) -> dict[str, Any]:
-    """Concatenate arranged batches: packed rows end to end, each without the padding at its end;
-    unpacked rows, of equal length, below one another."""
+    """Concatenate arranged batches (from pack or split) into one: packed rows end to end, each
+    without the padding at its end; unpacked rows, of equal length, as rows of one batch."""
     joined = {}
     is_packed = "cu_seqlens" in batches[0]
     if is_packed:
@@ -238,8 +238,8 @@ def to_rank(
     places: torch.Tensor | None,
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
-    """Move the columns `names` of an arranged batch to a device -> {name: tensor}. Columns per
-    token keep only the rank's positions `places` (None: all)."""
+    """Move the columns `names` of an arranged batch (from pack or split) to a device -> {name:
+    tensor}. Columns per token keep only the rank's positions `places` (None: all)."""
     columns = {}
     for name in names:
         column = batch[name]
@@ -313,8 +313,8 @@ def _rounded(size: int, least: int) -> int:
 
 @dataclass(eq=False)  # compared by identity, as a key of caches
 class RowLayout:
-    """The layout of a packed row on one context-parallel rank, which holds t / cp of its tokens:
-    the description that attention needs of it.
+    """The segments, positions and borders of a packed row that attention needs on one
+    context-parallel rank, which holds t / cp of the row's tokens.
 
     segments: (q0, q1, k0, k1): local queries q0:q1 see keys k0:k1 of the whole row, causally, so
     that the last query sees the last key. positions int64 [t / cp]: each local token's position in

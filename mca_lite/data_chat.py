@@ -245,7 +245,7 @@ class ChatRenderer:
 
         There is one sample, except with "answers" if the template strips thinking from earlier
         turns: then each answer is trained in a sample that ends early enough to keep its thinking,
-        as at inference. Raises ValueError with the place `where`.
+        as at inference. Raises ValueError that names `where`.
         """
         if conversation.is_plain:
             return [self._plain(conversation.messages, trained)]
@@ -253,7 +253,7 @@ class ChatRenderer:
 
     def prompt(self, conversation: Conversation, where: str) -> str:
         """The prompt for the assistant's next answer: the rendered conversation with the generation
-        prompt, thinking and tools written as in training. Raises ValueError with the place `where`.
+        prompt, thinking and tools written as in training. Raises ValueError that names `where`.
         """
         return self._in_words(conversation, where, lambda one: one.open_text(conversation))
 
@@ -261,7 +261,7 @@ class ChatRenderer:
         self, conversation: Conversation, where: str, render: Callable[["ChatRenderer"], T]
     ) -> T:
         """Call `render` with a copy of this renderer that has the conversation's template
-        variables. Errors of the template, and ValueErrors, become ValueErrors with the place
+        variables. Errors of the template, and ValueErrors, become ValueErrors that name
         `where`."""
         taken = ", ".join(map(repr, sorted(_TAKEN.intersection(conversation.options))))
         expect(

@@ -284,7 +284,8 @@ class Encoder:
 
     def encode(self, chunk: list[Record]) -> tuple[list[Sample], Tally]:
         """Tokenise a list of records -> (samples kept, in order; Tally of the records). Raises
-        ValueError with its place for an unusable record, unless bad records are skipped."""
+        ValueError, naming its "file:line", for an unusable record, unless bad records are
+        skipped."""
         tally = Tally(records=len(chunk))
         rendered: list[tuple[str, dict[str, Any], Rendered]] = []  # (place, columns, text)
         current = ""
@@ -366,7 +367,7 @@ class Encoder:
         return Rendered(rendered.text, rendered.spans, rendered.is_plain, placed)
 
     def check_size(self, size: int, where: str) -> None:
-        """Raise ValueError, with the place `where`, for a text much longer than cutoff_len keeps,
+        """Raise ValueError, that names `where`, for a text much longer than cutoff_len keeps,
         because tokenising takes 300 bytes of memory per character. Texts to be joined may have any
         size."""
         most = max(_MOST_CHARACTERS, 32 * self.cutoff_len)
@@ -379,12 +380,9 @@ class Encoder:
 
     def _tokenize(self, rendered: list[Rendered]) -> list[Document]:
         """Tokenise texts -> one document each, with loss on the tokens in its spans; texts for
-        pretraining have loss on all tokens.
-
-        A plain text gets the special tokens that the tokenizer adds (bos, if the model was trained
-        with it); a chat template has written its special tokens. Each text is tokenised as a whole,
-        so that token borders are those of inference.
-        """
+        pretraining have loss on all tokens. A plain text gets the special tokens that the tokenizer
+        adds (bos, if the model was trained with it); a chat template has written its special
+        tokens. Each text is tokenised as a whole, so that token borders are those of inference."""
         documents: list[Document] = []
         for is_plain, group in itertools.groupby(rendered, key=lambda one: one.is_plain):
             alike = list(group)
@@ -593,11 +591,11 @@ checked_files: set[tuple[Path, int, int]] = set()  # (path, time, size) checked 
 
 def load_shard(reader: Reader, encoder: Encoder, data_args: Keys) -> "Shard":
     """A dataset's token-cache shard: from the cache, or tokenised now by one of the processes that
-    share cache_dir, while the others wait.
+    share cache_dir, while the others wait. Raises ValueError in every calling process for unusable
+    input, or if cache_dir cannot be written.
 
     A damaged shard is tokenised again, with a line on stderr; if overwrite_cache is set, so is a
-    shard of an earlier run. Raises, in every calling process, ValueError with file and line for
-    unusable input, or ValueError if cache_dir cannot be written.
+    shard of an earlier run.
     """
     cache_dir = cache_folder(data_args.cache_dir)
     key, identity = _keys(reader, encoder, cache_dir)
@@ -634,12 +632,10 @@ def tokenizer_identity(tokenizer: Any) -> list[Any]:
 
 
 def _keys(reader: Reader, encoder: Encoder, cache_dir: Path) -> tuple[str, str]:
-    """(name of a shard's folder in the token cache, name of the data for checkpoints).
-
-    Both are hashes of the files' contents, the tokenizer and the options. The folder's name also
-    depends on this package's tokenising code and on the folders of image files, so that no shard is
-    older than the code. The data's name does not, so that a newer version can resume.
-    """
+    """(name of a shard's folder in the token cache, name of the data for checkpoints), both hashes
+    of the files' contents, the tokenizer and the options. The folder's name also depends on this
+    package's tokenising code and on the folders of image files, so that no shard is older than the
+    code. The data's name does not, so that a newer version can resume."""
     spec = reader.spec
     declared = ("formatting", "columns", "tags", "num_samples")
     identity = {
@@ -811,13 +807,14 @@ def damage(folder: Path) -> str | None:
 
 
 class Shard:
-    """Tokenised samples. `shard[r]` is a list of documents {"input_ids", "labels"}, int64 [n] each,
-    with shifted labels: labels[t] is the token after input_ids[t], or IGNORE_INDEX. A document also
-    has its registered columns and those of `media`.
+    """The tokenised samples of a dataset. `shard[r]` is a list of documents {"input_ids",
+    "labels"}, int64 [n] each, with shifted labels: labels[t] is the token after input_ids[t], or
+    IGNORE_INDEX. A document may have more columns: registered ones, per-token arrays, and those of
+    `media`.
 
     document_lengths int64 [samples, documents per sample]: each n. learned int64 [samples]: labels
     other than IGNORE_INDEX. columns [documents, registered columns]: NaN for none. meta: content of
-    meta.json. tally: counts of records. identity: a name for its files, keys and tokenizer.
+    meta.json. tally: counts of records. identity: a hash of its files, keys and tokenizer.
     """
 
     def __init__(

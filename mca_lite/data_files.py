@@ -178,7 +178,7 @@ _KINDS = {
 
 def get_column(record: Any, column: str, where: str, kind: Any = str, required: bool = True) -> Any:
     """The value of a record's column, checked to be of type `kind`; None if it is null or absent
-    and not required. Raises ValueError with the place `where`."""
+    and not required. Raises ValueError that names `where`."""
     if not isinstance(record, dict):
         raise ValueError(f"{where}: expected an object, got {record!r:.80}")
     value = record.get(column)
@@ -362,7 +362,7 @@ _READERS = {"a list": _read_list, ".parquet": _read_parquet}
 
 
 def parse_json(text: str, where: str) -> Any:
-    """The value of a JSON text. Raises ValueError with the place `where` for invalid JSON, and for
+    """The value of a JSON text. Raises ValueError that names `where` for invalid JSON, and for
     half of a surrogate pair, which cannot be written as UTF-8."""
     try:
         value = json.loads(text)

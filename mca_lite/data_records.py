@@ -155,7 +155,7 @@ def _messages(
     list of turns.
 
     The turns have OpenAI's names if the first one has "role", else sharegpt's; names in
-    dataset_info.json override either. Raises ValueError with the place `where`.
+    dataset_info.json override either. Raises ValueError that names `where`.
     """
     value = get_column(record, column, where, kind)
     if isinstance(value, str):
@@ -370,7 +370,7 @@ def detect_format(record: Any, spec: DatasetSpec, objective: Objective, where: s
     """The record format of a file, decided by its first record: "tokens" if the objective reads
     token ids, otherwise the first name in FORMATS that fits and that the objective can use.
 
-    A format declared in `spec` is taken as it is. Raises ValueError with the place `where` if the
+    A format declared in `spec` is taken as it is. Raises ValueError that names `where` if the
     objective cannot use the record.
     """
     pairs = objective.has_pairs
@@ -456,7 +456,8 @@ def document(record: Any, spec: DatasetSpec, where: str) -> str:
 @dataclass(frozen=True)
 class Conversation:
     """A conversation in OpenAI's form: an optional system message, then user and assistant in turn,
-    ending with the assistant; tool messages follow an assistant's tool calls.
+    ending with the assistant (a prompt for generation: with the user or a tool). Tool messages
+    follow an assistant's tool calls.
 
     weights: message index -> True if it is trained, False if not, where the record says so.
     options: variables of the chat template. is_plain: True for a prompt and completion without a
@@ -488,7 +489,7 @@ def conversations(
 
     form: a name in FORMATS. default_system: for a record without a system message. ignored: message
     keys to drop. media: the model's. labelled: True if an answer has a label, which label_of reads.
-    Raises ValueError with the place `where` for an unusable record.
+    Raises ValueError that names `where` for an unusable record.
     """
     row = FORMATS[form]
     options = _template_options(record, where)

@@ -233,8 +233,8 @@ class Inputs:
         )
 
     def arrange(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The columns of an arranged batch that this rank needs. Raises ValueError for inputs that
-        the model does not take: in this base class, any input."""
+        """The columns of an arranged batch (from batch.pack or split) that this rank needs. Raises
+        ValueError for inputs that the model does not take: in this base class, any input."""
         columns = [name for name in batch if is_of_inputs(name)]
         expect(
             not columns,

@@ -85,9 +85,9 @@ class Picture:
 
 
 class Placed(NamedTuple):
-    """An image or another input at its position in a document. grid: its numbers of patches along
-    time, height and width. num_bytes, modified: size and time of its file when it was tokenised.
-    where: "file:line" of its record."""
+    """An image of a document, or another input, with the facts that were read when the document was
+    tokenised. grid: its numbers of patches along time, height and width. num_bytes, modified: size
+    and time of its file. where: "file:line" of its record."""
 
     picture: Any
     grid: tuple[int, int, int]
@@ -168,7 +168,8 @@ def picture_of_block(block: dict[str, Any]) -> Any:
 @contextlib.contextmanager
 def opened(picture: Picture, where: str) -> Iterator[Any]:
     """Context with Pillow's image object for an image; the header is read, pixels are not decoded.
-    Any error of Pillow inside the context becomes a ValueError that names `where`."""
+    Any error inside the context becomes a ValueError that names `where`, as does a missing
+    Pillow."""
     expect(
         importlib.util.find_spec("PIL"),
         f"{where}: pictures take Pillow: pip install 'mca-lite[images]'",
@@ -559,9 +560,8 @@ class Vision(Media):
         return content
 
     def _as_blocks(self, content: str) -> str | list[dict[str, str]]:
-        """The content as a list of text and image blocks, if it contains images; otherwise
-        unchanged.
-        """
+        """The content as a list of text and image blocks if it contains images; otherwise
+        unchanged."""
         pieces = self.blocks.split(content)
         if len(pieces) == 1:
             return content
@@ -765,12 +765,12 @@ def rope_positions(
 ) -> torch.Tensor:
     """Rotary positions int64 [3, n], along time, height and width, for a document's token ids [n].
 
-    For text all three count upwards. An input's features count along each axis from the position
-    after the preceding token, along time in `steps` of each input (None: 1), rounded down; text
-    after it continues after its longer side. grids: see merged_grids; one for each run of tokens.
-    token_ids: the placeholders'. ValueError if their number is not the number of features. Source:
-    Qwen2-VL, and transformers from 5.3 on (earlier ones, and vLLM, continue after the last time of
-    a video that is longer than its sides).
+    A text token has one position for all axes, the next after what precedes it. The features of an
+    image (a run of placeholders) count along each axis from there, along time in the run's `steps`
+    (None: 1), rounded down; text after an image continues after its longer side. grids: patches of
+    each run, as for merged_grids. token_ids: the placeholders. ValueError if their number is not
+    the number of features. Source: Qwen2-VL, and transformers from 5.3 on (earlier ones, and vLLM,
+    continue after the last time of a video that is longer than its sides).
     """
     import torch
 

@@ -28,9 +28,9 @@ _VISION_PARTS = {
 
 
 def _with_pictures(text: Family, **changes: Any) -> Family:
-    """The family of a model with images, built on the language model of another family. changes:
-    further fields to set.
-    """
+    """The Family of a model with images whose language model is that of the family `text`: names
+    get the prefix "model.language_model.", and the vision module is added. changes: further fields
+    to set."""
     rows = []
     for row in text.rows:
         hf = tuple(re.sub("^model[.]", "model.language_model.", name) for name in row.hf)
@@ -41,14 +41,14 @@ def _with_pictures(text: Family, **changes: Any) -> Family:
 
 
 def _sections(hf: Any, default: tuple[int, ...]) -> dict[str, Any]:
-    """The config field mrope_section: numbers of rotary frequencies for time, height and width.
-    default: transformers'.
-    """
+    """The config field mrope_section: how many rotary frequencies encode time, height and width.
+    default: transformers', for a config.json without it."""
     return {"mrope_section": list(hf.rope_parameters.get("mrope_section", default))}
 
 
 def _without_head_dim(hf: Any) -> dict[str, Any]:
-    """The config field of a family that ignores head_dim."""
+    """The config field kv_channels for a family that ignores head_dim: hidden size / number of
+    heads."""
     return {"kv_channels": hf.hidden_size // hf.num_attention_heads}
 
 

@@ -18,7 +18,10 @@ _WITHOUT_TOWER = tuple(
 
 @dataclass(kw_only=True)
 class PicturesArguments(ArgumentGroup):
-    """Pictures."""
+    """Pictures.
+
+    The configuration keys for images in the data, and for the vision modules to train.
+    """
 
     media_dir: str | None = optional("folder of pictures (None: that of the dataset's file)")
     image_max_pixels: int | None = count(
@@ -36,7 +39,8 @@ class PicturesArguments(ArgumentGroup):
     )
 
     def check(self, judge: Judge) -> None:
-        """Check the folder and sizes; in a run also these keys against the model."""
+        """Add Problems to `judge` if media_dir is no folder or the pixel limits contradict each
+        other. In a run, also if keys do not fit a model without a vision tower."""
         judge.expect(
             os.path.isdir(self.media_dir or "."),
             "media_dir",
@@ -54,9 +58,9 @@ class PicturesArguments(ArgumentGroup):
             self._check_run(config, judge)
 
     def _check_run(self, config: dict[str, Any], judge: Judge) -> None:
-        """Apply the rules for a run. config: the contents of its config.json, {} if it was not
-        read.
-        """
+        """For a model without a vision tower, add Problems for freeze keys that then make no sense,
+        and notes for other keys of images, which have no effect. config: the contents of its
+        config.json, {} if it was not read."""
         if config and "vision_config" not in config:
             judge.apply(_WITHOUT_TOWER)
             unused = [key for key in self.changed if key not in _FROZEN]

@@ -43,7 +43,8 @@ from .weights_files import InitSource
 
 
 def frequency_axes(count: int, sections: list[int], in_turns: bool) -> list[int]:
-    """The position axis of each of `count` rotary frequencies: 0 time, 1 height, 2 width.
+    """For each of `count` rotary frequencies the position axis that it encodes: 0 time, 1 height, 2
+    width.
 
     sections: number of frequencies per axis. in_turns True: axes alternate (time, height, width,
     time, ...) until an axis has its number; the rest are time. in_turns False: one section after
@@ -60,7 +61,8 @@ def frequency_axes(count: int, sections: list[int], in_turns: bool) -> list[int]
 
 
 class AxialRope:
-    """Rotary tables for positions along time, height and width."""
+    """Rotary embedding with three position axes, as for images (M-RoPE): each frequency encodes a
+    position along time, height or width."""
 
     def __init__(self, config: McaModelConfig):
         self.rope = Rope.of(config)
@@ -70,7 +72,8 @@ class AxialRope:
     def tables(
         self, positions: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(cos, sin) [s, b, 1, rotary_dim] for positions [3, b, s]."""
+        """(cos, sin) [s, b, 1, rotary_dim], the rotary tables for positions [3, b, s] along time,
+        height and width."""
         inv_freq = to_device(torch.tensor(self.rope.inv_freq), positions.device)
         axes = to_device(self.axes, positions.device)
         of_frequency = positions.permute(2, 1, 0)[..., axes].float()  # [s, b, rotary_dim / 2]
@@ -81,7 +84,8 @@ class AxialRope:
 
 
 def empty_picture(vision_config: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(pixel_values, image_grid_thw) of the smallest image: zeros, giving one feature."""
+    """(pixel_values, image_grid_thw) of the smallest possible image, all zeros: one grid that gives
+    one feature of the vision tower."""
     size = vision_config.spatial_merge_size
     patch = vision_config.patch_size
     channels = vision_config.in_channels * vision_config.temporal_patch_size * patch * patch
@@ -90,10 +94,11 @@ def empty_picture(vision_config: Any, device: torch.device) -> tuple[torch.Tenso
 
 
 class PlacedFeatures(NamedTuple):
-    """Image features at the positions of this rank's tokens.
+    """Image features arranged at the positions of this rank's tokens.
 
-    is_image: bool [s, b, 1], or [s / tp, b, 1] under sequence parallelism. embedded: [s, b, h], 0
-    for text. deepstack: tensors shaped like it, to be added to the outputs of the first layers.
+    is_image: bool [s, b, 1], or [s / tp, b, 1] under sequence parallelism: True at image tokens.
+    embedded: [s, b, h] likewise, to replace embeddings; 0 for text. deepstack: tensors of that
+    shape, to add to the outputs of the first layers.
     """
 
     is_image: torch.Tensor
@@ -102,15 +107,14 @@ class PlacedFeatures(NamedTuple):
 
     @classmethod
     def of(cls, features: list[torch.Tensor], image_slot: torch.Tensor) -> "PlacedFeatures":
-        """Distribute the Tower's features to positions. image_slot: feature index [b, s], -1 for
-        text.
-        """
+        """Arrange the Tower's features, [n + 1, h] tensors with a first row of zeros. image_slot:
+        int [b, s], feature index of each of this rank's tokens, -1 for text."""
         places = image_slot.t().contiguous() + 1  # text reads row 0: zeros without a gradient
         embedded, *deepstack = (F.embedding(places, x, padding_idx=0) for x in features)
         return cls((places > 0)[..., None], embedded, deepstack)
 
     def into(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Embeddings [s, b, h] with features in place of those of image tokens."""
+        """The embeddings `hidden` [s, b, h], with image tokens' embeddings replaced by features."""
         return torch.where(self.is_image, self.embedded.to(hidden.dtype), hidden)
 
 
@@ -129,9 +133,9 @@ def varlen_attention(
     max_length_q: Any = None,
     **unused: Any,
 ) -> tuple[torch.Tensor, None]:
-    """An attention function for transformers, on torch's varlen kernel. query, key, value [1, n, t,
-    d]: images, or windows of images, end to end -> ([1, t, n, d], None).
-    """
+    """An attention function for transformers' vision modules that runs torch's varlen kernel.
+    query, key, value [1, n heads, t, d]: images, or windows of images, end to end -> ([1, t, n, d],
+    None). cu_seq_lens_q: their borders."""
     from torch.nn.attention.varlen import varlen_attn
 
     heads = (x[0].transpose(0, 1) for x in (query, key, value))
@@ -141,14 +145,13 @@ def varlen_attention(
 
 
 def _product_of_patches(convolution: torch.nn.Module, patches: torch.Tensor) -> torch.Tensor:
-    """A convolution whose kernel covers exactly one patch, computed as a matmul: patches [n, ...]
-    -> [n, out]. cuDNN's convolution rounds float32 to tf32, and is slow in bf16.
-    """
+    """Apply a convolution whose kernel covers exactly one patch, as a matmul: patches [n, ...] ->
+    [n, out]. cuDNN's convolution would round float32 to tf32, and is slow in bf16."""
     return F.linear(patches.flatten(1), convolution.weight.flatten(1), convolution.bias)
 
 
 def whole_config(hf_config: dict[str, Any]) -> Any:
-    """transformers' config object for the contents of a config.json."""
+    """transformers' config object for the contents of a model's config.json."""
     import transformers
 
     return transformers.AutoConfig.for_model(**copy.deepcopy(hf_config))

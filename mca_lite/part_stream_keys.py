@@ -10,7 +10,10 @@ from .tables import register_keys
 
 @dataclass(kw_only=True)
 class StreamArguments(ArgumentGroup):
-    """Streaming."""
+    """Streaming.
+
+    The configuration keys for a training set that is tokenised while it is read.
+    """
 
     streaming: bool = flag(
         "pt, sft: tokenise `dataset` on the fly, without a cache; needs max_steps"

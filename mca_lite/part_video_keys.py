@@ -9,7 +9,10 @@ from .tables import register_keys
 
 @dataclass(kw_only=True)
 class VideoArguments(ArgumentGroup):
-    """Videos."""
+    """Videos.
+
+    The configuration keys for videos in the data: which frames are taken, and their sizes.
+    """
 
     video_fps: float = arg(
         2.0, "frames taken of a second of a video file; of a list of frames, its rate", above=0
@@ -19,7 +22,7 @@ class VideoArguments(ArgumentGroup):
     video_min_pixels: int = count(256, "smaller frames of videos are made larger")
 
     def check(self, judge: Judge) -> None:
-        """Check the sizes of frames."""
+        """Add a Problem to `judge` if video_min_pixels is above video_max_pixels."""
         judge.expect(
             self.video_min_pixels <= self.video_max_pixels,
             "video_min_pixels video_max_pixels",
