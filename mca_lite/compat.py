@@ -13,8 +13,7 @@ from .step import inputs_of, to_length
 
 class OtherNames:
     """Base class of McaTrainer that keeps mcore_adapter's names of trainer hooks: a subclass
-    written for mcore_adapter may override or call them.
-    """
+    written for mcore_adapter may override or call them."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -31,8 +30,7 @@ class OtherNames:
 
     def _prepare_train_inputs(self, data_iterator: Iterator[Any]) -> dict[str, Any]:
         """Model inputs (keyword arguments of forward) for the next micro-batch of an iterator.
-        mcore_adapter's name for inputs_of().
-        """
+        mcore_adapter's name for inputs_of()."""
         batch = next(data_iterator)
         if self.args.sequence_packing:
             batch = self._packing_sequence(batch)
@@ -54,8 +52,7 @@ class OtherNames:
     def _arranged(self, batch: dict[str, Any]) -> dict[str, Any]:
         """The collator's batch with the columns that the trainer expects, padded to a length that
         the layout can shard. A batch that has padding_mask is returned as it is, because it was
-        arranged before.
-        """
+        arranged before."""
         if "padding_mask" in batch:
             return batch
         return to_length(self.backend, self._arrange(batch))

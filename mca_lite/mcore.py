@@ -133,8 +133,7 @@ RUN_WITH_ENGINE = {("0.16", "2.11"), ("0.19", "2.11")}
 
 def of_minor(name: str) -> str:
     """The value in MINORS[name] for the installed megatron-core. For "gradients_for_norm" it is the
-    method's name: "get_grads_for_grad_norm" from 0.19 on.
-    """
+    method's name: "get_grads_for_grad_norm" from 0.19 on."""
     minor = tuple(int(number) for number in __version__.split(".")[:2])
     forms = MINORS[name]
     return forms[max(first for first in forms if first <= minor)]
@@ -148,8 +147,7 @@ _OF_DDP.addFilter(lambda record: "full_param_layout not provided" not in record.
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Context manager that hides some warnings of megatron-core and torch that a user cannot act
-    on.
-    """
+    on."""
     with warnings.catch_warnings():
         # megatron-core calls collectives by their old names
         warnings.filterwarnings("ignore", ".*torch.distributed.* is deprecated", FutureWarning)

@@ -58,8 +58,7 @@ _IN_LAYER = re.compile(r"(decoder|mtp)\.layers\.(\d+)\.(.*)")
 class Embedding(LanguageModelEmbedding):
     """Token embedding, sharded over the vocabulary (megatron's): ids [b, s] -> [s, b, h], or [s /
     tp, b, h] under sequence parallelism. The output is multiplied by config.embedding_multiplier,
-    which is first rounded to the output's dtype, as in Gemma.
-    """
+    which is first rounded to the output's dtype, as in Gemma."""
 
     def __init__(self, config: McaModelConfig, tp_group: torch.distributed.ProcessGroup) -> None:
         sizes = config.padded_vocab_size, config.max_sequence_length
@@ -74,8 +73,7 @@ class Embedding(LanguageModelEmbedding):
         self, module: torch.nn.Module, inputs: tuple[torch.Tensor], out: torch.Tensor
     ) -> None:
         """Forward hook of the word embeddings: let pad tokens contribute nothing to the gradient of
-        the embedding weight, as with padding_idx of torch.nn.Embedding.
-        """
+        the embedding weight, as with padding_idx of torch.nn.Embedding."""
         if not out.requires_grad:
             return
         is_padding = inputs[0] == self.padding_idx
@@ -93,8 +91,7 @@ class OutputLayer(ColumnParallelLinear):
     """The output layer's weight (LM head), sharded over the vocabulary, without the matmul: forward
     returns (hidden, weight), so that the loss can compute logits in chunks. Call the module instead
     of reading its weight: with overlap_param_gather, megatron's DDP waits for the weight in a hook
-    of this call.
-    """
+    of this call."""
 
     passes_hidden = True  # its adapter's factors go to the loss: extra_factors
 
@@ -106,8 +103,7 @@ class OutputLayer(ColumnParallelLinear):
 
 def expect_causal(mask: torch.Tensor, input_ids: torch.Tensor) -> None:
     """Raise ValueError unless `mask` is the causal mask for input_ids [b, s]: bool [b or 1, 1, s,
-    s], True where a query must not see a key.
-    """
+    s], True where a query must not see a key."""
     b, s = input_ids.shape
     causal = torch.ones(s, s, dtype=torch.bool, device=mask.device).triu(1)
     fits = mask.dtype == torch.bool and mask.shape in ((1, 1, s, s), (b, 1, s, s))
@@ -188,8 +184,7 @@ class McaGPTModel(MegatronModule):
     def _mark_vocabulary(self) -> None:
         """Set the attributes by which megatron recognises embedding and output weights: for the
         optimizer's parameter groups, and for the sum of gradients if the weight is tied or copied
-        to the last pipeline stage.
-        """
+        to the last pipeline stage."""
         config = self.config
         if self.pre_process:
             self.embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
@@ -207,16 +202,14 @@ class McaGPTModel(MegatronModule):
 
     def shared_embedding_or_output_weight(self) -> torch.Tensor | None:
         """The weight [V / tp, h] of this chunk's embedding; without an embedding, of its output
-        layer; None if it has neither. megatron calls this to sum the gradients of tied copies.
-        """
+        layer; None if it has neither. megatron calls this to sum the gradients of tied copies."""
         if self.pre_process or self.mtp_process:
             return self.embedding.word_embeddings.weight
         return None if self.output_layer is None else self.output_layer.weight
 
     def set_input_tensor(self, input_tensor: list[torch.Tensor]) -> None:
         """Take the previous stage's hidden states. megatron's schedules call it with a list of one
-        tensor.
-        """
+        tensor."""
         [self.decoder.input_tensor] = input_tensor
 
     def forward(
@@ -279,16 +272,14 @@ class McaGPTModel(MegatronModule):
     def _scores(self, hidden: torch.Tensor, head: torch.nn.Linear) -> torch.Tensor:
         """Value-head scores, float32 [b, s], from decoder output [s, b, h], or [s / tp, b, h] under
         sequence parallelism. Every tensor-parallel rank computes all scores and the full gradient
-        of the head.
-        """
+        of the head."""
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
         return head(hidden)[..., 0].float().transpose(0, 1)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """This rank's vocabulary shard of the logits, [b, s, V / tp], from decoder output [s, b,
-        h], or [s / tp, b, h] under sequence parallelism. Collectives: see _head.
-        """
+        h], or [s / tp, b, h] under sequence parallelism. Collectives: see _head."""
         hidden, weight, extra = self._head(hidden)
         logits = hidden @ weight.t()
         if extra is not None:
@@ -304,8 +295,7 @@ class McaGPTModel(MegatronModule):
     ) -> torch.Tensor:
         """Loss per token, float32 [b, s], for labels [b, s] and decoder output [s, b, h], or [s /
         tp, b, h] under sequence parallelism. The loss is cross entropy, or loss_of_logits if set.
-        Collective over the tensor-parallel group.
-        """
+        Collective over the tensor-parallel group."""
         config = self.config
         hidden, weight, extra = self._head(hidden)
         losses = token_losses(
@@ -323,8 +313,7 @@ class McaGPTModel(MegatronModule):
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """{name: megatron's ShardedTensor} of this chunk, for a distributed checkpoint. The last
-        stage's copy of the embedding is saved as a replica of the first stage's.
-        """
+        stage's copy of the embedding is saved as a replica of the first stage's."""
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         state.pop(f"{prefix}output_layer._extra_state", None)  # empty
@@ -349,8 +338,7 @@ class McaGPTModel(MegatronModule):
         """The name of a module or tensor in the whole model, from its name in this chunk: (name
         with {} for the layer index, that index from 0, or None outside layers). On a stage that
         begins with layer 4, "decoder.layers.0.mlp.linear_fc2.weight" gives
-        ("decoder.layers.{}.mlp.linear_fc2.weight", 4).
-        """
+        ("decoder.layers.{}.mlp.linear_fc2.weight", 4)."""
         match = _IN_LAYER.fullmatch(name)
         if match is None:
             return name, None
@@ -363,8 +351,7 @@ class McaGPTModel(MegatronModule):
         """Yield (*global_name, parameter) for each parameter, and for the buffers that Hugging Face
         files contain: router biases and layer scalars. Each of this rank's stacked experts is
         yielded by itself, as views with names such as
-        "decoder.layers.{}.mlp.experts.3.linear_fc1.weight".
-        """
+        "decoder.layers.{}.mlp.experts.3.linear_fc1.weight"."""
         of_files = ("router.expert_bias", "layer_scalar")
         buffers = (pair for pair in self.named_buffers() if pair[0].endswith(of_files))
         for name, parameter in (*self.named_parameters(), *buffers):
@@ -379,8 +366,7 @@ class McaGPTModel(MegatronModule):
 
 class VirtualModels(torch.nn.ModuleList):
     """This rank's part of a model: a ModuleList of its chunks. There is one chunk, or one per
-    virtual pipeline stage.
-    """
+    virtual pipeline stage."""
 
     def __init__(self, config: McaModelConfig, models: list[torch.nn.Module]):
         super().__init__(models)
@@ -390,8 +376,7 @@ class VirtualModels(torch.nn.ModuleList):
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run the forward pass of the only chunk. ValueError with several chunks: these need
-        megatron's pipeline schedule.
-        """
+        megatron's pipeline schedule."""
         if len(self) != 1:
             raise ValueError(
                 f"this rank holds {len(self)} chunks: run them through the pipeline schedule"
@@ -407,36 +392,31 @@ class VirtualModels(torch.nn.ModuleList):
         self, *args: Any, **kwargs: Any
     ) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Yield (name in its chunk, parameter). With several chunks, names start with "model0.",
-        "model1." and so on. Arguments are ignored.
-        """
+        "model1." and so on. Arguments are ignored."""
         for chunk, model in self._by_key().items():
             yield from model.named_parameters(chunk if len(self) > 1 else "")
 
     def _by_key(self) -> dict[str, torch.nn.Module]:
         """The chunks by name: {"model": chunk}, or {"model0": ..., "model1": ...} with several
-        chunks.
-        """
+        chunks."""
         if len(self) == 1:
             return {"model": self[0]}
         return {f"model{i}": model for i, model in enumerate(self)}
 
     def state_dict(self) -> dict[str, Any]:
         """State dicts of the chunks: {"model": its state dict}, or {"model0": ..., "model1": ...}
-        with several chunks.
-        """
+        with several chunks."""
         return {key: model.state_dict() for key, model in self._by_key().items()}
 
     def load_state_dict(self, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Load what state_dict() returned. `strict` has no effect with LoRA, because a state may
-        then lack the frozen weights.
-        """
+        then lack the frozen weights."""
         for key, model in self._by_key().items():
             model.load_state_dict(state_dict[key], strict=strict and self.finetuning.is_whole)
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """{name: megatron's ShardedTensor} of each chunk, for a distributed checkpoint, under the
-        keys of state_dict(). With LoRA it contains only what a LoRA checkpoint saves.
-        """
+        keys of state_dict(). With LoRA it contains only what a LoRA checkpoint saves."""
         chunks = self._by_key()
         return {key: self.finetuning.sharded_state(model) for key, model in chunks.items()}
 
@@ -444,21 +424,18 @@ class VirtualModels(torch.nn.ModuleList):
         self, save_directory: str | os.PathLike[str], max_shard_size: str | int = "5GB"
     ) -> None:
         """Write a Hugging Face checkpoint: config.json and safetensors. Collective: every rank must
-        call it.
-        """
+        call it."""
         weights_convert.export_hf(self, save_directory, max_shard_size)
 
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Gather this rank's logits [b, s, V / tp] to [b, s, V], without vocabulary padding.
-        Collective over the tensor-parallel group.
-        """
+        Collective over the tensor-parallel group."""
         return gather_from_tensor_model_parallel_region(logits)[..., : self.config.vocab_size]
 
 
 def build_chunks(config: McaModelConfig) -> VirtualModels:
     """Build this rank's chunks. Their weights are not initialised: files or a seed fill them
-    later.
-    """
+    later."""
     vpp = config.virtual_pipeline_model_parallel_size
     models = []
     for vp_stage in range(vpp) if vpp else [None]:
@@ -474,8 +451,7 @@ def build_chunks(config: McaModelConfig) -> VirtualModels:
 def _mark_tensor_parallel(model: McaGPTModel) -> None:
     """Set megatron's attribute tensor_model_parallel on the parameters that tensor parallelism
     shards. megatron sets it while initialising weights, a step skipped here. Without it megatron
-    takes a parameter for duplicated, and the gradient norm comes out too small.
-    """
+    takes a parameter for duplicated, and the gradient norm comes out too small."""
     axes = {row.mca: row.axis for row in rows_of(model.config.hf_model_type, model.config)}
     for name, _, parameter in model.global_parameter_names():
         axis = axes.get(name)
@@ -485,8 +461,7 @@ def _mark_tensor_parallel(model: McaGPTModel) -> None:
 
 def refuse_new_rows(folder: Path, old: int, new: int) -> None:
     """Raise ConfigError: the vocabulary of a megatron checkpoint cannot grow from `old` to `new`
-    tokens. The message says to convert it to a Hugging Face folder first.
-    """
+    tokens. The message says to convert it to a Hugging Face folder first."""
     reason = f"it is a checkpoint of a model of {old} tokens: expected as many, got {new}"
     remedy = "a Hugging Face folder of it, python -m mca_lite convert"
     refuse("model_name_or_path", str(folder), reason, remedy)
@@ -494,8 +469,7 @@ def refuse_new_rows(folder: Path, old: int, new: int) -> None:
 
 class AutoModel:
     """Builds this rank's VirtualModels, from files or with random weights. If TrainingArguments are
-    given, it first starts torch.distributed and megatron's process groups, unless they exist.
-    """
+    given, it first starts torch.distributed and megatron's process groups, unless they exist."""
 
     @staticmethod
     def from_pretrained(

@@ -50,8 +50,7 @@ class Rope(NamedTuple):
 
     def tables(self, angles: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """(cos, sin) [..., rotary_dim] for angles [..., rotary_dim / 2], both times `factor`:
-        computed in the angles' dtype, returned in `dtype`.
-        """
+        computed in the angles' dtype, returned in `dtype`."""
         if self.interleaved:
             angles = angles.repeat_interleave(2, -1)
         else:
@@ -99,8 +98,7 @@ def rotary_tables(
     rope: Rope, layout: RowLayout, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(cos, sin) [t, 1, 1, rotary_dim] for the positions in a RowLayout: computed in float32,
-    returned in `dtype`. The last 8 results are cached, so that layers share them.
-    """
+    returned in `dtype`. The last 8 results are cached, so that layers share them."""
     inv_freq = parallel.to_device(torch.tensor(rope.inv_freq), layout.positions.device)
     angles = torch.outer(layout.positions.float(), inv_freq)[:, None, None]
     return rope.tables(angles, dtype)
@@ -108,8 +106,7 @@ def rotary_tables(
 
 def query_factors(config: TransformerConfig, positions: torch.Tensor) -> torch.Tensor:
     """Llama 4's position-dependent scale of the queries, float32 [t], for positions int64 [t]: 1 +
-    query_scaling_beta * log(1 + floor(position / original_max_position_embeddings)).
-    """
+    query_scaling_beta * log(1 + floor(position / original_max_position_embeddings))."""
     length = config.rope_parameters["original_max_position_embeddings"]
     return 1 + config.query_scaling_beta * torch.log(1 + torch.floor(positions / length))
 
@@ -156,8 +153,7 @@ def column_linear(
     bias: bool = False,
 ) -> ColumnLinear:
     """Build a linear whose outputs stay sharded over the tensor-parallel ranks. It returns the bias
-    without adding it.
-    """
+    without adding it."""
     return ColumnLinear(
         in_size,
         out_size,
@@ -177,8 +173,7 @@ def row_linear(
     bias: bool = False,
 ) -> RowLinear:
     """Build attention's output linear, from in_size channels that are sharded over the
-    tensor-parallel ranks to hidden states. It returns the bias without adding it.
-    """
+    tensor-parallel ranks to hidden states. It returns the bias without adding it."""
     return RowLinear(
         in_size,
         config.hidden_size,
@@ -193,8 +188,7 @@ def row_linear(
 
 class Attention(MegatronModule):
     """Base class of attention modules. A subclass computes query, key and value; this class runs
-    CoreAttention, the output gate if there is one, and the output linear.
-    """
+    CoreAttention, the output gate if there is one, and the output linear."""
 
     def forward(
         self,
@@ -262,8 +256,7 @@ class SelfAttention(Attention):
     ) -> tuple[Any, ...]:
         """This rank's (query [s, b, n, d], key and value [s, b, g, d], gate [s, b, n * d] or None).
         Query and key are rotated, and normed and scaled if the model does so. The sigmoid of the
-        gate multiplies attention's output.
-        """
+        gate multiplies attention's output."""
         query, key, value, gate, layout = self._rotated(
             hidden_states, packed_seq_params, rope_tables
         )
@@ -283,8 +276,7 @@ class SelfAttention(Attention):
     ) -> tuple[Any, ...]:
         """(query, key, value, gate or None, RowLayout), with rotary embedding applied to query and
         key. Norms over heads, if the model has them, are applied before it, unless
-        qk_norm_after_rope is set.
-        """
+        qk_norm_after_rope is set."""
         mixed, bias = self.linear_qkv(hidden_states)
         if self.ranks_of_group > 1:
             mixed = self._of_group(mixed, bias)
@@ -315,8 +307,7 @@ class SelfAttention(Attention):
 
     def _without_gate(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Separate the output gate from the projections -> (queries, keys and values; gate [s, b, n
-        * d] of this rank's queries). In `mixed`, each query of a group is followed by its gate.
-        """
+        * d] of this rank's queries). In `mixed`, each query of a group is followed by its gate."""
         heads = mixed.unflatten(-1, (self.groups, -1, self.head_size))
         pairs, of_keys = heads.split((heads.shape[-2] - 2, 2), -2)
         mixed = torch.cat((pairs[..., ::2, :], of_keys), -2).flatten(-3)
@@ -326,8 +317,7 @@ class SelfAttention(Attention):
     def _of_group(self, mixed: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """All-gather the projections over the tensor-parallel ranks, with the bias added -> the
         channels of this rank's query group. Used if several ranks share a group. Collective over
-        the tensor-parallel group.
-        """
+        the tensor-parallel group."""
         if bias is not None:
             mixed = mixed + bias
         mixed = mappings.all_gather_last_dim_from_tensor_parallel_region(mixed)
@@ -369,8 +359,7 @@ class AttentionOfTwoSizes(Attention):
         self, hidden_states: torch.Tensor, packed_seq_params: PackedSeqParams | None
     ) -> tuple[Any, ...]:
         """This rank's (query [s, b, n, d], key and value [s, b, g, d], None for the gate). All are
-        normed; query and key are rotated.
-        """
+        normed; query and key are rotated."""
         mixed, _ = self.get_submodule(self.linear_name)(hidden_states)
         heads = mixed.unflatten(-1, (self.groups, -1, self.head_size))
         if self.linear_name == "linear_qk":
@@ -405,8 +394,7 @@ def sdpa_order(query: torch.Tensor, mask: Any) -> Any:
 @functools.cache
 def _packed_kernel() -> tuple[Callable[..., Any], bool]:
     """(torch's varlen_attn, True if it has the argument enable_gqa, which torch 2.11 lacks).
-    Cached.
-    """
+    Cached."""
     with cpu.compiling_later():
         from torch.nn.attention.varlen import varlen_attn
 
@@ -415,15 +403,13 @@ def _packed_kernel() -> tuple[Callable[..., Any], bool]:
 
 def recomputes(config: TransformerConfig, module: str) -> bool:
     """True if `module`, such as "core_attn" or "mlp", is in recompute_modules and
-    recompute_granularity is selective: it is recomputed in the backward pass.
-    """
+    recompute_granularity is selective: it is recomputed in the backward pass."""
     return config.recompute_granularity == "selective" and module in config.recompute_modules
 
 
 class RowModule(MegatronModule):
     """Base class of softmax and linear attention, which keep the documents of a packed row apart.
-    Subclasses set cp_group.
-    """
+    Subclasses set cp_group."""
 
     def layout(self, packed_seq_params: PackedSeqParams | None, x: torch.Tensor) -> RowLayout:
         """The RowLayout (documents and positions) of this rank's tokens x [s, ...]: from
@@ -523,8 +509,7 @@ class CoreAttention(Sharded, RowModule):
         packed_seq_params: PackedSeqParams | None = None,
     ) -> torch.Tensor:
         """This rank's query [s, b, n, d], key and value [s, b, g, d] -> [s, b, n * d]. Packed rows
-        have b = 1. Collective over the context-parallel group.
-        """
+        have b = 1. Collective over the context-parallel group."""
         layout = self.layout(packed_seq_params, query)
         run = functools.partial(self._attend, layout, packed_seq_params is not None)
         if self.is_recomputed and self.training:
@@ -534,8 +519,7 @@ class CoreAttention(Sharded, RowModule):
     @property
     def needs_scores(self) -> bool:
         """True if the scores are capped or have sinks, which torch's scaled_dot_product_attention
-        lacks.
-        """
+        lacks."""
         return self.softcap is not None or self.sinks is not None
 
     def _attend(
@@ -547,8 +531,7 @@ class CoreAttention(Sharded, RowModule):
         value: torch.Tensor,
     ) -> torch.Tensor:
         """Gather keys and values over context-parallel ranks, choose a kernel, and compute the
-        attention of this rank's queries -> [s, b, n * d].
-        """
+        attention of this rank's queries -> [s, b, n * d]."""
         if self.cp_group.size() > 1:
             key, value = _GatherKeys.apply(key, value, self.cp_group, layout.order)
         dropout = self.dropout if self.training else 0.0
@@ -571,8 +554,7 @@ class CoreAttention(Sharded, RowModule):
     ) -> bool:
         """True if SegmentAttention (cuDNN) can compute the layout's segments: there is context
         parallelism, no document is longer than the sliding window, there is no cap on scores and no
-        sink, and cuDNN takes these dtypes and head sizes.
-        """
+        sink, and cuDNN takes these dtypes and head sizes."""
         is_wide = self.window is None or layout.longest <= self.window
         is_plain = is_wide and not self.needs_scores and self.cp_group.size() > 1
         heads = (x.permute(1, 2, 0, 3) for x in (query, key, value))
@@ -581,8 +563,7 @@ class CoreAttention(Sharded, RowModule):
     def _suits_rows(self, layout: RowLayout) -> bool:
         """True if the packed documents can be computed as rows of a batch: all have one length,
         none is longer than the sliding window, and there are no sinks. cuDNN's kernel for batches
-        is about twice as fast as the varlen kernel.
-        """
+        is about twice as fast as the varlen kernel."""
         is_wide = self.window is None or layout.longest <= self.window
         return layout.same_length is not None and is_wide and self.sinks is None
 
@@ -595,8 +576,7 @@ class CoreAttention(Sharded, RowModule):
         dropout: float,
     ) -> torch.Tensor:
         """Attention of equally long packed documents [t, 1, n, d], computed as rows of a batch ->
-        [t, 1, n * d].
-        """
+        [t, 1, n * d]."""
         length = layout.same_length
         rows = (x.view(-1, length, *x.shape[2:]).transpose(0, 1) for x in (query, key, value))
         one = row_layout((0, length), 1, 0, query.device)
@@ -604,8 +584,7 @@ class CoreAttention(Sharded, RowModule):
 
     def _suits_varlen(self, query: torch.Tensor, dropout: float) -> bool:
         """True if torch's varlen kernel can be used: on CUDA, not float32, no dropout, no cap on
-        scores, and a head size up to 256 and divisible by 8.
-        """
+        scores, and a head size up to 256 and divisible by 8."""
         suits_dtype = query.is_cuda and query.dtype != torch.float32
         suits_size = query.shape[-1] % 8 == 0 and query.shape[-1] <= 256
         return suits_dtype and not dropout and self.softcap is None and suits_size
@@ -619,8 +598,7 @@ class CoreAttention(Sharded, RowModule):
         dropout: float,
     ) -> torch.Tensor:
         """Attention with one call per segment -> [s, b, n * d]. A segment is a document, or under
-        context parallelism a chunk of one: a range of queries with the keys that they see.
-        """
+        context parallelism a chunk of one: a range of queries with the keys that they see."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         out = []
         for q0, q1, k0, k1 in layout.segments:
@@ -634,8 +612,7 @@ class CoreAttention(Sharded, RowModule):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, dropout: float
     ) -> torch.Tensor:
         """One attention call: q [b, n, q, d], k and v [b, g, k, d] -> [b, n, q, d]. mask: as
-        _visible() returns it.
-        """
+        _visible() returns it."""
         if self.needs_scores:
             scale = self.softmax_scale
             return whole_scores(q, k, v, mask, scale, dropout, self.softcap, self.sinks)
@@ -677,8 +654,7 @@ class CoreAttention(Sharded, RowModule):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: RowLayout
     ) -> torch.Tensor:
         """Attention of all documents of a packed row in one call of a CUDA kernel, without a host
-        sync -> [t, 1, n * d].
-        """
+        sync -> [t, 1, n * d]."""
         kernel, takes_groups = _packed_kernel()
         cu_q, cu_k, places, max_q, max_k = layout.varlen
         q = query[:, 0]
@@ -777,8 +753,7 @@ class LatentAttention(Attention):
         self, hidden_states: torch.Tensor, packed_seq_params: PackedSeqParams | None
     ) -> tuple[Any, ...]:
         """This rank's (query and key [s, b, n, r + c], value [s, b, n, d], None for the gate). The
-        first r channels of query and key are rotated.
-        """
+        first r channels of query and key are rotated."""
         if self.config.q_lora_rank is None:
             query, _ = self.linear_q_proj(hidden_states)
         else:
@@ -806,8 +781,7 @@ def build_attention(
     config: TransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection
 ) -> MegatronModule:
     """Build a layer's attention: LatentAttention for multi-latent models, AttentionOfTwoSizes for
-    Gemma 4, otherwise SelfAttention, or Transformer Engine's if transformer_impl says so.
-    """
+    Gemma 4, otherwise SelfAttention, or Transformer Engine's if transformer_impl says so."""
     if config.multi_latent_attention:
         return LatentAttention(config, layer_number, pg_collection)
     if config.full_kv_channels:

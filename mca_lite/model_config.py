@@ -92,8 +92,7 @@ LAYOUT_FIELDS = (
 @dataclass
 class PretrainedConfig:
     """Base class of McaModelConfig: the Hugging Face model that a config describes, and reading and
-    writing mca_config.json.
-    """
+    writing mca_config.json."""
 
     name_or_path: str | None = None
     hf_model_type: str | None = None
@@ -102,8 +101,7 @@ class PretrainedConfig:
     def to_dict(self) -> dict[str, Any]:
         """The class name and the fields that differ from their default, as JSON values. Left out
         are fields that the constructor derives, such as params_dtype, and functions other than
-        activations.
-        """
+        activations."""
         out = {"model_class": type(self).__name__}
         for f in fields(self):
             # the fields of CUDA graphs differ between versions of megatron, and are not used here
@@ -129,8 +127,7 @@ class PretrainedConfig:
     ) -> "McaModelConfig":
         """Read an mca_config.json. If `args` is given, its layout and other model keys replace the
         saved ones. fp8 settings are not read: each run chooses them. ValueError for a damaged file,
-        an unknown class or unknown fields.
-        """
+        an unknown class or unknown fields."""
         # fp8 is a choice of each run, and needs a GPU
         values = {k: v for k, v in read_json(path).items() if not k.startswith("fp8")}
         name = values.pop("model_class", cls.__name__)
@@ -174,8 +171,7 @@ class PretrainedConfig:
 
     def distribute_config_match(self, other: "PretrainedConfig") -> bool:
         """True if both configs shard tensors alike (LAYOUT_FIELDS are equal): then each rank can
-        load weights saved under `other` without resharding.
-        """
+        load weights saved under `other` without resharding."""
         return all(
             _to_json(getattr(self, name)) == _to_json(getattr(other, name))
             for name in LAYOUT_FIELDS
@@ -289,8 +285,7 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
     def validate(self) -> None:
         """Check the layout against the model, and replace values that say "auto", in place:
         transformer_impl and pipeline_model_parallel_layout. Needs no process group. Raises
-        ConfigError.
-        """
+        ConfigError."""
         self.sequence_parallel &= self.tensor_model_parallel_size > 1
         more = "m" * (self.mtp_num_layers or 0)
         layout = vars(self)["pipeline_model_parallel_layout"]  # megatron's annotation excludes str
@@ -339,8 +334,7 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
     def _balanced_layout(self) -> str | None:
         """A pipeline layout in megatron's syntax whose stages take about equal time. None without
         pipeline parallelism; "auto", which a later check refuses, if there are too many stages for
-        the layers.
-        """
+        the layers."""
         pp = self.pipeline_model_parallel_size
         if pp == 1:
             return None
@@ -356,8 +350,7 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
 
     def _cost(self, layer_number: int) -> float:
         """Estimated multiplications per token in a layer, to balance pipeline stages. Full
-        attention is counted for rows of TOKENS_OF_A_ROW tokens.
-        """
+        attention is counted for rows of TOKENS_OF_A_ROW tokens."""
         groups, channels = self.head_sizes(layer_number)
         heads = self.num_attention_heads
         channels = channels or self.hidden_size // heads  # megatron sets its default later
@@ -375,8 +368,7 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
 
     def head_sizes(self, layer_number: int) -> tuple[int, int]:
         """(number of query groups, channels per head) of a layer, numbered from 1. They differ
-        between layers in Gemma 4.
-        """
+        between layers in Gemma 4."""
         groups = self.num_query_groups or self.num_attention_heads
         if self.full_kv_channels and self.layer_type(layer_number) == "full_attention":
             return self.full_query_groups or groups, self.full_kv_channels
@@ -384,8 +376,7 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
 
     def layer_type(self, layer_number: int) -> str:
         """transformers' name for a layer's attention: "full_attention", "sliding_attention" or
-        "linear_attention". layer_number counts from 1, as in megatron.
-        """
+        "linear_attention". layer_number counts from 1, as in megatron."""
         if layer_number - 1 in (self.linear_layers or ()):
             return "linear_attention"
         layers = self.sliding_layers
@@ -405,24 +396,21 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
     @property
     def padded_vocab_size(self) -> int:
         """Rows of the embedding on all tensor-parallel ranks together: vocab_size, rounded up to a
-        multiple of the tensor-parallel size.
-        """
+        multiple of the tensor-parallel size."""
         tp = self.tensor_model_parallel_size
         return -(-self.vocab_size // tp) * tp
 
     @property
     def padding_idx(self) -> int | None:
         """The pad token's id, whose embedding gets no gradient, as in transformers; None if
-        config.json has no pad_token_id.
-        """
+        config.json has no pad_token_id."""
         pad = text_values(self.hf_config or {}).get("pad_token_id")
         return pad % self.vocab_size if pad is not None and pad < 0 else pad
 
     @property
     def rope_parameters(self) -> dict[str, Any]:
         """transformers' rotary parameters from config.json: one dict, or a dict per layer type; {}
-        if there are none.
-        """
+        if there are none."""
         return text_values(self.hf_config or {}).get("rope_parameters") or {}
 
     @property
@@ -433,23 +421,20 @@ class McaModelConfig(TransformerConfig, PretrainedConfig):
     @property
     def input_tensors(self) -> tuple[tuple[str, bool], ...]:
         """(name, True for the matrix of a linear) of each tensor in modules for other inputs than
-        text, such as a vision tower.
-        """
+        text, such as a vision tower."""
         return self.inputs.tensors
 
     @property
     def num_deepstack(self) -> int:
         """Number of layers, counted from the first, to whose outputs image features are added
-        (Qwen3-VL's deepstack).
-        """
+        (Qwen3-VL's deepstack)."""
         return self.inputs.num_deepstack
 
 
 @dataclass
 class MLAMcaModelConfig(McaModelConfig, MLATransformerConfig):
     """McaModelConfig for multi-head latent attention (DeepSeek). Such models always use local
-    layers.
-    """
+    layers."""
 
 
 class AutoConfig:
@@ -486,8 +471,7 @@ def from_hf_config(
     hf: Any, args: TrainingArguments | None = None, name_or_path: str | None = None
 ) -> McaModelConfig:
     """Translate a transformers config object to McaModelConfig with its family's table. `args`
-    override fields (None: one rank, float32). ValueError for an unsupported family or feature.
-    """
+    override fields (None: one rank, float32). ValueError for an unsupported family or feature."""
     values = hf.to_dict()
     origin = name_or_path or hf.model_type
     family = get_family(hf.model_type, values)
@@ -525,8 +509,7 @@ def add_value_head(hf: Any) -> Any:
 
 def grow(config: Any, vocab_size: int) -> None:
     """Set vocab_size of a McaModelConfig or transformers config, in place. ValueError if it is
-    smaller than before.
-    """
+    smaller than before."""
     is_mca = isinstance(config, McaModelConfig)
     text = config if is_mca else config.get_text_config()
     if vocab_size < text.vocab_size:
@@ -540,8 +523,7 @@ def grow(config: Any, vocab_size: int) -> None:
 
 def load_decision(saved: PretrainedConfig, now: PretrainedConfig) -> str:
     """A phrase for the log about weights saved under `saved`: they are loaded directly, or
-    resharded for the layout of `now`.
-    """
+    resharded for the layout of `now`."""
     if saved.distribute_config_match(now):
         return "loaded directly: the layout is the same"
     return "resharded from another layout"
@@ -599,8 +581,7 @@ def load_tokenizer(folder: str | Path, trust_remote_code: bool) -> Any:
 
 def _from_arguments(args: TrainingArguments) -> dict[str, Any]:
     """{config field: value} for the fields that TrainingArguments determine. ConfigError if
-    Transformer Engine is requested and does not work here, or if additional_configs are invalid.
-    """
+    Transformer Engine is requested and does not work here, or if additional_configs are invalid."""
     if args.transformer_impl == "transformer_engine":
         function_of("part_transformer_engine:expect_works")()
     normalise_additional_configs(args)  # the user may have set them after the constructor
@@ -630,15 +611,13 @@ def _from_arguments(args: TrainingArguments) -> dict[str, Any]:
 
 def _to_json(value: Any) -> Any:
     """The value after a round trip through JSON. Enums become their names, activation functions
-    their names, other functions None.
-    """
+    their names, other functions None."""
     return json.loads(json.dumps(value, default=_of_other_types))
 
 
 def _of_other_types(value: Any) -> Any:
     """Convert a value that json.dumps does not know: an enum or an activation function to its name,
-    megatron's pipeline layout to its text, anything else to None.
-    """
+    megatron's pipeline layout to its text, anything else to None."""
     if isinstance(value, enum.Enum):
         return value.name
     if hasattr(value, "input_data"):  # megatron's pipeline layout: the key's text
@@ -656,8 +635,7 @@ NOT_LOCAL = (
 
 def engine_here() -> ModuleType | None:
     """The module part_transformer_engine if Transformer Engine works here; None if not, or if the
-    module's file was removed.
-    """
+    module's file was removed."""
     part = module_of("part_transformer_engine")
     return part if part is not None and part.works() else None
 
@@ -669,8 +647,7 @@ def changed(config: McaModelConfig, names: list[str]) -> list[str]:
 
 def accumulate_in_place(module: torch.nn.Module) -> bool:
     """Let a Transformer Engine linear add its weight's gradient to the float32 buffer itself, if
-    the weight is trained -> True. For any other module change nothing -> False.
-    """
+    the weight is trained -> True. For any other module change nothing -> False."""
     if not hasattr(module, "fuse_wgrad_accumulation"):
         return False
     module.fuse_wgrad_accumulation = module.weight.requires_grad

@@ -41,8 +41,7 @@ def recomputed(
 ) -> Any:
     """Call function(*tensors) under activation checkpointing: its activations are dropped and
     computed again in the backward pass. recompute_keep and activation_offloading (part_long.py)
-    apply.
-    """
+    apply."""
     checkpoint = functools.partial(_checkpoint, config)
     if config.recompute_keep or config.activation_offloading:
         return function_of("part_long:checkpointed")(config, checkpoint, function, *tensors)
@@ -61,8 +60,7 @@ def _checkpoint(
 
 class Residual(torch.nn.Module):
     """A residual connection: residual + multiplier * dropout(norm(x + bias)). The norm exists with
-    post_norms; the multiplier is 1 in most models.
-    """
+    post_norms; the multiplier is 1 in most models."""
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
@@ -167,8 +165,7 @@ class Layer(MegatronModule):
     ) -> tuple[torch.Tensor, torch.Tensor, Callable[[torch.Tensor], None]]:
         """(norm(x), x for the residual, a function to call with the next module's output). If
         recompute_modules includes layernorm, that function frees the norm's output, to be computed
-        again in backward; otherwise it does nothing.
-        """
+        again in backward; otherwise it does nothing."""
         if self.recomputes_norms and not isinstance(norm, IdentityOp):
             again = tensor_parallel.CheckpointWithoutOutput()
             return again.checkpoint(norm, x), x, again.discard_output_and_register_recompute
@@ -197,8 +194,7 @@ def build_layer(
     config: TransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection
 ) -> Layer:
     """Build the Layer with this number. Its weights are in 8 bits with fp8_param. Otherwise, if
-    config.weight_format is set, its matrices are quantised and frozen (QLoRA).
-    """
+    config.weight_format is set, its matrices are quantised and frozen (QLoRA)."""
     with get_fp8_context(config, layer_number - 1, is_init=True):
         layer = Layer(config, layer_number, pg_collection)
     if config.weight_format is not None:
@@ -273,8 +269,7 @@ class Block(MegatronModule):
 
     def _units(self) -> list[tuple[Any, bool]]:
         """[(layers, True if recomputed in backward as one unit)], in order, as
-        recompute_granularity, recompute_method and recompute_num_layers say.
-        """
+        recompute_granularity, recompute_method and recompute_num_layers say."""
         if self.config.recompute_granularity != "full" or not self.training:
             return [(self.layers, False)]
         count = self.config.recompute_num_layers
@@ -304,8 +299,7 @@ class Block(MegatronModule):
     ) -> dict[str, Any]:
         """{name: megatron's ShardedTensor} of the stage. If all layers have the same tensors, each
         tensor is stacked over layers along a new first axis. Otherwise the names contain the layer
-        index, as in "layers.7.".
-        """
+        index, as in "layers.7."."""
         state: dict[str, Any] = {}
         config = self.config
         differ = config.linear_layers or config.full_kv_channels

@@ -22,8 +22,7 @@ from .tables import function_of
 class Way(NamedTuple):
     """Settings of a tensor-parallel linear that its autograd function needs: the process group,
     whether tokens are sharded outside the linear, whether communication overlaps with matmuls, and
-    whether the weight's gradient is accumulated in main_grad.
-    """
+    whether the weight's gradient is accumulated in main_grad."""
 
     group: Any  # a ProcessGroup; None: no communication
     cuts_tokens: bool = False  # outside the linear, tokens are sharded (sequence parallelism)
@@ -33,8 +32,7 @@ class Way(NamedTuple):
     @classmethod
     def of(cls, linear: torch.nn.Module) -> "Way":
         """Read these settings from a megatron linear. The group is None if there is one rank, or if
-        the caller does the communication itself.
-        """
+        the caller does the communication itself."""
         accumulates = linear.gradient_accumulation_fusion
         # shared experts that overlap with the token dispatch do this communication themselves
         if linear.explicit_expert_comm or linear.tp_group.size() == 1:
@@ -46,8 +44,7 @@ class Way(NamedTuple):
 class ColumnProduct(torch.autograd.Function):
     """Autograd function of a column-parallel linear: x [s, b, k], or [s / tp, b, k] if tokens are
     sharded, times weight [n, k] transposed -> [s, b, n]. n counts this rank's outputs. Backward
-    sums the gradient of x over the group.
-    """
+    sums the gradient of x over the group."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, way: Way) -> torch.Tensor:
@@ -81,8 +78,7 @@ class ColumnProduct(torch.autograd.Function):
 class RowProduct(torch.autograd.Function):
     """Autograd function of a row-parallel linear: x [s, b, k] times weight [n, k] transposed,
     summed over the group -> [s, b, n], or [s / tp, b, n] if tokens are sharded. k counts this
-    rank's inputs.
-    """
+    rank's inputs."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, way: Way) -> torch.Tensor:
@@ -117,8 +113,7 @@ class _Linear:
 
     def product(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """The matmul with its communication, without the bias. A LoRA adapter replaces this method
-        on the instance.
-        """
+        on the instance."""
         return self.tp_product.apply(x, weight, Way.of(self))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -157,8 +152,7 @@ def experts_product(
 ) -> torch.Tensor:
     """Multiply each expert's tokens by its transposed matrix: product(x, weight as [n, out, in]).
     weight: [n, ..., in], stacked over n experts; the middle axes are joined to `out`. A quantised
-    weight is saved for backward in its quantised form.
-    """
+    weight is saved for backward in its quantised form."""
     if hasattr(weight, "frozen_product"):
         return weight.frozen_product(x, product)
     return product(x, weight.flatten(1, -2))
@@ -166,8 +160,7 @@ def experts_product(
 
 def extra_factors(head: torch.nn.Module, hidden: torch.Tensor) -> Any:
     """The LoRA factors of an output layer, for token_losses: (scale * x A^T [..., r] for all tokens
-    of hidden's rows, B [V / tp, r]). None if there is no adapter.
-    """
+    of hidden's rows, B [V / tp, r]). None if there is no adapter."""
     adapter = beside(head)
     return None if adapter is None else adapter.factors(hidden)
 
@@ -177,8 +170,7 @@ def _of_weight(
 ) -> torch.Tensor:
     """Gradient [n, k] of a linear's weight from inputs x [s, b, k] and output gradient [s, b, n].
     If `accumulates`, it is added to weight.main_grad, and the result is an empty tensor for
-    megatron's DDP hook.
-    """
+    megatron's DDP hook."""
     x = x.flatten(0, 1)
     grad = grad.flatten(0, 1)
     if not accumulates:
@@ -196,8 +188,7 @@ def _wait(messages: list[Any]) -> None:
 
 def _peers_of(way: Way, x: torch.Tensor) -> Any:
     """The part_overlap.Peers of a linear's group; None if communication does not overlap, or x is
-    not on a GPU. The first call for a group is collective.
-    """
+    not on a GPU. The first call for a group is collective."""
     if not (way.overlaps and x.is_cuda):
         return None
     return function_of("part_overlap:peers_of")(way.group)
@@ -205,8 +196,7 @@ def _peers_of(way: Way, x: torch.Tensor) -> Any:
 
 def start_gather(x: torch.Tensor, way: Way) -> tuple[torch.Tensor, list[Any]]:
     """Start to gather x [s / tp, b, k] to [s, b, k] -> (result, handles to wait for). If tokens are
-    not sharded: (x, []). Collective over way.group.
-    """
+    not sharded: (x, []). Collective over way.group."""
     if not way.cuts_tokens:
         return x, []
     x = x.contiguous()
@@ -240,8 +230,7 @@ def gather_multiply(
     x: torch.Tensor, matrix: torch.Tensor, way: Way
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(x [s / tp, b, k] gathered to [s, b, k], the gathered x @ matrix [k, n]). Collective over
-    way.group.
-    """
+    way.group."""
     x = x.contiguous()
     peers = _peers_of(way, x)
     if peers is not None:
@@ -253,8 +242,7 @@ def gather_multiply(
 
 def multiply_scatter(x: torch.Tensor, matrix: torch.Tensor, way: Way) -> torch.Tensor:
     """x [s, b, k] @ matrix [k, n], summed over the group -> this rank's tokens [s / tp, b, n].
-    Collective over way.group.
-    """
+    Collective over way.group."""
     peers = _peers_of(way, x)
     if peers is not None:
         return peers.multiply_scatter(x, matrix)

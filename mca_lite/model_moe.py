@@ -45,8 +45,7 @@ from .tables import function_of
 
 def scores_of(logits: torch.Tensor, score_function: str) -> torch.Tensor:
     """Router scores: softmax over the experts, or else sigmoid, of logits [T, E], in float32 or
-    wider.
-    """
+    wider."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return torch.softmax(logits, -1) if score_function == "softmax" else torch.sigmoid(logits)
 
@@ -97,8 +96,7 @@ def choose_experts(
 
 class BalancingLosses(NamedTuple):
     """Coefficients of the routers' losses. kind: moe_router_load_balancing_type. balance:
-    coefficient of the load-balancing loss. z: of the z loss.
-    """
+    coefficient of the load-balancing loss. z: of the z loss."""
 
     kind: str = "none"
     balance: float = 0.0
@@ -112,8 +110,7 @@ class BalancingLosses(NamedTuple):
     @classmethod
     def of(cls, settings: Any, default: float = 0.0) -> "BalancingLosses":
         """Read the coefficients from TrainingArguments or McaModelConfig. default: the model's
-        balancing coefficient, used if the arguments set none.
-        """
+        balancing coefficient, used if the arguments set none."""
         balance = settings.moe_aux_loss_coeff
         if balance is None:
             balance = default
@@ -172,8 +169,7 @@ def balancing_parts(
 def updated_bias(bias: torch.Tensor, counts: torch.Tensor, rate: float) -> torch.Tensor:
     """The router bias [.., E] after a step in which experts were chosen `counts` [.., E] times:
     `rate` higher for experts chosen less than average, `rate` lower for those chosen more
-    (DeepSeek-V3's balancing without a loss).
-    """
+    (DeepSeek-V3's balancing without a loss)."""
     return bias + (counts.mean(-1, keepdim=True) - counts).sign() * rate
 
 
@@ -190,8 +186,7 @@ class RouterStatistics:
 
     def count(self, layer: int, experts: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
         """Choices per expert by real tokens, float32 [E]; also added to the layer's row. experts:
-        [T, k]; real: bool [T].
-        """
+        [T, k]; real: bool [T]."""
         choices = torch.zeros_like(self.rows[layer, :-3], dtype=torch.float32)
         choices.index_add_(0, experts.flatten(), real.float().repeat_interleave(experts.shape[1]))
         self.rows[layer, :-3] += choices
@@ -223,8 +218,7 @@ class RouterStatistics:
     def sums(self) -> torch.Tensor:
         """Sum the rows of all layers over all ranks: float64 [layers, E + 3]. The columns are
         choices per expert, balancing loss, z loss and number of micro-batches. This rank's rows
-        stay. Collective.
-        """
+        stay. Collective."""
         return sum_over_all(self.rows.clone())
 
     def take(self, losses: BalancingLosses) -> dict[str, Any]:
@@ -257,8 +251,7 @@ class RouterStatistics:
 
 def count_real_micro_batches(batches: Iterable[dict[str, Any]]) -> int:
     """Count the micro-batches with at least one token that is not padding. Filler micro-batches
-    have none.
-    """
+    have none."""
     return sum(not bool(batch["padding_mask"].all()) for batch in batches)
 
 
@@ -287,8 +280,7 @@ class Router(TopKRouter):
     @property
     def takes_best_scores(self) -> bool:
         """True if the chosen experts are those with the highest scores: there is neither an expert
-        bias nor a limit to the best groups.
-        """
+        bias nor a limit to the best groups."""
         return self.expert_bias is None and not self.config.moe_router_num_groups
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Router":
@@ -299,8 +291,7 @@ class Router(TopKRouter):
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """Router logits [s, b, E] in moe_router_dtype, from [s, b, h]; a LoRA adapter is added.
-        Used instead of megatron's method, which needs Transformer Engine on a GPU.
-        """
+        Used instead of megatron's method, which needs Transformer Engine on a GPU."""
         dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(
             self.config.moe_router_dtype, input.dtype
         )
@@ -364,8 +355,7 @@ class Router(TopKRouter):
 @compiled
 def sums_of_rows(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Sum the k rows of each token: rows [T k, h] -> [T, h]. places [T, k]: indices of a token's
-    rows.
-    """
+    rows."""
     first, *others = places.unbind(1)
     # one gather after another: a compiled sum over k spreads k over threads and takes 3x as long
     total = rows[first].to(torch.promote_types(rows.dtype, torch.float32))
@@ -376,8 +366,7 @@ def sums_of_rows(rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
 class ToExperts(torch.autograd.Function):
     """Copy each token to a row for each of its k experts: x [T, h] and weights [T, k] -> [T k, h]
-    and [T k], sorted by expert. Local to this rank.
-    """
+    and [T k], sorted by expert. Local to this rank."""
 
     @staticmethod
     def forward(
@@ -413,15 +402,13 @@ class FromExperts(torch.autograd.Function):
 class Dispatcher(MoEAlltoAllTokenDispatcher):
     """megatron's all-to-all token dispatcher, with another permutation: tokens are sorted by expert
     with gathers instead of scattered additions. It takes the router's expert indices, int64 [T, k],
-    and weights [T, k], instead of bool maps.
-    """
+    and weights [T, k], instead of bool maps."""
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Copy tokens to rows sorted by expert: hidden_states [s, b, h], expert indices and weights
-        [T, k] -> (rows [T k, h], their weights [T k]).
-        """
+        [T, k] -> (rows [T k, h], their weights [T k])."""
         self.hidden_shape = hidden_states.shape
         self.probs = weights
         self.order = experts.flatten().argsort(stable=True)
@@ -434,8 +421,7 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
 
     def count(self, chosen: torch.Tensor) -> torch.Tensor:
         """Tokens per expert of this rank, from chosen bool [T, E], True where a token chose an
-        expert. Collective over the ranks that share the experts, which exchange their counts.
-        """
+        expert. Collective over the ranks that share the experts, which exchange their counts."""
         return self._maybe_dtoh_and_synchronize("before_permutation_1", self.preprocess(chosen))
 
     def combine_postprocess(self, rows: torch.Tensor) -> torch.Tensor:
@@ -445,8 +431,7 @@ class Dispatcher(MoEAlltoAllTokenDispatcher):
 
 class LocalDispatcher(Dispatcher):
     """Dispatcher for a rank that has all experts whole. It exchanges nothing and never waits for
-    the device.
-    """
+    the device."""
 
     def count(self, chosen: torch.Tensor) -> torch.Tensor:
         return chosen.sum(0)
@@ -473,8 +458,7 @@ class LocalDispatcher(Dispatcher):
 
 def new_weight(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
     """A parameter filled with ones, on this rank's device, in the model's dtype. Weights from files
-    or a seed replace the ones.
-    """
+    or a seed replace the ones."""
     on_device = dict(dtype=config.params_dtype, device=torch.cuda.current_device())
     return torch.nn.Parameter(torch.ones(shape, **on_device))
 
@@ -486,8 +470,7 @@ def _add(into: torch.Tensor, gradient: torch.Tensor) -> None:
 
 def _accumulate(weight: torch.Tensor, gradient: torch.Tensor) -> None:
     """Gradient hook of a weight: add the gradient to DDP's buffer and tell megatron that this is
-    done.
-    """
+    done."""
     _add(weight.main_grad, gradient)
     weight.grad_added_to_main_grad = True
 
@@ -495,8 +478,7 @@ def _accumulate(weight: torch.Tensor, gradient: torch.Tensor) -> None:
 class ExpertBiases(torch.nn.Module):
     """The biases of this rank's experts for one of their two matrices. The name "bias" exempts the
     parameter from megatron's weight decay. forward() returns it, because overlap_param_gather hooks
-    wait for it in a call.
-    """
+    wait for it in a call."""
 
     def __init__(self, bias: torch.nn.Parameter):
         super().__init__()
@@ -539,8 +521,7 @@ class Experts(MegatronModule):
 
     def _new_weight(self, *shape: int, is_cut: bool = True) -> torch.nn.Parameter:
         """A stacked weight, with attributes that megatron reads. is_cut: axis 2 is sharded over the
-        expert-tensor-parallel ranks.
-        """
+        expert-tensor-parallel ranks."""
         weight = new_weight(self.config, *shape)
         # its gradient is summed over the ranks with the same experts, not over all data-parallel
         # ranks; set even if both are the same (ep 1, etp < tp)
@@ -554,16 +535,14 @@ class Experts(MegatronModule):
 
     def accumulate_in_place(self) -> None:
         """Add gradients to DDP's float32 buffers in hooks of the weights: DDP itself takes twice as
-        long to add a gradient of another dtype.
-        """
+        long to add a gradient of another dtype."""
         for weight in (self.fc1, self.fc2):
             if weight.requires_grad:
                 weight.register_hook(functools.partial(_accumulate, weight))
 
     def tensors(self) -> Iterator[tuple[int, str, torch.Tensor]]:
         """Yield (expert index in the layer, megatron's tensor name such as "linear_fc1.weight",
-        view) for each expert on this rank. Matrices have two dimensions, biases one.
-        """
+        view) for each expert on this rank. Matrices have two dimensions, biases one."""
         n = len(self.fc1)
         for i in range(n):
             number = n * self.ep_group.rank() + i
@@ -577,8 +556,7 @@ class Experts(MegatronModule):
         self, x: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
     ) -> tuple[torch.Tensor, None]:
         """x [T, h] sorted by expert, tokens_per_expert [n], routing weights probs [T] -> (outputs
-        times probs [T, h], None). With expert tensor parallelism outputs are partial sums.
-        """
+        times probs [T, h], None). With expert tensor parallelism outputs are partial sums."""
         ends = None
         adapter = beside(self)
         if self.config.moe_grouped_gemm:
@@ -616,8 +594,7 @@ class Experts(MegatronModule):
 
     def _one_hot(self, x: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
         """One-hot matrix [T, n] in the dtype of x with the expert of each row. A matmul with it
-        adds each expert's bias, and the bias gradient does not depend on the order of additions.
-        """
+        adds each expert's bias, and the bias gradient does not depend on the order of additions."""
         ends = tokens_per_expert.to(x.device, non_blocking=True).cumsum(0)
         rows = torch.arange(len(x), device=x.device).unsqueeze(1)
         return ((rows < ends) & (rows >= ends - ends.diff(prepend=ends.new_zeros(1)))).to(x.dtype)
@@ -629,8 +606,7 @@ class Experts(MegatronModule):
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """{name: megatron's ShardedTensor}: experts are sharded along the first axis, their columns
-        f along the third.
-        """
+        f along the third."""
         first = len(sharded_offsets)
         expert = (first, self.ep_group.rank(), self.ep_group.size())
         etp = self.etp_group.rank()
@@ -670,8 +646,7 @@ class SwiGLU(MegatronModule):
 
 def mlp_parts(config: TransformerConfig, has_norm: bool) -> MLPSubmodules:
     """The classes of linears and activation for megatron's MLP. has_norm: with Transformer Engine,
-    the first linear also applies the norm before the MLP.
-    """
+    the first linear also applies the norm before the MLP."""
     column = ColumnLinear
     row = RowLinear
     if config.transformer_impl == "transformer_engine":

@@ -49,8 +49,7 @@ def hidden_norm(config: TransformerConfig) -> torch.nn.Module:
 
 class Sharded(torch.nn.Module):
     """Base class of modules whose tensors are sharded over tensor-parallel ranks like attention
-    heads. axes: {tensor name: its sharded axis}.
-    """
+    heads. axes: {tensor name: its sharded axis}."""
 
     axes: ClassVar = {"weight": 0}
 
@@ -102,8 +101,7 @@ class RMSNormOverGroups(RMSNormOverHeads):
 
 def head_norms(config: TransformerConfig, norm: Any) -> tuple[Any, Any] | None:
     """(class of the query norm, class of the key norm), or None if the model has no query and key
-    norms. norm: the class to use if each head is normed by itself.
-    """
+    norms. norm: the class to use if each head is normed by itself."""
     if config.qk_norm_over_heads:
         return RMSNormOverHeads, RMSNormOverGroups
     return (norm, norm) if config.qk_layernorm else None

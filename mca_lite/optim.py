@@ -43,8 +43,7 @@ from .tables import OPTIMIZERS, function_of
 
 class MegatronLRScheduler(OptimizerParamScheduler):
     """megatron's scheduler, plus get_last_lr() for the log. It sets each parameter group's lr, and
-    its weight_decay times the group's wd_mult, in any optimizer that has param_groups.
-    """
+    its weight_decay times the group's wd_mult, in any optimizer that has param_groups."""
 
     def step(self, increment: int = 1) -> None:
         """Count `increment` more steps, and set each group's learning rate and weight decay."""
@@ -86,16 +85,14 @@ def get_megatron_lr_scheduler(
 
 def decays(name: str, parameter: torch.nn.Parameter) -> bool:
     """True if a parameter gets weight decay: it has several dimensions, and its name does not end
-    in "bias". So norms and biases get none, not even the stacked biases of experts.
-    """
+    in "bias". So norms and biases get none, not even the stacked biases of experts."""
     return parameter.dim() != 1 and not name.endswith("bias")
 
 
 @dataclass
 class NamedOptimizerConfig(OptimizerConfig):
     """megatron's OptimizerConfig plus `optim`, the optimizer's row in OPTIMIZERS. Checkpoints read
-    the names of its states from that row.
-    """
+    the names of its states from that row."""
 
     optim: str = "adam"
 
@@ -104,8 +101,7 @@ def get_optimizer_config(
     args: TrainingArguments, params_dtype: torch.dtype, splits: bool = False
 ) -> NamedOptimizerConfig:
     """megatron's OptimizerConfig for `args`. splits: True if SplitMasterOptimizer is used
-    (splits_masters).
-    """
+    (splits_masters)."""
     own = dict(
         optim=args.optim,
         # megatron-core has two optimizers; SGD, stateless so far, stands in for any other
@@ -122,8 +118,7 @@ def get_optimizer_config(
 
 def gradient_norm(optimizer: MegatronOptimizer) -> torch.Tensor:
     """Norm of all gradients in megatron's optimizer, a float64 tensor. The value is that of
-    get_grad_norm(), but without a device sync. Collective.
-    """
+    get_grad_norm(), but without a device sync. Collective."""
     parts = parts_of(optimizer)
     gradients = [getattr(part, of_minor("gradients_for_norm"))() for part in parts]
     groups = [part.get_grad_stats_parallel_group() for part in parts]
@@ -158,8 +153,7 @@ class Matrices(NamedTuple):
     ) -> torch.Tensor:
         """Replace each matrix by change(matrix [n, rows, columns]) -> this rank's shard of the
         results, shaped like `part`. part: this rank's shard of a tensor laid out like the
-        parameter. Collective over `group`, which gathers the shards first.
-        """
+        parameter. Collective over `group`, which gathers the shards first."""
         blocks = part.reshape(len(part) if part.dim() > 2 else 1, -1, part.shape[-1])
         if self.group:
             blocks = parallel.whole(blocks, self.axis, self.group)
@@ -173,8 +167,7 @@ class Matrices(NamedTuple):
 
 class SplitMasterOptimizer(FP32Optimizer):
     """megatron's wrapper around kernels.AdamW, which stores a float32 master weight in two halves:
-    the bf16 parameter is the upper one. It reads DDP's gradients without copying them.
-    """
+    the bf16 parameter is the upper one. It reads DDP's gradients without copying them."""
 
     def __init__(self, part: FP32Optimizer, inner: AdamW):
         super().__init__(inner, part.config, part.init_state_fn)
@@ -185,8 +178,7 @@ class SplitMasterOptimizer(FP32Optimizer):
 
     def prepare_grads(self) -> bool:
         """Make DDP's gradients those that the update reads. Returns False: there is no fp16 loss
-        scale that could overflow.
-        """
+        scale that could overflow."""
         for parameter in self.get_parameters():
             parameter.decoupled_grad = parameter.main_grad  # the update reads bf16 as it is
         return False
@@ -263,16 +255,14 @@ def create_megatron_optimizer(
 
 def parts_of(optimizer: MegatronOptimizer | None) -> list[Any]:
     """The optimizers that megatron chains, as the chain's own list, which callers may change; for
-    an unchained optimizer a list of one; [] for None.
-    """
+    an unchained optimizer a list of one; [] for None."""
     return [] if optimizer is None else getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 def _made_here(part: MegatronOptimizer, args: TrainingArguments) -> torch.optim.Optimizer:
     """The torch optimizer to use inside one of megatron's optimizers: the one megatron made, with a
     fused update if it is torch's AdamW; or one made by the row of OPTIMIZERS, if megatron lacks it
-    or moments are in 16 or 8 bits.
-    """
+    or moments are in 16 or 8 bits."""
     row = OPTIMIZERS[args.optim]
     inner = part.optimizer
     if row.megatron is None or {"bf16", "8bit"} & {args.exp_avg_dtype, args.exp_avg_sq_dtype}:
@@ -285,8 +275,7 @@ def _made_here(part: MegatronOptimizer, args: TrainingArguments) -> torch.optim.
 
 def _groups_without_defaults(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Copies of an optimizer's parameter groups, to build another optimizer from: lr and
-    weight_decay are kept, other settings with a default, such as betas, are left out.
-    """
+    weight_decay are kept, other settings with a default, such as betas, are left out."""
     kept = ("lr", "weight_decay")
     return [
         {key: value for key, value in group.items() if key in kept or key not in optimizer.defaults}
@@ -298,8 +287,7 @@ def create_torch_optimizer(
     args: TrainingArguments, model: torch.nn.Module
 ) -> torch.optim.Optimizer:
     """Create the optimizer for a plain torch model, over its trained parameters. Its groups are
-    megatron's: wd_mult 1 for weights with decay, 0 for others.
-    """
+    megatron's: wd_mult 1 for weights with decay, 0 for others."""
     groups: list[dict[str, Any]] = [{"params": [], "wd_mult": 1.0}, {"params": [], "wd_mult": 0.0}]
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -317,8 +305,7 @@ class GivenScheduler:
 
     def step(self, increment: int = 1) -> None:
         """Count `increment` steps, and call scheduler.step() for each: a resumed run advances a new
-        scheduler to its step.
-        """
+        scheduler to its step."""
         for _ in range(increment):
             self.scheduler.step()
         self.num_steps += increment
@@ -376,8 +363,7 @@ def given_optimizers(
 
 def create_grad_scaler(args: TrainingArguments) -> ConstantGradScaler | DynamicGradScaler:
     """megatron's fp16 loss scaler for the torch backend: constant if loss_scale is set, otherwise
-    dynamic.
-    """
+    dynamic."""
     if args.loss_scale is not None:
         return ConstantGradScaler(args.loss_scale)
     return DynamicGradScaler(
@@ -392,8 +378,7 @@ def create_grad_scaler(args: TrainingArguments) -> ConstantGradScaler | DynamicG
 
 def scaler_states(scalers: list[Any]) -> list[dict[str, Any]]:
     """States of fp16 loss scalers as JSON values: the scale, and the progress to its next change.
-    Constant scalers have no state and are left out.
-    """
+    Constant scalers have no state and are left out."""
     states = [scaler.state_dict() for scaler in scalers]
     return [{**state, "scale": float(state["scale"])} for state in states if state]
 
@@ -401,8 +386,7 @@ def scaler_states(scalers: list[Any]) -> list[dict[str, Any]]:
 def load_scaler_states(scalers: list[Any], states: list[dict[str, Any]]) -> None:
     """Restore fp16 loss scalers from scaler_states(); constant scalers are not changed. If there
     are more scalers than states, because the layout changed, the rest take the last state: all
-    scalers see the same overflows.
-    """
+    scalers see the same overflows."""
     for scaler, state in zip(scalers, states + states[-1:] * len(scalers), strict=False):
         if isinstance(scaler, DynamicGradScaler):
             scale = torch.tensor([state["scale"]], dtype=torch.float32)

@@ -37,8 +37,7 @@ def device() -> torch.device:
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The tensor on `device`. A copy from CPU to GPU goes through pinned memory, so it does not
-    wait for the GPU's earlier work.
-    """
+    wait for the GPU's earlier work."""
     if device.type == "cuda" and tensor.device.type == "cpu" and not tensor.is_pinned():
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
@@ -46,8 +45,7 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 class HostCopy:
     """An asynchronous copy of a tensor to host memory. wait() waits for device work queued before
-    the copy, not for later work.
-    """
+    the copy, not for later work."""
 
     def __init__(self, tensor: torch.Tensor):
         # torch copies into pinned memory here
@@ -72,8 +70,7 @@ def wait_for_device() -> None:
 
 class HostBuffers:
     """Reusable host memory for copies of tensors, because allocation takes longer than the copy.
-    With a GPU the memory is pinned, and torch rounds its size up to a power of two.
-    """
+    With a GPU the memory is pinned, and torch rounds its size up to a power of two."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[torch.Tensor]] = defaultdict(list)  # by size in bytes
@@ -83,14 +80,12 @@ class HostBuffers:
     @staticmethod
     def taken(size: int) -> int:
         """Bytes of host memory that a buffer of `size` bytes really takes: with a GPU, the next
-        power of two.
-        """
+        power of two."""
         return 1 << (size - 1).bit_length() if size and torch.cuda.is_available() else size
 
     def reserve(self, sizes: list[int]) -> None:
         """Start a thread that allocates buffers of these sizes in bytes, because pinning memory
-        takes seconds.
-        """
+        takes seconds."""
         self._reserving = threading.Thread(target=self._make, args=[sizes], daemon=True)
         self._reserving.start()
 
@@ -101,8 +96,7 @@ class HostBuffers:
 
     def reuse(self) -> None:
         """Make all buffers available for new copies. Tensors that copy() returned before become
-        invalid.
-        """
+        invalid."""
         if self._reserving.is_alive():
             self._reserving.join()
         for buffer in self._used:
@@ -111,8 +105,7 @@ class HostBuffers:
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a tensor to one of the buffers -> the copy, a CPU tensor. From a GPU it is complete
-        only once the work queued so far is done.
-        """
+        only once the work queued so far is done."""
         if not self._free[tensor.nbytes]:
             self._make([tensor.nbytes])
         buffer = self._free[tensor.nbytes].pop()
@@ -138,8 +131,7 @@ def world_size() -> int:
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
     """Context manager in which this module's functions and the torch backend see a world of one
-    rank, so that one rank can compute while the others wait.
-    """
+    rank, so that one rank can compute while the others wait."""
     global _is_alone
     _is_alone = True
     try:
@@ -221,8 +213,7 @@ def _store_of_all(timeout: datetime.timedelta) -> Any:
 
 def own_store(prefix: str) -> Any:
     """A second connection to the process group's key-value store, with `prefix` before its keys. It
-    works while the main thread waits on the first connection.
-    """
+    works while the main thread waits on the first connection."""
     store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
     return store.clone()
 
@@ -296,8 +287,7 @@ def _initialize_model_parallel(args: Any) -> None:
 
 def set_seed(seed: int, use_mca: bool) -> None:
     """Seed Python, NumPy and torch; with use_mca also the random states that megatron keeps for
-    dropout on each rank. megatron needs seeds above 0, so it gets seed + 1.
-    """
+    dropout on each rank. megatron needs seeds above 0, so it gets seed + 1."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -340,8 +330,7 @@ def gather_given(value: dict[Any, Any]) -> dict[int, dict[Any, Any]]:
 
 def cut_group(of_expert: bool) -> dist.ProcessGroup:
     """megatron's process group over which a tensor is sharded: the expert-tensor-parallel group if
-    of_expert, otherwise the tensor-parallel group.
-    """
+    of_expert, otherwise the tensor-parallel group."""
     if of_expert:
         return mpu.get_expert_tensor_parallel_group()
     return mpu.get_tensor_model_parallel_group()
@@ -350,8 +339,7 @@ def cut_group(of_expert: bool) -> dist.ProcessGroup:
 def replica_group(of_expert: bool) -> dist.ProcessGroup:
     """megatron's process group of the ranks that hold the same shard of a tensor: the
     expert-data-parallel group if of_expert, otherwise the data-parallel group with context
-    parallelism.
-    """
+    parallelism."""
     if of_expert:
         return mpu.get_expert_data_parallel_group()
     return mpu.get_data_parallel_group(with_context_parallel=True)
@@ -359,8 +347,7 @@ def replica_group(of_expert: bool) -> dist.ProcessGroup:
 
 def whole(part: torch.Tensor, axis: int | None, group: dist.ProcessGroup) -> torch.Tensor:
     """Concatenate the shards of all ranks in `group` along `axis`. axis None: the tensor is not
-    sharded and is returned unchanged. Collective over the group if it is sharded.
-    """
+    sharded and is returned unchanged. Collective over the group if it is sharded."""
     if axis is None or group.size() == 1:
         return part
     part = part.contiguous()
@@ -520,8 +507,7 @@ def sum_gradients(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 def shutdown() -> None:
     """Destroy the process groups. Call it on every rank, after a clean end only: after another
-    rank's failure it would wait.
-    """
+    rank's failure it would wait."""
     if mpu.model_parallel_is_initialized():
         mpu.destroy_model_parallel()
     if dist.is_initialized():

@@ -112,8 +112,7 @@ def _chunk_parts(
 ) -> tuple[torch.Tensor, ...]:
     """Compute for all chunks of `size` tokens at once what does not depend on the state before a
     chunk: (queries decayed from the chunk's start [.., C, k], attention scores within the chunk
-    [.., C, C], and the four arguments of ChunkStates). Dimensions before these are b, n, chunks.
-    """
+    [.., C, C], and the four arguments of ChunkStates). Dimensions before these are b, n, chunks."""
     q, k, v, g, beta = (_chunks(x, size) for x in (query, key, value, decay, beta))
     q = _of_length_one(q) * q.shape[-1] ** -0.5
     k = _of_length_one(k)
@@ -149,8 +148,7 @@ def _outputs(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """Outputs [s, b, n, v]: each query reads the state before its chunk, and what tokens in its
-    chunk wrote.
-    """
+    chunk wrote."""
     out = (q @ states + scores @ written).flatten(2, 3)[:, :, :length]
     return out.permute(2, 0, 1, 3).to(dtype)
 
@@ -192,8 +190,7 @@ def _scan(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The forward recurrence of ChunkStates -> (X, the state before each chunk). With `added`, the
     recurrence of its backward pass: it runs from the last chunk to the first, both matmuls have the
-    other sign, and added [b, n, chunks, k, v] is added to the state after each chunk.
-    """
+    other sign, and added [b, n, chunks, k, v] is added to the state after each chunk."""
     b, n, chunks, size, v = w.shape
     k = r.shape[-1]
     x = torch.empty_like(w)
@@ -218,8 +215,7 @@ def _scan(
 
 def _fits(*sizes: int) -> bool:
     """True if all sizes (chunk, key and value channels) are powers of two from 16 to 128, as the
-    Triton kernel needs.
-    """
+    Triton kernel needs."""
     return all(16 <= size <= 128 and size & (size - 1) == 0 for size in sizes)
 
 
@@ -247,8 +243,7 @@ def _scan_kernel(
     PRECISION: tl.constexpr,
 ):
     """Triton kernel of _scan. One program runs over all chunks for COLUMNS value channels of one
-    head, whose state it keeps in registers.
-    """
+    head, whose state it keeps in registers."""
     head = tl.program_id(0).to(tl.int64) * chunks
     tokens = tl.arange(0, C)
     channels = tl.arange(0, K)
@@ -275,8 +270,7 @@ def _scan_kernel(
 
 def _chunks(x: torch.Tensor, size: int) -> torch.Tensor:
     """Split tokens into chunks of `size`: [s, b, n, c] or [s, b, n] -> [b, n, chunks, size, c] (c =
-    1 if missing), float32 or wider. The last chunk is filled with zeros.
-    """
+    1 if missing), float32 or wider. The last chunk is filled with zeros."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     if x.dim() == 3:
         x = x[..., None]
@@ -292,8 +286,7 @@ def _of_length_one(x: torch.Tensor) -> torch.Tensor:
 @functools.cache
 def why_no_fla() -> str | None:
     """Reason why flash-linear-attention cannot be used: the first line of its import error, or a
-    known bug on this GPU. None if it can. Cached.
-    """
+    known bug on this GPU. None if it can. Cached."""
     try:
         import fla.ops.gated_delta_rule  # noqa: F401
         from triton import __version__
@@ -316,8 +309,7 @@ def delta_rule_by_kernels(
     borders: torch.Tensor | None,
 ) -> torch.Tensor:
     """gated_delta_rule by flash-linear-attention's kernels, with the same arguments except borders:
-    cu_seqlens of a packed row; None: each row is one document.
-    """
+    cu_seqlens of a packed row; None: each row is one document."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     rows = (x.transpose(0, 1).contiguous() for x in (query, key, value, decay, beta))
@@ -355,8 +347,7 @@ def _to_heads(
 ) -> torch.Tensor:
     """Exchange tokens for heads between context-parallel ranks: this rank's tokens with all heads
     [s / cp, b, g, c] -> some heads of the whole row [s, b, g / cp, c], in row order. order:
-    RowLayout's. Collective: all-to-all in both passes.
-    """
+    RowLayout's. Collective: all-to-all in both passes."""
     parts = x.unflatten(2, (group.size(), -1)).movedim(2, 0)
     whole = mappings.all_to_all(group, parts.flatten(0, 1).contiguous())
     return whole.index_select(0, order)
@@ -366,8 +357,7 @@ def _to_tokens(
     x: torch.Tensor, group: torch.distributed.ProcessGroup, order: torch.Tensor
 ) -> torch.Tensor:
     """The inverse of _to_heads: some heads of the whole row [s, b, g / cp, c] -> this rank's tokens
-    [s / cp, b, g, c]. Collective: all-to-all in both passes.
-    """
+    [s / cp, b, g, c]. Collective: all-to-all in both passes."""
     parts = x.index_select(0, order.argsort())
     parts = mappings.all_to_all(group, parts).unflatten(0, (group.size(), -1))
     return parts.movedim(0, 2).flatten(2, 3)
@@ -378,8 +368,7 @@ def _to_tokens(
 
 class Convolution(Sharded):
     """Holds the weight [channels, 1, size] of a depthwise convolution, shaped as in
-    torch.nn.Conv1d. Tensor parallelism shards the channels with their heads.
-    """
+    torch.nn.Conv1d. Tensor parallelism shards the channels with their heads."""
 
     def __init__(self, config: TransformerConfig, channels: int, size: int):
         super().__init__()
@@ -387,16 +376,14 @@ class Convolution(Sharded):
 
     def forward(self) -> torch.Tensor:
         """The weight as [channels, size]. Read it by this call, because overlap_param_gather hooks
-        wait for the weight here.
-        """
+        wait for the weight here."""
         return self.weight.flatten(1)
 
 
 class GatedNorm(torch.nn.Module):
     """RMS norm over each head [..., v], times silu(gate). Tensor-parallel ranks have different
     heads and the same weight, so the weight's gradient is summed. Collective: one all-reduce in
-    backward.
-    """
+    backward."""
 
     def __init__(
         self, config: TransformerConfig, size: int, tp_group: torch.distributed.ProcessGroup
@@ -453,8 +440,7 @@ class GatedDeltaNet(RowModule):
     def costs(config: TransformerConfig, facts: Any) -> float:
         """Estimated bytes per token on this rank that a layer saves for the backward pass, without
         the norm before the layer. The plain torch rule saves float32, including chunk matrices and
-        one state per chunk. facts: tool_plan_memory's.
-        """
+        one state per chunk. facts: tool_plan_memory's."""
         tp = config.tensor_model_parallel_size
         heads = config.linear_num_value_heads / tp
         k = config.linear_key_head_dim
@@ -474,8 +460,7 @@ class GatedDeltaNet(RowModule):
         **unused: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """hidden_states [s, b, h], or [s / tp, b, h] under sequence parallelism -> (the same shape,
-        None). unused: keywords of other attention modules, such as rotary tables.
-        """
+        None). unused: keywords of other attention modules, such as rotary tables."""
         mixed, _ = self.in_proj(hidden_states)
         layout = self.layout(packed_seq_params, mixed)
         mixed = mixed.unflatten(-1, (-1, sum(self.widths)))
@@ -491,8 +476,7 @@ class GatedDeltaNet(RowModule):
         self, mixed: torch.Tensor, documents: torch.Tensor, borders: torch.Tensor | None
     ) -> torch.Tensor:
         """Run convolution, delta rule and norm: projections [s, b, g, sum of widths] of the whole
-        row -> [s, b, n, v]. g and n count this rank's key and value heads.
-        """
+        row -> [s, b, n, v]. g and n count this rank's key and value heads."""
         convolved, gate, beta, a = mixed.split(self.widths, -1)
         weight = self._of_rank(self.conv1d())
         convolved = causal_convolution(convolved.flatten(2), weight, documents)
@@ -522,8 +506,7 @@ class GatedDeltaNet(RowModule):
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """{name: megatron's ShardedTensor} of the layer; A_log and dt_bias are sharded with their
-        heads.
-        """
+        heads."""
         state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
         cut = {"A_log": self.A_log, "dt_bias": self.dt_bias}
         axes = dict.fromkeys(cut, 0)

@@ -50,8 +50,7 @@ _KERNELS = (
 
 def check(config: Any, judge: Judge) -> None:
     """Report to `judge` a model with attention dropout, if recompute_keep is set: they do not work
-    together.
-    """
+    together."""
     dropout = config.recompute_keep and config.attention_dropout
     reason = f"the model's attention_dropout is {config.attention_dropout}, and a kernel that is "
     reason += "not called again draws no numbers for the dropout after it"
@@ -102,8 +101,7 @@ class HostPool:
 
     def give(self, pieces: list[torch.Tensor]) -> None:
         """Return pieces to the pool. The next copy may overwrite a piece at once, even if a copy
-        from it is still queued: the copies of a device run in order, on one stream.
-        """
+        from it is still queued: the copies of a device run in order, on one stream."""
         for piece in pieces:
             self.free[piece.nbytes].append(piece)
 
@@ -147,8 +145,7 @@ class Offloaded:
 
     def _copy(self, tensor: torch.Tensor, to_host: bool) -> Any:
         """Start the copies between the tensor and its pieces in host memory -> an event at their
-        end; None on a CPU.
-        """
+        end; None on a CPU."""
         flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset()).view(torch.uint8)
         stream = _stream(tensor.device) if tensor.is_cuda else None
         if stream is not None:
@@ -198,8 +195,7 @@ class Offloaded:
 
 def _can_leave(tensor: torch.Tensor) -> bool:
     """True if a tensor can be offloaded: it is floating point, not empty, and has no gaps in
-    memory.
-    """
+    memory."""
     dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
     return tensor.is_floating_point() and tensor.numel() > 0 and dense
 
@@ -235,8 +231,7 @@ class Unit:
 
     def run(self, function: Callable[..., Any], *tensors: torch.Tensor) -> Any:
         """Call function(*tensors), a pass through the unit's layers: the first call keeps the
-        outputs of attention kernels, the second, a recomputation, reuses them.
-        """
+        outputs of attention kernels, the second, a recomputation, reuses them."""
         outer, Unit.running = Unit.running, self
         try:
             return function(*tensors)
@@ -246,8 +241,7 @@ class Unit:
 
     def hold(self, tensor: torch.Tensor) -> Any:
         """Offload a tensor to host memory -> the Offloaded. The tensor itself is returned if
-        offloading is off, it cannot be offloaded, or host memory is full.
-        """
+        offloading is off, it cannot be offloaded, or host memory is full."""
         if not self.offloads or not _can_leave(tensor):
             return tensor
         pieces = POOL.take(tensor.numel() * tensor.element_size())
@@ -263,8 +257,7 @@ class Unit:
 
     def back(self, held: Any) -> torch.Tensor:
         """The tensor that was given to hold(), from what hold() returned. The first call also
-        starts to copy back the other tensors of this unit and those of the unit before.
-        """
+        starts to copy back the other tensors of this unit and those of the unit before."""
         before, self.before = self.before, None
         for away in (*self.away, *(before.away if before is not None else ())):
             away.fetch()
@@ -274,8 +267,7 @@ class Unit:
 
     def result(self, function: Callable[..., Any], *args: Any) -> Any:
         """A kernel's output: in the first pass computed by function(*args) and kept, in the
-        recomputation the kept one.
-        """
+        recomputation the kept one."""
         if self.is_again:
             return tree_map_only((torch.Tensor, Offloaded), self.back, self.kept.popleft())
         with _Paused():
@@ -287,8 +279,7 @@ class Unit:
 
 class _Paused:
     """Context manager in which _Keeping keeps no outputs: the kernels that run are parts of a
-    result that is kept as a whole.
-    """
+    result that is kept as a whole."""
 
     depth = 0
 
@@ -301,8 +292,7 @@ class _Paused:
 
 class _Keeping(TorchDispatchMode):
     """Context manager that intercepts attention kernels: in the first pass their outputs are kept
-    in a Unit, in the recomputation they are taken from it.
-    """
+    in a Unit, in the recomputation they are taken from it."""
 
     def __init__(self, unit: Unit) -> None:
         super().__init__()
@@ -330,8 +320,7 @@ def checkpointed(
 ) -> Any:
     """Run checkpoint(function, *tensors), megatron's or Transformer Engine's activation
     checkpointing, with kept kernel outputs and offloading as configured. Without gradients enabled
-    nothing is kept.
-    """
+    nothing is kept."""
     if not torch.is_grad_enabled():
         return checkpoint(function, *tensors)
     unit = Unit(config, tensors[0])
@@ -352,8 +341,7 @@ def _attend(
     *args: Any,
 ) -> torch.Tensor:
     """CoreAttention.forward for layers with recompute_keep: its kernels' outputs are kept in the
-    running Unit and reused in the recomputation. forward: the original method.
-    """
+    running Unit and reused in the recomputation. forward: the original method."""
     unit = Unit.running
     if unit is None or not unit.keeps:
         return forward(query, key, value, *args)
@@ -391,8 +379,7 @@ class Tiles(torch.autograd.Function):
     ) -> torch.Tensor:
         """Run the tiles -> output [t, ...]. rows: rows per tile. module: `run` uses its weights.
         tensors: first `count` tensors to cut into tiles, then the module's trained parameters,
-        which get gradients.
-        """
+        which get gradients."""
         ctx.of_run = run, rows, module
         ctx.parameters = tensors[count:]
         ctx.save_for_backward(*tensors[:count])
@@ -445,8 +432,7 @@ def _added(
 ) -> torch.Tensor | None:
     """Add a tile's gradient of a parameter to the total of earlier tiles, in float32 -> the new
     total. If megatron's linear has added it to main_grad already, `gradient` is an empty tensor and
-    is returned.
-    """
+    is returned."""
     if gradient is None:
         return total
     if getattr(parameter, "grad_added_to_main_grad", False):
@@ -486,8 +472,7 @@ def _tiled(module: Any, run: Callable[..., Any], rows: int, *tensors: torch.Tens
 
 def _mlp(module: Any, size: int, x: torch.Tensor) -> tuple[torch.Tensor, None]:
     """An MLP's forward pass on x [t, b, h], at most `size` tokens at a time -> (output, None). The
-    bias is added inside the tiles.
-    """
+    bias is added inside the tiles."""
 
     def run(start: int, tile: torch.Tensor) -> torch.Tensor:
         out, bias = type(module).forward(module, tile)
@@ -498,8 +483,7 @@ def _mlp(module: Any, size: int, x: torch.Tensor) -> tuple[torch.Tensor, None]:
 
 def _shared_experts(module: Any, size: int, x: torch.Tensor) -> torch.Tensor:
     """Forward pass of shared experts on x [t, b, h], at most `size` tokens at a time -> output [t,
-    b, h].
-    """
+    b, h]."""
 
     def run(start: int, tile: torch.Tensor) -> torch.Tensor:
         return type(module).forward(module, tile)
@@ -511,8 +495,7 @@ def _experts(
     module: Any, size: int, x: torch.Tensor, tokens_per_expert: torch.Tensor, probs: torch.Tensor
 ) -> tuple[torch.Tensor, None]:
     """Forward pass of experts on rows x [T, h], sorted by expert, `size` rows at a time -> (output
-    [T, h], None).
-    """
+    [T, h], None)."""
     ends = tokens_per_expert.cumsum(0)
 
     def run(start: int, tile: torch.Tensor, of_tile: torch.Tensor) -> torch.Tensor:
@@ -525,8 +508,7 @@ def _experts(
 
 def prepare(layer: Any, config: Any) -> None:
     """Apply recompute_keep and mlp_chunk_size to a decoder layer, in place: on its attention, MLP
-    or experts the method forward is replaced on the instance.
-    """
+    or experts the method forward is replaced on the instance."""
     attention = layer.self_attention
     for module in attention.modules() if config.recompute_keep else ():
         if isinstance(module, CoreAttention):

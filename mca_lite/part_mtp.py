@@ -50,8 +50,7 @@ class Targets(NamedTuple):
     @classmethod
     def ahead(cls, batch: Batch, count: int) -> "Targets":
         """Build the targets from whole rows, before context parallelism splits them. count: k, the
-        number of prediction layers.
-        """
+        number of prediction layers."""
         length = batch["input_ids"].shape[1]
         cu = torch.tensor(batch.get("cu_seqlens", (0, length)))
         ends = cu[1:].repeat_interleave(cu.diff())  # where each position's document ends
@@ -71,8 +70,7 @@ class Targets(NamedTuple):
         self, labels: torch.Tensor, places: torch.Tensor | None, device: torch.device
     ) -> "Targets":
         """The targets for this context-parallel rank's tokens, on `device`. places: indices of
-        these tokens (None: all). labels: [b, s], already this rank's.
-        """
+        these tokens (None: all). labels: [b, s], already this rank's."""
         ahead = self[1:]
         if places is not None:
             ahead = tuple(x[..., places] for x in ahead)
@@ -80,8 +78,7 @@ class Targets(NamedTuple):
 
     def of_ahead(self, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Add up the losses of the prediction layers: losses [b, s, 1 + layers] -> (their sum,
-        [that sum without a gradient, number of labels in the sum]).
-        """
+        [that sum without a gradient, number of labels in the sum])."""
         more = losses[..., 1:].sum()
         ahead = (self.next_labels != IGNORE_INDEX).sum()
         return more, torch.stack([more.detach(), ahead])
@@ -89,8 +86,7 @@ class Targets(NamedTuple):
 
 class PredictionLayer(MegatronModule):
     """One multi-token prediction layer: projects token embeddings and hidden states together, then
-    runs a decoder layer. layer_number counts these layers from 1.
-    """
+    runs a decoder layer. layer_number counts these layers from 1."""
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection
@@ -114,8 +110,7 @@ class PredictionLayer(MegatronModule):
     ) -> torch.Tensor:
         """Hidden states for the token one further ahead. embedded: embeddings of the tokens ahead;
         hidden_states: output of the layer before. Both are [s, b, h], or [s / tp, b, h] under
-        sequence parallelism, as is the result. shared: keywords of Layer.forward.
-        """
+        sequence parallelism, as is the result. shared: keywords of Layer.forward."""
 
         def run(embedded: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
             both = torch.cat((self.enorm(embedded), self.hnorm(hidden_states)), -1)
@@ -144,8 +139,7 @@ class Predictions(MegatronModule):
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """{name: megatron's ShardedTensor} of all prediction layers, with each layer's index in the
-        names.
-        """
+        names."""
         state: dict[str, Any] = {}
         for i, layer in enumerate(self.layers):
             state |= layer.sharded_state_dict(f"{prefix}layers.{i}.", (), metadata)
@@ -162,8 +156,7 @@ class Predictions(MegatronModule):
     ) -> torch.Tensor:
         """Losses of the next token and of the tokens ahead, float32 [b, s, 1 + layers]. model:
         McaGPTModel. hidden: the decoder's output. place: a function that puts image features among
-        embeddings, or None. shared: keywords of Layer.forward.
-        """
+        embeddings, or None. shared: keywords of Layer.forward."""
         losses = [model.losses(targets.labels, hidden, trained)]
         for layer, ids, next_labels, places in zip(self.layers, *targets[1:], strict=True):
             embedded = model.embedding(ids)
@@ -177,8 +170,7 @@ class Predictions(MegatronModule):
 def initial_shapes(hf: Any, shapes: dict[str, Shape], count: int) -> dict[str, Shape]:
     """{Hugging Face name: shape} of the tensors in `count` new multi-token prediction layers, for a
     model drawn from a seed. Each has three norms, a projection, and the tensors of the last decoder
-    layer with full attention. shapes: those of the decoder's tensors.
-    """
+    layer with full attention. shapes: those of the decoder's tensors."""
     text = hf.get_text_config()
     h = text.hidden_size
     first = text.num_hidden_layers

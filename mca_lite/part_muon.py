@@ -12,8 +12,7 @@ from .tables import numbers_of_adam
 def orthogonalised(x: torch.Tensor, steps: int) -> torch.Tensor:
     """Approximate the nearest orthogonal matrix (singular values near 1) to each of the bf16
     matrices [n, rows, columns]. Newton-Schulz iterations with the coefficients of torch.optim.Muon;
-    steps: their number.
-    """
+    steps: their number."""
     if x.shape[1] > x.shape[2]:
         return orthogonalised(x.mT, steps).mT
     x = x / x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)
@@ -48,8 +47,7 @@ class Muon(AdamW):
 
     def dtypes_of(self, p: torch.nn.Parameter) -> dict[str, torch.dtype]:
         """{state name: dtype} of the states that have the parameter's shape: momentum_buffer for
-        Muon's parameters, AdamW's moments for others.
-        """
+        Muon's parameters, AdamW's moments for others."""
         if hasattr(p, "matrices"):
             return {"momentum_buffer": torch.float32}
         return self.dtypes
@@ -58,8 +56,7 @@ class Muon(AdamW):
         self, group: dict[str, Any], p: torch.nn.Parameter, grad: torch.Tensor, factor: Any
     ) -> None:
         """Update parameter p in place: by Muon if it has the attribute `matrices`, otherwise by
-        AdamW. factor: AdamW multiplies the gradient by it; Muon ignores it.
-        """
+        AdamW. factor: AdamW multiplies the gradient by it; Muon ignores it."""
         if not hasattr(p, "matrices"):
             return super()._update(group, p, grad, factor)
         state = self.state_of(p)
@@ -73,8 +70,7 @@ class Muon(AdamW):
 
     def _direction(self, matrices: torch.Tensor) -> torch.Tensor:
         """The step of Muon per unit of learning rate: orthogonalised matrices times `ratio`,
-        float32, for matrices [n, rows, columns].
-        """
+        float32, for matrices [n, rows, columns]."""
         rows, columns = matrices.shape[1:]
         ratio = 0.2 * max(rows, columns) ** 0.5
         if self.args.muon_adjust_lr == "original":

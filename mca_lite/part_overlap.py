@@ -73,8 +73,7 @@ class Peers:
 
     def gather(self, x: torch.Tensor) -> tuple[torch.Tensor, list[Any]]:
         """Start to gather x [s / tp, ...] -> (result [s, ...], [(rank, event to wait for before
-        reading that rank's tokens)]). This rank's tokens need no event. Collective.
-        """
+        reading that rank's tokens)]). This rank's tokens need no event. Collective."""
         whole = x.new_empty(self.size * len(x), *x.shape[1:])
         parts = whole.view(self.size, -1)
         mine, theirs = self.slot(1, x.numel(), x.dtype)
@@ -92,8 +91,7 @@ class Peers:
         self, x: torch.Tensor, matrix: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(x [s / tp, b, k] gathered to [s, b, k], the gathered x @ matrix [k, n]). The matmul of
-        each rank's tokens runs as soon as they arrive. Collective.
-        """
+        each rank's tokens runs as soon as they arrive. Collective."""
         whole, arrivals = self.gather(x)
         out = x.new_empty(*whole.shape[:-1], matrix.shape[1])
         parts = whole.view(self.size, -1, whole.shape[-1])
@@ -106,8 +104,7 @@ class Peers:
 
     def multiply_scatter(self, x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
         """x [s, b, k] @ matrix [k, n], summed over the ranks -> this rank's tokens [s / tp, b, n].
-        The matmul for one rank's tokens runs while other results are copied. Collective.
-        """
+        The matmul for one rank's tokens runs while other results are copied. Collective."""
         parts = x.contiguous().view(self.size, -1, x.shape[-1])
         arrivals = []
         for step in range(1, self.size):
@@ -139,8 +136,7 @@ class Peers:
 @functools.cache
 def peers_of(group: dist.ProcessGroup) -> Peers | None:
     """The Peers of a group, or None, with a warning, if torch's symmetric memory does not work on
-    one of its ranks. Cached: the first call for a group tries it, collectively.
-    """
+    one of its ranks. Cached: the first call for a group tries it, collectively."""
     reason = "another rank could not"
     peers = Peers(group)
     try:

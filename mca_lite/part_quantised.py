@@ -85,8 +85,7 @@ def _factors(form: Form, scales: torch.Tensor) -> torch.Tensor:
 
 def quantise(numbers: torch.Tensor, form: Form) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise values [.., k] -> (codes, scales [.., k / block]). 4-bit codes are two in a byte,
-    [.., k / 2], the first in the upper half; 8-bit codes are signed, [.., k].
-    """
+    [.., k / 2], the first in the upper half; 8-bit codes are signed, [.., k]."""
     blocks = numbers.float().unflatten(-1, (-1, form.block))
     most = blocks.abs().amax(-1)
     if form.largest is not None:
@@ -136,8 +135,7 @@ def _whole_kernel(
 
 def write_whole(codes: torch.Tensor, scales: torch.Tensor, form: Form, out: torch.Tensor) -> None:
     """Dequantise codes and scales into out [.., k], rounded to its dtype. Rows of `out` may have
-    gaps between them. One kernel on a GPU.
-    """
+    gaps between them. One kernel on a GPU."""
     rows = out.view(-1, out.shape[-1])
     codes = codes.reshape(len(rows), -1)
     scales = scales.reshape(len(rows), -1)
@@ -218,8 +216,7 @@ class Quantised(torch.Tensor):
 
     def set(self, numbers: torch.Tensor) -> None:
         """Quantise values, which are broadcast to this shape, into this tensor, some rows at a
-        time.
-        """
+        time."""
         columns = self.shape[-1]
         rows = numbers.expand(self.shape).reshape(-1, columns)
         codes, scales = (part.view(len(rows), -1) for part in self.parts)
@@ -231,8 +228,7 @@ class Quantised(torch.Tensor):
 
     def frozen_product(self, x: torch.Tensor, product: Callable[..., Any]) -> torch.Tensor:
         """Compute product(x, dequantised weight as [n, out, in]). Backward dequantises the weight
-        again, instead of keeping its values.
-        """
+        again, instead of keeping its values."""
         return _Product.apply(x, self, product)
 
     @classmethod
@@ -259,8 +255,7 @@ class Quantised(torch.Tensor):
 
     def shared(self, function: Any, args: Any, kwargs: Any) -> "torch.Tensor | None":
         """The result of an operator that works on the quantised format, such as detach or a view;
-        None for operators that need the dequantised weight.
-        """
+        None for operators that need the dequantised weight."""
         if function in (_aten.detach.default, _aten.alias.default):
             return self._with(*self.parts)
         if function is _aten.select.int and args[1] == 0:
@@ -279,8 +274,7 @@ class Quantised(torch.Tensor):
 
 class _Product(torch.autograd.Function):
     """Autograd function of product(x, weight [n, .., in] as [n, out, in]) for a frozen quantised
-    weight. It saves the quantised weight for backward, and gives only x a gradient.
-    """
+    weight. It saves the quantised weight for backward, and gives only x a gradient."""
 
     @staticmethod
     def forward(
@@ -316,8 +310,7 @@ def quantised_layers(config: Any) -> Iterator[tuple[Row, int | None]]:
 
 def bytes_of_numbers(config: Any) -> dict[str, float]:
     """{megatron name: bytes per value} of the quantised weights; {} stands for the layer in a name,
-    [] for the expert.
-    """
+    [] for the expert."""
     size = FORMS[config.weight_format].bytes_of_number
     rows = [row for row, _ in quantised_layers(config)]
     return {row.mca.replace(f"experts.{row.expert}.", "experts.[]."): size for row in rows}
@@ -326,8 +319,7 @@ def bytes_of_numbers(config: Any) -> dict[str, float]:
 def quantise_layer(layer: torch.nn.Module, config: Any) -> None:
     """Replace each matrix of a decoder layer to which is_quantised() applies by a frozen Quantised
     in config.weight_format, in place. Its values are zeros until weights are loaded. Other tensors
-    are kept.
-    """
+    are kept."""
     form = FORMS[config.weight_format]
     rows = [row for row in rows_of(config.hf_model_type, config) if is_quantised(row, config)]
     names = {row.mca.partition(".{}.")[2] for row in rows}
@@ -346,8 +338,7 @@ def quantise_layer(layer: torch.nn.Module, config: Any) -> None:
 def plan_base(request: Request, spec: LoraSpec, judge: Judge) -> str:
     """Set config.weight_format from a run's quantization keys -> words for the report, such as ",
     base in nf4". Models and layouts that cannot be quantised are reported to `judge`. Not
-    collective.
-    """
+    collective."""
     name = choose_by_keys(request.config, request.arguments, judge)
     for row, layer in quantised_layers(request.config):
         for module in modules_of(row, layer):
@@ -362,8 +353,7 @@ def plan_base(request: Request, spec: LoraSpec, judge: Judge) -> str:
 
 def choose_by_keys(config: Any, arguments: Any, judge: Judge | None = None) -> str:
     """Call choose() with a run's quantization_bit and quantization_type -> the format's name.
-    arguments: RunArguments.
-    """
+    arguments: RunArguments."""
     keys = arguments.parts["quantised"]
     return choose(config, int(keys.quantization_bit), keys.quantization_type, judge)
 
@@ -409,8 +399,7 @@ def choose(config: Any, bits: int = 4, kind: str | None = None, judge: Judge | N
 def base_weights(config: Any) -> Callable[[str, torch.Tensor], torch.Tensor]:
     """A function (HF name, CPU tensor of the quantised model) -> the tensor before quantisation,
     read from the model's files and cast to the given tensor's dtype. It returns the given tensor
-    if that weight is not quantised, or if the files are gone.
-    """
+    if that weight is not quantised, or if the files are gone."""
     source = original_of(config.name_or_path)
     names = {hf.format(layer) for row, layer in quantised_layers(config) for hf in row.hf}
 

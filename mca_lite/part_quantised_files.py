@@ -25,8 +25,7 @@ _ROUTER = re.compile(r"(.*\.mlp\.router\.)linear\.(weight|bias)")
 
 class Nf4Slice:
     """A weight stored in bitsandbytes' NF4, read like a safetensors slice: indexing gives
-    dequantised float32 values. Whole rows are read from the file, then columns are cut out.
-    """
+    dequantised float32 values. Whole rows are read from the file, then columns are cut out."""
 
     def __init__(self, name: str, slices: dict[str, Any]):
         self._codes = slices[name]
@@ -94,8 +93,7 @@ class _EveryOther:
 def unpacked(slices: dict[str, Any]) -> dict[str, Any]:
     """Replace the tensors of each NF4 weight in a file by one Nf4Slice: {name: slice} -> {name:
     slice}. gpt_oss's experts and routers get Hugging Face's names, if Unsloth wrote the file.
-    ValueError for a quantised weight in another format, or with missing tensors.
-    """
+    ValueError for a quantised weight in another format, or with missing tensors."""
     of_states = {}
     for match in filter(None, map(_STATE.fullmatch, slices)):
         name, kind = match.groups()
@@ -116,8 +114,7 @@ def unpacked(slices: dict[str, Any]) -> dict[str, Any]:
 def _renamed(parts: Any) -> Iterator[tuple[str, Any]]:
     """Yield the (name, slice) pairs in `parts`, with Unsloth's names of gpt_oss's experts and
     routers replaced by Hugging Face's. An expert's gate_up_projs becomes two pairs, gate_proj and
-    up_proj, with every second row each. Other pairs are unchanged.
-    """
+    up_proj, with every second row each. Other pairs are unchanged."""
     for name, part in parts:
         expert = _UNSLOTH.fullmatch(name)
         if expert is None:

@@ -17,8 +17,7 @@ from .optim import parts_of
 def move(backend: Any, device: str | torch.device, kinds: Collection[str]) -> None:
     """Move a backend's tensors to host memory if `device` is "cpu" on a rank with a GPU, by
     leave(); or back, by come_back(), if it is this rank's device. ValueError for another device.
-    kinds: some of "model", "grad" and "optimizer".
-    """
+    kinds: some of "model", "grad" and "optimizer"."""
     here = parallel.device()
     wanted = torch.device(device)
     expect(
@@ -58,8 +57,7 @@ def leave(backend: Any, kinds: Collection[str]) -> None:
 @torch.no_grad()
 def come_back(backend: Any, kinds: Collection[str]) -> None:
     """Undo leave() for these kinds, on the device: model and optimizer tensors get their values
-    back, bit for bit; gradients, if they were moved, are 0.
-    """
+    back, bit for bit; gradients, if they were moved, are 0."""
     moved = [part for kind in kinds for part in backend.away.pop(kind, ())]
     for storage, size, copy in moved:
         storage.resize_(size)
@@ -72,8 +70,7 @@ def come_back(backend: Any, kinds: Collection[str]) -> None:
 
 def _storages(backend: Any) -> dict[str, list[torch.UntypedStorage]]:
     """{kind: storages on this rank's device} for "model", "grad" and "optimizer". A storage shared
-    by several tensors is in one list, once.
-    """
+    by several tensors is in one list, once."""
     model = backend.model
     gradients = [getattr(parameter, "main_grad", None) for parameter in model.parameters()]
     tensors = {
@@ -87,8 +84,7 @@ def _storages(backend: Any) -> dict[str, list[torch.UntypedStorage]]:
 
 def _tensors_of(optimizer: Any) -> Iterator[torch.Tensor]:
     """Yield the tensors of an optimizer's parameters, which are its master weights, and of its
-    states.
-    """
+    states."""
     for part in parts_of(optimizer):
         inner = getattr(part, "optimizer", part)
         if inner is None:  # this rank trains nothing
@@ -101,8 +97,7 @@ def _tensors_of(optimizer: Any) -> Iterator[torch.Tensor]:
 
 def _new(tensors: Iterable[torch.Tensor], seen: set[int]) -> Iterator[torch.UntypedStorage]:
     """Yield the storages of tensors that are on this rank's device and whose address is not in
-    `seen`; add their addresses to `seen`.
-    """
+    `seen`; add their addresses to `seen`."""
     # a tensor kept in fewer bits is several plain ones
     for tensor in (part for whole in tensors for part in getattr(whole, "parts", (whole,))):
         storage = tensor.untyped_storage()
@@ -118,8 +113,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 def _to_host(storage: torch.UntypedStorage) -> torch.Tensor:
     """Start an asynchronous copy of a storage's bytes to host memory, pinned if they come from a
-    GPU -> the copy.
-    """
+    GPU -> the copy."""
     given = _bytes_of(storage)
     copy = torch.empty(given.shape, dtype=torch.uint8, device="cpu", pin_memory=given.is_cuda)
     return copy.copy_(given, non_blocking=True)

@@ -47,8 +47,7 @@ _REMEDY = "transformer_impl: local or auto"
 
 def why_unusable() -> str | None:
     """Reason why Transformer Engine cannot be used: NO_GPU, ABSENT (not installed), or the first
-    line of its import error. None if it can.
-    """
+    line of its import error. None if it can."""
     if not torch.cuda.is_available():
         return NO_GPU
     try:
@@ -64,8 +63,7 @@ def why_unusable() -> str | None:
 @functools.lru_cache(1)
 def works() -> bool:
     """True if there is a GPU and Transformer Engine can be imported. Warns if it is installed but
-    cannot be imported. Cached.
-    """
+    cannot be imported. Cached."""
     reason = why_unusable()
     if reason not in (None, NO_GPU, ABSENT):
         warnings.warn(
@@ -93,8 +91,7 @@ def expect_works() -> None:
 
 def needs_local(config: McaModelConfig) -> list[str]:
     """Features of this config that Transformer Engine's layers lack or compute wrongly, as words
-    for a message; [] if it can be used.
-    """
+    for a message; [] if it can be used."""
     needs = changed(config, ONLY_LOCAL)
     channels = config.kv_channels or config.hidden_size // max(config.num_attention_heads, 1)
     if channels > 128:  # gradients of packed rows are NaN or 1e19 with cuDNN before 9.18
@@ -122,8 +119,7 @@ def check(config: McaModelConfig, judge: Judge) -> None:
 def begin(config: McaModelConfig, cp_group: Any) -> RotaryEmbedding:
     """Build the rotary embedding for Transformer Engine's attention. Unless attention_backend is
     "auto", first set the environment variables by which Transformer Engine chooses its attention
-    kernels.
-    """
+    kernels."""
     name = config.attention_backend.name
     if name != "auto":
         os.environ.update({var: str(int(of == name)) for var, of in TE_SWITCHES.items()})
@@ -136,8 +132,7 @@ def attention_inputs(
     model: Any, hidden: torch.Tensor | None, packed_seq_params: Any
 ) -> dict[str, Any]:
     """Keywords of Transformer Engine's attention for a forward pass: no mask, and rotary angles [s,
-    1, 1, rotary dim].
-    """
+    1, 1, rotary dim]."""
     cp_group = None
     if packed_seq_params is not None:
         cp_group = packed_seq_params.cp_group
@@ -151,8 +146,7 @@ def attention_inputs(
 
 def linears(has_norm: bool) -> tuple[Any, Any]:
     """Transformer Engine's classes (column-parallel linear, row-parallel linear) for an MLP.
-    has_norm: True if the first one also applies the norm before the MLP.
-    """
+    has_norm: True if the first one also applies the norm before the MLP."""
     provider = TESpecProvider()
     column = provider.column_parallel_linear()
     if has_norm:
@@ -164,8 +158,7 @@ def attention(
     config: TransformerConfig, layer_number: int, pg_collection: ProcessGroupCollection
 ) -> torch.nn.Module:
     """Build a layer's self-attention from Transformer Engine's modules. Its first linear also
-    applies the norm before attention.
-    """
+    applies the norm before attention."""
     provider = TESpecProvider()
     of_query, of_key = head_norms(config, TENorm) or (IdentityOp, IdentityOp)
     parts = SelfAttentionSubmodules(

@@ -29,8 +29,7 @@ _LOWEST = torch.finfo(torch.float32).min
 @functools.cache
 def num_programs(device: torch.device) -> int:
     """Number of Triton programs to launch for a kernel in which each program sums over a part of
-    the tokens. Cached per device.
-    """
+    the tokens. Cached per device."""
     return _PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -72,8 +71,7 @@ def _gradient(partial: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 
 def iterations_at_once(loaded: int) -> int:
     """Depth of a Triton loop's software pipeline (num_stages): 3 if the loads of two iterations fit
-    into shared memory, otherwise 1. loaded: bytes loaded per iteration.
-    """
+    into shared memory, otherwise 1. loaded: bytes loaded per iteration."""
     return 3 if 2 * loaded <= _SHARED else 1
 
 
@@ -142,8 +140,7 @@ def _tile(x: torch.Tensor) -> tuple[int, dict[str, int]]:
 
 class Norm(torch.autograd.Function):
     """RMS norm of x [..., h] with weight [h], by Triton kernels. With `beside`, also returns x;
-    backward then adds the gradients of both outputs in the kernel.
-    """
+    backward then adds the gradients of both outputs in the kernel."""
 
     @staticmethod
     def forward(
@@ -196,8 +193,7 @@ class Norm(torch.autograd.Function):
 @jit
 def _pairs(D: tl.constexpr, ROTARY: tl.constexpr, NEXT: tl.constexpr, HALF: tl.constexpr):
     """(first channels, second channels, mask of rotated pairs, mask of existing pairs) of a head's
-    channel pairs. Channels beyond ROTARY are paired too, but are not rotated.
-    """
+    channel pairs. Channels beyond ROTARY are paired too, but are not rotated."""
     pair = tl.arange(0, HALF)
     turns = pair < ROTARY // 2
     if NEXT:
@@ -214,8 +210,7 @@ def _pairs(D: tl.constexpr, ROTARY: tl.constexpr, NEXT: tl.constexpr, HALF: tl.c
 @jit
 def _rotation(cos, sin, position, first, second, turns, moves, ROTARY: tl.constexpr):
     """(cos of first channels, cos of second, sin of first, sin of second), each [heads, pairs]: 1
-    and 0 where nothing is rotated.
-    """
+    and 0 where nothing is rotated."""
     table = position * ROTARY
     one = tl.full(first.shape, 1.0, tl.float32)
     zero = tl.zeros(first.shape, tl.float32)
@@ -233,8 +228,7 @@ def _rotation(cos, sin, position, first, second, turns, moves, ROTARY: tl.conste
 @jit
 def _scale(of_query, of_key, channel, inside, is_query, ZERO: tl.constexpr):
     """Weight of the query norm or of the key norm for each head's channels, by the kind of head; 1
-    is added if ZERO.
-    """
+    is added if ZERO."""
     q = tl.load(of_query + channel, inside, 0.0).to(tl.float32)[None, :]
     k = tl.load(of_key + channel, inside, 0.0).to(tl.float32)[None, :]
     scale = tl.where(is_query, q, k)
@@ -246,8 +240,7 @@ def _scale(of_query, of_key, channel, inside, is_query, ZERO: tl.constexpr):
 @jit
 def _load(start, first, second, inside):
     """Load the first and the second channel of each pair, each [heads, pairs] in float32. start:
-    address of each head, [heads, 1].
-    """
+    address of each head, [heads, 1]."""
     a = tl.load(start + first[None, :], inside, 0.0).to(tl.float32)
     return a, tl.load(start + second[None, :], inside, 0.0).to(tl.float32)
 
@@ -262,8 +255,7 @@ def _store(start, first, second, inside, a, b):
 def _parts(query, key, value, token, group, part, GROUPS: tl.constexpr, OWN: tl.constexpr,
            D: tl.constexpr):  # fmt: skip
     """Addresses [heads, 1] of a token's heads in the query, key and value tensors: one per tensor,
-    valid only for heads of that kind.
-    """
+    valid only for heads of that kind."""
     of_token = token * GROUPS + group
     of_query = query + (of_token * (OWN - 2) + part) * D
     return of_query, key + of_token * D, value + of_token * D
@@ -380,8 +372,7 @@ def _heads_backward_kernel(
 
 class RotatedHeads(torch.autograd.Function):
     """Autograd function of kernels.rotated_heads by Triton kernels, for an even number of channels
-    per head.
-    """
+    per head."""
 
     @staticmethod
     def forward(
@@ -457,8 +448,7 @@ class RotatedHeads(torch.autograd.Function):
 @jit
 def _gate_and_up(both, f: tl.constexpr, BLOCK: tl.constexpr):
     """(row, column indices, mask of existing columns, gate, up) for one program of a SwiGLU
-    kernel.
-    """
+    kernel."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < f
@@ -494,8 +484,7 @@ def _launch_swiglu(kernel: Any, both: torch.Tensor, *tensors: torch.Tensor) -> N
 
 class SwiGLU(torch.autograd.Function):
     """silu(gate) * up for [..., 2 f], gate before up -> [..., f], with one Triton kernel per pass.
-    Only the input is saved for backward.
-    """
+    Only the input is saved for backward."""
 
     @staticmethod
     def forward(ctx: Any, both: torch.Tensor) -> torch.Tensor:
@@ -624,8 +613,7 @@ def statistics_in_one_pass(
 ) -> torch.Tensor:
     """(largest logit, sum of exponentials relative to it, label's logit) of each row, float32 [3,
     rows], by a Triton kernel that reads the logits [rows, V / tp] once. places: column of each
-    row's label, -1 if on another rank.
-    """
+    row's label, -1 if on another rank."""
     rows, width = logits.shape
     results = torch.empty(3, rows, dtype=torch.float32, device=logits.device)
     constants = dict(LOWEST=_LOWEST, BLOCK=8192, num_warps=16)
@@ -693,8 +681,7 @@ def join_by_kernel(
 ) -> torch.Tensor:
     """Join two partial attentions over different keys, by a Triton kernel that writes the joined
     output to `out` -> the joined log-sum-exp. Each partial attention is an output [q, b, n, d] and
-    its log-sum-exp. `out` must be contiguous.
-    """
+    its log-sum-exp. `out` must be contiguous."""
     q, b, n, d = out.shape
     lse = torch.empty_like(lse1)
     block = triton.next_power_of_2(d)
