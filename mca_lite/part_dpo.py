@@ -735,8 +735,8 @@ def _with_agreement(logits: Logits) -> torch.Tensor:
 
 
 def _weights_beyond(batch: dict[str, Any], alpha: float) -> torch.Tensor:
-    """Weights [rows, s] of tokens for ld_alpha: alpha for those trained tokens of an answer that
-    are beyond the length of the pair's other answer, otherwise 1.
+    """Weights [rows, s] of tokens for ld_alpha: alpha for an answer's tokens beyond the length of
+    the pair's other answer, 1 for earlier ones. Lengths count trained tokens.
     """
     trained = (batch["labels"] != IGNORE_INDEX).long()
     counts = in_documents(batch, trained)

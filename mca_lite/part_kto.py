@@ -169,9 +169,9 @@ class KTOTrainer(DPOTrainer):
     def _prepare_micro_batches(
         self, micro_batches: list[dict[str, Any]], seq_length: int
     ) -> list[dict[str, Any]]:
-        """The micro-batches with answers only, and with "kl", KTO's estimate over the global batch,
-        added. To compute kl, mismatched documents run forward through the trained model.
-        Collective.
+        """Remove the mismatched documents from the micro-batches, and add "kl", the estimate of the
+        KL divergence to the reference, to each. For it, the mismatched documents of the global
+        batch first run forward through the trained model. Collective.
         """
         both = super()._prepare_micro_batches(micro_batches, seq_length)
         mismatched = self._of_each_two(both, 1)

@@ -215,9 +215,9 @@ class Lora(Finetuning):
         part_lora_files.check_checkpoint(model, folder)
 
     def base_sample(self) -> dict[str, list[float]]:
-        """{name: about a hundred values, evenly spaced} from one base weight that has an adapter,
-        read from the base model's files, so that a resumed run can notice another base model. {} if
-        the files or such a weight are missing.
+        """{name: up to 127 values, evenly spaced} from one base weight that has an adapter, read
+        from the base model's files, so that a resumed run can notice another base model. {} if the
+        files or such a weight are missing.
         """
         source = original_of(self.spec.base_model)
         if source is not None:

@@ -367,8 +367,8 @@ class LoraAdapter(Adapter):
         """W x + scale * B A x in one matmul, summed over the group if the linear is row-sharded.
         Collective over the group if the linear is sharded.
 
-        Gradients of matrices that all ranks have are summed over the group here, except under
-        sequence parallelism, where megatron sums them.
+        Of the two matrices of a sharded linear, all ranks have one whole; its gradient is summed
+        over the group here, or under sequence parallelism by megatron.
         """
         a = self.lora_A
         gathers = None
@@ -726,8 +726,8 @@ def with_room(
     adapter's B, so that one matmul can use both.
 
     The first call moves the weight's data into a new buffer and lets the weight point there; later
-    calls return the same buffer. rooms: these buffers by weight shape, changed in place. A
-    quantised weight is instead decoded into a new buffer at each call.
+    calls return this buffer, unless the weight has moved away. rooms: these buffers by weight
+    shape, changed in place. A quantised weight is instead decoded into a new buffer at each call.
     """
     room = rooms.get(weight.shape)
     *rows, inputs = weight.shape

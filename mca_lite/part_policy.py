@@ -45,11 +45,13 @@ from .tables import SESSION_COLUMNS, SESSION_LOSSES, function_of, refuse_taken
 
 
 class PolicyTokens(NamedTuple):
-    """Inputs of a formula; tensors [b, s].
+    """Inputs of a policy loss's formula: this rank's tokens of a micro-batch, [b, s].
 
-    log_ratio: l - o. logps: l. advantage: A. ref_logp: q, or None. mean_of_answer(values): for each
-    token the mean of values [b, s] over the trained tokens of its sample, detached, also over
-    context-parallel ranks; collective over these.
+    logps: l, the tokens' log-probabilities. log_ratio: l minus the log-probability under the policy
+    that sampled; for a loss with one ratio per sample, its mean over the sample. advantage: A, 0 if
+    samples have none. ref_logp: log-probability under the reference or teacher, or None.
+    mean_of_answer(values [b, s]): for each token, the mean over the trained tokens of its sample,
+    without a gradient; collective over context-parallel ranks.
     """
 
     log_ratio: torch.Tensor
@@ -60,14 +62,15 @@ class PolicyTokens(NamedTuple):
 
 
 class PolicyLoss(NamedTuple):
-    """One row of POLICIES.
+    """One row of POLICIES, the table of policy losses.
 
-    formula(tokens: PolicyTokens, numbers: Policy): returns the loss terms of tokens, [b, s]; or
+    formula(tokens: PolicyTokens, numbers: Policy): returns a loss term per token, [b, s]; or
     "module:function" in this package.
-    counts: what an update divides by: "tokens", "answers" or "one".
-    is_mean: True if a sample counts with the mean of its terms, not their sum.
-    is_of_sequence: True if a whole sample has one ratio.
-    times: name of the Policy field that multiplies the count.
+    counts: what an update divides by: the number of trained "tokens", the number of samples with
+    one ("answers"), or "one".
+    is_mean: True if each sample counts with the mean of its terms, not their sum.
+    is_of_sequence: True if all tokens of a sample have one ratio, as in GSPO.
+    times: name of a Policy field that multiplies the count; "": none.
     required: sample columns that the formula reads.
     """
 
@@ -80,7 +83,10 @@ class PolicyLoss(NamedTuple):
 
 
 def clipped(tokens: PolicyTokens, numbers: Any) -> torch.Tensor:
-    """PPO's clipped objective per token, with the variants delta and dual_clip."""
+    """PPO's clipped objective per token: -min(r A, clip(r) A), with r the probability ratio to the
+    policy that sampled, A the advantage, and clip(r) in numbers.bounds. delta limits the unclipped
+    r; for A < 0, dual_clip limits the term to -dual_clip A.
+    """
     ratio = tokens.log_ratio.exp()
     if numbers.delta is not None:
         ratio = ratio.clamp(max=numbers.delta)
@@ -93,30 +99,38 @@ def clipped(tokens: PolicyTokens, numbers: Any) -> torch.Tensor:
 
 
 def cispo(tokens: PolicyTokens, numbers: Any) -> torch.Tensor:
-    """CISPO: the ratio, limited and without gradient, weights the log-probability."""
+    """CISPO's term per token: -min(r, cispo_max) A l, without a gradient through r. r is the
+    probability ratio to the policy that sampled, A the advantage, l the log-probability.
+    """
     ratio = tokens.log_ratio.exp().clamp(max=numbers.cispo_max)
     return -ratio.detach() * tokens.advantage * tokens.logps
 
 
 def sapo(tokens: PolicyTokens, numbers: Any) -> torch.Tensor:
-    """SAPO: a sigmoid of the ratio takes the place of clipping."""
+    """SAPO's term per token: -4 / tau sigmoid(tau (r - 1)) A, which falls off smoothly where PPO
+    clips. r is the probability ratio to the policy that sampled, A the advantage; tau is tau_pos
+    for A > 0, otherwise tau_neg.
+    """
     tau = torch.where(tokens.advantage > 0, numbers.tau_pos, numbers.tau_neg)
     return -torch.sigmoid(tau * (tokens.log_ratio.exp() - 1)) * 4 / tau * tokens.advantage
 
 
 def reinforce(tokens: PolicyTokens, numbers: Any) -> torch.Tensor:
-    """REINFORCE: -A l."""
+    """REINFORCE's term per token: minus advantage times log-probability."""
     return -tokens.advantage * tokens.logps
 
 
 def importance_sampling(tokens: PolicyTokens, numbers: Any) -> torch.Tensor:
-    """-r A, with an unlimited ratio."""
+    """Importance sampling's term per token: -r A, with r the probability ratio to the policy that
+    sampled, not limited, and A the advantage.
+    """
     return -tokens.log_ratio.exp() * tokens.advantage
 
 
 def opd(tokens: PolicyTokens, numbers: Any) -> torch.Tensor:
-    """On-policy distillation: the teacher's log-ratio to the sampling policy is added to the
-    advantage.
+    """On-policy distillation's term per token: -r (A + teacher_coef (q - o)). q and o are
+    log-probabilities under the teacher and under the policy that sampled, r is the ratio to the
+    latter, A the advantage or 0.
     """
     old = (tokens.logps - tokens.log_ratio).detach()
     gain = tokens.advantage + numbers.teacher_coef * (tokens.ref_logp - old)
@@ -143,12 +157,12 @@ _NEEDED = {"cispo": "cispo_max", "dr_grpo": "constant"}
 def register_policy_loss(
     name: str, formula: Callable[[PolicyTokens, Any], torch.Tensor], **fields: Any
 ) -> None:
-    """Add a row to POLICIES: session.forward_backward(samples, name) then trains with `formula`.
+    """Add a policy loss: session.forward_backward(samples, name) then trains with `formula`. See
+    PolicyLoss.
 
-    fields: counts, is_mean, is_of_sequence, times or required of PolicyLoss. Each term must use
-    only its own token and mean_of_answer, because rows contain padding and, if packed, several
-    samples. ValueError for a name that exists or unknown `counts`, TypeError if `formula` cannot be
-    called.
+    fields: counts, is_mean, is_of_sequence, times or required of PolicyLoss. A term must use only
+    its own token and mean_of_answer, because rows contain padding and, if packed, several samples.
+    ValueError for a name that exists or unknown `counts`, TypeError if `formula` cannot be called.
     """
     if not callable(formula):
         raise TypeError(f"loss {name}: expected a function of (tokens, numbers), got {formula!r}")
@@ -165,15 +179,16 @@ _KL = {"k1": lambda d: -d, "k2": lambda d: d.square() / 2, "k3": lambda d: d.exp
 
 @dataclass(kw_only=True)
 class Policy:
-    """The parameters of a policy loss: the class in SESSION_LOSSES for every row of POLICIES (see
-    part_session.CrossEntropy).
+    """The parameters of a policy loss, whose formula is the row `name` of POLICIES. r is the
+    probability ratio to the policy that sampled, A the advantage.
 
-    clip_low, clip_high: distances of r's bounds from 1; clip_high None: equal to clip_low.
-    dual_clip: for A < 0, a term is at most -dual_clip A.
-    delta: maximum of r in the unclipped term. cispo_max: maximum of r for cispo.
-    constant: tokens per answer for dr_grpo. Metrics are means over trained tokens: ratio; clipped,
-    the share whose gradient clip(r) removes; kl, if samples have ref_logp; entropy, with
-    entropy_coef or with_entropy. reward is a mean over samples that have it. ValueError for
+    clip_low, clip_high: r is clipped to 1 - clip_low .. 1 + clip_high; clip_high None: equal to
+    clip_low.
+    dual_clip: for A < 0, a term is at most -dual_clip A. delta: largest r in PPO's unclipped term.
+    cispo_max: largest r in cispo.
+    constant: tokens per answer in dr_grpo's divisor. Metrics are means over trained tokens: ratio;
+    clipped, the share whose gradient the clipping removes; kl, if samples have ref_logp; entropy,
+    with entropy_coef or with_entropy. reward is a mean over samples that have it. ValueError for
     parameters that do not fit together.
     """
 
@@ -217,12 +232,16 @@ class Policy:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """(lower, upper) bound of the ratio r."""
+        """The interval (1 - clip_low, 1 + clip_high) to which the probability ratio is clipped."""
         high = self.clip_low if self.clip_high is None else self.clip_high
         return 1 - self.clip_low, 1 + high
 
     def terms(self, tokens: Tokens) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """(loss terms [b, s], {metric: values [b, s]}) for a micro-batch's tokens."""
+        """(loss terms [b, s], {metric: values [b, s]}) for a micro-batch's tokens: the formula's
+        terms, weighted by sampler_weight, with the KL penalty and the entropy bonus. ValueError if
+        the formula gives another shape. Collective over context-parallel ranks if a mean over
+        samples is needed.
+        """
         logps = tokens.logps
         columns = tokens.columns
         token_ratio = logps - columns.get("old_logp", logps.detach())
@@ -274,11 +293,13 @@ def sampler_weights(
     most: float = 3.0,
     least: float = 0.0,
 ) -> np.ndarray:
-    """sampler_weight of a sample, float32 [n]: exp(o - the sampler's log-probability) per token, or
-    with the differences summed over the sample.
+    """Weights [n] float32 that correct a sample for the difference between the policy and the
+    sampler that generated it: exp(old_logp - sampler_logp) for each token, or for the sum over the
+    sample.
 
     correction: "token" or "sequence", then "_truncate" (limit weights to least .. most) or "_mask"
-    (0 outside of them). Tokens without the sampler's log-probability (NaN) have the difference 0.
+    (weight 0 outside of least .. most), such as "token_truncate". Tokens without a label, or with
+    NaN as log-probability, count as equal. ValueError for another correction.
     """
     scope, _, way = correction.partition("_")
     expect(
@@ -298,9 +319,11 @@ def sampler_weights(
 
 
 def group_advantages(rewards: Any, groups: Any, scale: bool = False) -> np.ndarray:
-    """Advantages, float64 [N]: each reward minus the mean reward of its group. NaN stays NaN.
+    """Advantages, float64 [N]: each reward minus the mean reward of its group. A NaN reward makes
+    its whole group NaN.
 
-    scale: also divide by the group's standard deviation (with n - 1) + 1e-4, as in TRL.
+    groups: [N], equal values for answers to the same prompt. scale: also divide by the group's
+    standard deviation (with n - 1) + 1e-4, as in TRL.
     """
     rewards = np.asarray(rewards, np.float64)
     _, numbers = np.unique(np.asarray(groups), return_inverse=True)

@@ -38,15 +38,16 @@ TOKEN_COLUMNS = {
 
 
 class RolloutEncoder(Encoder):
-    """Reads rollout records, where Encoder would render and tokenise.
+    """Encoder for rollouts: records that already have token ids, so that nothing is rendered or
+    tokenised.
 
-    A sample has one document, with the columns of TOKEN_COLUMNS as float32 [n] over its unshifted
-    tokens, with reward, and with group as a number.
+    A sample has one document. Its columns, such as old_logp and advantage, are float32 [n] over its
+    n tokens before the shift by one; reward and group are numbers.
     """
 
     def encode(self, chunk: list[Record]) -> tuple[list[Sample], Tally]:
-        """(samples, Tally) of these records. Unusable records are counted if they may be skipped;
-        otherwise ValueError.
+        """(samples, tally of problems) for a chunk of records. An unusable record is counted in the
+        tally if such records may be skipped, otherwise it raises ValueError.
         """
         tally = Tally(records=len(chunk))
         kept: list[Sample] = []
@@ -72,8 +73,9 @@ class RolloutEncoder(Encoder):
         return kept, tally
 
     def read(self, record: Any, where: str) -> tuple[Document, dict[str, Any], tuple[Any, ...]]:
-        """(tokens, columns, inputs other than text) of a record. ValueError, naming `where`, if it
-        is unusable.
+        """Read a record: (token ids, with those not to train stored as ~id; {column: values};
+        images or other inputs beside text). ValueError, naming the record `where`, if it is
+        unusable.
         """
         record = _with_usual_names(record, where)
         ids, start = self._ids(record, where)
@@ -123,7 +125,10 @@ class RolloutEncoder(Encoder):
         return np.where(is_trained, ids, ~ids), columns, media
 
     def _ids(self, record: dict[str, Any], where: str) -> tuple[np.ndarray, int | None]:
-        """(token ids, index of the answer's first token; None if the record does not say)."""
+        """(token ids of prompt and answer, index of the answer's first token; None if the record
+        does not tell where the answer begins). ValueError for ids outside the vocabulary, or
+        lengths that disagree.
+        """
         start = None
         ids = get_column(record, "ids", where, list, required="response_ids" not in record)
         if ids is None:
@@ -152,7 +157,9 @@ class RolloutEncoder(Encoder):
 
 
 def _with_usual_names(record: Any, where: str) -> dict[str, Any]:
-    """The record with this module's names. ValueError if a column is there under two names."""
+    """A copy of the record whose columns have this module's names, without nulls: "token_ids"
+    becomes "ids". ValueError if the record is no object, or has one column under two names.
+    """
     get_column(record, "", where, object, required=False)  # refuses all but objects
     record = {name: record[name] for name in record if record[name] is not None}
     for name, others in ALIASES.items():
@@ -168,8 +175,11 @@ def _with_usual_names(record: Any, where: str) -> dict[str, Any]:
 def _of_tokens(
     record: dict[str, Any], name: str, length: int, start: int | None, where: str
 ) -> np.ndarray | None:
-    """A column as float32 [length]: NaN for null, 0 before the answer if there is one value per
-    answer token. None if the record lacks it.
+    """A record's column as float32 [length], one value per token; None if the record lacks it. A
+    single number is repeated. Values for the answer only are padded with 0 in front. null becomes
+    NaN.
+
+    start: index of the answer's first token, if known. ValueError for another number of values.
     """
     given = get_column(record, name, where, (list, int, float), required=False)
     if given is None:
@@ -190,8 +200,9 @@ def _of_tokens(
 
 
 def read_routes(field: Any) -> np.ndarray:
-    """Decode a JSON field: lists of numbers [n][L][k], or {"data": base64 of little-endian int16,
-    "shape": [n, L, k]} -> int16 [n, L, k]. ValueError for anything else.
+    """Decode the experts chosen for a rollout, int16 [n, MoE layers, experts per token], from a
+    JSON field: nested lists, or {"data": base64 of little-endian int16, "shape": [...]}. ValueError
+    for anything else.
     """
     try:
         if isinstance(field, dict):
@@ -210,8 +221,12 @@ def read_routes(field: Any) -> np.ndarray:
 
 
 def _routes(field: Any, length: int) -> np.ndarray:
-    """The experts of the token before each token, int16 [length, L, k]; -1 before the first one.
-    ValueError if they are not those of `length` tokens.
+    """The chosen experts of a record as a column, int16 [length, MoE layers, experts per token].
+    Each row is moved by one: it has the experts of the token before, as labels are those of the
+    token after; the first row is -1.
+
+    field: the record's value. length: the record's number of tokens. ValueError if the field has
+    neither that many rows nor one less.
     """
     routes = read_routes(field)
     expect(
@@ -223,11 +238,11 @@ def _routes(field: Any, length: int) -> np.ndarray:
 
 
 def _first(values: np.ndarray, wrong: np.ndarray) -> str:
-    """The first wrong value and its index, as text."""
+    """The first value marked in `wrong` and its index, as text for a message."""
     place = int(wrong.argmax())
     return f"{values[place]:g} at {place}"
 
 
 def _number_of(group: int | str) -> float:
-    """A number that stands for a group's name, exact in float64."""
+    """A number that stands for a group's name: 48 bits of its hash, exact in float64."""
     return float(int(hashlib.sha256(str(group).encode()).hexdigest()[:12], 16))

@@ -13,20 +13,20 @@ RECORD_COLUMNS = ("reward", "group")
 
 
 def _check_loss(name: str) -> None:
-    """Raise ValueError if there is no policy loss of this name."""
+    """Raise ValueError if no policy loss has this name."""
     known = [row for row in SESSION_LOSSES if row != "cross_entropy"]
     expect(name in known, f"expected one of {', '.join(known)}")
 
 
 @dataclass(kw_only=True)
 class PolicyArguments(ArgumentGroup):
-    """Policy training.
+    """Configuration keys of policy training.
 
-    Words in the keys' help: the ratio is exp(new - old log-probability) of a token, or of a whole
-    answer in gspo (by the mean per token). The advantage is a column; if it is missing, it is
+    In the keys' help texts: the ratio is exp(new - old log-probability) of a token, or for gspo of
+    a whole answer (by the mean per token). The advantage is a column; if it is missing, it is
     computed from the rewards of a group. The reference of kl_coef is the column ref_logprobs; if it
-    is missing, the model before training, for a model with adapters its base without adapters.
-    "opd": on-policy distillation from a teacher.
+    is missing, the model before training, or for adapters their base model. "opd" is on-policy
+    distillation from a teacher.
     """
 
     policy_loss: str | None = optional(
@@ -91,12 +91,16 @@ _NEEDED = {"cispo_max": "cispo", "constant": "dr_grpo"}
 
 
 def loss_of_stage(a: Any) -> str:
-    """The loss's name for a stage: policy_loss, or the stage's default."""
+    """Name of the policy loss: the key policy_loss, or grpo for stage policy, or the stage itself
+    (grpo, ppo).
+    """
     return a.policy_loss or ("grpo" if a.stage == "policy" else a.stage)
 
 
 def _check_policy_keys(a: Any, judge: Judge) -> None:
-    """Check the keys of the loss and of the sampler's correction."""
+    """Check the configuration keys of the loss and of the sampler's correction; Problems go to
+    `judge`.
+    """
     name = loss_of_stage(a)
     judge.expect(
         a.stage in ("policy", name),
@@ -127,7 +131,7 @@ def _check_policy_keys(a: Any, judge: Judge) -> None:
 
 
 def _check_policy_run(a: Any, judge: Judge) -> None:
-    """Check the keys of a policy run over all groups."""
+    """Check the configuration of a policy run across all groups of keys; Problems go to `judge`."""
     judge.apply(_RUN)
 
 

@@ -26,14 +26,14 @@ from .tables import SESSION_COLUMNS, function_of, other_columns
 
 @dataclass(kw_only=True)
 class PolicyConfig(Policy, ObjectiveConfig):
-    """The objective's settings: a loss with its parameters (Policy), and how columns are computed.
-    ConfigError for values that do not fit together.
+    """Settings of policy training: a loss with its parameters (see Policy), and how missing columns
+    are computed. ConfigError for values that do not fit together.
 
     scale_rewards: see group_advantages.
     sampler_correction, sampler_max, sampler_min: see sampler_weights; if set, the samples' old_logp
     is the sampler's.
-    cache_dir: folder for log-probabilities of the model before training; None: kept in memory.
-    model_source: distinguishes start models that come from the same folder.
+    cache_dir: folder for log-probabilities under the model before training; None: kept in memory.
+    model_source: distinguishes start models that come from the same folder, in the cache.
     """
 
     name: str = "grpo"
@@ -52,12 +52,13 @@ class PolicyConfig(Policy, ObjectiveConfig):
 
 
 class PolicyTrainer(SampleLoss, ScoredTrainer):
-    """Train on a Session's samples: {"input_ids", "labels"} with columns (part_session.py).
-    "reward" with "group" may replace "advantage".
+    """Train with a policy loss, such as GRPO, on rollouts: answers that another program sampled. A
+    sample is {"input_ids", "labels"} with a Session's columns (part_session.py); "reward" with
+    "group" may replace "advantage".
 
     train_config: a PolicyConfig. Other arguments are McaTrainer's. The loss is divided by its count
     over the global batch; for importance_sampling, a sum, the log shows the mean over tokens.
-    ValueError, before anything is computed, for data and keys that do not fit.
+    ValueError for data and keys that do not fit.
     """
 
     config_class = PolicyConfig
@@ -85,7 +86,9 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
 
     @classmethod
     def own_keywords(cls, arguments: Any, second_model: Any) -> dict[str, Any]:
-        """This trainer's arguments beyond McaTrainer's, for a run."""
+        """This trainer's arguments beyond McaTrainer's, for a run: {"train_config"}. second_model:
+        not used.
+        """
         cache_dir = cache_folder(arguments.data.cache_dir)
         source = ""
         if arguments.model.train_from_scratch:
@@ -99,8 +102,9 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
     # -- the objective, that of a Session
 
     def _arrange(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Arrange a batch for the model. Columns of the loss are first checked, and set to 0 where
-        there is no label.
+        """Arrange a collated batch for the model. The loss's columns are checked, and set to 0
+        where there is no label. ValueError for values that the loss cannot use, and for routes that
+        do not fit the model.
         """
         if "routes" in batch:
             function_of("part_routes:check_routes")(self.backend, batch["routes"])
@@ -109,7 +113,9 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
     def _prepare_micro_batches(
         self, micro_batches: list[dict[str, Any]], seq_length: int
     ) -> list[dict[str, Any]]:
-        """Make the routers replay the routes of these micro-batches, and return them."""
+        """Return the micro-batches of a step. If they have the column "routes", make the MoE
+        routers replay these experts in this step.
+        """
         if "routes" in micro_batches[0]:
             self.routes = self.routes or function_of("part_routes:Routes")(self.backend)
             self.routes.__enter__()  # forgets those of the step before
@@ -118,7 +124,9 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
     def _post_compute_loss(  # type: ignore[override]
         self, labels: Any, batch: dict[str, Any], losses: Any
     ) -> tuple[Any, ...]:
-        """Token losses -> (sum of the loss's terms, its count, {metric: (sum, count)})."""
+        """Turn token losses [b, s] into (sum of the loss's terms, its count, {metric: (sum,
+        count)}).
+        """
         total, count, metrics = super()._post_compute_loss(labels, batch, losses)
         del metrics["logps"]
         return total / self.loss.times, count, metrics
@@ -126,8 +134,9 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
     # -- columns of samples
 
     def _prepare_samples(self, samples: Any) -> Any:
-        """The samples with advantages from their groups, and with log-probabilities under the model
-        before training, where these are needed. Collective.
+        """The samples with the columns that the loss needs and they lack: advantages from the
+        rewards of a group, and log-probabilities under the model before training. A stream is
+        returned unchanged. ValueError if a column cannot be computed. Collective.
         """
         if isinstance(samples, (Stream, Computed)):
             return samples
@@ -154,8 +163,8 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
         return view
 
     def _advantages(self, samples: Any) -> np.ndarray:
-        """Advantages, float64 [samples]; groups are those within one file or data set. ValueError
-        if a reward or group is missing.
+        """Advantages from rewards, float64 [samples]; a group is the samples with the same "group"
+        within one file or data set. ValueError if a reward or group is missing.
         """
         shards = getattr(samples, "shards", None)
         if shards is None:
@@ -180,8 +189,9 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
         return advantages if shards is None else advantages[samples.indices]
 
     def _rows(self, samples: Any) -> tuple[np.ndarray, np.ndarray]:
-        """(cumulative row counts int64 [samples + 1], log-probabilities float32 [trained tokens, 2]
-        under the model before training and the reference). Collective.
+        """Log-probabilities of all trained tokens before training, stored or computed now: (int64
+        [samples + 1], where each sample's tokens begin and end; float32 [trained tokens, 2], under
+        the trained model and under the reference). ValueError if training has begun. Collective.
         """
         expect(
             not self.was_trained,
@@ -216,7 +226,9 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
         return rows
 
     def _documents(self, samples: Any, start: int, stop: int) -> list[dict[str, Any]]:
-        """Samples `start` to `stop` for a Session, which computes logits as training does."""
+        """Samples `start` to `stop` for a Session, without "group". If the loss reads logits, they
+        get the configured temperature, so that the Session divides by it as training does.
+        """
         documents = [_document(samples[i]) for i in range(start, stop)]
         for document in documents:
             document.pop("group", None)
@@ -225,14 +237,16 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
         return documents
 
     def _log_probs(self, documents: list[dict[str, Any]], base: bool = False) -> list[Any]:
-        """See Session.log_probs."""
+        """Log-probabilities of the labels, float32 [n] for each document, on the CPU, by a Session
+        around the trainer's model. base: with adapters off. Collective.
+        """
         session = Session(self.model, self.args, self.tokenizer, self.backend)
         self.backend.use_timers(self.phases.timer)
         return session.log_probs(documents, base=base)
 
     def log_probabilities(self, dataset: Any) -> np.ndarray:
-        """Sums of log-probabilities with the temperatures and routes of training: see
-        McaTrainer. Collective.
+        """float64 [samples, 1, 2]: each sample's sum of log-probabilities over trained tokens, and
+        their number, on every rank. Temperatures and routes are applied as in training. Collective.
         """
         self.plan_batches(dataset, training=False)  # refuses several sets, and a stream
         samples = samples_of(dataset)
@@ -248,8 +262,9 @@ class PolicyTrainer(SampleLoss, ScoredTrainer):
 
 
 class Computed(View):
-    """A view of rollouts with the columns that PolicyTrainer computes. advantages: float64
-    [samples]; None: the samples have them.
+    """A view of rollouts that adds the columns which PolicyTrainer has computed. advantages:
+    float64 [samples]; None: the samples have them, or the loss needs none. columns: the first
+    sample's Session columns; ValueError on reading a sample with others.
     """
 
     advantages: np.ndarray | None = None
@@ -262,8 +277,9 @@ class Computed(View):
         self.document_lengths = getattr(dataset, "document_lengths", None)
 
     def use_rows(self, ends: np.ndarray, rows: np.ndarray) -> None:
-        """Add log-probabilities to the samples. ends: int64 [samples + 1], cumulative row counts.
-        rows: float32 [trained tokens, 2], under the model before training and under the reference.
+        """Let samples get their log-probabilities from `rows`, float32 [trained tokens, 2]: under
+        the model before training, and under the reference. ends: int64 [samples + 1], cumulative
+        numbers of trained tokens.
         """
         self.ends = ends
         self.rows = rows
@@ -302,7 +318,9 @@ class Computed(View):
 
 
 def _document(sample: Any) -> dict[str, Any]:
-    """The only document of a sample. ValueError if there are several."""
+    """The sample's only document, without missing values. ValueError if it has several
+    documents.
+    """
     [document, *others] = documents_of(sample)
     expect(not others, "a rollout has several documents: expected one")
     return {name: document[name] for name in document if document[name] is not None}

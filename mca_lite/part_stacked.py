@@ -149,8 +149,8 @@ def from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class ExpertSlice:
-    """One expert's tensor inside a stacked one, readable like a safetensors slice: only what is
-    indexed is read. outputs: its rows in the stacked tensor.
+    """One expert's tensor inside a stacked one, readable like a safetensors slice, without reading
+    the other experts. outputs: its rows in the stacked tensor.
     """
 
     stack: Any
