@@ -5,8 +5,7 @@ six members, which McaTrainer describes: metrics_keys, _loss_of_logits (None: cr
 _arrange, _pre_compute_loss, _post_compute_loss and _count_of_loss; around_loss may be a seventh.
 Batches come from a data collator, checked by data_batches.check_batch. Both backends follow
 megatron's contract: forward_step(iterator, model) -> (output, loss_func), and loss_func(output) ->
-(loss sum, count, metrics).
-"""
+(loss sum, count, metrics)."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -30,8 +29,7 @@ def arrange(
     backend: Any, args: Any, batch: dict[str, Any], documents_per_sample: int = 1
 ) -> dict[str, Any]:
     """Arrange a checked batch for the model: one document per row, or with sequence_packing one
-    packed row.
-    """
+    packed row."""
     if not args.sequence_packing:
         return split(batch, documents_per_sample, backend.pad_token_id)
     return pack(batch, backend.document_multiple, backend.pad_token_id, documents_per_sample)
@@ -40,11 +38,11 @@ def arrange(
 def arrange_step(
     backend: Any, objective: Any, given: list[dict[str, Any]], at_least: int = 0
 ) -> list[dict[str, Any]]:
-    """Arrange the checked batches of a step, and pad them to one length.
+    """Arrange the checked batches of a step for the model, and pad them to lengths that the layout
+    can shard: to one common length if it needs that.
 
-    at_least: number of micro-batches on other ranks; missing ones are added as fillers. Collective
-    if the layout needs one length on all ranks.
-    """
+    Micro-batches of padding are added as fillers until there are `at_least`, and a multiple that
+    the pipeline schedule needs. Collective if all ranks need one length."""
     # the pipeline schedule needs a multiple: fill up with micro-batches of padding, without loss
     count = max(len(given), at_least)
     missing = count + -count % backend.micro_batch_multiple - len(given)
@@ -61,20 +59,18 @@ def row_length(batch: dict[str, Any]) -> int:
 
 
 def to_length(backend: Any, batch: dict[str, Any], at_least: int = 0) -> dict[str, Any]:
-    """Pad an arranged batch on the right to a length that the layout can shard, `at_least`
-    or more.
-    """
+    """Pad an arranged batch on the right, to a multiple of the length that the layout can shard and
+    to `at_least` or more."""
     multiple = backend.length_multiple
     length = -(-max(at_least, row_length(batch)) // multiple) * multiple
     return pad(batch, length, backend.pad_token_id)
 
 
 def inputs_of(backend: Any, batch: dict[str, Any]) -> dict[str, Any]:
-    """The model's inputs for an arranged micro-batch: on this rank's device, sharded for its
-    context-parallel rank.
+    """The model's keyword arguments for an arranged micro-batch, on this rank's device and sharded
+    for its context-parallel rank.
 
-    Every pipeline stage needs the whole batch, for the borders of packed documents.
-    """
+    Every pipeline stage needs the whole batch, for the borders of packed documents."""
     watchdog.alive()
     if "cu_seqlens" in batch and "packed_seq_params" not in batch:
         params = packed_row(batch["cu_seqlens"], *backend.context_parallel, parallel.device())
@@ -93,11 +89,10 @@ def forward_step(
     model: Any,
     to_inputs: Callable[..., dict[str, Any]] | None = None,
 ) -> tuple[Any, Callable[..., Any]]:
-    """Run one micro-batch, the iterator's next, through one chunk of the model -> (output,
-    loss_func). This is megatron's contract, which pipeline schedules call.
+    """Run the iterator's next micro-batch through one chunk of the model -> (output, loss_func).
+    Pipeline schedules call it, as megatron's forward_step_func.
 
-    to_inputs: turns a batch into the model's inputs; None: inputs_of.
-    """
+    to_inputs: turns a batch into the model's keyword arguments; None: inputs_of."""
     batch = next(data_iterator)
     to_inputs = to_inputs or functools.partial(inputs_of, backend)
     inputs = to_inputs(batch)
@@ -113,10 +108,10 @@ def forward_step(
 
 
 def use_loss(backend: Any, objective: Any, batch: dict[str, Any] | None = None) -> None:
-    """Make the backend's model compute the objective's token loss.
+    """Make the backend's model compute the objective's loss from logits, or cross entropy if the
+    objective has none.
 
-    batch: the micro-batch, as _pre_compute_loss gets it; None outside of a step.
-    """
+    batch: the micro-batch, as _pre_compute_loss gets it; None outside of a step."""
     of_logits = objective._loss_of_logits
     if of_logits is not None:
         of_logits = functools.partial(_loss_in, batch, of_logits)
@@ -131,10 +126,10 @@ def _loss_in(
 
 
 def _with_mean(loss_func: Callable[..., Any], output: torch.Tensor) -> tuple[Any, ...]:
-    """A loss_func's results, but the logged loss is the micro-batch's mean, with a count of 1.
+    """The results of a loss_func, with the logged loss replaced by the micro-batch's mean: the pair
+    [sum, count] is divided by the count.
 
-    Under context parallelism both are this rank's shares.
-    """
+    Under context parallelism the pair is this rank's share of mean and count."""
     total, count, metrics = loss_func(output)
     return total, count, {**metrics, "loss": mean_of(metrics["loss"], count)}
 
@@ -145,8 +140,8 @@ def compute_gradients(
     forward_step: Callable[..., Any],
     micro_batches: list[dict[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Run forward and backward passes over arranged micro-batches; gradients stay in the backend.
-    -> metrics per micro-batch, [] on pipeline stages before the last. Collective.
+    """Run forward and backward passes over a step's arranged micro-batches -> metrics per
+    micro-batch, [] on pipeline stages before the last. Gradients stay in the backend. Collective.
     """
     backend.train_mode(True)
     backend.weigh_router_losses(micro_batches, objective._count_of_loss)
@@ -161,11 +156,10 @@ def measure(
     micro_batches: list[dict[str, Any]],
     chunks: Any = None,
 ) -> list[Any]:
-    """Run forward passes only, in evaluation mode -> forward_step's results per micro-batch; [] on
-    pipeline stages before the last.
+    """Run forward passes over micro-batches, in evaluation mode and without gradients -> the third
+    result of each loss_func; [] on pipeline stages before the last.
 
-    chunks: the chunks to run; None: the trained model's. Collective.
-    """
+    chunks: the chunks to run; None: the trained model's. Training mode is restored. Collective."""
     running = chunks or backend.chunks
     in_training = [chunk for chunk in running if chunk.training]
     for chunk in in_training:
@@ -185,8 +179,7 @@ def collecting(
     """A forward_step for measure(), whose results are collect(inputs, batch, output).
 
     output: token losses by cross entropy, or logits if to_inputs(batch) has no labels. batch: its
-    loss columns are those of this rank.
-    """
+    loss columns are those of this rank."""
 
     def forward_step(
         data_iterator: Iterator[dict[str, Any]], model: Any
@@ -206,9 +199,9 @@ def collecting(
 
 
 def scattered(backend: Any, found: list[tuple[Any, Any]], zeros: torch.Tensor) -> torch.Tensor:
-    """Values of all ranks in one CPU tensor: zeros [rows, ...], with `values` at the row indices.
-    found: [(row indices, values)] of this rank. Each row comes from one rank only. Collective.
-    """
+    """Combine rows that ranks computed into one CPU tensor on every rank. zeros: [rows, ...],
+    filled in place. found: [(row indices, values)] of this rank; each row must come from one data-
+    or context-parallel rank only. Collective."""
     for numbers, values in found:
         zeros[numbers] = values
     return backend.reduce(zeros.flatten()).view(zeros.shape).cpu()
@@ -218,9 +211,11 @@ def scattered(backend: Any, found: list[tuple[Any, Any]], zeros: torch.Tensor) -
 
 
 def sum_losses(backend: Any, labels: Any, losses: torch.Tensor) -> tuple[Any, ...]:
-    """Token losses [b, s] -> (their sum, number of trained tokens int32, {"loss": (sum, tokens)}).
-    See McaTrainer._post_compute_loss.
-    """
+    """Token losses [b, s] -> (loss to differentiate, number of trained tokens int32, {"loss": [sum,
+    tokens]}).
+
+    The loss is their sum plus the weighted multi-token prediction losses, scaled for the backend's
+    mean over micro-batches and context-parallel ranks. The logged pair is this rank's, unscaled."""
     metrics = {}
     more = 0.0
     if not isinstance(labels, torch.Tensor):  # part_mtp.Targets
@@ -237,14 +232,13 @@ def sum_losses(backend: Any, labels: Any, losses: torch.Tensor) -> tuple[Any, ..
 
 
 def count_labels(batch: dict[str, Any]) -> int:
-    """Number of trained tokens in a whole micro-batch: the count that sum_losses gives."""
+    """Number of trained tokens in the whole rows of a micro-batch."""
     return int((batch["labels"] != IGNORE_INDEX).sum())
 
 
 def new_numbers(objective: Any, metrics: Sequence[dict[str, Any]] = ()) -> Numbers:
-    """The Numbers for an objective's metrics, summed over micro-batches. metrics: their (sum,
-    count) pairs.
-    """
+    """The Numbers for an objective's metrics, on this rank's device, with the sums of
+    micro-batches' `metrics` and all counts 0."""
     return Numbers.zeros(objective.metrics_keys, parallel.device()).add_metrics(metrics)
 
 
@@ -252,10 +246,10 @@ def new_numbers(objective: Any, metrics: Sequence[dict[str, Any]] = ()) -> Numbe
 
 
 def save_model(backend: Any, args: Any, folder: Path, tokenizer: Any = None) -> None:
-    """Write the trained model, or its adapters in PEFT's format, and the tokenizer. Collective.
+    """Write the trained model and the tokenizer to a folder. Collective.
 
-    With save_hf_model in Hugging Face's format, otherwise as a checkpoint of the weights.
-    """
+    With save_hf_model in Hugging Face's format, or for adapters in PEFT's format alone. Otherwise
+    as a checkpoint of the weights."""
     if args.save_hf_model:
         backend.export_hf(folder, args.max_shard_size)
     else:
@@ -264,7 +258,8 @@ def save_model(backend: Any, args: Any, folder: Path, tokenizer: Any = None) -> 
 
 
 def save_tokenizer(folder: Path, tokenizer: Any = None) -> None:
-    """Write the tokenizer's files, if there is one. Collective."""
+    """Write the tokenizer's files on the main rank, if there is a tokenizer; files of other names
+    stay. Collective."""
     if tokenizer is not None and parallel.is_main():
         with replacing(folder) as beside:
             tokenizer.save_pretrained(beside)

@@ -2,8 +2,7 @@
 
 A trainer is also the objective of its steps (step.py), and subclasses override its hooks. A metric
 is a (sum, count) pair; pairs are summed over micro-batches, ranks and steps, and divided when
-shown.
-"""
+shown."""
 
 import functools
 import math
@@ -85,12 +84,13 @@ __path__: list[str] = []  # makes mcore_adapter's paths, such as mca_lite.traine
 
 
 def __getattr__(name: str) -> Any:
-    """The package's public names, since mcore_adapter's package of this name has DPOTrainer."""
+    """Look up a name that this module lacks, such as DPOTrainer, among the package's public names:
+    mcore_adapter exports its trainers from `mcore_adapter.trainer`."""
     return sys.modules[__package__].__getattr__(name)
 
 
 class McaTrainer(OtherNames):
-    """Trains a model on a dataset.
+    """The training loop: trains a model on a dataset, with megatron-core or plain torch.
 
     model: VirtualModels (megatron backend) or a transformers model (torch backend).
     args: TrainingArguments.
@@ -98,19 +98,20 @@ class McaTrainer(OtherNames):
     it.
     data_collator: list of samples -> {"input_ids", "labels", "attention_mask"} [b, s]. Labels are
     already shifted (labels[t] is the target of position t); rows are padded on the right. None:
-    pads samples {"input_ids", "labels"} with shifted labels.
+    samples of {"input_ids", "labels"} are padded; their labels must be shifted too.
     train_dataset, eval_dataset: map-style; for training also a Stream; for evaluation also a dict
-    of datasets.
-    callbacks: of this package or transformers, instances or classes.
+    of datasets. shuffle: shuffle a map-style training set.
+    callbacks: of this package or transformers, instances or classes. summary: further sections for
+    the start summary.
     optimizers: torch backend only: (a torch optimizer over the model's trained parameters, its
-    scheduler or None). compute_metrics(EvalPrediction): returns {name: number}, from the results of
+    scheduler or None).
+    compute_metrics(EvalPrediction): returns {name: number}, from the results of
     preprocess_logits_for_metrics(logits, labels) for each sample. As in transformers, position t of
     the labels is predicted by t - 1.
     backend: replaces the one made for the model.
 
     TypeError for a model, arguments or callback of another type, and for a subclass that overrides
-    a method which is never called, or called with other arguments.
-    """
+    a method which is never called, or which is called with other arguments."""
 
     metrics_keys = ["loss"]
     documents_per_sample = 1
@@ -189,14 +190,15 @@ class McaTrainer(OtherNames):
     # -- the loop
 
     def train(self, resume_from_checkpoint: str | bool | None = None) -> TrainOutput:
-        """Train to max_steps or num_train_epochs -> (global_step, mean loss per trained token,
-        metrics). Every rank must call it, with as many samples in train_dataset.
+        """Train until max_steps or num_train_epochs, or until a callback stops the run ->
+        (global_step, mean loss over the steps made now, {"train_loss", "train_runtime" in
+        seconds}). Every rank must call it, with equally many training samples.
 
-        resume_from_checkpoint: a path; True or "auto" for the newest complete checkpoint in
-        output_dir, if any; None: the value in args. OutputFolderError if another run uses
-        output_dir, or a node does not see it. After SIGTERM, SIGINT or SIGUSR1 on any rank, all
-        ranks finish the step, save, and raise Interrupted, a SystemExit with callbacks.EXIT_CODE.
-        """
+        resume_from_checkpoint: a path; True or "auto": the newest intact checkpoint in output_dir,
+        if there is any; False: start anew; None: args.resume_from_checkpoint. OutputFolderError if
+        another run uses output_dir, or if the nodes do not share it. After SIGTERM, SIGINT or
+        SIGUSR1 on any rank, all ranks finish the step, save a checkpoint, and raise Interrupted, a
+        SystemExit with callbacks.EXIT_CODE."""
         args = self.args
         with (
             mcore.quiet(),
@@ -208,7 +210,8 @@ class McaTrainer(OtherNames):
             return self._train(resume_from_checkpoint)
 
     def _train(self, resume_from_checkpoint: str | bool | None) -> TrainOutput:
-        """The loop of train(), inside the contexts that train() enters."""
+        """The body of train(): prepare, run the steps, end the run. train() wraps it in the
+        watchdog, the output folder's lock and the signal handlers."""
         plan = self._prepare_train_loop(resume_from_checkpoint)
         started = time.perf_counter()
         batches = None
@@ -240,15 +243,14 @@ class McaTrainer(OtherNames):
     def training_step(
         self, models: Any, data_iterator: Iterable[dict[str, Any]], seq_length: int
     ) -> tuple[Any, ...]:
-        """One optimizer step over the micro-batches of `data_iterator`, which may come from
-        get_train_dataloader().
+        """One optimizer step over all micro-batches of `data_iterator`, collated or already
+        arranged.
 
-        -> (mean loss per token over this rank's micro-batches, metrics of each micro-batch, 1 if
-        the update was skipped else 0, gradient norm before clipping, number of zeros in the
-        gradient or None). On pipeline stages before the last, the loss is 0 and metrics are [].
-        Outside train(), the first step makes optimizer and schedule. Collective: pipeline schedule,
-        gradient reduction and optimizer.
-        """
+        -> (mean loss over this rank's micro-batches, metrics of each micro-batch, 1 if the update
+        was skipped else 0, gradient norm before clipping, number of zeros in the gradient or None).
+        On pipeline stages before the last, the loss is 0 and metrics are []. `models` and
+        `seq_length` have no effect. Makes the optimizer and schedule if there are none. Collective:
+        pipeline schedule, gradient reduction and optimizer."""
         self._prepare_updates()
         self.was_trained = True
         micro_batches = list(data_iterator)
@@ -274,89 +276,94 @@ class McaTrainer(OtherNames):
     # -- the objective
 
     def forward_step(self, data_iterator: Iterator[Any], model: Any) -> tuple[Any, Any]:
-        """megatron's contract: run one micro-batch through one chunk -> (output, loss_func)."""
+        """Run the iterator's next micro-batch through one chunk of the model -> (output,
+        loss_func). The backend's schedule calls it, as megatron's schedules call a
+        forward_step_func."""
         output, loss_func = forward_step(
             self.backend, self.args, self, data_iterator, model, self.inputs_of
         )
         return output, self.guard.mark(loss_func)
 
     def prepared(self, micro_batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """A step's arranged micro-batches, with the columns that this trainer adds. Collective."""
+        """A step's arranged micro-batches, with the columns that _prepare_micro_batches adds, such
+        as log-probabilities of a reference model. All ranks must call it."""
         return self._prepare_micro_batches(micro_batches, row_length(micro_batches[0]))
 
     def _prepare_micro_batches(
         self, micro_batches: list[dict[str, Any]], seq_length: int
     ) -> list[dict[str, Any]]:
-        """Hook: the micro-batches of a training or evaluation step, with columns added, before they
-        run. All ranks call it, so that collectives match.
+        """Hook: add columns to the micro-batches of a training or evaluation step before they run
+        -> the micro-batches. All ranks call it, so it may use collectives or run a second model
+        forward.
 
-        micro_batches: arranged batches in host memory, padded to seq_length: labels int64 [b, s],
-        IGNORE_INDEX where there is no loss; padding_mask; cu_seqlens for packed rows. An added
-        column must be registered. It has shape [b, s] for tokens, or [n] for real documents or
-        samples. It is sharded like the tokens, and arrives on the rank's device in the `batch` of
-        _pre_compute_loss. Rows may be returned in another length, equal in all batches. A second
-        model may run here, forward only.
-        """
+        micro_batches: arranged batches in host memory: labels int64 [b, s], IGNORE_INDEX where
+        there is no loss; padding_mask, True for padding; cu_seqlens for packed rows. seq_length:
+        the first one's s. If the layout needs it, all have this length, and must keep one common
+        length. An added column must be registered (register_column): [b, s] for tokens, or [n] for
+        real documents or samples. _pre_compute_loss gets it in `batch`, on the rank's device, with
+        a column of tokens sharded as the tokens are."""
         return micro_batches
 
     def _pre_compute_loss(self, batch: dict[str, Any], inputs: dict[str, Any], *more: Any) -> Any:
-        """Hook: the loss_func of a micro-batch, on every pipeline stage.
+        """Hook: make the loss_func(output) of a micro-batch. Called on every pipeline stage.
 
-        batch: whole rows, with this rank's part of loss columns (register_column). inputs: the
-        model's inputs. more: passed to _post_compute_loss between labels and losses.
-        """
+        batch: whole rows, except for loss columns (register_column), which hold this rank's part.
+        inputs: the model's inputs. more: passed to _post_compute_loss between labels and losses."""
         return functools.partial(self._post_compute_loss, inputs["labels"], *more)
 
     def inputs_of(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The model's inputs for an arranged micro-batch on this rank; see step.inputs_of."""
+        """The model's keyword arguments for an arranged micro-batch, on this rank's device and
+        sharded for its context-parallel rank; see step.inputs_of."""
         return inputs_of(self.backend, batch)
 
     def _post_compute_loss(self, labels: Any, losses: torch.Tensor) -> tuple[Any, ...]:
-        """Hook: token losses [b, s] -> (their sum, number of trained tokens int32, {"loss": (sum,
-        tokens)}).
+        """Hook: token losses [b, s] of this rank -> (the loss to differentiate, number of trained
+        tokens int32, {"loss": [sum, tokens]}). The loss is the sum over trained tokens, scaled as
+        step.sum_losses says.
 
         With multi-token prediction, labels are part_mtp.Targets, losses [b, s, 1 + layers], and
-        "mtp_loss" is another metric.
-        """
+        "mtp_loss" is another metric."""
         self.terms = (labels, losses.detach())
         return sum_losses(self.backend, labels, losses)
 
     def _count_of_loss(self, batch: dict[str, Any]) -> float:
-        """Hook: the count that _post_compute_loss will return, for a whole micro-batch."""
+        """Hook: the count by which a micro-batch's loss is divided, as _post_compute_loss will
+        return it, but for whole rows. It is needed before the forward pass, to weight router
+        losses."""
         return count_labels(batch)
 
     # -- data
 
     def _prepare_samples(self, samples: Any) -> Any:
-        """Hook: a view of the samples with columns computed by this objective, before the first
-        pass over them; prepared samples are returned unchanged. Collective.
-        """
+        """Hook: add columns that this objective computes before training, such as the
+        log-probabilities of a cached reference model, to a dataset -> a view with them. A dataset
+        prepared before is returned unchanged. All ranks call it."""
         return samples
 
     def _prepared(self, dataset: Any) -> Any:
-        """The dataset, or each in a dict of datasets, with prepared samples. Collective."""
+        """The dataset, or each in a dict of datasets, after _prepare_samples; None stays None. All
+        ranks must call it."""
         if isinstance(dataset, dict):
             return {name: self._prepared(part) for name, part in dataset.items()}
         return None if dataset is None else with_samples(dataset, self._prepare_samples)
 
     def _prepare_datasets(self, *names: str) -> None:
-        """Prepare the attributes of these names (train_dataset, eval_dataset), in place.
-        Collective.
-        """
+        """Call _prepare_samples for the datasets in these attributes (train_dataset, eval_dataset),
+        and set the attributes to the results. All ranks must call it."""
         for name in names:
             setattr(self, name, self._prepared(getattr(self, name)))
 
     def get_train_dataloader(self) -> Any:
-        """A DataLoader of this data-parallel rank's micro-batches, for all epochs. Collective if
-        the objective computes columns.
-        """
+        """A DataLoader over this data-parallel rank's training micro-batches, one after another,
+        without an end. All ranks must call it: the objective may compute columns first."""
         self._prepare_datasets("train_dataset")
         return self._train_loader(self.plan_batches(self.train_dataset), 0, 0)
 
     def plan_batches(self, dataset: Any, training: bool = True) -> BatchPlan:
-        """Plan which samples are in which micro-batch on each rank. ValueError if the dataset has
-        no length, or a document is too long for the model.
-        """
+        """Plan which samples each data-parallel rank runs in which micro-batch -> the BatchPlan.
+        ValueError for a dataset without a length, unless it is a training Stream and max_steps is
+        set; for a dict of datasets; and for a document longer than the model's positions, if the
+        dataset knows its lengths."""
         args = self.args
         streams = training and isinstance(dataset, Stream)
         name = "train_dataset" if training else "eval_dataset"
@@ -389,9 +396,9 @@ class McaTrainer(OtherNames):
         )
 
     def _costs(self, dataset: Any) -> np.ndarray | None:
-        """Cost of each sample, from its work and the model's sizes; from attention only if the
-        sizes are unknown. None if the dataset has no `work`.
-        """
+        """Estimated cost of a forward pass for each sample, by which BatchPlan balances ranks:
+        multiplications, or sums of squared document lengths if the model's sizes are unknown. None
+        if the dataset has no `work`."""
         work = getattr(dataset, "work", None)
         if work is None:
             return None
@@ -400,9 +407,8 @@ class McaTrainer(OtherNames):
         return squares if sizes is None else sizes.cost(tokens, squares)
 
     def _train_loader(self, plan: BatchPlan, epoch: int, step: int) -> Any:
-        """The DataLoader of micro-batches from step `step` of epoch `epoch` on; for a Stream, from
-        state.data_position on, whatever epoch and step are.
-        """
+        """A DataLoader over this rank's training micro-batches, from step `step` of epoch `epoch`
+        on. A Stream goes on from state.data_position instead."""
         workers = self.args.dataloader_num_workers
         dataset = self.train_dataset
         if isinstance(dataset, Stream):
@@ -413,9 +419,9 @@ class McaTrainer(OtherNames):
     def read_step(
         self, loader: Iterator[dict[str, Any]], plan: BatchPlan, step: int
     ) -> tuple[list[dict[str, Any]], int, Numbers]:
-        """Read and arrange a step -> (this rank's micro-batches, padded to one length; that length;
-        the step's Numbers with its counts). Collective if the layout needs one length on all ranks.
-        """
+        """Read and arrange the micro-batches of a step -> (this rank's micro-batches, the first
+        one's row length, Numbers with the step's token counts). Micro-batches get one length if the
+        layout needs it, which may take a collective."""
         watchdog.note("reading data", self.state.global_step)
         with self.phases.of["data"]:
             batches = [next(loader) for _ in range(plan.num_micro_batches(step))]
@@ -432,9 +438,11 @@ class McaTrainer(OtherNames):
         return batches, row_length(batches[0]), numbers
 
     def look_ahead(self, plan: BatchPlan) -> Iterator[dict[str, Any]]:
-        """Yield this rank's next arranged micro-batches of this epoch, each padded by itself, and
-        change no state. Yields none if data might change by being read twice, and no pictures.
-        """
+        """Yield this rank's next arranged micro-batches up to the end of the epoch, each padded by
+        itself, without changing the trainer's state. cuDNN graphs are built ahead for their sizes.
+
+        Yields nothing if a user's dataset class or collator might give other data when read again,
+        or if the model takes inputs other than text."""
         samples = self.train_dataset
         is_same = isinstance(samples, list) or hasattr(samples_of(samples), "document_lengths")
         if not is_same or type(self.data_collator) is not Collator or self.limits.has_inputs:
@@ -446,9 +454,8 @@ class McaTrainer(OtherNames):
             yield to_length(self.backend, self._arrange(checked))
 
     def _checked(self, batches: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Check the data collator's batches -> the batches. ValueError for wrong shapes, ids or
-        columns.
-        """
+        """Check the data collator's batches with check_batch -> the batches with missing columns
+        added. ValueError for wrong shapes, token ids or columns."""
         # if so, attention_mask numbers the documents of a row
         numbered = self.args.sequence_packing or self.documents_per_sample > 1
         unread = vars(type(self)).get("unread_columns", ())
@@ -457,22 +464,21 @@ class McaTrainer(OtherNames):
     def _count(
         self, batches: list[dict[str, Any]], arranged: list[dict[str, Any]]
     ) -> tuple[Any, ...]:
-        """(*sums of count_tokens over the checked batches, number of positions in the arranged
-        rows).
-        """
+        """A step's counts on this rank: (*sums of count_tokens over the checked batches, number of
+        positions in the arranged rows, with padding)."""
         counts = zip(*map(count_tokens, batches), strict=True)
         return *map(sum, counts), sum(batch["input_ids"].numel() for batch in arranged)
 
     def _arrange(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Hook: arrange a checked batch for the model; see step.arrange."""
+        """Hook: arrange a checked batch for the model: one document per row, or with
+        sequence_packing one packed row; see step.arrange."""
         return arrange(self.backend, self.args, batch, self.documents_per_sample)
 
     # -- around a step
 
     def _prepare_train_loop(self, resume_from_checkpoint: str | bool | None) -> BatchPlan:
-        """Prepare data, optimizer, state and log for train(); load a checkpoint -> the BatchPlan.
-        Collective.
-        """
+        """Prepare train(): data, optimizer, schedule, state and log; load the checkpoint to resume
+        from, if any -> the BatchPlan. Collective."""
         args = self.args
         # before a checkpoint is loaded, because a cached reference is the model before training
         self._prepare_datasets("train_dataset", "eval_dataset")
@@ -500,7 +506,7 @@ class McaTrainer(OtherNames):
         return plan
 
     def _prepare_updates(self) -> None:
-        """Make the optimizer and the schedule if they do not exist."""
+        """Make the optimizer and the learning-rate schedule, each only if there is none."""
         if self.optimizer is None:
             self.create_optimizer()
         if self.lr_scheduler is None:
@@ -511,20 +517,23 @@ class McaTrainer(OtherNames):
             self.create_scheduler(steps)
 
     def create_optimizer(self) -> Any:
-        """Hook: make the optimizer, or take the user's -> the optimizer."""
+        """Hook: set `optimizer` to the one that the user passed, otherwise to a new one -> the
+        optimizer."""
         self.optimizer = self._given[0] or self.backend.create_optimizer()
         self.backend.optimizer = self.optimizer
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Hook: make the learning-rate schedule, or take the user's -> the schedule."""
+        """Hook: set `lr_scheduler` to the one that the user passed, otherwise to a new schedule
+        over num_training_steps -> the schedule."""
         self.lr_scheduler = self._given[1] or get_megatron_lr_scheduler(
             self.args, num_training_steps, optimizer or self.optimizer
         )
         return self.lr_scheduler
 
     def notify(self, event: str, **kwargs: Any) -> None:
-        """Call the method named `event` of each callback."""
+        """Call the method named `event`, such as "on_step_end", of each callback. A result other
+        than None replaces `control`."""
         kwargs.update(self.loaders, trainer=self, model=self.model, processing_class=self.tokenizer)
         kwargs.update(optimizer=self.optimizer, lr_scheduler=self.lr_scheduler)
         with self.phases.of["callbacks"]:
@@ -547,7 +556,7 @@ class McaTrainer(OtherNames):
         return None
 
     def remove_callback(self, callback: Any) -> None:
-        """Remove a callback, or the first one of a class."""
+        """Remove a callback, or the first one of a class, if there is one."""
         self.pop_callback(callback)
 
     # -- between steps. All of it is collective: one small all-reduce combines the flags and signals
@@ -561,7 +570,8 @@ class McaTrainer(OtherNames):
     }
 
     def _begin_step(self, epoch_begins: bool) -> None:
-        """Clear the flags of the previous step, and notify the callbacks."""
+        """Clear the flags of the previous step, notify the callbacks, and start the step's
+        clock."""
         if epoch_begins:
             self.control.should_epoch_stop = False
             self.notify("on_epoch_begin")
@@ -571,10 +581,8 @@ class McaTrainer(OtherNames):
         self.throughput.start()
 
     def _end_step(self) -> None:
-        """After a step was counted: log, evaluate, save and react to signals, if it is time.
-
-        Raises Interrupted after a signal.
-        """
+        """After a step was counted: log, evaluate and save if it is time. Raises Interrupted after
+        a signal on any rank."""
         state = self.state
         watchdog.note(watchdog.BETWEEN_STEPS, state.global_step)
         if self.guard.steps % STEPS_PER_LOOK == 1:
@@ -592,12 +600,11 @@ class McaTrainer(OtherNames):
             self._act()
 
     def _agree(self) -> list[int]:
-        """Combine flags, signals and phases of all ranks -> [a signal or 0, 1 if any rank is
-        writing a checkpoint]. Collective.
+        """Take the maximum over ranks of flags, signals and phase times -> [number of a received
+        signal or 0, 1 if any rank is still writing a checkpoint, else 0]. Collective.
 
-        A flag set on any rank is set on all. If an epoch is stopped, its remaining steps count as
-        left out.
-        """
+        A flag set on any rank is then set on all. If a callback stopped the epoch, its remaining
+        steps are added to state.left_out_steps."""
         flags = [getattr(self.control, name) for name in FLAGS]
         signal, is_writing, *largest = parallel.largest(
             self.signals.received,
@@ -613,7 +620,8 @@ class McaTrainer(OtherNames):
         return [signal, is_writing]
 
     def _act(self) -> list[str]:
-        """Do what the flags and signals of any rank ask for -> the flags that were set."""
+        """Log, evaluate and save as the flags of any rank ask, finish a written checkpoint, and
+        raise Interrupted after a signal on any rank -> the flags that were set."""
         done = []
         signal, is_writing = self._agree()
         for flag, action in self._ACTIONS.items():
@@ -632,7 +640,8 @@ class McaTrainer(OtherNames):
         return done
 
     def _log_step(self) -> None:
-        """Log the steps since the last line, if there are any."""
+        """Notify callbacks of a log line about the steps since the last line, if there are any.
+        Collective for a model with experts."""
         of_routers = self.backend.router_statistics()
         numbers = self.sums.take()
         if not numbers:
@@ -655,17 +664,16 @@ class McaTrainer(OtherNames):
         self.notify("on_log", logs=logs)
 
     def _evaluate_step(self) -> None:
-        """Evaluate, if there is an evaluation set."""
+        """Evaluate, if there is an evaluation set. NotFiniteError if its loss is not finite."""
         if self.eval_dataset is not None:
             self.guard.check_evaluation(self.evaluate())
 
     def _save_step(self) -> None:
-        """Save a checkpoint of this step.
+        """Save a checkpoint of this step, after finishing the one before.
 
-        With async_save, a checkpoint gets its final name at the end of the first step by which all
-        ranks have written. So a crash costs at most one interval, plus the steps made during a
-        write.
-        """
+        With async_save, a checkpoint gets its final name after the first step by which all ranks
+        have written their files. So a crash costs at most one interval, plus the steps made during
+        a write."""
         self.checkpoints.finish()
         watchdog.note(watchdog.SAVING)
         self.guard.check_weights(f"after step {self.state.global_step}, before it is saved")
@@ -675,7 +683,8 @@ class McaTrainer(OtherNames):
             self.checkpoints.finish()
 
     def _interrupt(self, signal: int) -> None:
-        """After a signal on any rank: save the run and raise Interrupted."""
+        """After a signal on any rank: save a checkpoint, unless this step has one, and raise
+        Interrupted."""
         step = self.state.global_step
         if self.checkpoints.written_step != step:
             self._save_step()
@@ -690,10 +699,10 @@ class McaTrainer(OtherNames):
         raise stop
 
     def stop_after_signal(self, where: str) -> None:
-        """Raise Interrupted, if there was a signal, between two parts of a pass before training,
-        which may take longer than a scheduler's grace period. where: the pass, and from where it
-        resumes. Collective.
-        """
+        """Raise Interrupted if any rank has received a signal. Passes over the data before
+        training, such as a reference's log-probabilities, call it in between, because they may
+        outlast a scheduler's grace period. where: text that names the pass and how it resumes.
+        Collective."""
         [number] = parallel.largest(self.signals.received)
         if number:
             stop = Interrupted(number, self.state.global_step)
@@ -701,7 +710,8 @@ class McaTrainer(OtherNames):
             raise stop
 
     def _complete_state(self) -> None:
-        """Copy numbers kept by other objects into the state."""
+        """Copy the callbacks' states and the sums since the last log line into the state, before it
+        is saved."""
         self.state.stateful_callbacks = export_states(self.callbacks)
         sums = self.sums.to_record()
         self.state.log_sums = sums and {**sums, "routers": self.backend.router_sums()}
@@ -715,9 +725,9 @@ class McaTrainer(OtherNames):
             self.state.save(folder / TRAINER_STATE_NAME)
 
     def _end_run(self, seconds: float) -> TrainOutput:
-        """After the last step: finish a checkpoint, load the best one if asked, store the state.
-        seconds: the run's time.
-        """
+        """After the last step: finish a pending checkpoint, load the best one with
+        load_best_model_at_end, and store the state -> the result of train(). seconds: the run's
+        time."""
         self._sent = None
         self.checkpoints.finish()
         watchdog.note(watchdog.ENDING)
@@ -739,9 +749,8 @@ class McaTrainer(OtherNames):
     def evaluate(
         self, eval_dataset: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
-        """Metrics over a whole dataset (None: eval_dataset), as sum / count over all ranks. For a
-        dict of datasets, also each one's metrics, named <prefix>_<name>_<metric>. Collective.
-        """
+        """Metrics over a whole dataset (None: eval_dataset) and all ranks: {"eval_loss": 1.23}. For
+        a dict of datasets, also each one's metrics, named <prefix>_<name>_<metric>. Collective."""
         dataset = self._prepared(eval_dataset)
         if dataset is None:
             self._prepare_datasets("eval_dataset")
@@ -755,15 +764,12 @@ class McaTrainer(OtherNames):
         metric_key_prefix: str = "test",
     ) -> PredictionOutput:
         """Each sample's summed log-probability and number of trained tokens, in dataset order, and
-        metrics, on every rank: a PredictionOutput, with transformers' names. ignore_keys has no
-        effect. Collective.
-        """
+        metrics, as a PredictionOutput on every rank. ignore_keys has no effect. Collective."""
         return self.evaluator.predict(test_dataset, metric_key_prefix)
 
     def log_probabilities(self, dataset: Any) -> np.ndarray:
         """Hook: float64 [samples, documents per sample, 2] on every rank: each document's sum of
-        log-probabilities over trained tokens, and their number. Collective.
-        """
+        log-probabilities over trained tokens, and their number. Collective."""
         return self.evaluator.log_probabilities(dataset)
 
     def evaluation_loop(
@@ -774,9 +780,9 @@ class McaTrainer(OtherNames):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """Run forward over a loader like get_train_dataloader()'s -> metrics and number of samples.
-        Collective.
-        """
+        """Run forward over a loader made by make_loader, as get_train_dataloader() makes them for a
+        map-style dataset -> metrics over all ranks, and number of samples. `description`,
+        `prediction_loss_only` and `ignore_keys` have no effect. Collective."""
         return self.evaluator.run_loop(dataloader, metric_key_prefix)
 
     def prediction_records(self, predictions: Any) -> Iterator[dict[str, Any]]:
@@ -790,61 +796,56 @@ class McaTrainer(OtherNames):
         return {}
 
     def check_objective(self, facts: dict[str, Any], folder: Path) -> None:
-        """Hook: raise CheckpointError if a checkpoint with these facts cannot be resumed by this
-        run.
-        """
+        """Hook: raise CheckpointError if this run cannot resume a checkpoint saved with these
+        objective_facts()."""
 
     def _load_from_checkpoint(
         self, resume_from_checkpoint: str | bool | None, model: Any = None
     ) -> None:
-        """Load weights, optimizer, schedule, random states and data position from a checkpoint.
-        Collective.
-        """
+        """Resume from a checkpoint, if there is one: load weights, optimizer, schedule, random
+        states and data position. `model` has no effect. Collective."""
         self.checkpoints.resume(resume_from_checkpoint)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the trained model and the tokenizer to output_dir (None: args.output_dir). Every
-        rank must call it. Collective.
+        rank must call it.
 
-        Adapters are written alone, in PEFT's format. A model is written in Hugging Face's format
-        with save_hf_model, otherwise as a checkpoint of the weights.
-        """
+        With save_hf_model in Hugging Face's format, or for adapters in PEFT's format without the
+        base model. Otherwise as a checkpoint of the weights."""
         folder = Path(output_dir or self.args.output_dir)
         save_model(self.backend, self.args, folder, self.tokenizer)
 
     def save_merged_model(self, output_dir: str | None = None) -> None:
         """Write the model with its adapters merged, in Hugging Face's format, and the tokenizer.
-        output_dir None: args.output_dir/merged. Every rank must call it. Collective.
-        """
+        output_dir None: args.output_dir/merged. Every rank must call it."""
         folder = Path(output_dir or Path(self.args.output_dir) / "merged")
         self.backend.export_merged(folder, self.args.max_shard_size)
         self.save_tokenizer(folder)
 
     def save_tokenizer(self, folder: Path) -> None:
-        """Write the tokenizer's files, if there is one. Collective."""
+        """Write the tokenizer's files to `folder`, if there is a tokenizer. Every rank must call
+        it."""
         save_tokenizer(folder, self.tokenizer)
 
     # -- hooks for a run of the command line; `arguments` is RunArguments
 
     @classmethod
     def forward_passes(cls, keys: Any) -> tuple[int, int]:
-        """Hook: (extra forward passes of the model per step, forward passes of the second model).
-        keys: RunArguments or train_config.
-        """
+        """Hook: (extra forward passes of the trained model per step, forward passes of the second
+        model), for counting FLOPs. keys: RunArguments or train_config."""
         return 0, 1
 
     @classmethod
     def second_model_folder(cls, arguments: Any, planned: Any) -> Path | None:
-        """Hook: the folder of the objective's second model; None without one. planned: the trained
-        model's run.PlannedModel. ValueError, before ranks meet, for models that cannot be trained.
-        """
+        """Hook: the folder of the objective's second model, such as a teacher; None: there is none.
+        planned: the trained model's run.PlannedModel. ValueError for keys or models that do not
+        fit."""
         return None
 
     @classmethod
     def check_second_model(cls, arguments: Any, first: Any, second: Any, tokenizer: Any) -> None:
-        """Hook: raise ConfigError if the second model does not fit the first. Both are
-        run.PlannedModels.
-        """
+        """Hook: raise ConfigError if the second model does not fit the first; here, if their
+        vocabularies have different sizes. first, second: run.PlannedModels."""
         if second.old_vocab_size != first.old_vocab_size:
             reason = f"a vocabulary of {second.old_vocab_size} tokens, not {first.old_vocab_size}"
             refuse("ref_model", str(second.folder), reason, "a model that reads the same tokens")
@@ -856,7 +857,6 @@ class McaTrainer(OtherNames):
 
     @classmethod
     def own_keywords(cls, arguments: Any, second_model: Any) -> dict[str, Any]:
-        """Hook: the constructor's arguments beyond McaTrainer's. second_model: a function that
-        builds it, or None.
-        """
+        """Hook: arguments for the constructor beyond McaTrainer's. second_model: a function that
+        builds the second model, or None if there is none."""
         return {}

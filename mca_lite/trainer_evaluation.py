@@ -1,8 +1,7 @@
 """Forward passes over a dataset: metrics, and log-probabilities of samples.
 
 A sample is one document, or a pair. There is one result per sample, at its index in the dataset:
-packs are unpacked, and neither the layout nor the order of computation matters.
-"""
+packs are unpacked, and neither the layout nor the order of computation matters."""
 
 import functools
 import itertools
@@ -31,8 +30,7 @@ class PredictionOutput(NamedTuple):
     predictions: float64 [samples, 2]: the sum of log-probabilities of a sample's trained tokens,
     and their number. For pairs [samples, 2, 2], chosen before rejected.
     label_ids: None, because tokens are not gathered.
-    metrics: {name with prefix: value over the whole dataset}.
-    """
+    metrics: {name with prefix: value over the whole dataset}."""
 
     predictions: np.ndarray
     label_ids: None
@@ -40,14 +38,17 @@ class PredictionOutput(NamedTuple):
 
 
 class Evaluator:
-    """Forward passes for one trainer. Every method except check() is collective."""
+    """Runs the evaluation and prediction passes of one trainer. All ranks must call its methods
+    alike."""
 
     def __init__(self, trainer: Any):
         self.trainer = trainer
         self.backend = trainer.backend
 
     def check(self) -> None:
-        """Raise ValueError for metrics that an evaluation cannot compute."""
+        """Raise ValueError if the trainer is set up for metrics that an evaluation cannot compute:
+        an unknown metric_for_best_model, unusable compute_metrics, or predict_with_generate without
+        an Answers callback."""
         trainer = self.trainer
         compute = trainer.compute_metrics
         if not (compute is trainer.preprocess_logits_for_metrics is None):
@@ -69,9 +70,9 @@ class Evaluator:
     # -- metrics
 
     def evaluate(self, dataset: Any, prefix: str) -> dict[str, float]:
-        """Metrics over the whole dataset, named <prefix>_<metric>. For a dict, over all its sets,
-        and for each set named <prefix>_<set>_<metric>.
-        """
+        """Compute, log and return metrics over a whole dataset: {"<prefix>_<metric>": value}. For a
+        dict of datasets: metrics over all sets together, without those of compute_metrics, and each
+        set's metrics, named <prefix>_<set>_<metric>."""
         trainer = self.trainer
         if isinstance(dataset, dict):
             parts = [self._measure(part, f"{prefix}_{name}") for name, part in dataset.items()]
@@ -87,7 +88,8 @@ class Evaluator:
         return metrics
 
     def _measure(self, dataset: Any, prefix: str) -> EvalLoopOutput:
-        """Metrics of one dataset, including those of generated answers and of compute_metrics."""
+        """Evaluate one dataset: metrics of the loss, of compute_metrics and of generated answers,
+        as an EvalLoopOutput."""
         trainer = self.trainer
         loop = trainer.evaluation_loop(
             self._loader_of(dataset), "evaluation", metric_key_prefix=prefix
@@ -102,7 +104,8 @@ class Evaluator:
 
     @torch.no_grad()
     def run_loop(self, dataloader: Any, prefix: str) -> EvalLoopOutput:
-        """Run forward over a loader made by make_loader, and sum the metrics."""
+        """Run forward over a loader made by make_loader, for one epoch's steps -> metrics over all
+        ranks. ValueError for another loader."""
         trainer = self.trainer
         plan = getattr(dataloader.batch_sampler, "plan", None)
         expect(
@@ -140,15 +143,15 @@ class Evaluator:
     # -- passes over a data set
 
     def _loader_of(self, dataset: Any) -> Any:
-        """A DataLoader that goes through the dataset once."""
+        """A DataLoader of this rank's micro-batches that goes through the dataset once."""
         plan = self.trainer.plan_batches(dataset, training=False)
         return make_loader(dataset, self.trainer.data_collator, plan, num_epochs=1)
 
     def _steps(
         self, loader: Any, plan: BatchPlan
     ) -> Iterator[tuple[int, list[dict[str, Any]], int, Numbers]]:
-        """Yield (step index, this rank's micro-batches, their padded length, Numbers with this
-        rank's token counts) for each evaluation step. Collective if the layout needs one
+        """Yield (step index, this rank's micro-batches, the first one's row length, Numbers with
+        this rank's token counts) for each evaluation step. Collective if the layout needs one
         length on all ranks."""
         trainer = self.trainer
         trainer.loaders["eval_dataloader"] = loader
@@ -160,7 +163,8 @@ class Evaluator:
     def forward(
         self, forward_step: Callable[..., Any], batches: list[dict[str, Any]], *_: Any
     ) -> list[Any]:
-        """forward_step's result for each micro-batch; [] on pipeline stages before the last."""
+        """Run forward_step over micro-batches, without gradients, and notify callbacks -> one
+        result per micro-batch; [] on pipeline stages before the last."""
         results = measure(self.backend, forward_step, batches)
         self.trainer.notify("on_prediction_step")
         return results
@@ -168,11 +172,11 @@ class Evaluator:
     def passes(
         self, dataset: Any, run: Callable[[list[dict[str, Any]], int], list[Any]]
     ) -> Iterator[list[tuple[list[int], Any]]]:
-        """Yield a list per step: [(sample indices, result of run(micro-batches, length))], one pair
-        per micro-batch of this rank.
+        """Run one pass over a dataset, and yield for each step a list [(sample indices, result of
+        run(micro-batches, length))], with one pair per micro-batch of this rank.
 
-        The list is [] on pipeline stages before the last.
-        """
+        On pipeline stages before the last the list is []. ValueError if a packed row's documents
+        cannot be matched with its samples."""
         loader = self._loader_of(dataset)
         plan = loader.batch_sampler.plan
         for step, batches, seq_length, _ in self._steps(loader, plan):
@@ -184,9 +188,9 @@ class Evaluator:
     def by_sample(
         self, dataset: Any, run: Callable[..., Any], shape: tuple[int, ...]
     ) -> np.ndarray:
-        """float64 [samples, *shape] on every rank, from run(micro-batches, length), which gives one
-        tensor [samples or more, *shape] per micro-batch.
-        """
+        """One pass over a dataset -> float64 [samples, *shape] on every rank, in dataset order.
+        run(micro-batches, length) gives one tensor [samples or more, *shape] per micro-batch; rows
+        after its samples are ignored."""
         zeros = torch.zeros(len(dataset), *shape, dtype=torch.float64, device=parallel.device())
         found = []
         for step in self.passes(dataset, run):
@@ -196,9 +200,9 @@ class Evaluator:
 
     @torch.no_grad()
     def log_probabilities(self, dataset: Any) -> np.ndarray:
-        """float64 [samples, documents per sample, 2] on every rank: each document's sum of
-        log-probabilities over trained tokens, and their number.
-        """
+        """One pass over a dataset -> float64 [samples, documents per sample, 2] on every rank: for
+        each document the sum of log-probabilities over its trained tokens, and their number. A pair
+        has two documents, chosen and rejected."""
         count = self.trainer.documents_per_sample
 
         def collect(
@@ -212,9 +216,9 @@ class Evaluator:
     def collected(
         self, dataset: Any, collect: Callable[..., Any], shape: tuple[int, ...]
     ) -> np.ndarray:
-        """float64 [samples, *shape] on every rank, from collect(inputs, batch, output), which gives
-        one tensor [samples or more, *shape] per micro-batch.
-        """
+        """One pass over a dataset -> float64 [samples, *shape] on every rank. collect(inputs,
+        batch, token losses) gives one tensor [samples or more, *shape] per micro-batch. ValueError
+        for a stream or a dict of datasets."""
         self.trainer.plan_batches(dataset, training=False)  # refuses several sets, and a stream
         step = collecting(self.backend, collect, self.trainer.inputs_of)
         run = functools.partial(self.forward, step)
@@ -228,8 +232,7 @@ def _named(numbers: Numbers, prefix: str) -> dict[str, float]:
 
 def _check_documents(batch: dict[str, Any], numbers: list[int], per_sample: int) -> None:
     """Raise ValueError if a packed row has more or fewer documents than its samples, since results
-    could not be matched.
-    """
+    could not be matched."""
     if "cu_seqlens" not in batch:
         return
     count = sum(end > start for _, start, end in borders(batch))
@@ -248,8 +251,7 @@ def sum_documents(
 
     batch: arranged, with one document per row, or packed. labels, losses: [rows, s] on this rank;
     with multi-token prediction Targets and [rows, s, more], of which the next token counts.
-    Collective under context parallelism: one sum over its group.
-    """
+    Collective under context parallelism: one sum over its group."""
     if not isinstance(labels, torch.Tensor):  # part_mtp.Targets
         labels = labels.labels
         losses = losses[..., 0]
@@ -260,7 +262,8 @@ def sum_documents(
 
 
 def borders(batch: dict[str, Any]) -> list[tuple[int, int, int]]:
-    """[(row, start, end)] of each document in a batch, without padding."""
+    """[(row, start, end)] of each document in an arranged batch; padding at a document's end is
+    outside, so a document of padding alone has end == start."""
     real = ~batch["padding_mask"]
     documents = itertools.pairwise(batch.get("cu_seqlens", (0, real.shape[1])))
     return [
@@ -273,9 +276,8 @@ def borders(batch: dict[str, Any]) -> list[tuple[int, int, int]]:
 
 
 def records_of(predictions: np.ndarray) -> Iterator[dict[str, Any]]:
-    """Yield the lines of predictions.jsonl, one per sample: index, tokens, logp and mean_logp, or
-    these for chosen and for rejected.
-    """
+    """Yield the lines of predictions.jsonl: {"index": 0, "tokens": 12, "logp": -9.5, "mean_logp":
+    -0.79} for a sample; for a pair "chosen" and "rejected" each hold tokens, logp and mean_logp."""
     for index, sample in enumerate(predictions.tolist()):
         if predictions.ndim == 2:
             record = _record(sample)
@@ -285,6 +287,7 @@ def records_of(predictions: np.ndarray) -> Iterator[dict[str, Any]]:
 
 
 def _record(sums: list[float]) -> dict[str, Any]:
-    """Tokens, log-probability and mean log-probability of one document, for predictions.jsonl."""
+    """Tokens, log-probability and mean log-probability of one document, for predictions.jsonl. The
+    mean is None without trained tokens."""
     logp, count = sums
     return {"tokens": int(count), "logp": logp, "mean_logp": logp / count if count else None}

@@ -1,6 +1,5 @@
 """Numbers of steps, summed over ranks; finding the slowest rank; garbage collection; checks of a
-trainer's arguments.
-"""
+trainer's arguments."""
 
 import contextlib
 import gc
@@ -43,8 +42,7 @@ class EvalLoopOutput(NamedTuple):
 class Numbers:
     """Metrics and counts of steps in one float64 vector, so that one collective sums them: (sum,
     count) for each of `keys`, then the counts of count_tokens, then the number of positions
-    including padding.
-    """
+    including padding."""
 
     keys: list[str]
     vector: torch.Tensor
@@ -63,8 +61,7 @@ class Numbers:
 
     def add_metrics(self, metrics: Sequence[dict[str, torch.Tensor]]) -> "Numbers":
         """Add the (sum, count) pairs of micro-batches, in place -> self. ValueError for metrics
-        other than the keys.
-        """
+        other than the keys."""
         for of_micro_batch in metrics:
             expect(
                 of_micro_batch.keys() == {*self.keys},
@@ -84,24 +81,26 @@ class Numbers:
         return Numbers([*self.keys, *pairs], vector)
 
     def over_ranks(self, backend: Any) -> "Numbers":
-        """The sums over all ranks; changes the vector in place. Collective."""
+        """The totals on every rank: summed over data- and context-parallel ranks, as on the last
+        pipeline stage. Changes the vector in place. Collective."""
         return Numbers(self.keys, backend.reduce(self.vector))
 
     def set_counts(self, *counts: int) -> None:
-        """Set the token and position counts, in place. No device sync."""
+        """Set the counts in place: those of count_tokens, then the number of positions. No device
+        sync."""
         values = torch.tensor(counts, dtype=self.vector.dtype)
         self.vector[-_COUNTS:] = parallel.to_device(values, self.vector.device)
 
     def counts(self) -> list[float]:
-        """The counts of data_batches.count_tokens, and the number of positions."""
+        """[tokens, squared document lengths, image patches, squared patches, positions with
+        padding], as data_batches.count_tokens sums the first four. Waits for the device."""
         return self.vector[-_COUNTS:].tolist()
 
     def means(self, uncounted: float | None = 0.0) -> dict[str, Any]:
         """{metric: sum / count}. Waits for the device.
 
         Metrics with a count of 0 are left out, except the loss, which is then `uncounted`. If
-        `uncounted` is None, all of them are None.
-        """
+        `uncounted` is None, all of them are None."""
         values = self.vector.tolist()
         pairs = zip(self.keys, values[::2], values[1::2], strict=False)
         nothing = dict.fromkeys(self.keys if uncounted is None else ["loss"], uncounted)
@@ -109,11 +108,10 @@ class Numbers:
 
 
 class SentNumbers:
-    """A step's Numbers over all ranks, copied to the host before the update is launched. The host
-    can read them, and start the next step, while the device runs the update.
+    """A step's Numbers, summed over ranks and copied to the host before the update is launched. So
+    the host can read them, and start the next step, while the device runs the update.
 
-    counts: this rank's Numbers, without metrics.
-    """
+    counts: this rank's token counts, as Numbers whose metrics are 0."""
 
     def __init__(self, counts: Numbers, backend: Any):
         self._counts = counts
@@ -121,16 +119,15 @@ class SentNumbers:
         self._metrics: Sequence[dict[str, Any]] | None = None
 
     def begin(self, metrics: Sequence[dict[str, torch.Tensor]]) -> None:
-        """Add metrics of micro-batches, sum over ranks, and start the copy to the
-        host. Collective.
-        """
+        """Add the micro-batches' metrics to the counts, sum over ranks, and start the copy to the
+        host. Collective."""
         whole = self._counts.copy().add_metrics(metrics).over_ranks(self._backend)
         self._metrics = metrics
         self._arriving = parallel.HostCopy(whole.vector)
 
     def result(self, metrics: Sequence[dict[str, torch.Tensor]]) -> Numbers:
-        """The Numbers with these metrics, in host memory. If another list of metrics was sent, it
-        is summed and sent again, which is collective; all ranks must do so alike.
+        """The step's Numbers in host memory, summed over ranks. `metrics` is the list passed to
+        begin(). For another list, begin() runs again, which is collective, so all ranks must agree.
         """
         if metrics is not self._metrics:
             self.begin(metrics)
@@ -138,10 +135,10 @@ class SentNumbers:
 
 
 class RunSums:
-    """Numbers of all steps of a run, and of the steps since the last log line, in host memory.
+    """Numbers summed over all steps of a run, and over the steps since the last log line, in host
+    memory.
 
-    nothing: Numbers of no step. carried: to_record() from before the run was resumed, or {}.
-    """
+    nothing: Numbers of zeros. carried: to_record() from before the run was resumed, or {}."""
 
     def __init__(self, nothing: Numbers, carried: dict[str, Any]):
         self._nothing = self.whole_run = self._window = nothing
@@ -160,11 +157,11 @@ class RunSums:
         self._last_step = {"grad_norm": grad_norm, "num_zeros_in_grad": num_zeros}
 
     def take(self) -> dict[str, Any]:
-        """Fields of a log line, then start anew; {} if there were no steps since the last line.
+        """The fields of a log line over the steps since the last line; then sums start anew. {} if
+        there were no steps.
 
-        They are means since the last line (None if nothing was counted because updates were
-        skipped), the number of skipped updates, and the last step's gradient numbers.
-        """
+        They are the metrics' means (if updates were skipped, None for a metric whose count is 0),
+        the number of skipped updates, and the last step's gradient norm and zeros."""
         if self._window is self._nothing:
             return {}
         means = self._window.means(uncounted=None if self._skipped else 0.0)
@@ -175,7 +172,8 @@ class RunSums:
         return line
 
     def to_record(self) -> dict[str, Any] | None:
-        """The sums since the last log line, for a checkpoint; None if there were no steps."""
+        """The sums since the last log line as JSON values, for a checkpoint; None if there were no
+        steps."""
         if self._window is self._nothing:
             return None
         sums = self._window.vector.tolist()
@@ -198,8 +196,7 @@ _ON_DEVICE = {*_OF_TIMERS.values()}
 
 class Phase:
     """Seconds of this rank's work in one phase, between start() and stop() or in a context.
-    on_device: measured by the GPU's clock if there is one, without a sync.
-    """
+    on_device: measured by the GPU's clock if there is one, without a sync."""
 
     def __init__(self, on_device: bool = False):
         self._on_device = on_device and parallel.device().type == "cuda"
@@ -219,11 +216,11 @@ class Phase:
         return event
 
     def start(self, barrier: bool = False) -> None:
-        """Begin measuring. barrier: an argument of megatron-core's timers, ignored."""
+        """Begin measuring. barrier: has no effect; megatron-core's timers have this argument."""
         self._began = self._now()
 
     def stop(self, barrier: bool = False) -> None:
-        """End measuring. barrier: ignored."""
+        """End measuring. barrier: has no effect."""
         if self._on_device:
             self._events.append([self._began, self._now()])
         else:
@@ -235,7 +232,8 @@ class Phase:
         self.stop()
 
     def seconds(self) -> float:
-        """Seconds since reset(); GPU work counts once it is finished."""
+        """Seconds measured since reset(), without waiting: GPU work is included once it has
+        finished."""
         while self._events and self._events[0][1].query():
             start, end = self._events.pop(0)
             self._seconds += start.elapsed_time(end) / 1000
@@ -254,8 +252,7 @@ class Phases:
 
     waits_in_model: True if ranks wait for each other inside layers (tensor, context, expert
     parallelism). Their model phases then end together, and last longer on ranks whose data came
-    early.
-    """
+    early."""
 
     def __init__(self, waits_in_model: bool):
         self.of = {name: Phase(name in _ON_DEVICE) for name in (*PHASES, "reduction")}
@@ -266,13 +263,13 @@ class Phases:
         self._reduction = 0.0
 
     def timer(self, name: str, log_level: int = 0) -> Phase:
-        """The Phase for one of megatron-core's timers; used as its `config.timers`."""
+        """The Phase that measures one of megatron-core's timers, such as "forward-compute". Used as
+        its `config.timers`. Timers that belong to no phase share one Phase that is not reported."""
         return self.of.get(_OF_TIMERS.get(name, name), self._others)
 
     def numbers(self) -> list[int]:
         """Integers whose maximum over ranks compare() takes: for each phase, its microseconds with
-        the rank in the lowest bits; then each phase's negated microseconds.
-        """
+        the rank in the lowest bits; then each phase's negated microseconds."""
         micros = {name: round(1e6 * phase.seconds()) for name, phase in self.of.items()}
         if self._waits_in_model:
             micros["model"] += micros["data"]
@@ -280,7 +277,8 @@ class Phases:
         return most + [-value for value in micros.values()]
 
     def compare(self, largest: list[int]) -> None:
-        """Take the maximum of numbers() over ranks, and find the slowest rank of each phase."""
+        """Take the elementwise maximum of numbers() over ranks, and find each phase's slowest rank
+        and its lag behind the fastest."""
         for i, name in enumerate(PHASES):
             most, rank = divmod(largest[i], 1 << _RANK_BITS)
             self._slowest[name] = (most + largest[i + len(self.of)]) / 1e6, rank
@@ -290,12 +288,11 @@ class Phases:
             self._slowest["model"] = max(0.0, behind - self._slowest["data"][0]), rank
 
     def take(self, step_time_s: float = 0.0) -> dict[str, Any]:
-        """Fields of a log line, then start anew; {} for one rank.
+        """The fields of a log line; then times start anew. {} if there is only one rank.
 
         lag_<phase>_s: seconds per step by which the phase's slowest rank is behind the fastest.
-        slowest_rank: set if it is behind by more than 2 % of a step. reduction_s: seconds per step
-        of gradient reduction, without waiting.
-        """
+        slowest_rank: that of the phase with the largest lag, if this is at least 2 % of a step.
+        reduction_s: the least seconds per step that any rank spends in gradient reduction."""
         steps = max(1, self.steps)
         lags = {f"lag_{name}_s": lag / steps for name, (lag, _) in self._slowest.items()}
         of_ranks = {**lags, "reduction_s": self._reduction / steps}
@@ -312,8 +309,7 @@ class Phases:
 
 def collect_garbage() -> None:
     """On the host of a GPU: collect garbage of all ages. A full collection takes 0.4 s, in which a
-    GPU runs out of work, so all ranks do it after the same step.
-    """
+    GPU runs out of work, so all ranks do it after the same step."""
     if torch.cuda.is_available():
         gc.collect()
 
@@ -325,8 +321,7 @@ def steady_host(args: Any) -> Iterator[None]:
     Automatic garbage collection is limited to young objects; collect_garbage() does the rest.
     gc.freeze is not used: it would keep a trainer alive, because gc.unfreeze also releases the host
     program's objects. torch uses one CPU thread, unless the host runs updates: more threads would
-    spin after each operation and slow down the main one.
-    """
+    spin after each operation and slow down the main one."""
     threads = torch.get_num_threads()
     thresholds = gc.get_threshold()
     if torch.cuda.is_available():
@@ -370,7 +365,7 @@ _OTHER_ARGUMENTS = {"loss_mask", "logits", "data_iterator", "model", "inputs"}
 
 
 def check_given(model: Any, args: Any) -> None:
-    """Raise TypeError if model or args have another type."""
+    """Raise TypeError if the model has no config, or args are no TrainingArguments."""
     if not hasattr(model, "config"):
         raise TypeError(
             "model: expected what AutoModel.from_pretrained(folder, args) gives, or a model of "
@@ -381,7 +376,8 @@ def check_given(model: Any, args: Any) -> None:
 
 
 def as_callback(callback: Any) -> Any:
-    """A callback of this package or transformers as an instance. TypeError for anything else."""
+    """The callback; for a class, a new instance. TypeError if it has no on_init_end, which
+    callbacks of this package and of transformers have."""
     made = callback() if isinstance(callback, type) else callback
     if not hasattr(made, "on_init_end"):
         raise TypeError(
@@ -393,8 +389,7 @@ def as_callback(callback: Any) -> Any:
 
 def callbacks_of(args: Any) -> list[TrainerCallback]:
     """The built-in callbacks that these TrainingArguments need: best model, early stopping,
-    profiler.
-    """
+    profiler."""
     found: list[TrainerCallback] = []
     if args.eval_strategy != "no":
         found.append(BestModel())
@@ -404,9 +399,8 @@ def callbacks_of(args: Any) -> list[TrainerCallback]:
 
 
 def check_hooks(kind: type, base: type) -> None:
-    """Raise TypeError if a subclass `kind` of `base` overrides a method that is never called, or
-    with arguments other than it is called with.
-    """
+    """Raise TypeError if a subclass `kind` of `base` overrides a method that is never called, such
+    as compute_loss of transformers' Trainer, or with a signature that does not fit the calls."""
     kinds = kind.__mro__
     for owner in kinds[: kinds.index(base)]:
         for name, member in vars(owner).items():
@@ -422,9 +416,8 @@ def check_hooks(kind: type, base: type) -> None:
 
 
 def _check_signature(where: str, member: Callable[..., Any], original: Any) -> None:
-    """Raise TypeError if `member` cannot be called like `original`, or has another trainer's
-    argument, or swapped arguments, in its signature.
-    """
+    """Raise TypeError if the override `member` cannot be called with the arguments of `original`,
+    or names them in another order or as another library's hook does."""
     taken = inspect.signature(original).parameters.values()
     needed = [p.name for p in taken if p.kind is p.POSITIONAL_OR_KEYWORD and p.default is p.empty]
     called = f"{where} is called with ({', '.join(needed[1:])})"

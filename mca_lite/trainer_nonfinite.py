@@ -4,8 +4,7 @@ Good steps cost nothing extra. The gradient of a non-finite loss is made NaN, so
 gradient norm, which every rank reads before the update anyway: no collective and no device sync is
 added. Once that happens, time does not matter: ranks gather their losses, the micro-batches run
 forward again to find the layer, and the run ends with NotFiniteError (exit code
-NOT_FINITE_EXIT_CODE on the command line).
-"""
+NOT_FINITE_EXIT_CODE on the command line)."""
 
 import contextlib
 import functools
@@ -28,9 +27,8 @@ _SHOWN = 3  # how many micro-batches a message names
 
 
 class NotFiniteError(UserError, ArithmeticError):
-    """A loss, gradient or weight is not finite, or no update was made. Raised on every rank with
-    the same text.
-    """
+    """Raised on every rank, with the same text, when a loss, gradient or weight is not finite, or
+    when too many updates were skipped."""
 
     exit_code = NOT_FINITE_EXIT_CODE
     same_on_all_ranks = True
@@ -59,9 +57,8 @@ _NOTHING_LEARNED = (
 
 
 class FiniteGuard:
-    """Watches a trainer's steps for non-finite numbers. All ranks must call its
-    methods together.
-    """
+    """Watches a trainer's steps for non-finite numbers, if check_for_nan_in_loss_and_grad is set.
+    All ranks must call its methods together."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -79,7 +76,8 @@ class FiniteGuard:
     # -- the fast path
 
     def start_step(self, micro_batches: list[dict[str, Any]]) -> None:
-        """Begin a step with these arranged micro-batches."""
+        """Begin a step: remember its arranged micro-batches, so that a cause can be sought in
+        them."""
         state = self.trainer.state
         self._micro_batches = micro_batches
         self._losses = []
@@ -87,9 +85,9 @@ class FiniteGuard:
         self.position = state.position
 
     def mark(self, loss_func: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a loss_func so that a non-finite loss gets a NaN gradient, which an infinite loss
-        alone may not have. Finite numbers do not change.
-        """
+        """Wrap a loss_func so that the gradient of a non-finite loss becomes NaN, and the gradient
+        norm shows it: an infinite loss may have finite gradients. Finite losses do not change. If
+        the guard is off, loss_func itself."""
         if not self.is_on:
             return loss_func
 
@@ -105,10 +103,11 @@ class FiniteGuard:
         return marked
 
     def after_step(self, skipped: int, grad_norm: float, metrics: Any) -> tuple[Any, float]:
-        """Count a step -> (metrics, gradient norm) for the log.
+        """Check a step once its update was made or skipped -> (metrics, gradient norm) for the log.
 
-        If nan_policy: skip left the update out, they contain no non-finite numbers. NotFiniteError
-        if the run must stop. An overflow of fp16's loss scale with finite losses changes nothing.
+        If nan_policy: skip drops the update, micro-batches with a non-finite loss are left out of
+        the metrics, and the norm is 0. NotFiniteError if the run must stop. An overflow of fp16's
+        loss scale with finite losses is not counted. After an update, old checkpoints are pruned.
         """
         self.steps += 1
         if self.steps == 1 and grad_norm == 0 and not skipped:
@@ -146,8 +145,7 @@ class FiniteGuard:
 
     def _count_large(self, grad_norm: float) -> None:
         """Count a skipped step whose gradient norm exceeds grad_norm_skip_threshold. NotFiniteError
-        after more than nan_skip_limit in a row.
-        """
+        after more than nan_skip_limit in a row."""
         threshold = self.args.grad_norm_skip_threshold
         if threshold is None or grad_norm <= threshold:
             return
@@ -170,10 +168,9 @@ class FiniteGuard:
     # -- beside the steps
 
     def check_weights(self, when: str, model: Any = None) -> None:
-        """If the guard is on, raise NotFiniteError on every rank if a weight on any rank is not
-        finite. when: the moment, for the message. model: None for the trainer's. One reduction per
-        tensor, and one collective.
-        """
+        """Raise NotFiniteError on every rank if a weight on any rank is not finite; nothing if the
+        guard is off. when: the moment, for the message. model: None for the trainer's. Collective;
+        one device sync."""
         if not self.is_on:
             return
         bad = _first_bad(_named(model or self.trainer.model, "parameters"))
@@ -183,7 +180,7 @@ class FiniteGuard:
             self.stop(f"{when}: the weight {name} is not finite (rank {rank})")
 
     def check_evaluation(self, metrics: dict[str, float]) -> None:
-        """Raise NotFiniteError if an evaluation's loss is not finite."""
+        """Raise NotFiniteError if the guard is on and eval_loss in these metrics is not finite."""
         loss = metrics.get("eval_loss", 0.0)
         if self.is_on and not math.isfinite(loss):
             self.stop(
@@ -191,9 +188,8 @@ class FiniteGuard:
             )
 
     def end_run(self) -> None:
-        """Raise NotFiniteError if every step was skipped, or the last update left non-finite
-        weights. Otherwise prune checkpoints once more.
-        """
+        """Raise NotFiniteError if the update of every step was skipped, or, with the guard on, if
+        the last update left non-finite weights. Otherwise prune checkpoints once more."""
         # the scheduler's count includes the steps before a resume
         if self.steps and not self.trainer.lr_scheduler.num_steps:
             self.stop(
@@ -205,7 +201,8 @@ class FiniteGuard:
         self.trainer.checkpoints.prune()
 
     def stop(self, text: str) -> NoReturn:
-        """Finish a pending checkpoint, and raise NotFiniteError."""
+        """Finish a pending checkpoint, and raise NotFiniteError with `text` and the newest
+        checkpoint's name."""
         checkpoints = self.trainer.checkpoints
         checkpoints.finish()
         there = ckpt_folder.list_checkpoints(self.args.output_dir)
@@ -217,9 +214,8 @@ class FiniteGuard:
     # -- the cause
 
     def _bad_losses(self, losses: list[float]) -> list[BadLoss]:
-        """The micro-batches of all ranks with a non-finite loss, in order, each once even if
-        several ranks share it. Collective.
-        """
+        """Micro-batches with a non-finite loss, from all ranks, in order. If several ranks share a
+        micro-batch, it is named once. losses: of this rank's micro-batches. Collective."""
         replica = self.trainer.backend.dp_rank
         own = [
             BadLoss(replica, number, parallel.rank(), loss, self.samples_of(number))
@@ -232,8 +228,7 @@ class FiniteGuard:
 
     def samples_of(self, number: int) -> list[int]:
         """Dataset indices of the samples in a micro-batch of this rank's step. number: the
-        micro-batch's index.
-        """
+        micro-batch's index."""
         dataset = self.trainer.train_dataset
         plan = self.trainer.batch_plan
         chosen = dict(enumerate(plan.step(*divmod(self.position, plan.steps_per_epoch))))
@@ -244,9 +239,9 @@ class FiniteGuard:
         return [int(sample) for sample in itertools.chain(*(dataset.packs[row] for row in rows))]
 
     def _first_cause(self, has_bad_loss: bool) -> str:
-        """The first non-finite weight, or else layer output, or else gradient, in words.
-        Collective.
-        """
+        """Text that names the first non-finite tensor in the order of computation: a weight, else a
+        layer's output, else the loss, else a gradient. Runs the step's micro-batches forward again.
+        Collective."""
         rank = parallel.rank()
         parameters = list(_named(self.trainer.model, "parameters"))
         # reversed, because backward goes from the last parameter to the first. main_grad is
@@ -267,9 +262,8 @@ class FiniteGuard:
         return min(map(min, parallel.gather(own)))[-1]
 
     def _bad_outputs(self) -> dict[tuple[int, int], str]:
-        """{(micro-batch, chunk): first module on this rank with a non-finite output}, found by
-        running forward again. Collective.
-        """
+        """Run the step's micro-batches forward again -> {(micro-batch, chunk): name of the first
+        module on this rank whose output is not finite}. Collective."""
         trainer = self.trainer
         backend = trainer.backend
         first: dict[tuple[int, int], str] = {}
@@ -294,7 +288,8 @@ class FiniteGuard:
 
 
 def _name_in_whole_model(chunk: torch.nn.Module, name: str) -> str:
-    """A parameter or module name with the layer's index in the whole model, not in the chunk."""
+    """A parameter's or module's name with the layer's index in the whole model instead of in this
+    pipeline chunk: decoder.layers.0.mlp becomes decoder.layers.12.mlp."""
     match = re.match(r"(.*?layers)\.(\d+)(?=\.|$)", name)
     number = getattr(chunk.get_submodule(match[0]), "layer_number", None) if match else None
     if number is None:
@@ -303,7 +298,8 @@ def _name_in_whole_model(chunk: torch.nn.Module, name: str) -> str:
 
 
 def _named(model: Any, kind: str) -> Iterator[tuple[int, str, Any]]:
-    """Yield (chunk index, name in the whole model, part) for all "parameters" or "modules"."""
+    """Yield (chunk index, name in the whole model, parameter or module). kind: "parameters" or
+    "modules"."""
     for number, chunk in enumerate(model if isinstance(model, VirtualModels) else [model]):
         for name, part in getattr(chunk, f"named_{kind}")():
             yield number, _name_in_whole_model(chunk, name), part
@@ -323,6 +319,6 @@ def _first_bad(tensors: Iterable[tuple[int, str, torch.Tensor | None]]) -> list[
 
 
 def _is_finite(output: Any) -> bool:
-    """True if all tensors in a module's output are finite."""
+    """True if a module's output, a tensor or a tuple or list with tensors, is finite."""
     parts = output if isinstance(output, (tuple, list)) else [output]
     return all(part.isfinite().all() for part in parts if isinstance(part, torch.Tensor))
