@@ -436,11 +436,11 @@ def _text_column(spec: DatasetSpec) -> str:
 
 def document(record: Any, spec: DatasetSpec, where: str) -> str:
     """A record's text: the declared prompt column or "text", with the query column on a line below
-    if dataset_info.json declares one. Raises ValueError for a record with images."""
+    if dataset_info.json declares one. Raises ValueError for a record with pictures or videos."""
     if isinstance(record, str):
         return record
     expect(
-        not TEXT.of_columns(record, spec.columns),
+        not TEXT.values_of(record, spec.columns, where),
         f"{where}: the record has pictures, which stage pt does not train: write conversations for "
         "stage sft",
     )
@@ -494,12 +494,7 @@ def conversations(
     row = FORMATS[form]
     options = _template_options(record, where)
     _refuse_other_kinds(record, pairs or labelled, where)
-    for column in media.unread:
-        expect(
-            not record.get(spec.columns.get(column, column)),
-            f"{where}: the column {column!r} is there, and this model does not read it",
-        )
-    of_columns = media.of_columns(record, spec.columns)
+    of_columns = media.values_of(record, spec.columns, where)
     column = spec.columns.get("system", "system")
     system = get_column(record, column, where, required=False) or default_system
     tools = _tools(record, spec, where)
@@ -567,7 +562,7 @@ def prompt_and_answer(
     system = record.get("system") or default_system
     if system and messages[0]["role"] not in ("system", "developer"):
         messages.insert(0, _message("system", system))
-    of_columns = media.of_columns(record, spec.columns)
+    of_columns = media.values_of(record, spec.columns, where)
     taken = media.take(messages, of_columns, True, where)
     tools = _tools(record, spec, where)
     options = _template_options(record, where)

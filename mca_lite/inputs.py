@@ -77,6 +77,15 @@ class Media:
             found = [alone]
         return found if isinstance(found, list) else [found]
 
+    def values_of(self, record: dict[str, Any], columns: dict[str, Any], where: str) -> list[Any]:
+        """of_columns(). ValueError, naming `where`, for a record with an `unread` column."""
+        for column in self.unread:
+            expect(
+                not record.get(columns.get(column, column)),
+                f"{where}: the column {column!r} is there, which this model or stage does not read",
+            )
+        return self.of_columns(record, columns)
+
     def take(
         self, messages: list[dict[str, Any]], of_columns: list[Any], may_lead: bool, where: str
     ) -> tuple[Any, ...]:

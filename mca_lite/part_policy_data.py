@@ -49,6 +49,10 @@ class RolloutEncoder(Encoder):
         """(samples, tally of problems) for a chunk of records. An unusable record is counted in the
         tally if such records may be skipped, otherwise it raises ValueError.
         """
+        expect(
+            not self.cuts_in_proportion,
+            "cutoff_rule: proportion would cut prompts that answers were sampled after: set end",
+        )
         tally = Tally(records=len(chunk))
         kept: list[Sample] = []
         for where, content, values in chunk:
@@ -86,7 +90,7 @@ class RolloutEncoder(Encoder):
         wrong = ~np.isin(mask, (0, 1))
         expect(not wrong.any(), f"{where}: 'mask' has {_first(mask, wrong)}: expected 0 and 1")
         is_trained = mask == 1
-        media = self.media.of_tokens(ids, self.media.of_columns(record, {}), where)
+        media = self.media.of_tokens(ids, self.media.values_of(record, {}, where), where)
         wrong = is_trained & np.isin(ids, self.media.token_ids)
         expect(
             not wrong.any(),

@@ -157,6 +157,12 @@ def video_of_file(file: Picture, fps: float, most: int, where: str) -> Video:
         return Video((file,), tuple(indices), seconds, len(indices) / duration, size)
 
 
+def _numbers_as_numbers(file: Path) -> list[Any]:
+    """Orders names of files: 9.png is before 10.png."""
+    pieces = re.split(r"(\d+)", file.name)
+    return [int(piece) if piece.isdecimal() else piece for piece in pieces]
+
+
 # -- the videos of a model
 
 
@@ -238,7 +244,8 @@ class VideoVision(Vision):
         folder, where, _ = place
         fps, most, *_ = self.keys
         if isinstance(value, str) and os.path.isdir(folder / value):
-            value = [str(file.absolute()) for file in sorted((folder / value).iterdir())]
+            files = sorted((folder / value).iterdir(), key=_numbers_as_numbers)
+            value = [str(file.absolute()) for file in files]
         if not isinstance(value, list):
             file = read_picture(value, *place)
             expect(file.path, f"{where}: a video: expected a path, or a list of pictures")

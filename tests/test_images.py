@@ -226,6 +226,9 @@ def test_a_model_without_a_tower_refuses_pictures(tmp_path):
     text = write_records(tmp_path / "text.jsonl", {"text": "a", "images": ["a.png"]})
     with pytest.raises(ValueError, match=r"jsonl:1: .*stage pt does not train"):
         load_files(tmp_path, text, stage="pt")
+    film = write_records(tmp_path / "film.jsonl", {"text": "a", "videos": ["a.mp4"]})
+    with pytest.raises(ValueError, match=r"jsonl:1: the column 'videos' .* stage does not read"):
+        load_files(tmp_path, film, stage="pt")
     texts = {**conversation("an <image> tag", "b"), "text": "a", "image": "nginx", "images": []}
     plain = write_records(tmp_path / "plain.jsonl", texts)
     assert len(load_files(tmp_path, plain).train) == 1

@@ -113,6 +113,7 @@ BAD = {
     "group": ({"group": [1]}, "'group': expected"),
     "routes": ({"routes": ROUTES[:4]}, "'routes' has 4 rows: expected 5 or 6"),
     "experts": ({"routes": [[0, 1]] * 5}, "routes: expected {"),
+    "video": ({"videos": ["a.mp4"]}, "the column 'videos' is there"),
 }  # fmt: skip
 
 
@@ -123,6 +124,12 @@ def test_a_wrong_record_is_refused_with_its_line(case, tokenizer, tmp_path):
     path.write_text(f"{json.dumps(GOOD)}\n{json.dumps(GOOD | changes)}\n")
     found = refusal(load, path, tokenizer, tmp_path)
     assert f"{path}:2: {words}" in found
+
+
+def test_what_was_sampled_is_not_cut_in_its_middle(tokenizer, tmp_path):
+    path = write_rollouts(tmp_path / "rollouts.jsonl", [GOOD])
+    found = refusal(load, path, tokenizer, tmp_path, cutoff_len=4, cutoff_rule="proportion")
+    assert "cutoff_rule: proportion would cut prompts" in found
 
 
 def test_records_with_other_columns_than_the_first_are_refused(tokenizer, tmp_path):

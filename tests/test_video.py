@@ -151,6 +151,14 @@ SPELLINGS = {
 }
 
 
+def test_frames_of_a_folder_are_in_the_order_of_their_numbers(tmp_path):
+    vision = video_vision(tmp_path / "model", "qwen2_vl", video_maxlen=99)
+    for n in (10, 9, 1, 2):
+        draw(tmp_path / "film" / f"frame{n}.png", 16, 8, seed=n)
+    video = vision.read_input("video", "film", tmp_path, "a.jsonl:1", None)
+    assert [Path(frame.path).stem[5:] for frame in video.frames] == ["1", "2", "9", "10"]
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """(a model with weights, its tokenizer, folder of frames)"""
