@@ -11,8 +11,11 @@ from .cli import USER_ERROR, finish
 
 
 class Command(NamedTuple):
-    """One row of COMMANDS. target: a module of tools, or its function: words -> exit code. text:
-    its help. needs: other modules of tools, imported by it."""
+    """A command of `python -m mca_lite`: one row of COMMANDS.
+
+    target: the "module" or "module.function" that runs it; a module's function is main(words) ->
+    exit code. text: its help. needs: other modules that it imports.
+    """
 
     target: str
     text: str
@@ -22,7 +25,8 @@ class Command(NamedTuple):
         return [self.target.partition(".")[0], *self.needs.split()]
 
     def lacking(self) -> str:
-        """The reason why the command cannot run, missing files; "" if it can."""
+        """The reason why the command cannot run, namely the files that are missing; ""
+        if it can."""
         here = Path(__file__).parent
         files = [f"{module}.py" for module in self.modules()]
         gone = ", ".join(file for file in files if not (here / file).is_file())
@@ -70,9 +74,12 @@ _NEED_NO_WORDS = ("train", "doctor")  # the others show their help
 
 
 def main(words: list[str] | None = None) -> int:
-    """Run the command that the first word names -> exit code. If the first word is no command: run
-    training for a file or a key (config.yaml, --key), print an error for a plain word. words: the
-    command line after the program; None: sys.argv's. Without words: list the commands."""
+    """Run the command that the first word names -> exit code. words: the command line after the
+    program; None: sys.argv's.
+
+    A first word such as config.yaml or --key starts training. A plain word that is no command
+    prints an error. Without words the commands are listed.
+    """
     words = sys.argv[1:] if words is None else words
     name, *rest = words or ["--help"]
     if name in ("-h", "--help"):

@@ -73,14 +73,15 @@ from .tables import (
 
 
 def mca(default: Any, text: str, **metadata: Any) -> Any:
-    """A dataclass field for a key that only the megatron-core backend uses. The plain torch backend
-    resets the key to its default. text: the key's help; metadata: as in arg().
-    """
+    """A dataclass field for a key that only the megatron-core backend uses. On the plain torch
+    backend the key is reset to its default. text: the key's help. metadata: as in arg()."""
     return arg(default, text, torch=False, **metadata)
 
 
 def of_config(default: Any, text: str, model: bool | str = True, **metadata: Any) -> Any:
-    """A megatron-core key that sets a field of McaModelConfig."""
+    """A dataclass field for a key that only megatron-core uses and that sets the field of
+    McaModelConfig with the same name. model: True leaves that field alone if the key is None;
+    "always" sets it to None too."""
     return mca(default, text, model=model, **metadata)
 
 
@@ -209,10 +210,9 @@ class TrainingArguments(ArgumentGroup):
     """Batches, optimizer, cadence, precision and parallel layout.
 
     The constructor takes output_dir and keywords, and raises one ConfigError (a ValueError) with
-    all problems. Under torchrun the layout must divide the world. Afterwards
-    `gradient_accumulation_steps`, `per_device_eval_batch_size`, `eval_steps`, `recompute_method`
-    and `recompute_num_layers` have the values in effect; `resume_from_checkpoint` is None, "auto"
-    or a path.
+    all problems. Under torchrun the number of processes must be a multiple of tensor x pipeline x
+    context parallel size. Keys such as `eval_steps` that were None then have the value in effect;
+    `resume_from_checkpoint` is None, "auto" or a path.
     """
 
     # output and cadence
@@ -498,7 +498,8 @@ class TrainingArguments(ArgumentGroup):
     check = check_training
 
     def leave_out_megatron(self) -> None:
-        """Reset megatron-core's keys for the plain torch backend; add a note per changed key."""
+        """Reset the keys that only megatron-core uses to their defaults, because the run uses plain
+        torch. A line in `notes` names each key that had another value."""
         for item in dataclasses.fields(self):
             if item.name in self.changed and not item.metadata.get("torch", True):
                 setattr(self, item.name, default_of(item))
@@ -517,19 +518,20 @@ class TrainingArguments(ArgumentGroup):
 
     @property
     def should_save(self) -> bool:
-        """True on rank 0, which writes files."""
+        """True on global rank 0."""
         return self.process_index == 0
 
     @property
     def model_parallel_size(self) -> int:
-        """Ranks that share one copy of the model: tp x pp x cp."""
+        """Number of ranks that compute one micro-batch together: tensor x pipeline x context
+        parallel size."""
         tp = self.tensor_model_parallel_size
         pp = self.pipeline_model_parallel_size
         return tp * pp * self.context_parallel_size
 
     @property
     def data_parallel_size(self) -> int:
-        """Copies of the model over all ranks; at least 1."""
+        """Number of data-parallel replicas: processes // model_parallel_size, at least 1."""
         return max(1, self.world_size // self.model_parallel_size)
 
     @property
@@ -539,17 +541,19 @@ class TrainingArguments(ArgumentGroup):
 
     @property
     def order_seed(self) -> int:
-        """The seed for the data order and for the split by val_size."""
+        """The seed for the data order and for the split by val_size: data_seed, or seed if that is
+        None."""
         return self.seed if self.data_seed is None else self.data_seed
 
     @property
     def train_global_batch_size(self) -> int:
-        """Samples per optimizer step over all ranks."""
+        """Samples per optimizer step over all ranks; with packing, packed rows."""
         steps = self.gradient_accumulation_steps or 1
         return self.micro_batch_size * steps * self.data_parallel_size
 
     def steps_of_run(self, steps_per_epoch: int) -> int:
-        """Optimizer steps in a run: max_steps, or else num_train_epochs in steps, rounded up."""
+        """Optimizer steps in a run: max_steps if it is above 0; otherwise num_train_epochs x
+        steps_per_epoch, rounded up."""
         if self.max_steps > 0:
             return self.max_steps
         return math.ceil(self.num_train_epochs * steps_per_epoch)
@@ -565,11 +569,13 @@ class Seq2SeqTrainingArguments(TrainingArguments):
 
 @dataclass
 class RunArguments:
-    """Every group of keys of a run. Each key is an attribute too; it is None if the part that has
-    it is not installed.
+    """Every group of configuration keys of a run. args.learning_rate means the same as
+    args.training.learning_rate. A key of an optional part of the package that is not installed is
+    None.
 
-    parts: further groups by name, from parts and scripts. warnings: notes about values without
-    effect, which rank 0 prints. model_config: the model's config.json, or {} if it was not read.
+    parts: further groups by name, from optional parts and user scripts. warnings: notes for the
+    user, such as keys without effect. model_config: the model's config.json, or {} if it was not
+    read.
     """
 
     model: ModelArguments
@@ -599,18 +605,18 @@ class RunArguments:
 
     @property
     def groups(self) -> tuple[ArgumentGroup, ...]:
-        """Every group, in the order of KEY_GROUPS."""
+        """Every argument group of the run, in the order in which the groups were registered."""
         groups = dict(vars(self), **self.parts)
         return tuple(groups[name] for name in KEY_GROUPS if name in groups)
 
     @property
     def changed(self) -> list[str]:
-        """The keys whose value is not their default."""
+        """The keys that were set to another value than their default."""
         return [key for group in self.groups for key in group.changed]
 
     def with_keys(self, **values: Any) -> RunArguments:
-        """A copy with other values for some keys. A key of a part that is not
-        installed is ignored."""
+        """A deep copy with other values for some keys. Values are not checked. A key that no
+        installed group has is ignored."""
         copied = copy.deepcopy(self)
         for group in copied.groups:
             vars(group).update({key: values[key] for key in values.keys() & vars(group).keys()})
@@ -621,10 +627,12 @@ class RunArguments:
         return {key: getattr(self, key) for key in key_fields()}
 
     def to_yaml_dict(self) -> dict[str, Any]:
-        """Key -> value in effect, without None, which means the same as an absent key.
+        """Key -> value in effect, for a configuration file. Keys with None are left out, because an
+        absent key means the same.
 
-        Parsed again with the same number of processes it gives the same run. If global_batch_size
-        is set, any number of processes does, because gradient_accumulation_steps is dropped.
+        Read again with the same number of processes, the file gives the same run. If
+        global_batch_size is set, gradient_accumulation_steps is left out, so that it can follow
+        from another number of processes.
         """
         values = {key: value for key, value in self.to_dict().items() if value is not None}
         if self.training.global_batch_size is not None:
@@ -649,7 +657,8 @@ CORE_GROUPS = ("model", "data", "finetuning", "training", "backend")
 
 
 def key_groups() -> tuple[type[ArgumentGroup], ...]:
-    """The dataclasses of keys: the core's, those of parts, and those that scripts register."""
+    """The dataclasses of configuration keys: those of the core, of optional parts and of user
+    scripts."""
     return tuple(row.group for row in KEY_GROUPS.values())
 
 
@@ -664,11 +673,11 @@ def _fields_of(groups: tuple[type[ArgumentGroup], ...]) -> dict[str, dataclasses
 
 
 def check_together(args: TrainingArguments, *, stage: str | None = None, **keys: Any) -> None:
-    """Check training arguments together with keys of other argument groups, for a trainer that is
-    made without a config file. Raises ConfigError.
+    """Check training arguments together with keys of other argument groups, for a trainer that was
+    built in Python without a config file. Raises ConfigError.
 
-    keys: values of keys in other groups; a key that is not given has its default. stage: the
-    objective's name, whose rules are checked too; None skips the objective's rules.
+    keys: values of keys in other groups; any other key has its default. stage: the training
+    objective ("dpo") whose rules are checked too; None skips these rules.
     """
     defaults = dict.fromkeys(parts.absent_keys())
     defaults |= {name: default_of(item) for name, item in key_fields().items()}
@@ -684,15 +693,17 @@ def check_together(args: TrainingArguments, *, stage: str | None = None, **keys:
 def parse_args(argv: list[str] | None = None, *, needs_world: bool = True) -> RunArguments:
     """The arguments of a run, from its command line (argv None: sys.argv).
 
-    Words are `key=value`, `--key=value` or `--key value`, in any order. A lone `--key` means true,
-    but not right before the config file, a word that ends in .yaml, .yml or .json. Words override
-    the file, and later words earlier ones; null means the default. The model's config.json, from
-    its folder or the hub, is checked against the parallel layout.
+    Words are `key=value`, `--key=value` or `--key value`, in any order, and the path of at most one
+    config file, which ends in .yaml, .yml or .json. A lone `--key` means true, unless the config
+    file's path follows it. Words override the file, and later words earlier ones; null means the
+    default. The model's config.json, from its folder or the hub, is checked against the parallel
+    layout.
 
-    needs_world: if False, the layout need not fit this one process without torchrun, for commands
-    that only read a configuration.
+    needs_world: False, for commands that only read a configuration, skips the check that the
+    parallel layout fits a single process without torchrun.
 
-    `-h` and `--help` print the keys and exit. Raises ConfigError with all problems of the run.
+    `-h` and `--help` print the keys and exit. Raises ConfigError that lists the problems of the
+    run.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     if {"-h", "--help"} & set(argv):
@@ -734,7 +745,9 @@ _IN_GROUPS = "keys stand side by side, in no groups"
 
 
 def read_words(argv: list[str]) -> tuple[dict[str, Any], list[Problem]]:
-    """(key -> raw value from file and words, Problems of words that cannot be read)."""
+    """Split a command line -> ({name: raw value}, [Problem for each word that cannot be read]).
+    Words override values from the config file, if one is named. Names may be aliases. Raises
+    ConfigError if the config file cannot be read."""
     words: list[tuple[str, Any]] = []
     problems: list[Problem] = []
     paths = []
@@ -774,13 +787,14 @@ def read_words(argv: list[str]) -> tuple[dict[str, Any], list[Problem]]:
 
 
 def _is_value(word: str) -> bool:
-    """True if the word after `--option` is its value, not the next key."""
+    """True if a command-line word is a plain value: neither `--option` nor `key=value`."""
     key, equals, _ = word.partition("=")
     return not (word.startswith("--") or (equals and key.isidentifier()))
 
 
 def _word_value(text: str) -> str | None:
-    """A word's value before casting: None for an empty or null text; otherwise without quotes."""
+    """A command-line value before it is cast to its key's type: None for an empty text, ~ or null;
+    otherwise the text, without quotes around it."""
     if text.strip().lower() in ("", "~", "null"):
         return None
     quoted = re.fullmatch("([\"'])(.*)\\1", text)
@@ -788,12 +802,18 @@ def _word_value(text: str) -> str | None:
 
 
 def _key_of(name: str) -> str:
-    """The key for a name or alias. A script's key may have a name that is an alias elsewhere."""
+    """The key that `name` stands for: `name` itself if it is a key; otherwise the key of which it
+    is an alias; otherwise `name` unchanged."""
     return name if name in key_fields() else ALIASES.get(name, name)
 
 
 def known_keys(values: dict[str, Any], problems: list[Problem]) -> tuple[dict[str, Any], list[str]]:
-    """(key -> value, notes about keys without effect); append Problems to `problems`."""
+    """Resolve aliases in {name: raw value} -> ({key: raw value}, notes about keys that are
+    ignored).
+
+    Appends to `problems` a Problem for each name that is unknown, that this package refuses, or
+    that repeats a key, and for each key that needs an optional part whose files are missing.
+    """
     keys: dict[str, Any] = {}
     ignored = []
     for name, value in values.items():
@@ -834,7 +854,7 @@ def _unknown_key(name: str, value: Any) -> Problem:
 
 
 def format_help() -> str:
-    """The text of --help: keys, defaults and meanings, by group."""
+    """The text of --help: the keys with their defaults and meanings, by group."""
     program = "train.py" if __package__ == "mca_lite" else f"python -m {__package__} train"
     lines = [f"usage: {program} [config.yaml] [key=value ...]"]
     for group in key_groups():

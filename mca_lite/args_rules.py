@@ -84,12 +84,13 @@ _RUN = (
 
 
 def name_of_set(file: str) -> str:
-    """The name that a file of eval_dataset has in metrics."""
+    """The name that a file of eval_dataset has in metrics: "math" for "data/math.jsonl"."""
     return Path(file).stem  # a folder may end with a slash
 
 
 def check_records(objective: Objective, judge: Judge) -> None:
-    """Check the data keys against the records that an objective reads."""
+    """Refuse data keys that do not suit the records of a training objective, such as pair_weight
+    without preference pairs, or streaming with them."""
     if objective.has_pairs or objective.has_labels:
         judge.apply(_OF_PREFERENCES)
     for key in PAIR_COLUMNS:
@@ -108,7 +109,8 @@ def normalise_data(a: Keys) -> None:
 
 
 def check_data(a: Keys, judge: Judge) -> None:
-    """Apply the rules of DataArguments."""
+    """Check the keys of DataArguments against each other; add a Problem to `judge` for each broken
+    rule."""
     judge.apply(_DATA)
     names = [name_of_set(name) for name in a.eval_dataset or ()]
     judge.expect(
@@ -150,9 +152,11 @@ def check_data(a: Keys, judge: Judge) -> None:
 
 
 def check_metric(a: Keys, metrics: tuple[str, ...], sets: Iterable[str], judge: Judge) -> None:
-    """Check metric_for_best_model against the metrics that an evaluation gives.
+    """Refuse a metric_for_best_model that no evaluation computes. It is not checked if
+    eval_strategy is "no".
 
-    sets: with eval_on_each_dataset, the names of the datasets, which are prefixes of their metrics.
+    metrics: names without the prefix eval_. sets: names of datasets that are evaluated one by one;
+    <name>_<metric> is a metric too.
     """
     given = [*metrics, *(f"{name}_{metric}" for name in sets for metric in metrics)]
     key = "metric_for_best_model"
@@ -166,7 +170,8 @@ def check_metric(a: Keys, metrics: tuple[str, ...], sets: Iterable[str], judge: 
 
 
 def check_objective_run(a: Keys, judge: Judge) -> None:
-    """Check the keys of each group against the stage's row in OBJECTIVES."""
+    """Check the keys of a run against its training objective (a.stage): the metric for the best
+    model, generated answers, data keys, and the objective's own rules."""
     objective = OBJECTIVES[a.stage]
     metrics = objective.metrics
     if a.mtp_num_layers != 0 and a.metric_for_best_model.endswith("mtp_loss"):
@@ -186,13 +191,14 @@ def check_objective_run(a: Keys, judge: Judge) -> None:
 
 
 def check_part_rules(judge: Judge) -> None:
-    """Apply the rules of each registered group of keys."""
+    """Apply the rules that were registered with each group of keys."""
     for row in KEY_GROUPS.values():
         judge.apply(row.rules)
 
 
 def check_run(a: Keys, judge: Judge) -> list[str]:
-    """Check the keys of a run (RunArguments) against each other -> notes for the user."""
+    """Check the keys of a run (RunArguments) against each other -> notes for the user, such as keys
+    without effect. Problems are added to `judge`."""
     objective = OBJECTIVES[a.stage]
     objective.check_keys(a, judge)
     judge.apply(BACKEND)
@@ -241,10 +247,11 @@ def check_run(a: Keys, judge: Judge) -> list[str]:
 def check_frozen_rows(
     trained: Iterable[str] | None, num_new: int, ends: Sequence[str], judge: Judge
 ) -> None:
-    """Refuse new tokens if the matrices with their rows are frozen.
+    """Refuse new tokens if the embedding or the output layer is frozen, because their new rows
+    would not be trained.
 
     trained: trainable Hugging Face modules; None if every module is. num_new: count of new tokens.
-    ends: name endings of the modules with one row per token.
+    ends: name endings of the modules with one row per token, such as "lm_head".
     """
     frozen = [end for end in ends if not any(m.endswith(end) for m in trained or ())]
     judge.expect(

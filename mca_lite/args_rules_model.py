@@ -80,10 +80,10 @@ _OF_EXPERTS: dict[str, tuple] = {
 
 
 def numbers_of(values: dict[str, Any]) -> SimpleNamespace:
-    """A model's sizes under the names of McaModelConfig's fields, from a config.json or
-    mca_config.json.
+    """A model's sizes as attributes, under the names of McaModelConfig's fields. values: the
+    contents of a config.json or mca_config.json; its text_config is read too.
 
-    A field is None if the file does not have it; then no rule about it applies.
+    A size that the file lacks is None (num_deepstack: 0).
     """
     numbers = SimpleNamespace(hf_model_type=values.get("model_type", values.get("hf_model_type")))
     parts = {name: values.get(name) for name in ("text_config", "vision_config")}
@@ -119,7 +119,8 @@ _WITHOUT_TE = (
 
 
 def check_model(m: Keys, a: Keys, judge: Judge, te_works: bool | None = None) -> None:
-    """Apply every rule between a model's sizes and the parallel layout.
+    """Check a model's sizes against the parallel layout and against keys for experts, fp8 and
+    recomputation; problems are added to `judge`.
 
     m: numbers_of(), or a McaModelConfig. te_works: True if Transformer Engine works here; None if
     unknown.
@@ -274,7 +275,7 @@ def _check_layers(layers: int, num_deepstack: int, a: Keys, judge: Judge) -> Non
 
 
 def layout_stages(layout: str) -> list[str]:
-    """The stages of a layout with its repeats written out: "Et*2|tL" -> ["Ett", "tL"]."""
+    """The pipeline stages of a layout with repeats written out: "Et*2|tL" -> ["Ett", "tL"]."""
     text = layout.replace(",", "")
     # megatron-core expands groups before single letters too
     for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
@@ -283,16 +284,16 @@ def layout_stages(layout: str) -> list[str]:
 
 
 def num_stages(layout: str | None) -> int:
-    """The number of stages in a layout; 0 if there is no layout, or if it is "auto"."""
+    """The number of pipeline stages in a layout; 0 if there is no layout, or if it is "auto"."""
     return len(layout_stages(layout)) if layout and layout != AUTO_LAYOUT else 0
 
 
 def balanced_layout(costs: Sequence[float], head: float, stages: int) -> str:
-    """The layout that balances cost over pipeline stages: it minimises the sum of the stages'
-    costs, each to the power of 8.
+    """A pipeline layout, such as "Et*3|t*4L", that balances the cost of its stages: it minimises
+    the sum of the stages' costs, each to the power of 8.
 
-    costs: one per layer, at least stages - 1. head: the cost that the last stage has besides its
-    layers. Every stage but the last has a layer.
+    costs: one per layer, at least stages - 1. head: cost of the output layer, which the last stage
+    has. Every stage but the last has a layer.
     """
     n = len(costs)
     before = [0.0, *itertools.accumulate(costs)]
@@ -315,7 +316,8 @@ def balanced_layout(costs: Sequence[float], head: float, stages: int) -> str:
 
 
 def check_layout(layout: str) -> None:
-    """Raise ValueError for a layout that is wrong for any model and any pipeline size."""
+    """Raise ValueError unless a pipeline layout such as "Et*2|tL" has one E, then layers t, then
+    one L, and no repeat above 999. "auto" passes."""
     if layout == AUTO_LAYOUT:
         return
     if re.search(r"\*\d{4}", layout):
@@ -330,9 +332,11 @@ def check_layout(layout: str) -> None:
 
 
 def check_numbers(values: dict[str, Any], judge: Judge) -> None:
-    """Check the ranges of numbers in a raw config.json.
+    """Check that sizes in a raw config.json are within their limits, such as hidden_size of at
+    least 1, and in known families that key-value heads divide attention heads. Problems are added
+    to `judge`.
 
-    Lists pass, because some models have lists here; transformers checks types.
+    Most sizes may be lists, because some models have lists here; transformers checks types.
     """
     before = len(judge.problems)
 
@@ -368,7 +372,8 @@ def check_numbers(values: dict[str, Any], judge: Judge) -> None:
 
 
 def check_config(values: dict[str, Any], a: Keys, judge: Judge) -> None:
-    """Apply every rule between a raw config.json and the arguments."""
+    """Check a raw config.json and the arguments against each other: the model type, the ranges of
+    sizes, and sizes against the parallel layout. Problems are added to `judge`."""
     check_type(values, judge, a.use_mca)
     before = len(judge.problems)
     numbers = numbers_of(values)
@@ -380,7 +385,7 @@ def check_config(values: dict[str, Any], a: Keys, judge: Judge) -> None:
 
 
 def _check_parts(m: Keys, a: Keys, judge: Judge) -> None:
-    """Refuse a model that needs a part of this package that is not installed."""
+    """Refuse a model that needs an optional part of this package whose files are missing."""
     family = _family_of(m)
     needed = {}
     if family is not None and family.stacked_experts:
@@ -394,10 +399,11 @@ def _check_parts(m: Keys, a: Keys, judge: Judge) -> None:
 
 
 def check_gate(m: Keys, a: Keys, judge: Judge) -> None:
-    """Refuse a gradient bucket that the gate of overlapped shared experts would fill alone.
+    """Refuse a ddp_bucket_size with which the gate of overlapped shared experts fills a bucket
+    alone, if overlap_param_gather is on.
 
-    megatron waits for a bucket's parameters just before a module that has them runs. Overlapped
-    shared experts run piecewise, so nothing waits for their gate.
+    megatron waits for a bucket's all-gather just before a module with parameters in the bucket
+    runs. Overlapped shared experts run piecewise, so no such wait covers their gate.
     """
     family = _family_of(m)
     is_gated = family is not None and family.constants.get("moe_shared_expert_gate")
@@ -416,10 +422,11 @@ def check_gate(m: Keys, a: Keys, judge: Judge) -> None:
 
 
 def check_torch_packing(hf_config: Keys, judge: Judge) -> None:
-    """Refuse packed rows on the torch backend if the model does not keep packed documents apart.
+    """Refuse packed rows on the torch backend if the model would let packed documents attend to
+    each other.
 
-    Models with linear attention have no mask, a mask would replace a sliding window, and families
-    that megatron-core does not train may ignore it. hf_config: a transformers config.
+    Linear attention takes no mask, a mask would replace a sliding window, and families that
+    megatron-core does not train may ignore masks. hf_config: a transformers config.
     """
     config = hf_config.get_text_config()
     has_window = getattr(config, "sliding_window", None) is not None

@@ -95,7 +95,12 @@ _RULES = (
 
 
 class Need(NamedTuple):
-    """Keys that have no effect unless a condition is met."""
+    """Keys that have no effect unless a condition holds.
+
+    keys: separated by spaces. condition: in the syntax of a Rule. setting: a line such as "bf16:
+    true" that fulfils it. is_harmless: True if such keys only give a note; otherwise they are
+    refused.
+    """
 
     keys: str
     condition: str  # as in a Rule
@@ -165,7 +170,8 @@ NEEDS = (
 
 
 def check_needs(needs: Iterable[Need], a: Keys, judge: Judge) -> None:
-    """Refuse changed keys that have no effect; for harmless ones, add a note to `a` instead."""
+    """Refuse keys that were changed and have no effect; for harmless ones, add a line to a.notes
+    instead."""
     for need in needs:
         if judge.holds(need.condition):
             continue
@@ -186,7 +192,8 @@ def check_needs(needs: Iterable[Need], a: Keys, judge: Judge) -> None:
 
 
 def normalise_training(a: Keys) -> None:
-    """Fill in, in place, the values that follow from other keys."""
+    """Fill in, in place, training arguments that follow from others, such as
+    gradient_accumulation_steps from global_batch_size."""
     a.report_to = [name for name in REPORTERS if {name, "all"}.intersection(a.report_to)]
     if 0 < a.warmup_steps < 1 and not a.warmup_ratio:
         a.warmup_ratio = a.warmup_steps
@@ -216,24 +223,27 @@ def normalise_training(a: Keys) -> None:
 
 
 def _samples_at_once(a: Keys) -> int:
-    """Samples that all data parallel ranks read for one micro-batch."""
+    """Samples in one micro-batch of every data-parallel rank together."""
     return a.per_device_train_batch_size * a.data_parallel_size
 
 
 def normalise_additional_configs(a: Keys) -> None:
-    """Cast the values of additional_configs by ADDITIONAL_FIELDS."""
+    """Cast the values of additional_configs, in place, to the types in ADDITIONAL_FIELDS. A value
+    that cannot be cast is kept, for check_additional_configs to refuse."""
     # an enum value such as AttnBackend.flash stands for its name, flash
     values = {key: getattr(value, "name", value) for key, value in a.additional_configs.items()}
     a.additional_configs = _cast_values(values, ADDITIONAL_FIELDS)
 
 
 def _cast_values(values: dict[str, Any], types: dict[str, Any]) -> dict[str, Any]:
-    """The values, cast to the types of their names; a value that cannot be cast is kept."""
+    """{name: value}, each cast to its type in `types`. A value that cannot be cast or has no type
+    there is kept."""
     return {key: _try_cast(value, types.get(key, Any))[0] for key, value in values.items()}
 
 
 def _try_cast(value: object, hint: object) -> tuple[Any, str]:
-    """(cast value, ""), or (the value itself, the expected type) if it cannot be cast."""
+    """(cast value, ""), or (the value itself, a message with the expected type) if it cannot be
+    cast."""
     try:
         return cast(value, hint), ""
     except ValueError as error:
@@ -244,7 +254,8 @@ def _try_cast(value: object, hint: object) -> tuple[Any, str]:
 
 
 def check_training(a: Keys, judge: Judge) -> None:
-    """Apply every rule of TrainingArguments."""
+    """Check training arguments against each other, and under torchrun against the number of
+    processes. Problems are added to `judge`; harmless keys without effect give lines in a.notes."""
     # without torchrun only parse_args knows the number of processes
     if world.current().is_given:
         check_world(a, judge)
@@ -264,7 +275,8 @@ def check_training(a: Keys, judge: Judge) -> None:
 
 
 def check_world(a: Keys, judge: Judge) -> None:
-    """Check the parallel degrees against the number of processes."""
+    """Check that the number of processes is a multiple of tensor x pipeline x context parallel
+    size, and that expert parallelism divides a pipeline stage's ranks."""
     size = a.world_size
     product = a.model_parallel_size
     if size % product == 0:
@@ -377,7 +389,8 @@ def _check_best_model(a: Keys, judge: Judge) -> None:
 
 
 def check_installed(key: str, package: str, extra: str, judge: Judge) -> None:
-    """Add a Problem unless `package` is installed. extra: the pip extra that installs it."""
+    """Add a Problem unless the Python package is installed. extra: the pip extra that
+    installs it."""
     judge.expect(
         importlib.util.find_spec(package),
         key,
@@ -387,7 +400,8 @@ def check_installed(key: str, package: str, extra: str, judge: Judge) -> None:
 
 
 def check_additional_configs(a: Keys, judge: Judge) -> None:
-    """Check the names and types of additional_configs against ADDITIONAL_FIELDS."""
+    """Refuse entries of additional_configs whose name is not in ADDITIONAL_FIELDS or whose value
+    does not have the type given there."""
     key = "additional_configs"
     takes = f"{key} takes {', '.join(ADDITIONAL_FIELDS)}: config.json and keys decide the rest"
     for name, value in a.additional_configs.items():
@@ -400,7 +414,8 @@ def check_additional_configs(a: Keys, judge: Judge) -> None:
 
 
 def _defect(name: str, value: object, types: dict[str, Any], takes: str) -> str:
-    """The reason to refuse the entry `name` of a mapping; "" if it is fine."""
+    """The reason to refuse an entry of a mapping; "" if there is none. types: the type for each
+    allowed name. takes: the reason for a name that is not among them."""
     return _try_cast(value, types[name])[1] if name in types else takes
 
 
@@ -428,7 +443,8 @@ _OTHER_SPELLINGS = {"min_lr_ratio": "min_lr_rate", "1-sqrt": "minus_sqrt"}  # Hu
 
 
 def parse_steps(text: str) -> tuple[int, int]:
-    """(first, last) from "10-12" or "10". Raises ValueError for other text."""
+    """(first, last) from "10-12" or "10", which gives (10, 10). Raises ValueError for
+    other text."""
     with contextlib.suppress(ValueError):
         first, last = map(int, text.split("-") if "-" in text else (text, text))
         if 1 <= first <= last:
@@ -437,12 +453,13 @@ def parse_steps(text: str) -> tuple[int, int]:
 
 
 def _kwargs_of(schedule: str) -> dict[str, Any]:
-    """The lr_scheduler_kwargs that affect a schedule, with their types."""
+    """{name: type} of the lr_scheduler_kwargs that affect a learning rate schedule."""
     return {"constant": {}, "WSD": _OF_STABLE}.get(SCHEDULES[schedule], _OF_DECAY)
 
 
 def _normalise_schedule(a: Keys) -> None:
-    """Rename and cast lr_scheduler_kwargs in place; drop known ones that are None."""
+    """Rename keys and values of lr_scheduler_kwargs in place (min_lr_ratio becomes min_lr_rate) and
+    cast them to their types. Known keys with the value None are dropped."""
     types = _kwargs_of(a.lr_scheduler_type)
     values: dict[str, Any] = {}
     for name, value in a.lr_scheduler_kwargs.items():
@@ -453,7 +470,8 @@ def _normalise_schedule(a: Keys) -> None:
 
 
 def _check_schedule(a: Keys, judge: Judge) -> None:
-    """Check the names, types and limits of lr_scheduler_kwargs, and the steps of the schedule."""
+    """Check the names, types and limits of lr_scheduler_kwargs. If max_steps is set, check too that
+    warm-up and decay fit into the run."""
     key = "lr_scheduler_kwargs"
     kwargs = a.lr_scheduler_kwargs
     types = _kwargs_of(a.lr_scheduler_type)
@@ -490,8 +508,8 @@ def _check_schedule(a: Keys, judge: Judge) -> None:
 
 
 class ScheduleSteps(NamedTuple):
-    """Warm-up steps, the step at which the rate is lowest, and decay steps (None: every step
-    between)."""
+    """Optimizer steps of a learning rate schedule. warmup: length of the warm-up. end: the step at
+    which decay ends. decay: length of the decay in warmup_stable_decay; None in other schedules."""
 
     warmup: int
     end: int
@@ -499,9 +517,9 @@ class ScheduleSteps(NamedTuple):
 
 
 def plan_schedule(a: Keys, num_training_steps: int) -> ScheduleSteps:
-    """The schedule's steps for a run of num_training_steps optimizer steps.
+    """Warm-up and decay steps of the learning rate for a run of num_training_steps optimizer steps.
 
-    Raises ConfigError if the steps do not fit together.
+    Raises ConfigError if they do not fit into the run.
     """
     judge = Judge(a)
     steps = _schedule_steps(a, num_training_steps, judge)
@@ -510,7 +528,9 @@ def plan_schedule(a: Keys, num_training_steps: int) -> ScheduleSteps:
 
 
 def warmup_steps(a: Keys, num_training_steps: int) -> int:
-    """Warm-up steps: the key warmup_steps, or else warmup_ratio of all steps, rounded up."""
+    """Number of warm-up steps: the key warmup_steps; if that is 0, warmup_ratio x
+    num_training_steps, rounded up but leaving one step for the decay. 0 if the schedule is
+    "constant"."""
     if a.lr_scheduler_type == "constant":
         return 0
     share = math.ceil(a.warmup_ratio * num_training_steps)

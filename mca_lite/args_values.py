@@ -29,8 +29,9 @@ from .errors import Judge, Problem, refuse
 
 
 class ConfigLoader(yaml.SafeLoader):
-    """A YAML loader without aliases and duplicate keys. Every value but null is read as text and
-    cast later by the type of its field: 007 stays a name, and 1e-5 is a number."""
+    """A YAML loader that refuses aliases and duplicate keys. It reads every untagged scalar but
+    null as text, which is cast later to the type of its key: 007 stays a name, and 1e-5 becomes a
+    number."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
 
@@ -54,7 +55,8 @@ ConfigLoader.add_implicit_resolver(
 
 
 def loads_yaml(text: str) -> Any:
-    """The value of a YAML text. Raises yaml.YAMLError."""
+    """Parse YAML or JSON text with ConfigLoader: numbers and booleans stay text. Raises
+    yaml.YAMLError."""
     try:
         return yaml.load(text, Loader=ConfigLoader)
     except RecursionError:
@@ -62,9 +64,9 @@ def loads_yaml(text: str) -> Any:
 
 
 def read_config_file(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Key -> value from a flat YAML or JSON file. Numbers and booleans are still text.
+    """Key -> value from a YAML or JSON file. Numbers and booleans are still text.
 
-    Raises ConfigError if the file is absent, broken or nested, or has a key twice.
+    Raises ConfigError if the file is absent, has a key twice, or is no mapping from keys to values.
     """
     try:
         if not Path(path).is_file():
@@ -88,7 +90,8 @@ def read_config_file(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def cast(value: object, hint: object) -> Any:
     """Convert `value` to the type `hint`. Text becomes a number, a boolean, a list (split at
-    commas) or a dict (JSON or YAML). Raises ValueError that names the expected type."""
+    commas, or in brackets) or a dict (JSON or YAML text, or the name of a JSON file). Raises
+    ValueError that names the expected type."""
     if isinstance(value, enum.Enum):
         value = value.value if isinstance(value.value, str) else value.name
     kind = typing.get_origin(hint) or hint
@@ -123,7 +126,8 @@ def _cast_dict(value: Any, of_keys: Any = str, of_values: Any = Any) -> dict[str
 
 
 def _parse(text: str) -> Any:
-    """The value of a JSON or YAML text, or of the JSON file with this name."""
+    """The value of a JSON or YAML text. If `text` ends in .json, it is the name of a file to read
+    instead. Raises ValueError."""
     try:
         if text.endswith(".json"):
             text = Path(text).read_text(encoding="utf-8")
@@ -202,12 +206,12 @@ _LIMITS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
 
 
 def arg(default: Any, text: str, **metadata: Any) -> Any:
-    """A dataclass field for a key, with its help text and further metadata. A field without a
-    default may be given by position.
+    """A dataclass field for a configuration key. text: its help. A field whose default is MISSING
+    is required, and may be given by position.
 
-    choices: a table with the allowed values, which may grow until the arguments are read. words:
-    text -> the value it stands for. check: raises ValueError for a value that does not work.
-    remedy: what an error suggests (default: the field's default).
+    choices: the allowed values, or a table with them as keys, to which rows may be added until the
+    arguments are read. words: text -> the value it stands for. check: raises ValueError for a value
+    that does not work. remedy: what an error suggests (default: a line with a value that works).
     low, above, high, below: limits (low <= value, above < value, value <= high, value < below).
     torch: False for a key without effect on the plain torch backend.
     model: True for a field of McaModelConfig under the same name, set unless the key is None;
@@ -222,35 +226,38 @@ def arg(default: Any, text: str, **metadata: Any) -> Any:
 
 
 def flag(text: str, **metadata: Any) -> Any:
-    """A key that is False by default."""
+    """A dataclass field for a key that is False by default. text, metadata: as in arg()."""
     return arg(False, text, **metadata)
 
 
 def optional(text: str, **metadata: Any) -> Any:
-    """A key that is None by default."""
+    """A dataclass field for a key that is None by default. text, metadata: as in arg()."""
     return arg(None, text, **metadata)
 
 
 def count(default: Any, text: str, **metadata: Any) -> Any:
-    """A key whose value is a number of at least 1."""
+    """A dataclass field for a key whose value is a number of at least 1. text, metadata: as in
+    arg()."""
     return arg(default, text, low=1, **metadata)
 
 
 def amount(default: Any, text: str, **metadata: Any) -> Any:
-    """A key whose value is a number of at least 0."""
+    """A dataclass field for a key whose value is a number of at least 0. text, metadata: as in
+    arg()."""
     return arg(default, text, low=0, **metadata)
 
 
 def default_of(item: dataclasses.Field[Any]) -> Any:
-    """The default of a field, or dataclasses.MISSING."""
+    """The default of a dataclass field; MISSING if the field is required."""
     if item.default_factory is not MISSING:
         return item.default_factory()
     return item.default
 
 
 def example(item: dataclasses.Field[Any]) -> str:
-    """A line with a value that works: the key with its default, or with its help text if there is
-    none."""
+    """A config line that an error suggests, such as `save_steps: 500`: the key with its default, or
+    with its lower limit if the default is None. If neither is text or a number: the key with its
+    help text."""
     default = default_of(item)
     if default is None:
         default = item.metadata.get("low")
@@ -274,11 +281,11 @@ _Group = TypeVar("_Group", bound="ArgumentGroup")
 
 @dataclass(kw_only=True)
 class ArgumentGroup:
-    """Base class for groups of keys. The constructor casts every field to its type and raises one
-    ConfigError with every problem.
+    """Base class for the dataclasses of configuration keys. The constructor casts every field to
+    its type, applies the group's rules and raises one ConfigError with every problem.
 
-    notes: one line per value that was changed or has no effect. changed: the keys whose value is
-    not their default.
+    notes: lines for the user about values that were changed or have no effect. changed: the keys
+    that were set to another value than their default.
     """
 
     def __post_init__(self) -> None:
@@ -289,11 +296,11 @@ class ArgumentGroup:
 
     @classmethod
     def read(cls: type[_Group], values: dict[str, Any], judge: Judge) -> _Group:
-        """A group with the values of its keys, cast but not yet checked by rules. Keys of other
-        groups are ignored.
+        """A group from raw {key: value}, with fields cast to their types. An absent key gets its
+        default; keys of other groups are ignored. Problems are added to `judge`.
 
-        The constructor is not called: rules between groups must be able to read a group that has
-        problems.
+        The constructor is not called, so the group's rules are not applied yet: rules between
+        groups must be able to read a group that has problems.
         """
         group = cls.__new__(cls)
         for item in dataclasses.fields(cls):
@@ -302,7 +309,8 @@ class ArgumentGroup:
         return group
 
     def cast_fields(self, judge: Judge) -> None:
-        """Cast and check each field in place; set `notes` and `changed`."""
+        """Cast and check each field in place; add problems to `judge`. Sets `notes` to [], and
+        `changed`."""
         self.notes: list[str] = []
         self.changed: list[str] = []
         for item in dataclasses.fields(self):
@@ -311,7 +319,8 @@ class ArgumentGroup:
                 self.changed.append(item.name)
 
     def check_field(self, item: dataclasses.Field[Any], judge: Judge) -> None:
-        """Cast and check a field in place. If it has a problem, its default takes its place."""
+        """Cast one field to its type in place, and check its choices and limits. A value with a
+        problem is reported to `judge` and replaced by the default ("" for a required key)."""
         key = item.name
         known = item.metadata
         default = default_of(item)
@@ -332,18 +341,22 @@ class ArgumentGroup:
         setattr(self, key, value)
 
     def resolve(self, judge: Judge) -> None:
-        """Fill in derived values and apply the group's rules."""
+        """Fill in derived values in place, then apply the group's rules; problems are added to
+        `judge`."""
         self.normalise()
         self.check(judge)
 
     def normalise(self) -> None:
-        """Fill in derived values in place. Each field has been cast to its type before."""
+        """Fill in derived values in place, after every field was cast to its type. Groups override
+        it; here it does nothing."""
 
     def check(self, judge: Judge) -> None:
-        """Apply the group's rules; change nothing."""
+        """Add a Problem to `judge` for each broken rule of the group. Groups override it; here it
+        does nothing."""
 
     def fields_of(self, config: str) -> dict[str, Any]:
-        """{field: value} for the keys that set a field of the config "optimizer" or "ddp"."""
+        """{field: value} for the keys that set a field of megatron's OptimizerConfig (config
+        "optimizer") or DistributedDataParallelConfig (config "ddp")."""
         names = {
             f.name: f.metadata[config] for f in dataclasses.fields(self) if config in f.metadata
         }
@@ -358,7 +371,8 @@ _type_hints: Callable[[type], dict[str, Any]] = functools.cache(typing.get_type_
 
 
 def check_keys(group_type: type[ArgumentGroup], **values: Any) -> list[Problem]:
-    """The Problems that the types and limits of a group's keys find in `values`."""
+    """Check `values` against the types and limits of a group's keys -> the Problems found. A key
+    that is not given gives no Problem, even if it is required."""
     judge = Judge(None)
     group_type.read(values, judge)
     return [problem for problem in judge.problems if problem.key in values]

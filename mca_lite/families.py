@@ -38,7 +38,8 @@ from .tables import function_of
 
 
 def _same(keys: str) -> dict[str, str]:
-    """Config keys that have the same name as megatron's fields."""
+    """{key: key} for config.json keys, separated by spaces, with the same name as megatron's
+    fields."""
     return {key: key for key in keys.split()}
 
 
@@ -56,7 +57,8 @@ def _gemma_scales(hf: Any) -> dict[str, float]:
 
 
 def _gemma4(hf: Any) -> dict[str, Any]:
-    """Fields for Gemma 4: head sizes in layers without a window."""
+    """Config fields for Gemma 4: the embedding's multiplier, and head size and count of key-value
+    heads in layers without a sliding window."""
     full = hf.per_layer_config["full_attention"]
     return {
         "embedding_multiplier": hf.hidden_size**0.5,
@@ -70,8 +72,8 @@ def _without_rope(is_without: Iterable[bool]) -> dict[str, list[int]]:
 
 
 def _exaone4(hf: Any) -> dict[str, Any]:
-    """Fields for EXAONE 4: layers without a window have no positions, unless no layer
-    has a window."""
+    """Config fields for EXAONE 4: layers without a sliding window have no rotary embedding. If no
+    layer has a window, every layer has it."""
     if hf.sliding_window is None:
         return {}
     return _without_rope(name == "full_attention" for name in hf.layer_types)
@@ -98,7 +100,8 @@ _SPARSE_MLP = (*_DENSE_LAYERS, *moe_rows(), *shared_expert_rows("shared_experts"
 
 
 def _sparse_layers(hf: Any) -> dict[str, Any]:
-    """moe_layer_freq: 1 for each layer with experts, 0 for each dense layer."""
+    """{"moe_layer_freq": [...]} for a transformers config, with 1 for each layer with experts and 0
+    for each dense layer."""
     step = field_of(hf, "decoder_sparse_step", 1)
     dense = field_of(hf, "mlp_only_layers") or ()
     sparse = [int(i not in dense and (i + 1) % step == 0) for i in range(hf.num_hidden_layers)]
@@ -106,7 +109,8 @@ def _sparse_layers(hf: Any) -> dict[str, Any]:
 
 
 def _experts_everywhere(hf: Any) -> dict[str, Any]:
-    """Fields for a model with experts in every layer, each intermediate_size wide."""
+    """Config fields for a model with experts in every layer, each with
+    intermediate_size columns."""
     return {
         "moe_layer_freq": [1] * hf.num_hidden_layers,
         "moe_ffn_hidden_size": hf.intermediate_size,
@@ -116,8 +120,12 @@ def _experts_everywhere(hf: Any) -> dict[str, Any]:
 def _grouped_experts(
     hf: Any, grouped: bool, routed: str = "n_routed_experts", shared: str = "n_shared_experts"
 ) -> dict[str, Any]:
-    """Fields for experts that follow the first, dense layers and are chosen within groups, and for
-    shared experts. routed, shared: the config keys with the counts of experts."""
+    """Config fields for the experts of DeepSeek's and similar models: dense layers first, then
+    layers with routed and shared experts.
+
+    grouped: True if the router chooses groups of experts first. routed, shared: the config.json
+    keys with the counts of routed and of shared experts.
+    """
     dense = field_of(hf, "first_k_dense_replace", 0)
     sparse = [int(i >= dense) for i in range(hf.num_hidden_layers)]
     if kinds := field_of(hf, "mlp_layer_types"):
@@ -134,8 +142,8 @@ def _grouped_experts(
 
 
 def _sigmoid_router(hf: Any, *keys: str) -> dict[str, Any]:
-    """Fields for a router with sigmoid scores and a bias that only affects the choice. keys:
-    arguments of _grouped_experts."""
+    """Config fields for the experts of DeepSeek-V3 and similar models: sigmoid scores, and a bias
+    that affects only which experts are chosen. keys: `routed` and `shared` of _grouped_experts."""
     return {
         **_grouped_experts(hf, (hf.n_group or 1) > 1, *keys),
         "moe_router_score_function": "sigmoid",
@@ -150,8 +158,8 @@ def _glm4_moe(hf: Any) -> dict[str, Any]:
 
 
 def _latent_fields(hf: Any) -> dict[str, Any]:
-    """Fields for multi-latent attention; yarn's mscale_all_dim changes the scale of attention
-    scores."""
+    """Config fields for multi-latent attention. With yarn's mscale_all_dim they include the scale
+    of attention scores, which it changes."""
     rope = hf.rope_parameters
     fields = {"q_lora_rank": hf.q_lora_rank, "num_query_groups": hf.num_attention_heads}
     factor = rope.get("factor") or 1.0
@@ -163,8 +171,8 @@ def _latent_fields(hf: Any) -> dict[str, Any]:
 
 
 def _gpt_oss(hf: Any) -> dict[str, Any]:
-    """Fields for gpt-oss: its softmax over the chosen experts equals a softmax over all experts
-    that is normalised over the chosen ones."""
+    """Config fields for gpt-oss. Its softmax over the chosen experts equals a softmax over all
+    experts that is normalised over the chosen ones."""
     return {
         **_experts_everywhere(hf),
         "add_qkv_bias": hf.attention_bias,
@@ -173,7 +181,7 @@ def _gpt_oss(hf: Any) -> dict[str, Any]:
 
 
 def _flint(hf: Any) -> dict[str, Any]:
-    """Fields for Flint: layers without a window have no positions."""
+    """Config fields for Flint, whose layers without a sliding window have no rotary embedding."""
     return {
         **_sparse_layers(hf),
         **_without_rope(name == "full_attention" for name in hf.layer_types),
@@ -183,13 +191,14 @@ def _flint(hf: Any) -> dict[str, Any]:
 
 
 def _hyperclovax(hf: Any) -> dict[str, Any]:
-    """Fields for HyperCLOVA X: logits are multiplied by logits_scaling, not divided by it."""
+    """Config fields for HyperCLOVA X. Its logits are multiplied by logits_scaling, and this
+    package's field divides them, so the field is the inverse."""
     return {"logits_scaling": 1 / hf.logits_scaling, "add_output_bias": hf.attention_bias}
 
 
 def _hunyuan_moe(hf: Any) -> dict[str, Any]:
-    """Fields for Hunyuan's experts: one shared expert, as wide as the others. Raises ValueError if
-    layers differ in the count of experts per token."""
+    """Config fields for Hunyuan's experts, with one shared expert as wide as a routed one. Raises
+    ValueError if layers differ in the count of experts per token."""
     counts = hf.moe_topk
     if isinstance(counts, int):
         counts = [counts]
@@ -203,8 +212,8 @@ def _hunyuan_moe(hf: Any) -> dict[str, Any]:
 
 
 def _deepseek_v2(hf: Any) -> dict[str, Any]:
-    """Fields for DeepSeek-V2: softmax scores that are not normalised, and groups ranked by their
-    best expert."""
+    """Config fields for DeepSeek-V2: latent attention, and groups of experts that are ranked by
+    their best expert if topk_method is group_limited_greedy."""
     experts = _grouped_experts(hf, hf.topk_method == "group_limited_greedy")
     return {**experts, "moe_router_group_score": "max", **_latent_fields(hf)}
 
@@ -541,8 +550,8 @@ SAME_AS = {"kimi_k2": "deepseek_v3"}
 
 
 def get_family(model_type: str, values: dict[str, Any] | None = None) -> Family:
-    """The family of a config.json's model_type. Raises ConfigError if the type is unknown, with a
-    list of the known ones, or if its family belongs to a part of the package that is missing.
+    """The Family of a config.json's model_type. Raises ConfigError if the type is not supported,
+    with a list of the supported ones, or if it needs an optional part whose files are missing.
 
     values: the contents of the config.json, for a more precise reason.
     """
@@ -553,7 +562,8 @@ def get_family(model_type: str, values: dict[str, Any] | None = None) -> Family:
 
 
 def check_type(values: dict[str, Any], judge: Judge, use_mca: bool = True) -> None:
-    """Refuse a config.json's model type that the backend does not train."""
+    """Refuse a config.json whose model_type the backend does not train; the Problem is added to
+    `judge`. Without use_mca any causal language model of transformers passes."""
     kind = values.get("model_type")
     if not isinstance(kind, str) or kind in FAMILIES or kind in SAME_AS:
         return
@@ -585,13 +595,14 @@ def check_type(values: dict[str, Any], judge: Judge, use_mca: bool = True) -> No
 
 
 def vision_parts_of(model_type: str) -> dict[str, tuple[str, ...]]:
-    """A model type's Family.vision_parts; {} if it is not in the table."""
+    """{part of a model: its Hugging Face modules} for the parts beside the language model, such as
+    the vision tower; {} for a model type without such parts."""
     return FAMILIES[model_type].vision_parts if model_type in FAMILIES else {}
 
 
 def part_of(model_type: str, module: str) -> str:
-    """The part of a model that has a Hugging Face module: a key of vision_parts, or
-    LANGUAGE_MODEL."""
+    """The part of a model that a Hugging Face module belongs to: a key of vision_parts_of(), such
+    as the vision tower, or LANGUAGE_MODEL."""
     for part, prefixes in vision_parts_of(model_type).items():
         if any(f".{prefix}." in f".{module}." for prefix in prefixes):
             return part
@@ -599,14 +610,17 @@ def part_of(model_type: str, module: str) -> str:
 
 
 def values_of(hf: Any) -> dict[str, Any]:
-    """Family.values for a transformers config; {} if its family is not in the table."""
+    """{McaModelConfig field: value} for a transformers config; {} if its model type is not in
+    FAMILIES."""
     return FAMILIES[hf.model_type].values(hf) if hf.model_type in FAMILIES else {}
 
 
 def rows_of(model_type: str, config: Any) -> tuple[Row, ...]:
-    """A model's table rows (one per megatron tensor, with its Hugging Face names), with one row per
-    expert and per tensor of an input module. config: an object with McaModelConfig's fields. Raises
-    ConfigError for an unknown model type.
+    """The Rows of a model: one per megatron tensor, with its Hugging Face names. Names have {} for
+    the layer, so a row stands for the tensor in each layer; experts have separate rows.
+
+    config: an object with McaModelConfig's fields. Raises ConfigError for an unsupported model
+    type.
     """
     family = get_family(model_type)
     rows = family.rows

@@ -12,8 +12,18 @@ from .errors import Judge
 
 @dataclass(frozen=True)
 class Row:
-    """One megatron tensor and its HF tensors. With kind "module": all tensors whose names begin
-    with a prefix."""
+    """One megatron tensor, or one per layer or expert, and the Hugging Face tensors that it is made
+    from.
+
+    mca: megatron's name, with {} for the layer and [] for the expert. hf: Hugging Face's names.
+    kind: how they correspond: "copy" (on every tensor-parallel rank), "column" or "row" (split),
+    "gated" (gate and up), "qkv" and the like; "module": all tensors with a prefix.
+    layers: the layers that have it: "all", "moe", "dense", "linear" or "attention" (linear
+    attention, or not), "window" or "full" (sliding window, or not).
+    when: True, or the config field that must be set (after "not ": unset) for the tensor to exist.
+    expert: the expert's index. fused: one HF tensor has all parts. linear: a "copy" row is a
+    matrix.
+    """
 
     mca: str
     hf: tuple[str, ...]
@@ -29,12 +39,13 @@ class Row:
 
     @property
     def axis(self) -> int | None:
-        """The axis that tensor parallelism splits; None if it splits none."""
+        """The axis that tensor parallelism splits: 0 or 1; None if each rank has the
+        whole tensor."""
         return {"copy": None, "row": 1}.get(self.kind, 0)
 
     @property
     def is_linear(self) -> bool:
-        """True for the matrix of a linear or an embedding, which can have adapters."""
+        """True for the matrix of a linear or an embedding, to which LoRA adapters can be added."""
         if not self.mca.endswith(".weight"):
             return False
         if self.kind == "copy":
@@ -43,19 +54,20 @@ class Row:
 
     @property
     def is_of_inputs(self) -> bool:
-        """True for a tensor of transformers' module for inputs other than text."""
+        """True for a tensor of a module for inputs other than text, such as the vision tower."""
         return self.mca.startswith("vision_model.")
 
     def is_there(self, config: Any) -> bool:
-        """True if a model has the tensor. config: any object with McaModelConfig's fields."""
+        """True if a model with this config has the tensor (see `when`). config: any object with
+        McaModelConfig's fields."""
         if isinstance(self.when, bool):
             return self.when
         name = self.when.removeprefix("not ")
         return bool(getattr(config, name, None)) != self.when.startswith("not ")
 
     def is_in(self, is_moe_layer: bool, is_linear: bool, has_window: bool = False) -> bool:
-        """True if a layer of this kind has the tensor. is_linear: True if its
-        attention is linear."""
+        """True if a layer has the tensor. is_moe_layer: True if the layer has experts. is_linear:
+        True if its attention is linear. has_window: True if its attention has a sliding window."""
         kinds = {"all": True, "moe": is_moe_layer, "linear": is_linear, "window": has_window}
         kinds |= {"dense": not is_moe_layer, "attention": not is_linear, "full": not has_window}
         return kinds[self.layers]
@@ -66,8 +78,8 @@ HF_LAYERS = "model.layers.{}."
 
 
 def _row(mca: str, modules: str, kind: str, of: str = "weight", **more: Any) -> Row:
-    """A row for a decoder layer. mca: megatron's module; modules: Hugging Face's, separated by
-    spaces."""
+    """A Row for a tensor in each decoder layer. mca: megatron's module ("mlp.linear_fc2"). modules:
+    Hugging Face's modules, separated by spaces ("mlp.down_proj"). of: "weight" or "bias"."""
     hf = tuple(f"{HF_LAYERS}{name}.{of}" for name in modules.split())
     return Row(f"{LAYERS}{mca}.{of}", hf, kind, **more)
 
@@ -80,9 +92,12 @@ def attention(
     norms: str = "q_norm k_norm",
     sinks: str = "sinks",
 ) -> Iterator[Row]:
-    """Rows of an attention layer. bias, norm: True, or the config field that says if there is one.
-    norm_kind: "column" for a norm over all heads. norms, sinks: Hugging Face's names. The config
-    decides on sinks and on a bias of the output."""
+    """Yield the rows of a softmax attention layer: q, k and v, their bias and norms, output, sinks.
+
+    bias, norm: whether q, k and v have a bias, and q and k a norm: a bool, or the config field that
+    decides. norm_kind: "column" for one norm over all heads. fused: q, k and v are one HF tensor.
+    norms, sinks: Hugging Face's names.
+    """
     mca = "self_attention."
     hf = "self_attn."
     qkv = f"{hf}q_proj {hf}k_proj {hf}v_proj"
@@ -101,8 +116,8 @@ def attention(
 
 
 def attention_of_two_sizes() -> Iterator[Row]:
-    """Rows of attention in layers with a sliding window, and in full layers, whose keys serve as
-    values too."""
+    """Yield the rows of attention in a model whose layers with a sliding window differ from its
+    other, full layers. In full layers the keys serve as values too."""
     qkv, *others = attention(norm=True)
     yield replace(qkv, layers="window")
     yield _row("self_attention.linear_qk", "self_attn.q_proj self_attn.k_proj", "qk", layers="full")
@@ -110,7 +125,8 @@ def attention_of_two_sizes() -> Iterator[Row]:
 
 
 def latent_attention() -> Iterator[Row]:
-    """Rows of multi-latent attention; queries have one matrix, or two with a norm between them."""
+    """Yield the rows of multi-latent attention. Queries have one matrix, or if the config has
+    q_lora_rank two with a norm between them."""
 
     def row(mca: str, modules: str, kind: str, **more: Any) -> Row:
         return _row(f"self_attention.{mca}", f"self_attn.{modules}", kind, **more)
@@ -128,7 +144,8 @@ def latent_attention() -> Iterator[Row]:
 def mlp_rows(
     hf: str = "mlp.", mca: str = "mlp.", fused: bool = False, gated: bool = True, **more: Any
 ) -> Iterator[Row]:
-    """Rows of an MLP. more: fields of Row, such as its layers."""
+    """Yield the rows of an MLP. hf, mca: prefixes of the names. fused: gate and up are one HF
+    tensor. gated: whether there is a gate. more: fields of Row, such as layers="dense"."""
     gate_up = f"{hf}gate_up_proj" if fused else f"{hf}gate_proj {hf}up_proj"
     if gated:
         yield _row(mca + "linear_fc1", gate_up, "gated", fused=fused, **more)
@@ -145,8 +162,9 @@ def moe_rows(
     router: str = "gate",
     bias_of: str = "gate.",
 ) -> Iterator[Row]:
-    """Rows of a layer's router and experts, one tensor each as in Hugging Face's files. bias_of:
-    the prefix of the router's bias."""
+    """Yield the rows of a layer's router and routed experts, with one tensor per expert and
+    projection as in Hugging Face's files. bias_of: the prefix of the router's bias. The others are
+    Hugging Face's names of modules."""
     yield _row("mlp.router", hf + router, "copy", layers="moe", linear=True)
     bias = (f"{HF_LAYERS}{hf}{bias_of}e_score_correction_bias",)
     when = "moe_router_enable_expert_bias"
@@ -163,7 +181,8 @@ def moe_rows(
 
 
 def shared_expert_rows(name: str, gate: str | None = None) -> Iterator[Row]:
-    """Rows of shared experts. gate: Hugging Face's module that weights their output."""
+    """Yield the rows of shared experts. name, gate: Hugging Face's names of their module and of the
+    gate that weights their output (None: there is no gate)."""
     mca = "mlp.shared_experts."
     more: dict[str, Any] = dict(layers="moe", when="moe_shared_expert_intermediate_size")
     yield from mlp_rows(f"mlp.{name}.", mca, **more)
@@ -226,12 +245,13 @@ UNUSED_TENSORS = (r"rotary_emb\.inv_freq$",)
 
 
 def is_of_expert(mca: str) -> bool:
-    """True if the megatron tensor with this row name belongs to an expert."""
+    """True if the megatron tensor with this name belongs to a routed expert."""
     return ".mlp.experts." in mca
 
 
 def has_value_head(architectures: list[str] | None) -> bool:
-    """True if a config.json's architectures name a model that gives scores instead of logits."""
+    """True if a config.json's architectures name a model with a value head, which gives scores
+    instead of logits: "...ForSequenceClassification"."""
     return any(name.endswith("ForSequenceClassification") for name in architectures or ())
 
 
@@ -294,7 +314,8 @@ ROPE_TYPES = ("default", "linear", "llama3", "yarn", "proportional")
 
 
 def rope_parameters(hf: Any) -> list[dict[str, Any]]:
-    """The rope parameters in a transformers config, with defaults filled in.
+    """The rotary embedding's parameters in a transformers config, as new dicts with defaults filled
+    in.
 
     [parameters], or [for sliding-window layers, for full-attention layers] if the config
     distinguishes them.
@@ -314,8 +335,8 @@ def rope_parameters(hf: Any) -> list[dict[str, Any]]:
 
 
 def _has_fixed_alpha(hf: Any, rope: dict[str, Any]) -> bool:
-    """True for Hunyuan's "dynamic" scaling, in which alpha stretches the base whatever the sequence
-    length."""
+    """True for Hunyuan's "dynamic" rope scaling, whose alpha changes the rotary base in the same
+    way for every sequence length."""
     is_dynamic = rope["rope_type"] == "dynamic" and rope.get("alpha")
     return bool(is_dynamic and hf.head_dim and hf.model_type.startswith("hunyuan_v1"))
 
@@ -326,8 +347,8 @@ def _default(kind: type) -> Any:
 
 
 def field_of(hf: Any, key: str, default: Any = None) -> Any:
-    """A field of a transformers config; `default` if its class has no such field, because
-    transformers' model ignores it then."""
+    """A field of a transformers config. `default` if the config's class has no such field, because
+    transformers' model ignores it then; head_dim is read in any case."""
     # models read head_dim even if the config class has no such field
     if key == "head_dim" or hasattr(_default(hf.__class__), key):
         return getattr(hf, key, default)
@@ -336,7 +357,18 @@ def field_of(hf: Any, key: str, default: Any = None) -> Any:
 
 @dataclass(frozen=True)
 class Family:
-    """A model_type: its rows, config keys, and refusals of unsupported config.json values."""
+    """A model_type: how its weights and config.json map to megatron's model, and what is refused.
+
+    rows: its tensors. config: config.json key -> McaModelConfig field, added to DENSE_CONFIG.
+    constants: McaModelConfig fields with one value for the family. derived: function of the
+    transformers config for the other fields.
+    refusals: config.json keys, separated by spaces, whose unsupported values raise an error.
+    prediction: the key with the number of multi-token prediction layers, if the family has any.
+    vision_parts, inputs: the modules of a vision tower and its projector, and their row in INPUTS.
+    unused: patterns of checkpoint tensors that no model reads.
+    older_names, stacked_experts, renamed: how names and experts in files differ from transformers'
+    modules.
+    """
 
     rows: tuple[Row, ...]
     # HF config key -> McaModelConfig field, in addition to DENSE_CONFIG
@@ -373,7 +405,7 @@ class Family:
     renamed: dict[str, str] = field(default_factory=dict)
 
     def values(self, hf: Any) -> dict[str, Any]:
-        """The McaModelConfig fields for a transformers config."""
+        """{McaModelConfig field: value} for a transformers config."""
         values = _CONSTANTS | self.constants
         whole = hf
         hf = hf.get_text_config()
@@ -402,7 +434,8 @@ class Family:
         return values
 
     def reads(self, quantized: Any) -> bool:
-        """True if weights quantised as a config.json's quantization_config says can be read."""
+        """True if weights quantised in a given manner can be read: bitsandbytes' NF4, or MXFP4 in a
+        family whose files have it. quantized: quantization_config of a config.json."""
         values = dict(quantized) if isinstance(quantized, Mapping) else {}
         method = values.get("quant_method")
         if method == "bitsandbytes":
@@ -410,8 +443,8 @@ class Family:
         return self.stacked_experts == "in_turns" and method == "mxfp4"
 
     def check(self, hf: Any, origin: str) -> None:
-        """Raise ConfigError for unsupported values in a model's transformers config. origin: the
-        config.json's name."""
+        """Raise ConfigError if a transformers config has values that this family does not support
+        on megatron-core, such as another activation. origin: name of the model, for the message."""
         judge = Judge(None)
         instead = "use_mca: false, to train it as plain torch"
         quantized = getattr(hf, "quantization_config", None)

@@ -295,7 +295,8 @@ _OFF = "false no 0 0.0 [] {}"  # values that switch a key off
 
 
 def _add(key: str, row: ForeignKey) -> None:
-    """Add another trainer's key to FOREIGN_KEYS; ValueError if it is known already."""
+    """Add a key of another trainer to FOREIGN_KEYS, with what becomes of it here. ValueError if the
+    key is known already."""
     refuse_taken("key", key, {*FOREIGN_KEYS, *ALIASES})
     FOREIGN_KEYS[key] = row
 

@@ -39,9 +39,8 @@ _REMEDIES = {  # names by spaces -> replacement
 
 
 def _moved(name: str) -> Any:
-    """A name from one of mcore_adapter's modules. If it does not exist here: ImportError with its
-    replacement.
-    """
+    """An attribute of a module at one of mcore_adapter's paths, taken from this package.
+    ImportError, with the replacement, for a name that has no successor here."""
     if name == "initialize_megatron":
         return import_module(".parallel", __package__).initialize
     for names, remedy in _REMEDIES.items():
@@ -51,9 +50,8 @@ def _moved(name: str) -> Any:
 
 
 class _MovedModules(Loader):
-    """Finder and loader for the modules in _PATHS. Their attributes are the package's
-    public names.
-    """
+    """Import finder and loader for mcore_adapter's module paths, such as "models.auto". Attributes
+    of these modules are looked up in this package."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         is_moved = name in [f"{__package__}.{moved}" for moved in _PATHS]

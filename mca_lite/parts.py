@@ -17,7 +17,8 @@ from .errors import Problem, UserError
 
 
 class Part(NamedTuple):
-    """One row of PARTS. Each field is a string of words separated by spaces.
+    """An optional part of the package, whose files may be deleted: one row of PARTS. Each field is
+    a string of words separated by spaces.
 
     modules: its files without ".py". Importing the first registers the part, if its name ends in
     _keys or is part_migration.
@@ -154,8 +155,8 @@ PARTS = {
 
 @functools.cache
 def missing() -> dict[str, dict[str, str]]:
-    """{unusable part: {part: its missing files, comma-separated}}. The inner keys are the part
-    itself or parts that it needs. Cached.
+    """{name of a part: {part: its missing files, comma-separated}} for the optional parts that
+    cannot be used. Files may be missing from the part itself or from parts that it needs. Cached.
     """
     # look into this folder: an import could find a deleted file in another installation
     files = {path.stem for path in Path(__file__).parent.glob("*.py")}
@@ -171,7 +172,7 @@ def missing() -> dict[str, dict[str, str]]:
 
 
 def with_needs(name: str) -> list[str]:
-    """The part and all parts it needs, directly or indirectly."""
+    """The name of a part and of all parts that it needs, directly or indirectly."""
     found = [name]
     for part in found:
         found += [need for need in PARTS[part].needs.split() if need not in found]
@@ -179,9 +180,9 @@ def with_needs(name: str) -> list[str]:
 
 
 def load(*endings: str) -> list[ModuleType]:
-    """Import the modules, of all usable parts, whose name ends with one of `endings`, and return
-    them. Importing registers a part's keys, rules and rows.
-    """
+    """Import modules by the ending of their name ("_keys" or a full name) and return them; modules
+    of optional parts that cannot be used are left out. Importing registers a part's keys, rules and
+    table rows."""
     there = [part for name, part in PARTS.items() if name not in missing()]
     names = [module for part in there for module in part.modules.split()]
     return [import_module(f".{name}", __package__) for name in names if name.endswith(endings)]
@@ -189,14 +190,14 @@ def load(*endings: str) -> list[ModuleType]:
 
 @functools.cache
 def module_of(name: str) -> ModuleType | None:
-    """A module of a part; None if the part is missing. Cached."""
+    """Import a module of an optional part, such as "part_mtp_rows". None if its part cannot be used
+    because files are missing. Cached."""
     return next(iter(load(name)), None)
 
 
 def need_of(name: str, what: str = "it needs") -> tuple[str, str]:
-    """(why something cannot be used without a missing part, the remedy). what: the beginning of the
-    reason.
-    """
+    """(the reason why something cannot be used, the remedy), for an optional part whose files are
+    missing. what: the beginning of the reason."""
     lacking = missing()[name]
     files = ", ".join(lacking.values())
     verb = "are" if "," in files else "is"
@@ -212,16 +213,16 @@ def missing_modules() -> dict[str, str]:
 
 
 def check_module(module: str) -> None:
-    """Raise UserError if the module belongs to an unusable part; an import could find it in another
-    installation.
-    """
+    """Raise UserError if a module belongs to an optional part that cannot be used because files are
+    missing. Without this check an import could find the module in another installation."""
     if module in missing_modules():
         reason, remedy = need_of(missing_modules()[module])
         raise UserError(f"{module}.py: {reason}: {remedy}")
 
 
 def absent_rows() -> dict[str, str]:
-    """{row of another table: its part} for unusable parts."""
+    """{name of a table row: the optional part that provides it}, for parts that cannot be used
+    because files are missing."""
     return {row: name for name in missing() for row in PARTS[name].provides.split()}
 
 
@@ -233,10 +234,11 @@ def absent_keys() -> dict[str, str]:
 
 
 def needed(values: Mapping[str, Any]) -> dict[str, str]:
-    """{key: the unusable part it needs}, for keys of parts and values of core keys.
+    """{key: the optional part that it needs} for the keys in `values` that need a part whose files
+    are missing: the part's own keys, and core keys with a value that the part adds.
 
-    A key at its default needs nothing. values: as written in the configuration, because the types
-    are gone with the part.
+    A key of the part at its default needs nothing. values: raw, as written in the configuration,
+    because the missing part defines the types.
     """
     found = {}
     for name in missing():
@@ -251,7 +253,7 @@ def needed(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def absent(values: Mapping[str, Any]) -> list[Problem]:
-    """A Problem for each key that needs an unusable part."""
+    """A Problem for each key in `values` that needs an optional part whose files are missing."""
     problems = []
     for key, name in needed(values).items():
         reason, remedy = need_of(name)

@@ -132,7 +132,8 @@ TEMPLATES = {
 
 
 def refuse_taken(kind: str, name: str, table: Container[str]) -> None:
-    """Raise ValueError if the table already has this name."""
+    """Raise ValueError if `table` already has a row called `name`. kind: the kind of row, for the
+    message."""
     if name in table:
         raise ValueError(f"{kind} {name} is registered already: choose another name")
 
@@ -141,10 +142,11 @@ def refuse_taken(kind: str, name: str, table: Container[str]) -> None:
 
 
 class ForeignKey(NamedTuple):
-    """Another trainer's key, which has no effect here.
+    """A configuration key of another trainer that has no effect here.
 
-    remedy: what to set instead; the key is then refused. Without a remedy it is ignored.
-    off: values (lower case) with which a refused key is accepted.
+    reason: why, for the message. remedy: what to set instead; with a remedy the key is refused, and
+    without one it is ignored. off: values (lower case) with which a refused key is accepted,
+    because they mean that the feature is off.
     """
 
     reason: str
@@ -159,7 +161,8 @@ BUILT_IN_FOR: dict[str, str] = {}  # another trainer's chat template -> the buil
 
 
 def foreign_key(name: str) -> ForeignKey | None:
-    """The first row of FOREIGN_KEYS whose name or pattern matches; None if none does."""
+    """The FOREIGN_KEYS row for another trainer's key, found by name or by a pattern such as
+    "hub_*"; None if there is none."""
     return next((row for key, row in FOREIGN_KEYS.items() if fnmatchcase(name, key)), None)
 
 
@@ -167,7 +170,13 @@ def foreign_key(name: str) -> ForeignKey | None:
 
 
 class KeyGroup(NamedTuple):
-    """One row of KEY_GROUPS: a dataclass of keys, and the other arguments of register_keys."""
+    """A registered group of configuration keys: its dataclass and the other arguments of
+    register_keys.
+
+    rules: checks over the keys of all groups. needs: keys of the group that have no effect unless
+    another key is set. fixed: keys that must not change when a run is resumed. of_stages: True if a
+    key works only in the training stages that list it.
+    """
 
     group: type[ArgumentGroup]
     rules: tuple[Rule, ...] = ()
@@ -218,9 +227,9 @@ FINETUNING: dict[str, Any] = {"full": "finetuning:Finetuning"}
 
 
 def function_of(name: Any) -> Any:
-    """Resolve "module:name" within this package, or "module" to the module itself. Anything but a
-    string is returned unchanged. UserError if the module belongs to a missing part.
-    """
+    """Import "module:name" from this package, such as "trainer:McaTrainer", or "module" for the
+    module itself. Anything but a string is returned unchanged. UserError if the module belongs to
+    an optional part whose files are missing."""
     if not isinstance(name, str):
         return name
     module, _, attribute = name.partition(":")
@@ -243,27 +252,29 @@ ANSWER_LABEL = "answer_label"  # column with the label of a labelled answer
 
 
 def _nothing(*args: Any) -> str:
-    """The default of Objective's functions: apply no rule, or describe nothing."""
+    """Return "" for any arguments. Objectives without rules of their own, or without text for the
+    start summary, have this default."""
     return ""
 
 
 @dataclass(kw_only=True)
 class Objective:
-    """One row of OBJECTIVES: a training stage.
+    """A training objective, which `stage: <name>` selects: one row of OBJECTIVES.
 
     records: kind of records, one of KINDS. It decides datasets, cache and packing.
-    encoder: data_encode.Encoder or a subclass, or "module:Class" in this package.
-    columns: numbers of records that shards keep, names in COLUMNS.
+    encoder: data_encode.Encoder or a subclass, which tokenises; or "module:Class" in this package.
+    columns: names in COLUMNS of numbers that tokenised data keeps for each record.
     trainer: McaTrainer or a subclass, or "module:Class" in this package.
     scores: True if the model has a value head instead of logits.
     has_binary_labels: True if labels are 1 or 0, False if they can be any number.
-    least_samples: fewest samples that each data set must have.
+    least_samples: fewest samples that each dataset must have.
     metrics: the trainer's metrics_keys. Given here for trainers of this package, which are not
     imported yet. eval_<metric> may choose the best checkpoint.
-    keys: configuration key -> field of the trainer's config. check_keys(a, judge): rules over
-    FinetuningArguments and the keys of parts; they also apply to configs made in Python.
-    check_run(a, judge): rules over the keys of all groups. describe(a): text that follows the
-    stage's name in the start summary.
+    keys: configuration key -> field of the trainer's config.
+    check_keys(a, judge): rules over FinetuningArguments and the keys of optional parts; they also
+    apply to configs made in Python.
+    check_run(a, judge): rules over the keys of all groups.
+    describe(a): text that follows the stage's name in the start summary.
     """
 
     stage: str
@@ -299,9 +310,8 @@ class Objective:
         self.vocabulary = ("embed_tokens",) if self.scores else ("embed_tokens", "lm_head")
 
     def trainer_class(self) -> Any:
-        """The trainer class. For a trainer of this package, this imports torch
-        and megatron-core.
-        """
+        """The trainer class. If it is still a string, its module is imported, and with it torch and
+        megatron-core."""
         return function_of(self.trainer)
 
 
@@ -327,7 +337,7 @@ def register_objective(stage: str, **fields: Any) -> Objective:
 
 
 def objective_of(stage: str) -> Objective:
-    """The row of a stage. ValueError for an unknown stage."""
+    """The OBJECTIVES row of a training stage. ValueError for an unknown stage."""
     if stage not in OBJECTIVES:
         raise ValueError(f"stage {stage!r}: expected one of {', '.join(OBJECTIVES)}")
     return OBJECTIVES[stage]
@@ -350,7 +360,7 @@ SESSION_LOSSES: dict[str, Any] = {
 
 
 class Optimizer(NamedTuple):
-    """One row of OPTIMIZERS.
+    """An optimizer that `optim: <name>` selects: one row of OPTIMIZERS.
 
     make(groups, args): builds the torch optimizer for parameter groups (dicts with "params") and
     TrainingArguments; or "module:name" in this package. Both backends set each group's lr and
@@ -372,11 +382,13 @@ class Optimizer(NamedTuple):
     of_matrices: tuple[str, ...] = ()
 
     def new(self, groups: list[dict[str, Any]], args: Any) -> Any:
-        """Build the torch optimizer for parameter groups. args: TrainingArguments."""
+        """Build the torch optimizer for parameter groups, dicts with "params". args:
+        TrainingArguments."""
         return function_of(self.make)(groups, args)
 
     def states_of(self, parameter: Any) -> tuple[str, ...]:
-        """Names of a parameter's state tensors."""
+        """Names of the state tensors that the optimizer keeps for a parameter: of_matrices if it
+        has the attribute `matrices`, otherwise states."""
         return self.of_matrices if hasattr(parameter, "matrices") else self.states
 
 
@@ -430,7 +442,7 @@ def _adam_of_halves(groups: list[dict[str, Any]], args: Any) -> Any:
 
 
 def numbers_of_adam(args: Any) -> dict[str, Any]:
-    """Adam's keyword arguments from TrainingArguments: lr, betas, eps."""
+    """Adam's keyword arguments lr, betas and eps, from TrainingArguments."""
     betas = args.adam_beta1, args.adam_beta2
     return dict(lr=args.learning_rate, betas=betas, eps=args.adam_epsilon)
 
@@ -482,7 +494,8 @@ SESSION_COLUMNS = (
 
 @dataclass(frozen=True)
 class Column:
-    """A column of samples and micro-batches.
+    """A named value of the data beside or among the tokens, such as "labels", "pair_weight" or
+    "position_ids", as samples and micro-batches have it: one row of COLUMNS.
 
     per: "token": sharded by context parallelism like the tokens; "document" or "sample": one value
     each; "input": rows for inputs other than text (such as pixels), concatenated in document order,
@@ -511,7 +524,8 @@ class Column:
 
     @property
     def is_registered(self) -> bool:
-        """True if a user script registered the column; every sample must then have it."""
+        """True if fields of data files may give the column, as for columns that user scripts
+        register."""
         return "record" in self.given_by
 
 
@@ -548,12 +562,13 @@ COLUMNS = {
 
 
 def is_of_inputs(name: str) -> bool:
-    """True for a column with rows for inputs other than text."""
+    """True for a column with rows for inputs other than text, such as pixels."""
     return name in COLUMNS and COLUMNS[name].per == "input"
 
 
 def other_columns(*read: str) -> tuple[str, ...]:
-    """The package's loss columns that a trainer would ignore: all except those it reads."""
+    """Names of this package's loss columns, such as "reference" or "advantage", that a trainer
+    would ignore: all but those in `read`."""
     of_losses = (
         ANSWER_LABEL,
         "reference",
@@ -566,7 +581,8 @@ def other_columns(*read: str) -> tuple[str, ...]:
 
 
 def register_column(name: str, per: str = "token", **fields: Any) -> None:
-    """Add a column to samples and micro-batches. fields: those of Column.
+    """Add a column, such as a weight per token, to samples and micro-batches. fields: those of
+    Column.
 
     Loss hooks get it in `batch`, on the rank's device, sharded like the tokens: [b, s] per token,
     [n] per document or sample.

@@ -45,13 +45,13 @@ VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 def fill(
     models: Any, source: TensorSource, only: Container[tuple[str, int | None]] | None = None
 ) -> None:
-    """Fill this rank's parameters from a TensorSource (weights_files.py). Every rank must call it.
+    """Copy weights from a TensorSource (weights_files.py) into this rank's parameters. Every rank
+    must call it.
 
     models: VirtualModels.
-    only: the (megatron name, layer) pairs to fill. None: all; then the source must contain exactly
-    the model's tensors.
+    only: the (megatron name, layer) pairs to fill. None: all, after check_names().
 
-    One replica reads each parameter and broadcasts it, so host memory holds one parameter.
+    One replica reads each parameter's shard and broadcasts it, so host memory holds one shard.
     Collective: these broadcasts, and one over all ranks at the end. ValueError, on every rank, if
     the source belongs to another model, a tensor has another shape, or a rank cannot read a file.
     """
@@ -89,9 +89,8 @@ def fill(
 def _checked_part(
     row: Row, layer: int | None, source: TensorSource, config: Any, shape: Sequence[int]
 ) -> torch.Tensor:
-    """read_part() for this rank's parameter of shape `shape`. ValueError if a tensor of the source
-    has the wrong shape.
-    """
+    """Read this rank's shard of a parameter. shape: the shard's. ValueError if one of the Hugging
+    Face tensors that it is made from has the wrong shape."""
     total, *rest = _whole_shape(row, shape, config)
     if row.mca in VOCABULARY:
         total = config.vocab_size
@@ -103,7 +102,8 @@ def _checked_part(
 
 
 def check_names(config: Any, names: Set[str]) -> None:
-    """Raise ValueError if the source lacks a tensor of the model, or has one that nothing uses.
+    """Raise ValueError if the source lacks a tensor of the model, or has one that the model does
+    not read and that is not known to be unused (is_unused).
 
     Every rank checks all pipeline stages, so all ranks raise and none is left waiting.
     """
@@ -123,12 +123,13 @@ def check_names(config: Any, names: Set[str]) -> None:
 
 
 def _names(rows: Iterable[tuple[Row, int | None]]) -> set[str]:
-    """The Hugging Face names in these (row, layer) pairs."""
+    """The Hugging Face tensor names in (row, layer) pairs."""
     return {hf.format(layer) for row, layer in rows for hf in row.hf}
 
 
 def degree(row: Row, config: Any) -> int:
-    """Over how many ranks the row's tensor is sharded."""
+    """Number of ranks that the row's tensor is split over: the tensor-parallel size, for an
+    expert's the expert-tensor-parallel size, and 1 if each rank has it whole."""
     if row.axis is None:
         return 1
     if row.expert is None:
@@ -145,9 +146,8 @@ def _whole_shape(row: Row, shape: Sequence[int], config: Any) -> list[int]:
 
 
 def row_parts(row: Row, total: int, config: Any) -> list[list[int]]:
-    """For each Hugging Face tensor in a megatron tensor of `total` rows: how many rows each of its
-    parts has. Fused tensors have several parts.
-    """
+    """Row counts of the parts in a megatron tensor of `total` rows, as one list per Hugging Face
+    tensor: [[q], [k], [v]] for three tensors, [[q, k, v]] for one fused tensor."""
     parts = [total]
     if row.kind == "gated":
         parts = [total // 2] * 2
@@ -167,14 +167,13 @@ def row_parts(row: Row, total: int, config: Any) -> list[list[int]]:
 
 
 def row_sizes(row: Row, total: int, config: Any) -> list[int]:
-    """Row count of each Hugging Face tensor in a megatron tensor of `total` rows."""
+    """Row counts of the Hugging Face tensors that make up a megatron tensor of `total` rows."""
     return [sum(parts) for parts in row_parts(row, total, config)]
 
 
 def num_groups(row: Row, config: Any) -> int:
-    """Number of row groups in a megatron tensor. Each group contains a share of every part, one
-    after another.
-    """
+    """Number of row groups in a megatron tensor. Each group has a share of every part: megatron
+    stores q, k and v of the first query group, then those of the second, and so on."""
     if row.kind == "qkv":
         return config.num_query_groups
     if row.kind == "qk":
@@ -187,8 +186,10 @@ def num_groups(row: Row, config: Any) -> int:
 def read_part(
     row: Row, layer: int | None, source: TensorSource, config: Any, rank: int
 ) -> torch.Tensor:
-    """Read rank `rank`'s shard of a row's megatron tensor, in the source's dtype. Reads only row
-    groups that contain a row of the shard.
+    """Read a tensor-parallel rank's shard of a megatron tensor, in the source's dtype. A vocabulary
+    matrix is padded with zeros.
+
+    If the shard has whole rows, only row groups (num_groups) with a row of it are read.
     """
     names = [name.format(layer) for name in row.hf]
     tp = degree(row, config)
@@ -226,13 +227,14 @@ def read_part(
 
 
 def vocabulary_names(config: Any) -> set[str]:
-    """Hugging Face names of the matrices with one row per token."""
+    """Hugging Face names of the matrices with one row per token: embedding and output layer."""
     rows = rows_of(config.hf_model_type, config)
     return set().union(*(row.hf for row in rows if row.mca in VOCABULARY))
 
 
 def split(row: Row, layer: int | None, full: torch.Tensor, config: Any) -> NamedTensors:
-    """Yield (HF name, tensor) for the Hugging Face tensors in a whole megatron tensor."""
+    """Split a whole megatron tensor into its Hugging Face tensors and yield (HF name, tensor). Rows
+    that pad the vocabulary are left out."""
     names = [hf.format(layer) for hf in row.hf]
     groups = num_groups(row, config)
     of_tensors = row_parts(row, len(full), config)
@@ -258,8 +260,8 @@ def iter_hf_tensors(
     other ranks nothing.
 
     Every rank must iterate to the end. only: the (megatron name, layer) pairs to export. A tied
-    head comes once. Collective over all ranks: broadcasts the tensors' places, gathers over
-    tensor-parallel and expert-tensor-parallel groups, sends to rank 0.
+    head is left out. Collective over all ranks: gathers over tensor-parallel and
+    expert-tensor-parallel groups, sends to rank 0.
     """
     config = models.config
     parameters = own_parameters(models)
@@ -285,8 +287,7 @@ def iter_hf_tensors(
 
 def forms_of(models: Any) -> NamedTensors:
     """Yield (HF name, meta tensor) for the whole model on every rank, in the order of
-    iter_hf_tensors but without moving data. Collective.
-    """
+    iter_hf_tensors: shapes and dtypes without data. Collective."""
     config = models.config
     located = _locate(own_parameters(models))
     for row, layer in _exported(config):
@@ -302,14 +303,13 @@ def own_parameters(models: Any) -> dict[tuple[str, int | None], torch.Tensor]:
 
 
 def stacked(tensor: torch.Tensor) -> torch.Tensor:
-    """The parameter behind a tensor from own_parameters: an expert's tensor is a view of the
-    stacked parameter.
-    """
+    """The parameter behind a tensor from own_parameters. For an expert that is the parameter of all
+    the rank's experts, of which its tensor is a view."""
     return tensor if tensor._base is None else tensor._base
 
 
 def _exported(config: Any) -> Iterator[tuple[Row, int | None]]:
-    """Yield the (row, layer) pairs of an export in layer order; a tied head is left out."""
+    """Yield the (row, layer) pairs of an export in layer order. A tied output layer is left out."""
     tied = config.tie_embeddings_and_output_weights
     for row, layer in in_layer_order(config):
         if not tied or row.mca != VOCABULARY[1]:
@@ -319,12 +319,8 @@ def _exported(config: Any) -> Iterator[tuple[Row, int | None]]:
 def _locate(
     parameters: dict[tuple[str, int | None], torch.Tensor],
 ) -> Mapping[tuple[str, int | None], tuple[int, torch.Tensor]]:
-    """{(megatron name, layer): (global rank, its shard as a meta tensor)} for the whole model, on
-    every rank. The rank is the first one with a shard.
-
-    Collective over all ranks: one broadcast per pipeline stage and expert-parallel rank. A tied
-    embedding is found on the first pipeline stage.
-    """
+    """{(megatron name, layer): (global rank that has its first shard, this shard as a meta tensor)}
+    for the whole model, on every rank. Collective over all ranks."""
     here: dict[Any, Any] = {}
     for key, parameter in parameters.items():
         of_expert = is_of_expert(key[0])
@@ -334,8 +330,8 @@ def _locate(
 
 
 def in_layer_order(config: Any) -> Iterator[tuple[Row, int | None]]:
-    """Yield (row, layer) for the whole model: the embedding, layer after layer, the final norm and
-    the head.
+    """Yield (row, layer) for each tensor of the whole model: the embedding, the layers one after
+    another, then the final norm, the output layer and others outside the layers, with layer None.
 
     config: McaModelConfig, or an object with hf_model_type, num_layers, mtp_num_layers,
     is_moe_layer() and the fields that rows read.
@@ -362,15 +358,15 @@ def export_hf(
     change: Change | None = None,
     beside: bool = True,
 ) -> list[str]:
-    """Write a Hugging Face checkpoint: config.json and safetensors -> the file names on global rank
-    0, [] elsewhere. Every rank must call it.
+    """Write the model as a Hugging Face checkpoint (config.json and safetensors) -> the file names
+    on global rank 0, [] elsewhere. Every rank must call it.
 
     change(HF name, tensor): returns the tensor to write instead.
-    beside: also copy the source's generation_config.json and Python code.
+    beside: also copy the source's generation_config.json, processor files and Python code.
 
-    Global rank 0 writes, with one shard in host memory. Tensors of the source that the model does
-    not read are copied. Collective: see iter_hf_tensors. OSError, on every rank, if the files
-    cannot be written.
+    Global rank 0 writes, with one file's tensors in host memory. Tensors of the source that no
+    model here reads are copied. Collective: see iter_hf_tensors. OSError, on every rank, if the
+    files cannot be written.
     """
     config = models.config
     tensors = iter_hf_tensors(models)
@@ -389,8 +385,8 @@ def write_model(
     change: Change | None = None,
     beside: bool = True,
 ) -> list[str]:
-    """Write global rank 0's (HF name, CPU tensor) pairs like export_hf -> the file names on rank 0,
-    [] elsewhere.
+    """Write a Hugging Face checkpoint from global rank 0's (HF name, CPU tensor) pairs -> the file
+    names on rank 0, [] elsewhere. See export_hf for `change` and `beside`.
 
     source: folder or hub name that the model was loaded from.
     num_trained: how many of its multi-token prediction layers were trained.
@@ -424,8 +420,7 @@ def write_model(
 
 def copies_of(row: Row, config: Any) -> list[str]:
     """Names under which checkpoints repeat the embedding or output layer in multi-token prediction
-    layers; [] for any other row, and if the model has no such layers.
-    """
+    layers; [] for any other row, and if the model has no such layers."""
     if not config.mtp_num_layers:
         return []
     copies: list[str] = function_of("part_mtp:copies_of")(row, config)

@@ -55,7 +55,7 @@ _ALL: Part = (slice(None),)
 
 
 class TensorSource(Protocol):
-    """Tensors by their Hugging Face names, read in slices."""
+    """Protocol for a checkpoint's tensors, by Hugging Face name, of which slices can be read."""
 
     def names(self) -> KeysView[str]: ...
     def shape(self, name: str) -> Shape: ...
@@ -71,11 +71,12 @@ OF_VALUE_HEAD = ("architectures", "id2label", "label2id")
 def write_safetensors(
     tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, max_shard_size: str | int
 ) -> list[str]:
-    """Write named tensors as safetensors with an index, from this process -> the file names.
+    """Write named tensors as safetensors, with an index if there are several files, from this
+    process -> the file names.
 
-    Each shard of at most max_shard_size is written once the next tensor would not fit, so host
-    memory holds one shard. On success the files of an earlier export are removed; after an error
-    they remain.
+    A file has at most max_shard_size, unless one tensor is larger. It is written once the next
+    tensor would not fit, so host memory holds one file's tensors. On success the files of an
+    earlier export are removed; after an error they remain.
     """
     shards: list[list[str]] = []
     total_size = 0
@@ -106,9 +107,8 @@ def write_safetensors(
 def _in_shards(
     tensors: Iterable[tuple[str, torch.Tensor]], limit: int
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield {name: tensor} for each shard of at most `limit` bytes. The dict is cleared when the
-    next shard is requested.
-    """
+    """Yield {name: tensor} for each file of at most `limit` bytes; a larger tensor gets a file
+    alone. The dict is cleared when the next one is requested."""
     shard: dict[str, torch.Tensor] = {}
     size = 0
     for name, tensor in tensors:
@@ -125,10 +125,11 @@ def _in_shards(
 def write_hf_config(
     hf_config: dict[str, Any], source: str | None, folder: Path, dtype: torch.dtype
 ) -> list[str]:
-    """Write config.json -> the file names.
+    """Write config.json to `folder` -> [its name].
 
-    It copies the source's config.json, if it has one for a model. Dtype, vocabulary size, number of
-    multi-token prediction layers and a value head's keys come from `dtype` and hf_config.
+    It is a copy of the source model's config.json, or of hf_config if there is none. Dtype,
+    vocabulary size, number of multi-token prediction layers and a value head's keys come from
+    `dtype` and hf_config.
     """
     values = dict(hf_config)
     if source and (Path(source) / HF_CONFIG_NAME).is_file():
@@ -157,8 +158,8 @@ def write_hf_config(
 
 
 def copy_beside(source: str | None, folder: Path) -> list[str]:
-    """Copy a model folder's generation_config.json, processor files and Python code -> the file
-    names. Links that leave the source folder are skipped.
+    """Copy a model folder's generation_config.json, processor files and Python code to `folder` ->
+    the file names. Links to files outside the source folder are skipped, except in a hub snapshot.
     """
     origin = Path(source or folder)
     if origin == folder:
@@ -175,7 +176,8 @@ _IN_BLOCK = re.compile(r"(\.layers\.\d+\.)mlp\.")
 
 
 def _is_stacked(model_type: str | None) -> bool:
-    """True for a family whose modules store a layer's experts as files do, gate and up in turns."""
+    """True for a model type whose files and transformers modules both have a layer's experts in one
+    tensor, with rows of gate and up alternating."""
     return model_type in FAMILIES and FAMILIES[model_type].stacked_experts == "in_turns"
 
 
@@ -185,12 +187,12 @@ def _stacked_experts() -> Any:
 
 
 def file_parts(model_type: str, name: str, shape: Shape) -> list[tuple[str, tuple[Any, ...]]]:
-    """[(name in a file, index into the module's tensor)] for each part of the tensor.
+    """[(name in a file, index into the tensor)] for a tensor of a transformers module, which files
+    may store in several parts. name, shape: the module's tensor.
 
-    name, shape: those of the module's tensor. Stacked experts have several parts, indexed by expert
-    and rows, under the names of single experts; other tensors have one, with the index (). Model
-    types without a row in FAMILIES keep their names. ValueError if a known family has stacked
-    experts but its rows name none.
+    Stacked experts have one part per expert and projection, under the names of single experts;
+    other tensors have one part, with the index (). Model types without a row in FAMILIES keep their
+    names. ValueError if a known family has stacked experts but its rows name none.
     """
     if model_type not in FAMILIES:
         return [(name, ())]
@@ -223,8 +225,8 @@ def file_parts(model_type: str, name: str, shape: Shape) -> list[tuple[str, tupl
 
 
 def named_tensors(model: Any, tied_twice: bool = False) -> NamedTensors:
-    """Yield (name, tensor) for everything that a checkpoint of the model contains: parameters and
-    persistent buffers.
+    """Yield (name, tensor) for a torch model's parameters and persistent buffers, which is what
+    checkpoints contain.
 
     tied_twice: yield tied parameters under both names.
     """
@@ -236,11 +238,11 @@ def named_tensors(model: Any, tied_twice: bool = False) -> NamedTensors:
 def file_tensors(
     model: Any, tied_twice: bool = False
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Yield (name in a file, the model's tensor, its part stored under that name, as a view) for a
-    transformers model.
+    """Yield (name in a file, the model's tensor, the part of it that files store under that name,
+    as a view) for a transformers model.
 
-    Adapters are left out. Stacked experts yield one part per expert and projection, under the names
-    of single experts. tied_twice: see named_tensors.
+    LoRA adapters are left out. Stacked experts yield one part per expert and projection, under the
+    names of single experts. tied_twice: see named_tensors.
     """
     model_type = model.config.model_type
     is_stacked = _is_stacked(model_type)
@@ -255,12 +257,14 @@ def file_tensors(
 
 
 def is_older(names: Iterable[str]) -> bool:
-    """True if these tensor names are older than transformers' module names (OLDER_PREFIXES)."""
+    """True if tensor names in a file are older than transformers' module names: they begin with
+    "visual." instead of "model.visual."."""
     return any(name.startswith("visual.") for name in names)
 
 
 def newer_name(name: str) -> str:
-    """The module's name for a tensor, given its name in an older file."""
+    """The name of a tensor in transformers' module, given its name in an older file:
+    "model.visual.x" for "visual.x"."""
     for newer, older in OLDER_PREFIXES.items():
         if name.startswith(older):
             return newer + name.removeprefix(older)
@@ -268,7 +272,8 @@ def newer_name(name: str) -> str:
 
 
 def older_name(name: str) -> str:
-    """The name in an older file, given the module's name for a tensor."""
+    """The name of a tensor in an older file, given its name in transformers' module: "visual.x" for
+    "model.visual.x"."""
     for newer, older in OLDER_PREFIXES.items():
         if name.startswith(newer):
             return older + name.removeprefix(newer)
@@ -309,9 +314,9 @@ class SafetensorsSource:
         return self._slices.keys()
 
     def read(self, name: str, part: Part = _ALL) -> torch.Tensor:
-        """Read a tensor, or the slice `part` of it, from as few bytes as its format allows: whole
-        blocks of a quantised weight, both matrices if their rows alternate, otherwise only `part`.
-        """
+        """Read a tensor, or the slice `part` of it. Of a quantised weight whole blocks are read,
+        and of stacked experts whose gate and up rows alternate both; otherwise only the bytes of
+        `part`."""
         return self._slices[name][part]
 
     def shape(self, name: str) -> Shape:
@@ -319,9 +324,8 @@ class SafetensorsSource:
 
 
 def slices_of(path: Path) -> dict[str, Any]:
-    """{name: safetensors slice} for a file, sorted by name. ValueError, naming the file, if it is
-    damaged or truncated.
-    """
+    """Open a safetensors file -> {name: slice object, from which parts can be read}, sorted by
+    name. ValueError, naming the file, if it is damaged or truncated."""
     try:
         file = safe_open(path, "pt")
     except (SafetensorError, OSError, ValueError) as error:  # OSError: of an empty file
@@ -332,7 +336,8 @@ def slices_of(path: Path) -> dict[str, Any]:
 
 
 def _open_files(folder: Path) -> dict[str, Any]:
-    """{name: safetensors slice} for a folder, file by file.
+    """Open all safetensors in a folder -> {name: slice object, from which parts can be read}, file
+    by file.
 
     ValueError, naming the file, if there are no safetensors, or the index or one of them is damaged
     or incomplete.
@@ -393,8 +398,7 @@ def model_class(hf: Any) -> Any:
 @functools.lru_cache(maxsize=4)
 def shapes_of(hf_config: str) -> tuple[Any, dict[str, Shape]]:
     """(transformers' config, {name in files: shape}) for a model. hf_config: the JSON text of its
-    config.json. ValueError if transformers cannot build the model.
-    """
+    config.json. ValueError if transformers cannot build the model. Cached in this process."""
     import transformers
 
     try:
@@ -406,7 +410,8 @@ def shapes_of(hf_config: str) -> tuple[Any, dict[str, Shape]]:
 
 
 def _shapes_file(hf: Any, hf_config: str, version: str) -> Path | None:
-    """The file that caches a model's shapes. Its name is a hash of all that determines them.
+    """Path of the file that caches the shapes of a model's tensors. Its name is a hash of all that
+    determines them.
 
     version: transformers' version. None, for no caching, if the model's class is not part of a
     transformers release, or there is no cache folder.
@@ -425,9 +430,8 @@ def _shapes_file(hf: Any, hf_config: str, version: str) -> Path | None:
 
 
 def _cached_shapes(hf: Any, file: Path | None) -> dict[str, Shape]:
-    """{name in files: shape}, from the cache file of an earlier run or from the model on the meta
-    device: importing transformers' class takes seconds.
-    """
+    """{name in files: shape of the tensor}. Read from the cache file, or else computed from the
+    model on the meta device, which takes seconds; local rank 0 then writes the cache file."""
     if file is not None:
         with contextlib.suppress(OSError, KeyError, ValueError):  # a damaged file is no cache
             kept = read_json(file) if is_there(file) else {}
@@ -460,8 +464,11 @@ def check_shapes(source: SafetensorsSource, hf_config: dict[str, Any]) -> None:
 
 
 def check_loaded(origin: str, loading_info: dict[str, Any]) -> None:
-    """Raise ValueError if transformers replaced missing or misshaped weights by random ones.
-    loading_info: what from_pretrained(output_loading_info=True) returned.
+    """Raise ValueError if transformers replaced missing or misshaped weights by random ones. A
+    missing value head is allowed.
+
+    origin: the model's name, for the message. loading_info: what
+    from_pretrained(output_loading_info=True) returned.
     """
     # a missing value head is allowed: ScoredSource draws it
     missing = set(loading_info["missing_keys"]) - {VALUE_HEAD}
@@ -476,11 +483,11 @@ def check_loaded(origin: str, loading_info: dict[str, Any]) -> None:
 
 
 class InitSource:
-    """Random initial weights. Each tensor is drawn from a seed and its name in Hugging Face's
-    files, so every layout gets the same.
+    """Random initial weights, for train_from_scratch. Each tensor is drawn from a seed and its name
+    in Hugging Face's files, so every parallel layout gets the same values.
 
     Matrices and sinks are normal with the config's initializer_range; norm weights are 1 (0 if the
-    model adds 1 to them); biases are 0.
+    model adds 1 to them); biases are 0. A_log and dt_bias of linear attention differ.
     """
 
     def __init__(self, hf_config: dict[str, Any], seed: int, num_prediction_layers: int | None = 0):
@@ -501,7 +508,7 @@ class InitSource:
         return self._shapes[name]
 
     def read(self, name: str, part: Part = _ALL) -> torch.Tensor:
-        """A part of the tensor, float32. The whole tensor is drawn, then sliced."""
+        """A slice of the tensor, float32 on the CPU. The whole tensor is drawn, then sliced."""
         full = torch.zeros(self._shapes[name], device="cpu")
         last = name.rpartition("linear_attn.")[2]
         if last == "A_log":  # drawn as in transformers
@@ -520,15 +527,14 @@ class InitSource:
 
 
 def generator_of(seed: int, name: str) -> torch.Generator:
-    """A CPU random generator seeded by a seed and a tensor's name alone."""
+    """A CPU random generator whose state depends on a seed and a tensor's name alone."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
 
 
 class ScoredSource:
-    """Checkpoint tensors for a model with a value head: all of `source` but the output layer.
-    If `source` has no value head, the value head's weight is drawn at random from `seed`.
-    """
+    """Checkpoint tensors for a model with a value head: those of `source` without the output layer.
+    If `source` has no value head, its weight is drawn at random from `seed`."""
 
     def __init__(self, source: TensorSource, hf_config: dict[str, Any], seed: int):
         self._source = source
@@ -552,8 +558,7 @@ class ScoredSource:
 
 def scored(config: Any, source: SafetensorsSource, seed: int) -> SafetensorsSource | ScoredSource:
     """The source, wrapped in a ScoredSource if the config has a value head. ConfigError if the
-    files contain another kind of value head.
-    """
+    files contain the value head of TRL or LLaMA-Factory instead."""
     if not config.has_value_head:
         return source
     check_value_head(source)
@@ -561,7 +566,8 @@ def scored(config: Any, source: SafetensorsSource, seed: int) -> SafetensorsSour
 
 
 def check_value_head(source: SafetensorsSource) -> None:
-    """Raise ConfigError if the files contain the value head of TRL or LLaMA-Factory."""
+    """Raise ConfigError if the files contain the value head of TRL or LLaMA-Factory, and none that
+    this package reads (score.weight)."""
     others = [name for name in source.names() if name.startswith("v_head.")]
     others += [path.name for path in source.folder.glob("value_head.*")]
     if others and VALUE_HEAD not in source.names():
@@ -579,17 +585,15 @@ MEAN_ROWS = 4096  # rows in memory at a time
 
 
 def mean_row(read: Callable[[Part], torch.Tensor], rows: int) -> torch.Tensor:
-    """Mean of a matrix's rows, float64 [h]. read(part): returns a slice of rows. rows: their
-    number.
-    """
+    """Mean of a matrix's rows, float64 [h] on the CPU. read(part): returns a slice of rows. rows:
+    number of rows in the matrix."""
     parts = (read((slice(i, min(i + MEAN_ROWS, rows)),)) for i in range(0, rows, MEAN_ROWS))
     return sum(part.to("cpu", torch.float64).sum(0) for part in parts) / rows
 
 
 class GrownSource:
-    """A source whose vocabulary matrices, listed in `names`, are extended to `vocab_size` rows. New
-    rows are the mean of the old ones.
-    """
+    """A TensorSource with rows for new tokens: the matrices in `names` are extended to `vocab_size`
+    rows. New rows are the mean of the old ones."""
 
     def __init__(self, source: TensorSource, names: Collection[str], vocab_size: int):
         self._source = source
@@ -606,7 +610,8 @@ class GrownSource:
         return shape
 
     def read(self, name: str, part: Part = _ALL) -> torch.Tensor:
-        """A part of the tensor. A vocabulary matrix is read in whole rows."""
+        """The slice `part` of a tensor. For a grown matrix only the slice of rows counts: columns
+        are whole."""
         if name not in self._vocabulary:
             return self._source.read(name, part)
         rows = range(self._vocab_size)[part[0]]
@@ -620,9 +625,9 @@ class GrownSource:
 
 
 def grow_torch(model: Any, vocab_size: int, dtype: torch.dtype) -> None:
-    """Grow embedding, head and config of a transformers model to vocab_size, in place. dtype: that
-    of its weights in the files, to which new rows are rounded.
-    """
+    """Grow the embedding, the output layer and the config of a transformers model to vocab_size, in
+    place. New rows are the mean of the old ones, rounded to dtype, that of the weights in the
+    files."""
     modules = [model.get_input_embeddings, model.get_output_embeddings]
     if has_value_head(model.config.architectures):
         modules.pop()
@@ -637,12 +642,11 @@ def grow_torch(model: Any, vocab_size: int, dtype: torch.dtype) -> None:
 
 
 def is_unused(name: str, hf_config: dict[str, Any], num_trained: int | None = 0) -> bool:
-    """True if no model here reads this checkpoint tensor: loading skips it, and an export copies
-    it.
+    """True if no model here reads a checkpoint tensor of this name: loading skips it, and an export
+    copies it.
 
-    Multi-token prediction layers have indices after the decoder's; the first num_trained of them
-    are read. A single prediction module beside the decoder (Family.unused) is read whole or not at
-    all.
+    Multi-token prediction layers have indices after the decoder's layers; the first num_trained of
+    them are read. Tensors of Family.unused are unused only if num_trained is 0 or None.
     """
     family = FAMILIES.get(str(hf_config.get("model_type")))
     patterns: tuple[str, ...] = UNUSED_TENSORS
@@ -658,9 +662,8 @@ def is_unused(name: str, hf_config: dict[str, Any], num_trained: int | None = 0)
 
 
 def original_of(source: str | None) -> SafetensorsSource | None:
-    """The safetensors of the model's origin: a folder, or a hub snapshot in the local cache. None
-    if they are gone.
-    """
+    """The safetensors that a model came from: in a folder, or in the local cache of the hub. None
+    if they are gone or cannot be read."""
     if source:
         # many types of errors, all meaning that the snapshot or files are missing
         with contextlib.suppress(Exception):
@@ -675,8 +678,8 @@ def original_of(source: str | None) -> SafetensorsSource | None:
 def in_words_of(
     source: str | None, hf_config: dict[str, Any], tensors: NamedTensors
 ) -> NamedTensors:
-    """Rename (name, tensor) pairs to the names in the source's files, or without a source to those
-    that transformers saves.
+    """Rename (name, tensor) pairs for an export: to the names that the source's files use, or those
+    that transformers saves if the source is gone.
 
     Experts are stacked if the source or family stacks them, but never quantised to MXFP4.
     """
@@ -696,9 +699,9 @@ def in_words_of(
 def carried_tensors(
     source: str | None, hf_config: dict[str, Any], num_trained: int | None = 0
 ) -> NamedTensors:
-    """Yield (name, tensor) for the source's tensors that no model here reads (is_unused). If the
-    source is gone: nothing, and a warning if config.json mentions such layers.
-    """
+    """Yield (name, tensor) for the source's tensors that no model here reads (is_unused), for an
+    export to keep. If the source is gone: nothing, and a warning if config.json mentions such
+    layers."""
     tensors = original_of(source)
     if tensors is None:
         next_layer = hf_config.get("num_hidden_layers", 0) + (num_trained or 0)
