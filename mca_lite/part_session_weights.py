@@ -28,7 +28,8 @@ class Weights:
     model's files stack them; the torch backend always yields single experts.
     adapters: "merged", "without" or "only", see Session.weights. For "only", names are PEFT's
     without the prefix "base_model.model.".
-    vLLM's WeightSource has other methods; configs/EXPORTS.md shows a short adapter.
+    vLLM 0.33's WeightSource differs (metadata is a property, iter_full() iterates): see the short
+    adapter in configs/EXPORTS.md.
     """
 
     backend: Any
