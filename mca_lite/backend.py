@@ -62,7 +62,7 @@ class Backend(abc.ABC):
         kernels.switch(args.torch_compile)
         self.model = model
         self.args = args
-        self.dtype, self.precision = torch.float32, "fp32"  # what is computed in
+        self.dtype, self.precision = torch.float32, "fp32"  # for the forward pass
         if args.bf16:
             self.dtype = torch.bfloat16
             self.precision = "bf16"
@@ -232,8 +232,8 @@ class Backend(abc.ABC):
         return values
 
     def whole_logits(self, logits: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
-        """Logits [b, s, V] of whole rows, from this rank's shard. Collective over the ranks with
-        the other shards."""
+        """Logits [b, s, V] of whole rows, from this rank's shard; here this rank has them all.
+        Collective over the ranks with the other shards."""
         return logits
 
     def common_length(self, longest: int) -> int:
@@ -242,7 +242,7 @@ class Backend(abc.ABC):
         return 0
 
     def finish_param_sync(self) -> None:  # noqa: B027 - no gather is pending on one rank
-        """Wait for all-gathers of updated weights that are still running."""
+        """Wait for all-gathers of updated weights that still run; here there are none."""
 
     def discard_gradients(self) -> None:
         """Drop the gradients that add_gradients() added. Collective if a reduction of them has
@@ -344,7 +344,7 @@ class Backend(abc.ABC):
         real, counts = self._sum_over_data_parallel(numbers)
         scale = len(micro_batches) * self.dp_size
         if self.args.calculate_per_token_loss:
-            scale = counts.clamp(min=1)  # as the divisor is
+            scale = counts.clamp(min=1)  # finish_gradients() clamps its divisor too
         self.statistics_of_routers.loss_weight = mean_of(scale, real)
 
     def weigh_router_loss(self, count: float) -> None:

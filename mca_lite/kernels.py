@@ -85,7 +85,7 @@ def _failure(silu: Callable[[torch.Tensor], torch.Tensor]) -> str | None:
         return first_line(error)
 
 
-# the reason of a why_ function that is no fault
+# a reason from a why_ function that is no error
 ABSENT = "not installed"
 
 
@@ -302,12 +302,13 @@ def weighted_clamped_swiglu(
 
 
 def join(weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """The float32 master from a bf16 weight and its low bits, int16 of the same shape."""
+    """Join a bf16 weight and its low bits, int16 of the same shape -> the float32 master weight."""
     return ((weight.view(torch.int16).int() << 16) + low.int()).view(torch.float32)
 
 
 def split_into(master: torch.Tensor, weight: torch.Tensor, low: torch.Tensor) -> None:
-    """Split a float32 master into a bf16 weight and its low bits, both in place."""
+    """Split a float32 master into a bf16 weight and its low 16 bits, and write them into these
+    tensors."""
     bits = master.view(torch.int32)
     high = (bits + 32768) >> 16
     weight.view(torch.int16).copy_(high)
@@ -315,7 +316,7 @@ def split_into(master: torch.Tensor, weight: torch.Tensor, low: torch.Tensor) ->
 
 
 def _wrapped(constant: int) -> int:
-    """The int32 with the same bits as an unsigned constant."""
+    """An unsigned 32-bit constant as the int32 with the same bits."""
     return (constant + 2**31) % 2**32 - 2**31
 
 

@@ -118,7 +118,7 @@ class McaGPTModel(MegatronModule):
     prediction.
 
     forward(input_ids [b, s], ...): attention is causal within each document. Arguments:
-    position_ids: ignored; positions count from 0 in each document.
+    position_ids: ignored; positions of text count from 0 in each document.
     attention_mask: None or the causal mask, bool [b or 1, 1, s, s], True for hidden; any other
     raises ValueError.
     padding_mask: bool [b, s], True for padding; the routers of MoE layers read it.
@@ -126,10 +126,12 @@ class McaGPTModel(MegatronModule):
     trained: loss_tokens.TrainedPlaces for the labels, or None.
     columns: further model inputs, such as pixels (inputs.Inputs).
 
-    A chunk without the output layer returns hidden states. The last chunk returns, with a value
-    head, a score per token, float32 [b, s]; otherwise, without labels, logits [b, s, V / tp]; with
-    labels, the loss of each token, float32 [b, s], 0 where the label is IGNORE_INDEX; with Targets,
-    the losses of the next token and of each prediction layer, [b, s, 1 + prediction layers].
+    A chunk without the output layer returns hidden states. The last chunk returns:
+    with a value head, a score per token, float32 [b, s];
+    without labels, logits [b, s, V / tp];
+    with labels, the loss of each token, float32 [b, s], 0 where the label is IGNORE_INDEX;
+    with Targets, the losses of the next token and of each prediction layer, [b, s, 1 + prediction
+    layers].
     """
 
     # replaces cross entropy; may give k losses per token: forward then returns [b, s, k]

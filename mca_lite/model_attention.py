@@ -36,7 +36,9 @@ from .tables import CORE_ATTENTIONS, function_of
 
 
 class Rope(NamedTuple):
-    """Constants of the rotary embedding for one layer type, such as "sliding_attention"."""
+    """Constants of the rotary embedding for one layer type, such as "sliding_attention". inv_freq:
+    inverse frequencies. factor: multiplies cos and sin. interleaved: rotated pairs are neighbouring
+    channels, not channels half a head apart."""
 
     inv_freq: tuple[float, ...]  # inverse frequencies [rotary_dim / 2]
     factor: float  # multiplies cos and sin

@@ -117,7 +117,7 @@ class _Linear:
         return self.tp_product.apply(x, weight, Way.of(self))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(output without the bias, bias or None)."""
+        """Apply the linear to x -> (output without the bias, bias or None)."""
         return self.product(x, self.weight), self.bias
 
 
@@ -159,8 +159,8 @@ def experts_product(
 
 
 def extra_factors(head: torch.nn.Module, hidden: torch.Tensor) -> Any:
-    """The LoRA factors of an output layer, for token_losses: (scale * x A^T [..., r] for all tokens
-    of hidden's rows, B [V / tp, r]). None if there is no adapter."""
+    """The LoRA factors of an output layer, for token_losses: (scale * x A^T for all tokens of the
+    sequence, B [V / tp, r]). None if there is no adapter."""
     adapter = beside(head)
     return None if adapter is None else adapter.factors(hidden)
 

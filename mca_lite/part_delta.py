@@ -84,7 +84,7 @@ def gated_delta_rule(
 
     query, key: [s, b, n, k], not normalised. value: [s, b, n, v]. decay: log of the state's factor,
     g [s, b, n]. beta: [s, b, n]. documents: int64 [s], each token's document index. is_packed: True
-    runs without torch.compile.
+    if lengths vary between calls: most of it then runs without torch.compile.
     """
     size = min(chunk_size, len(query))
     # torch.compile took over half a minute for a second size of rows
@@ -96,7 +96,7 @@ def gated_delta_rule(
     return outputs_of(q, scores, written, states, len(query), value.dtype)
 
 
-# shape of the queries for which the next two functions are compiled, the first ones, by dtype
+# dtype -> shape of the first queries: the next two functions are compiled for this shape alone
 _COMPILED: dict[torch.dtype, torch.Size] = {}
 
 
@@ -219,7 +219,8 @@ def _fits(*sizes: int) -> bool:
     return all(16 <= size <= 128 and size & (size - 1) == 0 for size in sizes)
 
 
-# of a state, in a program: on an H200 0.6 ms a pass of 64 heads of 128, with 16 or 64 columns 0.9
+# Columns of a state per program. On an H200 a pass over 64 heads of 128 channels takes 0.6 ms, and
+# 0.9 ms with 16 or 64 columns.
 _COLUMNS = 32
 # three products in tf32 are as exact as float32: 3e-7 of the largest state; one alone is 9e-4
 _LAUNCH = dict(PRECISION="tf32x3", num_warps=4, num_stages=2)
