@@ -90,8 +90,8 @@ class _Style:
 
     prompted: True if the prompt with add_generation_prompt is the beginning of the conversation.
     header: the text that add_generation_prompt adds, which opens an answer. lead: untrained text
-    between the prompt and the answer. closing: the end-of-turn token. inner: the same for answers
-    that are not the last. tail: all text after the answer.
+    between the prompt and the answer. closing: the text that ends a turn, usually an end-of-turn
+    token. inner: the same for answers that are not the last. tail: all text after the answer.
     """
 
     prompted: bool
@@ -285,9 +285,9 @@ class ChatRenderer:
         return option in str(self.tokenizer.chat_template)
 
     def _plain(self, messages: list[Message], trained: str) -> Rendered:
-        """Join a prompt and its completion, without chat template, into one text that ends with
-        eos, as TRL trains them. trained: "all" trains the whole text, other values the completion.
-        """
+        """Join a prompt and its completion, without chat template, into one text that ends with eos
+        (if the tokenizer has one), as TRL trains them. trained: "all" trains the whole text, other
+        values the completion."""
         prompt, completion = (message["content"] for message in messages)
         ending = self.tokenizer.eos_token or ""
         text = (prompt + completion).removesuffix(ending) + ending
@@ -689,7 +689,8 @@ def _check_weights(conversation: Conversation, trains_all: bool) -> None:
 
 
 def _reads(template: str, key: str) -> bool:
-    """True if the template reads the key `key` of a message."""
+    """True if the text of a chat template mentions `key` as the key of a message: .key, 'key' or
+    "key"."""
     return bool(re.search(rf"[.'\"]{re.escape(key)}\b", template))
 
 

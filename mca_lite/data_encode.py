@@ -137,7 +137,7 @@ class Tally:
 
 class Reader:
     """Reads the records of one dataset's files. formats: file -> its record format, such as
-    "alpaca"; "not read" before its first usable record. media: the model's."""
+    "alpaca"; "not read" before its first usable record. media: reads the model's images."""
 
     def __init__(
         self, spec: DatasetSpec, objective: Objective, data_args: Keys, media: Media = TEXT

@@ -341,7 +341,8 @@ class Vision(Media):
     def processor(self) -> Any:
         """transformers' image processor on Pillow, without torchvision.
 
-        ValueError if the folder has no settings for it, or they contradict config.json.
+        ValueError if the model's folder has no settings for it, or these do not fit config.json or
+        the keys.
         """
         import transformers  # imported late: its image processors need Pillow
 
@@ -802,8 +803,9 @@ def rope_positions(
 
 
 def check_slots(batch: dict[str, Any], merge_size: int) -> None:
-    """Raise ValueError if image placeholders and features of a batch differ in number, or it has no
-    rope positions. A filler batch, which is only padding, may have images."""
+    """Raise ValueError if the placeholders in a batch and the features of its images (or other
+    inputs) differ in number, or if it has no rope positions. A filler batch, which is only padding,
+    may have images."""
     lacking = [name for name in ROPE_COLUMNS if name not in batch]
     expect(
         not lacking,
