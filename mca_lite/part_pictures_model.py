@@ -171,7 +171,7 @@ def tower_on_meta(hf_config: str) -> torch.nn.Module:
 
 
 class Tower(torch.nn.Module):
-    """transformers' vision module for this model."""
+    """The vision module of the model (image patches to features), as transformers implements it."""
 
     def __init__(self, config: McaModelConfig):
         from transformers import AttentionInterface
@@ -196,9 +196,8 @@ class Tower(torch.nn.Module):
             parameter.may_rest = True  # see ckpt_megatron.may_rest
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "Tower":
-        """Module.to and the like, but buffers (position frequencies) keep float32 whatever the
-        weights' dtype, as in transformers.
-        """
+        """Module._apply, which .to() and .half() use, except that buffers (position frequencies)
+        move but keep their dtype, float32, as in transformers."""
         before = {name: buffer for name, buffer in self.named_buffers()}
         super()._apply(fn, recurse)
         for name, buffer in before.items():
@@ -210,18 +209,18 @@ class Tower(torch.nn.Module):
 
     @property
     def is_trained(self) -> bool:
-        """True if any of its weights is trained."""
+        """True if any weight of the tower is trained."""
         return any(parameter.requires_grad for parameter in self.parameters())
 
     def forward(
         self, pixel_values: torch.Tensor | None, image_grid_thw: torch.Tensor | None
     ) -> list[torch.Tensor] | None:
-        """Features of a micro-batch's images: [embedded, *deepstack], each [n + 1, h] with a row of
-        zeros first.
+        """Compute the features of a micro-batch's images: [embedded, *deepstack], each [n + 1, h]
+        with a row of zeros first.
 
         pixel_values: [patches, values per patch]; image_grid_thw: [images, 3]. If they are None, a
         trained tower runs on an empty image whose feature is not used, so that every rank has a
-        gradient for every DDP bucket; otherwise the result is None.
+        gradient for every DDP bucket; otherwise, or without autograd, the result is None.
         """
         weight = next(self.parameters())
         if pixel_values is None:
@@ -255,13 +254,13 @@ class Pictures(Inputs):
 
     @functools.cached_property
     def whole(self) -> Any:
-        """transformers' config of the whole model."""
+        """transformers' config of the whole model, language model and vision module."""
         is_hf = hasattr(self.config, "vision_config")
         return self.config if is_hf else whole_config(self.config.hf_config)
 
     @functools.cached_property
     def hf_config(self) -> dict[str, Any]:
-        """The contents of the model's config.json, as it was read."""
+        """The contents of the model's config.json as a dict."""
         return getattr(self.config, "hf_config", None) or self.config.to_dict()
 
     @property
@@ -314,9 +313,8 @@ class Pictures(Inputs):
         rope_h: torch.Tensor, rope_w: torch.Tensor,
         image_slot: Any = None, pixel_values: Any = None, image_grid_thw: Any = None,
     ) -> tuple[Any, list[Any], Callable[..., Any] | None]:  # fmt: skip
-        """Inputs.embed for images. Also adds the rotary tables for this rank's positions to
-        `shared`.
-        """
+        """Inputs.embed for images: runs the vision tower on the first pipeline stage. On every
+        stage it adds the rotary tables for this rank's positions to `shared`."""
         positions = torch.stack((rope_t, rope_h, rope_w))
         shared["rope_tables"] = self.axial_rope.tables(positions, self.config.params_dtype)
         if not model.pre_process:
@@ -335,9 +333,9 @@ class Pictures(Inputs):
         return here.into(hidden), here.deepstack, lambda ahead, slots: placed(slots).into(ahead)
 
     def arrange(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The batch with image_slot added, and videos behind its pictures: one tower takes both.
-        Pixels are dropped from batches of later pipeline stages, and from batches of padding only.
-        """
+        """The batch with image_slot added, and videos concatenated after images, because one tower
+        takes both. Pixels are dropped on later pipeline stages, and from batches of padding only.
+        ValueError for images with multi-token prediction on several pipeline stages."""
         config = self.config
         is_cut = config.pipeline_model_parallel_size > 1
         expect(
@@ -353,7 +351,8 @@ class Pictures(Inputs):
         return joined
 
     def _with_slots(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Add image_slot to a batch, and check it."""
+        """The batch with image_slot added. ValueError if its image placeholders and features differ
+        in number."""
         batch = with_image_slots(batch, *self.token_ids)
         check_slots(batch, self.vision_config.spatial_merge_size)
         return batch
@@ -397,9 +396,9 @@ class Pictures(Inputs):
         return not seen
 
     def work(self, model: Any) -> InputWork:
-        """The tower's FLOPs per patch, as an InputWork. A merger runs once per feature; layers with
-        windows attend to full-size windows.
-        """
+        """The vision tower's training FLOPs per image patch, as an InputWork: forward, and backward
+        if it is trained. A merger runs once per feature; a layer with windows attends to full-size
+        windows."""
         vision = self.vision_config
         source = InitSource(self.hf_config, 0)
         weights = 0.0
@@ -431,9 +430,8 @@ class Pictures(Inputs):
         return ", ".join(f"{part} {trained[part]:,} of {total:,}" for part, total in totals.items())
 
     def bytes_of_token(self, trained: Iterable[str], width: int) -> float:
-        """Bytes per image token that the tower saves for the backward pass; 0 if all its layers are
-        frozen. trained: names of the trained parameters. width: bytes per value.
-        """
+        """Bytes that the vision tower saves for the backward pass, per image token; 0 if all its
+        layers are frozen. trained: names of the trained parameters. width: bytes per value."""
         if not any("vis" in name and ".blocks." in name for name in trained):
             return 0.0
         vision = self.vision_config
@@ -449,5 +447,5 @@ class Pictures(Inputs):
 
 
 def _without_pictures(columns: dict[str, Any]) -> dict[str, Any]:
-    """The columns except pixels and grids."""
+    """The columns without pixels, grids and other columns of inputs."""
     return {name: column for name, column in columns.items() if not is_of_inputs(name)}
