@@ -48,6 +48,9 @@ _PROCESSOR_NAMES = ("processor_config.json", "preprocessor_config.json")
 _PROCESSORS = ("Qwen2VLImageProcessor", "Glm4vImageProcessor")
 # keys under which a message block may contain its image
 _SOURCES = ("image", "image_url", "video", "video_url", "path", "url", "base64", "value")
+# of a block, to qwen_vl_utils: what keys say here, for all records
+_UNREAD = "fps nframes min_frames max_frames min_pixels max_pixels total_pixels resized_height "
+_UNREAD += "resized_width video_start video_end"
 _TEMPORAL = 1  # an image's patches along time
 _NOUNS = {"image": "picture", "video": "video", "audio": "audio"}
 ROPE_COLUMNS = ("rope_t", "rope_h", "rope_w")
@@ -453,6 +456,13 @@ class Vision(Media):
     ) -> tuple[Any, ...]:
         rest = self.by_kind(of_columns)
         blocks_of = self._blocks_of(messages, rest, may_lead, where)
+        given = {key for blocks in blocks_of for block in blocks for key in block}
+        ignored = [key for key in _UNREAD.split() if key in given]
+        expect(
+            not ignored,
+            f"{where}: a block has {', '.join(ignored)}, without effect here: leave it out, and "
+            "set video_fps, video_max_pixels, image_max_pixels and alike, which all records share",
+        )
         found = [
             (block["type"].removesuffix("_url"), picture_of_block(block))
             for blocks in blocks_of

@@ -226,6 +226,10 @@ def test_keys_choose_frames_and_their_sizes(whole, tmp_path):
         ),
         ({"videos": ["film", "film"]}, "1 <video> marks, .* and 2 videos in the column videos"),
         ({"images": ["picture.png"]}, "0 <image> marks, or .* and 1 pictures"),
+        (
+            {"text": [{"type": "video", "video": "film", "fps": 1}]},
+            "a block has fps, without effect",
+        ),
         ({"audios": ["a.wav"], "videos": ["film"]}, "the column 'audios' is there"),
         ({"videos": ["film"], "text": f"<video> and {VIDEO}"}, r"a text has .*video_pad"),
         ({"videos": ["film"], "text": "<video> and <audio>"}, "the text has <audio>"),
