@@ -49,7 +49,7 @@ PROCESSOR_FILES = (
     "chat_template.json",
 )
 
-# PEFT's
+# PEFT's file names
 ADAPTER_CONFIG_NAME = "adapter_config.json"
 ADAPTER_WEIGHTS_NAME = "adapter_model.safetensors"
 

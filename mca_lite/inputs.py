@@ -89,8 +89,8 @@ class Media:
     def take(
         self, messages: list[dict[str, Any]], of_columns: list[Any], may_lead: bool, where: str
     ) -> tuple[Any, ...]:
-        """Replace each image or video in `messages` by the text `block`, in place -> the inputs, in
-        order.
+        """Replace each image or video in `messages` by its text (`block` for an image), in place ->
+        the inputs, in order.
 
         An input is a message block, or a mark in a message's text; one without a value of its own
         takes the next value in of_columns. may_lead: if there are no marks, put the inputs before
